@@ -1,0 +1,171 @@
+"""FP8 for a trainer: recipes by name, what this machine can run and why not, shapes that fit, and the state to save.
+
+The state deserves a word. TE pickles it into the state dict (`…_extra_state`), and since 2.20 refuses to load such a pickle, because that
+would run code from a file. Here the same numbers travel as plain tensors: `get_state` before saving, `set_state` after loading. Their absence
+(a run that was in bfloat16 so far) or another history length is no error, so a run can change its precision when it resumes.
+"""
+
+import os
+from contextlib import contextmanager
+
+import torch
+
+try:
+    if os.environ.get("NANOTE_REFERENCE") == "1" or not torch.cuda.is_available():
+        raise ImportError
+    import transformer_engine
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe as recipes
+
+    IS_REFERENCE = False
+except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8 emulated
+    import te_reference as te
+    import te_reference as recipes
+
+    IS_REFERENCE = True
+
+RECIPES = ("none", "delayed", "current", "block", "mxfp8")
+_AVAILABLE = {"delayed": te.is_fp8_available, "current": te.is_fp8_available, "block": te.is_fp8_block_scaling_available, "mxfp8": te.is_mxfp8_available}
+
+
+def describe():
+    """What runs here, in a line: the device, and whose FP8."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return f"{device}, FP8 emulated by te_reference" if IS_REFERENCE else f"{device}, Transformer Engine {transformer_engine.__version__}"
+
+
+def why_not(name):
+    """TE's reason why this machine cannot run the recipe; "" where it can."""
+    if name == "none":
+        return ""
+    available, reason = _AVAILABLE[name](return_reason=True)
+    return "" if available else reason
+
+
+def check_recipe(name):
+    """ValueError, in one line, for a recipe that is unknown or that this machine cannot run."""
+    if name not in RECIPES:
+        raise ValueError(f"fp8-recipe {name!r} is unknown; the recipes are {', '.join(RECIPES)}")
+    if why_not(name):
+        possible = ", ".join(r for r in RECIPES if not why_not(r))
+        hint = "" if IS_REFERENCE else "; NANOTE_REFERENCE=1 emulates delayed and current anywhere"
+        raise ValueError(f"fp8-recipe {name!r} cannot run on this machine ({describe()}): {why_not(name)} It can run: {possible}{hint}")
+
+
+def make_recipe(name, fp8_format="hybrid", amax_history_len=1024, amax_compute_algo="max", margin=0):
+    """TE's recipe object, or None for "none". The last three arguments belong to "delayed". ValueError for a value out of range or a recipe
+    that cannot run here.
+
+    Delayed: scale = FP8_MAX / amax / 2**margin, the amax taken over a history. Current: the tensor's own amax. Block: one scale for each
+    1x128 activations or 128x128 weights. MXFP8: one power of two for each 32 values (Blackwell).
+    """
+    check_recipe(name)
+    if name == "none":
+        return None
+    if fp8_format not in ("hybrid", "e4m3"):
+        raise ValueError(f"fp8-format {fp8_format!r} is unknown; use hybrid (E4M3 forward, E5M2 backward) or e4m3")
+    if amax_compute_algo not in ("max", "most_recent"):
+        raise ValueError(f"fp8-amax-compute-algo {amax_compute_algo!r} is unknown; use max or most_recent")
+    if amax_history_len < 1:
+        raise ValueError(f"fp8-amax-history-len {amax_history_len}: must be 1 or more; 1024 works")
+    format = recipes.Format.HYBRID if fp8_format == "hybrid" else recipes.Format.E4M3
+    if name == "delayed":
+        return recipes.DelayedScaling(margin=margin, fp8_format=format, amax_history_len=amax_history_len, amax_compute_algo=amax_compute_algo)
+    if name == "current":
+        return recipes.Float8CurrentScaling(fp8_format=format)
+    if name == "block":
+        return recipes.Float8BlockScaling(fp8_format=format)
+    return recipes.MXFP8BlockScaling(fp8_format=format)
+
+
+def check_shapes(config, micro_batch_size, seq_len, name):
+    """ValueError, in one line, for a model or a micro-batch that the recipe's matrix products cannot take.
+
+    TE asks for rows divisible by 8 forward; the weight gradient, where tokens are columns, for 16. MXFP8's blocks ask for 32 everywhere.
+    (A model's configuration checks its own dimensions for 16.)
+    """
+    multiple = {"none": 1, "mxfp8": 32}.get(name, 16)
+    if name == "mxfp8":
+        for field, size in (("n_embd", config.n_embd), ("n_inner", config.n_inner), ("head_dim x n_kv_head", config.head_dim * config.n_kv_head)):
+            if size % 32:
+                raise ValueError(f"{field} = {size}: FP8 recipe 'mxfp8' needs dimensions divisible by 32; {-(-size // 32) * 32} works")
+    tokens = micro_batch_size * seq_len
+    if tokens % multiple:
+        better = next(b for b in range(micro_batch_size, micro_batch_size + multiple + 1) if b * seq_len % multiple == 0)
+        raise ValueError(f"micro-batch-size {micro_batch_size} x seq-len {seq_len} = {tokens} tokens: FP8 recipe {name!r} needs a multiple of "
+                         f"{multiple}; --micro-batch-size {better} works, or --fp8-recipe none")
+
+
+def _scaling_states(model):
+    """(name, object with .scale (n,) and .amax_history (length, n)) for each direction of each module under delayed scaling."""
+    for module_name, module in model.named_modules():
+        for key in ("scaling_fwd", "scaling_bwd"):
+            state = getattr(module, "fp8_meta", {}).get(key)
+            if hasattr(state, "amax_history"):
+                yield f"{module_name}.{key}", state
+
+
+def get_state(model):
+    """The FP8 state: {"<module>.scaling_fwd.scale": (n,), "<module>.scaling_fwd.amax_history": (length, n), … "scaling_bwd" …}, float32.
+    Empty where no delayed scaling has run."""
+    state = {}
+    for name, scaling in _scaling_states(model):
+        state[f"{name}.scale"] = scaling.scale.detach().clone()
+        state[f"{name}.amax_history"] = scaling.amax_history.detach().clone()
+    return state
+
+
+def set_state(model, state):
+    """Put back what `get_state` gave. Does nothing unless the model now runs with delayed scaling; fits the histories to its
+    `amax_history_len`, the newest rows kept."""
+    recipe = model.fp8_recipe
+    if not model.config.use_fp8 or not recipe.delayed():
+        return
+    modules = dict(model.named_modules())
+    for module_name in sorted({key.rsplit(".scaling_", 1)[0] for key in state}):
+        module = modules.get(module_name)
+        if module is None or not hasattr(module, "init_fp8_meta_tensors"):
+            raise ValueError(f"FP8 state for a module {module_name!r}, which this model does not have; resume with the model that saved it")
+        module.fp8_meta["num_gemms"] = state[f"{module_name}.scaling_fwd.scale"].numel() // 3
+        module.fp8_meta["recipe"] = recipe
+        module.init_fp8_meta_tensors(recipe)
+    for name, scaling in _scaling_states(model):
+        if f"{name}.scale" in state:
+            scaling.scale.copy_(state[f"{name}.scale"])
+            scaling.amax_history.copy_(_fit_history(state[f"{name}.amax_history"], len(scaling.amax_history)))
+
+
+def _fit_history(history, length):
+    """Row 0 is the current step's; the newest of the others is the last. (old_length, n) -> (length, n)."""
+    kept = min(length, len(history)) - 1
+    fitted = torch.zeros(length, history.shape[1])
+    fitted[0] = history[0]
+    if kept:
+        fitted[-kept:] = history[-kept:]
+    return fitted
+
+
+@contextmanager
+def preserved_state(model):
+    """Whatever runs inside leaves the FP8 state as it was. Evaluation would otherwise add its amax to the next training step's."""
+    before = get_state(model)
+    try:
+        yield
+    finally:
+        for name, scaling in _scaling_states(model):
+            if f"{name}.scale" in before:
+                scaling.scale.copy_(before[f"{name}.scale"])
+                scaling.amax_history.copy_(before[f"{name}.amax_history"])
+            else:
+                scaling.scale.fill_(1.0)
+                scaling.amax_history.zero_()
+
+
+def init_master_weights(model, optimizer):
+    """With weights kept in FP8 (`quantized_model_init(preserve_high_precision_init_val=True)`): start the optimizer's float32 masters from the
+    values drawn at initialisation instead of what FP8 kept of them, and free those."""
+    for parameter in model.parameters():
+        if hasattr(parameter, "get_high_precision_init_val"):
+            optimizer.initialize_state(parameter, False)
+            optimizer.set_scaled_state(parameter, "master_param", parameter.get_high_precision_init_val().to(parameter.device).float())
+            parameter.clear_high_precision_init_val()

@@ -1,0 +1,901 @@
+"""The part of `transformer_engine.pytorch` that the models use, in plain PyTorch. Runs anywhere; FP8 is emulated number for number.
+
+Transformer Engine (TE) needs an NVIDIA GPU even to be imported. This file stands in for it: the same modules, constructor arguments,
+parameter names, `state_dict` keys and FP8 bookkeeping as TE 2.20, so that a model file runs on a laptop, and so that the two can be
+compared on one GPU. Nothing here is fast; all of it is meant to be read next to TE's own sources.
+
+How FP8 is emulated. A linear layer has three matrix products, and TE quantises both sides of each:
+
+    y  = x  · wᵀ      forward           x and w in E4M3
+    dx = dy · w       input gradient    dy in E5M2 (format HYBRID) or E4M3
+    dw = dyᵀ · x      weight gradient
+
+Here x, w and dy are really cast to `torch.float8_*` with the recipe's scale, cast back, and multiplied in float32. The quantised bytes are
+TE's own; a result differs only by the order in which the product is summed. Two small autograd functions do it all: `_StraightThrough`
+replaces x or w by its dequantised self, and `_QuantizeGrad`, put on y, quantises dy on its way back, so both gradients see it.
+
+What TE keeps between steps (recipe `DelayedScaling`): for each tensor a `scale` and an `amax_history`. Row 0 of the history collects the
+current amax; when the outermost `autocast` ends (forward) or the first module's backward ends (backward) the history rolls by one and
+the scale for the *next* step follows from it. Sources: TE 2.20 `quantization.py`, `module/base.py`, `recipe/delayed_scaling.cu`.
+
+TF32 must stay off (PyTorch's default): dequantised values do not fit its ten bits of mantissa.
+"""
+
+import io
+import math
+import pickle
+import types
+import warnings
+import weakref
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from typing import Callable, NamedTuple, Optional, Union
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+__version__ = "2.20"  # the TE release whose behaviour this file follows
+
+FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+FP32_MAX = torch.finfo(torch.float32).max
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recipes (transformer_engine.common.recipe)
+
+
+class _FormatMax(NamedTuple):
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(Enum):
+    """FP8 formats. HYBRID: E4M3 (4 exponent bits, 3 mantissa bits, up to 448) forward, E5M2 (5 and 2, up to 57,344) backward."""
+
+    E4M3 = _FormatMax(448, 448)
+    E5M2 = _FormatMax(57344, 57344)
+    HYBRID = _FormatMax(448, 57344)
+
+
+class Recipe:
+    """Base of the recipes; the questions that TE's code asks of one."""
+
+    def delayed(self):
+        return isinstance(self, DelayedScaling)
+
+    def float8_current_scaling(self):
+        return isinstance(self, Float8CurrentScaling)
+
+    def float8_per_tensor_scaling(self):
+        return True
+
+    def mxfp8(self):
+        return False
+
+    float8_block_scaling = nvfp4 = custom = mxfp8
+
+    def _dtype(self, forward):
+        e4m3 = self.fp8_format == Format.E4M3 or (self.fp8_format == Format.HYBRID and forward)
+        return torch.float8_e4m3fn if e4m3 else torch.float8_e5m2
+
+
+@dataclass(repr=False)
+class DelayedScaling(Recipe):
+    """Scale each tensor by what its amax was in the last `amax_history_len` steps: scale = FP8_MAX / amax / 2**margin."""
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: Union[str, Callable] = "max"  # "max" | "most_recent" | a function of the history
+    scaling_factor_compute_algo: Optional[Callable] = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    def __post_init__(self):
+        if self.fp8_format == Format.E5M2:
+            raise ValueError("fp8_format=E5M2: pure E5M2 training is not supported; use Format.HYBRID")
+
+    def __repr__(self):  # TE tells recipes apart by this string, which leaves the amax algorithm out
+        return (f"recipe_type=DelayedScaling, margin={self.margin}, format={self.fp8_format.name}, amax_history_len={self.amax_history_len}, "
+                f"reduce_amax={self.reduce_amax}, fp8_dpa={self.fp8_dpa}, fp8_mha={self.fp8_mha}")
+
+
+@dataclass
+class Float8CurrentScaling(Recipe):
+    """Scale each tensor by its own amax, found just before the cast. No state."""
+
+    use_power_2_scales: bool = False
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    __post_init__ = DelayedScaling.__post_init__
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is available
+
+
+def is_fp8_available(return_reason=False):
+    """FP8 with delayed or current scaling: always, emulated."""
+    return (True, "") if return_reason else True
+
+
+def _not_emulated(name):
+    reason = f"te_reference emulates delayed and current scaling only, not {name}."
+
+    def is_available(return_reason=False):
+        return (False, reason) if return_reason else False
+
+    return is_available
+
+
+is_mxfp8_available = _not_emulated("MXFP8")
+is_fp8_block_scaling_available = _not_emulated("FP8 block scaling")
+is_nvfp4_available = _not_emulated("NVFP4")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The FP8 region: one global state, as in TE
+
+
+class _Fp8State:
+    """TE's FP8GlobalStateManager: is FP8 on, with which recipe, and whose amax histories roll when."""
+
+    def __init__(self):
+        self.enabled = False
+        self.recipe = None
+        self.group = None
+        self.first_module = False  # True until the first module of an autocast region has run: its backward rolls the histories
+        self.depth = 0
+        self.weights_in_fp8 = False  # inside quantized_model_init
+        self.keep_init_value = False
+        self.recompute = None  # inside checkpoint(): "forward", or "recompute" in its second forward
+        self.recompute_first_module = []
+        self.regions = {}  # key -> (recipe, group), as last entered
+        self.states = {}  # (forward?, key) -> weak references to the _ScalingState of every module that ever ran there
+
+
+_fp8 = _Fp8State()
+
+
+class autocast:
+    """`with te.autocast(enabled=…, recipe=…)`: modules inside run in FP8. Nests; an inner `enabled=False` switches FP8 off for its part."""
+
+    def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
+        if calibrating:
+            raise ValueError("autocast(calibrating=True) is not emulated by te_reference; run it on a GPU with Transformer Engine")
+        self.enabled, self.recipe, self.group = enabled, recipe, amax_reduction_group
+
+    def __enter__(self):
+        if self.enabled and torch.compiler.is_compiling() and isinstance(self.recipe, DelayedScaling):
+            raise RuntimeError("DelayedScaling is not supported under torch.compile. Please use other recipes instead.")  # as TE
+        recipe = DelayedScaling() if self.recipe is None else self.recipe
+        self.outer = (_fp8.enabled, _fp8.recipe, _fp8.group, _fp8.first_module)
+        if isinstance(recipe, DelayedScaling):
+            _fp8.regions[_region_key(recipe, self.group)] = (recipe, self.group)
+        _fp8.enabled, _fp8.recipe, _fp8.group = self.enabled, recipe, self.group
+        if _fp8.depth == 0:
+            _fp8.first_module = True
+        _fp8.depth += 1
+        return self
+
+    def __exit__(self, *exc):
+        _fp8.enabled, _fp8.recipe, _fp8.group, _fp8.first_module = self.outer
+        _fp8.depth -= 1
+        # Only the outermost region, and only with gradients on: evaluation neither rolls a history nor moves a scale,
+        # but the amax it saw stays in row 0 and counts in the next training step.
+        if self.enabled and _fp8.depth == 0 and torch.is_grad_enabled():
+            _roll_histories(forward=True)
+
+
+def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False):
+    """The older name of `autocast`, with the older names of its arguments."""
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
+
+
+@contextmanager
+def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
+    """Modules made inside hold FP8 weights only. Here such a parameter is a plain tensor whose values FP8 can hold (exactly so in
+    float32; in bfloat16 rounded once more); `FusedAdam` updates a float32 master and quantises it back, as TE's does."""
+    outer = (_fp8.weights_in_fp8, _fp8.recipe, _fp8.keep_init_value)
+    _fp8.weights_in_fp8, _fp8.recipe = enabled, DelayedScaling() if recipe is None else recipe
+    _fp8.keep_init_value = preserve_high_precision_init_val
+    try:
+        yield
+    finally:
+        _fp8.weights_in_fp8, _fp8.recipe, _fp8.keep_init_value = outer
+
+
+fp8_model_init = quantized_model_init  # the older name
+
+
+def _region_key(recipe, group):
+    return f"recipe={recipe},group={id(group) if group is not None else None}"
+
+
+def _roll_histories(forward):
+    """End of a forward (or backward) pass: reduce every amax over the ranks, roll the histories, compute the next scales."""
+    for (is_forward, key), references in _fp8.states.items():
+        states = [s for s in (r() for r in references) if s is not None]
+        if is_forward != forward or not states:
+            continue
+        recipe, group = _fp8.regions[key]
+        if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            amax = torch.cat([s.amax_history[0] for s in states])
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+            for state, part in zip(states, amax.split([s.scale.numel() for s in states])):
+                state.amax_history[0] = part
+        for state in states:
+            state.roll(recipe, FP8_MAX[recipe._dtype(forward)])
+
+
+class _ScalingState:
+    """Scales and amax histories of one module's tensors, forward [input, weight, output] or backward [output gradient, input gradient],
+    once for each matrix product. Tensors: `scale` (n,), `amax_history` (amax_history_len, n), float32."""
+
+    def __init__(self, recipe, n, device):
+        self.scale = torch.ones(n, dtype=torch.float32, device=device)
+        self.amax_history = torch.zeros(recipe.amax_history_len, n, dtype=torch.float32, device=device)
+
+    @torch.no_grad()
+    def roll(self, recipe, fp8_max):
+        """Next scale from the history; then row i takes row i+1, the last row takes this step's amax, row 0 is zero again."""
+        history = self.amax_history
+        if callable(recipe.amax_compute_algo):
+            amax = recipe.amax_compute_algo(history)
+        elif recipe.amax_compute_algo == "max":
+            amax = history.nan_to_num(nan=0.0, posinf=math.inf).amax(0)  # the GPU's fmax ignores NaN
+        else:
+            amax = history[0].clone()
+        rolled = history.roll(-1, 0)
+        rolled[0] = 0
+        history.copy_(rolled)
+        if recipe.scaling_factor_compute_algo is not None:
+            self.scale.copy_(recipe.scaling_factor_compute_algo(amax, self.scale, fp8_max, recipe))
+        else:
+            self.scale.copy_(delayed_scale(amax, self.scale, fp8_max, recipe.margin))
+
+    def resize(self, length):
+        """Another `amax_history_len`: cut off the end, or pad with zeros. So does TE, although the newest rows are at the end."""
+        if length != len(self.amax_history):
+            kept = self.amax_history[:length]
+            self.amax_history = F.pad(kept, (0, 0, 0, length - len(kept))).clone()
+
+
+def delayed_scale(amax, old_scale, fp8_max, margin=0):
+    """FP8_MAX / amax / 2**margin. An amax of zero, infinity or NaN keeps the old scale; one so small that the quotient overflows
+    float32 gives the largest float32. All (n,) float32."""
+    scale = (fp8_max * 2.0**-margin) / amax
+    scale = torch.where(torch.isinf(scale), FP32_MAX, scale)
+    return torch.where((amax > 0) & torch.isfinite(amax), scale, old_scale)
+
+
+def current_scale(amax, fp8_max, power_of_2=False):
+    """FP8_MAX / amax; 1 for an amax of zero or infinity; the largest float32 where the quotient overflows. `power_of_2` rounds down to one."""
+    scale = fp8_max / amax
+    scale = torch.where(torch.isinf(scale), FP32_MAX, scale)
+    scale = torch.where((amax == 0) | torch.isinf(amax), 1.0, scale)
+    if power_of_2:  # keep sign and exponent
+        scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
+    return scale
+
+
+def amax_of(x):
+    """Largest absolute value, () float32. NaN does not count: the GPU's maximum ignores it."""
+    return x.detach().abs().nan_to_num(nan=0.0, posinf=math.inf).amax().float()
+
+
+def quantize(x, scale, dtype):
+    """x · scale, saturated to the format's range (infinity too; NaN stays) and cast, round to nearest even. -> FP8 of x's shape."""
+    return (x.detach().float() * scale).clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
+
+
+def dequantize(q, scale):
+    """FP8 -> float32: q / scale, as q times the float32 reciprocal."""
+    return q.float() * scale.reciprocal()
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Forward: `value` in place of x. Backward: the gradient, rounded to `grad_dtype` (the precision of the product that makes it in TE)."""
+
+    @staticmethod
+    def forward(ctx, x, value, grad_dtype):
+        ctx.dtypes = (grad_dtype, x.dtype)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_dtype, dtype = ctx.dtypes
+        return grad.to(grad_dtype).to(dtype), None, None
+
+
+class _QuantizeGrad(torch.autograd.Function):
+    """Forward: identity. Backward: the gradient, quantised to FP8 and back; then, in the first module's last product, the backward roll."""
+
+    @staticmethod
+    def forward(ctx, y, recipe, state, index, roll):
+        ctx.args = (recipe, state, index, roll)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        recipe, state, index, roll = ctx.args
+        dtype = recipe._dtype(forward=False)
+        scale = _scale_for(grad, recipe, state, index, dtype)
+        grad = dequantize(quantize(grad, scale, dtype), scale)
+        if roll:
+            _roll_histories(forward=False)
+        return grad, None, None, None, None
+
+
+def _scale_for(x, recipe, state, index, dtype):
+    """The scale to quantise x with. Delayed: the stored one, and x's amax goes into row 0 (as a maximum: a row can see several passes)."""
+    amax = amax_of(x)
+    if isinstance(recipe, Float8CurrentScaling):
+        return current_scale(amax, FP8_MAX[dtype], recipe.use_power_2_scales)
+    with torch.no_grad():
+        slot = state.amax_history[0, index]
+        slot.copy_(torch.maximum(slot, amax))
+    return state.scale[index].clone()  # a clone: the state moves on before backward asks
+
+
+def _round(x, dtype, grad_dtype):
+    """x as `dtype` would hold it, kept in float32; its gradient rounded to grad_dtype."""
+    return _StraightThrough.apply(x, x.detach().to(dtype).float(), grad_dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules
+
+
+def _default_device():
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _normal_init(weight):
+    nn.init.normal_(weight, mean=0.0, std=0.023)  # TE's default
+
+
+class _Module(nn.Module):
+    """TransformerEngineBaseModule: FP8 state in `fp8_meta`, its life cycle in a forward pass, `_extra_state` in the state dict."""
+
+    def __init__(self, num_gemms=0):
+        super().__init__()
+        self.fp8 = False
+        self.fp8_meta = {"num_gemms": num_gemms}
+        self._fp8_workspaces = {}  # FP8 weights kept over the micro-batches of one step
+        self._stash = []  # scales of first forwards, for checkpoint()'s second ones
+        self.primary_weights_in_fp8 = _fp8.weights_in_fp8
+
+    # -- parameters
+
+    def _linear_parameters(self, weight, bias, out_features, in_features, use_bias, init_method, gemm, dtype, device):
+        """Register `weight` (out, in) and `bias` (out,); an absent bias is an empty tensor, as in TE."""
+        self.register_parameter(weight, nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device)))
+        with torch.no_grad():
+            (init_method or _normal_init)(getattr(self, weight))
+        if use_bias:
+            self.register_parameter(bias, nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)))
+        else:
+            setattr(self, bias, torch.empty(0, dtype=dtype, device=device))
+        if self.primary_weights_in_fp8:
+            self.init_fp8_meta_tensors(_fp8.recipe)
+            parameter = getattr(self, weight)
+            if _fp8.keep_init_value:
+                value = parameter.detach().cpu().clone()
+                parameter.get_high_precision_init_val = lambda: value
+                parameter.clear_high_precision_init_val = lambda: None
+            parameter.fp8_owner = (weakref.ref(self), gemm)
+            with torch.no_grad():
+                parameter.copy_(_fp8_parameter_value(parameter, parameter))
+
+    def _norm_parameters(self, names, size, normalization, zero_centered_gamma, dtype, device):
+        if normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(f"normalization={normalization!r} is not known; use 'LayerNorm' or 'RMSNorm'")
+        gamma = torch.zeros if zero_centered_gamma else torch.ones
+        self.register_parameter(names[0], nn.Parameter(gamma(size, dtype=dtype, device=device)))
+        if normalization == "LayerNorm":
+            self.register_parameter(names[1], nn.Parameter(torch.zeros(size, dtype=dtype, device=device)))
+        elif names[1] != "bias":  # fused modules have the attribute in any case
+            setattr(self, names[1], None)
+
+    # -- FP8 state
+
+    def init_fp8_meta_tensors(self, recipe):
+        """Make or resize the scales and histories that `recipe` wants; keep what fits."""
+        meta = self.fp8_meta
+        if meta.get("recipe") == recipe and ("scaling_fwd" in meta) == recipe.delayed():
+            return
+        if meta.get("recipe") is not None and type(meta["recipe"]) is not type(recipe):
+            warnings.warn(f"Recipe type changed from {type(meta['recipe']).__name__} to {type(recipe).__name__}. This may affect model behavior.")
+            self._fp8_workspaces.clear()
+        meta["recipe"] = recipe
+        for key, n in (("scaling_fwd", 3 * meta["num_gemms"]), ("scaling_bwd", 2 * meta["num_gemms"])):
+            if not recipe.delayed():
+                meta.pop(key, None)
+                meta.pop("registered", None)
+            elif key in meta:
+                meta[key].resize(recipe.amax_history_len)
+            else:
+                meta[key] = _ScalingState(recipe, n, next(self.parameters()).device)
+
+    def _apply(self, fn, recurse=True):  # .to(), .cuda(): the FP8 state follows the device, not the dtype
+        super()._apply(fn, recurse)
+        for key in ("scaling_fwd", "scaling_bwd"):
+            if key in self.fp8_meta:
+                state, device = self.fp8_meta[key], next(self.parameters()).device
+                state.scale, state.amax_history = state.scale.to(device), state.amax_history.to(device)
+        return self
+
+    def _begin(self, x):
+        """Start of a forward pass -> the dtype that activations have."""
+        if self.fp8 and _fp8.recompute == "recompute":
+            if self._delayed():  # the second forward must quantise exactly as the first did
+                fwd = self.fp8_meta["scaling_fwd"]
+                self._after_first = (fwd.amax_history.clone(), fwd.scale.clone())
+                history, scale = self._stash.pop(0)
+                fwd.amax_history.copy_(history)
+                fwd.scale.copy_(scale)
+        else:
+            self.fp8 = _fp8.enabled
+            if self.fp8:
+                self.init_fp8_meta_tensors(_fp8.recipe)
+                if self._delayed():
+                    if "registered" not in self.fp8_meta:
+                        key = self.fp8_meta["registered"] = _region_key(_fp8.recipe, _fp8.group)
+                        _fp8.states.setdefault((True, key), []).append(weakref.ref(self.fp8_meta["scaling_fwd"]))
+                        _fp8.states.setdefault((False, key), []).append(weakref.ref(self.fp8_meta["scaling_bwd"]))
+                    if _fp8.recompute == "forward":
+                        fwd = self.fp8_meta["scaling_fwd"]
+                        self._stash.append((fwd.amax_history.clone(), fwd.scale.clone()))
+        if torch.is_autocast_enabled(x.device.type):
+            return torch.get_autocast_dtype(x.device.type)
+        for name, parameter in self.named_parameters():
+            if parameter.dtype != x.dtype:
+                raise TypeError("Data types for parameters must match when outside of autocasted region. "
+                                f"Found input dtype: {x.dtype} and {name!r} dtype: {parameter.dtype}")
+        return x.dtype
+
+    def _end(self):
+        if self.fp8 and _fp8.recompute == "recompute" and self._delayed():
+            history, scale = self._after_first
+            self.fp8_meta["scaling_fwd"].amax_history.copy_(history)
+            self.fp8_meta["scaling_fwd"].scale.copy_(scale)
+
+    def _delayed(self):
+        return isinstance(self.fp8_meta.get("recipe"), DelayedScaling)
+
+    def _rolls_backward(self):
+        """True for the first module of the region that will have a backward pass. In a recomputed region every module answers True, as in TE:
+        a history then rolls several times a step, which shortens it but moves no scale wrongly (an amax of zero keeps the scale)."""
+        first = _fp8.first_module and torch.is_grad_enabled()
+        if first and _fp8.recompute != "recompute":
+            _fp8.first_module = False
+        return first
+
+    # -- the product
+
+    def _fp8_weight(self, name, index, dtype, is_first_microbatch):
+        """The weight, quantised and dequantised, (out, in) float32. `is_first_microbatch`: None: always anew; True: anew, and kept; False: the kept one."""
+        weight = getattr(self, name)
+        if hasattr(weight, "fp8_owner"):
+            return _StraightThrough.apply(weight, weight.detach().float(), dtype)
+        value = self._fp8_workspaces.get(name) if is_first_microbatch is False else None
+        if value is None:
+            recipe = self.fp8_meta["recipe"]
+            fp8_dtype = recipe._dtype(forward=True)
+            scale = _scale_for(weight, recipe, self.fp8_meta.get("scaling_fwd"), index, fp8_dtype)
+            value = dequantize(quantize(weight, scale, fp8_dtype), scale)
+            if is_first_microbatch is not None:
+                self._fp8_workspaces[name] = value
+        return _StraightThrough.apply(weight, value, dtype)
+
+    def _fp8_linear(self, gemm, x, weight, bias, dtype, is_first_microbatch, roll):
+        """Product number `gemm` of the module: x (…, in) -> (…, out), float32 that has not been rounded to `dtype` yet."""
+        recipe, meta = self.fp8_meta["recipe"], self.fp8_meta
+        _check_fp8_shapes(x, getattr(self, weight))
+        fp8_dtype = recipe._dtype(forward=True)
+        scale = _scale_for(x, recipe, meta.get("scaling_fwd"), 3 * gemm, fp8_dtype)
+        x = _StraightThrough.apply(x, dequantize(quantize(x, scale, fp8_dtype), scale), dtype)
+        y = F.linear(x, self._fp8_weight(weight, 3 * gemm + 1, dtype, is_first_microbatch))
+        y = _QuantizeGrad.apply(y, recipe, meta.get("scaling_bwd"), 2 * gemm, roll)
+        if bias is not None:  # cuBLAS has no FP8 product with a float32 bias: TE rounds it to bfloat16
+            y = y + (_round(bias.float(), torch.bfloat16, torch.float32) if dtype == torch.float32 else bias.float())
+        return y
+
+    # -- state dict
+
+    def get_extra_state(self):
+        """The FP8 state as TE stores it: a pickle in a uint8 tensor; empty where there is none. TE reads it as a TE 1.x state (no recipe inside,
+        so nothing of this file is needed to load it), with `NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1` and a history of 1,024."""
+        if not (self.fp8 and self._delayed()):
+            return torch.empty(0, dtype=torch.uint8)
+        fwd, bwd = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
+        state = {"scale_fwd": fwd.scale.cpu(), "amax_history_fwd": fwd.amax_history.cpu(), "scale_bwd": bwd.scale.cpu(),
+                 "amax_history_bwd": bwd.amax_history.cpu(), "extra_fp8_variables": {"num_gemms": self.fp8_meta["num_gemms"]}}
+        return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        if state is None or state.numel() == 0:
+            return
+        state = _StateUnpickler(io.BytesIO(state.cpu().numpy().tobytes())).load()
+        if "scale_fwd" not in state:
+            return
+        recipe = state.get("recipe") or DelayedScaling()
+        recipe.amax_history_len = len(state["amax_history_fwd"])
+        self.init_fp8_meta_tensors(recipe)
+        for key, suffix in (("scaling_fwd", "fwd"), ("scaling_bwd", "bwd")):
+            self.fp8_meta[key].scale.copy_(state[f"scale_{suffix}"])
+            self.fp8_meta[key].amax_history.copy_(state[f"amax_history_{suffix}"])
+
+
+class _StateUnpickler(pickle.Unpickler):
+    """Reads TE's pickled FP8 state without running code from it: tensors, plain containers and recipes, nothing else."""
+
+    def find_class(self, module, name):
+        if (module, name) == ("transformer_engine.common.recipe", "DelayedScaling"):
+            return DelayedScaling
+        if (module, name) == ("transformer_engine.common.recipe", "Format"):
+            return lambda value: Format(_FormatMax(*value))
+        if (module, name) == ("transformer_engine.common.recipe", "_FormatHelper"):
+            return _FormatMax
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return lambda data: torch.load(io.BytesIO(data), weights_only=True)
+        if (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"FP8 state refers to {module}.{name}, which is not loaded from a file")
+
+
+def _check_fp8_shapes(x, weight):
+    """TE's rules: rows divisible by 8 and columns by 16; for the weight gradient, where both are columns, rows and output features by 16."""
+    for name, tensor in (("input", x), ("weight", weight)):
+        rows = tensor.numel() // tensor.shape[-1]
+        if rows % 8 or tensor.shape[-1] % 16:
+            raise ValueError("FP8 execution requires the product of all dimensions except the last to be divisible by 8 and the last dimension "
+                             f"to be divisible by 16, but got {name} with dims={list(tensor.shape)}")
+        if rows % 16 and torch.is_grad_enabled() and weight.requires_grad:
+            raise ValueError("FP8 training requires the product of all dimensions except the last to be divisible by 16 (the weight gradient), "
+                             f"but got {name} with dims={list(tensor.shape)}")
+
+
+def _fp8_parameter_value(parameter, master):
+    """What an FP8 parameter holds after an update: the master, quantised with the module's scale and dequantised. Records the amax."""
+    module, gemm = parameter.fp8_owner[0](), parameter.fp8_owner[1]
+    recipe = module.fp8_meta["recipe"]
+    dtype = recipe._dtype(forward=True)
+    scale = _scale_for(master, recipe, module.fp8_meta.get("scaling_fwd"), 3 * gemm + 1, dtype)
+    return dequantize(quantize(master, scale, dtype), scale)
+
+
+def _plain_linear(x, weight, bias, dtype):
+    return F.linear(x.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None and bias.numel() else None)
+
+
+def _normalize(x, gamma, beta, eps, normalization, zero_centered_gamma):
+    """LayerNorm or RMSNorm over the last dimension, computed in float32 -> x's dtype if that was lower, else float32."""
+    gamma = gamma.to(x.dtype) if not zero_centered_gamma else 1 + gamma.to(x.dtype)
+    if normalization == "RMSNorm":
+        return F.rms_norm(x, x.shape[-1:], gamma, eps)
+    return F.layer_norm(x, x.shape[-1:], gamma, beta.to(x.dtype), eps)
+
+
+def _no_torch_autocast(x):
+    return torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
+
+
+class LayerNorm(_Module):
+    """(…, size) -> (…, size). Parameters `weight`, `bias`."""
+
+    normalization = "LayerNorm"
+
+    def __init__(self, normalized_shape, eps=1e-5, sequence_parallel=None, params_dtype=None, zero_centered_gamma=False, hidden_size=None,
+                 device=None, dtype=None, **unused):
+        super().__init__()
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self._norm_parameters(("weight", "bias"), normalized_shape, self.normalization, zero_centered_gamma,
+                              dtype or params_dtype or torch.get_default_dtype(), device or _default_device())
+
+    def forward(self, x):
+        y = x.float() if self.zero_centered_gamma else x  # 1 + gamma must not be rounded
+        return _normalize(y, self.weight, getattr(self, "bias", None), self.eps, self.normalization, self.zero_centered_gamma).to(x.dtype)
+
+
+class RMSNorm(LayerNorm):
+    """(…, size) -> (…, size). Parameter `weight`."""
+
+    normalization = "RMSNorm"
+
+
+class Linear(_Module):
+    """y = x · weightᵀ + bias: (…, in_features) -> (…, out_features). With `return_bias` -> (y without bias, bias)."""
+
+    def __init__(self, in_features, out_features, init_method=None, bias=True, return_bias=False, params_dtype=None, device=None,
+                 name=None, **unused):
+        super().__init__(num_gemms=1)
+        self.in_features, self.out_features, self.use_bias, self.return_bias = in_features, out_features, bias, return_bias
+        self._linear_parameters("weight", "bias", out_features, in_features, bias, init_method, 0,
+                                params_dtype or torch.get_default_dtype(), device or _default_device())
+
+    def forward(self, inp, is_first_microbatch=None):
+        dtype = self._begin(inp)
+        bias = self.bias if self.use_bias and not self.return_bias else None
+        with _no_torch_autocast(inp):
+            if self.fp8:
+                y = self._fp8_linear(0, inp, "weight", bias, dtype, is_first_microbatch, self._rolls_backward()).to(dtype)
+            else:
+                y = _plain_linear(inp, self.weight, bias, dtype)
+        self._end()
+        return (y, self.bias.to(dtype)) if self.return_bias else y
+
+
+class LayerNormLinear(_Module):
+    """Norm, then linear: (…, in_features) -> (…, out_features); also returns the bias and the norm's output where asked to."""
+
+    def __init__(self, in_features, out_features, eps=1e-5, init_method=None, bias=True, normalization="LayerNorm", return_bias=False,
+                 params_dtype=None, return_layernorm_output=False, zero_centered_gamma=False, device=None, name=None, **unused):
+        super().__init__(num_gemms=1)
+        dtype, device = params_dtype or torch.get_default_dtype(), device or _default_device()
+        self.in_features, self.out_features, self.use_bias, self.return_bias = in_features, out_features, bias, return_bias
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        self.return_layernorm_output = return_layernorm_output
+        self._norm_parameters(("layer_norm_weight", "layer_norm_bias"), in_features, normalization, zero_centered_gamma, dtype, device)
+        self._linear_parameters("weight", "bias", out_features, in_features, bias, init_method, 0, dtype, device)
+
+    def forward(self, inp, is_first_microbatch=None):
+        dtype = self._begin(inp)
+        bias = self.bias if self.use_bias and not self.return_bias else None
+        with _no_torch_autocast(inp):
+            normed = self._norm(inp, dtype)
+            if self.fp8:
+                y = self._fp8_linear(0, normed, "weight", bias, dtype, is_first_microbatch, self._rolls_backward()).to(dtype)
+            else:
+                y = _plain_linear(normed, self.weight, bias, dtype)
+        self._end()
+        out = [y]
+        if self.return_bias:
+            out.append(self.bias.to(dtype))
+        if self.return_layernorm_output:
+            out.append(normed.to(dtype))
+        return out[0] if len(out) == 1 else tuple(out)
+
+    def _norm(self, x, dtype):
+        """The norm's output: in `dtype`; or, where TE's kernel goes straight to FP8 (delayed scaling), float32 that was never rounded."""
+        x = x.to(dtype)
+        args = (self.layer_norm_weight, self.layer_norm_bias, self.eps, self.normalization, self.zero_centered_gamma)
+        if not self.fp8 and not self.zero_centered_gamma:
+            return _normalize(x, *args)
+        y = _normalize(x.float(), *args)
+        straight_to_fp8 = self.fp8 and self._delayed() and not self.return_layernorm_output
+        return y if straight_to_fp8 else y.to(dtype)
+
+
+def _gated(activation):
+    def gate(x):
+        a, b = x.chunk(2, -1)
+        return activation(a) * b
+
+    return gate
+
+
+def _gelu(x):
+    return F.gelu(x, approximate="tanh")
+
+
+def _squared_relu(x):
+    return F.relu(x).square()
+
+
+ACTIVATIONS = {"gelu": _gelu, "relu": F.relu, "srelu": _squared_relu, "silu": F.silu,
+               "geglu": _gated(_gelu), "reglu": _gated(F.relu), "sreglu": _gated(_squared_relu), "swiglu": _gated(F.silu)}
+
+
+class LayerNormMLP(LayerNormLinear):
+    """Norm, linear, activation, linear: (…, hidden_size) -> (…, hidden_size). Gated activations (geglu, swiglu) have 2·ffn_hidden_size
+    rows in `fc1_weight`: first what is activated, then what it is multiplied by."""
+
+    def __init__(self, hidden_size, ffn_hidden_size, eps=1e-5, return_bias=False, init_method=None, bias=True, normalization="LayerNorm",
+                 activation="gelu", output_layer_init_method=None, params_dtype=None, return_layernorm_output=False, zero_centered_gamma=False,
+                 device=None, name=None, **unused):
+        _Module.__init__(self, num_gemms=2)
+        if activation not in ACTIVATIONS:
+            raise NotImplementedError(f"Activation type {activation} is not supported! (te_reference has {', '.join(ACTIVATIONS)})")
+        dtype, device = params_dtype or torch.get_default_dtype(), device or _default_device()
+        self.use_bias, self.return_bias, self.activation = bias, return_bias, activation
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        self.return_layernorm_output = return_layernorm_output
+        fc1_features = ffn_hidden_size * (2 if activation.endswith("glu") else 1)
+        self._norm_parameters(("layer_norm_weight", "layer_norm_bias"), hidden_size, normalization, zero_centered_gamma, dtype, device)
+        self._linear_parameters("fc1_weight", "fc1_bias", fc1_features, hidden_size, bias, init_method, 0, dtype, device)
+        self._linear_parameters("fc2_weight", "fc2_bias", hidden_size, ffn_hidden_size, bias, output_layer_init_method, 1, dtype, device)
+
+    def forward(self, inp, is_first_microbatch=None):
+        dtype = self._begin(inp)
+        fc1_bias = self.fc1_bias if self.use_bias else None
+        fc2_bias = self.fc2_bias if self.use_bias and not self.return_bias else None
+        activation = ACTIVATIONS[self.activation]
+        with _no_torch_autocast(inp):
+            normed = self._norm(inp, dtype)
+            if self.fp8:
+                roll = self._rolls_backward()
+                h = self._fp8_linear(0, normed, "fc1_weight", fc1_bias, dtype, is_first_microbatch, roll)
+                # With delayed scaling TE's activation kernels read the rounded fc1 output and write FP8; their backward for the ungated ones
+                # writes FP8 too. Everything else goes through a tensor in the activations' precision.
+                fused_backward = self._delayed() and not self.activation.endswith("glu")
+                h = activation(_round(h, dtype, torch.float32 if fused_backward else dtype))
+                if not self._delayed():
+                    h = _round(h, dtype, torch.float32)
+                y = self._fp8_linear(1, h, "fc2_weight", fc2_bias, dtype, is_first_microbatch, False).to(dtype)
+            else:
+                h = activation(_plain_linear(normed, self.fc1_weight, fc1_bias, dtype))
+                y = _plain_linear(h, self.fc2_weight, fc2_bias, dtype)
+        self._end()
+        out = [y]
+        if self.return_bias:
+            out.append(self.fc2_bias.to(dtype))
+        if self.return_layernorm_output:
+            out.append(normed.to(dtype))
+        return out[0] if len(out) == 1 else tuple(out)
+
+
+class DotProductAttention(_Module):
+    """softmax(q·kᵀ/√d)·v. Query (B, S, H, D) in format bshd or (S, B, H, D) in sbhd, key and value with `num_gqa_groups` heads
+    -> (B, S, H·D) or (S, B, H·D). Masks: causal, causal_bottom_right, no_mask."""
+
+    def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd", attn_mask_type="causal",
+                 softmax_scale=None, layer_number=None, attention_type="self", name=None, **unused):
+        super().__init__()
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, num_gqa_groups or num_attention_heads
+        self.attention_dropout, self.qkv_format, self.attn_mask_type = attention_dropout, qkv_format, attn_mask_type
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, attn_mask_type=None, **unused):
+        qkv_format, mask_type = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
+        if qkv_format not in ("bshd", "sbhd") or mask_type not in ("causal", "causal_bottom_right", "no_mask"):
+            raise ValueError(f"qkv_format={qkv_format!r}, attn_mask_type={mask_type!r}: te_reference has bshd and sbhd, causal, causal_bottom_right and no_mask")
+        to_bhsd = (0, 2, 1, 3) if qkv_format == "bshd" else (1, 2, 0, 3)
+        q, k, v = (t.permute(to_bhsd) for t in (query_layer, key_layer, value_layer))
+        mask = None
+        if mask_type == "causal_bottom_right" and q.shape[2] != k.shape[2]:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and mask_type != "no_mask", scale=self.softmax_scale,
+                                             dropout_p=self.attention_dropout if self.training else 0.0, enable_gqa=q.shape[1] != k.shape[1])
+        out = out.permute((0, 2, 1, 3) if qkv_format == "bshd" else (2, 0, 1, 3))
+        return out.reshape(*out.shape[:2], -1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradient checkpointing
+
+
+@contextmanager
+def _recompute(phase):
+    outer, _fp8.recompute = _fp8.recompute, phase
+    if phase == "forward":
+        _fp8.recompute_first_module.append(_fp8.first_module)
+    else:
+        _fp8.first_module = _fp8.recompute_first_module.pop(0)
+    try:
+        yield
+    finally:
+        _fp8.recompute = outer
+
+
+class _Checkpoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, kwargs, *args):
+        ctx.function, ctx.kwargs, ctx.args = function, kwargs, args
+        ctx.fp8 = (_fp8.enabled, _fp8.recipe)
+        ctx.rng = (torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
+        with torch.no_grad(), _recompute("forward"):
+            return function(*args, **kwargs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        with torch.random.fork_rng(enabled=True):
+            torch.set_rng_state(ctx.rng[0])
+            if ctx.rng[1] is not None:
+                torch.cuda.set_rng_state(ctx.rng[1])
+            args = [a.detach().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a for a in ctx.args]
+            with torch.enable_grad(), _recompute("recompute"), autocast(enabled=ctx.fp8[0], recipe=ctx.fp8[1]):
+                outputs = ctx.function(*args, **ctx.kwargs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        pairs = [(o, g) for o, g in zip(outputs, grads) if torch.is_tensor(o) and o.requires_grad]
+        torch.autograd.backward(*zip(*pairs))
+        return None, None, *(a.grad if torch.is_tensor(a) else None for a in args)
+
+
+def checkpoint(function, *args, use_reentrant=True, **kwargs):
+    """Run `function` without keeping its activations; run it again in backward. The second forward quantises with the scales of the first
+    and leaves the FP8 state as it was. (Always re-entrant here; TE's default.)"""
+    for name in ("distribute_saved_activations", "get_rng_state_tracker", "tp_group"):
+        kwargs.pop(name, None)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    return _Checkpoint.apply(function, kwargs, *args)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loss, optimizer, graphs
+
+
+def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None, ignore_idx=-100,
+                           is_cg_capturable=False, *, overwrite_input=False):
+    """Cross-entropy in float32. inp (B, S, V), target (B, S) int64 -> (B, S), zero where ignored; with `reduce_loss` the mean over the rest, ()."""
+    losses = F.cross_entropy(inp.flatten(0, 1).float(), target.flatten(), ignore_index=ignore_idx, label_smoothing=label_smoothing, reduction="none")
+    if reduce_loss:
+        return losses.sum() / (target != ignore_idx).sum().clamp(min=1)
+    return losses.view(target.shape)
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam (decoupled weight decay by default) in float32, for parameters of any precision. `master_weights` keeps a float32 copy of every
+    lower-precision parameter in the state (`master_param`); the parameter is that copy, rounded, or quantised where it is kept in FP8.
+    The step count is `param_groups[i]["step"]`, as in TE."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, *, bias_correction=True, adam_w_mode=True,
+                 capturable=False, master_weights=False, master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32,
+                 exp_avg_sq_dtype=torch.float32, use_decoupled_grad=False, store_param_remainders=False, set_grad_none=None):
+        if amsgrad:
+            raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
+        if {master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype} != {torch.float32}:
+            raise ValueError("te_reference's FusedAdam keeps its state in float32 only: leave exp_avg_dtype, exp_avg_sq_dtype and master_weight_dtype at torch.float32")
+        super().__init__(params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.adam_w_mode, self.master_weights = adam_w_mode, master_weights
+
+    def initialize_state(self, param, store_param_remainders=False):
+        state = self.state[param]
+        state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
+        state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+        if self.master_weights and (param.dtype != torch.float32 or hasattr(param, "fp8_owner")):
+            state["master_param"] = param.detach().float().clone()
+
+    def set_scaled_state(self, param, name, value):
+        """Replace one state tensor, e.g. the master weight by the value that FP8 could not hold."""
+        self.state[param][name] = value.detach().to(device=param.device, dtype=torch.float32, copy=True)
+
+    @torch.no_grad()
+    def step(self, closure=None, grad_scaler=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            beta1, beta2 = group["betas"]
+            corrected = group["bias_correction"]
+            bias1 = 1 - beta1 ** group["step"] if corrected else 1.0
+            bias2 = 1 - beta2 ** group["step"] if corrected else 1.0
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if not self.state[p]:
+                    self.initialize_state(p)
+                state, grad = self.state[p], p.grad.float()
+                master = state.get("master_param")
+                w = master if master is not None else p.float() if p.dtype != torch.float32 else p
+                if not self.adam_w_mode:
+                    grad = grad + group["weight_decay"] * w
+                state["exp_avg"].lerp_(grad, 1 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+                update = (state["exp_avg"] / bias1) / ((state["exp_avg_sq"] / bias2).sqrt() + group["eps"])
+                if self.adam_w_mode:
+                    update.add_(w, alpha=group["weight_decay"])
+                w.sub_(update * group["lr"])
+                if w is not p:
+                    p.copy_(_fp8_parameter_value(p, w) if hasattr(p, "fp8_owner") else w)
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)  # this rounds the state to the parameters' dtype: put the float32 values back
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for i, p in zip(saved, [p for group in self.param_groups for p in group["params"]]):
+            for name, value in state_dict["state"].get(i, {}).items():
+                self.set_scaled_state(p, name, value)
+
+
+optimizers = types.SimpleNamespace(FusedAdam=FusedAdam)
+
+
+def make_graphed_callables(modules, sample_args=None, *args, **kwargs):
+    """TE captures CUDA graphs; here the modules come back as they are."""
+    return modules

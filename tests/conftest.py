@@ -1,0 +1,28 @@
+"""Tests import the scripts from the repository's root, run on the reference where there is no GPU, and touch no network."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["NANOTE_REFERENCE"] = "1"  # what subprocesses should see too
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "gpu" in item.keywords and not HAS_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU and Transformer Engine"))
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers():
+    torch.manual_seed(0)
