@@ -97,8 +97,11 @@ def check_shapes(config, micro_batch_size, seq_len, name):
 
 
 def _scaling_states(model):
-    """(name, object with .scale (n,) and .amax_history (length, n)) for each direction of each module under delayed scaling."""
+    """(name, object with .scale (n,) and .amax_history (length, n)) for each direction of each module with weights under delayed scaling.
+    (TE makes such a state for attention too, but attention stays in high precision here.)"""
     for module_name, module in model.named_modules():
+        if not any(True for _ in module.parameters(recurse=False)):
+            continue
         for key in ("scaling_fwd", "scaling_bwd"):
             state = getattr(module, "fp8_meta", {}).get(key)
             if hasattr(state, "amax_history"):

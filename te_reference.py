@@ -244,21 +244,24 @@ class _ScalingState:
 
     @torch.no_grad()
     def roll(self, recipe, fp8_max):
-        """Next scale from the history; then row i takes row i+1, the last row takes this step's amax, row 0 is zero again."""
+        """Next scale from the history; then row i takes row i+1, the last row takes this step's amax, row 0 is zero again.
+        A tensor that was not quantised since the last time (its amax is zero) is left as it is."""
         history = self.amax_history
+        unused = history[0] == 0
         if callable(recipe.amax_compute_algo):
             amax = recipe.amax_compute_algo(history)
         elif recipe.amax_compute_algo == "max":
             amax = history.nan_to_num(nan=0.0, posinf=math.inf).amax(0)  # the GPU's fmax ignores NaN
         else:
             amax = history[0].clone()
+        if recipe.scaling_factor_compute_algo is not None:
+            scale = recipe.scaling_factor_compute_algo(amax, self.scale, fp8_max, recipe)
+        else:
+            scale = delayed_scale(amax, self.scale, fp8_max, recipe.margin)
         rolled = history.roll(-1, 0)
         rolled[0] = 0
-        history.copy_(rolled)
-        if recipe.scaling_factor_compute_algo is not None:
-            self.scale.copy_(recipe.scaling_factor_compute_algo(amax, self.scale, fp8_max, recipe))
-        else:
-            self.scale.copy_(delayed_scale(amax, self.scale, fp8_max, recipe.margin))
+        history.copy_(torch.where(unused, history, rolled))
+        self.scale.copy_(torch.where(unused, self.scale, scale))
 
     def resize(self, length):
         """Another `amax_history_len`: cut off the end, or pad with zeros. So does TE, although the newest rows are at the end."""
@@ -270,14 +273,14 @@ class _ScalingState:
 def delayed_scale(amax, old_scale, fp8_max, margin=0):
     """FP8_MAX / amax / 2**margin. An amax of zero, infinity or NaN keeps the old scale; one so small that the quotient overflows
     float32 gives the largest float32. All (n,) float32."""
-    scale = (fp8_max * 2.0**-margin) / amax
+    scale = torch.full_like(amax, fp8_max * 2.0**-margin) / amax  # number / tensor would round twice: PyTorch takes the reciprocal
     scale = torch.where(torch.isinf(scale), FP32_MAX, scale)
     return torch.where((amax > 0) & torch.isfinite(amax), scale, old_scale)
 
 
 def current_scale(amax, fp8_max, power_of_2=False):
     """FP8_MAX / amax; 1 for an amax of zero or infinity; the largest float32 where the quotient overflows. `power_of_2` rounds down to one."""
-    scale = fp8_max / amax
+    scale = torch.full_like(amax, fp8_max) / amax
     scale = torch.where(torch.isinf(scale), FP32_MAX, scale)
     scale = torch.where((amax == 0) | torch.isinf(amax), 1.0, scale)
     if power_of_2:  # keep sign and exponent
@@ -334,7 +337,8 @@ class _QuantizeGrad(torch.autograd.Function):
 
 
 def _scale_for(x, recipe, state, index, dtype):
-    """The scale to quantise x with. Delayed: the stored one, and x's amax goes into row 0 (as a maximum: a row can see several passes)."""
+    """The scale to quantise a tensor with, from x, the tensor before any rounding. Delayed: the stored one, and x's amax goes into row 0
+    (as a maximum: a row can see several passes). Current: from x's amax."""
     amax = amax_of(x)
     if isinstance(recipe, Float8CurrentScaling):
         return current_scale(amax, FP8_MAX[dtype], recipe.use_power_2_scales)
@@ -471,8 +475,8 @@ class _Module(nn.Module):
         return isinstance(self.fp8_meta.get("recipe"), DelayedScaling)
 
     def _rolls_backward(self):
-        """True for the first module of the region that will have a backward pass. In a recomputed region every module answers True, as in TE:
-        a history then rolls several times a step, which shortens it but moves no scale wrongly (an amax of zero keeps the scale)."""
+        """True for the first module of the region that will have a backward pass. In a recomputed region every module answers True, as in TE;
+        that does no harm, since only tensors quantised since the last roll take part."""
         first = _fp8.first_module and torch.is_grad_enabled()
         if first and _fp8.recompute != "recompute":
             _fp8.first_module = False
@@ -495,12 +499,13 @@ class _Module(nn.Module):
                 self._fp8_workspaces[name] = value
         return _StraightThrough.apply(weight, value, dtype)
 
-    def _fp8_linear(self, gemm, x, weight, bias, dtype, is_first_microbatch, roll):
-        """Product number `gemm` of the module: x (…, in) -> (…, out), float32 that has not been rounded to `dtype` yet."""
+    def _fp8_linear(self, gemm, x, weight, bias, dtype, is_first_microbatch, roll, unrounded=None):
+        """Product number `gemm` of the module: x (…, in) -> (…, out), float32 that has not been rounded to `dtype` yet.
+        `unrounded`: x before rounding, where TE takes the amax from there."""
         recipe, meta = self.fp8_meta["recipe"], self.fp8_meta
         _check_fp8_shapes(x, getattr(self, weight))
         fp8_dtype = recipe._dtype(forward=True)
-        scale = _scale_for(x, recipe, meta.get("scaling_fwd"), 3 * gemm, fp8_dtype)
+        scale = _scale_for(x if unrounded is None else unrounded, recipe, meta.get("scaling_fwd"), 3 * gemm, fp8_dtype)
         x = _StraightThrough.apply(x, dequantize(quantize(x, scale, fp8_dtype), scale), dtype)
         y = F.linear(x, self._fp8_weight(weight, 3 * gemm + 1, dtype, is_first_microbatch))
         y = _QuantizeGrad.apply(y, recipe, meta.get("scaling_bwd"), 2 * gemm, roll)
@@ -512,12 +517,14 @@ class _Module(nn.Module):
 
     def get_extra_state(self):
         """The FP8 state as TE stores it: a pickle in a uint8 tensor; empty where there is none. TE reads it as a TE 1.x state (no recipe inside,
-        so nothing of this file is needed to load it), with `NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1` and a history of 1,024."""
+        so nothing of this file is needed to load it) with `NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1`; such a state has a history of 1,024 rows."""
         if not (self.fp8 and self._delayed()):
             return torch.empty(0, dtype=torch.uint8)
-        fwd, bwd = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
-        state = {"scale_fwd": fwd.scale.cpu(), "amax_history_fwd": fwd.amax_history.cpu(), "scale_bwd": bwd.scale.cpu(),
-                 "amax_history_bwd": bwd.amax_history.cpu(), "extra_fp8_variables": {"num_gemms": self.fp8_meta["num_gemms"]}}
+        state = {"extra_fp8_variables": {"num_gemms": self.fp8_meta["num_gemms"]}}
+        for key, suffix in (("scaling_fwd", "fwd"), ("scaling_bwd", "bwd")):
+            history = self.fp8_meta[key].amax_history.cpu()
+            state[f"scale_{suffix}"] = self.fp8_meta[key].scale.cpu()
+            state[f"amax_history_{suffix}"] = F.pad(history, (0, 0, 0, max(0, 1024 - len(history))))
         return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
     def set_extra_state(self, state):
@@ -726,10 +733,9 @@ class LayerNormMLP(LayerNormLinear):
                 # With delayed scaling TE's activation kernels read the rounded fc1 output and write FP8; their backward for the ungated ones
                 # writes FP8 too. Everything else goes through a tensor in the activations' precision.
                 fused_backward = self._delayed() and not self.activation.endswith("glu")
-                h = activation(_round(h, dtype, torch.float32 if fused_backward else dtype))
-                if not self._delayed():
-                    h = _round(h, dtype, torch.float32)
-                y = self._fp8_linear(1, h, "fc2_weight", fc2_bias, dtype, is_first_microbatch, False).to(dtype)
+                unrounded = activation(_round(h, dtype, torch.float32 if fused_backward else dtype))
+                h = unrounded if self._delayed() else _round(unrounded, dtype, torch.float32)
+                y = self._fp8_linear(1, h, "fc2_weight", fc2_bias, dtype, is_first_microbatch, False, unrounded).to(dtype)
             else:
                 h = activation(_plain_linear(normed, self.fc1_weight, fc1_bias, dtype))
                 y = _plain_linear(h, self.fc2_weight, fc2_bias, dtype)

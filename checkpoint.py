@@ -1,0 +1,355 @@
+"""Checkpoints that survive a kill, a full disk and a changed number of GPUs, and that run no code when they are loaded.
+
+    out/<run>/step-<n>/   shard-*.safetensors   weights, optimizer, FP8 state, random number generators
+                          meta.json             step, the trainer's options, the model's config, the optimizer's groups
+                          SHA256SUMS            of every file above; `sha256sum -c SHA256SUMS` checks them by hand
+
+Notable, and why:
+- A checkpoint is written to a hidden folder, synced and renamed, so a folder named step-<n> is always whole; the latest is
+  the one with the highest number, and no pointer to it can be stale.
+- Tensors go through torch.distributed.checkpoint in its safetensors format under plain names ("model.<parameter>",
+  "optimizer.<parameter>.exp_avg", "fp8.<module>…"), so any number of processes can read what any other number wrote, and no
+  pickle is involved: DCP's own format keeps its index in one, and TE's `_extra_state` entries are pickles, which is why the
+  FP8 state is stored as plain tensors instead (fp8.get_state).
+- FP8 is no property of a checkpoint: weights are stored in high precision, so a run may resume with another recipe or none.
+"""
+import contextlib
+import dataclasses
+import hashlib
+import importlib
+import itertools
+import json
+import os
+import random
+import shutil
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+import fp8
+
+MODELS = {  # --model: (file, model class, config class)
+    "optimized": ("model_te_optimized", "OptimizedGPT2Model", "OptimizedConfig"),
+    "advanced": ("model_te_advanced", "AdvancedGPT2Model", "AdvancedConfig"),
+    "fused": ("model_te_fused", "FusedGPT2Model", "FusedConfig"),
+    "custom": ("model_te_custom", "CustomGPT2Model", "CustomConfig"),
+    "te": ("model_te", "TEGPT2Model", "TEConfig"),
+}
+SHARD_BYTES = 4 * 2**30  # safetensors assembles a file in memory before writing it
+
+
+def model_classes(name: str):
+    """(model class, config class) of a model's short name; ValueError when there is none, or its file is not here."""
+    if name not in MODELS:
+        raise ValueError(f"unknown model {name!r}: one of {', '.join(MODELS)}")
+    module_name, *class_names = MODELS[name]
+    if importlib.util.find_spec(module_name) is None:
+        here = [key for key, (module, *_) in MODELS.items() if importlib.util.find_spec(module)]
+        raise ValueError(f"model {name!r}: there is no {module_name}.py here; models that are: {', '.join(here)}")
+    module = importlib.import_module(module_name)
+    return tuple(getattr(module, class_name) for class_name in class_names)
+
+
+def make_model_config(name: str, options: dict):
+    """The model's config from those of `options` that it has a field for; None leaves a field at its default."""
+    config_class = model_classes(name)[1]
+    known = {field.name for field in dataclasses.fields(config_class)}
+    return config_class(**{key: value for key, value in options.items() if key in known and value is not None})
+
+
+def build_model(name: str, config, *, device="cpu", dtype=torch.float32, fp8_weights_recipe=None):
+    """A model with its parameters made on `device` in `dtype`, or in FP8 where a recipe for the weights is given."""
+    quantized = contextlib.nullcontext() if fp8_weights_recipe is None else fp8.te.quantized_model_init(
+        enabled=True, recipe=fp8_weights_recipe, preserve_high_precision_init_val=True)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device), quantized:
+            return model_classes(name)[0](config).to(device)  # a model may choose a device itself
+    finally:
+        torch.set_default_dtype(before)
+
+
+# ---------------------------------------------------------------- saving
+
+def save(run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> Path:
+    """Write run_dir/step-<step>, then remove all but the last `keep` checkpoints. Every rank must call it.
+
+    `meta` is what JSON can hold and `load` returns. On OSError (a full disk) nothing is left of this checkpoint, the ones
+    before it stand, and the error names the last of them.
+    """
+    run_dir = Path(run_dir)
+    folder, unfinished = run_dir / f"step-{step}", run_dir / f".saving-step-{step}"
+
+    def prepare():
+        for stale in [*run_dir.glob(".saving-*"), *run_dir.glob(".removing-*")]:  # of a run that was killed
+            shutil.rmtree(stale, ignore_errors=True)
+        unfinished.mkdir()
+
+    def finish():
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        document = {"step": step, "optimizer_groups": groups, "torch": torch.__version__, **meta}
+        (unfinished / "meta.json").write_text(json.dumps(document, indent=2) + "\n")
+        sums = "".join(f"{checksum}  {name}\n" for name, checksum in _checksums(unfinished).items())
+        (unfinished / "SHA256SUMS").write_text(sums)
+        for path in [unfinished / "meta.json", unfinished / "SHA256SUMS", unfinished]:
+            _sync(path)
+        os.rename(unfinished, folder)
+        _sync(run_dir)
+        for old in list_checkpoints(run_dir)[:-keep]:
+            doomed = run_dir / f".removing-{old.name}"  # a folder half removed must not pass for a checkpoint
+            old.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+    try:
+        on_rank0(prepare)
+        _dcp(dcp.save, _tensors(model, optimizer), unfinished)
+        on_rank0(finish)
+    except OSError as error:
+        if _rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        last = latest(run_dir)
+        kept = f"the last good checkpoint is {last}" if last else "there is no earlier one"
+        raise OSError(f"{folder} not written: {error.strerror or error}; {kept}; free some space or pass "
+                      "--out-dir on another disk") from error
+    return folder
+
+
+def _tensors(model, optimizer) -> dict[str, torch.Tensor]:
+    """Everything that is stored as a tensor, by name; tied parameters once."""
+    tensors, names = {}, {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and not name.endswith("_extra_state") and id(value) not in names:
+            names[id(value)] = name
+            tensors[f"model.{name}"] = _plain(value)
+    for parameter, state in _optimizer_states(optimizer):
+        tensors |= {f"optimizer.{names[id(parameter)]}.{key}": _plain(value) for key, value in state.items()}
+    tensors |= {f"fp8.{name}": value for name, value in fp8.get_state(model).items()}
+    return tensors | {f"rng{_rank()}.{name}": value for name, value in _rng_state().items()}
+
+
+def _plain(tensor) -> torch.Tensor:
+    """A tensor that safetensors can hold: weights that TE keeps in FP8 are stored in high precision."""
+    tensor = tensor.dequantize() if hasattr(tensor, "_quantizer") else tensor
+    return tensor.detach().contiguous()
+
+
+def _in_fp8(parameter) -> bool:
+    return hasattr(parameter, "_quantizer") or hasattr(parameter, "fp8_owner")  # TE's, te_reference's
+
+
+def _optimizer_states(optimizer):
+    """(parameter, its state) pairs; torch numbers the parameters of all groups in one sequence."""
+    states = optimizer.state_dict()["state"]
+    parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return [(parameter, states[number]) for number, parameter in enumerate(parameters) if number in states]
+
+
+def _rng_state() -> dict[str, torch.Tensor]:
+    numpy_state = [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()]
+    host = json.dumps([random.getstate(), numpy_state]).encode()
+    state = {"torch": torch.get_rng_state(), "host": torch.frombuffer(bytearray(host), dtype=torch.uint8)}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    (version, numbers, gauss), numpy_state = json.loads(state["host"].numpy().tobytes())
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(tuple(numpy_state))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+# ---------------------------------------------------------------- finding and checking
+
+def list_checkpoints(run_dir) -> list[Path]:
+    """The run's checkpoints, oldest first."""
+    steps = [path for path in Path(run_dir).glob("step-*") if path.name[5:].isdigit() and path.is_dir()]
+    return sorted(steps, key=lambda path: int(path.name[5:]))
+
+
+def latest(run_dir) -> Path | None:
+    return (list_checkpoints(run_dir) or [None])[-1]
+
+
+def find(path) -> Path:
+    """The checkpoint that `path` means: itself, or a run folder's latest. ValueError or FileNotFoundError if it has none."""
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such run folder; runs here: "
+                                f"{', '.join(sorted(str(run) for run in Path('out').glob('*'))) or 'none (python train.py makes one)'}")
+    if not path.is_dir():
+        raise ValueError(f"{path} is a file; a run's folder is wanted, such as out/tiny")
+    folder = path if path.name.startswith("step-") else latest(path)
+    if folder is None:
+        raise ValueError(f"{path} holds no checkpoint (no step-<n> folder): was the run stopped before its first one?")
+    return folder
+
+
+def read_meta(folder) -> dict:
+    """meta.json of a checkpoint, once every file's SHA-256 is right; else ValueError naming the file and both checksums."""
+    folder = Path(folder)
+
+    def check():
+        problem = _damage(folder)
+        if problem:
+            older = [path for path in list_checkpoints(folder.parent) if path != folder and not _damage(path)]
+            advice = f"the one before it, {older[-1]}, is whole: remove {folder} to go on from there" if older else \
+                "no other checkpoint of this run is whole"
+            raise ValueError(f"damaged checkpoint: {problem}; {advice}")
+        return json.loads((folder / "meta.json").read_text())
+
+    return on_rank0(check)
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint's files, in words; None when they are what was written."""
+    try:
+        lines = (folder / "SHA256SUMS").read_text().splitlines()
+        expected = {name: checksum for checksum, name in (line.split("  ", 1) for line in lines)}
+        found = _checksums(folder)
+    except (OSError, ValueError) as error:
+        return f"{folder / 'SHA256SUMS'} cannot be read ({' '.join(str(error).split())})"
+    for name, checksum in expected.items():
+        if name not in found:
+            return f"{folder / name} is missing"
+        if found[name] != checksum:
+            return f"{folder / name} has SHA-256 {found[name]}, written was {checksum}"
+    return None if "meta.json" in expected else f"{folder / 'SHA256SUMS'} does not list meta.json"
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    def sha256(path):
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while block := file.read(1 << 24):
+                digest.update(block)
+        return digest.hexdigest()
+
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != "SHA256SUMS")
+    with ThreadPoolExecutor(8) as pool:  # hashing releases the interpreter's lock
+        return dict(zip((path.name for path in paths), pool.map(sha256, paths)))
+
+
+# ---------------------------------------------------------------- loading
+
+def load(folder, meta: dict, model, optimizer=None) -> None:
+    """Put a checkpoint's tensors into `model` and, for training on, into `optimizer`, FP8 state and random generators.
+
+    `meta` is what read_meta(folder) returned, so that nothing is loaded unchecked. The model may have another precision
+    or FP8 recipe than the one that was saved; a tensor that is missing, unknown or of another shape is a ValueError.
+    Every rank must call it.
+    """
+    folder = Path(folder)
+    wanted = ("model.",) if optimizer is None else ("model.", "optimizer.", "fp8.", f"rng{_rank()}.")
+    stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
+               for name, entry in stored.items() if name.startswith(wanted)}
+    own = {f"model.{name}": value for name, value in model.state_dict(keep_vars=True).items()
+           if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")}
+    first = {id(value): name for name, value in reversed(own.items())}  # the name under which a tied tensor is stored
+    for name in sorted(set(first.values()) | {name for name in tensors if name.startswith("model.")}):
+        sizes = [tuple(tensor.shape) if tensor is not None else "absent" for tensor in (tensors.get(name), own.get(name))]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"{folder} is of another architecture: {name.removeprefix('model.')} is {sizes[0]} in the "
+                             f"checkpoint and {sizes[1]} in the model; build the model from the checkpoint's meta.json")
+    _dcp(dcp.load, tensors, folder)
+
+    def part(prefix):
+        return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+    if optimizer is not None:
+        fp8.set_state(model, part("fp8."))  # before the weights: those kept in FP8 are cast with its scales
+    with torch.no_grad():
+        for name in first.values():
+            # A run kept in float32 has no separate master weights: it takes those of a BF16 or FP8 run that has them.
+            master = tensors.get(f"optimizer.{name.removeprefix('model.')}.master_param")
+            takes_master = master is not None and own[name].dtype == torch.float32 and not _in_fp8(own[name])
+            own[name].copy_(master if takes_master else tensors[name])
+    if optimizer is not None:
+        _load_optimizer(optimizer, meta["optimizer_groups"], part("optimizer."),
+                        {id_: name.removeprefix("model.") for id_, name in first.items()})
+        rng = part(f"rng{_rank()}.")
+        if rng:
+            _set_rng_state(rng)
+        else:  # more processes than when it was saved: this one had no generator yet
+            torch.manual_seed(torch.initial_seed() + meta["step"] * 100_003 + _rank())
+
+
+def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, names: dict) -> None:
+    target = optimizer.state_dict()
+    for group, stored in zip(target["param_groups"], stored_groups):
+        if "step" in stored:  # all else comes from this run's own options
+            group["step"] = stored["step"]
+    parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    target["state"] = {}
+    for number, parameter in enumerate(parameters):
+        state = {key: tensors[f"{names[id(parameter)]}.{key}"] for key in ("exp_avg", "exp_avg_sq")
+                 if f"{names[id(parameter)]}.{key}" in tensors}
+        if state and optimizer.master_weights:
+            master = tensors.get(f"{names[id(parameter)]}.master_param")
+            state["master_param"] = master if master is not None else _plain(parameter).float()
+        if state:
+            target["state"][number] = {key: value.to(parameter.device) for key, value in state.items()}
+    optimizer.load_state_dict(target)
+
+
+# ---------------------------------------------------------------- processes and files
+
+def on_rank0(function):
+    """Call `function` on rank 0 alone; every rank returns its result, or raises its ValueError or OSError."""
+    if not dist.is_initialized():
+        return function()
+    outcome = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except (ValueError, OSError) as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _dcp(action, tensors: dict, folder: Path) -> None:
+    """dcp.save or dcp.load with safetensors files; a rank's OSError is raised as such on every rank."""
+    if action is dcp.save:
+        files, size = {}, 0
+        for name, tensor in tensors.items():
+            size += tensor.numel() * tensor.element_size()
+            files[name] = 1 + size // SHARD_BYTES
+        for rank in range(dist.get_world_size() if dist.is_initialized() else 1):  # rank 0's table serves all
+            files |= {f"rng{rank}.{name}": 1 for name in ("torch", "host", "cuda")}
+        storage = {"storage_writer": HuggingFaceStorageWriter(str(folder), files, save_distributed=True)}
+    else:
+        storage = {"storage_reader": HuggingFaceStorageReader(str(folder))}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            action(tensors, **storage)
+    except BaseException as error:  # DCP's CheckpointException, which is no Exception, wraps what happened
+        causes = [cause for cause, _ in getattr(error, "failures", {}).values()]
+        if causes and isinstance(causes[0], OSError):
+            raise causes[0] from None
+        raise
+
+
+def _sync(path: Path) -> None:
+    """Have a file's content, or a folder's entries, on the disk before going on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

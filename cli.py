@@ -1,0 +1,42 @@
+"""How every script here reads its command line and reports a user's mistake: one line, exit code 2.
+
+tyro derives the options from a dataclass and explains a mistake in a box of several lines; `parse` folds that box into
+one line, and `run` prints any mistake (ValueError, OSError) the same way, so that a script's checks need only raise.
+"""
+import contextlib
+import io
+import re
+import sys
+
+import tyro
+
+
+def parse(config_class, argv=None, *, prog: str, description: str, default=None):
+    """The dataclass filled from `argv` (None: sys.argv[1:]), over the values of `default`; ValueError in one line."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    complaint = io.StringIO()
+    options = {} if default is None else {"default": default}
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(config_class, args=argv, prog=prog, description=description, **options)
+    except SystemExit as stop:
+        if not stop.code:
+            raise  # --help
+    lines = [line.strip("│ ") for line in complaint.getvalue().splitlines() if not line.startswith(("╭", "╰"))]
+    text = " ".join(lines)
+    problem, *rest = re.split(r"\s*─{3,}\s*", text)
+    meant = re.search(r"Perhaps you meant:\s+(--\S+)", text)
+    hint = f"perhaps {meant.group(1)}; " if meant else ""
+    raise ValueError(f"{problem.rstrip('.')} ({hint}all options: {prog} --help)")
+
+
+def run(main, script: str) -> int:
+    """Call `main()` and return the exit code: 0, 2 after a user's mistake in one line on stderr, or what main returns."""
+    try:
+        return main() or 0
+    except (ValueError, OSError) as error:
+        print(f"{script}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{script}: interrupted", file=sys.stderr)
+        return 130

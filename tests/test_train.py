@@ -1,0 +1,246 @@
+"""train.py: resuming exactly, stopping well, what a run leaves behind, and the arithmetic of a step."""
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoint
+import train
+from trainer_tools import OPTIONS, ROOT, make_tokens, metrics, run_train, spawn_train
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return make_tokens(tmp_path_factory.mktemp("corpus") / "tokens")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "none"])
+def test_killed_and_resumed_equals_uninterrupted(tokens, recipe):
+    options = f"{OPTIONS} --fp8-recipe {recipe}"
+    assert run_train(f"{options} --out-dir whole", tokens) == 0
+    killed = spawn_train(f"{options} --out-dir killed", tokens, "plain = train.learning_rate\n"
+                         f"train.learning_rate = lambda step, config: {KILL} if step == 16 else plain(step, config)")
+    assert killed.returncode == -signal.SIGKILL
+    assert metrics("killed")[-1]["step"] == 15 and checkpoint.latest("killed").name == "step-12"
+    assert run_train("--resume --out-dir killed") == 0
+    assert metrics("killed") == metrics("whole")  # every loss, gradient norm and validation loss, bit for bit
+    assert len(metrics("whole")) == 24 and sum("val_loss" in record for record in metrics("whole")) == 4  # 1, 8, 16, 24
+
+
+def test_killed_while_saving_resumes_from_the_checkpoint_before(tokens):
+    killed = spawn_train(f"{OPTIONS} --checkpoint-interval 8 --out-dir killed", tokens, "plain = checkpoint._checksums\n"
+                         f"checkpoint._checksums = lambda folder: {KILL} if 'step-16' in str(folder) else plain(folder)")
+    assert killed.returncode == -signal.SIGKILL
+    assert Path("killed/.saving-step-16").is_dir() and checkpoint.latest("killed").name == "step-8"
+    assert run_train("--resume --out-dir killed") == 0
+    assert sorted(path.name for path in Path("killed").glob("*step-*")) == ["step-16", "step-24"]
+    assert not list(Path("killed").glob(".*")), "what the kill left behind is removed"
+    assert run_train(f"{OPTIONS} --out-dir whole", tokens) == 0
+    assert metrics("killed") == metrics("whole")
+
+
+FORMATS = {"FP8": "--fp8-recipe delayed --dtype float32", "current": "--fp8-recipe current --dtype float32",
+           "BF16": "--fp8-recipe none --dtype bfloat16"}
+
+
+@pytest.mark.parametrize("before, after", [("FP8", "BF16"), ("BF16", "FP8"), ("FP8", "current")])
+def test_precision_may_change_on_resume(tokens, before, after):
+    options = f"{OPTIONS} --dropout 0 --lr 3e-3 --max-steps 40 --checkpoint-interval 30"
+    assert run_train(f"{options} {FORMATS[before]} --out-dir same", tokens) == 0
+    shutil.copytree("same/step-30", "changed/step-30")
+    assert run_train(f"--resume --out-dir changed {FORMATS[after]}") == 0
+    same, changed = [record["loss"] for record in metrics("same")], [record["loss"] for record in metrics("changed")]
+    assert len(changed) == 10 and same[30:] != changed
+    assert changed == pytest.approx(same[30:], rel=0.01)
+    assert same[39] < same[0] / 3, "the run has learnt much that a bad resume would lose"
+
+
+def test_resume_takes_the_newest_run_and_its_options(tokens):
+    for _ in range(2):
+        assert run_train(f"{OPTIONS} --max-steps 4", tokens) == 0
+    assert sorted(os.listdir("out")) == ["tiny", "tiny-2"]
+    assert run_train("--resume --max-steps 6") == 0
+    assert [record["step"] for record in metrics("out/tiny-2")] == [1, 2, 3, 4, 5, 6]
+    assert len(metrics("out/tiny")) == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_finishes_the_step_saves_and_exits_0(tokens, monkeypatch, capsys, number):
+    plain = train.learning_rate
+    monkeypatch.setattr(train, "learning_rate", lambda step, config: (signal.raise_signal(number) if step == 5 else None, plain(step, config))[1])
+    assert run_train(f"{OPTIONS} --out-dir stopped", tokens) == 0
+    assert checkpoint.latest("stopped").name == "step-5" and metrics("stopped")[-1]["step"] == 5
+    assert "python train.py --resume --out-dir stopped" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_non_finite_loss_stops_names_the_step_and_keeps_the_last_good(tokens, monkeypatch, capsys):
+    plain = train.learning_rate
+    monkeypatch.setattr(train, "learning_rate", lambda step, config: 1e38 if step == 10 else plain(step, config))
+    assert run_train(f"{OPTIONS} --checkpoint-interval 8 --eval-interval 0 --log-interval 1000 --out-dir bad", tokens) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "step 11" in error and "bad/step-8" in error and "--fp8-recipe current" in error
+    assert [path.name for path in checkpoint.list_checkpoints("bad")] == ["step-8"]
+
+
+def test_what_a_run_leaves_behind(tokens, capsys):
+    assert run_train(f"{OPTIONS} --checkpoint-interval 2 --keep-checkpoints 3 --max-steps 9 --out-dir run", tokens) == 0
+    out = capsys.readouterr().out
+    assert "te_reference" in out.splitlines()[0] and "512 tokens a step" in out
+    for wanted in ("validation loss", "nats a byte", "run/loss.png", "run/metrics.jsonl", "run/tensorboard", "run/step-9"):
+        assert wanted in out
+    assert [path.name for path in checkpoint.list_checkpoints("run")] == ["step-6", "step-8", "step-9"]
+    assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG") and list(Path("run/tensorboard").iterdir())
+    for record in train.read_metrics("run/metrics.jsonl"):
+        assert {"step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "peak_gib"} <= set(record) and record["tokens_per_s"] > 0
+    config = json.loads(Path("run/step-9/meta.json").read_text())["config"]
+    assert (config["n_embd"], config["vocab_size"], config["n_positions"]) == (64, 288, 64)
+
+
+def test_evaluation_and_logging_leave_training_as_it_was(tokens):
+    assert run_train(f"{OPTIONS} --max-steps 12 --eval-interval 3 --out-dir often", tokens) == 0
+    assert run_train(f"{OPTIONS} --max-steps 12 --eval-interval 0 --out-dir once", tokens) == 0
+    assert [record["loss"] for record in metrics("often")] == [record["loss"] for record in metrics("once")]
+
+
+def test_gradient_accumulation_equals_a_larger_batch(tokens):
+    options = f"{OPTIONS} --dropout 0 --fp8-recipe none --max-steps 6"
+    assert run_train(f"{options} --micro-batch-size 2 --grad-accum 4 --out-dir small", tokens) == 0
+    assert run_train(f"{options} --micro-batch-size 8 --grad-accum 1 --out-dir large", tokens) == 0
+    assert [r["loss"] for r in metrics("small")] == pytest.approx([r["loss"] for r in metrics("large")], rel=1e-5)
+
+
+def test_full_disk_does_not_end_a_run_but_is_told(tokens, monkeypatch, capsys):
+    plain = checkpoint._sync
+    monkeypatch.setattr(checkpoint, "_sync", lambda path: raise_full_disk() if "step-4" in str(path) else plain(path))
+    assert run_train(f"{OPTIONS} --checkpoint-interval 2 --keep-checkpoints 9 --max-steps 6 --out-dir run", tokens) == 0
+    assert "run/step-4 not written: No space left on device; the last good checkpoint is run/step-2" in capsys.readouterr().out
+    assert [path.name for path in checkpoint.list_checkpoints("run")] == ["step-2", "step-6"] and not list(Path("run").glob(".*"))
+
+
+def raise_full_disk():
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("fp8", ["none", "delayed"])
+def test_two_processes_train_as_one_and_one_resumes_from_two(tokens, fp8):
+    options = f"{OPTIONS} --dropout 0 --fp8-recipe {fp8} --lr-schedule constant"
+    command = f"-m torch.distributed.run --standalone --nproc_per_node 2 {ROOT / 'train.py'} {options} --micro-batch-size 2 --max-steps 4 --out-dir two"
+    done = subprocess.run([sys.executable, *command.split(), "--data", tokens], capture_output=True, text=True, timeout=120,
+                          env=os.environ | {"NANOTE_REFERENCE": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 4/4") == 1 and len(metrics("two")) == 4  # one rank speaks
+    assert run_train(f"{options} --max-steps 8 --out-dir one", tokens) == 0
+    assert run_train("--resume --out-dir two --micro-batch-size 4 --max-steps 8") == 0
+    # The same samples in two halves. With FP8 a half's gradients, twice as large before they are averaged, have other scales.
+    for name, tolerance in ("loss", 1e-5 if fp8 == "none" else 1e-2), ("grad_norm", 1e-4 if fp8 == "none" else 5e-2):
+        assert [r[name] for r in metrics("two")] == pytest.approx([r[name] for r in metrics("one")], rel=tolerance)
+
+
+# ---------------------------------------------------------------- options and arithmetic
+
+# The published models' parameters, GPT-2's (and llama-160m's, of 32,000) vocabulary being padded to 50,304 rows.
+COUNTS = {"gpt2-124m": 124_439_808 + 47 * 768, "gpt2-350m": 354_823_168 + 47 * 1024, "gpt2-774m": 774_030_080 + 47 * 1280,
+          "gpt2-1.5b": 1_557_611_200 + 47 * 1600, "llama-160m": 162_417_408 + 2 * 18_304 * 768,
+          "llama3-1b": 1_235_814_400, "llama3-8b": 8_030_261_248}
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_presets_have_the_published_shapes(preset, monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    monkeypatch.setattr(train.Loader, "__init__", None)
+    config, *_ = train.read_options(["--preset", preset])
+    vocabulary = config.vocab_size or 50304
+    options = vars(config) | {"vocab_size": vocabulary, "n_positions": config.seq_len, "use_fp8": True}
+    with FakeTensorMode():  # no memory behind the tensors
+        model = checkpoint.model_classes("optimized")[0](checkpoint.make_model_config("optimized", options))
+    assert sum(p.numel() for p in model.parameters()) == COUNTS[preset]
+
+
+def test_preset_gives_defaults_that_options_override(capsys):
+    for argv in (["--preset", "llama3-1b", "--n-layer", "3"], ["--n-layer=3", "--preset=llama3-1b"]):
+        config, *_ = train.read_options(argv)
+        assert (config.preset, config.n_layer, config.n_kv_head, config.rope_theta, config.use_rmsnorm) == ("llama3-1b", 3, 8, 500000.0, True)
+    config, *_ = train.read_options(["--compile", "--no-fp8-lm-head", "--fp8-recipe", "current"])
+    assert config.compile and not config.fp8_lm_head
+    with pytest.raises(SystemExit) as stop:
+        train.read_options(["--preset", "gpt2-350m", "--help"])
+    assert stop.value.code == 0
+    help_text = capsys.readouterr().out
+    assert "--n-embd" in help_text and "(default: 1024)" in help_text and "--fp8-amax-history-len" in help_text
+
+
+def test_every_recipe_option_reaches_the_model(tokens, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(train, "evaluate", lambda model, loader, steps: seen.update(model=model) or 0.0)
+    assert run_train(f"{OPTIONS} --max-steps 1 --fp8-format e4m3 --fp8-amax-history-len 5 --fp8-amax-compute-algo most_recent --fp8-margin 2 "
+                     "--no-fp8-lm-head --out-dir run", tokens) == 0
+    recipe, config = seen["model"].fp8_recipe, seen["model"].config
+    assert (recipe.fp8_format.name, recipe.amax_history_len, recipe.amax_compute_algo, recipe.margin) == ("E4M3", 5, "most_recent", 2)
+    assert config.use_fp8 and not config.fp8_lm_head
+
+
+def test_weights_kept_in_fp8_train_and_resume_exactly(tokens):
+    assert run_train(f"{OPTIONS} --fp8-param --out-dir whole", tokens) == 0
+    assert run_train(f"{OPTIONS} --fp8-param --out-dir half", tokens) == 0
+    shutil.rmtree("half/step-24")
+    assert run_train("--resume --out-dir half") == 0
+    assert metrics("half") == metrics("whole")
+
+
+def test_learning_rate_schedules():
+    def at(step, **options):
+        return train.learning_rate(step, train.TrainConfig(lr=1.0, max_steps=110, warmup_steps=10, min_lr_ratio=0.1, **options))
+
+    assert [at(1), at(5), at(10)] == pytest.approx([0.1, 0.5, 1.0])
+    assert [at(60), at(110)] == pytest.approx([0.55, 0.1])  # half of the cosine, its end
+    wsd = dict(lr_schedule="wsd", decay_fraction=0.2)
+    assert [at(5, **wsd), at(11, **wsd), at(88, **wsd), at(99, **wsd), at(110, **wsd)] == pytest.approx([0.5, 1, 1, 0.55, 0.1])
+    assert [at(5, lr_schedule="constant"), at(110, lr_schedule="constant")] == pytest.approx([0.5, 1])
+
+
+def test_flops_per_token_by_hand():
+    gpt2 = train.TrainConfig(n_layer=12, n_head=12, n_embd=768, seq_len=1024, n_positions=1024, vocab_size=50304)
+    parameters = 124_475_904
+    assert train.flops_per_token(parameters, gpt2) == 6 * (parameters - 1024 * 768) + 12 * 12 * 768 * 1024
+    llama = train.TrainConfig(n_layer=2, n_head=4, head_dim=32, n_embd=64, seq_len=16, vocab_size=288, use_rotary=True, tie_embeddings=False)
+    assert train.flops_per_token(100_000, llama) == 6 * (100_000 - 288 * 64) + 12 * 2 * 128 * 16
+
+
+def test_peak_flops_by_name(monkeypatch):
+    for name, tflops in {"NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835, "NVIDIA L40S": 362,
+                         "NVIDIA L4": 121, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA B200": 2250, "NVIDIA GeForce RTX 4090": 165}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert train.peak_flops(torch.device("cuda")) == tflops * 1e12, name
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Future 1")
+    assert train.peak_flops(torch.device("cuda")) is None and train.peak_flops(torch.device("cpu")) is None
+
+
+def test_only_matrices_decay():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    decayed, plain = train.make_optimizer(model, train.TrainConfig(weight_decay=0.3)).param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
+    assert decayed["params"] == [model[0].weight] and len(plain["params"]) == 3
+
+
+def test_vocabulary_is_padded_for_fp8():
+    def rows(needed, **options):
+        return train.pick_vocab_size(train.TrainConfig(**options), {"vocab_size": needed, "tokenizer": "byte"})
+
+    assert [rows(257), rows(50257), rows(100277), rows(1024)] == [288, 50304, 100352, 1024]
+    assert rows(257, vocab_size=512) == 512

@@ -1,0 +1,564 @@
+"""The trainer: python train.py --preset gpt2-124m. One dataclass of options, one loop; a preset's values are the defaults.
+
+Notable, and why:
+- Losses stay on the device between log steps, so that the host never waits for the GPU within them. They are checked for
+  finiteness when they are read, and always before a checkpoint is written: no checkpoint holds a diverged model.
+- A checkpoint is written before the evaluation of the same step. FP8 with delayed scaling keeps a history that every
+  forward pass moves, evaluation included; saved first, and with evaluation leaving it as it was, a resumed run repeats
+  the uninterrupted one exactly (bit for bit on the CPU).
+- FP8 weights are cast once a step, in the first micro step of a gradient accumulation (is_first_microbatch).
+- AdamW keeps its moments, and the master copy of BF16 weights, in float32; only matrices decay (not norms and biases).
+- Started by torchrun it trains data-parallel: every rank reads its own samples, rank 0 alone writes.
+"""
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+import checkpoint
+import cli
+import fp8
+from data import Loader, get_tokenizer
+from sample import generate, pick_device
+
+
+@dataclass
+class TrainConfig:
+    preset: str = "tiny"
+    """Where the defaults come from: tiny, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b, llama-160m, llama3-1b, llama3-8b."""
+    model: str = "optimized"  # Model file: optimized, advanced, fused, custom or te.
+    data: str = "data/stdlib"  # Folder of token files, as data.py makes them.
+    out_dir: str | None = None  # The run's folder; by default out/<preset>, or the first of out/<preset>-2, -3… that is free.
+    resume: bool = False
+    """Go on from the last checkpoint in --out-dir (default: the newest run of the preset), with its options except those given."""
+
+    # the model's architecture
+    n_layer: int = 12  # Transformer blocks.
+    n_head: int = 12  # Attention heads.
+    n_kv_head: int | None = None  # Key and value heads (grouped-query attention); None: as many as heads.
+    head_dim: int | None = None  # Width of a head; None: n_embd / n_head.
+    n_embd: int = 768  # Width of the model.
+    n_inner: int | None = None  # Width inside the MLP; None: the model file's choice (4 n_embd for GELU).
+    vocab_size: int | None = None  # Rows of the embedding; None: the data's vocabulary, rounded up to a multiple of 32 (of 128 above 1024).
+    n_positions: int | None = None  # Longest context the model can take; None: seq_len.
+    activation: Literal["gelu", "swiglu"] = "gelu"  # In the MLP.
+    use_rmsnorm: bool = False  # RMSNorm in place of LayerNorm.
+    use_rotary: bool = False  # Rotary position embedding in place of learned positions.
+    rope_theta: float = 10000.0  # Base of the rotary frequencies.
+    use_qk_norm: bool = False  # Normalise queries and keys of each head.
+    bias: bool = True  # Biases in linear layers and norms.
+    tie_embeddings: bool = True  # One matrix for the token embedding and the output head.
+    layernorm_epsilon: float = 1e-5  # In every norm.
+    dropout: float = 0.0  # Of embeddings and residual branches.
+    attn_dropout: float = 0.0  # Of attention probabilities.
+    attention: Literal["sdpa", "te", "flash"] | None = None  # Attention kernel; None: the model file's choice.
+    gradient_checkpointing: bool = False  # Recompute each block in the backward pass: less memory, about a third more work.
+
+    # precision
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of weights and activations outside FP8 products; auto: bfloat16 on CUDA, float32 on the CPU."""
+    fp8_recipe: Literal["none", "delayed", "current", "block", "mxfp8"] = "delayed"
+    """How FP8 scales are chosen; none: no FP8. A GPU that cannot run a recipe says which it can."""
+    fp8_format: Literal["hybrid", "e4m3"] = "hybrid"  # hybrid: E4M3 forward, E5M2 gradients; e4m3: both E4M3.
+    fp8_amax_history_len: int = 1024  # Delayed scaling: steps of maxima that a scale is taken from.
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"  # Delayed scaling: the largest maximum of the history, or the last one.
+    fp8_margin: int = 0  # Delayed scaling: scales are 2^margin times smaller than they could be.
+    fp8_param: bool = False  # Keep linear layers' weights in FP8 (the optimizer keeps float32 masters).
+    fp8_lm_head: bool = True  # The output head's products in FP8, too.
+
+    # training
+    max_steps: int = 1000  # Optimizer steps.
+    micro_batch_size: int = 8  # Sequences of one forward pass on one device.
+    seq_len: int = 1024  # Tokens of a sequence.
+    grad_accum: int = 1  # Forward and backward passes a step.
+    lr: float = 6e-4  # Highest learning rate.
+    lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warm-up: cosine decay; constant, then linear decay over --decay-fraction (wsd); constant."""
+    warmup_steps: int = 100  # Steps of linear warm-up.
+    min_lr_ratio: float = 0.1  # Last learning rate over the highest (cosine, wsd).
+    decay_fraction: float = 0.2  # wsd: the part of all steps in which the learning rate falls.
+    weight_decay: float = 0.1  # Of matrices alone.
+    beta1: float = 0.9  # Adam's decay of the gradient's mean.
+    beta2: float = 0.95  # Adam's decay of its square.
+    grad_clip: float = 1.0  # Largest norm of the gradient; 0: no clipping.
+    seed: int = 1337  # Of weights, data order and dropout.
+    compile: bool = False  # torch.compile (no delayed scaling: TE refuses it there).
+    device: str = "auto"  # auto, cpu, cuda or cuda:N.
+
+    # looking at it
+    eval_interval: int = 250  # Steps between evaluations (also after the first and the last step); 0: after the last alone.
+    eval_steps: int = 20  # Validation batches of an evaluation.
+    checkpoint_interval: int = 250  # Steps between checkpoints (also after the last step); 0: after the last alone.
+    keep_checkpoints: int = 2  # Older ones are removed.
+    log_interval: int = 10  # Steps between log lines.
+
+
+GPT2 = dict(micro_batch_size=16, grad_accum=32, max_steps=20_000, warmup_steps=200)  # about half a million tokens a step
+LLAMA = dict(activation="swiglu", use_rmsnorm=True, use_rotary=True, bias=False)
+PRESETS = {
+    # Bytes of Python in two minutes on two cores.
+    "tiny": dict(n_layer=4, n_head=4, n_embd=128, seq_len=128, micro_batch_size=16, max_steps=600, lr=3e-3, warmup_steps=50,
+                 eval_interval=100, checkpoint_interval=200, log_interval=20, **LLAMA),
+    # Radford et al. 2019, table 2; learning rates of Brown et al. 2020, table 2.1.
+    "gpt2-124m": GPT2 | dict(n_layer=12, n_head=12, n_embd=768, lr=6e-4),
+    "gpt2-350m": GPT2 | dict(n_layer=24, n_head=16, n_embd=1024, lr=3e-4),
+    "gpt2-774m": GPT2 | dict(n_layer=36, n_head=20, n_embd=1280, lr=2.5e-4, micro_batch_size=8, grad_accum=64),
+    "gpt2-1.5b": GPT2 | dict(n_layer=48, n_head=25, n_embd=1600, lr=2e-4, micro_batch_size=8, grad_accum=64),
+    # huggingface.co/JackFram/llama-160m; Llama 3.1 and 3.2 model cards.
+    "llama-160m": GPT2 | LLAMA | dict(n_layer=12, n_head=12, n_embd=768, n_inner=3072, tie_embeddings=False, layernorm_epsilon=1e-6,
+                                      seq_len=2048, grad_accum=16, lr=6e-4),
+    "llama3-1b": GPT2 | LLAMA | dict(n_layer=16, n_head=32, n_kv_head=8, head_dim=64, n_embd=2048, n_inner=8192, vocab_size=128256,
+                                     rope_theta=500_000.0, seq_len=2048, micro_batch_size=4, grad_accum=64, lr=3e-4),
+    "llama3-8b": GPT2 | LLAMA | dict(n_layer=32, n_head=32, n_kv_head=8, head_dim=128, n_embd=4096, n_inner=14336, vocab_size=128256,
+                                     rope_theta=500_000.0, tie_embeddings=False, seq_len=8192, micro_batch_size=1, grad_accum=64,
+                                     lr=3e-4, gradient_checkpointing=True),
+}
+# A checkpoint's tensors fit only a model in which these are the same.
+ARCHITECTURE = ("preset model n_layer n_head n_kv_head head_dim n_embd n_inner vocab_size n_positions activation use_rmsnorm "
+                "use_rotary rope_theta use_qk_norm bias tie_embeddings layernorm_epsilon").split()
+# Dense BF16 peak in TFLOP/s by a part of the GPU's name, the more special name first (NVIDIA's data sheets).
+PEAK_TFLOPS = {"GB200": 2500, "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989,
+               "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "RTX 6000 Ada": 364, "RTX 4090": 165,
+               "RTX 5090": 210, "RTX 3090": 71}
+
+
+class Diverged(RuntimeError):
+    """A loss or gradient norm that is not finite; nothing after it is worth keeping."""
+
+
+# ---------------------------------------------------------------- options
+
+def read_options(argv) -> tuple[TrainConfig, Path | None, dict | None]:
+    """(options, checkpoint to resume from, its meta.json). Defaults come from the preset, or on --resume from the checkpoint."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", nargs="?")
+    first.add_argument("--out-dir", "--out_dir", nargs="?")
+    first.add_argument("--resume", action=argparse.BooleanOptionalAction)
+    chosen, _ = first.parse_known_args(argv)
+    preset = chosen.preset or "tiny"
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}: one of {', '.join(PRESETS)}")
+    default, folder, meta = TrainConfig(preset=preset, **PRESETS[preset]), None, None
+    if chosen.resume:
+        run = Path(chosen.out_dir) if chosen.out_dir else newest_run(preset)
+        folder = checkpoint.find(run)
+        meta = checkpoint.read_meta(folder)
+        known = {field.name for field in dataclasses.fields(TrainConfig)}
+        default = TrainConfig(**{key: value for key, value in meta["config"].items() if key in known})
+        default = dataclasses.replace(default, out_dir=str(folder.parent), resume=True)
+    config = cli.parse(TrainConfig, argv, prog="train.py", description=__doc__, default=default)
+    if chosen.resume:
+        config = dataclasses.replace(config, out_dir=str(folder.parent), preset=chosen.preset or default.preset)
+        for name in ARCHITECTURE:
+            saved, given = getattr(default, name), getattr(config, name)
+            if saved != given:
+                raise ValueError(f"--{name.replace('_', '-')} {given}: {folder} is of another architecture, with "
+                                 f"{name.replace('_', '-')} {saved}; leave the option out, or start a new run")
+        if config.max_steps <= meta["step"]:
+            raise ValueError(f"--max-steps {config.max_steps}: {folder} has done {meta['step']} steps; "
+                             f"to go on, pass more, such as --max-steps {meta['step'] * 2}")
+    check_options(config)
+    return config, folder, meta
+
+
+def newest_run(preset: str) -> Path:
+    runs = [run for run in Path("out").glob(f"{preset}*") if run.name.removeprefix(preset).lstrip("-").isdigit() or run.name == preset]
+    if not runs:
+        raise ValueError(f"--resume: there is no run out/{preset}; start one without --resume, or name its folder with --out-dir")
+    return max(runs, key=lambda run: run.stat().st_mtime)
+
+
+def check_options(config: TrainConfig) -> None:
+    def require(names, holds, rule, works):
+        for name in names.split():
+            if not holds(getattr(config, name)):
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: must be {rule}, such as {works}")
+
+    require("max_steps micro_batch_size seq_len grad_accum eval_steps keep_checkpoints log_interval", lambda v: v >= 1, "at least 1", 8)
+    require("warmup_steps eval_interval checkpoint_interval seed", lambda v: v >= 0, "0 or more", 100)
+    require("fp8_amax_history_len", lambda v: v >= 1, "at least 1", 1024)
+    require("weight_decay grad_clip", lambda v: 0 <= v < math.inf, "0 or more", 0.1)
+    require("lr", lambda v: 0 < v < math.inf, "above 0", 6e-4)
+    require("beta1 beta2", lambda v: 0 <= v < 1, "at least 0 and below 1", 0.95)
+    require("min_lr_ratio", lambda v: 0 <= v <= 1, "from 0 to 1", 0.1)
+    require("decay_fraction", lambda v: 0 < v <= 1, "above 0 and at most 1", 0.2)
+    if config.compile and config.fp8_recipe == "delayed":
+        raise ValueError("--compile: Transformer Engine refuses DelayedScaling under torch.compile; "
+                         "pass --fp8-recipe current or --fp8-recipe none with it")
+    if config.fp8_param and config.fp8_recipe == "none":
+        raise ValueError("--fp8-param keeps weights in FP8, but --fp8-recipe is none; pass --fp8-recipe delayed or leave --fp8-param out")
+    if config.n_positions is not None and config.n_positions < config.seq_len:
+        raise ValueError(f"--seq-len {config.seq_len}: the model takes {config.n_positions} positions; "
+                         f"pass --seq-len {config.n_positions} or less")
+
+
+def pick_vocab_size(config: TrainConfig, tokens: dict) -> int:
+    """The embedding's rows for a corpus: FP8 products need a multiple of 32, and large ones are faster by 128."""
+    needed = tokens["vocab_size"]
+    step = 32 if needed <= 1024 else 128
+    padded = -(-needed // step) * step
+    if config.vocab_size is not None and config.vocab_size < needed:
+        raise ValueError(f"--vocab-size {config.vocab_size}: the tokens of {config.data} ({tokens['tokenizer']}) go up to {needed}; "
+                         f"pass {padded} or leave it out")
+    return config.vocab_size or padded
+
+
+def make_run_folder(config: TrainConfig) -> str:
+    """Create the run's folder; a name that the user gave must be free."""
+    if config.out_dir is not None:
+        if os.path.lexists(config.out_dir):
+            raise ValueError(f"--out-dir {config.out_dir} exists: resume it with --resume, or name another")
+        os.makedirs(config.out_dir)
+        return config.out_dir
+    for number in range(1, 1_000_000):
+        run = f"out/{config.preset}" + (f"-{number}" if number > 1 else "")
+        with contextlib.suppress(FileExistsError):
+            os.makedirs(run)
+            return run
+
+
+# ---------------------------------------------------------------- the parts of a step
+
+def make_optimizer(model, config: TrainConfig):
+    """AdamW with decay on matrices only; float32 masters where weights are kept in BF16 or FP8."""
+    parameters = list(model.parameters())
+    groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
+    masters = any(p.dtype != torch.float32 for p in parameters) or config.fp8_param
+    optimizer = fp8.te.optimizers.FusedAdam(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, adam_w_mode=True,
+                                            master_weights=masters, master_weight_dtype=torch.float32)
+    fp8.init_master_weights(model, optimizer)
+    return optimizer
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Of a step, counted from 1: linear warm-up, then the schedule, ending at min_lr_ratio * lr."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.lr_schedule == "cosine":
+        progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
+        height = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    elif config.lr_schedule == "wsd":
+        height = min(1.0, max(0.0, (config.max_steps - step) / (config.decay_fraction * config.max_steps)))
+    else:
+        return config.lr
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
+
+
+def flops_per_token(parameters: int, config: TrainConfig) -> float:
+    """6N + 12·L·C·T FLOPs for a token, forward and backward (PaLM, arXiv:2204.02311, appendix B; nanoGPT).
+
+    N: parameters that take part in a product: without the position table and, if untied, without the input embedding.
+    L layers, C = heads times head width, T = seq_len. Recomputation of gradient checkpointing is not counted.
+    """
+    if not config.use_rotary:
+        parameters -= config.n_positions * config.n_embd
+    if not config.tie_embeddings:
+        parameters -= config.vocab_size * config.n_embd
+    width = config.n_head * config.head_dim if config.head_dim else config.n_embd
+    return 6 * parameters + 12 * config.n_layer * width * config.seq_len
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense BF16 peak in FLOP/s by its name; None where it is unknown. FP8 can pass 100 % of it."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
+
+
+def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    if dist.is_initialized():
+        dist.all_reduce(values)
+        values /= dist.get_world_size()
+    return values
+
+
+@torch.no_grad()
+def evaluate(model, loader, steps: int) -> float:
+    """Mean validation loss in nats a token over the loader's first `steps` batches; the model is left as it was."""
+    model.eval()
+    with fp8.preserved_state(model):
+        losses = torch.stack([model(*loader.batch(index)) for index in range(steps)])
+    model.train()
+    return mean_over_ranks(losses.mean()).item()
+
+
+def read_losses(pending: list, run: str, config: TrainConfig) -> tuple[float, float]:
+    """(loss, gradient norm) of the last step of `pending`, [(step, loss, norm)]; Diverged if one of any step is not finite."""
+    values = mean_over_ranks(torch.stack([torch.stack((loss, norm)) for _, loss, norm in pending])).tolist()
+    for (step, *_), (loss, norm) in zip(pending, values):
+        if not math.isfinite(loss + norm):
+            last = checkpoint.latest(run)
+            kept = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+            gentler = [f"--lr {config.lr / 3:.1e}", f"--grad-clip {config.grad_clip / 2 or 1.0}"]
+            if config.fp8_recipe == "delayed":
+                gentler += ["--fp8-recipe current", f"--fp8-margin {config.fp8_margin + 1}", "--fp8-amax-history-len 16"]
+            elif config.fp8_recipe != "none":
+                gentler += ["--fp8-recipe none"]
+            what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm}"
+            raise Diverged(f"step {step}: {what}; stopped; {kept}; try {', '.join(gentler)}")
+    return values[-1]
+
+
+class StopRequest:
+    """Remembers SIGINT and SIGTERM for the end of a step; a second Ctrl-C stops at once."""
+
+    def __init__(self):
+        self.name = None
+        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(self, number, frame):
+        self.name = signal.Signals(number).name
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def agreed(self) -> bool:
+        """Whether any rank was asked to stop: all leave the loop after the same step."""
+        if not dist.is_initialized():
+            return self.name is not None
+        flag = torch.tensor(float(self.name is not None))  # on the CPU, through gloo: the GPU is not waited for
+        dist.all_reduce(flag)
+        return flag.item() > 0
+
+    def restore(self):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+class Log:
+    """metrics.jsonl, TensorBoard, the progress bar and plain lines; on ranks above 0 nothing."""
+
+    def __init__(self, run: str, first_step: int, max_steps: int, enabled: bool):
+        self.enabled = enabled
+        if not enabled:
+            return
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+        self.path = Path(run, "metrics.jsonl")
+        kept = [json.dumps(record) + "\n" for record in read_metrics(self.path) if record["step"] < first_step]
+        self.path.with_suffix(".tmp").write_text("".join(kept))  # lines after the checkpoint, and one cut off by a kill, go
+        os.replace(self.path.with_suffix(".tmp"), self.path)
+        self.file = open(self.path, "a", buffering=1)
+        self.board = SummaryWriter(str(Path(run, "tensorboard")), purge_step=first_step)
+        self.bar = tqdm(total=max_steps, initial=first_step - 1, unit="step", dynamic_ncols=True, disable=None)  # none without a terminal
+
+    def say(self, line: str) -> None:
+        if self.enabled:
+            tqdm.write(line)
+
+    def write(self, record: dict, max_steps: int) -> None:
+        if not self.enabled:
+            return
+        self.file.write(json.dumps(record) + "\n")
+        for key, value in record.items():
+            if key != "step" and value is not None:
+                self.board.add_scalar(key, value, record["step"])
+        speed = f"{record['tokens_per_s']:,.0f} tokens/s"
+        self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {speed}")
+        mfu = f"  MFU {100 * record['mfu']:.1f} %" if record["mfu"] is not None else ""
+        val = f"  val loss {record['val_loss']:.4f}" if "val_loss" in record else ""
+        self.say(f"step {record['step']}/{max_steps}  loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  "
+                 f"lr {record['lr']:.2e}  {speed}{mfu}{val}")
+
+    def advance(self) -> None:
+        if self.enabled:
+            self.bar.update()
+
+    def close(self) -> None:
+        if self.enabled:
+            self.bar.close()
+            self.file.close()
+            self.board.close()
+
+
+def read_metrics(path) -> list[dict]:
+    """The whole lines of metrics.jsonl; none without the file."""
+    records = []
+    for line in Path(path).read_text().splitlines() if Path(path).exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records
+
+
+def plot_losses(run: str) -> str:
+    """Draw metrics.jsonl as loss.png, and return its path."""
+    from matplotlib.figure import Figure
+
+    records = read_metrics(Path(run, "metrics.jsonl"))
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([r["step"] for r in records], [r["loss"] for r in records], lw=1.2, color="tab:blue", alpha=0.8, label="training")
+    measured = [r for r in records if "val_loss" in r]
+    axes.plot([r["step"] for r in measured], [r["val_loss"] for r in measured], "o-", ms=4, color="tab:orange", label="validation")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=run)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(Path(run, "loss.png"), dpi=150)
+    return str(Path(run, "loss.png"))
+
+
+# ---------------------------------------------------------------- training
+
+def main(argv=None) -> int:
+    """Train, and return the exit code: 0, or 1 for a run that diverged. ValueError and OSError are the user's to mend."""
+    world_size, rank, local_rank = (int(os.environ.get(name, default)) for name, default in
+                                    (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
+    if world_size > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        config, folder, meta = read_options(argv)
+        train(config, folder, meta, rank, local_rank, world_size)
+    except Diverged as error:
+        if rank == 0:
+            print(f"train.py: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if world_size > 1:
+            dist.destroy_process_group()
+    return 0
+
+
+def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int, local_rank: int, world_size: int) -> None:
+    device = pick_device(config.device)
+    if device.type == "cuda":
+        if world_size > 1:
+            device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    elif not fp8.IS_REFERENCE:
+        raise ValueError("--device cpu: Transformer Engine needs a GPU; set NANOTE_REFERENCE=1 to use te_reference in its place")
+    dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32,
+             "bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
+
+    # Everything that can be wrong is looked at before anything is written.
+    recipe = fp8.make_recipe(config.fp8_recipe, config.fp8_format, config.fp8_amax_history_len, config.fp8_amax_compute_algo,
+                             config.fp8_margin)
+    checkpoint.model_classes(config.model)
+    loaders = {split: Loader(config.data, split, seq_len=config.seq_len, micro_batch_size=config.micro_batch_size, seed=config.seed,
+                             rank=rank, world_size=world_size, device=device) for split in ("train", "val")}
+    tokens = loaders["train"].meta
+    if meta and meta["tokenizer"] != tokens["tokenizer"]:
+        raise ValueError(f"--data {config.data} holds {tokens['tokenizer']} tokens, but {folder} was trained on {meta['tokenizer']} tokens")
+    config = dataclasses.replace(config, vocab_size=pick_vocab_size(config, tokens), n_positions=config.n_positions or config.seq_len)
+    model_config = checkpoint.make_model_config(config.model, dataclasses.asdict(config) | {"use_fp8": recipe is not None})
+    if recipe is not None:
+        fp8.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
+
+    torch.manual_seed(config.seed)  # the same on every rank: so are the weights
+    model = checkpoint.build_model(config.model, model_config, device=device, dtype=dtype,
+                                   fp8_weights_recipe=recipe if config.fp8_param else None)
+    if recipe is not None:
+        model.fp8_recipe = recipe
+    optimizer = make_optimizer(model, config)
+    torch.manual_seed(config.seed + rank)  # dropout differs by rank
+    step = 0
+    if folder is not None:
+        checkpoint.load(folder, meta, model, optimizer)
+        step = meta["step"]
+        run = config.out_dir
+    else:
+        run = checkpoint.on_rank0(lambda: make_run_folder(config))
+    net = torch.compile(model) if config.compile else model
+    if world_size > 1:
+        net = DistributedDataParallel(net, device_ids=[device.index] if device.type == "cuda" else None)
+
+    parameters = sum(p.numel() for p in model.parameters())
+    tokens_per_step = config.micro_batch_size * config.seq_len * config.grad_accum * world_size
+    token_flops, peak = flops_per_token(parameters, config), peak_flops(device)
+    log = Log(run, step + 1, config.max_steps, enabled=rank == 0)
+    precision = f"FP8 {config.fp8_recipe}" if recipe is not None else "no FP8"
+    log.say(f"on {fp8.describe()}; {config.preset}, {precision}, {parameters / 1e6:,.2f} M parameters, "
+            f"{tokens_per_step:,} tokens a step; {run}" + (f" from step {step}" if step else ""))
+
+    def save():
+        document = {"config": dataclasses.asdict(config) | {"out_dir": run}, "model": config.model,
+                    "model_config": dataclasses.asdict(model_config), "tokenizer": tokens["tokenizer"]}
+        return checkpoint.save(run, step, model=model, optimizer=optimizer, meta=document, keep=config.keep_checkpoints)
+
+    model.train()
+    stop = StopRequest()
+    pending, elapsed, mark, timed_steps = [], 0.0, time.perf_counter(), 0
+    try:
+        while step < config.max_steps:
+            step += 1
+            lr = learning_rate(step, config)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            step_loss = torch.zeros((), device=device)
+            for micro in range(config.grad_accum):
+                input_ids, labels = loaders["train"].batch((step - 1) * config.grad_accum + micro)
+                last = micro == config.grad_accum - 1
+                with contextlib.nullcontext() if last or world_size == 1 else net.no_sync():
+                    first = {"is_first_microbatch": micro == 0} if config.grad_accum > 1 else {}
+                    loss = net(input_ids, labels, **first) / config.grad_accum
+                    loss.backward()
+                step_loss += loss.detach()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            pending.append((step, step_loss, norm.detach().float()))
+            timed_steps += 1
+            log.advance()
+
+            ends = step == config.max_steps
+            stopping = not ends and stop.agreed()
+            saves = ends or stopping or (config.checkpoint_interval > 0 and step % config.checkpoint_interval == 0)
+            evaluates = ends or (not stopping and config.eval_interval > 0 and (step == 1 or step % config.eval_interval == 0))
+            logs = evaluates or stopping or step == 1 or step % config.log_interval == 0
+            if not (logs or saves):
+                continue
+            loss_now, norm_now = read_losses(pending, run, config)  # waits for the device
+            pending.clear()
+            elapsed += time.perf_counter() - mark
+            record = {"step": step, "loss": loss_now, "lr": lr, "grad_norm": norm_now}
+            if saves:
+                try:
+                    save()
+                except OSError as error:
+                    if ends or stopping:
+                        raise
+                    log.say(f"step {step}: {error}; training goes on")
+            if logs:
+                speed = tokens_per_step * timed_steps / elapsed
+                record |= {"tokens_per_s": speed, "mfu": speed * token_flops / (peak * world_size) if peak else None,
+                           "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None}
+                elapsed, timed_steps = 0.0, 0
+                if evaluates:
+                    record["val_loss"] = evaluate(model, loaders["val"], config.eval_steps)
+                log.write(record, config.max_steps)
+            mark = time.perf_counter()
+            if stopping:
+                break
+    finally:
+        stop.restore()
+        log.close()
+        for loader in loaders.values():
+            loader.close()
+    if rank != 0:
+        return
+    picture = plot_losses(run)
+    if step < config.max_steps:
+        print(f"stopped by {stop.name or 'another process'} after step {step}: saved {checkpoint.latest(run)}; "
+              f"resume with: python train.py --resume --out-dir {run}")
+        return
+    tokenizer = get_tokenizer(tokens["tokenizer"])
+    unit = "nats a byte" if tokenizer.name == "byte" else f"nats a token ({tokenizer.name})"
+    text = tokenizer.decode(generate(model, [tokenizer.eot], 128, temperature=0.8, top_k=50, vocab_size=tokenizer.vocab_size,
+                                     generator=torch.Generator(device).manual_seed(config.seed)))
+    print(f"\n--- a sample ---\n{text}\n----------------\nvalidation loss {record['val_loss']:.4f} {unit} after {step} steps, on {fp8.describe()}\n"
+          f"loss curve   {picture}\nmetrics      {run}/metrics.jsonl, and: tensorboard --logdir {run}/tensorboard\n"
+          f"checkpoint   {checkpoint.latest(run)}\nmore text    python sample.py {run} --prompt \"def \"")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, "train.py"))
