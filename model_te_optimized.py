@@ -257,7 +257,7 @@ class OptimizedGPT2Model(nn.Module):
             kv_cache.length += length
         if labels is None:
             return logits
-        return te.parallel_cross_entropy(logits, labels, reduce_loss=True)
+        return te.parallel_cross_entropy(logits, labels, reduce_loss=True).reshape(())
 
     def make_kv_cache(self, batch_size, max_len):
         """An empty cache for generation; `model(input_ids, kv_cache=cache)` fills it. Turn FP8 off first: one token is one row, and FP8 needs 8."""

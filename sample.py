@@ -107,17 +107,15 @@ def check_sampling(max_new_tokens: int, temperature: float, top_k: int | None, t
 
 def pick_device(name: str) -> torch.device:
     """The device of --device; ValueError in one line for one that is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
+        device = torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     except RuntimeError:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; --device auto takes what there is")
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def load_model(path, device: torch.device):

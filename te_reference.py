@@ -831,10 +831,10 @@ def checkpoint(function, *args, use_reentrant=True, **kwargs):
 
 def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None, ignore_idx=-100,
                            is_cg_capturable=False, *, overwrite_input=False):
-    """Cross-entropy in float32. inp (B, S, V), target (B, S) int64 -> (B, S), zero where ignored; with `reduce_loss` the mean over the rest, ()."""
+    """Cross-entropy in float32. inp (B, S, V), target (B, S) int64 -> (B, S), zero where ignored; with `reduce_loss` the mean over the rest, (1,)."""
     losses = F.cross_entropy(inp.flatten(0, 1).float(), target.flatten(), ignore_index=ignore_idx, label_smoothing=label_smoothing, reduction="none")
     if reduce_loss:
-        return losses.sum() / (target != ignore_idx).sum().clamp(min=1)
+        return losses.sum() / (target != ignore_idx).sum().clamp(min=1).view(1)
     return losses.view(target.shape)
 
 

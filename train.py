@@ -2,7 +2,7 @@
 
 Notable, and why:
 - Losses stay on the device between log steps, so that the host never waits for the GPU within them. They are checked for
-  finiteness when they are read, and always before a checkpoint is written: no checkpoint holds a diverged model.
+  finiteness when they are read, and always before a checkpoint is written, so that a run that diverged leaves its last good one.
 - A checkpoint is written before the evaluation of the same step. FP8 with delayed scaling keeps a history that every
   forward pass moves, evaluation included; saved first, and with evaluation leaving it as it was, a resumed run repeats
   the uninterrupted one exactly (bit for bit on the CPU).
@@ -110,8 +110,8 @@ GPT2 = dict(micro_batch_size=16, grad_accum=32, max_steps=20_000, warmup_steps=2
 LLAMA = dict(activation="swiglu", use_rmsnorm=True, use_rotary=True, bias=False)
 PRESETS = {
     # Bytes of Python in two minutes on two cores.
-    "tiny": dict(n_layer=4, n_head=4, n_embd=128, seq_len=128, micro_batch_size=16, max_steps=600, lr=3e-3, warmup_steps=50,
-                 eval_interval=100, checkpoint_interval=200, log_interval=20, **LLAMA),
+    "tiny": dict(n_layer=4, n_head=4, n_embd=128, seq_len=128, micro_batch_size=16, max_steps=500, lr=3e-3, warmup_steps=50,
+                 eval_interval=100, checkpoint_interval=100, log_interval=10, **LLAMA),
     # Radford et al. 2019, table 2; learning rates of Brown et al. 2020, table 2.1.
     "gpt2-124m": GPT2 | dict(n_layer=12, n_head=12, n_embd=768, lr=6e-4),
     "gpt2-350m": GPT2 | dict(n_layer=24, n_head=16, n_embd=1024, lr=3e-4),
@@ -148,13 +148,16 @@ def read_options(argv) -> tuple[TrainConfig, Path | None, dict | None]:
     first.add_argument("--out-dir", "--out_dir", nargs="?")
     first.add_argument("--resume", action=argparse.BooleanOptionalAction)
     chosen, _ = first.parse_known_args(argv)
-    preset = chosen.preset or "tiny"
+    preset = "tiny" if chosen.preset is None else chosen.preset
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}: one of {', '.join(PRESETS)}")
     default, folder, meta = TrainConfig(preset=preset, **PRESETS[preset]), None, None
     if chosen.resume:
         run = Path(chosen.out_dir) if chosen.out_dir else newest_run(preset)
         folder = checkpoint.find(run)
+        if folder != checkpoint.latest(folder.parent):
+            raise ValueError(f"--resume: {folder.parent} has later checkpoints than {folder.name}; to go on from there, remove "
+                             f"{', '.join(path.name for path in checkpoint.list_checkpoints(folder.parent) if path != folder)}")
         meta = checkpoint.read_meta(folder)
         known = {field.name for field in dataclasses.fields(TrainConfig)}
         default = TrainConfig(**{key: value for key, value in meta["config"].items() if key in known})
@@ -555,7 +558,8 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
     unit = "nats a byte" if tokenizer.name == "byte" else f"nats a token ({tokenizer.name})"
     text = tokenizer.decode(generate(model, [tokenizer.eot], 128, temperature=0.8, top_k=50, vocab_size=tokenizer.vocab_size,
                                      generator=torch.Generator(device).manual_seed(config.seed)))
-    print(f"\n--- a sample ---\n{text}\n----------------\nvalidation loss {record['val_loss']:.4f} {unit} after {step} steps, on {fp8.describe()}\n"
+    print(f"\n--- a sample ---\n{text}\n----------------\n"
+          f"validation loss {record['val_loss']:.4f} {unit} after {step} steps, on {fp8.describe()}\n"
           f"loss curve   {picture}\nmetrics      {run}/metrics.jsonl, and: tensorboard --logdir {run}/tensorboard\n"
           f"checkpoint   {checkpoint.latest(run)}\nmore text    python sample.py {run} --prompt \"def \"")
 

@@ -81,7 +81,7 @@ def test_resume_takes_the_newest_run_and_its_options(tokens):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_finishes_the_step_saves_and_exits_0(tokens, monkeypatch, capsys, number):
     plain = train.learning_rate
-    monkeypatch.setattr(train, "learning_rate", lambda step, config: (signal.raise_signal(number) if step == 5 else None, plain(step, config))[1])
+    monkeypatch.setattr(train, "learning_rate", lambda step, config: signal.raise_signal(number) or 1e-3 if step == 5 else plain(step, config))
     assert run_train(f"{OPTIONS} --out-dir stopped", tokens) == 0
     assert checkpoint.latest("stopped").name == "step-5" and metrics("stopped")[-1]["step"] == 5
     assert "python train.py --resume --out-dir stopped" in capsys.readouterr().out
@@ -99,13 +99,14 @@ def test_non_finite_loss_stops_names_the_step_and_keeps_the_last_good(tokens, mo
 
 
 def test_what_a_run_leaves_behind(tokens, capsys):
-    assert run_train(f"{OPTIONS} --checkpoint-interval 2 --keep-checkpoints 3 --max-steps 9 --out-dir run", tokens) == 0
+    assert run_train(f"{OPTIONS} --checkpoint-interval 2 --keep-checkpoints 3 --max-steps 9 --log-interval 3 --out-dir run", tokens) == 0
     out = capsys.readouterr().out
     assert "te_reference" in out.splitlines()[0] and "512 tokens a step" in out
     for wanted in ("validation loss", "nats a byte", "run/loss.png", "run/metrics.jsonl", "run/tensorboard", "run/step-9"):
         assert wanted in out
     assert [path.name for path in checkpoint.list_checkpoints("run")] == ["step-6", "step-8", "step-9"]
     assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG") and list(Path("run/tensorboard").iterdir())
+    assert [record["step"] for record in metrics("run")] == [1, 3, 6, 8, 9]  # 8: evaluated
     for record in train.read_metrics("run/metrics.jsonl"):
         assert {"step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "peak_gib"} <= set(record) and record["tokens_per_s"] > 0
     config = json.loads(Path("run/step-9/meta.json").read_text())["config"]
@@ -140,7 +141,8 @@ def raise_full_disk():
 @pytest.mark.parametrize("fp8", ["none", "delayed"])
 def test_two_processes_train_as_one_and_one_resumes_from_two(tokens, fp8):
     options = f"{OPTIONS} --dropout 0 --fp8-recipe {fp8} --lr-schedule constant"
-    command = f"-m torch.distributed.run --standalone --nproc_per_node 2 {ROOT / 'train.py'} {options} --micro-batch-size 2 --max-steps 4 --out-dir two"
+    command = f"-m torch.distributed.run --standalone --nproc_per_node 2 {ROOT / 'train.py'} {options}" \
+              " --micro-batch-size 2 --max-steps 4 --out-dir two"
     done = subprocess.run([sys.executable, *command.split(), "--data", tokens], capture_output=True, text=True, timeout=120,
                           env=os.environ | {"NANOTE_REFERENCE": "1"})
     assert done.returncode == 0, done.stderr
@@ -175,7 +177,7 @@ def test_presets_have_the_published_shapes(preset, monkeypatch):
 def test_preset_gives_defaults_that_options_override(capsys):
     for argv in (["--preset", "llama3-1b", "--n-layer", "3"], ["--n-layer=3", "--preset=llama3-1b"]):
         config, *_ = train.read_options(argv)
-        assert (config.preset, config.n_layer, config.n_kv_head, config.rope_theta, config.use_rmsnorm) == ("llama3-1b", 3, 8, 500000.0, True)
+        assert (config.preset, config.n_layer, config.n_kv_head, config.rope_theta) == ("llama3-1b", 3, 8, 500000.0)
     config, *_ = train.read_options(["--compile", "--no-fp8-lm-head", "--fp8-recipe", "current"])
     assert config.compile and not config.fp8_lm_head
     with pytest.raises(SystemExit) as stop:

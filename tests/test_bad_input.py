@@ -1,0 +1,194 @@
+"""What a user gets wrong: one line on stderr that names the value and what works, exit code 2, and nothing written."""
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import checkpoint
+import data
+import fp8
+from trainer_tools import OPTIONS, ROOT, make_tokens, run_script, run_train
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Good token files, a good run, and one of each kind of thing that is wrong."""
+    folder = tmp_path_factory.mktemp("world")
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        make_tokens("tokens")
+        assert run_train(f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --out-dir out/good", "tokens") == 0
+        shutil.copytree("out/good", "out/damaged")
+        path = next(Path("out/damaged/step-4").glob("*.safetensors"))
+        content = bytearray(path.read_bytes())
+        content[-9] ^= 1
+        path.write_bytes(content)
+        shutil.copytree("tokens", "altered")
+        content = bytearray(Path("altered/train.bin").read_bytes())
+        content[99] ^= 1
+        Path("altered/train.bin").write_bytes(content)
+        shutil.copytree("tokens", "truncated")
+        Path("truncated/val.bin").write_bytes(Path("truncated/val.bin").read_bytes()[:-2])
+        shutil.copytree("tokens", "no-val")
+        Path("no-val/val.bin").unlink()
+        data.write_tokens(iter(["short", "text"]), "short", val_fraction=0.5)
+        Path("out/empty").mkdir()
+        Path("empty.txt").touch()
+        Path("file.txt").write_text("some text\n")
+        Path("binary.txt").write_bytes(b"\xff\xfe\x00")
+        Path("broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+        Path("other.jsonl").write_text('{"body": "no text"}\n')
+    finally:
+        os.chdir(before)
+    return folder
+
+
+def a100(monkeypatch):
+    """What TE answers on a GPU before Ada."""
+    for name in ("delayed", "current"):
+        monkeypatch.setitem(fp8._AVAILABLE, name, lambda return_reason=False: (False, "Device compute capability 8.9 or higher required for FP8 execution."))
+
+
+def full_disk(monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.os, "fsync", full)
+
+
+GOOD = f"{OPTIONS} --data tokens"
+CASES = [  # script, arguments, what the line must hold, what to break first
+    # train.py: names
+    ("train.py", "--preset gpt3", ["gpt3", "tiny", "llama3-8b"]),
+    ("train.py", "--preset=", ["preset"]),
+    ("train.py", f"{GOOD} --model best", ["best", "optimized"]),
+    ("train.py", f"{GOOD} --learning-rate 1", ["--learning-rate", "--help"]),
+    ("train.py", f"{GOOD} --max-step 1", ["--max-step", "perhaps --max-steps"]),
+    ("train.py", f"{GOOD} --fp8-recipe fp4", ["fp4", "delayed", "mxfp8"]),
+    ("train.py", f"{GOOD} --lr-schedule linear", ["linear", "cosine", "wsd"]),
+    ("train.py", f"{GOOD} --device tpu", ["tpu", "cpu"]),
+    ("train.py", f"{GOOD} --device cuda:99", ["cuda:99", "CUDA devices"]),
+    ("train.py", f"{GOOD} stray", ["stray"]),
+    # train.py: numbers
+    ("train.py", f"{GOOD} --max-steps -5", ["--max-steps -5", "at least 1"]),
+    ("train.py", f"{GOOD} --max-steps many", ["--max-steps", "many"]),
+    ("train.py", f"{GOOD} --lr", ["--lr"]),
+    ("train.py", f"{GOOD} --lr 0", ["--lr 0", "above 0"]),
+    ("train.py", f"{GOOD} --lr nan", ["--lr nan", "above 0"]),
+    ("train.py", f"{GOOD} --micro-batch-size 0", ["--micro-batch-size 0"]),
+    ("train.py", f"{GOOD} --grad-accum 0", ["--grad-accum 0"]),
+    ("train.py", f"{GOOD} --keep-checkpoints 0", ["--keep-checkpoints 0"]),
+    ("train.py", f"{GOOD} --beta2 1", ["--beta2 1", "below 1"]),
+    ("train.py", f"{GOOD} --grad-clip -1", ["--grad-clip -1"]),
+    ("train.py", f"{GOOD} --warmup-steps -1", ["--warmup-steps -1"]),
+    ("train.py", f"{GOOD} --fp8-amax-history-len 0", ["--fp8-amax-history-len 0", "1024"]),
+    ("train.py", f"{GOOD} --decay-fraction 2", ["--decay-fraction 2"]),
+    # train.py: architecture and FP8
+    ("train.py", f"{GOOD} --vocab-size 50257", ["50257", "50304", "32"]),
+    ("train.py", f"{GOOD} --vocab-size 256", ["256", "288"]),
+    ("train.py", f"{GOOD} --n-head 3", ["n_head=3", "64"]),
+    ("train.py", f"{GOOD} --n-head 4 --n-kv-head 3", ["n_kv_head", "3", "2 works"]),
+    ("train.py", f"{GOOD} --n-embd 72", ["n_embd", "16", "80"]),
+    ("train.py", f"{GOOD} --n-layer 0", ["n_layer"]),
+    ("train.py", f"{GOOD} --dropout 1.5", ["dropout"]),
+    ("train.py", f"{GOOD} --micro-batch-size 3 --seq-len 20", ["60 tokens", "--micro-batch-size 4 works"]),
+    ("train.py", f"{GOOD} --seq-len 64 --n-positions 32", ["--seq-len 64", "32"]),
+    ("train.py", f"{GOOD} --fp8-recipe mxfp8", ["mxfp8", "delayed"]),
+    ("train.py", f"{GOOD} --fp8-recipe delayed", ["compute capability 8.9", "can run: none"], a100),
+    ("train.py", f"{GOOD} --fp8-param --fp8-recipe none", ["--fp8-param", "--fp8-recipe delayed"]),
+    ("train.py", f"{GOOD} --compile", ["--compile", "DelayedScaling", "--fp8-recipe current"]),
+    # train.py: data
+    ("train.py", f"{OPTIONS} --data nowhere", ["nowhere", "python data.py"]),
+    ("train.py", f"{OPTIONS} --data file.txt", ["file.txt", "python data.py"]),
+    ("train.py", f"{OPTIONS} --data altered", ["altered/train.bin", "SHA-256"]),
+    ("train.py", f"{OPTIONS} --data truncated", ["truncated/val.bin", "SHA-256"]),
+    ("train.py", f"{OPTIONS} --data no-val", ["no-val/val.bin"]),
+    ("train.py", f"{OPTIONS} --data short", ["short/", "65", "--seq-len"]),
+    # train.py: run folders and checkpoints
+    ("train.py", f"{GOOD} --out-dir out/good", ["out/good", "--resume"]),
+    ("train.py", f"{GOOD} --out-dir file.txt", ["file.txt", "exists"]),
+    ("train.py", f"{GOOD} --out-dir file.txt/run", ["file.txt"]),
+    ("train.py", f"{GOOD} --out-dir out/new --max-steps 1", ["out/new/step-1", "No space left on device"], full_disk),
+    ("train.py", "--resume", ["out/tiny"]),
+    ("train.py", "--resume --out-dir out/none", ["out/none", "out/good"]),
+    ("train.py", "--resume --out-dir out/empty", ["out/empty", "no checkpoint"]),
+    ("train.py", "--resume --out-dir file.txt", ["file.txt"]),
+    ("train.py", "--resume --out-dir out/damaged", ["out/damaged/step-4", ".safetensors", "SHA-256", "out/damaged/step-2"]),
+    ("train.py", "--resume --out-dir out/good", ["4 steps", "--max-steps 8"]),
+    ("train.py", "--resume --out-dir out/good/step-2", ["later checkpoints than step-2", "step-4"]),
+    ("train.py", "--resume --out-dir out/good --max-steps 9 --n-layer 3", ["--n-layer 3", "n-layer 2", "out/good/step-4"]),
+    ("train.py", "--resume --out-dir out/good --max-steps 9 --preset gpt2-124m", ["gpt2-124m", "tiny"]),
+    # sample.py
+    ("sample.py", "", ["run"]),
+    ("sample.py", "out/none", ["out/none", "out/good"]),
+    ("sample.py", "file.txt", ["file.txt", "folder"]),
+    ("sample.py", "out/empty", ["out/empty", "no checkpoint"]),
+    ("sample.py", "out/damaged", ["SHA-256", "out/damaged/step-2"]),
+    ("sample.py", "out/good --temperature -1", ["--temperature -1"]),
+    ("sample.py", "out/good --top-k 0", ["--top-k 0"]),
+    ("sample.py", "out/good --top-p 1.5", ["--top-p 1.5"]),
+    ("sample.py", "out/good --max-new-tokens 0", ["--max-new-tokens 0"]),
+    ("sample.py", "out/good --num-samples 0", ["--num-samples 0"]),
+    ("sample.py", "out/good --seed x", ["--seed"]),
+    # data.py
+    ("data.py", "", ["data.py"]),
+    ("data.py", "text nothing.txt", ["nothing.txt"]),
+    ("data.py", "text tokens", ["tokens", "directory"]),
+    ("data.py", "text empty.txt", ["empty"]),
+    ("data.py", "text binary.txt", ["binary.txt", "UTF-8"]),
+    ("data.py", "text broken.jsonl", ["broken.jsonl:2"]),
+    ("data.py", "text other.jsonl", ["other.jsonl", "--column"]),
+    ("data.py", "text file.txt --tokenizer gpt9", ["gpt9", "byte", "cl100k_base"]),
+    ("data.py", "text file.txt --val-fraction 1", ["--val-fraction 1"]),
+    ("data.py", "text file.txt --num-workers 0", ["--num-workers 0"]),
+    ("data.py", "text file.txt --out-dir tokens", ["tokens", "--force"]),
+    ("data.py", "text file.txt --out-dir file.txt", ["file.txt", "--out-dir"]),
+]
+
+
+def tree(folder):
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def check(script, error, words):
+    assert error.startswith(f"{script}: ") and error.endswith("\n") and error.count("\n") == 1, error
+    assert all(word in error for word in words), error
+
+
+@pytest.mark.parametrize("script, arguments, words, break_", [(*case, None)[:4] for case in CASES], ids=[f"{case[0]} {case[1].replace(OPTIONS, '')}"[:70] for case in CASES])
+def test_one_line_exit_2_and_nothing_written(world, monkeypatch, capsys, script, arguments, words, break_):
+    monkeypatch.chdir(world)
+    before = tree(world)
+    if break_:
+        break_(monkeypatch)
+    code = run_script(script, arguments.split())
+    monkeypatch.undo()
+    assert code == 2
+    check(script, capsys.readouterr().err, words)
+    written = {path for path, time in tree(world).items() if before.get(path) != time}
+    if break_ is full_disk:  # the losses of the steps that were made are worth keeping; of the checkpoint nothing is left
+        assert not [path for path in written if "step-" in path]
+    else:
+        assert not written
+
+
+@pytest.mark.parametrize("script, arguments, words", [("train.py", "--preset gpt3", ["gpt3"]), ("sample.py", "out/none", ["out/good"]),
+                                                      ("data.py", "text tokens", ["directory"])])
+def test_the_scripts_themselves_say_it_the_same_way(world, script, arguments, words):
+    done = subprocess.run([sys.executable, ROOT / script, *arguments.split()], cwd=world, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == ""
+    check(script, done.stderr, words)
+
+
+def test_a_checkpoint_of_other_tokens_is_not_resumed(world, monkeypatch, capsys):
+    monkeypatch.chdir(world)
+    shutil.copytree("tokens", "other")
+    meta = json.loads(Path("other/meta.json").read_text()) | {"tokenizer": "gpt2"}
+    Path("other/meta.json").write_text(json.dumps(meta))
+    assert run_train("--resume --out-dir out/good --max-steps 9", "other") == 2
+    check("train.py", capsys.readouterr().err, ["gpt2", "byte", "out/good/step-4"])

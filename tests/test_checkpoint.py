@@ -1,0 +1,216 @@
+"""checkpoint.py: what is stored, what is refused, what survives."""
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import checkpoint
+import fp8
+import train
+
+CONFIG = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=288, n_positions=32, use_fp8=True)
+
+
+def make(seed=0, dtype=torch.float32, recipe=("delayed", "hybrid", 4), **changes):
+    """(model, optimizer) of the tests' size."""
+    torch.manual_seed(seed)
+    model = checkpoint.build_model("optimized", checkpoint.make_model_config("optimized", CONFIG | changes), dtype=dtype)
+    model.fp8_recipe = fp8.make_recipe(*recipe)
+    return model, train.make_optimizer(model, train.TrainConfig(lr=1e-2))
+
+
+def step(model, optimizer, seed):
+    ids = torch.randint(0, 257, (2, 17), generator=torch.Generator().manual_seed(seed))
+    loss = model(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def save(run, number, model, optimizer, keep=9):
+    run.mkdir(exist_ok=True)
+    meta = {"config": {}, "model": "optimized", "model_config": vars(model.config), "tokenizer": "byte"}
+    return checkpoint.save(run, number, model=model, optimizer=optimizer, meta=meta, keep=keep)
+
+
+def load(folder, model, optimizer=None):
+    meta = checkpoint.read_meta(folder)
+    checkpoint.load(folder, meta, model, optimizer)
+    return meta
+
+
+@pytest.fixture
+def trained():
+    model, optimizer = make()
+    for seed in range(3):
+        step(model, optimizer, seed)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("options", [dict(), dict(dtype=torch.bfloat16), dict(tie_embeddings=False), dict(recipe=("current",))])
+def test_round_trip_is_exact(tmp_path, options):
+    model, optimizer = make(**options)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    folder = save(tmp_path / "run", 3, model, optimizer)
+    expected = [step(model, optimizer, seed) for seed in range(3, 6)]
+
+    model, optimizer = make(seed=1, **options)
+    assert load(folder, model, optimizer)["step"] == 3
+    assert [step(model, optimizer, seed) for seed in range(3, 6)] == expected
+
+
+def test_random_generators_come_back(tmp_path, trained):
+    random.seed(5), np.random.seed(6), torch.manual_seed(7)
+    random.gauss(0, 1)  # leaves a second number in store
+    folder = save(tmp_path / "run", 3, *trained)
+    expected = [random.gauss(0, 1), random.random(), np.random.rand(), torch.rand(()).item()]
+    load(folder, *make(seed=1))
+    assert [random.gauss(0, 1), random.random(), np.random.rand(), torch.rand(()).item()] == expected
+
+
+def test_only_tensors_and_readable_json_are_stored(tmp_path, trained):
+    """No pickle anywhere: loading a checkpoint from elsewhere cannot run code."""
+    folder = save(tmp_path / "run", 3, *trained)
+    names = {path.suffix or path.name for path in folder.iterdir()}
+    assert names == {".safetensors", ".json", "SHA256SUMS"}
+    stored = {}
+    for path in folder.glob("*.safetensors"):
+        stored |= load_file(path)
+    assert not [name for name in stored if "_extra_state" in name]
+    assert {"model.wte.weight", "optimizer.wte.weight.exp_avg", "fp8.blocks.0.attn.qkv.scaling_fwd.scale"} <= set(stored)
+    assert "model.lm_head.weight" not in stored, "a tied weight is stored once"
+    assert json.loads((folder / "meta.json").read_text())["optimizer_groups"][0]["step"] == 3
+
+
+def test_weights_load_without_an_optimizer_and_with_fp8_off(tmp_path, trained):
+    folder = save(tmp_path / "run", 3, *trained)
+    model, _ = make(seed=1, use_fp8=False, recipe=("current",))
+    load(folder, model)
+    for name, value in trained[0].named_parameters():
+        assert torch.equal(value, model.get_parameter(name))
+
+
+@pytest.mark.parametrize("length", [2, 16])
+def test_fp8_history_may_change_its_length(tmp_path, trained, length):
+    folder = save(tmp_path / "run", 3, *trained)
+    scales = {name: value for name, value in fp8.get_state(trained[0]).items() if name.endswith("scale")}
+    model, optimizer = make(seed=1, recipe=("delayed", "hybrid", length))
+    load(folder, model, optimizer)
+    state = fp8.get_state(model)
+    assert scales and all(torch.equal(state[name], value) for name, value in scales.items())
+    assert all(len(value) == length for name, value in state.items() if name.endswith("amax_history"))
+    step(model, optimizer, 3)
+
+
+def test_master_weights_appear_and_merge_when_the_precision_changes(tmp_path):
+    model, optimizer = make(dtype=torch.bfloat16)
+    step(model, optimizer, 0)
+    master = optimizer.state[model.wte.weight]["master_param"].clone()
+    folder = save(tmp_path / "run", 1, model, optimizer)
+    model, optimizer = make(seed=1)
+    load(folder, model, optimizer)
+    assert torch.equal(model.wte.weight, master)  # not the rounded weight
+    assert "master_param" not in optimizer.state[model.wte.weight]
+
+    folder = save(tmp_path / "run", 2, model, optimizer)
+    model, optimizer = make(seed=1, dtype=torch.bfloat16)
+    load(folder, model, optimizer)
+    assert torch.equal(model.wte.weight, master.bfloat16())
+    assert optimizer.state[model.wte.weight]["master_param"].dtype == torch.float32
+    step(model, optimizer, 1)
+
+
+def damage(folder, name):
+    if name == "missing":
+        next(folder.glob("*.safetensors")).unlink()
+    elif name == "empty":
+        (folder / "SHA256SUMS").write_text("")
+    else:
+        path = next(folder.glob(name))
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["*.safetensors", "meta.json", "SHA256SUMS", "missing", "empty"])
+def test_a_damaged_checkpoint_is_refused_and_the_whole_one_before_it_named(tmp_path, trained, how):
+    for number in (1, 2, 3):
+        save(tmp_path / "run", number, *trained)
+    damage(tmp_path / "run/step-2", "*.safetensors")
+    damage(tmp_path / "run/step-3", how)
+    with pytest.raises(ValueError) as error:
+        checkpoint.read_meta(checkpoint.find(tmp_path / "run"))
+    message = str(error.value)
+    assert "\n" not in message and "run/step-3/" in message and "step-1, is whole" in message
+    if how in ("*.safetensors", "meta.json"):
+        file = next((tmp_path / "run/step-3").glob(how))
+        written = dict(reversed(line.split("  ")) for line in (tmp_path / "run/step-3/SHA256SUMS").read_text().splitlines())
+        assert file.name in message and written[file.name] in message and checkpoint._checksums(file.parent)[file.name] in message
+    shutil.rmtree(tmp_path / "run/step-1")
+    with pytest.raises(ValueError, match="no other checkpoint of this run is whole"):
+        checkpoint.read_meta(tmp_path / "run/step-3")
+
+
+@pytest.mark.parametrize("change, named", [(dict(n_layer=3), "blocks.2"), (dict(n_layer=1), "blocks.1"), (dict(vocab_size=320), r"\(288, 32\)"),
+                                           (dict(tie_embeddings=False), "lm_head.weight"), (dict(use_rotary=True), "wpe.weight")])
+def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, trained, change, named):
+    folder = save(tmp_path / "run", 3, *trained)
+    model, optimizer = make(seed=1, **change)
+    before = model.wte.weight.clone()
+    with pytest.raises(ValueError, match=f"another architecture.*{named}"):
+        load(folder, model, optimizer)
+    assert torch.equal(model.wte.weight, before)
+
+
+def test_the_last_ones_are_kept_and_leftovers_removed(tmp_path, trained):
+    run = tmp_path / "run"
+    for number in (9, 10, 11):
+        save(run, number, *trained, keep=2)
+    assert [path.name for path in checkpoint.list_checkpoints(run)] == ["step-10", "step-11"]
+    (run / ".saving-step-12").mkdir(), (run / ".removing-step-8").mkdir(), (run / "step-notes").mkdir()
+    assert checkpoint.latest(run).name == "step-11"
+    save(run, 100, *trained, keep=2)
+    assert sorted(path.name for path in run.iterdir()) == ["step-100", "step-11", "step-notes"]
+
+
+@pytest.mark.parametrize("where", ["write", "sync"])
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, trained, monkeypatch, where):
+    run = tmp_path / "run"
+    save(run, 1, *trained, keep=1)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    if where == "write":  # as DCP's own writer meets it
+        monkeypatch.setattr("safetensors.torch.save", full)
+    else:
+        monkeypatch.setattr(checkpoint, "_sync", full)
+    with pytest.raises(OSError) as error:
+        save(run, 2, *trained, keep=1)
+    assert "step-2 not written: No space left on device" in str(error.value) and "step-1;" in str(error.value)
+    assert [path.name for path in run.iterdir()] == ["step-1"]
+    load(run / "step-1", *make(seed=1))
+
+
+def test_a_model_in_several_files_comes_back(tmp_path, trained, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 50_000)
+    folder = save(tmp_path / "run", 3, *trained)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    model, optimizer = make(seed=1)
+    load(folder, model, optimizer)
+    assert all(torch.equal(value, model.get_parameter(name)) for name, value in trained[0].named_parameters())
+
+
+def test_sha256sums_is_what_sha256sum_reads(tmp_path, trained):
+    import subprocess
+    folder = save(tmp_path / "run", 3, *trained)
+    if shutil.which("sha256sum"):
+        assert subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=folder).returncode == 0
+    assert len(Path(folder, "SHA256SUMS").read_text().splitlines()) == len(list(folder.iterdir())) - 1
