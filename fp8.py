@@ -118,6 +118,11 @@ def get_state(model):
     return state
 
 
+def is_fresh(model):
+    """True if delayed scaling has not chosen a scale yet: there is no state, or every scale is still 1."""
+    return all(bool((scaling.scale == 1).all()) for _, scaling in _scaling_states(model))
+
+
 def set_state(model, state):
     """Put back what `get_state` gave. Does nothing unless the model now runs with delayed scaling; fits the histories to its
     `amax_history_len`, the newest rows kept."""

@@ -288,6 +288,13 @@ def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def warm_up_scales(model, batch) -> None:
+    """One pass without an update. Delayed scaling starts with every scale at 1, which flushes most of the first step's gradients to zero:
+    a new run would lose that step, and one that was in BF16 so far would take a wrong one."""
+    model(*batch).backward()
+    model.zero_grad(set_to_none=True)
+
+
 @torch.no_grad()
 def evaluate(model, loader, steps: int) -> float:
     """Mean validation loss in nats a token over the loader's first `steps` batches; the model is left as it was."""
@@ -471,6 +478,8 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
         run = config.out_dir
     else:
         run = checkpoint.on_rank0(lambda: make_run_folder(config))
+    if recipe is not None and recipe.delayed() and fp8.is_fresh(model):
+        warm_up_scales(model, loaders["train"].batch(0))
     net = torch.compile(model) if config.compile else model
     if world_size > 1:
         net = DistributedDataParallel(net, device_ids=[device.index] if device.type == "cuda" else None)

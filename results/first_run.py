@@ -1,8 +1,9 @@
-"""The first proof on a GPU: train.py itself, real text, real FP8. Needs an NVIDIA Hopper GPU and Transformer Engine.
+r"""The first proof on a GPU: train.py itself, real text, real FP8. Needs an NVIDIA Hopper GPU and Transformer Engine.
 
-    python data.py stdlib --tokenizer gpt2 --out-dir data/first_run    # or any tiktoken encoding
-    python results/first_run.py                                        # writes first_run.json and first_run.png here
-    python results/first_run.py --plot                                 # draws the picture again from the JSON
+    python data.py text $(python -c "import torch, pathlib; print(*pathlib.Path(torch.__file__).parent.rglob('*.py'))") \
+        --tokenizer gpt2 --out-dir data/first_run    # PyTorch's own sources; any tiktoken encoding
+    python results/first_run.py                      # writes first_run.json and first_run.png here
+    python results/first_run.py --plot               # draws the picture again from the JSON
 
 GPT-2 124M for 300 steps in FP8, checkpoint reloaded, a sample printed; then the same 100 steps in BF16, in FP8 with delayed and with current
 scaling, and with delayed scaling emulated by te_reference on the same GPU: four loss curves that should lie on each other.
@@ -68,7 +69,7 @@ def measure():
     result = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "transformer_engine": transformer_engine.__version__,
         "python": sys.version.split()[0], "date": datetime.date.today().isoformat(), "command": "python results/first_run.py",
-        "data": {k: v for k, v in json.loads((ROOT / DATA / "meta.json").read_text()).items() if k in ("source", "tokenizer", "vocab_size", "train_tokens", "val_tokens")},
+        "data": {"source": "PyTorch's Python sources"} | {k: v for k, v in json.loads((ROOT / DATA / "meta.json").read_text()).items() if k in ("documents", "tokenizer", "vocab_size", "train_tokens", "val_tokens")},
         "note": "tokens_per_s is train.py's own, read after every step (log-interval 1), the median of the steps after the 20th",
         "sample": sample, "runs": runs,
     }

@@ -50,8 +50,9 @@ def world(tmp_path_factory):
 
 def a100(monkeypatch):
     """What TE answers on a GPU before Ada."""
+    answer = False, "Device compute capability 8.9 or higher required for FP8 execution."
     for name in ("delayed", "current"):
-        monkeypatch.setitem(fp8._AVAILABLE, name, lambda return_reason=False: (False, "Device compute capability 8.9 or higher required for FP8 execution."))
+        monkeypatch.setitem(fp8._AVAILABLE, name, lambda return_reason=False: answer)
 
 
 def full_disk(monkeypatch):
@@ -160,7 +161,8 @@ def check(script, error, words):
     assert all(word in error for word in words), error
 
 
-@pytest.mark.parametrize("script, arguments, words, break_", [(*case, None)[:4] for case in CASES], ids=[f"{case[0]} {case[1].replace(OPTIONS, '')}"[:70] for case in CASES])
+@pytest.mark.parametrize("script, arguments, words, break_", [(*case, None)[:4] for case in CASES],
+                         ids=[f"{case[0]} {case[1].replace(OPTIONS, '')}"[:70] for case in CASES])
 def test_one_line_exit_2_and_nothing_written(world, monkeypatch, capsys, script, arguments, words, break_):
     monkeypatch.chdir(world)
     before = tree(world)

@@ -158,8 +158,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_whole_one_before_it_named(tmp_p
         checkpoint.read_meta(tmp_path / "run/step-3")
 
 
-@pytest.mark.parametrize("change, named", [(dict(n_layer=3), "blocks.2"), (dict(n_layer=1), "blocks.1"), (dict(vocab_size=320), r"\(288, 32\)"),
-                                           (dict(tie_embeddings=False), "lm_head.weight"), (dict(use_rotary=True), "wpe.weight")])
+@pytest.mark.parametrize("change, named", [(dict(n_layer=3), "blocks.2"), (dict(n_layer=1), "blocks.1"),
+                                           (dict(vocab_size=320), r"\(288, 32\)"), (dict(tie_embeddings=False), "lm_head.weight"),
+                                           (dict(use_rotary=True), "wpe.weight")])
 def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, trained, change, named):
     folder = save(tmp_path / "run", 3, *trained)
     model, optimizer = make(seed=1, **change)

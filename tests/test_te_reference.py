@@ -1,16 +1,13 @@
 """The stand-in for Transformer Engine, against numbers that Transformer Engine gave on an H200 or that were worked out by hand.
 
-Nothing here is computed by the code under test and then compared with itself: literals are TE 2.20's own results or follow from the
-formats (E4M3 has 8 steps between two powers of two, E5M2 has 4), and what has a counterpart in plain PyTorch is compared with that.
+Literals are TE 2.20's own results, or follow from the formats: between two powers of two E4M3 has 8 steps and E5M2 has 4, so at
+scale 1 a value of 0.3 becomes 0.3125 in both. What has a counterpart in plain PyTorch is compared with that.
 """
 
 import copy
 import math
 import pickle
 import subprocess
-import sys
-import types
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -32,11 +29,9 @@ def diagonal(*values):
     return torch.diag(torch.tensor(list(values) + [0.0] * (16 - len(values))))
 
 
-def linear(weight, **kwargs):
-    kwargs.setdefault("bias", False)
-    layer = te.Linear(16, 16, device="cpu", **kwargs)
-    with torch.no_grad():
-        layer.weight.copy_(weight)
+def linear(weight, bias=False):
+    layer = te.Linear(16, 16, bias=bias, device="cpu")
+    layer.weight.data = weight.clone()
     return layer
 
 
@@ -56,13 +51,6 @@ def fwd(module):
 
 def bwd(module):
     return module.fp8_meta["scaling_bwd"]
-
-
-def equal_bits(a, b):
-    return torch.equal(a.nan_to_num(nan=-7.0), torch.as_tensor(b).nan_to_num(nan=-7.0))
-
-
-# Casting and scales
 
 
 @pytest.mark.parametrize("dtype, expected", [
@@ -94,25 +82,15 @@ def test_delayed_scale_and_history_after_a_step(length, algo, margin, expected):
     state.amax_history[:] = torch.tensor([AMAX] + [OLDER] * (length - 1))
     state.roll(recipe, 448.0)
     assert state.scale.tolist() == torch.tensor(expected).tolist()
-    # The second tensor was not used in this step: its column is not rolled, which shows in the older rows alone (0 there too).
     rows = [[0.0] * 6] if length == 1 else [[0.0] * 6, OLDER, OLDER, AMAX]
-    assert equal_bits(state.amax_history, torch.tensor(rows))
-
-
-def test_custom_amax_and_scale_functions():
-    recipe = delayed(2, amax_compute_algo=lambda history: history.amax(0) * 2,
-                     scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: amax + scale + fp8_max)
-    state = te._ScalingState(recipe, 1, "cpu")
-    state.amax_history[:] = torch.tensor([[3.0], [4.0]])
-    state.roll(recipe, 448.0)
-    assert state.scale.tolist() == [8 + 1 + 448] and state.amax_history.tolist() == [[0.0], [3.0]]
+    torch.testing.assert_close(state.amax_history, torch.tensor(rows), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("x, scale, scale_inv, expected", [
     ([0.0, 0.0], 1.0, 1.0, [0, 0]),
     ([inf, 1.5], 1.0, 1.0, [126, 60]),
     ([nan, 0.5], 896.0, 0.0011160714784637094, [127, 126]),
-    ([1e-38, 0.0], FP32_MAX, 2.938735877055719e-39, [68, 0]),  # 1e-38 · FP32_MAX = 3.403: E4M3 3.5
+    ([1e-38, 0.0], FP32_MAX, 2.938735877055719e-39, [70, 0]),  # 1e-38 · FP32_MAX = 3.403 -> 3.5
     ([1e-44, 0.0], FP32_MAX, 2.938735877055719e-39, [0, 0]),
     ([1.7, 0.0], 263.5294189453125, 0.0037946428637951612, [126, 0]),
 ])
@@ -121,69 +99,58 @@ def test_current_scaling(x, scale, scale_inv, expected):
     s = te.current_scale(te.amax_of(x), 448.0)
     assert s.item() == scale and s.reciprocal().item() == pytest.approx(scale_inv, rel=1e-7)
     assert te.quantize(x, s, E4M3).view(torch.uint8).tolist() == expected
+    power_of_2 = te.current_scale(te.amax_of(x), 448.0, power_of_2=True).item()
+    assert math.frexp(power_of_2)[0] == 0.5 and scale / 2 < power_of_2 <= scale
 
 
-@pytest.mark.parametrize("amax, expected", [(1.7, 256.0), (1.75, 256.0), (1.8, 128.0), (0.0, 1.0), (1e-44, 2.0**127)])
-def test_power_of_two_scales_round_down(amax, expected):
-    assert te.current_scale(torch.tensor(amax), 448.0, power_of_2=True).item() == expected
-
-
-def test_current_scaling_in_a_layer_has_no_state_and_uses_this_steps_amax():
-    layer = linear(diagonal(0.3, 0.3))
-    y, _, _ = step(layer, diagonal(1.1, 0.3), diagonal(1.0), te.Float8CurrentScaling())
-    assert y.diagonal()[:2].tolist() == pytest.approx([0.33, 120 / 448 * 1.1 * 0.3], rel=1e-6)  # 0.3 · 448/1.1 = 122.2 -> 120
-    y, _, _ = step(layer, diagonal(1.1, 0.3), diagonal(1.0), te.Float8CurrentScaling(use_power_2_scales=True))
-    # powers of two leave the grid where it was: 1.1 -> 1.125 and 0.3 -> 0.3125, as with scale 1
+def test_current_scaling_uses_this_steps_amax_and_has_no_state():
+    layer, x, dy = linear(diagonal(0.3, 0.3)), diagonal(1.1, 0.3), diagonal(1.0)
+    y, _, _ = step(layer, x, dy, te.Float8CurrentScaling())  # 0.3 · 448/1.1 = 122.2 -> 120 -> 0.29464
+    assert y.diagonal()[:2].tolist() == pytest.approx([0.33, 0.2946428571 * 0.3], rel=1e-6)
+    y, _, _ = step(layer, x, dy, te.Float8CurrentScaling(use_power_2_scales=True))  # FP8's own steps: 1.125, 0.3125
     assert y.diagonal()[:2].tolist() == [0.3515625, 0.09765625]
     assert layer.state_dict()["_extra_state"].numel() == 0
 
 
-# The three products
-
-
-@pytest.mark.parametrize("fp8_format, dx1, dw1, dx2, dw2, bwd_scale", [
+@pytest.mark.parametrize("fp8_format, dx1, dw1, bwd_scale", [
     # dy = 0.28, 0.116. E5M2: 0.25, 0.109375. E4M3: 0.28125, 0.1171875.
-    (te.Format.HYBRID, [0.078125, 0.0341796875], [0.28125, 0.0341796875], [0.084, 0.036], [0.308, 0.12 * 0.2946428571], 204800.0),
-    (te.Format.E4M3, [0.087890625, 0.03662109375], [0.31640625, 0.03662109375], [0.084, 0.036], [0.308, 0.12 * 0.2946428571], 1600.0),
+    (te.Format.HYBRID, [0.078125, 0.0341796875], [0.28125, 0.0341796875], 204800.0),
+    (te.Format.E4M3, [0.087890625, 0.03662109375], [0.31640625, 0.03662109375], 1600.0),
 ])
-def test_all_three_products_are_quantized(fp8_format, dx1, dw1, dx2, dw2, bwd_scale):
+def test_all_three_products_are_quantized(fp8_format, dx1, dw1, bwd_scale):
     layer, x, dy = linear(diagonal(0.3, 0.3)), diagonal(1.1, 0.3), diagonal(0.28, 0.116)
     y, dx, dw = step(layer, x, dy, delayed(fp8_format=fp8_format))  # scale 1: 1.1 -> 1.125, 0.3 -> 0.3125
     assert y.diagonal()[:2].tolist() == [0.3515625, 0.09765625]
     assert dx.diagonal()[:2].tolist() == dx1 and dw.diagonal()[:2].tolist() == dw1
     assert fwd(layer).scale.tolist() == pytest.approx([448 / 1.1, 448 / 0.3, 1.0], rel=1e-6)
     assert bwd(layer).scale.tolist() == pytest.approx([bwd_scale, 1.0], rel=1e-6)
-    # Now each tensor's largest value falls on the largest of FP8. x: 0.3 · 448/1.1 = 122.2 -> 120 -> 0.29464. dy: 0.116 -> 0.12 in both formats.
+    # Now each tensor's largest value falls on FP8's. x: 0.3 -> 120 · 1.1/448 = 0.29464. dy: 0.116 -> 0.12 in both formats.
     y, dx, dw = step(layer, x, dy, delayed(fp8_format=fp8_format))
     assert y.diagonal()[:2].tolist() == pytest.approx([0.33, 0.3 * 0.2946428571], rel=1e-6)
-    assert dx.diagonal()[:2].tolist() == pytest.approx(dx2, rel=1e-6) and dw.diagonal()[:2].tolist() == pytest.approx(dw2, rel=1e-6)
+    assert dx.diagonal()[:2].tolist() == pytest.approx([0.084, 0.036], rel=1e-6)
+    assert dw.diagonal()[:2].tolist() == pytest.approx([0.308, 0.12 * 0.2946428571], rel=1e-6)
 
 
 def test_both_layers_of_the_mlp_are_quantized():
-    mlp = te.LayerNormMLP(16, 16, bias=False, normalization="RMSNorm", activation="relu", device="cpu")
-    weight = 0.3 * torch.eye(16) + 0.04 * torch.eye(16).roll(1, 1)  # E4M3: 0.3125 and 0.0390625
-    with torch.no_grad():
-        mlp.fc1_weight.copy_(weight)
-        mlp.fc2_weight.copy_(weight)
+    mlp = te.LayerNormMLP(16, 16, normalization="RMSNorm", activation="relu", device="cpu")
+    for weight in (mlp.fc1_weight, mlp.fc2_weight):
+        weight.data = 0.3 * torch.eye(16) + 0.04 * torch.eye(16).roll(1, 1)  # E4M3: 0.3125 and 0.0390625
     with te.autocast(recipe=delayed()):
-        y = mlp(torch.ones(16, 16))  # the norm gives 0.999995 -> 1; fc1 0.3515625 -> 0.34375; fc2 0.34375 · 0.3515625
+        y = mlp(torch.ones(16, 16))  # norm 0.999995 -> 1; fc1 0.3515625 -> 0.34375; fc2 0.34375 · 0.3515625
     assert y.unique().tolist() == [0.120849609375]
-    y.backward(torch.full((16, 16), 0.28))  # -> 0.25; through fc2 0.25 · 0.3515625 = 0.0879 -> 0.09375; times ones and 0.34375, over 16 rows
-    assert mlp.fc1_weight.grad.unique().tolist() == [1.5] and mlp.fc2_weight.grad.unique().tolist() == [1.375]
+    y.backward(torch.full((16, 16), 0.28))  # -> 0.25; fc1 gets 0.25 · 0.3515625 = 0.087890625 -> 0.09375; 16 rows
+    assert mlp.fc1_weight.grad.unique().tolist() == [16 * 0.09375] and mlp.fc2_weight.grad.unique().tolist() == [16 * 0.25 * 0.34375]
+    assert mlp.fc1_bias.grad.tolist() == [16 * 0.087890625] * 16  # from gradients before the cast
     assert fwd(mlp).amax_history[-1].tolist() == pytest.approx([0.999995, 0.3, 0, 0.3515625, 0.3, 0], rel=1e-6)
-    assert bwd(mlp).amax_history[-1].tolist() == pytest.approx([0.28, 0, 0.087890625, 0], rel=1e-6)
+    assert bwd(mlp).amax_history[-1].tolist() == pytest.approx([0.087890625, 0, 0.28, 0], rel=1e-6)
 
 
 def test_bias_is_rounded_to_bfloat16_and_its_gradient_is_not_quantized():
     layer = linear(diagonal(1.0), bias=True)
-    with torch.no_grad():
-        layer.bias.fill_(0.3)
+    layer.bias.data.fill_(0.3)
     y, _, _ = step(layer, torch.zeros(16, 16), torch.full((16, 16), 0.28), delayed())
     assert y.unique().tolist() == [0.30078125]
     assert layer.bias.grad.tolist() == pytest.approx([16 * 0.28] * 16, rel=1e-6)  # 4.0 if dy had been quantised
-
-
-# When histories roll
 
 
 def test_amax_is_a_running_maximum_within_a_region():
@@ -227,12 +194,12 @@ def test_is_first_microbatch_keeps_the_quantized_weight():
     layer, x, dy = linear(diagonal(0.3)), diagonal(1.0), diagonal(1.0)
     y = [step(layer, x, dy, delayed(), is_first_microbatch=None)[0][0, 0].item()]
     y.append(step(layer, x, dy, delayed(), is_first_microbatch=True)[0][0, 0].item())
-    with torch.no_grad():
-        layer.weight.fill_(100.0)
+    layer.weight.data.fill_(100.0)
     y.append(step(layer, x, dy, delayed(), is_first_microbatch=False)[0][0, 0].item())
     assert y == pytest.approx([0.3125, 0.3, 0.3])
     # Not quantised, so not rolled; the input was.
-    assert fwd(layer).amax_history[:, 1].tolist() == pytest.approx([0, 0, 0.3, 0.3]) and fwd(layer).scale[1].item() == pytest.approx(448 / 0.3)
+    assert fwd(layer).amax_history[:, 1].tolist() == pytest.approx([0, 0, 0.3, 0.3])
+    assert fwd(layer).scale[1].item() == pytest.approx(448 / 0.3)
     assert fwd(layer).amax_history[:, 0].tolist() == [0, 1, 1, 1]
     assert step(layer, x, dy, delayed(), is_first_microbatch=None)[0][0, 0].item() == pytest.approx(0.3)  # 100 saturates at the old scale
     assert step(layer, x, dy, delayed(), is_first_microbatch=True)[0][0, 0].item() == pytest.approx(100)
@@ -253,32 +220,24 @@ def test_a_disabled_region_inside_an_enabled_one():
 
 @pytest.mark.parametrize("recipe", [delayed(), te.Float8CurrentScaling()])
 def test_checkpoint_changes_nothing(recipe):
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mlp, self.out = te.LayerNormMLP(16, 32, device="cpu"), te.Linear(16, 16, device="cpu")
-
-        def forward(self, x):
-            return x + self.out(F.dropout(self.mlp(x), 0.5))
-
     def train(use_checkpoint):
         torch.manual_seed(1)
-        blocks, seen = [Block(), Block()], []
+        layers = torch.nn.ModuleList([te.LayerNormMLP(16, 32, device="cpu"), *(te.Linear(16, 16, device="cpu") for _ in range(2))])
+        blocks = [lambda h: h + layers[1](F.dropout(layers[0](h), 0.5)), layers[2]]
+        seen = []
         for i in range(4):
-            x = (torch.randn(16, 16) * (i + 1)).requires_grad_()  # growing: the scale of this step and the next differ
-            h = x
+            h = x = (torch.randn(16, 16) * (i + 1)).requires_grad_()  # growing: the scales of this step and the next differ
             with te.autocast(recipe=recipe):
                 for block in blocks:
                     h = te.checkpoint(block, h) if use_checkpoint else block(h)
             h.square().sum().backward()
             seen += [h.detach(), x.grad]
-            for block in blocks:
-                for parameter in block.parameters():
-                    seen.append(parameter.grad.clone())
-                    parameter.data -= 0.1 * parameter.grad
-                    parameter.grad = None
-                for module in (block.mlp, block.out) if isinstance(recipe, te.DelayedScaling) else ():
-                    seen += [t.clone() for s in (fwd(module), bwd(module)) for t in (s.scale, s.amax_history)]
+            for parameter in layers.parameters():
+                seen.append(parameter.grad.clone())
+                parameter.data -= 0.1 * parameter.grad
+                parameter.grad = None
+            for layer in layers if recipe.delayed() else ():
+                seen += [t.clone() for state in (fwd(layer), bwd(layer)) for t in (state.scale, state.amax_history)]
         return seen
 
     plain, checkpointed = train(False), train(True)
@@ -303,108 +262,79 @@ def test_changing_the_recipe():
     assert step(layer, x, dy, delayed())[0][0, 0].item() == pytest.approx(0.33)
 
 
-# Modules without FP8
-
-
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_norms(zero_centered):
     x, gamma, beta = torch.randn(4, 16) * 3, torch.rand(16), torch.randn(16)
     layer_norm = te.LayerNorm(16, zero_centered_gamma=zero_centered, device="cpu")
     rms_norm = te.RMSNorm(16, eps=1e-3, zero_centered_gamma=zero_centered, device="cpu")
-    assert layer_norm.weight.unique().tolist() == rms_norm.weight.unique().tolist() == [0.0 if zero_centered else 1.0]
-    torch.testing.assert_close(layer_norm(x), F.layer_norm(x, (16,)))  # as made, both are plain norms
+    torch.testing.assert_close(layer_norm(x), F.layer_norm(x, (16,)))  # as made
     for norm in (layer_norm, rms_norm):
-        norm.weight.data.copy_(gamma - 1 if zero_centered else gamma)
-    layer_norm.bias.data.copy_(beta)
+        norm.weight.data = gamma - 1 if zero_centered else gamma
+    layer_norm.bias.data = beta
     torch.testing.assert_close(layer_norm(x), F.layer_norm(x, (16,), gamma, beta))
     torch.testing.assert_close(rms_norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * gamma)
-    assert layer_norm.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
 
 
-def plain_norm(module, x):
-    if module.normalization == "RMSNorm":
-        return F.rms_norm(x, (16,), module.layer_norm_weight, 1e-5)
-    return F.layer_norm(x, (16,), module.layer_norm_weight, module.layer_norm_bias, 1e-5)
-
-
-def randomized(module):
+def norm_of(module, x):
+    """What the module's norm should give; fills all of the module's parameters with random numbers first."""
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
-    return module
+    x = x if module.normalization == "RMSNorm" else x - x.mean(-1, keepdim=True)
+    normed = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * module.layer_norm_weight
+    return normed if module.normalization == "RMSNorm" else normed + module.layer_norm_bias
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_layernorm_linear_and_its_extra_outputs(normalization, bias):
     x = torch.randn(2, 3, 16)  # no FP8, no rule about shapes
-    module = randomized(te.LayerNormLinear(16, 24, bias=bias, normalization=normalization, device="cpu"))
-    normed = plain_norm(module, x)
+    module = te.LayerNormLinear(16, 24, bias=bias, normalization=normalization, device="cpu")
+    normed = norm_of(module, x)
     expected = F.linear(normed, module.weight, module.bias if bias else None)
     torch.testing.assert_close(module(x), expected)
     module.return_layernorm_output = True
     torch.testing.assert_close(module(x), (expected, normed))
     module.return_bias = True  # y without the bias, the bias, the norm's output
-    y, b, n = module(x)
-    torch.testing.assert_close((y, n), (F.linear(normed, module.weight), normed))
-    assert torch.equal(b, module.bias) and b.numel() == (24 if bias else 0)
+    torch.testing.assert_close(module(x), (F.linear(normed, module.weight), module.bias, normed))
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", ["gelu", "geglu", "relu", "srelu", "swiglu"])
 def test_layernorm_mlp_is_its_parts(normalization, bias, activation):
-    module = randomized(te.LayerNormMLP(16, 32, bias=bias, normalization=normalization, activation=activation, device="cpu"))
+    module = te.LayerNormMLP(16, 32, bias=bias, normalization=normalization, activation=activation, device="cpu")
     x = torch.randn(2, 3, 16)
-    h = F.linear(plain_norm(module, x), module.fc1_weight, module.fc1_bias if bias else None)
-    assert h.shape[-1] == (64 if activation.endswith("glu") else 32)
-    gelu = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-    h = {"gelu": gelu, "relu": h.clamp(min=0), "srelu": h.clamp(min=0) ** 2, "geglu": gelu[..., :32] * h[..., 32:],
-         "swiglu": h[..., :32] * torch.sigmoid(h[..., :32]) * h[..., 32:]}[activation]
-    torch.testing.assert_close(module(x), F.linear(h, module.fc2_weight, module.fc2_bias if bias else None), rtol=1e-5, atol=1e-4)
+    normed = norm_of(module, x)
+    a, *b = F.linear(normed, module.fc1_weight, module.fc1_bias if bias else None).split(32, -1)  # b: what a gate multiplies
+    assert len(b) == activation.endswith("glu")
+    gelu = 0.5 * a * (1 + torch.tanh(math.sqrt(2 / math.pi) * (a + 0.044715 * a**3)))
+    h = {"gelu": lambda: gelu, "relu": lambda: a.clamp(min=0), "srelu": lambda: a.clamp(min=0) ** 2,
+         "geglu": lambda: gelu * b[0], "swiglu": lambda: a * torch.sigmoid(a) * b[0]}[activation]()
+    close = dict(rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(module(x), F.linear(h, module.fc2_weight, module.fc2_bias if bias else None), **close)
     module.return_bias = module.return_layernorm_output = True
-    y, b, normed = module(x)
-    torch.testing.assert_close((y, normed), (F.linear(h, module.fc2_weight), plain_norm(module, x)), rtol=1e-5, atol=1e-4)
-    assert torch.equal(b, module.fc2_bias)
-
-
-def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="normalization='Batch'"):
-        te.LayerNormLinear(16, 16, normalization="Batch", device="cpu")
-    with pytest.raises(NotImplementedError, match="tanh"):
-        te.LayerNormMLP(16, 16, activation="tanh", device="cpu")
-    with pytest.raises(ValueError, match="E5M2"):
-        te.DelayedScaling(fp8_format=te.Format.E5M2)
-    with pytest.raises(TypeError, match="Data types for parameters must match"):
-        te.Linear(16, 16, device="cpu")(torch.zeros(16, 16, dtype=torch.bfloat16))
+    torch.testing.assert_close(module(x), (F.linear(h, module.fc2_weight), module.fc2_bias, normed), **close)
 
 
 def test_rows_and_columns_that_fp8_can_take():
     layer, narrow = linear(diagonal(1.0)), te.Linear(24, 16, device="cpu")
     with te.autocast(recipe=delayed()):
-        layer(torch.zeros(2, 8, 16))  # 16 rows
-        with pytest.raises(ValueError, match="divisible by 16"):
-            narrow(torch.zeros(16, 24))
-        with pytest.raises(ValueError, match="divisible by 8"):
-            layer(torch.zeros(12, 16))
-        with pytest.raises(ValueError, match="divisible by 16"):  # 8 rows would do, but for the weight gradient
-            layer(torch.zeros(8, 16))
+        for module, shape in ((narrow, (16, 24)), (layer, (12, 16)), (layer, (8, 16))):  # 8 rows: not for the weight gradient
+            with pytest.raises(ValueError, match="divisible by"):
+                module(torch.zeros(shape))
+        layer(torch.zeros(2, 8, 16))
         with torch.no_grad():
-            assert layer(torch.ones(8, 16)).shape == (8, 16)
+            layer(torch.zeros(8, 16))
 
 
 def test_attention():
-    def reference(q, k, v, causal):  # (B, S, H, D), one position at a time
-        out = torch.zeros_like(q)
-        for i in range(q.shape[1]):
-            seen = i + 1 if causal else k.shape[1]
-            weights = torch.einsum("bhd,bshd->bhs", q[:, i], k[:, :seen]).div(math.sqrt(8)).softmax(-1)
-            out[:, i] = torch.einsum("bhs,bshd->bhd", weights, v[:, :seen])
-        return out.flatten(2)
-
     q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
     repeated = [t.repeat_interleave(2, dim=2) for t in (k, v)]
     for mask in ("causal", "no_mask"):
-        expected = reference(q, *repeated, mask == "causal")
+        scores = torch.einsum("bihd,bjhd->bhij", q, repeated[0]) / math.sqrt(8)
+        if mask == "causal":
+            scores += torch.full((5, 5), -inf).triu(1)
+        expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), repeated[1]).flatten(2)
         bshd = te.DotProductAttention(4, 8, num_gqa_groups=2, qkv_format="bshd", attn_mask_type=mask)
         sbhd = te.DotProductAttention(4, 8, num_gqa_groups=2, attn_mask_type=mask)  # TE's default format
         torch.testing.assert_close(bshd(q, k, v), expected)
@@ -416,91 +346,45 @@ def test_cross_entropy():
     logits = torch.zeros(2, 2, 4)
     logits[0, 0] = torch.tensor([0, 0, 0, 1.0986123])  # e = 3: probabilities 1/6, 1/6, 1/6, 1/2
     labels = torch.tensor([[3, 0], [-100, 1]])
-    losses = te.parallel_cross_entropy(logits.bfloat16().float(), labels)
-    assert losses.dtype == torch.float32 and losses.tolist() == [pytest.approx([math.log(2), math.log(4)], abs=2e-3), pytest.approx([0, math.log(4)])]
+    losses = te.parallel_cross_entropy(logits, labels)
+    torch.testing.assert_close(losses, torch.tensor([[math.log(2), math.log(4)], [0, math.log(4)]]))
     mean = te.parallel_cross_entropy(logits, labels, reduce_loss=True)
-    assert mean.item() == pytest.approx((math.log(2) + 2 * math.log(4)) / 3)  # the ignored one does not count
+    assert mean.shape == (1,) and mean.item() == pytest.approx((math.log(2) + 2 * math.log(4)) / 3)  # the ignored one does not count
     assert te.parallel_cross_entropy(logits, torch.full((2, 2), -100), reduce_loss=True).item() == 0
 
 
-# State
-
-
-KEYS = {
-    "linear": (lambda: te.Linear(16, 16, device="cpu"), "weight bias"),
-    "layer norm": (lambda: te.LayerNorm(16, device="cpu"), "weight bias"),
-    "rms norm": (lambda: te.RMSNorm(16, device="cpu"), "weight"),
-    "norm linear": (lambda: te.LayerNormLinear(16, 16, device="cpu"), "layer_norm_weight layer_norm_bias weight bias"),
-    "rms linear": (lambda: te.LayerNormLinear(16, 16, normalization="RMSNorm", bias=False, device="cpu"), "layer_norm_weight weight"),
-    "mlp": (lambda: te.LayerNormMLP(16, 32, device="cpu"), "layer_norm_weight layer_norm_bias fc1_weight fc1_bias fc2_weight fc2_bias"),
-    "attention": (lambda: te.DotProductAttention(2, 8), ""),
-}
-
-
-@pytest.mark.parametrize("make, keys", KEYS.values(), ids=KEYS)
-def test_state_dict_has_tes_keys(make, keys):
-    state = make().state_dict()
+@pytest.mark.parametrize("module, keys", [
+    (te.Linear(16, 16, device="cpu"), "weight bias"),
+    (te.LayerNorm(16, device="cpu"), "weight bias"),
+    (te.RMSNorm(16, device="cpu"), "weight"),
+    (te.LayerNormLinear(16, 16, device="cpu"), "layer_norm_weight layer_norm_bias weight bias"),
+    (te.LayerNormLinear(16, 16, normalization="RMSNorm", bias=False, device="cpu"), "layer_norm_weight weight"),
+    (te.LayerNormMLP(16, 32, device="cpu"), "layer_norm_weight layer_norm_bias fc1_weight fc1_bias fc2_weight fc2_bias"),
+    (te.DotProductAttention(2, 8), ""),
+])
+def test_state_dict_has_tes_keys(module, keys):
+    state = module.state_dict()
     assert list(state) == keys.split() + ["_extra_state"]
     assert state["_extra_state"].numel() == 0 and state["_extra_state"].dtype == torch.uint8  # FP8 has not run
 
 
 def test_state_dict_restores_scales_and_histories(tmp_path):
-    old, x = te.LayerNormMLP(16, 32, device="cpu"), torch.randn(16, 16)
-    for i in range(3):
-        with te.autocast(recipe=delayed(4)):
-            y = old(x * (i + 1))
-        y.square().sum().backward()
-    torch.save(old.state_dict(), tmp_path / "state.pt")
-    new = te.LayerNormMLP(16, 32, device="cpu")
-    new.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    for state, expected in ((fwd(new), fwd(old)), (bwd(new), bwd(old))):
-        assert torch.equal(state.scale, expected.scale) and not torch.equal(expected.scale, torch.ones_like(expected.scale))
-        assert torch.equal(state.amax_history[:4], expected.amax_history) and not state.amax_history[4:].any()
-    results = []
-    for module in (old, new):
+    def run(module, x):
         module.zero_grad()
         with te.autocast(recipe=delayed(4)):
             y = module(x)
         y.square().sum().backward()
-        results.append((y, module.fc1_weight.grad, fwd(module).scale, fwd(module).amax_history, bwd(module).amax_history))
-    assert all(torch.equal(a, b) for a, b in zip(*results))
+        return [y, module.fc1_weight.grad, *(t for state in (fwd(module), bwd(module)) for t in (state.scale, state.amax_history))]
 
-
-def test_a_state_that_te_pickled(monkeypatch):
-    # TE stores its recipe object in the state. Stand-ins of the same names give the same pickle.
-    recipe_module = types.ModuleType("transformer_engine.common.recipe")
-
-    @dataclass(frozen=True)
-    class _FormatHelper:
-        max_fwd: float = 448
-        max_bwd: float = 57344
-
-        def __reduce__(self):
-            return _FormatHelper, (self.max_fwd, self.max_bwd)
-
-    class Format:
-        def __reduce__(self):
-            return Format, (_FormatHelper(),)
-
-    @dataclass
-    class DelayedScaling:
-        margin: int = 0
-        amax_history_len: int = 2
-        amax_compute_algo: str = "max"
-        backward_override: str = None
-        fp8_format: Format = field(default_factory=Format)
-
-    for cls in (_FormatHelper, Format, DelayedScaling):
-        cls.__module__, cls.__qualname__ = recipe_module.__name__, cls.__name__
-        setattr(recipe_module, cls.__name__, cls)
-    for name in ("transformer_engine", "transformer_engine.common"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, recipe_module.__name__, recipe_module)
-    state = {"recipe": DelayedScaling(), "scale_fwd": torch.tensor([2.0, 4, 1]), "amax_history_fwd": torch.tensor([[0.0, 0, 0], [3, 3, 0]]),
-             "scale_bwd": torch.tensor([8.0, 1]), "amax_history_bwd": torch.tensor([[0.0, 0], [5, 0]]), "extra_fp8_variables": {"num_gemms": 1}}
-    layer = linear(diagonal(1.0))
-    layer.set_extra_state(torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8))
-    assert fwd(layer).scale.tolist() == [2, 4, 1] and bwd(layer).scale.tolist() == [8, 1] and fwd(layer).amax_history[1].tolist() == [3, 3, 0]
+    old, new = (te.LayerNormMLP(16, 32, device="cpu") for _ in range(2))
+    for size in (1, 2, 3):
+        run(old, torch.randn(16, 16) * size)
+    torch.save(old.state_dict(), tmp_path / "state.pt")
+    new.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(fwd(new).scale, fwd(old).scale) and fwd(new).scale[0] != 1
+    assert torch.equal(bwd(new).amax_history[:4], bwd(old).amax_history) and bwd(new).amax_history.any()
+    x = torch.randn(16, 16)
+    assert all(torch.equal(a, b) for a, b in zip(run(old, x), run(new, x)))
 
 
 def test_code_in_a_state_is_not_run(tmp_path):
@@ -508,14 +392,10 @@ def test_code_in_a_state_is_not_run(tmp_path):
         def __reduce__(self):
             return subprocess.check_call, (["touch", str(tmp_path / "ran")],)
 
-    for evil in (Evil(), {"scale_fwd": Evil()}):
-        state = torch.frombuffer(bytearray(pickle.dumps(evil)), dtype=torch.uint8)
-        with pytest.raises(pickle.UnpicklingError, match="subprocess.check_call"):
-            linear(diagonal(1.0)).set_extra_state(state)
+    state = torch.frombuffer(bytearray(pickle.dumps({"scale_fwd": Evil()})), dtype=torch.uint8)
+    with pytest.raises(pickle.UnpicklingError, match="subprocess.check_call"):
+        linear(diagonal(1.0)).set_extra_state(state)
     assert not (tmp_path / "ran").exists()
-
-
-# Optimizer and FP8 parameters
 
 
 @pytest.mark.parametrize("adam_w_mode, other", [(True, torch.optim.AdamW), (False, torch.optim.Adam)])
@@ -534,88 +414,72 @@ def test_fused_adam_is_adam(adam_w_mode, other):
 
 
 def test_master_weights_keep_what_bfloat16_loses(tmp_path):
-    def train(p, optimizer, steps):
-        for _ in range(steps):
-            p.grad = torch.ones_like(p)  # Adam moves by lr a step, a fortieth of what bfloat16 can resolve at 1
+    def train(p, optimizer):
+        for _ in range(100):
+            p.grad = torch.ones_like(p)  # Adam moves by lr a step, a fortieth of what bfloat16 can show near 1
             optimizer.step()
             if optimizer.master_weights:
                 assert torch.equal(p, optimizer.state[p]["master_param"].bfloat16())
+        return p
 
-    p, lost = (torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
+    p, lost, copied = (torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(3))
     optimizer = te.optimizers.FusedAdam([p], lr=1e-4, master_weights=True)
-    train(p, optimizer, 100)
-    train(lost, te.optimizers.FusedAdam([lost], lr=1e-4), 100)
+    assert train(p, optimizer)[0].item() == 0.98828125  # 0.99 on bfloat16's grid
     assert optimizer.state[p]["master_param"].tolist() == pytest.approx([0.99] * 4, abs=1e-5)
-    assert p[0].item() == 0.98828125 and lost[0].item() == 1.0  # 0.99 on bfloat16's grid
+    assert train(lost, te.optimizers.FusedAdam([lost], lr=1e-4))[0].item() == 1.0
 
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    copied = torch.nn.Parameter(p.detach().clone())
     restored = te.optimizers.FusedAdam([copied], lr=1.0, master_weights=True)
     restored.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
     for name, value in optimizer.state[p].items():
         assert restored.state[copied][name].dtype == torch.float32 and torch.equal(restored.state[copied][name], value)
-    train(p, optimizer, 20)
-    train(copied, restored, 20)
-    assert torch.equal(optimizer.state[p]["master_param"], restored.state[copied]["master_param"]) and torch.equal(p, copied)
+    assert torch.equal(train(p, optimizer), train(copied, restored))
+    assert torch.equal(optimizer.state[p]["master_param"], restored.state[copied]["master_param"])
 
 
 def test_parameters_kept_in_fp8():
-    def made(init):
+    def made(context):
         torch.manual_seed(3)
-        with init:
+        with context:
             return te.Linear(16, 16, bias=False, device="cpu")
 
-    plain = made(torch.enable_grad()).weight.detach()
+    plain = made(te.quantized_model_init(enabled=False)).weight.detach()
     layer = made(te.quantized_model_init(recipe=delayed(), preserve_high_precision_init_val=True))
     weight = layer.weight
     assert torch.equal(weight, plain.to(E4M3).float()) and not torch.equal(weight, plain)
     assert torch.equal(weight.get_high_precision_init_val(), plain)
 
     optimizer = te.optimizers.FusedAdam([weight], lr=1e-6, master_weights=True)
-    optimizer.initialize_state(weight, False)
+    optimizer.initialize_state(weight)
     optimizer.set_scaled_state(weight, "master_param", weight.get_high_precision_init_val())
-    master, before = optimizer.state[weight]["master_param"], None
-    for i in range(20):
-        x = torch.ones(16, 16)
+    for _ in range(20):
         with te.autocast(recipe=delayed()):
-            y = layer(x)
-        torch.testing.assert_close(y, x @ weight.T)  # used as it is, not quantised again
-        y.sum().backward()  # the gradient is 16 everywhere: Adam moves by lr a step
-        optimizer.step()
+            y = layer(torch.ones(16, 16))
+        torch.testing.assert_close(y, torch.ones(16, 16) @ weight.T)  # used as it is, not quantised again
         weight.grad = None
-        if i == 1:  # from here on the scale stands still, and so does FP8
-            before = weight.detach().clone()
+        y.sum().backward()  # 16 everywhere: Adam moves by lr a step, far less than FP8 can show
+        optimizer.step()
+    master = optimizer.state[weight]["master_param"]
     torch.testing.assert_close(master, plain - 20e-6, rtol=0, atol=1e-7)
-    assert (weight == before).float().mean() > 0.95
     error = (weight - master).abs()
-    assert (error <= (master.abs() / 16).clamp(min=plain.abs().max() * 2**-17) * 1.001).all() and error.max() > 0  # half a step of E4M3
+    assert (error <= master.abs() / 16 * 1.001 + 1e-6).all() and error.mean() > 20e-6  # at most half a step of E4M3
 
 
-# torch.compile
-
-
-def compiled_and_eager(recipe):
-    module, x = te.LayerNormMLP(16, 32, normalization="RMSNorm", activation="swiglu", device="cpu"), torch.randn(16, 16)
-    other = copy.deepcopy(module)
-
-    def run(m, x):
+@pytest.mark.parametrize("recipe", [None, te.Float8CurrentScaling(), delayed()], ids=["no FP8", "current", "delayed"])
+def test_compiles_into_one_graph(recipe):
+    def run(module, x):
         with te.autocast(enabled=recipe is not None, recipe=recipe):
-            return m(x)
+            return module(x)
 
     torch._dynamo.reset()
-    compiled = torch.compile(run, fullgraph=True, backend="eager")
-    for m, function in ((module, run), (other, compiled)):
-        y = function(m, x)
+    compiled, results = torch.compile(run, fullgraph=True, backend="eager"), []
+    mlp, x = te.LayerNormMLP(16, 32, normalization="RMSNorm", activation="swiglu", device="cpu"), torch.randn(16, 16)
+    if recipe is not None and recipe.delayed():
+        with pytest.raises(RuntimeError, match="DelayedScaling is not supported under torch.compile"):  # TE's words
+            compiled(mlp, x)
+        return
+    for module, function in ((copy.deepcopy(mlp), run), (mlp, compiled)):
+        y = function(module, x)
         y.square().sum().backward()
-        yield [y.detach(), *(p.grad for p in m.parameters())]
-
-
-@pytest.mark.parametrize("recipe", [None, te.Float8CurrentScaling()], ids=["no FP8", "current"])
-def test_compiles_into_one_graph(recipe):
-    eager, compiled = compiled_and_eager(recipe)
-    assert all(torch.equal(a, b) for a, b in zip(eager, compiled))
-
-
-def test_delayed_scaling_does_not_compile():
-    with pytest.raises(RuntimeError, match="DelayedScaling is not supported under torch.compile"):
-        list(compiled_and_eager(delayed()))
+        results.append([y, *(parameter.grad for parameter in module.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results))

@@ -11,8 +11,9 @@ import train
 
 ROOT = Path(train.__file__).parent
 # 2 layers, width 64, 24 steps of 2 micro batches of 4 x 64 tokens; dropout, so that random numbers matter; a line for every step
-OPTIONS = ("--n-layer 2 --n-head 2 --n-embd 64 --dropout 0.1 --seq-len 64 --micro-batch-size 4 --grad-accum 2 --max-steps 24 --warmup-steps 4 "
-           "--fp8-amax-history-len 8 --log-interval 1 --eval-interval 8 --eval-steps 2 --checkpoint-interval 12 --device cpu")
+OPTIONS = ("--n-layer 2 --n-head 2 --n-embd 64 --dropout 0.1 --seq-len 64 --micro-batch-size 4 --grad-accum 2 --max-steps 24 "
+           "--warmup-steps 4 --fp8-amax-history-len 8 --log-interval 1 "
+           "--eval-interval 8 --eval-steps 2 --checkpoint-interval 12 --device cpu")
 
 
 def make_tokens(folder) -> str:
