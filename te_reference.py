@@ -446,7 +446,7 @@ class _Module(nn.Module):
                 fwd.amax_history.copy_(history)
                 fwd.scale.copy_(scale)
         else:
-            self.fp8 = _fp8.enabled
+            self.fp8 = self.fp8_meta["fp8_checkpoint"] = _fp8.enabled
             if self.fp8:
                 self.init_fp8_meta_tensors(_fp8.recipe)
                 if self._delayed():
@@ -474,10 +474,11 @@ class _Module(nn.Module):
     def _delayed(self):
         return isinstance(self.fp8_meta.get("recipe"), DelayedScaling)
 
-    def _rolls_backward(self):
+    def _rolls_backward(self, x):
         """True for the first module of the region that will have a backward pass. In a recomputed region every module answers True, as in TE;
         that does no harm, since only tensors quantised since the last roll take part."""
-        first = _fp8.first_module and torch.is_grad_enabled()
+        needs_backward = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
+        first = _fp8.first_module and needs_backward
         if first and _fp8.recompute != "recompute":
             _fp8.first_module = False
         return first
@@ -518,9 +519,9 @@ class _Module(nn.Module):
     def get_extra_state(self):
         """The FP8 state as TE stores it: a pickle in a uint8 tensor; empty where there is none. TE reads it as a TE 1.x state (no recipe inside,
         so nothing of this file is needed to load it) with `NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1`; such a state has a history of 1,024 rows."""
-        if not (self.fp8 and self._delayed()):
+        if not (self.fp8_meta.get("fp8_checkpoint") and self._delayed()):
             return torch.empty(0, dtype=torch.uint8)
-        state = {"extra_fp8_variables": {"num_gemms": self.fp8_meta["num_gemms"]}}
+        state = {"extra_fp8_variables": {"num_gemms": self.fp8_meta["num_gemms"], "fp8_checkpoint": True}}
         for key, suffix in (("scaling_fwd", "fwd"), ("scaling_bwd", "bwd")):
             history = self.fp8_meta[key].amax_history.cpu()
             state[f"scale_{suffix}"] = self.fp8_meta[key].scale.cpu()
@@ -536,6 +537,7 @@ class _Module(nn.Module):
         recipe = state.get("recipe") or DelayedScaling()
         recipe.amax_history_len = len(state["amax_history_fwd"])
         self.init_fp8_meta_tensors(recipe)
+        self.fp8_meta["fp8_checkpoint"] = True  # saved again even if no FP8 forward comes between
         for key, suffix in (("scaling_fwd", "fwd"), ("scaling_bwd", "bwd")):
             self.fp8_meta[key].scale.copy_(state[f"scale_{suffix}"])
             self.fp8_meta[key].amax_history.copy_(state[f"amax_history_{suffix}"])
@@ -633,7 +635,7 @@ class Linear(_Module):
         bias = self.bias if self.use_bias and not self.return_bias else None
         with _no_torch_autocast(inp):
             if self.fp8:
-                y = self._fp8_linear(0, inp, "weight", bias, dtype, is_first_microbatch, self._rolls_backward()).to(dtype)
+                y = self._fp8_linear(0, inp, "weight", bias, dtype, is_first_microbatch, self._rolls_backward(inp)).to(dtype)
             else:
                 y = _plain_linear(inp, self.weight, bias, dtype)
         self._end()
@@ -659,7 +661,7 @@ class LayerNormLinear(_Module):
         with _no_torch_autocast(inp):
             normed = self._norm(inp, dtype)
             if self.fp8:
-                y = self._fp8_linear(0, normed, "weight", bias, dtype, is_first_microbatch, self._rolls_backward()).to(dtype)
+                y = self._fp8_linear(0, normed, "weight", bias, dtype, is_first_microbatch, self._rolls_backward(inp)).to(dtype)
             else:
                 y = _plain_linear(normed, self.weight, bias, dtype)
         self._end()
@@ -728,7 +730,7 @@ class LayerNormMLP(LayerNormLinear):
         with _no_torch_autocast(inp):
             normed = self._norm(inp, dtype)
             if self.fp8:
-                roll = self._rolls_backward()
+                roll = self._rolls_backward(inp)
                 h = self._fp8_linear(0, normed, "fc1_weight", fc1_bias, dtype, is_first_microbatch, roll)
                 # With delayed scaling TE's activation kernels read the rounded fc1 output and write FP8; their backward for the ungated ones
                 # writes FP8 too. Everything else goes through a tensor in the activations' precision.
@@ -797,7 +799,9 @@ class _Checkpoint(torch.autograd.Function):
         ctx.function, ctx.kwargs, ctx.args = function, kwargs, args
         ctx.fp8 = (_fp8.enabled, _fp8.recipe)
         ctx.rng = (torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
-        with torch.no_grad(), _recompute("forward"):
+        device = next((a.device.type for a in args if torch.is_tensor(a)), "cpu")
+        ctx.autocast = dict(device_type=device, dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device))
+        with torch.no_grad(), _recompute("forward") if any(ctx.needs_input_grad) else nullcontext():
             return function(*args, **kwargs)
 
     @staticmethod
@@ -807,7 +811,7 @@ class _Checkpoint(torch.autograd.Function):
             if ctx.rng[1] is not None:
                 torch.cuda.set_rng_state(ctx.rng[1])
             args = [a.detach().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a for a in ctx.args]
-            with torch.enable_grad(), _recompute("recompute"), autocast(enabled=ctx.fp8[0], recipe=ctx.fp8[1]):
+            with torch.enable_grad(), torch.autocast(**ctx.autocast), _recompute("recompute"), autocast(enabled=ctx.fp8[0], recipe=ctx.fp8[1]):
                 outputs = ctx.function(*args, **ctx.kwargs)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         pairs = [(o, g) for o, g in zip(outputs, grads) if torch.is_tensor(o) and o.requires_grad]
@@ -878,8 +882,12 @@ class FusedAdam(torch.optim.Optimizer):
                 if not self.state[p]:
                     self.initialize_state(p)
                 state, grad = self.state[p], p.grad.float()
-                master = state.get("master_param")
-                w = master if master is not None else p.float() if p.dtype != torch.float32 else p
+                w = state.get("master_param")
+                in_fp8 = hasattr(p, "fp8_owner")
+                if in_fp8 and w is None and not p.fp8_owner[0]()._delayed():
+                    raise RuntimeError("FusedAdam without master_weights does not support FP8 parameters under this recipe. Use master_weights=True.")
+                if w is None:
+                    w = p.float().clone() if in_fp8 or p.dtype != torch.float32 else p
                 if not self.adam_w_mode:
                     grad = grad + group["weight_decay"] * w
                 state["exp_avg"].lerp_(grad, 1 - beta1)
@@ -889,7 +897,7 @@ class FusedAdam(torch.optim.Optimizer):
                     update.add_(w, alpha=group["weight_decay"])
                 w.sub_(update * group["lr"])
                 if w is not p:
-                    p.copy_(_fp8_parameter_value(p, w) if hasattr(p, "fp8_owner") else w)
+                    p.copy_(_fp8_parameter_value(p, w) if in_fp8 else w)
 
     def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict)  # this rounds the state to the parameters' dtype: put the float32 values back
