@@ -586,7 +586,7 @@ def _plain_linear(x, weight, bias, dtype):
 
 
 def _normalize(x, gamma, beta, eps, normalization, zero_centered_gamma):
-    """LayerNorm or RMSNorm over the last dimension, computed in float32 -> x's dtype if that was lower, else float32."""
+    """LayerNorm or RMSNorm over the last dimension of x, in x's dtype (PyTorch computes in float32 inside)."""
     gamma = gamma.to(x.dtype) if not zero_centered_gamma else 1 + gamma.to(x.dtype)
     if normalization == "RMSNorm":
         return F.rms_norm(x, x.shape[-1:], gamma, eps)
