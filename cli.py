@@ -22,11 +22,12 @@ def parse(config_class, argv=None, *, prog: str, description: str, default=None)
     except SystemExit as stop:
         if not stop.code:
             raise  # --help
-    lines = [line.strip("│ ") for line in complaint.getvalue().splitlines() if not line.startswith(("╭", "╰"))]
-    text = " ".join(lines)
-    problem, *rest = re.split(r"\s*─{3,}\s*", text)
-    meant = re.search(r"Perhaps you meant:\s+(--\S+)", text)
-    hint = f"perhaps {meant.group(1)}; " if meant else ""
+    lines = complaint.getvalue().splitlines()[1:]  # without the box's title; where stdout is not UTF-8, the rules are of "-"
+    text = " ".join(line.strip("│╰╯ ") for line in lines).strip("─- ")
+    problem = re.split(r"\s*(?:[─-]{9,}|Got errors:)", text)[0]
+    meant = re.search(r"Perhaps you meant:\s+(--[\w-]+)", text)
+    commands = re.search(r"Available subcommands: ([\w-]+(?:, [\w-]+)*)", text)
+    hint = f"perhaps {meant[1]}; " if meant else f"use {commands[1]}; " if commands else ""
     raise ValueError(f"{problem.rstrip('.')} ({hint}all options: {prog} --help)")
 
 
@@ -35,8 +36,9 @@ def run(main, script: str) -> int:
     try:
         return main() or 0
     except (ValueError, OSError) as error:
-        print(f"{script}: {' '.join(str(error).split())}", file=sys.stderr)
+        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        print(f"{script}: {' '.join(told.split()) or type(error).__name__}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"{script}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"{script}: {str(stop) or 'interrupted'}", file=sys.stderr)
         return 130

@@ -13,7 +13,6 @@ each: `data/<name>/{train,val}.bin`, described by `meta.json`. Notable:
 - The files appear complete or not at all (a temporary folder, then a rename), and their checksums are checked when they are opened.
 - A batch is a pure function of (seed, index, rank): a loader has no state to save, and a resumed run sees what it would have seen.
 """
-import argparse
 import glob
 import hashlib
 import json
@@ -25,13 +24,18 @@ import sysconfig
 import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from tqdm import tqdm
 
-# torch, tiktoken and datasets are imported where they are used: worker processes import this file, and need none or one of them.
+# torch, tiktoken, datasets and tyro are imported where they are used: worker processes import this file, and need none or one of them.
 
 PIECE = 1 << 20  # characters that a worker gets at a time, and the longest piece of a document that is held in memory
 FILES = {"train.bin", "val.bin", "meta.json"}
@@ -48,8 +52,7 @@ class Tokenizer:
     """
 
     def __init__(self, name, encoding=None):
-        self.name = name
-        self.encoding = encoding
+        self.name, self.encoding = name, encoding
         self.vocab_size = encoding.n_vocab if encoding else 257
         self.eot = encoding.eot_token if encoding else 256
 
@@ -63,23 +66,19 @@ class Tokenizer:
         """str -> list of ids, without an end-of-text token."""
         return self.encode_bytes(text.encode("utf-8", errors="replace")).tolist()
 
-    def decode_bytes(self, ids):
-        return b"".join(map(self._token_bytes, ids))
-
     def decode(self, ids):
         """Ids -> str; bytes that are not UTF-8 become U+FFFD, the end-of-text token becomes nothing."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
-    def _token_bytes(self, token):
-        token = int(token)
-        if token == self.eot:
-            return b""
-        if self.encoding is None:
-            return bytes((token,)) if 0 <= token < 256 else "\ufffd".encode()
-        try:
-            return self.encoding.decode_single_token_bytes(token)
-        except (KeyError, OverflowError):  # a padded vocabulary, or a hole in the encoding's own
-            return "\ufffd".encode()
+    def decode_bytes(self, ids):
+        one = self.encoding.decode_single_token_bytes if self.encoding else lambda token: bytes((token,))
+        parts = []
+        for token in map(int, ids):
+            try:
+                parts.append(one(token) if token != self.eot else b"")
+            except (KeyError, OverflowError, ValueError):  # a padded vocabulary, or a hole in the encoding's own
+                parts.append("\ufffd".encode())
+        return b"".join(parts)
 
 
 def get_tokenizer(name):
@@ -88,14 +87,14 @@ def get_tokenizer(name):
         return Tokenizer(name)
     import tiktoken
 
-    known = ", ".join(["byte", *sorted(tiktoken.list_encoding_names())])
-    if name not in tiktoken.list_encoding_names():
-        raise ValueError(f"unknown tokenizer {name!r}; use one of: {known}")
+    known = ["byte", *sorted(tiktoken.list_encoding_names())]
+    if name not in known:
+        raise ValueError(f"unknown tokenizer {name!r}; use one of: {', '.join(known)}")
     try:
         return Tokenizer(name, tiktoken.get_encoding(name))
     except (OSError, ValueError) as error:  # tiktoken downloads an encoding's table at its first use
         raise ValueError(f"tokenizer {name!r} could not be fetched ({type(error).__name__}: is there a network?); "
-                         f"byte needs none; tiktoken knows: {known}") from error
+                         f"byte needs none; tiktoken knows: {', '.join(known[1:])}") from error
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -110,7 +109,7 @@ def stdlib_documents():
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skip]
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    paths.sort(key=lambda path: path.relative_to(root).as_posix())
+    paths.sort(key=Path.as_posix)
 
     def documents():
         undecodable = 0
@@ -127,9 +126,11 @@ def stdlib_documents():
 
 def text_documents(files, column="text"):
     """UTF-8 files, one document each; of a .jsonl file, each line's field `column` is a document."""
+    if not files:
+        raise ValueError("no FILE; name text or .jsonl files, for example: python data.py text notes.txt")
     for path in files:
         if os.path.isdir(path):
-            example = next(iter(sorted(glob.glob(os.path.join(path, "*.*")))), os.path.join(path, "*.txt"))
+            example = min(glob.glob(os.path.join(path, "*.*")), default=os.path.join(path, "*.txt"))
             raise ValueError(f"{path}: is a directory; name the files in it, for example {example}")
         if not os.path.isfile(path):
             raise ValueError(f"{path}: no such file; name text or .jsonl files that exist")
@@ -143,7 +144,6 @@ def text_documents(files, column="text"):
             raise ValueError(f"{path}: not UTF-8 text ({error.reason}); convert it, for example with iconv -t utf-8") from error
 
     def lines(path):
-        number = 0
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
@@ -156,30 +156,23 @@ def text_documents(files, column="text"):
                     raise ValueError(f'{path}:{number}: not an object; a line looks like {{"{column}": "…"}}')
                 yield _field(row, column, f"{path}:{number}")
 
-    def documents():
-        for path in files:
-            if path.endswith(".jsonl"):
-                yield from lines(path)
-            else:
-                yield pieces(path)
-
-    return documents(), sum(os.path.getsize(path) for path in files), "B"
+    documents = chain.from_iterable(lines(path) if path.endswith(".jsonl") else [pieces(path)] for path in files)
+    return documents, sum(os.path.getsize(path) for path in files), "B"
 
 
 def hf_documents(name, subset=None, split="train", column="text", streaming=False, data_files=None):
     """A data set of the Hugging Face hub, or local files through a builder: name "json", "parquet" or "text" with `data_files`."""
+    if data_files == []:
+        raise ValueError("--data-files: names no file; give one or more, or leave it out")
     import datasets
 
     try:
         rows = datasets.load_dataset(name, subset, split=split, streaming=streaming, data_files=data_files)
     except Exception as error:  # datasets raises whatever the hub, pyarrow or the builder raised
-        raise ValueError(f"hf {name}: {_one_line(error)}") from error
+        raise ValueError(f"hf {name}: {(str(error).strip() or type(error).__name__).splitlines()[0]}") from error
 
-    def documents():
-        for number, row in enumerate(rows):
-            yield _field(row, column, f"hf {name}, row {number}")
-
-    return documents(), None if streaming else len(rows), "doc"
+    documents = (_field(row, column, f"hf {name}, row {number}") for number, row in enumerate(rows))
+    return documents, None if streaming else len(rows), "doc"
 
 
 def _field(row, column, where):
@@ -187,10 +180,6 @@ def _field(row, column, where):
         return row[column]
     texts = [key for key, value in row.items() if isinstance(value, str)]
     raise ValueError(f"{where}: no text in column {column!r}; name one with --column: {', '.join(texts) or 'none here holds text'}")
-
-
-def _one_line(error):
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -214,8 +203,7 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
     _check_target(out_dir, force)
     encoder = get_tokenizer(tokenizer)
     dtype = np.dtype("<u2" if encoder.vocab_size <= 1 << 16 else "<u4")
-    if num_workers is None:
-        num_workers = 1 if tokenizer == "byte" else os.cpu_count()
+    num_workers = num_workers or (1 if tokenizer == "byte" else os.cpu_count())
 
     temporary = out_dir.with_name(f"{out_dir.name}.tmp-{os.getpid()}")
     made = [folder for folder in (temporary, *temporary.parents) if not folder.exists()]
@@ -224,9 +212,9 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
     except OSError as error:
         raise OSError(f"{out_dir}: cannot be made ({error.strerror}); name another folder with --out-dir") from error
     try:
-        encoded = _encode_all(_pieces(documents), encoder, dtype, num_workers)
+        encoded = _encode_all(_pieces(documents), tokenizer, dtype, num_workers)
         with tqdm(desc="tokenising", total=total, unit=unit, unit_scale=True, disable=None, leave=False) as bar:
-            _write_all(encoded, temporary, encoder, dtype, lambda size, last: bar.update(size if unit == "B" else last))
+            _write_all(encoded, temporary, encoder.eot, dtype, lambda size, last: bar.update(size if unit == "B" else last))
         meta = {"source": source, "tokenizer": tokenizer, "vocab_size": encoder.vocab_size, "eot": encoder.eot, "dtype": dtype.name,
                 "val_fraction": val_fraction, **_split(temporary, encoder, dtype, val_fraction)}
         (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
@@ -235,8 +223,8 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
         os.rename(temporary, out_dir)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        for folder in made[1:]:  # the parents that were made for it, if nothing else has come to be in them
-            if folder.exists() and not any(folder.iterdir()):
+        with suppress(OSError):
+            for folder in made[1:]:  # the parents that were made for it, if nothing else has come to be in them
                 folder.rmdir()
         if isinstance(error, OSError) and error.filename is None:  # a failed write, which does not say of which file
             raise OSError(f"{out_dir}: could not be written ({error.strerror or error}), nothing is kept; "
@@ -248,9 +236,9 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
 DOCUMENT = np.dtype([("place", "f8"), ("tokens", "i8"), ("bytes", "i8")])
 
 
-def _write_all(encoded, folder, tokenizer, dtype, progress):
+def _write_all(encoded, folder, eot, dtype, progress):
     """All tokens in order to all.bin, and a `DOCUMENT` record for each document to documents.bin."""
-    eot, document = np.array([tokenizer.eot], dtype), None
+    document = None
     with open(folder / "all.bin", "wb") as all_tokens, open(folder / "documents.bin", "wb") as documents:
         for tokens, place, size, last in encoded:
             all_tokens.write(tokens)
@@ -259,7 +247,7 @@ def _write_all(encoded, folder, tokenizer, dtype, progress):
             document["tokens"] += len(tokens)
             document["bytes"] += size
             if last:
-                all_tokens.write(eot)
+                all_tokens.write(np.array([eot], dtype))
                 documents.write(document)
                 document = None
             progress(size, last)
@@ -273,48 +261,44 @@ def _split(folder, tokenizer, dtype, val_fraction):
     if not os.path.getsize(folder / "documents.bin"):
         raise ValueError("the corpus is empty: no document holds any text; name files that do")
     documents, tokens = np.memmap(folder / "documents.bin", DOCUMENT, "r"), np.memmap(folder / "all.bin", dtype, "r")
-    place, ends, size = documents["place"], np.cumsum(documents["tokens"]), int(documents["bytes"].sum())
+    place, ends = documents["place"], np.cumsum(documents["tokens"])
     lowest, highest = place.min(), place.max()
     if lowest < highest:
         in_val = place < min(max(val_fraction, np.nextafter(lowest, 1)), highest)
-        ranges = [(ends[i] - documents["tokens"][i], ends[i]) for i in np.flatnonzero(in_val)]
-        val_size = int(documents["bytes"][in_val].sum())
+        ranges = list(zip((ends - documents["tokens"])[in_val], ends[in_val]))
+        val_bytes = int(documents["bytes"][in_val].sum())
     else:  # one document (or copies of it): its end is for validation
         border = len(tokens) - min(max(round(len(tokens) * val_fraction), 1), len(tokens) - 1)
         ranges = [(border, len(tokens))]
-        val_size = len(tokenizer.decode_bytes(tokens[border:]))
+        val_bytes = len(tokenizer.decode_bytes(tokens[border:]))
+    val_tokens = int(sum(end - start for start, end in ranges))
 
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         position = 0
-        for start, end in ranges:
+        for start, end in [*ranges, (len(tokens), len(tokens))]:
             tokens[position:start].tofile(train)
             tokens[start:end].tofile(val)
             position = end
-        tokens[position:].tofile(train)
-    val_tokens = int(sum(end - start for start, end in ranges))
     meta = {"documents": len(documents), "train_tokens": len(tokens) - val_tokens, "val_tokens": val_tokens,
-            "train_bytes": size - val_size, "val_bytes": val_size,  # of UTF-8 text: for a loss in nats per byte
+            "train_bytes": int(documents["bytes"].sum()) - val_bytes, "val_bytes": val_bytes,  # of UTF-8: for a loss in nats per byte
             "train_sha256": _sha256(folder / "train.bin"), "val_sha256": _sha256(folder / "val.bin")}
-    del documents, tokens
-    os.remove(folder / "all.bin")
-    os.remove(folder / "documents.bin")
+    for name in ("all.bin", "documents.bin"):
+        os.remove(folder / name)
     return meta
 
 
 def _pieces(documents):
     """Documents -> (text, is it the document's last piece?); empty documents are left out."""
     for document in documents:
-        text = None
-        for following in [document] if isinstance(document, str) else document:
-            if following:
-                if text is not None:
-                    yield text, False
-                text = following
-        if text is not None:
-            yield text, True
+        parts = filter(None, [document] if isinstance(document, str) else document)
+        text = next(parts, None)
+        while text is not None:
+            following = next(parts, None)
+            yield text, following is None
+            text = following
 
 
-def _encode_all(pieces, tokenizer, dtype, num_workers):
+def _encode_all(pieces, name, dtype, num_workers):
     """(text, last) -> (tokens, place in [0, 1), bytes of text, last), in order, a few tasks of about `PIECE` characters in flight."""
     def tasks():
         task, length = [], 0
@@ -324,29 +308,29 @@ def _encode_all(pieces, tokenizer, dtype, num_workers):
             if length >= PIECE:
                 yield task
                 task, length = [], 0
-        if task:
-            yield task
+        yield task
 
     if num_workers == 1:
         for task in tasks():
-            yield from _encode_task(task, tokenizer, dtype)
+            yield from _encode(task, name, dtype)
         return
-    # spawn: a fork would copy the threads' locks of whatever library (pyarrow, tokenizers) already runs threads here
-    with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, (tokenizer.name, dtype)) as pool:
+    # spawn: a fork would copy the threads' locks of whatever library (pyarrow, tokenizers) already runs threads here.
+    # SIGINT: Ctrl-C goes to the whole group, and the parent alone deals with it.
+    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    try:
         in_flight = deque()
-        try:
-            for task in tasks():
-                in_flight.append(pool.submit(_encode_in_worker, task))
-                if len(in_flight) >= 2 * num_workers:
-                    yield from in_flight.popleft().result()
-            while in_flight:
+        for task in tasks():
+            in_flight.append(pool.submit(_encode, task, name, dtype))
+            if len(in_flight) >= 2 * num_workers:
                 yield from in_flight.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        while in_flight:
+            yield from in_flight.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _encode_task(task, tokenizer, dtype):
-    done = []
+def _encode(task, name, dtype):
+    tokenizer, done = get_tokenizer(name), []  # tiktoken keeps its encodings: only the first task of a process loads one
     for text, last in task:
         raw = text.encode("utf-8", errors="replace")  # JSON may hold half of a surrogate pair, which UTF-8 cannot
         place = int.from_bytes(hashlib.blake2b(raw, digest_size=6).digest(), "big") / 2**48
@@ -354,24 +338,13 @@ def _encode_task(task, tokenizer, dtype):
     return done
 
 
-def _start_worker(name, dtype):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group: the parent alone deals with it
-    global _worker
-    _worker = get_tokenizer(name), dtype
-
-
-def _encode_in_worker(task):
-    return _encode_task(task, *_worker)
-
-
 def _check_target(out_dir, force):
-    if not out_dir.exists():
-        return
-    if not out_dir.is_dir():
+    if out_dir.exists() and not out_dir.is_dir():
         raise ValueError(f"{out_dir}: is a file; name a folder with --out-dir")
-    if not set(os.listdir(out_dir)) <= FILES:  # --force must not delete what this script did not write
+    held = set(os.listdir(out_dir)) if out_dir.exists() else set()
+    if held - FILES:  # --force must not delete what this script did not write
         raise ValueError(f"{out_dir}: holds other files than token files; name another folder with --out-dir")
-    if any(out_dir.iterdir()) and not force:
+    if held and not force:
         raise ValueError(f"{out_dir}: exists; overwrite it with --force, or name another folder with --out-dir")
 
 
@@ -401,16 +374,13 @@ def open_tokens(folder, split, verify=True):
         dtype = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}[meta["dtype"]]
         length, checksum = int(meta[f"{split}_tokens"]), meta[f"{split}_sha256"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{meta_path}: damaged ({type(error).__name__}: {_one_line(error)}); "
-                         f"make the token files again with data.py --force") from error
+        raise ValueError(f"{meta_path}: damaged ({type(error).__name__}: {error}); make it again with data.py --force") from error
     if not path.is_file():
-        raise ValueError(f"{path}: missing; make the token files again with data.py --force")
-    size = path.stat().st_size
-    if verify or size != length * dtype.itemsize:
-        found = _sha256(path)
-        if found != checksum or size != length * dtype.itemsize:
-            raise ValueError(f"{path}: truncated or altered: {size} bytes with SHA-256 {found}, but meta.json says "
-                             f"{length * dtype.itemsize} bytes with SHA-256 {checksum}; make it again with data.py --force")
+        raise ValueError(f"{path}: missing; make it again with data.py --force")
+    size, expected = path.stat().st_size, length * dtype.itemsize
+    if size != expected or verify and _sha256(path) != checksum:
+        raise ValueError(f"{path}: truncated or altered: {size} bytes with SHA-256 {_sha256(path)}, but meta.json says "
+                         f"{expected} bytes with SHA-256 {checksum}; make it again with data.py --force")
     return np.memmap(path, dtype, "r"), meta
 
 
@@ -444,15 +414,12 @@ class Loader:
         self.device = torch.device(device)
         # A window less for train leaves room for the starting offset without an epoch's length depending on it.
         self.num_windows = max(length // seq_len - 1, 1) if split == "train" else (length - 1) // seq_len
-        self._epochs = {}
+        self._epoch = lru_cache(2)(self._epoch)  # a batch may straddle two epochs
         self._ahead = (None, None)  # (index, future) of the batch being prepared
-        pinned = self.device.type == "cuda"
-        if pinned:  # a new thread starts on GPU 0, where pinning would open a context beside the rank that owns it
-            own = torch.cuda.current_device() if self.device.index is None else self.device.index
-            self._thread = ThreadPoolExecutor(1, "loader", torch.cuda.set_device, (own,))
-        else:
-            self._thread = ThreadPoolExecutor(1, "loader")
-        self._tensor = (lambda array: torch.from_numpy(array).pin_memory()) if pinned else torch.from_numpy
+        start = ()
+        if self.device.type == "cuda":  # a new thread starts on GPU 0, where pinning would open a context beside the rank that owns it
+            start = torch.cuda.set_device, (torch.cuda.current_device() if self.device.index is None else self.device.index,)
+        self._thread = ThreadPoolExecutor(1, "loader", *start)
 
     def batch(self, index):
         """Batch number `index` (step * grad_accum + micro_step): (input_ids, labels), int64 (micro_batch_size, seq_len) each.
@@ -462,7 +429,7 @@ class Loader:
         if index < 0:
             raise ValueError(f"batch {index}: must be at least 0")
         expected, future = self._ahead
-        if future is None or expected != index:
+        if expected != index:
             future = self._thread.submit(self._read, index)
         windows = future.result()
         self._ahead = (index + 1, self._thread.submit(self._read, index + 1))
@@ -473,94 +440,104 @@ class Loader:
         self._thread.shutdown(cancel_futures=True)
 
     def _read(self, index):
-        rows = np.arange(self.micro_batch_size) + (index * self.world_size + self.rank) * self.micro_batch_size
-        starts = np.empty(len(rows), np.int64)
-        for row, sample in enumerate(rows.tolist()):
+        import torch
+
+        first, starts = (index * self.world_size + self.rank) * self.micro_batch_size, []
+        for sample in range(first, first + self.micro_batch_size):
             offset, order = self._epoch(sample // self.num_windows)
-            starts[row] = offset + order[sample % self.num_windows] * self.seq_len
-        return self._tensor(self.tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int64))
+            starts.append(offset + order[sample % self.num_windows] * self.seq_len)
+        windows = torch.from_numpy(self.tokens[np.array(starts)[:, None] + np.arange(self.seq_len + 1)].astype(np.int64))
+        return windows.pin_memory() if self.device.type == "cuda" else windows
 
     def _epoch(self, epoch):
         """(starting offset in tokens, order of the windows). From raw bits: numpy may change its shuffles, not its bit generators."""
-        if epoch not in self._epochs:
-            bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64)).random_raw(self.num_windows + 1)
-            room = min(len(self.tokens) - self.num_windows * self.seq_len, self.seq_len)
-            offset = int(bits[0] % np.uint64(room)) if self.split == "train" else 0
-            self._epochs = dict([*self._epochs.items()][-1:])  # a batch may straddle two epochs
-            self._epochs[epoch] = offset, np.argsort(bits[1:], kind="stable")
-        return self._epochs[epoch]
+        bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64)).random_raw(self.num_windows + 1)
+        room = min(len(self.tokens) - self.num_windows * self.seq_len, self.seq_len)
+        offset = int(bits[0] % np.uint64(room)) if self.split == "train" else 0
+        return offset, np.argsort(bits[1:], kind="stable")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Command line
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):  # one line, where argparse would print the usage too
-        raise ValueError(f"{message}; see python data.py --help")
+@dataclass(kw_only=True)
+class Options:
+    out_dir: Path | None = None
+    """Folder to write; by default data/<name>, or data/<name>-<tokenizer> if that is not byte."""
+    tokenizer: str = "byte"
+    """byte, or a tiktoken encoding such as gpt2."""
+    val_fraction: float = 0.01
+    """Share of the documents kept for validation."""
+    num_workers: int | None = None
+    """Tokenising processes; by default one for each core, and one for byte."""
+    force: bool = False
+    """Overwrite the folder if it exists."""
+
+
+@dataclass(kw_only=True)
+class Stdlib(Options):
+    """The Python standard library's own sources; no download."""
+    val_fraction: float = 0.05  # a hundredth would be half a dozen files
+
+
+@dataclass(kw_only=True)
+class Text(Options):
+    """Files: UTF-8 text, one document each, or .jsonl, one document a line."""
+    files: "tyro.conf.Positional[Annotated[list[str], tyro.conf.arg(metavar='FILE [FILE ...]', help_behavior_hint='(required)')]]"
+    """UTF-8 text or .jsonl files."""
+    column: str = "text"
+    """The field of a .jsonl file's lines that holds the text."""
+
+
+@dataclass(kw_only=True)
+class Hf(Options):
+    """A data set of the Hugging Face hub."""
+    name: "tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar='NAME')]]"
+    """Such as roneneldan/TinyStories; or json, parquet, text with --data-files."""
+    subset: str | None = None
+    """The data set's configuration."""
+    split: str = "train"
+    """The part to take."""
+    column: str = "text"
+    """The field that holds the text."""
+    streaming: bool = False
+    """Read while downloading, without a copy on disk."""
+    data_files: list[str] | None = None
+    """Local files for the builder."""
 
 
 def main(argv=None):
-    options = argparse.ArgumentParser(add_help=False)
-    options.add_argument("--out-dir", help="folder to write (default: data/<name>[-<tokenizer>])")
-    options.add_argument("--tokenizer", default="byte", help="byte, or a tiktoken encoding such as gpt2 (default: %(default)s)")
-    options.add_argument("--val-fraction", type=float, help="share of the documents kept for validation (default: 0.01; stdlib 0.05)")
-    options.add_argument("--num-workers", type=int, help="tokenising processes (default: the number of cores; 1 for byte)")
-    options.add_argument("--force", action="store_true", help="overwrite the folder if it exists")
-    column = argparse.ArgumentParser(add_help=False)
-    column.add_argument("--column", default="text", help="the field that holds the text (default: %(default)s)")
+    """Runs the command line `argv` (None: sys.argv[1:]). ValueError or OSError, in one line, for what the user can mend."""
+    global tyro  # for the annotations above
+    import tyro
 
-    parser = _Parser(prog="data.py", description="Turn text into token files for train.py.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="stdlib | text | hf")
-    commands.add_parser("stdlib", parents=[options], help="the Python standard library's own sources; no download")
-    text = commands.add_parser("text", parents=[options, column], help="files: UTF-8 text, one document each, or .jsonl, one a line")
-    text.add_argument("files", nargs="+", metavar="FILE")
-    hf = commands.add_parser("hf", parents=[options, column], help="a data set of the Hugging Face hub")
-    hf.add_argument("name", help="such as roneneldan/TinyStories; or json, parquet, text with --data-files")
-    hf.add_argument("--subset", help="the data set's configuration")
-    hf.add_argument("--split", default="train", help="the part to take (default: %(default)s)")
-    hf.add_argument("--streaming", action="store_true", help="read while downloading, without a copy on disk")
-    hf.add_argument("--data-files", nargs="+", help="local files for the builder")
-    args = parser.parse_args(argv)
+    import cli
 
-    name = args.command
-    if name == "text" and len(args.files) == 1:
-        name = Path(args.files[0]).stem
-    if name == "hf":
-        name = args.name.rstrip("/").split("/")[-1]
-    suffix = "" if args.tokenizer == "byte" else f"-{args.tokenizer}"
-    out_dir = Path(args.out_dir or Path("data", name + suffix))
-    if args.val_fraction is None:  # the standard library is small: a hundredth of it would be half a dozen files
-        args.val_fraction = 0.05 if args.command == "stdlib" else 0.01
-
+    config = cli.parse(Stdlib | Text | Hf, argv, prog="data.py", description=__doc__.partition("\n\nA token file")[0])
     start = time.time()
-    if args.command == "stdlib":
-        documents, total, unit = stdlib_documents()
-        source = f"the standard library of Python {sys.version.split()[0]}"
-    elif args.command == "text":
-        documents, total, unit = text_documents(args.files, args.column)
-        source = " ".join(args.files[:10]) + (f" and {len(args.files) - 10} more" if len(args.files) > 10 else "")
+    if isinstance(config, Stdlib):
+        name, source, read = "stdlib", f"the standard library of Python {sys.version.split()[0]}", stdlib_documents
+    elif isinstance(config, Text):
+        name = Path(config.files[0]).stem if len(config.files) == 1 else "text"
+        source = " ".join(config.files[:10]) + (f" and {len(config.files) - 10} more" if len(config.files) > 10 else "")
+        read = partial(text_documents, config.files, config.column)
     else:
-        _check_target(out_dir, args.force)  # before anything is downloaded
-        documents, total, unit = hf_documents(args.name, args.subset, args.split, args.column, args.streaming, args.data_files)
-        source = " ".join(filter(None, ["hf", args.name, args.subset, args.split]))
-    meta = write_tokens(documents, out_dir, tokenizer=args.tokenizer, val_fraction=args.val_fraction, force=args.force,
-                        num_workers=args.num_workers, source=source, total=total, unit=unit)
-    print(f"{out_dir}: {meta['documents']:,} documents, {meta['train_tokens']:,} train and {meta['val_tokens']:,} validation tokens "
-          f"({args.tokenizer}, {meta['dtype']}) in {time.time() - start:.1f} s")
-
-
-def cli(argv=None):
-    """`main`, with a user's mistakes as one line and exit code 2."""
+        name = config.name.rstrip("/").split("/")[-1]
+        source = " ".join(filter(None, ["hf", config.name, config.subset, config.split]))
+        read = partial(hf_documents, config.name, config.subset, config.split, config.column, config.streaming, config.data_files)
+    out_dir = config.out_dir or Path("data", name if config.tokenizer == "byte" else f"{name}-{config.tokenizer}")
     try:
-        main(argv)
-    except (ValueError, OSError) as error:
-        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else _one_line(error)
-        print(f"data.py: {told}", file=sys.stderr)
-        sys.exit(2)
+        _check_target(out_dir, config.force)  # before anything is downloaded
+        documents, total, unit = read()
+        meta = write_tokens(documents, out_dir, tokenizer=config.tokenizer, val_fraction=config.val_fraction, force=config.force,
+                            num_workers=config.num_workers, source=source, total=total, unit=unit)
     except KeyboardInterrupt:
-        print("data.py: stopped; nothing was written", file=sys.stderr)
-        sys.exit(130)
+        raise KeyboardInterrupt("stopped; nothing was written") from None
+    print(f"{out_dir}: {meta['documents']:,} documents, {meta['train_tokens']:,} train and {meta['val_tokens']:,} validation tokens "
+          f"({config.tokenizer}, {meta['dtype']}) in {time.time() - start:.1f} s")
 
 
 if __name__ == "__main__":
-    cli()
+    import cli
+
+    sys.exit(cli.run(main, "data.py"))

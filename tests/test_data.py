@@ -1,5 +1,7 @@
 """data.py: tokenizers, what lands in the token files, what is refused, and the loader's arithmetic."""
 import json
+import os
+import re
 import resource
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import cli
 import data
 
 SCRIPT = Path(data.__file__)
@@ -35,10 +38,9 @@ def run(*args, **options):
 
 def refused(capsys, *args):
     """Runs the command line in this process; returns its one line on stderr."""
-    with pytest.raises(SystemExit) as exit_:
-        data.cli([str(arg) for arg in args])
+    code = cli.run(lambda: data.main([str(arg) for arg in args]), "data.py")
     error = capsys.readouterr().err
-    assert exit_.value.code == 2 and error.startswith("data.py: ") and error.count("\n") == 1, error
+    assert code == 2 and error.startswith("data.py: ") and error.count("\n") == 1, error
     return error
 
 
@@ -155,16 +157,14 @@ def test_tasks_in_flight_are_bounded(monkeypatch):
     """Reading stays a few tasks ahead of writing, however long the corpus."""
     class Pool:
         def __init__(self, *args): pass
-        def __enter__(self): return self
-        def __exit__(self, *args): pass
         def shutdown(self, **options): pass
-        def submit(self, function, task):
+        def submit(self, function, task, *args):
             return type("Future", (), {"result": lambda self: [(np.zeros(1, np.uint16), 0.5, 1, True)] * len(task)})()
     monkeypatch.setattr(data, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(data, "PIECE", 10)
     read = []
     stream = ((read.append(i) or "x" * 10, True) for i in range(1000))
-    for written, _ in enumerate(data._encode_all(stream, data.get_tokenizer("byte"), np.dtype("<u2"), 3), 1):
+    for written, _ in enumerate(data._encode_all(stream, "byte", np.dtype("<u2"), 3), 1):
         assert len(read) - written <= 6
     assert written == 1000
 
@@ -231,8 +231,8 @@ def test_force_replaces_token_files_and_nothing_else(tmp_path, capsys):
 # Bad input: one line, exit code 2, nothing written
 
 @pytest.mark.parametrize("arguments, told", [
-    ([], "required"),
-    (["book"], "'stdlib', 'text', 'hf'"),
+    ([], "stdlib, text, hf"),
+    (["book"], "stdlib, text, hf"),
     (["text"], "FILE"),
     (["text", "."], "is a directory; name the files in it, for example ./bad.jsonl"),
     (["text", "absent.txt"], "absent.txt: no such file"),
@@ -247,8 +247,11 @@ def test_force_replaces_token_files_and_nothing_else(tmp_path, capsys):
     (["text", "good.txt", "--num-workers", "two"], "--num-workers"),
     (["text", "good.txt", "--out-dir", "good.txt"], "good.txt: is a file"),
     (["text", "good.txt", "--out-dir", "good.txt/set"], "good.txt/set: cannot be made"),
+    (["hf"], "NAME"),
     (["hf", "json", "--data-files", "absent.json"], "hf json: "),
+    (["hf", "json", "--data-files"], "--data-files"),
     (["stdlib", "--frobnicate"], "--frobnicate"),
+    (["stdlib", "--token", "gpt2"], "perhaps --tokenizer"),
 ])
 def test_bad_input(tmp_path, monkeypatch, capsys, arguments, told):
     monkeypatch.chdir(tmp_path)
@@ -258,6 +261,52 @@ def test_bad_input(tmp_path, monkeypatch, capsys, arguments, told):
     before = sorted(tmp_path.rglob("*"))
     assert told in refused(capsys, *arguments)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command, options", [
+    ("stdlib", {}), ("text", {"--column": "text"}),
+    ("hf", {"--column": "text", "--subset": "None", "--split": "train", "--streaming": "False", "--data-files": "None"})])
+def test_help_explains_every_option(capsys, command, options):
+    with pytest.raises(SystemExit) as stop:
+        data.main([command, "--help"])
+    text = capsys.readouterr().out
+    assert not stop.value.code
+    entries = [" ".join(part.replace("│", " ").split()) for part in re.split(r"\n[│ ] (?=-)", text)[1:]]
+    entries = {entry.split()[0].rstrip(","): entry for entry in entries}
+    options = {"--out-dir": "None", "--tokenizer": "byte", "--val-fraction": "0.05" if command == "stdlib" else "0.01",
+               "--num-workers": "None", "--force": "False", **options}
+    assert set(entries) == {*options, "-h"}
+    for option, default in options.items():
+        assert f". (default: {default})" in entries[option]  # a sentence, then the default
+
+
+def test_workers_import_neither_torch_nor_the_command_line():
+    code = "import sys, data; print([name for name in ('torch', 'tyro', 'cli', 'datasets', 'tiktoken') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parent, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_ctrl_c(tmp_path, monkeypatch, capsys):
+    def documents():
+        yield "a document"
+        raise KeyboardInterrupt
+    monkeypatch.setattr(data, "stdlib_documents", lambda: (documents(), None, "B"))
+    assert cli.run(lambda: data.main(["stdlib", "--out-dir", str(tmp_path / "new" / "set")]), "data.py") == 130
+    assert capsys.readouterr().err == "data.py: stopped; nothing was written\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])  # tyro draws its boxes differently
+def test_the_parsers_own_complaint_is_one_short_line(encoding):
+    done = run("text", "a.txt", "--tokenize", "gpt2", env=os.environ | {"PYTHONIOENCODING": encoding})
+    assert (done.returncode, done.stdout) == (2, "")
+    told = r"data.py: Unrecognized options: --tokenize(, gpt2)? \(perhaps --tokenizer; all options: data.py --help\)\n"
+    assert re.fullmatch(told, done.stderr)
+
+
+def test_a_system_error_names_its_file(tmp_path, capsys):
+    assert cli.run(lambda: open(tmp_path / "absent"), "data.py") == 2
+    assert capsys.readouterr().err == f"data.py: {tmp_path / 'absent'}: No such file or directory\n"
 
 
 def test_full_disk(tmp_path):

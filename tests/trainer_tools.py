@@ -35,9 +35,7 @@ def run_train(arguments: str, tokens: str | None = None) -> int:
 def run_script(script: str, argv: list[str]) -> int:
     """Any of the three scripts in this process: its exit code."""
     try:
-        if script == "data.py":
-            return data.cli(argv) or 0
-        return cli.run(lambda: {"train.py": train, "sample.py": sample}[script].main(argv), script)
+        return cli.run(lambda: {"data.py": data, "train.py": train, "sample.py": sample}[script].main(argv), script)
     except SystemExit as stop:
         return stop.code
 
