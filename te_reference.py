@@ -30,6 +30,7 @@ import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Callable, NamedTuple, Optional, Union
 
 import torch
@@ -70,12 +71,18 @@ class Recipe:
         return isinstance(self, Float8CurrentScaling)
 
     def float8_per_tensor_scaling(self):
-        return True
+        return self.delayed() or self.float8_current_scaling()
+
+    def float8_block_scaling(self):
+        return isinstance(self, Float8BlockScaling)
 
     def mxfp8(self):
+        return isinstance(self, MXFP8BlockScaling)
+
+    def nvfp4(self):
         return False
 
-    float8_block_scaling = nvfp4 = custom = mxfp8
+    custom = nvfp4
 
     def _dtype(self, forward):
         e4m3 = self.fp8_format == Format.E4M3 or (self.fp8_format == Format.HYBRID and forward)
@@ -116,27 +123,42 @@ class Float8CurrentScaling(Recipe):
     __post_init__ = DelayedScaling.__post_init__
 
 
+@dataclass
+class Float8BlockScaling(Recipe):
+    """A scale for each 128 values of an activation or gradient along the dimension a product sums over, and for each 128x128 of a weight;
+    powers of two unless `use_f32_scales`. No state."""
+
+    use_f32_scales: bool = False
+    fp8_format: Format = Format.E4M3
+
+    __post_init__ = DelayedScaling.__post_init__
+
+
+@dataclass
+class MXFP8BlockScaling(Recipe):
+    """The OCP microscaling format MXFP8: a power of two (E8M0: eight bits of exponent) for each 32 values along the dimension a product
+    sums over. No state. (Blackwell's recipe; TE rounds the exponent up, so that nothing saturates.)"""
+
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+
+    __post_init__ = DelayedScaling.__post_init__
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is available
 
 
 def is_fp8_available(return_reason=False):
-    """FP8 with delayed or current scaling: always, emulated."""
+    """Delayed, current and block scaling and MXFP8: always, emulated."""
     return (True, "") if return_reason else True
 
 
-def _not_emulated(name):
-    reason = f"te_reference emulates delayed and current scaling only, not {name}."
-
-    def is_available(return_reason=False):
-        return (False, reason) if return_reason else False
-
-    return is_available
+is_fp8_block_scaling_available = is_mxfp8_available = is_fp8_available
 
 
-is_mxfp8_available = _not_emulated("MXFP8")
-is_fp8_block_scaling_available = _not_emulated("FP8 block scaling")
-is_nvfp4_available = _not_emulated("NVFP4")
+def is_nvfp4_available(return_reason=False):
+    return (False, "te_reference emulates FP8 only, not NVFP4.") if return_reason else False
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -286,6 +308,57 @@ def current_scale(amax, fp8_max, power_of_2=False):
     if power_of_2:  # keep sign and exponent
         scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
     return scale
+
+
+def mx_scale(amax, fp8_max):
+    """MXFP8's: 2^-e with the smallest e such that amax / 2^e fits the format, e from -127 to 127 (what E8M0 holds)."""
+    bits = (amax * (1.0 / fp8_max)).view(torch.int32)
+    exponent, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
+    up = (mantissa > 0) & (exponent < 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
+    return torch.ldexp(torch.ones_like(amax), 127 - (exponent + up).clamp(max=0xFE))
+
+
+def in_blocks(x, block, scale_of, dtype):
+    """Quantise x (rows, columns) with one scale for each block of (rows, columns) = `block` -> (FP8 of x's shape, the scales
+    (row blocks, column blocks), x dequantised float32). Blocks at the edge may be smaller."""
+    rows, columns = x.shape
+    padded = F.pad(x.detach().float(), (0, -columns % block[1], 0, -rows % block[0]))
+    tiles = padded.view(padded.shape[0] // block[0], block[0], -1, block[1])
+    scale = scale_of(tiles.abs().nan_to_num(nan=0.0, posinf=math.inf).amax((1, 3)), FP8_MAX[dtype])
+    q = quantize(tiles, scale[:, None, :, None], dtype)
+    value = dequantize(q, scale[:, None, :, None])
+    return q.view(padded.shape)[:rows, :columns], scale, value.view(padded.shape)[:rows, :columns]
+
+
+def _in_rows_and_columns(x, recipe, dtype, weight=False):
+    """x, quantised in blocks and dequantised, twice: with blocks along the columns and along the rows; the same where blocks are square."""
+    if recipe.mxfp8():
+        size, scale_of = 32, mx_scale
+    else:
+        size, scale_of = 128, partial(current_scale, power_of_2=not recipe.use_f32_scales)
+        if weight:
+            value = in_blocks(x, (128, 128), scale_of, dtype)[2]
+            return value, value
+    return in_blocks(x, (1, size), scale_of, dtype)[2], in_blocks(x, (size, 1), scale_of, dtype)[2]
+
+
+class _BlockLinear(torch.autograd.Function):
+    """x · wᵀ in blocks. A block runs along the dimension that a product sums over, and x, w and dy each enter two products that sum over
+    different dimensions: so each is quantised twice (TE's row-wise and column-wise data). x (rows, in), w = (by rows, by columns), each (out, in)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, w, recipe, grad_dtype):
+        by_rows, by_columns = _in_rows_and_columns(x, recipe, recipe._dtype(forward=True))
+        ctx.save_for_backward(by_columns, w[1])
+        ctx.args = (recipe, grad_dtype, x.dtype, weight.dtype)
+        return F.linear(by_rows, w[0])
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        recipe, grad_dtype, x_dtype, w_dtype = ctx.args
+        by_rows, by_columns = _in_rows_and_columns(grad, recipe, recipe._dtype(forward=False))
+        return (by_rows @ w).to(grad_dtype).to(x_dtype), (by_columns.T @ x).to(grad_dtype).to(w_dtype), None, None, None
 
 
 def amax_of(x):
@@ -488,28 +561,37 @@ class _Module(nn.Module):
     def _fp8_weight(self, name, index, dtype, is_first_microbatch):
         """The weight, quantised and dequantised, (out, in) float32. `is_first_microbatch`: None: always anew; True: anew, and kept; False: the kept one."""
         weight = getattr(self, name)
-        if hasattr(weight, "fp8_owner"):
+        if hasattr(weight, "fp8_owner") and self.fp8_meta["recipe"].float8_per_tensor_scaling():
             return _StraightThrough.apply(weight, weight.detach().float(), dtype)
         value = self._fp8_workspaces.get(name) if is_first_microbatch is False else None
         if value is None:
-            recipe = self.fp8_meta["recipe"]
-            fp8_dtype = recipe._dtype(forward=True)
-            scale = _scale_for(weight, recipe, self.fp8_meta.get("scaling_fwd"), index, fp8_dtype)
-            value = dequantize(quantize(weight, scale, fp8_dtype), scale)
+            value = self._quantized(weight, index)
             if is_first_microbatch is not None:
                 self._fp8_workspaces[name] = value
-        return _StraightThrough.apply(weight, value, dtype)
+        return value if isinstance(value, tuple) else _StraightThrough.apply(weight, value, dtype)
+
+    def _quantized(self, weight, index):
+        """A weight as the recipe holds it, dequantised to float32; a pair, by rows and by columns, where it is scaled in blocks."""
+        recipe = self.fp8_meta["recipe"]
+        fp8_dtype = recipe._dtype(forward=True)
+        if not recipe.float8_per_tensor_scaling():
+            return _in_rows_and_columns(weight, recipe, fp8_dtype, weight=True)
+        scale = _scale_for(weight, recipe, self.fp8_meta.get("scaling_fwd"), index, fp8_dtype)
+        return dequantize(quantize(weight, scale, fp8_dtype), scale)
 
     def _fp8_linear(self, gemm, x, weight, bias, dtype, is_first_microbatch, roll, unrounded=None):
         """Product number `gemm` of the module: x (…, in) -> (…, out), float32 that has not been rounded to `dtype` yet.
         `unrounded`: x before rounding, where TE takes the amax from there."""
         recipe, meta = self.fp8_meta["recipe"], self.fp8_meta
-        _check_fp8_shapes(x, getattr(self, weight))
-        fp8_dtype = recipe._dtype(forward=True)
-        scale = _scale_for(x if unrounded is None else unrounded, recipe, meta.get("scaling_fwd"), 3 * gemm, fp8_dtype)
-        x = _StraightThrough.apply(x, dequantize(quantize(x, scale, fp8_dtype), scale), dtype)
-        y = F.linear(x, self._fp8_weight(weight, 3 * gemm + 1, dtype, is_first_microbatch))
-        y = _QuantizeGrad.apply(y, recipe, meta.get("scaling_bwd"), 2 * gemm, roll)
+        _check_fp8_shapes(x, getattr(self, weight), recipe)
+        w = self._fp8_weight(weight, 3 * gemm + 1, dtype, is_first_microbatch)
+        if recipe.float8_per_tensor_scaling():
+            fp8_dtype = recipe._dtype(forward=True)
+            scale = _scale_for(x if unrounded is None else unrounded, recipe, meta.get("scaling_fwd"), 3 * gemm, fp8_dtype)
+            x = _StraightThrough.apply(x, dequantize(quantize(x, scale, fp8_dtype), scale), dtype)
+            y = _QuantizeGrad.apply(F.linear(x, w), recipe, meta.get("scaling_bwd"), 2 * gemm, roll)
+        else:
+            y = _BlockLinear.apply(x.flatten(0, -2), getattr(self, weight), w, recipe, dtype).view(*x.shape[:-1], -1)
         if bias is not None:  # cuBLAS has no FP8 product with a float32 bias: TE rounds it to bfloat16
             y = y + (_round(bias.float(), torch.bfloat16, torch.float32) if dtype == torch.float32 else bias.float())
         return y
@@ -560,8 +642,11 @@ class _StateUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"FP8 state refers to {module}.{name}, which is not loaded from a file")
 
 
-def _check_fp8_shapes(x, weight):
-    """TE's rules: rows divisible by 8 and columns by 16; for the weight gradient, where both are columns, rows and output features by 16."""
+def _check_fp8_shapes(x, weight, recipe):
+    """TE's rules: rows divisible by 8 and columns by 16; for the weight gradient, where both are columns, rows and output features by 16.
+    MXFP8's blocks: everything by 32."""
+    if recipe.mxfp8() and (x.numel() // x.shape[-1] % 32 or x.shape[-1] % 32 or weight.shape[0] % 32):
+        raise ValueError(f"MXFP8 requires all dimensions to be divisible by 32, but got input with dims={list(x.shape)} and weight with dims={list(weight.shape)}")
     for name, tensor in (("input", x), ("weight", weight)):
         rows = tensor.numel() // tensor.shape[-1]
         if rows % 8 or tensor.shape[-1] % 16:
@@ -575,10 +660,8 @@ def _check_fp8_shapes(x, weight):
 def _fp8_parameter_value(parameter, master):
     """What an FP8 parameter holds after an update: the master, quantised with the module's scale and dequantised. Records the amax."""
     module, gemm = parameter.fp8_owner[0](), parameter.fp8_owner[1]
-    recipe = module.fp8_meta["recipe"]
-    dtype = recipe._dtype(forward=True)
-    scale = _scale_for(master, recipe, module.fp8_meta.get("scaling_fwd"), 3 * gemm + 1, dtype)
-    return dequantize(quantize(master, scale, dtype), scale)
+    value = module._quantized(master, 3 * gemm + 1)
+    return value[0] if isinstance(value, tuple) else value
 
 
 def _plain_linear(x, weight, bias, dtype):

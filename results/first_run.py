@@ -21,11 +21,11 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 DATA = "data/first_run"
-COMMON = ["--preset", "gpt2-124m", "--data", DATA, "--grad-accum", "1", "--warmup-steps", "30", "--log-interval", "1", "--eval-steps", "10",
+COMMON = ["--preset", "gpt2-124m", "--data", DATA, "--warmup-steps", "30", "--log-interval", "1", "--eval-steps", "10",
           "--checkpoint-interval", "0", "--keep-checkpoints", "1"]
-SHORT = ["--max-steps", "100", "--micro-batch-size", "8", "--eval-interval", "0"]
+SHORT = ["--grad-accum", "1", "--max-steps", "100", "--micro-batch-size", "8", "--eval-interval", "0"]
 RUNS = {  # name -> (options, environment)
-    "FP8 delayed, 300 steps": (["--max-steps", "300", "--micro-batch-size", "32", "--eval-interval", "100"], {}),
+    "FP8 delayed, 300 steps": (["--max-steps", "300", "--micro-batch-size", "32", "--grad-accum", "4", "--lr", "1e-3", "--eval-interval", "100"], {}),
     "BF16": (SHORT + ["--fp8-recipe", "none"], {}),
     "FP8 delayed": (SHORT + ["--fp8-recipe", "delayed"], {}),
     "FP8 current": (SHORT + ["--fp8-recipe", "current"], {}),

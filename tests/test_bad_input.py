@@ -99,7 +99,7 @@ CASES = [  # script, arguments, what the line must hold, what to break first
     ("train.py", f"{GOOD} --dropout 1.5", ["dropout"]),
     ("train.py", f"{GOOD} --micro-batch-size 3 --seq-len 20", ["60 tokens", "--micro-batch-size 4 works"]),
     ("train.py", f"{GOOD} --seq-len 64 --n-positions 32", ["--seq-len 64", "32"]),
-    ("train.py", f"{GOOD} --fp8-recipe mxfp8", ["mxfp8", "delayed"]),
+    ("train.py", f"{GOOD} --fp8-recipe mxfp8 --seq-len 24 --micro-batch-size 2", ["48 tokens", "multiple of 32", "--micro-batch-size 4 works"]),
     ("train.py", f"{GOOD} --fp8-recipe delayed", ["compute capability 8.9", "can run: none"], a100),
     ("train.py", f"{GOOD} --fp8-param --fp8-recipe none", ["--fp8-param", "--fp8-recipe delayed"]),
     ("train.py", f"{GOOD} --compile", ["--compile", "DelayedScaling", "--fp8-recipe current"]),
