@@ -520,3 +520,73 @@ def test_float32_parameters_in_fp8_stay_in_fp8_without_a_master():
     layer.weight.grad = torch.ones(16, 16)
     te.optimizers.FusedAdam(layer.parameters(), lr=1e-3).step()
     assert torch.equal(layer.weight, layer.weight.to(E4M3).float())  # scale is still 1
+
+
+# ---- scaling in blocks
+
+
+def test_block_scales_are_powers_of_two_that_follow_each_block():
+    x = torch.zeros(2, 300)  # three blocks of columns, the last of 44
+    x[0, 5], x[0, 200], x[1, 299] = 3.5, -1000.0, 0.3
+    q, scale, value = te.in_blocks(x, (1, 128), lambda a, m: te.current_scale(a, m, True), E4M3)
+    assert scale.tolist() == [[128, 0.25, 1], [1, 1, 1024]]  # 448/3.5 = 128, 448/1000 -> 1/4, nothing -> 1, 448/0.3 = 1493 -> 1024
+    assert (q.shape, value.shape) == (x.shape, x.shape)
+    assert (value[0, 5], value[0, 200], value[1, 299]) == (3.5, -1024, 0.3125)  # 250 -> 256, 307.2 -> 320
+    exact = te.in_blocks(x, (1, 128), te.current_scale, E4M3)[1]
+    assert exact[0, 1] == torch.tensor(0.448)
+
+
+def test_square_blocks_share_a_scale():
+    x = torch.zeros(130, 256)
+    x[127, 127], x[128, 0], x[0, 128] = 448.0, 224.0, 4480.0
+    scale = te.in_blocks(x, (128, 128), lambda a, m: te.current_scale(a, m, True), E4M3)[1]
+    assert scale.tolist() == [[1, 0.0625], [2, 1]]
+
+
+def test_mxfp8_follows_the_ocp_specification():
+    amax = torch.tensor([448.0, 449.0, 1.0, 0.0, 3e38, 2.0**-140, 7.0])
+    inverse = te.mx_scale(amax, 448.0).reciprocal()
+    assert inverse[:3].tolist() == [1, 2, 2.0**-8] and inverse[6] == 2.0**-6  # 1/448 and 7/448 = 2^-6
+    assert torch.equal(inverse.to(torch.float8_e8m0fnu).float(), inverse)  # every scale is one that E8M0 holds
+    x = torch.randn(64, 96) * torch.exp(4 * torch.randn(64, 96))
+    q, scale, value = te.in_blocks(x, (1, 32), te.mx_scale, E4M3)
+    largest = (x.abs().view(64, 3, 32).amax(2) * scale)
+    assert scale.shape == (64, 3) and (largest <= 448).all() and (largest > 224).all()  # the smallest power of two that saturates nothing
+    blocks, held = x.view(64, 3, 32), value.view(64, 3, 32)
+    spacing = torch.maximum((blocks.abs() * scale[..., None]).log2().floor().exp2() * 2.0**-3, torch.tensor(2.0**-9))  # E4M3's, at each element
+    assert ((blocks - held).abs() * scale[..., None] <= spacing / 2).all()
+
+
+@pytest.mark.parametrize("recipe, block", [(te.Float8BlockScaling(), 128), (te.MXFP8BlockScaling(), 32)])
+def test_each_product_has_blocks_along_what_it_sums_over(recipe, block):
+    layer = te.Linear(64, 32, bias=True, device="cpu")
+    x, grad = torch.randn(96, 64) * torch.exp(2 * torch.randn(96, 64)), torch.randn(96, 32)
+    inp = x.clone().requires_grad_()
+    with te.autocast(recipe=recipe):
+        y = layer(inp)
+    y.backward(grad)
+    scale_of = te.mx_scale if block == 32 else lambda a, m: te.current_scale(a, m, True)
+
+    def held(t, along):
+        shape = (128, 128) if block == 128 and t is layer.weight else (1, block) if along == 1 else (block, 1)
+        return te.in_blocks(t, shape, scale_of, E4M3)[2]
+
+    torch.testing.assert_close(y, held(x, 1) @ held(layer.weight, 1).T + layer.bias)
+    torch.testing.assert_close(inp.grad, held(grad, 1) @ held(layer.weight, 0))
+    torch.testing.assert_close(layer.weight.grad, held(grad, 0).T @ held(x, 0))
+    torch.testing.assert_close(layer.bias.grad, grad.sum(0))
+    assert (y - x @ layer.weight.T).norm() < 0.06 * y.norm()
+    assert block == 128 or not torch.equal(held(x, 0), held(x, 1))
+
+
+def test_block_recipes_keep_weights_over_micro_batches_and_ask_for_their_shapes():
+    layer, x = te.Linear(64, 32, bias=False, device="cpu"), torch.randn(32, 64)
+    for recipe in (te.Float8BlockScaling(), te.MXFP8BlockScaling()):
+        with te.autocast(recipe=recipe):
+            first = layer(x, is_first_microbatch=True)
+            with torch.no_grad():
+                layer.weight.mul_(2)
+            assert torch.equal(layer(x, is_first_microbatch=False), first)
+            assert not torch.equal(layer(x), first)
+    with pytest.raises(ValueError, match="divisible by 32"), te.autocast(recipe=te.MXFP8BlockScaling()):
+        layer(torch.randn(48, 64))
