@@ -859,6 +859,102 @@ class DotProductAttention(_Module):
         return out.reshape(*out.shape[:2], -1)
 
 
+class _SplitQKV(LayerNormLinear):
+    """LayerNormLinear whose weight and bias are three parameters each, `query_weight` …, multiplied (and quantised) as one."""
+
+    def __init__(self, in_features, sizes, eps, init_method, bias, normalization, zero_centered_gamma, dtype, device):
+        if _fp8.weights_in_fp8:
+            raise RuntimeError("Splitting QuantizedTensor into multiple params is not supported")  # as TE
+        _Module.__init__(self, num_gemms=1)
+        self.use_bias, self.return_bias, self.return_layernorm_output = bias, False, False
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        self._norm_parameters(("layer_norm_weight", "layer_norm_bias"), in_features, normalization, zero_centered_gamma, dtype, device)
+        for name, size in zip(("query", "key", "value"), sizes):
+            self._linear_parameters(f"{name}_weight", f"{name}_bias", size, in_features, bias, init_method, 0, dtype, device)
+        for name in ("query_bias", "key_bias", "value_bias") if bias else ():
+            self._parameters[name] = self._parameters.pop(name)  # TE's order, which an optimizer's state goes by: the weights first
+
+    weight = property(lambda self: torch.cat((self.query_weight, self.key_weight, self.value_weight)))
+    bias = property(lambda self: torch.cat((self.query_bias, self.key_bias, self.value_bias)))
+
+
+class TransformerLayer(nn.Module):
+    """A block: x + attention, then x + MLP, each with its norm in front. Input and output (S, B, hidden_size) in format sbhd, TE's default,
+    or (B, S, hidden_size) in bshd.
+
+    With `fuse_qkv_params` QKV has one weight: by default the rows of each group of heads stand together (its queries, its key, its value);
+    with `qkv_weight_interleaved=False`, and where the three are parameters of their own, all queries come first, then all keys, all values.
+    Left out: decoder layers, post-norm and parallel arrangements, QK-norm, sliding windows; NotImplementedError says so.
+    """
+
+    NOT_EMULATED = {"apply_residual_connection_post_layernorm": False, "output_layernorm": False, "parallel_attention_mlp": False,
+                    "layer_type": "encoder", "drop_path_rate": 0.0, "rotary_pos_interleaved": False, "window_size": None, "softcap": 0.0,
+                    "activation_params": None, "qk_norm_type": None, "softmax_type": "vanilla", "tp_size": 1}
+
+    def __init__(self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None, layernorm_epsilon=1e-5, hidden_dropout=0.1,
+                 attention_dropout=0.1, init_method=None, output_layer_init_method=None, layer_number=None, kv_channels=None,
+                 self_attn_mask_type="causal", *, params_dtype=None, fuse_qkv_params=False, zero_centered_gamma=False,
+                 qkv_weight_interleaved=True, bias=True, activation="gelu", normalization="LayerNorm", device=None,
+                 attn_input_format="sbhd", name=None, **options):
+        super().__init__()
+        for option, only in self.NOT_EMULATED.items():
+            if options.get(option, only) != only:
+                raise NotImplementedError(f"TransformerLayer({option}={options[option]!r}): te_reference emulates {only!r} only")
+        dtype, device = params_dtype or torch.get_default_dtype(), device or _default_device()
+        self.groups, self.head_size = num_gqa_groups or num_attention_heads, kv_channels or hidden_size // num_attention_heads
+        self.heads_per_group = num_attention_heads // self.groups
+        self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
+        self.hidden_dropout, self.self_attn_mask_type = hidden_dropout, self_attn_mask_type
+        q_size, kv_size = num_attention_heads * self.head_size, self.groups * self.head_size
+        common = dict(eps=layernorm_epsilon, normalization=normalization, zero_centered_gamma=zero_centered_gamma, bias=bias,
+                      init_method=init_method, device=device)
+        self.self_attention = nn.Module()  # TE's MultiheadAttention
+        if fuse_qkv_params:
+            self.self_attention.layernorm_qkv = LayerNormLinear(hidden_size, q_size + 2 * kv_size, params_dtype=dtype, **common)
+        else:
+            self.self_attention.layernorm_qkv = _SplitQKV(hidden_size, (q_size, kv_size, kv_size), dtype=dtype, **common)
+        self.self_attention.core_attention = DotProductAttention(num_attention_heads, self.head_size, self.groups, attention_dropout,
+                                                                 qkv_format=attn_input_format)
+        self.self_attention.proj = Linear(q_size, hidden_size, init_method=output_layer_init_method, bias=bias, return_bias=True,
+                                          params_dtype=dtype, device=device)
+        self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, activation=activation, return_bias=True, params_dtype=dtype,
+                                          output_layer_init_method=output_layer_init_method, **common)
+
+    def forward(self, hidden_states, attention_mask=None, self_attn_mask_type=None, *, is_first_microbatch=None, rotary_pos_emb=None):
+        """`rotary_pos_emb`: angles (at least S, 1, 1, head size), the two halves alike; or two of them, for queries and keys."""
+        if torch.is_autocast_enabled(hidden_states.device.type):
+            hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
+        attention, groups, per_group = self.self_attention, self.groups, self.heads_per_group
+        qkv = attention.layernorm_qkv(hidden_states, is_first_microbatch=is_first_microbatch)
+        if self.qkv_weight_interleaved:
+            qkv, dim = qkv.unflatten(-1, (groups, per_group + 2, self.head_size)), -2
+        else:
+            qkv, dim = qkv.unflatten(-1, (per_group + 2, groups, self.head_size)), -3
+        q, k, v = (t.flatten(2, 3) for t in qkv.split((per_group, 1, 1), dim))  # two leading dimensions, heads, head size
+        if rotary_pos_emb is not None:
+            angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+            q, k = (self._rotate(t, a) for t, a in zip((q, k), angles))
+        context = attention.core_attention(q, k, v, attn_mask_type=self_attn_mask_type or self.self_attn_mask_type)
+        x = self._bias_dropout_add(*attention.proj(context, is_first_microbatch=is_first_microbatch), hidden_states)
+        return self._bias_dropout_add(*self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), x)
+
+    def _rotate(self, x, angles):
+        """RoPE over the first `angles.shape[-1]` of the head's elements, in float32 as TE's kernel: pairs are (x[i], x[i + half])."""
+        bshd = self.self_attention.core_attention.qkv_format == "bshd"
+        angles = angles[:x.shape[1]].transpose(0, 1).float() if bshd else angles[:x.shape[0]].float()
+        rotated, rest = x.float().split((angles.shape[-1], x.shape[-1] - angles.shape[-1]), -1)
+        a, b = rotated.chunk(2, -1)
+        rotated = rotated * angles.cos() + torch.cat((-b, a), -1) * angles.sin()
+        return torch.cat((rotated, rest), -1).to(x.dtype)
+
+    def _bias_dropout_add(self, x, bias, residual):
+        """residual + dropout(x + bias). With a bias TE compiles this to one kernel, which computes in float32 and rounds once."""
+        if bias.numel() == 0:
+            return residual + F.dropout(x, self.hidden_dropout, self.training)
+        with _no_torch_autocast(x):
+            return (residual.float() + F.dropout(x.float() + bias.float(), self.hidden_dropout, self.training)).to(x.dtype)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Gradient checkpointing
 

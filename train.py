@@ -163,6 +163,10 @@ def read_options(argv) -> tuple[TrainConfig, Path | None, dict | None]:
         default = TrainConfig(**{key: value for key, value in meta["config"].items() if key in known})
         default = dataclasses.replace(default, out_dir=str(folder.parent), resume=True)
     config = cli.parse(TrainConfig, argv, prog="train.py", description=__doc__, default=default)
+    switches = {field.name for field in dataclasses.fields(checkpoint.model_classes(config.model)[1])}
+    for name in ARCHITECTURE + ["attention", "gradient_checkpointing"]:
+        if name not in ("preset", "model", *switches) and getattr(config, name) != getattr(default, name):
+            raise ValueError(f"--{name.replace('_', '-')}: the model {config.model!r} has no such switch; --model optimized has")
     if chosen.resume:
         config = dataclasses.replace(config, out_dir=str(folder.parent), preset=chosen.preset or default.preset)
         for name in ARCHITECTURE:

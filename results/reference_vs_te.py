@@ -173,7 +173,7 @@ def module_case(rng):
     weights = {k: v + 0.1 * torch.randn_like(v) if v.dim() == 1 else v for k, v in sides[0][1].state_dict().items() if "extra" not in k}
     for _, module, _ in sides:
         module.load_state_dict(weights, strict=False)
-    for _ in range(3):
+    for step in range(4):
         x = (torch.randn(tokens, hidden, device="cuda") * torch.exp(torch.randn(hidden, device="cuda"))).to(dtype)
         grad, results = None, []
         for library, module, recipe in sides:
@@ -185,7 +185,7 @@ def module_case(rng):
             out.backward(grad)
             results.append({"y": out, "dx": inp.grad} | {k: p.grad for k, p in module.named_parameters() if p.grad is not None})
         bound = bounds(sides[1][2], dtype, name == "LayerNormMLP", max(hidden, 2 * ffn, tokens))
-        for key, theirs in results[0].items():
+        for key, theirs in results[0].items() if step or kind != "delayed" else ():  # its first scales are 1, and most gradients subnormal
             error = ((theirs.float() - results[1][key].float()).norm() / theirs.float().norm()).item()
             note(f"{name}: {'output' if key == 'y' else 'gradients'}", error, bound, f"{key} of {case}")
         if kind == "delayed" and name == "Linear":  # the quantised tensors themselves are the same

@@ -102,6 +102,7 @@ CASES = [  # script, arguments, what the line must hold, what to break first
     ("train.py", f"{GOOD} --fp8-recipe mxfp8 --seq-len 24 --micro-batch-size 2", ["48 tokens", "multiple of 32", "--micro-batch-size 4 works"]),
     ("train.py", f"{GOOD} --fp8-recipe delayed", ["compute capability 8.9", "can run: none"], a100),
     ("train.py", f"{GOOD} --fp8-param --fp8-recipe none", ["--fp8-param", "--fp8-recipe delayed"]),
+    ("train.py", f"{GOOD} --model fused --use-qk-norm", ["--use-qk-norm", "'fused'", "--model optimized"]),
     ("train.py", f"{GOOD} --compile", ["--compile", "DelayedScaling", "--fp8-recipe current"]),
     # train.py: data
     ("train.py", f"{OPTIONS} --data nowhere", ["nowhere", "python data.py"]),

@@ -1,0 +1,95 @@
+"""te_reference's TransformerLayer: TE's names and defaults, every arrangement of QKV, and on a GPU the numbers of TE's own."""
+
+import math
+
+import pytest
+import torch
+
+import te_reference as ref
+from model_te_advanced import apply_rope, rope_tables
+
+QKV = [f"{name}_{kind}" for kind in ("weight", "bias") for name in ("query", "key", "value")]
+KEYS = [*(f"self_attention.layernorm_qkv.{key}" for key in ("layer_norm_weight", "layer_norm_bias", *QKV, "_extra_state")),
+        "self_attention.core_attention._extra_state", *(f"self_attention.proj.{key}" for key in ("weight", "bias", "_extra_state")),
+        *(f"layernorm_mlp.{key}" for key in ("layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias",
+                                             "_extra_state"))]
+ARRANGEMENTS = {"split": {}, "groups": {"fuse_qkv_params": True},
+                "rows of q, k, v": {"fuse_qkv_params": True, "qkv_weight_interleaved": False}}
+SIZES, NO_DROPOUT = (64, 128, 4, 2), {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+def arrange(weights, way, groups=2, head_size=16):
+    """The default's weights of 4 heads in 2 groups, for a layer with one QKV parameter."""
+    weights, prefix = dict(weights), "self_attention.layernorm_qkv."
+    for kind in ("weight", "bias") if way != "split" else ():
+        parts = [weights.pop(f"{prefix}{name}_{kind}") for name in ("query", "key", "value")]
+        if way == "groups":  # of each group: two heads of queries, a key, a value
+            parts = [part.unflatten(0, (groups, -1)) for part in parts]
+            weights[prefix + kind] = torch.cat(parts, 1).flatten(0, 1)
+        else:
+            weights[prefix + kind] = torch.cat(parts)
+    return weights
+
+
+@pytest.mark.parametrize("use_fp8", [False, True])
+def test_transformer_layers_qkv_arrangements_and_formats_are_one_network(use_fp8):
+    original, x = ref.TransformerLayer(*SIZES, **NO_DROPOUT), torch.randn(8, 4, 64, device=ref._default_device())
+    with torch.no_grad():
+        for p in original.parameters():
+            p.normal_()
+    weights = {k: v for k, v in original.state_dict().items() if "_extra_state" not in k}
+    with ref.autocast(enabled=use_fp8, recipe=ref.Float8CurrentScaling()):
+        expected = original(x)
+        for way, options in ARRANGEMENTS.items():
+            for form, inp in (("sbhd", x), ("bshd", x.transpose(0, 1))):
+                layer = ref.TransformerLayer(*SIZES, **NO_DROPOUT, **options, attn_input_format=form)
+                layer.load_state_dict(arrange(weights, way), strict=False)
+                y = layer(inp) if form == "sbhd" else layer(inp).transpose(0, 1)
+                assert (y - expected).norm() <= 1e-5 * expected.norm(), (way, form)
+
+
+def test_transformer_layer_has_tes_defaults_and_refuses_the_rest():
+    layer = ref.TransformerLayer(64, 128, 4)
+    assert list(layer.state_dict()) == KEYS
+    assert (layer.hidden_dropout, layer.self_attention.core_attention.attention_dropout) == (0.1, 0.1)
+    assert abs(layer.layernorm_mlp.fc2_weight.std().item() - 0.023) < 0.001
+    angles = torch.outer(torch.arange(40.0), 1e4 ** (-torch.arange(8) / 8.0)).repeat(1, 2)[:, None, None]
+    q = torch.randn(32, 2, 4, 16)
+    expected = apply_rope(q.transpose(0, 1), *rope_tables(torch.arange(32), 16, 1e4)).transpose(0, 1)
+    torch.testing.assert_close(layer._rotate(q, angles), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="layer_type='decoder'"):
+        ref.TransformerLayer(64, 128, 4, layer_type="decoder")
+    with pytest.raises(RuntimeError, match="Splitting QuantizedTensor"), ref.quantized_model_init():
+        ref.TransformerLayer(64, 128, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ARRANGEMENTS)
+@pytest.mark.parametrize("use_fp8", [False, True])
+def test_transformer_layer_equals_tes(way, use_fp8):
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    # A rounding to a unit u (half a step, relative) errs by u / sqrt(3); R in a row add up to sqrt(R / 3) u, and the difference of two
+    # such results has twice the variance. BF16, u = 2^-8: norm, QKV, RoPE, scores, probabilities, their product with v, projection, sum,
+    # then norm, fc1, GELU, fc2, sum; backward passes them all again. FP8, u = 2^-4 in E4M3: the inputs of four products; u = 2^-3 in
+    # E5M2: their four output gradients.
+    forward = 2 / 3 * (13 * 2.0**-16 + use_fp8 * 4 * 2.0**-8)
+    backward = 2 * forward + 2 / 3 * use_fp8 * 4 * 2.0**-6
+    layers = [t.TransformerLayer(*SIZES, **NO_DROPOUT, params_dtype=torch.bfloat16, **ARRANGEMENTS[way]) for t in (te, ref)]
+    assert list(layers[0].state_dict()) == list(layers[1].state_dict())
+    assert [n for n, _ in layers[0].named_parameters()] == [n for n, _ in layers[1].named_parameters()]
+    weights = {k: v + 0.1 * torch.randn_like(v) for k, v in layers[0].state_dict().items() if "_extra_state" not in k}
+    x, grad = torch.randn(2, 32, 4, 64, device="cuda", dtype=torch.bfloat16)
+    angles = torch.outer(torch.arange(32.0), 1e4 ** (-torch.arange(8) / 8.0)).repeat(1, 2)[:, None, None].cuda()
+    results = []
+    for t, layer, recipe in zip((te, ref), layers, (Float8CurrentScaling(), ref.Float8CurrentScaling())):
+        layer.load_state_dict(weights, strict=False)
+        inp = x.clone().requires_grad_()
+        with t.autocast(enabled=use_fp8, recipe=recipe):
+            y = layer(inp, rotary_pos_emb=angles)
+        y.backward(grad)
+        results.append([y, inp.grad, torch.cat([p.grad.flatten() for p in layer.parameters()])])
+    for name, bound, a, b in zip(("y", "dx", "dw"), (forward, backward, backward), *results):
+        error = ((a - b).float().norm() / a.float().norm()).item()
+        assert error <= math.sqrt(bound), f"{name}: {error:.1e}, bound {math.sqrt(bound):.1e}"
