@@ -107,8 +107,8 @@ class DelayedScaling(Recipe):
             raise ValueError("fp8_format=E5M2: pure E5M2 training is not supported; use Format.HYBRID")
 
     def __repr__(self):  # TE tells recipes apart by this string, which leaves the amax algorithm out
-        return (f"recipe_type=DelayedScaling, margin={self.margin}, format={self.fp8_format.name}, amax_history_len={self.amax_history_len}, "
-                f"reduce_amax={self.reduce_amax}, fp8_dpa={self.fp8_dpa}, fp8_mha={self.fp8_mha}")
+        return (f"recipe_type=DelayedScaling, margin={self.margin}, format={self.fp8_format.name}, "
+                f"amax_history_len={self.amax_history_len}, reduce_amax={self.reduce_amax}, fp8_dpa={self.fp8_dpa}, fp8_mha={self.fp8_mha}")
 
 
 @dataclass
@@ -186,7 +186,8 @@ _fp8 = _Fp8State()
 
 
 class autocast:
-    """`with te.autocast(enabled=…, recipe=…)`: modules inside run in FP8. Nests; an inner `enabled=False` switches FP8 off for its part."""
+    """`with te.autocast(enabled=…, recipe=…)`: modules inside run in FP8. Nests; an inner `enabled=False` switches FP8 off for its
+    part."""
 
     def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
         if calibrating:
@@ -301,7 +302,8 @@ def delayed_scale(amax, old_scale, fp8_max, margin=0):
 
 
 def current_scale(amax, fp8_max, power_of_2=False):
-    """FP8_MAX / amax; 1 for an amax of zero or infinity; the largest float32 where the quotient overflows. `power_of_2` rounds down to one."""
+    """FP8_MAX / amax; 1 for an amax of zero or infinity; the largest float32 where the quotient overflows. `power_of_2` rounds down
+    to one."""
     scale = torch.full_like(amax, fp8_max) / amax
     scale = torch.where(torch.isinf(scale), FP32_MAX, scale)
     scale = torch.where((amax == 0) | torch.isinf(amax), 1.0, scale)
@@ -344,7 +346,8 @@ def _in_rows_and_columns(x, recipe, dtype, weight=False):
 
 class _BlockLinear(torch.autograd.Function):
     """x · wᵀ in blocks. A block runs along the dimension that a product sums over, and x, w and dy each enter two products that sum over
-    different dimensions: so each is quantised twice (TE's row-wise and column-wise data). x (rows, in), w = (by rows, by columns), each (out, in)."""
+    different dimensions: so each is quantised twice (TE's row-wise and column-wise data).
+    x (rows, in), w = (by rows, by columns), each (out, in)."""
 
     @staticmethod
     def forward(ctx, x, weight, w, recipe, grad_dtype):
@@ -377,7 +380,7 @@ def dequantize(q, scale):
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Forward: `value` in place of x. Backward: the gradient, rounded to `grad_dtype` (the precision of the product that makes it in TE)."""
+    """Forward: `value` in place of x. Backward: the gradient, rounded to `grad_dtype`, the precision of the product that makes it in TE."""
 
     @staticmethod
     def forward(ctx, x, value, grad_dtype):
@@ -489,7 +492,8 @@ class _Module(nn.Module):
         if meta.get("recipe") == recipe and ("scaling_fwd" in meta) == recipe.delayed():
             return
         if meta.get("recipe") is not None and type(meta["recipe"]) is not type(recipe):
-            warnings.warn(f"Recipe type changed from {type(meta['recipe']).__name__} to {type(recipe).__name__}. This may affect model behavior.")
+            warnings.warn(f"Recipe type changed from {type(meta['recipe']).__name__} to {type(recipe).__name__}. "
+                          "This may affect model behavior.")
             self._fp8_workspaces.clear()
         meta["recipe"] = recipe
         for key, n in (("scaling_fwd", 3 * meta["num_gemms"]), ("scaling_bwd", 2 * meta["num_gemms"])):
@@ -548,8 +552,8 @@ class _Module(nn.Module):
         return isinstance(self.fp8_meta.get("recipe"), DelayedScaling)
 
     def _rolls_backward(self, x):
-        """True for the first module of the region that will have a backward pass. In a recomputed region every module answers True, as in TE;
-        that does no harm, since only tensors quantised since the last roll take part."""
+        """True for the first module of the region that will have a backward pass. In a recomputed region every module answers True, as in
+        TE; that does no harm, since only tensors quantised since the last roll take part."""
         needs_backward = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
         first = _fp8.first_module and needs_backward
         if first and _fp8.recompute != "recompute":
@@ -559,7 +563,8 @@ class _Module(nn.Module):
     # -- the product
 
     def _fp8_weight(self, name, index, dtype, is_first_microbatch):
-        """The weight, quantised and dequantised, (out, in) float32. `is_first_microbatch`: None: always anew; True: anew, and kept; False: the kept one."""
+        """The weight, quantised and dequantised, (out, in) float32. `is_first_microbatch`: None: always anew; True: anew, and kept;
+        False: the kept one."""
         weight = getattr(self, name)
         if hasattr(weight, "fp8_owner") and self.fp8_meta["recipe"].float8_per_tensor_scaling():
             return _StraightThrough.apply(weight, weight.detach().float(), dtype)
@@ -599,8 +604,9 @@ class _Module(nn.Module):
     # -- state dict
 
     def get_extra_state(self):
-        """The FP8 state as TE stores it: a pickle in a uint8 tensor; empty where there is none. TE reads it as a TE 1.x state (no recipe inside,
-        so nothing of this file is needed to load it) with `NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1`; such a state has a history of 1,024 rows."""
+        """The FP8 state as TE stores it: a pickle in a uint8 tensor; empty where there is none. TE reads it as a TE 1.x state (no recipe
+        inside, so nothing of this file is needed to load it), which has a history of 1,024 rows, once
+        `NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1` lets it."""
         if not (self.fp8_meta.get("fp8_checkpoint") and self._delayed()):
             return torch.empty(0, dtype=torch.uint8)
         state = {"extra_fp8_variables": {"num_gemms": self.fp8_meta["num_gemms"], "fp8_checkpoint": True}}
@@ -646,15 +652,16 @@ def _check_fp8_shapes(x, weight, recipe):
     """TE's rules: rows divisible by 8 and columns by 16; for the weight gradient, where both are columns, rows and output features by 16.
     MXFP8's blocks: everything by 32."""
     if recipe.mxfp8() and (x.numel() // x.shape[-1] % 32 or x.shape[-1] % 32 or weight.shape[0] % 32):
-        raise ValueError(f"MXFP8 requires all dimensions to be divisible by 32, but got input with dims={list(x.shape)} and weight with dims={list(weight.shape)}")
+        raise ValueError(f"MXFP8 requires all dimensions to be divisible by 32, but got input with dims={list(x.shape)} and weight with "
+                         f"dims={list(weight.shape)}")
     for name, tensor in (("input", x), ("weight", weight)):
         rows = tensor.numel() // tensor.shape[-1]
         if rows % 8 or tensor.shape[-1] % 16:
-            raise ValueError("FP8 execution requires the product of all dimensions except the last to be divisible by 8 and the last dimension "
-                             f"to be divisible by 16, but got {name} with dims={list(tensor.shape)}")
+            raise ValueError("FP8 execution requires the product of all dimensions except the last to be divisible by 8 and the last "
+                             f"dimension to be divisible by 16, but got {name} with dims={list(tensor.shape)}")
         if rows % 16 and torch.is_grad_enabled() and weight.requires_grad:
-            raise ValueError("FP8 training requires the product of all dimensions except the last to be divisible by 16 (the weight gradient), "
-                             f"but got {name} with dims={list(tensor.shape)}")
+            raise ValueError("FP8 training requires the product of all dimensions except the last to be divisible by 16 (the weight "
+                             f"gradient), but got {name} with dims={list(tensor.shape)}")
 
 
 def _fp8_parameter_value(parameter, master):
@@ -791,8 +798,8 @@ class LayerNormMLP(LayerNormLinear):
     rows in `fc1_weight`: first what is activated, then what it is multiplied by."""
 
     def __init__(self, hidden_size, ffn_hidden_size, eps=1e-5, return_bias=False, init_method=None, bias=True, normalization="LayerNorm",
-                 activation="gelu", output_layer_init_method=None, params_dtype=None, return_layernorm_output=False, zero_centered_gamma=False,
-                 device=None, name=None, **unused):
+                 activation="gelu", output_layer_init_method=None, params_dtype=None, return_layernorm_output=False,
+                 zero_centered_gamma=False, device=None, name=None, **unused):
         _Module.__init__(self, num_gemms=2)
         if activation not in ACTIVATIONS:
             raise NotImplementedError(f"Activation type {activation} is not supported! (te_reference has {', '.join(ACTIVATIONS)})")
@@ -815,8 +822,8 @@ class LayerNormMLP(LayerNormLinear):
             if self.fp8:
                 roll = self._rolls_backward(inp)
                 h = self._fp8_linear(0, normed, "fc1_weight", fc1_bias, dtype, is_first_microbatch, roll)
-                # With delayed scaling TE's activation kernels read the rounded fc1 output and write FP8; their backward for the ungated ones
-                # writes FP8 too. Everything else goes through a tensor in the activations' precision.
+                # With delayed scaling TE's activation kernels read the rounded fc1 output and write FP8; their backward for the ungated
+                # ones writes FP8 too. Everything else goes through a tensor in the activations' precision.
                 fused_backward = self._delayed() and not self.activation.endswith("glu")
                 unrounded = activation(_round(h, dtype, torch.float32 if fused_backward else dtype))
                 h = unrounded if self._delayed() else _round(unrounded, dtype, torch.float32)
@@ -837,8 +844,8 @@ class DotProductAttention(_Module):
     """softmax(q·kᵀ/√d)·v. Query (B, S, H, D) in format bshd or (S, B, H, D) in sbhd, key and value with `num_gqa_groups` heads
     -> (B, S, H·D) or (S, B, H·D). Masks: causal, causal_bottom_right, no_mask."""
 
-    def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd", attn_mask_type="causal",
-                 softmax_scale=None, layer_number=None, attention_type="self", name=None, **unused):
+    def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
+                 attn_mask_type="causal", softmax_scale=None, layer_number=None, attention_type="self", name=None, **unused):
         super().__init__()
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, num_gqa_groups or num_attention_heads
         self.attention_dropout, self.qkv_format, self.attn_mask_type = attention_dropout, qkv_format, attn_mask_type
@@ -847,14 +854,16 @@ class DotProductAttention(_Module):
     def forward(self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, attn_mask_type=None, **unused):
         qkv_format, mask_type = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
         if qkv_format not in ("bshd", "sbhd") or mask_type not in ("causal", "causal_bottom_right", "no_mask"):
-            raise ValueError(f"qkv_format={qkv_format!r}, attn_mask_type={mask_type!r}: te_reference has bshd and sbhd, causal, causal_bottom_right and no_mask")
+            raise ValueError(f"qkv_format={qkv_format!r}, attn_mask_type={mask_type!r}: te_reference has bshd and sbhd, causal, "
+                             "causal_bottom_right and no_mask")
         to_bhsd = (0, 2, 1, 3) if qkv_format == "bshd" else (1, 2, 0, 3)
         q, k, v = (t.permute(to_bhsd) for t in (query_layer, key_layer, value_layer))
         mask = None
         if mask_type == "causal_bottom_right" and q.shape[2] != k.shape[2]:
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and mask_type != "no_mask", scale=self.softmax_scale,
-                                             dropout_p=self.attention_dropout if self.training else 0.0, enable_gqa=q.shape[1] != k.shape[1])
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and mask_type != "no_mask",
+                                             scale=self.softmax_scale, dropout_p=self.attention_dropout if self.training else 0.0,
+                                             enable_gqa=q.shape[1] != k.shape[1])
         out = out.permute((0, 2, 1, 3) if qkv_format == "bshd" else (2, 0, 1, 3))
         return out.reshape(*out.shape[:2], -1)
 
@@ -990,7 +999,7 @@ class _Checkpoint(torch.autograd.Function):
             if ctx.rng[1] is not None:
                 torch.cuda.set_rng_state(ctx.rng[1])
             args = [a.detach().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a for a in ctx.args]
-            with torch.enable_grad(), torch.autocast(**ctx.autocast), _recompute("recompute"), autocast(enabled=ctx.fp8[0], recipe=ctx.fp8[1]):
+            with torch.enable_grad(), torch.autocast(**ctx.autocast), _recompute("recompute"), autocast(ctx.fp8[0], recipe=ctx.fp8[1]):
                 outputs = ctx.function(*args, **ctx.kwargs)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         pairs = [(o, g) for o, g in zip(outputs, grads) if torch.is_tensor(o) and o.requires_grad]
@@ -1014,8 +1023,10 @@ def checkpoint(function, *args, use_reentrant=True, **kwargs):
 
 def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None, ignore_idx=-100,
                            is_cg_capturable=False, *, overwrite_input=False):
-    """Cross-entropy in float32. inp (B, S, V), target (B, S) int64 -> (B, S), zero where ignored; with `reduce_loss` the mean over the rest, (1,)."""
-    losses = F.cross_entropy(inp.flatten(0, 1).float(), target.flatten(), ignore_index=ignore_idx, label_smoothing=label_smoothing, reduction="none")
+    """Cross-entropy in float32. inp (B, S, V), target (B, S) int64 -> (B, S), zero where ignored; with `reduce_loss` the mean over the
+    rest, (1,)."""
+    losses = F.cross_entropy(inp.flatten(0, 1).float(), target.flatten(), ignore_index=ignore_idx, label_smoothing=label_smoothing,
+                             reduction="none")
     if reduce_loss:
         return losses.sum() / (target != ignore_idx).sum().clamp(min=1).view(1)
     return losses.view(target.shape)
@@ -1026,13 +1037,14 @@ class FusedAdam(torch.optim.Optimizer):
     lower-precision parameter in the state (`master_param`); the parameter is that copy, rounded, or quantised where it is kept in FP8.
     The step count is `param_groups[i]["step"]`, as in TE."""
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, *, bias_correction=True, adam_w_mode=True,
-                 capturable=False, master_weights=False, master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32,
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, *, bias_correction=True,
+                 adam_w_mode=True, capturable=False, master_weights=False, master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32,
                  exp_avg_sq_dtype=torch.float32, use_decoupled_grad=False, store_param_remainders=False, set_grad_none=None):
         if amsgrad:
             raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
         if {master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype} != {torch.float32}:
-            raise ValueError("te_reference's FusedAdam keeps its state in float32 only: leave exp_avg_dtype, exp_avg_sq_dtype and master_weight_dtype at torch.float32")
+            raise ValueError("te_reference's FusedAdam keeps its state in float32 only: leave exp_avg_dtype, exp_avg_sq_dtype and "
+                             "master_weight_dtype at torch.float32")
         super().__init__(params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay))
         self.adam_w_mode, self.master_weights = adam_w_mode, master_weights
 
@@ -1064,7 +1076,8 @@ class FusedAdam(torch.optim.Optimizer):
                 w = state.get("master_param")
                 in_fp8 = hasattr(p, "fp8_owner")
                 if in_fp8 and w is None and not p.fp8_owner[0]()._delayed():
-                    raise RuntimeError("FusedAdam without master_weights does not support FP8 parameters under this recipe. Use master_weights=True.")
+                    raise RuntimeError("FusedAdam without master_weights does not support FP8 parameters under this recipe. "
+                                       "Use master_weights=True.")
                 if w is None:
                     w = p.float().clone() if in_fp8 or p.dtype != torch.float32 else p
                 if not self.adam_w_mode:
