@@ -1,14 +1,17 @@
 """FP8 for a trainer: recipes by name, what this machine can run and why not, shapes that fit, and the state to save.
 
 The state deserves a word. TE pickles it into the state dict (`…_extra_state`), and since 2.20 refuses to load such a pickle, because that
-would run code from a file. Here the same numbers travel as plain tensors: `get_state` before saving, `set_state` after loading. Their absence
-(a run that was in bfloat16 so far) or another history length is no error, so a run can change its precision when it resumes.
+would run code from a file. Here the same numbers travel as plain tensors: `get_state` before saving, `set_state` after loading. Their
+absence (a run that was in bfloat16 so far) or another history length is no error, so a run can change its precision when it resumes.
 """
 
+import importlib
 import os
 from contextlib import contextmanager
 
 import torch
+
+from fp8_health import health, watch  # noqa: F401  what FP8 does to each tensor: fp8.watch(model), fp8.health(model)
 
 try:
     if os.environ.get("NANOTE_REFERENCE") == "1" or not torch.cuda.is_available():
@@ -24,8 +27,9 @@ except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8
 
     IS_REFERENCE = True
 
-RECIPES = ("none", "delayed", "current", "block", "mxfp8")
-_AVAILABLE = {"delayed": te.is_fp8_available, "current": te.is_fp8_available, "block": te.is_fp8_block_scaling_available, "mxfp8": te.is_mxfp8_available}
+RECIPES = ("none", "delayed", "current", "block", "mxfp8", "nvfp4")  # and custom:module.function
+_AVAILABLE = {"delayed": te.is_fp8_available, "current": te.is_fp8_available, "block": te.is_fp8_block_scaling_available,
+              "mxfp8": te.is_mxfp8_available, "nvfp4": getattr(te, "is_nvfp4_available", None)}  # None: an older TE
 
 
 def describe():
@@ -36,20 +40,48 @@ def describe():
 
 def why_not(name):
     """TE's reason why this machine cannot run the recipe; "" where it can."""
+    if name.startswith("custom:"):
+        return "A custom recipe's quantizers are Transformer Engine's own; te_reference does not emulate them." if IS_REFERENCE else ""
     if name == "none":
         return ""
+    if _AVAILABLE[name] is None:
+        return f"This Transformer Engine has no recipe {name}; a newer one has."
     available, reason = _AVAILABLE[name](return_reason=True)
     return "" if available else reason
 
 
 def check_recipe(name):
-    """ValueError, in one line, for a recipe that is unknown or that this machine cannot run."""
-    if name not in RECIPES:
-        raise ValueError(f"fp8-recipe {name!r} is unknown; the recipes are {', '.join(RECIPES)}")
+    """ValueError, in one line, for a recipe that is unknown or that this machine cannot run: with the GPU's compute capability, and with
+    the one that TE asks for."""
+    if name not in RECIPES and not name.startswith("custom:"):
+        raise ValueError(f"fp8-recipe {name!r} is unknown; the recipes are {', '.join(RECIPES)} and custom:module.function")
     if why_not(name):
         possible = ", ".join(r for r in RECIPES if not why_not(r))
-        hint = "" if IS_REFERENCE else "; NANOTE_REFERENCE=1 emulates delayed and current anywhere"
-        raise ValueError(f"fp8-recipe {name!r} cannot run on this machine ({describe()}): {why_not(name)} It can run: {possible}{hint}")
+        where, hint = describe(), "; NANOTE_REFERENCE=1 emulates delayed, current, block and mxfp8 anywhere"
+        if torch.cuda.is_available():
+            where += ", compute capability {}.{}".format(*torch.cuda.get_device_capability())
+        if IS_REFERENCE:
+            hint = f"; {name} needs Transformer Engine and a GPU" + (" of compute capability 10.0 or higher" if name == "nvfp4" else "")
+        raise ValueError(f"fp8-recipe {name!r} cannot run on this machine ({where}): {why_not(name)} It can run: {possible}{hint}")
+    if name.startswith("custom:"):
+        _custom_factory(name)
+
+
+def _custom_factory(name):
+    """The function that "custom:module.function" names; ValueError in one line where there is none."""
+    module_name, _, function_name = name.removeprefix("custom:").rpartition(".")
+    works = "custom:my_recipe.quantizer_for, with a function quantizer_for(role) in my_recipe.py beside this file, works"
+    if not module_name or not function_name:
+        raise ValueError(f"fp8-recipe {name!r} does not name a module and a function; {works}")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module raises
+        raise ValueError(f"fp8-recipe {name!r}: {module_name} cannot be imported ({type(error).__name__}: {error}); {works}") from error
+    factory = getattr(module, function_name, None)
+    if not callable(factory):
+        what = "has no" if factory is None else "has a value, not a function,"
+        raise ValueError(f"fp8-recipe {name!r}: module {module_name} {what} {function_name}; {works}")
+    return factory
 
 
 def make_recipe(name, fp8_format="hybrid", amax_history_len=1024, amax_compute_algo="max", margin=0):
@@ -57,7 +89,9 @@ def make_recipe(name, fp8_format="hybrid", amax_history_len=1024, amax_compute_a
     that cannot run here.
 
     Delayed: scale = FP8_MAX / amax / 2**margin, the amax taken over a history. Current: the tensor's own amax. Block: one scale for each
-    1x128 activations or 128x128 weights. MXFP8: one power of two for each 32 values (Blackwell).
+    1x128 activations or 128x128 weights. MXFP8: one power of two for each 32 values (Blackwell). NVFP4: four-bit values in blocks of 16
+    (Blackwell; arXiv:2509.25149). "custom:module.function": TE's CustomRecipe, each tensor's quantizer from that function.
+    NVFP4 and a custom recipe have formats of their own: `fp8_format` does not concern them.
     """
     check_recipe(name)
     if name == "none":
@@ -70,12 +104,17 @@ def make_recipe(name, fp8_format="hybrid", amax_history_len=1024, amax_compute_a
         raise ValueError(f"fp8-amax-history-len {amax_history_len}: must be 1 or more; 1024 works")
     format = recipes.Format.HYBRID if fp8_format == "hybrid" else recipes.Format.E4M3
     if name == "delayed":
-        return recipes.DelayedScaling(margin=margin, fp8_format=format, amax_history_len=amax_history_len, amax_compute_algo=amax_compute_algo)
+        return recipes.DelayedScaling(margin=margin, fp8_format=format, amax_history_len=amax_history_len,
+                                      amax_compute_algo=amax_compute_algo)
     if name == "current":
         return recipes.Float8CurrentScaling(fp8_format=format)
     if name == "block":
         return recipes.Float8BlockScaling(fp8_format=format)
-    return recipes.MXFP8BlockScaling(fp8_format=format)
+    if name == "mxfp8":
+        return recipes.MXFP8BlockScaling(fp8_format=format)
+    if name == "nvfp4":
+        return recipes.NVFP4BlockScaling()
+    return recipes.CustomRecipe(qfactory=_custom_factory(name))
 
 
 def check_shapes(config, micro_batch_size, seq_len, name):
@@ -86,14 +125,15 @@ def check_shapes(config, micro_batch_size, seq_len, name):
     """
     multiple = {"none": 1, "mxfp8": 32}.get(name, 16)
     if name == "mxfp8":
-        for field, size in (("n_embd", config.n_embd), ("n_inner", config.n_inner), ("head_dim x n_kv_head", config.head_dim * config.n_kv_head)):
+        for field, size in (("n_embd", config.n_embd), ("n_inner", config.n_inner),
+                            ("head_dim x n_kv_head", config.head_dim * config.n_kv_head)):
             if size % 32:
                 raise ValueError(f"{field} = {size}: FP8 recipe 'mxfp8' needs dimensions divisible by 32; {-(-size // 32) * 32} works")
     tokens = micro_batch_size * seq_len
     if tokens % multiple:
         better = next(b for b in range(micro_batch_size, micro_batch_size + multiple + 1) if b * seq_len % multiple == 0)
-        raise ValueError(f"micro-batch-size {micro_batch_size} x seq-len {seq_len} = {tokens} tokens: FP8 recipe {name!r} needs a multiple of "
-                         f"{multiple}; --micro-batch-size {better} works, or --fp8-recipe none")
+        raise ValueError(f"micro-batch-size {micro_batch_size} x seq-len {seq_len} = {tokens} tokens: FP8 recipe {name!r} needs "
+                         f"a multiple of {multiple}; --micro-batch-size {better} works, or --fp8-recipe none")
 
 
 def _scaling_states(model):
@@ -170,8 +210,8 @@ def preserved_state(model):
 
 
 def init_master_weights(model, optimizer):
-    """With weights kept in FP8 (`quantized_model_init(preserve_high_precision_init_val=True)`): start the optimizer's float32 masters from the
-    values drawn at initialisation instead of what FP8 kept of them, and free those."""
+    """With weights kept in FP8 (`quantized_model_init(preserve_high_precision_init_val=True)`): start the optimizer's float32 masters from
+    the values drawn at initialisation instead of what FP8 kept of them, and free those."""
     for parameter in model.parameters():
         if hasattr(parameter, "get_high_precision_init_val"):
             optimizer.initialize_state(parameter, False)

@@ -60,6 +60,8 @@ class AdvancedConfig:
     bias: bool = True
     tie_embeddings: bool = True  # the output head shares the embedding's weight
     fp8_lm_head: bool = True  # False: the output head stays in high precision
+    fp8_skip_first: int = 0  # so many blocks at the start stay in high precision,
+    fp8_skip_last: int = 0  # and so many at the end
 
     def __post_init__(self):
         def check(ok, field, rule, works):
@@ -85,10 +87,17 @@ class AdvancedConfig:
         check(self.activation in ("gelu", "swiglu"), "activation", "must be 'gelu' or 'swiglu'", "'gelu'")
         if self.n_inner is None:
             self.n_inner = 4 * self.n_embd if self.activation == "gelu" else -(-8 * self.n_embd // 3 // 64) * 64
+        for field in ("fp8_skip_first", "fp8_skip_last"):
+            check(0 <= getattr(self, field) <= self.n_layer, field, f"must be from 0 to n_layer={self.n_layer}", 1)
+        check(self.fp8_skip_first + self.fp8_skip_last <= self.n_layer, "fp8_skip_first",
+              f"with fp8_skip_last={self.fp8_skip_last} more blocks than n_layer={self.n_layer}", self.n_layer - self.fp8_skip_last)
         if self.use_fp8:  # what an FP8 matrix product needs of its dimensions
             for field, size in (("n_embd", self.n_embd), ("n_inner", self.n_inner), ("head_dim", self.n_head * self.head_dim),
                                 ("head_dim", self.n_kv_head * self.head_dim)):
                 check(size % 16 == 0, field, f"FP8 needs dimensions divisible by 16, not {size}", -(-getattr(self, field) // 16) * 16)
+
+    def in_fp8(self, layer):
+        return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
 
 
 def rope_tables(positions, head_dim, theta):
@@ -174,7 +183,10 @@ class AdvancedGPT2Model(nn.Module):
             self.wpe = nn.Embedding(config.n_positions, config.n_embd, device=device)
             normal_init(self.wpe.weight)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList()
+        for layer in range(config.n_layer):
+            with nullcontext() if config.in_fp8(layer) else te.quantized_model_init(enabled=False):
+                self.blocks.append(Block(config))
         keep_precision = config.tie_embeddings or not config.fp8_lm_head  # an embedding cannot be kept in FP8
         with te.quantized_model_init(enabled=False) if keep_precision else nullcontext():
             self.lm_head = te.LayerNormLinear(config.n_embd, config.vocab_size, eps=config.layernorm_epsilon, bias=False,
@@ -202,8 +214,9 @@ class AdvancedGPT2Model(nn.Module):
             x = x + self.wpe(positions)
         x = self.dropout(x)
         with te.autocast(enabled=config.use_fp8, recipe=self.fp8_recipe):
-            for block in self.blocks:
-                x = block(x, rope, is_first_microbatch)
+            for layer, block in enumerate(self.blocks):
+                with nullcontext() if config.in_fp8(layer) else te.autocast(enabled=False, recipe=self.fp8_recipe):
+                    x = block(x, rope, is_first_microbatch)
             with te.autocast(enabled=config.use_fp8 and config.fp8_lm_head, recipe=self.fp8_recipe):
                 logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
         if labels is None:

@@ -50,6 +50,8 @@ class FusedConfig:
     bias: bool = True
     tie_embeddings: bool = True  # the output head shares the embedding's weight
     fp8_lm_head: bool = True  # False: the output head stays in high precision
+    fp8_skip_first: int = 0  # so many blocks at the start stay in high precision,
+    fp8_skip_last: int = 0  # and so many at the end
 
     def __post_init__(self):
         def check(ok, field, rule, works):
@@ -68,9 +70,16 @@ class FusedConfig:
         self.n_kv_head, self.head_dim = self.n_head, self.n_embd // self.n_head
         if self.n_inner is None:
             self.n_inner = 4 * self.n_embd
+        for field in ("fp8_skip_first", "fp8_skip_last"):
+            check(0 <= getattr(self, field) <= self.n_layer, field, f"must be from 0 to n_layer={self.n_layer}", 1)
+        check(self.fp8_skip_first + self.fp8_skip_last <= self.n_layer, "fp8_skip_first",
+              f"with fp8_skip_last={self.fp8_skip_last} more blocks than n_layer={self.n_layer}", self.n_layer - self.fp8_skip_last)
         if self.use_fp8:  # what an FP8 matrix product needs of its dimensions
             for field, size in (("n_embd", self.n_embd), ("n_inner", self.n_inner)):
                 check(size % 16 == 0, field, f"FP8 needs dimensions divisible by 16, not {size}", -(-getattr(self, field) // 16) * 16)
+
+    def in_fp8(self, layer):
+        return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
 
 
 class Attention(nn.Module):
@@ -133,7 +142,10 @@ class FusedGPT2Model(nn.Module):
         self.wpe = nn.Embedding(config.n_positions, config.n_embd, device=device)
         normal_init(self.wpe.weight)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList()
+        for layer in range(config.n_layer):
+            with nullcontext() if config.in_fp8(layer) else te.quantized_model_init(enabled=False):
+                self.blocks.append(Block(config))
         keep_precision = config.tie_embeddings or not config.fp8_lm_head  # an embedding cannot be kept in FP8
         with te.quantized_model_init(enabled=False) if keep_precision else nullcontext():
             self.lm_head = te.LayerNormLinear(config.n_embd, config.vocab_size, eps=config.layernorm_epsilon, bias=False,
@@ -158,8 +170,9 @@ class FusedGPT2Model(nn.Module):
         x = self.wte(input_ids) + self.wpe(positions)
         x = self.dropout(x)
         with te.autocast(enabled=config.use_fp8, recipe=self.fp8_recipe):
-            for block in self.blocks:
-                x = block(x, is_first_microbatch)
+            for layer, block in enumerate(self.blocks):
+                with nullcontext() if config.in_fp8(layer) else te.autocast(enabled=False, recipe=self.fp8_recipe):
+                    x = block(x, is_first_microbatch)
             with te.autocast(enabled=config.use_fp8 and config.fp8_lm_head, recipe=self.fp8_recipe):
                 logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
         if labels is None:

@@ -5,12 +5,13 @@ plain PyTorch. What is worth noticing:
 
 - A block is three TE modules: norm + QKV in one (`te.LayerNormLinear`), the output projection (`te.Linear`), and norm + both MLP products
   (`te.LayerNormMLP`). Fusing the norm lets TE write its output in FP8 at once. The final norm and the output head are one module too.
-- FP8 is a region, not a type: parameters stay in bfloat16 (or float32), and inside `te.autocast` TE casts both sides of every matrix product
-  to FP8 and keeps the scales. Attention, norms, residuals and the loss stay in high precision.
+- FP8 is a region, not a type: parameters stay in bfloat16 (or float32), and inside `te.autocast` TE casts both sides of every matrix
+  product to FP8 and keeps the scales. Attention, norms, residuals and the loss stay in high precision.
 - GPT-2 is the default. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False, tie_embeddings=False, n_kv_head=…`;
   Qwen3 adds `use_qk_norm` and `head_dim`.
 
-References: GPT-2 (Radford et al. 2019), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), GQA (Ainslie et al. 2023), FP8 (Micikevicius et al. 2022).
+References: GPT-2 (Radford et al. 2019), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), GQA (Ainslie et al. 2023),
+FP8 (Micikevicius et al. 2022).
 """
 
 import math
@@ -70,6 +71,8 @@ class OptimizedConfig:
     attention: Optional[str] = None  # sdpa | te | flash; None: as use_pytorch_sdpa says
     gradient_checkpointing: bool = False  # recompute each block in backward: less memory, about a third more time
     fp8_lm_head: bool = True  # False: the output head stays in high precision
+    fp8_skip_first: int = 0  # so many blocks at the start stay in high precision,
+    fp8_skip_last: int = 0  # and so many at the end
 
     def __post_init__(self):
         def check(ok, field, rule, works):
@@ -98,10 +101,17 @@ class OptimizedConfig:
         if self.attention is None:
             self.attention = "sdpa" if self.use_pytorch_sdpa else "te"
         check(self.attention in ("sdpa", "te", "flash"), "attention", "must be 'sdpa', 'te' or 'flash'", "'sdpa'")
+        for field in ("fp8_skip_first", "fp8_skip_last"):
+            check(0 <= getattr(self, field) <= self.n_layer, field, f"must be from 0 to n_layer={self.n_layer}", 1)
+        check(self.fp8_skip_first + self.fp8_skip_last <= self.n_layer, "fp8_skip_first",
+              f"with fp8_skip_last={self.fp8_skip_last} more blocks than n_layer={self.n_layer}", self.n_layer - self.fp8_skip_last)
         if self.use_fp8:  # what an FP8 matrix product needs of its dimensions
             for field, size in (("n_embd", self.n_embd), ("n_inner", self.n_inner), ("head_dim", self.n_head * self.head_dim),
                                 ("head_dim", self.n_kv_head * self.head_dim)):
                 check(size % 16 == 0, field, f"FP8 needs dimensions divisible by 16, not {size}", -(-getattr(self, field) // 16) * 16)
+
+    def in_fp8(self, layer):
+        return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
 
 
 class KVCache:
@@ -140,8 +150,8 @@ class Attention(nn.Module):
         self.config, self.layer = config, layer
         norm = "RMSNorm" if config.use_rmsnorm else "LayerNorm"
         q_size, kv_size = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-        self.qkv = te.LayerNormLinear(config.n_embd, q_size + 2 * kv_size, eps=config.layernorm_epsilon, normalization=norm, bias=config.bias,
-                                      init_method=normal_init)
+        self.qkv = te.LayerNormLinear(config.n_embd, q_size + 2 * kv_size, eps=config.layernorm_epsilon, normalization=norm,
+                                      bias=config.bias, init_method=normal_init)
         if config.use_qk_norm:
             self.q_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
             self.k_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
@@ -165,7 +175,8 @@ class Attention(nn.Module):
         return self.proj(y.reshape(batch, length, -1), is_first_microbatch=is_first_microbatch)
 
     def attend(self, q, k, v, generating):
-        """q (B, S, n_head, D), k and v (B, S', n_kv_head, D), the last S of S' positions are q's -> (B, S, n_head, D) or (B, S, n_head·D)."""
+        """q (B, S, n_head, D), k and v (B, S', n_kv_head, D), the last S of S' positions are q's
+        -> (B, S, n_head, D) or (B, S, n_head·D)."""
         config = self.config
         dropout = config.attn_dropout if self.training else 0.0
         if config.attention == "te" and not generating:
@@ -187,8 +198,8 @@ class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.attn = Attention(config, layer)
-        self.mlp = te.LayerNormMLP(config.n_embd, config.n_inner, eps=config.layernorm_epsilon, bias=config.bias, activation=config.activation,
-                                   normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm",
+        self.mlp = te.LayerNormMLP(config.n_embd, config.n_inner, eps=config.layernorm_epsilon, bias=config.bias,
+                                   activation=config.activation, normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm",
                                    init_method=normal_init, output_layer_init_method=residual_init(config))
         self.dropout = nn.Dropout(config.dropout)
 
@@ -207,7 +218,8 @@ class OptimizedGPT2Model(nn.Module):
     def __init__(self, config):
         super().__init__()
         if config.attention == "flash" and (flash_attn_func is None or config.attn_dropout > 0):
-            raise ValueError("attention='flash' needs the package flash-attn-4 or flash-attn, and attn_dropout=0; 'sdpa' works without either")
+            raise ValueError("attention='flash' needs the package flash-attn-4 or flash-attn, and attn_dropout=0; "
+                             "'sdpa' works without either")
         self.config = config
         self.fp8_recipe = DelayedScaling(margin=config.fp8_margin, fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max")
         device = "cuda" if torch.cuda.is_available() else "cpu"  # where TE makes its parameters
@@ -217,7 +229,10 @@ class OptimizedGPT2Model(nn.Module):
             self.wpe = nn.Embedding(config.n_positions, config.n_embd, device=device)
             normal_init(self.wpe.weight)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.blocks = nn.ModuleList()
+        for layer in range(config.n_layer):
+            with nullcontext() if config.in_fp8(layer) else te.quantized_model_init(enabled=False):
+                self.blocks.append(Block(config, layer))
         keep_precision = config.tie_embeddings or not config.fp8_lm_head  # an embedding cannot be kept in FP8
         with te.quantized_model_init(enabled=False) if keep_precision else nullcontext():
             self.lm_head = te.LayerNormLinear(config.n_embd, config.vocab_size, eps=config.layernorm_epsilon, bias=False,
@@ -246,11 +261,12 @@ class OptimizedGPT2Model(nn.Module):
             x = x + self.wpe(positions)
         x = self.dropout(x)
         with te.autocast(enabled=config.use_fp8, recipe=self.fp8_recipe):
-            for block in self.blocks:
-                if config.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                    x = te.checkpoint(block, x, rope=rope, is_first_microbatch=is_first_microbatch)
-                else:
-                    x = block(x, rope, is_first_microbatch, kv_cache)
+            for layer, block in enumerate(self.blocks):
+                with nullcontext() if config.in_fp8(layer) else te.autocast(enabled=False, recipe=self.fp8_recipe):
+                    if config.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                        x = te.checkpoint(block, x, rope=rope, is_first_microbatch=is_first_microbatch)
+                    else:
+                        x = block(x, rope, is_first_microbatch, kv_cache)
             with te.autocast(enabled=config.use_fp8 and config.fp8_lm_head, recipe=self.fp8_recipe):
                 logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
         if kv_cache is not None:
@@ -260,7 +276,8 @@ class OptimizedGPT2Model(nn.Module):
         return te.parallel_cross_entropy(logits, labels, reduce_loss=True).reshape(())
 
     def make_kv_cache(self, batch_size, max_len):
-        """An empty cache for generation; `model(input_ids, kv_cache=cache)` fills it. Turn FP8 off first: one token is one row, and FP8 needs 8."""
+        """An empty cache for generation; `model(input_ids, kv_cache=cache)` fills it.
+        Turn FP8 off first: one token is one row, and FP8 needs 8."""
         return KVCache(self.config, batch_size, max_len, self.wte.weight.device, self.wte.weight.dtype)
 
 

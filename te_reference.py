@@ -13,6 +13,7 @@ How FP8 is emulated. A linear layer has three matrix products, and TE quantises 
 Here x, w and dy are really cast to `torch.float8_*` with the recipe's scale, cast back, and multiplied in float32. The quantised bytes are
 TE's own; a result differs only by the order in which the product is summed. Two small autograd functions do it all: `_StraightThrough`
 replaces x or w by its dequantised self, and `_QuantizeGrad`, put on y, quantises dy on its way back, so both gradients see it.
+Recipes that scale in blocks quantise each operand twice, once for each product it enters; `_BlockLinear` is theirs.
 
 What TE keeps between steps (recipe `DelayedScaling`): for each tensor a `scale` and an `amax_history`. Row 0 of the history collects the
 current amax; when the outermost `autocast` ends (forward) or the first module's backward ends (backward) the history rolls by one and

@@ -31,6 +31,7 @@ from tqdm import tqdm
 import checkpoint
 import cli
 import fp8
+import fp8_health
 from data import Loader, get_tokenizer
 from sample import generate, pick_device
 
@@ -70,14 +71,17 @@ class TrainConfig:
     # precision
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of weights and activations outside FP8 products; auto: bfloat16 on CUDA, float32 on the CPU."""
-    fp8_recipe: Literal["none", "delayed", "current", "block", "mxfp8"] = "delayed"
-    """How FP8 scales are chosen; none: no FP8. A GPU that cannot run a recipe says which it can."""
+    fp8_recipe: str = "delayed"
+    """How FP8 scales are chosen: delayed, current, block, mxfp8, nvfp4, custom:module.function (TE's CustomRecipe with that quantizer
+    factory); none: no FP8. A GPU that cannot run a recipe says which it can."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"  # hybrid: E4M3 forward, E5M2 gradients; e4m3: both E4M3.
     fp8_amax_history_len: int = 1024  # Delayed scaling: steps of maxima that a scale is taken from.
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"  # Delayed scaling: the largest maximum of the history, or the last one.
     fp8_margin: int = 0  # Delayed scaling: scales are 2^margin times smaller than they could be.
     fp8_param: bool = False  # Keep linear layers' weights in FP8 (the optimizer keeps float32 masters).
     fp8_lm_head: bool = True  # The output head's products in FP8, too.
+    fp8_skip_first: int = 0  # So many blocks at the start stay in high precision.
+    fp8_skip_last: int = 0  # And so many at the end.
 
     # training
     max_steps: int = 1000  # Optimizer steps.
@@ -104,6 +108,9 @@ class TrainConfig:
     checkpoint_interval: int = 250  # Steps between checkpoints (also after the last step); 0: after the last alone.
     keep_checkpoints: int = 2  # Older ones are removed.
     log_interval: int = 10  # Steps between log lines.
+    fp8_health_interval: int = 0
+    """Steps between looks at each tensor in FP8: amax, scale, what is cut off, what becomes zero (fp8_health.jsonl, fp8_health.png,
+    TensorBoard). The log line after a look shows a lower speed. 0: never, at no cost."""
 
 
 GPT2 = dict(micro_batch_size=16, grad_accum=32, max_steps=20_000, warmup_steps=200)  # about half a million tokens a step
@@ -195,13 +202,19 @@ def check_options(config: TrainConfig) -> None:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: must be {rule}, such as {works}")
 
     require("max_steps micro_batch_size seq_len grad_accum eval_steps keep_checkpoints log_interval", lambda v: v >= 1, "at least 1", 8)
-    require("warmup_steps eval_interval checkpoint_interval seed", lambda v: v >= 0, "0 or more", 100)
+    require("warmup_steps eval_interval checkpoint_interval fp8_health_interval seed", lambda v: v >= 0, "0 or more", 100)
     require("fp8_amax_history_len", lambda v: v >= 1, "at least 1", 1024)
     require("weight_decay grad_clip", lambda v: 0 <= v < math.inf, "0 or more", 0.1)
     require("lr", lambda v: 0 < v < math.inf, "above 0", 6e-4)
     require("beta1 beta2", lambda v: 0 <= v < 1, "at least 0 and below 1", 0.95)
     require("min_lr_ratio", lambda v: 0 <= v <= 1, "from 0 to 1", 0.1)
     require("decay_fraction", lambda v: 0 < v <= 1, "above 0 and at most 1", 0.2)
+    fp8.check_recipe(config.fp8_recipe)
+    if config.fp8_health_interval and config.fp8_recipe == "none":
+        raise ValueError(f"--fp8-health-interval {config.fp8_health_interval}: there is no FP8 to look at with --fp8-recipe none; "
+                         "pass --fp8-recipe delayed or leave --fp8-health-interval out")
+    if config.fp8_health_interval and config.compile:
+        raise ValueError("--fp8-health-interval: compiled code does not run the hooks that look at its tensors; leave --compile out")
     if config.compile and config.fp8_recipe == "delayed":
         raise ValueError("--compile: Transformer Engine refuses DelayedScaling under torch.compile; "
                          "pass --fp8-recipe current or --fp8-recipe none with it")
@@ -359,11 +372,12 @@ class Log:
             return
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        self.path = Path(run, "metrics.jsonl")
-        kept = [json.dumps(record) + "\n" for record in read_metrics(self.path) if record["step"] < first_step]
-        self.path.with_suffix(".tmp").write_text("".join(kept))  # lines after the checkpoint, and one cut off by a kill, go
-        os.replace(self.path.with_suffix(".tmp"), self.path)
-        self.file = open(self.path, "a", buffering=1)
+        self.run = run
+        for path in [Path(run, "metrics.jsonl"), *Path(run).glob("fp8_health.jsonl")]:
+            kept = [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] < first_step]
+            path.with_suffix(".tmp").write_text("".join(kept))  # lines after the checkpoint, and one cut off by a kill, go
+            os.replace(path.with_suffix(".tmp"), path)
+        self.file = open(Path(run, "metrics.jsonl"), "a", buffering=1)
         self.board = SummaryWriter(str(Path(run, "tensorboard")), purge_step=first_step)
         self.bar = tqdm(total=max_steps, initial=first_step - 1, unit="step", dynamic_ncols=True, disable=None)  # none without a terminal
 
@@ -385,6 +399,15 @@ class Log:
         self.say(f"step {record['step']}/{max_steps}  loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  "
                  f"lr {record['lr']:.2e}  {speed}{mfu}{val}")
 
+    def write_health(self, step: int, health: dict) -> None:
+        with open(Path(self.run, "fp8_health.jsonl"), "a") as file:
+            file.write(json.dumps({"step": step, "health": health}) + "\n")
+        for module, tensors in health.items():
+            for tensor, figures in tensors.items():
+                for name, value in figures.items():
+                    if value is not None:
+                        self.board.add_scalar(f"fp8_{name}/{module}.{tensor}", value, step)
+
     def advance(self) -> None:
         if self.enabled:
             self.bar.update()
@@ -397,7 +420,7 @@ class Log:
 
 
 def read_metrics(path) -> list[dict]:
-    """The whole lines of metrics.jsonl; none without the file."""
+    """The whole lines of metrics.jsonl or fp8_health.jsonl; none without the file."""
     records = []
     for line in Path(path).read_text().splitlines() if Path(path).exists() else []:
         with contextlib.suppress(json.JSONDecodeError):
@@ -511,10 +534,12 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
             for group in optimizer.param_groups:
                 group["lr"] = lr
             step_loss = torch.zeros((), device=device)
+            looks_at_fp8 = log.enabled and config.fp8_health_interval and step % config.fp8_health_interval == 0
             for micro in range(config.grad_accum):
                 input_ids, labels = loaders["train"].batch((step - 1) * config.grad_accum + micro)
                 last = micro == config.grad_accum - 1
-                with contextlib.nullcontext() if last or world_size == 1 else net.no_sync():
+                with (contextlib.nullcontext() if last or world_size == 1 else net.no_sync(),
+                      fp8.watch(model) if looks_at_fp8 and micro == 0 else contextlib.nullcontext()):
                     first = {"is_first_microbatch": micro == 0} if config.grad_accum > 1 else {}
                     loss = net(input_ids, labels, **first) / config.grad_accum
                     loss.backward()
@@ -525,6 +550,8 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
             pending.append((step, step_loss, norm.detach().float()))
             timed_steps += 1
             log.advance()
+            if looks_at_fp8:
+                log.write_health(step, fp8.health(model))
 
             ends = step == config.max_steps
             stopping = not ends and stop.agreed()
@@ -560,6 +587,9 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
         log.close()
         for loader in loaders.values():
             loader.close()
+        looks = read_metrics(Path(run, "fp8_health.jsonl")) if log.enabled and config.fp8_health_interval else []
+        if looks:  # of a run that diverged, too
+            fp8_health.plot(looks, Path(run, "fp8_health.png"), f"{run}, FP8 {config.fp8_recipe}", config.fp8_format)
     if rank != 0:
         return
     picture = plot_losses(run)
@@ -573,6 +603,7 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
                                      generator=torch.Generator(device).manual_seed(config.seed)))
     print(f"\n--- a sample ---\n{text}\n----------------\n"
           f"validation loss {record['val_loss']:.4f} {unit} after {step} steps, on {fp8.describe()}\n"
+          + (f"FP8 health   {run}/fp8_health.png\n" if looks else "") +
           f"loss curve   {picture}\nmetrics      {run}/metrics.jsonl, and: tensorboard --logdir {run}/tensorboard\n"
           f"checkpoint   {checkpoint.latest(run)}\nmore text    python sample.py {run} --prompt \"def \"")
 
