@@ -128,7 +128,7 @@ class Block(nn.Module):
 class FusedGPT2Model(nn.Module):
     """GPT. `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy, () float32.
 
-    input_ids, labels: (B, S) int64; labels are shifted already, -100 is ignored. `fp8_recipe` may be replaced from outside.
+    input_ids, labels: (B, S) int64; labels are shifted already, -100 is ignored. `fp8_recipe` may be replaced before the first pass.
     In FP8, B·S must be divisible by 8, and by 16 when training (TE's matrix products ask for it).
     """
 
