@@ -15,7 +15,6 @@ Notable, and why:
 """
 import contextlib
 import dataclasses
-import hashlib
 import importlib
 import itertools
 import json
@@ -33,6 +32,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 import fp8
+from data import sha256
 
 MODELS = {  # --model: (file, model class, config class)
     "optimized": ("model_te_optimized", "OptimizedGPT2Model", "OptimizedConfig"),
@@ -226,13 +226,6 @@ def _damage(folder: Path) -> str | None:
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    def sha256(path):
-        digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            while block := file.read(1 << 24):
-                digest.update(block)
-        return digest.hexdigest()
-
     paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != "SHA256SUMS")
     with ThreadPoolExecutor(8) as pool:  # hashing releases the interpreter's lock
         return dict(zip((path.name for path in paths), pool.map(sha256, paths)))

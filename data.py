@@ -281,7 +281,7 @@ def _split(folder, tokenizer, dtype, val_fraction):
             position = end
     meta = {"documents": len(documents), "train_tokens": len(tokens) - val_tokens, "val_tokens": val_tokens,
             "train_bytes": int(documents["bytes"].sum()) - val_bytes, "val_bytes": val_bytes,  # of UTF-8: for a loss in nats per byte
-            "train_sha256": _sha256(folder / "train.bin"), "val_sha256": _sha256(folder / "val.bin")}
+            "train_sha256": sha256(folder / "train.bin"), "val_sha256": sha256(folder / "val.bin")}
     for name in ("all.bin", "documents.bin"):
         os.remove(folder / name)
     return meta
@@ -348,7 +348,8 @@ def _check_target(out_dir, force):
         raise ValueError(f"{out_dir}: exists; overwrite it with --force, or name another folder with --out-dir")
 
 
-def _sha256(path):
+def sha256(path):
+    """A file's SHA-256 in hexadecimal; the file may be larger than memory. (hashlib.file_digest needs Python 3.11.)"""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -378,8 +379,8 @@ def open_tokens(folder, split, verify=True):
     if not path.is_file():
         raise ValueError(f"{path}: missing; make it again with data.py --force")
     size, expected = path.stat().st_size, length * dtype.itemsize
-    if size != expected or verify and _sha256(path) != checksum:
-        raise ValueError(f"{path}: truncated or altered: {size} bytes with SHA-256 {_sha256(path)}, but meta.json says "
+    if size != expected or verify and sha256(path) != checksum:
+        raise ValueError(f"{path}: truncated or altered: {size} bytes with SHA-256 {sha256(path)}, but meta.json says "
                          f"{expected} bytes with SHA-256 {checksum}; make it again with data.py --force")
     return np.memmap(path, dtype, "r"), meta
 

@@ -339,7 +339,7 @@ def test_damaged_files_are_refused(counted):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="truncated or altered") as error:
             data.open_tokens(counted, "train", verify=verify)
-        found = data._sha256(path)
+        found = data.sha256(path)
         assert all(part in str(error.value) for part in (str(path), found, meta["train_sha256"])) and "\n" not in str(error.value)
         with pytest.raises(ValueError, match="truncated or altered"):
             data.Loader(counted, "train", seq_len=8, micro_batch_size=1)
