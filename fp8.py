@@ -144,7 +144,7 @@ def _scaling_states(model):
             continue
         for key in ("scaling_fwd", "scaling_bwd"):
             state = getattr(module, "fp8_meta", {}).get(key)
-            if hasattr(state, "amax_history"):
+            if getattr(state, "amax_history", None) is not None:  # a custom recipe has the field, too, and nothing in it
                 yield f"{module_name}.{key}", state
 
 

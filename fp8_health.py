@@ -86,7 +86,7 @@ def _in_state(module, tensor):
     {} under other recipes."""
     key, index = _slots(module)[tensor]
     state = module.fp8_meta.get(key)
-    if not hasattr(state, "amax_history"):
+    if getattr(state, "amax_history", None) is None:  # a custom recipe has the field, too, and nothing in it
         return {}
     history = state.amax_history[:, index]
     amax = torch.where(history[0] != 0, history[0], history[-1])
