@@ -93,7 +93,8 @@ def save(run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> Path
         unfinished.mkdir()
 
     def finish():
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        groups = [{k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+                  for group in optimizer.param_groups]
         document = {"step": step, "optimizer_groups": groups, "torch": torch.__version__, **meta}
         (unfinished / "meta.json").write_text(json.dumps(document, indent=2) + "\n")
         sums = "".join(f"{checksum}  {name}\n" for name, checksum in _checksums(unfinished).items())
@@ -129,6 +130,8 @@ def _tensors(model, optimizer) -> dict[str, torch.Tensor]:
             names[id(value)] = name
             tensors[f"model.{name}"] = _plain(value)
     for parameter, state in _optimizer_states(optimizer):
+        if getattr(state.get("master_param"), "dtype", None) == torch.int16:
+            state = state | {"master_param": join_remainder(parameter.detach(), state["master_param"])}
         tensors |= {f"optimizer.{names[id(parameter)]}.{key}": _plain(value) for key, value in state.items()}
     tensors |= {f"fp8.{name}": value for name, value in fp8.get_state(model).items()}
     return tensors | {f"rng{_rank()}.{name}": value for name, value in _rng_state().items()}
@@ -280,7 +283,8 @@ def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, names: 
     target = optimizer.state_dict()
     for group, stored in zip(target["param_groups"], stored_groups):
         if "step" in stored:  # all else comes from this run's own options
-            group["step"] = stored["step"]
+            on_device = getattr(optimizer, "capturable", False)
+            group["step"] = torch.tensor([stored["step"]], dtype=torch.int, device="cuda") if on_device else stored["step"]
     parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     target["state"] = {}
     for number, parameter in enumerate(parameters):
@@ -289,9 +293,29 @@ def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, names: 
         if state and optimizer.master_weights:
             master = tensors.get(f"{names[id(parameter)]}.master_param")
             state["master_param"] = master if master is not None else _plain(parameter).float()
+            if getattr(optimizer, "store_param_remainders", False) and parameter.dtype == torch.bfloat16:
+                rounded, state["master_param"] = split_remainder(state["master_param"])
+                with torch.no_grad():
+                    parameter.copy_(rounded)
         if state:
             target["state"][number] = {key: value.to(parameter.device) for key, value in state.items()}
     optimizer.load_state_dict(target)
+
+
+def join_remainder(weight, remainder) -> torch.Tensor:
+    """The float32 master weight of a BF16 one and the 16 bits that it lacks, int16 (TE's `store_param_remainders`). TE rounds the BF16 weight
+    up when the first of those bits is set, which makes them a negative number."""
+    high = weight.view(torch.int16).int() - (remainder < 0).int()
+    return (high * 65536 + (remainder.int() & 0xFFFF)).view(torch.float32)
+
+
+def split_remainder(master) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 -> (BF16, int16), which `join_remainder` puts together again, bit for bit."""
+    bits = master.contiguous().view(torch.int32)
+    low = (bits & 0xFFFF).to(torch.int32)
+    remainder = torch.where(low >= 32768, low - 65536, low).to(torch.int16)
+    high = ((bits - low) // 65536 + (remainder < 0).int()).to(torch.int16)
+    return high.view(torch.bfloat16), remainder
 
 
 # ---------------------------------------------------------------- processes and files

@@ -5,6 +5,9 @@ plain PyTorch. What is worth noticing:
 
 - A block is three TE modules: norm + QKV in one (`te.LayerNormLinear`), the output projection (`te.Linear`), and norm + both MLP products
   (`te.LayerNormMLP`). Fusing the norm lets TE write its output in FP8 at once. The final norm and the output head are one module too.
+- Between those three nothing is copied: attention reads queries, keys and values where the QKV product wrote them, and writes their
+  gradients into one tensor (`fast_attention.py`, with FlashAttention); the loss hands its gradient to the output head in FP8 already
+  (`fast_loss.py`). Both files are optional: without them the same numbers come from plain PyTorch and TE, slower.
 - FP8 is a region, not a type: parameters stay in bfloat16 (or float32), and inside `te.autocast` TE casts both sides of every matrix
   product to FP8 and keeps the scales. Attention, norms, residuals and the loss stay in high precision.
 - GPT-2 is the default. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False, tie_embeddings=False, n_kv_head=…`;
@@ -30,9 +33,11 @@ try:
         raise ImportError
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling, Format
+    from transformer_engine.pytorch.utils import SplitAlongDim  # backward, it copies nothing where the gradients lie side by side
 except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8 emulated
     import te_reference as te
     from te_reference import DelayedScaling, Format
+    SplitAlongDim = None
 
 try:
     from flash_attn.cute import flash_attn_func  # FlashAttention 4 (Hopper, Blackwell): pip install flash-attn-4
@@ -41,6 +46,12 @@ except ImportError:
         from flash_attn import flash_attn_func  # FlashAttention 2
     except ImportError:
         flash_attn_func = None
+
+try:  # faster, not different: see the two files
+    import fast_attention
+    import fast_loss
+except ImportError:
+    fast_attention = fast_loss = None
 
 
 @dataclass
@@ -68,7 +79,8 @@ class OptimizedConfig:
     activation: str = "gelu"  # gelu (tanh approximation) | swiglu
     bias: bool = True
     tie_embeddings: bool = True  # the output head shares the embedding's weight
-    attention: Optional[str] = None  # sdpa | te | flash; None: as use_pytorch_sdpa says
+    attention: Optional[str] = None  # sdpa | te | flash | auto, the fastest that is there; None: as use_pytorch_sdpa says
+    fused_loss: bool = True  # on a GPU, the loss of fast_loss.py in place of TE's
     gradient_checkpointing: bool = False  # recompute each block in backward: less memory, about a third more time
     fp8_lm_head: bool = True  # False: the output head stays in high precision
     fp8_skip_first: int = 0  # so many blocks at the start stay in high precision,
@@ -100,7 +112,7 @@ class OptimizedConfig:
             self.n_inner = 4 * self.n_embd if self.activation == "gelu" else -(-8 * self.n_embd // 3 // 64) * 64
         if self.attention is None:
             self.attention = "sdpa" if self.use_pytorch_sdpa else "te"
-        check(self.attention in ("sdpa", "te", "flash"), "attention", "must be 'sdpa', 'te' or 'flash'", "'sdpa'")
+        check(self.attention in ("sdpa", "te", "flash", "auto"), "attention", "must be 'sdpa', 'te', 'flash' or 'auto'", "'sdpa'")
         for field in ("fp8_skip_first", "fp8_skip_last"):
             check(0 <= getattr(self, field) <= self.n_layer, field, f"must be from 0 to n_layer={self.n_layer}", 1)
         check(self.fp8_skip_first + self.fp8_skip_last <= self.n_layer, "fp8_skip_first",
@@ -142,6 +154,15 @@ def apply_rope(x, cos, sin):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
+def attention_kernel(config):
+    """What `config.attention` means on this machine: sdpa, te or flash."""
+    if config.attention != "auto":
+        return config.attention
+    if flash_attn_func is not None and config.attn_dropout == 0 and torch.cuda.is_available():
+        return "flash"
+    return "sdpa" if te.__name__ == "te_reference" else "te"
+
+
 class Attention(nn.Module):
     """Norm, QKV, (QK-norm, RoPE,) causal attention, output projection: (B, S, n_embd) -> (B, S, n_embd)."""
 
@@ -155,7 +176,8 @@ class Attention(nn.Module):
         if config.use_qk_norm:
             self.q_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
             self.k_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
-        if config.attention == "te":
+        self.kernel = attention_kernel(config)
+        if self.kernel == "te":
             self.attention = te.DotProductAttention(config.n_head, config.head_dim, num_gqa_groups=config.n_kv_head,
                                                     attention_dropout=config.attn_dropout, qkv_format="bshd", attn_mask_type="causal")
         self.proj = te.Linear(q_size, config.n_embd, bias=config.bias, init_method=residual_init(config))
@@ -164,7 +186,12 @@ class Attention(nn.Module):
         config = self.config
         batch, length, _ = x.shape
         qkv = self.qkv(x, is_first_microbatch=is_first_microbatch).view(batch, length, -1, config.head_dim)
-        q, k, v = qkv.split((config.n_head, config.n_kv_head, config.n_kv_head), dim=2)  # each (B, S, heads, D)
+        if self.kernel == "flash" and fast_attention is not None and kv_cache is None and qkv.dtype == torch.bfloat16:
+            norms = (self.q_norm.weight, self.k_norm.weight) if config.use_qk_norm else (None, None)
+            y = fast_attention.packed_attention(qkv, config.n_head, config.n_kv_head, rope, *norms, config.layernorm_epsilon)
+            return self.proj(y, is_first_microbatch=is_first_microbatch)
+        sizes = [config.n_head, config.n_kv_head, config.n_kv_head]
+        q, k, v = SplitAlongDim.apply(qkv, 2, sizes) if self.kernel == "te" and SplitAlongDim else qkv.split(sizes, dim=2)  # (B, S, heads, D)
         if config.use_qk_norm:
             q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
         if rope is not None:
@@ -179,9 +206,9 @@ class Attention(nn.Module):
         -> (B, S, n_head, D) or (B, S, n_head·D)."""
         config = self.config
         dropout = config.attn_dropout if self.training else 0.0
-        if config.attention == "te" and not generating:
+        if self.kernel == "te" and not generating:
             return self.attention(q, k, v)
-        if config.attention == "flash" and not generating:
+        if self.kernel == "flash" and not generating and q.dtype != torch.float32:
             y = flash_attn_func(q, k, v, causal=True)
             return y[0] if isinstance(y, tuple) else y  # version 4 also returns the log-sum-exp
         mask = None
@@ -268,12 +295,15 @@ class OptimizedGPT2Model(nn.Module):
                     else:
                         x = block(x, rope, is_first_microbatch, kv_cache)
             with te.autocast(enabled=config.use_fp8 and config.fp8_lm_head, recipe=self.fp8_recipe):
-                logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
+                logits = self.lm_head(x.flatten(0, 1), is_first_microbatch=is_first_microbatch)  # (B·S, vocab_size)
         if kv_cache is not None:
             kv_cache.length += length
         if labels is None:
-            return logits
-        return te.parallel_cross_entropy(logits, labels, reduce_loss=True).reshape(())
+            return logits.view(batch, length, -1)
+        if config.fused_loss and fast_loss is not None and logits.is_cuda:
+            watched = bool(self.lm_head._forward_hooks)  # by fp8.watch, which wants the gradient before it is cast
+            return fast_loss.cross_entropy(logits, labels.flatten(), head=None if watched else self.lm_head)
+        return te.parallel_cross_entropy(logits.view(batch, length, -1), labels, reduce_loss=True).reshape(())
 
     def make_kv_cache(self, batch_size, max_len):
         """An empty cache for generation; `model(input_ids, kv_cache=cache)` fills it.

@@ -1034,7 +1034,7 @@ def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False, 
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam (decoupled weight decay by default) in float32, for parameters of any precision. `master_weights` keeps a float32 copy of every
+    """Adam (decoupled weight decay by default), computed in float32, for parameters of any precision. `master_weights` keeps a float32 copy of every
     lower-precision parameter in the state (`master_param`); the parameter is that copy, rounded, or quantised where it is kept in FP8.
     The step count is `param_groups[i]["step"]`, as in TE."""
 
@@ -1043,22 +1043,23 @@ class FusedAdam(torch.optim.Optimizer):
                  exp_avg_sq_dtype=torch.float32, use_decoupled_grad=False, store_param_remainders=False, set_grad_none=None):
         if amsgrad:
             raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
-        if {master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype} != {torch.float32}:
-            raise ValueError("te_reference's FusedAdam keeps its state in float32 only: leave exp_avg_dtype, exp_avg_sq_dtype and "
-                             "master_weight_dtype at torch.float32")
+        if master_weight_dtype != torch.float32 or not {exp_avg_dtype, exp_avg_sq_dtype} <= {torch.float32, torch.bfloat16}:
+            raise ValueError("te_reference's FusedAdam keeps moments in float32 or bfloat16 and masters in float32 only: leave "
+                             "master_weight_dtype, exp_avg_dtype and exp_avg_sq_dtype at torch.float32")
         super().__init__(params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.adam_w_mode, self.master_weights = adam_w_mode, master_weights
+        self.adam_w_mode, self.master_weights, self.capturable = adam_w_mode, master_weights, capturable
+        self.moment_dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
 
     def initialize_state(self, param, store_param_remainders=False):
         state = self.state[param]
-        state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
-        state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+        for name, dtype in self.moment_dtypes.items():
+            state[name] = torch.zeros_like(param, dtype=dtype)
         if self.master_weights and (param.dtype != torch.float32 or hasattr(param, "fp8_owner")):
             state["master_param"] = param.detach().float().clone()
 
     def set_scaled_state(self, param, name, value):
         """Replace one state tensor, e.g. the master weight by the value that FP8 could not hold."""
-        self.state[param][name] = value.detach().to(device=param.device, dtype=torch.float32, copy=True)
+        self.state[param][name] = value.detach().to(device=param.device, dtype=self.moment_dtypes.get(name, torch.float32), copy=True)
 
     @torch.no_grad()
     def step(self, closure=None, grad_scaler=None):
@@ -1083,9 +1084,12 @@ class FusedAdam(torch.optim.Optimizer):
                     w = p.float().clone() if in_fp8 or p.dtype != torch.float32 else p
                 if not self.adam_w_mode:
                     grad = grad + group["weight_decay"] * w
-                state["exp_avg"].lerp_(grad, 1 - beta1)
-                state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-                update = (state["exp_avg"] / bias1) / ((state["exp_avg_sq"] / bias2).sqrt() + group["eps"])
+                m, v = state["exp_avg"].float(), state["exp_avg_sq"].float()  # the state itself, unless it is kept in bfloat16
+                m.lerp_(grad, 1 - beta1)
+                v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+                state["exp_avg"].copy_(m)
+                state["exp_avg_sq"].copy_(v)
+                update = (m / bias1) / ((v / bias2).sqrt() + group["eps"])
                 if self.adam_w_mode:
                     update.add_(w, alpha=group["weight_decay"])
                 w.sub_(update * group["lr"])

@@ -65,7 +65,9 @@ class TrainConfig:
     layernorm_epsilon: float = 1e-5  # In every norm.
     dropout: float = 0.0  # Of embeddings and residual branches.
     attn_dropout: float = 0.0  # Of attention probabilities.
-    attention: Literal["sdpa", "te", "flash"] | None = None  # Attention kernel; None: the model file's choice.
+    attention: Literal["auto", "sdpa", "te", "flash"] | None = "auto"
+    """Attention kernel; auto: FlashAttention if it is installed, else Transformer Engine's, on a CPU PyTorch's."""
+    fused_loss: bool = True  # On a GPU, the loss with kernels of this kit's own (fast_loss.py); no: Transformer Engine's.
     gradient_checkpointing: bool = False  # Recompute each block in the backward pass: less memory, about a third more work.
 
     # precision
@@ -99,6 +101,11 @@ class TrainConfig:
     beta2: float = 0.95  # Adam's decay of its square.
     grad_clip: float = 1.0  # Largest norm of the gradient; 0: no clipping.
     seed: int = 1337  # Of weights, data order and dropout.
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"  # Of Adam's two moments; bfloat16 saves 4 bytes a parameter.
+    param_remainders: bool = False
+    """Keep of the float32 master weights just the 16 bits that the BF16 weights lack: exact, and saves 2 bytes a parameter. No CUDA graph."""
+    cuda_graph: Literal["auto", "on", "off"] = "auto"
+    """Replay each step as CUDA graphs, so that the GPU never waits for Python; auto: wherever that can be."""
     compile: bool = False  # torch.compile (no delayed scaling: TE refuses it there).
     device: str = "auto"  # auto, cpu, cuda or cuda:N.
 
@@ -131,7 +138,7 @@ PRESETS = {
                                      rope_theta=500_000.0, seq_len=2048, micro_batch_size=4, grad_accum=64, lr=3e-4),
     "llama3-8b": GPT2 | LLAMA | dict(n_layer=32, n_head=32, n_kv_head=8, head_dim=128, n_embd=4096, n_inner=14336, vocab_size=128256,
                                      rope_theta=500_000.0, tie_embeddings=False, seq_len=8192, micro_batch_size=1, grad_accum=64,
-                                     lr=3e-4, gradient_checkpointing=True),
+                                     lr=3e-4, moment_dtype="bfloat16", param_remainders=True),
 }
 # A checkpoint's tensors fit only a model in which these are the same.
 ARCHITECTURE = ("preset model n_layer n_head n_kv_head head_dim n_embd n_inner vocab_size n_positions activation use_rmsnorm "
@@ -258,10 +265,137 @@ def make_optimizer(model, config: TrainConfig):
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
     masters = any(p.dtype != torch.float32 for p in parameters) or config.fp8_param
+    moments = getattr(torch, config.moment_dtype)
     optimizer = fp8.te.optimizers.FusedAdam(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, adam_w_mode=True,
-                                            master_weights=masters, master_weight_dtype=torch.float32)
+                                            master_weights=masters, master_weight_dtype=torch.float32, exp_avg_dtype=moments,
+                                            exp_avg_sq_dtype=moments, store_param_remainders=config.param_remainders,
+                                            capturable=wants_graph(config, parameters[0].device))
     fp8.init_master_weights(model, optimizer)
     return optimizer
+
+
+def why_no_graph(config: TrainConfig, device: torch.device) -> str:
+    """The reason why a step of this run cannot be a CUDA graph; "" where it can."""
+    reasons = [
+        (device.type != "cuda" or fp8.IS_REFERENCE, "there is no GPU with Transformer Engine here"),
+        (dist.is_initialized(), "several processes exchange gradients from Python"),
+        (config.compile, "--compile has graphs of its own"),
+        (config.gradient_checkpointing, "--gradient-checkpointing reads random states on the host"),
+        (config.attn_dropout > 0, "--attn-dropout's random numbers would repeat"),
+        (config.fp8_param, "FusedAdam updates --fp8-param's weights from Python"),
+        (config.param_remainders, "FusedAdam updates --param-remainders from Python"),
+    ]
+    return next((reason for holds, reason in reasons if holds), "")
+
+
+def wants_graph(config: TrainConfig, device: torch.device) -> bool:
+    reason = why_no_graph(config, device)
+    if config.cuda_graph == "on" and reason:
+        raise ValueError(f"--cuda-graph on: {reason}; leave the option out")
+    return config.cuda_graph != "off" and not reason
+
+
+class TrainStep:
+    """One optimizer step: forward and backward of every micro-batch, clipping, update.
+
+    On a GPU, the first call records the step as CUDA graphs, and each call replays them. Python takes longer to launch the thousand kernels of
+    a small model's step than the GPU to run them; a graph is one launch. What a graph reads and writes stays where it is: token ids are copied
+    in, gradients are overwritten and never freed, the learning rate is a tensor, and Transformer Engine's scales and histories are buffers
+    already. Micro-batches need two graphs, since the first casts weights to FP8 and overwrites gradients, and the others do neither.
+    """
+
+    def __init__(self, model, net, optimizer, config: TrainConfig, device: torch.device):
+        """`net`: the model, or what compiles or parallelises it."""
+        self.model, self.net, self.optimizer, self.config, self.device = model, net, optimizer, config, device
+        self.graphed = wants_graph(config, device)
+        self.graphs = {}
+
+    def __call__(self, batches, lr: float, watch: bool = False):
+        """batches: grad_accum pairs (input_ids, labels), each (B, S) -> (mean loss, gradient norm before clipping), () float32 on the
+        device. `watch`: look at FP8's tensors in the first forward and backward pass (fp8.watch), outside the graphs."""
+        for group in self.optimizer.param_groups:
+            if self.graphed:
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        if not self.graphed:
+            return self.run(batches, watch)
+        if not self.graphs:
+            self.record(batches)
+        if watch:
+            kept = [(p, p.grad) for p in self.model.parameters()]
+            self.optimizer.zero_grad(set_to_none=True)
+            outcome = self.run(batches, watch)
+            for parameter, gradient in kept:
+                parameter.grad = gradient  # the graphs' own memory
+            return outcome
+        for micro, (input_ids, labels) in enumerate(batches):
+            self.inputs[0].copy_(input_ids, non_blocking=True)
+            self.inputs[1].copy_(labels, non_blocking=True)
+            self.graphs["rest" if micro else "first"].replay()
+        self.graphs["update"].replay()
+        return self.loss.clone(), self.norm.clone()
+
+    def run(self, batches, watch=False):
+        """The step, launched from Python."""
+        total = torch.zeros((), device=self.device)
+        for micro, (input_ids, labels) in enumerate(batches):
+            waits = isinstance(self.net, DistributedDataParallel) and micro < len(batches) - 1  # ranks exchange gradients once a step
+            with (self.net.no_sync() if waits else contextlib.nullcontext(),
+                  fp8.watch(self.model) if watch and micro == 0 else contextlib.nullcontext()):
+                total += self.forward_backward(input_ids, labels, micro == 0)
+        norm = self.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total, norm
+
+    def forward_backward(self, input_ids, labels, first: bool):
+        first = {"is_first_microbatch": first} if self.config.grad_accum > 1 else {}  # weights are cast to FP8 once a step
+        loss = self.net(input_ids, labels, **first) / self.config.grad_accum
+        loss.backward()
+        return loss.detach()
+
+    def update(self):
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip or math.inf)
+        self.optimizer.step()
+        return norm.detach().float()
+
+    def record(self, batches) -> None:
+        """Record the graphs. Nothing is trained by it: the passes that a recording must be preceded by leave the FP8 state, the random
+        generator and the weights as they were."""
+        accumulates = self.config.grad_accum > 1
+        self.inputs = [tensor.clone() for tensor in batches[0]]
+        for group in self.optimizer.param_groups:  # what the optimizer would create in its first step
+            group.setdefault("step", torch.zeros(1, dtype=torch.int, device=self.device))
+            for parameter in group["params"]:
+                if not self.optimizer.state[parameter]:
+                    self.optimizer.initialize_state(parameter, False)
+        generator, stream = torch.cuda.get_rng_state(self.device), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), fp8.preserved_state(self.model):
+            for micro in (0, 1, 0, 1) if accumulates else (0, 0):
+                self.forward_backward(*self.inputs, micro == 0)
+                if not micro:
+                    self.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss = torch.zeros((), device=self.device)
+
+        def first():
+            self.loss.copy_(self.forward_backward(*self.inputs, True))
+
+        def rest():
+            self.loss.add_(self.forward_backward(*self.inputs, False))
+
+        def update():
+            self.norm = self.update()
+
+        pool = torch.cuda.graph_pool_handle()
+        with fp8.preserved_state(self.model):
+            for name, function in {"first": first, **({"rest": rest} if accumulates else {}), "update": update}.items():
+                self.graphs[name] = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graphs[name], pool=pool, capture_error_mode="thread_local"):
+                    function()
+        torch.cuda.set_rng_state(generator, self.device)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -511,6 +645,8 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
     if world_size > 1:
         net = DistributedDataParallel(net, device_ids=[device.index] if device.type == "cuda" else None)
 
+    train_step = TrainStep(model, net, optimizer, config, device)
+
     parameters = sum(p.numel() for p in model.parameters())
     tokens_per_step = config.micro_batch_size * config.seq_len * config.grad_accum * world_size
     token_flops, peak = flops_per_token(parameters, config), peak_flops(device)
@@ -531,23 +667,10 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
         while step < config.max_steps:
             step += 1
             lr = learning_rate(step, config)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            step_loss = torch.zeros((), device=device)
             looks_at_fp8 = log.enabled and config.fp8_health_interval and step % config.fp8_health_interval == 0
-            for micro in range(config.grad_accum):
-                input_ids, labels = loaders["train"].batch((step - 1) * config.grad_accum + micro)
-                last = micro == config.grad_accum - 1
-                with (contextlib.nullcontext() if last or world_size == 1 else net.no_sync(),
-                      fp8.watch(model) if looks_at_fp8 and micro == 0 else contextlib.nullcontext()):
-                    first = {"is_first_microbatch": micro == 0} if config.grad_accum > 1 else {}
-                    loss = net(input_ids, labels, **first) / config.grad_accum
-                    loss.backward()
-                step_loss += loss.detach()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            pending.append((step, step_loss, norm.detach().float()))
+            batches = [loaders["train"].batch((step - 1) * config.grad_accum + micro) for micro in range(config.grad_accum)]
+            loss, norm = train_step(batches, lr, watch=looks_at_fp8)
+            pending.append((step, loss, norm))
             timed_steps += 1
             log.advance()
             if looks_at_fp8:

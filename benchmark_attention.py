@@ -1,0 +1,372 @@
+"""Which attention kernel is fastest: alone, and inside a block, where the layout of its inputs changes the order.
+
+    python benchmark_attention.py --json FILE --png FILE                       # both parts; the kernels' times add up to less than a minute
+    python benchmark_attention.py --shapes 4x4096x32x8x128 --block-shapes      # one shape (batch x length x heads x KV heads x head width), no blocks
+
+All attention is causal, in BF16. Before a kernel is timed, its output and gradients are compared with float64; one that is wrong is marked
+WRONG, however fast it is, and one that fails has its reason in place of its figures. What the times mean:
+
+- Medians of the GPU's own time (CUDA events). The GPU is kept waiting while Python queues a pass, so the time that Python needs is not in
+  them: a small model that is slow because of Python needs a CUDA graph or torch.compile, not another kernel.
+- A pass is forward and at once backward, as in training, on several sets of inputs in turn: none is in the L2 cache from last time.
+- Inputs lie as (B, S, heads, D), the way a QKV product leaves them. Alone, queries, keys and values are three tensors. In a block they are
+  slices of one, so most kernels need their gradients concatenated; "packed" is the model's way around that.
+"""
+
+import json
+import math
+import sys
+import time
+import warnings
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import cli
+import fp8
+import model_te_optimized
+from model_te_optimized import OptimizedConfig, OptimizedGPT2Model, te
+from results import stability_report as report
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+TENSORS = ("out", "dq", "dk", "dv")
+LIMITS = {"kernel": 0.02, "bf16": 0.02, "fp8": 0.1}  # relative errors above these are mistakes, not rounding (in FP8, a bucket is 6 % wide)
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def __str__(self):
+        return "x".join(str(n) for n in vars(self).values())
+
+    @staticmethod
+    def of(text, option):
+        """Shape from "8x2048x12x12x64"; ValueError names the option."""
+        numbers = text.split("x")
+        if len(numbers) != 5 or not all(n.isascii() and n.isdigit() and int(n) for n in numbers):
+            raise ValueError(f"{option} {text!r}: must be batch x length x heads x KV heads x head width; 8x2048x12x12x64 works")
+        shape = Shape(*map(int, numbers))
+        if shape.heads % shape.kv_heads:
+            raise ValueError(f"{option} {text!r}: KV heads must divide {shape.heads} heads; {shape.heads} works")
+        return shape
+
+    def flops(self):
+        """Of causal attention's matrix products -> (forward, backward). Two products, each half of B·H·S²·D multiply-adds, and five backward
+        (one of them the forward's, done again); the convention of FlashAttention (Dao 2023)."""
+        forward = 4 * self.batch * self.heads * self.length ** 2 * self.head_dim // 2
+        return forward, forward * 5 // 2
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The kernels: each a function of a shape that returns attend(q, k, v), q (B, S, heads, D), k and v (B, S, KV heads, D) -> (B, S, heads, D)
+
+
+def by_hand(shape):
+    """As in a textbook; the S x S matrices of all heads lie in memory."""
+    needed = 4 * 2 * shape.batch * shape.heads * shape.length ** 2  # bytes: four of them at once, in the backward pass
+    if HAS_GPU and needed > (free := torch.cuda.mem_get_info()[0]):
+        raise MemoryError(f"its S x S matrices need {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free")
+
+    def attend(q, k, v):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        k, v = (t.repeat_interleave(shape.heads // shape.kv_heads, dim=1) for t in (k, v))
+        future = torch.ones(shape.length, shape.length, dtype=torch.bool, device=q.device).triu(1)
+        weights = (q @ k.transpose(2, 3) / math.sqrt(shape.head_dim)).masked_fill(future, -torch.inf).softmax(dim=-1)
+        return (weights @ v).transpose(1, 2)
+    return attend
+
+
+def sdpa(shape, backend=None):
+    def attend(q, k, v):
+        with sdpa_kernel(backend) if backend else nullcontext():
+            return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True,
+                                                  enable_gqa=shape.heads != shape.kv_heads).transpose(1, 2)
+    return attend
+
+
+def te_attention(shape):
+    module = te.DotProductAttention(shape.heads, shape.head_dim, num_gqa_groups=shape.kv_heads, attention_dropout=0.0, qkv_format="bshd",
+                                    attn_mask_type="causal")
+    return lambda q, k, v: module(q, k, v).view(q.shape)  # TE returns (B, S, heads·D)
+
+
+def flash_2(shape):
+    from flash_attn import flash_attn_func
+    return lambda q, k, v: flash_attn_func(q, k, v, causal=True)
+
+
+def flash_4(shape):
+    from flash_attn.cute import flash_attn_func
+    return lambda q, k, v: flash_attn_func(q, k, v, causal=True)[0]  # the other is the log-sum-exp
+
+
+KERNELS = {"by hand": by_hand, "SDPA, PyTorch's choice": sdpa, f"{'te_reference' if fp8.IS_REFERENCE else 'te'}.DotProductAttention": te_attention}
+if HAS_GPU:
+    KERNELS |= {"SDPA, FlashAttention 2": partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
+                "SDPA, memory-efficient": partial(sdpa, backend=SDPBackend.EFFICIENT_ATTENTION),
+                "SDPA, cuDNN": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION), "flash-attn 2": flash_2, "flash-attn 4": flash_4}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Right, and how fast
+
+
+def reference(q, k, v, grad):
+    """Causal attention in float64 of the last sequence and the last KV head -> its slices of (out, dq, dk, dv), (S, query heads, D) twice and
+    (S, 1, D) twice. Those are the ones that a kernel which mixes up heads or sequences gets wrong; more would only cost time and memory."""
+    group = q.shape[2] // k.shape[2]
+    q, grad = q[-1, :, -group:].detach().double().requires_grad_(), grad[-1, :, -group:].double()
+    k, v = (t[-1, :, -1].detach().double().requires_grad_() for t in (k, v))
+    future = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
+    outs = []
+    for head in range(group):  # one at a time: in float64 an S x S matrix is large
+        weights = (q[:, head] @ k.T / math.sqrt(q.shape[-1])).masked_fill(future, -torch.inf).softmax(dim=-1)
+        outs.append(weights @ v)
+        outs[-1].backward(grad[:, head])
+    return torch.stack([out.detach() for out in outs], dim=1), q.grad, k.grad[:, None], v.grad[:, None]
+
+
+def relative_errors(found, expected):
+    """||found - expected|| / ||expected|| of each pair, a list of floats; NaN stays NaN."""
+    return [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(found, expected)]
+
+
+def judged(names, errors, limit):
+    """The row's fields for its errors. What is not finite agrees with nothing, and is null in JSON."""
+    return {"errors": {name: e if math.isfinite(e) else None for name, e in zip(names, errors)}, "agrees": all(e <= limit for e in errors)}
+
+
+def one_pass(function, inputs, parameters, grad):
+    """Forward, then backward -> (out, gradients of inputs and parameters), the times before, between and after."""
+    def now():
+        if not HAS_GPU:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    start = now()
+    out = function(*inputs)
+    middle = now()
+    grads = torch.autograd.grad(out, (*inputs, *parameters), grad)
+    return (out.detach(), *grads), (start, middle, now())
+
+
+def timed(function, sets, parameters=()):
+    """`sets`: of (inputs, gradient of the output). -> a row's fields: medians in ms, and the GiB that a pass needs beyond its inputs."""
+    synchronize = torch.cuda.synchronize if HAS_GPU else lambda: None
+    start, warm = time.perf_counter(), 0
+    while warm < 3 or time.perf_counter() - start < 0.1:  # the first passes compile, choose and allocate; and the clocks rise
+        began = time.perf_counter()
+        one_pass(function, sets[warm % len(sets)][0], parameters, sets[warm % len(sets)][1])
+        synchronize()
+        seconds, warm = time.perf_counter() - began, warm + 1
+    if HAS_GPU:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    marks = []
+    for i in range(min(50, max(5, int(0.2 / seconds)))):
+        if HAS_GPU:
+            torch.cuda._sleep(4_000_000)  # cycles, about 2 ms: time for Python to queue what follows
+        marks.append(one_pass(function, sets[i % len(sets)][0], parameters, sets[i % len(sets)][1])[1])
+    synchronize()
+    between = (lambda a, b: a.elapsed_time(b)) if HAS_GPU else (lambda a, b: 1000 * (b - a))
+    forward, backward, both = (median(between(mark[i], mark[j]) for mark in marks) for i, j in ((0, 1), (1, 2), (0, 2)))
+    gib = (torch.cuda.max_memory_allocated() - before) / 2**30 if HAS_GPU else None
+    return {"forward_ms": forward, "backward_ms": backward, "both_ms": both, "peak_gib": gib}
+
+
+def random_sets(shapes):
+    """Inputs of these shapes and the gradient of an output of the first one's, random in BF16; as many sets as fill the L2 cache twice."""
+    cache = torch.cuda.get_device_properties().L2_cache_size if HAS_GPU else 0
+    count = min(32, 2 + 2 * cache // (2 * sum(map(math.prod, shapes))))
+    torch.manual_seed(0)
+    draw = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
+    return [([draw(shape, requires_grad=True) for shape in shapes], draw(shapes[0])) for _ in range(count)]
+
+
+def row_of(measure, **fields):
+    """`fields` and what `measure()` returns, or the reason why it could not, in a line: {"why_not"}."""
+    with warnings.catch_warnings(record=True) as notes:  # in them PyTorch explains "No available kernel"
+        warnings.simplefilter("always")
+        try:
+            return fields | measure()
+        except Exception as error:  # whatever a kernel raises concerns its own row only
+            said = "not installed: " if isinstance(error, ImportError) else ""
+            said += " ".join([str(error) or type(error).__name__, *(str(note.message).partition("(Triggered")[0] for note in notes)])
+    if HAS_GPU:
+        torch.cuda.empty_cache()
+    return fields | {"why_not": " ".join(said.split())[:300]}
+
+
+def measure_kernel(make, shape, sets, expected):
+    attend, (inputs, grad) = make(shape), sets[0]
+    found = one_pass(attend, inputs, (), grad)[0]
+    group = shape.heads // shape.kv_heads
+    errors = relative_errors([t[-1, :, -heads:] for t, heads in zip(found, (group, group, 1, 1))], expected)
+    del found  # or it would count as memory that the kernel needs
+    figures = timed(attend, sets)
+    forward, backward = shape.flops()
+    rates = {"forward": (forward, "forward_ms"), "backward": (backward, "backward_ms"), "both": (forward + backward, "both_ms")}
+    return judged(TENSORS, errors, LIMITS["kernel"]) | figures | {f"{n}_tflops": f / figures[ms] / 1e9 for n, (f, ms) in rates.items()}
+
+
+def block_arms():
+    """{name: (config.attention, what is switched off in the model file)}; sdpa first, as the others are compared with it."""
+    arms = {"sdpa": ("sdpa", ""), "te": ("te", ""), "flash, not packed": ("flash", "fast_attention"), "packed": ("flash", "")}
+    if getattr(model_te_optimized, "SplitAlongDim", None) is not None:  # with it "te" is packed too
+        arms["te, not packed"] = ("te", "SplitAlongDim")
+    if getattr(model_te_optimized, "fast_attention", None) is None:
+        del arms["packed"]
+    return arms
+
+
+def measure_block(arm, precision, shape, sets, expected):
+    """`expected`: a list that the first arm fills and that the others are compared with: out, dx, gradient of the QKV weight."""
+    attention, switched_off = block_arms()[arm]
+    with mock.patch.object(model_te_optimized, switched_off, None, create=True) if switched_off else nullcontext():
+        if not fp8.IS_REFERENCE:  # TE keeps the amax histories of models that are gone, and would go on updating them
+            from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+            FP8GlobalStateManager.reset()
+        torch.manual_seed(0)
+        config = OptimizedConfig(vocab_size=128, n_positions=shape.length, n_embd=shape.heads * shape.head_dim, n_layer=1, n_head=shape.heads,
+                                 n_kv_head=shape.kv_heads, head_dim=shape.head_dim, n_inner=64, attention=attention, use_fp8=precision == "fp8")
+        module = OptimizedGPT2Model(config).blocks[0].attn.to(DEVICE, torch.bfloat16)  # by way of the model, for its checks
+        recipe = fp8.make_recipe("delayed" if config.use_fp8 else "none")
+
+        def block(x):
+            with te.autocast(enabled=config.use_fp8, recipe=recipe):
+                return module(x)
+
+        parameters = list(module.parameters())
+        weight = next(i for i, p in enumerate(parameters) if p is module.qkv.weight)
+        inputs, grad = sets[0]
+        for _ in range(3):  # delayed scaling: the scales come from earlier passes
+            out, dx, *grads = one_pass(block, inputs, parameters, grad)[0]
+        found = [out, dx, grads[weight]]
+        if not expected:
+            expected += found
+        errors = relative_errors(found, expected)
+        del out, dx, grads, found
+        return judged(("out", "dx", "dqkv_weight"), errors, LIMITS[precision]) | timed(block, sets, parameters)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Options:
+    shapes: tuple[str, ...] = ("32x1024x12x12x64", "8x2048x12x12x64", "4x4096x32x32x128", "1x16384x32x8x128",
+                               "8x2048x16x4x128") if HAS_GPU else ("2x128x4x2x32",)  # Batch x length x heads x KV heads x head width.
+    block_shapes: tuple[str, ...] = ("32x1024x12x12x64", "4x4096x32x32x128") if HAS_GPU else ("2x64x4x4x16",)  # None: no blocks.
+    json: Path | None = None  # Write the figures here.
+    png: Path | None = None  # Draw them here.
+
+
+def text_of(row):
+    """A row of the table."""
+    if "why_not" in row:
+        return f"{row['name']:32}{row['why_not']}"
+    worst = max((math.inf if e is None else e) for e in row["errors"].values())
+    tflops = f"{row['both_tflops']:9.1f}" if "both_tflops" in row else " " * 9
+    gib = f"{row['peak_gib']:8.2f}" if row["peak_gib"] is not None else " " * 8
+    return (f"{row['name']:32}{row['forward_ms']:9.3f}{row['backward_ms']:10.3f}{row['both_ms']:9.3f}{tflops}{gib}{worst:10.1e}"
+            f"{'' if row['agrees'] else '  WRONG'}")
+
+
+def versions():
+    found = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    for name in ("transformer-engine", "flash-attn", "flash-attn-4", "triton"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def main(argv=None):
+    options = cli.parse(Options, argv, prog="benchmark_attention.py", description=__doc__.partition("\n\nAll attention")[0])
+    shapes = [Shape.of(text, "--shapes") for text in options.shapes]
+    block_shapes = [Shape.of(text, "--block-shapes") for text in options.block_shapes]
+    report.check_folder(options.json, options.png)
+    start, rows = time.time(), []
+    figures = {"versions": versions(), "limits": LIMITS, "times_mean_something": HAS_GPU, "rows": rows}
+
+    def add(row):
+        rows.append(row)
+        print(text_of(row), flush=True)
+        figures["seconds"] = round(time.time() - start)
+        report.write("benchmark_attention.py", argv, figures, options.json)  # after every row: what is done is kept if the run is cut short
+
+    print(fp8.describe() + ("" if HAS_GPU else ": no GPU, so these times mean nothing; that the results agree does"))
+    head = f"{'':32}{'forward':>9}{'backward':>10}{'both ms':>9}{'TFLOP/s':>9}{'GiB':>8}{'error':>10}"
+    for shape in shapes:
+        print(f"\nattention {shape}: batch x length x heads x KV heads x head width\n{head}")
+        query, key = ((shape.batch, shape.length, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads))
+        sets = random_sets([query, key, key])
+        expected = reference(*sets[0][0], sets[0][1])
+        for name, make in KERNELS.items():
+            add(row_of(partial(measure_kernel, make, shape, sets, expected), part="attention", shape=str(shape), name=name))
+    for shape in block_shapes:
+        print(f"\nnorm + QKV, attention, projection {shape}; error: against sdpa\n{head.replace('TFLOP/s', ' ' * 7)}")
+        sets = random_sets([(shape.batch, shape.length, shape.heads * shape.head_dim)])
+        for precision in ("bf16",) if fp8.why_not("delayed") else ("bf16", "fp8"):
+            expected = []
+            for arm in block_arms():
+                measure = partial(measure_block, arm, precision, shape, sets, expected)
+                add(row_of(measure, part="block", shape=str(shape), precision=precision, name=f"{arm}, {precision}"))
+    if options.png:
+        plot(rows, options.png)
+
+
+def plot(rows, path):
+    """A panel a shape, a bar a kernel: ms of forward (darker) and backward. Bars longer than five times the shortest are cut off."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = list(dict.fromkeys((row["part"], row["shape"]) for row in rows))
+    count = -(-len(panels) // 2)
+    figure, axes = plt.subplots(max(count, 1), 2, figsize=(15, 0.6 + 3 * max(count, 1)), layout="constrained", squeeze=False)
+    for axis in axes.flat[len(panels):]:
+        axis.set_visible(False)
+    for axis, (part, shape) in zip(axes.flat, panels):
+        here = [row for row in rows if (row["part"], row["shape"]) == (part, shape)]
+        limit = 5 * min((row["both_ms"] for row in here if "both_ms" in row), default=1)
+        for y, row in enumerate(here):
+            if "why_not" in row:
+                axis.text(0, y, " " + row["why_not"][:70], va="center", fontsize=7, color="gray")
+                continue
+            forward, both = (min(row[key], limit) for key in ("forward_ms", "both_ms"))
+            colour = "red" if not row["agrees"] else "tab:green" if row.get("precision") == "fp8" else "tab:blue"
+            axis.barh(y, both, color=colour, alpha=0.5)
+            axis.barh(y, forward, color=colour)
+            rate = f", {row['both_tflops']:.0f} TFLOP/s" if "both_tflops" in row else ""
+            axis.text(both, y, f" {row['both_ms']:.3g} ms{rate}{'' if row['agrees'] else ', WRONG'}", va="center", fontsize=8)
+        axis.set_xlim(0, 1.35 * max([min(row["both_ms"], limit) for row in here if "both_ms" in row], default=1))
+        axis.set_yticks(range(len(here)), [row["name"] for row in here], fontsize=8)
+        axis.invert_yaxis()
+        axis.set_title(f"{part} {shape}", fontsize=9)
+    figure.suptitle(f"{fp8.describe()}: causal attention, forward (darker) + backward, ms{'' if HAS_GPU else '; on a CPU they mean nothing'}\n"
+                    "batch x length x heads x KV heads x head width; block: with norm, QKV product and projection", fontsize=10)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, "benchmark_attention.py"))

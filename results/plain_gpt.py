@@ -1,0 +1,116 @@
+"""The GPT of model_te_optimized.py without Transformer Engine: what nanoGPT is, and what benchmark_te.py compares with.
+
+The same network from the same OptimizedConfig, in nothing but PyTorch: nn.Linear, F.scaled_dot_product_attention, F.layer_norm or
+F.rms_norm, F.gelu or SwiGLU, F.cross_entropy. Parameters are float32; run it under BF16 autocast and torch.compile, with PyTorch's fused
+AdamW, as nanoGPT does (github.com/karpathy/nanoGPT). tests/test_benchmark.py holds its logits against the optimized model's.
+"""
+
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class Norm(nn.Module):
+    """LayerNorm (with a bias) or RMSNorm over the last dimension."""
+
+    def __init__(self, width, config, rms):
+        super().__init__()
+        self.eps, self.rms = config.layernorm_epsilon, rms
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = None if rms else nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        if self.rms:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def rope(x, cos, sin):
+    """Rotate the pairs (x[i], x[i + D/2]) of every head. x (B, H, T, D)."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def attention_by_hand(q, k, v):
+    """softmax(q kᵀ / √D) v under a causal mask, every step a kernel of its own: what SDPA replaces. (B, H, T, D), k and v (B, H', T, D)."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(future, float("-inf")).softmax(dim=-1).to(v.dtype) @ v
+
+
+class Block(nn.Module):
+    """x + attention, then x + MLP: (B, T, n_embd) -> (B, T, n_embd)."""
+
+    def __init__(self, config, by_hand):
+        super().__init__()
+        self.config, self.by_hand = config, by_hand
+        q_size, kv_size = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+        self.norm1 = Norm(config.n_embd, config, config.use_rmsnorm)
+        self.qkv = nn.Linear(config.n_embd, q_size + 2 * kv_size, bias=config.bias)
+        if config.use_qk_norm:
+            self.q_norm, self.k_norm = Norm(config.head_dim, config, True), Norm(config.head_dim, config, True)
+        self.proj = nn.Linear(q_size, config.n_embd, bias=config.bias)
+        self.norm2 = Norm(config.n_embd, config, config.use_rmsnorm)
+        self.fc1 = nn.Linear(config.n_embd, config.n_inner * (2 if config.activation == "swiglu" else 1), bias=config.bias)
+        self.fc2 = nn.Linear(config.n_inner, config.n_embd, bias=config.bias)
+
+    def forward(self, x, cos_sin):
+        config = self.config
+        batch, length, _ = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, -1, config.head_dim).transpose(1, 2)
+        q, k, v = qkv.split((config.n_head, config.n_kv_head, config.n_kv_head), dim=1)  # each (B, heads, T, D)
+        if config.use_qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if cos_sin is not None:
+            q, k = rope(q, *cos_sin), rope(k, *cos_sin)
+        if self.by_hand:
+            y = attention_by_hand(q, k, v)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=config.n_kv_head != config.n_head)
+        x = x + self.proj(y.transpose(1, 2).reshape(batch, length, -1))
+        h = self.fc1(self.norm2(x))
+        if config.activation == "swiglu":
+            gate, up = h.chunk(2, dim=-1)
+            return x + self.fc2(F.silu(gate) * up)
+        return x + self.fc2(F.gelu(h, approximate="tanh"))
+
+
+class PlainGPT(nn.Module):
+    """`model(input_ids)` -> logits (B, T, vocab_size); `model(input_ids, labels)` -> mean cross-entropy, a scalar; both (B, T) int64.
+    `by_hand`: attention without SDPA. Dropout, gradient checkpointing and FP8 are not here."""
+
+    def __init__(self, config, by_hand=False):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        if not config.use_rotary:
+            self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config, by_hand) for _ in range(config.n_layer))
+        self.norm = Norm(config.n_embd, config, config.use_rmsnorm)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.wte.weight
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith(("proj.weight", "fc2.weight")) else 0.02
+                nn.init.normal_(parameter, std=std)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, input_ids, labels=None):
+        config = self.config
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x, cos_sin = self.wte(input_ids), None
+        if config.use_rotary:
+            steps = torch.arange(0, config.head_dim, 2, device=input_ids.device).float()
+            angles = positions.float()[:, None] * config.rope_theta ** (-steps / config.head_dim)
+            cos_sin = angles.cos(), angles.sin()
+        else:
+            x = x + self.wpe(positions)
+        for block in self.blocks:
+            x = block(x, cos_sin)
+        logits = self.lm_head(self.norm(x))
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
