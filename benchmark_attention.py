@@ -38,7 +38,7 @@ from results import stability_report as report
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
-TENSORS = ("out", "dq", "dk", "dv")
+PACKAGES = ("transformer_engine", "transformer-engine", "flash_attn", "flash-attn", "flash_attn_4", "flash-attn-4", "triton")
 LIMITS = {"kernel": 0.02, "bf16": 0.02, "fp8": 0.1}  # relative errors above these are mistakes, not rounding (in FP8, a bucket is 6 % wide)
 
 
@@ -65,10 +65,10 @@ class Shape:
         return shape
 
     def flops(self):
-        """Of causal attention's matrix products -> (forward, backward). Two products, each half of B·H·S²·D multiply-adds, and five backward
-        (one of them the forward's, done again); the convention of FlashAttention (Dao 2023)."""
+        """Of causal attention's matrix products -> (forward, backward, both). Two forward, each half of B·H·S²·D multiply-adds, and five
+        backward, one of them the forward's done again; the convention of FlashAttention-2 (Dao 2023)."""
         forward = 4 * self.batch * self.heads * self.length ** 2 * self.head_dim // 2
-        return forward, forward * 5 // 2
+        return forward, forward * 5 // 2, forward * 7 // 2
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -145,12 +145,13 @@ def relative_errors(found, expected):
     return [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(found, expected)]
 
 
-def judged(names, errors, limit):
-    """The row's fields for its errors. What is not finite agrees with nothing, and is null in JSON."""
-    return {"errors": {name: e if math.isfinite(e) else None for name, e in zip(names, errors)}, "agrees": all(e <= limit for e in errors)}
+def judged(names, errors, what):
+    """The row's fields for its errors. NaN agrees with nothing, and is null in JSON, which has none."""
+    errors = {name: error if math.isfinite(error) else None for name, error in zip(names, errors)}
+    return {"errors": errors, "agrees": all(error is not None and error <= LIMITS[what] for error in errors.values())}
 
 
-def one_pass(function, inputs, parameters, grad):
+def one_pass(function, parameters, inputs, grad):
     """Forward, then backward -> (out, gradients of inputs and parameters), the times before, between and after."""
     def now():
         if not HAS_GPU:
@@ -170,19 +171,19 @@ def timed(function, sets, parameters=()):
     """`sets`: of (inputs, gradient of the output). -> a row's fields: medians in ms, and the GiB that a pass needs beyond its inputs."""
     synchronize = torch.cuda.synchronize if HAS_GPU else lambda: None
     start, warm = time.perf_counter(), 0
-    while warm < 3 or time.perf_counter() - start < 0.1:  # the first passes compile, choose and allocate; and the clocks rise
-        began = time.perf_counter()
-        one_pass(function, sets[warm % len(sets)][0], parameters, sets[warm % len(sets)][1])
+    while warm < 3 or HAS_GPU and time.perf_counter() - start < 0.1:  # the first passes compile, choose and allocate; and the clocks rise
+        one_pass(function, parameters, *sets[warm % len(sets)])
         synchronize()
-        seconds, warm = time.perf_counter() - began, warm + 1
+        warm += 1
+    passes = min(50, max(5, int(0.2 * warm / (time.perf_counter() - start)))) if HAS_GPU else 3
     if HAS_GPU:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     marks = []
-    for i in range(min(50, max(5, int(0.2 / seconds)))):
+    for i in range(passes):
         if HAS_GPU:
             torch.cuda._sleep(4_000_000)  # cycles, about 2 ms: time for Python to queue what follows
-        marks.append(one_pass(function, sets[i % len(sets)][0], parameters, sets[i % len(sets)][1])[1])
+        marks.append(one_pass(function, parameters, *sets[i % len(sets)])[1])
     synchronize()
     between = (lambda a, b: a.elapsed_time(b)) if HAS_GPU else (lambda a, b: 1000 * (b - a))
     forward, backward, both = (median(between(mark[i], mark[j]) for mark in marks) for i, j in ((0, 1), (1, 2), (0, 2)))
@@ -201,6 +202,7 @@ def random_sets(shapes):
 
 def row_of(measure, **fields):
     """`fields` and what `measure()` returns, or the reason why it could not, in a line: {"why_not"}."""
+    torch.cuda.empty_cache()  # without a GPU it does nothing
     with warnings.catch_warnings(record=True) as notes:  # in them PyTorch explains "No available kernel"
         warnings.simplefilter("always")
         try:
@@ -208,37 +210,30 @@ def row_of(measure, **fields):
         except Exception as error:  # whatever a kernel raises concerns its own row only
             said = "not installed: " if isinstance(error, ImportError) else ""
             said += " ".join([str(error) or type(error).__name__, *(str(note.message).partition("(Triggered")[0] for note in notes)])
-    if HAS_GPU:
-        torch.cuda.empty_cache()
     return fields | {"why_not": " ".join(said.split())[:300]}
 
 
 def measure_kernel(make, shape, sets, expected):
-    attend, (inputs, grad) = make(shape), sets[0]
-    found = one_pass(attend, inputs, (), grad)[0]
+    attend = make(shape)
+    found = one_pass(attend, (), *sets[0])[0]
     group = shape.heads // shape.kv_heads
     errors = relative_errors([t[-1, :, -heads:] for t, heads in zip(found, (group, group, 1, 1))], expected)
     del found  # or it would count as memory that the kernel needs
     figures = timed(attend, sets)
-    forward, backward = shape.flops()
-    rates = {"forward": (forward, "forward_ms"), "backward": (backward, "backward_ms"), "both": (forward + backward, "both_ms")}
-    return judged(TENSORS, errors, LIMITS["kernel"]) | figures | {f"{n}_tflops": f / figures[ms] / 1e9 for n, (f, ms) in rates.items()}
+    flops = dict(zip(("forward", "backward", "both"), shape.flops()))
+    return judged(("out", "dq", "dk", "dv"), errors, "kernel") | figures | {f"{n}_tflops": flops[n] / figures[f"{n}_ms"] / 1e9 for n in flops}
 
 
 def block_arms():
-    """{name: (config.attention, what is switched off in the model file)}; sdpa first, as the others are compared with it."""
-    arms = {"sdpa": ("sdpa", ""), "te": ("te", ""), "flash, not packed": ("flash", "fast_attention"), "packed": ("flash", "")}
-    if getattr(model_te_optimized, "SplitAlongDim", None) is not None:  # with it "te" is packed too
-        arms["te, not packed"] = ("te", "SplitAlongDim")
-    if getattr(model_te_optimized, "fast_attention", None) is None:
-        del arms["packed"]
-    return arms
+    """{name: (config.attention, what the model file is to do without)}; sdpa first, as the others are compared with it."""
+    arms = {"sdpa": ("sdpa", None), "te": ("te", None), "flash, not packed": ("flash", "fast_attention")}
+    return arms | ({"packed": ("flash", None)} if getattr(model_te_optimized, "fast_attention", None) else {})
 
 
 def measure_block(arm, precision, shape, sets, expected):
     """`expected`: a list that the first arm fills and that the others are compared with: out, dx, gradient of the QKV weight."""
-    attention, switched_off = block_arms()[arm]
-    with mock.patch.object(model_te_optimized, switched_off, None, create=True) if switched_off else nullcontext():
+    attention, without = block_arms()[arm]
+    with mock.patch.object(model_te_optimized, without, None, create=True) if without else nullcontext():
         if not fp8.IS_REFERENCE:  # TE keeps the amax histories of models that are gone, and would go on updating them
             from transformer_engine.pytorch.quantization import FP8GlobalStateManager
             FP8GlobalStateManager.reset()
@@ -254,15 +249,14 @@ def measure_block(arm, precision, shape, sets, expected):
 
         parameters = list(module.parameters())
         weight = next(i for i, p in enumerate(parameters) if p is module.qkv.weight)
-        inputs, grad = sets[0]
         for _ in range(3):  # delayed scaling: the scales come from earlier passes
-            out, dx, *grads = one_pass(block, inputs, parameters, grad)[0]
+            out, dx, *grads = one_pass(block, parameters, *sets[0])[0]
         found = [out, dx, grads[weight]]
         if not expected:
             expected += found
         errors = relative_errors(found, expected)
         del out, dx, grads, found
-        return judged(("out", "dx", "dqkv_weight"), errors, LIMITS[precision]) | timed(block, sets, parameters)
+        return judged(("out", "dx", "dqkv_weight"), errors, precision) | timed(block, sets, parameters)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -288,23 +282,14 @@ def text_of(row):
             f"{'' if row['agrees'] else '  WRONG'}")
 
 
-def versions():
-    found = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    for name in ("transformer-engine", "flash-attn", "flash-attn-4", "triton"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
 def main(argv=None):
     options = cli.parse(Options, argv, prog="benchmark_attention.py", description=__doc__.partition("\n\nAll attention")[0])
     shapes = [Shape.of(text, "--shapes") for text in options.shapes]
     block_shapes = [Shape.of(text, "--block-shapes") for text in options.block_shapes]
     report.check_folder(options.json, options.png)
     start, rows = time.time(), []
-    figures = {"versions": versions(), "limits": LIMITS, "times_mean_something": HAS_GPU, "rows": rows}
+    versions = {d.name: d.version for d in metadata.distributions() if d.name in PACKAGES} | {"cudnn": torch.backends.cudnn.version()}
+    figures = {"versions": versions, "limits": LIMITS, "times_mean_something": HAS_GPU, "rows": rows}
 
     def add(row):
         rows.append(row)
@@ -340,30 +325,26 @@ def plot(rows, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    panels = list(dict.fromkeys((row["part"], row["shape"]) for row in rows))
-    count = -(-len(panels) // 2)
-    figure, axes = plt.subplots(max(count, 1), 2, figsize=(15, 0.6 + 3 * max(count, 1)), layout="constrained", squeeze=False)
-    for axis in axes.flat[len(panels):]:
-        axis.set_visible(False)
-    for axis, (part, shape) in zip(axes.flat, panels):
-        here = [row for row in rows if (row["part"], row["shape"]) == (part, shape)]
+    panels = {}
+    for row in rows:
+        panels.setdefault(f"{row['part']} {row['shape']}", []).append(row)
+    figure, axes = plt.subplots(max(1, len(panels)), figsize=(11, 1 + 2.6 * max(1, len(panels))), layout="constrained", squeeze=False)
+    for axis, (title, here) in zip(axes.flat, panels.items()):
         limit = 5 * min((row["both_ms"] for row in here if "both_ms" in row), default=1)
         for y, row in enumerate(here):
-            if "why_not" in row:
-                axis.text(0, y, " " + row["why_not"][:70], va="center", fontsize=7, color="gray")
-                continue
-            forward, both = (min(row[key], limit) for key in ("forward_ms", "both_ms"))
-            colour = "red" if not row["agrees"] else "tab:green" if row.get("precision") == "fp8" else "tab:blue"
+            colour = "red" if not row.get("agrees") else "tab:green" if row.get("precision") == "fp8" else "tab:blue"
+            forward, both = (min(row.get(key, 0), limit) for key in ("forward_ms", "both_ms"))
             axis.barh(y, both, color=colour, alpha=0.5)
             axis.barh(y, forward, color=colour)
             rate = f", {row['both_tflops']:.0f} TFLOP/s" if "both_tflops" in row else ""
-            axis.text(both, y, f" {row['both_ms']:.3g} ms{rate}{'' if row['agrees'] else ', WRONG'}", va="center", fontsize=8)
-        axis.set_xlim(0, 1.35 * max([min(row["both_ms"], limit) for row in here if "both_ms" in row], default=1))
+            told = row["why_not"][:90] if "why_not" in row else f"{row['both_ms']:.3g} ms{rate}{'' if row['agrees'] else ', WRONG'}"
+            axis.text(both, y, " " + told, va="center", fontsize=8)
         axis.set_yticks(range(len(here)), [row["name"] for row in here], fontsize=8)
+        axis.set_xlim(right=1.25 * axis.get_xlim()[1])
         axis.invert_yaxis()
-        axis.set_title(f"{part} {shape}", fontsize=9)
+        axis.set_title(title, fontsize=9)
     figure.suptitle(f"{fp8.describe()}: causal attention, forward (darker) + backward, ms{'' if HAS_GPU else '; on a CPU they mean nothing'}\n"
-                    "batch x length x heads x KV heads x head width; block: with norm, QKV product and projection", fontsize=10)
+                    "batch x length x heads x KV heads x head width", fontsize=10)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

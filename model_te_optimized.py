@@ -301,8 +301,7 @@ class OptimizedGPT2Model(nn.Module):
         if labels is None:
             return logits.view(batch, length, -1)
         if config.fused_loss and fast_loss is not None and logits.is_cuda:
-            watched = bool(self.lm_head._forward_hooks)  # by fp8.watch, which wants the gradient before it is cast
-            return fast_loss.cross_entropy(logits, labels.flatten(), head=None if watched else self.lm_head)
+            return fast_loss.cross_entropy(logits, labels.flatten(), head=self.lm_head)
         return te.parallel_cross_entropy(logits.view(batch, length, -1), labels, reduce_loss=True).reshape(())
 
     def make_kv_cache(self, batch_size, max_len):

@@ -102,8 +102,7 @@ class TrainConfig:
     grad_clip: float = 1.0  # Largest norm of the gradient; 0: no clipping.
     seed: int = 1337  # Of weights, data order and dropout.
     moment_dtype: Literal["float32", "bfloat16"] = "float32"  # Of Adam's two moments; bfloat16 saves 4 bytes a parameter.
-    param_remainders: bool = False
-    """Keep of the float32 master weights just the 16 bits that the BF16 weights lack: exact, and saves 2 bytes a parameter. No CUDA graph."""
+    param_remainders: bool = True  # Of float32 master weights keep just the 16 bits that the BF16 weights lack: exact, 2 bytes less each.
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     """Replay each step as CUDA graphs, so that the GPU never waits for Python; auto: wherever that can be."""
     compile: bool = False  # torch.compile (no delayed scaling: TE refuses it there).
@@ -138,7 +137,7 @@ PRESETS = {
                                      rope_theta=500_000.0, seq_len=2048, micro_batch_size=4, grad_accum=64, lr=3e-4),
     "llama3-8b": GPT2 | LLAMA | dict(n_layer=32, n_head=32, n_kv_head=8, head_dim=128, n_embd=4096, n_inner=14336, vocab_size=128256,
                                      rope_theta=500_000.0, tie_embeddings=False, seq_len=8192, micro_batch_size=1, grad_accum=64,
-                                     lr=3e-4, moment_dtype="bfloat16", param_remainders=True),
+                                     lr=3e-4, moment_dtype="bfloat16"),
 }
 # A checkpoint's tensors fit only a model in which these are the same.
 ARCHITECTURE = ("preset model n_layer n_head n_kv_head head_dim n_embd n_inner vocab_size n_positions activation use_rmsnorm "
@@ -264,12 +263,15 @@ def make_optimizer(model, config: TrainConfig):
     parameters = list(model.parameters())
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
-    masters = any(p.dtype != torch.float32 for p in parameters) or config.fp8_param
     moments = getattr(torch, config.moment_dtype)
-    optimizer = fp8.te.optimizers.FusedAdam(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, adam_w_mode=True,
-                                            master_weights=masters, master_weight_dtype=torch.float32, exp_avg_dtype=moments,
-                                            exp_avg_sq_dtype=moments, store_param_remainders=config.param_remainders,
-                                            capturable=wants_graph(config, parameters[0].device))
+    options = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, store_param_remainders=config.param_remainders)
+    if parameters[0].is_cuda and not fp8.IS_REFERENCE and not config.fp8_param:
+        from fast_adam import FastAdam  # needs Triton
+
+        return FastAdam(groups, moment_dtype=moments, **options)
+    masters = any(p.dtype != torch.float32 for p in parameters) or config.fp8_param
+    optimizer = fp8.te.optimizers.FusedAdam(groups, adam_w_mode=True, master_weights=masters, master_weight_dtype=torch.float32,
+                                            exp_avg_dtype=moments, exp_avg_sq_dtype=moments, **options)
     fp8.init_master_weights(model, optimizer)
     return optimizer
 
@@ -283,7 +285,6 @@ def why_no_graph(config: TrainConfig, device: torch.device) -> str:
         (config.gradient_checkpointing, "--gradient-checkpointing reads random states on the host"),
         (config.attn_dropout > 0, "--attn-dropout's random numbers would repeat"),
         (config.fp8_param, "FusedAdam updates --fp8-param's weights from Python"),
-        (config.param_remainders, "FusedAdam updates --param-remainders from Python"),
     ]
     return next((reason for holds, reason in reasons if holds), "")
 
@@ -314,7 +315,7 @@ class TrainStep:
         """batches: grad_accum pairs (input_ids, labels), each (B, S) -> (mean loss, gradient norm before clipping), () float32 on the
         device. `watch`: look at FP8's tensors in the first forward and backward pass (fp8.watch), outside the graphs."""
         for group in self.optimizer.param_groups:
-            if self.graphed:
+            if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
@@ -355,20 +356,21 @@ class TrainStep:
         return loss.detach()
 
     def update(self):
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip or math.inf)
-        self.optimizer.step()
-        return norm.detach().float()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients).float()
+        if hasattr(self.optimizer, "prepare"):  # FastAdam clips as it reads the gradients
+            largest = self.config.grad_clip or math.inf
+            self.optimizer.step(grad_scale=(largest / (norm + 1e-6)).clamp(max=1.0))
+        else:
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.grad_clip or math.inf, norm)
+            self.optimizer.step()
+        return norm
 
     def record(self, batches) -> None:
         """Record the graphs. Nothing is trained by it: the passes that a recording must be preceded by leave the FP8 state, the random
         generator and the weights as they were."""
         accumulates = self.config.grad_accum > 1
         self.inputs = [tensor.clone() for tensor in batches[0]]
-        for group in self.optimizer.param_groups:  # what the optimizer would create in its first step
-            group.setdefault("step", torch.zeros(1, dtype=torch.int, device=self.device))
-            for parameter in group["params"]:
-                if not self.optimizer.state[parameter]:
-                    self.optimizer.initialize_state(parameter, False)
         generator, stream = torch.cuda.get_rng_state(self.device), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), fp8.preserved_state(self.model):
@@ -392,6 +394,8 @@ class TrainStep:
         pool = torch.cuda.graph_pool_handle()
         with fp8.preserved_state(self.model):
             for name, function in {"first": first, **({"rest": rest} if accumulates else {}), "update": update}.items():
+                if name == "update":
+                    self.optimizer.prepare()
                 self.graphs[name] = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self.graphs[name], pool=pool, capture_error_mode="thread_local"):
                     function()

@@ -1,4 +1,4 @@
-"""The GPT of model_te_optimized.py without Transformer Engine: what nanoGPT is, and what benchmark_te.py compares with.
+"""What benchmark_te.py compares with: the GPT of model_te_optimized.py without Transformer Engine, as nanoGPT is, and transformers' Llama.
 
 The same network from the same OptimizedConfig, in nothing but PyTorch: nn.Linear, F.scaled_dot_product_attention, F.layer_norm or
 F.rms_norm, F.gelu or SwiGLU, F.cross_entropy. Parameters are float32; run it under BF16 autocast and torch.compile, with PyTorch's fused
@@ -114,3 +114,72 @@ class PlainGPT(nn.Module):
             x = block(x, cos_sin)
         logits = self.lm_head(self.norm(x))
         return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+ARMS = ("plain", "plain-eager", "plain-by-hand", "plain-graph", "hf-llama")  # benchmark_te.py says what they are
+
+
+class PlainStep:
+    """nanoGPT's training step: BF16 autocast, gradients clipped, PyTorch's fused AdamW. The interface of train.TrainStep."""
+
+    def __init__(self, model, net, config, device):
+        self.model, self.net, self.config, self.device = model, net, config, device
+        parameters = list(model.parameters())
+        groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+                  {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+    def forward(self, input_ids, labels):
+        autocast = self.device.type == "cuda" and next(self.model.parameters()).dtype == torch.float32
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
+            return self.net(input_ids, labels)
+
+    def __call__(self, batches, lr):
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        for input_ids, labels in batches:
+            loss = self.forward(input_ids, labels)
+            loss.backward()
+        norm = self.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach().clone(), norm
+
+    def update(self):
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
+        self.optimizer.step()
+        return norm
+
+
+class HFLlama(torch.nn.Module):
+    """transformers' Llama of the config's shape, called as our models are."""
+
+    def __init__(self, c):
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM  # slow to import
+
+        self.llama = LlamaForCausalLM(LlamaConfig(
+            vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_inner, num_hidden_layers=c.n_layer,
+            num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim, max_position_embeddings=c.n_positions,
+            rms_norm_eps=c.layernorm_epsilon, tie_word_embeddings=c.tie_embeddings, use_cache=False, attn_implementation="sdpa"))
+
+    def forward(self, input_ids, labels):
+        return self.llama(input_ids=input_ids, labels=labels, shift_labels=labels).loss
+
+
+def compiled(model, device, mode="default"):
+    """On a CPU the backend "eager": traced, but not compiled, which would take longer than all the rest."""
+    return torch.compile(model, dynamic=False, **({"mode": mode} if device.type == "cuda" else {"backend": "eager"}))
+
+
+def build_plain(arm, model_config, config, device) -> PlainStep:
+    """The step of one of ARMS. model_config: an OptimizedConfig; config: train.py's options."""
+    torch.manual_seed(config.seed)
+    if arm == "hf-llama" and (model_config.activation, model_config.use_rotary) != ("swiglu", True):
+        raise ValueError("--arms hf-llama: Llama is of the block modern only")
+    with torch.device(device):
+        model = HFLlama(model_config) if arm == "hf-llama" else PlainGPT(model_config, by_hand=arm == "plain-by-hand")
+    if arm == "hf-llama" and device.type == "cuda":
+        model.bfloat16()
+    eager = arm in ("plain-eager", "plain-by-hand")
+    net = model if eager else compiled(model, device, "reduce-overhead" if arm == "plain-graph" else "default")
+    return PlainStep(model, net, config, device)

@@ -15,6 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["NANOTE_REFERENCE"] = "1"  # what subprocesses should see too
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: its kernels run in Python, one element after the other
 
 
 def pytest_collection_modifyitems(items):

@@ -1,0 +1,499 @@
+"""How fast it trains: whole steps (forward, loss, backward, clipping, optimizer) on random tokens, ours and others', side by side.
+
+    python benchmark_te.py --json results/speed.json --png results/speed.png     # the README's table
+    python benchmark_te.py --shape 4 768 12 8 512                                # layers, width, heads, batch, sequence: does FP8 pay?
+    python benchmark_te.py --sweep | --stack | --compile                         # where FP8 pays; what each measure brings; torch.compile
+
+Arms:
+- plain         nanoGPT: results/plain_gpt.py in float32 under BF16 autocast, torch.compile, PyTorch's fused AdamW.
+                plain-eager: not compiled; plain-by-hand: nor with SDPA; plain-graph: compiled with mode="reduce-overhead".
+- bf16, fp8     model_te_optimized.py exactly as train.py trains it, without FP8 and with delayed scaling, each step a CUDA graph where train.py
+                would make it one. fp8-e4m3, fp8-current, fp8-block: other recipes. More words can follow: -eager (no CUDA graph), -fused, -te,
+                -custom, -advanced (another model file), -accum4 (micro-batches a step), -checkpointing (gradient checkpointing).
+- hf-llama      transformers.LlamaForCausalLM with BF16 weights and moments (no float32 masters: less work than the others), SDPA, torch.compile,
+                PyTorch's fused AdamW. Llama has no QK-norm; the others' block "modern" has.
+
+What makes figures comparable: an arm's steps are timed in turns with plain's, which stays in memory, and `ratio_to_plain` is of those; times are
+medians between CUDA events; before anything is timed, an arm's loss must be what random tokens cost at initialisation, and within 0.1 of the
+other arms'. Forward, backward and optimizer are timed in a pass of their own, launched from Python; `ms` is the step as it is trained.
+"""
+
+import dataclasses
+import gc
+import math
+import re
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import checkpoint
+import cli
+import fp8
+from results import speed_report as report
+from results.plain_gpt import ARMS as PLAIN_ARMS, PlainStep, build_plain, compiled
+from results.stability_report import check_folder
+from sample import pick_device
+from train import PRESETS, TrainConfig, TrainStep, flops_per_token, make_optimizer, peak_flops, warm_up_scales
+
+SHAPES = {  # options of train.py
+    "124m-b32": dict(n_layer=12, n_embd=768, n_head=12, micro_batch_size=32, seq_len=1024),
+    "350m-b16": dict(n_layer=24, n_embd=1024, n_head=16, micro_batch_size=16, seq_len=1024),
+    "c2048": dict(n_layer=8, n_embd=2048, n_head=16, micro_batch_size=8, seq_len=2048),
+    "c4096": dict(n_layer=4, n_embd=4096, n_head=32, micro_batch_size=4, seq_len=4096),
+    "124m-b4": dict(n_layer=12, n_embd=768, n_head=12, micro_batch_size=4, seq_len=1024),
+    "guide": dict(n_layer=4, n_embd=768, n_head=12, micro_batch_size=8, seq_len=512),
+    "llama3-8b": PRESETS["llama3-8b"] | dict(grad_accum=1),
+}
+MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False)  # tied, MLP of 8/3, KV heads: a quarter
+MODERN_TOO = ("124m-b32", "350m-b16", "c4096")
+ARMS = ("plain", "bf16", "fp8", "bf16-eager", "fp8-eager", "fp8-e4m3", "fp8-current", "fp8-block")
+STACK = {"plain PyTorch, eager": "plain-by-hand", "+ SDPA": "plain-eager", "+ torch.compile\n(nanoGPT)": "plain",
+         "TE's fused modules,\nBF16, eager": "bf16-fused-eager", "+ FP8": "fp8-fused-eager", "+ CUDA graph": "fp8-fused",
+         "+ fast kernels": "fp8"}
+COMPILE_MODES = ("eager", "default", "reduce-overhead", "max-autotune-no-cudagraphs")  # eager: not compiled, to compare with
+COMPILE_RECIPES = ("none", "current", "delayed")
+WIDTHS, TOKENS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096), (1024, 2048, 4096, 8192, 16384, 32768)
+WARMUP, LR = 10, 1e-5  # so small that the model stays what it was
+ON_CPU = dict(n_layer=2, n_embd=64, n_head=4, n_kv_head=None, head_dim=None, n_inner=None, vocab_size=512, micro_batch_size=2, seq_len=32)
+
+
+# ---------------------------------------------------------------- what can be reached
+
+def measure_ceilings(device) -> dict:
+    """What this machine reaches at best, now: TFLOP/s of an 8192³ product in BF16 and FP8, TB/s (read and written) of a copy of 1 GiB."""
+    size, length = (8192, 2**30) if device.type == "cuda" else (256, 2**20)
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = median_ms([lambda: a @ b.t()] * 20, device) / 1e3
+    found = {"bf16_tflops": 2 * size**3 / seconds / 1e12}
+    found["fp8_tflops"] = found["bf16_tflops"]
+    if device.type == "cuda":
+        one, x, y = torch.ones((), device=device), a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+        product = lambda: torch._scaled_mm(x, y.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)  # noqa: E731
+        found["fp8_tflops"] = 2 * size**3 / (median_ms([product] * 20, device) / 1e3) / 1e12
+    source = torch.zeros(length, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    found["copy_tbs"] = 2 * length / (median_ms([lambda: target.copy_(source)] * 20, device) / 1e3) / 1e12
+    return {name: float(f"{value:.4g}") for name, value in found.items()}
+
+
+# ---------------------------------------------------------------- arms
+
+def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
+    """The options of train.py for an arm of ours; ValueError for a name that is none."""
+    kind, *words = arm.split("-")
+    changes = {"fp8_recipe": "delayed" if kind == "fp8" else "none"}
+    for word in words:
+        if kind == "fp8" and word in ("current", "block"):
+            changes["fp8_recipe"] = word
+        elif kind == "fp8" and word == "e4m3":
+            changes["fp8_format"] = word
+        elif word == "eager":
+            changes["cuda_graph"] = "off"
+        elif word in checkpoint.MODELS:
+            changes["model"] = word
+        elif re.fullmatch("accum[1-9][0-9]*", word):
+            changes["grad_accum"] = int(word.removeprefix("accum"))
+        elif word == "checkpointing":
+            changes["gradient_checkpointing"] = True
+        else:
+            kind = None
+    if kind not in ("bf16", "fp8"):
+        raise ValueError(f"--arms {arm!r} is unknown; use {', '.join(dict.fromkeys(ARMS + PLAIN_ARMS))}, or see benchmark_te.py --help")
+    return dataclasses.replace(config, **changes)
+
+
+def optimizer_bytes(arm, config):
+    """A parameter, in a step, for floor_ms: the gradient read twice (norm, update), the rest read and written."""
+    if arm in PLAIN_ARMS:
+        return 2 * 2 + 2 * (2 + 2 + 2) if arm == "hf-llama" else 2 * 4 + 2 * (4 + 4 + 4)
+    master = 2 * (2 + 2) if config.param_remainders else 2 * 4 + 2
+    return 2 * 2 + master + 2 * (2 * (2 if config.moment_dtype == "bfloat16" else 4))
+
+
+def build_te(config: TrainConfig, device, batch, compile_mode="eager") -> TrainStep:
+    """As train.train does it."""
+    recipe = fp8.make_recipe(config.fp8_recipe, config.fp8_format, config.fp8_amax_history_len, config.fp8_amax_compute_algo,
+                             config.fp8_margin)
+    model_config = checkpoint.make_model_config(config.model, dataclasses.asdict(config) | {"use_fp8": recipe is not None})
+    if recipe is not None:
+        fp8.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
+    torch.manual_seed(config.seed)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = checkpoint.build_model(config.model, model_config, device=device, dtype=dtype)
+    if recipe is not None:
+        model.fp8_recipe = recipe
+    optimizer = make_optimizer(model, config)
+    if recipe is not None and recipe.delayed():
+        warm_up_scales(model, batch)
+    net = model if compile_mode == "eager" else compiled(model, device, compile_mode)
+    return TrainStep(model, net, optimizer, config, device)
+
+
+def make_batches(config, device):
+    """grad_accum micro-batches of random tokens, the same in every arm."""
+    random = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(config.vocab_size, (config.micro_batch_size, config.seq_len + 1), generator=random).to(device)
+              for _ in range(config.grad_accum)]
+    return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in tokens]
+
+
+# ---------------------------------------------------------------- measuring
+
+def stamp(device):
+    """A point in time: on a GPU, of its own clock, when it comes to it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def spans_ms(stamps) -> list[float]:
+    """Between each stamp and the next."""
+    if isinstance(stamps[0], float):
+        return [1e3 * (b - a) for a, b in zip(stamps, stamps[1:])]
+    stamps[-1].synchronize()
+    return [a.elapsed_time(b) for a, b in zip(stamps, stamps[1:])]
+
+
+def timed(functions, device) -> list[float]:
+    """ms of each of `functions`, called one after the other without waiting in between."""
+    stamps = [stamp(device)]
+    for function in functions:
+        function()
+        stamps.append(stamp(device))
+    return spans_ms(stamps)
+
+
+def median_ms(functions, device) -> float:
+    timed(functions[:3], device)
+    return statistics.median(timed(functions, device))
+
+
+def free():
+    """Between arms: nothing of one is left for the next."""
+    if not fp8.IS_REFERENCE:  # TE keeps the histories of models that are gone
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+        FP8GlobalStateManager.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def check_loss(loss, config, others):
+    """RuntimeError unless the loss is what random tokens cost at initialisation, ln V + σ²/2 for logits of variance σ² = 0.02²·C, and
+    within 0.1 of the other arms'."""
+    expected = math.log(config.vocab_size) + 0.02**2 * config.n_embd / 2
+    if not abs(loss - expected) < 0.3:
+        raise RuntimeError(f"numerics: a loss of {loss:.3f} at initialisation, not about {expected:.3f}")
+    if others is not None and not abs(loss - others) < 0.1:
+        raise RuntimeError(f"numerics: a loss of {loss:.3f} at initialisation, but {others:.3f} in the first arm")
+
+
+def phases_ms(step, batches, device) -> dict:
+    """Medians over five passes, launched from Python, on the first micro-batch."""
+    forward = step.forward if isinstance(step, PlainStep) else step.net
+    first = {"is_first_microbatch": True} if step.config.grad_accum > 1 else {}
+    found = []
+    for _ in range(7):
+        step.optimizer.zero_grad(set_to_none=True)
+        stamps = [stamp(device)]
+        loss = forward(*batches[0], **first)
+        stamps.append(stamp(device))
+        loss.backward()
+        stamps.append(stamp(device))
+        step.update()
+        found.append(spans_ms([*stamps, stamp(device)]))
+    step.optimizer.zero_grad(set_to_none=True)
+    return {f"{name}_ms": statistics.median(column[2:]) for name, column in zip(("forward", "backward", "optimizer"), zip(*found))}
+
+
+def profile_ms(step, batches, device) -> dict:
+    """ms a step by class of kernel (on a CPU: of operator), over three steps. Prints them, and the largest that belong to no class."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        for _ in range(3):
+            step(batches, LR)
+        if on_gpu:
+            torch.cuda.synchronize()
+    found, unknown = {}, {}
+    for event in profiler.events():
+        if (event.device_type == torch.autograd.DeviceType.CUDA) != on_gpu or event.is_user_annotation:
+            continue
+        ms = (event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total) / 3e3
+        kind = report.kernel_class(event.name)
+        found[kind] = found.get(kind, 0) + ms
+        if kind == "other":
+            unknown[event.name] = unknown.get(event.name, 0) + ms
+    found = dict(sorted(found.items(), key=lambda item: -item[1]))
+    print("    " + ", ".join(f"{kind} {ms:.2f}" for kind, ms in found.items()) + f"; all kernels {sum(found.values()):.2f} ms a step")
+    for name, ms in sorted(unknown.items(), key=lambda item: -item[1])[:3]:
+        print(f"    other: {ms:.2f} ms {name[:110]}")
+    return {kind: round(ms, 4) for kind, ms in found.items()}
+
+
+def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, profiled=False, warmup=WARMUP):
+    """One arm -> (its figures, its step). `plain`: the step of plain, timed in turns with it. `others`: the first arm's loss."""
+    free()
+    gpu = device.type == "cuda"
+    occupied = torch.cuda.memory_allocated() if gpu else 0
+    config = arm_config("bf16" if arm in PLAIN_ARMS else arm, config)
+    model_config = checkpoint.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": config.fp8_recipe != "none"})
+    batches = make_batches(config, device)
+    step = build_plain(arm, model_config, config, device) if arm in PLAIN_ARMS else build_te(config, device, batches[0])
+    loss = step(batches, 0.0)[0].item()
+    check_loss(loss, config, others)
+    for _ in range(warmup):
+        step(batches, LR)
+    peak = (torch.cuda.max_memory_allocated() - occupied) / 2**30 if gpu else None
+
+    mine, theirs = [], []
+    for turn in range(4):
+        some = range(turn, steps, 4)
+        if plain is not None:
+            theirs += timed([lambda: plain(batches, LR) for _ in some], device)
+        mine += timed([lambda: step(batches, LR) for _ in some], device)
+    ms = statistics.median(mine)
+
+    tokens = config.micro_batch_size * config.seq_len * config.grad_accum
+    parameters, limit = sum(p.numel() for p in step.model.parameters()), peak_flops(device)
+    figures = {"arm": arm, "ms": ms, "tokens_per_s": 1e3 * tokens / ms,
+               "ratio_to_plain": statistics.median(theirs) / ms if theirs else 1.0 if arm == "plain" else None,
+               "mfu": 1e3 * tokens / ms * flops_per_token(parameters, config) / limit if limit else None, "peak_gib": peak,
+               "cuda_graph": getattr(step, "graphed", arm == "plain-graph"), "loss": loss, "parameters": parameters,
+               "grad_accum": config.grad_accum, "model_config": dataclasses.asdict(model_config)}
+    if profiled:
+        figures["profile_ms"] = profile_ms(step, batches, device)
+    if steps >= WARMUP:
+        figures |= phases_ms(step, batches, device)
+    return figures, step
+
+
+def in_a_line(error):
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:300]}"
+
+
+def attempt(arm, *args, **kwargs):
+    """`measure`, but an arm that cannot run gives a row with the reason in a line."""
+    try:
+        return measure(arm, *args, **kwargs)
+    except (RuntimeError, ValueError, ImportError, AssertionError) as error:  # OutOfMemoryError is a RuntimeError
+        return {"arm": arm, "error": in_a_line(error)}, None
+
+
+# ---------------------------------------------------------------- what can be asked
+
+@dataclass
+class Options:
+    shapes: tuple[str, ...] = tuple(SHAPES)
+    blocks: tuple[Literal["gpt2", "modern"], ...] = ()
+    """gpt2: LayerNorm, GELU, learned positions, biases. modern: RMSNorm, RoPE, QK-norm, GQA, SwiGLU, no biases. By default gpt2, and for
+    three shapes modern too."""
+    arms: tuple[str, ...] = ()  # By default all that there are for a block; of llama3-8b fp8 and fp8-accum4.
+    steps: int = 20  # Timed, of each arm.
+    json: Path | None = None  # Write the rows here; those of other shapes, blocks and arms in the file stay.
+    png: Path | None = None  # Draw them here.
+    profile: Literal["main", "all", "none"] = "main"  # Sum kernels by class: of fp8 and plain, of every arm, of none.
+    preset: str | None = None  # A preset of train.py as the shape: its micro-batch and sequence, without accumulation.
+    shape: tuple[int, int, int, int, int] | None = None  # Layers, width, heads, batch, sequence: does FP8 pay there?
+    sweep: bool = False  # FP8 against BF16 over width and tokens a step.
+    stack: bool = False  # From plain PyTorch to here, measure by measure; with --shapes, at the first of them.
+    compile: bool = False  # torch.compile's modes on the five models.
+    time_budget: int = 170
+    """Seconds for --sweep and --compile. What does not fit into them is marked "not run"; the same command again goes on there, since these two
+    do not measure again what --json already holds."""
+
+
+def make_config(options: dict, device, block="gpt2") -> TrainConfig:
+    """train.py's options for a shape; on a CPU a tiny one of the same kind."""
+    fields = dict(vocab_size=50304) | options
+    if block == "modern":
+        fields |= MODERN | dict(n_kv_head=4 if fields["n_head"] == 12 else max(1, fields["n_head"] // 4))
+    if device.type != "cuda":
+        fields |= ON_CPU | dict(n_kv_head=2 if block == "modern" else None)
+    return TrainConfig(**fields | dict(n_positions=fields["seq_len"]))
+
+
+def say(row, of=""):
+    if "error" in row:
+        return print(f"{of:18} {row['arm']:18} {row['error']}", flush=True)
+    percent = f"  MFU {100 * row['mfu']:.1f} %" if row["mfu"] else ""
+    ratio = f"  {row['ratio_to_plain']:.3f} x plain" if row["ratio_to_plain"] else ""
+    phases = "".join(f"  {name} {row[f'{name}_ms']:.2f}" for name in ("forward", "backward", "optimizer") if f"{name}_ms" in row)
+    peak = f"  {row['peak_gib']:.1f} GiB" if row["peak_gib"] else ""
+    print(f"{of:18} {row['arm']:18} {row['ms']:8.2f} ms  {row['tokens_per_s']:>9,.0f} tokens/s{ratio}{percent}{peak}{phases}", flush=True)
+
+
+def measure_shape(name, shape, block, arms, options, device, ceilings, rows):
+    """All arms of a shape, plain first, a row each."""
+    config, plain, others = make_config(shape, device, block), None, None
+    queue = sorted(arms, key=lambda arm: arm != "plain")
+    while queue:
+        arm = queue.pop(0)
+        profiled = options.profile == "all" or options.profile == "main" and arm in ("fp8", "plain")
+        figures, step = attempt(arm, config, device, options.steps, plain, others, profiled)
+        row = {"shape": name, "block": block} | figures
+        if "error" not in row:
+            others = figures["loss"] if others is None else others
+            arm_options = arm_config("bf16" if arm in PLAIN_ARMS else arm, config)
+            model_config = checkpoint.make_model_config("optimized", figures["model_config"])
+            row |= {"floor_ms": report.floor_ms(model_config, config.micro_batch_size * arm_options.grad_accum, config.seq_len, arm.startswith("fp8"),
+                                         ceilings, optimizer_bytes(arm, arm_options)), "ceilings": ceilings}
+        elif "OutOfMemory" in row["error"] and config.preset == "llama3-8b" and not arm.endswith("checkpointing"):
+            queue.insert(0, f"{arm}-checkpointing")
+        if arm == "plain":
+            plain = step
+        del step
+        say(row, f"{name} {block}")
+        rows.add(row)
+
+
+def run_shapes(options, device, argv):
+    shapes = {name: SHAPES[name] for name in options.shapes}
+    if options.preset:
+        shapes = {options.preset: {"preset": options.preset} | PRESETS[options.preset] | dict(grad_accum=1)}
+    shapes = {name: shape | ({"preset": name} if name in PRESETS else {}) for name, shape in shapes.items()}
+    ceilings = measure_ceilings(device)
+    print("ceilings: " + ", ".join(f"{name} {value}" for name, value in ceilings.items()))
+    rows = report.Rows(options.json, ("shape", "block", "arm"), argv)
+    for name, shape in shapes.items():
+        own = "own" if name in PRESETS else None  # a preset's block is its own
+        for block in [own] if own else options.blocks or (("gpt2", "modern") if name in MODERN_TOO else ("gpt2",)):
+            default = ("fp8", "fp8-accum4") if name == "llama3-8b" else ARMS + (("hf-llama",) if block == "modern" else ())
+            measure_shape(name, shape, block, options.arms or default, options, device, ceilings, rows)
+            free()
+    if options.png:
+        report.draw_speed(rows, options.png)
+    return int(any("numerics" in row.get("error", "") for row in rows))
+
+
+def run_one_shape(options, device, argv):
+    layers, width, heads, batch, length = options.shape
+    shape = dict(n_layer=layers, n_embd=width, n_head=heads, micro_batch_size=batch, seq_len=length)
+    rows = report.Rows(options.json, ("shape", "block", "arm"), argv)
+    arms = options.arms or ("bf16-eager", "fp8-eager", "bf16", "fp8")
+    measure_shape("x".join(map(str, options.shape)), shape, "gpt2", arms, options, device, measure_ceilings(device), rows)
+    speed = {row["arm"]: row["tokens_per_s"] for row in rows if "error" not in row and row["shape"] == "x".join(map(str, options.shape))}
+    for how, suffix in (("launched from Python", "-eager"), ("as train.py runs it", "")):
+        if {f"bf16{suffix}", f"fp8{suffix}"} <= set(speed):
+            ratio = speed[f"fp8{suffix}"] / speed[f"bf16{suffix}"]
+            print(f"{how}: FP8 {'pays' if ratio > 1.02 else 'does not pay' if ratio < 0.98 else 'makes no difference'}, "
+                  f"{ratio:.2f} times BF16's tokens/s")
+
+
+def run_sweep(options, device, argv):
+    """FP8 ÷ BF16 of two layers by width and tokens a step. A small vocabulary: it is about the blocks."""
+    start, rows = time.time(), report.Rows(options.json, ("width", "tokens"), argv)
+    widths, tokens = (WIDTHS, TOKENS) if device.type == "cuda" else (WIDTHS[:2], TOKENS[:2])
+    for width in widths:
+        for count in tokens:
+            row = {"width": width, "tokens": count}
+            if rows.has(row):
+                continue
+            config = make_config(dict(n_layer=2, n_embd=width, n_head=width // 64, micro_batch_size=count // 1024, seq_len=1024,
+                                      vocab_size=1024), device)
+            for arm in ("bf16-eager", "fp8-eager", "bf16", "fp8"):
+                late = time.time() - start > options.time_budget
+                figures = {"error": "not run: time budget"} if late else attempt(arm, config, device, 8, warmup=3)[0]
+                row[f"{arm}_ms"] = figures.get("ms")
+                row |= {"error": figures["error"]} if "error" in figures else {}
+            for name, suffix in (("eager", "-eager"), ("graph", "")):
+                ours, base = row[f"fp8{suffix}_ms"], row[f"bf16{suffix}_ms"]
+                row[name] = base / ours if ours and base else None
+            rows.add(row)
+            print(f"width {width:5} tokens {count:6}  " + "  ".join(
+                f"{name} {row[name]:.2f}" if row[name] else f"{name} -" for name in ("eager", "graph")) + f"  {row.get('error', '')}", flush=True)
+    if options.png:
+        report.draw_crossover(rows, options.png)
+
+
+def run_stack(options, device, argv):
+    name = options.shapes[0] if options.shapes != tuple(SHAPES) else "124m-b32"
+    config, rows = make_config(SHAPES[name], device), report.Rows(options.json, ("shape", "label"), argv)
+    for label, arm in STACK.items():
+        figures, _ = attempt(arm, config, device, options.steps)
+        rows.add({"shape": name, "label": label} | figures)
+        say(figures, label.replace("\n", " ")[:26])
+    if options.png:
+        report.draw_stack([row for row in rows if row["shape"] == name], options.png)
+
+
+def run_compile(options, device, argv):
+    """torch.compile around the five models; TrainStep without CUDA graphs of its own."""
+    from torch._dynamo.utils import counters
+
+    start, rows = time.time(), report.Rows(options.json, ("mode", "recipe", "model"), argv)
+    base = make_config(SHAPES["guide"], device)
+    for mode, recipe, model in ((mode, recipe, model) for mode in COMPILE_MODES for recipe in COMPILE_RECIPES for model in checkpoint.MODELS):
+        row = {"mode": mode, "recipe": recipe, "model": model}
+        if rows.has(row):
+            continue
+        config = dataclasses.replace(base, model=model, fp8_recipe=recipe, compile=mode != "eager", cuda_graph="off")
+        torch._dynamo.reset()
+        counters.clear()
+        free()
+        try:
+            if time.time() - start > options.time_budget:
+                raise TimeoutError("time budget")
+            batches = make_batches(config, device)
+            step, began = build_te(config, device, batches[0], mode), time.time()
+            for _ in range(4):  # reduce-overhead records in the second and third
+                loss = step(batches, LR)[0].item()
+            seconds = time.time() - began
+            check_loss(loss, config, None)
+            ms = median_ms([lambda: step(batches, LR)] * 8, device)
+            reasons = {reason.splitlines()[0][:150]: count for reason, count in counters["graph_break"].items()}
+            row |= {"ms": ms, "tokens_per_s": 1e3 * config.micro_batch_size * config.seq_len / ms, "loss": loss, "graph_breaks": sum(reasons.values()),
+                    "reasons": reasons, "graphs": counters["stats"].get("unique_graphs", 0),
+                    "compile_s": max(0.0, seconds - 4 * ms / 1e3) if mode != "eager" else 0.0}
+            del step
+            told = f"{row['tokens_per_s']:>9,.0f} tokens/s  {row['graph_breaks']} breaks, {row['graphs']} graphs, {row['compile_s']:.0f} s"
+        except TimeoutError as error:
+            row["error"] = told = f"not run: {error}"
+        except Exception as error:  # whatever the compiler raises is the finding
+            row["error"] = told = in_a_line(error)
+        rows.add(row)
+        print(f"{mode:28} {recipe:8} {model:10} {told}", flush=True)
+
+
+def main(argv=None) -> int:
+    options = cli.parse(Options, argv, prog="benchmark_te.py", description=__doc__)
+    modes = [name for name in ("shape", "sweep", "stack", "compile", "preset") if getattr(options, name)]
+    if len(modes) > 1:
+        raise ValueError(f"--{modes[0]} and --{modes[1]}: one at a time")
+    for name in options.shapes:
+        if name not in SHAPES:
+            raise ValueError(f"--shapes {name!r} is unknown; use {', '.join(SHAPES)}, or --shape with five numbers")
+    if options.preset and options.preset not in PRESETS:
+        raise ValueError(f"--preset {options.preset!r} is unknown; use {', '.join(PRESETS)}")
+    if options.steps < 4:
+        raise ValueError(f"--steps {options.steps}: must be 4 or more; 20 works")
+    if options.shape and (min(options.shape) < 1 or options.shape[1] % options.shape[2] or options.shape[3] * options.shape[4] % 16):
+        raise ValueError(f"--shape {' '.join(map(str, options.shape))}: layers, width, heads, batch and sequence, the width a multiple of "
+                         "the heads and batch x sequence of 16; 4 768 12 8 512 works")
+    for arm in options.arms:
+        if arm not in PLAIN_ARMS:
+            arm_config(arm, TrainConfig())
+    check_folder(options.json, options.png)
+    device = pick_device("auto")
+    print(f"{fp8.describe()}, torch {torch.__version__}")
+    if device.type != "cuda":
+        print("no GPU: tiny shapes through te_reference, and the times mean nothing")
+    elif fp8.IS_REFERENCE:
+        print("te_reference in place of Transformer Engine: the times mean nothing")
+    else:
+        torch.cuda.set_device(device)
+    modes_run = {"shape": run_one_shape, "sweep": run_sweep, "stack": run_stack, "compile": run_compile, "preset": run_shapes}
+    return modes_run[modes[0] if modes else "preset"](options, device, argv) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, "benchmark_te.py"))

@@ -1,0 +1,209 @@
+"""What a nanoTE model and a Hugging Face model call the same weights and switches; export_hf.py and import_hf.py read the one table.
+
+Notable, and why:
+- The architecture picks the class: learned positions are GPT2LMHeadModel, RoPE is LlamaForCausalLM, RoPE with QK-norm is
+  Qwen3ForCausalLM. What none of them has is refused with the switch that makes the difference.
+- Nothing is computed, so nothing is rounded: weights are renamed, GPT-2's are transposed (its Conv1D keeps (in, out)), and
+  ours is cut into q, k, v, and gate, up, which Llama keeps apart.
+- GPT2LMHeadModel always has biases: a model without gets zeros, and the entry "nanote" in config.json says so for the way back.
+"""
+import warnings
+
+import torch
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+import checkpoint
+
+CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # model_type: class
+# What two model files name otherwise than the optimized model: (its name, theirs).
+NAMES = {"te": [("attn.qkv.", "self_attention.layernorm_qkv."), ("attn.proj.", "self_attention.proj."), ("mlp.", "layernorm_mlp.")],
+         "custom": [("attn.qkv.layer_norm_", "attn.norm."), ("mlp.layer_norm_", "mlp.norm."), ("mlp.fc1_", "mlp.fc1."),
+                    ("mlp.fc2_", "mlp.fc2."), ("lm_head.layer_norm_", "norm.")]}
+
+
+def read_weights(folder, model: str, masters: bool = False) -> dict[str, torch.Tensor]:
+    """A checkpoint's weights under the optimized model's names; with `masters`, the optimizer's float32 copies where it has them."""
+    reader = HuggingFaceStorageReader(str(folder))
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in reader.read_metadata().state_dict_metadata.items()
+               if name.startswith("model.") or masters and name.endswith(".master_param")}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(tensors, storage_reader=reader, no_dist=True)
+    weights = {}
+    for name, tensor in tensors.items():
+        if name.startswith("model."):
+            name = name.removeprefix("model.")
+            tensor = tensors.get(f"optimizer.{name}.master_param", tensor)
+            for ours, theirs in NAMES.get(model, []):
+                name = name.replace(theirs, ours)
+            weights[name] = tensor
+    return weights
+
+
+# ---------------------------------------------------------------- configurations
+
+def model_type(config) -> str:
+    """gpt2, llama or qwen3, for an OptimizedConfig; ValueError naming the switch that no class has."""
+    if config.use_rotary:
+        kind, wants = ("qwen3" if config.use_qk_norm else "llama"), {"use_rmsnorm": True, "activation": "swiglu"}
+        if config.use_qk_norm:
+            wants |= {"bias": False}  # Qwen3's MLP has none
+    else:
+        kind = "gpt2"
+        wants = {"use_rmsnorm": False, "use_qk_norm": False, "activation": "gelu", "n_kv_head": config.n_head,
+                 "head_dim": config.n_embd // config.n_head if config.n_embd % config.n_head == 0 else None}
+    for switch, value in wants.items():
+        if getattr(config, switch) != value:
+            rotary, qk_norm = ("with" if config.use_rotary else "without"), (" and use_qk_norm" if kind == "qwen3" else "")
+            raise ValueError(f"{switch}={getattr(config, switch)} {rotary} use_rotary{qk_norm}: no Hugging Face class has that; "
+                             f"{CLASSES[kind]} has {switch}={value}" + ("" if config.use_rotary else ", and Llama's and Qwen3's use_rotary"))
+    return kind
+
+
+def hf_config(config, vocab_size: int, **others):
+    """The transformers configuration of an OptimizedConfig with `vocab_size` rows; `others` are fields that are no part of the architecture."""
+    import transformers
+
+    kind = model_type(config)
+    if kind == "gpt2":
+        return transformers.GPT2Config(
+            vocab_size=vocab_size, n_positions=config.n_positions, n_embd=config.n_embd, n_layer=config.n_layer, n_head=config.n_head,
+            n_inner=config.n_inner, activation_function="gelu_new", layer_norm_epsilon=config.layernorm_epsilon,
+            resid_pdrop=config.dropout, embd_pdrop=config.dropout, attn_pdrop=config.attn_dropout,
+            tie_word_embeddings=config.tie_embeddings, architectures=[CLASSES[kind]], **others)
+    biases = {"attention_bias": config.bias} | ({"mlp_bias": config.bias} if kind == "llama" else {})
+    return {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}[kind](
+        vocab_size=vocab_size, max_position_embeddings=config.n_positions, hidden_size=config.n_embd,
+        num_hidden_layers=config.n_layer, num_attention_heads=config.n_head, num_key_value_heads=config.n_kv_head,
+        head_dim=config.head_dim, intermediate_size=config.n_inner, hidden_act="silu", rms_norm_eps=config.layernorm_epsilon,
+        rope_theta=config.rope_theta, attention_dropout=config.attn_dropout, tie_word_embeddings=config.tie_embeddings,
+        architectures=[CLASSES[kind]], **biases, **others)
+
+
+def from_hf_config(hf) -> dict:
+    """The architecture's options (those of OptimizedConfig and TrainConfig) of a transformers configuration.
+
+    ValueError for what nanoTE's model cannot compute. Dropout is left to the run: it is no part of the weights.
+    """
+    if hf.model_type not in CLASSES:
+        raise ValueError(f"model_type {hf.model_type!r}: nanoTE reads {', '.join(CLASSES)}")
+
+    def must_be(name, *values, without=None):
+        if getattr(hf, name, without) not in values:
+            raise ValueError(f"{name} {getattr(hf, name, without)!r}: nanoTE's model has {' or '.join(map(repr, values))} only")
+
+    must_be("quantization_config", None)
+    options = dict(vocab_size=hf.vocab_size, n_positions=hf.max_position_embeddings, n_embd=hf.hidden_size, n_layer=hf.num_hidden_layers,
+                   n_head=hf.num_attention_heads, tie_embeddings=bool(hf.tie_word_embeddings))
+    if hf.model_type == "gpt2":
+        must_be("activation_function", "gelu_new", "gelu_pytorch_tanh")
+        must_be("scale_attn_weights", True, without=True)
+        must_be("scale_attn_by_inverse_layer_idx", False, without=False)
+        must_be("add_cross_attention", False, without=False)
+        return options | dict(n_inner=hf.n_inner or 4 * hf.n_embd, layernorm_epsilon=hf.layer_norm_epsilon, activation="gelu",
+                              bias=getattr(hf, "nanote", {}).get("bias", True))
+    must_be("hidden_act", "silu", "swish")
+    must_be("use_sliding_window", False, without=False)
+    rope = hf.rope_parameters or {}
+    if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"rope_type {rope.get('rope_type')!r} (Llama 3.1 has 'llama3'): nanoTE's model has plain RoPE, rope_type 'default'")
+    if hf.model_type == "llama":
+        must_be("mlp_bias", hf.attention_bias)  # one switch here
+    else:
+        must_be("attention_bias", False)
+    return options | dict(n_kv_head=hf.num_key_value_heads or hf.num_attention_heads, n_inner=hf.intermediate_size, use_rotary=True,
+                          head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads, use_rmsnorm=True,
+                          layernorm_epsilon=hf.rms_norm_eps, rope_theta=float(rope.get("rope_theta", 10000.0)), activation="swiglu",
+                          use_qk_norm=hf.model_type == "qwen3", bias=bool(hf.attention_bias))
+
+
+# ---------------------------------------------------------------- weights
+
+def table(config, vocab_size: int) -> list[tuple[str, list[tuple[str, int]], bool]]:
+    """(our name, [(their name, rows of ours)], whether theirs is transposed), for every weight, in the order of the model."""
+    kind = model_type(config)
+    width, kv_width, C, inner = config.n_head * config.head_dim, config.n_kv_head * config.head_dim, config.n_embd, config.n_inner
+    rows = []
+
+    def add(ours, *theirs, transposed=False):
+        rows.append((ours, list(theirs), transposed))
+
+    if kind == "gpt2":
+        add("wte.weight", ("transformer.wte.weight", vocab_size))
+        add("wpe.weight", ("transformer.wpe.weight", config.n_positions))
+        for i in range(config.n_layer):
+            ours, theirs = f"blocks.{i}.", f"transformer.h.{i}."
+            for norm, layer, name, size in (("attn.qkv.layer_norm_", "attn.qkv.", "attn.c_attn", 3 * C), (None, "attn.proj.", "attn.c_proj", C),
+                                            ("mlp.layer_norm_", "mlp.fc1_", "mlp.c_fc", inner), (None, "mlp.fc2_", "mlp.c_proj", C)):
+                for part in ("weight", "bias"):
+                    if norm:
+                        add(ours + norm + part, (f"{theirs}{'ln_1' if layer[0] == 'a' else 'ln_2'}.{part}", C))
+                    add(f"{ours}{layer}{part}", (f"{theirs}{name}.{part}", size), transposed=part == "weight")
+        add("lm_head.layer_norm_weight", ("transformer.ln_f.weight", C))
+        add("lm_head.layer_norm_bias", ("transformer.ln_f.bias", C))
+    else:
+        add("wte.weight", ("model.embed_tokens.weight", vocab_size))
+        for i in range(config.n_layer):
+            ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
+            add(ours + "attn.qkv.layer_norm_weight", (theirs + "input_layernorm.weight", C))
+            add(ours + "mlp.layer_norm_weight", (theirs + "post_attention_layernorm.weight", C))
+            for part in ("weight", "bias") if config.bias else ("weight",):
+                add(f"{ours}attn.qkv.{part}", *((f"{theirs}self_attn.{x}_proj.{part}", size)
+                                                for x, size in (("q", width), ("k", kv_width), ("v", kv_width))))
+                add(f"{ours}attn.proj.{part}", (f"{theirs}self_attn.o_proj.{part}", C))
+                add(f"{ours}mlp.fc1_{part}", (f"{theirs}mlp.gate_proj.{part}", inner), (f"{theirs}mlp.up_proj.{part}", inner))
+                add(f"{ours}mlp.fc2_{part}", (f"{theirs}mlp.down_proj.{part}", C))
+            for x in "qk" if config.use_qk_norm else "":
+                add(f"{ours}attn.{x}_norm.weight", (f"{theirs}self_attn.{x}_norm.weight", config.head_dim))
+        add("lm_head.layer_norm_weight", ("model.norm.weight", C))
+    if not config.tie_embeddings:
+        add("lm_head.weight", ("lm_head.weight", vocab_size))
+    return rows
+
+
+def to_hf(weights: dict[str, torch.Tensor], config, vocab_size: int) -> dict[str, torch.Tensor]:
+    """The optimized model's weights under Hugging Face's names, the embedding cut to `vocab_size` rows."""
+    theirs = {}
+    for ours, names, transposed in table(config, vocab_size):
+        sizes = [size for _, size in names]
+        weight = weights.get(ours)
+        if weight is None and not config.bias and ours.endswith("bias"):  # the class has biases, this model none
+            weight = torch.zeros(sizes, dtype=weights["wte.weight"].dtype)
+        for (name, _), part in zip(names, weight[:sum(sizes)].split(sizes)):
+            theirs[name] = (part.T if transposed else part).clone(memory_format=torch.contiguous_format)  # safetensors takes no views
+    return theirs
+
+
+def from_hf(tensors: dict[str, torch.Tensor], config, vocab_size: int) -> dict[str, torch.Tensor]:
+    """Hugging Face's tensors under the optimized model's names; ValueError for one that is missing, unknown or of another shape."""
+    if "wte.weight" in tensors or "embed_tokens.weight" in tensors:  # saved without the output head's class, as gpt2 itself
+        tensors = {name if name == "lm_head.weight" else
+                   ("transformer." if "wte.weight" in tensors else "model.") + name: tensor for name, tensor in tensors.items()}
+    buffers = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # constants that old versions of transformers saved
+    rest = {name: tensor for name, tensor in tensors.items()
+            if not name.endswith(buffers) and not (config.tie_embeddings and name == "lm_head.weight")}
+    weights, linear_biases = {}, ("qkv.bias", "proj.bias", "fc1_bias", "fc2_bias")
+    for ours, names, transposed in table(config, vocab_size):
+        parts = []
+        for name, size in names:
+            if name not in rest:
+                raise ValueError(f"tensor {name} is missing; config.json asks for it")
+            part = rest.pop(name)
+            part = part.T if transposed else part
+            if part.shape[0] != size:
+                raise ValueError(f"tensor {name} has shape {tuple(tensors[name].shape)}; config.json asks for {size} rows")
+            parts.append(part)
+        weight = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+        if not config.bias and ours.endswith(linear_biases):
+            if weight.any():
+                raise ValueError(f"tensor {names[0][0]} is not zero, but the entry nanote in config.json says bias false; remove that entry")
+            continue
+        weights[ours] = weight
+    if rest:
+        raise ValueError(f"tensor {min(rest)}: nanoTE's model has no place for it")
+    return weights
+
+
+def optimized_config(meta: dict):
+    """The OptimizedConfig that means the same as a checkpoint's model, whichever model file it is of."""
+    return checkpoint.make_model_config("optimized", meta["model_config"] | {"use_fp8": False})

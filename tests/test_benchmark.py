@@ -1,0 +1,209 @@
+"""The benchmark: what it compares with computes the same network, its figures are what they say, and every mode runs (through te_reference)."""
+
+import dataclasses
+import json
+import math
+import re
+
+import pytest
+import torch
+
+import benchmark_te as benchmark
+import checkpoint
+import cli
+from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
+from results import plain_gpt
+from results import speed_report as report
+from trainer_tools import ROOT
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU")
+TINY = dict(vocab_size=96, n_positions=32, n_embd=64, n_layer=2, n_head=4)
+BLOCKS = {"gpt2": {}, "modern": benchmark.MODERN | dict(n_kv_head=2), "untied": dict(tie_embeddings=False, head_dim=32, n_inner=96)}
+NAMES = [("attn.qkv.layer_norm_", "norm1."), ("mlp.layer_norm_", "norm2."), ("lm_head.layer_norm_", "norm."), ("attn.", ""),
+         ("mlp.fc1_", "fc1."), ("mlp.fc2_", "fc2.")]  # ours, and PlainGPT's
+
+
+def run(arguments) -> int:
+    return cli.run(lambda: benchmark.main(arguments.split()), "benchmark_te.py")
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_plain_gpt_is_the_same_network(block, by_hand):
+    config = OptimizedConfig(**TINY | BLOCKS[block])
+    ours, plain = OptimizedGPT2Model(config), plain_gpt.PlainGPT(config, by_hand)
+    with torch.no_grad():
+        for p in ours.parameters():  # biases and norms, too, so that a forgotten one shows
+            p.normal_(0.0, 0.2) if p.dim() > 1 else p.add_(0.2 * torch.randn_like(p))
+    weights = {name: value for name, value in ours.state_dict().items() if "_extra_state" not in name}
+    for theirs, mine in NAMES:
+        weights = {name.replace(theirs, mine): value for name, value in weights.items()}
+    plain.load_state_dict(weights)
+    tokens = torch.randint(96, (2, 33))
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    expected = ours(x)
+    torch.testing.assert_close(plain(x), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    torch.testing.assert_close(plain(x, y), ours(x, y), rtol=1e-5, atol=1e-5)
+
+
+def test_plain_gpt_starts_as_ours():
+    config = OptimizedConfig(**TINY | BLOCKS["modern"])
+    spread = lambda model, name: model.get_parameter(name).std().item()  # noqa: E731
+    ours, plain = OptimizedGPT2Model(config), plain_gpt.PlainGPT(config)
+    for name, theirs in (("wte.weight",) * 2, ("blocks.0.proj.weight", "blocks.0.attn.proj.weight"), ("blocks.1.fc2.weight", "blocks.1.mlp.fc2_weight")):
+        assert spread(plain, name) == pytest.approx(spread(ours, theirs), rel=0.1)
+
+
+def test_hf_llama_is_of_our_size():
+    config = OptimizedConfig(**TINY | BLOCKS["modern"])
+    ours, llama = OptimizedGPT2Model(config), plain_gpt.HFLlama(config)
+    qk_norms = 2 * config.n_layer * config.head_dim  # Llama has none
+    assert sum(p.numel() for p in llama.parameters()) == sum(p.numel() for p in ours.parameters()) - qk_norms
+    tokens = torch.randint(96, (2, 33))
+    x, y = tokens[:, :-1], tokens[:, 1:].contiguous()
+    torch.testing.assert_close(llama(x, y), torch.nn.functional.cross_entropy(llama.llama(x).logits.flatten(0, 1), y.flatten()))
+
+
+def test_floor_by_hand():
+    config = OptimizedConfig(vocab_size=128, n_positions=64, n_embd=32, n_layer=2, n_head=4, n_kv_head=2, n_inner=64, activation="swiglu")
+    ceilings = {"bf16_tflops": 1e-3, "fp8_tflops": 2e-3, "copy_tbs": 1e-3}  # a billion a second
+    # a block: QKV 32·(32 + 2·16) = 2,048, projection 32·32 = 1,024, MLP 3·32·64 = 6,144: 9,216; the head 128·32 = 4,096
+    products = 6 * (4 * 64) * (2 * 9216 + 4096)  # 34,603,008
+    attention = 7 * 4 * 64**2 * 32 * 2  # 7,340,032
+    moved = 28 * (2 * 9216 + 4096) + 4 * 4 * 64 * 128  # 761,856 bytes
+    assert report.floor_ms(config, 4, 64, False, ceilings) == pytest.approx((34_603_008 + 7_340_032 + 761_856) / 1e6)
+    assert report.floor_ms(config, 4, 64, True, ceilings) == pytest.approx((products / 2 + attention + moved) / 1e6)
+    untied = dataclasses.replace(config, tie_embeddings=False)
+    assert report.floor_ms(untied, 4, 64, False, ceilings, 10) == pytest.approx((products + attention + 10 * (2 * 9216 + 2 * 4096) + 131_072) / 1e6)
+
+
+@pytest.mark.parametrize("arm, changes", [
+    ("bf16", dict(fp8_recipe="none", cuda_graph="auto")), ("fp8", dict(fp8_recipe="delayed", fp8_format="hybrid")),
+    ("fp8-e4m3", dict(fp8_recipe="delayed", fp8_format="e4m3")), ("fp8-current-eager", dict(fp8_recipe="current", cuda_graph="off")),
+    ("fp8-fused-accum4-checkpointing", dict(model="fused", grad_accum=4, gradient_checkpointing=True))])
+def test_arms_are_options_of_the_trainer(arm, changes):
+    config = benchmark.arm_config(arm, benchmark.TrainConfig())
+    assert {name: getattr(config, name) for name in changes} == changes
+
+
+@pytest.mark.parametrize("name, kind", [
+    ("nvjet_sm90_qqtst_128x256_128x6_2x1_v_bz_coopA_TNT", "GEMM FP8"), ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "GEMM BF16"),
+    ("kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at", "attention"),
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"), ("_norm_rope_backward_kernel", "attention"),
+    ("void transformer_engine::normalization::ln_fwd_tuned_kernel<...>", "norm"), ("_backward_fp8_kernel", "loss"),
+    ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., LpNormFunctor<...>>", "optimizer"), ("_adam", "optimizer"),
+    ("void transformer_engine::cast_transpose_optimized_kernel<...>", "cast/transpose"), ("triton_poi_fused_gelu_3", "activation"),
+    ("void at::native::elementwise_kernel<128, 4, ...direct_copy_kernel_cuda...>", "copy/concat"), ("Memcpy DtoD (Device -> Device)", "copy/concat"),
+    ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<...>>", "elementwise/residual"), ("mystery", "other")])
+def test_kernel_classes(name, kind):
+    assert report.kernel_class(name) == kind
+
+
+def test_a_wrong_loss_is_not_timed():
+    config = benchmark.TrainConfig(vocab_size=50304, n_embd=768)
+    expected = math.log(50304) + 0.15
+    benchmark.check_loss(expected, config, expected + 0.09)
+    for loss, others in ((math.nan, None), (expected + 0.4, None), (expected, expected + 0.11)):
+        with pytest.raises(RuntimeError, match="numerics"):
+            benchmark.check_loss(loss, config, others)
+
+
+FIELDS = "shape block arm ms tokens_per_s ratio_to_plain mfu peak_gib floor_ms ceilings gpu torch te date command cuda_graph model_config".split()
+
+
+def test_shapes_write_whole_rows_and_keep_those_of_other_arms(tmp_path, capsys):
+    path = tmp_path / "speed.json"
+    assert run(f"--shapes 124m-b32 --blocks gpt2 --arms plain bf16 fp8 --steps 10 --json {path} --png {tmp_path}/speed.png") == 0
+    assert "the times mean nothing" in capsys.readouterr().out
+    rows = json.loads(path.read_text())
+    assert [row["arm"] for row in rows] == ["plain", "bf16", "fp8"] and not any("error" in row for row in rows)
+    for row in rows:
+        assert set(FIELDS) <= set(row) and row["ms"] > 0 and row["floor_ms"] > 0 and row["ratio_to_plain"] > 0
+        assert row["tokens_per_s"] == pytest.approx(1e3 * 2 * 32 / row["ms"], rel=1e-4)
+        assert all(row[f"{phase}_ms"] > 0 for phase in ("forward", "backward", "optimizer"))
+    assert rows[0]["ratio_to_plain"] == 1 and rows[0]["profile_ms"]["GEMM BF16"] > 0 and "profile_ms" not in rows[1]
+    assert (tmp_path / "speed.png").stat().st_size > 10_000
+    assert run(f"--shapes 124m-b32 --blocks gpt2 --arms bf16 nothing-else --steps 4 --json {path}") == 2  # before anything ran
+    assert run(f"--shapes 124m-b32 --blocks gpt2 --arms bf16 --steps 4 --profile none --json {path}") == 0
+    again = json.loads(path.read_text())
+    assert [row["arm"] for row in again] == ["plain", "fp8", "bf16"] and again[:2] == [rows[0], rows[2]]
+    assert "124m-b32, gpt2" in report.table(again)
+
+
+def test_an_arm_that_fails_is_a_row_with_the_reason(tmp_path, monkeypatch):
+    real = benchmark.build_te
+
+    def fails(config, *args):
+        if not config.gradient_checkpointing:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+        return real(config, *args)
+
+    monkeypatch.setattr(benchmark, "build_te", fails)
+    assert run(f"--shapes llama3-8b --arms fp8 --steps 4 --profile none --json {tmp_path}/rows.json") == 0
+    first, second = json.loads((tmp_path / "rows.json").read_text())
+    assert first["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB." and second["arm"] == "fp8-checkpointing"
+    assert second["tokens_per_s"] > 0 and second["ratio_to_plain"] is None
+
+
+def test_one_shape_says_whether_fp8_pays(capsys):
+    assert run("--shape 4 768 12 8 512 --steps 4 --profile none --arms bf16 fp8") == 0
+    assert re.search(r"FP8 (pays|does not pay|makes no difference), \d+\.\d\d times BF16's", capsys.readouterr().out)
+
+
+def test_sweep(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "WIDTHS", (256, 512))
+    monkeypatch.setattr(benchmark, "TOKENS", (1024, 2048))
+    assert run(f"--sweep --time-budget 0 --json {tmp_path}/rows.json") == 0
+    assert all(row["error"] == "not run: time budget" for row in json.loads((tmp_path / "rows.json").read_text()))
+    monkeypatch.setattr(benchmark, "WIDTHS", (256,))
+    assert run(f"--sweep --json {tmp_path}/rows.json --png {tmp_path}/map.png") == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [(row["width"], row["tokens"], "error" in row) for row in rows] == [(512, 1024, True), (512, 2048, True), (256, 1024, False), (256, 2048, False)]
+    for row in rows[2:]:
+        assert row["graph"] == pytest.approx(row["bf16_ms"] / row["fp8_ms"], rel=1e-4)
+    before = (tmp_path / "rows.json").read_text()
+    assert run(f"--sweep --json {tmp_path}/rows.json") == 0 and (tmp_path / "rows.json").read_text() == before  # measured already
+    assert (tmp_path / "map.png").stat().st_size > 10_000
+
+
+def test_stack(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "STACK", {"by hand": "plain-by-hand", "fused": "fp8-fused-eager"})
+    assert run(f"--stack --steps 4 --json {tmp_path}/rows.json --png {tmp_path}/stack.png") == 0
+    assert [row["label"] for row in json.loads((tmp_path / "rows.json").read_text())] == ["by hand", "fused"]
+    assert (tmp_path / "stack.png").stat().st_size > 10_000
+
+
+def test_compile_reports_graphs_breaks_and_refusals(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "COMPILE_MODES", ("default",))
+    monkeypatch.setattr(benchmark, "COMPILE_RECIPES", ("none", "mxfp9"))
+    monkeypatch.setattr(checkpoint, "MODELS", {"custom": checkpoint.MODELS["custom"]})
+    assert run(f"--compile --json {tmp_path}/rows.json") == 0
+    works, fails = json.loads((tmp_path / "rows.json").read_text())
+    assert works["graphs"] >= 1 and works["graph_breaks"] == 0 and works["tokens_per_s"] > 0 and works["compile_s"] > 0
+    assert fails["error"].startswith("ValueError: fp8-recipe 'mxfp9' is unknown")
+
+
+@pytest.mark.parametrize("arguments, complaint", [
+    ("--shapes nothing", "--shapes 'nothing' is unknown; use 124m-b32"), ("--steps 1", "--steps 1: must be 4 or more"),
+    ("--arms plain fp16", "--arms 'fp16' is unknown"), ("--arms bf16-current", "--arms 'bf16-current' is unknown"),
+    ("--sweep --stack", "one at a time"), ("--shape 4 768 12 8", "--shape"), ("--shape 4 768 13 8 512", "4 768 12 8 512 works"),
+    ("--preset gpt5", "--preset 'gpt5' is unknown; use tiny"), ("--json nowhere/x.json", "there is no folder nowhere"), ("--blocks gpt3", "--blocks")])
+def test_bad_options_are_one_line(arguments, complaint, capsys):
+    assert run(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("benchmark_te.py: ") and complaint in line
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path, capsys):
+    path = tmp_path / "other.json"
+    path.write_text('{"cells": []}')
+    assert run(f"--sweep --json {path}") == 2 and path.read_text() == '{"cells": []}'
+    assert "holds something else" in capsys.readouterr().err
+
+
+def test_the_readme_shows_what_was_measured():
+    path, readme = ROOT / "results" / "speed.json", (ROOT / "README.md").read_text()
+    if not path.exists() or "<!-- speed -->" not in readme:
+        pytest.skip("no results/speed.json, or no table in README.md yet")
+    shown = readme.split("<!-- speed -->")[1].strip()
+    assert shown == report.table(json.loads(path.read_text()))

@@ -1,0 +1,363 @@
+"""The fast loss: cross-entropy and gradient against float64, and its FP8 gradient byte for byte what Transformer Engine would have cast."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fast_loss
+import te_reference
+from fast_loss import cross_entropy
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+FORMATS = [torch.float8_e5m2, torch.float8_e4m3fn]
+
+
+@pytest.fixture(autouse=True)
+def _casts_that_round(monkeypatch):
+    """Triton's interpreter cuts bits off instead of rounding. PyTorch casts in its place, to nearest even as a GPU does."""
+    if HAS_GPU:
+        return
+    from triton.runtime import interpreter
+
+    narrow = {"bf16": torch.bfloat16, "fp8e5": torch.float8_e5m2, "fp8e4nv": torch.float8_e4m3fn}
+    convert = interpreter._convert_float
+
+    def cast(x, source, target, rounding):
+        if str(source) != "fp32" or str(target) not in narrow:
+            return convert(x, source, target, rounding)
+        values = torch.from_numpy(x.copy()).to(narrow[str(target)])
+        return values.view(torch.uint16 if values.itemsize == 2 else torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", cast)
+
+
+def make_inputs(rows, vocab_size, dtype=torch.bfloat16, size=3.0, ignored=0.3):
+    logits = (size * torch.randn(rows, vocab_size)).to(DEVICE, dtype)
+    labels = torch.randint(vocab_size, (rows,)).where(torch.rand(rows) >= ignored, -100).to(DEVICE)
+    labels[0], labels[-1] = 0, vocab_size - 1
+    return logits, labels
+
+
+def loss_and_gradient(logits, labels, factor=1.0):
+    """The loss times `factor`; gradient of a copy, which backward may write over."""
+    leaf = logits.clone().requires_grad_()
+    loss = cross_entropy(leaf.clone(), labels) * factor
+    loss.backward()
+    return loss.detach(), leaf.grad
+
+
+def saved_lse(logits, labels):
+    return cross_entropy(logits.clone().requires_grad_(), labels).grad_fn.saved_tensors[2]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2**-8)])
+@pytest.mark.parametrize("rows, vocab_size", [(5, 96), (3, 4096), (4, 5000), (2, 12289)])
+def test_loss_and_gradient_are_cross_entropys(rows, vocab_size, dtype, tolerance):
+    logits, labels = make_inputs(rows, vocab_size, dtype)
+    loss, gradient = loss_and_gradient(logits, labels, factor=-2.5)
+    exact = logits.double().requires_grad_()
+    expected = -2.5 * F.cross_entropy(exact, labels)
+    expected.backward()
+    assert loss.shape == () and loss.dtype == torch.float32 and gradient.dtype == dtype
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-6)
+    assert (gradient - exact.grad).abs().max() <= tolerance * exact.grad.abs().max()
+    small = exact.grad.abs() < exact.grad.abs().max() / 100  # each value to its own size, not only the largest
+    torch.testing.assert_close(gradient[small].double(), exact.grad[small], rtol=max(tolerance, 1e-5), atol=1e-12)
+
+
+@pytest.mark.parametrize("offset, size", [(0.0, 500.0), (3e4, 1.0), (-3e4, 1.0)])
+def test_large_logits(offset, size):
+    logits, labels = make_inputs(4, 5000, torch.float32, size)
+    loss, gradient = loss_and_gradient(logits + offset, labels)
+    exact = (logits + offset).double().requires_grad_()
+    expected = F.cross_entropy(exact, labels)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert (gradient - exact.grad).abs().max() < 2e-3 * exact.grad.abs().max()  # float32 has 24 bits: at 3e4 steps of 0.002
+
+
+def test_words_that_are_ruled_out():
+    """-inf is probability 0, even where a whole block of the row is; and the gradient there is 0."""
+    logits, labels = make_inputs(3, 9000, torch.float32, ignored=0)
+    logits[:, :5000] = float("-inf")
+    labels[:] = torch.tensor([5000, 6000, 8999])
+    loss, gradient = loss_and_gradient(logits, labels)
+    assert loss.item() == pytest.approx(F.cross_entropy(logits.double(), labels).item(), rel=2e-6)
+    assert gradient[:, :5000].eq(0).all() and gradient.isfinite().all()
+
+
+def test_ignored_rows():
+    logits, labels = make_inputs(6, 300, torch.float32, ignored=0)
+    labels[2], labels[4] = -100, -100
+    logits[4, 7] = float("nan")  # what a padded row holds does not matter
+    loss, gradient = loss_and_gradient(logits, labels)
+    assert loss.item() == pytest.approx(F.cross_entropy(logits[[0, 1, 3, 5]].double(), labels[[0, 1, 3, 5]]).item(), rel=2e-6)
+    assert gradient[[2, 4]].eq(0).all() and gradient[[0, 1, 3, 5]].ne(0).all()
+    loss, gradient = loss_and_gradient(logits, torch.full_like(labels, -100))
+    assert loss.item() == 0 and gradient.eq(0).all()  # as TE has it; PyTorch divides by zero
+
+
+def test_backward_overwrites_the_logits_and_runs_once():
+    logits, labels = make_inputs(4, 96)
+    leaf = logits.clone().requires_grad_()
+    put_out = leaf * 1
+    loss = cross_entropy(put_out, labels)
+    square = put_out.square().sum()
+    loss.backward(retain_graph=True)
+    assert torch.equal(put_out.detach(), leaf.grad)
+    with pytest.raises(RuntimeError, match="second backward"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="inplace operation"):  # not silently the square of the gradient
+        square.backward()
+
+
+@pytest.mark.parametrize("logits, labels", [
+    (torch.zeros(2, 3, 32), torch.zeros(6, dtype=torch.int64)), (torch.zeros(32, 4).T, torch.zeros(4, dtype=torch.int64)),
+    (torch.zeros(4, 32, dtype=torch.float16), torch.zeros(4, dtype=torch.int64)), (torch.zeros(0, 32), torch.zeros(0, dtype=torch.int64)),
+    (torch.zeros(4, 32), torch.zeros(5, dtype=torch.int64)), (torch.zeros(4, 32), torch.zeros(4, dtype=torch.int32))])
+def test_unfit_arguments(logits, labels):
+    with pytest.raises(ValueError, match="is needed"):
+        cross_entropy(logits.to(DEVICE), labels.to(DEVICE))
+
+
+# The gradient in FP8
+
+
+@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("rows, vocab_size, factor, scale", [
+    (48, 144, 1.0, 1.0), (32, 128, 2**-9, 3e4), (16, 48, 3.0, 1e9), (48, 64, 2**-12, 1e-3), (64, 80, -1.0, 777.7)])
+def test_fp8_gradient_is_the_cast_of_the_bf16_one(monkeypatch, rows, vocab_size, factor, scale, fp8):
+    """From all flushed to zero to all saturated, by rows and transposed, whole tiles or not."""
+    monkeypatch.setitem(fast_loss.BACKWARD_FP8, "ROWS", 32)  # several tiles even of a small matrix
+    logits, labels = make_inputs(rows, vocab_size)
+    logits[3, 5] = float("nan")
+    lse, scale, amax = saved_lse(logits, labels), torch.tensor(scale, device=DEVICE), torch.zeros(1, device=DEVICE)
+    per_label = torch.tensor(factor, device=DEVICE) / (labels != -100).sum()
+    by_rows, by_columns = fast_loss.cast_gradient(logits, labels, lse, per_label, scale, amax, fp8)
+    _, gradient = loss_and_gradient(logits, labels, factor)
+    expected = te_reference.quantize(gradient, scale, fp8)
+    assert torch.equal(by_rows, expected.view(torch.uint8)) and torch.equal(by_columns, by_rows.T)
+    assert amax.item() == te_reference.amax_of(gradient).item() > 0
+    amax.fill_(1e5)
+    fast_loss.cast_gradient(logits, labels, lse, per_label, scale, amax, fp8)
+    assert amax.item() == 1e5  # a second micro-batch's joins the first one's
+
+
+class FakeFloat8Tensor(torch.Tensor):
+    """As much of TE's as autograd sees: a BF16 tensor by its looks, FP8 inside."""
+
+    @staticmethod
+    def __new__(cls, shape, dtype, device, **inside):
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        self.inside = SimpleNamespace(**inside)
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(function)
+
+
+class FakeHead(torch.autograd.Function):
+    """x Wᵀ, with what TE's backward pass keeps in its ctx."""
+
+    @staticmethod
+    def forward(ctx, x, weight, quantizer, use_bias, received):
+        ctx.grad_output_quantizer, ctx.use_bias, ctx.debug, ctx.received = quantizer, use_bias, False, received
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.received.append(gradient)
+        return None, None, None, None, None
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there Transformer Engine itself is asked, below")
+@pytest.mark.parametrize("case, in_fp8", [("", True), ("no head", False), ("another head", False), ("not straight from it", False),
+                                          ("bias", False), ("bf16", False), ("other recipe", False), ("hook", False), ("odd", False),
+                                          ("blackwell", False)])
+def test_which_gradients_are_cast(monkeypatch, case, in_fp8):
+    quantizer_class = type("Float8Quantizer", (SimpleNamespace,), {})
+    for name, names in {"tensor.float8_tensor": dict(Float8Quantizer=quantizer_class, Float8Tensor=FakeFloat8Tensor),
+                        "constants": dict(TE_DType_To_Torch={"E5M2": torch.float8_e5m2})}.items():
+        module = ModuleType(name)
+        module.__dict__.update(names)
+        monkeypatch.setitem(sys.modules, f"transformer_engine.pytorch.{name}", module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0) if case == "blackwell" else (9, 0))
+    state = dict(scale=torch.tensor(5e3), amax=torch.zeros(1), dtype="E5M2")
+    quantizer = SimpleNamespace(**state) if case == "other recipe" else None if case == "bf16" else quantizer_class(**state)
+    head = SimpleNamespace(quantizers={"scaling_bwd": [quantizer_class(**state) if case == "another head" else quantizer, None]})
+
+    rows, received = 24 if case == "odd" else 32, []
+    x, weight = torch.randn(rows, 16, dtype=torch.bfloat16, requires_grad=True), torch.randn(96, 16, dtype=torch.bfloat16)
+    labels = torch.randint(96, (rows,))
+    logits = FakeHead.apply(x, weight, quantizer, case == "bias", received)
+    if case == "hook":
+        logits.register_hook(lambda gradient: None)
+    if case == "not straight from it":
+        logits = logits * 1
+    values = logits.detach().clone()
+    cross_entropy(logits, labels, None if case == "no head" else head).backward()
+    (gradient,) = received
+    _, expected = loss_and_gradient(values, labels)
+    assert isinstance(gradient, FakeFloat8Tensor) == in_fp8
+    if not in_fp8:
+        assert torch.equal(gradient, expected)
+        return
+    inside = gradient.inside
+    assert torch.equal(inside.data, te_reference.quantize(expected, quantizer.scale, torch.float8_e5m2).view(torch.uint8))
+    assert torch.equal(inside.data_transpose, inside.data.T) and inside.fp8_dtype == "E5M2" and inside.quantizer is quantizer
+    assert inside.fp8_scale_inv.shape == (1,) and inside.fp8_scale_inv.item() == quantizer.scale.reciprocal().item()
+    assert quantizer.amax.item() == expected.abs().max().item()
+
+
+# With Transformer Engine
+
+
+def make_head(recipe="delayed", fp8_format="HYBRID", bias=False, dtype=torch.bfloat16):
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+
+    torch.manual_seed(3)
+    head = te.LayerNormLinear(256, 1040, bias=bias, params_dtype=dtype)
+    recipe = DelayedScaling(fp8_format=Format[fp8_format], amax_history_len=4) if recipe == "delayed" else Float8CurrentScaling()
+    return head, lambda x: _in_fp8(te, recipe, head, x)
+
+
+def _in_fp8(te, recipe, head, x):
+    with te.autocast(enabled=True, recipe=recipe):
+        return head(x)
+
+
+def train_steps(forward, head, loss_function, steps=3):
+    """Gradients of the input, the weight and the norm's weight in each step, and the state of the backward scaling after it."""
+    torch.manual_seed(4)
+    results = []
+    for _ in range(steps):
+        x = torch.randn(288, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.randint(1040, (288,), device="cuda").where(torch.rand(288, device="cuda") > 0.2, -100)
+        head.zero_grad()
+        loss = loss_function(forward(x), labels)
+        loss.backward()
+        state = head.fp8_meta["scaling_bwd"]
+        scaling = [getattr(state, name).clone() for name in ("amax_history", "scale") if hasattr(state, name)]
+        results.append([loss.detach().reshape(()), x.grad, head.weight.grad.clone(), head.layer_norm_weight.grad.clone(), *scaling])
+    return results
+
+
+def count_casts(monkeypatch):
+    casts, cast = [], fast_loss.gradient_fp8
+    monkeypatch.setattr(fast_loss, "gradient_fp8", lambda *args: casts.append(1) or cast(*args))
+    return casts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("rows, vocab_size, factor, scale", [(4096, 50304, 1.0, 1e6), (272, 1040, 2**-10, 1e9), (64, 144, 1.0, 1.0)])
+def test_bytes_are_transformer_engines(rows, vocab_size, factor, scale, fp8):
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    def make_quantizer():
+        kind = tex.DType.kFloat8E5M2 if fp8 == torch.float8_e5m2 else tex.DType.kFloat8E4M3
+        return Float8Quantizer(torch.tensor(scale, device="cuda"), torch.zeros(1, device="cuda"), kind)
+
+    logits, labels = make_inputs(rows, vocab_size)
+    logits[3, 5] = float("nan")
+    theirs, ours = make_quantizer(), make_quantizer()
+    expected = theirs(loss_and_gradient(logits, labels, factor)[1])
+    per_label = torch.tensor(factor, device="cuda") / (labels != -100).sum()
+    gradient = fast_loss.gradient_fp8(logits, labels, saved_lse(logits, labels), per_label, ours)
+    assert torch.equal(gradient._data, expected._data) and torch.equal(gradient._transpose, expected._transpose)
+    assert torch.equal(gradient._scale_inv, expected._scale_inv) and torch.equal(ours.amax, theirs.amax)
+    assert gradient._fp8_dtype == expected._fp8_dtype and gradient.dtype == expected.dtype and gradient.shape == expected.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])  # of the weights
+def test_a_head_trains_the_same(monkeypatch, fp8_format, dtype):
+    import transformer_engine.pytorch as te
+
+    casts = count_casts(monkeypatch)
+
+    def run(loss_function):
+        head, forward = make_head(fp8_format=fp8_format, dtype=dtype)
+
+        def in_autocast(x):
+            with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
+                return forward(x)
+
+        return train_steps(in_autocast, head, lambda logits, labels: loss_function(logits, labels, head))
+
+    fused = run(cross_entropy)
+    assert len(casts) == (3 if torch.cuda.get_device_capability() == (9, 0) else 0)
+    unfused = run(lambda logits, labels, head: cross_entropy(logits, labels))
+    reference = run(lambda logits, labels, head: te.parallel_cross_entropy(logits[None], labels[None], reduce_loss=True))
+    for ours, by_te, plain in zip(fused, unfused, reference):
+        assert all(torch.equal(a, b) for a, b in zip(ours, by_te))  # the same bytes multiplied: not a bit differs
+        for a, b in zip(ours, plain):
+            assert (a - b).norm() <= 5e-3 * b.norm()  # TE's softmax is rounded otherwise
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [dict(bias=True), dict(recipe="current")])
+def test_other_heads_get_their_gradient_in_bf16(monkeypatch, options):
+    casts = count_casts(monkeypatch)
+    results = []
+    for with_head in (True, False):
+        head, forward = make_head(**options)
+        results.append(train_steps(forward, head, lambda logits, labels: cross_entropy(logits, labels, head if with_head else None)))
+    assert not casts
+    assert all(torch.equal(a, b) for with_head, without in zip(*results) for a, b in zip(with_head, without))
+
+
+@pytest.mark.gpu
+def test_second_backward_through_an_fp8_head_raises():
+    head, forward = make_head()
+    loss = cross_entropy(forward(torch.randn(32, 256, device="cuda", dtype=torch.bfloat16)), torch.arange(32, device="cuda"), head)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward"):
+        loss.backward()
+
+
+@pytest.mark.gpu
+def test_a_step_as_a_cuda_graph():
+    """Loss, gradients, amax history and scale after 3 eager steps and 2 replays are those of 5 eager steps."""
+    def run(graphed):
+        head, forward = make_head()
+        torch.manual_seed(5)
+        x = torch.randn(288, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.randint(1040, (288,), device="cuda")
+
+        def step():
+            loss = cross_entropy(forward(x), labels, head)
+            return [loss, *torch.autograd.grad(loss, [x, head.weight, head.layer_norm_weight])]
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        replay = step
+        if graphed:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = step()
+            replay = lambda: graph.replay() or captured
+        for _ in range(2):
+            with torch.no_grad():
+                x.mul_(-1.5)
+                labels.add_(1).remainder_(1040)
+            results = replay()
+        state = head.fp8_meta["scaling_bwd"]
+        return [t.detach().clone() for t in (*results, state.amax_history, state.scale)]
+
+    for eager, graphed in zip(run(False), run(True)):
+        assert torch.equal(eager, graphed)
