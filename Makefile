@@ -1,6 +1,9 @@
 # make train     installs into .venv, makes the default corpus, trains the tiny preset (ARGS="--max-steps 50" adds options)
 # make test      every test that needs no GPU
 # make test-gpu  the tests that need one
+# make doctor    what is installed and what works, with a fix for what does not
+# make te        builds and installs Transformer Engine with what its build needs
+# make benchmark the speed table on this GPU (ARGS="--shapes 124m-b32" for one shape), its picture, and the table for README.md
 # In an environment that has everything already, run python train.py and pytest directly.
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,7 +11,7 @@ RUN := $(VENV)/bin/python
 HAS_GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test test-gpu
+.PHONY: train test test-gpu doctor te benchmark
 
 train: $(VENV)/.installed data/stdlib/meta.json
 	$(RUN) train.py --preset tiny $(ARGS)
@@ -18,6 +21,17 @@ test: $(VENV)/.installed
 
 test-gpu: $(VENV)/.installed
 	$(RUN) -m pytest -m gpu $(ARGS)
+
+# Needs nothing installed: it is what one asks when installing failed.
+doctor:
+	$(if $(wildcard $(RUN)),$(RUN),$(PYTHON)) doctor.py $(ARGS)
+
+te:
+	$(RUN) doctor.py --install
+
+benchmark: $(VENV)/.installed
+	$(RUN) benchmark_te.py --json results/speed.json --png results/speed.png $(ARGS)
+	$(RUN) results/speed_report.py results/speed.json
 
 # Made once: `python data.py stdlib --force` makes it anew.
 data/stdlib/meta.json: | $(VENV)/.installed
@@ -31,7 +45,7 @@ $(VENV)/.installed: requirements.txt requirements-gpu.txt constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 ifeq ($(HAS_GPU),yes)
 	@$(PIP) -r requirements.txt
-	@$(PIP) --no-build-isolation -r requirements-gpu.txt
+	@$(RUN) doctor.py --install
 else
 	@$(PIP) -r requirements.txt -c constraints.txt
 endif

@@ -25,6 +25,7 @@ import re
 import statistics
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -37,6 +38,7 @@ import fp8
 from results import speed_report as report
 from results.plain_gpt import ARMS as PLAIN_ARMS, PlainStep, build_plain, compiled
 from results.stability_report import check_folder
+from results.timing import floor_ms, measure_ceilings, median_ms, profile_ms, spans_ms, stamp, timed
 from sample import pick_device
 from train import PRESETS, TrainConfig, TrainStep, flops_per_token, make_optimizer, peak_flops, warm_up_scales
 
@@ -60,25 +62,6 @@ COMPILE_RECIPES = ("none", "current", "delayed")
 WIDTHS, TOKENS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096), (1024, 2048, 4096, 8192, 16384, 32768)
 WARMUP, LR = 10, 1e-5  # so small that the model stays what it was
 ON_CPU = dict(n_layer=2, n_embd=64, n_head=4, n_kv_head=None, head_dim=None, n_inner=None, vocab_size=512, micro_batch_size=2, seq_len=32)
-
-
-# ---------------------------------------------------------------- what can be reached
-
-def measure_ceilings(device) -> dict:
-    """What this machine reaches at best, now: TFLOP/s of an 8192³ product in BF16 and FP8, TB/s (read and written) of a copy of 1 GiB."""
-    size, length = (8192, 2**30) if device.type == "cuda" else (256, 2**20)
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    seconds = median_ms([lambda: a @ b.t()] * 20, device) / 1e3
-    found = {"bf16_tflops": 2 * size**3 / seconds / 1e12}
-    found["fp8_tflops"] = found["bf16_tflops"]
-    if device.type == "cuda":
-        one, x, y = torch.ones((), device=device), a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
-        product = lambda: torch._scaled_mm(x, y.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)  # noqa: E731
-        found["fp8_tflops"] = 2 * size**3 / (median_ms([product] * 20, device) / 1e3) / 1e12
-    source = torch.zeros(length, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    found["copy_tbs"] = 2 * length / (median_ms([lambda: target.copy_(source)] * 20, device) / 1e3) / 1e12
-    return {name: float(f"{value:.4g}") for name, value in found.items()}
 
 
 # ---------------------------------------------------------------- arms
@@ -144,37 +127,6 @@ def make_batches(config, device):
 
 # ---------------------------------------------------------------- measuring
 
-def stamp(device):
-    """A point in time: on a GPU, of its own clock, when it comes to it."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def spans_ms(stamps) -> list[float]:
-    """Between each stamp and the next."""
-    if isinstance(stamps[0], float):
-        return [1e3 * (b - a) for a, b in zip(stamps, stamps[1:])]
-    stamps[-1].synchronize()
-    return [a.elapsed_time(b) for a, b in zip(stamps, stamps[1:])]
-
-
-def timed(functions, device) -> list[float]:
-    """ms of each of `functions`, called one after the other without waiting in between."""
-    stamps = [stamp(device)]
-    for function in functions:
-        function()
-        stamps.append(stamp(device))
-    return spans_ms(stamps)
-
-
-def median_ms(functions, device) -> float:
-    timed(functions[:3], device)
-    return statistics.median(timed(functions, device))
-
-
 def free():
     """Between arms: nothing of one is left for the next."""
     if not fp8.IS_REFERENCE:  # TE keeps the histories of models that are gone
@@ -214,33 +166,7 @@ def phases_ms(step, batches, device) -> dict:
     return {f"{name}_ms": statistics.median(column[2:]) for name, column in zip(("forward", "backward", "optimizer"), zip(*found))}
 
 
-def profile_ms(step, batches, device) -> dict:
-    """ms a step by class of kernel (on a CPU: of operator), over three steps. Prints them, and the largest that belong to no class."""
-    from torch.profiler import ProfilerActivity, profile
-
-    on_gpu = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
-        for _ in range(3):
-            step(batches, LR)
-        if on_gpu:
-            torch.cuda.synchronize()
-    found, unknown = {}, {}
-    for event in profiler.events():
-        if (event.device_type == torch.autograd.DeviceType.CUDA) != on_gpu or event.is_user_annotation:
-            continue
-        ms = (event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total) / 3e3
-        kind = report.kernel_class(event.name)
-        found[kind] = found.get(kind, 0) + ms
-        if kind == "other":
-            unknown[event.name] = unknown.get(event.name, 0) + ms
-    found = dict(sorted(found.items(), key=lambda item: -item[1]))
-    print("    " + ", ".join(f"{kind} {ms:.2f}" for kind, ms in found.items()) + f"; all kernels {sum(found.values()):.2f} ms a step")
-    for name, ms in sorted(unknown.items(), key=lambda item: -item[1])[:3]:
-        print(f"    other: {ms:.2f} ms {name[:110]}")
-    return {kind: round(ms, 4) for kind, ms in found.items()}
-
-
-def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, profiled=False, warmup=WARMUP):
+def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, profiled=False, warmup=WARMUP, phases=True):
     """One arm -> (its figures, its step). `plain`: the step of plain, timed in turns with it. `others`: the first arm's loss."""
     free()
     gpu = device.type == "cuda"
@@ -271,8 +197,8 @@ def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, pr
                "cuda_graph": getattr(step, "graphed", arm == "plain-graph"), "loss": loss, "parameters": parameters,
                "grad_accum": config.grad_accum, "model_config": dataclasses.asdict(model_config)}
     if profiled:
-        figures["profile_ms"] = profile_ms(step, batches, device)
-    if steps >= WARMUP:
+        figures["profile_ms"] = profile_ms(lambda: step(batches, LR), device)
+    if phases:
         figures |= phases_ms(step, batches, device)
     return figures, step
 
@@ -285,7 +211,9 @@ def attempt(arm, *args, **kwargs):
     """`measure`, but an arm that cannot run gives a row with the reason in a line."""
     try:
         return measure(arm, *args, **kwargs)
-    except (RuntimeError, ValueError, ImportError, AssertionError) as error:  # OutOfMemoryError is a RuntimeError
+    except Exception as error:  # the other arms are still to be measured
+        if not isinstance(error, (torch.OutOfMemoryError, ValueError)):
+            traceback.print_exc()
         return {"arm": arm, "error": in_a_line(error)}, None
 
 
@@ -334,6 +262,7 @@ def say(row, of=""):
 
 def measure_shape(name, shape, block, arms, options, device, ceilings, rows):
     """All arms of a shape, plain first, a row each."""
+    torch._dynamo.reset()  # else it stops compiling after some models of the same class
     config, plain, others = make_config(shape, device, block), None, None
     queue = sorted(arms, key=lambda arm: arm != "plain")
     while queue:
@@ -345,7 +274,7 @@ def measure_shape(name, shape, block, arms, options, device, ceilings, rows):
             others = figures["loss"] if others is None else others
             arm_options = arm_config("bf16" if arm in PLAIN_ARMS else arm, config)
             model_config = checkpoint.make_model_config("optimized", figures["model_config"])
-            row |= {"floor_ms": report.floor_ms(model_config, config.micro_batch_size * arm_options.grad_accum, config.seq_len, arm.startswith("fp8"),
+            row |= {"floor_ms": floor_ms(model_config, config.micro_batch_size * arm_options.grad_accum, config.seq_len, arm.startswith("fp8"),
                                          ceilings, optimizer_bytes(arm, arm_options)), "ceilings": ceilings}
         elif "OutOfMemory" in row["error"] and config.preset == "llama3-8b" and not arm.endswith("checkpointing"):
             queue.insert(0, f"{arm}-checkpointing")
@@ -402,7 +331,7 @@ def run_sweep(options, device, argv):
                                       vocab_size=1024), device)
             for arm in ("bf16-eager", "fp8-eager", "bf16", "fp8"):
                 late = time.time() - start > options.time_budget
-                figures = {"error": "not run: time budget"} if late else attempt(arm, config, device, 8, warmup=3)[0]
+                figures = {"error": "not run: time budget"} if late else attempt(arm, config, device, 8, warmup=3, phases=False)[0]
                 row[f"{arm}_ms"] = figures.get("ms")
                 row |= {"error": figures["error"]} if "error" in figures else {}
             for name, suffix in (("eager", "-eager"), ("graph", "")):
@@ -419,7 +348,7 @@ def run_stack(options, device, argv):
     name = options.shapes[0] if options.shapes != tuple(SHAPES) else "124m-b32"
     config, rows = make_config(SHAPES[name], device), report.Rows(options.json, ("shape", "label"), argv)
     for label, arm in STACK.items():
-        figures, _ = attempt(arm, config, device, options.steps)
+        figures = attempt(arm, config, device, options.steps)[0]
         rows.add({"shape": name, "label": label} | figures)
         say(figures, label.replace("\n", " ")[:26])
     if options.png:
@@ -451,8 +380,9 @@ def run_compile(options, device, argv):
             check_loss(loss, config, None)
             ms = median_ms([lambda: step(batches, LR)] * 8, device)
             reasons = {reason.splitlines()[0][:150]: count for reason, count in counters["graph_break"].items()}
-            row |= {"ms": ms, "tokens_per_s": 1e3 * config.micro_batch_size * config.seq_len / ms, "loss": loss, "graph_breaks": sum(reasons.values()),
-                    "reasons": reasons, "graphs": counters["stats"].get("unique_graphs", 0),
+            row |= {"ms": ms, "tokens_per_s": 1e3 * config.micro_batch_size * config.seq_len / ms, "loss": loss,
+                    "graph_breaks": sum(reasons.values()), "reasons": reasons,
+                    "graphs": counters["stats"].get("unique_graphs", 0),
                     "compile_s": max(0.0, seconds - 4 * ms / 1e3) if mode != "eager" else 0.0}
             del step
             told = f"{row['tokens_per_s']:>9,.0f} tokens/s  {row['graph_breaks']} breaks, {row['graphs']} graphs, {row['compile_s']:.0f} s"

@@ -33,11 +33,9 @@ try:
         raise ImportError
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling, Format
-    from transformer_engine.pytorch.utils import SplitAlongDim  # backward, it copies nothing where the gradients lie side by side
 except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8 emulated
     import te_reference as te
     from te_reference import DelayedScaling, Format
-    SplitAlongDim = None
 
 try:
     from flash_attn.cute import flash_attn_func  # FlashAttention 4 (Hopper, Blackwell): pip install flash-attn-4
@@ -52,6 +50,9 @@ try:  # faster, not different: see the two files
     import fast_loss
 except ImportError:
     fast_attention = fast_loss = None
+SplitAlongDim = None
+if te.__name__ != "te_reference":  # TE's split: its backward pass copies nothing where the gradients lie side by side
+    from transformer_engine.pytorch.utils import SplitAlongDim
 
 
 @dataclass

@@ -1,0 +1,134 @@
+"""Two questions to train.py on a GPU: does a real run keep the benchmark's speed, and does any switch change what is learnt?
+
+    python data.py stdlib
+    python results/training.py            # a few minutes; writes results/training.json and results/training.png
+    python results/training.py --plot     # draws the picture again from the JSON
+
+Speed: GPT-2 124M, 32 x 1,024 tokens a step, 1,000 steps with data loading, a log line every 10 steps and a checkpoint every 500, by the wall
+clock from step 100 to the last, against `benchmark_te.py`'s bare steps at the same shape, minutes apart on the same GPU.
+
+Switches: 300 steps of 8 x 1,024 tokens, one switch turned at a time, all with one seed, and two more seeds. A switch changes nothing if the
+loss at the end (mean of the last 50 steps) differs from the default's by no more than the seeds differ among themselves.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import cli  # noqa: E402
+from results import stability_report as report  # noqa: E402
+
+COMMON = "--preset gpt2-124m --vocab-size 50304 --grad-accum 1 --warmup-steps 50 --eval-interval 0 --eval-steps 2 --keep-checkpoints 1"
+REAL = "--micro-batch-size 32 --max-steps 1000 --log-interval 10 --checkpoint-interval 500"
+SHORT = "--micro-batch-size 8 --max-steps 300 --log-interval 1 --checkpoint-interval 0"
+SWITCHES = {  # name -> options; the first is what all others are compared with
+    "default": "",
+    "seed 2": "--seed 2",
+    "seed 3": "--seed 3",
+    "no CUDA graph": "--cuda-graph off",
+    "attention sdpa": "--attention sdpa",
+    "attention te": "--attention te",
+    "Transformer Engine's loss": "--no-fused-loss",
+    "float32 masters": "--no-param-remainders",
+    "BF16 moments": "--moment-dtype bfloat16",
+    "2 micro-batches of 4": "--micro-batch-size 4 --grad-accum 2",
+    "FP8 current": "--fp8-recipe current",
+    "BF16": "--fp8-recipe none",
+}
+
+
+@dataclass
+class Options:
+    data: str = "data/stdlib"  # A folder of token files.
+    jobs: int = 4  # Runs at a time, of the switches.
+    skip_speed: bool = False  # The switches only.
+    plot: bool = False  # Draw the committed JSON again, and measure nothing.
+
+
+def call(*arguments):
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, env=os.environ)
+    if done.returncode:
+        raise OSError(f"{' '.join(arguments)}: exit code {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+
+
+def run(folder, options, data):
+    """Train into `folder` -> its metrics."""
+    call("train.py", *COMMON.split(), *options.split(), "--data", data, "--out-dir", str(folder))
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def measure_speed(scratch, data):
+    records = {record["step"]: record for record in run(scratch / "real", REAL, data)}
+    first, last = records[100], records[990]  # the last step's line includes an evaluation
+    real = 32 * 1024 * (990 - 100) / (last["seconds"] - first["seconds"])
+    call("benchmark_te.py", "--shapes", "124m-b32", "--blocks", "gpt2", "--arms", "fp8", "--json", str(scratch / "bench.json"))
+    row, = [row for row in json.loads((scratch / "bench.json").read_text()) if row["arm"] == "fp8"]
+    return {"command": f"python train.py {COMMON} {REAL}", "tokens_per_s": real, "tokens_per_s_between_checkpoints": last["tokens_per_s"],
+            "benchmark_tokens_per_s": row["tokens_per_s"], "ratio": real / row["tokens_per_s"]}
+
+
+def final(losses):
+    return sum(losses[-50:]) / 50
+
+
+def measure_switches(scratch, data, jobs):
+    def one(item):
+        name, options = item
+        return name, [record["loss"] for record in run(scratch / name.replace(" ", "-"), f"{SHORT} {options}", data)]
+
+    with ThreadPoolExecutor(jobs) as pool:
+        losses = dict(pool.map(one, SWITCHES.items()))
+    seeds = [final(losses[name]) for name in losses if name == "default" or name.startswith("seed")]
+    spread = max(seeds) - min(seeds)
+    rows = [{"switch": name, "options": SWITCHES[name], "final_loss": final(values), "difference": final(values) - final(losses["default"]),
+             "agrees": abs(final(values) - final(losses["default"])) <= spread, "losses": [round(v, 5) for v in values]}
+            for name, values in losses.items()]
+    return {"command": f"python train.py {COMMON} {SHORT}", "spread_of_seeds": spread, "rows": rows}
+
+
+def plot(figures, path):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    rows = figures["switches"]["rows"]
+    for row in rows:
+        smooth = [sum(row["losses"][max(0, i - 9):i + 1]) / min(10, i + 1) for i in range(300)]
+        left.plot(range(1, 301), smooth, lw=1, color="grey" if row["switch"].startswith("seed") else None, label=row["switch"])
+    left.set(xlabel="step", ylabel="training loss (nats a byte, mean of 10 steps)", title=f"GPT-2 124M, {figures['machine']}", ylim=(None, 5))
+    left.legend(frameon=False, fontsize=8)
+    spread = figures["switches"]["spread_of_seeds"]
+    right.axvspan(-spread, spread, color="tab:green", alpha=0.15, label="spread of three seeds")
+    right.barh([row["switch"] for row in rows], [row["difference"] for row in rows])
+    right.invert_yaxis()
+    right.set(xlabel="final loss minus the default's", title="one switch at a time")
+    right.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def main(argv=None):
+    options = cli.parse(Options, argv, prog="results/training.py", description=__doc__)
+    path = ROOT / "results/training.json"
+    if not options.plot:
+        with tempfile.TemporaryDirectory() as scratch:
+            figures = {} if options.skip_speed else {"speed": measure_speed(Path(scratch), options.data)}
+            figures["switches"] = measure_switches(Path(scratch), options.data, options.jobs)
+        report.write("results/training.py", argv, figures, path)
+    figures = json.loads(path.read_text())
+    plot(figures, path.with_suffix(".png"))
+    if "speed" in figures:
+        speed = figures["speed"]
+        print(f"real run {speed['tokens_per_s']:,.0f} tokens/s, benchmark {speed['benchmark_tokens_per_s']:,.0f}: {100 * speed['ratio']:.1f} %")
+    for row in figures["switches"]["rows"]:
+        print(f"{row['switch']:28} {row['final_loss']:.4f}  {row['difference']:+.4f}  {'agrees' if row['agrees'] else 'DIFFERS'}")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, "results/training.py"))
