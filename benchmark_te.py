@@ -199,7 +199,10 @@ def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, pr
     if profiled:
         figures["profile_ms"] = profile_ms(lambda: step(batches, LR), device)
     if phases:
-        figures |= phases_ms(step, batches, device)
+        try:
+            figures |= phases_ms(step, batches, device)
+        except torch.OutOfMemoryError:  # beside a graph's memory there is not always room for a pass without one
+            step.optimizer.zero_grad(set_to_none=True)
     return figures, step
 
 

@@ -12,6 +12,8 @@ Notable, and why:
   pickle is involved: DCP's own format keeps its index in one, and TE's `_extra_state` entries are pickles, which is why the
   FP8 state is stored as plain tensors instead (fp8.get_state).
 - FP8 is no property of a checkpoint: weights are stored in high precision, so a run may resume with another recipe or none.
+- Training need not wait for the disk: BackgroundSaver copies the tensors to host memory and writes them while training goes on. One process
+  writes the files of DCP's format itself, since DCP's writer would hold up the thread that trains.
 """
 import contextlib
 import dataclasses
@@ -41,7 +43,9 @@ MODELS = {  # --model: (file, model class, config class)
     "custom": ("model_te_custom", "CustomGPT2Model", "CustomConfig"),
     "te": ("model_te", "TEGPT2Model", "TEConfig"),
 }
-SHARD_BYTES = 4 * 2**30  # safetensors assembles a file in memory before writing it
+SHARD_BYTES = 4 * 2**30  # DCP assembles a file in memory before writing it
+SAFETENSORS_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.uint8: "U8",
+                     torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL"}
 
 
 def model_classes(name: str):
@@ -84,7 +88,76 @@ def save(run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> Path
     `meta` is what JSON can hold and `load` returns. On OSError (a full disk) nothing is left of this checkpoint, the ones
     before it stand, and the error names the last of them.
     """
-    run_dir = Path(run_dir)
+    return _write(Path(run_dir), step, _tensors(model, optimizer), _document(step, optimizer, meta), keep)
+
+
+class BackgroundSaver:
+    """Checkpoints that a thread writes while training goes on: `save` returns as soon as the tensors are copied to host memory.
+
+    One checkpoint is written at a time, and a folder step-<n> is whole or absent as with the function `save`. The copies stay allocated for
+    the checkpoint after: pinned memory, where they come from a GPU, of the size of weights, optimizer state and float32 masters.
+
+    With several processes, or `background` off, `save` returns when all is written: there DCP calls collectives, which in a second thread could
+    come before training's own on one rank and after them on another, and all would wait for ever.
+    """
+
+    def __init__(self, background: bool = True):
+        self.background = background and not dist.is_initialized()
+        self.thread, self.writing, self.failures, self.copies = ThreadPoolExecutor(1, "checkpoint"), None, [], {}
+
+    def save(self, run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> None:
+        """As the function `save`, after waiting for the checkpoint before; but an OSError is kept for `error`."""
+        self.wait()
+        document = _document(step, optimizer, meta)
+        tensors = _tensors(model, optimizer)
+        if self.background:
+            tensors = self.copy_to_host(tensors).items()
+            self.writing = self.thread.submit(_write, Path(run_dir), step, tensors, document, keep)
+        else:
+            try:
+                _write(Path(run_dir), step, tensors, document, keep)
+            except OSError as error:
+                self.failures.append(error)
+
+    def copy_to_host(self, tensors) -> dict[str, torch.Tensor]:
+        """Of (name, tensor) pairs, in the memory of an earlier call where it fits. The copies are queued on the stream that training uses, so the
+        memory of a tensor that was made for this alone is not used again before it is read."""
+        before, self.copies = self.copies, {}
+        for name, tensor in tensors:
+            copy = before.get(name)
+            if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self.copies[name] = copy.copy_(tensor, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return self.copies
+
+    def wait(self) -> None:
+        """Return when nothing is being written. What is no OSError, a defect, is raised."""
+        if self.writing is not None:
+            error = self.writing.exception()
+            self.writing = None
+            if isinstance(error, OSError):
+                self.failures.append(error)
+            elif error is not None:
+                raise error
+
+    def error(self) -> OSError | None:
+        """Why a checkpoint was not written, as far as known by now; each error is returned once. Waits for nothing."""
+        if self.writing is not None and self.writing.done():
+            self.wait()
+        return self.failures.pop(0) if self.failures else None
+
+
+def _document(step: int, optimizer, meta: dict) -> str:
+    """The text of meta.json."""
+    groups = [{k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+              for group in optimizer.param_groups]
+    return json.dumps({"step": step, "optimizer_groups": groups, "torch": torch.__version__, **meta}, indent=2) + "\n"
+
+
+def _write(run_dir: Path, step: int, tensors, document: str, keep: int) -> Path:
+    """The part of saving that reads nothing of the model: (name, tensor) pairs and meta.json's text -> run_dir/step-<step>."""
     folder, unfinished = run_dir / f"step-{step}", run_dir / f".saving-step-{step}"
 
     def prepare():
@@ -93,10 +166,7 @@ def save(run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> Path
         unfinished.mkdir()
 
     def finish():
-        groups = [{k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
-                  for group in optimizer.param_groups]
-        document = {"step": step, "optimizer_groups": groups, "torch": torch.__version__, **meta}
-        (unfinished / "meta.json").write_text(json.dumps(document, indent=2) + "\n")
+        (unfinished / "meta.json").write_text(document)
         sums = "".join(f"{checksum}  {name}\n" for name, checksum in _checksums(unfinished).items())
         (unfinished / "SHA256SUMS").write_text(sums)
         for path in [unfinished / "meta.json", unfinished / "SHA256SUMS", unfinished]:
@@ -110,7 +180,10 @@ def save(run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> Path
 
     try:
         on_rank0(prepare)
-        _dcp(dcp.save, _tensors(model, optimizer), unfinished)
+        if dist.is_initialized():
+            _dcp(dcp.save, dict(tensors), unfinished)
+        else:
+            _write_tensors(dict(tensors), unfinished)
         on_rank0(finish)
     except OSError as error:
         if _rank() == 0:
@@ -122,19 +195,52 @@ def save(run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> Path
     return folder
 
 
-def _tensors(model, optimizer) -> dict[str, torch.Tensor]:
-    """Everything that is stored as a tensor, by name; tied parameters once."""
-    tensors, names = {}, {}
+def _write_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """safetensors files (github.com/huggingface/safetensors, "Format") as DCP's reader takes them. Unlike safetensors.torch.save, through which
+    DCP writes, this copies nothing and never holds the interpreter's lock for long: a thread that trains meanwhile can launch its next step."""
+    numbers = _file_numbers(tensors)
+    files = max(numbers.values())
+    for number in sorted(set(numbers.values())):
+        # Those of wider types first, so that each is aligned.
+        part = sorted((item for item in tensors.items() if numbers[item[0]] == number), key=lambda item: -item[1].element_size())
+        header, end = {"__metadata__": {"format": "pt"}}, 0
+        for name, tensor in part:
+            start, end = end, end + tensor.numel() * tensor.element_size()
+            header[name] = {"dtype": SAFETENSORS_TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        encoded = json.dumps(header).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        path = folder / f"shard-00001-model-{number:05}-of-{files:05}.safetensors"  # DCP's names for the files of one process
+        with open(path, "wb") as file:
+            file.write(len(encoded).to_bytes(8, "little") + encoded)
+            for _, tensor in part:
+                file.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        _sync(path)
+
+
+def _file_numbers(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    """The number of the file, from 1, that each tensor goes to: of about SHARD_BYTES each."""
+    numbers, size = {}, 0
+    for name, tensor in tensors.items():
+        size += tensor.numel() * tensor.element_size()
+        numbers[name] = 1 + size // SHARD_BYTES
+    return numbers
+
+
+def _tensors(model, optimizer):
+    """(name, tensor) of everything that is stored as a tensor, as it is now; tied parameters once. A generator, so that float32 masters
+    joined from remainders need not all exist at once."""
+    names = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and not name.endswith("_extra_state") and id(value) not in names:
             names[id(value)] = name
-            tensors[f"model.{name}"] = _plain(value)
+            yield f"model.{name}", _plain(value)
     for parameter, state in _optimizer_states(optimizer):
-        if getattr(state.get("master_param"), "dtype", None) == torch.int16:
-            state = state | {"master_param": join_remainder(parameter.detach(), state["master_param"])}
-        tensors |= {f"optimizer.{names[id(parameter)]}.{key}": _plain(value) for key, value in state.items()}
-    tensors |= {f"fp8.{name}": value for name, value in fp8.get_state(model).items()}
-    return tensors | {f"rng{_rank()}.{name}": value for name, value in _rng_state().items()}
+        for key, value in state.items():
+            if key == "master_param" and value.dtype == torch.int16:
+                value = join_remainder(parameter.detach(), value)
+            yield f"optimizer.{names[id(parameter)]}.{key}", _plain(value)
+    yield from ((f"fp8.{name}", value) for name, value in fp8.get_state(model).items())
+    yield from ((f"rng{_rank()}.{name}", value) for name, value in _rng_state().items())
 
 
 def _plain(tensor) -> torch.Tensor:
@@ -343,11 +449,8 @@ def _rank() -> int:
 def _dcp(action, tensors: dict, folder: Path) -> None:
     """dcp.save or dcp.load with safetensors files; a rank's OSError is raised as such on every rank."""
     if action is dcp.save:
-        files, size = {}, 0
-        for name, tensor in tensors.items():
-            size += tensor.numel() * tensor.element_size()
-            files[name] = 1 + size // SHARD_BYTES
-        for rank in range(dist.get_world_size() if dist.is_initialized() else 1):  # rank 0's table serves all
+        files = _file_numbers(tensors)
+        for rank in range(dist.get_world_size()):  # rank 0's table serves all
             files |= {f"rng{rank}.{name}": 1 for name in ("torch", "host", "cuda")}
         storage = {"storage_writer": HuggingFaceStorageWriter(str(folder), files, save_distributed=True)}
     else:

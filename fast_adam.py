@@ -127,8 +127,12 @@ class FastAdam(torch.optim.Optimizer):
                 raise ValueError("FastAdam: a tensor does not start at a multiple of 16 bytes")
             chunks = [[tensor, chunk] for tensor, row in enumerate(rows) for chunk in range(-(-row[5] // CHUNK))]
             device = group["lr"].device
-            self.tables[number] = (rows, torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 6),
-                                   torch.tensor(chunks, dtype=torch.int32, device=device).view(-1, 2),
+            table = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 6)
+            _, old, *others = self.tables.get(number, ((), table))
+            if len(old) == len(table) and others:  # in place: a CUDA graph that was recorded reads this memory
+                self.tables[number] = (rows, old.copy_(table), *others)
+                continue
+            self.tables[number] = (rows, table, torch.tensor(chunks, dtype=torch.int32, device=device).view(-1, 2),
                                    torch.tensor(group["betas"], dtype=torch.float64, device=device))
 
     @torch.no_grad()

@@ -42,6 +42,7 @@ def available(return_reason=False):
     return (not reason, reason) if return_reason else not reason
 
 
+@torch.compiler.disable  # FlashAttention compiles its own kernels and cannot be traced
 def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=None, eps=1e-5):
     """Causal softmax(q·kᵀ / √D)·v of packed heads -> (B, S, n_head · D). Differentiable in qkv and both weights.
 

@@ -113,6 +113,8 @@ class TrainConfig:
     eval_steps: int = 20  # Validation batches of an evaluation.
     checkpoint_interval: int = 250  # Steps between checkpoints (also after the last step); 0: after the last alone.
     keep_checkpoints: int = 2  # Older ones are removed.
+    background_saves: bool = True
+    """Write checkpoints while training goes on (one process only); takes host memory for a copy of weights and optimizer."""
     log_interval: int = 10  # Steps between log lines.
     fp8_health_interval: int = 0
     """Steps between looks at each tensor in FP8: amax, scale, what is cut off, what becomes zero (fp8_health.jsonl, fp8_health.png,
@@ -269,6 +271,8 @@ def make_optimizer(model, config: TrainConfig):
         from fast_adam import FastAdam  # needs Triton
 
         return FastAdam(groups, moment_dtype=moments, **options)
+    if config.fp8_param:
+        options["store_param_remainders"] = False  # of BF16 weights there are none
     masters = any(p.dtype != torch.float32 for p in parameters) or config.fp8_param
     optimizer = fp8.te.optimizers.FusedAdam(groups, adam_w_mode=True, master_weights=masters, master_weight_dtype=torch.float32,
                                             exp_avg_dtype=moments, exp_avg_sq_dtype=moments, **options)
@@ -329,6 +333,7 @@ class TrainStep:
             outcome = self.run(batches, watch)
             for parameter, gradient in kept:
                 parameter.grad = gradient  # the graphs' own memory
+            self.optimizer.prepare()
             return outcome
         for micro, (input_ids, labels) in enumerate(batches):
             self.inputs[0].copy_(input_ids, non_blocking=True)
@@ -460,11 +465,12 @@ def evaluate(model, loader, steps: int) -> float:
     return mean_over_ranks(losses.mean()).item()
 
 
-def read_losses(pending: list, run: str, config: TrainConfig) -> tuple[float, float]:
+def read_losses(pending: list, run: str, config: TrainConfig, saver: checkpoint.BackgroundSaver) -> tuple[float, float]:
     """(loss, gradient norm) of the last step of `pending`, [(step, loss, norm)]; Diverged if one of any step is not finite."""
     values = mean_over_ranks(torch.stack([torch.stack((loss, norm)) for _, loss, norm in pending])).tolist()
     for (step, *_), (loss, norm) in zip(pending, values):
         if not math.isfinite(loss + norm):
+            saver.wait()  # what it is writing is good
             last = checkpoint.latest(run)
             kept = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
             gentler = [f"--lr {config.lr / 3:.1e}", f"--grad-clip {config.grad_clip / 2 or 1.0}"]
@@ -659,14 +665,25 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
     log.say(f"on {fp8.describe()}; {config.preset}, {precision}, {parameters / 1e6:,.2f} M parameters, "
             f"{tokens_per_step:,} tokens a step; {run}" + (f" from step {step}" if step else ""))
 
+    saver = checkpoint.BackgroundSaver(config.background_saves)
+
+    def tell_failed_save():
+        error = saver.error()
+        if error:
+            log.say(f"step {step}: {error}; training goes on")
+
     def save():
+        saver.wait()
+        tell_failed_save()  # of the one before
         document = {"config": dataclasses.asdict(config) | {"out_dir": run}, "model": config.model,
-                    "model_config": dataclasses.asdict(model_config), "tokenizer": tokens["tokenizer"]}
-        return checkpoint.save(run, step, model=model, optimizer=optimizer, meta=document, keep=config.keep_checkpoints)
+                    "model_config": dataclasses.asdict(model_config), "tokenizer": tokens["tokenizer"], "device": fp8.describe(),
+                    **({"hf": meta["hf"]} if meta and "hf" in meta else {})}  # where an imported model came from
+        saver.save(run, step, model=model, optimizer=optimizer, meta=document, keep=config.keep_checkpoints)
 
     model.train()
     stop = StopRequest()
     pending, elapsed, mark, timed_steps = [], 0.0, time.perf_counter(), 0
+    began = mark
     try:
         while step < config.max_steps:
             step += 1
@@ -677,6 +694,7 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
             pending.append((step, loss, norm))
             timed_steps += 1
             log.advance()
+            tell_failed_save()
             if looks_at_fp8:
                 log.write_health(step, fp8.health(model))
 
@@ -687,17 +705,17 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
             logs = evaluates or stopping or step == 1 or step % config.log_interval == 0
             if not (logs or saves):
                 continue
-            loss_now, norm_now = read_losses(pending, run, config)  # waits for the device
+            loss_now, norm_now = read_losses(pending, run, config, saver)  # waits for the device
             pending.clear()
             elapsed += time.perf_counter() - mark
             record = {"step": step, "loss": loss_now, "lr": lr, "grad_norm": norm_now}
             if saves:
-                try:
-                    save()
-                except OSError as error:
-                    if ends or stopping:
-                        raise
-                    log.say(f"step {step}: {error}; training goes on")
+                save()
+                if ends or stopping:
+                    saver.wait()
+                    failure = saver.error()
+                    if failure:
+                        raise failure
             if logs:
                 speed = tokens_per_step * timed_steps / elapsed
                 record |= {"tokens_per_s": speed, "mfu": speed * token_flops / (peak * world_size) if peak else None,
@@ -705,11 +723,16 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
                 elapsed, timed_steps = 0.0, 0
                 if evaluates:
                     record["val_loss"] = evaluate(model, loaders["val"], config.eval_steps)
+                record["seconds"] = time.perf_counter() - began  # evaluations and checkpoints included
                 log.write(record, config.max_steps)
             mark = time.perf_counter()
             if stopping:
                 break
     finally:
+        saver.wait()  # after an error, too
+        failure = saver.error()
+        if failure:
+            log.say(f"step {step}: {failure}")
         stop.restore()
         log.close()
         for loader in loaders.values():

@@ -1,12 +1,16 @@
 """checkpoint.py: what is stored, what is refused, what survives."""
 import json
 import random
+import resource
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 import checkpoint
@@ -33,16 +37,29 @@ def step(model, optimizer, seed):
     return loss.item()
 
 
-def save(run, number, model, optimizer, keep=9):
+def save(run, number, model, optimizer, keep=9, saver=checkpoint):
     run.mkdir(exist_ok=True)
     meta = {"config": {}, "model": "optimized", "model_config": vars(model.config), "tokenizer": "byte"}
-    return checkpoint.save(run, number, model=model, optimizer=optimizer, meta=meta, keep=keep)
+    return saver.save(run, number, model=model, optimizer=optimizer, meta=meta, keep=keep)
 
 
 def load(folder, model, optimizer=None):
     meta = checkpoint.read_meta(folder)
     checkpoint.load(folder, meta, model, optimizer)
     return meta
+
+
+def content(folder):
+    """The bytes of each file of a checkpoint."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def one_process_group():
+    """torch.distributed with this process alone: saving then takes the way that it takes with several."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -64,6 +81,15 @@ def test_round_trip_is_exact(tmp_path, options):
     model, optimizer = make(seed=1, **options)
     assert load(folder, model, optimizer)["step"] == 3
     assert [step(model, optimizer, seed) for seed in range(3, 6)] == expected
+
+
+def test_a_group_of_processes_writes_what_one_alone_does(tmp_path, trained, request):
+    alone = save(tmp_path / "alone", 3, *trained)
+    request.getfixturevalue("one_process_group")
+    group = save(tmp_path / "group", 3, *trained)
+    assert {path.name for path in alone.iterdir()} == {path.name for path in group.iterdir()}
+    alone, group = (load_file(next(folder.glob("*.safetensors"))) for folder in (alone, group))
+    assert alone.keys() == group.keys() and all(torch.equal(value, group[name]) for name, value in alone.items())
 
 
 def test_random_generators_come_back(tmp_path, trained):
@@ -181,23 +207,93 @@ def test_the_last_ones_are_kept_and_leftovers_removed(tmp_path, trained):
     assert sorted(path.name for path in run.iterdir()) == ["step-100", "step-11", "step-notes"]
 
 
-@pytest.mark.parametrize("where", ["write", "sync"])
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, trained, monkeypatch, where):
-    run = tmp_path / "run"
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("where", ["write", "DCP's write", "sync"])
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, trained, monkeypatch, request, where, background):
+    run, saver = tmp_path / "run", checkpoint.BackgroundSaver()
     save(run, 1, *trained, keep=1)
+    limits, reason = resource.getrlimit(resource.RLIMIT_FSIZE), "No space left on device"
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    if where == "write":  # as DCP's own writer meets it
-        monkeypatch.setattr("safetensors.torch.save", full)
-    else:
+    if where == "write":  # half a file is written
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        reason = "File too large"
+    elif where == "sync":
         monkeypatch.setattr(checkpoint, "_sync", full)
-    with pytest.raises(OSError) as error:
-        save(run, 2, *trained, keep=1)
-    assert "step-2 not written: No space left on device" in str(error.value) and "step-1;" in str(error.value)
+    else:
+        request.getfixturevalue("one_process_group")
+        monkeypatch.setattr("safetensors.torch.save", full)
+        saver = checkpoint.BackgroundSaver()
+    try:
+        if background:
+            save(run, 2, *trained, keep=1, saver=saver)
+            saver.wait()
+            error = saver.error()
+            assert saver.error() is None, "told once"
+        else:
+            with pytest.raises(OSError) as raised:
+                save(run, 2, *trained, keep=1)
+            error = raised.value
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"step-2 not written: {reason}" in str(error) and "step-1;" in str(error)
     assert [path.name for path in run.iterdir()] == ["step-1"]
     load(run / "step-1", *make(seed=1))
+
+    monkeypatch.undo()
+    save(run, 3, *trained, keep=1, saver=saver)
+    saver.wait()
+    assert saver.error() is None and [path.name for path in run.iterdir()] == ["step-3"]
+
+
+@pytest.mark.parametrize("options", [dict(), dict(dtype=torch.bfloat16)])
+def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path, monkeypatch, options):
+    model, optimizer = make(**options)
+    step(model, optimizer, 0)
+    torch.manual_seed(5), random.seed(6)
+    expected = content(save(tmp_path / "synchronous", 1, model, optimizer))
+
+    model, optimizer = make(**options)
+    step(model, optimizer, 0)
+    torch.manual_seed(5), random.seed(6)
+    go_on, plain, saver = threading.Event(), checkpoint._write_tensors, checkpoint.BackgroundSaver()
+    monkeypatch.setattr(checkpoint, "_write_tensors", lambda *arguments: go_on.wait(60) and plain(*arguments))
+    save(tmp_path / "run", 1, model, optimizer, saver=saver)
+    torch.rand(3), random.random()
+    for seed in (1, 2):
+        step(model, optimizer, seed)
+    assert checkpoint.latest(tmp_path / "run") is None and saver.error() is None, "nothing is there before all is"
+    go_on.set()
+    saver.wait()
+    assert content(tmp_path / "run/step-1") == expected
+
+
+def test_background_saves_are_written_one_after_the_other(tmp_path, trained, monkeypatch):
+    plain, saver, expected = checkpoint._write_tensors, checkpoint.BackgroundSaver(), []
+
+    def write_tensors(tensors, folder):
+        if folder == tmp_path / "run/.saving-step-3":  # slow: the next must not take its place in memory, nor be there before it
+            time.sleep(0.5)
+        plain(tensors, folder)
+
+    monkeypatch.setattr(checkpoint, "_write_tensors", write_tensors)
+    for number in (3, 4, 5):
+        expected.append(content(save(tmp_path / "synchronous", number, *trained)))
+        save(tmp_path / "run", number, *trained, saver=saver)
+        assert [path.name for path in checkpoint.list_checkpoints(tmp_path / "run")] == [f"step-{n}" for n in range(3, number)]
+        step(*trained, number)
+    saver.wait()
+    assert [content(tmp_path / f"run/step-{number}") for number in (3, 4, 5)] == expected
+
+
+def test_a_defect_in_the_background_is_raised(tmp_path, trained, monkeypatch):
+    saver = checkpoint.BackgroundSaver()
+    monkeypatch.setattr(checkpoint, "_checksums", lambda folder: 1 / 0)
+    save(tmp_path / "run", 1, *trained, saver=saver)
+    with pytest.raises(ZeroDivisionError):
+        saver.wait()
 
 
 def test_a_model_in_several_files_comes_back(tmp_path, trained, monkeypatch):

@@ -371,7 +371,7 @@ def test_import_refuses_in_one_line(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         def full(*_, **__):
             raise OSError(28, "No space left on device")
-        patch.setattr(checkpoint, "_dcp", full)
+        patch.setattr(checkpoint, "_write_tensors", full)
         assert "No space left on device" in line("full")
     Path("run").mkdir()
     assert "run exists" in line("full")

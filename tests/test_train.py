@@ -5,10 +5,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import checkpoint
 import train
@@ -25,6 +28,21 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture
+def slow_writer(monkeypatch):
+    """A checkpoint is not written before somebody waits for it."""
+    waited, plain_wait, plain_write = threading.Event(), checkpoint.BackgroundSaver.wait, checkpoint._write_tensors
+
+    def wait(saver):
+        if saver.writing is not None:
+            waited.set()
+            plain_wait(saver)
+            waited.clear()
+
+    monkeypatch.setattr(checkpoint.BackgroundSaver, "wait", wait)
+    monkeypatch.setattr(checkpoint, "_write_tensors", lambda *arguments: waited.wait(20) and plain_write(*arguments))
+
+
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
@@ -32,8 +50,14 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 def test_killed_and_resumed_equals_uninterrupted(tokens, recipe):
     options = f"{OPTIONS} --fp8-recipe {recipe}"
     assert run_train(f"{options} --out-dir whole", tokens) == 0
-    killed = spawn_train(f"{options} --out-dir killed", tokens, "plain = train.learning_rate\n"
-                         f"train.learning_rate = lambda step, config: {KILL} if step == 16 else plain(step, config)")
+    killed = spawn_train(f"{options} --out-dir killed", tokens, f"""
+plain = train.learning_rate
+def learning_rate(step, config):
+    while step == 16:
+        if os.path.exists("killed/step-12"):  # which a thread writes
+            {KILL}
+    return plain(step, config)
+train.learning_rate = learning_rate""")
     assert killed.returncode == -signal.SIGKILL
     assert metrics("killed")[-1]["step"] == 15 and checkpoint.latest("killed").name == "step-12"
     assert run_train("--resume --out-dir killed") == 0
@@ -79,7 +103,7 @@ def test_resume_takes_the_newest_run_and_its_options(tokens):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_finishes_the_step_saves_and_exits_0(tokens, monkeypatch, capsys, number):
+def test_signal_finishes_the_step_saves_and_exits_0(tokens, monkeypatch, capsys, slow_writer, number):
     plain = train.learning_rate
 
     def signal_at_5(step, config):
@@ -90,12 +114,12 @@ def test_signal_finishes_the_step_saves_and_exits_0(tokens, monkeypatch, capsys,
     monkeypatch.setattr(train, "learning_rate", signal_at_5)
     assert run_train(f"{OPTIONS} --out-dir stopped", tokens) == 0
     assert checkpoint.latest("stopped").name == "step-5" and metrics("stopped")[-1]["step"] == 5
-    assert "python train.py --resume --out-dir stopped" in capsys.readouterr().out
+    assert "saved stopped/step-5; resume with: python train.py --resume --out-dir stopped" in capsys.readouterr().out
     monkeypatch.undo()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_non_finite_loss_stops_names_the_step_and_keeps_the_last_good(tokens, monkeypatch, capsys):
+def test_non_finite_loss_stops_names_the_step_and_keeps_the_last_good(tokens, monkeypatch, capsys, slow_writer):
     plain = train.learning_rate
     monkeypatch.setattr(train, "learning_rate", lambda step, config: 1e38 if step == 10 else plain(step, config))
     assert run_train(f"{OPTIONS} --checkpoint-interval 8 --eval-interval 0 --log-interval 1000 --out-dir bad", tokens) == 1
@@ -113,6 +137,8 @@ def test_what_a_run_leaves_behind(tokens, capsys):
     assert [path.name for path in checkpoint.list_checkpoints("run")] == ["step-6", "step-8", "step-9"]
     assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG") and list(Path("run/tensorboard").iterdir())
     assert [record["step"] for record in metrics("run")] == [1, 3, 6, 8, 9]  # 8: evaluated
+    seconds = [record["seconds"] for record in train.read_metrics("run/metrics.jsonl")]
+    assert seconds == sorted(seconds) and seconds[0] > 0
     for record in train.read_metrics("run/metrics.jsonl"):
         assert {"step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "peak_gib"} <= set(record) and record["tokens_per_s"] > 0
     config = json.loads(Path("run/step-9/meta.json").read_text())["config"]
@@ -132,12 +158,82 @@ def test_gradient_accumulation_equals_a_larger_batch(tokens):
     assert [r["loss"] for r in metrics("small")] == pytest.approx([r["loss"] for r in metrics("large")], rel=1e-5)
 
 
-def test_full_disk_does_not_end_a_run_but_is_told(tokens, monkeypatch, capsys):
+@pytest.mark.parametrize("how", ["", "--no-background-saves"])
+def test_full_disk_does_not_end_a_run_but_is_told(tokens, monkeypatch, capsys, how):
     plain = checkpoint._sync
     monkeypatch.setattr(checkpoint, "_sync", lambda path: raise_full_disk() if "step-4" in str(path) else plain(path))
-    assert run_train(f"{OPTIONS} --checkpoint-interval 2 --keep-checkpoints 9 --max-steps 6 --out-dir run", tokens) == 0
-    assert "run/step-4 not written: No space left on device; the last good checkpoint is run/step-2" in capsys.readouterr().out
+    assert run_train(f"{OPTIONS} {how} --checkpoint-interval 2 --keep-checkpoints 9 --max-steps 6 --out-dir run", tokens) == 0
+    told, = [line for line in capsys.readouterr().out.splitlines() if "not written" in line]
+    assert "run/step-4 not written: No space left on device; the last good checkpoint is run/step-2" in told
+    assert told.endswith("; training goes on")
     assert [path.name for path in checkpoint.list_checkpoints("run")] == ["step-2", "step-6"] and not list(Path("run").glob(".*"))
+
+
+def test_full_disk_is_told_before_the_next_save(tokens, monkeypatch, capsys):
+    failed, plain_sync, plain_rate = threading.Event(), checkpoint._sync, train.learning_rate
+
+    def sync(path):
+        if "step-4" in str(path):
+            failed.set()
+            raise_full_disk()
+        plain_sync(path)
+
+    def learning_rate(step, config):
+        if step == 6:
+            assert failed.wait(60)
+            time.sleep(0.5)  # for what the writer does after it
+        return plain_rate(step, config)
+
+    monkeypatch.setattr(checkpoint, "_sync", sync)
+    monkeypatch.setattr(train, "learning_rate", learning_rate)
+    assert run_train(f"{OPTIONS} --checkpoint-interval 4 --max-steps 8 --out-dir run", tokens) == 0
+    lines = capsys.readouterr().out.splitlines()
+    told, = [number for number, line in enumerate(lines) if "not written" in line]
+    after, = [number for number, line in enumerate(lines) if line.startswith("step 6/")]
+    assert told < after
+
+
+def test_full_disk_at_the_end_is_an_error(tokens, monkeypatch, capsys, slow_writer):
+    monkeypatch.setattr(checkpoint, "_sync", lambda path: raise_full_disk())
+    assert run_train(f"{OPTIONS} --checkpoint-interval 4 --max-steps 8 --out-dir run", tokens) == 2
+    streams = capsys.readouterr()
+    assert "run/step-4 not written" in streams.out and "training goes on" in streams.out and "step-8" not in streams.out
+    assert streams.err.count("\n") == 1 and "run/step-8 not written: No space left on device; there is no earlier one" in streams.err
+    assert not list(Path("run").glob("*step-*"))
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tokens, monkeypatch):
+    options = f"{OPTIONS} --checkpoint-interval 6 --max-steps 12 --keep-checkpoints 9"
+    assert run_train(f"{options} --no-background-saves --out-dir waits", tokens) == 0
+    at_10, plain_write, plain_rate = threading.Event(), checkpoint._write_tensors, train.learning_rate
+
+    def write_tensors(tensors, folder):
+        assert at_10.wait(60), "training waits for the writer"
+        plain_write(tensors, folder)
+
+    def learning_rate(step, config):
+        if step == 10:
+            assert not Path("run/step-6").exists()
+            at_10.set()
+        return plain_rate(step, config)
+
+    monkeypatch.setattr(checkpoint, "_write_tensors", write_tensors)
+    monkeypatch.setattr(train, "learning_rate", learning_rate)
+    assert run_train(f"{options} --out-dir run", tokens) == 0
+    assert metrics("run") == metrics("waits")
+    for step in (6, 12):
+        run, waits = (load_file(next(Path(folder, f"step-{step}").glob("*.safetensors"))) for folder in ("run", "waits"))
+        # rng0.host holds the state of Python's generator, which a run does not seed.
+        different = [name for name in run if name != "rng0.host" and not torch.equal(run[name], waits[name])]
+        assert run.keys() == waits.keys() and different == [], "the checkpoint is of the step that it was asked for at"
+
+
+def test_an_error_waits_for_the_writer(tokens, monkeypatch, slow_writer):
+    plain = train.learning_rate
+    monkeypatch.setattr(train, "learning_rate", lambda step, config: 1 / 0 if step == 7 else plain(step, config))
+    with pytest.raises(ZeroDivisionError):
+        run_train(f"{OPTIONS} --checkpoint-interval 6 --out-dir run", tokens)
+    assert [path.name for path in Path("run").glob("*step-*")] == ["step-6"]
 
 
 def raise_full_disk():
