@@ -299,7 +299,9 @@ def run_shapes(options, device, argv):
     for name, shape in shapes.items():
         own = "own" if name in PRESETS else None  # a preset's block is its own
         for block in [own] if own else options.blocks or (("gpt2", "modern") if name in MODERN_TOO else ("gpt2",)):
-            default = ("fp8", "fp8-accum4") if name == "llama3-8b" else ARMS + (("hf-llama",) if block == "modern" else ())
+            few = shape["micro_batch_size"] * shape["seq_len"] <= 8192  # tokens: there, launching kernels from Python is what takes plain's time
+            default = ARMS + (("hf-llama",) if block == "modern" else ()) + (("plain-graph",) if few else ())
+            default = ("fp8", "fp8-accum4") if name == "llama3-8b" else default
             measure_shape(name, shape, block, options.arms or default, options, device, ceilings, rows)
             free()
     if options.png:

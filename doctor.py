@@ -470,7 +470,7 @@ def check_flash(facts):
         elif flash and facts.capability >= least:
             found.append(Result("ok", f"FlashAttention {label}: {flash['version']}"))
         elif facts.capability >= least:
-            found.append(Result("info", f"FlashAttention {label}: not installed; optional, PyTorch's own attention is used"))
+            found.append(Result("info", f"FlashAttention {label}: not installed; optional, --attention auto then takes another kernel"))
     return found
 
 
@@ -505,7 +505,8 @@ def verdict(facts, results):
     failed = sum(result.status == "fail" for result in results)
     if failed:
         return f"{failed} check{'s' * (failed > 1)} failed; begin with the first fix"
-    return f"nanoTE can train here ({facts.fp8.get('where')}): python train.py" + ("" if facts.gpu else " --preset tiny")
+    options = " --preset tiny" if not facts.gpu else "" if facts.fp8.get("errors") else " --fp8-recipe none"  # a GPU without FP8
+    return f"nanoTE can train here ({facts.fp8.get('where')}): python train.py{options}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

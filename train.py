@@ -60,7 +60,7 @@ class TrainConfig:
     use_rotary: bool = False  # Rotary position embedding in place of learned positions.
     rope_theta: float = 10000.0  # Base of the rotary frequencies.
     use_qk_norm: bool = False  # Normalise queries and keys of each head.
-    bias: bool = True  # Biases in linear layers and norms.
+    bias: bool = True  # Biases in linear layers.
     tie_embeddings: bool = True  # One matrix for the token embedding and the output head.
     layernorm_epsilon: float = 1e-5  # In every norm.
     dropout: float = 0.0  # Of embeddings and residual branches.
@@ -179,7 +179,7 @@ def read_options(argv) -> tuple[TrainConfig, Path | None, dict | None]:
         default = dataclasses.replace(default, out_dir=str(folder.parent), resume=True)
     config = cli.parse(TrainConfig, argv, prog="train.py", description=__doc__, default=default)
     switches = {field.name for field in dataclasses.fields(checkpoint.model_classes(config.model)[1])}
-    for name in ARCHITECTURE + ["attention", "gradient_checkpointing"]:
+    for name in ARCHITECTURE + ["attention", "fused_loss", "gradient_checkpointing"]:
         if name not in ("preset", "model", *switches) and getattr(config, name) != getattr(default, name):
             raise ValueError(f"--{name.replace('_', '-')}: the model {config.model!r} has no such switch; --model optimized has")
     if chosen.resume:
@@ -475,7 +475,7 @@ def read_losses(pending: list, run: str, config: TrainConfig, saver: checkpoint.
             kept = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
             gentler = [f"--lr {config.lr / 3:.1e}", f"--grad-clip {config.grad_clip / 2 or 1.0}"]
             if config.fp8_recipe == "delayed":
-                gentler += ["--fp8-recipe current", f"--fp8-margin {config.fp8_margin + 1}", "--fp8-amax-history-len 16"]
+                gentler += ["--fp8-recipe current", "--fp8-amax-compute-algo most_recent"]
             elif config.fp8_recipe != "none":
                 gentler += ["--fp8-recipe none"]
             what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm}"

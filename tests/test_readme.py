@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import data
+import export_hf
 import sample
 import train
 
@@ -27,7 +28,7 @@ def test_every_option_exists(command, capsys):
     script = next(w for w in words if w.endswith(".py"))
     assert (ROOT / script).exists()
     options = [w for w in words[words.index(script) + 1:] if w.startswith("--") and w != "--help"]
-    main = {"data.py": data.main, "train.py": train.main, "sample.py": sample.main}[script]
+    main = {"data.py": data.main, "train.py": train.main, "sample.py": sample.main, "export_hf.py": export_hf.main}[script]
     subcommand = words[words.index(script) + 1:][:1] if script == "data.py" else []
     with pytest.raises(SystemExit):
         main([*subcommand, "--help"])
