@@ -78,13 +78,20 @@ def final(losses):
     return sum(losses[-50:]) / 50
 
 
-def measure_switches(scratch, data, jobs):
+def measure_switches(scratch, data, jobs, write):
+    """`write` gets the figures after each run: what is done is kept if the rest is cut short."""
     def one(item):
         name, options = item
         return name, [record["loss"] for record in run(scratch / name.replace(" ", "-"), f"{SHORT} {options}", data)]
 
+    losses = {}
     with ThreadPoolExecutor(jobs) as pool:
-        losses = dict(pool.map(one, SWITCHES.items()))
+        for name, values in pool.map(one, SWITCHES.items()):
+            losses[name] = values
+            write(compare(losses))
+
+
+def compare(losses):
     seeds = [final(losses[name]) for name in losses if name == "default" or name.startswith("seed")]
     spread = max(seeds) - min(seeds)
     rows = [{"switch": name, "options": SWITCHES[name], "final_loss": final(values), "difference": final(values) - final(losses["default"]),
@@ -119,8 +126,8 @@ def main(argv=None):
     if not options.plot:
         with tempfile.TemporaryDirectory() as scratch:
             figures = {} if options.skip_speed else {"speed": measure_speed(Path(scratch), options.data)}
-            figures["switches"] = measure_switches(Path(scratch), options.data, options.jobs)
-        report.write("results/training.py", argv, figures, path)
+            measure_switches(Path(scratch), options.data, options.jobs,
+                             lambda rows: report.write("results/training.py", argv, figures | {"switches": rows}, path))
     figures = json.loads(path.read_text())
     plot(figures, path.with_suffix(".png"))
     if "speed" in figures:

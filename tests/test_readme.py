@@ -1,19 +1,23 @@
-"""What the README shows works: its Python runs, its commands' options exist, its links lead somewhere."""
+"""What the README and the guide show works: their Python runs, their commands run (training for two steps), their links lead somewhere."""
 
+import importlib
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import data
-import export_hf
-import sample
-import train
+from trainer_tools import make_tokens, run_train
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-COMMANDS = [line.split("#")[0].strip() for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines()]
+PAGES = [ROOT / "README.md", ROOT / "GUIDE.md", *sorted((ROOT / "guide").glob("*.md"))]
+COMMANDS = list(dict.fromkeys(line.split("#")[0].strip() for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S)
+                              for line in block.splitlines()))
+SCRIPTS = [c for c in COMMANDS if re.search(r"\b(python|torchrun) .*?\w+\.py", c)]
 
 
 def test_the_models_ten_lines_run(capsys):
@@ -22,18 +26,46 @@ def test_the_models_ten_lines_run(capsys):
     assert float(capsys.readouterr().out) < 6.5  # ln 512 = 6.2: random tokens cannot be learned, only not diverge
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if re.match(r"(python|torchrun .*) ?\w+\.py", c)])
-def test_every_option_exists(command, capsys):
+def parts(command):
+    """-> script, its arguments; what stands before (environment, torchrun, a pipe) aside."""
     words = shlex.split(command)
-    script = next(w for w in words if w.endswith(".py"))
-    assert (ROOT / script).exists()
-    options = [w for w in words[words.index(script) + 1:] if w.startswith("--") and w != "--help"]
-    main = {"data.py": data.main, "train.py": train.main, "sample.py": sample.main, "export_hf.py": export_hf.main}[script]
-    subcommand = words[words.index(script) + 1:][:1] if script == "data.py" else []
+    at = next(i for i, w in enumerate(words) if w.endswith(".py"))
+    return words[at], words[at + 1:]
+
+
+@pytest.mark.parametrize("command", SCRIPTS)
+def test_every_option_exists(command, capsys):
+    script, arguments = parts(command)
+    options = [w for w in arguments if w.startswith("--") and w != "--help"]
+    main = importlib.import_module(script.removesuffix(".py").replace("/", ".")).main
+    subcommand = arguments[:1] if script == "data.py" else []
     with pytest.raises(SystemExit):
         main([*subcommand, "--help"])
     text = capsys.readouterr().out
     assert options == [o for o in options if re.search(rf"{o}\b", text)]
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return make_tokens(tmp_path_factory.mktemp("readme") / "tokens")
+
+
+@pytest.mark.parametrize("command", [c for c in SCRIPTS if parts(c)[0] == "train.py" and not {"--help", "--resume"} & set(parts(c)[1])])
+def test_training_commands_train(command, tokens, tmp_path, monkeypatch):
+    """As they stand, but for two steps of a small model on this test's tokens."""
+    monkeypatch.chdir(tmp_path)
+    _, arguments = parts(command)
+    given = " ".join(arguments)
+    if "--data" in arguments:
+        arguments[arguments.index("--data") + 1] = tokens
+    small = f"--data {tokens} --n-layer 2 --n-head 2 --n-embd 64 --vocab-size 288 --seq-len 32 --micro-batch-size 2 --grad-accum 1"
+    assert run_train(f"{given} {small} --max-steps 2 --warmup-steps 1 --eval-steps 1 --out-dir run") == 0
+
+
+@pytest.mark.parametrize("command", [c for c in SCRIPTS if parts(c)[0] == "doctor.py"])
+def test_doctors_commands_run(command):
+    done = subprocess.run(["bash", "-c", command.replace("python ", f"{sys.executable} ")], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.strip(), done.stdout + done.stderr
 
 
 def test_make_targets_exist():
@@ -42,7 +74,16 @@ def test_make_targets_exist():
         assert re.search(rf"^{target}:", makefile, re.M)
 
 
-def test_links_and_files_exist():
-    for target in re.findall(r"\]\(([^)h][^)]*)\)", README) + re.findall(r"^\| (`[^|]*`) \|", README.split("## What is here")[1].split("##")[0], re.M):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_exist(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#h][^)#]*)", text):
+        assert (page.parent / target).exists(), target
+    for name in re.findall(r"`((?:results|tests)/[\w.]+)`", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_the_table_of_files_names_files():
+    for target in re.findall(r"^\| (`[^|]*`) \|", README.split("## What is here")[1].split("##")[0], re.M):
         for name in re.findall(r"[\w./]+", target):
             assert (ROOT / name).exists(), name
