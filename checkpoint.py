@@ -17,10 +17,12 @@ Notable, and why:
 """
 import contextlib
 import dataclasses
+import fcntl
 import importlib
 import itertools
 import json
 import os
+import platform
 import random
 import shutil
 import warnings
@@ -31,6 +33,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 import fp8
@@ -43,6 +46,7 @@ MODELS = {  # --model: (file, model class, config class)
     "custom": ("model_te_custom", "CustomGPT2Model", "CustomConfig"),
     "te": ("model_te", "TEGPT2Model", "TEConfig"),
 }
+FORMAT = 1  # of checkpoints; those of before it was counted name none
 SHARD_BYTES = 4 * 2**30  # DCP assembles a file in memory before writing it
 SAFETENSORS_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.uint8: "U8",
                      torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL"}
@@ -153,7 +157,7 @@ def _document(step: int, optimizer, meta: dict) -> str:
     """The text of meta.json."""
     groups = [{k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
               for group in optimizer.param_groups]
-    return json.dumps({"step": step, "optimizer_groups": groups, "torch": torch.__version__, **meta}, indent=2) + "\n"
+    return json.dumps({"format": FORMAT, "step": step, "optimizer_groups": groups, "torch": torch.__version__, **meta}, indent=2) + "\n"
 
 
 def _write(run_dir: Path, step: int, tensors, document: str, keep: int) -> Path:
@@ -190,7 +194,8 @@ def _write(run_dir: Path, step: int, tensors, document: str, keep: int) -> Path:
             shutil.rmtree(unfinished, ignore_errors=True)
         last = latest(run_dir)
         kept = f"the last good checkpoint is {last}" if last else "there is no earlier one"
-        raise OSError(f"{folder} not written: {error.strerror or error}; {kept}; free some space or pass "
+        state = "is whole, but what follows its writing failed" if folder.exists() else "not written"
+        raise OSError(f"{folder} {state}: {error.strerror or error}; {kept}; free some space or pass "
                       "--out-dir on another disk") from error
     return folder
 
@@ -303,7 +308,8 @@ def find(path) -> Path:
 
 
 def read_meta(folder) -> dict:
-    """meta.json of a checkpoint, once every file's SHA-256 is right; else ValueError naming the file and both checksums."""
+    """meta.json of a checkpoint, once every file's SHA-256 is right; else ValueError naming the file and both checksums. So is a checkpoint
+    of a format that came after this file's."""
     folder = Path(folder)
 
     def check():
@@ -313,7 +319,11 @@ def read_meta(folder) -> dict:
             advice = f"the one before it, {older[-1]}, is whole: remove {folder} to go on from there" if older else \
                 "no other checkpoint of this run is whole"
             raise ValueError(f"damaged checkpoint: {problem}; {advice}")
-        return json.loads((folder / "meta.json").read_text())
+        meta = json.loads((folder / "meta.json").read_text())
+        if meta.get("format", 0) > FORMAT:
+            raise ValueError(f"{folder} is of format {meta['format']}, which a newer version of this kit wrote; this one reads formats up to "
+                             f"{FORMAT}: update it, or go on from a run that it can read")
+        return meta
 
     return on_rank0(check)
 
@@ -321,7 +331,7 @@ def read_meta(folder) -> dict:
 def _damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint's files, in words; None when they are what was written."""
     try:
-        lines = (folder / "SHA256SUMS").read_text().splitlines()
+        lines = (folder / "SHA256SUMS").read_bytes().decode().removesuffix("\n").split("\n")  # splitlines would take other bytes for "\n", too
         expected = {name: checksum for checksum, name in (line.split("  ", 1) for line in lines)}
         found = _checksums(folder)
     except (OSError, ValueError) as error:
@@ -351,7 +361,10 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
     """
     folder = Path(folder)
     wanted = ("model.",) if optimizer is None else ("model.", "optimizer.", "fp8.", f"rng{_rank()}.")
-    stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    try:
+        stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except SafetensorError as error:  # with the right checksum: somebody put another file there
+        raise ValueError(f"{folder}: a .safetensors file is none ({error})") from error
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
                for name, entry in stored.items() if name.startswith(wanted)}
     own = {f"model.{name}": value for name, value in model.state_dict(keep_vars=True).items()
@@ -440,6 +453,33 @@ def on_rank0(function):
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+def lock(run_dir) -> int:
+    """Make this process the only one that trains in `run_dir`, until `unlock` or its end, however that comes -> what `unlock` needs.
+    ValueError, with the other's process id, where there is one already."""
+    path = Path(run_dir, ".lock")
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 200).decode().strip() or "another process"
+            os.close(descriptor)
+            raise ValueError(f"{run_dir}: {holder} is training there; stop it first, or start a run of another name with --out-dir") from None
+        except OSError:  # a file system without locks
+            pass
+        if path.exists() and os.path.samestat(os.stat(path), os.fstat(descriptor)):  # else the one before removed it meanwhile
+            os.truncate(descriptor, 0)
+            with contextlib.suppress(OSError):  # on a full disk: the lock is what counts
+                os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
+            return descriptor
+        os.close(descriptor)
+
+
+def unlock(run_dir, descriptor: int) -> None:
+    Path(run_dir, ".lock").unlink(missing_ok=True)
+    os.close(descriptor)
 
 
 def _rank() -> int:

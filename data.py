@@ -215,8 +215,9 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
         encoded = _encode_all(_pieces(documents), tokenizer, dtype, num_workers)
         with tqdm(desc="tokenising", total=total, unit=unit, unit_scale=True, disable=None, leave=False) as bar:
             _write_all(encoded, temporary, encoder.eot, dtype, lambda size, last: bar.update(size if unit == "B" else last))
-        meta = {"source": source, "tokenizer": tokenizer, "vocab_size": encoder.vocab_size, "eot": encoder.eot, "dtype": dtype.name,
+        meta = {"format": 1, "source": source, "tokenizer": tokenizer, "vocab_size": encoder.vocab_size, "eot": encoder.eot, "dtype": dtype.name,
                 "val_fraction": val_fraction, **_split(temporary, encoder, dtype, val_fraction)}
+        meta["sha256"] = _meta_checksum(meta)
         (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
         _check_target(out_dir, force)  # again: another process may have made it meanwhile
         shutil.rmtree(out_dir, ignore_errors=True)
@@ -357,6 +358,12 @@ def sha256(path):
     return digest.hexdigest()
 
 
+def _meta_checksum(meta):
+    """Of all that meta.json says but the checksum itself."""
+    said = json.dumps({key: value for key, value in meta.items() if key != "sha256"}, sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Reading token files
 
@@ -374,6 +381,8 @@ def open_tokens(folder, split, verify=True):
         meta = json.loads(meta_path.read_text(encoding="utf-8"))
         dtype = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}[meta["dtype"]]
         length, checksum = int(meta[f"{split}_tokens"]), meta[f"{split}_sha256"]
+        if {"format", "sha256"} & set(meta) and meta["sha256"] != _meta_checksum(meta):  # the first files had neither
+            raise ValueError("its checksum is another than the one it names")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{meta_path}: damaged ({type(error).__name__}: {error}); make it again with data.py --force") from error
     if not path.is_file():
@@ -393,11 +402,15 @@ class Loader:
     number (index * world_size + rank) * micro_batch_size + row says which: ranks see different data, and no sample is skipped.
     While the caller works on batch i, a thread reads batch i + 1 (into pinned memory if the device is a GPU).
 
+    With `pack_documents` a batch says where its documents begin, so that attention can stay inside them. A document begins with the
+    end-of-text token before it, as a generated text does: that token alone predicts its first, and its last predicts the next end of text.
+
     `seq_len` in tokens. `verify` checks the file's checksum: by default on rank 0, so that a shared disk is read once.
     Raises ValueError if the split holds fewer than seq_len + 1 tokens.
     """
 
-    def __init__(self, folder, split, *, seq_len, micro_batch_size, seed=0, rank=0, world_size=1, device="cpu", verify=None):
+    def __init__(self, folder, split, *, seq_len, micro_batch_size, seed=0, rank=0, world_size=1, device="cpu", verify=None,
+                 pack_documents=False):
         for name, value, least in (("seq_len", seq_len, 1), ("micro_batch_size", micro_batch_size, 1), ("seed", seed, 0)):
             if value < least:
                 raise ValueError(f"{name} {value}: must be at least {least}")
@@ -412,6 +425,9 @@ class Loader:
                              f"use a larger corpus" + (f" or --seq-len {length - 1}" if length > 1 else ""))
         self.split, self.seq_len, self.micro_batch_size = split, seq_len, micro_batch_size
         self.seed, self.rank, self.world_size = seed, rank, world_size
+        self.pack_documents, self.most_documents = pack_documents, 0
+        if pack_documents:
+            self.most_documents = micro_batch_size * most_documents(self.tokens, self.meta["eot"], seq_len)
         self.device = torch.device(device)
         # A window less for train leaves room for the starting offset without an epoch's length depending on it.
         self.num_windows = max(length // seq_len - 1, 1) if split == "train" else (length - 1) // seq_len
@@ -425,7 +441,8 @@ class Loader:
     def batch(self, index):
         """Batch number `index` (step * grad_accum + micro_step): (input_ids, labels), int64 (micro_batch_size, seq_len) each.
 
-        labels[:, t] is the token after input_ids[:, t].
+        labels[:, t] is the token after input_ids[:, t]. With pack_documents also cu_seqlens, int32 (most_documents + 1,): where each document or
+        part of one begins in input_ids.flatten(), then that tensor's length, again and again: its shape is the same for every batch.
         """
         if index < 0:
             raise ValueError(f"batch {index}: must be at least 0")
@@ -434,8 +451,9 @@ class Loader:
             future = self._thread.submit(self._read, index)
         windows = future.result()
         self._ahead = (index + 1, self._thread.submit(self._read, index + 1))
-        windows = windows.to(self.device, non_blocking=True)
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        packing = [self._cu_seqlens(windows)] if self.pack_documents else []
+        windows, *packing = (tensor.to(self.device, non_blocking=True) for tensor in (windows, *packing))
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), *packing
 
     def close(self):
         self._thread.shutdown(cancel_futures=True)
@@ -450,12 +468,29 @@ class Loader:
         windows = torch.from_numpy(self.tokens[np.array(starts)[:, None] + np.arange(self.seq_len + 1)].astype(np.int64))
         return windows.pin_memory() if self.device.type == "cuda" else windows
 
+    def _cu_seqlens(self, windows):
+        import torch
+
+        begins = windows[:, :-1] == self.meta["eot"]
+        begins[:, 0] = True  # of a row, even inside a document
+        begins = begins.flatten().nonzero().flatten()
+        padded = torch.full((self.most_documents + 1,), windows[:, :-1].numel(), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        padded[:len(begins)] = begins
+        return padded
+
     def _epoch(self, epoch):
         """(starting offset in tokens, order of the windows). From raw bits: numpy may change its shuffles, not its bit generators."""
         bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64)).random_raw(self.num_windows + 1)
         room = min(len(self.tokens) - self.num_windows * self.seq_len, self.seq_len)
         offset = int(bits[0] % np.uint64(room)) if self.split == "train" else 0
         return offset, np.argsort(bits[1:], kind="stable")
+
+
+def most_documents(tokens, eot, seq_len):
+    """The largest number of documents, whole or in part, that any seq_len tokens in a row hold. Reads the file once, 8 bytes of memory a document."""
+    ends = np.concatenate([start + np.flatnonzero(tokens[start:start + PIECE] == eot) for start in range(0, len(tokens), PIECE)])
+    # the first token begins a part of a document whatever it is; how many ends of text can the seq_len - 1 after it hold?
+    return 1 + int((np.searchsorted(ends, ends + seq_len - 1) - np.arange(len(ends))).max(initial=0))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -26,9 +26,9 @@ def _adam(tables, chunks, corrections, lr, grad_scale, beta1, beta2, eps, weight
     program = tl.program_id(0)
     row = tables + 6 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
-    size = tl.load(row + 5)
     correction1, correction2 = tl.load(corrections), tl.load(corrections + 1)
     rate, scale = tl.load(lr), tl.load(grad_scale)
+    size = tl.where(tl.abs(scale) < float("inf"), tl.load(row + 5), 0)  # of a step that is skipped, not an element
     # The hint lets loads and stores be 16 bytes wide. A mask would forbid it, so whole chunks do without.
     weight = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.int16 if master == "remainder" else weight_type)), 16)
     gradient = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(weight_type)), 16)
@@ -137,11 +137,13 @@ class FastAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None, grad_scale=None):
-        """`grad_scale`: () float32 on the device, what gradients are multiplied by; the gradients themselves stay as they are."""
+        """`grad_scale`: () float32 on the device, what gradients are multiplied by; the gradients themselves stay as they are. Where it is
+        not finite the step is skipped: weights, state and step count stay as they are, and the host does not learn of it."""
         self.prepare()
+        counts = 1 if grad_scale is None else torch.isfinite(grad_scale)
         types = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
         for number, group in enumerate(self.param_groups):
-            group["step"] += 1
+            group["step"] += counts
             _, table, chunks, betas = self.tables[number]
             if not len(chunks):
                 continue

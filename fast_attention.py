@@ -25,6 +25,7 @@ except ImportError:
     fa4_forward = None
 try:
     from flash_attn.flash_attn_interface import _flash_attn_backward as fa2_backward, _flash_attn_forward as fa2_forward  # 2.7 or newer
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_backward as fa2_varlen_backward, _flash_attn_varlen_forward as fa2_varlen_forward
 except ImportError:
     fa2_forward = None
 
@@ -43,12 +44,15 @@ def available(return_reason=False):
 
 
 @torch.compiler.disable  # FlashAttention compiles its own kernels and cannot be traced
-def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=None, eps=1e-5):
+def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=None, eps=1e-5, cu_seqlens=None):
     """Causal softmax(q·kᵀ / √D)·v of packed heads -> (B, S, n_head · D). Differentiable in qkv and both weights.
 
     qkv: (B, S, (n_head + 2 n_kv_head) · D) or (B, S, n_head + 2 n_kv_head, D): the heads of q, then k, then v. n_kv_head divides n_head (GQA).
-    rope: (cos, sin), float32, (S, D/2) or (S, 1, D/2): rotates the pairs (x[i], x[i + D/2]) of every q and k (Llama's convention).
+    rope: (cos, sin), float32, (S, D/2) or (S, 1, D/2): rotates the pairs (x[i], x[i + D/2]) of every q and k (Llama's convention). Or one
+    for each token of the batch: (B, S, 1, D/2).
     q_weight, k_weight: (D,), both or none: RMSNorm of every head's q and k, with `eps`, before the rotation (QK-norm).
+    cu_seqlens: int32, where each document of a packed batch begins in the B·S tokens, then B·S: a token sees its own document only. More of B·S
+    at the end stand for documents of no tokens, so that a CUDA graph can take batches with fewer. None: a row is a document.
     FlashAttention takes BF16 and FP16 and D divisible by 8; anything else goes to PyTorch's attention. ValueError: shapes that do not fit.
     """
     batch, length, heads = *qkv.shape[:2], n_head + 2 * n_kv_head
@@ -62,39 +66,39 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
         raise ValueError(f"head dimension {dim}: RoPE and QK-norm need an even one")
     cos, sin = rope if rope is not None else (None, None)
     if rope is not None:
-        if cos.numel() != length * dim // 2 or sin.numel() != length * dim // 2:
+        if cos.numel() != sin.numel() or cos.numel() not in (length * dim // 2, batch * length * dim // 2):
             raise ValueError(f"rope tables {tuple(cos.shape)} and {tuple(sin.shape)}: ({length}, {dim // 2}) fit qkv")
         cos, sin = cos.float().contiguous(), sin.float().contiguous()
-    return _PackedAttention.apply(qkv, cos, sin, q_weight, k_weight, n_head, n_kv_head, eps).flatten(2)
+    return _PackedAttention.apply(qkv, cos, sin, q_weight, k_weight, n_head, n_kv_head, eps, cu_seqlens).flatten(2)
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qkv, cos, sin, q_weight, k_weight, n_head, n_kv_head, eps):
+    def forward(ctx, qkv, cos, sin, q_weight, k_weight, n_head, n_kv_head, eps, cu_seqlens):
         ctx.sizes, ctx.eps = (n_head, n_kv_head, n_kv_head), eps
         q, k, v = qkv.split(ctx.sizes, dim=2)
         qk = None
         if cos is not None or q_weight is not None:
             qk = _norm_rope(qkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, eps)
             q, k = qk[:, :, :n_head], qk[:, :, n_head:]
-        out, lse = _attend(q, k, v)
-        ctx.save_for_backward(qkv, qk, out, lse, cos, sin, q_weight, k_weight)
+        out, lse = _attend(q, k, v, cu_seqlens)
+        ctx.save_for_backward(qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        qkv, qk, out, lse, cos, sin, q_weight, k_weight = ctx.saved_tensors
+        qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens = ctx.saved_tensors
         n_head, n_kv_head, _ = ctx.sizes
         q, k, v = qkv.split(ctx.sizes, dim=2)
         if qk is not None:
             q, k = qk[:, :, :n_head], qk[:, :, n_head:]
         dqkv = torch.empty_like(qkv)
-        _attend_backward(dout.contiguous(), q, k, v, out, lse, *dqkv.split(ctx.sizes, dim=2))
+        _attend_backward(dout.contiguous(), q, k, v, out, lse, *dqkv.split(ctx.sizes, dim=2), cu_seqlens)
         dq_weight = dk_weight = None
         if qk is not None:
             dq_weight, dk_weight = _norm_rope_backward(qkv, dqkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, ctx.eps)
-        return dqkv, None, None, dq_weight, dk_weight, None, None, None
+        return dqkv, None, None, dq_weight, dk_weight, None, None, None, None
 
 
 # Attention: q (B, S, n_head, D), k and v (B, S, n_kv_head, D), all perhaps strided, the last dimension contiguous.
@@ -114,33 +118,57 @@ def _fa2_options(q):
                 alibi_slopes=None)
 
 
-def _sdpa(q, k, v):
-    y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True,
+def _sdpa(q, k, v, cu_seqlens=None):
+    mask = None
+    if cu_seqlens is not None:
+        tokens = torch.arange(q.shape[0] * q.shape[1], device=q.device, dtype=torch.int32)
+        document = torch.searchsorted(cu_seqlens, tokens, right=True).view(q.shape[:2])
+        mask = (document[:, :, None] == document[:, None, :]).tril()[:, None]
+    y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None,
                                        enable_gqa=q.shape[2] != k.shape[2])
     return y.transpose(1, 2).contiguous()
 
 
-def _attend(q, k, v):
+def _lengths(q, cu_seqlens):
+    """FlashAttention's options for documents that lie after each other in one row of tokens. max_seqlen is a bound, known without a look at them."""
+    return dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=q.shape[1], max_seqlen_k=q.shape[1])
+
+
+def _attend(q, k, v, cu_seqlens):
     """-> output (B, S, n_head, D), log-sum-exp for the backward or None."""
     kernel = _kernel(q)
+    if kernel == "sdpa":
+        return _sdpa(q, k, v, cu_seqlens), None
+    if cu_seqlens is not None:
+        rows = [x.flatten(0, 1) for x in (q, k, v)]
+        if kernel == "fa4":
+            out, lse = fa4_forward(*rows, **_lengths(q, cu_seqlens), causal=True, return_lse=True)[:2]
+        else:
+            out, lse = fa2_varlen_forward(*rows, **_lengths(q, cu_seqlens), **_fa2_options(q), return_softmax=False)[:2]
+        return out.view(q.shape), lse
     if kernel == "fa4":
         return fa4_forward(q, k, v, causal=True, return_lse=True)[:2]
-    if kernel == "fa2":
-        return fa2_forward(q, k, v, **_fa2_options(q), return_softmax=False)[:2]
-    return _sdpa(q, k, v), None
+    return fa2_forward(q, k, v, **_fa2_options(q), return_softmax=False)[:2]
 
 
-def _attend_backward(dout, q, k, v, out, lse, dq, dk, dv):
+def _attend_backward(dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens):
     """Write the gradients into dq, dk and dv, which are slices of one tensor."""
     kernel, deterministic = _kernel(q), torch.are_deterministic_algorithms_enabled()
-    if kernel == "fa4":
+    if cu_seqlens is not None and kernel != "sdpa":
+        lengths = _lengths(q, cu_seqlens)
+        dout, q, k, v, out, dq, dk, dv = (x.flatten(0, 1) for x in (dout, q, k, v, out, dq, dk, dv))  # views
+        if kernel == "fa4":
+            fa4_backward(q, k, v, out, dout, lse, **lengths, causal=True, deterministic=deterministic, dq=dq, dk=dk, dv=dv)
+        else:
+            fa2_varlen_backward(dout, q, k, v, out, lse, dq, dk, dv, **lengths, **_fa2_options(q), deterministic=deterministic)
+    elif kernel == "fa4":
         fa4_backward(q, k, v, out, dout, lse, causal=True, deterministic=deterministic, dq=dq, dk=dk, dv=dv)
     elif kernel == "fa2":
         fa2_backward(dout, q, k, v, out, lse, dq, dk, dv, **_fa2_options(q), deterministic=deterministic)
     else:
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            gradients = torch.autograd.grad(_sdpa(*inputs), inputs, dout)
+            gradients = torch.autograd.grad(_sdpa(*inputs, cu_seqlens), inputs, dout)
         for target, gradient in zip((dq, dk, dv), gradients):
             target.copy_(gradient)
 
@@ -150,10 +178,11 @@ def _attend_backward(dout, q, k, v, out, lse, dq, dk, dv):
 def _norm_rope(qkv, n_head, heads, cos, sin, q_weight, k_weight, eps):
     """Norm and rotate the first `heads` heads of qkv (B, S, all heads, D) -> (B, S, heads, D)."""
     batch, length, _, dim = qkv.shape
+    positions = cos.numel() // (dim // 2) if cos is not None else length  # rows of the tables: S, or B·S
     qk = qkv.new_empty(batch, length, heads, dim)
     half = triton.next_power_of_2(dim // 2)
     rows, tile = batch * length * heads, max(TILE // half, 1)
-    _norm_rope_kernel[(triton.cdiv(rows, tile),)](qkv, qk, cos, sin, q_weight, k_weight, rows, length, n_head, heads, qkv.stride(1), eps,
+    _norm_rope_kernel[(triton.cdiv(rows, tile),)](qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_head, heads, qkv.stride(1), eps,
                                                   D=dim, HALF=half, ROWS=tile, NORM=q_weight is not None, ROPE=cos is not None)
     return qk
 
@@ -161,11 +190,12 @@ def _norm_rope(qkv, n_head, heads, cos, sin, q_weight, k_weight, eps):
 def _norm_rope_backward(qkv, dqkv, n_head, heads, cos, sin, q_weight, k_weight, eps):
     """Turn dqkv's first `heads` heads, the gradient of `_norm_rope`'s output, into that of its input; -> the weights' gradients."""
     batch, length, _, dim = qkv.shape
+    positions = cos.numel() // (dim // 2) if cos is not None else length
     half = triton.next_power_of_2(dim // 2)
     rows, tile = batch * length * heads, max(TILE // half, 1)
     programs = min(triton.cdiv(rows, tile), PROGRAMS)
     partial = qkv.new_empty(programs, 2, dim, dtype=torch.float32) if q_weight is not None else None
-    _norm_rope_backward_kernel[(programs,)](qkv, dqkv, cos, sin, q_weight, k_weight, partial, rows, length, n_head, heads, qkv.stride(1), eps,
+    _norm_rope_backward_kernel[(programs,)](qkv, dqkv, cos, sin, q_weight, k_weight, partial, rows, positions, n_head, heads, qkv.stride(1), eps,
                                             D=dim, HALF=half, ROWS=tile, NORM=q_weight is not None, ROPE=cos is not None)
     if partial is None:
         return None, None
@@ -187,7 +217,7 @@ def _load_weights(q_weight, k_weight, is_k, i, D: tl.constexpr):
 
 
 @triton.jit
-def _norm_rope_kernel(qkv, qk, cos, sin, q_weight, k_weight, rows, length, n_head, heads, token_stride, eps,
+def _norm_rope_kernel(qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_head, heads, token_stride, eps,
                       D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
     i = tl.arange(0, HALF)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -199,7 +229,7 @@ def _norm_rope_kernel(qkv, qk, cos, sin, q_weight, k_weight, rows, length, n_hea
         rstd = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
         a, b = a * rstd * w_a, b * rstd * w_b
     if ROPE:
-        angle = (token % length)[:, None] * (D // 2) + i[None, :]
+        angle = (token % positions)[:, None] * (D // 2) + i[None, :]
         c, s = tl.load(cos + angle, mask=mask, other=0.0), tl.load(sin + angle, mask=mask, other=0.0)
         a, b = a * c - b * s, b * c + a * s
     out = qk + (row.to(tl.int64) * D)[:, None] + i[None, :]
@@ -208,7 +238,7 @@ def _norm_rope_kernel(qkv, qk, cos, sin, q_weight, k_weight, rows, length, n_hea
 
 
 @triton.jit
-def _norm_rope_backward_kernel(qkv, dqkv, cos, sin, q_weight, k_weight, partial, rows, length, n_head, heads, token_stride, eps,
+def _norm_rope_backward_kernel(qkv, dqkv, cos, sin, q_weight, k_weight, partial, rows, positions, n_head, heads, token_stride, eps,
                                D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
     i = tl.arange(0, HALF)
     if NORM:
@@ -221,7 +251,7 @@ def _norm_rope_backward_kernel(qkv, dqkv, cos, sin, q_weight, k_weight, partial,
         offset = (token.to(tl.int64) * token_stride + head * D)[:, None] + i[None, :]
         a, b = _load_halves(dqkv, offset, mask, D)
         if ROPE:  # rotate back
-            angle = (token % length)[:, None] * (D // 2) + i[None, :]
+            angle = (token % positions)[:, None] * (D // 2) + i[None, :]
             c, s = tl.load(cos + angle, mask=mask, other=0.0), tl.load(sin + angle, mask=mask, other=0.0)
             a, b = a * c + b * s, b * c - a * s
         if NORM:  # y = w·x̂, x̂ = rstd·x: dw = Σ dy·x̂, dx = rstd·(g - x̂·mean(g·x̂)) with g = w·dy

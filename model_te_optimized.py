@@ -38,12 +38,12 @@ except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8
     from te_reference import DelayedScaling, Format
 
 try:
-    from flash_attn.cute import flash_attn_func  # FlashAttention 4 (Hopper, Blackwell): pip install flash-attn-4
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func  # FlashAttention 4 (Hopper, Blackwell): pip install flash-attn-4
 except ImportError:
     try:
-        from flash_attn import flash_attn_func  # FlashAttention 2
+        from flash_attn import flash_attn_func, flash_attn_varlen_func  # FlashAttention 2
     except ImportError:
-        flash_attn_func = None
+        flash_attn_func = flash_attn_varlen_func = None
 
 try:  # faster, not different: see the two files
     import fast_attention
@@ -83,6 +83,9 @@ class OptimizedConfig:
     attention: Optional[str] = None  # sdpa | te | flash | auto, the fastest that is there; None: as use_pytorch_sdpa says
     fused_loss: bool = True  # on a GPU, the loss of fast_loss.py in place of TE's
     gradient_checkpointing: bool = False  # recompute each block in backward: less memory, about a third more time
+    checkpoint_every: int = 1  # with it: recompute only every so many-th block
+    offload_activations: int = 0  # keep what so many blocks, from the first, save for backward in the host's memory
+    loss_chunks: int = 1  # output head and loss for so many parts of the tokens after each other: that fraction of the logits exists at a time
     fp8_lm_head: bool = True  # False: the output head stays in high precision
     fp8_skip_first: int = 0  # so many blocks at the start stay in high precision,
     fp8_skip_last: int = 0  # and so many at the end
@@ -114,6 +117,10 @@ class OptimizedConfig:
         if self.attention is None:
             self.attention = "sdpa" if self.use_pytorch_sdpa else "te"
         check(self.attention in ("sdpa", "te", "flash", "auto"), "attention", "must be 'sdpa', 'te', 'flash' or 'auto'", "'sdpa'")
+        for field in ("checkpoint_every", "loss_chunks"):
+            check(getattr(self, field) >= 1, field, "must be 1 or more", 1)
+        check(0 <= self.offload_activations < (1 if self.gradient_checkpointing else self.n_layer), "offload_activations",
+              f"must be less than n_layer={self.n_layer}, and 0 with gradient_checkpointing", 0)
         for field in ("fp8_skip_first", "fp8_skip_last"):
             check(0 <= getattr(self, field) <= self.n_layer, field, f"must be from 0 to n_layer={self.n_layer}", 1)
         check(self.fp8_skip_first + self.fp8_skip_last <= self.n_layer, "fp8_skip_first",
@@ -142,10 +149,21 @@ class KVCache:
         return self.kv[layer, 0, :, :end], self.kv[layer, 1, :, :end]
 
 
+def locate_documents(cu_seqlens, batch, length, with_mask):
+    """-> each token's position in its document (B, S), and what attention takes: cu_seqlens, and for PyTorch's who sees whom, (B, 1, S, S) bool.
+    No shape depends on data, so that a CUDA graph can hold it."""
+    tokens = torch.arange(batch * length, device=cu_seqlens.device, dtype=torch.int32)
+    document = torch.searchsorted(cu_seqlens, tokens, right=True)  # its number, from 1
+    positions = (tokens - cu_seqlens[document - 1]).view(batch, length)
+    document = document.view(batch, length)
+    mask = (document[:, :, None] == document[:, None, :]).tril()[:, None] if with_mask else None
+    return positions, (cu_seqlens, mask)
+
+
 def rope_tables(positions, head_dim, theta):
-    """cos and sin of position · theta^(-2i/head_dim): (S,) -> two of (S, 1, head_dim / 2), float32."""
+    """cos and sin of position · theta^(-2i/head_dim): (S,) or (B, S) -> two of (…, 1, head_dim / 2), float32."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
-    angles = positions.float()[:, None, None] * frequencies
+    angles = positions.float()[..., None, None] * frequencies
     return angles.cos(), angles.sin()
 
 
@@ -183,13 +201,14 @@ class Attention(nn.Module):
                                                     attention_dropout=config.attn_dropout, qkv_format="bshd", attn_mask_type="causal")
         self.proj = te.Linear(q_size, config.n_embd, bias=config.bias, init_method=residual_init(config))
 
-    def forward(self, x, rope=None, is_first_microbatch=None, kv_cache=None):
+    def forward(self, x, rope=None, is_first_microbatch=None, kv_cache=None, documents=None):
         config = self.config
         batch, length, _ = x.shape
         qkv = self.qkv(x, is_first_microbatch=is_first_microbatch).view(batch, length, -1, config.head_dim)
         if self.kernel == "flash" and fast_attention is not None and kv_cache is None and qkv.dtype == torch.bfloat16:
             norms = (self.q_norm.weight, self.k_norm.weight) if config.use_qk_norm else (None, None)
-            y = fast_attention.packed_attention(qkv, config.n_head, config.n_kv_head, rope, *norms, config.layernorm_epsilon)
+            y = fast_attention.packed_attention(qkv, config.n_head, config.n_kv_head, rope, *norms, config.layernorm_epsilon,
+                                                cu_seqlens=documents[0] if documents else None)
             return self.proj(y, is_first_microbatch=is_first_microbatch)
         sizes = [config.n_head, config.n_kv_head, config.n_kv_head]
         q, k, v = SplitAlongDim.apply(qkv, 2, sizes) if self.kernel == "te" and SplitAlongDim else qkv.split(sizes, dim=2)  # (B, S, heads, D)
@@ -199,24 +218,30 @@ class Attention(nn.Module):
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         if kv_cache is not None:
             k, v = kv_cache.append(self.layer, k, v)
-        y = self.attend(q, k, v, generating=kv_cache is not None)
+        y = self.attend(q, k, v, generating=kv_cache is not None, documents=documents)
         return self.proj(y.reshape(batch, length, -1), is_first_microbatch=is_first_microbatch)
 
-    def attend(self, q, k, v, generating):
+    def attend(self, q, k, v, generating, documents=None):
         """q (B, S, n_head, D), k and v (B, S', n_kv_head, D), the last S of S' positions are q's
-        -> (B, S, n_head, D) or (B, S, n_head·D)."""
+        -> B·S times n_head·D elements, in that order."""
         config = self.config
         dropout = config.attn_dropout if self.training else 0.0
+        flash, length = self.kernel == "flash" and not generating and q.dtype != torch.float32, q.shape[1]
+        starts, mask = documents or (None, None)  # see locate_documents
+        if documents and (flash or self.kernel == "te"):
+            q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # for these all documents lie in one row
         if self.kernel == "te" and not generating:
-            return self.attention(q, k, v)
-        if self.kernel == "flash" and not generating and q.dtype != torch.float32:
-            y = flash_attn_func(q, k, v, causal=True)
+            return self.attention(q, k, v) if documents is None else self.attention(
+                q, k, v, qkv_format="thd", attn_mask_type="padding_causal", cu_seqlens_q=starts, cu_seqlens_kv=starts,
+                max_seqlen_q=length, max_seqlen_kv=length)
+        if flash:
+            y = flash_attn_func(q, k, v, causal=True) if documents is None else flash_attn_varlen_func(
+                q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=length, max_seqlen_k=length, causal=True)
             return y[0] if isinstance(y, tuple) else y  # version 4 also returns the log-sum-exp
-        mask = None
         if 1 < q.shape[1] < k.shape[1]:  # several new tokens after cached ones: a causal mask aligned to the end
             mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - q.shape[1])
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, dropout_p=dropout,
-                                           is_causal=q.shape[1] == k.shape[1], enable_gqa=config.n_kv_head != config.n_head)
+                                           is_causal=mask is None and q.shape[1] == k.shape[1], enable_gqa=config.n_kv_head != config.n_head)
         return y.transpose(1, 2)
 
 
@@ -231,8 +256,8 @@ class Block(nn.Module):
                                    init_method=normal_init, output_layer_init_method=residual_init(config))
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope=None, is_first_microbatch=None, kv_cache=None):
-        x = x + self.dropout(self.attn(x, rope, is_first_microbatch, kv_cache))
+    def forward(self, x, rope=None, is_first_microbatch=None, kv_cache=None, documents=None):
+        x = x + self.dropout(self.attn(x, rope, is_first_microbatch, kv_cache, documents))
         return x + self.dropout(self.mlp(x, is_first_microbatch=is_first_microbatch))
 
 
@@ -267,9 +292,14 @@ class OptimizedGPT2Model(nn.Module):
                                               normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm", init_method=normal_init)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
+        # TE's, not torch.autograd.graph.save_on_cpu: that would copy weights too, turn FP8 tensors to BF16, and let the GPU wait for each copy
+        if config.offload_activations:
+            self.offload, self.offloaded = te.get_cpu_offload_context(True, config.offload_activations, config.n_layer)
 
-    def forward(self, input_ids, labels=None, is_first_microbatch=None, kv_cache=None):
-        """`is_first_microbatch`: under gradient accumulation, True for the first micro-batch of a step and False for the others, so that
+    def forward(self, input_ids, labels=None, cu_seqlens=None, is_first_microbatch=None, kv_cache=None):
+        """`cu_seqlens`: int32, where each document of a packed batch begins in the B·S tokens, then B·S, as often as wanted; no token sees another
+        document, and positions start anew in each. None: a row is one document.
+        `is_first_microbatch`: under gradient accumulation, True for the first micro-batch of a step and False for the others, so that
         weights are cast to FP8 once a step. `kv_cache`: from `make_kv_cache`; input_ids are then the tokens that follow it."""
         config = self.config
         batch, length = input_ids.shape
@@ -281,7 +311,12 @@ class OptimizedGPT2Model(nn.Module):
             if batch * length % multiple:
                 raise ValueError(f"input_ids {batch} x {length} = {batch * length} tokens: FP8 needs a multiple of {multiple}; "
                                  f"{-(-batch * length // multiple) * multiple} tokens work, or use_fp8=False")
-        positions = torch.arange(past, past + length, device=input_ids.device)
+        documents, positions = None, torch.arange(past, past + length, device=input_ids.device)
+        if cu_seqlens is not None:
+            if kv_cache is not None:
+                raise ValueError("cu_seqlens and kv_cache: generation knows one document a row; leave cu_seqlens out")
+            with_mask = self.blocks[0].attn.kernel == "sdpa" or self.wte.weight.dtype == torch.float32
+            positions, documents = locate_documents(cu_seqlens, batch, length, with_mask)
         rope = rope_tables(positions, config.head_dim, config.rope_theta) if config.use_rotary else None
 
         x = self.wte(input_ids)
@@ -291,19 +326,31 @@ class OptimizedGPT2Model(nn.Module):
         with te.autocast(enabled=config.use_fp8, recipe=self.fp8_recipe):
             for layer, block in enumerate(self.blocks):
                 with nullcontext() if config.in_fp8(layer) else te.autocast(enabled=False, recipe=self.fp8_recipe):
-                    if config.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                        x = te.checkpoint(block, x, rope=rope, is_first_microbatch=is_first_microbatch)
+                    learns = self.training and torch.is_grad_enabled()
+                    if config.gradient_checkpointing and learns and layer % config.checkpoint_every == 0:
+                        x = te.checkpoint(block, x, rope=rope, is_first_microbatch=is_first_microbatch, documents=documents)
+                    elif config.offload_activations and learns:
+                        with self.offload:
+                            x = block(x, rope, is_first_microbatch, kv_cache, documents)
+                        x = self.offloaded(x)
                     else:
-                        x = block(x, rope, is_first_microbatch, kv_cache)
+                        x = block(x, rope, is_first_microbatch, kv_cache, documents)
+            if kv_cache is not None:
+                kv_cache.length += length
             with te.autocast(enabled=config.use_fp8 and config.fp8_lm_head, recipe=self.fp8_recipe):
+                if labels is not None and config.loss_chunks > 1:
+                    learned = [p for p in self.lm_head.parameters() if p.requires_grad]
+                    return chunked_loss(self, x.flatten(0, 1), labels.flatten(), is_first_microbatch, torch.is_grad_enabled(), *learned)
                 logits = self.lm_head(x.flatten(0, 1), is_first_microbatch=is_first_microbatch)  # (B·S, vocab_size)
-        if kv_cache is not None:
-            kv_cache.length += length
         if labels is None:
             return logits.view(batch, length, -1)
-        if config.fused_loss and fast_loss is not None and logits.is_cuda:
-            return fast_loss.cross_entropy(logits, labels.flatten(), head=self.lm_head)
-        return te.parallel_cross_entropy(logits.view(batch, length, -1), labels, reduce_loss=True).reshape(())
+        return self.cross_entropy(logits, labels.flatten())
+
+    def cross_entropy(self, logits, labels):
+        """Mean over the labels that are not -100: (N, vocab_size), (N,) -> () float32. Its backward pass may write over the logits."""
+        if self.config.fused_loss and fast_loss is not None and logits.is_cuda:
+            return fast_loss.cross_entropy(logits, labels, head=self.lm_head)
+        return te.parallel_cross_entropy(logits[None], labels[None], reduce_loss=True).reshape(())
 
     def make_kv_cache(self, batch_size, max_len):
         """An empty cache for generation; `model(input_ids, kv_cache=cache)` fills it.
@@ -311,6 +358,39 @@ class OptimizedGPT2Model(nn.Module):
         return KVCache(self.config, batch_size, max_len, self.wte.weight.device, self.wte.weight.dtype)
 
 
+class ChunkedLoss(torch.autograd.Function):
+    """The loss of hidden states x (N, n_embd) and labels (N,), for config.loss_chunks parts of the N tokens after each other -> () float32.
+
+    Each part goes forward and at once backward, to its hidden states and the head's parameters, and its logits are freed: nothing is computed
+    twice. Cost: a gradient of x's size, and the parameters' in float32 until the parts are summed up. For delayed scaling the parts are one
+    pass: their maxima meet in the same row of the histories, which roll as often as without parts."""
+
+    @staticmethod
+    def forward(ctx, model, x, labels, is_first_microbatch, learns, *parameters):
+        rows = -(-len(x) // (32 * model.config.loss_chunks)) * 32  # FP8 products take multiples of 16, MXFP8's of 32
+        count, total, dx = (labels != -100).sum().clamp(min=1), 0.0, []
+        sums = [torch.zeros(p.shape, dtype=torch.float32, device=x.device) for p in parameters]
+        for i, (part, y) in enumerate(zip(x.split(rows), labels.split(rows))):
+            # The head's weight is cast to FP8 for the first part alone; evaluation leaves what training kept of it as it is
+            first = i == 0 and is_first_microbatch is not False if learns else None
+            with torch.set_grad_enabled(learns):
+                part = part.detach().requires_grad_(learns)
+                loss = model.cross_entropy(model.lm_head(part, is_first_microbatch=first), y) * ((y != -100).sum() / count)
+            if learns:
+                dpart, *gradients = torch.autograd.grad(loss, [part, *parameters])
+                dx, sums = [*dx, dpart], [sum_.add_(gradient) for sum_, gradient in zip(sums, gradients)]
+            total = total + loss.detach()
+        if learns:
+            ctx.save_for_backward(torch.cat(dx), *(sum_.to(p.dtype) for sum_, p in zip(sums, parameters)))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        dx, *gradients = ctx.saved_tensors
+        return None, dx * grad_loss, None, None, None, *(gradient * grad_loss for gradient in gradients)
+
+
+chunked_loss = torch.compiler.disable(ChunkedLoss.apply)  # it goes backward inside a forward pass
 normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # GPT-2's
 
 

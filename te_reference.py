@@ -843,7 +843,8 @@ class LayerNormMLP(LayerNormLinear):
 
 class DotProductAttention(_Module):
     """softmax(q·kᵀ/√d)·v. Query (B, S, H, D) in format bshd or (S, B, H, D) in sbhd, key and value with `num_gqa_groups` heads
-    -> (B, S, H·D) or (S, B, H·D). Masks: causal, causal_bottom_right, no_mask."""
+    -> (B, S, H·D) or (S, B, H·D). Masks: causal, causal_bottom_right, no_mask. Format thd, with mask padding_causal: query (T, H, D), sequences
+    of any lengths after each other, which begin at `cu_seqlens_q` (int32, then T) -> (T, H·D)."""
 
     def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
                  attn_mask_type="causal", softmax_scale=None, layer_number=None, attention_type="self", name=None, **unused):
@@ -852,11 +853,17 @@ class DotProductAttention(_Module):
         self.attention_dropout, self.qkv_format, self.attn_mask_type = attention_dropout, qkv_format, attn_mask_type
         self.softmax_scale = softmax_scale
 
-    def forward(self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, attn_mask_type=None, **unused):
+    def forward(self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, attn_mask_type=None, cu_seqlens_q=None, **unused):
         qkv_format, mask_type = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
+        if (qkv_format, mask_type) == ("thd", "padding_causal"):
+            sequence = torch.searchsorted(cu_seqlens_q, torch.arange(len(query_layer), device=query_layer.device, dtype=torch.int32), right=True)
+            q, k, v = (t.transpose(0, 1)[None] for t in (query_layer, key_layer, value_layer))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=(sequence[:, None] == sequence).tril(), scale=self.softmax_scale,
+                                                 dropout_p=self.attention_dropout if self.training else 0.0, enable_gqa=q.shape[1] != k.shape[1])
+            return out[0].transpose(0, 1).flatten(1)
         if qkv_format not in ("bshd", "sbhd") or mask_type not in ("causal", "causal_bottom_right", "no_mask"):
             raise ValueError(f"qkv_format={qkv_format!r}, attn_mask_type={mask_type!r}: te_reference has bshd and sbhd, causal, "
-                             "causal_bottom_right and no_mask")
+                             "causal_bottom_right and no_mask, and thd with padding_causal")
         to_bhsd = (0, 2, 1, 3) if qkv_format == "bshd" else (1, 2, 0, 3)
         q, k, v = (t.permute(to_bhsd) for t in (query_layer, key_layer, value_layer))
         mask = None
@@ -1016,6 +1023,11 @@ def checkpoint(function, *args, use_reentrant=True, **kwargs):
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     return _Checkpoint.apply(function, kwargs, *args)
+
+
+def get_cpu_offload_context(enabled=False, num_layers=1, model_layers=1, **unused):
+    """(context for a block's forward pass, function for what it returns): TE's move saved tensors to the host and back, these do nothing."""
+    return nullcontext(), lambda x: x
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """The trainer: python train.py --preset gpt2-124m. One dataclass of options, one loop; a preset's values are the defaults.
 
 Notable, and why:
-- Losses stay on the device between log steps, so that the host never waits for the GPU within them. They are checked for
-  finiteness when they are read, and always before a checkpoint is written, so that a run that diverged leaves its last good one.
+- Losses stay on the device between log steps, so that the host never waits for the GPU within them. A step whose loss or gradient is not
+  finite changes no weight (the device sees to that), is counted when losses are read, and more than --max-skipped-steps of them end the run.
+  Losses are read before a checkpoint is written, and none is written right after such a step: a run that diverged leaves its last good one.
 - A checkpoint is written before the evaluation of the same step. FP8 with delayed scaling keeps a history that every
   forward pass moves, evaluation included; saved first, and with evaluation leaving it as it was, a resumed run repeats
   the uninterrupted one exactly (bit for bit on the CPU).
@@ -32,6 +33,7 @@ import checkpoint
 import cli
 import fp8
 import fp8_health
+import profiling
 from data import Loader, get_tokenizer
 from sample import generate, pick_device
 
@@ -69,6 +71,9 @@ class TrainConfig:
     """Attention kernel; auto: FlashAttention if it is installed, else Transformer Engine's, on a CPU PyTorch's."""
     fused_loss: bool = True  # On a GPU, the loss with kernels of this kit's own (fast_loss.py); no: Transformer Engine's.
     gradient_checkpointing: bool = False  # Recompute each block in the backward pass: less memory, about a third more work.
+    checkpoint_every: int = 1  # With --gradient-checkpointing: recompute only every so many-th block.
+    offload_activations: int = 0  # Keep what so many blocks, from the first, save for the backward pass in the host's memory.
+    loss_chunks: int = 1  # Output head and loss for so many parts of the tokens after each other: logits of one part exist at a time.
 
     # precision
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -89,6 +94,7 @@ class TrainConfig:
     max_steps: int = 1000  # Optimizer steps.
     micro_batch_size: int = 8  # Sequences of one forward pass on one device.
     seq_len: int = 1024  # Tokens of a sequence.
+    pack_documents: bool = False  # No token sees another document: attention and positions begin anew at each end-of-text token.
     grad_accum: int = 1  # Forward and backward passes a step.
     lr: float = 6e-4  # Highest learning rate.
     lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -100,6 +106,7 @@ class TrainConfig:
     beta1: float = 0.9  # Adam's decay of the gradient's mean.
     beta2: float = 0.95  # Adam's decay of its square.
     grad_clip: float = 1.0  # Largest norm of the gradient; 0: no clipping.
+    max_skipped_steps: int = 10  # Steps whose loss or gradient is not finite change nothing; the run stops after more of them than this.
     seed: int = 1337  # Of weights, data order and dropout.
     moment_dtype: Literal["float32", "bfloat16"] = "float32"  # Of Adam's two moments; bfloat16 saves 4 bytes a parameter.
     param_remainders: bool = True  # Of float32 master weights keep just the 16 bits that the BF16 weights lack: exact, 2 bytes less each.
@@ -119,6 +126,16 @@ class TrainConfig:
     fp8_health_interval: int = 0
     """Steps between looks at each tensor in FP8: amax, scale, what is cut off, what becomes zero (fp8_health.jsonl, fp8_health.png,
     TensorBoard). The log line after a look shows a lower speed. 0: never, at no cost."""
+    profile: str | None = None
+    """START:STOP: trace these steps with PyTorch's profiler (profile/trace.json.gz, for ui.perfetto.dev) and sum kernels by class."""
+    nsys: str | None = None
+    """START:STOP: the steps that Nsight Systems shall see: nsys profile --capture-range=cudaProfilerApi … python train.py …"""
+    memory_snapshot: str | None = None
+    """START:STOP: record who allocates GPU memory in these steps (memory.pickle, for pytorch.org/memory_viz); a replayed CUDA graph allocates
+    nothing, so take step 1, which records it, or --cuda-graph off."""
+    gc_interval: int = 0  # Steps between Python's garbage collections, so that all ranks pause together; 0: when Python likes.
+    torch_deterministic: bool = False  # The same bits in every run on the same GPU model and number of GPUs; slower.
+    expandable_segments: bool = False  # Let PyTorch's allocator grow its blocks of GPU memory: less lost between tensors.
 
 
 GPT2 = dict(micro_batch_size=16, grad_accum=32, max_steps=20_000, warmup_steps=200)  # about half a million tokens a step
@@ -151,7 +168,7 @@ PEAK_TFLOPS = {"GB200": 2500, "B200": 2250, "GH200": 989, "H200": 989, "H100 PCI
 
 
 class Diverged(RuntimeError):
-    """A loss or gradient norm that is not finite; nothing after it is worth keeping."""
+    """Too many losses or gradient norms that are not finite; nothing after them is worth keeping."""
 
 
 # ---------------------------------------------------------------- options
@@ -176,12 +193,14 @@ def read_options(argv) -> tuple[TrainConfig, Path | None, dict | None]:
         meta = checkpoint.read_meta(folder)
         known = {field.name for field in dataclasses.fields(TrainConfig)}
         default = TrainConfig(**{key: value for key, value in meta["config"].items() if key in known})
-        default = dataclasses.replace(default, out_dir=str(folder.parent), resume=True)
+        default = dataclasses.replace(default, out_dir=str(folder.parent), resume=True, profile=None, nsys=None, memory_snapshot=None)
     config = cli.parse(TrainConfig, argv, prog="train.py", description=__doc__, default=default)
     switches = {field.name for field in dataclasses.fields(checkpoint.model_classes(config.model)[1])}
-    for name in ARCHITECTURE + ["attention", "fused_loss", "gradient_checkpointing"]:
+    for name in ARCHITECTURE + ["attention", "fused_loss", "gradient_checkpointing", "checkpoint_every", "offload_activations", "loss_chunks"]:
         if name not in ("preset", "model", *switches) and getattr(config, name) != getattr(default, name):
             raise ValueError(f"--{name.replace('_', '-')}: the model {config.model!r} has no such switch; --model optimized has")
+    if config.pack_documents and config.model != "optimized":
+        raise ValueError(f"--pack-documents: the model {config.model!r} has no such switch; --model optimized has")
     if chosen.resume:
         config = dataclasses.replace(config, out_dir=str(folder.parent), preset=chosen.preset or default.preset)
         for name in ARCHITECTURE:
@@ -210,14 +229,25 @@ def check_options(config: TrainConfig) -> None:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: must be {rule}, such as {works}")
 
     require("max_steps micro_batch_size seq_len grad_accum eval_steps keep_checkpoints log_interval", lambda v: v >= 1, "at least 1", 8)
-    require("warmup_steps eval_interval checkpoint_interval fp8_health_interval seed", lambda v: v >= 0, "0 or more", 100)
+    require("warmup_steps eval_interval checkpoint_interval fp8_health_interval max_skipped_steps seed", lambda v: v >= 0, "0 or more", 100)
     require("fp8_amax_history_len", lambda v: v >= 1, "at least 1", 1024)
     require("weight_decay grad_clip", lambda v: 0 <= v < math.inf, "0 or more", 0.1)
     require("lr", lambda v: 0 < v < math.inf, "above 0", 6e-4)
     require("beta1 beta2", lambda v: 0 <= v < 1, "at least 0 and below 1", 0.95)
     require("min_lr_ratio", lambda v: 0 <= v <= 1, "from 0 to 1", 0.1)
     require("decay_fraction", lambda v: 0 < v <= 1, "above 0 and at most 1", 0.2)
+    require("gc_interval", lambda v: v >= 0, "0 or more", 100)
+    profiling.check_options(config)
     fp8.check_recipe(config.fp8_recipe)
+    require("checkpoint_every loss_chunks", lambda v: v >= 1, "at least 1", 2)
+    require("offload_activations", lambda v: 0 <= v < max(1, config.n_layer), f"from 0 to {config.n_layer - 1}, which leaves the last block out",
+            max(0, config.n_layer // 2))
+    if config.checkpoint_every > 1 and not config.gradient_checkpointing:
+        raise ValueError(f"--checkpoint-every {config.checkpoint_every} says which blocks to recompute; pass --gradient-checkpointing with it")
+    if config.offload_activations and config.gradient_checkpointing:
+        raise ValueError("--offload-activations and --gradient-checkpointing: keep activations or compute them again; leave one of them out")
+    if config.offload_activations and config.compile:
+        raise ValueError("--offload-activations: compiled code does not run the hooks that move tensors; leave --compile out")
     if config.fp8_health_interval and config.fp8_recipe == "none":
         raise ValueError(f"--fp8-health-interval {config.fp8_health_interval}: there is no FP8 to look at with --fp8-recipe none; "
                          "pass --fp8-recipe delayed or leave --fp8-health-interval out")
@@ -287,6 +317,7 @@ def why_no_graph(config: TrainConfig, device: torch.device) -> str:
         (dist.is_initialized(), "several processes exchange gradients from Python"),
         (config.compile, "--compile has graphs of its own"),
         (config.gradient_checkpointing, "--gradient-checkpointing reads random states on the host"),
+        (config.offload_activations > 0, "--offload-activations takes host memory anew in every step"),
         (config.attn_dropout > 0, "--attn-dropout's random numbers would repeat"),
         (config.fp8_param, "FusedAdam updates --fp8-param's weights from Python"),
     ]
@@ -316,8 +347,9 @@ class TrainStep:
         self.graphs = {}
 
     def __call__(self, batches, lr: float, watch: bool = False):
-        """batches: grad_accum pairs (input_ids, labels), each (B, S) -> (mean loss, gradient norm before clipping), () float32 on the
-        device. `watch`: look at FP8's tensors in the first forward and backward pass (fp8.watch), outside the graphs."""
+        """batches: grad_accum of (input_ids, labels), each (B, S), or (input_ids, labels, cu_seqlens), see Loader.batch -> (mean loss, gradient
+        norm before clipping), () float32 on the device. `watch`: look at FP8's tensors in the first forward and backward pass (fp8.watch),
+        outside the graphs."""
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
@@ -335,9 +367,9 @@ class TrainStep:
                 parameter.grad = gradient  # the graphs' own memory
             self.optimizer.prepare()
             return outcome
-        for micro, (input_ids, labels) in enumerate(batches):
-            self.inputs[0].copy_(input_ids, non_blocking=True)
-            self.inputs[1].copy_(labels, non_blocking=True)
+        for micro, batch in enumerate(batches):
+            for kept, given in zip(self.inputs, batch):
+                kept.copy_(given, non_blocking=True)
             self.graphs["rest" if micro else "first"].replay()
         self.graphs["update"].replay()
         return self.loss.clone(), self.norm.clone()
@@ -345,19 +377,20 @@ class TrainStep:
     def run(self, batches, watch=False):
         """The step, launched from Python."""
         total = torch.zeros((), device=self.device)
-        for micro, (input_ids, labels) in enumerate(batches):
+        for micro, batch in enumerate(batches):
             waits = isinstance(self.net, DistributedDataParallel) and micro < len(batches) - 1  # ranks exchange gradients once a step
             with (self.net.no_sync() if waits else contextlib.nullcontext(),
                   fp8.watch(self.model) if watch and micro == 0 else contextlib.nullcontext()):
-                total += self.forward_backward(input_ids, labels, micro == 0)
+                total += self.forward_backward(batch, micro == 0)
         norm = self.update()
         self.optimizer.zero_grad(set_to_none=True)
         return total, norm
 
-    def forward_backward(self, input_ids, labels, first: bool):
+    def forward_backward(self, batch, first: bool):
         first = {"is_first_microbatch": first} if self.config.grad_accum > 1 else {}  # weights are cast to FP8 once a step
-        loss = self.net(input_ids, labels, **first) / self.config.grad_accum
-        loss.backward()
+        loss = self.net(*batch, **first) / self.config.grad_accum
+        # 1, but of a loss that is not finite NaN: then so are all gradients, and the gradients' norm, the same on every rank, tells all
+        loss.backward(1 + 0 * loss.detach())
         return loss.detach()
 
     def update(self):
@@ -365,8 +398,8 @@ class TrainStep:
         norm = torch.nn.utils.get_total_norm(gradients).float()
         if hasattr(self.optimizer, "prepare"):  # FastAdam clips as it reads the gradients
             largest = self.config.grad_clip or math.inf
-            self.optimizer.step(grad_scale=(largest / (norm + 1e-6)).clamp(max=1.0))
-        else:
+            self.optimizer.step(grad_scale=(largest / (norm + 1e-6)).clamp(max=1.0) + 0 * norm)  # NaN, by which it skips a step: see there
+        elif norm.isfinite():  # on a GPU this waits for it, which costs little where Python launches every kernel
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.grad_clip or math.inf, norm)
             self.optimizer.step()
         return norm
@@ -380,7 +413,7 @@ class TrainStep:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), fp8.preserved_state(self.model):
             for micro in (0, 1, 0, 1) if accumulates else (0, 0):
-                self.forward_backward(*self.inputs, micro == 0)
+                self.forward_backward(self.inputs, micro == 0)
                 if not micro:
                     self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.current_stream().wait_stream(stream)
@@ -388,10 +421,10 @@ class TrainStep:
         self.loss = torch.zeros((), device=self.device)
 
         def first():
-            self.loss.copy_(self.forward_backward(*self.inputs, True))
+            self.loss.copy_(self.forward_backward(self.inputs, True))
 
         def rest():
-            self.loss.add_(self.forward_backward(*self.inputs, False))
+            self.loss.add_(self.forward_backward(self.inputs, False))
 
         def update():
             self.norm = self.update()
@@ -465,22 +498,33 @@ def evaluate(model, loader, steps: int) -> float:
     return mean_over_ranks(losses.mean()).item()
 
 
-def read_losses(pending: list, run: str, config: TrainConfig, saver: checkpoint.BackgroundSaver) -> tuple[float, float]:
-    """(loss, gradient norm) of the last step of `pending`, [(step, loss, norm)]; Diverged if one of any step is not finite."""
+def read_losses(pending: list, skipped: int, limit: int, say) -> tuple[tuple[float, float] | None, list[int]]:
+    """[(step, loss, norm)] -> ((loss, gradient norm) of the last step that was not skipped, None without one; the steps that were).
+    `skipped` of the run's steps were so before; Diverged if they become more than `limit`."""
     values = mean_over_ranks(torch.stack([torch.stack((loss, norm)) for _, loss, norm in pending])).tolist()
+    finite, steps = None, []
     for (step, *_), (loss, norm) in zip(pending, values):
-        if not math.isfinite(loss + norm):
-            saver.wait()  # what it is writing is good
-            last = checkpoint.latest(run)
-            kept = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
-            gentler = [f"--lr {config.lr / 3:.1e}", f"--grad-clip {config.grad_clip / 2 or 1.0}"]
-            if config.fp8_recipe == "delayed":
-                gentler += ["--fp8-recipe current", "--fp8-amax-compute-algo most_recent"]
-            elif config.fp8_recipe != "none":
-                gentler += ["--fp8-recipe none"]
-            what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm}"
-            raise Diverged(f"step {step}: {what}; stopped; {kept}; try {', '.join(gentler)}")
-    return values[-1]
+        if math.isfinite(loss + norm):
+            finite = loss, norm
+            continue
+        steps.append(step)
+        count, what = skipped + len(steps), f"step {step}: loss {loss}, gradient norm {norm}"
+        if count > limit:
+            raise Diverged(f"{what}" + (f", after {count - 1} skipped steps" if limit else ""))
+        say(f"{what}: skipped ({count} of {limit})")
+    return finite, steps
+
+
+def advice(run: str, step: int, config: TrainConfig) -> str:
+    """What to do after a run that diverged at `step`."""
+    good = [folder for folder in checkpoint.list_checkpoints(run) if int(folder.name.removeprefix("step-")) < step]
+    kept = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint yet"
+    gentler = [f"--lr {config.lr / 3:.1e}", f"--grad-clip {config.grad_clip / 2 or 1.0}"]
+    if config.fp8_recipe == "delayed":
+        gentler += ["--fp8-recipe current", "--fp8-amax-compute-algo most_recent"]
+    elif config.fp8_recipe != "none":
+        gentler += ["--fp8-recipe none"]
+    return f"stopped; {kept}; try {', '.join(gentler)}"
 
 
 class StopRequest:
@@ -532,10 +576,11 @@ class Log:
     def write(self, record: dict, max_steps: int) -> None:
         if not self.enabled:
             return
-        self.file.write(json.dumps(record) + "\n")
-        for key, value in record.items():
-            if key != "step" and value is not None:
-                self.board.add_scalar(key, value, record["step"])
+        with self.goes_on(record["step"]):
+            self.file.write(json.dumps(record) + "\n")  # if the disk is full, it is written with the next
+            for key, value in record.items():
+                if key != "step" and value is not None:
+                    self.board.add_scalar(key, value, record["step"])
         speed = f"{record['tokens_per_s']:,.0f} tokens/s"
         self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {speed}")
         mfu = f"  MFU {100 * record['mfu']:.1f} %" if record["mfu"] is not None else ""
@@ -543,14 +588,23 @@ class Log:
         self.say(f"step {record['step']}/{max_steps}  loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  "
                  f"lr {record['lr']:.2e}  {speed}{mfu}{val}")
 
+    @contextlib.contextmanager
+    def goes_on(self, step: int):
+        """A log that cannot be written is no reason to stop."""
+        try:
+            yield
+        except OSError as error:
+            self.say(f"step {step}: the log is not written: {error.strerror or error}; training goes on")
+
     def write_health(self, step: int, health: dict) -> None:
-        with open(Path(self.run, "fp8_health.jsonl"), "a") as file:
-            file.write(json.dumps({"step": step, "health": health}) + "\n")
-        for module, tensors in health.items():
-            for tensor, figures in tensors.items():
-                for name, value in figures.items():
-                    if value is not None:
-                        self.board.add_scalar(f"fp8_{name}/{module}.{tensor}", value, step)
+        with self.goes_on(step):
+            with open(Path(self.run, "fp8_health.jsonl"), "a") as file:
+                file.write(json.dumps({"step": step, "health": health}) + "\n")
+            for module, tensors in health.items():
+                for tensor, figures in tensors.items():
+                    for name, value in figures.items():
+                        if value is not None:
+                            self.board.add_scalar(f"fp8_{name}/{module}.{tensor}", value, step)
 
     def advance(self) -> None:
         if self.enabled:
@@ -559,8 +613,9 @@ class Log:
     def close(self) -> None:
         if self.enabled:
             self.bar.close()
-            self.file.close()
-            self.board.close()
+            for part in (self.file, self.board):
+                with self.goes_on(self.bar.n):
+                    part.close()
 
 
 def read_metrics(path) -> list[dict]:
@@ -592,17 +647,25 @@ def plot_losses(run: str) -> str:
 # ---------------------------------------------------------------- training
 
 def main(argv=None) -> int:
-    """Train, and return the exit code: 0, or 1 for a run that diverged. ValueError and OSError are the user's to mend."""
+    """Train, and return the exit code: 0, or 1 for a run that diverged or ran out of memory. ValueError and OSError are the user's to mend."""
     world_size, rank, local_rank = (int(os.environ.get(name, default)) for name, default in
                                     (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
     if world_size > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:
         config, folder, meta = read_options(argv)
-        train(config, folder, meta, rank, local_rank, world_size)
+        with contextlib.ExitStack() as at_end:
+            train(config, folder, meta, rank, local_rank, world_size, at_end)
     except Diverged as error:
         if rank == 0:
             print(f"train.py: {error}", file=sys.stderr)
+        return 1
+    except RuntimeError as error:
+        if not profiling.is_out_of_memory(error):
+            raise
+        if not isinstance(error, profiling.OutOfMemory):
+            error = profiling.outside_steps(config)
+        print(f"train.py: {f'rank {rank}: ' if world_size > 1 else ''}{error}", file=sys.stderr)  # any rank may be the one
         return 1
     finally:
         if world_size > 1:
@@ -610,7 +673,8 @@ def main(argv=None) -> int:
     return 0
 
 
-def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int, local_rank: int, world_size: int) -> None:
+def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int, local_rank: int, world_size: int, at_end) -> None:
+    """`at_end`: a contextlib.ExitStack, which is given what must be undone in the end: the lock on the run's folder."""
     device = pick_device(config.device)
     if device.type == "cuda":
         if world_size > 1:
@@ -618,6 +682,7 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
         torch.cuda.set_device(device)
     elif not fp8.IS_REFERENCE:
         raise ValueError("--device cpu: Transformer Engine needs a GPU; set NANOTE_REFERENCE=1 to use te_reference in its place")
+    profiling.prepare_process(config, device)
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32,
              "bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
 
@@ -626,7 +691,8 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
                              config.fp8_margin)
     checkpoint.model_classes(config.model)
     loaders = {split: Loader(config.data, split, seq_len=config.seq_len, micro_batch_size=config.micro_batch_size, seed=config.seed,
-                             rank=rank, world_size=world_size, device=device) for split in ("train", "val")}
+                             rank=rank, world_size=world_size, device=device, pack_documents=config.pack_documents)
+               for split in ("train", "val")}
     tokens = loaders["train"].meta
     if meta and meta["tokenizer"] != tokens["tokenizer"]:
         raise ValueError(f"--data {config.data} holds {tokens['tokenizer']} tokens, but {folder} was trained on {meta['tokenizer']} tokens")
@@ -634,6 +700,8 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
     model_config = checkpoint.make_model_config(config.model, dataclasses.asdict(config) | {"use_fp8": recipe is not None})
     if recipe is not None:
         fp8.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
+
+    profiler = profiling.Profiler(config, device, enabled=rank == 0, first_step=meta["step"] + 1 if meta else 1)
 
     torch.manual_seed(config.seed)  # the same on every rank: so are the weights
     model = checkpoint.build_model(config.model, model_config, device=device, dtype=dtype,
@@ -643,12 +711,15 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
     optimizer = make_optimizer(model, config)
     torch.manual_seed(config.seed + rank)  # dropout differs by rank
     step = 0
+    run = config.out_dir if folder is not None else checkpoint.on_rank0(lambda: make_run_folder(config))
+    lock = checkpoint.on_rank0(lambda: checkpoint.lock(run))
+    if rank == 0:
+        at_end.callback(checkpoint.unlock, run, lock)
     if folder is not None:
+        if checkpoint.on_rank0(lambda: checkpoint.latest(run)) != folder:
+            raise ValueError(f"{run} has come further than {folder} meanwhile: another process trained there; start again")
         checkpoint.load(folder, meta, model, optimizer)
         step = meta["step"]
-        run = config.out_dir
-    else:
-        run = checkpoint.on_rank0(lambda: make_run_folder(config))
     if recipe is not None and recipe.delayed() and fp8.is_fresh(model):
         warm_up_scales(model, loaders["train"].batch(0))
     net = torch.compile(model) if config.compile else model
@@ -665,6 +736,7 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
     log.say(f"on {fp8.describe()}; {config.preset}, {precision}, {parameters / 1e6:,.2f} M parameters, "
             f"{tokens_per_step:,} tokens a step; {run}" + (f" from step {step}" if step else ""))
 
+    profiler.run, profiler.say = run, log.say
     saver = checkpoint.BackgroundSaver(config.background_saves)
 
     def tell_failed_save():
@@ -672,17 +744,18 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
         if error:
             log.say(f"step {step}: {error}; training goes on")
 
-    def save():
+    def save(keep: int):
         saver.wait()
         tell_failed_save()  # of the one before
         document = {"config": dataclasses.asdict(config) | {"out_dir": run}, "model": config.model,
                     "model_config": dataclasses.asdict(model_config), "tokenizer": tokens["tokenizer"], "device": fp8.describe(),
                     **({"hf": meta["hf"]} if meta and "hf" in meta else {})}  # where an imported model came from
-        saver.save(run, step, model=model, optimizer=optimizer, meta=document, keep=config.keep_checkpoints)
+        saver.save(run, step, model=model, optimizer=optimizer, meta=document, keep=keep)
 
     model.train()
     stop = StopRequest()
     pending, elapsed, mark, timed_steps = [], 0.0, time.perf_counter(), 0
+    finite, skipped, save_is_due = None, 0, False
     began = mark
     try:
         while step < config.max_steps:
@@ -690,7 +763,9 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
             lr = learning_rate(step, config)
             looks_at_fp8 = log.enabled and config.fp8_health_interval and step % config.fp8_health_interval == 0
             batches = [loaders["train"].batch((step - 1) * config.grad_accum + micro) for micro in range(config.grad_accum)]
+            profiler.begin(step)
             loss, norm = train_step(batches, lr, watch=looks_at_fp8)
+            profiler.end(step)
             pending.append((step, loss, norm))
             timed_steps += 1
             log.advance()
@@ -700,17 +775,23 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
 
             ends = step == config.max_steps
             stopping = not ends and stop.agreed()
-            saves = ends or stopping or (config.checkpoint_interval > 0 and step % config.checkpoint_interval == 0)
+            saves = ends or stopping or save_is_due or (config.checkpoint_interval > 0 and step % config.checkpoint_interval == 0)
             evaluates = ends or (not stopping and config.eval_interval > 0 and (step == 1 or step % config.eval_interval == 0))
             logs = evaluates or stopping or step == 1 or step % config.log_interval == 0
             if not (logs or saves):
                 continue
-            loss_now, norm_now = read_losses(pending, run, config, saver)  # waits for the device
+            last_finite, skips = read_losses(pending, skipped, config.max_skipped_steps, log.say)  # waits for the device
             pending.clear()
             elapsed += time.perf_counter() - mark
-            record = {"step": step, "loss": loss_now, "lr": lr, "grad_norm": norm_now}
+            finite, skipped = last_finite or finite, skipped + len(skips)
+            skipped_now = step in skips
+            if ends and finite is None:
+                raise Diverged(f"step {step}: not a step of this run had a finite loss and gradient")
+            save_is_due = saves and skipped_now and not ends  # the weights may be the reason: wait for a step that they do well in
+            saves, stopping, logs = saves and not save_is_due, stopping and not skipped_now, logs and finite is not None
+            record = {"step": step, "loss": finite[0], "lr": lr, "grad_norm": finite[1], "skipped": skipped} if logs else {}
             if saves:
-                save()
+                save(keep=config.keep_checkpoints + skipped_now)
                 if ends or stopping:
                     saver.wait()
                     failure = saver.error()
@@ -723,12 +804,26 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
                 elapsed, timed_steps = 0.0, 0
                 if evaluates:
                     record["val_loss"] = evaluate(model, loaders["val"], config.eval_steps)
+                    if not math.isfinite(record["val_loss"]):
+                        raise Diverged(f"step {step}: validation loss {record['val_loss']}")
                 record["seconds"] = time.perf_counter() - began  # evaluations and checkpoints included
                 log.write(record, config.max_steps)
             mark = time.perf_counter()
             if stopping:
                 break
+    except Diverged as error:
+        saver.wait()  # what it is writing may be the last good checkpoint
+        raise Diverged(f"{error}; {advice(run, step, config)}") from None
+    except RuntimeError as error:
+        if not profiling.is_out_of_memory(error):
+            raise
+        saver.wait()
+        last = checkpoint.latest(run)
+        kept = f"the last checkpoint is {last}" if last else "there is no checkpoint yet"
+        profiler.close(step)  # a memory snapshot of what did not fit, before it is freed
+        raise profiling.explain(error, f"step {step}", config, model, optimizer, train_step, batches[0], kept) from None
     finally:
+        profiler.close(step)
         saver.wait()  # after an error, too
         failure = saver.error()
         if failure:

@@ -192,6 +192,7 @@ def test_a_checkpoint_of_other_tokens_is_not_resumed(world, monkeypatch, capsys)
     monkeypatch.chdir(world)
     shutil.copytree("tokens", "other")
     meta = json.loads(Path("other/meta.json").read_text()) | {"tokenizer": "gpt2"}
+    meta["sha256"] = data._meta_checksum(meta)
     Path("other/meta.json").write_text(json.dumps(meta))
     assert run_train("--resume --out-dir out/good --max-steps 9", "other") == 2
     check("train.py", capsys.readouterr().err, ["gpt2", "byte", "out/good/step-4"])

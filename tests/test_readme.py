@@ -1,4 +1,4 @@
-"""What the README and the guide show works: their Python runs, their commands run (training for two steps), their links lead somewhere."""
+"""What the README and the guide show works: their Python runs, their commands run (training for twelve steps), their links lead somewhere."""
 
 import importlib
 import re
@@ -52,14 +52,14 @@ def tokens(tmp_path_factory):
 
 @pytest.mark.parametrize("command", [c for c in SCRIPTS if parts(c)[0] == "train.py" and not {"--help", "--resume"} & set(parts(c)[1])])
 def test_training_commands_train(command, tokens, tmp_path, monkeypatch):
-    """As they stand, but for two steps of a small model on this test's tokens."""
+    """As they stand, but for twelve steps of a small model on this test's tokens."""
     monkeypatch.chdir(tmp_path)
     _, arguments = parts(command)
     given = " ".join(arguments)
     if "--data" in arguments:
         arguments[arguments.index("--data") + 1] = tokens
     small = f"--data {tokens} --n-layer 2 --n-head 2 --n-embd 64 --vocab-size 288 --seq-len 32 --micro-batch-size 2 --grad-accum 1"
-    assert run_train(f"{given} {small} --max-steps 2 --warmup-steps 1 --eval-steps 1 --out-dir run") == 0
+    assert run_train(f"{given} {small} --max-steps 12 --warmup-steps 1 --eval-steps 1 --out-dir run") == 0
 
 
 @pytest.mark.parametrize("command", [c for c in SCRIPTS if parts(c)[0] == "doctor.py"])

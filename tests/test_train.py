@@ -119,12 +119,13 @@ def test_signal_finishes_the_step_saves_and_exits_0(tokens, monkeypatch, capsys,
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_non_finite_loss_stops_names_the_step_and_keeps_the_last_good(tokens, monkeypatch, capsys, slow_writer):
+@pytest.mark.parametrize("limit, last", [("", "step 21"), ("--max-skipped-steps 0", "step 11")])
+def test_non_finite_loss_stops_names_the_step_and_keeps_the_last_good(tokens, monkeypatch, capsys, slow_writer, limit, last):
     plain = train.learning_rate
     monkeypatch.setattr(train, "learning_rate", lambda step, config: 1e38 if step == 10 else plain(step, config))
-    assert run_train(f"{OPTIONS} --checkpoint-interval 8 --eval-interval 0 --log-interval 1000 --out-dir bad", tokens) == 1
+    assert run_train(f"{OPTIONS} --checkpoint-interval 8 --eval-interval 0 --log-interval 1000 {limit} --out-dir bad", tokens) == 1
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "step 11" in error and "bad/step-8" in error and "--fp8-recipe current" in error
+    assert error.count("\n") == 1 and f"{last}: " in error and "bad/step-8" in error and "--fp8-recipe current" in error
     assert [path.name for path in checkpoint.list_checkpoints("bad")] == ["step-8"]
 
 

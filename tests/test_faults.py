@@ -1,0 +1,449 @@
+"""What breaks a run: steps that are not finite, two runs on one folder, other versions' files, full disks, flipped bytes, hostile pickles.
+
+A kill in the middle is in test_train.py and test_checkpoint.py; a hundred of them, at random moments, are in results/faults.py.
+"""
+import hashlib
+import json
+import math
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoint
+import cli
+import data
+import fp8
+import train
+from results import faults
+from trainer_tools import ROOT, make_tokens, metrics, run_train
+from trainer_tools import OPTIONS as LARGER
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OPTIONS = f"{LARGER} --n-layer 1 --micro-batch-size 2"
+NOT_FINITE = [math.nan, math.inf, -math.inf]
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return make_tokens(tmp_path_factory.mktemp("corpus") / "tokens")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tokens):
+    """A run with two checkpoints, of steps 2 and 4; copy it before changing it."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    assert run_train(f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --eval-interval 0 --out-dir {run}", tokens) == 0
+    return run
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # these models are too small for more
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------- a step that is not finite
+
+def make_step(**options):
+    """A TrainStep of two micro-batches on a small model, and its batches."""
+    small = dict(n_layer=1, n_head=2, n_embd=64, vocab_size=288, n_positions=32, seq_len=32, grad_accum=2, device="cpu")
+    config = train.TrainConfig(**small | options)
+    model_config = checkpoint.make_model_config("optimized", vars(config) | {"use_fp8": config.fp8_recipe != "none"})
+    recipe = fp8.make_recipe(config.fp8_recipe, config.fp8_format, 8)
+    model = checkpoint.build_model("optimized", model_config, fp8_weights_recipe=recipe if config.fp8_param else None)
+    model.fp8_recipe = recipe or model.fp8_recipe
+    ids = torch.randint(0, 257, (2, 2, 33), generator=torch.Generator().manual_seed(0))
+    batches = [(part[:, :-1], part[:, 1:]) for part in ids]
+    return train.TrainStep(model, model, train.make_optimizer(model, config), config, torch.device("cpu")), batches
+
+
+def trained_state(step):
+    """Copies of weights, the optimizer's tensors and its step counts."""
+    tensors = [checkpoint._plain(p).clone() for p in step.model.parameters()]
+    tensors += [value.clone() for p in step.model.parameters() for value in step.optimizer.state[p].values()]
+    return tensors + [torch.as_tensor(group["step"]).clone() for group in step.optimizer.param_groups]
+
+
+def same(before, after):
+    return len(before) == len(after) and all(torch.equal(a, b) for a, b in zip(before, after))
+
+
+@pytest.mark.parametrize("value", NOT_FINITE)
+@pytest.mark.parametrize("options", [dict(fp8_recipe="none"), dict(fp8_recipe="delayed"), dict(fp8_recipe="delayed", fp8_param=True)])
+def test_a_gradient_that_is_not_finite_changes_nothing(options, value):
+    step, batches = make_step(**options)
+    step(batches, 1e-2)
+    before = trained_state(step)
+    hook = step.model.wte.weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor(5), value))
+    loss, norm = step(batches, 1e-2)
+    assert loss.isfinite() and not norm.isfinite() and same(before, trained_state(step))
+    hook.remove()
+    loss, norm = step(batches, 1e-2)
+    assert norm.isfinite() and not same(before, trained_state(step))
+
+
+def test_a_loss_that_is_not_finite_changes_nothing_though_its_gradients_are_finite():
+    step, batches = make_step()
+    step(batches, 1e-2)
+    before, model = trained_state(step), step.model
+    step.net = lambda *batch, is_first_microbatch: model(*batch, is_first_microbatch=is_first_microbatch) + (0 if is_first_microbatch else math.inf)
+    loss, norm = step(batches, 1e-2)
+    assert loss == math.inf and not norm.isfinite() and same(before, trained_state(step))
+
+
+@pytest.mark.parametrize("options, value", [(dict(), math.nan), (dict(), math.inf), (dict(store_param_remainders=False), math.nan),
+                                            (dict(moment_dtype=torch.bfloat16), math.nan), (dict(dtype=torch.float32), math.nan)])
+def test_fast_adam_skips_a_step(options, value):
+    pytest.importorskip("triton")
+    from fast_adam import CHUNK, FastAdam
+
+    options = dict(options)
+    dtype = options.pop("dtype", torch.bfloat16)
+
+    def run(scales):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(size, device=DEVICE).to(dtype)) for size in (CHUNK + 5, 7)]
+        optimizer, random = FastAdam(params, lr=1e-2, weight_decay=0.1, **options), torch.Generator().manual_seed(1)
+        for scale in scales:
+            for parameter in params:
+                gradient = torch.randn(parameter.shape, generator=random) if math.isfinite(scale) else torch.full(parameter.shape, math.nan)
+                parameter.grad = gradient.to(DEVICE, dtype)
+            optimizer.step(grad_scale=torch.tensor(scale, device=DEVICE))
+        return [*params, *(value for p in params for value in optimizer.state[p].values()), optimizer.param_groups[0]["step"]]
+
+    assert same(run([0.5, value, 1.0, value]), run([0.5, 1.0])) and same(run([value]), run([]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"grad_accum": 2}, {"fp8_recipe": "none"}, {"fp8_recipe": "current"}, {"cuda_graph": "off"},
+                                     {"fp8_param": True}])
+def test_on_a_gpu_a_graph_skips_a_step(options):
+    from test_step_gpu import batches, make
+
+    model, step = make(**options)
+    poison = torch.ones((), device="cuda")
+    model.wte.weight.register_hook(lambda gradient: gradient * poison)  # recorded with the rest
+    accum = step.config.grad_accum
+    for number in range(2):
+        step(batches(number, accum), 1e-3)
+    before = trained_state(step)
+    for value in NOT_FINITE:
+        poison.fill_(value)
+        loss, norm = step(batches(2, accum), 1e-3)
+        assert loss.isfinite() and not norm.isfinite() and same(before, trained_state(step))
+    poison.fill_(1)
+    loss, norm = step(batches(2, accum), 1e-3)
+    assert loss.isfinite() and norm.isfinite() and not same(before, trained_state(step)) and step.optimizer.param_groups[0]["step"] == 3
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_step_does_not_wait_for_the_device():
+    from test_step_gpu import batches, make
+
+    model, step = make()
+    given = batches(0, 1)
+    for _ in range(3):
+        step(given, 1e-3)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(given, 1e-3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """poisoned(steps): the gradients of these steps of the runs to come are NaN."""
+    def choose(steps):
+        numbers, plain_rate, plain = [], train.learning_rate, train.TrainStep.update
+
+        def learning_rate(step, config):
+            numbers.append(step)
+            return plain_rate(step, config)
+
+        def update(self):
+            if numbers[-1] in steps:
+                next(self.model.parameters()).grad.view(-1)[0] = math.nan
+            return plain(self)
+
+        monkeypatch.setattr(train, "learning_rate", learning_rate)
+        monkeypatch.setattr(train.TrainStep, "update", update)
+    return choose
+
+
+def test_a_skipped_step_is_counted_and_told_and_the_log_stays_json(tokens, poisoned, capsys):
+    poisoned({4, 6})
+    assert run_train(f"{OPTIONS} --max-steps 9 --log-interval 3 --eval-interval 0 --out-dir run", tokens) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"step (\d+): loss [\d.]+, gradient norm nan: skipped \((\d) of 10\)", out) == [("4", "1"), ("6", "2")]
+    records = metrics("run")
+    assert [(record["step"], record["skipped"]) for record in records] == [(1, 0), (3, 0), (6, 2), (9, 2)]
+    assert all(math.isfinite(record["loss"] + record["grad_norm"]) for record in records) and "NaN" not in Path("run/metrics.jsonl").read_text()
+    every = {record["step"]: record for record in metrics("run")}
+    assert run_train(f"{OPTIONS} --max-steps 9 --log-interval 1 --eval-interval 0 --out-dir each", tokens) == 0
+    each = {record["step"]: record for record in metrics("each")}
+    assert every[6]["loss"] == each[5]["loss"] == each[6]["loss"], "of the last step that was finite"
+
+
+def test_the_run_stops_after_max_skipped_steps(tokens, poisoned, capsys):
+    poisoned({2, 4, 6, 8})
+    assert run_train(f"{OPTIONS} --max-skipped-steps 3 --checkpoint-interval 1 --keep-checkpoints 9 --out-dir run", tokens) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "step 8: " in error and "after 3 skipped steps; stopped; the last good checkpoint is run/step-7" in error
+    # none right after a step that was skipped; the next one makes up for it
+    assert [path.name for path in checkpoint.list_checkpoints("run")] == ["step-1", "step-3", "step-5", "step-7"]
+    assert run_train("--resume --out-dir run --max-steps 10") == 0, "the count begins anew"
+
+
+def test_no_step_was_finite(tokens, poisoned, capsys):
+    poisoned({1, 2, 3})
+    assert run_train(f"{OPTIONS} --max-steps 3 --out-dir run", tokens) == 1
+    assert "not a step of this run had a finite loss and gradient; stopped; there is no checkpoint yet" in capsys.readouterr().err
+
+
+def test_a_validation_loss_that_is_not_finite_stops_the_run(tokens, monkeypatch, capsys):
+    monkeypatch.setattr(train, "evaluate", lambda *_: math.nan)
+    assert run_train(f"{OPTIONS} --max-steps 8 --eval-interval 4 --checkpoint-interval 2 --log-interval 2 --out-dir run", tokens) == 1
+    assert "step 1: validation loss nan; stopped" in capsys.readouterr().err
+
+
+def test_a_stop_is_put_off_until_a_step_is_finite(tokens, poisoned, monkeypatch, capsys):
+    poisoned({5, 6})
+    plain = train.learning_rate
+    monkeypatch.setattr(train, "learning_rate", lambda step, config: (step == 5 and signal.raise_signal(signal.SIGTERM), plain(step, config))[1])
+    assert run_train(f"{OPTIONS} --out-dir run", tokens) == 0
+    assert "stopped by SIGTERM after step 7: saved run/step-7" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- SIGTERM in a save, two runs on one folder
+
+def test_sigterm_in_a_save(tokens, monkeypatch):
+    options = f"{OPTIONS} --eval-interval 0 --max-steps 12 --checkpoint-interval 4 --keep-checkpoints 9"
+    assert run_train(f"{options} --out-dir whole", tokens) == 0
+    plain, done = checkpoint._write_tensors, []
+
+    def write_tensors(tensors, folder):
+        if not done:
+            done.append(os.kill(os.getpid(), signal.SIGTERM))
+        plain(tensors, folder)
+
+    monkeypatch.setattr(checkpoint, "_write_tensors", write_tensors)
+    assert run_train(f"{options} --out-dir run", tokens) == 0
+    first, last = checkpoint.list_checkpoints("run")
+    assert first.name == "step-4" and not checkpoint._damage(first) and not checkpoint._damage(last)
+    assert run_train("--resume --out-dir run") == 0
+    assert metrics("run") == metrics("whole")
+
+
+def test_two_runs_on_one_folder(finished, tokens, capsys):
+    shutil.copytree(finished, "run")
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    descriptor = checkpoint.lock("run")
+    assert run_train("--resume --out-dir run --max-steps 6") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"run: process {os.getpid()} on " in error and "--out-dir" in error
+    assert before == {path: path.read_bytes() for path in before}
+    checkpoint.unlock("run", descriptor)
+    assert run_train("--resume --out-dir run --max-steps 6") == 0
+    assert not Path("run/.lock").exists()
+
+
+# ---------------------------------------------------------------- versions
+
+def rewrite_meta(folder, change):
+    """meta.json with `change(meta)` made, and SHA256SUMS as if it had been written so."""
+    path = Path(folder, "meta.json")
+    meta = json.loads(path.read_text())
+    change(meta)
+    path.write_text(json.dumps(meta))
+    sums = "".join(f"{checksum}  {name}\n" for name, checksum in checkpoint._checksums(path.parent).items())
+    Path(folder, "SHA256SUMS").write_text(sums)
+
+
+def test_checkpoints_of_other_versions(finished, capsys):
+    shutil.copytree(finished, "old")
+    rewrite_meta("old/step-4", lambda meta: (meta.pop("format"), meta["config"].pop("max_skipped_steps"), meta["config"].update(forgotten=1)))
+    assert run_train("--resume --out-dir old --max-steps 6") == 0  # written before versions were counted
+    assert json.loads(Path("old/step-6/meta.json").read_text())["format"] == checkpoint.FORMAT == 1
+
+    shutil.copytree(finished, "new")
+    rewrite_meta("new/step-4", lambda meta: meta.update(format=2))
+    capsys.readouterr()
+    assert run_train("--resume --out-dir new --max-steps 6") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "new/step-4 is of format 2" in error and "up to 1: update" in error
+
+
+def test_token_files_of_the_version_before_are_read(tokens):
+    shutil.copytree(tokens, "old")
+    meta = json.loads(Path("old/meta.json").read_text())
+    del meta["format"], meta["sha256"]
+    Path("old/meta.json").write_text(json.dumps(meta))
+    assert data.open_tokens("old", "val")[1] == meta
+
+
+# ---------------------------------------------------------------- flipped bytes
+
+def test_every_byte_of_the_small_files_counts(finished, tokens, monkeypatch):
+    shutil.copytree(finished, "run")
+    shutil.copytree(tokens, "altered")
+    known = {path: data.sha256(path) for path in Path("run").rglob("*.safetensors")}
+    monkeypatch.setattr(checkpoint, "sha256", lambda path: known.get(path) or data.sha256(path))  # which do not change here
+
+    def refused(function, *arguments):
+        with pytest.raises(ValueError) as error:
+            function(*arguments)
+        return "\n" not in str(error.value)
+
+    for path, opens in ((Path("run/step-4/SHA256SUMS"), lambda: checkpoint.read_meta("run/step-4")),
+                        (Path("altered/meta.json"), lambda: data.open_tokens("altered", "val", verify=False))):
+        content = path.read_bytes()
+        for place in range(len(content)):
+            damaged = bytearray(content)
+            damaged[place] ^= 1 if content[place] == ord("\n") else 1 << place % 8  # \v ends a line for Python, too
+            path.write_bytes(damaged)
+            assert refused(opens), (path, place)
+        path.write_bytes(content)
+        opens()
+
+
+# ---------------------------------------------------------------- full disks
+
+def test_a_disk_that_fails_at_any_call_of_a_save(tmp_path):
+    tensors = {"model.a": torch.arange(10.0), "model.b": torch.arange(3, dtype=torch.uint8), "model.c": torch.ones(4, dtype=torch.bfloat16)}
+    calls, good = faults.save_that_fails(tmp_path / "run", tensors, '{"step": 2}\n', None)
+    assert good and {name: calls.count(name) for name in set(calls)} == {"mkdir": 1, "write": 6, "sync": 5, "rename": 1}
+    for number in range(len(calls)):
+        made, good = faults.save_that_fails(tmp_path / "run", tensors, '{"step": 2}\n', number)
+        assert good and made == calls[:number + 1], f"call {number}, {calls[number]}"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_log_that_cannot_be_written_does_not_end_a_run(tokens, monkeypatch, capsys):
+    plain = train.Log.__init__
+
+    def init(log, *arguments, **options):
+        plain(log, *arguments, **options)
+        log.file = open("/dev/full", "w", buffering=1)
+
+    monkeypatch.setattr(train.Log, "__init__", init)
+    assert run_train(f"{OPTIONS} --max-steps 2 --out-dir run", tokens) == 0
+    assert "step 2: the log is not written: No space left on device; training goes on" in capsys.readouterr().out
+    assert checkpoint.latest("run").name == "step-2"
+
+
+# ---------------------------------------------------------------- pickles
+
+class Hostile:
+    """Makes the file `ran` when it is unpickled."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("ran").absolute(),)
+
+
+def test_no_code_of_a_file_is_run(finished, tokens, capsys):
+    import import_hf
+    from test_hf import make_folder
+
+    evil = pickle.dumps(Hostile())
+    pickle.loads(evil)
+    assert Path("ran").exists(), "it does what it says"
+    Path("ran").unlink()
+    torch.save({"model.wte.weight": Hostile()}, "evil.pt")
+    hostile = [evil, Path("evil.pt").read_bytes()]
+
+    def resume(run):
+        folder = Path(run, "step-4")
+        sums = "".join(f"{checksum}  {file}\n" for file, checksum in checkpoint._checksums(folder).items())
+        (folder / "SHA256SUMS").write_text(sums)  # as whoever sends it would
+        return run_train(f"--resume --out-dir {run} --max-steps 5")
+
+    for number, content in enumerate(hostile):
+        # a checkpoint: beside its files, under names of PyTorch's formats, and in place of each
+        shutil.copytree(finished, f"beside-{number}")
+        for name in (".metadata", "__0_0.distcp", "model.pt", "optimizer.bin", "tensors.pkl"):
+            Path(f"beside-{number}/step-4", name).write_bytes(content)
+        assert resume(f"beside-{number}") == 0
+        for name in ("meta.json", "*.safetensors"):
+            run = f"run-{number}-{name.strip('*.')}"
+            shutil.copytree(finished, run)
+            next(Path(run, "step-4").glob(name)).write_bytes(content)
+            assert resume(run) == 2, name
+        # token files
+        for name in ("train.bin", "meta.json", "train.npy"):
+            folder = Path(f"tokens-{number}-{name}")
+            shutil.copytree(tokens, folder)
+            padded = content + b"." * (len(content) % 2)
+            (folder / name).write_bytes(padded)
+            if name == "train.bin":
+                meta = json.loads((folder / "meta.json").read_text())
+                meta |= {"train_tokens": len(padded) // 2, "train_sha256": hashlib.sha256(padded).hexdigest()}
+                meta["sha256"] = data._meta_checksum(meta)
+                (folder / "meta.json").write_text(json.dumps(meta))
+            try:
+                data.open_tokens(folder, "train")
+            except ValueError as error:
+                assert name == "meta.json" and "damaged" in str(error)
+        # a Hugging Face folder
+        for name in ("pytorch_model.bin", "model.safetensors", "training_args.bin"):
+            folder = Path(f"hf-{number}-{name}")
+            make_folder(folder, "gpt2")
+            if name == "pytorch_model.bin":
+                (folder / "model.safetensors").unlink()
+            (folder / name).write_bytes(content)
+            code = cli.run(lambda: import_hf.main([str(folder), f"run-of-{folder}"]), "import_hf.py")
+            assert code == (0 if name == "training_args.bin" else 2)
+    assert not Path("ran").exists()
+
+
+def test_code_that_comes_with_a_hugging_face_folder_is_not_run():
+    import import_hf
+    from test_hf import make_folder
+
+    make_folder("folder", "gpt2")
+    config = json.loads(Path("folder/config.json").read_text())
+    Path("folder/evil.py").write_text(f"import pathlib\npathlib.Path({str(Path('ran').absolute())!r}).touch()\nclass C: pass\n")
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoTokenizer": "evil.C"}}
+    Path("folder/config.json").write_text(json.dumps(config))
+    assert cli.run(lambda: import_hf.main(["folder", "run"]), "import_hf.py") == 2
+    assert not Path("ran").exists()
+
+
+def test_nothing_here_unpickles():
+    """But te_reference's reader of TE's own state, which takes tensors and plain containers alone (tests/test_te_reference.py)."""
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("results/*.py")]:
+        source = path.read_text()
+        loads = re.findall(r"torch\.load\(.*", source)
+        assert all("weights_only=True" in line for line in loads), path
+        for call in (r"pickle\.loads?\(", r"allow_pickle=True", r"trust_remote_code=True", r"joblib", r"weights_only=False", r"add_safe_globals"):
+            assert not re.search(call, source), (path, call)
+        assert ("Unpickler" in source) == (path.name == "te_reference.py"), path
+
+
+# ---------------------------------------------------------------- the script
+
+def test_the_script(tmp_path):
+    done = subprocess.run([sys.executable, ROOT / "results/faults.py", "--kills", "2", "--others", "1", "--json", str(tmp_path / "faults.json")],
+                          capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "faults.json").read_text())
+    counts = figures["killed"]["counts"]
+    assert counts["kills"] == counts["resumed"] == counts["equal_to_the_uninterrupted_run"] == 2 and counts["unreadable_checkpoints"] == 0
+    assert figures["terminated"]["counts"]["equal_to_the_uninterrupted_run"] == figures["not_a_number"]["counts"]["unchanged"] == 1
+    assert all(file["detected"] == file["flipped"] > 0 for file in figures["flipped_bytes"].values())
+    assert figures["every_call_fails"]["good"] == figures["every_call_fails"]["tried"] > 10
+    assert figures["two_runs"]["second_exit_code"] == 2 and figures["two_runs"]["equal"]
+    disk = figures["disk_fills"]
+    assert "skipped" in disk or disk["last_good_stands"] == disk["told"] == disk["failed"] >= disk["blocks_of_a_checkpoint"] > 10

@@ -1,0 +1,250 @@
+"""The switches that save memory change no result: gradient checkpointing of some blocks, activations in host memory, the loss in parts."""
+
+import pytest
+import torch
+
+import fp8
+import te_reference
+import train
+from model_te_optimized import DelayedScaling, OptimizedConfig, OptimizedGPT2Model, te
+from trainer_tools import OPTIONS, make_tokens, metrics, run_train
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TINY = dict(vocab_size=96, n_positions=64, n_embd=64, n_layer=4, n_head=4, dropout=0.1)
+SWITCHES = {"checkpointing": dict(gradient_checkpointing=True), "every second": dict(gradient_checkpointing=True, checkpoint_every=2),
+            "every third": dict(gradient_checkpointing=True, checkpoint_every=3), "offload": dict(offload_activations=2),
+            "three parts": dict(loss_chunks=3), "more parts than fit": dict(loss_chunks=100)}
+
+
+def make(**options):
+    torch.manual_seed(0)
+    model = OptimizedGPT2Model(OptimizedConfig(**{**TINY, **options})).to(DEVICE)
+    model.fp8_recipe = DelayedScaling(amax_history_len=4)
+    return model
+
+
+def batch(seed):
+    random = torch.Generator(DEVICE).manual_seed(seed)
+    x, y = torch.randint(0, 96, (2, 4, 32), device=DEVICE, generator=random)
+    y[0, :20] = -100  # so that parts have unequal numbers of labels
+    return x, y
+
+
+def run(steps=4, micro_batches=1, **options):
+    """Losses, the last step's gradients by name, the FP8 state."""
+    model = make(**options)
+    optimizer, losses = te.optimizers.FusedAdam(model.parameters(), lr=1e-3), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in range(micro_batches):
+            torch.manual_seed(step)  # of dropout
+            first = {"is_first_microbatch": micro == 0} if micro_batches > 1 else {}
+            loss = model(*batch(10 * step + micro), **first) / micro_batches
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+    return torch.tensor(losses), {name: p.grad for name, p in model.named_parameters()}, fp8.get_state(model)
+
+
+@pytest.mark.parametrize("use_fp8", [False, True])
+@pytest.mark.parametrize("switch", ["checkpointing", "every second", "every third", "offload"])
+def test_recomputed_or_moved_the_loss_is_the_same_bit_for_bit(switch, use_fp8):
+    (plain, gradients, _), (losses, ours, _) = run(use_fp8=use_fp8), run(use_fp8=use_fp8, **SWITCHES[switch])
+    assert torch.equal(losses, plain) and all(torch.equal(ours[name], gradients[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("switch", ["three parts", "more parts than fit"])
+def test_in_parts_the_loss_is_the_same_but_for_rounding(switch, tie, micro_batches):
+    (plain, gradients, _), (losses, ours, _) = (run(tie_embeddings=tie, micro_batches=micro_batches, **s) for s in ({}, SWITCHES[switch]))
+    torch.testing.assert_close(losses, plain, rtol=1e-5, atol=0)
+    for name in gradients:
+        torch.testing.assert_close(ours[name], gradients[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_in_parts_delayed_scaling_sees_one_pass(micro_batches):
+    """The first pass's maxima and scales are equal bit for bit, forward; histories roll once a pass, forward and backward."""
+    for steps in (1, 3):
+        plain, ours = (run(steps, micro_batches, use_fp8=True, **switch)[2] for switch in ({}, {"loss_chunks": 3}))
+        assert plain and plain.keys() == ours.keys()
+        for name in plain:
+            assert torch.equal(plain[name] == 0, ours[name] == 0), name  # the same rows of the histories are filled
+            if name.startswith("lm_head.scaling_bwd"):  # the head's own backward pass comes before the loss is divided
+                plain[name], ours[name] = plain[name][..., 0], ours[name][..., 0] * micro_batches ** (1 if name.endswith("scale") else -1)
+            exact = steps * micro_batches == 1 and "fwd" in name
+            torch.testing.assert_close(ours[name], plain[name], rtol=0 if exact else 0.2, atol=0)  # E5M2 rounds by up to an eighth
+
+
+def test_in_parts_fp8_losses_stay_together():
+    (plain, *_), (losses, *_) = run(8, use_fp8=True), run(8, use_fp8=True, loss_chunks=3)
+    torch.testing.assert_close(losses, plain, rtol=2e-3, atol=0)
+
+
+def test_only_one_part_of_the_logits_exists():
+    """And it goes backward before the next one comes."""
+    model, events = make(loss_chunks=4), []
+
+    def note(module, inputs, logits):
+        events.append(len(logits))
+        if logits.requires_grad:
+            logits.register_hook(lambda gradient: events.append(-len(gradient)))
+
+    model.lm_head.register_forward_hook(note)
+    loss = model(*batch(0))
+    assert events == [32, -32] * 4
+    loss.backward()
+    assert len(events) == 8  # nothing is computed again
+    with torch.no_grad():
+        model.eval()
+        parts, model.config.loss_chunks = model(*batch(0)), 1
+        torch.testing.assert_close(parts, model(*batch(0)))
+        assert model(batch(0)[0]).shape == (4, 32, 96)
+
+
+def test_in_parts_all_labels_may_be_ignored_and_weights_frozen():
+    model = make(loss_chunks=3)
+    model.lm_head.layer_norm_weight.requires_grad_(False)
+    x, y = batch(0)
+    model(x, torch.full_like(y, -100)).backward()
+    assert all(not p.grad.any() for p in model.parameters() if p.requires_grad) and model.lm_head.layer_norm_weight.grad is None
+
+
+def test_every_second_block_is_recomputed(monkeypatch):
+    recomputed = []
+    monkeypatch.setattr(te, "checkpoint", lambda block, *inputs, **options: recomputed.append(block) or block(*inputs, **options))
+    model = make(gradient_checkpointing=True, checkpoint_every=2)
+    model(*batch(0))
+    assert recomputed == [model.blocks[0], model.blocks[2]]
+
+
+def test_offloading_is_told_of_every_block(monkeypatch):
+    """Transformer Engine counts the blocks of a training pass; evaluation must not be counted."""
+    asked, events = [], []
+
+    class Context:
+        def __enter__(self):
+            events.append("block")
+
+        def __exit__(self, *exc):
+            pass
+
+    monkeypatch.setattr(te, "get_cpu_offload_context", lambda *options: asked.append(options) or (Context(), lambda x: events.append("end") or x))
+    model = make(offload_activations=3)
+    assert asked == [(True, 3, 4)]
+    model(*batch(0))
+    assert events == ["block", "end"] * 4
+    with torch.no_grad():
+        model(*batch(0))
+    model.eval()(*batch(0))
+    assert len(events) == 8
+
+
+def test_offloading_as_transformer_engine_is_asked_to():
+    context, function = te_reference.get_cpu_offload_context(True, 2, 4)
+    with context:
+        assert function(7) == 7
+
+
+@pytest.mark.parametrize("options, told", [
+    (dict(loss_chunks=0), "loss_chunks=0"), (dict(checkpoint_every=0), "checkpoint_every=0"), (dict(offload_activations=4), "n_layer=4"),
+    (dict(offload_activations=1, gradient_checkpointing=True), "gradient_checkpointing")])
+def test_what_a_model_refuses(options, told):
+    with pytest.raises(ValueError, match=told):
+        make(**options)
+
+
+# ---- the trainer
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return make_tokens(tmp_path_factory.mktemp("corpus") / "tokens")
+
+
+def losses_of(run):
+    return torch.tensor([record["loss"] for record in metrics(run)])
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "none"])
+def test_trains_and_resumes(tokens, tmp_path, recipe):
+    options = f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --eval-interval 2 --fp8-recipe {recipe}"
+    assert run_train(f"{options} --out-dir {tmp_path}/plain", tokens) == 0
+    for name, switch in (("offloaded", "--offload-activations 1"), ("parts", "--loss-chunks 3 --gradient-checkpointing --checkpoint-every 2")):
+        run = tmp_path / name
+        assert run_train(f"{options} {switch} --out-dir {run}", tokens) == 0
+        whole = metrics(run)
+        torch.testing.assert_close(losses_of(run), losses_of(tmp_path / "plain"), rtol=2e-3 if name == "parts" else 0, atol=0)
+        (run / "step-4").rename(tmp_path / f"{name}-step-4")
+        assert run_train(f"--resume --out-dir {run}") == 0  # the switches come from the checkpoint
+        assert metrics(run) == whole
+
+
+def test_parts_and_fp8_health(tokens, tmp_path):
+    """What is watched in the head is the first part."""
+    options = f"{OPTIONS} --max-steps 2 --fp8-health-interval 1 --eval-interval 0 --loss-chunks 3"
+    assert run_train(f"{options} --out-dir {tmp_path}/run", tokens) == 0
+    looks = train.read_metrics(tmp_path / "run" / "fp8_health.jsonl")
+    assert {"input", "weight", "output_gradient"} <= looks[-1]["health"]["lm_head"].keys()
+
+
+@pytest.mark.parametrize("options, told", [
+    ("--checkpoint-every 2", "--gradient-checkpointing"), ("--checkpoint-every 0 --gradient-checkpointing", "at least 1"),
+    ("--loss-chunks 0", "at least 1"), ("--offload-activations 2", "from 0 to 1"),
+    ("--offload-activations 1 --gradient-checkpointing", "leave one"), ("--offload-activations 1 --compile --fp8-recipe none", "--compile"),
+    ("--model te --loss-chunks 2", "no such switch"), ("--model fused --offload-activations 1", "no such switch")])
+def test_what_the_trainer_refuses_in_one_line(tokens, tmp_path, capsys, options, told):
+    assert run_train(f"{OPTIONS} {options} --out-dir {tmp_path}/run", tokens) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1 and told in error[0]
+
+
+def test_offloading_is_no_graph():
+    config = train.TrainConfig(offload_activations=1)
+    reason = "--offload-activations" if torch.cuda.is_available() and not fp8.IS_REFERENCE else "no GPU"
+    assert reason in train.why_no_graph(config, torch.device(DEVICE))
+
+
+# ---- on a GPU
+
+BIG = dict(vocab_size=50304, n_positions=1024, n_embd=512, n_layer=6, n_head=8, dropout=0.0, attention="auto")
+
+
+def measure(use_fp8, **options):
+    """Losses of four steps in BF16, bytes of GPU memory at the peak of the last one, gradients."""
+    torch.manual_seed(0)
+    model = OptimizedGPT2Model(OptimizedConfig(**BIG, use_fp8=use_fp8, **options)).to(torch.bfloat16)
+    x, y = torch.randint(0, 50304, (2, 8, 1024), device="cuda")
+    losses = []
+    for _ in range(4):
+        model.zero_grad(set_to_none=True)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = model(x, y)
+        loss.backward()
+        losses.append(loss.item())
+    peak = torch.cuda.max_memory_allocated() - before
+    return torch.tensor(losses), peak, [p.grad.float() for p in model.parameters()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_fp8", [False, True])
+@pytest.mark.parametrize("switch, at_most", [("checkpointing", 0.8), ("every second", 0.95), ("offload", 0.95), ("three parts", 0.95)])
+def test_a_switch_saves_memory_and_changes_no_result(switch, at_most, use_fp8):
+    (plain, most, gradients), (losses, peak, ours) = measure(use_fp8), measure(use_fp8, **SWITCHES[switch])
+    print(f"{switch}, FP8 {use_fp8}: {peak / 2**20:,.0f} MiB, without {most / 2**20:,.0f} MiB")
+    torch.testing.assert_close(losses, plain, rtol=2e-3, atol=0)
+    for a, b in zip(ours, gradients):
+        assert float((a - b).norm() / b.norm().clamp(min=1e-9)) < (0.1 if use_fp8 else 0.02)
+    assert peak < at_most * most
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_fp8", [False, True])
+def test_in_parts_as_a_cuda_graph(tokens, tmp_path, use_fp8):
+    options = (f"--n-layer 2 --n-head 2 --n-embd 128 --seq-len 128 --micro-batch-size 4 --grad-accum 2 --max-steps 8 --log-interval 1 "
+               f"--eval-interval 0 --fp8-recipe {'delayed' if use_fp8 else 'none'}")
+    for name, more in (("plain", ""), ("graph", "--loss-chunks 3 --cuda-graph on"), ("python", "--loss-chunks 3 --cuda-graph off")):
+        assert run_train(f"{options} {more} --out-dir {tmp_path}/{name}", tokens) == 0
+    for name in ("graph", "python"):
+        torch.testing.assert_close(losses_of(tmp_path / name), losses_of(tmp_path / "plain"), rtol=5e-3, atol=0)

@@ -1,0 +1,225 @@
+"""--pack-documents: no token sees another document, a packed batch is its documents run one by one, and the loader finds where they begin."""
+
+import numpy as np
+import pytest
+import torch
+
+import data
+import fast_attention
+import train
+from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
+from trainer_tools import OPTIONS, metrics, run_train
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TINY = dict(vocab_size=288, n_positions=64, n_embd=64, n_layer=2, n_head=4)
+GPT2, MODERN = {}, dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_kv_head=2)
+STARTS = [0, 5, 6, 30, 32, 48]  # two rows of 32 tokens; a document of one token; one that fills the end of a row
+PADDED = torch.tensor([*STARTS, 64, 64, 64], dtype=torch.int32, device=DEVICE)  # as a loader pads it
+
+
+def make(**switches):
+    torch.manual_seed(1)
+    model = OptimizedGPT2Model(OptimizedConfig(**{**TINY, **switches})).to(DEVICE)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))  # so that attention is far from even
+    return model
+
+
+def tokens():
+    return torch.randint(0, 288, (2, 32), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
+
+
+every_model = pytest.mark.parametrize("switches", [GPT2, MODERN], ids=["gpt2", "modern"])
+every_kernel = pytest.mark.parametrize("attention", ["sdpa", "te"])
+
+
+@every_model
+@every_kernel
+def test_a_packed_batch_is_its_documents_run_alone(switches, attention):
+    model, x = make(attention=attention, **switches).eval(), tokens()
+    with torch.no_grad():
+        packed = model(x, cu_seqlens=PADDED).flatten(0, 1)
+        for start, end in zip(STARTS, [*STARTS[1:], 64]):
+            alone = model(x.flatten()[None, start:end])[0]
+            torch.testing.assert_close(packed[start:end], alone, rtol=0, atol=1e-5 * float(alone.abs().max()))
+
+
+@every_model
+@every_kernel
+@pytest.mark.parametrize("fp8", [False, True])
+def test_no_token_sees_another_document(switches, attention, fp8):
+    """Bit for bit; in FP8 as well, whose scales under delayed scaling do not depend on the batch."""
+    model, x = make(attention=attention, use_fp8=fp8, **switches).eval(), tokens()
+    for start, end in zip(STARTS, [*STARTS[1:], 64]):
+        changed = x.clone().flatten()
+        changed[start:end] = (changed[start:end] + 7) % 288
+        with torch.no_grad():
+            same = (model(x, cu_seqlens=PADDED) == model(changed.view(2, 32), cu_seqlens=PADDED)).all(-1).flatten()
+        inside = torch.zeros(64, dtype=torch.bool, device=DEVICE)
+        inside[start:end] = True
+        assert bool((same == ~inside).all())
+
+
+def test_without_the_switch_it_does_see_it():
+    model, x = make().eval(), tokens()
+    changed = x.clone()
+    changed[0, 0] = (x[0, 0] + 7) % 288
+    with torch.no_grad():
+        assert not torch.equal(model(x)[0, 31], model(changed)[0, 31])
+        assert torch.equal(model(x), model(x, cu_seqlens=torch.tensor([0, 32, 64], dtype=torch.int32, device=DEVICE)))  # rows are documents
+
+
+@every_model
+def test_gradients_stay_inside_a_document(switches):
+    model, x = make(**switches), tokens()
+    seen = {}
+    model.blocks[0].register_forward_pre_hook(lambda module, inputs: seen.update(x=inputs[0]) or inputs[0].retain_grad())
+    model(x, cu_seqlens=PADDED).flatten(0, 1)[20].sum().backward()  # a token of the third document
+    reached = seen["x"].grad.flatten(0, 1).abs().sum(-1) > 0
+    assert reached[6:21].all() and not reached[:6].any() and not reached[21:].any()
+
+
+def test_generation_knows_one_document():
+    model = make().eval()
+    with pytest.raises(ValueError, match="leave cu_seqlens out"):
+        model(tokens(), cu_seqlens=PADDED, kv_cache=model.make_kv_cache(2, 64))
+
+
+# ---- fast_attention, whose kernels run interpreted without a GPU
+
+@pytest.mark.parametrize("rope, norm", [(False, False), (True, False), (True, True)])
+def test_fast_attention_packs(rope, norm):
+    """Forward and backward, with tables for every token: the documents one by one."""
+    torch.manual_seed(3)
+    qkv = torch.randn(2, 32, 4, 16, device=DEVICE, requires_grad=True)
+    positions = torch.cat([torch.arange(end - start) for start, end in zip(STARTS, [*STARTS[1:], 64])]).to(DEVICE)
+    angles = positions.float()[:, None] * 100 ** (-torch.arange(8, device=DEVICE) / 8)
+    table = (angles.cos(), angles.sin()) if rope else None
+    weights = [1 + 0.3 * torch.randn(16, device=DEVICE) for _ in range(2)] if norm else [None, None]
+    dout = torch.randn(2, 32, 32, device=DEVICE)
+    packed = fast_attention.packed_attention(qkv, 2, 1, table and tuple(t.view(2, 32, 1, 8) for t in table), *weights, cu_seqlens=PADDED)
+    gradient, = torch.autograd.grad(packed, qkv, dout)
+    for start, end in zip(STARTS, [*STARTS[1:], 64]):
+        part = qkv.detach().flatten(0, 1)[None, start:end].clone().requires_grad_()
+        alone = fast_attention.packed_attention(part, 2, 1, table and tuple(t[start:end] for t in table), *weights)
+        torch.testing.assert_close(packed.flatten(0, 1)[start:end], alone[0], rtol=1e-5, atol=1e-5)
+        dpart, = torch.autograd.grad(alone, part, dout.flatten(0, 1)[None, start:end])
+        torch.testing.assert_close(gradient.flatten(0, 1)[start:end], dpart[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@every_model
+@pytest.mark.parametrize("attention", ["te", "flash"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_agree_on_a_gpu(attention, head_dim, switches):
+    """In BF16, with empty documents at the end, forward and backward: every kernel against PyTorch's with a mask."""
+    x, y = (torch.randint(0, 288, (4, 256), device="cuda") for _ in range(2))
+    starts = torch.tensor([0, 1, 100, 256, 512, 700, 701, 768, *[1024] * 9], dtype=torch.int32, device="cuda")
+    results = []
+    for kernel in ("sdpa", attention):
+        model = make(attention=kernel, n_positions=256, head_dim=head_dim, **switches).bfloat16()
+        loss = model(x, y, starts)
+        loss.backward()
+        results.append([loss.detach().float(), *(p.grad.float() for p in model.parameters())])
+    for ours, truth in zip(results[1], results[0]):
+        assert float((ours - truth).norm() / truth.norm().clamp(min=1e-6)) < 3e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["te", "flash"])
+def test_no_token_sees_another_document_on_a_gpu(attention):
+    model = make(attention=attention, n_positions=256, head_dim=64, **MODERN).bfloat16().eval()
+    x = torch.randint(0, 288, (2, 256), device="cuda")
+    changed = x.clone()
+    changed[0, 100:200] = (changed[0, 100:200] + 7) % 288
+    starts = torch.tensor([0, 100, 200, 256, 300, 512, 512], dtype=torch.int32, device="cuda")
+    with torch.no_grad():
+        same = (model(x, cu_seqlens=starts) == model(changed, cu_seqlens=starts)).all(-1).flatten()
+    assert same[:100].all() and same[200:].all() and not same[100:200].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["te", "flash"])
+@pytest.mark.parametrize("recipe", ["none", "delayed"])
+def test_a_graph_packs_every_batch_anew(folder, tmp_path, attention, recipe):
+    """A step replayed as a CUDA graph, on batches with different documents, is the step launched from Python."""
+    options = (f"--n-layer 2 --n-head 2 --n-embd 128 --seq-len 256 --micro-batch-size 4 --max-steps 8 --log-interval 1 --eval-interval 4 "
+               f"--eval-steps 2 --pack-documents --attention {attention} --fp8-recipe {recipe}")
+    for name in ("on", "off"):
+        assert run_train(f"{options} --cuda-graph {name} --out-dir {tmp_path}/{name}", str(folder)) == 0
+    on, off = (torch.tensor([line["loss"] for line in metrics(tmp_path / name)]) for name in ("on", "off"))
+    torch.testing.assert_close(on, off, rtol=5e-3, atol=0)
+
+
+# ---- the loader
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Documents of 0 to 60 tokens, the end of text behind each."""
+    path = tmp_path_factory.mktemp("packing") / "tokens"
+    data.write_tokens(("abcdefghij"[i % 10] * (1 + i * 7 % 60) for i in range(300)), path, val_fraction=0.2)
+    return path
+
+
+def loader(folder, split="train", **options):
+    return data.Loader(folder, split, **{"seq_len": 48, "micro_batch_size": 3, "pack_documents": True, **options})
+
+
+def test_documents_begin_with_the_end_of_text_before_them(folder):
+    with_packing, without = loader(folder), loader(folder, pack_documents=False)
+    shapes = set()
+    for index in range(40):
+        inputs, labels, starts = with_packing.batch(index)
+        assert all(torch.equal(a, b) for a, b in zip((inputs, labels), without.batch(index)))
+        shapes.add(tuple(starts.shape))
+        assert starts.dtype == torch.int32 and starts[0] == 0 and starts[-1] == 3 * 48 and (starts.diff() >= 0).all()
+        begins = set(starts.tolist()) - {3 * 48}
+        assert begins == {i for i, token in enumerate(inputs.flatten().tolist()) if token == 256 or i % 48 == 0}
+        for a, b in zip(sorted(begins), [*sorted(begins)[1:], 3 * 48]):  # a document has one letter
+            assert len(set(inputs.flatten()[a:b].tolist()) - {256}) <= 1
+    assert len(shapes) == 1  # what a CUDA graph needs
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 7])
+def test_the_shape_is_the_tightest_that_always_fits(folder, monkeypatch, piece):
+    monkeypatch.setattr(data, "PIECE", piece)  # the file is read in pieces
+    tokens, _ = data.open_tokens(folder, "train")
+    for seq_len in (1, 2, 16, 48):
+        windows = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), seq_len)
+        begins = windows == 256
+        begins = begins[:, 1:].sum(1) + 1
+        assert data.most_documents(tokens, 256, seq_len) == begins.max()
+    assert data.most_documents(np.zeros(100, np.uint16), 256, 10) == 1
+
+
+# ---- the trainer
+
+@pytest.mark.parametrize("options", ["--fp8-recipe delayed", "--fp8-recipe none --use-rotary --attention te"])
+def test_trains_evaluates_and_resumes_exactly(folder, tmp_path, options):
+    options = f"{OPTIONS} --n-layer 1 --max-steps 4 --checkpoint-interval 2 --eval-interval 2 {options}"
+    assert run_train(f"{options} --pack-documents --out-dir {tmp_path}/whole", str(folder)) == 0
+    assert run_train(f"{options} --out-dir {tmp_path}/unpacked", str(folder)) == 0
+    whole, unpacked = metrics(tmp_path / "whole"), metrics(tmp_path / "unpacked")
+    assert whole[0]["loss"] != unpacked[0]["loss"] and whole[0]["val_loss"] != unpacked[0]["val_loss"]  # evaluation masks, too
+    assert whole[-1]["val_loss"] < whole[0]["val_loss"]
+    (tmp_path / "whole" / "step-4").rename(tmp_path / "step-4")
+    assert run_train(f"--resume --out-dir {tmp_path}/whole") == 0
+    assert metrics(tmp_path / "whole") == whole  # --pack-documents came from the checkpoint
+
+
+@pytest.mark.parametrize("model", ["advanced", "te"])
+def test_other_models_refuse_in_one_line(tmp_path, capsys, model):
+    assert run_train(f"--model {model} --pack-documents --out-dir {tmp_path}/run", str(tmp_path)) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "--pack-documents" in error and model in error and "--model optimized" in error
+
+
+def test_a_step_takes_batches_as_the_loader_gives_them(folder):
+    config = train.TrainConfig(n_layer=1, n_head=2, n_embd=64, vocab_size=288, n_positions=64, seq_len=64, grad_accum=2)
+    model = make(n_layer=1)
+    step = train.TrainStep(model, model, train.make_optimizer(model, config), config, torch.device(DEVICE))
+    batches = [loader(folder, seq_len=64, micro_batch_size=2, device=DEVICE).batch(i) for i in range(2)]
+    expected = sum(model(*batch).detach() for batch in batches) / 2
+    assert expected != sum(model(*batch[:2]).detach() for batch in batches) / 2
+    torch.testing.assert_close(step(batches, 0.0)[0], expected)
