@@ -10,8 +10,9 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels in NumPy; read when Triton is imported
 
-import fast_attention
-from fast_attention import packed_attention
+pytest.importorskip("triton")
+import fast_attention  # noqa: E402
+from fast_attention import packed_attention  # noqa: E402
 
 EPS = 1e-5
 ROUNDING = 1e-5  # of float32, after the few sums of hundreds of terms here

@@ -5,10 +5,12 @@ import pytest
 import torch
 
 import data
-import fast_attention
 import train
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from trainer_tools import OPTIONS, metrics, run_train
+
+pytest.importorskip("triton")
+import fast_attention  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = dict(vocab_size=288, n_positions=64, n_embd=64, n_layer=2, n_head=4)

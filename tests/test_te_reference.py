@@ -417,7 +417,7 @@ def test_master_weights_keep_what_bfloat16_loses(tmp_path):
 
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     restored = te.optimizers.FusedAdam([copied], lr=1.0, master_weights=True)
-    restored.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+    restored.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
     for name, value in optimizer.state[p].items():
         assert restored.state[copied][name].dtype == torch.float32 and torch.equal(restored.state[copied][name], value)
     assert torch.equal(train(p, optimizer), train(copied, restored))
