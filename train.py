@@ -7,8 +7,6 @@ Notable, and why:
 - A checkpoint is written before the evaluation of the same step. FP8 with delayed scaling keeps a history that every
   forward pass moves, evaluation included; saved first, and with evaluation leaving it as it was, a resumed run repeats
   the uninterrupted one exactly (bit for bit on the CPU).
-- FP8 weights are cast once a step, in the first micro step of a gradient accumulation (is_first_microbatch).
-- AdamW keeps its moments, and the master copy of BF16 weights, in float32; only matrices decay (not norms and biases).
 - Started by torchrun it trains data-parallel: every rank reads its own samples, rank 0 alone writes.
 """
 import argparse
@@ -36,6 +34,7 @@ import fp8_health
 import profiling
 from data import Loader, get_tokenizer
 from sample import generate, pick_device
+from train_step import TrainStep, make_optimizer, wants_graph, warm_up_scales, why_no_graph  # noqa: F401  for those who import this file
 
 
 @dataclass
@@ -290,156 +289,6 @@ def make_run_folder(config: TrainConfig) -> str:
 
 # ---------------------------------------------------------------- the parts of a step
 
-def make_optimizer(model, config: TrainConfig):
-    """AdamW with decay on matrices only; float32 masters where weights are kept in BF16 or FP8."""
-    parameters = list(model.parameters())
-    groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
-    moments = getattr(torch, config.moment_dtype)
-    options = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, store_param_remainders=config.param_remainders)
-    if parameters[0].is_cuda and not fp8.IS_REFERENCE and not config.fp8_param:
-        from fast_adam import FastAdam  # needs Triton
-
-        return FastAdam(groups, moment_dtype=moments, **options)
-    if config.fp8_param:
-        options["store_param_remainders"] = False  # of BF16 weights there are none
-    masters = any(p.dtype != torch.float32 for p in parameters) or config.fp8_param
-    optimizer = fp8.te.optimizers.FusedAdam(groups, adam_w_mode=True, master_weights=masters, master_weight_dtype=torch.float32,
-                                            exp_avg_dtype=moments, exp_avg_sq_dtype=moments, **options)
-    fp8.init_master_weights(model, optimizer)
-    return optimizer
-
-
-def why_no_graph(config: TrainConfig, device: torch.device) -> str:
-    """The reason why a step of this run cannot be a CUDA graph; "" where it can."""
-    reasons = [
-        (device.type != "cuda" or fp8.IS_REFERENCE, "there is no GPU with Transformer Engine here"),
-        (dist.is_initialized(), "several processes exchange gradients from Python"),
-        (config.compile, "--compile has graphs of its own"),
-        (config.gradient_checkpointing, "--gradient-checkpointing reads random states on the host"),
-        (config.offload_activations > 0, "--offload-activations takes host memory anew in every step"),
-        (config.attn_dropout > 0, "--attn-dropout's random numbers would repeat"),
-        (config.fp8_param, "FusedAdam updates --fp8-param's weights from Python"),
-    ]
-    return next((reason for holds, reason in reasons if holds), "")
-
-
-def wants_graph(config: TrainConfig, device: torch.device) -> bool:
-    reason = why_no_graph(config, device)
-    if config.cuda_graph == "on" and reason:
-        raise ValueError(f"--cuda-graph on: {reason}; leave the option out")
-    return config.cuda_graph != "off" and not reason
-
-
-class TrainStep:
-    """One optimizer step: forward and backward of every micro-batch, clipping, update.
-
-    On a GPU, the first call records the step as CUDA graphs, and each call replays them. Python takes longer to launch the thousand kernels of
-    a small model's step than the GPU to run them; a graph is one launch. What a graph reads and writes stays where it is: token ids are copied
-    in, gradients are overwritten and never freed, the learning rate is a tensor, and Transformer Engine's scales and histories are buffers
-    already. Micro-batches need two graphs, since the first casts weights to FP8 and overwrites gradients, and the others do neither.
-    """
-
-    def __init__(self, model, net, optimizer, config: TrainConfig, device: torch.device):
-        """`net`: the model, or what compiles or parallelises it."""
-        self.model, self.net, self.optimizer, self.config, self.device = model, net, optimizer, config, device
-        self.graphed = wants_graph(config, device)
-        self.graphs = {}
-
-    def __call__(self, batches, lr: float, watch: bool = False):
-        """batches: grad_accum of (input_ids, labels), each (B, S), or (input_ids, labels, cu_seqlens), see Loader.batch -> (mean loss, gradient
-        norm before clipping), () float32 on the device. `watch`: look at FP8's tensors in the first forward and backward pass (fp8.watch),
-        outside the graphs."""
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
-        if not self.graphed:
-            return self.run(batches, watch)
-        if not self.graphs:
-            self.record(batches)
-        if watch:
-            kept = [(p, p.grad) for p in self.model.parameters()]
-            self.optimizer.zero_grad(set_to_none=True)
-            outcome = self.run(batches, watch)
-            for parameter, gradient in kept:
-                parameter.grad = gradient  # the graphs' own memory
-            self.optimizer.prepare()
-            return outcome
-        for micro, batch in enumerate(batches):
-            for kept, given in zip(self.inputs, batch):
-                kept.copy_(given, non_blocking=True)
-            self.graphs["rest" if micro else "first"].replay()
-        self.graphs["update"].replay()
-        return self.loss.clone(), self.norm.clone()
-
-    def run(self, batches, watch=False):
-        """The step, launched from Python."""
-        total = torch.zeros((), device=self.device)
-        for micro, batch in enumerate(batches):
-            waits = isinstance(self.net, DistributedDataParallel) and micro < len(batches) - 1  # ranks exchange gradients once a step
-            with (self.net.no_sync() if waits else contextlib.nullcontext(),
-                  fp8.watch(self.model) if watch and micro == 0 else contextlib.nullcontext()):
-                total += self.forward_backward(batch, micro == 0)
-        norm = self.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return total, norm
-
-    def forward_backward(self, batch, first: bool):
-        first = {"is_first_microbatch": first} if self.config.grad_accum > 1 else {}  # weights are cast to FP8 once a step
-        loss = self.net(*batch, **first) / self.config.grad_accum
-        # 1, but of a loss that is not finite NaN: then so are all gradients, and the gradients' norm, the same on every rank, tells all
-        loss.backward(1 + 0 * loss.detach())
-        return loss.detach()
-
-    def update(self):
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients).float()
-        if hasattr(self.optimizer, "prepare"):  # FastAdam clips as it reads the gradients
-            largest = self.config.grad_clip or math.inf
-            self.optimizer.step(grad_scale=(largest / (norm + 1e-6)).clamp(max=1.0) + 0 * norm)  # NaN, by which it skips a step: see there
-        elif norm.isfinite():  # on a GPU this waits for it, which costs little where Python launches every kernel
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.grad_clip or math.inf, norm)
-            self.optimizer.step()
-        return norm
-
-    def record(self, batches) -> None:
-        """Record the graphs. Nothing is trained by it: the passes that a recording must be preceded by leave the FP8 state, the random
-        generator and the weights as they were."""
-        accumulates = self.config.grad_accum > 1
-        self.inputs = [tensor.clone() for tensor in batches[0]]
-        generator, stream = torch.cuda.get_rng_state(self.device), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), fp8.preserved_state(self.model):
-            for micro in (0, 1, 0, 1) if accumulates else (0, 0):
-                self.forward_backward(self.inputs, micro == 0)
-                if not micro:
-                    self.optimizer.zero_grad(set_to_none=True)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.loss = torch.zeros((), device=self.device)
-
-        def first():
-            self.loss.copy_(self.forward_backward(self.inputs, True))
-
-        def rest():
-            self.loss.add_(self.forward_backward(self.inputs, False))
-
-        def update():
-            self.norm = self.update()
-
-        pool = torch.cuda.graph_pool_handle()
-        with fp8.preserved_state(self.model):
-            for name, function in {"first": first, **({"rest": rest} if accumulates else {}), "update": update}.items():
-                if name == "update":
-                    self.optimizer.prepare()
-                self.graphs[name] = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graphs[name], pool=pool, capture_error_mode="thread_local"):
-                    function()
-        torch.cuda.set_rng_state(generator, self.device)
-
-
 def learning_rate(step: int, config: TrainConfig) -> float:
     """Of a step, counted from 1: linear warm-up, then the schedule, ending at min_lr_ratio * lr."""
     if step <= config.warmup_steps:
@@ -479,13 +328,6 @@ def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(values)
         values /= dist.get_world_size()
     return values
-
-
-def warm_up_scales(model, batch) -> None:
-    """One pass without an update. Delayed scaling starts with every scale at 1, which flushes most of the first step's gradients to zero:
-    a new run would lose that step, and one that was in BF16 so far would take a wrong one."""
-    model(*batch).backward()
-    model.zero_grad(set_to_none=True)
 
 
 @torch.no_grad()
