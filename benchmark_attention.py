@@ -13,7 +13,6 @@ WRONG, however fast it is, and one that fails has its reason in place of its fig
   slices of one, so most kernels need their gradients concatenated; "packed" is the model's way around that.
 """
 
-import json
 import math
 import sys
 import time
@@ -234,9 +233,7 @@ def measure_block(arm, precision, shape, sets, expected):
     """`expected`: a list that the first arm fills and that the others are compared with: out, dx, gradient of the QKV weight."""
     attention, without = block_arms()[arm]
     with mock.patch.object(model_te_optimized, without, None, create=True) if without else nullcontext():
-        if not fp8.IS_REFERENCE:  # TE keeps the amax histories of models that are gone, and would go on updating them
-            from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-            FP8GlobalStateManager.reset()
+        fp8.forget_models()
         torch.manual_seed(0)
         config = OptimizedConfig(vocab_size=128, n_positions=shape.length, n_embd=shape.heads * shape.head_dim, n_layer=1, n_head=shape.heads,
                                  n_kv_head=shape.kv_heads, head_dim=shape.head_dim, n_inner=64, attention=attention, use_fp8=precision == "fp8")

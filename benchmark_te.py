@@ -40,7 +40,8 @@ from results.plain_gpt import ARMS as PLAIN_ARMS, PlainStep, build_plain, compil
 from results.stability_report import check_folder
 from results.timing import floor_ms, measure_ceilings, median_ms, profile_ms, spans_ms, stamp, timed
 from sample import pick_device
-from train import PRESETS, TrainConfig, TrainStep, flops_per_token, make_optimizer, peak_flops, warm_up_scales
+from train import PRESETS, TrainConfig, flops_per_token, peak_flops
+from train_step import TrainStep, make_optimizer, recipe_of, warm_up_scales
 
 SHAPES = {  # options of train.py
     "124m-b32": dict(n_layer=12, n_embd=768, n_head=12, micro_batch_size=32, seq_len=1024),
@@ -100,8 +101,7 @@ def optimizer_bytes(arm, config):
 
 def build_te(config: TrainConfig, device, batch, compile_mode="eager") -> TrainStep:
     """As train.train does it."""
-    recipe = fp8.make_recipe(config.fp8_recipe, config.fp8_format, config.fp8_amax_history_len, config.fp8_amax_compute_algo,
-                             config.fp8_margin)
+    recipe = recipe_of(config)
     model_config = checkpoint.make_model_config(config.model, dataclasses.asdict(config) | {"use_fp8": recipe is not None})
     if recipe is not None:
         fp8.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
@@ -129,9 +129,7 @@ def make_batches(config, device):
 
 def free():
     """Between arms: nothing of one is left for the next."""
-    if not fp8.IS_REFERENCE:  # TE keeps the histories of models that are gone
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-        FP8GlobalStateManager.reset()
+    fp8.forget_models()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -373,6 +371,7 @@ def run_compile(options, device, argv):
         config = dataclasses.replace(base, model=model, fp8_recipe=recipe, compile=mode != "eager", cuda_graph="off")
         torch._dynamo.reset()
         counters.clear()
+        step = None  # of the row before, which may have failed: its memory goes with it
         free()
         try:
             if time.time() - start > options.time_budget:
@@ -389,7 +388,6 @@ def run_compile(options, device, argv):
                     "graph_breaks": sum(reasons.values()), "reasons": reasons,
                     "graphs": counters["stats"].get("unique_graphs", 0),
                     "compile_s": max(0.0, seconds - 4 * ms / 1e3) if mode != "eager" else 0.0}
-            del step
             told = f"{row['tokens_per_s']:>9,.0f} tokens/s  {row['graph_breaks']} breaks, {row['graphs']} graphs, {row['compile_s']:.0f} s"
         except TimeoutError as error:
             row["error"] = told = f"not run: {error}"

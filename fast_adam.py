@@ -102,7 +102,7 @@ class FastAdam(torch.optim.Optimizer):
             for parameter in group["params"]:
                 self.initialize_state(parameter)
 
-    def initialize_state(self, param, store_param_remainders=False):
+    def initialize_state(self, param):
         state = self.state[param]
         state["exp_avg"] = torch.zeros_like(param, dtype=self.moment_dtype, memory_format=torch.contiguous_format)
         state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])

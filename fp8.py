@@ -136,6 +136,13 @@ def check_shapes(config, micro_batch_size, seq_len, name):
                          f"a multiple of {multiple}; --micro-batch-size {better} works, or --fp8-recipe none")
 
 
+def forget_models():
+    """Between models in one process: TE keeps the amax histories of models that are gone, and would go on updating them."""
+    if not IS_REFERENCE:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+        FP8GlobalStateManager.reset()
+
+
 def _scaling_states(model):
     """(name, object with .scale (n,) and .amax_history (length, n)) for each direction of each module with weights under delayed scaling.
     (TE makes such a state for attention too, but attention stays in high precision here.)"""

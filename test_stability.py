@@ -65,9 +65,7 @@ class Run:
         layers, width = map(int, setting.size.split("x"))
         self.batch_size, self.seq_len = (8, 256) if HAS_GPU else (4, 64)
         config_class, model_class = MODELS[setting.model]
-        if not fp8.IS_REFERENCE:  # TE keeps the histories of models that are gone, and would go on updating them
-            from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-            FP8GlobalStateManager.reset()
+        fp8.forget_models()
         torch.manual_seed(seed)
         config = config_class(vocab_size=288, n_positions=self.seq_len, n_embd=width, n_layer=layers,
                               n_head=width // (32 if width < 256 else 64), use_fp8=setting.recipe != "none")

@@ -34,7 +34,7 @@ import fp8_health
 import profiling
 from data import Loader, get_tokenizer
 from sample import generate, pick_device
-from train_step import TrainStep, make_optimizer, wants_graph, warm_up_scales, why_no_graph  # noqa: F401  for those who import this file
+from train_step import TrainStep, make_optimizer, recipe_of, warm_up_scales
 
 
 @dataclass
@@ -529,8 +529,7 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
              "bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
 
     # Everything that can be wrong is looked at before anything is written.
-    recipe = fp8.make_recipe(config.fp8_recipe, config.fp8_format, config.fp8_amax_history_len, config.fp8_amax_compute_algo,
-                             config.fp8_margin)
+    recipe = recipe_of(config)
     checkpoint.model_classes(config.model)
     loaders = {split: Loader(config.data, split, seq_len=config.seq_len, micro_batch_size=config.micro_batch_size, seed=config.seed,
                              rank=rank, world_size=world_size, device=device, pack_documents=config.pack_documents)

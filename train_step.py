@@ -15,19 +15,23 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8
 
 
+def recipe_of(config):
+    """TE's recipe of a run, or None without FP8; ValueError for one that cannot run here."""
+    return fp8.make_recipe(config.fp8_recipe, config.fp8_format, config.fp8_amax_history_len, config.fp8_amax_compute_algo, config.fp8_margin)
+
+
 def make_optimizer(model, config):
     """AdamW with decay on matrices only; float32 masters where weights are kept in BF16 or FP8."""
     parameters = list(model.parameters())
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
     moments = getattr(torch, config.moment_dtype)
-    options = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, store_param_remainders=config.param_remainders)
+    options = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8,
+                   store_param_remainders=config.param_remainders and not config.fp8_param)  # with weights in FP8 there are no BF16 ones
     if parameters[0].is_cuda and not fp8.IS_REFERENCE and not config.fp8_param:
         from fast_adam import FastAdam  # needs Triton
 
         return FastAdam(groups, moment_dtype=moments, **options)
-    if config.fp8_param:
-        options["store_param_remainders"] = False  # of BF16 weights there are none
     masters = any(p.dtype != torch.float32 for p in parameters) or config.fp8_param
     optimizer = fp8.te.optimizers.FusedAdam(groups, adam_w_mode=True, master_weights=masters, master_weight_dtype=torch.float32,
                                             exp_avg_dtype=moments, exp_avg_sq_dtype=moments, **options)

@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import importlib
 import json
 import math
 import os

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import data
 from trainer_tools import make_tokens, run_train
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,8 +7,9 @@ import torch
 
 import checkpoint
 import fp8
-import train
-from train import TrainConfig, TrainStep, make_optimizer
+import train_step
+from train import TrainConfig
+from train_step import TrainStep, make_optimizer
 
 pytestmark = pytest.mark.gpu
 SMALL = dict(n_layer=2, n_head=2, n_embd=128, vocab_size=512, n_positions=128, seq_len=128, micro_batch_size=4, fp8_amax_history_len=16)
@@ -31,7 +32,7 @@ def make(**options):
         model.fp8_recipe = recipe
     optimizer = make_optimizer(model, config)
     if recipe is not None and recipe.delayed():
-        train.warm_up_scales(model, batches(0, 1)[0])
+        train_step.warm_up_scales(model, batches(0, 1)[0])
     return model, TrainStep(model, model, optimizer, config, torch.device("cuda"))
 
 
@@ -108,4 +109,4 @@ def test_a_checkpoint_goes_on_with_another_optimizer_and_without_graphs(tmp_path
 def test_what_cannot_be_a_graph_says_why():
     config = TrainConfig(**SMALL, cuda_graph="on", gradient_checkpointing=True)
     with pytest.raises(ValueError, match="--cuda-graph on: --gradient-checkpointing"):
-        train.wants_graph(config, torch.device("cuda"))
+        train_step.wants_graph(config, torch.device("cuda"))
