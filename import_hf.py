@@ -30,7 +30,7 @@ import cli
 import hf_weights
 from data import get_tokenizer
 from export_hf import token_strings
-from train import TrainConfig
+from train import TrainConfig, padded_vocab_size
 
 # data.py's names by the number of tokens: what to compare a folder's tokenizer with.
 BY_SIZE = {257: ["byte"], 50257: ["gpt2"], 50281: ["p50k_base"], 100277: ["cl100k_base"], 200019: ["o200k_base"]}
@@ -125,8 +125,7 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
     needed, vocab_size = get_tokenizer(name).vocab_size, hf.vocab_size
     if vocab_size < needed:
         raise ValueError(f"{folder}: {vocab_size:,} rows of the embedding, but the tokenizer {name} has {needed:,} tokens")
-    step = 32 if vocab_size <= 1024 else 128  # as train.py pads
-    rows = vocab_size if vocab_size % 32 == 0 else -(-vocab_size // step) * step
+    rows = vocab_size if vocab_size % 32 == 0 else padded_vocab_size(vocab_size)
     config = TrainConfig(**options | {"vocab_size": rows}, preset="hf", out_dir=str(run), seq_len=min(1024, hf.max_position_embeddings))
     model_config = checkpoint.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": False})
     config = dataclasses.replace(config, **{name: getattr(model_config, name) for name in ("n_kv_head", "head_dim", "n_inner")})

@@ -262,11 +262,16 @@ def check_options(config: TrainConfig) -> None:
                          f"pass --seq-len {config.n_positions} or less")
 
 
-def pick_vocab_size(config: TrainConfig, tokens: dict) -> int:
-    """The embedding's rows for a corpus: FP8 products need a multiple of 32, and large ones are faster by 128."""
-    needed = tokens["vocab_size"]
+def padded_vocab_size(needed: int) -> int:
+    """FP8 products need a multiple of 32, and large ones are faster by 128."""
     step = 32 if needed <= 1024 else 128
-    padded = -(-needed // step) * step
+    return -(-needed // step) * step
+
+
+def pick_vocab_size(config: TrainConfig, tokens: dict) -> int:
+    """The embedding's rows for a corpus."""
+    needed = tokens["vocab_size"]
+    padded = padded_vocab_size(needed)
     if config.vocab_size is not None and config.vocab_size < needed:
         raise ValueError(f"--vocab-size {config.vocab_size}: the tokens of {config.data} ({tokens['tokenizer']}) go up to {needed}; "
                          f"pass {padded} or leave it out")
@@ -458,6 +463,9 @@ class Log:
             for part in (self.file, self.board):
                 with self.goes_on(self.bar.n):
                     part.close()
+
+
+OF_ONE_RUN = ("tokens_per_s", "mfu", "peak_gib", "seconds")  # figures of a record that differ where two runs learn the same
 
 
 def read_metrics(path) -> list[dict]:

@@ -130,7 +130,7 @@ def run(arguments, said="said", sabotage=lambda: None) -> int:
 
 def lines(run_dir) -> list[dict]:
     """metrics.jsonl without the times."""
-    return [{key: value for key, value in record.items() if key not in ("tokens_per_s", "mfu", "peak_gib", "seconds")}
+    return [{key: value for key, value in record.items() if key not in train.OF_ONE_RUN}
             for record in train.read_metrics(Path(run_dir, "metrics.jsonl"))]
 
 

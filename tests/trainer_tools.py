@@ -50,5 +50,5 @@ def spawn_train(arguments: str, tokens: str, sabotage: str = "") -> subprocess.C
 
 def metrics(run) -> list[dict]:
     """metrics.jsonl without the figures that no two runs share."""
-    return [{k: v for k, v in record.items() if k not in ("tokens_per_s", "mfu", "peak_gib", "seconds")}
+    return [{k: v for k, v in record.items() if k not in train.OF_ONE_RUN}
             for record in train.read_metrics(Path(run, "metrics.jsonl"))]
