@@ -3,7 +3,7 @@
     python benchmark_attention.py --json FILE --png FILE                       # both parts; the kernels' times add up to less than a minute
     python benchmark_attention.py --shapes 4x4096x32x8x128 --block-shapes      # one shape (batch x length x heads x KV heads x head width), no blocks
 
-All attention is causal, in BF16. Before a kernel is timed, its output and gradients are compared with float64; one that is wrong is marked
+All attention is causal, in BF16 except where a name says FP8. Before a kernel is timed, its output and gradients are compared with float64; one that is wrong is marked
 WRONG, however fast it is, and one that fails has its reason in place of its figures. What the times mean:
 
 - Medians of the GPU's own time (CUDA events). The GPU is kept waiting while Python queues a pass, so the time that Python needs is not in
@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cli
 import fp8
 import model_te_optimized
-from model_te_optimized import OptimizedConfig, OptimizedGPT2Model, te
+from model_te_optimized import DelayedScaling, OptimizedConfig, OptimizedGPT2Model, te
 from results import stability_report as report
 
 HAS_GPU = torch.cuda.is_available()
@@ -103,6 +103,23 @@ def te_attention(shape):
     return lambda q, k, v: module(q, k, v).view(q.shape)  # TE returns (B, S, heads·D)
 
 
+def te_attention_fp8(shape):
+    """Both products in FP8 (cuDNN), the casts of q, k, v and of the gradient included. Scales come from passes on values of the same size."""
+    module = te.DotProductAttention(shape.heads, shape.head_dim, num_gqa_groups=shape.kv_heads, attention_dropout=0.0, qkv_format="bshd",
+                                    attn_mask_type="causal")
+    recipe = DelayedScaling(amax_history_len=16, fp8_dpa=True)
+
+    def attend(q, k, v):
+        with te.autocast(enabled=True, recipe=recipe):
+            return module(q, k, v).view(q.shape)
+
+    draw = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
+    for _ in range(3):
+        inputs = [draw(shape.batch, shape.length, heads, shape.head_dim, requires_grad=True) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+        one_pass(attend, (), inputs, draw(inputs[0].shape))
+    return attend
+
+
 def flash_2(shape):
     from flash_attn import flash_attn_func
     return lambda q, k, v: flash_attn_func(q, k, v, causal=True)
@@ -113,11 +130,13 @@ def flash_4(shape):
     return lambda q, k, v: flash_attn_func(q, k, v, causal=True)[0]  # the other is the log-sum-exp
 
 
+FP8_KERNEL = "te.DotProductAttention, FP8"
 KERNELS = {"by hand": by_hand, "SDPA, PyTorch's choice": sdpa, f"{'te_reference' if fp8.IS_REFERENCE else 'te'}.DotProductAttention": te_attention}
 if HAS_GPU:
     KERNELS |= {"SDPA, FlashAttention 2": partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
                 "SDPA, memory-efficient": partial(sdpa, backend=SDPBackend.EFFICIENT_ATTENTION),
-                "SDPA, cuDNN": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION), "flash-attn 2": flash_2, "flash-attn 4": flash_4}
+                "SDPA, cuDNN": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION), "flash-attn 2": flash_2, "flash-attn 4": flash_4,
+                FP8_KERNEL: te_attention_fp8}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -220,7 +239,7 @@ def measure_kernel(make, shape, sets, expected):
     del found  # or it would count as memory that the kernel needs
     figures = timed(attend, sets)
     flops = dict(zip(("forward", "backward", "both"), shape.flops()))
-    return judged(("out", "dq", "dk", "dv"), errors, "kernel") | figures | {f"{n}_tflops": flops[n] / figures[f"{n}_ms"] / 1e9 for n in flops}
+    return judged(("out", "dq", "dk", "dv"), errors, "fp8" if make is te_attention_fp8 else "kernel") | figures | {f"{n}_tflops": flops[n] / figures[f"{n}_ms"] / 1e9 for n in flops}
 
 
 def block_arms():

@@ -267,13 +267,15 @@ def step_bytes(model, optimizer) -> int:
 
 def explain(error: RuntimeError, what: str, config, model, optimizer, train_step, batch, kept: str) -> OutOfMemory:
     """The error to raise for one that `is_out_of_memory`. Where one process trains on a GPU, memory is freed and what would fit is measured:
-    this run is over then. what: where it happened; batch: (input_ids, labels), (B, S) each; kept: what is saved."""
+    this run is over then. what: where it happened; train_step: None before there is one; batch: (input_ids, labels), (B, S) each; kept: what
+    is saved."""
     fixed, points, capacity, device = step_bytes(model, optimizer), None, None, batch[0].device
     if device.type == "cuda":
         while error is not None:  # the frames of the failed pass hold its activations
             traceback.clear_frames(error.__traceback__)
             error = error.__cause__ or error.__context__
-        train_step.graphs.clear()
+        if train_step is not None:
+            train_step.graphs.clear()
         optimizer.zero_grad(set_to_none=True)
         gc.collect()
         with contextlib.suppress(RuntimeError):
@@ -283,7 +285,7 @@ def explain(error: RuntimeError, what: str, config, model, optimizer, train_step
             if not torch.distributed.is_initialized():
                 points = measure_peaks(model, batch, unit(config))
     advice = what_would_fit(config, fixed=fixed, parameters=sum(p.numel() for p in model.parameters()), capacity=capacity, points=points,
-                            graphed=train_step.graphed)
+                            graphed=train_step is not None and train_step.graphed)
     return OutOfMemory(f"{what}: out of memory; {advice}; {kept}")
 
 

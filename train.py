@@ -570,7 +570,13 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
         checkpoint.load(folder, meta, model, optimizer)
         step = meta["step"]
     if recipe is not None and recipe.delayed() and fp8.is_fresh(model):
-        warm_up_scales(model, loaders["train"].batch(0))
+        batch = loaders["train"].batch(0)
+        try:
+            warm_up_scales(model, batch)
+        except RuntimeError as error:  # the first pass of all is where a batch that is too large shows
+            if not profiling.is_out_of_memory(error):
+                raise
+            raise profiling.explain(error, "the first pass", config, model, optimizer, None, batch, "nothing is trained yet") from None
     net = torch.compile(model) if config.compile else model
     if world_size > 1:
         net = DistributedDataParallel(net, device_ids=[device.index] if device.type == "cuda" else None)

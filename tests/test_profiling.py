@@ -350,5 +350,5 @@ def test_expandable_segments_are_there(tokens):
     code = ("import sys, torch, train; code = train.main(sys.argv[1:]); "
             "assert any(s['is_expandable'] for s in torch.cuda.memory_snapshot()); sys.exit(code)")
     done = subprocess.run([sys.executable, "-c", code, *f"{ON_GPU} --expandable-segments --out-dir run --data {tokens}".split()],
-                          capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(Path(train.__file__).parent)})
+                          capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(train.__file__).parent), *sys.path])})
     assert done.returncode == 0, done.stderr[-2000:]
