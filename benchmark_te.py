@@ -189,7 +189,7 @@ def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, pr
 
     tokens = config.micro_batch_size * config.seq_len * config.grad_accum
     parameters, limit = sum(p.numel() for p in step.model.parameters()), peak_flops(device)
-    figures = {"arm": arm, "ms": ms, "tokens_per_s": 1e3 * tokens / ms,
+    figures = {"arm": arm, "ms": ms, "slowest_ms": max(mine), "tokens_per_s": 1e3 * tokens / ms,
                "ratio_to_plain": statistics.median(theirs) / ms if theirs else 1.0 if arm == "plain" else None,
                "mfu": 1e3 * tokens / ms * flops_per_token(parameters, config) / limit if limit else None, "peak_gib": peak,
                "cuda_graph": getattr(step, "graphed", arm == "plain-graph"), "loss": loss, "parameters": parameters,

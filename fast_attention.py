@@ -14,8 +14,6 @@ QK-norm, RoPE and attention. What is notable:
 Attention is FlashAttention 4 (Hopper, Blackwell: `pip install flash-attn-4`), else FlashAttention 2, else PyTorch's own (correct, not fast).
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -115,23 +113,6 @@ def _kernel(q):
     return "fa4" if _has_fa4() else "fa2" if fa2_forward is not None else "sdpa"
 
 
-def _cudnn_goes_forward(q):
-    """On Hopper, cuDNN's forward pass is faster at narrow heads and short rows, FlashAttention 4's backward pass everywhere
-    (results/attention_h200.json). They fit together: cuDNN leaves the log-sum-exp as FlashAttention does."""
-    return q.shape[-1] == 64 and q.shape[1] <= 1024 and torch.cuda.get_device_capability() == (9, 0) and _has_cudnn()
-
-
-@functools.cache
-def _has_cudnn():
-    """Asked once: an installation with two versions of cuDNN has one that cannot run."""
-    x = torch.ones(1, 1, 64, 64, device="cuda", dtype=torch.bfloat16)
-    try:
-        torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, True)
-    except RuntimeError:
-        return False
-    return True
-
-
 def _fa2_options(q):
     return dict(dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=True, window_size_left=-1, window_size_right=-1, softcap=0.0,
                 alibi_slopes=None)
@@ -165,9 +146,6 @@ def _attend(q, k, v, cu_seqlens):
         else:
             out, lse = fa2_varlen_forward(*rows, **_lengths(q, cu_seqlens), **_fa2_options(q), return_softmax=False)[:2]
         return out.view(q.shape), lse
-    if kernel == "fa4" and _cudnn_goes_forward(q):
-        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(*(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, True)[:2]
-        return out.transpose(1, 2).contiguous(), lse.squeeze(-1)
     if kernel == "fa4":
         return fa4_forward(q, k, v, causal=True, return_lse=True)[:2]
     return fa2_forward(q, k, v, **_fa2_options(q), return_softmax=False)[:2]

@@ -22,6 +22,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from train_step import wants_graph
+
 RANGES = ("profile", "nsys", "memory_snapshot")  # options of the form START:STOP
 GIB = 2**30
 
@@ -270,6 +272,7 @@ def explain(error: RuntimeError, what: str, config, model, optimizer, train_step
     this run is over then. what: where it happened; train_step: None before there is one; batch: (input_ids, labels), (B, S) each; kept: what
     is saved."""
     fixed, points, capacity, device = step_bytes(model, optimizer), None, None, batch[0].device
+    graphed = wants_graph(config, device)
     if device.type == "cuda":
         while error is not None:  # the frames of the failed pass hold its activations
             traceback.clear_frames(error.__traceback__)
@@ -283,9 +286,9 @@ def explain(error: RuntimeError, what: str, config, model, optimizer, train_step
             capacity = min(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device),
                            int(torch.cuda.get_per_process_memory_fraction(device) * torch.cuda.mem_get_info(device)[1]))
             if not torch.distributed.is_initialized():
-                points = measure_peaks(model, batch, unit(config))
+                points = measure_peaks(model, batch, unit(config), graphed)
     advice = what_would_fit(config, fixed=fixed, parameters=sum(p.numel() for p in model.parameters()), capacity=capacity, points=points,
-                            graphed=train_step is not None and train_step.graphed)
+                            graphed=graphed)
     return OutOfMemory(f"{what}: out of memory; {advice}; {kept}")
 
 
@@ -294,8 +297,9 @@ def unit(config) -> int:
     return 32 // math.gcd(32, config.seq_len) if config.fp8_recipe != "none" else 1
 
 
-def measure_peaks(model, batch, unit: int) -> list[tuple[int, int]]:
-    """(sequences, bytes allocated at most) of a forward and backward pass, for `unit` sequences and twice as many; fewer where they do not fit."""
+def measure_peaks(model, batch, unit: int, graphed: bool) -> list[tuple[int, int]]:
+    """(sequences, bytes allocated at most) of a forward and backward pass, for `unit` sequences and twice as many; fewer where they do not fit.
+    `graphed`: the pass is to be a CUDA graph, which keeps its memory, so that evaluation needs its own beside it."""
     points, device = [], batch[0].device
     for sequences in (unit, unit, 2 * unit):  # the first pass makes the gradients, which a step of several micro-batches has from the start
         if sequences > len(batch[0]):
@@ -303,8 +307,15 @@ def measure_peaks(model, batch, unit: int) -> list[tuple[int, int]]:
         try:
             torch.cuda.reset_peak_memory_stats(device)
             model(batch[0][:sequences], batch[1][:sequences]).backward()
+            peak = torch.cuda.max_memory_allocated(device)
+            if graphed:
+                torch.cuda.reset_peak_memory_stats(device)
+                before = torch.cuda.memory_allocated(device)
+                with torch.no_grad():
+                    model(batch[0][:sequences], batch[1][:sequences])
+                peak += torch.cuda.max_memory_allocated(device) - before
             torch.cuda.synchronize(device)
-            points.append((sequences, torch.cuda.max_memory_allocated(device)))
+            points.append((sequences, peak))
         except RuntimeError:
             break
     return points[1:]

@@ -3,8 +3,8 @@
     python results/memory.py --json results/memory.json
 
 Each switch alone against the defaults, in a process of its own (nothing of the one before is left in memory, and allocator settings hold from the
-start): milliseconds a step (median of 20, as in benchmark_te.py), the peak of allocated memory, and the peak that the allocator took from the GPU,
-which is what an out-of-memory error is about.
+start): milliseconds a step (median and slowest of 20, as in benchmark_te.py), the peak of allocated memory, and the peak that the allocator took
+from the GPU, which is what an out-of-memory error is about.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import cli  # noqa: E402
-from results import stability_report as report  # noqa: E402
+from results import speed_report, stability_report as report  # noqa: E402
 
 SWITCHES = {  # name -> options of train.py
     "defaults": {},
@@ -29,6 +29,7 @@ SWITCHES = {  # name -> options of train.py
     "weights in FP8": {"fp8_param": True},
     "loss in 4 chunks": {"loss_chunks": 4},
     "Transformer Engine's loss": {"fused_loss": False},
+    "no CUDA graph, garbage collected by hand": {"cuda_graph": "off", "gc_interval": 1000},
     "expandable segments": {"expandable_segments": True},
     "expandable segments, no CUDA graph": {"expandable_segments": True, "cuda_graph": "off"},
 }
@@ -38,7 +39,7 @@ SWITCHES = {  # name -> options of train.py
 class Options:
     shapes: tuple[str, ...] = ("124m-b32", "c4096")  # Of benchmark_te.py.
     switches: tuple[str, ...] = tuple(SWITCHES)
-    json: Path | None = None  # Write the figures here, after each of them.
+    json: Path | None = None  # Write the rows here, after each of them; those of other shapes and switches in the file stay.
 
 
 def measure(shape, switch):
@@ -54,10 +55,11 @@ def measure(shape, switch):
         config.offload_activations = config.n_layer // 2
     device = torch.device("cuda")
     profiling.prepare_process(config, device)
+    profiling.Profiler(config, device).begin(1)  # for --gc-interval
     benchmark_te.arm_config = lambda arm, config: config  # the options as they are
     figures, _ = benchmark_te.measure("fp8", config, device, 20, phases=False)
-    return {"shape": shape, "switch": switch, "ms": figures["ms"], "tokens_per_s": figures["tokens_per_s"], "cuda_graph": figures["cuda_graph"],
-            "peak_gib": figures["peak_gib"], "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
+    return {"shape": shape, "switch": switch, "ms": figures["ms"], "slowest_ms": figures["slowest_ms"], "tokens_per_s": figures["tokens_per_s"],
+            "cuda_graph": figures["cuda_graph"], "peak_gib": figures["peak_gib"], "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
 
 
 def main(argv=None):
@@ -71,17 +73,18 @@ def main(argv=None):
         raise ValueError(f"--switches {unknown!r} is unknown; use {', '.join(map(repr, SWITCHES))}")
     if report.fp8.IS_REFERENCE:
         raise ValueError("results/memory.py: there is no GPU with Transformer Engine here, and memory on anything else means nothing")
-    rows = []
+    rows = speed_report.Rows(options.json, ("shape", "switch"), argv, "results/memory.py")
     for shape in options.shapes:
         for switch in options.switches:
             done = subprocess.run([sys.executable, __file__, "--one", shape, switch], capture_output=True, text=True, cwd=ROOT)
             found = [line.removeprefix("figures: ") for line in done.stdout.splitlines() if line.startswith("figures: ")]
-            rows.append(json.loads(found[0]) if found else {"shape": shape, "switch": switch, "error": done.stderr.strip().splitlines()[-1][:300]})
-            row, base = rows[-1], next((r for r in rows if r["shape"] == shape and r["switch"] == "defaults" and "error" not in r), None)
+            reason = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
+            row = json.loads(found[0]) if found else {"shape": shape, "switch": switch, "error": reason}
+            rows.add(row)
+            base = next((r for r in rows if r["shape"] == shape and r["switch"] == "defaults" and "error" not in r), None)
             against = f"  {row['ms'] / base['ms'] - 1:+.1%} time, {row['peak_gib'] - base['peak_gib']:+.1f} GiB" if base and "error" not in row else ""
             print(f"{shape:9} {switch:44} " + (row["error"] if "error" in row else
                   f"{row['ms']:8.2f} ms  {row['peak_gib']:6.1f} GiB, {row['peak_reserved_gib']:6.1f} taken{against}"), flush=True)
-            report.write("results/memory.py", argv, {"rows": rows}, options.json)
 
 
 if __name__ == "__main__":

@@ -26,12 +26,12 @@ NAMES = {"plain": "nanoGPT, compiled", "plain-graph": "nanoGPT, CUDA graphs", "b
 class Rows(list):
     """Rows in a JSON file, written after each. One replaces a row of an earlier run with the same `keys`; others stay."""
 
-    def __init__(self, path, keys, argv):
+    def __init__(self, path, keys, argv, program="benchmark_te.py"):
         self.path, self.keys = path, keys
         self.origin = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "torch": torch.__version__,
                        "te": "te_reference" if fp8.IS_REFERENCE else fp8.transformer_engine.__version__,
                        "date": datetime.date.today().isoformat(),
-                       "command": shlex.join(["python", "benchmark_te.py", *(sys.argv[1:] if argv is None else argv)])}
+                       "command": shlex.join(["python", program, *(sys.argv[1:] if argv is None else argv)])}
         if path and path.exists():
             try:
                 self += json.loads(path.read_text())
