@@ -8,8 +8,9 @@ Arms:
 - plain         nanoGPT: results/plain_gpt.py in float32 under BF16 autocast, torch.compile, PyTorch's fused AdamW.
                 plain-eager: not compiled; plain-by-hand: nor with SDPA; plain-graph: compiled with mode="reduce-overhead".
 - bf16, fp8     model_te_optimized.py exactly as train.py trains it, without FP8 and with delayed scaling, each step a CUDA graph where train.py
-                would make it one. fp8-e4m3, fp8-current, fp8-block: other recipes. More words can follow: -eager (no CUDA graph), -fused, -te,
-                -custom, -advanced (another model file), -accum4 (micro-batches a step), -checkpointing (gradient checkpointing).
+                would make it one. fp8-e4m3, fp8-current, fp8-block: other recipes. More words can follow: -eager (no CUDA graph), -libraries
+                (PyTorch's attention and Transformer Engine's loss), -fused, -te, -custom, -advanced (another model file), -accum4 (micro-batches
+                a step), -checkpointing (gradient checkpointing).
 - hf-llama      transformers.LlamaForCausalLM with BF16 weights and moments (no float32 masters: less work than the others), SDPA, torch.compile,
                 PyTorch's fused AdamW. Llama has no QK-norm; the others' block "modern" has.
 
@@ -56,7 +57,7 @@ MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="s
 MODERN_TOO = ("124m-b32", "350m-b16", "c4096")
 ARMS = ("plain", "bf16", "fp8", "bf16-eager", "fp8-eager", "fp8-e4m3", "fp8-current", "fp8-block")
 STACK = {"plain PyTorch, eager": "plain-by-hand", "+ SDPA": "plain-eager", "+ torch.compile\n(nanoGPT)": "plain",
-         "TE's fused modules,\nBF16, eager": "bf16-fused-eager", "+ FP8": "fp8-fused-eager", "+ CUDA graph": "fp8-fused",
+         "TE's fused modules,\nBF16, eager": "bf16-libraries-eager", "+ FP8": "fp8-libraries-eager", "+ CUDA graph": "fp8-libraries",
          "+ fast kernels": "fp8"}
 COMPILE_MODES = ("eager", "default", "reduce-overhead", "max-autotune-no-cudagraphs")  # eager: not compiled, to compare with
 COMPILE_RECIPES = ("none", "current", "delayed")
@@ -82,6 +83,8 @@ def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
             changes["model"] = word
         elif re.fullmatch("accum[1-9][0-9]*", word):
             changes["grad_accum"] = int(word.removeprefix("accum"))
+        elif word == "libraries":  # no kernel of this kit's own but the optimizer's
+            changes |= {"attention": "sdpa", "fused_loss": False}
         elif word == "checkpointing":
             changes["gradient_checkpointing"] = True
         else:

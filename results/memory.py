@@ -1,6 +1,7 @@
 """What each memory switch of train.py costs and saves: GPT-2 124M and width 4,096, on a GPU.
 
     python results/memory.py --json results/memory.json
+    python results/memory.py --table results/memory.json     # prints the guide's table of these rows
 
 Each switch alone against the defaults, in a process of its own (nothing of the one before is left in memory, and allocator settings hold from the
 start): milliseconds a step (median and slowest of 20, as in benchmark_te.py), the peak of allocated memory, and the peak that the allocator took
@@ -40,6 +41,7 @@ class Options:
     shapes: tuple[str, ...] = ("124m-b32", "c4096")  # Of benchmark_te.py.
     switches: tuple[str, ...] = tuple(SWITCHES)
     json: Path | None = None  # Write the rows here, after each of them; those of other shapes and switches in the file stay.
+    table: Path | None = None  # Print the rows of this file as a Markdown table, and measure nothing.
 
 
 def measure(shape, switch):
@@ -62,6 +64,24 @@ def measure(shape, switch):
             "cuda_graph": figures["cuda_graph"], "peak_gib": figures["peak_gib"], "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
 
 
+def table(rows) -> str:
+    """GUIDE.md's Markdown table: a row a switch, for each shape ms a step (against the defaults') and two peaks of memory. What was not measured
+    is an empty cell."""
+    found = {(row["shape"], row["switch"]): row for row in rows if "error" not in row}
+    titles = ["switch"]
+    for shape in Options.shapes:
+        titles += [f"{shape}: ms a step", "GiB allocated", "GiB taken from the GPU"]
+    lines = ["| " + " | ".join(titles) + " |", "| --- " * len(titles) + "|"]
+    for switch in SWITCHES:
+        cells = [switch]
+        for shape in Options.shapes:
+            row, base = found.get((shape, switch)), found.get((shape, "defaults"))
+            change = f" ({100 * (row['ms'] / base['ms'] - 1):+.1f} %)" if row and base and row is not base else ""
+            cells += [f"{row['ms']:.1f}{change}", f"{row['peak_gib']:.1f}", f"{row['peak_reserved_gib']:.1f}"] if row else [""] * 3
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--one"]:
@@ -69,6 +89,11 @@ def main(argv=None):
         return
     options = cli.parse(Options, argv, prog="results/memory.py", description=__doc__)
     report.check_folder(options.json)
+    if options.table:
+        if not options.table.is_file():
+            raise ValueError(f"--table {options.table}: there is no such file; --json makes one")
+        print(table(speed_report.Rows(options.table, ("shape", "switch"), argv, "results/memory.py")))
+        return
     for unknown in set(options.switches) - set(SWITCHES):
         raise ValueError(f"--switches {unknown!r} is unknown; use {', '.join(map(repr, SWITCHES))}")
     if report.fp8.IS_REFERENCE:

@@ -9,6 +9,7 @@ Here too: the file of rows.
 import datetime
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -53,11 +54,15 @@ class Rows(list):
 
 
 def groups_of(rows):
-    """{(shape, block): {arm: row}} of the rows without an error."""
+    """{(shape, block): {arm: row}} of the rows without an error. An arm that accumulates or checkpoints is a group of its own: "fp8-accum4" is
+    "fp8" of (shape, "block, 4 micro-batches")."""
     groups = {}
     for row in rows:
-        if "error" not in row:
-            groups.setdefault((row["shape"], row["block"]), {})[row["arm"]] = row
+        if "error" in row:
+            continue
+        arm, accumulated, checkpointed = re.fullmatch(r"(.*?)(?:-accum(\d+))?(-checkpointing)?", row["arm"]).groups()
+        block = row["block"] + (f", {accumulated} micro-batches" if accumulated else "") + (", checkpointing" if checkpointed else "")
+        groups.setdefault((row["shape"], block), {})[arm] = row
     return groups
 
 
@@ -69,7 +74,7 @@ def table(rows) -> str:
     lines = ["| " + " | ".join(titles) + " |", "| --- " * len(titles) + "|"]
     for (shape, block), group in groups.items():
         cells = []
-        for row in (group.get(arm, group.get(f"{arm}-checkpointing")) for arm in arms):
+        for row in (group.get(arm) for arm in arms):
             notes = [] if row is None else ([f"{row['ratio_to_plain']:.2f} ×"] if row["ratio_to_plain"] and row["arm"] != "plain" else []) + (
                 [f"{100 * row['mfu']:.1f} %"] if row["mfu"] else [])
             cells.append("" if row is None else f"{row['tokens_per_s'] / 1e3:.1f} k" + (f" ({', '.join(notes)})" if notes else ""))
@@ -79,11 +84,11 @@ def table(rows) -> str:
     return "\n".join(lines)
 
 
-def _axes(width, height, columns=1):
+def _axes(width, height, columns=1, **options):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(1, columns)
+    return figure, figure.subplots(1, columns, **options)
 
 
 def _origin(rows):
@@ -91,28 +96,53 @@ def _origin(rows):
 
 
 def draw_speed(rows, path):
-    """Bars: tokens a second against plain's, by shape; the black line across a bar: what the ceilings would allow (floor_ms)."""
-    groups = {name: group for name, group in groups_of(rows).items() if "plain" in group}
-    arms = [arm for arm in dict.fromkeys(row["arm"] for row in rows) if any(arm in group for group in groups.values())]
-    if not groups:
+    """Bars up or down from nanoGPT's speed, by shape; on the right, tokens a second of shapes that nanoGPT was not measured at. The black line:
+    what the GPU's ceilings would allow (floor_ms)."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    groups = groups_of(rows)
+    parts = [{name: group for name, group in groups.items() if ("plain" in group) == against} for against in (True, False)]
+    arms = [arm for arm in dict.fromkeys([*NAMES, *(arm for group in groups.values() for arm in group)])
+            if arm != "plain" and any(arm in group for group in groups.values())]
+    looks = {arm: dict(facecolor=f"C{number % 10}", hatch="//" if arm.endswith("-eager") else None, edgecolor="white")
+             for number, arm in enumerate(arms)}
+    if not arms:
         return
-    figure, axes = _axes(max(7, 1 + 1.6 * len(groups)), 5)
-    for number, arm in enumerate(arms):
-        place = [(x, group[arm]) for x, group in enumerate(groups.values()) if arm in group]
-        xs = [x + (number - (len(arms) - 1) / 2) * 0.85 / len(arms) for x, _ in place]
-        heights = [1.0 if arm == "plain" else row["ratio_to_plain"] for _, row in place]
-        bars = axes.bar(xs, heights, 0.8 / len(arms), label=NAMES.get(arm, arm), color=f"C{number % 10}", edgecolor="white",
-                        hatch="//" if arm.endswith("-eager") else None)
-        axes.bar_label(bars, [f"{height:.2f}" for height in heights], rotation=90, fontsize=7, padding=2)
-        limits = [height * row["ms"] / row["floor_ms"] for height, (_, row) in zip(heights, place)]
-        axes.hlines(limits, [x - 0.4 / len(arms) for x in xs], [x + 0.4 / len(arms) for x in xs], color="black", lw=1,
-                    label=None if number else "were all of it at the GPU's ceilings (floor_ms)")
-    axes.axhline(1, color="black", lw=0.8)
-    axes.set_xticks(range(len(groups)), [f"{shape}\n{block}\n{group['plain']['tokens_per_s'] / 1e3:.0f} k tokens/s"
-                                         for (shape, block), group in groups.items()])
-    axes.set(ylabel="tokens/s against nanoGPT's, compiled", ylim=(0, 1.12 * axes.get_ylim()[1]))
-    axes.set_title(_origin(rows), fontsize=9)
-    figure.legend(fontsize=7, ncols=4, loc="outside lower center")
+    sizes = [sum(map(len, part.values())) + 4 for part in parts if part]
+    figure, panels = _axes(max(7, 0.25 * sum(sizes)), 5.5, len(sizes), squeeze=False, width_ratios=sizes)
+    for axes, part in zip(panels[0], filter(None, parts)):
+        against, x, ticks = part is parts[0], 0, []
+        for (shape, block), group in part.items():
+            here = [arm for arm in arms if arm in group]
+            own = [f"{group['plain']['tokens_per_s'] / 1e3:.0f} k"] if against else []
+            ticks.append((x + (len(here) - 1) / 2, "\n".join([shape, *block.split(", "), *own])))
+            for arm in here:
+                row, start = group[arm], 1 if against else 0
+                height = (row["ratio_to_plain"] or row["tokens_per_s"] / group["plain"]["tokens_per_s"]) if against else row["tokens_per_s"] / 1e3
+                label = f"{height:.2f}" if against else f"{height:.1f} k" + (f"\nMFU\n{100 * row['mfu']:.1f} %" if row["mfu"] else "")
+                bar = axes.bar(x, height - start, 0.9, bottom=start, **looks[arm])
+                axes.bar_label(bar, [label], fontsize=8, padding=2)
+                axes.hlines(height * row["ms"] / row["floor_ms"], x - 0.45, x + 0.45, color="black", lw=1.5)
+                x += 1
+            x += 1 if against else 2
+        axes.set_xticks(*zip(*ticks), fontsize=8)
+        if against:
+            axes.axhline(1, color="black", lw=0.8)
+            axes.margins(x=0.01)
+            axes.set(yscale="log", ylabel="tokens/s against nanoGPT's, compiled")
+            axes.set_xlabel("the last line: nanoGPT's tokens/s", fontsize=8)
+            low, high = axes.get_ylim()
+            axes.set_yticks([at for at in (0.125, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16) if low < at < high])
+            axes.yaxis.set_major_formatter("{x:g} ×")
+            axes.minorticks_off()
+        else:
+            axes.margins(x=0.25)
+            axes.set_ylabel("thousand tokens/s")
+    keys = [Line2D([], [], color="black", lw=1.5, label="were all of it at the GPU's ceilings (floor_ms)")]
+    keys += [Patch(label=NAMES.get(arm, arm), **looks[arm]) for arm in arms]
+    figure.legend(handles=keys, fontsize=8, ncols=5, loc="outside lower center")
+    figure.suptitle(_origin(rows), fontsize=9)
     figure.savefig(path, dpi=130)
 
 

@@ -101,15 +101,17 @@ def compare(losses):
 
 
 def plot(figures, path):
+    import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     rows = figures["switches"]["rows"]
+    left.set_prop_cycle(color=matplotlib.colormaps["tab20"].colors[::2] + matplotlib.colormaps["tab20"].colors[1::2])
     for row in rows:
         smooth = [sum(row["losses"][max(0, i - 9):i + 1]) / min(10, i + 1) for i in range(300)]
-        left.plot(range(1, 301), smooth, lw=1, color="grey" if row["switch"].startswith("seed") else None, label=row["switch"])
-    left.set(xlabel="step", ylabel="training loss (nats a byte, mean of 10 steps)", title=f"GPT-2 124M, {figures['machine']}", ylim=(None, 5))
+        left.plot(range(1, 301), smooth, lw=1, ls=":" if row["switch"].startswith("seed") else "-", label=row["switch"])
+    left.set(xlabel="step", ylabel="training loss (nats a byte, mean of 10 steps)", title="GPT-2 124M", ylim=(None, 5))
     left.legend(frameon=False, fontsize=8)
     spread = figures["switches"]["spread_of_seeds"]
     right.axvspan(-spread, spread, color="tab:green", alpha=0.15, label="spread of three seeds")
@@ -117,6 +119,7 @@ def plot(figures, path):
     right.invert_yaxis()
     right.set(xlabel="final loss minus the default's", title="one switch at a time")
     right.legend(frameon=False, fontsize=8)
+    figure.suptitle(figures["machine"], fontsize=10)
     figure.savefig(path, dpi=150)
 
 

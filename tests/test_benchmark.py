@@ -12,7 +12,7 @@ import benchmark_te as benchmark
 import checkpoint
 import cli
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from results import plain_gpt, timing
+from results import memory, plain_gpt, timing
 from results import speed_report as report
 from trainer_tools import ROOT
 
@@ -203,9 +203,24 @@ def test_a_file_of_something_else_is_left_alone(tmp_path, capsys):
     assert "holds something else" in capsys.readouterr().err
 
 
-def test_the_readme_shows_what_was_measured():
-    path, readme = ROOT / "results" / "speed.json", (ROOT / "README.md").read_text()
-    if not path.exists() or "<!-- speed -->" not in readme:
-        pytest.skip("no results/speed.json, or no table in README.md yet")
-    shown = readme.split("<!-- speed -->")[1].strip()
-    assert shown == report.table(json.loads(path.read_text()))
+def test_the_table_of_memory_leaves_what_is_missing_empty(tmp_path, capsys):
+    figures = {"peak_gib": 15.79, "peak_reserved_gib": 31.77}
+    rows = [{"shape": "124m-b32", "switch": "BF16 moments", "ms": 44.0} | figures, {"shape": "124m-b32", "switch": "defaults", "ms": 40.0} | figures,
+            {"shape": "c4096", "switch": "BF16 moments", "ms": 111.6} | figures, {"shape": "c4096", "switch": "defaults", "error": "out of memory"}]
+    path = tmp_path / "memory.json"
+    path.write_text(json.dumps(rows))
+    assert memory.main(["--table", str(path)]) is None
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + len(memory.SWITCHES) and {line.count("|") for line in lines} == {8}
+    assert lines[2] == "| defaults | 40.0 | 15.8 | 31.8 |  |  |  |"
+    assert "| BF16 moments | 44.0 (+10.0 %) | 15.8 | 31.8 | 111.6 | 15.8 | 31.8 |" in lines  # nothing to compare c4096's with
+    assert cli.run(lambda: memory.main(["--table", str(tmp_path / "nothing.json")]), "results/memory.py") == 2
+
+
+@pytest.mark.parametrize("page, mark, table, rows", [("README.md", "speed", report.table, "speed.json"),
+                                                     ("GUIDE.md", "memory", memory.table, "memory.json")])
+def test_a_page_shows_what_was_measured(page, mark, table, rows):
+    path, text = ROOT / "results" / rows, (ROOT / page).read_text()
+    if not path.exists() or f"<!-- {mark} -->" not in text:
+        pytest.skip(f"no results/{rows}, or no table in {page} yet")
+    assert text.split(f"<!-- {mark} -->")[1].strip() == table(json.loads(path.read_text()))
