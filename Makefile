@@ -3,7 +3,8 @@
 # make test-gpu  the tests that need one
 # make doctor    what is installed and what works, with a fix for what does not
 # make te        builds and installs Transformer Engine with what its build needs
-# make benchmark the speed table on this GPU (ARGS="--shapes 124m-b32" for one shape), its picture, and the table for README.md
+# make benchmark what results/ holds of speed and memory, measured on this GPU (an hour; ARGS="--shapes 124m-b32" for one shape's speed alone),
+#                the pictures, and the tables in README.md and GUIDE.md
 # In an environment that has everything already, run python train.py and pytest directly.
 PYTHON ?= python3
 VENV ?= .venv
@@ -29,9 +30,18 @@ doctor:
 te:
 	$(RUN) doctor.py --install
 
-benchmark: $(VENV)/.installed
-	$(RUN) benchmark_te.py --json results/speed.json --png results/speed.png $(ARGS)
-	$(RUN) results/speed_report.py results/speed.json
+benchmark: $(VENV)/.installed data/stdlib/meta.json
+	$(RUN) benchmark_te.py --json results/speed.json $(ARGS)
+ifeq ($(ARGS),)
+	$(RUN) benchmark_te.py --stack --json results/stack.json
+	$(RUN) benchmark_te.py --sweep --json results/crossover.json --time-budget 1000
+	$(RUN) benchmark_te.py --compile --json results/compile.json --time-budget 1000
+	$(RUN) benchmark_attention.py --json results/attention_h200.json
+	$(RUN) results/optimizer.py --json results/optimizer.json
+	$(RUN) results/memory.py --json results/memory.json
+	$(RUN) results/training.py
+endif
+	$(RUN) results/pages.py
 
 # Made once: `python data.py stdlib --force` makes it anew.
 data/stdlib/meta.json: | $(VENV)/.installed

@@ -337,18 +337,18 @@ def main(argv=None):
                 measure = partial(measure_block, arm, precision, shape, sets, expected)
                 add(row_of(measure, part="block", shape=str(shape), precision=precision, name=f"{arm}, {precision}"))
     if options.png:
-        plot(rows, options.png)
+        plot({"machine": fp8.describe(), **figures}, options.png)
 
 
-def plot(rows, path):
-    """A panel a shape, a bar a kernel: ms of forward (darker) and backward. Bars longer than five times the shortest are cut off."""
+def plot(result, path):
+    """`result`: what --json writes. A panel a shape, a bar a kernel: ms of forward (darker) and backward. Bars longer than five times the shortest are cut off."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     panels = {}
-    for row in rows:
+    for row in result["rows"]:
         panels.setdefault(f"{row['part']} {row['shape']}", []).append(row)
     figure, axes = plt.subplots(max(1, len(panels)), figsize=(11, 1 + 2.6 * max(1, len(panels))), layout="constrained", squeeze=False)
     for axis, (title, here) in zip(axes.flat, panels.items()):
@@ -365,7 +365,8 @@ def plot(rows, path):
         axis.set_xlim(right=1.25 * axis.get_xlim()[1])
         axis.invert_yaxis()
         axis.set_title(title, fontsize=9)
-    figure.suptitle(f"{fp8.describe()}: causal attention, forward (darker) + backward, ms{'' if HAS_GPU else '; on a CPU they mean nothing'}\n"
+    unless = "" if result["times_mean_something"] else "; on a CPU they mean nothing"
+    figure.suptitle(f"{result['machine']}: causal attention, forward (darker) + backward, ms{unless}\n"
                     "batch x length x heads x KV heads x head width", fontsize=10)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -208,7 +208,13 @@ def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, pr
 
 
 def in_a_line(error):
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:300]}"
+    """Its type and message; of a compiler's error without one, the line of code that it was about."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    places = [number for number, line in enumerate(lines) if line.startswith("File ") and number + 1 < len(lines)]
+    if lines[0].endswith(":") and places:
+        file, _, function = lines[places[-1]].partition(", line ")
+        lines[0] += f" at {lines[places[-1] + 1]} ({Path(file[5:].strip(chr(34))).name}, line {function})"
+    return f"{type(error).__name__}: {lines[0][:300]}"
 
 
 def attempt(arm, *args, **kwargs):

@@ -1,7 +1,6 @@
 """What each memory switch of train.py costs and saves: GPT-2 124M and width 4,096, on a GPU.
 
     python results/memory.py --json results/memory.json
-    python results/memory.py --table results/memory.json     # prints the guide's table of these rows
 
 Each switch alone against the defaults, in a process of its own (nothing of the one before is left in memory, and allocator settings hold from the
 start): milliseconds a step (median and slowest of 20, as in benchmark_te.py), the peak of allocated memory, and the peak that the allocator took
@@ -41,7 +40,6 @@ class Options:
     shapes: tuple[str, ...] = ("124m-b32", "c4096")  # Of benchmark_te.py.
     switches: tuple[str, ...] = tuple(SWITCHES)
     json: Path | None = None  # Write the rows here, after each of them; those of other shapes and switches in the file stay.
-    table: Path | None = None  # Print the rows of this file as a Markdown table, and measure nothing.
 
 
 def measure(shape, switch):
@@ -89,11 +87,6 @@ def main(argv=None):
         return
     options = cli.parse(Options, argv, prog="results/memory.py", description=__doc__)
     report.check_folder(options.json)
-    if options.table:
-        if not options.table.is_file():
-            raise ValueError(f"--table {options.table}: there is no such file; --json makes one")
-        print(table(speed_report.Rows(options.table, ("shape", "switch"), argv, "results/memory.py")))
-        return
     for unknown in set(options.switches) - set(SWITCHES):
         raise ValueError(f"--switches {unknown!r} is unknown; use {', '.join(map(repr, SWITCHES))}")
     if report.fp8.IS_REFERENCE:

@@ -1,10 +1,5 @@
-"""From the rows of benchmark_te.py to its pictures and to the README's table.
-
-    python results/speed_report.py results/speed.json                            # draws speed.png again, prints the table
-    python results/speed_report.py results/stack.json results/crossover.json     # draws these
-
-Here too: the file of rows.
-"""
+"""From the rows of benchmark_te.py to its pictures and to the pages' tables (`python results/pages.py` makes all of them anew); and the file of
+rows itself."""
 
 import datetime
 import json
@@ -81,6 +76,22 @@ def table(rows) -> str:
         peaks = [f"{group[arm]['peak_gib']:.1f}" for arm in ("plain", "fp8") if arm in group and group[arm]["peak_gib"]]
         floor = f"{group['fp8']['floor_ms']:.1f} of {group['fp8']['ms']:.1f} ms" if "fp8" in group else ""
         lines.append(f"| {shape}, {block} | " + " | ".join([*cells, " → ".join(peaks), floor]) + " |")
+    return "\n".join(lines)
+
+
+def compile_table(rows) -> str:
+    """Of benchmark_te.py --compile, as Markdown: thousands of tokens a second, in brackets graph breaks and seconds of compiling; or why not."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    lines = ["| `torch.compile` mode, recipe | " + " | ".join(f"`{model}`" for model in models) + " |", "| --- " * (len(models) + 1) + "|"]
+    for mode, recipe in dict.fromkeys((row["mode"], row["recipe"]) for row in rows):
+        cells = []
+        for model in models:
+            row = next((row for row in rows if (row["mode"], row["recipe"], row["model"]) == (mode, recipe, model)), None)
+            if row is None or "error" in row:
+                cells.append("" if row is None else row["error"].partition(":")[0])
+            else:
+                cells.append(f"{row['tokens_per_s'] / 1e3:.0f} k" + ("" if mode == "eager" else f" ({row['graph_breaks']}, {row['compile_s']:.0f} s)"))
+        lines.append(f"| {'not compiled' if mode == 'eager' else mode}, {recipe} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -184,19 +195,3 @@ def draw_crossover(rows, path):
     figure.colorbar(image, ax=both, label="tokens/s, FP8 ÷ BF16", extend="both")
     figure.suptitle(f"two layers, vocabulary 1,024; {_origin(rows)}", fontsize=9)
     figure.savefig(path, dpi=130)
-
-
-if __name__ == "__main__":
-    paths = [Path(name) for name in sys.argv[1:]]
-    if not paths or not all(path.is_file() for path in paths):
-        print("speed_report.py: name files that benchmark_te.py --json wrote: results/speed.json", file=sys.stderr)
-        sys.exit(2)
-    for path in paths:
-        found = json.loads(path.read_text())
-        if "label" in found[0]:
-            draw_stack(found, path.with_suffix(".png"))
-        elif "width" in found[0]:
-            draw_crossover(found, path.with_suffix(".png"))
-        elif "shape" in found[0]:
-            draw_speed(found, path.with_suffix(".png"))
-            print(table(found))

@@ -12,7 +12,7 @@ import benchmark_te as benchmark
 import checkpoint
 import cli
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from results import memory, plain_gpt, timing
+from results import memory, pages, plain_gpt, timing
 from results import speed_report as report
 from trainer_tools import ROOT
 
@@ -203,24 +203,40 @@ def test_a_file_of_something_else_is_left_alone(tmp_path, capsys):
     assert "holds something else" in capsys.readouterr().err
 
 
-def test_the_table_of_memory_leaves_what_is_missing_empty(tmp_path, capsys):
+def test_the_table_of_memory_leaves_what_is_missing_empty():
     figures = {"peak_gib": 15.79, "peak_reserved_gib": 31.77}
     rows = [{"shape": "124m-b32", "switch": "BF16 moments", "ms": 44.0} | figures, {"shape": "124m-b32", "switch": "defaults", "ms": 40.0} | figures,
             {"shape": "c4096", "switch": "BF16 moments", "ms": 111.6} | figures, {"shape": "c4096", "switch": "defaults", "error": "out of memory"}]
-    path = tmp_path / "memory.json"
-    path.write_text(json.dumps(rows))
-    assert memory.main(["--table", str(path)]) is None
-    lines = capsys.readouterr().out.splitlines()
+    lines = memory.table(rows).splitlines()
     assert len(lines) == 2 + len(memory.SWITCHES) and {line.count("|") for line in lines} == {8}
     assert lines[2] == "| defaults | 40.0 | 15.8 | 31.8 |  |  |  |"
     assert "| BF16 moments | 44.0 (+10.0 %) | 15.8 | 31.8 | 111.6 | 15.8 | 31.8 |" in lines  # nothing to compare c4096's with
-    assert cli.run(lambda: memory.main(["--table", str(tmp_path / "nothing.json")]), "results/memory.py") == 2
 
 
-@pytest.mark.parametrize("page, mark, table, rows", [("README.md", "speed", report.table, "speed.json"),
-                                                     ("GUIDE.md", "memory", memory.table, "memory.json")])
-def test_a_page_shows_what_was_measured(page, mark, table, rows):
-    path, text = ROOT / "results" / rows, (ROOT / page).read_text()
-    if not path.exists() or f"<!-- {mark} -->" not in text:
-        pytest.skip(f"no results/{rows}, or no table in {page} yet")
-    assert text.split(f"<!-- {mark} -->")[1].strip() == table(json.loads(path.read_text()))
+def test_the_pages_show_what_was_measured(capsys):
+    assert pages.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_a_page_whose_table_differs_is_written_anew(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pages, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(pages, "PICTURES", {})
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "memory.json").write_text((ROOT / "results" / "memory.json").read_text())
+    page, text = tmp_path / "GUIDE.md", (ROOT / "GUIDE.md").read_text()
+    page.write_text(text.replace("| BF16 moments |", "| BF16 moments, by hand |"))
+    assert pages.main(["--check"]) == 1 and "by hand" in page.read_text() and "GUIDE.md, memory" in capsys.readouterr().out
+    assert pages.main([]) == 0 and page.read_text() == text  # and nothing else on the page has changed
+    page.write_text("<!-- memory -->")
+    assert cli.run(lambda: pages.main([]), "results/pages.py") == 2 and page.read_text() == "<!-- memory -->"
+
+
+def test_the_table_of_torch_compile():
+    row = {"mode": "default", "recipe": "current", "graph_breaks": 2, "compile_s": 31.4, "tokens_per_s": 456_700.0}
+    rows = [row | {"model": "optimized"}, {"mode": "default", "recipe": "delayed", "model": "te", "error": "RuntimeError: not supported"}]
+    assert report.compile_table(rows).splitlines()[2:] == ["| default, current | 457 k (2, 31 s) |  |", "| default, delayed |  | RuntimeError |"]
+
+
+def test_an_error_in_a_line():
+    assert benchmark.in_a_line(ValueError("one\ntwo")) == "ValueError: one"
+    compiler = 'NotImplementedError: \n\nfrom user code:\n   File "/a/b/model.py", line 7, in forward\n    y = f(x)\n\nSet TORCHDYNAMO_VERBOSE=1'
+    assert benchmark.in_a_line(RuntimeError(compiler)) == "RuntimeError: NotImplementedError: at y = f(x) (model.py, line 7, in forward)"
