@@ -591,6 +591,10 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
     log.say(f"on {fp8.describe()}; {config.preset}, {precision}, {parameters / 1e6:,.2f} M parameters, "
             f"{tokens_per_step:,} tokens a step; {run}" + (f" from step {step}" if step else ""))
 
+    lacks = [name for name in ARCHITECTURE if getattr(config, name) != TrainConfig.__dataclass_fields__[name].default
+             and name not in ("preset", "model", *dataclasses.asdict(model_config))]
+    if lacks:
+        log.say(f"the model {config.model!r} has no {', '.join(lacks)}: what the preset {config.preset!r} says of them is left out")
     profiler.run, profiler.say = run, log.say
     saver = checkpoint.BackgroundSaver(config.background_saves)
 

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import fp8  # noqa: E402
 
-NAMES = {"plain": "nanoGPT, compiled", "plain-graph": "nanoGPT, CUDA graphs", "bf16": "ours, BF16", "fp8": "ours, FP8", "fp8-current": "ours, FP8 current", "fp8-block": "ours, FP8 block",
-         "hf-llama": "transformers' Llama, compiled"}
+NAMES = {"plain": "nanoGPT, compiled", "plain-graph": "nanoGPT, CUDA graphs", "bf16": "ours, BF16", "fp8": "ours, FP8",
+         "fp8-current": "ours, FP8 current", "fp8-block": "ours, FP8 block", "hf-llama": "transformers' Llama, compiled"}
 
 
 class Rows(list):

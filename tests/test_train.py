@@ -293,6 +293,16 @@ def test_preset_gives_defaults_that_options_override(capsys):
     assert "--n-embd" in help_text and "(default: 1024)" in help_text and "--fp8-amax-history-len" in help_text
 
 
+@pytest.mark.parametrize("model, lacks", [("te", "activation, use_rmsnorm, use_rotary"), ("optimized", None)])
+def test_what_a_model_lacks_of_its_preset_is_said(tokens, capsys, model, lacks):
+    """tiny is a Llama, model_te.py a GPT-2."""
+    assert run_train(f"{OPTIONS} --model {model} --max-steps 1 --eval-interval 0 --out-dir run", tokens) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+    assert len(said) == (lacks is not None) and all(f"'{model}' has no " in line and "'tiny'" in line for line in said)
+    if lacks:
+        assert all(name in said[0] for name in lacks.split(", "))
+
+
 def test_every_recipe_option_reaches_the_model(tokens, monkeypatch):
     seen = {}
     monkeypatch.setattr(train, "evaluate", lambda model, loader, steps: seen.update(model=model) or 0.0)
