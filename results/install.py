@@ -42,7 +42,7 @@ def main(argv=None):
         found = {"install_exit_code": built.returncode, "install_seconds": round(seconds, 1), "cpus": os.cpu_count(),
                  "commands": [line for line in built.stdout.splitlines() if " -m pip " in line],
                  "last_lines": built.stdout.splitlines()[-3:], "doctor_exit_code": checked.returncode,
-                 "doctor": [f"{check['status']:5} {check['line']}" for check in (json.loads(checked.stdout) if checked.stdout else {"checks": []})["checks"]]}
+                 "doctor": [f"{check['status']:5} {check['line']}" for check in json.loads(checked.stdout or '{"checks": []}')["checks"]]}
         for text in (found["commands"], found["last_lines"]):
             text[:] = [line.replace(folder, "VENV").replace(sys.prefix, "PREFIX") for line in text]
         report.write("results/install.py", argv, found, options.json)
