@@ -34,6 +34,8 @@ class Rows(list):
                 [[row[key] for key in keys] for row in self]
             except (TypeError, KeyError, ValueError) as error:
                 raise ValueError(f"--json {path} holds something else than rows with {', '.join(keys)}; name another file") from error
+            if self.origin["gpu"] == "CPU" and any(row.get("gpu", "CPU") != "CPU" for row in self):
+                raise ValueError(f"--json {path} holds what a GPU was measured at, and there is none here; name another file")
 
     def has(self, row) -> bool:
         """Whether a row with these keys was measured already."""

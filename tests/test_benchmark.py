@@ -213,6 +213,13 @@ def test_the_table_of_memory_leaves_what_is_missing_empty():
     assert "| BF16 moments | 44.0 (+10.0 %) | 15.8 | 31.8 | 111.6 | 15.8 | 31.8 |" in lines  # nothing to compare c4096's with
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it may")
+def test_a_machine_without_a_gpu_does_not_write_over_a_gpus_figures(capsys):
+    before = (ROOT / "results" / "speed.json").read_text()
+    assert cli.run(lambda: benchmark.main(["--shapes", "guide", "--arms", "bf16", "--json", str(ROOT / "results" / "speed.json")]), "benchmark_te.py") == 2
+    assert "name another file" in capsys.readouterr().err and (ROOT / "results" / "speed.json").read_text() == before
+
+
 def test_the_pages_show_what_was_measured(capsys):
     assert pages.main(["--check"]) == 0, capsys.readouterr().out
 
