@@ -278,6 +278,20 @@ def test_out_of_memory_before_the_first_step_is_one_line(tokens, capsys, monkeyp
     assert not list(Path(".").glob("run/step-*"))
 
 
+def test_out_of_memory_in_the_pass_for_the_scales_says_what_to_do(tokens, capsys, monkeypatch):
+    """That is the first pass of a new run with delayed scaling, so the one in which a batch that is too large shows."""
+    def warm_up_scales(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "warm_up_scales", warm_up_scales)
+        assert run_train(f"{OPTIONS} --out-dir run", tokens) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and "the first pass: out of memory; try, in this order: --micro-batch-size 2 --grad-accum 4" in lines[0]
+    assert "nothing is trained yet" in lines[0]
+    assert run_train(f"{OPTIONS} --micro-batch-size 2 --grad-accum 4 --max-steps 2 --eval-interval 0 --out-dir run", tokens) == 0
+
+
 def test_another_error_passes_as_it_is(tokens, monkeypatch):
     def run(*_, **__):
         raise RuntimeError("a bug")
