@@ -279,11 +279,11 @@ def pick_vocab_size(config: TrainConfig, tokens: dict) -> int:
 
 
 def make_run_folder(config: TrainConfig) -> str:
-    """Create the run's folder; a name that the user gave must be free."""
+    """Create the run's folder; a name that the user gave must be free, or an empty folder: a run that failed before its first step leaves one."""
     if config.out_dir is not None:
-        if os.path.lexists(config.out_dir):
+        if os.path.lexists(config.out_dir) and not (os.path.isdir(config.out_dir) and not os.listdir(config.out_dir)):
             raise ValueError(f"--out-dir {config.out_dir} exists: resume it with --resume, or name another")
-        os.makedirs(config.out_dir)
+        os.makedirs(config.out_dir, exist_ok=True)
         return config.out_dir
     for number in range(1, 1_000_000):
         run = f"out/{config.preset}" + (f"-{number}" if number > 1 else "")

@@ -289,7 +289,9 @@ def test_out_of_memory_in_the_pass_for_the_scales_says_what_to_do(tokens, capsys
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and "the first pass: out of memory; try, in this order: --micro-batch-size 2 --grad-accum 4" in lines[0]
     assert "nothing is trained yet" in lines[0]
-    assert run_train(f"{OPTIONS} --micro-batch-size 2 --grad-accum 4 --max-steps 2 --eval-interval 0 --out-dir run", tokens) == 0
+    again = f"{OPTIONS} --micro-batch-size 2 --grad-accum 4 --max-steps 2 --eval-interval 0 --out-dir run"
+    assert run_train(again, tokens) == 0  # under the same name: it holds nothing yet
+    assert run_train(again, tokens) == 2 and "--out-dir run exists" in capsys.readouterr().err
 
 
 def test_another_error_passes_as_it_is(tokens, monkeypatch):
