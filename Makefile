@@ -3,7 +3,7 @@
 # make test-gpu  the tests that need one
 # make doctor    what is installed and what works, with a fix for what does not
 # make te        builds and installs Transformer Engine with what its build needs
-# make benchmark what results/ holds of speed and memory, measured on this GPU (an hour; ARGS="--shapes 124m-b32" for one shape's speed alone),
+# make benchmark what results/ holds of speed and memory, measured on this GPU (ARGS="--shapes 124m-b32" for one shape's speed alone),
 #                the pictures, and the tables in README.md and GUIDE.md
 # In an environment that has everything already, run python train.py and pytest directly.
 PYTHON ?= python3

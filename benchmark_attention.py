@@ -3,8 +3,8 @@
     python benchmark_attention.py --json FILE --png FILE                       # both parts; the kernels' times add up to less than a minute
     python benchmark_attention.py --shapes 4x4096x32x8x128 --block-shapes      # one shape (batch x length x heads x KV heads x head width), no blocks
 
-All attention is causal, in BF16 except where a name says FP8. Before a kernel is timed, its output and gradients are compared with float64; one that is wrong is marked
-WRONG, however fast it is, and one that fails has its reason in place of its figures. What the times mean:
+All attention is causal, in BF16 except where a name says FP8. Before a kernel is timed, its output and gradients are compared with float64; one
+that is wrong is marked WRONG, however fast it is, and one that fails has its reason in place of its figures. What the times mean:
 
 - Medians of the GPU's own time (CUDA events). The GPU is kept waiting while Python queues a pass, so the time that Python needs is not in
   them: a small model that is slow because of Python needs a CUDA graph or torch.compile, not another kernel.
@@ -115,7 +115,8 @@ def te_attention_fp8(shape):
 
     draw = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
     for _ in range(3):
-        inputs = [draw(shape.batch, shape.length, heads, shape.head_dim, requires_grad=True) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+        inputs = [draw(shape.batch, shape.length, heads, shape.head_dim, requires_grad=True)
+                  for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
         one_pass(attend, (), inputs, draw(inputs[0].shape))
     return attend
 
@@ -239,7 +240,8 @@ def measure_kernel(make, shape, sets, expected):
     del found  # or it would count as memory that the kernel needs
     figures = timed(attend, sets)
     flops = dict(zip(("forward", "backward", "both"), shape.flops()))
-    return judged(("out", "dq", "dk", "dv"), errors, "fp8" if make is te_attention_fp8 else "kernel") | figures | {f"{n}_tflops": flops[n] / figures[f"{n}_ms"] / 1e9 for n in flops}
+    kind = "fp8" if make is te_attention_fp8 else "kernel"
+    return judged(("out", "dq", "dk", "dv"), errors, kind) | figures | {f"{n}_tflops": flops[n] / figures[f"{n}_ms"] / 1e9 for n in flops}
 
 
 def block_arms():
@@ -287,20 +289,22 @@ class Options:
     png: Path | None = None  # Draw them here.
 
 
+def worst_error(row):
+    return max((math.inf if e is None else e) for e in row["errors"].values())
+
+
 def verdict(row):
     """"" if the row agrees with float64 as far as rounding goes. FP8's rounding is what it is; anything else that far off is a mistake."""
-    worst = max((math.inf if e is None else e) for e in row["errors"].values())
-    return "" if row["agrees"] else f"errs by {worst:.0%}" if row["name"] == FP8_KERNEL and worst < 0.2 else "WRONG"
+    return "" if row["agrees"] else f"errs by {worst_error(row):.0%}" if row["name"] == FP8_KERNEL and worst_error(row) < 0.2 else "WRONG"
 
 
 def text_of(row):
     """A row of the table."""
     if "why_not" in row:
         return f"{row['name']:32}{row['why_not']}"
-    worst = max((math.inf if e is None else e) for e in row["errors"].values())
     tflops = f"{row['both_tflops']:9.1f}" if "both_tflops" in row else " " * 9
     gib = f"{row['peak_gib']:8.2f}" if row["peak_gib"] is not None else " " * 8
-    return (f"{row['name']:32}{row['forward_ms']:9.3f}{row['backward_ms']:10.3f}{row['both_ms']:9.3f}{tflops}{gib}{worst:10.1e}"
+    return (f"{row['name']:32}{row['forward_ms']:9.3f}{row['backward_ms']:10.3f}{row['both_ms']:9.3f}{tflops}{gib}{worst_error(row):10.1e}"
             f"  {verdict(row)}".rstrip())
 
 
@@ -341,7 +345,8 @@ def main(argv=None):
 
 
 def plot(result, path):
-    """`result`: what --json writes. A panel a shape, a bar a kernel: ms of forward (darker) and backward. Bars longer than five times the shortest are cut off."""
+    """`result`: what --json writes. A panel a shape, a bar a kernel: ms of forward (darker) and backward. Bars longer than five times the shortest
+    are cut off."""
     import matplotlib
 
     matplotlib.use("Agg")

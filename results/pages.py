@@ -47,16 +47,18 @@ def replace_table(text, mark, table):
 
 
 def main(argv=None):
-    options, wrong = cli.parse(Options, argv, prog="results/pages.py", description=__doc__), []
+    options, texts, wrong = cli.parse(Options, argv, prog="results/pages.py", description=__doc__), {}, []
     for mark, (page, name, make) in TABLES.items():
-        content, path = read(name), RESULTS.parent / page
+        content = read(name)
         if content is None:
             continue
-        text = path.read_text()
-        right = replace_table(text, mark, make(content))
-        wrong += [f"{page}, {mark}"] * (right != text)
+        path = RESULTS.parent / page
+        text = texts.get(path) or path.read_text()
+        texts[path] = replace_table(text, mark, make(content))
+        wrong += [f"{page}, {mark}"] * (texts[path] != text)
+    for path, text in texts.items():  # only now: a mark that is missing leaves every page as it was
         if not options.check:
-            path.write_text(right)
+            path.write_text(text)
     for name, draw in PICTURES.items():
         content = read(name)
         if content is not None and not options.check:

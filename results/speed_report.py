@@ -7,13 +7,10 @@ import os
 import re
 import shlex
 import sys
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import fp8  # noqa: E402
+import fp8
 
 NAMES = {"plain": "nanoGPT, compiled", "plain-graph": "nanoGPT, CUDA graphs", "bf16": "ours, BF16", "fp8": "ours, FP8",
          "fp8-current": "ours, FP8 current", "fp8-block": "ours, FP8 block", "hf-llama": "transformers' Llama, compiled"}

@@ -83,6 +83,13 @@ def test_a_wrong_kernel_is_marked(wrong, tensors, tmp_path, monkeypatch, capsys)
     assert all(other["agrees"] for name, other in rows.items() if name != "by hand" and "why_not" not in other)
 
 
+@pytest.mark.parametrize("name, error, told", [(bench.FP8_KERNEL, 0.11, "errs by 11%"), (bench.FP8_KERNEL, 0.5, "WRONG"), (bench.FP8_KERNEL, None, "WRONG"),
+                                               ("by hand", 0.11, "WRONG")])
+def test_rounding_is_excused_in_fp8_alone(name, error, told):
+    row = {"name": name, "errors": {"out": 0.01, "dq": error}, "agrees": False}
+    assert bench.verdict(row) == told and bench.verdict(row | {"agrees": True}) == ""
+
+
 def test_a_wrong_block_is_marked(tmp_path, monkeypatch):
     right = model_te_optimized.Attention.attend
     monkeypatch.setattr(model_te_optimized.Attention, "attend",

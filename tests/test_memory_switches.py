@@ -235,9 +235,12 @@ def test_a_switch_saves_memory_and_changes_no_result(switch, at_most, use_fp8):
     (plain, most, gradients), (losses, peak, ours) = measure(use_fp8), measure(use_fp8, **SWITCHES[switch])
     print(f"{switch}, FP8 {use_fp8}: {peak / 2**20:,.0f} MiB, without {most / 2**20:,.0f} MiB")
     torch.testing.assert_close(losses, plain, rtol=2e-3, atol=0)
-    exact = measure(False)[2] if use_fp8 else gradients
-    for a, b, c in zip(ours, gradients, exact):  # FP8 rounds each gradient by several per cent: in parts no further from BF16 than in one
-        assert (a - c).norm() <= 1.1 * (b - c).norm() + 0.02 * c.norm()
+    if use_fp8 and switch == "three parts":  # FP8 rounds other values, by several per cent each: in parts no further from BF16 than in one
+        for a, b, exact in zip(ours, gradients, measure(False)[2]):
+            assert (a - exact).norm() <= 1.1 * (b - exact).norm() + 0.02 * exact.norm()
+    else:
+        for a, b in zip(ours, gradients):
+            assert float((a - b).norm() / b.norm().clamp(min=1e-9)) < (0.1 if use_fp8 else 0.02)
     assert peak < at_most * most
 
 
