@@ -7,7 +7,7 @@ plain PyTorch. What is worth noticing:
   (`te.LayerNormMLP`). Fusing the norm lets TE write its output in FP8 at once. The final norm and the output head are one module too.
 - Between those three nothing is copied: attention reads queries, keys and values where the QKV product wrote them, and writes their
   gradients into one tensor (`fast_attention.py`, with FlashAttention); the loss hands its gradient to the output head in FP8 already
-  (`fast_loss.py`). Both files are optional: without them the same numbers come from plain PyTorch and TE, slower.
+  (`fast_loss.py`), as SwiGLU does (`fast_swiglu.py`). All three files are optional: without them plain PyTorch and TE do the same, slower.
 - FP8 is a region, not a type: parameters stay in bfloat16 (or float32), and inside `te.autocast` TE casts both sides of every matrix
   product to FP8 and keeps the scales. Attention, norms, residuals and the loss stay in high precision.
 - GPT-2 is the default. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False, tie_embeddings=False, n_kv_head=…`;
@@ -45,11 +45,10 @@ except ImportError:
     except ImportError:
         flash_attn_func = flash_attn_varlen_func = None
 
-try:  # faster, not different: see the two files
-    import fast_attention
-    import fast_loss
+try:
+    import fast_attention, fast_loss, fast_swiglu  # noqa: E401  faster, not different: see these files
 except ImportError:
-    fast_attention = fast_loss = None
+    fast_attention = fast_loss = fast_swiglu = None
 SplitAlongDim = None
 if te.__name__ != "te_reference":  # TE's split: its backward pass copies nothing where the gradients lie side by side
     from transformer_engine.pytorch.utils import SplitAlongDim
@@ -81,6 +80,7 @@ class OptimizedConfig:
     bias: bool = True
     tie_embeddings: bool = True  # the output head shares the embedding's weight
     attention: Optional[str] = None  # sdpa | te | flash | auto, the fastest that is there; None: as use_pytorch_sdpa says
+    fused_swiglu: bool = True  # on a GPU, the SwiGLU of fast_swiglu.py in place of TE's
     fused_loss: bool = True  # on a GPU, the loss of fast_loss.py in place of TE's
     gradient_checkpointing: bool = False  # recompute each block in backward: less memory, about a third more time
     checkpoint_every: int = 1  # with it: recompute only every so many-th block
@@ -95,7 +95,7 @@ class OptimizedConfig:
             if not ok:
                 raise ValueError(f"{type(self).__name__}.{field}={getattr(self, field)!r}: {rule}; {works} works")
 
-        for field in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
+        for field in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "checkpoint_every", "loss_chunks"):
             check(getattr(self, field) >= 1, field, "must be 1 or more", type(self).__dataclass_fields__[field].default)
         for field in ("dropout", "attn_dropout"):
             check(0 <= getattr(self, field) < 1, field, "must be at least 0 and less than 1", 0.0)
@@ -114,11 +114,8 @@ class OptimizedConfig:
         check(self.activation in ("gelu", "swiglu"), "activation", "must be 'gelu' or 'swiglu'", "'gelu'")
         if self.n_inner is None:
             self.n_inner = 4 * self.n_embd if self.activation == "gelu" else -(-8 * self.n_embd // 3 // 64) * 64
-        if self.attention is None:
-            self.attention = "sdpa" if self.use_pytorch_sdpa else "te"
+        self.attention = self.attention or ("sdpa" if self.use_pytorch_sdpa else "te")
         check(self.attention in ("sdpa", "te", "flash", "auto"), "attention", "must be 'sdpa', 'te', 'flash' or 'auto'", "'sdpa'")
-        for field in ("checkpoint_every", "loss_chunks"):
-            check(getattr(self, field) >= 1, field, "must be 1 or more", 1)
         check(0 <= self.offload_activations < (1 if self.gradient_checkpointing else self.n_layer), "offload_activations",
               f"must be less than n_layer={self.n_layer}, and 0 with gradient_checkpointing", 0)
         for field in ("fp8_skip_first", "fp8_skip_last"):
@@ -254,6 +251,8 @@ class Block(nn.Module):
         self.mlp = te.LayerNormMLP(config.n_embd, config.n_inner, eps=config.layernorm_epsilon, bias=config.bias,
                                    activation=config.activation, normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm",
                                    init_method=normal_init, output_layer_init_method=residual_init(config))
+        if config.fused_swiglu and fast_swiglu is not None:
+            fast_swiglu.accelerate(self.mlp)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, is_first_microbatch=None, kv_cache=None, documents=None):
