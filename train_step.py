@@ -137,6 +137,7 @@ class TrainStep:
         """Record the graphs. Nothing is trained by it: the passes that a recording must be preceded by leave the FP8 state, the random
         generator and the weights as they were."""
         accumulates = self.config.grad_accum > 1
+        torch.cuda.empty_cache()  # what earlier passes left there is of no use to another stream, and a second time as much would be taken
         self.inputs = [tensor.clone() for tensor in batches[0]]
         generator, stream = torch.cuda.get_rng_state(self.device), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
