@@ -9,8 +9,8 @@ Arms:
                 plain-eager: not compiled; plain-by-hand: nor with SDPA; plain-graph: compiled with mode="reduce-overhead".
 - bf16, fp8     model_te_optimized.py exactly as train.py trains it, without FP8 and with delayed scaling, each step a CUDA graph where train.py
                 would make it one. fp8-e4m3, fp8-current, fp8-block: other recipes. More words can follow: -eager (no CUDA graph), -libraries
-                (PyTorch's attention and Transformer Engine's loss), -fused, -te, -custom, -advanced (another model file), -accum4 (micro-batches
-                a step), -checkpointing (gradient checkpointing).
+                (PyTorch's attention, Transformer Engine's loss and SwiGLU), -te_swiglu (its SwiGLU alone), -fused, -te, -custom, -advanced
+                (another model file), -accum4 (micro-batches a step), -checkpointing (gradient checkpointing).
 - hf-llama      transformers.LlamaForCausalLM with BF16 weights and moments (no float32 masters: less work than the others), SDPA, torch.compile,
                 PyTorch's fused AdamW. Llama has no QK-norm; the others' block "modern" has.
 
@@ -84,7 +84,9 @@ def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
         elif re.fullmatch("accum[1-9][0-9]*", word):
             changes["grad_accum"] = int(word.removeprefix("accum"))
         elif word == "libraries":  # no kernel of this kit's own but the optimizer's
-            changes |= {"attention": "sdpa", "fused_loss": False}
+            changes |= {"attention": "sdpa", "fused_loss": False, "fused_swiglu": False}
+        elif word == "te_swiglu":
+            changes["fused_swiglu"] = False
         elif word == "checkpointing":
             changes["gradient_checkpointing"] = True
         else:
@@ -214,7 +216,7 @@ def in_a_line(error):
     if lines[0].endswith(":") and places:
         file, _, function = lines[places[-1]].partition(", line ")
         lines[0] += f" at {lines[places[-1] + 1]} ({Path(file[5:].strip(chr(34))).name}, line {function})"
-    return f"{type(error).__name__}: {lines[0][:300]}"
+    return f"{type(error).__name__}: {lines[0].replace(f'{Path(__file__).parent}/', '')[:300]}"  # of a file here the name is enough
 
 
 def attempt(arm, *args, **kwargs):

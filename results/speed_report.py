@@ -79,19 +79,23 @@ def table(rows) -> str:
 
 
 def compile_table(rows) -> str:
-    """Of benchmark_te.py --compile, as Markdown: thousands of tokens a second, in brackets graph breaks and seconds of compiling; or why not."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
+    """Of benchmark_te.py --compile, as Markdown: thousands of tokens a second, in brackets graph breaks and seconds of compiling; below the table
+    why a pair failed."""
+    models, reasons = list(dict.fromkeys(row["model"] for row in rows)), []
     lines = ["| `torch.compile` mode, recipe | " + " | ".join(f"`{model}`" for model in models) + " |", "| --- " * (len(models) + 1) + "|"]
     for mode, recipe in dict.fromkeys((row["mode"], row["recipe"]) for row in rows):
         cells = []
         for model in models:
             row = next((row for row in rows if (row["mode"], row["recipe"], row["model"]) == (mode, recipe, model)), None)
-            if row is None or "error" in row:
-                cells.append("" if row is None else row["error"].partition(":")[0])
+            if row is None or row.get("error", "").startswith("not run"):
+                cells.append("")
+            elif "error" in row:
+                reasons += [row["error"]] * (row["error"] not in reasons)
+                cells.append(f"fails, {reasons.index(row['error']) + 1}")
             else:
                 cells.append(f"{row['tokens_per_s'] / 1e3:.0f} k" + ("" if mode == "eager" else f" ({row['graph_breaks']}, {row['compile_s']:.0f} s)"))
         lines.append(f"| {'not compiled' if mode == 'eager' else mode}, {recipe} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join(lines + [""] * bool(reasons) + [f"{number}. `{reason}`" for number, reason in enumerate(reasons, 1)])
 
 
 def _axes(width, height, columns=1, **options):

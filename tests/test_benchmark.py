@@ -241,11 +241,16 @@ def test_a_page_whose_table_differs_is_written_anew(tmp_path, monkeypatch, capsy
 
 def test_the_table_of_torch_compile():
     row = {"mode": "default", "recipe": "current", "graph_breaks": 2, "compile_s": 31.4, "tokens_per_s": 456_700.0}
-    rows = [row | {"model": "optimized"}, {"mode": "default", "recipe": "delayed", "model": "te", "error": "RuntimeError: not supported"}]
-    assert report.compile_table(rows).splitlines()[2:] == ["| default, current | 457 k (2, 31 s) |  |", "| default, delayed |  | RuntimeError |"]
+    failed = {"mode": "default", "model": "te", "error": "RuntimeError: not supported"}
+    rows = [row | {"model": "optimized"}, failed | {"recipe": "delayed"}, failed | {"recipe": "none"},
+            row | {"model": "optimized", "recipe": "none", "error": "not run: time budget"}]
+    assert report.compile_table(rows).splitlines()[2:] == [
+        "| default, current | 457 k (2, 31 s) |  |", "| default, delayed |  | fails, 1 |", "| default, none |  | fails, 1 |", "",
+        "1. `RuntimeError: not supported`"]
 
 
 def test_an_error_in_a_line():
     assert benchmark.in_a_line(ValueError("one\ntwo")) == "ValueError: one"
     compiler = 'NotImplementedError: \n\nfrom user code:\n   File "/a/b/model.py", line 7, in forward\n    y = f(x)\n\nSet TORCHDYNAMO_VERBOSE=1'
     assert benchmark.in_a_line(RuntimeError(compiler)) == "RuntimeError: NotImplementedError: at y = f(x) (model.py, line 7, in forward)"
+    assert benchmark.in_a_line(OSError(f"no {ROOT}/train.py")) == "OSError: no train.py"
