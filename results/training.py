@@ -8,7 +8,8 @@ Speed: GPT-2 124M, 32 x 1,024 tokens a step, 1,000 steps with data loading, a lo
 clock from step 100 to the last, against `benchmark_te.py`'s bare steps at the same shape, minutes apart on the same GPU.
 
 Switches: 300 steps of 8 x 1,024 tokens, one switch turned at a time, all with one seed, and two more seeds. A switch changes nothing if the
-loss at the end (mean of the last 50 steps) differs from the default's by no more than the seeds differ among themselves.
+loss at the end (mean of the last 50 steps) differs from the default's, or the modern block's, by no more than the seeds differ among
+themselves.
 """
 
 import json
@@ -28,7 +29,8 @@ from results import stability_report as report  # noqa: E402
 COMMON = "--preset gpt2-124m --vocab-size 50304 --grad-accum 1 --warmup-steps 50 --eval-interval 0 --eval-steps 2 --keep-checkpoints 1"
 REAL = "--micro-batch-size 32 --max-steps 1000 --log-interval 10 --checkpoint-interval 500"
 SHORT = "--micro-batch-size 8 --max-steps 300 --log-interval 1 --checkpoint-interval 0"
-SWITCHES = {  # name -> options; the first is what all others are compared with
+MODERN = "--activation swiglu --use-rmsnorm --use-rotary --use-qk-norm --no-bias --n-kv-head 4"
+SWITCHES = {  # name -> options
     "default": "",
     "seed 2": "--seed 2",
     "seed 3": "--seed 3",
@@ -41,6 +43,8 @@ SWITCHES = {  # name -> options; the first is what all others are compared with
     "2 micro-batches of 4": "--micro-batch-size 4 --grad-accum 2",
     "FP8 current": "--fp8-recipe current",
     "BF16": "--fp8-recipe none",
+    "modern block": MODERN,
+    "modern block, Transformer Engine's SwiGLU": f"{MODERN} --no-fused-swiglu",
 }
 
 
@@ -94,9 +98,11 @@ def measure_switches(scratch, data, jobs, write):
 def compare(losses):
     seeds = [final(losses[name]) for name in losses if name == "default" or name.startswith("seed")]
     spread = max(seeds) - min(seeds)
-    rows = [{"switch": name, "options": SWITCHES[name], "final_loss": final(values), "difference": final(values) - final(losses["default"]),
-             "agrees": abs(final(values) - final(losses["default"])) <= spread, "losses": [round(v, 5) for v in values]}
-            for name, values in losses.items()]
+    rows = []
+    for name, values in losses.items():
+        difference = final(values) - final(losses["modern block" if name.startswith("modern") else "default"])
+        rows.append({"switch": name, "options": SWITCHES[name], "final_loss": final(values), "difference": difference,
+                     "agrees": abs(difference) <= spread, "losses": [round(v, 5) for v in values]})
     return {"command": f"python train.py {COMMON} {SHORT}", "spread_of_seeds": spread, "rows": rows}
 
 
@@ -117,7 +123,7 @@ def plot(figures, path):
     right.axvspan(-spread, spread, color="tab:green", alpha=0.15, label="spread of three seeds")
     right.barh([row["switch"] for row in rows], [row["difference"] for row in rows])
     right.invert_yaxis()
-    right.set(xlabel="final loss minus the default's", title="one switch at a time")
+    right.set(xlabel="final loss minus the default's (or the modern block's)", title="one switch at a time")
     right.legend(frameon=False, fontsize=8)
     figure.suptitle(figures["machine"], fontsize=10)
     figure.savefig(path, dpi=150)
@@ -137,7 +143,7 @@ def main(argv=None):
         speed = figures["speed"]
         print(f"real run {speed['tokens_per_s']:,.0f} tokens/s, benchmark {speed['benchmark_tokens_per_s']:,.0f}: {100 * speed['ratio']:.1f} %")
     for row in figures["switches"]["rows"]:
-        print(f"{row['switch']:28} {row['final_loss']:.4f}  {row['difference']:+.4f}  {'agrees' if row['agrees'] else 'DIFFERS'}")
+        print(f"{row['switch']:42} {row['final_loss']:.4f}  {row['difference']:+.4f}  {'agrees' if row['agrees'] else 'DIFFERS'}")
 
 
 if __name__ == "__main__":
