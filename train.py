@@ -34,7 +34,7 @@ import fp8_health
 import profiling
 from data import Loader, get_tokenizer
 from sample import generate, pick_device
-from train_step import TrainStep, make_optimizer, recipe_of, warm_up_scales
+from train_step import TrainStep, make_optimizer, recipe_of, wants_graph, warm_up_scales
 
 
 @dataclass
@@ -551,6 +551,7 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
     model_config = checkpoint.make_model_config(config.model, dataclasses.asdict(config) | {"use_fp8": recipe is not None})
     if recipe is not None:
         fp8.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
+    wants_graph(config, device)
 
     profiler = profiling.Profiler(config, device, enabled=rank == 0, first_step=meta["step"] + 1 if meta else 1)
 

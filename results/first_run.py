@@ -16,10 +16,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
+import cli  # noqa: E402
+import fp8  # noqa: E402
+
 DATA = "data/first_run"
 COMMON = ["--preset", "gpt2-124m", "--data", DATA, "--warmup-steps", "30", "--log-interval", "1", "--eval-steps", "10",
           "--checkpoint-interval", "0", "--keep-checkpoints", "1"]
@@ -31,6 +36,11 @@ RUNS = {  # name -> (options, environment)
     "FP8 current": (SHORT + ["--fp8-recipe", "current"], {}),
     "FP8 delayed, te_reference": (SHORT + ["--fp8-recipe", "delayed"], {"NANOTE_REFERENCE": "1"}),
 }
+
+
+@dataclass
+class Options:
+    plot: bool = False  # Draw the committed JSON again, and measure nothing.
 
 
 def call(*arguments, **environment):
@@ -97,9 +107,19 @@ def plot(result):
     figure.savefig(HERE / "first_run.png", dpi=150)
 
 
-if __name__ == "__main__":
-    result = json.loads((HERE / "first_run.json").read_text()) if "--plot" in sys.argv else measure()
+def main(argv=None):
+    options = cli.parse(Options, argv, prog="results/first_run.py", description=__doc__)
+    if not options.plot:
+        if fp8.IS_REFERENCE:
+            raise ValueError("this run is a proof on a GPU with Transformer Engine, and there is none here; --plot draws the committed figures")
+        if not (ROOT / DATA / "meta.json").is_file():
+            raise ValueError(f"{DATA} is not there; --help begins with the command that makes it")
+    result = json.loads((HERE / "first_run.json").read_text()) if options.plot else measure()
     plot(result)
     for name, run in result["runs"].items():
         print(f"{name:28s} {run['tokens_per_s']:>9,} tokens/s  MFU {100 * run['mfu']:5.1f} %  peak {run['peak_gib']:6.2f} GiB  "
               f"loss {run['final_loss']:.4f}  val {run['val_loss']:.4f}")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, "results/first_run.py"))

@@ -9,12 +9,12 @@ Four kinds of case, drawn at random with heavy-tailed data, zeros and outliers:
 - module: forward and backward over several steps, from the same weights. Outputs and gradients within the rounding that `bounds` derives.
 """
 
-import argparse
 import datetime
 import json
 import math
 import random
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,13 +22,18 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import cli  # noqa: E402
 import te_reference as ref  # noqa: E402
-import transformer_engine  # noqa: E402
-import transformer_engine.pytorch as te  # noqa: E402
-import transformer_engine_torch as tex  # noqa: E402
-from transformer_engine.common import recipe as te_recipe  # noqa: E402
-from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer  # noqa: E402
-from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer  # noqa: E402
+try:
+    import transformer_engine
+    import transformer_engine.pytorch as te
+    import transformer_engine_torch as tex
+    from transformer_engine.common import recipe as te_recipe
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+except ImportError as error:
+    print(f"results/reference_vs_te.py: compares with Transformer Engine on a GPU, but: {error}; python doctor.py says why", file=sys.stderr)
+    sys.exit(2)
 
 FP8 = {torch.float8_e4m3fn: tex.DType.kFloat8E4M3, torch.float8_e5m2: tex.DType.kFloat8E5M2}
 TE_DTYPE = {torch.bfloat16: tex.DType.kBFloat16, torch.float32: tex.DType.kFloat32}
@@ -194,21 +199,24 @@ def module_case(rng):
                 compare("scales", sides[1][1].fp8_meta[key].scale, sides[0][1].fp8_meta[key].scale, case)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=400)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    rng = random.Random(args.seed)
-    torch.manual_seed(args.seed)
-    for number in range(args.cases):
+@dataclass
+class Options:
+    cases: int = 400  # Drawn, a quarter of each kind.
+    seed: int = 0
+
+
+def main(argv=None):
+    options = cli.parse(Options, argv, prog="results/reference_vs_te.py", description=__doc__)
+    rng = random.Random(options.seed)
+    torch.manual_seed(options.seed)
+    for number in range(options.cases):
         (tensor_case, history_case, norm_case, module_case)[number % 4](rng)
         counts["cases"] += 1
     passed = not (counts["mismatched_bytes"] or counts["mismatched_scales"] or counts["mismatched_histories"]) \
         and counts["mismatched_bytes_behind_norm"] <= counts["compared_bytes_behind_norm"] / 10_000 \
         and all(entry["value"] <= entry["bound"] for entry in worst.values())
     result = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "transformer_engine": transformer_engine.__version__,
-              "date": datetime.date.today().isoformat(), "command": f"python results/reference_vs_te.py --cases {args.cases} --seed {args.seed}",
+              "date": datetime.date.today().isoformat(), "command": f"python results/reference_vs_te.py --cases {options.cases} --seed {options.seed}",
               "passed": passed, **counts, "worst": worst}
     (Path(__file__).resolve().parent / "reference_vs_te.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
@@ -216,4 +224,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run(main, "results/reference_vs_te.py"))

@@ -104,6 +104,7 @@ CASES = [  # script, arguments, what the line must hold, what to break first
     ("train.py", f"{GOOD} --fp8-param --fp8-recipe none", ["--fp8-param", "--fp8-recipe delayed"]),
     ("train.py", f"{GOOD} --model fused --use-qk-norm", ["--use-qk-norm", "'fused'", "--model optimized"]),
     ("train.py", f"{GOOD} --compile", ["--compile", "DelayedScaling", "--fp8-recipe current"]),
+    ("train.py", f"{GOOD} --cuda-graph on", ["--cuda-graph on", "no GPU", "leave the option out"]),
     # train.py: data
     ("train.py", f"{OPTIONS} --data nowhere", ["nowhere", "python data.py"]),
     ("train.py", f"{OPTIONS} --data file.txt", ["file.txt", "python data.py"]),
@@ -154,7 +155,8 @@ CASES = [  # script, arguments, what the line must hold, what to break first
 
 
 def tree(folder):
-    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in Path(folder).rglob("*") if path.is_file()}
+    """Every file with the time it was written, every folder."""
+    return {str(path.relative_to(folder)): path.is_file() and path.stat().st_mtime_ns for path in Path(folder).rglob("*")}
 
 
 def check(script, error, words):
@@ -181,7 +183,8 @@ def test_one_line_exit_2_and_nothing_written(world, monkeypatch, capsys, script,
 
 
 @pytest.mark.parametrize("script, arguments, words", [("train.py", "--preset gpt3", ["gpt3"]), ("sample.py", "out/none", ["out/good"]),
-                                                      ("data.py", "text tokens", ["directory"])])
+                                                      ("data.py", "text tokens", ["directory"]),
+                                                      ("results/first_run.py", "--plott", ["--plot"]), ("results/memory.py", "--switches less", ["less"])])
 def test_the_scripts_themselves_say_it_the_same_way(world, script, arguments, words):
     done = subprocess.run([sys.executable, ROOT / script, *arguments.split()], cwd=world, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == ""
