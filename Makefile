@@ -36,7 +36,7 @@ ifeq ($(ARGS),)
 	$(RUN) benchmark_te.py --stack --json results/stack.json
 	$(RUN) benchmark_te.py --sweep --json results/crossover.json --time-budget 1000
 	$(RUN) benchmark_te.py --compile --json results/compile.json --time-budget 1000
-	$(RUN) benchmark_attention.py --json results/attention_h200.json
+	$(RUN) benchmark_attention.py --json results/attention.json
 	$(RUN) results/optimizer.py --json results/optimizer.json
 	$(RUN) results/memory.py --json results/memory.json
 	$(RUN) results/training.py

@@ -17,7 +17,7 @@ from results import first_run, memory, speed_report, stability_report, training 
 
 PICTURES = {  # file -> what draws its content; the picture lies beside it
     "speed": speed_report.draw_speed, "stack": speed_report.draw_stack, "crossover": speed_report.draw_crossover,
-    "attention_h200": benchmark_attention.plot, "training": training.plot, "first_run": lambda result, path: first_run.plot(result),
+    "attention": benchmark_attention.plot, "training": training.plot, "first_run": lambda result, path: first_run.plot(result),
     "stability_h200": stability_report.plot, "stability_cpu": stability_report.plot,
 }
 TABLES = {  # mark in the page -> page, file, what makes a Markdown table of its content
