@@ -22,6 +22,8 @@ import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Optional
 
 import torch
@@ -45,10 +47,8 @@ except ImportError:
     except ImportError:
         flash_attn_func = flash_attn_varlen_func = None
 
-try:
-    import fast_attention, fast_loss, fast_swiglu  # noqa: E401  faster, not different: see these files
-except ImportError:
-    fast_attention = fast_loss = fast_swiglu = None
+fast_attention, fast_loss, fast_swiglu = (  # faster, not different: see these files
+    import_module(name) if find_spec(name) and find_spec("triton") else None for name in ("fast_attention", "fast_loss", "fast_swiglu"))
 SplitAlongDim = None
 if te.__name__ != "te_reference":  # TE's split: its backward pass copies nothing where the gradients lie side by side
     from transformer_engine.pytorch.utils import SplitAlongDim
