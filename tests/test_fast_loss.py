@@ -332,6 +332,22 @@ def test_second_backward_through_an_fp8_head_raises():
         loss.backward()
 
 
+def after_three_calls(step, graphed):
+    """`step`, which returns tensors, once its kernels are compiled: itself, or its replay as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    if not graphed:
+        return step
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    return lambda: graph.replay() or captured
+
+
 @pytest.mark.gpu
 def test_a_step_as_a_cuda_graph():
     """Loss, gradients, amax history and scale after 3 eager steps and 2 replays are those of 5 eager steps."""
@@ -345,23 +361,12 @@ def test_a_step_as_a_cuda_graph():
             loss = cross_entropy(forward(x), labels, head)
             return [loss, *torch.autograd.grad(loss, [x, head.weight, head.layer_norm_weight])]
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        replay = step
-        if graphed:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                captured = step()
-            replay = lambda: graph.replay() or captured
+        step = after_three_calls(step, graphed)
         for _ in range(2):
             with torch.no_grad():
                 x.mul_(-1.5)
                 labels.add_(1).remainder_(1040)
-            results = replay()
+            results = step()
         state = head.fp8_meta["scaling_bwd"]
         return [t.detach().clone() for t in (*results, state.amax_history, state.scale)]
 

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 import fast_swiglu  # noqa: E402
-from test_fast_loss import _casts_that_round  # noqa: F401  on the CPU: repairs the casts of Triton's interpreter
+from test_fast_loss import _casts_that_round, after_three_calls  # noqa: E402, F401  the first: on the CPU repairs casts of Triton's interpreter
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -462,22 +462,11 @@ def test_a_step_as_a_cuda_graph(hopper):
             y = forward(x)
             return [y, *torch.autograd.grad(y.float().square().sum(), [x, *mlp.parameters()])]
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        replay = step
-        if graphed:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                captured = step()
-            replay = lambda: graph.replay() or captured
+        step = after_three_calls(step, graphed)
         for _ in range(2):
             with torch.no_grad():
                 x.mul_(-1.5)
-            results = replay()
+            results = step()
         return [t.detach().clone() for t in (*results, *scaling_state(mlp))]
 
     for eager, graphed in zip(run(False), run(True)):
