@@ -5,10 +5,9 @@ delayed scaling on Hopper, Transformer Engine (TE) writes SwiGLU's output in FP8
 (Hopper's FP8 matrix products sum along rows only); the gradient it writes in BF16, for another kernel to cast and transpose. What is notable:
 
 - Here one kernel reads the BF16 input, computes in float32, records the amax, and writes both layouts.
-- Values pass through BF16 on their way to FP8, as TE's gradient does, so that they change layout between threads in 16 bits: that takes half
-  the time of 32, and 8 bits Triton 3.6 gets wrong on Hopper. One byte in thirty is then the other neighbour of a value halfway between two.
-- These kernels are bound by instructions as much as by memory: hence a reciprocal and a rounding of one instruction each, where Triton's
-  own take six and cost four times as much.
+- Values pass through BF16 on their way to FP8, as TE's gradient does, so that they change layout between threads in 16 bits: half of what 32
+  would move, and 8 bits Triton 3.6 gets wrong on Hopper. What BF16 rounds to halfway between two FP8 numbers may become the other one.
+- Instructions count here as much as bytes: hence a reciprocal and a rounding of one instruction each, where Triton's own take several.
 - The price: the transposed activation is there from forward to backward, one byte for each token and inner feature of a layer.
 - `accelerate(mlp)` replaces two things in TE: the table in which LayerNormMLP looks its activation up, and the method in which it tells the
   activation's quantizer that no transpose is wanted. Modules that were not accelerated, and what these kernels are not made for, go on to
@@ -186,13 +185,13 @@ def _tiles(rows, columns):
 
 @triton.jit
 def _reciprocal(x):
-    """1/x to the last bit but one, in one instruction: a division of Triton's takes six."""
+    """1/x to the last bit but one, in one instruction."""
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def _round(x):
-    """To BF16, two values an instruction; Triton's cast takes one value in four times the time."""
+    """To BF16, two values an instruction."""
     return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
