@@ -27,3 +27,11 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _same_random_numbers():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    """The folder of a small corpus, one for all tests of a file."""
+    from trainer_tools import make_tokens  # here, since it imports the scripts
+
+    return make_tokens(tmp_path_factory.mktemp("corpus") / "tokens")

@@ -23,17 +23,12 @@ import data
 import fp8
 import train
 from results import faults
-from trainer_tools import ROOT, make_tokens, metrics, run_train
+from trainer_tools import ROOT, metrics, run_train
 from trainer_tools import OPTIONS as LARGER
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = f"{LARGER} --n-layer 1 --micro-batch-size 2"
 NOT_FINITE = [math.nan, math.inf, -math.inf]
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return make_tokens(tmp_path_factory.mktemp("corpus") / "tokens")
 
 
 @pytest.fixture(scope="module")

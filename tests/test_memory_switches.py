@@ -8,7 +8,7 @@ import te_reference
 import train
 import train_step
 from model_te_optimized import DelayedScaling, OptimizedConfig, OptimizedGPT2Model, te
-from trainer_tools import OPTIONS, make_tokens, metrics, run_train
+from trainer_tools import OPTIONS, metrics, run_train
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = dict(vocab_size=96, n_positions=64, n_embd=64, n_layer=4, n_head=4, dropout=0.1)
@@ -157,11 +157,6 @@ def test_what_a_model_refuses(options, told):
 
 
 # ---- the trainer
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return make_tokens(tmp_path_factory.mktemp("corpus") / "tokens")
-
 
 def losses_of(run):
     return torch.tensor([record["loss"] for record in metrics(run)])

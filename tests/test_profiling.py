@@ -16,15 +16,10 @@ import profiling
 import train
 from profiling import GIB, what_would_fit
 from train import TrainConfig
-from trainer_tools import OPTIONS, make_tokens, metrics, run_train
+from trainer_tools import OPTIONS, metrics, run_train
 
 SHORT = OPTIONS.replace("--max-steps 24", "--max-steps 6").replace("--n-layer 2", "--n-layer 1") + " --eval-interval 0 --eval-steps 1"
 ON_GPU = OPTIONS.replace("--device cpu", "--device cuda").replace("--dropout 0.1", "").replace("--n-embd 64", "--n-embd 128")
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return make_tokens(tmp_path_factory.mktemp("corpus") / "tokens")
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer_tools import make_tokens, run_train
+from trainer_tools import run_train
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -42,11 +42,6 @@ def test_every_option_exists(command, capsys):
         main([*subcommand, "--help"])
     text = capsys.readouterr().out
     assert options == [o for o in options if re.search(rf"{o}\b", text)]
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return make_tokens(tmp_path_factory.mktemp("readme") / "tokens")
 
 
 @pytest.mark.parametrize("command", [c for c in SCRIPTS if parts(c)[0] == "train.py" and not {"--help", "--resume"} & set(parts(c)[1])])

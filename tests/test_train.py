@@ -15,12 +15,7 @@ from safetensors.torch import load_file
 
 import checkpoint
 import train
-from trainer_tools import OPTIONS, ROOT, make_tokens, metrics, run_train, spawn_train
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return make_tokens(tmp_path_factory.mktemp("corpus") / "tokens")
+from trainer_tools import OPTIONS, ROOT, metrics, run_train, spawn_train
 
 
 @pytest.fixture(autouse=True)
