@@ -551,7 +551,7 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
     model_config = checkpoint.make_model_config(config.model, dataclasses.asdict(config) | {"use_fp8": recipe is not None})
     if recipe is not None:
         fp8.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
-    wants_graph(config, device)
+    wants_graph(config, device)  # refuses a --cuda-graph on that cannot be
 
     profiler = profiling.Profiler(config, device, enabled=rank == 0, first_step=meta["step"] + 1 if meta else 1)
 
