@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 CHUNK = 8192  # parameters of a program: enough to keep a processor's memory pipeline full, few enough to divide small tensors
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @triton.jit
@@ -79,6 +80,26 @@ def _update(at, mask, weight, gradient, exp_avg, exp_avg_sq, exact, correction1,
         tl.store(weight + at, w.to(weight.dtype.element_ty), mask)
 
 
+@triton.jit
+def _squares(tables, chunks, sums, gradient_type: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """sums (programs,) float32: of each chunk's gradients, squared. Tables as for `_adam`."""
+    program = tl.program_id(0)
+    row = tables + 6 * tl.load(chunks + 2 * program)
+    start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
+    gradient, size = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(gradient_type)), 16), tl.load(row + 5)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    if start + CHUNK <= size:
+        for block in range(CHUNK // BLOCK):
+            g = tl.load(gradient + start + block * BLOCK + tl.arange(0, BLOCK)).to(tl.float32)
+            squares += g * g
+    else:
+        for block in range(CHUNK // BLOCK):
+            at = start + block * BLOCK + tl.arange(0, BLOCK)
+            g = tl.load(gradient + at, at < size, 0.0).to(tl.float32)
+            squares += g * g
+    tl.store(sums + program, tl.sum(squares))
+
+
 class FastAdam(torch.optim.Optimizer):
     """AdamW for BF16 parameters (with float32 masters) or float32 ones, all of one type. The learning rate and the step count are tensors
     on the device, so that a CUDA graph may hold the step: `group["lr"].fill_(…)`."""
@@ -136,12 +157,22 @@ class FastAdam(torch.optim.Optimizer):
                                    torch.tensor(group["betas"], dtype=torch.float64, device=device))
 
     @torch.no_grad()
+    def gradient_norm(self):
+        """The 2-norm of all gradients together, () float32. (torch.nn.utils.get_total_norm rounds one of each tensor to the gradients' type.)"""
+        self.prepare()
+        sums = []
+        for _, table, chunks, _ in self.tables.values():
+            sums.append(torch.empty(len(chunks), device=table.device))
+            if len(chunks):
+                _squares[(len(chunks),)](table, chunks, sums[-1], TYPES[self.dtype], CHUNK, BLOCK=1024, num_warps=4)
+        return torch.cat(sums).sum().sqrt()
+
+    @torch.no_grad()
     def step(self, closure=None, grad_scale=None):
         """`grad_scale`: () float32 on the device, what gradients are multiplied by; the gradients themselves stay as they are. Where it is
         not finite the step is skipped: weights, state and step count stay as they are, and the host does not learn of it."""
         self.prepare()
         counts = 1 if grad_scale is None else torch.isfinite(grad_scale)
-        types = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
         for number, group in enumerate(self.param_groups):
             group["step"] += counts
             _, table, chunks, betas = self.tables[number]
@@ -150,7 +181,7 @@ class FastAdam(torch.optim.Optimizer):
             corrections = (1 - betas ** group["step"]).float()
             scale = torch.ones((), device=table.device) if grad_scale is None else grad_scale
             _adam[(len(chunks),)](table, chunks, corrections, group["lr"], scale, *group["betas"], group["eps"], group["weight_decay"],
-                                  types[self.dtype], self.master, types[self.moment_dtype], CHUNK, BLOCK=1024, num_warps=4)
+                                  TYPES[self.dtype], self.master, TYPES[self.moment_dtype], CHUNK, BLOCK=1024, num_warps=4)
 
     def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict)  # this rounds the state to the parameters' type: put the values back

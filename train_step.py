@@ -123,12 +123,13 @@ class TrainStep:
         return loss.detach()
 
     def update(self):
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients).float()
-        if hasattr(self.optimizer, "prepare"):  # FastAdam clips as it reads the gradients
+        if hasattr(self.optimizer, "gradient_norm"):  # FastAdam clips as it reads the gradients
+            norm = self.optimizer.gradient_norm()
             largest = self.config.grad_clip or math.inf
             self.optimizer.step(grad_scale=(largest / (norm + 1e-6)).clamp(max=1.0) + 0 * norm)  # NaN, by which it skips a step: see there
-        elif norm.isfinite():  # on a GPU this waits for it, which costs little where Python launches every kernel
+            return norm
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]).float()
+        if norm.isfinite():  # on a GPU this waits for it, which costs little where Python launches every kernel
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.grad_clip or math.inf, norm)
             self.optimizer.step()
         return norm

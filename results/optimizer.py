@@ -3,7 +3,7 @@
     python results/optimizer.py [--json FILE]
 
 Milliseconds (median of 20 steps, replayed as a CUDA graph where the optimizer allows it) and the memory bandwidth that the bytes each one
-has to move amount to. Clipping is not part of it.
+has to move amount to; and the gradients' norm, by which they are clipped, PyTorch's and fast_adam.py's.
 """
 
 import sys
@@ -41,15 +41,14 @@ def optimizers(model):
     yield "fast_adam, remainders, BF16 moments", FastAdam(parameters, moment_dtype=torch.bfloat16), 16
 
 
-def measure(optimizer):
-    """Median milliseconds of a step."""
+def measure(step, graphed):
+    """Median milliseconds of `step()`."""
     for _ in range(3):
-        optimizer.step()
-    step = optimizer.step
-    if getattr(optimizer, "capturable", False) or optimizer.defaults.get("capturable"):
+        step()
+    if graphed:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            optimizer.step()
+            step()
         step = graph.replay
     times = []
     for _ in range(20):
@@ -76,12 +75,19 @@ def main(argv=None):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         for name, optimizer, size_of in optimizers(model):
-            ms = measure(optimizer)
-            rows.append({"size": size, "parameters": count, "optimizer": name, "ms": ms, "bytes_per_parameter": size_of,
-                         "terabytes_per_s": count * size_of / ms / 1e9})
-            print(f"{size:18} {name:44} {ms:8.3f} ms  {rows[-1]['terabytes_per_s']:.2f} TB/s", flush=True)
+            graphed = getattr(optimizer, "capturable", False) or optimizer.defaults.get("capturable")
+            steps = {name: (optimizer.step, size_of)}
+            if name == "fast_adam, remainders":
+                gradients = [parameter.grad for parameter in model.parameters()]
+                steps |= {"norm: torch get_total_norm": (lambda: torch.nn.utils.get_total_norm(gradients), 2),
+                          "norm: fast_adam": (optimizer.gradient_norm, 2)}
+            for name, (step, size_of) in steps.items():
+                ms = measure(step, graphed)
+                rows.append({"size": size, "parameters": count, "optimizer": name, "ms": ms, "bytes_per_parameter": size_of,
+                             "terabytes_per_s": count * size_of / ms / 1e9})
+                print(f"{size:18} {name:44} {ms:8.3f} ms  {rows[-1]['terabytes_per_s']:.2f} TB/s", flush=True)
             optimizer.state.clear()
-            del optimizer
+            del optimizer, steps
         del model
         torch.cuda.empty_cache()
     report.write("results/optimizer.py", argv, {"rows": rows}, options.json)

@@ -105,6 +105,24 @@ def test_a_parameter_without_gradient_stays():
     assert torch.equal(params[1], before) and not torch.equal(params[3].detach(), parameters(torch.bfloat16)[3].detach())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_norm_of_the_gradients(dtype):
+    params = parameters(dtype)
+    optimizer = FastAdam(groups(params))
+    for parameter, gradient in zip(params, gradients(0, dtype)):
+        parameter.grad = gradient
+    norm = optimizer.gradient_norm()
+    exact = torch.cat([p.grad.double().flatten() for p in params]).norm()
+    assert norm.dtype == torch.float32 and norm.shape == () and norm.item() == pytest.approx(exact.item(), rel=1e-6)
+    params[2].grad[-1] = 1e3  # in the chunk that is partly filled
+    assert optimizer.gradient_norm().item() == pytest.approx((exact**2 + 1e6 - gradients(0, dtype)[2][-1].double() ** 2).sqrt().item(), rel=1e-6)
+    params[2].grad[-1] = float("nan")
+    assert optimizer.gradient_norm().isnan()
+    params[2].grad = None
+    rest = torch.cat([p.grad.double().flatten() for p in params if p.grad is not None]).norm()
+    assert optimizer.gradient_norm().item() == pytest.approx(rest.item(), rel=1e-6)
+
+
 def test_mixed_types_are_refused():
     with pytest.raises(ValueError, match="all must be"):
         FastAdam([torch.nn.Parameter(torch.zeros(4, device=DEVICE)), torch.nn.Parameter(torch.zeros(4, device=DEVICE).bfloat16())])
