@@ -84,9 +84,9 @@ def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
         elif re.fullmatch("accum[1-9][0-9]*", word):
             changes["grad_accum"] = int(word.removeprefix("accum"))
         elif word == "libraries":  # no kernel of this kit's own but the optimizer's
-            changes |= {"attention": "sdpa", "fused_loss": False, "fused_swiglu": False}
-        elif word == "te_swiglu":
-            changes["fused_swiglu"] = False
+            changes |= {"attention": "sdpa", "fused_loss": False, "fused_block": False}
+        elif word == "te_block":
+            changes["fused_block"] = False
         elif word == "checkpointing":
             changes["gradient_checkpointing"] = True
         else:

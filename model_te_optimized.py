@@ -7,14 +7,13 @@ plain PyTorch. What is worth noticing:
   (`te.LayerNormMLP`). Fusing the norm lets TE write its output in FP8 at once. The final norm and the output head are one module too.
 - Between those three nothing is copied: attention reads queries, keys and values where the QKV product wrote them, and writes their
   gradients into one tensor (`fast_attention.py`, with FlashAttention); the loss hands its gradient to the output head in FP8 already
-  (`fast_loss.py`), as SwiGLU does (`fast_swiglu.py`). All three files are optional: without them plain PyTorch and TE do the same, slower.
+  (`fast_loss.py`). `fast_block.py` trains across the modules' borders. All three are optional: without them plain PyTorch and TE do it, slower.
 - FP8 is a region, not a type: parameters stay in bfloat16 (or float32), and inside `te.autocast` TE casts both sides of every matrix
   product to FP8 and keeps the scales. Attention, norms, residuals and the loss stay in high precision.
 - GPT-2 is the default. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False, tie_embeddings=False, n_kv_head=…`;
   Qwen3 adds `use_qk_norm` and `head_dim`.
 
-References: GPT-2 (Radford et al. 2019), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), GQA (Ainslie et al. 2023),
-FP8 (Micikevicius et al. 2022).
+References: GPT-2 (Radford et al. 2019), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), GQA (Ainslie et al. 2023), FP8 (Micikevicius et al. 2022).
 """
 
 import math
@@ -47,8 +46,8 @@ except ImportError:
     except ImportError:
         flash_attn_func = flash_attn_varlen_func = None
 
-fast_attention, fast_loss, fast_swiglu = (  # faster, not different: see these files
-    import_module(name) if find_spec(name) and find_spec("triton") else None for name in ("fast_attention", "fast_loss", "fast_swiglu"))
+fast_attention, fast_loss, fast_block = (  # faster, not different: see these files
+    import_module(name) if find_spec(name) and find_spec("triton") else None for name in ("fast_attention", "fast_loss", "fast_block"))
 SplitAlongDim = None
 if te.__name__ != "te_reference":  # TE's split: its backward pass copies nothing where the gradients lie side by side
     from transformer_engine.pytorch.utils import SplitAlongDim
@@ -80,7 +79,7 @@ class OptimizedConfig:
     bias: bool = True
     tie_embeddings: bool = True  # the output head shares the embedding's weight
     attention: Optional[str] = None  # sdpa | te | flash | auto, the fastest that is there; None: as use_pytorch_sdpa says
-    fused_swiglu: bool = True  # on a GPU, the SwiGLU of fast_swiglu.py in place of TE's
+    fused_block: bool = True  # on a Hopper GPU, training under delayed scaling by fast_block.py in place of TE's modules
     fused_loss: bool = True  # on a GPU, the loss of fast_loss.py in place of TE's
     gradient_checkpointing: bool = False  # recompute each block in backward: less memory, about a third more time
     checkpoint_every: int = 1  # with it: recompute only every so many-th block
@@ -199,14 +198,16 @@ class Attention(nn.Module):
         self.proj = te.Linear(q_size, config.n_embd, bias=config.bias, init_method=residual_init(config))
 
     def forward(self, x, rope=None, is_first_microbatch=None, kv_cache=None, documents=None):
+        qkv = self.qkv(x, is_first_microbatch=is_first_microbatch).view(*x.shape[:2], -1, self.config.head_dim)
+        return self.proj(self.mix(qkv, rope, kv_cache, documents), is_first_microbatch=is_first_microbatch)
+
+    def mix(self, qkv, rope=None, kv_cache=None, documents=None):
+        """QK-norm, RoPE and attention: the heads of queries, keys and values (B, S, heads, D) -> (B, S, n_head · D)."""
         config = self.config
-        batch, length, _ = x.shape
-        qkv = self.qkv(x, is_first_microbatch=is_first_microbatch).view(batch, length, -1, config.head_dim)
         if self.kernel == "flash" and fast_attention is not None and kv_cache is None and qkv.dtype == torch.bfloat16:
             norms = (self.q_norm.weight, self.k_norm.weight) if config.use_qk_norm else (None, None)
-            y = fast_attention.packed_attention(qkv, config.n_head, config.n_kv_head, rope, *norms, config.layernorm_epsilon,
-                                                cu_seqlens=documents[0] if documents else None)
-            return self.proj(y, is_first_microbatch=is_first_microbatch)
+            return fast_attention.packed_attention(qkv, config.n_head, config.n_kv_head, rope, *norms, config.layernorm_epsilon,
+                                                   cu_seqlens=documents[0] if documents else None)
         sizes = [config.n_head, config.n_kv_head, config.n_kv_head]
         q, k, v = SplitAlongDim.apply(qkv, 2, sizes) if self.kernel == "te" and SplitAlongDim else qkv.split(sizes, dim=2)  # (B, S, heads, D)
         if config.use_qk_norm:
@@ -215,8 +216,7 @@ class Attention(nn.Module):
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         if kv_cache is not None:
             k, v = kv_cache.append(self.layer, k, v)
-        y = self.attend(q, k, v, generating=kv_cache is not None, documents=documents)
-        return self.proj(y.reshape(batch, length, -1), is_first_microbatch=is_first_microbatch)
+        return self.attend(q, k, v, generating=kv_cache is not None, documents=documents).reshape(*qkv.shape[:2], -1)
 
     def attend(self, q, k, v, generating, documents=None):
         """q (B, S, n_head, D), k and v (B, S', n_kv_head, D), the last S of S' positions are q's
@@ -251,8 +251,6 @@ class Block(nn.Module):
         self.mlp = te.LayerNormMLP(config.n_embd, config.n_inner, eps=config.layernorm_epsilon, bias=config.bias,
                                    activation=config.activation, normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm",
                                    init_method=normal_init, output_layer_init_method=residual_init(config))
-        if config.fused_swiglu and fast_swiglu is not None:
-            fast_swiglu.accelerate(self.mlp)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, is_first_microbatch=None, kv_cache=None, documents=None):
@@ -323,17 +321,20 @@ class OptimizedGPT2Model(nn.Module):
             x = x + self.wpe(positions)
         x = self.dropout(x)
         with te.autocast(enabled=config.use_fp8, recipe=self.fp8_recipe):
-            for layer, block in enumerate(self.blocks):
-                with nullcontext() if config.in_fp8(layer) else te.autocast(enabled=False, recipe=self.fp8_recipe):
-                    learns = self.training and torch.is_grad_enabled()
-                    if config.gradient_checkpointing and learns and layer % config.checkpoint_every == 0:
-                        x = te.checkpoint(block, x, rope=rope, is_first_microbatch=is_first_microbatch, documents=documents)
-                    elif config.offload_activations and learns:
-                        with self.offload:
+            if config.fused_block and fast_block is not None and kv_cache is None and not fast_block.why_not(self):
+                x = fast_block.blocks(self, x, rope, is_first_microbatch, documents)
+            else:
+                for layer, block in enumerate(self.blocks):
+                    with nullcontext() if config.in_fp8(layer) else te.autocast(enabled=False, recipe=self.fp8_recipe):
+                        learns = self.training and torch.is_grad_enabled()
+                        if config.gradient_checkpointing and learns and layer % config.checkpoint_every == 0:
+                            x = te.checkpoint(block, x, rope=rope, is_first_microbatch=is_first_microbatch, documents=documents)
+                        elif config.offload_activations and learns:
+                            with self.offload:
+                                x = block(x, rope, is_first_microbatch, kv_cache, documents)
+                            x = self.offloaded(x)
+                        else:
                             x = block(x, rope, is_first_microbatch, kv_cache, documents)
-                        x = self.offloaded(x)
-                    else:
-                        x = block(x, rope, is_first_microbatch, kv_cache, documents)
             if kv_cache is not None:
                 kv_cache.length += length
             with te.autocast(enabled=config.use_fp8 and config.fp8_lm_head, recipe=self.fp8_recipe):

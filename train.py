@@ -68,7 +68,7 @@ class TrainConfig:
     attn_dropout: float = 0.0  # Of attention probabilities.
     attention: Literal["auto", "sdpa", "te", "flash"] | None = "auto"
     """Attention kernel; auto: FlashAttention if it is installed, else Transformer Engine's, on a CPU PyTorch's."""
-    fused_swiglu: bool = True  # On a GPU, SwiGLU with kernels of this kit's own (fast_swiglu.py); no: Transformer Engine's.
+    fused_block: bool = True  # On a Hopper GPU, delayed scaling's blocks with kernels of this kit's own (fast_block.py); no: by their modules.
     fused_loss: bool = True  # On a GPU, the loss with kernels of this kit's own (fast_loss.py); no: Transformer Engine's.
     gradient_checkpointing: bool = False  # Recompute each block in the backward pass: less memory, about a third more work.
     checkpoint_every: int = 1  # With --gradient-checkpointing: recompute only every so many-th block.
@@ -196,7 +196,7 @@ def read_options(argv) -> tuple[TrainConfig, Path | None, dict | None]:
         default = dataclasses.replace(default, out_dir=str(folder.parent), resume=True, profile=None, nsys=None, memory_snapshot=None)
     config = cli.parse(TrainConfig, argv, prog="train.py", description=__doc__, default=default)
     switches = {field.name for field in dataclasses.fields(checkpoint.model_classes(config.model)[1])}
-    for name in ARCHITECTURE + ["attention", "fused_loss", "fused_swiglu", "gradient_checkpointing", "checkpoint_every", "offload_activations",
+    for name in ARCHITECTURE + ["attention", "fused_loss", "fused_block", "gradient_checkpointing", "checkpoint_every", "offload_activations",
                                 "loss_chunks"]:
         if name not in ("preset", "model", *switches) and getattr(config, name) != getattr(default, name):
             raise ValueError(f"--{name.replace('_', '-')}: the model {config.model!r} has no such switch; --model optimized has")

@@ -53,7 +53,7 @@ def test_a_graph_is_the_step(options):
 
 
 @pytest.mark.parametrize("options", [MODERN, {}])
-@pytest.mark.parametrize("switch", [{"attention": "sdpa"}, {"attention": "te"}, {"fused_loss": False}, {"fused_swiglu": False},
+@pytest.mark.parametrize("switch", [{"attention": "sdpa"}, {"attention": "te"}, {"fused_loss": False}, {"fused_block": False},
                                     {"param_remainders": False}])
 def test_a_switch_changes_no_result(options, switch):
     torch.testing.assert_close(losses(**options)[:, 0], losses(**options, **switch)[:, 0], rtol=3e-3, atol=0)

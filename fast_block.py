@@ -1,0 +1,249 @@
+"""The training pass of a GPT's blocks in FP8, written out: matrix products, and between them the kernels of `fast_casts.py`.
+
+Transformer Engine's modules each read their input from memory and write their output to it in BF16. Here the same parameters, scales and amax
+histories, which stay in those modules, are used across their borders. With `FP8` for "times its scale, cast, by rows and transposed":
+
+    stream += branch + bias                                       the residual stream, and what the block before adds to it
+    hidden = FP8(norm(stream)) @ FP8(weight)                      NormLinear: QKV, the MLP's first product
+    branch = FP8(activation(hidden + bias)) @ FP8(weight)         Linear: attention's projection (without activation), the MLP's second product
+
+- A product's bias belongs to whoever reads its output next: the residual stream, the activation. Attention stands between a QKV product and
+  its reader, and nothing follows the last product: those add their bias themselves.
+- So does the cast of a gradient: the gradient of the stream is added up and cast for the branch's product, that of an activation's input
+  for the product before. They are handed over as a `Float8Tensor`, which autograd passes on like any tensor.
+- This is delayed scaling, which knows the scales beforehand. Whatever else a run may ask for (`why_not`) goes through the modules, which
+  compute the same; a step may go this way and the next one that way.
+- Products are Transformer Engine's, with the modules' settings: sums in float32, but forward in FP8's faster accumulation.
+
+The modules' own way of doing this is in Transformer Engine's `pytorch/module/layernorm_linear.py`, `linear.py` and `layernorm_mlp.py`.
+"""
+
+import torch
+
+import fast_casts
+
+
+def available(return_reason=False):
+    """Whether this runs here: bool, or (bool, why not) as Transformer Engine's functions of this kind do."""
+    reason = _why_not_here()
+    return (not reason, reason) if return_reason else not reason
+
+
+def _why_not_here():
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "compute capability 9.0 is needed: Ada cannot cast float32 to FP8 in one rounding, Blackwell needs no transposed copy"
+    try:
+        from transformer_engine.pytorch.module.base import quantize_weight  # noqa: F401
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # noqa: F401
+    except ImportError as error:
+        return f"Transformer Engine 2.20 is needed: {error}"
+    return ""
+
+
+def why_not(model):
+    """The reason why this pass of a model_te_optimized.py model goes through its modules; "" where it comes here."""
+    config = model.config
+    weights = [p for p in model.parameters() if p.dim() == 2]
+    reasons = [
+        (not (model.training and torch.is_grad_enabled()), "no gradients are wanted"),
+        (not config.use_fp8 or not model.fp8_recipe.delayed(), "the recipe is not delayed scaling"),
+        (config.fp8_skip_first + config.fp8_skip_last > 0, "some blocks stay in high precision"),
+        (config.gradient_checkpointing or config.offload_activations > 0, "what backward needs is not kept, or not on the GPU"),
+        (config.dropout > 0, "dropout lies between the products"),
+        (any(type(p) is not torch.nn.Parameter or p.dtype != torch.bfloat16 for p in weights), "weights are not kept in BF16"),
+        (torch.compiler.is_compiling(), "torch.compile knows the modules only"),
+        (any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules()), "someone watches the modules"),
+    ]
+    return next((reason for holds, reason in reasons if holds), "" if available() else _why_not_here())
+
+
+def blocks(model, x, rope=None, is_first_microbatch=None, documents=None):
+    """`model.blocks`, one after the other, inside `te.autocast`: (B, S, n_embd) -> (B, S, n_embd). The arguments are those of `Block.forward`."""
+    shape = x.shape
+    x, branch, bias = x.flatten(0, 1), None, None
+    for block in model.blocks:
+        attn, mlp = block.attn, block.mlp
+        x, qkv = norm_linear(x, branch, bias, attn.qkv, "", is_first_microbatch, adds_bias=True)
+        y = attn.mix(qkv.view(*shape[:2], -1, attn.config.head_dim), rope, documents=documents)
+        branch, bias = linear(y.flatten(0, 1), None, None, attn.proj, "", is_first_microbatch)
+        x, hidden = norm_linear(x, branch, bias, mlp, "fc1_", is_first_microbatch)
+        branch, bias = linear(hidden, mlp.activation, _parameter(mlp, "fc1_bias"), mlp, "fc2_", is_first_microbatch,
+                              adds_bias=block is model.blocks[-1])
+    return (x + branch).view(shape)
+
+
+def norm_linear(x, branch, bias, module, name, is_first_microbatch=None, adds_bias=False):
+    """Residual stream, norm and a product -> the stream x + branch + bias, and norm(stream) @ weightᵀ, with the product's bias if `adds_bias`.
+
+    x, branch: (N, C) BF16; branch None: the stream is x. bias: (C,), the branch's, or None. `module`: a `te.LayerNormLinear` or
+    `te.LayerNormMLP`, whose norm and product `name` ("" or "fc1_") it is.
+    """
+    module.prepare_forward(x, num_gemms=2 if name else 1)
+    module.end_forward()
+    weight, own_bias = getattr(module, f"{name}weight"), _parameter(module, f"{name}bias") if adds_bias else None
+    return _NormLinear.apply(x, branch, bias, module.layer_norm_weight, module.layer_norm_bias, weight, own_bias, module.eps,
+                             _Product(module, name, is_first_microbatch), _quantizer_of(branch))
+
+
+def linear(x, activation, bias, module, name, is_first_microbatch=None, adds_bias=False):
+    """activation(x + bias) @ weightᵀ -> (N, outputs) BF16, and the product's own bias, still to be added, or None.
+
+    x: (N, inputs) BF16, twice as wide for swiglu. activation: "gelu", "swiglu", or None, then bias is None. `module`: a `te.Linear`, or the
+    `te.LayerNormMLP` whose product `name` ("fc2_") it is.
+    """
+    if not name:
+        module.prepare_forward(x)
+        module.end_forward()
+    own_bias = _parameter(module, f"{name}bias")
+    branch = _Linear.apply(x, bias, getattr(module, f"{name}weight"), own_bias if adds_bias else None, activation,
+                           _Product(module, name, is_first_microbatch), _quantizer_of(x) if activation else None)
+    return branch, None if adds_bias else own_bias
+
+
+def _parameter(module, name):
+    return getattr(module, name) if module.use_bias else None  # TE has empty ones where there is no bias
+
+
+def _quantizer_of(x):
+    """What the product that x came out of casts x's gradient with."""
+    if x is None:
+        return None
+    if not hasattr(x.grad_fn, "grad_output_quantizer"):
+        raise ValueError("fast_block: a branch, and what an activation reads, must be what linear and norm_linear returned, untouched: their "
+                         "gradients are handed over in FP8")
+    return x.grad_fn.grad_output_quantizer
+
+
+def _place(quantizer):
+    """A quantizer of delayed scaling as the kernels take it: scale, amax, type."""
+    from transformer_engine.pytorch.constants import TE_DType_To_Torch
+
+    return quantizer.scale, quantizer.amax, TE_DType_To_Torch[quantizer.dtype]
+
+
+class _Product:
+    """One matrix product of a TE module: where its three tensors find their scales, and its weight in FP8."""
+
+    def __init__(self, module, name, is_first_microbatch):
+        number = name == "fc2_"  # TE's numbering: forward input, weight, output; backward gradient of output, of input
+        forward, backward = module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
+        self.input, self.quantizer, self.gradient = forward[3 * number], forward[3 * number + 1], backward[2 * number]
+        self.module, self.name, self.is_first_microbatch = module, f"{name}weight", is_first_microbatch
+
+    def weight(self):
+        """In FP8, cast now unless this step has done so."""
+        from transformer_engine.pytorch.module.base import quantize_weight
+
+        kept, first = self.module._fp8_workspaces, self.is_first_microbatch
+        self.quantizer.set_usage(rowwise=True, columnwise=True)
+        weight, fresh = quantize_weight(tensor=getattr(self.module, self.name).detach(), quantizer=self.quantizer, cache=first is not None,
+                                        workspace=None if first is None else kept.get(self.name), update_workspace=first is not False)
+        if fresh is not None:
+            kept[self.name] = fresh.detach()
+        return weight
+
+
+def _fp8(by_rows, by_columns, scale_inv, quantizer):
+    """FP8's three as Transformer Engine's products take them; by_rows or by_columns may be None where a product does not need it."""
+    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+
+    return Float8TensorStorage(data=None if by_rows is None else by_rows.view(torch.uint8), fp8_scale_inv=scale_inv, fp8_dtype=quantizer.dtype,
+                               data_transpose=None if by_columns is None else by_columns.view(torch.uint8), fake_dtype=torch.bfloat16)
+
+
+def _hand_over(out, quantizer):
+    """FP8's three as a tensor that autograd passes on."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+
+    by_rows, by_columns, scale_inv = out
+    return Float8Tensor(shape=by_rows.shape, dtype=torch.bfloat16, data=by_rows.view(torch.uint8), data_transpose=by_columns.view(torch.uint8),
+                        fp8_scale_inv=scale_inv, fp8_dtype=quantizer.dtype, quantizer=quantizer, device=by_rows.device)
+
+
+def _multiply(a, b, layout="TN", bias=None):
+    """Transformer Engine's product, in BF16: "TN" b @ aᵀ + bias, for a weight a; "NN" b @ a, for a gradient b; "NT" bᵀ @ a, the weight's."""
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    return general_gemm(a, b, layout=layout, bias=bias, out_dtype=torch.bfloat16, use_split_accumulator=layout != "TN", grad=layout != "TN")[0]
+
+
+def _back_through_product(ctx, gradient, weight, x):
+    """-> the gradients of the product's input, its weight and its bias or None. The output's: in BF16, or handed over in FP8."""
+    dbias = None
+    if hasattr(gradient, "_data"):
+        if ctx.use_bias:
+            dbias = gradient.dequantize().sum(0)
+    else:
+        _, out, dbias = fast_casts.cast(gradient.contiguous(), None, *_place(ctx.grad_output_quantizer), with_sums=ctx.use_bias)
+        gradient = _fp8(*out, ctx.grad_output_quantizer)
+    return _multiply(weight, gradient, "NN"), _multiply(x, gradient, "NT"), dbias
+
+
+def _back_through_norm(gradient, stream, mean, rstd, weight):
+    """Transformer Engine's -> the gradients of the stream, of weight, and of the shift or None."""
+    import transformer_engine_torch as tex
+
+    if mean is None:
+        return *tex.rmsnorm_bwd(gradient, stream, rstd, weight, 0, False), None
+    return tex.layernorm_bwd(gradient, stream, mean, rstd, weight, 0, False)
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, branch, branch_bias, norm_weight, norm_bias, weight, bias, eps, product, branch_quantizer):
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        stream, (by_rows, by_columns, scale_inv), mean, rstd = fast_casts.norm(x, branch, branch_bias, norm_weight, norm_bias, eps,
+                                                                               *_place(product.input))
+        weight = product.weight()
+        ctx.save_for_backward(stream, mean, rstd, norm_weight, by_columns, scale_inv, weight._transpose, weight._scale_inv)
+        ctx.product, ctx.branch_quantizer, ctx.has_branch_bias = product, branch_quantizer, branch_bias is not None
+        ctx.grad_output_quantizer, ctx.use_bias, ctx.debug = product.gradient, bias is not None, False  # the names that TE's modules use
+        ctx.updates_scales = FP8GlobalStateManager.is_first_fp8_module()  # the first one forward is the last one backward
+        ctx.set_materialize_grads(False)
+        return stream, _multiply(weight, _fp8(by_rows, None, scale_inv, product.input), bias=bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, stream_gradient, gradient):
+        stream, mean, rstd, norm_weight, normed, normed_inv, weight, weight_inv = ctx.saved_tensors
+        dnorm, dweight, dbias = _back_through_product(ctx, gradient, _fp8(None, weight, weight_inv, ctx.product.quantizer),
+                                                      _fp8(None, normed, normed_inv, ctx.product.input))
+        dx, dnorm_weight, dnorm_bias = _back_through_norm(dnorm, stream, mean, rstd, norm_weight)
+        dbranch = dbranch_bias = None
+        if ctx.branch_quantizer is not None:
+            dx, out, dbranch_bias = fast_casts.cast(dx, stream_gradient, *_place(ctx.branch_quantizer), with_sums=ctx.has_branch_bias)
+            dbranch = _hand_over(out, ctx.branch_quantizer)
+        elif stream_gradient is not None:
+            dx = dx + stream_gradient
+        if ctx.updates_scales:
+            from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+        return dx, dbranch, dbranch_bias, dnorm_weight, dnorm_bias, dweight, dbias, None, None, None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, x_bias, weight, bias, activation, product, x_quantizer):
+        place = _place(product.input)
+        by_rows, by_columns, scale_inv = fast_casts.activate(activation, x, x_bias, *place) if activation else fast_casts.cast(x, None, *place)[1]
+        weight = product.weight()
+        ctx.save_for_backward(*((x, x_bias) if activation else (None, None)), by_columns, scale_inv, weight._transpose, weight._scale_inv)
+        ctx.product, ctx.activation, ctx.x_quantizer = product, activation, x_quantizer
+        ctx.grad_output_quantizer, ctx.use_bias, ctx.debug = product.gradient, bias is not None, False
+        return _multiply(weight, _fp8(by_rows, None, scale_inv, product.input), bias=bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        x, x_bias, activated, activated_inv, weight, weight_inv = ctx.saved_tensors
+        dx, dweight, dbias = _back_through_product(ctx, gradient, _fp8(None, weight, weight_inv, ctx.product.quantizer),
+                                                   _fp8(None, activated, activated_inv, ctx.product.input))
+        dx_bias = None
+        if ctx.activation:
+            dx, dx_bias = fast_casts.activate_backward(ctx.activation, dx, x, x_bias, *_place(ctx.x_quantizer))
+            dx = _hand_over(dx, ctx.x_quantizer)
+        return dx, dx_bias, dweight, dbias, None, None, None

@@ -1,0 +1,322 @@
+"""What lies between the matrix products of a GPT in FP8, each in one pass over memory that leaves FP8 behind: norm, activation, cast.
+
+These operations move far more bytes than they compute, so all that counts is how often their tensors are read and written. What is notable:
+
+- Hopper's FP8 products sum along rows only, so what goes into one is needed by rows and, for the weight's gradient, transposed. Every kernel
+  here leaves both, where Transformer Engine (TE) would read a tensor once more to cast it and again to transpose it.
+- The residual stream is added up where it is normalised, and its gradient where it is cast for the product before.
+- A bias is added, and its gradient summed up, by whoever reads the product's output next.
+- What is transposed here passes through BF16 on its way to FP8, so that it changes layout between threads in 16 bits: half of what 32 would
+  move, and 8 bits Triton 3.6 gets wrong on Hopper. What BF16 rounds to halfway between two FP8 numbers may become the other one.
+- Where TE's own kernel moves no byte too many it is used: a norm's gradient, and transposing what a norm wrote.
+- Instructions count here as much as bytes: hence a reciprocal and a rounding of one instruction each, where Triton's own take several.
+
+FP8 is `delayed scaling` throughout: values times `scale` (float32, one element), saturated; their largest is taken up into `amax`. A tensor in
+FP8 is three here: bytes (N, D), their transpose (D, N), both of a torch FP8 type, and 1/scale (1,) float32.
+
+Formulas: LayerNorm (Ba et al. 2016), its variance after Chan et al. 1979; RMSNorm (Zhang and Sennrich 2019); GELU's tanh approximation
+(Hendrycks and Gimpel 2016); SwiGLU (Shazeer 2020), of an input whose rows hold what goes through SiLU, then what is multiplied by it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+# A program's tile: 16-byte accesses in both layouts, 32 values a thread. This and `_norm_sizes` are the best of those tried on an H200.
+TILE = dict(ROWS=64, COLUMNS=64, num_warps=4)
+
+
+def norm(x, branch, bias, weight, shift, eps, scale, amax, fp8):
+    """The residual stream x + branch + bias, and its norm · weight + shift in FP8 -> stream (N, C), FP8's three, mean and 1/deviation (N,).
+
+    x, branch (N, C), bias, weight, shift (C,): BF16, N a multiple of 16. branch None: the stream is x. shift None: RMSNorm, without mean.
+    """
+    (rows, columns), sizes = x.shape, _norm_sizes(x.shape[1])
+    stream = x if branch is None else torch.empty_like(x)
+    mean = None if shift is None else torch.empty(rows, dtype=torch.float32, device=x.device)
+    rstd, scale_inv = torch.empty(rows, dtype=torch.float32, device=x.device), torch.empty(1, dtype=torch.float32, device=x.device)
+    by_rows = torch.empty((rows, columns), dtype=fp8, device=x.device)
+    _norm_kernel[(rows // sizes["ROWS"],)](x, branch, bias, weight, shift, stream, mean, rstd, scale, amax, by_rows, scale_inv, columns, eps, **sizes)
+    return stream, (by_rows, transpose(by_rows), scale_inv), mean, rstd
+
+
+def activate(activation, x, bias, scale, amax, fp8):
+    """gelu or swiglu of x + bias -> FP8's three. x (N, D), for swiglu (N, 2D), and bias (D or 2D,) or None: BF16."""
+    gated = activation == "swiglu"
+    rows, columns = x.shape[0], x.shape[1] // (1 + gated)
+    (_, programs), sizes = _strips(rows, columns, 1)
+    out = _outputs(x, rows, columns, fp8)
+    _activation_kernel[(programs,)](x, bias, scale, amax, *out, rows, columns, GATED=gated, **sizes)
+    return out
+
+
+def activate_backward(activation, gradient, x, bias, scale, amax, fp8):
+    """Back through `activate`, from the gradient (N, D) of its result -> the gradient of x as FP8's three, and of bias, or None."""
+    (strips, programs), sizes = _strips(*gradient.shape, 1 if bias is None else 4)
+    out = _outputs(x, *x.shape, fp8)
+    sums = None if bias is None else torch.empty((strips, x.shape[1]), dtype=torch.float32, device=x.device)
+    _activation_backward_kernel[(programs,)](gradient, x, bias, scale, amax, *out, sums, *gradient.shape, GATED=activation == "swiglu", **sizes)
+    return out, None if bias is None else add_up(sums, bias.dtype)
+
+
+def cast(x, other, scale, amax, fp8, with_sums=False):
+    """x + other (N, D), BF16, or x if other is None -> it, FP8's three, and the sums of its columns (D,), as a bias's gradient is, or None."""
+    (strips, programs), sizes = _strips(*x.shape, 4 if with_sums else 1)
+    total, out = x if other is None else torch.empty_like(x), _outputs(x, *x.shape, fp8)
+    sums = torch.empty((strips, x.shape[1]), dtype=torch.float32, device=x.device) if with_sums else None
+    _cast_kernel[(programs,)](x, other, total, scale, amax, *out, sums, *x.shape, **sizes)
+    return total, out, add_up(sums, x.dtype) if with_sums else None
+
+
+def add_up(sums, dtype):
+    """(P, …) float32 -> their sum (…), in `dtype`."""
+    total = torch.empty(sums.shape[1:], dtype=dtype, device=sums.device)
+    _add_up_kernel[(triton.cdiv(total.numel(), 32),)](sums, total, sums.shape[0], total.numel(), ROWS=128, COLUMNS=32, num_warps=8)
+    return total
+
+
+def _outputs(x, rows, columns, fp8):
+    return (torch.empty((rows, columns), dtype=fp8, device=x.device), torch.empty((columns, rows), dtype=fp8, device=x.device),
+            torch.empty(1, dtype=torch.float32, device=x.device))
+
+
+def _fits(sizes, rows, columns, tiles=1):
+    """Whether nothing sticks out of the tensor: known when the kernel is compiled, since masks cost instructions."""
+    return rows % (tiles * sizes["ROWS"]) == 0 and columns % sizes["COLUMNS"] == 0
+
+
+def _strips(rows, columns, tiles):
+    """`tiles` tiles below one another for each program, if enough programs are left: how many strips high, programs; the kernel's sizes."""
+    across = triton.cdiv(columns, TILE["COLUMNS"])
+    if triton.cdiv(rows, TILE["ROWS"]) * across < 4096:
+        tiles = 1
+    high = triton.cdiv(rows, tiles * TILE["ROWS"])
+    return (high, high * across), dict(TILE, TILES=tiles, FITS=_fits(TILE, rows, columns, tiles))
+
+
+def _norm_sizes(columns):
+    """Rows of a program, one after the other, and threads that each have 8 columns."""
+    width = triton.next_power_of_2(columns)
+    return dict(ROWS=8, WIDTH=width, num_warps=min(16, max(1, width // 256)))
+
+
+def transpose(by_rows):
+    """An FP8 tensor's bytes (N, D) -> (D, N)."""
+    if not by_rows.is_cuda:
+        return by_rows.view(torch.uint8).T.contiguous().view(by_rows.dtype)
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.constants import TE_DType
+
+    return tex.fp8_transpose(by_rows.view(torch.uint8), TE_DType[by_rows.dtype], out=None).view(by_rows.dtype)
+
+
+# ---------------------------------------------------------------- in a kernel
+
+@triton.jit
+def _reciprocal(x):
+    """1/x to the last bit but one, in one instruction."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _round(x):
+    """To BF16, two values an instruction."""
+    return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def _gate(x, GATED: tl.constexpr):
+    """What x is multiplied by. SwiGLU's SiLU is x / (1 + exp(-x)). GELU is x · (1 + tanh u) / 2 with u = 0.798 x (1 + 0.0447 x²), and that is
+    x / (1 + exp(-2u)): one exponential, no tanh. The constants are divided by log(2), for a power of 2 is what the GPU has an instruction for."""
+    exponent = -1.4426950409 * x if GATED else x * (-2.3022081958 - 0.1029432394 * x * x)
+    return _reciprocal(1.0 + tl.exp2(exponent))
+
+
+@triton.jit
+def _load(pointer, mask):
+    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(values, scale, by_rows_ptr, by_columns_ptr, first_row, first_column, N, D, mask, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile of the (N, D) output, BF16, in FP8: as it is and transposed. The cast saturates."""
+    i, j = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    fp8 = (values.to(tl.float32) * scale).to(by_rows_ptr.dtype.element_ty)  # ties to even
+    tl.store(by_rows_ptr + first_row.to(tl.int64) * D + first_column + i[:, None] * D + j[None, :], fp8, mask=mask)
+    corner = first_column * N.to(tl.int64) + first_row
+    tl.store(by_columns_ptr + corner + j[:, None] * N + i[None, :], tl.trans(fp8), mask=tl.trans(mask))
+
+
+@triton.jit
+def _begin(scale_ptr, scale_inv_ptr):
+    scale = tl.load(scale_ptr)
+    if tl.program_id(0) == 0:
+        tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
+    return scale
+
+
+@triton.jit
+def _fold(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The lower half of the rows added to the upper one: they lie in the same threads, so that nothing is exchanged."""
+    return tl.sum(tl.reshape(values, (2, ROWS // 2, COLUMNS)), 0)
+
+
+@triton.jit
+def _largest(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of every eight columns, which lie in one thread, the largest magnitude. NaN does not count, neither here nor in TE."""
+    return tl.max(tl.reshape(tl.abs(values), (ROWS, COLUMNS // 8, 8)), 2)
+
+
+@triton.jit
+def _norm_kernel(x_ptr, branch_ptr, bias_ptr, weight_ptr, shift_ptr, stream_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr, by_rows_ptr,
+                 scale_inv_ptr, C, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """ROWS rows, one after the other."""
+    j = tl.arange(0, WIDTH)
+    mask = j < C
+    weight = _load(weight_ptr + j, mask)
+    if mean_ptr is not None:
+        shift = _load(shift_ptr + j, mask)
+    if bias_ptr is not None:
+        bias = _load(bias_ptr + j, mask)
+    scale = _begin(scale_ptr, scale_inv_ptr)
+    largest = tl.zeros((WIDTH,), tl.float32)
+    for i in range(ROWS):
+        row = tl.program_id(0) * ROWS + i
+        place = row.to(tl.int64) * C + j
+        values = _load(x_ptr + place, mask)
+        if branch_ptr is not None:
+            values += _load(branch_ptr + place, mask)
+            if bias_ptr is not None:
+                values += bias
+            rounded = _round(values)
+            tl.store(stream_ptr + place, rounded, mask=mask)
+            values = rounded.to(tl.float32)
+        if mean_ptr is not None:
+            mean = tl.sum(values) / C
+            tl.store(mean_ptr + row, mean)
+            values = tl.where(mask, values - mean, 0.0)
+        rstd = tl.rsqrt(tl.sum(values * values) / C + eps)
+        tl.store(rstd_ptr + row, rstd)
+        y = values * rstd * weight
+        if mean_ptr is not None:
+            y += shift
+        largest = tl.maximum(largest, tl.abs(y))  # NaN does not count, neither here nor in TE
+        tl.store(by_rows_ptr + place, (y * scale).to(by_rows_ptr.dtype.element_ty), mask=mask)
+    tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+
+
+@triton.jit
+def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, by_rows_ptr, by_columns_ptr, scale_inv_ptr, N, D, GATED: tl.constexpr,
+                       FITS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One tile (ROWS, COLUMNS) of the (N, D) output; TILES is 1."""
+    tiles = tl.cdiv(D, COLUMNS)
+    first_row, first_column = tl.program_id(0) // tiles * ROWS, tl.program_id(0) % tiles * COLUMNS
+    i, j = tl.arange(0, ROWS), tl.arange(0, COLUMNS)  # inside the tile, so that only the tile's own place needs 64 bits
+    in_columns = (first_column + j < D) | FITS
+    mask = ((first_row + i < N) | FITS)[:, None] & in_columns[None, :]
+    width = 2 * D if GATED else D
+    x_ptr += first_row.to(tl.int64) * width + first_column + i[:, None] * width + j[None, :]
+    x = _load(x_ptr, mask)
+    if bias_ptr is not None:
+        x += _load(bias_ptr + first_column + j, in_columns)[None, :]
+    y = x * _gate(x, GATED)
+    if GATED:
+        factor = _load(x_ptr + D, mask)
+        if bias_ptr is not None:
+            factor += _load(bias_ptr + D + first_column + j, in_columns)[None, :]
+        y *= factor
+    scale = _begin(scale_ptr, scale_inv_ptr)
+    if bias_ptr is not None:
+        y = tl.where(mask, y, 0.0)  # outside, x is not 0 but the bias
+    tl.atomic_max(amax_ptr, tl.max(tl.abs(y)), sem="relaxed")
+    _store(_round(y), scale, by_rows_ptr, by_columns_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
+
+
+@triton.jit
+def _activation_backward_kernel(gradient_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, by_rows_ptr, by_columns_ptr, scale_inv_ptr, sums_ptr, N, D,
+                                GATED: tl.constexpr, FITS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """TILES tiles (ROWS, COLUMNS) of the gradient (N, D), one below the other: the same of x's, and for SwiGLU others, D columns further."""
+    strips = tl.cdiv(D, COLUMNS)
+    strip_row, first_column = tl.program_id(0) // strips, tl.program_id(0) % strips * COLUMNS
+    i, j = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    in_columns = (first_column + j < D) | FITS
+    width = 2 * D if GATED else D
+    scale = _begin(scale_ptr, scale_inv_ptr)
+    largest = tl.zeros((ROWS, COLUMNS // 8), tl.float32)
+    if bias_ptr is not None:
+        bias = _load(bias_ptr + first_column + j, in_columns)[None, :]
+        sums = tl.zeros((ROWS // 2, COLUMNS), tl.float32)
+        if GATED:
+            factor_bias = _load(bias_ptr + D + first_column + j, in_columns)[None, :]
+            factor_sums = tl.zeros((ROWS // 2, COLUMNS), tl.float32)
+    for tile in range(TILES):
+        first_row = (strip_row * TILES + tile) * ROWS
+        mask = ((first_row + i < N) | FITS)[:, None] & in_columns[None, :]
+        place = first_row.to(tl.int64) * width + first_column + i[:, None] * width + j[None, :]
+        x = _load(x_ptr + place, mask)
+        gradient = _load(gradient_ptr + first_row.to(tl.int64) * D + first_column + i[:, None] * D + j[None, :], mask)
+        if bias_ptr is not None:
+            x += bias
+        gate = _gate(x, GATED)
+        if GATED:
+            factor = _load(x_ptr + D + place, mask)
+            if bias_ptr is not None:
+                factor += factor_bias
+            silu = x * gate
+            dx, dfactor = (silu * (1.0 - gate) + gate) * gradient * factor, silu * gradient
+            largest = tl.maximum(largest, _largest(dfactor, ROWS, COLUMNS))
+            if bias_ptr is not None:
+                factor_sums += _fold(dfactor, ROWS, COLUMNS)
+            _store(_round(dfactor), scale, by_rows_ptr, by_columns_ptr, first_row, D + first_column, N, width, mask, ROWS, COLUMNS)
+        else:
+            dx = (x * gate * (1.0 - gate) * (1.5957691216 + 0.2140644486 * x * x) + gate) * gradient
+        largest = tl.maximum(largest, _largest(dx, ROWS, COLUMNS))
+        if bias_ptr is not None:
+            sums += _fold(dx, ROWS, COLUMNS)
+        _store(_round(dx), scale, by_rows_ptr, by_columns_ptr, first_row, first_column, N, width, mask, ROWS, COLUMNS)
+    tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+    if bias_ptr is not None:
+        sums_ptr += strip_row * width + first_column + j
+        tl.store(sums_ptr, tl.sum(sums, 0), mask=in_columns)
+        if GATED:
+            tl.store(sums_ptr + D, tl.sum(factor_sums, 0), mask=in_columns)
+
+
+@triton.jit
+def _cast_kernel(x_ptr, other_ptr, total_ptr, scale_ptr, amax_ptr, by_rows_ptr, by_columns_ptr, scale_inv_ptr, sums_ptr, N, D, FITS: tl.constexpr,
+                 TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """TILES tiles (ROWS, COLUMNS), one below the other."""
+    strips = tl.cdiv(D, COLUMNS)
+    strip_row, first_column = tl.program_id(0) // strips, tl.program_id(0) % strips * COLUMNS
+    i, j = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    in_columns = (first_column + j < D) | FITS
+    scale = _begin(scale_ptr, scale_inv_ptr)
+    largest = tl.zeros((ROWS, COLUMNS // 8), tl.float32)
+    if sums_ptr is not None:
+        sums = tl.zeros((ROWS // 2, COLUMNS), tl.float32)
+    for tile in range(TILES):
+        first_row = (strip_row * TILES + tile) * ROWS
+        mask = ((first_row + i < N) | FITS)[:, None] & in_columns[None, :]
+        place = first_row.to(tl.int64) * D + first_column + i[:, None] * D + j[None, :]
+        x = tl.load(x_ptr + place, mask=mask, other=0.0)
+        if other_ptr is not None:
+            x = _round(x.to(tl.float32) + _load(other_ptr + place, mask))
+            tl.store(total_ptr + place, x, mask=mask)
+        values = x.to(tl.float32)
+        largest = tl.maximum(largest, _largest(values, ROWS, COLUMNS))
+        if sums_ptr is not None:
+            sums += _fold(values, ROWS, COLUMNS)
+        _store(x, scale, by_rows_ptr, by_columns_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
+    tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+    if sums_ptr is not None:
+        tl.store(sums_ptr + strip_row * D + first_column + j, tl.sum(sums, 0), mask=in_columns)
+
+
+@triton.jit
+def _add_up_kernel(sums_ptr, total_ptr, P, W, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """COLUMNS columns of (P, W)."""
+    i, j = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for row in range(0, P, ROWS):
+        total += tl.load(sums_ptr + (row + i)[:, None] * W + j[None, :], mask=(row + i < P)[:, None] & (j < W)[None, :], other=0.0)
+    tl.store(total_ptr + j, tl.sum(total, 0).to(total_ptr.dtype.element_ty), mask=j < W)

@@ -1,0 +1,281 @@
+"""The blocks' training pass written out is the one through the modules: on the CPU those of te_reference, on a GPU Transformer Engine's."""
+
+import sys
+import types
+
+import pytest
+import torch
+
+import te_reference
+
+pytest.importorskip("triton")
+import fast_block  # noqa: E402
+import fast_casts  # noqa: E402
+import model_te_optimized  # noqa: E402
+from model_te_optimized import OptimizedConfig, OptimizedGPT2Model  # noqa: E402
+from test_fast_casts import _instructions  # noqa: E402, F401  on the CPU: in place of the GPU's own
+from test_fast_loss import _casts_that_round, after_three_calls  # noqa: E402, F401  the first: on the CPU repairs casts of Triton's interpreter
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+pytestmark = [pytest.mark.gpu] if HAS_GPU else []
+SMALL = dict(vocab_size=128, n_positions=32, n_embd=64, n_layer=2, n_head=2, use_fp8=True, attention="auto" if HAS_GPU else "sdpa")
+MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_kv_head=1, n_inner=96)
+VARIANTS = {"GPT-2": {}, "modern": MODERN, "swiglu with biases": dict(activation="swiglu", n_inner=96), "RMSNorm": dict(use_rmsnorm=True),
+            "no biases": dict(bias=False), "E4M3": dict(fp8_format="E4M3"), "head in BF16": dict(fp8_lm_head=False),
+            "loss in parts": dict(loss_chunks=2)}
+
+
+class Float8Tensor(torch.Tensor):
+    """As much of TE's as is used."""
+
+    @staticmethod
+    def __new__(cls, *, shape, dtype, data, data_transpose, fp8_scale_inv, fp8_dtype, quantizer, device):
+        tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        tensor._data, tensor._transpose, tensor._scale_inv, tensor._fp8_dtype = data, data_transpose, fp8_scale_inv, fp8_dtype
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError(f"{function} wants the values of a gradient that is handed over")
+
+
+def make_storage(*, data, data_transpose, fp8_scale_inv, fp8_dtype, fake_dtype):
+    return types.SimpleNamespace(_data=data, _transpose=data_transpose, _scale_inv=fp8_scale_inv, _fp8_dtype=fp8_dtype)
+
+
+class Quantizer(types.SimpleNamespace):
+    def set_usage(self, rowwise, columnwise):
+        assert rowwise and columnwise
+
+
+def quantize_weight(*, tensor, quantizer, workspace, update_workspace, cache):
+    if workspace is not None and not update_workspace:
+        return workspace, None
+    by_rows, by_columns, scale_inv = fast_casts.cast(tensor, None, quantizer.scale, quantizer.amax, quantizer.dtype)[1]
+    made = types.SimpleNamespace(_data=by_rows.view(torch.uint8), _transpose=by_columns.view(torch.uint8), _scale_inv=scale_inv,
+                                 _fp8_dtype=quantizer.dtype)
+    made.detach = lambda: made
+    return made, made if cache else None
+
+
+def general_gemm(a, b, *, layout, bias, out_dtype, use_split_accumulator, grad):
+    """cuBLAS's: in FP8 both sides are taken by rows of what is summed over."""
+    assert use_split_accumulator == grad == (layout != "TN")
+    def side(tensor, transposed):
+        name = "_transpose" if transposed else "_data"
+        return getattr(tensor, name).view(tensor._fp8_dtype).float() * tensor._scale_inv
+    out = side(b, layout == "NT") @ side(a, layout != "TN").T
+    return (out + bias if bias is not None else out).to(out_dtype), None, None, None
+
+
+def norm_bwd(gradient, stream, *statistics_and_weight):
+    """TE's layernorm_bwd, and rmsnorm_bwd, which has no mean."""
+    *mean, rstd, weight, margin, zero_centered = statistics_and_weight
+    x, weight = stream.float().requires_grad_(), weight.float().requires_grad_()
+    shift = torch.zeros_like(weight).requires_grad_()
+    assert not margin and not zero_centered
+    with torch.enable_grad():
+        # The statistics are those of the forward pass; that they depend on x is in this line
+        centred = x - x.mean(1, keepdim=True) if mean else x
+        y = centred * (rstd[:, None].detach() * (centred.square().mean(1, keepdim=True) * rstd[:, None] ** 2) ** -0.5) * weight + shift
+    grads = torch.autograd.grad(y, (x, weight, shift), gradient.float())
+    return [grad.to(gradient.dtype) for grad in grads[:3 if mean else 2]]
+
+
+@pytest.fixture(autouse=True)
+def modules_like_te(monkeypatch):
+    """te_reference's modules with what fast_block asks TE's for."""
+    if HAS_GPU:
+        if not fast_block.available():
+            pytest.skip(fast_block.available(return_reason=True)[1])
+        return
+
+    def quantizers(module):
+        def of(key):
+            state, recipe = module.fp8_meta[key], module.fp8_meta["recipe"]
+            return [Quantizer(scale=state.scale[i], amax=state.amax_history[0, i], dtype=recipe._dtype(forward=key == "scaling_fwd"))
+                    for i in range(len(state.scale))]
+        return {key: of(key) for key in ("scaling_fwd", "scaling_bwd")}
+
+    class FP8GlobalStateManager:
+        @staticmethod
+        def is_first_fp8_module():
+            first, te_reference._fp8.first_module = te_reference._fp8.first_module, False
+            return first
+
+        @staticmethod
+        def reduce_and_update_fp8_tensors(forward):
+            te_reference._roll_histories(forward)
+
+    module = te_reference._Module
+    monkeypatch.setattr(module, "prepare_forward", lambda self, x, num_gemms=1: self._begin(x), raising=False)
+    monkeypatch.setattr(module, "end_forward", module._end, raising=False)
+    monkeypatch.setattr(module, "quantizers", property(quantizers), raising=False)
+    dtypes = {dtype: dtype for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
+    for name, names in {"": {}, "pytorch": {}, "pytorch.module": {}, "pytorch.tensor": {}, "pytorch.constants": dict(TE_DType_To_Torch=dtypes),
+                        "pytorch.module.base": dict(quantize_weight=quantize_weight),
+                        "pytorch.quantization": dict(FP8GlobalStateManager=FP8GlobalStateManager),
+                        "pytorch.cpp_extensions": dict(general_gemm=general_gemm), "pytorch.tensor.storage": {},
+                        "pytorch.tensor.storage.float8_tensor_storage": dict(Float8TensorStorage=make_storage),
+                        "pytorch.tensor.float8_tensor": dict(Float8Tensor=Float8Tensor)}.items():
+        stub = types.ModuleType(name)
+        stub.__dict__.update(names)
+        monkeypatch.setitem(sys.modules, f"transformer_engine.{name}".strip("."), stub)
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", types.SimpleNamespace(layernorm_bwd=norm_bwd, rmsnorm_bwd=norm_bwd))
+    monkeypatch.setattr(fast_block, "available", lambda: True)
+
+
+def make_model(fused=True, fp8_format="HYBRID", **options):
+    torch.manual_seed(1)
+    model = OptimizedGPT2Model(OptimizedConfig(**{**SMALL, "fused_block": fused, **options}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))  # norms and biases that do something
+    model.to(DEVICE, torch.bfloat16)
+    model.fp8_recipe = model_te_optimized.DelayedScaling(fp8_format=model_te_optimized.Format[fp8_format], amax_history_len=4)
+    return model
+
+
+def make_tokens(step):
+    random = torch.Generator().manual_seed(step)
+    tokens = torch.randint(SMALL["vocab_size"], (2, 33), generator=random).to(DEVICE)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def state_of(model):
+    return {f"{name}.{key}": (state.scale.clone(), state.amax_history.clone()) for name, module in model.named_modules()
+            for key, state in getattr(module, "fp8_meta", {}).items() if key.startswith("scaling") and len(getattr(state, "scale", []))}
+
+
+def train_steps(model, steps=3, microbatches=(None,)):
+    results = []
+    for step in range(steps):
+        model.zero_grad()
+        for micro, first in enumerate(microbatches):
+            loss = model(*make_tokens(10 * step + micro), is_first_microbatch=first)
+            loss.backward()
+        results.append((loss.item(), {name: p.grad.double() for name, p in model.named_parameters()}, state_of(model)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.05 * parameter.grad
+    return results
+
+
+def count_calls(monkeypatch):
+    calls = []
+    blocks = fast_block.blocks
+    monkeypatch.setattr(fast_block, "blocks", lambda *args: calls.append("blocks") or blocks(*args))
+    return calls
+
+
+def assert_same_training(ours, theirs):
+    """As far as two ways in FP8 can be the same: a value that BF16 rounds to its neighbour may be the next one in FP8, one of eight or four
+    to the next power of 2, and later tensors follow it. `test_gradients_are_as_near_to_the_exact_ones` is the sharper test."""
+    for step, ((loss, grads, state), (their_loss, their_grads, their_state)) in enumerate(zip(ours, theirs)):
+        assert loss == pytest.approx(their_loss, rel=2e-3)
+        for name, grad in grads.items():
+            if step:  # before, scales are 1, and gradients flushed to zero
+                assert (grad - their_grads[name]).norm() <= 0.2 * their_grads[name].norm(), name
+        assert grads.keys() == their_grads.keys() and state.keys() == their_state.keys()
+        for name, (scale, history) in state.items():
+            for a, b in ((scale, their_state[name][0]), (history, their_state[name][1])):
+                assert torch.equal(a == 0, b == 0), name  # the same tensors were quantised
+                torch.testing.assert_close(a, b, rtol=0.15, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_training_is_that_of_the_modules(monkeypatch, variant):
+    calls = count_calls(monkeypatch)
+    ours = train_steps(make_model(**VARIANTS[variant]))
+    assert len(calls) == 3
+    theirs = train_steps(make_model(fused=False, **VARIANTS[variant]))
+    assert len(calls) == 3
+    assert_same_training(ours, theirs)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_are_as_near_to_the_exact_ones(variant):
+    """The same weights without FP8 and in float32: the pass written out is no farther from that than the modules are."""
+    def gradients(fused, exact=False):
+        options = VARIANTS[variant]
+        model = make_model(fused, **options)
+        for _ in range(2):  # scales are known after
+            model(*make_tokens(0)).backward()
+        if exact:
+            model = make_model(**{**options, "use_fp8": False}).float()
+        model.zero_grad()
+        model(*make_tokens(0)).backward()
+        return [parameter.grad.double() for parameter in model.parameters()]
+
+    exact = gradients(True, exact=True)
+    ours, theirs = (torch.stack([(a - b).norm() / b.norm() for a, b in zip(gradients(fused), exact)]) for fused in (True, False))
+    assert (ours <= 1.3 * theirs + 0.01).all() and ours.mean() <= 1.1 * theirs.mean()
+
+
+def test_microbatches_cast_weights_once(monkeypatch):
+    casts = []
+    target = sys.modules["transformer_engine.pytorch.module.base"] if not HAS_GPU else __import__(
+        "transformer_engine.pytorch.module.base", fromlist=["base"])
+    quantize = target.quantize_weight
+    monkeypatch.setattr(target, "quantize_weight", lambda **options: casts.append(options["update_workspace"]) or quantize(**options))
+    ours = train_steps(make_model(), microbatches=(True, False, False))
+    assert casts == 3 * (8 * [True] + 16 * [False])  # two blocks of four products
+    monkeypatch.setattr(target, "quantize_weight", quantize)
+    assert_same_training(ours, train_steps(make_model(fused=False), microbatches=(True, False, False)))
+
+
+def test_the_next_step_may_go_through_the_modules(monkeypatch):
+    """Scales, histories and weights that one way leaves are the other's."""
+    def run(ways):
+        model, results = make_model(), []
+        for fused in ways:
+            model.config.fused_block = fused
+            results += train_steps(model, steps=1)
+        return results
+
+    assert_same_training(run([True, False, True]), run([False, True, False]))
+
+
+def test_packed_documents(monkeypatch):
+    calls = count_calls(monkeypatch)
+    starts = torch.tensor([0, 20, 32, 40, 64], dtype=torch.int32, device=DEVICE)
+    grads = []
+    for fused in (True, False):
+        model = make_model(fused, use_rotary=True)
+        for _ in range(2):  # the first one without scales
+            model.zero_grad()
+            model(*make_tokens(0), cu_seqlens=starts).backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]).double())
+    assert calls == 2 * ["blocks"] and (grads[0] - grads[1]).norm() <= 0.1 * grads[1].norm()
+
+
+@pytest.mark.parametrize("touched", ["linear", "norm_linear"])
+def test_what_is_handed_over_must_not_be_touched(monkeypatch, touched):
+    """A branch, an activation's input: else a gradient in FP8 would arrive at an operation that knows nothing of it."""
+    function = getattr(fast_block, touched)
+    monkeypatch.setattr(fast_block, touched, lambda *args, **options: tuple(t * 1.0 if t is not None else t for t in function(*args, **options)))
+    with pytest.raises(ValueError, match="untouched"):
+        make_model()(*make_tokens(0))
+
+
+REASONS = {
+    "no gradients": ({}, lambda model: model.eval()), "another recipe": ({}, lambda model: setattr(
+        model, "fp8_recipe", getattr(model_te_optimized.te, "Float8CurrentScaling", None) or te_reference.Float8CurrentScaling())),
+    "high precision": (dict(fp8_skip_last=1), None), "not kept": (dict(gradient_checkpointing=True), None), "dropout": (dict(dropout=0.1), None),
+    "not kept in BF16": ({}, lambda model: model.float()), "watches": ({}, lambda model: model.blocks[1].mlp.register_forward_hook(print)),
+    "delayed scaling": (dict(use_fp8=False), None)}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_what_goes_through_the_modules(reason):
+    options, change = REASONS[reason]
+    model = make_model(**options)
+    if reason == "another recipe":
+        model.fp8_recipe = types.SimpleNamespace(delayed=lambda: False)
+    elif change:
+        change(model)
+    words = "the recipe is not delayed scaling" if reason == "another recipe" else reason
+    assert words in fast_block.why_not(model)
+    assert not fast_block.why_not(make_model())

@@ -1,0 +1,444 @@
+"""The kernels between FP8 products, alone: against float64, and against Transformer Engine's own as far as rounding allows.
+
+Without a GPU they run in Triton's interpreter, and only on the small shapes.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import te_reference
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+import fast_casts  # noqa: E402
+from test_fast_loss import _casts_that_round  # noqa: E402, F401  on the CPU repairs casts of Triton's interpreter
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16 = 2**-8  # the largest share of a value that rounding to BF16 takes or adds
+
+
+@triton.jit
+def _reciprocal(x):
+    return 1.0 / x
+
+
+@triton.jit
+def _round(x):
+    return x.to(tl.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def _instructions(monkeypatch):
+    """In place of the GPU's own instructions, which Triton's interpreter cannot run."""
+    if not HAS_GPU:
+        monkeypatch.setattr(fast_casts, "_reciprocal", _reciprocal)
+        monkeypatch.setattr(fast_casts, "_round", _round)
+
+
+def normal(*shape, size=1.0, mean=0.0):
+    return (mean + size * torch.randn(*shape)).to(DEVICE, torch.bfloat16)
+
+
+def scale_and_amax(scale=50.0, amax=0.0):
+    return torch.tensor(scale, device=DEVICE), torch.full((1,), amax, device=DEVICE)
+
+
+def assert_same_bytes(ours, theirs, fp8, share, noise=0.0):
+    """Except where float32 is rounded otherwise: of the values, `share` may be the next FP8 number, and all may differ by `noise`."""
+    a, b = ours.view(fp8).float(), theirs.view(fp8).float()
+    assert torch.equal(a.isnan(), b.isnan())
+    other = (a - b).abs() > noise  # 0 and -0 are the same
+    assert other.float().mean() <= share
+    assert (ours.view(torch.uint8).int() - theirs.view(torch.uint8).int()).abs()[other].le(1).all()
+
+
+def assert_fp8(three, exact, scale, amax, fp8, share=1e-3, way=torch.bfloat16):
+    """FP8's three, and amax, are those of float64's `exact`, rounded to the type `way` on the way."""
+    by_rows, by_columns, scale_inv = three
+    assert by_rows.dtype == by_columns.dtype == fp8 and by_rows.shape == exact.shape and by_rows.is_contiguous()
+    assert torch.equal(by_columns.view(torch.uint8), by_rows.view(torch.uint8).T) and by_columns.is_contiguous()
+    noise = min(5e-6 * scale.item(), 5e-4)  # of what is a difference; less than FP8 can hold where the scale is extreme
+    assert_same_bytes(by_rows, te_reference.quantize(exact.to(way).float(), scale, fp8), fp8, share, noise)
+    assert amax.shape == (1,) and amax.item() == pytest.approx(exact.nan_to_num().abs().max().item(), rel=1e-5)  # NaN does not count
+    assert scale_inv.shape == (1,) and scale_inv.dtype == torch.float32 and scale_inv.item() == scale.reciprocal().item()
+
+
+def assert_close(ours, exact, added_up=1, equal_nan=False):
+    """Equal but for rounding to BF16, and float32's of `added_up` values that may cancel out."""
+    assert ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours.double(), exact, rtol=1.01 * BF16, atol=2e-5 * added_up**0.5, equal_nan=equal_nan)
+
+
+def on_gpu(*values):
+    return pytest.param(*values, marks=pytest.mark.gpu)
+
+
+LARGE = [on_gpu(4096, 768), on_gpu(272, 1040), on_gpu(2048, 4096)]
+SHAPES = [(64, 128), (64, 144), (48, 128), (16, 16), (80, 272), *LARGE]  # whole tiles, or not in columns, in rows, in both
+KINDS = ["LayerNorm", "RMSNorm"]
+TYPES = [E4M3, E5M2]
+EPS = 1e-5
+SCALES = [50.0, 1e9, 1e-6, 0.01, 2e-5]  # as in training, all saturated, all flushed to zero, many subnormal in E4M3, and in E5M2
+
+
+# The norm
+
+
+def make_norm(kind, columns):
+    """Its weight and shift."""
+    return normal(columns, size=0.3, mean=1.0), normal(columns) if kind == "LayerNorm" else None
+
+
+def exact_norm(stream, weight, shift):
+    if shift is None:
+        return F.rms_norm(stream, stream.shape[1:], weight, EPS)
+    return F.layer_norm(stream, stream.shape[1:], weight, shift, EPS)
+
+
+def exact_statistics(stream, shift):
+    """Mean (None for RMSNorm) and 1/deviation, from float64."""
+    stream = stream.double()
+    if shift is None:
+        return None, (stream.square().mean(1) + EPS).rsqrt().float()
+    return stream.mean(1).float(), (stream.var(1, correction=0) + EPS).rsqrt().float()
+
+
+def assert_statistics(mean, rstd, stream, shift, equal_nan=False):
+    exact_mean, exact_rstd = exact_statistics(stream, shift)
+    assert rstd.shape == stream.shape[:1] and rstd.dtype == torch.float32
+    torch.testing.assert_close(rstd, exact_rstd, rtol=1e-5, atol=0, equal_nan=equal_nan)
+    if shift is None:
+        assert mean is None
+    else:
+        torch.testing.assert_close(mean, exact_mean, rtol=1e-6, atol=1e-6, equal_nan=equal_nan)
+
+
+def check_norm(x, branch, bias, weight, shift, fp8=E4M3, scale=50.0):
+    scale, amax = scale_and_amax(scale)
+    stream, three, mean, rstd = fast_casts.norm(x, branch, bias, weight, shift, EPS, scale, amax, fp8)
+    if branch is None:
+        assert stream is x
+    else:
+        added = x.float() + branch.float() + (0.0 if bias is None else bias.float())
+        torch.testing.assert_close(stream, added.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    nan = bool(stream.isnan().any())
+    assert_statistics(mean, rstd, stream, shift, equal_nan=nan)
+    exact = exact_norm(stream.double(), weight.double(), None if shift is None else shift.double())
+    assert_fp8(three, exact, scale, amax, fp8, way=torch.float32)
+    return stream, three, amax
+
+
+@pytest.mark.parametrize("added", ["nothing", "branch", "branch and bias"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows, columns", SHAPES)
+def test_norm(rows, columns, kind, added):
+    x, weight_and_shift = normal(rows, columns, size=2.0), make_norm(kind, columns)
+    branch = normal(rows, columns) if "branch" in added else None
+    bias = normal(columns, size=3.0) if "bias" in added else None
+    before = x.clone()
+    check_norm(x, branch, bias, *weight_and_shift)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("fp8", TYPES)
+def test_norm_in_fp8(fp8, scale):
+    x, branch, bias = normal(48, 144), normal(48, 144), normal(144)
+    weight, shift = make_norm("LayerNorm", 144)
+    _, three, amax = check_norm(x, branch, bias, weight, shift, fp8, scale)
+    before = amax.item()
+    for more in (0.5, 2.0):  # a second micro-batch's joins the first one's
+        fast_casts.norm(x, branch, bias, more * weight, more * shift, EPS, torch.tensor(scale, device=DEVICE), amax, fp8)
+        assert amax.item() == pytest.approx(max(1.0, more) * before, rel=1e-5)
+
+
+@pytest.mark.parametrize("ratio", [100.0, -100.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_norm_far_from_zero(kind, ratio):
+    """A mean of 100 times the deviation leaves the variance as accurate, which a difference of squares would not."""
+    x, (weight, shift) = normal(48, 272, mean=ratio), make_norm(kind, 272)
+    scale, amax = scale_and_amax()
+    stream, three, mean, rstd = fast_casts.norm(x, None, None, weight, shift, EPS, scale, amax, E4M3)
+    assert_statistics(mean, rstd, x, shift)
+    exact = exact_norm(x.double(), weight.double(), None if shift is None else shift.double())
+    assert_fp8(three, exact, scale, amax, E4M3, share=0.01, way=torch.float32)  # y is the difference of two that are 100 times larger
+
+
+def test_norm_of_constant_rows():
+    """LayerNorm leaves nothing of them but the shift."""
+    x, (weight, shift) = normal(48, 1, size=100.0).expand(48, 272).contiguous(), make_norm("LayerNorm", 272)
+    scale, amax = scale_and_amax()
+    _, (by_rows, _, _), mean, rstd = fast_casts.norm(x, None, None, weight, shift, EPS, scale, amax, E4M3)
+    assert_statistics(mean, rstd, x, shift)
+    torch.testing.assert_close(by_rows.float() / scale, shift.float().expand(48, 272), rtol=0.07, atol=0.03)  # E4M3's precision; 1/deviation is 316
+
+
+def test_norm_outside_of_the_tensor():
+    """A tile's rows beyond the last one, where nothing but the shift would be left, do not count as amax."""
+    shift = normal(144)
+    _, _, amax = check_norm((-shift).repeat(16, 1), None, None, torch.ones_like(shift), shift)
+    assert amax.item() < shift.abs().max().item() / 2
+
+
+@pytest.mark.parametrize("where", ["x", "branch"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_norm_of_nan(kind, where):
+    """It stays in its row."""
+    x, branch, bias = normal(48, 144), normal(48, 144), normal(144)
+    dict(x=x, branch=branch)[where][37, 130] = float("nan")
+    stream, (by_rows, _, _), amax = check_norm(x, branch, bias, *make_norm(kind, 144))
+    assert stream.isnan().sum() == 1
+    rows_of_nan = by_rows.float().isnan().sum(1)
+    assert rows_of_nan[37] == 144 and rows_of_nan.sum() == 144 and amax.item() > 1
+
+
+# The activation
+
+
+ACTIVATIONS = ["gelu", "swiglu"]
+
+
+def make_activation(activation, rows, columns, size=2.0, with_bias=True):
+    """x, its bias or None, and the gradient of the result."""
+    width = columns * (2 if activation == "swiglu" else 1)
+    return normal(rows, width, size=size), normal(width) if with_bias else None, normal(rows, columns)
+
+
+def exact_activation(activation, x, bias, gradient):
+    """The result, and the gradients of x and bias (its length, also of None), in float64."""
+    x = x.double().requires_grad_()
+    bias = torch.zeros_like(x[0]) if bias is None else bias.double()
+    bias = bias.detach().requires_grad_()
+    if activation == "gelu":
+        y = F.gelu(x + bias, approximate="tanh")
+    else:
+        a, b = (x + bias).chunk(2, 1)
+        y = F.silu(a) * b
+    y.backward(gradient.double())
+    return y.detach(), x.grad, bias.grad
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("rows, columns", SHAPES)
+def test_activate(rows, columns, activation, with_bias):
+    x, bias, gradient = make_activation(activation, rows, columns, with_bias=with_bias)
+    y, dx, dbias = exact_activation(activation, x, bias, gradient)
+    scale, amax = scale_and_amax()
+    assert_fp8(fast_casts.activate(activation, x, bias, scale, amax, E4M3), y, scale, amax, E4M3)
+    three, our_dbias = fast_casts.activate_backward(activation, gradient, x, bias, scale, amax.zero_(), E5M2)
+    assert_fp8(three, dx, scale, amax, E5M2)
+    if with_bias:
+        assert_close(our_dbias, dbias, rows)
+    else:
+        assert our_dbias is None
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("fp8", TYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activate_in_fp8(activation, fp8, scale):
+    x, bias, gradient = make_activation(activation, 48, 80)
+    y, dx, dbias = exact_activation(activation, x, bias, gradient)
+    scale, amax = scale_and_amax(scale)
+    assert_fp8(fast_casts.activate(activation, x, bias, scale, amax, fp8), y, scale, amax, fp8)
+    fast_casts.activate(activation, x[:16] / 4, None, scale, amax, fp8)
+    assert amax.item() == pytest.approx(y.abs().max().item(), rel=1e-5)  # a second micro-batch's joins the first one's
+    three, our_dbias = fast_casts.activate_backward(activation, gradient, x, bias, scale, amax.zero_(), fp8)
+    assert_fp8(three, dx, scale, amax, fp8)
+    assert_close(our_dbias, dbias, len(x))  # whatever becomes of the bytes
+    fast_casts.activate_backward(activation, gradient[:16] / 4, x[:16], None, scale, amax, fp8)
+    assert amax.item() == pytest.approx(dx.abs().max().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activate_outside_of_the_tensor(activation):
+    """A tile's rows beyond the last one, where nothing but the bias would be left, do not count as amax."""
+    x, bias, gradient = make_activation(activation, 16, 48)
+    bias.fill_(32.0)
+    x -= bias
+    y, _, _ = exact_activation(activation, x, bias, gradient)
+    scale, amax = scale_and_amax()
+    assert_fp8(fast_casts.activate(activation, x, bias, scale, amax, E4M3), y, scale, amax, E4M3)
+    assert y.abs().max() < 32
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # of the interpreter: 1/(1 + infinity) is 0 as it should be
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("fp8", TYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_large_values_and_nan(activation, fp8, with_bias):
+    """Far from zero an activation is 0 or the identity, without overflow on the way; NaN stays NaN and does not count as amax."""
+    x, bias, gradient = make_activation(activation, 16, 32, with_bias=with_bias)
+    x[0, :8] = torch.tensor([1e4, -1e4, 1e18, -1e18, 12.0, -12.0, 90.0, -90.0], device=DEVICE)
+    x[1, 3] = float("nan")
+    y, dx, dbias = exact_activation(activation, x, bias, gradient)
+    scale, amax = scale_and_amax(1e-3)
+    three = fast_casts.activate(activation, x, bias, scale, amax, fp8)
+    assert_fp8(three, y, scale, amax, fp8)
+    by_rows = three[0].float()
+    assert by_rows[1, 3].isnan() and by_rows.isnan().sum() == 1
+    assert not by_rows[0, [1, 3]].any() and by_rows[0, 2].abs() == torch.finfo(fp8).max
+    scale, amax = scale_and_amax(1.0)
+    three, our_dbias = fast_casts.activate_backward(activation, gradient, x, bias, scale, amax, fp8)
+    assert_fp8(three, dx, scale, amax, fp8)
+    assert three[0].float().isnan().sum() == dx.isnan().sum() == (2 if activation == "swiglu" else 1)
+    if with_bias:
+        assert_close(our_dbias, dbias, len(x), equal_nan=True)
+
+
+# The cast, and sums
+
+
+@pytest.mark.parametrize("fp8", TYPES)
+@pytest.mark.parametrize("rows, columns", SHAPES)
+def test_cast(rows, columns, fp8):
+    """x is in BF16 as it is, so all bytes are the same."""
+    x = normal(rows, columns, size=2.0)
+    for value in SCALES[::1 if rows == 48 else 5]:
+        scale, amax = scale_and_amax(value)
+        same, three, sums = fast_casts.cast(x, None, scale, amax, fp8, with_sums=True)
+        assert same is x
+        assert_fp8(three, x.double(), scale, amax, fp8, share=0)
+        assert torch.equal(three[0].view(torch.uint8), te_reference.quantize(x.float(), scale, fp8).view(torch.uint8))
+        assert amax.item() == x.abs().max().item()
+        assert_close(sums, x.double().sum(0), rows)
+    amax.fill_(1e5)
+    _, without, none = fast_casts.cast(x, None, scale, amax, fp8)
+    assert none is None and all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(without, three))
+    assert amax.item() == 1e5  # a second micro-batch's joins the first one's
+
+
+@pytest.mark.parametrize("with_sums", [True, False])
+@pytest.mark.parametrize("rows, columns", SHAPES)
+def test_cast_of_a_sum(rows, columns, with_sums):
+    """As if the sum in BF16 were cast."""
+    x, other = normal(rows, columns), normal(rows, columns, size=0.3)
+    (scale, amax), (scale, expected_amax) = scale_and_amax(), scale_and_amax()
+    total, three, sums = fast_casts.cast(x, other, scale, amax, E5M2, with_sums=with_sums)
+    assert torch.equal(total, x + other)
+    _, expected, expected_sums = fast_casts.cast(x + other, None, scale, expected_amax, E5M2, with_sums=with_sums)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(three, expected)) and torch.equal(amax, expected_amax)
+    assert torch.equal(sums, expected_sums) if with_sums else sums is None
+
+
+@pytest.mark.parametrize("fp8", TYPES)
+def test_cast_of_infinity_and_nan(fp8):
+    x = normal(16, 48)
+    x[3, 4], x[5, 6], x[7, 8] = float("nan"), float("inf"), -float("inf")
+    scale, amax = scale_and_amax()
+    _, (by_rows, by_columns, _), _ = fast_casts.cast(x, None, scale, amax, fp8)
+    assert_same_bytes(by_rows, te_reference.quantize(x, scale, fp8), fp8, share=0)
+    assert by_rows.float().isnan().sum() == 1 and by_rows[5, 6].float() == -by_rows[7, 8].float() == torch.finfo(fp8).max
+    assert torch.equal(by_columns.view(torch.uint8), by_rows.view(torch.uint8).T) and amax.item() == float("inf")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 5), (3, 40), (64, 2, 16), (65, 33), (130, 3, 48), on_gpu((128, 3, 4096)), on_gpu((5000, 1040))])
+def test_add_up(shape, dtype):
+    sums = torch.randn(shape, device=DEVICE)
+    total, exact = fast_casts.add_up(sums, dtype), sums.double().sum(0)
+    assert total.dtype == dtype and total.shape == shape[1:]
+    torch.testing.assert_close(total.double(), exact, rtol=1.01 * BF16 if dtype == torch.bfloat16 else 1e-6, atol=1e-5 * shape[0]**0.5)
+
+
+# With Transformer Engine
+
+
+@pytest.fixture
+def tex():
+    """Transformer Engine's own kernels."""
+    pytest.importorskip("transformer_engine.pytorch")  # finds the next one
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Transformer Engine has other kernels for other GPUs than Hopper's")
+    import transformer_engine_torch
+
+    return transformer_engine_torch
+
+
+def te_quantizer(tex, scale, fp8, columnwise):
+    """For a tensor of its own in FP8, with its transpose or without."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    kind = tex.DType.kFloat8E5M2 if fp8 == E5M2 else tex.DType.kFloat8E4M3
+    scale, amax = scale_and_amax(scale)
+    return Float8Quantizer(scale, amax, kind, columnwise=columnwise)
+
+
+def assert_as_transformer_engines(three, amax, theirs, quantizer, exact, fp8, noise=0.0):
+    """The bytes are the same but for what BF16 rounds to halfway between two FP8 numbers, and as near to the exact values."""
+    by_rows, by_columns, scale_inv = three
+    assert by_rows.shape == theirs._data.shape
+    assert_same_bytes(by_rows, theirs._data, fp8, 0.05, noise)
+    assert torch.equal(by_columns.view(torch.uint8), by_rows.view(torch.uint8).T)
+    torch.testing.assert_close(scale_inv, theirs._scale_inv.reshape(1), rtol=2e-7, atol=0)
+    torch.testing.assert_close(amax, quantizer.amax, rtol=1.01 * BF16, atol=0)  # some of TE's take it from BF16
+    ours, theirs = ((data.view(fp8).double() * scale_inv.double() - exact).norm() for data in (by_rows, theirs._data))
+    assert ours <= 1.03 * theirs
+
+
+TE_SHAPES = [(4096, 768), (272, 1040), (2048, 4096), (64, 2048)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows, columns", TE_SHAPES)
+def test_norm_is_transformer_engines(tex, rows, columns, kind):
+    from transformer_engine.pytorch.constants import TE_DType
+
+    x, branch, (weight, shift) = normal(rows, columns), normal(rows, columns), make_norm(kind, columns)
+    scale, amax = scale_and_amax()
+    stream, three, mean, rstd = fast_casts.norm(x, branch, None, weight, shift, EPS, scale, amax, E4M3)
+    quantizer = te_quantizer(tex, 50.0, E4M3, columnwise=False)
+    parameters, forward = ((weight,), tex.rmsnorm_fwd) if shift is None else ((weight, shift), tex.layernorm_fwd)
+    y, te_mean, te_rstd = forward(stream, *parameters, EPS, None, quantizer, TE_DType[torch.bfloat16], 0, False)
+    exact = exact_norm(stream.double(), weight.double(), None if shift is None else shift.double())
+    assert_as_transformer_engines(three, amax, y, quantizer, exact, E4M3)
+    torch.testing.assert_close(rstd, te_rstd, rtol=1e-5, atol=0)
+    if shift is not None:
+        torch.testing.assert_close(mean, te_mean, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("rows, columns", TE_SHAPES)
+def test_activation_is_transformer_engines(tex, rows, columns, activation):
+    x, _, gradient = make_activation(activation, rows, columns)
+    bias = torch.zeros_like(x[0])  # TE's is in x by now
+    y, dx, _ = exact_activation(activation, x, None, gradient)
+    scale, amax = scale_and_amax(40.0)
+    three = fast_casts.activate(activation, x, bias, scale, amax, E4M3)
+    quantizer = te_quantizer(tex, 40.0, E4M3, columnwise=False)
+    theirs = getattr(tex, activation)(x, quantizer)
+    assert_as_transformer_engines(three, amax, theirs, quantizer, y, E4M3)
+
+    scale, amax = scale_and_amax(3e3)
+    three, dbias = fast_casts.activate_backward(activation, gradient, x, bias, scale, amax, E5M2)
+    quantizer = te_quantizer(tex, 3e3, E5M2, columnwise=True)
+    if activation == "gelu":
+        te_dbias, theirs = tex.dbias_dgelu(gradient, x, quantizer)
+    else:
+        te_dbias, theirs = tex.bgrad_quantize(tex.dswiglu(gradient, x, None), quantizer)
+    noise = 4e-6 * 3e3 * gradient.abs().max().item()  # where the slope is 0, as a difference
+    assert_as_transformer_engines(three, amax, theirs, quantizer, dx, E5M2, noise)
+    error, te_error = ((t.double() - dx.sum(0)).norm() for t in (dbias, te_dbias))
+    assert error <= 1.03 * te_error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", TYPES)
+@pytest.mark.parametrize("rows, columns", TE_SHAPES)
+def test_cast_is_transformer_engines(tex, rows, columns, fp8):
+    """Byte for byte, in both layouts."""
+    x = normal(rows, columns)
+    scale, amax = scale_and_amax()
+    _, (by_rows, by_columns, scale_inv), sums = fast_casts.cast(x, None, scale, amax, fp8, with_sums=True)
+    quantizer = te_quantizer(tex, 50.0, fp8, columnwise=True)
+    te_sums, theirs = tex.bgrad_quantize(x, quantizer)
+    assert torch.equal(by_rows.view(torch.uint8), theirs._data) and torch.equal(by_columns.view(torch.uint8), theirs._transpose)
+    assert torch.equal(amax, quantizer.amax) and torch.equal(scale_inv, theirs._scale_inv.reshape(1))
+    torch.testing.assert_close(sums, te_sums, rtol=2 * BF16, atol=1e-3)
