@@ -9,7 +9,7 @@ Arms:
                 plain-eager: not compiled; plain-by-hand: nor with SDPA; plain-graph: compiled with mode="reduce-overhead".
 - bf16, fp8     model_te_optimized.py exactly as train.py trains it, without FP8 and with delayed scaling, each step a CUDA graph where train.py
                 would make it one. fp8-e4m3, fp8-current, fp8-block: other recipes. More words can follow: -eager (no CUDA graph), -libraries
-                (PyTorch's attention, Transformer Engine's loss and SwiGLU), -te_swiglu (its SwiGLU alone), -fused, -te, -custom, -advanced
+                (PyTorch's attention, Transformer Engine's loss and blocks), -te_block (its blocks alone), -fused, -te, -custom, -advanced
                 (another model file), -accum4 (micro-batches a step), -checkpointing (gradient checkpointing).
 - hf-llama      transformers.LlamaForCausalLM with BF16 weights and moments (no float32 masters: less work than the others), SDPA, torch.compile,
                 PyTorch's fused AdamW. Llama has no QK-norm; the others' block "modern" has.

@@ -13,10 +13,13 @@ histories, which stay in those modules, are used across their borders. With `FP8
   for the product before. They are handed over as a `Float8Tensor`, which autograd passes on like any tensor.
 - This is delayed scaling, which knows the scales beforehand. Whatever else a run may ask for (`why_not`) goes through the modules, which
   compute the same; a step may go this way and the next one that way.
+- All weights are cast in one launch.
 - Products are Transformer Engine's, with the modules' settings: sums in float32, but forward in FP8's faster accumulation.
 
 The modules' own way of doing this is in Transformer Engine's `pytorch/module/layernorm_linear.py`, `linear.py` and `layernorm_mlp.py`.
 """
+
+import weakref
 
 import torch
 
@@ -35,7 +38,6 @@ def _why_not_here():
     if torch.cuda.get_device_capability() != (9, 0):
         return "compute capability 9.0 is needed: Ada cannot cast float32 to FP8 in one rounding, Blackwell needs no transposed copy"
     try:
-        from transformer_engine.pytorch.module.base import quantize_weight  # noqa: F401
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # noqa: F401
     except ImportError as error:
         return f"Transformer Engine 2.20 is needed: {error}"
@@ -61,44 +63,65 @@ def why_not(model):
 
 def blocks(model, x, rope=None, is_first_microbatch=None, documents=None):
     """`model.blocks`, one after the other, inside `te.autocast`: (B, S, n_embd) -> (B, S, n_embd). The arguments are those of `Block.forward`."""
+    for block in model.blocks:
+        for module, products in ((block.attn.qkv, 1), (block.attn.proj, 1), (block.mlp, 2)):
+            module.prepare_forward(x, num_gemms=products)  # FP8 state, as in a forward pass of the module
+            module.end_forward()
+    if is_first_microbatch is not False:
+        cast_weights(model)
     shape = x.shape
     x, branch, bias = x.flatten(0, 1), None, None
     for block in model.blocks:
         attn, mlp = block.attn, block.mlp
-        x, qkv = norm_linear(x, branch, bias, attn.qkv, "", is_first_microbatch, adds_bias=True)
+        x, qkv = norm_linear(x, branch, bias, attn.qkv, "", adds_bias=True)
         y = attn.mix(qkv.view(*shape[:2], -1, attn.config.head_dim), rope, documents=documents)
-        branch, bias = linear(y.flatten(0, 1), None, None, attn.proj, "", is_first_microbatch)
-        x, hidden = norm_linear(x, branch, bias, mlp, "fc1_", is_first_microbatch)
-        branch, bias = linear(hidden, mlp.activation, _parameter(mlp, "fc1_bias"), mlp, "fc2_", is_first_microbatch,
-                              adds_bias=block is model.blocks[-1])
+        branch, bias = linear(y.flatten(0, 1), None, None, attn.proj, "")
+        x, hidden = norm_linear(x, branch, bias, mlp, "fc1_")
+        branch, bias = linear(hidden, mlp.activation, _parameter(mlp, "fc1_bias"), mlp, "fc2_", adds_bias=block is model.blocks[-1])
     return (x + branch).view(shape)
 
 
-def norm_linear(x, branch, bias, module, name, is_first_microbatch=None, adds_bias=False):
+_casts = weakref.WeakKeyDictionary()  # of each model: its weights' addresses
+
+
+@torch.no_grad()
+def cast_weights(model):
+    """All weights of the blocks to FP8 in one launch, for there are many, and most are small. They are kept where TE keeps those of a gradient
+    accumulation, so that a pass through the modules may use them, or renew them."""
+    casts = []
+    for block in model.blocks:
+        for module, name in ((block.attn.qkv, ""), (block.attn.proj, ""), (block.mlp, "fc1_"), (block.mlp, "fc2_")):
+            product, weight = _Product(module, name), getattr(module, f"{name}weight")
+            scale, amax, fp8 = _place(product.quantizer)
+            if getattr(product.weight(), "_transpose", None) is None:
+                product.quantizer.set_usage(rowwise=True, columnwise=True)
+                module._fp8_workspaces[f"{name}weight"] = _hand_over(fast_casts.outputs(weight, *weight.shape, fp8), product.quantizer)
+            kept = product.weight()
+            casts.append((weight, (kept._data.view(fp8), kept._transpose, kept._scale_inv), scale, amax))
+    _casts[model] = fast_casts.list_casts(casts, _casts.get(model))
+    fast_casts.cast_all(_casts[model])
+
+
+def norm_linear(x, branch, bias, module, name, adds_bias=False):
     """Residual stream, norm and a product -> the stream x + branch + bias, and norm(stream) @ weightᵀ, with the product's bias if `adds_bias`.
 
     x, branch: (N, C) BF16; branch None: the stream is x. bias: (C,), the branch's, or None. `module`: a `te.LayerNormLinear` or
     `te.LayerNormMLP`, whose norm and product `name` ("" or "fc1_") it is.
     """
-    module.prepare_forward(x, num_gemms=2 if name else 1)
-    module.end_forward()
     weight, own_bias = getattr(module, f"{name}weight"), _parameter(module, f"{name}bias") if adds_bias else None
     return _NormLinear.apply(x, branch, bias, module.layer_norm_weight, module.layer_norm_bias, weight, own_bias, module.eps,
-                             _Product(module, name, is_first_microbatch), _quantizer_of(branch))
+                             _Product(module, name), _quantizer_of(branch))
 
 
-def linear(x, activation, bias, module, name, is_first_microbatch=None, adds_bias=False):
+def linear(x, activation, bias, module, name, adds_bias=False):
     """activation(x + bias) @ weightᵀ -> (N, outputs) BF16, and the product's own bias, still to be added, or None.
 
     x: (N, inputs) BF16, twice as wide for swiglu. activation: "gelu", "swiglu", or None, then bias is None. `module`: a `te.Linear`, or the
     `te.LayerNormMLP` whose product `name` ("fc2_") it is.
     """
-    if not name:
-        module.prepare_forward(x)
-        module.end_forward()
     own_bias = _parameter(module, f"{name}bias")
-    branch = _Linear.apply(x, bias, getattr(module, f"{name}weight"), own_bias if adds_bias else None, activation,
-                           _Product(module, name, is_first_microbatch), _quantizer_of(x) if activation else None)
+    branch = _Linear.apply(x, bias, getattr(module, f"{name}weight"), own_bias if adds_bias else None, activation, _Product(module, name),
+                           _quantizer_of(x) if activation else None)
     return branch, None if adds_bias else own_bias
 
 
@@ -124,25 +147,17 @@ def _place(quantizer):
 
 
 class _Product:
-    """One matrix product of a TE module: where its three tensors find their scales, and its weight in FP8."""
+    """One matrix product of a TE module: what scales its three tensors, and its weight in FP8."""
 
-    def __init__(self, module, name, is_first_microbatch):
+    def __init__(self, module, name):
         number = name == "fc2_"  # TE's numbering: forward input, weight, output; backward gradient of output, of input
         forward, backward = module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
         self.input, self.quantizer, self.gradient = forward[3 * number], forward[3 * number + 1], backward[2 * number]
-        self.module, self.name, self.is_first_microbatch = module, f"{name}weight", is_first_microbatch
+        self.module, self.name = module, f"{name}weight"
 
     def weight(self):
-        """In FP8, cast now unless this step has done so."""
-        from transformer_engine.pytorch.module.base import quantize_weight
-
-        kept, first = self.module._fp8_workspaces, self.is_first_microbatch
-        self.quantizer.set_usage(rowwise=True, columnwise=True)
-        weight, fresh = quantize_weight(tensor=getattr(self.module, self.name).detach(), quantizer=self.quantizer, cache=first is not None,
-                                        workspace=None if first is None else kept.get(self.name), update_workspace=first is not False)
-        if fresh is not None:
-            kept[self.name] = fresh.detach()
-        return weight
+        """What `cast_weights` made, or the first micro-batch's pass through the module; None before."""
+        return self.module._fp8_workspaces.get(self.name)
 
 
 def _fp8(by_rows, by_columns, scale_inv, quantizer):

@@ -24,6 +24,8 @@ import triton.language as tl
 
 # A program's tile: 16-byte accesses in both layouts, 32 values a thread. This and `_norm_sizes` are the best of those tried on an H200.
 TILE = dict(ROWS=64, COLUMNS=64, num_warps=4)
+PROGRAMS = 4096  # from so many tiles on, a program takes several whose columns are to be added up
+POINTERS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 def norm(x, branch, bias, weight, shift, eps, scale, amax, fp8):
@@ -45,15 +47,15 @@ def activate(activation, x, bias, scale, amax, fp8):
     gated = activation == "swiglu"
     rows, columns = x.shape[0], x.shape[1] // (1 + gated)
     (_, programs), sizes = _strips(rows, columns, 1)
-    out = _outputs(x, rows, columns, fp8)
+    out = outputs(x, rows, columns, fp8)
     _activation_kernel[(programs,)](x, bias, scale, amax, *out, rows, columns, GATED=gated, **sizes)
     return out
 
 
 def activate_backward(activation, gradient, x, bias, scale, amax, fp8):
     """Back through `activate`, from the gradient (N, D) of its result -> the gradient of x as FP8's three, and of bias, or None."""
-    (strips, programs), sizes = _strips(*gradient.shape, 1 if bias is None else 4)
-    out = _outputs(x, *x.shape, fp8)
+    (strips, programs), sizes = _strips(*gradient.shape, 1 if bias is None else 8)
+    out = outputs(x, *x.shape, fp8)
     sums = None if bias is None else torch.empty((strips, x.shape[1]), dtype=torch.float32, device=x.device)
     _activation_backward_kernel[(programs,)](gradient, x, bias, scale, amax, *out, sums, *gradient.shape, GATED=activation == "swiglu", **sizes)
     return out, None if bias is None else add_up(sums, bias.dtype)
@@ -61,11 +63,29 @@ def activate_backward(activation, gradient, x, bias, scale, amax, fp8):
 
 def cast(x, other, scale, amax, fp8, with_sums=False):
     """x + other (N, D), BF16, or x if other is None -> it, FP8's three, and the sums of its columns (D,), as a bias's gradient is, or None."""
-    (strips, programs), sizes = _strips(*x.shape, 4 if with_sums else 1)
-    total, out = x if other is None else torch.empty_like(x), _outputs(x, *x.shape, fp8)
+    (strips, programs), sizes = _strips(*x.shape, 2 if with_sums else 1)
+    total, out = x if other is None else torch.empty_like(x), outputs(x, *x.shape, fp8)
     sums = torch.empty((strips, x.shape[1]), dtype=torch.float32, device=x.device) if with_sums else None
     _cast_kernel[(programs,)](x, other, total, scale, amax, *out, sums, *x.shape, **sizes)
     return total, out, add_up(sums, x.dtype) if with_sums else None
+
+
+def cast_all(tensors):
+    """Many casts of (N, D) BF16 tensors, N and D multiples of 16, in one launch. `tensors`: what `list_casts` returned."""
+    _, table, tiles, fp8 = tensors
+    _cast_all_kernel[(len(tiles),)](table, tiles, POINTERS[fp8], **TILE)
+
+
+def list_casts(casts, before=None):
+    """For `cast_all`, from (x, FP8's three, scale, amax) of each tensor: a list of addresses on the device. `before`: what was returned for
+    the last casts; if it still holds it is returned, and nothing is copied to the device, which a CUDA graph could not record."""
+    rows = [[x.data_ptr(), *(t.data_ptr() for t in three), scale.data_ptr(), amax.data_ptr(), *x.shape] for x, three, scale, amax in casts]
+    if before is not None and before[0] == rows:
+        return before
+    x, (by_rows, _, _), _, _ = casts[0]
+    tiles = [[number, tile] for number, (*_, n, d) in enumerate(rows)
+             for tile in range(triton.cdiv(n, TILE["ROWS"]) * triton.cdiv(d, TILE["COLUMNS"]))]
+    return rows, torch.tensor(rows, device=x.device), torch.tensor(tiles, dtype=torch.int32, device=x.device), by_rows.dtype
 
 
 def add_up(sums, dtype):
@@ -75,7 +95,8 @@ def add_up(sums, dtype):
     return total
 
 
-def _outputs(x, rows, columns, fp8):
+def outputs(x, rows, columns, fp8):
+    """FP8's three, to be written."""
     return (torch.empty((rows, columns), dtype=fp8, device=x.device), torch.empty((columns, rows), dtype=fp8, device=x.device),
             torch.empty(1, dtype=torch.float32, device=x.device))
 
@@ -88,7 +109,7 @@ def _fits(sizes, rows, columns, tiles=1):
 def _strips(rows, columns, tiles):
     """`tiles` tiles below one another for each program, if enough programs are left: how many strips high, programs; the kernel's sizes."""
     across = triton.cdiv(columns, TILE["COLUMNS"])
-    if triton.cdiv(rows, TILE["ROWS"]) * across < 4096:
+    if triton.cdiv(rows, TILE["ROWS"]) * across < PROGRAMS:
         tiles = 1
     high = triton.cdiv(rows, tiles * TILE["ROWS"])
     return (high, high * across), dict(TILE, TILES=tiles, FITS=_fits(TILE, rows, columns, tiles))
@@ -97,7 +118,7 @@ def _strips(rows, columns, tiles):
 def _norm_sizes(columns):
     """Rows of a program, one after the other, and threads that each have 8 columns."""
     width = triton.next_power_of_2(columns)
-    return dict(ROWS=8, WIDTH=width, num_warps=min(16, max(1, width // 256)))
+    return dict(ROWS=4, WIDTH=width, num_warps=min(16, max(1, width // 256)))
 
 
 def transpose(by_rows):
@@ -310,6 +331,27 @@ def _cast_kernel(x_ptr, other_ptr, total_ptr, scale_ptr, amax_ptr, by_rows_ptr, 
     tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
     if sums_ptr is not None:
         tl.store(sums_ptr + strip_row * D + first_column + j, tl.sum(sums, 0), mask=in_columns)
+
+
+@triton.jit
+def _cast_all_kernel(table_ptr, tiles_ptr, FP8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One tile (ROWS, COLUMNS) of one tensor. tiles (programs, 2): its row in the table, and which tile. A row of the table: the addresses of
+    x, by_rows, by_columns, scale_inv, scale, amax, then N and D."""
+    row_ptr, tile = table_ptr + 8 * tl.load(tiles_ptr + 2 * tl.program_id(0)), tl.load(tiles_ptr + 2 * tl.program_id(0) + 1)
+    x_ptr = tl.multiple_of(tl.load(row_ptr).to(tl.pointer_type(tl.bfloat16)), 16)
+    by_rows_ptr = tl.multiple_of(tl.load(row_ptr + 1).to(tl.pointer_type(FP8)), 16)
+    by_columns_ptr = tl.multiple_of(tl.load(row_ptr + 2).to(tl.pointer_type(FP8)), 16)
+    N, D = tl.multiple_of(tl.load(row_ptr + 6).to(tl.int32), 16), tl.multiple_of(tl.load(row_ptr + 7).to(tl.int32), 16)
+    across = tl.cdiv(D, COLUMNS)
+    first_row, first_column = tile // across * ROWS, tile % across * COLUMNS
+    i, j = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    mask = (first_row + i < N)[:, None] & (first_column + j < D)[None, :]
+    x = tl.load(x_ptr + first_row.to(tl.int64) * D + first_column + i[:, None] * D + j[None, :], mask=mask, other=0.0)
+    scale = tl.load(tl.load(row_ptr + 4).to(tl.pointer_type(tl.float32)))
+    if tile == 0:
+        tl.store(tl.load(row_ptr + 3).to(tl.pointer_type(tl.float32)), tl.div_rn(1.0, scale))
+    tl.atomic_max(tl.load(row_ptr + 5).to(tl.pointer_type(tl.float32)), tl.max(tl.abs(x.to(tl.float32))), sem="relaxed")
+    _store(x, scale, by_rows_ptr, by_columns_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
 
 
 @triton.jit

@@ -49,16 +49,6 @@ class Quantizer(types.SimpleNamespace):
         assert rowwise and columnwise
 
 
-def quantize_weight(*, tensor, quantizer, workspace, update_workspace, cache):
-    if workspace is not None and not update_workspace:
-        return workspace, None
-    by_rows, by_columns, scale_inv = fast_casts.cast(tensor, None, quantizer.scale, quantizer.amax, quantizer.dtype)[1]
-    made = types.SimpleNamespace(_data=by_rows.view(torch.uint8), _transpose=by_columns.view(torch.uint8), _scale_inv=scale_inv,
-                                 _fp8_dtype=quantizer.dtype)
-    made.detach = lambda: made
-    return made, made if cache else None
-
-
 def general_gemm(a, b, *, layout, bias, out_dtype, use_split_accumulator, grad):
     """cuBLAS's: in FP8 both sides are taken by rows of what is summed over."""
     assert use_split_accumulator == grad == (layout != "TN")
@@ -114,7 +104,6 @@ def modules_like_te(monkeypatch):
     monkeypatch.setattr(module, "quantizers", property(quantizers), raising=False)
     dtypes = {dtype: dtype for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
     for name, names in {"": {}, "pytorch": {}, "pytorch.module": {}, "pytorch.tensor": {}, "pytorch.constants": dict(TE_DType_To_Torch=dtypes),
-                        "pytorch.module.base": dict(quantize_weight=quantize_weight),
                         "pytorch.quantization": dict(FP8GlobalStateManager=FP8GlobalStateManager),
                         "pytorch.cpp_extensions": dict(general_gemm=general_gemm), "pytorch.tensor.storage": {},
                         "pytorch.tensor.storage.float8_tensor_storage": dict(Float8TensorStorage=make_storage),
@@ -215,15 +204,37 @@ def test_gradients_are_as_near_to_the_exact_ones(variant):
 
 
 def test_microbatches_cast_weights_once(monkeypatch):
-    casts = []
-    target = sys.modules["transformer_engine.pytorch.module.base"] if not HAS_GPU else __import__(
-        "transformer_engine.pytorch.module.base", fromlist=["base"])
-    quantize = target.quantize_weight
-    monkeypatch.setattr(target, "quantize_weight", lambda **options: casts.append(options["update_workspace"]) or quantize(**options))
+    casts, cast_all = [], fast_casts.cast_all
+    monkeypatch.setattr(fast_casts, "cast_all", lambda tensors: casts.append(len(tensors[0])) or cast_all(tensors))
     ours = train_steps(make_model(), microbatches=(True, False, False))
-    assert casts == 3 * (8 * [True] + 16 * [False])  # two blocks of four products
-    monkeypatch.setattr(target, "quantize_weight", quantize)
+    assert casts == 3 * [8]  # three steps; two blocks of four products
     assert_same_training(ours, train_steps(make_model(fused=False), microbatches=(True, False, False)))
+
+
+def test_weights_are_those_that_the_modules_cast():
+    """Bytes, 1/scale and amax; and the list of addresses is written anew only where one has changed."""
+    model = make_model()
+    model(*make_tokens(0)).backward()
+    lists = [fast_block._casts[model]]
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        model(*make_tokens(0)).backward()
+        for block in model.blocks:
+            for module, name, slot in ((block.attn.qkv, "weight", 1), (block.mlp, "fc2_weight", 4)):
+                weight, kept = getattr(module, name).detach(), module._fp8_workspaces[name]
+                amax, dtype = torch.zeros(1, device=DEVICE), torch.float8_e4m3fn
+                scale = kept._scale_inv.reciprocal()
+                _, (by_rows, by_columns, _), _ = fast_casts.cast(weight, None, scale, amax, dtype)
+                assert torch.equal(kept._data.view(torch.uint8), by_rows.view(torch.uint8))
+                assert torch.equal(kept._transpose.view(torch.uint8), by_columns.view(torch.uint8))
+                assert module.fp8_meta["scaling_fwd"].amax_history[-1, slot] == weight.abs().max()  # the newest of the past ones
+        lists.append(fast_block._casts[model])
+    assert lists[1] is lists[2]
+    model.blocks[0].mlp.fc1_weight = torch.nn.Parameter(model.blocks[0].mlp.fc1_weight.detach().clone())
+    model(*make_tokens(0))
+    assert fast_block._casts[model] is not lists[2]
 
 
 def test_the_next_step_may_go_through_the_modules(monkeypatch):

@@ -326,6 +326,26 @@ def test_cast_of_a_sum(rows, columns, with_sums):
     assert torch.equal(sums, expected_sums) if with_sums else sums is None
 
 
+@pytest.mark.parametrize("rows", [128, 1040])  # whole strips of tiles, or not
+def test_several_tiles_a_program(monkeypatch, rows):
+    """The same bytes, and the same sums but for the order in which they are added up."""
+    def run():
+        x, bias, gradient = make_activation("gelu", rows, 64)
+        (scale, amax), fp8 = scale_and_amax(), E5M2
+        _, casted, sums = fast_casts.cast(gradient, None, scale, amax, fp8, with_sums=True)
+        back, dbias = fast_casts.activate_backward("gelu", gradient, x, bias, scale, amax, fp8)
+        return [t.view(torch.uint8) for t in (*casted, *back)] + [amax], [sums.float(), dbias.float()]
+
+    torch.manual_seed(1)
+    one, one_sums = run()
+    monkeypatch.setattr(fast_casts, "PROGRAMS", 0)
+    torch.manual_seed(1)
+    several, several_sums = run()
+    assert all(torch.equal(a, b) for a, b in zip(one, several))
+    for a, b in zip(one_sums, several_sums):
+        torch.testing.assert_close(a, b, rtol=2 * BF16, atol=1e-3)
+
+
 @pytest.mark.parametrize("fp8", TYPES)
 def test_cast_of_infinity_and_nan(fp8):
     x = normal(16, 48)
@@ -335,6 +355,25 @@ def test_cast_of_infinity_and_nan(fp8):
     assert_same_bytes(by_rows, te_reference.quantize(x, scale, fp8), fp8, share=0)
     assert by_rows.float().isnan().sum() == 1 and by_rows[5, 6].float() == -by_rows[7, 8].float() == torch.finfo(fp8).max
     assert torch.equal(by_columns.view(torch.uint8), by_rows.view(torch.uint8).T) and amax.item() == float("inf")
+
+
+@pytest.mark.parametrize("fp8", TYPES)
+@pytest.mark.parametrize("shapes", [[(64, 64)], [(48, 144), (16, 16), (80, 272)], on_gpu([(2304, 768), (768, 768), (16, 4096), (3072, 1040)])])
+def test_cast_all(shapes, fp8):
+    """As one after the other."""
+    tensors = [normal(*shape) for shape in shapes]
+    places = [scale_and_amax(30.0 + number, float(number)) for number in range(len(shapes))]
+    outputs = [fast_casts.outputs(x, *x.shape, fp8) for x in tensors]
+    casts = fast_casts.list_casts([(x, out, *place) for x, out, place in zip(tensors, outputs, places)])
+    fast_casts.cast_all(casts)
+    for number, (x, out, (scale, amax)) in enumerate(zip(tensors, outputs, places)):
+        expected_amax = torch.full((1,), float(number), device=DEVICE)
+        _, expected, _ = fast_casts.cast(x, None, scale, expected_amax, fp8)
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(out, expected)) and torch.equal(amax, expected_amax)
+    again = [(x, out, *place) for x, out, place in zip(tensors, outputs, places)]
+    assert fast_casts.list_casts(again, casts) is casts
+    again[-1] = (tensors[-1].clone(), *again[-1][1:])
+    assert fast_casts.list_casts(again, casts) is not casts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
