@@ -43,7 +43,7 @@ def main(argv=None):
                  "commands": [line for line in built.stdout.splitlines() if " -m pip " in line],
                  "last_lines": built.stdout.splitlines()[-3:], "doctor_exit_code": checked.returncode,
                  "doctor": [f"{check['status']:5} {check['line']}" for check in json.loads(checked.stdout or '{"checks": []}')["checks"]]}
-        for text in (found["commands"], found["last_lines"]):
+        for text in (found["commands"], found["last_lines"], found["doctor"]):
             text[:] = [line.replace(folder, "VENV").replace(sys.prefix, "PREFIX") for line in text]
         report.write("results/install.py", argv, found, options.json)
         print("\n".join([checked.stderr, *found["doctor"]]))

@@ -63,7 +63,7 @@ def measure(shape, switch):
 
 
 def table(rows) -> str:
-    """GUIDE.md's Markdown table: a row a switch, for each shape ms a step (against the defaults') and two peaks of memory. What was not measured
+    """GUIDE.md's Markdown table: a row a switch, for each shape ms a step (against its run's defaults) and two peaks of memory. What was not measured
     is an empty cell."""
     found = {(row["shape"], row["switch"]): row for row in rows if "error" not in row}
     titles = ["switch"]
@@ -73,8 +73,8 @@ def table(rows) -> str:
     for switch in SWITCHES:
         cells = [switch]
         for shape in Options.shapes:
-            row, base = found.get((shape, switch)), found.get((shape, "defaults"))
-            change = f" ({100 * (row['ms'] / base['ms'] - 1):+.1f} %)" if row and base and row is not base else ""
+            row = found.get((shape, switch))
+            change = f" ({100 * (row['ms'] / row['defaults_ms'] - 1):+.1f} %)" if row and row.get("defaults_ms") and switch != "defaults" else ""
             cells += [f"{row['ms']:.1f}{change}", f"{row['peak_gib']:.1f}", f"{row['peak_reserved_gib']:.1f}"] if row else [""] * 3
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -98,8 +98,9 @@ def main(argv=None):
             found = [line.removeprefix("figures: ") for line in done.stdout.splitlines() if line.startswith("figures: ")]
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
             row = json.loads(found[0]) if found else {"shape": shape, "switch": switch, "error": reason}
-            rows.add(row)
             base = next((r for r in rows if r["shape"] == shape and r["switch"] == "defaults" and "error" not in r), None)
+            base = row if switch == "defaults" and found else base
+            rows.add(row | {"defaults_ms": base and base["ms"]})  # of the run that this row belongs to
             against = f"  {row['ms'] / base['ms'] - 1:+.1%} time, {row['peak_gib'] - base['peak_gib']:+.1f} GiB" if base and "error" not in row else ""
             print(f"{shape:9} {switch:44} " + (row["error"] if "error" in row else
                   f"{row['ms']:8.2f} ms  {row['peak_gib']:6.1f} GiB, {row['peak_reserved_gib']:6.1f} taken{against}"), flush=True)

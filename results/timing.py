@@ -8,14 +8,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 KERNELS = {  # class: pattern of kernel names; the first that matches counts
-    "optimizer": "multi_tensor|adam|lpnorm|l2norm",
+    "optimizer": "multi_tensor|adam|lpnorm|l2norm|^_squares",
     "attention": "flash|fmha|attention|sdpa|rope|rotary",
     "loss": "^_(forward|backward)(_fp8)?_kernel|cross_entropy|softmax|nll|element_mul",
     "GEMM FP8": r"nvjet_(sm\d+_)?[qr]|gemm.*(e4m3|e5m2|f8)|(e4m3|e5m2).*gemm",
     "GEMM BF16": "nvjet|gemm|cutlass|splitk|xmma|triton_tem|aten::(add)?b?mm",
-    "activation": "gelu|silu|swiglu|gated|tanh|sigmoid",
+    "activation": "gelu|silu|swiglu|gated|tanh|sigmoid|^_activation",
     "norm": "norm|rsqrt|ln_(fwd|bwd)",
-    "cast/transpose": "transpose|quantiz|cast|amax|delayed_scaling|fp8",
+    "cast/transpose": "transpose|quantiz|cast|amax|delayed_scaling|fp8|^_add_up",
     "copy/concat": r"direct_copy|memcpy|memset|catarray|fused_cat|fillfunctor|aten::(copy_|cat|fill_|zero_)",
     "embedding": "embedding|index",
     "elementwise/residual": "elementwise|triton_poi|triton_red|triton_per|reduce_kernel|aten::(add|mul|sum)",
