@@ -14,7 +14,7 @@ histories, which stay in those modules, are used across their borders. With `FP8
 - This is delayed scaling, which knows the scales beforehand. Whatever else a run may ask for (`why_not`) goes through the modules, which
   compute the same; a step may go this way and the next one that way.
 - All weights are cast in one launch.
-- Products are Transformer Engine's, with the modules' settings: sums in float32, but forward in FP8's faster accumulation.
+- Products are Transformer Engine's, as under its default recipe: sums in float32, but forward in FP8's faster accumulation.
 
 The modules' own way of doing this is in Transformer Engine's `pytorch/module/layernorm_linear.py`, `linear.py` and `layernorm_mlp.py`.
 """
@@ -38,15 +38,20 @@ def _why_not_here():
     if torch.cuda.get_device_capability() != (9, 0):
         return "compute capability 9.0 is needed: Ada cannot cast float32 to FP8 in one rounding, Blackwell needs no transposed copy"
     try:
+        from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # noqa: F401
     except ImportError as error:
         return f"Transformer Engine 2.20 is needed: {error}"
+    if not hasattr(TransformerEngineBaseModule, "end_forward"):
+        return "this Transformer Engine's modules prepare a forward pass in another way than those of release 2.20"
     return ""
 
 
 def why_not(model):
     """The reason why this pass of a model_te_optimized.py model goes through its modules; "" where it comes here."""
     config = model.config
+    if torch.compiler.is_compiling():  # asked first, so that the rest is not traced
+        return "torch.compile knows the modules only"
     weights = [p for p in model.parameters() if p.dim() == 2]
     reasons = [
         (not (model.training and torch.is_grad_enabled()), "no gradients are wanted"),
@@ -55,7 +60,6 @@ def why_not(model):
         (config.gradient_checkpointing or config.offload_activations > 0, "what backward needs is not kept, or not on the GPU"),
         (config.dropout > 0, "dropout lies between the products"),
         (any(type(p) is not torch.nn.Parameter or p.dtype != torch.bfloat16 for p in weights), "weights are not kept in BF16"),
-        (torch.compiler.is_compiling(), "torch.compile knows the modules only"),
         (any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules()), "someone watches the modules"),
     ]
     return next((reason for holds, reason in reasons if holds), "" if available() else _why_not_here())

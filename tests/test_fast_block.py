@@ -19,9 +19,9 @@ from test_fast_loss import _casts_that_round, after_three_calls  # noqa: E402, F
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
-SMALL = dict(vocab_size=128, n_positions=32, n_embd=64, n_layer=2, n_head=2, use_fp8=True, attention="auto" if HAS_GPU else "sdpa")
-MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_kv_head=1, n_inner=96)
-VARIANTS = {"GPT-2": {}, "modern": MODERN, "swiglu with biases": dict(activation="swiglu", n_inner=96), "RMSNorm": dict(use_rmsnorm=True),
+SMALL = dict(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, use_fp8=True, attention="auto" if HAS_GPU else "sdpa")
+MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_kv_head=1, n_inner=48)
+VARIANTS = {"GPT-2": {}, "modern": MODERN, "swiglu with biases": dict(activation="swiglu", n_inner=48), "RMSNorm": dict(use_rmsnorm=True),
             "no biases": dict(bias=False), "E4M3": dict(fp8_format="E4M3"), "head in BF16": dict(fp8_lm_head=False),
             "loss in parts": dict(loss_chunks=2)}
 
@@ -129,7 +129,7 @@ def make_model(fused=True, fp8_format="HYBRID", **options):
 
 def make_tokens(step):
     random = torch.Generator().manual_seed(step)
-    tokens = torch.randint(SMALL["vocab_size"], (2, 33), generator=random).to(DEVICE)
+    tokens = torch.randint(SMALL["vocab_size"], (2, 17), generator=random).to(DEVICE)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -138,7 +138,7 @@ def state_of(model):
             for key, state in getattr(module, "fp8_meta", {}).items() if key.startswith("scaling") and len(getattr(state, "scale", []))}
 
 
-def train_steps(model, steps=3, microbatches=(None,)):
+def train_steps(model, steps=2, microbatches=(None,)):
     results = []
     for step in range(steps):
         model.zero_grad()
@@ -178,9 +178,9 @@ def assert_same_training(ours, theirs):
 def test_training_is_that_of_the_modules(monkeypatch, variant):
     calls = count_calls(monkeypatch)
     ours = train_steps(make_model(**VARIANTS[variant]))
-    assert len(calls) == 3
+    assert len(calls) == 2
     theirs = train_steps(make_model(fused=False, **VARIANTS[variant]))
-    assert len(calls) == 3
+    assert len(calls) == 2
     assert_same_training(ours, theirs)
 
 
@@ -207,7 +207,7 @@ def test_microbatches_cast_weights_once(monkeypatch):
     casts, cast_all = [], fast_casts.cast_all
     monkeypatch.setattr(fast_casts, "cast_all", lambda tensors: casts.append(len(tensors[0])) or cast_all(tensors))
     ours = train_steps(make_model(), microbatches=(True, False, False))
-    assert casts == 3 * [8]  # three steps; two blocks of four products
+    assert casts == 2 * [8]  # two steps; two blocks of four products
     assert_same_training(ours, train_steps(make_model(fused=False), microbatches=(True, False, False)))
 
 
@@ -251,7 +251,7 @@ def test_the_next_step_may_go_through_the_modules(monkeypatch):
 
 def test_packed_documents(monkeypatch):
     calls = count_calls(monkeypatch)
-    starts = torch.tensor([0, 20, 32, 40, 64], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, 10, 16, 20, 32], dtype=torch.int32, device=DEVICE)
     grads = []
     for fused in (True, False):
         model = make_model(fused, use_rotary=True)
@@ -269,6 +269,26 @@ def test_what_is_handed_over_must_not_be_touched(monkeypatch, touched):
     monkeypatch.setattr(fast_block, touched, lambda *args, **options: tuple(t * 1.0 if t is not None else t for t in function(*args, **options)))
     with pytest.raises(ValueError, match="untouched"):
         make_model()(*make_tokens(0))
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there Transformer Engine itself is asked")
+def test_other_versions_and_gpus_are_left_to_the_modules(monkeypatch):
+    def reason(capability=(9, 0), **module):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        base = types.ModuleType("base")
+        base.__dict__.update(module)
+        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.module.base", base)
+        return fast_block._why_not_here()
+
+    release = type("TransformerEngineBaseModule", (), {"prepare_forward": None, "end_forward": None})
+    older = type("TransformerEngineBaseModule", (), {"prepare_forward": None})
+    assert reason(TransformerEngineBaseModule=release) == ""
+    assert "9.0" in reason((10, 0), TransformerEngineBaseModule=release)
+    assert "release 2.20" in reason(TransformerEngineBaseModule=older)
+    assert "2.20 is needed" in reason()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert fast_block._why_not_here() == "no CUDA device"
 
 
 REASONS = {
