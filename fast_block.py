@@ -91,7 +91,8 @@ _casts = weakref.WeakKeyDictionary()  # of each model: its weights' addresses
 @torch.no_grad()
 def cast_weights(model):
     """All weights of the blocks to FP8 in one launch, for there are many, and most are small. They are kept where TE keeps those of a gradient
-    accumulation, so that a pass through the modules may use them, or renew them."""
+    accumulation, so that a pass through the modules may use them, or renew them; in the same memory each time, so go backward before the
+    next forward pass with other weights."""
     casts = []
     for block in model.blocks:
         for module, name in ((block.attn.qkv, ""), (block.attn.proj, ""), (block.mlp, "fc1_"), (block.mlp, "fc2_")):

@@ -1,8 +1,8 @@
-"""What lies between the matrix products of a GPT in FP8, each in one pass over memory that leaves FP8 behind: norm, activation, cast.
+"""What lies between the matrix products of a GPT in FP8, in few passes over memory, and leaving FP8 behind: norm, activation, cast.
 
 These operations move far more bytes than they compute, so all that counts is how often their tensors are read and written. What is notable:
 
-- Hopper's FP8 products sum along rows only, so what goes into one is needed by rows and, for the weight's gradient, transposed. Every kernel
+- Hopper's FP8 products sum along rows only, so what goes into one is needed by rows and, for the weight's gradient, transposed. Every function
   here leaves both, where Transformer Engine (TE) would read a tensor once more to cast it and again to transpose it.
 - The residual stream is added up where it is normalised, and its gradient where it is cast for the product before.
 - A bias is added, and its gradient summed up, by whoever reads the product's output next.
@@ -14,7 +14,7 @@ These operations move far more bytes than they compute, so all that counts is ho
 FP8 is `delayed scaling` throughout: values times `scale` (float32, one element), saturated; their largest is taken up into `amax`. A tensor in
 FP8 is three here: bytes (N, D), their transpose (D, N), both of a torch FP8 type, and 1/scale (1,) float32.
 
-Formulas: LayerNorm (Ba et al. 2016), its variance after Chan et al. 1979; RMSNorm (Zhang and Sennrich 2019); GELU's tanh approximation
+Formulas: LayerNorm (Ba et al. 2016), its variance from the differences from the mean; RMSNorm (Zhang and Sennrich 2019); GELU's tanh approximation
 (Hendrycks and Gimpel 2016); SwiGLU (Shazeer 2020), of an input whose rows hold what goes through SiLU, then what is multiplied by it.
 """
 
@@ -107,7 +107,7 @@ def _fits(sizes, rows, columns, tiles=1):
 
 
 def _strips(rows, columns, tiles):
-    """`tiles` tiles below one another for each program, if enough programs are left: how many strips high, programs; the kernel's sizes."""
+    """`tiles` tiles below one another for each program, if enough programs are left -> (how many strips high, programs), the kernel's sizes."""
     across = triton.cdiv(columns, TILE["COLUMNS"])
     if triton.cdiv(rows, TILE["ROWS"]) * across < PROGRAMS:
         tiles = 1
