@@ -39,13 +39,14 @@ SWITCHES = {  # name -> options
     "attention sdpa": "--attention sdpa",
     "attention te": "--attention te",
     "Transformer Engine's loss": "--no-fused-loss",
+    "Transformer Engine's modules": "--no-fused-block",
     "float32 masters": "--no-param-remainders",
     "BF16 moments": "--moment-dtype bfloat16",
     "2 micro-batches of 4": "--micro-batch-size 4 --grad-accum 2",
     "FP8 current": "--fp8-recipe current",
     "BF16": "--fp8-recipe none",
     "modern block": MODERN,
-    "modern block, Transformer Engine's SwiGLU": f"{MODERN} --no-fused-swiglu",
+    "modern block, Transformer Engine's modules": f"{MODERN} --no-fused-block",
 }
 
 

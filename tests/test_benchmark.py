@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import shlex
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ import torch
 import benchmark_te as benchmark
 import checkpoint
 import cli
+import train
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from results import memory, pages, plain_gpt, timing
+from results import memory, pages, plain_gpt, timing, training
 from results import speed_report as report
 from trainer_tools import ROOT
 
@@ -203,6 +205,11 @@ def test_a_file_of_something_else_is_left_alone(tmp_path, capsys):
     path.write_text('{"cells": []}')
     assert run(f"--sweep --json {path}") == 2 and path.read_text() == '{"cells": []}'
     assert "holds something else" in capsys.readouterr().err
+
+
+def test_the_switches_of_the_real_run_are_options_of_the_trainer():
+    for options in training.SWITCHES.values():
+        train.read_options(shlex.split(f"{training.COMMON} {training.SHORT} {options}"))
 
 
 def test_the_table_of_memory_leaves_what_is_missing_empty():
