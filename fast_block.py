@@ -49,20 +49,22 @@ def _why_not_here():
 
 def why_not(model):
     """The reason why this pass of a model_te_optimized.py model goes through its modules; "" where it comes here."""
-    config = model.config
     if torch.compiler.is_compiling():  # asked first, so that the rest is not traced
         return "torch.compile knows the modules only"
-    weights = [p for p in model.parameters() if p.dim() == 2]
-    reasons = [
-        (not (model.training and torch.is_grad_enabled()), "no gradients are wanted"),
-        (not config.use_fp8 or not model.fp8_recipe.delayed(), "the recipe is not delayed scaling"),
-        (config.fp8_skip_first + config.fp8_skip_last > 0, "some blocks stay in high precision"),
-        (config.gradient_checkpointing or config.offload_activations > 0, "what backward needs is not kept, or not on the GPU"),
-        (config.dropout > 0, "dropout lies between the products"),
-        (any(type(p) is not torch.nn.Parameter or p.dtype != torch.bfloat16 for p in weights), "weights are not kept in BF16"),
-        (any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules()), "someone watches the modules"),
-    ]
-    return next((reason for holds, reason in reasons if holds), "" if available() else _why_not_here())
+    return next((reason for holds, reason in _reasons(model) if holds), "") or ("" if available() else _why_not_here())
+
+
+def _reasons(model):
+    """(whether it holds, the reason), one after the other: a pass that costs little to refuse does not pay for walks through the model."""
+    config = model.config
+    yield not (model.training and torch.is_grad_enabled()), "no gradients are wanted"
+    yield not config.use_fp8 or not model.fp8_recipe.delayed(), "the recipe is not delayed scaling"
+    yield config.fp8_skip_first + config.fp8_skip_last > 0, "some blocks stay in high precision"
+    yield config.gradient_checkpointing or config.offload_activations > 0, "what backward needs is not kept, or not on the GPU"
+    yield config.dropout > 0, "dropout lies between the products"
+    weights = (p for p in model.parameters() if p.dim() == 2)
+    yield any(type(p) is not torch.nn.Parameter or p.dtype != torch.bfloat16 for p in weights), "weights are not kept in BF16"
+    yield any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules()), "someone watches the modules"
 
 
 def blocks(model, x, rope=None, is_first_microbatch=None, documents=None):

@@ -98,9 +98,8 @@ def main(argv=None):
             found = [line.removeprefix("figures: ") for line in done.stdout.splitlines() if line.startswith("figures: ")]
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
             row = json.loads(found[0]) if found else {"shape": shape, "switch": switch, "error": reason}
-            base = next((r for r in rows if r["shape"] == shape and r["switch"] == "defaults" and "error" not in r), None)
-            base = row if switch == "defaults" and found else base
-            rows.add(row | {"defaults_ms": base and base["ms"]})  # of the run that this row belongs to
+            base = next((r for r in [row, *rows] if (r["shape"], r["switch"]) == (shape, "defaults") and "error" not in r), None)
+            rows.add(row | {"defaults_ms": base and base["ms"]})  # the last before it: a file may hold several runs
             against = f"  {row['ms'] / base['ms'] - 1:+.1%} time, {row['peak_gib'] - base['peak_gib']:+.1f} GiB" if base and "error" not in row else ""
             print(f"{shape:9} {switch:44} " + (row["error"] if "error" in row else
                   f"{row['ms']:8.2f} ms  {row['peak_gib']:6.1f} GiB, {row['peak_reserved_gib']:6.1f} taken{against}"), flush=True)

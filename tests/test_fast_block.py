@@ -15,7 +15,7 @@ import fast_casts  # noqa: E402
 import model_te_optimized  # noqa: E402
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model  # noqa: E402
 from test_fast_casts import _instructions  # noqa: E402, F401  on the CPU: in place of the GPU's own
-from test_fast_loss import _casts_that_round, after_three_calls  # noqa: E402, F401  the first: on the CPU repairs casts of Triton's interpreter
+from test_fast_loss import _casts_that_round  # noqa: E402, F401  on the CPU repairs casts of Triton's interpreter
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -238,7 +238,7 @@ def test_weights_are_those_that_the_modules_cast():
     assert fast_block._casts[model] is not lists[2]
 
 
-def test_the_next_step_may_go_through_the_modules(monkeypatch):
+def test_the_next_step_may_go_through_the_modules():
     """Scales, histories and weights that one way leaves are the other's."""
     def run(ways):
         model, results = make_model(), []
@@ -300,22 +300,23 @@ def test_other_versions_and_gpus_are_left_to_the_modules(monkeypatch):
     assert fast_block._why_not_here() == "no CUDA device"
 
 
-REASONS = {
-    "no gradients": ({}, lambda model: model.eval()), "another recipe": ({}, lambda model: setattr(
-        model, "fp8_recipe", getattr(model_te_optimized.te, "Float8CurrentScaling", None) or te_reference.Float8CurrentScaling())),
-    "high precision": (dict(fp8_skip_last=1), None), "not kept": (dict(gradient_checkpointing=True), None), "dropout": (dict(dropout=0.1), None),
-    "not kept in BF16": ({}, lambda model: model.float()), "watches": ({}, lambda model: model.blocks[1].mlp.register_forward_hook(print)),
-    "delayed scaling": (dict(use_fp8=False), None)}
+REASONS = {  # words of the reason -> options, and what is done to the model
+    "no gradients": ({}, lambda model: model.eval()),
+    "recipe is not delayed": ({}, lambda model: setattr(model, "fp8_recipe", types.SimpleNamespace(delayed=lambda: False))),
+    "not delayed scaling": (dict(use_fp8=False), None),
+    "high precision": (dict(fp8_skip_last=1), None),
+    "not kept, or not on the GPU": (dict(gradient_checkpointing=True), None),
+    "dropout": (dict(dropout=0.1), None),
+    "not kept in BF16": ({}, lambda model: model.float()),
+    "watches": ({}, lambda model: model.blocks[1].mlp.register_forward_hook(print)),
+}
 
 
-@pytest.mark.parametrize("reason", REASONS)
-def test_what_goes_through_the_modules(reason):
-    options, change = REASONS[reason]
+@pytest.mark.parametrize("words", REASONS)
+def test_what_goes_through_the_modules(words):
+    options, change = REASONS[words]
     model = make_model(**options)
-    if reason == "another recipe":
-        model.fp8_recipe = types.SimpleNamespace(delayed=lambda: False)
-    elif change:
+    if change:
         change(model)
-    words = "the recipe is not delayed scaling" if reason == "another recipe" else reason
     assert words in fast_block.why_not(model)
     assert not fast_block.why_not(make_model())
