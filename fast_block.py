@@ -57,6 +57,7 @@ def why_not(model):
 def _reasons(model):
     """(whether it holds, the reason), one after the other: a pass that costs little to refuse does not pay for walks through the model."""
     config = model.config
+    yield not hasattr(model.blocks[0].attn.qkv, "end_forward"), "the modules are not Transformer Engine's"  # te_reference's, on a GPU
     yield not (model.training and torch.is_grad_enabled()), "no gradients are wanted"
     yield not config.use_fp8 or not model.fp8_recipe.delayed(), "the recipe is not delayed scaling"
     yield config.fp8_skip_first + config.fp8_skip_last > 0, "some blocks stay in high precision"
