@@ -14,6 +14,7 @@ import fp8
 
 NAMES = {"plain": "nanoGPT, compiled", "plain-graph": "nanoGPT, CUDA graphs", "bf16": "ours, BF16", "fp8": "ours, FP8",
          "fp8-current": "ours, FP8 current", "fp8-block": "ours, FP8 block", "hf-llama": "transformers' Llama, compiled"}
+IN_PICTURES = NAMES | {"fp8-te_block": "FP8, TE's modules", "fp8-e4m3": "ours, FP8 E4M3"}
 
 
 class Rows(list):
@@ -154,7 +155,7 @@ def draw_speed(rows, path):
             axes.margins(x=0.25)
             axes.set_ylabel("thousand tokens/s")
     keys = [Line2D([], [], color="black", lw=1.5, label="were all of it at the GPU's ceilings (floor_ms)")]
-    keys += [Patch(label=NAMES.get(arm, arm), **looks[arm]) for arm in arms]
+    keys += [Patch(label=IN_PICTURES.get(arm, arm), **looks[arm]) for arm in arms]
     figure.legend(handles=keys, fontsize=8, ncols=5, loc="outside lower center")
     figure.suptitle(_origin(rows), fontsize=9)
     figure.savefig(path, dpi=130)

@@ -112,21 +112,18 @@ def plot(figures, path):
     import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    rows = figures["switches"]["rows"]
-    left.set_prop_cycle(color=matplotlib.colormaps["tab20"].colors[::2] + matplotlib.colormaps["tab20"].colors[1::2])
-    for row in rows:
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    rows, spread = figures["switches"]["rows"], figures["switches"]["spread_of_seeds"]
+    for row, color in zip(rows, matplotlib.colormaps["tab20"].colors):
         smooth = [sum(row["losses"][max(0, i - 9):i + 1]) / min(10, i + 1) for i in range(300)]
-        left.plot(range(1, 301), smooth, lw=1, ls=":" if row["switch"].startswith("seed") else "-", label=row["switch"])
-    left.set(xlabel="step", ylabel="training loss (nats a byte, mean of 10 steps)", title="GPT-2 124M", ylim=(None, 5))
-    left.legend(frameon=False, fontsize=8)
-    spread = figures["switches"]["spread_of_seeds"]
-    right.axvspan(-spread, spread, color="tab:green", alpha=0.15, label="spread of three seeds")
-    right.barh([row["switch"] for row in rows], [row["difference"] for row in rows])
+        left.plot(range(1, 301), smooth, lw=1, ls=":" if row["switch"].startswith("seed") else "-", color=color)
+        right.barh(row["switch"], row["difference"], color=color)
+    left.set(xlabel="step", ylabel="training loss (nats a byte, mean of 10 steps)", title="GPT-2 124M; seeds dotted", ylim=(None, 5))
+    right.axvspan(-spread, spread, color="tab:green", alpha=0.15, zorder=0)
     right.invert_yaxis()
-    right.set(xlabel="final loss minus the default's (or the modern block's)", title="one switch at a time")
-    right.legend(frameon=False, fontsize=8)
+    right.set_xticks([-0.01, 0, 0.01])
+    right.set(xlabel="final loss minus the default's or\nthe modern block's; green: spread of three seeds", title="one switch at a time")
     figure.suptitle(figures["machine"], fontsize=10)
     figure.savefig(path, dpi=150)
 
