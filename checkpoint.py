@@ -109,6 +109,11 @@ class BackgroundSaver:
         self.background = background and not dist.is_initialized()
         self.thread, self.writing, self.failures, self.copies = ThreadPoolExecutor(1, "checkpoint"), None, [], {}
 
+    def reserve(self, model, optimizer) -> None:
+        """Get the memory that `save` copies to before training starts: gigabytes of pinned memory take the driver long, and a step would wait."""
+        if self.background:
+            self.copy_to_host(_tensors(model, optimizer))
+
     def save(self, run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> None:
         """As the function `save`, after waiting for the checkpoint before; but an OSError is kept for `error`."""
         self.wait()

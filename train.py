@@ -600,6 +600,8 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
         log.say(f"the model {config.model!r} has no {', '.join(lacks)}: what the preset {config.preset!r} says of them is left out")
     profiler.run, profiler.say = run, log.say
     saver = checkpoint.BackgroundSaver(config.background_saves)
+    if 0 < config.checkpoint_interval < config.max_steps - step:
+        saver.reserve(model, optimizer)
 
     def tell_failed_save():
         error = saver.error()

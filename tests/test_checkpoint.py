@@ -288,6 +288,21 @@ def test_background_saves_are_written_one_after_the_other(tmp_path, trained, mon
     assert [content(tmp_path / f"run/step-{number}") for number in (3, 4, 5)] == expected
 
 
+def test_reserved_memory_is_what_is_saved_from(tmp_path, trained):
+    saver = checkpoint.BackgroundSaver()
+    saver.reserve(*trained)
+    reserved = {name: copy.data_ptr() for name, copy in saver.copies.items()}
+    step(*trained, 1)
+    expected = content(save(tmp_path / "synchronous", 1, *trained))
+    save(tmp_path / "run", 1, *trained, saver=saver)
+    saver.wait()
+    assert {name: copy.data_ptr() for name, copy in saver.copies.items()} == reserved
+    assert content(tmp_path / "run/step-1") == expected
+    waits = checkpoint.BackgroundSaver(background=False)
+    waits.reserve(*trained)
+    assert not waits.copies
+
+
 def test_a_defect_in_the_background_is_raised(tmp_path, trained, monkeypatch):
     saver = checkpoint.BackgroundSaver()
     monkeypatch.setattr(checkpoint, "_checksums", lambda folder: 1 / 0)
