@@ -51,7 +51,7 @@ def why_not(model):
     """The reason why this pass of a model_te_optimized.py model goes through its modules; "" where it comes here."""
     if torch.compiler.is_compiling():  # asked first, so that the rest is not traced
         return "torch.compile knows the modules only"
-    return next((reason for holds, reason in _reasons(model) if holds), "") or ("" if available() else _why_not_here())
+    return next((reason for holds, reason in _reasons(model) if holds), "") or available(return_reason=True)[1]
 
 
 def _reasons(model):

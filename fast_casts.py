@@ -9,7 +9,7 @@ These operations move far more bytes than they compute, so all that counts is ho
 - What is transposed here passes through BF16 on its way to FP8, so that it changes layout between threads in 16 bits: half of what 32 would
   move, and 8 bits Triton 3.6 gets wrong on Hopper. What BF16 rounds to halfway between two FP8 numbers may become the other one.
 - Where TE's own kernel moves no byte too many it is used: a norm's gradient, and transposing what a norm wrote.
-- Instructions count here as much as bytes: hence a reciprocal and a rounding of one instruction each, where Triton's own take several.
+- A reciprocal and a rounding are one instruction each, where Triton's own take several.
 
 FP8 is `delayed scaling` throughout: values times `scale` (float32, one element), saturated; their largest is taken up into `amax`. A tensor in
 FP8 is three here: bytes (N, D), their transpose (D, N), both of a torch FP8 type, and 1/scale (1,) float32.
@@ -46,9 +46,8 @@ def activate(activation, x, bias, scale, amax, fp8):
     """gelu or swiglu of x + bias -> FP8's three. x (N, D), for swiglu (N, 2D), and bias (D or 2D,) or None: BF16."""
     gated = activation == "swiglu"
     rows, columns = x.shape[0], x.shape[1] // (1 + gated)
-    (_, programs), sizes = _strips(rows, columns, 1)
-    out = outputs(x, rows, columns, fp8)
-    _activation_kernel[(programs,)](x, bias, scale, amax, *out, rows, columns, GATED=gated, **sizes)
+    out, tiles = outputs(x, rows, columns, fp8), triton.cdiv(rows, TILE["ROWS"]) * triton.cdiv(columns, TILE["COLUMNS"])
+    _activation_kernel[(tiles,)](x, bias, scale, amax, *out, rows, columns, GATED=gated, FITS=_fits(TILE, rows, columns), **TILE)
     return out
 
 
@@ -228,8 +227,8 @@ def _norm_kernel(x_ptr, branch_ptr, bias_ptr, weight_ptr, shift_ptr, stream_ptr,
 
 @triton.jit
 def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, by_rows_ptr, by_columns_ptr, scale_inv_ptr, N, D, GATED: tl.constexpr,
-                       FITS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One tile (ROWS, COLUMNS) of the (N, D) output; TILES is 1."""
+                       FITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One tile (ROWS, COLUMNS) of the (N, D) output."""
     tiles = tl.cdiv(D, COLUMNS)
     first_row, first_column = tl.program_id(0) // tiles * ROWS, tl.program_id(0) % tiles * COLUMNS
     i, j = tl.arange(0, ROWS), tl.arange(0, COLUMNS)  # inside the tile, so that only the tile's own place needs 64 bits

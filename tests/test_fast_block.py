@@ -115,7 +115,7 @@ def modules_like_te(monkeypatch):
         stub.__dict__.update(names)
         monkeypatch.setitem(sys.modules, f"transformer_engine.{name}".strip("."), stub)
     monkeypatch.setitem(sys.modules, "transformer_engine_torch", types.SimpleNamespace(layernorm_bwd=norm_bwd, rmsnorm_bwd=norm_bwd))
-    monkeypatch.setattr(fast_block, "available", lambda: True)
+    monkeypatch.setattr(fast_block, "available", lambda return_reason: (True, ""))
 
 
 def make_model(fused=True, fp8_format="HYBRID", **options):
