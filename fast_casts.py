@@ -6,10 +6,11 @@ These operations move far more bytes than they compute, so all that counts is ho
   here leaves both, where Transformer Engine (TE) would read a tensor once more to cast it and again to transpose it.
 - The residual stream is added up where it is normalised, and its gradient where it is cast for the product before.
 - A bias is added, and its gradient summed up, by whoever reads the product's output next.
-- What is transposed here passes through BF16 on its way to FP8, so that it changes layout between threads in 16 bits: half of what 32 would
-  move, and 8 bits Triton 3.6 gets wrong on Hopper. What BF16 rounds to halfway between two FP8 numbers may become the other one.
+- Instructions and registers count here as much as bytes. A thread has the same columns of four neighbouring rows: by rows it writes them
+  as they are, and for the transposed copy the four bytes of a column travel between threads as one number of 32 bits. (Triton 3.6 gets
+  single bytes wrong on Hopper.) And a reciprocal, a rounding, a widening and a cast of four are one or two instructions each, where
+  Triton's own take several.
 - Where TE's own kernel moves no byte too many it is used: a norm's gradient, and transposing what a norm wrote.
-- A reciprocal and a rounding are one instruction each, where Triton's own take several.
 
 FP8 is `delayed scaling` throughout: values times `scale` (float32, one element), saturated; their largest is taken up into `amax`. A tensor in
 FP8 is three here: bytes (N, D), their transpose (D, N), both of a torch FP8 type, and 1/scale (1,) float32.
@@ -139,7 +140,7 @@ def _reciprocal(x):
 
 
 @triton.jit
-def _round(x):
+def round_bf16(x):
     """To BF16, two values an instruction."""
     return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
 
@@ -158,13 +159,48 @@ def _load(pointer, mask):
 
 
 @triton.jit
-def _store(values, scale, by_rows_ptr, by_columns_ptr, first_row, first_column, N, D, mask, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile of the (N, D) output, BF16, in FP8: as it is and transposed. The cast saturates."""
-    i, j = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    fp8 = (values.to(tl.float32) * scale).to(by_rows_ptr.dtype.element_ty)  # ties to even
-    tl.store(by_rows_ptr + first_row.to(tl.int64) * D + first_column + i[:, None] * D + j[None, :], fp8, mask=mask)
-    corner = first_column * N.to(tl.int64) + first_row
-    tl.store(by_columns_ptr + corner + j[:, None] * N + i[None, :], tl.trans(fp8), mask=tl.trans(mask))
+def widen(x):
+    """Two values of BF16 to float32. With `x.to(tl.float32)` Triton changes layouts before that, and computes what follows once for each."""
+    return tl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2)
+
+
+@triton.jit
+def _four(a, b, c, d, FP8: tl.constexpr):
+    """Four values in FP8 as one of 32 bits, a in the lowest; the cast saturates, ties to even."""
+    if FP8 == tl.float8e5:
+        return tl.inline_asm_elementwise("{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;"
+                                         "mov.b32 $0, {low, high};}", "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
+                                     "mov.b32 $0, {low, high};}", "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def load_rows(pointer, stride, mask, other: tl.constexpr = 0.0):
+    """Of four neighbouring rows each, BF16. All are asked for before anything is written, after which the compiler would not move them."""
+    return (tl.load(pointer, mask=mask, other=other), tl.load(pointer + stride, mask=mask, other=other),
+            tl.load(pointer + 2 * stride, mask=mask, other=other), tl.load(pointer + 3 * stride, mask=mask, other=other))
+
+
+@triton.jit
+def largest_of(a, b, c, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of four rows, the largest magnitude in every eight columns, which lie in one thread. NaN does not count, neither here nor in TE."""
+    largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+    return tl.max(tl.reshape(largest, (ROWS // 4, COLUMNS // 8, 8)), 2)
+
+
+@triton.jit
+def store_fp8(a, b, c, d, scale, by_rows_ptr, by_columns_ptr, first_row, first_column, N, D, mask, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile of the (N, D) output in FP8, as it is and transposed: of every four rows the first, the second, …, (ROWS / 4, COLUMNS) float32."""
+    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
+    fp8: tl.constexpr = by_rows_ptr.dtype.element_ty
+    a, b, c, d = a * scale, b * scale, c * scale, d * scale
+    place = by_rows_ptr + first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :]
+    tl.store(place, a.to(fp8), mask=mask)
+    tl.store(place + D, b.to(fp8), mask=mask)
+    tl.store(place + 2 * D, c.to(fp8), mask=mask)
+    tl.store(place + 3 * D, d.to(fp8), mask=mask)
+    corner = (by_columns_ptr + (first_column * N.to(tl.int64) + first_row)).to(tl.pointer_type(tl.int32))
+    tl.store(corner + j[:, None] * (N // 4) + i[None, :], tl.trans(_four(a, b, c, d, fp8)), mask=tl.trans(mask))
 
 
 @triton.jit
@@ -173,18 +209,6 @@ def _begin(scale_ptr, scale_inv_ptr):
     if tl.program_id(0) == 0:
         tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
     return scale
-
-
-@triton.jit
-def _fold(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The lower half of the rows added to the upper one: they lie in the same threads, so that nothing is exchanged."""
-    return tl.sum(tl.reshape(values, (2, ROWS // 2, COLUMNS)), 0)
-
-
-@triton.jit
-def _largest(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of every eight columns, which lie in one thread, the largest magnitude. NaN does not count, neither here nor in TE."""
-    return tl.max(tl.reshape(tl.abs(values), (ROWS, COLUMNS // 8, 8)), 2)
 
 
 @triton.jit
@@ -200,15 +224,21 @@ def _norm_kernel(x_ptr, branch_ptr, bias_ptr, weight_ptr, shift_ptr, stream_ptr,
         bias = _load(bias_ptr + j, mask)
     scale = _begin(scale_ptr, scale_inv_ptr)
     largest = tl.zeros((WIDTH,), tl.float32)
+    first_row = tl.program_id(0) * ROWS
+    ahead = tl.load(x_ptr + first_row.to(tl.int64) * C + j, mask=mask, other=0.0)
+    if branch_ptr is not None:
+        branch_ahead = tl.load(branch_ptr + first_row.to(tl.int64) * C + j, mask=mask, other=0.0)
     for i in range(ROWS):
-        row = tl.program_id(0) * ROWS + i
-        place = row.to(tl.int64) * C + j
-        values = _load(x_ptr + place, mask)
+        row = first_row + i
+        place, next_place = row.to(tl.int64) * C + j, tl.minimum(row + 1, first_row + ROWS - 1).to(tl.int64) * C + j
+        values = ahead.to(tl.float32)
+        ahead = tl.load(x_ptr + next_place, mask=mask, other=0.0)  # under way while this row is added up
         if branch_ptr is not None:
-            values += _load(branch_ptr + place, mask)
+            values += branch_ahead.to(tl.float32)
+            branch_ahead = tl.load(branch_ptr + next_place, mask=mask, other=0.0)
             if bias_ptr is not None:
                 values += bias
-            rounded = _round(values)
+            rounded = round_bf16(values)
             tl.store(stream_ptr + place, rounded, mask=mask)
             values = rounded.to(tl.float32)
         if mean_ptr is not None:
@@ -226,74 +256,101 @@ def _norm_kernel(x_ptr, branch_ptr, bias_ptr, weight_ptr, shift_ptr, stream_ptr,
 
 
 @triton.jit
+def _activate(x, bias, factor, factor_bias, GATED: tl.constexpr):
+    x = widen(x)
+    if bias is not None:
+        x += bias
+    y = x * _gate(x, GATED)
+    if GATED:
+        factor = widen(factor)
+        if bias is not None:
+            factor += factor_bias
+        y *= factor
+    return y
+
+
+@triton.jit
 def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, by_rows_ptr, by_columns_ptr, scale_inv_ptr, N, D, GATED: tl.constexpr,
                        FITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """One tile (ROWS, COLUMNS) of the (N, D) output."""
     tiles = tl.cdiv(D, COLUMNS)
     first_row, first_column = tl.program_id(0) // tiles * ROWS, tl.program_id(0) % tiles * COLUMNS
-    i, j = tl.arange(0, ROWS), tl.arange(0, COLUMNS)  # inside the tile, so that only the tile's own place needs 64 bits
+    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)  # inside the tile, so that only the tile's own place needs 64 bits
     in_columns = (first_column + j < D) | FITS
-    mask = ((first_row + i < N) | FITS)[:, None] & in_columns[None, :]
+    mask = ((first_row // 4 + i < N // 4) | FITS)[:, None] & in_columns[None, :]
     width = 2 * D if GATED else D
-    x_ptr += first_row.to(tl.int64) * width + first_column + i[:, None] * width + j[None, :]
-    x = _load(x_ptr, mask)
-    if bias_ptr is not None:
-        x += _load(bias_ptr + first_column + j, in_columns)[None, :]
-    y = x * _gate(x, GATED)
-    if GATED:
-        factor = _load(x_ptr + D, mask)
-        if bias_ptr is not None:
-            factor += _load(bias_ptr + D + first_column + j, in_columns)[None, :]
-        y *= factor
-    scale = _begin(scale_ptr, scale_inv_ptr)
-    if bias_ptr is not None:
-        y = tl.where(mask, y, 0.0)  # outside, x is not 0 but the bias
-    tl.atomic_max(amax_ptr, tl.max(tl.abs(y)), sem="relaxed")
-    _store(_round(y), scale, by_rows_ptr, by_columns_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
+    x_ptr += first_row.to(tl.int64) * width + first_column + 4 * i[:, None] * width + j[None, :]
+    x = load_rows(x_ptr, width, mask)
+    factor = load_rows(x_ptr + D, width, mask) if GATED else x
+    bias = _load(bias_ptr + first_column + j, in_columns)[None, :] if bias_ptr is not None else None
+    factor_bias = _load(bias_ptr + D + first_column + j, in_columns)[None, :] if GATED and bias_ptr is not None else None
+    a, b = _activate(x[0], bias, factor[0], factor_bias, GATED), _activate(x[1], bias, factor[1], factor_bias, GATED)
+    c, d = _activate(x[2], bias, factor[2], factor_bias, GATED), _activate(x[3], bias, factor[3], factor_bias, GATED)
+    if bias_ptr is not None and not FITS:  # outside, x is not 0 but the bias
+        a, b, c, d = tl.where(mask, a, 0.0), tl.where(mask, b, 0.0), tl.where(mask, c, 0.0), tl.where(mask, d, 0.0)
+    tl.atomic_max(amax_ptr, tl.max(largest_of(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
+    store_fp8(a, b, c, d, _begin(scale_ptr, scale_inv_ptr), by_rows_ptr, by_columns_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
+
+
+@triton.jit
+def _back_through_gelu(gradient, x, bias):
+    x = widen(x)
+    if bias is not None:
+        x += bias
+    gate = _gate(x, False)
+    return (x * (gate - gate * gate) * (1.5957691216 + 0.2140644486 * (x * x)) + gate) * widen(gradient)
+
+
+@triton.jit
+def _back_through_swiglu(gradient, x, bias, factor, factor_bias):
+    """-> the gradients of x, and of what its SiLU is multiplied by."""
+    x, factor, gradient = widen(x), widen(factor), widen(gradient)
+    if bias is not None:
+        x, factor = x + bias, factor + factor_bias
+    gate = _gate(x, True)
+    silu = x * gate
+    return (silu * (1.0 - gate) + gate) * gradient * factor, silu * gradient
 
 
 @triton.jit
 def _activation_backward_kernel(gradient_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, by_rows_ptr, by_columns_ptr, scale_inv_ptr, sums_ptr, N, D,
-                                GATED: tl.constexpr, FITS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+                                GATED: tl.constexpr, FITS: tl.constexpr, TILES, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """TILES tiles (ROWS, COLUMNS) of the gradient (N, D), one below the other: the same of x's, and for SwiGLU others, D columns further."""
     strips = tl.cdiv(D, COLUMNS)
     strip_row, first_column = tl.program_id(0) // strips, tl.program_id(0) % strips * COLUMNS
-    i, j = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     in_columns = (first_column + j < D) | FITS
     width = 2 * D if GATED else D
     scale = _begin(scale_ptr, scale_inv_ptr)
-    largest = tl.zeros((ROWS, COLUMNS // 8), tl.float32)
+    largest = tl.zeros((ROWS // 4, COLUMNS // 8), tl.float32)
+    bias = _load(bias_ptr + first_column + j, in_columns)[None, :] if bias_ptr is not None else None
+    factor_bias = _load(bias_ptr + D + first_column + j, in_columns)[None, :] if GATED and bias_ptr is not None else None
     if bias_ptr is not None:
-        bias = _load(bias_ptr + first_column + j, in_columns)[None, :]
-        sums = tl.zeros((ROWS // 2, COLUMNS), tl.float32)
-        if GATED:
-            factor_bias = _load(bias_ptr + D + first_column + j, in_columns)[None, :]
-            factor_sums = tl.zeros((ROWS // 2, COLUMNS), tl.float32)
+        sums = tl.zeros((ROWS // 4, COLUMNS), tl.float32)
+        factor_sums = tl.zeros((ROWS // 4, COLUMNS), tl.float32)
     for tile in range(TILES):
         first_row = (strip_row * TILES + tile) * ROWS
-        mask = ((first_row + i < N) | FITS)[:, None] & in_columns[None, :]
-        place = first_row.to(tl.int64) * width + first_column + i[:, None] * width + j[None, :]
-        x = _load(x_ptr + place, mask)
-        gradient = _load(gradient_ptr + first_row.to(tl.int64) * D + first_column + i[:, None] * D + j[None, :], mask)
-        if bias_ptr is not None:
-            x += bias
-        gate = _gate(x, GATED)
+        mask = ((first_row // 4 + i < N // 4) | FITS)[:, None] & in_columns[None, :]
+        place = x_ptr + first_row.to(tl.int64) * width + first_column + 4 * i[:, None] * width + j[None, :]
+        x = load_rows(place, width, mask)
+        g = load_rows(gradient_ptr + first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :], D, mask)
         if GATED:
-            factor = _load(x_ptr + D + place, mask)
+            factor = load_rows(place + D, width, mask)
+            a, e = _back_through_swiglu(g[0], x[0], bias, factor[0], factor_bias)
+            b, f = _back_through_swiglu(g[1], x[1], bias, factor[1], factor_bias)
+            c, g2 = _back_through_swiglu(g[2], x[2], bias, factor[2], factor_bias)
+            d, h = _back_through_swiglu(g[3], x[3], bias, factor[3], factor_bias)
+            largest = tl.maximum(largest, largest_of(e, f, g2, h, ROWS, COLUMNS))
             if bias_ptr is not None:
-                factor += factor_bias
-            silu = x * gate
-            dx, dfactor = (silu * (1.0 - gate) + gate) * gradient * factor, silu * gradient
-            largest = tl.maximum(largest, _largest(dfactor, ROWS, COLUMNS))
-            if bias_ptr is not None:
-                factor_sums += _fold(dfactor, ROWS, COLUMNS)
-            _store(_round(dfactor), scale, by_rows_ptr, by_columns_ptr, first_row, D + first_column, N, width, mask, ROWS, COLUMNS)
+                factor_sums += (e + f) + (g2 + h)
+            store_fp8(e, f, g2, h, scale, by_rows_ptr, by_columns_ptr, first_row, D + first_column, N, width, mask, ROWS, COLUMNS)
         else:
-            dx = (x * gate * (1.0 - gate) * (1.5957691216 + 0.2140644486 * x * x) + gate) * gradient
-        largest = tl.maximum(largest, _largest(dx, ROWS, COLUMNS))
+            a, b = _back_through_gelu(g[0], x[0], bias), _back_through_gelu(g[1], x[1], bias)
+            c, d = _back_through_gelu(g[2], x[2], bias), _back_through_gelu(g[3], x[3], bias)
+        largest = tl.maximum(largest, largest_of(a, b, c, d, ROWS, COLUMNS))
         if bias_ptr is not None:
-            sums += _fold(dx, ROWS, COLUMNS)
-        _store(_round(dx), scale, by_rows_ptr, by_columns_ptr, first_row, first_column, N, width, mask, ROWS, COLUMNS)
+            sums += (a + b) + (c + d)
+        store_fp8(a, b, c, d, scale, by_rows_ptr, by_columns_ptr, first_row, first_column, N, width, mask, ROWS, COLUMNS)
     tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
     if bias_ptr is not None:
         sums_ptr += strip_row * width + first_column + j
@@ -303,30 +360,40 @@ def _activation_backward_kernel(gradient_ptr, x_ptr, bias_ptr, scale_ptr, amax_p
 
 
 @triton.jit
+def _add(x, other, place, mask):
+    """x + other, which it also writes, in float32."""
+    total = round_bf16(widen(x) + widen(other))
+    tl.store(place, total, mask=mask)
+    return widen(total)
+
+
+@triton.jit
 def _cast_kernel(x_ptr, other_ptr, total_ptr, scale_ptr, amax_ptr, by_rows_ptr, by_columns_ptr, scale_inv_ptr, sums_ptr, N, D, FITS: tl.constexpr,
-                 TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+                 TILES, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """TILES tiles (ROWS, COLUMNS), one below the other."""
     strips = tl.cdiv(D, COLUMNS)
     strip_row, first_column = tl.program_id(0) // strips, tl.program_id(0) % strips * COLUMNS
-    i, j = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     in_columns = (first_column + j < D) | FITS
     scale = _begin(scale_ptr, scale_inv_ptr)
-    largest = tl.zeros((ROWS, COLUMNS // 8), tl.float32)
+    largest = tl.zeros((ROWS // 4, COLUMNS // 8), tl.float32)
     if sums_ptr is not None:
-        sums = tl.zeros((ROWS // 2, COLUMNS), tl.float32)
+        sums = tl.zeros((ROWS // 4, COLUMNS), tl.float32)
     for tile in range(TILES):
         first_row = (strip_row * TILES + tile) * ROWS
-        mask = ((first_row + i < N) | FITS)[:, None] & in_columns[None, :]
-        place = first_row.to(tl.int64) * D + first_column + i[:, None] * D + j[None, :]
-        x = tl.load(x_ptr + place, mask=mask, other=0.0)
+        mask = ((first_row // 4 + i < N // 4) | FITS)[:, None] & in_columns[None, :]
+        place = first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :]
+        x = load_rows(x_ptr + place, D, mask)
         if other_ptr is not None:
-            x = _round(x.to(tl.float32) + _load(other_ptr + place, mask))
-            tl.store(total_ptr + place, x, mask=mask)
-        values = x.to(tl.float32)
-        largest = tl.maximum(largest, _largest(values, ROWS, COLUMNS))
+            other, total = load_rows(other_ptr + place, D, mask), total_ptr + place
+            a, b = _add(x[0], other[0], total, mask), _add(x[1], other[1], total + D, mask)
+            c, d = _add(x[2], other[2], total + 2 * D, mask), _add(x[3], other[3], total + 3 * D, mask)
+        else:
+            a, b, c, d = widen(x[0]), widen(x[1]), widen(x[2]), widen(x[3])
+        largest = tl.maximum(largest, largest_of(a, b, c, d, ROWS, COLUMNS))
         if sums_ptr is not None:
-            sums += _fold(values, ROWS, COLUMNS)
-        _store(x, scale, by_rows_ptr, by_columns_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
+            sums += (a + b) + (c + d)
+        store_fp8(a, b, c, d, scale, by_rows_ptr, by_columns_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
     tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
     if sums_ptr is not None:
         tl.store(sums_ptr + strip_row * D + first_column + j, tl.sum(sums, 0), mask=in_columns)
@@ -343,14 +410,15 @@ def _cast_all_kernel(table_ptr, tiles_ptr, FP8: tl.constexpr, ROWS: tl.constexpr
     N, D = tl.multiple_of(tl.load(row_ptr + 6).to(tl.int32), 16), tl.multiple_of(tl.load(row_ptr + 7).to(tl.int32), 16)
     across = tl.cdiv(D, COLUMNS)
     first_row, first_column = tile // across * ROWS, tile % across * COLUMNS
-    i, j = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    mask = (first_row + i < N)[:, None] & (first_column + j < D)[None, :]
-    x = tl.load(x_ptr + first_row.to(tl.int64) * D + first_column + i[:, None] * D + j[None, :], mask=mask, other=0.0)
+    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
+    mask = (first_row // 4 + i < N // 4)[:, None] & (first_column + j < D)[None, :]
+    x = load_rows(x_ptr + first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :], D, mask)
+    a, b, c, d = widen(x[0]), widen(x[1]), widen(x[2]), widen(x[3])
     scale = tl.load(tl.load(row_ptr + 4).to(tl.pointer_type(tl.float32)))
     if tile == 0:
         tl.store(tl.load(row_ptr + 3).to(tl.pointer_type(tl.float32)), tl.div_rn(1.0, scale))
-    tl.atomic_max(tl.load(row_ptr + 5).to(tl.pointer_type(tl.float32)), tl.max(tl.abs(x.to(tl.float32))), sem="relaxed")
-    _store(x, scale, by_rows_ptr, by_columns_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
+    tl.atomic_max(tl.load(row_ptr + 5).to(tl.pointer_type(tl.float32)), tl.max(largest_of(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
+    store_fp8(a, b, c, d, scale, by_rows_ptr, by_columns_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
 
 
 @triton.jit

@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+import fast_casts
+
 # What a program holds at a time: 16 logits a thread, two loads of 16 bytes in BF16; for FP8 a tile, of which a thread has 32.
 # Chosen by trying sizes on an H200; another GPU may like others.
 FORWARD = dict(BLOCK=2048, num_warps=4)
@@ -142,10 +144,10 @@ def _forward_kernel(logits_ptr, labels_ptr, losses_ptr, lse_ptr, V, BLOCK: tl.co
 
 @triton.jit
 def _gradient(x, label, lse, columns, factor):
-    """(softmax - onehot) · factor, 0 in ignored rows, rounded to the logits' type: both backward kernels compute the same values."""
+    """(softmax - onehot) · factor, 0 in ignored rows, float32."""
     p = tl.exp2((x.to(tl.float32) - lse) * 1.4426950409)  # log2(e): tl.exp spends three instructions more, on results below 2^-126
     gradient = tl.where(columns == label, p - 1.0, p) * factor
-    return tl.where(label == IGNORE, 0.0, gradient).to(x.dtype)
+    return tl.where(label == IGNORE, 0.0, gradient)
 
 
 @triton.jit
@@ -158,7 +160,7 @@ def _backward_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, V, BLOCK: tl.c
     x = tl.load(logits_ptr + columns, mask=columns < V, other=float("-inf"))
     label = tl.load(labels_ptr + row).to(tl.int32)
     gradient = _gradient(x, label, tl.load(lse_ptr + row), columns, tl.load(factor_ptr))
-    tl.store(logits_ptr + columns, gradient, mask=columns < V)
+    tl.store(logits_ptr + columns, gradient.to(x.dtype), mask=columns < V)
 
 
 @triton.jit
@@ -167,16 +169,23 @@ def _backward_fp8_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, scale_ptr,
     """One tile (ROWS, COLUMNS): written as it is and transposed, its largest value taken up into amax."""
     tiles = tl.cdiv(V, COLUMNS)
     first_row, first_column = tl.program_id(0) // tiles * ROWS, tl.program_id(0) % tiles * COLUMNS
-    i, j = tl.arange(0, ROWS), tl.arange(0, COLUMNS)  # inside the tile, so that only the tile's own place needs 64 bits
-    rows, columns = first_row + i, first_column + j
-    mask = (rows < N)[:, None] & (columns < V)[None, :]
-    corner = first_row.to(tl.int64) * V + first_column
-    x = tl.load(logits_ptr + corner + i[:, None] * V + j[None, :], mask=mask, other=float("-inf"))
+    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)  # inside the tile, so that only the tile's own place needs 64 bits
+    rows, columns, factor = first_row + 4 * i, first_column + j, tl.load(factor_ptr)
+    mask = (first_row // 4 + i < N // 4)[:, None] & (columns < V)[None, :]
+    x = fast_casts.load_rows(logits_ptr + first_row.to(tl.int64) * V + first_column + 4 * i[:, None] * V + j[None, :], V, mask,
+                             float("-inf"))
+    a = _rounded_gradient(x[0], labels_ptr, lse_ptr, rows, columns, factor, N)
+    b = _rounded_gradient(x[1], labels_ptr, lse_ptr, rows + 1, columns, factor, N)
+    c = _rounded_gradient(x[2], labels_ptr, lse_ptr, rows + 2, columns, factor, N)
+    d = _rounded_gradient(x[3], labels_ptr, lse_ptr, rows + 3, columns, factor, N)
+    tl.atomic_max(amax_ptr, tl.max(fast_casts.largest_of(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
+    fast_casts.store_fp8(a, b, c, d, tl.load(scale_ptr), by_rows_ptr, by_columns_ptr, first_row, first_column, N, V, mask, ROWS, COLUMNS)
+
+
+@triton.jit
+def _rounded_gradient(x, labels_ptr, lse_ptr, rows, columns, factor, N):
+    """Of one row in four, rounded to the logits' type: the values that the kernel for BF16 writes."""
     label = tl.load(labels_ptr + rows, mask=rows < N, other=IGNORE).to(tl.int32)
     lse = tl.load(lse_ptr + rows, mask=rows < N, other=0.0)
-    gradient = _gradient(x, label[:, None], lse[:, None], columns[None, :], tl.load(factor_ptr)).to(tl.float32)
-    tl.atomic_max(amax_ptr, tl.max(tl.abs(gradient)), sem="relaxed")  # NaN does not count, neither here nor in TE
-    fp8 = (gradient * tl.load(scale_ptr)).to(by_rows_ptr.dtype.element_ty)  # to nearest, ties to even; what is too large to the largest
-    tl.store(by_rows_ptr + corner + i[:, None] * V + j[None, :], fp8, mask=mask)
-    corner = first_column.to(tl.int64) * N + first_row
-    tl.store(by_columns_ptr + corner + j[:, None] * N + i[None, :], tl.trans(fp8), mask=tl.trans(mask))
+    gradient = _gradient(x, label[:, None], lse[:, None], columns[None, :], factor)
+    return fast_casts.widen(fast_casts.round_bf16(gradient)) if x.dtype == tl.bfloat16 else gradient

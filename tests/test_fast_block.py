@@ -14,10 +14,8 @@ import fast_block  # noqa: E402
 import fast_casts  # noqa: E402
 import model_te_optimized  # noqa: E402
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model  # noqa: E402
-from test_fast_casts import _instructions  # noqa: E402, F401  on the CPU: in place of the GPU's own
-from test_fast_loss import _casts_that_round  # noqa: E402, F401  on the CPU repairs casts of Triton's interpreter
+from kernel_tools import HAS_GPU, _casts_that_round, _instructions  # noqa: E402, F401
 
-HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 SMALL = dict(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, use_fp8=True, attention="auto" if HAS_GPU else "sdpa")

@@ -9,34 +9,12 @@ import torch.nn.functional as F
 
 import te_reference
 
-triton = pytest.importorskip("triton")
-import triton.language as tl  # noqa: E402
-
+pytest.importorskip("triton")
 import fast_casts  # noqa: E402
-from test_fast_loss import _casts_that_round  # noqa: E402, F401  on the CPU repairs casts of Triton's interpreter
-
-HAS_GPU = torch.cuda.is_available()
+from kernel_tools import HAS_GPU, _casts_that_round, _instructions  # noqa: E402, F401
 DEVICE = "cuda" if HAS_GPU else "cpu"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = 2**-8  # the largest share of a value that rounding to BF16 takes or adds
-
-
-@triton.jit
-def _reciprocal(x):
-    return 1.0 / x
-
-
-@triton.jit
-def _round(x):
-    return x.to(tl.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def _instructions(monkeypatch):
-    """In place of the GPU's own instructions, which Triton's interpreter cannot run."""
-    if not HAS_GPU:
-        monkeypatch.setattr(fast_casts, "_reciprocal", _reciprocal)
-        monkeypatch.setattr(fast_casts, "_round", _round)
 
 
 def normal(*shape, size=1.0, mean=0.0):
@@ -56,13 +34,13 @@ def assert_same_bytes(ours, theirs, fp8, share, noise=0.0):
     assert (ours.view(torch.uint8).int() - theirs.view(torch.uint8).int()).abs()[other].le(1).all()
 
 
-def assert_fp8(three, exact, scale, amax, fp8, share=1e-3, way=torch.bfloat16):
-    """FP8's three, and amax, are those of float64's `exact`, rounded to the type `way` on the way."""
+def assert_fp8(three, exact, scale, amax, fp8, share=1e-3):
+    """FP8's three, and amax, are those of float64's `exact`."""
     by_rows, by_columns, scale_inv = three
     assert by_rows.dtype == by_columns.dtype == fp8 and by_rows.shape == exact.shape and by_rows.is_contiguous()
     assert torch.equal(by_columns.view(torch.uint8), by_rows.view(torch.uint8).T) and by_columns.is_contiguous()
     noise = min(5e-6 * scale.item(), 5e-4)  # of what is a difference; less than FP8 can hold where the scale is extreme
-    assert_same_bytes(by_rows, te_reference.quantize(exact.to(way).float(), scale, fp8), fp8, share, noise)
+    assert_same_bytes(by_rows, te_reference.quantize(exact.float(), scale, fp8), fp8, share, noise)
     assert amax.shape == (1,) and amax.item() == pytest.approx(exact.nan_to_num().abs().max().item(), rel=1e-5)  # NaN does not count
     assert scale_inv.shape == (1,) and scale_inv.dtype == torch.float32 and scale_inv.item() == scale.reciprocal().item()
 
@@ -128,7 +106,7 @@ def check_norm(x, branch, bias, weight, shift, fp8=E4M3, scale=50.0):
     nan = bool(stream.isnan().any())
     assert_statistics(mean, rstd, stream, shift, equal_nan=nan)
     exact = exact_norm(stream.double(), weight.double(), None if shift is None else shift.double())
-    assert_fp8(three, exact, scale, amax, fp8, way=torch.float32)
+    assert_fp8(three, exact, scale, amax, fp8)
     return stream, three, amax
 
 
@@ -165,7 +143,7 @@ def test_norm_far_from_zero(kind, ratio):
     stream, three, mean, rstd = fast_casts.norm(x, None, None, weight, shift, EPS, scale, amax, E4M3)
     assert_statistics(mean, rstd, x, shift)
     exact = exact_norm(x.double(), weight.double(), None if shift is None else shift.double())
-    assert_fp8(three, exact, scale, amax, E4M3, share=0.01, way=torch.float32)  # y is the difference of two that are 100 times larger
+    assert_fp8(three, exact, scale, amax, E4M3, share=0.01)  # y is the difference of two that are 100 times larger
 
 
 def test_norm_of_constant_rows():

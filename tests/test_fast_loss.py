@@ -12,31 +12,10 @@ import te_reference
 pytest.importorskip("triton")
 import fast_loss  # noqa: E402
 from fast_loss import cross_entropy  # noqa: E402
+from kernel_tools import HAS_GPU, _casts_that_round, _instructions  # noqa: E402, F401
 
-HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 FORMATS = [torch.float8_e5m2, torch.float8_e4m3fn]
-
-
-@pytest.fixture(autouse=True)
-def _casts_that_round(monkeypatch):
-    """Triton's interpreter cuts bits off instead of rounding. PyTorch casts in its place, to nearest even as a GPU does, and as there what is
-    too large for FP8 becomes the largest."""
-    if HAS_GPU:
-        return
-    from triton.runtime import interpreter
-
-    narrow = {"bf16": torch.bfloat16, "fp8e5": torch.float8_e5m2, "fp8e4nv": torch.float8_e4m3fn}
-    convert = interpreter._convert_float
-
-    def cast(x, source, target, rounding):
-        if str(source) != "fp32" or str(target) not in narrow:
-            return convert(x, source, target, rounding)
-        values, dtype = torch.from_numpy(x.copy()), narrow[str(target)]
-        values = (values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max) if dtype.itemsize == 1 else values).to(dtype)
-        return values.view(torch.uint16 if values.itemsize == 2 else torch.uint8).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", cast)
 
 
 def make_inputs(rows, vocab_size, dtype=torch.bfloat16, size=3.0, ignored=0.3):

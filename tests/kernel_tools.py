@@ -1,0 +1,67 @@
+"""Triton kernels on a machine without a GPU: what its interpreter cannot do, or does otherwise than a GPU. Import the fixtures to use them."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+import fast_casts  # noqa: E402
+
+HAS_GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def _casts_that_round(monkeypatch):
+    """Triton's interpreter cuts bits off instead of rounding. PyTorch casts in its place, to nearest even as a GPU does, and as there what is
+    too large for FP8 becomes the largest."""
+    if HAS_GPU:
+        return
+    from triton.runtime import interpreter
+
+    narrow = {"bf16": torch.bfloat16, "fp8e5": torch.float8_e5m2, "fp8e4nv": torch.float8_e4m3fn}
+    convert = interpreter._convert_float
+
+    def cast(x, source, target, rounding):
+        if str(source) != "fp32" or str(target) not in narrow:
+            return convert(x, source, target, rounding)
+        values, dtype = torch.from_numpy(x.copy()), narrow[str(target)]
+        values = (values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max) if dtype.itemsize == 1 else values).to(dtype)
+        return values.view(torch.uint16 if values.itemsize == 2 else torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", cast)
+
+
+@triton.jit
+def _reciprocal(x):
+    return 1.0 / x
+
+
+@triton.jit
+def round_bf16(x):
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def widen(x):
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _byte(x, FP8: tl.constexpr):
+    return x.to(FP8).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def _four(a, b, c, d, FP8: tl.constexpr):
+    return _byte(a, FP8) | (_byte(b, FP8) << 8) | (_byte(c, FP8) << 16) | (_byte(d, FP8) << 24)
+
+
+@pytest.fixture(autouse=True)
+def _instructions(monkeypatch):
+    """In place of the GPU's own instructions, which Triton's interpreter cannot run."""
+    if not HAS_GPU:
+        monkeypatch.setattr(fast_casts, "_reciprocal", _reciprocal)
+        monkeypatch.setattr(fast_casts, "round_bf16", round_bf16)
+        monkeypatch.setattr(fast_casts, "widen", widen)
+        monkeypatch.setattr(fast_casts, "_four", _four)
