@@ -111,7 +111,7 @@ def test_says_why_flash_attention_is_not_there(monkeypatch):
 class Recorder:
     """Stands in for FlashAttention 4 and 2, with their signatures: PyTorch's attention, and a note of what it was given."""
 
-    def fa4_forward(self, q, k, v, causal, return_lse):
+    def fa4_forward(self, q, k, v, causal, return_lse, tile_mn=None):
         return self.fa2_forward(q, k, v, 0.0, q.shape[-1] ** -0.5, causal, -1, -1, 0.0, None, False)[:2] + (None, None, None)
 
     def fa4_backward(self, q, k, v, out, dout, lse, causal, deterministic, dq, dk, dv):
@@ -146,6 +146,15 @@ def test_flash_attention_writes_into_the_gradient_itself(monkeypatch, kernel, ro
     start, size = qkv.grad.data_ptr(), qkv.grad.element_size()
     assert [(x.data_ptr() - start) // size for x in flash.targets] == [0, 4 * 16, 6 * 16]
     assert flash.dout.is_contiguous() and all(x.stride() == (11 * 128, 128, 16, 1) for x in flash.targets)
+
+
+@pytest.mark.parametrize("shape, capability, taken, tile", [((2, 1024, 4, 64), (9, 0), True, (128, 128)), ((2, 1040, 4, 64), (9, 0), True, None),
+                                                            ((2, 1024, 4, 96), (9, 0), True, None), ((2, 1024, 4, 64), (10, 0), True, None),
+                                                            ((2, 1024, 4, 64), (9, 0), False, None)])
+def test_smaller_tiles_where_rows_are_short(monkeypatch, shape, capability, taken, tile):
+    monkeypatch.setattr(fast_attention, "FA4_TAKES_TILES", taken)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    assert fast_attention._tile(torch.empty(shape)).get("tile_mn") == tile
 
 
 gpu_shapes = pytest.mark.parametrize("batch, length, n_head, n_kv_head, dim",
