@@ -17,7 +17,7 @@ KERNELS = {  # class: pattern of kernel names; the first that matches counts
     "norm": "norm|rsqrt|ln_(fwd|bwd)",
     "cast/transpose": "transpose|quantiz|cast|amax|delayed_scaling|fp8|^_add_up",
     "copy/concat": r"direct_copy|memcpy|memset|catarray|fused_cat|fillfunctor|aten::(copy_|cat|fill_|zero_)",
-    "embedding": "embedding|index",
+    "embedding": "embedding|index|compute_grad_weight|sum_and_scatter|radix_?sort|^_(sum|join)_words",
     "elementwise/residual": "elementwise|triton_poi|triton_red|triton_per|reduce_kernel|aten::(add|mul|sum)",
 }
 

@@ -96,7 +96,8 @@ def test_arms_are_options_of_the_trainer(arm, changes):
     ("void transformer_engine::normalization::ln_fwd_tuned_kernel<...>", "norm"), ("_backward_fp8_kernel", "loss"),
     ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., LpNormFunctor<...>>", "optimizer"), ("_adam", "optimizer"),
     ("_squares", "optimizer"), ("_activation_backward_kernel", "activation"), ("_norm_kernel", "norm"), ("_cast_all_kernel", "cast/transpose"),
-    ("_add_up_kernel", "cast/transpose"),
+    ("_add_up_kernel", "cast/transpose"), ("_norm_backward_kernel", "norm"), ("_sum_words_kernel", "embedding"),
+    ("void at::native::(anonymous namespace)::sum_and_scatter<c10::BFloat16, long>(long const*, ...)", "embedding"),
     ("void transformer_engine::cast_transpose_optimized_kernel<...>", "cast/transpose"), ("triton_poi_fused_gelu_3", "activation"),
     ("void at::native::elementwise_kernel<128, 4, ...direct_copy_kernel_cuda...>", "copy/concat"), ("Memcpy DtoD (Device -> Device)", "copy/concat"),
     ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<...>>", "elementwise/residual"), ("mystery", "other")])

@@ -1,0 +1,100 @@
+"""The gradient of an embedding, summed up in one reading of what it is made of.
+
+The rows of the gradient that belong to one word are to be added up, and no row of a word that does not occur is to be read. PyTorch sorts the
+tokens for that too, but then moves single values of two bytes. Here a program takes CHUNK tokens in the order of their words, rows of them in
+16 bytes a thread, and adds up in float32:
+
+- A word that lies in one chunk is written at once.
+- Of a word that goes on in the next chunk each chunk writes what it has, and a second kernel adds that up. So a word that makes up a good part
+  of the text is shared among many programs, and none waits for another.
+- No atomics: the order of the sums is that of the tokens, and equal inputs give equal bits.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+CHUNK = 32  # tokens of a program
+COLUMNS = 256  # and its columns: 8 a thread, 16 bytes
+
+
+def embed(tokens, weight):
+    """Rows of weight (words, C) -> (*tokens.shape, C), differentiable in weight. tokens: int64, all of them below `words`."""
+    return _Embed.apply(tokens, weight)
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, weight):
+        ctx.save_for_backward(tokens)
+        ctx.words = len(weight)
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        tokens, = ctx.saved_tensors
+        return None, add_up_words(tokens.flatten(), gradient.flatten(0, -2).contiguous(), ctx.words)
+
+
+def add_up_words(tokens, gradient, words):
+    """Of the rows of gradient (N, C), the sum of those of each word -> (words, C), of gradient's type. tokens (N,): the rows' words."""
+    count, columns = gradient.shape
+    tokens, order = tokens.to(torch.int32).sort(stable=True)  # as int32: half of the passes that int64 takes
+    total = torch.zeros((words, columns), dtype=gradient.dtype, device=gradient.device)
+    chunks = triton.cdiv(count, CHUNK)
+    pieces = torch.empty((chunks, 2, columns), dtype=torch.float32, device=gradient.device)
+    grid = chunks, triton.cdiv(columns, COLUMNS)
+    _sum_words_kernel[grid](gradient, tokens, order, total, pieces, count, columns, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1)
+    _join_words_kernel[grid](tokens, total, pieces, count, columns, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1)
+    return total
+
+
+@triton.jit
+def _sum_words_kernel(gradient_ptr, tokens_ptr, order_ptr, total_ptr, pieces_ptr, N, C, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
+    """One chunk, some columns. pieces (chunks, 2, C): of a word that began in an earlier chunk, of one that goes on in the next."""
+    begin = tl.program_id(0) * CHUNK
+    end = tl.minimum(begin + CHUNK, N)
+    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = j < C
+    pieces_ptr += tl.program_id(0).to(tl.int64) * 2 * C + j
+    word = tl.load(tokens_ptr + begin)
+    began_before = tl.load(tokens_ptr + begin - 1, mask=begin > 0, other=-1) == word
+    sums = tl.zeros((COLUMNS,), tl.float32)
+    row_ahead = tl.load(order_ptr + tl.minimum(begin + 1, end - 1))
+    ahead = tl.load(gradient_ptr + tl.load(order_ptr + begin) * C + j, mask=mask, other=0.0)
+    for i in range(begin, end):
+        sums += ahead.to(tl.float32)
+        ahead = tl.load(gradient_ptr + row_ahead * C + j, mask=mask, other=0.0)  # the next row, while this one is on its way
+        row_ahead = tl.load(order_ptr + tl.minimum(i + 2, end - 1))
+        following = tl.load(tokens_ptr + i + 1, mask=i + 1 < N, other=-1)
+        if (following != word) | (i == end - 1):
+            if began_before:
+                tl.store(pieces_ptr, sums, mask=mask)
+            elif following == word:
+                tl.store(pieces_ptr + C, sums, mask=mask)
+            else:
+                tl.store(total_ptr + word.to(tl.int64) * C + j, sums.to(total_ptr.dtype.element_ty), mask=mask)
+            sums = tl.zeros((COLUMNS,), tl.float32)
+            began_before = False
+            word = following
+
+
+@triton.jit
+def _join_words_kernel(tokens_ptr, total_ptr, pieces_ptr, N, C, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
+    """The word that begins in a chunk and goes on in the next, if there is one."""
+    chunk = tl.program_id(0)
+    begin, end = chunk * CHUNK, (chunk + 1) * CHUNK
+    word = tl.load(tokens_ptr + end - 1, mask=end < N, other=-1)
+    begins_here = tl.load(tokens_ptr + begin - 1, mask=begin > 0, other=-1) != word
+    if begins_here & (tl.load(tokens_ptr + end, mask=end < N, other=-2) == word):
+        j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        mask = j < C
+        place = pieces_ptr + chunk.to(tl.int64) * 2 * C + j
+        sums = tl.load(place + C, mask=mask, other=0.0)
+        while tl.load(tokens_ptr + end, mask=end < N, other=-1) == word:  # the next chunk begins with it
+            place += 2 * C
+            sums += tl.load(place, mask=mask, other=0.0)
+            end += CHUNK
+        tl.store(total_ptr + word.to(tl.int64) * C + j, sums.to(total_ptr.dtype.element_ty), mask=mask)

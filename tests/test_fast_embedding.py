@@ -1,0 +1,72 @@
+"""The gradient of an embedding, against float64 sums. Without a GPU: in Triton's interpreter, on the small shapes."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import fast_embedding  # noqa: E402
+from kernel_tools import HAS_GPU, _casts_that_round  # noqa: E402, F401
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+
+
+def on_gpu(*values):
+    return pytest.param(*values, marks=pytest.mark.gpu)
+
+
+def tokens_of(kind, count, words):
+    torch.manual_seed(1)
+    tokens = torch.randint(0, words, (count,))
+    if kind == "one word":
+        tokens[:] = words - 1
+    if kind == "two in halves":
+        tokens = torch.arange(count) * 2 // count
+    if kind == "as in text":  # the most frequent word makes up a good part, most words are rare
+        tokens = (words ** torch.rand(count, dtype=torch.float64)).long() - 1
+    if kind == "each once":
+        tokens = torch.randperm(count)
+    return tokens.to(DEVICE)
+
+
+def exact(tokens, gradient, words):
+    return torch.zeros(words, gradient.shape[1], dtype=torch.float64, device=DEVICE).index_add_(0, tokens, gradient.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["any", "one word", "two in halves", "as in text", "each once"])
+@pytest.mark.parametrize("count, words, columns", [(64, 64, 256), (130, 200, 272), (31, 40, 16), (1, 3, 8), on_gpu(32768, 50304, 768),
+                                                   on_gpu(4096, 50304, 4096)])
+def test_sums(count, words, columns, kind, dtype):
+    tokens, gradient = tokens_of(kind, count, words), torch.randn(count, columns, device=DEVICE).to(dtype)
+    total = fast_embedding.add_up_words(tokens, gradient, words)
+    expected = exact(tokens, gradient, words)
+    assert total.dtype == dtype and total.shape == (words, columns)
+    torch.testing.assert_close(total.double(), expected, rtol=1.01 * 2**-8 if dtype == torch.bfloat16 else 1e-5, atol=2e-5 * count**0.5)
+    assert torch.equal(total.abs().sum(1) > 0, torch.bincount(tokens, minlength=words) > 0)
+    assert torch.equal(total, fast_embedding.add_up_words(tokens, gradient, words))  # to the bit
+
+
+def test_as_an_embedding():
+    """Forward PyTorch's, and its gradient joins what the weight gets elsewhere."""
+    torch.manual_seed(1)
+    weight, tokens = torch.randn(50, 32, device=DEVICE, requires_grad=True), torch.randint(0, 50, (3, 20), device=DEVICE)
+    gradient, elsewhere = torch.randn(3, 20, 32, device=DEVICE), torch.randn(50, 32, device=DEVICE)
+    x = fast_embedding.embed(tokens, weight)
+    assert torch.equal(x, weight[tokens])
+    ((x * gradient).sum() + (weight * elsewhere).sum()).backward()
+    torch.testing.assert_close(weight.grad.double(), exact(tokens.flatten(), gradient.flatten(0, 1), 50) + elsewhere.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="no GPU")
+def test_in_a_cuda_graph():
+    """Other tokens in the same memory, when it is replayed."""
+    tokens, gradient = tokens_of("any", 4096, 50304), torch.randn(4096, 768, device=DEVICE, dtype=torch.bfloat16)
+    fast_embedding.add_up_words(tokens, gradient, 50304)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        total = fast_embedding.add_up_words(tokens, gradient, 50304)
+    tokens.copy_(tokens_of("as in text", 4096, 50304))
+    graph.replay()
+    assert torch.equal(total, fast_embedding.add_up_words(tokens, gradient, 50304))
