@@ -1,4 +1,4 @@
-"""The training pass of a GPT's blocks in FP8, written out: matrix products, and between them the kernels of `fast_casts.py`.
+"""The training pass of a GPT's blocks and output head in FP8, written out: matrix products, and between them the kernels of `fast_casts.py`.
 
 Transformer Engine's modules each read their input from memory and write their output to it in BF16. Here the same parameters, scales and amax
 histories, which stay in those modules, are used across their borders. With `FP8` for "times its scale, cast, by rows and transposed":
@@ -14,16 +14,20 @@ histories, which stay in those modules, are used across their borders. With `FP8
 - This is delayed scaling, which knows the scales beforehand. Whatever else a run may ask for (`why_not`) goes through the modules, which
   compute the same; a step may go this way and the next one that way.
 - All weights are cast in one launch.
-- Products are Transformer Engine's, as under its default recipe: sums in float32, but forward in FP8's faster accumulation.
+- Products are cuBLASLt's, as under Transformer Engine's default recipe: sums in float32, but forward in FP8's faster accumulation.
+  `fast_gemm.py` picks the fastest algorithm for each; where it cannot, Transformer Engine's own call takes the first.
 
 The modules' own way of doing this is in Transformer Engine's `pytorch/module/layernorm_linear.py`, `linear.py` and `layernorm_mlp.py`.
 """
 
 import weakref
+from collections import Counter
 
 import torch
 
 import fast_casts
+import fast_embedding
+import fast_gemm
 
 
 def available(return_reason=False):
@@ -68,12 +72,16 @@ def _reasons(model):
     yield any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules()), "someone watches the modules"
 
 
+def embed(module, tokens):
+    """`module(tokens)` of an `nn.Embedding`, whose gradient is added up faster."""
+    return fast_embedding.embed(tokens, module.weight)
+
+
 def blocks(model, x, rope=None, is_first_microbatch=None, documents=None):
     """`model.blocks`, one after the other, inside `te.autocast`: (B, S, n_embd) -> (B, S, n_embd). The arguments are those of `Block.forward`."""
-    for block in model.blocks:
-        for module, products in ((block.attn.qkv, 1), (block.attn.proj, 1), (block.mlp, 2)):
-            module.prepare_forward(x, num_gemms=products)  # FP8 state, as in a forward pass of the module
-            module.end_forward()
+    for module, products in Counter(module for module, _ in _weights(model)).items():
+        module.prepare_forward(x, num_gemms=products)  # FP8 state, as in a forward pass of the module
+        module.end_forward()
     if is_first_microbatch is not False:
         cast_weights(model)
     shape = x.shape
@@ -88,24 +96,40 @@ def blocks(model, x, rope=None, is_first_microbatch=None, documents=None):
     return (x + branch).view(shape)
 
 
+def logits(model, x, is_first_microbatch=None):
+    """`model.lm_head`, after `blocks`: (N, n_embd) -> (N, vocab_size) BF16."""
+    if _takes_head(model):
+        return norm_linear(x, None, None, model.lm_head, "")[1]
+    return model.lm_head(x, is_first_microbatch=is_first_microbatch)
+
+
+def _takes_head(model):
+    return model.config.fp8_lm_head and model.config.loss_chunks == 1
+
+
+def _weights(model):
+    """Where those lie that are cast to FP8: (module, "", "fc1_" or "fc2_"), in the order of the forward pass."""
+    blocks = [weight for b in model.blocks for weight in ((b.attn.qkv, ""), (b.attn.proj, ""), (b.mlp, "fc1_"), (b.mlp, "fc2_"))]
+    return blocks + [(model.lm_head, "")] if _takes_head(model) else blocks
+
+
 _casts = weakref.WeakKeyDictionary()  # of each model: its weights' addresses
 
 
 @torch.no_grad()
 def cast_weights(model):
-    """All weights of the blocks to FP8 in one launch, for there are many, and most are small. They are kept where TE keeps those of a gradient
+    """All weights to FP8 in one launch, for there are many, and most are small. They are kept where TE keeps those of a gradient
     accumulation, so that a pass through the modules may use them, or renew them; in the same memory each time, so go backward before the
     next forward pass with other weights."""
     casts = []
-    for block in model.blocks:
-        for module, name in ((block.attn.qkv, ""), (block.attn.proj, ""), (block.mlp, "fc1_"), (block.mlp, "fc2_")):
-            product, weight = _Product(module, name), getattr(module, f"{name}weight")
-            scale, amax, fp8 = _place(product.quantizer)
-            if getattr(product.weight(), "_transpose", None) is None:
-                product.quantizer.set_usage(rowwise=True, columnwise=True)
-                module._fp8_workspaces[f"{name}weight"] = _hand_over(fast_casts.outputs(weight, *weight.shape, fp8), product.quantizer)
-            kept = product.weight()
-            casts.append((weight, (kept._data.view(fp8), kept._transpose, kept._scale_inv), scale, amax))
+    for module, name in _weights(model):
+        product, weight = _Product(module, name), getattr(module, f"{name}weight")
+        scale, amax, fp8 = _place(product.quantizer)
+        if getattr(product.weight(), "_transpose", None) is None:
+            product.quantizer.set_usage(rowwise=True, columnwise=True)
+            module._fp8_workspaces[f"{name}weight"] = _hand_over(fast_casts.outputs(weight, *weight.shape, fp8), product.quantizer)
+        kept = product.weight()
+        casts.append((weight, (kept._data.view(fp8), kept._transpose, kept._scale_inv), scale, amax))
     _casts[model] = fast_casts.list_casts(casts, _casts.get(model))
     fast_casts.cast_all(_casts[model])
 
@@ -186,9 +210,14 @@ def _hand_over(out, quantizer):
 
 
 def _multiply(a, b, layout="TN", bias=None):
-    """Transformer Engine's product, in BF16: "TN" b @ aᵀ + bias, for a weight a; "NN" b @ a, for a gradient b; "NT" bᵀ @ a, the weight's."""
+    """A product in BF16: "TN" b @ aᵀ + bias, for a weight a; "NN" b @ a, for a gradient b; "NT" bᵀ @ a, the weight's."""
+    from transformer_engine.pytorch.constants import TE_DType_To_Torch
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
+    if fast_gemm.available():
+        left, right = a._data if layout == "TN" else a._transpose, b._transpose if layout == "NT" else b._data
+        return fast_gemm.multiply(left.view(TE_DType_To_Torch[a._fp8_dtype]), a._scale_inv, right.view(TE_DType_To_Torch[b._fp8_dtype]),
+                                  b._scale_inv, bias, fast=layout == "TN")
     return general_gemm(a, b, layout=layout, bias=bias, out_dtype=torch.bfloat16, use_split_accumulator=layout != "TN", grad=layout != "TN")[0]
 
 
@@ -199,18 +228,9 @@ def _back_through_product(ctx, gradient, weight, x):
         if ctx.use_bias:
             dbias = gradient.dequantize().sum(0)
     else:
-        _, out, dbias = fast_casts.cast(gradient.contiguous(), None, *_place(ctx.grad_output_quantizer), with_sums=ctx.use_bias)
+        out, dbias = fast_casts.cast(gradient.contiguous(), *_place(ctx.grad_output_quantizer), with_sums=ctx.use_bias)
         gradient = _fp8(*out, ctx.grad_output_quantizer)
     return _multiply(weight, gradient, "NN"), _multiply(x, gradient, "NT"), dbias
-
-
-def _back_through_norm(gradient, stream, mean, rstd, weight):
-    """Transformer Engine's -> the gradients of the stream, of weight, and of the shift or None."""
-    import transformer_engine_torch as tex
-
-    if mean is None:
-        return *tex.rmsnorm_bwd(gradient, stream, rstd, weight, 0, False), None
-    return tex.layernorm_bwd(gradient, stream, mean, rstd, weight, 0, False)
 
 
 class _NormLinear(torch.autograd.Function):
@@ -234,13 +254,10 @@ class _NormLinear(torch.autograd.Function):
         stream, mean, rstd, norm_weight, normed, normed_inv, weight, weight_inv = ctx.saved_tensors
         dnorm, dweight, dbias = _back_through_product(ctx, gradient, _fp8(None, weight, weight_inv, ctx.product.quantizer),
                                                       _fp8(None, normed, normed_inv, ctx.product.input))
-        dx, dnorm_weight, dnorm_bias = _back_through_norm(dnorm, stream, mean, rstd, norm_weight)
-        dbranch = dbranch_bias = None
-        if ctx.branch_quantizer is not None:
-            dx, out, dbranch_bias = fast_casts.cast(dx, stream_gradient, *_place(ctx.branch_quantizer), with_sums=ctx.has_branch_bias)
-            dbranch = _hand_over(out, ctx.branch_quantizer)
-        elif stream_gradient is not None:
-            dx = dx + stream_gradient
+        quantizer = ctx.branch_quantizer
+        dx, out, dbranch_bias, dnorm_weight, dnorm_bias = fast_casts.norm_backward(
+            dnorm, stream, mean, rstd, norm_weight, stream_gradient, quantizer and _place(quantizer), with_sums=ctx.has_branch_bias)
+        dbranch = quantizer and _hand_over(out, quantizer)
         if ctx.updates_scales:
             from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -252,7 +269,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, x_bias, weight, bias, activation, product, x_quantizer):
         place = _place(product.input)
-        by_rows, by_columns, scale_inv = fast_casts.activate(activation, x, x_bias, *place) if activation else fast_casts.cast(x, None, *place)[1]
+        by_rows, by_columns, scale_inv = fast_casts.activate(activation, x, x_bias, *place) if activation else fast_casts.cast(x, *place)[0]
         weight = product.weight()
         ctx.save_for_backward(*((x, x_bias) if activation else (None, None)), by_columns, scale_inv, weight._transpose, weight._scale_inv)
         ctx.product, ctx.activation, ctx.x_quantizer = product, activation, x_quantizer

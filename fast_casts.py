@@ -4,13 +4,14 @@ These operations move far more bytes than they compute, so all that counts is ho
 
 - Hopper's FP8 products sum along rows only, so what goes into one is needed by rows and, for the weight's gradient, transposed. Every function
   here leaves both, where Transformer Engine (TE) would read a tensor once more to cast it and again to transpose it.
-- The residual stream is added up where it is normalised, and its gradient where it is cast for the product before.
+- The residual stream is added up where it is normalised, and its gradient where it goes back through the norm, which is where it is cast for
+  the product before, too.
 - A bias is added, and its gradient summed up, by whoever reads the product's output next.
 - Instructions and registers count here as much as bytes. A thread has the same columns of four neighbouring rows: by rows it writes them
   as they are, and for the transposed copy the four bytes of a column travel between threads as one number of 32 bits. (Triton 3.6 gets
   single bytes wrong on Hopper.) And a reciprocal, a rounding, a widening and a cast of four are one or two instructions each, where
   Triton's own take several.
-- Where TE's own kernel moves no byte too many it is used: a norm's gradient, and transposing what a norm wrote.
+- A norm needs whole rows, and what goes by rows cannot be written by columns fast: there TE's own kernel transposes what was written.
 
 FP8 is `delayed scaling` throughout: values times `scale` (float32, one element), saturated; their largest is taken up into `amax`. A tensor in
 FP8 is three here: bytes (N, D), their transpose (D, N), both of a torch FP8 type, and 1/scale (1,) float32.
@@ -23,9 +24,10 @@ import torch
 import triton
 import triton.language as tl
 
-# A program's tile: 16-byte accesses in both layouts, 32 values a thread. This and `_norm_sizes` are the best of those tried on an H200.
+# A program's tile: 16-byte accesses in both layouts, 32 or 64 values a thread. These and `_norm_sizes` are the best of those tried on an H200.
 TILE = dict(ROWS=64, COLUMNS=64, num_warps=4)
-PROGRAMS = 4096  # from so many tiles on, a program takes several whose columns are to be added up
+BACKWARD_TILES = {"gelu": dict(TILE, ROWS=128), "swiglu": TILE}
+SMS = 132  # of a Hopper GPU, for a norm's gradient, whose programs each write a row of sums
 POINTERS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -34,7 +36,7 @@ def norm(x, branch, bias, weight, shift, eps, scale, amax, fp8):
 
     x, branch (N, C), bias, weight, shift (C,): BF16, N a multiple of 16. branch None: the stream is x. shift None: RMSNorm, without mean.
     """
-    (rows, columns), sizes = x.shape, _norm_sizes(x.shape[1])
+    (rows, columns), sizes = x.shape, _norm_sizes(*x.shape)
     stream = x if branch is None else torch.empty_like(x)
     mean = None if shift is None else torch.empty(rows, dtype=torch.float32, device=x.device)
     rstd, scale_inv = torch.empty(rows, dtype=torch.float32, device=x.device), torch.empty(1, dtype=torch.float32, device=x.device)
@@ -43,31 +45,52 @@ def norm(x, branch, bias, weight, shift, eps, scale, amax, fp8):
     return stream, (by_rows, transpose(by_rows), scale_inv), mean, rstd
 
 
+def norm_backward(gradient, stream, mean, rstd, weight, stream_gradient, quantized=None, with_sums=False):
+    """Back through `norm`: the gradient of the stream, x's and branch's -> it (N, C), FP8's three, and the sums of its columns, as the branch's
+    bias's gradient is (C,); of weight (C,), of shift (C,). None: where not asked for, and shift's for RMSNorm.
+
+    gradient (N, C), BF16, of the norm's result. stream, mean, rstd: what `norm` returned. stream_gradient (N, C): of the stream from elsewhere,
+    or None. quantized: (scale, amax, FP8 type) with which the product that the branch came out of takes its gradient.
+    """
+    rows, columns = stream.shape
+    scale, amax, fp8 = quantized or (None, None, None)
+    total, by_rows, scale_inv = torch.empty_like(stream), None, None
+    if quantized:
+        by_rows, scale_inv = torch.empty((rows, columns), dtype=fp8, device=stream.device), torch.empty(1, dtype=torch.float32, device=stream.device)
+    programs, sizes = _norm_backward_sizes(rows, columns)
+    sums = torch.empty((programs, 1 + (mean is not None) + with_sums, columns), dtype=torch.float32, device=stream.device)
+    _norm_backward_kernel[(programs,)](gradient, stream, mean, rstd, weight, stream_gradient, total, scale, amax, by_rows, scale_inv, sums, rows,
+                                       columns, WITH_SUMS=with_sums, **sizes)
+    dweight, *others = add_up(sums, weight.dtype)
+    dshift = others.pop(0) if mean is not None else None
+    return total, (by_rows, transpose(by_rows), scale_inv) if quantized else None, others[0] if with_sums else None, dweight, dshift
+
+
 def activate(activation, x, bias, scale, amax, fp8):
     """gelu or swiglu of x + bias -> FP8's three. x (N, D), for swiglu (N, 2D), and bias (D or 2D,) or None: BF16."""
     gated = activation == "swiglu"
     rows, columns = x.shape[0], x.shape[1] // (1 + gated)
-    out, tiles = outputs(x, rows, columns, fp8), triton.cdiv(rows, TILE["ROWS"]) * triton.cdiv(columns, TILE["COLUMNS"])
-    _activation_kernel[(tiles,)](x, bias, scale, amax, *out, rows, columns, GATED=gated, FITS=_fits(TILE, rows, columns), **TILE)
+    out, (_, programs) = outputs(x, rows, columns, fp8), _tiles(TILE, rows, columns)
+    _activation_kernel[(programs,)](x, bias, scale, amax, *out, rows, columns, GATED=gated, FITS=_fits(TILE, rows, columns), **TILE)
     return out
 
 
 def activate_backward(activation, gradient, x, bias, scale, amax, fp8):
     """Back through `activate`, from the gradient (N, D) of its result -> the gradient of x as FP8's three, and of bias, or None."""
-    (strips, programs), sizes = _strips(*gradient.shape, 1 if bias is None else 8)
-    out = outputs(x, *x.shape, fp8)
+    (rows, columns), out, sizes = gradient.shape, outputs(x, *x.shape, fp8), BACKWARD_TILES[activation]
+    strips, programs = _tiles(sizes, rows, columns)
     sums = None if bias is None else torch.empty((strips, x.shape[1]), dtype=torch.float32, device=x.device)
-    _activation_backward_kernel[(programs,)](gradient, x, bias, scale, amax, *out, sums, *gradient.shape, GATED=activation == "swiglu", **sizes)
+    _activation_backward_kernel[(programs,)](gradient, x, bias, scale, amax, *out, sums, rows, columns, GATED=activation == "swiglu",
+                                             FITS=_fits(sizes, rows, columns), **sizes)
     return out, None if bias is None else add_up(sums, bias.dtype)
 
 
-def cast(x, other, scale, amax, fp8, with_sums=False):
-    """x + other (N, D), BF16, or x if other is None -> it, FP8's three, and the sums of its columns (D,), as a bias's gradient is, or None."""
-    (strips, programs), sizes = _strips(*x.shape, 2 if with_sums else 1)
-    total, out = x if other is None else torch.empty_like(x), outputs(x, *x.shape, fp8)
+def cast(x, scale, amax, fp8, with_sums=False):
+    """x (N, D), BF16 -> FP8's three, and the sums of its columns (D,), as a bias's gradient is, or None."""
+    (strips, programs), out = _tiles(TILE, *x.shape), outputs(x, *x.shape, fp8)
     sums = torch.empty((strips, x.shape[1]), dtype=torch.float32, device=x.device) if with_sums else None
-    _cast_kernel[(programs,)](x, other, total, scale, amax, *out, sums, *x.shape, **sizes)
-    return total, out, add_up(sums, x.dtype) if with_sums else None
+    _cast_kernel[(programs,)](x, scale, amax, *out, sums, *x.shape, FITS=_fits(TILE, *x.shape), **TILE)
+    return out, add_up(sums, x.dtype) if with_sums else None
 
 
 def cast_all(tensors):
@@ -84,7 +107,7 @@ def list_casts(casts, before=None):
         return before
     x, (by_rows, _, _), _, _ = casts[0]
     tiles = [[number, tile] for number, (*_, n, d) in enumerate(rows)
-             for tile in range(triton.cdiv(n, TILE["ROWS"]) * triton.cdiv(d, TILE["COLUMNS"]))]
+             for tile in range(_tiles(TILE, n, d)[1])]
     return rows, torch.tensor(rows, device=x.device), torch.tensor(tiles, dtype=torch.int32, device=x.device), by_rows.dtype
 
 
@@ -101,24 +124,29 @@ def outputs(x, rows, columns, fp8):
             torch.empty(1, dtype=torch.float32, device=x.device))
 
 
-def _fits(sizes, rows, columns, tiles=1):
+def _tiles(sizes, rows, columns):
+    """How many tiles cover a tensor: one below the other, and in all."""
+    high = triton.cdiv(rows, sizes["ROWS"])
+    return high, high * triton.cdiv(columns, sizes["COLUMNS"])
+
+
+def _fits(sizes, rows, columns):
     """Whether nothing sticks out of the tensor: known when the kernel is compiled, since masks cost instructions."""
-    return rows % (tiles * sizes["ROWS"]) == 0 and columns % sizes["COLUMNS"] == 0
+    return rows % sizes["ROWS"] == 0 and columns % sizes["COLUMNS"] == 0
 
 
-def _strips(rows, columns, tiles):
-    """`tiles` tiles below one another for each program, if enough programs are left -> (how many strips high, programs), the kernel's sizes."""
-    across = triton.cdiv(columns, TILE["COLUMNS"])
-    if triton.cdiv(rows, TILE["ROWS"]) * across < PROGRAMS:
-        tiles = 1
-    high = triton.cdiv(rows, tiles * TILE["ROWS"])
-    return (high, high * across), dict(TILE, TILES=tiles, FITS=_fits(TILE, rows, columns, tiles))
-
-
-def _norm_sizes(columns):
-    """Rows of a program, one after the other, and threads that each have 8 columns."""
+def _norm_sizes(rows, columns):
+    """Rows of a program, one after the other, and threads that each have 16 columns."""
     width = triton.next_power_of_2(columns)
-    return dict(ROWS=4, WIDTH=width, num_warps=min(16, max(1, width // 256)))
+    return dict(ROWS=8 if rows >= 8192 else 4, WIDTH=width, num_warps=min(16, max(1, width // 512)))
+
+
+def _norm_backward_sizes(rows, columns):
+    """Programs, as many as run at a time, which share the rows, and threads that each have 8 columns, whose sums they keep."""
+    width = triton.next_power_of_2(columns)
+    warps = min(16, max(1, width // 256))
+    at_a_time = (20 if warps <= 4 else 16) // warps  # on a multiprocessor, for the registers that they take
+    return min(rows, SMS * at_a_time), dict(WIDTH=width, num_warps=warps)
 
 
 def transpose(by_rows):
@@ -256,6 +284,79 @@ def _norm_kernel(x_ptr, branch_ptr, bias_ptr, weight_ptr, shift_ptr, stream_ptr,
 
 
 @triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def two_sums(a, b):
+    """In one reduction, which threads wait for once."""
+    return tl.reduce((a, b), 0, _add_pairs)
+
+
+@triton.jit
+def _norm_backward_kernel(gradient_ptr, stream_ptr, mean_ptr, rstd_ptr, weight_ptr, other_ptr, total_ptr, scale_ptr, amax_ptr, by_rows_ptr,
+                          scale_inv_ptr, sums_ptr, N, C, WITH_SUMS: tl.constexpr, WIDTH: tl.constexpr):
+    """Every so many-th row. With y = w·x̂ + shift, x̂ = rstd·(x - mean) and g = w·dy: dx = rstd·(g - mean(g) - x̂·mean(g·x̂)), dw = Σ dy·x̂;
+    for RMSNorm without mean and mean(g)."""
+    j = tl.arange(0, WIDTH)
+    mask = j < C
+    weight = _load(weight_ptr + j, mask)
+    if by_rows_ptr is not None:
+        scale = _begin(scale_ptr, scale_inv_ptr)
+        largest = tl.zeros((WIDTH // 8,), tl.float32)
+    dweight = tl.zeros((WIDTH,), tl.float32)
+    dshift = tl.zeros((WIDTH,), tl.float32)
+    sums = tl.zeros((WIDTH,), tl.float32)
+    programs = tl.num_programs(0)
+    place, step = tl.program_id(0).to(tl.int64) * C + j, programs.to(tl.int64) * C
+    x_ahead = tl.load(stream_ptr + place, mask=mask, other=0.0)
+    ahead = tl.load(gradient_ptr + place, mask=mask, other=0.0)
+    if other_ptr is not None:
+        other_ahead = tl.load(other_ptr + place, mask=mask, other=0.0)
+    for row in range(tl.program_id(0), N, programs):
+        next_place = place + tl.where(row + programs < N, step, 0)
+        x, dy = x_ahead.to(tl.float32), ahead.to(tl.float32)
+        x_ahead = tl.load(stream_ptr + next_place, mask=mask, other=0.0)  # under way while this row is added up
+        ahead = tl.load(gradient_ptr + next_place, mask=mask, other=0.0)
+        if other_ptr is not None:
+            other = other_ahead.to(tl.float32)
+            other_ahead = tl.load(other_ptr + next_place, mask=mask, other=0.0)
+        rstd = tl.load(rstd_ptr + row)
+        if mean_ptr is not None:
+            x = tl.where(mask, x - tl.load(mean_ptr + row), 0.0)
+        x *= rstd
+        dweight += dy * x
+        g = dy * weight
+        if mean_ptr is not None:
+            dshift += dy
+            along_x, mean = two_sums(g * x, g)
+            dx = rstd * (g - mean / C - x * (along_x / C))
+        else:
+            dx = rstd * (g - x * (tl.sum(g * x) / C))
+        if other_ptr is not None:
+            dx += other
+        rounded = round_bf16(dx)
+        tl.store(total_ptr + place, rounded, mask=mask)
+        dx = tl.where(mask, rounded.to(tl.float32), 0.0)
+        if WITH_SUMS:
+            sums += dx
+        if by_rows_ptr is not None:
+            largest = tl.maximum(largest, tl.max(tl.reshape(tl.abs(dx), (WIDTH // 8, 8)), 1))  # NaN does not count, neither here nor in TE
+            tl.store(by_rows_ptr + place, (dx * scale).to(by_rows_ptr.dtype.element_ty), mask=mask)
+        place = next_place
+    if by_rows_ptr is not None:
+        tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+    width = C * (1 + (mean_ptr is not None) + WITH_SUMS)
+    sums_ptr += tl.program_id(0) * width + j
+    tl.store(sums_ptr, dweight, mask=mask)
+    if mean_ptr is not None:
+        tl.store(sums_ptr + C, dshift, mask=mask)
+    if WITH_SUMS:
+        tl.store(sums_ptr + width - C, sums, mask=mask)
+
+
+@triton.jit
 def _activate(x, bias, factor, factor_bias, GATED: tl.constexpr):
     x = widen(x)
     if bias is not None:
@@ -314,89 +415,60 @@ def _back_through_swiglu(gradient, x, bias, factor, factor_bias):
 
 @triton.jit
 def _activation_backward_kernel(gradient_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, by_rows_ptr, by_columns_ptr, scale_inv_ptr, sums_ptr, N, D,
-                                GATED: tl.constexpr, FITS: tl.constexpr, TILES, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """TILES tiles (ROWS, COLUMNS) of the gradient (N, D), one below the other: the same of x's, and for SwiGLU others, D columns further."""
-    strips = tl.cdiv(D, COLUMNS)
-    strip_row, first_column = tl.program_id(0) // strips, tl.program_id(0) % strips * COLUMNS
+                                GATED: tl.constexpr, FITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One tile (ROWS, COLUMNS) of the gradient (N, D): the same of x's, and for SwiGLU another, D columns further."""
+    tiles = tl.cdiv(D, COLUMNS)
+    strip, first_column = tl.program_id(0) // tiles, tl.program_id(0) % tiles * COLUMNS
+    first_row = strip * ROWS
     i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     in_columns = (first_column + j < D) | FITS
+    mask = ((first_row // 4 + i < N // 4) | FITS)[:, None] & in_columns[None, :]
     width = 2 * D if GATED else D
-    scale = _begin(scale_ptr, scale_inv_ptr)
-    largest = tl.zeros((ROWS // 4, COLUMNS // 8), tl.float32)
+    x_ptr += first_row.to(tl.int64) * width + first_column + 4 * i[:, None] * width + j[None, :]
+    x = load_rows(x_ptr, width, mask)
+    g = load_rows(gradient_ptr + first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :], D, mask)
     bias = _load(bias_ptr + first_column + j, in_columns)[None, :] if bias_ptr is not None else None
-    factor_bias = _load(bias_ptr + D + first_column + j, in_columns)[None, :] if GATED and bias_ptr is not None else None
-    if bias_ptr is not None:
-        sums = tl.zeros((ROWS // 4, COLUMNS), tl.float32)
-        factor_sums = tl.zeros((ROWS // 4, COLUMNS), tl.float32)
-    for tile in range(TILES):
-        first_row = (strip_row * TILES + tile) * ROWS
-        mask = ((first_row // 4 + i < N // 4) | FITS)[:, None] & in_columns[None, :]
-        place = x_ptr + first_row.to(tl.int64) * width + first_column + 4 * i[:, None] * width + j[None, :]
-        x = load_rows(place, width, mask)
-        g = load_rows(gradient_ptr + first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :], D, mask)
-        if GATED:
-            factor = load_rows(place + D, width, mask)
-            a, e = _back_through_swiglu(g[0], x[0], bias, factor[0], factor_bias)
-            b, f = _back_through_swiglu(g[1], x[1], bias, factor[1], factor_bias)
-            c, g2 = _back_through_swiglu(g[2], x[2], bias, factor[2], factor_bias)
-            d, h = _back_through_swiglu(g[3], x[3], bias, factor[3], factor_bias)
-            largest = tl.maximum(largest, largest_of(e, f, g2, h, ROWS, COLUMNS))
-            if bias_ptr is not None:
-                factor_sums += (e + f) + (g2 + h)
-            store_fp8(e, f, g2, h, scale, by_rows_ptr, by_columns_ptr, first_row, D + first_column, N, width, mask, ROWS, COLUMNS)
-        else:
-            a, b = _back_through_gelu(g[0], x[0], bias), _back_through_gelu(g[1], x[1], bias)
-            c, d = _back_through_gelu(g[2], x[2], bias), _back_through_gelu(g[3], x[3], bias)
-        largest = tl.maximum(largest, largest_of(a, b, c, d, ROWS, COLUMNS))
-        if bias_ptr is not None:
-            sums += (a + b) + (c + d)
-        store_fp8(a, b, c, d, scale, by_rows_ptr, by_columns_ptr, first_row, first_column, N, width, mask, ROWS, COLUMNS)
+    scale = _begin(scale_ptr, scale_inv_ptr)
+    if GATED:
+        factor = load_rows(x_ptr + D, width, mask)
+        factor_bias = _load(bias_ptr + D + first_column + j, in_columns)[None, :] if bias_ptr is not None else None
+        a, e = _back_through_swiglu(g[0], x[0], bias, factor[0], factor_bias)
+        b, f = _back_through_swiglu(g[1], x[1], bias, factor[1], factor_bias)
+        c, g2 = _back_through_swiglu(g[2], x[2], bias, factor[2], factor_bias)
+        d, h = _back_through_swiglu(g[3], x[3], bias, factor[3], factor_bias)
+    else:
+        a, b = _back_through_gelu(g[0], x[0], bias), _back_through_gelu(g[1], x[1], bias)
+        c, d = _back_through_gelu(g[2], x[2], bias), _back_through_gelu(g[3], x[3], bias)
+    # Written before the largest is looked for: that is faster here, and takes more registers in the other kernels
+    largest = largest_of(a, b, c, d, ROWS, COLUMNS)
+    if GATED:
+        largest = tl.maximum(largest, largest_of(e, f, g2, h, ROWS, COLUMNS))
+        store_fp8(e, f, g2, h, scale, by_rows_ptr, by_columns_ptr, first_row, D + first_column, N, width, mask, ROWS, COLUMNS)
+    store_fp8(a, b, c, d, scale, by_rows_ptr, by_columns_ptr, first_row, first_column, N, width, mask, ROWS, COLUMNS)
     tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
-    if bias_ptr is not None:
-        sums_ptr += strip_row * width + first_column + j
-        tl.store(sums_ptr, tl.sum(sums, 0), mask=in_columns)
+    if sums_ptr is not None:
+        sums_ptr += strip * width + first_column + j
+        tl.store(sums_ptr, tl.sum((a + b) + (c + d), 0), mask=in_columns)
         if GATED:
-            tl.store(sums_ptr + D, tl.sum(factor_sums, 0), mask=in_columns)
+            tl.store(sums_ptr + D, tl.sum((e + f) + (g2 + h), 0), mask=in_columns)
 
 
 @triton.jit
-def _add(x, other, place, mask):
-    """x + other, which it also writes, in float32."""
-    total = round_bf16(widen(x) + widen(other))
-    tl.store(place, total, mask=mask)
-    return widen(total)
-
-
-@triton.jit
-def _cast_kernel(x_ptr, other_ptr, total_ptr, scale_ptr, amax_ptr, by_rows_ptr, by_columns_ptr, scale_inv_ptr, sums_ptr, N, D, FITS: tl.constexpr,
-                 TILES, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """TILES tiles (ROWS, COLUMNS), one below the other."""
-    strips = tl.cdiv(D, COLUMNS)
-    strip_row, first_column = tl.program_id(0) // strips, tl.program_id(0) % strips * COLUMNS
+def _cast_kernel(x_ptr, scale_ptr, amax_ptr, by_rows_ptr, by_columns_ptr, scale_inv_ptr, sums_ptr, N, D, FITS: tl.constexpr,
+                 ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One tile (ROWS, COLUMNS)."""
+    tiles = tl.cdiv(D, COLUMNS)
+    strip, first_column = tl.program_id(0) // tiles, tl.program_id(0) % tiles * COLUMNS
+    first_row = strip * ROWS
     i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     in_columns = (first_column + j < D) | FITS
-    scale = _begin(scale_ptr, scale_inv_ptr)
-    largest = tl.zeros((ROWS // 4, COLUMNS // 8), tl.float32)
+    mask = ((first_row // 4 + i < N // 4) | FITS)[:, None] & in_columns[None, :]
+    x = load_rows(x_ptr + first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :], D, mask)
+    a, b, c, d = widen(x[0]), widen(x[1]), widen(x[2]), widen(x[3])
+    tl.atomic_max(amax_ptr, tl.max(largest_of(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
+    store_fp8(a, b, c, d, _begin(scale_ptr, scale_inv_ptr), by_rows_ptr, by_columns_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
     if sums_ptr is not None:
-        sums = tl.zeros((ROWS // 4, COLUMNS), tl.float32)
-    for tile in range(TILES):
-        first_row = (strip_row * TILES + tile) * ROWS
-        mask = ((first_row // 4 + i < N // 4) | FITS)[:, None] & in_columns[None, :]
-        place = first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :]
-        x = load_rows(x_ptr + place, D, mask)
-        if other_ptr is not None:
-            other, total = load_rows(other_ptr + place, D, mask), total_ptr + place
-            a, b = _add(x[0], other[0], total, mask), _add(x[1], other[1], total + D, mask)
-            c, d = _add(x[2], other[2], total + 2 * D, mask), _add(x[3], other[3], total + 3 * D, mask)
-        else:
-            a, b, c, d = widen(x[0]), widen(x[1]), widen(x[2]), widen(x[3])
-        largest = tl.maximum(largest, largest_of(a, b, c, d, ROWS, COLUMNS))
-        if sums_ptr is not None:
-            sums += (a + b) + (c + d)
-        store_fp8(a, b, c, d, scale, by_rows_ptr, by_columns_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
-    tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
-    if sums_ptr is not None:
-        tl.store(sums_ptr + strip_row * D + first_column + j, tl.sum(sums, 0), mask=in_columns)
+        tl.store(sums_ptr + strip * D + first_column + j, tl.sum((a + b) + (c + d), 0), mask=in_columns)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ import fast_casts
 # Chosen by trying sizes on an H200; another GPU may like others.
 FORWARD = dict(BLOCK=2048, num_warps=4)
 BACKWARD = dict(BLOCK=2048, num_warps=4)
-BACKWARD_FP8 = dict(ROWS=64, COLUMNS=64, num_warps=4)
+BACKWARD_FP8 = dict(ROWS=128, COLUMNS=64, num_warps=8)
 IGNORE = tl.constexpr(-100)
 
 

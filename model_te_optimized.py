@@ -46,8 +46,9 @@ except ImportError:
     except ImportError:
         flash_attn_func = flash_attn_varlen_func = None
 
-fast_attention, fast_loss, fast_block = (  # faster, not different: see these files
-    import_module(name) if find_spec(name) and find_spec("triton") else None for name in ("fast_attention", "fast_loss", "fast_block"))
+fast_attention, fast_loss, fast_block = (  # faster, not different: see these files; each is used where those that it imports are there, too
+    import_module(name) if all(map(find_spec, ("triton", name, *needs))) else None for name, *needs in (
+        ("fast_attention",), ("fast_loss", "fast_casts"), ("fast_block", "fast_casts", "fast_embedding", "fast_gemm")))
 SplitAlongDim = None
 if te.__name__ != "te_reference":  # TE's split: its backward pass copies nothing where the gradients lie side by side
     from transformer_engine.pytorch.utils import SplitAlongDim
@@ -299,8 +300,7 @@ class OptimizedGPT2Model(nn.Module):
         `is_first_microbatch`: under gradient accumulation, True for the first micro-batch of a step and False for the others, so that
         weights are cast to FP8 once a step. `kv_cache`: from `make_kv_cache`; input_ids are then the tokens that follow it."""
         config = self.config
-        batch, length = input_ids.shape
-        past = kv_cache.length if kv_cache is not None else 0
+        (batch, length), past = input_ids.shape, kv_cache.length if kv_cache is not None else 0
         if past + length > config.n_positions:
             raise ValueError(f"input_ids: {past + length} positions, but n_positions={config.n_positions}; shorten the sequence")
         if config.use_fp8:
@@ -316,12 +316,13 @@ class OptimizedGPT2Model(nn.Module):
             positions, documents = locate_documents(cu_seqlens, batch, length, with_mask)
         rope = rope_tables(positions, config.head_dim, config.rope_theta) if config.use_rotary else None
 
-        x = self.wte(input_ids)
+        fused = config.fused_block and fast_block is not None and kv_cache is None and not fast_block.why_not(self)
+        x = fast_block.embed(self.wte, input_ids) if fused else self.wte(input_ids)
         if not config.use_rotary:
-            x = x + self.wpe(positions)
+            x = x + (fast_block.embed(self.wpe, positions) if fused else self.wpe(positions))
         x = self.dropout(x)
         with te.autocast(enabled=config.use_fp8, recipe=self.fp8_recipe):
-            if config.fused_block and fast_block is not None and kv_cache is None and not fast_block.why_not(self):
+            if fused:
                 x = fast_block.blocks(self, x, rope, is_first_microbatch, documents)
             else:
                 for layer, block in enumerate(self.blocks):
@@ -341,10 +342,9 @@ class OptimizedGPT2Model(nn.Module):
                 if labels is not None and config.loss_chunks > 1:
                     learned = [p for p in self.lm_head.parameters() if p.requires_grad]
                     return chunked_loss(self, x.flatten(0, 1), labels.flatten(), is_first_microbatch, torch.is_grad_enabled(), *learned)
-                logits = self.lm_head(x.flatten(0, 1), is_first_microbatch=is_first_microbatch)  # (B·S, vocab_size)
-        if labels is None:
-            return logits.view(batch, length, -1)
-        return self.cross_entropy(logits, labels.flatten())
+                logits = partial(fast_block.logits, self) if fused else self.lm_head
+                logits = logits(x.flatten(0, 1), is_first_microbatch=is_first_microbatch)  # (B·S, vocab_size)
+        return logits.view(batch, length, -1) if labels is None else self.cross_entropy(logits, labels.flatten())
 
     def cross_entropy(self, logits, labels):
         """Mean over the labels that are not -100: (N, vocab_size), (N,) -> () float32. Its backward pass may write over the logits."""

@@ -57,11 +57,18 @@ def _four(a, b, c, d, FP8: tl.constexpr):
     return _byte(a, FP8) | (_byte(b, FP8) << 8) | (_byte(c, FP8) << 16) | (_byte(d, FP8) << 24)
 
 
+@triton.jit
+def two_sums(a, b):
+    return tl.sum(a), tl.sum(b)
+
+
 @pytest.fixture(autouse=True)
 def _instructions(monkeypatch):
-    """In place of the GPU's own instructions, which Triton's interpreter cannot run."""
+    """In place of the GPU's own instructions, which Triton's interpreter cannot run, or takes long for."""
     if not HAS_GPU:
         monkeypatch.setattr(fast_casts, "_reciprocal", _reciprocal)
         monkeypatch.setattr(fast_casts, "round_bf16", round_bf16)
         monkeypatch.setattr(fast_casts, "widen", widen)
         monkeypatch.setattr(fast_casts, "_four", _four)
+        monkeypatch.setattr(fast_casts, "two_sums", two_sums)
+        monkeypatch.setattr(fast_casts, "SMS", 1)  # several rows for each program, and not all as many
