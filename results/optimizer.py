@@ -35,10 +35,10 @@ def optimizers(model):
     yield "torch AdamW, BF16 without masters", torch.optim.AdamW(parameters, fused=True, capturable=True), 14
     yield "TE FusedAdam, float32 masters", fused_adam(parameters, master_weights=True), 28
     yield "TE FusedAdam, float32 masters, capturable", fused_adam(parameters, master_weights=True, capturable=True), 28
-    yield "TE FusedAdam, remainders", fused_adam(parameters, master_weights=True, store_param_remainders=True), 24
+    yield "TE FusedAdam, remainders", fused_adam(parameters, master_weights=True, store_param_remainders=True), 26
     yield "fast_adam, float32 masters", FastAdam(parameters, store_param_remainders=False), 28
-    yield "fast_adam, remainders", FastAdam(parameters), 24
-    yield "fast_adam, remainders, BF16 moments", FastAdam(parameters, moment_dtype=torch.bfloat16), 16
+    yield "fast_adam, remainders", FastAdam(parameters), 26
+    yield "fast_adam, remainders, BF16 moments", FastAdam(parameters, moment_dtype=torch.bfloat16), 18
 
 
 def measure(step, graphed):
