@@ -71,4 +71,5 @@ def _instructions(monkeypatch):
         monkeypatch.setattr(fast_casts, "widen", widen)
         monkeypatch.setattr(fast_casts, "_four", _four)
         monkeypatch.setattr(fast_casts, "two_sums", two_sums)
-        monkeypatch.setattr(fast_casts, "SMS", 1)  # several rows for each program, and not all as many
+        sizes = fast_casts._norm_backward_sizes  # several rows for each program, and not all as many
+        monkeypatch.setattr(fast_casts, "_norm_backward_sizes", lambda rows, columns: (min(rows, 3), sizes(rows, columns)[1]))
