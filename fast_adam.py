@@ -2,8 +2,8 @@
 
 Notable, and why:
 - Adam is bound by memory: 28 bytes a parameter (BF16 weight and gradient, float32 master and two moments), 26 where the master is kept as
-  the 16 bits that the BF16 weight lacks and the weight is read, too, 18 with moments in BF16 as well. Transformer Engine's kernel for CUDA graphs takes twice
-  the time of this one (`results/optimizer.json`), and refuses remainders.
+  the 16 bits that the BF16 weight lacks and the weight is read, too, 18 with moments in BF16 as well. Transformer Engine's kernel for CUDA
+  graphs takes twice the time of this one (`results/optimizer.json`), and refuses remainders.
 - All parameters go in one launch: a table of pointers says where each one's tensors lie, a second table which chunk a program works on.
 - Clipping is a factor that the kernel applies to gradients as it reads them, instead of a pass over all gradients.
 - State, its names and its meaning are FusedAdam's: a checkpoint written with one loads in the other.

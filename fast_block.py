@@ -211,13 +211,14 @@ def _hand_over(out, quantizer):
 
 def _multiply(a, b, layout="TN", bias=None):
     """A product in BF16: "TN" b @ aᵀ + bias, for a weight a; "NN" b @ a, for a gradient b; "NT" bᵀ @ a, the weight's."""
-    from transformer_engine.pytorch.constants import TE_DType_To_Torch
-    from transformer_engine.pytorch.cpp_extensions import general_gemm
-
     if fast_gemm.available():
+        from transformer_engine.pytorch.constants import TE_DType_To_Torch
+
         left, right = a._data if layout == "TN" else a._transpose, b._transpose if layout == "NT" else b._data
         return fast_gemm.multiply(left.view(TE_DType_To_Torch[a._fp8_dtype]), a._scale_inv, right.view(TE_DType_To_Torch[b._fp8_dtype]),
                                   b._scale_inv, bias, fast=layout == "TN")
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
     return general_gemm(a, b, layout=layout, bias=bias, out_dtype=torch.bfloat16, use_split_accumulator=layout != "TN", grad=layout != "TN")[0]
 
 

@@ -106,8 +106,7 @@ def list_casts(casts, before=None):
     if before is not None and before[0] == rows:
         return before
     x, (by_rows, _, _), _, _ = casts[0]
-    tiles = [[number, tile] for number, (*_, n, d) in enumerate(rows)
-             for tile in range(_tiles(TILE, n, d)[1])]
+    tiles = [[number, tile] for number, (*_, n, d) in enumerate(rows) for tile in range(_tiles(TILE, n, d)[1])]
     return rows, torch.tensor(rows, device=x.device), torch.tensor(tiles, dtype=torch.int32, device=x.device), by_rows.dtype
 
 

@@ -270,8 +270,8 @@ def test_each_file_stands_alone(tmp_path):
 
 
 def test_each_file_of_fast_kernels_can_be_left_out(tmp_path):
-    pytest.importorskip("triton")
     """A file without those that it imports is left out as well."""
+    pytest.importorskip("triton")
     code = "import model_te_optimized as m; print([getattr(m, f'fast_{name}') is not None for name in ('attention', 'loss', 'block')])"
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"NANOTE_REFERENCE": "1", "CUDA_VISIBLE_DEVICES": ""}
     for files, found in (("model_te_optimized te_reference fast_loss fast_block", [False, False, False]), ("fast_casts", [False, True, False]),

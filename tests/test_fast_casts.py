@@ -12,6 +12,7 @@ import te_reference
 pytest.importorskip("triton")
 import fast_casts  # noqa: E402
 from kernel_tools import HAS_GPU, _casts_that_round, _instructions  # noqa: E402, F401
+
 DEVICE = "cuda" if HAS_GPU else "cpu"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = 2**-8  # the largest share of a value that rounding to BF16 takes or adds
