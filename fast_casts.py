@@ -11,7 +11,8 @@ These operations move far more bytes than they compute, so all that counts is ho
   as they are, and for the transposed copy the four bytes of a column travel between threads as one number of 32 bits. (Triton 3.6 gets
   single bytes wrong on Hopper.) And a reciprocal, a rounding, a widening and a cast of four are one or two instructions each, where
   Triton's own take several.
-- A norm needs whole rows, and what goes by rows cannot be written by columns fast: there TE's own kernel transposes what was written.
+- A norm needs whole rows, and what goes by rows cannot be written by columns fast: what it wrote is read again, from the L2 cache for the most
+  part, and transposed.
 
 FP8 is `delayed scaling` throughout: values times `scale` (float32, one element), saturated; their largest is taken up into `amax`. A tensor in
 FP8 is three here: bytes (N, D), their transpose (D, N), both of a torch FP8 type, and 1/scale (1,) float32.
@@ -26,6 +27,7 @@ import triton.language as tl
 
 # A program's tile: 16-byte accesses in both layouts, 32 or 64 values a thread. These and `_norm_sizes` are the best of those tried on an H200.
 TILE = dict(ROWS=64, COLUMNS=64, num_warps=4)
+TRANSPOSE_TILE = dict(ROWS=128, COLUMNS=128, num_warps=4)
 BACKWARD_TILES = {"gelu": dict(TILE, ROWS=128), "swiglu": TILE}
 SMS = 132  # of a Hopper GPU, for a norm's gradient, whose programs each write a row of sums
 POINTERS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
@@ -113,7 +115,7 @@ def list_casts(casts, before=None):
 def add_up(sums, dtype):
     """(P, …) float32 -> their sum (…), in `dtype`."""
     total = torch.empty(sums.shape[1:], dtype=dtype, device=sums.device)
-    _add_up_kernel[(triton.cdiv(total.numel(), 32),)](sums, total, sums.shape[0], total.numel(), ROWS=128, COLUMNS=32, num_warps=8)
+    _add_up_kernel[(triton.cdiv(total.numel(), 16),)](sums, total, sums.shape[0], total.numel(), ROWS=256, COLUMNS=16, num_warps=8)
     return total
 
 
@@ -135,27 +137,24 @@ def _fits(sizes, rows, columns):
 
 
 def _norm_sizes(rows, columns):
-    """Rows of a program, one after the other, and threads that each have 16 columns."""
+    """Rows of a program, one after the other, of which STAGES - 1 are on their way, and threads that each have 16 columns."""
     width = triton.next_power_of_2(columns)
-    return dict(ROWS=8 if rows >= 8192 else 4, WIDTH=width, num_warps=min(16, max(1, width // 512)))
+    return dict(ROWS=16 if rows >= 8192 else 4, WIDTH=width, STAGES=3, num_warps=min(16, max(1, width // 512)))
 
 
 def _norm_backward_sizes(rows, columns):
     """Programs, as many as run at a time, which share the rows, and threads that each have 8 columns, whose sums they keep."""
     width = triton.next_power_of_2(columns)
     warps = min(16, max(1, width // 256))
-    at_a_time = (20 if warps <= 4 else 16) // warps  # on a multiprocessor, for the registers that they take
-    return min(rows, SMS * at_a_time), dict(WIDTH=width, num_warps=warps)
+    return min(rows, SMS * 16 // warps), dict(WIDTH=width, STAGES=4, num_warps=warps)
 
 
 def transpose(by_rows):
-    """An FP8 tensor's bytes (N, D) -> (D, N)."""
-    if not by_rows.is_cuda:
-        return by_rows.view(torch.uint8).T.contiguous().view(by_rows.dtype)
-    import transformer_engine_torch as tex
-    from transformer_engine.pytorch.constants import TE_DType
-
-    return tex.fp8_transpose(by_rows.view(torch.uint8), TE_DType[by_rows.dtype], out=None).view(by_rows.dtype)
+    """An FP8 tensor's bytes (N, D) -> (D, N). N and D: multiples of 16."""
+    (rows, columns), out = by_rows.shape, torch.empty(by_rows.shape[::-1], dtype=by_rows.dtype, device=by_rows.device)
+    _transpose_kernel[(_tiles(TRANSPOSE_TILE, rows, columns)[1],)](by_rows.view(torch.uint8), out.view(torch.int32), rows, columns,
+                                                                   FITS=_fits(TRANSPOSE_TILE, rows, columns), **TRANSPOSE_TILE)
+    return out
 
 
 # ---------------------------------------------------------------- in a kernel
@@ -231,6 +230,19 @@ def store_fp8(a, b, c, d, scale, by_rows_ptr, by_columns_ptr, first_row, first_c
 
 
 @triton.jit
+def _transpose_kernel(x_ptr, out_ptr, N, D, FITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One tile (ROWS, COLUMNS) of bytes, four rows' at a time as a number of 32 bits."""
+    tiles = tl.cdiv(D, COLUMNS)
+    first_row, first_column = tl.program_id(0) // tiles * ROWS, tl.program_id(0) % tiles * COLUMNS
+    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
+    mask = ((first_row // 4 + i < N // 4) | FITS)[:, None] & ((first_column + j < D) | FITS)[None, :]
+    a, b, c, d = load_rows(x_ptr + first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :], D, mask, 0)
+    four = a.to(tl.int32) | (b.to(tl.int32) << 8) | (c.to(tl.int32) << 16) | (d.to(tl.int32) << 24)
+    out_ptr += first_column * (N.to(tl.int64) // 4) + first_row // 4
+    tl.store(out_ptr + j[:, None] * (N // 4) + i[None, :], tl.trans(four), mask=tl.trans(mask))
+
+
+@triton.jit
 def _begin(scale_ptr, scale_inv_ptr):
     scale = tl.load(scale_ptr)
     if tl.program_id(0) == 0:
@@ -240,7 +252,7 @@ def _begin(scale_ptr, scale_inv_ptr):
 
 @triton.jit
 def _norm_kernel(x_ptr, branch_ptr, bias_ptr, weight_ptr, shift_ptr, stream_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr, by_rows_ptr,
-                 scale_inv_ptr, C, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+                 scale_inv_ptr, C, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
     """ROWS rows, one after the other."""
     j = tl.arange(0, WIDTH)
     mask = j < C
@@ -251,18 +263,13 @@ def _norm_kernel(x_ptr, branch_ptr, bias_ptr, weight_ptr, shift_ptr, stream_ptr,
         bias = _load(bias_ptr + j, mask)
     scale = _begin(scale_ptr, scale_inv_ptr)
     largest = tl.zeros((WIDTH,), tl.float32)
-    first_row = tl.program_id(0) * ROWS
-    ahead = tl.load(x_ptr + first_row.to(tl.int64) * C + j, mask=mask, other=0.0)
-    if branch_ptr is not None:
-        branch_ahead = tl.load(branch_ptr + first_row.to(tl.int64) * C + j, mask=mask, other=0.0)
-    for i in range(ROWS):
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    for i in tl.range(ROWS, num_stages=STAGES):  # the next rows are under way while one is added up
         row = first_row + i
-        place, next_place = row.to(tl.int64) * C + j, tl.minimum(row + 1, first_row + ROWS - 1).to(tl.int64) * C + j
-        values = ahead.to(tl.float32)
-        ahead = tl.load(x_ptr + next_place, mask=mask, other=0.0)  # under way while this row is added up
+        place = row * C + j
+        values = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
         if branch_ptr is not None:
-            values += branch_ahead.to(tl.float32)
-            branch_ahead = tl.load(branch_ptr + next_place, mask=mask, other=0.0)
+            values += tl.load(branch_ptr + place, mask=mask, other=0.0).to(tl.float32)
             if bias_ptr is not None:
                 values += bias
             rounded = round_bf16(values)
@@ -295,7 +302,7 @@ def two_sums(a, b):
 
 @triton.jit
 def _norm_backward_kernel(gradient_ptr, stream_ptr, mean_ptr, rstd_ptr, weight_ptr, other_ptr, total_ptr, scale_ptr, amax_ptr, by_rows_ptr,
-                          scale_inv_ptr, sums_ptr, N, C, WITH_SUMS: tl.constexpr, WIDTH: tl.constexpr):
+                          scale_inv_ptr, sums_ptr, N, C, WITH_SUMS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
     """Every so many-th row. With y = w·x̂ + shift, x̂ = rstd·(x - mean) and g = w·dy: dx = rstd·(g - mean(g) - x̂·mean(g·x̂)), dw = Σ dy·x̂;
     for RMSNorm without mean and mean(g)."""
     j = tl.arange(0, WIDTH)
@@ -308,19 +315,14 @@ def _norm_backward_kernel(gradient_ptr, stream_ptr, mean_ptr, rstd_ptr, weight_p
     dshift = tl.zeros((WIDTH,), tl.float32)
     sums = tl.zeros((WIDTH,), tl.float32)
     programs = tl.num_programs(0)
-    place, step = tl.program_id(0).to(tl.int64) * C + j, programs.to(tl.int64) * C
-    x_ahead = tl.load(stream_ptr + place, mask=mask, other=0.0)
-    ahead = tl.load(gradient_ptr + place, mask=mask, other=0.0)
-    if other_ptr is not None:
-        other_ahead = tl.load(other_ptr + place, mask=mask, other=0.0)
-    for row in range(tl.program_id(0), N, programs):
-        next_place = place + tl.where(row + programs < N, step, 0)
-        x, dy = x_ahead.to(tl.float32), ahead.to(tl.float32)
-        x_ahead = tl.load(stream_ptr + next_place, mask=mask, other=0.0)  # under way while this row is added up
-        ahead = tl.load(gradient_ptr + next_place, mask=mask, other=0.0)
+    first_row = tl.program_id(0).to(tl.int64)
+    for i in tl.range(tl.cdiv(N - tl.program_id(0), programs), num_stages=STAGES):  # the next rows are under way while one is added up
+        row = first_row + i * programs
+        place = row * C + j
+        x = tl.load(stream_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(gradient_ptr + place, mask=mask, other=0.0).to(tl.float32)
         if other_ptr is not None:
-            other = other_ahead.to(tl.float32)
-            other_ahead = tl.load(other_ptr + next_place, mask=mask, other=0.0)
+            other = tl.load(other_ptr + place, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row)
         if mean_ptr is not None:
             x = tl.where(mask, x - tl.load(mean_ptr + row), 0.0)
@@ -343,7 +345,6 @@ def _norm_backward_kernel(gradient_ptr, stream_ptr, mean_ptr, rstd_ptr, weight_p
         if by_rows_ptr is not None:
             largest = tl.maximum(largest, tl.max(tl.reshape(tl.abs(dx), (WIDTH // 8, 8)), 1))  # NaN does not count, neither here nor in TE
             tl.store(by_rows_ptr + place, (dx * scale).to(by_rows_ptr.dtype.element_ty), mask=mask)
-        place = next_place
     if by_rows_ptr is not None:
         tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
     width = C * (1 + (mean_ptr is not None) + WITH_SUMS)
