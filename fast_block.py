@@ -72,9 +72,12 @@ def _reasons(model):
     yield any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules()), "someone watches the modules"
 
 
-def embed(module, tokens):
-    """`module(tokens)` of an `nn.Embedding`, whose gradient is added up faster."""
-    return fast_embedding.embed(tokens, module.weight)
+def embed(model, tokens, positions):
+    """The sum of `model.wte` and, if there is one, `model.wpe` -> (B, S, n_embd). Call it before `logits`, in each pass."""
+    elsewhere = _tied[model] = [] if _takes_head(model) and model.lm_head.weight is model.wte.weight else None
+    if model.config.use_rotary:
+        return fast_embedding.embed(tokens, model.wte.weight, elsewhere=elsewhere)
+    return fast_embedding.embed(tokens, model.wte.weight, positions, model.wpe.weight, elsewhere)
 
 
 def blocks(model, x, rope=None, is_first_microbatch=None, documents=None):
@@ -99,7 +102,7 @@ def blocks(model, x, rope=None, is_first_microbatch=None, documents=None):
 def logits(model, x, is_first_microbatch=None):
     """`model.lm_head`, after `blocks`: (N, n_embd) -> (N, vocab_size) BF16."""
     if _takes_head(model):
-        return norm_linear(x, None, None, model.lm_head, "")[1]
+        return norm_linear(x, None, None, model.lm_head, "", elsewhere=_tied[model])[1]
     return model.lm_head(x, is_first_microbatch=is_first_microbatch)
 
 
@@ -113,6 +116,7 @@ def _weights(model):
     return blocks + [(model.lm_head, "")] if _takes_head(model) else blocks
 
 
+_tied = weakref.WeakKeyDictionary()  # of each model whose head and embedding share a weight: a list for the head's gradient, in this pass
 _casts = weakref.WeakKeyDictionary()  # of each model: its weights' addresses
 
 
@@ -134,15 +138,15 @@ def cast_weights(model):
     fast_casts.cast_all(_casts[model])
 
 
-def norm_linear(x, branch, bias, module, name, adds_bias=False):
+def norm_linear(x, branch, bias, module, name, adds_bias=False, elsewhere=None):
     """Residual stream, norm and a product -> the stream x + branch + bias, and norm(stream) @ weightᵀ, with the product's bias if `adds_bias`.
 
     x, branch: (N, C) BF16; branch None: the stream is x. bias: (C,), the branch's, or None. `module`: a `te.LayerNormLinear` or
-    `te.LayerNormMLP`, whose norm and product `name` ("" or "fc1_") it is.
+    `te.LayerNormMLP`, whose norm and product `name` ("" or "fc1_") it is. elsewhere: a list that gets the weight's gradient, instead of autograd.
     """
     weight, own_bias = getattr(module, f"{name}weight"), _parameter(module, f"{name}bias") if adds_bias else None
     return _NormLinear.apply(x, branch, bias, module.layer_norm_weight, module.layer_norm_bias, weight, own_bias, module.eps,
-                             _Product(module, name), _quantizer_of(branch))
+                             _Product(module, name), _quantizer_of(branch), elsewhere)
 
 
 def linear(x, activation, bias, module, name, adds_bias=False):
@@ -236,14 +240,14 @@ def _back_through_product(ctx, gradient, weight, x):
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, branch, branch_bias, norm_weight, norm_bias, weight, bias, eps, product, branch_quantizer):
+    def forward(ctx, x, branch, branch_bias, norm_weight, norm_bias, weight, bias, eps, product, branch_quantizer, elsewhere):
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
         stream, (by_rows, by_columns, scale_inv), mean, rstd = fast_casts.norm(x, branch, branch_bias, norm_weight, norm_bias, eps,
                                                                                *_place(product.input))
         weight = product.weight()
         ctx.save_for_backward(stream, mean, rstd, norm_weight, by_columns, scale_inv, weight._transpose, weight._scale_inv)
-        ctx.product, ctx.branch_quantizer, ctx.has_branch_bias = product, branch_quantizer, branch_bias is not None
+        ctx.product, ctx.branch_quantizer, ctx.has_branch_bias, ctx.elsewhere = product, branch_quantizer, branch_bias is not None, elsewhere
         ctx.grad_output_quantizer, ctx.use_bias, ctx.debug = product.gradient, bias is not None, False  # the names that TE's modules use
         ctx.updates_scales = FP8GlobalStateManager.is_first_fp8_module()  # the first one forward is the last one backward
         ctx.set_materialize_grads(False)
@@ -255,6 +259,9 @@ class _NormLinear(torch.autograd.Function):
         stream, mean, rstd, norm_weight, normed, normed_inv, weight, weight_inv = ctx.saved_tensors
         dnorm, dweight, dbias = _back_through_product(ctx, gradient, _fp8(None, weight, weight_inv, ctx.product.quantizer),
                                                       _fp8(None, normed, normed_inv, ctx.product.input))
+        if ctx.elsewhere is not None:
+            ctx.elsewhere.append(dweight)
+            dweight = None
         quantizer = ctx.branch_quantizer
         dx, out, dbranch_bias, dnorm_weight, dnorm_bias = fast_casts.norm_backward(
             dnorm, stream, mean, rstd, norm_weight, stream_gradient, quantizer and _place(quantizer), with_sums=ctx.has_branch_bias)
@@ -263,7 +270,7 @@ class _NormLinear(torch.autograd.Function):
             from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
-        return dx, dbranch, dbranch_bias, dnorm_weight, dnorm_bias, dweight, dbias, None, None, None
+        return dx, dbranch, dbranch_bias, dnorm_weight, dnorm_bias, dweight, dbias, None, None, None, None
 
 
 class _Linear(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The gradient of an embedding, summed up in one reading of what it is made of.
+"""Embeddings in one kernel, and their gradient, summed up in one reading of what it is made of.
 
 The rows of the gradient that belong to one word are to be added up, and no row of a word that does not occur is to be read. PyTorch sorts the
 tokens for that too, but then moves single values of two bytes. Here a program takes CHUNK tokens in the order of their words, rows of them in
@@ -7,6 +7,8 @@ tokens for that too, but then moves single values of two bytes. Here a program t
 - A word that lies in one chunk is written at once.
 - Of a word that goes on in the next chunk each chunk writes what it has, and a second kernel adds that up. So a word that makes up a good part
   of the text is shared among many programs, and none waits for another.
+- A weight that is the output head's as well gets the gradient from there first, and these sums are added to it in place: to add two gradients
+  of its size takes longer than all the rest here.
 - No atomics: the order of the sums is that of the tokens, and equal inputs give equal bits.
 """
 
@@ -19,36 +21,71 @@ CHUNK = 32  # tokens of a program
 COLUMNS = 256  # and its columns: 8 a thread, 16 bytes
 
 
-def embed(tokens, weight):
-    """Rows of weight (words, C) -> (*tokens.shape, C), differentiable in weight. tokens: int64, all of them below `words`."""
-    return _Embed.apply(tokens, weight)
+def embed(tokens, weight, positions=None, position_weight=None, elsewhere=None):
+    """weight[tokens] + position_weight[positions] -> (B, S, C), differentiable in both weights; without positions the first alone.
+
+    tokens (B, S), positions (S,), none twice, or (B, S): int64, rows of weight (words, C) and of position_weight.
+    elsewhere: a list to which, before the backward pass comes here, the gradient of `weight` from elsewhere is appended; it is written over.
+    """
+    return _Embed.apply(tokens, weight, positions, position_weight, elsewhere)
 
 
 class _Embed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tokens, weight):
-        ctx.save_for_backward(tokens)
-        ctx.words = len(weight)
-        return F.embedding(tokens, weight)
+    def forward(ctx, tokens, weight, positions, position_weight, elsewhere):
+        ctx.save_for_backward(tokens, positions)
+        ctx.rows, ctx.position_rows, ctx.elsewhere = len(weight), 0 if positions is None else len(position_weight), elsewhere
+        if positions is None:
+            return F.embedding(tokens, weight)
+        columns = weight.shape[1]
+        out = torch.empty((*tokens.shape, columns), dtype=weight.dtype, device=weight.device)
+        _embed_kernel[tokens.numel(), triton.cdiv(columns, 4 * COLUMNS)](tokens.contiguous(), weight, positions.contiguous(), position_weight, out,
+                                                                        positions.numel(), columns, COLUMNS=4 * COLUMNS, num_warps=4)
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
-        tokens, = ctx.saved_tensors
-        return None, add_up_words(tokens.flatten(), gradient.flatten(0, -2).contiguous(), ctx.words)
+        (tokens, positions), dpositions = ctx.saved_tensors, None
+        gradient = gradient.contiguous()
+        rows = gradient.flatten(0, -2)
+        dweight = add_up_words(tokens.flatten(), rows, ctx.rows, ctx.elsewhere.pop() if ctx.elsewhere else None)
+        if positions is not None and positions.dim() == 1:
+            dpositions = gradient.new_zeros(ctx.position_rows, gradient.shape[-1]).index_copy_(0, positions, gradient.sum(0))
+        elif positions is not None:
+            dpositions = add_up_words(positions.flatten(), rows, ctx.position_rows)
+        return None, dweight, None, dpositions, None
 
 
-def add_up_words(tokens, gradient, words):
-    """Of the rows of gradient (N, C), the sum of those of each word -> (words, C), of gradient's type. tokens (N,): the rows' words."""
+def add_up_words(tokens, gradient, words, total=None):
+    """Of the rows of gradient (N, C), the sum of those of each word -> (words, C), of gradient's type. tokens (N,): the rows' words.
+    total (words, C): what the sums are added to, in place; None: zeros."""
     count, columns = gradient.shape
     tokens, order = tokens.to(torch.int32).sort(stable=True)  # as int32: half of the passes that int64 takes
-    total = torch.zeros((words, columns), dtype=gradient.dtype, device=gradient.device)
+    if total is None:
+        total = torch.zeros((words, columns), dtype=gradient.dtype, device=gradient.device)
     chunks = triton.cdiv(count, CHUNK)
     pieces = torch.empty((chunks, 2, columns), dtype=torch.float32, device=gradient.device)
     grid = chunks, triton.cdiv(columns, COLUMNS)
     _sum_words_kernel[grid](gradient, tokens, order, total, pieces, count, columns, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1)
     _join_words_kernel[grid](tokens, total, pieces, count, columns, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1)
     return total
+
+
+@triton.jit
+def _embed_kernel(tokens_ptr, weight_ptr, positions_ptr, position_weight_ptr, out_ptr, POSITIONS, C, COLUMNS: tl.constexpr):
+    """One token, some columns."""
+    row = tl.program_id(0)
+    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    word, position = tl.load(tokens_ptr + row), tl.load(positions_ptr + row % POSITIONS)
+    x = tl.load(weight_ptr + word * C + j, mask=j < C).to(tl.float32) + tl.load(position_weight_ptr + position * C + j, mask=j < C).to(tl.float32)
+    tl.store(out_ptr + row.to(tl.int64) * C + j, x.to(out_ptr.dtype.element_ty), mask=j < C)
+
+
+@triton.jit
+def _add_to(total_ptr, word, sums, j, C, mask):
+    place = total_ptr + word.to(tl.int64) * C + j
+    tl.store(place, (tl.load(place, mask=mask, other=0.0).to(tl.float32) + sums).to(total_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -75,7 +112,7 @@ def _sum_words_kernel(gradient_ptr, tokens_ptr, order_ptr, total_ptr, pieces_ptr
             elif following == word:
                 tl.store(pieces_ptr + C, sums, mask=mask)
             else:
-                tl.store(total_ptr + word.to(tl.int64) * C + j, sums.to(total_ptr.dtype.element_ty), mask=mask)
+                _add_to(total_ptr, word, sums, j, C, mask)
             sums = tl.zeros((COLUMNS,), tl.float32)
             began_before = False
             word = following
@@ -97,4 +134,4 @@ def _join_words_kernel(tokens_ptr, total_ptr, pieces_ptr, N, C, CHUNK: tl.conste
             place += 2 * C
             sums += tl.load(place, mask=mask, other=0.0)
             end += CHUNK
-        tl.store(total_ptr + word.to(tl.int64) * C + j, sums.to(total_ptr.dtype.element_ty), mask=mask)
+        _add_to(total_ptr, word, sums, j, C, mask)

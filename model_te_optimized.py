@@ -317,9 +317,9 @@ class OptimizedGPT2Model(nn.Module):
         rope = rope_tables(positions, config.head_dim, config.rope_theta) if config.use_rotary else None
 
         fused = config.fused_block and fast_block is not None and kv_cache is None and not fast_block.why_not(self)
-        x = fast_block.embed(self.wte, input_ids) if fused else self.wte(input_ids)
-        if not config.use_rotary:
-            x = x + (fast_block.embed(self.wpe, positions) if fused else self.wpe(positions))
+        x = fast_block.embed(self, input_ids, positions) if fused else self.wte(input_ids)
+        if not config.use_rotary and not fused:
+            x = x + self.wpe(positions)
         x = self.dropout(x)
         with te.autocast(enabled=config.use_fp8, recipe=self.fp8_recipe):
             if fused:

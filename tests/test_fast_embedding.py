@@ -57,6 +57,36 @@ def test_as_an_embedding():
     torch.testing.assert_close(weight.grad.double(), exact(tokens.flatten(), gradient.flatten(0, 1), 50) + elsewhere.double(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("batch, length, columns", [(3, 20, 32), (2, 33, 1040), on_gpu(8, 1024, 768)])
+def test_with_positions(batch, length, columns, documents, dtype):
+    """As PyTorch's two embeddings, added; with documents in a batch each token has a position of its own, and each position several."""
+    torch.manual_seed(1)
+    weight, position_weight = (torch.randn(rows, columns, dtype=dtype, device=DEVICE).requires_grad_() for rows in (50, length + 5))
+    tokens = torch.randint(0, 50, (batch, length), device=DEVICE)
+    positions = torch.randint(0, length, (batch, length), device=DEVICE) if documents else torch.arange(length, device=DEVICE)
+    gradient = torch.randn(batch, length, columns, device=DEVICE).to(dtype)
+    x = fast_embedding.embed(tokens, weight, positions, position_weight)
+    assert torch.equal(x, weight[tokens] + position_weight[positions])
+    x.backward(gradient)
+    for leaf, rows in ((weight, tokens), (position_weight, positions.expand(batch, length))):
+        torch.testing.assert_close(leaf.grad.double(), exact(rows.flatten(), gradient.flatten(0, 1), len(leaf)), rtol=1.01 * 2**-8, atol=1e-4)
+
+
+def test_added_to_the_gradient_from_elsewhere():
+    """In place, and once."""
+    torch.manual_seed(1)
+    weight, tokens = torch.randn(50, 32, device=DEVICE, requires_grad=True), torch.randint(0, 50, (3, 20), device=DEVICE)
+    gradient, other, elsewhere = torch.randn(3, 20, 32, device=DEVICE), torch.randn(50, 32, device=DEVICE), []
+    expected = exact(tokens.flatten(), gradient.flatten(0, 1), 50) + other.double()
+    x = fast_embedding.embed(tokens, weight, elsewhere=elsewhere)
+    elsewhere.append(other)
+    x.backward(gradient)
+    assert not elsewhere and torch.equal(weight.grad, other)
+    torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="no GPU")
 def test_in_a_cuda_graph():
