@@ -1,9 +1,12 @@
 """FP8 matrix products by the fastest of cuBLASLt's algorithms, found by trying.
 
 For every product cuBLASLt knows several algorithms and orders them by a guess; PyTorch and Transformer Engine (TE) take the first,
-which need not be the fastest. Here the first time that a shape comes by, each of those suggested runs a few times on the tensors at hand, and
-the fastest is kept for the rest of the process.
+which need not be the fastest. Here the first time that a shape comes by, those suggested run in turns, and the fastest is kept for the rest of
+the process.
 
+- What a large product is bound by is the GPU's power limit: its clock falls until it keeps to that. So the algorithms run in turns, all at the
+  same clock, and on random values, not on what comes by first, which may be zeros: those take less power, and other algorithms are the
+  fastest then.
 - Algorithms add up in different orders, so another choice gives other roundings, and the next run may choose otherwise. Under
   `torch.use_deterministic_algorithms` nothing is tried.
 - While a CUDA graph is recorded nothing can be timed: shapes that are new then get the first algorithm.
@@ -13,10 +16,11 @@ the fastest is kept for the rest of the process.
 
 import ctypes
 import functools
+import statistics
 
 import torch
 
-SUGGESTIONS, REPETITIONS, WORKSPACE_BYTES = 16, 6, 32 * 2**20  # the workspace: what NVIDIA recommends for Hopper
+SUGGESTIONS, ROUNDS, WORKSPACE_BYTES = 16, 8, 32 * 2**20  # the workspace: what NVIDIA recommends for Hopper
 COMPUTE_32F, R_32F, R_16BF, EPILOGUE_BIAS = 68, 0, 14, 4
 TYPES = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}  # cudaDataType_t
 TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, BIAS_DATA_TYPE = 3, 4, 7, 8, 17, 18, 25, 26
@@ -91,20 +95,26 @@ class _Product:
         _check(_library().cublasLtMatmulDescSetAttribute(self.description, attribute, ctypes.byref(value), ctypes.sizeof(value)))
 
     def choose(self, operands):
-        """Time every algorithm on these operands, and keep the fastest in `best`."""
-        times = {}
-        for number in range(self.found):
-            try:
-                self.run(number, *operands)
-            except RuntimeError:  # suggested, but not for this GPU
-                continue
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(REPETITIONS + 1)]
-            for event in events:
-                self.run(number, *operands)
-                event.record()
-            events[-1].synchronize()
-            times[number] = sorted(a.elapsed_time(b) for a, b in zip(events, events[1:]))[REPETITIONS // 2]
+        """Time every algorithm on operands like these, and keep the fastest in `best`."""
+        a, a_scale_inv, b, *others = operands
+        operands = _random_like(a), a_scale_inv, _random_like(b), *others
+        numbers = [number for number in range(self.found) if self._runs(number, operands)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS * len(numbers) + 1)]
+        events[0].record()
+        for number, event in zip(ROUNDS * numbers, events[1:]):
+            self.run(number, *operands)
+            event.record()
+        events[-1].synchronize()
+        spans = [before.elapsed_time(after) for before, after in zip(events, events[1:])]
+        times = {number: statistics.median(spans[i::len(numbers)]) for i, number in enumerate(numbers)}
         self.best = min(times, key=times.get, default=0)
+
+    def _runs(self, number, operands):
+        try:
+            self.run(number, *operands)
+        except RuntimeError:  # suggested, but not for this GPU
+            return False
+        return True
 
     def run(self, number, a, a_scale_inv, b, b_scale_inv, bias, out):
         self._set(A_SCALE_POINTER, ctypes.c_void_p(a_scale_inv.data_ptr()))
@@ -117,6 +127,14 @@ class _Product:
             _handle(a.device.index), self.description, ctypes.byref(one), _pointer(a), a_layout, _pointer(b), b_layout, ctypes.byref(zero),
             _pointer(out), out_layout, _pointer(out), out_layout, ctypes.byref(self.suggestions[number]), _pointer(_workspace(a.device)),
             ctypes.c_size_t(WORKSPACE_BYTES), ctypes.c_void_p(torch.cuda.current_stream(a.device).cuda_stream)))
+
+
+def _random_like(x):
+    """Normally distributed FP8 values, the largest of which are near the end of the type's range, as delayed scaling has it. They come again every
+    million or so: to draw as many as there are words times tokens would take six times x's memory."""
+    some = torch.randn(2**20, device=x.device).mul_(torch.finfo(x.dtype).max / 5).clamp_(-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)
+    bytes_ = some.to(x.dtype).view(torch.uint8)
+    return bytes_.repeat(-(-x.numel() // len(bytes_)))[:x.numel()].view(x.shape).view(x.dtype)
 
 
 def _pointer(tensor):

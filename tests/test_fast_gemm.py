@@ -55,6 +55,17 @@ def test_chosen_once_for_a_shape(monkeypatch):
     assert len(chosen) == 2
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", [(64, 48), (2048, 1040)])
+def test_what_algorithms_are_tried_on(dtype, shape):
+    """Values of either sign up to the type's largest, whatever comes by: zeros take less power, and the clock is higher."""
+    values = fast_gemm._random_like(torch.zeros(shape, device="cuda").to(dtype))
+    assert values.shape == shape and values.dtype == dtype and values.is_contiguous()
+    values, largest = values.double(), torch.finfo(dtype).max
+    assert values.isfinite().all() and values.abs().max() > largest / 3 and values.mean().abs() < values.std() / 10
+    assert 0.15 * largest < values.std() < 0.25 * largest
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_in_a_cuda_graph(known):
     """Recorded with what is known; a shape that is not is not timed, nor remembered."""
