@@ -14,8 +14,9 @@ histories, which stay in those modules, are used across their borders. With `FP8
 - This is delayed scaling, which knows the scales beforehand. Whatever else a run may ask for (`why_not`) goes through the modules, which
   compute the same; a step may go this way and the next one that way.
 - All weights are cast in one launch.
-- Products are cuBLASLt's, as under Transformer Engine's default recipe: sums in float32, but forward in FP8's faster accumulation.
-  `fast_gemm.py` picks the fastest algorithm for each; where it cannot, Transformer Engine's own call takes the first.
+- Products are cuBLASLt's. As under Transformer Engine's default recipe, results are added up in the tensor cores, gradients in float32, which
+  takes longer; but where a gradient has few summands both are as good, see `FAST_SUMS`. `fast_gemm.py` picks the fastest algorithm for each
+  product; where it cannot, Transformer Engine's own call takes the first.
 
 The modules' own way of doing this is in Transformer Engine's `pytorch/module/layernorm_linear.py`, `linear.py` and `layernorm_mlp.py`.
 """
@@ -28,6 +29,10 @@ import torch
 import fast_casts
 import fast_embedding
 import fast_gemm
+
+# Summands of an input's gradient: up to so many the tensor cores' own sums miss by less than BF16 has to round off after them. Weights' gradients
+# have as many as there are tokens. 0: all gradients as in Transformer Engine's recipe. (results/accumulation.py measures it)
+FAST_SUMS = 1024
 
 
 def available(return_reason=False):
@@ -215,15 +220,16 @@ def _hand_over(out, quantizer):
 
 def _multiply(a, b, layout="TN", bias=None):
     """A product in BF16: "TN" b @ aᵀ + bias, for a weight a; "NN" b @ a, for a gradient b; "NT" bᵀ @ a, the weight's."""
+    fast = layout == "TN" or layout == "NN" and b._data.shape[1] <= FAST_SUMS
     if fast_gemm.available():
         from transformer_engine.pytorch.constants import TE_DType_To_Torch
 
         left, right = a._data if layout == "TN" else a._transpose, b._transpose if layout == "NT" else b._data
         return fast_gemm.multiply(left.view(TE_DType_To_Torch[a._fp8_dtype]), a._scale_inv, right.view(TE_DType_To_Torch[b._fp8_dtype]),
-                                  b._scale_inv, bias, fast=layout == "TN")
+                                  b._scale_inv, bias, fast=fast)
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
-    return general_gemm(a, b, layout=layout, bias=bias, out_dtype=torch.bfloat16, use_split_accumulator=layout != "TN", grad=layout != "TN")[0]
+    return general_gemm(a, b, layout=layout, bias=bias, out_dtype=torch.bfloat16, use_split_accumulator=not fast, grad=layout != "TN")[0]
 
 
 def _back_through_product(ctx, gradient, weight, x):

@@ -50,9 +50,13 @@ class Quantizer(types.SimpleNamespace):
         assert rowwise and columnwise
 
 
+products = []  # layout, summands, whether in float32
+
+
 def general_gemm(a, b, *, layout, bias, out_dtype, use_split_accumulator, grad):
     """cuBLAS's: in FP8 both sides are taken by rows of what is summed over."""
-    assert use_split_accumulator == grad == (layout != "TN")
+    assert grad == (layout != "TN")
+    products.append((layout, (b._transpose if layout == "NT" else b._data).shape[1], use_split_accumulator))
     def side(tensor, transposed):
         name = "_transpose" if transposed else "_data"
         return getattr(tensor, name).view(tensor._fp8_dtype).float() * tensor._scale_inv
@@ -174,6 +178,17 @@ def test_training_is_that_of_the_modules(monkeypatch, variant):
     theirs = train_steps(make_model(fused=False, **VARIANTS[variant]))
     assert len(calls) == 3
     assert_same_training(ours, theirs)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="general_gemm, above, sees it; on a GPU that is Transformer Engine's")
+@pytest.mark.parametrize("most", [0, 64, 1024])
+def test_which_sums_are_float32s(monkeypatch, most):
+    """Weights' gradients, and inputs' of more summands than FAST_SUMS."""
+    monkeypatch.setattr(fast_block, "FAST_SUMS", most)
+    products.clear()
+    train_steps(make_model())
+    assert {(layout, summands) for layout, summands, _ in products} >= {("TN", 32), ("NN", 32), ("NN", 64), ("NN", 96), ("NT", 32)}
+    assert all(in_float32 == (layout == "NT" or layout == "NN" and summands > most) for layout, summands, in_float32 in products)
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *LARGE])

@@ -1,0 +1,132 @@
+"""How far may FP8's tensor cores add up by themselves? Errors of products whose sums are float32's, and of those with the cores' own, shorter sums.
+
+    python data.py stdlib
+    python results/accumulation.py [--json FILE]
+
+Errors are ‖product - exact‖ / ‖exact‖, exact in float64 from the same FP8 values, beside that of the exact product rounded to BF16, which no
+BF16 result falls below. Once on random values by the number of summands, and once on the operands of all backward products of models that
+were trained for 200 steps. And both kinds' times, at the shapes of gradients.
+"""
+
+import itertools
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import benchmark_te  # noqa: E402
+import cli  # noqa: E402
+import fast_block  # noqa: E402
+import fast_gemm  # noqa: E402
+import fp8  # noqa: E402
+from data import Loader  # noqa: E402
+from results import stability_report as report  # noqa: E402
+from results.timing import timed  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+VALUES = {  # of a matrix; all of one sign is the worst case, for what is cut off is then of one sign too
+    "normal": torch.randn, "heavy tails": lambda *size, **on: torch.randn(*size, **on) * torch.exp(1.5 * torch.randn(*size, **on)),
+    "one sign": torch.rand,
+}
+SUMMANDS = (256, 512, 768, 1024, 2048, 4096, 16384)
+TIMES = ((3072, 768, 32768), (768, 768, 32768), (4096, 1024, 16384), (1024, 1024, 16384))  # outputs, summands, tokens: 124M and 350M
+ROWS = 2048  # of a product, that are compared
+
+
+@dataclass
+class Options:
+    data: str = "data/stdlib"  # A folder of token files.
+    json: Path | None = ROOT / "results/accumulation.json"  # Write the figures here.
+
+
+def errors(a, b):
+    """Of b @ aᵀ: rounded to BF16 only, with float32 sums, with fast ones."""
+    one = torch.ones(1, device=a.device)
+    exact = b.double() @ a.double().T
+    of = lambda y: ((y.double() - exact).norm() / exact.norm()).item()  # noqa: E731
+    return {"bf16_rounding": of(exact.bfloat16()), "float32_sums": of(fast_gemm.multiply(a, one, b, one)),
+            "fast_sums": of(fast_gemm.multiply(a, one, b, one, fast=True))}
+
+
+def quantized(values, dtype):
+    return (values * (torch.finfo(dtype).max / values.abs().max())).to(dtype)
+
+
+def on_random_values(device):
+    for kind, draw in VALUES.items():
+        for summands in SUMMANDS:
+            a = quantized(draw(1024, summands, device=device), torch.float8_e4m3fn)
+            b = quantized(draw(ROWS, summands, device=device), torch.float8_e5m2)
+            yield {"part": "random", "values": kind, "summands": summands} | errors(a, b)
+
+
+def on_gradients(shape, data, device):
+    """Of a model in training: the backward products with respect to inputs ("NN") and weights ("NT"), by their summands."""
+    config = benchmark_te.arm_config("fp8", benchmark_te.make_config(benchmark_te.SHAPES[shape] | {"micro_batch_size": 8}, device))
+    loader = Loader(data, "train", seq_len=config.seq_len, micro_batch_size=config.micro_batch_size, device=device)
+    step = benchmark_te.build_te(config, device, loader.batch(0))
+    for number in range(200):
+        loss, _ = step([loader.batch(number)], 6e-4 * min(1, (number + 1) / 50))
+    found, multiply = {}, fast_gemm.multiply
+
+    def watched(a, a_inv, b, b_inv, bias=None, fast=False):
+        if b.dtype == torch.float8_e5m2:
+            found.setdefault(a.shape[1], []).append(errors(a[:ROWS], b[:ROWS]))
+        return multiply(a, a_inv, b, b_inv, bias, fast)
+
+    original, fast_block.fast_gemm = fast_block.fast_gemm, type("Watched", (), {"multiply": staticmethod(watched), "available": lambda: True})
+    try:
+        step.forward_backward(loader.batch(200), True)
+    finally:
+        fast_block.fast_gemm = original
+        loader.close()
+    for summands, products in sorted(found.items()):
+        kinds = {kind: [product[kind] for product in products] for kind in products[0]}
+        yield {"part": "gradients", "shape": shape, "loss": loss.item(), "summands": summands, "products": len(products),
+               **{kind: statistics.median(values) for kind, values in kinds.items()},
+               **{f"largest_{kind}": max(values) for kind, values in kinds.items()}}
+
+
+def times(device):
+    """Milliseconds; 200 products after each other, of which the first half only warms the GPU."""
+    one = torch.ones(1, device=device)
+    for outputs, summands, tokens in TIMES:
+        a, b = (quantized(torch.randn(rows, summands, device=device), dtype)
+                for rows, dtype in ((outputs, torch.float8_e4m3fn), (tokens, torch.float8_e5m2)))
+        ms = {fast: statistics.median(timed([lambda fast=fast: fast_gemm.multiply(a, one, b, one, fast=fast)] * 200, device)[100:])
+              for fast in (False, True)}
+        yield {"part": "time", "outputs": outputs, "summands": summands, "tokens": tokens, "float32_sums_ms": ms[False], "fast_sums_ms": ms[True]}
+
+
+def table(figures) -> str:
+    """Markdown, for GUIDE.md."""
+    percent = lambda value: f"{100 * value:.2f} %"  # noqa: E731
+    lines = ["| operands | summands | rounded to BF16 only | float32 sums | fast sums |", "| --- | --- | --- | --- | --- |"]
+    for row in figures["rows"]:
+        if row["part"] != "time":
+            of = row.get("values") or f"{row['shape']}: {row['products']} products, median (largest)"
+            cells = [percent(row[kind]) + (f" ({percent(row['largest_' + kind])})" if "shape" in row else "")
+                     for kind in ("bf16_rounding", "float32_sums", "fast_sums")]
+            lines.append(f"| {of} | {row['summands']:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(argv=None):
+    options = cli.parse(Options, argv, prog="results/accumulation.py", description=__doc__)
+    report.check_folder(options.json)
+    if fp8.IS_REFERENCE:
+        raise ValueError("results/accumulation.py: there is no GPU with Transformer Engine here, whose tensor cores this is about")
+    device, rows = torch.device("cuda"), []
+    parts = (on_random_values(device), times(device), *(on_gradients(shape, options.data, device) for shape in ("124m-b32", "350m-b16")))
+    for row in itertools.chain(*parts):
+        rows.append(row)
+        print(" ".join(f"{key}={value:.3g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()), flush=True)
+        if options.json:
+            report.write("results/accumulation.py", argv, {"rows": rows}, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, "results/accumulation.py"))
