@@ -39,7 +39,7 @@ import fp8
 from results import speed_report as report
 from results.plain_gpt import ARMS as PLAIN_ARMS, PlainStep, build_plain, compiled
 from results.stability_report import check_folder
-from results.timing import floor_ms, measure_ceilings, median_ms, profile_ms, spans_ms, stamp, timed
+from results.timing import floor_ms, measure_ceilings, median_ms, power_and_clock, profile_ms, spans_ms, stamp, timed
 from sample import pick_device
 from train import PRESETS, TrainConfig, flops_per_token, peak_flops
 from train_step import TrainStep, make_optimizer, recipe_of, warm_up_scales
@@ -201,6 +201,7 @@ def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, pr
                "grad_accum": config.grad_accum, "model_config": dataclasses.asdict(model_config)}
     if profiled:
         figures["profile_ms"] = profile_ms(lambda: step(batches, LR), device)
+        figures |= power_and_clock(lambda: step(batches, LR), device)
     if phases:
         try:
             figures |= phases_ms(step, batches, device)

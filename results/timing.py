@@ -2,6 +2,7 @@
 
 import re
 import statistics
+import subprocess
 import time
 
 import torch
@@ -17,7 +18,7 @@ KERNELS = {  # class: pattern of kernel names; the first that matches counts
     "norm": "norm|rsqrt|ln_(fwd|bwd)",
     "cast/transpose": "transpose|quantiz|cast|amax|delayed_scaling|fp8|^_add_up",
     "copy/concat": r"direct_copy|memcpy|memset|catarray|fused_cat|fillfunctor|aten::(copy_|cat|fill_|zero_)",
-    "embedding": "embedding|index|compute_grad_weight|sum_and_scatter|radix_?sort|^_(sum|join)_words",
+    "embedding": "embedding|index|compute_grad_weight|sum_and_scatter|radix_?sort|^_embed|^_(sum|join)_words",
     "elementwise/residual": "elementwise|triton_poi|triton_red|triton_per|reduce_kernel|aten::(add|mul|sum)",
 }
 
@@ -51,6 +52,29 @@ def timed(functions, device) -> list[float]:
 def median_ms(functions, device) -> float:
     timed(functions[:3], device)
     return statistics.median(timed(functions, device))
+
+
+def power_and_clock(function, device, seconds=2.0) -> dict:
+    """While calls of `function` follow each other: medians of the GPU's power draw and its multiprocessors' clock, beside what they are limited
+    to. {} where nvidia-smi does not tell."""
+    if device.type != "cuda":
+        return {}
+    fields = {"watts": "power.draw.instant", "watts_limit": "power.limit", "sm_mhz": "clocks.sm", "sm_mhz_limit": "clocks.max.sm"}
+    command = ["nvidia-smi", f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}", f"--query-gpu={','.join(fields.values())}",
+               "--format=csv,noheader,nounits", "--loop-ms=50"]
+    try:
+        watcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return {}
+    with watcher:
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            function()
+            torch.cuda.synchronize(device)
+        watcher.terminate()
+        lines = watcher.stdout.read().splitlines()
+    samples = [line.split(",") for line in lines if re.fullmatch(r"[\d., ]+", line) and line.count(",") == 3]
+    return {name: statistics.median(float(sample[i]) for sample in samples) for i, name in enumerate(fields)} if samples else {}
 
 
 def measure_ceilings(device) -> dict:

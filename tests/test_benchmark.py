@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,7 +97,8 @@ def test_arms_are_options_of_the_trainer(arm, changes):
     ("void transformer_engine::normalization::ln_fwd_tuned_kernel<...>", "norm"), ("_backward_fp8_kernel", "loss"),
     ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., LpNormFunctor<...>>", "optimizer"), ("_adam", "optimizer"),
     ("_squares", "optimizer"), ("_activation_backward_kernel", "activation"), ("_norm_kernel", "norm"), ("_cast_all_kernel", "cast/transpose"),
-    ("_add_up_kernel", "cast/transpose"), ("_norm_backward_kernel", "norm"), ("_sum_words_kernel", "embedding"),
+    ("_add_up_kernel", "cast/transpose"), ("_norm_backward_kernel", "norm"), ("_sum_words_kernel", "embedding"), ("_embed_kernel", "embedding"),
+    ("_transpose_kernel", "cast/transpose"),
     ("void at::native::(anonymous namespace)::sum_and_scatter<c10::BFloat16, long>(long const*, ...)", "embedding"),
     ("void transformer_engine::cast_transpose_optimized_kernel<...>", "cast/transpose"), ("triton_poi_fused_gelu_3", "activation"),
     ("void at::native::elementwise_kernel<128, 4, ...direct_copy_kernel_cuda...>", "copy/concat"), ("Memcpy DtoD (Device -> Device)", "copy/concat"),
@@ -265,3 +267,19 @@ def test_an_error_in_a_line():
     compiler = 'NotImplementedError: \n\nfrom user code:\n   File "/a/b/model.py", line 7, in forward\n    y = f(x)\n\nSet TORCHDYNAMO_VERBOSE=1'
     assert benchmark.in_a_line(RuntimeError(compiler)) == "RuntimeError: NotImplementedError: at y = f(x) (model.py, line 7, in forward)"
     assert benchmark.in_a_line(OSError(f"no {ROOT}/train.py")) == "OSError: no train.py"
+
+
+def test_power_and_clock(monkeypatch, tmp_path):
+    """Medians of what nvidia-smi prints, line by line, while the function is called; nothing where there is none, nor of lines that it cannot fill."""
+    calls, smi = [], tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '650.5, 700.00, 1500, 1980'\necho '690.5, 700.00, 1600, 1980'\necho '[N/A], 700.00, 1600, 1980'\n"
+                   "echo '660.5, 700.00, 1550, 1980'\n")
+    smi.chmod(0o755)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    gpu = torch.device("cuda")
+    assert timing.power_and_clock(lambda: calls.append(1), gpu, 0.2) == {"watts": 660.5, "watts_limit": 700, "sm_mhz": 1550, "sm_mhz_limit": 1980}
+    assert calls and timing.power_and_clock(calls.clear, torch.device("cpu")) == {}
+    smi.unlink()
+    assert timing.power_and_clock(calls.clear, gpu) == {} and calls
