@@ -1,7 +1,7 @@
 """How far may FP8's tensor cores add up by themselves? Errors of products whose sums are float32's, and of those with the cores' own, shorter sums.
 
     python data.py stdlib
-    python results/accumulation.py [--json FILE]
+    python results/accumulation.py          # writes results/accumulation.json and .png; python results/pages.py draws the picture again
 
 Errors are ‖product - exact‖ / ‖exact‖, exact in float64 from the same FP8 values, beside that of the exact product rounded to BF16, which no
 BF16 result falls below. Once on random values by the number of summands, and once on the operands of all backward products of models that
@@ -9,6 +9,7 @@ were trained for 200 steps. And both kinds' times, at the shapes of gradients.
 """
 
 import itertools
+import json
 import statistics
 import sys
 from dataclasses import dataclass
@@ -101,17 +102,31 @@ def times(device):
         yield {"part": "time", "outputs": outputs, "summands": summands, "tokens": tokens, "float32_sums_ms": ms[False], "fast_sums_ms": ms[True]}
 
 
-def table(figures) -> str:
-    """Markdown, for GUIDE.md."""
-    percent = lambda value: f"{100 * value:.2f} %"  # noqa: E731
-    lines = ["| operands | summands | rounded to BF16 only | float32 sums | fast sums |", "| --- | --- | --- | --- | --- |"]
-    for row in figures["rows"]:
-        if row["part"] != "time":
-            of = row.get("values") or f"{row['shape']}: {row['products']} products, median (largest)"
-            cells = [percent(row[kind]) + (f" ({percent(row['largest_' + kind])})" if "shape" in row else "")
-                     for kind in ("bf16_rounding", "float32_sums", "fast_sums")]
-            lines.append(f"| {of} | {row['summands']:,} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def plot(figures, path):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    axes, rows = figure.subplots(), figures["rows"]
+    for values, color in zip(VALUES, ("tab:blue", "tab:cyan", "tab:gray")):
+        mine = [row for row in rows if row.get("values") == values]
+        axes.plot([row["summands"] for row in mine], [100 * row["fast_sums"] for row in mine], color=color, lw=1,
+                  label=f"random, {values}: fast sums")
+    for shape, marker in (("124m-b32", "o"), ("350m-b16", "s")):
+        mine = [row for row in rows if row.get("shape") == shape]
+        for kind, color in (("fast_sums", "tab:red"), ("float32_sums", "tab:green")):
+            middle, top = ([100 * row[name] for row in mine] for name in (kind, f"largest_{kind}"))
+            axes.errorbar([row["summands"] for row in mine], middle, yerr=[[0] * len(mine), [b - a for a, b in zip(middle, top)]], fmt=marker, ms=5,
+                          capsize=3, color=color, label=f"{shape} in training: {kind.replace('_', ' ')}, median and largest")
+    axes.axhline(100 * statistics.median(row["bf16_rounding"] for row in rows if "bf16_rounding" in row), color="black", ls="--", lw=1,
+                 label="BF16's rounding alone")
+    axes.axvspan(axes.get_xlim()[0], fast_block.FAST_SUMS, color="tab:green", alpha=0.1, zorder=0)
+    axes.set(xscale="log", yscale="log", xlabel="summands (green: fast sums are used for inputs' gradients)",
+             ylabel="error of a product, % of its norm")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xticks(ticks := (256, 1024, 4096, 16384, 65536), labels=[f"{tick:,}" for tick in ticks])
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    figure.suptitle(f"{figures['machine']}, {figures['date']}", fontsize=10)
+    figure.savefig(path, dpi=150)
 
 
 def main(argv=None):
@@ -126,6 +141,8 @@ def main(argv=None):
         print(" ".join(f"{key}={value:.3g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()), flush=True)
         if options.json:
             report.write("results/accumulation.py", argv, {"rows": rows}, options.json)
+    if options.json:
+        plot(json.loads(options.json.read_text()), options.json.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ RESULTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(RESULTS.parent))
 import benchmark_attention  # noqa: E402
 import cli  # noqa: E402
-from results import first_run, memory, speed_report, stability_report, training  # noqa: E402
+from results import accumulation, first_run, memory, speed_report, stability_report, training  # noqa: E402
 
 PICTURES = {  # file -> what draws its content; the picture lies beside it
     "speed": speed_report.draw_speed, "stack": speed_report.draw_stack, "crossover": speed_report.draw_crossover,
     "attention": benchmark_attention.plot, "training": training.plot, "first_run": lambda result, path: first_run.plot(result),
+    "accumulation": accumulation.plot,
     "stability_h200": stability_report.plot, "stability_cpu": stability_report.plot,
 }
 TABLES = {  # mark in the page -> page, file, what makes a Markdown table of its content
