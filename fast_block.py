@@ -12,7 +12,7 @@ histories, which stay in those modules, are used across their borders. With `FP8
 - So does the cast of a gradient: the gradient of the stream is added up and cast for the branch's product, that of an activation's input
   for the product before. They are handed over as a `Float8Tensor`, which autograd passes on like any tensor.
 - This is delayed scaling, which knows the scales beforehand. Whatever else a run may ask for (`why_not`) goes through the modules, which
-  compute the same; a step may go this way and the next one that way.
+  compute the same (but for `FAST_SUMS`); a step may go this way and the next one that way.
 - All weights are cast in one launch.
 - Products are cuBLASLt's. As under Transformer Engine's default recipe, results are added up in the tensor cores, gradients in float32, which
   takes longer; but where a gradient has few summands both are as good, see `FAST_SUMS`. `fast_gemm.py` picks the fastest algorithm for each

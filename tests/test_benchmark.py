@@ -215,6 +215,15 @@ def test_the_switches_of_the_real_run_are_options_of_the_trainer():
         train.read_options(shlex.split(f"{training.COMMON} {training.SHORT} {options}"))
 
 
+def test_a_switch_is_compared_with_the_seeds_of_its_own_block():
+    ends = {"default": 2.0, "seed 2": 2.01, "seed 3": 1.98, "BF16": 2.02, "FP8 current": 2.04, "modern block": 1.3, "modern block, seed 2": 1.36,
+            "modern block, Transformer Engine's modules": 1.35}
+    rows = {row["switch"]: row for row in training.compare({name: 250 * [9.0] + 50 * [end] for name, end in ends.items()})["rows"]}
+    assert rows["BF16"]["spread_of_seeds"] == pytest.approx(0.03) and rows["modern block, seed 2"]["spread_of_seeds"] == pytest.approx(0.06)
+    assert rows["modern block, Transformer Engine's modules"]["difference"] == pytest.approx(0.05)
+    assert {name for name, row in rows.items() if not row["agrees"]} == {"FP8 current"}
+
+
 def test_the_table_of_memory_leaves_what_is_missing_empty():
     figures = {"peak_gib": 15.79, "peak_reserved_gib": 31.77}
     rows = [{"shape": "124m-b32", "switch": "BF16 moments", "ms": 44.0, "defaults_ms": 40.0} | figures,
@@ -270,7 +279,7 @@ def test_an_error_in_a_line():
 
 
 def test_power_and_clock(monkeypatch, tmp_path):
-    """Medians of what nvidia-smi prints, line by line, while the function is called; nothing where there is none, nor of lines that it cannot fill."""
+    """Medians of what nvidia-smi prints while the function is called, of whole lines; nothing where there is none."""
     calls, smi = [], tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho '650.5, 700.00, 1500, 1980'\necho '690.5, 700.00, 1600, 1980'\necho '[N/A], 700.00, 1600, 1980'\n"
                    "echo '660.5, 700.00, 1550, 1980'\n")
