@@ -10,7 +10,7 @@ Arms:
 - bf16, fp8     model_te_optimized.py exactly as train.py trains it, without FP8 and with delayed scaling, each step a CUDA graph where train.py
                 would make it one. fp8-e4m3, fp8-current, fp8-block: other recipes. More words can follow: -eager (no CUDA graph), -libraries
                 (PyTorch's attention, Transformer Engine's loss and blocks), -te_block (its blocks alone), -fused, -te, -custom, -advanced
-                (another model file), -accum4 (micro-batches a step), -checkpointing (gradient checkpointing).
+                (another model file), -accum4 (micro-batches a step), -checkpointing (gradient checkpointing), -bf16_moments (AdamW's moments).
 - hf-llama      transformers.LlamaForCausalLM with BF16 weights and moments (no float32 masters: less work than the others), SDPA, torch.compile,
                 PyTorch's fused AdamW. Llama has no QK-norm; the others' block "modern" has.
 
@@ -87,6 +87,8 @@ def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
             changes |= {"attention": "sdpa", "fused_loss": False, "fused_block": False}
         elif word == "te_block":
             changes["fused_block"] = False
+        elif word == "bf16_moments":
+            changes["moment_dtype"] = "bfloat16"
         elif word == "checkpointing":
             changes["gradient_checkpointing"] = True
         else:

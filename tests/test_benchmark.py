@@ -84,6 +84,7 @@ def test_floor_by_hand():
 @pytest.mark.parametrize("arm, changes", [
     ("bf16", dict(fp8_recipe="none", cuda_graph="auto")), ("fp8", dict(fp8_recipe="delayed", fp8_format="hybrid")),
     ("fp8-e4m3", dict(fp8_recipe="delayed", fp8_format="e4m3")), ("fp8-current-eager", dict(fp8_recipe="current", cuda_graph="off")),
+    ("fp8-bf16_moments", dict(fp8_recipe="delayed", moment_dtype="bfloat16")),
     ("fp8-fused-accum4-checkpointing", dict(model="fused", grad_accum=4, gradient_checkpointing=True))])
 def test_arms_are_options_of_the_trainer(arm, changes):
     config = benchmark.arm_config(arm, benchmark.TrainConfig())
