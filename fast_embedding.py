@@ -24,7 +24,8 @@ COLUMNS = 256  # and its columns: 8 a thread, 16 bytes
 def embed(tokens, weight, positions=None, position_weight=None, elsewhere=None):
     """weight[tokens] + position_weight[positions] -> (B, S, C), differentiable in both weights; without positions the first alone.
 
-    tokens (B, S), positions (S,), none twice, or (B, S): int64, rows of weight (words, C) and of position_weight.
+    tokens (B, S), positions (S,), none twice, or (B, S): int64, rows of weight (words, C) and of position_weight. With positions, a token that
+    is no row of weight gives NaN, which no loss hides, and adds nothing to a gradient; without, PyTorch stops there.
     elsewhere: a list to which, before the backward pass comes here, the gradient of `weight` from elsewhere is appended; it is written over.
     """
     return _Embed.apply(tokens, weight, positions, position_weight, elsewhere)
@@ -40,7 +41,7 @@ class _Embed(torch.autograd.Function):
         columns = weight.shape[1]
         out = torch.empty((*tokens.shape, columns), dtype=weight.dtype, device=weight.device)
         _embed_kernel[tokens.numel(), triton.cdiv(columns, 4 * COLUMNS)](tokens.contiguous(), weight, positions.contiguous(), position_weight, out,
-                                                                        positions.numel(), columns, COLUMNS=4 * COLUMNS, num_warps=4)
+                                                                        len(weight), positions.numel(), columns, COLUMNS=4 * COLUMNS, num_warps=4)
         return out
 
     @staticmethod
@@ -67,29 +68,30 @@ def add_up_words(tokens, gradient, words, total=None):
     chunks = triton.cdiv(count, CHUNK)
     pieces = torch.empty((chunks, 2, columns), dtype=torch.float32, device=gradient.device)
     grid = chunks, triton.cdiv(columns, COLUMNS)
-    _sum_words_kernel[grid](gradient, tokens, order, total, pieces, count, columns, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1)
-    _join_words_kernel[grid](tokens, total, pieces, count, columns, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1)
+    _sum_words_kernel[grid](gradient, tokens, order, total, pieces, words, count, columns, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1)
+    _join_words_kernel[grid](tokens, total, pieces, words, count, columns, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1)
     return total
 
 
 @triton.jit
-def _embed_kernel(tokens_ptr, weight_ptr, positions_ptr, position_weight_ptr, out_ptr, POSITIONS, C, COLUMNS: tl.constexpr):
+def _embed_kernel(tokens_ptr, weight_ptr, positions_ptr, position_weight_ptr, out_ptr, WORDS, POSITIONS, C, COLUMNS: tl.constexpr):
     """One token, some columns."""
     row = tl.program_id(0)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     word, position = tl.load(tokens_ptr + row), tl.load(positions_ptr + row % POSITIONS)
-    x = tl.load(weight_ptr + word * C + j, mask=j < C).to(tl.float32) + tl.load(position_weight_ptr + position * C + j, mask=j < C).to(tl.float32)
+    x = tl.load(weight_ptr + word * C + j, mask=j < tl.where((word >= 0) & (word < WORDS), C, 0), other=float("nan")).to(tl.float32)
+    x += tl.load(position_weight_ptr + position * C + j, mask=j < C, other=0.0).to(tl.float32)
     tl.store(out_ptr + row.to(tl.int64) * C + j, x.to(out_ptr.dtype.element_ty), mask=j < C)
 
 
 @triton.jit
-def _add_to(total_ptr, word, sums, j, C, mask):
-    place = total_ptr + word.to(tl.int64) * C + j
+def _add_to(total_ptr, word, sums, WORDS, j, C):
+    place, mask = total_ptr + word.to(tl.int64) * C + j, j < tl.where((word >= 0) & (word < WORDS), C, 0)
     tl.store(place, (tl.load(place, mask=mask, other=0.0).to(tl.float32) + sums).to(total_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _sum_words_kernel(gradient_ptr, tokens_ptr, order_ptr, total_ptr, pieces_ptr, N, C, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
+def _sum_words_kernel(gradient_ptr, tokens_ptr, order_ptr, total_ptr, pieces_ptr, WORDS, N, C, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
     """One chunk, some columns. pieces (chunks, 2, C): of a word that began in an earlier chunk, of one that goes on in the next."""
     begin = tl.program_id(0) * CHUNK
     end = tl.minimum(begin + CHUNK, N)
@@ -97,7 +99,7 @@ def _sum_words_kernel(gradient_ptr, tokens_ptr, order_ptr, total_ptr, pieces_ptr
     mask = j < C
     pieces_ptr += tl.program_id(0).to(tl.int64) * 2 * C + j
     word = tl.load(tokens_ptr + begin)
-    began_before = tl.load(tokens_ptr + begin - 1, mask=begin > 0, other=-1) == word
+    began_before = (begin > 0) & (tl.load(tokens_ptr + begin - 1, mask=begin > 0, other=0) == word)
     sums = tl.zeros((COLUMNS,), tl.float32)
     row_ahead = tl.load(order_ptr + tl.minimum(begin + 1, end - 1))
     ahead = tl.load(gradient_ptr + tl.load(order_ptr + begin) * C + j, mask=mask, other=0.0)
@@ -105,33 +107,34 @@ def _sum_words_kernel(gradient_ptr, tokens_ptr, order_ptr, total_ptr, pieces_ptr
         sums += ahead.to(tl.float32)
         ahead = tl.load(gradient_ptr + row_ahead * C + j, mask=mask, other=0.0)  # the next row, while this one is on its way
         row_ahead = tl.load(order_ptr + tl.minimum(i + 2, end - 1))
-        following = tl.load(tokens_ptr + i + 1, mask=i + 1 < N, other=-1)
-        if (following != word) | (i == end - 1):
+        following = tl.load(tokens_ptr + i + 1, mask=i + 1 < N, other=0)
+        goes_on = (following == word) & (i + 1 < N)
+        if (i == end - 1) | (following != word):
             if began_before:
                 tl.store(pieces_ptr, sums, mask=mask)
-            elif following == word:
+            elif goes_on:
                 tl.store(pieces_ptr + C, sums, mask=mask)
             else:
-                _add_to(total_ptr, word, sums, j, C, mask)
+                _add_to(total_ptr, word, sums, WORDS, j, C)
             sums = tl.zeros((COLUMNS,), tl.float32)
             began_before = False
             word = following
 
 
 @triton.jit
-def _join_words_kernel(tokens_ptr, total_ptr, pieces_ptr, N, C, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
+def _join_words_kernel(tokens_ptr, total_ptr, pieces_ptr, WORDS, N, C, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
     """The word that begins in a chunk and goes on in the next, if there is one."""
     chunk = tl.program_id(0)
     begin, end = chunk * CHUNK, (chunk + 1) * CHUNK
-    word = tl.load(tokens_ptr + end - 1, mask=end < N, other=-1)
-    begins_here = tl.load(tokens_ptr + begin - 1, mask=begin > 0, other=-1) != word
-    if begins_here & (tl.load(tokens_ptr + end, mask=end < N, other=-2) == word):
+    word = tl.load(tokens_ptr + end - 1, mask=end < N, other=0)
+    begins_here = (begin == 0) | (tl.load(tokens_ptr + begin - 1, mask=begin > 0, other=0) != word)
+    if (end < N) & begins_here & (tl.load(tokens_ptr + end, mask=end < N, other=0) == word):
         j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         mask = j < C
         place = pieces_ptr + chunk.to(tl.int64) * 2 * C + j
         sums = tl.load(place + C, mask=mask, other=0.0)
-        while tl.load(tokens_ptr + end, mask=end < N, other=-1) == word:  # the next chunk begins with it
+        while (end < N) & (tl.load(tokens_ptr + end, mask=end < N, other=0) == word):  # the next chunk begins with it
             place += 2 * C
             sums += tl.load(place, mask=mask, other=0.0)
             end += CHUNK
-        _add_to(total_ptr, word, sums, j, C, mask)
+        _add_to(total_ptr, word, sums, WORDS, j, C)

@@ -74,6 +74,19 @@ def test_with_positions(batch, length, columns, documents, dtype):
         torch.testing.assert_close(leaf.grad.double(), exact(rows.flatten(), gradient.flatten(0, 1), len(leaf)), rtol=1.01 * 2**-8, atol=1e-4)
 
 
+@pytest.mark.parametrize("bad", [-1, -100, 0x7fffffff, 50])
+def test_a_token_that_is_no_word(bad):
+    """NaN in its place, nothing elsewhere, and an end: though there be whole chunks of it."""
+    weight, position_weight = (torch.randn(rows, 32, device=DEVICE, requires_grad=True) for rows in (50, 70))
+    tokens, positions = torch.randint(0, 50, (2, 70), device=DEVICE), torch.arange(70, device=DEVICE)
+    tokens[0, 1:] = bad
+    x, known = fast_embedding.embed(tokens, weight, positions, position_weight), tokens != bad
+    assert x[~known].isnan().all() and torch.equal(x[known], (weight[tokens.where(known, 0)] + position_weight)[known])
+    gradient = torch.randn_like(x)
+    x.backward(gradient)
+    torch.testing.assert_close(weight.grad.double(), exact(tokens[known], gradient[known], 50), rtol=1e-5, atol=1e-5)
+
+
 def test_added_to_the_gradient_from_elsewhere():
     """In place, and once."""
     torch.manual_seed(1)
