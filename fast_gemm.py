@@ -132,7 +132,8 @@ class _Product:
 def _random_like(x):
     """Normally distributed FP8 values, the largest of which are near the end of the type's range, as delayed scaling has it. They come again every
     million or so: to draw as many as there are words times tokens would take six times x's memory."""
-    some = torch.randn(2**20, device=x.device).mul_(torch.finfo(x.dtype).max / 5).clamp_(-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)
+    largest, generator = torch.finfo(x.dtype).max, torch.Generator(x.device).manual_seed(0)  # its own: nobody's random numbers change
+    some = torch.randn(2**20, device=x.device, generator=generator).mul_(largest / 5).clamp_(-largest, largest)
     bytes_ = some.to(x.dtype).view(torch.uint8)
     return bytes_.repeat(-(-x.numel() // len(bytes_)))[:x.numel()].view(x.shape).view(x.dtype)
 

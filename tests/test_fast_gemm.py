@@ -59,7 +59,9 @@ def test_chosen_once_for_a_shape(monkeypatch):
 @pytest.mark.parametrize("shape", [(64, 48), (2048, 1040)])
 def test_what_algorithms_are_tried_on(dtype, shape):
     """Values of either sign up to the type's largest, whatever comes by: zeros take less power, and the clock is higher."""
+    state = torch.cuda.get_rng_state()
     values = fast_gemm._random_like(torch.zeros(shape, device="cuda").to(dtype))
+    assert torch.equal(torch.cuda.get_rng_state(), state)
     assert values.shape == shape and values.dtype == dtype and values.is_contiguous()
     values, largest = values.double(), torch.finfo(dtype).max
     assert values.isfinite().all() and values.abs().max() > largest / 3 and values.mean().abs() < values.std() / 10
