@@ -39,6 +39,7 @@ ifeq ($(ARGS),)
 	$(RUN) benchmark_attention.py --json results/attention.json
 	$(RUN) results/optimizer.py --json results/optimizer.json
 	$(RUN) results/memory.py --json results/memory.json
+	$(RUN) results/accumulation.py
 	$(RUN) results/training.py
 endif
 	$(RUN) results/pages.py

@@ -12,10 +12,10 @@ histories, which stay in those modules, are used across their borders. With `FP8
 - So does the cast of a gradient: the gradient of the stream is added up and cast for the branch's product, that of an activation's input
   for the product before. They are handed over as a `Float8Tensor`, which autograd passes on like any tensor.
 - This is delayed scaling, which knows the scales beforehand. Whatever else a run may ask for (`why_not`) goes through the modules, which
-  compute the same (but for `FAST_SUMS`); a step may go this way and the next one that way.
+  compute the same (but for `fast_gemm.FAST_SUMS`); a step may go this way and the next one that way.
 - All weights are cast in one launch.
 - Products are cuBLASLt's. As under Transformer Engine's default recipe, results are added up in the tensor cores, gradients in float32, which
-  takes longer; but where a gradient has few summands both are as good, see `FAST_SUMS`. `fast_gemm.py` picks the fastest algorithm for each
+  takes longer; but where a gradient has few summands both are as good (`fast_gemm.FAST_SUMS`). `fast_gemm.py` picks the fastest algorithm for each
   product; where it cannot, Transformer Engine's own call takes the first.
 
 The modules' own way of doing this is in Transformer Engine's `pytorch/module/layernorm_linear.py`, `linear.py` and `layernorm_mlp.py`.
@@ -29,11 +29,6 @@ import torch
 import fast_casts
 import fast_embedding
 import fast_gemm
-
-# Summands of an input's gradient: up to so many the tensor cores' own sums, which have fewer bits than float32, add less of an error than BF16's
-# rounding does after them, in models in training (results/accumulation.py). Weights' gradients have as many as there are tokens: 3 % and more
-# would be lost there. 0: all gradients in float32, as in Transformer Engine's recipe.
-FAST_SUMS = 3072
 
 
 def available(return_reason=False):
@@ -221,7 +216,7 @@ def _hand_over(out, quantizer):
 
 def _multiply(a, b, layout="TN", bias=None):
     """A product in BF16: "TN" b @ aᵀ + bias, for a weight a; "NN" b @ a, for a gradient b; "NT" bᵀ @ a, the weight's."""
-    fast = layout == "TN" or layout == "NN" and b._data.shape[1] <= FAST_SUMS
+    fast = layout == "TN" or layout == "NN" and b._data.shape[1] <= fast_gemm.FAST_SUMS
     if fast_gemm.available():
         from transformer_engine.pytorch.constants import TE_DType_To_Torch
 

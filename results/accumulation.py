@@ -20,10 +20,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import benchmark_te  # noqa: E402
 import cli  # noqa: E402
-import fast_block  # noqa: E402
 import fast_gemm  # noqa: E402
 import fp8  # noqa: E402
 from data import Loader  # noqa: E402
+from fast_gemm import multiply  # noqa: E402  itself, also while others' calls of it are watched
 from results import stability_report as report  # noqa: E402
 from results.timing import timed  # noqa: E402
 
@@ -48,8 +48,8 @@ def errors(a, b):
     one = torch.ones(1, device=a.device)
     exact = b.double() @ a.double().T
     of = lambda y: ((y.double() - exact).norm() / exact.norm()).item()  # noqa: E731
-    return {"bf16_rounding": of(exact.bfloat16()), "float32_sums": of(fast_gemm.multiply(a, one, b, one)),
-            "fast_sums": of(fast_gemm.multiply(a, one, b, one, fast=True))}
+    return {"bf16_rounding": of(exact.bfloat16()), "float32_sums": of(multiply(a, one, b, one)),
+            "fast_sums": of(multiply(a, one, b, one, fast=True))}
 
 
 def quantized(values, dtype):
@@ -71,18 +71,18 @@ def on_gradients(shape, data, device):
     step = benchmark_te.build_te(config, device, loader.batch(0))
     for number in range(200):
         loss, _ = step([loader.batch(number)], 6e-4 * min(1, (number + 1) / 50))
-    found, multiply = {}, fast_gemm.multiply
+    found = {}
 
     def watched(a, a_inv, b, b_inv, bias=None, fast=False):
         if b.dtype == torch.float8_e5m2:
             found.setdefault(a.shape[1], []).append(errors(a[:ROWS], b[:ROWS]))
         return multiply(a, a_inv, b, b_inv, bias, fast)
 
-    original, fast_block.fast_gemm = fast_block.fast_gemm, type("Watched", (), {"multiply": staticmethod(watched), "available": lambda: True})
+    fast_gemm.multiply = watched
     try:
         step.forward_backward(loader.batch(200), True)
     finally:
-        fast_block.fast_gemm = original
+        fast_gemm.multiply = multiply
         loader.close()
     for summands, products in sorted(found.items()):
         kinds = {kind: [product[kind] for product in products] for kind in products[0]}
@@ -97,7 +97,7 @@ def times(device):
     for outputs, summands, tokens in TIMES:
         a, b = (quantized(torch.randn(rows, summands, device=device), dtype)
                 for rows, dtype in ((outputs, torch.float8_e4m3fn), (tokens, torch.float8_e5m2)))
-        ms = {fast: statistics.median(timed([lambda fast=fast: fast_gemm.multiply(a, one, b, one, fast=fast)] * 200, device)[100:])
+        ms = {fast: statistics.median(timed([lambda fast=fast: multiply(a, one, b, one, fast=fast)] * 200, device)[100:])
               for fast in (False, True)}
         yield {"part": "time", "outputs": outputs, "summands": summands, "tokens": tokens, "float32_sums_ms": ms[False], "fast_sums_ms": ms[True]}
 
@@ -119,7 +119,7 @@ def plot(figures, path):
                           capsize=3, color=color, label=f"{shape} in training: {kind.replace('_', ' ')}, median and largest")
     axes.axhline(100 * statistics.median(row["bf16_rounding"] for row in rows if "bf16_rounding" in row), color="black", ls="--", lw=1,
                  label="BF16's rounding alone")
-    axes.axvspan(axes.get_xlim()[0], fast_block.FAST_SUMS, color="tab:green", alpha=0.1, zorder=0)
+    axes.axvspan(axes.get_xlim()[0], fast_gemm.FAST_SUMS, color="tab:green", alpha=0.1, zorder=0)
     axes.set(xscale="log", yscale="log", xlabel="summands (green: fast sums are used for inputs' gradients)",
              ylabel="error of a product, % of its norm")
     axes.yaxis.set_major_formatter("{x:g}")
@@ -133,7 +133,7 @@ def main(argv=None):
     options = cli.parse(Options, argv, prog="results/accumulation.py", description=__doc__)
     report.check_folder(options.json)
     if fp8.IS_REFERENCE:
-        raise ValueError("results/accumulation.py: there is no GPU with Transformer Engine here, whose tensor cores this is about")
+        raise ValueError("there is no GPU with Transformer Engine here, whose tensor cores this is about")
     device, rows = torch.device("cuda"), []
     parts = (on_random_values(device), times(device), *(on_gradients(shape, options.data, device) for shape in ("124m-b32", "350m-b16")))
     for row in itertools.chain(*parts):

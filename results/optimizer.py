@@ -66,7 +66,7 @@ def main(argv=None):
     options = cli.parse(Options, argv, prog="results/optimizer.py", description=__doc__)
     report.check_folder(options.json)
     if fp8.IS_REFERENCE:
-        raise ValueError("results/optimizer.py: there is no GPU with Transformer Engine here, and times on anything else mean nothing")
+        raise ValueError("there is no GPU with Transformer Engine here, and times on anything else mean nothing")
     rows = []
     for size, shape in SIZES.items():
         model_class, config_class = checkpoint.model_classes("optimized")

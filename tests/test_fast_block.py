@@ -184,7 +184,7 @@ def test_training_is_that_of_the_modules(monkeypatch, variant):
 @pytest.mark.parametrize("most", [0, 64, 1024])
 def test_which_sums_are_float32s(monkeypatch, most):
     """Weights' gradients, and inputs' of more summands than FAST_SUMS."""
-    monkeypatch.setattr(fast_block, "FAST_SUMS", most)
+    monkeypatch.setattr(fast_block.fast_gemm, "FAST_SUMS", most)
     products.clear()
     train_steps(make_model())
     assert {(layout, summands) for layout, summands, _ in products} >= {("TN", 32), ("NN", 32), ("NN", 64), ("NN", 96), ("NT", 32)}
