@@ -90,7 +90,7 @@ def main(argv=None):
     for unknown in set(options.switches) - set(SWITCHES):
         raise ValueError(f"--switches {unknown!r} is unknown; use {', '.join(map(repr, SWITCHES))}")
     if report.fp8.IS_REFERENCE:
-        raise ValueError("results/memory.py: there is no GPU with Transformer Engine here, and memory on anything else means nothing")
+        raise ValueError("there is no GPU with Transformer Engine here, and memory on anything else means nothing")
     rows = speed_report.Rows(options.json, ("shape", "switch"), argv, "results/memory.py")
     for shape in options.shapes:
         for switch in options.switches:
