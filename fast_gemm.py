@@ -5,8 +5,8 @@ which need not be the fastest. Here the first time that a shape comes by, those 
 the process.
 
 - What a large product is bound by is the GPU's power limit: its clock falls until it keeps to that. So the algorithms run in turns, all at the
-  same clock, and on random values, not on what comes by first, which may be zeros: those take less power, and other algorithms are the
-  fastest then.
+  same clock, and on random values, not on what comes by first, which may be zeros: those take less power, and another algorithm may be
+  the fastest then.
 - Algorithms add up in different orders, so another choice gives other roundings, and the next run may choose otherwise. Under
   `torch.use_deterministic_algorithms` nothing is tried.
 - While a CUDA graph is recorded nothing can be timed: shapes that are new then get the first algorithm.
