@@ -109,10 +109,18 @@ class BackgroundSaver:
         self.background = background and not dist.is_initialized()
         self.thread, self.writing, self.failures, self.copies = ThreadPoolExecutor(1, "checkpoint"), None, [], {}
 
-    def reserve(self, model, optimizer) -> None:
-        """Get the memory that `save` copies to before training starts: gigabytes of pinned memory take the driver long, and a step would wait."""
+    def reserve(self, model, optimizer) -> str:
+        """Get the memory that `save` copies to before training starts: gigabytes of pinned memory take the driver long, and a step would wait.
+        "", or why there is none: then `save` writes in the foreground, without copies."""
         if self.background:
-            self.copy_to_host(_tensors(model, optimizer))
+            try:
+                self.copy_to_host(_tensors(model, optimizer))
+            except torch.OutOfMemoryError:  # the GPU's
+                raise
+            except RuntimeError as error:
+                self.background, self.copies = False, {}
+                return str(error).splitlines()[0]
+        return ""
 
     def save(self, run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> None:
         """As the function `save`, after waiting for the checkpoint before; but an OSError is kept for `error`."""

@@ -601,7 +601,9 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
     profiler.run, profiler.say = run, log.say
     saver = checkpoint.BackgroundSaver(config.background_saves)
     if 0 < config.checkpoint_interval < config.max_steps - step:
-        saver.reserve(model, optimizer)
+        lack = saver.reserve(model, optimizer)
+        if lack:
+            log.say(f"no host memory for a copy of what a checkpoint holds ({lack}): training will wait while one is written")
 
     def tell_failed_save():
         error = saver.error()

@@ -303,6 +303,19 @@ def test_reserved_memory_is_what_is_saved_from(tmp_path, trained):
     assert not waits.copies
 
 
+def test_without_host_memory_for_copies_it_writes_at_once(tmp_path, trained, monkeypatch):
+    def no_memory(*shape, **options):
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be …")
+
+    expected, saver, empty = content(save(tmp_path / "synchronous", 1, *trained)), checkpoint.BackgroundSaver(), torch.empty
+    monkeypatch.setattr(torch, "empty", no_memory)
+    assert saver.reserve(*trained) == "CUDA error: out of memory" and not saver.copies
+    monkeypatch.setattr(torch, "empty", empty)
+    save(tmp_path / "run", 1, *trained, saver=saver)
+    assert content(tmp_path / "run/step-1") == expected and not saver.copies  # without waiting for it
+    assert checkpoint.BackgroundSaver().reserve(*trained) == ""
+
+
 def test_a_defect_in_the_background_is_raised(tmp_path, trained, monkeypatch):
     saver = checkpoint.BackgroundSaver()
     monkeypatch.setattr(checkpoint, "_checksums", lambda folder: 1 / 0)
