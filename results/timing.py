@@ -68,10 +68,12 @@ def power_and_clock(function, device, seconds=2.0) -> dict:
         return {}
     with watcher:
         until = time.perf_counter() + seconds
-        while time.perf_counter() < until:
-            function()
-            torch.cuda.synchronize(device)
-        watcher.terminate()
+        try:
+            while time.perf_counter() < until:
+                function()
+                torch.cuda.synchronize(device)
+        finally:
+            watcher.terminate()  # else leaving the block would wait for it for ever
         lines = watcher.stdout.read().splitlines()
     samples = [line.split(",") for line in lines if re.fullmatch(r"[\d., ]+", line) and line.count(",") == 3]
     return {name: statistics.median(float(sample[i]) for sample in samples) for i, name in enumerate(fields)} if samples else {}

@@ -291,5 +291,8 @@ def test_power_and_clock(monkeypatch, tmp_path):
     gpu = torch.device("cuda")
     assert timing.power_and_clock(lambda: calls.append(1), gpu, 0.2) == {"watts": 660.5, "watts_limit": 700, "sm_mhz": 1550, "sm_mhz_limit": 1980}
     assert calls and timing.power_and_clock(calls.clear, torch.device("cpu")) == {}
+    smi.write_text("#!/bin/sh\nexec /bin/sleep 1000\n")
+    with pytest.raises(ZeroDivisionError):  # and it is not waited for
+        timing.power_and_clock(lambda: 1 / 0, gpu, 0.2)
     smi.unlink()
     assert timing.power_and_clock(calls.clear, gpu) == {} and calls
