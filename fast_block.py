@@ -15,7 +15,7 @@ histories, which stay in those modules, are used across their borders. With `FP8
   compute the same (but for `fast_gemm.FAST_SUMS`); a step may go this way and the next one that way.
 - All weights are cast in one launch.
 - Products are cuBLASLt's. As under Transformer Engine's default recipe, results are added up in the tensor cores, gradients in float32, which
-  takes longer; but where a gradient has few summands both are as good (`fast_gemm.FAST_SUMS`). `fast_gemm.py` picks the fastest algorithm for each
+  takes longer; but where a gradient has few summands little is lost (`fast_gemm.FAST_SUMS`). `fast_gemm.py` picks the fastest algorithm for each
   product; where it cannot, Transformer Engine's own call takes the first.
 
 The modules' own way of doing this is in Transformer Engine's `pytorch/module/layernorm_linear.py`, `linear.py` and `layernorm_mlp.py`.
