@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shlex
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -289,7 +290,8 @@ def test_power_and_clock(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     gpu = torch.device("cuda")
-    assert timing.power_and_clock(lambda: calls.append(1), gpu, 0.2) == {"watts": 660.5, "watts_limit": 700, "sm_mhz": 1550, "sm_mhz_limit": 1980}
+    found = timing.power_and_clock(lambda: calls.append(time.sleep(0.01)), gpu, 1.5)
+    assert found == {"watts": 660.5, "watts_limit": 700, "sm_mhz": 1550, "sm_mhz_limit": 1980}
     assert calls and timing.power_and_clock(calls.clear, torch.device("cpu")) == {}
     smi.write_text("#!/bin/sh\nexec /bin/sleep 1000\n")
     with pytest.raises(ZeroDivisionError):  # and it is not waited for

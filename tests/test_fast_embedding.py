@@ -74,12 +74,13 @@ def test_with_positions(batch, length, columns, documents, dtype):
         torch.testing.assert_close(leaf.grad.double(), exact(rows.flatten(), gradient.flatten(0, 1), len(leaf)), rtol=1.01 * 2**-8, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("bad", [-1, -100, 0x7fffffff, 50])
-def test_a_token_that_is_no_word(bad):
-    """NaN in its place, nothing elsewhere, and an end: though there be whole chunks of it."""
+def test_a_token_that_is_no_word(bad, rows):
+    """NaN in its place, nothing elsewhere, and an end: though there be whole chunks of it, and nothing else."""
     weight, position_weight = (torch.randn(rows, 32, device=DEVICE, requires_grad=True) for rows in (50, 70))
     tokens, positions = torch.randint(0, 50, (2, 70), device=DEVICE), torch.arange(70, device=DEVICE)
-    tokens[0, 1:] = bad
+    tokens[:rows, 2 - rows:] = bad
     x, known = fast_embedding.embed(tokens, weight, positions, position_weight), tokens != bad
     assert x[~known].isnan().all() and torch.equal(x[known], (weight[tokens.where(known, 0)] + position_weight)[known])
     gradient = torch.randn_like(x)
