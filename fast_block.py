@@ -8,7 +8,7 @@ histories, which stay in those modules, are used across their borders. With `FP8
     branch = FP8(activation(hidden + bias)) @ FP8(weight)         Linear: attention's projection (without activation), the MLP's second product
 
 - A product's bias belongs to whoever reads its output next: the residual stream, the activation. Attention stands between a QKV product and
-  its reader, and nothing follows the last product: those add their bias themselves.
+  its reader: that product adds its bias itself. So does the last one, where the head is not in FP8.
 - So does the cast of a gradient: the gradient of the stream is added up and cast for the branch's product, that of an activation's input
   for the product before. They are handed over as a `Float8Tensor`, which autograd passes on like any tensor.
 - This is delayed scaling, which knows the scales beforehand. Whatever else a run may ask for (`why_not`) goes through the modules, which
@@ -75,14 +75,16 @@ def _reasons(model):
 
 def embed(model, tokens, positions):
     """The sum of `model.wte` and, if there is one, `model.wpe` -> (B, S, n_embd). Call it before `logits`, in each pass."""
-    elsewhere = _tied[model] = [] if _takes_head(model) and model.lm_head.weight is model.wte.weight else None
+    elsewhere = [] if _takes_head(model) and model.lm_head.weight is model.wte.weight else None
+    _passes[model] = {"elsewhere": elsewhere}
     if model.config.use_rotary:
         return fast_embedding.embed(tokens, model.wte.weight, elsewhere=elsewhere)
     return fast_embedding.embed(tokens, model.wte.weight, positions, model.wpe.weight, elsewhere)
 
 
 def blocks(model, x, rope=None, is_first_microbatch=None, documents=None):
-    """`model.blocks`, one after the other, inside `te.autocast`: (B, S, n_embd) -> (B, S, n_embd). The arguments are those of `Block.forward`."""
+    """`model.blocks`, one after the other, inside `te.autocast`: (B, S, n_embd) -> (B, S, n_embd). The arguments are those of `Block.forward`.
+    With the head in FP8, what the last block adds to the stream is still missing: `logits` adds it."""
     for module, products in Counter(module for module, _ in _weights(model)).items():
         module.prepare_forward(x, num_gemms=products)  # FP8 state, as in a forward pass of the module
         module.end_forward()
@@ -96,14 +98,18 @@ def blocks(model, x, rope=None, is_first_microbatch=None, documents=None):
         y = attn.mix(qkv.view(*shape[:2], -1, attn.config.head_dim), rope, documents=documents)
         branch, bias = linear(y.flatten(0, 1), None, None, attn.proj, "")
         x, hidden = norm_linear(x, branch, bias, mlp, "fc1_")
-        branch, bias = linear(hidden, mlp.activation, _parameter(mlp, "fc1_bias"), mlp, "fc2_", adds_bias=block is model.blocks[-1])
-    return (x + branch).view(shape)
+        last = block is model.blocks[-1] and not _takes_head(model)
+        branch, bias = linear(hidden, mlp.activation, _parameter(mlp, "fc1_bias"), mlp, "fc2_", adds_bias=last)
+    if not _takes_head(model):
+        return (x + branch).view(shape)
+    _passes[model] |= {"branch": branch, "bias": bias}  # the head's norm adds them to the stream
+    return x.view(shape)
 
 
 def logits(model, x, is_first_microbatch=None):
     """`model.lm_head`, after `blocks`: (N, n_embd) -> (N, vocab_size) BF16."""
     if _takes_head(model):
-        return norm_linear(x, None, None, model.lm_head, "", elsewhere=_tied[model])[1]
+        return norm_linear(x, module=model.lm_head, name="", **_passes.pop(model))[1]
     return model.lm_head(x, is_first_microbatch=is_first_microbatch)
 
 
@@ -117,7 +123,7 @@ def _weights(model):
     return blocks + [(model.lm_head, "")] if _takes_head(model) else blocks
 
 
-_tied = weakref.WeakKeyDictionary()  # of each model whose head and embedding share a weight: a list for the head's gradient, in this pass
+_passes = weakref.WeakKeyDictionary()  # of each model, in a pass: what the head's `norm_linear` gets from the embedding and the blocks
 _casts = weakref.WeakKeyDictionary()  # of each model: its weights' addresses
 
 

@@ -28,7 +28,8 @@ import triton.language as tl
 # A program's tile: 16-byte accesses in both layouts, 32 or 64 values a thread. These and `_norm_sizes` are the best of those tried on an H200.
 TILE = dict(ROWS=64, COLUMNS=64, num_warps=4)
 TRANSPOSE_TILE = dict(ROWS=128, COLUMNS=128, num_warps=4)
-BACKWARD_TILES = {"gelu": dict(TILE, ROWS=128), "swiglu": TILE}
+SUMS_TILE = dict(TILE, ROWS=128)  # where columns' sums are written, too, a row for each strip of tiles
+BACKWARD_TILES = {"gelu": SUMS_TILE, "swiglu": TILE}
 SMS = 132  # of a Hopper GPU, for a norm's gradient, whose programs each write a row of sums
 POINTERS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
@@ -89,9 +90,10 @@ def activate_backward(activation, gradient, x, bias, scale, amax, fp8):
 
 def cast(x, scale, amax, fp8, with_sums=False):
     """x (N, D), BF16 -> FP8's three, and the sums of its columns (D,), as a bias's gradient is, or None."""
-    (strips, programs), out = _tiles(TILE, *x.shape), outputs(x, *x.shape, fp8)
+    sizes, out = SUMS_TILE if with_sums else TILE, outputs(x, *x.shape, fp8)
+    strips, programs = _tiles(sizes, *x.shape)
     sums = torch.empty((strips, x.shape[1]), dtype=torch.float32, device=x.device) if with_sums else None
-    _cast_kernel[(programs,)](x, scale, amax, *out, sums, *x.shape, FITS=_fits(TILE, *x.shape), **TILE)
+    _cast_kernel[(programs,)](x, scale, amax, *out, sums, *x.shape, FITS=_fits(sizes, *x.shape), **sizes)
     return out, add_up(sums, x.dtype) if with_sums else None
 
 
@@ -139,14 +141,14 @@ def _fits(sizes, rows, columns):
 def _norm_sizes(rows, columns):
     """Rows of a program, one after the other, of which STAGES - 1 are on their way, and threads that each have 16 columns."""
     width = triton.next_power_of_2(columns)
-    return dict(ROWS=16 if rows >= 8192 else 4, WIDTH=width, STAGES=3, num_warps=min(16, max(1, width // 512)))
+    return dict(ROWS=4 if rows < 8192 else 32 if width == 4096 else 16, WIDTH=width, STAGES=3, num_warps=min(16, max(1, width // 512)))
 
 
 def _norm_backward_sizes(rows, columns):
     """Programs, as many as run at a time, which share the rows, and threads that each have 8 columns, whose sums they keep."""
     width = triton.next_power_of_2(columns)
     warps = min(16, max(1, width // 256))
-    return min(rows, SMS * 16 // warps), dict(WIDTH=width, STAGES=4, num_warps=warps)
+    return min(rows, SMS * 16 // warps), dict(WIDTH=width, STAGES=5 if width == 4096 else 4, num_warps=warps)
 
 
 def transpose(by_rows):

@@ -52,7 +52,7 @@ class _Embed(torch.autograd.Function):
         rows = gradient.flatten(0, -2)
         dweight = add_up_words(tokens.flatten(), rows, ctx.rows, ctx.elsewhere.pop() if ctx.elsewhere else None)
         if positions is not None and positions.dim() == 1:
-            dpositions = gradient.new_zeros(ctx.position_rows, gradient.shape[-1]).index_copy_(0, positions, gradient.sum(0))
+            dpositions = add_up_rows(gradient, positions, ctx.position_rows)
         elif positions is not None:
             dpositions = add_up_words(positions.flatten(), rows, ctx.position_rows)
         return None, dweight, None, dpositions, None
@@ -71,6 +71,28 @@ def add_up_words(tokens, gradient, words, total=None):
     _sum_words_kernel[grid](gradient, tokens, order, total, pieces, words, count, columns, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1)
     _join_words_kernel[grid](tokens, total, pieces, words, count, columns, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1)
     return total
+
+
+def add_up_rows(gradient, positions, rows):
+    """The sum of gradient (B, S, C) over B -> (rows, C), row i of it at positions[i], zeros elsewhere. positions (S,): none twice."""
+    batch, length, columns = gradient.shape
+    total = (torch.empty if rows == length else torch.zeros)((rows, columns), dtype=gradient.dtype, device=gradient.device)
+    _sum_rows_kernel[length, triton.cdiv(columns, COLUMNS)](gradient, positions.contiguous(), total, batch, columns, COLUMNS=COLUMNS, num_warps=1)
+    return total
+
+
+@triton.jit
+def _sum_rows_kernel(gradient_ptr, positions_ptr, total_ptr, B, C, COLUMNS: tl.constexpr):
+    """One position, some columns."""
+    row = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    gradient_ptr += row * C + j
+    sums = tl.zeros((COLUMNS,), tl.float32)
+    for _ in tl.range(B, num_stages=4):
+        sums += tl.load(gradient_ptr, mask=j < C, other=0.0).to(tl.float32)
+        gradient_ptr += tl.num_programs(0).to(tl.int64) * C
+    place = total_ptr + tl.load(positions_ptr + row) * C + j
+    tl.store(place, sums.to(total_ptr.dtype.element_ty), mask=j < C)
 
 
 @triton.jit

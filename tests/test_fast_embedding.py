@@ -59,11 +59,12 @@ def test_as_an_embedding():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("batch, length, columns", [(3, 20, 32), (2, 33, 1040), on_gpu(8, 1024, 768)])
-def test_with_positions(batch, length, columns, documents, dtype):
-    """As PyTorch's two embeddings, added; with documents in a batch each token has a position of its own, and each position several."""
+@pytest.mark.parametrize("batch, length, columns, more", [(3, 20, 32, 5), (2, 33, 1040, 0), on_gpu(8, 1024, 768, 0), on_gpu(8, 1024, 768, 5)])
+def test_with_positions(batch, length, columns, more, documents, dtype):
+    """As PyTorch's two embeddings, added; with documents in a batch each token has a position of its own, and each position several.
+    more: positions that no token has."""
     torch.manual_seed(1)
-    weight, position_weight = (torch.randn(rows, columns, dtype=dtype, device=DEVICE).requires_grad_() for rows in (50, length + 5))
+    weight, position_weight = (torch.randn(rows, columns, dtype=dtype, device=DEVICE).requires_grad_() for rows in (50, length + more))
     tokens = torch.randint(0, 50, (batch, length), device=DEVICE)
     positions = torch.randint(0, length, (batch, length), device=DEVICE) if documents else torch.arange(length, device=DEVICE)
     gradient = torch.randn(batch, length, columns, device=DEVICE).to(dtype)
