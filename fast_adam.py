@@ -102,7 +102,10 @@ def _squares(tables, chunks, sums, gradient_type: tl.constexpr, CHUNK: tl.conste
 
 class FastAdam(torch.optim.Optimizer):
     """AdamW for BF16 parameters (with float32 masters) or float32 ones, all of one type. The learning rate and the step count are tensors
-    on the device, so that a CUDA graph may hold the step: `group["lr"].fill_(…)`."""
+    on the device, so that a CUDA graph may hold the step: `group["lr"].fill_(…)`.
+
+    moment_dtype: of both moments. torch.bfloat16 needs betas of at most 0.996: what a step takes off a moment, 1 - beta of it, is rounded off
+    where it is below half of its last bit, 2^-8 of it, and the moment never falls again."""
 
     capturable, master_weights = True, True
 

@@ -108,7 +108,7 @@ class TrainConfig:
     grad_clip: float = 1.0  # Largest norm of the gradient; 0: no clipping.
     max_skipped_steps: int = 10  # Steps whose loss or gradient is not finite change nothing; the run stops after more of them than this.
     seed: int = 1337  # Of weights, data order and dropout.
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"  # Of Adam's two moments; bfloat16 saves 4 bytes a parameter.
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"  # Of Adam's two moments; bfloat16: 4 bytes a parameter less, betas to 0.996.
     param_remainders: bool = True  # Of float32 master weights keep just the 16 bits that the BF16 weights lack: exact, 2 bytes less each.
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     """Replay each step as CUDA graphs, so that the GPU never waits for Python; auto: wherever that can be."""
@@ -235,6 +235,8 @@ def check_options(config: TrainConfig) -> None:
     require("weight_decay grad_clip", lambda v: 0 <= v < math.inf, "0 or more", 0.1)
     require("lr", lambda v: 0 < v < math.inf, "above 0", 6e-4)
     require("beta1 beta2", lambda v: 0 <= v < 1, "at least 0 and below 1", 0.95)
+    if config.moment_dtype == "bfloat16":  # a step that takes 1 - beta of a moment away is rounded off where that is below half of its last bit
+        require("beta1 beta2", lambda v: v <= 1 - 2**-8, "at most 0.996 with --moment-dtype bfloat16, where moments would no longer fall", 0.95)
     require("min_lr_ratio", lambda v: 0 <= v <= 1, "from 0 to 1", 0.1)
     require("decay_fraction", lambda v: 0 < v <= 1, "above 0 and at most 1", 0.2)
     require("gc_interval", lambda v: v >= 0, "0 or more", 100)

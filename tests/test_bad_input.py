@@ -85,6 +85,7 @@ CASES = [  # script, arguments, what the line must hold, what to break first
     ("train.py", f"{GOOD} --grad-accum 0", ["--grad-accum 0"]),
     ("train.py", f"{GOOD} --keep-checkpoints 0", ["--keep-checkpoints 0"]),
     ("train.py", f"{GOOD} --beta2 1", ["--beta2 1", "below 1"]),
+    ("train.py", f"{GOOD} --beta2 0.997 --moment-dtype bfloat16", ["--beta2 0.997", "at most 0.996", "--moment-dtype bfloat16"]),
     ("train.py", f"{GOOD} --grad-clip -1", ["--grad-clip -1"]),
     ("train.py", f"{GOOD} --warmup-steps -1", ["--warmup-steps -1"]),
     ("train.py", f"{GOOD} --fp8-amax-history-len 0", ["--fp8-amax-history-len 0", "1024"]),
