@@ -14,7 +14,7 @@ import fp8
 
 NAMES = {"plain": "nanoGPT, compiled", "plain-graph": "nanoGPT, CUDA graphs", "bf16": "ours, BF16", "fp8": "ours, FP8",
          "fp8-current": "ours, FP8 current", "fp8-block": "ours, FP8 block", "hf-llama": "transformers' Llama, compiled"}
-IN_PICTURES = NAMES | {"fp8-te_block": "FP8, TE's modules", "fp8-e4m3": "ours, FP8 E4M3"}
+IN_PICTURES = NAMES | {"fp8-te_block": "FP8, TE's modules", "fp8-e4m3": "ours, FP8 E4M3", "fp8-bf16_moments": "ours, FP8, BF16 moments"}
 
 
 class Rows(list):
@@ -120,7 +120,7 @@ def draw_speed(rows, path):
     parts = [{name: group for name, group in groups.items() if ("plain" in group) == against} for against in (True, False)]
     arms = [arm for arm in dict.fromkeys([*NAMES, *(arm for group in groups.values() for arm in group)])
             if arm != "plain" and any(arm in group for group in groups.values())]
-    looks = {arm: dict(facecolor=f"C{number % 10}", hatch="//" if arm.endswith("-eager") else None, edgecolor="white")
+    looks = {arm: dict(facecolor=f"C{number % 10}", hatch="//" if arm.endswith("-eager") else "xx" if number >= 10 else None, edgecolor="white")
              for number, arm in enumerate(arms)}
     if not arms:
         return
