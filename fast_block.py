@@ -90,7 +90,7 @@ def blocks(model, x, rope=None, is_first_microbatch=None, documents=None):
         module.end_forward()
     if is_first_microbatch is not False:
         cast_weights(model)
-    shape = x.shape
+    shape, head_follows = x.shape, _takes_head(model)
     x, branch, bias = x.flatten(0, 1), None, None
     for block in model.blocks:
         attn, mlp = block.attn, block.mlp
@@ -98,9 +98,9 @@ def blocks(model, x, rope=None, is_first_microbatch=None, documents=None):
         y = attn.mix(qkv.view(*shape[:2], -1, attn.config.head_dim), rope, documents=documents)
         branch, bias = linear(y.flatten(0, 1), None, None, attn.proj, "")
         x, hidden = norm_linear(x, branch, bias, mlp, "fc1_")
-        last = block is model.blocks[-1] and not _takes_head(model)
-        branch, bias = linear(hidden, mlp.activation, _parameter(mlp, "fc1_bias"), mlp, "fc2_", adds_bias=last)
-    if not _takes_head(model):
+        adds_bias = block is model.blocks[-1] and not head_follows
+        branch, bias = linear(hidden, mlp.activation, _parameter(mlp, "fc1_bias"), mlp, "fc2_", adds_bias=adds_bias)
+    if not head_follows:
         return (x + branch).view(shape)
     _passes[model] |= {"branch": branch, "bias": bias}  # the head's norm adds them to the stream
     return x.view(shape)
