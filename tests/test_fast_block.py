@@ -12,9 +12,10 @@ import te_reference
 pytest.importorskip("triton")
 import fast_block  # noqa: E402
 import fast_casts  # noqa: E402
+import fast_support  # noqa: E402
 import model_te_optimized  # noqa: E402
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model  # noqa: E402
-from kernel_tools import HAS_GPU, _casts_that_round, _instructions  # noqa: E402, F401
+from kernel_tools import HAS_GPU, _casts_that_round, _instructions, _poisoned_memory  # noqa: E402, F401
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
@@ -68,8 +69,8 @@ def general_gemm(a, b, *, layout, bias, out_dtype, use_split_accumulator, grad):
 def modules_like_te(monkeypatch):
     """te_reference's modules with what fast_block asks TE's for."""
     if HAS_GPU:
-        if not fast_block.available():
-            pytest.skip(fast_block.available(return_reason=True)[1])
+        if fast_support.environment_reason():
+            pytest.skip(fast_support.environment_reason())
         return
 
     def quantizers(module):
@@ -102,7 +103,10 @@ def modules_like_te(monkeypatch):
         stub = types.ModuleType(name)
         stub.__dict__.update(names)
         monkeypatch.setitem(sys.modules, f"transformer_engine.{name}".strip("."), stub)
-    monkeypatch.setattr(fast_block, "available", lambda return_reason: (True, ""))
+    monkeypatch.setattr(fast_support, "environment_reason", lambda _=None: "")
+    monkeypatch.setattr(fast_support, "_runs_on_te", lambda model: True)
+    package, stands_for = fast_support._package, {"te_reference": "transformer_engine"}
+    monkeypatch.setattr(fast_support, "_package", lambda module: stands_for.get(package(module), package(module)))
 
 
 def make_model(fused=True, fp8_format="HYBRID", **options):
@@ -181,14 +185,37 @@ def test_training_is_that_of_the_modules(monkeypatch, variant):
 
 
 @pytest.mark.skipif(HAS_GPU, reason="general_gemm, above, sees it; on a GPU that is Transformer Engine's")
-@pytest.mark.parametrize("most", [0, 64, 1024])
-def test_which_sums_are_float32s(monkeypatch, most):
-    """Weights' gradients, and inputs' of more summands than FAST_SUMS."""
-    monkeypatch.setattr(fast_block.fast_gemm, "FAST_SUMS", most)
+def test_untimed_gemms_accumulate_as_in_transformer_engines_recipe():
     products.clear()
     train_steps(make_model())
-    assert {(layout, summands) for layout, summands, _ in products} >= {("TN", 32), ("NN", 32), ("NN", 64), ("NN", 96), ("NT", 32)}
-    assert all(in_float32 == (layout == "NT" or layout == "NN" and summands > most) for layout, summands, in_float32 in products)
+    assert {(layout, k) for layout, k, _ in products} >= {("TN", 32), ("NN", 32), ("NN", 64), ("NN", 96), ("NT", 32)}
+    assert all(precise == (layout != "TN") for layout, _, precise in products)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="cuBLASLt's GEMMs have their own tests there")
+@pytest.mark.parametrize("fast_k, fastest", [(0, set()), (64, {32, 64}), (None, {32, 64, 96, 128})])
+def test_which_gemms_may_use_fast_accumulation(monkeypatch, fast_k, fastest):
+    """Forward always, wgrad never, dgrad up to `dgrad_fast_accum_k`. None: the default."""
+    asked = set()
+
+    def gemm(a, a_scale_inv, b, b_scale_inv, bias, accumulation):
+        asked.add((b.dtype, a.shape[1], accumulation))  # b in E5M2: a gradient
+
+    monkeypatch.setattr(fast_block.fast_gemm, "is_supported", lambda: True)
+    monkeypatch.setattr(fast_block.fast_gemm, "gemm", gemm)  # has no algorithm: Transformer Engine's GEMM runs
+    model = make_model()
+    if fast_k is not None:
+        assert fast_block.accelerate(model, dgrad_fast_accum_k=fast_k) == ""
+    train_steps(model)
+    assert {accumulation for dtype, _, accumulation in asked if dtype == torch.float8_e4m3fn} == {"fast"}
+    backward = {accumulation: {k for dtype, k, kind in asked if dtype == torch.float8_e5m2 and kind == accumulation}
+                for accumulation in ("fastest", "precise", "fast")}
+    assert backward["fastest"] == fastest and 32 in backward["precise"] and not backward["fast"]
+
+
+def test_accelerate_refuses_a_negative_k():
+    with pytest.raises(ValueError, match="dgrad_fast_accum_k=-1: must be 0 or more; 3072 works"):
+        fast_block.accelerate(make_model(), dgrad_fast_accum_k=-1)
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *LARGE])
@@ -285,46 +312,3 @@ def test_what_is_handed_over_must_not_be_touched(monkeypatch, touched):
     monkeypatch.setattr(fast_block, touched, lambda *args, **options: tuple(t * 1.0 if t is not None else t for t in function(*args, **options)))
     with pytest.raises(ValueError, match="untouched"):
         make_model()(*make_tokens(0))
-
-
-@pytest.mark.skipif(HAS_GPU, reason="there Transformer Engine itself is asked")
-def test_other_versions_and_gpus_are_left_to_the_modules(monkeypatch):
-    def reason(capability=(9, 0), **module):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        base = types.ModuleType("base")
-        base.__dict__.update(module)
-        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.module.base", base)
-        return fast_block._why_not_here()
-
-    release = type("TransformerEngineBaseModule", (), {"prepare_forward": None, "end_forward": None})
-    older = type("TransformerEngineBaseModule", (), {"prepare_forward": None})
-    assert reason(TransformerEngineBaseModule=release) == ""
-    assert "9.0" in reason((10, 0), TransformerEngineBaseModule=release)
-    assert "release 2.20" in reason(TransformerEngineBaseModule=older)
-    assert "2.20 is needed" in reason()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert fast_block._why_not_here() == "no CUDA device"
-
-
-REASONS = {  # words of the reason -> options, and what is done to the model
-    "not Transformer Engine's": ({}, lambda model: setattr(model.blocks[0].attn, "qkv", torch.nn.Linear(32, 96))),
-    "no gradients": ({}, lambda model: model.eval()),
-    "recipe is not delayed": ({}, lambda model: setattr(model, "fp8_recipe", types.SimpleNamespace(delayed=lambda: False))),
-    "not delayed scaling": (dict(use_fp8=False), None),
-    "high precision": (dict(fp8_skip_last=1), None),
-    "not kept, or not on the GPU": (dict(gradient_checkpointing=True), None),
-    "dropout": (dict(dropout=0.1), None),
-    "not kept in BF16": ({}, lambda model: model.float()),
-    "watches": ({}, lambda model: model.blocks[1].mlp.register_forward_hook(print)),
-}
-
-
-@pytest.mark.parametrize("words", REASONS)
-def test_what_goes_through_the_modules(words):
-    options, change = REASONS[words]
-    model = make_model(**options)
-    if change:
-        change(model)
-    assert words in fast_block.why_not(model)
-    assert not fast_block.why_not(make_model())

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 import fast_embedding  # noqa: E402
-from kernel_tools import HAS_GPU, _casts_that_round  # noqa: E402, F401
+from kernel_tools import HAS_GPU, _casts_that_round, _poisoned_memory  # noqa: E402, F401
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 
