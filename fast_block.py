@@ -51,7 +51,7 @@ def accelerate(model, dgrad_fast_accum_k=DGRAD_FAST_ACCUM_K):
     if dgrad_fast_accum_k < 0:
         raise ValueError(f"dgrad_fast_accum_k={dgrad_fast_accum_k}: must be 0 or more; {DGRAD_FAST_ACCUM_K} works")
     model.dgrad_fast_accum_k = dgrad_fast_accum_k
-    return fast_support.unsupported_reason(model)
+    return fast_support.unsupported_reason(model, said=True)
 
 
 @fast_casts.on_input_device

@@ -90,9 +90,14 @@ def takes_pass(model):
     return not reason
 
 
-def unsupported_reason(model):
-    """Why a training pass of this model goes through its modules; "" where the kernels take it."""
-    return mode_reason(model) or model_reason(model)
+def unsupported_reason(model, said=False):
+    """Why a training pass of this model goes through its modules; "" where the kernels take it.
+
+    said: the caller tells the user, so that no warning follows."""
+    reason = mode_reason(model) or model_reason(model)
+    if said:
+        _said.add(reason)
+    return reason
 
 
 def mode_reason(model):

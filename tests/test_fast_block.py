@@ -24,8 +24,17 @@ MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="s
 VARIANTS = {"GPT-2": {}, "modern": MODERN, "swiglu with biases": dict(activation="swiglu", n_inner=48), "RMSNorm": dict(use_rmsnorm=True),
             "no biases": dict(bias=False), "E4M3": dict(fp8_format="E4M3"), "head in BF16": dict(fp8_lm_head=False),
             "loss in parts": dict(loss_chunks=2)}
-LARGE = {"large": dict(n_embd=512, n_layer=6, n_head=8, n_positions=1024),
-         "large and modern": MODERN | dict(n_embd=512, n_layer=6, n_head=8, n_kv_head=2, n_inner=1024, n_positions=1024)} if HAS_GPU else {}
+WIDE = dict(n_layer=1, n_positions=1024)
+LARGE = {  # options, rows and length of a batch: 8,208 tokens are no multiple of 32
+    "large": (dict(n_embd=512, n_layer=6, n_head=8, n_positions=1024), (8, 1024)),
+    "large and modern": (
+        MODERN | dict(n_embd=512, n_layer=6, n_head=8, n_kv_head=2, n_inner=1024, n_positions=1024), (8, 1024)),
+    "768 wide": (WIDE | dict(n_embd=768, n_head=12), (9, 912)),
+    "4096 wide": (WIDE | dict(n_embd=4096, n_head=32), (9, 912)),
+    "4096 wide and modern": (
+        MODERN | WIDE | dict(n_embd=4096, n_head=32, n_kv_head=8, n_inner=10928), (9, 912)),
+    "9216 wide": (WIDE | dict(n_embd=9216, n_head=72), (1, 1008)),
+} if HAS_GPU else {}
 
 
 class Float8Tensor(torch.Tensor):
@@ -221,7 +230,8 @@ def test_accelerate_refuses_a_negative_k():
 @pytest.mark.parametrize("variant", [*VARIANTS, *LARGE])
 def test_gradients_are_as_near_to_the_exact_ones(variant):
     """The same weights without FP8 and in float32: the pass written out is no farther from that than the modules are."""
-    options, batch = (VARIANTS | LARGE)[variant], make_tokens(0, *((8, 1024) if variant in LARGE else ()))
+    options, size = LARGE[variant] if variant in LARGE else (VARIANTS[variant], ())
+    batch = make_tokens(0, *size)
 
     def gradients(fused, exact=False):
         model = make_model(fused, **options)
@@ -282,6 +292,23 @@ def test_the_next_step_may_go_through_the_modules():
         return results
 
     assert_same_training(run([True, False, True]), run([False, True, False]))
+
+
+@pytest.mark.multigpu
+@pytest.mark.gpu
+def test_another_device_gives_the_same():
+    results = []
+    for device in (0, 1):
+        with torch.cuda.device(device):
+            model = make_model().to(f"cuda:{device}")
+            for _ in range(2):
+                model.zero_grad()
+                loss = model(*(tokens.to(f"cuda:{device}") for tokens in make_tokens(0)))
+                loss.backward()
+            assert fast_support.unsupported_reason(model) == ""
+        results.append([loss.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters())])
+    for ours, others in zip(*results):
+        assert (ours - others).norm() <= 0.02 * others.norm()
 
 
 def test_packed_documents(monkeypatch):

@@ -13,8 +13,10 @@ pytest.importorskip("triton")
 import fast_attention  # noqa: E402
 import fast_support  # noqa: E402
 import model_te_optimized  # noqa: E402
+import train_step  # noqa: E402
 from kernel_tools import HAS_GPU, _casts_that_round, _instructions  # noqa: E402, F401
 from test_fast_block import DEVICE, count_calls, make_model, make_tokens, modules_like_te  # noqa: E402, F401
+from train import TrainConfig  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 
@@ -199,6 +201,21 @@ def test_a_second_pass_after_unfreezing_takes_the_kernels(monkeypatch):
     model.requires_grad_(True)
     model(*make_tokens(0)).backward()
     assert calls == ["blocks"]
+
+
+@pytest.mark.parametrize("reason, options, words", [
+    ("", {}, "fast kernels are on; dgrad GEMMs with K up to 3,072 use fast accumulation where it is faster"),
+    ("", dict(fp8_dgrad_fast_accum_k=0), "fast kernels are on"),
+    ("dropout is on", {}, "fast kernels are off: dropout is on"),
+    ("", dict(fused_block=False), "fast kernels are off: --no-fused-block"),
+    ("", dict(model="fused"), "")])
+def test_the_trainer_says_what_the_kernels_do(monkeypatch, reason, options, words):
+    config, model = TrainConfig(**options), make_model()
+    monkeypatch.setattr(train_step.fp8, "IS_REFERENCE", False)
+    monkeypatch.setattr(fast_support, "mode_reason", lambda model: reason)
+    assert train_step.accelerate(model, config) == words
+    if words.startswith("fast kernels are on"):
+        assert model.dgrad_fast_accum_k == config.fp8_dgrad_fast_accum_k
 
 
 # Versions and machines
