@@ -10,7 +10,8 @@ Arms:
 - bf16, fp8     model_te_optimized.py exactly as train.py trains it, without FP8 and with delayed scaling, each step a CUDA graph where train.py
                 would make it one. fp8-e4m3, fp8-current, fp8-block: other recipes. More words can follow: -eager (no CUDA graph), -libraries
                 (PyTorch's attention, Transformer Engine's loss and blocks), -te_block (its blocks alone), -fused, -te, -custom, -advanced
-                (another model file), -accum4 (micro-batches a step), -checkpointing (gradient checkpointing), -bf16_moments (AdamW's moments).
+                (another model file), -accum4 (micro-batches a step), -checkpointing (gradient checkpointing), -bf16_moments (AdamW's moments),
+                -precise_dgrad (no FP8 fast accumulation in dgrad).
 - hf-llama      transformers.LlamaForCausalLM with BF16 weights and moments (no float32 masters: less work than the others), SDPA, torch.compile,
                 PyTorch's fused AdamW. Llama has no QK-norm; the others' block "modern" has.
 
@@ -42,7 +43,7 @@ from results.stability_report import check_folder
 from results.timing import floor_ms, measure_ceilings, median_ms, power_and_clock, profile_ms, spans_ms, stamp, timed
 from sample import pick_device
 from train import PRESETS, TrainConfig, flops_per_token, peak_flops
-from train_step import TrainStep, make_optimizer, recipe_of, warm_up_scales
+from train_step import TrainStep, accelerate, make_optimizer, recipe_of, warm_up_scales
 
 SHAPES = {  # options of train.py
     "124m-b32": dict(n_layer=12, n_embd=768, n_head=12, micro_batch_size=32, seq_len=1024),
@@ -87,6 +88,8 @@ def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
             changes |= {"attention": "sdpa", "fused_loss": False, "fused_block": False}
         elif word == "te_block":
             changes["fused_block"] = False
+        elif word == "precise_dgrad":
+            changes["fp8_dgrad_fast_accum_k"] = 0
         elif word == "bf16_moments":
             changes["moment_dtype"] = "bfloat16"
         elif word == "checkpointing":
@@ -117,6 +120,7 @@ def build_te(config: TrainConfig, device, batch, compile_mode="eager") -> TrainS
     model = checkpoint.build_model(config.model, model_config, device=device, dtype=dtype)
     if recipe is not None:
         model.fp8_recipe = recipe
+    accelerate(model, config)
     optimizer = make_optimizer(model, config)
     if recipe is not None and recipe.delayed():
         warm_up_scales(model, batch)

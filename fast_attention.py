@@ -21,6 +21,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from fast_support import takes_attention  # noqa: F401  asked by the model before it calls packed_attention
+
 try:
     from flash_attn.cute.interface import _flash_attn_bwd as fa4_backward, _flash_attn_fwd as fa4_forward
 except ImportError:
@@ -41,7 +43,7 @@ def available(return_reason=False):
     reason = ""
     if not torch.cuda.is_available():
         reason = "no CUDA device"
-    elif not _has_fa4() and fa2_forward is None:
+    elif _flash_version(64) is None:
         reason = "neither flash-attn-4 (for compute capability 9.0 or newer) nor flash-attn is installed"
     return (not reason, reason) if return_reason else not reason
 
@@ -56,7 +58,8 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
     q_weight, k_weight: (D,), both or none: RMSNorm of every head's q and k, with `eps`, before the rotation (QK-norm).
     cu_seqlens: int32, where each document of a packed batch begins in the B·S tokens, then B·S: a token sees its own document only. More of B·S
     at the end stand for documents of no tokens, so that a CUDA graph can take batches with fewer. None: a row is a document.
-    FlashAttention takes BF16 and FP16 and D divisible by 8; anything else goes to PyTorch's attention. ValueError: shapes that do not fit.
+    FlashAttention takes BF16 and FP16 and D divisible by 8, up to 256; anything else goes to PyTorch's attention. ValueError: shapes that do
+    not fit.
     """
     batch, length, heads = *qkv.shape[:2], n_head + 2 * n_kv_head
     if n_head % n_kv_head or qkv.shape[2:].numel() % heads or (qkv.dim() == 4 and qkv.shape[2] != heads):
@@ -72,7 +75,8 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
         if cos.numel() != sin.numel() or cos.numel() not in (length * dim // 2, batch * length * dim // 2):
             raise ValueError(f"rope tables {tuple(cos.shape)} and {tuple(sin.shape)}: ({length}, {dim // 2}) fit qkv")
         cos, sin = cos.float().contiguous(), sin.float().contiguous()
-    return _PackedAttention.apply(qkv, cos, sin, q_weight, k_weight, n_head, n_kv_head, eps, cu_seqlens).flatten(2)
+    with torch.cuda.device_of(qkv):  # Triton and FlashAttention launch on the current device
+        return _PackedAttention.apply(qkv, cos, sin, q_weight, k_weight, n_head, n_kv_head, eps, cu_seqlens).flatten(2)
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -106,14 +110,21 @@ class _PackedAttention(torch.autograd.Function):
 
 # Attention: q (B, S, n_head, D), k and v (B, S, n_kv_head, D), all perhaps strided, the last dimension contiguous.
 
-def _has_fa4():
-    return fa4_forward is not None and torch.cuda.get_device_capability() >= (9, 0)
+def _flash_version(head_dim):
+    """"fa4", "fa2" or None: which FlashAttention takes heads of this size on this GPU, as the packages state it."""
+    major = torch.cuda.get_device_capability()[0]
+    if head_dim % 8 or head_dim > 256:
+        return None
+    if fa4_forward is not None and (major == 9 or major in (10, 11, 12) and head_dim <= 128
+                                    or major in (10, 11) and head_dim == 256):
+        return "fa4"
+    return "fa2" if fa2_forward is not None and major >= 8 else None
 
 
 def _kernel(q):
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] % 8:
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
         return "sdpa"
-    return "fa4" if _has_fa4() else "fa2" if fa2_forward is not None else "sdpa"
+    return _flash_version(q.shape[-1]) or "sdpa"
 
 
 def _fa2_options(q):

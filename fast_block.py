@@ -11,12 +11,12 @@ histories, which stay in those modules, are used across their borders. With `FP8
   its reader: that product adds its bias itself. So does the last one, where the head is not in FP8.
 - So does the cast of a gradient: the gradient of the stream is added up and cast for the branch's product, that of an activation's input
   for the product before. They are handed over as a `Float8Tensor`, which autograd passes on like any tensor.
-- This is delayed scaling, which knows the scales beforehand. Whatever else a run may ask for (`why_not`) goes through the modules, which
-  compute the same (but for `fast_gemm.FAST_SUMS`); a step may go this way and the next one that way.
+- This is delayed scaling, which knows the scales beforehand. Any other pass goes through the modules (`fast_support.py` says which and
+  why), which compute the same but for dgrad's accumulation; one step may go this way and the next one that way.
 - All weights are cast in one launch.
-- Products are cuBLASLt's. As under Transformer Engine's default recipe, results are added up in the tensor cores, gradients in float32, which
-  takes longer; but where a gradient has few summands little is lost (`fast_gemm.FAST_SUMS`). `fast_gemm.py` picks the fastest algorithm for each
-  product; where it cannot, Transformer Engine's own call takes the first.
+- GEMMs are cuBLASLt's, with the algorithm chosen by `fast_gemm.py`, or else Transformer Engine's own call. As under its default recipe,
+  forward GEMMs use fast accumulation, dgrad and wgrad accumulate in float32. dgrad with a small K may use fast accumulation as well
+  (`accelerate`), where that is faster.
 
 The modules' own way of doing this is in Transformer Engine's `pytorch/module/layernorm_linear.py`, `linear.py` and `layernorm_mlp.py`.
 """
@@ -29,50 +29,32 @@ import torch
 import fast_casts
 import fast_embedding
 import fast_gemm
+import fast_support
+from fast_support import takes_pass  # noqa: F401  asked by the model before it calls the functions below
+
+# The largest K of a dgrad GEMM that may use fast accumulation: up to it, the tensor cores' accumulator adds less of an
+# error than BF16's rounding after it in the median GEMM of models in training, and about as much in the worst
+# (results/accumulation.py). A wgrad's K is the number of tokens, where it would add about 3 %.
+DGRAD_FAST_ACCUM_K = 3072
 
 
-def available(return_reason=False):
-    """Whether this runs here: bool, or (bool, why not) as Transformer Engine's functions of this kind do."""
-    reason = _why_not_here()
-    return (not reason, reason) if return_reason else not reason
+def accelerate(model, dgrad_fast_accum_k=DGRAD_FAST_ACCUM_K):
+    """Set the kernels' options for a model; without a call the defaults hold.
+
+    Args:
+        dgrad_fast_accum_k: the largest K of a dgrad GEMM that may use FP8 fast accumulation, which is then taken where
+            it is faster. 0: never, as in Transformer Engine's recipe.
+
+    Returns:
+        Why training passes go through the modules, or "" where the kernels take them.
+    """
+    if dgrad_fast_accum_k < 0:
+        raise ValueError(f"dgrad_fast_accum_k={dgrad_fast_accum_k}: must be 0 or more; {DGRAD_FAST_ACCUM_K} works")
+    model.dgrad_fast_accum_k = dgrad_fast_accum_k
+    return fast_support.unsupported_reason(model, said=True)
 
 
-def _why_not_here():
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    if torch.cuda.get_device_capability() != (9, 0):
-        return "compute capability 9.0 is needed: Ada cannot cast float32 to FP8 in one rounding, Blackwell needs no transposed copy"
-    try:
-        from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # noqa: F401
-    except ImportError as error:
-        return f"Transformer Engine 2.20 is needed: {error}"
-    if not hasattr(TransformerEngineBaseModule, "end_forward"):
-        return "this Transformer Engine's modules prepare a forward pass in another way than those of release 2.20"
-    return ""
-
-
-def why_not(model):
-    """The reason why this pass of a model_te_optimized.py model goes through its modules; "" where it comes here."""
-    if torch.compiler.is_compiling():  # asked first, so that the rest is not traced
-        return "torch.compile knows the modules only"
-    return next((reason for holds, reason in _reasons(model) if holds), "") or available(return_reason=True)[1]
-
-
-def _reasons(model):
-    """(whether it holds, the reason), one after the other: a pass that costs little to refuse does not pay for walks through the model."""
-    config = model.config
-    yield not hasattr(model.blocks[0].attn.qkv, "end_forward"), "the modules are not Transformer Engine's"  # te_reference's, on a GPU
-    yield not (model.training and torch.is_grad_enabled()), "no gradients are wanted"
-    yield not config.use_fp8 or not model.fp8_recipe.delayed(), "the recipe is not delayed scaling"
-    yield config.fp8_skip_first + config.fp8_skip_last > 0, "some blocks stay in high precision"
-    yield config.gradient_checkpointing or config.offload_activations > 0, "what backward needs is not kept, or not on the GPU"
-    yield config.dropout > 0, "dropout lies between the products"
-    weights = (p for p in model.parameters() if p.dim() == 2)
-    yield any(type(p) is not torch.nn.Parameter or p.dtype != torch.bfloat16 for p in weights), "weights are not kept in BF16"
-    yield any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules()), "someone watches the modules"
-
-
+@fast_casts.on_input_device
 def embed(model, tokens, positions):
     """The sum of `model.wte` and, if there is one, `model.wpe` -> (B, S, n_embd). Call it before `logits`, in each pass."""
     elsewhere = [] if _takes_head(model) and model.lm_head.weight is model.wte.weight else None
@@ -82,6 +64,7 @@ def embed(model, tokens, positions):
     return fast_embedding.embed(tokens, model.wte.weight, positions, model.wpe.weight, elsewhere)
 
 
+@fast_casts.on_input_device
 def blocks(model, x, rope=None, is_first_microbatch=None, documents=None):
     """`model.blocks`, one after the other, inside `te.autocast`: (B, S, n_embd) -> (B, S, n_embd). The arguments are those of `Block.forward`.
     With the head in FP8, what the last block adds to the stream is still missing: `logits` adds it."""
@@ -92,25 +75,32 @@ def blocks(model, x, rope=None, is_first_microbatch=None, documents=None):
         cast_weights(model)
     shape, head_follows = x.shape, _takes_head(model)
     x, branch, bias = x.flatten(0, 1), None, None
+    fast_k = _dgrad_fast_accum_k(model)
     for block in model.blocks:
         attn, mlp = block.attn, block.mlp
-        x, qkv = norm_linear(x, branch, bias, attn.qkv, "", adds_bias=True)
+        x, qkv = norm_linear(x, branch, bias, attn.qkv, "", fast_k, adds_bias=True)
         y = attn.mix(qkv.view(*shape[:2], -1, attn.config.head_dim), rope, documents=documents)
-        branch, bias = linear(y.flatten(0, 1), None, None, attn.proj, "")
-        x, hidden = norm_linear(x, branch, bias, mlp, "fc1_")
+        branch, bias = linear(y.flatten(0, 1), None, None, attn.proj, "", fast_k)
+        x, hidden = norm_linear(x, branch, bias, mlp, "fc1_", fast_k)
         adds_bias = block is model.blocks[-1] and not head_follows
-        branch, bias = linear(hidden, mlp.activation, _parameter(mlp, "fc1_bias"), mlp, "fc2_", adds_bias=adds_bias)
+        fc1_bias = _parameter(mlp, "fc1_bias")
+        branch, bias = linear(hidden, mlp.activation, fc1_bias, mlp, "fc2_", fast_k, adds_bias=adds_bias)
     if not head_follows:
         return (x + branch).view(shape)
     _passes[model] |= {"branch": branch, "bias": bias}  # the head's norm adds them to the stream
     return x.view(shape)
 
 
+@fast_casts.on_input_device
 def logits(model, x, is_first_microbatch=None):
     """`model.lm_head`, after `blocks`: (N, n_embd) -> (N, vocab_size) BF16."""
     if _takes_head(model):
-        return norm_linear(x, module=model.lm_head, name="", **_passes.pop(model))[1]
+        return norm_linear(x, module=model.lm_head, name="", fast_k=_dgrad_fast_accum_k(model), **_passes.pop(model))[1]
     return model.lm_head(x, is_first_microbatch=is_first_microbatch)
+
+
+def _dgrad_fast_accum_k(model):
+    return getattr(model, "dgrad_fast_accum_k", DGRAD_FAST_ACCUM_K)
 
 
 def _takes_head(model):
@@ -145,26 +135,27 @@ def cast_weights(model):
     fast_casts.cast_all(_casts[model])
 
 
-def norm_linear(x, branch, bias, module, name, adds_bias=False, elsewhere=None):
+def norm_linear(x, branch, bias, module, name, fast_k, adds_bias=False, elsewhere=None):
     """Residual stream, norm and a product -> the stream x + branch + bias, and norm(stream) @ weightᵀ, with the product's bias if `adds_bias`.
 
     x, branch: (N, C) BF16; branch None: the stream is x. bias: (C,), the branch's, or None. `module`: a `te.LayerNormLinear` or
-    `te.LayerNormMLP`, whose norm and product `name` ("" or "fc1_") it is. elsewhere: a list that gets the weight's gradient, instead of autograd.
+    `te.LayerNormMLP`, whose norm and product `name` ("" or "fc1_") it is. fast_k: see `accelerate`. elsewhere: a list that gets the weight's
+    gradient, instead of autograd.
     """
     weight, own_bias = getattr(module, f"{name}weight"), _parameter(module, f"{name}bias") if adds_bias else None
     return _NormLinear.apply(x, branch, bias, module.layer_norm_weight, module.layer_norm_bias, weight, own_bias, module.eps,
-                             _Product(module, name), _quantizer_of(branch), elsewhere)
+                             _Product(module, name, fast_k), _quantizer_of(branch), elsewhere)
 
 
-def linear(x, activation, bias, module, name, adds_bias=False):
+def linear(x, activation, bias, module, name, fast_k, adds_bias=False):
     """activation(x + bias) @ weightᵀ -> (N, outputs) BF16, and the product's own bias, still to be added, or None.
 
     x: (N, inputs) BF16, twice as wide for swiglu. activation: "gelu", "swiglu", or None, then bias is None. `module`: a `te.Linear`, or the
     `te.LayerNormMLP` whose product `name` ("fc2_") it is.
     """
     own_bias = _parameter(module, f"{name}bias")
-    branch = _Linear.apply(x, bias, getattr(module, f"{name}weight"), own_bias if adds_bias else None, activation, _Product(module, name),
-                           _quantizer_of(x) if activation else None)
+    branch = _Linear.apply(x, bias, getattr(module, f"{name}weight"), own_bias if adds_bias else None, activation,
+                           _Product(module, name, fast_k), _quantizer_of(x) if activation else None)
     return branch, None if adds_bias else own_bias
 
 
@@ -190,13 +181,13 @@ def _place(quantizer):
 
 
 class _Product:
-    """One matrix product of a TE module: what scales its three tensors, and its weight in FP8."""
+    """One linear layer of a TE module: the quantizers of its three tensors, and its weight in FP8."""
 
-    def __init__(self, module, name):
+    def __init__(self, module, name, fast_k=0):
         number = name == "fc2_"  # TE's numbering: forward input, weight, output; backward gradient of output, of input
         forward, backward = module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
         self.input, self.quantizer, self.gradient = forward[3 * number], forward[3 * number + 1], backward[2 * number]
-        self.module, self.name = module, f"{name}weight"
+        self.module, self.name, self.fast_k = module, f"{name}weight", fast_k
 
     def weight(self):
         """What `cast_weights` made, or the first micro-batch's pass through the module; None before."""
@@ -220,18 +211,23 @@ def _hand_over(out, quantizer):
                         fp8_scale_inv=scale_inv, fp8_dtype=quantizer.dtype, quantizer=quantizer, device=by_rows.device)
 
 
-def _multiply(a, b, layout="TN", bias=None):
-    """A product in BF16: "TN" b @ aᵀ + bias, for a weight a; "NN" b @ a, for a gradient b; "NT" bᵀ @ a, the weight's."""
-    fast = layout == "TN" or layout == "NN" and b._data.shape[1] <= fast_gemm.FAST_SUMS
-    if fast_gemm.available():
-        from transformer_engine.pytorch.constants import TE_DType_To_Torch
+def _gemm(a, b, layout="TN", bias=None, fast_k=0):
+    """A GEMM in BF16. "TN", forward: b @ aᵀ + bias, for a weight a. "NN", dgrad: b @ a, for a gradient b. "NT", wgrad: bᵀ @ a.
 
-        left, right = a._data if layout == "TN" else a._transpose, b._transpose if layout == "NT" else b._data
-        return fast_gemm.multiply(left.view(TE_DType_To_Torch[a._fp8_dtype]), a._scale_inv, right.view(TE_DType_To_Torch[b._fp8_dtype]),
-                                  b._scale_inv, bias, fast=fast)
+    fast_k: the largest K of a dgrad GEMM that may use fast accumulation."""
+    from transformer_engine.pytorch.constants import TE_DType_To_Torch
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
-    return general_gemm(a, b, layout=layout, bias=bias, out_dtype=torch.bfloat16, use_split_accumulator=not fast, grad=layout != "TN")[0]
+    may_be_fast = layout == "NN" and b._data.shape[1] <= fast_k
+    accumulation = "fast" if layout == "TN" else "fastest" if may_be_fast else "precise"
+    if fast_gemm.is_supported():
+        left, right = a._data if layout == "TN" else a._transpose, b._transpose if layout == "NT" else b._data
+        left, right = left.view(TE_DType_To_Torch[a._fp8_dtype]), right.view(TE_DType_To_Torch[b._fp8_dtype])
+        out = fast_gemm.gemm(left, a._scale_inv, right, b._scale_inv, bias, accumulation)
+        if out is not None:
+            return out
+    precise = layout != "TN"  # nothing was timed: Transformer Engine's rule
+    return general_gemm(a, b, layout=layout, bias=bias, out_dtype=torch.bfloat16, use_split_accumulator=precise, grad=precise)[0]
 
 
 def _back_through_product(ctx, gradient, weight, x):
@@ -243,7 +239,7 @@ def _back_through_product(ctx, gradient, weight, x):
     else:
         out, dbias = fast_casts.cast(gradient.contiguous(), *_place(ctx.grad_output_quantizer), with_sums=ctx.use_bias)
         gradient = _fp8(*out, ctx.grad_output_quantizer)
-    return _multiply(weight, gradient, "NN"), _multiply(x, gradient, "NT"), dbias
+    return _gemm(weight, gradient, "NN", fast_k=ctx.product.fast_k), _gemm(x, gradient, "NT"), dbias
 
 
 class _NormLinear(torch.autograd.Function):
@@ -259,7 +255,7 @@ class _NormLinear(torch.autograd.Function):
         ctx.grad_output_quantizer, ctx.use_bias, ctx.debug = product.gradient, bias is not None, False  # the names that TE's modules use
         ctx.updates_scales = FP8GlobalStateManager.is_first_fp8_module()  # the first one forward is the last one backward
         ctx.set_materialize_grads(False)
-        return stream, _multiply(weight, _fp8(by_rows, None, scale_inv, product.input), bias=bias)
+        return stream, _gemm(weight, _fp8(by_rows, None, scale_inv, product.input), bias=bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -290,7 +286,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(*((x, x_bias) if activation else (None, None)), by_columns, scale_inv, weight._transpose, weight._scale_inv)
         ctx.product, ctx.activation, ctx.x_quantizer = product, activation, x_quantizer
         ctx.grad_output_quantizer, ctx.use_bias, ctx.debug = product.gradient, bias is not None, False
-        return _multiply(weight, _fp8(by_rows, None, scale_inv, product.input), bias=bias)
+        return _gemm(weight, _fp8(by_rows, None, scale_inv, product.input), bias=bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

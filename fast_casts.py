@@ -21,6 +21,8 @@ Formulas: LayerNorm (Ba et al. 2016), its variance from the differences from the
 (Hendrycks and Gimpel 2016); SwiGLU (Shazeer 2020), of an input whose rows hold what goes through SiLU, then what is multiplied by it.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -32,13 +34,40 @@ SUMS_TILE = dict(TILE, ROWS=128)  # where columns' sums are written, too, a row 
 BACKWARD_TILES = {"gelu": SUMS_TILE, "swiglu": TILE}
 SMS = 132  # of a Hopper GPU, for a norm's gradient, whose programs each write a row of sums
 POINTERS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+MAX_NORM_WIDTH = 16384  # a norm kernel holds whole rows
 
 
+def on_input_device(function):
+    """Run `function` with the device of its first tensor as the current one: Triton launches on the current device."""
+
+    @functools.wraps(function)
+    def run(*args, **options):
+        with torch.cuda.device_of(next(x for x in args if isinstance(x, torch.Tensor))):
+            return function(*args, **options)
+
+    return run
+
+
+def check_input(name, x, width=None):
+    """Raise ValueError unless x is a contiguous BF16 matrix whose rows and columns are multiples of 16, at most `width` columns."""
+    problem = ("" if x.dim() == 2 else "must be a matrix") or ("" if x.dtype == torch.bfloat16 else "must be bfloat16")
+    problem = problem or ("" if x.is_contiguous() else "must be contiguous; call .contiguous()")
+    if not problem and (x.shape[0] % 16 or x.shape[1] % 16):
+        works = tuple(triton.cdiv(size, 16) * 16 for size in x.shape)
+        problem = f"rows and columns must be multiples of 16; {works} works"
+    if not problem and width and x.shape[1] > width:
+        problem = f"a norm takes at most {width} columns; use Transformer Engine's modules for wider models"
+    if problem:
+        raise ValueError(f"{name}: {tuple(x.shape)} {x.dtype}: {problem}")
+
+
+@on_input_device
 def norm(x, branch, bias, weight, shift, eps, scale, amax, fp8):
     """The residual stream x + branch + bias, and its norm · weight + shift in FP8 -> stream (N, C), FP8's three, mean and 1/deviation (N,).
 
     x, branch (N, C), bias, weight, shift (C,): BF16, N a multiple of 16. branch None: the stream is x. shift None: RMSNorm, without mean.
     """
+    check_input("fast_casts.norm: x", x, MAX_NORM_WIDTH)
     (rows, columns), sizes = x.shape, _norm_sizes(*x.shape)
     stream = x if branch is None else torch.empty_like(x)
     mean = None if shift is None else torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -48,6 +77,7 @@ def norm(x, branch, bias, weight, shift, eps, scale, amax, fp8):
     return stream, (by_rows, transpose(by_rows), scale_inv), mean, rstd
 
 
+@on_input_device
 def norm_backward(gradient, stream, mean, rstd, weight, stream_gradient, quantized=None, with_sums=False):
     """Back through `norm`: the gradient of the stream, x's and branch's -> it (N, C), FP8's three, and the sums of its columns, as the branch's
     bias's gradient is (C,); of weight (C,), of shift (C,). None: where not asked for, and shift's for RMSNorm.
@@ -55,6 +85,7 @@ def norm_backward(gradient, stream, mean, rstd, weight, stream_gradient, quantiz
     gradient (N, C), BF16, of the norm's result. stream, mean, rstd: what `norm` returned. stream_gradient (N, C): of the stream from elsewhere,
     or None. quantized: (scale, amax, FP8 type) with which the product that the branch came out of takes its gradient.
     """
+    check_input("fast_casts.norm_backward: gradient", gradient, MAX_NORM_WIDTH)
     rows, columns = stream.shape
     scale, amax, fp8 = quantized or (None, None, None)
     total, by_rows, scale_inv = torch.empty_like(stream), None, None
@@ -69,8 +100,10 @@ def norm_backward(gradient, stream, mean, rstd, weight, stream_gradient, quantiz
     return total, (by_rows, transpose(by_rows), scale_inv) if quantized else None, others[0] if with_sums else None, dweight, dshift
 
 
+@on_input_device
 def activate(activation, x, bias, scale, amax, fp8):
     """gelu or swiglu of x + bias -> FP8's three. x (N, D), for swiglu (N, 2D), and bias (D or 2D,) or None: BF16."""
+    check_input("fast_casts.activate: x", x)
     gated = activation == "swiglu"
     rows, columns = x.shape[0], x.shape[1] // (1 + gated)
     out, (_, programs) = outputs(x, rows, columns, fp8), _tiles(TILE, rows, columns)
@@ -78,8 +111,10 @@ def activate(activation, x, bias, scale, amax, fp8):
     return out
 
 
+@on_input_device
 def activate_backward(activation, gradient, x, bias, scale, amax, fp8):
     """Back through `activate`, from the gradient (N, D) of its result -> the gradient of x as FP8's three, and of bias, or None."""
+    check_input("fast_casts.activate_backward: gradient", gradient)
     (rows, columns), out, sizes = gradient.shape, outputs(x, *x.shape, fp8), BACKWARD_TILES[activation]
     strips, programs = _tiles(sizes, rows, columns)
     sums = None if bias is None else torch.empty((strips, x.shape[1]), dtype=torch.float32, device=x.device)
@@ -88,8 +123,10 @@ def activate_backward(activation, gradient, x, bias, scale, amax, fp8):
     return out, None if bias is None else add_up(sums, bias.dtype)
 
 
+@on_input_device
 def cast(x, scale, amax, fp8, with_sums=False):
     """x (N, D), BF16 -> FP8's three, and the sums of its columns (D,), as a bias's gradient is, or None."""
+    check_input("fast_casts.cast: x", x)
     sizes, out = SUMS_TILE if with_sums else TILE, outputs(x, *x.shape, fp8)
     strips, programs = _tiles(sizes, *x.shape)
     sums = torch.empty((strips, x.shape[1]), dtype=torch.float32, device=x.device) if with_sums else None
@@ -100,7 +137,8 @@ def cast(x, scale, amax, fp8, with_sums=False):
 def cast_all(tensors):
     """Many casts of (N, D) BF16 tensors, N and D multiples of 16, in one launch. `tensors`: what `list_casts` returned."""
     _, table, tiles, fp8 = tensors
-    _cast_all_kernel[(len(tiles),)](table, tiles, POINTERS[fp8], **TILE)
+    with torch.cuda.device_of(table):
+        _cast_all_kernel[(len(tiles),)](table, tiles, POINTERS[fp8], **TILE)
 
 
 def list_casts(casts, before=None):
@@ -109,11 +147,14 @@ def list_casts(casts, before=None):
     rows = [[x.data_ptr(), *(t.data_ptr() for t in three), scale.data_ptr(), amax.data_ptr(), *x.shape] for x, three, scale, amax in casts]
     if before is not None and before[0] == rows:
         return before
+    for x, *_ in casts:
+        check_input("fast_casts.list_casts: x", x)
     x, (by_rows, _, _), _, _ = casts[0]
     tiles = [[number, tile] for number, (*_, n, d) in enumerate(rows) for tile in range(_tiles(TILE, n, d)[1])]
     return rows, torch.tensor(rows, device=x.device), torch.tensor(tiles, dtype=torch.int32, device=x.device), by_rows.dtype
 
 
+@on_input_device
 def add_up(sums, dtype):
     """(P, …) float32 -> their sum (…), in `dtype`."""
     total = torch.empty(sums.shape[1:], dtype=dtype, device=sums.device)
@@ -139,18 +180,24 @@ def _fits(sizes, rows, columns):
 
 
 def _norm_sizes(rows, columns):
-    """Rows of a program, one after the other, of which STAGES - 1 are on their way, and threads that each have 16 columns."""
+    """Launch parameters of the norm: each program takes ROWS rows in turn, STAGES - 1 of them prefetched into shared memory.
+
+    ROWS divides `rows`, a multiple of 16: the kernel has no partial last program."""
     width = triton.next_power_of_2(columns)
-    return dict(ROWS=4 if rows < 8192 else 32 if width == 4096 else 16, WIDTH=width, STAGES=3, num_warps=min(16, max(1, width // 512)))
+    rows_per_program = 4 if rows < 8192 else 32 if width == 4096 and rows % 32 == 0 else 16
+    stages = 2 if width > 8192 else 3  # one stage is 64 KiB of shared memory at width 16,384
+    return dict(ROWS=rows_per_program, WIDTH=width, STAGES=stages, num_warps=min(16, max(1, width // 512)))
 
 
 def _norm_backward_sizes(rows, columns):
-    """Programs, as many as run at a time, which share the rows, and threads that each have 8 columns, whose sums they keep."""
+    """(programs, launch parameters) of the norm's backward pass: as many programs as run at a time stride over the rows."""
     width = triton.next_power_of_2(columns)
     warps = min(16, max(1, width // 256))
-    return min(rows, SMS * 16 // warps), dict(WIDTH=width, STAGES=5 if width == 4096 else 4, num_warps=warps)
+    stages = 5 if width == 4096 else 4 if width <= 8192 else 2  # one stage is 96 KiB of shared memory at width 16,384
+    return min(rows, SMS * 16 // warps), dict(WIDTH=width, STAGES=stages, num_warps=warps)
 
 
+@on_input_device
 def transpose(by_rows):
     """An FP8 tensor's bytes (N, D) -> (D, N). N and D: multiples of 16."""
     (rows, columns), out = by_rows.shape, torch.empty(by_rows.shape[::-1], dtype=by_rows.dtype, device=by_rows.device)

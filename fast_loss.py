@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 import fast_casts
+import fast_support
 
 # What a program holds at a time: 16 logits a thread, two loads of 16 bytes in BF16; for FP8 a tile, of which a thread has 32.
 # Chosen by trying sizes on an H200; another GPU may like others.
@@ -47,7 +48,8 @@ def cross_entropy(logits, labels, head=None):
         raise ValueError(f"logits {tuple(logits.shape)} {logits.dtype}: (N, V), contiguous, bfloat16 or float32, and not empty, is needed")
     if labels.shape != logits.shape[:1] or labels.dtype != torch.int64:
         raise ValueError(f"labels {tuple(labels.shape)} {labels.dtype}: ({logits.shape[0]},) int64 is needed, one for each row of logits")
-    return _CrossEntropy.apply(logits, labels.contiguous(), gradient_quantizer(logits, head))
+    with torch.cuda.device_of(logits):  # Triton launches on the current device
+        return _CrossEntropy.apply(logits, labels.contiguous(), gradient_quantizer(logits, head))
 
 
 def gradient_quantizer(logits, head):
@@ -56,14 +58,17 @@ def gradient_quantizer(logits, head):
     quantizer = getattr(node, "grad_output_quantizer", None)  # none in BF16
     if head is None or quantizer is None or quantizer is not head.quantizers["scaling_bwd"][0]:
         return None  # the logits are not, or not straight, what an FP8 head put out
+    if fast_support.environment_reason():
+        fast_support.say_once(fast_support.environment_reason())
+        return None
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     if not isinstance(quantizer, Float8Quantizer):
         return None  # another recipe than delayed scaling
     if node.use_bias or node.debug or logits._backward_hooks or logits.retains_grad:
         return None  # someone wants to see the values themselves: for a bias's gradient, TE's debugging tools, a hook
-    if logits.shape[0] % 16 or logits.shape[1] % 16 or torch.cuda.get_device_capability(logits.device) != (9, 0):
-        return None  # Ada cannot cast float32 to FP8 in one rounding, Blackwell needs no transposed copy
+    if logits.shape[0] % 16 or logits.shape[1] % 16:
+        return None
     return quantizer
 
 

@@ -45,10 +45,13 @@ except ImportError:
         from flash_attn import flash_attn_func, flash_attn_varlen_func  # FlashAttention 2
     except ImportError:
         flash_attn_func = flash_attn_varlen_func = None
+if flash_attn_func is not None:  # it compiles kernels of its own: torch.compile must not trace into it
+    flash_attn_func, flash_attn_varlen_func = map(torch.compiler.disable, (flash_attn_func, flash_attn_varlen_func))
 
 fast_attention, fast_loss, fast_block = (  # faster, not different: see these files; each is used where those that it imports are there, too
     import_module(name) if all(map(find_spec, ("triton", name, *needs))) else None for name, *needs in (
-        ("fast_attention",), ("fast_loss", "fast_casts"), ("fast_block", "fast_casts", "fast_embedding", "fast_gemm")))
+        ("fast_attention", "fast_support"), ("fast_loss", "fast_casts", "fast_support"),
+        ("fast_block", "fast_casts", "fast_embedding", "fast_gemm", "fast_support")))
 SplitAlongDim = None
 if te.__name__ != "te_reference":  # TE's split: its backward pass copies nothing where the gradients lie side by side
     from transformer_engine.pytorch.utils import SplitAlongDim
@@ -170,11 +173,27 @@ def apply_rope(x, cos, sin):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
+def flash_reason(config):
+    """Why FlashAttention cannot run these heads on this machine, as its packages state it; "" where it can."""
+    if flash_attn_func is None:
+        return "neither flash-attn-4 nor flash-attn is installed"
+    if config.attn_dropout > 0 or config.head_dim % 8:
+        return "FlashAttention needs attn_dropout=0 and head_dim a multiple of 8"
+    major, dim = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0, config.head_dim
+    if "cute" in flash_attn_func.__module__:  # FlashAttention 4
+        takes = major == 9 and dim <= 256 or major in (10, 11, 12) and dim <= 128 or major in (10, 11) and dim == 256
+    else:
+        takes = major >= 8 and dim <= 256
+    return "" if takes else f"{flash_attn_func.__module__} has no kernel for head_dim={dim} on this GPU"
+
+
 def attention_kernel(config):
     """What `config.attention` means on this machine: sdpa, te or flash."""
+    if config.attention == "flash" and flash_reason(config):
+        raise ValueError(f"attention='flash': {flash_reason(config)}; 'sdpa' works")
     if config.attention != "auto":
         return config.attention
-    if flash_attn_func is not None and config.attn_dropout == 0 and torch.cuda.is_available():
+    if not flash_reason(config):
         return "flash"
     return "sdpa" if te.__name__ == "te_reference" else "te"
 
@@ -205,7 +224,8 @@ class Attention(nn.Module):
     def mix(self, qkv, rope=None, kv_cache=None, documents=None):
         """QK-norm, RoPE and attention: the heads of queries, keys and values (B, S, heads, D) -> (B, S, n_head · D)."""
         config = self.config
-        if self.kernel == "flash" and fast_attention is not None and kv_cache is None and qkv.dtype == torch.bfloat16:
+        packs = self.kernel == "flash" and fast_attention is not None and kv_cache is None
+        if packs and qkv.dtype == torch.bfloat16 and fast_attention.takes_attention(self):
             norms = (self.q_norm.weight, self.k_norm.weight) if config.use_qk_norm else (None, None)
             return fast_attention.packed_attention(qkv, config.n_head, config.n_kv_head, rope, *norms, config.layernorm_epsilon,
                                                    cu_seqlens=documents[0] if documents else None)
@@ -268,9 +288,6 @@ class OptimizedGPT2Model(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        if config.attention == "flash" and (flash_attn_func is None or config.attn_dropout > 0):
-            raise ValueError("attention='flash' needs the package flash-attn-4 or flash-attn, and attn_dropout=0; "
-                             "'sdpa' works without either")
         self.config = config
         self.fp8_recipe = DelayedScaling(margin=config.fp8_margin, fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max")
         device = "cuda" if torch.cuda.is_available() else "cpu"  # where TE makes its parameters
@@ -316,7 +333,7 @@ class OptimizedGPT2Model(nn.Module):
             positions, documents = locate_documents(cu_seqlens, batch, length, with_mask)
         rope = rope_tables(positions, config.head_dim, config.rope_theta) if config.use_rotary else None
 
-        fused = config.fused_block and fast_block is not None and kv_cache is None and not fast_block.why_not(self)
+        fused = config.fused_block and fast_block is not None and kv_cache is None and fast_block.takes_pass(self)
         x = fast_block.embed(self, input_ids, positions) if fused else self.wte(input_ids)
         if not config.use_rotary and not fused:
             x = x + self.wpe(positions)

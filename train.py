@@ -34,7 +34,7 @@ import fp8_health
 import profiling
 from data import Loader, get_tokenizer
 from sample import generate, pick_device
-from train_step import TrainStep, make_optimizer, recipe_of, wants_graph, warm_up_scales
+from train_step import TrainStep, accelerate, make_optimizer, recipe_of, wants_graph, warm_up_scales
 
 
 @dataclass
@@ -85,6 +85,9 @@ class TrainConfig:
     fp8_amax_history_len: int = 1024  # Delayed scaling: steps of maxima that a scale is taken from.
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"  # Delayed scaling: the largest maximum of the history, or the last one.
     fp8_margin: int = 0  # Delayed scaling: scales are 2^margin times smaller than they could be.
+    fp8_dgrad_fast_accum_k: int = 3072
+    """Delayed scaling with the fast kernels: dgrad GEMMs with K up to this may use FP8 fast accumulation, where it is faster; 0: never, as in
+    Transformer Engine's recipe."""
     fp8_param: bool = False  # Keep linear layers' weights in FP8 (the optimizer keeps float32 masters).
     fp8_lm_head: bool = True  # The output head's products in FP8, too.
     fp8_skip_first: int = 0  # So many blocks at the start stay in high precision.
@@ -232,6 +235,7 @@ def check_options(config: TrainConfig) -> None:
     require("max_steps micro_batch_size seq_len grad_accum eval_steps keep_checkpoints log_interval", lambda v: v >= 1, "at least 1", 8)
     require("warmup_steps eval_interval checkpoint_interval fp8_health_interval max_skipped_steps seed", lambda v: v >= 0, "0 or more", 100)
     require("fp8_amax_history_len", lambda v: v >= 1, "at least 1", 1024)
+    require("fp8_dgrad_fast_accum_k", lambda v: v >= 0, "0 or more", 3072)
     require("weight_decay grad_clip", lambda v: 0 <= v < math.inf, "0 or more", 0.1)
     require("lr", lambda v: 0 < v < math.inf, "above 0", 6e-4)
     require("beta1 beta2", lambda v: 0 <= v < 1, "at least 0 and below 1", 0.95)
@@ -562,6 +566,7 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
                                    fp8_weights_recipe=recipe if config.fp8_param else None)
     if recipe is not None:
         model.fp8_recipe = recipe
+    kernels = accelerate(model, config)
     optimizer = make_optimizer(model, config)
     torch.manual_seed(config.seed + rank)  # dropout differs by rank
     step = 0
@@ -596,6 +601,8 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
     log.say(f"on {fp8.describe()}; {config.preset}, {precision}, {parameters / 1e6:,.2f} M parameters, "
             f"{tokens_per_step:,} tokens a step; {run}" + (f" from step {step}" if step else ""))
 
+    if kernels:
+        log.say(kernels)
     lacks = [name for name in ARCHITECTURE if getattr(config, name) != TrainConfig.__dataclass_fields__[name].default
              and name not in ("preset", "model", *dataclasses.asdict(model_config))]
     if lacks:

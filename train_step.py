@@ -6,6 +6,7 @@
 - A gradient that is not finite changes nothing: neither weights nor the optimizer's state, and the host is not asked.
 """
 import contextlib
+import importlib.util
 import math
 
 import torch
@@ -18,6 +19,20 @@ import fp8
 def recipe_of(config):
     """TE's recipe of a run, or None without FP8; ValueError for one that cannot run here."""
     return fp8.make_recipe(config.fp8_recipe, config.fp8_format, config.fp8_amax_history_len, config.fp8_amax_compute_algo, config.fp8_margin)
+
+
+def accelerate(model, config):
+    """Set the fast kernels' options for a model, and say in a line what they do; "" for a model without kernels."""
+    if fp8.IS_REFERENCE or config.model != "optimized" or importlib.util.find_spec("triton") is None:
+        return ""
+    import fast_block
+
+    k = config.fp8_dgrad_fast_accum_k
+    reason = fast_block.accelerate(model, k) if config.fused_block else "--no-fused-block"
+    if reason:
+        return f"fast kernels are off: {reason}"
+    fast = f"; dgrad GEMMs with K up to {k:,} use fast accumulation where it is faster" if k else ""
+    return f"fast kernels are on{fast}"
 
 
 def make_optimizer(model, config):

@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +24,8 @@ import cli  # noqa: E402
 import fast_gemm  # noqa: E402
 import fp8  # noqa: E402
 from data import Loader  # noqa: E402
-from fast_gemm import multiply  # noqa: E402  itself, also while others' calls of it are watched
+from fast_block import DGRAD_FAST_ACCUM_K  # noqa: E402
+from fast_gemm import gemm  # noqa: E402  itself, also while others' calls of it are watched
 from results import stability_report as report  # noqa: E402
 from results.timing import timed  # noqa: E402
 
@@ -48,8 +50,8 @@ def errors(a, b):
     one = torch.ones(1, device=a.device)
     exact = b.double() @ a.double().T
     of = lambda y: ((y.double() - exact).norm() / exact.norm()).item()  # noqa: E731
-    return {"bf16_rounding": of(exact.bfloat16()), "float32_sums": of(multiply(a, one, b, one)),
-            "fast_sums": of(multiply(a, one, b, one, fast=True))}
+    return {"bf16_rounding": of(exact.bfloat16()), "float32_sums": of(gemm(a, one, b, one)),
+            "fast_sums": of(gemm(a, one, b, one, accumulation="fast"))}
 
 
 def quantized(values, dtype):
@@ -73,16 +75,16 @@ def on_gradients(shape, data, device):
         loss, _ = step([loader.batch(number)], 6e-4 * min(1, (number + 1) / 50))
     found = {}
 
-    def watched(a, a_inv, b, b_inv, bias=None, fast=False):
+    def watched(a, a_inv, b, b_inv, bias=None, accumulation="precise"):
         if b.dtype == torch.float8_e5m2:
             found.setdefault(a.shape[1], []).append(errors(a[:ROWS], b[:ROWS]))
-        return multiply(a, a_inv, b, b_inv, bias, fast)
+        return gemm(a, a_inv, b, b_inv, bias, accumulation)
 
-    fast_gemm.multiply = watched
+    fast_gemm.gemm = watched
     try:
         step.forward_backward(loader.batch(200), True)
     finally:
-        fast_gemm.multiply = multiply
+        fast_gemm.gemm = gemm
         loader.close()
     for summands, products in sorted(found.items()):
         kinds = {kind: [product[kind] for product in products] for kind in products[0]}
@@ -97,9 +99,9 @@ def times(device):
     for outputs, summands, tokens in TIMES:
         a, b = (quantized(torch.randn(rows, summands, device=device), dtype)
                 for rows, dtype in ((outputs, torch.float8_e4m3fn), (tokens, torch.float8_e5m2)))
-        ms = {fast: statistics.median(timed([lambda fast=fast: multiply(a, one, b, one, fast=fast)] * 200, device)[100:])
-              for fast in (False, True)}
-        yield {"part": "time", "outputs": outputs, "summands": summands, "tokens": tokens, "float32_sums_ms": ms[False], "fast_sums_ms": ms[True]}
+        ms = {way: statistics.median(timed([partial(gemm, a, one, b, one, accumulation=way)] * 200, device)[100:])
+              for way in ("precise", "fast")}
+        yield {"part": "time", "outputs": outputs, "summands": summands, "tokens": tokens, "float32_sums_ms": ms["precise"], "fast_sums_ms": ms["fast"]}
 
 
 def plot(figures, path):
@@ -119,7 +121,7 @@ def plot(figures, path):
                           capsize=3, color=color, label=f"{shape} in training: {kind.replace('_', ' ')}, median and largest")
     axes.axhline(100 * statistics.median(row["bf16_rounding"] for row in rows if "bf16_rounding" in row), color="black", ls="--", lw=1,
                  label="BF16's rounding alone")
-    axes.axvspan(axes.get_xlim()[0], fast_gemm.FAST_SUMS, color="tab:green", alpha=0.1, zorder=0)
+    axes.axvspan(axes.get_xlim()[0], DGRAD_FAST_ACCUM_K, color="tab:green", alpha=0.1, zorder=0)
     axes.set(xscale="log", yscale="log", xlabel="summands (green: fast sums are used for inputs' gradients)",
              ylabel="error of a product, % of its norm")
     axes.yaxis.set_major_formatter("{x:g}")

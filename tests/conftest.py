@@ -22,6 +22,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU and Transformer Engine"))
+        if "multigpu" in item.keywords and torch.cuda.device_count() < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
 
 
 @pytest.fixture(autouse=True)

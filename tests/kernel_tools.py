@@ -32,6 +32,21 @@ def _casts_that_round(monkeypatch):
     monkeypatch.setattr(interpreter, "_convert_float", cast)
 
 
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch):
+    """New memory holds NaN in every floating-point type, so that what a kernel leaves unwritten is seen."""
+    def poisoned(allocate):
+        def allocate_poisoned(*args, **options):
+            tensor = allocate(*args, **options)
+            if tensor.is_floating_point() or tensor.dtype == torch.uint8:
+                tensor.view(torch.uint8).fill_(0xFF)
+            return tensor
+        return allocate_poisoned
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+
+
 @triton.jit
 def _reciprocal(x):
     return 1.0 / x

@@ -274,8 +274,10 @@ def test_each_file_of_fast_kernels_can_be_left_out(tmp_path):
     pytest.importorskip("triton")
     code = "import model_te_optimized as m; print([getattr(m, f'fast_{name}') is not None for name in ('attention', 'loss', 'block')])"
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"NANOTE_REFERENCE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    for files, found in (("model_te_optimized te_reference fast_loss fast_block", [False, False, False]), ("fast_casts", [False, True, False]),
-                         ("fast_embedding fast_gemm", [False, True, True])):
+    copied = {"model_te_optimized te_reference fast_attention fast_loss fast_block": [False, False, False],
+              "fast_support": [True, False, False], "fast_casts": [True, True, False],
+              "fast_embedding fast_gemm": [True, True, True]}
+    for files, found in copied.items():
         for file in files.split():
             shutil.copy(ROOT / f"{file}.py", tmp_path)
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)

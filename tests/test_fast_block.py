@@ -12,9 +12,10 @@ import te_reference
 pytest.importorskip("triton")
 import fast_block  # noqa: E402
 import fast_casts  # noqa: E402
+import fast_support  # noqa: E402
 import model_te_optimized  # noqa: E402
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model  # noqa: E402
-from kernel_tools import HAS_GPU, _casts_that_round, _instructions  # noqa: E402, F401
+from kernel_tools import HAS_GPU, _casts_that_round, _instructions, _poisoned_memory  # noqa: E402, F401
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
@@ -23,8 +24,17 @@ MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="s
 VARIANTS = {"GPT-2": {}, "modern": MODERN, "swiglu with biases": dict(activation="swiglu", n_inner=48), "RMSNorm": dict(use_rmsnorm=True),
             "no biases": dict(bias=False), "E4M3": dict(fp8_format="E4M3"), "head in BF16": dict(fp8_lm_head=False),
             "loss in parts": dict(loss_chunks=2)}
-LARGE = {"large": dict(n_embd=512, n_layer=6, n_head=8, n_positions=1024),
-         "large and modern": MODERN | dict(n_embd=512, n_layer=6, n_head=8, n_kv_head=2, n_inner=1024, n_positions=1024)} if HAS_GPU else {}
+WIDE = dict(n_layer=1, n_positions=1024)
+LARGE = {  # options, rows and length of a batch: 8,208 tokens are no multiple of 32
+    "large": (dict(n_embd=512, n_layer=6, n_head=8, n_positions=1024), (8, 1024)),
+    "large and modern": (
+        MODERN | dict(n_embd=512, n_layer=6, n_head=8, n_kv_head=2, n_inner=1024, n_positions=1024), (8, 1024)),
+    "768 wide": (WIDE | dict(n_embd=768, n_head=12), (9, 912)),
+    "4096 wide": (WIDE | dict(n_embd=4096, n_head=32), (9, 912)),
+    "4096 wide and modern": (
+        MODERN | WIDE | dict(n_embd=4096, n_head=32, n_kv_head=8, n_inner=10928), (9, 912)),
+    "9216 wide": (WIDE | dict(n_embd=9216, n_head=72), (1, 1008)),
+} if HAS_GPU else {}
 
 
 class Float8Tensor(torch.Tensor):
@@ -68,8 +78,8 @@ def general_gemm(a, b, *, layout, bias, out_dtype, use_split_accumulator, grad):
 def modules_like_te(monkeypatch):
     """te_reference's modules with what fast_block asks TE's for."""
     if HAS_GPU:
-        if not fast_block.available():
-            pytest.skip(fast_block.available(return_reason=True)[1])
+        if fast_support.environment_reason():
+            pytest.skip(fast_support.environment_reason())
         return
 
     def quantizers(module):
@@ -102,7 +112,10 @@ def modules_like_te(monkeypatch):
         stub = types.ModuleType(name)
         stub.__dict__.update(names)
         monkeypatch.setitem(sys.modules, f"transformer_engine.{name}".strip("."), stub)
-    monkeypatch.setattr(fast_block, "available", lambda return_reason: (True, ""))
+    monkeypatch.setattr(fast_support, "environment_reason", lambda _=None: "")
+    monkeypatch.setattr(fast_support, "_runs_on_te", lambda model: True)
+    package, stands_for = fast_support._package, {"te_reference": "transformer_engine"}
+    monkeypatch.setattr(fast_support, "_package", lambda module: stands_for.get(package(module), package(module)))
 
 
 def make_model(fused=True, fp8_format="HYBRID", **options):
@@ -181,20 +194,44 @@ def test_training_is_that_of_the_modules(monkeypatch, variant):
 
 
 @pytest.mark.skipif(HAS_GPU, reason="general_gemm, above, sees it; on a GPU that is Transformer Engine's")
-@pytest.mark.parametrize("most", [0, 64, 1024])
-def test_which_sums_are_float32s(monkeypatch, most):
-    """Weights' gradients, and inputs' of more summands than FAST_SUMS."""
-    monkeypatch.setattr(fast_block.fast_gemm, "FAST_SUMS", most)
+def test_untimed_gemms_accumulate_as_in_transformer_engines_recipe():
     products.clear()
     train_steps(make_model())
-    assert {(layout, summands) for layout, summands, _ in products} >= {("TN", 32), ("NN", 32), ("NN", 64), ("NN", 96), ("NT", 32)}
-    assert all(in_float32 == (layout == "NT" or layout == "NN" and summands > most) for layout, summands, in_float32 in products)
+    assert {(layout, k) for layout, k, _ in products} >= {("TN", 32), ("NN", 32), ("NN", 64), ("NN", 96), ("NT", 32)}
+    assert all(precise == (layout != "TN") for layout, _, precise in products)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="cuBLASLt's GEMMs have their own tests there")
+@pytest.mark.parametrize("fast_k, fastest", [(0, set()), (64, {32, 64}), (None, {32, 64, 96, 128})])
+def test_which_gemms_may_use_fast_accumulation(monkeypatch, fast_k, fastest):
+    """Forward always, wgrad never, dgrad up to `dgrad_fast_accum_k`. None: the default."""
+    asked = set()
+
+    def gemm(a, a_scale_inv, b, b_scale_inv, bias, accumulation):
+        asked.add((b.dtype, a.shape[1], accumulation))  # b in E5M2: a gradient
+
+    monkeypatch.setattr(fast_block.fast_gemm, "is_supported", lambda: True)
+    monkeypatch.setattr(fast_block.fast_gemm, "gemm", gemm)  # has no algorithm: Transformer Engine's GEMM runs
+    model = make_model()
+    if fast_k is not None:
+        assert fast_block.accelerate(model, dgrad_fast_accum_k=fast_k) == ""
+    train_steps(model)
+    assert {accumulation for dtype, _, accumulation in asked if dtype == torch.float8_e4m3fn} == {"fast"}
+    backward = {accumulation: {k for dtype, k, kind in asked if dtype == torch.float8_e5m2 and kind == accumulation}
+                for accumulation in ("fastest", "precise", "fast")}
+    assert backward["fastest"] == fastest and 32 in backward["precise"] and not backward["fast"]
+
+
+def test_accelerate_refuses_a_negative_k():
+    with pytest.raises(ValueError, match="dgrad_fast_accum_k=-1: must be 0 or more; 3072 works"):
+        fast_block.accelerate(make_model(), dgrad_fast_accum_k=-1)
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *LARGE])
 def test_gradients_are_as_near_to_the_exact_ones(variant):
     """The same weights without FP8 and in float32: the pass written out is no farther from that than the modules are."""
-    options, batch = (VARIANTS | LARGE)[variant], make_tokens(0, *((8, 1024) if variant in LARGE else ()))
+    options, size = LARGE[variant] if variant in LARGE else (VARIANTS[variant], ())
+    batch = make_tokens(0, *size)
 
     def gradients(fused, exact=False):
         model = make_model(fused, **options)
@@ -257,6 +294,23 @@ def test_the_next_step_may_go_through_the_modules():
     assert_same_training(run([True, False, True]), run([False, True, False]))
 
 
+@pytest.mark.multigpu
+@pytest.mark.gpu
+def test_another_device_gives_the_same():
+    results = []
+    for device in (0, 1):
+        with torch.cuda.device(device):
+            model = make_model().to(f"cuda:{device}")
+            for _ in range(2):
+                model.zero_grad()
+                loss = model(*(tokens.to(f"cuda:{device}") for tokens in make_tokens(0)))
+                loss.backward()
+            assert fast_support.unsupported_reason(model) == ""
+        results.append([loss.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters())])
+    for ours, others in zip(*results):
+        assert (ours - others).norm() <= 0.02 * others.norm()
+
+
 def test_packed_documents(monkeypatch):
     """No token sees another document than its own."""
     calls = count_calls(monkeypatch)
@@ -285,46 +339,3 @@ def test_what_is_handed_over_must_not_be_touched(monkeypatch, touched):
     monkeypatch.setattr(fast_block, touched, lambda *args, **options: tuple(t * 1.0 if t is not None else t for t in function(*args, **options)))
     with pytest.raises(ValueError, match="untouched"):
         make_model()(*make_tokens(0))
-
-
-@pytest.mark.skipif(HAS_GPU, reason="there Transformer Engine itself is asked")
-def test_other_versions_and_gpus_are_left_to_the_modules(monkeypatch):
-    def reason(capability=(9, 0), **module):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        base = types.ModuleType("base")
-        base.__dict__.update(module)
-        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.module.base", base)
-        return fast_block._why_not_here()
-
-    release = type("TransformerEngineBaseModule", (), {"prepare_forward": None, "end_forward": None})
-    older = type("TransformerEngineBaseModule", (), {"prepare_forward": None})
-    assert reason(TransformerEngineBaseModule=release) == ""
-    assert "9.0" in reason((10, 0), TransformerEngineBaseModule=release)
-    assert "release 2.20" in reason(TransformerEngineBaseModule=older)
-    assert "2.20 is needed" in reason()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert fast_block._why_not_here() == "no CUDA device"
-
-
-REASONS = {  # words of the reason -> options, and what is done to the model
-    "not Transformer Engine's": ({}, lambda model: setattr(model.blocks[0].attn, "qkv", torch.nn.Linear(32, 96))),
-    "no gradients": ({}, lambda model: model.eval()),
-    "recipe is not delayed": ({}, lambda model: setattr(model, "fp8_recipe", types.SimpleNamespace(delayed=lambda: False))),
-    "not delayed scaling": (dict(use_fp8=False), None),
-    "high precision": (dict(fp8_skip_last=1), None),
-    "not kept, or not on the GPU": (dict(gradient_checkpointing=True), None),
-    "dropout": (dict(dropout=0.1), None),
-    "not kept in BF16": ({}, lambda model: model.float()),
-    "watches": ({}, lambda model: model.blocks[1].mlp.register_forward_hook(print)),
-}
-
-
-@pytest.mark.parametrize("words", REASONS)
-def test_what_goes_through_the_modules(words):
-    options, change = REASONS[words]
-    model = make_model(**options)
-    if change:
-        change(model)
-    assert words in fast_block.why_not(model)
-    assert not fast_block.why_not(make_model())

@@ -11,7 +11,7 @@ import te_reference
 
 pytest.importorskip("triton")
 import fast_casts  # noqa: E402
-from kernel_tools import HAS_GPU, _casts_that_round, _instructions  # noqa: E402, F401
+from kernel_tools import HAS_GPU, _casts_that_round, _instructions, _poisoned_memory  # noqa: E402, F401
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -58,6 +58,9 @@ def on_gpu(*values):
 
 LARGE = [on_gpu(4096, 768), on_gpu(272, 1040), on_gpu(2048, 4096)]
 SHAPES = [(64, 128), (64, 144), (48, 128), (16, 16), (80, 272), *LARGE]  # whole tiles, or not in columns, in rows, in both
+# Sizes that people train with, and their neighbours: rows that are no multiple of 32, widths that are no power of two
+TRAINING = [(8208, 16), (8208, 48), (8208, 768), (16400, 1040), (8208, 2064), (16400, 4080), (8208, 4096), (32784, 4096),
+            (8208, 5136), (8208, 9216), (8208, 12288), (8208, 16368)]
 KINDS = ["LayerNorm", "RMSNorm"]
 TYPES = [E4M3, E5M2]
 EPS = 1e-5
@@ -366,6 +369,41 @@ def test_add_up(shape, dtype):
     total, exact = fast_casts.add_up(sums, dtype), sums.double().sum(0)
     assert total.dtype == dtype and total.shape == shape[1:]
     torch.testing.assert_close(total.double(), exact, rtol=1.01 * BF16 if dtype == torch.bfloat16 else 1e-6, atol=1e-5 * shape[0]**0.5)
+
+
+# Sizes of training
+
+
+@pytest.mark.parametrize("columns", [16, 768, 2064, 4096, 8192, 9216, 12288, 16384])
+def test_programs_of_a_norm_take_every_row(columns):
+    """Its kernel has no partial last program, so a program's rows must divide all rows."""
+    for rows in range(16, 70_000, 16):
+        assert rows % fast_casts._norm_sizes(rows, columns)["ROWS"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, columns", TRAINING)
+def test_sizes_of_training(rows, columns):
+    """Every kernel, each with all its outputs, in memory that held NaN before."""
+    for kind in KINDS:
+        test_norm(rows, columns, kind, "branch and bias")
+        test_norm_backward(rows, columns, kind, True, "FP8 and sums")
+    for activation in ACTIVATIONS:
+        test_activate(rows, columns, activation, True)
+    test_cast(rows, columns, E5M2)
+    test_cast_all([(rows, columns), (48, 144)], E4M3)
+
+
+@pytest.mark.parametrize("call, problem", [
+    (lambda x: fast_casts.norm(x[:24], None, None, x[0], x[0], EPS, *scale_and_amax(), E4M3), r"\(32, 48\) works"),
+    (lambda x: fast_casts.cast(x[:, :40].contiguous(), *scale_and_amax(), E4M3), r"\(32, 48\) works"),
+    (lambda x: fast_casts.cast(x[:, :32], *scale_and_amax(), E4M3), "must be contiguous"),
+    (lambda x: fast_casts.activate("gelu", x.float(), None, *scale_and_amax(), E4M3), "must be bfloat16"),
+    (lambda x: fast_casts.norm(normal(16, 16400), None, None, x[0], None, EPS, *scale_and_amax(), E4M3), "at most 16384"),
+])
+def test_what_does_not_fit_is_refused(call, problem):
+    with pytest.raises(ValueError, match=problem):
+        call(normal(32, 48))
 
 
 # With Transformer Engine

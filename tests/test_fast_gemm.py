@@ -1,4 +1,6 @@
-"""Products by an algorithm of cuBLASLt's that was chosen by timing: the product whichever it is, chosen once, and never while a graph is recorded."""
+"""FP8 GEMMs by cuBLASLt's fastest algorithm: right whichever it is, for any stream, thread and device."""
+
+import threading
 
 import pytest
 import torch
@@ -7,21 +9,24 @@ import fast_gemm
 
 pytestmark = pytest.mark.gpu
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SHAPES = [(2304, 768, 4096), (768, 3072, 4096), (768, 4096, 2304), (64, 32, 48), (50304, 768, 256)]  # M, K, N
+SHAPES = [(2304, 768, 4096), (768, 3072, 8208), (768, 4096, 2304), (64, 32, 48), (50304, 768, 256)]  # M, K, N
+FORWARD = [(E4M3, E4M3, False, "fast"), (E4M3, E4M3, True, "fast")]
+BACKWARD = [(E4M3, E5M2, False, "precise"), (E4M3, E5M2, False, "fast"), (E4M3, E5M2, False, "fastest")]
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("FP8 products need a GPU that has them")
-    monkeypatch.setattr(fast_gemm, "_products", {})
+        pytest.skip("FP8 GEMMs need a GPU that has them")
+    monkeypatch.setattr(fast_gemm, "_shapes", type(fast_gemm._shapes)())
+    monkeypatch.setattr(fast_gemm._Shape, "tuned", 0)
 
 
-def make(m, k, n, a_type=E4M3, b_type=E4M3, with_bias=False):
+def make(m, k, n, a_type=E4M3, b_type=E4M3, with_bias=False, device="cuda"):
     """Operands, and their product in float64."""
-    a, b = (torch.randn(rows, k, device="cuda").to(dtype) for rows, dtype in ((m, a_type), (n, b_type)))
-    scales = torch.tensor([0.5], device="cuda"), torch.tensor([0.25], device="cuda")
-    bias = torch.randn(m, device="cuda", dtype=torch.bfloat16) if with_bias else None
+    a, b = (torch.randn(rows, k, device=device).to(dtype) for rows, dtype in ((m, a_type), (n, b_type)))
+    scales = torch.tensor([0.5], device=device), torch.tensor([0.25], device=device)
+    bias = torch.randn(m, device=device, dtype=torch.bfloat16) if with_bias else None
     exact = b.double() @ a.double().T / 8
     return (a, scales[0], b, scales[1], bias), exact + bias.double() if with_bias else exact
 
@@ -30,64 +35,162 @@ def error(out, exact):
     return ((out.double() - exact).norm() / exact.norm()).item()
 
 
-@pytest.mark.parametrize("a_type, b_type, with_bias, fast", [(E4M3, E4M3, False, True), (E4M3, E4M3, True, True), (E4M3, E5M2, False, False)])
+@pytest.mark.parametrize("a_type, b_type, with_bias, accumulation", FORWARD + BACKWARD)
 @pytest.mark.parametrize("m, k, n", SHAPES)
-def test_every_algorithm_gives_the_product(m, k, n, a_type, b_type, with_bias, fast):
+def test_every_algorithm_gives_the_product(m, k, n, a_type, b_type, with_bias, accumulation):
     operands, exact = make(m, k, n, a_type, b_type, with_bias)
-    out = fast_gemm.multiply(*operands, fast=fast)
-    assert out.shape == (n, m) and out.dtype == torch.bfloat16
-    product, = fast_gemm._products.values()
-    assert 0 <= product.best < product.found
+    out = fast_gemm.gemm(*operands, accumulation=accumulation)
+    assert out.shape == (n, m) and out.dtype == torch.bfloat16 and error(out, exact) < 1e-2
+    shape, = fast_gemm._shapes.values()
+    assert shape.is_tuned and 0 <= shape.best < len(shape.algorithms)
     errors = []
-    for number in range(product.found):
+    for algorithm in shape.algorithms:
         out = torch.full((n, m), float("nan"), device="cuda", dtype=torch.bfloat16)
-        product.run(number, *operands, out)
+        shape.run(algorithm, *operands, out)
         errors.append(error(out, exact))
-    assert errors[0] < 1e-2 and max(errors) <= 1.2 * errors[0] + 1e-4, errors  # the first is what Transformer Engine takes
+    # BF16 rounds by 0.17 %. Fast accumulation, with fewer bits than float32, adds 0.3 % at K = 4,096.
+    assert min(errors) < 2.5e-3 and max(errors) < (2.5e-3 if accumulation == "precise" else 6e-3), errors
 
 
-def test_chosen_once_for_a_shape(monkeypatch):
-    chosen, choose = [], fast_gemm._Product.choose
-    monkeypatch.setattr(fast_gemm._Product, "choose", lambda product, operands: chosen.append(product) or choose(product, operands))
+def test_fastest_tries_both_ways_to_accumulate_and_takes_precise_until_it_has_timed_them():
+    operands, _ = make(768, 3072, 4096, E4M3, E5M2)
+    for accumulation in ("precise", "fast", "fastest"):
+        fast_gemm.gemm(*operands, accumulation=accumulation)
+    precise, fast, both = fast_gemm._shapes.values()
+    assert len(both.algorithms) == len(precise.algorithms) + len(fast.algorithms)
+    first, last = both.algorithms[0][0], both.algorithms[-1][0]
+    assert both.descriptors == [first, last]  # precise, then fast
+
+
+def test_timed_once_for_a_shape(monkeypatch):
+    tuned, tune = [], fast_gemm._Shape.tune
+    monkeypatch.setattr(fast_gemm._Shape, "tune", lambda self, *_: tuned.append(1) or tune(self, *_))
     for m in (256, 512, 256, 512):
         operands, exact = make(m, 256, 128)
-        assert error(fast_gemm.multiply(*operands), exact) < 1e-2
-    assert len(chosen) == 2
+        assert error(fast_gemm.gemm(*operands), exact) < 1e-2
+    assert len(tuned) == 2
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("shape", [(64, 48), (2048, 1040)])
-def test_what_algorithms_are_tried_on(dtype, shape):
-    """Values of either sign up to the type's largest, whatever comes by: zeros take less power, and the clock is higher."""
-    state = torch.cuda.get_rng_state()
-    values = fast_gemm._random_like(torch.zeros(shape, device="cuda").to(dtype))
-    assert torch.equal(torch.cuda.get_rng_state(), state)
-    assert values.shape == shape and values.dtype == dtype and values.is_contiguous()
-    values, largest = values.double(), torch.finfo(dtype).max
-    assert values.isfinite().all() and values.abs().max() > largest / 3 and values.mean().abs() < values.std() / 10
-    assert 0.15 * largest < values.std() < 0.25 * largest
+def test_what_is_timed_and_kept_is_bounded(monkeypatch):
+    """Any number of token counts: the first ones are timed, all are right, and the oldest are forgotten."""
+    monkeypatch.setattr(fast_gemm, "MAX_TUNED", 2)
+    monkeypatch.setattr(fast_gemm, "MAX_CACHED", 3)
+    for tokens in (128, 144, 160, 176, 192, 128):
+        operands, exact = make(256, 256, tokens)
+        assert error(fast_gemm.gemm(*operands), exact) < 1e-2
+    assert fast_gemm._Shape.tuned == 2
+    assert [key[2] for key in fast_gemm._shapes] == [176, 192, 128]
+
+
+@pytest.mark.parametrize("b_type", [E4M3, E5M2])
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_timing_waits_for_operands_that_are_not_zeros(b_type, zero):
+    """A first step's gradients are flushed to zero, of either sign; other algorithms win on them."""
+    operands, exact = make(256, 256, 128, E4M3, b_type)
+    zeros = torch.full((128, 256), zero, device="cuda").to(b_type)
+    fast_gemm.gemm(*operands[:2], zeros, *operands[3:])
+    shape, = fast_gemm._shapes.values()
+    assert not shape.is_tuned
+    assert error(fast_gemm.gemm(*operands), exact) < 1e-2 and shape.is_tuned
+
+
+def test_operands_of_zeros_for_ever_are_not_looked_at_for_ever(monkeypatch):
+    operands, _ = make(256, 256, 128)
+    looks, has_values = [], fast_gemm._has_values
+    monkeypatch.setattr(fast_gemm, "_has_values", lambda x: looks.append(1) or has_values(x))
+    for _ in range(3 * fast_gemm.MAX_ATTEMPTS):
+        assert not fast_gemm.gemm(torch.zeros_like(operands[0]), *operands[1:]).any()
+    assert len(looks) == fast_gemm.MAX_ATTEMPTS
+
+
+def test_timing_copies_no_operand():
+    """At a vocabulary of 50,304 the gradient of 65,536 tokens' logits takes 3.3 GB."""
+    operands, _ = make(768, 16384, 50304, E4M3, E5M2)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = fast_gemm.gemm(*operands)
+    extra = torch.cuda.max_memory_allocated() - before - out.nbytes
+    assert extra <= fast_gemm.WORKSPACE_BYTES + 2**21
+
+
+def test_without_an_algorithm_there_is_no_result(monkeypatch):
+    monkeypatch.setattr(fast_gemm._Shape, "_ask_heuristic", lambda *_: [])
+    operands, _ = make(256, 256, 128)
+    assert fast_gemm.gemm(*operands) is None
+
+
+def test_algorithms_that_do_not_run_are_left_out(monkeypatch):
+    operands, exact = make(256, 256, 128)
+    runs = fast_gemm._Shape._runs
+    monkeypatch.setattr(fast_gemm._Shape, "_runs", lambda shape, algorithm, operands: False)
+    assert fast_gemm.gemm(*operands) is None
+    fast_gemm._shapes.clear()
+    monkeypatch.setattr(fast_gemm._Shape, "_runs", runs)
+    assert error(fast_gemm.gemm(*operands), exact) < 1e-2
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_in_a_cuda_graph(known):
-    """Recorded with what is known; a shape that is not is not timed, nor remembered."""
+    """Captured with what is known; a shape that is not is not timed."""
     operands, _ = make(256, 256, 128)
     if known:
-        fast_gemm.multiply(*operands)
+        fast_gemm.gemm(*operands)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = fast_gemm.multiply(*operands)
-    (a, a_scale, b, b_scale, _), exact = make(256, 256, 128)
+        out = fast_gemm.gemm(*operands)
+    shape, = fast_gemm._shapes.values()
+    assert shape.is_tuned == known
+    (a, _, b, _, _), exact = make(256, 256, 128)
     operands[0].copy_(a), operands[2].copy_(b)
     graph.replay()
-    assert error(out, exact) < 1e-2 and len(fast_gemm._products) == known
+    assert error(out, exact) < 1e-2
+
+
+def test_two_streams_and_threads_at_a_time():
+    """One shape, other operands, each thread on a stream of its own: no result is of another's operands."""
+    errors = []
+
+    def work(seed):
+        torch.manual_seed(seed)
+        some = [make(1024, 2048, 1040, E4M3, E5M2, with_bias=False) for _ in range(4)]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                outs = [fast_gemm.gemm(*operands) for operands, _ in some]
+            torch.cuda.current_stream().synchronize()
+        errors.extend(error(out, exact) for out, (_, exact) in zip(outs, some))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert len(errors) == 8 and max(errors) < 1e-2
+
+
+@pytest.mark.multigpu
+def test_on_another_device_than_the_current_one():
+    torch.cuda.set_device(0)
+    operands, exact = make(768, 768, 512, device="cuda:1")
+    out = fast_gemm.gemm(*operands)
+    assert out.device.index == 1 and error(out, exact) < 1e-2 and torch.cuda.current_device() == 0
+
+
+def test_more_than_2_to_the_31_elements():
+    """The logits of 43,008 tokens over 50,304 words."""
+    a = torch.randn(50304, 128, device="cuda").to(E4M3)
+    b = torch.randn(43008, 128, device="cuda").to(E4M3)
+    one = torch.ones(1, device="cuda")
+    out = fast_gemm.gemm(a, one, b, one, accumulation="fast")
+    assert out.numel() > 2**31
+    for rows in (slice(0, 16), slice(21500, 21516), slice(-16, None)):
+        assert error(out[rows], b[rows].double() @ a.double().T) < 1e-2
 
 
 def test_nothing_is_chosen_where_results_must_repeat():
-    assert fast_gemm.available()
+    assert fast_gemm.is_supported()
     torch.use_deterministic_algorithms(True)
     try:
-        assert not fast_gemm.available()
+        assert not fast_gemm.is_supported()
     finally:
         torch.use_deterministic_algorithms(False)

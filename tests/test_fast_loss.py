@@ -12,7 +12,7 @@ import te_reference
 pytest.importorskip("triton")
 import fast_loss  # noqa: E402
 from fast_loss import cross_entropy  # noqa: E402
-from kernel_tools import HAS_GPU, _casts_that_round, _instructions  # noqa: E402, F401
+from kernel_tools import HAS_GPU, _casts_that_round, _instructions, _poisoned_memory  # noqa: E402, F401
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 FORMATS = [torch.float8_e5m2, torch.float8_e4m3fn]
@@ -164,7 +164,8 @@ class FakeHead(torch.autograd.Function):
 @pytest.mark.skipif(HAS_GPU, reason="there Transformer Engine itself is asked, below")
 @pytest.mark.parametrize("case, in_fp8", [("", True), ("no head", False), ("another head", False), ("not straight from it", False),
                                           ("bias", False), ("bf16", False), ("other recipe", False), ("hook", False), ("odd", False),
-                                          ("blackwell", False)])
+                                          ("another GPU", False)])
+@pytest.mark.filterwarnings("ignore:fast kernels are not used")
 def test_which_gradients_are_cast(monkeypatch, case, in_fp8):
     quantizer_class = type("Float8Quantizer", (SimpleNamespace,), {})
     for name, names in {"tensor.float8_tensor": dict(Float8Quantizer=quantizer_class, Float8Tensor=FakeFloat8Tensor),
@@ -172,7 +173,8 @@ def test_which_gradients_are_cast(monkeypatch, case, in_fp8):
         module = ModuleType(name)
         module.__dict__.update(names)
         monkeypatch.setitem(sys.modules, f"transformer_engine.pytorch.{name}", module)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0) if case == "blackwell" else (9, 0))
+    reason = "not made for this GPU" if case == "another GPU" else ""
+    monkeypatch.setattr(fast_loss.fast_support, "environment_reason", lambda: reason)
     state = dict(scale=torch.tensor(5e3), amax=torch.zeros(1), dtype="E5M2")
     quantizer = SimpleNamespace(**state) if case == "other recipe" else None if case == "bf16" else quantizer_class(**state)
     head = SimpleNamespace(quantizers={"scaling_bwd": [quantizer_class(**state) if case == "another head" else quantizer, None]})
@@ -261,6 +263,36 @@ def test_bytes_are_transformer_engines(rows, vocab_size, factor, scale, fp8):
     assert torch.equal(gradient._data, expected._data) and torch.equal(gradient._transpose, expected._transpose)
     assert torch.equal(gradient._scale_inv, expected._scale_inv) and torch.equal(ours.amax, theirs.amax)
     assert gradient._fp8_dtype == expected._fp8_dtype and gradient.dtype == expected.dtype and gradient.shape == expected.shape
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_logits():
+    """43,008 tokens over 50,304 words: loss, BF16 gradient and FP8 gradient, in the first, middle and last rows."""
+    rows, vocab_size, places = 43008, 50304, (slice(0, 16), slice(21504, 21520), slice(-16, None))
+    logits = torch.randn(rows, vocab_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    labels = torch.randint(vocab_size, (rows,), device="cuda")
+    assert logits.numel() > 2**31
+    loss = cross_entropy(logits, labels)
+    values, lse = logits.detach(), loss.grad_fn.saved_tensors[2]
+    parts = zip(values.split(1024), labels.split(1024))
+    exact = sum(F.cross_entropy(part.float(), own, reduction="sum").double() for part, own in parts) / rows
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-5)
+
+    def gradient(place):
+        one_hot = F.one_hot(labels[place], vocab_size)
+        return (values[place].double().softmax(1) - one_hot) / rows
+
+    expected = [gradient(place) for place in places]
+    scale, amax = torch.tensor(57344.0 * rows, device="cuda"), torch.zeros(1, device="cuda")
+    by_rows, by_columns = fast_loss.cast_gradient(
+        values, labels, lse, torch.tensor(1 / rows, device="cuda"), scale, amax, torch.float8_e5m2)
+    for place, of_place in zip(places, expected):
+        of_fp8 = by_rows[place].view(torch.float8_e5m2).double() / scale
+        assert (of_fp8 - of_place).norm() < 0.06 * of_place.norm()  # E5M2 keeps 2 bits
+        assert torch.equal(by_columns[:, place], by_rows[place].T)
+    loss.backward()
+    for place, of_place in zip(places, expected):
+        assert (logits.grad[place] - of_place).norm() < 4e-3 * of_place.norm()
 
 
 @pytest.mark.gpu

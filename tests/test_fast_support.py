@@ -1,0 +1,293 @@
+"""An edited model is never trained as if it had not been edited: what the kernels refuse, and say so once."""
+
+import importlib.util
+import sys
+import types
+import warnings
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import fast_attention  # noqa: E402
+import fast_support  # noqa: E402
+import model_te_optimized  # noqa: E402
+import train_step  # noqa: E402
+from kernel_tools import HAS_GPU, _casts_that_round, _instructions  # noqa: E402, F401
+from test_fast_block import DEVICE, count_calls, make_model, make_tokens, modules_like_te  # noqa: E402, F401
+from train import TrainConfig  # noqa: E402
+
+pytestmark = [pytest.mark.gpu] if HAS_GPU else []
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch):
+    monkeypatch.setattr(fast_support, "_said", set())
+
+
+# Fingerprints
+
+
+def test_fingerprints_are_those_of_the_model_file():
+    """After an edit of the model that fast_block.py follows, `python fast_support.py` prints the new ones."""
+    model = model_te_optimized
+    assert fast_support.fingerprint(model.OptimizedGPT2Model.forward) == fast_support.MODEL_FORWARD
+    assert fast_support.fingerprint(model.Block.forward) == fast_support.BLOCK_FORWARD
+    assert fast_support.fingerprint(model.Attention.forward) == fast_support.ATTENTION_FORWARD
+    assert fast_support.fingerprint(model.Attention.attend) == fast_support.ATTEND
+    assert fast_support.fingerprint(model.apply_rope) == fast_support.APPLY_ROPE
+
+
+FUNCTION = "def forward(x, y=2):\n    return x + y\n"
+SAME = ('def forward(x: int, y: float = 2) -> float:\n    """A docstring."""\n    # and a comment\n'
+        '    return (\n        x + y)\n')
+OTHERS = (FUNCTION.replace("2", "3"), FUNCTION.replace("+", "-"), FUNCTION.replace("x +", "x.detach() +"),
+          FUNCTION.replace("return", "y = y\n    return"))
+DECORATED = ("import functools\ndef twice(f):\n    @functools.wraps(f)\n    def run(*args):\n"
+             "        return 2 * f(*args)\n    return run\n@twice\n" + FUNCTION)
+
+
+def test_a_fingerprint_is_of_what_a_function_does(tmp_path):
+    def of(source):
+        path = tmp_path / f"source_{abs(hash(source))}.py"
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return fast_support.fingerprint(module.forward)
+
+    assert len(of(FUNCTION)) == 16 and of(SAME) == of(FUNCTION)
+    assert len({of(source) for source in (FUNCTION, *OTHERS, DECORATED)}) == 6
+    namespace = {}
+    exec(FUNCTION, namespace)  # without source
+    assert fast_support.fingerprint(namespace["forward"]) == fast_support.fingerprint(None) == ""
+
+
+# What goes through the modules
+
+
+class ScaledBlock(model_te_optimized.Block):
+    def forward(self, x, *args, **kwargs):
+        return 2 * super().forward(x, *args, **kwargs)
+
+
+class ScaledAttention(model_te_optimized.Attention):
+    def forward(self, x, *args, **kwargs):
+        return 2 * super().forward(x, *args, **kwargs)
+
+
+class ReadsBeforeTheHead(model_te_optimized.OptimizedGPT2Model):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class Called(model_te_optimized.Block):
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, **kwargs)
+
+
+def scaled_forward(self, x, *args, **kwargs):
+    return 2 * x
+
+
+def become(pick, kind):
+    def edit(model):
+        pick(model).__class__ = kind
+    return edit
+
+
+def put(path, value):
+    """Set an attribute, such as blocks.1.mlp.activation."""
+    def edit(model):
+        *parents, name = path.split(".")
+        owner = model.get_submodule(".".join(parents))
+        setattr(owner, name, value(owner) if isinstance(value, types.FunctionType) else value)
+    return edit
+
+
+def subclass_of_qkv(model):
+    qkv = model.blocks[0].attn.qkv
+    qkv.__class__ = type("WithAdapter", (type(qkv),), {"__module__": "adapters"})
+
+
+EDITED = {  # words of the reason -> the edit
+    "ScaledBlock.forward was edited": become(lambda model: model.blocks[1], ScaledBlock),
+    "ScaledAttention.forward was edited": become(lambda model: model.blocks[1].attn, ScaledAttention),
+    "ReadsBeforeTheHead.forward was edited": become(lambda model: model, ReadsBeforeTheHead),
+    "Called.forward was edited": become(lambda model: model.blocks[0], Called),
+    "Block.forward was edited": put("blocks.1.forward", lambda _: scaled_forward),
+    "the forward method of blocks.0.mlp was replaced": put("blocks.0.mlp.forward", lambda mlp: mlp.forward),
+    "blocks.0.attn.qkv is a WithAdapter of adapters": subclass_of_qkv,
+    "blocks.0.attn.qkv is a Linear of torch": put("blocks.0.attn.qkv", lambda _: torch.nn.Linear(32, 96)),
+    "blocks.1.mlp has activation='relu'": put("blocks.1.mlp.activation", "relu"),
+    "blocks.1.mlp has zero_centered_gamma=True": put("blocks.1.mlp.zero_centered_gamma", True),
+    "blocks.0.dropout has p=0.5": put("blocks.0.dropout.p", 0.5),
+    "wte has padding_idx=3": put("wte.padding_idx", 3),
+    "the recipe runs attention in FP8": lambda model: setattr(model.fp8_recipe, "fp8_dpa", True),
+    "blocks.1.mlp has hooks": lambda model: model.blocks[1].mlp.register_forward_hook(print),
+    "lm_head has hooks": lambda model: model.lm_head.register_full_backward_pre_hook(print),
+    "wte.weight is frozen": lambda model: model.wte.requires_grad_(False),
+    "blocks.0.attn.qkv.layer_norm_weight is frozen": lambda model: model.blocks[0].requires_grad_(False),
+    "is not kept in BF16": lambda model: model.float(),
+    "n_embd=16400 is over 16384": lambda model: setattr(model.config, "n_embd", 16400),
+}
+
+
+@pytest.mark.parametrize("words", EDITED)
+def test_an_edited_model_goes_through_its_modules_and_is_named_once(words):
+    model = make_model()
+    EDITED[words](model)
+    assert words in fast_support.unsupported_reason(model)
+    with pytest.warns(UserWarning, match="fast kernels are not used: ") as warned:
+        assert not fast_support.takes_pass(model)
+    assert words in str(warned[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not fast_support.takes_pass(model)  # said once
+        assert fast_support.takes_pass(make_model()) and fast_support.unsupported_reason(make_model()) == ""
+
+
+MODES = {
+    "no gradients": ({}, lambda model: model.eval()),
+    "recipe is not delayed": ({}, put("fp8_recipe", types.SimpleNamespace(delayed=lambda: False))),
+    "not delayed scaling": (dict(use_fp8=False), None),
+    "high precision": (dict(fp8_skip_last=1), None),
+    "recomputed or offloaded": (dict(gradient_checkpointing=True), None),
+    "dropout is on": (dict(dropout=0.1), None),
+}
+
+
+@pytest.mark.parametrize("words", MODES)
+def test_what_a_user_chose_is_no_cause_for_a_warning(words):
+    options, change = MODES[words]
+    model = make_model(**options)
+    if change:
+        change(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert words in fast_support.unsupported_reason(model) and not fast_support.takes_pass(model)
+
+
+@pytest.mark.parametrize("edit", ["ScaledBlock.forward was edited", "ScaledAttention.forward was edited",
+                                  "wte.weight is frozen", "blocks.0.attn.qkv.layer_norm_weight is frozen"])
+@pytest.mark.filterwarnings("ignore:fast kernels are not used")
+def test_what_is_trained_is_the_edited_model(monkeypatch, edit):
+    """Loss and gradients are those without the kernels; frozen weights get none."""
+    calls, results = count_calls(monkeypatch), []
+    for fused in (True, False):
+        model = make_model(fused)
+        EDITED[edit](model)
+        for _ in range(2):  # the first pass chooses the scales
+            model.zero_grad()
+            loss = model(*make_tokens(0))
+            loss.backward()
+        results.append((loss, [parameter.grad for parameter in model.parameters()]))
+        assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    (loss, gradients), (expected, expected_gradients) = results
+    assert not calls and torch.equal(loss, expected)
+    for gradient, other in zip(gradients, expected_gradients):
+        if other is not None:  # attention's gradients on a GPU are summed in any order
+            torch.testing.assert_close(gradient, other, rtol=0.02, atol=1e-6)
+
+
+def test_a_second_pass_after_unfreezing_takes_the_kernels(monkeypatch):
+    calls, model = count_calls(monkeypatch), make_model()
+    model.requires_grad_(False)
+    model.blocks[1].requires_grad_(True)
+    with pytest.warns(UserWarning, match="is frozen"):
+        model(*make_tokens(0)).backward()
+    assert not calls
+    model.requires_grad_(True)
+    model(*make_tokens(0)).backward()
+    assert calls == ["blocks"]
+
+
+@pytest.mark.parametrize("reason, options, words", [
+    ("", {}, "fast kernels are on; dgrad GEMMs with K up to 3,072 use fast accumulation where it is faster"),
+    ("", dict(fp8_dgrad_fast_accum_k=0), "fast kernels are on"),
+    ("dropout is on", {}, "fast kernels are off: dropout is on"),
+    ("", dict(fused_block=False), "fast kernels are off: --no-fused-block"),
+    ("", dict(model="fused"), "")])
+def test_the_trainer_says_what_the_kernels_do(monkeypatch, reason, options, words):
+    config, model = TrainConfig(**options), make_model()
+    monkeypatch.setattr(train_step.fp8, "IS_REFERENCE", False)
+    monkeypatch.setattr(fast_support, "mode_reason", lambda model: reason)
+    assert train_step.accelerate(model, config) == words
+    if words.startswith("fast kernels are on"):
+        assert model.dgrad_fast_accum_k == config.fp8_dgrad_fast_accum_k
+
+
+# Versions and machines
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there Transformer Engine itself is asked")
+@pytest.mark.parametrize("capability, version, words", [
+    ((9, 0), "2.20.2", ""), ((9, 0), "2.20.0+abc", ""), ((9, 0), "2.21.0", "this is 2.21.0"),
+    ((9, 0), "2.2.0", "this is 2.2.0"), ((10, 0), "2.20.2", "compute capability 9.0"),
+    ((8, 9), "2.20.2", "compute capability 9.0"),
+    ((9, 0), None, "cannot be imported"), (None, "2.20.2", "no CUDA device")])
+def test_which_machines_and_versions_are_left_to_the_modules(monkeypatch, capability, version, words):
+    monkeypatch.undo()  # the stand-in for this function
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    stub = types.ModuleType("transformer_engine")
+    stub.__version__ = version
+    monkeypatch.setitem(sys.modules, "transformer_engine", stub if version else None)
+    fast_support._version_reason.cache_clear()
+    try:
+        reason = fast_support.environment_reason()
+    finally:
+        fast_support._version_reason.cache_clear()
+    assert words in reason and bool(words) == bool(reason)
+
+
+@pytest.mark.gpu
+def test_the_tested_version_is_installed_here():
+    assert fast_support.environment_reason() == ""
+
+
+# Attention
+
+
+def attend_twice(self, q, k, v, generating, documents=None):
+    return 2 * model_te_optimized.Attention.attend(self, q, k, v, generating, documents)
+
+
+class TwiceAttending(model_te_optimized.Attention):
+    attend = attend_twice
+
+
+ATTENTION_EDITS = {
+    "TwiceAttending.attend was edited": lambda attention: setattr(attention, "__class__", TwiceAttending),
+    "Attention.attend was edited": lambda attention: vars(attention).update(attend=partial(attend_twice, attention)),
+    "q_norm has hooks": lambda attention: attention.q_norm.register_forward_hook(lambda *_: None),
+    "k_norm is not Transformer Engine's": lambda attention: setattr(attention, "k_norm", torch.nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("words", ATTENTION_EDITS)
+def test_edited_attention_is_not_packed(monkeypatch, words):
+    packed = []
+    monkeypatch.setattr(fast_attention, "packed_attention", lambda qkv, *_, **__: packed.append(1) or qkv)
+    attention = make_model(use_qk_norm=True, use_rotary=True, attention="sdpa").blocks[0].attn
+    qkv = torch.randn(2, 16, 6, 16, device=DEVICE).bfloat16()
+    attention.kernel = "flash"
+    attention.mix(qkv)
+    assert packed == [1]
+    ATTENTION_EDITS[words](attention)
+    monkeypatch.setattr(model_te_optimized, "flash_attn_func", lambda q, k, v, causal: v)
+    with pytest.warns(UserWarning, match=words):
+        out = attention.mix(qkv)
+    assert packed == [1]
+    if "attend" in words:
+        assert torch.equal(out, 2 * qkv[:, :, 4:].flatten(2))  # the edit runs
+
+
+@pytest.mark.filterwarnings("ignore:fast kernels are not used")
+def test_an_edited_rotation_is_not_packed(monkeypatch):
+    attention = make_model(use_rotary=True).blocks[0].attn
+    assert fast_support.takes_attention(attention)
+    monkeypatch.setattr(model_te_optimized, "apply_rope", lambda x, cos, sin: x)
+    assert fast_support.attention_reason(attention) == "apply_rope was edited"
+    assert not fast_support.takes_attention(attention)
