@@ -31,14 +31,16 @@ te:
 	$(RUN) doctor.py --install
 
 benchmark: $(VENV)/.installed data/stdlib/meta.json
-	$(RUN) benchmark_te.py --json results/speed.json $(ARGS)
+	$(RUN) benchmark_te.py --shapes all --json results/speed.json $(ARGS)
 ifeq ($(ARGS),)
+	$(RUN) benchmark_te.py --json results/formats.json
 	$(RUN) benchmark_te.py --stack --json results/stack.json
 	$(RUN) benchmark_te.py --sweep --json results/crossover.json --time-budget 1000
 	$(RUN) benchmark_te.py --compile --json results/compile.json --time-budget 1000
 	$(RUN) benchmark_attention.py --json results/attention.json
 	$(RUN) results/optimizer.py --json results/optimizer.json
 	$(RUN) results/memory.py --json results/memory.json
+	$(RUN) results/gqa_rmsnorm.py --json results/gqa_rmsnorm.json
 	$(RUN) results/accumulation.py
 	$(RUN) results/training.py
 endif

@@ -1,23 +1,34 @@
-"""How fast it trains: whole steps (forward, loss, backward, clipping, optimizer) on random tokens, ours and others', side by side.
+"""Measure training speed on random tokens: FP8 against BF16, and this kit against others.
 
-    python benchmark_te.py --json results/speed.json --png results/speed.png     # the README's table
-    python benchmark_te.py --shape 4 768 12 8 512                                # layers, width, heads, batch, sequence: does FP8 pay?
-    python benchmark_te.py --sweep | --stack | --compile                         # where FP8 pays; what each measure brings; torch.compile
+    python benchmark_te.py                                # BF16, E4M3 and HYBRID at the seed guide's shape
+    python benchmark_te.py --shape 12 768 12 32 1024      # at your layers, width, heads, batch, sequence
+    python benchmark_te.py --shapes all --json results/speed.json     # the README's table
+    python benchmark_te.py --sweep | --stack | --compile  # where FP8 pays; each measure's part; torch.compile
+
+The first two print one table of three models: forward, backward, their total and FP8's speed-up. Those
+passes are launched from Python, as in a training loop of your own. The training step beside them (forward,
+loss, backward, clipping, optimizer) is the one that train.py runs, a CUDA graph where that is possible.
+MXFP8 and NVFP4 are in the table on a GPU that has them (Blackwell).
 
 Arms:
-- plain         nanoGPT: results/plain_gpt.py in float32 under BF16 autocast, torch.compile, PyTorch's fused AdamW.
-                plain-eager: not compiled; plain-by-hand: nor with SDPA; plain-graph: compiled with mode="reduce-overhead".
-- bf16, fp8     model_te_optimized.py exactly as train.py trains it, without FP8 and with delayed scaling, each step a CUDA graph where train.py
-                would make it one. fp8-e4m3, fp8-current, fp8-block: other recipes. More words can follow: -eager (no CUDA graph), -libraries
-                (PyTorch's attention, Transformer Engine's loss and blocks), -te_block (its blocks alone), -fused, -te, -custom, -advanced
-                (another model file), -accum4 (micro-batches a step), -checkpointing (gradient checkpointing), -bf16_moments (AdamW's moments),
-                -precise_dgrad (no FP8 fast accumulation in dgrad).
-- hf-llama      transformers.LlamaForCausalLM with BF16 weights and moments (no float32 masters: less work than the others), SDPA, torch.compile,
-                PyTorch's fused AdamW. Llama has no QK-norm; the others' block "modern" has.
+- plain     nanoGPT: results/plain_gpt.py in float32 under BF16 autocast, torch.compile, PyTorch's fused
+            AdamW. plain-eager: not compiled; plain-by-hand: nor with SDPA; plain-graph: compiled with
+            mode="reduce-overhead".
+- bf16, fp8 model_te_optimized.py exactly as train.py trains it, without FP8 and with delayed scaling
+            (HYBRID), each step a CUDA graph where train.py makes it one. More words can follow:
+            -e4m3, -current, -block, -mxfp8, -nvfp4 (another format or recipe; the last two need Blackwell),
+            -fused, -te, -custom, -advanced (another model file), -eager (no CUDA graph), -libraries
+            (PyTorch's attention, Transformer Engine's loss and blocks), -te_block (its blocks alone),
+            -accum4 (micro-batches a step), -checkpointing (gradient checkpointing), -bf16_moments (AdamW's
+            moments), -precise_dgrad (no FP8 fast accumulation in dgrad).
+- hf-llama  transformers.LlamaForCausalLM with BF16 weights and moments (no float32 masters: less work than
+            the others), SDPA, torch.compile, PyTorch's fused AdamW. Llama has no QK-norm; the others' block
+            "modern" has.
 
-What makes figures comparable: an arm's steps are timed in turns with plain's, which stays in memory, and `ratio_to_plain` is of those; times are
-medians between CUDA events; before anything is timed, an arm's loss must be what random tokens cost at initialisation, and within 0.1 of the
-other arms'. Forward, backward and optimizer are timed in a pass of their own, launched from Python; `ms` is the step as it is trained.
+What makes figures comparable: an arm's steps are timed in turns with plain's, which stays in memory, and
+`ratio_to_plain` is of those; times are medians between CUDA events; before anything is timed, an arm's loss
+must be what random tokens cost at initialization, and within 0.1 of the other arms'. Forward, backward and
+optimizer are timed in passes of their own, launched from Python; `ms` is the step as it is trained.
 """
 
 import dataclasses
@@ -54,6 +65,9 @@ SHAPES = {  # options of train.py
     "guide": dict(n_layer=4, n_embd=768, n_head=12, micro_batch_size=8, seq_len=512),
     "llama3-8b": PRESETS["llama3-8b"] | dict(grad_accum=1),
 }
+GUIDE_SHAPE = (4, 768, 12, 8, 512)  # layers, width, heads, batch, sequence of the seed guide: "guide" above
+TABLE_MODELS, TABLE_FORMATS = ("optimized", "fused", "custom"), ("bf16", "fp8-e4m3", "fp8")
+BLACKWELL = ("mxfp8", "nvfp4")  # recipes that join the table where they run
 MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False)  # tied, MLP of 8/3, KV heads: a quarter
 MODERN_TOO = ("124m-b32", "350m-b16", "c4096")
 ARMS = ("plain", "bf16", "fp8", "bf16-eager", "fp8-eager", "fp8-e4m3", "fp8-current", "fp8-block")
@@ -74,7 +88,7 @@ def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
     kind, *words = arm.split("-")
     changes = {"fp8_recipe": "delayed" if kind == "fp8" else "none"}
     for word in words:
-        if kind == "fp8" and word in ("current", "block"):
+        if kind == "fp8" and word in ("current", "block", *BLACKWELL):
             changes["fp8_recipe"] = word
         elif kind == "fp8" and word == "e4m3":
             changes["fp8_format"] = word
@@ -157,12 +171,12 @@ def check_loss(loss, config, others):
         raise RuntimeError(f"numerics: a loss of {loss:.3f} at initialisation, but {others:.3f} in the first arm")
 
 
-def phases_ms(step, batches, device) -> dict:
-    """Medians over five passes, launched from Python, on the first micro-batch."""
+def phases_ms(step, batches, device, passes=5) -> dict:
+    """Time forward, backward and optimizer, launched from Python, on one micro-batch: medians of `passes`."""
     forward = step.forward if isinstance(step, PlainStep) else step.net
     first = {"is_first_microbatch": True} if step.config.grad_accum > 1 else {}
     found = []
-    for _ in range(7):
+    for _ in range(2 + passes):
         step.optimizer.zero_grad(set_to_none=True)
         stamps = [stamp(device)]
         loss = forward(*batches[0], **first)
@@ -175,8 +189,10 @@ def phases_ms(step, batches, device) -> dict:
     return {f"{name}_ms": statistics.median(column[2:]) for name, column in zip(("forward", "backward", "optimizer"), zip(*found))}
 
 
-def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, profiled=False, warmup=WARMUP, phases=True):
-    """One arm -> (its figures, its step). `plain`: the step of plain, timed in turns with it. `others`: the first arm's loss."""
+def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, profiled=False, warmup=WARMUP,
+            phases=5):
+    """One arm -> (its figures, its step). `plain`: the step of plain, timed in turns with it. `others`: the
+    first arm's loss. `phases`: passes for phases_ms, or 0."""
     free()
     gpu = device.type == "cuda"
     occupied = torch.cuda.memory_allocated() if gpu else 0
@@ -210,7 +226,7 @@ def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, pr
         figures |= power_and_clock(lambda: step(batches, LR), device)
     if phases:
         try:
-            figures |= phases_ms(step, batches, device)
+            figures |= phases_ms(step, batches, device, phases)
         except torch.OutOfMemoryError:  # beside a graph's memory there is not always room for a pass without one
             step.optimizer.zero_grad(set_to_none=True)
     return figures, step
@@ -240,17 +256,18 @@ def attempt(arm, *args, **kwargs):
 
 @dataclass
 class Options:
-    shapes: tuple[str, ...] = tuple(SHAPES)
+    shapes: tuple[str, ...] = ()  # The long table, against nanoGPT, at these shapes of the README, or all.
     blocks: tuple[Literal["gpt2", "modern"], ...] = ()
     """gpt2: LayerNorm, GELU, learned positions, biases. modern: RMSNorm, RoPE, QK-norm, GQA, SwiGLU, no biases. By default gpt2, and for
     three shapes modern too."""
-    arms: tuple[str, ...] = ()  # By default all that there are for a block; of llama3-8b fp8 and fp8-accum4.
+    arms: tuple[str, ...] = ()  # By default all of the table or block; of llama3-8b fp8 and fp8-accum4.
     steps: int = 20  # Timed, of each arm.
     json: Path | None = None  # Write the rows here; those of other shapes, blocks and arms in the file stay.
     png: Path | None = None  # Draw them here.
     profile: Literal["main", "all", "none"] = "main"  # Sum kernels by class: of fp8 and plain, of every arm, of none.
     preset: str | None = None  # A preset of train.py as the shape: its micro-batch and sequence, without accumulation.
-    shape: tuple[int, int, int, int, int] | None = None  # Layers, width, heads, batch, sequence: does FP8 pay there?
+    shape: tuple[int, int, int, int, int] | None = None
+    """Of the table of formats: layers, width, heads, batch, sequence; by default the seed guide's."""
     sweep: bool = False  # FP8 against BF16 over width and tokens a step.
     stack: bool = False  # From plain PyTorch to here, measure by measure; with --shapes, at the first of them.
     compile: bool = False  # torch.compile's modes on the five models.
@@ -279,7 +296,7 @@ def say(row, of=""):
     print(f"{of:18} {row['arm']:18} {row['ms']:8.2f} ms  {row['tokens_per_s']:>9,.0f} tokens/s{ratio}{percent}{peak}{phases}", flush=True)
 
 
-def measure_shape(name, shape, block, arms, options, device, ceilings, rows):
+def measure_shape(name, shape, block, arms, options, device, ceilings, rows, phases=5):
     """All arms of a shape, plain first, a row each."""
     torch._dynamo.reset()  # else it stops compiling after some models of the same class
     config, plain, others = make_config(shape, device, block), None, None
@@ -287,14 +304,16 @@ def measure_shape(name, shape, block, arms, options, device, ceilings, rows):
     while queue:
         arm = queue.pop(0)
         profiled = options.profile == "all" or options.profile == "main" and arm in ("fp8", "plain")
-        figures, step = attempt(arm, config, device, options.steps, plain, others, profiled)
+        figures, step = attempt(arm, config, device, options.steps, plain, others, profiled, phases=phases)
         row = {"shape": name, "block": block} | figures
         if "error" not in row:
             others = figures["loss"] if others is None else others
             arm_options = arm_config("bf16" if arm in PLAIN_ARMS else arm, config)
             model_config = checkpoint.make_model_config("optimized", figures["model_config"])
-            row |= {"floor_ms": floor_ms(model_config, config.micro_batch_size * arm_options.grad_accum, config.seq_len, arm.startswith("fp8"),
-                                         ceilings, optimizer_bytes(arm, arm_options)), "ceilings": ceilings}
+            floor = floor_ms(model_config, config.micro_batch_size * arm_options.grad_accum, config.seq_len,
+                             arm.startswith("fp8"), ceilings, optimizer_bytes(arm, arm_options))
+            row |= {"floor_ms": None if "nvfp4" in arm else floor,  # FP4's rate is not among the ceilings
+                    "ceilings": ceilings}
         elif "OutOfMemory" in row["error"] and config.preset == "llama3-8b" and not arm.endswith("checkpointing"):
             queue.insert(0, f"{arm}-checkpointing")
         if arm == "plain":
@@ -305,7 +324,7 @@ def measure_shape(name, shape, block, arms, options, device, ceilings, rows):
 
 
 def run_shapes(options, device, argv):
-    shapes = {name: SHAPES[name] for name in options.shapes}
+    shapes = {name: SHAPES[name] for name in (SHAPES if "all" in options.shapes else options.shapes)}
     if options.preset:
         shapes = {options.preset: {"preset": options.preset} | PRESETS[options.preset] | dict(grad_accum=1)}
     shapes = {name: shape | ({"preset": name} if name in PRESETS else {}) for name, shape in shapes.items()}
@@ -325,18 +344,35 @@ def run_shapes(options, device, argv):
     return int(any("numerics" in row.get("error", "") for row in rows))
 
 
-def run_one_shape(options, device, argv):
-    layers, width, heads, batch, length = options.shape
+def table_arms():
+    """Name the arms of the table of formats: three models in BF16 and in the FP8 formats that run here."""
+    formats = [*TABLE_FORMATS, *(f"fp8-{recipe}" for recipe in BLACKWELL if not fp8.why_not(recipe))]
+    return [name if model == "optimized" else f"{name}-{model}" for model in TABLE_MODELS for name in formats]
+
+
+def run_formats(options, device, argv):
+    """Print the seed guide's table at one shape: forward, backward, total and FP8's speed-up, by format."""
+    layers, width, heads, batch, length = options.shape or GUIDE_SHAPE
+    name = "x".join(map(str, options.shape)) if options.shape else "guide"
     shape = dict(n_layer=layers, n_embd=width, n_head=heads, micro_batch_size=batch, seq_len=length)
+    if options.profile == "main":
+        options = dataclasses.replace(options, profile="none")
     rows = report.Rows(options.json, ("shape", "block", "arm"), argv)
-    arms = options.arms or ("bf16-eager", "fp8-eager", "bf16", "fp8")
-    measure_shape("x".join(map(str, options.shape)), shape, "gpt2", arms, options, device, measure_ceilings(device), rows)
-    speed = {row["arm"]: row["tokens_per_s"] for row in rows if "error" not in row and row["shape"] == "x".join(map(str, options.shape))}
-    for how, suffix in (("launched from Python", "-eager"), ("as train.py runs it", "")):
-        if {f"bf16{suffix}", f"fp8{suffix}"} <= set(speed):
-            ratio = speed[f"fp8{suffix}"] / speed[f"bf16{suffix}"]
-            print(f"{how}: FP8 {'pays' if ratio > 1.02 else 'does not pay' if ratio < 0.98 else 'makes no difference'}, "
-                  f"{ratio:.2f} times BF16's tokens/s")
+    arms = options.arms or table_arms()
+    ceilings = measure_ceilings(device)
+    measure_shape(name, shape, "gpt2", arms, options, device, ceilings, rows, phases=options.steps)
+    rows = [row for row in rows if row["shape"] == name]
+    run = make_config(shape, device)  # on a CPU a smaller model than was asked for
+    print(f"\n{run.n_layer} layers of width {run.n_embd}, {run.micro_batch_size} x {run.seq_len} tokens;"
+          f" ms, and times BF16's speed\n{report.formats_table(rows)}")
+    if device.type != "cuda" or fp8.IS_REFERENCE:
+        print("FP8 is emulated here by te_reference: the times mean nothing")
+    ms = {row["arm"]: row["ms"] for row in rows if "error" not in row}
+    if {"bf16", "fp8"} <= set(ms):
+        ratio = ms["bf16"] / ms["fp8"]
+        verdict = "pays" if ratio > 1.02 else "does not pay" if ratio < 0.98 else "makes no difference"
+        print(f"optimized, as train.py runs it: FP8 {verdict}, {ratio:.2f} times BF16's tokens/s")
+    return int(any("numerics" in row.get("error", "") for row in rows))
 
 
 def run_sweep(options, device, argv):
@@ -352,7 +388,9 @@ def run_sweep(options, device, argv):
                                       vocab_size=1024), device)
             for arm in ("bf16-eager", "fp8-eager", "bf16", "fp8"):
                 late = time.time() - start > options.time_budget
-                figures = {"error": "not run: time budget"} if late else attempt(arm, config, device, 8, warmup=3, phases=False)[0]
+                figures = {"error": "not run: time budget"}
+                if not late:
+                    figures = attempt(arm, config, device, 8, warmup=3, phases=0)[0]
                 row[f"{arm}_ms"] = figures.get("ms")
                 row |= {"error": figures["error"]} if "error" in figures else {}
             for name, suffix in (("eager", "-eager"), ("graph", "")):
@@ -366,7 +404,7 @@ def run_sweep(options, device, argv):
 
 
 def run_stack(options, device, argv):
-    name = options.shapes[0] if options.shapes != tuple(SHAPES) else "124m-b32"
+    name = next(iter(options.shapes), "124m-b32")
     config, rows = make_config(SHAPES[name], device), report.Rows(options.json, ("shape", "label"), argv)
     for label, arm in STACK.items():
         figures = attempt(arm, config, device, options.steps)[0]
@@ -417,12 +455,18 @@ def run_compile(options, device, argv):
 
 def main(argv=None) -> int:
     options = cli.parse(Options, argv, prog="benchmark_te.py", description=__doc__)
-    modes = [name for name in ("shape", "sweep", "stack", "compile", "preset") if getattr(options, name)]
-    if len(modes) > 1:
+    modes = ("shape", "stack", "shapes", "sweep", "compile", "preset")
+    modes = [name for name in modes if getattr(options, name)]
+    if len(modes) > 1 and modes != ["stack", "shapes"]:
         raise ValueError(f"--{modes[0]} and --{modes[1]}: one at a time")
     for name in options.shapes:
-        if name not in SHAPES:
-            raise ValueError(f"--shapes {name!r} is unknown; use {', '.join(SHAPES)}, or --shape with five numbers")
+        if name not in SHAPES and (name != "all" or options.stack):
+            known = ", ".join(SHAPES if options.stack else [*SHAPES, "all"])
+            raise ValueError(f"--shapes {name!r} is unknown; use {known}")
+    if not modes or modes == ["shape"]:
+        for name in ("png", "blocks"):
+            if getattr(options, name):
+                raise ValueError(f"--{name}: the table of formats has none; add --shapes guide, for example")
     if options.preset and options.preset not in PRESETS:
         raise ValueError(f"--preset {options.preset!r} is unknown; use {', '.join(PRESETS)}")
     if options.steps < 4:
@@ -442,8 +486,9 @@ def main(argv=None) -> int:
         print("te_reference in place of Transformer Engine: the times mean nothing")
     else:
         torch.cuda.set_device(device)
-    modes_run = {"shape": run_one_shape, "sweep": run_sweep, "stack": run_stack, "compile": run_compile, "preset": run_shapes}
-    return modes_run[modes[0] if modes else "preset"](options, device, argv) or 0
+    modes_run = {"shape": run_formats, "shapes": run_shapes, "preset": run_shapes, "sweep": run_sweep,
+                 "stack": run_stack, "compile": run_compile}
+    return modes_run[modes[0] if modes else "shape"](options, device, argv) or 0
 
 
 if __name__ == "__main__":

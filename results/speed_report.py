@@ -10,10 +10,14 @@ import sys
 
 import torch
 
+import checkpoint
 import fp8
 
 NAMES = {"plain": "nanoGPT, compiled", "plain-graph": "nanoGPT, CUDA graphs", "bf16": "ours, BF16", "fp8": "ours, FP8",
-         "fp8-current": "ours, FP8 current", "fp8-block": "ours, FP8 block", "hf-llama": "transformers' Llama, compiled"}
+         "fp8-current": "ours, FP8 current", "fp8-block": "ours, FP8 block", "fp8-mxfp8": "ours, MXFP8",
+         "fp8-nvfp4": "ours, NVFP4", "hf-llama": "transformers' Llama, compiled"}
+FORMATS = {"bf16": "BF16", "fp8-e4m3": "FP8 E4M3", "fp8": "FP8 HYBRID", "fp8-current": "FP8 current",
+           "fp8-block": "FP8 block", "fp8-mxfp8": "MXFP8", "fp8-nvfp4": "NVFP4"}
 IN_PICTURES = NAMES | {"fp8-te_block": "FP8, TE's modules", "fp8-e4m3": "ours, FP8 E4M3", "fp8-bf16_moments": "ours, FP8, BF16 moments"}
 
 
@@ -79,6 +83,38 @@ def table(rows) -> str:
     return "\n".join(lines)
 
 
+def markdown(titles, rows, words=1) -> str:
+    """A Markdown table; all columns but the first `words` are aligned to the right."""
+    rule = ["---"] * words + ["---:"] * (len(titles) - words)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (titles, rule, *rows))
+
+
+def formats_table(rows) -> str:
+    """Markdown table of models and formats: ms forward, backward and of both, and of the training step, the
+    last two with their speed-up over the same model's BF16. An empty cell was not measured."""
+    found = {}
+    for row in rows:
+        words = row["arm"].split("-")
+        model = next((word for word in words if word in checkpoint.MODELS), "optimized")
+        if "error" not in row and words[0] in ("bf16", "fp8"):
+            total = row["forward_ms"] + row["backward_ms"] if "forward_ms" in row else None
+            arm = "-".join(word for word in words if word != model)
+            found.setdefault(model, {})[arm] = row | {"total_ms": total}
+    lines = []
+    for model, formats in found.items():
+        base, known = formats.get("bf16", {}), [arm for arm in FORMATS if arm in formats]
+        for arm in known + [arm for arm in formats if arm not in FORMATS]:
+            row, values = formats[arm], []
+            for part in ("forward_ms", "backward_ms", "total_ms", "ms"):
+                values.append(row.get(part))
+                if part in ("total_ms", "ms"):
+                    values.append(base[part] / row[part] if base.get(part) and row[part] else None)
+            cells = ["" if value is None else f"{value:.2f}" for value in values]
+            lines.append([model, FORMATS.get(arm, arm), *cells])
+    titles = ["model", "precision", "forward", "backward", "total", "speed-up", "training step", "speed-up"]
+    return markdown(titles, lines, words=2)
+
+
 def compile_table(rows) -> str:
     """Of benchmark_te.py --compile, as Markdown: thousands of tokens a second, in brackets graph breaks and seconds of compiling; below the table
     why a pair failed."""
@@ -138,7 +174,9 @@ def draw_speed(rows, path):
                 label = f"{height:.2f}" if against else f"{height:.1f} k" + (f"\nMFU\n{100 * row['mfu']:.1f} %" if row["mfu"] else "")
                 bar = axes.bar(x, height - start, 0.9, bottom=start, **looks[arm])
                 axes.bar_label(bar, [label], fontsize=8, padding=2)
-                axes.hlines(height * row["ms"] / row["floor_ms"], x - 0.45, x + 0.45, color="black", lw=1.5)
+                if row["floor_ms"]:
+                    floor = height * row["ms"] / row["floor_ms"]
+                    axes.hlines(floor, x - 0.45, x + 0.45, color="black", lw=1.5)
                 x += 1
             x += 1 if against else 2
         axes.set_xticks(*zip(*ticks), fontsize=8)

@@ -86,6 +86,8 @@ def test_floor_by_hand():
     ("bf16", dict(fp8_recipe="none", cuda_graph="auto")), ("fp8", dict(fp8_recipe="delayed", fp8_format="hybrid")),
     ("fp8-e4m3", dict(fp8_recipe="delayed", fp8_format="e4m3")), ("fp8-current-eager", dict(fp8_recipe="current", cuda_graph="off")),
     ("fp8-bf16_moments", dict(fp8_recipe="delayed", moment_dtype="bfloat16")),
+    ("fp8-mxfp8-fused", dict(fp8_recipe="mxfp8", model="fused")),
+    ("fp8-nvfp4", dict(fp8_recipe="nvfp4", model="optimized")),
     ("fp8-fused-accum4-checkpointing", dict(model="fused", grad_accum=4, gradient_checkpointing=True))])
 def test_arms_are_options_of_the_trainer(arm, changes):
     config = benchmark.arm_config(arm, benchmark.TrainConfig())
@@ -155,9 +157,51 @@ def test_an_arm_that_fails_is_a_row_with_the_reason(tmp_path, monkeypatch):
     assert second["tokens_per_s"] > 0 and second["ratio_to_plain"] is None
 
 
-def test_one_shape_says_whether_fp8_pays(capsys):
-    assert run("--shape 4 768 12 8 512 --steps 4 --profile none --arms bf16 fp8") == 0
-    assert re.search(r"FP8 (pays|does not pay|makes no difference), \d+\.\d\d times BF16's", capsys.readouterr().out)
+def test_without_options_it_prints_the_guides_table(tmp_path, monkeypatch, capsys):
+    """Forward, backward, their total and FP8's speed-up, for each model and format, at the guide's shape."""
+    monkeypatch.setattr(benchmark, "WARMUP", 1)
+    assert run(f"--steps 4 --json {tmp_path}/formats.json") == 0
+    out = capsys.readouterr().out
+    rows = json.loads((tmp_path / "formats.json").read_text())
+    assert {row["shape"] for row in rows} == {"guide"} and not any("error" in row for row in rows)
+    assert benchmark.GUIDE_SHAPE == (4, 768, 12, 8, 512)
+    table = [line for line in out.splitlines() if line.startswith("|")]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
+    cells = {tuple(line[:2]): line[2:] for line in lines[2:]}
+    models, formats = ("optimized", "fused", "custom"), ("BF16", "FP8 E4M3", "FP8 HYBRID")
+    assert {(model, name) for model in models for name in formats} <= set(cells)
+    assert ("fused", "MXFP8") in cells and ("fused", "NVFP4") not in cells  # te_reference emulates no NVFP4
+    found = {row["arm"]: row for row in rows}
+    for model in models:
+        words = "" if model == "optimized" else f"-{model}"
+        base, ours = found[f"bf16{words}"], found[f"fp8-e4m3{words}"]
+        before, total = (row["forward_ms"] + row["backward_ms"] for row in (base, ours))
+        expected = [ours["forward_ms"], ours["backward_ms"], total, before / total, ours["ms"]]
+        expected.append(base["ms"] / ours["ms"])
+        assert cells[model, "FP8 E4M3"] == [f"{value:.2f}" for value in expected]
+        assert cells[model, "BF16"][3] == cells[model, "BF16"][5] == "1.00"
+    verdict = r"as train.py runs it: FP8 (pays|does not pay|makes no difference), \d+\.\d\d times BF16's"
+    assert re.search(verdict, out)
+    assert out.count("the times mean nothing") == 2  # before and under the table
+
+
+def test_the_table_of_another_shape_and_of_fewer_arms(tmp_path, capsys):
+    arms = "bf16-custom fp8-custom fp8-nvfp4-fused"
+    assert run(f"--shape 4 768 12 8 256 --steps 4 --arms {arms} --json {tmp_path}/formats.json") == 0
+    out = capsys.readouterr().out
+    assert [line.split("|")[1:3] for line in out.splitlines() if line.startswith("| custom")] == [
+        [" custom ", " BF16 "], [" custom ", " FP8 HYBRID "]]
+    rows = {row["arm"]: row for row in json.loads((tmp_path / "formats.json").read_text())}
+    assert rows["bf16-custom"]["shape"] == "4x768x12x8x256"
+    assert "cannot run on this machine" in rows["fp8-nvfp4-fused"]["error"]
+
+
+def test_a_missing_figure_is_an_empty_cell():
+    rows = [{"arm": "fp8-fused", "ms": 10.0}, {"arm": "fp8-e4m3-fused", "error": "out of memory"},
+            {"arm": "bf16-fused", "forward_ms": 4.4, "backward_ms": 9.51, "ms": 14.0}]
+    assert report.formats_table(rows).splitlines()[2:] == [
+        "| fused | BF16 | 4.40 | 9.51 | 13.91 | 1.00 | 14.00 | 1.00 |",
+        "| fused | FP8 HYBRID |  |  |  |  | 10.00 | 1.40 |"]
 
 
 def test_sweep(tmp_path, monkeypatch):
@@ -197,7 +241,13 @@ def test_compile_reports_graphs_breaks_and_refusals(tmp_path, monkeypatch):
     ("--shapes nothing", "--shapes 'nothing' is unknown; use 124m-b32"), ("--steps 1", "--steps 1: must be 4 or more"),
     ("--arms plain fp16", "--arms 'fp16' is unknown"), ("--arms bf16-current", "--arms 'bf16-current' is unknown"),
     ("--sweep --stack", "one at a time"), ("--shape 4 768 12 8", "--shape"), ("--shape 4 768 13 8 512", "4 768 12 8 512 works"),
-    ("--preset gpt5", "--preset 'gpt5' is unknown; use tiny"), ("--json nowhere/x.json", "there is no folder nowhere"),
+    ("--preset gpt5", "--preset 'gpt5' is unknown; use tiny"),
+    ("--png x.png", "--png: the table of formats has none; add --shapes guide, for example"),
+    ("--blocks modern", "--blocks: the table of formats has none; add --shapes guide, for example"),
+    ("--shapes all nothing", "--shapes 'nothing'"),
+    ("--stack --shapes all", "--shapes 'all' is unknown; use 124m"),
+    ("--shape 4 768 12 8 512 --shapes guide", "--shape and --shapes: one at a time"),
+    ("--json nowhere/x.json", "there is no folder nowhere"),
     ("--blocks gpt3", "--blocks")])
 def test_bad_options_are_one_line(arguments, complaint, capsys):
     assert run(arguments) == 2
