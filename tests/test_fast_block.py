@@ -299,6 +299,7 @@ def test_the_next_step_may_go_through_the_modules():
 def test_another_device_gives_the_same():
     results = []
     for device in (0, 1):
+        fp8.forget_models()  # Transformer Engine reduces the amax of all models together, on one device
         with torch.cuda.device(device):
             model = make_model().to(f"cuda:{device}")
             for _ in range(2):
@@ -307,6 +308,7 @@ def test_another_device_gives_the_same():
                 loss.backward()
             assert fast_support.unsupported_reason(model) == ""
         results.append([loss.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters())])
+    fp8.forget_models()
     for ours, others in zip(*results):
         assert (ours - others).norm() <= 0.02 * others.norm()
 
