@@ -12,6 +12,8 @@ if not HAS_GPU:
 
 pytest.importorskip("triton")
 import fast_attention  # noqa: E402
+import model_te_optimized  # noqa: E402
+from model_te_optimized import OptimizedConfig  # noqa: E402
 from fast_attention import packed_attention  # noqa: E402
 
 EPS = 1e-5
@@ -106,6 +108,35 @@ def test_says_why_flash_attention_is_not_there(monkeypatch):
     assert not fast_attention.available()
     assert fast_attention.available(return_reason=True) == (False, "no CUDA device" if not HAS_GPU else
                                                             "neither flash-attn-4 (for compute capability 9.0 or newer) nor flash-attn is installed")
+
+
+@pytest.mark.parametrize("version", ["fa4", "fa2"])
+@pytest.mark.parametrize("capability, widest", [((7, 5), (0, 0)), ((8, 0), (0, 256)), ((9, 0), (256, 256)),
+                                                ((10, 0), (128, 256)), ((12, 0), (128, 256))])
+@pytest.mark.parametrize("dim", [20, 64, 96, 128, 136, 192, 256, 264])
+def test_flash_attention_is_picked_only_where_its_package_has_a_kernel(monkeypatch, version, capability, widest, dim):
+    """`auto` in the model, and the packed kernels; what the packages state by compute capability and head size."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    for name in ("fa4", "fa2"):
+        monkeypatch.setattr(fast_attention, f"{name}_forward", print if name == version else None)
+
+    def flash_attn_func():
+        pass
+
+    package = "flash_attn.cute" if version == "fa4" else "flash_attn.flash_attn_interface"
+    flash_attn_func.__module__ = package
+    monkeypatch.setattr(model_te_optimized, "flash_attn_func", flash_attn_func)
+    runs = dim % 8 == 0 and dim <= widest[version == "fa2"] or (version, capability, dim) == ("fa4", (10, 0), 256)
+    assert fast_attention._flash_version(dim) == (version if runs else None)
+    config = OptimizedConfig(n_head=2, n_embd=2 * dim, head_dim=dim, vocab_size=64, attention="auto")
+    assert (model_te_optimized.attention_kernel(config) == "flash") == runs
+    config.attention = "flash"
+    if runs:
+        assert model_te_optimized.attention_kernel(config) == "flash"
+        config.attn_dropout = 0.1
+    with pytest.raises(ValueError, match="attention='flash': .*; 'sdpa' works"):
+        model_te_optimized.attention_kernel(config)
 
 
 class Recorder:

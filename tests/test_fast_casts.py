@@ -191,7 +191,9 @@ def test_norm_backward(rows, columns, kind, elsewhere, wanted):
     exact, exact_dweight, exact_dshift = exact_norm_backward(gradient, stream, weight, shift)
     assert_close(total, exact + other.double() if elsewhere else exact)
     if "FP8" in wanted:
-        assert_fp8(three, total.double(), scale, amax, E5M2, share=0)
+        # Wide rows are computed in two layouts, for the BF16 and for the FP8 copy, and RMSNorm's mean may differ in its
+        # last bit. One value in 10^8 is then rounded otherwise to BF16, at a tie of FP8's: of small tensors none.
+        assert_fp8(three, total.double(), scale, amax, E5M2, share=1e-6)
     else:
         assert three is None and amax.item() == 0
     if "sums" in wanted:
