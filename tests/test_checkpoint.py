@@ -153,6 +153,21 @@ def test_master_weights_appear_and_merge_when_the_precision_changes(tmp_path):
     step(model, optimizer, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masters_beside_float32_weights_are_not_read(tmp_path, dtype):
+    """Earlier versions stored such masters after a resume and never updated them."""
+    model, optimizer = make()
+    step(model, optimizer, 0)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["master_param"] = torch.zeros_like(parameter)
+    folder = save(tmp_path / "run", 1, model, optimizer)
+    other, other_optimizer = make(seed=1, dtype=dtype)
+    load(folder, other, other_optimizer)
+    for parameter, saved in zip(other.parameters(), model.parameters()):
+        assert torch.equal(parameter, saved.to(dtype))
+        assert torch.equal(other_optimizer.state[parameter].get("master_param", saved), saved)
+
+
 def damage(folder, name):
     if name == "missing":
         next(folder.glob("*.safetensors")).unlink()
