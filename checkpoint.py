@@ -413,15 +413,6 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
             torch.manual_seed(torch.initial_seed() + meta["step"] * 100_003 + _rank())
 
 
-def _float32_weights_are_masters(tensors: dict) -> None:
-    """Take weights that are stored in float32 as the master weights, in case the run goes on in BF16. Earlier
-    versions stored masters beside such weights after a resume, and never updated them."""
-    for name in [name for name, value in tensors.items() if name.startswith("model.")]:
-        state = name.replace("model.", "optimizer.", 1)
-        if tensors[name].dtype == torch.float32 and f"{state}.exp_avg" in tensors:
-            tensors[f"{state}.master_param"] = tensors[name]
-
-
 def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, names: dict) -> None:
     target = optimizer.state_dict()
     for group, stored in zip(target["param_groups"], stored_groups):
@@ -445,6 +436,15 @@ def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, names: 
         if state:
             target["state"][number] = {key: value.to(parameter.device) for key, value in state.items()}
     optimizer.load_state_dict(target)
+
+
+def _float32_weights_are_masters(tensors: dict) -> None:
+    """Take weights that are stored in float32 as the master weights, in case the run goes on in BF16. Earlier
+    versions stored masters beside such weights after a resume, and never updated them."""
+    for name in [name for name, value in tensors.items() if name.startswith("model.")]:
+        state = name.replace("model.", "optimizer.", 1)
+        if tensors[name].dtype == torch.float32 and f"{state}.exp_avg" in tensors:
+            tensors[f"{state}.master_param"] = tensors[name]
 
 
 def join_remainder(weight, remainder) -> torch.Tensor:

@@ -138,7 +138,7 @@ class FastAdam(torch.optim.Optimizer):
 
     With CUDA graphs: call `prepare` before `step` or `gradient_norm` is recorded. A replay runs no Python,
     but reads everything from device memory. `group["lr"].fill_(…)` changes its learning rate, `write_options`
-    also the groups' other options, and `prepare` all of that and which gradients there are.
+    also the groups' other options, and `prepare` all of that and where the gradients are now.
 
     Args:
         moment_dtype: type of both moments. torch.bfloat16 needs betas of at most 0.996. A step takes 1 - beta
@@ -155,7 +155,7 @@ class FastAdam(torch.optim.Optimizer):
         if moment_dtype not in TYPES:
             raise ValueError(f"FastAdam: moment_dtype {moment_dtype}: use torch.float32 or torch.bfloat16")
         self.moment_dtype, self.store_param_remainders = moment_dtype, store_param_remainders
-        self.dtype, self.tables, self.recorded = None, [], None
+        self.dtype, self.tables = None, []
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     def add_param_group(self, param_group):
@@ -204,7 +204,7 @@ class FastAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def write_options(self):
-        """Write changed learning rates, betas, eps and weight decay to the device. Call it before a replay."""
+        """Write changed learning rates, betas, eps and weight decay to the device, for replays, too."""
         for group, tables in zip(self.param_groups, self.tables):
             values = [*group["betas"], group["eps"], group["weight_decay"]]
             if group["lr"] is tables.lr and values == tables.values:
@@ -227,8 +227,6 @@ class FastAdam(torch.optim.Optimizer):
                 self._check_layout(group["params"], rows)
                 tables.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, 6))
                 tables.rows = rows
-        if self.recorded is not None or self._is_recording():  # replays read these, so they must not be freed
-            self.recorded = [p.grad for group in self.param_groups for p in group["params"]]
 
     def _row(self, parameter):
         """The parameter's row of `_Tables.pointers`."""
