@@ -8,7 +8,8 @@ Arms:
 - plain         nanoGPT: results/plain_gpt.py in float32 under BF16 autocast, torch.compile, PyTorch's fused AdamW.
                 plain-eager: not compiled; plain-by-hand: nor with SDPA; plain-graph: compiled with mode="reduce-overhead".
 - bf16, fp8     model_te_optimized.py exactly as train.py trains it, without FP8 and with delayed scaling, each step a CUDA graph where train.py
-                would make it one. fp8-e4m3, fp8-current, fp8-block: other recipes. More words can follow: -eager (no CUDA graph), -libraries
+                would make it one. fp8-e4m3, fp8-current, fp8-block: other recipes, each in its own format;
+                fp8-block-hybrid: E5M2 gradients. More words can follow: -eager (no CUDA graph), -libraries
                 (PyTorch's attention, Transformer Engine's loss and blocks), -te_block (its blocks alone), -fused, -te, -custom, -advanced
                 (another model file), -accum4 (micro-batches a step), -checkpointing (gradient checkpointing), -bf16_moments (AdamW's moments).
 - hf-llama      transformers.LlamaForCausalLM with BF16 weights and moments (no float32 masters: less work than the others), SDPA, torch.compile,
@@ -75,7 +76,7 @@ def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
     for word in words:
         if kind == "fp8" and word in ("current", "block"):
             changes["fp8_recipe"] = word
-        elif kind == "fp8" and word == "e4m3":
+        elif kind == "fp8" and word in ("e4m3", "hybrid"):
             changes["fp8_format"] = word
         elif word == "eager":
             changes["cuda_graph"] = "off"
@@ -200,6 +201,7 @@ def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, pr
                "ratio_to_plain": statistics.median(theirs) / ms if theirs else 1.0 if arm == "plain" else None,
                "mfu": 1e3 * tokens / ms * flops_per_token(parameters, config) / limit if limit else None, "peak_gib": peak,
                "cuda_graph": getattr(step, "graphed", arm == "plain-graph"), "loss": loss, "parameters": parameters,
+               "fp8_format": fp8.resolve_format(config.fp8_recipe, config.fp8_format) or None,
                "grad_accum": config.grad_accum, "model_config": dataclasses.asdict(model_config)}
     if profiled:
         figures["profile_ms"] = profile_ms(lambda: step(batches, LR), device)

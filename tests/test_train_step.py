@@ -1,4 +1,4 @@
-"""What a TrainStep is given must fit what it does: the number of micro-batches, their shapes, and what CUDA graphs have fixed.
+"""A TrainStep refuses batches and changes that do not fit, most of all those that CUDA graphs would not see.
 
 On the CPU a "graph" is the recorded function itself, which reads and writes the same tensors at each replay.
 """
@@ -21,7 +21,7 @@ import train  # noqa: E402
 import train_step  # noqa: E402
 from fast_adam import FastAdam  # noqa: E402
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there test_step_gpu.py records real graphs")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_step_gpu.py has real graphs")
 SMALL = dict(n_layer=1, n_head=1, n_embd=16, vocab_size=32, n_positions=16, seq_len=16, fp8_recipe="current")
 
 
@@ -33,7 +33,7 @@ def graphs_on_the_cpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *args: None)
     forward_backward = train_step.TrainStep.forward_backward
 
-    def overwriting(self, batch, first):  # as the first micro-batch's graph does with the gradients of the step before
+    def overwriting(self, batch, first):  # as the first micro-batch's graph overwrites the gradients of before
         if first:
             self.optimizer.zero_grad(set_to_none=True)
         return forward_backward(self, batch, first)
@@ -53,7 +53,8 @@ class Adam(fp8.te.optimizers.FusedAdam):
 def make(graphed=True, adam=Adam, **options):
     config = train.TrainConfig(**SMALL | options)
     recipe = train_step.recipe_of(config)
-    model_config = checkpoint.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": recipe is not None})
+    options = dataclasses.asdict(config) | {"use_fp8": recipe is not None}
+    model_config = checkpoint.make_model_config("optimized", options)
     torch.manual_seed(0)
     model = checkpoint.build_model("optimized", model_config)
     model.fp8_recipe = recipe or model.fp8_recipe
@@ -94,7 +95,7 @@ ALWAYS = {
     "too few": ([batch(2)], r"1 micro-batches: grad_accum is 2.*set grad_accum=1"),
     "too many": ([batch(2)] * 3, "3 micro-batches: grad_accum is 2"),
     "none": ([], "0 micro-batches"),
-    "labels of another shape": ([(batch(2)[0], batch(2)[1].T.contiguous())] * 2, r"labels \(16, 2\).*a label for each token"),
+    "labels of another shape": ([(batch(2)[0], batch(2)[1].T.contiguous())] * 2, r"labels \(16, 2\).*for each token"),
     "no labels": ([batch(2)[:1]] * 2, "pass .input_ids, labels."),
 }
 
@@ -124,7 +125,7 @@ def test_a_recording_refuses_micro_batches_of_two_shapes():
 def test_cu_seqlens_that_go_are_refused():
     step = make(fp8_recipe="none")
     step([(*batch(0), STARTS)], 1e-2)
-    with pytest.raises(ValueError, match=r"micro-batch 1 of 1: input_ids .2, 16. int64, labels .2, 16. int64; .*cu_seqlens"):
+    with pytest.raises(ValueError, match=r"micro-batch 1 of 1: input_ids .*, labels .2, 16. int64; .*cu_seqlens"):
         step([batch(1)], 1e-2)
 
 
