@@ -16,7 +16,8 @@ Arms:
             mode="reduce-overhead".
 - bf16, fp8 model_te_optimized.py exactly as train.py trains it, without FP8 and with delayed scaling
             (HYBRID), each step a CUDA graph where train.py makes it one. More words can follow:
-            -e4m3, -current, -block, -mxfp8, -nvfp4 (another format or recipe; the last two need Blackwell),
+            -e4m3, -current, -block, -mxfp8, -nvfp4 (another format, or another recipe in its own format;
+            the last two need Blackwell), -block-hybrid (E5M2 gradients),
             -fused, -te, -custom, -advanced (another model file), -eager (no CUDA graph), -libraries
             (PyTorch's attention, Transformer Engine's loss and blocks), -te_block (its blocks alone),
             -accum4 (micro-batches a step), -checkpointing (gradient checkpointing), -bf16_moments (AdamW's
@@ -90,7 +91,7 @@ def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
     for word in words:
         if kind == "fp8" and word in ("current", "block", *BLACKWELL):
             changes["fp8_recipe"] = word
-        elif kind == "fp8" and word == "e4m3":
+        elif kind == "fp8" and word in ("e4m3", "hybrid"):
             changes["fp8_format"] = word
         elif word == "eager":
             changes["cuda_graph"] = "off"
@@ -220,6 +221,7 @@ def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, pr
                "ratio_to_plain": statistics.median(theirs) / ms if theirs else 1.0 if arm == "plain" else None,
                "mfu": 1e3 * tokens / ms * flops_per_token(parameters, config) / limit if limit else None, "peak_gib": peak,
                "cuda_graph": getattr(step, "graphed", arm == "plain-graph"), "loss": loss, "parameters": parameters,
+               "fp8_format": fp8.resolve_format(config.fp8_recipe, config.fp8_format) or None,
                "grad_accum": config.grad_accum, "model_config": dataclasses.asdict(model_config)}
     if profiled:
         figures["profile_ms"] = profile_ms(lambda: step(batches, LR), device)

@@ -389,6 +389,8 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
             raise ValueError(f"{folder} is of another architecture: {name.removeprefix('model.')} is {sizes[0]} in the "
                              f"checkpoint and {sizes[1]} in the model; build the model from the checkpoint's meta.json")
     _dcp(dcp.load, tensors, folder)
+    if not meta.get("config", {}).get("fp8_param"):
+        _float32_weights_are_masters(tensors)
 
     def part(prefix):
         return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
@@ -416,7 +418,9 @@ def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, names: 
     for group, stored in zip(target["param_groups"], stored_groups):
         if "step" in stored:  # all else comes from this run's own options
             on_device = getattr(optimizer, "capturable", False)
-            group["step"] = torch.tensor([stored["step"]], dtype=torch.int, device="cuda") if on_device else stored["step"]
+            device = optimizer.param_groups[0]["params"][0].device
+            count = torch.tensor([stored["step"]], dtype=torch.int, device=device)
+            group["step"] = count if on_device else stored["step"]
     parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     target["state"] = {}
     for number, parameter in enumerate(parameters):
@@ -432,6 +436,15 @@ def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, names: 
         if state:
             target["state"][number] = {key: value.to(parameter.device) for key, value in state.items()}
     optimizer.load_state_dict(target)
+
+
+def _float32_weights_are_masters(tensors: dict) -> None:
+    """Take weights that are stored in float32 as the master weights, in case the run goes on in BF16. Earlier
+    versions stored masters beside such weights after a resume, and never updated them."""
+    for name in [name for name, value in tensors.items() if name.startswith("model.")]:
+        state = name.replace("model.", "optimizer.", 1)
+        if tensors[name].dtype == torch.float32 and f"{state}.exp_avg" in tensors:
+            tensors[f"{state}.master_param"] = tensors[name]
 
 
 def join_remainder(weight, remainder) -> torch.Tensor:

@@ -24,6 +24,7 @@ import tyro
 
 import checkpoint
 import cli
+import fp8
 import hf_weights
 from data import get_tokenizer
 from train import read_metrics
@@ -149,7 +150,10 @@ def model_card(source: Path, meta: dict, kind: str, weights: dict, dtype: str) -
     losses = [record for record in measured if "val_loss" in record]
     memory = max((record.get("peak_gib") or 0 for record in measured), default=0)
     unit = "nats a byte" if meta["tokenizer"] == "byte" else f"nats a token ({meta['tokenizer']})"
-    recipe = config["fp8_recipe"] + (f" ({config['fp8_format']})" if config["fp8_recipe"] != "none" else ", trained without FP8")
+    fp8_format = fp8.resolve_format(config["fp8_recipe"], config["fp8_format"])
+    recipe = config["fp8_recipe"] + (f" ({fp8_format})" if fp8_format else "")
+    if recipe == "none":
+        recipe += ", trained without FP8"
     rows = {"class": hf_weights.CLASSES[kind], "parameters": f"{sum(w.numel() for w in weights.values()):,} ({dtype})",
             "tokenizer": meta["tokenizer"], "data": config["data"], "steps": f"{step:,}", "tokens": f"{tokens:,}",
             "FP8 recipe": recipe if step else None,

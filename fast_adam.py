@@ -4,31 +4,39 @@ Notable, and why:
 - Adam is bound by memory: 28 bytes a parameter (BF16 weight and gradient, float32 master and two moments), 26 where the master is kept as
   the 16 bits that the BF16 weight lacks and the weight is read, too, 18 with moments in BF16 as well. Transformer Engine's kernel for CUDA
   graphs takes twice the time of this one (`results/optimizer.json`), and refuses remainders.
-- All parameters go in one launch: a table of pointers says where each one's tensors lie, a second table which chunk a program works on.
+- All parameters go in one launch: a table of pointers says where each one's tensors are, a second table which
+  chunk a program works on. Both have a fixed size, whichever parameters have gradients, so that a recorded
+  launch stays right.
 - Clipping is a factor that the kernel applies to gradients as it reads them, instead of a pass over all gradients.
 - State, its names and its meaning are FusedAdam's: a checkpoint written with one loads in the other.
 
 Formula: Loshchilov and Hutter, arXiv:1711.05101, algorithm 2. The split of a float32 number in a BF16 one and 16 bits is Transformer Engine's.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
+LARGEST_BF16_BETA = 1 - 2**-8  # see FastAdam, moment_dtype
 CHUNK = 8192  # parameters of a program: enough to keep a processor's memory pipeline full, few enough to divide small tensors
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @triton.jit
-def _adam(tables, chunks, corrections, lr, grad_scale, beta1, beta2, eps, weight_decay, weight_type: tl.constexpr, master: tl.constexpr,
-          moment_type: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def _adam(tables, chunks, corrections, lr, grad_scale, options, weight_type: tl.constexpr,
+          master: tl.constexpr, moment_type: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """tables (tensors, 6) int64: addresses of weight, gradient, exp_avg, exp_avg_sq, master, and the number of elements.
-    chunks (programs, 2) int32: which tensor, which chunk of it. master: none | float32 | remainder."""
+    chunks (programs, 2) int32: which tensor, which chunk of it. master: none | float32 | remainder.
+    options (4,) float64: beta1, beta2, eps, weight_decay."""
     program = tl.program_id(0)
     row = tables + 6 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
     correction1, correction2 = tl.load(corrections), tl.load(corrections + 1)
     rate, scale = tl.load(lr), tl.load(grad_scale)
+    beta1, beta2 = tl.load(options).to(tl.float32), tl.load(options + 1).to(tl.float32)
+    eps, weight_decay = tl.load(options + 2).to(tl.float32), tl.load(options + 3).to(tl.float32)
     size = tl.where(tl.abs(scale) < float("inf"), tl.load(row + 5), 0)  # of a step that is skipped, not an element
     # The hint lets loads and stores be 16 bytes wide. A mask would forbid it, so whole chunks do without.
     weight = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.int16 if master == "remainder" else weight_type)), 16)
@@ -100,31 +108,90 @@ def _squares(tables, chunks, sums, gradient_type: tl.constexpr, CHUNK: tl.conste
     tl.store(sums + program, tl.sum(squares))
 
 
+@dataclass
+class _Tables:
+    """What the kernels read of one parameter group. The tensors are allocated once and new values are written
+    into them, because a recorded CUDA graph goes on reading this memory."""
+
+    pointers: torch.Tensor  # (parameters, 6) int64, see `_adam`; zeros skip a parameter without a gradient
+    chunks: torch.Tensor  # (programs, 2) int32, of all parameters: the launch is always the same
+    lr: torch.Tensor  # () float32
+    options: torch.Tensor  # (4,) float64: beta1, beta2, eps, weight_decay
+    rows: list | None = None  # what `pointers` holds
+    values: list | None = None  # what `options` holds
+
+
+def _check_options(group, moment_dtype):
+    """Raise ValueError for options that train nothing, or with which the moments go wrong."""
+    betas, lr = tuple(group["betas"]), float(group["lr"])
+    if not lr >= 0:
+        raise ValueError(f"FastAdam: lr {lr}: must be 0 or more; 1e-3 works")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"FastAdam: betas {betas}: must be at least 0 and below 1; (0.9, 0.95) works")
+    if moment_dtype == torch.bfloat16 and max(betas) > LARGEST_BF16_BETA:
+        raise ValueError(f"FastAdam: betas {betas}: must be at most 0.996 with moment_dtype=torch.bfloat16, "
+                         "else the moments never fall; (0.9, 0.95) works, or moment_dtype=torch.float32")
+
+
 class FastAdam(torch.optim.Optimizer):
-    """AdamW for BF16 parameters (with float32 masters) or float32 ones, all of one type. The learning rate and the step count are tensors
-    on the device, so that a CUDA graph may hold the step: `group["lr"].fill_(…)`.
+    """AdamW for BF16 parameters (with float32 master weights) or float32 ones, all of one type.
 
-    moment_dtype: of both moments. torch.bfloat16 needs betas of at most 0.996: what a step takes off a moment, 1 - beta of it, is rounded off
-    where it is below half of its last bit, 2^-8 of it, and the moment never falls again."""
+    With CUDA graphs: call `prepare` before `step` or `gradient_norm` is recorded. A replay runs no Python,
+    but reads everything from device memory. `group["lr"].fill_(…)` changes its learning rate, `write_options`
+    also the groups' other options, and `prepare` all of that and where the gradients are now.
 
-    capturable, master_weights = True, True
+    Args:
+        moment_dtype: type of both moments. torch.bfloat16 needs betas of at most 0.996. A step takes 1 - beta
+            of a moment away. Where this is below half of the last bit, 2^-8 of the moment, it is rounded off,
+            and the moment never falls.
+        store_param_remainders: store of a BF16 parameter's float32 master only the 16 bits that the parameter
+            lacks.
+    """
+
+    capturable = True
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, *, moment_dtype=torch.float32,
                  store_param_remainders=True):
+        if moment_dtype not in TYPES:
+            raise ValueError(f"FastAdam: moment_dtype {moment_dtype}: use torch.float32 or torch.bfloat16")
+        self.moment_dtype, self.store_param_remainders = moment_dtype, store_param_remainders
+        self.dtype, self.tables = None, []
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        types = {p.dtype for group in self.param_groups for p in group["params"]}
-        if len(types) != 1 or not types <= {torch.bfloat16, torch.float32}:
+
+    def add_param_group(self, param_group):
+        """Add parameters, also after steps were made; their moments and their step count start at zero."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_types(group["params"])
+            _check_options(group, self.moment_dtype)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        parameters = group["params"]
+        device = next(p.device for group in reversed(self.param_groups) for p in group["params"])
+        sizes = [triton.cdiv(p.numel(), CHUNK) for p in parameters]
+        chunks = [[number, chunk] for number, size in enumerate(sizes) for chunk in range(size)]
+        group["lr"] = torch.tensor(float(group["lr"]), device=device)
+        group["step"] = torch.zeros(1, dtype=torch.int, device=device)
+        self.tables.append(_Tables(
+            pointers=torch.zeros(len(parameters), 6, dtype=torch.int64, device=device),
+            chunks=torch.tensor(chunks, dtype=torch.int32, device=device).view(-1, 2),
+            lr=group["lr"], options=torch.zeros(4, dtype=torch.float64, device=device)))
+        for parameter in parameters:
+            self.initialize_state(parameter)
+
+    def _check_types(self, parameters):
+        """Take the optimizer's type from its parameters. Raise ValueError if they differ."""
+        types = {p.dtype for p in parameters} | ({self.dtype} if self.dtype else set())
+        if len(types) != 1 or not types <= set(TYPES):
             raise ValueError(f"FastAdam: parameters of types {types}: all must be torch.bfloat16, or all torch.float32")
         self.dtype, = types
-        self.moment_dtype, self.store_param_remainders = moment_dtype, store_param_remainders and self.dtype == torch.bfloat16
-        self.master = "none" if self.dtype == torch.float32 else "remainder" if store_param_remainders else "float32"
-        self.tables = {}
-        for group in self.param_groups:
-            device = group["params"][0].device
-            group["lr"] = torch.tensor(float(lr), device=device)
-            group["step"] = torch.zeros(1, dtype=torch.int, device=device)
-            for parameter in group["params"]:
-                self.initialize_state(parameter)
+        self.master_weights = self.dtype == torch.bfloat16
+        self.store_param_remainders = self.store_param_remainders and self.master_weights
+        self.master = "none"
+        if self.master_weights:
+            self.master = "remainder" if self.store_param_remainders else "float32"
 
     def initialize_state(self, param):
         state = self.state[param]
@@ -135,62 +202,139 @@ class FastAdam(torch.optim.Optimizer):
         elif self.master == "float32":
             state["master_param"] = param.detach().float().clone()
 
+    @torch.no_grad()
+    def write_options(self):
+        """Write changed learning rates, betas, eps and weight decay to the device, for replays, too."""
+        for group, tables in zip(self.param_groups, self.tables):
+            values = [*group["betas"], group["eps"], group["weight_decay"]]
+            if group["lr"] is tables.lr and values == tables.values:
+                continue
+            self._refuse_while_recording()
+            _check_options(group, self.moment_dtype)
+            if group["lr"] is not tables.lr:  # a number, or a tensor that no recording knows
+                group["lr"] = tables.lr.fill_(float(group["lr"]))
+            tables.options.copy_(torch.tensor(values, dtype=torch.float64))
+            tables.values = values
+
+    @torch.no_grad()
     def prepare(self):
-        """Write the tables of pointers. `step` does it where a pointer has changed; before a CUDA graph is recorded, call it yourself."""
-        for number, group in enumerate(self.param_groups):
-            rows = [[p.data_ptr(), p.grad.data_ptr(), state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr(),
-                     state["master_param"].data_ptr() if "master_param" in state else 0, p.numel()]
-                    for p in group["params"] if p.grad is not None for state in [self.state[p]]]
-            if number in self.tables and self.tables[number][0] == rows:
+        """Write changed options and addresses to the device. `step` and `gradient_norm` call it."""
+        self.write_options()
+        for group, tables in zip(self.param_groups, self.tables):
+            rows = [self._row(parameter) for parameter in group["params"]]
+            if rows != tables.rows:
+                self._refuse_while_recording()
+                self._check_layout(group["params"], rows)
+                tables.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, 6))
+                tables.rows = rows
+
+    def _row(self, parameter):
+        """The parameter's row of `_Tables.pointers`."""
+        gradient, state = parameter.grad, self.state[parameter]
+        if gradient is None:
+            return [0] * 6
+        master = state["master_param"].data_ptr() if self.master_weights else 0
+        return [parameter.data_ptr(), gradient.data_ptr(), state["exp_avg"].data_ptr(),
+                state["exp_avg_sq"].data_ptr(), master, parameter.numel()]
+
+    def _check_layout(self, parameters, rows):
+        for p in parameters:
+            if p.grad is None:
                 continue
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is not None and not (parameter.is_contiguous() and gradient.is_contiguous() and gradient.dtype == self.dtype):
-                    raise ValueError("FastAdam: parameters and gradients must be contiguous and of one type")
-            if any(address % 16 for row in rows for address in row[:5]):
-                raise ValueError("FastAdam: a tensor does not start at a multiple of 16 bytes")
-            chunks = [[tensor, chunk] for tensor, row in enumerate(rows) for chunk in range(-(-row[5] // CHUNK))]
-            device = group["lr"].device
-            table = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 6)
-            _, old, *others = self.tables.get(number, ((), table))
-            if len(old) == len(table) and others:  # in place: a CUDA graph that was recorded reads this memory
-                self.tables[number] = (rows, old.copy_(table), *others)
-                continue
-            self.tables[number] = (rows, table, torch.tensor(chunks, dtype=torch.int32, device=device).view(-1, 2),
-                                   torch.tensor(group["betas"], dtype=torch.float64, device=device))
+            if not (p.is_contiguous() and p.grad.is_contiguous() and p.grad.dtype == self.dtype):
+                raise ValueError("FastAdam: parameters and gradients must be contiguous and of one type")
+        if any(address % 16 for row in rows for address in row[:5]):
+            raise ValueError("FastAdam: a tensor does not start at a multiple of 16 bytes")
+
+    def _is_recording(self):
+        return self.tables[0].lr.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def _refuse_while_recording(self):
+        if self._is_recording():  # a graph cannot hold a copy from the host's memory
+            raise RuntimeError("FastAdam: gradients or options have changed since the last prepare(); "
+                               "call prepare() before the CUDA graph is recorded")
 
     @torch.no_grad()
     def gradient_norm(self):
-        """The 2-norm of all gradients together, () float32. (torch.nn.utils.get_total_norm rounds one of each tensor to the gradients' type.)"""
+        """Return the 2-norm of all gradients together, () float32.
+
+        torch.nn.utils.get_total_norm rounds each tensor's norm to the gradients' type; this does not.
+        """
         self.prepare()
         sums = []
-        for _, table, chunks, _ in self.tables.values():
-            sums.append(torch.empty(len(chunks), device=table.device))
-            if len(chunks):
-                _squares[(len(chunks),)](table, chunks, sums[-1], TYPES[self.dtype], CHUNK, BLOCK=1024, num_warps=4)
+        for tables in self.tables:
+            programs = len(tables.chunks)
+            sums.append(torch.empty(programs, device=tables.lr.device))
+            if programs:
+                _squares[(programs,)](tables.pointers, tables.chunks, sums[-1], TYPES[self.dtype], CHUNK,
+                                      BLOCK=1024, num_warps=4)
         return torch.cat(sums).sum().sqrt()
 
     @torch.no_grad()
     def step(self, closure=None, grad_scale=None):
-        """`grad_scale`: () float32 on the device, what gradients are multiplied by; the gradients themselves stay as they are. Where it is
-        not finite the step is skipped: weights, state and step count stay as they are, and the host does not learn of it."""
+        """Update every parameter that has a gradient; return what `closure` returned, or None.
+
+        Args:
+            closure: computes loss and gradients anew. It is called once, before the update.
+            grad_scale: () float32 on the device, multiplies the gradients as they are read. If it is not
+                finite, the step is skipped: weights, state and step count stay as they are. The host does not
+                learn of it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         self.prepare()
         counts = 1 if grad_scale is None else torch.isfinite(grad_scale)
-        for number, group in enumerate(self.param_groups):
+        for group, tables in zip(self.param_groups, self.tables):
             group["step"] += counts
-            _, table, chunks, betas = self.tables[number]
-            if not len(chunks):
+            programs = len(tables.chunks)
+            if not programs:
                 continue
-            corrections = (1 - betas ** group["step"]).float()
-            scale = torch.ones((), device=table.device) if grad_scale is None else grad_scale
-            _adam[(len(chunks),)](table, chunks, corrections, group["lr"], scale, *group["betas"], group["eps"], group["weight_decay"],
-                                  TYPES[self.dtype], self.master, TYPES[self.moment_dtype], CHUNK, BLOCK=1024, num_warps=4)
+            corrections = (1 - tables.options[:2] ** group["step"]).float()
+            scale = torch.ones((), device=tables.lr.device) if grad_scale is None else grad_scale
+            _adam[(programs,)](tables.pointers, tables.chunks, corrections, tables.lr, scale, tables.options,
+                               TYPES[self.dtype], self.master, TYPES[self.moment_dtype], CHUNK,
+                               BLOCK=1024, num_warps=4)
+        return loss
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict):
-        super().load_state_dict(state_dict)  # this rounds the state to the parameters' type: put the values back
-        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-        for number, parameter in zip(saved, [p for group in self.param_groups for p in group["params"]]):
-            for name, value in state_dict["state"].get(number, {}).items():
-                dtype = value.dtype if name == "master_param" else self.moment_dtype
-                self.state[parameter][name] = value.detach().to(device=parameter.device, dtype=dtype, copy=True).contiguous()
-        self.tables = {}
+        """Copy a saved state into this optimizer's own tensors, which recorded CUDA graphs go on reading.
+
+        Moments and masters that the state does not have start anew. Raises ValueError for a state that does
+        not fit, and then changes nothing.
+        """
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        saved = {p: state_dict["state"].get(number, {}) for number, p in zip(numbers, parameters)}
+        for group in state_dict["param_groups"]:
+            _check_options(group, self.moment_dtype)
+        for parameter, values in saved.items():
+            for name, own in self.state[parameter].items():
+                _check_saved(name, values.get(name, own), own)
+
+        state, kept = self.state, [(group["lr"], group["step"]) for group in self.param_groups]
+        super().load_state_dict({**state_dict, "state": {}})  # only the groups: it rounds moments to BF16
+        self.state = state
+        for group, (lr, step) in zip(self.param_groups, kept):
+            group["lr"], group["step"] = lr.fill_(float(group["lr"])), step.fill_(int(group.get("step", 0)))
+        for parameter, values in saved.items():
+            for name, own in state[parameter].items():
+                if name in values:
+                    own.copy_(values[name])
+                elif name == "master_param" and self.master == "float32":
+                    own.copy_(parameter)
+                else:
+                    own.zero_()
+
+
+def _check_saved(name, value, own):
+    """Raise ValueError unless a saved tensor has the shape, and as a master weight the kind, of this
+    optimizer's."""
+    if value.shape != own.shape:
+        raise ValueError(f"FastAdam: {name} is {tuple(value.shape)} in the state, {tuple(own.shape)} here; "
+                         "load the state of a model of the same architecture")
+    if name == "master_param" and (value.dtype == torch.int16) != (own.dtype == torch.int16):
+        raise ValueError(f"FastAdam: master_param is {value.dtype} in the state and {own.dtype} here; "
+                         f"make the optimizer with store_param_remainders={value.dtype == torch.int16}")

@@ -28,6 +28,8 @@ except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8
     IS_REFERENCE = True
 
 RECIPES = ("none", "delayed", "current", "block", "mxfp8", "nvfp4")  # and custom:module.function
+# Transformer Engine's default format of each recipe; the others have one format of their own.
+FORMATS = {"delayed": "hybrid", "current": "hybrid", "block": "e4m3", "mxfp8": "e4m3"}
 _AVAILABLE = {"delayed": te.is_fp8_available, "current": te.is_fp8_available, "block": te.is_fp8_block_scaling_available,
               "mxfp8": te.is_mxfp8_available, "nvfp4": getattr(te, "is_nvfp4_available", None)}  # None: an older TE
 
@@ -84,25 +86,34 @@ def _custom_factory(name):
     return factory
 
 
-def make_recipe(name, fp8_format="hybrid", amax_history_len=1024, amax_compute_algo="max", margin=0):
+def resolve_format(name, fp8_format="auto"):
+    """Return the format that a recipe runs in, "hybrid" or "e4m3"; "" for a recipe with a format of its own."""
+    if fp8_format not in ("auto", "hybrid", "e4m3"):
+        raise ValueError(f"fp8-format {fp8_format!r} is unknown; use auto (the recipe's own), "
+                         "hybrid (E4M3 forward, E5M2 backward) or e4m3")
+    if name not in FORMATS:
+        return ""
+    return FORMATS[name] if fp8_format == "auto" else fp8_format
+
+
+def make_recipe(name, fp8_format="auto", amax_history_len=1024, amax_compute_algo="max", margin=0):
     """TE's recipe object, or None for "none". The last three arguments belong to "delayed". ValueError for a value out of range or a recipe
     that cannot run here.
 
     Delayed: scale = FP8_MAX / amax / 2**margin, the amax taken over a history. Current: the tensor's own amax. Block: one scale for each
     1x128 activations or 128x128 weights. MXFP8: one power of two for each 32 values (Blackwell). NVFP4: four-bit values in blocks of 16
     (Blackwell; arXiv:2509.25149). "custom:module.function": TE's CustomRecipe, each tensor's quantizer from that function.
-    NVFP4 and a custom recipe have formats of their own: `fp8_format` does not concern them.
+    fp8_format: see `resolve_format`. NVFP4 and a custom recipe have formats of their own.
     """
     check_recipe(name)
+    fp8_format = resolve_format(name, fp8_format)
     if name == "none":
         return None
-    if fp8_format not in ("hybrid", "e4m3"):
-        raise ValueError(f"fp8-format {fp8_format!r} is unknown; use hybrid (E4M3 forward, E5M2 backward) or e4m3")
     if amax_compute_algo not in ("max", "most_recent"):
         raise ValueError(f"fp8-amax-compute-algo {amax_compute_algo!r} is unknown; use max or most_recent")
     if amax_history_len < 1:
         raise ValueError(f"fp8-amax-history-len {amax_history_len}: must be 1 or more; 1024 works")
-    format = recipes.Format.HYBRID if fp8_format == "hybrid" else recipes.Format.E4M3
+    format = recipes.Format[fp8_format.upper()] if fp8_format else None
     if name == "delayed":
         return recipes.DelayedScaling(margin=margin, fp8_format=format, amax_history_len=amax_history_len,
                                       amax_compute_algo=amax_compute_algo)

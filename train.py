@@ -81,7 +81,9 @@ class TrainConfig:
     fp8_recipe: str = "delayed"
     """How FP8 scales are chosen: delayed, current, block, mxfp8, nvfp4, custom:module.function (TE's CustomRecipe with that quantizer
     factory); none: no FP8. A GPU that cannot run a recipe says which it can."""
-    fp8_format: Literal["hybrid", "e4m3"] = "hybrid"  # hybrid: E4M3 forward, E5M2 gradients; e4m3: both E4M3.
+    fp8_format: Literal["auto", "hybrid", "e4m3"] = "auto"
+    """hybrid: E4M3 forward, E5M2 gradients; e4m3: both E4M3; auto: the recipe's own, hybrid for delayed and
+    current, e4m3 for block and mxfp8."""
     fp8_amax_history_len: int = 1024  # Delayed scaling: steps of maxima that a scale is taken from.
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"  # Delayed scaling: the largest maximum of the history, or the last one.
     fp8_margin: int = 0  # Delayed scaling: scales are 2^margin times smaller than they could be.
@@ -597,7 +599,10 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
     tokens_per_step = config.micro_batch_size * config.seq_len * config.grad_accum * world_size
     token_flops, peak = flops_per_token(parameters, config), peak_flops(device)
     log = Log(run, step + 1, config.max_steps, enabled=rank == 0)
-    precision = f"FP8 {config.fp8_recipe}" if recipe is not None else "no FP8"
+    fp8_format = fp8.resolve_format(config.fp8_recipe, config.fp8_format)
+    precision = "no FP8"
+    if recipe is not None:
+        precision = f"FP8 {config.fp8_recipe}" + (f" ({fp8_format})" if fp8_format else "")
     log.say(f"on {fp8.describe()}; {config.preset}, {precision}, {parameters / 1e6:,.2f} M parameters, "
             f"{tokens_per_step:,} tokens a step; {run}" + (f" from step {step}" if step else ""))
 
@@ -709,7 +714,7 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
             loader.close()
         looks = read_metrics(Path(run, "fp8_health.jsonl")) if log.enabled and config.fp8_health_interval else []
         if looks:  # of a run that diverged, too
-            fp8_health.plot(looks, Path(run, "fp8_health.png"), f"{run}, FP8 {config.fp8_recipe}", config.fp8_format)
+            fp8_health.plot(looks, Path(run, "fp8_health.png"), f"{run}, {precision}", fp8_format)
     if rank != 0:
         return
     picture = plot_losses(run)

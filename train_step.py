@@ -7,6 +7,7 @@
 """
 import contextlib
 import importlib.util
+import itertools
 import math
 
 import torch
@@ -82,18 +83,28 @@ class TrainStep:
     a small model's step than the GPU to run them; a graph is one launch. What a graph reads and writes stays where it is: token ids are copied
     in, gradients are overwritten and never freed, the learning rate is a tensor, and Transformer Engine's scales and histories are buffers
     already. Micro-batches need two graphs, since the first casts weights to FP8 and overwrites gradients, and the others do neither.
+    What else a recording fixes must not change: batches of another shape, or a parameter that was frozen
+    since, are a ValueError. `record` records the step again.
     """
 
     def __init__(self, model, net, optimizer, config, device: torch.device):
         """`net`: the model, or what compiles or parallelises it."""
         self.model, self.net, self.optimizer, self.config, self.device = model, net, optimizer, config, device
         self.graphed = wants_graph(config, device)
-        self.graphs = {}
+        self.graphs, self.inputs, self.fixed = {}, None, None
 
     def __call__(self, batches, lr: float, watch: bool = False):
-        """batches: grad_accum of (input_ids, labels), each (B, S), or (input_ids, labels, cu_seqlens), see Loader.batch -> (mean loss, gradient
-        norm before clipping), () float32 on the device. `watch`: look at FP8's tensors in the first forward and backward pass (fp8.watch),
-        outside the graphs."""
+        """Train one step; return the mean loss and the gradient norm before clipping, () float32 on the GPU.
+
+        Args:
+            batches: grad_accum tuples (input_ids, labels), each (B, S), or (input_ids, labels, cu_seqlens),
+                see Loader.batch.
+            watch: look at FP8's tensors in the first forward and backward pass (fp8.watch), without graphs.
+
+        Raises:
+            ValueError: the batches do not fit, or something that the recorded graphs fix has changed.
+        """
+        self._check_batches(batches)
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
@@ -103,6 +114,8 @@ class TrainStep:
             return self.run(batches, watch)
         if not self.graphs:
             self.record(batches)
+        self._check_unchanged()
+        self.optimizer.write_options()
         if watch:
             kept = [(p, p.grad) for p in self.model.parameters()]
             self.optimizer.zero_grad(set_to_none=True)
@@ -117,6 +130,35 @@ class TrainStep:
             self.graphs["rest" if micro else "first"].replay()
         self.graphs["update"].replay()
         return self.loss.clone(), self.norm.clone()
+
+    def _check_batches(self, batches) -> None:
+        """Raise ValueError unless these are grad_accum micro-batches, with graphs of the recorded shapes."""
+        count, wanted = len(batches), self.config.grad_accum
+        if count != wanted:
+            raise ValueError(f"{count} micro-batches: grad_accum is {wanted}, by which the loss is divided; "
+                             f"pass {wanted} or set grad_accum={count}")
+        expected = _describe(self.inputs if self.graphs else batches[0])
+        for number, batch in enumerate(batches, 1):
+            found = _describe(batch)
+            if len(batch) not in (2, 3) or batch[0].shape != batch[1].shape:
+                raise ValueError(f"micro-batch {number} of {count}: {found}; pass (input_ids, labels), or "
+                                 "cu_seqlens as a third, with a label for each token (-100 for none)")
+            if self.graphed and found != expected:
+                raise ValueError(f"micro-batch {number} of {count}: {found}; this step's CUDA graphs are for "
+                                 f"{expected}; pass batches of one shape, or set cuda_graph=\"off\"")
+
+    def _check_unchanged(self) -> None:
+        """Raise ValueError if something has changed that the recorded graphs do not see."""
+        for what, value in self._fixed().items():
+            if value != self.fixed[what]:
+                raise ValueError(f"{what} changed after the step was recorded as CUDA graphs, which do not "
+                                 "see it; call record(batches), or set cuda_graph=\"off\"")
+
+    def _fixed(self) -> dict:
+        """What a recording fixes, by name."""
+        config, recipe = (repr(getattr(self.model, name, None)) for name in ("config", "fp8_recipe"))
+        return {"which parameters require gradients": [p.requires_grad for p in self.parameters],
+                "model.training": self.model.training, "model.config": config, "model.fp8_recipe": recipe}
 
     def run(self, batches, watch=False):
         """The step, launched from Python."""
@@ -153,16 +195,16 @@ class TrainStep:
         """Record the graphs. Nothing is trained by it: the passes that a recording must be preceded by leave the FP8 state, the random
         generator and the weights as they were."""
         accumulates = self.config.grad_accum > 1
+        self.graphs, self.parameters = {}, list(self.model.parameters())
+        self.fixed = self._fixed()
         torch.cuda.empty_cache()  # what earlier passes left there is of no use to another stream, and a second time as much would be taken
         self.inputs = [tensor.clone() for tensor in batches[0]]
-        generator, stream = torch.cuda.get_rng_state(self.device), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), fp8.preserved_state(self.model):
+        generator = torch.cuda.get_rng_state(self.device)
+        with _side_stream(), fp8.preserved_state(self.model):
             for micro in (0, 1, 0, 1) if accumulates else (0, 0):
                 self.forward_backward(self.inputs, micro == 0)
                 if not micro:
                     self.optimizer.zero_grad(set_to_none=True)
-        torch.cuda.current_stream().wait_stream(stream)
         self.optimizer.zero_grad(set_to_none=True)
         self.loss = torch.zeros((), device=self.device)
 
@@ -175,15 +217,38 @@ class TrainStep:
         def update():
             self.norm = self.update()
 
-        pool = torch.cuda.graph_pool_handle()
+        pool, graphs = torch.cuda.graph_pool_handle(), {}
         with fp8.preserved_state(self.model):
             for name, function in {"first": first, **({"rest": rest} if accumulates else {}), "update": update}.items():
                 if name == "update":
                     self.optimizer.prepare()
-                self.graphs[name] = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graphs[name], pool=pool, capture_error_mode="thread_local"):
-                    function()
+                graphs[name] = _capture(function, pool)
+        self.graphs = graphs  # only now: after an error there are none
         torch.cuda.set_rng_state(generator, self.device)
+
+
+@contextlib.contextmanager
+def _side_stream():
+    """Run what is inside on a stream of its own, as passes before a recording must."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def _capture(function, pool) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        function()
+    return graph
+
+
+def _describe(batch) -> str:
+    """Names, shapes and types of a micro-batch's tensors."""
+    names = ("input_ids", "labels", "cu_seqlens")
+    return ", ".join(f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+                     for name, tensor in itertools.zip_longest(names[:len(batch)], batch, fillvalue="?"))
 
 
 def warm_up_scales(model, batch) -> None:

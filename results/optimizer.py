@@ -38,7 +38,8 @@ def optimizers(model):
     yield "TE FusedAdam, remainders", fused_adam(parameters, master_weights=True, store_param_remainders=True), 26
     yield "fast_adam, float32 masters", FastAdam(parameters, store_param_remainders=False), 28
     yield "fast_adam, remainders", FastAdam(parameters), 26
-    yield "fast_adam, remainders, BF16 moments", FastAdam(parameters, moment_dtype=torch.bfloat16), 18
+    in_bf16 = FastAdam(parameters, betas=(0.9, 0.95), moment_dtype=torch.bfloat16)
+    yield "fast_adam, remainders, BF16 moments", in_bf16, 18
 
 
 def measure(step, graphed):

@@ -14,8 +14,9 @@ import checkpoint
 import fp8
 
 NAMES = {"plain": "nanoGPT, compiled", "plain-graph": "nanoGPT, CUDA graphs", "bf16": "ours, BF16", "fp8": "ours, FP8",
-         "fp8-current": "ours, FP8 current", "fp8-block": "ours, FP8 block", "fp8-mxfp8": "ours, MXFP8",
-         "fp8-nvfp4": "ours, NVFP4", "hf-llama": "transformers' Llama, compiled"}
+         "fp8-current": "ours, FP8 current", "fp8-block": "ours, FP8 block",
+         "fp8-block-hybrid": "ours, FP8 block, E5M2 gradients", "fp8-mxfp8": "ours, MXFP8", "fp8-nvfp4": "ours, NVFP4",
+         "hf-llama": "transformers' Llama, compiled"}
 FORMATS = {"bf16": "BF16", "fp8-e4m3": "FP8 E4M3", "fp8": "FP8 HYBRID", "fp8-current": "FP8 current",
            "fp8-block": "FP8 block", "fp8-mxfp8": "MXFP8", "fp8-nvfp4": "NVFP4"}
 IN_PICTURES = NAMES | {"fp8-te_block": "FP8, TE's modules", "fp8-e4m3": "ours, FP8 E4M3", "fp8-bf16_moments": "ours, FP8, BF16 moments"}
@@ -54,12 +55,14 @@ class Rows(list):
 
 def groups_of(rows):
     """{(shape, block): {arm: row}} of the rows without an error. An arm that accumulates or checkpoints is a group of its own: "fp8-accum4" is
-    "fp8" of (shape, "block, 4 micro-batches")."""
+    "fp8" of (shape, "block, 4 micro-batches"). A row of "fp8-block" that does not name its format was measured with
+    E5M2 gradients and is "fp8-block-hybrid"."""
     groups = {}
     for row in rows:
         if "error" in row:
             continue
         arm, accumulated, checkpointed = re.fullmatch(r"(.*?)(?:-accum(\d+))?(-checkpointing)?", row["arm"]).groups()
+        arm = "fp8-block-hybrid" if arm == "fp8-block" and "fp8_format" not in row else arm
         block = row["block"] + (f", {accumulated} micro-batches" if accumulated else "") + (", checkpointing" if checkpointed else "")
         groups.setdefault((row["shape"], block), {})[arm] = row
     return groups

@@ -69,6 +69,15 @@ def test_hf_llama_is_of_our_size():
     torch.testing.assert_close(llama(x, y), torch.nn.functional.cross_entropy(llama.llama(x).logits.flatten(0, 1), y.flatten()))
 
 
+def test_block_scaling_measured_with_e5m2_gradients_says_so():
+    """Rows of before E4M3 was its default do not name a format."""
+    row = dict(shape="guide", block="gpt2", ms=1.0, tokens_per_s=1e3, ratio_to_plain=None, mfu=None, peak_gib=None)
+    old, new = row | dict(arm="fp8-block"), row | dict(arm="fp8-block", fp8_format="e4m3")
+    hybrid = row | dict(arm="fp8-block-hybrid", fp8_format="hybrid")
+    titles = [report.table([rows]).splitlines()[0].split(" | ")[1] for rows in (old, new, hybrid)]
+    assert titles == ["ours, FP8 block, E5M2 gradients", "ours, FP8 block", "ours, FP8 block, E5M2 gradients"]
+
+
 def test_floor_by_hand():
     config = OptimizedConfig(vocab_size=128, n_positions=64, n_embd=32, n_layer=2, n_head=4, n_kv_head=2, n_inner=64, activation="swiglu")
     ceilings = {"bf16_tflops": 1e-3, "fp8_tflops": 2e-3, "copy_tbs": 1e-3}  # a billion a second
@@ -83,7 +92,11 @@ def test_floor_by_hand():
 
 
 @pytest.mark.parametrize("arm, changes", [
-    ("bf16", dict(fp8_recipe="none", cuda_graph="auto")), ("fp8", dict(fp8_recipe="delayed", fp8_format="hybrid")),
+    ("bf16", dict(fp8_recipe="none", cuda_graph="auto")),
+    ("fp8", dict(fp8_recipe="delayed", fp8_format="auto")),
+    ("fp8-block", dict(fp8_recipe="block", fp8_format="auto")),
+    ("fp8-block-hybrid", dict(fp8_recipe="block", fp8_format="hybrid")),
+   
     ("fp8-e4m3", dict(fp8_recipe="delayed", fp8_format="e4m3")), ("fp8-current-eager", dict(fp8_recipe="current", cuda_graph="off")),
     ("fp8-bf16_moments", dict(fp8_recipe="delayed", moment_dtype="bfloat16")),
     ("fp8-mxfp8-fused", dict(fp8_recipe="mxfp8", model="fused")),

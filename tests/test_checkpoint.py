@@ -135,6 +135,21 @@ def test_fp8_history_may_change_its_length(tmp_path, trained, length):
     step(model, optimizer, 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masters_beside_float32_weights_are_not_read(tmp_path, dtype):
+    """Earlier versions stored such masters after a resume and never updated them."""
+    model, optimizer = make()
+    step(model, optimizer, 0)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["master_param"] = torch.zeros_like(parameter)
+    folder = save(tmp_path / "run", 1, model, optimizer)
+    other, other_optimizer = make(seed=1, dtype=dtype)
+    load(folder, other, other_optimizer)
+    for parameter, saved in zip(other.parameters(), model.parameters()):
+        assert torch.equal(parameter, saved.to(dtype))
+        assert torch.equal(other_optimizer.state[parameter].get("master_param", saved), saved)
+
+
 def test_master_weights_appear_and_merge_when_the_precision_changes(tmp_path):
     model, optimizer = make(dtype=torch.bfloat16)
     step(model, optimizer, 0)

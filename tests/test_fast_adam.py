@@ -1,5 +1,7 @@
 """fast_adam against torch.optim.AdamW in float64, bit for bit where numbers are only stored, on the CPU through Triton's interpreter."""
 
+import copy
+import math
 import os
 
 import pytest
@@ -10,6 +12,7 @@ if not torch.cuda.is_available():
 triton = pytest.importorskip("triton")
 
 import checkpoint  # noqa: E402
+import fast_adam  # noqa: E402
 from fast_adam import FastAdam  # noqa: E402
 from kernel_tools import _casts_that_round  # noqa: E402, F401
 
@@ -77,7 +80,7 @@ def test_bfloat16_moments_follow_float32_ones():
     outcomes = []
     for dtype in (torch.float32, torch.bfloat16):
         params = parameters(torch.bfloat16)
-        optimizer = FastAdam(groups(params), lr=1e-2, moment_dtype=dtype)
+        optimizer = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95), moment_dtype=dtype)
         train(optimizer, params, 6)
         assert optimizer.state[params[0]]["exp_avg"].dtype == dtype
         outcomes.append(torch.cat([(master(optimizer, p) - q.detach().float()).flatten() for p, q in zip(params, parameters(torch.bfloat16))]))
@@ -85,8 +88,9 @@ def test_bfloat16_moments_follow_float32_ones():
 
 
 @pytest.mark.parametrize("beta, falls", [(0.996, True), (0.999, False)])
-def test_bfloat16_moments_fall_with_betas_up_to_0_996(beta, falls):
-    """Why train.py takes no other: without gradients both moments have to go to zero."""
+def test_bfloat16_moments_fall_with_betas_up_to_0_996(monkeypatch, beta, falls):
+    """Why others are refused: without gradients both moments have to go to zero."""
+    monkeypatch.setattr(fast_adam, "LARGEST_BF16_BETA", 1.0)
     parameter = torch.nn.Parameter(torch.ones(64, device=DEVICE, dtype=torch.bfloat16))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = FastAdam([parameter], betas=(beta, beta), moment_dtype=torch.bfloat16)
@@ -143,6 +147,203 @@ def test_mixed_types_are_refused():
         FastAdam([torch.nn.Parameter(torch.zeros(4, device=DEVICE)), torch.nn.Parameter(torch.zeros(4, device=DEVICE).bfloat16())])
 
 
+def test_which_parameters_have_gradients_may_change():
+    """Also where their number stays the same: each that has a gradient is updated and counts in the norm."""
+    params, beta1, beta2 = parameters(torch.float32), 0.9, 0.95
+    exact = [[p.detach().double(), *torch.zeros(2, *p.shape, device=DEVICE).double()] for p in params]
+    optimizer = FastAdam(params, lr=1e-2, betas=(beta1, beta2))
+    for step, present in enumerate([(1, 3), (0, 2), (2, 3), (0, 1, 2, 3), (), (0, 1)], 1):
+        given = gradients(step, torch.float32)
+        for number, parameter in enumerate(params):
+            parameter.grad = given[number] if number in present else None
+        for number in present:
+            w, m, v = exact[number]
+            m.lerp_(given[number].double(), 1 - beta1)
+            v.mul_(beta2).add_((1 - beta2) * given[number].double() ** 2)
+            # the step count is the group's, as in Transformer Engine
+            w -= 1e-2 * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + 1e-8)
+        norm = math.sqrt(sum(given[number].double().square().sum().item() for number in present))
+        assert optimizer.gradient_norm().item() == pytest.approx(norm, rel=1e-6)
+        optimizer.step()
+        for parameter, (w, _, _) in zip(params, exact):
+            torch.testing.assert_close(parameter.double(), w, rtol=1e-6, atol=1e-6)
+
+
+def test_a_group_can_be_added_after_a_step():
+    params = parameters(torch.bfloat16)
+    optimizer = FastAdam(params[:1], lr=1e-2, betas=(0.9, 0.95))
+    train(optimizer, params[:1], 2)
+    optimizer.add_param_group({"params": params[1:], "lr": 2e-2, "weight_decay": 0.1})
+    before = [p.detach().clone() for p in params]
+    train(optimizer, params, 1)
+    assert not any(torch.equal(p, q) for p, q in zip(params, before))
+    assert [group["step"].item() for group in optimizer.param_groups] == [3, 1]
+    fresh = parameters(torch.bfloat16)[1:]
+    alone = FastAdam(fresh, lr=2e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for parameter, gradient in zip(fresh, gradients(0, torch.bfloat16)[1:]):
+        parameter.grad = gradient
+    alone.step()
+    assert all(torch.equal(p, q) for p, q in zip(params[1:], fresh))
+
+
+@pytest.mark.parametrize("group, complaint", [(dict(dtype=torch.float32), "all must be"),
+                                              (dict(betas=(0.9, 0.999)), "0.996")])
+def test_a_group_that_does_not_fit_is_not_added(group, complaint):
+    params = parameters(torch.bfloat16)
+    optimizer = FastAdam(params[:1], betas=(0.9, 0.95), moment_dtype=torch.bfloat16)
+    other = torch.nn.Parameter(torch.zeros(8, device=DEVICE, dtype=group.pop("dtype", torch.bfloat16)))
+    with pytest.raises(ValueError, match=complaint):
+        optimizer.add_param_group({"params": [other], **group})
+    assert len(optimizer.param_groups) == 1 and other not in optimizer.state
+    train(optimizer, params[:1], 1)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+    with pytest.raises(ValueError, match="0.996"):
+        optimizer.step()
+
+
+def test_a_learning_rate_may_be_a_number():
+    """Set by hand, before or after a step; it is written to the memory that a recorded CUDA graph reads."""
+    outcomes = []
+    for as_number in (True, False):
+        params = parameters(torch.bfloat16)
+        optimizer = FastAdam(params, lr=5e-2)
+        memory = optimizer.param_groups[0]["lr"].data_ptr()
+        for rate in (1e-2, 3e-2):
+            if as_number:
+                optimizer.param_groups[0]["lr"] = rate
+            else:
+                optimizer.param_groups[0]["lr"].fill_(rate)
+            train(optimizer, params, 1)
+        assert optimizer.param_groups[0]["lr"].data_ptr() == memory
+        outcomes.append([p.detach().clone() for p in params])
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes))
+
+
+def test_a_scheduler_sets_the_learning_rate():
+    params = parameters(torch.bfloat16)[:1]
+    optimizer = FastAdam(params, lr=4e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for rate in (4e-2, 2e-2, 1e-2):
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(rate)
+        train(optimizer, params, 1)
+        scheduler.step()
+
+
+def test_changed_options_count_from_the_next_step():
+    params, fresh = parameters(torch.float32), parameters(torch.float32)
+    options = dict(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    ours, theirs = FastAdam(params, **options), torch.optim.AdamW(fresh, **options)
+    for step in range(4):
+        for optimizer, own in ((ours, params), (theirs, fresh)):
+            if step == 2:
+                optimizer.param_groups[0].update(betas=(0.5, 0.6), weight_decay=0.1, eps=1e-2)
+            for parameter, gradient in zip(own, gradients(step, torch.float32)):
+                parameter.grad = gradient
+            optimizer.step()
+    for parameter, reference in zip(params, fresh):
+        torch.testing.assert_close(parameter, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_a_closure_is_called_with_gradients_on():
+    parameter = torch.nn.Parameter(torch.ones(8, device=DEVICE))
+    optimizer = FastAdam([parameter], lr=0.1, betas=(0.9, 0.95))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = parameter.square().sum()
+        loss.backward()
+        return loss
+
+    assert [optimizer.step(closure).item() for _ in range(2)] == [8.0, pytest.approx(8 * 0.9**2, rel=1e-5)]
+
+
+@pytest.mark.parametrize("options, complaint", [
+    (dict(moment_dtype=torch.bfloat16), r"betas \(0.9, 0.999\)"),
+    (dict(betas=(0.999, 0.95), moment_dtype=torch.bfloat16), "0.996"),
+    (dict(moment_dtype=torch.float16), "moment_dtype"), (dict(betas=(0.9, 1.0)), "betas"),
+    (dict(lr=-1.0), "lr")])
+def test_options_that_train_nothing_are_refused(options, complaint):
+    with pytest.raises(ValueError, match=complaint) as error:
+        FastAdam([torch.nn.Parameter(torch.zeros(4, device=DEVICE))], **options)
+    assert "\n" not in str(error.value)
+
+
+def addresses(optimizer):
+    tensors = [tensor for group in optimizer.param_groups for tensor in (group["lr"], group["step"])]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+@pytest.mark.parametrize("dtype, options", [
+    (torch.bfloat16, {}), (torch.bfloat16, dict(store_param_remainders=False)), (torch.float32, {}),
+    (torch.bfloat16, dict(betas=(0.9, 0.95), moment_dtype=torch.bfloat16))])
+def test_a_state_is_loaded_into_the_memory_that_is_there(dtype, options):
+    """A recorded CUDA graph reads it. An optimizer that has made steps of its own goes on as the saved
+    one."""
+    params = parameters(dtype)
+    optimizer = FastAdam(groups(params), **options | dict(lr=1e-2))
+    train(optimizer, params, 3)
+    others = parameters(dtype)
+    other = FastAdam(groups(others), **options | dict(lr=5e-2))
+    train(other, others, 1)
+    before, saved = addresses(other), copy.deepcopy(optimizer.state_dict())
+    with torch.no_grad():
+        for parameter, trained in zip(others, params):
+            parameter.copy_(trained)
+    other.load_state_dict(saved)
+    assert addresses(other) == before
+    train(optimizer, params, 2)
+    train(other, others, 2)
+    assert other.param_groups[0]["step"].item() == 5
+    for parameter, own in zip(params, others):
+        assert torch.equal(parameter, own)
+        for name, value in optimizer.state[parameter].items():
+            assert torch.equal(value, other.state[own][name])
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    params = parameters(torch.bfloat16)
+    optimizer = FastAdam(params, betas=(0.9, 0.95), moment_dtype=torch.bfloat16)
+    train(optimizer, params, 2)
+    before = copy.deepcopy(optimizer.state_dict())
+
+    def masters(state):
+        state["state"][2]["master_param"] = state["state"][2]["master_param"].float()
+
+    def shape(state):
+        state["state"][2]["exp_avg"] = state["state"][2]["exp_avg"][:1]  # it would broadcast
+
+    for change, complaint in ((masters, "store_param_remainders"), (shape, "exp_avg"),
+                              (lambda state: state["param_groups"][0].update(betas=(0.9, 0.999)), "0.996")):
+        state = copy.deepcopy(before)
+        change(state)
+        with pytest.raises(ValueError, match=complaint):
+            optimizer.load_state_dict(state)
+        after = optimizer.state_dict()
+        for number, values in before["state"].items():
+            assert all(torch.equal(value, after["state"][number][name]) for name, value in values.items())
+        assert after["param_groups"][0]["betas"] == (0.9, 0.95)
+
+
+def test_float32_weights_have_no_masters(tmp_path):
+    """Nor after a checkpoint is loaded: never updated, they would be saved and loaded in the weights'
+    place."""
+    options = dict(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=1)
+    config = checkpoint.make_model_config("custom", options)
+    torch.manual_seed(0)
+    model = checkpoint.build_model("custom", config, device=DEVICE)
+    optimizer = FastAdam(model.parameters(), lr=1e-2)
+    for step in (1, 2):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        folder = checkpoint.save(tmp_path, step, model=model, optimizer=optimizer, meta={}, keep=1)
+        trained = [p.detach().clone() for p in model.parameters()]
+        checkpoint.load(folder, checkpoint.read_meta(folder), model, optimizer)
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), trained))
+        assert all(set(state) == {"exp_avg", "exp_avg_sq"} for state in optimizer.state.values())
+
+
 @pytest.mark.gpu
 def test_a_cuda_graph_takes_the_learning_rate_from_its_tensor():
     outcomes = []
@@ -169,3 +370,67 @@ def test_a_cuda_graph_takes_the_learning_rate_from_its_tensor():
             graph.replay() if graphed else optimizer.step()
         outcomes.append([p.detach().clone() for p in params])
     assert all(torch.equal(a, b) for a, b in zip(*outcomes))
+
+
+@pytest.mark.gpu
+def test_a_replay_follows_gradients_and_options():
+    """After `prepare` a recorded step updates the parameters that have gradients now, with the options of
+    now."""
+    outcomes = []
+    for graphed in (False, True):
+        params = parameters(torch.bfloat16)
+        optimizer = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95))
+        train(optimizer, params, 1)  # compiles
+        if graphed:
+            state = copy.deepcopy(optimizer.state_dict())
+            weights = [p.detach().clone() for p in params]
+            optimizer.prepare()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                norm = optimizer.gradient_norm()
+                optimizer.step()
+            graph.replay()
+            optimizer.load_state_dict(state)  # into the memory that the graph reads
+            for parameter, weight in zip(params, weights):
+                parameter.data.copy_(weight)
+        norms = []
+        for step, present in enumerate([(1, 3), (0, 2), (0, 1, 2, 3)], 1):
+            for number, (parameter, gradient) in enumerate(zip(params, gradients(step, torch.bfloat16))):
+                parameter.grad = gradient if number in present else None
+            optimizer.param_groups[0].update(lr=1e-2 * step, weight_decay=0.1 * step)
+            if graphed:
+                optimizer.prepare()
+                graph.replay()
+            else:
+                norm = optimizer.gradient_norm()
+                optimizer.step()
+            norms.append(norm.item())
+        outcomes.append([*(p.detach().clone() for p in params), torch.tensor(norms)])
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes))
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_recorded_is_refused():
+    params = parameters(torch.bfloat16)
+    optimizer = FastAdam(params, lr=1e-2)
+    train(optimizer, params, 1)
+    params[0].grad = params[0].grad.clone()  # elsewhere
+    with pytest.raises(RuntimeError, match=r"call prepare\(\) before the CUDA graph is recorded"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            optimizer.step()
+    train(optimizer, params, 1)
+
+
+@pytest.mark.gpu
+def test_a_state_saved_on_the_host_is_loaded_onto_the_device():
+    params = parameters(torch.bfloat16)
+    optimizer = FastAdam(params, lr=1e-2)
+    train(optimizer, params, 2)
+    on_host = lambda x: x.cpu() if isinstance(x, torch.Tensor) else x  # noqa: E731
+    saved = torch.utils._pytree.tree_map(on_host, optimizer.state_dict())
+    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    other = FastAdam(others, lr=5e-2)
+    other.load_state_dict(saved)
+    train(optimizer, params, 2)
+    train(other, others, 2)
+    assert all(torch.equal(p, q) for p, q in zip(params, others)) and other.param_groups[0]["lr"].is_cuda

@@ -109,7 +109,8 @@ def test_fast_adam_skips_a_step(options, value):
     def run(scales):
         torch.manual_seed(0)
         params = [torch.nn.Parameter(torch.randn(size, device=DEVICE).to(dtype)) for size in (CHUNK + 5, 7)]
-        optimizer, random = FastAdam(params, lr=1e-2, weight_decay=0.1, **options), torch.Generator().manual_seed(1)
+        optimizer = FastAdam(params, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, **options)
+        random = torch.Generator().manual_seed(1)
         for scale in scales:
             for parameter in params:
                 gradient = torch.randn(parameter.shape, generator=random) if math.isfinite(scale) else torch.full(parameter.shape, math.nan)

@@ -50,6 +50,27 @@ def test_recipes_by_name():
     assert fp8.make_recipe("current", "e4m3").fp8_format.name == "E4M3"
 
 
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
+def test_the_default_format_is_transformer_engines_own(name):
+    recipe = fp8.make_recipe(name)
+    own = type(recipe)().fp8_format
+    assert recipe.fp8_format == own and fp8.make_recipe(name, "auto").fp8_format == own
+    assert fp8.resolve_format(name, "auto") == own.name.lower()
+    for chosen in ("hybrid", "e4m3"):
+        assert fp8.make_recipe(name, chosen).fp8_format.name.lower() == chosen
+        assert fp8.resolve_format(name, chosen) == chosen
+
+
+def test_recipes_without_that_choice_have_no_format():
+    for name in ("none", "nvfp4", "custom:module.function"):
+        assert fp8.resolve_format(name, "hybrid") == ""
+
+
+def test_an_unknown_format_is_told_in_one_line():
+    with pytest.raises(ValueError, match="^fp8-format 'e5m2' is unknown; use auto.*, hybrid .* or e4m3$"):
+        fp8.make_recipe("block", "e5m2")
+
+
 def test_describe_names_the_device_and_whose_fp8():
     assert "te_reference" in fp8.describe()
 

@@ -77,6 +77,42 @@ def test_recording_trains_nothing():
     assert all(torch.equal(value, state[name]) for name, value in fp8.get_state(model).items())
 
 
+def test_a_batch_of_another_shape_is_refused():
+    """It would be broadcast into the recorded one."""
+    model, step = make()
+    step(batches(0, 1), 1e-3)
+    before = [p.detach().clone() for p in model.parameters()]
+    row = [tuple(tensor[:1] for tensor in batches(1, 1)[0])]
+    with pytest.raises(ValueError, match=r"micro-batch 1 of 1: input_ids \(1, 128\)"):
+        step(row, 1e-3)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+    step(batches(1, 1), 1e-3)
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_a_parameter_that_is_frozen_after_the_recording(accum):
+    model, step = make(grad_accum=accum)
+    step(batches(0, accum), 1e-3)
+    frozen, other = model.wpe.weight.requires_grad_(False), model.blocks[0].attn.proj.weight
+    before, trained = frozen.detach().clone(), other.detach().clone()
+    with pytest.raises(ValueError, match=r"which parameters require gradients.*record\(batches\)"):
+        step(batches(1, accum), 1e-3)
+    step.record(batches(1, accum))
+    loss, norm = step(batches(1, accum), 1e-3)
+    assert torch.equal(frozen, before) and not torch.equal(other, trained) and norm.isfinite()
+
+
+def test_a_loaded_state_is_what_replays_go_on_with(tmp_path):
+    """Weights and optimizer of an earlier step, loaded after the recording: the steps after it repeat."""
+    model, step = make(torch_deterministic=True, fp8_recipe="none", attention="sdpa")
+    step(batches(0, 1), 1e-3)
+    folder = checkpoint.save(tmp_path, 1, model=model, optimizer=step.optimizer, meta={}, keep=1)
+    first = [step(batches(i, 1), 1e-3)[0].item() for i in range(1, 5)]
+    checkpoint.load(folder, checkpoint.read_meta(folder), model, step.optimizer)
+    again = [step(batches(i, 1), 1e-3)[0].item() for i in range(1, 5)]
+    assert again == pytest.approx(first, rel=1e-4) and first[-1] != pytest.approx(first[0], rel=1e-3)
+
+
 def test_clipping():
     clipped, free = make(grad_clip=1e-3), make(grad_clip=0.0)
     norms = [step(batches(0, 1), 1e-3)[1].item() for _, step in (clipped, free)]

@@ -308,6 +308,21 @@ def test_every_recipe_option_reaches_the_model(tokens, monkeypatch):
     assert config.use_fp8 and not config.fp8_lm_head
 
 
+def test_a_run_says_and_keeps_its_fp8_format(tokens, monkeypatch, capsys):
+    """auto is the recipe's own; an earlier checkpoint, which names hybrid, goes on with hybrid."""
+    drawn, options = [], f"{OPTIONS} --n-layer 1 --max-steps 1 --fp8-recipe block --fp8-health-interval 1"
+    plot = lambda records, path, title, fp8_format: drawn.append((title, fp8_format))  # noqa: E731
+    monkeypatch.setattr(train.fp8_health, "plot", plot)
+    assert run_train(f"{options} --out-dir own", tokens) == 0
+    assert "FP8 block (e4m3)" in capsys.readouterr().out and drawn == [("own, FP8 block (e4m3)", "e4m3")]
+    assert run_train(f"{options} --fp8-format hybrid --out-dir before", tokens) == 0
+    assert run_train("--resume --max-steps 2 --out-dir before", tokens) == 0
+    assert capsys.readouterr().out.count("FP8 block (hybrid)") == 2
+    assert drawn[-1] == ("before, FP8 block (hybrid)", "hybrid")
+    assert run_train("--resume --max-steps 3 --fp8-format auto --out-dir before", tokens) == 0
+    assert "FP8 block (e4m3)" in capsys.readouterr().out
+
+
 def test_weights_kept_in_fp8_train_and_resume_exactly(tokens):
     assert run_train(f"{OPTIONS} --fp8-param --out-dir whole", tokens) == 0
     assert run_train(f"{OPTIONS} --fp8-param --out-dir half", tokens) == 0

@@ -1,0 +1,170 @@
+"""A TrainStep refuses batches and changes that do not fit, most of all those that CUDA graphs would not see.
+
+On the CPU a "graph" is the recorded function itself, which reads and writes the same tensors at each replay.
+"""
+
+import contextlib
+import dataclasses
+import os
+import types
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+pytest.importorskip("triton")
+
+import checkpoint  # noqa: E402
+import fp8  # noqa: E402
+import train  # noqa: E402
+import train_step  # noqa: E402
+from fast_adam import FastAdam  # noqa: E402
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_step_gpu.py has real graphs")
+SMALL = dict(n_layer=1, n_head=1, n_embd=16, vocab_size=32, n_positions=16, seq_len=16, fp8_recipe="current")
+
+
+@pytest.fixture(autouse=True)
+def graphs_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(train_step, "_side_stream", contextlib.nullcontext)
+    monkeypatch.setattr(train_step, "_capture", lambda function, pool: types.SimpleNamespace(replay=function))
+    for name in ("get_rng_state", "set_rng_state", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: None)
+    forward_backward = train_step.TrainStep.forward_backward
+
+    def overwriting(self, batch, first):  # as the first micro-batch's graph overwrites the gradients of before
+        if first:
+            self.optimizer.zero_grad(set_to_none=True)
+        return forward_backward(self, batch, first)
+
+    monkeypatch.setattr(train_step.TrainStep, "forward_backward", overwriting)
+
+
+class Adam(fp8.te.optimizers.FusedAdam):
+    """In FastAdam's place where only the checks count: Triton's interpreter takes long."""
+
+    def prepare(self):
+        pass
+
+    write_options = prepare
+
+
+def make(graphed=True, adam=Adam, **options):
+    config = train.TrainConfig(**SMALL | options)
+    recipe = train_step.recipe_of(config)
+    options = dataclasses.asdict(config) | {"use_fp8": recipe is not None}
+    model_config = checkpoint.make_model_config("optimized", options)
+    torch.manual_seed(0)
+    model = checkpoint.build_model("optimized", model_config)
+    model.fp8_recipe = recipe or model.fp8_recipe
+    optimizer = adam(model.parameters(), lr=1e-2)
+    step = train_step.TrainStep(model, model, optimizer, config, torch.device("cpu"))
+    step.graphed = graphed
+    return step
+
+
+def batch(seed, rows=2, length=16):
+    tokens = torch.randint(32, (rows, length + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def weights(step):
+    return torch.cat([p.detach().flatten().clone() for p in step.model.parameters()])
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_replays_are_the_step(accum):
+    outcomes = []
+    for graphed in (True, False):
+        step = make(graphed, FastAdam, grad_accum=accum)
+        losses = [step([batch(2 * i + j) for j in range(accum)], 1e-2)[0].item() for i in range(3)]
+        outcomes.append((losses, weights(step)))
+    assert outcomes[0][0] == outcomes[1][0] and torch.equal(outcomes[0][1], outcomes[1][1])
+
+
+STARTS = torch.tensor([0, 16, 32], dtype=torch.int32)
+FOR_GRAPHS = {  # micro-batches after good ones of 2 x 16 -> what the message says
+    "one row": ([batch(2, rows=1)] * 2, r"input_ids \(1, 16\) int64.*for input_ids \(2, 16\) int64"),
+    "shorter": ([batch(2, length=8)] * 2, r"input_ids \(2, 8\)"),
+    "only the second": ([batch(2), batch(3, rows=1)], r"micro-batch 2 of 2: input_ids \(1, 16\)"),
+    "another type": ([tuple(t.int() for t in batch(2))] * 2, "int32.*int64"),
+    "cu_seqlens come": ([(*batch(2), STARTS)] * 2, r"cu_seqlens \(3,\) int32"),
+}
+ALWAYS = {
+    "too few": ([batch(2)], r"1 micro-batches: grad_accum is 2.*set grad_accum=1"),
+    "too many": ([batch(2)] * 3, "3 micro-batches: grad_accum is 2"),
+    "none": ([], "0 micro-batches"),
+    "labels of another shape": ([(batch(2)[0], batch(2)[1].T.contiguous())] * 2, r"labels \(16, 2\).*for each token"),
+    "no labels": ([batch(2)[:1]] * 2, "pass .input_ids, labels."),
+}
+
+
+@pytest.mark.parametrize("graphed, what", [(True, what) for what in FOR_GRAPHS | ALWAYS]
+                         + [(False, what) for what in ALWAYS])
+def test_batches_that_do_not_fit_are_refused(graphed, what):
+    given, complaint = (FOR_GRAPHS | ALWAYS)[what]
+    step = make(graphed, grad_accum=2)
+    step([batch(0), batch(1)], 1e-2)
+    before, inputs = weights(step), [t.clone() for t in step.inputs or []]
+    with pytest.raises(ValueError, match=complaint) as error:
+        step(given, 1e-2)
+    assert "\n" not in str(error.value) and torch.equal(weights(step), before)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, step.inputs or []))
+    step([batch(2), batch(3)], 1e-2)
+    assert not torch.equal(weights(step), before)
+
+
+def test_a_recording_refuses_micro_batches_of_two_shapes():
+    step = make(grad_accum=2)
+    with pytest.raises(ValueError, match=r"micro-batch 2 of 2: input_ids \(1, 16\)"):
+        step([batch(0), batch(1, rows=1)], 1e-2)
+    assert not step.graphs
+
+
+def test_cu_seqlens_that_go_are_refused():
+    step = make(fp8_recipe="none")
+    step([(*batch(0), STARTS)], 1e-2)
+    with pytest.raises(ValueError, match=r"micro-batch 1 of 1: input_ids .*, labels .2, 16. int64; .*cu_seqlens"):
+        step([batch(1)], 1e-2)
+
+
+@pytest.mark.parametrize("change, complaint", [
+    (lambda step: step.model.wte.weight.requires_grad_(False), "which parameters require gradients"),
+    (lambda step: step.model.eval(), "model.training"),
+    (lambda step: setattr(step.model, "fp8_recipe", fp8.make_recipe("current", "e4m3")), "model.fp8_recipe"),
+    (lambda step: setattr(step.model.config, "use_fp8", False), "model.config")])
+def test_what_a_recording_fixed_must_not_change(change, complaint):
+    step = make()
+    step([batch(0)], 1e-2)
+    change(step)
+    before = weights(step)
+    with pytest.raises(ValueError, match=complaint + r".*call record\(batches\)"):
+        step([batch(1)], 1e-2)
+    assert torch.equal(weights(step), before)
+    step.record([batch(1)])
+    assert torch.equal(weights(step), before)
+    step([batch(1)], 1e-2)
+    assert not torch.equal(weights(step), before)
+
+
+def test_a_frozen_parameter_stays_after_the_step_is_recorded_again():
+    step = make()
+    step([batch(0)], 1e-2)
+    frozen = step.model.wte.weight.requires_grad_(False)
+    before, whole = frozen.detach().clone(), weights(step)
+    step.record([batch(1)])
+    step([batch(1)], 1e-2)
+    assert torch.equal(frozen, before) and not torch.equal(weights(step), whole)
+
+
+def test_options_of_the_optimizer_may_change():
+    """Also the learning rate as a number: replays follow."""
+    outcomes = []
+    for graphed in (True, False):
+        step = make(graphed, FastAdam)
+        for number in range(3):
+            step([batch(number)], 1e-2 * number)
+            step.optimizer.param_groups[0].update(lr=1.0, weight_decay=0.1 * number, betas=(0.8, 0.9))
+        outcomes.append(weights(step))
+    assert torch.equal(*outcomes)
