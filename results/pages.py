@@ -59,7 +59,8 @@ FUNCTIONS = {"abs": abs, "len": len, "max": max, "min": min, "sum": sum, "median
 # What looks measured: a number with a unit or with a decimal point
 UNITS = r"\s?(?:%|×|times\b|m?s\b|seconds\b|[GMk]i?B\b|MHz\b|W\b|TFLOP/s|TB/s|nats\b|tokens/s)|\s[kMB]\b"
 MEASURED = re.compile(rf"(?<![\w.,/^])[+-]?\d[\d,]*(?:\.\d+|(?={UNITS}))")
-VERSION = r"(?:Engine|TE|PyTorch|CUDA|cuDNN|Python|glibc|capability|below)[^\S\n]\d[\d.]*|\d+\.\d+\.\d+|\d\.x|\d+\.\d+-py3"
+VERSION = (r"(?:Engine|TE|PyTorch|CUDA|cuDNN|Python|glibc|capability|below)[^\S\n]\d[\d.]*"
+           r"|\d+\.\d+\.\d+|\d\.x|\d+\.\d+-py3")
 GIVEN = r"[^\s|]*[^\S\n]?[^\s|]*<!-- given -->"
 EXEMPT = (r"```.*?```", r"`[^`\n]*`", r"\]\([^)]*\)", r"(?m:^)\|[^|\n]*\|", GIVEN, r"<!--.*?-->", VERSION)
 

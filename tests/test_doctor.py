@@ -143,7 +143,7 @@ NCCL = "torch.distributed.DistBackendError: NCCL error: unhandled cuda error"
     (machine(te_packages={"transformer-engine-cu12": "2.20.2", "transformer-engine-cu13": "2.20.2"}), "parts of several", "removes"),
     (machine(te_packages={"transformer-engine": "2.20.2", "transformer-engine-cu12": "2.20.2"}), "for CUDA 12, PyTorch for CUDA 13.0", "--install"),
     (machine(te_packages={}, te={"version": "2.5.0+f05f12c", "cuda": 13}),
-     "Transformer Engine 2.5.0+f05f12c: too old, 2.9 or later is needed", "container, tag 26.02-py3 or later"),
+     "Transformer Engine 2.5.0+f05f12c: too old, 2.9 or later is needed", "tag 26.02-py3 or later"),
     (machine(te_packages={"transformer-engine": "1.13.0"}, te={"version": "1.13.0", "cuda": 13}),
      "1.13.0: too old", "doctor.py --install"),
     (machine(te_packages={}, te={"version": "2.9", "cuda": 12}), "for CUDA 12, PyTorch for CUDA 13.0", "--install"),
@@ -255,7 +255,8 @@ MESSAGES = {
     "no Transformer Engine": ["ModuleNotFoundError: No module named 'transformer_engine'",
                               "ImportError: No module named transformer_engine"],
     "no PyTorch part": ["ModuleNotFoundError: No module named 'transformer_engine_torch'",
-                        "No module named 'transformer_engine.pytorch'", "No module named transformer_engine_torch",
+                        "No module named 'transformer_engine.pytorch'",
+                        "No module named transformer_engine_torch",
                         "AttributeError: module 'transformer_engine' has no attribute 'pytorch'", "StopIteration",
                         "FileNotFoundError: Could not find shared object file for Transformer Engine torch lib.",
                         "RuntimeError: Found empty `transformer-engine` meta package installed. Install `transformer-engine` with"],
@@ -275,12 +276,12 @@ MESSAGES = {
     "no kernels for this GPU": ["RuntimeError: CUDA error: no kernel image is available for execution on the device"],
     "no FP8 on this GPU": ["AssertionError: Device compute capability 8.9 or higher required for FP8 execution."],
     "shape not for FP8": [
-        "RuntimeError: /TE/gemm/cublaslt_gemm.cu:397 in function cublas_gemm: Unable to find any suitable algorithms",
+        "RuntimeError: cublaslt_gemm.cu:397 in function cublas_gemm: Unable to find any suitable algorithms",
         "RuntimeError: Unable to find suitable cuBLAS GEMM algorithm",
         "Assertion failed: ret.lda % 16 == 0. Leading dimension requirement on A for FP8 GEMM.",
         "Outer dimension requirement on B for NVTE_BLOCK_SCALING GEMM. Caller must pad.",
         "AssertionError: FP8 execution requires the product of all dimensions except the last to be"],
-    "delayed scaling compiled": ["RuntimeError: DelayedScaling is not supported under torch.compile. Please use"],
+    "delayed scaling compiled": ["RuntimeError: DelayedScaling is not supported under torch.compile."],
     "GPU memory full": ["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."],
 }
 
