@@ -4,7 +4,7 @@
 # make doctor    what is installed and what works, with a fix for what does not
 # make te        builds and installs Transformer Engine with what its build needs
 # make benchmark what results/ holds of speed and memory, measured on this GPU (ARGS="--shapes 124m-b32" for one shape's speed alone),
-#                the pictures, and the tables in README.md and GUIDE.md
+#                the pictures, and the tables and figures of the pages
 # In an environment that has everything already, run python train.py and pytest directly.
 PYTHON ?= python3
 VENV ?= .venv

@@ -33,7 +33,7 @@ import cli
 import fp8
 import model_te_optimized
 from model_te_optimized import DelayedScaling, OptimizedConfig, OptimizedGPT2Model, te
-from results import stability_report as report
+from results import speed_report, stability_report as report
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -342,6 +342,28 @@ def main(argv=None):
                 add(row_of(measure, part="block", shape=str(shape), precision=precision, name=f"{arm}, {precision}"))
     if options.png:
         plot({"machine": fp8.describe(), **figures}, options.png)
+
+
+def kernels_table(result) -> str:
+    """Markdown table of kernels alone: ms forward and backward, in brackets TFLOP/s. Empty: did not run."""
+    names = {"by hand": "by hand", "SDPA, FlashAttention 2": "SDPA, FlashAttention 2",
+             "SDPA, cuDNN": "SDPA, cuDNN", "te.DotProductAttention": "`te.DotProductAttention`",
+             "flash-attn 4": "FlashAttention 4", FP8_KERNEL: "TE, FP8"}
+    rows = [row for row in result["rows"] if row["part"] == "attention" and "why_not" not in row]
+    cells = {(row["shape"], row["name"]): f"{row['both_ms']:.2f} ({row['both_tflops']:.0f})" for row in rows}
+    lines = [[shape, *(cells.get((shape, name), "") for name in names)]
+             for shape in dict.fromkeys(row["shape"] for row in rows)]
+    return speed_report.markdown(["forward and backward, ms", *names.values()], lines)
+
+
+def blocks_table(result) -> str:
+    """Markdown table of norm, QKV GEMM, attention and projection together: ms forward and backward."""
+    rows = [row for row in result["rows"] if row["part"] == "block" and "why_not" not in row]
+    arms = list(dict.fromkeys(row["name"].rpartition(", ")[0] for row in rows))
+    ms = {(row["shape"], row["precision"], row["name"].rpartition(", ")[0]): row["both_ms"] for row in rows}
+    lines = [[f"{shape}, {precision.upper()}", *(f"{ms[shape, precision, arm]:.2f}" for arm in arms)]
+             for shape, precision in dict.fromkeys((shape, precision) for shape, precision, _ in ms)]
+    return speed_report.markdown(["in a block, ms", *arms], lines)
 
 
 def plot(result, path):

@@ -366,6 +366,10 @@ def expected_reasons(capability, cuda):
             "block": "" if block else "FP8 block scaled GEMM requires compute capability 9.0 or higher and CUDA >= 12.9."}
 
 
+def te_too_old(facts):
+    return bool(facts.te.get("version")) and numbers(facts.te["version"]) < numbers(install_te.least_te())
+
+
 def check_te(facts):
     if not facts.gpu:
         return [Result("info", "Transformer Engine: needs a GPU, te_reference takes its place")]
@@ -383,12 +387,16 @@ def check_te(facts):
         return [Result("fail" if facts.capability >= (8, 9) else "warn", "Transformer Engine is not installed; FP8 is emulated, slowly", INSTALL)]
     if facts.te.get("error") or not facts.te:
         return [broken("Transformer Engine does not import", facts.te.get("error", "No module named 'transformer_engine_torch'"), INSTALL)]
+    if te_too_old(facts):
+        needed = f"too old, {install_te.least_te()} or later is needed"
+        line = f"Transformer Engine {facts.te['version']}: {needed}"
+        return [Result("fail", line, f"{INSTALL} replaces it; {install_te.CONTAINER} has a newer one")]
     return [Result("ok", f"Transformer Engine {facts.te['version']}" + (f", CUDA {core}" if core else ""))]
 
 
 def check_recipes(facts):
     if not facts.fp8.get("reasons"):
-        if facts.te.get("error"):
+        if facts.te.get("error") or te_too_old(facts):
             return []  # the same failure once more
         return [broken("FP8 recipes", facts.fp8["error"], INSTALL if facts.gpu else REQUIREMENTS)] if facts.fp8.get("error") else []
     reasons = facts.fp8["reasons"]

@@ -7,6 +7,7 @@ absence (a run that was in bfloat16 so far) or another history length is no erro
 
 import importlib
 import os
+import re
 from contextlib import contextmanager
 
 import torch
@@ -30,6 +31,10 @@ except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8
 RECIPES = ("none", "delayed", "current", "block", "mxfp8", "nvfp4")  # and custom:module.function
 # Transformer Engine's default format of each recipe; the others have one format of their own.
 FORMATS = {"delayed": "hybrid", "current": "hybrid", "block": "e4m3", "mxfp8": "e4m3"}
+OTHER_NAMES = {  # of recipes, in Megatron, torchao and TE's classes; without "_", "-" and "scaling"
+    "tensorwise": "current", "pertensor": "current", "dynamic": "current", "float8current": "current",
+    "blockwise": "block", "float8block": "block", "mxfp8block": "mxfp8", "mx": "mxfp8", "nvfp4block": "nvfp4",
+    "bf16": "none", "bfloat16": "none", "custom": "custom:module.function"}
 _AVAILABLE = {"delayed": te.is_fp8_available, "current": te.is_fp8_available, "block": te.is_fp8_block_scaling_available,
               "mxfp8": te.is_mxfp8_available, "nvfp4": getattr(te, "is_nvfp4_available", None)}  # None: an older TE
 
@@ -52,11 +57,23 @@ def why_not(name):
     return "" if available else reason
 
 
+def _hint(name):
+    """What an unknown recipe name means here: ": …", or "" for a name that nobody uses."""
+    plain = re.sub("[-_ ]|scaling", "", name.lower())
+    ours = plain if plain in RECIPES else OTHER_NAMES.get(plain)
+    if plain == "rowwise":
+        return ": no recipe has one scale a row, block (1x128 and 128x128) comes nearest"
+    if plain in ("hybrid", "e4m3"):
+        return f": it is a format, --fp8-format {plain}"
+    return f": it is called {ours} here" if ours else ""
+
+
 def check_recipe(name):
     """ValueError, in one line, for a recipe that is unknown or that this machine cannot run: with the GPU's compute capability, and with
     the one that TE asks for."""
     if name not in RECIPES and not name.startswith("custom:"):
-        raise ValueError(f"fp8-recipe {name!r} is unknown; the recipes are {', '.join(RECIPES)} and custom:module.function")
+        known = f"the recipes are {', '.join(RECIPES)} and custom:module.function"
+        raise ValueError(f"fp8-recipe {name!r} is unknown{_hint(name)}; {known}")
     if why_not(name):
         possible = ", ".join(r for r in RECIPES if not why_not(r))
         where, hint = describe(), "; NANOTE_REFERENCE=1 emulates delayed, current, block and mxfp8 anywhere"

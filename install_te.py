@@ -40,6 +40,7 @@ INSTALL = "python doctor.py --install"
 LIBRARIES = ("put PyTorch's own libraries first: export CUDNN_HOME=<cudnn> LD_LIBRARY_PATH=<libraries>${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
              "  # Transformer Engine looks in CUDNN_HOME, and all others in LD_LIBRARY_PATH")
 TOOLKIT = "install NVIDIA's CUDA toolkit of PyTorch's version (python -c 'import torch; print(torch.version.cuda)') and point CUDA_HOME to it"
+CONTAINER = "NVIDIA's PyTorch container, tag 26.02-py3 or later,"  # 25.11 has TE 2.9, but PyTorch 2.10
 CUDA_TORCH = "install a PyTorch with CUDA (pytorch.org, Get Started), then " + INSTALL
 
 # The order matters: the causes come before what they cause, and the special before the general.
@@ -82,7 +83,11 @@ FAILURES = (
     Failure("cuBLAS too old", r"undefined symbol: cublas\w+", "A cuBLAS older than Transformer Engine asks for is loaded.",
             LIBRARIES + "; or pip install --upgrade nvidia-cublas"),
     Failure("built against another PyTorch", r"undefined symbol", "Transformer Engine was built against another PyTorch (another ABI).", INSTALL),
-    Failure("no PyTorch part", r"No module named '?transformer_engine_(torch|extensions)|'transformer_engine' has no attribute 'pytorch'"
+    Failure("no Transformer Engine", r"No module named '?transformer_engine'?\s*$",
+            "Transformer Engine is not installed in this Python environment.",
+            INSTALL + "; without a GPU, import te_reference as te, as the model files do"),
+    Failure("no PyTorch part", r"No module named '?transformer_engine(_torch|_extensions|\.pytorch)"
+            r"|'transformer_engine' has no attribute 'pytorch'"
             r"|Found empty .transformer-engine. meta|shared object file for Transformer Engine (torch|core) lib"
             r"|metadata was found for transformer_engine_torch|^\s*StopIteration\s*$",
             "Transformer Engine is installed without its PyTorch part.", INSTALL),
@@ -96,7 +101,7 @@ FAILURES = (
             "The CUDA libraries that Transformer Engine was built for are not here; perhaps it is for another CUDA (12, 13) than PyTorch.",
             INSTALL + " (takes the core for PyTorch's CUDA); on a machine without a GPU this is fine: NANOTE_REFERENCE=1"),
     Failure("C++ library too old", r"version .GLIBC(XX)?_[\d.]+. not found", "The system's C library, or conda's C++ library, is too old.",
-            "conda install -c conda-forge libstdcxx-ng, or a newer system; NVIDIA's PyTorch container has both"),
+            f"conda install -c conda-forge libstdcxx-ng, or a newer system; {CONTAINER} has both"),
     Failure("driver replaced", r"[Dd]river/library version mismatch", "The driver was updated and the old one still runs.", "reboot"),
     Failure("driver too old", r"driver on your system is too old|driver version is insufficient", "The driver is too old for PyTorch's CUDA.",
             "update NVIDIA's driver, or install a PyTorch for the CUDA version that nvidia-smi shows"),
@@ -106,6 +111,13 @@ FAILURES = (
             "install a PyTorch that has it (python doctor.py names the architecture), then " + INSTALL),
     Failure("no FP8 on this GPU", r"[Cc]ompute capability [\d.]+ or higher|not supported on 12\.0\+", "This GPU does not have the recipe.",
             "--fp8-recipe none, a recipe that python doctor.py names, or NANOTE_REFERENCE=1 (emulated)"),
+    Failure("shape not for FP8", r"Unable to find (any )?suitable (cuBLAS )?(GEMM )?algorithm"
+            r"|(dimension|stride) requirement on .*GEMM|FP8 execution requires the .*product of all dim",
+            "cuBLAS has no FP8 GEMM for this shape: tokens, width or vocabulary is not a multiple of 16.",
+            "pad it, such as a vocabulary of 50257 to 50304; python test_shapes.py prints which shapes run"),
+    Failure("delayed scaling compiled", r"DelayedScaling is not supported under torch\.compile",
+            "Transformer Engine does not support DelayedScaling under torch.compile.",
+            "--fp8-recipe current with --compile, or leave --compile out: CUDA graphs are on by default"),
     Failure("GPU memory full", r"CUDA out of memory|CUDA error: out of memory", "The GPU's memory is full.",
             "a smaller --micro-batch-size, or end what else runs there (nvidia-smi)"),
 )
@@ -188,6 +200,11 @@ def max_jobs(free_gib=None, cpus=None):
 def te_requirement():
     """The line of requirements-gpu.txt that names Transformer Engine."""
     return next(line for line in (HERE / "requirements-gpu.txt").read_text().splitlines() if line.startswith("transformer-engine["))
+
+
+def least_te():
+    """The oldest Transformer Engine that requirements-gpu.txt allows: "2.9"."""
+    return te_requirement().rpartition(">=")[2]
 
 
 def plan(nvidia, installed, jobs, environment):

@@ -27,6 +27,7 @@ from data import Loader  # noqa: E402
 from fast_block import DGRAD_FAST_ACCUM_K  # noqa: E402
 from fast_gemm import gemm  # noqa: E402  itself, also while others' calls of it are watched
 from results import stability_report as report  # noqa: E402
+from results.speed_report import markdown  # noqa: E402
 from results.timing import timed  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +38,7 @@ VALUES = {  # of a matrix; all of one sign is the worst case, for what is cut of
 SUMMANDS = (256, 512, 768, 1024, 2048, 4096, 16384)
 TIMES = ((3072, 768, 32768), (768, 768, 32768), (4096, 1024, 16384), (1024, 1024, 16384))  # outputs, summands, tokens: 124M and 350M
 ROWS = 2048  # of a product, that are compared
+MICRO_BATCH = 8  # sequences of 1,024 tokens, of the models in training
 
 
 @dataclass
@@ -68,7 +70,8 @@ def on_random_values(device):
 
 def on_gradients(shape, data, device):
     """Of a model in training: the backward products with respect to inputs ("NN") and weights ("NT"), by their summands."""
-    config = benchmark_te.arm_config("fp8", benchmark_te.make_config(benchmark_te.SHAPES[shape] | {"micro_batch_size": 8}, device))
+    options = benchmark_te.SHAPES[shape] | {"micro_batch_size": MICRO_BATCH}
+    config = benchmark_te.arm_config("fp8", benchmark_te.make_config(options, device))
     loader = Loader(data, "train", seq_len=config.seq_len, micro_batch_size=config.micro_batch_size, device=device)
     step = benchmark_te.build_te(config, device, loader.batch(0))
     for number in range(200):
@@ -102,6 +105,29 @@ def times(device):
         ms = {way: statistics.median(timed([partial(gemm, a, one, b, one, accumulation=way)] * 200, device)[100:])
               for way in ("precise", "fast")}
         yield {"part": "time", "outputs": outputs, "summands": summands, "tokens": tokens, "float32_sums_ms": ms["precise"], "fast_sums_ms": ms["fast"]}
+
+
+def errors_table(figures) -> str:
+    """Markdown table: errors of the backward GEMMs of trained models, % of the norm, median and largest."""
+    lines = []
+    for row in figures["rows"]:
+        if row["part"] == "gradients":
+            kind = "wgrad" if row["summands"] == MICRO_BATCH * 1024 else "dgrad"  # of wgrad, K is the tokens
+            cells = []
+            for name in ("fast_sums", "float32_sums", "bf16_rounding"):
+                cells.append(f"{100 * row[name]:.2f} ({100 * row[f'largest_{name}']:.2f})")
+            lines.append([f"{row['shape']}, {row['products']} {kind}", f"{row['summands']:,}", *cells])
+    return markdown(["error, %", "K", "fast accumulation", "float32", "rounding to BF16 alone"], lines)
+
+
+def times_table(figures) -> str:
+    """Markdown table: ms of the GEMM of an input's gradient."""
+    lines = []
+    for row in figures["rows"]:
+        if row["part"] == "time":
+            shape = f"{row['tokens']:,} x {row['outputs']:,}, K {row['summands']:,}"
+            lines.append([shape, f"{row['fast_sums_ms']:.3f}", f"{row['float32_sums_ms']:.3f}"])
+    return markdown(["dgrad, ms", "fast accumulation", "float32"], lines)
 
 
 def plot(figures, path):

@@ -63,8 +63,8 @@ def measure(shape, switch):
 
 
 def table(rows) -> str:
-    """GUIDE.md's Markdown table: a row a switch, for each shape ms a step (against its run's defaults) and two peaks of memory. What was not measured
-    is an empty cell."""
+    """Markdown table, a row a switch: for each shape ms a step (against the defaults), two peaks of memory.
+    Empty: not measured, or a time of another run than the defaults', perhaps with other code."""
     found = {(row["shape"], row["switch"]): row for row in rows if "error" not in row}
     titles = ["switch"]
     for shape in Options.shapes:
@@ -74,8 +74,14 @@ def table(rows) -> str:
         cells = [switch]
         for shape in Options.shapes:
             row = found.get((shape, switch))
-            change = f" ({100 * (row['ms'] / row['defaults_ms'] - 1):+.1f} %)" if row and row.get("defaults_ms") and switch != "defaults" else ""
-            cells += [f"{row['ms']:.1f}{change}", f"{row['peak_gib']:.1f}", f"{row['peak_reserved_gib']:.1f}"] if row else [""] * 3
+            if row is None:
+                cells += [""] * 3
+                continue
+            base, ms = found.get((shape, "defaults"), {}).get("ms"), ""
+            if base and row.get("defaults_ms") == base:
+                change = f" ({100 * (row['ms'] / base - 1):+.1f} %)" if switch != "defaults" else ""
+                ms = f"{row['ms']:.1f}{change}"
+            cells += [ms, f"{row['peak_gib']:.1f}", f"{row['peak_reserved_gib']:.1f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -93,13 +99,14 @@ def main(argv=None):
         raise ValueError("there is no GPU with Transformer Engine here, and memory on anything else means nothing")
     rows = speed_report.Rows(options.json, ("shape", "switch"), argv, "results/memory.py")
     for shape in options.shapes:
-        for switch in options.switches:
+        for switch in dict.fromkeys(["defaults", *options.switches]):  # times are compared within a run
             done = subprocess.run([sys.executable, __file__, "--one", shape, switch], capture_output=True, text=True, cwd=ROOT)
             found = [line.removeprefix("figures: ") for line in done.stdout.splitlines() if line.startswith("figures: ")]
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
             row = json.loads(found[0]) if found else {"shape": shape, "switch": switch, "error": reason}
-            base = next((r for r in [row, *rows] if (r["shape"], r["switch"]) == (shape, "defaults") and "error" not in r), None)
-            rows.add(row | {"defaults_ms": base and base["ms"]})  # the last before it: a file may hold several runs
+            if switch == "defaults":
+                base = None if "error" in row else row
+            rows.add(row | {"defaults_ms": base and base["ms"]})
             against = f"  {row['ms'] / base['ms'] - 1:+.1%} time, {row['peak_gib'] - base['peak_gib']:+.1f} GiB" if base and "error" not in row else ""
             print(f"{shape:9} {switch:44} " + (row["error"] if "error" in row else
                   f"{row['ms']:8.2f} ms  {row['peak_gib']:6.1f} GiB, {row['peak_reserved_gib']:6.1f} taken{against}"), flush=True)

@@ -17,6 +17,7 @@ import checkpoint  # noqa: E402
 import cli  # noqa: E402
 import fp8  # noqa: E402
 from results import stability_report as report  # noqa: E402
+from results.speed_report import markdown  # noqa: E402
 
 SIZES = {"GPT-2 124M": dict(n_layer=12, n_embd=768, n_head=12), "C 4096, 4 layers": dict(n_layer=4, n_embd=4096, n_head=32)}
 
@@ -61,6 +62,19 @@ def measure(step, graphed):
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
     return sorted(times)[10]
+
+
+def table(result) -> str:
+    """Markdown table: ms of a step, in brackets TB/s, of each optimizer and of the gradients' norm."""
+    rows = result["rows"]
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    lines = []
+    for name in dict.fromkeys(row["optimizer"] for row in rows):
+        found = {row["size"]: row for row in rows if row["optimizer"] == name}
+        cells = {size: f"{row['ms']:.2f} ({row['terabytes_per_s']:.1f})" for size, row in found.items()}
+        moved = str(next(iter(found.values()))["bytes_per_parameter"])
+        lines.append([name, moved, *(cells.get(size, "") for size in sizes)])
+    return markdown(["", "bytes a parameter", *(f"{size}, ms" for size in sizes)], lines)
 
 
 def main(argv=None):

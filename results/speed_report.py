@@ -118,6 +118,82 @@ def formats_table(rows) -> str:
     return markdown(titles, lines, words=2)
 
 
+PARTS = {  # row of profile_table -> classes of kernels (timing.KERNELS), what bounds them
+    "GEMMs": (("GEMM FP8", "GEMM BF16"), "tensor cores, and power"),
+    "attention": (("attention",), "tensor cores, in BF16"),
+    "casts to FP8, transposes": (("cast/transpose",), "memory"), "loss": (("loss",), "memory: the logits"),
+    "norms": (("norm",), "memory"), "activation": (("activation",), "memory"),
+    "residual adds": (("elementwise/residual",), "memory"),
+    "optimizer, clipping": (("optimizer",), "memory"),
+    "copies, embedding, other": (("copy/concat", "embedding", "other"), "memory"),
+}
+VARIANTS = {"fp8": "FP8", "bf16": "BF16", "fp8-e4m3": "E4M3", "fp8-current": "current scaling",
+            "fp8-block": "block scaling", "fp8-bf16_moments": "BF16 moments", "fp8-te_block": "TE's blocks",
+            "fp8-eager": "no CUDA graph"}
+
+
+def profile_table(rows) -> str:
+    """Markdown table: ms of a step by class of kernel, for the smallest and the largest shape and Llama-3."""
+    wanted = [("124m-b32", "gpt2", "plain"), ("124m-b32", "gpt2", "fp8"), ("c4096", "gpt2", "plain"),
+              ("c4096", "gpt2", "fp8"), ("llama3-8b", "own", "fp8")]
+    profiled = {(row["shape"], row["block"], row["arm"]): row for row in rows if "profile_ms" in row}
+    found = [profiled[key] for key in wanted if key in profiled]
+    names = {"plain": "nanoGPT", "fp8": "FP8"}
+    titles = ["ms a step", *(f"{row['shape']}, {names[row['arm']]}" for row in found), "bound by"]
+    parts = {name: [sum(row["profile_ms"].get(kind, 0) for kind in kinds) for row in found]
+             for name, (kinds, _) in PARTS.items()}
+    lines = [[name, *(f"{value:.1f}" for value in values), PARTS[name][1]] for name, values in parts.items()]
+    totals = [sum(column) for column in zip(*parts.values())]
+    tensor = [sum(pair) for pair in zip(parts["GEMMs"], parts["attention"])]
+    share = lambda value, whole: f"{value:.1f} ({100 * value / whole:.0f} %)"  # noqa: E731
+    lines.append(["**GEMMs and attention**", *map(share, tensor, totals), ""])
+    lines.append(["**everything else**", *(share(t - part, t) for part, t in zip(tensor, totals)), ""])
+    lines.append(["training step", *(f"{row['ms']:.1f}" for row in found), ""])
+    lines.append(["its floor (`floor_ms`)", *(share(row["floor_ms"], row["ms"]) for row in found), ""])
+    of = lambda row, name: f"{row[name]:,.0f} of {row[f'{name}_limit']:,.0f}"  # noqa: E731
+    lines.append(["clock, MHz", *(of(row, "sm_mhz") for row in found), "power"])
+    lines.append(["power, W", *(of(row, "watts") for row in found), ""])
+    return markdown(titles, lines)
+
+
+def variants_table(rows) -> str:
+    """Markdown table: the FP8 step with one thing changed, ms and in brackets times the FP8 step's speed."""
+    groups = {key: group for key, group in groups_of(rows).items()
+              if "fp8" in group and len(group.keys() & VARIANTS.keys()) > 1}
+    arms = [arm for arm in VARIANTS if any(arm in group for group in groups.values())]
+    lines = []
+    for (shape, block), group in groups.items():
+        ms = [group[arm]["ms"] if arm in group else None for arm in arms]
+        cells = ["" if value is None else f"{value:.2f} ({ms[0] / value:.2f})" for value in ms]
+        lines.append([f"{shape}, {block}", cells[0].partition(" ")[0], *cells[1:]])
+    return markdown(["ms a step", *(VARIANTS[arm] for arm in arms)], lines)
+
+
+def stack_table(rows) -> str:
+    """Markdown table of benchmark_te.py --stack: a row a measure, in the order of adding them."""
+    rows, lines = [row for row in rows if "error" not in row], []
+    for before, row in zip([None, *rows], rows):
+        speed, label = row["tokens_per_s"], " ".join(row["label"].split())
+        step = f"{speed / before['tokens_per_s']:.2f}" if before else ""
+        lines.append([label, f"{speed / 1e3:.0f}", step, f"{speed / rows[0]['tokens_per_s']:.2f}"])
+    return markdown(["", "k tokens/s", "times the one before", "times the first"], lines)
+
+
+def crossover_table(rows) -> str:
+    """Markdown table of benchmark_te.py --sweep: from which width on FP8 is at least 1.02 times as fast."""
+    lines, rows = [], [row for row in rows if row["graph"]]
+    for tokens in sorted({row["tokens"] for row in rows}):
+        speed = {row["width"]: row["graph"] for row in rows if row["tokens"] == tokens}
+        speed = dict(sorted(speed.items()))
+        slow = [width for width, ratio in speed.items() if ratio < 1.02]
+        pays = [width for width in speed if not slow or width > slow[-1]]
+        lines.append([f"{tokens:,}", *([f"{pays[0]:,}", f"{speed[pays[0]]:.2f}"] if pays else ["none", ""]),
+                      f"{speed[max(speed)]:.2f}"])
+    widest = max(row["width"] for row in rows)
+    titles = ["tokens a step", "FP8 pays from width", "times BF16 there", f"times BF16 at width {widest:,}"]
+    return markdown(titles, lines, words=0)
+
+
 def compile_table(rows) -> str:
     """Of benchmark_te.py --compile, as Markdown: thousands of tokens a second, in brackets graph breaks and seconds of compiling; below the table
     why a pair failed."""
@@ -135,7 +211,23 @@ def compile_table(rows) -> str:
             else:
                 cells.append(f"{row['tokens_per_s'] / 1e3:.0f} k" + ("" if mode == "eager" else f" ({row['graph_breaks']}, {row['compile_s']:.0f} s)"))
         lines.append(f"| {'not compiled' if mode == 'eager' else mode}, {recipe} | " + " | ".join(cells) + " |")
-    return "\n".join(lines + [""] * bool(reasons) + [f"{number}. `{reason}`" for number, reason in enumerate(reasons, 1)])
+    notes = [f"{number}. `{reason}`" for number, reason in enumerate(reasons, 1)]
+    return "\n".join(lines + [""] * bool(reasons) + notes + compile_summary(rows))
+
+
+def compile_summary(rows) -> list:
+    """Count compiled steps that are faster than the same model and recipe not compiled -> lines."""
+    good = [row for row in rows if "error" not in row]
+    speed = {(row["mode"], row["recipe"], row["model"]): row["tokens_per_s"] for row in good}
+    ratios = [value / speed["eager", *rest] for (mode, *rest), value in speed.items()
+              if mode != "eager" and ("eager", *rest) in speed]
+    if not ratios:
+        return []
+    told = []
+    for what, some in (("slower", [r for r in ratios if r < 1]), ("faster", [r for r in ratios if r >= 1])):
+        span = f" ({min(some):.2f} to {max(some):.2f} times its speed)" if some else ""
+        told.append(f"{len(some)} {what}{span}")
+    return ["", f"Of {len(ratios)} compiled steps, against the same model not compiled: {', '.join(told)}."]
 
 
 def _axes(width, height, columns=1, **options):

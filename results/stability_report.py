@@ -20,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import fp8  # noqa: E402
+from results import speed_report  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,50 @@ def text_of(c):
         return "not finite"
     after = "" if c["disturbance"] == "none" else "never " if c["recovered_after"] is None else f"{c['recovered_after']} "
     return after + (f"{c['final_vs_high_precision']:+.1%}" if c["recipe"] != "none" else f"{c['final_loss']:.3f}")
+
+
+def span(cells):
+    """The final loss of some cells against high precision's, in percent, from the smallest to the largest."""
+    values = [100 * c["final_vs_high_precision"] for c in cells]
+    low, high = f"{min(values):+.1f}", f"{max(values):+.1f}"
+    return f"{low} %" if low == high else f"{low} to {high} %"
+
+
+def by_setting(cells):
+    """{"delayed hybrid, max of 1024": its cells of all margins, …}, without high precision's."""
+    groups = {}
+    for c in cells:
+        if c["recipe"] != "none":
+            history = f"{c['algo']} of {c['history']}" if c["history"] > 1 else "most recent"
+            name = f"{c['recipe']} {c['format']}" + (f", {history}" if c["recipe"] == "delayed" else "")
+            groups.setdefault(name, []).append(c)
+    return groups
+
+
+def table(result) -> str:
+    """Markdown table: the final loss against BF16's after the same disturbance, over margins, and the most
+    steps until the loss is back. The last column spans the disturbances that do not have one."""
+    shown = {"none": "undisturbed", "outlier 1e6": "one activation x 1,000,000",
+             "loss down": "loss scaled by 2^-15"}
+    lines = []
+    for name, group in by_setting(result["cells"]).items():
+        line = [name]
+        for disturbance in shown:
+            some = [c for c in group if c["disturbance"] == disturbance]
+            after = [c["recovered_after"] for c in some]
+            steps = "never" if None in after else f"{max(after)} step{'s' * (max(after) != 1)}"
+            line.append(span(some) + (f"; {steps}" if disturbance != "none" else ""))
+        lines.append([*line, span([c for c in group if c["disturbance"] not in shown])])
+    return speed_report.markdown(["", *shown.values(), "other disturbances"], lines)
+
+
+def sizes_table(result) -> str:
+    """Markdown table: the undisturbed final loss against BF16's by layers x width, over margins."""
+    sizes = list(dict.fromkeys(c["size"] for c in result["cells"]))
+    lines = []
+    for name, group in by_setting(result["cells"]).items():
+        lines.append([name, *(span([c for c in group if c["size"] == size]) for size in sizes)])
+    return speed_report.markdown(["", *sizes], lines)
 
 
 def write(script, argv, figures, json_path=None, png_path=None):

@@ -16,7 +16,7 @@ import checkpoint
 import cli
 import train
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from results import memory, pages, plain_gpt, timing, training
+from results import memory, plain_gpt, timing, training
 from results import speed_report as report
 from trainer_tools import ROOT
 
@@ -291,13 +291,35 @@ def test_a_switch_is_compared_with_the_seeds_of_its_own_block():
 
 def test_the_table_of_memory_leaves_what_is_missing_empty():
     figures = {"peak_gib": 15.79, "peak_reserved_gib": 31.77}
-    rows = [{"shape": "124m-b32", "switch": "BF16 moments", "ms": 44.0, "defaults_ms": 40.0} | figures,
-            {"shape": "124m-b32", "switch": "defaults", "ms": 41.0, "defaults_ms": 41.0} | figures,  # of a later run
-            {"shape": "c4096", "switch": "BF16 moments", "ms": 111.6} | figures, {"shape": "c4096", "switch": "defaults", "error": "out of memory"}]
+    rows = [{"shape": "124m-b32", "switch": "BF16 moments", "ms": 45.1, "defaults_ms": 41.0} | figures,
+            {"shape": "124m-b32", "switch": "no CUDA graph", "ms": 44.0, "defaults_ms": 43.5} | figures,
+            {"shape": "124m-b32", "switch": "defaults", "ms": 41.0, "defaults_ms": 41.0} | figures,
+            {"shape": "c4096", "switch": "BF16 moments", "ms": 111.6} | figures,
+            {"shape": "c4096", "switch": "defaults", "error": "out of memory"}]
     lines = memory.table(rows).splitlines()
     assert len(lines) == 2 + len(memory.SWITCHES) and {line.count("|") for line in lines} == {8}
     assert lines[2] == "| defaults | 41.0 | 15.8 | 31.8 |  |  |  |"
-    assert "| BF16 moments | 44.0 (+10.0 %) | 15.8 | 31.8 | 111.6 | 15.8 | 31.8 |" in lines  # nothing to compare c4096's with
+    assert "| BF16 moments | 45.1 (+10.0 %) | 15.8 | 31.8 |  | 15.8 | 31.8 |" in lines  # no defaults
+    assert "| no CUDA graph |  | 15.8 | 31.8 |  |  |  |" in lines  # timed in another run than the defaults
+
+
+def test_memory_switches_are_compared_with_the_defaults_of_the_same_run(tmp_path, monkeypatch):
+    """One switch is asked for: the defaults are measured beside it, and replace those of an earlier run."""
+    ran = []
+
+    def one(command, **options):
+        ran.append(tuple(command[-2:]))
+        row = {"shape": command[-2], "switch": command[-1], "ms": 50.0 + len(ran), "peak_gib": 15.0}
+        return SimpleNamespace(stdout="figures: " + json.dumps(row | {"peak_reserved_gib": 16.0}), stderr="")
+
+    monkeypatch.setattr(memory.report, "fp8", SimpleNamespace(IS_REFERENCE=False))
+    monkeypatch.setattr(memory.subprocess, "run", one)
+    path = tmp_path / "memory.json"
+    path.write_text(json.dumps([{"shape": "c4096", "switch": "defaults", "ms": 7.0, "defaults_ms": 7.0}]))
+    memory.main(["--shapes", "c4096", "--switches", "BF16 moments", "--json", str(path)])
+    assert ran == [("c4096", "defaults"), ("c4096", "BF16 moments")]
+    assert [(row["switch"], row["ms"], row["defaults_ms"]) for row in json.loads(path.read_text())] == [
+        ("defaults", 51.0, 51.0), ("BF16 moments", 52.0, 51.0)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it may")
@@ -309,23 +331,6 @@ def test_a_machine_without_a_gpu_does_not_write_over_a_gpus_figures(tmp_path, ca
     assert "name another file" in capsys.readouterr().err and (tmp_path / "speed.json").read_text() == before
 
 
-def test_the_pages_show_what_was_measured(capsys):
-    assert pages.main(["--check"]) == 0, capsys.readouterr().out
-
-
-def test_a_page_whose_table_differs_is_written_anew(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(pages, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(pages, "PICTURES", {})
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "memory.json").write_text((ROOT / "results" / "memory.json").read_text())
-    page, text = tmp_path / "GUIDE.md", (ROOT / "GUIDE.md").read_text()
-    page.write_text(text.replace("| BF16 moments |", "| BF16 moments, by hand |"))
-    assert pages.main(["--check"]) == 1 and "by hand" in page.read_text() and "GUIDE.md, memory" in capsys.readouterr().out
-    assert pages.main([]) == 0 and page.read_text() == text  # and nothing else on the page has changed
-    page.write_text("<!-- memory -->")
-    assert cli.run(lambda: pages.main([]), "results/pages.py") == 2 and page.read_text() == "<!-- memory -->"
-
-
 def test_the_table_of_torch_compile():
     row = {"mode": "default", "recipe": "current", "graph_breaks": 2, "compile_s": 31.4, "tokens_per_s": 456_700.0}
     failed = {"mode": "default", "model": "te", "error": "RuntimeError: not supported"}
@@ -334,6 +339,14 @@ def test_the_table_of_torch_compile():
     assert report.compile_table(rows).splitlines()[2:] == [
         "| default, current | 457 k (2, 31 s) |  |", "| default, delayed |  | fails, 1 |", "| default, none |  | fails, 1 |", "",
         "1. `RuntimeError: not supported`"]
+    eager = {"mode": "eager", "model": "te", "graph_breaks": 0, "compile_s": 0.0}
+    compiled = row | {"model": "te"}
+    rows = [eager | {"recipe": "none", "tokens_per_s": 100.0}, compiled | {"tokens_per_s": 150.0},
+            eager | {"recipe": "current", "tokens_per_s": 300.0},
+            compiled | {"recipe": "none", "tokens_per_s": 105.0}]
+    assert report.compile_table(rows).splitlines()[-1] == (
+        "Of 2 compiled steps, against the same model not compiled: 1 slower (0.50 to 0.50 times its speed), "
+        "1 faster (1.05 to 1.05 times its speed).")
 
 
 def test_an_error_in_a_line():

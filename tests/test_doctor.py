@@ -142,6 +142,10 @@ NCCL = "torch.distributed.DistBackendError: NCCL error: unhandled cuda error"
     (machine(te_packages={"transformer-engine": "2.20.2", "transformer-engine-torch": "2.9.0"}), "parts of several", "removes them first"),
     (machine(te_packages={"transformer-engine-cu12": "2.20.2", "transformer-engine-cu13": "2.20.2"}), "parts of several", "removes"),
     (machine(te_packages={"transformer-engine": "2.20.2", "transformer-engine-cu12": "2.20.2"}), "for CUDA 12, PyTorch for CUDA 13.0", "--install"),
+    (machine(te_packages={}, te={"version": "2.5.0+f05f12c", "cuda": 13}),
+     "Transformer Engine 2.5.0+f05f12c: too old, 2.9 or later is needed", "tag 26.02-py3 or later"),
+    (machine(te_packages={"transformer-engine": "1.13.0"}, te={"version": "1.13.0", "cuda": 13}),
+     "1.13.0: too old", "doctor.py --install"),
     (machine(te_packages={}, te={"version": "2.9", "cuda": 12}), "for CUDA 12, PyTorch for CUDA 13.0", "--install"),
     (laptop(smi={"gpus": ["T4"], "driver": "550"}), "without CUDA, but there is a GPU", "PyTorch with CUDA"),
     (machine(torch={"version": "2.11.0+cu130", "cuda": "13.0", "gpus": [],
@@ -193,6 +197,25 @@ def test_one_cause_is_told_once():
     assert len(failed(machine(te={"error": UNDEFINED}, fp8={"error": UNDEFINED}))) == 1
 
 
+@pytest.mark.parametrize("version, status", [("2.9.0", "ok"), ("2.9.0+70f5366", "ok"), ("2.10.0.dev0", "ok"),
+                                             ("3.0", "ok"), ("2.8.1", "fail"), ("2.5", "fail")])
+def test_which_transformer_engine_is_new_enough(version, status):
+    facts = machine(te_packages={}, te={"version": version, "cuda": 13})
+    assert [result.status for result in doctor.check_te(facts)] == [status]
+
+
+def test_an_old_transformer_engine_is_told_once():
+    """fp8.py may not import with it: that is the same failure."""
+    facts = machine(te_packages={}, te={"version": "2.2.0", "cuda": 13},
+                    fp8={"error": "AttributeError: module has no attribute 'is_fp8_block_scaling_available'"})
+    (result,) = failed(facts)
+    assert result.line == "Transformer Engine 2.2.0: too old, 2.9 or later is needed"
+
+
+def test_the_least_version_is_that_of_the_requirements():
+    assert install_te.least_te() == "2.9"
+
+
 def test_a_check_that_breaks_does_not_stop_doctor():
     results = diagnose(machine(fp8={"reasons": {"delayed": ""}}))
     assert any("check_recipes failed: KeyError" in result.line for result in results) and "free disk" in results[-1].line
@@ -229,7 +252,11 @@ MESSAGES = {
     "NCCL too old": ["ImportError: /x/libtorch_cuda.so: undefined symbol: ncclCommWindowRegister"],
     "cuBLAS too old": ["OSError: libtransformer_engine.so: undefined symbol: cublasLtGroupedMatrixLayoutInit_internal, version libcublasLt.so.13"],
     "built against another PyTorch": [UNDEFINED, "OSError: libtransformer_engine.so: undefined symbol: _ZN18transformer_engine9to_stringERK15"],
-    "no PyTorch part": ["ModuleNotFoundError: No module named 'transformer_engine_torch'", "No module named transformer_engine_torch",
+    "no Transformer Engine": ["ModuleNotFoundError: No module named 'transformer_engine'",
+                              "ImportError: No module named transformer_engine"],
+    "no PyTorch part": ["ModuleNotFoundError: No module named 'transformer_engine_torch'",
+                        "No module named 'transformer_engine.pytorch'",
+                        "No module named transformer_engine_torch",
                         "AttributeError: module 'transformer_engine' has no attribute 'pytorch'", "StopIteration",
                         "FileNotFoundError: Could not find shared object file for Transformer Engine torch lib.",
                         "RuntimeError: Found empty `transformer-engine` meta package installed. Install `transformer-engine` with"],
@@ -248,12 +275,28 @@ MESSAGES = {
     "driver not running": ["NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."],
     "no kernels for this GPU": ["RuntimeError: CUDA error: no kernel image is available for execution on the device"],
     "no FP8 on this GPU": ["AssertionError: Device compute capability 8.9 or higher required for FP8 execution."],
+    "shape not for FP8": [
+        "RuntimeError: cublaslt_gemm.cu:397 in function cublas_gemm: Unable to find any suitable algorithms",
+        "RuntimeError: Unable to find suitable cuBLAS GEMM algorithm",
+        "Assertion failed: ret.lda % 16 == 0. Leading dimension requirement on A for FP8 GEMM.",
+        "Outer dimension requirement on B for NVTE_BLOCK_SCALING GEMM. Caller must pad.",
+        "AssertionError: FP8 execution requires the product of all dimensions except the last to be"],
+    "delayed scaling compiled": ["RuntimeError: DelayedScaling is not supported under torch.compile."],
     "GPU memory full": ["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."],
 }
 
 
 def test_every_known_failure_has_a_message_here():
     assert [failure.name for failure in install_te.FAILURES] == list(MESSAGES)
+
+
+def test_the_page_has_every_known_failure_with_its_fix():
+    """guide/troubleshooting.md, with N for the number of jobs and words for the lines with paths."""
+    page = (install_te.HERE / "guide" / "troubleshooting.md").read_text()
+    for failure in install_te.FAILURES:
+        fix = failure.fix.replace(install_te.LIBRARIES, "PyTorch's own libraries first")
+        fix = fix.replace("<jobs>", "N")
+        assert f"| {failure.meaning} | {fix} |" in page, failure.name
 
 
 @pytest.mark.parametrize("name, message", [(name, message) for name, messages in MESSAGES.items() for message in messages])

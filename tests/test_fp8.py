@@ -1,5 +1,6 @@
 """fp8 and fp8_health: recipes and refusals, the state to save, blocks kept in high precision, and the figures of each tensor."""
 import json
+import re
 import shutil
 import sys
 import types
@@ -81,6 +82,30 @@ def test_describe_names_the_device_and_whose_fp8():
 def test_what_the_reference_refuses(name, words):
     with pytest.raises(ValueError, match=words):
         fp8.make_recipe(name)
+
+
+@pytest.mark.parametrize("theirs, ours", [
+    ("tensorwise", "current"), ("per-tensor", "current"), ("current_scaling", "current"),
+    ("dynamic", "current"), ("Float8CurrentScaling", "current"), ("blockwise", "block"),
+    ("Float8BlockScaling", "block"), ("DelayedScaling", "delayed"), ("delayed_scaling", "delayed"),
+    ("MXFP8BlockScaling", "mxfp8"), ("mx", "mxfp8"), ("NVFP4BlockScaling", "nvfp4"), ("bf16", "none"),
+    ("custom", "custom:module.function")])
+def test_names_of_other_libraries_are_answered_with_ours(theirs, ours):
+    with pytest.raises(ValueError) as error:
+        fp8.check_recipe(theirs)
+    assert str(error.value) == (
+        f"fp8-recipe {theirs!r} is unknown: it is called {ours} here; the recipes are none, delayed, "
+        "current, block, mxfp8, nvfp4 and custom:module.function")
+    assert ours == "custom:module.function" or ours in fp8.RECIPES
+
+
+@pytest.mark.parametrize("name, words", [
+    ("rowwise", ": no recipe has one scale a row, block (1x128 and 128x128) comes nearest; the recipes"),
+    ("hybrid", "is unknown: it is a format, --fp8-format hybrid; the recipes"),
+    ("fp4", "'fp4' is unknown; the recipes")])
+def test_names_that_are_no_recipe_here(name, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        fp8.check_recipe(name)
 
 
 def test_a_refusal_names_the_gpu_and_what_is_needed(monkeypatch):

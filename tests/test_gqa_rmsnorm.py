@@ -74,9 +74,9 @@ def test_bad_options_are_one_line(arguments, complaint, capsys):
 
 
 def test_memory_is_limited_only_while_micro_batches_are_tried(monkeypatch):
-    limits, gib = [], 2**30
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=64 * gib))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: limits.append(part))
+    limits, gpu = [], SimpleNamespace(total_memory=64 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, _: limits.append(part))
 
     def trains(config, device):
         assert limits == [0.25] and config.seq_len == 1024 and config.cuda_graph == "off"

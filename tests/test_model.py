@@ -354,6 +354,31 @@ config = OptimizedConfig(
 model = OptimizedGPT2Model(config).cuda()
 model = torch.compile(model, mode="reduce-overhead")
 """
+QUICKSTART = """
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+
+# Set dimensions.
+in_features = 768
+out_features = 3072
+hidden_size = 2048
+
+# Initialize model and inputs.
+model = te.Linear(in_features, out_features, bias=True)
+inp = torch.randn(hidden_size, in_features, device="cuda")
+
+# Create an FP8 recipe. Note: All input args are optional.
+fp8_recipe = recipe.DelayedScaling(margin=0, fp8_format=recipe.Format.E4M3)
+
+# Enable autocasting for the forward pass
+with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
+    out = model(inp)
+
+loss = out.sum()
+loss.backward()
+"""  # of Transformer Engine's README
+NEW_QUICKSTART = QUICKSTART.replace("fp8_autocast(enabled=True, fp8_recipe", "autocast(enabled=True, recipe")
 IMPORTS = """
 import torch
 import torch.nn as nn
@@ -410,3 +435,30 @@ def test_the_guides_other_snippets(snippets):
     assert names["config"].n_kv_head == 4
     snippets(PRODUCTION)
     assert names["config"].n_kv_head == 3 and callable(names["model"])
+
+
+def run_quickstart(snippets, code):
+    names = snippets(code if torch.cuda.is_available() else code.replace('device="cuda"', 'device="cpu"'))
+    model, inp, out = names["model"], names["inp"], names["out"].detach()
+    assert out.shape == (2048, 3072) and torch.isfinite(names["loss"])
+    with torch.no_grad():
+        exact = torch.nn.functional.linear(inp.double(), model.weight.double(), model.bias.double())
+    error = (out.double() - exact).norm() / exact.norm()
+    assert 1e-3 < error < 2**-3.5  # two tensors in E4M3, each rounded by 2^-4 at most; below, it is not FP8
+    assert torch.equal(model.bias.grad, torch.full_like(model.bias, 2048.0))  # the output's gradient is 1
+    summed = inp.double().sum(0).expand(3072, -1)
+    assert (model.weight.grad.double() - summed).norm() / summed.norm() < 2**-4
+    history = model.fp8_meta["scaling_fwd"].amax_history  # after the step the maxima lie in the last row
+    largest = [tensor.detach().abs().max() for tensor in (inp, model.weight)]
+    torch.testing.assert_close(history[-1, :2], torch.stack(largest))
+
+
+@pytest.mark.parametrize("code", [QUICKSTART, NEW_QUICKSTART])
+def test_transformer_engines_quickstart(snippets, code):
+    run_quickstart(snippets, code)
+
+
+@pytest.mark.gpu
+def test_transformer_engines_quickstart_on_a_gpu(snippets):
+    run_quickstart(snippets, QUICKSTART)
+    run_quickstart(snippets, NEW_QUICKSTART)

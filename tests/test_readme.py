@@ -1,5 +1,6 @@
 """What the README and the guide show works: their Python runs, their commands run (training for twelve steps), their links lead somewhere."""
 
+import ast
 import importlib
 import re
 import shlex
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import checkpoint
 from trainer_tools import run_train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,3 +83,24 @@ def test_the_table_of_files_names_files():
     for target in re.findall(r"^\| (`[^|]*`) \|", README.split("## What is here")[1].split("##")[0], re.M):
         for name in re.findall(r"[\w./]+", target):
             assert (ROOT / name).exists(), name
+
+
+def local_modules(path):
+    """Files of this kit that a script imports, or names in a string for a guarded import."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    return {name for name in names if re.fullmatch(r"\w+", name) and (ROOT / f"{name}.py").exists()}
+
+
+def test_the_readme_names_what_a_model_file_uses_of_this_kit():
+    paragraph = re.search(r"A model file stands alone.*?\n\n", README, re.S)[0]
+    named = set(re.findall(r"`(\w+)\.py`", paragraph))
+    for name, (module, *_) in checkpoint.MODELS.items():
+        expected = named - {module} if name == "optimized" else {"te_reference"}
+        assert local_modules(ROOT / f"{module}.py") == expected, name
