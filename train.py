@@ -179,6 +179,7 @@ def read_options(argv) -> tuple[TrainConfig, Path | None, dict | None]:
     first.add_argument("--preset", nargs="?")
     first.add_argument("--out-dir", "--out_dir", nargs="?")
     first.add_argument("--resume", action=argparse.BooleanOptionalAction)
+    first.add_argument("--fp8-recipe", "--fp8_recipe", nargs="?")
     chosen, _ = first.parse_known_args(argv)
     preset = "tiny" if chosen.preset is None else chosen.preset
     if preset not in PRESETS:
@@ -195,6 +196,9 @@ def read_options(argv) -> tuple[TrainConfig, Path | None, dict | None]:
         default = TrainConfig(**{key: value for key, value in meta["config"].items() if key in known})
         default = dataclasses.replace(default, out_dir=str(folder.parent), resume=True, profile=None, nsys=None, memory_snapshot=None)
     config = cli.parse(TrainConfig, argv, prog="train.py", description=__doc__, default=default)
+    if config.fp8_recipe.startswith("custom:") and config.fp8_recipe != chosen.fp8_recipe:  # it names a module, which would be imported
+        raise ValueError(f"--resume: {folder} was trained with --fp8-recipe {config.fp8_recipe}; code is never taken from a checkpoint: "
+                         f"pass --fp8-recipe {config.fp8_recipe} again, or a built-in recipe such as --fp8-recipe delayed")
     switches = {field.name for field in dataclasses.fields(checkpoint.model_classes(config.model)[1])}
     for name in ARCHITECTURE + ["attention", "fused_loss", "fused_block", "gradient_checkpointing", "checkpoint_every", "offload_activations",
                                 "loss_chunks"]:

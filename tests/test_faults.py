@@ -416,6 +416,23 @@ def test_code_that_comes_with_a_hugging_face_folder_is_not_run():
     assert not Path("ran").exists()
 
 
+def test_a_custom_recipe_is_never_taken_from_a_checkpoint(finished, monkeypatch, capsys):
+    monkeypatch.setattr(fp8, "why_not", lambda name: "")  # Transformer Engine's answer on a GPU
+    monkeypatch.syspath_prepend(".")
+    shutil.copytree(finished, "run")
+    Path("payload.py").write_text(f"import pathlib\npathlib.Path({str(Path('ran').absolute())!r}).touch()\ndef f(role): return None\n")
+    rewrite_meta("run/step-4", lambda meta: meta["config"].update(fp8_recipe="custom:payload.f"))
+    for more in ("", "--no-resume --resume", "--lr 1e-4"):
+        assert run_train(f"--resume --out-dir run --max-steps 5 {more}") == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "run/step-4" in error and "pass --fp8-recipe custom:payload.f again" in error
+        assert not Path("ran").exists()
+    assert run_train("--resume --out-dir run --max-steps 5 --fp8-recipe delayed") == 0
+    assert not Path("ran").exists()
+    train.read_options("--resume --out-dir run --max-steps 6 --fp8-recipe=custom:payload.f".split())
+    assert Path("ran").exists(), "the command line may name code"
+
+
 def test_nothing_here_unpickles():
     """But te_reference's reader of TE's own state, which takes tensors and plain containers alone (tests/test_te_reference.py)."""
     for path in [*ROOT.glob("*.py"), *ROOT.glob("results/*.py")]:
