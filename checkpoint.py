@@ -254,6 +254,8 @@ def _tensors(model, optimizer):
             yield f"model.{name}", _plain(value)
     for parameter, state in _optimizer_states(optimizer):
         for key, value in state.items():
+            if key == "master_param" and not _has_master(parameter):
+                continue
             if key == "master_param" and value.dtype == torch.int16:
                 value = join_remainder(parameter.detach(), value)
             yield f"optimizer.{names[id(parameter)]}.{key}", _plain(value)
@@ -269,6 +271,12 @@ def _plain(tensor) -> torch.Tensor:
 
 def _in_fp8(parameter) -> bool:
     return hasattr(parameter, "_quantizer") or hasattr(parameter, "fp8_owner")  # TE's, te_reference's
+
+
+def _has_master(parameter) -> bool:
+    """Whether the optimizer trains a float32 master of the parameter. TE's FusedAdam makes one of a float32 parameter, too, but then
+    updates the parameter alone: that master keeps its first value."""
+    return parameter.dtype != torch.float32 or _in_fp8(parameter)
 
 
 def _optimizer_states(optimizer):
@@ -402,7 +410,7 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
             takes_master = master is not None and own[name].dtype == torch.float32 and not _in_fp8(own[name])
             own[name].copy_(master if takes_master else tensors[name])
     if optimizer is not None:
-        _load_optimizer(optimizer, meta["optimizer_groups"], part("optimizer."),
+        _load_optimizer(optimizer, meta["optimizer_groups"], part("optimizer."), part("model."),
                         {id_: name.removeprefix("model.") for id_, name in first.items()})
         rng = part(f"rng{_rank()}.")
         if rng:
@@ -411,7 +419,8 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
             torch.manual_seed(torch.initial_seed() + meta["step"] * 100_003 + _rank())
 
 
-def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, names: dict) -> None:
+def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, weights: dict, names: dict) -> None:
+    """`tensors` and `weights`: what is stored of the optimizer and of the model, by name; `names`: of the parameters, by id."""
     target = optimizer.state_dict()
     for group, stored in zip(target["param_groups"], stored_groups):
         if "step" in stored:  # all else comes from this run's own options
@@ -422,9 +431,9 @@ def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, names: 
     for number, parameter in enumerate(parameters):
         state = {key: tensors[f"{names[id(parameter)]}.{key}"] for key in ("exp_avg", "exp_avg_sq")
                  if f"{names[id(parameter)]}.{key}" in tensors}
-        if state and optimizer.master_weights:
-            master = tensors.get(f"{names[id(parameter)]}.master_param")
-            state["master_param"] = master if master is not None else _plain(parameter).float()
+        if state and optimizer.master_weights and _has_master(parameter):
+            name = names[id(parameter)]
+            state["master_param"] = tensors.get(f"{name}.master_param", weights[name]).float()
             if getattr(optimizer, "store_param_remainders", False) and parameter.dtype == torch.bfloat16:
                 rounded, state["master_param"] = split_remainder(state["master_param"])
                 with torch.no_grad():
