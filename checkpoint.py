@@ -21,6 +21,7 @@ import fcntl
 import importlib
 import itertools
 import json
+import math
 import os
 import platform
 import random
@@ -33,11 +34,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 import fp8
+import json_files
 from data import sha256
+from json_files import COUNT, SIZE
 
 MODELS = {  # --model: (file, model class, config class)
     "optimized": ("model_te_optimized", "OptimizedGPT2Model", "OptimizedConfig"),
@@ -47,6 +49,8 @@ MODELS = {  # --model: (file, model class, config class)
     "te": ("model_te", "TEGPT2Model", "TEConfig"),
 }
 FORMAT = 1  # of checkpoints; those of before it was counted name none
+META = {"step": COUNT, "config": dict, "model": str, "model_config": dict, "tokenizer": str, "optimizer_groups": list[{"step?": COUNT}],
+        "torch?": str, "device?": str, "hf?": {"folder": str, "vocab_size": SIZE}}  # what meta.json must hold
 SHARD_BYTES = 4 * 2**30  # DCP assembles a file in memory before writing it
 SAFETENSORS_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.uint8: "U8",
                      torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL"}
@@ -82,6 +86,15 @@ def build_model(name: str, config, *, device="cpu", dtype=torch.float32, fp8_wei
             return model_classes(name)[0](config).to(device)  # a model may choose a device itself
     finally:
         torch.set_default_dtype(before)
+
+
+def weight_count(config) -> int:
+    """The number of elements of a model's weight matrices, known before it is built. Biases and norms, which are few, are not counted."""
+    width, kv_width = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+    attention = config.n_embd * (2 * width + 2 * kv_width)  # queries, keys, values, projection
+    mlp = config.n_embd * config.n_inner * (3 if getattr(config, "activation", "gelu") == "swiglu" else 2)
+    rows = config.vocab_size * (1 if config.tie_embeddings else 2) + (0 if getattr(config, "use_rotary", False) else config.n_positions)
+    return config.n_layer * (attention + mlp) + rows * config.n_embd
 
 
 # ---------------------------------------------------------------- saving
@@ -254,6 +267,8 @@ def _tensors(model, optimizer):
             yield f"model.{name}", _plain(value)
     for parameter, state in _optimizer_states(optimizer):
         for key, value in state.items():
+            if key == "master_param" and not _has_master(parameter):
+                continue
             if key == "master_param" and value.dtype == torch.int16:
                 value = join_remainder(parameter.detach(), value)
             yield f"optimizer.{names[id(parameter)]}.{key}", _plain(value)
@@ -271,6 +286,12 @@ def _in_fp8(parameter) -> bool:
     return hasattr(parameter, "_quantizer") or hasattr(parameter, "fp8_owner")  # TE's, te_reference's
 
 
+def _has_master(parameter) -> bool:
+    """Whether the optimizer trains a float32 master of the parameter. TE's FusedAdam makes one of a float32 parameter, too, but then
+    updates the parameter alone: that master keeps its first value."""
+    return parameter.dtype != torch.float32 or _in_fp8(parameter)
+
+
 def _optimizer_states(optimizer):
     """(parameter, its state) pairs; torch numbers the parameters of all groups in one sequence."""
     states = optimizer.state_dict()["state"]
@@ -285,13 +306,19 @@ def _rng_state() -> dict[str, torch.Tensor]:
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
-def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    (version, numbers, gauss), numpy_state = json.loads(state["host"].numpy().tobytes())
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(tuple(numpy_state))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+def _set_rng_state(folder, state: dict[str, torch.Tensor]) -> None:
+    advice = "restore the checkpoint's files from a copy"
+    try:
+        host = json_files.parse(state["host"].numpy().tobytes(), list, f"{folder}: rng.host", advice)
+        (version, numbers, gauss), numpy_state = host
+        random.setstate((version, tuple(numbers), gauss))
+        np.random.set_state(tuple(numpy_state))
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        told = " ".join(str(error).split())
+        raise ValueError(f"{folder}: the state of the random generators is damaged ({told}); {advice}") from error
 
 
 # ---------------------------------------------------------------- finding and checking
@@ -321,8 +348,10 @@ def find(path) -> Path:
 
 
 def read_meta(folder) -> dict:
-    """meta.json of a checkpoint, once every file's SHA-256 is right; else ValueError naming the file and both checksums. So is a checkpoint
-    of a format that came after this file's."""
+    """Read meta.json of a checkpoint, after checking every file's SHA-256, the fields of meta.json and that the tensors can make up its model.
+
+    ValueError, naming the file, for what is wrong; also for a format newer than this file's.
+    """
     folder = Path(folder)
 
     def check():
@@ -332,19 +361,58 @@ def read_meta(folder) -> dict:
             advice = f"the one before it, {older[-1]}, is whole: remove {folder} to go on from there" if older else \
                 "no other checkpoint of this run is whole"
             raise ValueError(f"damaged checkpoint: {problem}; {advice}")
-        meta = json.loads((folder / "meta.json").read_text())
-        if meta.get("format", 0) > FORMAT:
-            raise ValueError(f"{folder} is of format {meta['format']}, which a newer version of this kit wrote; this one reads formats up to "
+        path, advice = folder / "meta.json", f"restore it from a copy, or remove {folder} to use the checkpoint before it"
+        version = json_files.read(path, {"format?": COUNT}, advice).get("format", 0)
+        if version > FORMAT:
+            raise ValueError(f"{folder} is of format {version}, which a newer version of this kit wrote; this one reads formats up to "
                              f"{FORMAT}: update it, or go on from a run that it can read")
+        meta = json_files.read(path, META, advice)
+        config = {"model_config": model_classes(meta["model"])[1]}
+        json_files.check(meta, config, path, advice)
+        _check_size(folder, meta)
         return meta
 
     return on_rank0(check)
 
 
+def _check_size(folder: Path, meta: dict) -> None:
+    """ValueError where meta.json describes a larger model than is stored: building it first could take all memory."""
+    try:
+        needed = weight_count(make_model_config(meta["model"], meta["model_config"] | {"use_fp8": False}))
+    except ValueError as error:
+        raise ValueError(f"{folder / 'meta.json'}: model_config: {error}") from error
+    stored = sum(entry.size.numel() for name, entry in stored_tensors(folder).items() if name.startswith("model."))
+    if needed > stored:
+        raise ValueError(f"{folder / 'meta.json'}: model_config describes a model of {needed:,} weights or more, but {stored:,} are stored; "
+                         "restore the file that was written with them")
+
+
+def stored_tensors(folder) -> dict:
+    """{name: entry with .size and .properties.dtype} of a checkpoint's tensors. ValueError for files that are not a checkpoint's."""
+    try:
+        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        for name, entry in found.items():
+            parts = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if parts != entry.size.numel():
+                raise ValueError(f"{name} has {entry.size.numel():,} elements, but {parts:,} are stored: parts are missing, or are there twice")
+            if not name.startswith("rng") and not entry.properties.dtype.is_floating_point:
+                raise ValueError(f"{name} is {entry.properties.dtype}, not a floating-point tensor")
+    except OSError:
+        raise
+    except Exception as error:  # safetensors' own, or whatever DCP meets in a header that it did not write
+        told = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{folder}: its .safetensors files are not those of a checkpoint ({told}); restore them from a copy") from error
+    return found
+
+
 def _damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint's files, in words; None when they are what was written."""
+    for path in folder.iterdir():
+        if not path.is_file() and not path.is_dir():
+            return f"{path} is not a regular file"
     try:
-        lines = (folder / "SHA256SUMS").read_bytes().decode().removesuffix("\n").split("\n")  # splitlines would take other bytes for "\n", too
+        lines = json_files.read_bytes(folder / "SHA256SUMS", "it is written with every checkpoint").decode()
+        lines = lines.removesuffix("\n").split("\n")  # splitlines would take other bytes for "\n", too
         expected = {name: checksum for checksum, name in (line.split("  ", 1) for line in lines)}
         found = _checksums(folder)
     except (OSError, ValueError) as error:
@@ -354,6 +422,9 @@ def _damage(folder: Path) -> str | None:
             return f"{folder / name} is missing"
         if found[name] != checksum:
             return f"{folder / name} has SHA-256 {found[name]}, written was {checksum}"
+    for path in folder.glob("*.safetensors"):
+        if path.name not in expected:  # it would be read with the others
+            return f"{path} is not listed in {folder / 'SHA256SUMS'}"
     return None if "meta.json" in expected else f"{folder / 'SHA256SUMS'} does not list meta.json"
 
 
@@ -374,12 +445,8 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
     """
     folder = Path(folder)
     wanted = ("model.",) if optimizer is None else ("model.", "optimizer.", "fp8.", f"rng{_rank()}.")
-    try:
-        stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    except SafetensorError as error:  # with the right checksum: somebody put another file there
-        raise ValueError(f"{folder}: a .safetensors file is none ({error})") from error
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
-               for name, entry in stored.items() if name.startswith(wanted)}
+               for name, entry in stored_tensors(folder).items() if name.startswith(wanted)}
     own = {f"model.{name}": value for name, value in model.state_dict(keep_vars=True).items()
            if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")}
     first = {id(value): name for name, value in reversed(own.items())}  # the name under which a tied tensor is stored
@@ -388,6 +455,7 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
         if sizes[0] != sizes[1]:
             raise ValueError(f"{folder} is of another architecture: {name.removeprefix('model.')} is {sizes[0]} in the "
                              f"checkpoint and {sizes[1]} in the model; build the model from the checkpoint's meta.json")
+    _check_state(folder, tensors, own)
     _dcp(dcp.load, tensors, folder)
     if not meta.get("config", {}).get("fp8_param"):
         _float32_weights_are_masters(tensors)
@@ -404,16 +472,29 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
             takes_master = master is not None and own[name].dtype == torch.float32 and not _in_fp8(own[name])
             own[name].copy_(master if takes_master else tensors[name])
     if optimizer is not None:
-        _load_optimizer(optimizer, meta["optimizer_groups"], part("optimizer."),
+        _load_optimizer(optimizer, meta["optimizer_groups"], part("optimizer."), part("model."),
                         {id_: name.removeprefix("model.") for id_, name in first.items()})
         rng = part(f"rng{_rank()}.")
         if rng:
-            _set_rng_state(rng)
+            _set_rng_state(folder, rng)
         else:  # more processes than when it was saved: this one had no generator yet
             torch.manual_seed(torch.initial_seed() + meta["step"] * 100_003 + _rank())
 
 
-def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, names: dict) -> None:
+def _check_state(folder: Path, tensors: dict, own: dict) -> None:
+    """ValueError where the optimizer's state is incomplete, or not of its parameters' shapes."""
+    for name in tensors:
+        parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
+        if not name.startswith("optimizer.") or f"model.{parameter}" not in own:
+            continue
+        other = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}.get(key, key)
+        if tensors[name].shape != own[f"model.{parameter}"].shape or f"optimizer.{parameter}.{other}" not in tensors:
+            raise ValueError(f"{folder}: {name} is {tuple(tensors[name].shape)} and its parameter {tuple(own[f'model.{parameter}'].shape)}, "
+                             f"or {other} is missing; restore the checkpoint's files from a copy")
+
+
+def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, weights: dict, names: dict) -> None:
+    """`tensors` and `weights`: what is stored of the optimizer and of the model, by name; `names`: of the parameters, by id."""
     target = optimizer.state_dict()
     for group, stored in zip(target["param_groups"], stored_groups):
         if "step" in stored:  # all else comes from this run's own options
@@ -426,9 +507,9 @@ def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, names: 
     for number, parameter in enumerate(parameters):
         state = {key: tensors[f"{names[id(parameter)]}.{key}"] for key in ("exp_avg", "exp_avg_sq")
                  if f"{names[id(parameter)]}.{key}" in tensors}
-        if state and optimizer.master_weights:
-            master = tensors.get(f"{names[id(parameter)]}.master_param")
-            state["master_param"] = master if master is not None else _plain(parameter).float()
+        if state and optimizer.master_weights and _has_master(parameter):
+            name = names[id(parameter)]
+            state["master_param"] = tensors.get(f"{name}.master_param", weights[name]).float()
             if getattr(optimizer, "store_param_remainders", False) and parameter.dtype == torch.bfloat16:
                 rounded, state["master_param"] = split_remainder(state["master_param"])
                 with torch.no_grad():

@@ -30,15 +30,21 @@ from functools import lru_cache, partial
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 from tqdm import tqdm
+
+import json_files
+from json_files import COUNT
 
 # torch, tiktoken, datasets and tyro are imported where they are used: worker processes import this file, and need none or one of them.
 
 PIECE = 1 << 20  # characters that a worker gets at a time, and the longest piece of a document that is held in memory
 FILES = {"train.bin", "val.bin", "meta.json"}
+META = {"dtype": Literal["uint16", "uint32"], "tokenizer": str, "vocab_size": range(1, 2**32 + 1), "eot": COUNT, "train_tokens": COUNT,
+        "val_tokens": COUNT, "train_sha256": str, "val_sha256": str, "format?": COUNT, "sha256?": str}  # what meta.json must hold
+REMAKE = "make the token files again with data.py --force"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -148,12 +154,7 @@ def text_documents(files, column="text"):
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"{path}:{number}: not JSON ({error}); a .jsonl file has one object a line") from error
-                if not isinstance(row, dict):
-                    raise ValueError(f'{path}:{number}: not an object; a line looks like {{"{column}": "…"}}')
+                row = json_files.parse(line, dict, f"{path}:{number}", f'a line looks like {{"{column}": "…"}}')
                 yield _field(row, column, f"{path}:{number}")
 
     documents = chain.from_iterable(lines(path) if path.endswith(".jsonl") else [pieces(path)] for path in files)
@@ -375,22 +376,22 @@ def open_tokens(folder, split, verify=True):
     if split not in ("train", "val"):
         raise ValueError(f"split {split!r}: must be train or val")
     path, meta_path = Path(folder, f"{split}.bin"), Path(folder, "meta.json")
-    if not meta_path.is_file():
+    if not meta_path.exists():
         raise ValueError(f"{folder}: no token files here (no meta.json); make some, for example with: python data.py stdlib")
-    try:
-        meta = json.loads(meta_path.read_text(encoding="utf-8"))
-        dtype = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}[meta["dtype"]]
-        length, checksum = int(meta[f"{split}_tokens"]), meta[f"{split}_sha256"]
-        if {"format", "sha256"} & set(meta) and meta["sha256"] != _meta_checksum(meta):  # the first files had neither
-            raise ValueError("its checksum is another than the one it names")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{meta_path}: damaged ({type(error).__name__}: {error}); make it again with data.py --force") from error
+    meta = json_files.read(meta_path, META, REMAKE)
+    dtype, length, checksum = np.dtype(meta["dtype"]).newbyteorder("<"), meta[f"{split}_tokens"], meta[f"{split}_sha256"]
+    if {"format", "sha256"} & set(meta) and meta.get("sha256") != _meta_checksum(meta):  # the first files had neither
+        raise ValueError(f"{meta_path}: damaged: its checksum does not match its content; {REMAKE}")
+    if meta["eot"] >= meta["vocab_size"]:
+        raise ValueError(f"{meta_path}: eot is {meta['eot']}, but vocab_size is {meta['vocab_size']}; {REMAKE}")
     if not path.is_file():
-        raise ValueError(f"{path}: missing; make it again with data.py --force")
+        raise ValueError(f"{path}: missing, or not a regular file; {REMAKE}")
     size, expected = path.stat().st_size, length * dtype.itemsize
     if size != expected or verify and sha256(path) != checksum:
         raise ValueError(f"{path}: truncated or altered: {size} bytes with SHA-256 {sha256(path)}, but meta.json says "
                          f"{expected} bytes with SHA-256 {checksum}; make it again with data.py --force")
+    if not length:
+        raise ValueError(f"{path}: holds no tokens; {REMAKE}")
     return np.memmap(path, dtype, "r"), meta
 
 
@@ -418,8 +419,12 @@ class Loader:
             raise ValueError(f"rank {rank} of world_size {world_size}: must be at least 0 and below world_size")
         import torch
 
-        self.tokens, self.meta = open_tokens(folder, split, verify=rank == 0 if verify is None else verify)
-        length = len(self.tokens)
+        verify = rank == 0 if verify is None else verify
+        self.tokens, self.meta = open_tokens(folder, split, verify=verify)
+        length, vocab_size = len(self.tokens), self.meta["vocab_size"]
+        if verify and self.tokens.max() >= vocab_size:
+            raise ValueError(f"{Path(folder, split)}.bin: holds the token {self.tokens.max()}, but vocab_size in meta.json is {vocab_size}; "
+                             f"{REMAKE}")
         if length < seq_len + 1:
             raise ValueError(f"{Path(folder, split)}.bin: {length} tokens, but a context of {seq_len} needs {seq_len + 1}; "
                              f"use a larger corpus" + (f" or --seq-len {length - 1}" if length > 1 else ""))

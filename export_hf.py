@@ -11,6 +11,7 @@ Notable, and why:
   tokens, as in data.py, and no end-of-text token is put before it. Training starts every document after one, so prompts may.
 - The folder appears whole or not at all.
 """
+import dataclasses
 import json
 import os
 import shutil
@@ -27,7 +28,7 @@ import cli
 import fp8
 import hf_weights
 from data import get_tokenizer
-from train import read_metrics
+from train import read_metrics, saved_options
 
 
 @dataclass
@@ -106,12 +107,19 @@ def export(run, folder, dtype: str = "auto") -> Path:
     meta = checkpoint.read_meta(source)
     config, imported = hf_weights.optimized_config(meta), meta.get("hf", {})
     vocab_size = imported.get("vocab_size", config.vocab_size)
+    if vocab_size > config.vocab_size:
+        raise ValueError(f"{source / 'meta.json'}: hf.vocab_size is {vocab_size}, but the embedding has {config.vocab_size} rows; "
+                         "restore the file from a copy")
     try:
         kind = hf_weights.model_type(config)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
     tokenizer = get_tokenizer(meta["tokenizer"])
-    weights = hf_weights.to_hf(hf_weights.read_weights(source, meta["model"], masters=dtype == "float32"), config, vocab_size)
+    weights = hf_weights.read_weights(source, meta["model"], masters=dtype == "float32")
+    try:
+        weights = hf_weights.to_hf(weights, config, vocab_size)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}; restore the checkpoint's files from a copy") from error
     if dtype != "auto":
         weights = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
 
@@ -144,7 +152,7 @@ def add_fields(path: Path, **fields) -> None:
 
 def model_card(source: Path, meta: dict, kind: str, weights: dict, dtype: str) -> str:
     """README.md: what the checkpoint and the run's metrics.jsonl say, and nothing else."""
-    config, step = meta["config"], meta["step"]
+    config, step = dataclasses.asdict(saved_options(source, meta)), meta["step"]
     tokens = step * config["micro_batch_size"] * config["seq_len"] * config["grad_accum"] * processes(source)
     measured = [record for record in read_metrics(source.parent / "metrics.jsonl") if record["step"] <= step]
     losses = [record for record in measured if "val_loss" in record]
@@ -160,7 +168,7 @@ def model_card(source: Path, meta: dict, kind: str, weights: dict, dtype: str) -
             "validation loss": f"{losses[-1]['val_loss']:.4f} {unit}, after step {losses[-1]['step']:,}" if losses else None,
             "learning rate": f"{config['lr']:g}, {config['lr_schedule']}, of {config['max_steps']:,} steps",
             "trained on": meta.get("device"), "GPU memory": f"{memory:.1f} GiB at most" if memory else None,
-            "imported from": meta.get("hf", {}).get("folder"), "PyTorch": meta["torch"]}
+            "imported from": meta.get("hf", {}).get("folder"), "PyTorch": meta.get("torch")}
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value is not None)
     return (f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [nanote, fp8]\n---\n# {source.parent.name}\n\n"
             f"Trained with nanoTE, FP8 GPT training on NVIDIA Transformer Engine.\n\n| | |\n| --- | --- |\n{table}\n\n"
@@ -170,10 +178,7 @@ def model_card(source: Path, meta: dict, kind: str, weights: dict, dtype: str) -
 
 def processes(source: Path) -> int:
     """How many processes wrote a checkpoint: each stored its random generators."""
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-
-    names = HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata
-    return len({name.partition(".")[0] for name in names if name.startswith("rng")})
+    return len({name.partition(".")[0] for name in checkpoint.stored_tensors(source) if name.startswith("rng")})
 
 
 def main(argv=None) -> None:

@@ -28,6 +28,7 @@ except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8
 
     IS_REFERENCE = True
 
+RESTORE = "restore the checkpoint's files from a copy, or start the scales anew with --fp8-recipe current"
 RECIPES = ("none", "delayed", "current", "block", "mxfp8", "nvfp4")  # and custom:module.function
 # Transformer Engine's default format of each recipe; the others have one format of their own.
 FORMATS = {"delayed": "hybrid", "current": "hybrid", "block": "e4m3", "mxfp8": "e4m3"}
@@ -209,13 +210,25 @@ def set_state(model, state):
         module = modules.get(module_name)
         if module is None or not hasattr(module, "init_fp8_meta_tensors"):
             raise ValueError(f"FP8 state for a module {module_name!r}, which this model does not have; resume with the model that saved it")
-        module.fp8_meta["num_gemms"] = state[f"{module_name}.scaling_fwd.scale"].numel() // 3
+        scale = state.get(f"{module_name}.scaling_fwd.scale")
+        if scale is None or scale.numel() not in (3, 6):  # input, weight and output of one GEMM or two
+            raise ValueError(f"FP8 state of the module {module_name!r}: scaling_fwd.scale is {_shape(scale)}, not (3,) or (6,); {RESTORE}")
+        module.fp8_meta["num_gemms"] = scale.numel() // 3
         module.fp8_meta["recipe"] = recipe
         module.init_fp8_meta_tensors(recipe)
     for name, scaling in _scaling_states(model):
-        if f"{name}.scale" in state:
-            scaling.scale.copy_(state[f"{name}.scale"])
-            scaling.amax_history.copy_(_fit_history(state[f"{name}.amax_history"], len(scaling.amax_history)))
+        scale, history = state.get(f"{name}.scale"), state.get(f"{name}.amax_history")
+        if scale is None and history is None:
+            continue
+        if scale is None or history is None or scale.shape != scaling.scale.shape or history.shape[1:] != scale.shape or not len(history):
+            raise ValueError(f"FP8 state {name}: scale is {_shape(scale)} and amax_history {_shape(history)}, not "
+                             f"{_shape(scaling.scale)} and (steps, {len(scaling.scale)}); {RESTORE}")
+        scaling.scale.copy_(scale)
+        scaling.amax_history.copy_(_fit_history(history, len(scaling.amax_history)))
+
+
+def _shape(tensor):
+    return "missing" if tensor is None else tuple(tensor.shape)
 
 
 def _fit_history(history, length):

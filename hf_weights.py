@@ -8,12 +8,14 @@ Notable, and why:
 - GPT2LMHeadModel always has biases: a model without gets zeros, and the entry "nanote" in config.json says so for the way back.
 """
 import warnings
+from collections.abc import Iterator
 
 import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
 import checkpoint
 
+EMBEDDINGS = ("wte.weight", "lm_head.weight")  # padded here, so that the last rows may not be theirs
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # model_type: class
 # What two model files name otherwise than the optimized model: (its name, theirs).
 NAMES = {"te": [("attn.qkv.", "self_attention.layernorm_qkv."), ("attn.proj.", "self_attention.proj."), ("mlp.", "layernorm_mlp.")],
@@ -23,12 +25,11 @@ NAMES = {"te": [("attn.qkv.", "self_attention.layernorm_qkv."), ("attn.proj.", "
 
 def read_weights(folder, model: str, masters: bool = False) -> dict[str, torch.Tensor]:
     """A checkpoint's weights under the optimized model's names; with `masters`, the optimizer's float32 copies where it has them."""
-    reader = HuggingFaceStorageReader(str(folder))
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in reader.read_metadata().state_dict_metadata.items()
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in checkpoint.stored_tensors(folder).items()
                if name.startswith("model.") or masters and name.endswith(".master_param")}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(tensors, storage_reader=reader, no_dist=True)
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     weights = {}
     for name, tensor in tensors.items():
         if name.startswith("model."):
@@ -105,6 +106,8 @@ def from_hf_config(hf) -> dict:
     must_be("hidden_act", "silu", "swish")
     must_be("use_sliding_window", False, without=False)
     rope = hf.rope_parameters or {}
+    if not rope.get("rope_theta", 1.0) > 0:
+        raise ValueError(f"rope_theta {rope['rope_theta']}: must be above 0, such as 10000.0")
     if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1) != 1:
         raise ValueError(f"rope_type {rope.get('rope_type')!r} (Llama 3.1 has 'llama3'): nanoTE's model has plain RoPE, rope_type 'default'")
     if hf.model_type == "llama":
@@ -119,59 +122,69 @@ def from_hf_config(hf) -> dict:
 
 # ---------------------------------------------------------------- weights
 
-def table(config, vocab_size: int) -> list[tuple[str, list[tuple[str, int]], bool]]:
-    """(our name, [(their name, rows of ours)], whether theirs is transposed), for every weight, in the order of the model."""
+def table(config, vocab_size: int) -> Iterator[tuple[str, list[tuple[str, int]], int | None, bool]]:
+    """Yield (our name, [(their name, rows of ours)], columns of a matrix, whether theirs is transposed) of every weight, in the model's order."""
     kind = model_type(config)
     width, kv_width, C, inner = config.n_head * config.head_dim, config.n_kv_head * config.head_dim, config.n_embd, config.n_inner
-    rows = []
 
-    def add(ours, *theirs, transposed=False):
-        rows.append((ours, list(theirs), transposed))
+    def add(ours, *theirs, columns=None, transposed=False):
+        is_matrix = not ours.endswith(("bias", "norm_weight", "norm.weight"))
+        return ours, list(theirs), columns if is_matrix else None, transposed and is_matrix
 
     if kind == "gpt2":
-        add("wte.weight", ("transformer.wte.weight", vocab_size))
-        add("wpe.weight", ("transformer.wpe.weight", config.n_positions))
+        yield add("wte.weight", ("transformer.wte.weight", vocab_size), columns=C)
+        yield add("wpe.weight", ("transformer.wpe.weight", config.n_positions), columns=C)
         for i in range(config.n_layer):
             ours, theirs = f"blocks.{i}.", f"transformer.h.{i}."
-            for norm, layer, name, size in (("attn.qkv.layer_norm_", "attn.qkv.", "attn.c_attn", 3 * C), (None, "attn.proj.", "attn.c_proj", C),
-                                            ("mlp.layer_norm_", "mlp.fc1_", "mlp.c_fc", inner), (None, "mlp.fc2_", "mlp.c_proj", C)):
+            for norm, layer, name, size, columns in (
+                    ("attn.qkv.layer_norm_", "attn.qkv.", "attn.c_attn", 3 * C, C), (None, "attn.proj.", "attn.c_proj", C, C),
+                    ("mlp.layer_norm_", "mlp.fc1_", "mlp.c_fc", inner, C), (None, "mlp.fc2_", "mlp.c_proj", C, inner)):
                 for part in ("weight", "bias"):
                     if norm:
-                        add(ours + norm + part, (f"{theirs}{'ln_1' if layer[0] == 'a' else 'ln_2'}.{part}", C))
-                    add(f"{ours}{layer}{part}", (f"{theirs}{name}.{part}", size), transposed=part == "weight")
-        add("lm_head.layer_norm_weight", ("transformer.ln_f.weight", C))
-        add("lm_head.layer_norm_bias", ("transformer.ln_f.bias", C))
+                        yield add(ours + norm + part, (f"{theirs}{'ln_1' if layer[0] == 'a' else 'ln_2'}.{part}", C))
+                    yield add(f"{ours}{layer}{part}", (f"{theirs}{name}.{part}", size), columns=columns, transposed=True)
+        yield add("lm_head.layer_norm_weight", ("transformer.ln_f.weight", C))
+        yield add("lm_head.layer_norm_bias", ("transformer.ln_f.bias", C))
     else:
-        add("wte.weight", ("model.embed_tokens.weight", vocab_size))
+        yield add("wte.weight", ("model.embed_tokens.weight", vocab_size), columns=C)
         for i in range(config.n_layer):
             ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
-            add(ours + "attn.qkv.layer_norm_weight", (theirs + "input_layernorm.weight", C))
-            add(ours + "mlp.layer_norm_weight", (theirs + "post_attention_layernorm.weight", C))
+            yield add(ours + "attn.qkv.layer_norm_weight", (theirs + "input_layernorm.weight", C))
+            yield add(ours + "mlp.layer_norm_weight", (theirs + "post_attention_layernorm.weight", C))
             for part in ("weight", "bias") if config.bias else ("weight",):
-                add(f"{ours}attn.qkv.{part}", *((f"{theirs}self_attn.{x}_proj.{part}", size)
-                                                for x, size in (("q", width), ("k", kv_width), ("v", kv_width))))
-                add(f"{ours}attn.proj.{part}", (f"{theirs}self_attn.o_proj.{part}", C))
-                add(f"{ours}mlp.fc1_{part}", (f"{theirs}mlp.gate_proj.{part}", inner), (f"{theirs}mlp.up_proj.{part}", inner))
-                add(f"{ours}mlp.fc2_{part}", (f"{theirs}mlp.down_proj.{part}", C))
+                yield add(f"{ours}attn.qkv.{part}", *((f"{theirs}self_attn.{x}_proj.{part}", size)
+                                                for x, size in (("q", width), ("k", kv_width), ("v", kv_width))), columns=C)
+                yield add(f"{ours}attn.proj.{part}", (f"{theirs}self_attn.o_proj.{part}", C), columns=width)
+                yield add(f"{ours}mlp.fc1_{part}", (f"{theirs}mlp.gate_proj.{part}", inner), (f"{theirs}mlp.up_proj.{part}", inner), columns=C)
+                yield add(f"{ours}mlp.fc2_{part}", (f"{theirs}mlp.down_proj.{part}", C), columns=inner)
             for x in "qk" if config.use_qk_norm else "":
-                add(f"{ours}attn.{x}_norm.weight", (f"{theirs}self_attn.{x}_norm.weight", config.head_dim))
-        add("lm_head.layer_norm_weight", ("model.norm.weight", C))
+                yield add(f"{ours}attn.{x}_norm.weight", (f"{theirs}self_attn.{x}_norm.weight", config.head_dim))
+        yield add("lm_head.layer_norm_weight", ("model.norm.weight", C))
     if not config.tie_embeddings:
-        add("lm_head.weight", ("lm_head.weight", vocab_size))
-    return rows
+        yield add("lm_head.weight", ("lm_head.weight", vocab_size), columns=C)
 
 
 def to_hf(weights: dict[str, torch.Tensor], config, vocab_size: int) -> dict[str, torch.Tensor]:
-    """The optimized model's weights under Hugging Face's names, the embedding cut to `vocab_size` rows."""
+    """The optimized model's weights under Hugging Face's names, the embedding cut to `vocab_size` rows. ValueError for a weight that is missing
+    or of another shape than config's."""
     theirs = {}
-    for ours, names, transposed in table(config, vocab_size):
+    for ours, names, columns, transposed in table(config, vocab_size):
         sizes = [size for _, size in names]
         weight = weights.get(ours)
         if weight is None and not config.bias and ours.endswith("bias"):  # the class has biases, this model none
             weight = torch.zeros(sizes, dtype=weights["wte.weight"].dtype)
-        for (name, _), part in zip(names, weight[:sum(sizes)].split(sizes)):
+        if weight is not None and ours in EMBEDDINGS:
+            weight = weight[:vocab_size]
+        if weight is None or weight.shape != _shape(sum(sizes), columns):
+            found = "missing" if weight is None else f"of shape {tuple(weight.shape)}"
+            raise ValueError(f"{ours} is {found}; the checkpoint's model_config asks for {tuple(_shape(sum(sizes), columns))}")
+        for (name, _), part in zip(names, weight.split(sizes)):
             theirs[name] = (part.T if transposed else part).clone(memory_format=torch.contiguous_format)  # safetensors takes no views
     return theirs
+
+
+def _shape(rows: int, columns: int | None) -> torch.Size:
+    return torch.Size((rows,) if columns is None else (rows, columns))
 
 
 def from_hf(tensors: dict[str, torch.Tensor], config, vocab_size: int) -> dict[str, torch.Tensor]:
@@ -180,25 +193,33 @@ def from_hf(tensors: dict[str, torch.Tensor], config, vocab_size: int) -> dict[s
         tensors = {name if name == "lm_head.weight" else
                    ("transformer." if "wte.weight" in tensors else "model.") + name: tensor for name, tensor in tensors.items()}
     buffers = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # constants that old versions of transformers saved
-    rest = {name: tensor for name, tensor in tensors.items()
-            if not name.endswith(buffers) and not (config.tie_embeddings and name == "lm_head.weight")}
+    rest = {name: tensor for name, tensor in tensors.items() if not name.endswith(buffers)}
     weights, linear_biases = {}, ("qkv.bias", "proj.bias", "fc1_bias", "fc2_bias")
-    for ours, names, transposed in table(config, vocab_size):
+    for ours, names, columns, transposed in table(config, vocab_size):
         parts = []
         for name, size in names:
             if name not in rest:
                 raise ValueError(f"tensor {name} is missing; config.json asks for it")
-            part = rest.pop(name)
-            part = part.T if transposed else part
-            if part.shape[0] != size:
-                raise ValueError(f"tensor {name} has shape {tuple(tensors[name].shape)}; config.json asks for {size} rows")
-            parts.append(part)
+            part, shape = rest.pop(name), _shape(size, columns)
+            expected = shape[::-1] if transposed else shape
+            if part.shape != expected:
+                raise ValueError(f"tensor {name} has shape {tuple(part.shape)}; config.json asks for {tuple(expected)}")
+            if part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise ValueError(f"tensor {name} is {part.dtype}; float32, bfloat16 and float16 are read")
+            if not part.isfinite().all():
+                raise ValueError(f"tensor {name} holds values that are NaN or infinite; take a copy of the model without them")
+            parts.append(part.T if transposed else part)
         weight = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
         if not config.bias and ours.endswith(linear_biases):
             if weight.any():
                 raise ValueError(f"tensor {names[0][0]} is not zero, but the entry nanote in config.json says bias false; remove that entry")
             continue
         weights[ours] = weight
+    if config.tie_embeddings and "lm_head.weight" in rest:
+        head, embedding = rest.pop("lm_head.weight"), weights["wte.weight"]
+        if head.shape != embedding.shape or not torch.equal(head.to(torch.float32), embedding.to(torch.float32)):
+            raise ValueError("tensor lm_head.weight differs from the embedding, but config.json says tie_word_embeddings true; set that to false "
+                             "or remove the tensor")
     if rest:
         raise ValueError(f"tensor {min(rest)}: nanoTE's model has no place for it")
     return weights

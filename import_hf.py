@@ -28,6 +28,7 @@ import tyro
 import checkpoint
 import cli
 import hf_weights
+import json_files
 from data import get_tokenizer
 from export_hf import token_strings
 from train import TrainConfig, padded_vocab_size
@@ -35,6 +36,16 @@ from train import TrainConfig, padded_vocab_size
 # data.py's names by the number of tokens: what to compare a folder's tokenizer with.
 BY_SIZE = {257: ["byte"], 50257: ["gpt2"], 50281: ["p50k_base"], 100277: ["cl100k_base"], 200019: ["o200k_base"]}
 PROBE = "def f(x):\n\treturn  x**2  # naïve 東京 🤖\r\n\n   I'll DON'T 1234567 \u00a0\u200b ...\n"
+
+
+ROPE = (type(None), {"rope_type?": str, "rope_theta?": float, "partial_rotary_factor?": float})
+HF_CONFIG = {"model_type": str, "nanote?": {"tokenizer?": str, "bias?": bool}, "rope_parameters?": ROPE, "rope_scaling?": ROPE, **{
+    f"{name}?": kind for names, kind in {
+        "vocab_size n_positions n_embd n_layer n_head max_position_embeddings hidden_size num_hidden_layers num_attention_heads "
+        "intermediate_size": json_files.SIZE,
+        "n_inner num_key_value_heads head_dim": (type(None), json_files.SIZE),
+        "layer_norm_epsilon rms_norm_eps rope_theta": float,
+        "tie_word_embeddings attention_bias mlp_bias scale_attn_weights": bool}.items() for name in names.split()}}
 
 
 @dataclass
@@ -53,6 +64,10 @@ def read_config(folder: Path):
 
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: no config.json; a Hugging Face model's local folder is wanted (nothing is downloaded)")
+    for path in folder.iterdir():
+        if not path.is_file() and not path.is_dir():
+            raise ValueError(f"{path}: not a regular file, or a link to nothing; remove it, or copy the model again")
+    json_files.read(folder / "config.json", HF_CONFIG, "copy the file again from where the model came from")
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever a damaged or unknown config leads to
@@ -61,7 +76,6 @@ def read_config(folder: Path):
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the folder's safetensors files, float16 as float32, which holds it exactly; ValueError if one cannot be read."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     paths, pickles = sorted(folder.glob("*.safetensors")), sorted(folder.glob("*.bin"))
@@ -70,17 +84,18 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
                          "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) writes safetensors")
     if not paths:
         raise ValueError(f"{folder}: no *.safetensors file")
-    tensors = {}
+    tensors, origin = {}, {}
     for path in paths:
         try:
-            tensors |= load_file(path)
-        except (SafetensorError, ValueError) as error:
-            raise ValueError(f"{path}: cannot be read ({error}); copy it again") from error
-    for name, tensor in tensors.items():
-        if tensor.dtype == torch.float16:
-            tensors[name] = tensor.float()
-        elif tensor.dtype not in (torch.float32, torch.bfloat16) and tensor.is_floating_point():
-            raise ValueError(f"{folder}: tensor {name} is {tensor.dtype}; float32, bfloat16 and float16 are read")
+            found = load_file(path)
+        except OSError:
+            raise
+        except Exception as error:  # safetensors raises whatever a damaged header leads to
+            raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())}); copy it again") from error
+        for name, tensor in found.items():
+            if name in tensors:
+                raise ValueError(f"{folder}: tensor {name} is in {origin[name].name} and in {path.name}; keep one copy of the weights")
+            tensors[name], origin[name] = tensor.float() if tensor.dtype == torch.float16 else tensor, path
     return tensors
 
 
@@ -137,8 +152,6 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
         model = checkpoint.build_model(config.model, model_config, dtype=torch.promote_types(*dtypes(weights)))
         with torch.no_grad():
             for key, parameter in model.named_parameters():
-                if parameter.shape != weights[key].shape:
-                    raise ValueError(f"{key} has shape {tuple(weights[key].shape)}; config.json asks for {tuple(parameter.shape)}")
                 parameter.copy_(weights[key])
     except ValueError as error:
         told = str(error)

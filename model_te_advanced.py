@@ -82,11 +82,12 @@ class AdvancedConfig:
                   -(-self.n_embd // self.n_head) * self.n_head)
             self.head_dim = self.n_embd // self.n_head
         check(self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0, "n_kv_head", f"must divide n_head={self.n_head}",
-              max(k for k in range(1, self.n_head + 1) if self.n_head % k == 0 and k <= max(self.n_kv_head, 1)))
+              next(k for k in range(max(1, min(self.n_kv_head, self.n_head)), 0, -1) if self.n_head % k == 0))
         check(self.head_dim >= 1 and self.head_dim % (2 if self.use_rotary else 1) == 0, "head_dim", "must be even, for use_rotary", 64)
         check(self.activation in ("gelu", "swiglu"), "activation", "must be 'gelu' or 'swiglu'", "'gelu'")
         if self.n_inner is None:
             self.n_inner = 4 * self.n_embd if self.activation == "gelu" else -(-8 * self.n_embd // 3 // 64) * 64
+        check(self.n_inner >= 1, "n_inner", "must be 1 or more", 4 * self.n_embd)
         for field in ("fp8_skip_first", "fp8_skip_last"):
             check(0 <= getattr(self, field) <= self.n_layer, field, f"must be from 0 to n_layer={self.n_layer}", 1)
         check(self.fp8_skip_first + self.fp8_skip_last <= self.n_layer, "fp8_skip_first",

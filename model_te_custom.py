@@ -71,6 +71,7 @@ class CustomConfig:
         self.n_kv_head, self.head_dim = self.n_head, self.n_embd // self.n_head
         if self.n_inner is None:
             self.n_inner = 4 * self.n_embd
+        check(self.n_inner >= 1, "n_inner", "must be 1 or more", 4 * self.n_embd)
         for field in ("fp8_skip_first", "fp8_skip_last"):
             check(0 <= getattr(self, field) <= self.n_layer, field, f"must be from 0 to n_layer={self.n_layer}", 1)
         check(self.fp8_skip_first + self.fp8_skip_last <= self.n_layer, "fp8_skip_first",

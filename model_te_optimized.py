@@ -112,11 +112,12 @@ class OptimizedConfig:
                   -(-self.n_embd // self.n_head) * self.n_head)
             self.head_dim = self.n_embd // self.n_head
         check(self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0, "n_kv_head", f"must divide n_head={self.n_head}",
-              max(k for k in range(1, self.n_head + 1) if self.n_head % k == 0 and k <= max(self.n_kv_head, 1)))
+              next(k for k in range(max(1, min(self.n_kv_head, self.n_head)), 0, -1) if self.n_head % k == 0))
         check(self.head_dim >= 1 and self.head_dim % (2 if self.use_rotary else 1) == 0, "head_dim", "must be even, for use_rotary", 64)
         check(self.activation in ("gelu", "swiglu"), "activation", "must be 'gelu' or 'swiglu'", "'gelu'")
         if self.n_inner is None:
             self.n_inner = 4 * self.n_embd if self.activation == "gelu" else -(-8 * self.n_embd // 3 // 64) * 64
+        check(self.n_inner >= 1, "n_inner", "must be 1 or more", 4 * self.n_embd)
         self.attention = self.attention or ("sdpa" if self.use_pytorch_sdpa else "te")
         check(self.attention in ("sdpa", "te", "flash", "auto"), "attention", "must be 'sdpa', 'te', 'flash' or 'auto'", "'sdpa'")
         check(0 <= self.offload_activations < (1 if self.gradient_checkpointing else self.n_layer), "offload_activations",

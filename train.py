@@ -31,6 +31,7 @@ import checkpoint
 import cli
 import fp8
 import fp8_health
+import json_files
 import profiling
 from data import Loader, get_tokenizer
 from sample import generate, pick_device
@@ -184,6 +185,7 @@ def read_options(argv) -> tuple[TrainConfig, Path | None, dict | None]:
     first.add_argument("--preset", nargs="?")
     first.add_argument("--out-dir", "--out_dir", nargs="?")
     first.add_argument("--resume", action=argparse.BooleanOptionalAction)
+    first.add_argument("--fp8-recipe", "--fp8_recipe", nargs="?")
     chosen, _ = first.parse_known_args(argv)
     preset = "tiny" if chosen.preset is None else chosen.preset
     if preset not in PRESETS:
@@ -196,10 +198,11 @@ def read_options(argv) -> tuple[TrainConfig, Path | None, dict | None]:
             raise ValueError(f"--resume: {folder.parent} has later checkpoints than {folder.name}; to go on from there, remove "
                              f"{', '.join(path.name for path in checkpoint.list_checkpoints(folder.parent) if path != folder)}")
         meta = checkpoint.read_meta(folder)
-        known = {field.name for field in dataclasses.fields(TrainConfig)}
-        default = TrainConfig(**{key: value for key, value in meta["config"].items() if key in known})
-        default = dataclasses.replace(default, out_dir=str(folder.parent), resume=True, profile=None, nsys=None, memory_snapshot=None)
+        default = dataclasses.replace(saved_options(folder, meta), out_dir=str(folder.parent), resume=True, profile=None, nsys=None, memory_snapshot=None)
     config = cli.parse(TrainConfig, argv, prog="train.py", description=__doc__, default=default)
+    if config.fp8_recipe.startswith("custom:") and config.fp8_recipe != chosen.fp8_recipe:  # it names a module, which would be imported
+        raise ValueError(f"--resume: {folder} was trained with --fp8-recipe {config.fp8_recipe}; code is never taken from a checkpoint: "
+                         f"pass --fp8-recipe {config.fp8_recipe} again, or a built-in recipe such as --fp8-recipe delayed")
     switches = {field.name for field in dataclasses.fields(checkpoint.model_classes(config.model)[1])}
     for name in ARCHITECTURE + ["attention", "fused_loss", "fused_block", "gradient_checkpointing", "checkpoint_every", "offload_activations",
                                 "loss_chunks"]:
@@ -219,6 +222,13 @@ def read_options(argv) -> tuple[TrainConfig, Path | None, dict | None]:
                              f"to go on, pass more, such as --max-steps {meta['step'] * 2}")
     check_options(config)
     return config, folder, meta
+
+
+def saved_options(folder: Path, meta: dict) -> TrainConfig:
+    """The options of a checkpoint's run. Those that other versions had are left out, those that they lacked take their defaults."""
+    json_files.check(meta, {"config": TrainConfig}, folder / "meta.json", f"restore it, or remove {folder} to use the checkpoint before it")
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    return TrainConfig(**{key: value for key, value in meta["config"].items() if key in known})
 
 
 def newest_run(preset: str) -> Path:
@@ -418,10 +428,6 @@ class Log:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         self.run = run
-        for path in [Path(run, "metrics.jsonl"), *Path(run).glob("fp8_health.jsonl")]:
-            kept = [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] < first_step]
-            path.with_suffix(".tmp").write_text("".join(kept))  # lines after the checkpoint, and one cut off by a kill, go
-            os.replace(path.with_suffix(".tmp"), path)
         self.file = open(Path(run, "metrics.jsonl"), "a", buffering=1)
         self.board = SummaryWriter(str(Path(run, "tensorboard")), purge_step=first_step)
         self.bar = tqdm(total=max_steps, initial=first_step - 1, unit="step", dynamic_ncols=True, disable=None)  # none without a terminal
@@ -478,13 +484,23 @@ class Log:
 OF_ONE_RUN = ("tokens_per_s", "mfu", "peak_gib", "seconds")  # figures of a record that differ where two runs learn the same
 
 
+METRICS = {"step": json_files.SIZE, "loss": float, "val_loss?": float, "peak_gib?": float | None}
+HEALTH = {"step": json_files.SIZE, "health": dict[str, dict[str, dict[str, float | Literal[math.inf] | None]]]}
+
+
 def read_metrics(path) -> list[dict]:
-    """The whole lines of metrics.jsonl or fp8_health.jsonl; none without the file."""
-    records = []
-    for line in Path(path).read_text().splitlines() if Path(path).exists() else []:
-        with contextlib.suppress(json.JSONDecodeError):
-            records.append(json.loads(line))
-    return records
+    """The records of a metrics.jsonl or fp8_health.jsonl; none without the file. ValueError, naming the line, for other content."""
+    kind = HEALTH if Path(path).name == "fp8_health.jsonl" else METRICS
+    return json_files.read_lines(path, kind, "remove that line, or the file if nothing in it is needed")
+
+
+def cut_logs(run: str, first_step: int) -> None:
+    """Remove records of `first_step` and later from a run's logs, and a line that a kill cut off. Nothing is written before all are read."""
+    paths = [Path(run, name) for name in ("metrics.jsonl", "fp8_health.jsonl") if os.path.lexists(Path(run, name))]
+    kept = [(path, [record for record in read_metrics(path) if record["step"] < first_step]) for path in paths]
+    for path, records in kept:
+        path.with_suffix(".tmp").write_text("".join(json.dumps(record) + "\n" for record in records))
+        os.replace(path.with_suffix(".tmp"), path)
 
 
 def plot_losses(run: str) -> str:
@@ -580,6 +596,7 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
         if checkpoint.on_rank0(lambda: checkpoint.latest(run)) != folder:
             raise ValueError(f"{run} has come further than {folder} meanwhile: another process trained there; start again")
         checkpoint.load(folder, meta, model, optimizer)
+        checkpoint.on_rank0(lambda: cut_logs(run, meta["step"] + 1))
         step = meta["step"]
     if recipe is not None and recipe.delayed() and fp8.is_fresh(model):
         batch = loaders["train"].batch(0)

@@ -240,7 +240,7 @@ def test_force_replaces_token_files_and_nothing_else(tmp_path, capsys):
     (["text", "latin1.txt"], "latin1.txt: not UTF-8 text"),
     (["text", "bad.jsonl"], "bad.jsonl:2: not JSON"),
     (["text", "rows.jsonl"], "rows.jsonl:1: no text in column 'text'; name one with --column: body"),
-    (["text", "list.jsonl"], "list.jsonl:1: not an object"),
+    (["text", "list.jsonl"], "list.jsonl:1: the document is [1], not an object"),
     (["text", "good.txt", "--tokenizer", "gpt5"], "unknown tokenizer 'gpt5'; use one of: byte, "),
     (["text", "good.txt", "--val-fraction", "1"], "--val-fraction 1.0: must be above 0 and below 1"),
     (["text", "good.txt", "--num-workers", "0"], "--num-workers 0: must be at least 1"),
@@ -347,7 +347,7 @@ def test_damaged_files_are_refused(counted):
     with pytest.raises(ValueError, match="train.bin: missing"):
         data.open_tokens(counted, "train")
     (counted / "meta.json").write_text('{"dtype": "uint16"')
-    with pytest.raises(ValueError, match="meta.json: damaged"):
+    with pytest.raises(ValueError, match="meta.json: not JSON.*data.py --force"):
         data.open_tokens(counted, "val")
     with pytest.raises(ValueError, match="no token files here.*python data.py stdlib"):
         data.open_tokens(counted.parent, "val")

@@ -1,0 +1,152 @@
+"""Read JSON files that may be damaged or come from elsewhere: one check of size, depth, fields and types for every reader.
+
+    meta = read("out/tiny/step-100/meta.json", {"step": COUNT, "model": str, "hf?": {"folder": str}}, "resume another checkpoint")
+
+The second argument describes the value: a Python type, `X | None`, `Literal[…]`, `list[X]`, `dict[str, X]`, a `range` of integers,
+a dictionary of fields (a name ending in "?" may be absent), a dataclass, of which any field may be absent, or a tuple of alternatives.
+Fields that are not described are ignored, so that newer files stay readable. Numbers are finite and integers fit in 64 bits.
+
+Everything raises ValueError in one line: the file, the field, what it holds and what it must hold, and the advice of the caller.
+"""
+import dataclasses
+import json
+import math
+import types
+from pathlib import Path
+from typing import Literal, Union, get_args, get_origin, get_type_hints
+
+MAX_BYTES = 2**24  # of a file, or of a line of a .jsonl file; the largest here, a line of fp8_health.jsonl, has some 100 kB
+MAX_DEPTH = 200
+COUNT = range(2**63)
+SIZE = range(1, 2**63)
+
+
+def read(path, kind, advice: str):
+    """The value of a JSON file. ValueError, ending with `advice`, for a file that is missing, damaged or not of `kind`."""
+    return parse(read_bytes(path, advice), kind, path, advice)
+
+
+def read_bytes(path, advice: str) -> bytes:
+    """The content of a regular file of at most MAX_BYTES. A named pipe would make a reader wait for ever."""
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: missing, or not a regular file; {advice}")
+    with open(path, "rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"{path}: larger than {MAX_BYTES:,} bytes; {advice}")
+    return content
+
+
+def read_lines(path, kind, advice: str) -> list:
+    """The values of a .jsonl file, none without the file. A last line that was cut off, by a kill or a full disk, is left out."""
+    if not Path(path).exists():
+        return []
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: not a regular file; {advice}")
+    values = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(MAX_BYTES + 1), b""), 1):
+            try:
+                values.append(parse(line, kind, f"{path}:{number}", advice))
+            except ValueError:
+                if line.endswith(b"\n") or len(line) > MAX_BYTES:
+                    raise
+    return values
+
+
+def parse(text: bytes | str, kind, where, advice: str):
+    """The value of a JSON document; `where` it stands begins the message of a ValueError."""
+    try:
+        value = json.loads(text)
+        if _deeper(value, MAX_DEPTH):
+            raise RecursionError
+    except RecursionError:
+        raise ValueError(f"{where}: lists or objects more than {MAX_DEPTH} deep; {advice}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{where}: not UTF-8; {advice}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error}); {advice}") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise ValueError(f"{where}: {error}; {advice}") from None
+    check(value, kind, where, advice)
+    return value
+
+
+def check(value, kind, where, advice: str) -> None:
+    """ValueError, naming the field, where a value read before is not of `kind`."""
+    problem = _problem(value, kind, "")
+    if problem:
+        raise ValueError(f"{where}: {problem}; {advice}")
+
+
+def _problem(value, kind, name: str) -> str:
+    """What is wrong with `value`; "" where it is of `kind`."""
+    if dataclasses.is_dataclass(kind):
+        kind = {f"{field}?": hint for field, hint in get_type_hints(kind).items()}
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType) or isinstance(kind, tuple):
+        problems = [_problem(value, option, name) for option in arguments or kind]
+        same_type = [problem for problem in problems if not problem.startswith(f"{name} is ")]  # of a field inside
+        return "" if "" in problems else (same_type or [_not_of(value, kind, name)])[0]
+    container = dict if isinstance(kind, dict) else origin if origin in (list, dict) else None
+    if container is None:
+        return "" if _is(value, kind) else _not_of(value, kind, name)
+    if type(value) is not container:
+        return _not_of(value, container, name)
+    inside = f"{name}." if name else ""
+    if origin is list:
+        items = [(item, arguments[0], f"{name}[{number}]") for number, item in enumerate(value)]
+    elif origin is dict:
+        items = [(item, arguments[1], inside + key) for key, item in value.items()]
+    else:
+        required = [field for field in kind if not field.endswith("?") and field not in value]
+        if required:
+            return f"{inside}{required[0]} is missing"
+        items = [(value[field], hint, inside + field) for field, hint in
+                 ((field.removesuffix("?"), hint) for field, hint in kind.items()) if field in value]
+    return next(filter(None, (_problem(*item) for item in items)), "")
+
+
+def _is(value, kind) -> bool:
+    """Whether `value` is of a `kind` that holds no others."""
+    if isinstance(kind, range):
+        return type(value) is int and value in kind
+    if get_origin(kind) is Literal:
+        return any(type(value) is type(option) and value == option for option in get_args(kind))
+    if kind is int:
+        return type(value) is int and -2**63 <= value < 2**63
+    if kind is float:
+        return type(value) is float and math.isfinite(value) or _is(value, int)
+    if kind is str:  # JSON may hold half of a surrogate pair, which no file and no terminal takes
+        return type(value) is str and not any("\ud800" <= character <= "\udfff" for character in value)
+    return type(value) is kind
+
+
+def _not_of(value, kind, name: str) -> str:
+    return f"{name or 'the document'} is {_shown(value)}, not {_described(kind)}"
+
+
+def _described(kind) -> str:
+    if isinstance(kind, range):
+        return f"an integer of {kind.start} or more" if kind.stop == 2**63 else f"an integer from {kind.start} to {kind.stop - 1}"
+    if get_origin(kind) in (Union, types.UnionType) or isinstance(kind, tuple):
+        return " or ".join(map(_described, get_args(kind) or kind))
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    names = {int: "an integer", float: "a finite number", str: "text", bool: "true or false", type(None): "null", list: "a list"}
+    return names.get(get_origin(kind) or kind, "an object")
+
+
+def _shown(value) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def _deeper(value, levels: int) -> bool:
+    """Whether lists and objects are nested more than `levels` deep."""
+    level = [value]
+    for _ in range(levels + 1):
+        level = [child for item in level if isinstance(item, (dict, list)) for child in (item.values() if isinstance(item, dict) else item)]
+        if not level:
+            return False
+    return True
