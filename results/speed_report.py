@@ -128,7 +128,8 @@ PARTS = {  # row of profile_table -> classes of kernels (timing.KERNELS), what b
     "copies, embedding, other": (("copy/concat", "embedding", "other"), "memory"),
 }
 VARIANTS = {"fp8": "FP8", "bf16": "BF16", "fp8-e4m3": "E4M3", "fp8-current": "current scaling",
-            "fp8-block": "block scaling", "fp8-bf16_moments": "BF16 moments", "fp8-te_block": "TE's blocks",
+            "fp8-block": "block scaling", "fp8-block-hybrid": "block scaling, E5M2 gradients",
+            "fp8-bf16_moments": "BF16 moments", "fp8-te_block": "TE's blocks",
             "fp8-eager": "no CUDA graph"}
 
 
