@@ -87,8 +87,17 @@ class Tokenizer:
         return b"".join(parts)
 
 
-def get_tokenizer(name):
-    """The tokenizer called `name`: "byte", or any encoding that tiktoken knows. ValueError if there is none or it cannot be fetched."""
+def get_tokenizer(name, rows=None):
+    """The tokenizer called `name`: "byte", or any encoding that tiktoken knows. ValueError if there is none, if it cannot be fetched, or if an
+    embedding of `rows` rows is too small for it."""
+    tokenizer = _get_tokenizer(name)
+    if rows is not None and rows < tokenizer.vocab_size:
+        raise ValueError(f"tokenizer {name!r} has {tokenizer.vocab_size:,} tokens, but the embedding {rows:,} rows; it is not the one that "
+                         "the model was trained with")
+    return tokenizer
+
+
+def _get_tokenizer(name):
     if name == "byte":
         return Tokenizer(name)
     import tiktoken

@@ -485,7 +485,7 @@ HEALTH = {"step": json_files.SIZE, "health": dict[str, dict[str, dict[str, float
 def read_metrics(path) -> list[dict]:
     """The records of a metrics.jsonl or fp8_health.jsonl; none without the file. ValueError, naming the line, for other content."""
     kind = HEALTH if Path(path).name == "fp8_health.jsonl" else METRICS
-    return json_files.read_lines(path, kind, "remove that line, or the file if nothing in it is needed")
+    return json_files.read_lines(path, kind, "remove it from there: it is only a log")
 
 
 def cut_logs(run: str, first_step: int) -> None:
@@ -727,10 +727,13 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
         print(f"stopped by {stop.name or 'another process'} after step {step}: saved {checkpoint.latest(run)}; "
               f"resume with: python train.py --resume --out-dir {run}")
         return
-    tokenizer = get_tokenizer(tokens["tokenizer"])
-    unit = "nats a byte" if tokenizer.name == "byte" else f"nats a token ({tokenizer.name})"
-    text = tokenizer.decode(generate(model, [tokenizer.eot], 128, temperature=0.8, top_k=50, vocab_size=tokenizer.vocab_size,
-                                     generator=torch.Generator(device).manual_seed(config.seed)))
+    unit = "nats a byte" if tokens["tokenizer"] == "byte" else f"nats a token ({tokens['tokenizer']})"
+    try:
+        tokenizer = get_tokenizer(tokens["tokenizer"], config.vocab_size)
+        text = tokenizer.decode(generate(model, [tokenizer.eot], 128, temperature=0.8, top_k=50, vocab_size=tokenizer.vocab_size,
+                                         generator=torch.Generator(device).manual_seed(config.seed)))
+    except ValueError as error:  # a tokenizer that this machine does not have; the run is complete all the same
+        text = f"no sample: {error}"
     print(f"\n--- a sample ---\n{text}\n----------------\n"
           f"validation loss {record['val_loss']:.4f} {unit} after {step} steps, on {fp8.describe()}\n"
           + (f"FP8 health   {run}/fp8_health.png\n" if looks else "") +
