@@ -208,8 +208,8 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
     out_dir = Path(out_dir)
     if not 0 < val_fraction < 1:
         raise ValueError(f"--val-fraction {val_fraction}: must be above 0 and below 1, for example 0.01")
-    if num_workers is not None and num_workers < 1:
-        raise ValueError(f"--num-workers {num_workers}: must be at least 1, for example {os.cpu_count()}")
+    if num_workers is not None and not 1 <= num_workers <= 1024:
+        raise ValueError(f"--num-workers {num_workers}: must be at least 1 and at most 1024, for example {os.cpu_count()}")
     _check_target(out_dir, force)
     encoder = get_tokenizer(tokenizer)
     dtype = np.dtype("<u2" if encoder.vocab_size <= 1 << 16 else "<u4")

@@ -103,6 +103,8 @@ def make_recipe(name, fp8_format="hybrid", amax_history_len=1024, amax_compute_a
         raise ValueError(f"fp8-amax-compute-algo {amax_compute_algo!r} is unknown; use max or most_recent")
     if amax_history_len < 1:
         raise ValueError(f"fp8-amax-history-len {amax_history_len}: must be 1 or more; 1024 works")
+    if not 0 <= margin <= 18:  # 448 / 2^18 is below E4M3's smallest number
+        raise ValueError(f"fp8-margin {margin}: must be from 0 to 18, beyond which E4M3 flushes every value to zero; 0 works")
     format = recipes.Format.HYBRID if fp8_format == "hybrid" else recipes.Format.E4M3
     if name == "delayed":
         return recipes.DelayedScaling(margin=margin, fp8_format=format, amax_history_len=amax_history_len,

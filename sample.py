@@ -140,6 +140,8 @@ def main(argv=None) -> None:
     check_sampling(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
     if config.num_samples < 1:
         raise ValueError(f"--num-samples {config.num_samples}: must be at least 1")
+    if config.seed < 0:
+        raise ValueError(f"--seed {config.seed}: must be 0 or more, such as 1337")
     device = pick_device(config.device)
     model, tokenizer = load_model(config.run, device)
     generator = torch.Generator(device).manual_seed(config.seed)

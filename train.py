@@ -244,6 +244,9 @@ def check_options(config: TrainConfig) -> None:
     require("fp8_amax_history_len", lambda v: v >= 1, "at least 1", 1024)
     require("weight_decay grad_clip", lambda v: 0 <= v < math.inf, "0 or more", 0.1)
     require("lr", lambda v: 0 < v < math.inf, "above 0", 6e-4)
+    require("rope_theta", lambda v: 0 < v < math.inf, "above 0", 10000.0)
+    require("layernorm_epsilon", lambda v: 0 <= v < math.inf, "0 or more", 1e-5)
+    require("n_head n_kv_head", lambda v: v is None or v <= 65536, "at most 65536", 16)
     require("beta1 beta2", lambda v: 0 <= v < 1, "at least 0 and below 1", 0.95)
     if config.moment_dtype == "bfloat16":  # a step that takes 1 - beta of a moment away is rounded off where that is below half of its last bit
         require("beta1 beta2", lambda v: v <= 1 - 2**-8, "at most 0.996 with --moment-dtype bfloat16, where moments would no longer fall", 0.95)
@@ -570,6 +573,7 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
     if recipe is not None:
         fp8.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
     wants_graph(config, device)  # refuses a --cuda-graph on that cannot be
+    profiling.check_memory(config, model_config, device, dtype)
 
     profiler = profiling.Profiler(config, device, enabled=rank == 0, first_step=meta["step"] + 1 if meta else 1)
 
