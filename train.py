@@ -392,15 +392,18 @@ def advice(run: str, step: int, config: TrainConfig) -> str:
 
 
 class StopRequest:
-    """Remembers SIGINT and SIGTERM for the end of a step; a second Ctrl-C stops at once."""
+    """Remembers SIGINT and SIGTERM for the end of a step; a second Ctrl-C stops at once. A signal that was ignored when
+    the process started, as nohup and shells do for jobs in the background, stays ignored."""
 
     def __init__(self):
         self.name = None
-        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        heeded = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+        self.before = {number: signal.signal(number, self.note) for number in heeded}
 
     def note(self, number, frame):
         self.name = signal.Signals(number).name
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.SIGINT in self.before:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def agreed(self) -> bool:
         """Whether any rank was asked to stop: all leave the loop after the same step."""
@@ -412,7 +415,7 @@ class StopRequest:
 
     def restore(self):
         for number, handler in self.before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: set by other than Python code
 
 
 class Log:
