@@ -25,6 +25,7 @@ import math
 import os
 import platform
 import random
+import re
 import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,7 @@ MODELS = {  # --model: (file, model class, config class)
 FORMAT = 1  # of checkpoints; those of before it was counted name none
 META = {"step": COUNT, "config": dict, "model": str, "model_config": dict, "tokenizer": str, "optimizer_groups": list[{"step?": COUNT}],
         "torch?": str, "device?": str, "hf?": {"folder": str, "vocab_size": SIZE}}  # what meta.json must hold
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 SHARD_BYTES = 4 * 2**30  # DCP assembles a file in memory before writing it
 SAFETENSORS_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.uint8: "U8",
                      torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL"}
@@ -317,8 +319,7 @@ def _set_rng_state(folder, state: dict[str, torch.Tensor]) -> None:
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        told = " ".join(str(error).split())
-        raise ValueError(f"{folder}: the state of the random generators is damaged ({told}); {advice}") from error
+        raise ValueError(f"{folder}: the state of the random generators is damaged ({json_files.reason(error)}); {advice}") from error
 
 
 # ---------------------------------------------------------------- finding and checking
@@ -400,8 +401,7 @@ def stored_tensors(folder) -> dict:
     except OSError:
         raise
     except Exception as error:  # safetensors' own, or whatever DCP meets in a header that it did not write
-        told = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{folder}: its .safetensors files are not those of a checkpoint ({told}); restore them from a copy") from error
+        raise ValueError(f"{folder}: its .safetensors files are not those of a checkpoint ({json_files.reason(error)}); restore them from a copy") from error
     return found
 
 
@@ -410,13 +410,16 @@ def _damage(folder: Path) -> str | None:
     for path in folder.iterdir():
         if not path.is_file() and not path.is_dir():
             return f"{path} is not a regular file"
+    listing = folder / "SHA256SUMS"
     try:
-        lines = json_files.read_bytes(folder / "SHA256SUMS", "it is written with every checkpoint").decode()
-        lines = lines.removesuffix("\n").split("\n")  # splitlines would take other bytes for "\n", too
-        expected = {name: checksum for checksum, name in (line.split("  ", 1) for line in lines)}
+        lines = json_files.read_bytes(listing, "every checkpoint has one").decode().removesuffix("\n").split("\n")
         found = _checksums(folder)
     except (OSError, ValueError) as error:
-        return f"{folder / 'SHA256SUMS'} cannot be read ({' '.join(str(error).split())})"
+        return f"{listing} cannot be read ({json_files.reason(error)})"
+    for number, line in enumerate(lines, 1):  # not splitlines, which would take other bytes for a line's end, too
+        if not re.fullmatch("[0-9a-f]{64}  .+", line):
+            return f"{listing}:{number}: not a SHA-256, two spaces and a file's name"
+    expected = {line[66:]: line[:64] for line in lines}
     for name, checksum in expected.items():
         if name not in found:
             return f"{folder / name} is missing"
@@ -424,8 +427,8 @@ def _damage(folder: Path) -> str | None:
             return f"{folder / name} has SHA-256 {found[name]}, written was {checksum}"
     for path in folder.glob("*.safetensors"):
         if path.name not in expected:  # it would be read with the others
-            return f"{path} is not listed in {folder / 'SHA256SUMS'}"
-    return None if "meta.json" in expected else f"{folder / 'SHA256SUMS'} does not list meta.json"
+            return f"{path} is not listed in {listing}"
+    return None if "meta.json" in expected else f"{listing} does not list meta.json"
 
 
 def _checksums(folder: Path) -> dict[str, str]:
@@ -483,14 +486,16 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
 
 def _check_state(folder: Path, tensors: dict, own: dict) -> None:
     """ValueError where the optimizer's state is incomplete, or not of its parameters' shapes."""
-    for name in tensors:
+    advice = "restore the checkpoint's files from a copy"
+    for name in (name for name in tensors if name.startswith("optimizer.")):
         parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
-        if not name.startswith("optimizer.") or f"model.{parameter}" not in own:
+        if f"model.{parameter}" not in own:
             continue
-        other = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}.get(key, key)
-        if tensors[name].shape != own[f"model.{parameter}"].shape or f"optimizer.{parameter}.{other}" not in tensors:
-            raise ValueError(f"{folder}: {name} is {tuple(tensors[name].shape)} and its parameter {tuple(own[f'model.{parameter}'].shape)}, "
-                             f"or {other} is missing; restore the checkpoint's files from a copy")
+        shapes = tuple(tensors[name].shape), tuple(own[f"model.{parameter}"].shape)
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"{folder}: {name} is {shapes[0]}, its parameter {shapes[1]}; {advice}")
+        if key in MOMENTS and not all(f"optimizer.{parameter}.{moment}" in tensors for moment in MOMENTS):
+            raise ValueError(f"{folder}: of {' and '.join(MOMENTS)} of {parameter} one is missing; {advice}")
 
 
 def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, weights: dict, names: dict) -> None:
@@ -505,7 +510,7 @@ def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, weights
     parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     target["state"] = {}
     for number, parameter in enumerate(parameters):
-        state = {key: tensors[f"{names[id(parameter)]}.{key}"] for key in ("exp_avg", "exp_avg_sq")
+        state = {key: tensors[f"{names[id(parameter)]}.{key}"] for key in MOMENTS
                  if f"{names[id(parameter)]}.{key}" in tensors}
         if state and optimizer.master_weights and _has_master(parameter):
             name = names[id(parameter)]

@@ -12,10 +12,24 @@ import tyro
 
 
 def parse(config_class, argv=None, *, prog: str, description: str, default=None):
-    """The dataclass filled from `argv` (None: sys.argv[1:]), over the values of `default`; ValueError in one line."""
+    """Fill the dataclass from `argv` (None: sys.argv[1:]), over the values of `default`. ValueError in one line for options that tyro refuses,
+    text that is not UTF-8 and integers that 64 bits do not hold, neither of which could be stored in a run."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    for argument in argv:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            shown = argument.encode(errors="backslashreplace").decode()
+            raise ValueError(f"{shown}: not UTF-8 text here; rename the file, or set a UTF-8 locale such as LC_ALL=C.UTF-8") from None
+    config = _parse(config_class, argv, prog, description, {} if default is None else {"default": default})
+    for name, value in vars(config).items():
+        if type(value) is int and not -2**63 <= value < 2**63:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: does not fit in 64 bits; use a smaller number")
+    return config
+
+
+def _parse(config_class, argv, prog, description, options):
     complaint = io.StringIO()
-    options = {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stderr(complaint):
             return tyro.cli(config_class, args=argv, prog=prog, description=description, **options)
@@ -33,6 +47,9 @@ def parse(config_class, argv=None, *, prog: str, description: str, default=None)
 
 def run(main, script: str) -> int:
     """Call `main()` and return the exit code: 0, 2 after a user's mistake in one line on stderr, or what main returns."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character is no reason to fail
+            stream.reconfigure(errors="backslashreplace")
     try:
         return main() or 0
     except (ValueError, OSError) as error:

@@ -87,8 +87,17 @@ class Tokenizer:
         return b"".join(parts)
 
 
-def get_tokenizer(name):
-    """The tokenizer called `name`: "byte", or any encoding that tiktoken knows. ValueError if there is none or it cannot be fetched."""
+def get_tokenizer(name, rows=None):
+    """The tokenizer called `name`: "byte", or any encoding that tiktoken knows. ValueError if there is none, if it cannot be fetched, or if an
+    embedding of `rows` rows is too small for it."""
+    tokenizer = _get_tokenizer(name)
+    if rows is not None and rows < tokenizer.vocab_size:
+        raise ValueError(f"tokenizer {name!r} has {tokenizer.vocab_size:,} tokens, but the embedding {rows:,} rows; it is not the one that "
+                         "the model was trained with")
+    return tokenizer
+
+
+def _get_tokenizer(name):
     if name == "byte":
         return Tokenizer(name)
     import tiktoken
@@ -199,8 +208,8 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
     out_dir = Path(out_dir)
     if not 0 < val_fraction < 1:
         raise ValueError(f"--val-fraction {val_fraction}: must be above 0 and below 1, for example 0.01")
-    if num_workers is not None and num_workers < 1:
-        raise ValueError(f"--num-workers {num_workers}: must be at least 1, for example {os.cpu_count()}")
+    if num_workers is not None and not 1 <= num_workers <= 1024:
+        raise ValueError(f"--num-workers {num_workers}: must be at least 1 and at most 1024, for example {os.cpu_count()}")
     _check_target(out_dir, force)
     encoder = get_tokenizer(tokenizer)
     dtype = np.dtype("<u2" if encoder.vocab_size <= 1 << 16 else "<u4")

@@ -114,7 +114,7 @@ def export(run, folder, dtype: str = "auto") -> Path:
         kind = hf_weights.model_type(config)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
-    tokenizer = get_tokenizer(meta["tokenizer"])
+    tokenizer = get_tokenizer(meta["tokenizer"], vocab_size)
     weights = hf_weights.read_weights(source, meta["model"], masters=dtype == "float32")
     try:
         weights = hf_weights.to_hf(weights, config, vocab_size)

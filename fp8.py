@@ -131,6 +131,9 @@ def make_recipe(name, fp8_format="auto", amax_history_len=1024, amax_compute_alg
         raise ValueError(f"fp8-amax-compute-algo {amax_compute_algo!r} is unknown; use max or most_recent")
     if amax_history_len < 1:
         raise ValueError(f"fp8-amax-history-len {amax_history_len}: must be 1 or more; 1024 works")
+    if not 0 <= margin <= 18:  # 448 / 2^18 is below E4M3's smallest number
+        raise ValueError(f"fp8-margin {margin}: must be from 0 to 18, beyond which E4M3 flushes every value to zero; "
+                         "0 works")
     format = recipes.Format[fp8_format.upper()] if fp8_format else None
     if name == "delayed":
         return recipes.DelayedScaling(margin=margin, fp8_format=format, amax_history_len=amax_history_len,

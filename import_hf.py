@@ -41,8 +41,8 @@ PROBE = "def f(x):\n\treturn  x**2  # naïve 東京 🤖\r\n\n   I'll DON'T 1234
 ROPE = (type(None), {"rope_type?": str, "rope_theta?": float, "partial_rotary_factor?": float})
 HF_CONFIG = {"model_type": str, "nanote?": {"tokenizer?": str, "bias?": bool}, "rope_parameters?": ROPE, "rope_scaling?": ROPE, **{
     f"{name}?": kind for names, kind in {
-        "vocab_size n_positions n_embd n_layer n_head max_position_embeddings hidden_size num_hidden_layers num_attention_heads "
-        "intermediate_size": json_files.SIZE,
+        "n_layer num_hidden_layers": range(1, 2**16),  # transformers makes a list of them
+        "vocab_size n_positions n_embd n_head max_position_embeddings hidden_size num_attention_heads intermediate_size": json_files.SIZE,
         "n_inner num_key_value_heads head_dim": (type(None), json_files.SIZE),
         "layer_norm_epsilon rms_norm_eps rope_theta": float,
         "tie_word_embeddings attention_bias mlp_bias scale_attn_weights": bool}.items() for name in names.split()}}
@@ -71,7 +71,7 @@ def read_config(folder: Path):
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever a damaged or unknown config leads to
-        raise ValueError(f"{folder / 'config.json'}: {(str(error).strip() or type(error).__name__).splitlines()[0]}") from error
+        raise ValueError(f"{folder / 'config.json'}: {json_files.reason(error)}") from error
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -91,7 +91,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         except OSError:
             raise
         except Exception as error:  # safetensors raises whatever a damaged header leads to
-            raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())}); copy it again") from error
+            raise ValueError(f"{path}: cannot be read ({json_files.reason(error)}); copy it again") from error
         for name, tensor in found.items():
             if name in tensors:
                 raise ValueError(f"{folder}: tensor {name} is in {origin[name].name} and in {path.name}; keep one copy of the weights")
@@ -105,13 +105,13 @@ def recognise_tokenizer(folder: Path, hint: str | None) -> str:
 
     try:
         theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        vocabulary = theirs.get_vocab()
-    except Exception as error:
-        raise ValueError(f"{folder}: its tokenizer cannot be read ({(str(error).strip() or type(error).__name__).splitlines()[0]}); "
+        vocabulary, ids = theirs.get_vocab(), theirs(PROBE, add_special_tokens=False, verbose=False).input_ids
+    except Exception as error:  # transformers raises whatever damaged files lead to
+        raise ValueError(f"{folder}: its tokenizer cannot be read ({json_files.reason(error)}); "
                          "name the one it was trained with: --tokenizer byte, gpt2 …") from error
     for name in [hint] if hint else BY_SIZE.get(len(vocabulary), []):
         ours = get_tokenizer(name)
-        if vocabulary == token_strings(ours) and theirs(PROBE, add_special_tokens=False, verbose=False).input_ids == ours.encode(PROBE):
+        if vocabulary == token_strings(ours) and ids == ours.encode(PROBE):
             return name
     raise ValueError(f"{folder}: its tokenizer ({len(vocabulary):,} tokens) is none that data.py has (byte, gpt2, cl100k_base …), so there can "
                      "be no token files for it; --tokenizer byte takes the weights all the same and trains them on bytes")

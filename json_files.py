@@ -54,6 +54,12 @@ def read_lines(path, kind, advice: str) -> list:
     return values
 
 
+def reason(error: Exception) -> str:
+    """What another library says of a damaged file, in a line of at most 300 characters."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line if len(line) <= 300 else line[:297] + "…"
+
+
 def parse(text: bytes | str, kind, where, advice: str):
     """The value of a JSON document; `where` it stands begins the message of a ValueError."""
     try:
@@ -133,6 +139,8 @@ def _described(kind) -> str:
         return " or ".join(map(_described, get_args(kind) or kind))
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
+    if isinstance(kind, dict):
+        return "an object"
     names = {int: "an integer", float: "a finite number", str: "text", bool: "true or false", type(None): "null", list: "a list"}
     return names.get(get_origin(kind) or kind, "an object")
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+import checkpoint
 from train_step import wants_graph
 
 RANGES = ("profile", "nsys", "memory_snapshot")  # options of the form START:STOP
@@ -237,6 +238,44 @@ def span_and_busy(kernels) -> tuple[float, float]:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return max(end - first, 1e-9), busy
+
+
+# ---------------------------------------------------------------- before a run: what cannot fit
+
+def check_memory(config, model_config, device: torch.device, dtype: torch.dtype) -> None:
+    """ValueError for a run that needs more memory than the device has, by what is known before anything is allocated.
+
+    Only what every run keeps at one time is counted, so that a run which passes may still run out of memory.
+    """
+    if device.type == "cuda":
+        name, capacity = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    else:
+        name, capacity = "this machine", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    parts = least_memory(config, model_config, dtype)
+    total, largest = sum(size for size, *_ in parts), max(parts)
+    if total > capacity:
+        size, what, options = largest
+        given = " ".join(f"--{option.replace('_', '-')} {getattr(config, option)}" for option in options.split())
+        raise ValueError(f"{given}: {what} take {size / GIB:,.4g} GiB of at least {total / GIB:,.4g} GiB that this run needs, but {name} has "
+                         f"{capacity / GIB:,.4g} GiB; lower {'one of them' if ' ' in options else 'it'}")
+
+
+def least_memory(config, model_config, dtype: torch.dtype) -> list[tuple[int, str, str]]:
+    """[(bytes, what takes them, the options that decide it)]: a lower bound of what a step keeps at one time."""
+    tokens, width = config.micro_batch_size * config.seq_len, dtype.itemsize
+    moments = 2 * getattr(torch, config.moment_dtype).itemsize
+    masters = 0 if dtype == torch.float32 else 2
+    weights = checkpoint.weight_count(model_config) * ((1 if config.fp8_param else width) + width + moments + masters)
+    kept = config.n_layer - config.offload_activations  # each block keeps its input, also under gradient checkpointing
+    activations = tokens * width * (config.n_embd * kept + config.vocab_size // config.loss_chunks)
+    products = 4 * max(0, config.n_layer - config.fp8_skip_first - config.fp8_skip_last) + config.fp8_lm_head
+    histories = 5 * 4 * products * config.fp8_amax_history_len if config.fp8_recipe == "delayed" else 0  # 5 tensors a GEMM, float32
+    sizes = "n_embd n_layer n_head vocab_size" + "".join(f" {name}" for name in ("n_inner", "n_positions", "head_dim")
+                                                         if getattr(config, name) is not None)
+    return [(weights, "weights, gradients and optimizer state", sizes),
+            (activations, "activations and logits of a micro-batch", "micro_batch_size seq_len"),
+            (histories, "amax histories", "fp8_amax_history_len"),
+            (16 * tokens * config.grad_accum, "token ids and labels of a step", "grad_accum micro_batch_size seq_len")]
 
 
 # ---------------------------------------------------------------- out of memory

@@ -70,7 +70,7 @@ def generate(model, ids: list[int], max_new_tokens: int, *, temperature: float =
             if not use_cache:
                 logits = model(torch.tensor([ids[start:]], device=device))
             elif cache is None:
-                cache = model.make_kv_cache(1, limit)
+                cache = model.make_kv_cache(1, min(limit, prompt_length + max_new_tokens))
                 logits = model(torch.tensor([ids[start:]], device=device), kv_cache=cache)
             else:
                 logits = model(torch.tensor([ids[-1:]], device=device), kv_cache=cache)
@@ -84,14 +84,19 @@ def generate(model, ids: list[int], max_new_tokens: int, *, temperature: float =
 
 
 def pick(logits: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None, generator) -> int:
-    """One token id from logits (V,)."""
+    """One token id from logits (V,). ValueError for logits that are NaN or infinite."""
+    highest = logits.max()
+    if not highest.isfinite():
+        raise ValueError("the model's logits are not finite: its weights are damaged or diverged; take an earlier checkpoint")
     if temperature == 0:
         return int(logits.argmax())
-    probabilities, order = torch.softmax(logits / temperature, dim=-1).sort(descending=True)
+    # Relative to the highest, which stays 0 however small the temperature is. Float32 holds no temperature below 1e-45.
+    probabilities, order = torch.softmax((logits - highest) / max(temperature, 1e-30), dim=-1).sort(descending=True)
     if top_k is not None:
         probabilities[top_k:] = 0
-    if top_p is not None:  # keep a token while the ones before it have not reached p
-        probabilities[probabilities.cumsum(0) - probabilities >= top_p * probabilities.sum()] = 0
+    if top_p is not None:  # keep the first, and a token while the ones before it have not reached p
+        beyond = probabilities.cumsum(0) - probabilities >= top_p * probabilities.sum()
+        probabilities[1:][beyond[1:]] = 0
     return int(order[torch.multinomial(probabilities, 1, generator=generator)])
 
 
@@ -123,10 +128,11 @@ def load_model(path, device: torch.device):
     folder = checkpoint.find(path)
     meta = checkpoint.read_meta(folder)
     config = checkpoint.make_model_config(meta["model"], meta["model_config"] | {"use_fp8": False})
+    tokenizer = get_tokenizer(meta["tokenizer"], config.vocab_size)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = checkpoint.build_model(meta["model"], config, device=device, dtype=dtype)
     checkpoint.load(folder, meta, model)
-    return model.eval(), get_tokenizer(meta["tokenizer"])
+    return model.eval(), tokenizer
 
 
 def main(argv=None) -> None:
@@ -134,6 +140,8 @@ def main(argv=None) -> None:
     check_sampling(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
     if config.num_samples < 1:
         raise ValueError(f"--num-samples {config.num_samples}: must be at least 1")
+    if config.seed < 0:
+        raise ValueError(f"--seed {config.seed}: must be 0 or more, such as 1337")
     device = pick_device(config.device)
     model, tokenizer = load_model(config.run, device)
     generator = torch.Generator(device).manual_seed(config.seed)

@@ -250,6 +250,9 @@ def check_options(config: TrainConfig) -> None:
     require("fp8_dgrad_fast_accum_k", lambda v: v >= 0, "0 or more", 3072)
     require("weight_decay grad_clip", lambda v: 0 <= v < math.inf, "0 or more", 0.1)
     require("lr", lambda v: 0 < v < math.inf, "above 0", 6e-4)
+    require("rope_theta", lambda v: 0 < v < math.inf, "above 0", 10000.0)
+    require("layernorm_epsilon", lambda v: 0 <= v < math.inf, "0 or more", 1e-5)
+    require("n_head n_kv_head", lambda v: v is None or v <= 65536, "at most 65536", 16)
     require("beta1 beta2", lambda v: 0 <= v < 1, "at least 0 and below 1", 0.95)
     if config.moment_dtype == "bfloat16":  # a step that takes 1 - beta of a moment away is rounded off where that is below half of its last bit
         require("beta1 beta2", lambda v: v <= 1 - 2**-8, "at most 0.996 with --moment-dtype bfloat16, where moments would no longer fall", 0.95)
@@ -395,15 +398,18 @@ def advice(run: str, step: int, config: TrainConfig) -> str:
 
 
 class StopRequest:
-    """Remembers SIGINT and SIGTERM for the end of a step; a second Ctrl-C stops at once."""
+    """Remembers SIGINT and SIGTERM for the end of a step; a second Ctrl-C stops at once. A signal that was ignored when
+    the process started, as nohup and shells do for jobs in the background, stays ignored."""
 
     def __init__(self):
         self.name = None
-        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        heeded = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+        self.before = {number: signal.signal(number, self.note) for number in heeded}
 
     def note(self, number, frame):
         self.name = signal.Signals(number).name
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.SIGINT in self.before:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def agreed(self) -> bool:
         """Whether any rank was asked to stop: all leave the loop after the same step."""
@@ -415,7 +421,7 @@ class StopRequest:
 
     def restore(self):
         for number, handler in self.before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: set by other than Python code
 
 
 class Log:
@@ -491,7 +497,7 @@ HEALTH = {"step": json_files.SIZE, "health": dict[str, dict[str, dict[str, float
 def read_metrics(path) -> list[dict]:
     """The records of a metrics.jsonl or fp8_health.jsonl; none without the file. ValueError, naming the line, for other content."""
     kind = HEALTH if Path(path).name == "fp8_health.jsonl" else METRICS
-    return json_files.read_lines(path, kind, "remove that line, or the file if nothing in it is needed")
+    return json_files.read_lines(path, kind, "remove it from there: it is only a log")
 
 
 def cut_logs(run: str, first_step: int) -> None:
@@ -576,6 +582,7 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
     if recipe is not None:
         fp8.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
     wants_graph(config, device)  # refuses a --cuda-graph on that cannot be
+    profiling.check_memory(config, model_config, device, dtype)
 
     profiler = profiling.Profiler(config, device, enabled=rank == 0, first_step=meta["step"] + 1 if meta else 1)
 
@@ -739,10 +746,13 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
         print(f"stopped by {stop.name or 'another process'} after step {step}: saved {checkpoint.latest(run)}; "
               f"resume with: python train.py --resume --out-dir {run}")
         return
-    tokenizer = get_tokenizer(tokens["tokenizer"])
-    unit = "nats a byte" if tokenizer.name == "byte" else f"nats a token ({tokenizer.name})"
-    text = tokenizer.decode(generate(model, [tokenizer.eot], 128, temperature=0.8, top_k=50, vocab_size=tokenizer.vocab_size,
-                                     generator=torch.Generator(device).manual_seed(config.seed)))
+    unit = "nats a byte" if tokens["tokenizer"] == "byte" else f"nats a token ({tokens['tokenizer']})"
+    try:
+        tokenizer = get_tokenizer(tokens["tokenizer"], config.vocab_size)
+        text = tokenizer.decode(generate(model, [tokenizer.eot], 128, temperature=0.8, top_k=50, vocab_size=tokenizer.vocab_size,
+                                         generator=torch.Generator(device).manual_seed(config.seed)))
+    except ValueError as error:  # a tokenizer that this machine does not have; the run is complete all the same
+        text = f"no sample: {error}"
     print(f"\n--- a sample ---\n{text}\n----------------\n"
           f"validation loss {record['val_loss']:.4f} {unit} after {step} steps, on {fp8.describe()}\n"
           + (f"FP8 health   {run}/fp8_health.png\n" if looks else "") +

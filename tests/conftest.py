@@ -1,6 +1,7 @@
 """Tests import the scripts from the repository's root, run on the reference where there is no GPU, and touch no network."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -29,6 +30,17 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _same_random_numbers():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _default_signals():
+    """Whatever the shell ignores that started the tests: nohup, "&" in a script, some CI."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler or signal.SIG_DFL)
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,7 @@ def world(tmp_path_factory):
         Path("file.txt").write_text("some text\n")
         Path("binary.txt").write_bytes(b"\xff\xfe\x00")
         Path("broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+        Path("deep.jsonl").write_text("[" * 100_000 + "]" * 100_000 + "\n")
         Path("other.jsonl").write_text('{"body": "no text"}\n')
     finally:
         os.chdir(before)
@@ -90,7 +91,28 @@ CASES = [  # script, arguments, what the line must hold, what to break first
     ("train.py", f"{GOOD} --warmup-steps -1", ["--warmup-steps -1"]),
     ("train.py", f"{GOOD} --fp8-amax-history-len 0", ["--fp8-amax-history-len 0", "1024"]),
     ("train.py", f"{GOOD} --decay-fraction 2", ["--decay-fraction 2"]),
+    ("train.py", f"{GOOD} --fp8-margin 100000", ["fp8-margin 100000", "from 0 to 18"]),
+    ("train.py", f"{GOOD} --fp8-margin -100000", ["fp8-margin -100000", "from 0 to 18"]),
+    ("train.py", f"{GOOD} --layernorm-epsilon -1", ["--layernorm-epsilon -1", "0 or more"]),
+    ("train.py", f"{GOOD} --rope-theta 0", ["--rope-theta 0", "above 0"]),
+    # train.py: numbers that no machine has room for
+    ("train.py", f"{GOOD} --n-embd {6400 * 10**15}", [f"--n-embd {6400 * 10**15}", "weights", "GiB", "lower"]),
+    ("train.py", f"{GOOD} --vocab-size {6400 * 10**15}", [f"--vocab-size {6400 * 10**15}", "weights", "GiB"]),
+    ("train.py", f"{GOOD} --n-layer {10**12}", [f"--n-layer {10**12}", "weights", "GiB"]),
+    ("train.py", f"{GOOD} --n-inner {16 * 10**12}", [f"--n-inner {16 * 10**12}", "weights", "GiB"]),
+    ("train.py", f"{GOOD} --no-use-rotary --n-positions {10**15}", [f"--n-positions {10**15}", "weights", "GiB"]),
+    ("train.py", f"{GOOD} --fp8-amax-history-len {10**12}", [f"--fp8-amax-history-len {10**12}", "amax histories", "GiB"]),
+    ("train.py", f"{GOOD} --grad-accum {10**12}", [f"--grad-accum {10**12}", "token ids", "GiB"]),
+    ("train.py", f"{GOOD} --micro-batch-size {10**12}", [f"--micro-batch-size {10**12}", "activations", "GiB"]),
+    ("train.py", f"{GOOD} --n-head {10**12}", [f"--n-head {10**12}", "at most"]),
+    ("train.py", f"{GOOD} --n-head 999983 --n-kv-head 500000", ["--n-head 999983", "at most"]),
+    ("train.py", f"{GOOD} --max-steps {10**30}", [f"--max-steps {10**30}", "64 bits"]),
+    ("train.py", f"{GOOD} --seed {10**30}", [f"--seed {10**30}", "64 bits"]),
+    ("sample.py", f"out/good --seed {10**30}", [f"--seed {10**30}", "64 bits"]),
+    ("sample.py", "out/good --seed -1", ["--seed -1", "0 or more"]),
     # train.py: architecture and FP8
+    ("train.py", f"{GOOD} --n-inner 0", ["n_inner=0", "1 or more", "256 works"]),
+    ("train.py", f"{GOOD} --n-inner -16", ["n_inner=-16", "1 or more"]),
     ("train.py", f"{GOOD} --vocab-size 50257", ["50257", "50304", "32"]),
     ("train.py", f"{GOOD} --vocab-size 256", ["256", "288"]),
     ("train.py", f"{GOOD} --n-head 3", ["n_head=3", "64"]),
@@ -150,6 +172,8 @@ CASES = [  # script, arguments, what the line must hold, what to break first
     ("data.py", "text file.txt --tokenizer gpt9", ["gpt9", "byte", "cl100k_base"]),
     ("data.py", "text file.txt --val-fraction 1", ["--val-fraction 1"]),
     ("data.py", "text file.txt --num-workers 0", ["--num-workers 0"]),
+    ("data.py", f"text file.txt --num-workers {10**12}", [f"--num-workers {10**12}", "at most"]),
+    ("data.py", "text deep.jsonl", ["deep.jsonl:1", "deep"]),
     ("data.py", "text file.txt --out-dir tokens", ["tokens", "--force"]),
     ("data.py", "text file.txt --out-dir file.txt", ["file.txt", "--out-dir"]),
 ]
@@ -190,6 +214,31 @@ def test_the_scripts_themselves_say_it_the_same_way(world, script, arguments, wo
     done = subprocess.run([sys.executable, ROOT / script, *arguments.split()], cwd=world, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == ""
     check(script, done.stderr, words)
+
+
+@pytest.mark.parametrize("script, arguments", [("train.py", f"{GOOD} --max-steps 1 --out-dir"), ("sample.py", "out/good --prompt"),
+                                               ("data.py", "text file.txt --out-dir")])
+def test_arguments_that_are_not_utf8(world, monkeypatch, capsys, script, arguments):
+    monkeypatch.chdir(world)
+    before = tree(world)
+    assert run_script(script, [*arguments.split(), os.fsdecode(b"r\xff")]) == 2
+    check(script, capsys.readouterr().err, ["r\\udcff", "not UTF-8"])
+    assert tree(world) == before
+
+
+@pytest.mark.parametrize("variables", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}])
+def test_a_terminal_that_knows_ascii_alone(world, tmp_path, variables):
+    def run(script, *arguments):
+        return subprocess.run([sys.executable, ROOT / script, *arguments], cwd=world, capture_output=True, timeout=120,
+                              env=os.environ | {"NANOTE_REFERENCE": "1"} | variables)
+
+    done = run("train.py", *GOOD.split(), "--max-steps", "1", "--out-dir", str(tmp_path / "run"))
+    assert done.returncode == 0 and b"--- a sample ---" in done.stdout, done.stderr
+    done = run("sample.py", str(tmp_path / "run"), "--max-new-tokens", "30")
+    assert done.returncode == 0, done.stderr
+    done = run("train.py", *GOOD.split(), "--max-steps", "1", "--out-dir", str(tmp_path / "caf\u00e9"))
+    assert (done.returncode == 0) == (tmp_path / "caf\u00e9").exists(), done.stderr
+    assert done.returncode == 0 or done.returncode == 2 and done.stderr.count(b"\n") == 1
 
 
 def test_a_checkpoint_of_other_tokens_is_not_resumed(world, monkeypatch, capsys):

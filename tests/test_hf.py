@@ -143,6 +143,24 @@ def test_an_import_is_the_same_model_and_its_export_the_same_folder(kind, tmp_pa
     same_tensors(weights(tmp_path / "run"), weights(tmp_path / "run again"))
 
 
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])  # the second shows an epsilon in the wrong place
+@pytest.mark.parametrize("heads, kv_heads, layers", [(4, 2, 2), (4, 4, 1), (1, 1, 4), (6, 1, 2)])
+def test_qwen3_with_narrow_heads_differs_by_rounding_alone(heads, kv_heads, layers, eps, tmp_path, monkeypatch):
+    """Width 24, heads of width 6: float32's distance from float64 is ours as it is transformers'."""
+    config = dict(ROTARY, hidden_size=24, head_dim=6, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    config |= dict(num_hidden_layers=layers, rms_norm_eps=eps)
+    monkeypatch.setitem(THEIRS, "narrow", transformers.Qwen3Config(**config))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        hf = make_folder(tmp_path / f"theirs {seed}", "narrow")
+        import_hf.import_(tmp_path / f"theirs {seed}", tmp_path / f"run {seed}")
+        model, x = load_run(tmp_path / f"run {seed}"), torch.randint(0, 257, (2, 64))
+        with torch.no_grad():
+            theirs, ours, exact = hf(x).logits, model(x)[..., :300], hf.double()(x).logits
+        errors = [((logits - exact).abs().max() / exact.abs().max()).item() for logits in (ours, theirs)]
+        assert max(errors) < 1e-5, (seed, errors)
+
+
 def test_padding_is_unlikely_however_low_the_logits_are(tmp_path):
     hf = make_folder(tmp_path / "theirs")
     with torch.no_grad():

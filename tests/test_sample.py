@@ -78,6 +78,29 @@ def test_padding_rows_are_never_sampled_and_a_stop_token_ends_the_text():
     assert sample.generate(Model(), [3], 1, temperature=0) == [12]
 
 
+@pytest.mark.parametrize("options", [dict(temperature=1e-45), dict(temperature=1e-300), dict(top_p=1e-300), dict(top_p=1e-45), dict(top_k=1),
+                                     dict(temperature=5e-324, top_p=5e-324, top_k=2**62)])
+def test_extreme_options_take_the_likeliest_token(options):
+    for logits in (LOGITS, [1e4, 1e4 + 1, 0.0], [-1e30, 1e30, 0.0]):
+        assert draws(logits, 20, **options) == [0, 1, 0]
+
+
+def test_a_large_temperature_makes_all_tokens_equally_likely():
+    assert draws(LOGITS, temperature=1e308) == pytest.approx([1 / 3] * 3, abs=0.03)
+
+
+def test_logits_that_are_not_finite_are_a_value_error():
+    for logits in ([1.0, float("nan")], [1.0, float("inf")]):
+        for temperature in (0, 1.0):
+            with pytest.raises(ValueError, match="not finite"):
+                sample.pick(torch.tensor(logits), temperature, None, None, None)
+
+
+def test_the_cache_is_no_longer_than_the_text(monkeypatch):
+    model = make_model(use_rotary=True, n_positions=2**40)
+    assert len(sample.generate(model, [1, 2, 3], 5, temperature=0)) == 5
+
+
 def test_wrong_arguments_are_value_errors():
     with pytest.raises(ValueError, match="ids is empty"):
         sample.generate(make_model(), [], 3)

@@ -99,19 +99,34 @@ def test_resume_takes_the_newest_run_and_its_options(tokens):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_finishes_the_step_saves_and_exits_0(tokens, monkeypatch, capsys, slow_writer, number):
-    plain = train.learning_rate
-
-    def signal_at_5(step, config):
-        if step == 5:
-            signal.raise_signal(number)
-        return plain(step, config)
-
-    monkeypatch.setattr(train, "learning_rate", signal_at_5)
+    send_at_step_5(monkeypatch, number)
     assert run_train(f"{OPTIONS} --out-dir stopped", tokens) == 0
     assert checkpoint.latest("stopped").name == "step-5" and metrics("stopped")[-1]["step"] == 5
     assert "saved stopped/step-5; resume with: python train.py --resume --out-dir stopped" in capsys.readouterr().out
-    monkeypatch.undo()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def send_at_step_5(monkeypatch, *numbers):
+    plain = train.learning_rate
+
+    def learning_rate(step, config):
+        for number in numbers if step == 5 else ():
+            signal.raise_signal(number)
+        return plain(step, config)
+
+    monkeypatch.setattr(train, "learning_rate", learning_rate)
+
+
+def test_a_run_that_was_started_with_sigint_ignored_keeps_it_ignored(tokens, monkeypatch):
+    """As under nohup, or in the background of a script."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    send_at_step_5(monkeypatch, signal.SIGINT)
+    assert run_train(f"{OPTIONS} --max-steps 6 --out-dir run", tokens) == 0
+    assert checkpoint.latest("run").name == "step-6"
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    send_at_step_5(monkeypatch, signal.SIGTERM, signal.SIGINT)
+    assert run_train(f"{OPTIONS} --out-dir stopped", tokens) == 0, "a second signal, which is ignored, does not interrupt"
+    assert checkpoint.latest("stopped").name == "step-5" and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 @pytest.mark.parametrize("limit, last", [("", "step 21"), ("--max-skipped-steps 0", "step 11")])
