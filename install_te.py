@@ -91,6 +91,8 @@ FAILURES = (
             r"|Found empty .transformer-engine. meta|shared object file for Transformer Engine (torch|core) lib"
             r"|metadata was found for transformer_engine_torch|^\s*StopIteration\s*$",
             "Transformer Engine is installed without its PyTorch part.", INSTALL),
+    Failure("Transformer Engine too old", r"module 'transformer_engine\.pytorch' has no attribute",
+            "The model files need Transformer Engine 2.9 or later.", INSTALL + " (replaces it)"),
     Failure("mixed Transformer Engines", r"package version mismatch|Could not find (.transformer[-_]engine|TE core)|Multiple files found",
             "Parts of several Transformer Engines are installed.", INSTALL + " (removes them first)"),
     Failure("cuDNN mixed", r"CUDNN_STATUS_\w*VERSION_MISMATCH|cuDNN version incompatib|requires cuDNN [\d.]+ or later",

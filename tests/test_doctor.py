@@ -260,6 +260,9 @@ MESSAGES = {
                         "AttributeError: module 'transformer_engine' has no attribute 'pytorch'", "StopIteration",
                         "FileNotFoundError: Could not find shared object file for Transformer Engine torch lib.",
                         "RuntimeError: Found empty `transformer-engine` meta package installed. Install `transformer-engine` with"],
+    "Transformer Engine too old": [
+        "AttributeError: module 'transformer_engine.pytorch' has no attribute 'autocast'",
+        "AttributeError: module 'transformer_engine.pytorch' has no attribute 'is_mxfp8_available'"],
     "mixed Transformer Engines": ["AssertionError: Transformer Engine package version mismatch. Found transformer_engine_torch v2.9.0",
                                   "AssertionError: Could not find `transformer-engine` PyPI package."],
     "cuDNN mixed": ["RuntimeError: cuDNN error: CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH",

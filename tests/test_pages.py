@@ -50,7 +50,7 @@ def test_an_expression_that_yields_no_number_is_an_error_that_names_it(expressio
 @pytest.mark.parametrize("text, found", [
     ("It is 1.33 times as fast.", ["1.33"]), ("24 % more", ["24"]), ("from 6 ms", ["6"]),
     ("takes +1.3 %", ["+1.3"]), ("505 k tokens/s", ["505"]), ("at 1,650 MHz", ["1,650"]),
-    ("saves 4 GiB", ["4"]), ("a loss of 3.28", ["3.28"]),
+    ("saves 4 GiB", ["4"]), ("by 24\n% of it", ["24"]), ("a loss of 3.28", ["3.28"]),
     ("| FP8 adds 20 % | 22 % |", ["22"]), ("It is 1.33<!--= speed(4).ms --> times, 1.45 at most", ["1.45"]),
     ("the 700 W of `nvidia-smi`", ["700"]), ("12.9 of 15", ["12.9"]), ("(0.6 to 0.9)", ["0.6", "0.9"]),
     ("1.33<!--= speed(4).ms --> times", []), ("within 5 %<!-- given --> of it", []),
