@@ -27,9 +27,9 @@ Arms:
             "modern" has.
 
 What makes figures comparable: an arm's steps are timed in turns with plain's, which stays in memory, and
-`ratio_to_plain` is of those; times are medians between CUDA events; before anything is timed, an arm's loss
-must be what random tokens cost at initialization, and within 0.1 of the other arms'. Forward, backward and
-optimizer are timed in passes of their own, launched from Python; `ms` is the step as it is trained.
+`ratio_to_plain` is of those; times are medians between CUDA events; before anything is timed, an arm's loss,
+gradients and progress must agree with the first arm's (results/agreement.py). Forward, backward and optimizer
+are timed in passes of their own, launched from Python; `ms` is the step as it is trained.
 """
 
 import dataclasses
@@ -50,6 +50,7 @@ import checkpoint
 import cli
 import fp8
 from results import speed_report as report
+from results.agreement import Agreement, check_loss
 from results.plain_gpt import ARMS as PLAIN_ARMS, PlainStep, build_plain, compiled
 from results.stability_report import check_folder
 from results.timing import floor_ms, measure_ceilings, median_ms, power_and_clock, profile_ms, spans_ms, stamp, timed
@@ -162,14 +163,12 @@ def free():
         torch.cuda.reset_peak_memory_stats()
 
 
-def check_loss(loss, config, others):
-    """RuntimeError unless the loss is what random tokens cost at initialisation, ln V + σ²/2 for logits of variance σ² = 0.02²·C, and
-    within 0.1 of the other arms'."""
-    expected = math.log(config.vocab_size) + 0.02**2 * config.n_embd / 2
-    if not abs(loss - expected) < 0.3:
-        raise RuntimeError(f"numerics: a loss of {loss:.3f} at initialisation, not about {expected:.3f}")
-    if others is not None and not abs(loss - others) < 0.1:
-        raise RuntimeError(f"numerics: a loss of {loss:.3f} at initialisation, but {others:.3f} in the first arm")
+def agreement_of_llama(model_config, config, batch, device):
+    """Llama has no QK-norm, so it is compared with a plain GPT that has none either."""
+    agreement = Agreement()
+    reference = build_plain("plain-eager", dataclasses.replace(model_config, use_qk_norm=False), config, device)
+    agreement.verify("plain-eager without QK-norm", reference, batch, device)
+    return agreement
 
 
 def phases_ms(step, batches, device, passes=5) -> dict:
@@ -193,16 +192,18 @@ def phases_ms(step, batches, device, passes=5) -> dict:
 def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, profiled=False, warmup=WARMUP,
             phases=5):
     """One arm -> (its figures, its step). `plain`: the step of plain, timed in turns with it. `others`: the
-    first arm's loss. `phases`: passes for phases_ms, or 0."""
-    free()
-    gpu = device.type == "cuda"
-    occupied = torch.cuda.memory_allocated() if gpu else 0
+    Agreement with the other arms, or None. `phases`: passes for phases_ms, or 0."""
     config = arm_config("bf16" if arm in PLAIN_ARMS else arm, config)
     model_config = checkpoint.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": config.fp8_recipe != "none"})
     batches = make_batches(config, device)
+    if arm == "hf-llama" and others is not None:
+        others = agreement_of_llama(model_config, config, batches[0], device)
+    free()
+    gpu = device.type == "cuda"
+    occupied = torch.cuda.memory_allocated() if gpu else 0
     step = build_plain(arm, model_config, config, device) if arm in PLAIN_ARMS else build_te(config, device, batches[0])
-    loss = step(batches, 0.0)[0].item()
-    check_loss(loss, config, others)
+    checked = {"loss": step(batches, 0.0)[0].item()} if others is None else others.verify(arm, step, batches[0], device)
+    check_loss(checked["loss"], config)
     for _ in range(warmup):
         step(batches, LR)
     peak = (torch.cuda.max_memory_allocated() - occupied) / 2**30 if gpu else None
@@ -220,9 +221,9 @@ def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, pr
     figures = {"arm": arm, "ms": ms, "slowest_ms": max(mine), "tokens_per_s": 1e3 * tokens / ms,
                "ratio_to_plain": statistics.median(theirs) / ms if theirs else 1.0 if arm == "plain" else None,
                "mfu": 1e3 * tokens / ms * flops_per_token(parameters, config) / limit if limit else None, "peak_gib": peak,
-               "cuda_graph": getattr(step, "graphed", arm == "plain-graph"), "loss": loss, "parameters": parameters,
+               "cuda_graph": getattr(step, "graphed", arm == "plain-graph"), "parameters": parameters,
                "fp8_format": fp8.resolve_format(config.fp8_recipe, config.fp8_format) or None,
-               "grad_accum": config.grad_accum, "model_config": dataclasses.asdict(model_config)}
+               "grad_accum": config.grad_accum, **checked, "model_config": dataclasses.asdict(model_config)}
     if profiled:
         figures["profile_ms"] = profile_ms(lambda: step(batches, LR), device)
         figures |= power_and_clock(lambda: step(batches, LR), device)
@@ -301,7 +302,7 @@ def say(row, of=""):
 def measure_shape(name, shape, block, arms, options, device, ceilings, rows, phases=5):
     """All arms of a shape, plain first, a row each."""
     torch._dynamo.reset()  # else it stops compiling after some models of the same class
-    config, plain, others = make_config(shape, device, block), None, None
+    config, plain, others = make_config(shape, device, block), None, Agreement()
     queue = sorted(arms, key=lambda arm: arm != "plain")
     while queue:
         arm = queue.pop(0)
@@ -309,7 +310,6 @@ def measure_shape(name, shape, block, arms, options, device, ceilings, rows, pha
         figures, step = attempt(arm, config, device, options.steps, plain, others, profiled, phases=phases)
         row = {"shape": name, "block": block} | figures
         if "error" not in row:
-            others = figures["loss"] if others is None else others
             arm_options = arm_config("bf16" if arm in PLAIN_ARMS else arm, config)
             model_config = checkpoint.make_model_config("optimized", figures["model_config"])
             floor = floor_ms(model_config, config.micro_batch_size * arm_options.grad_accum, config.seq_len,
@@ -386,13 +386,14 @@ def run_sweep(options, device, argv):
             row = {"width": width, "tokens": count}
             if rows.has(row):
                 continue
+            others = Agreement()
             config = make_config(dict(n_layer=2, n_embd=width, n_head=width // 64, micro_batch_size=count // 1024, seq_len=1024,
                                       vocab_size=1024), device)
             for arm in ("bf16-eager", "fp8-eager", "bf16", "fp8"):
                 late = time.time() - start > options.time_budget
                 figures = {"error": "not run: time budget"}
                 if not late:
-                    figures = attempt(arm, config, device, 8, warmup=3, phases=0)[0]
+                    figures = attempt(arm, config, device, 8, None, others, warmup=3, phases=0)[0]
                 row[f"{arm}_ms"] = figures.get("ms")
                 row |= {"error": figures["error"]} if "error" in figures else {}
             for name, suffix in (("eager", "-eager"), ("graph", "")):
@@ -408,8 +409,9 @@ def run_sweep(options, device, argv):
 def run_stack(options, device, argv):
     name = next(iter(options.shapes), "124m-b32")
     config, rows = make_config(SHAPES[name], device), report.Rows(options.json, ("shape", "label"), argv)
+    others = Agreement()
     for label, arm in STACK.items():
-        figures = attempt(arm, config, device, options.steps)[0]
+        figures = attempt(arm, config, device, options.steps, None, others)[0]
         rows.add({"shape": name, "label": label} | figures)
         say(figures, label.replace("\n", " ")[:26])
     if options.png:
@@ -420,7 +422,7 @@ def run_compile(options, device, argv):
     """torch.compile around the five models; TrainStep without CUDA graphs of its own."""
     from torch._dynamo.utils import counters
 
-    start, rows = time.time(), report.Rows(options.json, ("mode", "recipe", "model"), argv)
+    start, rows, others = time.time(), report.Rows(options.json, ("mode", "recipe", "model"), argv), Agreement()
     base = make_config(SHAPES["guide"], device)
     for mode, recipe, model in ((mode, recipe, model) for mode in COMPILE_MODES for recipe in COMPILE_RECIPES for model in checkpoint.MODELS):
         row = {"mode": mode, "recipe": recipe, "model": model}
@@ -439,7 +441,7 @@ def run_compile(options, device, argv):
             for _ in range(4):  # reduce-overhead records in the second and third
                 loss = step(batches, LR)[0].item()
             seconds = time.time() - began
-            check_loss(loss, config, None)
+            others.verify(f"{mode}, {recipe}, {model}", step, batches[0], device)
             ms = median_ms([lambda: step(batches, LR)] * 8, device)
             reasons = {reason.splitlines()[0][:150]: count for reason, count in counters["graph_break"].items()}
             row |= {"ms": ms, "tokens_per_s": 1e3 * config.micro_batch_size * config.seq_len / ms, "loss": loss,

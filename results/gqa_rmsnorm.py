@@ -91,11 +91,10 @@ def largest_under_limit(config, limit_gib, peak_gib, device) -> dict:
         benchmark_te.free()
 
 
-def measure_switch(switch, shape, options, base, plain, others, device):
-    """Measure one switch -> (row, step). plain: the default's step, or None; others: the default's loss."""
+def measure_switch(switch, shape, options, base, plain, device):
+    """Measure one switch -> (row, step). plain: the default's step, or None."""
     config = switched(base, switch, shape)
-    figures, step = benchmark_te.measure(options.arm, config, device, options.steps, plain=plain,
-                                         others=others, phases=0)
+    figures, step = benchmark_te.measure(options.arm, config, device, options.steps, plain=plain, phases=0)
     batches = benchmark_te.make_batches(config, device)
     cache = step.model.make_kv_cache(1, config.seq_len).kv
     kept = ("ms", "slowest_ms", "tokens_per_s", "peak_gib", "cuda_graph", "loss", "parameters")
@@ -145,10 +144,10 @@ def main(argv=None):
     rows = speed_report.Rows(options.json, ("shape", "arm", "switch"), argv, "results/gqa_rmsnorm.py")
     for shape in options.shapes:
         base = benchmark_te.make_config(benchmark_te.SHAPES[shape], device)
-        plain, loss, measured = None, None, []
+        plain, measured = None, []
         for switch in SWITCHES:
-            row, step = measure_switch(switch, shape, options, base, plain, loss, device)
-            plain, loss = plain or step, loss or row["loss"]
+            row, step = measure_switch(switch, shape, options, base, plain, device)
+            plain = plain or step
             measured.append(row)
             del step
         del plain

@@ -1,0 +1,226 @@
+"""Before an arm of benchmark_te.py is timed: does it compute what the first arm of its shape computes?
+
+Every arm starts from the same weights and takes the same micro-batch. Three things must agree with the first arm:
+the loss, the gradient norms in the first step (of all gradients, of each weight matrix, and of the vectors of each
+block together), and how far the loss falls in STEPS further steps, at a learning rate that moves the weights. So a
+gradient that is zero, scaled or not seen by the optimizer is refused, and so is a step that does not train. Then
+weights, optimizer and FP8 state are set back: what is timed is the model at its start.
+
+- Gradients are read from AdamW's first moment, which after one step from zero is (1 - beta1) times the clipped
+  gradient. Every arm has it: eager, compiled, or replayed as CUDA graphs.
+- How far two arms may differ follows from what they round: see `Errors`.
+"""
+
+import math
+import re
+import zlib
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+import fp8
+from train_step import warm_up_scales
+
+STEPS, LR = 3, 2.0**-12  # a power of two: BF16 weights without a float32 master take such a step exactly
+MANTISSA_BITS = {"E4M3": 3, "E5M2": 2, "E2M1": 1, "BF16": 7, "float32": 23}
+FORMATS = {"hybrid": ("E4M3", "E5M2"), "e4m3": ("E4M3", "E4M3")}  # forward, backward; of other recipes E2M1
+ROLES = {  # of the weight matrices of a block, by their names in all models; the first that matches counts
+    "qkv": r"qkv|[qkv]_proj", "fc1": r"fc1|gate_proj|up_proj", "fc2": r"fc2|down_proj", "proj": r"proj",
+}
+
+
+# ---------------------------------------------------------------- what two arms may differ by
+
+@dataclass
+class Errors:
+    """Relative errors that rounding makes in one arm, from the number of layers and the formats.
+
+    One rounding. A value between two powers of two has an error of up to half a step, u = 2^-(bits + 1) of it, and
+    on average (root mean square) u / √3. Roundings are independent, so their variances v = u² / 3 add up.
+
+    One branch (attention or MLP), between two sums of the residual stream. Forward: two GEMMs with two operands
+    each, F = 4 v. Backward: two GEMMs, F and B differ if gradients have another format, B = 2 (v + v_gradient). In
+    BF16 at most eight tensors of a branch are rounded, either way: F = B = 8 v.
+
+    The stream. After n branches of about the same size it has the mean of their errors, and each branch has the error
+    that the stream had before it, plus F: a_n = (1/n) Σ (a_k-1 + F), which is a_n = F (1 + 1/2 + … + 1/n) = F H.
+    With two branches a layer H = H(2 layers). The logits add the operands of one GEMM: at most (H + 1) F.
+
+    A weight's gradient. The gradient of the stream collects branches in the same way. Each has B of its own and is
+    taken at activations that are off by the stream's H F: H (B + H F). The head's GEMM, the way from the stream into
+    the branch, and the operands of the weight's own GEMM are at most 2 B + 2 H F + F more. Together at most
+    (H + 2) B + (H + 1)² F.
+
+    From these variances g (gradient) and l (logits) to what is compared. FP8's errors are not correlated with the
+    values, so a norm grows by √(1 + g) and, of N elements, scatters by 4 √(g / N) at most (four standard
+    deviations). The few and small errors of BF16 may be correlated: they count in full, √g. The loss changes by half
+    the variance of the logits (its second derivative), and scatters over the tokens; BF16 again counts in full. AdamW
+    moves each weight by about its learning rate along the sign of the gradient, which an uncorrelated error shortens
+    by 1 / √(1 + g): the loss falls by as much less.
+    """
+
+    gradient_fp8: float
+    gradient: float
+    logits_fp8: float
+    logits: float
+
+    @classmethod
+    def of(cls, config, device):
+        """The errors of an arm with train.py's options `config`."""
+        depth = sum(1 / n for n in range(1, 2 * config.n_layer + 1))
+        variance = {name: 2.0 ** (-2 * (bits + 1)) / 3 for name, bits in MANTISSA_BITS.items()}
+        forward, backward = 0.0, 0.0
+        if config.fp8_recipe != "none":
+            chosen = fp8.resolve_format(config.fp8_recipe, config.fp8_format)
+            ahead, back = (variance[name] for name in FORMATS.get(chosen, ("E2M1", "E2M1")))
+            forward, backward = 4 * ahead, 2 * (ahead + back)
+        # float32: also its sums round, of up to 4,096 terms
+        other = 8 * (variance["BF16"] if device.type == "cuda" else 4096 * variance["float32"])
+        moments = 2 * variance["BF16"] if config.moment_dtype == "bfloat16" else 0.0
+        gradient = lambda f, b: (depth + 2) * b + (depth + 1) ** 2 * f  # noqa: E731
+        return cls(gradient_fp8=gradient(forward, backward), gradient=gradient(other, other) + moments,
+                   logits_fp8=(depth + 1) * forward, logits=(depth + 1) * other)
+
+    def of_norm(self, elements) -> float:
+        return math.sqrt(1 + self.gradient_fp8) - 1 + 4 * math.sqrt(self.gradient_fp8 / elements) + math.sqrt(self.gradient)
+
+    def of_loss(self, spread, tokens) -> float:
+        """Absolute; `spread`: standard deviation of the logits."""
+        scatter = 4 * spread * math.sqrt(self.logits_fp8 / tokens)
+        return self.logits_fp8 * spread**2 / 2 + scatter + spread * math.sqrt(self.logits)
+
+
+# ---------------------------------------------------------------- the same start
+
+def parts(model) -> dict:
+    """Return {name: parameters}, the same names for every model: "block 3 qkv", "block 3 vectors", "wte" and so on."""
+    found = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        block = re.search(r"(?:blocks|layers)\.(\d+)\.", name)
+        if parameter.dim() < 2:
+            found[f"block {block[1]} vectors" if block else "last norm"].append(parameter)
+        elif block:
+            role = next(role for role, pattern in ROLES.items() if re.search(pattern, name))
+            found[f"block {block[1]} {role}"].append(parameter)
+        else:
+            found["wte" if "embed_tokens" in name else name.split(".")[-2]].append(parameter)
+    return found
+
+
+@torch.no_grad()
+def start_alike(step) -> None:
+    """Set a step's model and optimizer to a start that is the same in every arm: GPT-2's initialization, drawn by
+    the names of `parts`, and an optimizer that has made no step."""
+    for name, parameters in parts(step.model).items():
+        if parameters[0].dim() < 2:
+            continue
+        std = 0.02 / math.sqrt(2 * step.config.n_layer) if name.endswith((" proj", " fc2")) else 0.02
+        generator = torch.Generator(parameters[0].device).manual_seed(zlib.crc32(name.encode()))
+        sizes = [len(parameter) for parameter in parameters]
+        drawn = torch.randn(sum(sizes), parameters[0].shape[1], generator=generator, device=parameters[0].device)
+        for parameter, values in zip(parameters, drawn.mul_(std).split(sizes)):
+            parameter.copy_(values.bfloat16())  # also where weights are in float32
+    for name, parameter in step.model.named_parameters():
+        if parameter.dim() < 2:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        for key, value in step.optimizer.state.get(parameter, {}).items():
+            if key == "master_param" and value.is_floating_point():
+                value.copy_(parameter)
+            else:
+                value.zero_()
+    for group in step.optimizer.param_groups:
+        if isinstance(group.get("step"), torch.Tensor):
+            group["step"].zero_()
+        elif "step" in group:
+            group["step"] = 0
+
+
+# ---------------------------------------------------------------- what an arm computes
+
+@dataclass
+class Computed:
+    """What an arm computed in its first steps, and how exact that is."""
+
+    arm: str
+    loss: float
+    norms: dict  # gradient norms: "all gradients", and of each of `parts`
+    sizes: dict  # elements of each
+    fall: float  # of the loss over STEPS steps
+    errors: Errors
+
+
+def compute(arm, step, batch, device) -> Computed:
+    """Take the first steps of an arm on one micro-batch, and set it back to its start."""
+    batches = [batch] * step.config.grad_accum
+    start_alike(step)
+    if step.config.fp8_recipe == "delayed":
+        warm_up_scales(step.model, batch)  # of these weights
+    with fp8.preserved_state(step.model):
+        loss, norm = (value.item() for value in step(batches, 0.0))
+        norms = {"all gradients": norm} | gradient_norms(step, norm)
+        losses = [step(batches, LR)[0].item() for _ in range(STEPS + 1)]
+    start_alike(step)
+    sizes = {name: sum(p.numel() for p in parameters) for name, parameters in parts(step.model).items()}
+    sizes["all gradients"] = sum(sizes.values())
+    return Computed(arm, loss, norms, sizes, losses[0] - losses[-1], Errors.of(step.config, device))
+
+
+def gradient_norms(step, norm) -> dict:
+    """Of each of `parts`, after one step from an optimizer state of zero. `norm`: of all gradients, by which the
+    step has clipped them."""
+    clip = min(1.0, step.config.grad_clip / (norm + 1e-6)) if step.config.grad_clip else 1.0
+    scale = clip * (1 - step.optimizer.param_groups[0]["betas"][0])
+    found = {}
+    for name, parameters in parts(step.model).items():
+        moments = [step.optimizer.state.get(parameter, {}).get("exp_avg") for parameter in parameters]
+        squares = [torch.linalg.vector_norm(m, dtype=torch.float32).item() ** 2 for m in moments if m is not None]
+        found[name] = math.sqrt(sum(squares)) / scale
+    return found
+
+
+def check_loss(loss, config) -> None:
+    """Raise RuntimeError unless the loss is about what random tokens cost at initialization: ln V + σ²/2, where the
+    logits have the variance σ² = 0.02²·C."""
+    expected = math.log(config.vocab_size) + 0.02**2 * config.n_embd / 2
+    if not abs(loss - expected) < 0.3:
+        raise RuntimeError(f"numerics: a loss of {loss:.3f} at initialization, not about {expected:.3f}")
+
+
+class Agreement:
+    """Compare every arm of a shape with the first one."""
+
+    def __init__(self):
+        self.first = None
+
+    def verify(self, arm, step, batch, device) -> dict:
+        """Raise RuntimeError unless an arm computes what the first one does; return the figures for its row."""
+        found = compute(arm, step, batch, device)
+        figures = {"loss": found.loss, "grad_norm": found.norms["all gradients"], "loss_fall": found.fall}
+        check_loss(found.loss, step.config)
+        for name, norm in found.norms.items():
+            if not 0 < norm < math.inf:
+                raise RuntimeError(f"numerics: gradient norm of {name} {norm:.5g}")
+        if not found.fall > 0:
+            raise RuntimeError(f"numerics: the loss falls by {found.fall:.5g} in {STEPS} steps")
+        if self.first is None:
+            self.first = found
+            return figures
+        share, what = max(compared(found, self.first, step.config.n_embd, batch[0].numel()))
+        if share > 1:
+            raise RuntimeError(f"numerics: {what} in {self.first.arm}; rounding explains {100 / share:.2g} % of the "
+                               "difference")
+        return figures | {"agrees_with": self.first.arm, "agreement": share}
+
+
+def compared(found, first, width, tokens):
+    """Yield (difference over what roundings explain, the figures in words) for everything that is compared."""
+    both = (found.errors, first.errors)
+    spread = 0.02 * math.sqrt(width)  # of the logits of a new model
+    allowed = sum(errors.of_loss(spread, tokens) for errors in both) + first.loss * 2.0**-20  # the loss is float32
+    yield abs(found.loss - first.loss) / allowed, f"loss {found.loss:.5f}, {first.loss:.5f}"
+    for name, norm in first.norms.items():
+        wanted = sum(errors.of_norm(first.sizes[name]) for errors in both) * norm
+        yield abs(found.norms[name] - norm) / wanted, f"gradient norm of {name} {found.norms[name]:.5g}, {norm:.5g}"
+    allowed += sum(errors.of_norm(first.sizes["all gradients"]) for errors in both) * first.fall
+    yield abs(found.fall - first.fall) / allowed, f"the loss falls by {found.fall:.5f}, {first.fall:.5f}"

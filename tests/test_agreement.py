@@ -1,0 +1,190 @@
+"""The benchmark refuses an arm whose backward pass or optimizer is broken, and times none before it has agreed."""
+
+import dataclasses
+import functools
+import json
+import math
+
+import pytest
+import torch
+
+import benchmark_te as benchmark
+import checkpoint
+import cli
+from results import agreement
+from results.agreement import Agreement
+from results.plain_gpt import ARMS as PLAIN_ARMS
+from results.plain_gpt import build_plain
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # these models are too small for more
+    yield
+    torch.set_num_threads(threads)
+
+
+def build(arm, block="gpt2"):
+    """(step, its first micro-batch) as `measure` makes them."""
+    config = benchmark.make_config(benchmark.SHAPES["guide"], CPU, block)
+    config = benchmark.arm_config("bf16" if arm in PLAIN_ARMS else arm, config)
+    batch = benchmark.make_batches(config, CPU)[0]
+    if arm not in PLAIN_ARMS:
+        return benchmark.build_te(config, CPU, benchmark.make_batches(config, CPU)[0]), batch
+    model_config = checkpoint.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": False})
+    return build_plain(arm, model_config, config, CPU), batch
+
+
+def verified(others, arm, block="gpt2", sabotage=None):
+    step, batch = build(arm, block)
+    if sabotage:
+        sabotage(step)
+    return others.verify(arm, step, batch, CPU)
+
+
+@functools.cache
+def with_plain(block="gpt2"):
+    """The agreement with nanoGPT's step."""
+    others = Agreement()
+    verified(others, "plain-eager", block)
+    return others
+
+
+ARMS = ("plain", "plain-by-hand", "bf16", "bf16-bf16_moments", "fp8", "fp8-e4m3", "fp8-current", "fp8-block",
+        "fp8-block-hybrid", "fp8-accum4", "fp8-checkpointing")
+
+
+@pytest.mark.parametrize("block", ["gpt2", "modern"])
+@pytest.mark.parametrize("arm", ARMS)
+def test_arms_that_are_right_agree(block, arm):
+    figures = verified(with_plain(block), arm, block)
+    assert figures["agrees_with"] == "plain-eager" and figures["agreement"] < 0.6  # of what roundings explain
+    assert figures["loss_fall"] > 0.1 and figures["grad_norm"] > 1
+
+
+@pytest.mark.parametrize("arm", [f"{kind}-{model}" for kind in ("bf16", "fp8") for model in ("te", "custom", "fused", "advanced")])
+def test_the_other_models_agree(arm):
+    assert verified(with_plain(), arm)["agreement"] < 0.6
+
+
+def test_llama_agrees_with_a_plain_gpt_of_its_own_kind():
+    pytest.importorskip("transformers")
+    step, batch = build("hf-llama", "modern")
+    model_config = checkpoint.make_model_config("optimized", dataclasses.asdict(step.config) | {"use_fp8": False})
+    others = benchmark.agreement_of_llama(model_config, step.config, batch, CPU)
+    assert others.verify("hf-llama", step, batch, CPU)["agreement"] < 0.6
+    step, batch = build("hf-llama", "modern")
+    step.model.llama.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: gradient / 2)
+    with pytest.raises(RuntimeError, match="numerics: gradient norm of block 1 fc1 .*in plain-eager without QK-norm"):
+        others.verify("hf-llama", step, batch, CPU)
+
+
+def weight_of(step, name):
+    return agreement.parts(step.model)[name][0]
+
+
+@pytest.mark.parametrize("arm", ["plain-eager", "bf16", "fp8", "fp8-accum4", "fp8-te"])
+@pytest.mark.parametrize("name", ["block 1 qkv", "block 0 fc2", "wpe"])
+@pytest.mark.parametrize("factor", [0.0, 0.75, 1.25, math.nan])
+def test_a_broken_weight_gradient_is_refused(arm, name, factor):
+    def sabotage(step):
+        weight_of(step, name).register_hook(lambda gradient: gradient * factor)
+
+    with pytest.raises(RuntimeError, match="numerics: gradient norm of " + ("all" if factor != factor else name)):
+        verified(with_plain(), arm, sabotage=sabotage)
+
+
+def freeze_in_the_optimizer(step):
+    groups = step.optimizer.param_groups
+    weight = weight_of(step, "block 1 proj")
+    for group in groups:
+        group["params"] = [p for p in group["params"] if p is not weight]
+
+
+def never_update(step):
+    step.optimizer.step = lambda *args, **kwargs: None
+
+
+def ignore_the_learning_rate(step):
+    call = type(step).__call__
+    step.__class__ = type("Step", (type(step),), {"__call__": lambda self, batches, lr: call(self, batches, 0.0)})
+
+
+def flip_a_sign(step):
+    """The norms are right, the direction is not."""
+    for parameter in step.model.parameters():
+        parameter.register_hook(torch.neg)
+
+
+def forget_the_first_micro_batch(step):
+    forward_backward = step.forward_backward
+
+    def forgetful(batch, first):
+        loss = forward_backward(batch, first)
+        if first:
+            step.optimizer.zero_grad()
+        return loss
+
+    step.forward_backward = forgetful
+
+
+@pytest.mark.parametrize("arm, sabotage, complaint", [
+    ("fp8", freeze_in_the_optimizer, "gradient norm of block 1 proj 0$"),
+    ("plain-eager", never_update, "gradient norm of .* 0$"), ("fp8", never_update, "gradient norm of .* 0$"),
+    ("plain-eager", ignore_the_learning_rate, "the loss falls by 0 in 3 steps"),
+    ("fp8-current", ignore_the_learning_rate, "the loss falls by"), ("bf16", flip_a_sign, "the loss falls by -"),
+    ("fp8-accum4", forget_the_first_micro_batch, "gradient norm of all gradients .* in plain-eager")])
+def test_a_broken_step_is_refused(arm, sabotage, complaint):
+    with pytest.raises(RuntimeError, match=f"numerics: {complaint}"):
+        verified(with_plain(), arm, sabotage=sabotage)
+
+
+def test_a_broken_first_arm_is_no_reference():
+    others = Agreement()
+    with pytest.raises(RuntimeError, match="numerics"):
+        verified(others, "bf16", sabotage=never_update)
+    verified(others, "plain-eager")
+    assert others.first.arm == "plain-eager"
+
+
+def test_what_is_timed_is_the_model_at_its_start():
+    for arm in ("plain-eager", "fp8-accum4"):
+        step, batch = build(arm)
+        Agreement().verify(arm, step, batch, CPU)
+        first = [p.detach().clone() for p in step.model.parameters()]
+        state = [value for values in step.optimizer.state.values() for value in values.values()]
+        assert state and not any(value.any() for value in state) and not step.optimizer.param_groups[0].get("step")
+        batches = [batch] * step.config.grad_accum
+        assert step(batches, 0.0)[0].item() == pytest.approx(step(batches, 0.0)[0].item(), abs=1e-3)
+        agreement.start_alike(step)
+        assert all(torch.equal(p, q) for p, q in zip(step.model.parameters(), first))
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, math.log(50304) + 0.55, math.log(50304) - 0.25])
+def test_a_loss_that_no_new_model_has_is_refused(loss):
+    config = benchmark.TrainConfig(vocab_size=50304, n_embd=768)
+    agreement.check_loss(math.log(50304) + 0.15, config)
+    with pytest.raises(RuntimeError, match="numerics: a loss of"):
+        agreement.check_loss(loss, config)
+
+
+def test_a_broken_arm_is_a_row_with_the_reason_and_the_others_are_measured(tmp_path, monkeypatch):
+    real = benchmark.build_te
+
+    def build_broken(config, *args):
+        step = real(config, *args)
+        if config.fp8_recipe == "current":
+            weight_of(step, "block 1 fc1").register_hook(torch.zeros_like)
+        return step
+
+    monkeypatch.setattr(benchmark, "build_te", build_broken)
+    path = tmp_path / "rows.json"
+    command = f"--shapes 124m-b32 --blocks gpt2 --arms plain-eager fp8-current fp8 --steps 4 --profile none --json {path}"
+    assert cli.run(lambda: benchmark.main(command.split()), "benchmark_te.py") == 1
+    plain, broken, fp8 = json.loads(path.read_text())
+    assert broken["error"].startswith("RuntimeError: numerics: gradient norm of block 1 fc1 0")
+    assert "ms" not in broken and plain["ms"] > 0 and fp8["ms"] > 0 and fp8["agrees_with"] == "plain-eager"
