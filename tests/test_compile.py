@@ -63,8 +63,7 @@ def test_the_first_pass_of_a_compiled_model(name, recipe):
 
 
 @ON_REFERENCE
-@pytest.mark.parametrize("recipe", ["none", "current"])
-@pytest.mark.parametrize("name", checkpoint.MODELS)
+@pytest.mark.parametrize("name, recipe", [*((name, "none") for name in checkpoint.MODELS), ("optimized", "current")])
 def test_batches_of_other_shapes_stay_one_graph(name, recipe):
     """From the second shape on PyTorch compiles for sizes that it does not know."""
     torch._dynamo.reset()
