@@ -63,7 +63,8 @@ def test_the_first_pass_of_a_compiled_model(name, recipe):
 
 
 @ON_REFERENCE
-@pytest.mark.parametrize("name, recipe", [*((name, "none") for name in checkpoint.MODELS), ("optimized", "current")])
+@pytest.mark.parametrize("name, recipe",
+                         [("optimized", "current"), *((name, "none") for name in checkpoint.MODELS)])
 def test_batches_of_other_shapes_stay_one_graph(name, recipe):
     """From the second shape on PyTorch compiles for sizes that it does not know."""
     torch._dynamo.reset()
