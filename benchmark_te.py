@@ -34,6 +34,7 @@ are timed in passes of their own, launched from Python; `ms` is the step as it i
 
 import dataclasses
 import gc
+import itertools
 import math
 import re
 import statistics
@@ -51,12 +52,12 @@ import cli
 import fp8
 from results import speed_report as report
 from results.agreement import Agreement, check_loss
-from results.plain_gpt import ARMS as PLAIN_ARMS, PlainStep, build_plain, compiled
+from results.plain_gpt import ARMS as PLAIN_ARMS, PlainStep, build_plain
 from results.stability_report import check_folder
 from results.timing import floor_ms, measure_ceilings, median_ms, power_and_clock, profile_ms, spans_ms, stamp, timed
 from sample import pick_device
 from train import PRESETS, TrainConfig, flops_per_token, peak_flops
-from train_step import TrainStep, accelerate, make_optimizer, recipe_of, warm_up_scales
+from train_step import TrainStep, accelerate, compile_model, make_optimizer, recipe_of, warm_up_scales
 
 SHAPES = {  # options of train.py
     "124m-b32": dict(n_layer=12, n_embd=768, n_head=12, micro_batch_size=32, seq_len=1024),
@@ -76,8 +77,16 @@ ARMS = ("plain", "bf16", "fp8", "bf16-eager", "fp8-eager", "fp8-e4m3", "fp8-curr
 STACK = {"plain PyTorch, eager": "plain-by-hand", "+ SDPA": "plain-eager", "+ torch.compile\n(nanoGPT)": "plain",
          "TE's fused modules,\nBF16, eager": "bf16-libraries-eager", "+ FP8": "fp8-libraries-eager", "+ CUDA graph": "fp8-libraries",
          "+ fast kernels": "fp8"}
-COMPILE_MODES = ("eager", "default", "reduce-overhead", "max-autotune-no-cudagraphs")  # eager: not compiled, to compare with
-COMPILE_RECIPES = ("none", "current", "delayed")
+COMPILE_MODES = {  # row of --compile's table -> options of train.py
+    "cuda-graph": dict(cuda_graph="auto"),
+    "eager": {},
+    "default": dict(compile=True),
+    "fullgraph": dict(compile=True, compile_fullgraph=True),
+    "reduce-overhead": dict(compile=True, compile_mode="reduce-overhead"),
+    "max-autotune": dict(compile=True, compile_mode="max-autotune"),
+    "max-autotune-no-cudagraphs": dict(compile=True, compile_mode="max-autotune-no-cudagraphs"),
+}
+COMPILE_RECIPES = ("none", "current", "delayed", "block")
 WIDTHS, TOKENS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096), (1024, 2048, 4096, 8192, 16384, 32768)
 WARMUP, LR = 10, 1e-5  # so small that the model stays what it was
 ON_CPU = dict(n_layer=2, n_embd=64, n_head=4, n_kv_head=None, head_dim=None, n_inner=None, vocab_size=512, micro_batch_size=2, seq_len=32)
@@ -125,7 +134,7 @@ def optimizer_bytes(arm, config):
     return 2 * 2 + master + 2 * (2 * (2 if config.moment_dtype == "bfloat16" else 4))
 
 
-def build_te(config: TrainConfig, device, batch, compile_mode="eager") -> TrainStep:
+def build_te(config: TrainConfig, device, batch) -> TrainStep:
     """As train.train does it."""
     recipe = recipe_of(config)
     model_config = checkpoint.make_model_config(config.model, dataclasses.asdict(config) | {"use_fp8": recipe is not None})
@@ -140,8 +149,7 @@ def build_te(config: TrainConfig, device, batch, compile_mode="eager") -> TrainS
     optimizer = make_optimizer(model, config)
     if recipe is not None and recipe.delayed():
         warm_up_scales(model, batch)
-    net = model if compile_mode == "eager" else compiled(model, device, compile_mode)
-    return TrainStep(model, net, optimizer, config, device)
+    return TrainStep(model, compile_model(model, config), optimizer, config, device)
 
 
 def make_batches(config, device):
@@ -235,16 +243,6 @@ def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, pr
     return figures, step
 
 
-def in_a_line(error):
-    """Its type and message; of a compiler's error without one, the line of code that it was about."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-    places = [number for number, line in enumerate(lines) if line.startswith("File ") and number + 1 < len(lines)]
-    if lines[0].endswith(":") and places:
-        file, _, function = lines[places[-1]].partition(", line ")
-        lines[0] += f" at {lines[places[-1] + 1]} ({Path(file[5:].strip(chr(34))).name}, line {function})"
-    return f"{type(error).__name__}: {lines[0].replace(f'{Path(__file__).parent}/', '')[:300]}"  # of a file here the name is enough
-
-
 def attempt(arm, *args, **kwargs):
     """`measure`, but an arm that cannot run gives a row with the reason in a line."""
     try:
@@ -252,7 +250,7 @@ def attempt(arm, *args, **kwargs):
     except Exception as error:  # the other arms are still to be measured
         if not isinstance(error, (torch.OutOfMemoryError, ValueError)):
             traceback.print_exc()
-        return {"arm": arm, "error": in_a_line(error)}, None
+        return {"arm": arm, "error": cli.in_a_line(error)}, None
 
 
 # ---------------------------------------------------------------- what can be asked
@@ -419,16 +417,17 @@ def run_stack(options, device, argv):
 
 
 def run_compile(options, device, argv):
-    """torch.compile around the five models; TrainStep without CUDA graphs of its own."""
+    """torch.compile around the five models, beside the same step uncompiled and as a CUDA graph."""
     from torch._dynamo.utils import counters
 
     start, rows, others = time.time(), report.Rows(options.json, ("mode", "recipe", "model"), argv), Agreement()
     base = make_config(SHAPES["guide"], device)
-    for mode, recipe, model in ((mode, recipe, model) for mode in COMPILE_MODES for recipe in COMPILE_RECIPES for model in checkpoint.MODELS):
+    for recipe, mode, model in itertools.product(COMPILE_RECIPES, COMPILE_MODES, checkpoint.MODELS):
         row = {"mode": mode, "recipe": recipe, "model": model}
         if rows.has(row):
             continue
-        config = dataclasses.replace(base, model=model, fp8_recipe=recipe, compile=mode != "eager", cuda_graph="off")
+        changes = dict(model=model, fp8_recipe=recipe, cuda_graph="off") | COMPILE_MODES[mode]
+        config = dataclasses.replace(base, **changes)
         torch._dynamo.reset()
         counters.clear()
         step = None  # of the row before, which may have failed: its memory goes with it
@@ -437,7 +436,7 @@ def run_compile(options, device, argv):
             if time.time() - start > options.time_budget:
                 raise TimeoutError("time budget")
             batches = make_batches(config, device)
-            step, began = build_te(config, device, batches[0], mode), time.time()
+            step, began = build_te(config, device, batches[0]), time.time()
             for _ in range(4):  # reduce-overhead records in the second and third
                 loss = step(batches, LR)[0].item()
             seconds = time.time() - began
@@ -447,12 +446,12 @@ def run_compile(options, device, argv):
             row |= {"ms": ms, "tokens_per_s": 1e3 * config.micro_batch_size * config.seq_len / ms, "loss": loss,
                     "graph_breaks": sum(reasons.values()), "reasons": reasons,
                     "graphs": counters["stats"].get("unique_graphs", 0),
-                    "compile_s": max(0.0, seconds - 4 * ms / 1e3) if mode != "eager" else 0.0}
+                    "compile_s": max(0.0, seconds - 4 * ms / 1e3) if config.compile else 0.0}
             told = f"{row['tokens_per_s']:>9,.0f} tokens/s  {row['graph_breaks']} breaks, {row['graphs']} graphs, {row['compile_s']:.0f} s"
         except TimeoutError as error:
             row["error"] = told = f"not run: {error}"
         except Exception as error:  # whatever the compiler raises is the finding
-            row["error"] = told = in_a_line(error)
+            row["error"] = told = cli.in_a_line(error)
         rows.add(row)
         print(f"{mode:28} {recipe:8} {model:10} {told}", flush=True)
 

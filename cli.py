@@ -7,6 +7,7 @@ import contextlib
 import io
 import re
 import sys
+from pathlib import Path
 
 import tyro
 
@@ -59,3 +60,19 @@ def run(main, script: str) -> int:
     except KeyboardInterrupt as stop:
         print(f"{script}: {str(stop) or 'interrupted'}", file=sys.stderr)
         return 130
+
+
+def in_a_line(error) -> str:
+    """Return an exception's type and first line, and for a compiler's error the line of code here."""
+    here = f"{Path(__file__).parent}/"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    told = lines[0]
+    if "from user code:" in lines:
+        places = [number for number, line in enumerate(lines[:-1]) if line.startswith('File "')]
+        ours = [number for number in places if here in lines[number]] or places
+        if ours:
+            file, _, function = lines[ours[-1]].partition(", line ")
+            told += f" at {lines[ours[-1] + 1]} ({Path(file[5:].strip(chr(34))).name}, line {function})"
+    elif told.endswith(":"):
+        told = " ".join(lines[:2])
+    return f"{type(error).__name__}: {told.replace(here, '')[:300]}"  # a file's name here is enough

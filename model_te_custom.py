@@ -14,6 +14,7 @@ plain PyTorch. What is worth noticing:
 
 import math
 import os
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -172,6 +173,8 @@ class CustomGPT2Model(nn.Module):
         """`is_first_microbatch`: under gradient accumulation, True for the first micro-batch of a step and False for the others, so that
         weights are cast to FP8 once a step."""
         config = self.config
+        if torch.compiler.is_compiling() and config.use_fp8 and self.fp8_recipe.delayed():
+            return run_uncompiled(self, input_ids, labels, is_first_microbatch)
         batch, length = input_ids.shape
         if length > config.n_positions:
             raise ValueError(f"input_ids: {length} positions, but n_positions={config.n_positions}; shorten the sequence")
@@ -193,6 +196,14 @@ class CustomGPT2Model(nn.Module):
         if labels is None:
             return logits
         return te.parallel_cross_entropy(logits, labels, reduce_loss=True).reshape(())
+
+
+@torch.compiler.disable(reason="Transformer Engine cannot trace DelayedScaling")
+def run_uncompiled(model, *args):
+    """Run model.forward uncompiled: torch.compile does not see TE update scales and amax histories."""
+    warnings.warn("torch.compile: Transformer Engine cannot trace DelayedScaling, the model runs uncompiled; "
+                  "model.fp8_recipe = Float8CurrentScaling() can be compiled", stacklevel=2)
+    return model.forward(*args)
 
 
 normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # GPT-2's

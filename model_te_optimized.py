@@ -18,6 +18,7 @@ References: GPT-2 (Radford et al. 2019), RoPE (Su et al. 2021), SwiGLU (Shazeer 
 
 import math
 import os
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -259,8 +260,11 @@ class Attention(nn.Module):
             return y[0] if isinstance(y, tuple) else y  # version 4 also returns the log-sum-exp
         if 1 < q.shape[1] < k.shape[1]:  # several new tokens after cached ones: a causal mask aligned to the end
             mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - q.shape[1])
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, dropout_p=dropout,
-                                           is_causal=mask is None and q.shape[1] == k.shape[1], enable_gqa=config.n_kv_head != config.n_head)
+        # Compare lengths in generation only: under torch.compile they may be symbols, no value for is_causal
+        causal = mask is None and (not generating or q.shape[1] == k.shape[1])
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, D)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal,
+                                           enable_gqa=config.n_kv_head != config.n_head)
         return y.transpose(1, 2)
 
 
@@ -318,6 +322,8 @@ class OptimizedGPT2Model(nn.Module):
         `is_first_microbatch`: under gradient accumulation, True for the first micro-batch of a step and False for the others, so that
         weights are cast to FP8 once a step. `kv_cache`: from `make_kv_cache`; input_ids are then the tokens that follow it."""
         config = self.config
+        if torch.compiler.is_compiling() and config.use_fp8 and self.fp8_recipe.delayed():
+            return run_uncompiled(self, input_ids, labels, cu_seqlens, is_first_microbatch, kv_cache)
         (batch, length), past = input_ids.shape, kv_cache.length if kv_cache is not None else 0
         if past + length > config.n_positions:
             raise ValueError(f"input_ids: {past + length} positions, but n_positions={config.n_positions}; shorten the sequence")
@@ -409,6 +415,16 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 chunked_loss = torch.compiler.disable(ChunkedLoss.apply)  # it goes backward inside a forward pass
+
+
+@torch.compiler.disable(reason="Transformer Engine cannot trace DelayedScaling")
+def run_uncompiled(model, *args):
+    """Run model.forward uncompiled: torch.compile does not see TE update scales and amax histories."""
+    warnings.warn("torch.compile: Transformer Engine cannot trace DelayedScaling, the model runs uncompiled; "
+                  "model.fp8_recipe = Float8CurrentScaling() can be compiled", stacklevel=2)
+    return model.forward(*args)
+
+
 normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # GPT-2's
 
 

@@ -31,7 +31,7 @@ import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import partial, wraps
 from typing import Callable, NamedTuple, Optional, Union
 
 import torch
@@ -196,11 +196,11 @@ class autocast:
         self.enabled, self.recipe, self.group = enabled, recipe, amax_reduction_group
 
     def __enter__(self):
-        if self.enabled and torch.compiler.is_compiling() and isinstance(self.recipe, DelayedScaling):
+        if self.enabled and torch.compiler.is_compiling() and (self.recipe is None or self.recipe.delayed()):
             raise RuntimeError("DelayedScaling is not supported under torch.compile. Please use other recipes instead.")  # as TE
         recipe = DelayedScaling() if self.recipe is None else self.recipe
         self.outer = (_fp8.enabled, _fp8.recipe, _fp8.group, _fp8.first_module)
-        if isinstance(recipe, DelayedScaling):
+        if self.enabled and recipe.delayed():
             _fp8.regions[_region_key(recipe, self.group)] = (recipe, self.group)
         _fp8.enabled, _fp8.recipe, _fp8.group = self.enabled, recipe, self.group
         if _fp8.depth == 0:
@@ -448,7 +448,7 @@ class _Module(nn.Module):
     def __init__(self, num_gemms=0):
         super().__init__()
         self.fp8 = False
-        self.fp8_meta = {"num_gemms": num_gemms}
+        self.fp8_meta = {"num_gemms": num_gemms, "fp8_checkpoint": False}
         self._fp8_workspaces = {}  # FP8 weights kept over the micro-batches of one step
         self._stash = []  # scales of first forwards, for checkpoint()'s second ones
         self.primary_weights_in_fp8 = _fp8.weights_in_fp8
@@ -688,6 +688,19 @@ def _no_torch_autocast(x):
     return torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
 
 
+def _not_compiled_when_delayed(forward):
+    """Decorate a module's forward: with delayed scaling it runs uncompiled under torch.compile, as TE's does.
+    Its scales and histories live in Python objects that other modules update."""
+    uncompiled = torch.compiler.disable(forward, reason="DelayedScaling is not supported under torch.compile")
+
+    @wraps(forward)
+    def choose(*args, **kwargs):
+        delayed = torch.compiler.is_compiling() and _fp8.enabled and _fp8.recipe.delayed()
+        return (uncompiled if delayed else forward)(*args, **kwargs)
+
+    return choose
+
+
 class LayerNorm(_Module):
     """(…, size) -> (…, size). Parameters `weight`, `bias`."""
 
@@ -721,6 +734,7 @@ class Linear(_Module):
         self._linear_parameters("weight", "bias", out_features, in_features, bias, init_method, 0,
                                 params_dtype or torch.get_default_dtype(), device or _default_device())
 
+    @_not_compiled_when_delayed
     def forward(self, inp, is_first_microbatch=None):
         dtype = self._begin(inp)
         bias = self.bias if self.use_bias and not self.return_bias else None
@@ -746,6 +760,7 @@ class LayerNormLinear(_Module):
         self._norm_parameters(("layer_norm_weight", "layer_norm_bias"), in_features, normalization, zero_centered_gamma, dtype, device)
         self._linear_parameters("weight", "bias", out_features, in_features, bias, init_method, 0, dtype, device)
 
+    @_not_compiled_when_delayed
     def forward(self, inp, is_first_microbatch=None):
         dtype = self._begin(inp)
         bias = self.bias if self.use_bias and not self.return_bias else None
@@ -813,6 +828,7 @@ class LayerNormMLP(LayerNormLinear):
         self._linear_parameters("fc1_weight", "fc1_bias", fc1_features, hidden_size, bias, init_method, 0, dtype, device)
         self._linear_parameters("fc2_weight", "fc2_bias", hidden_size, ffn_hidden_size, bias, output_layer_init_method, 1, dtype, device)
 
+    @_not_compiled_when_delayed
     def forward(self, inp, is_first_microbatch=None):
         dtype = self._begin(inp)
         fc1_bias = self.fc1_bias if self.use_bias else None

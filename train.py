@@ -35,7 +35,10 @@ import json_files
 import profiling
 from data import Loader, get_tokenizer
 from sample import generate, pick_device
-from train_step import TrainStep, accelerate, make_optimizer, recipe_of, wants_graph, warm_up_scales
+from train_step import (TrainStep, accelerate, compile_model, first_compiled_pass, make_optimizer, recipe_of,
+                        wants_graph, warm_up_scales)
+
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
 @dataclass
@@ -118,7 +121,10 @@ class TrainConfig:
     param_remainders: bool = True  # Of float32 master weights keep just the 16 bits that the BF16 weights lack: exact, 2 bytes less each.
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     """Replay each step as CUDA graphs, so that the GPU never waits for Python; auto: wherever that can be."""
-    compile: bool = False  # torch.compile (no delayed scaling: TE refuses it there).
+    compile: bool = False  # torch.compile the model; not with --fp8-recipe delayed, which cannot be traced.
+    compile_mode: CompileMode = "default"
+    """torch.compile's mode; reduce-overhead and max-autotune use CUDA graphs, max-autotune* time kernels."""
+    compile_fullgraph: bool = False  # With --compile: one graph, or an error that names what breaks it.
     device: str = "auto"  # auto, cpu, cuda or cuda:N.
 
     # looking at it
@@ -276,8 +282,14 @@ def check_options(config: TrainConfig) -> None:
     if config.fp8_health_interval and config.compile:
         raise ValueError("--fp8-health-interval: compiled code does not run the hooks that look at its tensors; leave --compile out")
     if config.compile and config.fp8_recipe == "delayed":
-        raise ValueError("--compile: Transformer Engine refuses DelayedScaling under torch.compile; "
-                         "pass --fp8-recipe current or --fp8-recipe none with it")
+        raise ValueError("--compile: Transformer Engine cannot trace DelayedScaling: nothing is compiled; "
+                         "pass --fp8-recipe current or --fp8-recipe none with it, or leave --compile out")
+    if config.compile_mode != "default" and not config.compile:
+        raise ValueError(f"--compile-mode {config.compile_mode}: nothing is compiled; "
+                         "pass --compile too, or --compile-mode default")
+    if config.compile_fullgraph and not config.compile:
+        raise ValueError("--compile-fullgraph: nothing is compiled; "
+                         "pass --compile too, or --no-compile-fullgraph")
     if config.fp8_param and config.fp8_recipe == "none":
         raise ValueError("--fp8-param keeps weights in FP8, but --fp8-recipe is none; pass --fp8-recipe delayed or leave --fp8-param out")
     if config.n_positions is not None and config.n_positions < config.seq_len:
@@ -593,6 +605,9 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
         model.fp8_recipe = recipe
     kernels = accelerate(model, config)
     optimizer = make_optimizer(model, config)
+    net = compile_model(model, config)
+    if config.compile:
+        first_compiled_pass(model, net, config, loaders["train"].batch(0))
     torch.manual_seed(config.seed + rank)  # dropout differs by rank
     step = 0
     run = config.out_dir if folder is not None else checkpoint.on_rank0(lambda: make_run_folder(config))
@@ -613,7 +628,6 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
             if not profiling.is_out_of_memory(error):
                 raise
             raise profiling.explain(error, "the first pass", config, model, optimizer, None, batch, "nothing is trained yet") from None
-    net = torch.compile(model) if config.compile else model
     if world_size > 1:
         net = DistributedDataParallel(net, device_ids=[device.index] if device.type == "cuda" else None)
 

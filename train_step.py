@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import cli
 import fp8
 
 
@@ -60,13 +61,20 @@ def why_no_graph(config, device: torch.device) -> str:
     reasons = [
         (device.type != "cuda" or fp8.IS_REFERENCE, "there is no GPU with Transformer Engine here"),
         (dist.is_initialized(), "several processes exchange gradients from Python"),
-        (config.compile, "--compile has graphs of its own"),
+        (config.compile, "--compile takes its own, with --compile-mode reduce-overhead"),
         (config.gradient_checkpointing, "--gradient-checkpointing reads random states on the host"),
         (config.offload_activations > 0, "--offload-activations takes host memory anew in every step"),
         (config.attn_dropout > 0, "--attn-dropout's random numbers would repeat"),
         (config.fp8_param, "FusedAdam updates --fp8-param's weights from Python"),
     ]
     return next((reason for holds, reason in reasons if holds), "")
+
+
+def compile_model(model, config):
+    """Return the model as --compile, --compile-mode and --compile-fullgraph ask for."""
+    if not config.compile:
+        return model
+    return torch.compile(model, mode=config.compile_mode, fullgraph=config.compile_fullgraph)
 
 
 def wants_graph(config, device: torch.device) -> bool:
@@ -173,8 +181,15 @@ class TrainStep:
         return total, norm
 
     def forward_backward(self, batch, first: bool):
-        first = {"is_first_microbatch": first} if self.config.grad_accum > 1 else {}  # weights are cast to FP8 once a step
-        loss = self.net(*batch, **first) / self.config.grad_accum
+        options = {}
+        if self.config.compile and first:
+            # From here on torch.compile's CUDA graphs may overwrite the last step's tensors. Left to guess,
+            # PyTorch takes every call of a function that TE itself compiles for a new step, in backward too,
+            # and overwrites what backward still needs. Not for each micro-batch: gradients are among them.
+            torch.compiler.cudagraph_mark_step_begin()
+        if self.config.grad_accum > 1 and not self.config.compile:  # TE's FP8 weight cache is not traceable
+            options = {"is_first_microbatch": first}  # weights are cast to FP8 once a step
+        loss = self.net(*batch, **options) / self.config.grad_accum
         # 1, but of a loss that is not finite NaN: then so are all gradients, and the gradients' norm, the same on every rank, tells all
         loss.backward(1 + 0 * loss.detach())
         return loss.detach()
@@ -262,4 +277,24 @@ def warm_up_scales(model, batch) -> None:
     """
     for _ in range(4):
         model(*batch).backward()
+        model.zero_grad(set_to_none=True)
+
+
+def first_compiled_pass(model, net, config, batch) -> None:
+    """Compile: one forward and backward pass without an update.
+
+    Raises:
+        ValueError: in one line, what PyTorch cannot compile, and where. Called before a run writes anything.
+    """
+    try:
+        with fp8.preserved_state(model):
+            TrainStep(model, net, None, config, batch[0].device).forward_backward(batch, True)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        breaks = config.compile_fullgraph and isinstance(error, torch._dynamo.exc.Unsupported)
+        option, what = "--compile", "does not compile"
+        if breaks:
+            option, what = "--compile-fullgraph", "is not one graph"
+        raise ValueError(f"{option}: model {config.model!r} with --fp8-recipe {config.fp8_recipe} {what}: "
+                         f"{cli.in_a_line(error)}; leave {option} out") from error
+    finally:
         model.zero_grad(set_to_none=True)

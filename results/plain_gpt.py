@@ -166,11 +166,6 @@ class HFLlama(torch.nn.Module):
         return self.llama(input_ids=input_ids, labels=labels, shift_labels=labels).loss
 
 
-def compiled(model, device, mode="default"):
-    """On a CPU the backend "eager": traced, but not compiled, which would take longer than all the rest."""
-    return torch.compile(model, dynamic=False, **({"mode": mode} if device.type == "cuda" else {"backend": "eager"}))
-
-
 def build_plain(arm, model_config, config, device) -> PlainStep:
     """The step of one of ARMS. model_config: an OptimizedConfig; config: train.py's options."""
     torch.manual_seed(config.seed)
@@ -181,5 +176,6 @@ def build_plain(arm, model_config, config, device) -> PlainStep:
     if arm == "hf-llama" and device.type == "cuda":
         model.bfloat16()
     eager = arm in ("plain-eager", "plain-by-hand")
-    net = model if eager else compiled(model, device, "reduce-overhead" if arm == "plain-graph" else "default")
+    mode = "reduce-overhead" if arm == "plain-graph" else "default"
+    net = model if eager else torch.compile(model, dynamic=False, mode=mode)
     return PlainStep(model, net, config, device)

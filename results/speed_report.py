@@ -2,6 +2,7 @@
 rows itself."""
 
 import datetime
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ NAMES = {"plain": "nanoGPT, compiled", "plain-graph": "nanoGPT, CUDA graphs", "b
          "hf-llama": "transformers' Llama, compiled"}
 FORMATS = {"bf16": "BF16", "fp8-e4m3": "FP8 E4M3", "fp8": "FP8 HYBRID", "fp8-current": "FP8 current",
            "fp8-block": "FP8 block", "fp8-mxfp8": "MXFP8", "fp8-nvfp4": "NVFP4"}
+UNCOMPILED = {"cuda-graph": "not compiled, CUDA graph", "eager": "not compiled"}  # of run_compile
 IN_PICTURES = NAMES | {"fp8-te_block": "FP8, TE's modules", "fp8-e4m3": "ours, FP8 E4M3", "fp8-bf16_moments": "ours, FP8, BF16 moments"}
 
 
@@ -196,22 +198,34 @@ def crossover_table(rows) -> str:
 
 
 def compile_table(rows) -> str:
-    """Of benchmark_te.py --compile, as Markdown: thousands of tokens a second, in brackets graph breaks and seconds of compiling; below the table
-    why a pair failed."""
-    models, reasons = list(dict.fromkeys(row["model"] for row in rows)), []
-    lines = ["| `torch.compile` mode, recipe | " + " | ".join(f"`{model}`" for model in models) + " |", "| --- " * (len(models) + 1) + "|"]
-    for mode, recipe in dict.fromkeys((row["mode"], row["recipe"]) for row in rows):
-        cells = []
-        for model in models:
-            row = next((row for row in rows if (row["mode"], row["recipe"], row["model"]) == (mode, recipe, model)), None)
-            if row is None or row.get("error", "").startswith("not run"):
-                cells.append("")
-            elif "error" in row:
-                reasons += [row["error"]] * (row["error"] not in reasons)
-                cells.append(f"fails, {reasons.index(row['error']) + 1}")
-            else:
-                cells.append(f"{row['tokens_per_s'] / 1e3:.0f} k" + ("" if mode == "eager" else f" ({row['graph_breaks']}, {row['compile_s']:.0f} s)"))
-        lines.append(f"| {'not compiled' if mode == 'eager' else mode}, {recipe} | " + " | ".join(cells) + " |")
+    """Make the table of `benchmark_te.py --compile`, Markdown: thousands of tokens a second, the fastest of a
+    recipe and model in bold, in brackets graph breaks and seconds of compiling; below, why a row fails."""
+    rows = [row for row in rows if not row.get("error", "").startswith("not run")]
+    recipes, modes, models = (dict.fromkeys(row[key] for row in rows) for key in ("recipe", "mode", "model"))
+    found, fastest, reasons = {(row["recipe"], row["mode"], row["model"]): row for row in rows}, {}, []
+    for row in rows:
+        pair = row["recipe"], row["model"]
+        fastest[pair] = max(fastest.get(pair, 0), row.get("tokens_per_s", 0))
+
+    def cell(recipe, mode, model):
+        row = found.get((recipe, mode, model))
+        if row is None:
+            return ""
+        if "error" in row and mode == "fullgraph":
+            return "breaks"
+        if "error" in row:
+            reasons.extend([row["error"]] * (row["error"] not in reasons))
+            return f"fails, {reasons.index(row['error']) + 1}"
+        speed = f"{row['tokens_per_s'] / 1e3:.0f} k"
+        speed = f"**{speed}**" if row["tokens_per_s"] == fastest[recipe, model] else speed
+        return speed + ("" if mode in UNCOMPILED else f" ({row['graph_breaks']}, {row['compile_s']:.0f} s)")
+
+    titles = ["recipe, mode", *(f"`{model}`" for model in models)]
+    lines = ["| " + " | ".join(titles) + " |", "| --- " * len(titles) + "|"]
+    for recipe, mode in itertools.product(recipes, modes):
+        cells = [cell(recipe, mode, model) for model in models]
+        if any(cells):
+            lines.append(f"| {recipe}, {UNCOMPILED.get(mode, mode)} | " + " | ".join(cells) + " |")
     notes = [f"{number}. `{reason}`" for number, reason in enumerate(reasons, 1)]
     return "\n".join(lines + [""] * bool(reasons) + notes + compile_summary(rows))
 
@@ -221,7 +235,7 @@ def compile_summary(rows) -> list:
     good = [row for row in rows if "error" not in row]
     speed = {(row["mode"], row["recipe"], row["model"]): row["tokens_per_s"] for row in good}
     ratios = [value / speed["eager", *rest] for (mode, *rest), value in speed.items()
-              if mode != "eager" and ("eager", *rest) in speed]
+              if mode not in UNCOMPILED and ("eager", *rest) in speed]
     if not ratios:
         return []
     told = []

@@ -49,3 +49,17 @@ def tokens(tmp_path_factory):
     from trainer_tools import make_tokens  # here, since it imports the scripts
 
     return make_tokens(tmp_path_factory.mktemp("corpus") / "tokens")
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """The arguments of each torch.compile. Graphs run as they were traced: the compiler itself is slow."""
+    calls, compile_ = [], torch.compile
+
+    def stand_in(net, **arguments):
+        calls.append({"fullgraph": False} | arguments)
+        return compile_(net, backend="aot_eager", fullgraph=calls[-1]["fullgraph"])
+
+    monkeypatch.setattr(torch, "compile", stand_in)
+    torch._dynamo.reset()
+    return calls

@@ -20,7 +20,8 @@ from results import memory, plain_gpt, timing, training
 from results import speed_report as report
 from trainer_tools import ROOT
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU")
+pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU"),
+              pytest.mark.usefixtures("compiles")]
 TINY = dict(vocab_size=96, n_positions=32, n_embd=64, n_layer=2, n_head=4)
 BLOCKS = {"gpt2": {}, "modern": benchmark.MODERN | dict(n_kv_head=2), "untied": dict(tie_embeddings=False, head_dim=32, n_inner=96)}
 NAMES = [("attn.qkv.layer_norm_", "norm1."), ("mlp.layer_norm_", "norm2."), ("lm_head.layer_norm_", "norm."), ("attn.", ""),
@@ -240,14 +241,20 @@ def test_stack(tmp_path, monkeypatch):
     assert (tmp_path / "stack.png").stat().st_size > 10_000
 
 
-def test_compile_reports_graphs_breaks_and_refusals(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "COMPILE_MODES", ("default",))
+def test_compile_reports_graphs_breaks_and_refusals(tmp_path, monkeypatch, compiles):
     monkeypatch.setattr(benchmark, "COMPILE_RECIPES", ("none", "mxfp9"))
     monkeypatch.setattr(checkpoint, "MODELS", {"custom": checkpoint.MODELS["custom"]})
     assert run(f"--compile --json {tmp_path}/rows.json") == 0
-    works, fails = json.loads((tmp_path / "rows.json").read_text())
-    assert works["graphs"] >= 1 and works["graph_breaks"] == 0 and works["tokens_per_s"] > 0 and works["compile_s"] > 0
-    assert fails["error"].startswith("ValueError: fp8-recipe 'mxfp9' is unknown")
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    works, fails = {row["mode"]: row for row in rows[:7]}, rows[7:]
+    assert list(works) == [row["mode"] for row in fails] == list(benchmark.COMPILE_MODES)
+    for mode, row in works.items():
+        compiled = mode not in ("cuda-graph", "eager")
+        assert row["graphs"] == compiled and row["graph_breaks"] == 0 and row["tokens_per_s"] > 0, mode
+        assert (row["compile_s"] > 0) == compiled
+    assert [call["mode"] for call in compiles] == ["default", "default", *list(works)[4:]]
+    assert [call["fullgraph"] for call in compiles] == [False, True, False, False, False]
+    assert all(row["error"].startswith("ValueError: fp8-recipe 'mxfp9' is unknown") for row in fails)
 
 
 @pytest.mark.parametrize("arguments, complaint", [
@@ -332,13 +339,16 @@ def test_a_machine_without_a_gpu_does_not_write_over_a_gpus_figures(tmp_path, ca
 
 
 def test_the_table_of_torch_compile():
-    row = {"mode": "default", "recipe": "current", "graph_breaks": 2, "compile_s": 31.4, "tokens_per_s": 456_700.0}
+    row = {"mode": "default", "recipe": "current", "model": "optimized", "graph_breaks": 2, "compile_s": 31.4}
     failed = {"mode": "default", "model": "te", "error": "RuntimeError: not supported"}
-    rows = [row | {"model": "optimized"}, failed | {"recipe": "delayed"}, failed | {"recipe": "none"},
-            row | {"model": "optimized", "recipe": "none", "error": "not run: time budget"}]
-    assert report.compile_table(rows).splitlines()[2:] == [
-        "| default, current | 457 k (2, 31 s) |  |", "| default, delayed |  | fails, 1 |", "| default, none |  | fails, 1 |", "",
-        "1. `RuntimeError: not supported`"]
+    rows = [row | {"tokens_per_s": 456_700.0}, row | {"mode": "cuda-graph", "tokens_per_s": 1_000_000.0},
+            row | {"mode": "fullgraph", "error": "Unsupported: a break"}, failed | {"recipe": "delayed"},
+            failed | {"recipe": "none"}, row | {"recipe": "none", "error": "not run: time budget"}]
+    assert report.compile_table(rows).splitlines() == [
+        "| recipe, mode | `optimized` | `te` |", "| --- | --- | --- |",
+        "| current, default | 457 k (2, 31 s) |  |", "| current, not compiled, CUDA graph | **1000 k** |  |",
+        "| current, fullgraph | breaks |  |", "| delayed, default |  | fails, 1 |",
+        "| none, default |  | fails, 1 |", "", "1. `RuntimeError: not supported`"]
     eager = {"mode": "eager", "model": "te", "graph_breaks": 0, "compile_s": 0.0}
     compiled = row | {"model": "te"}
     rows = [eager | {"recipe": "none", "tokens_per_s": 100.0}, compiled | {"tokens_per_s": 150.0},
@@ -350,10 +360,16 @@ def test_the_table_of_torch_compile():
 
 
 def test_an_error_in_a_line():
-    assert benchmark.in_a_line(ValueError("one\ntwo")) == "ValueError: one"
+    assert cli.in_a_line(ValueError("one\ntwo")) == "ValueError: one"
     compiler = 'NotImplementedError: \n\nfrom user code:\n   File "/a/b/model.py", line 7, in forward\n    y = f(x)\n\nSet TORCHDYNAMO_VERBOSE=1'
-    assert benchmark.in_a_line(RuntimeError(compiler)) == "RuntimeError: NotImplementedError: at y = f(x) (model.py, line 7, in forward)"
-    assert benchmark.in_a_line(OSError(f"no {ROOT}/train.py")) == "OSError: no train.py"
+    told = "RuntimeError: NotImplementedError: at y = f(x) (model.py, line 7, in forward)"
+    assert cli.in_a_line(RuntimeError(compiler)) == told
+    places = f'File "{ROOT}/a.py", line 3, in f\n    g(x)\n  File "/lib/b.py", line 4, in g\n    h()\n'
+    told = cli.in_a_line(ValueError(f"two\n\nfrom user code:\n  {places}"))
+    assert told == "ValueError: two at g(x) (a.py, line 3, in f)"
+    told = cli.in_a_line(ValueError("backend raised:\nKeyError: 1\n\nmore"))
+    assert told == "ValueError: backend raised: KeyError: 1"
+    assert cli.in_a_line(OSError(f"no {ROOT}/train.py")) == "OSError: no train.py"
 
 
 def test_power_and_clock(monkeypatch, tmp_path):

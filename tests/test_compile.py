@@ -1,0 +1,275 @@
+"""torch.compile: the first pass of every model under every recipe, train.py's options, what is refused."""
+import contextlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoint
+import fp8
+import te_reference
+import train
+import train_step
+from trainer_tools import OPTIONS, ROOT, metrics, run_train
+
+ON_REFERENCE = pytest.mark.skipif(not fp8.IS_REFERENCE, reason="TE's modules are not traceable")
+HAS_COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++"))), reason="needs a C++ compiler")
+DEVICE = "cpu" if fp8.IS_REFERENCE else "cuda"
+RECIPES = ("none", "delayed", "current", "block", "mxfp8")
+TINY = dict(vocab_size=96, n_positions=32, n_embd=64, n_layer=1, n_head=4)
+TRAIN = f"{OPTIONS} --n-layer 1 --dropout 0 --eval-interval 0 --checkpoint-interval 0 --max-steps 3"
+
+
+def make_model(name, recipe):
+    torch.manual_seed(0)
+    options = TINY | {"use_fp8": recipe != "none"}
+    model = checkpoint.build_model(name, checkpoint.make_model_config(name, options), device=DEVICE)
+    if recipe != "none":
+        model.fp8_recipe = fp8.make_recipe(recipe)
+    return model
+
+
+def make_batch():
+    tokens = torch.randint(96, (2, 17), device=DEVICE)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_and_gradients(net, model, batch):
+    loss = net(*batch)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+@ON_REFERENCE
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", checkpoint.MODELS)
+def test_the_first_pass_of_a_compiled_model(name, recipe):
+    """Nothing ran uncompiled before. One graph; under delayed scaling the uncompiled pass and a warning."""
+    torch._dynamo.reset()
+    compiled, plain, batch = make_model(name, recipe), make_model(name, recipe), make_batch()
+    delayed = recipe == "delayed"
+    net = torch.compile(compiled, backend="aot_eager", fullgraph=not delayed)
+    warned = pytest.warns(UserWarning, match="DelayedScaling.*runs uncompiled.*Float8CurrentScaling")
+    with warned if delayed else contextlib.nullcontext():
+        found = loss_and_gradients(net, compiled, batch)
+    for one, other in zip(found, loss_and_gradients(plain, plain, batch)):
+        torch.testing.assert_close(one, other, rtol=0 if delayed else 1e-3, atol=0 if delayed else 1e-5)
+    found, expected = fp8.get_state(compiled), fp8.get_state(plain)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@ON_REFERENCE
+@pytest.mark.parametrize("name, recipe",
+                         [("optimized", "current"), *((name, "none") for name in checkpoint.MODELS)])
+def test_batches_of_other_shapes_stay_one_graph(name, recipe):
+    """From the second shape on PyTorch compiles for sizes that it does not know."""
+    torch._dynamo.reset()
+    model = make_model(name, recipe)
+    net = torch.compile(model, backend="eager", fullgraph=True)
+    for batch, length in ((2, 16), (2, 32), (4, 24)):
+        x = torch.randint(96, (batch, length), device=DEVICE)
+        torch.testing.assert_close(net(x, x), model(x, x))
+
+
+@pytest.mark.parametrize("name", checkpoint.MODELS)
+def test_fullgraph_says_why_delayed_scaling_cannot_be_compiled(name):
+    torch._dynamo.reset()
+    net = torch.compile(make_model(name, "delayed"), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot trace DelayedScaling"):
+        net(*make_batch())
+
+
+@ON_REFERENCE
+@pytest.mark.parametrize("name, sizes", [("Linear", (64, 64)), ("LayerNormLinear", (64, 64)),
+                                         ("LayerNormMLP", (64, 128)), ("TransformerLayer", (64, 128, 4))])
+def test_a_module_of_te_reference_under_delayed_scaling(name, sizes):
+    """In a model of one's own: it runs uncompiled, as Transformer Engine's do, and updates its FP8 state."""
+    results, x = [], torch.randn(8, 4, 64)
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        module = getattr(te_reference, name)(*sizes, device="cpu").eval()
+        net = torch.compile(module, backend="aot_eager") if compiles else module
+        with te_reference.autocast(recipe=te_reference.DelayedScaling(amax_history_len=4)):
+            y = net(x)
+        y.square().mean().backward()
+        results.append([y, *(p.grad for p in module.parameters()), *fp8.get_state(module).values()])
+    plain, compiled = results
+    assert len(plain) == len(compiled) and all(torch.equal(a, b) for a, b in zip(plain, compiled))
+
+
+@ON_REFERENCE
+def test_autocast_without_a_recipe_is_delayed_scaling_under_torch_compile_too():
+    layer = te_reference.Linear(16, 16, device="cpu")
+
+    def run(x):
+        with te_reference.autocast():
+            return layer(x)
+
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="DelayedScaling is not supported under torch.compile"):
+        torch.compile(run, backend="eager", fullgraph=True)(torch.randn(16, 16))
+
+
+# ---- train.py
+
+
+@ON_REFERENCE
+@pytest.mark.parametrize("options, mode, full", [
+    ("--fp8-recipe current", "default", False),
+    ("--fp8-recipe current --grad-accum 1 --compile-mode reduce-overhead", "reduce-overhead", False),
+    ("--fp8-recipe none --compile-mode max-autotune --compile-fullgraph", "max-autotune", True),
+    ("--fp8-recipe none --compile-mode max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs", False)])
+def test_a_compiled_run_learns_what_an_uncompiled_one_does(tokens, tmp_path, compiles, options, mode, full):
+    assert run_train(f"{TRAIN} {options} --compile --out-dir {tmp_path}/compiled", tokens) == 0
+    assert compiles == [{"mode": mode, "fullgraph": full}]
+    assert run_train(f"{TRAIN} {options.partition('--compile')[0]} --out-dir {tmp_path}/plain", tokens) == 0
+    found, expected = metrics(tmp_path / "compiled"), metrics(tmp_path / "plain")
+    assert [r["step"] for r in found] == [r["step"] for r in expected] == [1, 2, 3]
+    for one, other in zip(found, expected):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
+
+
+@ON_REFERENCE
+@HAS_COMPILER
+def test_a_run_with_the_compiler_itself(tokens, tmp_path):
+    options = f"{TRAIN} --grad-accum 1 --model custom --fp8-recipe none --compile"
+    assert run_train(f"{options} --out-dir {tmp_path}/run", tokens) == 0
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+@ON_REFERENCE
+def test_cuda_graphs_are_told_where_a_step_begins(tokens, tmp_path, compiles, monkeypatch):
+    """Otherwise PyTorch guesses, and overwrites what backward still needs (train_step.py)."""
+    marks = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
+    options = f"{TRAIN} --fp8-recipe none --compile --compile-mode reduce-overhead"
+    assert run_train(f"{options} --out-dir {tmp_path}/run", tokens) == 0
+    assert len(marks) == 1 + 3  # the pass that compiles, and 3 steps, whatever their micro-batches
+
+
+@pytest.mark.parametrize("options, words", [
+    ("--compile", ["--compile", "DelayedScaling", "--fp8-recipe current", "--fp8-recipe none"]),
+    ("--compile --fp8-recipe current --compile-mode fast", ["fast", "reduce-overhead", "max-autotune"]),
+    ("--compile-mode max-autotune", ["--compile-mode max-autotune", "--compile too"]),
+    ("--compile-fullgraph", ["--compile-fullgraph", "--compile too"])])
+def test_refused_in_one_line(tokens, tmp_path, capsys, options, words):
+    assert run_train(f"{TRAIN} {options} --out-dir {tmp_path}/run", tokens) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("train.py: ") and error.count("\n") == 1, error
+    assert all(word in error for word in words) and not Path(tmp_path, "run").exists(), error
+
+
+@ON_REFERENCE
+@pytest.mark.parametrize("option, words", [
+    ("--compile-fullgraph", ["not one graph", "(test_compile.py, line", "leave --compile-fullgraph out"]),
+    ("--compile", ["does not compile", "first line", "leave --compile out"])])
+def test_what_cannot_be_compiled_is_one_line(tokens, tmp_path, capsys, monkeypatch, option, words):
+    """A graph break with --compile-fullgraph; without it, an error of the compiler. Nothing is written."""
+    forward, compile_ = te_reference.LayerNormMLP.forward, torch.compile
+    torch._dynamo.reset()
+
+    def untraceable(self, *args, **kwargs):
+        torch._dynamo.graph_break()
+        return forward(self, *args, **kwargs)
+
+    def broken(graph, inputs):
+        raise NotImplementedError("first line\nsecond line")
+
+    if option == "--compile-fullgraph":
+        monkeypatch.setattr(te_reference.LayerNormMLP, "forward", untraceable)
+    else:
+        monkeypatch.setattr(torch, "compile", lambda net, **_: compile_(net, backend=broken))
+    assert run_train(f"{TRAIN} --fp8-recipe none --compile {option} --out-dir {tmp_path}/run", tokens) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"train.py: {option}: model 'optimized' with --fp8-recipe none "), error
+    assert error.count("\n") == 1 and all(word in error for word in words), error
+    assert not Path(tmp_path, "run").exists()
+
+
+@ON_REFERENCE
+def test_a_resumed_run_may_stop_compiling(tokens, tmp_path, compiles):
+    options = f"{TRAIN} --fp8-recipe none --compile --compile-mode reduce-overhead --out-dir {tmp_path}/run"
+    assert run_train(options, tokens) == 0
+    resumed = f"--resume --out-dir {tmp_path}/run --max-steps 4 --no-compile --compile-mode default"
+    assert run_train(f"{resumed} --fp8-recipe delayed", tokens) == 0
+    assert len(compiles) == 1 and [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_nothing_is_compiled_by_default():
+    config, *_ = train.read_options(["--preset", "tiny"])
+    assert (config.compile, config.compile_mode, config.compile_fullgraph) == (False, "default", False)
+
+
+# ---- on a GPU, with Transformer Engine
+
+SMALL = dict(n_layer=2, n_head=2, n_embd=128, vocab_size=512, n_positions=128, seq_len=128, grad_accum=2)
+SNIPPET = """
+import torch
+from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
+import fp8
+model = OptimizedGPT2Model(OptimizedConfig(n_layer=2, n_kv_head=4, use_rmsnorm=True, use_fp8=True)).cuda()
+model.fp8_recipe = fp8.make_recipe({recipe!r})
+model = torch.compile(model, mode="reduce-overhead")
+tokens = torch.randint(50304, (2, 128), device="cuda")
+for step in range(4):
+    loss = model(tokens, tokens.roll(-1, 1))
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+assert abs(loss.item() - 10.98) < 0.5, loss
+"""
+
+
+def train_on_gpu(name, recipe, **options):
+    """Train 4 steps of 2 micro-batches -> their losses and gradient norms (4, 2)."""
+    torch._dynamo.reset()
+    fp8.forget_models()
+    config = train.TrainConfig(**SMALL, model=name, fp8_recipe=recipe, cuda_graph="off", **options)
+    model_config = checkpoint.make_model_config(name, vars(config) | {"use_fp8": recipe != "none"})
+    torch.manual_seed(0)
+    model = checkpoint.build_model(name, model_config, device="cuda", dtype=torch.bfloat16)
+    if recipe != "none":
+        model.fp8_recipe = fp8.make_recipe(recipe)
+    net, optimizer = train_step.compile_model(model, config), train_step.make_optimizer(model, config)
+    step = train_step.TrainStep(model, net, optimizer, config, torch.device("cuda"))
+    random = torch.Generator("cuda").manual_seed(0)
+    tokens = [torch.randint(512, (4, 129), device="cuda", generator=random) for _ in range(2)]
+    batches = [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in tokens]
+    return torch.tensor([[figure.item() for figure in step(batches, 1e-3)] for _ in range(4)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("recipe", ["none", "delayed", "current"])
+@pytest.mark.parametrize("name", checkpoint.MODELS)
+def test_a_compiled_step_on_a_gpu(name, recipe, mode):
+    """Cold, with gradient accumulation: nothing that backward needs is overwritten."""
+    found = train_on_gpu(name, recipe, compile=True, compile_mode=mode)
+    expected = train_on_gpu(name, recipe)
+    torch.testing.assert_close(found[:, 0], expected[:, 0], rtol=5e-3, atol=0)
+    torch.testing.assert_close(found[:, 1], expected[:, 1], rtol=5e-2, atol=0)
+    assert found[-1, 0] < found[0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_the_guides_compiled_model_in_a_process_of_its_own(recipe):
+    code = SNIPPET.format(recipe=recipe)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ("runs uncompiled" in done.stderr) == (recipe == "delayed")
+
+
+@pytest.mark.gpu
+def test_fullgraph_is_refused_in_one_line_on_a_gpu(tokens, tmp_path, capsys):
+    options = TRAIN.replace("--device cpu", "--device cuda")
+    arguments = f"{options} --fp8-recipe current --compile --compile-fullgraph --out-dir {tmp_path}/run"
+    assert run_train(arguments, tokens) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "--compile-fullgraph: model 'optimized'" in error and "leave --compile-fullgraph out" in error
+    assert not Path(tmp_path, "run").exists()
