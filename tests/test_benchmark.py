@@ -137,10 +137,11 @@ def test_a_wrong_loss_is_not_timed():
 FIELDS = "shape block arm ms tokens_per_s ratio_to_plain mfu peak_gib floor_ms ceilings gpu torch te date command cuda_graph model_config".split()
 
 
-def test_shapes_write_whole_rows_and_keep_those_of_other_arms(tmp_path, capsys):
+def test_shapes_write_whole_rows_and_keep_those_of_other_arms(tmp_path, capsys, compiles):
     path = tmp_path / "speed.json"
     assert run(f"--shapes 124m-b32 --blocks gpt2 --arms plain bf16 fp8 --steps 4 --json {path} --png {tmp_path}/speed.png") == 0
     assert "the times mean nothing" in capsys.readouterr().out
+    assert compiles == [{"fullgraph": False, "dynamic": False, "mode": "default"}]  # of plain
     rows = json.loads(path.read_text())
     assert [row["arm"] for row in rows] == ["plain", "bf16", "fp8"] and not any("error" in row for row in rows)
     for row in rows:
