@@ -50,8 +50,11 @@ MODELS = {  # --model: (file, model class, config class)
     "te": ("model_te", "TEGPT2Model", "TEConfig"),
 }
 FORMAT = 1  # of checkpoints; those of before it was counted name none
-META = {"step": COUNT, "config": dict, "model": str, "model_config": dict, "tokenizer": str, "optimizer_groups": list[{"step?": COUNT}],
-        "torch?": str, "device?": str, "hf?": {"folder": str, "vocab_size": SIZE}}  # what meta.json must hold
+META = {  # what meta.json must hold
+    "step": COUNT, "config": dict, "model": str, "model_config": dict, "tokenizer": str,
+    "optimizer_groups": list[{"step?": COUNT}], "torch?": str, "device?": str,
+    "hf?": {"folder": str, "vocab_size": SIZE}}
+RESTORE = "restore the checkpoint's files from a copy"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 SHARD_BYTES = 4 * 2**30  # DCP assembles a file in memory before writing it
 SAFETENSORS_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.uint8: "U8",
@@ -91,11 +94,13 @@ def build_model(name: str, config, *, device="cpu", dtype=torch.float32, fp8_wei
 
 
 def weight_count(config) -> int:
-    """The number of elements of a model's weight matrices, known before it is built. Biases and norms, which are few, are not counted."""
+    """Count the elements of a model's weight matrices before it is built. Biases and norms are few and not
+    counted."""
     width, kv_width = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
     attention = config.n_embd * (2 * width + 2 * kv_width)  # queries, keys, values, projection
     mlp = config.n_embd * config.n_inner * (3 if getattr(config, "activation", "gelu") == "swiglu" else 2)
-    rows = config.vocab_size * (1 if config.tie_embeddings else 2) + (0 if getattr(config, "use_rotary", False) else config.n_positions)
+    rows = config.vocab_size * (1 if config.tie_embeddings else 2)
+    rows += 0 if getattr(config, "use_rotary", False) else config.n_positions
     return config.n_layer * (attention + mlp) + rows * config.n_embd
 
 
@@ -289,8 +294,8 @@ def _in_fp8(parameter) -> bool:
 
 
 def _has_master(parameter) -> bool:
-    """Whether the optimizer trains a float32 master of the parameter. TE's FusedAdam makes one of a float32 parameter, too, but then
-    updates the parameter alone: that master keeps its first value."""
+    """Return whether the optimizer trains a float32 master of the parameter. TE's FusedAdam makes one of a
+    float32 parameter, too, but then updates the parameter alone: that master keeps its first value."""
     return parameter.dtype != torch.float32 or _in_fp8(parameter)
 
 
@@ -309,9 +314,8 @@ def _rng_state() -> dict[str, torch.Tensor]:
 
 
 def _set_rng_state(folder, state: dict[str, torch.Tensor]) -> None:
-    advice = "restore the checkpoint's files from a copy"
     try:
-        host = json_files.parse(state["host"].numpy().tobytes(), list, f"{folder}: rng.host", advice)
+        host = json_files.parse(state["host"].numpy().tobytes(), list, "rng.host", "")
         (version, numbers, gauss), numpy_state = host
         random.setstate((version, tuple(numbers), gauss))
         np.random.set_state(tuple(numpy_state))
@@ -319,7 +323,9 @@ def _set_rng_state(folder, state: dict[str, torch.Tensor]) -> None:
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"{folder}: the state of the random generators is damaged ({json_files.reason(error)}); {advice}") from error
+        told = json_files.reason(error)
+        raise ValueError(f"{folder}: the state of the random generators is damaged ({told}); "
+                         f"{RESTORE}") from error
 
 
 # ---------------------------------------------------------------- finding and checking
@@ -349,7 +355,8 @@ def find(path) -> Path:
 
 
 def read_meta(folder) -> dict:
-    """Read meta.json of a checkpoint, after checking every file's SHA-256, the fields of meta.json and that the tensors can make up its model.
+    """Read meta.json of a checkpoint and check it: every file's SHA-256, the fields, the size of the model
+    described.
 
     ValueError, naming the file, for what is wrong; also for a format newer than this file's.
     """
@@ -362,14 +369,15 @@ def read_meta(folder) -> dict:
             advice = f"the one before it, {older[-1]}, is whole: remove {folder} to go on from there" if older else \
                 "no other checkpoint of this run is whole"
             raise ValueError(f"damaged checkpoint: {problem}; {advice}")
-        path, advice = folder / "meta.json", f"restore it from a copy, or remove {folder} to use the checkpoint before it"
+        path = folder / "meta.json"
+        advice = f"restore it from a copy, or remove {folder} to use the checkpoint before it"
         version = json_files.read(path, {"format?": COUNT}, advice).get("format", 0)
         if version > FORMAT:
-            raise ValueError(f"{folder} is of format {version}, which a newer version of this kit wrote; this one reads formats up to "
-                             f"{FORMAT}: update it, or go on from a run that it can read")
+            raise ValueError(f"{folder} is of format {version}, which a newer version of this kit wrote; "
+                             f"this one reads formats up to {FORMAT}: update it, or go on from a run that it "
+                             "can read")
         meta = json_files.read(path, META, advice)
-        config = {"model_config": model_classes(meta["model"])[1]}
-        json_files.check(meta, config, path, advice)
+        json_files.check(meta, {"model_config": model_classes(meta["model"])[1]}, path, advice)
         _check_size(folder, meta)
         return meta
 
@@ -377,31 +385,38 @@ def read_meta(folder) -> dict:
 
 
 def _check_size(folder: Path, meta: dict) -> None:
-    """ValueError where meta.json describes a larger model than is stored: building it first could take all memory."""
+    """Refuse a meta.json that describes a larger model than is stored: building it could take all memory."""
     try:
         needed = weight_count(make_model_config(meta["model"], meta["model_config"] | {"use_fp8": False}))
     except ValueError as error:
         raise ValueError(f"{folder / 'meta.json'}: model_config: {error}") from error
-    stored = sum(entry.size.numel() for name, entry in stored_tensors(folder).items() if name.startswith("model."))
+    tensors = stored_tensors(folder).items()
+    stored = sum(entry.size.numel() for name, entry in tensors if name.startswith("model."))
     if needed > stored:
-        raise ValueError(f"{folder / 'meta.json'}: model_config describes a model of {needed:,} weights or more, but {stored:,} are stored; "
-                         "restore the file that was written with them")
+        raise ValueError(f"{folder / 'meta.json'}: model_config describes a model of {needed:,} weights or "
+                         f"more, but {stored:,} are stored; restore the file that was written with them")
 
 
 def stored_tensors(folder) -> dict:
-    """{name: entry with .size and .properties.dtype} of a checkpoint's tensors. ValueError for files that are not a checkpoint's."""
+    """Read what a checkpoint's files say of its tensors: {name: entry with .size and .properties.dtype}.
+
+    ValueError for tensors that are stored in part or twice, and for weights or optimizer state of another
+    type.
+    """
     try:
         found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
         for name, entry in found.items():
             parts = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
             if parts != entry.size.numel():
-                raise ValueError(f"{name} has {entry.size.numel():,} elements, but {parts:,} are stored: parts are missing, or are there twice")
+                raise ValueError(f"{name} has {entry.size.numel():,} elements, but {parts:,} are stored")
             if not name.startswith("rng") and not entry.properties.dtype.is_floating_point:
                 raise ValueError(f"{name} is {entry.properties.dtype}, not a floating-point tensor")
     except OSError:
         raise
     except Exception as error:  # safetensors' own, or whatever DCP meets in a header that it did not write
-        raise ValueError(f"{folder}: its .safetensors files are not those of a checkpoint ({json_files.reason(error)}); restore them from a copy") from error
+        told = json_files.reason(error)
+        raise ValueError(f"{folder}: its .safetensors files are not those of a checkpoint ({told}); "
+                         f"{RESTORE}") from error
     return found
 
 
@@ -412,11 +427,12 @@ def _damage(folder: Path) -> str | None:
             return f"{path} is not a regular file"
     listing = folder / "SHA256SUMS"
     try:
-        lines = json_files.read_bytes(listing, "every checkpoint has one").decode().removesuffix("\n").split("\n")
+        lines = json_files.read_bytes(listing, "every checkpoint has one").decode().removesuffix("\n")
         found = _checksums(folder)
     except (OSError, ValueError) as error:
         return f"{listing} cannot be read ({json_files.reason(error)})"
-    for number, line in enumerate(lines, 1):  # not splitlines, which would take other bytes for a line's end, too
+    lines = lines.split("\n")  # splitlines would take other bytes for a line's end, too
+    for number, line in enumerate(lines, 1):
         if not re.fullmatch("[0-9a-f]{64}  .+", line):
             return f"{listing}:{number}: not a SHA-256, two spaces and a file's name"
     expected = {line[66:]: line[:64] for line in lines}
@@ -486,20 +502,20 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
 
 def _check_state(folder: Path, tensors: dict, own: dict) -> None:
     """ValueError where the optimizer's state is incomplete, or not of its parameters' shapes."""
-    advice = "restore the checkpoint's files from a copy"
     for name in (name for name in tensors if name.startswith("optimizer.")):
         parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
         if f"model.{parameter}" not in own:
             continue
         shapes = tuple(tensors[name].shape), tuple(own[f"model.{parameter}"].shape)
         if shapes[0] != shapes[1]:
-            raise ValueError(f"{folder}: {name} is {shapes[0]}, its parameter {shapes[1]}; {advice}")
+            raise ValueError(f"{folder}: {name} is {shapes[0]}, its parameter {shapes[1]}; {RESTORE}")
         if key in MOMENTS and not all(f"optimizer.{parameter}.{moment}" in tensors for moment in MOMENTS):
-            raise ValueError(f"{folder}: of {' and '.join(MOMENTS)} of {parameter} one is missing; {advice}")
+            raise ValueError(f"{folder}: of {' and '.join(MOMENTS)} of {parameter} one is missing; {RESTORE}")
 
 
 def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, weights: dict, names: dict) -> None:
-    """`tensors` and `weights`: what is stored of the optimizer and of the model, by name; `names`: of the parameters, by id."""
+    """Put back the optimizer's state. `tensors`, `weights`: what is stored of the optimizer and of the model,
+    by name; `names`: of the parameters, by id."""
     target = optimizer.state_dict()
     for group, stored in zip(target["param_groups"], stored_groups):
         if "step" in stored:  # all else comes from this run's own options

@@ -13,19 +13,22 @@ import tyro
 
 
 def parse(config_class, argv=None, *, prog: str, description: str, default=None):
-    """Fill the dataclass from `argv` (None: sys.argv[1:]), over the values of `default`. ValueError in one line for options that tyro refuses,
-    text that is not UTF-8 and integers that 64 bits do not hold, neither of which could be stored in a run."""
+    """Fill the dataclass from `argv` (None: sys.argv[1:]), over the values of `default`. ValueError in one
+    line for options that tyro refuses, text that is not UTF-8 and integers that 64 bits do not hold, neither
+    of which could be stored in a run."""
     argv = sys.argv[1:] if argv is None else list(argv)
     for argument in argv:
         try:
             argument.encode()
         except UnicodeEncodeError:
             shown = argument.encode(errors="backslashreplace").decode()
-            raise ValueError(f"{shown}: not UTF-8 text here; rename the file, or set a UTF-8 locale such as LC_ALL=C.UTF-8") from None
+            raise ValueError(f"{shown}: not UTF-8 text here; rename the file, or set a UTF-8 locale such as "
+                             "LC_ALL=C.UTF-8") from None
     config = _parse(config_class, argv, prog, description, {} if default is None else {"default": default})
     for name, value in vars(config).items():
         if type(value) is int and not -2**63 <= value < 2**63:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: does not fit in 64 bits; use a smaller number")
+            raise ValueError(f"--{name.replace('_', '-')} {value}: does not fit in 64 bits; use a smaller "
+                             "number")
     return config
 
 

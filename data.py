@@ -42,8 +42,10 @@ from json_files import COUNT
 
 PIECE = 1 << 20  # characters that a worker gets at a time, and the longest piece of a document that is held in memory
 FILES = {"train.bin", "val.bin", "meta.json"}
-META = {"dtype": Literal["uint16", "uint32"], "tokenizer": str, "vocab_size": range(1, 2**32 + 1), "eot": COUNT, "train_tokens": COUNT,
-        "val_tokens": COUNT, "train_sha256": str, "val_sha256": str, "format?": COUNT, "sha256?": str}  # what meta.json must hold
+META = {  # what meta.json must hold
+    "dtype": Literal["uint16", "uint32"], "tokenizer": str, "vocab_size": range(1, 2**32 + 1), "eot": COUNT,
+    "train_tokens": COUNT, "val_tokens": COUNT, "train_sha256": str, "val_sha256": str,
+    "format?": COUNT, "sha256?": str}
 REMAKE = "make the token files again with data.py --force"
 
 
@@ -88,12 +90,12 @@ class Tokenizer:
 
 
 def get_tokenizer(name, rows=None):
-    """The tokenizer called `name`: "byte", or any encoding that tiktoken knows. ValueError if there is none, if it cannot be fetched, or if an
-    embedding of `rows` rows is too small for it."""
+    """Return the tokenizer called `name`: "byte", or any encoding that tiktoken knows. ValueError if there is
+    none, if it cannot be fetched, or if an embedding of `rows` rows is too small for it."""
     tokenizer = _get_tokenizer(name)
     if rows is not None and rows < tokenizer.vocab_size:
-        raise ValueError(f"tokenizer {name!r} has {tokenizer.vocab_size:,} tokens, but the embedding {rows:,} rows; it is not the one that "
-                         "the model was trained with")
+        raise ValueError(f"tokenizer {name!r} has {tokenizer.vocab_size:,} tokens, but the embedding "
+                         f"{rows:,} rows; it is not the one that the model was trained with")
     return tokenizer
 
 
@@ -163,7 +165,8 @@ def text_documents(files, column="text"):
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
-                row = json_files.parse(line, dict, f"{path}:{number}", f'a line looks like {{"{column}": "…"}}')
+                example = f'a line looks like {{"{column}": "…"}}'
+                row = json_files.parse(line, dict, f"{path}:{number}", example)
                 yield _field(row, column, f"{path}:{number}")
 
     documents = chain.from_iterable(lines(path) if path.endswith(".jsonl") else [pieces(path)] for path in files)
@@ -209,7 +212,8 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
     if not 0 < val_fraction < 1:
         raise ValueError(f"--val-fraction {val_fraction}: must be above 0 and below 1, for example 0.01")
     if num_workers is not None and not 1 <= num_workers <= 1024:
-        raise ValueError(f"--num-workers {num_workers}: must be at least 1 and at most 1024, for example {os.cpu_count()}")
+        raise ValueError(f"--num-workers {num_workers}: must be at least 1 and at most 1024, for example "
+                         f"{os.cpu_count()}")
     _check_target(out_dir, force)
     encoder = get_tokenizer(tokenizer)
     dtype = np.dtype("<u2" if encoder.vocab_size <= 1 << 16 else "<u4")
@@ -388,11 +392,13 @@ def open_tokens(folder, split, verify=True):
     if not meta_path.exists():
         raise ValueError(f"{folder}: no token files here (no meta.json); make some, for example with: python data.py stdlib")
     meta = json_files.read(meta_path, META, REMAKE)
-    dtype, length, checksum = np.dtype(meta["dtype"]).newbyteorder("<"), meta[f"{split}_tokens"], meta[f"{split}_sha256"]
-    if {"format", "sha256"} & set(meta) and meta.get("sha256") != _meta_checksum(meta):  # the first files had neither
+    dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+    length, checksum, vocab_size = meta[f"{split}_tokens"], meta[f"{split}_sha256"], meta["vocab_size"]
+    signed = {"format", "sha256"} & set(meta)  # the first files had neither
+    if signed and meta.get("sha256") != _meta_checksum(meta):
         raise ValueError(f"{meta_path}: damaged: its checksum does not match its content; {REMAKE}")
-    if meta["eot"] >= meta["vocab_size"]:
-        raise ValueError(f"{meta_path}: eot is {meta['eot']}, but vocab_size is {meta['vocab_size']}; {REMAKE}")
+    if meta["eot"] >= vocab_size:
+        raise ValueError(f"{meta_path}: eot is {meta['eot']}, but vocab_size is {vocab_size}; {REMAKE}")
     if not path.is_file():
         raise ValueError(f"{path}: missing, or not a regular file; {REMAKE}")
     size, expected = path.stat().st_size, length * dtype.itemsize
@@ -432,8 +438,8 @@ class Loader:
         self.tokens, self.meta = open_tokens(folder, split, verify=verify)
         length, vocab_size = len(self.tokens), self.meta["vocab_size"]
         if verify and self.tokens.max() >= vocab_size:
-            raise ValueError(f"{Path(folder, split)}.bin: holds the token {self.tokens.max()}, but vocab_size in meta.json is {vocab_size}; "
-                             f"{REMAKE}")
+            raise ValueError(f"{Path(folder, split)}.bin: holds the token {self.tokens.max()}, but "
+                             f"vocab_size in meta.json is {vocab_size}; {REMAKE}")
         if length < seq_len + 1:
             raise ValueError(f"{Path(folder, split)}.bin: {length} tokens, but a context of {seq_len} needs {seq_len + 1}; "
                              f"use a larger corpus" + (f" or --seq-len {length - 1}" if length > 1 else ""))

@@ -108,8 +108,8 @@ def export(run, folder, dtype: str = "auto") -> Path:
     config, imported = hf_weights.optimized_config(meta), meta.get("hf", {})
     vocab_size = imported.get("vocab_size", config.vocab_size)
     if vocab_size > config.vocab_size:
-        raise ValueError(f"{source / 'meta.json'}: hf.vocab_size is {vocab_size}, but the embedding has {config.vocab_size} rows; "
-                         "restore the file from a copy")
+        raise ValueError(f"{source / 'meta.json'}: hf.vocab_size is {vocab_size}, but the embedding has "
+                         f"{config.vocab_size} rows; {checkpoint.RESTORE}")
     try:
         kind = hf_weights.model_type(config)
     except ValueError as error:
@@ -119,7 +119,7 @@ def export(run, folder, dtype: str = "auto") -> Path:
     try:
         weights = hf_weights.to_hf(weights, config, vocab_size)
     except ValueError as error:
-        raise ValueError(f"{source}: {error}; restore the checkpoint's files from a copy") from error
+        raise ValueError(f"{source}: {error}; {checkpoint.RESTORE}") from error
     if dtype != "auto":
         weights = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
 
@@ -178,7 +178,8 @@ def model_card(source: Path, meta: dict, kind: str, weights: dict, dtype: str) -
 
 def processes(source: Path) -> int:
     """How many processes wrote a checkpoint: each stored its random generators."""
-    return len({name.partition(".")[0] for name in checkpoint.stored_tensors(source) if name.startswith("rng")})
+    names = checkpoint.stored_tensors(source)
+    return len({name.partition(".")[0] for name in names if name.startswith("rng")})
 
 
 def main(argv=None) -> None:

@@ -132,8 +132,8 @@ def make_recipe(name, fp8_format="auto", amax_history_len=1024, amax_compute_alg
     if amax_history_len < 1:
         raise ValueError(f"fp8-amax-history-len {amax_history_len}: must be 1 or more; 1024 works")
     if not 0 <= margin <= 18:  # 448 / 2^18 is below E4M3's smallest number
-        raise ValueError(f"fp8-margin {margin}: must be from 0 to 18, beyond which E4M3 flushes every value to zero; "
-                         "0 works")
+        raise ValueError(f"fp8-margin {margin}: must be from 0 to 18, beyond which E4M3 flushes every value "
+                         "to zero; 0 works")
     format = recipes.Format[fp8_format.upper()] if fp8_format else None
     if name == "delayed":
         return recipes.DelayedScaling(margin=margin, fp8_format=format, amax_history_len=amax_history_len,
@@ -215,7 +215,8 @@ def set_state(model, state):
             raise ValueError(f"FP8 state for a module {module_name!r}, which this model does not have; resume with the model that saved it")
         scale = state.get(f"{module_name}.scaling_fwd.scale")
         if scale is None or scale.numel() not in (3, 6):  # input, weight and output of one GEMM or two
-            raise ValueError(f"FP8 state of the module {module_name!r}: scaling_fwd.scale is {_shape(scale)}, not (3,) or (6,); {RESTORE}")
+            raise ValueError(f"FP8 state of the module {module_name!r}: scaling_fwd.scale is "
+                             f"{_shape(scale)}, not (3,) or (6,); {RESTORE}")
         module.fp8_meta["num_gemms"] = scale.numel() // 3
         module.fp8_meta["recipe"] = recipe
         module.init_fp8_meta_tensors(recipe)
@@ -223,9 +224,11 @@ def set_state(model, state):
         scale, history = state.get(f"{name}.scale"), state.get(f"{name}.amax_history")
         if scale is None and history is None:
             continue
-        if scale is None or history is None or scale.shape != scaling.scale.shape or history.shape[1:] != scale.shape or not len(history):
-            raise ValueError(f"FP8 state {name}: scale is {_shape(scale)} and amax_history {_shape(history)}, not "
-                             f"{_shape(scaling.scale)} and (steps, {len(scaling.scale)}); {RESTORE}")
+        complete = scale is not None and history is not None and len(history) > 0
+        if not complete or not history.shape[1:] == scale.shape == scaling.scale.shape:
+            raise ValueError(f"FP8 state {name}: scale is {_shape(scale)} and amax_history "
+                             f"{_shape(history)}, not {_shape(scaling.scale)} and (steps, "
+                             f"{len(scaling.scale)}); {RESTORE}")
         scaling.scale.copy_(scale)
         scaling.amax_history.copy_(_fit_history(history, len(scaling.amax_history)))
 

@@ -25,7 +25,8 @@ NAMES = {"te": [("attn.qkv.", "self_attention.layernorm_qkv."), ("attn.proj.", "
 
 def read_weights(folder, model: str, masters: bool = False) -> dict[str, torch.Tensor]:
     """A checkpoint's weights under the optimized model's names; with `masters`, the optimizer's float32 copies where it has them."""
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in checkpoint.stored_tensors(folder).items()
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
+               for name, entry in checkpoint.stored_tensors(folder).items()
                if name.startswith("model.") or masters and name.endswith(".master_param")}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -123,7 +124,8 @@ def from_hf_config(hf) -> dict:
 # ---------------------------------------------------------------- weights
 
 def table(config, vocab_size: int) -> Iterator[tuple[str, list[tuple[str, int]], int | None, bool]]:
-    """Yield (our name, [(their name, rows of ours)], columns of a matrix, whether theirs is transposed) of every weight, in the model's order."""
+    """Yield (our name, [(their name, rows of ours)], columns of a matrix, whether theirs is transposed) of
+    every weight, in the model's order."""
     kind = model_type(config)
     width, kv_width, C, inner = config.n_head * config.head_dim, config.n_kv_head * config.head_dim, config.n_embd, config.n_inner
 
@@ -136,13 +138,16 @@ def table(config, vocab_size: int) -> Iterator[tuple[str, list[tuple[str, int]],
         yield add("wpe.weight", ("transformer.wpe.weight", config.n_positions), columns=C)
         for i in range(config.n_layer):
             ours, theirs = f"blocks.{i}.", f"transformer.h.{i}."
-            for norm, layer, name, size, columns in (
-                    ("attn.qkv.layer_norm_", "attn.qkv.", "attn.c_attn", 3 * C, C), (None, "attn.proj.", "attn.c_proj", C, C),
-                    ("mlp.layer_norm_", "mlp.fc1_", "mlp.c_fc", inner, C), (None, "mlp.fc2_", "mlp.c_proj", C, inner)):
+            for norm, their_norm, layer, name, size, columns in (
+                    ("attn.qkv.layer_norm_", "ln_1", "attn.qkv.", "attn.c_attn", 3 * C, C),
+                    (None, None, "attn.proj.", "attn.c_proj", C, C),
+                    ("mlp.layer_norm_", "ln_2", "mlp.fc1_", "mlp.c_fc", inner, C),
+                    (None, None, "mlp.fc2_", "mlp.c_proj", C, inner)):
                 for part in ("weight", "bias"):
                     if norm:
-                        yield add(ours + norm + part, (f"{theirs}{'ln_1' if layer[0] == 'a' else 'ln_2'}.{part}", C))
-                    yield add(f"{ours}{layer}{part}", (f"{theirs}{name}.{part}", size), columns=columns, transposed=True)
+                        yield add(ours + norm + part, (f"{theirs}{their_norm}.{part}", C))
+                    source = f"{theirs}{name}.{part}", size
+                    yield add(f"{ours}{layer}{part}", source, columns=columns, transposed=True)
         yield add("lm_head.layer_norm_weight", ("transformer.ln_f.weight", C))
         yield add("lm_head.layer_norm_bias", ("transformer.ln_f.bias", C))
     else:
@@ -152,21 +157,24 @@ def table(config, vocab_size: int) -> Iterator[tuple[str, list[tuple[str, int]],
             yield add(ours + "attn.qkv.layer_norm_weight", (theirs + "input_layernorm.weight", C))
             yield add(ours + "mlp.layer_norm_weight", (theirs + "post_attention_layernorm.weight", C))
             for part in ("weight", "bias") if config.bias else ("weight",):
-                yield add(f"{ours}attn.qkv.{part}", *((f"{theirs}self_attn.{x}_proj.{part}", size)
-                                                for x, size in (("q", width), ("k", kv_width), ("v", kv_width))), columns=C)
+                qkv = [(f"{theirs}self_attn.{x}_proj.{part}", size)
+                       for x, size in (("q", width), ("k", kv_width), ("v", kv_width))]
+                gate_up = [(f"{theirs}mlp.{x}_proj.{part}", inner) for x in ("gate", "up")]
+                yield add(f"{ours}attn.qkv.{part}", *qkv, columns=C)
                 yield add(f"{ours}attn.proj.{part}", (f"{theirs}self_attn.o_proj.{part}", C), columns=width)
-                yield add(f"{ours}mlp.fc1_{part}", (f"{theirs}mlp.gate_proj.{part}", inner), (f"{theirs}mlp.up_proj.{part}", inner), columns=C)
+                yield add(f"{ours}mlp.fc1_{part}", *gate_up, columns=C)
                 yield add(f"{ours}mlp.fc2_{part}", (f"{theirs}mlp.down_proj.{part}", C), columns=inner)
             for x in "qk" if config.use_qk_norm else "":
-                yield add(f"{ours}attn.{x}_norm.weight", (f"{theirs}self_attn.{x}_norm.weight", config.head_dim))
+                norm = f"{theirs}self_attn.{x}_norm.weight", config.head_dim
+                yield add(f"{ours}attn.{x}_norm.weight", norm)
         yield add("lm_head.layer_norm_weight", ("model.norm.weight", C))
     if not config.tie_embeddings:
         yield add("lm_head.weight", ("lm_head.weight", vocab_size), columns=C)
 
 
 def to_hf(weights: dict[str, torch.Tensor], config, vocab_size: int) -> dict[str, torch.Tensor]:
-    """The optimized model's weights under Hugging Face's names, the embedding cut to `vocab_size` rows. ValueError for a weight that is missing
-    or of another shape than config's."""
+    """Rename the optimized model's weights to Hugging Face's, the embedding cut to `vocab_size` rows.
+    ValueError for a weight that is missing or of another shape than config's."""
     theirs = {}
     for ours, names, columns, transposed in table(config, vocab_size):
         sizes = [size for _, size in names]
@@ -175,9 +183,10 @@ def to_hf(weights: dict[str, torch.Tensor], config, vocab_size: int) -> dict[str
             weight = torch.zeros(sizes, dtype=weights["wte.weight"].dtype)
         if weight is not None and ours in EMBEDDINGS:
             weight = weight[:vocab_size]
-        if weight is None or weight.shape != _shape(sum(sizes), columns):
+        expected = _shape(sum(sizes), columns)
+        if weight is None or weight.shape != expected:
             found = "missing" if weight is None else f"of shape {tuple(weight.shape)}"
-            raise ValueError(f"{ours} is {found}; the checkpoint's model_config asks for {tuple(_shape(sum(sizes), columns))}")
+            raise ValueError(f"{ours} is {found}; the checkpoint's model_config asks for {tuple(expected)}")
         for (name, _), part in zip(names, weight.split(sizes)):
             theirs[name] = (part.T if transposed else part).clone(memory_format=torch.contiguous_format)  # safetensors takes no views
     return theirs
@@ -203,11 +212,13 @@ def from_hf(tensors: dict[str, torch.Tensor], config, vocab_size: int) -> dict[s
             part, shape = rest.pop(name), _shape(size, columns)
             expected = shape[::-1] if transposed else shape
             if part.shape != expected:
-                raise ValueError(f"tensor {name} has shape {tuple(part.shape)}; config.json asks for {tuple(expected)}")
+                raise ValueError(f"tensor {name} has shape {tuple(part.shape)}; config.json asks for "
+                                 f"{tuple(expected)}")
             if part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise ValueError(f"tensor {name} is {part.dtype}; float32, bfloat16 and float16 are read")
             if not part.isfinite().all():
-                raise ValueError(f"tensor {name} holds values that are NaN or infinite; take a copy of the model without them")
+                raise ValueError(f"tensor {name} holds values that are NaN or infinite; take another copy of "
+                                 "the model")
             parts.append(part.T if transposed else part)
         weight = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
         if not config.bias and ours.endswith(linear_biases):
@@ -217,9 +228,9 @@ def from_hf(tensors: dict[str, torch.Tensor], config, vocab_size: int) -> dict[s
         weights[ours] = weight
     if config.tie_embeddings and "lm_head.weight" in rest:
         head, embedding = rest.pop("lm_head.weight"), weights["wte.weight"]
-        if head.shape != embedding.shape or not torch.equal(head.to(torch.float32), embedding.to(torch.float32)):
-            raise ValueError("tensor lm_head.weight differs from the embedding, but config.json says tie_word_embeddings true; set that to false "
-                             "or remove the tensor")
+        if head.shape != embedding.shape or not torch.equal(head.float(), embedding.float()):
+            raise ValueError("tensor lm_head.weight differs from the embedding, but config.json says "
+                             "tie_word_embeddings true; set that to false or remove the tensor")
     if rest:
         raise ValueError(f"tensor {min(rest)}: nanoTE's model has no place for it")
     return weights

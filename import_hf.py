@@ -39,13 +39,16 @@ PROBE = "def f(x):\n\treturn  x**2  # naïve 東京 🤖\r\n\n   I'll DON'T 1234
 
 
 ROPE = (type(None), {"rope_type?": str, "rope_theta?": float, "partial_rotary_factor?": float})
-HF_CONFIG = {"model_type": str, "nanote?": {"tokenizer?": str, "bias?": bool}, "rope_parameters?": ROPE, "rope_scaling?": ROPE, **{
-    f"{name}?": kind for names, kind in {
+HF_CONFIG = {"model_type": str, "nanote?": {"tokenizer?": str, "bias?": bool},
+             "rope_parameters?": ROPE, "rope_scaling?": ROPE}
+for names, kind in {
         "n_layer num_hidden_layers": range(1, 2**16),  # transformers makes a list of them
-        "vocab_size n_positions n_embd n_head max_position_embeddings hidden_size num_attention_heads intermediate_size": json_files.SIZE,
+        "vocab_size n_positions n_embd n_head max_position_embeddings hidden_size": json_files.SIZE,
+        "num_attention_heads intermediate_size": json_files.SIZE,
         "n_inner num_key_value_heads head_dim": (type(None), json_files.SIZE),
         "layer_norm_epsilon rms_norm_eps rope_theta": float,
-        "tie_word_embeddings attention_bias mlp_bias scale_attn_weights": bool}.items() for name in names.split()}}
+        "tie_word_embeddings attention_bias mlp_bias scale_attn_weights": bool}.items():
+    HF_CONFIG |= {f"{name}?": kind for name in names.split()}
 
 
 @dataclass
@@ -66,7 +69,8 @@ def read_config(folder: Path):
         raise ValueError(f"{folder}: no config.json; a Hugging Face model's local folder is wanted (nothing is downloaded)")
     for path in folder.iterdir():
         if not path.is_file() and not path.is_dir():
-            raise ValueError(f"{path}: not a regular file, or a link to nothing; remove it, or copy the model again")
+            raise ValueError(f"{path}: not a regular file, or a link to nothing; remove it or copy the model "
+                             "again")
     json_files.read(folder / "config.json", HF_CONFIG, "copy the file again from where the model came from")
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -94,7 +98,8 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
             raise ValueError(f"{path}: cannot be read ({json_files.reason(error)}); copy it again") from error
         for name, tensor in found.items():
             if name in tensors:
-                raise ValueError(f"{folder}: tensor {name} is in {origin[name].name} and in {path.name}; keep one copy of the weights")
+                raise ValueError(f"{folder}: tensor {name} is in {origin[name].name} and in {path.name}; "
+                                 "keep one copy of the weights")
             tensors[name], origin[name] = tensor.float() if tensor.dtype == torch.float16 else tensor, path
     return tensors
 

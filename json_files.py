@@ -1,12 +1,15 @@
-"""Read JSON files that may be damaged or come from elsewhere: one check of size, depth, fields and types for every reader.
+"""Read JSON files that may be damaged or hostile: one check of size, depth, fields and types.
 
-    meta = read("out/tiny/step-100/meta.json", {"step": COUNT, "model": str, "hf?": {"folder": str}}, "resume another checkpoint")
+    kind = {"step": COUNT, "model": str, "hf?": {"folder": str}}
+    meta = read("out/tiny/step-100/meta.json", kind, "resume another checkpoint")
 
-The second argument describes the value: a Python type, `X | None`, `Literal[…]`, `list[X]`, `dict[str, X]`, a `range` of integers,
-a dictionary of fields (a name ending in "?" may be absent), a dataclass, of which any field may be absent, or a tuple of alternatives.
-Fields that are not described are ignored, so that newer files stay readable. Numbers are finite and integers fit in 64 bits.
+`kind` describes the value: a Python type, `X | None`, `Literal[…]`, `list[X]`, `dict[str, X]`, a `range` of
+integers, a dictionary of fields (a name that ends in "?" may be absent), a dataclass, any field of which may
+be absent, or a tuple of alternatives. Fields that are not described are ignored, so that newer files stay
+readable. Numbers are finite and integers fit in 64 bits.
 
-Everything raises ValueError in one line: the file, the field, what it holds and what it must hold, and the advice of the caller.
+Every function raises ValueError in one line: the file, the field, what it holds, what it must hold, and
+`advice`.
 """
 import dataclasses
 import json
@@ -15,19 +18,19 @@ import types
 from pathlib import Path
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
-MAX_BYTES = 2**24  # of a file, or of a line of a .jsonl file; the largest here, a line of fp8_health.jsonl, has some 100 kB
+MAX_BYTES = 2**24  # of a file, or of a line of a .jsonl file; a line of fp8_health.jsonl has some 100 kB
 MAX_DEPTH = 200
 COUNT = range(2**63)
 SIZE = range(1, 2**63)
 
 
 def read(path, kind, advice: str):
-    """The value of a JSON file. ValueError, ending with `advice`, for a file that is missing, damaged or not of `kind`."""
+    """Read a JSON file and check its value against `kind`."""
     return parse(read_bytes(path, advice), kind, path, advice)
 
 
 def read_bytes(path, advice: str) -> bytes:
-    """The content of a regular file of at most MAX_BYTES. A named pipe would make a reader wait for ever."""
+    """Read a regular file of at most MAX_BYTES. A named pipe would make a reader wait for ever."""
     if not Path(path).is_file():
         raise ValueError(f"{path}: missing, or not a regular file; {advice}")
     with open(path, "rb") as file:
@@ -38,7 +41,7 @@ def read_bytes(path, advice: str) -> bytes:
 
 
 def read_lines(path, kind, advice: str) -> list:
-    """The values of a .jsonl file, none without the file. A last line that was cut off, by a kill or a full disk, is left out."""
+    """Read the values of a .jsonl file, none without it. A last line that a kill cut off is left out."""
     if not Path(path).exists():
         return []
     if not Path(path).is_file():
@@ -55,13 +58,13 @@ def read_lines(path, kind, advice: str) -> list:
 
 
 def reason(error: Exception) -> str:
-    """What another library says of a damaged file, in a line of at most 300 characters."""
+    """Shorten what another library says of a damaged file to one line of at most 300 characters."""
     line = " ".join(str(error).split()) or type(error).__name__
     return line if len(line) <= 300 else line[:297] + "…"
 
 
 def parse(text: bytes | str, kind, where, advice: str):
-    """The value of a JSON document; `where` it stands begins the message of a ValueError."""
+    """Parse a JSON document and check its value against `kind`; `where` begins the message of an error."""
     try:
         value = json.loads(text)
         if _deeper(value, MAX_DEPTH):
@@ -79,21 +82,21 @@ def parse(text: bytes | str, kind, where, advice: str):
 
 
 def check(value, kind, where, advice: str) -> None:
-    """ValueError, naming the field, where a value read before is not of `kind`."""
+    """Check a value that was read before against `kind`."""
     problem = _problem(value, kind, "")
     if problem:
         raise ValueError(f"{where}: {problem}; {advice}")
 
 
 def _problem(value, kind, name: str) -> str:
-    """What is wrong with `value`; "" where it is of `kind`."""
+    """Say what is wrong with `value`; "" if it is of `kind`."""
     if dataclasses.is_dataclass(kind):
         kind = {f"{field}?": hint for field, hint in get_type_hints(kind).items()}
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType) or isinstance(kind, tuple):
         problems = [_problem(value, option, name) for option in arguments or kind]
-        same_type = [problem for problem in problems if not problem.startswith(f"{name} is ")]  # of a field inside
-        return "" if "" in problems else (same_type or [_not_of(value, kind, name)])[0]
+        inner = [problem for problem in problems if not problem.startswith(f"{name} is ")]  # of a field in it
+        return "" if "" in problems else (inner or [_not_of(value, kind, name)])[0]
     container = dict if isinstance(kind, dict) else origin if origin in (list, dict) else None
     if container is None:
         return "" if _is(value, kind) else _not_of(value, kind, name)
@@ -134,14 +137,16 @@ def _not_of(value, kind, name: str) -> str:
 
 def _described(kind) -> str:
     if isinstance(kind, range):
-        return f"an integer of {kind.start} or more" if kind.stop == 2**63 else f"an integer from {kind.start} to {kind.stop - 1}"
+        limits = f"of {kind.start} or more" if kind.stop == 2**63 else f"from {kind.start} to {kind.stop - 1}"
+        return f"an integer {limits}"
     if get_origin(kind) in (Union, types.UnionType) or isinstance(kind, tuple):
         return " or ".join(map(_described, get_args(kind) or kind))
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
     if isinstance(kind, dict):
         return "an object"
-    names = {int: "an integer", float: "a finite number", str: "text", bool: "true or false", type(None): "null", list: "a list"}
+    names = {int: "an integer", float: "a finite number", str: "text", bool: "true or false", list: "a list",
+             type(None): "null"}
     return names.get(get_origin(kind) or kind, "an object")
 
 
@@ -154,7 +159,9 @@ def _deeper(value, levels: int) -> bool:
     """Whether lists and objects are nested more than `levels` deep."""
     level = [value]
     for _ in range(levels + 1):
-        level = [child for item in level if isinstance(item, (dict, list)) for child in (item.values() if isinstance(item, dict) else item)]
+        containers = [item for item in level if isinstance(item, (dict, list))]
+        level = [child for item in containers
+                 for child in (item.values() if isinstance(item, dict) else item)]
         if not level:
             return False
     return True

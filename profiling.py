@@ -243,39 +243,47 @@ def span_and_busy(kernels) -> tuple[float, float]:
 # ---------------------------------------------------------------- before a run: what cannot fit
 
 def check_memory(config, model_config, device: torch.device, dtype: torch.dtype) -> None:
-    """ValueError for a run that needs more memory than the device has, by what is known before anything is allocated.
+    """Refuse a run that needs more memory than the device has, by what is known before anything is allocated.
 
     Only what every run keeps at one time is counted, so that a run which passes may still run out of memory.
     """
     if device.type == "cuda":
-        name, capacity = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+        name = torch.cuda.get_device_name(device)
+        capacity = torch.cuda.get_device_properties(device).total_memory
     else:
         name, capacity = "this machine", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     parts = least_memory(config, model_config, dtype)
-    total, largest = sum(size for size, *_ in parts), max(parts)
-    if total > capacity:
-        size, what, options = largest
-        given = " ".join(f"--{option.replace('_', '-')} {getattr(config, option)}" for option in options.split())
-        raise ValueError(f"{given}: {what} take {size / GIB:,.4g} GiB of at least {total / GIB:,.4g} GiB that this run needs, but {name} has "
-                         f"{capacity / GIB:,.4g} GiB; lower {'one of them' if ' ' in options else 'it'}")
+    total = sum(size for size, *_ in parts)
+    if total <= capacity:
+        return
+    size, what, names = max(parts)
+    options = [name for name in names.split() if getattr(config, name) is not None]
+    given = " ".join(f"--{option.replace('_', '-')} {getattr(config, option)}" for option in options)
+    lower = "one of them" if len(options) > 1 else "it"
+    raise ValueError(f"{given}: {what} take {size / GIB:,.4g} GiB of at least {total / GIB:,.4g} GiB that "
+                     f"this run needs, but {name} has {capacity / GIB:,.4g} GiB; lower {lower}")
 
 
 def least_memory(config, model_config, dtype: torch.dtype) -> list[tuple[int, str, str]]:
-    """[(bytes, what takes them, the options that decide it)]: a lower bound of what a step keeps at one time."""
+    """Return [(bytes, what takes them, the options that decide it)]: a lower bound of what a step keeps."""
     tokens, width = config.micro_batch_size * config.seq_len, dtype.itemsize
+    weight = 1 if config.fp8_param else width
     moments = 2 * getattr(torch, config.moment_dtype).itemsize
-    masters = 0 if dtype == torch.float32 else 2
-    weights = checkpoint.weight_count(model_config) * ((1 if config.fp8_param else width) + width + moments + masters)
-    kept = config.n_layer - config.offload_activations  # each block keeps its input, also under gradient checkpointing
-    activations = tokens * width * (config.n_embd * kept + config.vocab_size // config.loss_chunks)
-    products = 4 * max(0, config.n_layer - config.fp8_skip_first - config.fp8_skip_last) + config.fp8_lm_head
-    histories = 5 * 4 * products * config.fp8_amax_history_len if config.fp8_recipe == "delayed" else 0  # 5 tensors a GEMM, float32
-    sizes = "n_embd n_layer n_head vocab_size" + "".join(f" {name}" for name in ("n_inner", "n_positions", "head_dim")
-                                                         if getattr(config, name) is not None)
-    return [(weights, "weights, gradients and optimizer state", sizes),
+    master = 0 if dtype == torch.float32 else 2
+    gradient = width
+    weights = checkpoint.weight_count(model_config) * (weight + gradient + moments + master)
+    blocks = config.n_layer - config.offload_activations  # each keeps its input, also with checkpointing
+    activations = tokens * width * (config.n_embd * blocks + config.vocab_size // config.loss_chunks)
+    histories = 0
+    if config.fp8_recipe == "delayed":
+        gemms = 4 * (config.n_layer - config.fp8_skip_first - config.fp8_skip_last) + config.fp8_lm_head
+        histories = gemms * 5 * 4 * config.fp8_amax_history_len  # of 5 tensors, in float32
+    return [(weights, "weights, gradients and optimizer state",
+             "n_embd n_layer n_head head_dim n_inner vocab_size n_positions"),
             (activations, "activations and logits of a micro-batch", "micro_batch_size seq_len"),
             (histories, "amax histories", "fp8_amax_history_len"),
-            (16 * tokens * config.grad_accum, "token ids and labels of a step", "grad_accum micro_batch_size seq_len")]
+            (16 * tokens * config.grad_accum, "token ids and labels of a step",
+             "grad_accum micro_batch_size seq_len")]
 
 
 # ---------------------------------------------------------------- out of memory

@@ -87,11 +87,13 @@ def pick(logits: torch.Tensor, temperature: float, top_k: int | None, top_p: flo
     """One token id from logits (V,). ValueError for logits that are NaN or infinite."""
     highest = logits.max()
     if not highest.isfinite():
-        raise ValueError("the model's logits are not finite: its weights are damaged or diverged; take an earlier checkpoint")
+        raise ValueError("the model's logits are not finite: its weights are damaged or diverged; take an "
+                         "earlier checkpoint")
     if temperature == 0:
         return int(logits.argmax())
-    # Relative to the highest, which stays 0 however small the temperature is. Float32 holds no temperature below 1e-45.
-    probabilities, order = torch.softmax((logits - highest) / max(temperature, 1e-30), dim=-1).sort(descending=True)
+    # The highest logit stays 0 however small the temperature is; float32 holds no temperature below 1e-45.
+    relative = (logits - highest) / max(temperature, 1e-30)
+    probabilities, order = torch.softmax(relative, dim=-1).sort(descending=True)
     if top_k is not None:
         probabilities[top_k:] = 0
     if top_p is not None:  # keep the first, and a token while the ones before it have not reached p

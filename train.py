@@ -204,11 +204,14 @@ def read_options(argv) -> tuple[TrainConfig, Path | None, dict | None]:
             raise ValueError(f"--resume: {folder.parent} has later checkpoints than {folder.name}; to go on from there, remove "
                              f"{', '.join(path.name for path in checkpoint.list_checkpoints(folder.parent) if path != folder)}")
         meta = checkpoint.read_meta(folder)
-        default = dataclasses.replace(saved_options(folder, meta), out_dir=str(folder.parent), resume=True, profile=None, nsys=None, memory_snapshot=None)
+        default = dataclasses.replace(saved_options(folder, meta), out_dir=str(folder.parent), resume=True,
+                                      profile=None, nsys=None, memory_snapshot=None)
     config = cli.parse(TrainConfig, argv, prog="train.py", description=__doc__, default=default)
-    if config.fp8_recipe.startswith("custom:") and config.fp8_recipe != chosen.fp8_recipe:  # it names a module, which would be imported
-        raise ValueError(f"--resume: {folder} was trained with --fp8-recipe {config.fp8_recipe}; code is never taken from a checkpoint: "
-                         f"pass --fp8-recipe {config.fp8_recipe} again, or a built-in recipe such as --fp8-recipe delayed")
+    # A custom recipe names a module, which is imported: the command line may do that, a checkpoint may not.
+    if config.fp8_recipe.startswith("custom:") and config.fp8_recipe != chosen.fp8_recipe:
+        raise ValueError(f"--resume: {folder} was trained with --fp8-recipe {config.fp8_recipe}; code is "
+                         f"never taken from a checkpoint: pass --fp8-recipe {config.fp8_recipe} again, or a "
+                         "built-in recipe such as --fp8-recipe delayed")
     switches = {field.name for field in dataclasses.fields(checkpoint.model_classes(config.model)[1])}
     for name in ARCHITECTURE + ["attention", "fused_loss", "fused_block", "gradient_checkpointing", "checkpoint_every", "offload_activations",
                                 "loss_chunks"]:
@@ -231,8 +234,8 @@ def read_options(argv) -> tuple[TrainConfig, Path | None, dict | None]:
 
 
 def saved_options(folder: Path, meta: dict) -> TrainConfig:
-    """The options of a checkpoint's run. Those that other versions had are left out, those that they lacked take their defaults."""
-    json_files.check(meta, {"config": TrainConfig}, folder / "meta.json", f"restore it, or remove {folder} to use the checkpoint before it")
+    """Return the options of a checkpoint's run, without those that only other versions have."""
+    json_files.check(meta, {"config": TrainConfig}, folder / "meta.json", checkpoint.RESTORE)
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     return TrainConfig(**{key: value for key, value in meta["config"].items() if key in known})
 
@@ -410,13 +413,13 @@ def advice(run: str, step: int, config: TrainConfig) -> str:
 
 
 class StopRequest:
-    """Remembers SIGINT and SIGTERM for the end of a step; a second Ctrl-C stops at once. A signal that was ignored when
-    the process started, as nohup and shells do for jobs in the background, stays ignored."""
+    """Remembers SIGINT and SIGTERM for the end of a step; a second Ctrl-C stops at once. A signal that was
+    ignored when the process started, as nohup and shells do for jobs in the background, stays ignored."""
 
     def __init__(self):
         self.name = None
-        heeded = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
-        self.before = {number: signal.signal(number, self.note) for number in heeded}
+        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)
+                       if signal.getsignal(number) is not signal.SIG_IGN}
 
     def note(self, number, frame):
         self.name = signal.Signals(number).name
@@ -503,21 +506,26 @@ OF_ONE_RUN = ("tokens_per_s", "mfu", "peak_gib", "seconds")  # figures of a reco
 
 
 METRICS = {"step": json_files.SIZE, "loss": float, "val_loss?": float, "peak_gib?": float | None}
-HEALTH = {"step": json_files.SIZE, "health": dict[str, dict[str, dict[str, float | Literal[math.inf] | None]]]}
+FIGURES = dict[str, float | Literal[math.inf] | None]  # of one tensor; its amax may be infinite
+HEALTH = {"step": json_files.SIZE, "health": dict[str, dict[str, FIGURES]]}
 
 
 def read_metrics(path) -> list[dict]:
-    """The records of a metrics.jsonl or fp8_health.jsonl; none without the file. ValueError, naming the line, for other content."""
+    """Read the records of a metrics.jsonl or fp8_health.jsonl; none without the file. ValueError, naming the
+    line, for other content."""
     kind = HEALTH if Path(path).name == "fp8_health.jsonl" else METRICS
     return json_files.read_lines(path, kind, "remove it from there: it is only a log")
 
 
 def cut_logs(run: str, first_step: int) -> None:
-    """Remove records of `first_step` and later from a run's logs, and a line that a kill cut off. Nothing is written before all are read."""
-    paths = [Path(run, name) for name in ("metrics.jsonl", "fp8_health.jsonl") if os.path.lexists(Path(run, name))]
-    kept = [(path, [record for record in read_metrics(path) if record["step"] < first_step]) for path in paths]
-    for path, records in kept:
-        path.with_suffix(".tmp").write_text("".join(json.dumps(record) + "\n" for record in records))
+    """Remove records of `first_step` and later from a run's logs, and a line that a kill cut off. Nothing is
+    written before all are read."""
+    logs = {path: read_metrics(path) for path in (Path(run, "metrics.jsonl"), Path(run, "fp8_health.jsonl"))}
+    for path, records in logs.items():
+        if not path.exists():
+            continue
+        kept = [json.dumps(record) + "\n" for record in records if record["step"] < first_step]
+        path.with_suffix(".tmp").write_text("".join(kept))
         os.replace(path.with_suffix(".tmp"), path)
 
 
@@ -763,9 +771,11 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
     unit = "nats a byte" if tokens["tokenizer"] == "byte" else f"nats a token ({tokens['tokenizer']})"
     try:
         tokenizer = get_tokenizer(tokens["tokenizer"], config.vocab_size)
-        text = tokenizer.decode(generate(model, [tokenizer.eot], 128, temperature=0.8, top_k=50, vocab_size=tokenizer.vocab_size,
-                                         generator=torch.Generator(device).manual_seed(config.seed)))
-    except ValueError as error:  # a tokenizer that this machine does not have; the run is complete all the same
+        generator = torch.Generator(device).manual_seed(config.seed)
+        ids = generate(model, [tokenizer.eot], 128, temperature=0.8, top_k=50, generator=generator,
+                       vocab_size=tokenizer.vocab_size)
+        text = tokenizer.decode(ids)
+    except ValueError as error:  # a tokenizer that is not on this machine: the run is complete all the same
         text = f"no sample: {error}"
     print(f"\n--- a sample ---\n{text}\n----------------\n"
           f"validation loss {record['val_loss']:.4f} {unit} after {step} steps, on {fp8.describe()}\n"

@@ -64,6 +64,7 @@ def full_disk(monkeypatch):
 
 
 GOOD = f"{OPTIONS} --data tokens"
+HUGE = 6400 * 10**15  # below 2^63, and a multiple of 32
 CASES = [  # script, arguments, what the line must hold, what to break first
     # train.py: names
     ("train.py", "--preset gpt3", ["gpt3", "tiny", "llama3-8b"]),
@@ -96,14 +97,14 @@ CASES = [  # script, arguments, what the line must hold, what to break first
     ("train.py", f"{GOOD} --layernorm-epsilon -1", ["--layernorm-epsilon -1", "0 or more"]),
     ("train.py", f"{GOOD} --rope-theta 0", ["--rope-theta 0", "above 0"]),
     # train.py: numbers that no machine has room for
-    ("train.py", f"{GOOD} --n-embd {6400 * 10**15}", [f"--n-embd {6400 * 10**15}", "weights", "GiB", "lower"]),
-    ("train.py", f"{GOOD} --vocab-size {6400 * 10**15}", [f"--vocab-size {6400 * 10**15}", "weights", "GiB"]),
+    ("train.py", f"{GOOD} --n-embd {HUGE}", [f"--n-embd {HUGE}", "weights", "GiB", "lower"]),
+    ("train.py", f"{GOOD} --vocab-size {HUGE}", [f"--vocab-size {HUGE}", "weights", "GiB"]),
     ("train.py", f"{GOOD} --n-layer {10**12}", [f"--n-layer {10**12}", "weights", "GiB"]),
     ("train.py", f"{GOOD} --n-inner {16 * 10**12}", [f"--n-inner {16 * 10**12}", "weights", "GiB"]),
-    ("train.py", f"{GOOD} --no-use-rotary --n-positions {10**15}", [f"--n-positions {10**15}", "weights", "GiB"]),
-    ("train.py", f"{GOOD} --fp8-amax-history-len {10**12}", [f"--fp8-amax-history-len {10**12}", "amax histories", "GiB"]),
+    ("train.py", f"{GOOD} --no-use-rotary --n-positions {HUGE}", [f"--n-positions {HUGE}", "weights", "GiB"]),
+    ("train.py", f"{GOOD} --fp8-amax-history-len {HUGE}", [f"history-len {HUGE}", "amax histories", "GiB"]),
     ("train.py", f"{GOOD} --grad-accum {10**12}", [f"--grad-accum {10**12}", "token ids", "GiB"]),
-    ("train.py", f"{GOOD} --micro-batch-size {10**12}", [f"--micro-batch-size {10**12}", "activations", "GiB"]),
+    ("train.py", f"{GOOD} --micro-batch-size {HUGE}", [f"--micro-batch-size {HUGE}", "activations", "GiB"]),
     ("train.py", f"{GOOD} --n-head {10**12}", [f"--n-head {10**12}", "at most"]),
     ("train.py", f"{GOOD} --n-head 999983 --n-kv-head 500000", ["--n-head 999983", "at most"]),
     ("train.py", f"{GOOD} --max-steps {10**30}", [f"--max-steps {10**30}", "64 bits"]),
@@ -216,8 +217,9 @@ def test_the_scripts_themselves_say_it_the_same_way(world, script, arguments, wo
     check(script, done.stderr, words)
 
 
-@pytest.mark.parametrize("script, arguments", [("train.py", f"{GOOD} --max-steps 1 --out-dir"), ("sample.py", "out/good --prompt"),
-                                               ("data.py", "text file.txt --out-dir")])
+@pytest.mark.parametrize("script, arguments", [
+    ("train.py", f"{GOOD} --max-steps 1 --out-dir"), ("sample.py", "out/good --prompt"),
+    ("data.py", "text file.txt --out-dir")])
 def test_arguments_that_are_not_utf8(world, monkeypatch, capsys, script, arguments):
     monkeypatch.chdir(world)
     before = tree(world)
@@ -226,11 +228,12 @@ def test_arguments_that_are_not_utf8(world, monkeypatch, capsys, script, argumen
     assert tree(world) == before
 
 
-@pytest.mark.parametrize("variables", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}])
+@pytest.mark.parametrize("variables", [
+    {"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}])
 def test_a_terminal_that_knows_ascii_alone(world, tmp_path, variables):
     def run(script, *arguments):
-        return subprocess.run([sys.executable, ROOT / script, *arguments], cwd=world, capture_output=True, timeout=120,
-                              env=os.environ | {"NANOTE_REFERENCE": "1"} | variables)
+        return subprocess.run([sys.executable, ROOT / script, *arguments], cwd=world, capture_output=True,
+                              timeout=120, env=os.environ | {"NANOTE_REFERENCE": "1"} | variables)
 
     done = run("train.py", *GOOD.split(), "--max-steps", "1", "--out-dir", str(tmp_path / "run"))
     assert done.returncode == 0 and b"--- a sample ---" in done.stdout, done.stderr

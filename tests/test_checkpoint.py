@@ -169,7 +169,7 @@ def test_master_weights_appear_and_merge_when_the_precision_changes(tmp_path):
 
 
 def test_a_float32_weight_comes_back_though_its_master_was_never_updated(tmp_path):
-    """Transformer Engine's FusedAdam makes a master of a float32 parameter, too, and updates the parameter alone."""
+    """Transformer Engine's FusedAdam makes a master of a float32 parameter, too, and never updates it."""
     model, optimizer = make(dtype=torch.float32)
     step(model, optimizer, 0)
     optimizer.state[model.wte.weight]["master_param"] = torch.zeros_like(model.wte.weight)
@@ -180,14 +180,15 @@ def test_a_float32_weight_comes_back_though_its_master_was_never_updated(tmp_pat
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_weights_kept_in_fp8_come_back_with_the_float32_ones_beside_them(tmp_path, device, recipe):
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_weights_kept_in_fp8_come_back_with_the_float32_ones_beside_them(tmp_path, device, name):
     def make_in_fp8(seed):
         torch.manual_seed(seed)
-        options = train.TrainConfig(lr=1e-2, fp8_param=True, fp8_recipe=recipe, fp8_amax_history_len=4)
-        model = checkpoint.build_model("optimized", checkpoint.make_model_config("optimized", CONFIG), device=device,
-                                       fp8_weights_recipe=train.recipe_of(options))
-        model.fp8_recipe = train.recipe_of(options)
+        options = train.TrainConfig(lr=1e-2, fp8_param=True, fp8_recipe=name, fp8_amax_history_len=4)
+        config = checkpoint.make_model_config("optimized", CONFIG)
+        recipe = train.recipe_of(options)
+        model = checkpoint.build_model("optimized", config, device=device, fp8_weights_recipe=recipe)
+        model.fp8_recipe = recipe
         return model, train.make_optimizer(model, options)
 
     def steps(model, optimizer, numbers):
@@ -202,8 +203,8 @@ def test_weights_kept_in_fp8_come_back_with_the_float32_ones_beside_them(tmp_pat
     folder = save(tmp_path / "run", 3, model, optimizer)
     again, other = make_in_fp8(1)
     load(folder, again, other)
-    for name, value in model.named_parameters():
-        assert torch.equal(checkpoint._plain(value), checkpoint._plain(again.get_parameter(name))), name
+    for weight, value in model.named_parameters():
+        assert torch.equal(checkpoint._plain(value), checkpoint._plain(again.get_parameter(weight))), weight
     steps(again, other, range(3, 4))
     again = save(tmp_path / "again", 4, again, other)
     steps(model, optimizer, range(3, 4))

@@ -421,12 +421,14 @@ def test_a_custom_recipe_is_never_taken_from_a_checkpoint(finished, monkeypatch,
     monkeypatch.setattr(fp8, "why_not", lambda name: "")  # Transformer Engine's answer on a GPU
     monkeypatch.syspath_prepend(".")
     shutil.copytree(finished, "run")
-    Path("payload.py").write_text(f"import pathlib\npathlib.Path({str(Path('ran').absolute())!r}).touch()\ndef f(role): return None\n")
+    touch = f"import pathlib\npathlib.Path({str(Path('ran').absolute())!r}).touch()\n"
+    Path("payload.py").write_text(touch + "def f(role): return None\n")
     rewrite_meta("run/step-4", lambda meta: meta["config"].update(fp8_recipe="custom:payload.f"))
     for more in ("", "--no-resume --resume", "--lr 1e-4"):
         assert run_train(f"--resume --out-dir run --max-steps 5 {more}") == 2
         error = capsys.readouterr().err
-        assert error.count("\n") == 1 and "run/step-4" in error and "pass --fp8-recipe custom:payload.f again" in error
+        assert error.count("\n") == 1 and "run/step-4" in error
+        assert "pass --fp8-recipe custom:payload.f again" in error
         assert not Path("ran").exists()
     assert run_train("--resume --out-dir run --max-steps 5 --fp8-recipe delayed") == 0
     assert not Path("ran").exists()

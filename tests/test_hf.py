@@ -145,7 +145,7 @@ def test_an_import_is_the_same_model_and_its_export_the_same_folder(kind, tmp_pa
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])  # the second shows an epsilon in the wrong place
 @pytest.mark.parametrize("heads, kv_heads, layers", [(4, 2, 2), (4, 4, 1), (1, 1, 4), (6, 1, 2)])
-def test_qwen3_with_narrow_heads_differs_by_rounding_alone(heads, kv_heads, layers, eps, tmp_path, monkeypatch):
+def test_a_qwen3_with_narrow_heads_differs_by_rounding(heads, kv_heads, layers, eps, tmp_path, monkeypatch):
     """Width 24, heads of width 6: float32's distance from float64 is ours as it is transformers'."""
     config = dict(ROTARY, hidden_size=24, head_dim=6, num_attention_heads=heads, num_key_value_heads=kv_heads)
     config |= dict(num_hidden_layers=layers, rms_norm_eps=eps)

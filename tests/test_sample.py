@@ -78,7 +78,8 @@ def test_padding_rows_are_never_sampled_and_a_stop_token_ends_the_text():
     assert sample.generate(Model(), [3], 1, temperature=0) == [12]
 
 
-@pytest.mark.parametrize("options", [dict(temperature=1e-45), dict(temperature=1e-300), dict(top_p=1e-300), dict(top_p=1e-45), dict(top_k=1),
+@pytest.mark.parametrize("options", [dict(temperature=1e-45), dict(temperature=1e-300), dict(top_p=1e-300),
+                                     dict(top_p=1e-45), dict(top_k=1),
                                      dict(temperature=5e-324, top_p=5e-324, top_k=2**62)])
 def test_extreme_options_take_the_likeliest_token(options):
     for logits in (LOGITS, [1e4, 1e4 + 1, 0.0], [-1e30, 1e30, 0.0]):
