@@ -25,18 +25,18 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @triton.jit
-def _adam(tables, chunks, corrections, lr, grad_scale, options, weight_type: tl.constexpr,
+def _adam(tables, chunks, corrections, lr, grad_scale, settings, weight_type: tl.constexpr,
           master: tl.constexpr, moment_type: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """tables (tensors, 6) int64: addresses of weight, gradient, exp_avg, exp_avg_sq, master, and the number of elements.
     chunks (programs, 2) int32: which tensor, which chunk of it. master: none | float32 | remainder.
-    options (4,) float64: beta1, beta2, eps, weight_decay."""
+    settings (4,) float64: beta1, beta2, eps, weight_decay."""
     program = tl.program_id(0)
     row = tables + 6 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
     correction1, correction2 = tl.load(corrections), tl.load(corrections + 1)
     rate, scale = tl.load(lr), tl.load(grad_scale)
-    beta1, beta2 = tl.load(options).to(tl.float32), tl.load(options + 1).to(tl.float32)
-    eps, weight_decay = tl.load(options + 2).to(tl.float32), tl.load(options + 3).to(tl.float32)
+    beta1, beta2 = tl.load(settings).to(tl.float32), tl.load(settings + 1).to(tl.float32)
+    eps, weight_decay = tl.load(settings + 2).to(tl.float32), tl.load(settings + 3).to(tl.float32)
     size = tl.where(tl.abs(scale) < float("inf"), tl.load(row + 5), 0)  # of a step that is skipped, not an element
     # The hint lets loads and stores be 16 bytes wide. A mask would forbid it, so whole chunks do without.
     weight = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.int16 if master == "remainder" else weight_type)), 16)
