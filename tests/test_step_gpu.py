@@ -36,6 +36,11 @@ def make(**options):
     return model, TrainStep(model, model, optimizer, config, torch.device("cuda"))
 
 
+def meta_of(model):
+    """What train.py would store beside the tensors."""
+    return {"config": {}, "model": "optimized", "model_config": dataclasses.asdict(model.config), "tokenizer": "byte"}
+
+
 def losses(steps=12, lr=1e-3, watch=(), **options):
     model, step = make(**options)
     outcomes = [step(batches(i, step.config.grad_accum), lr, watch=i in watch) for i in range(steps)]
@@ -106,7 +111,7 @@ def test_a_loaded_state_is_what_replays_go_on_with(tmp_path):
     """Weights and optimizer of an earlier step, loaded after the recording: the steps after it repeat."""
     model, step = make(torch_deterministic=True, fp8_recipe="none", attention="sdpa")
     step(batches(0, 1), 1e-3)
-    folder = checkpoint.save(tmp_path, 1, model=model, optimizer=step.optimizer, meta={}, keep=1)
+    folder = checkpoint.save(tmp_path, 1, model=model, optimizer=step.optimizer, meta=meta_of(model), keep=1)
     first = [step(batches(i, 1), 1e-3)[0].item() for i in range(1, 5)]
     checkpoint.load(folder, checkpoint.read_meta(folder), model, step.optimizer)
     again = [step(batches(i, 1), 1e-3)[0].item() for i in range(1, 5)]
@@ -135,7 +140,7 @@ def test_a_checkpoint_goes_on_with_another_optimizer_and_without_graphs(tmp_path
     model, step = make(moment_dtype="bfloat16")
     for i in range(6):
         step(batches(i, 1), 1e-3)
-    folder = checkpoint.save(tmp_path, 6, model=model, optimizer=step.optimizer, meta={}, keep=1)
+    folder = checkpoint.save(tmp_path, 6, model=model, optimizer=step.optimizer, meta=meta_of(model), keep=1)
     other, other_step = make(cuda_graph="off", param_remainders=False)
     checkpoint.load(folder, checkpoint.read_meta(folder), other, other_step.optimizer)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters()))
