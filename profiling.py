@@ -288,6 +288,10 @@ def least_memory(config, model_config, dtype: torch.dtype) -> list[tuple[int, st
 
 # ---------------------------------------------------------------- out of memory
 
+OUT_OF_MEMORY = (r"CUDA.*out of memory|cudaErrorMemoryAllocation|CUBLAS_STATUS_ALLOC_FAILED|"
+                 "DefaultCPUAllocator: can't allocate memory")
+
+
 class OutOfMemory(RuntimeError):
     """One line: that memory ran out, and what would fit."""
 
@@ -298,9 +302,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, (torch.OutOfMemoryError, OutOfMemory)):
+        if isinstance(error, (torch.OutOfMemoryError, OutOfMemory, MemoryError)):
             return True
-        if isinstance(error, RuntimeError) and re.search(r"CUDA.*out of memory|cudaErrorMemoryAllocation|CUBLAS_STATUS_ALLOC_FAILED", str(error)):
+        if isinstance(error, RuntimeError) and re.search(OUT_OF_MEMORY, str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False
