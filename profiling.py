@@ -282,6 +282,7 @@ def least_memory(config, model_config, dtype: torch.dtype) -> list[tuple[int, st
              "n_embd n_layer n_head head_dim n_inner vocab_size n_positions"),
             (activations, "activations and logits of a micro-batch", "micro_batch_size seq_len"),
             (histories, "amax histories", "fp8_amax_history_len"),
+            (64 * config.eval_steps, "losses of an evaluation", "eval_steps"),
             (16 * tokens * config.grad_accum, "token ids and labels of a step",
              "grad_accum micro_batch_size seq_len")]
 
