@@ -41,7 +41,7 @@ def read_bytes(path, advice: str) -> bytes:
 
 
 def read_lines(path, kind, advice: str) -> list:
-    """Read the values of a .jsonl file, none without it. A last line that a kill cut off is left out."""
+    """Read the values of a .jsonl file, none without it. Skips empty lines and a last one cut off by a kill."""
     if not Path(path).exists():
         return []
     if not Path(path).is_file():
@@ -49,6 +49,8 @@ def read_lines(path, kind, advice: str) -> list:
     values = []
     with open(path, "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_BYTES + 1), b""), 1):
+            if not line.strip():
+                continue
             try:
                 values.append(parse(line, kind, f"{path}:{number}", advice))
             except ValueError:
