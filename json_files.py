@@ -41,7 +41,7 @@ def read_bytes(path, advice: str) -> bytes:
 
 
 def read_lines(path, kind, advice: str) -> list:
-    """Read the values of a .jsonl file, none without it. Skips empty lines and a last one cut off by a kill."""
+    """Read the values of a .jsonl file, none without it. Skips empty lines and one that a kill cut off."""
     if not Path(path).exists():
         return []
     if not Path(path).is_file():
