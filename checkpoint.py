@@ -52,7 +52,7 @@ MODELS = {  # --model: (file, model class, config class)
 FORMAT = 1  # of checkpoints; those of before it was counted name none
 META = {  # what meta.json must hold
     "step": COUNT, "config": dict, "model": str, "model_config": dict, "tokenizer": str,
-    "optimizer_groups": list[{"step?": COUNT}], "torch?": str, "device?": str,
+    "optimizer_groups": [{"step?": COUNT}], "torch?": str, "device?": str,
     "hf?": {"folder": str, "vocab_size": SIZE}}
 RESTORE = "restore the checkpoint's files from a copy"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW

@@ -3,10 +3,10 @@
     kind = {"step": COUNT, "model": str, "hf?": {"folder": str}}
     meta = read("out/tiny/step-100/meta.json", kind, "resume another checkpoint")
 
-`kind` describes the value: a Python type, `X | None`, `Literal[…]`, `list[X]`, `dict[str, X]`, a `range` of
-integers, a dictionary of fields (a name that ends in "?" may be absent), a dataclass, any field of which may
-be absent, or a tuple of alternatives. Fields that are not described are ignored, so that newer files stay
-readable. Numbers are finite and integers fit in 64 bits.
+`kind` describes the value: a Python type, `X | None`, `Literal[…]`, `dict[str, X]`, `[X]` for a list, a
+`range` of integers, a dictionary of fields (a name that ends in "?" may be absent), a dataclass, any field of
+which may be absent, or a tuple of alternatives. Fields that are not described are ignored, so that newer
+files stay readable. Numbers are finite and integers fit in 64 bits.
 
 Every function raises ValueError in one line: the file, the field, what it holds, what it must hold, and
 `advice`.
@@ -41,7 +41,7 @@ def read_bytes(path, advice: str) -> bytes:
 
 
 def read_lines(path, kind, advice: str) -> list:
-    """Read the values of a .jsonl file, none without it. A last line that a kill cut off is left out."""
+    """Read the values of a .jsonl file, none without it. Skips empty lines and one that a kill cut off."""
     if not Path(path).exists():
         return []
     if not Path(path).is_file():
@@ -49,6 +49,8 @@ def read_lines(path, kind, advice: str) -> list:
     values = []
     with open(path, "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_BYTES + 1), b""), 1):
+            if not line.strip():
+                continue
             try:
                 values.append(parse(line, kind, f"{path}:{number}", advice))
             except ValueError:
@@ -92,7 +94,7 @@ def _problem(value, kind, name: str) -> str:
     """Say what is wrong with `value`; "" if it is of `kind`."""
     if dataclasses.is_dataclass(kind):
         kind = {f"{field}?": hint for field, hint in get_type_hints(kind).items()}
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin, arguments = (list, kind) if isinstance(kind, list) else (get_origin(kind), get_args(kind))
     if origin in (Union, types.UnionType) or isinstance(kind, tuple):
         problems = [_problem(value, option, name) for option in arguments or kind]
         inner = [problem for problem in problems if not problem.startswith(f"{name} is ")]  # of a field in it
@@ -117,7 +119,7 @@ def _problem(value, kind, name: str) -> str:
 
 
 def _is(value, kind) -> bool:
-    """Whether `value` is of a `kind` that holds no others."""
+    """Return whether `value` is of a `kind` that is not made of others."""
     if isinstance(kind, range):
         return type(value) is int and value in kind
     if get_origin(kind) is Literal:
@@ -143,8 +145,8 @@ def _described(kind) -> str:
         return " or ".join(map(_described, get_args(kind) or kind))
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
-    if isinstance(kind, dict):
-        return "an object"
+    if isinstance(kind, (dict, list)):
+        return "a list" if isinstance(kind, list) else "an object"
     names = {int: "an integer", float: "a finite number", str: "text", bool: "true or false", list: "a list",
              type(None): "null"}
     return names.get(get_origin(kind) or kind, "an object")
@@ -156,7 +158,7 @@ def _shown(value) -> str:
 
 
 def _deeper(value, levels: int) -> bool:
-    """Whether lists and objects are nested more than `levels` deep."""
+    """Return whether lists and objects are nested more than `levels` deep."""
     level = [value]
     for _ in range(levels + 1):
         containers = [item for item in level if isinstance(item, (dict, list))]

@@ -282,11 +282,16 @@ def least_memory(config, model_config, dtype: torch.dtype) -> list[tuple[int, st
              "n_embd n_layer n_head head_dim n_inner vocab_size n_positions"),
             (activations, "activations and logits of a micro-batch", "micro_batch_size seq_len"),
             (histories, "amax histories", "fp8_amax_history_len"),
+            (64 * config.eval_steps, "losses of an evaluation", "eval_steps"),
             (16 * tokens * config.grad_accum, "token ids and labels of a step",
              "grad_accum micro_batch_size seq_len")]
 
 
 # ---------------------------------------------------------------- out of memory
+
+OUT_OF_MEMORY = (r"CUDA.*out of memory|cudaErrorMemoryAllocation|CUBLAS_STATUS_ALLOC_FAILED|"
+                 "DefaultCPUAllocator: can't allocate memory")
+
 
 class OutOfMemory(RuntimeError):
     """One line: that memory ran out, and what would fit."""
@@ -298,9 +303,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, (torch.OutOfMemoryError, OutOfMemory)):
+        if isinstance(error, (torch.OutOfMemoryError, OutOfMemory, MemoryError)):
             return True
-        if isinstance(error, RuntimeError) and re.search(r"CUDA.*out of memory|cudaErrorMemoryAllocation|CUBLAS_STATUS_ALLOC_FAILED", str(error)):
+        if isinstance(error, RuntimeError) and re.search(OUT_OF_MEMORY, str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False

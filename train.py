@@ -562,7 +562,7 @@ def main(argv=None) -> int:
         if rank == 0:
             print(f"train.py: {error}", file=sys.stderr)
         return 1
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not profiling.is_out_of_memory(error):
             raise
         if not isinstance(error, profiling.OutOfMemory):

@@ -105,6 +105,7 @@ CASES = [  # script, arguments, what the line must hold, what to break first
     ("train.py", f"{GOOD} --fp8-amax-history-len {HUGE}", [f"history-len {HUGE}", "amax histories", "GiB"]),
     ("train.py", f"{GOOD} --grad-accum {10**12}", [f"--grad-accum {10**12}", "token ids", "GiB"]),
     ("train.py", f"{GOOD} --micro-batch-size {HUGE}", [f"--micro-batch-size {HUGE}", "activations", "GiB"]),
+    ("train.py", f"{GOOD} --eval-steps {HUGE}", [f"--eval-steps {HUGE}", "losses of an evaluation", "GiB"]),
     ("train.py", f"{GOOD} --n-head {10**12}", [f"--n-head {10**12}", "at most"]),
     ("train.py", f"{GOOD} --n-head 999983 --n-kv-head 500000", ["--n-head 999983", "at most"]),
     ("train.py", f"{GOOD} --max-steps {10**30}", [f"--max-steps {10**30}", "64 bits"]),

@@ -313,7 +313,7 @@ def test_a_last_line_that_a_kill_cut_off_goes(world, tmp_path, capsys):
     in_copy(world, tmp_path, ["run", "tokens"], 0)
     for log in ("metrics.jsonl", "fp8_health.jsonl"):
         with open(Path("run", log), "a") as file:
-            file.write('{"step": 3, "lo')
+            file.write('\n{"step": 3, "lo')
     assert check("train.py", *COMMANDS["train.py"], capsys, "cut off")[0] == 0
     assert [record["step"] for record in train.read_metrics("run/metrics.jsonl")] == [1, 2, 3]
 

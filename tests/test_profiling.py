@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import checkpoint
+import fp8
 import profiling
 import train
 from profiling import GIB, what_would_fit
@@ -179,6 +180,54 @@ def test_expandable_segments_keep_the_allocators_other_settings(monkeypatch):
     assert given == ["max_split_size_mb:512,expandable_segments:True", "expandable_segments:True"]
 
 
+# ---------------------------------------------------------------- what cannot fit
+
+@pytest.mark.parametrize("model, options", [
+    ("optimized", {}), ("te", {}), ("custom", {}), ("fused", {"tie_embeddings": False}),
+    ("advanced", {"n_kv_head": 2}),
+    ("optimized", dict(use_rotary=True, use_rmsnorm=True, activation="swiglu", n_kv_head=1, head_dim=32,
+                       n_inner=96, tie_embeddings=False, use_qk_norm=True, bias=False))])
+def test_weights_are_counted_before_a_model_is_built(model, options):
+    options = dict(n_layer=2, n_head=4, n_embd=64, vocab_size=288, n_positions=32) | options
+    config = checkpoint.make_model_config(model, options)
+    built = checkpoint.build_model(model, config)
+    assert checkpoint.weight_count(config) == sum(p.numel() for p in built.parameters() if p.dim() == 2)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(fp8_param=True), dict(fp8_recipe="none"),
+                                     dict(fp8_skip_first=1)])
+def test_the_least_memory_is_no_more_than_a_step_takes(options):
+    small = dict(n_layer=2, n_head=2, n_embd=64, vocab_size=288, n_positions=32, seq_len=32)
+    config = train.TrainConfig(**small | options, fp8_amax_history_len=64)
+    recipe = train.recipe_of(config)
+    model_config = checkpoint.make_model_config("optimized", vars(config) | {"use_fp8": recipe is not None})
+    of_weights = recipe if config.fp8_param else None
+    model = checkpoint.build_model("optimized", model_config, fp8_weights_recipe=of_weights)
+    model.fp8_recipe = recipe or model.fp8_recipe
+    optimizer = train.make_optimizer(model, config)
+    batch = [torch.zeros(8, 32, dtype=torch.int64)] * 2
+    train.TrainStep(model, model, optimizer, config, torch.device("cpu"))([batch], 1e-3)
+    sizes = {what: size for size, what, _ in profiling.least_memory(config, model_config, torch.float32)}
+    assert 0 < sizes["weights, gradients and optimizer state"] <= profiling.step_bytes(model, optimizer)
+    histories = [value for name, value in fp8.get_state(model).items() if name.endswith("amax_history")]
+    assert sizes["amax histories"] <= sum(history.nbytes for history in histories)
+    assert (sizes["amax histories"] > 0) == (config.fp8_recipe == "delayed")
+    assert sizes["token ids and labels of a step"] == sum(part.nbytes for part in batch)
+
+
+def test_a_run_that_fits_exactly_is_not_refused(monkeypatch):
+    config = train.TrainConfig(n_positions=64, vocab_size=288)
+    model_config = checkpoint.make_model_config("optimized", vars(config))
+    least = sum(size for size, *_ in profiling.least_memory(config, model_config, torch.float32))
+    for pages, refused in ((least, False), (least - 1, True)):
+        monkeypatch.setattr(profiling.os, "sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else pages)
+        if refused:
+            with pytest.raises(ValueError, match=r"--n-embd 768 .* this machine has .* lower one of them"):
+                profiling.check_memory(config, model_config, torch.device("cpu"), torch.float32)
+        else:
+            profiling.check_memory(config, model_config, torch.device("cpu"), torch.float32)
+
+
 # ---------------------------------------------------------------- out of memory
 
 def config(**options):
@@ -233,6 +282,8 @@ def test_running_out_of_memory_is_recognised():
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
     except RuntimeError as error:
         assert profiling.is_out_of_memory(error)
+    on_a_cpu = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: …")
+    assert profiling.is_out_of_memory(MemoryError()) and profiling.is_out_of_memory(on_a_cpu)
     assert profiling.is_out_of_memory(lack) and profiling.is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     assert not profiling.is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
