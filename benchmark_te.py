@@ -16,8 +16,9 @@ Arms:
                 PyTorch's fused AdamW. Llama has no QK-norm; the others' block "modern" has.
 
 What makes figures comparable: an arm's steps are timed in turns with plain's, which stays in memory, and `ratio_to_plain` is of those; times are
-medians between CUDA events; before anything is timed, an arm's loss, gradients and progress must agree with the
-first arm's (results/agreement.py). Forward, backward and optimizer are timed in a pass of their own, launched from Python; `ms` is the step as it is trained.
+medians between CUDA events; before anything is timed, an arm's loss, gradients and progress must agree with
+the first arm's (results/agreement.py). Forward, backward and optimizer are timed in a pass of their own,
+launched from Python; `ms` is the step as it is trained.
 """
 
 import dataclasses
@@ -148,7 +149,8 @@ def free():
 def agreement_of_llama(model_config, config, batch, device):
     """Llama has no QK-norm, so it is compared with a plain GPT that has none either."""
     agreement = Agreement()
-    reference = build_plain("plain-eager", dataclasses.replace(model_config, use_qk_norm=False), config, device)
+    model_config = dataclasses.replace(model_config, use_qk_norm=False)
+    reference = build_plain("plain-eager", model_config, config, device)
     agreement.verify("plain-eager without QK-norm", reference, batch, device)
     return agreement
 
@@ -172,8 +174,8 @@ def phases_ms(step, batches, device) -> dict:
 
 
 def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, profiled=False, warmup=WARMUP, phases=True):
-    """One arm -> (its figures, its step). `plain`: the step of plain, timed in turns with it. `others`: the Agreement
-    with the other arms, or None."""
+    """One arm -> (its figures, its step). `plain`: the step of plain, timed in turns with it. `others`: the
+    Agreement with the other arms, or None."""
     config = arm_config("bf16" if arm in PLAIN_ARMS else arm, config)
     model_config = checkpoint.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": config.fp8_recipe != "none"})
     batches = make_batches(config, device)
@@ -183,8 +185,11 @@ def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, pr
     gpu = device.type == "cuda"
     occupied = torch.cuda.memory_allocated() if gpu else 0
     step = build_plain(arm, model_config, config, device) if arm in PLAIN_ARMS else build_te(config, device, batches[0])
-    checked = {"loss": step(batches, 0.0)[0].item()} if others is None else others.verify(arm, step, batches[0], device)
-    check_loss(checked["loss"], config)
+    if others is None:
+        checked = {"loss": step(batches, 0.0)[0].item()}
+        check_loss(checked["loss"], config)
+    else:
+        checked = others.verify(arm, step, batches[0], device)
     for _ in range(warmup):
         step(batches, LR)
     peak = (torch.cuda.max_memory_allocated() - occupied) / 2**30 if gpu else None
@@ -352,7 +357,9 @@ def run_sweep(options, device, argv):
                                       vocab_size=1024), device)
             for arm in ("bf16-eager", "fp8-eager", "bf16", "fp8"):
                 late = time.time() - start > options.time_budget
-                figures = {"error": "not run: time budget"} if late else attempt(arm, config, device, 8, None, others, warmup=3, phases=False)[0]
+                figures = {"error": "not run: time budget"}
+                if not late:
+                    figures = attempt(arm, config, device, 8, None, others, warmup=3, phases=False)[0]
                 row[f"{arm}_ms"] = figures.get("ms")
                 row |= {"error": figures["error"]} if "error" in figures else {}
             for name, suffix in (("eager", "-eager"), ("graph", "")):
@@ -381,7 +388,8 @@ def run_compile(options, device, argv):
     """torch.compile around the five models; TrainStep without CUDA graphs of its own."""
     from torch._dynamo.utils import counters
 
-    start, rows, others = time.time(), report.Rows(options.json, ("mode", "recipe", "model"), argv), Agreement()
+    start, rows = time.time(), report.Rows(options.json, ("mode", "recipe", "model"), argv)
+    others = Agreement()
     base = make_config(SHAPES["guide"], device)
     for mode, recipe, model in ((mode, recipe, model) for mode in COMPILE_MODES for recipe in COMPILE_RECIPES for model in checkpoint.MODELS):
         row = {"mode": mode, "recipe": recipe, "model": model}

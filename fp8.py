@@ -87,7 +87,7 @@ def _custom_factory(name):
 
 
 def resolve_format(name, fp8_format="auto"):
-    """Return the format that a recipe runs in, "hybrid" or "e4m3"; "" for a recipe with a format of its own."""
+    """Return the format that a recipe runs in: "hybrid" or "e4m3", or "" if it has one of its own."""
     if fp8_format not in ("auto", "hybrid", "e4m3"):
         raise ValueError(f"fp8-format {fp8_format!r} is unknown; use auto (the recipe's own), "
                          "hybrid (E4M3 forward, E5M2 backward) or e4m3")
