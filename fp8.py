@@ -28,8 +28,6 @@ except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8
     IS_REFERENCE = True
 
 RECIPES = ("none", "delayed", "current", "block", "mxfp8", "nvfp4")  # and custom:module.function
-# Transformer Engine's default format of each recipe; the others have one format of their own.
-FORMATS = {"delayed": "hybrid", "current": "hybrid", "block": "e4m3", "mxfp8": "e4m3"}
 _AVAILABLE = {"delayed": te.is_fp8_available, "current": te.is_fp8_available, "block": te.is_fp8_block_scaling_available,
               "mxfp8": te.is_mxfp8_available, "nvfp4": getattr(te, "is_nvfp4_available", None)}  # None: an older TE
 
@@ -84,6 +82,10 @@ def _custom_factory(name):
         what = "has no" if factory is None else "has a value, not a function,"
         raise ValueError(f"fp8-recipe {name!r}: module {module_name} {what} {function_name}; {works}")
     return factory
+
+
+# Transformer Engine's default for each recipe; the others have one format of their own.
+FORMATS = {"delayed": "hybrid", "current": "hybrid", "block": "e4m3", "mxfp8": "e4m3"}
 
 
 def resolve_format(name, fp8_format="auto"):

@@ -191,4 +191,4 @@ def test_after_the_warm_up_no_gradient_is_flushed(fp8_format):
     first = gradients()
     for _ in range(4):
         settled = gradients()
-    assert first == pytest.approx(settled, rel=0.1)
+    assert first == pytest.approx(settled, rel=0.1)  # settled ones, too, differ from pass to pass by rounding
