@@ -174,7 +174,8 @@ def free():
 def agreement_of_llama(model_config, config, batch, device):
     """Llama has no QK-norm, so it is compared with a plain GPT that has none either."""
     agreement = Agreement()
-    reference = build_plain("plain-eager", dataclasses.replace(model_config, use_qk_norm=False), config, device)
+    model_config = dataclasses.replace(model_config, use_qk_norm=False)
+    reference = build_plain("plain-eager", model_config, config, device)
     agreement.verify("plain-eager without QK-norm", reference, batch, device)
     return agreement
 
@@ -210,8 +211,11 @@ def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, pr
     gpu = device.type == "cuda"
     occupied = torch.cuda.memory_allocated() if gpu else 0
     step = build_plain(arm, model_config, config, device) if arm in PLAIN_ARMS else build_te(config, device, batches[0])
-    checked = {"loss": step(batches, 0.0)[0].item()} if others is None else others.verify(arm, step, batches[0], device)
-    check_loss(checked["loss"], config)
+    if others is None:
+        checked = {"loss": step(batches, 0.0)[0].item()}
+        check_loss(checked["loss"], config)
+    else:
+        checked = others.verify(arm, step, batches[0], device)
     for _ in range(warmup):
         step(batches, LR)
     peak = (torch.cuda.max_memory_allocated() - occupied) / 2**30 if gpu else None
@@ -420,7 +424,8 @@ def run_compile(options, device, argv):
     """torch.compile around the five models, beside the same step uncompiled and as a CUDA graph."""
     from torch._dynamo.utils import counters
 
-    start, rows, others = time.time(), report.Rows(options.json, ("mode", "recipe", "model"), argv), Agreement()
+    start, rows = time.time(), report.Rows(options.json, ("mode", "recipe", "model"), argv)
+    others = Agreement()
     base = make_config(SHAPES["guide"], device)
     for recipe, mode, model in itertools.product(COMPILE_RECIPES, COMPILE_MODES, checkpoint.MODELS):
         row = {"mode": mode, "recipe": recipe, "model": model}

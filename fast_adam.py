@@ -117,6 +117,7 @@ class _Tables:
     chunks: torch.Tensor  # (programs, 2) int32, of all parameters: the launch is always the same
     lr: torch.Tensor  # () float32
     options: torch.Tensor  # (4,) float64: beta1, beta2, eps, weight_decay
+    sizes: list  # elements of each parameter, as `chunks` has them
     rows: list | None = None  # what `pointers` holds
     values: list | None = None  # what `options` holds
 
@@ -170,14 +171,15 @@ class FastAdam(torch.optim.Optimizer):
             raise
         parameters = group["params"]
         device = next(p.device for group in reversed(self.param_groups) for p in group["params"])
-        sizes = [triton.cdiv(p.numel(), CHUNK) for p in parameters]
-        chunks = [[number, chunk] for number, size in enumerate(sizes) for chunk in range(size)]
+        counts = [triton.cdiv(p.numel(), CHUNK) for p in parameters]
+        chunks = [[number, chunk] for number, count in enumerate(counts) for chunk in range(count)]
         group["lr"] = torch.tensor(float(group["lr"]), device=device)
         group["step"] = torch.zeros(1, dtype=torch.int, device=device)
         self.tables.append(_Tables(
             pointers=torch.zeros(len(parameters), 6, dtype=torch.int64, device=device),
             chunks=torch.tensor(chunks, dtype=torch.int32, device=device).view(-1, 2),
-            lr=group["lr"], options=torch.zeros(4, dtype=torch.float64, device=device)))
+            lr=group["lr"], options=torch.zeros(4, dtype=torch.float64, device=device),
+            sizes=[p.numel() for p in parameters]))
         for parameter in parameters:
             self.initialize_state(parameter)
 
@@ -224,7 +226,7 @@ class FastAdam(torch.optim.Optimizer):
             rows = [self._row(parameter) for parameter in group["params"]]
             if rows != tables.rows:
                 self._refuse_while_recording()
-                self._check_layout(group["params"], rows)
+                self._check_layout(group["params"], rows, tables)
                 tables.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, 6))
                 tables.rows = rows
 
@@ -237,7 +239,10 @@ class FastAdam(torch.optim.Optimizer):
         return [parameter.data_ptr(), gradient.data_ptr(), state["exp_avg"].data_ptr(),
                 state["exp_avg_sq"].data_ptr(), master, parameter.numel()]
 
-    def _check_layout(self, parameters, rows):
+    def _check_layout(self, parameters, rows, tables):
+        if [p.numel() for p in parameters] != tables.sizes:
+            raise ValueError("FastAdam: a group has other parameters than it was made with; use "
+                             "add_param_group, or requires_grad_(False) to leave one out")
         for p in parameters:
             if p.grad is None:
                 continue

@@ -30,8 +30,6 @@ except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8
 
 RESTORE = "restore the checkpoint's files from a copy, or start the scales anew with --fp8-recipe current"
 RECIPES = ("none", "delayed", "current", "block", "mxfp8", "nvfp4")  # and custom:module.function
-# Transformer Engine's default format of each recipe; the others have one format of their own.
-FORMATS = {"delayed": "hybrid", "current": "hybrid", "block": "e4m3", "mxfp8": "e4m3"}
 OTHER_NAMES = {  # of recipes, in Megatron, torchao and TE's classes; without "_", "-" and "scaling"
     "tensorwise": "current", "pertensor": "current", "dynamic": "current", "float8current": "current",
     "blockwise": "block", "float8block": "block", "mxfp8block": "mxfp8", "mx": "mxfp8", "nvfp4block": "nvfp4",
@@ -104,8 +102,12 @@ def _custom_factory(name):
     return factory
 
 
+# Transformer Engine's default for each recipe; the others have one format of their own.
+FORMATS = {"delayed": "hybrid", "current": "hybrid", "block": "e4m3", "mxfp8": "e4m3"}
+
+
 def resolve_format(name, fp8_format="auto"):
-    """Return the format that a recipe runs in, "hybrid" or "e4m3"; "" for a recipe with a format of its own."""
+    """Return the format that a recipe runs in: "hybrid" or "e4m3", or "" if it has one of its own."""
     if fp8_format not in ("auto", "hybrid", "e4m3"):
         raise ValueError(f"fp8-format {fp8_format!r} is unknown; use auto (the recipe's own), "
                          "hybrid (E4M3 forward, E5M2 backward) or e4m3")

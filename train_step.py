@@ -267,13 +267,14 @@ def _describe(batch) -> str:
 
 
 def warm_up_scales(model, batch) -> None:
-    """Run four forward and backward passes without an update, after which the scales of delayed scaling are known.
+    """Run four forward and backward passes without an update, after which the scales of delayed scaling are
+    known.
 
-    They start at 1, which flushes small gradients to zero, and behind a GEMM whose gradient is zero there is no amax
-    for the next one. So the first pass finds the scale of the head, the second those of proj and fc2, which take the
-    residual stream's gradient, the third those of qkv and fc1 behind them, and the fourth the ones of the stream with
-    all branches in it. Without them a new run would lose its first steps, and one that was in BF16 so far would take
-    wrong ones.
+    They start at 1, which flushes small gradients to zero, and behind a GEMM whose gradient is zero there is
+    no amax for the next one. So the first pass finds the scale of the head, the second those of proj and fc2,
+    which take the residual stream's gradient, the third those of qkv and fc1 behind them, and the fourth the
+    ones of the stream with all branches in it. Without them a new run would lose its first steps, and one
+    that was in BF16 so far would take wrong ones.
     """
     for _ in range(4):
         model(*batch).backward()

@@ -1,13 +1,14 @@
 """Before an arm of benchmark_te.py is timed: does it compute what the first arm of its shape computes?
 
-Every arm starts from the same weights and takes the same micro-batch. Three things must agree with the first arm:
-the loss, the gradient norms in the first step (of all gradients, of each weight matrix, and of the vectors of each
-block together), and how far the loss falls in STEPS further steps, at a learning rate that moves the weights. So a
-gradient that is zero, scaled or not seen by the optimizer is refused, and so is a step that does not train. Then
-weights, optimizer and FP8 state are set back: what is timed is the model at its start.
+Every arm starts from the same weights and takes the same micro-batch. Three things must agree with the first
+arm: the loss, the gradient norms in the first step (of all gradients, of each weight matrix, and of the
+vectors of each block together), and how far the loss falls in STEPS further steps, at a learning rate that
+moves the weights. So a gradient that is zero, scaled or not seen by the optimizer is refused, and so is a
+step that does not train. Then weights, optimizer and FP8 state are set back: what is timed is the model at
+its start.
 
-- Gradients are read from AdamW's first moment, which after one step from zero is (1 - beta1) times the clipped
-  gradient. Every arm has it: eager, compiled, or replayed as CUDA graphs.
+- Gradients are read from AdamW's first moment, which after one step from zero is (1 - beta1) times the
+  clipped gradient. Every arm has it: eager, compiled, or replayed as CUDA graphs.
 - How far two arms may differ follows from what they round: see `Errors`.
 """
 
@@ -34,30 +35,31 @@ ROLES = {  # of the weight matrices of a block, by their names in all models; th
 
 @dataclass
 class Errors:
-    """Relative errors that rounding makes in one arm, from the number of layers and the formats.
+    """Variances of the relative errors that rounding makes in one arm, from its layers and formats.
 
-    One rounding. A value between two powers of two has an error of up to half a step, u = 2^-(bits + 1) of it, and
-    on average (root mean square) u / √3. Roundings are independent, so their variances v = u² / 3 add up.
+    One rounding. The error is at most half a step, u = 2^-(bits + 1) of the value, and u / √3 in the root
+    mean square. Roundings are independent: their variances v = u² / 3 add up.
 
-    One branch (attention or MLP), between two sums of the residual stream. Forward: two GEMMs with two operands
-    each, F = 4 v. Backward: two GEMMs, F and B differ if gradients have another format, B = 2 (v + v_gradient). In
-    BF16 at most eight tensors of a branch are rounded, either way: F = B = 8 v.
+    One branch, attention or MLP. Forward it has two GEMMs with two FP8 operands each: F = 4 v. Backward it
+    has two, of a gradient and a weight each: B = 2 (v + v'), v' for the gradients' format. In BF16 it rounds
+    at most eight tensors, either way: F = B = 8 v.
 
-    The stream. After n branches of about the same size it has the mean of their errors, and each branch has the error
-    that the stream had before it, plus F: a_n = (1/n) Σ (a_k-1 + F), which is a_n = F (1 + 1/2 + … + 1/n) = F H.
-    With two branches a layer H = H(2 layers). The logits add the operands of one GEMM: at most (H + 1) F.
+    The residual stream. After n branches of equal size its variance is the mean of theirs, and each has F
+    more than the stream before it: a(n) = Σ (a(k - 1) + F) / n = F H with H = 1 + 1/2 + … + 1/n. There are
+    two branches a layer. The logits have the operands of one GEMM more, together at most (H + 1) F.
 
-    A weight's gradient. The gradient of the stream collects branches in the same way. Each has B of its own and is
-    taken at activations that are off by the stream's H F: H (B + H F). The head's GEMM, the way from the stream into
-    the branch, and the operands of the weight's own GEMM are at most 2 B + 2 H F + F more. Together at most
-    (H + 2) B + (H + 1)² F.
+    The gradient of a weight. The gradient of the stream collects branches in the same way. Each has B of its
+    own and is taken at activations with the variance H F: together H (B + H F). The head, the way into the
+    branch and the operands of the wgrad GEMM add at most 2 B + (2 H + 1) F: together (H + 2) B + (H + 1)² F.
 
-    From these variances g (gradient) and l (logits) to what is compared. FP8's errors are not correlated with the
-    values, so a norm grows by √(1 + g) and, of N elements, scatters by 4 √(g / N) at most (four standard
-    deviations). The few and small errors of BF16 may be correlated: they count in full, √g. The loss changes by half
-    the variance of the logits (its second derivative), and scatters over the tokens; BF16 again counts in full. AdamW
-    moves each weight by about its learning rate along the sign of the gradient, which an uncorrelated error shortens
-    by 1 / √(1 + g): the loss falls by as much less.
+    What follows for the figures that are compared, from the variances g of a gradient and l of the logits:
+
+    - Errors of FP8 are not correlated with the values. They lengthen a gradient by √(1 + g), and the norm of
+      N elements scatters by √(g / N), of which four are allowed.
+    - The small errors of BF16 may be correlated: they count in full, with √g.
+    - The loss changes by half the variance of the logits, and scatters over the tokens; BF16 counts in full.
+    - AdamW moves a weight by about the learning rate along the sign of its gradient. An error that is not
+      correlated shortens this way by √(1 + g), and the loss falls by as much less.
     """
 
     gradient_fp8: float
@@ -83,7 +85,8 @@ class Errors:
                    logits_fp8=(depth + 1) * forward, logits=(depth + 1) * other)
 
     def of_norm(self, elements) -> float:
-        return math.sqrt(1 + self.gradient_fp8) - 1 + 4 * math.sqrt(self.gradient_fp8 / elements) + math.sqrt(self.gradient)
+        scatter = 4 * math.sqrt(self.gradient_fp8 / elements)
+        return math.sqrt(1 + self.gradient_fp8) - 1 + scatter + math.sqrt(self.gradient)
 
     def of_loss(self, spread, tokens) -> float:
         """Absolute; `spread`: standard deviation of the logits."""
@@ -94,7 +97,7 @@ class Errors:
 # ---------------------------------------------------------------- the same start
 
 def parts(model) -> dict:
-    """Return {name: parameters}, the same names for every model: "block 3 qkv", "block 3 vectors", "wte" and so on."""
+    """Return {name: parameters}, the same names for every model: "block 3 qkv", "block 3 vectors", "wte"."""
     found = defaultdict(list)
     for name, parameter in model.named_parameters():
         block = re.search(r"(?:blocks|layers)\.(\d+)\.", name)
@@ -110,15 +113,16 @@ def parts(model) -> dict:
 
 @torch.no_grad()
 def start_alike(step) -> None:
-    """Set a step's model and optimizer to a start that is the same in every arm: GPT-2's initialization, drawn by
-    the names of `parts`, and an optimizer that has made no step."""
+    """Set a step's model and optimizer to a start that is the same in every arm: GPT-2's initialization,
+    drawn by the names of `parts`, and an optimizer that has made no step."""
     for name, parameters in parts(step.model).items():
         if parameters[0].dim() < 2:
             continue
         std = 0.02 / math.sqrt(2 * step.config.n_layer) if name.endswith((" proj", " fc2")) else 0.02
         generator = torch.Generator(parameters[0].device).manual_seed(zlib.crc32(name.encode()))
         sizes = [len(parameter) for parameter in parameters]
-        drawn = torch.randn(sum(sizes), parameters[0].shape[1], generator=generator, device=parameters[0].device)
+        shape, device = (sum(sizes), parameters[0].shape[1]), parameters[0].device
+        drawn = torch.randn(shape, generator=generator, device=device)
         for parameter, values in zip(parameters, drawn.mul_(std).split(sizes)):
             parameter.copy_(values.bfloat16())  # also where weights are in float32
     for name, parameter in step.model.named_parameters():
@@ -144,7 +148,7 @@ class Computed:
 
     arm: str
     loss: float
-    norms: dict  # gradient norms: "all gradients", and of each of `parts`
+    norms: dict  # gradient norms, of "all gradients" and of each of `parts`
     sizes: dict  # elements of each
     fall: float  # of the loss over STEPS steps
     errors: Errors
@@ -167,21 +171,21 @@ def compute(arm, step, batch, device) -> Computed:
 
 
 def gradient_norms(step, norm) -> dict:
-    """Of each of `parts`, after one step from an optimizer state of zero. `norm`: of all gradients, by which the
-    step has clipped them."""
+    """Of each of `parts`, after one step from an optimizer state of zero. `norm`: of all gradients, by which
+    the step has clipped them."""
     clip = min(1.0, step.config.grad_clip / (norm + 1e-6)) if step.config.grad_clip else 1.0
     scale = clip * (1 - step.optimizer.param_groups[0]["betas"][0])
     found = {}
     for name, parameters in parts(step.model).items():
         moments = [step.optimizer.state.get(parameter, {}).get("exp_avg") for parameter in parameters]
-        squares = [torch.linalg.vector_norm(m, dtype=torch.float32).item() ** 2 for m in moments if m is not None]
-        found[name] = math.sqrt(sum(squares)) / scale
+        norms = [torch.linalg.vector_norm(m, dtype=torch.float32).item() for m in moments if m is not None]
+        found[name] = math.hypot(*norms) / scale
     return found
 
 
 def check_loss(loss, config) -> None:
-    """Raise RuntimeError unless the loss is about what random tokens cost at initialization: ln V + σ²/2, where the
-    logits have the variance σ² = 0.02²·C."""
+    """Raise RuntimeError unless the loss is about what random tokens cost at initialization: ln V + σ²/2,
+    where the logits have the variance σ² = 0.02²·C."""
     expected = math.log(config.vocab_size) + 0.02**2 * config.n_embd / 2
     if not abs(loss - expected) < 0.3:
         raise RuntimeError(f"numerics: a loss of {loss:.3f} at initialization, not about {expected:.3f}")
@@ -194,7 +198,7 @@ class Agreement:
         self.first = None
 
     def verify(self, arm, step, batch, device) -> dict:
-        """Raise RuntimeError unless an arm computes what the first one does; return the figures for its row."""
+        """Raise RuntimeError unless an arm computes what the first one does; return figures for its row."""
         found = compute(arm, step, batch, device)
         figures = {"loss": found.loss, "grad_norm": found.norms["all gradients"], "loss_fall": found.fall}
         check_loss(found.loss, step.config)
@@ -208,19 +212,21 @@ class Agreement:
             return figures
         share, what = max(compared(found, self.first, step.config.n_embd, batch[0].numel()))
         if share > 1:
-            raise RuntimeError(f"numerics: {what} in {self.first.arm}; rounding explains {100 / share:.2g} % of the "
-                               "difference")
+            raise RuntimeError(f"numerics: {what} in {self.first.arm}; rounding explains {100 / share:.2g} % "
+                               "of the difference")
         return figures | {"agrees_with": self.first.arm, "agreement": share}
 
 
 def compared(found, first, width, tokens):
-    """Yield (difference over what roundings explain, the figures in words) for everything that is compared."""
+    """Yield, for each figure, its difference over what rounding explains, and the figure in words."""
     both = (found.errors, first.errors)
     spread = 0.02 * math.sqrt(width)  # of the logits of a new model
-    allowed = sum(errors.of_loss(spread, tokens) for errors in both) + first.loss * 2.0**-20  # the loss is float32
+    allowed = sum(errors.of_loss(spread, tokens) for errors in both)
+    allowed += first.loss * 2.0**-20  # it is in float32
     yield abs(found.loss - first.loss) / allowed, f"loss {found.loss:.5f}, {first.loss:.5f}"
     for name, norm in first.norms.items():
-        wanted = sum(errors.of_norm(first.sizes[name]) for errors in both) * norm
-        yield abs(found.norms[name] - norm) / wanted, f"gradient norm of {name} {found.norms[name]:.5g}, {norm:.5g}"
+        explained = sum(errors.of_norm(first.sizes[name]) for errors in both) * norm
+        words = f"gradient norm of {name} {found.norms[name]:.5g}, {norm:.5g}"
+        yield abs(found.norms[name] - norm) / explained, words
     allowed += sum(errors.of_norm(first.sizes["all gradients"]) for errors in both) * first.fall
     yield abs(found.fall - first.fall) / allowed, f"the loss falls by {found.fall:.5f}, {first.fall:.5f}"

@@ -57,8 +57,8 @@ class Rows(list):
 
 def groups_of(rows):
     """{(shape, block): {arm: row}} of the rows without an error. An arm that accumulates or checkpoints is a group of its own: "fp8-accum4" is
-    "fp8" of (shape, "block, 4 micro-batches"). A row of "fp8-block" that does not name its format was measured with
-    E5M2 gradients and is "fp8-block-hybrid"."""
+    "fp8" of (shape, "block, 4 micro-batches"). A row of "fp8-block" without a format was measured with E5M2
+    gradients and is "fp8-block-hybrid"."""
     groups = {}
     for row in rows:
         if "error" in row:

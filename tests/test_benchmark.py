@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import re
 import shlex
 import time
@@ -72,7 +71,8 @@ def test_hf_llama_is_of_our_size():
 
 def test_block_scaling_measured_with_e5m2_gradients_says_so():
     """Rows of before E4M3 was its default do not name a format."""
-    row = dict(shape="guide", block="gpt2", ms=1.0, tokens_per_s=1e3, ratio_to_plain=None, mfu=None, peak_gib=None)
+    row = dict(shape="guide", block="gpt2", ms=1.0, tokens_per_s=1e3)
+    row |= dict(ratio_to_plain=None, mfu=None, peak_gib=None)
     old, new = row | dict(arm="fp8-block"), row | dict(arm="fp8-block", fp8_format="e4m3")
     hybrid = row | dict(arm="fp8-block-hybrid", fp8_format="hybrid")
     titles = [report.table([rows]).splitlines()[0].split(" | ")[1] for rows in (old, new, hybrid)]
@@ -123,15 +123,6 @@ def test_arms_are_options_of_the_trainer(arm, changes):
     ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<...>>", "elementwise/residual"), ("mystery", "other")])
 def test_kernel_classes(name, kind):
     assert timing.kernel_class(name) == kind
-
-
-def test_a_wrong_loss_is_not_timed():
-    config = benchmark.TrainConfig(vocab_size=50304, n_embd=768)
-    expected = math.log(50304) + 0.15
-    benchmark.check_loss(expected, config, expected + 0.09)
-    for loss, others in ((math.nan, None), (expected + 0.4, None), (expected, expected + 0.11)):
-        with pytest.raises(RuntimeError, match="numerics"):
-            benchmark.check_loss(loss, config, others)
 
 
 FIELDS = "shape block arm ms tokens_per_s ratio_to_plain mfu peak_gib floor_ms ceilings gpu torch te date command cuda_graph model_config".split()

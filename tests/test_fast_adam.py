@@ -201,6 +201,15 @@ def test_a_group_that_does_not_fit_is_not_added(group, complaint):
         optimizer.step()
 
 
+def test_parameters_of_a_group_must_not_be_exchanged():
+    params = parameters(torch.bfloat16)
+    optimizer = FastAdam(params, lr=1e-2)
+    train(optimizer, params, 1)
+    optimizer.param_groups[0]["params"] = params[:1]
+    with pytest.raises(ValueError, match="use add_param_group"):
+        optimizer.step()
+
+
 def test_a_learning_rate_may_be_a_number():
     """Set by hand, before or after a step; it is written to the memory that a recorded CUDA graph reads."""
     outcomes = []

@@ -314,16 +314,6 @@ def test_what_a_model_lacks_of_its_preset_is_said(tokens, capsys, model, lacks):
         assert all(name in said[0] for name in lacks.split(", "))
 
 
-def test_every_recipe_option_reaches_the_model(tokens, monkeypatch):
-    seen = {}
-    monkeypatch.setattr(train, "evaluate", lambda model, loader, steps: seen.update(model=model) or 0.0)
-    assert run_train(f"{OPTIONS} --max-steps 1 --fp8-format e4m3 --fp8-amax-history-len 5 "
-                     "--fp8-amax-compute-algo most_recent --fp8-margin 2 --no-fp8-lm-head --out-dir run", tokens) == 0
-    recipe, config = seen["model"].fp8_recipe, seen["model"].config
-    assert (recipe.fp8_format.name, recipe.amax_history_len, recipe.amax_compute_algo, recipe.margin) == ("E4M3", 5, "most_recent", 2)
-    assert config.use_fp8 and not config.fp8_lm_head
-
-
 def test_a_run_says_and_keeps_its_fp8_format(tokens, monkeypatch, capsys):
     """auto is the recipe's own; an earlier checkpoint, which names hybrid, goes on with hybrid."""
     drawn, options = [], f"{OPTIONS} --n-layer 1 --max-steps 1 --fp8-recipe block --fp8-health-interval 1"
@@ -337,6 +327,16 @@ def test_a_run_says_and_keeps_its_fp8_format(tokens, monkeypatch, capsys):
     assert drawn[-1] == ("before, FP8 block (hybrid)", "hybrid")
     assert run_train("--resume --max-steps 3 --fp8-format auto --out-dir before", tokens) == 0
     assert "FP8 block (e4m3)" in capsys.readouterr().out
+
+
+def test_every_recipe_option_reaches_the_model(tokens, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(train, "evaluate", lambda model, loader, steps: seen.update(model=model) or 0.0)
+    assert run_train(f"{OPTIONS} --max-steps 1 --fp8-format e4m3 --fp8-amax-history-len 5 "
+                     "--fp8-amax-compute-algo most_recent --fp8-margin 2 --no-fp8-lm-head --out-dir run", tokens) == 0
+    recipe, config = seen["model"].fp8_recipe, seen["model"].config
+    assert (recipe.fp8_format.name, recipe.amax_history_len, recipe.amax_compute_algo, recipe.margin) == ("E4M3", 5, "most_recent", 2)
+    assert config.use_fp8 and not config.fp8_lm_head
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "block"])

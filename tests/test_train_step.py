@@ -33,7 +33,7 @@ def graphs_on_the_cpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *args: None)
     forward_backward = train_step.TrainStep.forward_backward
 
-    def overwriting(self, batch, first):  # as the first micro-batch's graph overwrites the gradients of before
+    def overwriting(self, batch, first):  # as the graph of the first micro-batch does
         if first:
             self.optimizer.zero_grad(set_to_none=True)
         return forward_backward(self, batch, first)
@@ -95,7 +95,7 @@ ALWAYS = {
     "too few": ([batch(2)], r"1 micro-batches: grad_accum is 2.*set grad_accum=1"),
     "too many": ([batch(2)] * 3, "3 micro-batches: grad_accum is 2"),
     "none": ([], "0 micro-batches"),
-    "labels of another shape": ([(batch(2)[0], batch(2)[1].T.contiguous())] * 2, r"labels \(16, 2\).*for each token"),
+    "labels of another shape": ([(batch(2)[0], batch(2)[1].T.contiguous())] * 2, "a label for each token"),
     "no labels": ([batch(2)[:1]] * 2, "pass .input_ids, labels."),
 }
 
@@ -125,7 +125,7 @@ def test_a_recording_refuses_micro_batches_of_two_shapes():
 def test_cu_seqlens_that_go_are_refused():
     step = make(fp8_recipe="none")
     step([(*batch(0), STARTS)], 1e-2)
-    with pytest.raises(ValueError, match=r"micro-batch 1 of 1: input_ids .*, labels .2, 16. int64; .*cu_seqlens"):
+    with pytest.raises(ValueError, match=r"micro-batch 1 of 1: .*, labels .2, 16. int64; .*cu_seqlens"):
         step([batch(1)], 1e-2)
 
 
@@ -172,8 +172,8 @@ def test_options_of_the_optimizer_may_change():
 
 @pytest.mark.parametrize("fp8_format", ["hybrid", "e4m3"])
 def test_after_the_warm_up_no_gradient_is_flushed(fp8_format):
-    """Delayed scaling starts with scales of 1, and the loss of a large batch gives each token a small gradient. Behind
-    a GEMM whose gradient was flushed to zero the next scale is not known yet."""
+    """Delayed scaling starts with scales of 1, and the loss of a large batch gives each token a small
+    gradient. Behind a GEMM whose gradient was flushed to zero the next scale is not known yet."""
     torch.manual_seed(0)
     options = dict(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=2, use_fp8=True)
     model = checkpoint.build_model("optimized", checkpoint.make_model_config("optimized", options))
@@ -191,4 +191,4 @@ def test_after_the_warm_up_no_gradient_is_flushed(fp8_format):
     first = gradients()
     for _ in range(4):
         settled = gradients()
-    assert first == pytest.approx(settled, rel=0.1)
+    assert first == pytest.approx(settled, rel=0.1)  # settled ones, too, differ from pass to pass by rounding
