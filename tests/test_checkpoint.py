@@ -37,9 +37,9 @@ def step(model, optimizer, seed):
     return loss.item()
 
 
-def save(run, number, model, optimizer, keep=9, saver=checkpoint):
+def save(run, number, model, optimizer, keep=9, saver=checkpoint, **config):
     run.mkdir(exist_ok=True)
-    meta = {"config": {}, "model": "optimized", "model_config": vars(model.config), "tokenizer": "byte"}
+    meta = {"config": config, "model": "optimized", "model_config": vars(model.config), "tokenizer": "byte"}
     return saver.save(run, number, model=model, optimizer=optimizer, meta=meta, keep=keep)
 
 
@@ -200,7 +200,7 @@ def test_weights_kept_in_fp8_come_back_with_the_float32_ones_beside_them(tmp_pat
 
     model, optimizer = make_in_fp8(0)
     steps(model, optimizer, range(3))
-    folder = save(tmp_path / "run", 3, model, optimizer)
+    folder = save(tmp_path / "run", 3, model, optimizer, fp8_param=True)
     again, other = make_in_fp8(1)
     load(folder, again, other)
     for weight, value in model.named_parameters():

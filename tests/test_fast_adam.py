@@ -346,7 +346,8 @@ def test_float32_weights_have_no_masters(tmp_path):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        folder = checkpoint.save(tmp_path, step, model=model, optimizer=optimizer, meta={}, keep=1)
+        meta = {"config": {}, "model": "custom", "model_config": vars(config), "tokenizer": "byte"}
+        folder = checkpoint.save(tmp_path, step, model=model, optimizer=optimizer, meta=meta, keep=1)
         trained = [p.detach().clone() for p in model.parameters()]
         checkpoint.load(folder, checkpoint.read_meta(folder), model, optimizer)
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), trained))
