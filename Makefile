@@ -18,7 +18,7 @@ train: $(VENV)/.installed data/stdlib/meta.json
 	$(RUN) train.py --preset tiny $(ARGS)
 
 test: $(VENV)/.installed
-	$(RUN) -m pytest -m "not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not gpu" $(ARGS)
 
 test-gpu: $(VENV)/.installed
 	$(RUN) -m pytest -m gpu $(ARGS)
