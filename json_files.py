@@ -1,4 +1,4 @@
-"""Read JSON files that may be damaged or hostile: one check of size, depth, fields and types.
+"""Read JSON files that may be damaged or hostile: one check of size, depth, fields and types. Append to logs.
 
     kind = {"step": COUNT, "model": str, "hf?": {"folder": str}}
     meta = read("out/tiny/step-100/meta.json", kind, "resume another checkpoint")
@@ -8,12 +8,14 @@
 which may be absent, or a tuple of alternatives. Fields that are not described are ignored, so that newer
 files stay readable. Numbers are finite and integers fit in 64 bits.
 
-Every function raises ValueError in one line: the file, the field, what it holds, what it must hold, and
+What reads raises ValueError in one line: the file, the field, what it holds, what it must hold, and
 `advice`.
 """
+import contextlib
 import dataclasses
 import json
 import math
+import os
 import types
 from pathlib import Path
 from typing import Literal, Union, get_args, get_origin, get_type_hints
@@ -57,6 +59,18 @@ def read_lines(path, kind, advice: str) -> list:
                 if line.endswith(b"\n") or len(line) > MAX_BYTES:
                     raise
     return values
+
+
+def append_lines(path, values: list) -> None:
+    """Append values to a .jsonl file, one a line. On OSError (a full disk) the file is as it was before."""
+    size = os.path.getsize(path) if os.path.exists(path) else 0
+    try:
+        with open(path, "ab") as file:
+            file.write("".join(json.dumps(value) + "\n" for value in values).encode())
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.truncate(path, size)  # else the next record would follow half a line
+        raise
 
 
 def reason(error: Exception) -> str:

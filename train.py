@@ -448,8 +448,7 @@ class Log:
             return
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        self.run = run
-        self.file = open(Path(run, "metrics.jsonl"), "a", buffering=1)
+        self.run, self.waiting = run, {}  # by the log's name: records that could not be written
         self.board = SummaryWriter(str(Path(run, "tensorboard")), purge_step=first_step)
         self.bar = tqdm(total=max_steps, initial=first_step - 1, unit="step", dynamic_ncols=True, disable=None)  # none without a terminal
 
@@ -460,8 +459,8 @@ class Log:
     def write(self, record: dict, max_steps: int) -> None:
         if not self.enabled:
             return
-        with self.goes_on(record["step"]):
-            self.file.write(json.dumps(record) + "\n")  # if the disk is full, it is written with the next
+        self.append("metrics.jsonl", record)
+        with self.goes_on(record["step"], "tensorboard"):
             for key, value in record.items():
                 if key != "step" and value is not None:
                     self.board.add_scalar(key, value, record["step"])
@@ -472,18 +471,29 @@ class Log:
         self.say(f"step {record['step']}/{max_steps}  loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  "
                  f"lr {record['lr']:.2e}  {speed}{mfu}{val}")
 
+    def append(self, name: str, record: dict) -> None:
+        """Append a record to a log, after those that could not be written before."""
+        self.waiting.setdefault(name, []).append(record)
+        self.write_waiting(name, record["step"])
+
+    def write_waiting(self, name: str, step: int) -> None:
+        if self.waiting[name]:
+            with self.goes_on(step, name):
+                json_files.append_lines(Path(self.run, name), self.waiting[name])
+                self.waiting[name] = []
+
     @contextlib.contextmanager
-    def goes_on(self, step: int):
+    def goes_on(self, step: int, name: str):
         """A log that cannot be written is no reason to stop."""
         try:
             yield
         except OSError as error:
-            self.say(f"step {step}: the log is not written: {error.strerror or error}; training goes on")
+            reason = error.strerror or error
+            self.say(f"step {step}: {self.run}/{name} is not written: {reason}; training goes on")
 
     def write_health(self, step: int, health: dict) -> None:
-        with self.goes_on(step):
-            with open(Path(self.run, "fp8_health.jsonl"), "a") as file:
-                file.write(json.dumps({"step": step, "health": health}) + "\n")
+        self.append("fp8_health.jsonl", {"step": step, "health": health})
+        with self.goes_on(step, "tensorboard"):
             for module, tensors in health.items():
                 for tensor, figures in tensors.items():
                     for name, value in figures.items():
@@ -497,9 +507,10 @@ class Log:
     def close(self) -> None:
         if self.enabled:
             self.bar.close()
-            for part in (self.file, self.board):
-                with self.goes_on(self.bar.n):
-                    part.close()
+            for name in self.waiting:
+                self.write_waiting(name, self.bar.n)
+            with self.goes_on(self.bar.n, "tensorboard"):
+                self.board.close()
 
 
 OF_ONE_RUN = ("tokens_per_s", "mfu", "peak_gib", "seconds")  # figures of a record that differ where two runs learn the same
@@ -525,8 +536,13 @@ def cut_logs(run: str, first_step: int) -> None:
         if not path.exists():
             continue
         kept = [json.dumps(record) + "\n" for record in records if record["step"] < first_step]
-        path.with_suffix(".tmp").write_text("".join(kept))
-        os.replace(path.with_suffix(".tmp"), path)
+        unfinished = path.with_suffix(".tmp")
+        try:
+            unfinished.write_text("".join(kept))
+            os.replace(unfinished, path)
+        except OSError as error:
+            unfinished.unlink(missing_ok=True)
+            raise OSError(f"{path}: not rewritten: {error.strerror or error}; free some space") from error
 
 
 def plot_losses(run: str) -> str:
@@ -544,6 +560,24 @@ def plot_losses(run: str) -> str:
     axes.legend()
     figure.savefig(Path(run, "loss.png"), dpi=150)
     return str(Path(run, "loss.png"))
+
+
+def plot_health(run: str, title: str, fp8_format: str) -> str:
+    """Draw fp8_health.jsonl as fp8_health.png, and return its path; "" without records."""
+    records = read_metrics(Path(run, "fp8_health.jsonl"))
+    if not records:
+        return ""
+    fp8_health.plot(records, Path(run, "fp8_health.png"), title, fp8_format)
+    return str(Path(run, "fp8_health.png"))
+
+
+def draw(name: str, say, plot, *arguments) -> str:
+    """Return plot(*arguments), a picture's path; "" if the log is damaged or the disk full, which ends no run."""
+    try:
+        return plot(*arguments)
+    except (ValueError, OSError) as error:
+        say(f"{name} is not drawn: {getattr(error, 'strerror', None) or error}")
+        return ""
 
 
 # ---------------------------------------------------------------- training
@@ -758,12 +792,12 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
         log.close()
         for loader in loaders.values():
             loader.close()
-        looks = read_metrics(Path(run, "fp8_health.jsonl")) if log.enabled and config.fp8_health_interval else []
-        if looks:  # of a run that diverged, too
-            fp8_health.plot(looks, Path(run, "fp8_health.png"), f"{run}, {precision}", fp8_format)
+        health_picture = ""
+        if log.enabled and config.fp8_health_interval:  # of a run that diverged, too
+            health_picture = draw("fp8_health.png", log.say, plot_health, run, f"{run}, {precision}", fp8_format)
     if rank != 0:
         return
-    picture = plot_losses(run)
+    picture = draw("loss.png", log.say, plot_losses, run)
     if step < config.max_steps:
         print(f"stopped by {stop.name or 'another process'} after step {step}: saved {checkpoint.latest(run)}; "
               f"resume with: python train.py --resume --out-dir {run}")
@@ -779,8 +813,9 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
         text = f"no sample: {error}"
     print(f"\n--- a sample ---\n{text}\n----------------\n"
           f"validation loss {record['val_loss']:.4f} {unit} after {step} steps, on {fp8.describe()}\n"
-          + (f"FP8 health   {run}/fp8_health.png\n" if looks else "") +
-          f"loss curve   {picture}\nmetrics      {run}/metrics.jsonl, and: tensorboard --logdir {run}/tensorboard\n"
+          + (f"FP8 health   {health_picture}\n" if health_picture else "")
+          + (f"loss curve   {picture}\n" if picture else "") +
+          f"metrics      {run}/metrics.jsonl, and: tensorboard --logdir {run}/tensorboard\n"
           f"checkpoint   {checkpoint.latest(run)}\nmore text    python sample.py {run} --prompt \"def \"")
 
 

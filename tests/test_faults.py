@@ -2,6 +2,8 @@
 
 A kill in the middle is in test_train.py and test_checkpoint.py; a hundred of them, at random moments, are in results/faults.py.
 """
+import builtins
+import errno
 import hashlib
 import json
 import math
@@ -326,18 +328,108 @@ def test_a_disk_that_fails_at_any_call_of_a_save(tmp_path):
         assert good and made == calls[:number + 1], f"call {number}, {calls[number]}"
 
 
+class HalfWritten:
+    """A file of a disk that fills up half-way through what is written."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+    def write(self, content):
+        self.file.write(content[:len(content) // 2])
+        self.file.flush()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def disk_full_at(monkeypatch):
+    """disk_full_at(name, number): the disk fills up in that write, counted from 1, to the log of that name."""
+    def choose(name, number):
+        writes, plain = [], open
+
+        def opened(path, mode="r", *arguments, **options):
+            file = plain(path, mode, *arguments, **options)
+            if Path(str(path)).name != name or not mode.startswith("a"):
+                return file
+            writes.append(path)
+            return HalfWritten(file) if len(writes) == number else file
+
+        monkeypatch.setattr(builtins, "open", opened)
+    return choose
+
+
+LOGS = "--log-interval 1 --eval-interval 0 --fp8-health-interval 1"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "fp8_health.jsonl"])
+@pytest.mark.parametrize("number", [2, 3])  # a record in the middle, and the last
+def test_a_disk_that_fills_up_within_a_log_line(tokens, disk_full_at, capsys, name, number):
+    disk_full_at(name, number)
+    assert run_train(f"{OPTIONS} {LOGS} --max-steps 3 --out-dir run", tokens) == 0
+    out = capsys.readouterr().out
+    assert f"step {number}: run/{name} is not written: No space left on device; training goes on" in out
+    assert "--- a sample ---" in out and Path("run/loss.png").exists() and Path("run/fp8_health.png").exists()
+    assert [record["step"] for record in train.read_metrics(f"run/{name}")] == [1, 2, 3], "written later"
+    assert run_train("--resume --out-dir run --max-steps 4") == 0
+    assert [record["step"] for record in train.read_metrics(f"run/{name}")] == [1, 2, 3, 4]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_log_that_cannot_be_written_does_not_end_a_run(tokens, monkeypatch, capsys):
     plain = train.Log.__init__
 
     def init(log, *arguments, **options):
         plain(log, *arguments, **options)
-        log.file = open("/dev/full", "w", buffering=1)
+        Path("run/metrics.jsonl").symlink_to("/dev/full")
 
     monkeypatch.setattr(train.Log, "__init__", init)
     assert run_train(f"{OPTIONS} --max-steps 2 --out-dir run", tokens) == 0
-    assert "step 2: the log is not written: No space left on device; training goes on" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "step 2: run/metrics.jsonl is not written: No space left on device; training goes on" in out
+    assert "loss.png is not drawn: run/metrics.jsonl: not a regular file" in out and "--- a sample ---" in out
     assert checkpoint.latest("run").name == "step-2"
+
+
+@pytest.mark.parametrize("max_skipped, code", [(0, 1), (10, 0)])
+def test_a_damaged_log_and_a_picture_without_room_do_not_hide_how_a_run_ended(tokens, poisoned, monkeypatch, capsys,
+                                                                             max_skipped, code):
+    def damage(log, step, health):
+        Path("run/fp8_health.jsonl").write_text("{\n{}\n")
+
+    def no_room(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(train.Log, "write_health", damage)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", no_room)
+    poisoned({2})
+    argv = f"{OPTIONS} {LOGS} --max-steps 3 --max-skipped-steps {max_skipped} --out-dir run"
+    assert run_train(argv, tokens) == code
+    told = capsys.readouterr()
+    assert "fp8_health.png is not drawn: run/fp8_health.jsonl:1: not JSON" in told.out
+    if code:
+        assert "step 2: loss" in told.err and told.err.count("\n") == 1
+    else:
+        assert "loss.png is not drawn: No space left on device" in told.out and "--- a sample ---" in told.out
+
+
+def test_a_resume_without_room_for_the_logs_leaves_them(finished, monkeypatch, capsys):
+    shutil.copytree(finished, "run")
+    before = {path: path.read_bytes() for path in Path("run").iterdir() if path.is_file()}
+
+    def no_room(path, text):
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", no_room)
+    assert run_train("--resume --out-dir run --max-steps 6") == 2
+    error = capsys.readouterr().err
+    assert "run/metrics.jsonl: not rewritten: No space left on device; free some space" in error
+    assert {path: path.read_bytes() for path in Path("run").iterdir() if path.is_file()} == before
 
 
 # ---------------------------------------------------------------- pickles
