@@ -4,9 +4,9 @@
     meta = read("out/tiny/step-100/meta.json", kind, "resume another checkpoint")
 
 `kind` describes the value: a Python type, `X | None`, `Literal[…]`, `dict[str, X]`, `[X]` for a list, a
-`range` of integers, a dictionary of fields (a name that ends in "?" may be absent), a dataclass, any field of
-which may be absent, or a tuple of alternatives. Fields that are not described are ignored, so that newer
-files stay readable. Numbers are finite and integers fit in 64 bits.
+`range` of integers, `between(low, high)` for numbers, a dictionary of fields (a name that ends in "?" may be
+absent), a dataclass, any field of which may be absent, or a tuple of alternatives. Fields that are not
+described are ignored, so that newer files stay readable. Numbers are finite and integers fit in 64 bits.
 
 What reads raises ValueError in one line: the file, the field, what it holds, what it must hold, and
 `advice`.
@@ -18,12 +18,22 @@ import math
 import os
 import types
 from pathlib import Path
-from typing import Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 MAX_BYTES = 2**24  # of a file, or of a line of a .jsonl file; a line of fp8_health.jsonl has some 100 kB
 MAX_DEPTH = 200
 COUNT = range(2**63)
 SIZE = range(1, 2**63)
+
+
+def between(low: float, high: float):
+    """Return the kind of a number from `low` to `high`."""
+    return Annotated[float, low, high]
+
+
+SHARE = between(0, 1)
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+FLOAT32 = between(-FLOAT32_MAX, FLOAT32_MAX)
 
 
 def read(path, kind, advice: str):
@@ -136,6 +146,9 @@ def _is(value, kind) -> bool:
     """Return whether `value` is of a `kind` that is not made of others."""
     if isinstance(kind, range):
         return type(value) is int and value in kind
+    if get_origin(kind) is Annotated:
+        low, high = kind.__metadata__
+        return _is(value, float) and low <= value <= high
     if get_origin(kind) is Literal:
         return any(type(value) is type(option) and value == option for option in get_args(kind))
     if kind is int:
@@ -155,6 +168,8 @@ def _described(kind) -> str:
     if isinstance(kind, range):
         limits = f"of {kind.start} or more" if kind.stop == 2**63 else f"from {kind.start} to {kind.stop - 1}"
         return f"an integer {limits}"
+    if get_origin(kind) is Annotated:
+        return "a number from {:g} to {:g}".format(*kind.__metadata__)
     if get_origin(kind) in (Union, types.UnionType) or isinstance(kind, tuple):
         return " or ".join(map(_described, get_args(kind) or kind))
     if get_origin(kind) is Literal:

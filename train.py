@@ -516,8 +516,11 @@ class Log:
 OF_ONE_RUN = ("tokens_per_s", "mfu", "peak_gib", "seconds")  # figures of a record that differ where two runs learn the same
 
 
-METRICS = {"step": json_files.SIZE, "loss": float, "val_loss?": float, "peak_gib?": float | None}
-FIGURES = dict[str, float | Literal[math.inf] | None]  # of one tensor; its amax may be infinite
+METRICS = {"step": json_files.SIZE, "loss": json_files.FLOAT32, "val_loss?": json_files.FLOAT32,
+           "peak_gib?": float | None}
+AMAX = json_files.between(0, json_files.FLOAT32_MAX) | Literal[math.inf]
+FIGURES = {"amax": AMAX, "scale": AMAX | None, "saturated": json_files.SHARE | None,
+           "flushed": json_files.SHARE | None}  # of one tensor
 HEALTH = {"step": json_files.SIZE, "health": dict[str, dict[str, FIGURES]]}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import checkpoint
 import cli
@@ -59,10 +60,15 @@ def world(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Without the parts of a run that read no file."""
-    monkeypatch.setattr(train, "plot_losses", lambda run: "no picture")
-    monkeypatch.setattr(train.fp8_health, "plot", lambda *_: None)
-    monkeypatch.setattr(train, "generate", lambda *_, **__: [])
+    """Small pictures, a short sample and no TensorBoard, which reads nothing."""
+    generate, savefig = train.generate, Figure.savefig
+
+    def save_small(picture, path, dpi):
+        picture.set_layout_engine("none")
+        savefig(picture, path, dpi=20)
+
+    monkeypatch.setattr(train, "generate", lambda model, ids, _, **options: generate(model, ids, 2, **options))
+    monkeypatch.setattr(Figure, "savefig", save_small)
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.__init__", lambda *_, **__: None)
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", lambda *_, **__: None)
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.close", lambda *_: None)
@@ -189,8 +195,10 @@ def check(script, main, argv, capsys, case):
         raise AssertionError(f"{case}: {type(error).__name__}: {error}") from error
     finally:
         signal.alarm(0)
-    error = capsys.readouterr().err if code else ""
+    said = capsys.readouterr()
+    error = said.err if code else ""
     assert code in (0, 1, 2), case
+    assert "is not drawn" not in said.out, f"{case}: {said.out}"  # what was read passed the check
     if code:
         assert error.startswith(f"{script}: ") and error.count("\n") == 1, f"{case}: {error}"
     if code == 2:
@@ -307,6 +315,47 @@ def test_other_json_in_a_log(world, tmp_path, capsys, log, line):
     for script in ["train.py"] + ["export_hf.py"] * (log == "metrics.jsonl"):
         code, told = check(script, *COMMANDS[script], capsys, line)
         assert code == 2 and f"run/{log}:1: " in told, told
+
+
+FIGURES = {"amax": 1.0, "scale": 2.0, "saturated": 0.0, "flushed": 0.1}
+TAKEN = [0, 1e-320, 1]  # of each figure; a recipe that scales in blocks has no scale
+ALSO_TAKEN = {"amax": [3e38, math.inf], "scale": [None, 3e38, math.inf], "saturated": [None],
+              "flushed": [None]}
+REFUSED = [-1, 1e300, -math.inf, math.nan, "x", [], "missing"]
+ALSO_REFUSED = {"amax": [None], "scale": [], "saturated": [1.5, math.inf], "flushed": [1.5, math.inf]}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_odd_figures_in_fp8_health_are_drawn_or_refused(world, tmp_path, capsys, name):
+    def code_and_line(values, number):
+        in_copy(world, tmp_path, ["run", "tokens"], number)
+        health = {}
+        for block, value in enumerate(values):
+            figures = FIGURES | {name: value}
+            if value == "missing":
+                del figures[name]
+            health[f"blocks.{block}.mlp"] = {"fc1_input": figures}
+        Path("run/fp8_health.jsonl").write_text(json.dumps({"step": 1, "health": health}) + "\n")
+        return check("train.py", *COMMANDS["train.py"], capsys, f"{name} {values}")
+
+    assert code_and_line(TAKEN + ALSO_TAKEN[name], 0)[0] == 0
+    for number, value in enumerate(REFUSED + ALSO_REFUSED[name], 1):
+        code, line = code_and_line([value], number)
+        assert code == 2, f"{name} {value}"
+        assert f"run/fp8_health.jsonl:1: health.blocks.0.mlp.fc1_input.{name} is" in line, line
+
+
+@pytest.mark.parametrize("name", ["loss", "val_loss"])
+@pytest.mark.parametrize("value, code", [(3.4e38, 0), (-3.4e38, 0), (1e308, 2), (10**18, 0)])
+def test_losses_beyond_float32(world, tmp_path, capsys, name, value, code):
+    for number, step in enumerate([1, 2**62]):
+        in_copy(world, tmp_path, ["run", "tokens"], number)
+        record = {"step": step, "loss": 2.0, name: value}
+        Path("run/metrics.jsonl").write_text(json.dumps(record) + "\n")
+        found, told = check("train.py", *COMMANDS["train.py"], capsys, f"{name} {value}")
+        assert found == code and (not code or f"run/metrics.jsonl:1: {name} is 1e+308" in told), told
+        if number == 0 and not code:
+            assert [record["step"] for record in train.read_metrics("run/metrics.jsonl")] == [1, 3]
 
 
 def test_a_last_line_that_a_kill_cut_off_goes(world, tmp_path, capsys):
