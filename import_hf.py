@@ -39,15 +39,18 @@ PROBE = "def f(x):\n\treturn  x**2  # naïve 東京 🤖\r\n\n   I'll DON'T 1234
 
 
 ROPE = (type(None), {"rope_type?": str, "rope_theta?": float, "partial_rotary_factor?": float})
-HF_CONFIG = {"model_type": str, "nanote?": {"tokenizer?": str, "bias?": bool},
-             "rope_parameters?": ROPE, "rope_scaling?": ROPE}
+HF_CONFIG = {  # the fields of config.json that are used; no other reaches transformers, which expands some
+    "model_type": str, "nanote?": {"tokenizer?": str, "bias?": bool}, "rope_parameters?": ROPE,
+    "rope_scaling?": ROPE, "quantization_config?": (type(None), dict), "tokenizer_class?": str | None}
 for names, kind in {
         "n_layer num_hidden_layers": range(1, 2**16),  # transformers makes a list of them
         "vocab_size n_positions n_embd n_head max_position_embeddings hidden_size": json_files.SIZE,
         "num_attention_heads intermediate_size": json_files.SIZE,
         "n_inner num_key_value_heads head_dim": (type(None), json_files.SIZE),
-        "layer_norm_epsilon rms_norm_eps rope_theta": float,
-        "tie_word_embeddings attention_bias mlp_bias scale_attn_weights": bool}.items():
+        "layer_norm_epsilon rms_norm_eps rope_theta partial_rotary_factor": float,
+        "activation_function hidden_act": str,
+        "tie_word_embeddings attention_bias mlp_bias use_sliding_window": bool,
+        "scale_attn_weights scale_attn_by_inverse_layer_idx add_cross_attention": bool}.items():
     HF_CONFIG |= {f"{name}?": kind for name in names.split()}
 
 
@@ -62,7 +65,7 @@ class ImportConfig:
 
 
 def read_config(folder: Path):
-    """The folder's transformers configuration; ValueError for a folder that is none."""
+    """Return the folder's transformers configuration; ValueError for a folder without a usable one."""
     import transformers
 
     if not (folder / "config.json").is_file():
@@ -71,11 +74,16 @@ def read_config(folder: Path):
         if not path.is_file() and not path.is_dir():
             raise ValueError(f"{path}: not a regular file, or a link to nothing; remove it or copy the model "
                              "again")
-    json_files.read(folder / "config.json", HF_CONFIG, "copy the file again from where the model came from")
+    path = folder / "config.json"
+    fields = json_files.read(path, HF_CONFIG, "copy the file again from where the model came from")
+    if fields["model_type"] not in hf_weights.CLASSES:
+        raise ValueError(f"{path}: model_type {fields['model_type']!r}: nanoTE reads "
+                         f"{', '.join(hf_weights.CLASSES)}")
+    known = {name.removesuffix("?") for name in HF_CONFIG}
     try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever a damaged or unknown config leads to
-        raise ValueError(f"{folder / 'config.json'}: {json_files.reason(error)}") from error
+        return transformers.AutoConfig.for_model(**{name: fields[name] for name in known & set(fields)})
+    except Exception as error:  # transformers raises whatever unusual values lead to
+        raise ValueError(f"{path}: {json_files.reason(error)}") from error
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -104,12 +112,14 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def recognise_tokenizer(folder: Path, hint: str | None) -> str:
-    """data.py's name of the folder's tokenizer: `hint`, or one of its size, if all tokens and a sample text are the same; else ValueError."""
+def recognise_tokenizer(folder: Path, hint: str | None, hf=None) -> str:
+    """Return data.py's name of the folder's tokenizer: `hint`, or one of its size, if all tokens and a sample
+    text are the same; else ValueError. `hf`: what read_config(folder) returned, if it has a config.json."""
     import transformers
 
     try:
-        theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        theirs = transformers.AutoTokenizer.from_pretrained(folder, config=hf, local_files_only=True,
+                                                            trust_remote_code=False)
         vocabulary, ids = theirs.get_vocab(), theirs(PROBE, add_special_tokens=False, verbose=False).input_ids
     except Exception as error:  # transformers raises whatever damaged files lead to
         raise ValueError(f"{folder}: its tokenizer cannot be read ({json_files.reason(error)}); "
@@ -141,7 +151,7 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
         options = hf_weights.from_hf_config(hf)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
-    name = tokenizer or recognise_tokenizer(folder, getattr(hf, "nanote", {}).get("tokenizer"))
+    name = tokenizer or recognise_tokenizer(folder, getattr(hf, "nanote", {}).get("tokenizer"), hf)
     needed, vocab_size = get_tokenizer(name).vocab_size, hf.vocab_size
     if vocab_size < needed:
         raise ValueError(f"{folder}: {vocab_size:,} rows of the embedding, but the tokenizer {name} has {needed:,} tokens")

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import resource
 import shutil
 import signal
 from pathlib import Path
@@ -406,6 +407,32 @@ def test_a_hostile_hugging_face_folder(world, tmp_path, capsys, case):
     do()
     code, line = check("import_hf.py", import_hf.main, "hf run", capsys, case)
     assert code == 2 and words in line, line
+
+
+@contextlib.contextmanager
+def memory_limit(more: int):
+    """Let this process take `more` bytes of address space; what takes a hostile size at its word fails at once."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.parametrize("fields", [
+    {"num_labels": 300_000_000}, {"id2label": None, "num_labels": 300_000_000}, {"num_labels": 2**63 - 1},
+    {"per_layer_config": {"0": {"num_labels": 300_000_000}}}, {"attribute_map": {"hidden_size": "vocab_size"}},
+    {"configuration_files": ["config.0.0.1.json"]}], ids=str)
+def test_config_json_fields_that_import_does_not_know_reach_no_library(world, tmp_path, capsys, fields):
+    in_copy(world, tmp_path, ["hf"], 0)
+    other = json.loads(Path("hf/config.json").read_text()) | {"num_labels": 300_000_000}
+    Path("hf/config.0.0.1.json").write_text(json.dumps(other))
+    change_json("hf/config.json", **fields)
+    with memory_limit(2**30):
+        code, line = check("import_hf.py", import_hf.main, "hf run", capsys, str(fields))
+    assert code == 0, line
 
 
 # ---------------------------------------------------------------- drawn from a seed
