@@ -315,17 +315,30 @@ def _rng_state() -> dict[str, torch.Tensor]:
 
 def _set_rng_state(folder, state: dict[str, torch.Tensor]) -> None:
     try:
-        host = json_files.parse(state["host"].numpy().tobytes(), list, "rng.host", "")
-        (version, numbers, gauss), numpy_state = host
-        random.setstate((version, tuple(numbers), gauss))
-        np.random.set_state(tuple(numpy_state))
+        python_state, numpy_state = _host_states(state["host"].numpy().tobytes())
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
         torch.set_rng_state(state["torch"])
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        told = json_files.reason(error)
+        told = json_files.reason(error).removesuffix(";")
         raise ValueError(f"{folder}: the state of the random generators is damaged ({told}); "
                          f"{RESTORE}") from error
+
+
+def _host_states(text: bytes) -> tuple[tuple, tuple]:
+    """Return what random.setstate and np.random.set_state take. NumPy does not check its part: a position
+    outside of the key ends the process when the next number is drawn."""
+    (version, numbers, gauss), numpy_state = json_files.parse(text, list, "rng.host", "")
+    _, key, position, has_gauss, cached = numpy_state
+    json_files.check(
+        {"gauss": gauss, "key": key, "position": position, "has_gauss": has_gauss, "cached": cached},
+        {"gauss": float | None, "key": [range(2**32)], "position": range(625), "has_gauss": range(2),
+         "cached": float}, "rng.host", "")
+    if len(key) != 624:
+        raise ValueError(f"rng.host: key has {len(key)} integers, not 624")
+    return (version, tuple(numbers), gauss), tuple(numpy_state)
 
 
 # ---------------------------------------------------------------- finding and checking

@@ -13,6 +13,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
@@ -304,6 +305,51 @@ def test_hostile_tensors_of_a_checkpoint(world, tmp_path, capsys, name, value, w
     sign()
     code, line = check("train.py", *COMMANDS["train.py"], capsys, words)
     assert code == 2 and words in line, line
+
+
+def generators(**changes):
+    """The state of Python's and NumPy's generators as a checkpoint stores it, with some of it replaced."""
+    (version, numbers, gauss), (_, key, *_) = random.Random(1).getstate(), np.random.RandomState(1).get_state()
+    state = {"version": version, "numbers": list(numbers), "gauss": gauss, "name": "MT19937",
+             "key": key.tolist(), "position": 624, "has_gauss": 0, "cached": 0.0} | changes
+    return [list(state.values())[:3], list(state.values())[3:]]
+
+
+@pytest.fixture
+def keep_generators():
+    before = random.getstate(), np.random.get_state()
+    yield
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+
+
+@pytest.mark.parametrize("state", [
+    {"position": 500_000_000}, {"position": 625}, {"position": -1}, {"position": 1.5}, {"position": None},
+    {"key": [1] * 623}, {"key": [1] * 625}, {"key": [1.5] * 624}, {"key": [-1] * 624}, {"key": [2**32] * 624},
+    {"key": []}, {"key": "text"}, {"name": "PCG64"}, {"has_gauss": 2}, {"cached": None}, {"cached": math.nan},
+    {"gauss": "text"}, {"gauss": math.inf}, {"numbers": [1] * 624}, {"numbers": [1.5] * 625},
+    {"numbers": [1] * 624 + [625]}, {"version": 9}, [], [[]], [3, 4], None],
+    ids=lambda state: json.dumps(state)[:30])
+def test_a_hostile_state_of_the_random_generators(world, tmp_path, capsys, keep_generators, state):
+    def change(tensors):
+        text = json.dumps(generators(**state) if isinstance(state, dict) else state)
+        tensors["rng0.host"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+    in_copy(world, tmp_path, ["run", "tokens"], 0)
+    change_tensors(next(Path("run/step-2").glob("*.safetensors")), change)
+    sign()
+    code, line = check("train.py", *COMMANDS["train.py"], capsys, str(state)[:60])
+    assert code == 2 and "the state of the random generators is damaged (" in line, line
+    assert state != {"position": 625} or "position is 625, not an integer from 0 to 624)" in line, line
+
+
+def test_a_good_state_of_the_random_generators_is_taken(keep_generators):
+    for gauss, has_gauss in ((None, 0), (0.5, 1)):
+        text = json.dumps(generators(gauss=gauss, has_gauss=has_gauss, cached=0.25))
+        host = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        checkpoint._set_rng_state("run/step-2", {"host": host, "torch": torch.get_rng_state()})
+        assert random.gauss(0, 1) == (0.5 if gauss else random.Random(1).gauss(0, 1))
+        assert np.random.normal() == (0.25 if has_gauss else np.random.RandomState(1).normal())
 
 
 @pytest.mark.parametrize("log", ["metrics.jsonl", "fp8_health.jsonl"])
