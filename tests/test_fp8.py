@@ -1,5 +1,6 @@
 """fp8 and fp8_health: recipes and refusals, the state to save, blocks kept in high precision, and the figures of each tensor."""
 import json
+import math
 import re
 import shutil
 import sys
@@ -11,7 +12,9 @@ import torch
 
 import checkpoint
 import fp8
+import fp8_health
 import te_reference
+import train
 from fp8_health import LIMITS
 from trainer_tools import OPTIONS, make_tokens, metrics, run_train
 
@@ -360,6 +363,19 @@ def test_an_outlier_in_the_input_is_seen():
 def test_scales_in_blocks_have_an_amax_alone(recipe, saturated):
     figures = look(make(recipe=recipe))["lm_head"]["weight"]
     assert figures["amax"] > 0 and (figures["scale"], figures["saturated"], figures["flushed"]) == (None, saturated, None)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+@pytest.mark.parametrize("value", [math.inf, math.nan, 3e38, 1e-44, 0.0])
+def test_figures_of_a_model_that_diverged_are_read_again_and_drawn(recipe, value, tmp_path):
+    model = make(recipe=recipe)
+    with torch.no_grad():
+        model.blocks[0].attn.proj.weight.fill_(value)
+    step(model, 2)
+    record = {"step": 2, "health": look(model)}
+    (tmp_path / "fp8_health.jsonl").write_text(json.dumps(record) + "\n")
+    assert train.read_metrics(tmp_path / "fp8_health.jsonl") == [record]
+    fp8_health.plot([record], tmp_path / "health.png")
 
 
 def test_health_without_a_look_and_hooks_that_go():
