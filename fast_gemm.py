@@ -31,7 +31,9 @@ import torch
 ALGORITHMS, ROUNDS = 16, 8  # candidates asked for, and timed runs of each
 MAX_TUNED = 256  # shapes that a process times; later ones take the heuristic's first algorithm
 MAX_CACHED = 1024  # shapes whose descriptors are kept; the least recently used one is dropped
-MAX_ATTEMPTS = 4  # calls in which a shape may wait for operands that are not mostly zeros
+# Calls in which a shape may wait for operands that are not mostly zeros. All blocks share a shape, and the
+# gradients of a new model are zeros in the first three of four passes (train_step.warm_up_scales).
+MAX_ATTEMPTS = 4096
 WORKSPACE_BYTES = 32 * 2**20  # the most an algorithm may ask for: what NVIDIA recommends for Hopper
 COMPUTE_32F, R_32F, R_16BF, EPILOGUE_BIAS = 68, 0, 14, 4
 TYPES = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}  # cudaDataType_t
@@ -123,7 +125,6 @@ class _Shape:
             self.algorithms += [(descriptor, algorithm) for algorithm in found]
         self.chosen = self.algorithms[0] if self.algorithms else None
         weakref.finalize(self, _destroy, self.descriptors, self.layouts).atexit = False
-
 
     def _ask_heuristic(self, descriptor, device_index):
         """The algorithms that cuBLASLt suggests, best guess first; none where it supports no such GEMM."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import checkpoint
+import fast_gemm
 import fp8
 import train_step
 from train import TrainConfig
@@ -120,6 +121,16 @@ def test_a_loaded_state_is_what_replays_go_on_with(tmp_path):
     again = [step(batches(i, 1), 1e-3)[0].item() for i in range(1, 5)]
     assert again == pytest.approx(first, rel=2e-3) and step.optimizer.param_groups[0]["step"].item() == 5
     assert not any(torch.equal(a, b) for a, b in zip(loaded, saved) if a.numel() > 1000)
+
+
+def test_recording_comes_after_every_gemm_of_a_deep_model_has_been_timed(monkeypatch):
+    """A new model's first gradients are zeros in FP8, on which nothing is timed."""
+    monkeypatch.setattr(fast_gemm, "_shapes", type(fast_gemm._shapes)())
+    monkeypatch.setattr(fast_gemm._Shape, "tuned", 0)
+    model, step = make(n_layer=16)
+    step(batches(0, 1), 1e-3)
+    assert step.graphed and len(fast_gemm._shapes) > 8
+    assert fast_gemm._Shape.tuned == len(fast_gemm._shapes)
 
 
 def test_clipping():
