@@ -32,6 +32,11 @@ def parse(config_class, argv=None, *, prog: str, description: str, default=None)
     return config
 
 
+def counted(count: int, singular: str, plural: str = "") -> str:
+    """Return "1 step" or "2 steps"; `plural` where an s is not enough."""
+    return f"{count} {singular if count == 1 else plural or singular + 's'}"
+
+
 def _parse(config_class, argv, prog, description, options):
     complaint = io.StringIO()
     try:

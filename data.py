@@ -136,7 +136,7 @@ def stdlib_documents():
             except UnicodeDecodeError:
                 undecodable += 1
         if undecodable:
-            print(f"data.py: skipped {undecodable} files that are not UTF-8")
+            print(f"data.py: files skipped because they are not UTF-8: {undecodable}")
 
     return documents(), sum(path.stat().st_size for path in paths), "B"
 

@@ -395,7 +395,7 @@ def read_losses(pending: list, skipped: int, limit: int, say) -> tuple[tuple[flo
         steps.append(step)
         count, what = skipped + len(steps), f"step {step}: loss {loss}, gradient norm {norm}"
         if count > limit:
-            raise Diverged(f"{what}" + (f", after {count - 1} skipped steps" if limit else ""))
+            raise Diverged(f"{what}" + (f", after {cli.counted(count - 1, 'skipped step')}" if limit else ""))
         say(f"{what}: skipped ({count} of {limit})")
     return finite, steps
 
@@ -815,7 +815,8 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
     except ValueError as error:  # a tokenizer that is not on this machine: the run is complete all the same
         text = f"no sample: {error}"
     print(f"\n--- a sample ---\n{text}\n----------------\n"
-          f"validation loss {record['val_loss']:.4f} {unit} after {step} steps, on {fp8.describe()}\n"
+          f"validation loss {record['val_loss']:.4f} {unit} after {cli.counted(step, 'step')}, "
+          f"on {fp8.describe()}\n"
           + (f"FP8 health   {health_picture}\n" if health_picture else "")
           + (f"loss curve   {picture}\n" if picture else "") +
           f"metrics      {run}/metrics.jsonl, and: tensorboard --logdir {run}/tensorboard\n"

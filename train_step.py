@@ -144,8 +144,9 @@ class TrainStep:
         """Raise ValueError unless these are grad_accum micro-batches, with graphs of the recorded shapes."""
         count, wanted = len(batches), self.config.grad_accum
         if count != wanted:
-            raise ValueError(f"{count} micro-batches: grad_accum is {wanted}, by which the loss is divided; "
-                             f"pass {wanted} or set grad_accum={count}")
+            other = f" or set grad_accum={count}" if count else ""
+            raise ValueError(f"{cli.counted(count, 'micro-batch', 'micro-batches')}: grad_accum is {wanted}, "
+                             f"by which the loss is divided; pass {wanted}{other}")
         expected = _describe(self.inputs if self.graphs else batches[0])
         for number, batch in enumerate(batches, 1):
             found = _describe(batch)

@@ -195,6 +195,14 @@ def test_a_skipped_step_is_counted_and_told_and_the_log_stays_json(tokens, poiso
     assert every[6]["loss"] == each[5]["loss"] == each[6]["loss"], "of the last step that was finite"
 
 
+@pytest.mark.parametrize("limit, words", [(1, ", after 1 skipped step$"), (2, ", after 2 skipped steps$"),
+                                          (0, "gradient norm 1.0$")])
+def test_how_many_steps_were_skipped(limit, words):
+    pending = [(step, torch.tensor(math.nan), torch.tensor(1.0)) for step in range(1, limit + 2)]
+    with pytest.raises(train.Diverged, match=words):
+        train.read_losses(pending, 0, limit, print)
+
+
 def test_the_run_stops_after_max_skipped_steps(tokens, poisoned, capsys):
     poisoned({2, 4, 6, 8})
     assert run_train(f"{OPTIONS} --max-skipped-steps 3 --checkpoint-interval 1 --keep-checkpoints 9 --out-dir run", tokens) == 1

@@ -247,6 +247,12 @@ def test_what_fits_is_on_a_straight_line():
     assert "2 fit" in said and "--micro-batch-size 2 --grad-accum 16" in said
 
 
+def test_one_sequence_is_no_plural():
+    said = what_would_fit(config(micro_batch_size=1), fixed=GIB, capacity=GIB, points=[(1, 2 * GIB)])
+    assert "each of 1 sequence of 1024 tokens 1.00 GiB" in said
+    assert "a pass over 1 of 1 sequence of 1024" in what_would_fit(config(micro_batch_size=1), points=[])
+
+
 def test_alternatives_come_in_order_and_only_where_they_are_left():
     said = what_would_fit(config(fused_loss=False), fixed=10 * GIB, parameters=GIB // 2, capacity=40 * GIB, points=[], graphed=True)
     assert "a pass over 1 of 16 sequences" in said and "--micro-batch-size" not in said  # fewer sequences would not help

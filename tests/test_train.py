@@ -314,6 +314,12 @@ def test_what_a_model_lacks_of_its_preset_is_said(tokens, capsys, model, lacks):
         assert all(name in said[0] for name in lacks.split(", "))
 
 
+@pytest.mark.parametrize("steps, words", [(1, "after 1 step, on "), (2, "after 2 steps, on ")])
+def test_the_summary_names_the_steps(tokens, capsys, steps, words):
+    assert run_train(f"{OPTIONS} --n-layer 1 --max-steps {steps} --eval-interval 0 --out-dir run", tokens) == 0
+    assert words in capsys.readouterr().out
+
+
 def test_a_run_says_and_keeps_its_fp8_format(tokens, monkeypatch, capsys):
     """auto is the recipe's own; an earlier checkpoint, which names hybrid, goes on with hybrid."""
     drawn, options = [], f"{OPTIONS} --n-layer 1 --max-steps 1 --fp8-recipe block --fp8-health-interval 1"

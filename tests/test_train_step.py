@@ -92,9 +92,9 @@ FOR_GRAPHS = {  # micro-batches after good ones of 2 x 16 -> what the message sa
     "cu_seqlens come": ([(*batch(2), STARTS)] * 2, r"cu_seqlens \(3,\) int32"),
 }
 ALWAYS = {
-    "too few": ([batch(2)], r"1 micro-batches: grad_accum is 2.*set grad_accum=1"),
-    "too many": ([batch(2)] * 3, "3 micro-batches: grad_accum is 2"),
-    "none": ([], "0 micro-batches"),
+    "too few": ([batch(2)], r"^1 micro-batch: grad_accum is 2.*set grad_accum=1"),
+    "too many": ([batch(2)] * 3, "^3 micro-batches: grad_accum is 2"),
+    "none": ([], "^0 micro-batches: .* pass 2$"),
     "labels of another shape": ([(batch(2)[0], batch(2)[1].T.contiguous())] * 2, "a label for each token"),
     "no labels": ([batch(2)[:1]] * 2, "pass .input_ids, labels."),
 }
