@@ -388,8 +388,8 @@ def what_would_fit(config, *, fixed: int = 0, parameters: int = 0, capacity: int
         (first, low), (last, high) = (points[0], points[-1]) if len(points) > 1 else ((0, fixed), points[0])
         each = max((high - low) / (last - first), 1)
         fits = max(0, math.floor(first + (0.95 * capacity - low) / each))
-        told.append(f"each of {cli.counted(sequences, 'sequence')} of {config.seq_len} tokens {each / GIB:.2f} GiB, "
-                    f"so that by a straight line {fits} fit")
+        told.append(f"each of {cli.counted(sequences, 'sequence')} of {config.seq_len} tokens "
+                    f"{each / GIB:.2f} GiB, so that by a straight line {fits} fit")
         limit = min(limit, fits)
     elif points is not None:
         told.append(f"a pass over {unit(config)} of {cli.counted(sequences, 'sequence')} of {config.seq_len} "

@@ -575,7 +575,7 @@ def plot_health(run: str, title: str, fp8_format: str) -> str:
 
 
 def draw(name: str, say, plot, *arguments) -> str:
-    """Return plot(*arguments), a picture's path; "" if the log is damaged or the disk full, which ends no run."""
+    """Return plot(*arguments), a picture's path; "" if the log is damaged or the disk full: no run ends so."""
     try:
         return plot(*arguments)
     except (ValueError, OSError) as error:
@@ -797,7 +797,8 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
             loader.close()
         health_picture = ""
         if log.enabled and config.fp8_health_interval:  # of a run that diverged, too
-            health_picture = draw("fp8_health.png", log.say, plot_health, run, f"{run}, {precision}", fp8_format)
+            title = f"{run}, {precision}"
+            health_picture = draw("fp8_health.png", log.say, plot_health, run, title, fp8_format)
     if rank != 0:
         return
     picture = draw("loss.png", log.say, plot_losses, run)

@@ -356,7 +356,7 @@ class HalfWritten:
 
 @pytest.fixture
 def disk_full_at(monkeypatch):
-    """disk_full_at(name, number): the disk fills up in that write, counted from 1, to the log of that name."""
+    """disk_full_at(name, number): the disk fills up in that write to that log, counted from 1."""
     def choose(name, number):
         writes, plain = [], open
 
@@ -404,7 +404,8 @@ def test_a_log_that_cannot_be_written_does_not_end_a_run(tokens, monkeypatch, ca
 
 
 @pytest.mark.parametrize("max_skipped, code", [(0, 1), (10, 0)])
-def test_a_damaged_log_and_a_picture_without_room_do_not_hide_how_a_run_ended(tokens, poisoned, monkeypatch, capsys,
+def test_a_damaged_log_and_a_picture_without_room_do_not_hide_how_a_run_ended(tokens, poisoned,
+                                                                              monkeypatch, capsys,
                                                                              max_skipped, code):
     def damage(log, step, health):
         Path("run/fp8_health.jsonl").write_text("{\n{}\n")

@@ -69,7 +69,7 @@ def quick(monkeypatch):
         picture.set_layout_engine("none")
         savefig(picture, path, dpi=20)
 
-    monkeypatch.setattr(train, "generate", lambda model, ids, _, **options: generate(model, ids, 2, **options))
+    monkeypatch.setattr(train, "generate", lambda model, ids, _, **more: generate(model, ids, 2, **more))
     monkeypatch.setattr(Figure, "savefig", save_small)
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.__init__", lambda *_, **__: None)
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", lambda *_, **__: None)
@@ -309,7 +309,8 @@ def test_hostile_tensors_of_a_checkpoint(world, tmp_path, capsys, name, value, w
 
 def generators(**changes):
     """The state of Python's and NumPy's generators as a checkpoint stores it, with some of it replaced."""
-    (version, numbers, gauss), (_, key, *_) = random.Random(1).getstate(), np.random.RandomState(1).get_state()
+    version, numbers, gauss = random.Random(1).getstate()
+    key = np.random.RandomState(1).get_state()[1]
     state = {"version": version, "numbers": list(numbers), "gauss": gauss, "name": "MT19937",
              "key": key.tolist(), "position": 624, "has_gauss": 0, "cached": 0.0} | changes
     return [list(state.values())[:3], list(state.values())[3:]]
@@ -460,7 +461,7 @@ def test_a_hostile_hugging_face_folder(world, tmp_path, capsys, case):
 
 @contextlib.contextmanager
 def memory_limit(more: int):
-    """Let this process take `more` bytes of address space; what takes a hostile size at its word fails at once."""
+    """Let this process take `more` bytes of address space, so that a hostile size fails at once."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, limits[1]))
@@ -472,8 +473,8 @@ def memory_limit(more: int):
 
 @pytest.mark.parametrize("fields", [
     {"num_labels": 300_000_000}, {"id2label": None, "num_labels": 300_000_000}, {"num_labels": 2**63 - 1},
-    {"per_layer_config": {"0": {"num_labels": 300_000_000}}}, {"attribute_map": {"hidden_size": "vocab_size"}},
-    {"configuration_files": ["config.0.0.1.json"]}], ids=str)
+    {"per_layer_config": {"0": {"num_labels": 300_000_000}}},
+    {"attribute_map": {"hidden_size": "vocab_size"}}, {"configuration_files": ["config.0.0.1.json"]}], ids=str)
 def test_config_json_fields_that_import_does_not_know_reach_no_library(world, tmp_path, capsys, fields):
     in_copy(world, tmp_path, ["hf"], 0)
     other = json.loads(Path("hf/config.json").read_text()) | {"num_labels": 300_000_000}

@@ -316,7 +316,7 @@ def test_what_a_model_lacks_of_its_preset_is_said(tokens, capsys, model, lacks):
 
 @pytest.mark.parametrize("steps, words", [(1, "after 1 step, on "), (2, "after 2 steps, on ")])
 def test_the_summary_names_the_steps(tokens, capsys, steps, words):
-    assert run_train(f"{OPTIONS} --n-layer 1 --max-steps {steps} --eval-interval 0 --out-dir run", tokens) == 0
+    assert run_train(f"{OPTIONS} --n-layer 1 --max-steps {steps} --out-dir run", tokens) == 0
     assert words in capsys.readouterr().out
 
 
