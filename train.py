@@ -575,7 +575,7 @@ def plot_health(run: str, title: str, fp8_format: str) -> str:
 
 
 def draw(name: str, say, plot, *arguments) -> str:
-    """Return plot(*arguments), a picture's path; "" if the log is damaged or the disk full: no run ends so."""
+    """Return plot(*arguments), a picture's path; "" if the log is damaged or the disk full."""
     try:
         return plot(*arguments)
     except (ValueError, OSError) as error:

@@ -474,7 +474,8 @@ def memory_limit(more: int):
 @pytest.mark.parametrize("fields", [
     {"num_labels": 300_000_000}, {"id2label": None, "num_labels": 300_000_000}, {"num_labels": 2**63 - 1},
     {"per_layer_config": {"0": {"num_labels": 300_000_000}}},
-    {"attribute_map": {"hidden_size": "vocab_size"}}, {"configuration_files": ["config.0.0.1.json"]}], ids=str)
+    {"attribute_map": {"hidden_size": "vocab_size"}},
+    {"configuration_files": ["config.0.0.1.json"]}], ids=str)
 def test_config_json_fields_that_import_does_not_know_reach_no_library(world, tmp_path, capsys, fields):
     in_copy(world, tmp_path, ["hf"], 0)
     other = json.loads(Path("hf/config.json").read_text()) | {"num_labels": 300_000_000}
