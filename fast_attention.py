@@ -38,16 +38,6 @@ PROGRAMS = 1056  # of the backward kernel, 8 for each of a Hopper's 132 SMs; eac
 TILE = 1024  # pairs (x[i], x[i + D/2]) a program holds at a time: 8 a thread and half, 16 bytes of BF16
 
 
-def available(return_reason=False):
-    """Whether FlashAttention runs here: bool, or (bool, why not) as Transformer Engine's functions of this kind do."""
-    reason = ""
-    if not torch.cuda.is_available():
-        reason = "no CUDA device"
-    elif _flash_version(64) is None:
-        reason = "neither flash-attn-4 (for compute capability 9.0 or newer) nor flash-attn is installed"
-    return (not reason, reason) if return_reason else not reason
-
-
 @torch.compiler.disable  # FlashAttention compiles its own kernels and cannot be traced
 def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=None, eps=1e-5, cu_seqlens=None):
     """Causal softmax(q·kᵀ / √D)·v of packed heads -> (B, S, n_head · D). Differentiable in qkv and both weights.

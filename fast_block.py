@@ -51,6 +51,8 @@ def accelerate(model, dgrad_fast_accum_k=DGRAD_FAST_ACCUM_K):
     if dgrad_fast_accum_k < 0:
         raise ValueError(f"dgrad_fast_accum_k={dgrad_fast_accum_k}: must be 0 or more; {DGRAD_FAST_ACCUM_K} works")
     model.dgrad_fast_accum_k = dgrad_fast_accum_k
+    for block in model.blocks:
+        fast_support.settle_attention(block.attn)
     return fast_support.unsupported_reason(model, said=True)
 
 
@@ -95,7 +97,8 @@ def blocks(model, x, rope=None, is_first_microbatch=None, documents=None):
 def logits(model, x, is_first_microbatch=None):
     """`model.lm_head`, after `blocks`: (N, n_embd) -> (N, vocab_size) BF16."""
     if _takes_head(model):
-        return norm_linear(x, module=model.lm_head, name="", fast_k=_dgrad_fast_accum_k(model), **_passes.pop(model))[1]
+        return norm_linear(x, module=model.lm_head, name="", fast_k=_dgrad_fast_accum_k(model), adds_bias=True,
+                           **_passes.pop(model))[1]
     return model.lm_head(x, is_first_microbatch=is_first_microbatch)
 
 

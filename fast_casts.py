@@ -27,6 +27,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fast_support import MAX_WIDTH
+
 # A program's tile: 16-byte accesses in both layouts, 32 or 64 values a thread. These and `_norm_sizes` are the best of those tried on an H200.
 TILE = dict(ROWS=64, COLUMNS=64, num_warps=4)
 TRANSPOSE_TILE = dict(ROWS=128, COLUMNS=128, num_warps=4)
@@ -34,7 +36,6 @@ SUMS_TILE = dict(TILE, ROWS=128)  # where columns' sums are written, too, a row 
 BACKWARD_TILES = {"gelu": SUMS_TILE, "swiglu": TILE}
 SMS = 132  # of a Hopper GPU, for a norm's gradient, whose programs each write a row of sums
 POINTERS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
-MAX_NORM_WIDTH = 16384  # a norm kernel holds whole rows
 
 
 def on_input_device(function):
@@ -67,7 +68,7 @@ def norm(x, branch, bias, weight, shift, eps, scale, amax, fp8):
 
     x, branch (N, C), bias, weight, shift (C,): BF16, N a multiple of 16. branch None: the stream is x. shift None: RMSNorm, without mean.
     """
-    check_input("fast_casts.norm: x", x, MAX_NORM_WIDTH)
+    check_input("fast_casts.norm: x", x, MAX_WIDTH)
     (rows, columns), sizes = x.shape, _norm_sizes(*x.shape)
     stream = x if branch is None else torch.empty_like(x)
     mean = None if shift is None else torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -85,7 +86,7 @@ def norm_backward(gradient, stream, mean, rstd, weight, stream_gradient, quantiz
     gradient (N, C), BF16, of the norm's result. stream, mean, rstd: what `norm` returned. stream_gradient (N, C): of the stream from elsewhere,
     or None. quantized: (scale, amax, FP8 type) with which the product that the branch came out of takes its gradient.
     """
-    check_input("fast_casts.norm_backward: gradient", gradient, MAX_NORM_WIDTH)
+    check_input("fast_casts.norm_backward: gradient", gradient, MAX_WIDTH)
     rows, columns = stream.shape
     scale, amax, fp8 = quantized or (None, None, None)
     total, by_rows, scale_inv = torch.empty_like(stream), None, None

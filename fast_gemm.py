@@ -71,21 +71,24 @@ def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise"):
     algorithm for it.
 
     Args:
-        a, b: (M, K) and (N, K) in FP8, contiguous, M, N and K multiples of 16, not both E5M2. a_scale_inv,
-        b_scale_inv: float32, one element, on the device. bias: (M,) BF16 or None. accumulation: "precise" (in
-        float32), "fast" (in the FP8 tensor cores' own accumulator), or "fastest" (of
-            the two, by timing; precise where nothing can be timed).
+        a, b: (M, K) and (N, K) in FP8, contiguous, M, N and K multiples of 16, not both E5M2.
+        a_scale_inv, b_scale_inv: float32, one element, on the device.
+        bias: (M,) BF16 or None.
+        accumulation: "precise" (in float32), "fast" (in the FP8 tensor cores' own accumulator), or "fastest"
+            (of the two, by timing; precise where nothing can be timed).
     """
+    if bias is not None and bias.dtype != torch.bfloat16:
+        raise ValueError(f"fast_gemm.gemm: bias {bias.dtype}: must be torch.bfloat16")
     key = (*a.shape, len(b), a.dtype, b.dtype, bias is not None, accumulation, a.device.index)
     with torch.cuda.device_of(a):
         out = torch.empty((len(b), len(a)), dtype=torch.bfloat16, device=a.device)
         operands = a, a_scale_inv, b, b_scale_inv, bias, out
         shape = _find_shape(key)
-        if shape.algorithms and not shape.is_tuned and not torch.cuda.is_current_stream_capturing():
+        if not shape.is_tuned and not torch.cuda.is_current_stream_capturing():
             shape.tune(operands)
-        if not shape.algorithms:
+        if shape.chosen is None:
             return None
-        shape.run(shape.algorithms[shape.best], *operands)
+        shape.run(shape.chosen, *operands)
     return out
 
 
@@ -110,7 +113,7 @@ class _Shape:
     tuned = 0  # shapes that this process has timed
 
     def __init__(self, m, k, n, a_type, b_type, has_bias, accumulation, device_index):
-        self.lock, self.best, self.is_tuned, self.attempts = threading.Lock(), 0, False, 0
+        self.lock, self.tuning, self.is_tuned, self.attempts = threading.Lock(), threading.Lock(), False, 0
         self.layouts = [_layout(TYPES[a_type], k, m), _layout(TYPES[b_type], k, n), _layout(R_16BF, m, n)]
         self.descriptors, self.algorithms = [], []  # algorithms: (descriptor, _Algorithm), best guess first
         for fast in {"precise": (False,), "fast": (True,), "fastest": (False, True)}[accumulation]:
@@ -118,6 +121,7 @@ class _Shape:
             self.descriptors.append(descriptor)
             found = self._ask_heuristic(descriptor, device_index)
             self.algorithms += [(descriptor, algorithm) for algorithm in found]
+        self.chosen = self.algorithms[0] if self.algorithms else None
         weakref.finalize(self, _destroy, self.descriptors, self.layouts).atexit = False
 
 
@@ -135,29 +139,36 @@ class _Shape:
         return [algorithm for algorithm in found[:count.value] if algorithm.state == 0] if status == 0 else []
 
     def tune(self, operands):
-        """Time every algorithm on the call's own operands, and keep the fastest in `best`."""
-        a, _, b, *_ = operands
-        self.attempts += 1
-        gives_up = _Shape.tuned >= MAX_TUNED or self.attempts > MAX_ATTEMPTS
-        self.is_tuned = gives_up or _has_values(a) and _has_values(b)
-        if gives_up or not self.is_tuned:
-            return
+        """Time every algorithm on the call's own operands, and put the fastest into `chosen`."""
+        with self.tuning:
+            if self.is_tuned:  # by another thread
+                return
+            a, _, b, *_ = operands
+            self.attempts += 1
+            gives_up = not self.algorithms or _Shape.tuned >= MAX_TUNED or self.attempts > MAX_ATTEMPTS
+            if gives_up or _has_values(a) and _has_values(b):
+                self.chosen = self.chosen if gives_up else self._find_fastest(operands)
+                self.is_tuned = True
+
+    def _find_fastest(self, operands):
+        """The algorithm with the shortest median time; None if none runs."""
         _Shape.tuned += 1
-        self.algorithms = [algorithm for algorithm in self.algorithms if self._runs(algorithm, operands)]
-        numbers = list(range(len(self.algorithms)))
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS * len(numbers) + 1)]
+        algorithms = [algorithm for algorithm in self.algorithms if self._runs(algorithm, operands)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS * len(algorithms) + 1)]
         events[0].record()
-        for number, event in zip(ROUNDS * numbers, events[1:]):
-            self.run(self.algorithms[number], *operands)
+        for algorithm, event in zip(ROUNDS * algorithms, events[1:]):
+            self.run(algorithm, *operands)
             event.record()
         events[-1].synchronize()
         spans = [before.elapsed_time(after) for before, after in zip(events, events[1:])]
-        times = {number: statistics.median(spans[i::len(numbers)]) for i, number in enumerate(numbers)}
-        self.best = min(times, key=times.get, default=0)
+        times = [statistics.median(spans[i::len(algorithms)]) for i in range(len(algorithms))]
+        return algorithms[times.index(min(times))] if algorithms else None
 
     def _runs(self, algorithm, operands):
         try:
             self.run(algorithm, *operands)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:  # suggested, but not for this GPU
             return False
         return True

@@ -29,12 +29,6 @@ BACKWARD_FP8 = dict(ROWS=128, COLUMNS=64, num_warps=8)
 IGNORE = tl.constexpr(-100)
 
 
-def available(return_reason=False):
-    """Whether these kernels run here: bool, or (bool, why not) as Transformer Engine's functions of this kind do."""
-    reason = "" if torch.cuda.is_available() else "no CUDA device"
-    return (not reason, reason) if return_reason else not reason
-
-
 @torch.compiler.disable  # backward writes over an input, which a compiled graph cannot express
 def cross_entropy(logits, labels, head=None):
     """Mean cross-entropy over the labels that are not -100 (0 if all are), in float32: (N, V), (N,) -> ().

@@ -16,6 +16,7 @@ import ast
 import functools
 import hashlib
 import inspect
+import os
 import sys
 import textwrap
 import warnings
@@ -27,6 +28,7 @@ import torch
 MODEL_FORWARD = "720e6335896f79c2"
 BLOCK_FORWARD = "56a87cc3791ffd02"
 ATTENTION_FORWARD = "ab608c775f8d31f9"
+MIX = "5f4425c615fc08a2"
 ATTEND = "c4a3ea9a65a7c791"
 APPLY_ROPE = "dc11255ad30db48f"
 TESTED_TE = ("2.20",)  # minor versions: the kernels use internals, which move between them
@@ -115,6 +117,8 @@ def mode_reason(model):
         return "activations are recomputed or offloaded"
     if config.dropout > 0:
         return "dropout is on"
+    if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != torch.bfloat16:
+        return "torch.autocast is on, not to BF16"
     return ""
 
 
@@ -157,10 +161,21 @@ def _method_reason(model):
     known = (MODEL_FORWARD, [model]), (BLOCK_FORWARD, model.blocks), (ATTENTION_FORWARD, attentions)
     for expected, modules in known:
         for module in modules:
-            is_called_directly = type(module).__call__ is torch.nn.Module.__call__
-            if not is_called_directly or fingerprint(module.forward) != expected:
-                return f"{type(module).__name__}.forward was edited"
+            name = f"{type(module).__name__}.forward"
+            if type(module).__call__ is not torch.nn.Module.__call__:
+                return f"{name} was edited"
+            problem = _edit(name, getattr(module, "forward", None), expected)
+            if problem:
+                return problem
     return ""
+
+
+def _edit(name, function, expected):
+    """Why a function is not the one with the `expected` fingerprint; "" if it is."""
+    found = fingerprint(function)
+    if found == expected:
+        return ""
+    return f"{name} was edited" if found else f"the source of {name} cannot be read"
 
 
 def _module_reason(model):
@@ -176,6 +191,8 @@ def _module_reason(model):
         package = "torch" if kind in ("Embedding", "Dropout") else "transformer_engine"
         if (_package(module), type(module).__name__) != (package, kind):
             return f"{name} is a {type(module).__name__} of {_package(module)}, not {package}'s {kind}"
+        if not all(_is_library_code(function) for function in (type(module).forward, type(module).__call__)):
+            return f"the forward method of {kind} was replaced"
         problem = _setting_reason(module, kind)
         if problem:
             return f"{name} has {problem}"
@@ -195,6 +212,22 @@ def _replaced_modules(model):
     yield "lm_head", model.lm_head, "LayerNormLinear"
 
 
+def _is_library_code(function):
+    """Whether a function, and all that it wraps, was written in PyTorch or Transformer Engine."""
+    while function is not None:
+        file = getattr(getattr(function, "__code__", None), "co_filename", "")
+        if not file.startswith(_library_folders()):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def _library_folders():
+    libraries = [sys.modules[name] for name in ("torch", "transformer_engine") if name in sys.modules]
+    files = [getattr(library, "__file__", None) for library in libraries]
+    return tuple(os.path.dirname(file) + os.sep for file in files if file)
+
+
 def _setting_reason(module, kind):
     settings = EMBEDDING_SETTINGS if kind == "Embedding" else MODULE_SETTINGS
     for name, value in settings.items():
@@ -204,6 +237,8 @@ def _setting_reason(module, kind):
         return f"activation={module.activation!r}"
     if kind == "Dropout" and module.p > 0:
         return f"p={module.p}"
+    if "Linear" in kind and getattr(module, "weight_names", ["weight"]) != ["weight"]:
+        return f"parameters_split, with the weights {', '.join(module.weight_names)}"
     store = getattr(module, "wgrad_store", None)
     return "delay_wgrad_compute=True" if store is not None and store.delay_wgrad_compute() else ""
 
@@ -218,15 +253,15 @@ def _hook_reason(model):
 
 
 def _parameter_reason(model):
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            return f"{name} is frozen"
-        if parameter.dim() != 2:
-            continue
-        if type(parameter) is not torch.nn.Parameter or parameter.dtype != torch.bfloat16:
-            return f"{name} is not kept in BF16"
-        if parameter.shape[0] % 16 or parameter.shape[1] % 16:
-            return f"{name} is {tuple(parameter.shape)}: dimensions must be multiples of 16"
+    for module_name, module, kind in _replaced_modules(model):
+        for own_name, parameter in module.named_parameters():
+            name = f"{module_name}.{own_name}"
+            if not parameter.requires_grad:
+                return f"{name} is frozen"
+            if type(parameter) is not torch.nn.Parameter or parameter.dtype != torch.bfloat16:
+                return f"{name} is not kept in BF16"
+            if kind != "Embedding" and parameter.dim() == 2 and any(size % 16 for size in parameter.shape):
+                return f"{name} is {tuple(parameter.shape)}: dimensions must be multiples of 16"
     return ""
 
 
@@ -242,31 +277,49 @@ def _package(module):
 # ---------------------------------------------------------------- attention
 
 def takes_attention(attention):
-    """Whether packed_attention computes what this `Attention`'s norms, apply_rope and attend compute."""
-    if not torch.compiler.is_compiling():  # which cannot trace this: compiled code uses the last eager answer
-        reason = attention_reason(attention)
-        if reason:
-            say_once(reason)
-        attention.takes_packed_attention = not reason
-    return getattr(attention, "takes_packed_attention", False)
+    """Whether packed_attention computes what this `Attention`'s mix, attend and apply_rope compute."""
+    if torch.compiler.is_compiling():  # which cannot trace this
+        return getattr(attention, "takes_packed_attention", False)
+    reason = attention_reason(attention)
+    if reason:
+        say_once(reason)
+    return not reason
+
+
+def settle_attention(attention):
+    """Store the answer of `takes_attention` for compiled code."""
+    attention.takes_packed_attention = takes_attention(attention)
 
 
 def attention_reason(attention):
     """Why queries, keys and values do not go through packed_attention; "" where they do."""
-    if fingerprint(attention.attend) != ATTEND:
-        return f"{type(attention).__name__}.attend was edited"
-    if fingerprint(attention.mix.__func__.__globals__.get("apply_rope")) != APPLY_ROPE:
-        return "apply_rope was edited"
+    kind, namespace = type(attention).__name__, getattr(type(attention).mix, "__globals__", {})
+    methods = ((f"{kind}.mix", attention.mix, MIX), (f"{kind}.attend", attention.attend, ATTEND),
+               ("apply_rope", namespace.get("apply_rope"), APPLY_ROPE))
+    for name, function, expected in methods:
+        problem = _edit(name, function, expected)
+        if problem:
+            return problem
     for name in ("q_norm", "k_norm"):
         norm = getattr(attention, name, None)
-        if norm is None:
-            continue
-        if (_package(norm) not in ("transformer_engine", "te_reference") or type(norm).__name__ != "RMSNorm"
-                or getattr(norm, "zero_centered_gamma", False) or "forward" in vars(norm)):
-            return f"{name} is not Transformer Engine's RMSNorm as the kernels have it"
-        if _has_hooks(norm):
-            return f"{name} has hooks"
+        problem = "" if norm is None else _head_norm_reason(norm, attention.config)
+        if problem:
+            return f"{name} {problem}"
+    flash = namespace.get("flash_attn_func")
+    if flash is not None and not getattr(inspect.unwrap(flash), "__module__", "").startswith("flash_attn"):
+        return "flash_attn_func was replaced"
     return ""
+
+
+def _head_norm_reason(norm, config):
+    """Why the kernels do not compute this norm of queries or keys; "" where they do."""
+    if _package(norm) not in ("transformer_engine", "te_reference") or type(norm).__name__ != "RMSNorm":
+        return "is not Transformer Engine's RMSNorm"
+    if getattr(norm, "zero_centered_gamma", False) or norm.eps != config.layernorm_epsilon:
+        return "has settings of its own"
+    if "forward" in vars(norm):
+        return "has a forward method of its own"
+    return "has hooks" if _has_hooks(norm) else ""
 
 
 _said = set()
@@ -283,5 +336,5 @@ if __name__ == "__main__":
     import model_te_optimized as model
 
     for function in (model.OptimizedGPT2Model.forward, model.Block.forward, model.Attention.forward,
-                     model.Attention.attend, model.apply_rope):
+                     model.Attention.mix, model.Attention.attend, model.apply_rope):
         print(f"{function.__qualname__:28} {fingerprint(function)}")

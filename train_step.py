@@ -30,7 +30,8 @@ def accelerate(model, config):
     import fast_block
 
     k = config.fp8_dgrad_fast_accum_k
-    reason = fast_block.accelerate(model, k) if config.fused_block else "--no-fused-block"
+    reason = fast_block.accelerate(model, k)
+    reason = reason if config.fused_block else "--no-fused-block"
     if reason:
         return f"fast kernels are off: {reason}"
     fast = f"; dgrad GEMMs with K up to {k:,} use fast accumulation where it is faster" if k else ""

@@ -102,14 +102,6 @@ def test_what_does_not_fit_is_refused():
             packed_attention(*arguments)
 
 
-def test_says_why_flash_attention_is_not_there(monkeypatch):
-    monkeypatch.setattr(fast_attention, "fa4_forward", None)
-    monkeypatch.setattr(fast_attention, "fa2_forward", None)
-    assert not fast_attention.available()
-    assert fast_attention.available(return_reason=True) == (False, "no CUDA device" if not HAS_GPU else
-                                                            "neither flash-attn-4 (for compute capability 9.0 or newer) nor flash-attn is installed")
-
-
 @pytest.mark.parametrize("version", ["fa4", "fa2"])
 @pytest.mark.parametrize("capability, widest", [((7, 5), (0, 0)), ((8, 0), (0, 256)), ((9, 0), (256, 256)),
                                                 ((10, 0), (128, 256)), ((12, 0), (128, 256))])

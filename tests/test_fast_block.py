@@ -126,6 +126,8 @@ def modules_like_te(monkeypatch):
     monkeypatch.setattr(fast_support, "_runs_on_te", lambda model: True)
     package, stands_for = fast_support._package, {"te_reference": "transformer_engine"}
     monkeypatch.setattr(fast_support, "_package", lambda module: stands_for.get(package(module), package(module)))
+    folders = fast_support._library_folders()
+    monkeypatch.setattr(fast_support, "_library_folders", lambda: (*folders, te_reference.__file__))
 
 
 def make_model(fused=True, fp8_format="HYBRID", **options):
@@ -385,6 +387,21 @@ def test_the_next_step_may_go_through_the_modules():
         return results
 
     assert_same_training(run([True, False, True]), run([False, True, False]))
+
+
+def test_a_head_with_a_bias():
+    """The model file makes none; an edited __init__ may."""
+    results = []
+    for fused in (True, False):
+        model = make_model(fused, tie_embeddings=False, **ONE)
+        torch.manual_seed(2)
+        head = model_te_optimized.te.LayerNormLinear(32, 64, bias=True)
+        with torch.no_grad():
+            head.bias.normal_()
+        model.lm_head = head.to(DEVICE, torch.bfloat16)
+        results.append(train_steps(model))
+    assert_same_training(*results)
+    assert all(grads["lm_head.bias"].any() for _, grads, _ in results[0])
 
 
 @pytest.mark.multigpu

@@ -42,7 +42,7 @@ def test_every_algorithm_gives_the_product(m, k, n, a_type, b_type, with_bias, a
     out = fast_gemm.gemm(*operands, accumulation=accumulation)
     assert out.shape == (n, m) and out.dtype == torch.bfloat16 and error(out, exact) < 1e-2
     shape, = fast_gemm._shapes.values()
-    assert shape.is_tuned and 0 <= shape.best < len(shape.algorithms)
+    assert shape.is_tuned and shape.chosen in shape.algorithms
     errors = []
     for algorithm in shape.algorithms:
         out = torch.full((n, m), float("nan"), device="cuda", dtype=torch.bfloat16)
@@ -124,7 +124,7 @@ def test_algorithms_that_do_not_run_are_left_out(monkeypatch):
     operands, exact = make(256, 256, 128)
     runs = fast_gemm._Shape._runs
     monkeypatch.setattr(fast_gemm._Shape, "_runs", lambda shape, algorithm, operands: False)
-    assert fast_gemm.gemm(*operands) is None
+    assert fast_gemm.gemm(*operands) is None and fast_gemm.gemm(*operands) is None
     fast_gemm._shapes.clear()
     monkeypatch.setattr(fast_gemm._Shape, "_runs", runs)
     assert error(fast_gemm.gemm(*operands), exact) < 1e-2
@@ -185,6 +185,12 @@ def test_more_than_2_to_the_31_elements():
     assert out.numel() > 2**31
     for rows in (slice(0, 16), slice(21500, 21516), slice(-16, None)):
         assert error(out[rows], b[rows].double() @ a.double().T) < 1e-2
+
+
+def test_a_bias_of_another_type_is_refused():
+    operands, _ = make(256, 256, 128, with_bias=True)
+    with pytest.raises(ValueError, match="bias torch.float32: must be torch.bfloat16"):
+        fast_gemm.gemm(*operands[:4], operands[4].float())
 
 
 def test_nothing_is_chosen_where_results_must_repeat():

@@ -1,5 +1,6 @@
 """An edited model is never trained as if it had not been edited: what the kernels refuse, and say so once."""
 
+import functools
 import importlib.util
 import sys
 import types
@@ -11,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 import fast_attention  # noqa: E402
+import fast_block  # noqa: E402
 import fast_support  # noqa: E402
 import model_te_optimized  # noqa: E402
 import train_step  # noqa: E402
@@ -91,6 +93,10 @@ def scaled_forward(self, x, *args, **kwargs):
     return 2 * x
 
 
+def widen(parameter):
+    return torch.nn.Parameter(parameter.detach().float())
+
+
 def become(pick, kind):
     def edit(model):
         pick(model).__class__ = kind
@@ -123,13 +129,15 @@ EDITED = {  # words of the reason -> the edit
     "blocks.1.mlp has activation='relu'": put("blocks.1.mlp.activation", "relu"),
     "blocks.1.mlp has zero_centered_gamma=True": put("blocks.1.mlp.zero_centered_gamma", True),
     "blocks.0.dropout has p=0.5": put("blocks.0.dropout.p", 0.5),
+    "blocks.0.attn.qkv has parameters_split": put("blocks.0.attn.qkv.weight_names", ["q", "k", "v"]),
     "wte has padding_idx=3": put("wte.padding_idx", 3),
     "the recipe runs attention in FP8": lambda model: setattr(model.fp8_recipe, "fp8_dpa", True),
     "blocks.1.mlp has hooks": lambda model: model.blocks[1].mlp.register_forward_hook(print),
     "lm_head has hooks": lambda model: model.lm_head.register_full_backward_pre_hook(print),
     "wte.weight is frozen": lambda model: model.wte.requires_grad_(False),
     "blocks.0.attn.qkv.layer_norm_weight is frozen": lambda model: model.blocks[0].requires_grad_(False),
-    "is not kept in BF16": lambda model: model.float(),
+    "wte.weight is not kept in BF16": lambda model: model.float(),
+    "mlp.fc1_bias is not kept in BF16": put("blocks.1.mlp.fc1_bias", lambda mlp: widen(mlp.fc1_bias)),
     "n_embd=16400 is over 16384": lambda model: setattr(model.config, "n_embd", 16400),
 }
 
@@ -146,6 +154,29 @@ def test_an_edited_model_goes_through_its_modules_and_is_named_once(words):
         warnings.simplefilter("error")
         assert not fast_support.takes_pass(model)  # said once
         assert fast_support.takes_pass(make_model()) and fast_support.unsupported_reason(make_model()) == ""
+
+
+@pytest.mark.parametrize("pick", [lambda model: model.blocks[0].mlp, lambda model: model.wte])
+def test_a_method_replaced_in_the_librarys_class_is_seen(monkeypatch, pick):
+    model = make_model()
+    kind = type(pick(model))
+    original = kind.forward
+    monkeypatch.setattr(kind, "forward", functools.wraps(original)(lambda self, x, **_: original(self, x)))
+    assert fast_support.unsupported_reason(model) == f"the forward method of {kind.__name__} was replaced"
+
+
+def test_positions_need_not_be_a_multiple_of_16():
+    model = make_model(n_positions=17)
+    assert fast_support.unsupported_reason(model) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_to_another_type_goes_through_the_modules(monkeypatch, dtype):
+    model = make_model()
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: dtype)
+    reason = fast_support.unsupported_reason(model)
+    assert reason == ("" if dtype == torch.bfloat16 else "torch.autocast is on, not to BF16")
 
 
 MODES = {
@@ -258,9 +289,20 @@ class TwiceAttending(model_te_optimized.Attention):
     attend = attend_twice
 
 
+def mix_without_values(self, qkv, *args, **kwargs):
+    return 0 * model_te_optimized.Attention.mix(self, qkv, *args, **kwargs)
+
+
+class WithoutValues(model_te_optimized.Attention):
+    mix = mix_without_values
+
+
 ATTENTION_EDITS = {
+    "WithoutValues.mix was edited": lambda attention: setattr(attention, "__class__", WithoutValues),
+    "q_norm has settings of its own": lambda attention: setattr(attention.q_norm, "eps", 1e-2),
     "TwiceAttending.attend was edited": lambda attention: setattr(attention, "__class__", TwiceAttending),
-    "Attention.attend was edited": lambda attention: vars(attention).update(attend=partial(attend_twice, attention)),
+    "the source of Attention.attend cannot be read":
+        lambda attention: vars(attention).update(attend=partial(attend_twice, attention)),
     "q_norm has hooks": lambda attention: attention.q_norm.register_forward_hook(lambda *_: None),
     "k_norm is not Transformer Engine's": lambda attention: setattr(attention, "k_norm", torch.nn.Identity()),
 }
@@ -282,6 +324,33 @@ def test_edited_attention_is_not_packed(monkeypatch, words):
     assert packed == [1]
     if "attend" in words:
         assert torch.equal(out, 2 * qkv[:, :, 4:].flatten(2))  # the edit runs
+
+
+@pytest.mark.filterwarnings("ignore:fast kernels are not used")
+def test_another_attention_function_is_not_left_out(monkeypatch):
+    """A sliding window, say."""
+    def flash_attn_func(q, k, v, causal):
+        return v
+
+    flash_attn_func.__module__ = "flash_attn.flash_attn_interface"
+    attention = make_model().blocks[0].attn
+    for function, takes in ((flash_attn_func, True), (torch.compiler.disable(flash_attn_func), True),
+                            (partial(flash_attn_func, window_size=(256, 0)), False)):
+        monkeypatch.setattr(model_te_optimized, "flash_attn_func", function)
+        assert fast_support.takes_attention(attention) == takes
+
+
+def test_compiled_code_gets_the_answer_that_accelerate_stored(monkeypatch):
+    model = make_model()
+    attention = model.blocks[0].attn
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    assert fast_support.takes_attention(attention)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not fast_support.takes_attention(attention)  # whatever eager passes there were
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    fast_block.accelerate(model)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert fast_support.takes_attention(attention)
 
 
 @pytest.mark.filterwarnings("ignore:fast kernels are not used")
