@@ -209,7 +209,7 @@ class TrainStep:
         generator and the weights as they were. Raises ValueError for batches that do not fit."""
         self._check_batches(batches)
         accumulates = self.config.grad_accum > 1
-        self.graphs, self.fixed = {}, Fixed(self.model, self.config)
+        self.graphs = {}
         torch.cuda.empty_cache()  # what earlier passes left there is of no use to another stream, and a second time as much would be taken
         self.inputs = [tensor.clone() for tensor in batches[0]]
         generator = torch.cuda.get_rng_state(self.device)
@@ -236,6 +236,7 @@ class TrainStep:
                 if name == "update":
                     self.optimizer.prepare()
                 graphs[name] = _capture(function, pool)
+        self.fixed = Fixed(self.model, self.config)
         self.graphs = graphs  # only now: after an error there are none
         torch.cuda.set_rng_state(generator, self.device)
 

@@ -146,8 +146,8 @@ def plot(figures, path):
         for kind, name, color in (("fast_sums", "fast", "tab:red"), ("float32_sums", "float32", "tab:green")):
             middle, top = ([100 * row[field] for row in mine] for field in (kind, f"largest_{kind}"))
             above = [b - a for a, b in zip(middle, top)]
-            axes.errorbar([row["summands"] for row in mine], middle, yerr=[[0] * len(mine), above], fmt=marker,
-                          ms=5, capsize=3, color=color,
+            axes.errorbar([row["summands"] for row in mine], middle, yerr=[[0] * len(mine), above],
+                          fmt=marker, ms=5, capsize=3, color=color,
                           label=f"{shape} in training: {name} accumulation, median and largest")
     axes.axhline(100 * statistics.median(row["bf16_rounding"] for row in rows if "bf16_rounding" in row), color="black", ls="--", lw=1,
                  label="rounding to BF16 alone")
