@@ -186,10 +186,10 @@ class FusedGPT2Model(nn.Module):
 
 @torch.compiler.disable(reason="Transformer Engine cannot trace DelayedScaling")
 def run_uncompiled(model, *args):
-    """Run model.forward uncompiled: torch.compile does not see TE update scales and amax histories."""
+    """Run the class's forward uncompiled: torch.compile does not see TE update scales and amax histories."""
     warnings.warn("torch.compile: Transformer Engine cannot trace DelayedScaling, the model runs uncompiled; "
                   "model.fp8_recipe = Float8CurrentScaling() can be compiled", stacklevel=2)
-    return model.forward(*args)
+    return FusedGPT2Model.forward(model, *args)  # not model.forward, which a subclass may have replaced
 
 
 normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # GPT-2's

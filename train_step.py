@@ -92,8 +92,8 @@ class TrainStep:
     a small model's step than the GPU to run them; a graph is one launch. What a graph reads and writes stays where it is: token ids are copied
     in, gradients are overwritten and never freed, the learning rate is a tensor, and Transformer Engine's scales and histories are buffers
     already. Micro-batches need two graphs, since the first casts weights to FP8 and overwrites gradients, and the others do neither.
-    What else a recording fixes must not change: batches of another shape, or a parameter that was frozen
-    since, are a ValueError. `record` records the step again.
+    What else a recording fixes must not change: batches of another shape, or another value of anything in
+    `Fixed`, are a ValueError. `record` records the step again.
     """
 
     def __init__(self, model, net, optimizer, config, device: torch.device):
@@ -113,7 +113,7 @@ class TrainStep:
         Raises:
             ValueError: the batches do not fit, or something that the recorded graphs fix has changed.
         """
-        self._check_batches(batches)
+        self._check_batches(batches, self.inputs if self.graphs else None)
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
@@ -140,14 +140,16 @@ class TrainStep:
         self.graphs["update"].replay()
         return self.loss.clone(), self.norm.clone()
 
-    def _check_batches(self, batches) -> None:
-        """Raise ValueError unless these are grad_accum micro-batches, with graphs of the recorded shapes."""
+    def _check_batches(self, batches, recorded=None) -> None:
+        """Raise ValueError unless these are grad_accum micro-batches, with graphs all of one shape: that of
+        the `recorded` one, if there is one."""
         count, wanted = len(batches), self.config.grad_accum
         if count != wanted:
-            other = f" or set grad_accum={count}" if count else ""
+            then = " and call record(batches)" if self.graphed else ""
+            other = f", or set grad_accum={count}{then}" if count else ""
             raise ValueError(f"{cli.counted(count, 'micro-batch', 'micro-batches')}: grad_accum is {wanted}, "
                              f"by which the loss is divided; pass {wanted}{other}")
-        expected = _describe(self.inputs if self.graphs else batches[0])
+        expected = _describe(recorded or batches[0])
         for number, batch in enumerate(batches, 1):
             found = _describe(batch)
             if len(batch) not in (2, 3) or batch[0].shape != batch[1].shape:
@@ -155,20 +157,15 @@ class TrainStep:
                                  "cu_seqlens as a third, with a label for each token (-100 for none)")
             if self.graphed and found != expected:
                 raise ValueError(f"micro-batch {number} of {count}: {found}; this step's CUDA graphs are for "
-                                 f"{expected}; pass batches of one shape, or set cuda_graph=\"off\"")
+                                 f"{expected}; pass batches of one shape, or make the step with "
+                                 "cuda_graph=\"off\"")
 
     def _check_unchanged(self) -> None:
         """Raise ValueError if something has changed that the recorded graphs do not see."""
-        for what, value in self._fixed().items():
-            if value != self.fixed[what]:
-                raise ValueError(f"{what} changed after the step was recorded as CUDA graphs, which do not "
-                                 "see it; call record(batches), or set cuda_graph=\"off\"")
-
-    def _fixed(self) -> dict:
-        """What a recording fixes, by name."""
-        config, recipe = (repr(getattr(self.model, name, None)) for name in ("config", "fp8_recipe"))
-        return {"which parameters require gradients": [p.requires_grad for p in self.parameters],
-                "model.training": self.model.training, "model.config": config, "model.fp8_recipe": recipe}
+        what = self.fixed.changed()
+        if what:
+            raise ValueError(f"{what} changed after the step was recorded as CUDA graphs, which do not see "
+                             "it; call record(batches), or make the step with cuda_graph=\"off\"")
 
     def run(self, batches, watch=False):
         """The step, launched from Python."""
@@ -210,10 +207,10 @@ class TrainStep:
 
     def record(self, batches) -> None:
         """Record the graphs. Nothing is trained by it: the passes that a recording must be preceded by leave the FP8 state, the random
-        generator and the weights as they were."""
+        generator and the weights as they were. Raises ValueError for batches that do not fit."""
+        self._check_batches(batches)
         accumulates = self.config.grad_accum > 1
-        self.graphs, self.parameters = {}, list(self.model.parameters())
-        self.fixed = self._fixed()
+        self.graphs = {}
         torch.cuda.empty_cache()  # what earlier passes left there is of no use to another stream, and a second time as much would be taken
         self.inputs = [tensor.clone() for tensor in batches[0]]
         generator = torch.cuda.get_rng_state(self.device)
@@ -240,8 +237,61 @@ class TrainStep:
                 if name == "update":
                     self.optimizer.prepare()
                 graphs[name] = _capture(function, pool)
+        self.fixed = Fixed(self.model, self.config)
         self.graphs = graphs  # only now: after an error there are none
         torch.cuda.set_rng_state(generator, self.device)
+
+
+class Fixed:
+    """What CUDA graphs of a step fix: read when they are recorded, and again by `changed` before each replay.
+
+    Modules, hooks and settings are listed once, since a walk through the model takes longer than the rest.
+    Edits of a class or of a library are not seen.
+    """
+
+    def __init__(self, model, config):
+        self.model, self.config, self.parameters = model, config, list(model.parameters())
+        modules, every = list(model.modules()), torch.nn.modules.module
+        self.settings = [vars(module) for module in modules]
+        self.dropouts = [settings for settings in self.settings if "p" in settings]
+        self.attentions = [settings for settings in self.settings if "kernel" in settings]
+        self.children = [children for m in modules for children in (m._parameters, m._modules) if children]
+        self.hooks = [every._global_forward_hooks, every._global_forward_pre_hooks,
+                      every._global_backward_hooks, every._global_backward_pre_hooks]
+        for m in modules:
+            self.hooks += m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks
+        self.values = self.read()
+
+    def read(self) -> dict:
+        """Return the values by name."""
+        model, chain = self.model, itertools.chain
+        children = chain.from_iterable(map(dict.values, self.children))
+        hooks = filter(None, chain(self.hooks, [p._backward_hooks for p in self.parameters],
+                                   [p._post_accumulate_grad_hooks for p in self.parameters]))
+        return {
+            "config.grad_accum": self.config.grad_accum,
+            "config.grad_clip": self.config.grad_clip,
+            "model.config": _settings(model.config),
+            "model.fp8_recipe": _settings(model.fp8_recipe),  # its repr leaves the two algorithms out
+            "model.dgrad_fast_accum_k": getattr(model, "dgrad_fast_accum_k", None),
+            "model.training": [settings["training"] for settings in self.settings],
+            "the p of a dropout": [settings["p"] for settings in self.dropouts],
+            "the kernel of an attention": [settings["kernel"] for settings in self.attentions],
+            "the forward method of a module": [settings.get("forward") for settings in self.settings],
+            "the set of modules and parameters": list(map(id, children)),
+            "the set of hooks": list(chain.from_iterable(hooks)),
+            "which parameters require gradients": [p.requires_grad for p in self.parameters],
+            "where a parameter is in memory": [p.data_ptr() for p in self.parameters],
+        }
+
+    def changed(self) -> str:
+        """Return the name of something that has changed, or ""."""
+        return next((name for name, value in self.read().items() if value != self.values[name]), "")
+
+
+def _settings(values) -> tuple:
+    """Type and attributes of a configuration or recipe, to compare with later."""
+    return type(values), dict(getattr(values, "__dict__", {}))
 
 
 @contextlib.contextmanager

@@ -1,11 +1,12 @@
-"""How far may FP8's tensor cores add up by themselves? Errors of products whose sums are float32's, and of those with the cores' own, shorter sums.
+"""Measure the error of FP8 GEMMs with the tensor cores' fast accumulation and with float32 accumulation.
 
     python data.py stdlib
-    python results/accumulation.py          # writes results/accumulation.json and .png; python results/pages.py draws the picture again
+    python results/accumulation.py          # writes results/accumulation.json and .png
 
-Errors are ‖product - exact‖ / ‖exact‖, exact in float64 from the same FP8 values, beside that of the exact product rounded to BF16, which no
-BF16 result falls below. Once on random values by the number of summands, and once on the operands of all backward products of models that
-were trained for 200 steps. And both kinds' times, at the shapes of gradients.
+An error is ‖result - exact‖ / ‖exact‖, exact in float64 from the same FP8 values. No BF16 result has less
+than the exact one rounded to BF16, which is beside it. The operands are random values with several K, and
+those of all dgrad and wgrad GEMMs of models that were trained for 200 steps. Also the time of both kinds, at
+shapes of dgrad.
 """
 
 import itertools
@@ -36,8 +37,9 @@ VALUES = {  # of a matrix; all of one sign is the worst case, for what is cut of
     "one sign": torch.rand,
 }
 SUMMANDS = (256, 512, 768, 1024, 2048, 4096, 16384)
-TIMES = ((3072, 768, 32768), (768, 768, 32768), (4096, 1024, 16384), (1024, 1024, 16384))  # outputs, summands, tokens: 124M and 350M
-ROWS = 2048  # of a product, that are compared
+TIMES = (  # outputs, K, tokens of 124M and 350M
+    (3072, 768, 32768), (768, 768, 32768), (4096, 1024, 16384), (1024, 1024, 16384))
+ROWS = 2048  # of a result, that are compared
 MICRO_BATCH = 8  # sequences of 1,024 tokens, of the models in training
 
 
@@ -48,7 +50,7 @@ class Options:
 
 
 def errors(a, b):
-    """Of b @ aᵀ: rounded to BF16 only, with float32 sums, with fast ones."""
+    """Return the errors of b @ aᵀ: rounded to BF16 alone, with float32 and with fast accumulation."""
     one = torch.ones(1, device=a.device)
     exact = b.double() @ a.double().T
     of = lambda y: ((y.double() - exact).norm() / exact.norm()).item()  # noqa: E731
@@ -69,7 +71,7 @@ def on_random_values(device):
 
 
 def on_gradients(shape, data, device):
-    """Of a model in training: the backward products with respect to inputs ("NN") and weights ("NT"), by their summands."""
+    """Yield the errors of the dgrad and wgrad GEMMs of a model in training, by K."""
     options = benchmark_te.SHAPES[shape] | {"micro_batch_size": MICRO_BATCH}
     config = benchmark_te.arm_config("fp8", benchmark_te.make_config(options, device))
     loader = Loader(data, "train", seq_len=config.seq_len, micro_batch_size=config.micro_batch_size, device=device)
@@ -97,7 +99,7 @@ def on_gradients(shape, data, device):
 
 
 def times(device):
-    """Milliseconds; 200 products after each other, of which the first half only warms the GPU."""
+    """Yield milliseconds; of 200 GEMMs after each other the first half only warms the GPU."""
     one = torch.ones(1, device=device)
     for outputs, summands, tokens in TIMES:
         a, b = (quantized(torch.randn(rows, summands, device=device), dtype)
@@ -121,7 +123,7 @@ def errors_table(figures) -> str:
 
 
 def times_table(figures) -> str:
-    """Markdown table: ms of the GEMM of an input's gradient."""
+    """Markdown table: ms of a dgrad GEMM."""
     lines = []
     for row in figures["rows"]:
         if row["part"] == "time":
@@ -138,18 +140,20 @@ def plot(figures, path):
     for values, color in zip(VALUES, ("tab:blue", "tab:cyan", "tab:gray")):
         mine = [row for row in rows if row.get("values") == values]
         axes.plot([row["summands"] for row in mine], [100 * row["fast_sums"] for row in mine], color=color, lw=1,
-                  label=f"random, {values}: fast sums")
+                  label=f"random, {values}: fast accumulation")
     for shape, marker in (("124m-b32", "o"), ("350m-b16", "s")):
         mine = [row for row in rows if row.get("shape") == shape]
-        for kind, color in (("fast_sums", "tab:red"), ("float32_sums", "tab:green")):
-            middle, top = ([100 * row[name] for row in mine] for name in (kind, f"largest_{kind}"))
-            axes.errorbar([row["summands"] for row in mine], middle, yerr=[[0] * len(mine), [b - a for a, b in zip(middle, top)]], fmt=marker, ms=5,
-                          capsize=3, color=color, label=f"{shape} in training: {kind.replace('_', ' ')}, median and largest")
+        for kind, name, color in (("fast_sums", "fast", "tab:red"), ("float32_sums", "float32", "tab:green")):
+            middle, top = ([100 * row[field] for row in mine] for field in (kind, f"largest_{kind}"))
+            above = [b - a for a, b in zip(middle, top)]
+            axes.errorbar([row["summands"] for row in mine], middle, yerr=[[0] * len(mine), above],
+                          fmt=marker, ms=5, capsize=3, color=color,
+                          label=f"{shape} in training: {name} accumulation, median and largest")
     axes.axhline(100 * statistics.median(row["bf16_rounding"] for row in rows if "bf16_rounding" in row), color="black", ls="--", lw=1,
-                 label="BF16's rounding alone")
+                 label="rounding to BF16 alone")
     axes.axvspan(axes.get_xlim()[0], DGRAD_FAST_ACCUM_K, color="tab:green", alpha=0.1, zorder=0)
-    axes.set(xscale="log", yscale="log", xlabel="summands (green: fast sums are used for inputs' gradients)",
-             ylabel="error of a product, % of its norm")
+    axes.set(xscale="log", yscale="log", xlabel="K (green: dgrad may use fast accumulation)",
+             ylabel="error of a GEMM, % of the norm")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xticks(ticks := (256, 1024, 4096, 16384, 65536), labels=[f"{tick:,}" for tick in ticks])
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)

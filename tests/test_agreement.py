@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import pathlib
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from results.plain_gpt import build_plain
 HAS_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+RESULTS = pathlib.Path(agreement.__file__).parent
 SMALL = dict(n_layer=4, n_embd=256, n_head=4, vocab_size=1024, micro_batch_size=8, seq_len=256)
 on_cpu = pytest.mark.skipif(HAS_GPU, reason="through te_reference only")
 
@@ -66,7 +68,7 @@ ARMS = ("plain-by-hand", "bf16", "bf16-bf16_moments", "fp8", "fp8-e4m3", "fp8-cu
 def test_arms_that_are_right_agree(block, arm):
     figures = verified(with_plain(block), arm, block)
     assert figures["agrees_with"] == "plain-eager" and figures["agreement"] < 0.6  # of what roundings explain
-    assert figures["loss_fall"] > 0.1 and figures["grad_norm"] > 1
+    assert figures["loss_fall"] > 0.05 and figures["grad_norm"] > 1
 
 
 @pytest.mark.parametrize("model", ["te", "custom", "fused", "advanced"])
@@ -94,7 +96,7 @@ def weight_of(step, name):
 
 @pytest.mark.parametrize("arm", ["plain-eager", "bf16", "fp8", "fp8-accum4", "fp8-te"][:3 if HAS_GPU else 5])
 @pytest.mark.parametrize("name", ["block 1 qkv", "block 0 fc2", "wpe"])
-@pytest.mark.parametrize("factor", [0.0, 0.75, 1.25, math.nan])
+@pytest.mark.parametrize("factor", [0.0, 0.9, 1.1, math.nan])
 def test_a_broken_weight_gradient_is_refused(arm, name, factor):
     def sabotage(step):
         weight_of(step, name).register_hook(lambda gradient: gradient * factor)
@@ -102,6 +104,64 @@ def test_a_broken_weight_gradient_is_refused(arm, name, factor):
     broken = "all gradients" if math.isnan(factor) else name
     with pytest.raises(RuntimeError, match=f"numerics: gradient norm of {broken}"):
         verified(with_plain(), arm, sabotage=sabotage)
+
+
+TWELVE_LAYERS = dict(n_layer=12, n_embd=64, micro_batch_size=2, seq_len=128)
+
+
+@functools.cache
+def with_plain_at_12_layers():
+    others = Agreement()
+    verified(others, "plain-eager")
+    return others
+
+
+@on_cpu
+@pytest.mark.parametrize("arm, factor", [("fp8", 1), ("fp8-current", 1), ("fp8-block", 1), ("fp8", 0.9),
+                                         ("fp8", 1.1), ("fp8-e4m3", 0.9), ("fp8-block-hybrid", 1.1)])
+def test_at_12_layers_a_tenth_more_or_less_is_refused(arm, factor, monkeypatch):
+    """Of one block's weight gradient, in FP8 against high precision, where roundings explain the most."""
+    monkeypatch.setattr(benchmark, "ON_CPU", benchmark.ON_CPU | TWELVE_LAYERS)
+
+    def sabotage(step):
+        weight_of(step, "block 5 fc1").register_hook(lambda gradient: gradient * factor)
+
+    if factor == 1:
+        assert verified(with_plain_at_12_layers(), arm)["agreement"] < 0.6
+        return
+    with pytest.raises(RuntimeError, match="numerics: gradient norm of block 5 fc1"):
+        verified(with_plain_at_12_layers(), arm, sabotage=sabotage)
+
+
+@pytest.mark.parametrize("depth, width, tokens", [(4, 768, 4096), (12, 768, 4096), (32, 4096, 8192)])
+def test_what_rounding_explains_on_a_gpu(depth, width, tokens):
+    """FP8 against BF16: a weight gradient that is a tenth too long or too short is refused at 12 layers even
+    if rounding moved it the other way, by up to 3 %. BF16 against BF16: one of 2 %."""
+    device, size = torch.device("cuda"), width * width
+    bf16, *fp8s = (agreement.Errors.of(
+        benchmark.arm_config(arm, benchmark.TrainConfig(n_layer=depth)), device).of_norm(size, tokens, width)
+        for arm in ("bf16-bf16_moments", "fp8", "fp8-e4m3", "fp8-current", "fp8-block-hybrid"))
+    assert 2 * bf16 < 0.02
+    for fp8 in fp8s:
+        assert 0.02 < fp8 + bf16 < (0.07 if depth <= 12 else 0.1)
+
+
+def test_what_was_measured_on_an_h200_agrees():
+    """Of every arm of results/formats.json, which names the arm that it was compared with."""
+    rows = {row["arm"]: row for row in json.loads((RESULTS / "formats.json").read_text()) if "loss_fall" in row}
+    for arm, row in rows.items():
+        first = rows[row.get("agrees_with", arm)]
+        found, expected = (agreement.Computed(
+            r["arm"], r["loss"], {"all gradients": r["grad_norm"]}, {"all gradients": r["parameters"]},
+            r["loss_fall"], errors_of(r)) for r in (row, first))
+        config = row["model_config"]
+        share, what = max(agreement.compared(found, expected, config["n_embd"], config["n_positions"]))
+        assert share < 0.6, (arm, what)
+
+
+def errors_of(row):
+    config = benchmark.TrainConfig(n_layer=row["model_config"]["n_layer"])
+    return agreement.Errors.of(benchmark.arm_config(row["arm"], config), torch.device("cuda"))
 
 
 def freeze_in_the_optimizer(step):
@@ -147,7 +207,7 @@ def forget_the_first_micro_batch(step):
     ("plain-eager", ignore_the_learning_rate, "the loss falls by 0 in 3 steps"),
     ("fp8-current", ignore_the_learning_rate, "the loss falls by"),
     ("bf16", flip_a_sign, "the loss falls by -"),
-    pytest.param("fp8-accum4", forget_the_first_micro_batch, "gradient norm of all gradients .* in plain",
+    pytest.param("fp8-accum4", forget_the_first_micro_batch, "gradient norm of .* in plain",
                  marks=on_cpu)])
 def test_a_broken_step_is_refused(arm, sabotage, complaint):
     with pytest.raises(RuntimeError, match=f"numerics: {complaint}"):

@@ -75,6 +75,31 @@ def test_batches_of_other_shapes_stay_one_graph(name, recipe):
         torch.testing.assert_close(net(x, x), model(x, x))
 
 
+@ON_REFERENCE
+@pytest.mark.parametrize("name", checkpoint.MODELS)
+def test_the_forward_of_a_subclass_runs_once_under_torch_compile(name):
+    """Under delayed scaling the forward of the base class runs uncompiled, and the one around it does not run
+    again, whatever its arguments are."""
+    base = type(make_model(name, "delayed"))
+
+    class Scaled(base):
+        def forward(self, input_ids, labels=None, *rest):
+            return 10 * super().forward(input_ids, labels, *rest)
+
+    class OfOneTensor(base):
+        def forward(self, tokens):
+            return super().forward(tokens[:, :-1], tokens[:, 1:])
+
+    tokens = torch.randint(96, (2, 17), device=DEVICE)
+    for subclass, batch in ((Scaled, (tokens[:, :-1], tokens[:, 1:])), (OfOneTensor, (tokens,))):
+        torch._dynamo.reset()
+        compiled, plain = make_model(name, "delayed"), make_model(name, "delayed")
+        compiled.__class__ = plain.__class__ = subclass
+        with pytest.warns(UserWarning, match="runs uncompiled"):
+            found = torch.compile(compiled, backend="eager")(*batch)
+        assert torch.equal(found, plain(*batch)), subclass
+
+
 @pytest.mark.parametrize("name", checkpoint.MODELS)
 def test_fullgraph_says_why_delayed_scaling_cannot_be_compiled(name):
     torch._dynamo.reset()

@@ -1,9 +1,11 @@
 """results/pages.py: every measured number on a page comes from the JSON, and none can be typed in by hand."""
 
 import json
+import re
 
 import pytest
 
+import checkpoint
 import cli
 from results import pages, speed_report, stability_report
 from trainer_tools import ROOT
@@ -21,6 +23,29 @@ def run(arguments=""):
 
 def test_the_pages_show_what_was_measured(capsys):
     assert run("--check") == 0, capsys.readouterr().out
+
+
+def test_the_words_beside_the_figures_are_true():
+    """What guide/first_guide.md says in words of figures that stand beside them."""
+    contents = {name: pages.wrap(content) for name, content in pages.read(ROOT / "results").items()}
+    steps = contents["compile"]
+    for recipe in {row["recipe"] for row in steps}:
+        graph, eager = ({model: steps(mode, recipe, model).tokens_per_s for model in checkpoint.MODELS}
+                        for mode in ("cuda-graph", "eager"))
+        assert max(graph, key=graph.get) == "optimized" != max(eager, key=eager.get), recipe
+    gqa = contents["gqa_rmsnorm"]
+    small, wide = ([gqa(shape, block, "fp8").sequences for block in ("default", "GQA")]
+                   for shape in ("124m-b32", "c4096"))
+    assert small[1] <= small[0] and wide[1] > wide[0]
+
+
+def test_links_to_headings_lead_to_headings():
+    for path in (ROOT / "README.md", ROOT / "GUIDE.md", *(ROOT / "guide").glob("*.md")):
+        for file, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", path.read_text()):
+            text = ((path.parent / file) if file else path).read_text()
+            headings = re.findall(r"^#+ (.*)$", re.sub(r"(?ms)^```.*?^```", "", text), re.MULTILINE)
+            anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert anchor in anchors, f"{path.name}: {file}#{anchor}"
 
 
 @pytest.mark.parametrize("written, expression, expected", [

@@ -129,23 +129,110 @@ def test_cu_seqlens_that_go_are_refused():
         step([batch(1)], 1e-2)
 
 
-@pytest.mark.parametrize("change, complaint", [
-    (lambda step: step.model.wte.weight.requires_grad_(False), "which parameters require gradients"),
-    (lambda step: step.model.eval(), "model.training"),
-    (lambda step: setattr(step.model, "fp8_recipe", fp8.make_recipe("current", "e4m3")), "model.fp8_recipe"),
-    (lambda step: setattr(step.model.config, "use_fp8", False), "model.config")])
-def test_what_a_recording_fixed_must_not_change(change, complaint):
-    step = make()
+def replace_weight(step):
+    mlp = step.model.blocks[0].mlp
+    mlp.fc1_weight = torch.nn.Parameter(mlp.fc1_weight.detach().clone())
+
+
+def move_weight(step):
+    step.model.wte.weight.data = step.model.wte.weight.data.clone()
+
+
+CHANGES = {  # after the recording -> what the message says
+    "a frozen parameter": (lambda s: s.model.wte.weight.requires_grad_(False),
+                           "which parameters require gradients"),
+    "a weight moved": (move_weight, "where a parameter is in memory"),
+    "a weight replaced": (replace_weight, "the set of modules"),
+    "a module replaced": (lambda s: setattr(s.model, "dropout", torch.nn.Dropout(0.0)), "the set of modules"),
+    "eval": (lambda s: s.model.eval(), "model.training"),
+    "a part in eval": (lambda s: s.model.blocks[0].mlp.eval(), "model.training"),
+    "the recipe": (lambda s: setattr(s.model, "fp8_recipe", fp8.make_recipe("current", "e4m3")),
+                   "model.fp8_recipe"),
+    "amax_compute_algo": (lambda s: setattr(s.model.fp8_recipe, "amax_compute_algo", "most_recent"),
+                          "model.fp8_recipe"),
+    "scaling_factor_compute_algo": (
+        lambda s: setattr(s.model.fp8_recipe, "scaling_factor_compute_algo", lambda *args: args[1]),
+        "model.fp8_recipe"),
+    "use_fp8": (lambda s: setattr(s.model.config, "use_fp8", False), "model.config"),
+    "dgrad_fast_accum_k": (lambda s: setattr(s.model, "dgrad_fast_accum_k", 64), "model.dgrad_fast_accum_k"),
+    "dropout": (lambda s: setattr(s.model.blocks[0].dropout, "p", 0.1), "the p of a dropout"),
+    "attention": (lambda s: setattr(s.model.blocks[0].attn, "kernel", "te"), "the kernel of an attention"),
+    "forward": (lambda s: setattr(s.model.dropout, "forward", lambda x: 2 * x),
+                "the forward method of a module"),
+    "grad_clip": (lambda s: setattr(s.config, "grad_clip", 0.5), "config.grad_clip"),
+    "forward hook": (lambda s: s.model.wte.register_forward_hook(lambda *_: None), "the set of hooks"),
+    "forward pre-hook": (lambda s: s.model.blocks[0].register_forward_pre_hook(lambda *_: None),
+                         "the set of hooks"),
+    "backward hook": (lambda s: s.model.blocks[0].register_full_backward_hook(lambda *_: None),
+                      "the set of hooks"),
+    "backward pre-hook": (lambda s: s.model.blocks[0].register_full_backward_pre_hook(lambda *_: None),
+                          "the set of hooks"),
+    "gradient hook": (lambda s: s.model.wte.weight.register_hook(torch.neg), "the set of hooks"),
+    "accumulation hook": (
+        lambda s: s.model.wte.weight.register_post_accumulate_grad_hook(lambda p: None), "the set of hooks"),
+    "hook of every module": (
+        lambda s: torch.nn.modules.module.register_module_forward_hook(lambda *_: None), "the set of hooks"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_a_recording_fixed_must_not_change(what):
+    change, complaint = CHANGES[what]
+    step = make(fp8_recipe="delayed" if "algo" in what else "current")
     step([batch(0)], 1e-2)
-    change(step)
-    before = weights(step)
-    with pytest.raises(ValueError, match=complaint + r".*call record\(batches\)"):
+    step([batch(0)], 1e-2, watch=True)  # puts hooks on for its pass alone
+    handle = change(step)
+    try:
+        before = weights(step)
+        with pytest.raises(ValueError, match=complaint + r".*changed.*call record\(batches\)"):
+            step([batch(1)], 1e-2)
+        assert torch.equal(weights(step), before)
+        if what in ("attention", "scaling_factor_compute_algo", "a weight replaced", "forward"):
+            return  # what they are set to here does not train
+        step.record([batch(1)])
+        assert torch.equal(weights(step), before)
         step([batch(1)], 1e-2)
-    assert torch.equal(weights(step), before)
-    step.record([batch(1)])
-    assert torch.equal(weights(step), before)
-    step([batch(1)], 1e-2)
+        assert not torch.equal(weights(step), before)
+    finally:
+        if hasattr(handle, "remove"):
+            handle.remove()
+
+
+@pytest.mark.parametrize("before, after", [(1, 2), (2, 4), (2, 1)])
+def test_following_the_message_about_grad_accum_is_right(before, after):
+    """Set grad_accum, forget to record: refused. Record: the loss is that of a step that started so."""
+    step, fresh = make(grad_accum=before), make(graphed=False, grad_accum=after)
+    step([batch(i) for i in range(before)], 0.0)
+    given = [batch(10 + i) for i in range(after)]
+    complaint = rf"pass {before}, or set grad_accum={after} and call record\(batches\)"
+    with pytest.raises(ValueError, match=complaint):
+        step(given, 0.0)
+    step.config.grad_accum = after
+    with pytest.raises(ValueError, match=r"config.grad_accum changed .* call record\(batches\)"):
+        step(given, 0.0)
+    step.record(given)
+    for found, expected in zip(step(given, 0.0), fresh(given, 0.0)):
+        torch.testing.assert_close(found, expected)
+
+
+def test_record_checks_its_batches_and_keeps_the_old_recording():
+    step = make(grad_accum=2)
+    step([batch(0), batch(1)], 1e-2)
+    bad = (([batch(0)], "1 micro-batch:"), ([batch(0), batch(1, rows=1)], "micro-batch 2 of 2"))
+    for given, complaint in bad:
+        with pytest.raises(ValueError, match=complaint):
+            step.record(given)
+    before = weights(step)
+    step([batch(2), batch(3)], 1e-2)
     assert not torch.equal(weights(step), before)
+
+
+def test_without_graphs_grad_accum_may_change():
+    step = make(graphed=False, grad_accum=2)
+    with pytest.raises(ValueError, match=r"set grad_accum=1$"):
+        step([batch(0)], 1e-2)
+    step.config.grad_accum = 1
+    step([batch(0)], 1e-2)
 
 
 def test_a_frozen_parameter_stays_after_the_step_is_recorded_again():
