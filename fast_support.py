@@ -151,7 +151,11 @@ def _version_reason():
         import transformer_engine
     except ImportError as error:
         return f"Transformer Engine cannot be imported ({error})"
-    version = transformer_engine.__version__
+    return version_reason(transformer_engine.__version__)
+
+
+def version_reason(version):
+    """Why the kernels that use internals of TE do not run with this version of it; "" where they do."""
     if version.startswith(tuple(f"{tested}." for tested in TESTED_TE)):
         return ""
     return f"they use internals of Transformer Engine {', '.join(TESTED_TE)}, and this is {version}"
