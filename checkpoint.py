@@ -52,7 +52,7 @@ MODELS = {  # --model: (file, model class, config class)
 FORMAT = 1  # of checkpoints; those of before it was counted name none
 META = {  # what meta.json must hold
     "step": COUNT, "config": dict, "model": str, "model_config": dict, "tokenizer": str,
-    "optimizer_groups": [{"step?": COUNT}], "torch?": str, "device?": str,
+    "optimizer_groups": [{"step?": COUNT}], "fp8_weights?": [str], "torch?": str, "device?": str,
     "hf?": {"folder": str, "vocab_size": SIZE}}
 RESTORE = "restore the checkpoint's files from a copy"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
@@ -112,7 +112,8 @@ def save(run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> Path
     `meta` is what JSON can hold and `load` returns. On OSError (a full disk) nothing is left of this checkpoint, the ones
     before it stand, and the error names the last of them.
     """
-    return _write(Path(run_dir), step, _tensors(model, optimizer), _document(step, optimizer, meta), keep)
+    document = _document(step, model, optimizer, meta)
+    return _write(Path(run_dir), step, _tensors(model, optimizer), document, keep)
 
 
 class BackgroundSaver:
@@ -145,7 +146,7 @@ class BackgroundSaver:
     def save(self, run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> None:
         """As the function `save`, after waiting for the checkpoint before; but an OSError is kept for `error`."""
         self.wait()
-        document = _document(step, optimizer, meta)
+        document = _document(step, model, optimizer, meta)
         tensors = _tensors(model, optimizer)
         if self.background:
             tensors = self.copy_to_host(tensors).items()
@@ -186,11 +187,14 @@ class BackgroundSaver:
         return self.failures.pop(0) if self.failures else None
 
 
-def _document(step: int, optimizer, meta: dict) -> str:
-    """The text of meta.json."""
+def _document(step: int, model, optimizer, meta: dict) -> str:
+    """Return the text of meta.json. What the model and the optimizer say takes precedence over `meta`, which may
+    be that of the checkpoint that this run resumed."""
     groups = [{k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
               for group in optimizer.param_groups]
-    return json.dumps({"format": FORMAT, "step": step, "optimizer_groups": groups, "torch": torch.__version__, **meta}, indent=2) + "\n"
+    own = {"format": FORMAT, "step": step, "optimizer_groups": groups, "torch": torch.__version__,
+           "fp8_weights": [name for name, parameter in model.named_parameters() if _in_fp8(parameter)]}
+    return json.dumps(own | meta | own, indent=2) + "\n"
 
 
 def _write(run_dir: Path, step: int, tensors, document: str, keep: int) -> Path:
@@ -489,8 +493,7 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
                              f"checkpoint and {sizes[1]} in the model; build the model from the checkpoint's meta.json")
     _check_state(folder, tensors, own)
     _dcp(dcp.load, tensors, folder)
-    if not meta.get("config", {}).get("fp8_param"):
-        _float32_weights_are_masters(tensors)
+    drop_stale_masters(tensors, meta)
 
     def part(prefix):
         return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
@@ -553,13 +556,18 @@ def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, weights
     optimizer.load_state_dict(target)
 
 
-def _float32_weights_are_masters(tensors: dict) -> None:
-    """Take weights that are stored in float32 as the master weights, in case the run goes on in BF16. Earlier
-    versions stored masters beside such weights after a resume, and never updated them."""
-    for name in [name for name, value in tensors.items() if name.startswith("model.")]:
-        state = name.replace("model.", "optimizer.", 1)
-        if tensors[name].dtype == torch.float32 and f"{state}.exp_avg" in tensors:
-            tensors[f"{state}.master_param"] = tensors[name]
+def drop_stale_masters(tensors: dict, meta: dict) -> None:
+    """Remove master weights beside float32 weights that are their own masters. Earlier versions stored such
+    masters after a resume, and never updated them. A weight kept in FP8 may be stored in float32, too: it was
+    dequantized, and its master is the exact one."""
+    in_fp8 = meta.get("fp8_weights")
+    if in_fp8 is None and meta.get("config", {}).get("fp8_param"):
+        return  # written before the weights in FP8 were named
+    for name in [name for name in tensors if name.startswith("optimizer.") and name.endswith(".master_param")]:
+        parameter = name.removeprefix("optimizer.").removesuffix(".master_param")
+        weight = tensors.get(f"model.{parameter}")
+        if weight is not None and weight.dtype == torch.float32 and parameter not in (in_fp8 or []):
+            del tensors[name]
 
 
 def join_remainder(weight, remainder) -> torch.Tensor:

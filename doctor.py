@@ -58,7 +58,7 @@ class Facts:
     hidden: bool = False  # CUDA_VISIBLE_DEVICES hides every GPU
     torch: dict = field(default_factory=dict)  # version, cuda, gpus [name, capability, total_gib, free_gib], reason, archs, cudnn
     te_packages: dict = field(default_factory=dict)  # {name: version}
-    te: dict = field(default_factory=dict)  # version, cuda (major)
+    te: dict = field(default_factory=dict)  # version, cuda (major), tested [version], fast_kernels (why off)
     fp8: dict = field(default_factory=dict)  # where, emulated, reasons {recipe: why not}, errors {recipe: [output, dx, dw]}, raised {recipe: message}
     cudnn: dict = field(default_factory=dict)  # version, files
     nccl: dict = field(default_factory=dict)  # version
@@ -105,7 +105,18 @@ def probe_torch(emit):
 def probe_te(emit):
     import transformer_engine
     import transformer_engine.pytorch  # noqa: F401
-    emit({"version": transformer_engine.__version__, "cuda": getattr(transformer_engine.common, "_cuda_major_version", None)})
+    number = transformer_engine.__version__
+    cuda = getattr(transformer_engine.common, "_cuda_major_version", None)
+    emit({"version": number, "cuda": cuda} | fast_kernels(number))
+
+
+def fast_kernels(te_version):
+    """What the fast kernels ask of Transformer Engine's version; {} without their files."""
+    try:
+        import fast_support
+    except ImportError:
+        return {}
+    return {"tested": list(fast_support.TESTED_TE), "fast_kernels": fast_support.version_reason(te_version)}
 
 
 def probe_fp8(emit):
@@ -394,6 +405,18 @@ def check_te(facts):
     return [Result("ok", f"Transformer Engine {facts.te['version']}" + (f", CUDA {core}" if core else ""))]
 
 
+def check_fast_kernels(facts):
+    """They are made for Hopper, and use internals of Transformer Engine."""
+    tested = facts.te.get("tested")
+    if not tested or facts.capability != (9, 0) or te_too_old(facts):
+        return []
+    if not facts.te["fast_kernels"]:
+        return [Result("ok", f"fast kernels: tested with Transformer Engine {', '.join(tested)}")]
+    line = f"fast kernels are off: {facts.te['fast_kernels']}; training works, but slower"
+    fix = f"write transformer-engine[pytorch]=={tested[-1]}.* in requirements-gpu.txt, then {INSTALL}"
+    return [Result("warn", line, fix)]
+
+
 def check_recipes(facts):
     if not facts.fp8.get("reasons"):
         if facts.te.get("error") or te_too_old(facts):
@@ -494,8 +517,8 @@ def check_room(facts):
     return found
 
 
-CHECKS = (check_python, check_driver, check_torch, check_gpu, check_te, check_recipes, check_product, check_cudnn, check_nccl, check_flash,
-          check_room)
+CHECKS = (check_python, check_driver, check_torch, check_gpu, check_te, check_fast_kernels, check_recipes,
+          check_product, check_cudnn, check_nccl, check_flash, check_room)
 
 
 def diagnose(facts):

@@ -115,7 +115,7 @@ def export(run, folder, dtype: str = "auto") -> Path:
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
     tokenizer = get_tokenizer(meta["tokenizer"], vocab_size)
-    weights = hf_weights.read_weights(source, meta["model"], masters=dtype == "float32")
+    weights = hf_weights.read_weights(source, meta, masters=dtype == "float32")
     try:
         weights = hf_weights.to_hf(weights, config, vocab_size)
     except ValueError as error:

@@ -19,7 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-LARGEST_BF16_BETA = 1 - 2**-8  # see FastAdam, moment_dtype
+from fast_support import LARGEST_BF16_BETA
+
 CHUNK = 8192  # parameters of a program: enough to keep a processor's memory pipeline full, few enough to divide small tensors
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -130,8 +131,8 @@ def _check_options(group, moment_dtype):
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"FastAdam: betas {betas}: must be at least 0 and below 1; (0.9, 0.95) works")
     if moment_dtype == torch.bfloat16 and max(betas) > LARGEST_BF16_BETA:
-        raise ValueError(f"FastAdam: betas {betas}: must be at most 0.996 with moment_dtype=torch.bfloat16, "
-                         "else the moments never fall; (0.9, 0.95) works, or moment_dtype=torch.float32")
+        raise ValueError(f"FastAdam: betas {betas}: must be at most {LARGEST_BF16_BETA:.3f} with "
+                         "moment_dtype=torch.bfloat16, else the moments never fall; (0.9, 0.95) works, or moment_dtype=torch.float32")
 
 
 class FastAdam(torch.optim.Optimizer):

@@ -32,6 +32,7 @@ MIX = "5f4425c615fc08a2"
 ATTEND = "c4a3ea9a65a7c791"
 APPLY_ROPE = "dc11255ad30db48f"
 TESTED_TE = ("2.20",)  # minor versions: the kernels use internals, which move between them
+LARGEST_BF16_BETA = 1 - 2**-8  # see FastAdam, moment_dtype; here, so that train.py needs no Triton to check it
 MAX_WIDTH = 16384  # of the residual stream: a norm kernel holds whole rows
 MODULE_SETTINGS = {  # of TE's modules: what the kernels implement
     "zero_centered_gamma": False,
@@ -150,7 +151,11 @@ def _version_reason():
         import transformer_engine
     except ImportError as error:
         return f"Transformer Engine cannot be imported ({error})"
-    version = transformer_engine.__version__
+    return version_reason(transformer_engine.__version__)
+
+
+def version_reason(version):
+    """Why the kernels that use internals of TE do not run with this version of it; "" where they do."""
     if version.startswith(tuple(f"{tested}." for tested in TESTED_TE)):
         return ""
     return f"they use internals of Transformer Engine {', '.join(TESTED_TE)}, and this is {version}"

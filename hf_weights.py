@@ -23,20 +23,22 @@ NAMES = {"te": [("attn.qkv.", "self_attention.layernorm_qkv."), ("attn.proj.", "
                     ("mlp.fc2_", "mlp.fc2."), ("lm_head.layer_norm_", "norm.")]}
 
 
-def read_weights(folder, model: str, masters: bool = False) -> dict[str, torch.Tensor]:
-    """A checkpoint's weights under the optimized model's names; with `masters`, the optimizer's float32 copies where it has them."""
+def read_weights(folder, meta: dict, masters: bool = False) -> dict[str, torch.Tensor]:
+    """Read a checkpoint's weights under the optimized model's names; with `masters`, the float32 master
+    weights where it has them. `meta` is what checkpoint.read_meta(folder) returned."""
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
                for name, entry in checkpoint.stored_tensors(folder).items()
                if name.startswith("model.") or masters and name.endswith(".master_param")}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    checkpoint.drop_stale_masters(tensors, meta)
     weights = {}
     for name, tensor in tensors.items():
         if name.startswith("model."):
             name = name.removeprefix("model.")
             tensor = tensors.get(f"optimizer.{name}.master_param", tensor)
-            for ours, theirs in NAMES.get(model, []):
+            for ours, theirs in NAMES.get(meta["model"], []):
                 name = name.replace(theirs, ours)
             weights[name] = tensor
     return weights

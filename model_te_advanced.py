@@ -83,7 +83,7 @@ class AdvancedConfig:
                   -(-self.n_embd // self.n_head) * self.n_head)
             self.head_dim = self.n_embd // self.n_head
         check(self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0, "n_kv_head", f"must divide n_head={self.n_head}",
-              next(k for k in range(max(1, min(self.n_kv_head, self.n_head)), 0, -1) if self.n_head % k == 0))
+              math.gcd(self.n_head, self.n_kv_head))
         check(self.head_dim >= 1 and self.head_dim % (2 if self.use_rotary else 1) == 0, "head_dim", "must be even, for use_rotary", 64)
         check(self.activation in ("gelu", "swiglu"), "activation", "must be 'gelu' or 'swiglu'", "'gelu'")
         if self.n_inner is None:

@@ -266,26 +266,39 @@ def check_memory(config, model_config, device: torch.device, dtype: torch.dtype)
 
 
 def least_memory(config, model_config, dtype: torch.dtype) -> list[tuple[int, str, str]]:
-    """Return [(bytes, what takes them, the options that decide it)]: a lower bound of what a step keeps."""
+    """Return [(bytes, what takes them, the options that decide it)]: a lower bound of a run's peak.
+
+    The parts exist at one time: in the update, at the end of a forward pass, or in an evaluation, whichever
+    takes most. Without gradient accumulation, backward frees activations while it makes gradients, so that
+    these two never exist at one time in full.
+    """
     tokens, width = config.micro_batch_size * config.seq_len, dtype.itemsize
-    weight = 1 if config.fp8_param else width
-    moments = 2 * getattr(torch, config.moment_dtype).itemsize
+    count = checkpoint.weight_count(model_config)
+    weights = count * (1 if config.fp8_param else width)
+    gradients = count * width
     master = 0 if dtype == torch.float32 else 2
-    gradient = width
-    weights = checkpoint.weight_count(model_config) * (weight + gradient + moments + master)
+    state = count * (2 * getattr(torch, config.moment_dtype).itemsize + master)
+    state_before = state if config.max_steps > 1 else 0  # in a forward pass; the first update may make it
     blocks = config.n_layer - config.offload_activations  # each keeps its input, also with checkpointing
     activations = tokens * width * (config.n_embd * blocks + config.vocab_size // config.loss_chunks)
     histories = 0
     if config.fp8_recipe == "delayed":
         gemms = 4 * (config.n_layer - config.fp8_skip_first - config.fp8_skip_last) + config.fp8_lm_head
         histories = gemms * 5 * 4 * config.fp8_amax_history_len  # of 5 tensors, in float32
-    return [(weights, "weights, gradients and optimizer state",
-             "n_embd n_layer n_head head_dim n_inner vocab_size n_positions"),
-            (activations, "activations and logits of a micro-batch", "micro_batch_size seq_len"),
-            (histories, "amax histories", "fp8_amax_history_len"),
-            (64 * config.eval_steps, "losses of an evaluation", "eval_steps"),
-            (16 * tokens * config.grad_accum, "token ids and labels of a step",
-             "grad_accum micro_batch_size seq_len")]
+    sizes = "n_embd n_layer n_head head_dim n_inner vocab_size n_positions"
+    update = (weights + gradients + state, "weights, gradients and optimizer state", sizes)
+    forward = (weights + state_before, "weights and optimizer state", sizes)
+    if config.grad_accum > 1:  # those of the micro-batch before
+        forward = (weights + gradients + state_before, "weights, gradients and optimizer state", sizes)
+    evaluation = (weights + state, "weights and optimizer state", sizes)
+    moments = [
+        [update],
+        [forward, (activations, "activations and logits of a micro-batch", "micro_batch_size seq_len")],
+        [evaluation, (64 * config.eval_steps, "losses of an evaluation", "eval_steps")]]
+    most = max(moments, key=lambda parts: sum(size for size, *_ in parts))
+    return most + [(histories, "amax histories", "fp8_amax_history_len"),
+                   (16 * tokens * config.grad_accum, "token ids and labels of a step",
+                    "grad_accum micro_batch_size seq_len")]
 
 
 # ---------------------------------------------------------------- out of memory

@@ -34,6 +34,7 @@ import fp8_health
 import json_files
 import profiling
 from data import Loader, get_tokenizer
+from fast_support import LARGEST_BF16_BETA
 from sample import generate, pick_device
 from train_step import (TrainStep, accelerate, compile_model, first_compiled_pass, make_optimizer, recipe_of,
                         wants_graph, warm_up_scales)
@@ -263,8 +264,9 @@ def check_options(config: TrainConfig) -> None:
     require("layernorm_epsilon", lambda v: 0 <= v < math.inf, "0 or more", 1e-5)
     require("n_head n_kv_head", lambda v: v is None or v <= 65536, "at most 65536", 16)
     require("beta1 beta2", lambda v: 0 <= v < 1, "at least 0 and below 1", 0.95)
-    if config.moment_dtype == "bfloat16":  # a step that takes 1 - beta of a moment away is rounded off where that is below half of its last bit
-        require("beta1 beta2", lambda v: v <= 1 - 2**-8, "at most 0.996 with --moment-dtype bfloat16, where moments would no longer fall", 0.95)
+    if config.moment_dtype == "bfloat16":
+        require("beta1 beta2", lambda v: v <= LARGEST_BF16_BETA, f"at most {LARGEST_BF16_BETA:.3f} with "
+                "--moment-dtype bfloat16, where moments would no longer fall", 0.95)
     require("min_lr_ratio", lambda v: 0 <= v <= 1, "from 0 to 1", 0.1)
     require("decay_fraction", lambda v: 0 < v <= 1, "above 0 and at most 1", 0.2)
     require("gc_interval", lambda v: v >= 0, "0 or more", 100)

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import checkpoint
 import fp8
+import hf_weights
 import train
 
 CONFIG = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=288, n_positions=32, use_fp8=True)
@@ -135,19 +136,39 @@ def test_fp8_history_may_change_its_length(tmp_path, trained, length):
     step(model, optimizer, 3)
 
 
+def rewrite(folder, change):
+    """Change a checkpoint's tensors and meta.json, and sign it: change(tensors, meta)."""
+    path, listing = next(folder.glob("*.safetensors")), folder / "SHA256SUMS"
+    tensors, meta = load_file(path), json.loads((folder / "meta.json").read_text())
+    change(tensors, meta)
+    save_file(tensors, path, {"format": "pt"})
+    (folder / "meta.json").write_text(json.dumps(meta))
+    sums = checkpoint._checksums(folder)
+    listing.write_text("".join(f"{checksum}  {name}\n" for name, checksum in sums.items()))
+
+
+@pytest.mark.parametrize("names_fp8_weights", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masters_beside_float32_weights_are_not_read(tmp_path, dtype):
+def test_masters_beside_float32_weights_are_not_read(tmp_path, dtype, names_fp8_weights):
     """Earlier versions stored such masters after a resume and never updated them."""
+    def add_masters(tensors, meta):
+        for name in [name for name in tensors if name.endswith(".exp_avg")]:
+            tensors[name.replace("exp_avg", "master_param")] = torch.zeros_like(tensors[name])
+        assert meta["fp8_weights"] == []
+        if not names_fp8_weights:
+            del meta["fp8_weights"]
+
     model, optimizer = make()
     step(model, optimizer, 0)
-    for parameter in model.parameters():
-        optimizer.state[parameter]["master_param"] = torch.zeros_like(parameter)
     folder = save(tmp_path / "run", 1, model, optimizer)
+    rewrite(folder, add_masters)
     other, other_optimizer = make(seed=1, dtype=dtype)
-    load(folder, other, other_optimizer)
+    meta = load(folder, other, other_optimizer)
     for parameter, saved in zip(other.parameters(), model.parameters()):
         assert torch.equal(parameter, saved.to(dtype))
         assert torch.equal(other_optimizer.state[parameter].get("master_param", saved), saved)
+    exported = hf_weights.read_weights(folder, meta, masters=True)
+    assert torch.equal(exported["wte.weight"], model.wte.weight)
 
 
 def test_master_weights_appear_and_merge_when_the_precision_changes(tmp_path):
@@ -180,8 +201,8 @@ def test_a_float32_weight_comes_back_though_its_master_was_never_updated(tmp_pat
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", ["delayed", "current"])
-def test_weights_kept_in_fp8_come_back_with_the_float32_ones_beside_them(tmp_path, device, name):
+@pytest.mark.parametrize("name, earlier", [("delayed", False), ("current", False), ("current", True)])
+def test_weights_kept_in_fp8_come_back_with_the_float32_ones_beside_them(tmp_path, device, name, earlier):
     def make_in_fp8(seed):
         torch.manual_seed(seed)
         options = train.TrainConfig(lr=1e-2, fp8_param=True, fp8_recipe=name, fp8_amax_history_len=4)
@@ -200,20 +221,31 @@ def test_weights_kept_in_fp8_come_back_with_the_float32_ones_beside_them(tmp_pat
 
     model, optimizer = make_in_fp8(0)
     steps(model, optimizer, range(3))
-    folder = save(tmp_path / "run", 3, model, optimizer, fp8_param=True)
+    folder = save(tmp_path / "run", 3, model, optimizer)
+    if earlier:  # versions that stored in the trainer's options that weights are kept in FP8
+        rewrite(folder, lambda _, meta: meta.pop("fp8_weights") and meta["config"].update(fp8_param=True))
     again, other = make_in_fp8(1)
-    load(folder, again, other)
+    meta = load(folder, again, other)
+    exported = hf_weights.read_weights(folder, meta, masters=True)
     for weight, value in model.named_parameters():
         loaded = again.get_parameter(weight)
         if checkpoint._in_fp8(value):
             value, loaded = optimizer.state[value]["master_param"], other.state[loaded]["master_param"]
-        assert torch.equal(value, loaded), weight
+        assert torch.equal(value, loaded) and torch.equal(exported[weight], value.cpu()), weight
     steps(again, other, range(3, 4))
     again = save(tmp_path / "again", 4, again, other)
     steps(model, optimizer, range(3, 4))
     whole = save(tmp_path / "whole", 4, model, optimizer)
     whole, again = (load_file(next(folder.glob("*.safetensors"))) for folder in (whole, again))
     assert whole.keys() == again.keys()
+
+
+def test_the_meta_of_a_resumed_checkpoint_may_be_saved_again(tmp_path, trained):
+    meta = checkpoint.read_meta(save(tmp_path / "run", 3, *trained)) | {"fp8_weights": ["wte.weight"]}
+    step(*trained, seed=3)
+    folder = checkpoint.save(tmp_path / "run", 4, model=trained[0], optimizer=trained[1], meta=meta, keep=2)
+    again = checkpoint.read_meta(folder)
+    assert (again["step"], again["optimizer_groups"][0]["step"], again["fp8_weights"]) == (4, 4, [])
 
 
 def damage(folder, name):

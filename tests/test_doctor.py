@@ -80,6 +80,31 @@ def test_an_h200_is_fine():
                                             "NCCL 2.28.9", "driver 580.95", "100.0 GiB"))
 
 
+@pytest.mark.parametrize("capability, version, status, words", [
+    ((9, 0), "2.20.2", "ok", "fast kernels: tested with Transformer Engine 2.20"),
+    ((9, 0), "2.20.0+abc", "ok", "fast kernels: tested with Transformer Engine 2.20"),
+    ((9, 0), "2.21.0", "warn", "off: they use internals of Transformer Engine 2.20, and this is 2.21.0"),
+    ((9, 0), "2.9.0", "warn", "off: they use internals of Transformer Engine 2.20, and this is 2.9.0"),
+    ((9, 0), "2.2.0", None, ""), ((8, 9), "2.21.0", None, ""), ((9, 0), None, None, "")])
+def test_which_transformer_engine_the_fast_kernels_take(capability, version, status, words):
+    te = {"version": version, "cuda": 13} | doctor.fast_kernels(version) if version else {}
+    facts = machine(capability, te=te, te_packages={"transformer-engine": version} if version else {})
+    if status is None:
+        assert not [result for result in diagnose(facts) if "fast kernels" in result.line]
+    else:
+        result = told(facts, words, status)
+        assert ("transformer-engine[pytorch]==2.20.* in" in result.fix) == (status == "warn")
+
+
+@pytest.mark.parametrize("page", ["README.md", "GUIDE.md", "requirements-gpu.txt"])
+def test_the_pages_name_the_versions_that_the_fast_kernels_take(page):
+    text = (doctor.HERE / page).read_text().replace("transformer-engine[pytorch]==", "Engine ")
+    text = " ".join(text.split())
+    found = [part for part in text.split(". ") if "fast kernels" in part.lower() or "to have them" in part]
+    tested = doctor.fast_kernels("")["tested"]
+    assert all(any(f"Engine {number}" in part for part in found) for number in tested), found
+
+
 @pytest.mark.parametrize("capability, cuda, generation, runs, reason", [
     ((12, 0), "13.0", "Blackwell", "delayed, current, nvfp4, block", "MXFP8 (for all gemm layouts) is not supported on 12.0+"),
     ((10, 0), "13.0", "Blackwell", "delayed, current, mxfp8, nvfp4, block", ""),

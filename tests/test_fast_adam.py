@@ -1,5 +1,6 @@
 """fast_adam against torch.optim.AdamW in float64, bit for bit where numbers are only stored, on the CPU through Triton's interpreter."""
 
+import contextlib
 import copy
 import math
 import os
@@ -15,6 +16,7 @@ import checkpoint  # noqa: E402
 import fast_adam  # noqa: E402
 from fast_adam import FastAdam  # noqa: E402
 from kernel_tools import _casts_that_round  # noqa: E402, F401
+from train import TrainConfig, check_options  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(96, 100), (7,), (8192 + 5,), (1,)]  # more than one chunk, less than one, a last one partly filled
@@ -100,6 +102,19 @@ def test_bfloat16_moments_fall_with_betas_up_to_0_996(monkeypatch, beta, falls):
         optimizer.step()
     for moment in moments:
         assert (moment < 0.8 * start).all() if falls else torch.equal(moment, start)
+
+
+def make_with_betas(*betas):
+    return FastAdam(parameters(torch.bfloat16), betas=betas, moment_dtype=torch.bfloat16)
+
+
+def test_train_py_and_fast_adam_take_the_same_betas_with_bfloat16_moments():
+    largest = fast_adam.LARGEST_BF16_BETA
+    for beta, fits in ((largest, True), (math.nextafter(largest, 1), False)):
+        config = TrainConfig(beta2=beta, moment_dtype="bfloat16")
+        for use in (lambda: make_with_betas(0.9, beta), lambda: check_options(config)):
+            with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="at most 0.996"):
+                use()
 
 
 def test_a_state_dict_goes_on_where_it_was():

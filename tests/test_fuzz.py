@@ -244,6 +244,7 @@ def change_tensors(path, change):
 
 META = Path("run/step-2/meta.json")
 SUMS = Path("run/step-2/SHA256SUMS")
+HEADS = {"n_head": 10**12 + 39, "n_kv_head": 5 * 10**11, "head_dim": 1}  # a prime: no search ends
 DEEP = "[" * 300 + "]" * 300
 
 
@@ -264,6 +265,9 @@ RUNS = {  # what is done, what the line holds
     "no model_config": (lambda: change_text(META, '"model_config"', '"x"'), "model_config is missing"),
     "hf as text": (lambda: change_json(META, hf="x"), 'meta.json: hf is "x", not an object'),
     "a huge model": (lambda: change_json(META, model_config={"n_layer": 10**12}), "describes a model of"),
+    "many heads": (lambda: change_json(META, model_config=HEADS), "OptimizedConfig.n_kv_head=5000000000"),
+    "advanced, many heads": (lambda: change_json(META, model_config=HEADS, model="advanced"),
+                             "AdvancedConfig.n_kv_head=500000000000: must divide"),
     "no regular file": (lambda: (META.unlink(), os.mkfifo(META)), "meta.json is not a regular file"),
     "a pipe as SHA256SUMS": (lambda: (SUMS.unlink(), os.mkfifo(SUMS)), "SHA256SUMS is not a regular file"),
     "a file not listed": (lambda: META.with_name("x.safetensors").write_bytes(b""), "is not listed"),

@@ -116,8 +116,9 @@ def tensors(folder):
     return load_file(Path(folder, "model.safetensors"))
 
 
-def weights(run, model="optimized"):
-    return hf_weights.read_weights(checkpoint.find(run), model)
+def weights(run):
+    folder = checkpoint.find(run)
+    return hf_weights.read_weights(folder, checkpoint.read_meta(folder))
 
 
 # ---- import, and back
@@ -230,7 +231,7 @@ def test_every_model_file_exports_and_its_import_is_the_same(model, options, tmp
     same_logits(net, hf, 288)
     same_text(net, hf, tokenizer)
     import_hf.import_(tmp_path / "folder", tmp_path / "back")
-    same_tensors(weights(tmp_path / "back"), weights(tmp_path / "run", model))
+    same_tensors(weights(tmp_path / "back"), weights(tmp_path / "run"))
     export_hf.export(tmp_path / "back", tmp_path / "folder again")
     same_tensors(tensors(tmp_path / "folder again"), tensors(tmp_path / "folder"))
 

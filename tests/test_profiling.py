@@ -5,11 +5,14 @@ import json
 import os
 import pickle
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import checkpoint
 import fp8
@@ -213,6 +216,61 @@ def test_the_least_memory_is_no_more_than_a_step_takes(options):
     assert sizes["amax histories"] <= sum(history.nbytes for history in histories)
     assert (sizes["amax histories"] > 0) == (config.fp8_recipe == "delayed")
     assert sizes["token ids and labels of a step"] == sum(part.nbytes for part in batch)
+
+
+class Memory(TorchDispatchMode):
+    """Measure the most bytes of tensors that exist at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.now, self.peak = set(), 0, 0
+
+    def add(self, outcome):
+        for tensor in tree_leaves(outcome):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.seen:
+                self.seen.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.remove, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+
+    def remove(self, storage, size):
+        self.seen.remove(storage)
+        self.now -= size
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        outcome = function(*arguments, **options or {})
+        self.add(outcome)
+        return outcome
+
+
+DEEP = dict(n_layer=48, n_head=1, head_dim=16, n_inner=16, vocab_size=32, seq_len=32, micro_batch_size=3,
+            gradient_checkpointing=True, fp8_recipe="none")  # gradients and activations of the same size
+
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(grad_accum=2), dict(fp8_recipe="none"), dict(gradient_checkpointing=True),
+    dict(loss_chunks=4), dict(micro_batch_size=1), dict(max_steps=1), dict(vocab_size=2048),
+    DEEP, DEEP | dict(max_steps=1), DEEP | dict(grad_accum=2)])
+def test_the_least_memory_is_no_more_than_the_peak_of_a_step(options):
+    small = dict(n_layer=2, n_head=2, n_embd=64, vocab_size=512, n_positions=64, seq_len=64, micro_batch_size=4,
+                 max_steps=2, eval_steps=1, fp8_amax_history_len=4, fp8_recipe="current")
+    config = train.TrainConfig(**small | options)
+    recipe = train.recipe_of(config)
+    model_config = checkpoint.make_model_config("optimized", vars(config) | {"use_fp8": recipe is not None})
+    model = checkpoint.build_model("optimized", model_config)
+    model.fp8_recipe = recipe or model.fp8_recipe
+    optimizer = train.make_optimizer(model, config)
+    shape = 2, config.micro_batch_size, config.seq_len
+    batches = [tuple(torch.zeros(shape, dtype=torch.int64)) for _ in range(config.grad_accum)]
+    step = train.TrainStep(model, model, optimizer, config, torch.device("cpu"))
+    memory = Memory()
+    memory.add([model.state_dict(), batches, [optimizer.state[p] for p in model.parameters()]])
+    with memory:
+        for _ in range(config.max_steps):
+            step(batches, 1e-3)
+    least = sum(size for size, *_ in profiling.least_memory(config, model_config, torch.float32))
+    assert memory.peak / 4 < least <= memory.peak
 
 
 def test_a_run_that_fits_exactly_is_not_refused(monkeypatch):

@@ -273,6 +273,18 @@ def test_two_processes_train_as_one_and_one_resumes_from_two(tokens, fp8):
 
 # ---------------------------------------------------------------- options and arithmetic
 
+def test_the_trainer_and_the_doctor_need_no_triton(tokens):
+    code = f"""if True:
+        import sys
+        sys.modules["triton"] = None
+        import doctor, train
+        doctor.diagnose(doctor.Facts())
+        sys.exit(train.main({f"{OPTIONS} --max-steps 1 --out-dir run --data {tokens}".split()}))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+                          env=os.environ | {"NANOTE_REFERENCE": "1", "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0 and len(metrics("run")) == 1, done.stderr
+
+
 # The published models' parameters, GPT-2's (and llama-160m's, of 32,000) vocabulary being padded to 50,304 rows.
 COUNTS = {"gpt2-124m": 124_439_808 + 47 * 768, "gpt2-350m": 354_823_168 + 47 * 1024, "gpt2-774m": 774_030_080 + 47 * 1280,
           "gpt2-1.5b": 1_557_611_200 + 47 * 1600, "llama-160m": 162_417_408 + 2 * 18_304 * 768,
