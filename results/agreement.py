@@ -3,9 +3,9 @@
 Every arm starts from the same weights and takes the same micro-batch. Three things must agree with the first
 arm: the loss, the gradient norms in the first step (of all gradients, of each weight matrix, and of the
 vectors of each block together), and how far the loss falls in STEPS further steps, at a learning rate that
-moves the weights. So a gradient that is zero, scaled or not seen by the optimizer is refused, and so is a
-step that does not train. Then weights, optimizer and FP8 state are set back: what is timed is the model at
-its start.
+moves the weights a little (`pick_lr`). So a gradient that is zero, scaled or not seen by the optimizer is
+refused, and so is a step that does not train. Then weights, optimizer and FP8 state are set back: what is
+timed is the model at its start.
 
 - Gradients are read from AdamW's first moment, which after one step from zero is (1 - beta1) times the
   clipped gradient. Every arm has it: eager, compiled, or replayed as CUDA graphs.
@@ -24,9 +24,8 @@ import fp8
 from train_step import warm_up_scales
 
 STEPS = 3
-# Small enough that the loss falls in every step at 350M, and a power of two: BF16 weights without a float32 master
-# below 2^-5 take such a step exactly.
-LR = 2.0**-13
+BF16_LR = 2.0**-13  # where weights are BF16 alone: those below 2^-5 take such a step exactly
+FALL = 0.1  # the most that the loss may fall in a step, to first order: see `pick_lr`
 MANTISSA_BITS = {"E4M3": 3, "E5M2": 2, "E2M1": 1, "BF16": 7, "float32": 23}
 FORMATS = {"hybrid": ("E4M3", "E5M2"), "e4m3": ("E4M3", "E4M3")}  # forward, backward; of other recipes E2M1
 ROLES = {  # of the weight matrices of a block, by their names in all models; the first that matches counts
@@ -63,6 +62,8 @@ class Errors:
       width C, so there are no more than T C of them that are independent: N is at most that.
     - The small errors of BF16 may be correlated within a branch, where tensors are rounded that are made of
       each other: they add √B, and 2 roundings more with moments in BF16, from which the gradients are read.
+      Vectors may have twice that: transformers' Llama, whose norms and RoPE round their parts as well, has 1.4
+      times as much in the gradients of its norms (4 layers of width 4,096 on an H200).
     - The loss changes by half the variance of the logits, and scatters over the tokens; BF16 counts in full.
     - AdamW moves a weight by about the learning rate along the sign of its gradient. An error that is not
       correlated shortens this way by √(1 + g), and the loss falls by as much less.
@@ -90,10 +91,10 @@ class Errors:
         return cls(gradient=gradient, correlated=other + moments, logits_fp8=(depth + 1) * forward,
                    logits=(depth + 1) * other)
 
-    def of_norm(self, elements, tokens, width) -> float:
-        """Relative, of the gradient norm of so many elements."""
+    def of_norm(self, elements, tokens, width, of_vectors=False) -> float:
+        """Relative, of the gradient norm of so many elements: of matrices, or of norm weights and biases."""
         scatter = 4 * math.sqrt(self.gradient / min(elements, tokens * width))
-        return math.sqrt(1 + self.gradient) - 1 + scatter + math.sqrt(self.correlated)
+        return math.sqrt(1 + self.gradient) - 1 + scatter + (2 if of_vectors else 1) * math.sqrt(self.correlated)
 
     def of_loss(self, spread, tokens) -> float:
         """Absolute; `spread`: standard deviation of the logits."""
@@ -159,10 +160,26 @@ class Computed:
     sizes: dict  # elements of each
     fall: float  # of the loss over STEPS steps
     errors: Errors
+    lr: float | None = None  # of these steps; None where weights cannot take small ones
 
 
-def compute(arm, step, batch, device) -> Computed:
-    """Take the first steps of an arm on one micro-batch, and set it back to its start."""
+def pick_lr(norm, elements) -> float:
+    """Return the learning rate of the further steps, from the norm of the gradient's elements.
+
+    AdamW moves each weight by about the learning rate, and so the loss, to first order, by at most
+    lr · Σ|g| <= lr · norm · √elements = FALL. With a rate that trains fast, the second order is as large, and what
+    the loss does after three steps depends on every rounding."""
+    return FALL / (norm * math.sqrt(elements))
+
+
+def has_float32_weights(step) -> bool:
+    """Whether every weight is float32 or has a float32 master: what is left of a small step is not rounded off."""
+    return all(p.dtype == torch.float32 or "master_param" in step.optimizer.state.get(p, {})
+               for p in step.model.parameters())
+
+
+def compute(arm, step, batch, device, lr=None) -> Computed:
+    """Take the first steps of an arm on one micro-batch, and set it back to its start. lr: of the first arm."""
     batches = [batch] * step.config.grad_accum
     start_alike(step)
     if step.config.fp8_recipe == "delayed":
@@ -170,11 +187,12 @@ def compute(arm, step, batch, device) -> Computed:
     with fp8.preserved_state(step.model):
         loss, norm = (value.item() for value in step(batches, 0.0))
         norms = {"all gradients": norm} | gradient_norms(step, norm)
-        losses = [step(batches, LR)[0].item() for _ in range(STEPS + 1)]
+        sizes = {name: sum(p.numel() for p in parameters) for name, parameters in parts(step.model).items()}
+        sizes["all gradients"] = sum(sizes.values())
+        lr = (lr or pick_lr(norm, sizes["all gradients"])) if has_float32_weights(step) else None
+        losses = [step(batches, lr or BF16_LR)[0].item() for _ in range(STEPS + 1)]
     start_alike(step)
-    sizes = {name: sum(p.numel() for p in parameters) for name, parameters in parts(step.model).items()}
-    sizes["all gradients"] = sum(sizes.values())
-    return Computed(arm, loss, norms, sizes, losses[0] - losses[-1], Errors.of(step.config, device))
+    return Computed(arm, loss, norms, sizes, losses[0] - losses[-1], Errors.of(step.config, device), lr)
 
 
 def gradient_norms(step, norm) -> dict:
@@ -206,7 +224,7 @@ class Agreement:
 
     def verify(self, arm, step, batch, device) -> dict:
         """Raise RuntimeError unless an arm computes what the first one does; return figures for its row."""
-        found = compute(arm, step, batch, device)
+        found = compute(arm, step, batch, device, self.first and self.first.lr)
         figures = {"loss": found.loss, "grad_norm": found.norms["all gradients"], "loss_fall": found.fall}
         check_loss(found.loss, step.config)
         for name, norm in found.norms.items():
@@ -232,9 +250,12 @@ def compared(found, first, width, tokens):
     allowed += first.loss * 2.0**-20  # it is in float32
     yield abs(found.loss - first.loss) / allowed, f"loss {found.loss:.5f}, {first.loss:.5f}"
     for name, norm in first.norms.items():
-        explained = sum(errors.of_norm(first.sizes[name], tokens, width) for errors in both) * norm
+        of_vectors = name.endswith(("vectors", "last norm"))
+        explained = norm * sum(errors.of_norm(first.sizes[name], tokens, width, of_vectors) for errors in both)
         words = f"gradient norm of {name} {found.norms[name]:.5g}, {norm:.5g}"
         yield abs(found.norms[name] - norm) / explained, words
+    if found.lr != first.lr:
+        return
     of_norm = sum(errors.of_norm(first.sizes["all gradients"], tokens, width) for errors in both)
     allowed += of_norm * first.fall
     yield abs(found.fall - first.fall) / allowed, f"the loss falls by {found.fall:.5f}, {first.fall:.5f}"
