@@ -38,13 +38,13 @@ ifeq ($(ARGS),)
 	$(RUN) benchmark_te.py --sweep --json results/crossover.json --time-budget 1000
 	$(RUN) benchmark_te.py --compile --json results/compile.json --time-budget 1000
 	$(RUN) benchmark_attention.py --json results/attention.json
-	$(RUN) results/optimizer.py --json results/optimizer.json
-	$(RUN) results/memory.py --json results/memory.json
-	$(RUN) results/gqa_rmsnorm.py --json results/gqa_rmsnorm.json
-	$(RUN) results/accumulation.py
-	$(RUN) results/training.py
+	$(RUN) bench/optimizer.py --json results/optimizer.json
+	$(RUN) bench/memory.py --json results/memory.json
+	$(RUN) bench/gqa_rmsnorm.py --json results/gqa_rmsnorm.json
+	$(RUN) bench/accumulation.py
+	$(RUN) bench/training.py
 endif
-	$(RUN) results/pages.py
+	$(RUN) bench/pages.py
 
 # Made once: `python data.py stdlib --force` makes it anew.
 data/stdlib/meta.json: | $(VENV)/.installed

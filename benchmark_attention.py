@@ -29,11 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import cli
-import fp8
 import model_te_optimized
+from bench import speed_report
+from bench import stability_report as report
 from model_te_optimized import DelayedScaling, OptimizedConfig, OptimizedGPT2Model, te
-from results import speed_report, stability_report as report
+from nanote import cli, fp8
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"

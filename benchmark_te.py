@@ -11,7 +11,7 @@ loss, backward, clipping, optimizer) is the one that train.py runs, a CUDA graph
 MXFP8 and NVFP4 are in the table on a GPU that has them (Blackwell).
 
 Arms:
-- plain     nanoGPT: results/plain_gpt.py in float32 under BF16 autocast, torch.compile, PyTorch's fused
+- plain     nanoGPT: bench/plain_gpt.py in float32 under BF16 autocast, torch.compile, PyTorch's fused
             AdamW. plain-eager: not compiled; plain-by-hand: nor with SDPA; plain-graph: compiled with
             mode="reduce-overhead".
 - bf16, fp8 model_te_optimized.py exactly as train.py trains it, without FP8 and with delayed scaling
@@ -28,14 +28,13 @@ Arms:
 
 What makes figures comparable: an arm's steps are timed in turns with plain's, which stays in memory, and
 `ratio_to_plain` is of those; times are medians between CUDA events; before anything is timed, an arm's loss,
-gradients and progress must agree with the first arm's (results/agreement.py). Forward, backward and optimizer
+gradients and progress must agree with the first arm's (bench/agreement.py). Forward, backward and optimizer
 are timed in passes of their own, launched from Python; `ms` is the step as it is trained.
 """
 
 import dataclasses
 import gc
 import itertools
-import math
 import re
 import statistics
 import sys
@@ -47,17 +46,25 @@ from typing import Literal
 
 import torch
 
-import checkpoint
-import cli
-import fp8
-from results import speed_report as report
-from results.agreement import Agreement, check_loss
-from results.plain_gpt import ARMS as PLAIN_ARMS, PlainStep, build_plain
-from results.stability_report import check_folder
-from results.timing import floor_ms, measure_ceilings, median_ms, power_and_clock, profile_ms, spans_ms, stamp, timed
+from bench import speed_report as report
+from bench.agreement import Agreement, check_loss
+from bench.plain_gpt import ARMS as PLAIN_ARMS
+from bench.plain_gpt import PlainStep, build_plain
+from bench.stability_report import check_folder
+from bench.timing import (
+    floor_ms,
+    measure_ceilings,
+    median_ms,
+    power_and_clock,
+    profile_ms,
+    spans_ms,
+    stamp,
+    timed,
+)
+from nanote import checkpoint, cli, fp8
+from nanote.train_step import TrainStep, accelerate, compile_model, make_optimizer, recipe_of, warm_up_scales
 from sample import pick_device
 from train import PRESETS, TrainConfig, flops_per_token, peak_flops
-from train_step import TrainStep, accelerate, compile_model, make_optimizer, recipe_of, warm_up_scales
 
 SHAPES = {  # options of train.py
     "124m-b32": dict(n_layer=12, n_embd=768, n_head=12, micro_batch_size=32, seq_len=1024),

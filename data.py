@@ -35,8 +35,8 @@ from typing import Annotated, Literal
 import numpy as np
 from tqdm import tqdm
 
-import json_files
-from json_files import COUNT
+from nanote import json_files
+from nanote.json_files import COUNT
 
 # torch, tiktoken, datasets and tyro are imported where they are used: worker processes import this file, and need none or one of them.
 
@@ -567,7 +567,7 @@ def main(argv=None):
     global tyro  # for the annotations above
     import tyro
 
-    import cli
+    from nanote import cli
 
     config = cli.parse(Stdlib | Text | Hf, argv, prog="data.py", description=__doc__.partition("\n\nA token file")[0])
     start = time.time()
@@ -594,6 +594,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    import cli
+    from nanote import cli
 
     sys.exit(cli.run(main, "data.py"))

@@ -31,10 +31,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
-import install_te
-from install_te import CUDA_TORCH, INSTALL, LIBRARIES, explain, fill
+from tools import install_te
+from tools.install_te import CUDA_TORCH, INSTALL, LIBRARIES, explain, fill
 
 HERE = Path(__file__).resolve().parent
 REQUIREMENTS = f"{sys.executable} -m pip install -r requirements.txt"
@@ -64,7 +64,7 @@ class Facts:
     nccl: dict = field(default_factory=dict)  # version
     flash2: dict = field(default_factory=dict)  # version
     flash4: dict = field(default_factory=dict)  # version
-    memory_gib: Optional[float] = None
+    memory_gib: float | None = None
     disk_gib: float = 0.0
 
     @property
@@ -113,7 +113,7 @@ def probe_te(emit):
 def fast_kernels(te_version):
     """What the fast kernels ask of Transformer Engine's version; {} without their files."""
     try:
-        import fast_support
+        from fast_kernels import support as fast_support
     except ImportError:
         return {}
     return {"tested": list(fast_support.TESTED_TE), "fast_kernels": fast_support.version_reason(te_version)}
@@ -122,7 +122,7 @@ def fast_kernels(te_version):
 def probe_fp8(emit):
     import torch
 
-    import fp8
+    from nanote import fp8
     found = {"where": fp8.describe(), "emulated": fp8.IS_REFERENCE, "errors": {}, "raised": {},
              "reasons": {name: fp8.why_not(name) for name in fp8.RECIPES if name != "none"}}
     emit(found)
@@ -546,13 +546,13 @@ def verdict(facts, results):
 @dataclass
 class Options:
     json: bool = False  # One JSON document: ok, verdict, checks, facts.
-    explain: Optional[str] = None  # A build log, or any text with an error message; - reads standard input.
+    explain: str | None = None  # A build log, or any text with an error message; - reads standard input.
     install: bool = False  # Build and install Transformer Engine.
     dry_run: bool = False  # With --install: only print the commands.
 
 
 def main(argv=None):
-    import cli
+    from nanote import cli
     options = cli.parse(Options, argv, prog="doctor.py", description=__doc__.partition("\n\nA broken")[0])
     if options.dry_run and not options.install:
         raise ValueError("--dry-run belongs to --install: python doctor.py --install --dry-run")
@@ -580,7 +580,7 @@ def main(argv=None):
 
 if __name__ == "__main__":
     try:
-        import cli
+        from nanote import cli
     except ImportError as error:  # without tyro
         print(f"fail  {error}\n      fix: {REQUIREMENTS}")
         sys.exit(1)

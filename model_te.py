@@ -17,7 +17,6 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Optional
 
 import torch
 import torch.nn as nn
@@ -46,7 +45,7 @@ class TEConfig:
     layernorm_epsilon: float = 1e-5
     use_fp8: bool = False
     fp8_margin: int = 0
-    n_inner: Optional[int] = None  # width of the MLP; None: 4 n_embd
+    n_inner: int | None = None  # width of the MLP; None: 4 n_embd
     bias: bool = True
     tie_embeddings: bool = True  # the output head shares the embedding's weight
     fp8_lm_head: bool = True  # False: the output head stays in high precision

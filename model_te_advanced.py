@@ -20,7 +20,6 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Optional
 
 import torch
 import torch.nn as nn
@@ -45,7 +44,7 @@ class AdvancedConfig:
     n_embd: int = 768
     n_layer: int = 12
     n_head: int = 12
-    n_kv_head: Optional[int] = None  # grouped-query attention: fewer key/value heads; None: n_head
+    n_kv_head: int | None = None  # grouped-query attention: fewer key/value heads; None: n_head
     dropout: float = 0.0
     attn_dropout: float = 0.0
     layernorm_epsilon: float = 1e-5
@@ -55,8 +54,8 @@ class AdvancedConfig:
     rope_theta: float = 10000.0
     use_fp8: bool = False
     fp8_margin: int = 0
-    head_dim: Optional[int] = None  # None: n_embd / n_head
-    n_inner: Optional[int] = None  # width of the MLP; None: 4 n_embd, or 8/3 n_embd rounded up to a multiple of 64 for swiglu
+    head_dim: int | None = None  # None: n_embd / n_head
+    n_inner: int | None = None  # width of the MLP; None: 4 n_embd, or 8/3 n_embd rounded up to a multiple of 64 for swiglu
     activation: str = "gelu"  # gelu (tanh approximation) | swiglu
     bias: bool = True
     tie_embeddings: bool = True  # the output head shares the embedding's weight

@@ -6,8 +6,8 @@ plain PyTorch. What is worth noticing:
 - A block is three TE modules: norm + QKV in one (`te.LayerNormLinear`), the output projection (`te.Linear`), and norm + both MLP products
   (`te.LayerNormMLP`). Fusing the norm lets TE write its output in FP8 at once. The final norm and the output head are one module too.
 - Between those three nothing is copied: attention reads queries, keys and values where the QKV product wrote them, and writes their
-  gradients into one tensor (`fast_attention.py`, with FlashAttention); the loss hands its gradient to the output head in FP8 already
-  (`fast_loss.py`). `fast_block.py` trains across the modules' borders. All three are optional: without them plain PyTorch and TE do it, slower.
+  gradients into one tensor (`fast_kernels/attention.py`, with FlashAttention); the loss hands its gradient to the output head in FP8 already
+  (`fast_kernels/loss.py`). `fast_kernels/block.py` trains across the modules' borders. All three are optional: without them plain PyTorch and TE do it, slower.
 - FP8 is a region, not a type: parameters stay in bfloat16 (or float32), and inside `te.autocast` TE casts both sides of every matrix
   product to FP8 and keeps the scales. Attention, norms, residuals and the loss stay in high precision.
 - GPT-2 is the default. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False, tie_embeddings=False, n_kv_head=…`;
@@ -22,9 +22,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
-from typing import Optional
 
 import torch
 import torch.nn as nn
@@ -40,7 +38,10 @@ except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8
     from te_reference import DelayedScaling, Format
 
 try:
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func  # FlashAttention 4 (Hopper, Blackwell): pip install flash-attn-4
+    from flash_attn.cute import (  # FlashAttention 4 (Hopper, Blackwell): pip install flash-attn-4
+        flash_attn_func,
+        flash_attn_varlen_func,
+    )
 except ImportError:
     try:
         from flash_attn import flash_attn_func, flash_attn_varlen_func  # FlashAttention 2
@@ -49,10 +50,11 @@ except ImportError:
 if flash_attn_func is not None:  # it compiles kernels of its own: torch.compile must not trace into it
     flash_attn_func, flash_attn_varlen_func = map(torch.compiler.disable, (flash_attn_func, flash_attn_varlen_func))
 
-fast_attention, fast_loss, fast_block = (  # faster, not different: see these files; each is used where those that it imports are there, too
-    import_module(name) if all(map(find_spec, ("triton", name, *needs))) else None for name, *needs in (
-        ("fast_attention", "fast_support"), ("fast_loss", "fast_casts", "fast_support"),
-        ("fast_block", "fast_casts", "fast_embedding", "fast_gemm", "fast_support")))
+fast_attention = fast_loss = fast_block = None  # faster, not different: see these files
+if find_spec("triton") and find_spec("fast_kernels"):
+    from fast_kernels import attention as fast_attention
+    from fast_kernels import block as fast_block
+    from fast_kernels import loss as fast_loss
 SplitAlongDim = None
 if te.__name__ != "te_reference":  # TE's split: its backward pass copies nothing where the gradients lie side by side
     from transformer_engine.pytorch.utils import SplitAlongDim
@@ -67,7 +69,7 @@ class OptimizedConfig:
     n_embd: int = 768
     n_layer: int = 12
     n_head: int = 12
-    n_kv_head: Optional[int] = None  # grouped-query attention: fewer key/value heads; None: n_head
+    n_kv_head: int | None = None  # grouped-query attention: fewer key/value heads; None: n_head
     dropout: float = 0.0
     attn_dropout: float = 0.0
     layernorm_epsilon: float = 1e-5
@@ -78,14 +80,14 @@ class OptimizedConfig:
     rope_theta: float = 10000.0
     use_fp8: bool = False
     fp8_margin: int = 0
-    head_dim: Optional[int] = None  # None: n_embd / n_head
-    n_inner: Optional[int] = None  # width of the MLP; None: 4 n_embd, or 8/3 n_embd rounded up to a multiple of 64 for swiglu
+    head_dim: int | None = None  # None: n_embd / n_head
+    n_inner: int | None = None  # width of the MLP; None: 4 n_embd, or 8/3 n_embd rounded up to a multiple of 64 for swiglu
     activation: str = "gelu"  # gelu (tanh approximation) | swiglu
     bias: bool = True
     tie_embeddings: bool = True  # the output head shares the embedding's weight
-    attention: Optional[str] = None  # sdpa | te | flash | auto, the fastest that is there; None: as use_pytorch_sdpa says
-    fused_block: bool = True  # on a Hopper GPU, training under delayed scaling by fast_block.py in place of TE's modules
-    fused_loss: bool = True  # on a GPU, the loss of fast_loss.py in place of TE's
+    attention: str | None = None  # sdpa | te | flash | auto, the fastest that is there; None: as use_pytorch_sdpa says
+    fused_block: bool = True  # on a Hopper GPU, training under delayed scaling by fast_kernels/block.py in place of TE's modules
+    fused_loss: bool = True  # on a GPU, the loss of fast_kernels/loss.py in place of TE's
     gradient_checkpointing: bool = False  # recompute each block in backward: less memory, about a third more time
     checkpoint_every: int = 1  # with it: recompute only every so many-th block
     offload_activations: int = 0  # keep what so many blocks, from the first, save for backward in the host's memory

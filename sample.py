@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 import tyro
 
-import checkpoint
-import cli
 from data import get_tokenizer
+from nanote import checkpoint, cli
 
 
 @dataclass

@@ -28,11 +28,12 @@ import pickle
 import types
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial, wraps
-from typing import Callable, NamedTuple, Optional, Union
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -97,8 +98,8 @@ class DelayedScaling(Recipe):
     margin: int = 0
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
-    amax_compute_algo: Union[str, Callable] = "max"  # "max" | "most_recent" | a function of the history
-    scaling_factor_compute_algo: Optional[Callable] = None
+    amax_compute_algo: str | Callable = "max"  # "max" | "most_recent" | a function of the history
+    scaling_factor_compute_algo: Callable | None = None
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False

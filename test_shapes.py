@@ -23,10 +23,12 @@ if not HAS_GPU:
     os.environ["NANOTE_REFERENCE"] = "1"  # before the kit's modules choose
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import cli  # noqa: E402
-import fp8  # noqa: E402
+from bench import stability_report as report  # noqa: E402
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model  # noqa: E402
-from results import stability_report as report  # noqa: E402
+from nanote import (
+    cli,  # noqa: E402
+    fp8,  # noqa: E402
+)
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []  # on a GPU these are tests of Transformer Engine: `make test-gpu`
 DEVICE = "cuda" if HAS_GPU else "cpu"

@@ -27,17 +27,20 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-import checkpoint
-import cli
-import fp8
-import fp8_health
-import json_files
-import profiling
 from data import Loader, get_tokenizer
-from fast_support import LARGEST_BF16_BETA
+from fast_kernels.support import LARGEST_BF16_BETA
+from nanote import checkpoint, cli, fp8, fp8_health, json_files, profiling
+from nanote.train_step import (
+    TrainStep,
+    accelerate,
+    compile_model,
+    first_compiled_pass,
+    make_optimizer,
+    recipe_of,
+    wants_graph,
+    warm_up_scales,
+)
 from sample import generate, pick_device
-from train_step import (TrainStep, accelerate, compile_model, first_compiled_pass, make_optimizer, recipe_of,
-                        wants_graph, warm_up_scales)
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
@@ -73,8 +76,8 @@ class TrainConfig:
     attn_dropout: float = 0.0  # Of attention probabilities.
     attention: Literal["auto", "sdpa", "te", "flash"] | None = "auto"
     """Attention kernel; auto: FlashAttention if it is installed, else Transformer Engine's, on a CPU PyTorch's."""
-    fused_block: bool = True  # On a Hopper GPU, delayed scaling's blocks with kernels of this kit's own (fast_block.py); no: by their modules.
-    fused_loss: bool = True  # On a GPU, the loss with kernels of this kit's own (fast_loss.py); no: Transformer Engine's.
+    fused_block: bool = True  # On a Hopper GPU, delayed scaling's blocks with kernels of this kit's own (fast_kernels/block.py); no: by their modules.
+    fused_loss: bool = True  # On a GPU, the loss with kernels of this kit's own (fast_kernels/loss.py); no: Transformer Engine's.
     gradient_checkpointing: bool = False  # Recompute each block in the backward pass: less memory, about a third more work.
     checkpoint_every: int = 1  # With --gradient-checkpointing: recompute only every so many-th block.
     offload_activations: int = 0  # Keep what so many blocks, from the first, save for the backward pass in the host's memory.

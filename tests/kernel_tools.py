@@ -8,7 +8,7 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-import fast_casts  # noqa: E402
+from fast_kernels import casts as fast_casts  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -55,7 +55,7 @@ class _PoisonedTorch:
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch):
     """What a kernel leaves unwritten is seen."""
-    for name in ("fast_casts", "fast_embedding", "fast_loss", "fast_gemm"):
+    for name in ("fast_kernels.casts", "fast_kernels.embedding", "fast_kernels.loss", "fast_kernels.gemm"):
         if name in sys.modules:
             monkeypatch.setattr(sys.modules[name], "torch", _PoisonedTorch())
 

@@ -10,17 +10,16 @@ import pytest
 import torch
 
 import benchmark_te as benchmark
-import checkpoint
-import cli
-from results import agreement
-from results.agreement import Agreement
-from results.plain_gpt import ARMS as PLAIN_ARMS
-from results.plain_gpt import build_plain
+from bench import agreement
+from bench.agreement import Agreement
+from bench.plain_gpt import ARMS as PLAIN_ARMS
+from bench.plain_gpt import build_plain
+from nanote import checkpoint, cli
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-RESULTS = pathlib.Path(agreement.__file__).parent
+RESULTS = pathlib.Path(agreement.__file__).parent.parent / "results"
 SMALL = dict(n_layer=4, n_embd=256, n_head=4, vocab_size=1024, micro_batch_size=8, seq_len=256)
 on_cpu = pytest.mark.skipif(HAS_GPU, reason="through te_reference only")
 

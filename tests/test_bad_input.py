@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import checkpoint
 import data
-import fp8
+from nanote import checkpoint, fp8
 from trainer_tools import OPTIONS, ROOT, make_tokens, run_script, run_train
 
 
@@ -211,7 +210,7 @@ def test_one_line_exit_2_and_nothing_written(world, monkeypatch, capsys, script,
 
 @pytest.mark.parametrize("script, arguments, words", [("train.py", "--preset gpt3", ["gpt3"]), ("sample.py", "out/none", ["out/good"]),
                                                       ("data.py", "text tokens", ["directory"]),
-                                                      ("results/first_run.py", "--plott", ["--plot"]), ("results/memory.py", "--switches less", ["less"])])
+                                                      ("bench/first_run.py", "--plott", ["--plot"]), ("bench/memory.py", "--switches less", ["less"])])
 def test_the_scripts_themselves_say_it_the_same_way(world, script, arguments, words):
     done = subprocess.run([sys.executable, ROOT / script, *arguments.split()], cwd=world, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == ""

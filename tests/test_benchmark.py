@@ -11,12 +11,11 @@ import pytest
 import torch
 
 import benchmark_te as benchmark
-import checkpoint
-import cli
 import train
+from bench import memory, plain_gpt, timing, training
+from bench import speed_report as report
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from results import memory, plain_gpt, timing, training
-from results import speed_report as report
+from nanote import checkpoint, cli
 from trainer_tools import ROOT
 
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU"),

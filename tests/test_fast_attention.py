@@ -11,10 +11,10 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels in NumPy; read when Triton is imported
 
 pytest.importorskip("triton")
-import fast_attention  # noqa: E402
 import model_te_optimized  # noqa: E402
+from fast_kernels import attention as fast_attention  # noqa: E402
+from fast_kernels.attention import packed_attention  # noqa: E402
 from model_te_optimized import OptimizedConfig  # noqa: E402
-from fast_attention import packed_attention  # noqa: E402
 
 EPS = 1e-5
 ROUNDING = 1e-5  # of float32, after the few sums of hundreds of terms here

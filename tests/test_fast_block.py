@@ -8,16 +8,16 @@ import types
 import pytest
 import torch
 
-import fp8
 import te_reference
+from nanote import fp8
 
 pytest.importorskip("triton")
-import fast_block  # noqa: E402
-import fast_casts  # noqa: E402
-import fast_support  # noqa: E402
 import model_te_optimized  # noqa: E402
-from model_te_optimized import OptimizedConfig, OptimizedGPT2Model  # noqa: E402
+from fast_kernels import block as fast_block  # noqa: E402
+from fast_kernels import casts as fast_casts  # noqa: E402
+from fast_kernels import support as fast_support  # noqa: E402
 from kernel_tools import HAS_GPU, _casts_that_round, _instructions, _poisoned_memory  # noqa: E402, F401
+from model_te_optimized import OptimizedConfig, OptimizedGPT2Model  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import te_reference
 
 pytest.importorskip("triton")
-import fast_casts  # noqa: E402
+from fast_kernels import casts as fast_casts  # noqa: E402
 from kernel_tools import HAS_GPU, _casts_that_round, _instructions, _poisoned_memory  # noqa: E402, F401
 
 DEVICE = "cuda" if HAS_GPU else "cpu"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-import fast_embedding  # noqa: E402
+from fast_kernels import embedding as fast_embedding  # noqa: E402
 from kernel_tools import HAS_GPU, _casts_that_round, _poisoned_memory  # noqa: E402, F401
 
 DEVICE = "cuda" if HAS_GPU else "cpu"

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-import fast_gemm
+from fast_kernels import gemm as fast_gemm
 
 pytestmark = pytest.mark.gpu
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

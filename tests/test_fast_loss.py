@@ -10,8 +10,8 @@ import torch.nn.functional as F
 import te_reference
 
 pytest.importorskip("triton")
-import fast_loss  # noqa: E402
-from fast_loss import cross_entropy  # noqa: E402
+from fast_kernels import loss as fast_loss  # noqa: E402
+from fast_kernels.loss import cross_entropy  # noqa: E402
 from kernel_tools import HAS_GPU, _casts_that_round, _instructions, _poisoned_memory  # noqa: E402, F401
 
 DEVICE = "cuda" if HAS_GPU else "cpu"

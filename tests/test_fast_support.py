@@ -11,13 +11,14 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-import fast_attention  # noqa: E402
-import fast_block  # noqa: E402
-import fast_support  # noqa: E402
-import model_te_optimized  # noqa: E402
-import train_step  # noqa: E402
-from kernel_tools import HAS_GPU, _casts_that_round, _instructions  # noqa: E402, F401
 from test_fast_block import DEVICE, count_calls, make_model, make_tokens, modules_like_te  # noqa: E402, F401
+
+import model_te_optimized  # noqa: E402
+from fast_kernels import attention as fast_attention  # noqa: E402
+from fast_kernels import block as fast_block  # noqa: E402
+from fast_kernels import support as fast_support  # noqa: E402
+from kernel_tools import HAS_GPU, _casts_that_round, _instructions  # noqa: E402, F401
+from nanote import train_step  # noqa: E402
 from train import TrainConfig  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
@@ -32,7 +33,7 @@ def nothing_said(monkeypatch):
 
 
 def test_fingerprints_are_those_of_the_model_file():
-    """After an edit of the model that fast_block.py follows, `python fast_support.py` prints the new ones."""
+    """After an edit of the model that fast_kernels/block.py follows, `python fast_kernels/support.py` prints the new ones."""
     model = model_te_optimized
     assert fast_support.fingerprint(model.OptimizedGPT2Model.forward) == fast_support.MODEL_FORWARD
     assert fast_support.fingerprint(model.Block.forward) == fast_support.BLOCK_FORWARD

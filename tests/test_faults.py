@@ -1,6 +1,6 @@
 """What breaks a run: steps that are not finite, two runs on one folder, other versions' files, full disks, flipped bytes, hostile pickles.
 
-A kill in the middle is in test_train.py and test_checkpoint.py; a hundred of them, at random moments, are in results/faults.py.
+A kill in the middle is in test_train.py and test_checkpoint.py; a hundred of them, at random moments, are in bench/faults.py.
 """
 import builtins
 import errno
@@ -19,14 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
-import cli
 import data
-import fp8
 import train
-from results import faults
-from trainer_tools import ROOT, metrics, run_train
+from bench import faults
+from nanote import checkpoint, cli, fp8
 from trainer_tools import OPTIONS as LARGER
+from trainer_tools import ROOT, metrics, run_train
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = f"{LARGER} --n-layer 1 --micro-batch-size 2"
@@ -103,7 +101,7 @@ def test_a_loss_that_is_not_finite_changes_nothing_though_its_gradients_are_fini
                                             (dict(moment_dtype=torch.bfloat16), math.nan), (dict(dtype=torch.float32), math.nan)])
 def test_fast_adam_skips_a_step(options, value):
     pytest.importorskip("triton")
-    from fast_adam import CHUNK, FastAdam
+    from fast_kernels.adam import CHUNK, FastAdam
 
     options = dict(options)
     dtype = options.pop("dtype", torch.bfloat16)
@@ -451,8 +449,9 @@ class Hostile:
 
 
 def test_no_code_of_a_file_is_run(finished, tokens, capsys):
-    import import_hf
     from test_hf import make_folder
+
+    from tools import import_hf
 
     evil = pickle.dumps(Hostile())
     pickle.loads(evil)
@@ -500,21 +499,22 @@ def test_no_code_of_a_file_is_run(finished, tokens, capsys):
             if name == "pytorch_model.bin":
                 (folder / "model.safetensors").unlink()
             (folder / name).write_bytes(content)
-            code = cli.run(lambda: import_hf.main([str(folder), f"run-of-{folder}"]), "import_hf.py")
+            code = cli.run(lambda: import_hf.main([str(folder), f"run-of-{folder}"]), "tools/import_hf.py")
             assert code == (0 if name == "training_args.bin" else 2)
     assert not Path("ran").exists()
 
 
 def test_code_that_comes_with_a_hugging_face_folder_is_not_run():
-    import import_hf
     from test_hf import make_folder
+
+    from tools import import_hf
 
     make_folder("folder", "gpt2")
     config = json.loads(Path("folder/config.json").read_text())
     Path("folder/evil.py").write_text(f"import pathlib\npathlib.Path({str(Path('ran').absolute())!r}).touch()\nclass C: pass\n")
     config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoTokenizer": "evil.C"}}
     Path("folder/config.json").write_text(json.dumps(config))
-    assert cli.run(lambda: import_hf.main(["folder", "run"]), "import_hf.py") == 2
+    assert cli.run(lambda: import_hf.main(["folder", "run"]), "tools/import_hf.py") == 2
     assert not Path("ran").exists()
 
 
@@ -551,7 +551,7 @@ def test_nothing_here_unpickles():
 # ---------------------------------------------------------------- the script
 
 def test_the_script(tmp_path):
-    done = subprocess.run([sys.executable, ROOT / "results/faults.py", "--kills", "2", "--others", "1", "--json", str(tmp_path / "faults.json")],
+    done = subprocess.run([sys.executable, ROOT / "bench/faults.py", "--kills", "2", "--others", "1", "--json", str(tmp_path / "faults.json")],
                           capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "faults.json").read_text())

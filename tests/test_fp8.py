@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
-import fp8
-import fp8_health
 import te_reference
 import train
-from fp8_health import LIMITS
+from nanote import checkpoint, fp8, fp8_health
+from nanote.fp8_health import LIMITS
 from trainer_tools import OPTIONS, make_tokens, metrics, run_train
 
 pytestmark = pytest.mark.skipif(not fp8.IS_REFERENCE, reason="written for the reference's numbers")

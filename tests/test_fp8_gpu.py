@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
-import fp8
+from nanote import checkpoint, fp8
 from trainer_tools import OPTIONS, make_tokens, metrics, run_train
 
 pytestmark = pytest.mark.gpu
@@ -67,8 +66,8 @@ def test_figures_are_those_of_the_state(options):
 
 
 def test_shares_by_counting_transformer_engines_bytes():
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
     import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     x = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16)
     x[0, :8], x[1, :16], x[2, :4] = 1000.0, 1e-4, 0.0  # scales start at 1

@@ -17,15 +17,13 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
+from test_bad_input import tree
 
-import checkpoint
-import cli
 import data
-import export_hf
-import import_hf
 import sample
 import train
-from test_bad_input import tree
+from nanote import checkpoint, cli
+from tools import export_hf, import_hf
 from trainer_tools import make_tokens, run_train
 
 pytest.importorskip("transformers")
@@ -39,7 +37,7 @@ SMALL = ("--n-layer 1 --n-head 2 --n-embd 32 --seq-len 16 --micro-batch-size 2 -
 
 COMMANDS = {"train.py": (train.main, "--resume --out-dir run --max-steps 3 --fp8-health-interval 1"),
             "sample.py": (sample.main, "run --max-new-tokens 2 --device cpu"),
-            "export_hf.py": (export_hf.main, "run folder")}
+            "tools/export_hf.py": (export_hf.main, "run folder")}
 
 
 class Hang(BaseException):
@@ -274,7 +272,7 @@ RUNS = {  # what is done, what the line holds
 }
 
 
-@pytest.mark.parametrize("script", ["train.py", "sample.py", "export_hf.py"])
+@pytest.mark.parametrize("script", ["train.py", "sample.py", "tools/export_hf.py"])
 @pytest.mark.parametrize("case", RUNS)
 def test_a_hostile_checkpoint(world, tmp_path, capsys, script, case):
     in_copy(world, tmp_path, ["run", "tokens"], 0)
@@ -364,7 +362,7 @@ def test_other_json_in_a_log(world, tmp_path, capsys, log, line):
     in_copy(world, tmp_path, ["run", "tokens"], 0)
     path = Path("run", log)
     path.write_text(line + "\n" + path.read_text())
-    for script in ["train.py"] + ["export_hf.py"] * (log == "metrics.jsonl"):
+    for script in ["train.py"] + ["tools/export_hf.py"] * (log == "metrics.jsonl"):
         code, told = check(script, *COMMANDS[script], capsys, line)
         assert code == 2 and f"run/{log}:1: " in told, told
 
@@ -459,7 +457,7 @@ def test_a_hostile_hugging_face_folder(world, tmp_path, capsys, case):
     in_copy(world, tmp_path, ["hf"], 0)
     do, words = FOLDERS[case]
     do()
-    code, line = check("import_hf.py", import_hf.main, "hf run", capsys, case)
+    code, line = check("tools/import_hf.py", import_hf.main, "hf run", capsys, case)
     assert code == 2 and words in line, line
 
 
@@ -486,7 +484,7 @@ def test_config_json_fields_that_import_does_not_know_reach_no_library(world, tm
     Path("hf/config.0.0.1.json").write_text(json.dumps(other))
     change_json("hf/config.json", **fields)
     with memory_limit(2**30):
-        code, line = check("import_hf.py", import_hf.main, "hf run", capsys, str(fields))
+        code, line = check("tools/import_hf.py", import_hf.main, "hf run", capsys, str(fields))
     assert code == 0, line
 
 
@@ -494,7 +492,7 @@ def test_config_json_fields_that_import_does_not_know_reach_no_library(world, tm
 
 CHECKPOINT = ["step-2/meta.json", "step-2/SHA256SUMS", "step-2/*.safetensors"]
 READ = {"train.py": [*CHECKPOINT, "metrics.jsonl", "fp8_health.jsonl"], "sample.py": CHECKPOINT,
-        "export_hf.py": [*CHECKPOINT, "metrics.jsonl"]}
+        "tools/export_hf.py": [*CHECKPOINT, "metrics.jsonl"]}
 
 
 @pytest.mark.parametrize("script, name", [(script, name) for script, names in READ.items() for name in names])
@@ -543,5 +541,5 @@ def test_a_damaged_hugging_face_folder(world, tmp_path, capsys, name):
     for number in range(CASES):
         in_copy(world, tmp_path, ["hf"], number)
         damage(Path("hf", name), random.Random(f"{name} {number}"))
-        codes.append(check("import_hf.py", import_hf.main, "hf run", capsys, f"hf/{name} case {number}")[0])
+        codes.append(check("tools/import_hf.py", import_hf.main, "hf run", capsys, f"hf/{name} case {number}")[0])
     assert 2 in codes

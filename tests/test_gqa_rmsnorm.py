@@ -1,4 +1,4 @@
-"""results/gqa_rmsnorm.py: RMSNorm and GQA against the default block; the largest micro-batch that fits."""
+"""bench/gqa_rmsnorm.py: RMSNorm and GQA against the default block; the largest micro-batch that fits."""
 
 import json
 from types import SimpleNamespace
@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import cli
-from results import gqa_rmsnorm as script
+from bench import gqa_rmsnorm as script
+from nanote import cli
 
 
 def run(arguments) -> int:
-    return cli.run(lambda: script.main(arguments.split()), "results/gqa_rmsnorm.py")
+    return cli.run(lambda: script.main(arguments.split()), "bench/gqa_rmsnorm.py")
 
 
 @pytest.mark.parametrize("largest, guess", [(33, 33), (33, 20), (33, 36), (1, 4), (0, 3)])
@@ -70,7 +70,7 @@ def test_the_table_compares_memory_with_the_default():
 def test_bad_options_are_one_line(arguments, complaint, capsys):
     assert run(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("results/gqa_rmsnorm.py: ") and complaint in line
+    assert line.startswith("bench/gqa_rmsnorm.py: ") and complaint in line
 
 
 def test_memory_is_limited_only_while_micro_batches_are_tried(monkeypatch):

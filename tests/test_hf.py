@@ -1,4 +1,4 @@
-"""export_hf.py and import_hf.py: the same weights, logits, text and token ids as transformers, both ways, and training goes on in FP8."""
+"""tools/export_hf.py and tools/import_hf.py: the same weights, logits, text and token ids as transformers, both ways, and training goes on in FP8."""
 import json
 import math
 import re
@@ -6,17 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_family import FAMILY, also_on_a_gpu
 
-import checkpoint
-import cli
 import data
-import export_hf
-import fp8
-import hf_weights
-import import_hf
 import sample
 import train
-from test_family import FAMILY, also_on_a_gpu
+from nanote import checkpoint, cli, fp8
+from tools import export_hf, hf_weights, import_hf
 from trainer_tools import OPTIONS, make_tokens, metrics, run_train
 
 transformers = pytest.importorskip("transformers")
@@ -251,7 +247,7 @@ def test_the_command_lines_and_the_model_card(tmp_path, monkeypatch, capsys):
     corpus = make_tokens(tmp_path / "tokens")
     assert run_train(f"{OPTIONS} --device auto --max-steps 4 --fp8-param --fp8-recipe current --dtype bfloat16 --out-dir out/run", corpus) == 0
     capsys.readouterr()
-    assert cli.run(lambda: export_hf.main(["out/run", "folder"]), "export_hf.py") == 0
+    assert cli.run(lambda: export_hf.main(["out/run", "folder"]), "tools/export_hf.py") == 0
     assert "LlamaForCausalLM" in capsys.readouterr().out
     card = Path("folder/README.md").read_text()
     loss = next(record["val_loss"] for record in reversed(metrics("out/run")) if "val_loss" in record)
@@ -259,7 +255,7 @@ def test_the_command_lines_and_the_model_card(tmp_path, monkeypatch, capsys):
                    "| FP8 recipe | current (hybrid) |", "| tokenizer | byte |", "(bfloat16)"):
         assert figure in card, figure
     assert len([name for name in Path("folder").iterdir() if name.suffix == ".safetensors"]) == 1
-    assert cli.run(lambda: import_hf.main(["folder", "out/back"]), "import_hf.py") == 0
+    assert cli.run(lambda: import_hf.main(["folder", "out/back"]), "tools/import_hf.py") == 0
     assert "python train.py --resume --out-dir out/back" in capsys.readouterr().out
     same_tensors(weights("out/back"), weights("out/run"))
 
@@ -309,7 +305,7 @@ def refused(main, name, argv, capsys):
 def test_an_architecture_without_a_class_is_refused_with_its_switch(options, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_run("run", **options)
-    assert re.search(words, refused(export_hf.main, "export_hf.py", ["run", "folder"], capsys))
+    assert re.search(words, refused(export_hf.main, "tools/export_hf.py", ["run", "folder"], capsys))
 
 
 def test_export_refuses_in_one_line(tmp_path, monkeypatch, capsys):
@@ -318,7 +314,7 @@ def test_export_refuses_in_one_line(tmp_path, monkeypatch, capsys):
     Path("taken").mkdir()
 
     def line(*argv):
-        return refused(export_hf.main, "export_hf.py", argv, capsys)
+        return refused(export_hf.main, "tools/export_hf.py", argv, capsys)
 
     assert "taken exists" in line("run", "taken")
     assert "no such run" in line("nothing", "folder")
@@ -341,7 +337,7 @@ def test_import_refuses_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def line(folder, *more):
-        return refused(import_hf.main, "import_hf.py", [folder, "run", *more], capsys)
+        return refused(import_hf.main, "tools/import_hf.py", [folder, "run", *more], capsys)
 
     def good(name, kind="gpt2"):
         make_folder(name, kind)

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-import fp8
 import te_reference
 import train
-import train_step
 from model_te_optimized import DelayedScaling, OptimizedConfig, OptimizedGPT2Model, te
+from nanote import fp8, train_step
 from trainer_tools import OPTIONS, metrics, run_train
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,7 +9,14 @@ import torch
 import torch.nn.functional as F
 
 import te_reference
-from model_te_optimized import DelayedScaling, OptimizedConfig, OptimizedGPT2Model, apply_rope, rope_tables, te
+from model_te_optimized import (
+    DelayedScaling,
+    OptimizedConfig,
+    OptimizedGPT2Model,
+    apply_rope,
+    rope_tables,
+    te,
+)
 
 transformers = pytest.importorskip("transformers")
 TINY = dict(vocab_size=96, n_positions=64, n_embd=64, n_layer=2, n_head=4)

@@ -10,7 +10,7 @@ from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from trainer_tools import OPTIONS, metrics, run_train
 
 pytest.importorskip("triton")
-import fast_attention  # noqa: E402
+from fast_kernels import attention as fast_attention  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = dict(vocab_size=288, n_positions=64, n_embd=64, n_layer=2, n_head=4)

@@ -1,13 +1,12 @@
-"""results/pages.py: every measured number on a page comes from the JSON, and none can be typed in by hand."""
+"""bench/pages.py: every measured number on a page comes from the JSON, and none can be typed in by hand."""
 
 import json
 import re
 
 import pytest
 
-import checkpoint
-import cli
-from results import pages, speed_report, stability_report
+from bench import pages, speed_report, stability_report
+from nanote import checkpoint, cli
 from trainer_tools import ROOT
 
 SPEED = [{"shape": "wide", "arm": "bf16", "ms": 30.0, "tokens_per_s": 1_234_567.0, "width": 8},
@@ -18,7 +17,7 @@ CONTENTS = {"speed": SPEED, "run": RUN}
 
 
 def run(arguments=""):
-    return cli.run(lambda: pages.main(arguments.split()), "results/pages.py")
+    return cli.run(lambda: pages.main(arguments.split()), "bench/pages.py")
 
 
 def test_the_pages_show_what_was_measured(capsys):

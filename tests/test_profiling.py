@@ -1,4 +1,4 @@
-"""profiling.py: traces and tables, determinism, garbage collection, and what a run says when memory runs out."""
+"""nanote/profiling.py: traces and tables, determinism, garbage collection, and what a run says when memory runs out."""
 import gc
 import gzip
 import json
@@ -14,11 +14,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import checkpoint
-import fp8
-import profiling
 import train
-from profiling import GIB, what_would_fit
+from nanote import checkpoint, fp8, profiling
+from nanote.profiling import GIB, what_would_fit
 from train import TrainConfig
 from trainer_tools import OPTIONS, metrics, run_train
 

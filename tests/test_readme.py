@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import checkpoint
+from nanote import checkpoint
 from trainer_tools import run_train
 
 ROOT = Path(__file__).resolve().parent.parent

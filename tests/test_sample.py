@@ -4,9 +4,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import checkpoint
-import fp8
 import sample
+from nanote import checkpoint, fp8
 from trainer_tools import OPTIONS, make_tokens, run_script, run_train
 
 

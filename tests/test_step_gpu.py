@@ -5,12 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-import checkpoint
-import fast_gemm
-import fp8
-import train_step
+from fast_kernels import gemm as fast_gemm
+from nanote import checkpoint, fp8, train_step
+from nanote.train_step import TrainStep, make_optimizer
 from train import TrainConfig
-from train_step import TrainStep, make_optimizer
 
 pytestmark = pytest.mark.gpu
 SMALL = dict(n_layer=2, n_head=2, n_embd=128, vocab_size=512, n_positions=128, seq_len=128, micro_batch_size=4, fp8_amax_history_len=16)

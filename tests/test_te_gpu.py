@@ -162,7 +162,8 @@ def test_state_dicts_are_exchanged_with_their_fp8_state(monkeypatch):
 
 
 LOGITS = """
-import sys, torch, checkpoint, fp8
+import sys, torch
+from nanote import checkpoint, fp8
 from safetensors.torch import load_file
 folder = checkpoint.find(sys.argv[1])
 meta = checkpoint.read_meta(folder)

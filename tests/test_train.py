@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import checkpoint
 import train
+from nanote import checkpoint
 from trainer_tools import OPTIONS, ROOT, metrics, run_train, spawn_train
 
 
@@ -277,7 +277,8 @@ def test_the_trainer_and_the_doctor_need_no_triton(tokens):
     code = f"""if True:
         import sys
         sys.modules["triton"] = None
-        import doctor, train
+        import doctor
+        import train
         doctor.diagnose(doctor.Facts())
         sys.exit(train.main({f"{OPTIONS} --max-steps 1 --out-dir run --data {tokens}".split()}))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,

@@ -15,11 +15,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 pytest.importorskip("triton")
 
-import checkpoint  # noqa: E402
-import fp8  # noqa: E402
 import train  # noqa: E402
-import train_step  # noqa: E402
-from fast_adam import FastAdam  # noqa: E402
+from fast_kernels.adam import FastAdam  # noqa: E402
+from nanote import (
+    checkpoint,  # noqa: E402
+    fp8,  # noqa: E402
+    train_step,  # noqa: E402
+)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_step_gpu.py has real graphs")
 SMALL = dict(n_layer=1, n_head=1, n_embd=16, vocab_size=32, n_positions=16, seq_len=16, fp8_recipe="current")

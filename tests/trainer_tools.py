@@ -4,10 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cli
 import data
 import sample
 import train
+from nanote import cli
 
 ROOT = Path(train.__file__).parent
 # 2 layers, width 64, 24 steps of 2 micro batches of 4 x 64 tokens; dropout, so that random numbers matter; a line for every step
@@ -42,7 +42,7 @@ def run_script(script: str, argv: list[str]) -> int:
 
 def spawn_train(arguments: str, tokens: str, sabotage: str = "") -> subprocess.CompletedProcess:
     """train.py in a process of its own, after the Python lines `sabotage`."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport os, signal, checkpoint, cli, train\n{sabotage}\n" \
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport os, signal, train\nfrom nanote import checkpoint, cli\n{sabotage}\n" \
            "sys.exit(cli.run(train.main, 'train.py'))"
     return subprocess.run([sys.executable, "-c", code, *arguments.split(), "--data", tokens], capture_output=True, text=True,
                           timeout=120, env=os.environ | {"NANOTE_REFERENCE": "1"})

@@ -1,0 +1,554 @@
+"""What breaks a run from outside, tried on the CPU: kill -9, full disks, flipped bytes, gradients that are NaN, SIGTERM while saving.
+
+    python bench/faults.py [--kills 100] [--json results/faults.json]     # under ten minutes on two cores
+
+Every trial is train.py itself on a model of a second or two. What it leaves is compared with a run of the same options that nothing happened
+to: the same lines in metrics.jsonl but for the times, and the same bytes in every tensor of the last checkpoint. The moments are drawn from
+--seed and are those of a run's steps, saves and evaluations after the first save was asked for (there is nothing to resume before it).
+
+Linux only: trials are forked, so that Python's imports are paid for once, and tell by memory that they share with this process what they do.
+"""
+
+import builtins
+import contextlib
+import json
+import mmap
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+if "torch" not in sys.modules:  # as a script: trials run side by side
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+import torch
+from matplotlib.figure import Figure  # noqa: F401  (imported here, once, for all trials)
+from torch.utils.tensorboard import SummaryWriter  # noqa: F401
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import data  # noqa: E402
+import train  # noqa: E402
+from bench import stability_report as report  # noqa: E402
+from nanote import (
+    checkpoint,  # noqa: E402
+    cli,  # noqa: E402
+)
+
+STEPS = 24
+OPTIONS = (f"--n-layer 1 --n-head 2 --n-embd 64 --dropout 0.1 --seq-len 64 --micro-batch-size 2 --grad-accum 2 --max-steps {STEPS} "
+           "--warmup-steps 4 --fp8-amax-history-len 8 --log-interval 1 --eval-interval 4 --eval-steps 2 --checkpoint-interval 3 --device cpu "
+           "--data tokens")
+
+
+@dataclass
+class Options:
+    kills: int = 100  # Runs that are killed.
+    others: int = 20  # Runs for each of: a gradient that is NaN, SIGTERM while saving.
+    jobs: int = 2  # Runs at a time.
+    seed: int = 0  # Of the moments.
+    json: Path | None = None  # Write the figures here.
+
+
+# ---------------------------------------------------------------- a run in a process of its own
+
+class Board:
+    """Memory that a trial shares with its parent: how often each of PHASES began and ended, and how long it took last, in seconds."""
+
+    PHASES = "step", "save", "evaluation"
+
+    def __init__(self):
+        self.memory = mmap.mmap(-1, 4096)
+
+    def watch(self, phase, function):
+        """`function`, which says on the board when it begins and ends."""
+        at = 24 * self.PHASES.index(phase)
+
+        def watched(*arguments, **options):
+            began = time.perf_counter()
+            struct.pack_into("q", self.memory, at, self.begun(phase) + 1)
+            try:
+                return function(*arguments, **options)
+            finally:
+                struct.pack_into("qd", self.memory, at + 8, self.begun(phase), time.perf_counter() - began)
+        return watched
+
+    def read(self, phase):
+        """(times begun, times ended, seconds of the last)."""
+        return struct.unpack_from("qqd", self.memory, 24 * self.PHASES.index(phase))
+
+    def begun(self, phase):
+        return self.read(phase)[0]
+
+    def now(self):
+        """What is being done, such as "step" or, since a thread saves, "save and step"."""
+        return " and ".join(sorted(phase for phase in self.PHASES if self.read(phase)[0] > self.read(phase)[1])) or "between"
+
+
+def start(arguments: str, said: Path, sabotage=lambda: None) -> tuple[int, Board]:
+    """train.py with `arguments`, after `sabotage()`, in a fork of this process -> (its id, its board). What it prints goes to the file `said`."""
+    board = Board()
+    child = os.fork()
+    if child:
+        return child, board
+    code = 99  # of a defect, whose traceback is in `said`
+    try:
+        output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1), os.dup2(output, 2)
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        torch.set_num_threads(1)
+        tqdm.set_lock(threading.RLock())  # its own is shared by forks: one that is killed with it in hand would stop all others
+        train.generate, train.plot_losses = lambda *_, **__: [], lambda run_dir: "no picture"  # for people, after the last checkpoint
+        train.TrainStep.__call__ = board.watch("step", train.TrainStep.__call__)
+        checkpoint._write = board.watch("save", checkpoint._write)
+        train.evaluate = board.watch("evaluation", train.evaluate)
+        sabotage()
+        code = cli.run(lambda: train.main(arguments.split()), "train.py")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def wait(child) -> int:
+    """The exit code; -9 after kill -9."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def run(arguments, said="said", sabotage=lambda: None) -> int:
+    return wait(start(arguments, Path(said), sabotage)[0])
+
+
+def lines(run_dir) -> list[dict]:
+    """metrics.jsonl without the times."""
+    return [{key: value for key, value in record.items() if key not in train.OF_ONE_RUN}
+            for record in train.read_metrics(Path(run_dir, "metrics.jsonl"))]
+
+
+def tensors(folder) -> dict[str, bytes]:
+    """Of a checkpoint of one file, read without torch. Python's own random generator is no part of a run's result."""
+    path, = Path(folder).glob("*.safetensors")
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    return {name: content[end + entry["data_offsets"][0]:end + entry["data_offsets"][1]]
+            for name, entry in header.items() if name not in ("__metadata__", "rng0.host")}
+
+
+def equals(run_dir, whole="whole", stopped_after=None) -> bool:
+    """Whether a run came to what the undisturbed one did; the step after which it was stopped is not evaluated."""
+    ours, theirs = ([{key: value for key, value in record.items() if key != "val_loss" or record["step"] != stopped_after}
+                     for record in lines(folder)] for folder in (run_dir, whole))
+    return ours == theirs and tensors(Path(run_dir, f"step-{STEPS}")) == tensors(Path(whole, f"step-{STEPS}"))
+
+
+@contextlib.contextmanager
+def in_scratch(name):
+    """A folder of its own for a trial, beside the tokens and the undisturbed run, and the current one meanwhile; removed if all went well."""
+    folder, before = Path(name).absolute(), Path.cwd()
+    folder.mkdir()
+    for shared in ("tokens", "whole"):
+        if Path(shared).exists():
+            (folder / shared).symlink_to(Path(shared).absolute())
+    os.chdir(folder)
+    try:
+        yield folder
+    finally:
+        os.chdir(before)
+    shutil.rmtree(folder)
+
+
+# ---------------------------------------------------------------- kill -9 and SIGTERM
+
+def moment(number, seed, target=None):
+    """(phase, which one of it, part of its duration): when to strike in trial `number`."""
+    draw = random.Random(f"{seed}, {number}")
+    target = target or ("step", "save", "evaluation", "anywhere")[number % 4]
+    saves, evaluations = STEPS // 3, STEPS // 4 + 1  # one after the first step, too
+    occurrence = {"step": draw.randint(4, STEPS), "save": draw.randint(2, saves), "evaluation": draw.randint(2, evaluations),
+                  "anywhere": draw.randint(4, STEPS)}[target]
+    return target, occurrence, draw.random()
+
+
+def strike(child, board, target, occurrence, part, number) -> str | None:
+    """Send signal `number` to `child` at the moment -> what it was doing; None if it had ended before."""
+    phase = "step" if target == "anywhere" else target
+    while board.begun(phase) < occurrence or not checkpoint.latest("run"):
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return None
+        time.sleep(0.0002)
+    seconds = board.read(phase)[2] * part
+    if target == "anywhere":  # in the span from one step to the next, with all that lies between
+        seconds = part * (board.read("step")[2] + board.read("evaluation")[2] + board.read("save")[2])
+    time.sleep(seconds)
+    if os.waitpid(child, os.WNOHANG)[0]:
+        return None
+    doing = board.now()
+    os.kill(child, number)
+    return doing
+
+
+def killed(number, seed) -> dict:
+    """A run that gets kill -9, and is resumed."""
+    with in_scratch(f"kill-{number}"):
+        target, occurrence, part = moment(number, seed)
+        doing, attempts = None, 0
+        while doing is None or Path(f"run/step-{STEPS}").exists():  # nothing was left to do at that moment: an earlier one
+            shutil.rmtree("run", ignore_errors=True)
+            child, board = start(f"{OPTIONS} --out-dir run", Path("said"))
+            doing = strike(child, board, target, max(2, occurrence - attempts), part, signal.SIGKILL)
+            code = wait(child) if doing else None
+            attempts += 1
+        folders = checkpoint.list_checkpoints("run")
+        if not folders:
+            raise RuntimeError(f"trial {number}: there is no checkpoint to resume from")
+        damaged = [path.name for path in folders if checkpoint._damage(path)]
+        steps = board.begun("step")
+        resumed = run("--resume --out-dir run")
+        said = re.search(r"from step (\d+)", Path("said").read_text())
+        return {"trial": number, "aimed_at": target, "doing": doing, "in_step": steps, "exit_code": code, "unreadable": damaged,
+                "earlier_attempts": attempts - 1, "resumed_from": int(said[1]) if said else None, "resume_exit_code": resumed,
+                "final_loss": lines("run")[-1]["loss"], "equal": equals("run")}
+
+
+def terminated(number, seed) -> dict:
+    """A run that gets SIGTERM while it saves, and is resumed."""
+    with in_scratch(f"term-{number}"):
+        target, occurrence, part = moment(number, seed, "save")
+        stopped = None
+        while not stopped:  # a run that came to its end before it looked for signals: an earlier moment
+            shutil.rmtree("run", ignore_errors=True)
+            child, board = start(f"{OPTIONS} --out-dir run", Path("said"))
+            doing = strike(child, board, target, occurrence, part, signal.SIGTERM)
+            code = wait(child) if doing else None
+            stopped = re.search(r"stopped by SIGTERM after step (\d+)", Path("said").read_text())
+            occurrence = max(2, occurrence - 1)
+        whole = not any(map(checkpoint._damage, checkpoint.list_checkpoints("run")))
+        resumed = run("--resume --out-dir run")
+        return {"trial": number, "doing": doing, "exit_code": code, "stopped_after_step": int(stopped[1]),
+                "checkpoints_whole": whole, "resume_exit_code": resumed, "equal": equals("run", stopped_after=int(stopped[1]))}
+
+
+# ---------------------------------------------------------------- a gradient that is NaN
+
+def not_a_number(number, seed) -> dict:
+    """A run in which a random element of a random gradient is NaN or infinite at a random step."""
+    draw = random.Random(f"{seed}, nan {number}")
+    step, value, place = draw.randint(2, STEPS - 1), draw.choice([float("nan"), float("inf"), float("-inf")]), draw.random()
+
+    def sabotage():
+        calls, plain = [], train.TrainStep.update
+
+        def update(self):
+            calls.append(self)
+            if len(calls) != step:
+                return plain(self)
+            gradients = [p.grad for p in self.model.parameters()]
+            gradient = gradients[int(place * len(gradients))].view(-1)
+            gradient[int(place * gradient.numel())] = value
+            before = state(self)
+            norm = plain(self)
+            same = [torch.equal(a, b) for a, b in zip(before, state(self))]
+            Path("unchanged").write_text(str(all(same) and len(same) == len(before)))
+            return norm
+        train.TrainStep.update = update
+
+    def state(step):
+        moments = [value for p in step.model.parameters() for value in step.optimizer.state[p].values()]
+        counts = [torch.tensor(group.get("step", 0)) for group in step.optimizer.param_groups]
+        return [value.detach().clone() for value in (*step.model.parameters(), *moments, *counts)]
+
+    with in_scratch(f"nan-{number}"):
+        code = run(f"{OPTIONS} --out-dir run", sabotage=sabotage)
+        records = lines("run")
+        told = re.findall(rf"step {step}: loss \S+, gradient norm (?:nan|inf): skipped \(1 of 10\)", Path("said").read_text())
+        at = [index for index, record in enumerate(records) if record["step"] == step][0]
+        return {"trial": number, "step": step, "value": str(value), "exit_code": code, "told": len(told) == 1,
+                "unchanged": Path("unchanged").read_text() == "True",
+                "counted": [r["skipped"] for r in records] == [0] * at + [1] * (len(records) - at),
+                "before_equal": [r["loss"] for r in records[:at]] == [r["loss"] for r in lines("whole")[:at]],
+                "final_loss_finite": abs(records[-1]["loss"]) < float("inf")}
+
+
+# ---------------------------------------------------------------- a full disk
+
+def disk_fills(_number, _seed) -> dict:
+    """A run on a disk of its own, which has room for a first checkpoint, and for the ones after for 0, 1, 2 … of its 4 KiB blocks until all fit."""
+    with in_scratch("disk") as folder:
+        disk = folder / "disk"
+        disk.mkdir()
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True, text=True)
+        if mounted.returncode:
+            return {"skipped": f"no tmpfs can be mounted here: {mounted.stderr.strip()}"}
+        try:
+            small = f"{OPTIONS} --n-embd 32 --eval-interval 0 --checkpoint-interval 1 --keep-checkpoints 1 --no-background-saves"
+            tried = Path("tried").absolute()
+
+            def sabotage():
+                plain, filler = checkpoint._write, disk / "filler"
+
+                def write(run_dir, step, *rest):
+                    if step > 1:
+                        room = os.statvfs(disk).f_bavail - (step - 2)
+                        with open(filler, "wb") as file:
+                            os.posix_fallocate(file.fileno(), 0, max(room, 1) * 4096)
+                    last = checkpoint.latest(run_dir)
+                    try:
+                        plain(run_dir, step, *rest)
+                        outcome = "written"
+                    except OSError as error:
+                        outcome = str(error)
+                        raise
+                    finally:
+                        filler.unlink(missing_ok=True)
+                        kept = checkpoint.latest(run_dir)
+                        with open(tried, "a") as file:
+                            file.write(json.dumps({"step": step, "outcome": outcome, "whole": checkpoint._damage(kept) is None,
+                                                   "stands": kept == last, "left": [p.name for p in run_dir.glob(".saving*")]}) + "\n")
+                checkpoint._write = write
+
+            def size():
+                return sum(-(-path.stat().st_size // 4096) for path in (disk / "run").glob("step-*/*"))
+
+            run(f"{small} --max-steps 1 --out-dir {disk}/run")
+            blocks = size()
+            shutil.rmtree(disk / "run")
+            code = run(f"{small} --max-steps {blocks + 6} --out-dir {disk}/run", sabotage=sabotage)
+            saves = [json.loads(line) for line in tried.read_text().splitlines()]
+            failed = [save for save in saves if save["outcome"] != "written"]
+            said = Path("said").read_text()
+            return {"blocks_of_a_checkpoint": blocks, "saves": len(saves), "failed": len(failed), "exit_code": code,
+                    "told": sum(f"{disk}/run/step-{save['step']} not written: No space left on device" in said for save in failed),
+                    "last_good_stands": sum(save["whole"] and save["stands"] and not save["left"] for save in failed),
+                    "written_with_room": [save["outcome"] for save in saves[-3:]] == ["written"] * 3}
+        finally:
+            subprocess.run(["umount", str(disk)], check=True)
+
+
+class DiskFull:
+    """Makes the n-th call with which nanote/checkpoint.py changes the disk fail: making a folder, a write, a sync, the rename. A write that fails has
+    written half of what it was given."""
+
+    def __init__(self, fail_at):
+        self.fail_at, self.calls = fail_at, []
+
+    def call(self, name, function, half=lambda: None):
+        self.calls.append(name)
+        if len(self.calls) - 1 == self.fail_at:
+            half()
+            raise OSError(28, "No space left on device")
+        return function()
+
+    def __enter__(self):
+        disk, self.before = self, (Path.mkdir, Path.write_text, checkpoint._sync, os.rename)
+        mkdir, write_text, sync, rename = self.before
+
+        class File:
+            def __init__(self, *arguments):
+                self.file = builtins.open(*arguments)
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                self.file.close()
+
+            def write(self, content):
+                content = memoryview(content)
+                return disk.call("write", lambda: self.file.write(content), lambda: self.file.write(content[:len(content) // 2]))
+
+        checkpoint.open = File
+        Path.mkdir = lambda path, *a, **o: disk.call("mkdir", lambda: mkdir(path, *a, **o))
+        Path.write_text = lambda path, text: disk.call("write", lambda: write_text(path, text), lambda: write_text(path, text[:len(text) // 2]))
+        checkpoint._sync = lambda path: disk.call("sync", lambda: sync(path))
+        os.rename = lambda *paths: disk.call("rename", lambda: rename(*paths))
+        return self
+
+    def __exit__(self, *_):
+        Path.mkdir, Path.write_text, checkpoint._sync, os.rename = self.before
+        del checkpoint.open
+
+
+def save_that_fails(run_dir, tensors, document, fail_at) -> tuple[list[str], bool]:
+    """Save step 2 of a run that has step 1, call number `fail_at` failing -> (the calls that were made, whether all is as it should be: an
+    error that says so, step 1 whole, step 2 whole or absent, and no leftovers)."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.mkdir()
+    checkpoint._write(run_dir, 1, tensors.items(), document, 9)
+    message = None
+    with DiskFull(fail_at) as disk:
+        try:
+            checkpoint._write(run_dir, 2, tensors.items(), document, 9)
+        except OSError as error:
+            message = str(error)
+    folders = checkpoint.list_checkpoints(run_dir)
+    good = folders[0].name == "step-1" and not any(map(checkpoint._damage, folders))
+    if fail_at is None:
+        good = good and message is None and len(folders) == 2 and not list(run_dir.glob(".*"))
+    else:
+        state = "not written" if len(folders) == 1 else "is whole, but what follows its writing failed"
+        told = f"step-2 {state}: No space left on device; the last good checkpoint is {folders[-1]};"
+        good = good and message is not None and told in message and not list(run_dir.glob(".*"))
+    return disk.calls, good
+
+
+def every_call_fails(_number, _seed) -> dict:
+    """Each call of a save in turn."""
+    with in_scratch("calls"):
+        run(f"{OPTIONS} --max-steps 1 --out-dir run")
+        document = Path("run/step-1/meta.json").read_text()
+        values = {name: torch.frombuffer(bytearray(content), dtype=torch.uint8) for name, content in tensors("run/step-1").items()}
+        calls, good = save_that_fails(Path("again"), values, document, None)
+        outcomes = [save_that_fails(Path("again"), values, document, number)[1] for number in range(len(calls))]
+        return {"calls": dict(Counter(calls)), "tried": len(outcomes), "good": sum(outcomes), "undisturbed_good": good}
+
+
+# ---------------------------------------------------------------- flipped bytes
+
+def flips(path, places, refused) -> dict:
+    """Change a byte of the file at each of `places` (a bit, or all bits) and count how often `refused()`."""
+    content, found = bytearray(path.read_bytes()), 0
+    for number, place in enumerate(places):
+        damaged = bytearray(content)
+        damaged[place] ^= 0xFF if number % 2 else 1 << number // 2 % 8
+        path.write_bytes(damaged)
+        found += refused()
+    path.write_bytes(content)
+    return {"flipped": len(places), "detected": found}
+
+
+def flipped_bytes(_number, seed, most=300) -> dict:
+    """In each file of a checkpoint and of a token folder; `most` places in a file, all of a shorter one."""
+    draw = random.Random(f"{seed}, flips")
+
+    def places(path):
+        size = path.stat().st_size
+        return sorted(draw.sample(range(size), min(size, most)))
+
+    with in_scratch("flips"):
+        run(f"{OPTIONS} --max-steps 6 --out-dir run")
+        shutil.copytree("tokens", "altered")
+        figures = {}
+
+        def checkpoint_refused():
+            try:
+                checkpoint.read_meta("run/step-6")
+            except ValueError as error:
+                return "damaged checkpoint: run/step-6/" in str(error) and "the one before it, run/step-3, is whole" in str(error)
+            return False
+
+        def tokens_refused(split):
+            try:
+                data.open_tokens("altered", split)
+            except ValueError as error:
+                return "altered/" in str(error)
+            return False
+
+        for path in sorted(Path("run/step-6").iterdir()):
+            figures[f"checkpoint/{path.name}"] = flips(path, places(path), checkpoint_refused)
+        for name in ("train.bin", "val.bin", "meta.json"):
+            split = name.removesuffix(".bin") if name.endswith(".bin") else "train"
+            figures[f"tokens/{name}"] = flips(Path("altered", name), places(Path("altered", name)), lambda: tokens_refused(split))
+        checkpoint.read_meta("run/step-6"), data.open_tokens("altered", "train")  # put back, all is well
+        return figures
+
+
+# ---------------------------------------------------------------- two runs, one folder
+
+def two_runs(_number, _seed) -> dict:
+    """A second run resumes what the first still trains; then the first is killed, and the folder is free."""
+    with in_scratch("two"):
+        child, board = start(f"{OPTIONS} --out-dir run", Path("first"))
+        while not (checkpoint.latest("run") and board.begun("step") < STEPS):
+            time.sleep(0.001)
+        os.kill(child, signal.SIGSTOP)  # it holds the folder, and cannot end meanwhile
+        code = run("--resume --out-dir run", "second")
+        os.kill(child, signal.SIGCONT)
+        os.kill(child, signal.SIGKILL)
+        wait(child)
+        said = Path("second").read_text()
+        again = run("--resume --out-dir run", "third")
+        return {"second_exit_code": code, "lines": said.count("\n"), "names_the_first": f"process {child} on" in said,
+                "resumed_after_kill": again, "equal": equals("run")}
+
+
+# ---------------------------------------------------------------- all of it
+
+def trial(task):
+    kind, number, seed = task
+    return kind, globals()[kind](number, seed)
+
+
+def make_tokens():
+    """A corpus of two hundred thousand bytes: the first modules of the standard library."""
+    documents, *_ = data.stdlib_documents()
+    data.write_tokens((text for text, _ in zip(documents, range(12))), "tokens", val_fraction=0.2, source="the standard library's first modules")
+
+
+def main(argv=None):
+    options = cli.parse(Options, argv, prog="bench/faults.py", description=__doc__)
+    report.check_folder(options.json)
+    began, before = time.perf_counter(), Path.cwd()
+    target = options.json.absolute() if options.json else None
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chdir(scratch)
+        try:
+            make_tokens()
+            if run(f"{OPTIONS} --out-dir whole"):
+                raise OSError(f"the undisturbed run failed: {Path('said').read_text()}")
+            final_loss = lines("whole")[-1]["loss"]
+            tasks = [("killed", number, options.seed) for number in range(options.kills)]
+            tasks += [(kind, number, options.seed) for kind in ("terminated", "not_a_number") for number in range(options.others)]
+            tasks += [(kind, 0, options.seed) for kind in ("disk_fills", "every_call_fails", "flipped_bytes", "two_runs")]
+            found = {}
+            with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
+                for done, (kind, outcome) in enumerate(pool.imap_unordered(trial, tasks), 1):
+                    found.setdefault(kind, []).append(outcome)
+                    print(f"{done}/{len(tasks)} {kind}: {json.dumps(outcome)}", flush=True)
+        finally:
+            os.chdir(before)
+    figures = {"options": OPTIONS, "seconds": round(time.perf_counter() - began), "uninterrupted_final_loss": final_loss, **summary(found)}
+    report.write("bench/faults.py", argv, figures, target)
+    for name in ("killed", "terminated", "not_a_number", "disk_fills", "every_call_fails", "flipped_bytes", "two_runs"):
+        print(name, json.dumps(figures[name]["counts"] if "counts" in figures[name] else figures[name]))
+    return 0
+
+
+def summary(found) -> dict:
+    figures = {}
+    for kind, outcomes in found.items():
+        if len(outcomes) == 1 and kind not in ("killed", "terminated", "not_a_number"):
+            figures[kind], = outcomes
+            continue
+        outcomes.sort(key=lambda outcome: outcome["trial"])
+        figures[kind] = {"trials": outcomes}
+    kills = found.get("killed", [])
+    figures["killed"]["counts"] = {
+        "kills": len(kills), "died_of_it": sum(k["exit_code"] == -9 for k in kills), "resumed": sum(k["resume_exit_code"] == 0 for k in kills),
+        "unreadable_checkpoints": sum(len(k["unreadable"]) for k in kills), "equal_to_the_uninterrupted_run": sum(k["equal"] for k in kills),
+        "drawn_anew_after_the_last_checkpoint": sum(k["earlier_attempts"] for k in kills),
+        "while": dict(Counter(k["doing"] for k in kills).most_common())}
+    terms = found.get("terminated", [])
+    figures["terminated"]["counts"] = {
+        "signals": len(terms), "exit_code_0": sum(t["exit_code"] == 0 for t in terms), "whole": sum(t["checkpoints_whole"] for t in terms),
+        "resumed": sum(t["resume_exit_code"] == 0 for t in terms), "equal_to_the_uninterrupted_run": sum(t["equal"] for t in terms),
+        "while": dict(Counter(t["doing"] for t in terms).most_common())}
+    nans = found.get("not_a_number", [])
+    figures["not_a_number"]["counts"] = {"runs": len(nans), **{key: sum(bool(n[key]) for n in nans) for key in (
+        "told", "unchanged", "counted", "before_equal", "final_loss_finite")}, "exit_code_0": sum(n["exit_code"] == 0 for n in nans)}
+    return figures
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, "bench/faults.py"))

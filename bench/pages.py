@@ -1,0 +1,196 @@
+"""Write the tables, figures and pictures of the pages from the JSON beside this file. Nothing is measured.
+
+    python bench/pages.py            # what `make benchmark` ends with
+    python bench/pages.py --check    # writes nothing; exit code 1 if a page does not say what the JSON says
+
+The pages are README.md, GUIDE.md and guide/*.md. Every measured number on them is one of two things:
+
+    <!-- memory -->                    between two of these comments: the table TABLES["memory"], generated
+    1.61<!--= speed("124m-b32", "gpt2", "fp8").ratio_to_plain -->    a figure: what the expression yields
+
+The comments are invisible in rendered Markdown and move with the text around them. A figure keeps the
+decimals, the sign and the thousands separator that it is written with, so 0.0<!--= … --> asks for one
+decimal. In an expression each JSON file is a name. A list of objects is a Table: called with values it
+gives the one row that holds them all; all(field, name=value, …) gives a column of some rows. Fields of a
+row are its attributes.
+
+A number with a unit or a decimal point that is neither is an error, so that nobody types one in by hand.
+Code and the first column of a table are exempt. <!-- given --> after a number (and its unit) says that it
+is no result.
+"""
+
+import difflib
+import json
+import re
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import benchmark_attention  # noqa: E402
+from bench import (  # noqa: E402  # noqa: E402
+    accumulation,
+    first_run,
+    gqa_rmsnorm,
+    memory,
+    optimizer,
+    speed_report,
+    stability_report,
+    training,
+)
+from nanote import cli  # noqa: E402
+
+PICTURES = {  # file -> what draws its content; the picture lies beside it
+    "speed": speed_report.draw_speed, "stack": speed_report.draw_stack, "crossover": speed_report.draw_crossover,
+    "attention": benchmark_attention.plot, "training": training.plot,
+    "first_run": lambda result, path: first_run.plot(result), "accumulation": accumulation.plot,
+    "stability_h200": stability_report.plot, "stability_cpu": stability_report.plot,
+}
+TABLES = {  # comment in a page -> file, what makes a Markdown table of its content
+    "speed": ("speed", speed_report.table), "compile": ("compile", speed_report.compile_table),
+    "profile": ("speed", speed_report.profile_table), "variants": ("speed", speed_report.variants_table),
+    "stack": ("stack", speed_report.stack_table), "crossover": ("crossover", speed_report.crossover_table),
+    "formats": ("formats", speed_report.formats_table), "memory": ("memory", memory.table),
+    "gqa_rmsnorm": ("gqa_rmsnorm", gqa_rmsnorm.table), "optimizer": ("optimizer", optimizer.table),
+    "attention": ("attention", benchmark_attention.kernels_table),
+    "attention_blocks": ("attention", benchmark_attention.blocks_table),
+    "accumulation": ("accumulation", accumulation.errors_table),
+    "accumulation_times": ("accumulation", accumulation.times_table),
+    "stability": ("stability_h200", stability_report.table),
+    "stability_te": ("stability_te_h200", stability_report.sizes_table),
+}
+FIGURE = re.compile(r"([+-]?)(\d[\d,]*)(\.\d+)?<!--=\s*(.+?)\s*-->")
+FUNCTIONS = {"abs": abs, "len": len, "max": max, "min": min, "sum": sum, "median": statistics.median}
+
+# What looks measured: a number with a unit or with a decimal point
+UNITS = r"\s?(?:%|×|times\b|m?s\b|seconds\b|[GMk]i?B\b|MHz\b|W\b|TFLOP/s|TB/s|nats\b|tokens/s)|\s[kMB]\b"
+MEASURED = re.compile(rf"(?<![\w.,/^])[+-]?\d[\d,]*(?:\.\d+|(?={UNITS}))")
+VERSION = (r"(?:Engine|TE|PyTorch|CUDA|cuDNN|Python|glibc|capability|below)[^\S\n]\d[\d.]*"
+           r"|\d+\.\d+\.\d+|\d\.x|\d+\.\d+-py3")
+GIVEN = r"[^\s|]*[^\S\n]?[^\s|]*<!-- given -->"
+EXEMPT = (r"```.*?```", r"`[^`\n]*`", r"\]\([^)]*\)", r"(?m:^)\|[^|\n]*\|", GIVEN, r"<!--.*?-->", VERSION)
+
+
+@dataclass
+class Options:
+    check: bool = False  # Write nothing, and tell whether the pages are right.
+
+
+class Row(dict):
+    """A JSON object; its fields are attributes too."""
+
+    def __getitem__(self, name):
+        if name not in self:
+            raise ValueError(f"no field {name!r}; there are {', '.join(self)}")
+        return wrap(super().__getitem__(name))
+
+    __getattr__ = __getitem__
+
+
+class Table(list):
+    """A list of JSON objects."""
+
+    def __call__(self, *values):
+        """Return the one row that has every value in some field; ValueError if none or several have."""
+        found = [row for row in self if all(holds(row, value) for value in values)]
+        if len(found) != 1:
+            told = ", ".join(map(repr, values))
+            raise ValueError(f"{len(found)} rows have {told}; name values that one row has")
+        return Row(found[0])
+
+    def all(self, field, **fields):
+        """Return the values of `field`, None left out, in the rows whose other fields are as given."""
+        rows = [row for row in self if all(row.get(name) == value for name, value in fields.items())]
+        return [row[field] for row in rows if row.get(field) is not None]
+
+
+def holds(row, value):
+    return any(value == other and type(value) is type(other) for other in row.values())  # 1 is not True
+
+
+def wrap(value):
+    if isinstance(value, dict):
+        return Row(value)
+    return Table(value) if isinstance(value, list) and value and isinstance(value[0], dict) else value
+
+
+def read(folder):
+    """{name: content} of the JSON files in a folder."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def fill_tables(text, contents):
+    """`text` with each table of TABLES between its two comments. ValueError: a comment is unknown, or stands
+    alone."""
+    for mark, (name, make) in TABLES.items():
+        comment = f"<!-- {mark} -->"
+        if text.count(comment) not in (0, 2):
+            many = text.count(comment)
+            raise ValueError(f"{comment}: stands {many} times; put one before and one after the table")
+        if comment in text and name in contents:  # else it was not measured yet: the table stays as it is
+            before, _, after = text.split(comment)
+            text = f"{before}{comment}\n{make(contents[name])}\n{comment}{after}"
+    for comment in re.findall(r"<!--(?!=)\s*(.*?)\s*-->", text):
+        if comment not in (*TABLES, "given"):
+            raise ValueError(f"<!-- {comment} -->: unknown; tables are {', '.join(TABLES)}")
+    return text
+
+
+def fill_figures(text, contents):
+    """`text` with every figure computed anew."""
+    names = {name: wrap(content) for name, content in contents.items()} | FUNCTIONS
+
+    def compute(match):
+        sign, whole, decimals, expression = match.groups()
+        try:
+            value = eval(expression, {"__builtins__": {}} | names)
+        except Exception as error:  # whatever the expression raises
+            raise ValueError(f"<!--= {expression} -->: {type(error).__name__}: {error}") from error
+        if type(value) not in (int, float):
+            raise ValueError(f"<!--= {expression} -->: not a number: {str(value)[:50]}")
+        comma = "," if "," in whole or abs(value) >= 10_000 else ""
+        form = f"{'+' if sign else ''}{comma}.{len(decimals or '.') - 1}f"
+        return f"{value:{form}}<!--= {expression} -->"
+
+    return FIGURE.sub(compute, text)
+
+
+def unmarked(text):
+    """["line 12: 1.61", …]: measured numbers in `text` that do not come from the JSON."""
+    blank = lambda match: re.sub(r"[^\n]", " ", match[0])  # noqa: E731  line numbers stay
+    for mark in TABLES:
+        text = re.sub(f"<!-- {mark} -->.*?<!-- {mark} -->", blank, text, flags=re.DOTALL)
+    text = FIGURE.sub(blank, text)
+    for pattern in EXEMPT:
+        text = re.sub(pattern, blank, text, flags=re.DOTALL)
+    line = lambda match: text.count("\n", 0, match.start()) + 1  # noqa: E731
+    return [f"line {line(match)}: {match[0]}" for match in MEASURED.finditer(text)]
+
+
+def main(argv=None):
+    options = cli.parse(Options, argv, prog="bench/pages.py", description=__doc__)
+    contents, wrong, texts = read(ROOT / "results"), [], {}
+    for path in (ROOT / "README.md", ROOT / "GUIDE.md", *sorted((ROOT / "guide").glob("*.md"))):
+        name, text = str(path.relative_to(ROOT)), path.read_text()
+        try:
+            texts[path] = fill_figures(fill_tables(text, contents), contents)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        for line in list(difflib.unified_diff(text.splitlines(), texts[path].splitlines(), n=0))[2:]:
+            if not line.startswith("@@"):
+                wrong.append(f"{name}: {'page' if line[0] == '-' else 'JSON'} has {line[1:100]}")
+        wrong += [f"{name}: no file in results/ is behind this number, {found}" for found in unmarked(text)]
+    if not options.check:
+        for path, text in texts.items():  # only now: an error leaves every page as it was
+            path.write_text(text)
+        for name, draw in PICTURES.items():
+            if name in contents:
+                draw(contents[name], ROOT / "results" / f"{name}.png")
+    print("\n".join(wrong) or "every table and figure is the JSON's")
+    return int(options.check and bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, "bench/pages.py"))

@@ -1,0 +1,152 @@
+"""Two questions to train.py on a GPU: does a real run keep the benchmark's speed, and does any switch change what is learnt?
+
+    python data.py stdlib
+    python bench/training.py            # a few minutes; writes results/training.json and results/training.png
+    python bench/training.py --plot     # draws the picture again from the JSON
+
+Speed: GPT-2 124M, 32 x 1,024 tokens a step, 1,500 steps with data loading, a log line every 10 steps and a checkpoint every 500, by the wall
+clock from step 490 to 1,490, with the checkpoints at 500 and 1,000 between, against `benchmark_te.py`'s bare steps at the same shape, minutes
+apart on the same GPU.
+
+Switches: 300 steps of 8 x 1,024 tokens, one switch turned at a time, all with one seed, and two more seeds, of GPT-2's block and of the modern
+one. A switch changes nothing if the loss at the end (mean of the last 50 steps) differs from the default's, or the modern block's, by no more
+than the seeds of that block differ among themselves.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from bench import stability_report as report  # noqa: E402
+from nanote import cli  # noqa: E402
+
+COMMON = "--preset gpt2-124m --vocab-size 50304 --grad-accum 1 --warmup-steps 50 --eval-interval 0 --eval-steps 2 --keep-checkpoints 1"
+REAL = "--micro-batch-size 32 --max-steps 1500 --log-interval 10 --checkpoint-interval 500"
+SHORT = "--micro-batch-size 8 --max-steps 300 --log-interval 1 --checkpoint-interval 0"
+MODERN = "--activation swiglu --use-rmsnorm --use-rotary --use-qk-norm --no-bias --n-kv-head 4"
+SWITCHES = {  # name -> options
+    "default": "",
+    "seed 2": "--seed 2",
+    "seed 3": "--seed 3",
+    "no CUDA graph": "--cuda-graph off",
+    "attention sdpa": "--attention sdpa",
+    "attention te": "--attention te",
+    "Transformer Engine's loss": "--no-fused-loss",
+    "Transformer Engine's modules": "--no-fused-block",
+    "float32 masters": "--no-param-remainders",
+    "BF16 moments": "--moment-dtype bfloat16",
+    "2 micro-batches of 4": "--micro-batch-size 4 --grad-accum 2",
+    "FP8 current": "--fp8-recipe current",
+    "BF16": "--fp8-recipe none",
+    "modern block": MODERN,
+    "modern block, seed 2": f"{MODERN} --seed 2",
+    "modern block, seed 3": f"{MODERN} --seed 3",
+    "modern block, Transformer Engine's modules": f"{MODERN} --no-fused-block",
+}
+SEEDS = {"default": ("default", "seed 2", "seed 3"), "modern block": ("modern block", "modern block, seed 2", "modern block, seed 3")}
+
+
+@dataclass
+class Options:
+    data: str = "data/stdlib"  # A folder of token files.
+    jobs: int = 4  # Runs at a time, of the switches.
+    skip_speed: bool = False  # The switches only.
+    plot: bool = False  # Draw the committed JSON again, and measure nothing.
+
+
+def call(*arguments):
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, env=os.environ)
+    if done.returncode:
+        raise OSError(f"{' '.join(arguments)}: exit code {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+
+
+def run(folder, options, data):
+    """Train into `folder` -> its metrics."""
+    call("train.py", *COMMON.split(), *options.split(), "--data", data, "--out-dir", str(folder))
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def measure_speed(scratch, data):
+    records = {record["step"]: record for record in run(scratch / "real", REAL, data)}
+    first, last = records[490], records[1490]
+    real = 32 * 1024 * 1000 / (last["seconds"] - first["seconds"])
+    call("benchmark_te.py", "--shapes", "124m-b32", "--blocks", "gpt2", "--arms", "fp8", "--json", str(scratch / "bench.json"))
+    row, = [row for row in json.loads((scratch / "bench.json").read_text()) if row["arm"] == "fp8"]
+    return {"command": f"python train.py {COMMON} {REAL}", "tokens_per_s": real, "tokens_per_s_between_checkpoints": last["tokens_per_s"],
+            "benchmark_tokens_per_s": row["tokens_per_s"], "ratio": real / row["tokens_per_s"]}
+
+
+def final(losses):
+    return sum(losses[-50:]) / 50
+
+
+def measure_switches(scratch, data, jobs, write):
+    """`write` gets the figures after each run: what is done is kept if the rest is cut short."""
+    def one(item):
+        name, options = item
+        return name, [record["loss"] for record in run(scratch / name.replace(" ", "-"), f"{SHORT} {options}", data)]
+
+    losses = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        for name, values in pool.map(one, SWITCHES.items()):
+            losses[name] = values
+            write(compare(losses))
+
+
+def compare(losses):
+    rows = []
+    for name, values in losses.items():
+        start = "modern block" if name.startswith("modern") else "default"
+        seeds = [final(losses[seed]) for seed in SEEDS[start] if seed in losses]
+        difference, spread = final(values) - final(losses[start]), max(seeds) - min(seeds)
+        rows.append({"switch": name, "options": SWITCHES[name], "final_loss": final(values), "difference": difference, "spread_of_seeds": spread,
+                     "agrees": abs(difference) <= spread, "losses": [round(v, 5) for v in values]})
+    return {"command": f"python train.py {COMMON} {SHORT}", "rows": rows}
+
+
+def plot(figures, path):
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    rows = figures["switches"]["rows"]
+    for row, color in zip(rows, matplotlib.colormaps["tab20"].colors):
+        smooth = [sum(row["losses"][max(0, i - 9):i + 1]) / min(10, i + 1) for i in range(300)]
+        left.plot(range(1, 301), smooth, lw=1, ls=":" if "seed" in row["switch"] else "-", color=color)
+        right.barh(row["switch"], row["difference"], color=color)
+        right.barh(row["switch"], 2 * row["spread_of_seeds"], left=-row["spread_of_seeds"], height=1, color="tab:green", alpha=0.15, zorder=0)
+    left.set(xlabel="step", ylabel="training loss (nats a byte, mean of 10 steps)", title="GPT-2 124M; seeds dotted", ylim=(None, 5))
+    right.invert_yaxis()
+    right.locator_params(axis="x", nbins=4)
+    right.set(xlabel="final loss minus the default's or\nthe modern block's; green: spread\nof that block's seeds", title="one switch at a time")
+    figure.suptitle(figures["machine"], fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+def main(argv=None):
+    options = cli.parse(Options, argv, prog="bench/training.py", description=__doc__)
+    path = ROOT / "results/training.json"
+    if not options.plot:
+        with tempfile.TemporaryDirectory() as scratch:
+            figures = {} if options.skip_speed else {"speed": measure_speed(Path(scratch), options.data)}
+            measure_switches(Path(scratch), options.data, options.jobs,
+                             lambda rows: report.write("bench/training.py", argv, figures | {"switches": rows}, path))
+    figures = json.loads(path.read_text())
+    plot(figures, path.with_suffix(".png"))
+    if "speed" in figures:
+        speed = figures["speed"]
+        print(f"real run {speed['tokens_per_s']:,.0f} tokens/s, benchmark {speed['benchmark_tokens_per_s']:,.0f}: {100 * speed['ratio']:.1f} %")
+    for row in figures["switches"]["rows"]:
+        print(f"{row['switch']:42} {row['final_loss']:.4f}  {row['difference']:+.4f}  {'agrees' if row['agrees'] else 'DIFFERS'}")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, "bench/training.py"))

@@ -1,0 +1,346 @@
+"""AdamW in one kernel that moves each byte once, for a step that is replayed as a CUDA graph.
+
+Notable, and why:
+- Adam is bound by memory: 28 bytes a parameter (BF16 weight and gradient, float32 master and two moments), 26 where the master is kept as
+  the 16 bits that the BF16 weight lacks and the weight is read, too, 18 with moments in BF16 as well. Transformer Engine's kernel for CUDA
+  graphs takes twice the time of this one (`results/optimizer.json`), and refuses remainders.
+- All parameters go in one launch: a table of pointers says where each one's tensors are, a second table which
+  chunk a program works on. Both have a fixed size, whichever parameters have gradients, so that a recorded
+  launch stays right.
+- Clipping is a factor that the kernel applies to gradients as it reads them, instead of a pass over all gradients.
+- State, its names and its meaning are FusedAdam's: a checkpoint written with one loads in the other.
+
+Formula: Loshchilov and Hutter, arXiv:1711.05101, algorithm 2. The split of a float32 number in a BF16 one and 16 bits is Transformer Engine's.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from fast_kernels.support import LARGEST_BF16_BETA
+
+CHUNK = 8192  # parameters of a program: enough to keep a processor's memory pipeline full, few enough to divide small tensors
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+@triton.jit
+def _adam(tables, chunks, corrections, lr, grad_scale, settings, weight_type: tl.constexpr,
+          master: tl.constexpr, moment_type: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """tables (tensors, 6) int64: addresses of weight, gradient, exp_avg, exp_avg_sq, master, and the number of elements.
+    chunks (programs, 2) int32: which tensor, which chunk of it. master: none | float32 | remainder.
+    settings (4,) float64: beta1, beta2, eps, weight_decay."""
+    program = tl.program_id(0)
+    row = tables + 6 * tl.load(chunks + 2 * program)
+    start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
+    correction1, correction2 = tl.load(corrections), tl.load(corrections + 1)
+    rate, scale = tl.load(lr), tl.load(grad_scale)
+    beta1, beta2 = tl.load(settings).to(tl.float32), tl.load(settings + 1).to(tl.float32)
+    eps, weight_decay = tl.load(settings + 2).to(tl.float32), tl.load(settings + 3).to(tl.float32)
+    size = tl.where(tl.abs(scale) < float("inf"), tl.load(row + 5), 0)  # of a step that is skipped, not an element
+    # The hint lets loads and stores be 16 bytes wide. A mask would forbid it, so whole chunks do without.
+    weight = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.int16 if master == "remainder" else weight_type)), 16)
+    gradient = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(weight_type)), 16)
+    exp_avg = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(moment_type)), 16)
+    exp_avg_sq = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(moment_type)), 16)
+    exact = tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(tl.int16 if master == "remainder" else tl.float32)), 16)
+    if start + CHUNK <= size:
+        for block in range(CHUNK // BLOCK):
+            _update(start + block * BLOCK + tl.arange(0, BLOCK), None, weight, gradient, exp_avg, exp_avg_sq, exact, correction1, correction2,
+                    rate, scale, beta1, beta2, eps, weight_decay, master)
+    else:
+        for block in range(CHUNK // BLOCK):
+            at = start + block * BLOCK + tl.arange(0, BLOCK)
+            _update(at, at < size, weight, gradient, exp_avg, exp_avg_sq, exact, correction1, correction2,
+                    rate, scale, beta1, beta2, eps, weight_decay, master)
+
+
+@triton.jit
+def _update(at, mask, weight, gradient, exp_avg, exp_avg_sq, exact, correction1, correction2, rate, scale, beta1, beta2, eps, weight_decay,
+            master: tl.constexpr):
+    """The elements `at` where `mask` says so, or all: new moments, new weight."""
+    g = tl.load(gradient + at, mask).to(tl.float32) * scale
+    m = tl.load(exp_avg + at, mask).to(tl.float32)
+    v = tl.load(exp_avg_sq + at, mask).to(tl.float32)
+    if master == "remainder":
+        low = tl.load(exact + at, mask)
+        high = tl.load(weight + at, mask).to(tl.int32) - (low < 0).to(tl.int32)  # a set first bit had rounded it up
+        w = ((high << 16) | (low.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
+    elif master == "float32":
+        w = tl.load(exact + at, mask)
+    else:
+        w = tl.load(weight + at, mask).to(tl.float32)
+
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    w -= rate * ((m / correction1) / (tl.sqrt(v / correction2) + eps) + weight_decay * w)
+
+    tl.store(exp_avg + at, m.to(exp_avg.dtype.element_ty), mask)
+    tl.store(exp_avg_sq + at, v.to(exp_avg_sq.dtype.element_ty), mask)
+    if master == "remainder":
+        bits = w.to(tl.int32, bitcast=True)
+        low = bits.to(tl.int16)
+        tl.store(exact + at, low, mask)
+        tl.store(weight + at, ((bits >> 16) + (low < 0).to(tl.int32)).to(tl.int16), mask)
+    else:
+        if master == "float32":
+            tl.store(exact + at, w, mask)
+        tl.store(weight + at, w.to(weight.dtype.element_ty), mask)
+
+
+@triton.jit
+def _squares(tables, chunks, sums, gradient_type: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """sums (programs,) float32: of each chunk's gradients, squared. Tables as for `_adam`."""
+    program = tl.program_id(0)
+    row = tables + 6 * tl.load(chunks + 2 * program)
+    start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
+    gradient, size = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(gradient_type)), 16), tl.load(row + 5)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    if start + CHUNK <= size:
+        for block in range(CHUNK // BLOCK):
+            g = tl.load(gradient + start + block * BLOCK + tl.arange(0, BLOCK)).to(tl.float32)
+            squares += g * g
+    else:
+        for block in range(CHUNK // BLOCK):
+            at = start + block * BLOCK + tl.arange(0, BLOCK)
+            g = tl.load(gradient + at, at < size, 0.0).to(tl.float32)
+            squares += g * g
+    tl.store(sums + program, tl.sum(squares))
+
+
+@dataclass
+class _Tables:
+    """What the kernels read of one parameter group. The tensors are allocated once and new values are written
+    into them, because a recorded CUDA graph goes on reading this memory."""
+
+    pointers: torch.Tensor  # (parameters, 6) int64, see `_adam`; zeros skip a parameter without a gradient
+    chunks: torch.Tensor  # (programs, 2) int32, of all parameters: the launch is always the same
+    lr: torch.Tensor  # () float32
+    options: torch.Tensor  # (4,) float64: beta1, beta2, eps, weight_decay
+    sizes: list  # elements of each parameter, as `chunks` has them
+    rows: list | None = None  # what `pointers` holds
+    values: list | None = None  # what `options` holds
+
+
+def _check_options(group, moment_dtype):
+    """Raise ValueError for options that train nothing, or with which the moments go wrong."""
+    betas, lr = tuple(group["betas"]), float(group["lr"])
+    if not lr >= 0:
+        raise ValueError(f"FastAdam: lr {lr}: must be 0 or more; 1e-3 works")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"FastAdam: betas {betas}: must be at least 0 and below 1; (0.9, 0.95) works")
+    if moment_dtype == torch.bfloat16 and max(betas) > LARGEST_BF16_BETA:
+        raise ValueError(f"FastAdam: betas {betas}: must be at most {LARGEST_BF16_BETA:.3f} with "
+                         "moment_dtype=torch.bfloat16, else the moments never fall; (0.9, 0.95) works, or moment_dtype=torch.float32")
+
+
+class FastAdam(torch.optim.Optimizer):
+    """AdamW for BF16 parameters (with float32 master weights) or float32 ones, all of one type.
+
+    With CUDA graphs: call `prepare` before `step` or `gradient_norm` is recorded. A replay runs no Python,
+    but reads everything from device memory. `group["lr"].fill_(…)` changes its learning rate, `write_options`
+    also the groups' other options, and `prepare` all of that and where the gradients are now.
+
+    Args:
+        moment_dtype: type of both moments. torch.bfloat16 needs betas of at most 0.996. A step takes 1 - beta
+            of a moment away. Where this is below half of the last bit, 2^-8 of the moment, it is rounded off,
+            and the moment never falls.
+        store_param_remainders: store of a BF16 parameter's float32 master only the 16 bits that the parameter
+            lacks.
+    """
+
+    capturable = True
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, *, moment_dtype=torch.float32,
+                 store_param_remainders=True):
+        if moment_dtype not in TYPES:
+            raise ValueError(f"FastAdam: moment_dtype {moment_dtype}: use torch.float32 or torch.bfloat16")
+        self.moment_dtype, self.store_param_remainders = moment_dtype, store_param_remainders
+        self.dtype, self.tables = None, []
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    def add_param_group(self, param_group):
+        """Add parameters, also after steps were made; their moments and their step count start at zero."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_types(group["params"])
+            _check_options(group, self.moment_dtype)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        parameters = group["params"]
+        device = next(p.device for group in reversed(self.param_groups) for p in group["params"])
+        counts = [triton.cdiv(p.numel(), CHUNK) for p in parameters]
+        chunks = [[number, chunk] for number, count in enumerate(counts) for chunk in range(count)]
+        group["lr"] = torch.tensor(float(group["lr"]), device=device)
+        group["step"] = torch.zeros(1, dtype=torch.int, device=device)
+        self.tables.append(_Tables(
+            pointers=torch.zeros(len(parameters), 6, dtype=torch.int64, device=device),
+            chunks=torch.tensor(chunks, dtype=torch.int32, device=device).view(-1, 2),
+            lr=group["lr"], options=torch.zeros(4, dtype=torch.float64, device=device),
+            sizes=[p.numel() for p in parameters]))
+        for parameter in parameters:
+            self.initialize_state(parameter)
+
+    def _check_types(self, parameters):
+        """Take the optimizer's type from its parameters. Raise ValueError if they differ."""
+        types = {p.dtype for p in parameters} | ({self.dtype} if self.dtype else set())
+        if len(types) != 1 or not types <= set(TYPES):
+            raise ValueError(f"FastAdam: parameters of types {types}: all must be torch.bfloat16, or all torch.float32")
+        self.dtype, = types
+        self.master_weights = self.dtype == torch.bfloat16
+        self.store_param_remainders = self.store_param_remainders and self.master_weights
+        self.master = "none"
+        if self.master_weights:
+            self.master = "remainder" if self.store_param_remainders else "float32"
+
+    def initialize_state(self, param):
+        state = self.state[param]
+        state["exp_avg"] = torch.zeros_like(param, dtype=self.moment_dtype, memory_format=torch.contiguous_format)
+        state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+        if self.master == "remainder":
+            state["master_param"] = torch.zeros_like(state["exp_avg"], dtype=torch.int16)
+        elif self.master == "float32":
+            state["master_param"] = param.detach().float().clone()
+
+    @torch.no_grad()
+    def write_options(self):
+        """Write changed learning rates, betas, eps and weight decay to the device, for replays, too."""
+        for group, tables in zip(self.param_groups, self.tables):
+            values = [*group["betas"], group["eps"], group["weight_decay"]]
+            if group["lr"] is tables.lr and values == tables.values:
+                continue
+            self._refuse_while_recording()
+            _check_options(group, self.moment_dtype)
+            if group["lr"] is not tables.lr:  # a number, or a tensor that no recording knows
+                group["lr"] = tables.lr.fill_(float(group["lr"]))
+            tables.options.copy_(torch.tensor(values, dtype=torch.float64))
+            tables.values = values
+
+    @torch.no_grad()
+    def prepare(self):
+        """Write changed options and addresses to the device. `step` and `gradient_norm` call it."""
+        self.write_options()
+        for group, tables in zip(self.param_groups, self.tables):
+            rows = [self._row(parameter) for parameter in group["params"]]
+            if rows != tables.rows:
+                self._refuse_while_recording()
+                self._check_layout(group["params"], rows, tables)
+                tables.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, 6))
+                tables.rows = rows
+
+    def _row(self, parameter):
+        """The parameter's row of `_Tables.pointers`."""
+        gradient, state = parameter.grad, self.state[parameter]
+        if gradient is None:
+            return [0] * 6
+        master = state["master_param"].data_ptr() if self.master_weights else 0
+        return [parameter.data_ptr(), gradient.data_ptr(), state["exp_avg"].data_ptr(),
+                state["exp_avg_sq"].data_ptr(), master, parameter.numel()]
+
+    def _check_layout(self, parameters, rows, tables):
+        if [p.numel() for p in parameters] != tables.sizes:
+            raise ValueError("FastAdam: a group has other parameters than it was made with; use "
+                             "add_param_group, or requires_grad_(False) to leave one out")
+        for p in parameters:
+            if p.grad is None:
+                continue
+            if not (p.is_contiguous() and p.grad.is_contiguous() and p.grad.dtype == self.dtype):
+                raise ValueError("FastAdam: parameters and gradients must be contiguous and of one type")
+        if any(address % 16 for row in rows for address in row[:5]):
+            raise ValueError("FastAdam: a tensor does not start at a multiple of 16 bytes")
+
+    def _is_recording(self):
+        return self.tables[0].lr.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def _refuse_while_recording(self):
+        if self._is_recording():  # a graph cannot hold a copy from the host's memory
+            raise RuntimeError("FastAdam: gradients or options have changed since the last prepare(); "
+                               "call prepare() before the CUDA graph is recorded")
+
+    @torch.no_grad()
+    def gradient_norm(self):
+        """Return the 2-norm of all gradients together, () float32.
+
+        torch.nn.utils.get_total_norm rounds each tensor's norm to the gradients' type; this does not.
+        """
+        self.prepare()
+        sums = []
+        for tables in self.tables:
+            programs = len(tables.chunks)
+            sums.append(torch.empty(programs, device=tables.lr.device))
+            if programs:
+                _squares[(programs,)](tables.pointers, tables.chunks, sums[-1], TYPES[self.dtype], CHUNK,
+                                      BLOCK=1024, num_warps=4)
+        return torch.cat(sums).sum().sqrt()
+
+    @torch.no_grad()
+    def step(self, closure=None, grad_scale=None):
+        """Update every parameter that has a gradient; return what `closure` returned, or None.
+
+        Args:
+            closure: computes loss and gradients anew. It is called once, before the update.
+            grad_scale: () float32 on the device, multiplies the gradients as they are read. If it is not
+                finite, the step is skipped: weights, state and step count stay as they are. The host does not
+                learn of it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.prepare()
+        counts = 1 if grad_scale is None else torch.isfinite(grad_scale)
+        for group, tables in zip(self.param_groups, self.tables):
+            group["step"] += counts
+            programs = len(tables.chunks)
+            if not programs:
+                continue
+            corrections = (1 - tables.options[:2] ** group["step"]).float()
+            scale = torch.ones((), device=tables.lr.device) if grad_scale is None else grad_scale
+            _adam[(programs,)](tables.pointers, tables.chunks, corrections, tables.lr, scale, tables.options,
+                               TYPES[self.dtype], self.master, TYPES[self.moment_dtype], CHUNK,
+                               BLOCK=1024, num_warps=4)
+        return loss
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict):
+        """Copy a saved state into this optimizer's own tensors, which recorded CUDA graphs go on reading.
+
+        Moments and masters that the state does not have start anew. Raises ValueError for a state that does
+        not fit, and then changes nothing.
+        """
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        saved = {p: state_dict["state"].get(number, {}) for number, p in zip(numbers, parameters)}
+        for group in state_dict["param_groups"]:
+            _check_options(group, self.moment_dtype)
+        for parameter, values in saved.items():
+            for name, own in self.state[parameter].items():
+                _check_saved(name, values.get(name, own), own)
+
+        state, kept = self.state, [(group["lr"], group["step"]) for group in self.param_groups]
+        super().load_state_dict({**state_dict, "state": {}})  # only the groups: it rounds moments to BF16
+        self.state = state
+        for group, (lr, step) in zip(self.param_groups, kept):
+            group["lr"], group["step"] = lr.fill_(float(group["lr"])), step.fill_(int(group.get("step", 0)))
+        for parameter, values in saved.items():
+            for name, own in state[parameter].items():
+                if name in values:
+                    own.copy_(values[name])
+                elif name == "master_param" and self.master == "float32":
+                    own.copy_(parameter)
+                else:
+                    own.zero_()
+
+
+def _check_saved(name, value, own):
+    """Raise ValueError unless a saved tensor has the shape, and as a master weight the kind, of this
+    optimizer's."""
+    if value.shape != own.shape:
+        raise ValueError(f"FastAdam: {name} is {tuple(value.shape)} in the state, {tuple(own.shape)} here; "
+                         "load the state of a model of the same architecture")
+    if name == "master_param" and (value.dtype == torch.int16) != (own.dtype == torch.int16):
+        raise ValueError(f"FastAdam: master_param is {value.dtype} in the state and {own.dtype} here; "
+                         f"make the optimizer with store_param_remainders={value.dtype == torch.int16}")

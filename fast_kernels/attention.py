@@ -1,0 +1,291 @@
+"""Causal attention from a GPT's packed QKV projection, and its gradient back into one packed tensor.
+
+`packed_attention` takes what one QKV matrix product wrote (all query heads of a token, then its key heads, then its value heads) and does
+QK-norm, RoPE and attention. What is notable:
+
+- After a `split`, autograd concatenates the gradients of q, k and v, which at GPT-2's size costs a good part of attention's own time.
+  Here FlashAttention reads q, k and v where they lie and writes dq, dk and dv into slices of one gradient: nothing is copied.
+- QK-norm and RoPE are one Triton kernel forward and one, in place, backward. Both are bound by memory, so what counts is bytes per element
+  of q and k (BF16): forward 2 read + 2 written; backward 2 + 2, and 2 more with QK-norm, which needs its input again.
+- Rounded once: norm and rotation are float32 inside.
+- No atomics, no host synchronisation, no shape that depends on data: it runs inside a CUDA graph, and the weights' gradients of equal
+  inputs are equal. Under `torch.use_deterministic_algorithms` FlashAttention's are too.
+
+Attention is FlashAttention 4 (Hopper, Blackwell: `pip install flash-attn-4`), else FlashAttention 2, else PyTorch's own (correct, not fast).
+"""
+
+import inspect
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from fast_kernels.support import takes_attention  # noqa: F401  asked by the model before it calls packed_attention
+
+try:
+    from flash_attn.cute.interface import _flash_attn_bwd as fa4_backward
+    from flash_attn.cute.interface import _flash_attn_fwd as fa4_forward
+except ImportError:
+    fa4_forward = None
+try:
+    from flash_attn.flash_attn_interface import _flash_attn_backward as fa2_backward  # 2.7 or newer
+    from flash_attn.flash_attn_interface import _flash_attn_forward as fa2_forward
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_backward as fa2_varlen_backward
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward as fa2_varlen_forward
+except ImportError:
+    fa2_forward = None
+
+FA4_TAKES_TILES = fa4_forward is not None and "tile_mn" in inspect.signature(fa4_forward).parameters
+PROGRAMS = 1056  # of the backward kernel, 8 for each of a Hopper's 132 SMs; each writes one row of partial weight gradients
+TILE = 1024  # pairs (x[i], x[i + D/2]) a program holds at a time: 8 a thread and half, 16 bytes of BF16
+
+
+@torch.compiler.disable  # FlashAttention compiles its own kernels and cannot be traced
+def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=None, eps=1e-5, cu_seqlens=None):
+    """Causal softmax(q·kᵀ / √D)·v of packed heads -> (B, S, n_head · D). Differentiable in qkv and both weights.
+
+    qkv: (B, S, (n_head + 2 n_kv_head) · D) or (B, S, n_head + 2 n_kv_head, D): the heads of q, then k, then v. n_kv_head divides n_head (GQA).
+    rope: (cos, sin), float32, (S, D/2) or (S, 1, D/2): rotates the pairs (x[i], x[i + D/2]) of every q and k (Llama's convention). Or one
+    for each token of the batch: (B, S, 1, D/2).
+    q_weight, k_weight: (D,), both or none: RMSNorm of every head's q and k, with `eps`, before the rotation (QK-norm).
+    cu_seqlens: int32, where each document of a packed batch begins in the B·S tokens, then B·S: a token sees its own document only. More of B·S
+    at the end stand for documents of no tokens, so that a CUDA graph can take batches with fewer. None: a row is a document.
+    FlashAttention takes BF16 and FP16 and D divisible by 8, up to 256; anything else goes to PyTorch's attention. ValueError: shapes that do
+    not fit.
+    """
+    batch, length, heads = *qkv.shape[:2], n_head + 2 * n_kv_head
+    if n_head % n_kv_head or qkv.shape[2:].numel() % heads or (qkv.dim() == 4 and qkv.shape[2] != heads):
+        raise ValueError(f"qkv {tuple(qkv.shape)} does not hold n_head={n_head} + 2 · n_kv_head={n_kv_head} heads, n_kv_head dividing n_head")
+    qkv = qkv.contiguous().view(batch, length, heads, -1)
+    dim = qkv.shape[-1]
+    if (q_weight is None) != (k_weight is None) or (q_weight is not None and not q_weight.shape == k_weight.shape == (dim,)):
+        raise ValueError(f"q_weight and k_weight: give both, of shape ({dim},), or neither")
+    if dim % 2 and (rope is not None or q_weight is not None):
+        raise ValueError(f"head dimension {dim}: RoPE and QK-norm need an even one")
+    cos, sin = rope if rope is not None else (None, None)
+    if rope is not None:
+        if cos.numel() != sin.numel() or cos.numel() not in (length * dim // 2, batch * length * dim // 2):
+            raise ValueError(f"rope tables {tuple(cos.shape)} and {tuple(sin.shape)}: ({length}, {dim // 2}) fit qkv")
+        cos, sin = cos.float().contiguous(), sin.float().contiguous()
+    with torch.cuda.device_of(qkv):  # Triton and FlashAttention launch on the current device
+        return _PackedAttention.apply(qkv, cos, sin, q_weight, k_weight, n_head, n_kv_head, eps, cu_seqlens).flatten(2)
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, cos, sin, q_weight, k_weight, n_head, n_kv_head, eps, cu_seqlens):
+        ctx.sizes, ctx.eps = (n_head, n_kv_head, n_kv_head), eps
+        q, k, v = qkv.split(ctx.sizes, dim=2)
+        qk = None
+        if cos is not None or q_weight is not None:
+            qk = _norm_rope(qkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, eps)
+            q, k = qk[:, :, :n_head], qk[:, :, n_head:]
+        out, lse = _attend(q, k, v, cu_seqlens)
+        ctx.save_for_backward(qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens = ctx.saved_tensors
+        n_head, n_kv_head, _ = ctx.sizes
+        q, k, v = qkv.split(ctx.sizes, dim=2)
+        if qk is not None:
+            q, k = qk[:, :, :n_head], qk[:, :, n_head:]
+        dqkv = torch.empty_like(qkv)
+        _attend_backward(dout.contiguous(), q, k, v, out, lse, *dqkv.split(ctx.sizes, dim=2), cu_seqlens)
+        dq_weight = dk_weight = None
+        if qk is not None:
+            dq_weight, dk_weight = _norm_rope_backward(qkv, dqkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, ctx.eps)
+        return dqkv, None, None, dq_weight, dk_weight, None, None, None, None
+
+
+# Attention: q (B, S, n_head, D), k and v (B, S, n_kv_head, D), all perhaps strided, the last dimension contiguous.
+
+def _flash_version(head_dim):
+    """"fa4", "fa2" or None: which FlashAttention takes heads of this size on this GPU, as the packages state it."""
+    major = torch.cuda.get_device_capability()[0]
+    if head_dim % 8 or head_dim > 256:
+        return None
+    if fa4_forward is not None and (major == 9 or major in (10, 11, 12) and head_dim <= 128
+                                    or major in (10, 11) and head_dim == 256):
+        return "fa4"
+    return "fa2" if fa2_forward is not None and major >= 8 else None
+
+
+def _kernel(q):
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
+        return "sdpa"
+    return _flash_version(q.shape[-1]) or "sdpa"
+
+
+def _fa2_options(q):
+    return dict(dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=True, window_size_left=-1, window_size_right=-1, softcap=0.0,
+                alibi_slopes=None)
+
+
+def _sdpa(q, k, v, cu_seqlens=None):
+    mask = None
+    if cu_seqlens is not None:
+        tokens = torch.arange(q.shape[0] * q.shape[1], device=q.device, dtype=torch.int32)
+        document = torch.searchsorted(cu_seqlens, tokens, right=True).view(q.shape[:2])
+        mask = (document[:, :, None] == document[:, None, :]).tril()[:, None]
+    y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None,
+                                       enable_gqa=q.shape[2] != k.shape[2])
+    return y.transpose(1, 2).contiguous()
+
+
+def _lengths(q, cu_seqlens):
+    """FlashAttention's options for documents that lie after each other in one row of tokens. max_seqlen is a bound, known without a look at them."""
+    return dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=q.shape[1], max_seqlen_k=q.shape[1])
+
+
+def _tile(q):
+    """FlashAttention 4's own tiles for narrow heads on Hopper, 192 x 128, suit long rows; in a causal one of 1,024 tokens or fewer they compute half
+    as much again as is needed, and tiles of 128 x 128 an eighth."""
+    if FA4_TAKES_TILES and q.shape[1] <= 1024 and q.shape[-1] <= 64 and torch.cuda.get_device_capability()[0] == 9:
+        return dict(tile_mn=(128, 128))
+    return {}
+
+
+def _attend(q, k, v, cu_seqlens):
+    """-> output (B, S, n_head, D), log-sum-exp for the backward or None."""
+    kernel = _kernel(q)
+    if kernel == "sdpa":
+        return _sdpa(q, k, v, cu_seqlens), None
+    if cu_seqlens is not None:
+        rows = [x.flatten(0, 1) for x in (q, k, v)]
+        if kernel == "fa4":
+            out, lse = fa4_forward(*rows, **_lengths(q, cu_seqlens), causal=True, return_lse=True)[:2]
+        else:
+            out, lse = fa2_varlen_forward(*rows, **_lengths(q, cu_seqlens), **_fa2_options(q), return_softmax=False)[:2]
+        return out.view(q.shape), lse
+    if kernel == "fa4":
+        return fa4_forward(q, k, v, causal=True, return_lse=True, **_tile(q))[:2]
+    return fa2_forward(q, k, v, **_fa2_options(q), return_softmax=False)[:2]
+
+
+def _attend_backward(dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens):
+    """Write the gradients into dq, dk and dv, which are slices of one tensor."""
+    kernel, deterministic = _kernel(q), torch.are_deterministic_algorithms_enabled()
+    if cu_seqlens is not None and kernel != "sdpa":
+        lengths = _lengths(q, cu_seqlens)
+        dout, q, k, v, out, dq, dk, dv = (x.flatten(0, 1) for x in (dout, q, k, v, out, dq, dk, dv))  # views
+        if kernel == "fa4":
+            fa4_backward(q, k, v, out, dout, lse, **lengths, causal=True, deterministic=deterministic, dq=dq, dk=dk, dv=dv)
+        else:
+            fa2_varlen_backward(dout, q, k, v, out, lse, dq, dk, dv, **lengths, **_fa2_options(q), deterministic=deterministic)
+    elif kernel == "fa4":
+        fa4_backward(q, k, v, out, dout, lse, causal=True, deterministic=deterministic, dq=dq, dk=dk, dv=dv)
+    elif kernel == "fa2":
+        fa2_backward(dout, q, k, v, out, lse, dq, dk, dv, **_fa2_options(q), deterministic=deterministic)
+    else:
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            gradients = torch.autograd.grad(_sdpa(*inputs, cu_seqlens), inputs, dout)
+        for target, gradient in zip((dq, dk, dv), gradients):
+            target.copy_(gradient)
+
+
+# QK-norm and RoPE. A row is one head of one token; a tile is some rows, its two halves a = x[:D/2] and b = x[D/2:] apart.
+
+def _norm_rope(qkv, n_head, heads, cos, sin, q_weight, k_weight, eps):
+    """Norm and rotate the first `heads` heads of qkv (B, S, all heads, D) -> (B, S, heads, D)."""
+    batch, length, _, dim = qkv.shape
+    positions = cos.numel() // (dim // 2) if cos is not None else length  # rows of the tables: S, or B·S
+    qk = qkv.new_empty(batch, length, heads, dim)
+    half = triton.next_power_of_2(dim // 2)
+    rows, tile = batch * length * heads, max(TILE // half, 1)
+    _norm_rope_kernel[(triton.cdiv(rows, tile),)](qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_head, heads, qkv.stride(1), eps,
+                                                  D=dim, HALF=half, ROWS=tile, NORM=q_weight is not None, ROPE=cos is not None)
+    return qk
+
+
+def _norm_rope_backward(qkv, dqkv, n_head, heads, cos, sin, q_weight, k_weight, eps):
+    """Turn dqkv's first `heads` heads, the gradient of `_norm_rope`'s output, into that of its input; -> the weights' gradients."""
+    batch, length, _, dim = qkv.shape
+    positions = cos.numel() // (dim // 2) if cos is not None else length
+    half = triton.next_power_of_2(dim // 2)
+    rows, tile = batch * length * heads, max(TILE // half, 1)
+    programs = min(triton.cdiv(rows, tile), PROGRAMS)
+    partial = qkv.new_empty(programs, 2, dim, dtype=torch.float32) if q_weight is not None else None
+    _norm_rope_backward_kernel[(programs,)](qkv, dqkv, cos, sin, q_weight, k_weight, partial, rows, positions, n_head, heads, qkv.stride(1), eps,
+                                            D=dim, HALF=half, ROWS=tile, NORM=q_weight is not None, ROPE=cos is not None)
+    if partial is None:
+        return None, None
+    dq_weight, dk_weight = partial.sum(0)
+    return dq_weight.to(q_weight.dtype), dk_weight.to(k_weight.dtype)
+
+
+@triton.jit
+def _load_halves(x, offset, mask, D: tl.constexpr):
+    return tl.load(x + offset, mask=mask, other=0.0).to(tl.float32), tl.load(x + offset + D // 2, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_weights(q_weight, k_weight, is_k, i, D: tl.constexpr):
+    """Each row's own weight: k_weight's halves where is_k, else q_weight's."""
+    q_a, q_b = _load_halves(q_weight, i, i < D // 2, D)
+    k_a, k_b = _load_halves(k_weight, i, i < D // 2, D)
+    return tl.where(is_k, k_a[None, :], q_a[None, :]), tl.where(is_k, k_b[None, :], q_b[None, :])
+
+
+@triton.jit
+def _norm_rope_kernel(qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_head, heads, token_stride, eps,
+                      D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
+    i = tl.arange(0, HALF)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token, head = row // heads, row % heads
+    mask = (row < rows)[:, None] & (i < D // 2)[None, :]
+    a, b = _load_halves(qkv, (token.to(tl.int64) * token_stride + head * D)[:, None] + i[None, :], mask, D)
+    if NORM:
+        w_a, w_b = _load_weights(q_weight, k_weight, (head >= n_head)[:, None], i, D)
+        rstd = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
+        a, b = a * rstd * w_a, b * rstd * w_b
+    if ROPE:
+        angle = (token % positions)[:, None] * (D // 2) + i[None, :]
+        c, s = tl.load(cos + angle, mask=mask, other=0.0), tl.load(sin + angle, mask=mask, other=0.0)
+        a, b = a * c - b * s, b * c + a * s
+    out = qk + (row.to(tl.int64) * D)[:, None] + i[None, :]
+    tl.store(out, a, mask=mask)
+    tl.store(out + D // 2, b, mask=mask)
+
+
+@triton.jit
+def _norm_rope_backward_kernel(qkv, dqkv, cos, sin, q_weight, k_weight, partial, rows, positions, n_head, heads, token_stride, eps,
+                               D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
+    i = tl.arange(0, HALF)
+    if NORM:
+        dwq_a, dwq_b = tl.zeros((ROWS, HALF), tl.float32), tl.zeros((ROWS, HALF), tl.float32)
+        dwk_a, dwk_b = tl.zeros((ROWS, HALF), tl.float32), tl.zeros((ROWS, HALF), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        token, head = row // heads, row % heads
+        mask = (row < rows)[:, None] & (i < D // 2)[None, :]
+        offset = (token.to(tl.int64) * token_stride + head * D)[:, None] + i[None, :]
+        a, b = _load_halves(dqkv, offset, mask, D)
+        if ROPE:  # rotate back
+            angle = (token % positions)[:, None] * (D // 2) + i[None, :]
+            c, s = tl.load(cos + angle, mask=mask, other=0.0), tl.load(sin + angle, mask=mask, other=0.0)
+            a, b = a * c + b * s, b * c - a * s
+        if NORM:  # y = w·x̂, x̂ = rstd·x: dw = Σ dy·x̂, dx = rstd·(g - x̂·mean(g·x̂)) with g = w·dy
+            is_k = (head >= n_head)[:, None]
+            w_a, w_b = _load_weights(q_weight, k_weight, is_k, i, D)
+            x_a, x_b = _load_halves(qkv, offset, mask, D)
+            # rstd again rather than saved: x has to be read for x̂ in any case
+            rstd = tl.rsqrt((tl.sum(x_a * x_a, 1) + tl.sum(x_b * x_b, 1)) / D + eps)[:, None]
+            x_a, x_b = x_a * rstd, x_b * rstd
+            dwq_a, dwq_b = dwq_a + tl.where(is_k, 0.0, a * x_a), dwq_b + tl.where(is_k, 0.0, b * x_b)
+            dwk_a, dwk_b = dwk_a + tl.where(is_k, a * x_a, 0.0), dwk_b + tl.where(is_k, b * x_b, 0.0)
+            a, b = a * w_a, b * w_b
+            mean = ((tl.sum(a * x_a, 1) + tl.sum(b * x_b, 1)) / D)[:, None]
+            a, b = (a - x_a * mean) * rstd, (b - x_b * mean) * rstd
+        tl.store(dqkv + offset, a, mask=mask)
+        tl.store(dqkv + offset + D // 2, b, mask=mask)
+    if NORM:
+        dw, inside = partial + tl.program_id(0) * 2 * D + i, i < D // 2
+        tl.store(dw, tl.sum(dwq_a, 0), mask=inside)
+        tl.store(dw + D // 2, tl.sum(dwq_b, 0), mask=inside)
+        tl.store(dw + D, tl.sum(dwk_a, 0), mask=inside)
+        tl.store(dw + D + D // 2, tl.sum(dwk_b, 0), mask=inside)

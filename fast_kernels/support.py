@@ -1,0 +1,345 @@
+"""Which passes the fast kernels take, and why any other pass goes through the modules.
+
+The kernels compute what the methods of `model_te_optimized.py` compute, without calling them. A copy of that
+file is meant to be edited, and an edited model must not be trained as if it had not been edited. So the
+kernels run only where everything that they replace is what they were written for:
+
+- The methods, compared by a fingerprint of their syntax tree: comments, docstrings, annotations and layout
+  may change, and nothing else. Subclasses, replaced methods and methods without source are refused.
+- The modules: Transformer Engine's (TE) own classes, with the settings that the kernels implement, without
+  hooks.
+- The parameters: BF16, and all of them trained.
+- The environment: a Hopper GPU, and a version of TE whose internals were tested.
+"""
+
+import ast
+import functools
+import hashlib
+import inspect
+import os
+import sys
+import textwrap
+import warnings
+
+import torch
+
+# What the kernels replace, and the fingerprints of what they were written for. After an edit of the model
+# that the kernels follow, `python fast_kernels/support.py` prints the new ones.
+MODEL_FORWARD = "720e6335896f79c2"
+BLOCK_FORWARD = "56a87cc3791ffd02"
+ATTENTION_FORWARD = "ab608c775f8d31f9"
+MIX = "5f4425c615fc08a2"
+ATTEND = "c4a3ea9a65a7c791"
+APPLY_ROPE = "dc11255ad30db48f"
+TESTED_TE = ("2.20",)  # minor versions: the kernels use internals, which move between them
+LARGEST_BF16_BETA = 1 - 2**-8  # see FastAdam, moment_dtype; here, so that train.py needs no Triton to check it
+MAX_WIDTH = 16384  # of the residual stream: a norm kernel holds whole rows
+MODULE_SETTINGS = {  # of TE's modules: what the kernels implement
+    "zero_centered_gamma": False,
+    "return_layernorm_output": False,
+    "return_bias": False,
+    "fuse_wgrad_accumulation": False,
+    "tp_size": 1,
+    "sequence_parallel": False,
+    "symmetric_ar_type": None,
+    "save_original_input": False,
+    "checkpoint": False,
+    "activation_params": None,
+}
+EMBEDDING_SETTINGS = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "sparse": False}
+
+
+# ---------------------------------------------------------------- fingerprints
+
+def fingerprint(function):
+    """Hash a function's syntax tree: 16 digits, the same in every Python version; "" without source."""
+    function = getattr(function, "__func__", function)
+    return _hash_source(function) if hasattr(function, "__code__") else ""
+
+
+@functools.lru_cache(maxsize=256)
+def _hash_source(function):
+    try:
+        source = inspect.getsource(function.__code__)  # of the function itself would follow __wrapped__
+        tree = ast.parse(textwrap.dedent(source))
+    except (OSError, SyntaxError):
+        return ""
+    return hashlib.sha256(repr(_simplify(tree.body[0])).encode()).hexdigest()[:16]
+
+
+def _simplify(node):
+    """A syntax tree as nested tuples, without docstrings, annotations and empty fields."""
+    if isinstance(node, list):
+        return [_simplify(item) for item in node]
+    if not isinstance(node, ast.AST):
+        return node
+    if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+        node.body = node.body[1:]
+    left_out = ("annotation", "returns", "type_comment", "type_params", "kind", "ctx")
+    fields = [(name, value) for name, value in ast.iter_fields(node) if name not in left_out]
+    fields = [(name, _simplify(value)) for name, value in fields if value not in (None, [])]
+    return type(node).__name__, fields
+
+
+# ---------------------------------------------------------------- the blocks' training pass
+
+def takes_pass(model):
+    """Whether the kernels take this pass of a model. Where a user might expect it, a warning says why not."""
+    if torch.compiler.is_compiling() or mode_reason(model):  # first, so that the rest is not traced
+        return False
+    reason = model_reason(model)
+    if reason:
+        say_once(reason)
+    return not reason
+
+
+def unsupported_reason(model, said=False):
+    """Why a training pass of this model goes through its modules; "" where the kernels take it.
+
+    said: the caller tells the user, so that no warning follows."""
+    reason = mode_reason(model) or model_reason(model)
+    if said:
+        _said.add(reason)
+    return reason
+
+
+def mode_reason(model):
+    """The part of `unsupported_reason` that follows from how the model is run."""
+    config = model.config
+    if not _runs_on_te(model):
+        return "the modules are not Transformer Engine's"
+    if not (model.training and torch.is_grad_enabled()):
+        return "no gradients are computed"
+    if not config.use_fp8 or not model.fp8_recipe.delayed():
+        return "the recipe is not delayed scaling"
+    if config.fp8_skip_first + config.fp8_skip_last > 0:
+        return "some blocks stay in high precision"
+    if config.gradient_checkpointing or config.offload_activations > 0:
+        return "activations are recomputed or offloaded"
+    if config.dropout > 0:
+        return "dropout is on"
+    if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != torch.bfloat16:
+        return "torch.autocast is on, not to BF16"
+    return ""
+
+
+def _runs_on_te(model):
+    return model.wte.weight.is_cuda and _package(model.lm_head) != "te_reference"
+
+
+def model_reason(model):
+    """The part of `unsupported_reason` that follows from what the model is."""
+    for find in (environment_reason, _method_reason, _module_reason, _hook_reason, _parameter_reason):
+        reason = find(model)
+        if reason:
+            return reason
+    return ""
+
+
+def environment_reason(_=None):
+    """Why the kernels that write FP8 for TE's modules cannot run on this machine; "" where they can."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "they need compute capability 9.0: Ada rounds a cast twice, Blackwell needs no transposed copy"
+    return _version_reason()
+
+
+@functools.cache
+def _version_reason():
+    try:
+        import transformer_engine
+    except ImportError as error:
+        return f"Transformer Engine cannot be imported ({error})"
+    return version_reason(transformer_engine.__version__)
+
+
+def version_reason(version):
+    """Why the kernels that use internals of TE do not run with this version of it; "" where they do."""
+    if version.startswith(tuple(f"{tested}." for tested in TESTED_TE)):
+        return ""
+    return f"they use internals of Transformer Engine {', '.join(TESTED_TE)}, and this is {version}"
+
+
+def _method_reason(model):
+    attentions = [getattr(block, "attn", None) for block in model.blocks]
+    known = (MODEL_FORWARD, [model]), (BLOCK_FORWARD, model.blocks), (ATTENTION_FORWARD, attentions)
+    for expected, modules in known:
+        for module in modules:
+            name = f"{type(module).__name__}.forward"
+            if type(module).__call__ is not torch.nn.Module.__call__:
+                return f"{name} was edited"
+            problem = _edit(name, getattr(module, "forward", None), expected)
+            if problem:
+                return problem
+    return ""
+
+
+def _edit(name, function, expected):
+    """Why a function is not the one with the `expected` fingerprint; "" if it is."""
+    found = fingerprint(function)
+    if found == expected:
+        return ""
+    return f"{name} was edited" if found else f"the source of {name} cannot be read"
+
+
+def _module_reason(model):
+    if model.config.n_embd > MAX_WIDTH:
+        return f"n_embd={model.config.n_embd} is over {MAX_WIDTH}"
+    recipe = model.fp8_recipe
+    if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
+        return "the recipe runs attention in FP8"
+    debug = sys.modules.get("transformer_engine.debug.pytorch.debug_state")
+    if debug is not None and debug.TEDebugState.debug_enabled:
+        return "Transformer Engine's debug tools are on"
+    for name, module, kind in _replaced_modules(model):
+        package = "torch" if kind in ("Embedding", "Dropout") else "transformer_engine"
+        if (_package(module), type(module).__name__) != (package, kind):
+            return f"{name} is a {type(module).__name__} of {_package(module)}, not {package}'s {kind}"
+        if not all(_is_library_code(function) for function in (type(module).forward, type(module).__call__)):
+            return f"the forward method of {kind} was replaced"
+        problem = _setting_reason(module, kind)
+        if problem:
+            return f"{name} has {problem}"
+    return ""
+
+
+def _replaced_modules(model):
+    """(name, module, class name) of what the kernels compute themselves."""
+    yield "wte", model.wte, "Embedding"
+    if not model.config.use_rotary:
+        yield "wpe", model.wpe, "Embedding"
+    for layer, block in enumerate(model.blocks):
+        yield f"blocks.{layer}.attn.qkv", block.attn.qkv, "LayerNormLinear"
+        yield f"blocks.{layer}.attn.proj", block.attn.proj, "Linear"
+        yield f"blocks.{layer}.mlp", block.mlp, "LayerNormMLP"
+        yield f"blocks.{layer}.dropout", block.dropout, "Dropout"
+    yield "lm_head", model.lm_head, "LayerNormLinear"
+
+
+def _is_library_code(function):
+    """Whether a function, and all that it wraps, was written in PyTorch or Transformer Engine."""
+    while function is not None:
+        file = getattr(getattr(function, "__code__", None), "co_filename", "")
+        if not file.startswith(_library_folders()):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def _library_folders():
+    libraries = [sys.modules[name] for name in ("torch", "transformer_engine") if name in sys.modules]
+    files = [getattr(library, "__file__", None) for library in libraries]
+    return tuple(os.path.dirname(file) + os.sep for file in files if file)
+
+
+def _setting_reason(module, kind):
+    settings = EMBEDDING_SETTINGS if kind == "Embedding" else MODULE_SETTINGS
+    for name, value in settings.items():
+        if getattr(module, name, value) != value:
+            return f"{name}={getattr(module, name)!r}"
+    if kind == "LayerNormMLP" and module.activation not in ("gelu", "swiglu"):
+        return f"activation={module.activation!r}"
+    if kind == "Dropout" and module.p > 0:
+        return f"p={module.p}"
+    if "Linear" in kind and getattr(module, "weight_names", ["weight"]) != ["weight"]:
+        return f"parameters_split, with the weights {', '.join(module.weight_names)}"
+    store = getattr(module, "wgrad_store", None)
+    return "delay_wgrad_compute=True" if store is not None and store.delay_wgrad_compute() else ""
+
+
+def _hook_reason(model):
+    for name, module in model.named_modules():
+        if "forward" in vars(module):
+            return f"the forward method of {name or 'the model'} was replaced"
+        if _has_hooks(module):
+            return f"{name or 'the model'} has hooks"
+    return "there are global hooks" if torch.nn.modules.module._has_any_global_hook() else ""
+
+
+def _parameter_reason(model):
+    for module_name, module, kind in _replaced_modules(model):
+        for own_name, parameter in module.named_parameters():
+            name = f"{module_name}.{own_name}"
+            if not parameter.requires_grad:
+                return f"{name} is frozen"
+            if type(parameter) is not torch.nn.Parameter or parameter.dtype != torch.bfloat16:
+                return f"{name} is not kept in BF16"
+            if kind != "Embedding" and parameter.dim() == 2 and any(size % 16 for size in parameter.shape):
+                return f"{name} is {tuple(parameter.shape)}: dimensions must be multiples of 16"
+    return ""
+
+
+def _has_hooks(module):
+    return bool(module._forward_hooks or module._forward_pre_hooks
+                or module._backward_hooks or module._backward_pre_hooks)
+
+
+def _package(module):
+    return type(module).__module__.partition(".")[0]
+
+
+# ---------------------------------------------------------------- attention
+
+def takes_attention(attention):
+    """Whether packed_attention computes what this `Attention`'s mix, attend and apply_rope compute."""
+    if torch.compiler.is_compiling():  # which cannot trace this
+        return getattr(attention, "takes_packed_attention", False)
+    reason = attention_reason(attention)
+    if reason:
+        say_once(reason)
+    return not reason
+
+
+def settle_attention(attention):
+    """Store the answer of `takes_attention` for compiled code."""
+    attention.takes_packed_attention = takes_attention(attention)
+
+
+def attention_reason(attention):
+    """Why queries, keys and values do not go through packed_attention; "" where they do."""
+    kind, namespace = type(attention).__name__, getattr(type(attention).mix, "__globals__", {})
+    methods = ((f"{kind}.mix", attention.mix, MIX), (f"{kind}.attend", attention.attend, ATTEND),
+               ("apply_rope", namespace.get("apply_rope"), APPLY_ROPE))
+    for name, function, expected in methods:
+        problem = _edit(name, function, expected)
+        if problem:
+            return problem
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(attention, name, None)
+        problem = "" if norm is None else _head_norm_reason(norm, attention.config)
+        if problem:
+            return f"{name} {problem}"
+    flash = namespace.get("flash_attn_func")
+    if flash is not None and not getattr(inspect.unwrap(flash), "__module__", "").startswith("flash_attn"):
+        return "flash_attn_func was replaced"
+    return ""
+
+
+def _head_norm_reason(norm, config):
+    """Why the kernels do not compute this norm of queries or keys; "" where they do."""
+    if _package(norm) not in ("transformer_engine", "te_reference") or type(norm).__name__ != "RMSNorm":
+        return "is not Transformer Engine's RMSNorm"
+    if getattr(norm, "zero_centered_gamma", False) or norm.eps != config.layernorm_epsilon:
+        return "has settings of its own"
+    if "forward" in vars(norm):
+        return "has a forward method of its own"
+    return "has hooks" if _has_hooks(norm) else ""
+
+
+_said = set()
+
+
+def say_once(reason):
+    """Warn, once in a process for each reason, that modules run where kernels would be faster."""
+    if reason not in _said:
+        _said.add(reason)
+        warnings.warn(f"fast kernels are not used: {reason}; the modules run instead", stacklevel=2)
+
+
+if __name__ == "__main__":
+    import model_te_optimized as model
+
+    for function in (model.OptimizedGPT2Model.forward, model.Block.forward, model.Attention.forward,
+                     model.Attention.mix, model.Attention.attend, model.apply_rope):
+        print(f"{function.__qualname__:28} {fingerprint(function)}")

@@ -1,0 +1,275 @@
+"""FP8 for a trainer: recipes by name, what this machine can run and why not, shapes that fit, and the state to save.
+
+The state deserves a word. TE pickles it into the state dict (`…_extra_state`), and since 2.20 refuses to load such a pickle, because that
+would run code from a file. Here the same numbers travel as plain tensors: `get_state` before saving, `set_state` after loading. Their
+absence (a run that was in bfloat16 so far) or another history length is no error, so a run can change its precision when it resumes.
+"""
+
+import importlib
+import os
+import re
+from contextlib import contextmanager
+
+import torch
+
+from nanote.fp8_health import health, watch  # noqa: F401  what FP8 does to each tensor: fp8.watch(model), fp8.health(model)
+
+try:
+    if os.environ.get("NANOTE_REFERENCE") == "1" or not torch.cuda.is_available():
+        raise ImportError
+    import transformer_engine
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe as recipes
+
+    IS_REFERENCE = False
+except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8 emulated
+    import te_reference as recipes
+    import te_reference as te
+
+    IS_REFERENCE = True
+
+RESTORE = "restore the checkpoint's files from a copy, or start the scales anew with --fp8-recipe current"
+RECIPES = ("none", "delayed", "current", "block", "mxfp8", "nvfp4")  # and custom:module.function
+OTHER_NAMES = {  # of recipes, in Megatron, torchao and TE's classes; without "_", "-" and "scaling"
+    "tensorwise": "current", "pertensor": "current", "dynamic": "current", "float8current": "current",
+    "blockwise": "block", "float8block": "block", "mxfp8block": "mxfp8", "mx": "mxfp8", "nvfp4block": "nvfp4",
+    "bf16": "none", "bfloat16": "none", "custom": "custom:module.function"}
+_AVAILABLE = {"delayed": te.is_fp8_available, "current": te.is_fp8_available, "block": te.is_fp8_block_scaling_available,
+              "mxfp8": te.is_mxfp8_available, "nvfp4": getattr(te, "is_nvfp4_available", None)}  # None: an older TE
+
+
+def describe():
+    """What runs here, in a line: the device, and whose FP8."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return f"{device}, FP8 emulated by te_reference" if IS_REFERENCE else f"{device}, Transformer Engine {transformer_engine.__version__}"
+
+
+def why_not(name):
+    """TE's reason why this machine cannot run the recipe; "" where it can."""
+    if name.startswith("custom:"):
+        return "A custom recipe's quantizers are Transformer Engine's own; te_reference does not emulate them." if IS_REFERENCE else ""
+    if name == "none":
+        return ""
+    if _AVAILABLE[name] is None:
+        return f"This Transformer Engine has no recipe {name}; a newer one has."
+    available, reason = _AVAILABLE[name](return_reason=True)
+    return "" if available else reason
+
+
+def _hint(name):
+    """What an unknown recipe name means here: ": …", or "" for a name that nobody uses."""
+    plain = re.sub("[-_ ]|scaling", "", name.lower())
+    ours = plain if plain in RECIPES else OTHER_NAMES.get(plain)
+    if plain == "rowwise":
+        return ": no recipe has one scale a row, block (1x128 and 128x128) comes nearest"
+    if plain in ("hybrid", "e4m3"):
+        return f": it is a format, --fp8-format {plain}"
+    return f": it is called {ours} here" if ours else ""
+
+
+def check_recipe(name):
+    """ValueError, in one line, for a recipe that is unknown or that this machine cannot run: with the GPU's compute capability, and with
+    the one that TE asks for."""
+    if name not in RECIPES and not name.startswith("custom:"):
+        known = f"the recipes are {', '.join(RECIPES)} and custom:module.function"
+        raise ValueError(f"fp8-recipe {name!r} is unknown{_hint(name)}; {known}")
+    if why_not(name):
+        possible = ", ".join(r for r in RECIPES if not why_not(r))
+        where, hint = describe(), "; NANOTE_REFERENCE=1 emulates delayed, current, block and mxfp8 anywhere"
+        if torch.cuda.is_available():
+            where += ", compute capability {}.{}".format(*torch.cuda.get_device_capability())
+        if IS_REFERENCE:
+            hint = f"; {name} needs Transformer Engine and a GPU" + (" of compute capability 10.0 or higher" if name == "nvfp4" else "")
+        raise ValueError(f"fp8-recipe {name!r} cannot run on this machine ({where}): {why_not(name)} It can run: {possible}{hint}")
+    if name.startswith("custom:"):
+        _custom_factory(name)
+
+
+def _custom_factory(name):
+    """The function that "custom:module.function" names; ValueError in one line where there is none."""
+    module_name, _, function_name = name.removeprefix("custom:").rpartition(".")
+    works = "custom:my_recipe.quantizer_for, with a function quantizer_for(role) in my_recipe.py beside this file, works"
+    if not module_name or not function_name:
+        raise ValueError(f"fp8-recipe {name!r} does not name a module and a function; {works}")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module raises
+        raise ValueError(f"fp8-recipe {name!r}: {module_name} cannot be imported ({type(error).__name__}: {error}); {works}") from error
+    factory = getattr(module, function_name, None)
+    if not callable(factory):
+        what = "has no" if factory is None else "has a value, not a function,"
+        raise ValueError(f"fp8-recipe {name!r}: module {module_name} {what} {function_name}; {works}")
+    return factory
+
+
+# Transformer Engine's default for each recipe; the others have one format of their own.
+FORMATS = {"delayed": "hybrid", "current": "hybrid", "block": "e4m3", "mxfp8": "e4m3"}
+
+
+def resolve_format(name, fp8_format="auto"):
+    """Return the format that a recipe runs in: "hybrid" or "e4m3", or "" if it has one of its own."""
+    if fp8_format not in ("auto", "hybrid", "e4m3"):
+        raise ValueError(f"fp8-format {fp8_format!r} is unknown; use auto (the recipe's own), "
+                         "hybrid (E4M3 forward, E5M2 backward) or e4m3")
+    if name not in FORMATS:
+        return ""
+    return FORMATS[name] if fp8_format == "auto" else fp8_format
+
+
+def make_recipe(name, fp8_format="auto", amax_history_len=1024, amax_compute_algo="max", margin=0):
+    """TE's recipe object, or None for "none". The last three arguments belong to "delayed". ValueError for a value out of range or a recipe
+    that cannot run here.
+
+    Delayed: scale = FP8_MAX / amax / 2**margin, the amax taken over a history. Current: the tensor's own amax. Block: one scale for each
+    1x128 activations or 128x128 weights. MXFP8: one power of two for each 32 values (Blackwell). NVFP4: four-bit values in blocks of 16
+    (Blackwell; arXiv:2509.25149). "custom:module.function": TE's CustomRecipe, each tensor's quantizer from that function.
+    fp8_format: see `resolve_format`. NVFP4 and a custom recipe have formats of their own.
+    """
+    check_recipe(name)
+    fp8_format = resolve_format(name, fp8_format)
+    if name == "none":
+        return None
+    if amax_compute_algo not in ("max", "most_recent"):
+        raise ValueError(f"fp8-amax-compute-algo {amax_compute_algo!r} is unknown; use max or most_recent")
+    if amax_history_len < 1:
+        raise ValueError(f"fp8-amax-history-len {amax_history_len}: must be 1 or more; 1024 works")
+    if not 0 <= margin <= 18:  # 448 / 2^18 is below E4M3's smallest number
+        raise ValueError(f"fp8-margin {margin}: must be from 0 to 18, beyond which E4M3 flushes every value "
+                         "to zero; 0 works")
+    format = recipes.Format[fp8_format.upper()] if fp8_format else None
+    if name == "delayed":
+        return recipes.DelayedScaling(margin=margin, fp8_format=format, amax_history_len=amax_history_len,
+                                      amax_compute_algo=amax_compute_algo)
+    if name == "current":
+        return recipes.Float8CurrentScaling(fp8_format=format)
+    if name == "block":
+        return recipes.Float8BlockScaling(fp8_format=format)
+    if name == "mxfp8":
+        return recipes.MXFP8BlockScaling(fp8_format=format)
+    if name == "nvfp4":
+        return recipes.NVFP4BlockScaling()
+    return recipes.CustomRecipe(qfactory=_custom_factory(name))
+
+
+def check_shapes(config, micro_batch_size, seq_len, name):
+    """ValueError, in one line, for a model or a micro-batch that the recipe's matrix products cannot take.
+
+    TE asks for rows divisible by 8 forward; the weight gradient, where tokens are columns, for 16. MXFP8's blocks ask for 32 everywhere.
+    (A model's configuration checks its own dimensions for 16.)
+    """
+    multiple = {"none": 1, "mxfp8": 32}.get(name, 16)
+    if name == "mxfp8":
+        for field, size in (("n_embd", config.n_embd), ("n_inner", config.n_inner),
+                            ("head_dim x n_kv_head", config.head_dim * config.n_kv_head)):
+            if size % 32:
+                raise ValueError(f"{field} = {size}: FP8 recipe 'mxfp8' needs dimensions divisible by 32; {-(-size // 32) * 32} works")
+    tokens = micro_batch_size * seq_len
+    if tokens % multiple:
+        better = next(b for b in range(micro_batch_size, micro_batch_size + multiple + 1) if b * seq_len % multiple == 0)
+        raise ValueError(f"micro-batch-size {micro_batch_size} x seq-len {seq_len} = {tokens} tokens: FP8 recipe {name!r} needs "
+                         f"a multiple of {multiple}; --micro-batch-size {better} works, or --fp8-recipe none")
+
+
+def forget_models():
+    """Between models in one process: TE keeps the amax histories of models that are gone, and would go on updating them."""
+    if not IS_REFERENCE:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+        FP8GlobalStateManager.reset()
+
+
+def _scaling_states(model):
+    """(name, object with .scale (n,) and .amax_history (length, n)) for each direction of each module with weights under delayed scaling.
+    (TE makes such a state for attention too, but attention stays in high precision here.)"""
+    for module_name, module in model.named_modules():
+        if not any(True for _ in module.parameters(recurse=False)):
+            continue
+        for key in ("scaling_fwd", "scaling_bwd"):
+            state = getattr(module, "fp8_meta", {}).get(key)
+            if getattr(state, "amax_history", None) is not None:  # a custom recipe has the field, too, and nothing in it
+                yield f"{module_name}.{key}", state
+
+
+def get_state(model):
+    """The FP8 state: {"<module>.scaling_fwd.scale": (n,), "<module>.scaling_fwd.amax_history": (length, n), … "scaling_bwd" …}, float32.
+    Empty where no delayed scaling has run."""
+    state = {}
+    for name, scaling in _scaling_states(model):
+        state[f"{name}.scale"] = scaling.scale.detach().clone()
+        state[f"{name}.amax_history"] = scaling.amax_history.detach().clone()
+    return state
+
+
+def is_fresh(model):
+    """True if delayed scaling has not chosen a scale yet: there is no state, or every scale is still 1."""
+    return all(bool((scaling.scale == 1).all()) for _, scaling in _scaling_states(model))
+
+
+def set_state(model, state):
+    """Put back what `get_state` gave. Does nothing unless the model now runs with delayed scaling; fits the histories to its
+    `amax_history_len`, the newest rows kept."""
+    recipe = model.fp8_recipe
+    if not model.config.use_fp8 or not recipe.delayed():
+        return
+    modules = dict(model.named_modules())
+    for module_name in sorted({key.rsplit(".scaling_", 1)[0] for key in state}):
+        module = modules.get(module_name)
+        if module is None or not hasattr(module, "init_fp8_meta_tensors"):
+            raise ValueError(f"FP8 state for a module {module_name!r}, which this model does not have; resume with the model that saved it")
+        scale = state.get(f"{module_name}.scaling_fwd.scale")
+        if scale is None or scale.numel() not in (3, 6):  # input, weight and output of one GEMM or two
+            raise ValueError(f"FP8 state of the module {module_name!r}: scaling_fwd.scale is "
+                             f"{_shape(scale)}, not (3,) or (6,); {RESTORE}")
+        module.fp8_meta["num_gemms"] = scale.numel() // 3
+        module.fp8_meta["recipe"] = recipe
+        module.init_fp8_meta_tensors(recipe)
+    for name, scaling in _scaling_states(model):
+        scale, history = state.get(f"{name}.scale"), state.get(f"{name}.amax_history")
+        if scale is None and history is None:
+            continue
+        complete = scale is not None and history is not None and len(history) > 0
+        if not complete or not history.shape[1:] == scale.shape == scaling.scale.shape:
+            raise ValueError(f"FP8 state {name}: scale is {_shape(scale)} and amax_history "
+                             f"{_shape(history)}, not {_shape(scaling.scale)} and (steps, "
+                             f"{len(scaling.scale)}); {RESTORE}")
+        scaling.scale.copy_(scale)
+        scaling.amax_history.copy_(_fit_history(history, len(scaling.amax_history)))
+
+
+def _shape(tensor):
+    return "missing" if tensor is None else tuple(tensor.shape)
+
+
+def _fit_history(history, length):
+    """Row 0 is the current step's; the newest of the others is the last. (old_length, n) -> (length, n)."""
+    kept = min(length, len(history)) - 1
+    fitted = torch.zeros(length, history.shape[1])
+    fitted[0] = history[0]
+    if kept:
+        fitted[-kept:] = history[-kept:]
+    return fitted
+
+
+@contextmanager
+def preserved_state(model):
+    """Whatever runs inside leaves the FP8 state as it was. Evaluation would otherwise add its amax to the next training step's."""
+    before = get_state(model)
+    try:
+        yield
+    finally:
+        for name, scaling in _scaling_states(model):
+            if f"{name}.scale" in before:
+                scaling.scale.copy_(before[f"{name}.scale"])
+                scaling.amax_history.copy_(before[f"{name}.amax_history"])
+            else:
+                scaling.scale.fill_(1.0)
+                scaling.amax_history.zero_()
+
+
+def init_master_weights(model, optimizer):
+    """With weights kept in FP8 (`quantized_model_init(preserve_high_precision_init_val=True)`): start the optimizer's float32 masters from
+    the values drawn at initialisation instead of what FP8 kept of them, and free those."""
+    for parameter in model.parameters():
+        if hasattr(parameter, "get_high_precision_init_val"):
+            optimizer.initialize_state(parameter, False)
+            optimizer.set_scaled_state(parameter, "master_param", parameter.get_high_precision_init_val().to(parameter.device).float())
+            parameter.clear_high_precision_init_val()

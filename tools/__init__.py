@@ -1,0 +1,1 @@
+"""Commands beside the trainer: Hugging Face import and export, installing Transformer Engine."""
