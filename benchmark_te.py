@@ -78,12 +78,15 @@ SHAPES = {  # options of train.py
 GUIDE_SHAPE = (4, 768, 12, 8, 512)  # layers, width, heads, batch, sequence of the seed guide: "guide" above
 TABLE_MODELS, TABLE_FORMATS = ("optimized", "fused", "custom"), ("bf16", "fp8-e4m3", "fp8")
 BLACKWELL = ("mxfp8", "nvfp4")  # recipes that join the table where they run
-MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False)  # tied, MLP of 8/3, KV heads: a quarter
+# tied, MLP of 8/3, KV heads: a quarter
+MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False)
 MODERN_TOO = ("124m-b32", "350m-b16", "c4096")
 ARMS = ("plain", "bf16", "fp8", "bf16-eager", "fp8-eager", "fp8-e4m3", "fp8-current", "fp8-block")
-STACK = {"plain PyTorch, eager": "plain-by-hand", "+ SDPA": "plain-eager", "+ torch.compile\n(nanoGPT)": "plain",
-         "TE's fused modules,\nBF16, eager": "bf16-libraries-eager", "+ FP8": "fp8-libraries-eager", "+ CUDA graph": "fp8-libraries",
-         "+ fast kernels": "fp8"}
+STACK = {
+    "plain PyTorch, eager": "plain-by-hand", "+ SDPA": "plain-eager", "+ torch.compile\n(nanoGPT)": "plain",
+    "TE's fused modules,\nBF16, eager": "bf16-libraries-eager", "+ FP8": "fp8-libraries-eager",
+    "+ CUDA graph": "fp8-libraries", "+ fast kernels": "fp8",
+}
 COMPILE_MODES = {  # row of --compile's table -> options of train.py
     "cuda-graph": dict(cuda_graph="auto"),
     "eager": {},
@@ -96,7 +99,10 @@ COMPILE_MODES = {  # row of --compile's table -> options of train.py
 COMPILE_RECIPES = ("none", "current", "delayed", "block")
 WIDTHS, TOKENS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096), (1024, 2048, 4096, 8192, 16384, 32768)
 WARMUP, LR = 10, 1e-5  # so small that the model stays what it was
-ON_CPU = dict(n_layer=2, n_embd=64, n_head=4, n_kv_head=None, head_dim=None, n_inner=None, vocab_size=512, micro_batch_size=2, seq_len=32)
+ON_CPU = dict(
+    n_layer=2, n_embd=64, n_head=4, n_kv_head=None, head_dim=None, n_inner=None, vocab_size=512,
+    micro_batch_size=2, seq_len=32,
+)
 
 
 # ---------------------------------------------------------------- arms
@@ -129,12 +135,15 @@ def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
         else:
             kind = None
     if kind not in ("bf16", "fp8"):
-        raise ValueError(f"--arms {arm!r} is unknown; use {', '.join(dict.fromkeys(ARMS + PLAIN_ARMS))}, or see benchmark_te.py --help")
+        raise ValueError(
+            f"--arms {arm!r} is unknown; use {', '.join(dict.fromkeys(ARMS + PLAIN_ARMS))}, or see benchmark_te.py --help"
+        )
     return dataclasses.replace(config, **changes)
 
 
 def optimizer_bytes(arm, config):
-    """A parameter, in a step, for floor_ms: the gradient read twice (norm, update), the rest read and written."""
+    """A parameter, in a step, for floor_ms: the gradient read twice (norm, update), the rest read and
+    written."""
     if arm in PLAIN_ARMS:
         return 2 * 2 + 2 * (2 + 2 + 2) if arm == "hf-llama" else 2 * 4 + 2 * (4 + 4 + 4)
     master = 2 * (2 + 2) if config.param_remainders else 2 * 4 + 2
@@ -144,7 +153,9 @@ def optimizer_bytes(arm, config):
 def build_te(config: TrainConfig, device, batch) -> TrainStep:
     """As train.train does it."""
     recipe = recipe_of(config)
-    model_config = checkpoint.make_model_config(config.model, dataclasses.asdict(config) | {"use_fp8": recipe is not None})
+    model_config = checkpoint.make_model_config(
+        config.model, dataclasses.asdict(config) | {"use_fp8": recipe is not None}
+    )
     if recipe is not None:
         fp8.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
     torch.manual_seed(config.seed)
@@ -162,8 +173,12 @@ def build_te(config: TrainConfig, device, batch) -> TrainStep:
 def make_batches(config, device):
     """grad_accum micro-batches of random tokens, the same in every arm."""
     random = torch.Generator().manual_seed(0)
-    tokens = [torch.randint(config.vocab_size, (config.micro_batch_size, config.seq_len + 1), generator=random).to(device)
-              for _ in range(config.grad_accum)]
+    tokens = [
+        torch.randint(config.vocab_size, (config.micro_batch_size, config.seq_len + 1), generator=random).to(
+            device
+        )
+        for _ in range(config.grad_accum)
+    ]
     return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in tokens]
 
 
@@ -202,7 +217,10 @@ def phases_ms(step, batches, device, passes=5) -> dict:
         step.update()
         found.append(spans_ms([*stamps, stamp(device)]))
     step.optimizer.zero_grad(set_to_none=True)
-    return {f"{name}_ms": statistics.median(column[2:]) for name, column in zip(("forward", "backward", "optimizer"), zip(*found))}
+    return {
+        f"{name}_ms": statistics.median(column[2:])
+        for name, column in zip(("forward", "backward", "optimizer"), zip(*found))
+    }
 
 
 def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, profiled=False, warmup=WARMUP,
@@ -210,14 +228,20 @@ def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, pr
     """One arm -> (its figures, its step). `plain`: the step of plain, timed in turns with it. `others`: the
     Agreement with the other arms, or None. `phases`: passes for phases_ms, or 0."""
     config = arm_config("bf16" if arm in PLAIN_ARMS else arm, config)
-    model_config = checkpoint.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": config.fp8_recipe != "none"})
+    model_config = checkpoint.make_model_config(
+        "optimized", dataclasses.asdict(config) | {"use_fp8": config.fp8_recipe != "none"}
+    )
     batches = make_batches(config, device)
     if arm == "hf-llama" and others is not None:
         others = agreement_of_llama(model_config, config, batches[0], device)
     free()
     gpu = device.type == "cuda"
     occupied = torch.cuda.memory_allocated() if gpu else 0
-    step = build_plain(arm, model_config, config, device) if arm in PLAIN_ARMS else build_te(config, device, batches[0])
+    step = (
+        build_plain(arm, model_config, config, device)
+        if arm in PLAIN_ARMS
+        else build_te(config, device, batches[0])
+    )
     if others is None:
         checked = {"loss": step(batches, 0.0)[0].item()}
         check_loss(checked["loss"], config)
@@ -237,19 +261,29 @@ def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, pr
 
     tokens = config.micro_batch_size * config.seq_len * config.grad_accum
     parameters, limit = sum(p.numel() for p in step.model.parameters()), peak_flops(device)
-    figures = {"arm": arm, "ms": ms, "slowest_ms": max(mine), "tokens_per_s": 1e3 * tokens / ms,
-               "ratio_to_plain": statistics.median(theirs) / ms if theirs else 1.0 if arm == "plain" else None,
-               "mfu": 1e3 * tokens / ms * flops_per_token(parameters, config) / limit if limit else None, "peak_gib": peak,
-               "cuda_graph": getattr(step, "graphed", arm == "plain-graph"), "parameters": parameters,
-               "fp8_format": fp8.resolve_format(config.fp8_recipe, config.fp8_format) or None,
-               "grad_accum": config.grad_accum, **checked, "model_config": dataclasses.asdict(model_config)}
+    figures = {
+        "arm": arm,
+        "ms": ms,
+        "slowest_ms": max(mine),
+        "tokens_per_s": 1e3 * tokens / ms,
+        "ratio_to_plain": statistics.median(theirs) / ms if theirs else 1.0 if arm == "plain" else None,
+        "mfu": 1e3 * tokens / ms * flops_per_token(parameters, config) / limit if limit else None,
+        "peak_gib": peak,
+        "cuda_graph": getattr(step, "graphed", arm == "plain-graph"),
+        "parameters": parameters,
+        "fp8_format": fp8.resolve_format(config.fp8_recipe, config.fp8_format) or None,
+        "grad_accum": config.grad_accum,
+        **checked,
+        "model_config": dataclasses.asdict(model_config),
+    }
     if profiled:
         figures["profile_ms"] = profile_ms(lambda: step(batches, LR), device)
         figures |= power_and_clock(lambda: step(batches, LR), device)
     if phases:
         try:
             figures |= phases_ms(step, batches, device, phases)
-        except torch.OutOfMemoryError:  # beside a graph's memory there is not always room for a pass without one
+        except torch.OutOfMemoryError:
+            # beside a graph's memory there is not always room for a pass without one
             step.optimizer.zero_grad(set_to_none=True)
     return figures, step
 
@@ -270,22 +304,25 @@ def attempt(arm, *args, **kwargs):
 class Options:
     shapes: tuple[str, ...] = ()  # The long table, against nanoGPT, at these shapes of the README, or all.
     blocks: tuple[Literal["gpt2", "modern"], ...] = ()
-    """gpt2: LayerNorm, GELU, learned positions, biases. modern: RMSNorm, RoPE, QK-norm, GQA, SwiGLU, no biases. By default gpt2, and for
-    three shapes modern too."""
+    """gpt2: LayerNorm, GELU, learned positions, biases. modern: RMSNorm, RoPE, QK-norm, GQA, SwiGLU, no
+    biases. By default gpt2, and for three shapes modern too."""
     arms: tuple[str, ...] = ()  # By default all of the table or block; of llama3-8b fp8 and fp8-accum4.
     steps: int = 20  # Timed, of each arm.
     json: Path | None = None  # Write the rows here; those of other shapes, blocks and arms in the file stay.
     png: Path | None = None  # Draw them here.
-    profile: Literal["main", "all", "none"] = "main"  # Sum kernels by class: of fp8 and plain, of every arm, of none.
-    preset: str | None = None  # A preset of train.py as the shape: its micro-batch and sequence, without accumulation.
+    profile: Literal["main", "all", "none"] = "main"
+    """Sum kernels by class: of fp8 and plain, of every arm, of none."""
+    preset: str | None = None
+    """A preset of train.py as the shape: its micro-batch and sequence, without accumulation."""
     shape: tuple[int, int, int, int, int] | None = None
     """Of the table of formats: layers, width, heads, batch, sequence; by default the seed guide's."""
     sweep: bool = False  # FP8 against BF16 over width and tokens a step.
-    stack: bool = False  # From plain PyTorch to here, measure by measure; with --shapes, at the first of them.
+    stack: bool = False
+    """From plain PyTorch to here, measure by measure; with --shapes, at the first of them."""
     compile: bool = False  # torch.compile's modes on the five models.
     time_budget: int = 170
-    """Seconds for --sweep and --compile. What does not fit into them is marked "not run"; the same command again goes on there, since these two
-    do not measure again what --json already holds."""
+    """Seconds for --sweep and --compile. What does not fit into them is marked "not run"; the same command
+    again goes on there, since these two do not measure again what --json already holds."""
 
 
 def make_config(options: dict, device, block="gpt2") -> TrainConfig:
@@ -303,9 +340,16 @@ def say(row, of=""):
         return print(f"{of:18} {row['arm']:18} {row['error']}", flush=True)
     percent = f"  MFU {100 * row['mfu']:.1f} %" if row["mfu"] else ""
     ratio = f"  {row['ratio_to_plain']:.3f} x plain" if row["ratio_to_plain"] else ""
-    phases = "".join(f"  {name} {row[f'{name}_ms']:.2f}" for name in ("forward", "backward", "optimizer") if f"{name}_ms" in row)
+    phases = "".join(
+        f"  {name} {row[f'{name}_ms']:.2f}"
+        for name in ("forward", "backward", "optimizer")
+        if f"{name}_ms" in row
+    )
     peak = f"  {row['peak_gib']:.1f} GiB" if row["peak_gib"] else ""
-    print(f"{of:18} {row['arm']:18} {row['ms']:8.2f} ms  {row['tokens_per_s']:>9,.0f} tokens/s{ratio}{percent}{peak}{phases}", flush=True)
+    print(
+        f"{of:18} {row['arm']:18} {row['ms']:8.2f} ms  {row['tokens_per_s']:>9,.0f} tokens/s{ratio}{percent}{peak}{phases}",
+        flush=True,
+    )
 
 
 def measure_shape(name, shape, block, arms, options, device, ceilings, rows, phases=5):
@@ -325,7 +369,11 @@ def measure_shape(name, shape, block, arms, options, device, ceilings, rows, pha
                              arm.startswith("fp8"), ceilings, optimizer_bytes(arm, arm_options))
             row |= {"floor_ms": None if "nvfp4" in arm else floor,  # FP4's rate is not among the ceilings
                     "ceilings": ceilings}
-        elif "OutOfMemory" in row["error"] and config.preset == "llama3-8b" and not arm.endswith("checkpointing"):
+        elif (
+            "OutOfMemory" in row["error"]
+            and config.preset == "llama3-8b"
+            and not arm.endswith("checkpointing")
+        ):
             queue.insert(0, f"{arm}-checkpointing")
         if arm == "plain":
             plain = step
@@ -344,8 +392,11 @@ def run_shapes(options, device, argv):
     rows = report.Rows(options.json, ("shape", "block", "arm"), argv)
     for name, shape in shapes.items():
         own = "own" if name in PRESETS else None  # a preset's block is its own
-        for block in [own] if own else options.blocks or (("gpt2", "modern") if name in MODERN_TOO else ("gpt2",)):
-            few = shape["micro_batch_size"] * shape["seq_len"] <= 8192  # tokens: there, launching kernels from Python is what takes plain's time
+        for block in (
+            [own] if own else options.blocks or (("gpt2", "modern") if name in MODERN_TOO else ("gpt2",))
+        ):
+            # tokens: there, launching kernels from Python is what takes plain's time
+            few = shape["micro_batch_size"] * shape["seq_len"] <= 8192
             default = ARMS + (("hf-llama",) if block == "modern" else ()) + (("plain-graph",) if few else ())
             default = ("fp8", "fp8-accum4") if name == "llama3-8b" else default
             measure_shape(name, shape, block, options.arms or default, options, device, ceilings, rows)
@@ -396,8 +447,13 @@ def run_sweep(options, device, argv):
             if rows.has(row):
                 continue
             others = Agreement()
-            config = make_config(dict(n_layer=2, n_embd=width, n_head=width // 64, micro_batch_size=count // 1024, seq_len=1024,
-                                      vocab_size=1024), device)
+            config = make_config(
+                dict(
+                    n_layer=2, n_embd=width, n_head=width // 64, micro_batch_size=count // 1024, seq_len=1024,
+                    vocab_size=1024,
+                ),
+                device,
+            )
             for arm in ("bf16-eager", "fp8-eager", "bf16", "fp8"):
                 late = time.time() - start > options.time_budget
                 figures = {"error": "not run: time budget"}
@@ -409,8 +465,14 @@ def run_sweep(options, device, argv):
                 ours, base = row[f"fp8{suffix}_ms"], row[f"bf16{suffix}_ms"]
                 row[name] = base / ours if ours and base else None
             rows.add(row)
-            print(f"width {width:5} tokens {count:6}  " + "  ".join(
-                f"{name} {row[name]:.2f}" if row[name] else f"{name} -" for name in ("eager", "graph")) + f"  {row.get('error', '')}", flush=True)
+            print(
+                f"width {width:5} tokens {count:6}  "
+                + "  ".join(
+                    f"{name} {row[name]:.2f}" if row[name] else f"{name} -" for name in ("eager", "graph")
+                )
+                + f"  {row.get('error', '')}",
+                flush=True,
+            )
     if options.png:
         report.draw_crossover(rows, options.png)
 
@@ -454,11 +516,18 @@ def run_compile(options, device, argv):
             seconds = time.time() - began
             others.verify(f"{mode}, {recipe}, {model}", step, batches[0], device)
             ms = median_ms([lambda: step(batches, LR)] * 8, device)
-            reasons = {reason.splitlines()[0][:150]: count for reason, count in counters["graph_break"].items()}
-            row |= {"ms": ms, "tokens_per_s": 1e3 * config.micro_batch_size * config.seq_len / ms, "loss": loss,
-                    "graph_breaks": sum(reasons.values()), "reasons": reasons,
-                    "graphs": counters["stats"].get("unique_graphs", 0),
-                    "compile_s": max(0.0, seconds - 4 * ms / 1e3) if config.compile else 0.0}
+            reasons = {
+                reason.splitlines()[0][:150]: count for reason, count in counters["graph_break"].items()
+            }
+            row |= {
+                "ms": ms,
+                "tokens_per_s": 1e3 * config.micro_batch_size * config.seq_len / ms,
+                "loss": loss,
+                "graph_breaks": sum(reasons.values()),
+                "reasons": reasons,
+                "graphs": counters["stats"].get("unique_graphs", 0),
+                "compile_s": max(0.0, seconds - 4 * ms / 1e3) if config.compile else 0.0,
+            }
             told = f"{row['tokens_per_s']:>9,.0f} tokens/s  {row['graph_breaks']} breaks, {row['graphs']} graphs, {row['compile_s']:.0f} s"
         except TimeoutError as error:
             row["error"] = told = f"not run: {error}"
@@ -486,9 +555,15 @@ def main(argv=None) -> int:
         raise ValueError(f"--preset {options.preset!r} is unknown; use {', '.join(PRESETS)}")
     if options.steps < 4:
         raise ValueError(f"--steps {options.steps}: must be 4 or more; 20 works")
-    if options.shape and (min(options.shape) < 1 or options.shape[1] % options.shape[2] or options.shape[3] * options.shape[4] % 16):
-        raise ValueError(f"--shape {' '.join(map(str, options.shape))}: layers, width, heads, batch and sequence, the width a multiple of "
-                         "the heads and batch x sequence of 16; 4 768 12 8 512 works")
+    if options.shape and (
+        min(options.shape) < 1
+        or options.shape[1] % options.shape[2]
+        or options.shape[3] * options.shape[4] % 16
+    ):
+        raise ValueError(
+            f"--shape {' '.join(map(str, options.shape))}: layers, width, heads, batch and sequence, the width a multiple of "
+            "the heads and batch x sequence of 16; 4 768 12 8 512 works"
+        )
     for arm in options.arms:
         if arm not in PLAIN_ARMS:
             arm_config(arm, TrainConfig())

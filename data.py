@@ -4,14 +4,17 @@
     python data.py text *.md notes.jsonl --tokenizer gpt2
     python data.py hf roneneldan/TinyStories --streaming
 
-A token file is nothing but token ids, uint16 or uint32, one document after the other with the end-of-text token behind
-each: `data/<name>/{train,val}.bin`, described by `meta.json`. Notable:
+A token file is nothing but token ids, uint16 or uint32, one document after the other with the end-of-text
+token behind each: `data/<name>/{train,val}.bin`, described by `meta.json`. Notable:
 
-- Memory stays bounded however large the corpus: documents are streamed, long files in pieces, and only a few tasks are in flight.
-- A document's side is decided by a hash of its text, so the same document lands on the same side in every corpus and
-  adding documents moves none of the others.
-- The files appear complete or not at all (a temporary folder, then a rename), and their checksums are checked when they are opened.
-- A batch is a pure function of (seed, index, rank): a loader has no state to save, and a resumed run sees what it would have seen.
+- Memory stays bounded however large the corpus: documents are streamed, long files in pieces, and only a few
+  tasks are in flight.
+- A document's side is decided by a hash of its text, so the same document lands on the same side in every
+  corpus and adding documents moves none of the others.
+- The files appear complete or not at all (a temporary folder, then a rename), and their checksums are checked
+  when they are opened.
+- A batch is a pure function of (seed, index, rank): a loader has no state to save, and a resumed run sees
+  what it would have seen.
 """
 import glob
 import hashlib
@@ -38,9 +41,11 @@ from tqdm import tqdm
 from nanote import json_files
 from nanote.json_files import COUNT
 
-# torch, tiktoken, datasets and tyro are imported where they are used: worker processes import this file, and need none or one of them.
+# torch, tiktoken, datasets and tyro are imported where they are used: worker processes import this file, and
+# need none or one of them.
 
-PIECE = 1 << 20  # characters that a worker gets at a time, and the longest piece of a document that is held in memory
+# characters that a worker gets at a time, and the longest piece of a document that is held in memory
+PIECE = 1 << 20
 FILES = {"train.bin", "val.bin", "meta.json"}
 META = {  # what meta.json must hold
     "dtype": Literal["uint16", "uint32"], "tokenizer": str, "vocab_size": range(1, 2**32 + 1), "eot": COUNT,
@@ -53,10 +58,11 @@ REMAKE = "make the token files again with data.py --force"
 # Tokenizers
 
 class Tokenizer:
-    """Text to token ids and back: `byte` (ids 0-255 are bytes, 256 ends a text) or a tiktoken encoding. Use `get_tokenizer`.
+    """Text to token ids and back: `byte` (ids 0-255 are bytes, 256 ends a text) or a tiktoken encoding. Use
+    `get_tokenizer`.
 
-    `vocab_size` counts every id, the end-of-text token `eot` included. A model's vocabulary is often padded beyond it:
-    ids that the tokenizer does not have decode to U+FFFD.
+    `vocab_size` counts every id, the end-of-text token `eot` included. A model's vocabulary is often padded
+    beyond it: ids that the tokenizer does not have decode to U+FFFD.
     """
 
     def __init__(self, name, encoding=None):
@@ -84,7 +90,8 @@ class Tokenizer:
         for token in map(int, ids):
             try:
                 parts.append(one(token) if token != self.eot else b"")
-            except (KeyError, OverflowError, ValueError):  # a padded vocabulary, or a hole in the encoding's own
+            except (KeyError, OverflowError, ValueError):
+                # a padded vocabulary, or a hole in the encoding's own
                 parts.append("\ufffd".encode())
         return b"".join(parts)
 
@@ -110,16 +117,20 @@ def _get_tokenizer(name):
     try:
         return Tokenizer(name, tiktoken.get_encoding(name))
     except (OSError, ValueError) as error:  # tiktoken downloads an encoding's table at its first use
-        raise ValueError(f"tokenizer {name!r} could not be fetched ({type(error).__name__}: is there a network?); "
-                         f"byte needs none; tiktoken knows: {', '.join(known[1:])}") from error
+        raise ValueError(
+            f"tokenizer {name!r} could not be fetched ({type(error).__name__}: is there a network?); "
+            f"byte needs none; tiktoken knows: {', '.join(known[1:])}"
+        ) from error
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Sources. Each gives (documents, total, unit): an iterator of documents, how many units there are if that is known, and whether
-# the progress bar counts bytes ("B") or documents ("doc"). A document is a str, or an iterator of the str pieces of a long one.
+# Sources. Each gives (documents, total, unit): an iterator of documents, how many units there are if that is
+# known, and whether the progress bar counts bytes ("B") or documents ("doc"). A document is a str, or an
+# iterator of the str pieces of a long one.
 
 def stdlib_documents():
-    """Every module of the running Python's standard library, sorted by path; its tests, two thirds of it, are left out."""
+    """Every module of the running Python's standard library, sorted by path; its tests, two thirds of it, are
+    left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     paths = []
@@ -156,9 +167,12 @@ def text_documents(files, column="text"):
         try:
             with open(path, encoding="utf-8", newline="") as file:
                 while text := file.read(PIECE):
-                    yield text + file.readline(PIECE)  # cut at a line's end, unless a line is longer than a piece
+                    # cut at a line's end, unless a line is longer than a piece
+                    yield text + file.readline(PIECE)
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not UTF-8 text ({error.reason}); convert it, for example with iconv -t utf-8") from error
+            raise ValueError(
+                f"{path}: not UTF-8 text ({error.reason}); convert it, for example with iconv -t utf-8"
+            ) from error
 
     def lines(path):
         with open(path, "rb") as file:
@@ -169,12 +183,15 @@ def text_documents(files, column="text"):
                 row = json_files.parse(line, dict, f"{path}:{number}", example)
                 yield _field(row, column, f"{path}:{number}")
 
-    documents = chain.from_iterable(lines(path) if path.endswith(".jsonl") else [pieces(path)] for path in files)
+    documents = chain.from_iterable(
+        lines(path) if path.endswith(".jsonl") else [pieces(path)] for path in files
+    )
     return documents, sum(os.path.getsize(path) for path in files), "B"
 
 
 def hf_documents(name, subset=None, split="train", column="text", streaming=False, data_files=None):
-    """A data set of the Hugging Face hub, or local files through a builder: name "json", "parquet" or "text" with `data_files`."""
+    """A data set of the Hugging Face hub, or local files through a builder: name "json", "parquet" or "text"
+    with `data_files`."""
     if data_files == []:
         raise ValueError("--data-files: names no file; give one or more, or leave it out")
     import datasets
@@ -182,7 +199,9 @@ def hf_documents(name, subset=None, split="train", column="text", streaming=Fals
     try:
         rows = datasets.load_dataset(name, subset, split=split, streaming=streaming, data_files=data_files)
     except Exception as error:  # datasets raises whatever the hub, pyarrow or the builder raised
-        raise ValueError(f"hf {name}: {(str(error).strip() or type(error).__name__).splitlines()[0]}") from error
+        raise ValueError(
+            f"hf {name}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+        ) from error
 
     documents = (_field(row, column, f"hf {name}, row {number}") for number, row in enumerate(rows))
     return documents, None if streaming else len(rows), "doc"
@@ -192,7 +211,9 @@ def _field(row, column, where):
     if isinstance(row.get(column), str):
         return row[column]
     texts = [key for key, value in row.items() if isinstance(value, str)]
-    raise ValueError(f"{where}: no text in column {column!r}; name one with --column: {', '.join(texts) or 'none here holds text'}")
+    raise ValueError(
+        f"{where}: no text in column {column!r}; name one with --column: {', '.join(texts) or 'none here holds text'}"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -200,13 +221,15 @@ def _field(row, column, where):
 
 def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, force=False, num_workers=None,
                  source="", total=None, unit="doc"):
-    """Tokenises `documents` (str, or iterators of str pieces) into `out_dir`/{train,val}.bin and meta.json; returns meta.
+    """Tokenises `documents` (str, or iterators of str pieces) into `out_dir`/{train,val}.bin and meta.json;
+    returns meta.
 
-    A document goes to `val` if a hash of its text (of a long one's first piece), read as a number in [0, 1), is below
-    `val_fraction`. Where that leaves one side empty, the document nearest to the border changes sides; a corpus of one
-    document is cut, the last `val_fraction` of its tokens being `val`. `num_workers` processes tokenise: None is one for each
-    core, and for bytes only this one, as sending them would take longer than the work.
-    Raises ValueError for bad input and an empty corpus, OSError if writing fails; either way nothing is left behind.
+    A document goes to `val` if a hash of its text (of a long one's first piece), read as a number in [0, 1),
+    is below `val_fraction`. Where that leaves one side empty, the document nearest to the border changes
+    sides; a corpus of one document is cut, the last `val_fraction` of its tokens being `val`. `num_workers`
+    processes tokenise: None is one for each core, and for bytes only this one, as sending them would take
+    longer than the work. Raises ValueError for bad input and an empty corpus, OSError if writing fails;
+    either way nothing is left behind.
     """
     out_dir = Path(out_dir)
     if not 0 < val_fraction < 1:
@@ -224,13 +247,23 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
     try:
         temporary.mkdir(parents=True)
     except OSError as error:
-        raise OSError(f"{out_dir}: cannot be made ({error.strerror}); name another folder with --out-dir") from error
+        raise OSError(
+            f"{out_dir}: cannot be made ({error.strerror}); name another folder with --out-dir"
+        ) from error
     try:
         encoded = _encode_all(_pieces(documents), tokenizer, dtype, num_workers)
-        with tqdm(desc="tokenising", total=total, unit=unit, unit_scale=True, disable=None, leave=False) as bar:
-            _write_all(encoded, temporary, encoder.eot, dtype, lambda size, last: bar.update(size if unit == "B" else last))
-        meta = {"format": 1, "source": source, "tokenizer": tokenizer, "vocab_size": encoder.vocab_size, "eot": encoder.eot, "dtype": dtype.name,
-                "val_fraction": val_fraction, **_split(temporary, encoder, dtype, val_fraction)}
+        with tqdm(
+            desc="tokenising", total=total, unit=unit, unit_scale=True, disable=None, leave=False
+        ) as bar:
+            _write_all(
+                encoded, temporary, encoder.eot, dtype,
+                lambda size, last: bar.update(size if unit == "B" else last),
+            )
+        meta = {
+            "format": 1, "source": source, "tokenizer": tokenizer, "vocab_size": encoder.vocab_size,
+            "eot": encoder.eot, "dtype": dtype.name, "val_fraction": val_fraction,
+            **_split(temporary, encoder, dtype, val_fraction),
+        }
         meta["sha256"] = _meta_checksum(meta)
         (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
         _check_target(out_dir, force)  # again: another process may have made it meanwhile
@@ -239,9 +272,11 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         with suppress(OSError):
-            for folder in made[1:]:  # the parents that were made for it, if nothing else has come to be in them
+            # the parents that were made for it, if nothing else has come to be in them
+            for folder in made[1:]:
                 folder.rmdir()
-        if isinstance(error, OSError) and error.filename is None:  # a failed write, which does not say of which file
+        # a failed write, which does not say of which file
+        if isinstance(error, OSError) and error.filename is None:
             raise OSError(f"{out_dir}: could not be written ({error.strerror or error}), nothing is kept; "
                           f"free some space or name another --out-dir") from error
         raise
@@ -258,7 +293,8 @@ def _write_all(encoded, folder, eot, dtype, progress):
         for tokens, place, size, last in encoded:
             all_tokens.write(tokens)
             if document is None:
-                document = np.array([(place, 1, 0)], DOCUMENT)  # placed by its first piece; 1 for the end of text
+                # placed by its first piece; 1 for the end of text
+                document = np.array([(place, 1, 0)], DOCUMENT)
             document["tokens"] += len(tokens)
             document["bytes"] += size
             if last:
@@ -271,11 +307,15 @@ def _write_all(encoded, folder, eot, dtype, progress):
 def _split(folder, tokenizer, dtype, val_fraction):
     """all.bin -> train.bin and val.bin, both with something in them; returns what meta.json says of them.
 
-    Only now, with every document's place known, is it certain that the border between the two leaves neither side empty.
+    Only now, with every document's place known, is it certain that the border between the two leaves neither
+    side empty.
     """
     if not os.path.getsize(folder / "documents.bin"):
         raise ValueError("the corpus is empty: no document holds any text; name files that do")
-    documents, tokens = np.memmap(folder / "documents.bin", DOCUMENT, "r"), np.memmap(folder / "all.bin", dtype, "r")
+    documents, tokens = (
+        np.memmap(folder / "documents.bin", DOCUMENT, "r"),
+        np.memmap(folder / "all.bin", dtype, "r"),
+    )
     place, ends = documents["place"], np.cumsum(documents["tokens"])
     lowest, highest = place.min(), place.max()
     if lowest < highest:
@@ -295,7 +335,8 @@ def _split(folder, tokenizer, dtype, val_fraction):
             tokens[start:end].tofile(val)
             position = end
     meta = {"documents": len(documents), "train_tokens": len(tokens) - val_tokens, "val_tokens": val_tokens,
-            "train_bytes": int(documents["bytes"].sum()) - val_bytes, "val_bytes": val_bytes,  # of UTF-8: for a loss in nats per byte
+            # of UTF-8: for a loss in nats per byte
+            "train_bytes": int(documents["bytes"].sum()) - val_bytes, "val_bytes": val_bytes,
             "train_sha256": sha256(folder / "train.bin"), "val_sha256": sha256(folder / "val.bin")}
     for name in ("all.bin", "documents.bin"):
         os.remove(folder / name)
@@ -314,7 +355,8 @@ def _pieces(documents):
 
 
 def _encode_all(pieces, name, dtype, num_workers):
-    """(text, last) -> (tokens, place in [0, 1), bytes of text, last), in order, a few tasks of about `PIECE` characters in flight."""
+    """(text, last) -> (tokens, place in [0, 1), bytes of text, last), in order, a few tasks of about `PIECE`
+    characters in flight."""
     def tasks():
         task, length = [], 0
         for piece in pieces:
@@ -329,9 +371,11 @@ def _encode_all(pieces, name, dtype, num_workers):
         for task in tasks():
             yield from _encode(task, name, dtype)
         return
-    # spawn: a fork would copy the threads' locks of whatever library (pyarrow, tokenizers) already runs threads here.
-    # SIGINT: Ctrl-C goes to the whole group, and the parent alone deals with it.
-    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    # spawn: a fork would copy the threads' locks of whatever library (pyarrow, tokenizers) already runs
+    # threads here. SIGINT: Ctrl-C goes to the whole group, and the parent alone deals with it.
+    pool = ProcessPoolExecutor(
+        num_workers, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN)
+    )
     try:
         in_flight = deque()
         for task in tasks():
@@ -345,9 +389,11 @@ def _encode_all(pieces, name, dtype, num_workers):
 
 
 def _encode(task, name, dtype):
-    tokenizer, done = get_tokenizer(name), []  # tiktoken keeps its encodings: only the first task of a process loads one
+    # tiktoken keeps its encodings: only the first task of a process loads one
+    tokenizer, done = get_tokenizer(name), []
     for text, last in task:
-        raw = text.encode("utf-8", errors="replace")  # JSON may hold half of a surrogate pair, which UTF-8 cannot
+        # JSON may hold half of a surrogate pair, which UTF-8 cannot
+        raw = text.encode("utf-8", errors="replace")
         place = int.from_bytes(hashlib.blake2b(raw, digest_size=6).digest(), "big") / 2**48
         done.append((tokenizer.encode_bytes(raw).astype(dtype), place, len(raw), last))
     return done
@@ -360,11 +406,14 @@ def _check_target(out_dir, force):
     if held - FILES:  # --force must not delete what this script did not write
         raise ValueError(f"{out_dir}: holds other files than token files; name another folder with --out-dir")
     if held and not force:
-        raise ValueError(f"{out_dir}: exists; overwrite it with --force, or name another folder with --out-dir")
+        raise ValueError(
+            f"{out_dir}: exists; overwrite it with --force, or name another folder with --out-dir"
+        )
 
 
 def sha256(path):
-    """A file's SHA-256 in hexadecimal; the file may be larger than memory. (hashlib.file_digest needs Python 3.11.)"""
+    """A file's SHA-256 in hexadecimal; the file may be larger than memory. (hashlib.file_digest needs Python
+    3.11.)"""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -384,13 +433,16 @@ def _meta_checksum(meta):
 def open_tokens(folder, split, verify=True):
     """`folder`'s tokens of `split` ("train" or "val") as a read-only memory map, and meta.json as a dict.
 
-    The file's length must be meta.json's; with `verify` also its SHA-256 (about a second a gigabyte). ValueError if not, naming both.
+    The file's length must be meta.json's; with `verify` also its SHA-256 (about a second a gigabyte).
+    ValueError if not, naming both.
     """
     if split not in ("train", "val"):
         raise ValueError(f"split {split!r}: must be train or val")
     path, meta_path = Path(folder, f"{split}.bin"), Path(folder, "meta.json")
     if not meta_path.exists():
-        raise ValueError(f"{folder}: no token files here (no meta.json); make some, for example with: python data.py stdlib")
+        raise ValueError(
+            f"{folder}: no token files here (no meta.json); make some, for example with: python data.py stdlib"
+        )
     meta = json_files.read(meta_path, META, REMAKE)
     dtype = np.dtype(meta["dtype"]).newbyteorder("<")
     length, checksum, vocab_size = meta[f"{split}_tokens"], meta[f"{split}_sha256"], meta["vocab_size"]
@@ -403,35 +455,56 @@ def open_tokens(folder, split, verify=True):
         raise ValueError(f"{path}: missing, or not a regular file; {REMAKE}")
     size, expected = path.stat().st_size, length * dtype.itemsize
     if size != expected or verify and sha256(path) != checksum:
-        raise ValueError(f"{path}: truncated or altered: {size} bytes with SHA-256 {sha256(path)}, but meta.json says "
-                         f"{expected} bytes with SHA-256 {checksum}; make it again with data.py --force")
+        raise ValueError(
+            f"{path}: truncated or altered: {size} bytes with SHA-256 {sha256(path)}, but meta.json says "
+            f"{expected} bytes with SHA-256 {checksum}; make it again with data.py --force"
+        )
     if not length:
         raise ValueError(f"{path}: holds no tokens; {REMAKE}")
     return np.memmap(path, dtype, "r"), meta
 
 
 class Loader:
-    """Batches of `micro_batch_size` x `seq_len` tokens from `folder`'s `split`, as a pure function of (seed, index, rank, world_size).
+    """Batches of `micro_batch_size` x `seq_len` tokens from `folder`'s `split`, as a pure function of (seed,
+    index, rank, world_size).
 
-    An epoch visits the file's windows of seq_len + 1 tokens (they overlap by one: the last label is the next one's first input)
-    once each, in an order and, for `train`, from a starting offset drawn from Philox with the key (seed, epoch). The sample
-    number (index * world_size + rank) * micro_batch_size + row says which: ranks see different data, and no sample is skipped.
-    While the caller works on batch i, a thread reads batch i + 1 (into pinned memory if the device is a GPU).
+    An epoch visits the file's windows of seq_len + 1 tokens (they overlap by one: the last label is the next
+    one's first input) once each, in an order and, for `train`, from a starting offset drawn from Philox with
+    the key (seed, epoch). The sample number (index * world_size + rank) * micro_batch_size + row says which:
+    ranks see different data, and no sample is skipped. While the caller works on batch i, a thread reads
+    batch i + 1 (into pinned memory if the device is a GPU).
 
-    With `pack_documents` a batch says where its documents begin, so that attention can stay inside them. A document begins with the
-    end-of-text token before it, as a generated text does: that token alone predicts its first, and its last predicts the next end of text.
+    With `pack_documents` a batch says where its documents begin, so that attention can stay inside them. A
+    document begins with the end-of-text token before it, as a generated text does: that token alone predicts
+    its first, and its last predicts the next end of text.
 
-    `seq_len` in tokens. `verify` checks the file's checksum: by default on rank 0, so that a shared disk is read once.
-    Raises ValueError if the split holds fewer than seq_len + 1 tokens.
+    `seq_len` in tokens. `verify` checks the file's checksum: by default on rank 0, so that a shared disk is
+    read once. Raises ValueError if the split holds fewer than seq_len + 1 tokens.
     """
 
-    def __init__(self, folder, split, *, seq_len, micro_batch_size, seed=0, rank=0, world_size=1, device="cpu", verify=None,
-                 pack_documents=False):
-        for name, value, least in (("seq_len", seq_len, 1), ("micro_batch_size", micro_batch_size, 1), ("seed", seed, 0)):
+    def __init__(
+        self,
+        folder,
+        split,
+        *,
+        seq_len,
+        micro_batch_size,
+        seed=0,
+        rank=0,
+        world_size=1,
+        device="cpu",
+        verify=None,
+        pack_documents=False,
+    ):
+        for name, value, least in (
+            ("seq_len", seq_len, 1), ("micro_batch_size", micro_batch_size, 1), ("seed", seed, 0),
+        ):
             if value < least:
                 raise ValueError(f"{name} {value}: must be at least {least}")
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} of world_size {world_size}: must be at least 0 and below world_size")
+            raise ValueError(
+                f"rank {rank} of world_size {world_size}: must be at least 0 and below world_size"
+            )
         import torch
 
         verify = rank == 0 if verify is None else verify
@@ -441,28 +514,37 @@ class Loader:
             raise ValueError(f"{Path(folder, split)}.bin: holds the token {self.tokens.max()}, but "
                              f"vocab_size in meta.json is {vocab_size}; {REMAKE}")
         if length < seq_len + 1:
-            raise ValueError(f"{Path(folder, split)}.bin: {length} tokens, but a context of {seq_len} needs {seq_len + 1}; "
-                             f"use a larger corpus" + (f" or --seq-len {length - 1}" if length > 1 else ""))
+            raise ValueError(
+                f"{Path(folder, split)}.bin: {length} tokens, but a context of {seq_len} needs {seq_len + 1}; "
+                f"use a larger corpus" + (f" or --seq-len {length - 1}" if length > 1 else "")
+            )
         self.split, self.seq_len, self.micro_batch_size = split, seq_len, micro_batch_size
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.pack_documents, self.most_documents = pack_documents, 0
         if pack_documents:
             self.most_documents = micro_batch_size * most_documents(self.tokens, self.meta["eot"], seq_len)
         self.device = torch.device(device)
-        # A window less for train leaves room for the starting offset without an epoch's length depending on it.
+        # A window less for train leaves room for the starting offset without an epoch's length depending on
+        # it.
         self.num_windows = max(length // seq_len - 1, 1) if split == "train" else (length - 1) // seq_len
         self._epoch = lru_cache(2)(self._epoch)  # a batch may straddle two epochs
         self._ahead = (None, None)  # (index, future) of the batch being prepared
         start = ()
-        if self.device.type == "cuda":  # a new thread starts on GPU 0, where pinning would open a context beside the rank that owns it
-            start = torch.cuda.set_device, (torch.cuda.current_device() if self.device.index is None else self.device.index,)
+        # a new thread starts on GPU 0, where pinning would open a context beside the rank that owns it
+        if self.device.type == "cuda":
+            start = (
+                torch.cuda.set_device,
+                (torch.cuda.current_device() if self.device.index is None else self.device.index,),
+            )
         self._thread = ThreadPoolExecutor(1, "loader", *start)
 
     def batch(self, index):
-        """Batch number `index` (step * grad_accum + micro_step): (input_ids, labels), int64 (micro_batch_size, seq_len) each.
+        """Batch number `index` (step * grad_accum + micro_step): (input_ids, labels), int64
+        (micro_batch_size, seq_len) each.
 
-        labels[:, t] is the token after input_ids[:, t]. With pack_documents also cu_seqlens, int32 (most_documents + 1,): where each document or
-        part of one begins in input_ids.flatten(), then that tensor's length, again and again: its shape is the same for every batch.
+        labels[:, t] is the token after input_ids[:, t]. With pack_documents also cu_seqlens, int32
+        (most_documents + 1,): where each document or part of one begins in input_ids.flatten(), then that
+        tensor's length, again and again: its shape is the same for every batch.
         """
         if index < 0:
             raise ValueError(f"batch {index}: must be at least 0")
@@ -485,7 +567,9 @@ class Loader:
         for sample in range(first, first + self.micro_batch_size):
             offset, order = self._epoch(sample // self.num_windows)
             starts.append(offset + order[sample % self.num_windows] * self.seq_len)
-        windows = torch.from_numpy(self.tokens[np.array(starts)[:, None] + np.arange(self.seq_len + 1)].astype(np.int64))
+        windows = torch.from_numpy(
+            self.tokens[np.array(starts)[:, None] + np.arange(self.seq_len + 1)].astype(np.int64)
+        )
         return windows.pin_memory() if self.device.type == "cuda" else windows
 
     def _cu_seqlens(self, windows):
@@ -494,12 +578,16 @@ class Loader:
         begins = windows[:, :-1] == self.meta["eot"]
         begins[:, 0] = True  # of a row, even inside a document
         begins = begins.flatten().nonzero().flatten()
-        padded = torch.full((self.most_documents + 1,), windows[:, :-1].numel(), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        padded = torch.full(
+            (self.most_documents + 1,), windows[:, :-1].numel(), dtype=torch.int32,
+            pin_memory=self.device.type == "cuda",
+        )
         padded[:len(begins)] = begins
         return padded
 
     def _epoch(self, epoch):
-        """(starting offset in tokens, order of the windows). From raw bits: numpy may change its shuffles, not its bit generators."""
+        """(starting offset in tokens, order of the windows). From raw bits: numpy may change its shuffles,
+        not its bit generators."""
         bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64)).random_raw(self.num_windows + 1)
         room = min(len(self.tokens) - self.num_windows * self.seq_len, self.seq_len)
         offset = int(bits[0] % np.uint64(room)) if self.split == "train" else 0
@@ -507,9 +595,16 @@ class Loader:
 
 
 def most_documents(tokens, eot, seq_len):
-    """The largest number of documents, whole or in part, that any seq_len tokens in a row hold. Reads the file once, 8 bytes of memory a document."""
-    ends = np.concatenate([start + np.flatnonzero(tokens[start:start + PIECE] == eot) for start in range(0, len(tokens), PIECE)])
-    # the first token begins a part of a document whatever it is; how many ends of text can the seq_len - 1 after it hold?
+    """The largest number of documents, whole or in part, that any seq_len tokens in a row hold. Reads the
+    file once, 8 bytes of memory a document."""
+    ends = np.concatenate(
+        [
+            start + np.flatnonzero(tokens[start : start + PIECE] == eot)
+            for start in range(0, len(tokens), PIECE)
+        ]
+    )
+    # the first token begins a part of a document whatever it is; how many ends of text can the seq_len - 1
+    # after it hold?
     return 1 + int((np.searchsorted(ends, ends + seq_len - 1) - np.arange(len(ends))).max(initial=0))
 
 
@@ -539,6 +634,7 @@ class Stdlib(Options):
 @dataclass(kw_only=True)
 class Text(Options):
     """Files: UTF-8 text, one document each, or .jsonl, one document a line."""
+
     files: "tyro.conf.Positional[Annotated[list[str], tyro.conf.arg(metavar='FILE [FILE ...]', help_behavior_hint='(required)')]]"
     """UTF-8 text or .jsonl files."""
     column: str = "text"
@@ -563,34 +659,50 @@ class Hf(Options):
 
 
 def main(argv=None):
-    """Runs the command line `argv` (None: sys.argv[1:]). ValueError or OSError, in one line, for what the user can mend."""
+    """Runs the command line `argv` (None: sys.argv[1:]). ValueError or OSError, in one line, for what the
+    user can mend."""
     global tyro  # for the annotations above
     import tyro
 
     from nanote import cli
 
-    config = cli.parse(Stdlib | Text | Hf, argv, prog="data.py", description=__doc__.partition("\n\nA token file")[0])
+    config = cli.parse(
+        Stdlib | Text | Hf, argv, prog="data.py", description=__doc__.partition("\n\nA token file")[0]
+    )
     start = time.time()
     if isinstance(config, Stdlib):
-        name, source, read = "stdlib", f"the standard library of Python {sys.version.split()[0]}", stdlib_documents
+        name, source, read = (
+            "stdlib", f"the standard library of Python {sys.version.split()[0]}", stdlib_documents,
+        )
     elif isinstance(config, Text):
         name = Path(config.files[0]).stem if len(config.files) == 1 else "text"
-        source = " ".join(config.files[:10]) + (f" and {len(config.files) - 10} more" if len(config.files) > 10 else "")
+        source = " ".join(config.files[:10]) + (
+            f" and {len(config.files) - 10} more" if len(config.files) > 10 else ""
+        )
         read = partial(text_documents, config.files, config.column)
     else:
         name = config.name.rstrip("/").split("/")[-1]
         source = " ".join(filter(None, ["hf", config.name, config.subset, config.split]))
-        read = partial(hf_documents, config.name, config.subset, config.split, config.column, config.streaming, config.data_files)
-    out_dir = config.out_dir or Path("data", name if config.tokenizer == "byte" else f"{name}-{config.tokenizer}")
+        read = partial(
+            hf_documents, config.name, config.subset, config.split, config.column, config.streaming,
+            config.data_files,
+        )
+    out_dir = config.out_dir or Path(
+        "data", name if config.tokenizer == "byte" else f"{name}-{config.tokenizer}"
+    )
     try:
         _check_target(out_dir, config.force)  # before anything is downloaded
         documents, total, unit = read()
-        meta = write_tokens(documents, out_dir, tokenizer=config.tokenizer, val_fraction=config.val_fraction, force=config.force,
-                            num_workers=config.num_workers, source=source, total=total, unit=unit)
+        meta = write_tokens(
+            documents, out_dir, tokenizer=config.tokenizer, val_fraction=config.val_fraction,
+            force=config.force, num_workers=config.num_workers, source=source, total=total, unit=unit,
+        )
     except KeyboardInterrupt:
         raise KeyboardInterrupt("stopped; nothing was written") from None
-    print(f"{out_dir}: {meta['documents']:,} documents, {meta['train_tokens']:,} train and {meta['val_tokens']:,} validation tokens "
-          f"({config.tokenizer}, {meta['dtype']}) in {time.time() - start:.1f} s")
+    print(
+        f"{out_dir}: {meta['documents']:,} documents, {meta['train_tokens']:,} train and {meta['val_tokens']:,} validation tokens "
+        f"({config.tokenizer}, {meta['dtype']}) in {time.time() - start:.1f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""GPT in FP8 on NVIDIA Transformer Engine (TE): the fused layers, and the switches that lead from GPT-2 to Llama and Qwen3.
+"""GPT in FP8 on NVIDIA Transformer Engine (TE): the fused layers, and the switches that lead from GPT-2 to
+Llama and Qwen3.
 
-Copy this file and you have the model. It needs torch and TE; where TE or a GPU is missing, `te_reference.py` beside it does the same in
-plain PyTorch. What is worth noticing:
+Copy this file and you have the model. It needs torch and TE; where TE or a GPU is missing, `te_reference.py`
+beside it does the same in plain PyTorch. What is worth noticing:
 
-- GPT-2 is the default. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False, tie_embeddings=False, n_kv_head=…`;
-  Qwen3 adds `use_qk_norm` and `head_dim`. `diff model_te_fused.py model_te_advanced.py` shows what each of them takes.
-- Norm and activation are arguments of TE's fused modules. Grouped-query attention is a narrower QKV product; RoPE and QK-norm stand between
-  that product and attention, and none of the three touches FP8.
-- Attention is PyTorch's (SDPA), which never stores the S x S probabilities. `model_te_optimized.py` adds other kernels, generation with a
-  key-value cache and gradient checkpointing.
+- GPT-2 is the default. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False,
+  tie_embeddings=False, n_kv_head=…`; Qwen3 adds `use_qk_norm` and `head_dim`. `diff model_te_fused.py
+  model_te_advanced.py` shows what each of them takes.
+- Norm and activation are arguments of TE's fused modules. Grouped-query attention is a narrower QKV product;
+  RoPE and QK-norm stand between that product and attention, and none of the three touches FP8.
+- Attention is PyTorch's (SDPA), which never stores the S x S probabilities. `model_te_optimized.py` adds
+  other kernels, generation with a key-value cache and gradient checkpointing.
 
-References: RMSNorm (Zhang and Sennrich 2019), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), GQA (Ainslie et al. 2023),
-QK-norm (Henry et al. 2020; here as in Qwen3).
+References: RMSNorm (Zhang and Sennrich 2019), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), GQA (Ainslie et
+al. 2023), QK-norm (Henry et al. 2020; here as in Qwen3).
 """
 
 import math
@@ -37,7 +39,8 @@ except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8
 
 @dataclass
 class AdvancedConfig:
-    """The architecture. Checked when it is built: a ValueError names the field, its value, the rule and a value that works."""
+    """The architecture. Checked when it is built: a ValueError names the field, its value, the rule and a
+    value that works."""
 
     vocab_size: int = 50304  # GPT-2's 50,257, padded
     n_positions: int = 1024  # the longest sequence
@@ -55,7 +58,8 @@ class AdvancedConfig:
     use_fp8: bool = False
     fp8_margin: int = 0
     head_dim: int | None = None  # None: n_embd / n_head
-    n_inner: int | None = None  # width of the MLP; None: 4 n_embd, or 8/3 n_embd rounded up to a multiple of 64 for swiglu
+    n_inner: int | None = None
+    """width of the MLP; None: 4 n_embd, or 8/3 n_embd rounded up to a multiple of 64 for swiglu"""
     activation: str = "gelu"  # gelu (tanh approximation) | swiglu
     bias: bool = True
     tie_embeddings: bool = True  # the output head shares the embedding's weight
@@ -66,36 +70,67 @@ class AdvancedConfig:
     def __post_init__(self):
         def check(ok, field, rule, works):
             if not ok:
-                raise ValueError(f"{type(self).__name__}.{field}={getattr(self, field)!r}: {rule}; {works} works")
+                raise ValueError(
+                    f"{type(self).__name__}.{field}={getattr(self, field)!r}: {rule}; {works} works"
+                )
 
         for field in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
-            check(getattr(self, field) >= 1, field, "must be 1 or more", type(self).__dataclass_fields__[field].default)
+            check(
+                getattr(self, field) >= 1, field, "must be 1 or more",
+                type(self).__dataclass_fields__[field].default,
+            )
         for field in ("dropout", "attn_dropout"):
             check(0 <= getattr(self, field) < 1, field, "must be at least 0 and less than 1", 0.0)
         padded, fast = -(-self.vocab_size // 32) * 32, -(-self.vocab_size // 128) * 128
-        check(self.vocab_size % 32 == 0, "vocab_size", "must be a multiple of 32",
-              f"{self.vocab_size} → {fast} (a multiple of 128, which multiplies fastest)" + (f" or {padded}" if padded != fast else ""))
+        check(
+            self.vocab_size % 32 == 0,
+            "vocab_size",
+            "must be a multiple of 32",
+            f"{self.vocab_size} → {fast} (a multiple of 128, which multiplies fastest)"
+            + (f" or {padded}" if padded != fast else ""),
+        )
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
         if self.head_dim is None:
-            check(self.n_embd % self.n_head == 0, "n_embd", f"must be a multiple of n_head={self.n_head}, or head_dim be given",
-                  -(-self.n_embd // self.n_head) * self.n_head)
+            check(
+                self.n_embd % self.n_head == 0, "n_embd",
+                f"must be a multiple of n_head={self.n_head}, or head_dim be given",
+                -(-self.n_embd // self.n_head) * self.n_head,
+            )
             self.head_dim = self.n_embd // self.n_head
-        check(self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0, "n_kv_head", f"must divide n_head={self.n_head}",
-              math.gcd(self.n_head, self.n_kv_head))
-        check(self.head_dim >= 1 and self.head_dim % (2 if self.use_rotary else 1) == 0, "head_dim", "must be even, for use_rotary", 64)
+        check(
+            self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0, "n_kv_head",
+            f"must divide n_head={self.n_head}", math.gcd(self.n_head, self.n_kv_head),
+        )
+        check(
+            self.head_dim >= 1 and self.head_dim % (2 if self.use_rotary else 1) == 0, "head_dim",
+            "must be even, for use_rotary", 64,
+        )
         check(self.activation in ("gelu", "swiglu"), "activation", "must be 'gelu' or 'swiglu'", "'gelu'")
         if self.n_inner is None:
-            self.n_inner = 4 * self.n_embd if self.activation == "gelu" else -(-8 * self.n_embd // 3 // 64) * 64
+            self.n_inner = (
+                4 * self.n_embd if self.activation == "gelu" else -(-8 * self.n_embd // 3 // 64) * 64
+            )
         check(self.n_inner >= 1, "n_inner", "must be 1 or more", 4 * self.n_embd)
         for field in ("fp8_skip_first", "fp8_skip_last"):
-            check(0 <= getattr(self, field) <= self.n_layer, field, f"must be from 0 to n_layer={self.n_layer}", 1)
-        check(self.fp8_skip_first + self.fp8_skip_last <= self.n_layer, "fp8_skip_first",
-              f"with fp8_skip_last={self.fp8_skip_last} more blocks than n_layer={self.n_layer}", self.n_layer - self.fp8_skip_last)
+            check(
+                0 <= getattr(self, field) <= self.n_layer, field, f"must be from 0 to n_layer={self.n_layer}",
+                1,
+            )
+        check(
+            self.fp8_skip_first + self.fp8_skip_last <= self.n_layer, "fp8_skip_first",
+            f"with fp8_skip_last={self.fp8_skip_last} more blocks than n_layer={self.n_layer}",
+            self.n_layer - self.fp8_skip_last,
+        )
         if self.use_fp8:  # what an FP8 matrix product needs of its dimensions
-            for field, size in (("n_embd", self.n_embd), ("n_inner", self.n_inner), ("head_dim", self.n_head * self.head_dim),
-                                ("head_dim", self.n_kv_head * self.head_dim)):
-                check(size % 16 == 0, field, f"FP8 needs dimensions divisible by 16, not {size}", -(-getattr(self, field) // 16) * 16)
+            for field, size in (
+                ("n_embd", self.n_embd), ("n_inner", self.n_inner), ("head_dim", self.n_head * self.head_dim),
+                ("head_dim", self.n_kv_head * self.head_dim),
+            ):
+                check(
+                    size % 16 == 0, field, f"FP8 needs dimensions divisible by 16, not {size}",
+                    -(-getattr(self, field) // 16) * 16,
+                )
 
     def in_fp8(self, layer):
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
@@ -122,8 +157,10 @@ class Attention(nn.Module):
         self.config = config
         norm = "RMSNorm" if config.use_rmsnorm else "LayerNorm"
         q_size, kv_size = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-        self.qkv = te.LayerNormLinear(config.n_embd, q_size + 2 * kv_size, eps=config.layernorm_epsilon, bias=config.bias,
-                                      normalization=norm, init_method=normal_init)
+        self.qkv = te.LayerNormLinear(
+            config.n_embd, q_size + 2 * kv_size, eps=config.layernorm_epsilon, bias=config.bias,
+            normalization=norm, init_method=normal_init,
+        )
         if config.use_qk_norm:
             self.q_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
             self.k_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
@@ -133,7 +170,8 @@ class Attention(nn.Module):
         config = self.config
         batch, length, _ = x.shape
         qkv = self.qkv(x, is_first_microbatch=is_first_microbatch).view(batch, length, -1, config.head_dim)
-        q, k, v = qkv.split((config.n_head, config.n_kv_head, config.n_kv_head), dim=2)  # each (B, S, heads, D)
+        # each (B, S, heads, D)
+        q, k, v = qkv.split((config.n_head, config.n_kv_head, config.n_kv_head), dim=2)
         if config.use_qk_norm:
             q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
         if rope is not None:
@@ -142,23 +180,29 @@ class Attention(nn.Module):
         return self.proj(y.reshape(batch, length, -1), is_first_microbatch=is_first_microbatch)
 
     def attend(self, q, k, v):
-        """softmax(q·kᵀ / √D)·v over the positions up to one's own. q (B, S, n_head, D), k, v (B, S, n_kv_head, D) -> (B, S, n_head, D)."""
+        """softmax(q·kᵀ / √D)·v over the positions up to one's own. q (B, S, n_head, D), k, v (B, S,
+        n_kv_head, D) -> (B, S, n_head, D)."""
         config = self.config
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, D)
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=config.attn_dropout if self.training else 0.0, is_causal=True,
-                                           enable_gqa=config.n_kv_head != config.n_head)
+        y = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=config.attn_dropout if self.training else 0.0, is_causal=True,
+            enable_gqa=config.n_kv_head != config.n_head,
+        )
         return y.transpose(1, 2)
 
 
 class Block(nn.Module):
-    """x + attention, then x + MLP; both normalise their input themselves. (B, S, n_embd) -> (B, S, n_embd)."""
+    """x + attention, then x + MLP; both normalise their input themselves. (B, S, n_embd) -> (B, S, n_embd).
+    """
 
     def __init__(self, config):
         super().__init__()
         self.attn = Attention(config)
-        self.mlp = te.LayerNormMLP(config.n_embd, config.n_inner, eps=config.layernorm_epsilon, bias=config.bias,
-                                   activation=config.activation, normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm",
-                                   init_method=normal_init, output_layer_init_method=residual_init(config))
+        self.mlp = te.LayerNormMLP(
+            config.n_embd, config.n_inner, eps=config.layernorm_epsilon, bias=config.bias,
+            activation=config.activation, normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm",
+            init_method=normal_init, output_layer_init_method=residual_init(config),
+        )
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, is_first_microbatch=None):
@@ -167,16 +211,20 @@ class Block(nn.Module):
 
 
 class AdvancedGPT2Model(nn.Module):
-    """GPT. `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy, () float32.
+    """GPT. `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy,
+    () float32.
 
-    input_ids, labels: (B, S) int64; labels are shifted already, -100 is ignored. `fp8_recipe` may be replaced before the first pass.
-    In FP8, B·S must be divisible by 8, and by 16 when training (TE's matrix products ask for it).
+    input_ids, labels: (B, S) int64; labels are shifted already, -100 is ignored. `fp8_recipe` may be replaced
+    before the first pass. In FP8, B·S must be divisible by 8, and by 16 when training (TE's matrix products
+    ask for it).
     """
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.fp8_recipe = DelayedScaling(margin=config.fp8_margin, fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max")
+        self.fp8_recipe = DelayedScaling(
+            margin=config.fp8_margin, fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max"
+        )
         device = "cuda" if torch.cuda.is_available() else "cpu"  # where TE makes its parameters
         self.wte = nn.Embedding(config.vocab_size, config.n_embd, device=device)
         normal_init(self.wte.weight)
@@ -190,25 +238,31 @@ class AdvancedGPT2Model(nn.Module):
                 self.blocks.append(Block(config))
         keep_precision = config.tie_embeddings or not config.fp8_lm_head  # an embedding cannot be kept in FP8
         with te.quantized_model_init(enabled=False) if keep_precision else nullcontext():
-            self.lm_head = te.LayerNormLinear(config.n_embd, config.vocab_size, eps=config.layernorm_epsilon, bias=False,
-                                              normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm", init_method=normal_init)
+            self.lm_head = te.LayerNormLinear(
+                config.n_embd, config.vocab_size, eps=config.layernorm_epsilon, bias=False,
+                normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm", init_method=normal_init,
+            )
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
 
     def forward(self, input_ids, labels=None, is_first_microbatch=None):
-        """`is_first_microbatch`: under gradient accumulation, True for the first micro-batch of a step and False for the others, so that
-        weights are cast to FP8 once a step."""
+        """`is_first_microbatch`: under gradient accumulation, True for the first micro-batch of a step and
+        False for the others, so that weights are cast to FP8 once a step."""
         config = self.config
         if torch.compiler.is_compiling() and config.use_fp8 and self.fp8_recipe.delayed():
             return run_uncompiled(self, input_ids, labels, is_first_microbatch)
         batch, length = input_ids.shape
         if length > config.n_positions:
-            raise ValueError(f"input_ids: {length} positions, but n_positions={config.n_positions}; shorten the sequence")
+            raise ValueError(
+                f"input_ids: {length} positions, but n_positions={config.n_positions}; shorten the sequence"
+            )
         if config.use_fp8:
             multiple = 16 if torch.is_grad_enabled() else 8
             if batch * length % multiple:
-                raise ValueError(f"input_ids {batch} x {length} = {batch * length} tokens: FP8 needs a multiple of {multiple}; "
-                                 f"{-(-batch * length // multiple) * multiple} tokens work, or use_fp8=False")
+                raise ValueError(
+                    f"input_ids {batch} x {length} = {batch * length} tokens: FP8 needs a multiple of {multiple}; "
+                    f"{-(-batch * length // multiple) * multiple} tokens work, or use_fp8=False"
+                )
         positions = torch.arange(length, device=input_ids.device)
         rope = rope_tables(positions, config.head_dim, config.rope_theta) if config.use_rotary else None
 
@@ -218,7 +272,11 @@ class AdvancedGPT2Model(nn.Module):
         x = self.dropout(x)
         with te.autocast(enabled=config.use_fp8, recipe=self.fp8_recipe):
             for layer, block in enumerate(self.blocks):
-                with nullcontext() if config.in_fp8(layer) else te.autocast(enabled=False, recipe=self.fp8_recipe):
+                with (
+                    nullcontext()
+                    if config.in_fp8(layer)
+                    else te.autocast(enabled=False, recipe=self.fp8_recipe)
+                ):
                     x = block(x, rope, is_first_microbatch)
             with te.autocast(enabled=config.use_fp8 and config.fp8_lm_head, recipe=self.fp8_recipe):
                 logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)

@@ -1,13 +1,16 @@
-"""GPT in FP8 on NVIDIA Transformer Engine (TE), from fused layers: norm and matrix product in one module, attention written out.
+"""GPT in FP8 on NVIDIA Transformer Engine (TE), from fused layers: norm and matrix product in one module,
+attention written out.
 
-Copy this file and you have the model. It needs torch and TE; where TE or a GPU is missing, `te_reference.py` beside it does the same in
-plain PyTorch. What is worth noticing:
+Copy this file and you have the model. It needs torch and TE; where TE or a GPU is missing, `te_reference.py`
+beside it does the same in plain PyTorch. What is worth noticing:
 
-- `te.LayerNormLinear` is a norm and the product behind it; `te.LayerNormMLP` a norm, two products and the activation between them. Such a
-  module knows that a product in FP8 reads the norm's or the activation's output, so with delayed scaling TE writes that output in FP8 at
-  once: nothing is stored in bfloat16 to be read again and cast. `model_te_custom.py` is the same network from single layers.
-- Only these products run in FP8. Attention is plain PyTorch between two of them, in the activations' precision, with its softmax in
-  float32. It keeps all S x S probabilities of every head for the backward pass; `model_te_advanced.py` has the kernel that does not.
+- `te.LayerNormLinear` is a norm and the product behind it; `te.LayerNormMLP` a norm, two products and the
+  activation between them. Such a module knows that a product in FP8 reads the norm's or the activation's
+  output, so with delayed scaling TE writes that output in FP8 at once: nothing is stored in bfloat16 to be
+  read again and cast. `model_te_custom.py` is the same network from single layers.
+- Only these products run in FP8. Attention is plain PyTorch between two of them, in the activations'
+  precision, with its softmax in float32. It keeps all S x S probabilities of every head for the backward
+  pass; `model_te_advanced.py` has the kernel that does not.
 - The network is GPT-2's (Radford et al. 2019): learned positions, LayerNorm before each branch, GELU.
 """
 
@@ -34,7 +37,8 @@ except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8
 
 @dataclass
 class FusedConfig:
-    """The architecture. Checked when it is built: a ValueError names the field, its value, the rule and a value that works."""
+    """The architecture. Checked when it is built: a ValueError names the field, its value, the rule and a
+    value that works."""
 
     vocab_size: int = 50304  # GPT-2's 50,257, padded
     n_positions: int = 1024  # the longest sequence
@@ -56,15 +60,25 @@ class FusedConfig:
     def __post_init__(self):
         def check(ok, field, rule, works):
             if not ok:
-                raise ValueError(f"{type(self).__name__}.{field}={getattr(self, field)!r}: {rule}; {works} works")
+                raise ValueError(
+                    f"{type(self).__name__}.{field}={getattr(self, field)!r}: {rule}; {works} works"
+                )
 
         for field in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
-            check(getattr(self, field) >= 1, field, "must be 1 or more", type(self).__dataclass_fields__[field].default)
+            check(
+                getattr(self, field) >= 1, field, "must be 1 or more",
+                type(self).__dataclass_fields__[field].default,
+            )
         for field in ("dropout", "attn_dropout"):
             check(0 <= getattr(self, field) < 1, field, "must be at least 0 and less than 1", 0.0)
         padded, fast = -(-self.vocab_size // 32) * 32, -(-self.vocab_size // 128) * 128
-        check(self.vocab_size % 32 == 0, "vocab_size", "must be a multiple of 32",
-              f"{self.vocab_size} → {fast} (a multiple of 128, which multiplies fastest)" + (f" or {padded}" if padded != fast else ""))
+        check(
+            self.vocab_size % 32 == 0,
+            "vocab_size",
+            "must be a multiple of 32",
+            f"{self.vocab_size} → {fast} (a multiple of 128, which multiplies fastest)"
+            + (f" or {padded}" if padded != fast else ""),
+        )
         check(self.n_embd % self.n_head == 0, "n_embd", f"must be a multiple of n_head={self.n_head}",
               -(-self.n_embd // self.n_head) * self.n_head)
         self.n_kv_head, self.head_dim = self.n_head, self.n_embd // self.n_head
@@ -72,12 +86,21 @@ class FusedConfig:
             self.n_inner = 4 * self.n_embd
         check(self.n_inner >= 1, "n_inner", "must be 1 or more", 4 * self.n_embd)
         for field in ("fp8_skip_first", "fp8_skip_last"):
-            check(0 <= getattr(self, field) <= self.n_layer, field, f"must be from 0 to n_layer={self.n_layer}", 1)
-        check(self.fp8_skip_first + self.fp8_skip_last <= self.n_layer, "fp8_skip_first",
-              f"with fp8_skip_last={self.fp8_skip_last} more blocks than n_layer={self.n_layer}", self.n_layer - self.fp8_skip_last)
+            check(
+                0 <= getattr(self, field) <= self.n_layer, field, f"must be from 0 to n_layer={self.n_layer}",
+                1,
+            )
+        check(
+            self.fp8_skip_first + self.fp8_skip_last <= self.n_layer, "fp8_skip_first",
+            f"with fp8_skip_last={self.fp8_skip_last} more blocks than n_layer={self.n_layer}",
+            self.n_layer - self.fp8_skip_last,
+        )
         if self.use_fp8:  # what an FP8 matrix product needs of its dimensions
             for field, size in (("n_embd", self.n_embd), ("n_inner", self.n_inner)):
-                check(size % 16 == 0, field, f"FP8 needs dimensions divisible by 16, not {size}", -(-getattr(self, field) // 16) * 16)
+                check(
+                    size % 16 == 0, field, f"FP8 needs dimensions divisible by 16, not {size}",
+                    -(-getattr(self, field) // 16) * 16,
+                )
 
     def in_fp8(self, layer):
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
@@ -89,9 +112,13 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.qkv = te.LayerNormLinear(config.n_embd, 3 * config.n_embd, eps=config.layernorm_epsilon, bias=config.bias,
-                                      init_method=normal_init)
-        self.proj = te.Linear(config.n_embd, config.n_embd, bias=config.bias, init_method=residual_init(config))
+        self.qkv = te.LayerNormLinear(
+            config.n_embd, 3 * config.n_embd, eps=config.layernorm_epsilon, bias=config.bias,
+            init_method=normal_init,
+        )
+        self.proj = te.Linear(
+            config.n_embd, config.n_embd, bias=config.bias, init_method=residual_init(config)
+        )
 
     def forward(self, x, is_first_microbatch=None):
         config = self.config
@@ -102,23 +129,29 @@ class Attention(nn.Module):
         return self.proj(y.reshape(batch, length, -1), is_first_microbatch=is_first_microbatch)
 
     def attend(self, q, k, v):
-        """softmax(q·kᵀ / √D)·v over the positions up to one's own. q, k, v (B, S, n_head, D) -> (B, S, n_head, D)."""
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, n_head, S, D): a product for each head
+        """softmax(q·kᵀ / √D)·v over the positions up to one's own. q, k, v (B, S, n_head, D) -> (B, S,
+        n_head, D)."""
+        # (B, n_head, S, D): a product for each head
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         scores = (q @ k.transpose(2, 3)).float() / math.sqrt(q.shape[-1])  # (B, n_head, S, S): query by key
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        weights = F.softmax(scores.masked_fill(future, -math.inf), dim=-1).to(v.dtype)  # in float32: bfloat16 cannot sum S exponentials
+        # in float32: bfloat16 cannot sum S exponentials
+        weights = F.softmax(scores.masked_fill(future, -math.inf), dim=-1).to(v.dtype)
         weights = F.dropout(weights, self.config.attn_dropout, self.training)
         return (weights @ v).transpose(1, 2)
 
 
 class Block(nn.Module):
-    """x + attention, then x + MLP; both normalise their input themselves. (B, S, n_embd) -> (B, S, n_embd)."""
+    """x + attention, then x + MLP; both normalise their input themselves. (B, S, n_embd) -> (B, S, n_embd).
+    """
 
     def __init__(self, config):
         super().__init__()
         self.attn = Attention(config)
-        self.mlp = te.LayerNormMLP(config.n_embd, config.n_inner, eps=config.layernorm_epsilon, bias=config.bias,
-                                   activation="gelu", init_method=normal_init, output_layer_init_method=residual_init(config))
+        self.mlp = te.LayerNormMLP(
+            config.n_embd, config.n_inner, eps=config.layernorm_epsilon, bias=config.bias, activation="gelu",
+            init_method=normal_init, output_layer_init_method=residual_init(config),
+        )
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, is_first_microbatch=None):
@@ -127,16 +160,20 @@ class Block(nn.Module):
 
 
 class FusedGPT2Model(nn.Module):
-    """GPT. `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy, () float32.
+    """GPT. `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy,
+    () float32.
 
-    input_ids, labels: (B, S) int64; labels are shifted already, -100 is ignored. `fp8_recipe` may be replaced before the first pass.
-    In FP8, B·S must be divisible by 8, and by 16 when training (TE's matrix products ask for it).
+    input_ids, labels: (B, S) int64; labels are shifted already, -100 is ignored. `fp8_recipe` may be replaced
+    before the first pass. In FP8, B·S must be divisible by 8, and by 16 when training (TE's matrix products
+    ask for it).
     """
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.fp8_recipe = DelayedScaling(margin=config.fp8_margin, fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max")
+        self.fp8_recipe = DelayedScaling(
+            margin=config.fp8_margin, fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max"
+        )
         device = "cuda" if torch.cuda.is_available() else "cpu"  # where TE makes its parameters
         self.wte = nn.Embedding(config.vocab_size, config.n_embd, device=device)
         normal_init(self.wte.weight)
@@ -149,32 +186,42 @@ class FusedGPT2Model(nn.Module):
                 self.blocks.append(Block(config))
         keep_precision = config.tie_embeddings or not config.fp8_lm_head  # an embedding cannot be kept in FP8
         with te.quantized_model_init(enabled=False) if keep_precision else nullcontext():
-            self.lm_head = te.LayerNormLinear(config.n_embd, config.vocab_size, eps=config.layernorm_epsilon, bias=False,
-                                              init_method=normal_init)
+            self.lm_head = te.LayerNormLinear(
+                config.n_embd, config.vocab_size, eps=config.layernorm_epsilon, bias=False,
+                init_method=normal_init,
+            )
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
 
     def forward(self, input_ids, labels=None, is_first_microbatch=None):
-        """`is_first_microbatch`: under gradient accumulation, True for the first micro-batch of a step and False for the others, so that
-        weights are cast to FP8 once a step."""
+        """`is_first_microbatch`: under gradient accumulation, True for the first micro-batch of a step and
+        False for the others, so that weights are cast to FP8 once a step."""
         config = self.config
         if torch.compiler.is_compiling() and config.use_fp8 and self.fp8_recipe.delayed():
             return run_uncompiled(self, input_ids, labels, is_first_microbatch)
         batch, length = input_ids.shape
         if length > config.n_positions:
-            raise ValueError(f"input_ids: {length} positions, but n_positions={config.n_positions}; shorten the sequence")
+            raise ValueError(
+                f"input_ids: {length} positions, but n_positions={config.n_positions}; shorten the sequence"
+            )
         if config.use_fp8:
             multiple = 16 if torch.is_grad_enabled() else 8
             if batch * length % multiple:
-                raise ValueError(f"input_ids {batch} x {length} = {batch * length} tokens: FP8 needs a multiple of {multiple}; "
-                                 f"{-(-batch * length // multiple) * multiple} tokens work, or use_fp8=False")
+                raise ValueError(
+                    f"input_ids {batch} x {length} = {batch * length} tokens: FP8 needs a multiple of {multiple}; "
+                    f"{-(-batch * length // multiple) * multiple} tokens work, or use_fp8=False"
+                )
         positions = torch.arange(length, device=input_ids.device)
 
         x = self.wte(input_ids) + self.wpe(positions)
         x = self.dropout(x)
         with te.autocast(enabled=config.use_fp8, recipe=self.fp8_recipe):
             for layer, block in enumerate(self.blocks):
-                with nullcontext() if config.in_fp8(layer) else te.autocast(enabled=False, recipe=self.fp8_recipe):
+                with (
+                    nullcontext()
+                    if config.in_fp8(layer)
+                    else te.autocast(enabled=False, recipe=self.fp8_recipe)
+                ):
                     x = block(x, is_first_microbatch)
             with te.autocast(enabled=config.use_fp8 and config.fp8_lm_head, recipe=self.fp8_recipe):
                 logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)

@@ -1,12 +1,14 @@
 """Text from a checkpoint: python sample.py out/<run> --prompt "def main(" --temperature 0.8
 
 Notable, and why:
-- Sampling runs with FP8 off. With a key-value cache each step multiplies one row, and FP8 products need row counts that
-  are multiples of 8; padding one row to eight would cost more than it saves. A checkpoint keeps its weights in high
-  precision, so nothing is lost: what FP8 training learned is read out in BF16 on a GPU and in float32 on the CPU.
-- When the context is full (n_positions tokens), the window slides: it restarts from its last n_positions / 2 tokens, whose
-  keys and values are computed anew, since a position changes every one of them. Sliding by half costs one such pass
-  per n_positions / 2 tokens; sliding by one would cost one per token. With and without the cache windows are the same.
+- Sampling runs with FP8 off. With a key-value cache each step multiplies one row, and FP8 products need row
+  counts that are multiples of 8; padding one row to eight would cost more than it saves. A checkpoint keeps
+  its weights in high precision, so nothing is lost: what FP8 training learned is read out in BF16 on a GPU
+  and in float32 on the CPU.
+- When the context is full (n_positions tokens), the window slides: it restarts from its last n_positions / 2
+  tokens, whose keys and values are computed anew, since a position changes every one of them. Sliding by half
+  costs one such pass per n_positions / 2 tokens; sliding by one would cost one per token. With and without
+  the cache windows are the same.
 """
 import sys
 from dataclasses import dataclass
@@ -27,8 +29,9 @@ class SampleConfig:
     max_new_tokens: int = 256
     """Tokens to generate (fewer if the text ends)."""
     temperature: float = 0.8
-    """0 always takes the likeliest token; 1 samples from the model's own distribution. The model runs with FP8 off: one
-    token at a time is fewer rows than an FP8 product takes, and the weights are stored in high precision anyway."""
+    """0 always takes the likeliest token; 1 samples from the model's own distribution. The model runs with
+    FP8 off: one token at a time is fewer rows than an FP8 product takes, and the weights are stored in high
+    precision anyway."""
     top_k: int | None = None
     """Sample among the k likeliest tokens only."""
     top_p: float | None = None
@@ -44,13 +47,23 @@ class SampleConfig:
 
 
 @torch.no_grad()
-def generate(model, ids: list[int], max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None,
-             top_p: float | None = None, generator: torch.Generator | None = None, vocab_size: int | None = None,
-             stop: int | None = None, use_cache: bool = True) -> list[int]:
+def generate(
+    model,
+    ids: list[int],
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+    vocab_size: int | None = None,
+    stop: int | None = None,
+    use_cache: bool = True,
+) -> list[int]:
     """Up to `max_new_tokens` token ids that go on from `ids` (at least one id), with FP8 off.
 
-    `vocab_size` is the tokenizer's, where the model's is padded above it; `stop` is an id that ends the text. ValueError
-    for sampling options that make no sense.
+    `vocab_size` is the tokenizer's, where the model's is padded above it; `stop` is an id that ends the text.
+    ValueError for sampling options that make no sense.
     """
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     if not ids:
@@ -120,12 +133,15 @@ def pick_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; --device auto takes what there is")
+        raise ValueError(
+            f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; --device auto takes what there is"
+        )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def load_model(path, device: torch.device):
-    """(model in eval mode with FP8 off, tokenizer) of a run's latest checkpoint, or of one step-<n> folder."""
+    """(model in eval mode with FP8 off, tokenizer) of a run's latest checkpoint, or of one step-<n> folder.
+    """
     folder = checkpoint.find(path)
     meta = checkpoint.read_meta(folder)
     config = checkpoint.make_model_config(meta["model"], meta["model_config"] | {"use_fp8": False})
@@ -148,8 +164,11 @@ def main(argv=None) -> None:
     generator = torch.Generator(device).manual_seed(config.seed)
     ids = [tokenizer.eot, *tokenizer.encode(config.prompt)]
     for number in range(config.num_samples):
-        new = generate(model, ids, config.max_new_tokens, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p,
-                       generator=generator, vocab_size=tokenizer.vocab_size, stop=tokenizer.eot, use_cache=config.kv_cache)
+        new = generate(
+            model, ids, config.max_new_tokens, temperature=config.temperature, top_k=config.top_k,
+            top_p=config.top_p, generator=generator, vocab_size=tokenizer.vocab_size, stop=tokenizer.eot,
+            use_cache=config.kv_cache,
+        )
         print(("" if number == 0 else "\n---\n") + config.prompt + tokenizer.decode(new))
 
 

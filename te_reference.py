@@ -1,8 +1,10 @@
-"""The part of `transformer_engine.pytorch` that the models use, in plain PyTorch. Runs anywhere; FP8 is emulated number for number.
+"""The part of `transformer_engine.pytorch` that the models use, in plain PyTorch. Runs anywhere; FP8 is
+emulated number for number.
 
-Transformer Engine (TE) needs an NVIDIA GPU even to be imported. This file stands in for it: the same modules, constructor arguments,
-parameter names, `state_dict` keys and FP8 bookkeeping as TE 2.20, so that a model file runs on a laptop, and so that the two can be
-compared on one GPU. Nothing here is fast; all of it is meant to be read next to TE's own sources.
+Transformer Engine (TE) needs an NVIDIA GPU even to be imported. This file stands in for it: the same modules,
+constructor arguments, parameter names, `state_dict` keys and FP8 bookkeeping as TE 2.20, so that a model file
+runs on a laptop, and so that the two can be compared on one GPU. Nothing here is fast; all of it is meant to
+be read next to TE's own sources.
 
 How FP8 is emulated. A linear layer has three matrix products, and TE quantises both sides of each:
 
@@ -10,14 +12,16 @@ How FP8 is emulated. A linear layer has three matrix products, and TE quantises 
     dx = dy · w       input gradient    dy in E5M2 (format HYBRID) or E4M3
     dw = dyᵀ · x      weight gradient
 
-Here x, w and dy are really cast to `torch.float8_*` with the recipe's scale, cast back, and multiplied in float32. The quantised bytes are
-TE's own; a result differs only by the order in which the product is summed. Two small autograd functions do it all: `_StraightThrough`
-replaces x or w by its dequantised self, and `_QuantizeGrad`, put on y, quantises dy on its way back, so both gradients see it.
-Recipes that scale in blocks quantise each operand twice, once for each product it enters; `_BlockLinear` is theirs.
+Here x, w and dy are really cast to `torch.float8_*` with the recipe's scale, cast back, and multiplied in
+float32. The quantised bytes are TE's own; a result differs only by the order in which the product is summed.
+Two small autograd functions do it all: `_StraightThrough` replaces x or w by its dequantised self, and
+`_QuantizeGrad`, put on y, quantises dy on its way back, so both gradients see it. Recipes that scale in
+blocks quantise each operand twice, once for each product it enters; `_BlockLinear` is theirs.
 
-What TE keeps between steps (recipe `DelayedScaling`): for each tensor a `scale` and an `amax_history`. Row 0 of the history collects the
-current amax; when the outermost `autocast` ends (forward) or the first module's backward ends (backward) the history rolls by one and
-the scale for the *next* step follows from it. Sources: TE 2.20 `quantization.py`, `module/base.py`, `recipe/delayed_scaling.cu`.
+What TE keeps between steps (recipe `DelayedScaling`): for each tensor a `scale` and an `amax_history`. Row 0
+of the history collects the current amax; when the outermost `autocast` ends (forward) or the first module's
+backward ends (backward) the history rolls by one and the scale for the *next* step follows from it. Sources:
+TE 2.20 `quantization.py`, `module/base.py`, `recipe/delayed_scaling.cu`.
 
 TF32 must stay off (PyTorch's default): dequantised values do not fit its ten bits of mantissa.
 """
@@ -56,7 +60,8 @@ class _FormatMax(NamedTuple):
 
 
 class Format(Enum):
-    """FP8 formats. HYBRID: E4M3 (4 exponent bits, 3 mantissa bits, up to 448) forward, E5M2 (5 and 2, up to 57,344) backward."""
+    """FP8 formats. HYBRID: E4M3 (4 exponent bits, 3 mantissa bits, up to 448) forward, E5M2 (5 and 2, up to
+    57,344) backward."""
 
     E4M3 = _FormatMax(448, 448)
     E5M2 = _FormatMax(57344, 57344)
@@ -93,7 +98,8 @@ class Recipe:
 
 @dataclass(repr=False)
 class DelayedScaling(Recipe):
-    """Scale each tensor by what its amax was in the last `amax_history_len` steps: scale = FP8_MAX / amax / 2**margin."""
+    """Scale each tensor by what its amax was in the last `amax_history_len` steps: scale = FP8_MAX / amax /
+    2**margin."""
 
     margin: int = 0
     fp8_format: Format = Format.HYBRID
@@ -109,8 +115,10 @@ class DelayedScaling(Recipe):
             raise ValueError("fp8_format=E5M2: pure E5M2 training is not supported; use Format.HYBRID")
 
     def __repr__(self):  # TE tells recipes apart by this string, which leaves the amax algorithm out
-        return (f"recipe_type=DelayedScaling, margin={self.margin}, format={self.fp8_format.name}, "
-                f"amax_history_len={self.amax_history_len}, reduce_amax={self.reduce_amax}, fp8_dpa={self.fp8_dpa}, fp8_mha={self.fp8_mha}")
+        return (
+            f"recipe_type=DelayedScaling, margin={self.margin}, format={self.fp8_format.name}, "
+            f"amax_history_len={self.amax_history_len}, reduce_amax={self.reduce_amax}, fp8_dpa={self.fp8_dpa}, fp8_mha={self.fp8_mha}"
+        )
 
 
 @dataclass
@@ -127,8 +135,8 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass
 class Float8BlockScaling(Recipe):
-    """A scale for each 128 values of an activation or gradient along the dimension a product sums over, and for each 128x128 of a weight;
-    powers of two unless `use_f32_scales`. No state."""
+    """A scale for each 128 values of an activation or gradient along the dimension a product sums over, and
+    for each 128x128 of a weight; powers of two unless `use_f32_scales`. No state."""
 
     use_f32_scales: bool = False
     fp8_format: Format = Format.E4M3
@@ -138,8 +146,9 @@ class Float8BlockScaling(Recipe):
 
 @dataclass
 class MXFP8BlockScaling(Recipe):
-    """The OCP microscaling format MXFP8: a power of two (E8M0: eight bits of exponent) for each 32 values along the dimension a product
-    sums over. No state. (Blackwell's recipe; TE rounds the exponent up, so that nothing saturates.)"""
+    """The OCP microscaling format MXFP8: a power of two (E8M0: eight bits of exponent) for each 32 values
+    along the dimension a product sums over. No state. (Blackwell's recipe; TE rounds the exponent up, so that
+    nothing saturates.)"""
 
     margin: int = 0
     fp8_format: Format = Format.E4M3
@@ -174,31 +183,38 @@ class _Fp8State:
         self.enabled = False
         self.recipe = None
         self.group = None
-        self.first_module = False  # True until the first module of an autocast region has run: its backward rolls the histories
+        # True until the first module of an autocast region has run: its backward rolls the histories
+        self.first_module = False
         self.depth = 0
         self.weights_in_fp8 = False  # inside quantized_model_init
         self.keep_init_value = False
         self.recompute = None  # inside checkpoint(): "forward", or "recompute" in its second forward
         self.recompute_first_module = []
         self.regions = {}  # key -> (recipe, group), as last entered
-        self.states = {}  # (forward?, key) -> weak references to the _ScalingState of every module that ever ran there
+        # (forward?, key) -> weak references to the _ScalingState of every module that ever ran there
+        self.states = {}
 
 
 _fp8 = _Fp8State()
 
 
 class autocast:
-    """`with te.autocast(enabled=…, recipe=…)`: modules inside run in FP8. Nests; an inner `enabled=False` switches FP8 off for its
-    part."""
+    """`with te.autocast(enabled=…, recipe=…)`: modules inside run in FP8. Nests; an inner `enabled=False`
+    switches FP8 off for its part."""
 
     def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
         if calibrating:
-            raise ValueError("autocast(calibrating=True) is not emulated by te_reference; run it on a GPU with Transformer Engine")
+            raise ValueError(
+                "autocast(calibrating=True) is not emulated by te_reference; run it on a GPU with Transformer Engine"
+            )
         self.enabled, self.recipe, self.group = enabled, recipe, amax_reduction_group
 
     def __enter__(self):
         if self.enabled and torch.compiler.is_compiling() and (self.recipe is None or self.recipe.delayed()):
-            raise RuntimeError("DelayedScaling is not supported under torch.compile. Please use other recipes instead.")  # as TE
+            # as TE
+            raise RuntimeError(
+                "DelayedScaling is not supported under torch.compile. Please use other recipes instead."
+            )
         recipe = DelayedScaling() if self.recipe is None else self.recipe
         self.outer = (_fp8.enabled, _fp8.recipe, _fp8.group, _fp8.first_module)
         if self.enabled and recipe.delayed():
@@ -212,8 +228,8 @@ class autocast:
     def __exit__(self, *exc):
         _fp8.enabled, _fp8.recipe, _fp8.group, _fp8.first_module = self.outer
         _fp8.depth -= 1
-        # Only the outermost region, and only with gradients on: evaluation neither rolls a history nor moves a scale,
-        # but the amax it saw stays in row 0 and counts in the next training step.
+        # Only the outermost region, and only with gradients on: evaluation neither rolls a history nor moves
+        # a scale, but the amax it saw stays in row 0 and counts in the next training step.
         if self.enabled and _fp8.depth == 0 and torch.is_grad_enabled():
             _roll_histories(forward=True)
 
@@ -225,8 +241,9 @@ def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=Non
 
 @contextmanager
 def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
-    """Modules made inside hold FP8 weights only. Here such a parameter is a plain tensor whose values FP8 can hold (exactly so in
-    float32; in bfloat16 rounded once more); `FusedAdam` updates a float32 master and quantises it back, as TE's does."""
+    """Modules made inside hold FP8 weights only. Here such a parameter is a plain tensor whose values FP8 can
+    hold (exactly so in float32; in bfloat16 rounded once more); `FusedAdam` updates a float32 master and
+    quantises it back, as TE's does."""
     outer = (_fp8.weights_in_fp8, _fp8.recipe, _fp8.keep_init_value)
     _fp8.weights_in_fp8, _fp8.recipe = enabled, DelayedScaling() if recipe is None else recipe
     _fp8.keep_init_value = preserve_high_precision_init_val
@@ -244,13 +261,19 @@ def _region_key(recipe, group):
 
 
 def _roll_histories(forward):
-    """End of a forward (or backward) pass: reduce every amax over the ranks, roll the histories, compute the next scales."""
+    """End of a forward (or backward) pass: reduce every amax over the ranks, roll the histories, compute the
+    next scales."""
     for (is_forward, key), references in _fp8.states.items():
         states = [s for s in (r() for r in references) if s is not None]
         if is_forward != forward or not states:
             continue
         recipe, group = _fp8.regions[key]
-        if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        if (
+            recipe.reduce_amax
+            and dist.is_available()
+            and dist.is_initialized()
+            and dist.get_world_size(group) > 1
+        ):
             amax = torch.cat([s.amax_history[0] for s in states])
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
             for state, part in zip(states, amax.split([s.scale.numel() for s in states])):
@@ -260,8 +283,9 @@ def _roll_histories(forward):
 
 
 class _ScalingState:
-    """Scales and amax histories of one module's tensors, forward [input, weight, output] or backward [output gradient, input gradient],
-    once for each matrix product. Tensors: `scale` (n,), `amax_history` (amax_history_len, n), float32."""
+    """Scales and amax histories of one module's tensors, forward [input, weight, output] or backward [output
+    gradient, input gradient], once for each matrix product. Tensors: `scale` (n,), `amax_history`
+    (amax_history_len, n), float32."""
 
     def __init__(self, recipe, n, device):
         self.scale = torch.ones(n, dtype=torch.float32, device=device)
@@ -269,8 +293,9 @@ class _ScalingState:
 
     @torch.no_grad()
     def roll(self, recipe, fp8_max):
-        """Next scale from the history; then row i takes row i+1, the last row takes this step's amax, row 0 is zero again.
-        A tensor that was not quantised since the last time (its amax is zero) is left as it is."""
+        """Next scale from the history; then row i takes row i+1, the last row takes this step's amax, row 0
+        is zero again. A tensor that was not quantised since the last time (its amax is zero) is left as it
+        is."""
         history = self.amax_history
         unused = history[0] == 0
         if callable(recipe.amax_compute_algo):
@@ -289,23 +314,25 @@ class _ScalingState:
         self.scale.copy_(torch.where(unused, self.scale, scale))
 
     def resize(self, length):
-        """Another `amax_history_len`: cut off the end, or pad with zeros. So does TE, although the newest rows are at the end."""
+        """Another `amax_history_len`: cut off the end, or pad with zeros. So does TE, although the newest
+        rows are at the end."""
         if length != len(self.amax_history):
             kept = self.amax_history[:length]
             self.amax_history = F.pad(kept, (0, 0, 0, length - len(kept))).clone()
 
 
 def delayed_scale(amax, old_scale, fp8_max, margin=0):
-    """FP8_MAX / amax / 2**margin. An amax of zero, infinity or NaN keeps the old scale; one so small that the quotient overflows
-    float32 gives the largest float32. All (n,) float32."""
-    scale = torch.full_like(amax, fp8_max * 2.0**-margin) / amax  # number / tensor would round twice: PyTorch takes the reciprocal
+    """FP8_MAX / amax / 2**margin. An amax of zero, infinity or NaN keeps the old scale; one so small that the
+    quotient overflows float32 gives the largest float32. All (n,) float32."""
+    # number / tensor would round twice: PyTorch takes the reciprocal
+    scale = torch.full_like(amax, fp8_max * 2.0**-margin) / amax
     scale = torch.where(torch.isinf(scale), FP32_MAX, scale)
     return torch.where((amax > 0) & torch.isfinite(amax), scale, old_scale)
 
 
 def current_scale(amax, fp8_max, power_of_2=False):
-    """FP8_MAX / amax; 1 for an amax of zero or infinity; the largest float32 where the quotient overflows. `power_of_2` rounds down
-    to one."""
+    """FP8_MAX / amax; 1 for an amax of zero or infinity; the largest float32 where the quotient overflows.
+    `power_of_2` rounds down to one."""
     scale = torch.full_like(amax, fp8_max) / amax
     scale = torch.where(torch.isinf(scale), FP32_MAX, scale)
     scale = torch.where((amax == 0) | torch.isinf(amax), 1.0, scale)
@@ -315,7 +342,8 @@ def current_scale(amax, fp8_max, power_of_2=False):
 
 
 def mx_scale(amax, fp8_max):
-    """MXFP8's: 2^-e with the smallest e such that amax / 2^e fits the format, e from -127 to 127 (what E8M0 holds)."""
+    """MXFP8's: 2^-e with the smallest e such that amax / 2^e fits the format, e from -127 to 127 (what E8M0
+    holds)."""
     bits = (amax * (1.0 / fp8_max)).view(torch.int32)
     exponent, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
     up = (mantissa > 0) & (exponent < 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
@@ -323,8 +351,9 @@ def mx_scale(amax, fp8_max):
 
 
 def in_blocks(x, block, scale_of, dtype):
-    """Quantise x (rows, columns) with one scale for each block of (rows, columns) = `block` -> (FP8 of x's shape, the scales
-    (row blocks, column blocks), x dequantised float32). Blocks at the edge may be smaller."""
+    """Quantise x (rows, columns) with one scale for each block of (rows, columns) = `block` -> (FP8 of x's
+    shape, the scales (row blocks, column blocks), x dequantised float32). Blocks at the edge may be smaller.
+    """
     rows, columns = x.shape
     padded = F.pad(x.detach().float(), (0, -columns % block[1], 0, -rows % block[0]))
     tiles = padded.view(padded.shape[0] // block[0], block[0], -1, block[1])
@@ -335,7 +364,8 @@ def in_blocks(x, block, scale_of, dtype):
 
 
 def _in_rows_and_columns(x, recipe, dtype, weight=False):
-    """x, quantised in blocks and dequantised, twice: with blocks along the columns and along the rows; the same where blocks are square."""
+    """x, quantised in blocks and dequantised, twice: with blocks along the columns and along the rows; the
+    same where blocks are square."""
     if recipe.mxfp8():
         size, scale_of = 32, mx_scale
     else:
@@ -347,9 +377,9 @@ def _in_rows_and_columns(x, recipe, dtype, weight=False):
 
 
 class _BlockLinear(torch.autograd.Function):
-    """x · wᵀ in blocks. A block runs along the dimension that a product sums over, and x, w and dy each enter two products that sum over
-    different dimensions: so each is quantised twice (TE's row-wise and column-wise data).
-    x (rows, in), w = (by rows, by columns), each (out, in)."""
+    """x · wᵀ in blocks. A block runs along the dimension that a product sums over, and x, w and dy each enter
+    two products that sum over different dimensions: so each is quantised twice (TE's row-wise and column-wise
+    data). x (rows, in), w = (by rows, by columns), each (out, in)."""
 
     @staticmethod
     def forward(ctx, x, weight, w, recipe, grad_dtype):
@@ -363,7 +393,10 @@ class _BlockLinear(torch.autograd.Function):
         x, w = ctx.saved_tensors
         recipe, grad_dtype, x_dtype, w_dtype = ctx.args
         by_rows, by_columns = _in_rows_and_columns(grad, recipe, recipe._dtype(forward=False))
-        return (by_rows @ w).to(grad_dtype).to(x_dtype), (by_columns.T @ x).to(grad_dtype).to(w_dtype), None, None, None
+        return (
+            (by_rows @ w).to(grad_dtype).to(x_dtype), (by_columns.T @ x).to(grad_dtype).to(w_dtype), None,
+            None, None,
+        )
 
 
 def amax_of(x):
@@ -372,7 +405,8 @@ def amax_of(x):
 
 
 def quantize(x, scale, dtype):
-    """x · scale, saturated to the format's range (infinity too; NaN stays) and cast, round to nearest even. -> FP8 of x's shape."""
+    """x · scale, saturated to the format's range (infinity too; NaN stays) and cast, round to nearest even.
+    -> FP8 of x's shape."""
     return (x.detach().float() * scale).clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
 
 
@@ -382,7 +416,8 @@ def dequantize(q, scale):
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Forward: `value` in place of x. Backward: the gradient, rounded to `grad_dtype`, the precision of the product that makes it in TE."""
+    """Forward: `value` in place of x. Backward: the gradient, rounded to `grad_dtype`, the precision of the
+    product that makes it in TE."""
 
     @staticmethod
     def forward(ctx, x, value, grad_dtype):
@@ -396,7 +431,8 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _QuantizeGrad(torch.autograd.Function):
-    """Forward: identity. Backward: the gradient, quantised to FP8 and back; then, in the first module's last product, the backward roll."""
+    """Forward: identity. Backward: the gradient, quantised to FP8 and back; then, in the first module's last
+    product, the backward roll."""
 
     @staticmethod
     def forward(ctx, y, recipe, state, index, roll):
@@ -415,8 +451,8 @@ class _QuantizeGrad(torch.autograd.Function):
 
 
 def _scale_for(x, recipe, state, index, dtype):
-    """The scale to quantise a tensor with, from x, the tensor before any rounding. Delayed: the stored one, and x's amax goes into row 0
-    (as a maximum: a row can see several passes). Current: from x's amax."""
+    """The scale to quantise a tensor with, from x, the tensor before any rounding. Delayed: the stored one,
+    and x's amax goes into row 0 (as a maximum: a row can see several passes). Current: from x's amax."""
     amax = amax_of(x)
     if isinstance(recipe, Float8CurrentScaling):
         return current_scale(amax, FP8_MAX[dtype], recipe.use_power_2_scales)
@@ -444,7 +480,8 @@ def _normal_init(weight):
 
 
 class _Module(nn.Module):
-    """TransformerEngineBaseModule: FP8 state in `fp8_meta`, its life cycle in a forward pass, `_extra_state` in the state dict."""
+    """TransformerEngineBaseModule: FP8 state in `fp8_meta`, its life cycle in a forward pass, `_extra_state`
+    in the state dict."""
 
     def __init__(self, num_gemms=0):
         super().__init__()
@@ -456,9 +493,13 @@ class _Module(nn.Module):
 
     # -- parameters
 
-    def _linear_parameters(self, weight, bias, out_features, in_features, use_bias, init_method, gemm, dtype, device):
+    def _linear_parameters(
+        self, weight, bias, out_features, in_features, use_bias, init_method, gemm, dtype, device
+    ):
         """Register `weight` (out, in) and `bias` (out,); an absent bias is an empty tensor, as in TE."""
-        self.register_parameter(weight, nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device)))
+        self.register_parameter(
+            weight, nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
+        )
         with torch.no_grad():
             (init_method or _normal_init)(getattr(self, weight))
         if use_bias:
@@ -494,8 +535,10 @@ class _Module(nn.Module):
         if meta.get("recipe") == recipe and ("scaling_fwd" in meta) == recipe.delayed():
             return
         if meta.get("recipe") is not None and type(meta["recipe"]) is not type(recipe):
-            warnings.warn(f"Recipe type changed from {type(meta['recipe']).__name__} to {type(recipe).__name__}. "
-                          "This may affect model behavior.")
+            warnings.warn(
+                f"Recipe type changed from {type(meta['recipe']).__name__} to {type(recipe).__name__}. "
+                "This may affect model behavior."
+            )
             self._fp8_workspaces.clear()
         meta["recipe"] = recipe
         for key, n in (("scaling_fwd", 3 * meta["num_gemms"]), ("scaling_bwd", 2 * meta["num_gemms"])):
@@ -531,8 +574,12 @@ class _Module(nn.Module):
                 if self._delayed():
                     if "registered" not in self.fp8_meta:
                         key = self.fp8_meta["registered"] = _region_key(_fp8.recipe, _fp8.group)
-                        _fp8.states.setdefault((True, key), []).append(weakref.ref(self.fp8_meta["scaling_fwd"]))
-                        _fp8.states.setdefault((False, key), []).append(weakref.ref(self.fp8_meta["scaling_bwd"]))
+                        _fp8.states.setdefault((True, key), []).append(
+                            weakref.ref(self.fp8_meta["scaling_fwd"])
+                        )
+                        _fp8.states.setdefault((False, key), []).append(
+                            weakref.ref(self.fp8_meta["scaling_bwd"])
+                        )
                     if _fp8.recompute == "forward":
                         fwd = self.fp8_meta["scaling_fwd"]
                         self._stash.append((fwd.amax_history.clone(), fwd.scale.clone()))
@@ -554,9 +601,12 @@ class _Module(nn.Module):
         return isinstance(self.fp8_meta.get("recipe"), DelayedScaling)
 
     def _rolls_backward(self, x):
-        """True for the first module of the region that will have a backward pass. In a recomputed region every module answers True, as in
-        TE; that does no harm, since only tensors quantised since the last roll take part."""
-        needs_backward = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
+        """True for the first module of the region that will have a backward pass. In a recomputed region
+        every module answers True, as in TE; that does no harm, since only tensors quantised since the last
+        roll take part."""
+        needs_backward = torch.is_grad_enabled() and (
+            x.requires_grad or any(p.requires_grad for p in self.parameters())
+        )
         first = _fp8.first_module and needs_backward
         if first and _fp8.recompute != "recompute":
             _fp8.first_module = False
@@ -565,8 +615,8 @@ class _Module(nn.Module):
     # -- the product
 
     def _fp8_weight(self, name, index, dtype, is_first_microbatch):
-        """The weight, quantised and dequantised, (out, in) float32. `is_first_microbatch`: None: always anew; True: anew, and kept;
-        False: the kept one."""
+        """The weight, quantised and dequantised, (out, in) float32. `is_first_microbatch`: None: always anew;
+        True: anew, and kept; False: the kept one."""
         weight = getattr(self, name)
         if hasattr(weight, "fp8_owner") and self.fp8_meta["recipe"].float8_per_tensor_scaling():
             return _StraightThrough.apply(weight, weight.detach().float(), dtype)
@@ -578,7 +628,8 @@ class _Module(nn.Module):
         return value if isinstance(value, tuple) else _StraightThrough.apply(weight, value, dtype)
 
     def _quantized(self, weight, index):
-        """A weight as the recipe holds it, dequantised to float32; a pair, by rows and by columns, where it is scaled in blocks."""
+        """A weight as the recipe holds it, dequantised to float32; a pair, by rows and by columns, where it
+        is scaled in blocks."""
         recipe = self.fp8_meta["recipe"]
         fp8_dtype = recipe._dtype(forward=True)
         if not recipe.float8_per_tensor_scaling():
@@ -587,28 +638,36 @@ class _Module(nn.Module):
         return dequantize(quantize(weight, scale, fp8_dtype), scale)
 
     def _fp8_linear(self, gemm, x, weight, bias, dtype, is_first_microbatch, roll, unrounded=None):
-        """Product number `gemm` of the module: x (…, in) -> (…, out), float32 that has not been rounded to `dtype` yet.
-        `unrounded`: x before rounding, where TE takes the amax from there."""
+        """Product number `gemm` of the module: x (…, in) -> (…, out), float32 that has not been rounded to
+        `dtype` yet. `unrounded`: x before rounding, where TE takes the amax from there."""
         recipe, meta = self.fp8_meta["recipe"], self.fp8_meta
         _check_fp8_shapes(x, getattr(self, weight), recipe)
         w = self._fp8_weight(weight, 3 * gemm + 1, dtype, is_first_microbatch)
         if recipe.float8_per_tensor_scaling():
             fp8_dtype = recipe._dtype(forward=True)
-            scale = _scale_for(x if unrounded is None else unrounded, recipe, meta.get("scaling_fwd"), 3 * gemm, fp8_dtype)
+            scale = _scale_for(
+                x if unrounded is None else unrounded, recipe, meta.get("scaling_fwd"), 3 * gemm, fp8_dtype
+            )
             x = _StraightThrough.apply(x, dequantize(quantize(x, scale, fp8_dtype), scale), dtype)
             y = _QuantizeGrad.apply(F.linear(x, w), recipe, meta.get("scaling_bwd"), 2 * gemm, roll)
         else:
-            y = _BlockLinear.apply(x.flatten(0, -2), getattr(self, weight), w, recipe, dtype).view(*x.shape[:-1], -1)
+            y = _BlockLinear.apply(x.flatten(0, -2), getattr(self, weight), w, recipe, dtype).view(
+                *x.shape[:-1], -1
+            )
         if bias is not None:  # cuBLAS has no FP8 product with a float32 bias: TE rounds it to bfloat16
-            y = y + (_round(bias.float(), torch.bfloat16, torch.float32) if dtype == torch.float32 else bias.float())
+            y = y + (
+                _round(bias.float(), torch.bfloat16, torch.float32)
+                if dtype == torch.float32
+                else bias.float()
+            )
         return y
 
     # -- state dict
 
     def get_extra_state(self):
-        """The FP8 state as TE stores it: a pickle in a uint8 tensor; empty where there is none. TE reads it as a TE 1.x state (no recipe
-        inside, so nothing of this file is needed to load it), which has a history of 1,024 rows, once
-        `NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1` lets it."""
+        """The FP8 state as TE stores it: a pickle in a uint8 tensor; empty where there is none. TE reads it
+        as a TE 1.x state (no recipe inside, so nothing of this file is needed to load it), which has a
+        history of 1,024 rows, once `NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1` lets it."""
         if not (self.fp8_meta.get("fp8_checkpoint") and self._delayed()):
             return torch.empty(0, dtype=torch.uint8)
         state = {"extra_fp8_variables": {"num_gemms": self.fp8_meta["num_gemms"], "fp8_checkpoint": True}}
@@ -634,7 +693,8 @@ class _Module(nn.Module):
 
 
 class _StateUnpickler(pickle.Unpickler):
-    """Reads TE's pickled FP8 state without running code from it: tensors, plain containers and recipes, nothing else."""
+    """Reads TE's pickled FP8 state without running code from it: tensors, plain containers and recipes,
+    nothing else."""
 
     def find_class(self, module, name):
         if (module, name) == ("transformer_engine.common.recipe", "DelayedScaling"):
@@ -651,34 +711,44 @@ class _StateUnpickler(pickle.Unpickler):
 
 
 def _check_fp8_shapes(x, weight, recipe):
-    """TE's rules: rows divisible by 8 and columns by 16; for the weight gradient, where both are columns, rows and output features by 16.
-    MXFP8's blocks: everything by 32."""
+    """TE's rules: rows divisible by 8 and columns by 16; for the weight gradient, where both are columns,
+    rows and output features by 16. MXFP8's blocks: everything by 32."""
     if recipe.mxfp8() and (x.numel() // x.shape[-1] % 32 or x.shape[-1] % 32 or weight.shape[0] % 32):
-        raise ValueError(f"MXFP8 requires all dimensions to be divisible by 32, but got input with dims={list(x.shape)} and weight with "
-                         f"dims={list(weight.shape)}")
+        raise ValueError(
+            f"MXFP8 requires all dimensions to be divisible by 32, but got input with dims={list(x.shape)} and weight with "
+            f"dims={list(weight.shape)}"
+        )
     for name, tensor in (("input", x), ("weight", weight)):
         rows = tensor.numel() // tensor.shape[-1]
         if rows % 8 or tensor.shape[-1] % 16:
-            raise ValueError("FP8 execution requires the product of all dimensions except the last to be divisible by 8 and the last "
-                             f"dimension to be divisible by 16, but got {name} with dims={list(tensor.shape)}")
+            raise ValueError(
+                "FP8 execution requires the product of all dimensions except the last to be divisible by 8 and the last "
+                f"dimension to be divisible by 16, but got {name} with dims={list(tensor.shape)}"
+            )
         if rows % 16 and torch.is_grad_enabled() and weight.requires_grad:
-            raise ValueError("FP8 training requires the product of all dimensions except the last to be divisible by 16 (the weight "
-                             f"gradient), but got {name} with dims={list(tensor.shape)}")
+            raise ValueError(
+                "FP8 training requires the product of all dimensions except the last to be divisible by 16 (the weight "
+                f"gradient), but got {name} with dims={list(tensor.shape)}"
+            )
 
 
 def _fp8_parameter_value(parameter, master):
-    """What an FP8 parameter holds after an update: the master, quantised with the module's scale and dequantised. Records the amax."""
+    """What an FP8 parameter holds after an update: the master, quantised with the module's scale and
+    dequantised. Records the amax."""
     module, gemm = parameter.fp8_owner[0](), parameter.fp8_owner[1]
     value = module._quantized(master, 3 * gemm + 1)
     return value[0] if isinstance(value, tuple) else value
 
 
 def _plain_linear(x, weight, bias, dtype):
-    return F.linear(x.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None and bias.numel() else None)
+    return F.linear(
+        x.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None and bias.numel() else None
+    )
 
 
 def _normalize(x, gamma, beta, eps, normalization, zero_centered_gamma):
-    """LayerNorm or RMSNorm over the last dimension of x, in x's dtype (PyTorch computes in float32 inside)."""
+    """LayerNorm or RMSNorm over the last dimension of x, in x's dtype (PyTorch computes in float32 inside).
+    """
     gamma = gamma.to(x.dtype) if not zero_centered_gamma else 1 + gamma.to(x.dtype)
     if normalization == "RMSNorm":
         return F.rms_norm(x, x.shape[-1:], gamma, eps)
@@ -686,7 +756,11 @@ def _normalize(x, gamma, beta, eps, normalization, zero_centered_gamma):
 
 
 def _no_torch_autocast(x):
-    return torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
+    return (
+        torch.autocast(x.device.type, enabled=False)
+        if torch.is_autocast_enabled(x.device.type)
+        else nullcontext()
+    )
 
 
 def _not_compiled_when_delayed(forward):
@@ -707,8 +781,18 @@ class LayerNorm(_Module):
 
     normalization = "LayerNorm"
 
-    def __init__(self, normalized_shape, eps=1e-5, sequence_parallel=None, params_dtype=None, zero_centered_gamma=False, hidden_size=None,
-                 device=None, dtype=None, **unused):
+    def __init__(
+        self,
+        normalized_shape,
+        eps=1e-5,
+        sequence_parallel=None,
+        params_dtype=None,
+        zero_centered_gamma=False,
+        hidden_size=None,
+        device=None,
+        dtype=None,
+        **unused,
+    ):
         super().__init__()
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self._norm_parameters(("weight", "bias"), normalized_shape, self.normalization, zero_centered_gamma,
@@ -716,7 +800,10 @@ class LayerNorm(_Module):
 
     def forward(self, x):
         y = x.float() if self.zero_centered_gamma else x  # 1 + gamma must not be rounded
-        return _normalize(y, self.weight, getattr(self, "bias", None), self.eps, self.normalization, self.zero_centered_gamma).to(x.dtype)
+        return _normalize(
+            y, self.weight, getattr(self, "bias", None), self.eps, self.normalization,
+            self.zero_centered_gamma,
+        ).to(x.dtype)
 
 
 class RMSNorm(LayerNorm):
@@ -726,12 +813,25 @@ class RMSNorm(LayerNorm):
 
 
 class Linear(_Module):
-    """y = x · weightᵀ + bias: (…, in_features) -> (…, out_features). With `return_bias` -> (y without bias, bias)."""
+    """y = x · weightᵀ + bias: (…, in_features) -> (…, out_features). With `return_bias` -> (y without bias,
+    bias)."""
 
-    def __init__(self, in_features, out_features, init_method=None, bias=True, return_bias=False, params_dtype=None, device=None,
-                 name=None, **unused):
+    def __init__(
+        self,
+        in_features,
+        out_features,
+        init_method=None,
+        bias=True,
+        return_bias=False,
+        params_dtype=None,
+        device=None,
+        name=None,
+        **unused,
+    ):
         super().__init__(num_gemms=1)
-        self.in_features, self.out_features, self.use_bias, self.return_bias = in_features, out_features, bias, return_bias
+        self.in_features, self.out_features, self.use_bias, self.return_bias = (
+            in_features, out_features, bias, return_bias,
+        )
         self._linear_parameters("weight", "bias", out_features, in_features, bias, init_method, 0,
                                 params_dtype or torch.get_default_dtype(), device or _default_device())
 
@@ -741,7 +841,9 @@ class Linear(_Module):
         bias = self.bias if self.use_bias and not self.return_bias else None
         with _no_torch_autocast(inp):
             if self.fp8:
-                y = self._fp8_linear(0, inp, "weight", bias, dtype, is_first_microbatch, self._rolls_backward(inp)).to(dtype)
+                y = self._fp8_linear(
+                    0, inp, "weight", bias, dtype, is_first_microbatch, self._rolls_backward(inp)
+                ).to(dtype)
             else:
                 y = _plain_linear(inp, self.weight, bias, dtype)
         self._end()
@@ -749,17 +851,39 @@ class Linear(_Module):
 
 
 class LayerNormLinear(_Module):
-    """Norm, then linear: (…, in_features) -> (…, out_features); also returns the bias and the norm's output where asked to."""
+    """Norm, then linear: (…, in_features) -> (…, out_features); also returns the bias and the norm's output
+    where asked to."""
 
-    def __init__(self, in_features, out_features, eps=1e-5, init_method=None, bias=True, normalization="LayerNorm", return_bias=False,
-                 params_dtype=None, return_layernorm_output=False, zero_centered_gamma=False, device=None, name=None, **unused):
+    def __init__(
+        self,
+        in_features,
+        out_features,
+        eps=1e-5,
+        init_method=None,
+        bias=True,
+        normalization="LayerNorm",
+        return_bias=False,
+        params_dtype=None,
+        return_layernorm_output=False,
+        zero_centered_gamma=False,
+        device=None,
+        name=None,
+        **unused,
+    ):
         super().__init__(num_gemms=1)
         dtype, device = params_dtype or torch.get_default_dtype(), device or _default_device()
-        self.in_features, self.out_features, self.use_bias, self.return_bias = in_features, out_features, bias, return_bias
+        self.in_features, self.out_features, self.use_bias, self.return_bias = (
+            in_features, out_features, bias, return_bias,
+        )
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output
-        self._norm_parameters(("layer_norm_weight", "layer_norm_bias"), in_features, normalization, zero_centered_gamma, dtype, device)
-        self._linear_parameters("weight", "bias", out_features, in_features, bias, init_method, 0, dtype, device)
+        self._norm_parameters(
+            ("layer_norm_weight", "layer_norm_bias"), in_features, normalization, zero_centered_gamma, dtype,
+            device,
+        )
+        self._linear_parameters(
+            "weight", "bias", out_features, in_features, bias, init_method, 0, dtype, device
+        )
 
     @_not_compiled_when_delayed
     def forward(self, inp, is_first_microbatch=None):
@@ -768,7 +892,9 @@ class LayerNormLinear(_Module):
         with _no_torch_autocast(inp):
             normed = self._norm(inp, dtype)
             if self.fp8:
-                y = self._fp8_linear(0, normed, "weight", bias, dtype, is_first_microbatch, self._rolls_backward(inp)).to(dtype)
+                y = self._fp8_linear(
+                    0, normed, "weight", bias, dtype, is_first_microbatch, self._rolls_backward(inp)
+                ).to(dtype)
             else:
                 y = _plain_linear(normed, self.weight, bias, dtype)
         self._end()
@@ -780,9 +906,13 @@ class LayerNormLinear(_Module):
         return out[0] if len(out) == 1 else tuple(out)
 
     def _norm(self, x, dtype):
-        """The norm's output: in `dtype`; or, where TE's kernel goes straight to FP8 (delayed scaling), float32 that was never rounded."""
+        """The norm's output: in `dtype`; or, where TE's kernel goes straight to FP8 (delayed scaling),
+        float32 that was never rounded."""
         x = x.to(dtype)
-        args = (self.layer_norm_weight, self.layer_norm_bias, self.eps, self.normalization, self.zero_centered_gamma)
+        args = (
+            self.layer_norm_weight, self.layer_norm_bias, self.eps, self.normalization,
+            self.zero_centered_gamma,
+        )
         if not self.fp8 and not self.zero_centered_gamma:
             return _normalize(x, *args)
         y = _normalize(x.float(), *args)
@@ -806,28 +936,56 @@ def _squared_relu(x):
     return F.relu(x).square()
 
 
-ACTIVATIONS = {"gelu": _gelu, "relu": F.relu, "srelu": _squared_relu, "silu": F.silu,
-               "geglu": _gated(_gelu), "reglu": _gated(F.relu), "sreglu": _gated(_squared_relu), "swiglu": _gated(F.silu)}
+ACTIVATIONS = {
+    "gelu": _gelu, "relu": F.relu, "srelu": _squared_relu, "silu": F.silu, "geglu": _gated(_gelu),
+    "reglu": _gated(F.relu), "sreglu": _gated(_squared_relu), "swiglu": _gated(F.silu),
+}
 
 
 class LayerNormMLP(LayerNormLinear):
-    """Norm, linear, activation, linear: (…, hidden_size) -> (…, hidden_size). Gated activations (geglu, swiglu) have 2·ffn_hidden_size
-    rows in `fc1_weight`: first what is activated, then what it is multiplied by."""
+    """Norm, linear, activation, linear: (…, hidden_size) -> (…, hidden_size). Gated activations (geglu,
+    swiglu) have 2·ffn_hidden_size rows in `fc1_weight`: first what is activated, then what it is multiplied
+    by."""
 
-    def __init__(self, hidden_size, ffn_hidden_size, eps=1e-5, return_bias=False, init_method=None, bias=True, normalization="LayerNorm",
-                 activation="gelu", output_layer_init_method=None, params_dtype=None, return_layernorm_output=False,
-                 zero_centered_gamma=False, device=None, name=None, **unused):
+    def __init__(
+        self,
+        hidden_size,
+        ffn_hidden_size,
+        eps=1e-5,
+        return_bias=False,
+        init_method=None,
+        bias=True,
+        normalization="LayerNorm",
+        activation="gelu",
+        output_layer_init_method=None,
+        params_dtype=None,
+        return_layernorm_output=False,
+        zero_centered_gamma=False,
+        device=None,
+        name=None,
+        **unused,
+    ):
         _Module.__init__(self, num_gemms=2)
         if activation not in ACTIVATIONS:
-            raise NotImplementedError(f"Activation type {activation} is not supported! (te_reference has {', '.join(ACTIVATIONS)})")
+            raise NotImplementedError(
+                f"Activation type {activation} is not supported! (te_reference has {', '.join(ACTIVATIONS)})"
+            )
         dtype, device = params_dtype or torch.get_default_dtype(), device or _default_device()
         self.use_bias, self.return_bias, self.activation = bias, return_bias, activation
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output
         fc1_features = ffn_hidden_size * (2 if activation.endswith("glu") else 1)
-        self._norm_parameters(("layer_norm_weight", "layer_norm_bias"), hidden_size, normalization, zero_centered_gamma, dtype, device)
-        self._linear_parameters("fc1_weight", "fc1_bias", fc1_features, hidden_size, bias, init_method, 0, dtype, device)
-        self._linear_parameters("fc2_weight", "fc2_bias", hidden_size, ffn_hidden_size, bias, output_layer_init_method, 1, dtype, device)
+        self._norm_parameters(
+            ("layer_norm_weight", "layer_norm_bias"), hidden_size, normalization, zero_centered_gamma, dtype,
+            device,
+        )
+        self._linear_parameters(
+            "fc1_weight", "fc1_bias", fc1_features, hidden_size, bias, init_method, 0, dtype, device
+        )
+        self._linear_parameters(
+            "fc2_weight", "fc2_bias", hidden_size, ffn_hidden_size, bias, output_layer_init_method, 1, dtype,
+            device,
+        )
 
     @_not_compiled_when_delayed
     def forward(self, inp, is_first_microbatch=None):
@@ -840,12 +998,15 @@ class LayerNormMLP(LayerNormLinear):
             if self.fp8:
                 roll = self._rolls_backward(inp)
                 h = self._fp8_linear(0, normed, "fc1_weight", fc1_bias, dtype, is_first_microbatch, roll)
-                # With delayed scaling TE's activation kernels read the rounded fc1 output and write FP8; their backward for the ungated
-                # ones writes FP8 too. Everything else goes through a tensor in the activations' precision.
+                # With delayed scaling TE's activation kernels read the rounded fc1 output and write FP8;
+                # their backward for the ungated ones writes FP8 too. Everything else goes through a tensor in
+                # the activations' precision.
                 fused_backward = self._delayed() and not self.activation.endswith("glu")
                 unrounded = activation(_round(h, dtype, torch.float32 if fused_backward else dtype))
                 h = unrounded if self._delayed() else _round(unrounded, dtype, torch.float32)
-                y = self._fp8_linear(1, h, "fc2_weight", fc2_bias, dtype, is_first_microbatch, False, unrounded).to(dtype)
+                y = self._fp8_linear(
+                    1, h, "fc2_weight", fc2_bias, dtype, is_first_microbatch, False, unrounded
+                ).to(dtype)
             else:
                 h = activation(_plain_linear(normed, self.fc1_weight, fc1_bias, dtype))
                 y = _plain_linear(h, self.fc2_weight, fc2_bias, dtype)
@@ -859,103 +1020,205 @@ class LayerNormMLP(LayerNormLinear):
 
 
 class DotProductAttention(_Module):
-    """softmax(q·kᵀ/√d)·v. Query (B, S, H, D) in format bshd or (S, B, H, D) in sbhd, key and value with `num_gqa_groups` heads
-    -> (B, S, H·D) or (S, B, H·D). Masks: causal, causal_bottom_right, no_mask. Format thd, with mask padding_causal: query (T, H, D), sequences
-    of any lengths after each other, which begin at `cu_seqlens_q` (int32, then T) -> (T, H·D)."""
+    """softmax(q·kᵀ/√d)·v. Query (B, S, H, D) in format bshd or (S, B, H, D) in sbhd, key and value with
+    `num_gqa_groups` heads -> (B, S, H·D) or (S, B, H·D). Masks: causal, causal_bottom_right, no_mask. Format
+    thd, with mask padding_causal: query (T, H, D), sequences of any lengths after each other, which begin at
+    `cu_seqlens_q` (int32, then T) -> (T, H·D)."""
 
-    def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
-                 attn_mask_type="causal", softmax_scale=None, layer_number=None, attention_type="self", name=None, **unused):
+    def __init__(
+        self,
+        num_attention_heads,
+        kv_channels,
+        num_gqa_groups=None,
+        attention_dropout=0.0,
+        qkv_format="sbhd",
+        attn_mask_type="causal",
+        softmax_scale=None,
+        layer_number=None,
+        attention_type="self",
+        name=None,
+        **unused,
+    ):
         super().__init__()
-        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, num_gqa_groups or num_attention_heads
-        self.attention_dropout, self.qkv_format, self.attn_mask_type = attention_dropout, qkv_format, attn_mask_type
+        self.num_attention_heads, self.num_gqa_groups = (
+            num_attention_heads,
+            num_gqa_groups or num_attention_heads,
+        )
+        self.attention_dropout, self.qkv_format, self.attn_mask_type = (
+            attention_dropout, qkv_format, attn_mask_type,
+        )
         self.softmax_scale = softmax_scale
 
-    def forward(self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, attn_mask_type=None, cu_seqlens_q=None, **unused):
+    def forward(
+        self,
+        query_layer,
+        key_layer,
+        value_layer,
+        attention_mask=None,
+        qkv_format=None,
+        attn_mask_type=None,
+        cu_seqlens_q=None,
+        **unused,
+    ):
         qkv_format, mask_type = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
         if (qkv_format, mask_type) == ("thd", "padding_causal"):
-            sequence = torch.searchsorted(cu_seqlens_q, torch.arange(len(query_layer), device=query_layer.device, dtype=torch.int32), right=True)
+            sequence = torch.searchsorted(
+                cu_seqlens_q, torch.arange(len(query_layer), device=query_layer.device, dtype=torch.int32),
+                right=True,
+            )
             q, k, v = (t.transpose(0, 1)[None] for t in (query_layer, key_layer, value_layer))
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=(sequence[:, None] == sequence).tril(), scale=self.softmax_scale,
-                                                 dropout_p=self.attention_dropout if self.training else 0.0, enable_gqa=q.shape[1] != k.shape[1])
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=(sequence[:, None] == sequence).tril(), scale=self.softmax_scale,
+                dropout_p=self.attention_dropout if self.training else 0.0,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
             return out[0].transpose(0, 1).flatten(1)
-        if qkv_format not in ("bshd", "sbhd") or mask_type not in ("causal", "causal_bottom_right", "no_mask"):
-            raise ValueError(f"qkv_format={qkv_format!r}, attn_mask_type={mask_type!r}: te_reference has bshd and sbhd, causal, "
-                             "causal_bottom_right and no_mask, and thd with padding_causal")
+        if qkv_format not in ("bshd", "sbhd") or mask_type not in (
+            "causal", "causal_bottom_right", "no_mask",
+        ):
+            raise ValueError(
+                f"qkv_format={qkv_format!r}, attn_mask_type={mask_type!r}: te_reference has bshd and sbhd, causal, "
+                "causal_bottom_right and no_mask, and thd with padding_causal"
+            )
         to_bhsd = (0, 2, 1, 3) if qkv_format == "bshd" else (1, 2, 0, 3)
         q, k, v = (t.permute(to_bhsd) for t in (query_layer, key_layer, value_layer))
         mask = None
         if mask_type == "causal_bottom_right" and q.shape[2] != k.shape[2]:
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and mask_type != "no_mask",
-                                             scale=self.softmax_scale, dropout_p=self.attention_dropout if self.training else 0.0,
-                                             enable_gqa=q.shape[1] != k.shape[1])
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(
+                k.shape[2] - q.shape[2]
+            )
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None and mask_type != "no_mask",
+            scale=self.softmax_scale, dropout_p=self.attention_dropout if self.training else 0.0,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
         out = out.permute((0, 2, 1, 3) if qkv_format == "bshd" else (2, 0, 1, 3))
         return out.reshape(*out.shape[:2], -1)
 
 
 class _SplitQKV(LayerNormLinear):
-    """LayerNormLinear whose weight and bias are three parameters each, `query_weight` …, multiplied (and quantised) as one."""
+    """LayerNormLinear whose weight and bias are three parameters each, `query_weight` …, multiplied (and
+    quantised) as one."""
 
-    def __init__(self, in_features, sizes, eps, init_method, bias, normalization, zero_centered_gamma, dtype, device):
+    def __init__(
+        self, in_features, sizes, eps, init_method, bias, normalization, zero_centered_gamma, dtype, device
+    ):
         if _fp8.weights_in_fp8:
             raise RuntimeError("Splitting QuantizedTensor into multiple params is not supported")  # as TE
         _Module.__init__(self, num_gemms=1)
         self.use_bias, self.return_bias, self.return_layernorm_output = bias, False, False
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
-        self._norm_parameters(("layer_norm_weight", "layer_norm_bias"), in_features, normalization, zero_centered_gamma, dtype, device)
+        self._norm_parameters(
+            ("layer_norm_weight", "layer_norm_bias"), in_features, normalization, zero_centered_gamma, dtype,
+            device,
+        )
         for name, size in zip(("query", "key", "value"), sizes):
-            self._linear_parameters(f"{name}_weight", f"{name}_bias", size, in_features, bias, init_method, 0, dtype, device)
+            self._linear_parameters(
+                f"{name}_weight", f"{name}_bias", size, in_features, bias, init_method, 0, dtype, device
+            )
         for name in ("query_bias", "key_bias", "value_bias") if bias else ():
-            self._parameters[name] = self._parameters.pop(name)  # TE's order, which an optimizer's state goes by: the weights first
+            # TE's order, which an optimizer's state goes by: the weights first
+            self._parameters[name] = self._parameters.pop(name)
 
     weight = property(lambda self: torch.cat((self.query_weight, self.key_weight, self.value_weight)))
     bias = property(lambda self: torch.cat((self.query_bias, self.key_bias, self.value_bias)))
 
 
 class TransformerLayer(nn.Module):
-    """A block: x + attention, then x + MLP, each with its norm in front. Input and output (S, B, hidden_size) in format sbhd, TE's default,
-    or (B, S, hidden_size) in bshd.
+    """A block: x + attention, then x + MLP, each with its norm in front. Input and output (S, B, hidden_size)
+    in format sbhd, TE's default, or (B, S, hidden_size) in bshd.
 
-    With `fuse_qkv_params` QKV has one weight: by default the rows of each group of heads stand together (its queries, its key, its value);
-    with `qkv_weight_interleaved=False`, and where the three are parameters of their own, all queries come first, then all keys, all values.
-    Left out: decoder layers, post-norm and parallel arrangements, QK-norm, sliding windows; NotImplementedError says so.
+    With `fuse_qkv_params` QKV has one weight: by default the rows of each group of heads stand together (its
+    queries, its key, its value); with `qkv_weight_interleaved=False`, and where the three are parameters of
+    their own, all queries come first, then all keys, all values. Left out: decoder layers, post-norm and
+    parallel arrangements, QK-norm, sliding windows; NotImplementedError says so.
     """
 
-    NOT_EMULATED = {"apply_residual_connection_post_layernorm": False, "output_layernorm": False, "parallel_attention_mlp": False,
-                    "layer_type": "encoder", "drop_path_rate": 0.0, "rotary_pos_interleaved": False, "window_size": None, "softcap": 0.0,
-                    "activation_params": None, "qk_norm_type": None, "softmax_type": "vanilla", "tp_size": 1}
+    NOT_EMULATED = {
+        "apply_residual_connection_post_layernorm": False, "output_layernorm": False,
+        "parallel_attention_mlp": False, "layer_type": "encoder", "drop_path_rate": 0.0,
+        "rotary_pos_interleaved": False, "window_size": None, "softcap": 0.0, "activation_params": None,
+        "qk_norm_type": None, "softmax_type": "vanilla", "tp_size": 1,
+    }
 
-    def __init__(self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None, layernorm_epsilon=1e-5, hidden_dropout=0.1,
-                 attention_dropout=0.1, init_method=None, output_layer_init_method=None, layer_number=None, kv_channels=None,
-                 self_attn_mask_type="causal", *, params_dtype=None, fuse_qkv_params=False, zero_centered_gamma=False,
-                 qkv_weight_interleaved=True, bias=True, activation="gelu", normalization="LayerNorm", device=None,
-                 attn_input_format="sbhd", name=None, **options):
+    def __init__(
+        self,
+        hidden_size,
+        ffn_hidden_size,
+        num_attention_heads,
+        num_gqa_groups=None,
+        layernorm_epsilon=1e-5,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        init_method=None,
+        output_layer_init_method=None,
+        layer_number=None,
+        kv_channels=None,
+        self_attn_mask_type="causal",
+        *,
+        params_dtype=None,
+        fuse_qkv_params=False,
+        zero_centered_gamma=False,
+        qkv_weight_interleaved=True,
+        bias=True,
+        activation="gelu",
+        normalization="LayerNorm",
+        device=None,
+        attn_input_format="sbhd",
+        name=None,
+        **options,
+    ):
         super().__init__()
         for option, only in self.NOT_EMULATED.items():
             if options.get(option, only) != only:
-                raise NotImplementedError(f"TransformerLayer({option}={options[option]!r}): te_reference emulates {only!r} only")
+                raise NotImplementedError(
+                    f"TransformerLayer({option}={options[option]!r}): te_reference emulates {only!r} only"
+                )
         dtype, device = params_dtype or torch.get_default_dtype(), device or _default_device()
-        self.groups, self.head_size = num_gqa_groups or num_attention_heads, kv_channels or hidden_size // num_attention_heads
+        self.groups, self.head_size = (
+            num_gqa_groups or num_attention_heads,
+            kv_channels or hidden_size // num_attention_heads,
+        )
         self.heads_per_group = num_attention_heads // self.groups
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
         self.hidden_dropout, self.self_attn_mask_type = hidden_dropout, self_attn_mask_type
         q_size, kv_size = num_attention_heads * self.head_size, self.groups * self.head_size
-        common = dict(eps=layernorm_epsilon, normalization=normalization, zero_centered_gamma=zero_centered_gamma, bias=bias,
-                      init_method=init_method, device=device)
+        common = dict(
+            eps=layernorm_epsilon, normalization=normalization, zero_centered_gamma=zero_centered_gamma,
+            bias=bias, init_method=init_method, device=device,
+        )
         self.self_attention = nn.Module()  # TE's MultiheadAttention
         if fuse_qkv_params:
-            self.self_attention.layernorm_qkv = LayerNormLinear(hidden_size, q_size + 2 * kv_size, params_dtype=dtype, **common)
+            self.self_attention.layernorm_qkv = LayerNormLinear(
+                hidden_size, q_size + 2 * kv_size, params_dtype=dtype, **common
+            )
         else:
-            self.self_attention.layernorm_qkv = _SplitQKV(hidden_size, (q_size, kv_size, kv_size), dtype=dtype, **common)
-        self.self_attention.core_attention = DotProductAttention(num_attention_heads, self.head_size, self.groups, attention_dropout,
-                                                                 qkv_format=attn_input_format)
-        self.self_attention.proj = Linear(q_size, hidden_size, init_method=output_layer_init_method, bias=bias, return_bias=True,
-                                          params_dtype=dtype, device=device)
-        self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, activation=activation, return_bias=True, params_dtype=dtype,
-                                          output_layer_init_method=output_layer_init_method, **common)
+            self.self_attention.layernorm_qkv = _SplitQKV(
+                hidden_size, (q_size, kv_size, kv_size), dtype=dtype, **common
+            )
+        self.self_attention.core_attention = DotProductAttention(
+            num_attention_heads, self.head_size, self.groups, attention_dropout, qkv_format=attn_input_format
+        )
+        self.self_attention.proj = Linear(
+            q_size, hidden_size, init_method=output_layer_init_method, bias=bias, return_bias=True,
+            params_dtype=dtype, device=device,
+        )
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size, ffn_hidden_size, activation=activation, return_bias=True, params_dtype=dtype,
+            output_layer_init_method=output_layer_init_method, **common,
+        )
 
-    def forward(self, hidden_states, attention_mask=None, self_attn_mask_type=None, *, is_first_microbatch=None, rotary_pos_emb=None):
-        """`rotary_pos_emb`: angles (at least S, 1, 1, head size), the two halves alike; or two of them, for queries and keys."""
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        self_attn_mask_type=None,
+        *,
+        is_first_microbatch=None,
+        rotary_pos_emb=None,
+    ):
+        """`rotary_pos_emb`: angles (at least S, 1, 1, head size), the two halves alike; or two of them, for
+        queries and keys."""
         if torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
         attention, groups, per_group = self.self_attention, self.groups, self.heads_per_group
@@ -964,16 +1227,22 @@ class TransformerLayer(nn.Module):
             qkv, dim = qkv.unflatten(-1, (groups, per_group + 2, self.head_size)), -2
         else:
             qkv, dim = qkv.unflatten(-1, (per_group + 2, groups, self.head_size)), -3
-        q, k, v = (t.flatten(2, 3) for t in qkv.split((per_group, 1, 1), dim))  # two leading dimensions, heads, head size
+        # two leading dimensions, heads, head size
+        q, k, v = (t.flatten(2, 3) for t in qkv.split((per_group, 1, 1), dim))
         if rotary_pos_emb is not None:
             angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
             q, k = (self._rotate(t, a) for t, a in zip((q, k), angles))
-        context = attention.core_attention(q, k, v, attn_mask_type=self_attn_mask_type or self.self_attn_mask_type)
-        x = self._bias_dropout_add(*attention.proj(context, is_first_microbatch=is_first_microbatch), hidden_states)
+        context = attention.core_attention(
+            q, k, v, attn_mask_type=self_attn_mask_type or self.self_attn_mask_type
+        )
+        x = self._bias_dropout_add(
+            *attention.proj(context, is_first_microbatch=is_first_microbatch), hidden_states
+        )
         return self._bias_dropout_add(*self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), x)
 
     def _rotate(self, x, angles):
-        """RoPE over the first `angles.shape[-1]` of the head's elements, in float32 as TE's kernel: pairs are (x[i], x[i + half])."""
+        """RoPE over the first `angles.shape[-1]` of the head's elements, in float32 as TE's kernel: pairs are
+        (x[i], x[i + half])."""
         bshd = self.self_attention.core_attention.qkv_format == "bshd"
         angles = angles[:x.shape[1]].transpose(0, 1).float() if bshd else angles[:x.shape[0]].float()
         rotated, rest = x.float().split((angles.shape[-1], x.shape[-1] - angles.shape[-1]), -1)
@@ -982,11 +1251,14 @@ class TransformerLayer(nn.Module):
         return torch.cat((rotated, rest), -1).to(x.dtype)
 
     def _bias_dropout_add(self, x, bias, residual):
-        """residual + dropout(x + bias). With a bias TE compiles this to one kernel, which computes in float32 and rounds once."""
+        """residual + dropout(x + bias). With a bias TE compiles this to one kernel, which computes in float32
+        and rounds once."""
         if bias.numel() == 0:
             return residual + F.dropout(x, self.hidden_dropout, self.training)
         with _no_torch_autocast(x):
-            return (residual.float() + F.dropout(x.float() + bias.float(), self.hidden_dropout, self.training)).to(x.dtype)
+            return (
+                residual.float() + F.dropout(x.float() + bias.float(), self.hidden_dropout, self.training)
+            ).to(x.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1013,7 +1285,10 @@ class _Checkpoint(torch.autograd.Function):
         ctx.fp8 = (_fp8.enabled, _fp8.recipe)
         ctx.rng = (torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
         device = next((a.device.type for a in args if torch.is_tensor(a)), "cpu")
-        ctx.autocast = dict(device_type=device, dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device))
+        ctx.autocast = dict(
+            device_type=device, dtype=torch.get_autocast_dtype(device),
+            enabled=torch.is_autocast_enabled(device),
+        )
         with torch.no_grad(), _recompute("forward") if any(ctx.needs_input_grad) else nullcontext():
             return function(*args, **kwargs)
 
@@ -1024,7 +1299,10 @@ class _Checkpoint(torch.autograd.Function):
             if ctx.rng[1] is not None:
                 torch.cuda.set_rng_state(ctx.rng[1])
             args = [a.detach().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a for a in ctx.args]
-            with torch.enable_grad(), torch.autocast(**ctx.autocast), _recompute("recompute"), autocast(ctx.fp8[0], recipe=ctx.fp8[1]):
+            with (
+                torch.enable_grad(), torch.autocast(**ctx.autocast), _recompute("recompute"),
+                autocast(ctx.fp8[0], recipe=ctx.fp8[1]),
+            ):
                 outputs = ctx.function(*args, **ctx.kwargs)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         pairs = [(o, g) for o, g in zip(outputs, grads) if torch.is_tensor(o) and o.requires_grad]
@@ -1033,8 +1311,9 @@ class _Checkpoint(torch.autograd.Function):
 
 
 def checkpoint(function, *args, use_reentrant=True, **kwargs):
-    """Run `function` without keeping its activations; run it again in backward. The second forward quantises with the scales of the first
-    and leaves the FP8 state as it was. (Always re-entrant here; TE's default.)"""
+    """Run `function` without keeping its activations; run it again in backward. The second forward quantises
+    with the scales of the first and leaves the FP8 state as it was. (Always re-entrant here; TE's default.)
+    """
     for name in ("distribute_saved_activations", "get_rng_state_tracker", "tp_group"):
         kwargs.pop(name, None)
     if not torch.is_grad_enabled():
@@ -1043,7 +1322,8 @@ def checkpoint(function, *args, use_reentrant=True, **kwargs):
 
 
 def get_cpu_offload_context(enabled=False, num_layers=1, model_layers=1, **unused):
-    """(context for a block's forward pass, function for what it returns): TE's move saved tensors to the host and back, these do nothing."""
+    """(context for a block's forward pass, function for what it returns): TE's move saved tensors to the host
+    and back, these do nothing."""
     return nullcontext(), lambda x: x
 
 
@@ -1051,31 +1331,68 @@ def get_cpu_offload_context(enabled=False, num_layers=1, model_layers=1, **unuse
 # Loss, optimizer, graphs
 
 
-def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None, ignore_idx=-100,
-                           is_cg_capturable=False, *, overwrite_input=False):
-    """Cross-entropy in float32. inp (B, S, V), target (B, S) int64 -> (B, S), zero where ignored; with `reduce_loss` the mean over the
-    rest, (1,)."""
-    losses = F.cross_entropy(inp.flatten(0, 1).float(), target.flatten(), ignore_index=ignore_idx, label_smoothing=label_smoothing,
-                             reduction="none")
+def parallel_cross_entropy(
+    inp,
+    target,
+    label_smoothing=0.0,
+    reduce_loss=False,
+    dist_process_group=None,
+    ignore_idx=-100,
+    is_cg_capturable=False,
+    *,
+    overwrite_input=False,
+):
+    """Cross-entropy in float32. inp (B, S, V), target (B, S) int64 -> (B, S), zero where ignored; with
+    `reduce_loss` the mean over the rest, (1,)."""
+    losses = F.cross_entropy(
+        inp.flatten(0, 1).float(), target.flatten(), ignore_index=ignore_idx, label_smoothing=label_smoothing,
+        reduction="none",
+    )
     if reduce_loss:
         return losses.sum() / (target != ignore_idx).sum().clamp(min=1).view(1)
     return losses.view(target.shape)
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam (decoupled weight decay by default), computed in float32, for parameters of any precision. `master_weights` keeps a float32 copy of every
-    lower-precision parameter in the state (`master_param`); the parameter is that copy, rounded, or quantised where it is kept in FP8.
-    The step count is `param_groups[i]["step"]`, as in TE."""
+    """Adam (decoupled weight decay by default), computed in float32, for parameters of any precision.
+    `master_weights` keeps a float32 copy of every lower-precision parameter in the state (`master_param`);
+    the parameter is that copy, rounded, or quantised where it is kept in FP8. The step count is
+    `param_groups[i]["step"]`, as in TE."""
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, *, bias_correction=True,
-                 adam_w_mode=True, capturable=False, master_weights=False, master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32,
-                 exp_avg_sq_dtype=torch.float32, use_decoupled_grad=False, store_param_remainders=False, set_grad_none=None):
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.0,
+        amsgrad=False,
+        *,
+        bias_correction=True,
+        adam_w_mode=True,
+        capturable=False,
+        master_weights=False,
+        master_weight_dtype=torch.float32,
+        exp_avg_dtype=torch.float32,
+        exp_avg_sq_dtype=torch.float32,
+        use_decoupled_grad=False,
+        store_param_remainders=False,
+        set_grad_none=None,
+    ):
         if amsgrad:
             raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
-        if master_weight_dtype != torch.float32 or not {exp_avg_dtype, exp_avg_sq_dtype} <= {torch.float32, torch.bfloat16}:
-            raise ValueError("te_reference's FusedAdam keeps moments in float32 or bfloat16 and masters in float32 only: leave "
-                             "master_weight_dtype, exp_avg_dtype and exp_avg_sq_dtype at torch.float32")
-        super().__init__(params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay))
+        if master_weight_dtype != torch.float32 or not {exp_avg_dtype, exp_avg_sq_dtype} <= {
+            torch.float32,
+            torch.bfloat16,
+        }:
+            raise ValueError(
+                "te_reference's FusedAdam keeps moments in float32 or bfloat16 and masters in float32 only: leave "
+                "master_weight_dtype, exp_avg_dtype and exp_avg_sq_dtype at torch.float32"
+            )
+        super().__init__(
+            params,
+            dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay),
+        )
         self.adam_w_mode, self.master_weights, self.capturable = adam_w_mode, master_weights, capturable
         self.moment_dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
 
@@ -1088,7 +1405,9 @@ class FusedAdam(torch.optim.Optimizer):
 
     def set_scaled_state(self, param, name, value):
         """Replace one state tensor, e.g. the master weight by the value that FP8 could not hold."""
-        self.state[param][name] = value.detach().to(device=param.device, dtype=self.moment_dtypes.get(name, torch.float32), copy=True)
+        self.state[param][name] = value.detach().to(
+            device=param.device, dtype=self.moment_dtypes.get(name, torch.float32), copy=True
+        )
 
     @torch.no_grad()
     def step(self, closure=None, grad_scaler=None):
@@ -1107,13 +1426,16 @@ class FusedAdam(torch.optim.Optimizer):
                 w = state.get("master_param")
                 in_fp8 = hasattr(p, "fp8_owner")
                 if in_fp8 and w is None and not p.fp8_owner[0]()._delayed():
-                    raise RuntimeError("FusedAdam without master_weights does not support FP8 parameters under this recipe. "
-                                       "Use master_weights=True.")
+                    raise RuntimeError(
+                        "FusedAdam without master_weights does not support FP8 parameters under this recipe. "
+                        "Use master_weights=True."
+                    )
                 if w is None:
                     w = p.float().clone() if in_fp8 or p.dtype != torch.float32 else p
                 if not self.adam_w_mode:
                     grad = grad + group["weight_decay"] * w
-                m, v = state["exp_avg"].float(), state["exp_avg_sq"].float()  # the state itself, unless it is kept in bfloat16
+                # the state itself, unless it is kept in bfloat16
+                m, v = state["exp_avg"].float(), state["exp_avg_sq"].float()
                 m.lerp_(grad, 1 - beta1)
                 v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
                 state["exp_avg"].copy_(m)
@@ -1126,7 +1448,8 @@ class FusedAdam(torch.optim.Optimizer):
                     p.copy_(_fp8_parameter_value(p, w) if in_fp8 else w)
 
     def load_state_dict(self, state_dict):
-        super().load_state_dict(state_dict)  # this rounds the state to the parameters' dtype: put the float32 values back
+        # this rounds the state to the parameters' dtype: put the float32 values back
+        super().load_state_dict(state_dict)
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         for i, p in zip(saved, [p for group in self.param_groups for p in group["params"]]):
             for name, value in state_dict["state"].get(i, {}).items():

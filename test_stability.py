@@ -1,24 +1,30 @@
-"""What throws FP8 training off, and what brings it back: recipe x format x margin x amax history x algorithm x disturbance.
+"""What throws FP8 training off, and what brings it back: recipe x format x margin x amax history x algorithm
+x disturbance.
 
-    python test_stability.py --json FILE --png FILE    # the whole table: minutes, on a CPU through te_reference, on a GPU through TE
-    python test_stability.py --quick                   # format hybrid and margin 0 only
-    python test_stability.py --model te --sizes 2x128 12x768 --disturbances none    # is te.TransformerLayer stable at all?
-    pytest test_stability.py                           # what must hold, in seconds
+    python test_stability.py --json FILE --png FILE # the whole table: minutes, on a CPU through te_reference,
+    on a GPU through TE python test_stability.py --quick # format hybrid and margin 0 only python
+    test_stability.py --model te --sizes 2x128 12x768 --disturbances none # is te.TransformerLayer stable at
+    all? pytest test_stability.py # what must hold, in seconds
 
-Each row trains a small byte-level GPT on the Python standard library's sources: undisturbed up to 40 % of the steps, and from there on once
-for each disturbance, from the same weights, optimizer and FP8 state, on the same batches. In a cell: how many steps until the loss is back
-for good within 5 % of the undisturbed run's, and how far the last tenth's mean loss is from high precision's (BF16 on a GPU, float32 on a
-CPU) after the same disturbance. The disturbances:
+Each row trains a small byte-level GPT on the Python standard library's sources: undisturbed up to 40 % of the
+steps, and from there on once for each disturbance, from the same weights, optimizer and FP8 state, on the
+same batches. In a cell: how many steps until the loss is back for good within 5 % of the undisturbed run's,
+and how far the last tenth's mean loss is from high precision's (BF16 on a GPU, float32 on a CPU) after the
+same disturbance. The disturbances:
 
 - none      nothing, to the end.
-- outlier   one token a sequence x1000, for one step, where each block's attention output enters its projection. (At the embedding it would
-            hardly reach FP8: other products' inputs come out of a norm, which divides it away.) "outlier 1e6" is the same x1,000,000.
+- outlier one token a sequence x1000, for one step, where each block's attention output enters its projection.
+  (At the embedding it would
+            hardly reach FP8: other products' inputs come out of a norm, which divides it away.) "outlier 1e6"
+            is the same x1,000,000.
 - zeros     a batch of nothing: both embeddings give zeros and all gradients are zero, for one step.
 - weight    the largest weight of each block's attention projection x1000, for one step, then put back.
 - lr        ten times the learning rate, for 20 steps.
-- loss up   from here on the loss x2^15, its gradients divided again before the optimizer, as in FP16 training; loss down: x2^-15.
+- loss up from here on the loss x2^15, its gradients divided again before the optimizer, as in FP16 training;
+  loss down: x2^-15.
 
-History 1 stands for `most_recent` too: that takes the newest row of a history of any length, so the numbers are the same (a test says so).
+History 1 stands for `most_recent` too: that takes the newest row of a history of any length, so the numbers
+are the same (a test says so).
 """
 
 import copy
@@ -39,7 +45,8 @@ import torch
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
-    os.environ["NANOTE_REFERENCE"] = "1"  # before the kit's modules choose; processes started from here see it too
+    # before the kit's modules choose; processes started from here see it too
+    os.environ["NANOTE_REFERENCE"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import data  # noqa: E402
@@ -52,7 +59,8 @@ from nanote import (
     fp8,  # noqa: E402
 )
 
-pytestmark = [pytest.mark.gpu] if HAS_GPU else []  # on a GPU these are tests of Transformer Engine: `make test-gpu`
+# on a GPU these are tests of Transformer Engine: `make test-gpu`
+pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 DEVICE = "cuda" if HAS_GPU else "cpu"
 DISTURBANCES = ("none", "outlier", "outlier 1e6", "zeros", "weight", "lr", "loss up", "loss down")
 FP8_RECIPES = ("delayed", "current", "block", "mxfp8")
@@ -73,10 +81,16 @@ class Run:
                               n_head=width // (32 if width < 256 else 64), use_fp8=setting.recipe != "none")
         self.model = model_class(config).to(DEVICE)
         if setting.recipe != "none":
-            self.model.fp8_recipe = fp8.make_recipe(setting.recipe, setting.format, setting.history, setting.algo, setting.margin)
+            self.model.fp8_recipe = fp8.make_recipe(
+                setting.recipe, setting.format, setting.history, setting.algo, setting.margin
+            )
         self.parameters = list(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-        self.loss(0).backward()  # as train.py: delayed scaling starts with every scale at 1, which would flush the first gradients to zero
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        # as train.py: delayed scaling starts with every scale at 1, which would flush the first gradients to
+        # zero
+        self.loss(0).backward()
         self.optimizer.zero_grad()
 
     def loss(self, step):
@@ -107,7 +121,10 @@ class Run:
         return torch.stack(losses).float().cpu()
 
     def save(self):
-        return [p.detach().clone() for p in self.parameters], copy.deepcopy(self.optimizer.state_dict()), fp8.get_state(self.model)
+        return (
+            [p.detach().clone() for p in self.parameters], copy.deepcopy(self.optimizer.state_dict()),
+            fp8.get_state(self.model),
+        )
 
     def restore(self, saved):
         parameters, optimizer, scales = saved
@@ -130,7 +147,10 @@ def disturbed(model, disturbance):
     if disturbance.startswith("outlier"):
         undo = [module.register_forward_pre_hook(outlier).remove for module in projections]
     elif disturbance == "zeros":
-        undo = [module.register_forward_hook(lambda module, args, output: output * 0).remove for module in (model.wte, model.wpe)]
+        undo = [
+            module.register_forward_hook(lambda module, args, output: output * 0).remove
+            for module in (model.wte, model.wpe)
+        ]
     elif disturbance == "weight":
         weights = [module.weight.detach().view(-1) for module in projections]
         largest = [weight.narrow(0, int(weight.abs().argmax()), 1) for weight in weights]
@@ -150,7 +170,8 @@ def corpus():
 
 
 def run_row(work):
-    """(setting, steps, disturbances, seed, lr) -> (setting, {disturbance: losses of all steps, a list}, seconds)."""
+    """(setting, steps, disturbances, seed, lr) -> (setting, {disturbance: losses of all steps, a list},
+    seconds)."""
     setting, steps, disturbances, seed, lr = work
     start, at = time.time(), steps * 2 // 5
     if not HAS_GPU:
@@ -166,7 +187,8 @@ def run_row(work):
 @dataclass
 class Options:
     steps: int = 500 if HAS_GPU else 150  # Of each cell.
-    recipes: tuple[str, ...] = tuple(name for name in FP8_RECIPES if not fp8.why_not(name))  # By default all that this machine can run.
+    recipes: tuple[str, ...] = tuple(name for name in FP8_RECIPES if not fp8.why_not(name))
+    """By default all that this machine can run."""
     formats: tuple[str, ...] = ("hybrid", "e4m3")
     margins: tuple[int, ...] = (0, 1, 2)
     histories: tuple[int, ...] = (1, 16, 1024)  # With the algorithm max; 1 is most_recent, too.
@@ -182,53 +204,85 @@ class Options:
 
 
 def settings_of(options):
-    """The rows: for each size high precision first, then every distinct setting. ValueError for what cannot be."""
-    choices = (("recipes", options.recipes, FP8_RECIPES), ("disturbances", options.disturbances, DISTURBANCES),
-               ("model", [options.model], MODELS))
+    """The rows: for each size high precision first, then every distinct setting. ValueError for what cannot
+    be."""
+    choices = (
+        ("recipes", options.recipes, FP8_RECIPES), ("disturbances", options.disturbances, DISTURBANCES),
+        ("model", [options.model], MODELS),
+    )
     for name, given, known in choices:
         for unknown in set(given) - set(known):
             raise ValueError(f"--{name} {unknown!r} is unknown; use {', '.join(map(repr, known))}")
-    for name, value, least in (("steps", options.steps, 20), ("jobs", options.jobs, 1), ("margins", min(options.margins, default=0), 0)):
+    for name, value, least in (
+        ("steps", options.steps, 20), ("jobs", options.jobs, 1),
+        ("margins", min(options.margins, default=0), 0),
+    ):
         if value < least:
             raise ValueError(f"--{name} {value}: must be {least} or more; {least + 1} works")
     rows = []
     for size in options.sizes:
         if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", size) or int(size.split("x")[1]) % 64:
-            raise ValueError(f"--sizes {size!r}: must be layers x width, the width a multiple of 64; 2x64 works")
+            raise ValueError(
+                f"--sizes {size!r}: must be layers x width, the width a multiple of 64; 2x64 works"
+            )
         rows.append(Setting(model=options.model, size=size))
-        for recipe, format in product(options.recipes, options.formats[:1] if options.quick else options.formats):
-            margins, histories = (options.margins, options.histories) if recipe == "delayed" else ((0,), (1024,))
+        for recipe, format in product(
+            options.recipes, options.formats[:1] if options.quick else options.formats
+        ):
+            margins, histories = (
+                (options.margins, options.histories) if recipe == "delayed" else ((0,), (1024,))
+            )
             for margin, history in product(margins[:1] if options.quick else margins, histories):
-                fp8.make_recipe(recipe, format, history, "max", margin)  # ValueError now rather than from a row
+                # ValueError now rather than from a row
+                fp8.make_recipe(recipe, format, history, "max", margin)
                 rows.append(Setting(recipe, format, margin, history, "max", options.model, size))
     return rows
 
 
 def main(argv=None):
-    options = cli.parse(Options, argv, prog="test_stability.py", description=__doc__.partition("\n\nEach row")[0])
+    options = cli.parse(
+        Options, argv, prog="test_stability.py", description=__doc__.partition("\n\nEach row")[0]
+    )
     rows = settings_of(options)
     report.check_folder(options.json, options.png)
     names = ["none", *(d for d in DISTURBANCES if d in options.disturbances and d != "none")]
     at = options.steps * 2 // 5
-    print(f"{fp8.describe()}: {len(rows)} rows x {len(names)} disturbances, {options.steps} steps each, disturbed from step {at}")
+    print(
+        f"{fp8.describe()}: {len(rows)} rows x {len(names)} disturbances, {options.steps} steps each, disturbed from step {at}"
+    )
     print(" " * 46 + "".join(f"{name:>15}" for name in names))
     start, cells, baseline = time.time(), [], None
     with multiprocessing.get_context("spawn").Pool(min(options.jobs, len(rows))) as pool:
-        for setting, losses, seconds in pool.imap(run_row, [(row, options.steps, names, options.seed, options.lr) for row in rows]):
+        for setting, losses, seconds in pool.imap(
+            run_row, [(row, options.steps, names, options.seed, options.lr) for row in rows]
+        ):
             baseline = losses if setting.recipe == "none" else baseline
             cells += (found := [report.cell(setting, name, losses, baseline) for name in names])
-            print(f"{str(setting):46}{''.join(f'{report.text_of(c):>15}' for c in found)}  {seconds / len(names):.1f} s a cell", flush=True)
-            figures = {"seconds": round(time.time() - start), "steps": options.steps, "disturbed_from_step": at, "lr": options.lr, "cells": cells}
-            report.write("test_stability.py", argv, figures, options.json)  # after every row: what is done is kept if the run is cut short
+            print(
+                f"{str(setting):46}{''.join(f'{report.text_of(c):>15}' for c in found)}  {seconds / len(names):.1f} s a cell",
+                flush=True,
+            )
+            figures = {
+                "seconds": round(time.time() - start), "steps": options.steps, "disturbed_from_step": at,
+                "lr": options.lr, "cells": cells,
+            }
+            # after every row: what is done is kept if the run is cut short
+            report.write("test_stability.py", argv, figures, options.json)
     report.write("test_stability.py", argv, figures, None, options.png)
 
 
 def losses_of(disturbances=("none",), steps=40, **setting):
-    return {name: torch.tensor(losses) for name, losses in run_row((Setting(**setting), steps, disturbances, 0, 2e-3))[1].items()}
+    return {
+        name: torch.tensor(losses)
+        for name, losses in run_row((Setting(**setting), steps, disturbances, 0, 2e-3))[1].items()
+    }
 
 
 high_precision = lru_cache(lambda: report.final(losses_of()["none"]))
-can_run = {name: pytest.mark.skipif(bool(fp8.why_not(name)), reason=fp8.why_not(name) or "runs") for name in FP8_RECIPES}
+can_run = {
+    name: pytest.mark.skipif(bool(fp8.why_not(name)), reason=fp8.why_not(name) or "runs")
+    for name in FP8_RECIPES
+}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -243,12 +297,19 @@ def test_undisturbed_training_is_as_good_as_high_precision(model, recipe, format
 
 @pytest.mark.parametrize("recipe", [pytest.param(name, marks=can_run[name]) for name in FP8_RECIPES])
 def test_every_disturbance_leaves_the_loss_finite(recipe):
-    assert all(losses.isfinite().all() for losses in losses_of(DISTURBANCES, 25, recipe=recipe, format="e4m3").values())
+    assert all(
+        losses.isfinite().all()
+        for losses in losses_of(DISTURBANCES, 25, recipe=recipe, format="e4m3").values()
+    )
 
 
 def test_history_1_is_most_recent_of_any_length():
-    ours, theirs = losses_of(recipe="delayed", history=1)["none"], losses_of(recipe="delayed", algo="most_recent")["none"]
-    torch.testing.assert_close(ours, theirs, rtol=0.02 if HAS_GPU else 0, atol=0)  # attention's backward pass on a GPU sums in any order
+    ours, theirs = (
+        losses_of(recipe="delayed", history=1)["none"],
+        losses_of(recipe="delayed", algo="most_recent")["none"],
+    )
+    # attention's backward pass on a GPU sums in any order
+    torch.testing.assert_close(ours, theirs, rtol=0.02 if HAS_GPU else 0, atol=0)
 
 
 def one_step(disturbance, after, **setting):
@@ -264,12 +325,17 @@ def one_step(disturbance, after, **setting):
     ("most_recent", 1024, 2, True), ("max", 16, 18, True), ("max", 1024, 18, False)])
 def test_an_outlier_is_forgotten_when_the_history_ends(algo, history, after, forgotten):
     before, now = one_step("outlier", after, algo=algo, history=history)
-    ratios = [(before[name][0] / now[name][0]).item() for name in before if name.endswith("proj.scaling_fwd.scale")]  # [0]: of the input
+    # [0]: of the input
+    ratios = [
+        (before[name][0] / now[name][0]).item() for name in before if name.endswith("proj.scaling_fwd.scale")
+    ]
     assert len(ratios) == 2 and all(ratio < 10 if forgotten else ratio > 300 for ratio in ratios)
 
 
 def test_recovery_from_a_huge_outlier_takes_no_longer_with_most_recent():
-    losses = [losses_of(("none", "outlier 1e6"), 80, recipe="delayed", history=history) for history in (1, 1024)]
+    losses = [
+        losses_of(("none", "outlier 1e6"), 80, recipe="delayed", history=history) for history in (1, 1024)
+    ]
     recent, longest = (report.recovered_after(each["outlier 1e6"], each["none"], 32) for each in losses)
     assert recent is not None and (longest is None or recent <= longest)
 
@@ -282,15 +348,27 @@ def test_a_batch_of_nothing_keeps_the_gradients_scales():
 
 def test_the_script_writes_its_table(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    main("--steps 20 --recipes current --formats hybrid --disturbances outlier --sizes 1x64 --jobs 1 --json t.json --png t.png".split())
+    main(
+        "--steps 20 --recipes current --formats hybrid --disturbances outlier --sizes 1x64 --jobs 1 --json t.json --png t.png".split()
+    )
     cells = json.loads(Path("t.json").read_text())["cells"]
-    assert [(c["recipe"], c["disturbance"]) for c in cells] == [*product(("none", "current"), ("none", "outlier"))]
-    assert all(c["finite"] for c in cells) and Path("t.png").stat().st_size > 5000 and "current hybrid" in capsys.readouterr().out
+    assert [(c["recipe"], c["disturbance"]) for c in cells] == [
+        *product(("none", "current"), ("none", "outlier"))
+    ]
+    assert (
+        all(c["finite"] for c in cells)
+        and Path("t.png").stat().st_size > 5000
+        and "current hybrid" in capsys.readouterr().out
+    )
 
 
-@pytest.mark.parametrize("arguments, words", [
-    ("--sizes 2by64", "2x64 works"), ("--recipes int8", "delayed"), ("--disturbances quake", "outlier"), ("--steps 3", "20 or more"),
-    ("--formats e5m2", "hybrid"), ("--json none/x.json", "no folder none")])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("--sizes 2by64", "2x64 works"), ("--recipes int8", "delayed"), ("--disturbances quake", "outlier"),
+        ("--steps 3", "20 or more"), ("--formats e5m2", "hybrid"), ("--json none/x.json", "no folder none"),
+    ],
+)
 def test_a_mistake_is_one_line(arguments, words):
     with pytest.raises((ValueError, OSError), match=words) as error:
         main(arguments.split())

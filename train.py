@@ -1,12 +1,14 @@
-"""The trainer: python train.py --preset gpt2-124m. One dataclass of options, one loop; a preset's values are the defaults.
+"""The trainer: python train.py --preset gpt2-124m. One dataclass of options, one loop; a preset's values are
+the defaults.
 
 Notable, and why:
-- Losses stay on the device between log steps, so that the host never waits for the GPU within them. A step whose loss or gradient is not
-  finite changes no weight (the device sees to that), is counted when losses are read, and more than --max-skipped-steps of them end the run.
-  Losses are read before a checkpoint is written, and none is written right after such a step: a run that diverged leaves its last good one.
-- A checkpoint is written before the evaluation of the same step. FP8 with delayed scaling keeps a history that every
-  forward pass moves, evaluation included; saved first, and with evaluation leaving it as it was, a resumed run repeats
-  the uninterrupted one exactly (bit for bit on the CPU).
+- Losses stay on the device between log steps, so that the host never waits for the GPU within them. A step
+  whose loss or gradient is not finite changes no weight (the device sees to that), is counted when losses are
+  read, and more than --max-skipped-steps of them end the run. Losses are read before a checkpoint is written,
+  and none is written right after such a step: a run that diverged leaves its last good one.
+- A checkpoint is written before the evaluation of the same step. FP8 with delayed scaling keeps a history
+  that every forward pass moves, evaluation included; saved first, and with evaluation leaving it as it was, a
+  resumed run repeats the uninterrupted one exactly (bit for bit on the CPU).
 - Started by torchrun it trains data-parallel: every rank reads its own samples, rank 0 alone writes.
 """
 import argparse
@@ -48,12 +50,15 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotun
 @dataclass
 class TrainConfig:
     preset: str = "tiny"
-    """Where the defaults come from: tiny, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b, llama-160m, llama3-1b, llama3-8b."""
+    """Where the defaults come from: tiny, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b, llama-160m, llama3-1b,
+    llama3-8b."""
     model: str = "optimized"  # Model file: optimized, advanced, fused, custom or te.
     data: str = "data/stdlib"  # Folder of token files, as data.py makes them.
-    out_dir: str | None = None  # The run's folder; by default out/<preset>, or the first of out/<preset>-2, -3… that is free.
+    out_dir: str | None = None
+    """The run's folder; by default out/<preset>, or the first of out/<preset>-2, -3… that is free."""
     resume: bool = False
-    """Go on from the last checkpoint in --out-dir (default: the newest run of the preset), with its options except those given."""
+    """Go on from the last checkpoint in --out-dir (default: the newest run of the preset), with its options
+    except those given."""
 
     # the model's architecture
     n_layer: int = 12  # Transformer blocks.
@@ -62,7 +67,9 @@ class TrainConfig:
     head_dim: int | None = None  # Width of a head; None: n_embd / n_head.
     n_embd: int = 768  # Width of the model.
     n_inner: int | None = None  # Width inside the MLP; None: the model file's choice (4 n_embd for GELU).
-    vocab_size: int | None = None  # Rows of the embedding; None: the data's vocabulary, rounded up to a multiple of 32 (of 128 above 1024).
+    vocab_size: int | None = None
+    """Rows of the embedding; None: the data's vocabulary, rounded up to a multiple of 32 (of 128 above 1024).
+    """
     n_positions: int | None = None  # Longest context the model can take; None: seq_len.
     activation: Literal["gelu", "swiglu"] = "gelu"  # In the MLP.
     use_rmsnorm: bool = False  # RMSNorm in place of LayerNorm.
@@ -75,29 +82,39 @@ class TrainConfig:
     dropout: float = 0.0  # Of embeddings and residual branches.
     attn_dropout: float = 0.0  # Of attention probabilities.
     attention: Literal["auto", "sdpa", "te", "flash"] | None = "auto"
-    """Attention kernel; auto: FlashAttention if it is installed, else Transformer Engine's, on a CPU PyTorch's."""
-    fused_block: bool = True  # On a Hopper GPU, delayed scaling's blocks with kernels of this kit's own (fast_kernels/block.py); no: by their modules.
-    fused_loss: bool = True  # On a GPU, the loss with kernels of this kit's own (fast_kernels/loss.py); no: Transformer Engine's.
-    gradient_checkpointing: bool = False  # Recompute each block in the backward pass: less memory, about a third more work.
+    """Attention kernel; auto: FlashAttention if it is installed, else Transformer Engine's, on a CPU
+    PyTorch's."""
+    fused_block: bool = True
+    """On a Hopper GPU, delayed scaling's blocks with kernels of this kit's own (fast_kernels/block.py); no:
+    by their modules."""
+    fused_loss: bool = True
+    """On a GPU, the loss with kernels of this kit's own (fast_kernels/loss.py); no: Transformer Engine's."""
+    gradient_checkpointing: bool = False
+    """Recompute each block in the backward pass: less memory, about a third more work."""
     checkpoint_every: int = 1  # With --gradient-checkpointing: recompute only every so many-th block.
-    offload_activations: int = 0  # Keep what so many blocks, from the first, save for the backward pass in the host's memory.
-    loss_chunks: int = 1  # Output head and loss for so many parts of the tokens after each other: logits of one part exist at a time.
+    offload_activations: int = 0
+    """Keep what so many blocks, from the first, save for the backward pass in the host's memory."""
+    loss_chunks: int = 1
+    """Output head and loss for so many parts of the tokens after each other: logits of one part exist at a
+    time."""
 
     # precision
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of weights and activations outside FP8 products; auto: bfloat16 on CUDA, float32 on the CPU."""
     fp8_recipe: str = "delayed"
-    """How FP8 scales are chosen: delayed, current, block, mxfp8, nvfp4, custom:module.function (TE's CustomRecipe with that quantizer
-    factory); none: no FP8. A GPU that cannot run a recipe says which it can."""
+    """How FP8 scales are chosen: delayed, current, block, mxfp8, nvfp4, custom:module.function (TE's
+    CustomRecipe with that quantizer factory); none: no FP8. A GPU that cannot run a recipe says which it can.
+    """
     fp8_format: Literal["auto", "hybrid", "e4m3"] = "auto"
     """hybrid: E4M3 forward, E5M2 gradients; e4m3: both E4M3; auto: the recipe's own, hybrid for delayed and
     current, e4m3 for block and mxfp8."""
     fp8_amax_history_len: int = 1024  # Delayed scaling: steps of maxima that a scale is taken from.
-    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"  # Delayed scaling: the largest maximum of the history, or the last one.
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """Delayed scaling: the largest maximum of the history, or the last one."""
     fp8_margin: int = 0  # Delayed scaling: scales are 2^margin times smaller than they could be.
     fp8_dgrad_fast_accum_k: int = 3072
-    """Delayed scaling with the fast kernels: dgrad GEMMs with K up to this may use FP8 fast accumulation, where it is faster; 0: never, as in
-    Transformer Engine's recipe."""
+    """Delayed scaling with the fast kernels: dgrad GEMMs with K up to this may use FP8 fast accumulation,
+    where it is faster; 0: never, as in Transformer Engine's recipe."""
     fp8_param: bool = False  # Keep linear layers' weights in FP8 (the optimizer keeps float32 masters).
     fp8_lm_head: bool = True  # The output head's products in FP8, too.
     fp8_skip_first: int = 0  # So many blocks at the start stay in high precision.
@@ -107,7 +124,8 @@ class TrainConfig:
     max_steps: int = 1000  # Optimizer steps.
     micro_batch_size: int = 8  # Sequences of one forward pass on one device.
     seq_len: int = 1024  # Tokens of a sequence.
-    pack_documents: bool = False  # No token sees another document: attention and positions begin anew at each end-of-text token.
+    pack_documents: bool = False
+    """No token sees another document: attention and positions begin anew at each end-of-text token."""
     grad_accum: int = 1  # Forward and backward passes a step.
     lr: float = 6e-4  # Highest learning rate.
     lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -119,10 +137,15 @@ class TrainConfig:
     beta1: float = 0.9  # Adam's decay of the gradient's mean.
     beta2: float = 0.95  # Adam's decay of its square.
     grad_clip: float = 1.0  # Largest norm of the gradient; 0: no clipping.
-    max_skipped_steps: int = 10  # Steps whose loss or gradient is not finite change nothing; the run stops after more of them than this.
+    max_skipped_steps: int = 10
+    """Steps whose loss or gradient is not finite change nothing; the run stops after more of them than this.
+    """
     seed: int = 1337  # Of weights, data order and dropout.
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"  # Of Adam's two moments; bfloat16: 4 bytes a parameter less, betas to 0.996.
-    param_remainders: bool = True  # Of float32 master weights keep just the 16 bits that the BF16 weights lack: exact, 2 bytes less each.
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of Adam's two moments; bfloat16: 4 bytes a parameter less, betas to 0.996."""
+    param_remainders: bool = True
+    """Of float32 master weights keep just the 16 bits that the BF16 weights lack: exact, 2 bytes less each.
+    """
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     """Replay each step as CUDA graphs, so that the GPU never waits for Python; auto: wherever that can be."""
     compile: bool = False  # torch.compile the model; not with --fp8-recipe delayed, which cannot be traced.
@@ -132,55 +155,84 @@ class TrainConfig:
     device: str = "auto"  # auto, cpu, cuda or cuda:N.
 
     # looking at it
-    eval_interval: int = 250  # Steps between evaluations (also after the first and the last step); 0: after the last alone.
+    eval_interval: int = 250
+    """Steps between evaluations (also after the first and the last step); 0: after the last alone."""
     eval_steps: int = 20  # Validation batches of an evaluation.
-    checkpoint_interval: int = 250  # Steps between checkpoints (also after the last step); 0: after the last alone.
+    checkpoint_interval: int = 250
+    """Steps between checkpoints (also after the last step); 0: after the last alone."""
     keep_checkpoints: int = 2  # Older ones are removed.
     background_saves: bool = True
-    """Write checkpoints while training goes on (one process only); takes host memory for a copy of weights and optimizer."""
+    """Write checkpoints while training goes on (one process only); takes host memory for a copy of weights
+    and optimizer."""
     log_interval: int = 10  # Steps between log lines.
     fp8_health_interval: int = 0
-    """Steps between looks at each tensor in FP8: amax, scale, what is cut off, what becomes zero (fp8_health.jsonl, fp8_health.png,
-    TensorBoard). The log line after a look shows a lower speed. 0: never, at no cost."""
+    """Steps between looks at each tensor in FP8: amax, scale, what is cut off, what becomes zero
+    (fp8_health.jsonl, fp8_health.png, TensorBoard). The log line after a look shows a lower speed. 0: never,
+    at no cost."""
     profile: str | None = None
-    """START:STOP: trace these steps with PyTorch's profiler (profile/trace.json.gz, for ui.perfetto.dev) and sum kernels by class."""
+    """START:STOP: trace these steps with PyTorch's profiler (profile/trace.json.gz, for ui.perfetto.dev) and
+    sum kernels by class."""
     nsys: str | None = None
-    """START:STOP: the steps that Nsight Systems shall see: nsys profile --capture-range=cudaProfilerApi … python train.py …"""
+    """START:STOP: the steps that Nsight Systems shall see: nsys profile --capture-range=cudaProfilerApi …
+    python train.py …"""
     memory_snapshot: str | None = None
-    """START:STOP: record who allocates GPU memory in these steps (memory.pickle, for pytorch.org/memory_viz); a replayed CUDA graph allocates
-    nothing, so take step 1, which records it, or --cuda-graph off."""
-    gc_interval: int = 0  # Steps between Python's garbage collections, so that all ranks pause together; 0: when Python likes.
-    torch_deterministic: bool = False  # The same bits in every run on the same GPU model and number of GPUs; slower.
-    expandable_segments: bool = False  # Let PyTorch's allocator grow its blocks of GPU memory: less lost between tensors.
+    """START:STOP: record who allocates GPU memory in these steps (memory.pickle, for pytorch.org/memory_viz);
+    a replayed CUDA graph allocates nothing, so take step 1, which records it, or --cuda-graph off."""
+    gc_interval: int = 0
+    """Steps between Python's garbage collections, so that all ranks pause together; 0: when Python likes."""
+    torch_deterministic: bool = False
+    """The same bits in every run on the same GPU model and number of GPUs; slower."""
+    expandable_segments: bool = False
+    """Let PyTorch's allocator grow its blocks of GPU memory: less lost between tensors."""
 
 
-GPT2 = dict(micro_batch_size=16, grad_accum=32, max_steps=20_000, warmup_steps=200)  # about half a million tokens a step
+# about half a million tokens a step
+GPT2 = dict(micro_batch_size=16, grad_accum=32, max_steps=20_000, warmup_steps=200)
 LLAMA = dict(activation="swiglu", use_rmsnorm=True, use_rotary=True, bias=False)
 PRESETS = {
     # Bytes of Python in two minutes on two cores.
-    "tiny": dict(n_layer=4, n_head=4, n_embd=128, seq_len=128, micro_batch_size=16, max_steps=500, lr=3e-3, warmup_steps=50,
-                 eval_interval=100, checkpoint_interval=100, log_interval=10, **LLAMA),
+    "tiny": dict(
+        n_layer=4, n_head=4, n_embd=128, seq_len=128, micro_batch_size=16, max_steps=500, lr=3e-3,
+        warmup_steps=50, eval_interval=100, checkpoint_interval=100, log_interval=10, **LLAMA,
+    ),
     # Radford et al. 2019, table 2; learning rates of Brown et al. 2020, table 2.1.
     "gpt2-124m": GPT2 | dict(n_layer=12, n_head=12, n_embd=768, lr=6e-4),
     "gpt2-350m": GPT2 | dict(n_layer=24, n_head=16, n_embd=1024, lr=3e-4),
-    "gpt2-774m": GPT2 | dict(n_layer=36, n_head=20, n_embd=1280, lr=2.5e-4, micro_batch_size=8, grad_accum=64),
+    "gpt2-774m": GPT2
+    | dict(n_layer=36, n_head=20, n_embd=1280, lr=2.5e-4, micro_batch_size=8, grad_accum=64),
     "gpt2-1.5b": GPT2 | dict(n_layer=48, n_head=25, n_embd=1600, lr=2e-4, micro_batch_size=8, grad_accum=64),
     # huggingface.co/JackFram/llama-160m; Llama 3.1 and 3.2 model cards.
-    "llama-160m": GPT2 | LLAMA | dict(n_layer=12, n_head=12, n_embd=768, n_inner=3072, tie_embeddings=False, layernorm_epsilon=1e-6,
-                                      seq_len=2048, grad_accum=16, lr=6e-4),
-    "llama3-1b": GPT2 | LLAMA | dict(n_layer=16, n_head=32, n_kv_head=8, head_dim=64, n_embd=2048, n_inner=8192, vocab_size=128256,
-                                     rope_theta=500_000.0, seq_len=2048, micro_batch_size=4, grad_accum=64, lr=3e-4),
-    "llama3-8b": GPT2 | LLAMA | dict(n_layer=32, n_head=32, n_kv_head=8, head_dim=128, n_embd=4096, n_inner=14336, vocab_size=128256,
-                                     rope_theta=500_000.0, tie_embeddings=False, seq_len=8192, micro_batch_size=1, grad_accum=64,
-                                     lr=3e-4, moment_dtype="bfloat16"),
+    "llama-160m": GPT2
+    | LLAMA
+    | dict(
+        n_layer=12, n_head=12, n_embd=768, n_inner=3072, tie_embeddings=False, layernorm_epsilon=1e-6,
+        seq_len=2048, grad_accum=16, lr=6e-4,
+    ),
+    "llama3-1b": GPT2
+    | LLAMA
+    | dict(
+        n_layer=16, n_head=32, n_kv_head=8, head_dim=64, n_embd=2048, n_inner=8192, vocab_size=128256,
+        rope_theta=500_000.0, seq_len=2048, micro_batch_size=4, grad_accum=64, lr=3e-4,
+    ),
+    "llama3-8b": GPT2
+    | LLAMA
+    | dict(
+        n_layer=32, n_head=32, n_kv_head=8, head_dim=128, n_embd=4096, n_inner=14336, vocab_size=128256,
+        rope_theta=500_000.0, tie_embeddings=False, seq_len=8192, micro_batch_size=1, grad_accum=64, lr=3e-4,
+        moment_dtype="bfloat16",
+    ),
 }
 # A checkpoint's tensors fit only a model in which these are the same.
-ARCHITECTURE = ("preset model n_layer n_head n_kv_head head_dim n_embd n_inner vocab_size n_positions activation use_rmsnorm "
-                "use_rotary rope_theta use_qk_norm bias tie_embeddings layernorm_epsilon").split()
+ARCHITECTURE = (
+    "preset model n_layer n_head n_kv_head head_dim n_embd n_inner vocab_size n_positions activation use_rmsnorm "
+    "use_rotary rope_theta use_qk_norm bias tie_embeddings layernorm_epsilon"
+).split()
 # Dense BF16 peak in TFLOP/s by a part of the GPU's name, the more special name first (NVIDIA's data sheets).
-PEAK_TFLOPS = {"GB200": 2500, "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989,
-               "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "RTX 6000 Ada": 364, "RTX 4090": 165,
-               "RTX 5090": 210, "RTX 3090": 71}
+PEAK_TFLOPS = {
+    "GB200": 2500, "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
+    "H800": 989, "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A10G": 70,
+    "RTX 6000 Ada": 364, "RTX 4090": 165, "RTX 5090": 210, "RTX 3090": 71,
+}
 
 
 class Diverged(RuntimeError):
@@ -190,7 +242,8 @@ class Diverged(RuntimeError):
 # ---------------------------------------------------------------- options
 
 def read_options(argv) -> tuple[TrainConfig, Path | None, dict | None]:
-    """(options, checkpoint to resume from, its meta.json). Defaults come from the preset, or on --resume from the checkpoint."""
+    """(options, checkpoint to resume from, its meta.json). Defaults come from the preset, or on --resume from
+    the checkpoint."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", nargs="?")
     first.add_argument("--out-dir", "--out_dir", nargs="?")
@@ -205,8 +258,10 @@ def read_options(argv) -> tuple[TrainConfig, Path | None, dict | None]:
         run = Path(chosen.out_dir) if chosen.out_dir else newest_run(preset)
         folder = checkpoint.find(run)
         if folder != checkpoint.latest(folder.parent):
-            raise ValueError(f"--resume: {folder.parent} has later checkpoints than {folder.name}; to go on from there, remove "
-                             f"{', '.join(path.name for path in checkpoint.list_checkpoints(folder.parent) if path != folder)}")
+            raise ValueError(
+                f"--resume: {folder.parent} has later checkpoints than {folder.name}; to go on from there, remove "
+                f"{', '.join(path.name for path in checkpoint.list_checkpoints(folder.parent) if path != folder)}"
+            )
         meta = checkpoint.read_meta(folder)
         default = dataclasses.replace(saved_options(folder, meta), out_dir=str(folder.parent), resume=True,
                                       profile=None, nsys=None, memory_snapshot=None)
@@ -217,19 +272,29 @@ def read_options(argv) -> tuple[TrainConfig, Path | None, dict | None]:
                          f"never taken from a checkpoint: pass --fp8-recipe {config.fp8_recipe} again, or a "
                          "built-in recipe such as --fp8-recipe delayed")
     switches = {field.name for field in dataclasses.fields(checkpoint.model_classes(config.model)[1])}
-    for name in ARCHITECTURE + ["attention", "fused_loss", "fused_block", "gradient_checkpointing", "checkpoint_every", "offload_activations",
-                                "loss_chunks"]:
+    for name in ARCHITECTURE + [
+        "attention", "fused_loss", "fused_block", "gradient_checkpointing", "checkpoint_every",
+        "offload_activations", "loss_chunks",
+    ]:
         if name not in ("preset", "model", *switches) and getattr(config, name) != getattr(default, name):
-            raise ValueError(f"--{name.replace('_', '-')}: the model {config.model!r} has no such switch; --model optimized has")
+            raise ValueError(
+                f"--{name.replace('_', '-')}: the model {config.model!r} has no such switch; --model optimized has"
+            )
     if config.pack_documents and config.model != "optimized":
-        raise ValueError(f"--pack-documents: the model {config.model!r} has no such switch; --model optimized has")
+        raise ValueError(
+            f"--pack-documents: the model {config.model!r} has no such switch; --model optimized has"
+        )
     if chosen.resume:
-        config = dataclasses.replace(config, out_dir=str(folder.parent), preset=chosen.preset or default.preset)
+        config = dataclasses.replace(
+            config, out_dir=str(folder.parent), preset=chosen.preset or default.preset
+        )
         for name in ARCHITECTURE:
             saved, given = getattr(default, name), getattr(config, name)
             if saved != given:
-                raise ValueError(f"--{name.replace('_', '-')} {given}: {folder} is of another architecture, with "
-                                 f"{name.replace('_', '-')} {saved}; leave the option out, or start a new run")
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {given}: {folder} is of another architecture, with "
+                    f"{name.replace('_', '-')} {saved}; leave the option out, or start a new run"
+                )
         if config.max_steps <= meta["step"]:
             raise ValueError(f"--max-steps {config.max_steps}: {folder} has done {meta['step']} steps; "
                              f"to go on, pass more, such as --max-steps {meta['step'] * 2}")
@@ -245,9 +310,15 @@ def saved_options(folder: Path, meta: dict) -> TrainConfig:
 
 
 def newest_run(preset: str) -> Path:
-    runs = [run for run in Path("out").glob(f"{preset}*") if run.name.removeprefix(preset).lstrip("-").isdigit() or run.name == preset]
+    runs = [
+        run
+        for run in Path("out").glob(f"{preset}*")
+        if run.name.removeprefix(preset).lstrip("-").isdigit() or run.name == preset
+    ]
     if not runs:
-        raise ValueError(f"--resume: there is no run out/{preset}; start one without --resume, or name its folder with --out-dir")
+        raise ValueError(
+            f"--resume: there is no run out/{preset}; start one without --resume, or name its folder with --out-dir"
+        )
     return max(runs, key=lambda run: run.stat().st_mtime)
 
 
@@ -255,10 +326,18 @@ def check_options(config: TrainConfig) -> None:
     def require(names, holds, rule, works):
         for name in names.split():
             if not holds(getattr(config, name)):
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: must be {rule}, such as {works}")
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {getattr(config, name)}: must be {rule}, such as {works}"
+                )
 
-    require("max_steps micro_batch_size seq_len grad_accum eval_steps keep_checkpoints log_interval", lambda v: v >= 1, "at least 1", 8)
-    require("warmup_steps eval_interval checkpoint_interval fp8_health_interval max_skipped_steps seed", lambda v: v >= 0, "0 or more", 100)
+    require(
+        "max_steps micro_batch_size seq_len grad_accum eval_steps keep_checkpoints log_interval",
+        lambda v: v >= 1, "at least 1", 8,
+    )
+    require(
+        "warmup_steps eval_interval checkpoint_interval fp8_health_interval max_skipped_steps seed",
+        lambda v: v >= 0, "0 or more", 100,
+    )
     require("fp8_amax_history_len", lambda v: v >= 1, "at least 1", 1024)
     require("fp8_dgrad_fast_accum_k", lambda v: v >= 0, "0 or more", 3072)
     require("weight_decay grad_clip", lambda v: 0 <= v < math.inf, "0 or more", 0.1)
@@ -276,19 +355,31 @@ def check_options(config: TrainConfig) -> None:
     profiling.check_options(config)
     fp8.check_recipe(config.fp8_recipe)
     require("checkpoint_every loss_chunks", lambda v: v >= 1, "at least 1", 2)
-    require("offload_activations", lambda v: 0 <= v < max(1, config.n_layer), f"from 0 to {config.n_layer - 1}, which leaves the last block out",
-            max(0, config.n_layer // 2))
+    require(
+        "offload_activations", lambda v: 0 <= v < max(1, config.n_layer),
+        f"from 0 to {config.n_layer - 1}, which leaves the last block out", max(0, config.n_layer // 2),
+    )
     if config.checkpoint_every > 1 and not config.gradient_checkpointing:
-        raise ValueError(f"--checkpoint-every {config.checkpoint_every} says which blocks to recompute; pass --gradient-checkpointing with it")
+        raise ValueError(
+            f"--checkpoint-every {config.checkpoint_every} says which blocks to recompute; pass --gradient-checkpointing with it"
+        )
     if config.offload_activations and config.gradient_checkpointing:
-        raise ValueError("--offload-activations and --gradient-checkpointing: keep activations or compute them again; leave one of them out")
+        raise ValueError(
+            "--offload-activations and --gradient-checkpointing: keep activations or compute them again; leave one of them out"
+        )
     if config.offload_activations and config.compile:
-        raise ValueError("--offload-activations: compiled code does not run the hooks that move tensors; leave --compile out")
+        raise ValueError(
+            "--offload-activations: compiled code does not run the hooks that move tensors; leave --compile out"
+        )
     if config.fp8_health_interval and config.fp8_recipe == "none":
-        raise ValueError(f"--fp8-health-interval {config.fp8_health_interval}: there is no FP8 to look at with --fp8-recipe none; "
-                         "pass --fp8-recipe delayed or leave --fp8-health-interval out")
+        raise ValueError(
+            f"--fp8-health-interval {config.fp8_health_interval}: there is no FP8 to look at with --fp8-recipe none; "
+            "pass --fp8-recipe delayed or leave --fp8-health-interval out"
+        )
     if config.fp8_health_interval and config.compile:
-        raise ValueError("--fp8-health-interval: compiled code does not run the hooks that look at its tensors; leave --compile out")
+        raise ValueError(
+            "--fp8-health-interval: compiled code does not run the hooks that look at its tensors; leave --compile out"
+        )
     if config.compile and config.fp8_recipe == "delayed":
         raise ValueError("--compile: Transformer Engine cannot trace DelayedScaling: nothing is compiled; "
                          "pass --fp8-recipe current or --fp8-recipe none with it, or leave --compile out")
@@ -299,7 +390,9 @@ def check_options(config: TrainConfig) -> None:
         raise ValueError("--compile-fullgraph: nothing is compiled; "
                          "pass --compile too, or --no-compile-fullgraph")
     if config.fp8_param and config.fp8_recipe == "none":
-        raise ValueError("--fp8-param keeps weights in FP8, but --fp8-recipe is none; pass --fp8-recipe delayed or leave --fp8-param out")
+        raise ValueError(
+            "--fp8-param keeps weights in FP8, but --fp8-recipe is none; pass --fp8-recipe delayed or leave --fp8-param out"
+        )
     if config.n_positions is not None and config.n_positions < config.seq_len:
         raise ValueError(f"--seq-len {config.seq_len}: the model takes {config.n_positions} positions; "
                          f"pass --seq-len {config.n_positions} or less")
@@ -316,15 +409,20 @@ def pick_vocab_size(config: TrainConfig, tokens: dict) -> int:
     needed = tokens["vocab_size"]
     padded = padded_vocab_size(needed)
     if config.vocab_size is not None and config.vocab_size < needed:
-        raise ValueError(f"--vocab-size {config.vocab_size}: the tokens of {config.data} ({tokens['tokenizer']}) go up to {needed}; "
-                         f"pass {padded} or leave it out")
+        raise ValueError(
+            f"--vocab-size {config.vocab_size}: the tokens of {config.data} ({tokens['tokenizer']}) go up to {needed}; "
+            f"pass {padded} or leave it out"
+        )
     return config.vocab_size or padded
 
 
 def make_run_folder(config: TrainConfig) -> str:
-    """Create the run's folder; a name that the user gave must be free, or an empty folder: a run that failed before its first step leaves one."""
+    """Create the run's folder; a name that the user gave must be free, or an empty folder: a run that failed
+    before its first step leaves one."""
     if config.out_dir is not None:
-        if os.path.lexists(config.out_dir) and not (os.path.isdir(config.out_dir) and not os.listdir(config.out_dir)):
+        if os.path.lexists(config.out_dir) and not (
+            os.path.isdir(config.out_dir) and not os.listdir(config.out_dir)
+        ):
             raise ValueError(f"--out-dir {config.out_dir} exists: resume it with --resume, or name another")
         os.makedirs(config.out_dir, exist_ok=True)
         return config.out_dir
@@ -354,8 +452,9 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 def flops_per_token(parameters: int, config: TrainConfig) -> float:
     """6N + 12·L·C·T FLOPs for a token, forward and backward (PaLM, arXiv:2204.02311, appendix B; nanoGPT).
 
-    N: parameters that take part in a product: without the position table and, if untied, without the input embedding.
-    L layers, C = heads times head width, T = seq_len. Recomputation of gradient checkpointing is not counted.
+    N: parameters that take part in a product: without the position table and, if untied, without the input
+    embedding. L layers, C = heads times head width, T = seq_len. Recomputation of gradient checkpointing is
+    not counted.
     """
     if not config.use_rotary:
         parameters -= config.n_positions * config.n_embd
@@ -366,7 +465,8 @@ def flops_per_token(parameters: int, config: TrainConfig) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's dense BF16 peak in FLOP/s by its name; None where it is unknown. FP8 can pass 100 % of it."""
+    """The device's dense BF16 peak in FLOP/s by its name; None where it is unknown. FP8 can pass 100 % of it.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
 
@@ -380,7 +480,8 @@ def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(model, loader, steps: int) -> float:
-    """Mean validation loss in nats a token over the loader's first `steps` batches; the model is left as it was."""
+    """Mean validation loss in nats a token over the loader's first `steps` batches; the model is left as it
+    was."""
     model.eval()
     with fp8.preserved_state(model):
         losses = torch.stack([model(*loader.batch(index)) for index in range(steps)])
@@ -389,8 +490,9 @@ def evaluate(model, loader, steps: int) -> float:
 
 
 def read_losses(pending: list, skipped: int, limit: int, say) -> tuple[tuple[float, float] | None, list[int]]:
-    """[(step, loss, norm)] -> ((loss, gradient norm) of the last step that was not skipped, None without one; the steps that were).
-    `skipped` of the run's steps were so before; Diverged if they become more than `limit`."""
+    """[(step, loss, norm)] -> ((loss, gradient norm) of the last step that was not skipped, None without one;
+    the steps that were). `skipped` of the run's steps were so before; Diverged if they become more than
+    `limit`."""
     values = mean_over_ranks(torch.stack([torch.stack((loss, norm)) for _, loss, norm in pending])).tolist()
     finite, steps = None, []
     for (step, *_), (loss, norm) in zip(pending, values):
@@ -407,7 +509,9 @@ def read_losses(pending: list, skipped: int, limit: int, say) -> tuple[tuple[flo
 
 def advice(run: str, step: int, config: TrainConfig) -> str:
     """What to do after a run that diverged at `step`."""
-    good = [folder for folder in checkpoint.list_checkpoints(run) if int(folder.name.removeprefix("step-")) < step]
+    good = [
+        folder for folder in checkpoint.list_checkpoints(run) if int(folder.name.removeprefix("step-")) < step
+    ]
     kept = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint yet"
     gentler = [f"--lr {config.lr / 3:.1e}", f"--grad-clip {config.grad_clip / 2 or 1.0}"]
     if config.fp8_recipe == "delayed":
@@ -435,7 +539,8 @@ class StopRequest:
         """Whether any rank was asked to stop: all leave the loop after the same step."""
         if not dist.is_initialized():
             return self.name is not None
-        flag = torch.tensor(float(self.name is not None))  # on the CPU, through gloo: the GPU is not waited for
+        # on the CPU, through gloo: the GPU is not waited for
+        flag = torch.tensor(float(self.name is not None))
         dist.all_reduce(flag)
         return flag.item() > 0
 
@@ -455,7 +560,10 @@ class Log:
 
         self.run, self.waiting = run, {}  # by the log's name: records that could not be written
         self.board = SummaryWriter(str(Path(run, "tensorboard")), purge_step=first_step)
-        self.bar = tqdm(total=max_steps, initial=first_step - 1, unit="step", dynamic_ncols=True, disable=None)  # none without a terminal
+        # none without a terminal
+        self.bar = tqdm(
+            total=max_steps, initial=first_step - 1, unit="step", dynamic_ncols=True, disable=None
+        )
 
     def say(self, line: str) -> None:
         if self.enabled:
@@ -473,8 +581,10 @@ class Log:
         self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {speed}")
         mfu = f"  MFU {100 * record['mfu']:.1f} %" if record["mfu"] is not None else ""
         val = f"  val loss {record['val_loss']:.4f}" if "val_loss" in record else ""
-        self.say(f"step {record['step']}/{max_steps}  loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  "
-                 f"lr {record['lr']:.2e}  {speed}{mfu}{val}")
+        self.say(
+            f"step {record['step']}/{max_steps}  loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  "
+            f"lr {record['lr']:.2e}  {speed}{mfu}{val}"
+        )
 
     def append(self, name: str, record: dict) -> None:
         """Append a record to a log, after those that could not be written before."""
@@ -518,7 +628,8 @@ class Log:
                 self.board.close()
 
 
-OF_ONE_RUN = ("tokens_per_s", "mfu", "peak_gib", "seconds")  # figures of a record that differ where two runs learn the same
+# figures of a record that differ where two runs learn the same
+OF_ONE_RUN = ("tokens_per_s", "mfu", "peak_gib", "seconds")
 
 
 METRICS = {"step": json_files.SIZE, "loss": json_files.FLOAT32, "val_loss?": json_files.FLOAT32,
@@ -560,9 +671,15 @@ def plot_losses(run: str) -> str:
     records = read_metrics(Path(run, "metrics.jsonl"))
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    axes.plot([r["step"] for r in records], [r["loss"] for r in records], lw=1.2, color="tab:blue", alpha=0.8, label="training")
+    axes.plot(
+        [r["step"] for r in records], [r["loss"] for r in records], lw=1.2, color="tab:blue", alpha=0.8,
+        label="training",
+    )
     measured = [r for r in records if "val_loss" in r]
-    axes.plot([r["step"] for r in measured], [r["val_loss"] for r in measured], "o-", ms=4, color="tab:orange", label="validation")
+    axes.plot(
+        [r["step"] for r in measured], [r["val_loss"] for r in measured], "o-", ms=4, color="tab:orange",
+        label="validation",
+    )
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=run)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -591,7 +708,8 @@ def draw(name: str, say, plot, *arguments) -> str:
 # ---------------------------------------------------------------- training
 
 def main(argv=None) -> int:
-    """Train, and return the exit code: 0, or 1 for a run that diverged or ran out of memory. ValueError and OSError are the user's to mend."""
+    """Train, and return the exit code: 0, or 1 for a run that diverged or ran out of memory. ValueError and
+    OSError are the user's to mend."""
     world_size, rank, local_rank = (int(os.environ.get(name, default)) for name, default in
                                     (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
     if world_size > 1:
@@ -609,7 +727,8 @@ def main(argv=None) -> int:
             raise
         if not isinstance(error, profiling.OutOfMemory):
             error = profiling.outside_steps(config)
-        print(f"train.py: {f'rank {rank}: ' if world_size > 1 else ''}{error}", file=sys.stderr)  # any rank may be the one
+        # any rank may be the one
+        print(f"train.py: {f'rank {rank}: ' if world_size > 1 else ''}{error}", file=sys.stderr)
         return 1
     finally:
         if world_size > 1:
@@ -617,15 +736,26 @@ def main(argv=None) -> int:
     return 0
 
 
-def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int, local_rank: int, world_size: int, at_end) -> None:
-    """`at_end`: a contextlib.ExitStack, which is given what must be undone in the end: the lock on the run's folder."""
+def train(
+    config: TrainConfig,
+    folder: Path | None,
+    meta: dict | None,
+    rank: int,
+    local_rank: int,
+    world_size: int,
+    at_end,
+) -> None:
+    """`at_end`: a contextlib.ExitStack, which is given what must be undone in the end: the lock on the run's
+    folder."""
     device = pick_device(config.device)
     if device.type == "cuda":
         if world_size > 1:
             device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     elif not fp8.IS_REFERENCE:
-        raise ValueError("--device cpu: Transformer Engine needs a GPU; set NANOTE_REFERENCE=1 to use te_reference in its place")
+        raise ValueError(
+            "--device cpu: Transformer Engine needs a GPU; set NANOTE_REFERENCE=1 to use te_reference in its place"
+        )
     profiling.prepare_process(config, device)
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32,
              "bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
@@ -633,20 +763,33 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
     # Everything that can be wrong is looked at before anything is written.
     recipe = recipe_of(config)
     checkpoint.model_classes(config.model)
-    loaders = {split: Loader(config.data, split, seq_len=config.seq_len, micro_batch_size=config.micro_batch_size, seed=config.seed,
-                             rank=rank, world_size=world_size, device=device, pack_documents=config.pack_documents)
-               for split in ("train", "val")}
+    loaders = {
+        split: Loader(
+            config.data, split, seq_len=config.seq_len, micro_batch_size=config.micro_batch_size,
+            seed=config.seed, rank=rank, world_size=world_size, device=device,
+            pack_documents=config.pack_documents,
+        )
+        for split in ("train", "val")
+    }
     tokens = loaders["train"].meta
     if meta and meta["tokenizer"] != tokens["tokenizer"]:
-        raise ValueError(f"--data {config.data} holds {tokens['tokenizer']} tokens, but {folder} was trained on {meta['tokenizer']} tokens")
-    config = dataclasses.replace(config, vocab_size=pick_vocab_size(config, tokens), n_positions=config.n_positions or config.seq_len)
-    model_config = checkpoint.make_model_config(config.model, dataclasses.asdict(config) | {"use_fp8": recipe is not None})
+        raise ValueError(
+            f"--data {config.data} holds {tokens['tokenizer']} tokens, but {folder} was trained on {meta['tokenizer']} tokens"
+        )
+    config = dataclasses.replace(
+        config, vocab_size=pick_vocab_size(config, tokens), n_positions=config.n_positions or config.seq_len
+    )
+    model_config = checkpoint.make_model_config(
+        config.model, dataclasses.asdict(config) | {"use_fp8": recipe is not None}
+    )
     if recipe is not None:
         fp8.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
     wants_graph(config, device)  # refuses a --cuda-graph on that cannot be
     profiling.check_memory(config, model_config, device, dtype)
 
-    profiler = profiling.Profiler(config, device, enabled=rank == 0, first_step=meta["step"] + 1 if meta else 1)
+    profiler = profiling.Profiler(
+        config, device, enabled=rank == 0, first_step=meta["step"] + 1 if meta else 1
+    )
 
     torch.manual_seed(config.seed)  # the same on every rank: so are the weights
     model = checkpoint.build_model(config.model, model_config, device=device, dtype=dtype,
@@ -666,7 +809,9 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
         at_end.callback(checkpoint.unlock, run, lock)
     if folder is not None:
         if checkpoint.on_rank0(lambda: checkpoint.latest(run)) != folder:
-            raise ValueError(f"{run} has come further than {folder} meanwhile: another process trained there; start again")
+            raise ValueError(
+                f"{run} has come further than {folder} meanwhile: another process trained there; start again"
+            )
         checkpoint.load(folder, meta, model, optimizer)
         checkpoint.on_rank0(lambda: cut_logs(run, meta["step"] + 1))
         step = meta["step"]
@@ -677,7 +822,9 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
         except RuntimeError as error:  # the first pass of all is where a batch that is too large shows
             if not profiling.is_out_of_memory(error):
                 raise
-            raise profiling.explain(error, "the first pass", config, model, optimizer, None, batch, "nothing is trained yet") from None
+            raise profiling.explain(
+                error, "the first pass", config, model, optimizer, None, batch, "nothing is trained yet"
+            ) from None
     if world_size > 1:
         net = DistributedDataParallel(net, device_ids=[device.index] if device.type == "cuda" else None)
 
@@ -696,16 +843,24 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
 
     if kernels:
         log.say(kernels)
-    lacks = [name for name in ARCHITECTURE if getattr(config, name) != TrainConfig.__dataclass_fields__[name].default
-             and name not in ("preset", "model", *dataclasses.asdict(model_config))]
+    lacks = [
+        name
+        for name in ARCHITECTURE
+        if getattr(config, name) != TrainConfig.__dataclass_fields__[name].default
+        and name not in ("preset", "model", *dataclasses.asdict(model_config))
+    ]
     if lacks:
-        log.say(f"the model {config.model!r} has no {', '.join(lacks)}: what the preset {config.preset!r} says of them is left out")
+        log.say(
+            f"the model {config.model!r} has no {', '.join(lacks)}: what the preset {config.preset!r} says of them is left out"
+        )
     profiler.run, profiler.say = run, log.say
     saver = checkpoint.BackgroundSaver(config.background_saves)
     if 0 < config.checkpoint_interval < config.max_steps - step:
         lack = saver.reserve(model, optimizer)
         if lack:
-            log.say(f"no host memory for a copy of what a checkpoint holds ({lack}): training will wait while one is written")
+            log.say(
+                f"no host memory for a copy of what a checkpoint holds ({lack}): training will wait while one is written"
+            )
 
     def tell_failed_save():
         error = saver.error()
@@ -715,9 +870,15 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
     def save(keep: int):
         saver.wait()
         tell_failed_save()  # of the one before
-        document = {"config": dataclasses.asdict(config) | {"out_dir": run}, "model": config.model,
-                    "model_config": dataclasses.asdict(model_config), "tokenizer": tokens["tokenizer"], "device": fp8.describe(),
-                    **({"hf": meta["hf"]} if meta and "hf" in meta else {})}  # where an imported model came from
+        document = {
+            "config": dataclasses.asdict(config) | {"out_dir": run},
+            "model": config.model,
+            "model_config": dataclasses.asdict(model_config),
+            "tokenizer": tokens["tokenizer"],
+            "device": fp8.describe(),
+            # where an imported model came from
+            **({"hf": meta["hf"]} if meta and "hf" in meta else {}),
+        }
         saver.save(run, step, model=model, optimizer=optimizer, meta=document, keep=keep)
 
     model.train()
@@ -729,8 +890,13 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
         while step < config.max_steps:
             step += 1
             lr = learning_rate(step, config)
-            looks_at_fp8 = log.enabled and config.fp8_health_interval and step % config.fp8_health_interval == 0
-            batches = [loaders["train"].batch((step - 1) * config.grad_accum + micro) for micro in range(config.grad_accum)]
+            looks_at_fp8 = (
+                log.enabled and config.fp8_health_interval and step % config.fp8_health_interval == 0
+            )
+            batches = [
+                loaders["train"].batch((step - 1) * config.grad_accum + micro)
+                for micro in range(config.grad_accum)
+            ]
             profiler.begin(step)
             loss, norm = train_step(batches, lr, watch=looks_at_fp8)
             profiler.end(step)
@@ -743,21 +909,36 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
 
             ends = step == config.max_steps
             stopping = not ends and stop.agreed()
-            saves = ends or stopping or save_is_due or (config.checkpoint_interval > 0 and step % config.checkpoint_interval == 0)
-            evaluates = ends or (not stopping and config.eval_interval > 0 and (step == 1 or step % config.eval_interval == 0))
+            saves = (
+                ends
+                or stopping
+                or save_is_due
+                or (config.checkpoint_interval > 0 and step % config.checkpoint_interval == 0)
+            )
+            evaluates = ends or (
+                not stopping and config.eval_interval > 0 and (step == 1 or step % config.eval_interval == 0)
+            )
             logs = evaluates or stopping or step == 1 or step % config.log_interval == 0
             if not (logs or saves):
                 continue
-            last_finite, skips = read_losses(pending, skipped, config.max_skipped_steps, log.say)  # waits for the device
+            # waits for the device
+            last_finite, skips = read_losses(pending, skipped, config.max_skipped_steps, log.say)
             pending.clear()
             elapsed += time.perf_counter() - mark
             finite, skipped = last_finite or finite, skipped + len(skips)
             skipped_now = step in skips
             if ends and finite is None:
                 raise Diverged(f"step {step}: not a step of this run had a finite loss and gradient")
-            save_is_due = saves and skipped_now and not ends  # the weights may be the reason: wait for a step that they do well in
-            saves, stopping, logs = saves and not save_is_due, stopping and not skipped_now, logs and finite is not None
-            record = {"step": step, "loss": finite[0], "lr": lr, "grad_norm": finite[1], "skipped": skipped} if logs else {}
+            # the weights may be the reason: wait for a step that they do well in
+            save_is_due = saves and skipped_now and not ends
+            saves, stopping, logs = (
+                saves and not save_is_due, stopping and not skipped_now, logs and finite is not None,
+            )
+            record = (
+                {"step": step, "loss": finite[0], "lr": lr, "grad_norm": finite[1], "skipped": skipped}
+                if logs
+                else {}
+            )
             if saves:
                 save(keep=config.keep_checkpoints + skipped_now)
                 if ends or stopping:
@@ -767,8 +948,13 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
                         raise failure
             if logs:
                 speed = tokens_per_step * timed_steps / elapsed
-                record |= {"tokens_per_s": speed, "mfu": speed * token_flops / (peak * world_size) if peak else None,
-                           "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None}
+                record |= {
+                    "tokens_per_s": speed,
+                    "mfu": speed * token_flops / (peak * world_size) if peak else None,
+                    "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30
+                    if device.type == "cuda"
+                    else None,
+                }
                 elapsed, timed_steps = 0.0, 0
                 if evaluates:
                     record["val_loss"] = evaluate(model, loaders["val"], config.eval_steps)
@@ -789,7 +975,9 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
         last = checkpoint.latest(run)
         kept = f"the last checkpoint is {last}" if last else "there is no checkpoint yet"
         profiler.close(step)  # a memory snapshot of what did not fit, before it is freed
-        raise profiling.explain(error, f"step {step}", config, model, optimizer, train_step, batches[0], kept) from None
+        raise profiling.explain(
+            error, f"step {step}", config, model, optimizer, train_step, batches[0], kept
+        ) from None
     finally:
         profiler.close(step)
         saver.wait()  # after an error, too
@@ -808,8 +996,10 @@ def train(config: TrainConfig, folder: Path | None, meta: dict | None, rank: int
         return
     picture = draw("loss.png", log.say, plot_losses, run)
     if step < config.max_steps:
-        print(f"stopped by {stop.name or 'another process'} after step {step}: saved {checkpoint.latest(run)}; "
-              f"resume with: python train.py --resume --out-dir {run}")
+        print(
+            f"stopped by {stop.name or 'another process'} after step {step}: saved {checkpoint.latest(run)}; "
+            f"resume with: python train.py --resume --out-dir {run}"
+        )
         return
     unit = "nats a byte" if tokens["tokenizer"] == "byte" else f"nats a token ({tokens['tokenizer']})"
     try:

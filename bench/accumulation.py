@@ -35,7 +35,8 @@ from nanote import (
 
 ROOT = Path(__file__).resolve().parent.parent
 VALUES = {  # of a matrix; all of one sign is the worst case, for what is cut off is then of one sign too
-    "normal": torch.randn, "heavy tails": lambda *size, **on: torch.randn(*size, **on) * torch.exp(1.5 * torch.randn(*size, **on)),
+    "normal": torch.randn,
+    "heavy tails": lambda *size, **on: torch.randn(*size, **on) * torch.exp(1.5 * torch.randn(*size, **on)),
     "one sign": torch.rand,
 }
 SUMMANDS = (256, 512, 768, 1024, 2048, 4096, 16384)
@@ -76,7 +77,9 @@ def on_gradients(shape, data, device):
     """Yield the errors of the dgrad and wgrad GEMMs of a model in training, by K."""
     options = benchmark_te.SHAPES[shape] | {"micro_batch_size": MICRO_BATCH}
     config = benchmark_te.arm_config("fp8", benchmark_te.make_config(options, device))
-    loader = Loader(data, "train", seq_len=config.seq_len, micro_batch_size=config.micro_batch_size, device=device)
+    loader = Loader(
+        data, "train", seq_len=config.seq_len, micro_batch_size=config.micro_batch_size, device=device
+    )
     step = benchmark_te.build_te(config, device, loader.batch(0))
     for number in range(200):
         loss, _ = step([loader.batch(number)], 6e-4 * min(1, (number + 1) / 50))
@@ -95,9 +98,15 @@ def on_gradients(shape, data, device):
         loader.close()
     for summands, products in sorted(found.items()):
         kinds = {kind: [product[kind] for product in products] for kind in products[0]}
-        yield {"part": "gradients", "shape": shape, "loss": loss.item(), "summands": summands, "products": len(products),
-               **{kind: statistics.median(values) for kind, values in kinds.items()},
-               **{f"largest_{kind}": max(values) for kind, values in kinds.items()}}
+        yield {
+            "part": "gradients",
+            "shape": shape,
+            "loss": loss.item(),
+            "summands": summands,
+            "products": len(products),
+            **{kind: statistics.median(values) for kind, values in kinds.items()},
+            **{f"largest_{kind}": max(values) for kind, values in kinds.items()},
+        }
 
 
 def times(device):
@@ -106,9 +115,16 @@ def times(device):
     for outputs, summands, tokens in TIMES:
         a, b = (quantized(torch.randn(rows, summands, device=device), dtype)
                 for rows, dtype in ((outputs, torch.float8_e4m3fn), (tokens, torch.float8_e5m2)))
-        ms = {way: statistics.median(timed([partial(gemm, a, one, b, one, accumulation=way)] * 200, device)[100:])
-              for way in ("precise", "fast")}
-        yield {"part": "time", "outputs": outputs, "summands": summands, "tokens": tokens, "float32_sums_ms": ms["precise"], "fast_sums_ms": ms["fast"]}
+        ms = {
+            way: statistics.median(
+                timed([partial(gemm, a, one, b, one, accumulation=way)] * 200, device)[100:]
+            )
+            for way in ("precise", "fast")
+        }
+        yield {
+            "part": "time", "outputs": outputs, "summands": summands, "tokens": tokens,
+            "float32_sums_ms": ms["precise"], "fast_sums_ms": ms["fast"],
+        }
 
 
 def errors_table(figures) -> str:
@@ -141,8 +157,10 @@ def plot(figures, path):
     axes, rows = figure.subplots(), figures["rows"]
     for values, color in zip(VALUES, ("tab:blue", "tab:cyan", "tab:gray")):
         mine = [row for row in rows if row.get("values") == values]
-        axes.plot([row["summands"] for row in mine], [100 * row["fast_sums"] for row in mine], color=color, lw=1,
-                  label=f"random, {values}: fast accumulation")
+        axes.plot(
+            [row["summands"] for row in mine], [100 * row["fast_sums"] for row in mine], color=color, lw=1,
+            label=f"random, {values}: fast accumulation",
+        )
     for shape, marker in (("124m-b32", "o"), ("350m-b16", "s")):
         mine = [row for row in rows if row.get("shape") == shape]
         for kind, name, color in (("fast_sums", "fast", "tab:red"), ("float32_sums", "float32", "tab:green")):
@@ -151,8 +169,10 @@ def plot(figures, path):
             axes.errorbar([row["summands"] for row in mine], middle, yerr=[[0] * len(mine), above],
                           fmt=marker, ms=5, capsize=3, color=color,
                           label=f"{shape} in training: {name} accumulation, median and largest")
-    axes.axhline(100 * statistics.median(row["bf16_rounding"] for row in rows if "bf16_rounding" in row), color="black", ls="--", lw=1,
-                 label="rounding to BF16 alone")
+    axes.axhline(
+        100 * statistics.median(row["bf16_rounding"] for row in rows if "bf16_rounding" in row),
+        color="black", ls="--", lw=1, label="rounding to BF16 alone",
+    )
     axes.axvspan(axes.get_xlim()[0], DGRAD_FAST_ACCUM_K, color="tab:green", alpha=0.1, zorder=0)
     axes.set(xscale="log", yscale="log", xlabel="K (green: dgrad may use fast accumulation)",
              ylabel="error of a GEMM, % of the norm")
@@ -169,10 +189,19 @@ def main(argv=None):
     if fp8.IS_REFERENCE:
         raise ValueError("there is no GPU with Transformer Engine here, whose tensor cores this is about")
     device, rows = torch.device("cuda"), []
-    parts = (on_random_values(device), times(device), *(on_gradients(shape, options.data, device) for shape in ("124m-b32", "350m-b16")))
+    parts = (
+        on_random_values(device), times(device),
+        *(on_gradients(shape, options.data, device) for shape in ("124m-b32", "350m-b16")),
+    )
     for row in itertools.chain(*parts):
         rows.append(row)
-        print(" ".join(f"{key}={value:.3g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()), flush=True)
+        print(
+            " ".join(
+                f"{key}={value:.3g}" if isinstance(value, float) else f"{key}={value}"
+                for key, value in row.items()
+            ),
+            flush=True,
+        )
         if options.json:
             report.write("bench/accumulation.py", argv, {"rows": rows}, options.json)
     if options.json:

@@ -62,8 +62,8 @@ class Errors:
       width C, so there are no more than T C of them that are independent: N is at most that.
     - The small errors of BF16 may be correlated within a branch, where tensors are rounded that are made of
       each other: they add √B, and 2 roundings more with moments in BF16, from which the gradients are read.
-      Vectors may have twice that: transformers' Llama, whose norms and RoPE round their parts as well, has 1.4
-      times as much in the gradients of its norms (4 layers of width 4,096 on an H200).
+      Vectors may have twice that: transformers' Llama, whose norms and RoPE round their parts as well, has
+      1.4 times as much in the gradients of its norms (4 layers of width 4,096 on an H200).
     - The loss changes by half the variance of the logits, and scatters over the tokens; BF16 counts in full.
     - AdamW moves a weight by about the learning rate along the sign of its gradient. An error that is not
       correlated shortens this way by √(1 + g), and the loss falls by as much less.
@@ -78,7 +78,9 @@ class Errors:
     def of(cls, config, device):
         """The errors of an arm with train.py's options `config`."""
         depth = sum(1 / n for n in range(1, 2 * config.n_layer + 1))
-        variance = {name: 2 / 9 * math.log(2) * 2.0 ** (-2 * (bits + 1)) for name, bits in MANTISSA_BITS.items()}
+        variance = {
+            name: 2 / 9 * math.log(2) * 2.0 ** (-2 * (bits + 1)) for name, bits in MANTISSA_BITS.items()
+        }
         forward, backward = 0.0, 0.0
         if config.fp8_recipe != "none":
             chosen = fp8.resolve_format(config.fp8_recipe, config.fp8_format)
@@ -94,7 +96,9 @@ class Errors:
     def of_norm(self, elements, tokens, width, of_vectors=False) -> float:
         """Relative, of the gradient norm of so many elements: of matrices, or of norm weights and biases."""
         scatter = 4 * math.sqrt(self.gradient / min(elements, tokens * width))
-        return math.sqrt(1 + self.gradient) - 1 + scatter + (2 if of_vectors else 1) * math.sqrt(self.correlated)
+        return (
+            math.sqrt(1 + self.gradient) - 1 + scatter + (2 if of_vectors else 1) * math.sqrt(self.correlated)
+        )
 
     def of_loss(self, spread, tokens) -> float:
         """Absolute; `spread`: standard deviation of the logits."""
@@ -166,20 +170,22 @@ class Computed:
 def pick_lr(norm, elements) -> float:
     """Return the learning rate of the further steps, from the norm of the gradient's elements.
 
-    AdamW moves each weight by about the learning rate, and so the loss, to first order, by at most
-    lr · Σ|g| <= lr · norm · √elements = FALL. With a rate that trains fast, the second order is as large, and what
-    the loss does after three steps depends on every rounding."""
+    AdamW moves each weight by about the learning rate, and so the loss, to first order, by at most lr · Σ|g|
+    <= lr · norm · √elements = FALL. With a rate that trains fast, the second order is as large, and what the
+    loss does after three steps depends on every rounding."""
     return FALL / (norm * math.sqrt(elements))
 
 
 def has_float32_weights(step) -> bool:
-    """Whether every weight is float32 or has a float32 master: what is left of a small step is not rounded off."""
+    """Whether every weight is float32 or has a float32 master: what is left of a small step is not rounded
+    off."""
     return all(p.dtype == torch.float32 or "master_param" in step.optimizer.state.get(p, {})
                for p in step.model.parameters())
 
 
 def compute(arm, step, batch, device, lr=None) -> Computed:
-    """Take the first steps of an arm on one micro-batch, and set it back to its start. lr: of the first arm."""
+    """Take the first steps of an arm on one micro-batch, and set it back to its start. lr: of the first arm.
+    """
     batches = [batch] * step.config.grad_accum
     start_alike(step)
     if step.config.fp8_recipe == "delayed":
@@ -251,7 +257,9 @@ def compared(found, first, width, tokens):
     yield abs(found.loss - first.loss) / allowed, f"loss {found.loss:.5f}, {first.loss:.5f}"
     for name, norm in first.norms.items():
         of_vectors = name.endswith(("vectors", "last norm"))
-        explained = norm * sum(errors.of_norm(first.sizes[name], tokens, width, of_vectors) for errors in both)
+        explained = norm * sum(
+            errors.of_norm(first.sizes[name], tokens, width, of_vectors) for errors in both
+        )
         words = f"gradient norm of {name} {found.norms[name]:.5g}, {norm:.5g}"
         yield abs(found.norms[name] - norm) / explained, words
     if found.lr != first.lr:

@@ -1,12 +1,15 @@
-"""What breaks a run from outside, tried on the CPU: kill -9, full disks, flipped bytes, gradients that are NaN, SIGTERM while saving.
+"""What breaks a run from outside, tried on the CPU: kill -9, full disks, flipped bytes, gradients that are
+NaN, SIGTERM while saving.
 
     python bench/faults.py [--kills 100] [--json results/faults.json]     # under ten minutes on two cores
 
-Every trial is train.py itself on a model of a second or two. What it leaves is compared with a run of the same options that nothing happened
-to: the same lines in metrics.jsonl but for the times, and the same bytes in every tensor of the last checkpoint. The moments are drawn from
---seed and are those of a run's steps, saves and evaluations after the first save was asked for (there is nothing to resume before it).
+Every trial is train.py itself on a model of a second or two. What it leaves is compared with a run of the
+same options that nothing happened to: the same lines in metrics.jsonl but for the times, and the same bytes
+in every tensor of the last checkpoint. The moments are drawn from --seed and are those of a run's steps,
+saves and evaluations after the first save was asked for (there is nothing to resume before it).
 
-Linux only: trials are forked, so that Python's imports are paid for once, and tell by memory that they share with this process what they do.
+Linux only: trials are forked, so that Python's imports are paid for once, and tell by memory that they share
+with this process what they do.
 """
 
 import builtins
@@ -47,9 +50,11 @@ from nanote import (
 )
 
 STEPS = 24
-OPTIONS = (f"--n-layer 1 --n-head 2 --n-embd 64 --dropout 0.1 --seq-len 64 --micro-batch-size 2 --grad-accum 2 --max-steps {STEPS} "
-           "--warmup-steps 4 --fp8-amax-history-len 8 --log-interval 1 --eval-interval 4 --eval-steps 2 --checkpoint-interval 3 --device cpu "
-           "--data tokens")
+OPTIONS = (
+    f"--n-layer 1 --n-head 2 --n-embd 64 --dropout 0.1 --seq-len 64 --micro-batch-size 2 --grad-accum 2 --max-steps {STEPS} "
+    "--warmup-steps 4 --fp8-amax-history-len 8 --log-interval 1 --eval-interval 4 --eval-steps 2 --checkpoint-interval 3 --device cpu "
+    "--data tokens"
+)
 
 
 @dataclass
@@ -64,7 +69,8 @@ class Options:
 # ---------------------------------------------------------------- a run in a process of its own
 
 class Board:
-    """Memory that a trial shares with its parent: how often each of PHASES began and ended, and how long it took last, in seconds."""
+    """Memory that a trial shares with its parent: how often each of PHASES began and ended, and how long it
+    took last, in seconds."""
 
     PHASES = "step", "save", "evaluation"
 
@@ -93,11 +99,15 @@ class Board:
 
     def now(self):
         """What is being done, such as "step" or, since a thread saves, "save and step"."""
-        return " and ".join(sorted(phase for phase in self.PHASES if self.read(phase)[0] > self.read(phase)[1])) or "between"
+        return (
+            " and ".join(sorted(phase for phase in self.PHASES if self.read(phase)[0] > self.read(phase)[1]))
+            or "between"
+        )
 
 
 def start(arguments: str, said: Path, sabotage=lambda: None) -> tuple[int, Board]:
-    """train.py with `arguments`, after `sabotage()`, in a fork of this process -> (its id, its board). What it prints goes to the file `said`."""
+    """train.py with `arguments`, after `sabotage()`, in a fork of this process -> (its id, its board). What
+    it prints goes to the file `said`."""
     board = Board()
     child = os.fork()
     if child:
@@ -108,8 +118,10 @@ def start(arguments: str, said: Path, sabotage=lambda: None) -> tuple[int, Board
         os.dup2(output, 1), os.dup2(output, 2)
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
         torch.set_num_threads(1)
-        tqdm.set_lock(threading.RLock())  # its own is shared by forks: one that is killed with it in hand would stop all others
-        train.generate, train.plot_losses = lambda *_, **__: [], lambda run_dir: "no picture"  # for people, after the last checkpoint
+        # its own is shared by forks: one that is killed with it in hand would stop all others
+        tqdm.set_lock(threading.RLock())
+        # for people, after the last checkpoint
+        train.generate, train.plot_losses = lambda *_, **__: [], lambda run_dir: "no picture"
         train.TrainStep.__call__ = board.watch("step", train.TrainStep.__call__)
         checkpoint._write = board.watch("save", checkpoint._write)
         train.evaluate = board.watch("evaluation", train.evaluate)
@@ -137,7 +149,8 @@ def lines(run_dir) -> list[dict]:
 
 
 def tensors(folder) -> dict[str, bytes]:
-    """Of a checkpoint of one file, read without torch. Python's own random generator is no part of a run's result."""
+    """Of a checkpoint of one file, read without torch. Python's own random generator is no part of a run's
+    result."""
     path, = Path(folder).glob("*.safetensors")
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
@@ -147,15 +160,26 @@ def tensors(folder) -> dict[str, bytes]:
 
 
 def equals(run_dir, whole="whole", stopped_after=None) -> bool:
-    """Whether a run came to what the undisturbed one did; the step after which it was stopped is not evaluated."""
-    ours, theirs = ([{key: value for key, value in record.items() if key != "val_loss" or record["step"] != stopped_after}
-                     for record in lines(folder)] for folder in (run_dir, whole))
+    """Whether a run came to what the undisturbed one did; the step after which it was stopped is not
+    evaluated."""
+    ours, theirs = (
+        [
+            {
+                key: value
+                for key, value in record.items()
+                if key != "val_loss" or record["step"] != stopped_after
+            }
+            for record in lines(folder)
+        ]
+        for folder in (run_dir, whole)
+    )
     return ours == theirs and tensors(Path(run_dir, f"step-{STEPS}")) == tensors(Path(whole, f"step-{STEPS}"))
 
 
 @contextlib.contextmanager
 def in_scratch(name):
-    """A folder of its own for a trial, beside the tokens and the undisturbed run, and the current one meanwhile; removed if all went well."""
+    """A folder of its own for a trial, beside the tokens and the undisturbed run, and the current one
+    meanwhile; removed if all went well."""
     folder, before = Path(name).absolute(), Path.cwd()
     folder.mkdir()
     for shared in ("tokens", "whole"):
@@ -176,8 +200,10 @@ def moment(number, seed, target=None):
     draw = random.Random(f"{seed}, {number}")
     target = target or ("step", "save", "evaluation", "anywhere")[number % 4]
     saves, evaluations = STEPS // 3, STEPS // 4 + 1  # one after the first step, too
-    occurrence = {"step": draw.randint(4, STEPS), "save": draw.randint(2, saves), "evaluation": draw.randint(2, evaluations),
-                  "anywhere": draw.randint(4, STEPS)}[target]
+    occurrence = {
+        "step": draw.randint(4, STEPS), "save": draw.randint(2, saves),
+        "evaluation": draw.randint(2, evaluations), "anywhere": draw.randint(4, STEPS),
+    }[target]
     return target, occurrence, draw.random()
 
 
@@ -204,7 +230,8 @@ def killed(number, seed) -> dict:
     with in_scratch(f"kill-{number}"):
         target, occurrence, part = moment(number, seed)
         doing, attempts = None, 0
-        while doing is None or Path(f"run/step-{STEPS}").exists():  # nothing was left to do at that moment: an earlier one
+        # nothing was left to do at that moment: an earlier one
+        while doing is None or Path(f"run/step-{STEPS}").exists():
             shutil.rmtree("run", ignore_errors=True)
             child, board = start(f"{OPTIONS} --out-dir run", Path("said"))
             doing = strike(child, board, target, max(2, occurrence - attempts), part, signal.SIGKILL)
@@ -217,9 +244,12 @@ def killed(number, seed) -> dict:
         steps = board.begun("step")
         resumed = run("--resume --out-dir run")
         said = re.search(r"from step (\d+)", Path("said").read_text())
-        return {"trial": number, "aimed_at": target, "doing": doing, "in_step": steps, "exit_code": code, "unreadable": damaged,
-                "earlier_attempts": attempts - 1, "resumed_from": int(said[1]) if said else None, "resume_exit_code": resumed,
-                "final_loss": lines("run")[-1]["loss"], "equal": equals("run")}
+        return {
+            "trial": number, "aimed_at": target, "doing": doing, "in_step": steps, "exit_code": code,
+            "unreadable": damaged, "earlier_attempts": attempts - 1,
+            "resumed_from": int(said[1]) if said else None, "resume_exit_code": resumed,
+            "final_loss": lines("run")[-1]["loss"], "equal": equals("run"),
+        }
 
 
 def terminated(number, seed) -> dict:
@@ -236,8 +266,11 @@ def terminated(number, seed) -> dict:
             occurrence = max(2, occurrence - 1)
         whole = not any(map(checkpoint._damage, checkpoint.list_checkpoints("run")))
         resumed = run("--resume --out-dir run")
-        return {"trial": number, "doing": doing, "exit_code": code, "stopped_after_step": int(stopped[1]),
-                "checkpoints_whole": whole, "resume_exit_code": resumed, "equal": equals("run", stopped_after=int(stopped[1]))}
+        return {
+            "trial": number, "doing": doing, "exit_code": code, "stopped_after_step": int(stopped[1]),
+            "checkpoints_whole": whole, "resume_exit_code": resumed,
+            "equal": equals("run", stopped_after=int(stopped[1])),
+        }
 
 
 # ---------------------------------------------------------------- a gradient that is NaN
@@ -245,7 +278,9 @@ def terminated(number, seed) -> dict:
 def not_a_number(number, seed) -> dict:
     """A run in which a random element of a random gradient is NaN or infinite at a random step."""
     draw = random.Random(f"{seed}, nan {number}")
-    step, value, place = draw.randint(2, STEPS - 1), draw.choice([float("nan"), float("inf"), float("-inf")]), draw.random()
+    step, value, place = (
+        draw.randint(2, STEPS - 1), draw.choice([float("nan"), float("inf"), float("-inf")]), draw.random(),
+    )
 
     def sabotage():
         calls, plain = [], train.TrainStep.update
@@ -272,7 +307,10 @@ def not_a_number(number, seed) -> dict:
     with in_scratch(f"nan-{number}"):
         code = run(f"{OPTIONS} --out-dir run", sabotage=sabotage)
         records = lines("run")
-        told = re.findall(rf"step {step}: loss \S+, gradient norm (?:nan|inf): skipped \(1 of 10\)", Path("said").read_text())
+        told = re.findall(
+            rf"step {step}: loss \S+, gradient norm (?:nan|inf): skipped \(1 of 10\)",
+            Path("said").read_text(),
+        )
         at = [index for index, record in enumerate(records) if record["step"] == step][0]
         return {"trial": number, "step": step, "value": str(value), "exit_code": code, "told": len(told) == 1,
                 "unchanged": Path("unchanged").read_text() == "True",
@@ -284,11 +322,14 @@ def not_a_number(number, seed) -> dict:
 # ---------------------------------------------------------------- a full disk
 
 def disk_fills(_number, _seed) -> dict:
-    """A run on a disk of its own, which has room for a first checkpoint, and for the ones after for 0, 1, 2 … of its 4 KiB blocks until all fit."""
+    """A run on a disk of its own, which has room for a first checkpoint, and for the ones after for 0, 1, 2 …
+    of its 4 KiB blocks until all fit."""
     with in_scratch("disk") as folder:
         disk = folder / "disk"
         disk.mkdir()
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True, text=True)
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True, text=True
+        )
         if mounted.returncode:
             return {"skipped": f"no tmpfs can be mounted here: {mounted.stderr.strip()}"}
         try:
@@ -314,8 +355,16 @@ def disk_fills(_number, _seed) -> dict:
                         filler.unlink(missing_ok=True)
                         kept = checkpoint.latest(run_dir)
                         with open(tried, "a") as file:
-                            file.write(json.dumps({"step": step, "outcome": outcome, "whole": checkpoint._damage(kept) is None,
-                                                   "stands": kept == last, "left": [p.name for p in run_dir.glob(".saving*")]}) + "\n")
+                            file.write(
+                                json.dumps(
+                                    {
+                                        "step": step, "outcome": outcome,
+                                        "whole": checkpoint._damage(kept) is None, "stands": kept == last,
+                                        "left": [p.name for p in run_dir.glob(".saving*")],
+                                    }
+                                )
+                                + "\n"
+                            )
                 checkpoint._write = write
 
             def size():
@@ -328,17 +377,27 @@ def disk_fills(_number, _seed) -> dict:
             saves = [json.loads(line) for line in tried.read_text().splitlines()]
             failed = [save for save in saves if save["outcome"] != "written"]
             said = Path("said").read_text()
-            return {"blocks_of_a_checkpoint": blocks, "saves": len(saves), "failed": len(failed), "exit_code": code,
-                    "told": sum(f"{disk}/run/step-{save['step']} not written: No space left on device" in said for save in failed),
-                    "last_good_stands": sum(save["whole"] and save["stands"] and not save["left"] for save in failed),
-                    "written_with_room": [save["outcome"] for save in saves[-3:]] == ["written"] * 3}
+            return {
+                "blocks_of_a_checkpoint": blocks,
+                "saves": len(saves),
+                "failed": len(failed),
+                "exit_code": code,
+                "told": sum(
+                    f"{disk}/run/step-{save['step']} not written: No space left on device" in said
+                    for save in failed
+                ),
+                "last_good_stands": sum(
+                    save["whole"] and save["stands"] and not save["left"] for save in failed
+                ),
+                "written_with_room": [save["outcome"] for save in saves[-3:]] == ["written"] * 3,
+            }
         finally:
             subprocess.run(["umount", str(disk)], check=True)
 
 
 class DiskFull:
-    """Makes the n-th call with which nanote/checkpoint.py changes the disk fail: making a folder, a write, a sync, the rename. A write that fails has
-    written half of what it was given."""
+    """Makes the n-th call with which nanote/checkpoint.py changes the disk fail: making a folder, a write, a
+    sync, the rename. A write that fails has written half of what it was given."""
 
     def __init__(self, fail_at):
         self.fail_at, self.calls = fail_at, []
@@ -366,11 +425,16 @@ class DiskFull:
 
             def write(self, content):
                 content = memoryview(content)
-                return disk.call("write", lambda: self.file.write(content), lambda: self.file.write(content[:len(content) // 2]))
+                return disk.call(
+                    "write", lambda: self.file.write(content),
+                    lambda: self.file.write(content[: len(content) // 2]),
+                )
 
         checkpoint.open = File
         Path.mkdir = lambda path, *a, **o: disk.call("mkdir", lambda: mkdir(path, *a, **o))
-        Path.write_text = lambda path, text: disk.call("write", lambda: write_text(path, text), lambda: write_text(path, text[:len(text) // 2]))
+        Path.write_text = lambda path, text: disk.call(
+            "write", lambda: write_text(path, text), lambda: write_text(path, text[: len(text) // 2])
+        )
         checkpoint._sync = lambda path: disk.call("sync", lambda: sync(path))
         os.rename = lambda *paths: disk.call("rename", lambda: rename(*paths))
         return self
@@ -381,8 +445,9 @@ class DiskFull:
 
 
 def save_that_fails(run_dir, tensors, document, fail_at) -> tuple[list[str], bool]:
-    """Save step 2 of a run that has step 1, call number `fail_at` failing -> (the calls that were made, whether all is as it should be: an
-    error that says so, step 1 whole, step 2 whole or absent, and no leftovers)."""
+    """Save step 2 of a run that has step 1, call number `fail_at` failing -> (the calls that were made,
+    whether all is as it should be: an error that says so, step 1 whole, step 2 whole or absent, and no
+    leftovers)."""
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir()
     checkpoint._write(run_dir, 1, tensors.items(), document, 9)
@@ -408,10 +473,18 @@ def every_call_fails(_number, _seed) -> dict:
     with in_scratch("calls"):
         run(f"{OPTIONS} --max-steps 1 --out-dir run")
         document = Path("run/step-1/meta.json").read_text()
-        values = {name: torch.frombuffer(bytearray(content), dtype=torch.uint8) for name, content in tensors("run/step-1").items()}
+        values = {
+            name: torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            for name, content in tensors("run/step-1").items()
+        }
         calls, good = save_that_fails(Path("again"), values, document, None)
-        outcomes = [save_that_fails(Path("again"), values, document, number)[1] for number in range(len(calls))]
-        return {"calls": dict(Counter(calls)), "tried": len(outcomes), "good": sum(outcomes), "undisturbed_good": good}
+        outcomes = [
+            save_that_fails(Path("again"), values, document, number)[1] for number in range(len(calls))
+        ]
+        return {
+            "calls": dict(Counter(calls)), "tried": len(outcomes), "good": sum(outcomes),
+            "undisturbed_good": good,
+        }
 
 
 # ---------------------------------------------------------------- flipped bytes
@@ -445,7 +518,9 @@ def flipped_bytes(_number, seed, most=300) -> dict:
             try:
                 checkpoint.read_meta("run/step-6")
             except ValueError as error:
-                return "damaged checkpoint: run/step-6/" in str(error) and "the one before it, run/step-3, is whole" in str(error)
+                return "damaged checkpoint: run/step-6/" in str(
+                    error
+                ) and "the one before it, run/step-3, is whole" in str(error)
             return False
 
         def tokens_refused(split):
@@ -459,7 +534,9 @@ def flipped_bytes(_number, seed, most=300) -> dict:
             figures[f"checkpoint/{path.name}"] = flips(path, places(path), checkpoint_refused)
         for name in ("train.bin", "val.bin", "meta.json"):
             split = name.removesuffix(".bin") if name.endswith(".bin") else "train"
-            figures[f"tokens/{name}"] = flips(Path("altered", name), places(Path("altered", name)), lambda: tokens_refused(split))
+            figures[f"tokens/{name}"] = flips(
+                Path("altered", name), places(Path("altered", name)), lambda: tokens_refused(split)
+            )
         checkpoint.read_meta("run/step-6"), data.open_tokens("altered", "train")  # put back, all is well
         return figures
 
@@ -479,8 +556,11 @@ def two_runs(_number, _seed) -> dict:
         wait(child)
         said = Path("second").read_text()
         again = run("--resume --out-dir run", "third")
-        return {"second_exit_code": code, "lines": said.count("\n"), "names_the_first": f"process {child} on" in said,
-                "resumed_after_kill": again, "equal": equals("run")}
+        return {
+            "second_exit_code": code, "lines": said.count("\n"),
+            "names_the_first": f"process {child} on" in said, "resumed_after_kill": again,
+            "equal": equals("run"),
+        }
 
 
 # ---------------------------------------------------------------- all of it
@@ -493,7 +573,10 @@ def trial(task):
 def make_tokens():
     """A corpus of two hundred thousand bytes: the first modules of the standard library."""
     documents, *_ = data.stdlib_documents()
-    data.write_tokens((text for text, _ in zip(documents, range(12))), "tokens", val_fraction=0.2, source="the standard library's first modules")
+    data.write_tokens(
+        (text for text, _ in zip(documents, range(12))), "tokens", val_fraction=0.2,
+        source="the standard library's first modules",
+    )
 
 
 def main(argv=None):
@@ -509,8 +592,15 @@ def main(argv=None):
                 raise OSError(f"the undisturbed run failed: {Path('said').read_text()}")
             final_loss = lines("whole")[-1]["loss"]
             tasks = [("killed", number, options.seed) for number in range(options.kills)]
-            tasks += [(kind, number, options.seed) for kind in ("terminated", "not_a_number") for number in range(options.others)]
-            tasks += [(kind, 0, options.seed) for kind in ("disk_fills", "every_call_fails", "flipped_bytes", "two_runs")]
+            tasks += [
+                (kind, number, options.seed)
+                for kind in ("terminated", "not_a_number")
+                for number in range(options.others)
+            ]
+            tasks += [
+                (kind, 0, options.seed)
+                for kind in ("disk_fills", "every_call_fails", "flipped_bytes", "two_runs")
+            ]
             found = {}
             with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
                 for done, (kind, outcome) in enumerate(pool.imap_unordered(trial, tasks), 1):
@@ -518,9 +608,14 @@ def main(argv=None):
                     print(f"{done}/{len(tasks)} {kind}: {json.dumps(outcome)}", flush=True)
         finally:
             os.chdir(before)
-    figures = {"options": OPTIONS, "seconds": round(time.perf_counter() - began), "uninterrupted_final_loss": final_loss, **summary(found)}
+    figures = {
+        "options": OPTIONS, "seconds": round(time.perf_counter() - began),
+        "uninterrupted_final_loss": final_loss, **summary(found),
+    }
     report.write("bench/faults.py", argv, figures, target)
-    for name in ("killed", "terminated", "not_a_number", "disk_fills", "every_call_fails", "flipped_bytes", "two_runs"):
+    for name in (
+        "killed", "terminated", "not_a_number", "disk_fills", "every_call_fails", "flipped_bytes", "two_runs",
+    ):
         print(name, json.dumps(figures[name]["counts"] if "counts" in figures[name] else figures[name]))
     return 0
 
@@ -535,18 +630,31 @@ def summary(found) -> dict:
         figures[kind] = {"trials": outcomes}
     kills = found.get("killed", [])
     figures["killed"]["counts"] = {
-        "kills": len(kills), "died_of_it": sum(k["exit_code"] == -9 for k in kills), "resumed": sum(k["resume_exit_code"] == 0 for k in kills),
-        "unreadable_checkpoints": sum(len(k["unreadable"]) for k in kills), "equal_to_the_uninterrupted_run": sum(k["equal"] for k in kills),
+        "kills": len(kills),
+        "died_of_it": sum(k["exit_code"] == -9 for k in kills),
+        "resumed": sum(k["resume_exit_code"] == 0 for k in kills),
+        "unreadable_checkpoints": sum(len(k["unreadable"]) for k in kills),
+        "equal_to_the_uninterrupted_run": sum(k["equal"] for k in kills),
         "drawn_anew_after_the_last_checkpoint": sum(k["earlier_attempts"] for k in kills),
-        "while": dict(Counter(k["doing"] for k in kills).most_common())}
+        "while": dict(Counter(k["doing"] for k in kills).most_common()),
+    }
     terms = found.get("terminated", [])
     figures["terminated"]["counts"] = {
-        "signals": len(terms), "exit_code_0": sum(t["exit_code"] == 0 for t in terms), "whole": sum(t["checkpoints_whole"] for t in terms),
-        "resumed": sum(t["resume_exit_code"] == 0 for t in terms), "equal_to_the_uninterrupted_run": sum(t["equal"] for t in terms),
-        "while": dict(Counter(t["doing"] for t in terms).most_common())}
+        "signals": len(terms), "exit_code_0": sum(t["exit_code"] == 0 for t in terms),
+        "whole": sum(t["checkpoints_whole"] for t in terms),
+        "resumed": sum(t["resume_exit_code"] == 0 for t in terms),
+        "equal_to_the_uninterrupted_run": sum(t["equal"] for t in terms),
+        "while": dict(Counter(t["doing"] for t in terms).most_common()),
+    }
     nans = found.get("not_a_number", [])
-    figures["not_a_number"]["counts"] = {"runs": len(nans), **{key: sum(bool(n[key]) for n in nans) for key in (
-        "told", "unchanged", "counted", "before_equal", "final_loss_finite")}, "exit_code_0": sum(n["exit_code"] == 0 for n in nans)}
+    figures["not_a_number"]["counts"] = {
+        "runs": len(nans),
+        **{
+            key: sum(bool(n[key]) for n in nans)
+            for key in ("told", "unchanged", "counted", "before_equal", "final_loss_finite")
+        },
+        "exit_code_0": sum(n["exit_code"] == 0 for n in nans),
+    }
     return figures
 
 

@@ -2,9 +2,10 @@
 
     python bench/memory.py --json results/memory.json
 
-Each switch alone against the defaults, in a process of its own (nothing of the one before is left in memory, and allocator settings hold from the
-start): milliseconds a step (median and slowest of 20, as in benchmark_te.py), the peak of allocated memory, and the peak that the allocator took
-from the GPU, which is what an out-of-memory error is about.
+Each switch alone against the defaults, in a process of its own (nothing of the one before is left in memory,
+and allocator settings hold from the start): milliseconds a step (median and slowest of 20, as in
+benchmark_te.py), the peak of allocated memory, and the peak that the allocator took from the GPU, which is
+what an out-of-memory error is about.
 """
 
 import json
@@ -40,7 +41,8 @@ SWITCHES = {  # name -> options of train.py
 class Options:
     shapes: tuple[str, ...] = ("124m-b32", "c4096")  # Of benchmark_te.py.
     switches: tuple[str, ...] = tuple(SWITCHES)
-    json: Path | None = None  # Write the rows here, after each of them; those of other shapes and switches in the file stay.
+    json: Path | None = None
+    """Write the rows here, after each of them; those of other shapes and switches in the file stay."""
 
 
 def measure(shape, switch):
@@ -59,8 +61,11 @@ def measure(shape, switch):
     profiling.Profiler(config, device).begin(1)  # for --gc-interval
     benchmark_te.arm_config = lambda arm, config: config  # the options as they are
     figures, _ = benchmark_te.measure("fp8", config, device, 20, phases=False)
-    return {"shape": shape, "switch": switch, "ms": figures["ms"], "slowest_ms": figures["slowest_ms"], "tokens_per_s": figures["tokens_per_s"],
-            "cuda_graph": figures["cuda_graph"], "peak_gib": figures["peak_gib"], "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
+    return {
+        "shape": shape, "switch": switch, "ms": figures["ms"], "slowest_ms": figures["slowest_ms"],
+        "tokens_per_s": figures["tokens_per_s"], "cuda_graph": figures["cuda_graph"],
+        "peak_gib": figures["peak_gib"], "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+    }
 
 
 def table(rows) -> str:
@@ -97,20 +102,39 @@ def main(argv=None):
     for unknown in set(options.switches) - set(SWITCHES):
         raise ValueError(f"--switches {unknown!r} is unknown; use {', '.join(map(repr, SWITCHES))}")
     if report.fp8.IS_REFERENCE:
-        raise ValueError("there is no GPU with Transformer Engine here, and memory on anything else means nothing")
+        raise ValueError(
+            "there is no GPU with Transformer Engine here, and memory on anything else means nothing"
+        )
     rows = speed_report.Rows(options.json, ("shape", "switch"), argv, "bench/memory.py")
     for shape in options.shapes:
         for switch in dict.fromkeys(["defaults", *options.switches]):  # times are compared within a run
-            done = subprocess.run([sys.executable, __file__, "--one", shape, switch], capture_output=True, text=True, cwd=ROOT)
-            found = [line.removeprefix("figures: ") for line in done.stdout.splitlines() if line.startswith("figures: ")]
+            done = subprocess.run(
+                [sys.executable, __file__, "--one", shape, switch], capture_output=True, text=True, cwd=ROOT
+            )
+            found = [
+                line.removeprefix("figures: ")
+                for line in done.stdout.splitlines()
+                if line.startswith("figures: ")
+            ]
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
             row = json.loads(found[0]) if found else {"shape": shape, "switch": switch, "error": reason}
             if switch == "defaults":
                 base = None if "error" in row else row
             rows.add(row | {"defaults_ms": base and base["ms"]})
-            against = f"  {row['ms'] / base['ms'] - 1:+.1%} time, {row['peak_gib'] - base['peak_gib']:+.1f} GiB" if base and "error" not in row else ""
-            print(f"{shape:9} {switch:44} " + (row["error"] if "error" in row else
-                  f"{row['ms']:8.2f} ms  {row['peak_gib']:6.1f} GiB, {row['peak_reserved_gib']:6.1f} taken{against}"), flush=True)
+            against = (
+                f"  {row['ms'] / base['ms'] - 1:+.1%} time, {row['peak_gib'] - base['peak_gib']:+.1f} GiB"
+                if base and "error" not in row
+                else ""
+            )
+            print(
+                f"{shape:9} {switch:44} "
+                + (
+                    row["error"]
+                    if "error" in row
+                    else f"{row['ms']:8.2f} ms  {row['peak_gib']:6.1f} GiB, {row['peak_reserved_gib']:6.1f} taken{against}"
+                ),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""The optimizer's step alone: PyTorch's and Transformer Engine's fused Adam, and fast_kernels/adam.py, over the tensors of a model.
+"""The optimizer's step alone: PyTorch's and Transformer Engine's fused Adam, and fast_kernels/adam.py, over
+the tensors of a model.
 
     python bench/optimizer.py [--json FILE]
 
-Milliseconds (median of 20 steps, replayed as a CUDA graph where the optimizer allows it) and the memory bandwidth that the bytes each one
-has to move amount to; and the gradients' norm, by which they are clipped, PyTorch's and fast_kernels/adam.py's.
+Milliseconds (median of 20 steps, replayed as a CUDA graph where the optimizer allows it) and the memory
+bandwidth that the bytes each one has to move amount to; and the gradients' norm, by which they are clipped,
+PyTorch's and fast_kernels/adam.py's.
 """
 
 import sys
@@ -21,7 +23,10 @@ from nanote import (
     fp8,  # noqa: E402
 )
 
-SIZES = {"GPT-2 124M": dict(n_layer=12, n_embd=768, n_head=12), "C 4096, 4 layers": dict(n_layer=4, n_embd=4096, n_head=32)}
+SIZES = {
+    "GPT-2 124M": dict(n_layer=12, n_embd=768, n_head=12),
+    "C 4096, 4 layers": dict(n_layer=4, n_embd=4096, n_head=32),
+}
 
 
 @dataclass
@@ -37,8 +42,14 @@ def optimizers(model):
     fused_adam = fp8.te.optimizers.FusedAdam
     yield "torch AdamW, BF16 without masters", torch.optim.AdamW(parameters, fused=True, capturable=True), 14
     yield "TE FusedAdam, float32 masters", fused_adam(parameters, master_weights=True), 28
-    yield "TE FusedAdam, float32 masters, capturable", fused_adam(parameters, master_weights=True, capturable=True), 28
-    yield "TE FusedAdam, remainders", fused_adam(parameters, master_weights=True, store_param_remainders=True), 26
+    yield (
+        "TE FusedAdam, float32 masters, capturable",
+        fused_adam(parameters, master_weights=True, capturable=True), 28,
+    )
+    yield (
+        "TE FusedAdam, remainders", fused_adam(parameters, master_weights=True, store_param_remainders=True),
+        26,
+    )
     yield "fast_adam, float32 masters", FastAdam(parameters, store_param_remainders=False), 28
     yield "fast_adam, remainders", FastAdam(parameters), 26
     in_bf16 = FastAdam(parameters, betas=(0.9, 0.95), moment_dtype=torch.bfloat16)
@@ -57,7 +68,8 @@ def measure(step, graphed):
     times = []
     for _ in range(20):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(2_000_000)  # so that the time Python takes to launch is over before the clock starts
+        # so that the time Python takes to launch is over before the clock starts
+        torch.cuda._sleep(2_000_000)
         start.record()
         step()
         end.record()
@@ -83,11 +95,15 @@ def main(argv=None):
     options = cli.parse(Options, argv, prog="bench/optimizer.py", description=__doc__)
     report.check_folder(options.json)
     if fp8.IS_REFERENCE:
-        raise ValueError("there is no GPU with Transformer Engine here, and times on anything else mean nothing")
+        raise ValueError(
+            "there is no GPU with Transformer Engine here, and times on anything else mean nothing"
+        )
     rows = []
     for size, shape in SIZES.items():
         model_class, config_class = checkpoint.model_classes("optimized")
-        model = checkpoint.build_model("optimized", config_class(**shape), device="cuda", dtype=torch.bfloat16)
+        model = checkpoint.build_model(
+            "optimized", config_class(**shape), device="cuda", dtype=torch.bfloat16
+        )
         count = sum(p.numel() for p in model.parameters())
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
@@ -100,8 +116,12 @@ def main(argv=None):
                           "norm: fast_adam": (optimizer.gradient_norm, 2)}
             for name, (step, size_of) in steps.items():
                 ms = measure(step, graphed)
-                rows.append({"size": size, "parameters": count, "optimizer": name, "ms": ms, "bytes_per_parameter": size_of,
-                             "terabytes_per_s": count * size_of / ms / 1e9})
+                rows.append(
+                    {
+                        "size": size, "parameters": count, "optimizer": name, "ms": ms,
+                        "bytes_per_parameter": size_of, "terabytes_per_s": count * size_of / ms / 1e9,
+                    }
+                )
                 print(f"{size:18} {name:44} {ms:8.3f} ms  {rows[-1]['terabytes_per_s']:.2f} TB/s", flush=True)
             optimizer.state.clear()
             del optimizer, steps

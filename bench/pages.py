@@ -43,10 +43,15 @@ from bench import (  # noqa: E402  # noqa: E402
 from nanote import cli  # noqa: E402
 
 PICTURES = {  # file -> what draws its content; the picture lies beside it
-    "speed": speed_report.draw_speed, "stack": speed_report.draw_stack, "crossover": speed_report.draw_crossover,
-    "attention": benchmark_attention.plot, "training": training.plot,
-    "first_run": lambda result, path: first_run.plot(result), "accumulation": accumulation.plot,
-    "stability_h200": stability_report.plot, "stability_cpu": stability_report.plot,
+    "speed": speed_report.draw_speed,
+    "stack": speed_report.draw_stack,
+    "crossover": speed_report.draw_crossover,
+    "attention": benchmark_attention.plot,
+    "training": training.plot,
+    "first_run": lambda result, path: first_run.plot(result),
+    "accumulation": accumulation.plot,
+    "stability_h200": stability_report.plot,
+    "stability_cpu": stability_report.plot,
 }
 TABLES = {  # comment in a page -> file, what makes a Markdown table of its content
     "speed": ("speed", speed_report.table), "compile": ("compile", speed_report.compile_table),

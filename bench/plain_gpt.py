@@ -1,8 +1,10 @@
-"""What benchmark_te.py compares with: the GPT of model_te_optimized.py without Transformer Engine, as nanoGPT is, and transformers' Llama.
+"""What benchmark_te.py compares with: the GPT of model_te_optimized.py without Transformer Engine, as nanoGPT
+is, and transformers' Llama.
 
-The same network from the same OptimizedConfig, in nothing but PyTorch: nn.Linear, F.scaled_dot_product_attention, F.layer_norm or
-F.rms_norm, F.gelu or SwiGLU, F.cross_entropy. Parameters are float32; run it under BF16 autocast and torch.compile, with PyTorch's fused
-AdamW, as nanoGPT does (github.com/karpathy/nanoGPT). tests/test_benchmark.py holds its logits against the optimized model's.
+The same network from the same OptimizedConfig, in nothing but PyTorch: nn.Linear,
+F.scaled_dot_product_attention, F.layer_norm or F.rms_norm, F.gelu or SwiGLU, F.cross_entropy. Parameters are
+float32; run it under BF16 autocast and torch.compile, with PyTorch's fused AdamW, as nanoGPT does
+(github.com/karpathy/nanoGPT). tests/test_benchmark.py holds its logits against the optimized model's.
 """
 
 import math
@@ -34,7 +36,8 @@ def rope(x, cos, sin):
 
 
 def attention_by_hand(q, k, v):
-    """softmax(q kᵀ / √D) v under a causal mask, every step a kernel of its own: what SDPA replaces. (B, H, T, D), k and v (B, H', T, D)."""
+    """softmax(q kᵀ / √D) v under a causal mask, every step a kernel of its own: what SDPA replaces. (B, H, T,
+    D), k and v (B, H', T, D)."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -51,17 +54,23 @@ class Block(nn.Module):
         self.norm1 = Norm(config.n_embd, config, config.use_rmsnorm)
         self.qkv = nn.Linear(config.n_embd, q_size + 2 * kv_size, bias=config.bias)
         if config.use_qk_norm:
-            self.q_norm, self.k_norm = Norm(config.head_dim, config, True), Norm(config.head_dim, config, True)
+            self.q_norm, self.k_norm = (
+                Norm(config.head_dim, config, True),
+                Norm(config.head_dim, config, True),
+            )
         self.proj = nn.Linear(q_size, config.n_embd, bias=config.bias)
         self.norm2 = Norm(config.n_embd, config, config.use_rmsnorm)
-        self.fc1 = nn.Linear(config.n_embd, config.n_inner * (2 if config.activation == "swiglu" else 1), bias=config.bias)
+        self.fc1 = nn.Linear(
+            config.n_embd, config.n_inner * (2 if config.activation == "swiglu" else 1), bias=config.bias
+        )
         self.fc2 = nn.Linear(config.n_inner, config.n_embd, bias=config.bias)
 
     def forward(self, x, cos_sin):
         config = self.config
         batch, length, _ = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, length, -1, config.head_dim).transpose(1, 2)
-        q, k, v = qkv.split((config.n_head, config.n_kv_head, config.n_kv_head), dim=1)  # each (B, heads, T, D)
+        # each (B, heads, T, D)
+        q, k, v = qkv.split((config.n_head, config.n_kv_head, config.n_kv_head), dim=1)
         if config.use_qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if cos_sin is not None:
@@ -69,7 +78,9 @@ class Block(nn.Module):
         if self.by_hand:
             y = attention_by_hand(q, k, v)
         else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=config.n_kv_head != config.n_head)
+            y = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=config.n_kv_head != config.n_head
+            )
         x = x + self.proj(y.transpose(1, 2).reshape(batch, length, -1))
         h = self.fc1(self.norm2(x))
         if config.activation == "swiglu":
@@ -79,8 +90,9 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """`model(input_ids)` -> logits (B, T, vocab_size); `model(input_ids, labels)` -> mean cross-entropy, a scalar; both (B, T) int64.
-    `by_hand`: attention without SDPA. Dropout, gradient checkpointing and FP8 are not here."""
+    """`model(input_ids)` -> logits (B, T, vocab_size); `model(input_ids, labels)` -> mean cross-entropy, a
+    scalar; both (B, T) int64. `by_hand`: attention without SDPA. Dropout, gradient checkpointing and FP8 are
+    not here."""
 
     def __init__(self, config, by_hand=False):
         super().__init__()
@@ -95,7 +107,11 @@ class PlainGPT(nn.Module):
             self.lm_head.weight = self.wte.weight
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith(("proj.weight", "fc2.weight")) else 0.02
+                std = (
+                    0.02 / math.sqrt(2 * config.n_layer)
+                    if name.endswith(("proj.weight", "fc2.weight"))
+                    else 0.02
+                )
                 nn.init.normal_(parameter, std=std)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -113,21 +129,29 @@ class PlainGPT(nn.Module):
         for block in self.blocks:
             x = block(x, cos_sin)
         logits = self.lm_head(self.norm(x))
-        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        return (
+            logits
+            if labels is None
+            else F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        )
 
 
-ARMS = ("plain", "plain-eager", "plain-by-hand", "plain-graph", "hf-llama")  # benchmark_te.py says what they are
+# benchmark_te.py says what they are
+ARMS = ("plain", "plain-eager", "plain-by-hand", "plain-graph", "hf-llama")
 
 
 class PlainStep:
-    """nanoGPT's training step: BF16 autocast, gradients clipped, PyTorch's fused AdamW. The interface of train.TrainStep."""
+    """nanoGPT's training step: BF16 autocast, gradients clipped, PyTorch's fused AdamW. The interface of
+    train.TrainStep."""
 
     def __init__(self, model, net, config, device):
         self.model, self.net, self.config, self.device = model, net, config, device
         parameters = list(model.parameters())
         groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
                   {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True
+        )
 
     def forward(self, input_ids, labels):
         autocast = self.device.type == "cuda" and next(self.model.parameters()).dtype == torch.float32
@@ -157,10 +181,14 @@ class HFLlama(torch.nn.Module):
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM  # slow to import
 
-        self.llama = LlamaForCausalLM(LlamaConfig(
-            vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_inner, num_hidden_layers=c.n_layer,
-            num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim, max_position_embeddings=c.n_positions,
-            rms_norm_eps=c.layernorm_epsilon, tie_word_embeddings=c.tie_embeddings, use_cache=False, attn_implementation="sdpa"))
+        self.llama = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_inner,
+                num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head,
+                head_dim=c.head_dim, max_position_embeddings=c.n_positions, rms_norm_eps=c.layernorm_epsilon,
+                tie_word_embeddings=c.tie_embeddings, use_cache=False, attn_implementation="sdpa",
+            )
+        )
 
     def forward(self, input_ids, labels):
         return self.llama(input_ids=input_ids, labels=labels, shift_labels=labels).loss
@@ -172,7 +200,11 @@ def build_plain(arm, model_config, config, device) -> PlainStep:
     if arm == "hf-llama" and (model_config.activation, model_config.use_rotary) != ("swiglu", True):
         raise ValueError("--arms hf-llama: Llama is of the block modern only")
     with torch.device(device):
-        model = HFLlama(model_config) if arm == "hf-llama" else PlainGPT(model_config, by_hand=arm == "plain-by-hand")
+        model = (
+            HFLlama(model_config)
+            if arm == "hf-llama"
+            else PlainGPT(model_config, by_hand=arm == "plain-by-hand")
+        )
     if arm == "hf-llama" and device.type == "cuda":
         model.bfloat16()
     eager = arm in ("plain-eager", "plain-by-hand")

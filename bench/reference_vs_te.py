@@ -1,12 +1,16 @@
 """Is te_reference Transformer Engine, number for number? Needs an NVIDIA Hopper GPU and Transformer Engine.
 
-    python bench/reference_vs_te.py            # 400 random cases; writes reference_vs_te.json here; exit code 1 if anything is out of bounds
+    python bench/reference_vs_te.py # 400 random cases; writes reference_vs_te.json here; exit code 1 if
+    anything is out of bounds
 
 Four kinds of case, drawn at random with heavy-tailed data, zeros and outliers:
-- tensor: one tensor, quantised by both. Bytes and scales must be equal, for delayed, current and block scaling.
+- tensor: one tensor, quantised by both. Bytes and scales must be equal, for delayed, current and block
+  scaling.
 - history: amaxes of many tensors over several steps. Scales and amax histories must be equal.
-- norm: a tensor behind a fused normalisation. Sums run in another order, so at most one byte in 10,000 may differ, by one FP8 step.
-- module: forward and backward over several steps, from the same weights. Outputs and gradients within the rounding that `bounds` derives.
+- norm: a tensor behind a fused normalisation. Sums run in another order, so at most one byte in 10,000 may
+  differ, by one FP8 step.
+- module: forward and backward over several steps, from the same weights. Outputs and gradients within the
+  rounding that `bounds` derives.
 """
 
 import datetime
@@ -33,21 +37,30 @@ try:
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 except ImportError as error:
-    print(f"bench/reference_vs_te.py: compares with Transformer Engine on a GPU, but: {error}; python doctor.py says why", file=sys.stderr)
+    print(
+        f"bench/reference_vs_te.py: compares with Transformer Engine on a GPU, but: {error}; python doctor.py says why",
+        file=sys.stderr,
+    )
     sys.exit(2)
 
 FP8 = {torch.float8_e4m3fn: tex.DType.kFloat8E4M3, torch.float8_e5m2: tex.DType.kFloat8E5M2}
 TE_DTYPE = {torch.bfloat16: tex.DType.kBFloat16, torch.float32: tex.DType.kFloat32}
-STEP = {torch.float8_e4m3fn: 2.0**-3, torch.float8_e5m2: 2.0**-2}  # between neighbouring values, relative, at most
+# between neighbouring values, relative, at most
+STEP = {torch.float8_e4m3fn: 2.0**-3, torch.float8_e5m2: 2.0**-2}
 
-counts = dict(cases=0, compared_bytes=0, mismatched_bytes=0, compared_scales=0, mismatched_scales=0, compared_histories=0, mismatched_histories=0,
-              compared_bytes_behind_norm=0, mismatched_bytes_behind_norm=0)
+counts = dict(
+    cases=0, compared_bytes=0, mismatched_bytes=0, compared_scales=0, mismatched_scales=0,
+    compared_histories=0, mismatched_histories=0, compared_bytes_behind_norm=0,
+    mismatched_bytes_behind_norm=0,
+)
 worst = {}
 
 
 def note(kind, value, bound, case):
     """Keep the case that comes closest to its bound."""
-    if kind not in worst or value / max(bound, 1e-30) > worst[kind]["value"] / max(worst[kind]["bound"], 1e-30):
+    if kind not in worst or value / max(bound, 1e-30) > worst[kind]["value"] / max(
+        worst[kind]["bound"], 1e-30
+    ):
         worst[kind] = {"value": value, "bound": bound, "case": case}
 
 
@@ -60,7 +73,11 @@ def compare(what, ours, theirs, case):
 
 def heavy_tailed(rng, *shape, dtype):
     """Normal numbers over several orders of magnitude, zeros, and a few outliers."""
-    x = torch.randn(shape, device="cuda") * torch.exp(rng.uniform(0, 3) * torch.randn(shape, device="cuda")) * 10.0 ** rng.uniform(-6, 3)
+    x = (
+        torch.randn(shape, device="cuda")
+        * torch.exp(rng.uniform(0, 3) * torch.randn(shape, device="cuda"))
+        * 10.0 ** rng.uniform(-6, 3)
+    )
     x[torch.rand(shape, device="cuda") < 0.02] = 0
     x.view(-1)[torch.randint(0, x.numel(), (3,), device="cuda")] *= 1e4
     return x.to(dtype)
@@ -68,7 +85,12 @@ def heavy_tailed(rng, *shape, dtype):
 
 def tensor_case(rng):
     fp8, dtype = rng.choice(list(FP8)), rng.choice(list(TE_DTYPE))
-    recipe = rng.choice(["delayed", "current", "current, powers of two", "block 1x128", "block 128x128", "block 1x128, columns"])
+    recipe = rng.choice(
+        [
+            "delayed", "current", "current, powers of two", "block 1x128", "block 128x128",
+            "block 1x128, columns",
+        ]
+    )
     rows, columns = 16 * rng.randint(1, 40), 16 * rng.randint(1, 40)
     case = f"{recipe}, {fp8}, {dtype}, {rows}x{columns}"
     x = heavy_tailed(rng, rows, columns, dtype=dtype)
@@ -86,13 +108,22 @@ def tensor_case(rng):
         return
     power_of_2 = rng.random() < 0.7
     square, by_columns = "128x128" in recipe, "columns" in recipe
-    quantizer = Float8BlockQuantizer(fp8_dtype=FP8[fp8], rowwise=not by_columns, columnwise=by_columns, force_pow_2_scales=power_of_2,
-                                     block_scaling_dim=2 if square else 1)
+    quantizer = Float8BlockQuantizer(
+        fp8_dtype=FP8[fp8], rowwise=not by_columns, columnwise=by_columns, force_pow_2_scales=power_of_2,
+        block_scaling_dim=2 if square else 1,
+    )
     theirs = quantizer(x)
     block = (128, 128) if square else (128, 1) if by_columns else (1, 128)
-    ours, scale, _ = ref.in_blocks(x, block, lambda amax, fp8_max: ref.current_scale(amax, fp8_max, power_of_2), fp8)
-    # TE keeps column-wise data transposed, 1x128 scales transposed, and pads the scales' last dimension for its matrix product.
-    data, scale_inv = (theirs._columnwise_data, theirs._columnwise_scale_inv) if by_columns else (theirs._rowwise_data, theirs._rowwise_scale_inv)
+    ours, scale, _ = ref.in_blocks(
+        x, block, lambda amax, fp8_max: ref.current_scale(amax, fp8_max, power_of_2), fp8
+    )
+    # TE keeps column-wise data transposed, 1x128 scales transposed, and pads the scales' last dimension for
+    # its matrix product.
+    data, scale_inv = (
+        (theirs._columnwise_data, theirs._columnwise_scale_inv)
+        if by_columns
+        else (theirs._rowwise_data, theirs._rowwise_scale_inv)
+    )
     ours, scale = (ours.T, scale) if by_columns else (ours, scale if square else scale.T)
     compare("bytes", ours.contiguous().view(torch.uint8), data.view(torch.uint8), case)
     compare("scales", scale.reciprocal(), scale_inv[: scale.shape[0], : scale.shape[1]], case)
@@ -100,7 +131,9 @@ def tensor_case(rng):
 
 def history_case(rng):
     fp8, algo = rng.choice(list(FP8)), rng.choice(["max", "most_recent"])
-    recipe = ref.DelayedScaling(margin=rng.randint(0, 2), amax_history_len=rng.choice([1, 2, 16, 1024]), amax_compute_algo=algo)
+    recipe = ref.DelayedScaling(
+        margin=rng.randint(0, 2), amax_history_len=rng.choice([1, 2, 16, 1024]), amax_compute_algo=algo
+    )
     case = f"{recipe}, {algo}, {fp8}"
     n = rng.randint(1, 2000)
     state = ref._ScalingState(recipe, n, "cuda")
@@ -111,20 +144,27 @@ def history_case(rng):
         for value in (0.0, math.inf, math.nan, 1e-38, 1e-44):
             amax[torch.rand(n, device="cuda") < 0.05] = value
         history[0] = state.amax_history[0] = amax
-        tex.fused_amax_and_scale_update_after_reduction(amax.clone(), [history], [scale], algo, FP8[fp8], recipe.margin)
+        tex.fused_amax_and_scale_update_after_reduction(
+            amax.clone(), [history], [scale], algo, FP8[fp8], recipe.margin
+        )
         state.roll(recipe, ref.FP8_MAX[fp8])
         compare("scales", state.scale, scale, case)
         compare("histories", state.amax_history.nan_to_num(nan=-1), history.nan_to_num(nan=-1), case)
 
 
 def norm_case(rng):
-    dtype, norm, zero_centered, delayed = rng.choice(list(TE_DTYPE)), rng.choice(["layernorm", "rmsnorm"]), rng.random() < 0.5, rng.random() < 0.5
+    dtype, norm, zero_centered, delayed = (
+        rng.choice(list(TE_DTYPE)), rng.choice(["layernorm", "rmsnorm"]), rng.random() < 0.5,
+        rng.random() < 0.5,
+    )
     rows, columns = 16 * rng.randint(8, 64), 16 * rng.randint(4, 128)
     case = f"{norm}, zero_centered_gamma={zero_centered}, {'delayed' if delayed else 'current'}, {dtype}, {rows}x{columns}"
     x = heavy_tailed(rng, rows, columns, dtype=dtype)
     gamma = (torch.randn(columns, device="cuda") * 0.2 + (not zero_centered)).to(dtype)
     beta = (torch.randn(columns, device="cuda") * 0.1).to(dtype)
-    ours = ref._normalize(x.float(), gamma, beta, 1e-5, "LayerNorm" if norm == "layernorm" else "RMSNorm", zero_centered)
+    ours = ref._normalize(
+        x.float(), gamma, beta, 1e-5, "LayerNorm" if norm == "layernorm" else "RMSNorm", zero_centered
+    )
     fp8 = torch.float8_e4m3fn
     if delayed:
         scale = torch.tensor([rng.uniform(5, 60)], device="cuda")
@@ -134,7 +174,10 @@ def norm_case(rng):
         quantizer = Float8CurrentScalingQuantizer(FP8[fp8], device="cuda")
         scale = ref.current_scale(ref.amax_of(ours), ref.FP8_MAX[fp8])
     quantizer.set_usage(rowwise=True, columnwise=False)
-    arguments = (x, gamma, *([beta] if norm == "layernorm" else []), 1e-5, None, quantizer, TE_DTYPE[dtype], 0, zero_centered)
+    arguments = (
+        x, gamma, *([beta] if norm == "layernorm" else []), 1e-5, None, quantizer, TE_DTYPE[dtype], 0,
+        zero_centered,
+    )
     theirs = getattr(tex, f"{norm}_fwd")(*arguments)[0]
     ours = ref.quantize(ours, scale, fp8).view(torch.uint8).int()
     difference = (ours - theirs._data.int()).abs()
@@ -144,12 +187,14 @@ def norm_case(rng):
 
 
 def bounds(recipe, dtype, behind_activation, inner):
-    """Relative error of a result whose operands are equal, and of one behind an activation or another product.
+    """Relative error of a result whose operands are equal, and of one behind an activation or another
+    product.
 
-    Rounding the result to bfloat16: 2^-8. Tensor cores keep 13 bits behind the point of the largest of the products that they add at once, so
-    each of `inner` products is off by up to 2^-13; of random signs, the sum grows with sqrt(inner) and so does its error, at most.
-    Behind an activation the operands themselves differ by d, that error. This moves a share d / s of the FP8 values by a step s, a relative
-    error of sqrt(d s); an input gradient depends on two such operands.
+    Rounding the result to bfloat16: 2^-8. Tensor cores keep 13 bits behind the point of the largest of the
+    products that they add at once, so each of `inner` products is off by up to 2^-13; of random signs, the
+    sum grows with sqrt(inner) and so does its error, at most. Behind an activation the operands themselves
+    differ by d, that error. This moves a share d / s of the FP8 values by a step s, a relative error of
+    sqrt(d s); an input gradient depends on two such operands.
     """
     d = (2.0**-8 if dtype == torch.bfloat16 else 0.0) + 2.0**-13 * math.sqrt(inner)
     if not behind_activation:
@@ -161,26 +206,45 @@ def bounds(recipe, dtype, behind_activation, inner):
 def module_case(rng):
     dtype = rng.choice([torch.bfloat16, torch.bfloat16, torch.float32])
     hidden, ffn, tokens = 128 * rng.randint(1, 6), 128 * rng.randint(1, 6), 128 * rng.randint(1, 4)
-    norm, activation = rng.choice(["LayerNorm", "RMSNorm"]), rng.choice(["gelu", "geglu", "relu", "srelu", "swiglu"])
+    norm, activation = (
+        rng.choice(["LayerNorm", "RMSNorm"]),
+        rng.choice(["gelu", "geglu", "relu", "srelu", "swiglu"]),
+    )
     name = rng.choice(["Linear", "LayerNormLinear", "LayerNormMLP"])
-    options = {"Linear": {}, "LayerNormLinear": dict(normalization=norm, zero_centered_gamma=rng.random() < 0.3),
-               "LayerNormMLP": dict(normalization=norm, activation=activation)}[name] | {"bias": rng.random() < 0.7, "params_dtype": dtype}
+    options = {
+        "Linear": {}, "LayerNormLinear": dict(normalization=norm, zero_centered_gamma=rng.random() < 0.3),
+        "LayerNormMLP": dict(normalization=norm, activation=activation),
+    }[name] | {"bias": rng.random() < 0.7, "params_dtype": dtype}
     kind, format = rng.choice(["delayed", "delayed", "current", "block"]), rng.choice(["HYBRID", "E4M3"])
-    delayed = dict(margin=rng.randint(0, 2), amax_history_len=rng.choice([1, 3, 1024]), amax_compute_algo=rng.choice(["max", "most_recent"]))
+    delayed = dict(
+        margin=rng.randint(0, 2), amax_history_len=rng.choice([1, 3, 1024]),
+        amax_compute_algo=rng.choice(["max", "most_recent"]),
+    )
 
     def make_recipe(module):
         format_ = getattr(module.Format, format)
         if kind == "delayed":
             return module.DelayedScaling(fp8_format=format_, **delayed)
-        return (module.Float8CurrentScaling if kind == "current" else module.Float8BlockScaling)(fp8_format=format_)
+        return (module.Float8CurrentScaling if kind == "current" else module.Float8BlockScaling)(
+            fp8_format=format_
+        )
 
     case = f"{name} {hidden}->{ffn}, {tokens} tokens, {options}, {make_recipe(ref)}"
-    sides = [(te, getattr(te, name)(hidden, ffn, **options), make_recipe(te_recipe)), (ref, getattr(ref, name)(hidden, ffn, **options), make_recipe(ref))]
-    weights = {k: v + 0.1 * torch.randn_like(v) if v.dim() == 1 else v for k, v in sides[0][1].state_dict().items() if "extra" not in k}
+    sides = [
+        (te, getattr(te, name)(hidden, ffn, **options), make_recipe(te_recipe)),
+        (ref, getattr(ref, name)(hidden, ffn, **options), make_recipe(ref)),
+    ]
+    weights = {
+        k: v + 0.1 * torch.randn_like(v) if v.dim() == 1 else v
+        for k, v in sides[0][1].state_dict().items()
+        if "extra" not in k
+    }
     for _, module, _ in sides:
         module.load_state_dict(weights, strict=False)
     for step in range(4):
-        x = (torch.randn(tokens, hidden, device="cuda") * torch.exp(torch.randn(hidden, device="cuda"))).to(dtype)
+        x = (torch.randn(tokens, hidden, device="cuda") * torch.exp(torch.randn(hidden, device="cuda"))).to(
+            dtype
+        )
         grad, results = None, []
         for library, module, recipe in sides:
             inp = x.clone().requires_grad_()
@@ -189,14 +253,21 @@ def module_case(rng):
                 out = module(inp)
             grad = torch.randn_like(out) * 1e-3 if grad is None else grad
             out.backward(grad)
-            results.append({"y": out, "dx": inp.grad} | {k: p.grad for k, p in module.named_parameters() if p.grad is not None})
+            results.append(
+                {"y": out, "dx": inp.grad}
+                | {k: p.grad for k, p in module.named_parameters() if p.grad is not None}
+            )
         bound = bounds(sides[1][2], dtype, name == "LayerNormMLP", max(hidden, 2 * ffn, tokens))
-        for key, theirs in results[0].items() if step or kind != "delayed" else ():  # its first scales are 1, and most gradients subnormal
+        # its first scales are 1, and most gradients subnormal
+        for key, theirs in results[0].items() if step or kind != "delayed" else ():
             error = ((theirs.float() - results[1][key].float()).norm() / theirs.float().norm()).item()
             note(f"{name}: {'output' if key == 'y' else 'gradients'}", error, bound, f"{key} of {case}")
         if kind == "delayed" and name == "Linear":  # the quantised tensors themselves are the same
             for key in ("scaling_fwd", "scaling_bwd"):
-                compare("histories", sides[1][1].fp8_meta[key].amax_history, sides[0][1].fp8_meta[key].amax_history, case)
+                compare(
+                    "histories", sides[1][1].fp8_meta[key].amax_history,
+                    sides[0][1].fp8_meta[key].amax_history, case,
+                )
                 compare("scales", sides[1][1].fp8_meta[key].scale, sides[0][1].fp8_meta[key].scale, case)
 
 
@@ -213,12 +284,17 @@ def main(argv=None):
     for number in range(options.cases):
         (tensor_case, history_case, norm_case, module_case)[number % 4](rng)
         counts["cases"] += 1
-    passed = not (counts["mismatched_bytes"] or counts["mismatched_scales"] or counts["mismatched_histories"]) \
-        and counts["mismatched_bytes_behind_norm"] <= counts["compared_bytes_behind_norm"] / 10_000 \
+    passed = (
+        not (counts["mismatched_bytes"] or counts["mismatched_scales"] or counts["mismatched_histories"])
+        and counts["mismatched_bytes_behind_norm"] <= counts["compared_bytes_behind_norm"] / 10_000
         and all(entry["value"] <= entry["bound"] for entry in worst.values())
-    result = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "transformer_engine": transformer_engine.__version__,
-              "date": datetime.date.today().isoformat(), "command": f"python bench/reference_vs_te.py --cases {options.cases} --seed {options.seed}",
-              "passed": passed, **counts, "worst": worst}
+    )
+    result = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "transformer_engine": transformer_engine.__version__, "date": datetime.date.today().isoformat(),
+        "command": f"python bench/reference_vs_te.py --cases {options.cases} --seed {options.seed}",
+        "passed": passed, **counts, "worst": worst,
+    }
     (ROOT / "results/reference_vs_te.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     return 0 if passed else 1

@@ -2,8 +2,9 @@
 
     python bench/stability_report.py results/stability_cpu.json    # draws results/stability_cpu.png again
 
-Rows: settings; columns: disturbances. In a cell: steps until the loss is back for good within 5 % of the undisturbed run's, and below it
-the final loss against high precision's after the same disturbance, which is also the colour. Black: the loss was not finite at some step.
+Rows: settings; columns: disturbances. In a cell: steps until the loss is back for good within 5 % of the
+undisturbed run's, and below it the final loss against high precision's after the same disturbance, which is
+also the colour. Black: the loss was not finite at some step.
 """
 
 import datetime
@@ -37,12 +38,16 @@ class Setting:
 
     def __str__(self):
         history = f"{self.algo} of {self.history}" if self.history > 1 else "most recent"
-        names = {"none": "high precision", "delayed": f"delayed {self.format}, margin {self.margin}, {history}"}
+        names = {
+            "none": "high precision",
+            "delayed": f"delayed {self.format}, margin {self.margin}, {history}",
+        }
         return f"{self.size} {names.get(self.recipe, f'{self.recipe} {self.format}')}"
 
 
 def recovered_after(losses, undisturbed, at):
-    """Steps from the disturbance at step `at` until the loss stays within 5 % of the undisturbed run's; None: not before the end."""
+    """Steps from the disturbance at step `at` until the loss stays within 5 % of the undisturbed run's; None:
+    not before the end."""
     outside = [step for step in range(at, len(losses)) if not losses[step] <= 1.05 * undisturbed[step]]
     if outside and outside[-1] == len(losses) - 1:
         return None
@@ -56,22 +61,36 @@ def final(losses):
 
 
 def cell(setting, disturbance, losses, baseline):
-    """A cell's figures; `losses` of its row, by disturbance, and `baseline`, those of the high-precision row of the same size."""
+    """A cell's figures; `losses` of its row, by disturbance, and `baseline`, those of the high-precision row
+    of the same size."""
     at, mine = len(losses["none"]) * 2 // 5, losses[disturbance]
-    figures = {"row": str(setting), **vars(setting), "disturbance": disturbance, "finite": all(map(math.isfinite, mine)),
-               "recovered_after": recovered_after(mine, losses["none"], at)}
+    figures = {
+        "row": str(setting), **vars(setting), "disturbance": disturbance,
+        "finite": all(map(math.isfinite, mine)), "recovered_after": recovered_after(mine, losses["none"], at),
+    }
     if not figures["finite"]:
         return figures | {"worst_loss": None, "final_loss": None, "final_vs_high_precision": None}
     versus = final(mine) / final(baseline[disturbance]) - 1
-    return figures | {"worst_loss": max(mine[at:]), "final_loss": final(mine), "final_vs_high_precision": versus}
+    return figures | {
+        "worst_loss": max(mine[at:]), "final_loss": final(mine), "final_vs_high_precision": versus,
+    }
 
 
 def text_of(c):
-    """A cell in words: steps to recover, and the final loss against high precision's; in high precision's own row the loss."""
+    """A cell in words: steps to recover, and the final loss against high precision's; in high precision's own
+    row the loss."""
     if not c["finite"]:
         return "not finite"
-    after = "" if c["disturbance"] == "none" else "never " if c["recovered_after"] is None else f"{c['recovered_after']} "
-    return after + (f"{c['final_vs_high_precision']:+.1%}" if c["recipe"] != "none" else f"{c['final_loss']:.3f}")
+    after = (
+        ""
+        if c["disturbance"] == "none"
+        else "never "
+        if c["recovered_after"] is None
+        else f"{c['recovered_after']} "
+    )
+    return after + (
+        f"{c['final_vs_high_precision']:+.1%}" if c["recipe"] != "none" else f"{c['final_loss']:.3f}"
+    )
 
 
 def span(cells):
@@ -123,9 +142,11 @@ def write(script, argv, figures, json_path=None, png_path=None):
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     cpus = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    result = {"machine": fp8.describe(), "cpu": cpus[0] if cpus else platform.machine(), "torch": torch.__version__,
-              "python": platform.python_version(), "date": datetime.date.today().isoformat(),
-              "command": shlex.join(["python", script, *(sys.argv[1:] if argv is None else argv)]), **figures}
+    result = {
+        "machine": fp8.describe(), "cpu": cpus[0] if cpus else platform.machine(), "torch": torch.__version__,
+        "python": platform.python_version(), "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", script, *(sys.argv[1:] if argv is None else argv)]), **figures,
+    }
     if json_path:
         json_path.write_text(json.dumps(result, indent=1) + "\n")
     if png_path:
@@ -149,31 +170,57 @@ def plot(result, path):
     cells = result["cells"]
     columns = list(dict.fromkeys(c["disturbance"] for c in cells))
     rows = [cells[i:i + len(columns)] for i in range(0, len(cells), len(columns))]
-    percent = [[100 * c["final_vs_high_precision"] if c["finite"] else float("nan") for c in row] for row in rows]
+    percent = [
+        [100 * c["final_vs_high_precision"] if c["finite"] else float("nan") for c in row] for row in rows
+    ]
 
-    figure, axes = plt.subplots(figsize=(3.6 + 1.15 * len(columns), 1.6 + 0.42 * len(rows)), layout="constrained")
+    figure, axes = plt.subplots(
+        figsize=(3.6 + 1.15 * len(columns), 1.6 + 0.42 * len(rows)), layout="constrained"
+    )
     colours = plt.get_cmap("RdBu_r").with_extremes(bad="black")
     image = axes.imshow(percent, cmap=colours, vmin=-10, vmax=10, aspect="auto")
     for y, row in enumerate(rows):
         for x, c in enumerate(row):
-            after = "" if c["disturbance"] == "none" else "never\n" if c["recovered_after"] is None else f"{c['recovered_after']} steps\n"
-            value = f"{c['final_loss']:.3f}" if c["recipe"] == "none" and c["finite"] else f"{percent[y][x]:+.1f} %"
+            after = (
+                ""
+                if c["disturbance"] == "none"
+                else "never\n"
+                if c["recovered_after"] is None
+                else f"{c['recovered_after']} steps\n"
+            )
+            value = (
+                f"{c['final_loss']:.3f}"
+                if c["recipe"] == "none" and c["finite"]
+                else f"{percent[y][x]:+.1f} %"
+            )
             dark = not c["finite"] or abs(percent[y][x]) > 7
-            axes.text(x, y, after + value if c["finite"] else "not finite", ha="center", va="center", fontsize=8,
-                      color="white" if dark else "black")
+            axes.text(
+                x, y, after + value if c["finite"] else "not finite", ha="center", va="center", fontsize=8,
+                color="white" if dark else "black",
+            )
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), [row[0]["row"] for row in rows], fontsize=8)
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
-    axes.set_title(f"{result['machine']}: {result['steps']} steps, disturbed from step {result['disturbed_from_step']}\n"
-                   "steps until back within 5 %, and final loss against high precision's (its own row: the loss)", fontsize=10, pad=12)
-    figure.colorbar(image, label="final loss against high precision's, %", shrink=min(1, 6 / (1.6 + 0.42 * len(rows))), extend="both")
+    axes.set_title(
+        f"{result['machine']}: {result['steps']} steps, disturbed from step {result['disturbed_from_step']}\n"
+        "steps until back within 5 %, and final loss against high precision's (its own row: the loss)",
+        fontsize=10,
+        pad=12,
+    )
+    figure.colorbar(
+        image, label="final loss against high precision's, %", shrink=min(1, 6 / (1.6 + 0.42 * len(rows))),
+        extend="both",
+    )
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
-        print("stability_report.py: name a file that test_stability.py --json wrote: results/stability_cpu.json", file=sys.stderr)
+        print(
+            "stability_report.py: name a file that test_stability.py --json wrote: results/stability_cpu.json",
+            file=sys.stderr,
+        )
         sys.exit(2)
     plot(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[1]).with_suffix(".png"))

@@ -1,16 +1,18 @@
-"""Two questions to train.py on a GPU: does a real run keep the benchmark's speed, and does any switch change what is learnt?
+"""Two questions to train.py on a GPU: does a real run keep the benchmark's speed, and does any switch change
+what is learnt?
 
     python data.py stdlib
     python bench/training.py            # a few minutes; writes results/training.json and results/training.png
     python bench/training.py --plot     # draws the picture again from the JSON
 
-Speed: GPT-2 124M, 32 x 1,024 tokens a step, 1,500 steps with data loading, a log line every 10 steps and a checkpoint every 500, by the wall
-clock from step 490 to 1,490, with the checkpoints at 500 and 1,000 between, against `benchmark_te.py`'s bare steps at the same shape, minutes
-apart on the same GPU.
+Speed: GPT-2 124M, 32 x 1,024 tokens a step, 1,500 steps with data loading, a log line every 10 steps and a
+checkpoint every 500, by the wall clock from step 490 to 1,490, with the checkpoints at 500 and 1,000 between,
+against `benchmark_te.py`'s bare steps at the same shape, minutes apart on the same GPU.
 
-Switches: 300 steps of 8 x 1,024 tokens, one switch turned at a time, all with one seed, and two more seeds, of GPT-2's block and of the modern
-one. A switch changes nothing if the loss at the end (mean of the last 50 steps) differs from the default's, or the modern block's, by no more
-than the seeds of that block differ among themselves.
+Switches: 300 steps of 8 x 1,024 tokens, one switch turned at a time, all with one seed, and two more seeds,
+of GPT-2's block and of the modern one. A switch changes nothing if the loss at the end (mean of the last 50
+steps) differs from the default's, or the modern block's, by no more than the seeds of that block differ among
+themselves.
 """
 
 import json
@@ -50,7 +52,10 @@ SWITCHES = {  # name -> options
     "modern block, seed 3": f"{MODERN} --seed 3",
     "modern block, Transformer Engine's modules": f"{MODERN} --no-fused-block",
 }
-SEEDS = {"default": ("default", "seed 2", "seed 3"), "modern block": ("modern block", "modern block, seed 2", "modern block, seed 3")}
+SEEDS = {
+    "default": ("default", "seed 2", "seed 3"),
+    "modern block": ("modern block", "modern block, seed 2", "modern block, seed 3"),
+}
 
 
 @dataclass
@@ -62,9 +67,13 @@ class Options:
 
 
 def call(*arguments):
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, env=os.environ)
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, env=os.environ
+    )
     if done.returncode:
-        raise OSError(f"{' '.join(arguments)}: exit code {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+        raise OSError(
+            f"{' '.join(arguments)}: exit code {done.returncode}: {done.stderr.strip().splitlines()[-1:]}"
+        )
 
 
 def run(folder, options, data):
@@ -77,10 +86,16 @@ def measure_speed(scratch, data):
     records = {record["step"]: record for record in run(scratch / "real", REAL, data)}
     first, last = records[490], records[1490]
     real = 32 * 1024 * 1000 / (last["seconds"] - first["seconds"])
-    call("benchmark_te.py", "--shapes", "124m-b32", "--blocks", "gpt2", "--arms", "fp8", "--json", str(scratch / "bench.json"))
+    call(
+        "benchmark_te.py", "--shapes", "124m-b32", "--blocks", "gpt2", "--arms", "fp8", "--json",
+        str(scratch / "bench.json"),
+    )
     row, = [row for row in json.loads((scratch / "bench.json").read_text()) if row["arm"] == "fp8"]
-    return {"command": f"python train.py {COMMON} {REAL}", "tokens_per_s": real, "tokens_per_s_between_checkpoints": last["tokens_per_s"],
-            "benchmark_tokens_per_s": row["tokens_per_s"], "ratio": real / row["tokens_per_s"]}
+    return {
+        "command": f"python train.py {COMMON} {REAL}", "tokens_per_s": real,
+        "tokens_per_s_between_checkpoints": last["tokens_per_s"],
+        "benchmark_tokens_per_s": row["tokens_per_s"], "ratio": real / row["tokens_per_s"],
+    }
 
 
 def final(losses):
@@ -91,7 +106,9 @@ def measure_switches(scratch, data, jobs, write):
     """`write` gets the figures after each run: what is done is kept if the rest is cut short."""
     def one(item):
         name, options = item
-        return name, [record["loss"] for record in run(scratch / name.replace(" ", "-"), f"{SHORT} {options}", data)]
+        return name, [
+            record["loss"] for record in run(scratch / name.replace(" ", "-"), f"{SHORT} {options}", data)
+        ]
 
     losses = {}
     with ThreadPoolExecutor(jobs) as pool:
@@ -106,8 +123,13 @@ def compare(losses):
         start = "modern block" if name.startswith("modern") else "default"
         seeds = [final(losses[seed]) for seed in SEEDS[start] if seed in losses]
         difference, spread = final(values) - final(losses[start]), max(seeds) - min(seeds)
-        rows.append({"switch": name, "options": SWITCHES[name], "final_loss": final(values), "difference": difference, "spread_of_seeds": spread,
-                     "agrees": abs(difference) <= spread, "losses": [round(v, 5) for v in values]})
+        rows.append(
+            {
+                "switch": name, "options": SWITCHES[name], "final_loss": final(values),
+                "difference": difference, "spread_of_seeds": spread, "agrees": abs(difference) <= spread,
+                "losses": [round(v, 5) for v in values],
+            }
+        )
     return {"command": f"python train.py {COMMON} {SHORT}", "rows": rows}
 
 
@@ -122,11 +144,20 @@ def plot(figures, path):
         smooth = [sum(row["losses"][max(0, i - 9):i + 1]) / min(10, i + 1) for i in range(300)]
         left.plot(range(1, 301), smooth, lw=1, ls=":" if "seed" in row["switch"] else "-", color=color)
         right.barh(row["switch"], row["difference"], color=color)
-        right.barh(row["switch"], 2 * row["spread_of_seeds"], left=-row["spread_of_seeds"], height=1, color="tab:green", alpha=0.15, zorder=0)
-    left.set(xlabel="step", ylabel="training loss (nats a byte, mean of 10 steps)", title="GPT-2 124M; seeds dotted", ylim=(None, 5))
+        right.barh(
+            row["switch"], 2 * row["spread_of_seeds"], left=-row["spread_of_seeds"], height=1,
+            color="tab:green", alpha=0.15, zorder=0,
+        )
+    left.set(
+        xlabel="step", ylabel="training loss (nats a byte, mean of 10 steps)",
+        title="GPT-2 124M; seeds dotted", ylim=(None, 5),
+    )
     right.invert_yaxis()
     right.locator_params(axis="x", nbins=4)
-    right.set(xlabel="final loss minus the default's or\nthe modern block's; green: spread\nof that block's seeds", title="one switch at a time")
+    right.set(
+        xlabel="final loss minus the default's or\nthe modern block's; green: spread\nof that block's seeds",
+        title="one switch at a time",
+    )
     figure.suptitle(figures["machine"], fontsize=10)
     figure.savefig(path, dpi=150)
 
@@ -137,15 +168,21 @@ def main(argv=None):
     if not options.plot:
         with tempfile.TemporaryDirectory() as scratch:
             figures = {} if options.skip_speed else {"speed": measure_speed(Path(scratch), options.data)}
-            measure_switches(Path(scratch), options.data, options.jobs,
-                             lambda rows: report.write("bench/training.py", argv, figures | {"switches": rows}, path))
+            measure_switches(
+                Path(scratch), options.data, options.jobs,
+                lambda rows: report.write("bench/training.py", argv, figures | {"switches": rows}, path),
+            )
     figures = json.loads(path.read_text())
     plot(figures, path.with_suffix(".png"))
     if "speed" in figures:
         speed = figures["speed"]
-        print(f"real run {speed['tokens_per_s']:,.0f} tokens/s, benchmark {speed['benchmark_tokens_per_s']:,.0f}: {100 * speed['ratio']:.1f} %")
+        print(
+            f"real run {speed['tokens_per_s']:,.0f} tokens/s, benchmark {speed['benchmark_tokens_per_s']:,.0f}: {100 * speed['ratio']:.1f} %"
+        )
     for row in figures["switches"]["rows"]:
-        print(f"{row['switch']:42} {row['final_loss']:.4f}  {row['difference']:+.4f}  {'agrees' if row['agrees'] else 'DIFFERS'}")
+        print(
+            f"{row['switch']:42} {row['final_loss']:.4f}  {row['difference']:+.4f}  {'agrees' if row['agrees'] else 'DIFFERS'}"
+        )
 
 
 if __name__ == "__main__":

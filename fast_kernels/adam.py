@@ -1,16 +1,19 @@
 """AdamW in one kernel that moves each byte once, for a step that is replayed as a CUDA graph.
 
 Notable, and why:
-- Adam is bound by memory: 28 bytes a parameter (BF16 weight and gradient, float32 master and two moments), 26 where the master is kept as
-  the 16 bits that the BF16 weight lacks and the weight is read, too, 18 with moments in BF16 as well. Transformer Engine's kernel for CUDA
-  graphs takes twice the time of this one (`results/optimizer.json`), and refuses remainders.
+- Adam is bound by memory: 28 bytes a parameter (BF16 weight and gradient, float32 master and two moments), 26
+  where the master is kept as the 16 bits that the BF16 weight lacks and the weight is read, too, 18 with
+  moments in BF16 as well. Transformer Engine's kernel for CUDA graphs takes twice the time of this one
+  (`results/optimizer.json`), and refuses remainders.
 - All parameters go in one launch: a table of pointers says where each one's tensors are, a second table which
   chunk a program works on. Both have a fixed size, whichever parameters have gradients, so that a recorded
   launch stays right.
-- Clipping is a factor that the kernel applies to gradients as it reads them, instead of a pass over all gradients.
+- Clipping is a factor that the kernel applies to gradients as it reads them, instead of a pass over all
+  gradients.
 - State, its names and its meaning are FusedAdam's: a checkpoint written with one loads in the other.
 
-Formula: Loshchilov and Hutter, arXiv:1711.05101, algorithm 2. The split of a float32 number in a BF16 one and 16 bits is Transformer Engine's.
+Formula: Loshchilov and Hutter, arXiv:1711.05101, algorithm 2. The split of a float32 number in a BF16 one and
+16 bits is Transformer Engine's.
 """
 
 from dataclasses import dataclass
@@ -21,16 +24,18 @@ import triton.language as tl
 
 from fast_kernels.support import LARGEST_BF16_BETA
 
-CHUNK = 8192  # parameters of a program: enough to keep a processor's memory pipeline full, few enough to divide small tensors
+# parameters of a program: enough to keep a processor's memory pipeline full, few enough to divide small
+# tensors
+CHUNK = 8192
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @triton.jit
 def _adam(tables, chunks, corrections, lr, grad_scale, settings, weight_type: tl.constexpr,
           master: tl.constexpr, moment_type: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """tables (tensors, 6) int64: addresses of weight, gradient, exp_avg, exp_avg_sq, master, and the number of elements.
-    chunks (programs, 2) int32: which tensor, which chunk of it. master: none | float32 | remainder.
-    settings (4,) float64: beta1, beta2, eps, weight_decay."""
+    """tables (tensors, 6) int64: addresses of weight, gradient, exp_avg, exp_avg_sq, master, and the number
+    of elements. chunks (programs, 2) int32: which tensor, which chunk of it. master: none | float32 |
+    remainder. settings (4,) float64: beta1, beta2, eps, weight_decay."""
     program = tl.program_id(0)
     row = tables + 6 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
@@ -38,17 +43,24 @@ def _adam(tables, chunks, corrections, lr, grad_scale, settings, weight_type: tl
     rate, scale = tl.load(lr), tl.load(grad_scale)
     beta1, beta2 = tl.load(settings).to(tl.float32), tl.load(settings + 1).to(tl.float32)
     eps, weight_decay = tl.load(settings + 2).to(tl.float32), tl.load(settings + 3).to(tl.float32)
-    size = tl.where(tl.abs(scale) < float("inf"), tl.load(row + 5), 0)  # of a step that is skipped, not an element
+    # of a step that is skipped, not an element
+    size = tl.where(tl.abs(scale) < float("inf"), tl.load(row + 5), 0)
     # The hint lets loads and stores be 16 bytes wide. A mask would forbid it, so whole chunks do without.
-    weight = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.int16 if master == "remainder" else weight_type)), 16)
+    weight = tl.multiple_of(
+        tl.load(row).to(tl.pointer_type(tl.int16 if master == "remainder" else weight_type)), 16
+    )
     gradient = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(weight_type)), 16)
     exp_avg = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(moment_type)), 16)
     exp_avg_sq = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(moment_type)), 16)
-    exact = tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(tl.int16 if master == "remainder" else tl.float32)), 16)
+    exact = tl.multiple_of(
+        tl.load(row + 4).to(tl.pointer_type(tl.int16 if master == "remainder" else tl.float32)), 16
+    )
     if start + CHUNK <= size:
         for block in range(CHUNK // BLOCK):
-            _update(start + block * BLOCK + tl.arange(0, BLOCK), None, weight, gradient, exp_avg, exp_avg_sq, exact, correction1, correction2,
-                    rate, scale, beta1, beta2, eps, weight_decay, master)
+            _update(
+                start + block * BLOCK + tl.arange(0, BLOCK), None, weight, gradient, exp_avg, exp_avg_sq,
+                exact, correction1, correction2, rate, scale, beta1, beta2, eps, weight_decay, master,
+            )
     else:
         for block in range(CHUNK // BLOCK):
             at = start + block * BLOCK + tl.arange(0, BLOCK)
@@ -57,15 +69,32 @@ def _adam(tables, chunks, corrections, lr, grad_scale, settings, weight_type: tl
 
 
 @triton.jit
-def _update(at, mask, weight, gradient, exp_avg, exp_avg_sq, exact, correction1, correction2, rate, scale, beta1, beta2, eps, weight_decay,
-            master: tl.constexpr):
+def _update(
+    at,
+    mask,
+    weight,
+    gradient,
+    exp_avg,
+    exp_avg_sq,
+    exact,
+    correction1,
+    correction2,
+    rate,
+    scale,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    master: tl.constexpr,
+):
     """The elements `at` where `mask` says so, or all: new moments, new weight."""
     g = tl.load(gradient + at, mask).to(tl.float32) * scale
     m = tl.load(exp_avg + at, mask).to(tl.float32)
     v = tl.load(exp_avg_sq + at, mask).to(tl.float32)
     if master == "remainder":
         low = tl.load(exact + at, mask)
-        high = tl.load(weight + at, mask).to(tl.int32) - (low < 0).to(tl.int32)  # a set first bit had rounded it up
+        # a set first bit had rounded it up
+        high = tl.load(weight + at, mask).to(tl.int32) - (low < 0).to(tl.int32)
         w = ((high << 16) | (low.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
     elif master == "float32":
         w = tl.load(exact + at, mask)
@@ -131,8 +160,10 @@ def _check_options(group, moment_dtype):
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"FastAdam: betas {betas}: must be at least 0 and below 1; (0.9, 0.95) works")
     if moment_dtype == torch.bfloat16 and max(betas) > LARGEST_BF16_BETA:
-        raise ValueError(f"FastAdam: betas {betas}: must be at most {LARGEST_BF16_BETA:.3f} with "
-                         "moment_dtype=torch.bfloat16, else the moments never fall; (0.9, 0.95) works, or moment_dtype=torch.float32")
+        raise ValueError(
+            f"FastAdam: betas {betas}: must be at most {LARGEST_BF16_BETA:.3f} with "
+            "moment_dtype=torch.bfloat16, else the moments never fall; (0.9, 0.95) works, or moment_dtype=torch.float32"
+        )
 
 
 class FastAdam(torch.optim.Optimizer):
@@ -152,8 +183,17 @@ class FastAdam(torch.optim.Optimizer):
 
     capturable = True
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, *, moment_dtype=torch.float32,
-                 store_param_remainders=True):
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.0,
+        *,
+        moment_dtype=torch.float32,
+        store_param_remainders=True,
+    ):
         if moment_dtype not in TYPES:
             raise ValueError(f"FastAdam: moment_dtype {moment_dtype}: use torch.float32 or torch.bfloat16")
         self.moment_dtype, self.store_param_remainders = moment_dtype, store_param_remainders
@@ -188,7 +228,9 @@ class FastAdam(torch.optim.Optimizer):
         """Take the optimizer's type from its parameters. Raise ValueError if they differ."""
         types = {p.dtype for p in parameters} | ({self.dtype} if self.dtype else set())
         if len(types) != 1 or not types <= set(TYPES):
-            raise ValueError(f"FastAdam: parameters of types {types}: all must be torch.bfloat16, or all torch.float32")
+            raise ValueError(
+                f"FastAdam: parameters of types {types}: all must be torch.bfloat16, or all torch.float32"
+            )
         self.dtype, = types
         self.master_weights = self.dtype == torch.bfloat16
         self.store_param_remainders = self.store_param_remainders and self.master_weights
@@ -198,7 +240,9 @@ class FastAdam(torch.optim.Optimizer):
 
     def initialize_state(self, param):
         state = self.state[param]
-        state["exp_avg"] = torch.zeros_like(param, dtype=self.moment_dtype, memory_format=torch.contiguous_format)
+        state["exp_avg"] = torch.zeros_like(
+            param, dtype=self.moment_dtype, memory_format=torch.contiguous_format
+        )
         state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
         if self.master == "remainder":
             state["master_param"] = torch.zeros_like(state["exp_avg"], dtype=torch.int16)

@@ -1,17 +1,21 @@
 """Causal attention from a GPT's packed QKV projection, and its gradient back into one packed tensor.
 
-`packed_attention` takes what one QKV matrix product wrote (all query heads of a token, then its key heads, then its value heads) and does
-QK-norm, RoPE and attention. What is notable:
+`packed_attention` takes what one QKV matrix product wrote (all query heads of a token, then its key heads,
+then its value heads) and does QK-norm, RoPE and attention. What is notable:
 
-- After a `split`, autograd concatenates the gradients of q, k and v, which at GPT-2's size costs a good part of attention's own time.
-  Here FlashAttention reads q, k and v where they lie and writes dq, dk and dv into slices of one gradient: nothing is copied.
-- QK-norm and RoPE are one Triton kernel forward and one, in place, backward. Both are bound by memory, so what counts is bytes per element
-  of q and k (BF16): forward 2 read + 2 written; backward 2 + 2, and 2 more with QK-norm, which needs its input again.
+- After a `split`, autograd concatenates the gradients of q, k and v, which at GPT-2's size costs a good part
+  of attention's own time. Here FlashAttention reads q, k and v where they lie and writes dq, dk and dv into
+  slices of one gradient: nothing is copied.
+- QK-norm and RoPE are one Triton kernel forward and one, in place, backward. Both are bound by memory, so
+  what counts is bytes per element of q and k (BF16): forward 2 read + 2 written; backward 2 + 2, and 2 more
+  with QK-norm, which needs its input again.
 - Rounded once: norm and rotation are float32 inside.
-- No atomics, no host synchronisation, no shape that depends on data: it runs inside a CUDA graph, and the weights' gradients of equal
-  inputs are equal. Under `torch.use_deterministic_algorithms` FlashAttention's are too.
+- No atomics, no host synchronisation, no shape that depends on data: it runs inside a CUDA graph, and the
+  weights' gradients of equal inputs are equal. Under `torch.use_deterministic_algorithms` FlashAttention's
+  are too.
 
-Attention is FlashAttention 4 (Hopper, Blackwell: `pip install flash-attn-4`), else FlashAttention 2, else PyTorch's own (correct, not fast).
+Attention is FlashAttention 4 (Hopper, Blackwell: `pip install flash-attn-4`), else FlashAttention 2, else
+PyTorch's own (correct, not fast).
 """
 
 import inspect
@@ -37,39 +41,52 @@ except ImportError:
     fa2_forward = None
 
 FA4_TAKES_TILES = fa4_forward is not None and "tile_mn" in inspect.signature(fa4_forward).parameters
-PROGRAMS = 1056  # of the backward kernel, 8 for each of a Hopper's 132 SMs; each writes one row of partial weight gradients
+# of the backward kernel, 8 for each of a Hopper's 132 SMs; each writes one row of partial weight gradients
+PROGRAMS = 1056
 TILE = 1024  # pairs (x[i], x[i + D/2]) a program holds at a time: 8 a thread and half, 16 bytes of BF16
 
 
 @torch.compiler.disable  # FlashAttention compiles its own kernels and cannot be traced
-def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=None, eps=1e-5, cu_seqlens=None):
-    """Causal softmax(q·kᵀ / √D)·v of packed heads -> (B, S, n_head · D). Differentiable in qkv and both weights.
+def packed_attention(
+    qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=None, eps=1e-5, cu_seqlens=None
+):
+    """Causal softmax(q·kᵀ / √D)·v of packed heads -> (B, S, n_head · D). Differentiable in qkv and both
+    weights.
 
-    qkv: (B, S, (n_head + 2 n_kv_head) · D) or (B, S, n_head + 2 n_kv_head, D): the heads of q, then k, then v. n_kv_head divides n_head (GQA).
-    rope: (cos, sin), float32, (S, D/2) or (S, 1, D/2): rotates the pairs (x[i], x[i + D/2]) of every q and k (Llama's convention). Or one
-    for each token of the batch: (B, S, 1, D/2).
-    q_weight, k_weight: (D,), both or none: RMSNorm of every head's q and k, with `eps`, before the rotation (QK-norm).
-    cu_seqlens: int32, where each document of a packed batch begins in the B·S tokens, then B·S: a token sees its own document only. More of B·S
-    at the end stand for documents of no tokens, so that a CUDA graph can take batches with fewer. None: a row is a document.
-    FlashAttention takes BF16 and FP16 and D divisible by 8, up to 256; anything else goes to PyTorch's attention. ValueError: shapes that do
-    not fit.
+    qkv: (B, S, (n_head + 2 n_kv_head) · D) or (B, S, n_head + 2 n_kv_head, D): the heads of q, then k, then
+    v. n_kv_head divides n_head (GQA). rope: (cos, sin), float32, (S, D/2) or (S, 1, D/2): rotates the pairs
+    (x[i], x[i + D/2]) of every q and k (Llama's convention). Or one for each token of the batch: (B, S, 1,
+    D/2). q_weight, k_weight: (D,), both or none: RMSNorm of every head's q and k, with `eps`, before the
+    rotation (QK-norm). cu_seqlens: int32, where each document of a packed batch begins in the B·S tokens,
+    then B·S: a token sees its own document only. More of B·S at the end stand for documents of no tokens, so
+    that a CUDA graph can take batches with fewer. None: a row is a document. FlashAttention takes BF16 and
+    FP16 and D divisible by 8, up to 256; anything else goes to PyTorch's attention. ValueError: shapes that
+    do not fit.
     """
     batch, length, heads = *qkv.shape[:2], n_head + 2 * n_kv_head
     if n_head % n_kv_head or qkv.shape[2:].numel() % heads or (qkv.dim() == 4 and qkv.shape[2] != heads):
-        raise ValueError(f"qkv {tuple(qkv.shape)} does not hold n_head={n_head} + 2 · n_kv_head={n_kv_head} heads, n_kv_head dividing n_head")
+        raise ValueError(
+            f"qkv {tuple(qkv.shape)} does not hold n_head={n_head} + 2 · n_kv_head={n_kv_head} heads, n_kv_head dividing n_head"
+        )
     qkv = qkv.contiguous().view(batch, length, heads, -1)
     dim = qkv.shape[-1]
-    if (q_weight is None) != (k_weight is None) or (q_weight is not None and not q_weight.shape == k_weight.shape == (dim,)):
+    if (q_weight is None) != (k_weight is None) or (
+        q_weight is not None and not q_weight.shape == k_weight.shape == (dim,)
+    ):
         raise ValueError(f"q_weight and k_weight: give both, of shape ({dim},), or neither")
     if dim % 2 and (rope is not None or q_weight is not None):
         raise ValueError(f"head dimension {dim}: RoPE and QK-norm need an even one")
     cos, sin = rope if rope is not None else (None, None)
     if rope is not None:
         if cos.numel() != sin.numel() or cos.numel() not in (length * dim // 2, batch * length * dim // 2):
-            raise ValueError(f"rope tables {tuple(cos.shape)} and {tuple(sin.shape)}: ({length}, {dim // 2}) fit qkv")
+            raise ValueError(
+                f"rope tables {tuple(cos.shape)} and {tuple(sin.shape)}: ({length}, {dim // 2}) fit qkv"
+            )
         cos, sin = cos.float().contiguous(), sin.float().contiguous()
     with torch.cuda.device_of(qkv):  # Triton and FlashAttention launch on the current device
-        return _PackedAttention.apply(qkv, cos, sin, q_weight, k_weight, n_head, n_kv_head, eps, cu_seqlens).flatten(2)
+        return _PackedAttention.apply(
+            qkv, cos, sin, q_weight, k_weight, n_head, n_kv_head, eps, cu_seqlens
+        ).flatten(2)
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -97,14 +114,18 @@ class _PackedAttention(torch.autograd.Function):
         _attend_backward(dout.contiguous(), q, k, v, out, lse, *dqkv.split(ctx.sizes, dim=2), cu_seqlens)
         dq_weight = dk_weight = None
         if qk is not None:
-            dq_weight, dk_weight = _norm_rope_backward(qkv, dqkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, ctx.eps)
+            dq_weight, dk_weight = _norm_rope_backward(
+                qkv, dqkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, ctx.eps
+            )
         return dqkv, None, None, dq_weight, dk_weight, None, None, None, None
 
 
-# Attention: q (B, S, n_head, D), k and v (B, S, n_kv_head, D), all perhaps strided, the last dimension contiguous.
+# Attention: q (B, S, n_head, D), k and v (B, S, n_kv_head, D), all perhaps strided, the last dimension
+# contiguous.
 
 def _flash_version(head_dim):
-    """"fa4", "fa2" or None: which FlashAttention takes heads of this size on this GPU, as the packages state it."""
+    """"fa4", "fa2" or None: which FlashAttention takes heads of this size on this GPU, as the packages state
+    it."""
     major = torch.cuda.get_device_capability()[0]
     if head_dim % 8 or head_dim > 256:
         return None
@@ -121,8 +142,10 @@ def _kernel(q):
 
 
 def _fa2_options(q):
-    return dict(dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=True, window_size_left=-1, window_size_right=-1, softcap=0.0,
-                alibi_slopes=None)
+    return dict(
+        dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=True, window_size_left=-1,
+        window_size_right=-1, softcap=0.0, alibi_slopes=None,
+    )
 
 
 def _sdpa(q, k, v, cu_seqlens=None):
@@ -131,20 +154,30 @@ def _sdpa(q, k, v, cu_seqlens=None):
         tokens = torch.arange(q.shape[0] * q.shape[1], device=q.device, dtype=torch.int32)
         document = torch.searchsorted(cu_seqlens, tokens, right=True).view(q.shape[:2])
         mask = (document[:, :, None] == document[:, None, :]).tril()[:, None]
-    y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None,
-                                       enable_gqa=q.shape[2] != k.shape[2])
+    y = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
     return y.transpose(1, 2).contiguous()
 
 
 def _lengths(q, cu_seqlens):
-    """FlashAttention's options for documents that lie after each other in one row of tokens. max_seqlen is a bound, known without a look at them."""
-    return dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=q.shape[1], max_seqlen_k=q.shape[1])
+    """FlashAttention's options for documents that lie after each other in one row of tokens. max_seqlen is a
+    bound, known without a look at them."""
+    return dict(
+        cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=q.shape[1], max_seqlen_k=q.shape[1]
+    )
 
 
 def _tile(q):
-    """FlashAttention 4's own tiles for narrow heads on Hopper, 192 x 128, suit long rows; in a causal one of 1,024 tokens or fewer they compute half
-    as much again as is needed, and tiles of 128 x 128 an eighth."""
-    if FA4_TAKES_TILES and q.shape[1] <= 1024 and q.shape[-1] <= 64 and torch.cuda.get_device_capability()[0] == 9:
+    """FlashAttention 4's own tiles for narrow heads on Hopper, 192 x 128, suit long rows; in a causal one of
+    1,024 tokens or fewer they compute half as much again as is needed, and tiles of 128 x 128 an eighth."""
+    if (
+        FA4_TAKES_TILES
+        and q.shape[1] <= 1024
+        and q.shape[-1] <= 64
+        and torch.cuda.get_device_capability()[0] == 9
+    ):
         return dict(tile_mn=(128, 128))
     return {}
 
@@ -159,7 +192,9 @@ def _attend(q, k, v, cu_seqlens):
         if kernel == "fa4":
             out, lse = fa4_forward(*rows, **_lengths(q, cu_seqlens), causal=True, return_lse=True)[:2]
         else:
-            out, lse = fa2_varlen_forward(*rows, **_lengths(q, cu_seqlens), **_fa2_options(q), return_softmax=False)[:2]
+            out, lse = fa2_varlen_forward(
+                *rows, **_lengths(q, cu_seqlens), **_fa2_options(q), return_softmax=False
+            )[:2]
         return out.view(q.shape), lse
     if kernel == "fa4":
         return fa4_forward(q, k, v, causal=True, return_lse=True, **_tile(q))[:2]
@@ -173,9 +208,14 @@ def _attend_backward(dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens):
         lengths = _lengths(q, cu_seqlens)
         dout, q, k, v, out, dq, dk, dv = (x.flatten(0, 1) for x in (dout, q, k, v, out, dq, dk, dv))  # views
         if kernel == "fa4":
-            fa4_backward(q, k, v, out, dout, lse, **lengths, causal=True, deterministic=deterministic, dq=dq, dk=dk, dv=dv)
+            fa4_backward(
+                q, k, v, out, dout, lse, **lengths, causal=True, deterministic=deterministic, dq=dq, dk=dk,
+                dv=dv,
+            )
         else:
-            fa2_varlen_backward(dout, q, k, v, out, lse, dq, dk, dv, **lengths, **_fa2_options(q), deterministic=deterministic)
+            fa2_varlen_backward(
+                dout, q, k, v, out, lse, dq, dk, dv, **lengths, **_fa2_options(q), deterministic=deterministic
+            )
     elif kernel == "fa4":
         fa4_backward(q, k, v, out, dout, lse, causal=True, deterministic=deterministic, dq=dq, dk=dk, dv=dv)
     elif kernel == "fa2":
@@ -188,7 +228,8 @@ def _attend_backward(dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens):
             target.copy_(gradient)
 
 
-# QK-norm and RoPE. A row is one head of one token; a tile is some rows, its two halves a = x[:D/2] and b = x[D/2:] apart.
+# QK-norm and RoPE. A row is one head of one token; a tile is some rows, its two halves a = x[:D/2] and b =
+# x[D/2:] apart.
 
 def _norm_rope(qkv, n_head, heads, cos, sin, q_weight, k_weight, eps):
     """Norm and rotate the first `heads` heads of qkv (B, S, all heads, D) -> (B, S, heads, D)."""
@@ -197,21 +238,26 @@ def _norm_rope(qkv, n_head, heads, cos, sin, q_weight, k_weight, eps):
     qk = qkv.new_empty(batch, length, heads, dim)
     half = triton.next_power_of_2(dim // 2)
     rows, tile = batch * length * heads, max(TILE // half, 1)
-    _norm_rope_kernel[(triton.cdiv(rows, tile),)](qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_head, heads, qkv.stride(1), eps,
-                                                  D=dim, HALF=half, ROWS=tile, NORM=q_weight is not None, ROPE=cos is not None)
+    _norm_rope_kernel[(triton.cdiv(rows, tile),)](
+        qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_head, heads, qkv.stride(1), eps, D=dim,
+        HALF=half, ROWS=tile, NORM=q_weight is not None, ROPE=cos is not None,
+    )
     return qk
 
 
 def _norm_rope_backward(qkv, dqkv, n_head, heads, cos, sin, q_weight, k_weight, eps):
-    """Turn dqkv's first `heads` heads, the gradient of `_norm_rope`'s output, into that of its input; -> the weights' gradients."""
+    """Turn dqkv's first `heads` heads, the gradient of `_norm_rope`'s output, into that of its input; -> the
+    weights' gradients."""
     batch, length, _, dim = qkv.shape
     positions = cos.numel() // (dim // 2) if cos is not None else length
     half = triton.next_power_of_2(dim // 2)
     rows, tile = batch * length * heads, max(TILE // half, 1)
     programs = min(triton.cdiv(rows, tile), PROGRAMS)
     partial = qkv.new_empty(programs, 2, dim, dtype=torch.float32) if q_weight is not None else None
-    _norm_rope_backward_kernel[(programs,)](qkv, dqkv, cos, sin, q_weight, k_weight, partial, rows, positions, n_head, heads, qkv.stride(1), eps,
-                                            D=dim, HALF=half, ROWS=tile, NORM=q_weight is not None, ROPE=cos is not None)
+    _norm_rope_backward_kernel[(programs,)](
+        qkv, dqkv, cos, sin, q_weight, k_weight, partial, rows, positions, n_head, heads, qkv.stride(1), eps,
+        D=dim, HALF=half, ROWS=tile, NORM=q_weight is not None, ROPE=cos is not None,
+    )
     if partial is None:
         return None, None
     dq_weight, dk_weight = partial.sum(0)
@@ -220,7 +266,9 @@ def _norm_rope_backward(qkv, dqkv, n_head, heads, cos, sin, q_weight, k_weight, 
 
 @triton.jit
 def _load_halves(x, offset, mask, D: tl.constexpr):
-    return tl.load(x + offset, mask=mask, other=0.0).to(tl.float32), tl.load(x + offset + D // 2, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(x + offset, mask=mask, other=0.0).to(tl.float32), tl.load(
+        x + offset + D // 2, mask=mask, other=0.0
+    ).to(tl.float32)
 
 
 @triton.jit
@@ -232,8 +280,25 @@ def _load_weights(q_weight, k_weight, is_k, i, D: tl.constexpr):
 
 
 @triton.jit
-def _norm_rope_kernel(qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_head, heads, token_stride, eps,
-                      D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
+def _norm_rope_kernel(
+    qkv,
+    qk,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    rows,
+    positions,
+    n_head,
+    heads,
+    token_stride,
+    eps,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    NORM: tl.constexpr,
+    ROPE: tl.constexpr,
+):
     i = tl.arange(0, HALF)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = row // heads, row % heads
@@ -253,8 +318,26 @@ def _norm_rope_kernel(qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_
 
 
 @triton.jit
-def _norm_rope_backward_kernel(qkv, dqkv, cos, sin, q_weight, k_weight, partial, rows, positions, n_head, heads, token_stride, eps,
-                               D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
+def _norm_rope_backward_kernel(
+    qkv,
+    dqkv,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    partial,
+    rows,
+    positions,
+    n_head,
+    heads,
+    token_stride,
+    eps,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    NORM: tl.constexpr,
+    ROPE: tl.constexpr,
+):
     i = tl.arange(0, HALF)
     if NORM:
         dwq_a, dwq_b = tl.zeros((ROWS, HALF), tl.float32), tl.zeros((ROWS, HALF), tl.float32)

@@ -32,7 +32,8 @@ MIX = "5f4425c615fc08a2"
 ATTEND = "c4a3ea9a65a7c791"
 APPLY_ROPE = "dc11255ad30db48f"
 TESTED_TE = ("2.20",)  # minor versions: the kernels use internals, which move between them
-LARGEST_BF16_BETA = 1 - 2**-8  # see FastAdam, moment_dtype; here, so that train.py needs no Triton to check it
+# see FastAdam, moment_dtype; here, so that train.py needs no Triton to check it
+LARGEST_BF16_BETA = 1 - 2**-8
 MAX_WIDTH = 16384  # of the residual stream: a norm kernel holds whole rows
 MODULE_SETTINGS = {  # of TE's modules: what the kernels implement
     "zero_centered_gamma": False,

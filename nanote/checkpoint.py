@@ -1,19 +1,23 @@
-"""Checkpoints that survive a kill, a full disk and a changed number of GPUs, and that run no code when they are loaded.
+"""Checkpoints that survive a kill, a full disk and a changed number of GPUs, and that run no code when they
+are loaded.
 
     out/<run>/step-<n>/   shard-*.safetensors   weights, optimizer, FP8 state, random number generators
-                          meta.json             step, the trainer's options, the model's config, the optimizer's groups
-                          SHA256SUMS            of every file above; `sha256sum -c SHA256SUMS` checks them by hand
+                          meta.json step, the trainer's options, the model's config, the optimizer's groups
+                          SHA256SUMS of every file above; `sha256sum -c SHA256SUMS` checks them by hand
 
 Notable, and why:
-- A checkpoint is written to a hidden folder, synced and renamed, so a folder named step-<n> is always whole; the latest is
-  the one with the highest number, and no pointer to it can be stale.
-- Tensors go through torch.distributed.checkpoint in its safetensors format under plain names ("model.<parameter>",
-  "optimizer.<parameter>.exp_avg", "fp8.<module>…"), so any number of processes can read what any other number wrote, and no
-  pickle is involved: DCP's own format keeps its index in one, and TE's `_extra_state` entries are pickles, which is why the
-  FP8 state is stored as plain tensors instead (fp8.get_state).
-- FP8 is no property of a checkpoint: weights are stored in high precision, so a run may resume with another recipe or none.
-- Training need not wait for the disk: BackgroundSaver copies the tensors to host memory and writes them while training goes on. One process
-  writes the files of DCP's format itself, since DCP's writer would hold up the thread that trains.
+- A checkpoint is written to a hidden folder, synced and renamed, so a folder named step-<n> is always whole;
+  the latest is the one with the highest number, and no pointer to it can be stale.
+- Tensors go through torch.distributed.checkpoint in its safetensors format under plain names
+  ("model.<parameter>", "optimizer.<parameter>.exp_avg", "fp8.<module>…"), so any number of processes can read
+  what any other number wrote, and no pickle is involved: DCP's own format keeps its index in one, and TE's
+  `_extra_state` entries are pickles, which is why the FP8 state is stored as plain tensors instead
+  (fp8.get_state).
+- FP8 is no property of a checkpoint: weights are stored in high precision, so a run may resume with another
+  recipe or none.
+- Training need not wait for the disk: BackgroundSaver copies the tensors to host memory and writes them while
+  training goes on. One process writes the files of DCP's format itself, since DCP's writer would hold up the
+  thread that trains.
 """
 import contextlib
 import dataclasses
@@ -56,31 +60,41 @@ META = {  # what meta.json must hold
 RESTORE = "restore the checkpoint's files from a copy"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 SHARD_BYTES = 4 * 2**30  # DCP assembles a file in memory before writing it
-SAFETENSORS_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.uint8: "U8",
-                     torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL"}
+SAFETENSORS_TYPES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
+    torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+    torch.bool: "BOOL",
+}
 
 
 def model_classes(name: str):
-    """(model class, config class) of a model's short name; ValueError when there is none, or its file is not here."""
+    """(model class, config class) of a model's short name; ValueError when there is none, or its file is not
+    here."""
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}: one of {', '.join(MODELS)}")
     module_name, *class_names = MODELS[name]
     if importlib.util.find_spec(module_name) is None:
         here = [key for key, (module, *_) in MODELS.items() if importlib.util.find_spec(module)]
-        raise ValueError(f"model {name!r}: there is no {module_name}.py here; models that are: {', '.join(here)}")
+        raise ValueError(
+            f"model {name!r}: there is no {module_name}.py here; models that are: {', '.join(here)}"
+        )
     module = importlib.import_module(module_name)
     return tuple(getattr(module, class_name) for class_name in class_names)
 
 
 def make_model_config(name: str, options: dict):
-    """The model's config from those of `options` that it has a field for; None leaves a field at its default."""
+    """The model's config from those of `options` that it has a field for; None leaves a field at its default.
+    """
     config_class = model_classes(name)[1]
     known = {field.name for field in dataclasses.fields(config_class)}
-    return config_class(**{key: value for key, value in options.items() if key in known and value is not None})
+    return config_class(
+        **{key: value for key, value in options.items() if key in known and value is not None}
+    )
 
 
 def build_model(name: str, config, *, device="cpu", dtype=torch.float32, fp8_weights_recipe=None):
-    """A model with its parameters made on `device` in `dtype`, or in FP8 where a recipe for the weights is given."""
+    """A model with its parameters made on `device` in `dtype`, or in FP8 where a recipe for the weights is
+    given."""
     quantized = contextlib.nullcontext() if fp8_weights_recipe is None else fp8.te.quantized_model_init(
         enabled=True, recipe=fp8_weights_recipe, preserve_high_precision_init_val=True)
     before = torch.get_default_dtype()
@@ -108,30 +122,36 @@ def weight_count(config) -> int:
 def save(run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> Path:
     """Write run_dir/step-<step>, then remove all but the last `keep` checkpoints. Every rank must call it.
 
-    `meta` is what JSON can hold and `load` returns. On OSError (a full disk) nothing is left of this checkpoint, the ones
-    before it stand, and the error names the last of them.
+    `meta` is what JSON can hold and `load` returns. On OSError (a full disk) nothing is left of this
+    checkpoint, the ones before it stand, and the error names the last of them.
     """
     document = _document(step, model, optimizer, meta)
     return _write(Path(run_dir), step, _tensors(model, optimizer), document, keep)
 
 
 class BackgroundSaver:
-    """Checkpoints that a thread writes while training goes on: `save` returns as soon as the tensors are copied to host memory.
+    """Checkpoints that a thread writes while training goes on: `save` returns as soon as the tensors are
+    copied to host memory.
 
-    One checkpoint is written at a time, and a folder step-<n> is whole or absent as with the function `save`. The copies stay allocated for
-    the checkpoint after: pinned memory, where they come from a GPU, of the size of weights, optimizer state and float32 masters.
+    One checkpoint is written at a time, and a folder step-<n> is whole or absent as with the function `save`.
+    The copies stay allocated for the checkpoint after: pinned memory, where they come from a GPU, of the size
+    of weights, optimizer state and float32 masters.
 
-    With several processes, or `background` off, `save` returns when all is written: there DCP calls collectives, which in a second thread could
-    come before training's own on one rank and after them on another, and all would wait for ever.
+    With several processes, or `background` off, `save` returns when all is written: there DCP calls
+    collectives, which in a second thread could come before training's own on one rank and after them on
+    another, and all would wait for ever.
     """
 
     def __init__(self, background: bool = True):
         self.background = background and not dist.is_initialized()
-        self.thread, self.writing, self.failures, self.copies = ThreadPoolExecutor(1, "checkpoint"), None, [], {}
+        self.thread, self.writing, self.failures, self.copies = (
+            ThreadPoolExecutor(1, "checkpoint"), None, [], {},
+        )
 
     def reserve(self, model, optimizer) -> str:
-        """Get the memory that `save` copies to before training starts: gigabytes of pinned memory take the driver long, and a step would wait.
-        "", or why there is none: then `save` writes in the foreground, without copies."""
+        """Get the memory that `save` copies to before training starts: gigabytes of pinned memory take the
+        driver long, and a step would wait. "", or why there is none: then `save` writes in the foreground,
+        without copies."""
         if self.background:
             try:
                 self.copy_to_host(_tensors(model, optimizer))
@@ -143,7 +163,8 @@ class BackgroundSaver:
         return ""
 
     def save(self, run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> None:
-        """As the function `save`, after waiting for the checkpoint before; but an OSError is kept for `error`."""
+        """As the function `save`, after waiting for the checkpoint before; but an OSError is kept for
+        `error`."""
         self.wait()
         document = _document(step, model, optimizer, meta)
         tensors = _tensors(model, optimizer)
@@ -157,8 +178,9 @@ class BackgroundSaver:
                 self.failures.append(error)
 
     def copy_to_host(self, tensors) -> dict[str, torch.Tensor]:
-        """Of (name, tensor) pairs, in the memory of an earlier call where it fits. The copies are queued on the stream that training uses, so the
-        memory of a tensor that was made for this alone is not used again before it is read."""
+        """Of (name, tensor) pairs, in the memory of an earlier call where it fits. The copies are queued on
+        the stream that training uses, so the memory of a tensor that was made for this alone is not used
+        again before it is read."""
         before, self.copies = self.copies, {}
         for name, tensor in tensors:
             copy = before.get(name)
@@ -180,15 +202,16 @@ class BackgroundSaver:
                 raise error
 
     def error(self) -> OSError | None:
-        """Why a checkpoint was not written, as far as known by now; each error is returned once. Waits for nothing."""
+        """Why a checkpoint was not written, as far as known by now; each error is returned once. Waits for
+        nothing."""
         if self.writing is not None and self.writing.done():
             self.wait()
         return self.failures.pop(0) if self.failures else None
 
 
 def _document(step: int, model, optimizer, meta: dict) -> str:
-    """Return the text of meta.json. What the model and the optimizer say takes precedence over `meta`, which may
-    be that of the checkpoint that this run resumed."""
+    """Return the text of meta.json. What the model and the optimizer say takes precedence over `meta`, which
+    may be that of the checkpoint that this run resumed."""
     groups = [{k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
               for group in optimizer.param_groups]
     own = {"format": FORMAT, "step": step, "optimizer_groups": groups, "torch": torch.__version__,
@@ -197,7 +220,8 @@ def _document(step: int, model, optimizer, meta: dict) -> str:
 
 
 def _write(run_dir: Path, step: int, tensors, document: str, keep: int) -> Path:
-    """The part of saving that reads nothing of the model: (name, tensor) pairs and meta.json's text -> run_dir/step-<step>."""
+    """The part of saving that reads nothing of the model: (name, tensor) pairs and meta.json's text ->
+    run_dir/step-<step>."""
     folder, unfinished = run_dir / f"step-{step}", run_dir / f".saving-step-{step}"
 
     def prepare():
@@ -237,20 +261,28 @@ def _write(run_dir: Path, step: int, tensors, document: str, keep: int) -> Path:
 
 
 def _write_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """safetensors files (github.com/huggingface/safetensors, "Format") as DCP's reader takes them. Unlike safetensors.torch.save, through which
-    DCP writes, this copies nothing and never holds the interpreter's lock for long: a thread that trains meanwhile can launch its next step."""
+    """safetensors files (github.com/huggingface/safetensors, "Format") as DCP's reader takes them. Unlike
+    safetensors.torch.save, through which DCP writes, this copies nothing and never holds the interpreter's
+    lock for long: a thread that trains meanwhile can launch its next step."""
     numbers = _file_numbers(tensors)
     files = max(numbers.values())
     for number in sorted(set(numbers.values())):
         # Those of wider types first, so that each is aligned.
-        part = sorted((item for item in tensors.items() if numbers[item[0]] == number), key=lambda item: -item[1].element_size())
+        part = sorted(
+            (item for item in tensors.items() if numbers[item[0]] == number),
+            key=lambda item: -item[1].element_size(),
+        )
         header, end = {"__metadata__": {"format": "pt"}}, 0
         for name, tensor in part:
             start, end = end, end + tensor.numel() * tensor.element_size()
-            header[name] = {"dtype": SAFETENSORS_TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+            header[name] = {
+                "dtype": SAFETENSORS_TYPES[tensor.dtype], "shape": list(tensor.shape),
+                "data_offsets": [start, end],
+            }
         encoded = json.dumps(header).encode()
         encoded += b" " * (-len(encoded) % 8)
-        path = folder / f"shard-00001-model-{number:05}-of-{files:05}.safetensors"  # DCP's names for the files of one process
+        # DCP's names for the files of one process
+        path = folder / f"shard-00001-model-{number:05}-of-{files:05}.safetensors"
         with open(path, "wb") as file:
             file.write(len(encoded).to_bytes(8, "little") + encoded)
             for _, tensor in part:
@@ -268,8 +300,8 @@ def _file_numbers(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _tensors(model, optimizer):
-    """(name, tensor) of everything that is stored as a tensor, as it is now; tied parameters once. A generator, so that float32 masters
-    joined from remainders need not all exist at once."""
+    """(name, tensor) of everything that is stored as a tensor, as it is now; tied parameters once. A
+    generator, so that float32 masters joined from remainders need not all exist at once."""
     names = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and not name.endswith("_extra_state") and id(value) not in names:
@@ -357,16 +389,21 @@ def latest(run_dir) -> Path | None:
 
 
 def find(path) -> Path:
-    """The checkpoint that `path` means: itself, or a run folder's latest. ValueError or FileNotFoundError if it has none."""
+    """The checkpoint that `path` means: itself, or a run folder's latest. ValueError or FileNotFoundError if
+    it has none."""
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such run folder; runs here: "
-                                f"{', '.join(sorted(str(run) for run in Path('out').glob('*'))) or 'none (python train.py makes one)'}")
+        raise FileNotFoundError(
+            f"{path}: no such run folder; runs here: "
+            f"{', '.join(sorted(str(run) for run in Path('out').glob('*'))) or 'none (python train.py makes one)'}"
+        )
     if not path.is_dir():
         raise ValueError(f"{path} is a file; a run's folder is wanted, such as out/tiny")
     folder = path if path.name.startswith("step-") else latest(path)
     if folder is None:
-        raise ValueError(f"{path} holds no checkpoint (no step-<n> folder): was the run stopped before its first one?")
+        raise ValueError(
+            f"{path} holds no checkpoint (no step-<n> folder): was the run stopped before its first one?"
+        )
     return folder
 
 
@@ -382,8 +419,11 @@ def read_meta(folder) -> dict:
         problem = _damage(folder)
         if problem:
             older = [path for path in list_checkpoints(folder.parent) if path != folder and not _damage(path)]
-            advice = f"the one before it, {older[-1]}, is whole: remove {folder} to go on from there" if older else \
-                "no other checkpoint of this run is whole"
+            advice = (
+                f"the one before it, {older[-1]}, is whole: remove {folder} to go on from there"
+                if older
+                else "no other checkpoint of this run is whole"
+            )
             raise ValueError(f"damaged checkpoint: {problem}; {advice}")
         path = folder / "meta.json"
         advice = f"restore it from a copy, or remove {folder} to use the checkpoint before it"
@@ -472,11 +512,12 @@ def _checksums(folder: Path) -> dict[str, str]:
 # ---------------------------------------------------------------- loading
 
 def load(folder, meta: dict, model, optimizer=None) -> None:
-    """Put a checkpoint's tensors into `model` and, for training on, into `optimizer`, FP8 state and random generators.
+    """Put a checkpoint's tensors into `model` and, for training on, into `optimizer`, FP8 state and random
+    generators.
 
-    `meta` is what read_meta(folder) returned, so that nothing is loaded unchecked. The model may have another precision
-    or FP8 recipe than the one that was saved; a tensor that is missing, unknown or of another shape is a ValueError.
-    Every rank must call it.
+    `meta` is what read_meta(folder) returned, so that nothing is loaded unchecked. The model may have another
+    precision or FP8 recipe than the one that was saved; a tensor that is missing, unknown or of another shape
+    is a ValueError. Every rank must call it.
     """
     folder = Path(folder)
     wanted = ("model.",) if optimizer is None else ("model.", "optimizer.", "fp8.", f"rng{_rank()}.")
@@ -484,24 +525,33 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
                for name, entry in stored_tensors(folder).items() if name.startswith(wanted)}
     own = {f"model.{name}": value for name, value in model.state_dict(keep_vars=True).items()
            if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")}
-    first = {id(value): name for name, value in reversed(own.items())}  # the name under which a tied tensor is stored
+    # the name under which a tied tensor is stored
+    first = {id(value): name for name, value in reversed(own.items())}
     for name in sorted(set(first.values()) | {name for name in tensors if name.startswith("model.")}):
-        sizes = [tuple(tensor.shape) if tensor is not None else "absent" for tensor in (tensors.get(name), own.get(name))]
+        sizes = [
+            tuple(tensor.shape) if tensor is not None else "absent"
+            for tensor in (tensors.get(name), own.get(name))
+        ]
         if sizes[0] != sizes[1]:
-            raise ValueError(f"{folder} is of another architecture: {name.removeprefix('model.')} is {sizes[0]} in the "
-                             f"checkpoint and {sizes[1]} in the model; build the model from the checkpoint's meta.json")
+            raise ValueError(
+                f"{folder} is of another architecture: {name.removeprefix('model.')} is {sizes[0]} in the "
+                f"checkpoint and {sizes[1]} in the model; build the model from the checkpoint's meta.json"
+            )
     _check_state(folder, tensors, own)
     _dcp(dcp.load, tensors, folder)
     drop_stale_masters(tensors, meta)
 
     def part(prefix):
-        return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
+        }
 
     if optimizer is not None:
         fp8.set_state(model, part("fp8."))  # before the weights: those kept in FP8 are cast with its scales
     with torch.no_grad():
         for name in first.values():
-            # A run kept in float32 has no separate master weights: it takes those of a BF16 or FP8 run that has them.
+            # A run kept in float32 has no separate master weights: it takes those of a BF16 or FP8 run that
+            # has them.
             master = tensors.get(f"optimizer.{name.removeprefix('model.')}.master_param")
             takes_master = master is not None and own[name].dtype == torch.float32 and not _in_fp8(own[name])
             own[name].copy_(master if takes_master else tensors[name])
@@ -562,7 +612,9 @@ def drop_stale_masters(tensors: dict, meta: dict) -> None:
     in_fp8 = meta.get("fp8_weights")
     if in_fp8 is None and meta.get("config", {}).get("fp8_param"):
         return  # written before the weights in FP8 were named
-    for name in [name for name in tensors if name.startswith("optimizer.") and name.endswith(".master_param")]:
+    for name in [
+        name for name in tensors if name.startswith("optimizer.") and name.endswith(".master_param")
+    ]:
         parameter = name.removeprefix("optimizer.").removesuffix(".master_param")
         weight = tensors.get(f"model.{parameter}")
         if weight is not None and weight.dtype == torch.float32 and parameter not in (in_fp8 or []):
@@ -570,8 +622,9 @@ def drop_stale_masters(tensors: dict, meta: dict) -> None:
 
 
 def join_remainder(weight, remainder) -> torch.Tensor:
-    """The float32 master weight of a BF16 one and the 16 bits that it lacks, int16 (TE's `store_param_remainders`). TE rounds the BF16 weight
-    up when the first of those bits is set, which makes them a negative number."""
+    """The float32 master weight of a BF16 one and the 16 bits that it lacks, int16 (TE's
+    `store_param_remainders`). TE rounds the BF16 weight up when the first of those bits is set, which makes
+    them a negative number."""
     high = weight.view(torch.int16).int() - (remainder < 0).int()
     return (high * 65536 + (remainder.int() & 0xFFFF)).view(torch.float32)
 
@@ -604,8 +657,8 @@ def on_rank0(function):
 
 
 def lock(run_dir) -> int:
-    """Make this process the only one that trains in `run_dir`, until `unlock` or its end, however that comes -> what `unlock` needs.
-    ValueError, with the other's process id, where there is one already."""
+    """Make this process the only one that trains in `run_dir`, until `unlock` or its end, however that comes
+    -> what `unlock` needs. ValueError, with the other's process id, where there is one already."""
     path = Path(run_dir, ".lock")
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -614,10 +667,13 @@ def lock(run_dir) -> int:
         except BlockingIOError:
             holder = os.read(descriptor, 200).decode().strip() or "another process"
             os.close(descriptor)
-            raise ValueError(f"{run_dir}: {holder} is training there; stop it first, or start a run of another name with --out-dir") from None
+            raise ValueError(
+                f"{run_dir}: {holder} is training there; stop it first, or start a run of another name with --out-dir"
+            ) from None
         except OSError:  # a file system without locks
             pass
-        if path.exists() and os.path.samestat(os.stat(path), os.fstat(descriptor)):  # else the one before removed it meanwhile
+        # else the one before removed it meanwhile
+        if path.exists() and os.path.samestat(os.stat(path), os.fstat(descriptor)):
             os.truncate(descriptor, 0)
             with contextlib.suppress(OSError):  # on a full disk: the lock is what counts
                 os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())

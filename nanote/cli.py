@@ -1,7 +1,8 @@
 """How every script here reads its command line and reports a user's mistake: one line, exit code 2.
 
-tyro derives the options from a dataclass and explains a mistake in a box of several lines; `parse` folds that box into
-one line, and `run` prints any mistake (ValueError, OSError) the same way, so that a script's checks need only raise.
+tyro derives the options from a dataclass and explains a mistake in a box of several lines; `parse` folds that
+box into one line, and `run` prints any mistake (ValueError, OSError) the same way, so that a script's checks
+need only raise.
 """
 import contextlib
 import io
@@ -45,7 +46,8 @@ def _parse(config_class, argv, prog, description, options):
     except SystemExit as stop:
         if not stop.code:
             raise  # --help
-    lines = complaint.getvalue().splitlines()[1:]  # without the box's title; where stdout is not UTF-8, the rules are of "-"
+    # without the box's title; where stdout is not UTF-8, the rules are of "-"
+    lines = complaint.getvalue().splitlines()[1:]
     text = " ".join(line.strip("│╰╯ ") for line in lines).strip("─- ")
     problem = re.split(r"\s*(?:[─-]{9,}|Got errors:)", text)[0]
     meant = re.search(r"Perhaps you meant:\s+(--[\w-]+)", text)
@@ -55,14 +57,19 @@ def _parse(config_class, argv, prog, description, options):
 
 
 def run(main, script: str) -> int:
-    """Call `main()` and return the exit code: 0, 2 after a user's mistake in one line on stderr, or what main returns."""
+    """Call `main()` and return the exit code: 0, 2 after a user's mistake in one line on stderr, or what main
+    returns."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character is no reason to fail
             stream.reconfigure(errors="backslashreplace")
     try:
         return main() or 0
     except (ValueError, OSError) as error:
-        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        told = (
+            f"{error.filename}: {error.strerror}"
+            if isinstance(error, OSError) and error.filename
+            else str(error)
+        )
         print(f"{script}: {' '.join(told.split()) or type(error).__name__}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:

@@ -1,8 +1,10 @@
-"""FP8 for a trainer: recipes by name, what this machine can run and why not, shapes that fit, and the state to save.
+"""FP8 for a trainer: recipes by name, what this machine can run and why not, shapes that fit, and the state
+to save.
 
-The state deserves a word. TE pickles it into the state dict (`…_extra_state`), and since 2.20 refuses to load such a pickle, because that
-would run code from a file. Here the same numbers travel as plain tensors: `get_state` before saving, `set_state` after loading. Their
-absence (a run that was in bfloat16 so far) or another history length is no error, so a run can change its precision when it resumes.
+The state deserves a word. TE pickles it into the state dict (`…_extra_state`), and since 2.20 refuses to load
+such a pickle, because that would run code from a file. Here the same numbers travel as plain tensors:
+`get_state` before saving, `set_state` after loading. Their absence (a run that was in bfloat16 so far) or
+another history length is no error, so a run can change its precision when it resumes.
 """
 
 import importlib
@@ -34,20 +36,34 @@ OTHER_NAMES = {  # of recipes, in Megatron, torchao and TE's classes; without "_
     "tensorwise": "current", "pertensor": "current", "dynamic": "current", "float8current": "current",
     "blockwise": "block", "float8block": "block", "mxfp8block": "mxfp8", "mx": "mxfp8", "nvfp4block": "nvfp4",
     "bf16": "none", "bfloat16": "none", "custom": "custom:module.function"}
-_AVAILABLE = {"delayed": te.is_fp8_available, "current": te.is_fp8_available, "block": te.is_fp8_block_scaling_available,
-              "mxfp8": te.is_mxfp8_available, "nvfp4": getattr(te, "is_nvfp4_available", None)}  # None: an older TE
+_AVAILABLE = {
+    "delayed": te.is_fp8_available,
+    "current": te.is_fp8_available,
+    "block": te.is_fp8_block_scaling_available,
+    # None: an older TE
+    "mxfp8": te.is_mxfp8_available,
+    "nvfp4": getattr(te, "is_nvfp4_available", None),
+}
 
 
 def describe():
     """What runs here, in a line: the device, and whose FP8."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return f"{device}, FP8 emulated by te_reference" if IS_REFERENCE else f"{device}, Transformer Engine {transformer_engine.__version__}"
+    return (
+        f"{device}, FP8 emulated by te_reference"
+        if IS_REFERENCE
+        else f"{device}, Transformer Engine {transformer_engine.__version__}"
+    )
 
 
 def why_not(name):
     """TE's reason why this machine cannot run the recipe; "" where it can."""
     if name.startswith("custom:"):
-        return "A custom recipe's quantizers are Transformer Engine's own; te_reference does not emulate them." if IS_REFERENCE else ""
+        return (
+            "A custom recipe's quantizers are Transformer Engine's own; te_reference does not emulate them."
+            if IS_REFERENCE
+            else ""
+        )
     if name == "none":
         return ""
     if _AVAILABLE[name] is None:
@@ -68,8 +84,8 @@ def _hint(name):
 
 
 def check_recipe(name):
-    """ValueError, in one line, for a recipe that is unknown or that this machine cannot run: with the GPU's compute capability, and with
-    the one that TE asks for."""
+    """ValueError, in one line, for a recipe that is unknown or that this machine cannot run: with the GPU's
+    compute capability, and with the one that TE asks for."""
     if name not in RECIPES and not name.startswith("custom:"):
         known = f"the recipes are {', '.join(RECIPES)} and custom:module.function"
         raise ValueError(f"fp8-recipe {name!r} is unknown{_hint(name)}; {known}")
@@ -79,8 +95,12 @@ def check_recipe(name):
         if torch.cuda.is_available():
             where += ", compute capability {}.{}".format(*torch.cuda.get_device_capability())
         if IS_REFERENCE:
-            hint = f"; {name} needs Transformer Engine and a GPU" + (" of compute capability 10.0 or higher" if name == "nvfp4" else "")
-        raise ValueError(f"fp8-recipe {name!r} cannot run on this machine ({where}): {why_not(name)} It can run: {possible}{hint}")
+            hint = f"; {name} needs Transformer Engine and a GPU" + (
+                " of compute capability 10.0 or higher" if name == "nvfp4" else ""
+            )
+        raise ValueError(
+            f"fp8-recipe {name!r} cannot run on this machine ({where}): {why_not(name)} It can run: {possible}{hint}"
+        )
     if name.startswith("custom:"):
         _custom_factory(name)
 
@@ -94,7 +114,9 @@ def _custom_factory(name):
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever the user's module raises
-        raise ValueError(f"fp8-recipe {name!r}: {module_name} cannot be imported ({type(error).__name__}: {error}); {works}") from error
+        raise ValueError(
+            f"fp8-recipe {name!r}: {module_name} cannot be imported ({type(error).__name__}: {error}); {works}"
+        ) from error
     factory = getattr(module, function_name, None)
     if not callable(factory):
         what = "has no" if factory is None else "has a value, not a function,"
@@ -117,13 +139,14 @@ def resolve_format(name, fp8_format="auto"):
 
 
 def make_recipe(name, fp8_format="auto", amax_history_len=1024, amax_compute_algo="max", margin=0):
-    """TE's recipe object, or None for "none". The last three arguments belong to "delayed". ValueError for a value out of range or a recipe
-    that cannot run here.
+    """TE's recipe object, or None for "none". The last three arguments belong to "delayed". ValueError for a
+    value out of range or a recipe that cannot run here.
 
-    Delayed: scale = FP8_MAX / amax / 2**margin, the amax taken over a history. Current: the tensor's own amax. Block: one scale for each
-    1x128 activations or 128x128 weights. MXFP8: one power of two for each 32 values (Blackwell). NVFP4: four-bit values in blocks of 16
-    (Blackwell; arXiv:2509.25149). "custom:module.function": TE's CustomRecipe, each tensor's quantizer from that function.
-    fp8_format: see `resolve_format`. NVFP4 and a custom recipe have formats of their own.
+    Delayed: scale = FP8_MAX / amax / 2**margin, the amax taken over a history. Current: the tensor's own
+    amax. Block: one scale for each 1x128 activations or 128x128 weights. MXFP8: one power of two for each 32
+    values (Blackwell). NVFP4: four-bit values in blocks of 16 (Blackwell; arXiv:2509.25149).
+    "custom:module.function": TE's CustomRecipe, each tensor's quantizer from that function. fp8_format: see
+    `resolve_format`. NVFP4 and a custom recipe have formats of their own.
     """
     check_recipe(name)
     fp8_format = resolve_format(name, fp8_format)
@@ -154,44 +177,53 @@ def make_recipe(name, fp8_format="auto", amax_history_len=1024, amax_compute_alg
 def check_shapes(config, micro_batch_size, seq_len, name):
     """ValueError, in one line, for a model or a micro-batch that the recipe's matrix products cannot take.
 
-    TE asks for rows divisible by 8 forward; the weight gradient, where tokens are columns, for 16. MXFP8's blocks ask for 32 everywhere.
-    (A model's configuration checks its own dimensions for 16.)
+    TE asks for rows divisible by 8 forward; the weight gradient, where tokens are columns, for 16. MXFP8's
+    blocks ask for 32 everywhere. (A model's configuration checks its own dimensions for 16.)
     """
     multiple = {"none": 1, "mxfp8": 32}.get(name, 16)
     if name == "mxfp8":
         for field, size in (("n_embd", config.n_embd), ("n_inner", config.n_inner),
                             ("head_dim x n_kv_head", config.head_dim * config.n_kv_head)):
             if size % 32:
-                raise ValueError(f"{field} = {size}: FP8 recipe 'mxfp8' needs dimensions divisible by 32; {-(-size // 32) * 32} works")
+                raise ValueError(
+                    f"{field} = {size}: FP8 recipe 'mxfp8' needs dimensions divisible by 32; {-(-size // 32) * 32} works"
+                )
     tokens = micro_batch_size * seq_len
     if tokens % multiple:
-        better = next(b for b in range(micro_batch_size, micro_batch_size + multiple + 1) if b * seq_len % multiple == 0)
-        raise ValueError(f"micro-batch-size {micro_batch_size} x seq-len {seq_len} = {tokens} tokens: FP8 recipe {name!r} needs "
-                         f"a multiple of {multiple}; --micro-batch-size {better} works, or --fp8-recipe none")
+        better = next(
+            b for b in range(micro_batch_size, micro_batch_size + multiple + 1) if b * seq_len % multiple == 0
+        )
+        raise ValueError(
+            f"micro-batch-size {micro_batch_size} x seq-len {seq_len} = {tokens} tokens: FP8 recipe {name!r} needs "
+            f"a multiple of {multiple}; --micro-batch-size {better} works, or --fp8-recipe none"
+        )
 
 
 def forget_models():
-    """Between models in one process: TE keeps the amax histories of models that are gone, and would go on updating them."""
+    """Between models in one process: TE keeps the amax histories of models that are gone, and would go on
+    updating them."""
     if not IS_REFERENCE:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
         FP8GlobalStateManager.reset()
 
 
 def _scaling_states(model):
-    """(name, object with .scale (n,) and .amax_history (length, n)) for each direction of each module with weights under delayed scaling.
-    (TE makes such a state for attention too, but attention stays in high precision here.)"""
+    """(name, object with .scale (n,) and .amax_history (length, n)) for each direction of each module with
+    weights under delayed scaling. (TE makes such a state for attention too, but attention stays in high
+    precision here.)"""
     for module_name, module in model.named_modules():
         if not any(True for _ in module.parameters(recurse=False)):
             continue
         for key in ("scaling_fwd", "scaling_bwd"):
             state = getattr(module, "fp8_meta", {}).get(key)
-            if getattr(state, "amax_history", None) is not None:  # a custom recipe has the field, too, and nothing in it
+            # a custom recipe has the field, too, and nothing in it
+            if getattr(state, "amax_history", None) is not None:
                 yield f"{module_name}.{key}", state
 
 
 def get_state(model):
-    """The FP8 state: {"<module>.scaling_fwd.scale": (n,), "<module>.scaling_fwd.amax_history": (length, n), … "scaling_bwd" …}, float32.
-    Empty where no delayed scaling has run."""
+    """The FP8 state: {"<module>.scaling_fwd.scale": (n,), "<module>.scaling_fwd.amax_history": (length, n), …
+    "scaling_bwd" …}, float32. Empty where no delayed scaling has run."""
     state = {}
     for name, scaling in _scaling_states(model):
         state[f"{name}.scale"] = scaling.scale.detach().clone()
@@ -205,8 +237,8 @@ def is_fresh(model):
 
 
 def set_state(model, state):
-    """Put back what `get_state` gave. Does nothing unless the model now runs with delayed scaling; fits the histories to its
-    `amax_history_len`, the newest rows kept."""
+    """Put back what `get_state` gave. Does nothing unless the model now runs with delayed scaling; fits the
+    histories to its `amax_history_len`, the newest rows kept."""
     recipe = model.fp8_recipe
     if not model.config.use_fp8 or not recipe.delayed():
         return
@@ -214,7 +246,9 @@ def set_state(model, state):
     for module_name in sorted({key.rsplit(".scaling_", 1)[0] for key in state}):
         module = modules.get(module_name)
         if module is None or not hasattr(module, "init_fp8_meta_tensors"):
-            raise ValueError(f"FP8 state for a module {module_name!r}, which this model does not have; resume with the model that saved it")
+            raise ValueError(
+                f"FP8 state for a module {module_name!r}, which this model does not have; resume with the model that saved it"
+            )
         scale = state.get(f"{module_name}.scaling_fwd.scale")
         if scale is None or scale.numel() not in (3, 6):  # input, weight and output of one GEMM or two
             raise ValueError(f"FP8 state of the module {module_name!r}: scaling_fwd.scale is "
@@ -251,7 +285,8 @@ def _fit_history(history, length):
 
 @contextmanager
 def preserved_state(model):
-    """Whatever runs inside leaves the FP8 state as it was. Evaluation would otherwise add its amax to the next training step's."""
+    """Whatever runs inside leaves the FP8 state as it was. Evaluation would otherwise add its amax to the
+    next training step's."""
     before = get_state(model)
     try:
         yield
@@ -266,10 +301,14 @@ def preserved_state(model):
 
 
 def init_master_weights(model, optimizer):
-    """With weights kept in FP8 (`quantized_model_init(preserve_high_precision_init_val=True)`): start the optimizer's float32 masters from
-    the values drawn at initialisation instead of what FP8 kept of them, and free those."""
+    """With weights kept in FP8 (`quantized_model_init(preserve_high_precision_init_val=True)`): start the
+    optimizer's float32 masters from the values drawn at initialisation instead of what FP8 kept of them, and
+    free those."""
     for parameter in model.parameters():
         if hasattr(parameter, "get_high_precision_init_val"):
             optimizer.initialize_state(parameter, False)
-            optimizer.set_scaled_state(parameter, "master_param", parameter.get_high_precision_init_val().to(parameter.device).float())
+            optimizer.set_scaled_state(
+                parameter, "master_param",
+                parameter.get_high_precision_init_val().to(parameter.device).float(),
+            )
             parameter.clear_high_precision_init_val()

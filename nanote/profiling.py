@@ -1,13 +1,17 @@
-"""Looking into a run, and what a process sets before one: traces, memory, garbage collection, determinism, and what to do when memory is short.
+"""Looking into a run, and what a process sets before one: traces, memory, garbage collection, determinism,
+and what to do when memory is short.
 
 Notable, and why:
 - Every option costs nothing when it is off: a step then asks one empty dictionary.
-- A step is traced with its kernels also where it is a replayed CUDA graph: PyTorch's profiler and Nsight Systems ask CUPTI, which sees inside
-  graphs. The launches from Python are missing there, since there are none. Memory is another matter: a replayed graph allocates nothing, so a
-  memory snapshot shows allocations of a step only where the graph is recorded (the first step of a run) or with --cuda-graph off.
-- A range is read between two synchronisations, so that it holds its own steps whole and no other; the speed logged after it is lower for that.
-- Out of memory: what would fit is measured, not guessed. One and two sequences go through the model in the memory that is free again, and
-  memory is a straight line in the number of sequences: weights, gradients and optimizer, and so much for each.
+- A step is traced with its kernels also where it is a replayed CUDA graph: PyTorch's profiler and Nsight
+  Systems ask CUPTI, which sees inside graphs. The launches from Python are missing there, since there are
+  none. Memory is another matter: a replayed graph allocates nothing, so a memory snapshot shows allocations
+  of a step only where the graph is recorded (the first step of a run) or with --cuda-graph off.
+- A range is read between two synchronisations, so that it holds its own steps whole and no other; the speed
+  logged after it is lower for that.
+- Out of memory: what would fit is measured, not guessed. One and two sequences go through the model in the
+  memory that is free again, and memory is a straight line in the number of sequences: weights, gradients and
+  optimizer, and so much for each.
 """
 import contextlib
 import gc
@@ -37,7 +41,9 @@ def parse_range(option: str, text: str, max_steps: int) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last:
-        raise ValueError(f"{flag}: must be START:STOP, the first and the last step of a range, counted from 1, such as 10:12")
+        raise ValueError(
+            f"{flag}: must be START:STOP, the first and the last step of a range, counted from 1, such as 10:12"
+        )
     if last > max_steps:
         raise ValueError(f"{flag}: the run ends with step {max_steps} (--max-steps)")
     return first, last
@@ -53,31 +59,46 @@ def check_options(config) -> None:
 
 
 def prepare_process(config, device: torch.device) -> None:
-    """--torch-deterministic and --expandable-segments: call it before anything is allocated. ValueError where they cannot be had."""
+    """--torch-deterministic and --expandable-segments: call it before anything is allocated. ValueError where
+    they cannot be had."""
     if config.expandable_segments:
         if device.type != "cuda":
-            raise ValueError("--expandable-segments: is about a GPU's memory, and this run is on the CPU; leave it out")
-        # Given now, PYTORCH_ALLOC_CONF might come too late: importing PyTorch may have read it. The call works until the first allocation, and
-        # takes the place of all that the variable said. (PyTorch reads the older variable first.)
+            raise ValueError(
+                "--expandable-segments: is about a GPU's memory, and this run is on the CPU; leave it out"
+            )
+        # Given now, PYTORCH_ALLOC_CONF might come too late: importing PyTorch may have read it. The call
+        # works until the first allocation, and takes the place of all that the variable said. (PyTorch reads
+        # the older variable first.)
         before = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # its new name is not in every version
-            torch.cuda.memory._set_allocator_settings(",".join(filter(None, [before, "expandable_segments:True"])))
+            torch.cuda.memory._set_allocator_settings(
+                ",".join(filter(None, [before, "expandable_segments:True"]))
+            )
     if config.torch_deterministic:
         reason = why_not_deterministic(config, device)
         if reason:
             raise ValueError(f"--torch-deterministic: {reason}")
-        if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):  # the two that NVIDIA names as deterministic
+        # the two that NVIDIA names as deterministic
+        if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when its first product runs
-        os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Transformer Engine's attention reads it when a model is built
+        # Transformer Engine's attention reads it when a model is built
+        os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         os.environ.setdefault("NCCL_ALGO", "^NVLS")  # sums made in the switch come in any order
         torch.use_deterministic_algorithms(True)  # fast_attention asks for it, too
 
 
 def why_not_deterministic(config, device: torch.device) -> str:
-    """The reason why a run cannot be repeated bit for bit; "" where it can. PyTorch itself names any operation of its own that cannot."""
-    if (device.type == "cuda" and config.model == "optimized" and config.attention in ("auto", "flash") and config.attn_dropout == 0
-            and torch.cuda.get_device_capability(device)[0] == 12 and _installed("flash_attn.cute")):
+    """The reason why a run cannot be repeated bit for bit; "" where it can. PyTorch itself names any
+    operation of its own that cannot."""
+    if (
+        device.type == "cuda"
+        and config.model == "optimized"
+        and config.attention in ("auto", "flash")
+        and config.attn_dropout == 0
+        and torch.cuda.get_device_capability(device)[0] == 12
+        and _installed("flash_attn.cute")
+    ):
         return "FlashAttention 4 has no deterministic backward pass on this GPU (compute capability 12); pass --attention sdpa or te with it"
     return ""
 
@@ -91,10 +112,12 @@ def _installed(module: str) -> bool:
 # ---------------------------------------------------------------- ranges of steps
 
 class Profiler:
-    """--profile, --nsys, --memory-snapshot and --gc-interval: `begin(step)` before each step, `end(step)` after it, `close()` at last.
+    """--profile, --nsys, --memory-snapshot and --gc-interval: `begin(step)` before each step, `end(step)`
+    after it, `close()` at last.
 
-    The traces are rank 0's (`enabled`); all ranks collect garbage in the same steps. Set `run`, the folder, and `say` before the first step.
-    ValueError: a GPU's option on a CPU, or a range before `first_step`, the first of this process.
+    The traces are rank 0's (`enabled`); all ranks collect garbage in the same steps. Set `run`, the folder,
+    and `say` before the first step. ValueError: a GPU's option on a CPU, or a range before `first_step`, the
+    first of this process.
     """
 
     def __init__(self, config, device: torch.device, enabled: bool = True, first_step: int = 1):
@@ -105,7 +128,10 @@ class Profiler:
             text = getattr(config, option)
             if text is None:
                 continue
-            flag, (first, last) = f"--{option.replace('_', '-')} {text}", parse_range(option, text, config.max_steps)
+            flag, (first, last) = (
+                f"--{option.replace('_', '-')} {text}",
+                parse_range(option, text, config.max_steps),
+            )
             if option != "profile" and device.type != "cuda":
                 raise ValueError(f"{flag}: is about a GPU, and this run is on the CPU; leave it out"
                                  + (" or pass --profile" if option == "nsys" else ""))
@@ -114,7 +140,8 @@ class Profiler:
             if enabled:
                 self.ranges[option] = max(first, first_step), last
         if self.ranges.get("memory_snapshot", (0, 0))[0] == first_step:
-            self._start("memory_snapshot", first_step)  # weights and optimizer, built before the first step, are in it
+            # weights and optimizer, built before the first step, are in it
+            self._start("memory_snapshot", first_step)
 
     def begin(self, step: int) -> None:
         if self.gc_interval and gc.isenabled():
@@ -137,7 +164,8 @@ class Profiler:
             gc.collect()
 
     def close(self, step: int) -> None:
-        """After the last `step`, also one that failed: what is under way is written, what never began is said."""
+        """After the last `step`, also one that failed: what is under way is written, what never began is
+        said."""
         self.labels.close()
         if self.gc_was_on:
             gc.enable()
@@ -148,7 +176,9 @@ class Profiler:
                     self._stop(option, step)
                 else:
                     del self.ranges[option]
-                    self.say(f"--{option.replace('_', '-')} {getattr(self.config, option)}: the run ended before, after step {step}")
+                    self.say(
+                        f"--{option.replace('_', '-')} {getattr(self.config, option)}: the run ended before, after step {step}"
+                    )
             except (RuntimeError, OSError) as error:  # must not hide why the run failed
                 self.say(f"--{option.replace('_', '-')}: {str(error).splitlines()[0]}")
 
@@ -176,42 +206,57 @@ class Profiler:
             path = Path(self.run, "memory.pickle")
             torch.cuda.memory._dump_snapshot(str(path))
             torch.cuda.memory._record_memory_history(enabled=None)
-            self.say(f"memory of {steps}: {path}; look at it on pytorch.org/memory_viz (the file stays in the browser)")
+            self.say(
+                f"memory of {steps}: {path}; look at it on pytorch.org/memory_viz (the file stays in the browser)"
+            )
             return
         self._wait()
         if option == "nsys":
             torch.cuda.profiler.stop()
-            self.say(f"{steps} marked for Nsight Systems; its report is there if this run was started by: "
-                     "nsys profile --capture-range=cudaProfilerApi --capture-range-end=stop --cuda-graph-trace=node python train.py …")
+            self.say(
+                f"{steps} marked for Nsight Systems; its report is there if this run was started by: "
+                "nsys profile --capture-range=cudaProfilerApi --capture-range-end=stop --cuda-graph-trace=node python train.py …"
+            )
             return
         self.profiler.stop()
         folder = Path(self.run, "profile")
         folder.mkdir(exist_ok=True)
         self.profiler.export_chrome_trace(str(folder / "trace.json.gz"))
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "a CPU"
-        text = f"{steps} on {name}, means of a step\n" + table(kernels_of(self.profiler, self.device), step - first + 1,
-                                                               self.device.type == "cuda")
+        text = f"{steps} on {name}, means of a step\n" + table(
+            kernels_of(self.profiler, self.device), step - first + 1, self.device.type == "cuda"
+        )
         (folder / "table.txt").write_text(text + "\n")
-        self.say(f"{text}\ntrace of {steps}: {folder / 'trace.json.gz'}; open it in ui.perfetto.dev or chrome://tracing")
+        self.say(
+            f"{text}\ntrace of {steps}: {folder / 'trace.json.gz'}; open it in ui.perfetto.dev or chrome://tracing"
+        )
         self.profiler = None
 
 
 def kernels_of(profiler, device: torch.device) -> list[tuple[str, float, float]]:
-    """(name, start, duration) in microseconds of each kernel, copy and fill on the GPU; on a CPU of each operator, without those it calls."""
+    """(name, start, duration) in microseconds of each kernel, copy and fill on the GPU; on a CPU of each
+    operator, without those it calls."""
     on_gpu = device.type == "cuda"
-    return [(event.name, event.time_range.start, event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total)
-            for event in profiler.events()
-            if (event.device_type == torch.autograd.DeviceType.CUDA) == on_gpu and not event.is_user_annotation]
+    return [
+        (
+            event.name, event.time_range.start,
+            event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total,
+        )
+        for event in profiler.events()
+        if (event.device_type == torch.autograd.DeviceType.CUDA) == on_gpu and not event.is_user_annotation
+    ]
 
 
 def table(kernels, steps: int, on_gpu: bool) -> str:
-    """Kernels summed by class (bench/timing.py), and the ten that take longest. kernels: as `kernels_of` returns; times are a step's."""
+    """Kernels summed by class (bench/timing.py), and the ten that take longest. kernels: as `kernels_of`
+    returns; times are a step's."""
     from bench.timing import kernel_class
 
     classes, names = {}, {}
     for name, _, duration in kernels:
         kind = kernel_class(name)
-        kind = kind if on_gpu else kind.removesuffix(" BF16")  # an operator's name does not tell the precision
+        # an operator's name does not tell the precision
+        kind = kind if on_gpu else kind.removesuffix(" BF16")
         for sums, key in ((classes, kind), (names, (kind, name))):
             ms, calls = sums.get(key, (0.0, 0))
             sums[key] = ms + duration / 1e3 / steps, calls + 1 / steps
@@ -223,7 +268,9 @@ def table(kernels, steps: int, on_gpu: bool) -> str:
     lines.append(f"{'all':<22}{total:>10.3f}{'':>9}{sum(calls for _, calls in classes.values()):>9.0f}")
     if on_gpu and kernels:
         span, busy = span_and_busy(kernels)
-        lines.append(f"the GPU was busy {busy / span:.1%} of {span / 1e3 / steps:.3f} ms, from the first kernel's start to the last one's end")
+        lines.append(
+            f"the GPU was busy {busy / span:.1%} of {span / 1e3 / steps:.3f} ms, from the first kernel's start to the last one's end"
+        )
     lines.append(f"the {what}s that take longest:")
     for (kind, name), (ms, calls) in sorted(names.items(), key=lambda item: -item[1][0])[:10]:
         lines.append(f"{ms:>10.3f} ms {calls:>6.0f} x  {kind}: {name[:100]}")
@@ -231,7 +278,8 @@ def table(kernels, steps: int, on_gpu: bool) -> str:
 
 
 def span_and_busy(kernels) -> tuple[float, float]:
-    """Microseconds from the first kernel's start to the last one's end, and those in which at least one ran."""
+    """Microseconds from the first kernel's start to the last one's end, and those in which at least one ran.
+    """
     first = end = min(start for _, start, _ in kernels)
     busy = 0.0
     for start, stop in sorted((start, start + duration) for _, start, duration in kernels):
@@ -311,8 +359,8 @@ class OutOfMemory(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether it, or what it came from, is a lack of GPU memory. A recording that ran out of memory ends with an error about the recording,
-    and libraries beside PyTorch have errors of their own."""
+    """Whether it, or what it came from, is a lack of GPU memory. A recording that ran out of memory ends with
+    an error about the recording, and libraries beside PyTorch have errors of their own."""
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -325,17 +373,24 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def step_bytes(model, optimizer) -> int:
-    """Bytes of weights, their gradients and the optimizer's state: what a step needs however few sequences it has."""
+    """Bytes of weights, their gradients and the optimizer's state: what a step needs however few sequences it
+    has."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    state = sum(value.numel() * value.element_size() for values in optimizer.state.values() for value in values.values()
-                if isinstance(value, torch.Tensor))
+    state = sum(
+        value.numel() * value.element_size()
+        for values in optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, torch.Tensor)
+    )
     return 2 * weights + state
 
 
-def explain(error: RuntimeError, what: str, config, model, optimizer, train_step, batch, kept: str) -> OutOfMemory:
-    """The error to raise for one that `is_out_of_memory`. Where one process trains on a GPU, memory is freed and what would fit is measured:
-    this run is over then. what: where it happened; train_step: None before there is one; batch: (input_ids, labels), (B, S) each; kept: what
-    is saved."""
+def explain(
+    error: RuntimeError, what: str, config, model, optimizer, train_step, batch, kept: str
+) -> OutOfMemory:
+    """The error to raise for one that `is_out_of_memory`. Where one process trains on a GPU, memory is freed
+    and what would fit is measured: this run is over then. what: where it happened; train_step: None before
+    there is one; batch: (input_ids, labels), (B, S) each; kept: what is saved."""
     fixed, points, capacity, device = step_bytes(model, optimizer), None, None, batch[0].device
     graphed = wants_graph(config, device)
     if device.type == "cuda":
@@ -348,25 +403,32 @@ def explain(error: RuntimeError, what: str, config, model, optimizer, train_step
         gc.collect()
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()
-            capacity = min(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device),
-                           int(torch.cuda.get_per_process_memory_fraction(device) * torch.cuda.mem_get_info(device)[1]))
+            capacity = min(
+                torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device),
+                int(torch.cuda.get_per_process_memory_fraction(device) * torch.cuda.mem_get_info(device)[1]),
+            )
             if not torch.distributed.is_initialized():
                 points = measure_peaks(model, batch, unit(config), graphed)
-    advice = what_would_fit(config, fixed=fixed, parameters=sum(p.numel() for p in model.parameters()), capacity=capacity, points=points,
-                            graphed=graphed)
+    advice = what_would_fit(
+        config, fixed=fixed, parameters=sum(p.numel() for p in model.parameters()), capacity=capacity,
+        points=points, graphed=graphed,
+    )
     return OutOfMemory(f"{what}: out of memory; {advice}; {kept}")
 
 
 def unit(config) -> int:
-    """Sequences come in multiples of this: an FP8 product needs 32 tokens or a multiple of them, by the strictest recipe."""
+    """Sequences come in multiples of this: an FP8 product needs 32 tokens or a multiple of them, by the
+    strictest recipe."""
     return 32 // math.gcd(32, config.seq_len) if config.fp8_recipe != "none" else 1
 
 
 def measure_peaks(model, batch, unit: int, graphed: bool) -> list[tuple[int, int]]:
-    """(sequences, bytes allocated at most) of a forward and backward pass, for `unit` sequences and twice as many; fewer where they do not fit.
-    `graphed`: the pass is to be a CUDA graph, which keeps its memory, so that evaluation needs its own beside it."""
+    """(sequences, bytes allocated at most) of a forward and backward pass, for `unit` sequences and twice as
+    many; fewer where they do not fit. `graphed`: the pass is to be a CUDA graph, which keeps its memory, so
+    that evaluation needs its own beside it."""
     points, device = [], batch[0].device
-    for sequences in (unit, unit, 2 * unit):  # the first pass makes the gradients, which a step of several micro-batches has from the start
+    # the first pass makes the gradients, which a step of several micro-batches has from the start
+    for sequences in (unit, unit, 2 * unit):
         if sequences > len(batch[0]):
             break
         try:
@@ -386,12 +448,21 @@ def measure_peaks(model, batch, unit: int, graphed: bool) -> list[tuple[int, int
     return points[1:]
 
 
-def what_would_fit(config, *, fixed: int = 0, parameters: int = 0, capacity: int | None = None, points=None, graphed: bool = False) -> str:
+def what_would_fit(
+    config,
+    *,
+    fixed: int = 0,
+    parameters: int = 0,
+    capacity: int | None = None,
+    points=None,
+    graphed: bool = False,
+) -> str:
     """What to change for a step to fit, the least harmful first.
 
-    fixed: bytes of weights, gradients and optimizer; capacity: bytes that this process can have, None: unknown; points: measured (sequences,
-    bytes at the peak), two or one, none where no pass fitted; None: not measured. Bytes are a straight line in the number of sequences, through
-    both points, or through one and `fixed` at no sequence. A twentieth of the capacity is left for what lies between tensors.
+    fixed: bytes of weights, gradients and optimizer; capacity: bytes that this process can have, None:
+    unknown; points: measured (sequences, bytes at the peak), two or one, none where no pass fitted; None: not
+    measured. Bytes are a straight line in the number of sequences, through both points, or through one and
+    `fixed` at no sequence. A twentieth of the capacity is left for what lies between tensors.
     """
     sequences, limit, told = config.micro_batch_size, config.micro_batch_size - 1, []
     if capacity is not None:
@@ -413,11 +484,16 @@ def what_would_fit(config, *, fixed: int = 0, parameters: int = 0, capacity: int
     smaller = [size for size in range(1, limit + 1) if total % size == 0 and size % unit(config) == 0]
     ways = []
     if smaller:
-        ways.append(f"--micro-batch-size {smaller[-1]} --grad-accum {total // smaller[-1]} (the same {total} sequences a step)")
+        ways.append(
+            f"--micro-batch-size {smaller[-1]} --grad-accum {total // smaller[-1]} (the same {total} sequences a step)"
+        )
     if not config.gradient_checkpointing and not config.offload_activations and config.model == "optimized":
         ways.append("--gradient-checkpointing (one block's activations at a time, about a third more work)")
     if config.moment_dtype == "float32":
-        ways.append("--moment-dtype bfloat16 (saves " + (f"{4 * parameters / GIB:.1f} GiB)" if parameters else "4 bytes a parameter)"))
+        ways.append(
+            "--moment-dtype bfloat16 (saves "
+            + (f"{4 * parameters / GIB:.1f} GiB)" if parameters else "4 bytes a parameter)")
+        )
     if not config.fused_loss and config.model == "optimized":
         ways.append("--fused-loss (no second tensor of the logits' size)")
     if graphed:
@@ -428,7 +504,10 @@ def what_would_fit(config, *, fixed: int = 0, parameters: int = 0, capacity: int
 
 
 def outside_steps(config) -> OutOfMemory:
-    """The error for memory that ran out while the run was built or its last text generated: nothing could be measured."""
+    """The error for memory that ran out while the run was built or its last text generated: nothing could be
+    measured."""
     state = 2 * (4 if config.moment_dtype == "float32" else 2)
-    return OutOfMemory("out of memory outside the steps of training; the weights in BF16, their gradients and the optimizer alone take "
-                       f"{4 + state + (2 if config.param_remainders else 4)} bytes a parameter; {what_would_fit(config)}")
+    return OutOfMemory(
+        "out of memory outside the steps of training; the weights in BF16, their gradients and the optimizer alone take "
+        f"{4 + state + (2 if config.param_remainders else 4)} bytes a parameter; {what_would_fit(config)}"
+    )

@@ -1,9 +1,12 @@
-"""One optimizer step of train.py: the optimizer, and forward, backward, clipping and update, on a GPU as CUDA graphs.
+"""One optimizer step of train.py: the optimizer, and forward, backward, clipping and update, on a GPU as CUDA
+graphs.
 
 `config` is train.py's TrainConfig throughout. Notable, and why:
 - FP8 weights are cast once a step, in the first micro step of a gradient accumulation (is_first_microbatch).
-- AdamW keeps its moments, and the master copy of BF16 weights, in float32; only matrices decay (not norms and biases).
-- A gradient that is not finite changes nothing: neither weights nor the optimizer's state, and the host is not asked.
+- AdamW keeps its moments, and the master copy of BF16 weights, in float32; only matrices decay (not norms and
+  biases).
+- A gradient that is not finite changes nothing: neither weights nor the optimizer's state, and the host is
+  not asked.
 """
 import contextlib
 import importlib.util
@@ -19,11 +22,15 @@ from nanote import cli, fp8
 
 def recipe_of(config):
     """TE's recipe of a run, or None without FP8; ValueError for one that cannot run here."""
-    return fp8.make_recipe(config.fp8_recipe, config.fp8_format, config.fp8_amax_history_len, config.fp8_amax_compute_algo, config.fp8_margin)
+    return fp8.make_recipe(
+        config.fp8_recipe, config.fp8_format, config.fp8_amax_history_len, config.fp8_amax_compute_algo,
+        config.fp8_margin,
+    )
 
 
 def accelerate(model, config):
-    """Set the fast kernels' options for a model, and say in a line what they do; "" for a model without kernels."""
+    """Set the fast kernels' options for a model, and say in a line what they do; "" for a model without
+    kernels."""
     if fp8.IS_REFERENCE or config.model != "optimized" or importlib.util.find_spec("triton") is None:
         return ""
     from fast_kernels import block as fast_block
@@ -44,14 +51,17 @@ def make_optimizer(model, config):
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
     moments = getattr(torch, config.moment_dtype)
     options = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8,
-                   store_param_remainders=config.param_remainders and not config.fp8_param)  # with weights in FP8 there are no BF16 ones
+                   # with weights in FP8 there are no BF16 ones
+                   store_param_remainders=config.param_remainders and not config.fp8_param)
     if parameters[0].is_cuda and not fp8.IS_REFERENCE and not config.fp8_param:
         from fast_kernels.adam import FastAdam  # needs Triton
 
         return FastAdam(groups, moment_dtype=moments, **options)
     masters = any(p.dtype != torch.float32 for p in parameters) or config.fp8_param
-    optimizer = fp8.te.optimizers.FusedAdam(groups, adam_w_mode=True, master_weights=masters, master_weight_dtype=torch.float32,
-                                            exp_avg_dtype=moments, exp_avg_sq_dtype=moments, **options)
+    optimizer = fp8.te.optimizers.FusedAdam(
+        groups, adam_w_mode=True, master_weights=masters, master_weight_dtype=torch.float32,
+        exp_avg_dtype=moments, exp_avg_sq_dtype=moments, **options,
+    )
     fp8.init_master_weights(model, optimizer)
     return optimizer
 
@@ -87,12 +97,13 @@ def wants_graph(config, device: torch.device) -> bool:
 class TrainStep:
     """One optimizer step: forward and backward of every micro-batch, clipping, update.
 
-    On a GPU, the first call records the step as CUDA graphs, and each call replays them. Python takes longer to launch the thousand kernels of
-    a small model's step than the GPU to run them; a graph is one launch. What a graph reads and writes stays where it is: token ids are copied
-    in, gradients are overwritten and never freed, the learning rate is a tensor, and Transformer Engine's scales and histories are buffers
-    already. Micro-batches need two graphs, since the first casts weights to FP8 and overwrites gradients, and the others do neither.
-    What else a recording fixes must not change: batches of another shape, or another value of anything in
-    `Fixed`, are a ValueError. `record` records the step again.
+    On a GPU, the first call records the step as CUDA graphs, and each call replays them. Python takes longer
+    to launch the thousand kernels of a small model's step than the GPU to run them; a graph is one launch.
+    What a graph reads and writes stays where it is: token ids are copied in, gradients are overwritten and
+    never freed, the learning rate is a tensor, and Transformer Engine's scales and histories are buffers
+    already. Micro-batches need two graphs, since the first casts weights to FP8 and overwrites gradients, and
+    the others do neither. What else a recording fixes must not change: batches of another shape, or another
+    value of anything in `Fixed`, are a ValueError. `record` records the step again.
     """
 
     def __init__(self, model, net, optimizer, config, device: torch.device):
@@ -170,7 +181,8 @@ class TrainStep:
         """The step, launched from Python."""
         total = torch.zeros((), device=self.device)
         for micro, batch in enumerate(batches):
-            waits = isinstance(self.net, DistributedDataParallel) and micro < len(batches) - 1  # ranks exchange gradients once a step
+            # ranks exchange gradients once a step
+            waits = isinstance(self.net, DistributedDataParallel) and micro < len(batches) - 1
             with (self.net.no_sync() if waits else contextlib.nullcontext(),
                   fp8.watch(self.model) if watch and micro == 0 else contextlib.nullcontext()):
                 total += self.forward_backward(batch, micro == 0)
@@ -188,7 +200,8 @@ class TrainStep:
         if self.config.grad_accum > 1 and not self.config.compile:  # TE's FP8 weight cache is not traceable
             options = {"is_first_microbatch": first}  # weights are cast to FP8 once a step
         loss = self.net(*batch, **options) / self.config.grad_accum
-        # 1, but of a loss that is not finite NaN: then so are all gradients, and the gradients' norm, the same on every rank, tells all
+        # 1, but of a loss that is not finite NaN: then so are all gradients, and the gradients' norm, the
+        # same on every rank, tells all
         loss.backward(1 + 0 * loss.detach())
         return loss.detach()
 
@@ -196,21 +209,30 @@ class TrainStep:
         if hasattr(self.optimizer, "gradient_norm"):  # FastAdam clips as it reads the gradients
             norm = self.optimizer.gradient_norm()
             largest = self.config.grad_clip or math.inf
-            self.optimizer.step(grad_scale=(largest / (norm + 1e-6)).clamp(max=1.0) + 0 * norm)  # NaN, by which it skips a step: see there
+            # NaN, by which it skips a step: see there
+            self.optimizer.step(grad_scale=(largest / (norm + 1e-6)).clamp(max=1.0) + 0 * norm)
             return norm
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]).float()
-        if norm.isfinite():  # on a GPU this waits for it, which costs little where Python launches every kernel
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.grad_clip or math.inf, norm)
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in self.model.parameters() if p.grad is not None]
+        ).float()
+        # on a GPU this waits for it, which costs little where Python launches every kernel
+        if norm.isfinite():
+            torch.nn.utils.clip_grads_with_norm_(
+                self.model.parameters(), self.config.grad_clip or math.inf, norm
+            )
             self.optimizer.step()
         return norm
 
     def record(self, batches) -> None:
-        """Record the graphs. Nothing is trained by it: the passes that a recording must be preceded by leave the FP8 state, the random
-        generator and the weights as they were. Raises ValueError for batches that do not fit."""
+        """Record the graphs. Nothing is trained by it: the passes that a recording must be preceded by leave
+        the FP8 state, the random generator and the weights as they were. Raises ValueError for batches that
+        do not fit."""
         self._check_batches(batches)
         accumulates = self.config.grad_accum > 1
         self.graphs = {}
-        torch.cuda.empty_cache()  # what earlier passes left there is of no use to another stream, and a second time as much would be taken
+        # what earlier passes left there is of no use to another stream, and a second time as much would be
+        # taken
+        torch.cuda.empty_cache()
         self.inputs = [tensor.clone() for tensor in batches[0]]
         generator = torch.cuda.get_rng_state(self.device)
         with _side_stream(), fp8.preserved_state(self.model):
@@ -232,7 +254,9 @@ class TrainStep:
 
         pool, graphs = torch.cuda.graph_pool_handle(), {}
         with fp8.preserved_state(self.model):
-            for name, function in {"first": first, **({"rest": rest} if accumulates else {}), "update": update}.items():
+            for name, function in {
+                "first": first, **({"rest": rest} if accumulates else {}), "update": update,
+            }.items():
                 if name == "update":
                     self.optimizer.prepare()
                 graphs[name] = _capture(function, pool)

@@ -1,4 +1,5 @@
-"""Tests import the scripts from the repository's root, run on the reference where there is no GPU, and touch no network."""
+"""Tests import the scripts from the repository's root, run on the reference where there is no GPU, and touch
+no network."""
 
 import os
 import signal
@@ -16,7 +17,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["NANOTE_REFERENCE"] = "1"  # what subprocesses should see too
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: its kernels run in Python, one element after the other
+    # before anything imports Triton: its kernels run in Python, one element after the other
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items):

@@ -1,4 +1,5 @@
-"""Triton kernels on a machine without a GPU: what its interpreter cannot do, or does otherwise than a GPU. Import the fixtures to use them."""
+"""Triton kernels on a machine without a GPU: what its interpreter cannot do, or does otherwise than a GPU.
+Import the fixtures to use them."""
 
 import sys
 
@@ -15,8 +16,8 @@ HAS_GPU = torch.cuda.is_available()
 
 @pytest.fixture(autouse=True)
 def _casts_that_round(monkeypatch):
-    """Triton's interpreter cuts bits off instead of rounding. PyTorch casts in its place, to nearest even as a GPU does, and as there what is
-    too large for FP8 becomes the largest."""
+    """Triton's interpreter cuts bits off instead of rounding. PyTorch casts in its place, to nearest even as
+    a GPU does, and as there what is too large for FP8 becomes the largest."""
     if HAS_GPU:
         return
     from triton.runtime import interpreter
@@ -28,7 +29,9 @@ def _casts_that_round(monkeypatch):
         if str(source) != "fp32" or str(target) not in narrow:
             return convert(x, source, target, rounding)
         values, dtype = torch.from_numpy(x.copy()), narrow[str(target)]
-        values = (values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max) if dtype.itemsize == 1 else values).to(dtype)
+        values = (
+            values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max) if dtype.itemsize == 1 else values
+        ).to(dtype)
         return values.view(torch.uint16 if values.itemsize == 2 else torch.uint8).numpy()
 
     monkeypatch.setattr(interpreter, "_convert_float", cast)
@@ -100,4 +103,6 @@ def _instructions(monkeypatch):
         monkeypatch.setattr(fast_casts, "_four", _four)
         monkeypatch.setattr(fast_casts, "two_sums", two_sums)
         sizes = fast_casts._norm_backward_sizes  # several rows for each program, and not all as many
-        monkeypatch.setattr(fast_casts, "_norm_backward_sizes", lambda rows, columns: (min(rows, 3), sizes(rows, columns)[1]))
+        monkeypatch.setattr(
+            fast_casts, "_norm_backward_sizes", lambda rows, columns: (min(rows, 3), sizes(rows, columns)[1])
+        )

@@ -147,7 +147,9 @@ def test_what_rounding_explains_on_a_gpu(depth, width, tokens):
 
 def test_what_was_measured_on_an_h200_agrees():
     """Of every arm of results/formats.json, which names the arm that it was compared with."""
-    rows = {row["arm"]: row for row in json.loads((RESULTS / "formats.json").read_text()) if "loss_fall" in row}
+    rows = {
+        row["arm"]: row for row in json.loads((RESULTS / "formats.json").read_text()) if "loss_fall" in row
+    }
     for arm, row in rows.items():
         first = rows[row.get("agrees_with", arm)]
         found, expected = (agreement.Computed(

@@ -1,4 +1,5 @@
-"""What a user gets wrong: one line on stderr that names the value and what works, exit code 2, and nothing written."""
+"""What a user gets wrong: one line on stderr that names the value and what works, exit code 2, and nothing
+written."""
 import json
 import os
 import shutil
@@ -86,7 +87,10 @@ CASES = [  # script, arguments, what the line must hold, what to break first
     ("train.py", f"{GOOD} --grad-accum 0", ["--grad-accum 0"]),
     ("train.py", f"{GOOD} --keep-checkpoints 0", ["--keep-checkpoints 0"]),
     ("train.py", f"{GOOD} --beta2 1", ["--beta2 1", "below 1"]),
-    ("train.py", f"{GOOD} --beta2 0.997 --moment-dtype bfloat16", ["--beta2 0.997", "at most 0.996", "--moment-dtype bfloat16"]),
+    (
+        "train.py", f"{GOOD} --beta2 0.997 --moment-dtype bfloat16",
+        ["--beta2 0.997", "at most 0.996", "--moment-dtype bfloat16"],
+    ),
     ("train.py", f"{GOOD} --grad-clip -1", ["--grad-clip -1"]),
     ("train.py", f"{GOOD} --warmup-steps -1", ["--warmup-steps -1"]),
     ("train.py", f"{GOOD} --fp8-amax-history-len 0", ["--fp8-amax-history-len 0", "1024"]),
@@ -123,7 +127,10 @@ CASES = [  # script, arguments, what the line must hold, what to break first
     ("train.py", f"{GOOD} --dropout 1.5", ["dropout"]),
     ("train.py", f"{GOOD} --micro-batch-size 3 --seq-len 20", ["60 tokens", "--micro-batch-size 4 works"]),
     ("train.py", f"{GOOD} --seq-len 64 --n-positions 32", ["--seq-len 64", "32"]),
-    ("train.py", f"{GOOD} --fp8-recipe mxfp8 --seq-len 24 --micro-batch-size 2", ["48 tokens", "multiple of 32", "--micro-batch-size 4 works"]),
+    (
+        "train.py", f"{GOOD} --fp8-recipe mxfp8 --seq-len 24 --micro-batch-size 2",
+        ["48 tokens", "multiple of 32", "--micro-batch-size 4 works"],
+    ),
     ("train.py", f"{GOOD} --fp8-recipe delayed", ["compute capability 8.9", "can run: none"], a100),
     ("train.py", f"{GOOD} --fp8-param --fp8-recipe none", ["--fp8-param", "--fp8-recipe delayed"]),
     ("train.py", f"{GOOD} --model fused --use-qk-norm", ["--use-qk-norm", "'fused'", "--model optimized"]),
@@ -140,15 +147,24 @@ CASES = [  # script, arguments, what the line must hold, what to break first
     ("train.py", f"{GOOD} --out-dir out/good", ["out/good", "--resume"]),
     ("train.py", f"{GOOD} --out-dir file.txt", ["file.txt", "exists"]),
     ("train.py", f"{GOOD} --out-dir file.txt/run", ["file.txt"]),
-    ("train.py", f"{GOOD} --out-dir out/new --max-steps 1", ["out/new/step-1", "No space left on device"], full_disk),
+    (
+        "train.py", f"{GOOD} --out-dir out/new --max-steps 1", ["out/new/step-1", "No space left on device"],
+        full_disk,
+    ),
     ("train.py", "--resume", ["out/tiny"]),
     ("train.py", "--resume --out-dir out/none", ["out/none", "out/good"]),
     ("train.py", "--resume --out-dir out/empty", ["out/empty", "no checkpoint"]),
     ("train.py", "--resume --out-dir file.txt", ["file.txt"]),
-    ("train.py", "--resume --out-dir out/damaged", ["out/damaged/step-4", ".safetensors", "SHA-256", "out/damaged/step-2"]),
+    (
+        "train.py", "--resume --out-dir out/damaged",
+        ["out/damaged/step-4", ".safetensors", "SHA-256", "out/damaged/step-2"],
+    ),
     ("train.py", "--resume --out-dir out/good", ["4 steps", "--max-steps 8"]),
     ("train.py", "--resume --out-dir out/good/step-2", ["later checkpoints than step-2", "step-4"]),
-    ("train.py", "--resume --out-dir out/good --max-steps 9 --n-layer 3", ["--n-layer 3", "n-layer 2", "out/good/step-4"]),
+    (
+        "train.py", "--resume --out-dir out/good --max-steps 9 --n-layer 3",
+        ["--n-layer 3", "n-layer 2", "out/good/step-4"],
+    ),
     ("train.py", "--resume --out-dir out/good --max-steps 9 --preset gpt2-124m", ["gpt2-124m", "tiny"]),
     # sample.py
     ("sample.py", "", ["run"]),
@@ -182,7 +198,10 @@ CASES = [  # script, arguments, what the line must hold, what to break first
 
 def tree(folder):
     """Every file with the time it was written, every folder."""
-    return {str(path.relative_to(folder)): path.is_file() and path.stat().st_mtime_ns for path in Path(folder).rglob("*")}
+    return {
+        str(path.relative_to(folder)): path.is_file() and path.stat().st_mtime_ns
+        for path in Path(folder).rglob("*")
+    }
 
 
 def check(script, error, words):
@@ -202,17 +221,28 @@ def test_one_line_exit_2_and_nothing_written(world, monkeypatch, capsys, script,
     assert code == 2
     check(script, capsys.readouterr().err, words)
     written = {path for path, time in tree(world).items() if before.get(path) != time}
-    if break_ is full_disk:  # the losses of the steps that were made are worth keeping; of the checkpoint nothing is left
+    # the losses of the steps that were made are worth keeping; of the checkpoint nothing is left
+    if break_ is full_disk:
         assert not [path for path in written if "step-" in path]
     else:
         assert not written
 
 
-@pytest.mark.parametrize("script, arguments, words", [("train.py", "--preset gpt3", ["gpt3"]), ("sample.py", "out/none", ["out/good"]),
-                                                      ("data.py", "text tokens", ["directory"]),
-                                                      ("bench/first_run.py", "--plott", ["--plot"]), ("bench/memory.py", "--switches less", ["less"])])
+@pytest.mark.parametrize(
+    "script, arguments, words",
+    [
+        ("train.py", "--preset gpt3", ["gpt3"]),
+        ("sample.py", "out/none", ["out/good"]),
+        ("data.py", "text tokens", ["directory"]),
+        ("bench/first_run.py", "--plott", ["--plot"]),
+        ("bench/memory.py", "--switches less", ["less"]),
+    ],
+)
 def test_the_scripts_themselves_say_it_the_same_way(world, script, arguments, words):
-    done = subprocess.run([sys.executable, ROOT / script, *arguments.split()], cwd=world, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, ROOT / script, *arguments.split()], cwd=world, capture_output=True, text=True,
+        timeout=60,
+    )
     assert done.returncode == 2 and done.stdout == ""
     check(script, done.stderr, words)
 

@@ -1,4 +1,5 @@
-"""The benchmark: what it compares with computes the same network, its figures are what they say, and every mode runs (through te_reference)."""
+"""The benchmark: what it compares with computes the same network, its figures are what they say, and every
+mode runs (through te_reference)."""
 
 import dataclasses
 import json
@@ -21,9 +22,14 @@ from trainer_tools import ROOT
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU"),
               pytest.mark.usefixtures("compiles")]
 TINY = dict(vocab_size=96, n_positions=32, n_embd=64, n_layer=2, n_head=4)
-BLOCKS = {"gpt2": {}, "modern": benchmark.MODERN | dict(n_kv_head=2), "untied": dict(tie_embeddings=False, head_dim=32, n_inner=96)}
-NAMES = [("attn.qkv.layer_norm_", "norm1."), ("mlp.layer_norm_", "norm2."), ("lm_head.layer_norm_", "norm."), ("attn.", ""),
-         ("mlp.fc1_", "fc1."), ("mlp.fc2_", "fc2.")]  # ours, and PlainGPT's
+BLOCKS = {
+    "gpt2": {}, "modern": benchmark.MODERN | dict(n_kv_head=2),
+    "untied": dict(tie_embeddings=False, head_dim=32, n_inner=96),
+}
+NAMES = [
+    ("attn.qkv.layer_norm_", "norm1."), ("mlp.layer_norm_", "norm2."), ("lm_head.layer_norm_", "norm."),
+    ("attn.", ""), ("mlp.fc1_", "fc1."), ("mlp.fc2_", "fc2."),
+]  # ours, and PlainGPT's
 
 
 def run(arguments) -> int:
@@ -65,7 +71,9 @@ def test_hf_llama_is_of_our_size():
     assert sum(p.numel() for p in llama.parameters()) == sum(p.numel() for p in ours.parameters()) - qk_norms
     tokens = torch.randint(96, (2, 33))
     x, y = tokens[:, :-1], tokens[:, 1:].contiguous()
-    torch.testing.assert_close(llama(x, y), torch.nn.functional.cross_entropy(llama.llama(x).logits.flatten(0, 1), y.flatten()))
+    torch.testing.assert_close(
+        llama(x, y), torch.nn.functional.cross_entropy(llama.llama(x).logits.flatten(0, 1), y.flatten())
+    )
 
 
 def test_block_scaling_measured_with_e5m2_gradients_says_so():
@@ -79,47 +87,90 @@ def test_block_scaling_measured_with_e5m2_gradients_says_so():
 
 
 def test_floor_by_hand():
-    config = OptimizedConfig(vocab_size=128, n_positions=64, n_embd=32, n_layer=2, n_head=4, n_kv_head=2, n_inner=64, activation="swiglu")
+    config = OptimizedConfig(
+        vocab_size=128, n_positions=64, n_embd=32, n_layer=2, n_head=4, n_kv_head=2, n_inner=64,
+        activation="swiglu",
+    )
     ceilings = {"bf16_tflops": 1e-3, "fp8_tflops": 2e-3, "copy_tbs": 1e-3}  # a billion a second
-    # a block: QKV 32·(32 + 2·16) = 2,048, projection 32·32 = 1,024, MLP 3·32·64 = 6,144: 9,216; the head 128·32 = 4,096
+    # a block: QKV 32·(32 + 2·16) = 2,048, projection 32·32 = 1,024, MLP 3·32·64 = 6,144: 9,216; the head
+    # 128·32 = 4,096
     products = 6 * (4 * 64) * (2 * 9216 + 4096)  # 34,603,008
     attention = 7 * 4 * 64**2 * 32 * 2  # 7,340,032
     moved = 28 * (2 * 9216 + 4096) + 4 * 4 * 64 * 128  # 761,856 bytes
-    assert timing.floor_ms(config, 4, 64, False, ceilings) == pytest.approx((34_603_008 + 7_340_032 + 761_856) / 1e6)
-    assert timing.floor_ms(config, 4, 64, True, ceilings) == pytest.approx((products / 2 + attention + moved) / 1e6)
+    assert timing.floor_ms(config, 4, 64, False, ceilings) == pytest.approx(
+        (34_603_008 + 7_340_032 + 761_856) / 1e6
+    )
+    assert timing.floor_ms(config, 4, 64, True, ceilings) == pytest.approx(
+        (products / 2 + attention + moved) / 1e6
+    )
     untied = dataclasses.replace(config, tie_embeddings=False)
-    assert timing.floor_ms(untied, 4, 64, False, ceilings, 10) == pytest.approx((products + attention + 10 * (2 * 9216 + 2 * 4096) + 131_072) / 1e6)
+    assert timing.floor_ms(untied, 4, 64, False, ceilings, 10) == pytest.approx(
+        (products + attention + 10 * (2 * 9216 + 2 * 4096) + 131_072) / 1e6
+    )
 
 
-@pytest.mark.parametrize("arm, changes", [
-    ("bf16", dict(fp8_recipe="none", cuda_graph="auto")),
-    ("fp8", dict(fp8_recipe="delayed", fp8_format="auto")),
-    ("fp8-block", dict(fp8_recipe="block", fp8_format="auto")),
-    ("fp8-block-hybrid", dict(fp8_recipe="block", fp8_format="hybrid")),
-   
-    ("fp8-e4m3", dict(fp8_recipe="delayed", fp8_format="e4m3")), ("fp8-current-eager", dict(fp8_recipe="current", cuda_graph="off")),
-    ("fp8-bf16_moments", dict(fp8_recipe="delayed", moment_dtype="bfloat16")),
-    ("fp8-mxfp8-fused", dict(fp8_recipe="mxfp8", model="fused")),
-    ("fp8-nvfp4", dict(fp8_recipe="nvfp4", model="optimized")),
-    ("fp8-fused-accum4-checkpointing", dict(model="fused", grad_accum=4, gradient_checkpointing=True))])
+@pytest.mark.parametrize(
+    "arm, changes",
+    [
+        ("bf16", dict(fp8_recipe="none", cuda_graph="auto")),
+        ("fp8", dict(fp8_recipe="delayed", fp8_format="auto")),
+        ("fp8-block", dict(fp8_recipe="block", fp8_format="auto")),
+        ("fp8-block-hybrid", dict(fp8_recipe="block", fp8_format="hybrid")),
+        ("fp8-e4m3", dict(fp8_recipe="delayed", fp8_format="e4m3")),
+        ("fp8-current-eager", dict(fp8_recipe="current", cuda_graph="off")),
+        ("fp8-bf16_moments", dict(fp8_recipe="delayed", moment_dtype="bfloat16")),
+        ("fp8-mxfp8-fused", dict(fp8_recipe="mxfp8", model="fused")),
+        ("fp8-nvfp4", dict(fp8_recipe="nvfp4", model="optimized")),
+        ("fp8-fused-accum4-checkpointing", dict(model="fused", grad_accum=4, gradient_checkpointing=True)),
+    ],
+)
 def test_arms_are_options_of_the_trainer(arm, changes):
     config = benchmark.arm_config(arm, benchmark.TrainConfig())
     assert {name: getattr(config, name) for name in changes} == changes
 
 
-@pytest.mark.parametrize("name, kind", [
-    ("nvjet_sm90_qqtst_128x256_128x6_2x1_v_bz_coopA_TNT", "GEMM FP8"), ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "GEMM BF16"),
-    ("kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at", "attention"),
-    ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"), ("_norm_rope_backward_kernel", "attention"),
-    ("void transformer_engine::normalization::ln_fwd_tuned_kernel<...>", "norm"), ("_backward_fp8_kernel", "loss"),
-    ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., LpNormFunctor<...>>", "optimizer"), ("_adam", "optimizer"),
-    ("_squares", "optimizer"), ("_activation_backward_kernel", "activation"), ("_norm_kernel", "norm"), ("_cast_all_kernel", "cast/transpose"),
-    ("_add_up_kernel", "cast/transpose"), ("_norm_backward_kernel", "norm"), ("_sum_words_kernel", "embedding"), ("_embed_kernel", "embedding"),
-    ("_transpose_kernel", "cast/transpose"),
-    ("void at::native::(anonymous namespace)::sum_and_scatter<c10::BFloat16, long>(long const*, ...)", "embedding"),
-    ("void transformer_engine::cast_transpose_optimized_kernel<...>", "cast/transpose"), ("triton_poi_fused_gelu_3", "activation"),
-    ("void at::native::elementwise_kernel<128, 4, ...direct_copy_kernel_cuda...>", "copy/concat"), ("Memcpy DtoD (Device -> Device)", "copy/concat"),
-    ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<...>>", "elementwise/residual"), ("mystery", "other")])
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("nvjet_sm90_qqtst_128x256_128x6_2x1_v_bz_coopA_TNT", "GEMM FP8"),
+        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "GEMM BF16"),
+        (
+            "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at",
+            "attention",
+        ),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
+        ("_norm_rope_backward_kernel", "attention"),
+        ("void transformer_engine::normalization::ln_fwd_tuned_kernel<...>", "norm"),
+        ("_backward_fp8_kernel", "loss"),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., LpNormFunctor<...>>",
+            "optimizer",
+        ),
+        ("_adam", "optimizer"),
+        ("_squares", "optimizer"),
+        ("_activation_backward_kernel", "activation"),
+        ("_norm_kernel", "norm"),
+        ("_cast_all_kernel", "cast/transpose"),
+        ("_add_up_kernel", "cast/transpose"),
+        ("_norm_backward_kernel", "norm"),
+        ("_sum_words_kernel", "embedding"),
+        ("_embed_kernel", "embedding"),
+        ("_transpose_kernel", "cast/transpose"),
+        (
+            "void at::native::(anonymous namespace)::sum_and_scatter<c10::BFloat16, long>(long const*, ...)",
+            "embedding",
+        ),
+        ("void transformer_engine::cast_transpose_optimized_kernel<...>", "cast/transpose"),
+        ("triton_poi_fused_gelu_3", "activation"),
+        ("void at::native::elementwise_kernel<128, 4, ...direct_copy_kernel_cuda...>", "copy/concat"),
+        ("Memcpy DtoD (Device -> Device)", "copy/concat"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<...>>",
+            "elementwise/residual",
+        ),
+        ("mystery", "other"),
+    ],
+)
 def test_kernel_classes(name, kind):
     assert timing.kernel_class(name) == kind
 
@@ -129,18 +180,30 @@ FIELDS = "shape block arm ms tokens_per_s ratio_to_plain mfu peak_gib floor_ms c
 
 def test_shapes_write_whole_rows_and_keep_those_of_other_arms(tmp_path, capsys, compiles):
     path = tmp_path / "speed.json"
-    assert run(f"--shapes 124m-b32 --blocks gpt2 --arms plain bf16 fp8 --steps 4 --json {path} --png {tmp_path}/speed.png") == 0
+    assert (
+        run(
+            f"--shapes 124m-b32 --blocks gpt2 --arms plain bf16 fp8 --steps 4 --json {path} --png {tmp_path}/speed.png"
+        )
+        == 0
+    )
     assert "the times mean nothing" in capsys.readouterr().out
     assert compiles == [{"fullgraph": False, "dynamic": False, "mode": "default"}]  # of plain
     rows = json.loads(path.read_text())
-    assert [row["arm"] for row in rows] == ["plain", "bf16", "fp8"] and not any("error" in row for row in rows)
+    assert [row["arm"] for row in rows] == ["plain", "bf16", "fp8"] and not any(
+        "error" in row for row in rows
+    )
     for row in rows:
         assert set(FIELDS) <= set(row) and row["ms"] > 0 and row["floor_ms"] > 0 and row["ratio_to_plain"] > 0
         assert row["tokens_per_s"] == pytest.approx(1e3 * 2 * 32 / row["ms"], rel=1e-4)
         assert all(row[f"{phase}_ms"] > 0 for phase in ("forward", "backward", "optimizer"))
-    assert rows[0]["ratio_to_plain"] == 1 and rows[0]["profile_ms"]["GEMM BF16"] > 0 and "profile_ms" not in rows[1]
+    assert (
+        rows[0]["ratio_to_plain"] == 1
+        and rows[0]["profile_ms"]["GEMM BF16"] > 0
+        and "profile_ms" not in rows[1]
+    )
     assert (tmp_path / "speed.png").stat().st_size > 10_000
-    assert run(f"--shapes 124m-b32 --blocks gpt2 --arms bf16 nothing-else --steps 4 --json {path}") == 2  # before anything ran
+    # before anything ran
+    assert run(f"--shapes 124m-b32 --blocks gpt2 --arms bf16 nothing-else --steps 4 --json {path}") == 2
     assert run(f"--shapes 124m-b32 --blocks gpt2 --arms bf16 --steps 4 --profile none --json {path}") == 0
     again = json.loads(path.read_text())
     assert [row["arm"] for row in again] == ["plain", "fp8", "bf16"] and again[:2] == [rows[0], rows[2]]
@@ -158,7 +221,10 @@ def test_an_arm_that_fails_is_a_row_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "build_te", fails)
     assert run(f"--shapes llama3-8b --arms fp8 --steps 4 --profile none --json {tmp_path}/rows.json") == 0
     first, second = json.loads((tmp_path / "rows.json").read_text())
-    assert first["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB." and second["arm"] == "fp8-checkpointing"
+    assert (
+        first["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
+        and second["arm"] == "fp8-checkpointing"
+    )
     assert second["tokens_per_s"] > 0 and second["ratio_to_plain"] is None
 
 
@@ -213,15 +279,21 @@ def test_sweep(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "WIDTHS", (256, 512))
     monkeypatch.setattr(benchmark, "TOKENS", (1024, 2048))
     assert run(f"--sweep --time-budget 0 --json {tmp_path}/rows.json") == 0
-    assert all(row["error"] == "not run: time budget" for row in json.loads((tmp_path / "rows.json").read_text()))
+    assert all(
+        row["error"] == "not run: time budget" for row in json.loads((tmp_path / "rows.json").read_text())
+    )
     monkeypatch.setattr(benchmark, "WIDTHS", (256,))
     assert run(f"--sweep --json {tmp_path}/rows.json --png {tmp_path}/map.png") == 0
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [(row["width"], row["tokens"]) for row in rows if "error" not in row] == [(256, 1024), (256, 2048)] and len(rows) == 4
+    assert [(row["width"], row["tokens"]) for row in rows if "error" not in row] == [
+        (256, 1024),
+        (256, 2048),
+    ] and len(rows) == 4
     for row in rows[2:]:
         assert row["graph"] == pytest.approx(row["bf16_ms"] / row["fp8_ms"], rel=1e-4)
     before = (tmp_path / "rows.json").read_text()
-    assert run(f"--sweep --json {tmp_path}/rows.json") == 0 and (tmp_path / "rows.json").read_text() == before  # measured already
+    # measured already
+    assert run(f"--sweep --json {tmp_path}/rows.json") == 0 and (tmp_path / "rows.json").read_text() == before
     assert (tmp_path / "map.png").stat().st_size > 10_000
 
 
@@ -248,18 +320,26 @@ def test_compile_reports_graphs_breaks_and_refusals(tmp_path, monkeypatch, compi
     assert all(row["error"].startswith("ValueError: fp8-recipe 'mxfp9' is unknown") for row in fails)
 
 
-@pytest.mark.parametrize("arguments, complaint", [
-    ("--shapes nothing", "--shapes 'nothing' is unknown; use 124m-b32"), ("--steps 1", "--steps 1: must be 4 or more"),
-    ("--arms plain fp16", "--arms 'fp16' is unknown"), ("--arms bf16-current", "--arms 'bf16-current' is unknown"),
-    ("--sweep --stack", "one at a time"), ("--shape 4 768 12 8", "--shape"), ("--shape 4 768 13 8 512", "4 768 12 8 512 works"),
-    ("--preset gpt5", "--preset 'gpt5' is unknown; use tiny"),
-    ("--png x.png", "--png: the table of formats has none; add --shapes guide, for example"),
-    ("--blocks modern", "--blocks: the table of formats has none; add --shapes guide, for example"),
-    ("--shapes all nothing", "--shapes 'nothing'"),
-    ("--stack --shapes all", "--shapes 'all' is unknown; use 124m"),
-    ("--shape 4 768 12 8 512 --shapes guide", "--shape and --shapes: one at a time"),
-    ("--json nowhere/x.json", "there is no folder nowhere"),
-    ("--blocks gpt3", "--blocks")])
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        ("--shapes nothing", "--shapes 'nothing' is unknown; use 124m-b32"),
+        ("--steps 1", "--steps 1: must be 4 or more"),
+        ("--arms plain fp16", "--arms 'fp16' is unknown"),
+        ("--arms bf16-current", "--arms 'bf16-current' is unknown"),
+        ("--sweep --stack", "one at a time"),
+        ("--shape 4 768 12 8", "--shape"),
+        ("--shape 4 768 13 8 512", "4 768 12 8 512 works"),
+        ("--preset gpt5", "--preset 'gpt5' is unknown; use tiny"),
+        ("--png x.png", "--png: the table of formats has none; add --shapes guide, for example"),
+        ("--blocks modern", "--blocks: the table of formats has none; add --shapes guide, for example"),
+        ("--shapes all nothing", "--shapes 'nothing'"),
+        ("--stack --shapes all", "--shapes 'all' is unknown; use 124m"),
+        ("--shape 4 768 12 8 512 --shapes guide", "--shape and --shapes: one at a time"),
+        ("--json nowhere/x.json", "there is no folder nowhere"),
+        ("--blocks gpt3", "--blocks"),
+    ],
+)
 def test_bad_options_are_one_line(arguments, complaint, capsys):
     assert run(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -279,10 +359,17 @@ def test_the_switches_of_the_real_run_are_options_of_the_trainer():
 
 
 def test_a_switch_is_compared_with_the_seeds_of_its_own_block():
-    ends = {"default": 2.0, "seed 2": 2.01, "seed 3": 1.98, "BF16": 2.02, "FP8 current": 2.04, "modern block": 1.3, "modern block, seed 2": 1.36,
-            "modern block, Transformer Engine's modules": 1.35}
-    rows = {row["switch"]: row for row in training.compare({name: 250 * [9.0] + 50 * [end] for name, end in ends.items()})["rows"]}
-    assert rows["BF16"]["spread_of_seeds"] == pytest.approx(0.03) and rows["modern block, seed 2"]["spread_of_seeds"] == pytest.approx(0.06)
+    ends = {
+        "default": 2.0, "seed 2": 2.01, "seed 3": 1.98, "BF16": 2.02, "FP8 current": 2.04,
+        "modern block": 1.3, "modern block, seed 2": 1.36, "modern block, Transformer Engine's modules": 1.35,
+    }
+    rows = {
+        row["switch"]: row
+        for row in training.compare({name: 250 * [9.0] + 50 * [end] for name, end in ends.items()})["rows"]
+    }
+    assert rows["BF16"]["spread_of_seeds"] == pytest.approx(0.03) and rows["modern block, seed 2"][
+        "spread_of_seeds"
+    ] == pytest.approx(0.06)
     assert rows["modern block, Transformer Engine's modules"]["difference"] == pytest.approx(0.05)
     assert {name for name, row in rows.items() if not row["agrees"]} == {"FP8 current"}
 
@@ -371,10 +458,13 @@ def test_an_error_in_a_line():
 
 
 def test_power_and_clock(monkeypatch, tmp_path):
-    """Medians of what nvidia-smi prints while the function is called, of whole lines; nothing where there is none."""
+    """Medians of what nvidia-smi prints while the function is called, of whole lines; nothing where there is
+    none."""
     calls, smi = [], tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho '650.5, 700.00, 1500, 1980'\necho '690.5, 700.00, 1600, 1980'\necho '[N/A], 700.00, 1600, 1980'\n"
-                   "echo '660.5, 700.00, 1550, 1980'\n")
+    smi.write_text(
+        "#!/bin/sh\necho '650.5, 700.00, 1500, 1980'\necho '690.5, 700.00, 1600, 1980'\necho '[N/A], 700.00, 1600, 1980'\n"
+        "echo '660.5, 700.00, 1550, 1980'\n"
+    )
     smi.chmod(0o755)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

@@ -23,7 +23,9 @@ CONFIG = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=288, n_positions=32, us
 def make(seed=0, dtype=torch.float32, recipe=("delayed", "hybrid", 4), **changes):
     """(model, optimizer) of the tests' size."""
     torch.manual_seed(seed)
-    model = checkpoint.build_model("optimized", checkpoint.make_model_config("optimized", CONFIG | changes), dtype=dtype)
+    model = checkpoint.build_model(
+        "optimized", checkpoint.make_model_config("optimized", CONFIG | changes), dtype=dtype
+    )
     model.fp8_recipe = fp8.make_recipe(*recipe)
     return model, train.make_optimizer(model, train.TrainConfig(lr=1e-2))
 
@@ -70,7 +72,9 @@ def trained():
     return model, optimizer
 
 
-@pytest.mark.parametrize("options", [dict(), dict(dtype=torch.bfloat16), dict(tie_embeddings=False), dict(recipe=("current",))])
+@pytest.mark.parametrize(
+    "options", [dict(), dict(dtype=torch.bfloat16), dict(tie_embeddings=False), dict(recipe=("current",))]
+)
 def test_round_trip_is_exact(tmp_path, options):
     model, optimizer = make(**options)
     for seed in range(3):
@@ -89,7 +93,9 @@ def test_a_group_of_processes_writes_what_one_alone_does(tmp_path, trained, requ
     group = save(tmp_path / "group", 3, *trained)
     assert {path.name for path in alone.iterdir()} == {path.name for path in group.iterdir()}
     alone, group = (load_file(next(folder.glob("*.safetensors"))) for folder in (alone, group))
-    assert alone.keys() == group.keys() and all(torch.equal(value, group[name]) for name, value in alone.items())
+    assert alone.keys() == group.keys() and all(
+        torch.equal(value, group[name]) for name, value in alone.items()
+    )
 
 
 def test_random_generators_come_back(tmp_path, trained):
@@ -110,7 +116,9 @@ def test_only_tensors_and_readable_json_are_stored(tmp_path, trained):
     for path in folder.glob("*.safetensors"):
         stored |= load_file(path)
     assert not [name for name in stored if "_extra_state" in name]
-    assert {"model.wte.weight", "optimizer.wte.weight.exp_avg", "fp8.blocks.0.attn.qkv.scaling_fwd.scale"} <= set(stored)
+    assert {
+        "model.wte.weight", "optimizer.wte.weight.exp_avg", "fp8.blocks.0.attn.qkv.scaling_fwd.scale",
+    } <= set(stored)
     assert "model.lm_head.weight" not in stored, "a tied weight is stored once"
     assert json.loads((folder / "meta.json").read_text())["optimizer_groups"][0]["step"] == 3
 
@@ -271,16 +279,27 @@ def test_a_damaged_checkpoint_is_refused_and_the_whole_one_before_it_named(tmp_p
     assert "\n" not in message and "run/step-3/" in message and "step-1, is whole" in message
     if how in ("*.safetensors", "meta.json"):
         file = next((tmp_path / "run/step-3").glob(how))
-        written = dict(reversed(line.split("  ")) for line in (tmp_path / "run/step-3/SHA256SUMS").read_text().splitlines())
-        assert file.name in message and written[file.name] in message and checkpoint._checksums(file.parent)[file.name] in message
+        written = dict(
+            reversed(line.split("  "))
+            for line in (tmp_path / "run/step-3/SHA256SUMS").read_text().splitlines()
+        )
+        assert (
+            file.name in message
+            and written[file.name] in message
+            and checkpoint._checksums(file.parent)[file.name] in message
+        )
     shutil.rmtree(tmp_path / "run/step-1")
     with pytest.raises(ValueError, match="no other checkpoint of this run is whole"):
         checkpoint.read_meta(tmp_path / "run/step-3")
 
 
-@pytest.mark.parametrize("change, named", [(dict(n_layer=3), "blocks.2"), (dict(n_layer=1), "blocks.1"),
-                                           (dict(vocab_size=320), r"\(288, 32\)"), (dict(tie_embeddings=False), "lm_head.weight"),
-                                           (dict(use_rotary=True), "wpe.weight")])
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (dict(n_layer=3), "blocks.2"), (dict(n_layer=1), "blocks.1"), (dict(vocab_size=320), r"\(288, 32\)"),
+        (dict(tie_embeddings=False), "lm_head.weight"), (dict(use_rotary=True), "wpe.weight"),
+    ],
+)
 def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, trained, change, named):
     folder = save(tmp_path / "run", 3, *trained)
     model, optimizer = make(seed=1, **change)
@@ -358,7 +377,9 @@ def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path, monkeypat
     torch.rand(3), random.random()
     for seed in (1, 2):
         step(model, optimizer, seed)
-    assert checkpoint.latest(tmp_path / "run") is None and saver.error() is None, "nothing is there before all is"
+    assert checkpoint.latest(tmp_path / "run") is None and saver.error() is None, (
+        "nothing is there before all is"
+    )
     go_on.set()
     saver.wait()
     assert content(tmp_path / "run/step-1") == expected
@@ -368,7 +389,8 @@ def test_background_saves_are_written_one_after_the_other(tmp_path, trained, mon
     plain, saver, expected = checkpoint._write_tensors, checkpoint.BackgroundSaver(), []
 
     def write_tensors(tensors, folder):
-        if folder == tmp_path / "run/.saving-step-3":  # slow: the next must not take its place in memory, nor be there before it
+        # slow: the next must not take its place in memory, nor be there before it
+        if folder == tmp_path / "run/.saving-step-3":
             time.sleep(0.5)
         plain(tensors, folder)
 
@@ -376,7 +398,9 @@ def test_background_saves_are_written_one_after_the_other(tmp_path, trained, mon
     for number in (3, 4, 5):
         expected.append(content(save(tmp_path / "synchronous", number, *trained)))
         save(tmp_path / "run", number, *trained, saver=saver)
-        assert [path.name for path in checkpoint.list_checkpoints(tmp_path / "run")] == [f"step-{n}" for n in range(3, number)]
+        assert [path.name for path in checkpoint.list_checkpoints(tmp_path / "run")] == [
+            f"step-{n}" for n in range(3, number)
+        ]
         step(*trained, number)
     saver.wait()
     assert [content(tmp_path / f"run/step-{number}") for number in (3, 4, 5)] == expected
@@ -401,7 +425,9 @@ def test_without_host_memory_for_copies_it_writes_at_once(tmp_path, trained, mon
     def no_memory(*shape, **options):
         raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be …")
 
-    expected, saver, empty = content(save(tmp_path / "synchronous", 1, *trained)), checkpoint.BackgroundSaver(), torch.empty
+    expected, saver, empty = (
+        content(save(tmp_path / "synchronous", 1, *trained)), checkpoint.BackgroundSaver(), torch.empty,
+    )
     monkeypatch.setattr(torch, "empty", no_memory)
     assert saver.reserve(*trained) == "CUDA error: out of memory" and not saver.copies
     monkeypatch.setattr(torch, "empty", empty)

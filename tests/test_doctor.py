@@ -1,4 +1,5 @@
-"""doctor.py on machines that are made up: every GPU generation and every known failure, with the line and the fix that a user reads."""
+"""doctor.py on machines that are made up: every GPU generation and every known failure, with the line and the
+fix that a user reads."""
 import io
 import json
 import subprocess
@@ -23,21 +24,46 @@ def machine(capability=(9, 0), cuda="13.0", **changes):
     """A machine with a GPU on which all works; `changes` replace facts."""
     reasons = doctor.expected_reasons(capability, cuda)
     runs = [name for name in ("delayed", "current", "block", "mxfp8") if not reasons[name]]
-    facts = dict(missing=[], smi={"gpus": ["GPU"], "driver": "580.95", "cuda": "13.0"}, memory_gib=100.0, disk_gib=100.0,
-                 torch={"version": f"2.11.0+cu{cuda.replace('.', '')}", "cuda": cuda, "archs": ARCHS, "gpus": [H200 | {"capability": capability}]},
-                 te_packages={"transformer-engine": "2.20.2", "transformer-engine-torch": "2.20.2", f"transformer-engine-cu{cuda[:2]}": "2.20.2"},
-                 te={"version": "2.20.2", "cuda": int(cuda[:2])}, nccl={"version": "2.28.9"},
-                 fp8={"where": "GPU, Transformer Engine 2.20.2", "emulated": False, "reasons": reasons, "raised": {},
-                      "errors": dict.fromkeys(runs, GOOD)},
-                 cudnn={"version": "9.19.0", "files": ["/site/nvidia/cudnn/lib/libcudnn.so.9", "/site/nvidia/cudnn/lib/libcudnn_graph.so.9"]})
+    facts = dict(
+        missing=[],
+        smi={"gpus": ["GPU"], "driver": "580.95", "cuda": "13.0"},
+        memory_gib=100.0,
+        disk_gib=100.0,
+        torch={
+            "version": f"2.11.0+cu{cuda.replace('.', '')}", "cuda": cuda, "archs": ARCHS,
+            "gpus": [H200 | {"capability": capability}],
+        },
+        te_packages={
+            "transformer-engine": "2.20.2", "transformer-engine-torch": "2.20.2",
+            f"transformer-engine-cu{cuda[:2]}": "2.20.2",
+        },
+        te={"version": "2.20.2", "cuda": int(cuda[:2])},
+        nccl={"version": "2.28.9"},
+        fp8={
+            "where": "GPU, Transformer Engine 2.20.2", "emulated": False, "reasons": reasons, "raised": {},
+            "errors": dict.fromkeys(runs, GOOD),
+        },
+        cudnn={
+            "version": "9.19.0",
+            "files": ["/site/nvidia/cudnn/lib/libcudnn.so.9", "/site/nvidia/cudnn/lib/libcudnn_graph.so.9"],
+        },
+    )
     return Facts(**facts | changes)
 
 
 def laptop(**changes):
     everything = dict.fromkeys(("delayed", "current", "block", "mxfp8"), "")
-    facts = dict(missing=[], torch={"version": "2.13.0+cpu", "cuda": "", "gpus": []}, memory_gib=8.0, disk_gib=50.0,
-                 fp8={"where": "CPU, FP8 emulated by te_reference", "emulated": True, "reasons": everything | {"nvfp4": "te_reference …"},
-                      "errors": dict.fromkeys(everything, GOOD), "raised": {}})
+    facts = dict(
+        missing=[],
+        torch={"version": "2.13.0+cpu", "cuda": "", "gpus": []},
+        memory_gib=8.0,
+        disk_gib=50.0,
+        fp8={
+            "where": "CPU, FP8 emulated by te_reference", "emulated": True,
+            "reasons": everything | {"nvfp4": "te_reference …"}, "errors": dict.fromkeys(everything, GOOD),
+            "raised": {},
+        },
+    )
     return Facts(**facts | changes)
 
 
@@ -65,7 +91,9 @@ def test_a_laptop_is_fine_and_is_told_what_works():
     assert not [result for result in diagnose(facts) if result.status in ("warn", "fail")]
     assert "that is fine" in told(facts, "no NVIDIA GPU", "info").line
     assert "delayed, current, block, mxfp8" in told(facts, "emulated by te_reference:", "ok").line
-    assert "can train here" in doctor.verdict(facts, diagnose(facts)) and "--preset tiny" in doctor.verdict(facts, diagnose(facts))
+    assert "can train here" in doctor.verdict(facts, diagnose(facts)) and "--preset tiny" in doctor.verdict(
+        facts, diagnose(facts)
+    )
 
 
 def test_a_laptop_with_a_transformer_engine_that_cannot_be_used_is_fine():
@@ -76,8 +104,13 @@ def test_an_h200_is_fine():
     results = diagnose(machine())
     assert {result.status for result in results} == {"ok", "info"}
     lines = "\n".join(result.line for result in results)
-    assert all(words in lines for words in ("Transformer Engine 2.20.2, CUDA 13", "Hopper", "PyTorch 2.11.0+cu130, CUDA 13.0", "cuDNN 9.19.0",
-                                            "NCCL 2.28.9", "driver 580.95", "100.0 GiB"))
+    assert all(
+        words in lines
+        for words in (
+            "Transformer Engine 2.20.2, CUDA 13", "Hopper", "PyTorch 2.11.0+cu130, CUDA 13.0", "cuDNN 9.19.0",
+            "NCCL 2.28.9", "driver 580.95", "100.0 GiB",
+        )
+    )
 
 
 @pytest.mark.parametrize("capability, version, status, words", [
@@ -105,28 +138,43 @@ def test_the_pages_name_the_versions_that_the_fast_kernels_take(page):
     assert all(any(f"Engine {number}" in part for part in found) for number in tested), found
 
 
-@pytest.mark.parametrize("capability, cuda, generation, runs, reason", [
-    ((12, 0), "13.0", "Blackwell", "delayed, current, nvfp4, block", "MXFP8 (for all gemm layouts) is not supported on 12.0+"),
-    ((10, 0), "13.0", "Blackwell", "delayed, current, mxfp8, nvfp4, block", ""),
-    ((9, 0), "13.0", "Hopper", "delayed, current, block", "10.0 or higher required for MXFP8"),
-    ((9, 0), "12.8", "Hopper", "delayed, current", "CUDA >= 12.9"),
-    ((8, 9), "13.0", "Ada", "delayed, current", "compute capability 9.0 or higher"),
-])
+@pytest.mark.parametrize(
+    "capability, cuda, generation, runs, reason",
+    [
+        (
+            (12, 0), "13.0", "Blackwell", "delayed, current, nvfp4, block",
+            "MXFP8 (for all gemm layouts) is not supported on 12.0+",
+        ),
+        ((10, 0), "13.0", "Blackwell", "delayed, current, mxfp8, nvfp4, block", ""),
+        ((9, 0), "13.0", "Hopper", "delayed, current, block", "10.0 or higher required for MXFP8"),
+        ((9, 0), "12.8", "Hopper", "delayed, current", "CUDA >= 12.9"),
+        ((8, 9), "13.0", "Ada", "delayed, current", "compute capability 9.0 or higher"),
+    ],
+)
 def test_gpus_with_fp8(capability, cuda, generation, runs, reason):
     facts = machine(capability, cuda)
     assert not failed(facts)
-    assert told(facts, f"({generation})", "ok") and told(facts, "FP8 recipes that run on this GPU:", "ok").line.endswith(f": {runs}")
+    assert told(facts, f"({generation})", "ok") and told(
+        facts, "FP8 recipes that run on this GPU:", "ok"
+    ).line.endswith(f": {runs}")
     assert not reason or told(facts, reason, "info").fix == ""
     without = bare(capability, smi={}, torch=facts.torch)
     assert told(without, "with Transformer Engine this GPU runs", "info").line.endswith(runs)
 
 
-@pytest.mark.parametrize("capability, generation", [((8, 0), "Ampere"), ((8, 6), "Ampere"), ((7, 5), "Turing"), ((7, 0), "Volta")])
+@pytest.mark.parametrize(
+    "capability, generation", [((8, 0), "Ampere"), ((8, 6), "Ampere"), ((7, 5), "Turing"), ((7, 0), "Volta")]
+)
 def test_gpus_without_fp8_can_still_train(capability, generation):
     torch_found = machine(capability).torch | {"archs": [*ARCHS, "sm_70"]}
     facts = machine(capability, torch=torch_found)
-    assert not failed(facts) and told(facts, f"({generation})").status == ("ok" if capability >= (8, 0) else "warn")
-    assert told(facts, "no FP8 on this GPU", "warn").fix.startswith("python train.py --fp8-recipe none") and "8.9" in told(facts, "no FP8").line
+    assert not failed(facts) and told(facts, f"({generation})").status == (
+        "ok" if capability >= (8, 0) else "warn"
+    )
+    assert (
+        told(facts, "no FP8 on this GPU", "warn").fix.startswith("python train.py --fp8-recipe none")
+        and "8.9" in told(facts, "no FP8").line
+    )
     without = doctor.check_te(bare(capability, torch=torch_found))
     assert [result.status for result in without] == ["warn" if capability >= (8, 0) else "info"]
 
@@ -141,9 +189,14 @@ def test_a_gpu_newer_than_pytorch_needs_a_newer_one():
     assert "newest" in told(facts, "no code for it", "fail").fix
 
 
-@pytest.mark.parametrize("capability, archs, runs", [
-    ((8, 9), ["sm_80", "sm_90"], True), ((8, 0), ["sm_86"], False), ((10, 3), ["sm_100"], True), ((10, 3), ["sm_100a"], False),
-    ((12, 0), ["sm_90", "compute_90"], True), ((12, 0), ["sm_90"], False), ((9, 0), ["sm_90a"], True), ((7, 0), ["compute_75"], False)])
+@pytest.mark.parametrize(
+    "capability, archs, runs",
+    [
+        ((8, 9), ["sm_80", "sm_90"], True), ((8, 0), ["sm_86"], False), ((10, 3), ["sm_100"], True),
+        ((10, 3), ["sm_100a"], False), ((12, 0), ["sm_90", "compute_90"], True), ((12, 0), ["sm_90"], False),
+        ((9, 0), ["sm_90a"], True), ((7, 0), ["compute_75"], False),
+    ],
+)
 def test_which_code_a_gpu_runs(capability, archs, runs):
     assert doctor.has_kernels(capability, archs) == runs
 
@@ -155,66 +208,202 @@ UNDEFINED = "ImportError: /x/transformer_engine_torch.cpython-312-x86_64-linux-g
 NCCL = "torch.distributed.DistBackendError: NCCL error: unhandled cuda error"
 
 
-@pytest.mark.parametrize("facts, line, fix", [
-    (bare(), "Transformer Engine is not installed", "doctor.py --install"),
-    (machine(te={"error": f"Traceback\n{UNDEFINED}"}), "built against another PyTorch", "doctor.py --install"),
-    (machine(te={"error": "ModuleNotFoundError: No module named 'transformer_engine_torch'"}), "without its PyTorch part", "--install"),
-    (machine(te={}), "without its PyTorch part", "--install"),
-    (machine(te={"error": "no line\nkilled by SIGSEGV"}), "does not import: killed by SIGSEGV", "--install"),
-    (machine(te={"error": "OSError: libcublas.so.12: cannot open shared object file: No such file"}), "CUDA (12, 13)", "--install"),
-    (machine(te={"error": "RuntimeError: Transformer Engine requires cuDNN 9.12.0 or later, but the cuDNN runtime is 9.1.0."}),
-     "Two versions of cuDNN", "export CUDNN_HOME="),
-    (machine(te_packages={"transformer-engine": "2.20.2", "transformer-engine-torch": "2.9.0"}), "parts of several", "removes them first"),
-    (machine(te_packages={"transformer-engine-cu12": "2.20.2", "transformer-engine-cu13": "2.20.2"}), "parts of several", "removes"),
-    (machine(te_packages={"transformer-engine": "2.20.2", "transformer-engine-cu12": "2.20.2"}), "for CUDA 12, PyTorch for CUDA 13.0", "--install"),
-    (machine(te_packages={}, te={"version": "2.5.0+f05f12c", "cuda": 13}),
-     "Transformer Engine 2.5.0+f05f12c: too old, 2.9 or later is needed", "tag 26.02-py3 or later"),
-    (machine(te_packages={"transformer-engine": "1.13.0"}, te={"version": "1.13.0", "cuda": 13}),
-     "1.13.0: too old", "doctor.py --install"),
-    (machine(te_packages={}, te={"version": "2.9", "cuda": 12}), "for CUDA 12, PyTorch for CUDA 13.0", "--install"),
-    (laptop(smi={"gpus": ["T4"], "driver": "550"}), "without CUDA, but there is a GPU", "PyTorch with CUDA"),
-    (machine(torch={"version": "2.11.0+cu130", "cuda": "13.0", "gpus": [],
-                    "reason": "The NVIDIA driver on your system is too old (found version 12020)."}), "too old for PyTorch's CUDA", "update"),
-    (machine(torch={"version": "2.11.0+cu130", "cuda": "13.0", "gpus": [], "reason": "CUDA unknown error"}), "driver runs CUDA 13.0", "reboot"),
-    (laptop(smi={"error": "Failed to initialize NVML: Driver/library version mismatch"}), "driver was updated", "reboot"),
-    (laptop(smi={"error": "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."}), "does not run", "--gpus all"),
-    (laptop(torch={"error": "ModuleNotFoundError: No module named 'torch'"}, fp8={}), "PyTorch does not import", "requirements.txt"),
-    (machine(torch={"error": "ImportError: libtorch_cuda.so: undefined symbol: ncclCommShrink"}, fp8={}), "NCCL older", "LD_LIBRARY_PATH="),
-    (laptop(missing=["tyro (not installed)"]), "tyro (not installed)", "pip install -r requirements.txt"),
-    (laptop(python=(3, 9, 1)), "too old", "3.10"),
-    (machine(cudnn={"version": "9.19.0", "error": "RuntimeError: cuDNN error: CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH", "files": [
-        "/site/nvidia/cudnn/lib/libcudnn.so.9", "/usr/lib/x86_64-linux-gnu/libcudnn_graph.so.9.14.0"]}),
-     "from /site/nvidia/cudnn/lib and /usr/lib/x86_64-linux-gnu", "nvidia/cudnn/lib"),
-    (machine(cudnn={"error": "cuDNN version incompatibility: PyTorch was compiled  against (9, 19, 0) but found runtime version (9, 14, 0)."}),
-     "Two versions of cuDNN", "LD_LIBRARY_PATH="),
-    (machine(nccl={"error": NCCL}, torch=machine().torch | {"gpus": [H200, H200]}), "unhandled cuda error", "LD_LIBRARY_PATH="),
-    (machine(fp8=machine().fp8 | {"errors": {"delayed": [0.3, 0.05, 0.05]}}), "beyond FP8's rounding", "--fp8-recipe none"),
-    (machine(fp8=machine().fp8 | {"errors": {"delayed": [0.04, 0.05, float("nan")]}}), "beyond FP8's rounding", "--install"),
-    (machine(fp8=machine().fp8 | {"errors": {"current": [0.003, 0.003, 0.003]}}), "did not run in FP8", "--install"),
-    (machine(fp8=machine().fp8 | {"raised": {"block": "RuntimeError: CUDA error: no kernel image is available"}}), "without this GPU's", "PyTorch"),
-    (machine(fp8=machine().fp8 | {"errors": {}, "error": "killed by SIGABRT"}), "killed by SIGABRT", "--install"),
-])
+@pytest.mark.parametrize(
+    "facts, line, fix",
+    [
+        (bare(), "Transformer Engine is not installed", "doctor.py --install"),
+        (
+            machine(te={"error": f"Traceback\n{UNDEFINED}"}), "built against another PyTorch",
+            "doctor.py --install",
+        ),
+        (
+            machine(te={"error": "ModuleNotFoundError: No module named 'transformer_engine_torch'"}),
+            "without its PyTorch part", "--install",
+        ),
+        (machine(te={}), "without its PyTorch part", "--install"),
+        (
+            machine(te={"error": "no line\nkilled by SIGSEGV"}), "does not import: killed by SIGSEGV",
+            "--install",
+        ),
+        (
+            machine(te={"error": "OSError: libcublas.so.12: cannot open shared object file: No such file"}),
+            "CUDA (12, 13)", "--install",
+        ),
+        (
+            machine(
+                te={
+                    "error": "RuntimeError: Transformer Engine requires cuDNN 9.12.0 or later, but the cuDNN runtime is 9.1.0."
+                }
+            ),
+            "Two versions of cuDNN",
+            "export CUDNN_HOME=",
+        ),
+        (
+            machine(te_packages={"transformer-engine": "2.20.2", "transformer-engine-torch": "2.9.0"}),
+            "parts of several", "removes them first",
+        ),
+        (
+            machine(te_packages={"transformer-engine-cu12": "2.20.2", "transformer-engine-cu13": "2.20.2"}),
+            "parts of several", "removes",
+        ),
+        (
+            machine(te_packages={"transformer-engine": "2.20.2", "transformer-engine-cu12": "2.20.2"}),
+            "for CUDA 12, PyTorch for CUDA 13.0", "--install",
+        ),
+        (
+            machine(te_packages={}, te={"version": "2.5.0+f05f12c", "cuda": 13}),
+            "Transformer Engine 2.5.0+f05f12c: too old, 2.9 or later is needed", "tag 26.02-py3 or later",
+        ),
+        (
+            machine(te_packages={"transformer-engine": "1.13.0"}, te={"version": "1.13.0", "cuda": 13}),
+            "1.13.0: too old", "doctor.py --install",
+        ),
+        (
+            machine(te_packages={}, te={"version": "2.9", "cuda": 12}), "for CUDA 12, PyTorch for CUDA 13.0",
+            "--install",
+        ),
+        (
+            laptop(smi={"gpus": ["T4"], "driver": "550"}), "without CUDA, but there is a GPU",
+            "PyTorch with CUDA",
+        ),
+        (
+            machine(
+                torch={
+                    "version": "2.11.0+cu130", "cuda": "13.0", "gpus": [],
+                    "reason": "The NVIDIA driver on your system is too old (found version 12020).",
+                }
+            ),
+            "too old for PyTorch's CUDA",
+            "update",
+        ),
+        (
+            machine(
+                torch={"version": "2.11.0+cu130", "cuda": "13.0", "gpus": [], "reason": "CUDA unknown error"}
+            ),
+            "driver runs CUDA 13.0",
+            "reboot",
+        ),
+        (
+            laptop(smi={"error": "Failed to initialize NVML: Driver/library version mismatch"}),
+            "driver was updated", "reboot",
+        ),
+        (
+            laptop(
+                smi={"error": "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."}
+            ),
+            "does not run",
+            "--gpus all",
+        ),
+        (
+            laptop(torch={"error": "ModuleNotFoundError: No module named 'torch'"}, fp8={}),
+            "PyTorch does not import", "requirements.txt",
+        ),
+        (
+            machine(
+                torch={"error": "ImportError: libtorch_cuda.so: undefined symbol: ncclCommShrink"}, fp8={}
+            ),
+            "NCCL older",
+            "LD_LIBRARY_PATH=",
+        ),
+        (laptop(missing=["tyro (not installed)"]), "tyro (not installed)", "pip install -r requirements.txt"),
+        (laptop(python=(3, 9, 1)), "too old", "3.10"),
+        (
+            machine(
+                cudnn={
+                    "version": "9.19.0",
+                    "error": "RuntimeError: cuDNN error: CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH",
+                    "files": [
+                        "/site/nvidia/cudnn/lib/libcudnn.so.9",
+                        "/usr/lib/x86_64-linux-gnu/libcudnn_graph.so.9.14.0",
+                    ],
+                }
+            ),
+            "from /site/nvidia/cudnn/lib and /usr/lib/x86_64-linux-gnu",
+            "nvidia/cudnn/lib",
+        ),
+        (
+            machine(
+                cudnn={
+                    "error": "cuDNN version incompatibility: PyTorch was compiled  against (9, 19, 0) but found runtime version (9, 14, 0)."
+                }
+            ),
+            "Two versions of cuDNN",
+            "LD_LIBRARY_PATH=",
+        ),
+        (
+            machine(nccl={"error": NCCL}, torch=machine().torch | {"gpus": [H200, H200]}),
+            "unhandled cuda error", "LD_LIBRARY_PATH=",
+        ),
+        (
+            machine(fp8=machine().fp8 | {"errors": {"delayed": [0.3, 0.05, 0.05]}}), "beyond FP8's rounding",
+            "--fp8-recipe none",
+        ),
+        (
+            machine(fp8=machine().fp8 | {"errors": {"delayed": [0.04, 0.05, float("nan")]}}),
+            "beyond FP8's rounding", "--install",
+        ),
+        (
+            machine(fp8=machine().fp8 | {"errors": {"current": [0.003, 0.003, 0.003]}}), "did not run in FP8",
+            "--install",
+        ),
+        (
+            machine(
+                fp8=machine().fp8
+                | {"raised": {"block": "RuntimeError: CUDA error: no kernel image is available"}}
+            ),
+            "without this GPU's",
+            "PyTorch",
+        ),
+        (
+            machine(fp8=machine().fp8 | {"errors": {}, "error": "killed by SIGABRT"}), "killed by SIGABRT",
+            "--install",
+        ),
+    ],
+)
 def test_a_failure_has_its_line_and_its_fix(facts, line, fix):
     result = told(facts, line, "fail")
     assert fix in result.fix and "<" not in result.fix and "\n" not in result.line + result.fix
     assert "failed; begin with" in doctor.verdict(facts, diagnose(facts))
 
 
-@pytest.mark.parametrize("facts, line, fix", [
-    (machine(cudnn={"version": "9.19.0", "files": ["/a/libcudnn.so.9", "/b/libcudnn.so.9"]}), "two are loaded, from /a and /b", "CUDNN_HOME="),
-    (machine(flash2={"version": "2.8", "error": "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEi"}),
-     "FlashAttention 2 does not import", "pip uninstall -y flash-attn "),
-    (machine(nccl={"error": NCCL}), "unhandled cuda error", "LD_LIBRARY_PATH="),
-    (machine(torch={"version": "2.11", "cuda": "13.0", "gpus": []}, hidden=True), "CUDA_VISIBLE_DEVICES hides", "unset"),
-    (machine(torch=machine().torch | {"gpus": [H200 | {"free_gib": 1.0}]}), "1 of 140 GiB free", "nvidia-smi"),
-    (laptop(memory_gib=0.5), "0.5 GiB", "smaller presets"), (laptop(disk_gib=1.0), "1.0 GiB", "--out-dir"),
-])
+@pytest.mark.parametrize(
+    "facts, line, fix",
+    [
+        (
+            machine(cudnn={"version": "9.19.0", "files": ["/a/libcudnn.so.9", "/b/libcudnn.so.9"]}),
+            "two are loaded, from /a and /b", "CUDNN_HOME=",
+        ),
+        (
+            machine(
+                flash2={
+                    "version": "2.8",
+                    "error": "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEi",
+                }
+            ),
+            "FlashAttention 2 does not import",
+            "pip uninstall -y flash-attn ",
+        ),
+        (machine(nccl={"error": NCCL}), "unhandled cuda error", "LD_LIBRARY_PATH="),
+        (
+            machine(torch={"version": "2.11", "cuda": "13.0", "gpus": []}, hidden=True),
+            "CUDA_VISIBLE_DEVICES hides", "unset",
+        ),
+        (
+            machine(torch=machine().torch | {"gpus": [H200 | {"free_gib": 1.0}]}), "1 of 140 GiB free",
+            "nvidia-smi",
+        ),
+        (laptop(memory_gib=0.5), "0.5 GiB", "smaller presets"),
+        (laptop(disk_gib=1.0), "1.0 GiB", "--out-dir"),
+    ],
+)
 def test_what_works_badly_is_a_warning(facts, line, fix):
     assert fix in told(facts, line, "warn").fix and not failed(facts)
 
 
 def test_flash_attention_is_optional():
-    assert told(machine(), "FlashAttention 4: not installed", "info") and told(machine(flash4={"version": "4.0.0b36"}), "4.0.0b36", "ok")
+    assert told(machine(), "FlashAttention 4: not installed", "info") and told(
+        machine(flash4={"version": "4.0.0b36"}), "4.0.0b36", "ok"
+    )
     assert not any("FlashAttention 4" in result.line for result in diagnose(machine((8, 9))))
 
 
@@ -243,7 +432,10 @@ def test_the_least_version_is_that_of_the_requirements():
 
 def test_a_check_that_breaks_does_not_stop_doctor():
     results = diagnose(machine(fp8={"reasons": {"delayed": ""}}))
-    assert any("check_recipes failed: KeyError" in result.line for result in results) and "free disk" in results[-1].line
+    assert (
+        any("check_recipes failed: KeyError" in result.line for result in results)
+        and "free disk" in results[-1].line
+    )
 
 
 # -- messages: as they stand in logs of pip, ninja, gcc, nvcc and in tracebacks
@@ -251,64 +443,124 @@ def test_a_check_that_breaks_does_not_stop_doctor():
 
 MESSAGES = {
     "disk full": ["OSError: [Errno 28] No space left on device"],
-    "memory": ["c++: fatal error: Killed signal terminated program cc1plus", "g++: internal compiler error: Killed (program cc1plus)",
-               "nvcc error   : 'cicc' died due to signal 9 (Kill signal)", "Killed", "cc1plus: out of memory allocating 65536 bytes",
-               "virtual memory exhausted: Cannot allocate memory", "nvcc fatal   : out of memory"],
-    "no cuDNN frontend headers": ["util/cudnn.h:17:10: fatal error: cudnn_frontend.h: No such file or directory"],
-    "no cudnn.h": ["torch/include/ATen/cudnn/cudnn-wrapper.h:3:10: fatal error: cudnn.h: No such file or directory",
-                   "Could not find cudnn_LIBRARY using the following names: cudnn, libcudnn.so."],
-    "no compiler headers of CUDA": ["cuda_runtime.h:82:10: fatal error: crt/host_config.h: No such file or directory"],
-    "no CUDA headers": ["csrc/extensions.h:10:10: fatal error: nccl.h: No such file or directory",
-                        "fatal error: cusparse.h: No such file or directory",
-                        "fatal error: cuda_runtime_api.h: No such file or directory", "RuntimeError: CUDA not found."],
-    "no Python headers": ["pybind11/detail/common.h:213:10: fatal error: Python.h: No such file or directory"],
-    "no C++ compiler": ["error: command 'g++' failed: No such file or directory", "FileNotFoundError: [Errno 2] No such file or directory: 'c++'",
-                        "CMake Error: CMAKE_CXX_COMPILER not set, after EnableLanguage"],
+    "memory": [
+        "c++: fatal error: Killed signal terminated program cc1plus",
+        "g++: internal compiler error: Killed (program cc1plus)",
+        "nvcc error   : 'cicc' died due to signal 9 (Kill signal)", "Killed",
+        "cc1plus: out of memory allocating 65536 bytes", "virtual memory exhausted: Cannot allocate memory",
+        "nvcc fatal   : out of memory",
+    ],
+    "no cuDNN frontend headers": [
+        "util/cudnn.h:17:10: fatal error: cudnn_frontend.h: No such file or directory"
+    ],
+    "no cudnn.h": [
+        "torch/include/ATen/cudnn/cudnn-wrapper.h:3:10: fatal error: cudnn.h: No such file or directory",
+        "Could not find cudnn_LIBRARY using the following names: cudnn, libcudnn.so.",
+    ],
+    "no compiler headers of CUDA": [
+        "cuda_runtime.h:82:10: fatal error: crt/host_config.h: No such file or directory"
+    ],
+    "no CUDA headers": [
+        "csrc/extensions.h:10:10: fatal error: nccl.h: No such file or directory",
+        "fatal error: cusparse.h: No such file or directory",
+        "fatal error: cuda_runtime_api.h: No such file or directory",
+        "RuntimeError: CUDA not found.",
+    ],
+    "no Python headers": [
+        "pybind11/detail/common.h:213:10: fatal error: Python.h: No such file or directory"
+    ],
+    "no C++ compiler": [
+        "error: command 'g++' failed: No such file or directory",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'c++'",
+        "CMake Error: CMAKE_CXX_COMPILER not set, after EnableLanguage",
+    ],
     "compiler too new": ["#error -- unsupported GNU version! gcc versions later than 13 are not supported!"],
-    "no nvcc": ["Failed to find nvcc.", "OSError: CUDA_HOME environment variable is not set. Please set it to your CUDA install root.",
-                "RuntimeError: Could neither find NVCC executable nor CUDA runtime Python package for ['nvidia-cuda-runtime']"],
+    "no nvcc": [
+        "Failed to find nvcc.",
+        "OSError: CUDA_HOME environment variable is not set. Please set it to your CUDA install root.",
+        "RuntimeError: Could neither find NVCC executable nor CUDA runtime Python package for ['nvidia-cuda-runtime']",
+    ],
     "two CUDA versions": ["The detected CUDA version (12.2) mismatches the version that was used to compile"],
-    "no CUDA in PyTorch": ["packaging.version.InvalidVersion: Invalid version: None", "AssertionError: Torch not compiled with CUDA enabled",
-                           "TypeError: expected string or bytes-like object, got 'NoneType'"],
-    "the build does not see torch": ["RuntimeError: This package needs Torch to build.", "ModuleNotFoundError: No module named 'torch'"],
-    "no build tools": ["ModuleNotFoundError: No module named 'pybind11'", "RuntimeError: Ninja is required to load C++ extensions"],
+    "no CUDA in PyTorch": [
+        "packaging.version.InvalidVersion: Invalid version: None",
+        "AssertionError: Torch not compiled with CUDA enabled",
+        "TypeError: expected string or bytes-like object, got 'NoneType'",
+    ],
+    "the build does not see torch": [
+        "RuntimeError: This package needs Torch to build.",
+        "ModuleNotFoundError: No module named 'torch'",
+    ],
+    "no build tools": [
+        "ModuleNotFoundError: No module named 'pybind11'",
+        "RuntimeError: Ninja is required to load C++ extensions",
+    ],
     "no wheel for this system": ["ERROR: No matching distribution found for transformer_engine_cu13==2.20.2"],
-    "flash-attn broken": ["ImportError: /x/flash_attn_2_cuda.cpython-312-x86_64-linux-gnu.so: undefined symbol: _ZN3c104cuda9SetDeviceEi"],
+    "flash-attn broken": [
+        "ImportError: /x/flash_attn_2_cuda.cpython-312-x86_64-linux-gnu.so: undefined symbol: _ZN3c104cuda9SetDeviceEi"
+    ],
     "NCCL too old": ["ImportError: /x/libtorch_cuda.so: undefined symbol: ncclCommWindowRegister"],
-    "cuBLAS too old": ["OSError: libtransformer_engine.so: undefined symbol: cublasLtGroupedMatrixLayoutInit_internal, version libcublasLt.so.13"],
-    "built against another PyTorch": [UNDEFINED, "OSError: libtransformer_engine.so: undefined symbol: _ZN18transformer_engine9to_stringERK15"],
-    "no Transformer Engine": ["ModuleNotFoundError: No module named 'transformer_engine'",
-                              "ImportError: No module named transformer_engine"],
-    "no PyTorch part": ["ModuleNotFoundError: No module named 'transformer_engine_torch'",
-                        "No module named 'transformer_engine.pytorch'",
-                        "No module named transformer_engine_torch",
-                        "AttributeError: module 'transformer_engine' has no attribute 'pytorch'", "StopIteration",
-                        "FileNotFoundError: Could not find shared object file for Transformer Engine torch lib.",
-                        "RuntimeError: Found empty `transformer-engine` meta package installed. Install `transformer-engine` with"],
+    "cuBLAS too old": [
+        "OSError: libtransformer_engine.so: undefined symbol: cublasLtGroupedMatrixLayoutInit_internal, version libcublasLt.so.13"
+    ],
+    "built against another PyTorch": [
+        UNDEFINED,
+        "OSError: libtransformer_engine.so: undefined symbol: _ZN18transformer_engine9to_stringERK15",
+    ],
+    "no Transformer Engine": [
+        "ModuleNotFoundError: No module named 'transformer_engine'",
+        "ImportError: No module named transformer_engine",
+    ],
+    "no PyTorch part": [
+        "ModuleNotFoundError: No module named 'transformer_engine_torch'",
+        "No module named 'transformer_engine.pytorch'",
+        "No module named transformer_engine_torch",
+        "AttributeError: module 'transformer_engine' has no attribute 'pytorch'",
+        "StopIteration",
+        "FileNotFoundError: Could not find shared object file for Transformer Engine torch lib.",
+        "RuntimeError: Found empty `transformer-engine` meta package installed. Install `transformer-engine` with",
+    ],
     "Transformer Engine too old": [
         "AttributeError: module 'transformer_engine.pytorch' has no attribute 'autocast'",
-        "AttributeError: module 'transformer_engine.pytorch' has no attribute 'is_mxfp8_available'"],
-    "mixed Transformer Engines": ["AssertionError: Transformer Engine package version mismatch. Found transformer_engine_torch v2.9.0",
-                                  "AssertionError: Could not find `transformer-engine` PyPI package."],
-    "cuDNN mixed": ["RuntimeError: cuDNN error: CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH",
-                    "RuntimeError: cuDNN version incompatibility: PyTorch was compiled  against (9, 19, 0) but found runtime version (9, 14, 0)."],
-    "no driver": ["OSError: libcuda.so.1: cannot open shared object file: No such file or directory",
-                  "RuntimeError: Found no NVIDIA driver on your system."],
-    "no CUDA libraries": ["OSError: libcublas.so.13: cannot open shared object file: No such file or directory",
-                          "RuntimeError: cudnn shared object not found."],
-    "C++ library too old": ["ImportError: libstdc++.so.6: version `GLIBCXX_3.4.32' not found (required by x.so)"],
+        "AttributeError: module 'transformer_engine.pytorch' has no attribute 'is_mxfp8_available'",
+    ],
+    "mixed Transformer Engines": [
+        "AssertionError: Transformer Engine package version mismatch. Found transformer_engine_torch v2.9.0",
+        "AssertionError: Could not find `transformer-engine` PyPI package.",
+    ],
+    "cuDNN mixed": [
+        "RuntimeError: cuDNN error: CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH",
+        "RuntimeError: cuDNN version incompatibility: PyTorch was compiled  against (9, 19, 0) but found runtime version (9, 14, 0).",
+    ],
+    "no driver": [
+        "OSError: libcuda.so.1: cannot open shared object file: No such file or directory",
+        "RuntimeError: Found no NVIDIA driver on your system.",
+    ],
+    "no CUDA libraries": [
+        "OSError: libcublas.so.13: cannot open shared object file: No such file or directory",
+        "RuntimeError: cudnn shared object not found.",
+    ],
+    "C++ library too old": [
+        "ImportError: libstdc++.so.6: version `GLIBCXX_3.4.32' not found (required by x.so)"
+    ],
     "driver replaced": ["Failed to initialize NVML: Driver/library version mismatch"],
-    "driver too old": ["The NVIDIA driver on your system is too old (found version 11040).",
-                       "CUDA error: CUDA driver version is insufficient for CUDA runtime version"],
+    "driver too old": [
+        "The NVIDIA driver on your system is too old (found version 11040).",
+        "CUDA error: CUDA driver version is insufficient for CUDA runtime version",
+    ],
     "driver not running": ["NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."],
-    "no kernels for this GPU": ["RuntimeError: CUDA error: no kernel image is available for execution on the device"],
-    "no FP8 on this GPU": ["AssertionError: Device compute capability 8.9 or higher required for FP8 execution."],
+    "no kernels for this GPU": [
+        "RuntimeError: CUDA error: no kernel image is available for execution on the device"
+    ],
+    "no FP8 on this GPU": [
+        "AssertionError: Device compute capability 8.9 or higher required for FP8 execution."
+    ],
     "shape not for FP8": [
         "RuntimeError: cublaslt_gemm.cu:397 in function cublas_gemm: Unable to find any suitable algorithms",
         "RuntimeError: Unable to find suitable cuBLAS GEMM algorithm",
         "Assertion failed: ret.lda % 16 == 0. Leading dimension requirement on A for FP8 GEMM.",
         "Outer dimension requirement on B for NVTE_BLOCK_SCALING GEMM. Caller must pad.",
-        "AssertionError: FP8 execution requires the product of all dimensions except the last to be"],
+        "AssertionError: FP8 execution requires the product of all dimensions except the last to be",
+    ],
     "delayed scaling compiled": ["RuntimeError: DelayedScaling is not supported under torch.compile."],
     "GPU memory full": ["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."],
 }
@@ -327,7 +579,9 @@ def test_the_page_has_every_known_failure_with_its_fix():
         assert f"| {failure.meaning} | {fix} |" in page, failure.name
 
 
-@pytest.mark.parametrize("name, message", [(name, message) for name, messages in MESSAGES.items() for message in messages])
+@pytest.mark.parametrize(
+    "name, message", [(name, message) for name, messages in MESSAGES.items() for message in messages]
+)
 def test_a_message_is_recognised(name, message):
     log = f"  building 'transformer_engine_torch' extension\n      {message}\n  ERROR: Failed building wheel for transformer_engine_torch\n"
     assert [failure.name for failure, _ in install_te.explain(log)] == [name]
@@ -336,7 +590,9 @@ def test_a_message_is_recognised(name, message):
 
 def test_a_log_without_a_known_failure_shows_its_first_error():
     assert install_te.explain("all is well\n") == []
-    assert install_te.describe("fine\n a.cpp:3: error: no such thing\nerror: 2").endswith("; its first error: a.cpp:3: error: no such thing")
+    assert install_te.describe("fine\n a.cpp:3: error: no such thing\nerror: 2").endswith(
+        "; its first error: a.cpp:3: error: no such thing"
+    )
 
 
 def test_the_cause_comes_before_what_it_caused():
@@ -355,7 +611,11 @@ def test_explain_reads_a_file_and_standard_input(tmp_path, capsys, monkeypatch):
     log = tmp_path / "build.log"
     log.write_text("c++: fatal error: Killed signal terminated program cc1plus\n")
     assert run("--explain", str(log)) == 0
-    assert "ran out of memory" in (shown := capsys.readouterr().out) and "MAX_JOBS=" in shown and "<jobs>" not in shown
+    assert (
+        "ran out of memory" in (shown := capsys.readouterr().out)
+        and "MAX_JOBS=" in shown
+        and "<jobs>" not in shown
+    )
     monkeypatch.setattr(sys, "stdin", io.StringIO(UNDEFINED))
     assert run("--explain", "-", "--json") == 0
     assert json.loads(capsys.readouterr().out)["failures"][0]["name"] == "built against another PyTorch"
@@ -363,9 +623,13 @@ def test_explain_reads_a_file_and_standard_input(tmp_path, capsys, monkeypatch):
     assert run("--explain", str(log)) == 1 and "no known failure" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv, words", [
-    (["--explain", "none.log"], "none.log: No such file"), (["--dry-run"], "--install --dry-run"), (["--jsn"], "--json"),
-    (["--install", "--json"], "stands alone")])
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--explain", "none.log"], "none.log: No such file"), (["--dry-run"], "--install --dry-run"),
+        (["--jsn"], "--json"), (["--install", "--json"], "stands alone"),
+    ],
+)
 def test_a_mistake_is_one_line_and_exit_code_2(argv, words, capsys):
     assert run(*argv) == 2
     shown = capsys.readouterr()
@@ -378,9 +642,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(argv, words, capsys):
 def test_the_plan_sets_what_the_build_needs(tmp_path):
     for name in ("cudnn/include", "cu13/include", "nccl/lib"):
         (tmp_path / name).mkdir(parents=True)
-    settings, commands = install_te.plan(tmp_path, {"transformer-engine": "2.9.0", "transformer-engine-cu12": "2.9.0"}, 3, {"CPATH": "/mine"})
+    settings, commands = install_te.plan(
+        tmp_path, {"transformer-engine": "2.9.0", "transformer-engine-cu12": "2.9.0"}, 3, {"CPATH": "/mine"}
+    )
     assert settings["CPATH"] == f"{tmp_path}/cu13/include:{tmp_path}/cudnn/include:/mine"
-    assert settings["MAX_JOBS"] == "3" and settings["NVTE_PYTORCH_FORCE_BUILD"] == "TRUE" and settings["NVTE_WITH_NCCL_EP"] == "0"
+    assert (
+        settings["MAX_JOBS"] == "3"
+        and settings["NVTE_PYTORCH_FORCE_BUILD"] == "TRUE"
+        and settings["NVTE_WITH_NCCL_EP"] == "0"
+    )
     remove, tools, build = (" ".join(command) for command in commands)
     assert "uninstall -y transformer-engine transformer-engine-cu12" in remove and "pybind11" in tools
     assert "--no-build-isolation --no-cache-dir transformer-engine[pytorch]" in build
@@ -396,22 +666,33 @@ def test_jobs_fit_into_memory(free, cpus, jobs):
 def test_pytorchs_cudnn_comes_first(tmp_path):
     for name in ("nccl/lib", "cudnn/lib", "cu13/lib", "cudnn/include"):
         (tmp_path / name).mkdir(parents=True)
-    assert install_te.library_path(tmp_path) == ":".join(f"{tmp_path}/{name}/lib" for name in ("cudnn", "cu13", "nccl"))
+    assert install_te.library_path(tmp_path) == ":".join(
+        f"{tmp_path}/{name}/lib" for name in ("cudnn", "cu13", "nccl")
+    )
 
 
 def test_a_dry_run_runs_nothing(monkeypatch, capsys):
     monkeypatch.setattr(install_te.subprocess, "Popen", lambda *a, **k: pytest.fail("ran"))
     monkeypatch.setattr(install_te, "cannot_build", lambda: [])
     assert run("--install", "--dry-run") == 0
-    assert "NVTE_WITH_NCCL_EP=0" in (shown := capsys.readouterr().out) and "'transformer-engine[pytorch]" in shown
+    assert (
+        "NVTE_WITH_NCCL_EP=0" in (shown := capsys.readouterr().out)
+        and "'transformer-engine[pytorch]" in shown
+    )
 
 
 def test_a_build_that_cannot_work_is_not_begun(monkeypatch, capsys):
     monkeypatch.setattr(install_te, "torch_cuda", lambda: "")
-    assert install_te.install(run=lambda *a, **k: pytest.fail("ran")) == 1 and "PyTorch with CUDA" in capsys.readouterr().out
+    assert (
+        install_te.install(run=lambda *a, **k: pytest.fail("ran")) == 1
+        and "PyTorch with CUDA" in capsys.readouterr().out
+    )
 
 
-@pytest.mark.parametrize("code, status", [("print('cudnn.h: No such file or directory'); raise SystemExit(1)", 1), ("print('built')", 0)])
+@pytest.mark.parametrize(
+    "code, status",
+    [("print('cudnn.h: No such file or directory'); raise SystemExit(1)", 1), ("print('built')", 0)],
+)
 def test_a_build_that_fails_is_explained(code, status, monkeypatch, capsys):
     monkeypatch.setattr(install_te, "plan", lambda *_: ({"CPATH": "x"}, [[sys.executable, "-c", code]]))
     monkeypatch.setattr(install_te, "cannot_build", lambda: [])
@@ -426,9 +707,15 @@ def test_the_cuda_of_the_installed_torch_is_known_without_importing_it():
 # -- looking
 
 
-@pytest.mark.parametrize("body, error", [
-    ("emit({'version': '1'}); os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"), ("emit({'version': '1'}); 1 / 0", "ZeroDivisionError"),
-    ("emit({'version': '1'}); time.sleep(60)", "no answer in 2 seconds"), ("print('noise'); emit({'version': '1'})", None)])
+@pytest.mark.parametrize(
+    "body, error",
+    [
+        ("emit({'version': '1'}); os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
+        ("emit({'version': '1'}); 1 / 0", "ZeroDivisionError"),
+        ("emit({'version': '1'}); time.sleep(60)", "no answer in 2 seconds"),
+        ("print('noise'); emit({'version': '1'})", None),
+    ],
+)
 def test_a_probe_that_dies_is_reported(body, error, tmp_path, monkeypatch):
     (tmp_path / "doctor.py").write_text(f"import os, signal, time\ndef probe_it(emit):\n    {body}\n")
     monkeypatch.setattr(doctor, "HERE", tmp_path)
@@ -438,7 +725,10 @@ def test_a_probe_that_dies_is_reported(body, error, tmp_path, monkeypatch):
 
 def test_doctor_imports_neither_torch_nor_transformer_engine():
     code = "import sys, doctor; print([name for name in ('torch', 'transformer_engine', 'tyro') if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=doctor.HERE).stdout == "[]\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=doctor.HERE).stdout
+        == "[]\n"
+    )
 
 
 def test_without_tyro_doctor_says_so():
@@ -450,7 +740,11 @@ def test_without_tyro_doctor_says_so():
 def test_missing_requirements():
     text = "torch>=1.0\ntyro>=999.9\nno-such-package-here\n# for the tests\nneither-this-one\n"
     missing = doctor.missing_requirements(text)
-    assert len(missing) == 2 and missing[0].endswith("(needs 999.9)") and missing[1] == "no-such-package-here (not installed)"
+    assert (
+        len(missing) == 2
+        and missing[0].endswith("(needs 999.9)")
+        and missing[1] == "no-such-package-here (not installed)"
+    )
 
 
 def test_a_product_in_high_precision_is_not_taken_for_fp8():
@@ -459,14 +753,31 @@ def test_a_product_in_high_precision_is_not_taken_for_fp8():
         yield
     device = "cuda" if torch.cuda.is_available() else "cpu"
     real = doctor.product_errors(fp8, "current", device)
-    fake = doctor.product_errors(SimpleNamespace(make_recipe=fp8.make_recipe, te=SimpleNamespace(Linear=fp8.te.Linear, autocast=no_autocast)),
-                                 "current", device)
-    assert max(fake) < doctor.TOO_EXACT < min(real) and real[0] < doctor.OUTPUT_BOUND and max(real[1:]) < doctor.GRADIENT_BOUND
+    fake = doctor.product_errors(
+        SimpleNamespace(
+            make_recipe=fp8.make_recipe, te=SimpleNamespace(Linear=fp8.te.Linear, autocast=no_autocast)
+        ),
+        "current",
+        device,
+    )
+    assert (
+        max(fake) < doctor.TOO_EXACT < min(real)
+        and real[0] < doctor.OUTPUT_BOUND
+        and max(real[1:]) < doctor.GRADIENT_BOUND
+    )
 
 
-@pytest.mark.parametrize("facts, code, text", [
-    (bare(), 1, "fail  Transformer Engine is not installed; FP8 is emulated, slowly\n      fix: python doctor.py --install\n"),
-    (machine(), 0, "ok    PyTorch 2.11.0+cu130, CUDA 13.0\n"), (laptop(), 0, "can train here")])
+@pytest.mark.parametrize(
+    "facts, code, text",
+    [
+        (
+            bare(), 1,
+            "fail  Transformer Engine is not installed; FP8 is emulated, slowly\n      fix: python doctor.py --install\n",
+        ),
+        (machine(), 0, "ok    PyTorch 2.11.0+cu130, CUDA 13.0\n"),
+        (laptop(), 0, "can train here"),
+    ],
+)
 def test_the_exit_code_and_the_report(facts, code, text, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "look", lambda: facts)
     assert run() == code and text in capsys.readouterr().out
@@ -486,7 +797,15 @@ def test_this_gpu(capsys):
     code = run("--json")
     told_here = json.loads(capsys.readouterr().out)
     failed = [check["line"] for check in told_here["checks"] if check["status"] == "fail"]
-    assert all(line.startswith("packages:") for line in failed) and code == bool(failed)  # a test machine may lack datasets
+    # a test machine may lack datasets
+    assert all(line.startswith("packages:") for line in failed) and code == bool(failed)
     facts = told_here["facts"]
-    assert facts["te"]["version"] and facts["cudnn"]["files"] and facts["nccl"]["version"] and facts["fp8"]["errors"]
-    assert facts["fp8"]["reasons"] == doctor.expected_reasons(torch.cuda.get_device_capability(), torch.version.cuda)
+    assert (
+        facts["te"]["version"]
+        and facts["cudnn"]["files"]
+        and facts["nccl"]["version"]
+        and facts["fp8"]["errors"]
+    )
+    assert facts["fp8"]["reasons"] == doctor.expected_reasons(
+        torch.cuda.get_device_capability(), torch.version.cuda
+    )

@@ -1,4 +1,5 @@
-"""The five models are variations on one theme: the same weights give the same logits, each trains, each stands alone."""
+"""The five models are variations on one theme: the same weights give the same logits, each trains, each
+stands alone."""
 
 import ast
 import dataclasses
@@ -20,13 +21,22 @@ from trainer_tools import OPTIONS, ROOT, make_tokens, metrics, run_train
 
 FAMILY = list(checkpoint.MODELS)  # optimized, advanced, fused, custom, te
 TINY = dict(vocab_size=96, n_positions=64, n_embd=64, n_layer=2, n_head=4)
-QWEN3 = dict(use_rmsnorm=True, use_rotary=True, rope_theta=5e4, use_qk_norm=True, activation="swiglu", tie_embeddings=False, n_kv_head=2,
-             head_dim=32)
+QWEN3 = dict(
+    use_rmsnorm=True, use_rotary=True, rope_theta=5e4, use_qk_norm=True, activation="swiglu",
+    tie_embeddings=False, n_kv_head=2, head_dim=32,
+)
 OTHER = dict(bias=False, tie_embeddings=False, n_inner=96, layernorm_epsilon=0.05)
 # What is named otherwise than in the fused model, whose names the advanced and the optimized one share.
-NAMES = {"te": [("attn.qkv.", "self_attention.layernorm_qkv."), ("attn.proj.", "self_attention.proj."), ("mlp.", "layernorm_mlp.")],
-         "custom": [("attn.qkv.layer_norm_", "attn.norm."), ("mlp.layer_norm_", "mlp.norm."), ("mlp.fc1_", "mlp.fc1."),
-                    ("mlp.fc2_", "mlp.fc2."), ("lm_head.layer_norm_", "norm.")]}
+NAMES = {
+    "te": [
+        ("attn.qkv.", "self_attention.layernorm_qkv."), ("attn.proj.", "self_attention.proj."),
+        ("mlp.", "layernorm_mlp."),
+    ],
+    "custom": [
+        ("attn.qkv.layer_norm_", "attn.norm."), ("mlp.layer_norm_", "mlp.norm."), ("mlp.fc1_", "mlp.fc1."),
+        ("mlp.fc2_", "mlp.fc2."), ("lm_head.layer_norm_", "norm."),
+    ],
+}
 
 
 def make(name, **options):
@@ -35,7 +45,8 @@ def make(name, **options):
 
 
 def make_alike(names, **options):
-    """Models of one network with the same random weights, norms and biases among them so that a forgotten one shows."""
+    """Models of one network with the same random weights, norms and biases among them so that a forgotten one
+    shows."""
     original, models = make("optimized", **options), {name: make(name, **options) for name in names}
     with torch.no_grad():
         for p in original.parameters():
@@ -52,7 +63,10 @@ def make_alike(names, **options):
 
 def also_on_a_gpu(*values):
     """The same test is one of `-m "not gpu"` and of `-m gpu`."""
-    return [*values, *(pytest.param(value, marks=pytest.mark.gpu, id=f"{value} on a GPU") for value in values)]
+    return [
+        *values,
+        *(pytest.param(value, marks=pytest.mark.gpu, id=f"{value} on a GPU") for value in values),
+    ]
 
 
 def tokens(batch=2, length=64):
@@ -62,8 +76,10 @@ def tokens(batch=2, length=64):
 # ---- the same network
 
 
-@pytest.mark.parametrize("names, options", [(FAMILY, {}), (FAMILY, OTHER), (["optimized", "advanced"], QWEN3)],
-                         ids=["gpt2", "other", "all switches"])
+@pytest.mark.parametrize(
+    "names, options", [(FAMILY, {}), (FAMILY, OTHER), (["optimized", "advanced"], QWEN3)],
+    ids=["gpt2", "other", "all switches"],
+)
 def test_the_same_weights_give_the_same_logits(names, options):
     x, logits = tokens(), {}
     for name, model in make_alike(names, **options).items():
@@ -71,7 +87,8 @@ def test_the_same_weights_give_the_same_logits(names, options):
             logits[name] = model(x)
     expected = logits.pop("optimized")
     assert expected.shape == (2, 64, 96)
-    tolerance = 1e-5 if fp8.IS_REFERENCE else 9 * 2.0**-11  # TE multiplies float32 in TF32: nine products in a row
+    # TE multiplies float32 in TF32: nine products in a row
+    tolerance = 1e-5 if fp8.IS_REFERENCE else 9 * 2.0**-11
     for name, y in logits.items():
         error = ((y - expected).abs().max() / expected.abs().max()).item()
         assert error <= tolerance, f"{name}: {error:.1e}"
@@ -79,10 +96,11 @@ def test_the_same_weights_give_the_same_logits(names, options):
 
 @pytest.mark.parametrize("recipe", also_on_a_gpu("none", "delayed", "current"))
 def test_the_same_weights_give_the_same_logits_in_low_precision(recipe):
-    # Two variants round at different places, so count roundings in a row: a rounding to a unit u (half a step, relative) errs by
-    # u / sqrt(3) (root mean square), R of them at random add up to sqrt(R / 3) u, and the difference of two has twice the variance.
-    # BF16, u = 2^-8: the embeddings' sum; in a block norm, QKV, scores, probabilities, their product with v, projection, bias, sum, then
-    # norm, fc1, GELU, fc2, bias, sum; in the head norm and logits. FP8, u = 2^-4 in E4M3: each product's input, four a block and the
+    # Two variants round at different places, so count roundings in a row: a rounding to a unit u (half a
+    # step, relative) errs by u / sqrt(3) (root mean square), R of them at random add up to sqrt(R / 3) u, and
+    # the difference of two has twice the variance. BF16, u = 2^-8: the embeddings' sum; in a block norm, QKV,
+    # scores, probabilities, their product with v, projection, bias, sum, then norm, fc1, GELU, fc2, bias,
+    # sum; in the head norm and logits. FP8, u = 2^-4 in E4M3: each product's input, four a block and the
     # head's; the weights are the same numbers everywhere and round alike.
     blocks = TINY["n_layer"]
     variance = 2 / 3 * (1 + 14 * blocks + 2) * 2.0**-16
@@ -118,8 +136,14 @@ def test_no_position_sees_a_later_one(name):
 
 
 @pytest.mark.parametrize("use_fp8", [False, True])
-@pytest.mark.parametrize("name, options", [*((name, {}) for name in FAMILY), ("advanced", QWEN3), ("te", {"bias": False, "dropout": 0.1}),
-                                           ("custom", {"attn_dropout": 0.1, "fp8_lm_head": False})], ids=str)
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        *((name, {}) for name in FAMILY), ("advanced", QWEN3), ("te", {"bias": False, "dropout": 0.1}),
+        ("custom", {"attn_dropout": 0.1, "fp8_lm_head": False}),
+    ],
+    ids=str,
+)
 def test_each_learns_a_batch(name, options, use_fp8):
     model = make(name, **options, use_fp8=use_fp8)
     optimizer = fp8.te.optimizers.FusedAdam(model.parameters(), lr=5e-3)
@@ -135,14 +159,18 @@ def test_each_learns_a_batch(name, options, use_fp8):
     assert abs(losses[0] - 4.56) < 0.3  # ln 96: nothing learned yet
     assert losses[-1] < losses[0] - 0.5
     scaled = {key.rsplit(".scaling", 1)[0] for key in fp8.get_state(model)}
-    assert len(scaled) == (0 if not use_fp8 else 2 * (4 if name == "custom" else 3) + model.config.fp8_lm_head)
+    assert len(scaled) == (
+        0 if not use_fp8 else 2 * (4 if name == "custom" else 3) + model.config.fp8_lm_head
+    )
 
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_initial_weights_are_gpt2s(name):
     for key, p in make(name, tie_embeddings=False).named_parameters():
         if p.dim() > 1:  # 0.02; what is added to the residual stream, in four additions here, half of it
-            assert p.std().item() == pytest.approx(0.01 if "proj" in key or "fc2" in key else 0.02, rel=0.06), key
+            assert p.std().item() == pytest.approx(
+                0.01 if "proj" in key or "fc2" in key else 0.02, rel=0.06
+            ), key
 
 
 @pytest.mark.parametrize("switch", ["dropout", "attn_dropout"])
@@ -165,7 +193,9 @@ def test_the_loss_is_the_mean_over_labels_that_count(name):
     with torch.no_grad():
         loss, logits = model(x, labels), model(x)
     assert loss.shape == () and loss.dtype == torch.float32
-    torch.testing.assert_close(loss, F.cross_entropy(logits[:, :50].flatten(0, 1), labels[:, :50].flatten()), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        loss, F.cross_entropy(logits[:, :50].flatten(0, 1), labels[:, :50].flatten()), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -185,14 +215,20 @@ def test_later_micro_batches_use_the_weights_cast_in_the_first(name):
 @pytest.mark.parametrize("name", also_on_a_gpu(*(name for name in FAMILY if name != "optimized")))
 def test_train_py_trains_it_and_its_checkpoint_generates(name, tmp_path, capsys):
     corpus, run = make_tokens(tmp_path / "tokens"), str(tmp_path / "run")
-    assert run_train(f"{OPTIONS} --device auto --model {name} --max-steps 4 --eval-interval 0 --out-dir {run}", corpus) == 0
+    assert (
+        run_train(
+            f"{OPTIONS} --device auto --model {name} --max-steps 4 --eval-interval 0 --out-dir {run}", corpus
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "--- a sample ---" in printed and "FP8 delayed" in printed
     losses = [record["loss"] for record in metrics(run)]
     assert len(losses) == 4 and losses[-1] < losses[0]
     model, tokenizer = sample.load_model(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     assert type(model) is checkpoint.model_classes(name)[0]
-    assert len(sample.generate(model, tokenizer.encode("line"), 70, temperature=0)) == 70  # longer than its 64 positions
+    # longer than its 64 positions
+    assert len(sample.generate(model, tokenizer.encode("line"), 70, temperature=0)) == 70
     assert run_train(f"--model {name} --resume --max-steps 6 --fp8-recipe none --out-dir {run}", corpus) == 0
     assert abs(metrics(run)[-1]["loss"] - losses[-1]) < 0.5
     assert json.loads((tmp_path / "run" / "step-6" / "meta.json").read_text())["model"] == name
@@ -225,15 +261,23 @@ def test_a_bad_configuration_is_refused_in_one_line(name):
 
 
 def test_fields_that_two_configs_share_have_one_default():
-    defaults = {field.name: field.default for field in dataclasses.fields(checkpoint.model_classes("optimized")[1])}
-    common = "vocab_size n_positions n_embd n_layer n_head dropout attn_dropout layernorm_epsilon use_fp8 fp8_margin n_inner bias " \
-             "tie_embeddings fp8_lm_head"
+    defaults = {
+        field.name: field.default for field in dataclasses.fields(checkpoint.model_classes("optimized")[1])
+    }
+    common = (
+        "vocab_size n_positions n_embd n_layer n_head dropout attn_dropout layernorm_epsilon use_fp8 fp8_margin n_inner bias "
+        "tie_embeddings fp8_lm_head"
+    )
     for name in FAMILY:
-        fields = {field.name: field.default for field in dataclasses.fields(checkpoint.model_classes(name)[1])}
+        fields = {
+            field.name: field.default for field in dataclasses.fields(checkpoint.model_classes(name)[1])
+        }
         assert set(common.split()) <= set(fields) and fields.items() <= defaults.items()
         model, recipe = make(name), make(name, fp8_margin=2).fp8_recipe
         assert model.lm_head.weight is model.wte.weight
-        assert (recipe.margin, recipe.fp8_format.name, recipe.amax_history_len, recipe.amax_compute_algo) == (2, "HYBRID", 1024, "max")
+        assert (recipe.margin, recipe.fp8_format.name, recipe.amax_history_len, recipe.amax_compute_algo) == (
+            2, "HYBRID", 1024, "max",
+        )
 
 
 def test_the_files_read_alike():
@@ -243,7 +287,9 @@ def test_the_files_read_alike():
         text = (ROOT / f"{module}.py").read_text()
         block = re.search(r"\ntry:\n    if os.environ.*?\n\n", text, re.S).group()
         nodes = [node for node in ast.parse(text).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
-        return block, [node.name.replace(model.removesuffix("GPT2Model"), "") for node in nodes if node.name != "MLP"]
+        return block, [
+            node.name.replace(model.removesuffix("GPT2Model"), "") for node in nodes if node.name != "MLP"
+        ]
 
     block, names = outline("optimized")
     for name in FAMILY:
@@ -251,18 +297,26 @@ def test_the_files_read_alike():
 
 
 def test_each_file_stands_alone(tmp_path):
-    code = ("import sys, torch\nfor folder, name, model, config in zip(*[iter(sys.argv[1:])] * 4):\n"
-            "    sys.path[0] = folder\n    sys.modules.pop('te_reference', None)\n    module = __import__(name)\n"
-            f"    loss = getattr(module, model)(getattr(module, config)(**{TINY!r}))(*torch.zeros(2, 1, 8, dtype=torch.int64))\n"
-            "    files = module.__file__, sys.modules['te_reference'].__file__\n"
-            "    print(name, all(file.startswith(folder) for file in files), loss.isfinite().item())")
+    code = (
+        "import sys, torch\nfor folder, name, model, config in zip(*[iter(sys.argv[1:])] * 4):\n"
+        "    sys.path[0] = folder\n    sys.modules.pop('te_reference', None)\n    module = __import__(name)\n"
+        f"    loss = getattr(module, model)(getattr(module, config)(**{TINY!r}))(*torch.zeros(2, 1, 8, dtype=torch.int64))\n"
+        "    files = module.__file__, sys.modules['te_reference'].__file__\n"
+        "    print(name, all(file.startswith(folder) for file in files), loss.isfinite().item())"
+    )
     arguments = []
     for name, (module, model, config) in checkpoint.MODELS.items():
         (tmp_path / name).mkdir()
         for file in (f"{module}.py", "te_reference.py"):
             shutil.copy(ROOT / file, tmp_path / name)
         arguments += [str(tmp_path / name), module, model, config]
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"NANOTE_REFERENCE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
+        "NANOTE_REFERENCE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=tmp_path, env=environment, capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{module} True True" for module, *_ in checkpoint.MODELS.values()]

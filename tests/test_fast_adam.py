@@ -1,4 +1,5 @@
-"""fast_adam against torch.optim.AdamW in float64, bit for bit where numbers are only stored, on the CPU through Triton's interpreter."""
+"""fast_adam against torch.optim.AdamW in float64, bit for bit where numbers are only stored, on the CPU
+through Triton's interpreter."""
 
 import contextlib
 import copy
@@ -45,10 +46,14 @@ def train(optimizer, params, steps, scale=None, dtype=None):
 
 def master(optimizer, parameter):
     value = optimizer.state[parameter].get("master_param", parameter.detach())
-    return checkpoint.join_remainder(parameter.detach(), value) if value.dtype == torch.int16 else value.float()
+    return (
+        checkpoint.join_remainder(parameter.detach(), value) if value.dtype == torch.int16 else value.float()
+    )
 
 
-@pytest.mark.parametrize("dtype, remainders", [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)])
+@pytest.mark.parametrize(
+    "dtype, remainders", [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)]
+)
 @pytest.mark.parametrize("scale", [None, 0.25])
 def test_it_is_adamw(dtype, remainders, scale):
     params = parameters(dtype)
@@ -85,7 +90,14 @@ def test_bfloat16_moments_follow_float32_ones():
         optimizer = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95), moment_dtype=dtype)
         train(optimizer, params, 6)
         assert optimizer.state[params[0]]["exp_avg"].dtype == dtype
-        outcomes.append(torch.cat([(master(optimizer, p) - q.detach().float()).flatten() for p, q in zip(params, parameters(torch.bfloat16))]))
+        outcomes.append(
+            torch.cat(
+                [
+                    (master(optimizer, p) - q.detach().float()).flatten()
+                    for p, q in zip(params, parameters(torch.bfloat16))
+                ]
+            )
+        )
     assert 0 < (outcomes[0] - outcomes[1]).norm() < 0.02 * outcomes[0].norm()
 
 
@@ -126,7 +138,9 @@ def test_a_state_dict_goes_on_where_it_was():
     other.load_state_dict(optimizer.state_dict())
     train(optimizer, params, 2)
     train(other, copies, 2)
-    assert all(torch.equal(p, q) for p, q in zip(params, copies)) and other.param_groups[0]["step"].item() == 5
+    assert (
+        all(torch.equal(p, q) for p, q in zip(params, copies)) and other.param_groups[0]["step"].item() == 5
+    )
 
 
 def test_a_parameter_without_gradient_stays():
@@ -136,7 +150,9 @@ def test_a_parameter_without_gradient_stays():
     for parameter, gradient in zip(params, gradients(0, torch.bfloat16)):
         parameter.grad = None if parameter is params[1] else gradient
     optimizer.step()
-    assert torch.equal(params[1], before) and not torch.equal(params[3].detach(), parameters(torch.bfloat16)[3].detach())
+    assert torch.equal(params[1], before) and not torch.equal(
+        params[3].detach(), parameters(torch.bfloat16)[3].detach()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -147,9 +163,15 @@ def test_the_norm_of_the_gradients(dtype):
         parameter.grad = gradient
     norm = optimizer.gradient_norm()
     exact = torch.cat([p.grad.double().flatten() for p in params]).norm()
-    assert norm.dtype == torch.float32 and norm.shape == () and norm.item() == pytest.approx(exact.item(), rel=1e-6)
+    assert (
+        norm.dtype == torch.float32
+        and norm.shape == ()
+        and norm.item() == pytest.approx(exact.item(), rel=1e-6)
+    )
     params[2].grad[-1] = 1e3  # in the chunk that is partly filled
-    assert optimizer.gradient_norm().item() == pytest.approx((exact**2 + 1e6 - gradients(0, dtype)[2][-1].double() ** 2).sqrt().item(), rel=1e-6)
+    assert optimizer.gradient_norm().item() == pytest.approx(
+        (exact**2 + 1e6 - gradients(0, dtype)[2][-1].double() ** 2).sqrt().item(), rel=1e-6
+    )
     params[2].grad[-1] = float("nan")
     assert optimizer.gradient_norm().isnan()
     params[2].grad = None
@@ -159,7 +181,12 @@ def test_the_norm_of_the_gradients(dtype):
 
 def test_mixed_types_are_refused():
     with pytest.raises(ValueError, match="all must be"):
-        FastAdam([torch.nn.Parameter(torch.zeros(4, device=DEVICE)), torch.nn.Parameter(torch.zeros(4, device=DEVICE).bfloat16())])
+        FastAdam(
+            [
+                torch.nn.Parameter(torch.zeros(4, device=DEVICE)),
+                torch.nn.Parameter(torch.zeros(4, device=DEVICE).bfloat16()),
+            ]
+        )
 
 
 def test_which_parameters_have_gradients_may_change():

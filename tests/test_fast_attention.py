@@ -36,23 +36,34 @@ def reference(qkv, n_head, n_kv_head, rope, q_weight, k_weight):
         q, k = rms_norm(q, q_weight), rms_norm(k, k_weight)
     if rope is not None:
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-    q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(n_head // n_kv_head, 2), v.repeat_interleave(n_head // n_kv_head, 2)))
-    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(torch.ones(length, length, device=q.device).triu(1).bool(), -torch.inf)
+    q, k, v = (
+        x.transpose(1, 2)
+        for x in (q, k.repeat_interleave(n_head // n_kv_head, 2), v.repeat_interleave(n_head // n_kv_head, 2))
+    )
+    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(
+        torch.ones(length, length, device=q.device).triu(1).bool(), -torch.inf
+    )
     return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
 def make_inputs(batch, length, n_head, n_kv_head, dim, rope, norm, dtype=torch.float32, device=DEVICE):
     """qkv, the tables, the weights and the output's gradient, all rounded to `dtype` but the tables."""
     qkv = torch.randn(batch, length, (n_head + 2 * n_kv_head) * dim, device=device, dtype=dtype)
-    angles = torch.arange(length, device=device).float()[:, None, None] * 1e4 ** (-torch.arange(0, dim, 2, device=device).float() / dim)
-    weights = [(1 + 0.3 * torch.randn(dim, device=device)).to(dtype) for _ in range(2)] if norm else [None, None]
+    angles = torch.arange(length, device=device).float()[:, None, None] * 1e4 ** (
+        -torch.arange(0, dim, 2, device=device).float() / dim
+    )
+    weights = (
+        [(1 + 0.3 * torch.randn(dim, device=device)).to(dtype) for _ in range(2)] if norm else [None, None]
+    )
     dout = torch.randn(batch, length, n_head * dim, device=device, dtype=dtype)
     return qkv, (angles.cos(), angles.sin()) if rope else None, *weights, dout
 
 
 def run(function, n_head, n_kv_head, qkv, rope, q_weight, k_weight, dout):
     """Output, then the gradients of qkv and of the weights that are there."""
-    leaves = [x.detach().clone().requires_grad_() if x is not None else None for x in (qkv, q_weight, k_weight)]
+    leaves = [
+        x.detach().clone().requires_grad_() if x is not None else None for x in (qkv, q_weight, k_weight)
+    ]
     out = function(leaves[0], n_head, n_kv_head, rope, *leaves[1:])
     out.backward(dout)
     return [out.detach()] + [x.grad for x in leaves if x is not None]
@@ -64,7 +75,10 @@ def double(x):
 
 def errors(n_head, n_kv_head, inputs):
     """||ours - reference|| / ||reference|| of the output and of each gradient."""
-    ours, truth = run(packed_attention, n_head, n_kv_head, *inputs), run(reference, n_head, n_kv_head, *map(double, inputs))
+    ours, truth = (
+        run(packed_attention, n_head, n_kv_head, *inputs),
+        run(reference, n_head, n_kv_head, *map(double, inputs)),
+    )
     assert all(x.dtype == inputs[0].dtype and x.shape == y.shape for x, y in zip(ours, truth))
     return [float((x.double() - y).norm() / y.norm()) for x, y in zip(ours, truth)]
 
@@ -77,18 +91,25 @@ features = pytest.mark.parametrize("rope, norm", [(False, False), (True, False),
 @pytest.mark.parametrize("n_head, n_kv_head, length, dim", [(2, 2, 37, 16), (4, 2, 19, 64), (3, 1, 8, 24)])
 def test_equals_attention_written_out(monkeypatch, n_head, n_kv_head, length, dim, rope, norm):
     monkeypatch.setattr(fast_attention, "TILE", 256)
-    monkeypatch.setattr(fast_attention, "PROGRAMS", 3)  # so that one program has several tiles, and not all the same number
-    assert max(errors(n_head, n_kv_head, make_inputs(2, length, n_head, n_kv_head, dim, rope, norm))) < ROUNDING
+    # so that one program has several tiles, and not all the same number
+    monkeypatch.setattr(fast_attention, "PROGRAMS", 3)
+    assert (
+        max(errors(n_head, n_kv_head, make_inputs(2, length, n_head, n_kv_head, dim, rope, norm))) < ROUNDING
+    )
 
 
 def test_layouts_are_taken_as_they_come():
-    """Four dimensions for qkv, two for the tables, strided or float64 ones, an expanded gradient, and nothing to differentiate."""
+    """Four dimensions for qkv, two for the tables, strided or float64 ones, an expanded gradient, and nothing
+    to differentiate."""
     qkv, (cos, sin), q_weight, k_weight, _ = make_inputs(2, 9, 2, 1, 16, True, True)
     dout = torch.tensor(0.5, device=DEVICE).expand(2, 9, 32)
     assert max(errors(2, 1, (qkv, (cos, sin), q_weight, k_weight, dout))) < ROUNDING
     expected = packed_attention(qkv, 2, 1, (cos, sin), q_weight, k_weight)
     with torch.no_grad():
-        out = packed_attention(qkv.requires_grad_().view(2, 9, 4, 16), 2, 1, (cos[:, 0].t().contiguous().t(), sin[:, 0].double()), q_weight, k_weight)
+        out = packed_attention(
+            qkv.requires_grad_().view(2, 9, 4, 16), 2, 1,
+            (cos[:, 0].t().contiguous().t(), sin[:, 0].double()), q_weight, k_weight,
+        )
     assert torch.equal(out, expected) and not out.requires_grad
 
 
@@ -106,8 +127,11 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.parametrize("capability, widest", [((7, 5), (0, 0)), ((8, 0), (0, 256)), ((9, 0), (256, 256)),
                                                 ((10, 0), (128, 256)), ((12, 0), (128, 256))])
 @pytest.mark.parametrize("dim", [20, 64, 96, 128, 136, 192, 256, 264])
-def test_flash_attention_is_picked_only_where_its_package_has_a_kernel(monkeypatch, version, capability, widest, dim):
-    """`auto` in the model, and the packed kernels; what the packages state by compute capability and head size."""
+def test_flash_attention_is_picked_only_where_its_package_has_a_kernel(
+    monkeypatch, version, capability, widest, dim
+):
+    """`auto` in the model, and the packed kernels; what the packages state by compute capability and head
+    size."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     for name in ("fa4", "fa2"):
@@ -119,7 +143,11 @@ def test_flash_attention_is_picked_only_where_its_package_has_a_kernel(monkeypat
     package = "flash_attn.cute" if version == "fa4" else "flash_attn.flash_attn_interface"
     flash_attn_func.__module__ = package
     monkeypatch.setattr(model_te_optimized, "flash_attn_func", flash_attn_func)
-    runs = dim % 8 == 0 and dim <= widest[version == "fa2"] or (version, capability, dim) == ("fa4", (10, 0), 256)
+    runs = (
+        dim % 8 == 0
+        and dim <= widest[version == "fa2"]
+        or (version, capability, dim) == ("fa4", (10, 0), 256)
+    )
     assert fast_attention._flash_version(dim) == (version if runs else None)
     config = OptimizedConfig(n_head=2, n_embd=2 * dim, head_dim=dim, vocab_size=64, attention="auto")
     assert (model_te_optimized.attention_kernel(config) == "flash") == runs
@@ -132,25 +160,73 @@ def test_flash_attention_is_picked_only_where_its_package_has_a_kernel(monkeypat
 
 
 class Recorder:
-    """Stands in for FlashAttention 4 and 2, with their signatures: PyTorch's attention, and a note of what it was given."""
+    """Stands in for FlashAttention 4 and 2, with their signatures: PyTorch's attention, and a note of what it
+    was given."""
 
     def fa4_forward(self, q, k, v, causal, return_lse, tile_mn=None):
-        return self.fa2_forward(q, k, v, 0.0, q.shape[-1] ** -0.5, causal, -1, -1, 0.0, None, False)[:2] + (None, None, None)
+        return self.fa2_forward(q, k, v, 0.0, q.shape[-1] ** -0.5, causal, -1, -1, 0.0, None, False)[:2] + (
+            None, None, None,
+        )
 
     def fa4_backward(self, q, k, v, out, dout, lse, causal, deterministic, dq, dk, dv):
-        self.fa2_backward(dout, q, k, v, out, lse, dq, dk, dv, 0.0, q.shape[-1] ** -0.5, causal, -1, -1, 0.0, None, deterministic)
+        self.fa2_backward(
+            dout, q, k, v, out, lse, dq, dk, dv, 0.0, q.shape[-1] ** -0.5, causal, -1, -1, 0.0, None,
+            deterministic,
+        )
 
-    def fa2_forward(self, q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax):
-        assert causal and softmax_scale == q.shape[-1] ** -0.5 and (dropout_p, window_size_left, window_size_right, softcap) == (0, -1, -1, 0)
+    def fa2_forward(
+        self,
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        return_softmax,
+    ):
+        assert (
+            causal
+            and softmax_scale == q.shape[-1] ** -0.5
+            and (dropout_p, window_size_left, window_size_right, softcap) == (0, -1, -1, 0)
+        )
         return fast_attention._sdpa(q, k, v), q.new_zeros(q.shape[0], q.shape[2], q.shape[1]), None, None
 
-    def fa2_backward(self, dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
-                     softcap, alibi_slopes, deterministic, rng_state=None):
-        assert causal and softmax_lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and out.shape == dout.shape == q.shape
+    def fa2_backward(
+        self,
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        rng_state=None,
+    ):
+        assert (
+            causal
+            and softmax_lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+            and out.shape == dout.shape == q.shape
+        )
         self.dout, self.targets = dout, (dq, dk, dv)
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            for target, gradient in zip(self.targets, torch.autograd.grad(fast_attention._sdpa(*inputs), inputs, dout)):
+            for target, gradient in zip(
+                self.targets, torch.autograd.grad(fast_attention._sdpa(*inputs), inputs, dout)
+            ):
                 target.copy_(gradient)
 
 
@@ -161,34 +237,46 @@ def test_flash_attention_writes_into_the_gradient_itself(monkeypatch, kernel, ro
     flash = Recorder()
     monkeypatch.setattr(fast_attention, "_kernel", lambda q: kernel)
     for name in ("forward", "backward"):
-        monkeypatch.setattr(fast_attention, f"{kernel}_{name}", getattr(flash, f"{kernel}_{name}"), raising=False)
+        monkeypatch.setattr(
+            fast_attention, f"{kernel}_{name}", getattr(flash, f"{kernel}_{name}"), raising=False
+        )
     inputs = make_inputs(2, 11, 4, 2, 16, rope, norm)
     assert max(errors(4, 2, inputs)) < ROUNDING
     qkv = inputs[0].requires_grad_()
-    packed_attention(qkv, 4, 2, *inputs[1:4]).backward(inputs[-1].transpose(1, 2).contiguous().transpose(1, 2))
+    packed_attention(qkv, 4, 2, *inputs[1:4]).backward(
+        inputs[-1].transpose(1, 2).contiguous().transpose(1, 2)
+    )
     start, size = qkv.grad.data_ptr(), qkv.grad.element_size()
     assert [(x.data_ptr() - start) // size for x in flash.targets] == [0, 4 * 16, 6 * 16]
     assert flash.dout.is_contiguous() and all(x.stride() == (11 * 128, 128, 16, 1) for x in flash.targets)
 
 
-@pytest.mark.parametrize("shape, capability, taken, tile", [((2, 1024, 4, 64), (9, 0), True, (128, 128)), ((2, 1040, 4, 64), (9, 0), True, None),
-                                                            ((2, 1024, 4, 96), (9, 0), True, None), ((2, 1024, 4, 64), (10, 0), True, None),
-                                                            ((2, 1024, 4, 64), (9, 0), False, None)])
+@pytest.mark.parametrize(
+    "shape, capability, taken, tile",
+    [
+        ((2, 1024, 4, 64), (9, 0), True, (128, 128)), ((2, 1040, 4, 64), (9, 0), True, None),
+        ((2, 1024, 4, 96), (9, 0), True, None), ((2, 1024, 4, 64), (10, 0), True, None),
+        ((2, 1024, 4, 64), (9, 0), False, None),
+    ],
+)
 def test_smaller_tiles_where_rows_are_short(monkeypatch, shape, capability, taken, tile):
     monkeypatch.setattr(fast_attention, "FA4_TAKES_TILES", taken)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     assert fast_attention._tile(torch.empty(shape)).get("tile_mn") == tile
 
 
-gpu_shapes = pytest.mark.parametrize("batch, length, n_head, n_kv_head, dim",
-                                     [(2, 512, 12, 12, 64), (1, 333, 6, 2, 64), (2, 384, 8, 8, 128), (1, 777, 8, 2, 128), (2, 256, 6, 2, 96)])
+gpu_shapes = pytest.mark.parametrize(
+    "batch, length, n_head, n_kv_head, dim",
+    [(2, 512, 12, 12, 64), (1, 333, 6, 2, 64), (2, 384, 8, 8, 128), (1, 777, 8, 2, 128), (2, 256, 6, 2, 96)],
+)
 
 
 @pytest.mark.gpu
 @features
 @gpu_shapes
 def test_bf16_on_a_gpu_is_right_to_its_rounding(batch, length, n_head, n_kv_head, dim, rope, norm):
-    """One BF16 rounding is 2^-9 = 2e-3 at most, about 1e-3 in the norm; the probabilities, the output and qk are rounded once each."""
+    """One BF16 rounding is 2^-9 = 2e-3 at most, about 1e-3 in the norm; the probabilities, the output and qk
+    are rounded once each."""
     inputs = make_inputs(batch, length, n_head, n_kv_head, dim, rope, norm, torch.bfloat16)
     poison = torch.full((8, *inputs[0].shape), torch.nan, device="cuda", dtype=torch.bfloat16)
     del poison  # what the allocator hands out next holds NaN: a gap in the gradient shows
@@ -218,7 +306,8 @@ def test_a_cuda_graph_gives_the_same(n_kv_head, dim):
     graph.replay()
     eager = step()
     assert torch.equal(captured[0], eager[0])
-    for x, y in zip(captured[1:], eager[1:]):  # FlashAttention adds up dq (and with GQA dk, dv) in no fixed order
+    # FlashAttention adds up dq (and with GQA dk, dv) in no fixed order
+    for x, y in zip(captured[1:], eager[1:]):
         assert float((x.double() - y.double()).norm() / y.double().norm()) < 5e-3
 
 

@@ -1,4 +1,5 @@
-"""The blocks' training pass written out is the one through the modules: on the CPU those of te_reference, on a GPU Transformer Engine's."""
+"""The blocks' training pass written out is the one through the modules: on the CPU those of te_reference, on
+a GPU Transformer Engine's."""
 
 import math
 import re
@@ -21,8 +22,14 @@ from model_te_optimized import OptimizedConfig, OptimizedGPT2Model  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
-SMALL = dict(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, use_fp8=True, attention="auto" if HAS_GPU else "sdpa")
-MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_kv_head=1, n_inner=48)
+SMALL = dict(
+    vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, use_fp8=True,
+    attention="auto" if HAS_GPU else "sdpa",
+)
+MODERN = dict(
+    use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_kv_head=1,
+    n_inner=48,
+)
 ONE = dict(n_layer=1)  # the interpreter takes seconds for each layer
 VARIANTS = {
     "GPT-2": {},
@@ -35,16 +42,24 @@ VARIANTS = {
     "loss in parts": ONE | dict(loss_chunks=2),
 }
 WIDE = dict(n_layer=1, n_positions=1024)
-LARGE = {  # options, rows and length of a batch: 8,208 tokens are no multiple of 32
-    "large": (dict(n_embd=512, n_layer=6, n_head=8, n_positions=1024), (8, 1024)),
-    "large and modern": (
-        MODERN | dict(n_embd=512, n_layer=6, n_head=8, n_kv_head=2, n_inner=1024, n_positions=1024), (8, 1024)),
-    "768 wide": (WIDE | dict(n_embd=768, n_head=12), (9, 912)),
-    "4096 wide": (WIDE | dict(n_embd=4096, n_head=32), (9, 912)),
-    "4096 wide and modern": (
-        MODERN | WIDE | dict(n_embd=4096, n_head=32, n_kv_head=8, n_inner=10928), (9, 912)),
-    "9216 wide": (WIDE | dict(n_embd=9216, n_head=72), (1, 1008)),
-} if HAS_GPU else {}
+LARGE = (
+    {  # options, rows and length of a batch: 8,208 tokens are no multiple of 32
+        "large": (dict(n_embd=512, n_layer=6, n_head=8, n_positions=1024), (8, 1024)),
+        "large and modern": (
+            MODERN | dict(n_embd=512, n_layer=6, n_head=8, n_kv_head=2, n_inner=1024, n_positions=1024),
+            (8, 1024),
+        ),
+        "768 wide": (WIDE | dict(n_embd=768, n_head=12), (9, 912)),
+        "4096 wide": (WIDE | dict(n_embd=4096, n_head=32), (9, 912)),
+        "4096 wide and modern": (
+            MODERN | WIDE | dict(n_embd=4096, n_head=32, n_kv_head=8, n_inner=10928),
+            (9, 912),
+        ),
+        "9216 wide": (WIDE | dict(n_embd=9216, n_head=72), (1, 1008)),
+    }
+    if HAS_GPU
+    else {}
+)
 
 
 class Float8Tensor(torch.Tensor):
@@ -53,7 +68,9 @@ class Float8Tensor(torch.Tensor):
     @staticmethod
     def __new__(cls, *, shape, dtype, data, data_transpose, fp8_scale_inv, fp8_dtype, quantizer, device):
         tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        tensor._data, tensor._transpose, tensor._scale_inv, tensor._fp8_dtype = data, data_transpose, fp8_scale_inv, fp8_dtype
+        tensor._data, tensor._transpose, tensor._scale_inv, tensor._fp8_dtype = (
+            data, data_transpose, fp8_scale_inv, fp8_dtype,
+        )
         return tensor
 
     @classmethod
@@ -62,7 +79,9 @@ class Float8Tensor(torch.Tensor):
 
 
 def make_storage(*, data, data_transpose, fp8_scale_inv, fp8_dtype, fake_dtype):
-    return types.SimpleNamespace(_data=data, _transpose=data_transpose, _scale_inv=fp8_scale_inv, _fp8_dtype=fp8_dtype)
+    return types.SimpleNamespace(
+        _data=data, _transpose=data_transpose, _scale_inv=fp8_scale_inv, _fp8_dtype=fp8_dtype
+    )
 
 
 class Quantizer(types.SimpleNamespace):
@@ -95,8 +114,13 @@ def modules_like_te(monkeypatch):
     def quantizers(module):
         def of(key):
             state, recipe = module.fp8_meta[key], module.fp8_meta["recipe"]
-            return [Quantizer(scale=state.scale[i], amax=state.amax_history[0, i], dtype=recipe._dtype(forward=key == "scaling_fwd"))
-                    for i in range(len(state.scale))]
+            return [
+                Quantizer(
+                    scale=state.scale[i], amax=state.amax_history[0, i],
+                    dtype=recipe._dtype(forward=key == "scaling_fwd"),
+                )
+                for i in range(len(state.scale))
+            ]
         return {key: of(key) for key in ("scaling_fwd", "scaling_bwd")}
 
     class FP8GlobalStateManager:
@@ -114,18 +138,27 @@ def modules_like_te(monkeypatch):
     monkeypatch.setattr(module, "end_forward", module._end, raising=False)
     monkeypatch.setattr(module, "quantizers", property(quantizers), raising=False)
     dtypes = {dtype: dtype for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
-    for name, names in {"": {}, "pytorch": {}, "pytorch.module": {}, "pytorch.tensor": {}, "pytorch.constants": dict(TE_DType_To_Torch=dtypes),
-                        "pytorch.quantization": dict(FP8GlobalStateManager=FP8GlobalStateManager),
-                        "pytorch.cpp_extensions": dict(general_gemm=general_gemm), "pytorch.tensor.storage": {},
-                        "pytorch.tensor.storage.float8_tensor_storage": dict(Float8TensorStorage=make_storage),
-                        "pytorch.tensor.float8_tensor": dict(Float8Tensor=Float8Tensor)}.items():
+    for name, names in {
+        "": {},
+        "pytorch": {},
+        "pytorch.module": {},
+        "pytorch.tensor": {},
+        "pytorch.constants": dict(TE_DType_To_Torch=dtypes),
+        "pytorch.quantization": dict(FP8GlobalStateManager=FP8GlobalStateManager),
+        "pytorch.cpp_extensions": dict(general_gemm=general_gemm),
+        "pytorch.tensor.storage": {},
+        "pytorch.tensor.storage.float8_tensor_storage": dict(Float8TensorStorage=make_storage),
+        "pytorch.tensor.float8_tensor": dict(Float8Tensor=Float8Tensor),
+    }.items():
         stub = types.ModuleType(name)
         stub.__dict__.update(names)
         monkeypatch.setitem(sys.modules, f"transformer_engine.{name}".strip("."), stub)
     monkeypatch.setattr(fast_support, "environment_reason", lambda _=None: "")
     monkeypatch.setattr(fast_support, "_runs_on_te", lambda model: True)
     package, stands_for = fast_support._package, {"te_reference": "transformer_engine"}
-    monkeypatch.setattr(fast_support, "_package", lambda module: stands_for.get(package(module), package(module)))
+    monkeypatch.setattr(
+        fast_support, "_package", lambda module: stands_for.get(package(module), package(module))
+    )
     folders = fast_support._library_folders()
     monkeypatch.setattr(fast_support, "_library_folders", lambda: (*folders, te_reference.__file__))
 
@@ -138,7 +171,9 @@ def make_model(fused=True, fp8_format="HYBRID", **options):
             if parameter.dim() == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))  # norms and biases that do something
     model.to(DEVICE, torch.bfloat16)
-    model.fp8_recipe = model_te_optimized.DelayedScaling(fp8_format=model_te_optimized.Format[fp8_format], amax_history_len=4)
+    model.fp8_recipe = model_te_optimized.DelayedScaling(
+        fp8_format=model_te_optimized.Format[fp8_format], amax_history_len=4
+    )
     return model
 
 
@@ -149,12 +184,17 @@ def make_tokens(step, rows=2, length=16):
 
 
 def state_of(model):
-    return {f"{name}.{key}": (state.scale.clone(), state.amax_history.clone()) for name, module in model.named_modules()
-            for key, state in getattr(module, "fp8_meta", {}).items() if key.startswith("scaling") and len(getattr(state, "scale", []))}
+    return {
+        f"{name}.{key}": (state.scale.clone(), state.amax_history.clone())
+        for name, module in model.named_modules()
+        for key, state in getattr(module, "fp8_meta", {}).items()
+        if key.startswith("scaling") and len(getattr(state, "scale", []))
+    }
 
 
 def train_steps(model, steps=2, microbatches=(None,)):
-    """Loss, gradients and FP8 state of each step; not of a first one, whose scales are 1 and flush gradients to zero, nor its maxima."""
+    """Loss, gradients and FP8 state of each step; not of a first one, whose scales are 1 and flush gradients
+    to zero, nor its maxima."""
     if not state_of(model):
         model(*make_tokens(1000)).backward()
         for module in model.modules():
@@ -167,7 +207,9 @@ def train_steps(model, steps=2, microbatches=(None,)):
         for micro, first in enumerate(microbatches):
             loss = model(*make_tokens(10 * step + micro), is_first_microbatch=first)
             loss.backward()
-        results.append((loss.item(), {name: p.grad.double() for name, p in model.named_parameters()}, state_of(model)))
+        results.append(
+            (loss.item(), {name: p.grad.double() for name, p in model.named_parameters()}, state_of(model))
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.05 * parameter.grad
@@ -292,7 +334,9 @@ def test_a_broken_kernel_is_not_the_same_training(monkeypatch, function, sabotag
 def test_untimed_gemms_accumulate_as_in_transformer_engines_recipe():
     products.clear()
     train_steps(make_model())
-    assert {(layout, k) for layout, k, _ in products} >= {("TN", 32), ("NN", 32), ("NN", 64), ("NN", 96), ("NT", 32)}
+    assert {(layout, k) for layout, k, _ in products} >= {
+        ("TN", 32), ("NN", 32), ("NN", 64), ("NN", 96), ("NT", 32),
+    }
     assert all(precise == (layout != "TN") for layout, _, precise in products)
 
 
@@ -306,14 +350,17 @@ def test_which_gemms_may_use_fast_accumulation(monkeypatch, fast_k, fastest):
         asked.add((b.dtype, a.shape[1], accumulation))  # b in E5M2: a gradient
 
     monkeypatch.setattr(fast_block.fast_gemm, "is_supported", lambda: True)
-    monkeypatch.setattr(fast_block.fast_gemm, "gemm", gemm)  # has no algorithm: Transformer Engine's GEMM runs
+    # has no algorithm: Transformer Engine's GEMM runs
+    monkeypatch.setattr(fast_block.fast_gemm, "gemm", gemm)
     model = make_model()
     if fast_k is not None:
         assert fast_block.accelerate(model, dgrad_fast_accum_k=fast_k) == ""
     train_steps(model)
     assert {accumulation for dtype, _, accumulation in asked if dtype == torch.float8_e4m3fn} == {"fast"}
-    backward = {accumulation: {k for dtype, k, kind in asked if dtype == torch.float8_e5m2 and kind == accumulation}
-                for accumulation in ("fastest", "precise", "fast")}
+    backward = {
+        accumulation: {k for dtype, k, kind in asked if dtype == torch.float8_e5m2 and kind == accumulation}
+        for accumulation in ("fastest", "precise", "fast")
+    }
     assert backward["fastest"] == fastest and 32 in backward["precise"] and not backward["fast"]
 
 
@@ -324,7 +371,8 @@ def test_accelerate_refuses_a_negative_k():
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *LARGE])
 def test_gradients_are_as_near_to_the_exact_ones(variant):
-    """The same weights without FP8 and in float32: the pass written out is no farther from that than the modules are."""
+    """The same weights without FP8 and in float32: the pass written out is no farther from that than the
+    modules are."""
     options, size = LARGE[variant] if variant in LARGE else (VARIANTS[variant], ())
     batch = make_tokens(0, *size)
 
@@ -339,13 +387,18 @@ def test_gradients_are_as_near_to_the_exact_ones(variant):
         return [parameter.grad.double() for parameter in model.parameters()]
 
     exact = gradients(True, exact=True)
-    ours, theirs = (torch.stack([(a - b).norm() / b.norm() for a, b in zip(gradients(fused), exact)]) for fused in (True, False))
+    ours, theirs = (
+        torch.stack([(a - b).norm() / b.norm() for a, b in zip(gradients(fused), exact)])
+        for fused in (True, False)
+    )
     assert (ours <= 1.3 * theirs + 0.01).all() and ours.mean() <= 1.1 * theirs.mean()
 
 
 def test_microbatches_cast_weights_once(monkeypatch):
     casts, cast_all = [], fast_casts.cast_all
-    monkeypatch.setattr(fast_casts, "cast_all", lambda tensors: casts.append(len(tensors[0])) or cast_all(tensors))
+    monkeypatch.setattr(
+        fast_casts, "cast_all", lambda tensors: casts.append(len(tensors[0])) or cast_all(tensors)
+    )
     ours = train_steps(make_model(**ONE), microbatches=(True, False, False))
     assert casts == 3 * [5]  # three steps with the first; the four linear layers of a block, and the head
     assert_same_training(ours, train_steps(make_model(fused=False, **ONE), microbatches=(True, False, False)))
@@ -369,7 +422,8 @@ def test_weights_are_those_that_the_modules_cast():
                 (by_rows, by_columns, _), _ = fast_casts.cast(weight, scale, amax, dtype)
                 assert torch.equal(kept._data.view(torch.uint8), by_rows.view(torch.uint8))
                 assert torch.equal(kept._transpose.view(torch.uint8), by_columns.view(torch.uint8))
-                assert module.fp8_meta["scaling_fwd"].amax_history[-1, slot] == weight.abs().max()  # the newest of the past ones
+                # the newest of the past ones
+                assert module.fp8_meta["scaling_fwd"].amax_history[-1, slot] == weight.abs().max()
         lists.append(fast_block._casts[model])
     assert lists[1] is lists[2]
     model.blocks[0].mlp.fc1_weight = torch.nn.Parameter(model.blocks[0].mlp.fc1_weight.detach().clone())
@@ -446,8 +500,12 @@ def test_packed_documents(monkeypatch):
 
 @pytest.mark.parametrize("touched", ["linear", "norm_linear"])
 def test_what_is_handed_over_must_not_be_touched(monkeypatch, touched):
-    """A branch, an activation's input: else a gradient in FP8 would arrive at an operation that knows nothing of it."""
+    """A branch, an activation's input: else a gradient in FP8 would arrive at an operation that knows nothing
+    of it."""
     function = getattr(fast_block, touched)
-    monkeypatch.setattr(fast_block, touched, lambda *args, **options: tuple(t * 1.0 if t is not None else t for t in function(*args, **options)))
+    monkeypatch.setattr(
+        fast_block, touched,
+        lambda *args, **options: tuple(t * 1.0 if t is not None else t for t in function(*args, **options)),
+    )
     with pytest.raises(ValueError, match="untouched"):
         make_model()(*make_tokens(0))

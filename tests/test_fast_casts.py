@@ -1,4 +1,5 @@
-"""The kernels between FP8 products, alone: against float64, and against Transformer Engine's own as far as rounding allows.
+"""The kernels between FP8 products, alone: against float64, and against Transformer Engine's own as far as
+rounding allows.
 
 Without a GPU they run in Triton's interpreter, and only on the small shapes.
 """
@@ -27,7 +28,8 @@ def scale_and_amax(scale=50.0, amax=0.0):
 
 
 def assert_same_bytes(ours, theirs, fp8, share, noise=0.0):
-    """Except where float32 is rounded otherwise: of the values, `share` may be the next FP8 number, and all may differ by `noise`."""
+    """Except where float32 is rounded otherwise: of the values, `share` may be the next FP8 number, and all
+    may differ by `noise`."""
     a, b = ours.view(fp8).float(), theirs.view(fp8).float()
     assert torch.equal(a.isnan(), b.isnan())
     other = (a - b).abs() > noise  # 0 and -0 are the same
@@ -38,18 +40,32 @@ def assert_same_bytes(ours, theirs, fp8, share, noise=0.0):
 def assert_fp8(three, exact, scale, amax, fp8, share=1e-3):
     """FP8's three, and amax, are those of float64's `exact`."""
     by_rows, by_columns, scale_inv = three
-    assert by_rows.dtype == by_columns.dtype == fp8 and by_rows.shape == exact.shape and by_rows.is_contiguous()
-    assert torch.equal(by_columns.view(torch.uint8), by_rows.view(torch.uint8).T) and by_columns.is_contiguous()
-    noise = min(5e-6 * scale.item(), 5e-4)  # of what is a difference; less than FP8 can hold where the scale is extreme
+    assert (
+        by_rows.dtype == by_columns.dtype == fp8 and by_rows.shape == exact.shape and by_rows.is_contiguous()
+    )
+    assert (
+        torch.equal(by_columns.view(torch.uint8), by_rows.view(torch.uint8).T) and by_columns.is_contiguous()
+    )
+    # of what is a difference; less than FP8 can hold where the scale is extreme
+    noise = min(5e-6 * scale.item(), 5e-4)
     assert_same_bytes(by_rows, te_reference.quantize(exact.float(), scale, fp8), fp8, share, noise)
-    assert amax.shape == (1,) and amax.item() == pytest.approx(exact.nan_to_num().abs().max().item(), rel=1e-5)  # NaN does not count
-    assert scale_inv.shape == (1,) and scale_inv.dtype == torch.float32 and scale_inv.item() == scale.reciprocal().item()
+    # NaN does not count
+    assert amax.shape == (1,) and amax.item() == pytest.approx(
+        exact.nan_to_num().abs().max().item(), rel=1e-5
+    )
+    assert (
+        scale_inv.shape == (1,)
+        and scale_inv.dtype == torch.float32
+        and scale_inv.item() == scale.reciprocal().item()
+    )
 
 
 def assert_close(ours, exact, added_up=1, equal_nan=False):
     """Equal but for rounding to BF16, and float32's of `added_up` values that may cancel out."""
     assert ours.dtype == torch.bfloat16
-    torch.testing.assert_close(ours.double(), exact, rtol=1.01 * BF16, atol=2e-5 * added_up**0.5, equal_nan=equal_nan)
+    torch.testing.assert_close(
+        ours.double(), exact, rtol=1.01 * BF16, atol=2e-5 * added_up**0.5, equal_nan=equal_nan
+    )
 
 
 def on_gpu(*values):
@@ -57,14 +73,19 @@ def on_gpu(*values):
 
 
 LARGE = [on_gpu(4096, 768), on_gpu(272, 1040), on_gpu(2048, 4096)]
-SHAPES = [(64, 128), (64, 144), (48, 128), (16, 16), (80, 272), *LARGE]  # whole tiles, or not in columns, in rows, in both
-# Sizes that people train with, and their neighbours: rows that are no multiple of 32, widths that are no power of two
-TRAINING = [(8208, 16), (8208, 48), (8208, 768), (16400, 1040), (8208, 2064), (16400, 4080), (8208, 4096), (32784, 4096),
-            (8208, 5136), (8208, 9216), (8208, 12288), (8208, 16368)]
+# whole tiles, or not in columns, in rows, in both
+SHAPES = [(64, 128), (64, 144), (48, 128), (16, 16), (80, 272), *LARGE]
+# Sizes that people train with, and their neighbours: rows that are no multiple of 32, widths that are no
+# power of two
+TRAINING = [
+    (8208, 16), (8208, 48), (8208, 768), (16400, 1040), (8208, 2064), (16400, 4080), (8208, 4096),
+    (32784, 4096), (8208, 5136), (8208, 9216), (8208, 12288), (8208, 16368),
+]
 KINDS = ["LayerNorm", "RMSNorm"]
 TYPES = [E4M3, E5M2]
 EPS = 1e-5
-SCALES = [50.0, 1e9, 1e-6, 0.01, 2e-5]  # as in training, all saturated, all flushed to zero, many subnormal in E4M3, and in E5M2
+# as in training, all saturated, all flushed to zero, many subnormal in E4M3, and in E5M2
+SCALES = [50.0, 1e9, 1e-6, 0.01, 2e-5]
 
 
 # The norm
@@ -134,20 +155,24 @@ def test_norm_in_fp8(fp8, scale):
     _, three, amax = check_norm(x, branch, bias, weight, shift, fp8, scale)
     before = amax.item()
     for more in (0.5, 2.0):  # a second micro-batch's joins the first one's
-        fast_casts.norm(x, branch, bias, more * weight, more * shift, EPS, torch.tensor(scale, device=DEVICE), amax, fp8)
+        fast_casts.norm(
+            x, branch, bias, more * weight, more * shift, EPS, torch.tensor(scale, device=DEVICE), amax, fp8
+        )
         assert amax.item() == pytest.approx(max(1.0, more) * before, rel=1e-5)
 
 
 @pytest.mark.parametrize("ratio", [100.0, -100.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_norm_far_from_zero(kind, ratio):
-    """A mean of 100 times the deviation leaves the variance as accurate, which a difference of squares would not."""
+    """A mean of 100 times the deviation leaves the variance as accurate, which a difference of squares would
+    not."""
     x, (weight, shift) = normal(48, 272, mean=ratio), make_norm(kind, 272)
     scale, amax = scale_and_amax()
     stream, three, mean, rstd = fast_casts.norm(x, None, None, weight, shift, EPS, scale, amax, E4M3)
     assert_statistics(mean, rstd, x, shift)
     exact = exact_norm(x.double(), weight.double(), None if shift is None else shift.double())
-    assert_fp8(three, exact, scale, amax, E4M3, share=0.01)  # y is the difference of two that are 100 times larger
+    # y is the difference of two that are 100 times larger
+    assert_fp8(three, exact, scale, amax, E4M3, share=0.01)
 
 
 def test_norm_of_constant_rows():
@@ -156,7 +181,8 @@ def test_norm_of_constant_rows():
     scale, amax = scale_and_amax()
     _, (by_rows, _, _), mean, rstd = fast_casts.norm(x, None, None, weight, shift, EPS, scale, amax, E4M3)
     assert_statistics(mean, rstd, x, shift)
-    torch.testing.assert_close(by_rows.float() / scale, shift.float().expand(48, 272), rtol=0.07, atol=0.03)  # E4M3's precision; 1/deviation is 316
+    # E4M3's precision; 1/deviation is 316
+    torch.testing.assert_close(by_rows.float() / scale, shift.float().expand(48, 272), rtol=0.07, atol=0.03)
 
 
 @pytest.mark.parametrize("where", ["x", "branch"])
@@ -183,16 +209,21 @@ def exact_norm_backward(gradient, stream, weight, shift):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows, columns", SHAPES)
 def test_norm_backward(rows, columns, kind, elsewhere, wanted):
-    x, (weight, shift), gradient = normal(rows, columns, size=2.0, mean=1.0), make_norm(kind, columns), normal(rows, columns)
+    x, (weight, shift), gradient = (
+        normal(rows, columns, size=2.0, mean=1.0), make_norm(kind, columns), normal(rows, columns),
+    )
     other, (scale, amax) = normal(rows, columns) if elsewhere else None, scale_and_amax()
     stream, _, mean, rstd = fast_casts.norm(x, None, None, weight, shift, EPS, scale, amax.clone(), E4M3)
     total, three, sums, dweight, dshift = fast_casts.norm_backward(
-        gradient, stream, mean, rstd, weight, other, (scale, amax, E5M2) if "FP8" in wanted else None, with_sums="sums" in wanted)
+        gradient, stream, mean, rstd, weight, other, (scale, amax, E5M2) if "FP8" in wanted else None,
+        with_sums="sums" in wanted,
+    )
     exact, exact_dweight, exact_dshift = exact_norm_backward(gradient, stream, weight, shift)
     assert_close(total, exact + other.double() if elsewhere else exact)
     if "FP8" in wanted:
-        # Wide rows are computed in two layouts, for the BF16 and for the FP8 copy, and RMSNorm's mean may differ in its
-        # last bit. One value in 10^8 is then rounded otherwise to BF16, at a tie of FP8's: of small tensors none.
+        # Wide rows are computed in two layouts, for the BF16 and for the FP8 copy, and RMSNorm's mean may
+        # differ in its last bit. One value in 10^8 is then rounded otherwise to BF16, at a tie of FP8's: of
+        # small tensors none.
         assert_fp8(three, total.double(), scale, amax, E5M2, share=1e-6)
     else:
         assert three is None and amax.item() == 0
@@ -210,11 +241,21 @@ def test_norm_backward(rows, columns, kind, elsewhere, wanted):
 @pytest.mark.parametrize("kind", KINDS)
 def test_norm_backward_of_nan(kind):
     """A NaN stays in its row and in the sums, and does not count in the amax, which is as large as before."""
-    x, (weight, shift), gradient, (scale, amax) = normal(48, 144), make_norm(kind, 144), normal(48, 144), scale_and_amax(amax=100.0)
+    x, (weight, shift), gradient, (scale, amax) = (
+        normal(48, 144), make_norm(kind, 144), normal(48, 144), scale_and_amax(amax=100.0),
+    )
     gradient[5, 130] = float("nan")
     stream, _, mean, rstd = fast_casts.norm(x, None, None, weight, shift, EPS, scale, amax.clone(), E4M3)
-    total, (by_rows, by_columns, _), sums, dweight, _ = fast_casts.norm_backward(gradient, stream, mean, rstd, weight, None, (scale, amax, E5M2), True)
-    assert total.isnan().sum() == total[5].isnan().sum() == by_rows.float().isnan().sum() == by_columns.float()[:, 5].isnan().sum() == 144
+    total, (by_rows, by_columns, _), sums, dweight, _ = fast_casts.norm_backward(
+        gradient, stream, mean, rstd, weight, None, (scale, amax, E5M2), True
+    )
+    assert (
+        total.isnan().sum()
+        == total[5].isnan().sum()
+        == by_rows.float().isnan().sum()
+        == by_columns.float()[:, 5].isnan().sum()
+        == 144
+    )
     assert sums.isnan().all() and dweight.isnan().nonzero().tolist() == [[130]] and amax.item() == 100.0
 
 
@@ -269,7 +310,8 @@ def test_activate_in_fp8(activation, fp8, scale):
     scale, amax = scale_and_amax(scale)
     assert_fp8(fast_casts.activate(activation, x, bias, scale, amax, fp8), y, scale, amax, fp8)
     fast_casts.activate(activation, x[:16] / 4, None, scale, amax, fp8)
-    assert amax.item() == pytest.approx(y.abs().max().item(), rel=1e-5)  # a second micro-batch's joins the first one's
+    # a second micro-batch's joins the first one's
+    assert amax.item() == pytest.approx(y.abs().max().item(), rel=1e-5)
     three, our_dbias = fast_casts.activate_backward(activation, gradient, x, bias, scale, amax.zero_(), fp8)
     assert_fp8(three, dx, scale, amax, fp8)
     assert_close(our_dbias, dbias, len(x))  # whatever becomes of the bytes
@@ -294,7 +336,8 @@ def test_activate_outside_of_the_tensor(activation):
 @pytest.mark.parametrize("fp8", TYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_large_values_and_nan(activation, fp8, with_bias):
-    """Far from zero an activation is 0 or the identity, without overflow on the way; NaN stays NaN and does not count as amax."""
+    """Far from zero an activation is 0 or the identity, without overflow on the way; NaN stays NaN and does
+    not count as amax."""
     x, bias, gradient = make_activation(activation, 16, 32, with_bias=with_bias)
     x[0, :8] = torch.tensor([1e4, -1e4, 1e18, -1e18, 12.0, -12.0, 90.0, -90.0], device=DEVICE)
     x[1, 3] = float("nan")
@@ -325,12 +368,16 @@ def test_cast(rows, columns, fp8):
         scale, amax = scale_and_amax(value)
         three, sums = fast_casts.cast(x, scale, amax, fp8, with_sums=True)
         assert_fp8(three, x.double(), scale, amax, fp8, share=0)
-        assert torch.equal(three[0].view(torch.uint8), te_reference.quantize(x.float(), scale, fp8).view(torch.uint8))
+        assert torch.equal(
+            three[0].view(torch.uint8), te_reference.quantize(x.float(), scale, fp8).view(torch.uint8)
+        )
         assert amax.item() == x.abs().max().item()
         assert_close(sums, x.double().sum(0), rows)
     amax.fill_(1e5)
     without, none = fast_casts.cast(x, scale, amax, fp8)
-    assert none is None and all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(without, three))
+    assert none is None and all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(without, three)
+    )
     assert amax.item() == 1e5  # a second micro-batch's joins the first one's
 
 
@@ -341,12 +388,23 @@ def test_cast_of_infinity_and_nan(fp8):
     scale, amax = scale_and_amax()
     (by_rows, by_columns, _), _ = fast_casts.cast(x, scale, amax, fp8)
     assert_same_bytes(by_rows, te_reference.quantize(x, scale, fp8), fp8, share=0)
-    assert by_rows.float().isnan().sum() == 1 and by_rows[5, 6].float() == -by_rows[7, 8].float() == torch.finfo(fp8).max
-    assert torch.equal(by_columns.view(torch.uint8), by_rows.view(torch.uint8).T) and amax.item() == float("inf")
+    assert (
+        by_rows.float().isnan().sum() == 1
+        and by_rows[5, 6].float() == -by_rows[7, 8].float() == torch.finfo(fp8).max
+    )
+    assert torch.equal(by_columns.view(torch.uint8), by_rows.view(torch.uint8).T) and amax.item() == float(
+        "inf"
+    )
 
 
 @pytest.mark.parametrize("fp8", TYPES)
-@pytest.mark.parametrize("shapes", [[(64, 64)], [(48, 144), (16, 16), (80, 272)], on_gpu([(2304, 768), (768, 768), (16, 4096), (3072, 1040)])])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(64, 64)], [(48, 144), (16, 16), (80, 272)],
+        on_gpu([(2304, 768), (768, 768), (16, 4096), (3072, 1040)]),
+    ],
+)
 def test_cast_all(shapes, fp8):
     """As one after the other."""
     tensors = [normal(*shape) for shape in shapes]
@@ -357,7 +415,9 @@ def test_cast_all(shapes, fp8):
     for number, (x, out, (scale, amax)) in enumerate(zip(tensors, outputs, places)):
         expected_amax = torch.full((1,), float(number), device=DEVICE)
         expected, _ = fast_casts.cast(x, scale, expected_amax, fp8)
-        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(out, expected)) and torch.equal(amax, expected_amax)
+        assert all(
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(out, expected)
+        ) and torch.equal(amax, expected_amax)
     again = [(x, out, *place) for x, out, place in zip(tensors, outputs, places)]
     assert fast_casts.list_casts(again, casts) is casts
     again[-1] = (tensors[-1].clone(), *again[-1][1:])
@@ -365,12 +425,18 @@ def test_cast_all(shapes, fp8):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 5), (3, 40), (64, 2, 16), (65, 33), (130, 3, 48), on_gpu((128, 3, 4096)), on_gpu((5000, 1040))])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 5), (3, 40), (64, 2, 16), (65, 33), (130, 3, 48), on_gpu((128, 3, 4096)), on_gpu((5000, 1040))],
+)
 def test_add_up(shape, dtype):
     sums = torch.randn(shape, device=DEVICE)
     total, exact = fast_casts.add_up(sums, dtype), sums.double().sum(0)
     assert total.dtype == dtype and total.shape == shape[1:]
-    torch.testing.assert_close(total.double(), exact, rtol=1.01 * BF16 if dtype == torch.bfloat16 else 1e-6, atol=1e-5 * shape[0]**0.5)
+    torch.testing.assert_close(
+        total.double(), exact, rtol=1.01 * BF16 if dtype == torch.bfloat16 else 1e-6,
+        atol=1e-5 * shape[0] ** 0.5,
+    )
 
 
 # Sizes of training
@@ -396,13 +462,24 @@ def test_sizes_of_training(rows, columns):
     test_cast_all([(rows, columns), (48, 144)], E4M3)
 
 
-@pytest.mark.parametrize("call, problem", [
-    (lambda x: fast_casts.norm(x[:24], None, None, x[0], x[0], EPS, *scale_and_amax(), E4M3), r"\(32, 48\) works"),
-    (lambda x: fast_casts.cast(x[:, :40].contiguous(), *scale_and_amax(), E4M3), r"\(32, 48\) works"),
-    (lambda x: fast_casts.cast(x[:, :32], *scale_and_amax(), E4M3), "must be contiguous"),
-    (lambda x: fast_casts.activate("gelu", x.float(), None, *scale_and_amax(), E4M3), "must be bfloat16"),
-    (lambda x: fast_casts.norm(normal(16, 16400), None, None, x[0], None, EPS, *scale_and_amax(), E4M3), "at most 16384"),
-])
+@pytest.mark.parametrize(
+    "call, problem",
+    [
+        (
+            lambda x: fast_casts.norm(x[:24], None, None, x[0], x[0], EPS, *scale_and_amax(), E4M3),
+            r"\(32, 48\) works",
+        ),
+        (lambda x: fast_casts.cast(x[:, :40].contiguous(), *scale_and_amax(), E4M3), r"\(32, 48\) works"),
+        (lambda x: fast_casts.cast(x[:, :32], *scale_and_amax(), E4M3), "must be contiguous"),
+        (lambda x: fast_casts.activate("gelu", x.float(), None, *scale_and_amax(), E4M3), "must be bfloat16"),
+        (
+            lambda x: fast_casts.norm(
+                normal(16, 16400), None, None, x[0], None, EPS, *scale_and_amax(), E4M3
+            ),
+            "at most 16384",
+        ),
+    ],
+)
 def test_what_does_not_fit_is_refused(call, problem):
     with pytest.raises(ValueError, match=problem):
         call(normal(32, 48))
@@ -432,14 +509,18 @@ def te_quantizer(tex, scale, fp8, columnwise):
 
 
 def assert_as_transformer_engines(three, amax, theirs, quantizer, exact, fp8, noise=0.0):
-    """The bytes are the same but for what BF16 rounds to halfway between two FP8 numbers, and as near to the exact values."""
+    """The bytes are the same but for what BF16 rounds to halfway between two FP8 numbers, and as near to the
+    exact values."""
     by_rows, by_columns, scale_inv = three
     assert by_rows.shape == theirs._data.shape
     assert_same_bytes(by_rows, theirs._data, fp8, 0.05, noise)
     assert torch.equal(by_columns.view(torch.uint8), by_rows.view(torch.uint8).T)
     torch.testing.assert_close(scale_inv, theirs._scale_inv.reshape(1), rtol=2e-7, atol=0)
-    torch.testing.assert_close(amax, quantizer.amax, rtol=1.01 * BF16, atol=0)  # some of TE's take it from BF16
-    ours, theirs = ((data.view(fp8).double() * scale_inv.double() - exact).norm() for data in (by_rows, theirs._data))
+    # some of TE's take it from BF16
+    torch.testing.assert_close(amax, quantizer.amax, rtol=1.01 * BF16, atol=0)
+    ours, theirs = (
+        (data.view(fp8).double() * scale_inv.double() - exact).norm() for data in (by_rows, theirs._data)
+    )
     assert ours <= 1.03 * theirs
 
 
@@ -456,8 +537,12 @@ def test_norm_is_transformer_engines(tex, rows, columns, kind):
     scale, amax = scale_and_amax()
     stream, three, mean, rstd = fast_casts.norm(x, branch, None, weight, shift, EPS, scale, amax, E4M3)
     quantizer = te_quantizer(tex, 50.0, E4M3, columnwise=False)
-    parameters, forward = ((weight,), tex.rmsnorm_fwd) if shift is None else ((weight, shift), tex.layernorm_fwd)
-    y, te_mean, te_rstd = forward(stream, *parameters, EPS, None, quantizer, TE_DType[torch.bfloat16], 0, False)
+    parameters, forward = (
+        ((weight,), tex.rmsnorm_fwd) if shift is None else ((weight, shift), tex.layernorm_fwd)
+    )
+    y, te_mean, te_rstd = forward(
+        stream, *parameters, EPS, None, quantizer, TE_DType[torch.bfloat16], 0, False
+    )
     exact = exact_norm(stream.double(), weight.double(), None if shift is None else shift.double())
     assert_as_transformer_engines(three, amax, y, quantizer, exact, E4M3)
     torch.testing.assert_close(rstd, te_rstd, rtol=1e-5, atol=0)
@@ -469,8 +554,11 @@ def test_norm_is_transformer_engines(tex, rows, columns, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows, columns", TE_SHAPES)
 def test_norm_backward_is_as_near_as_transformer_engines(tex, rows, columns, kind):
-    """As near to float64's as its is, which is rounded to BF16 once more before the gradient from elsewhere is added."""
-    x, (weight, shift), gradient, other = normal(rows, columns), make_norm(kind, columns), normal(rows, columns), normal(rows, columns)
+    """As near to float64's as its is, which is rounded to BF16 once more before the gradient from elsewhere
+    is added."""
+    x, (weight, shift), gradient, other = (
+        normal(rows, columns), make_norm(kind, columns), normal(rows, columns), normal(rows, columns),
+    )
     stream, _, mean, rstd = fast_casts.norm(x, None, None, weight, shift, EPS, *scale_and_amax(), E4M3)
     exact = exact_norm_backward(gradient, stream, weight, shift)
     if shift is None:
@@ -478,7 +566,9 @@ def test_norm_backward_is_as_near_as_transformer_engines(tex, rows, columns, kin
     else:
         theirs = tex.layernorm_bwd(gradient, stream, mean, rstd, weight, 0, False)
     total, _, _, *ours = fast_casts.norm_backward(gradient, stream, mean, rstd, weight, other)
-    for a, b, to in zip((total, *ours), (theirs[0] + other, *theirs[1:]), (exact[0] + other.double(), *exact[1:])):
+    for a, b, to in zip(
+        (total, *ours), (theirs[0] + other, *theirs[1:]), (exact[0] + other.double(), *exact[1:])
+    ):
         assert (a is None) == (to is None)
         if to is not None:
             assert (a.double() - to).norm() <= 1.03 * (b.double() - to).norm()
@@ -520,6 +610,8 @@ def test_cast_is_transformer_engines(tex, rows, columns, fp8):
     (by_rows, by_columns, scale_inv), sums = fast_casts.cast(x, scale, amax, fp8, with_sums=True)
     quantizer = te_quantizer(tex, 50.0, fp8, columnwise=True)
     te_sums, theirs = tex.bgrad_quantize(x, quantizer)
-    assert torch.equal(by_rows.view(torch.uint8), theirs._data) and torch.equal(by_columns.view(torch.uint8), theirs._transpose)
+    assert torch.equal(by_rows.view(torch.uint8), theirs._data) and torch.equal(
+        by_columns.view(torch.uint8), theirs._transpose
+    )
     assert torch.equal(amax, quantizer.amax) and torch.equal(scale_inv, theirs._scale_inv.reshape(1))
     torch.testing.assert_close(sums, te_sums, rtol=2 * BF16, atol=1e-3)

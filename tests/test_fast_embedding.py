@@ -1,4 +1,5 @@
-"""The gradient of an embedding, against float64 sums. Without a GPU: in Triton's interpreter, on the small shapes."""
+"""The gradient of an embedding, against float64 sums. Without a GPU: in Triton's interpreter, on the small
+shapes."""
 
 import pytest
 import torch
@@ -29,19 +30,29 @@ def tokens_of(kind, count, words):
 
 
 def exact(tokens, gradient, words):
-    return torch.zeros(words, gradient.shape[1], dtype=torch.float64, device=DEVICE).index_add_(0, tokens, gradient.double())
+    return torch.zeros(words, gradient.shape[1], dtype=torch.float64, device=DEVICE).index_add_(
+        0, tokens, gradient.double()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["any", "one word", "two in halves", "as in text", "each once"])
-@pytest.mark.parametrize("count, words, columns", [(64, 64, 256), (130, 200, 272), (31, 40, 16), (1, 3, 8), on_gpu(32768, 50304, 768),
-                                                   on_gpu(4096, 50304, 4096), on_gpu(8208, 50304, 3088)])
+@pytest.mark.parametrize(
+    "count, words, columns",
+    [
+        (64, 64, 256), (130, 200, 272), (31, 40, 16), (1, 3, 8), on_gpu(32768, 50304, 768),
+        on_gpu(4096, 50304, 4096), on_gpu(8208, 50304, 3088),
+    ],
+)
 def test_sums(count, words, columns, kind, dtype):
     tokens, gradient = tokens_of(kind, count, words), torch.randn(count, columns, device=DEVICE).to(dtype)
     total = fast_embedding.add_up_words(tokens, gradient, words)
     expected = exact(tokens, gradient, words)
     assert total.dtype == dtype and total.shape == (words, columns)
-    torch.testing.assert_close(total.double(), expected, rtol=1.01 * 2**-8 if dtype == torch.bfloat16 else 1e-5, atol=2e-5 * count**0.5)
+    torch.testing.assert_close(
+        total.double(), expected, rtol=1.01 * 2**-8 if dtype == torch.bfloat16 else 1e-5,
+        atol=2e-5 * count**0.5,
+    )
     assert torch.equal(total.abs().sum(1) > 0, torch.bincount(tokens, minlength=words) > 0)
     assert torch.equal(total, fast_embedding.add_up_words(tokens, gradient, words))  # to the bit
 
@@ -49,50 +60,77 @@ def test_sums(count, words, columns, kind, dtype):
 def test_as_an_embedding():
     """Forward PyTorch's, and its gradient joins what the weight gets elsewhere."""
     torch.manual_seed(1)
-    weight, tokens = torch.randn(50, 32, device=DEVICE, requires_grad=True), torch.randint(0, 50, (3, 20), device=DEVICE)
+    weight, tokens = (
+        torch.randn(50, 32, device=DEVICE, requires_grad=True),
+        torch.randint(0, 50, (3, 20), device=DEVICE),
+    )
     gradient, elsewhere = torch.randn(3, 20, 32, device=DEVICE), torch.randn(50, 32, device=DEVICE)
     x = fast_embedding.embed(tokens, weight)
     assert torch.equal(x, weight[tokens])
     ((x * gradient).sum() + (weight * elsewhere).sum()).backward()
-    torch.testing.assert_close(weight.grad.double(), exact(tokens.flatten(), gradient.flatten(0, 1), 50) + elsewhere.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        weight.grad.double(), exact(tokens.flatten(), gradient.flatten(0, 1), 50) + elsewhere.double(),
+        rtol=1e-5, atol=1e-5,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("batch, length, columns, more", [(3, 20, 32, 5), (2, 33, 1040, 0), on_gpu(8, 1024, 768, 0), on_gpu(8, 1024, 768, 5)])
+@pytest.mark.parametrize(
+    "batch, length, columns, more",
+    [(3, 20, 32, 5), (2, 33, 1040, 0), on_gpu(8, 1024, 768, 0), on_gpu(8, 1024, 768, 5)],
+)
 def test_with_positions(batch, length, columns, more, documents, dtype):
-    """As PyTorch's two embeddings, added; with documents in a batch each token has a position of its own, and each position several.
-    more: positions that no token has."""
+    """As PyTorch's two embeddings, added; with documents in a batch each token has a position of its own, and
+    each position several. more: positions that no token has."""
     torch.manual_seed(1)
-    weight, position_weight = (torch.randn(rows, columns, dtype=dtype, device=DEVICE).requires_grad_() for rows in (50, length + more))
+    weight, position_weight = (
+        torch.randn(rows, columns, dtype=dtype, device=DEVICE).requires_grad_()
+        for rows in (50, length + more)
+    )
     tokens = torch.randint(0, 50, (batch, length), device=DEVICE)
-    positions = torch.randint(0, length, (batch, length), device=DEVICE) if documents else torch.arange(length, device=DEVICE)
+    positions = (
+        torch.randint(0, length, (batch, length), device=DEVICE)
+        if documents
+        else torch.arange(length, device=DEVICE)
+    )
     gradient = torch.randn(batch, length, columns, device=DEVICE).to(dtype)
     x = fast_embedding.embed(tokens, weight, positions, position_weight)
     assert torch.equal(x, weight[tokens] + position_weight[positions])
     x.backward(gradient)
     for leaf, rows in ((weight, tokens), (position_weight, positions.expand(batch, length))):
-        torch.testing.assert_close(leaf.grad.double(), exact(rows.flatten(), gradient.flatten(0, 1), len(leaf)), rtol=1.01 * 2**-8, atol=1e-4)
+        torch.testing.assert_close(
+            leaf.grad.double(), exact(rows.flatten(), gradient.flatten(0, 1), len(leaf)), rtol=1.01 * 2**-8,
+            atol=1e-4,
+        )
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("bad", [-1, -100, 0x7fffffff, 50])
 def test_a_token_that_is_no_word(bad, rows):
-    """NaN in its place, nothing elsewhere, and an end: though there be whole chunks of it, and nothing else."""
+    """NaN in its place, nothing elsewhere, and an end: though there be whole chunks of it, and nothing else.
+    """
     weight, position_weight = (torch.randn(rows, 32, device=DEVICE, requires_grad=True) for rows in (50, 70))
     tokens, positions = torch.randint(0, 50, (2, 70), device=DEVICE), torch.arange(70, device=DEVICE)
     tokens[:rows, 2 - rows:] = bad
     x, known = fast_embedding.embed(tokens, weight, positions, position_weight), tokens != bad
-    assert x[~known].isnan().all() and torch.equal(x[known], (weight[tokens.where(known, 0)] + position_weight)[known])
+    assert x[~known].isnan().all() and torch.equal(
+        x[known], (weight[tokens.where(known, 0)] + position_weight)[known]
+    )
     gradient = torch.randn_like(x)
     x.backward(gradient)
-    torch.testing.assert_close(weight.grad.double(), exact(tokens[known], gradient[known], 50), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        weight.grad.double(), exact(tokens[known], gradient[known], 50), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_added_to_the_gradient_from_elsewhere():
     """In place, and once."""
     torch.manual_seed(1)
-    weight, tokens = torch.randn(50, 32, device=DEVICE, requires_grad=True), torch.randint(0, 50, (3, 20), device=DEVICE)
+    weight, tokens = (
+        torch.randn(50, 32, device=DEVICE, requires_grad=True),
+        torch.randint(0, 50, (3, 20), device=DEVICE),
+    )
     gradient, other, elsewhere = torch.randn(3, 20, 32, device=DEVICE), torch.randn(50, 32, device=DEVICE), []
     expected = exact(tokens.flatten(), gradient.flatten(0, 1), 50) + other.double()
     x = fast_embedding.embed(tokens, weight, elsewhere=elsewhere)
@@ -106,7 +144,10 @@ def test_added_to_the_gradient_from_elsewhere():
 @pytest.mark.skipif(not HAS_GPU, reason="no GPU")
 def test_in_a_cuda_graph():
     """Other tokens in the same memory, when it is replayed."""
-    tokens, gradient = tokens_of("any", 4096, 50304), torch.randn(4096, 768, device=DEVICE, dtype=torch.bfloat16)
+    tokens, gradient = (
+        tokens_of("any", 4096, 50304),
+        torch.randn(4096, 768, device=DEVICE, dtype=torch.bfloat16),
+    )
     fast_embedding.add_up_words(tokens, gradient, 50304)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,5 @@
-"""The fast loss: cross-entropy and gradient against float64, and its FP8 gradient byte for byte what Transformer Engine would have cast."""
+"""The fast loss: cross-entropy and gradient against float64, and its FP8 gradient byte for byte what
+Transformer Engine would have cast."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -49,8 +50,11 @@ def test_loss_and_gradient_are_cross_entropys(rows, vocab_size, dtype, tolerance
     assert loss.shape == () and loss.dtype == torch.float32 and gradient.dtype == dtype
     assert loss.item() == pytest.approx(expected.item(), rel=2e-6)
     assert (gradient - exact.grad).abs().max() <= tolerance * exact.grad.abs().max()
-    small = exact.grad.abs() < exact.grad.abs().max() / 100  # each value to its own size, not only the largest
-    torch.testing.assert_close(gradient[small].double(), exact.grad[small], rtol=max(tolerance, 1e-5), atol=1e-12)
+    # each value to its own size, not only the largest
+    small = exact.grad.abs() < exact.grad.abs().max() / 100
+    torch.testing.assert_close(
+        gradient[small].double(), exact.grad[small], rtol=max(tolerance, 1e-5), atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("offset, size", [(0.0, 500.0), (3e4, 1.0), (-3e4, 1.0)])
@@ -61,7 +65,8 @@ def test_large_logits(offset, size):
     expected = F.cross_entropy(exact, labels)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert (gradient - exact.grad).abs().max() < 2e-3 * exact.grad.abs().max()  # float32 has 24 bits: at 3e4 steps of 0.002
+    # float32 has 24 bits: at 3e4 steps of 0.002
+    assert (gradient - exact.grad).abs().max() < 2e-3 * exact.grad.abs().max()
 
 
 def test_words_that_are_ruled_out():
@@ -79,7 +84,9 @@ def test_ignored_rows():
     labels[2], labels[4] = -100, -100
     logits[4, 7] = float("nan")  # what a padded row holds does not matter
     loss, gradient = loss_and_gradient(logits, labels)
-    assert loss.item() == pytest.approx(F.cross_entropy(logits[[0, 1, 3, 5]].double(), labels[[0, 1, 3, 5]]).item(), rel=2e-6)
+    assert loss.item() == pytest.approx(
+        F.cross_entropy(logits[[0, 1, 3, 5]].double(), labels[[0, 1, 3, 5]]).item(), rel=2e-6
+    )
     assert gradient[[2, 4]].eq(0).all() and gradient[[0, 1, 3, 5]].ne(0).all()
     loss, gradient = loss_and_gradient(logits, torch.full_like(labels, -100))
     assert loss.item() == 0 and gradient.eq(0).all()  # as TE has it; PyTorch divides by zero
@@ -99,10 +106,17 @@ def test_backward_overwrites_the_logits_and_runs_once():
         square.backward()
 
 
-@pytest.mark.parametrize("logits, labels", [
-    (torch.zeros(2, 3, 32), torch.zeros(6, dtype=torch.int64)), (torch.zeros(32, 4).T, torch.zeros(4, dtype=torch.int64)),
-    (torch.zeros(4, 32, dtype=torch.float16), torch.zeros(4, dtype=torch.int64)), (torch.zeros(0, 32), torch.zeros(0, dtype=torch.int64)),
-    (torch.zeros(4, 32), torch.zeros(5, dtype=torch.int64)), (torch.zeros(4, 32), torch.zeros(4, dtype=torch.int32))])
+@pytest.mark.parametrize(
+    "logits, labels",
+    [
+        (torch.zeros(2, 3, 32), torch.zeros(6, dtype=torch.int64)),
+        (torch.zeros(32, 4).T, torch.zeros(4, dtype=torch.int64)),
+        (torch.zeros(4, 32, dtype=torch.float16), torch.zeros(4, dtype=torch.int64)),
+        (torch.zeros(0, 32), torch.zeros(0, dtype=torch.int64)),
+        (torch.zeros(4, 32), torch.zeros(5, dtype=torch.int64)),
+        (torch.zeros(4, 32), torch.zeros(4, dtype=torch.int32)),
+    ],
+)
 def test_unfit_arguments(logits, labels):
     with pytest.raises(ValueError, match="is needed"):
         cross_entropy(logits.to(DEVICE), labels.to(DEVICE))
@@ -112,14 +126,21 @@ def test_unfit_arguments(logits, labels):
 
 
 @pytest.mark.parametrize("fp8", FORMATS)
-@pytest.mark.parametrize("rows, vocab_size, factor, scale", [
-    (48, 144, 1.0, 1.0), (32, 128, 2**-9, 3e4), (16, 48, 3.0, 1e9), (48, 64, 2**-12, 1e-3), (64, 80, -1.0, 777.7)])
+@pytest.mark.parametrize(
+    "rows, vocab_size, factor, scale",
+    [
+        (48, 144, 1.0, 1.0), (32, 128, 2**-9, 3e4), (16, 48, 3.0, 1e9), (48, 64, 2**-12, 1e-3),
+        (64, 80, -1.0, 777.7),
+    ],
+)
 def test_fp8_gradient_is_the_cast_of_the_bf16_one(monkeypatch, rows, vocab_size, factor, scale, fp8):
     """From all flushed to zero to all saturated, by rows and transposed, whole tiles or not."""
     monkeypatch.setitem(fast_loss.BACKWARD_FP8, "ROWS", 32)  # several tiles even of a small matrix
     logits, labels = make_inputs(rows, vocab_size)
     logits[3, 5] = float("nan")
-    lse, scale, amax = saved_lse(logits, labels), torch.tensor(scale, device=DEVICE), torch.zeros(1, device=DEVICE)
+    lse, scale, amax = (
+        saved_lse(logits, labels), torch.tensor(scale, device=DEVICE), torch.zeros(1, device=DEVICE),
+    )
     per_label = torch.tensor(factor, device=DEVICE) / (labels != -100).sum()
     by_rows, by_columns = fast_loss.cast_gradient(logits, labels, lse, per_label, scale, amax, fp8)
     _, gradient = loss_and_gradient(logits, labels, factor)
@@ -152,7 +173,9 @@ class FakeHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, quantizer, use_bias, received):
-        ctx.grad_output_quantizer, ctx.use_bias, ctx.debug, ctx.received = quantizer, use_bias, False, received
+        ctx.grad_output_quantizer, ctx.use_bias, ctx.debug, ctx.received = (
+            quantizer, use_bias, False, received,
+        )
         return x @ weight.T
 
     @staticmethod
@@ -162,25 +185,43 @@ class FakeHead(torch.autograd.Function):
 
 
 @pytest.mark.skipif(HAS_GPU, reason="there Transformer Engine itself is asked, below")
-@pytest.mark.parametrize("case, in_fp8", [("", True), ("no head", False), ("another head", False), ("not straight from it", False),
-                                          ("bias", False), ("bf16", False), ("other recipe", False), ("hook", False), ("odd", False),
-                                          ("another GPU", False)])
+@pytest.mark.parametrize(
+    "case, in_fp8",
+    [
+        ("", True), ("no head", False), ("another head", False), ("not straight from it", False),
+        ("bias", False), ("bf16", False), ("other recipe", False), ("hook", False), ("odd", False),
+        ("another GPU", False),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:fast kernels are not used")
 def test_which_gradients_are_cast(monkeypatch, case, in_fp8):
     quantizer_class = type("Float8Quantizer", (SimpleNamespace,), {})
-    for name, names in {"tensor.float8_tensor": dict(Float8Quantizer=quantizer_class, Float8Tensor=FakeFloat8Tensor),
-                        "constants": dict(TE_DType_To_Torch={"E5M2": torch.float8_e5m2})}.items():
+    for name, names in {
+        "tensor.float8_tensor": dict(Float8Quantizer=quantizer_class, Float8Tensor=FakeFloat8Tensor),
+        "constants": dict(TE_DType_To_Torch={"E5M2": torch.float8_e5m2}),
+    }.items():
         module = ModuleType(name)
         module.__dict__.update(names)
         monkeypatch.setitem(sys.modules, f"transformer_engine.pytorch.{name}", module)
     reason = "not made for this GPU" if case == "another GPU" else ""
     monkeypatch.setattr(fast_loss.fast_support, "environment_reason", lambda: reason)
     state = dict(scale=torch.tensor(5e3), amax=torch.zeros(1), dtype="E5M2")
-    quantizer = SimpleNamespace(**state) if case == "other recipe" else None if case == "bf16" else quantizer_class(**state)
-    head = SimpleNamespace(quantizers={"scaling_bwd": [quantizer_class(**state) if case == "another head" else quantizer, None]})
+    quantizer = (
+        SimpleNamespace(**state)
+        if case == "other recipe"
+        else None
+        if case == "bf16"
+        else quantizer_class(**state)
+    )
+    head = SimpleNamespace(
+        quantizers={"scaling_bwd": [quantizer_class(**state) if case == "another head" else quantizer, None]}
+    )
 
     rows, received = 24 if case == "odd" else 32, []
-    x, weight = torch.randn(rows, 16, dtype=torch.bfloat16, requires_grad=True), torch.randn(96, 16, dtype=torch.bfloat16)
+    x, weight = (
+        torch.randn(rows, 16, dtype=torch.bfloat16, requires_grad=True),
+        torch.randn(96, 16, dtype=torch.bfloat16),
+    )
     labels = torch.randint(96, (rows,))
     logits = FakeHead.apply(x, weight, quantizer, case == "bias", received)
     if case == "hook":
@@ -196,9 +237,18 @@ def test_which_gradients_are_cast(monkeypatch, case, in_fp8):
         assert torch.equal(gradient, expected)
         return
     inside = gradient.inside
-    assert torch.equal(inside.data, te_reference.quantize(expected, quantizer.scale, torch.float8_e5m2).view(torch.uint8))
-    assert torch.equal(inside.data_transpose, inside.data.T) and inside.fp8_dtype == "E5M2" and inside.quantizer is quantizer
-    assert inside.fp8_scale_inv.shape == (1,) and inside.fp8_scale_inv.item() == quantizer.scale.reciprocal().item()
+    assert torch.equal(
+        inside.data, te_reference.quantize(expected, quantizer.scale, torch.float8_e5m2).view(torch.uint8)
+    )
+    assert (
+        torch.equal(inside.data_transpose, inside.data.T)
+        and inside.fp8_dtype == "E5M2"
+        and inside.quantizer is quantizer
+    )
+    assert (
+        inside.fp8_scale_inv.shape == (1,)
+        and inside.fp8_scale_inv.item() == quantizer.scale.reciprocal().item()
+    )
     assert quantizer.amax.item() == expected.abs().max().item()
 
 
@@ -211,7 +261,11 @@ def make_head(recipe="delayed", fp8_format="HYBRID", bias=False, dtype=torch.bfl
 
     torch.manual_seed(3)
     head = te.LayerNormLinear(256, 1040, bias=bias, params_dtype=dtype)
-    recipe = DelayedScaling(fp8_format=Format[fp8_format], amax_history_len=4) if recipe == "delayed" else Float8CurrentScaling()
+    recipe = (
+        DelayedScaling(fp8_format=Format[fp8_format], amax_history_len=4)
+        if recipe == "delayed"
+        else Float8CurrentScaling()
+    )
     return head, lambda x: _in_fp8(te, recipe, head, x)
 
 
@@ -221,7 +275,8 @@ def _in_fp8(te, recipe, head, x):
 
 
 def train_steps(forward, head, loss_function, steps=3):
-    """Gradients of the input, the weight and the norm's weight in each step, and the state of the backward scaling after it."""
+    """Gradients of the input, the weight and the norm's weight in each step, and the state of the backward
+    scaling after it."""
     torch.manual_seed(4)
     results = []
     for _ in range(steps):
@@ -232,7 +287,12 @@ def train_steps(forward, head, loss_function, steps=3):
         loss.backward()
         state = head.fp8_meta["scaling_bwd"]
         scaling = [getattr(state, name).clone() for name in ("amax_history", "scale") if hasattr(state, name)]
-        results.append([loss.detach().reshape(()), x.grad, head.weight.grad.clone(), head.layer_norm_weight.grad.clone(), *scaling])
+        results.append(
+            [
+                loss.detach().reshape(()), x.grad, head.weight.grad.clone(),
+                head.layer_norm_weight.grad.clone(), *scaling,
+            ]
+        )
     return results
 
 
@@ -244,7 +304,10 @@ def count_casts(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", FORMATS)
-@pytest.mark.parametrize("rows, vocab_size, factor, scale", [(4096, 50304, 1.0, 1e6), (272, 1040, 2**-10, 1e9), (64, 144, 1.0, 1.0)])
+@pytest.mark.parametrize(
+    "rows, vocab_size, factor, scale",
+    [(4096, 50304, 1.0, 1e6), (272, 1040, 2**-10, 1e9), (64, 144, 1.0, 1.0)],
+)
 def test_bytes_are_transformer_engines(rows, vocab_size, factor, scale, fp8):
     import transformer_engine.pytorch  # noqa: F401  finds the next one
     import transformer_engine_torch as tex
@@ -260,14 +323,21 @@ def test_bytes_are_transformer_engines(rows, vocab_size, factor, scale, fp8):
     expected = theirs(loss_and_gradient(logits, labels, factor)[1])
     per_label = torch.tensor(factor, device="cuda") / (labels != -100).sum()
     gradient = fast_loss.gradient_fp8(logits, labels, saved_lse(logits, labels), per_label, ours)
-    assert torch.equal(gradient._data, expected._data) and torch.equal(gradient._transpose, expected._transpose)
+    assert torch.equal(gradient._data, expected._data) and torch.equal(
+        gradient._transpose, expected._transpose
+    )
     assert torch.equal(gradient._scale_inv, expected._scale_inv) and torch.equal(ours.amax, theirs.amax)
-    assert gradient._fp8_dtype == expected._fp8_dtype and gradient.dtype == expected.dtype and gradient.shape == expected.shape
+    assert (
+        gradient._fp8_dtype == expected._fp8_dtype
+        and gradient.dtype == expected.dtype
+        and gradient.shape == expected.shape
+    )
 
 
 @pytest.mark.gpu
 def test_more_than_2_to_the_31_logits():
-    """43,008 tokens over 50,304 words: loss, BF16 gradient and FP8 gradient, in the first, middle and last rows."""
+    """43,008 tokens over 50,304 words: loss, BF16 gradient and FP8 gradient, in the first, middle and last
+    rows."""
     rows, vocab_size, places = 43008, 50304, (slice(0, 16), slice(21504, 21520), slice(-16, None))
     logits = torch.randn(rows, vocab_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
     labels = torch.randint(vocab_size, (rows,), device="cuda")
@@ -315,9 +385,12 @@ def test_a_head_trains_the_same(monkeypatch, fp8_format, dtype):
     fused = run(cross_entropy)
     assert len(casts) == (3 if torch.cuda.get_device_capability() == (9, 0) else 0)
     unfused = run(lambda logits, labels, head: cross_entropy(logits, labels))
-    reference = run(lambda logits, labels, head: te.parallel_cross_entropy(logits[None], labels[None], reduce_loss=True))
+    reference = run(
+        lambda logits, labels, head: te.parallel_cross_entropy(logits[None], labels[None], reduce_loss=True)
+    )
     for ours, by_te, plain in zip(fused, unfused, reference):
-        assert all(torch.equal(a, b) for a, b in zip(ours, by_te))  # the same bytes multiplied: not a bit differs
+        # the same bytes multiplied: not a bit differs
+        assert all(torch.equal(a, b) for a, b in zip(ours, by_te))
         for a, b in zip(ours, plain):
             assert (a - b).norm() <= 5e-3 * b.norm()  # TE's softmax is rounded otherwise
 
@@ -329,7 +402,12 @@ def test_other_heads_get_their_gradient_in_bf16(monkeypatch, options):
     results = []
     for with_head in (True, False):
         head, forward = make_head(**options)
-        results.append(train_steps(forward, head, lambda logits, labels: cross_entropy(logits, labels, head if with_head else None)))
+        results.append(
+            train_steps(
+                forward, head,
+                lambda logits, labels: cross_entropy(logits, labels, head if with_head else None),
+            )
+        )
     assert not casts
     assert all(torch.equal(a, b) for with_head, without in zip(*results) for a, b in zip(with_head, without))
 
@@ -337,7 +415,10 @@ def test_other_heads_get_their_gradient_in_bf16(monkeypatch, options):
 @pytest.mark.gpu
 def test_second_backward_through_an_fp8_head_raises():
     head, forward = make_head()
-    loss = cross_entropy(forward(torch.randn(32, 256, device="cuda", dtype=torch.bfloat16)), torch.arange(32, device="cuda"), head)
+    loss = cross_entropy(
+        forward(torch.randn(32, 256, device="cuda", dtype=torch.bfloat16)), torch.arange(32, device="cuda"),
+        head,
+    )
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward"):
         loss.backward()
@@ -361,7 +442,8 @@ def after_three_calls(step, graphed):
 
 @pytest.mark.gpu
 def test_a_step_as_a_cuda_graph():
-    """Loss, gradients, amax history and scale after 3 eager steps and 2 replays are those of 5 eager steps."""
+    """Loss, gradients, amax history and scale after 3 eager steps and 2 replays are those of 5 eager steps.
+    """
     def run(graphed):
         head, forward = make_head()
         torch.manual_seed(5)

@@ -33,7 +33,8 @@ def nothing_said(monkeypatch):
 
 
 def test_fingerprints_are_those_of_the_model_file():
-    """After an edit of the model that fast_kernels/block.py follows, `python fast_kernels/support.py` prints the new ones."""
+    """After an edit of the model that fast_kernels/block.py follows, `python fast_kernels/support.py` prints
+    the new ones."""
     model = model_te_optimized
     assert fast_support.fingerprint(model.OptimizedGPT2Model.forward) == fast_support.MODEL_FORWARD
     assert fast_support.fingerprint(model.Block.forward) == fast_support.BLOCK_FORWARD

@@ -1,6 +1,8 @@
-"""What breaks a run: steps that are not finite, two runs on one folder, other versions' files, full disks, flipped bytes, hostile pickles.
+"""What breaks a run: steps that are not finite, two runs on one folder, other versions' files, full disks,
+flipped bytes, hostile pickles.
 
-A kill in the middle is in test_train.py and test_checkpoint.py; a hundred of them, at random moments, are in bench/faults.py.
+A kill in the middle is in test_train.py and test_checkpoint.py; a hundred of them, at random moments, are in
+bench/faults.py.
 """
 import builtins
 import errno
@@ -35,7 +37,12 @@ NOT_FINITE = [math.nan, math.inf, -math.inf]
 def finished(tmp_path_factory, tokens):
     """A run with two checkpoints, of steps 2 and 4; copy it before changing it."""
     run = tmp_path_factory.mktemp("finished") / "run"
-    assert run_train(f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --eval-interval 0 --out-dir {run}", tokens) == 0
+    assert (
+        run_train(
+            f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --eval-interval 0 --out-dir {run}", tokens
+        )
+        == 0
+    )
     return run
 
 
@@ -52,15 +59,23 @@ def here(tmp_path, monkeypatch):
 
 def make_step(**options):
     """A TrainStep of two micro-batches on a small model, and its batches."""
-    small = dict(n_layer=1, n_head=2, n_embd=64, vocab_size=288, n_positions=32, seq_len=32, grad_accum=2, device="cpu")
+    small = dict(
+        n_layer=1, n_head=2, n_embd=64, vocab_size=288, n_positions=32, seq_len=32, grad_accum=2, device="cpu"
+    )
     config = train.TrainConfig(**small | options)
-    model_config = checkpoint.make_model_config("optimized", vars(config) | {"use_fp8": config.fp8_recipe != "none"})
+    model_config = checkpoint.make_model_config(
+        "optimized", vars(config) | {"use_fp8": config.fp8_recipe != "none"}
+    )
     recipe = fp8.make_recipe(config.fp8_recipe, config.fp8_format, 8)
-    model = checkpoint.build_model("optimized", model_config, fp8_weights_recipe=recipe if config.fp8_param else None)
+    model = checkpoint.build_model(
+        "optimized", model_config, fp8_weights_recipe=recipe if config.fp8_param else None
+    )
     model.fp8_recipe = recipe or model.fp8_recipe
     ids = torch.randint(0, 257, (2, 2, 33), generator=torch.Generator().manual_seed(0))
     batches = [(part[:, :-1], part[:, 1:]) for part in ids]
-    return train.TrainStep(model, model, train.make_optimizer(model, config), config, torch.device("cpu")), batches
+    return train.TrainStep(
+        model, model, train.make_optimizer(model, config), config, torch.device("cpu")
+    ), batches
 
 
 def trained_state(step):
@@ -75,12 +90,17 @@ def same(before, after):
 
 
 @pytest.mark.parametrize("value", NOT_FINITE)
-@pytest.mark.parametrize("options", [dict(fp8_recipe="none"), dict(fp8_recipe="delayed"), dict(fp8_recipe="delayed", fp8_param=True)])
+@pytest.mark.parametrize(
+    "options",
+    [dict(fp8_recipe="none"), dict(fp8_recipe="delayed"), dict(fp8_recipe="delayed", fp8_param=True)],
+)
 def test_a_gradient_that_is_not_finite_changes_nothing(options, value):
     step, batches = make_step(**options)
     step(batches, 1e-2)
     before = trained_state(step)
-    hook = step.model.wte.weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor(5), value))
+    hook = step.model.wte.weight.register_hook(
+        lambda gradient: gradient.index_fill(0, torch.tensor(5), value)
+    )
     loss, norm = step(batches, 1e-2)
     assert loss.isfinite() and not norm.isfinite() and same(before, trained_state(step))
     hook.remove()
@@ -92,13 +112,20 @@ def test_a_loss_that_is_not_finite_changes_nothing_though_its_gradients_are_fini
     step, batches = make_step()
     step(batches, 1e-2)
     before, model = trained_state(step), step.model
-    step.net = lambda *batch, is_first_microbatch: model(*batch, is_first_microbatch=is_first_microbatch) + (0 if is_first_microbatch else math.inf)
+    step.net = lambda *batch, is_first_microbatch: (
+        model(*batch, is_first_microbatch=is_first_microbatch) + (0 if is_first_microbatch else math.inf)
+    )
     loss, norm = step(batches, 1e-2)
     assert loss == math.inf and not norm.isfinite() and same(before, trained_state(step))
 
 
-@pytest.mark.parametrize("options, value", [(dict(), math.nan), (dict(), math.inf), (dict(store_param_remainders=False), math.nan),
-                                            (dict(moment_dtype=torch.bfloat16), math.nan), (dict(dtype=torch.float32), math.nan)])
+@pytest.mark.parametrize(
+    "options, value",
+    [
+        (dict(), math.nan), (dict(), math.inf), (dict(store_param_remainders=False), math.nan),
+        (dict(moment_dtype=torch.bfloat16), math.nan), (dict(dtype=torch.float32), math.nan),
+    ],
+)
 def test_fast_adam_skips_a_step(options, value):
     pytest.importorskip("triton")
     from fast_kernels.adam import CHUNK, FastAdam
@@ -113,17 +140,29 @@ def test_fast_adam_skips_a_step(options, value):
         random = torch.Generator().manual_seed(1)
         for scale in scales:
             for parameter in params:
-                gradient = torch.randn(parameter.shape, generator=random) if math.isfinite(scale) else torch.full(parameter.shape, math.nan)
+                gradient = (
+                    torch.randn(parameter.shape, generator=random)
+                    if math.isfinite(scale)
+                    else torch.full(parameter.shape, math.nan)
+                )
                 parameter.grad = gradient.to(DEVICE, dtype)
             optimizer.step(grad_scale=torch.tensor(scale, device=DEVICE))
-        return [*params, *(value for p in params for value in optimizer.state[p].values()), optimizer.param_groups[0]["step"]]
+        return [
+            *params, *(value for p in params for value in optimizer.state[p].values()),
+            optimizer.param_groups[0]["step"],
+        ]
 
     assert same(run([0.5, value, 1.0, value]), run([0.5, 1.0])) and same(run([value]), run([]))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"grad_accum": 2}, {"fp8_recipe": "none"}, {"fp8_recipe": "current"}, {"cuda_graph": "off"},
-                                     {"fp8_param": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"grad_accum": 2}, {"fp8_recipe": "none"}, {"fp8_recipe": "current"}, {"cuda_graph": "off"},
+        {"fp8_param": True},
+    ],
+)
 def test_on_a_gpu_a_graph_skips_a_step(options):
     from test_step_gpu import batches, make
 
@@ -140,7 +179,12 @@ def test_on_a_gpu_a_graph_skips_a_step(options):
         assert loss.isfinite() and not norm.isfinite() and same(before, trained_state(step))
     poison.fill_(1)
     loss, norm = step(batches(2, accum), 1e-3)
-    assert loss.isfinite() and norm.isfinite() and not same(before, trained_state(step)) and step.optimizer.param_groups[0]["step"] == 3
+    assert (
+        loss.isfinite()
+        and norm.isfinite()
+        and not same(before, trained_state(step))
+        and step.optimizer.param_groups[0]["step"] == 3
+    )
 
 
 @pytest.mark.gpu
@@ -183,12 +227,20 @@ def test_a_skipped_step_is_counted_and_told_and_the_log_stays_json(tokens, poiso
     poisoned({4, 6})
     assert run_train(f"{OPTIONS} --max-steps 9 --log-interval 3 --eval-interval 0 --out-dir run", tokens) == 0
     out = capsys.readouterr().out
-    assert re.findall(r"step (\d+): loss [\d.]+, gradient norm nan: skipped \((\d) of 10\)", out) == [("4", "1"), ("6", "2")]
+    assert re.findall(r"step (\d+): loss [\d.]+, gradient norm nan: skipped \((\d) of 10\)", out) == [
+        ("4", "1"),
+        ("6", "2"),
+    ]
     records = metrics("run")
     assert [(record["step"], record["skipped"]) for record in records] == [(1, 0), (3, 0), (6, 2), (9, 2)]
-    assert all(math.isfinite(record["loss"] + record["grad_norm"]) for record in records) and "NaN" not in Path("run/metrics.jsonl").read_text()
+    assert (
+        all(math.isfinite(record["loss"] + record["grad_norm"]) for record in records)
+        and "NaN" not in Path("run/metrics.jsonl").read_text()
+    )
     every = {record["step"]: record for record in metrics("run")}
-    assert run_train(f"{OPTIONS} --max-steps 9 --log-interval 1 --eval-interval 0 --out-dir each", tokens) == 0
+    assert (
+        run_train(f"{OPTIONS} --max-steps 9 --log-interval 1 --eval-interval 0 --out-dir each", tokens) == 0
+    )
     each = {record["step"]: record for record in metrics("each")}
     assert every[6]["loss"] == each[5]["loss"] == each[6]["loss"], "of the last step that was finite"
 
@@ -203,30 +255,54 @@ def test_how_many_steps_were_skipped(limit, words):
 
 def test_the_run_stops_after_max_skipped_steps(tokens, poisoned, capsys):
     poisoned({2, 4, 6, 8})
-    assert run_train(f"{OPTIONS} --max-skipped-steps 3 --checkpoint-interval 1 --keep-checkpoints 9 --out-dir run", tokens) == 1
+    assert (
+        run_train(
+            f"{OPTIONS} --max-skipped-steps 3 --checkpoint-interval 1 --keep-checkpoints 9 --out-dir run",
+            tokens,
+        )
+        == 1
+    )
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "step 8: " in error and "after 3 skipped steps; stopped; the last good checkpoint is run/step-7" in error
+    assert (
+        error.count("\n") == 1
+        and "step 8: " in error
+        and "after 3 skipped steps; stopped; the last good checkpoint is run/step-7" in error
+    )
     # none right after a step that was skipped; the next one makes up for it
-    assert [path.name for path in checkpoint.list_checkpoints("run")] == ["step-1", "step-3", "step-5", "step-7"]
+    assert [path.name for path in checkpoint.list_checkpoints("run")] == [
+        "step-1", "step-3", "step-5", "step-7",
+    ]
     assert run_train("--resume --out-dir run --max-steps 10") == 0, "the count begins anew"
 
 
 def test_no_step_was_finite(tokens, poisoned, capsys):
     poisoned({1, 2, 3})
     assert run_train(f"{OPTIONS} --max-steps 3 --out-dir run", tokens) == 1
-    assert "not a step of this run had a finite loss and gradient; stopped; there is no checkpoint yet" in capsys.readouterr().err
+    assert (
+        "not a step of this run had a finite loss and gradient; stopped; there is no checkpoint yet"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_validation_loss_that_is_not_finite_stops_the_run(tokens, monkeypatch, capsys):
     monkeypatch.setattr(train, "evaluate", lambda *_: math.nan)
-    assert run_train(f"{OPTIONS} --max-steps 8 --eval-interval 4 --checkpoint-interval 2 --log-interval 2 --out-dir run", tokens) == 1
+    assert (
+        run_train(
+            f"{OPTIONS} --max-steps 8 --eval-interval 4 --checkpoint-interval 2 --log-interval 2 --out-dir run",
+            tokens,
+        )
+        == 1
+    )
     assert "step 1: validation loss nan; stopped" in capsys.readouterr().err
 
 
 def test_a_stop_is_put_off_until_a_step_is_finite(tokens, poisoned, monkeypatch, capsys):
     poisoned({5, 6})
     plain = train.learning_rate
-    monkeypatch.setattr(train, "learning_rate", lambda step, config: (step == 5 and signal.raise_signal(signal.SIGTERM), plain(step, config))[1])
+    monkeypatch.setattr(
+        train, "learning_rate",
+        lambda step, config: (step == 5 and signal.raise_signal(signal.SIGTERM), plain(step, config))[1],
+    )
     assert run_train(f"{OPTIONS} --out-dir run", tokens) == 0
     assert "stopped by SIGTERM after step 7: saved run/step-7" in capsys.readouterr().out
 
@@ -278,7 +354,12 @@ def rewrite_meta(folder, change):
 
 def test_checkpoints_of_other_versions(finished, capsys):
     shutil.copytree(finished, "old")
-    rewrite_meta("old/step-4", lambda meta: (meta.pop("format"), meta["config"].pop("max_skipped_steps"), meta["config"].update(forgotten=1)))
+    rewrite_meta(
+        "old/step-4",
+        lambda meta: (
+            meta.pop("format"), meta["config"].pop("max_skipped_steps"), meta["config"].update(forgotten=1),
+        ),
+    )
     assert run_train("--resume --out-dir old --max-steps 6") == 0  # written before versions were counted
     assert json.loads(Path("old/step-6/meta.json").read_text())["format"] == checkpoint.FORMAT == 1
 
@@ -304,19 +385,23 @@ def test_every_byte_of_the_small_files_counts(finished, tokens, monkeypatch):
     shutil.copytree(finished, "run")
     shutil.copytree(tokens, "altered")
     known = {path: data.sha256(path) for path in Path("run").rglob("*.safetensors")}
-    monkeypatch.setattr(checkpoint, "sha256", lambda path: known.get(path) or data.sha256(path))  # which do not change here
+    # which do not change here
+    monkeypatch.setattr(checkpoint, "sha256", lambda path: known.get(path) or data.sha256(path))
 
     def refused(function, *arguments):
         with pytest.raises(ValueError) as error:
             function(*arguments)
         return "\n" not in str(error.value)
 
-    for path, opens in ((Path("run/step-4/SHA256SUMS"), lambda: checkpoint.read_meta("run/step-4")),
-                        (Path("altered/meta.json"), lambda: data.open_tokens("altered", "val", verify=False))):
+    for path, opens in (
+        (Path("run/step-4/SHA256SUMS"), lambda: checkpoint.read_meta("run/step-4")),
+        (Path("altered/meta.json"), lambda: data.open_tokens("altered", "val", verify=False)),
+    ):
         content = path.read_bytes()
         for place in range(len(content)):
             damaged = bytearray(content)
-            damaged[place] ^= 1 if content[place] == ord("\n") else 1 << place % 8  # \v ends a line for Python, too
+            # \v ends a line for Python, too
+            damaged[place] ^= 1 if content[place] == ord("\n") else 1 << place % 8
             path.write_bytes(damaged)
             assert refused(opens), (path, place)
         path.write_bytes(content)
@@ -326,9 +411,14 @@ def test_every_byte_of_the_small_files_counts(finished, tokens, monkeypatch):
 # ---------------------------------------------------------------- full disks
 
 def test_a_disk_that_fails_at_any_call_of_a_save(tmp_path):
-    tensors = {"model.a": torch.arange(10.0), "model.b": torch.arange(3, dtype=torch.uint8), "model.c": torch.ones(4, dtype=torch.bfloat16)}
+    tensors = {
+        "model.a": torch.arange(10.0), "model.b": torch.arange(3, dtype=torch.uint8),
+        "model.c": torch.ones(4, dtype=torch.bfloat16),
+    }
     calls, good = faults.save_that_fails(tmp_path / "run", tensors, '{"step": 2}\n', None)
-    assert good and {name: calls.count(name) for name in set(calls)} == {"mkdir": 1, "write": 6, "sync": 5, "rename": 1}
+    assert good and {name: calls.count(name) for name in set(calls)} == {
+        "mkdir": 1, "write": 6, "sync": 5, "rename": 1,
+    }
     for number in range(len(calls)):
         made, good = faults.save_that_fails(tmp_path / "run", tensors, '{"step": 2}\n', number)
         assert good and made == calls[:number + 1], f"call {number}, {calls[number]}"
@@ -511,7 +601,9 @@ def test_code_that_comes_with_a_hugging_face_folder_is_not_run():
 
     make_folder("folder", "gpt2")
     config = json.loads(Path("folder/config.json").read_text())
-    Path("folder/evil.py").write_text(f"import pathlib\npathlib.Path({str(Path('ran').absolute())!r}).touch()\nclass C: pass\n")
+    Path("folder/evil.py").write_text(
+        f"import pathlib\npathlib.Path({str(Path('ran').absolute())!r}).touch()\nclass C: pass\n"
+    )
     config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoTokenizer": "evil.C"}}
     Path("folder/config.json").write_text(json.dumps(config))
     assert cli.run(lambda: import_hf.main(["folder", "run"]), "tools/import_hf.py") == 2
@@ -538,12 +630,16 @@ def test_a_custom_recipe_is_never_taken_from_a_checkpoint(finished, monkeypatch,
 
 
 def test_nothing_here_unpickles():
-    """But te_reference's reader of TE's own state, which takes tensors and plain containers alone (tests/test_te_reference.py)."""
+    """But te_reference's reader of TE's own state, which takes tensors and plain containers alone
+    (tests/test_te_reference.py)."""
     for path in [*ROOT.glob("*.py"), *ROOT.glob("results/*.py")]:
         source = path.read_text()
         loads = re.findall(r"torch\.load\(.*", source)
         assert all("weights_only=True" in line for line in loads), path
-        for call in (r"pickle\.loads?\(", r"allow_pickle=True", r"trust_remote_code=True", r"joblib", r"weights_only=False", r"add_safe_globals"):
+        for call in (
+            r"pickle\.loads?\(", r"allow_pickle=True", r"trust_remote_code=True", r"joblib",
+            r"weights_only=False", r"add_safe_globals",
+        ):
             assert not re.search(call, source), (path, call)
         assert ("Unpickler" in source) == (path.name == "te_reference.py"), path
 
@@ -551,15 +647,33 @@ def test_nothing_here_unpickles():
 # ---------------------------------------------------------------- the script
 
 def test_the_script(tmp_path):
-    done = subprocess.run([sys.executable, ROOT / "bench/faults.py", "--kills", "2", "--others", "1", "--json", str(tmp_path / "faults.json")],
-                          capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [
+            sys.executable, ROOT / "bench/faults.py", "--kills", "2", "--others", "1", "--json",
+            str(tmp_path / "faults.json"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "faults.json").read_text())
     counts = figures["killed"]["counts"]
-    assert counts["kills"] == counts["resumed"] == counts["equal_to_the_uninterrupted_run"] == 2 and counts["unreadable_checkpoints"] == 0
-    assert figures["terminated"]["counts"]["equal_to_the_uninterrupted_run"] == figures["not_a_number"]["counts"]["unchanged"] == 1
+    assert (
+        counts["kills"] == counts["resumed"] == counts["equal_to_the_uninterrupted_run"] == 2
+        and counts["unreadable_checkpoints"] == 0
+    )
+    assert (
+        figures["terminated"]["counts"]["equal_to_the_uninterrupted_run"]
+        == figures["not_a_number"]["counts"]["unchanged"]
+        == 1
+    )
     assert all(file["detected"] == file["flipped"] > 0 for file in figures["flipped_bytes"].values())
     assert figures["every_call_fails"]["good"] == figures["every_call_fails"]["tried"] > 10
     assert figures["two_runs"]["second_exit_code"] == 2 and figures["two_runs"]["equal"]
     disk = figures["disk_fills"]
-    assert "skipped" in disk or disk["last_good_stands"] == disk["told"] == disk["failed"] >= disk["blocks_of_a_checkpoint"] > 10
+    assert (
+        "skipped" in disk
+        or disk["last_good_stands"] == disk["told"] == disk["failed"] >= disk["blocks_of_a_checkpoint"] > 10
+    )

@@ -1,4 +1,5 @@
-"""fp8 and fp8_health: recipes and refusals, the state to save, blocks kept in high precision, and the figures of each tensor."""
+"""fp8 and fp8_health: recipes and refusals, the state to save, blocks kept in high precision, and the figures
+of each tensor."""
 import json
 import math
 import re
@@ -45,8 +46,10 @@ def look(model, **options):
 # ---- recipes
 
 def test_recipes_by_name():
-    for name, kind in (("delayed", "DelayedScaling"), ("current", "Float8CurrentScaling"), ("block", "Float8BlockScaling"),
-                       ("mxfp8", "MXFP8BlockScaling")):
+    for name, kind in (
+        ("delayed", "DelayedScaling"), ("current", "Float8CurrentScaling"), ("block", "Float8BlockScaling"),
+        ("mxfp8", "MXFP8BlockScaling"),
+    ):
         assert type(fp8.make_recipe(name)).__name__ == kind
     assert fp8.make_recipe("none") is None
     assert fp8.make_recipe("current", "e4m3").fp8_format.name == "E4M3"
@@ -117,14 +120,19 @@ def test_a_refusal_names_the_gpu_and_what_is_needed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     with pytest.raises(ValueError) as error:
         fp8.check_recipe("mxfp8")
-    assert all(word in str(error.value) for word in ("NVIDIA H200", "compute capability 9.0", reason)) and "\n" not in str(error.value)
+    assert all(
+        word in str(error.value) for word in ("NVIDIA H200", "compute capability 9.0", reason)
+    ) and "\n" not in str(error.value)
 
 
 @pytest.fixture
 def with_te(monkeypatch, tmp_path):
-    """As where TE is: custom recipes are not refused, and a module with quantizer factories can be imported."""
+    """As where TE is: custom recipes are not refused, and a module with quantizer factories can be imported.
+    """
     monkeypatch.setattr(fp8, "IS_REFERENCE", False)
-    monkeypatch.setattr(fp8, "recipes", types.SimpleNamespace(**vars(te_reference), CustomRecipe=types.SimpleNamespace))
+    monkeypatch.setattr(
+        fp8, "recipes", types.SimpleNamespace(**vars(te_reference), CustomRecipe=types.SimpleNamespace)
+    )
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "quantizers_for_a_test.py").write_text("def factory(role): return None\nnumber = 3\n")
     (tmp_path / "broken_for_a_test.py").write_text("1 / 0\n")
@@ -148,8 +156,10 @@ def test_a_bad_custom_recipe_is_told_in_one_line(with_te, monkeypatch, name, wor
     assert "\n" not in str(error.value) and "works" in str(error.value)
 
 
-@pytest.mark.parametrize("recipe, batch, length, better", [("delayed", 1, 24, 2), ("current", 3, 8, 4), ("block", 1, 8, 2),
-                                                           ("mxfp8", 1, 16, 2)])
+@pytest.mark.parametrize(
+    "recipe, batch, length, better",
+    [("delayed", 1, 24, 2), ("current", 3, 8, 4), ("block", 1, 8, 2), ("mxfp8", 1, 16, 2)],
+)
 def test_token_counts_that_fit(recipe, batch, length, better):
     config = make().config
     fp8.check_shapes(config, better, length, recipe)
@@ -195,7 +205,10 @@ def test_another_history_length_keeps_the_newest_rows(length):
         else:
             kept = min(length, 8) - 1
             assert value.shape[0] == length and torch.equal(value[0], state[name][0])
-            assert torch.equal(value[length - kept:], state[name][8 - kept:]) and not value[1:length - kept].any()
+            assert (
+                torch.equal(value[length - kept :], state[name][8 - kept :])
+                and not value[1 : length - kept].any()
+            )
     step(other)
 
 
@@ -241,13 +254,21 @@ def test_masters_start_from_the_values_before_fp8():
 
 # ---- blocks in high precision
 
-@pytest.mark.parametrize("name, options", [*((name, {}) for name in checkpoint.MODELS), ("optimized", {"gradient_checkpointing": True})])
+@pytest.mark.parametrize(
+    "name, options",
+    [*((name, {}) for name in checkpoint.MODELS), ("optimized", {"gradient_checkpointing": True})],
+)
 def test_skipped_blocks_have_no_fp8_state(name, options):
     model = make(name, fp8_skip_first=1, fp8_skip_last=1, **options)
-    assert step(model, 2, is_first_microbatch=True) == pytest.approx(step(model, is_first_microbatch=False), abs=0.05)
+    assert step(model, 2, is_first_microbatch=True) == pytest.approx(
+        step(model, is_first_microbatch=False), abs=0.05
+    )
     scaled = {key.split(".scaling")[0] for key in fp8.get_state(model)}
-    assert {key.split(".")[1] for key in scaled if key.startswith("blocks")} == {"1"} and any(key.startswith("lm_head") for key in scaled)
-    assert all(scale.ne(1).any() for key, scale in fp8.get_state(model).items() if key.endswith("bwd.scale"))  # the backward pass rolls
+    assert {key.split(".")[1] for key in scaled if key.startswith("blocks")} == {"1"} and any(
+        key.startswith("lm_head") for key in scaled
+    )
+    # the backward pass rolls
+    assert all(scale.ne(1).any() for key, scale in fp8.get_state(model).items() if key.endswith("bwd.scale"))
 
 
 def test_all_blocks_skipped_is_the_model_in_high_precision():
@@ -269,8 +290,13 @@ def test_skipped_blocks_keep_their_weights_in_high_precision():
 
 
 @pytest.mark.parametrize("name", checkpoint.MODELS)
-@pytest.mark.parametrize("skips, words", [((-1, 0), "fp8_skip_first=-1: must be from 0 to n_layer=3"), ((0, 4), "fp8_skip_last=4"),
-                                          ((2, 2), "fp8_skip_first=2: with fp8_skip_last=2 .*; 1 works")])
+@pytest.mark.parametrize(
+    "skips, words",
+    [
+        ((-1, 0), "fp8_skip_first=-1: must be from 0 to n_layer=3"), ((0, 4), "fp8_skip_last=4"),
+        ((2, 2), "fp8_skip_first=2: with fp8_skip_last=2 .*; 1 works"),
+    ],
+)
 def test_skips_out_of_range(name, skips, words):
     with pytest.raises(ValueError, match=words):
         make(name, fp8_skip_first=skips[0], fp8_skip_last=skips[1])
@@ -287,13 +313,18 @@ def test_every_product_in_fp8_is_seen(name, options):
     assert set(health) == {key.split(".scaling")[0] for key in fp8.get_state(model)}
     for module, tensors in health.items():
         products = ("fc1_", "fc2_") if "fc1_input" in tensors else ("",)
-        assert list(tensors) == [prefix + kind for prefix in products for kind in ("input", "weight", "output_gradient")]
+        assert list(tensors) == [
+            prefix + kind for prefix in products for kind in ("input", "weight", "output_gradient")
+        ]
         for tensor, figures in tensors.items():
             assert figures["amax"] > 0 and figures["scale"] > 0
             assert (figures["saturated"] is None) == (tensor in ("fc2_input", "fc1_output_gradient"))
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"use_rmsnorm": True, "activation": "swiglu", "bias": False}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_checkpointing": True}, {"use_rmsnorm": True, "activation": "swiglu", "bias": False}],
+)
 def test_figures_are_those_of_the_state(options):
     """The amax that the hooks see is what the histories take up; the scale is the one before the step."""
     model = make(**options)
@@ -306,13 +337,16 @@ def test_figures_are_those_of_the_state(options):
             direction = "bwd" if tensor.endswith("gradient") else "fwd"
             index = 2 * (i // 3) if direction == "bwd" else 3 * (i // 3) + i % 3
             assert figures["scale"] == before[f"{module}.scaling_{direction}.scale"][index].item()
-            assert figures["amax"] == pytest.approx(after[f"{module}.scaling_{direction}.amax_history"][-1, index].item(), rel=1e-6)
+            assert figures["amax"] == pytest.approx(
+                after[f"{module}.scaling_{direction}.amax_history"][-1, index].item(), rel=1e-6
+            )
 
 
 def test_shares_by_counting_bytes():
     linear = fp8.te.Linear(64, 32, bias=False)
     x = torch.randn(16, 64)
-    x[0, :8], x[1, :16], x[2, :4] = 1000.0, 1e-4, 0.0  # scales start at 1: eight above 448, sixteen below 2^-10, four zeros
+    # scales start at 1: eight above 448, sixteen below 2^-10, four zeros
+    x[0, :8], x[1, :16], x[2, :4] = 1000.0, 1e-4, 0.0
     model = torch.nn.Sequential(linear)
     with fp8.watch(model), fp8.te.autocast(recipe=fp8.make_recipe("delayed")):
         model(x)
@@ -324,7 +358,9 @@ def test_shares_by_counting_bytes():
     assert "output_gradient" not in fp8.health(model)["0"]  # there was no backward pass
 
 
-@pytest.mark.parametrize("dtype, limits", [(torch.float8_e4m3fn, (448, 464)), (torch.float8_e5m2, (57344, 61440))])
+@pytest.mark.parametrize(
+    "dtype, limits", [(torch.float8_e4m3fn, (448, 464)), (torch.float8_e5m2, (57344, 61440))]
+)
 def test_limits_are_the_formats(dtype, limits):
     above, zero = LIMITS[limits[0]]
     assert torch.finfo(dtype).max == limits[0] and above == limits[1]
@@ -333,7 +369,8 @@ def test_limits_are_the_formats(dtype, limits):
 
 
 def test_an_outlier_in_a_weight_is_seen():
-    """A weight of 1000 times the largest: cut off under delayed scaling, and the others flushed under current scaling."""
+    """A weight of 1000 times the largest: cut off under delayed scaling, and the others flushed under current
+    scaling."""
     shares = {}
     for recipe in ("delayed", "current"):
         model = make(recipe=recipe)
@@ -342,8 +379,15 @@ def test_an_outlier_in_a_weight_is_seen():
         with torch.no_grad():
             weight = model.blocks[1].attn.proj.weight
             weight[3, 5] = 1000 * weight.abs().max()
-        loud, elsewhere = look(model)["blocks.1.attn.proj"]["weight"], fp8.health(model)["blocks.0.attn.proj"]["weight"]
-        assert loud["amax"] == pytest.approx(1000 * quiet["amax"]) and elsewhere["amax"] < 1 and elsewhere["saturated"] == 0
+        loud, elsewhere = (
+            look(model)["blocks.1.attn.proj"]["weight"],
+            fp8.health(model)["blocks.0.attn.proj"]["weight"],
+        )
+        assert (
+            loud["amax"] == pytest.approx(1000 * quiet["amax"])
+            and elsewhere["amax"] < 1
+            and elsewhere["saturated"] == 0
+        )
         shares[recipe] = [(figures["saturated"], figures["flushed"]) for figures in (quiet, loud)]
     assert shares["delayed"][0][0] == 0 and shares["delayed"][1][0] == 1 / 64**2
     assert shares["current"][1][0] == 0 and shares["current"][0][1] < 0.001 < 0.005 < shares["current"][1][1]
@@ -360,7 +404,9 @@ def test_an_outlier_in_the_input_is_seen():
 @pytest.mark.parametrize("recipe, saturated", [("block", 0.0), ("mxfp8", 0.0)])
 def test_scales_in_blocks_have_an_amax_alone(recipe, saturated):
     figures = look(make(recipe=recipe))["lm_head"]["weight"]
-    assert figures["amax"] > 0 and (figures["scale"], figures["saturated"], figures["flushed"]) == (None, saturated, None)
+    assert figures["amax"] > 0 and (figures["scale"], figures["saturated"], figures["flushed"]) == (
+        None, saturated, None,
+    )
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
@@ -382,7 +428,10 @@ def test_health_without_a_look_and_hooks_that_go():
     step(model, 2)
     history = fp8.get_state(model)["lm_head.scaling_fwd.amax_history"]
     figures = fp8.health(model)["lm_head"]["input"]
-    assert figures["amax"] == history[-1, 0].item() and (figures["saturated"], figures["flushed"]) == (None, None)
+    assert figures["amax"] == history[-1, 0].item() and (figures["saturated"], figures["flushed"]) == (
+        None,
+        None,
+    )
     with pytest.raises(RuntimeError, match="stop"), fp8.watch(model):
         raise RuntimeError("stop")
     assert not any(module._forward_hooks for module in model.modules())
@@ -394,7 +443,10 @@ def test_health_without_a_look_and_hooks_that_go():
 def run(tmp_path_factory):
     """Two runs that differ in the looks alone."""
     folder = tmp_path_factory.mktemp("health")
-    tokens, options = make_tokens(folder / "tokens"), f"{OPTIONS} --max-steps 12 --checkpoint-interval 6 --fp8-skip-first 1"
+    tokens, options = (
+        make_tokens(folder / "tokens"),
+        f"{OPTIONS} --max-steps 12 --checkpoint-interval 6 --fp8-skip-first 1",
+    )
     assert run_train(f"{options} --out-dir {folder}/plain", tokens) == 0
     assert run_train(f"{options} --fp8-health-interval 4 --out-dir {folder}/seen", tokens) == 0
     return folder, tokens
@@ -415,7 +467,9 @@ def test_what_a_look_leaves(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     board = EventAccumulator(str(folder / "seen/tensorboard")).Reload()
     scalars = board.Scalars("fp8_amax/lm_head.output_gradient")
-    assert [s.value for s in scalars] == pytest.approx([r["health"]["lm_head"]["output_gradient"]["amax"] for r in records])
+    assert [s.value for s in scalars] == pytest.approx(
+        [r["health"]["lm_head"]["output_gradient"]["amax"] for r in records]
+    )
 
 
 def test_a_resumed_run_has_each_look_once(run, tmp_path):
@@ -430,15 +484,28 @@ def test_a_resumed_run_has_each_look_once(run, tmp_path):
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_the_picture_of_recipes_without_a_state(run, tmp_path, recipe):
     _, tokens = run
-    assert run_train(f"{OPTIONS} --max-steps 1 --fp8-health-interval 1 --fp8-recipe {recipe} --out-dir {tmp_path / 'run'}", tokens) == 0
+    assert (
+        run_train(
+            f"{OPTIONS} --max-steps 1 --fp8-health-interval 1 --fp8-recipe {recipe} --out-dir {tmp_path / 'run'}",
+            tokens,
+        )
+        == 0
+    )
     assert (tmp_path / "run/fp8_health.png").exists()
 
 
-@pytest.mark.parametrize("options, words", [("--fp8-recipe none --fp8-health-interval 5", "--fp8-recipe none"),
-                                            ("--fp8-recipe current --compile --fp8-health-interval 5", "--compile"),
-                                            ("--fp8-health-interval -1", "--fp8-health-interval -1"), ("--fp8-recipe nvfp4", "NVFP4"),
-                                            ("--fp8-recipe custom:a.b", "custom"), ("--fp8-skip-first 3", "fp8_skip_first=3"),
-                                            ("--fp8-skip-first 2 --fp8-skip-last 1", "n_layer=2")])
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ("--fp8-recipe none --fp8-health-interval 5", "--fp8-recipe none"),
+        ("--fp8-recipe current --compile --fp8-health-interval 5", "--compile"),
+        ("--fp8-health-interval -1", "--fp8-health-interval -1"),
+        ("--fp8-recipe nvfp4", "NVFP4"),
+        ("--fp8-recipe custom:a.b", "custom"),
+        ("--fp8-skip-first 3", "fp8_skip_first=3"),
+        ("--fp8-skip-first 2 --fp8-skip-last 1", "n_layer=2"),
+    ],
+)
 def test_refusals_are_one_line_and_write_nothing(run, tmp_path, capsys, options, words):
     _, tokens = run
     capsys.readouterr()

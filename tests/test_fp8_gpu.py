@@ -1,4 +1,5 @@
-"""On a GPU: what fp8 promises of Transformer Engine itself. Health figures, blocks in high precision, custom recipes, refusals, the trainer."""
+"""On a GPU: what fp8 promises of Transformer Engine itself. Health figures, blocks in high precision, custom
+recipes, refusals, the trainer."""
 
 import json
 from pathlib import Path
@@ -44,13 +45,19 @@ def test_every_product_in_fp8_is_seen(name, recipe):
     health = look(model)
     assert {module.split(".")[1] for module in health if module.startswith("blocks")} == {"1", "2"}
     for tensors in health.values():
-        assert {"input", "weight", "output_gradient"} <= set(tensors) or {"fc1_input", "fc2_weight"} <= set(tensors)
+        assert {"input", "weight", "output_gradient"} <= set(tensors) or {"fc1_input", "fc2_weight"} <= set(
+            tensors
+        )
         assert all(figures["amax"] > 0 for figures in tensors.values())
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"use_rmsnorm": True, "activation": "swiglu", "bias": False}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_checkpointing": True}, {"use_rmsnorm": True, "activation": "swiglu", "bias": False}],
+)
 def test_figures_are_those_of_the_state(options):
-    """The amax that the hooks see is what TE's histories take up, but for the rounding of a norm's output; the scale is the one before."""
+    """The amax that the hooks see is what TE's histories take up, but for the rounding of a norm's output;
+    the scale is the one before."""
     model = make(**options)
     step(model, 2)
     before = fp8.get_state(model)
@@ -61,8 +68,11 @@ def test_figures_are_those_of_the_state(options):
             direction = "bwd" if tensor.endswith("gradient") else "fwd"
             index = 2 * (i // 3) if direction == "bwd" else 3 * (i // 3) + i % 3
             assert figures["scale"] == before[f"{module}.scaling_{direction}.scale"][index].item()
-            # behind a norm, TE takes the BF16 value's amax and the hook float32's: half a unit of BF16's 8 bits
-            assert figures["amax"] == pytest.approx(after[f"{module}.scaling_{direction}.amax_history"][-1, index].item(), rel=2**-8)
+            # behind a norm, TE takes the BF16 value's amax and the hook float32's: half a unit of BF16's 8
+            # bits
+            assert figures["amax"] == pytest.approx(
+                after[f"{module}.scaling_{direction}.amax_history"][-1, index].item(), rel=2**-8
+            )
 
 
 def test_shares_by_counting_transformer_engines_bytes():
@@ -76,7 +86,9 @@ def test_shares_by_counting_transformer_engines_bytes():
         model(x)
     figures = fp8.health(model)["0"]["input"]
     one = torch.ones(1, device="cuda")
-    values = Float8Quantizer(one, torch.zeros_like(one), tex.DType.kFloat8E4M3)(x).dequantize(dtype=torch.float32)
+    values = Float8Quantizer(one, torch.zeros_like(one), tex.DType.kFloat8E4M3)(x).dequantize(
+        dtype=torch.float32
+    )
     zeroed = ((values == 0) & (x != 0)).sum().item()
     assert zeroed >= 16 and figures["flushed"] == pytest.approx(zeroed / (x != 0).sum().item())
     assert (values == 448).sum() == 8 and figures["saturated"] == 8 / 1024
@@ -108,7 +120,9 @@ def test_all_blocks_skipped_is_the_model_in_high_precision():
         assert torch.equal(model(tokens), exact(tokens))
 
 
-@pytest.mark.parametrize("factory, built_in", [("current_scaling_factory", "current"), ("float8_block_scaling_factory", "block")])
+@pytest.mark.parametrize(
+    "factory, built_in", [("current_scaling_factory", "current"), ("float8_block_scaling_factory", "block")]
+)
 def test_a_custom_recipe_trains_as_the_recipe_it_mirrors(factory, built_in):
     losses = []
     for recipe in (TE_FACTORIES + factory, built_in):
@@ -117,7 +131,9 @@ def test_a_custom_recipe_trains_as_the_recipe_it_mirrors(factory, built_in):
         losses.append([step(model) for _ in range(3)])
         assert all(p.grad.isfinite().all() for p in model.parameters())
     assert losses[0] == pytest.approx(losses[1], abs=0.02)
-    assert all(figures["scale"] is None for figures in look(make(recipe=TE_FACTORIES + factory))["lm_head"].values())
+    assert all(
+        figures["scale"] is None for figures in look(make(recipe=TE_FACTORIES + factory))["lm_head"].values()
+    )
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
@@ -132,7 +148,10 @@ def test_a_refusal_names_the_gpus_compute_capability_and_the_needed_one(recipe):
 
 def test_the_trainer_logs_health_and_looking_changes_nothing(tmp_path):
     tokens = make_tokens(tmp_path / "tokens")
-    options = OPTIONS.replace("--device cpu", "--device cuda") + " --max-steps 12 --checkpoint-interval 0 --fp8-skip-first 1"
+    options = (
+        OPTIONS.replace("--device cpu", "--device cuda")
+        + " --max-steps 12 --checkpoint-interval 0 --fp8-skip-first 1"
+    )
     assert run_train(f"{options} --out-dir {tmp_path}/plain", tokens) == 0
     assert run_train(f"{options} --fp8-health-interval 4 --out-dir {tmp_path}/seen", tokens) == 0
     records = [json.loads(line) for line in Path(tmp_path, "seen/fp8_health.jsonl").read_text().splitlines()]
@@ -145,6 +164,12 @@ def test_the_trainer_logs_health_and_looking_changes_nothing(tmp_path):
 @pytest.mark.parametrize("recipe", ["block", TE_FACTORIES + "current_scaling_factory"])
 def test_the_trainer_runs_recipes_without_a_state(tmp_path, recipe):
     tokens = make_tokens(tmp_path / "tokens")
-    options = OPTIONS.replace("--device cpu", "--device cuda") + " --max-steps 4 --fp8-skip-last 1 --fp8-health-interval 2"
+    options = (
+        OPTIONS.replace("--device cpu", "--device cuda")
+        + " --max-steps 4 --fp8-skip-last 1 --fp8-health-interval 2"
+    )
     assert run_train(f"{options} --fp8-recipe {recipe} --out-dir {tmp_path}/run", tokens) == 0
-    assert Path(tmp_path, "run/fp8_health.png").exists() and metrics(tmp_path / "run")[-1]["loss"] < metrics(tmp_path / "run")[0]["loss"]
+    assert (
+        Path(tmp_path, "run/fp8_health.png").exists()
+        and metrics(tmp_path / "run")[-1]["loss"] < metrics(tmp_path / "run")[0]["loss"]
+    )

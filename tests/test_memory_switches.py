@@ -1,4 +1,5 @@
-"""The switches that save memory change no result: gradient checkpointing of some blocks, activations in host memory, the loss in parts."""
+"""The switches that save memory change no result: gradient checkpointing of some blocks, activations in host
+memory, the loss in parts."""
 
 import pytest
 import torch
@@ -11,9 +12,13 @@ from trainer_tools import OPTIONS, metrics, run_train
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = dict(vocab_size=96, n_positions=64, n_embd=64, n_layer=4, n_head=4, dropout=0.1)
-SWITCHES = {"checkpointing": dict(gradient_checkpointing=True), "every second": dict(gradient_checkpointing=True, checkpoint_every=2),
-            "every third": dict(gradient_checkpointing=True, checkpoint_every=3), "offload": dict(offload_activations=2),
-            "three parts": dict(loss_chunks=3), "more parts than fit": dict(loss_chunks=100)}
+SWITCHES = {
+    "checkpointing": dict(gradient_checkpointing=True),
+    "every second": dict(gradient_checkpointing=True, checkpoint_every=2),
+    "every third": dict(gradient_checkpointing=True, checkpoint_every=3),
+    "offload": dict(offload_activations=2), "three parts": dict(loss_chunks=3),
+    "more parts than fit": dict(loss_chunks=100),
+}
 
 
 def make(**options):
@@ -57,7 +62,9 @@ def test_recomputed_or_moved_the_loss_is_the_same_bit_for_bit(switch, use_fp8):
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("switch", ["three parts", "more parts than fit"])
 def test_in_parts_the_loss_is_the_same_but_for_rounding(switch, tie, micro_batches):
-    (plain, gradients, _), (losses, ours, _) = (run(tie_embeddings=tie, micro_batches=micro_batches, **s) for s in ({}, SWITCHES[switch]))
+    (plain, gradients, _), (losses, ours, _) = (
+        run(tie_embeddings=tie, micro_batches=micro_batches, **s) for s in ({}, SWITCHES[switch])
+    )
     torch.testing.assert_close(losses, plain, rtol=1e-5, atol=0)
     for name in gradients:
         torch.testing.assert_close(ours[name], gradients[name], rtol=1e-3, atol=1e-5)
@@ -65,16 +72,25 @@ def test_in_parts_the_loss_is_the_same_but_for_rounding(switch, tie, micro_batch
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_in_parts_delayed_scaling_sees_one_pass(micro_batches):
-    """The first pass's maxima and scales are equal bit for bit, forward; histories roll once a pass, forward and backward."""
+    """The first pass's maxima and scales are equal bit for bit, forward; histories roll once a pass, forward
+    and backward."""
     for steps in (1, 3):
-        plain, ours = (run(steps, micro_batches, use_fp8=True, **switch)[2] for switch in ({}, {"loss_chunks": 3}))
+        plain, ours = (
+            run(steps, micro_batches, use_fp8=True, **switch)[2] for switch in ({}, {"loss_chunks": 3})
+        )
         assert plain and plain.keys() == ours.keys()
         for name in plain:
-            assert torch.equal(plain[name] == 0, ours[name] == 0), name  # the same rows of the histories are filled
-            if name.startswith("lm_head.scaling_bwd"):  # the head's own backward pass comes before the loss is divided
-                plain[name], ours[name] = plain[name][..., 0], ours[name][..., 0] * micro_batches ** (1 if name.endswith("scale") else -1)
+            # the same rows of the histories are filled
+            assert torch.equal(plain[name] == 0, ours[name] == 0), name
+            # the head's own backward pass comes before the loss is divided
+            if name.startswith("lm_head.scaling_bwd"):
+                plain[name], ours[name] = (
+                    plain[name][..., 0],
+                    ours[name][..., 0] * micro_batches ** (1 if name.endswith("scale") else -1),
+                )
             exact = steps * micro_batches == 1 and "fwd" in name
-            torch.testing.assert_close(ours[name], plain[name], rtol=0 if exact else 0.2, atol=0)  # E5M2 rounds by up to an eighth
+            # E5M2 rounds by up to an eighth
+            torch.testing.assert_close(ours[name], plain[name], rtol=0 if exact else 0.2, atol=0)
 
 
 def test_in_parts_fp8_losses_stay_together():
@@ -108,12 +124,18 @@ def test_in_parts_all_labels_may_be_ignored_and_weights_frozen():
     model.lm_head.layer_norm_weight.requires_grad_(False)
     x, y = batch(0)
     model(x, torch.full_like(y, -100)).backward()
-    assert all(not p.grad.any() for p in model.parameters() if p.requires_grad) and model.lm_head.layer_norm_weight.grad is None
+    assert (
+        all(not p.grad.any() for p in model.parameters() if p.requires_grad)
+        and model.lm_head.layer_norm_weight.grad is None
+    )
 
 
 def test_every_second_block_is_recomputed(monkeypatch):
     recomputed = []
-    monkeypatch.setattr(te, "checkpoint", lambda block, *inputs, **options: recomputed.append(block) or block(*inputs, **options))
+    monkeypatch.setattr(
+        te, "checkpoint",
+        lambda block, *inputs, **options: recomputed.append(block) or block(*inputs, **options),
+    )
     model = make(gradient_checkpointing=True, checkpoint_every=2)
     model(*batch(0))
     assert recomputed == [model.blocks[0], model.blocks[2]]
@@ -130,7 +152,10 @@ def test_offloading_is_told_of_every_block(monkeypatch):
         def __exit__(self, *exc):
             pass
 
-    monkeypatch.setattr(te, "get_cpu_offload_context", lambda *options: asked.append(options) or (Context(), lambda x: events.append("end") or x))
+    monkeypatch.setattr(
+        te, "get_cpu_offload_context",
+        lambda *options: asked.append(options) or (Context(), lambda x: events.append("end") or x),
+    )
     model = make(offload_activations=3)
     assert asked == [(True, 3, 4)]
     model(*batch(0))
@@ -147,9 +172,14 @@ def test_offloading_as_transformer_engine_is_asked_to():
         assert function(7) == 7
 
 
-@pytest.mark.parametrize("options, told", [
-    (dict(loss_chunks=0), "loss_chunks=0"), (dict(checkpoint_every=0), "checkpoint_every=0"), (dict(offload_activations=4), "n_layer=4"),
-    (dict(offload_activations=1, gradient_checkpointing=True), "gradient_checkpointing")])
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (dict(loss_chunks=0), "loss_chunks=0"), (dict(checkpoint_every=0), "checkpoint_every=0"),
+        (dict(offload_activations=4), "n_layer=4"),
+        (dict(offload_activations=1, gradient_checkpointing=True), "gradient_checkpointing"),
+    ],
+)
 def test_what_a_model_refuses(options, told):
     with pytest.raises(ValueError, match=told):
         make(**options)
@@ -165,11 +195,16 @@ def losses_of(run):
 def test_trains_and_resumes(tokens, tmp_path, recipe):
     options = f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --eval-interval 2 --fp8-recipe {recipe}"
     assert run_train(f"{options} --out-dir {tmp_path}/plain", tokens) == 0
-    for name, switch in (("offloaded", "--offload-activations 1"), ("parts", "--loss-chunks 3 --gradient-checkpointing --checkpoint-every 2")):
+    for name, switch in (
+        ("offloaded", "--offload-activations 1"),
+        ("parts", "--loss-chunks 3 --gradient-checkpointing --checkpoint-every 2"),
+    ):
         run = tmp_path / name
         assert run_train(f"{options} {switch} --out-dir {run}", tokens) == 0
         whole = metrics(run)
-        torch.testing.assert_close(losses_of(run), losses_of(tmp_path / "plain"), rtol=2e-3 if name == "parts" else 0, atol=0)
+        torch.testing.assert_close(
+            losses_of(run), losses_of(tmp_path / "plain"), rtol=2e-3 if name == "parts" else 0, atol=0
+        )
         (run / "step-4").rename(tmp_path / f"{name}-step-4")
         assert run_train(f"--resume --out-dir {run}") == 0  # the switches come from the checkpoint
         assert metrics(run) == whole
@@ -183,11 +218,18 @@ def test_parts_and_fp8_health(tokens, tmp_path):
     assert {"input", "weight", "output_gradient"} <= looks[-1]["health"]["lm_head"].keys()
 
 
-@pytest.mark.parametrize("options, told", [
-    ("--checkpoint-every 2", "--gradient-checkpointing"), ("--checkpoint-every 0 --gradient-checkpointing", "at least 1"),
-    ("--loss-chunks 0", "at least 1"), ("--offload-activations 2", "from 0 to 1"),
-    ("--offload-activations 1 --gradient-checkpointing", "leave one"), ("--offload-activations 1 --compile --fp8-recipe none", "--compile"),
-    ("--model te --loss-chunks 2", "no such switch"), ("--model fused --offload-activations 1", "no such switch")])
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ("--checkpoint-every 2", "--gradient-checkpointing"),
+        ("--checkpoint-every 0 --gradient-checkpointing", "at least 1"), ("--loss-chunks 0", "at least 1"),
+        ("--offload-activations 2", "from 0 to 1"),
+        ("--offload-activations 1 --gradient-checkpointing", "leave one"),
+        ("--offload-activations 1 --compile --fp8-recipe none", "--compile"),
+        ("--model te --loss-chunks 2", "no such switch"),
+        ("--model fused --offload-activations 1", "no such switch"),
+    ],
+)
 def test_what_the_trainer_refuses_in_one_line(tokens, tmp_path, capsys, options, told):
     assert run_train(f"{OPTIONS} {options} --out-dir {tmp_path}/run", tokens) == 2
     error = capsys.readouterr().err.strip().splitlines()
@@ -224,13 +266,21 @@ def measure(use_fp8, **options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("use_fp8", [False, True])
-@pytest.mark.parametrize("switch, at_most", [("checkpointing", 0.8), ("every second", 0.95), ("offload", 0.95), ("three parts", 0.95)])
+@pytest.mark.parametrize(
+    "switch, at_most",
+    [("checkpointing", 0.8), ("every second", 0.95), ("offload", 0.95), ("three parts", 0.95)],
+)
 def test_a_switch_saves_memory_and_changes_no_result(switch, at_most, use_fp8):
-    fused = dict(fused_block=switch == "three parts")  # the others go through the modules: so does what they are compared with
-    (plain, most, gradients), (losses, peak, ours) = measure(use_fp8, **fused), measure(use_fp8, **fused, **SWITCHES[switch])
+    # the others go through the modules: so does what they are compared with
+    fused = dict(fused_block=switch == "three parts")
+    (plain, most, gradients), (losses, peak, ours) = (
+        measure(use_fp8, **fused),
+        measure(use_fp8, **fused, **SWITCHES[switch]),
+    )
     print(f"{switch}, FP8 {use_fp8}: {peak / 2**20:,.0f} MiB, without {most / 2**20:,.0f} MiB")
     torch.testing.assert_close(losses, plain, rtol=2e-3, atol=0)
-    if use_fp8 and switch == "three parts":  # FP8 rounds other values, by several per cent each: in parts no further from BF16 than in one
+    # FP8 rounds other values, by several per cent each: in parts no further from BF16 than in one
+    if use_fp8 and switch == "three parts":
         for a, b, exact in zip(ours, gradients, measure(False)[2]):
             assert (a - exact).norm() <= 1.1 * (b - exact).norm() + 0.02 * exact.norm()
     else:
@@ -242,9 +292,16 @@ def test_a_switch_saves_memory_and_changes_no_result(switch, at_most, use_fp8):
 @pytest.mark.gpu
 @pytest.mark.parametrize("use_fp8", [False, True])
 def test_in_parts_as_a_cuda_graph(tokens, tmp_path, use_fp8):
-    options = (f"--n-layer 2 --n-head 2 --n-embd 128 --seq-len 128 --micro-batch-size 4 --grad-accum 2 --max-steps 8 --log-interval 1 "
-               f"--eval-interval 0 --fp8-recipe {'delayed' if use_fp8 else 'none'}")
-    for name, more in (("plain", ""), ("graph", "--loss-chunks 3 --cuda-graph on"), ("python", "--loss-chunks 3 --cuda-graph off")):
+    options = (
+        f"--n-layer 2 --n-head 2 --n-embd 128 --seq-len 128 --micro-batch-size 4 --grad-accum 2 --max-steps 8 --log-interval 1 "
+        f"--eval-interval 0 --fp8-recipe {'delayed' if use_fp8 else 'none'}"
+    )
+    for name, more in (
+        ("plain", ""), ("graph", "--loss-chunks 3 --cuda-graph on"),
+        ("python", "--loss-chunks 3 --cuda-graph off"),
+    ):
         assert run_train(f"{options} {more} --out-dir {tmp_path}/{name}", tokens) == 0
     for name in ("graph", "python"):
-        torch.testing.assert_close(losses_of(tmp_path / name), losses_of(tmp_path / "plain"), rtol=5e-3, atol=0)
+        torch.testing.assert_close(
+            losses_of(tmp_path / name), losses_of(tmp_path / "plain"), rtol=5e-3, atol=0
+        )

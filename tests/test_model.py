@@ -1,4 +1,5 @@
-"""model_te_optimized: the same numbers as the models it imitates, every switch, the guide's snippets, and what it refuses."""
+"""model_te_optimized: the same numbers as the models it imitates, every switch, the guide's snippets, and
+what it refuses."""
 
 import math
 import sys
@@ -49,12 +50,16 @@ def copy_weights(model, weights):
 
 
 def from_gpt2(hf):
-    w = {"wte.weight": hf.transformer.wte.weight, "wpe.weight": hf.transformer.wpe.weight, "lm_head.weight": hf.lm_head.weight,
-         "lm_head.layer_norm_weight": hf.transformer.ln_f.weight, "lm_head.layer_norm_bias": hf.transformer.ln_f.bias}
+    w = {
+        "wte.weight": hf.transformer.wte.weight, "wpe.weight": hf.transformer.wpe.weight,
+        "lm_head.weight": hf.lm_head.weight, "lm_head.layer_norm_weight": hf.transformer.ln_f.weight,
+        "lm_head.layer_norm_bias": hf.transformer.ln_f.bias,
+    }
     for i, h in enumerate(hf.transformer.h):
         b = f"blocks.{i}."
         w |= {b + "attn.qkv.layer_norm_weight": h.ln_1.weight, b + "attn.qkv.layer_norm_bias": h.ln_1.bias,
-              b + "attn.qkv.weight": h.attn.c_attn.weight.T, b + "attn.qkv.bias": h.attn.c_attn.bias,  # Conv1D keeps (in, out)
+              # Conv1D keeps (in, out)
+              b + "attn.qkv.weight": h.attn.c_attn.weight.T, b + "attn.qkv.bias": h.attn.c_attn.bias,
               b + "attn.proj.weight": h.attn.c_proj.weight.T, b + "attn.proj.bias": h.attn.c_proj.bias,
               b + "mlp.layer_norm_weight": h.ln_2.weight, b + "mlp.layer_norm_bias": h.ln_2.bias,
               b + "mlp.fc1_weight": h.mlp.c_fc.weight.T, b + "mlp.fc1_bias": h.mlp.c_fc.bias,
@@ -63,35 +68,55 @@ def from_gpt2(hf):
 
 
 def from_llama(hf):
-    w = {"wte.weight": hf.model.embed_tokens.weight, "lm_head.weight": hf.lm_head.weight, "lm_head.layer_norm_weight": hf.model.norm.weight}
+    w = {
+        "wte.weight": hf.model.embed_tokens.weight, "lm_head.weight": hf.lm_head.weight,
+        "lm_head.layer_norm_weight": hf.model.norm.weight,
+    }
     for i, h in enumerate(hf.model.layers):
         b, a = f"blocks.{i}.", h.self_attn
-        w |= {b + "attn.qkv.layer_norm_weight": h.input_layernorm.weight,
-              b + "attn.qkv.weight": torch.cat((a.q_proj.weight, a.k_proj.weight, a.v_proj.weight)), b + "attn.proj.weight": a.o_proj.weight,
-              b + "mlp.layer_norm_weight": h.post_attention_layernorm.weight,
-              b + "mlp.fc1_weight": torch.cat((h.mlp.gate_proj.weight, h.mlp.up_proj.weight)), b + "mlp.fc2_weight": h.mlp.down_proj.weight}
+        w |= {
+            b + "attn.qkv.layer_norm_weight": h.input_layernorm.weight,
+            b + "attn.qkv.weight": torch.cat((a.q_proj.weight, a.k_proj.weight, a.v_proj.weight)),
+            b + "attn.proj.weight": a.o_proj.weight,
+            b + "mlp.layer_norm_weight": h.post_attention_layernorm.weight,
+            b + "mlp.fc1_weight": torch.cat((h.mlp.gate_proj.weight, h.mlp.up_proj.weight)),
+            b + "mlp.fc2_weight": h.mlp.down_proj.weight,
+        }
         if hasattr(a, "q_norm"):  # Qwen3
             w |= {b + "attn.q_norm.weight": a.q_norm.weight, b + "attn.k_norm.weight": a.k_norm.weight}
     return w
 
 
 def gpt2():
-    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=96, n_positions=64, n_embd=64, n_layer=2, n_head=4))
+    hf = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=96, n_positions=64, n_embd=64, n_layer=2, n_head=4)
+    )
     return randomize(hf), make(), from_gpt2
 
 
 def llama():
-    hf = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=50000.0, tie_word_embeddings=False))
+    hf = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=50000.0,
+            tie_word_embeddings=False,
+        )
+    )
     return randomize(hf), make(**LLAMA, n_kv_head=2, n_inner=96, rope_theta=50000.0), from_llama
 
 
 def qwen3():
-    hf = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
-        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        max_position_embeddings=64, rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=True))
-    switches = {**LLAMA, "tie_embeddings": True, "use_qk_norm": True, "head_dim": 32, "layernorm_epsilon": 1e-6, "rope_theta": 1e6}
+    hf = transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=64, rms_norm_eps=1e-6, rope_theta=1e6,
+            tie_word_embeddings=True,
+        )
+    )
+    switches = {
+        **LLAMA, "tie_embeddings": True, "use_qk_norm": True, "head_dim": 32, "layernorm_epsilon": 1e-6,
+        "rope_theta": 1e6,
+    }
     return randomize(hf), make(**switches, n_kv_head=2, n_inner=96), from_llama
 
 
@@ -105,13 +130,16 @@ def test_logits_equal_hugging_face(pair):
     with torch.no_grad():
         expected, logits = hf(x).logits, model(x)
     assert logits.shape == (2, 32, 96)
-    tolerance = 2e-5 if te is te_reference else 9 * 2.0**-11  # TE multiplies float32 in TF32: nine products in a row
+    # TE multiplies float32 in TF32: nine products in a row
+    tolerance = 2e-5 if te is te_reference else 9 * 2.0**-11
     assert (logits - expected).abs().max() <= tolerance * expected.abs().max()
     labels = x.roll(-1, 1)
     labels[:, -1] = -100
     with torch.no_grad():
         loss = model(x, labels)
-    torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        loss, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100), rtol=1e-5, atol=1e-6
+    )
     assert loss.shape == () and loss.dtype == torch.float32
 
 
@@ -119,10 +147,12 @@ def test_logits_equal_hugging_face(pair):
 
 
 SWITCHES = {
-    "gpt2": {}, "llama": {**LLAMA, "n_kv_head": 2}, "qwen3": {**LLAMA, "use_qk_norm": True, "head_dim": 32, "n_kv_head": 1},
-    "rmsnorm": {"use_rmsnorm": True}, "swiglu with bias": {"activation": "swiglu"}, "untied": {"tie_embeddings": False},
-    "head in high precision": {"fp8_lm_head": False}, "te attention": {"use_pytorch_sdpa": False}, "checkpointing": {"gradient_checkpointing": True},
-    "dropout": {"dropout": 0.1, "attn_dropout": 0.1}, "margin": {"fp8_margin": 1},
+    "gpt2": {}, "llama": {**LLAMA, "n_kv_head": 2},
+    "qwen3": {**LLAMA, "use_qk_norm": True, "head_dim": 32, "n_kv_head": 1}, "rmsnorm": {"use_rmsnorm": True},
+    "swiglu with bias": {"activation": "swiglu"}, "untied": {"tie_embeddings": False},
+    "head in high precision": {"fp8_lm_head": False}, "te attention": {"use_pytorch_sdpa": False},
+    "checkpointing": {"gradient_checkpointing": True}, "dropout": {"dropout": 0.1, "attn_dropout": 0.1},
+    "margin": {"fp8_margin": 1},
 }
 
 
@@ -146,12 +176,15 @@ def test_every_switch_learns_a_batch(switches, use_fp8):
 
 def test_the_default_recipe_and_its_replacement():
     model = make(use_fp8=True, fp8_margin=2)
-    assert (model.fp8_recipe.margin, model.fp8_recipe.amax_history_len, model.fp8_recipe.amax_compute_algo) == (2, 1024, "max")
+    assert (
+        model.fp8_recipe.margin, model.fp8_recipe.amax_history_len, model.fp8_recipe.amax_compute_algo,
+    ) == (2, 1024, "max")
     x = tokens()
     model(x, x).backward()
     assert model.blocks[0].attn.qkv.fp8_meta["scaling_fwd"].amax_history.shape[0] == 1024
     model = make(use_fp8=True)
-    model.fp8_recipe = DelayedScaling(amax_history_len=4)  # before the first pass: TE 2.20 fails where the length of a history changes later
+    # before the first pass: TE 2.20 fails where the length of a history changes later
+    model.fp8_recipe = DelayedScaling(amax_history_len=4)
     model(x, x).backward()
     assert model.blocks[0].attn.qkv.fp8_meta["scaling_fwd"].amax_history.shape[0] == 4
 
@@ -203,19 +236,25 @@ def test_accumulated_micro_batches_equal_one_batch():
     whole = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     for micro in range(2):
-        (model(x[2 * micro:2 * micro + 2], y[2 * micro:2 * micro + 2], is_first_microbatch=micro == 0) / 2).backward()
+        (
+            model(x[2 * micro : 2 * micro + 2], y[2 * micro : 2 * micro + 2], is_first_microbatch=micro == 0)
+            / 2
+        ).backward()
     for a, p in zip(whole, model.parameters()):
         torch.testing.assert_close(p.grad, a, rtol=1e-3, atol=1e-6 if te is te_reference else 1e-5)
 
 
-@pytest.mark.parametrize("switches", [{}, {**LLAMA, "n_kv_head": 2, "use_qk_norm": True}], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "switches", [{}, {**LLAMA, "n_kv_head": 2, "use_qk_norm": True}], ids=["gpt2", "llama"]
+)
 def test_kv_cache_gives_the_same_logits(switches):
     model = make(**switches).eval()
     x = tokens(2, 24)
     with torch.no_grad():
         whole = model(x)
         cache = model.make_kv_cache(2, 24)
-        parts = [model(part, kv_cache=cache) for part in (x[:, :10], x[:, 10:11], x[:, 11:16], x[:, 16:])]  # a prompt, one token, several
+        # a prompt, one token, several
+        parts = [model(part, kv_cache=cache) for part in (x[:, :10], x[:, 10:11], x[:, 11:16], x[:, 16:])]
     assert cache.length == 24
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
 
@@ -232,7 +271,10 @@ def test_attention_is_causal():
 
 def test_rope_rotates_pairs_half_a_head_apart():
     cos, sin = rope_tables(torch.tensor([0, 3]), 4, 100.0)
-    assert torch.allclose(cos[1, 0], torch.tensor([3.0, 0.3]).cos()) and torch.equal(sin[0, 0], torch.zeros(2))  # 3·100^0, 3·100^(-1/2)
+    # 3·100^0, 3·100^(-1/2)
+    assert torch.allclose(cos[1, 0], torch.tensor([3.0, 0.3]).cos()) and torch.equal(
+        sin[0, 0], torch.zeros(2)
+    )
     x = torch.tensor([1.0, 0.0, 0.0, 2.0]).expand(1, 2, 1, 4)
     rotated = apply_rope(x, cos, sin)
     assert torch.equal(rotated[0, 0, 0], x[0, 0, 0])
@@ -240,7 +282,9 @@ def test_rope_rotates_pairs_half_a_head_apart():
     assert torch.allclose(rotated[0, 1, 0], torch.stack((c[0], -2 * s[1], s[0], 2 * c[1])))
 
 
-@pytest.mark.skipif(te is not te_reference, reason="Transformer Engine's fused modules break the graph; te_reference does not")
+@pytest.mark.skipif(
+    te is not te_reference, reason="Transformer Engine's fused modules break the graph; te_reference does not"
+)
 @pytest.mark.parametrize("recipe", [None, "current"])
 def test_compiles_without_a_graph_break(recipe):
     model = make(**LLAMA, n_kv_head=2, use_fp8=recipe is not None)
@@ -398,7 +442,8 @@ from transformer_engine.common.recipe import DelayedScaling, Format
 
 @pytest.fixture
 def snippets(monkeypatch):
-    """Run a snippet in one namespace. Without a GPU, `transformer_engine` is te_reference and `.cuda()` leaves a model where it is."""
+    """Run a snippet in one namespace. Without a GPU, `transformer_engine` is te_reference and `.cuda()`
+    leaves a model where it is."""
     if not torch.cuda.is_available():
         for name in ("transformer_engine", "transformer_engine.common"):
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -418,7 +463,10 @@ def test_the_guides_fp8_snippets(snippets):
     names = snippets(IMPORTS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     self = types.SimpleNamespace()
-    names.update(self=self, hidden_size=64, q=torch.randn(1, 4, 32, 16), k=torch.randn(1, 4, 32, 16), v=torch.randn(1, 4, 32, 16))
+    names.update(
+        self=self, hidden_size=64, q=torch.randn(1, 4, 32, 16), k=torch.randn(1, 4, 32, 16),
+        v=torch.randn(1, 4, 32, 16),
+    )
     snippets(MODULE_SELECTION)
     assert names["out"].shape == (1, 4, 32, 16)
     self.lm_head = names["te"].Linear(64, 96)
@@ -432,7 +480,8 @@ def test_the_guides_training_snippet(snippets):
     x = tokens(1, 16, 50304)
     names["dataloader"] = [{"input_ids": x, "labels": x.roll(-1, 1)}] * 2
     snippets(TRAINING)
-    assert names["loss"].item() < 10.5 and names["model"].wte.weight.dtype == torch.bfloat16  # ln 50304 = 10.8: it learned
+    # ln 50304 = 10.8: it learned
+    assert names["loss"].item() < 10.5 and names["model"].wte.weight.dtype == torch.bfloat16
     assert "scaling_fwd" in names["model"].lm_head.fp8_meta
 
 

@@ -1,4 +1,5 @@
-"""--pack-documents: no token sees another document, a packed batch is its documents run one by one, and the loader finds where they begin."""
+"""--pack-documents: no token sees another document, a packed batch is its documents run one by one, and the
+loader finds where they begin."""
 
 import numpy as np
 import pytest
@@ -14,8 +15,12 @@ from fast_kernels import attention as fast_attention  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = dict(vocab_size=288, n_positions=64, n_embd=64, n_layer=2, n_head=4)
-GPT2, MODERN = {}, dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_kv_head=2)
-STARTS = [0, 5, 6, 30, 32, 48]  # two rows of 32 tokens; a document of one token; one that fills the end of a row
+GPT2, MODERN = (
+    {},
+    dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_kv_head=2),
+)
+# two rows of 32 tokens; a document of one token; one that fills the end of a row
+STARTS = [0, 5, 6, 30, 32, 48]
 PADDED = torch.tensor([*STARTS, 64, 64, 64], dtype=torch.int32, device=DEVICE)  # as a loader pads it
 
 
@@ -57,7 +62,11 @@ def test_no_token_sees_another_document(switches, attention, fp8):
         changed = x.clone().flatten()
         changed[start:end] = (changed[start:end] + 7) % 288
         with torch.no_grad():
-            same = (model(x, cu_seqlens=PADDED) == model(changed.view(2, 32), cu_seqlens=PADDED)).all(-1).flatten()
+            same = (
+                (model(x, cu_seqlens=PADDED) == model(changed.view(2, 32), cu_seqlens=PADDED))
+                .all(-1)
+                .flatten()
+            )
         inside = torch.zeros(64, dtype=torch.bool, device=DEVICE)
         inside[start:end] = True
         assert bool((same == ~inside).all())
@@ -69,14 +78,19 @@ def test_without_the_switch_it_does_see_it():
     changed[0, 0] = (x[0, 0] + 7) % 288
     with torch.no_grad():
         assert not torch.equal(model(x)[0, 31], model(changed)[0, 31])
-        assert torch.equal(model(x), model(x, cu_seqlens=torch.tensor([0, 32, 64], dtype=torch.int32, device=DEVICE)))  # rows are documents
+        # rows are documents
+        assert torch.equal(
+            model(x), model(x, cu_seqlens=torch.tensor([0, 32, 64], dtype=torch.int32, device=DEVICE))
+        )
 
 
 @every_model
 def test_gradients_stay_inside_a_document(switches):
     model, x = make(**switches), tokens()
     seen = {}
-    model.blocks[0].register_forward_pre_hook(lambda module, inputs: seen.update(x=inputs[0]) or inputs[0].retain_grad())
+    model.blocks[0].register_forward_pre_hook(
+        lambda module, inputs: seen.update(x=inputs[0]) or inputs[0].retain_grad()
+    )
     model(x, cu_seqlens=PADDED).flatten(0, 1)[20].sum().backward()  # a token of the third document
     reached = seen["x"].grad.flatten(0, 1).abs().sum(-1) > 0
     assert reached[6:21].all() and not reached[:6].any() and not reached[21:].any()
@@ -95,16 +109,22 @@ def test_fast_attention_packs(rope, norm):
     """Forward and backward, with tables for every token: the documents one by one."""
     torch.manual_seed(3)
     qkv = torch.randn(2, 32, 4, 16, device=DEVICE, requires_grad=True)
-    positions = torch.cat([torch.arange(end - start) for start, end in zip(STARTS, [*STARTS[1:], 64])]).to(DEVICE)
+    positions = torch.cat([torch.arange(end - start) for start, end in zip(STARTS, [*STARTS[1:], 64])]).to(
+        DEVICE
+    )
     angles = positions.float()[:, None] * 100 ** (-torch.arange(8, device=DEVICE) / 8)
     table = (angles.cos(), angles.sin()) if rope else None
     weights = [1 + 0.3 * torch.randn(16, device=DEVICE) for _ in range(2)] if norm else [None, None]
     dout = torch.randn(2, 32, 32, device=DEVICE)
-    packed = fast_attention.packed_attention(qkv, 2, 1, table and tuple(t.view(2, 32, 1, 8) for t in table), *weights, cu_seqlens=PADDED)
+    packed = fast_attention.packed_attention(
+        qkv, 2, 1, table and tuple(t.view(2, 32, 1, 8) for t in table), *weights, cu_seqlens=PADDED
+    )
     gradient, = torch.autograd.grad(packed, qkv, dout)
     for start, end in zip(STARTS, [*STARTS[1:], 64]):
         part = qkv.detach().flatten(0, 1)[None, start:end].clone().requires_grad_()
-        alone = fast_attention.packed_attention(part, 2, 1, table and tuple(t[start:end] for t in table), *weights)
+        alone = fast_attention.packed_attention(
+            part, 2, 1, table and tuple(t[start:end] for t in table), *weights
+        )
         torch.testing.assert_close(packed.flatten(0, 1)[start:end], alone[0], rtol=1e-5, atol=1e-5)
         dpart, = torch.autograd.grad(alone, part, dout.flatten(0, 1)[None, start:end])
         torch.testing.assert_close(gradient.flatten(0, 1)[start:end], dpart[0], rtol=1e-4, atol=1e-5)
@@ -115,7 +135,8 @@ def test_fast_attention_packs(rope, norm):
 @pytest.mark.parametrize("attention", ["te", "flash"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kernels_agree_on_a_gpu(attention, head_dim, switches):
-    """In BF16, with empty documents at the end, forward and backward: every kernel against PyTorch's with a mask."""
+    """In BF16, with empty documents at the end, forward and backward: every kernel against PyTorch's with a
+    mask."""
     x, y = (torch.randint(0, 288, (4, 256), device="cuda") for _ in range(2))
     starts = torch.tensor([0, 1, 100, 256, 512, 700, 701, 768, *[1024] * 9], dtype=torch.int32, device="cuda")
     results = []
@@ -145,9 +166,12 @@ def test_no_token_sees_another_document_on_a_gpu(attention):
 @pytest.mark.parametrize("attention", ["te", "flash"])
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
 def test_a_graph_packs_every_batch_anew(folder, tmp_path, attention, recipe):
-    """A step replayed as a CUDA graph, on batches with different documents, is the step launched from Python."""
-    options = (f"--n-layer 2 --n-head 2 --n-embd 128 --seq-len 256 --micro-batch-size 4 --max-steps 8 --log-interval 1 --eval-interval 4 "
-               f"--eval-steps 2 --pack-documents --attention {attention} --fp8-recipe {recipe}")
+    """A step replayed as a CUDA graph, on batches with different documents, is the step launched from Python.
+    """
+    options = (
+        f"--n-layer 2 --n-head 2 --n-embd 128 --seq-len 256 --micro-batch-size 4 --max-steps 8 --log-interval 1 --eval-interval 4 "
+        f"--eval-steps 2 --pack-documents --attention {attention} --fp8-recipe {recipe}"
+    )
     for name in ("on", "off"):
         assert run_train(f"{options} --cuda-graph {name} --out-dir {tmp_path}/{name}", str(folder)) == 0
     on, off = (torch.tensor([line["loss"] for line in metrics(tmp_path / name)]) for name in ("on", "off"))
@@ -165,7 +189,9 @@ def folder(tmp_path_factory):
 
 
 def loader(folder, split="train", **options):
-    return data.Loader(folder, split, **{"seq_len": 48, "micro_batch_size": 3, "pack_documents": True, **options})
+    return data.Loader(
+        folder, split, **{"seq_len": 48, "micro_batch_size": 3, "pack_documents": True, **options}
+    )
 
 
 def test_documents_begin_with_the_end_of_text_before_them(folder):
@@ -175,9 +201,16 @@ def test_documents_begin_with_the_end_of_text_before_them(folder):
         inputs, labels, starts = with_packing.batch(index)
         assert all(torch.equal(a, b) for a, b in zip((inputs, labels), without.batch(index)))
         shapes.add(tuple(starts.shape))
-        assert starts.dtype == torch.int32 and starts[0] == 0 and starts[-1] == 3 * 48 and (starts.diff() >= 0).all()
+        assert (
+            starts.dtype == torch.int32
+            and starts[0] == 0
+            and starts[-1] == 3 * 48
+            and (starts.diff() >= 0).all()
+        )
         begins = set(starts.tolist()) - {3 * 48}
-        assert begins == {i for i, token in enumerate(inputs.flatten().tolist()) if token == 256 or i % 48 == 0}
+        assert begins == {
+            i for i, token in enumerate(inputs.flatten().tolist()) if token == 256 or i % 48 == 0
+        }
         for a, b in zip(sorted(begins), [*sorted(begins)[1:], 3 * 48]):  # a document has one letter
             assert len(set(inputs.flatten()[a:b].tolist()) - {256}) <= 1
     assert len(shapes) == 1  # what a CUDA graph needs
@@ -203,7 +236,8 @@ def test_trains_evaluates_and_resumes_exactly(folder, tmp_path, options):
     assert run_train(f"{options} --pack-documents --out-dir {tmp_path}/whole", str(folder)) == 0
     assert run_train(f"{options} --out-dir {tmp_path}/unpacked", str(folder)) == 0
     whole, unpacked = metrics(tmp_path / "whole"), metrics(tmp_path / "unpacked")
-    assert whole[0]["loss"] != unpacked[0]["loss"] and whole[0]["val_loss"] != unpacked[0]["val_loss"]  # evaluation masks, too
+    # evaluation masks, too
+    assert whole[0]["loss"] != unpacked[0]["loss"] and whole[0]["val_loss"] != unpacked[0]["val_loss"]
     assert whole[-1]["val_loss"] < whole[0]["val_loss"]
     (tmp_path / "whole" / "step-4").rename(tmp_path / "step-4")
     assert run_train(f"--resume --out-dir {tmp_path}/whole") == 0
@@ -218,7 +252,9 @@ def test_other_models_refuse_in_one_line(tmp_path, capsys, model):
 
 
 def test_a_step_takes_batches_as_the_loader_gives_them(folder):
-    config = train.TrainConfig(n_layer=1, n_head=2, n_embd=64, vocab_size=288, n_positions=64, seq_len=64, grad_accum=2)
+    config = train.TrainConfig(
+        n_layer=1, n_head=2, n_embd=64, vocab_size=288, n_positions=64, seq_len=64, grad_accum=2
+    )
     model = make(n_layer=1)
     step = train.TrainStep(model, model, train.make_optimizer(model, config), config, torch.device(DEVICE))
     batches = [loader(folder, seq_len=64, micro_batch_size=2, device=DEVICE).batch(i) for i in range(2)]

@@ -1,4 +1,5 @@
-"""nanote/profiling.py: traces and tables, determinism, garbage collection, and what a run says when memory runs out."""
+"""nanote/profiling.py: traces and tables, determinism, garbage collection, and what a run says when memory
+runs out."""
 import gc
 import gzip
 import json
@@ -20,8 +21,15 @@ from nanote.profiling import GIB, what_would_fit
 from train import TrainConfig
 from trainer_tools import OPTIONS, metrics, run_train
 
-SHORT = OPTIONS.replace("--max-steps 24", "--max-steps 6").replace("--n-layer 2", "--n-layer 1") + " --eval-interval 0 --eval-steps 1"
-ON_GPU = OPTIONS.replace("--device cpu", "--device cuda").replace("--dropout 0.1", "").replace("--n-embd 64", "--n-embd 128")
+SHORT = (
+    OPTIONS.replace("--max-steps 24", "--max-steps 6").replace("--n-layer 2", "--n-layer 1")
+    + " --eval-interval 0 --eval-steps 1"
+)
+ON_GPU = (
+    OPTIONS.replace("--device cpu", "--device cuda")
+    .replace("--dropout 0.1", "")
+    .replace("--n-embd 64", "--n-embd 128")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +53,20 @@ def test_a_range_is_of_whole_steps(text, steps):
     assert profiling.parse_range("profile", text, 24) == steps
 
 
-@pytest.mark.parametrize("options, told", [
-    ("--profile 5:3", ["--profile 5:3", "10:12"]), ("--profile 0:3", ["--profile 0:3"]), ("--profile three", ["--profile three", "START:STOP"]),
-    ("--profile 3:", ["--profile 3:"]), ("--profile 20:30", ["--profile 20:30", "step 24"]), ("--memory-snapshot 3-5", ["--memory-snapshot 3-5"]),
-    ("--memory-snapshot 2:3", ["--memory-snapshot 2:3", "CPU"]), ("--nsys 2:3", ["--nsys 2:3", "CPU", "--profile"]),
-    ("--profile 2:3 --nsys 2:3", ["--profile", "--nsys", "one"]), ("--gc-interval -1", ["--gc-interval -1", "0 or more"]),
-    ("--expandable-segments", ["--expandable-segments", "CPU"])])
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ("--profile 5:3", ["--profile 5:3", "10:12"]), ("--profile 0:3", ["--profile 0:3"]),
+        ("--profile three", ["--profile three", "START:STOP"]), ("--profile 3:", ["--profile 3:"]),
+        ("--profile 20:30", ["--profile 20:30", "step 24"]),
+        ("--memory-snapshot 3-5", ["--memory-snapshot 3-5"]),
+        ("--memory-snapshot 2:3", ["--memory-snapshot 2:3", "CPU"]),
+        ("--nsys 2:3", ["--nsys 2:3", "CPU", "--profile"]),
+        ("--profile 2:3 --nsys 2:3", ["--profile", "--nsys", "one"]),
+        ("--gc-interval -1", ["--gc-interval -1", "0 or more"]),
+        ("--expandable-segments", ["--expandable-segments", "CPU"]),
+    ],
+)
 def test_what_cannot_be_is_said_in_one_line(tokens, capsys, options, told):
     assert run_train(f"{OPTIONS} {options} --out-dir run", tokens) == 2
     lines = capsys.readouterr().err.strip().splitlines()
@@ -64,7 +80,9 @@ def test_a_trace_holds_its_steps_and_no_others(tokens, capsys):
     assert names.count("step 3") == names.count("step 4") == 1 and not {"step 2", "step 5"} & set(names)
     assert "aten::mm" in names or "aten::addmm" in names
     table, printed = Path("run/profile/table.txt").read_text(), capsys.readouterr().out
-    assert table.startswith("steps 3 to 4 on a CPU, means of a step\n") and re.search(r"^GEMM +[\d.]+ +[\d.]+%", table, re.MULTILINE)
+    assert table.startswith("steps 3 to 4 on a CPU, means of a step\n") and re.search(
+        r"^GEMM +[\d.]+ +[\d.]+%", table, re.MULTILINE
+    )
     assert table.strip() in printed and "run/profile/trace.json.gz" in printed
 
 
@@ -98,7 +116,11 @@ def test_a_run_that_ends_early_leaves_the_trace_so_far(tmp_path):
     profiler.begin(3)
     profiler.close(3)
     profiler.close(3)
-    assert len(said) == 1 and said[0].startswith("steps 2 to 3") and (tmp_path / "profile" / "trace.json.gz").exists()
+    assert (
+        len(said) == 1
+        and said[0].startswith("steps 2 to 3")
+        and (tmp_path / "profile" / "trace.json.gz").exists()
+    )
     profiler = profiling.Profiler(TrainConfig(profile="50:90"), torch.device("cpu"))
     profiler.say = said.append
     profiler.close(3)
@@ -115,10 +137,16 @@ def test_without_options_there_is_nothing_to_do():
 
 
 def test_a_table_sums_by_class_for_each_step():
-    kernels = [("nvjet_qqtst_128x128", 0.0, 1000.0), ("void flash_fwd_kernel", 500.0, 1000.0), ("nvjet_qqtst_128x128", 3000.0, 1000.0)]
-    assert profiling.span_and_busy(kernels) == (4000.0, 2500.0)  # 0 to 1500, of which two overlap, and 3000 to 4000
+    kernels = [
+        ("nvjet_qqtst_128x128", 0.0, 1000.0), ("void flash_fwd_kernel", 500.0, 1000.0),
+        ("nvjet_qqtst_128x128", 3000.0, 1000.0),
+    ]
+    # 0 to 1500, of which two overlap, and 3000 to 4000
+    assert profiling.span_and_busy(kernels) == (4000.0, 2500.0)
     lines = profiling.table(kernels, steps=2, on_gpu=True).splitlines()
-    assert lines[1].split() == ["GEMM", "FP8", "1.000", "66.7%", "1"] and lines[2].split() == ["attention", "0.500", "33.3%", "0"]
+    assert lines[1].split() == ["GEMM", "FP8", "1.000", "66.7%", "1"] and lines[2].split() == [
+        "attention", "0.500", "33.3%", "0",
+    ]
     assert lines[3].split() == ["all", "1.500", "2"]
     assert "busy 62.5% of 2.000 ms" in lines[4]
     assert lines[6].split() == ["1.000", "ms", "1", "x", "GEMM", "FP8:", "nvjet_qqtst_128x128"]
@@ -251,8 +279,10 @@ DEEP = dict(n_layer=48, n_head=1, head_dim=16, n_inner=16, vocab_size=32, seq_le
     dict(loss_chunks=4), dict(micro_batch_size=1), dict(max_steps=1), dict(vocab_size=2048),
     DEEP, DEEP | dict(max_steps=1), DEEP | dict(grad_accum=2)])
 def test_the_least_memory_is_no_more_than_the_peak_of_a_step(options):
-    small = dict(n_layer=2, n_head=2, n_embd=64, vocab_size=512, n_positions=64, seq_len=64, micro_batch_size=4,
-                 max_steps=2, eval_steps=1, fp8_amax_history_len=4, fp8_recipe="current")
+    small = dict(
+        n_layer=2, n_head=2, n_embd=64, vocab_size=512, n_positions=64, seq_len=64, micro_batch_size=4,
+        max_steps=2, eval_steps=1, fp8_amax_history_len=4, fp8_recipe="current",
+    )
     config = train.TrainConfig(**small | options)
     recipe = train.recipe_of(config)
     model_config = checkpoint.make_model_config("optimized", vars(config) | {"use_fp8": recipe is not None})
@@ -291,12 +321,19 @@ def config(**options):
 
 
 def test_what_fits_is_on_a_straight_line():
-    # 1 sequence: 12 GiB, 2: 13.5 GiB, so 1.5 GiB each; 0.95 * 40 = 38 GiB hold 1 + floor(26 / 1.5) = 18, though 16 did not fit: fewer than 16
-    said = what_would_fit(config(), fixed=10 * GIB, parameters=GIB // 2, capacity=40 * GIB, points=[(1, 12 * GIB), (2, int(13.5 * GIB))])
+    # 1 sequence: 12 GiB, 2: 13.5 GiB, so 1.5 GiB each; 0.95 * 40 = 38 GiB hold 1 + floor(26 / 1.5) = 18,
+    # though 16 did not fit: fewer than 16
+    said = what_would_fit(
+        config(), fixed=10 * GIB, parameters=GIB // 2, capacity=40 * GIB,
+        points=[(1, 12 * GIB), (2, int(13.5 * GIB))],
+    )
     assert "take 10.0 of 40.0 GiB" in said and "1.50 GiB" in said and "18 fit" in said
     assert "--micro-batch-size 8 --grad-accum 4 (the same 32 sequences a step)" in said
     # 4 GiB each: 1 + floor(26 / 4) = 7; of 48 sequences in all the largest divisor up to 7 is 6
-    said = what_would_fit(config(grad_accum=3), fixed=10 * GIB, parameters=1, capacity=40 * GIB, points=[(1, 12 * GIB), (2, 16 * GIB)])
+    said = what_would_fit(
+        config(grad_accum=3), fixed=10 * GIB, parameters=1, capacity=40 * GIB,
+        points=[(1, 12 * GIB), (2, 16 * GIB)],
+    )
     assert "7 fit" in said and "--micro-batch-size 6 --grad-accum 8 (the same 48 sequences a step)" in said
     # one point: from 10 GiB for none to 24 GiB for one, 14 GiB each: floor(28 / 14) = 2
     said = what_would_fit(config(), fixed=10 * GIB, parameters=1, capacity=40 * GIB, points=[(1, 24 * GIB)])
@@ -310,12 +347,21 @@ def test_one_sequence_is_no_plural():
 
 
 def test_alternatives_come_in_order_and_only_where_they_are_left():
-    said = what_would_fit(config(fused_loss=False), fixed=10 * GIB, parameters=GIB // 2, capacity=40 * GIB, points=[], graphed=True)
-    assert "a pass over 1 of 16 sequences" in said and "--micro-batch-size" not in said  # fewer sequences would not help
-    ways = ("--gradient-checkpointing", "--moment-dtype bfloat16 (saves 2.0 GiB)", "--fused-loss", "--cuda-graph off")
+    said = what_would_fit(
+        config(fused_loss=False), fixed=10 * GIB, parameters=GIB // 2, capacity=40 * GIB, points=[],
+        graphed=True,
+    )
+    # fewer sequences would not help
+    assert "a pass over 1 of 16 sequences" in said and "--micro-batch-size" not in said
+    ways = (
+        "--gradient-checkpointing", "--moment-dtype bfloat16 (saves 2.0 GiB)", "--fused-loss",
+        "--cuda-graph off",
+    )
     places = [said.index(way) for way in ways]
     assert places == sorted(places)
-    said = what_would_fit(config(gradient_checkpointing=True, moment_dtype="bfloat16"), capacity=GIB, points=[])
+    said = what_would_fit(
+        config(gradient_checkpointing=True, moment_dtype="bfloat16"), capacity=GIB, points=[]
+    )
     assert said.endswith("try, in this order: a smaller model or --seq-len 512")
     assert "--gradient-checkpointing" not in what_would_fit(config(model="fused"))  # it has no such switch
 
@@ -330,8 +376,15 @@ def test_unmeasured_half_is_tried_and_fp8_keeps_its_multiple():
 
 def test_bytes_of_a_step():
     model = torch.nn.Linear(8, 4, dtype=torch.bfloat16)  # 36 parameters
-    optimizer = SimpleNamespace(state={p: {"exp_avg": torch.zeros(p.shape), "exp_avg_sq": torch.zeros(p.shape),
-                                           "master_param": torch.zeros(p.shape, dtype=torch.int16)} for p in model.parameters()})
+    optimizer = SimpleNamespace(
+        state={
+            p: {
+                "exp_avg": torch.zeros(p.shape), "exp_avg_sq": torch.zeros(p.shape),
+                "master_param": torch.zeros(p.shape, dtype=torch.int16),
+            }
+            for p in model.parameters()
+        }
+    )
     assert profiling.step_bytes(model, optimizer) == 36 * (2 + 2 + 4 + 4 + 2)
 
 
@@ -346,8 +399,12 @@ def test_running_out_of_memory_is_recognised():
         assert profiling.is_out_of_memory(error)
     on_a_cpu = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: …")
     assert profiling.is_out_of_memory(MemoryError()) and profiling.is_out_of_memory(on_a_cpu)
-    assert profiling.is_out_of_memory(lack) and profiling.is_out_of_memory(RuntimeError("CUDA error: out of memory"))
-    assert not profiling.is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert profiling.is_out_of_memory(lack) and profiling.is_out_of_memory(
+        RuntimeError("CUDA error: out of memory")
+    )
+    assert not profiling.is_out_of_memory(
+        RuntimeError("CUDA error: an illegal memory access was encountered")
+    )
 
 
 def test_out_of_memory_in_a_step_is_one_line_and_the_checkpoint_stands(tokens, capsys, monkeypatch):
@@ -369,7 +426,9 @@ def test_out_of_memory_in_a_step_is_one_line_and_the_checkpoint_stands(tokens, c
         patch.setattr(profiling, "explain", explain)
         assert run_train(f"{OPTIONS} --profile 13:20 --out-dir run", tokens) == 1
     lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("train.py: step 14: out of memory; try, in this order: --micro-batch-size 2 --grad-accum 4")
+    assert len(lines) == 1 and lines[0].startswith(
+        "train.py: step 14: out of memory; try, in this order: --micro-batch-size 2 --grad-accum 4"
+    )
     assert "the last checkpoint is run/step-12" in lines[0] and checkpoint.latest("run").name == "step-12"
     assert Path("run/profile/table.txt").read_text().startswith("steps 13 to 14")
     assert run_train("--resume --out-dir run --micro-batch-size 2 --grad-accum 4") == 0
@@ -382,12 +441,14 @@ def test_out_of_memory_before_the_first_step_is_one_line(tokens, capsys, monkeyp
     monkeypatch.setattr(train, "make_optimizer", make_optimizer)
     assert run_train(f"{OPTIONS} --out-dir run", tokens) == 1
     lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and "14 bytes a parameter" in lines[0] and "--moment-dtype bfloat16" in lines[0]  # 2 + 2 + 4 + 4 + 2
+    # 2 + 2 + 4 + 4 + 2
+    assert len(lines) == 1 and "14 bytes a parameter" in lines[0] and "--moment-dtype bfloat16" in lines[0]
     assert not list(Path(".").glob("run/step-*"))
 
 
 def test_out_of_memory_in_the_pass_for_the_scales_says_what_to_do(tokens, capsys, monkeypatch):
-    """That is the first pass of a new run with delayed scaling, so the one in which a batch that is too large shows."""
+    """That is the first pass of a new run with delayed scaling, so the one in which a batch that is too large
+    shows."""
     def warm_up_scales(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
@@ -395,7 +456,11 @@ def test_out_of_memory_in_the_pass_for_the_scales_says_what_to_do(tokens, capsys
         patch.setattr(train, "warm_up_scales", warm_up_scales)
         assert run_train(f"{OPTIONS} --out-dir run", tokens) == 1
     lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and "the first pass: out of memory; try, in this order: --micro-batch-size 2 --grad-accum 4" in lines[0]
+    assert (
+        len(lines) == 1
+        and "the first pass: out of memory; try, in this order: --micro-batch-size 2 --grad-accum 4"
+        in lines[0]
+    )
     assert "nothing is trained yet" in lines[0]
     again = f"{OPTIONS} --micro-batch-size 2 --grad-accum 4 --max-steps 2 --eval-interval 0 --out-dir run"
     assert run_train(again, tokens) == 0  # under the same name: it holds nothing yet
@@ -418,16 +483,25 @@ def test_another_error_passes_as_it_is(tokens, monkeypatch):
 def test_a_trace_sees_kernels_inside_cuda_graphs(tokens, graph):
     assert run_train(f"{ON_GPU} --cuda-graph {graph} --profile 3:4 --out-dir run", tokens) == 0
     table = Path("run/profile/table.txt").read_text()
-    assert re.search(r"^GEMM FP8 ", table, re.MULTILINE) and re.search(r"^optimizer ", table, re.MULTILINE) and "the GPU was busy" in table
+    assert (
+        re.search(r"^GEMM FP8 ", table, re.MULTILINE)
+        and re.search(r"^optimizer ", table, re.MULTILINE)
+        and "the GPU was busy" in table
+    )
     names = [event.get("name", "") for event in trace_of("run")]
-    assert any("step 3" == name for name in names) and any(("cudaGraphLaunch" in name) == (graph == "on") for name in names)
+    assert any("step 3" == name for name in names) and any(
+        ("cudaGraphLaunch" in name) == (graph == "on") for name in names
+    )
 
 
 @pytest.mark.gpu
 def test_nsys_range(tokens, monkeypatch):
     calls = []
     for name in ("start", "stop"):
-        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name, plain=getattr(torch.cuda.profiler, name): (calls.append(name), plain()))
+        monkeypatch.setattr(
+            torch.cuda.profiler, name,
+            lambda name=name, plain=getattr(torch.cuda.profiler, name): (calls.append(name), plain()),
+        )
     assert run_train(f"{ON_GPU} --nsys 3:4 --out-dir run", tokens) == 0
     assert calls == ["start", "stop"]
 
@@ -436,17 +510,34 @@ def test_nsys_range(tokens, monkeypatch):
 def test_a_memory_snapshot_tells_who_allocated(tokens):
     assert run_train(f"{ON_GPU} --memory-snapshot 1:2 --out-dir run", tokens) == 0
     snapshot = pickle.loads(Path("run/memory.pickle").read_bytes())
-    frames = {frame["name"] for trace in snapshot["device_traces"] for entry in trace for frame in entry.get("frames", [])}
+    frames = {
+        frame["name"]
+        for trace in snapshot["device_traces"]
+        for entry in trace
+        for frame in entry.get("frames", [])
+    }
     assert {"build_model", "forward_backward"} <= frames
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", ["", "--cuda-graph off", "--fp8-recipe none", "--fp8-recipe current", "--attention te", "--attention sdpa",
-                                     "--no-fused-loss", "--gradient-checkpointing", "--model fused", "--activation swiglu --use-rmsnorm "
-                                     "--use-rotary --use-qk-norm --no-bias --n-head 4 --n-kv-head 2", "--dropout 0.1"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "", "--cuda-graph off", "--fp8-recipe none", "--fp8-recipe current", "--attention te",
+        "--attention sdpa", "--no-fused-loss", "--gradient-checkpointing", "--model fused",
+        "--activation swiglu --use-rmsnorm --use-rotary --use-qk-norm --no-bias --n-head 4 --n-kv-head 2",
+        "--dropout 0.1",
+    ],
+)
 def test_deterministic_runs_are_equal_bit_for_bit(tokens, options):
     for run in ("one", "two"):
-        assert run_train(f"{ON_GPU} --seq-len 256 --micro-batch-size 8 {options} --torch-deterministic --out-dir {run}", tokens) == 0
+        assert (
+            run_train(
+                f"{ON_GPU} --seq-len 256 --micro-batch-size 8 {options} --torch-deterministic --out-dir {run}",
+                tokens,
+            )
+            == 0
+        )
     assert metrics("one") == metrics("two")
 
 
@@ -461,7 +552,12 @@ def test_what_is_said_to_fit_fits(tokens, capsys):
         line = capsys.readouterr().err.strip()
         found = re.search(r"by a straight line (\d+) fit.*--micro-batch-size (\d+) --grad-accum (\d+)", line)
         assert found and int(found[2]) <= int(found[1]), line
-        assert run_train(f"{big} --micro-batch-size {found[2]} --grad-accum {found[3]} --out-dir smaller", tokens) == 0
+        assert (
+            run_train(
+                f"{big} --micro-batch-size {found[2]} --grad-accum {found[3]} --out-dir smaller", tokens
+            )
+            == 0
+        )
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -473,6 +569,13 @@ def test_expandable_segments_are_there(tokens):
 
     code = ("import sys, torch, train; code = train.main(sys.argv[1:]); "
             "assert any(s['is_expandable'] for s in torch.cuda.memory_snapshot()); sys.exit(code)")
-    done = subprocess.run([sys.executable, "-c", code, *f"{ON_GPU} --expandable-segments --out-dir run --data {tokens}".split()],
-                          capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(train.__file__).parent), *sys.path])})
+    done = subprocess.run(
+        [
+            sys.executable, "-c", code,
+            *f"{ON_GPU} --expandable-segments --out-dir run --data {tokens}".split(),
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(train.__file__).parent), *sys.path])},
+    )
     assert done.returncode == 0, done.stderr[-2000:]

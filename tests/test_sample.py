@@ -20,7 +20,10 @@ def make_model(**options):
     return model
 
 
-LLAMA = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_kv_head=2, tie_embeddings=False)
+LLAMA = dict(
+    use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_kv_head=2,
+    tie_embeddings=False,
+)
 
 
 @pytest.mark.parametrize("options", [dict(tie_embeddings=False), LLAMA], ids=["gpt2", "llama"])
@@ -28,7 +31,10 @@ LLAMA = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="sw
 def test_greedy_text_is_the_same_with_and_without_the_cache(options, prompt_length):
     model = make_model(**options)
     prompt = torch.randint(0, 257, (prompt_length,)).tolist()
-    texts = [sample.generate(model, prompt, 80, temperature=0, use_cache=use_cache) for use_cache in (True, False)]  # the window slides
+    # the window slides
+    texts = [
+        sample.generate(model, prompt, 80, temperature=0, use_cache=use_cache) for use_cache in (True, False)
+    ]
     assert texts[0] == texts[1] and len(texts[0]) == 80 and len(set(texts[0])) > 5
 
 
@@ -49,12 +55,22 @@ def draws(logits, count=4000, temperature=1.0, top_k=None, top_p=None):
 LOGITS = torch.tensor([0.2, 0.5, 0.3]).log().tolist()
 
 
-@pytest.mark.parametrize("options, expected", [
-    (dict(), [0.2, 0.5, 0.3]), (dict(temperature=0), [0, 1, 0]), (dict(temperature=0.5), [4 / 38, 25 / 38, 9 / 38]),
-    (dict(top_k=2), [0, 5 / 8, 3 / 8]), (dict(top_k=1), [0, 1, 0]), (dict(top_k=9), [0.2, 0.5, 0.3]),
-    (dict(top_p=0.4), [0, 1, 0]), (dict(top_p=0.6), [0, 5 / 8, 3 / 8]), (dict(top_p=0.79), [0, 5 / 8, 3 / 8]),
-    (dict(top_p=1.0), [0.2, 0.5, 0.3]),
-    (dict(top_k=2, top_p=0.62), [0, 1, 0])])  # of what top_k leaves, 5/8 is already 0.62
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        (dict(), [0.2, 0.5, 0.3]),
+        (dict(temperature=0), [0, 1, 0]),
+        (dict(temperature=0.5), [4 / 38, 25 / 38, 9 / 38]),
+        (dict(top_k=2), [0, 5 / 8, 3 / 8]),
+        (dict(top_k=1), [0, 1, 0]),
+        (dict(top_k=9), [0.2, 0.5, 0.3]),
+        (dict(top_p=0.4), [0, 1, 0]),
+        (dict(top_p=0.6), [0, 5 / 8, 3 / 8]),
+        (dict(top_p=0.79), [0, 5 / 8, 3 / 8]),
+        (dict(top_p=1.0), [0.2, 0.5, 0.3]),
+        (dict(top_k=2, top_p=0.62), [0, 1, 0]),
+    ],
+)  # of what top_k leaves, 5/8 is already 0.62
 def test_sampling_options(options, expected):
     assert draws(LOGITS, **options) == pytest.approx(expected, abs=0.03)
 
@@ -111,7 +127,12 @@ def test_wrong_arguments_are_value_errors():
 
 def test_the_command_line_reads_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert run_train(f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --out-dir run", make_tokens(tmp_path / "tokens")) == 0
+    assert (
+        run_train(
+            f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --out-dir run", make_tokens(tmp_path / "tokens")
+        )
+        == 0
+    )
     capsys.readouterr()
 
     def text(*argv):

@@ -1,4 +1,5 @@
-"""On a GPU: a training step as a CUDA graph is the step launched from Python, and fast_attention, fast_loss and fast_adam change no result."""
+"""On a GPU: a training step as a CUDA graph is the step launched from Python, and fast_attention, fast_loss
+and fast_adam change no result."""
 
 import dataclasses
 
@@ -11,8 +12,14 @@ from nanote.train_step import TrainStep, make_optimizer
 from train import TrainConfig
 
 pytestmark = pytest.mark.gpu
-SMALL = dict(n_layer=2, n_head=2, n_embd=128, vocab_size=512, n_positions=128, seq_len=128, micro_batch_size=4, fp8_amax_history_len=16)
-MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_head=4, n_kv_head=2)
+SMALL = dict(
+    n_layer=2, n_head=2, n_embd=128, vocab_size=512, n_positions=128, seq_len=128, micro_batch_size=4,
+    fp8_amax_history_len=16,
+)
+MODERN = dict(
+    use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_head=4,
+    n_kv_head=2,
+)
 
 
 def batches(step, accum):
@@ -24,7 +31,9 @@ def batches(step, accum):
 def make(**options):
     config = TrainConfig(**{**SMALL, **options})
     recipe = fp8.make_recipe(config.fp8_recipe, config.fp8_format, config.fp8_amax_history_len)
-    model_config = checkpoint.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": recipe is not None})
+    model_config = checkpoint.make_model_config(
+        "optimized", dataclasses.asdict(config) | {"use_fp8": recipe is not None}
+    )
     torch.manual_seed(0)
     model = checkpoint.build_model("optimized", model_config, device="cuda", dtype=torch.bfloat16)
     if recipe is not None:
@@ -37,7 +46,10 @@ def make(**options):
 
 def meta_of(model):
     """What train.py would store beside the tensors."""
-    return {"config": {}, "model": "optimized", "model_config": dataclasses.asdict(model.config), "tokenizer": "byte"}
+    return {
+        "config": {}, "model": "optimized", "model_config": dataclasses.asdict(model.config),
+        "tokenizer": "byte",
+    }
 
 
 def losses(steps=12, lr=1e-3, watch=(), **options):
@@ -46,8 +58,14 @@ def losses(steps=12, lr=1e-3, watch=(), **options):
     return torch.tensor([[loss.item(), norm.item()] for loss, norm in outcomes])
 
 
-@pytest.mark.parametrize("options", [{}, {"grad_accum": 3}, MODERN, {"fp8_recipe": "none"}, {"fp8_recipe": "current"}, {"fp8_recipe": "block"},
-                                     {"moment_dtype": "bfloat16"}, {"param_remainders": False}, {"dtype": "float32", "attention": "sdpa"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"grad_accum": 3}, MODERN, {"fp8_recipe": "none"}, {"fp8_recipe": "current"},
+        {"fp8_recipe": "block"}, {"moment_dtype": "bfloat16"}, {"param_remainders": False},
+        {"dtype": "float32", "attention": "sdpa"},
+    ],
+)
 def test_a_graph_is_the_step(options):
     graphed, eager = losses(**options), losses(cuda_graph="off", **options)
     # attention's backward pass sums in any order, and FP8 casts what differs by a bit to neighbours
@@ -57,8 +75,13 @@ def test_a_graph_is_the_step(options):
 
 
 @pytest.mark.parametrize("options", [MODERN, {}])
-@pytest.mark.parametrize("switch", [{"attention": "sdpa"}, {"attention": "te"}, {"fused_loss": False}, {"fused_block": False},
-                                    {"param_remainders": False}])
+@pytest.mark.parametrize(
+    "switch",
+    [
+        {"attention": "sdpa"}, {"attention": "te"}, {"fused_loss": False}, {"fused_block": False},
+        {"param_remainders": False},
+    ],
+)
 def test_a_switch_changes_no_result(options, switch):
     torch.testing.assert_close(losses(**options)[:, 0], losses(**options, **switch)[:, 0], rtol=3e-3, atol=0)
 
@@ -135,7 +158,9 @@ def test_clipping():
     clipped, free = make(grad_clip=1e-3), make(grad_clip=0.0)
     norms = [step(batches(0, 1), 1e-3)[1].item() for _, step in (clipped, free)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-2)  # what is returned is the norm before clipping
-    moments = [step.optimizer.state[model.wte.weight]["exp_avg"].norm().item() for model, step in (clipped, free)]
+    moments = [
+        step.optimizer.state[model.wte.weight]["exp_avg"].norm().item() for model, step in (clipped, free)
+    ]
     assert moments[0] == pytest.approx(moments[1] * 1e-3 / norms[0], rel=2e-2)
 
 
@@ -145,7 +170,10 @@ def test_a_look_at_fp8_is_a_step_like_the_others():
     for i in range(3):
         step(batches(i, 1), 1e-3, watch=i == 2)
     figures = fp8.health(model)
-    assert figures["lm_head"]["output_gradient"]["saturated"] is not None and figures["blocks.0.attn.qkv"]["input"]["amax"] > 0
+    assert (
+        figures["lm_head"]["output_gradient"]["saturated"] is not None
+        and figures["blocks.0.attn.qkv"]["input"]["amax"] > 0
+    )
 
 
 def test_a_checkpoint_goes_on_with_another_optimizer_and_without_graphs(tmp_path):

@@ -1,4 +1,5 @@
-"""On a GPU: te_reference against Transformer Engine itself. Bytes, scales and histories must be equal; products may differ by rounding."""
+"""On a GPU: te_reference against Transformer Engine itself. Bytes, scales and histories must be equal;
+products may differ by rounding."""
 
 import json
 import os
@@ -51,7 +52,9 @@ def test_delayed_scaling_gives_the_same_bytes(name, fp8, dtype):
 def test_current_scaling_gives_the_same_bytes_and_scales(name, fp8, dtype, power_of_2):
     for factor in (1e-30, 1e-4, 1.0, 77.7, 1e20):
         x = heavy_tailed(256, 128, dtype=dtype) * factor
-        quantizer = Float8CurrentScalingQuantizer(getattr(tex.DType, name), device="cuda", force_pow_2_scales=power_of_2)
+        quantizer = Float8CurrentScalingQuantizer(
+            getattr(tex.DType, name), device="cuda", force_pow_2_scales=power_of_2
+        )
         quantizer.set_usage(rowwise=True, columnwise=False)
         quantized = quantizer(x)
         scale = ref.current_scale(ref.amax_of(x), ref.FP8_MAX[fp8], power_of_2)
@@ -74,7 +77,9 @@ def test_scales_and_histories_roll_the_same(algo, margin, length, name, fp8):
         amax[:8] = torch.tensor([0.0, torch.inf, torch.nan, 1e-38, 1e-44, 3e38, 7.0, 14.0], device="cuda")
         amax[8 + torch.randint(0, n - 8, (500,), device="cuda")] = 0.0  # tensors that this step did not use
         theirs[0][0] = state.amax_history[0] = amax
-        tex.fused_amax_and_scale_update_after_reduction(amax.clone(), [theirs[0]], [theirs[1]], algo, getattr(tex.DType, name), margin)
+        tex.fused_amax_and_scale_update_after_reduction(
+            amax.clone(), [theirs[0]], [theirs[1]], algo, getattr(tex.DType, name), margin
+        )
         state.roll(recipe, ref.FP8_MAX[fp8])
         assert torch.equal(state.scale, theirs[1])
         assert torch.equal(state.amax_history.nan_to_num(nan=-1), theirs[0].nan_to_num(nan=-1))
@@ -83,14 +88,25 @@ def test_scales_and_histories_roll_the_same(algo, margin, length, name, fp8):
 MODULES = {
     "Linear": lambda t, d: t.Linear(256, 512, params_dtype=d),
     "LayerNormLinear": lambda t, d: t.LayerNormLinear(256, 512, params_dtype=d),
-    "LayerNormLinear RMSNorm": lambda t, d: t.LayerNormLinear(256, 512, normalization="RMSNorm", zero_centered_gamma=True, bias=False, params_dtype=d),
-    "LayerNormLinear returning": lambda t, d: t.LayerNormLinear(256, 512, return_layernorm_output=True, return_bias=True, params_dtype=d),
-    **{f"LayerNormMLP {a}": (lambda a: lambda t, d: t.LayerNormMLP(256, 512, activation=a, params_dtype=d))(a) for a in ("gelu", "geglu", "relu", "srelu", "swiglu")},
+    "LayerNormLinear RMSNorm": lambda t, d: t.LayerNormLinear(
+        256, 512, normalization="RMSNorm", zero_centered_gamma=True, bias=False, params_dtype=d
+    ),
+    "LayerNormLinear returning": lambda t, d: t.LayerNormLinear(
+        256, 512, return_layernorm_output=True, return_bias=True, params_dtype=d
+    ),
+    **{
+        f"LayerNormMLP {a}": (lambda a: lambda t, d: t.LayerNormMLP(256, 512, activation=a, params_dtype=d))(
+            a
+        )
+        for a in ("gelu", "geglu", "relu", "srelu", "swiglu")
+    },
 }
 RECIPES = {
     "none": lambda r: None,
     "delayed": lambda r: r.DelayedScaling(amax_history_len=3),
-    "delayed e4m3 most_recent": lambda r: r.DelayedScaling(amax_history_len=3, margin=1, fp8_format=r.Format.E4M3, amax_compute_algo="most_recent"),
+    "delayed e4m3 most_recent": lambda r: r.DelayedScaling(
+        amax_history_len=3, margin=1, fp8_format=r.Format.E4M3, amax_compute_algo="most_recent"
+    ),
     "current": lambda r: r.Float8CurrentScaling(),
     "current e4m3": lambda r: r.Float8CurrentScaling(fp8_format=r.Format.E4M3),
 }
@@ -102,13 +118,18 @@ RECIPES = {
 def test_modules_agree_over_several_steps(module, recipe, way, dtype=torch.bfloat16):
     if way != "plain" and (recipe != "delayed" or module not in ("Linear", "LayerNormMLP gelu")):
         pytest.skip("the FP8 life cycle is the same in the others")
-    # Before an activation the operands are equal, and rounding the outputs to bfloat16 is all: 2^-8. Behind one, and behind an input gradient,
-    # bfloat16 values differ by up to a unit, d = 2^-8. That moves a share d / s of the FP8 values by a step, s = 2^-2 in E5M2, which makes a
-    # relative error of sqrt(d · s) = 2^-5; dx depends on two such operands, so sqrt(2) · 2^-5.
+    # Before an activation the operands are equal, and rounding the outputs to bfloat16 is all: 2^-8. Behind
+    # one, and behind an input gradient, bfloat16 values differ by up to a unit, d = 2^-8. That moves a share
+    # d / s of the FP8 values by a step, s = 2^-2 in E5M2, which makes a relative error of sqrt(d · s) = 2^-5;
+    # dx depends on two such operands, so sqrt(2) · 2^-5.
     bound = 2.0**-8 if "MLP" not in module else 2.0**-4.5
     pairs = [(te, te_recipe), (ref, ref)]
     theirs, ours = (MODULES[module](t, dtype) for t, _ in pairs)
-    weights = {k: v + 0.1 * torch.randn_like(v) if v.dim() == 1 else v for k, v in theirs.state_dict().items() if "extra" not in k}
+    weights = {
+        k: v + 0.1 * torch.randn_like(v) if v.dim() == 1 else v
+        for k, v in theirs.state_dict().items()
+        if "extra" not in k
+    }
     theirs.load_state_dict(weights, strict=False)
     ours.load_state_dict(weights, strict=False)
     recipes = [RECIPES[recipe](r) for _, r in pairs]
@@ -127,7 +148,12 @@ def test_modules_agree_over_several_steps(module, recipe, way, dtype=torch.bfloa
             out = out[0] if isinstance(out, tuple) else out
             grad = torch.randn_like(out) * 1e-3 if grad is None else grad
             out.backward(grad)
-            results.append({"y": out, "dx": inp.grad, **{"d" + k: p.grad for k, p in m.named_parameters() if p.grad is not None}})
+            results.append(
+                {
+                    "y": out, "dx": inp.grad,
+                    **{"d" + k: p.grad for k, p in m.named_parameters() if p.grad is not None},
+                }
+            )
         assert results[0].keys() == results[1].keys()
         for name, a in results[0].items():
             error = (a.float() - results[1][name].float()).norm() / a.float().norm()
@@ -135,7 +161,8 @@ def test_modules_agree_over_several_steps(module, recipe, way, dtype=torch.bfloa
         for key in ("scaling_fwd", "scaling_bwd"):
             if hasattr(theirs.fp8_meta.get(key), "amax_history"):
                 a, b = theirs.fp8_meta[key], ours.fp8_meta[key]
-                # A norm sums in another order. An activation's amax can be a product of two bfloat16 values, each a unit (up to 2^-7) off.
+                # A norm sums in another order. An activation's amax can be a product of two bfloat16 values,
+                # each a unit (up to 2^-7) off.
                 rtol = 0 if module == "Linear" else 1e-6 if "MLP" not in module else 2.0**-6
                 torch.testing.assert_close(b.amax_history, a.amax_history, rtol=rtol, atol=0)
                 torch.testing.assert_close(b.scale, a.scale, rtol=rtol, atol=0)
@@ -180,8 +207,12 @@ with torch.no_grad():
 
 
 def run(*arguments, reference=False):
-    environment = {k: v for k, v in os.environ.items() if k != "NANOTE_REFERENCE"} | ({"NANOTE_REFERENCE": "1"} if reference else {})
-    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True)
+    environment = {k: v for k, v in os.environ.items() if k != "NANOTE_REFERENCE"} | (
+        {"NANOTE_REFERENCE": "1"} if reference else {}
+    )
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -189,8 +220,10 @@ def run(*arguments, reference=False):
 @pytest.mark.parametrize("reference_first", [True, False])
 def test_a_checkpoint_goes_from_one_to_the_other(tmp_path, reference_first):
     run("data.py", "stdlib", "--out-dir", tmp_path / "data")
-    options = ["--preset", "tiny", "--data", tmp_path / "data", "--out-dir", tmp_path / "run", "--n-layer", 2, "--log-interval", 1, "--eval-steps", 2,
-               "--fp8-amax-history-len", 16]
+    options = [
+        "--preset", "tiny", "--data", tmp_path / "data", "--out-dir", tmp_path / "run", "--n-layer", 2,
+        "--log-interval", 1, "--eval-steps", 2, "--fp8-amax-history-len", 16,
+    ]
     run("train.py", *options, "--max-steps", 20, reference=reference_first)
     logits = []
     for reference in (reference_first, not reference_first):
@@ -198,5 +231,7 @@ def test_a_checkpoint_goes_from_one_to_the_other(tmp_path, reference_first):
         logits.append(torch.load(tmp_path / "logits.pt", weights_only=True))
     assert (logits[0] - logits[1]).norm() <= 2.0**-5 * logits[0].norm()
     run("train.py", *options, "--resume", "--max-steps", 24, reference=not reference_first)
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(losses) == 24 and abs(losses[20] - losses[19]) < 0.3

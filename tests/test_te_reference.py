@@ -1,7 +1,9 @@
-"""The stand-in for Transformer Engine, against numbers that Transformer Engine gave on an H200 or that were worked out by hand.
+"""The stand-in for Transformer Engine, against numbers that Transformer Engine gave on an H200 or that were
+worked out by hand.
 
-Literals are TE 2.20's own results, or follow from the formats: between two powers of two E4M3 has 8 steps and E5M2 has 4, so at
-scale 1 a value of 0.3 becomes 0.3125 in both. What has a counterpart in plain PyTorch is compared with that.
+Literals are TE 2.20's own results, or follow from the formats: between two powers of two E4M3 has 8 steps and
+E5M2 has 4, so at scale 1 a value of 0.3 becomes 0.3125 in both. What has a counterpart in plain PyTorch is
+compared with that.
 """
 
 import copy
@@ -104,7 +106,8 @@ def test_current_scaling_uses_this_steps_amax_and_has_no_state():
     layer, x, dy = linear(diagonal(0.3, 0.3)), diagonal(1.1, 0.3), diagonal(1.0)
     y, _, _ = step(layer, x, dy, te.Float8CurrentScaling())  # 0.3 · 448/1.1 = 122.2 -> 120 -> 0.29464
     assert y.diagonal()[:2].tolist() == pytest.approx([0.33, 0.2946428571 * 0.3], rel=1e-6)
-    y, _, _ = step(layer, x, dy, te.Float8CurrentScaling(use_power_2_scales=True))  # FP8's own steps: 1.125, 0.3125
+    # FP8's own steps: 1.125, 0.3125
+    y, _, _ = step(layer, x, dy, te.Float8CurrentScaling(use_power_2_scales=True))
     assert y.diagonal()[:2].tolist() == [0.3515625, 0.09765625]
     assert layer.state_dict()["_extra_state"].numel() == 0
 
@@ -121,7 +124,8 @@ def test_all_three_products_are_quantized(fp8_format, dx1, dw1, bwd_scale):
     assert dx.diagonal()[:2].tolist() == dx1 and dw.diagonal()[:2].tolist() == dw1
     assert fwd(layer).scale.tolist() == pytest.approx([448 / 1.1, 448 / 0.3, 1.0], rel=1e-6)
     assert bwd(layer).scale.tolist() == pytest.approx([bwd_scale, 1.0], rel=1e-6)
-    # Now each tensor's largest value falls on FP8's. x: 0.3 -> 120 · 1.1/448 = 0.29464. dy: 0.116 -> 0.12 in both formats.
+    # Now each tensor's largest value falls on FP8's. x: 0.3 -> 120 · 1.1/448 = 0.29464. dy: 0.116 -> 0.12 in
+    # both formats.
     y, dx, dw = step(layer, x, dy, delayed(fp8_format=fp8_format))
     assert y.diagonal()[:2].tolist() == pytest.approx([0.33, 0.3 * 0.2946428571], rel=1e-6)
     assert dx.diagonal()[:2].tolist() == pytest.approx([0.084, 0.036], rel=1e-6)
@@ -134,13 +138,19 @@ def test_both_layers_of_the_mlp_are_quantized_and_biases_are_not():
         weight.data = 0.3 * torch.eye(16) + 0.04 * torch.eye(16).roll(1, 1)  # E4M3: 0.3125 and 0.0390625
     mlp.fc2_bias.data.fill_(0.3)  # bfloat16: 0.30078125
     with te.autocast(recipe=delayed()):
-        y = mlp(torch.ones(16, 16))  # norm 0.999995 -> 1; fc1 0.3515625 -> 0.34375; fc2 0.34375 · 0.3515625 + 0.30078125
+        # norm 0.999995 -> 1; fc1 0.3515625 -> 0.34375; fc2 0.34375 · 0.3515625 + 0.30078125
+        y = mlp(torch.ones(16, 16))
     assert y.unique().tolist() == [0.120849609375 + 0.30078125]
-    y.backward(torch.full((16, 16), 0.28))  # -> 0.25; fc1 gets 0.25 · 0.3515625 = 0.087890625 -> 0.09375; 16 rows
-    assert mlp.fc1_weight.grad.unique().tolist() == [16 * 0.09375] and mlp.fc2_weight.grad.unique().tolist() == [16 * 0.25 * 0.34375]
+    # -> 0.25; fc1 gets 0.25 · 0.3515625 = 0.087890625 -> 0.09375; 16 rows
+    y.backward(torch.full((16, 16), 0.28))
+    assert mlp.fc1_weight.grad.unique().tolist() == [
+        16 * 0.09375
+    ] and mlp.fc2_weight.grad.unique().tolist() == [16 * 0.25 * 0.34375]
     assert mlp.fc1_bias.grad.tolist() == [16 * 0.087890625] * 16  # from the gradients before the cast
     assert mlp.fc2_bias.grad.tolist() == pytest.approx([16 * 0.28] * 16)
-    assert fwd(mlp).amax_history[-1].tolist() == pytest.approx([0.999995, 0.3, 0, 0.3515625, 0.3, 0], rel=1e-6)
+    assert fwd(mlp).amax_history[-1].tolist() == pytest.approx(
+        [0.999995, 0.3, 0, 0.3515625, 0.3, 0], rel=1e-6
+    )
     assert bwd(mlp).amax_history[-1].tolist() == pytest.approx([0.087890625, 0, 0.28, 0], rel=1e-6)
 
 
@@ -150,7 +160,9 @@ def test_amax_is_a_running_maximum_within_a_region():
         for largest, expected in ((7.0, 7.0), (3.0, 7.0), (nan, 7.0), (inf, inf)):
             layer(diagonal(largest, 1.0))
             assert fwd(layer).amax_history[0].tolist() == [expected, 0.5, 0.0]
-    assert fwd(layer).amax_history[:, 0].tolist() == [0, 0, 0, inf] and fwd(layer).scale.tolist() == [1, 896, 1]
+    assert fwd(layer).amax_history[:, 0].tolist() == [0, 0, 0, inf] and fwd(layer).scale.tolist() == [
+        1, 896, 1,
+    ]
 
 
 def test_forward_histories_roll_at_the_end_of_the_outermost_region_when_training():
@@ -177,7 +189,10 @@ def test_backward_histories_roll_once_after_the_first_modules_backward():
         y = second(hidden)
     y.backward(diagonal(4.0))
     assert seen == [[4, 0, 0, 0]]  # between the two backwards nothing had rolled
-    assert bwd(second).amax_history[:, 0].tolist() == [0, 0, 0, 4] and bwd(second).scale.tolist() == [14336, 1]
+    assert bwd(second).amax_history[:, 0].tolist() == [0, 0, 0, 4] and bwd(second).scale.tolist() == [
+        14336,
+        1,
+    ]
     assert bwd(first).amax_history[:, 0].tolist() == [0, 0, 0, 2] and bwd(first).scale.tolist() == [28672, 1]
 
 
@@ -186,14 +201,20 @@ def test_is_first_microbatch_keeps_the_quantized_weight():
 
     def y(weight, is_first_microbatch):
         layer.weight.data.fill_(weight)
-        return step(layer, diagonal(1.0), diagonal(1.0), delayed(), is_first_microbatch=is_first_microbatch)[0][0, 0].item()
+        return step(layer, diagonal(1.0), diagonal(1.0), delayed(), is_first_microbatch=is_first_microbatch)[
+            0
+        ][0, 0].item()
 
-    assert [y(0.3, None), y(0.3, True), y(0.25, None), y(100, False)] == pytest.approx([0.3125, 0.3, 384 / 448 * 0.3, 0.3])
-    # In the last pass the weight was not quantised, so its history did not roll and its scale stayed; the input's did.
+    assert [y(0.3, None), y(0.3, True), y(0.25, None), y(100, False)] == pytest.approx(
+        [0.3125, 0.3, 384 / 448 * 0.3, 0.3]
+    )
+    # In the last pass the weight was not quantised, so its history did not roll and its scale stayed; the
+    # input's did.
     assert fwd(layer).amax_history[:, 1].tolist() == pytest.approx([0, 0.3, 0.3, 0.25])
     assert fwd(layer).scale[1].item() == pytest.approx(448 / 0.3)
     assert fwd(layer).amax_history[:, 0].tolist() == [0, 1, 1, 1]
-    assert [y(100, None), y(100, True)] == pytest.approx([0.3, 100])  # saturates at the old scale, then does not
+    # saturates at the old scale, then does not
+    assert [y(100, None), y(100, True)] == pytest.approx([0.3, 100])
 
 
 def test_a_disabled_region_inside_an_enabled_one():
@@ -213,7 +234,9 @@ def test_a_disabled_region_inside_an_enabled_one():
 def test_checkpoint_changes_nothing(recipe):
     def train(use_checkpoint):
         torch.manual_seed(1)
-        layers = torch.nn.ModuleList([te.LayerNormMLP(16, 32, device="cpu"), *(te.Linear(16, 16, device="cpu") for _ in range(2))])
+        layers = torch.nn.ModuleList(
+            [te.LayerNormMLP(16, 32, device="cpu"), *(te.Linear(16, 16, device="cpu") for _ in range(2))]
+        )
         blocks, seen = [lambda h: h + layers[1](F.dropout(layers[0](h), 0.5)), layers[2]], []
         for size in (1, 3, 9):  # growing: each forward has other scales than the one before it
             inputs, outputs = [torch.randn(16, 16).mul(s * size).requires_grad_() for s in (1, 1.5)], []
@@ -225,7 +248,11 @@ def test_checkpoint_changes_nothing(recipe):
             for h in outputs:
                 h.square().sum().backward()
                 for layer in layers if recipe.delayed() else ():
-                    seen += [t.clone() for state in (fwd(layer), bwd(layer)) for t in (state.scale, state.amax_history)]
+                    seen += [
+                        t.clone()
+                        for state in (fwd(layer), bwd(layer))
+                        for t in (state.scale, state.amax_history)
+                    ]
             seen += [*outputs, *(x.grad for x in inputs), *(p.grad.clone() for p in layers.parameters())]
             for parameter in layers.parameters():
                 parameter.data -= 1e-4 * parameter.grad
@@ -233,17 +260,23 @@ def test_checkpoint_changes_nothing(recipe):
         return seen
 
     plain, checkpointed = train(False), train(True)
-    assert len(plain) == len(checkpointed) and all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(plain, checkpointed))
+    assert len(plain) == len(checkpointed) and all(
+        torch.equal(a, b) and a.isfinite().all() for a, b in zip(plain, checkpointed)
+    )
 
 
 def test_changing_the_recipe():
     layer, x, dy = linear(diagonal(0.3)), diagonal(1.1), diagonal(1.0)
-    for length, expected in ((4, [0, 0, 0, 1.1]), (4, [0, 0, 1.1, 1.1]), (6, [0, 1.1, 1.1, 0, 0, 1.1]), (3, [0, 1.1, 1.1])):
-        step(layer, x, dy, delayed(length), is_first_microbatch=True)  # TE keeps the first rows, although the newest is the last
+    for length, expected in (
+        (4, [0, 0, 0, 1.1]), (4, [0, 0, 1.1, 1.1]), (6, [0, 1.1, 1.1, 0, 0, 1.1]), (3, [0, 1.1, 1.1]),
+    ):
+        # TE keeps the first rows, although the newest is the last
+        step(layer, x, dy, delayed(length), is_first_microbatch=True)
         assert fwd(layer).amax_history[:, 0].tolist() == pytest.approx(expected)
     layer.weight.data = diagonal(0.25)
     with pytest.warns(UserWarning, match="Recipe type changed from DelayedScaling to Float8CurrentScaling"):
-        y = [step(layer, x, dy, te.Float8CurrentScaling(), is_first_microbatch=False)[0][0, 0].item()]  # the kept weight is gone
+        # the kept weight is gone
+        y = [step(layer, x, dy, te.Float8CurrentScaling(), is_first_microbatch=False)[0][0, 0].item()]
     with pytest.warns(UserWarning, match="Recipe type changed"):
         y += [step(layer, x, dy, delayed())[0][0, 0].item() for _ in range(2)]  # begins at scale 1 again
     assert y == pytest.approx([1.1 * 0.25, 1.125 * 0.25, 1.1 * 0.25])
@@ -289,16 +322,21 @@ def test_layernorm_linear_and_its_extra_outputs(normalization, bias):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", ["gelu", "geglu", "relu", "srelu", "swiglu"])
 def test_layernorm_mlp_is_its_parts(normalization, bias, activation):
-    module = te.LayerNormMLP(16, 32, bias=bias, normalization=normalization, activation=activation, device="cpu")
+    module = te.LayerNormMLP(
+        16, 32, bias=bias, normalization=normalization, activation=activation, device="cpu"
+    )
     x = torch.randn(2, 3, 16)
     normed = norm_of(module, x)
-    a, *b = F.linear(normed, module.fc1_weight, module.fc1_bias if bias else None).split(32, -1)  # b: what a gate multiplies
+    # b: what a gate multiplies
+    a, *b = F.linear(normed, module.fc1_weight, module.fc1_bias if bias else None).split(32, -1)
     assert len(b) == activation.endswith("glu")
     gelu = 0.5 * a * (1 + torch.tanh(math.sqrt(2 / math.pi) * (a + 0.044715 * a**3)))
     h = {"gelu": lambda: gelu, "relu": lambda: a.clamp(min=0), "srelu": lambda: a.clamp(min=0) ** 2,
          "geglu": lambda: gelu * b[0], "swiglu": lambda: a * torch.sigmoid(a) * b[0]}[activation]()
     close = dict(rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(module(x), F.linear(h, module.fc2_weight, module.fc2_bias if bias else None), **close)
+    torch.testing.assert_close(
+        module(x), F.linear(h, module.fc2_weight, module.fc2_bias if bias else None), **close
+    )
     module.return_bias = module.return_layernorm_output = True
     torch.testing.assert_close(module(x), (F.linear(h, module.fc2_weight), module.fc2_bias, normed), **close)
 
@@ -328,7 +366,9 @@ def test_attention():
         sbhd = te.DotProductAttention(4, 8, num_gqa_groups=2, attn_mask_type=mask)  # TE's default format
         torch.testing.assert_close(bshd(q, k, v), expected)
         torch.testing.assert_close(sbhd(*(t.transpose(0, 1) for t in (q, k, v))), expected.transpose(0, 1))
-        torch.testing.assert_close(te.DotProductAttention(4, 8, qkv_format="bshd", attn_mask_type=mask)(q, *repeated), expected)
+        torch.testing.assert_close(
+            te.DotProductAttention(4, 8, qkv_format="bshd", attn_mask_type=mask)(q, *repeated), expected
+        )
 
 
 def test_cross_entropy():
@@ -338,22 +378,33 @@ def test_cross_entropy():
     losses = te.parallel_cross_entropy(logits, labels)
     torch.testing.assert_close(losses, torch.tensor([[math.log(2), math.log(4)], [0, math.log(4)]]))
     mean = te.parallel_cross_entropy(logits, labels, reduce_loss=True)
-    assert mean.shape == (1,) and mean.item() == pytest.approx((math.log(2) + 2 * math.log(4)) / 3)  # the ignored one does not count
+    # the ignored one does not count
+    assert mean.shape == (1,) and mean.item() == pytest.approx((math.log(2) + 2 * math.log(4)) / 3)
 
 
-@pytest.mark.parametrize("module, keys", [
-    (te.Linear(16, 16, device="cpu"), "weight bias"),
-    (te.LayerNorm(16, device="cpu"), "weight bias"),
-    (te.RMSNorm(16, device="cpu"), "weight"),
-    (te.LayerNormLinear(16, 16, device="cpu"), "layer_norm_weight layer_norm_bias weight bias"),
-    (te.LayerNormLinear(16, 16, normalization="RMSNorm", bias=False, device="cpu"), "layer_norm_weight weight"),
-    (te.LayerNormMLP(16, 32, device="cpu"), "layer_norm_weight layer_norm_bias fc1_weight fc1_bias fc2_weight fc2_bias"),
-    (te.DotProductAttention(2, 8), ""),
-])
+@pytest.mark.parametrize(
+    "module, keys",
+    [
+        (te.Linear(16, 16, device="cpu"), "weight bias"),
+        (te.LayerNorm(16, device="cpu"), "weight bias"),
+        (te.RMSNorm(16, device="cpu"), "weight"),
+        (te.LayerNormLinear(16, 16, device="cpu"), "layer_norm_weight layer_norm_bias weight bias"),
+        (
+            te.LayerNormLinear(16, 16, normalization="RMSNorm", bias=False, device="cpu"),
+            "layer_norm_weight weight",
+        ),
+        (
+            te.LayerNormMLP(16, 32, device="cpu"),
+            "layer_norm_weight layer_norm_bias fc1_weight fc1_bias fc2_weight fc2_bias",
+        ),
+        (te.DotProductAttention(2, 8), ""),
+    ],
+)
 def test_state_dict_has_tes_keys(module, keys):
     state = module.state_dict()
     assert list(state) == keys.split() + ["_extra_state"]
-    assert state["_extra_state"].numel() == 0 and state["_extra_state"].dtype == torch.uint8  # FP8 has not run
+    # FP8 has not run
+    assert state["_extra_state"].numel() == 0 and state["_extra_state"].dtype == torch.uint8
 
 
 def test_state_dict_restores_scales_and_histories(tmp_path):
@@ -362,7 +413,10 @@ def test_state_dict_restores_scales_and_histories(tmp_path):
         with te.autocast(recipe=delayed(4)):
             y = module(x)
         y.square().sum().backward()
-        return [y, module.fc1_weight.grad, *(t for state in (fwd(module), bwd(module)) for t in (state.scale, state.amax_history))]
+        return [
+            y, module.fc1_weight.grad,
+            *(t for state in (fwd(module), bwd(module)) for t in (state.scale, state.amax_history)),
+        ]
 
     old, new = (te.LayerNormMLP(16, 32, device="cpu") for _ in range(2))
     for size in (1, 2, 3):
@@ -403,7 +457,8 @@ def test_fused_adam_is_adam(adam_w_mode, other):
 def test_master_weights_keep_what_bfloat16_loses(tmp_path):
     def train(p, optimizer):
         for _ in range(100):
-            p.grad = torch.ones_like(p)  # Adam moves by lr a step, a fortieth of what bfloat16 can show near 1
+            # Adam moves by lr a step, a fortieth of what bfloat16 can show near 1
+            p.grad = torch.ones_like(p)
             optimizer.step()
             if optimizer.master_weights:
                 assert torch.equal(p, optimizer.state[p]["master_param"].bfloat16())
@@ -419,7 +474,9 @@ def test_master_weights_keep_what_bfloat16_loses(tmp_path):
     restored = te.optimizers.FusedAdam([copied], lr=1.0, master_weights=True)
     restored.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
     for name, value in optimizer.state[p].items():
-        assert restored.state[copied][name].dtype == torch.float32 and torch.equal(restored.state[copied][name], value)
+        assert restored.state[copied][name].dtype == torch.float32 and torch.equal(
+            restored.state[copied][name], value
+        )
     assert torch.equal(train(p, optimizer), train(copied, restored))
     assert torch.equal(optimizer.state[p]["master_param"], restored.state[copied]["master_param"])
 
@@ -440,7 +497,8 @@ def test_parameters_kept_in_fp8():
     optimizer.initialize_state(weight)
     optimizer.set_scaled_state(weight, "master_param", weight.get_high_precision_init_val())
     for _ in range(20):
-        for _ in range(2):  # the second time at another scale: the weight is used as it is, not quantised again
+        # the second time at another scale: the weight is used as it is, not quantised again
+        for _ in range(2):
             with te.autocast(recipe=delayed()):
                 y = layer(torch.ones(16, 16))
             torch.testing.assert_close(y, torch.ones(16, 16) @ weight.T)
@@ -450,10 +508,13 @@ def test_parameters_kept_in_fp8():
     master = optimizer.state[weight]["master_param"]
     torch.testing.assert_close(master, plain - 20e-6, rtol=0, atol=1e-7)
     error = (weight - master).abs()
-    assert (error <= master.abs() / 16 * 1.001 + 1e-6).all() and error.mean() > 20e-6  # at most half a step of E4M3
+    # at most half a step of E4M3
+    assert (error <= master.abs() / 16 * 1.001 + 1e-6).all() and error.mean() > 20e-6
 
 
-@pytest.mark.parametrize("recipe", [None, te.Float8CurrentScaling(), delayed()], ids=["no FP8", "current", "delayed"])
+@pytest.mark.parametrize(
+    "recipe", [None, te.Float8CurrentScaling(), delayed()], ids=["no FP8", "current", "delayed"]
+)
 def test_compiles_into_one_graph(recipe):
     def run(module, x):
         with te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -461,9 +522,13 @@ def test_compiles_into_one_graph(recipe):
 
     torch._dynamo.reset()
     compiled, results = torch.compile(run, fullgraph=True, backend="eager"), []
-    mlp, x = te.LayerNormMLP(16, 32, normalization="RMSNorm", activation="swiglu", device="cpu"), torch.randn(16, 16)
+    mlp, x = (
+        te.LayerNormMLP(16, 32, normalization="RMSNorm", activation="swiglu", device="cpu"),
+        torch.randn(16, 16),
+    )
     if recipe is not None and recipe.delayed():
-        with pytest.raises(RuntimeError, match="DelayedScaling is not supported under torch.compile"):  # TE's words
+        # TE's words
+        with pytest.raises(RuntimeError, match="DelayedScaling is not supported under torch.compile"):
             compiled(mlp, x)
         return
     for module, function in ((copy.deepcopy(mlp), run), (mlp, compiled)):
@@ -529,7 +594,8 @@ def test_block_scales_are_powers_of_two_that_follow_each_block():
     x = torch.zeros(2, 300)  # three blocks of columns, the last of 44
     x[0, 5], x[0, 200], x[1, 299] = 3.5, -1000.0, 0.3
     q, scale, value = te.in_blocks(x, (1, 128), lambda a, m: te.current_scale(a, m, True), E4M3)
-    assert scale.tolist() == [[128, 0.25, 1], [1, 1, 1024]]  # 448/3.5 = 128, 448/1000 -> 1/4, nothing -> 1, 448/0.3 = 1493 -> 1024
+    # 448/3.5 = 128, 448/1000 -> 1/4, nothing -> 1, 448/0.3 = 1493 -> 1024
+    assert scale.tolist() == [[128, 0.25, 1], [1, 1, 1024]]
     assert (q.shape, value.shape) == (x.shape, x.shape)
     assert (value[0, 5], value[0, 200], value[1, 299]) == (3.5, -1024, 0.3125)  # 250 -> 256, 307.2 -> 320
     exact = te.in_blocks(x, (1, 128), te.current_scale, E4M3)[1]
@@ -547,13 +613,18 @@ def test_mxfp8_follows_the_ocp_specification():
     amax = torch.tensor([448.0, 449.0, 1.0, 0.0, 3e38, 2.0**-140, 7.0])
     inverse = te.mx_scale(amax, 448.0).reciprocal()
     assert inverse[:3].tolist() == [1, 2, 2.0**-8] and inverse[6] == 2.0**-6  # 1/448 and 7/448 = 2^-6
-    assert torch.equal(inverse.to(torch.float8_e8m0fnu).float(), inverse)  # every scale is one that E8M0 holds
+    # every scale is one that E8M0 holds
+    assert torch.equal(inverse.to(torch.float8_e8m0fnu).float(), inverse)
     x = torch.randn(64, 96) * torch.exp(4 * torch.randn(64, 96))
     q, scale, value = te.in_blocks(x, (1, 32), te.mx_scale, E4M3)
     largest = (x.abs().view(64, 3, 32).amax(2) * scale)
-    assert scale.shape == (64, 3) and (largest <= 448).all() and (largest > 224).all()  # the smallest power of two that saturates nothing
+    # the smallest power of two that saturates nothing
+    assert scale.shape == (64, 3) and (largest <= 448).all() and (largest > 224).all()
     blocks, held = x.view(64, 3, 32), value.view(64, 3, 32)
-    spacing = torch.maximum((blocks.abs() * scale[..., None]).log2().floor().exp2() * 2.0**-3, torch.tensor(2.0**-9))  # E4M3's, at each element
+    # E4M3's, at each element
+    spacing = torch.maximum(
+        (blocks.abs() * scale[..., None]).log2().floor().exp2() * 2.0**-3, torch.tensor(2.0**-9)
+    )
     assert ((blocks - held).abs() * scale[..., None] <= spacing / 2).all()
 
 

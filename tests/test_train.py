@@ -26,7 +26,9 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture
 def slow_writer(monkeypatch):
     """A checkpoint is not written before somebody waits for it."""
-    waited, plain_wait, plain_write = threading.Event(), checkpoint.BackgroundSaver.wait, checkpoint._write_tensors
+    waited, plain_wait, plain_write = (
+        threading.Event(), checkpoint.BackgroundSaver.wait, checkpoint._write_tensors,
+    )
 
     def wait(saver):
         if saver.writing is not None:
@@ -35,7 +37,9 @@ def slow_writer(monkeypatch):
             waited.clear()
 
     monkeypatch.setattr(checkpoint.BackgroundSaver, "wait", wait)
-    monkeypatch.setattr(checkpoint, "_write_tensors", lambda *arguments: waited.wait(20) and plain_write(*arguments))
+    monkeypatch.setattr(
+        checkpoint, "_write_tensors", lambda *arguments: waited.wait(20) and plain_write(*arguments)
+    )
 
 
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
@@ -57,12 +61,17 @@ train.learning_rate = learning_rate""")
     assert metrics("killed")[-1]["step"] == 15 and checkpoint.latest("killed").name == "step-12"
     assert run_train("--resume --out-dir killed") == 0
     assert metrics("killed") == metrics("whole")  # every loss, gradient norm and validation loss, bit for bit
-    assert len(metrics("whole")) == 24 and sum("val_loss" in record for record in metrics("whole")) == 4  # 1, 8, 16, 24
+    # 1, 8, 16, 24
+    assert len(metrics("whole")) == 24 and sum("val_loss" in record for record in metrics("whole")) == 4
 
 
 def test_killed_while_saving_resumes_from_the_checkpoint_before(tokens):
-    killed = spawn_train(f"{OPTIONS} --checkpoint-interval 8 --out-dir killed", tokens, "plain = checkpoint._checksums\n"
-                         f"checkpoint._checksums = lambda folder: {KILL} if 'step-16' in str(folder) else plain(folder)")
+    killed = spawn_train(
+        f"{OPTIONS} --checkpoint-interval 8 --out-dir killed",
+        tokens,
+        "plain = checkpoint._checksums\n"
+        f"checkpoint._checksums = lambda folder: {KILL} if 'step-16' in str(folder) else plain(folder)",
+    )
     assert killed.returncode == -signal.SIGKILL
     assert Path("killed/.saving-step-16").is_dir() and checkpoint.latest("killed").name == "step-8"
     assert run_train("--resume --out-dir killed") == 0
@@ -82,7 +91,10 @@ def test_precision_may_change_on_resume(tokens, before, after):
     assert run_train(f"{options} {FORMATS[before]} --out-dir same", tokens) == 0
     shutil.copytree("same/step-30", "changed/step-30")
     assert run_train(f"--resume --out-dir changed {FORMATS[after]}") == 0
-    same, changed = [record["loss"] for record in metrics("same")], [record["loss"] for record in metrics("changed")]
+    same, changed = (
+        [record["loss"] for record in metrics("same")],
+        [record["loss"] for record in metrics("changed")],
+    )
     assert len(changed) == 10 and same[30:] != changed
     assert changed == pytest.approx(same[30:], rel=0.01)
     assert same[39] < same[0] / 3, "the run has learnt much that a bad resume would lose"
@@ -131,28 +143,56 @@ def test_a_run_that_was_started_with_sigint_ignored_keeps_it_ignored(tokens, mon
 
 
 @pytest.mark.parametrize("limit, last", [("", "step 21"), ("--max-skipped-steps 0", "step 11")])
-def test_non_finite_loss_stops_names_the_step_and_keeps_the_last_good(tokens, monkeypatch, capsys, slow_writer, limit, last):
+def test_non_finite_loss_stops_names_the_step_and_keeps_the_last_good(
+    tokens, monkeypatch, capsys, slow_writer, limit, last
+):
     plain = train.learning_rate
-    monkeypatch.setattr(train, "learning_rate", lambda step, config: 1e38 if step == 10 else plain(step, config))
-    assert run_train(f"{OPTIONS} --checkpoint-interval 8 --eval-interval 0 --log-interval 1000 {limit} --out-dir bad", tokens) == 1
+    monkeypatch.setattr(
+        train, "learning_rate", lambda step, config: 1e38 if step == 10 else plain(step, config)
+    )
+    assert (
+        run_train(
+            f"{OPTIONS} --checkpoint-interval 8 --eval-interval 0 --log-interval 1000 {limit} --out-dir bad",
+            tokens,
+        )
+        == 1
+    )
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and f"{last}: " in error and "bad/step-8" in error and "--fp8-recipe current" in error
+    assert (
+        error.count("\n") == 1
+        and f"{last}: " in error
+        and "bad/step-8" in error
+        and "--fp8-recipe current" in error
+    )
     assert [path.name for path in checkpoint.list_checkpoints("bad")] == ["step-8"]
 
 
 def test_what_a_run_leaves_behind(tokens, capsys):
-    assert run_train(f"{OPTIONS} --checkpoint-interval 2 --keep-checkpoints 3 --max-steps 9 --log-interval 3 --out-dir run", tokens) == 0
+    assert (
+        run_train(
+            f"{OPTIONS} --checkpoint-interval 2 --keep-checkpoints 3 --max-steps 9 --log-interval 3 --out-dir run",
+            tokens,
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "te_reference" in out.splitlines()[0] and "512 tokens a step" in out
-    for wanted in ("validation loss", "nats a byte", "run/loss.png", "run/metrics.jsonl", "run/tensorboard", "run/step-9"):
+    for wanted in (
+        "validation loss", "nats a byte", "run/loss.png", "run/metrics.jsonl", "run/tensorboard",
+        "run/step-9",
+    ):
         assert wanted in out
     assert [path.name for path in checkpoint.list_checkpoints("run")] == ["step-6", "step-8", "step-9"]
-    assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG") and list(Path("run/tensorboard").iterdir())
+    assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG") and list(
+        Path("run/tensorboard").iterdir()
+    )
     assert [record["step"] for record in metrics("run")] == [1, 3, 6, 8, 9]  # 8: evaluated
     seconds = [record["seconds"] for record in train.read_metrics("run/metrics.jsonl")]
     assert seconds == sorted(seconds) and seconds[0] > 0
     for record in train.read_metrics("run/metrics.jsonl"):
-        assert {"step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "peak_gib"} <= set(record) and record["tokens_per_s"] > 0
+        assert {"step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "peak_gib"} <= set(
+            record
+        ) and record["tokens_per_s"] > 0
     config = json.loads(Path("run/step-9/meta.json").read_text())["config"]
     assert (config["n_embd"], config["vocab_size"], config["n_positions"]) == (64, 288, 64)
 
@@ -167,18 +207,30 @@ def test_gradient_accumulation_equals_a_larger_batch(tokens):
     options = f"{OPTIONS} --dropout 0 --fp8-recipe none --max-steps 6"
     assert run_train(f"{options} --micro-batch-size 2 --grad-accum 4 --out-dir small", tokens) == 0
     assert run_train(f"{options} --micro-batch-size 8 --grad-accum 1 --out-dir large", tokens) == 0
-    assert [r["loss"] for r in metrics("small")] == pytest.approx([r["loss"] for r in metrics("large")], rel=1e-5)
+    assert [r["loss"] for r in metrics("small")] == pytest.approx(
+        [r["loss"] for r in metrics("large")], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("how", ["", "--no-background-saves"])
 def test_full_disk_does_not_end_a_run_but_is_told(tokens, monkeypatch, capsys, how):
     plain = checkpoint._sync
-    monkeypatch.setattr(checkpoint, "_sync", lambda path: raise_full_disk() if "step-4" in str(path) else plain(path))
-    assert run_train(f"{OPTIONS} {how} --checkpoint-interval 2 --keep-checkpoints 9 --max-steps 6 --out-dir run", tokens) == 0
+    monkeypatch.setattr(
+        checkpoint, "_sync", lambda path: raise_full_disk() if "step-4" in str(path) else plain(path)
+    )
+    assert (
+        run_train(
+            f"{OPTIONS} {how} --checkpoint-interval 2 --keep-checkpoints 9 --max-steps 6 --out-dir run",
+            tokens,
+        )
+        == 0
+    )
     told, = [line for line in capsys.readouterr().out.splitlines() if "not written" in line]
     assert "run/step-4 not written: No space left on device; the last good checkpoint is run/step-2" in told
     assert told.endswith("; training goes on")
-    assert [path.name for path in checkpoint.list_checkpoints("run")] == ["step-2", "step-6"] and not list(Path("run").glob(".*"))
+    assert [path.name for path in checkpoint.list_checkpoints("run")] == ["step-2", "step-6"] and not list(
+        Path("run").glob(".*")
+    )
 
 
 def test_full_disk_is_told_before_the_next_save(tokens, monkeypatch, capsys):
@@ -209,8 +261,15 @@ def test_full_disk_at_the_end_is_an_error(tokens, monkeypatch, capsys, slow_writ
     monkeypatch.setattr(checkpoint, "_sync", lambda path: raise_full_disk())
     assert run_train(f"{OPTIONS} --checkpoint-interval 4 --max-steps 8 --out-dir run", tokens) == 2
     streams = capsys.readouterr()
-    assert "run/step-4 not written" in streams.out and "training goes on" in streams.out and "step-8" not in streams.out
-    assert streams.err.count("\n") == 1 and "run/step-8 not written: No space left on device; there is no earlier one" in streams.err
+    assert (
+        "run/step-4 not written" in streams.out
+        and "training goes on" in streams.out
+        and "step-8" not in streams.out
+    )
+    assert (
+        streams.err.count("\n") == 1
+        and "run/step-8 not written: No space left on device; there is no earlier one" in streams.err
+    )
     assert not list(Path("run").glob("*step-*"))
 
 
@@ -234,15 +293,21 @@ def test_training_goes_on_while_a_checkpoint_is_written(tokens, monkeypatch):
     assert run_train(f"{options} --out-dir run", tokens) == 0
     assert metrics("run") == metrics("waits")
     for step in (6, 12):
-        run, waits = (load_file(next(Path(folder, f"step-{step}").glob("*.safetensors"))) for folder in ("run", "waits"))
+        run, waits = (
+            load_file(next(Path(folder, f"step-{step}").glob("*.safetensors"))) for folder in ("run", "waits")
+        )
         # rng0.host holds the state of Python's generator, which a run does not seed.
         different = [name for name in run if name != "rng0.host" and not torch.equal(run[name], waits[name])]
-        assert run.keys() == waits.keys() and different == [], "the checkpoint is of the step that it was asked for at"
+        assert run.keys() == waits.keys() and different == [], (
+            "the checkpoint is of the step that it was asked for at"
+        )
 
 
 def test_an_error_waits_for_the_writer(tokens, monkeypatch, slow_writer):
     plain = train.learning_rate
-    monkeypatch.setattr(train, "learning_rate", lambda step, config: 1 / 0 if step == 7 else plain(step, config))
+    monkeypatch.setattr(
+        train, "learning_rate", lambda step, config: 1 / 0 if step == 7 else plain(step, config)
+    )
     with pytest.raises(ZeroDivisionError):
         run_train(f"{OPTIONS} --checkpoint-interval 6 --out-dir run", tokens)
     assert [path.name for path in Path("run").glob("*step-*")] == ["step-6"]
@@ -257,18 +322,23 @@ def test_two_processes_train_as_one_and_one_resumes_from_two(tokens, fp8):
     options = f"{OPTIONS} --dropout 0 --fp8-recipe {fp8} --lr-schedule constant"
     command = f"-m torch.distributed.run --standalone --nproc_per_node 2 {ROOT / 'train.py'} {options}" \
               " --micro-batch-size 2 --max-steps 4 --out-dir two"
-    done = subprocess.run([sys.executable, *command.split(), "--data", tokens], capture_output=True, text=True, timeout=120,
-                          env=os.environ | {"NANOTE_REFERENCE": "1"})
+    done = subprocess.run(
+        [sys.executable, *command.split(), "--data", tokens], capture_output=True, text=True, timeout=120,
+        env=os.environ | {"NANOTE_REFERENCE": "1"},
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 4/4") == 1 and len(metrics("two")) == 4  # one rank speaks
     assert run_train(f"{options} --max-steps 8 --out-dir one", tokens) == 0
     assert run_train("--resume --out-dir two --micro-batch-size 4 --max-steps 8") == 0
-    # The same samples in two halves. With FP8 a half's gradients, twice as large before they are averaged, have other scales: the losses stay
-    # together, the gradient norms of two runs that see other rounding part after a few steps.
+    # The same samples in two halves. With FP8 a half's gradients, twice as large before they are averaged,
+    # have other scales: the losses stay together, the gradient norms of two runs that see other rounding part
+    # after a few steps.
     loss_tolerance, norm_tolerance, norms = (1e-5, 1e-4, 8) if fp8 == "none" else (1e-2, 5e-2, 4)
     two, one = metrics("two"), metrics("one")
     assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=loss_tolerance)
-    assert [r["grad_norm"] for r in two[:norms]] == pytest.approx([r["grad_norm"] for r in one[:norms]], rel=norm_tolerance)
+    assert [r["grad_norm"] for r in two[:norms]] == pytest.approx(
+        [r["grad_norm"] for r in one[:norms]], rel=norm_tolerance
+    )
 
 
 # ---------------------------------------------------------------- options and arithmetic
@@ -286,10 +356,13 @@ def test_the_trainer_and_the_doctor_need_no_triton(tokens):
     assert done.returncode == 0 and len(metrics("run")) == 1, done.stderr
 
 
-# The published models' parameters, GPT-2's (and llama-160m's, of 32,000) vocabulary being padded to 50,304 rows.
-COUNTS = {"gpt2-124m": 124_439_808 + 47 * 768, "gpt2-350m": 354_823_168 + 47 * 1024, "gpt2-774m": 774_030_080 + 47 * 1280,
-          "gpt2-1.5b": 1_557_611_200 + 47 * 1600, "llama-160m": 162_417_408 + 2 * 18_304 * 768,
-          "llama3-1b": 1_235_814_400, "llama3-8b": 8_030_261_248}
+# The published models' parameters, GPT-2's (and llama-160m's, of 32,000) vocabulary being padded to 50,304
+# rows.
+COUNTS = {
+    "gpt2-124m": 124_439_808 + 47 * 768, "gpt2-350m": 354_823_168 + 47 * 1024,
+    "gpt2-774m": 774_030_080 + 47 * 1280, "gpt2-1.5b": 1_557_611_200 + 47 * 1600,
+    "llama-160m": 162_417_408 + 2 * 18_304 * 768, "llama3-1b": 1_235_814_400, "llama3-8b": 8_030_261_248,
+}
 
 
 @pytest.mark.parametrize("preset", COUNTS)
@@ -307,14 +380,18 @@ def test_presets_have_the_published_shapes(preset, monkeypatch):
 def test_preset_gives_defaults_that_options_override(capsys):
     for argv in (["--preset", "llama3-1b", "--n-layer", "3"], ["--n-layer=3", "--preset=llama3-1b"]):
         config, *_ = train.read_options(argv)
-        assert (config.preset, config.n_layer, config.n_kv_head, config.rope_theta) == ("llama3-1b", 3, 8, 500000.0)
+        assert (config.preset, config.n_layer, config.n_kv_head, config.rope_theta) == (
+            "llama3-1b", 3, 8, 500000.0,
+        )
     config, *_ = train.read_options(["--compile", "--no-fp8-lm-head", "--fp8-recipe", "current"])
     assert config.compile and not config.fp8_lm_head
     with pytest.raises(SystemExit) as stop:
         train.read_options(["--preset", "gpt2-350m", "--help"])
     assert stop.value.code == 0
     help_text = capsys.readouterr().out
-    assert "--n-embd" in help_text and "(default: 1024)" in help_text and "--fp8-amax-history-len" in help_text
+    assert (
+        "--n-embd" in help_text and "(default: 1024)" in help_text and "--fp8-amax-history-len" in help_text
+    )
 
 
 @pytest.mark.parametrize("model, lacks", [("te", "activation, use_rmsnorm, use_rotary"), ("optimized", None)])
@@ -322,7 +399,9 @@ def test_what_a_model_lacks_of_its_preset_is_said(tokens, capsys, model, lacks):
     """tiny is a Llama, model_te.py a GPT-2."""
     assert run_train(f"{OPTIONS} --model {model} --max-steps 1 --eval-interval 0 --out-dir run", tokens) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
-    assert len(said) == (lacks is not None) and all(f"'{model}' has no " in line and "'tiny'" in line for line in said)
+    assert len(said) == (lacks is not None) and all(
+        f"'{model}' has no " in line and "'tiny'" in line for line in said
+    )
     if lacks:
         assert all(name in said[0] for name in lacks.split(", "))
 
@@ -351,10 +430,18 @@ def test_a_run_says_and_keeps_its_fp8_format(tokens, monkeypatch, capsys):
 def test_every_recipe_option_reaches_the_model(tokens, monkeypatch):
     seen = {}
     monkeypatch.setattr(train, "evaluate", lambda model, loader, steps: seen.update(model=model) or 0.0)
-    assert run_train(f"{OPTIONS} --max-steps 1 --fp8-format e4m3 --fp8-amax-history-len 5 "
-                     "--fp8-amax-compute-algo most_recent --fp8-margin 2 --no-fp8-lm-head --out-dir run", tokens) == 0
+    assert (
+        run_train(
+            f"{OPTIONS} --max-steps 1 --fp8-format e4m3 --fp8-amax-history-len 5 "
+            "--fp8-amax-compute-algo most_recent --fp8-margin 2 --no-fp8-lm-head --out-dir run",
+            tokens,
+        )
+        == 0
+    )
     recipe, config = seen["model"].fp8_recipe, seen["model"].config
-    assert (recipe.fp8_format.name, recipe.amax_history_len, recipe.amax_compute_algo, recipe.margin) == ("E4M3", 5, "most_recent", 2)
+    assert (recipe.fp8_format.name, recipe.amax_history_len, recipe.amax_compute_algo, recipe.margin) == (
+        "E4M3", 5, "most_recent", 2,
+    )
     assert config.use_fp8 and not config.fp8_lm_head
 
 
@@ -375,28 +462,38 @@ def test_weights_kept_in_fp8_train_and_resume_exactly(tokens, recipe):
 
 def test_learning_rate_schedules():
     def at(step, **options):
-        return train.learning_rate(step, train.TrainConfig(lr=1.0, max_steps=110, warmup_steps=10, min_lr_ratio=0.1, **options))
+        return train.learning_rate(
+            step, train.TrainConfig(lr=1.0, max_steps=110, warmup_steps=10, min_lr_ratio=0.1, **options)
+        )
 
     assert [at(1), at(5), at(10)] == pytest.approx([0.1, 0.5, 1.0])
     assert [at(60), at(110)] == pytest.approx([0.55, 0.1])  # half of the cosine, its end
     wsd = dict(lr_schedule="wsd", decay_fraction=0.2)
-    assert [at(5, **wsd), at(11, **wsd), at(88, **wsd), at(99, **wsd), at(110, **wsd)] == pytest.approx([0.5, 1, 1, 0.55, 0.1])
+    assert [at(5, **wsd), at(11, **wsd), at(88, **wsd), at(99, **wsd), at(110, **wsd)] == pytest.approx(
+        [0.5, 1, 1, 0.55, 0.1]
+    )
     assert [at(5, lr_schedule="constant"), at(110, lr_schedule="constant")] == pytest.approx([0.5, 1])
 
 
 def test_flops_per_token_by_hand():
-    gpt2 = train.TrainConfig(n_layer=12, n_head=12, n_embd=768, seq_len=1024, n_positions=1024, vocab_size=50304)
+    gpt2 = train.TrainConfig(
+        n_layer=12, n_head=12, n_embd=768, seq_len=1024, n_positions=1024, vocab_size=50304
+    )
     parameters = 124_475_904
     assert train.flops_per_token(parameters, gpt2) == 6 * (parameters - 1024 * 768) + 12 * 12 * 768 * 1024
-    llama = train.TrainConfig(n_layer=2, n_head=4, head_dim=32, n_embd=64, seq_len=16, vocab_size=288, use_rotary=True,
-                              tie_embeddings=False)
+    llama = train.TrainConfig(
+        n_layer=2, n_head=4, head_dim=32, n_embd=64, seq_len=16, vocab_size=288, use_rotary=True,
+        tie_embeddings=False,
+    )
     assert train.flops_per_token(100_000, llama) == 6 * (100_000 - 288 * 64) + 12 * 2 * 128 * 16
 
 
 def test_peak_flops_by_name(monkeypatch):
-    for name, tflops in {"NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835,
-                         "NVIDIA L40S": 362, "NVIDIA L4": 121,
-                         "NVIDIA A100-SXM4-80GB": 312, "NVIDIA B200": 2250, "NVIDIA GeForce RTX 4090": 165}.items():
+    for name, tflops in {
+        "NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835,
+        "NVIDIA L40S": 362, "NVIDIA L4": 121, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA B200": 2250,
+        "NVIDIA GeForce RTX 4090": 165,
+    }.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert train.peak_flops(torch.device("cuda")) == tflops * 1e12, name
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Future 1")
@@ -412,7 +509,9 @@ def test_only_matrices_decay():
 
 def test_vocabulary_is_padded_for_fp8():
     def rows(needed, **options):
-        return train.pick_vocab_size(train.TrainConfig(**options), {"vocab_size": needed, "tokenizer": "byte"})
+        return train.pick_vocab_size(
+            train.TrainConfig(**options), {"vocab_size": needed, "tokenizer": "byte"}
+        )
 
     assert [rows(257), rows(50257), rows(100277), rows(1024)] == [288, 50304, 100352, 1024]
     assert rows(257, vocab_size=512) == 512

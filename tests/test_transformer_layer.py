@@ -1,4 +1,5 @@
-"""te_reference's TransformerLayer: TE's names and defaults, every arrangement of QKV, and on a GPU the numbers of TE's own."""
+"""te_reference's TransformerLayer: TE's names and defaults, every arrangement of QKV, and on a GPU the
+numbers of TE's own."""
 
 import math
 
@@ -9,10 +10,21 @@ import te_reference as ref
 from model_te_advanced import apply_rope, rope_tables
 
 QKV = [f"{name}_{kind}" for kind in ("weight", "bias") for name in ("query", "key", "value")]
-KEYS = [*(f"self_attention.layernorm_qkv.{key}" for key in ("layer_norm_weight", "layer_norm_bias", *QKV, "_extra_state")),
-        "self_attention.core_attention._extra_state", *(f"self_attention.proj.{key}" for key in ("weight", "bias", "_extra_state")),
-        *(f"layernorm_mlp.{key}" for key in ("layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias",
-                                             "_extra_state"))]
+KEYS = [
+    *(
+        f"self_attention.layernorm_qkv.{key}"
+        for key in ("layer_norm_weight", "layer_norm_bias", *QKV, "_extra_state")
+    ),
+    "self_attention.core_attention._extra_state",
+    *(f"self_attention.proj.{key}" for key in ("weight", "bias", "_extra_state")),
+    *(
+        f"layernorm_mlp.{key}"
+        for key in (
+            "layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias",
+            "_extra_state",
+        )
+    ),
+]
 ARRANGEMENTS = {"split": {}, "groups": {"fuse_qkv_params": True},
                 "rows of q, k, v": {"fuse_qkv_params": True, "qkv_weight_interleaved": False}}
 SIZES, NO_DROPOUT = (64, 128, 4, 2), {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -33,7 +45,10 @@ def arrange(weights, way, groups=2, head_size=16):
 
 @pytest.mark.parametrize("use_fp8", [False, True])
 def test_transformer_layers_qkv_arrangements_and_formats_are_one_network(use_fp8):
-    original, x = ref.TransformerLayer(*SIZES, **NO_DROPOUT), torch.randn(8, 4, 64, device=ref._default_device())
+    original, x = (
+        ref.TransformerLayer(*SIZES, **NO_DROPOUT),
+        torch.randn(8, 4, 64, device=ref._default_device()),
+    )
     with torch.no_grad():
         for p in original.parameters():
             p.normal_()
@@ -70,18 +85,26 @@ def test_transformer_layer_equals_tes(way, use_fp8):
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
 
-    # A rounding to a unit u (half a step, relative) errs by u / sqrt(3); R in a row add up to sqrt(R / 3) u, and the difference of two
-    # such results has twice the variance. BF16, u = 2^-8: norm, QKV, RoPE, scores, probabilities, their product with v, projection, sum,
-    # then norm, fc1, GELU, fc2, sum; backward passes them all again. FP8, u = 2^-4 in E4M3: the inputs of four products; u = 2^-3 in
-    # E5M2: their four output gradients.
+    # A rounding to a unit u (half a step, relative) errs by u / sqrt(3); R in a row add up to sqrt(R / 3) u,
+    # and the difference of two such results has twice the variance. BF16, u = 2^-8: norm, QKV, RoPE, scores,
+    # probabilities, their product with v, projection, sum, then norm, fc1, GELU, fc2, sum; backward passes
+    # them all again. FP8, u = 2^-4 in E4M3: the inputs of four products; u = 2^-3 in E5M2: their four output
+    # gradients.
     forward = 2 / 3 * (13 * 2.0**-16 + use_fp8 * 4 * 2.0**-8)
     backward = 2 * forward + 2 / 3 * use_fp8 * 4 * 2.0**-6
-    layers = [t.TransformerLayer(*SIZES, **NO_DROPOUT, params_dtype=torch.bfloat16, **ARRANGEMENTS[way]) for t in (te, ref)]
+    layers = [
+        t.TransformerLayer(*SIZES, **NO_DROPOUT, params_dtype=torch.bfloat16, **ARRANGEMENTS[way])
+        for t in (te, ref)
+    ]
     assert list(layers[0].state_dict()) == list(layers[1].state_dict())
     assert [n for n, _ in layers[0].named_parameters()] == [n for n, _ in layers[1].named_parameters()]
-    weights = {k: v + 0.1 * torch.randn_like(v) for k, v in layers[0].state_dict().items() if "_extra_state" not in k}
+    weights = {
+        k: v + 0.1 * torch.randn_like(v) for k, v in layers[0].state_dict().items() if "_extra_state" not in k
+    }
     x, grad = torch.randn(2, 32, 4, 64, device="cuda", dtype=torch.bfloat16)
-    angles = torch.outer(torch.arange(32.0), 1e4 ** (-torch.arange(8) / 8.0)).repeat(1, 2)[:, None, None].cuda()
+    angles = (
+        torch.outer(torch.arange(32.0), 1e4 ** (-torch.arange(8) / 8.0)).repeat(1, 2)[:, None, None].cuda()
+    )
     results = []
     for t, layer, recipe in zip((te, ref), layers, (Float8CurrentScaling(), ref.Float8CurrentScaling())):
         layer.load_state_dict(weights, strict=False)

@@ -4,15 +4,17 @@
     python sample.py out/<run> --prompt "Once upon a time"
 
 Notable, and why:
-- Reads a local folder, and of it only JSON and safetensors: no hub, no pickle (pytorch_model.bin), no code that came along.
-- The run is a checkpoint of step 0, with a new optimizer whose float32 master weights are the folder's own values, so that
-  nothing is lost where training rounds weights to BF16 or FP8.
-- FP8 needs a vocabulary that is a multiple of 32 (50,257 → 50,304). Rows of zeros would have the logit 0, the likeliest of
-  all where the others are negative. Each new row is the mean of the old ones: its logit is their mean, never above the
-  logarithm of their mean exponential (Jensen), so padding starts with at most padding / vocabulary of what the others have.
-  tools/export_hf.py takes these rows off again.
-- Token files must have the model's ids, so its tokenizer must be one that data.py has: byte, or a tiktoken encoding, which
-  is recognised by its tokens. For any other, `--tokenizer NAME` takes the weights and gives the ids a new meaning.
+- Reads a local folder, and of it only JSON and safetensors: no hub, no pickle (pytorch_model.bin), no code
+  that came along.
+- The run is a checkpoint of step 0, with a new optimizer whose float32 master weights are the folder's own
+  values, so that nothing is lost where training rounds weights to BF16 or FP8.
+- FP8 needs a vocabulary that is a multiple of 32 (50,257 → 50,304). Rows of zeros would have the logit 0, the
+  likeliest of all where the others are negative. Each new row is the mean of the old ones: its logit is their
+  mean, never above the logarithm of their mean exponential (Jensen), so padding starts with at most padding /
+  vocabulary of what the others have. tools/export_hf.py takes these rows off again.
+- Token files must have the model's ids, so its tokenizer must be one that data.py has: byte, or a tiktoken
+  encoding, which is recognised by its tokens. For any other, `--tokenizer NAME` takes the weights and gives
+  the ids a new meaning.
 """
 import dataclasses
 import os
@@ -34,7 +36,9 @@ from tools.export_hf import token_strings
 from train import TrainConfig, padded_vocab_size
 
 # data.py's names by the number of tokens: what to compare a folder's tokenizer with.
-BY_SIZE = {257: ["byte"], 50257: ["gpt2"], 50281: ["p50k_base"], 100277: ["cl100k_base"], 200019: ["o200k_base"]}
+BY_SIZE = {
+    257: ["byte"], 50257: ["gpt2"], 50281: ["p50k_base"], 100277: ["cl100k_base"], 200019: ["o200k_base"],
+}
 PROBE = "def f(x):\n\treturn  x**2  # naïve 東京 🤖\r\n\n   I'll DON'T 1234567 \u00a0\u200b ...\n"
 
 
@@ -61,7 +65,8 @@ class ImportConfig:
     run: tyro.conf.Positional[Path]
     """The run's folder to make, such as out/mine."""
     tokenizer: str | None = None
-    """What data.py calls the folder's tokenizer; by default it is recognised. Naming another gives the token ids a new meaning."""
+    """What data.py calls the folder's tokenizer; by default it is recognised. Naming another gives the token
+    ids a new meaning."""
 
 
 def read_config(folder: Path):
@@ -69,7 +74,9 @@ def read_config(folder: Path):
     import transformers
 
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder}: no config.json; a Hugging Face model's local folder is wanted (nothing is downloaded)")
+        raise ValueError(
+            f"{folder}: no config.json; a Hugging Face model's local folder is wanted (nothing is downloaded)"
+        )
     for path in folder.iterdir():
         if not path.is_file() and not path.is_dir():
             raise ValueError(f"{path}: not a regular file, or a link to nothing; remove it or copy the model "
@@ -87,13 +94,16 @@ def read_config(folder: Path):
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the folder's safetensors files, float16 as float32, which holds it exactly; ValueError if one cannot be read."""
+    """Every tensor of the folder's safetensors files, float16 as float32, which holds it exactly; ValueError
+    if one cannot be read."""
     from safetensors.torch import load_file
 
     paths, pickles = sorted(folder.glob("*.safetensors")), sorted(folder.glob("*.bin"))
     if not paths and pickles:
-        raise ValueError(f"{folder}: {pickles[0].name} is a pickle, which can run code when it is read; convert it where you trust it: "
-                         "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) writes safetensors")
+        raise ValueError(
+            f"{folder}: {pickles[0].name} is a pickle, which can run code when it is read; convert it where you trust it: "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) writes safetensors"
+        )
     if not paths:
         raise ValueError(f"{folder}: no *.safetensors file")
     tensors, origin = {}, {}
@@ -128,8 +138,10 @@ def recognise_tokenizer(folder: Path, hint: str | None, hf=None) -> str:
         ours = get_tokenizer(name)
         if vocabulary == token_strings(ours) and ids == ours.encode(PROBE):
             return name
-    raise ValueError(f"{folder}: its tokenizer ({len(vocabulary):,} tokens) is none that data.py has (byte, gpt2, cl100k_base …), so there can "
-                     "be no token files for it; --tokenizer byte takes the weights all the same and trains them on bytes")
+    raise ValueError(
+        f"{folder}: its tokenizer ({len(vocabulary):,} tokens) is none that data.py has (byte, gpt2, cl100k_base …), so there can "
+        "be no token files for it; --tokenizer byte takes the weights all the same and trains them on bytes"
+    )
 
 
 def pad_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:
@@ -139,7 +151,8 @@ def pad_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def import_(folder, run, tokenizer: str | None = None) -> Path:
-    """Make the run folder `run` with a checkpoint of step 0 from the Hugging Face folder `folder`, and return the checkpoint's path.
+    """Make the run folder `run` with a checkpoint of step 0 from the Hugging Face folder `folder`, and return
+    the checkpoint's path.
 
     ValueError or OSError, in one line and with nothing written, for what is wrong with either.
     """
@@ -154,17 +167,27 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
     name = tokenizer or recognise_tokenizer(folder, getattr(hf, "nanote", {}).get("tokenizer"), hf)
     needed, vocab_size = get_tokenizer(name).vocab_size, hf.vocab_size
     if vocab_size < needed:
-        raise ValueError(f"{folder}: {vocab_size:,} rows of the embedding, but the tokenizer {name} has {needed:,} tokens")
+        raise ValueError(
+            f"{folder}: {vocab_size:,} rows of the embedding, but the tokenizer {name} has {needed:,} tokens"
+        )
     rows = vocab_size if vocab_size % 32 == 0 else padded_vocab_size(vocab_size)
-    config = TrainConfig(**options | {"vocab_size": rows}, preset="hf", out_dir=str(run), seq_len=min(1024, hf.max_position_embeddings))
+    config = TrainConfig(
+        **options | {"vocab_size": rows}, preset="hf", out_dir=str(run),
+        seq_len=min(1024, hf.max_position_embeddings),
+    )
     model_config = checkpoint.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": False})
-    config = dataclasses.replace(config, **{name: getattr(model_config, name) for name in ("n_kv_head", "head_dim", "n_inner")})
+    config = dataclasses.replace(
+        config, **{name: getattr(model_config, name) for name in ("n_kv_head", "head_dim", "n_inner")}
+    )
     try:
         weights = hf_weights.from_hf(read_tensors(folder), model_config, vocab_size)
         for embedding in {"wte.weight", "lm_head.weight"} & set(weights):
             weights[embedding] = pad_rows(weights[embedding], rows)
-        torch.manual_seed(config.seed)  # the checkpoint holds a random generator's state: the same one for every import
-        model = checkpoint.build_model(config.model, model_config, dtype=torch.promote_types(*dtypes(weights)))
+        # the checkpoint holds a random generator's state: the same one for every import
+        torch.manual_seed(config.seed)
+        model = checkpoint.build_model(
+            config.model, model_config, dtype=torch.promote_types(*dtypes(weights))
+        )
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 parameter.copy_(weights[key])
@@ -172,12 +195,16 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
         told = str(error)
         raise ValueError(told if told.startswith(str(folder)) else f"{folder}: {told}") from error
 
-    optimizer = torch.optim.AdamW(model.parameters())  # stands for the trainer's: its state, before the first step
+    # stands for the trainer's: its state, before the first step
+    optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         moments = {name: torch.zeros(parameter.shape) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = moments | {"master_param": parameter.detach().float().clone()}
-    meta = {"config": dataclasses.asdict(config), "model": config.model, "model_config": dataclasses.asdict(model_config), "tokenizer": name,
-            "hf": {"folder": str(folder), "vocab_size": vocab_size}}
+    meta = {
+        "config": dataclasses.asdict(config), "model": config.model,
+        "model_config": dataclasses.asdict(model_config), "tokenizer": name,
+        "hf": {"folder": str(folder), "vocab_size": vocab_size},
+    }
     unfinished = run.with_name(f".importing-{run.name}-{os.getpid()}")
     try:
         unfinished.mkdir(parents=True)
@@ -198,10 +225,12 @@ def main(argv=None) -> None:
     config = cli.parse(ImportConfig, argv, prog="tools/import_hf.py", description=__doc__)
     folder = import_(config.folder, config.run, config.tokenizer)
     name = checkpoint.read_meta(folder)["tokenizer"]
-    print(f"{folder}: {config.folder}, tokenizer {name}; go on with:\n"
-          f"  python sample.py {config.run} --temperature 0\n"
-          f"  python data.py text FILE --tokenizer {name} --out-dir data/mine\n"
-          f"  python train.py --resume --out-dir {config.run} --data data/mine --lr 1e-5 --fp8-recipe delayed")
+    print(
+        f"{folder}: {config.folder}, tokenizer {name}; go on with:\n"
+        f"  python sample.py {config.run} --temperature 0\n"
+        f"  python data.py text FILE --tokenizer {name} --out-dir data/mine\n"
+        f"  python train.py --resume --out-dir {config.run} --data data/mine --lr 1e-5 --fp8-recipe delayed"
+    )
 
 
 if __name__ == "__main__":
