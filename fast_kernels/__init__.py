@@ -39,10 +39,8 @@ class Report:
             return f"fast kernels are off: {self.blocks}"
         if not self.dgrad_fast_accum_k:
             return "fast kernels are on"
-        return (
-            f"fast kernels are on; dgrad GEMMs with K up to {self.dgrad_fast_accum_k:,} use fast accumulation "
-            "where it is faster"
-        )
+        largest = f"{self.dgrad_fast_accum_k:,}"
+        return f"fast kernels are on; dgrad GEMMs with K up to {largest} use fast accumulation where it is faster"
 
 
 def accelerate(

@@ -412,7 +412,7 @@ def test_another_attention_function_is_not_left_out(monkeypatch):
 
 
 def test_compiled_code_gets_the_answer_that_accelerate_stored(monkeypatch):
-    model = make_model()
+    model = make_model(fused=False)
     for block in model.blocks:
         block.attn.kernel = "flash"
     attention = model.blocks[0].attn
