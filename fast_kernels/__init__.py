@@ -39,8 +39,8 @@ class Report:
             return f"fast kernels are off: {self.blocks}"
         if not self.dgrad_fast_accum_k:
             return "fast kernels are on"
-        largest = f"{self.dgrad_fast_accum_k:,}"
-        return f"fast kernels are on; dgrad GEMMs with K up to {largest} use fast accumulation where it is faster"
+        gemms = f"dgrad GEMMs with K up to {self.dgrad_fast_accum_k:,}"
+        return f"fast kernels are on; {gemms} use fast accumulation where it is faster"
 
 
 def accelerate(
