@@ -62,9 +62,10 @@ from bench.timing import (
     timed,
 )
 from nanote import checkpoint, cli, fp8
+from nanote.config import PRESETS, TrainConfig
+from nanote.generate import pick_device
+from nanote.metrics import flops_per_token, peak_flops
 from nanote.train_step import TrainStep, accelerate, compile_model, make_optimizer, recipe_of, warm_up_scales
-from sample import pick_device
-from train import PRESETS, TrainConfig, flops_per_token, peak_flops
 
 SHAPES = {  # options of train.py
     "124m-b32": dict(n_layer=12, n_embd=768, n_head=12, micro_batch_size=32, seq_len=1024),

@@ -48,6 +48,7 @@ from nanote import (
     checkpoint,  # noqa: E402
     cli,  # noqa: E402
 )
+from nanote.metrics import OF_ONE_RUN, read_metrics  # noqa: E402
 
 STEPS = 24
 OPTIONS = (
@@ -144,8 +145,8 @@ def run(arguments, said="said", sabotage=lambda: None) -> int:
 
 def lines(run_dir) -> list[dict]:
     """metrics.jsonl without the times."""
-    return [{key: value for key, value in record.items() if key not in train.OF_ONE_RUN}
-            for record in train.read_metrics(Path(run_dir, "metrics.jsonl"))]
+    return [{key: value for key, value in record.items() if key not in OF_ONE_RUN}
+            for record in read_metrics(Path(run_dir, "metrics.jsonl"))]
 
 
 def tensors(folder) -> dict[str, bytes]:

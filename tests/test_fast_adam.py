@@ -17,7 +17,7 @@ from fast_kernels import adam as fast_adam  # noqa: E402
 from fast_kernels.adam import FastAdam  # noqa: E402
 from kernel_tools import _casts_that_round  # noqa: E402, F401
 from nanote import checkpoint  # noqa: E402
-from train import TrainConfig, check_options  # noqa: E402
+from nanote.config import TrainConfig, check_options  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(96, 100), (7,), (8192 + 5,), (1,)]  # more than one chunk, less than one, a last one partly filled

@@ -25,6 +25,7 @@ import data
 import train
 from bench import faults
 from nanote import checkpoint, cli, fp8
+from nanote.metrics import read_losses, read_metrics
 from trainer_tools import OPTIONS as LARGER
 from trainer_tools import ROOT, metrics, run_train
 
@@ -250,7 +251,7 @@ def test_a_skipped_step_is_counted_and_told_and_the_log_stays_json(tokens, poiso
 def test_how_many_steps_were_skipped(limit, words):
     pending = [(step, torch.tensor(math.nan), torch.tensor(1.0)) for step in range(1, limit + 2)]
     with pytest.raises(train.Diverged, match=words):
-        train.read_losses(pending, 0, limit, print)
+        read_losses(pending, 0, limit, print)
 
 
 def test_the_run_stops_after_max_skipped_steps(tokens, poisoned, capsys):
@@ -279,7 +280,7 @@ def test_no_step_was_finite(tokens, poisoned, capsys):
     poisoned({1, 2, 3})
     assert run_train(f"{OPTIONS} --max-steps 3 --out-dir run", tokens) == 1
     assert (
-        "not a step of this run had a finite loss and gradient; stopped; there is no checkpoint yet"
+        "no step of this run had a finite loss and gradient norm; stopped; there is no checkpoint yet"
         in capsys.readouterr().err
     )
 
@@ -468,11 +469,11 @@ def test_a_disk_that_fills_up_within_a_log_line(tokens, disk_full_at, capsys, na
     disk_full_at(name, number)
     assert run_train(f"{OPTIONS} {LOGS} --max-steps 3 --out-dir run", tokens) == 0
     out = capsys.readouterr().out
-    assert f"step {number}: run/{name} is not written: No space left on device; training goes on" in out
+    assert f"step {number}: run/{name} is not written: No space left on device; training continues" in out
     assert "--- a sample ---" in out and Path("run/loss.png").exists() and Path("run/fp8_health.png").exists()
-    assert [record["step"] for record in train.read_metrics(f"run/{name}")] == [1, 2, 3], "written later"
+    assert [record["step"] for record in read_metrics(f"run/{name}")] == [1, 2, 3], "written later"
     assert run_train("--resume --out-dir run --max-steps 4") == 0
-    assert [record["step"] for record in train.read_metrics(f"run/{name}")] == [1, 2, 3, 4]
+    assert [record["step"] for record in read_metrics(f"run/{name}")] == [1, 2, 3, 4]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
@@ -486,7 +487,7 @@ def test_a_log_that_cannot_be_written_does_not_end_a_run(tokens, monkeypatch, ca
     monkeypatch.setattr(train.Log, "__init__", init)
     assert run_train(f"{OPTIONS} --max-steps 2 --out-dir run", tokens) == 0
     out = capsys.readouterr().out
-    assert "step 2: run/metrics.jsonl is not written: No space left on device; training goes on" in out
+    assert "step 2: run/metrics.jsonl is not written: No space left on device; training continues" in out
     assert "loss.png is not drawn: run/metrics.jsonl: not a regular file" in out and "--- a sample ---" in out
     assert checkpoint.latest("run").name == "step-2"
 

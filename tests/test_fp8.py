@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import te_reference
-import train
 from nanote import checkpoint, fp8, fp8_health
 from nanote.fp8_health import LIMITS
+from nanote.metrics import read_metrics
 from trainer_tools import OPTIONS, make_tokens, metrics, run_train
 
 pytestmark = pytest.mark.skipif(not fp8.IS_REFERENCE, reason="written for the reference's numbers")
@@ -418,7 +418,7 @@ def test_figures_of_a_model_that_diverged_are_read_again_and_drawn(recipe, value
     step(model, 2)
     record = {"step": 2, "health": look(model)}
     (tmp_path / "fp8_health.jsonl").write_text(json.dumps(record) + "\n")
-    assert train.read_metrics(tmp_path / "fp8_health.jsonl") == [record]
+    assert read_metrics(tmp_path / "fp8_health.jsonl") == [record]
     fp8_health.plot([record], tmp_path / "health.png")
 
 

@@ -23,6 +23,7 @@ import data
 import sample
 import train
 from nanote import checkpoint, cli
+from nanote.metrics import read_metrics
 from tools import export_hf, import_hf
 from trainer_tools import make_tokens, run_train
 
@@ -404,7 +405,7 @@ def test_losses_beyond_float32(world, tmp_path, capsys, name):
         return check("train.py", *COMMANDS["train.py"], capsys, f"{name} {values}")
 
     assert code_and_line([3.4e38, -3.4e38], 0)[0] == 0
-    assert [record[name] for record in train.read_metrics("run/metrics.jsonl")][:2] == [3.4e38, -3.4e38]
+    assert [record[name] for record in read_metrics("run/metrics.jsonl")][:2] == [3.4e38, -3.4e38]
     assert code_and_line([10**18], 1)[0] == 0
     for number, value in enumerate([1e308, -1e308, math.inf, math.nan, None], 2):
         code, line = code_and_line([2.0, value], number)
@@ -417,7 +418,7 @@ def test_a_last_line_that_a_kill_cut_off_goes(world, tmp_path, capsys):
         with open(Path("run", log), "a") as file:
             file.write('\n{"step": 3, "lo')
     assert check("train.py", *COMMANDS["train.py"], capsys, "cut off")[0] == 0
-    assert [record["step"] for record in train.read_metrics("run/metrics.jsonl")] == [1, 2, 3]
+    assert [record["step"] for record in read_metrics("run/metrics.jsonl")] == [1, 2, 3]
 
 
 def weight(name, value):

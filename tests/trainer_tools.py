@@ -9,6 +9,7 @@ import data
 import sample
 import train
 from nanote import cli
+from nanote.metrics import OF_ONE_RUN, read_metrics
 
 ROOT = Path(train.__file__).parent
 # 2 layers, width 64, 24 steps of 2 micro batches of 4 x 64 tokens; dropout, so that random numbers matter; a
@@ -63,5 +64,5 @@ def spawn_train(arguments: str, tokens: str, sabotage: str = "") -> subprocess.C
 
 def metrics(run) -> list[dict]:
     """metrics.jsonl without the figures that no two runs share."""
-    return [{k: v for k, v in record.items() if k not in train.OF_ONE_RUN}
-            for record in train.read_metrics(Path(run, "metrics.jsonl"))]
+    return [{k: v for k, v in record.items() if k not in OF_ONE_RUN}
+            for record in read_metrics(Path(run, "metrics.jsonl"))]

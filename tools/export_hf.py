@@ -29,8 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data import get_tokenizer
 from nanote import checkpoint, cli, fp8
+from nanote.config import saved_options
+from nanote.metrics import read_metrics
 from tools import hf_weights
-from train import read_metrics, saved_options
 
 
 @dataclass

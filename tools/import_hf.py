@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data import get_tokenizer
 from nanote import checkpoint, cli, json_files
+from nanote.config import TrainConfig, padded_vocab_size
 from tools import hf_weights
 from tools.export_hf import token_strings
-from train import TrainConfig, padded_vocab_size
 
 # data.py's names by the number of tokens: what to compare a folder's tokenizer with.
 BY_SIZE = {
