@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from data import Loader, get_tokenizer
 from fast_kernels.support import LARGEST_BF16_BETA
-from nanote import checkpoint, cli, fp8, fp8_health, json_files, profiling
+from nanote import checkpoint, cli, fp8, fp8_health, json_files, memory, models, profiling
+from nanote.dataset import Loader, get_tokenizer
 from nanote.train_step import (
     TrainStep,
     accelerate,
@@ -271,7 +271,7 @@ def read_options(argv) -> tuple[TrainConfig, Path | None, dict | None]:
         raise ValueError(f"--resume: {folder} was trained with --fp8-recipe {config.fp8_recipe}; code is "
                          f"never taken from a checkpoint: pass --fp8-recipe {config.fp8_recipe} again, or a "
                          "built-in recipe such as --fp8-recipe delayed")
-    switches = {field.name for field in dataclasses.fields(checkpoint.model_classes(config.model)[1])}
+    switches = {field.name for field in dataclasses.fields(models.model_classes(config.model)[1])}
     for name in ARCHITECTURE + [
         "attention", "fused_loss", "fused_block", "gradient_checkpointing", "checkpoint_every",
         "offload_activations", "loss_chunks",
@@ -723,10 +723,10 @@ def main(argv=None) -> int:
             print(f"train.py: {error}", file=sys.stderr)
         return 1
     except (RuntimeError, MemoryError) as error:
-        if not profiling.is_out_of_memory(error):
+        if not memory.is_out_of_memory(error):
             raise
-        if not isinstance(error, profiling.OutOfMemory):
-            error = profiling.outside_steps(config)
+        if not isinstance(error, memory.OutOfMemory):
+            error = memory.outside_steps(config)
         # any rank may be the one
         print(f"train.py: {f'rank {rank}: ' if world_size > 1 else ''}{error}", file=sys.stderr)
         return 1
@@ -762,7 +762,7 @@ def train(
 
     # Everything that can be wrong is looked at before anything is written.
     recipe = recipe_of(config)
-    checkpoint.model_classes(config.model)
+    models.model_classes(config.model)
     loaders = {
         split: Loader(
             config.data, split, seq_len=config.seq_len, micro_batch_size=config.micro_batch_size,
@@ -779,20 +779,20 @@ def train(
     config = dataclasses.replace(
         config, vocab_size=pick_vocab_size(config, tokens), n_positions=config.n_positions or config.seq_len
     )
-    model_config = checkpoint.make_model_config(
+    model_config = models.make_model_config(
         config.model, dataclasses.asdict(config) | {"use_fp8": recipe is not None}
     )
     if recipe is not None:
         fp8.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
     wants_graph(config, device)  # refuses a --cuda-graph on that cannot be
-    profiling.check_memory(config, model_config, device, dtype)
+    memory.check_memory(config, model_config, device, dtype)
 
     profiler = profiling.Profiler(
         config, device, enabled=rank == 0, first_step=meta["step"] + 1 if meta else 1
     )
 
     torch.manual_seed(config.seed)  # the same on every rank: so are the weights
-    model = checkpoint.build_model(config.model, model_config, device=device, dtype=dtype,
+    model = models.build_model(config.model, model_config, device=device, dtype=dtype,
                                    fp8_weights_recipe=recipe if config.fp8_param else None)
     if recipe is not None:
         model.fp8_recipe = recipe
@@ -820,9 +820,9 @@ def train(
         try:
             warm_up_scales(model, batch)
         except RuntimeError as error:  # the first pass of all is where a batch that is too large shows
-            if not profiling.is_out_of_memory(error):
+            if not memory.is_out_of_memory(error):
                 raise
-            raise profiling.explain(
+            raise memory.explain(
                 error, "the first pass", config, model, optimizer, None, batch, "nothing is trained yet"
             ) from None
     if world_size > 1:
@@ -969,13 +969,13 @@ def train(
         saver.wait()  # what it is writing may be the last good checkpoint
         raise Diverged(f"{error}; {advice(run, step, config)}") from None
     except RuntimeError as error:
-        if not profiling.is_out_of_memory(error):
+        if not memory.is_out_of_memory(error):
             raise
         saver.wait()
         last = checkpoint.latest(run)
         kept = f"the last checkpoint is {last}" if last else "there is no checkpoint yet"
         profiler.close(step)  # a memory snapshot of what did not fit, before it is freed
-        raise profiling.explain(
+        raise memory.explain(
             error, f"step {step}", config, model, optimizer, train_step, batches[0], kept
         ) from None
     finally:

@@ -24,7 +24,7 @@ from nanote import (
     cli,  # noqa: E402
     fp8,  # noqa: E402
 )
-from nanote.profiling import is_out_of_memory  # noqa: E402
+from nanote.memory import is_out_of_memory  # noqa: E402
 from sample import pick_device  # noqa: E402
 
 SHAPES = {"124m-b32": (3, 16), "c4096": (4, 24)}  # benchmark_te's -> heads per KV head with GQA, GiB
