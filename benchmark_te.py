@@ -61,7 +61,7 @@ from bench.timing import (
     stamp,
     timed,
 )
-from nanote import checkpoint, cli, fp8
+from nanote import cli, fp8, models
 from nanote.config import PRESETS, TrainConfig
 from nanote.generate import pick_device
 from nanote.metrics import flops_per_token, peak_flops
@@ -119,7 +119,7 @@ def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
             changes["fp8_format"] = word
         elif word == "eager":
             changes["cuda_graph"] = "off"
-        elif word in checkpoint.MODELS:
+        elif word in models.MODELS:
             changes["model"] = word
         elif re.fullmatch("accum[1-9][0-9]*", word):
             changes["grad_accum"] = int(word.removeprefix("accum"))
@@ -154,14 +154,14 @@ def optimizer_bytes(arm, config):
 def build_te(config: TrainConfig, device, batch) -> TrainStep:
     """As train.train does it."""
     recipe = recipe_of(config)
-    model_config = checkpoint.make_model_config(
+    model_config = models.make_model_config(
         config.model, dataclasses.asdict(config) | {"use_fp8": recipe is not None}
     )
     if recipe is not None:
         fp8.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
     torch.manual_seed(config.seed)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = checkpoint.build_model(config.model, model_config, device=device, dtype=dtype)
+    model = models.build_model(config.model, model_config, device=device, dtype=dtype)
     if recipe is not None:
         model.fp8_recipe = recipe
     accelerate(model, config)
@@ -229,7 +229,7 @@ def measure(arm, config: TrainConfig, device, steps, plain=None, others=None, pr
     """One arm -> (its figures, its step). `plain`: the step of plain, timed in turns with it. `others`: the
     Agreement with the other arms, or None. `phases`: passes for phases_ms, or 0."""
     config = arm_config("bf16" if arm in PLAIN_ARMS else arm, config)
-    model_config = checkpoint.make_model_config(
+    model_config = models.make_model_config(
         "optimized", dataclasses.asdict(config) | {"use_fp8": config.fp8_recipe != "none"}
     )
     batches = make_batches(config, device)
@@ -365,7 +365,7 @@ def measure_shape(name, shape, block, arms, options, device, ceilings, rows, pha
         row = {"shape": name, "block": block} | figures
         if "error" not in row:
             arm_options = arm_config("bf16" if arm in PLAIN_ARMS else arm, config)
-            model_config = checkpoint.make_model_config("optimized", figures["model_config"])
+            model_config = models.make_model_config("optimized", figures["model_config"])
             floor = floor_ms(model_config, config.micro_batch_size * arm_options.grad_accum, config.seq_len,
                              arm.startswith("fp8"), ceilings, optimizer_bytes(arm, arm_options))
             row |= {"floor_ms": None if "nvfp4" in arm else floor,  # FP4's rate is not among the ceilings
@@ -497,7 +497,7 @@ def run_compile(options, device, argv):
     start, rows = time.time(), report.Rows(options.json, ("mode", "recipe", "model"), argv)
     others = Agreement()
     base = make_config(SHAPES["guide"], device)
-    for recipe, mode, model in itertools.product(COMPILE_RECIPES, COMPILE_MODES, checkpoint.MODELS):
+    for recipe, mode, model in itertools.product(COMPILE_RECIPES, COMPILE_MODES, models.MODELS):
         row = {"mode": mode, "recipe": recipe, "model": model}
         if rows.has(row):
             continue

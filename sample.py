@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import tyro
 
-from data import get_tokenizer
-from nanote import checkpoint, cli
+from nanote import checkpoint, cli, models
+from nanote.dataset import get_tokenizer
 from nanote.generate import check_sampling, generate, pick_device
 
 
@@ -47,10 +47,10 @@ def load_model(path, device: torch.device):
     """
     folder = checkpoint.find(path)
     meta = checkpoint.read_meta(folder)
-    config = checkpoint.make_model_config(meta["model"], meta["model_config"] | {"use_fp8": False})
+    config = models.make_model_config(meta["model"], meta["model_config"] | {"use_fp8": False})
     tokenizer = get_tokenizer(meta["tokenizer"], config.vocab_size)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = checkpoint.build_model(meta["model"], config, device=device, dtype=dtype)
+    model = models.build_model(meta["model"], config, device=device, dtype=dtype)
     checkpoint.load(folder, meta, model)
     return model.eval(), tokenizer
 

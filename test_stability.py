@@ -49,15 +49,11 @@ if not HAS_GPU:
     os.environ["NANOTE_REFERENCE"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import data  # noqa: E402
 from bench import stability_report as report  # noqa: E402
 from bench.stability_report import Setting  # noqa: E402
 from model_te import TEConfig, TEGPT2Model  # noqa: E402
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model  # noqa: E402
-from nanote import (
-    cli,  # noqa: E402
-    fp8,  # noqa: E402
-)
+from nanote import cli, documents, fp8  # noqa: E402
 
 # on a GPU these are tests of Transformer Engine: `make test-gpu`
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
@@ -165,7 +161,7 @@ def disturbed(model, disturbance):
 @lru_cache
 def corpus():
     """The first 200 files of the standard library, uint8 (n,)."""
-    text = "".join(islice(data.stdlib_documents()[0], 200))
+    text = "".join(islice(documents.stdlib_documents()[0], 200))
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import torch
 
-from data import Loader, get_tokenizer
-from nanote import checkpoint, cli, fp8, parallel, profiling
+from nanote import checkpoint, cli, fp8, memory, models, parallel, profiling
 from nanote.config import (
     ARCHITECTURE,
     PRESETS,  # noqa: F401  for `from train import PRESETS, TrainConfig`
@@ -29,6 +28,7 @@ from nanote.config import (
     pick_vocab_size,
     read_options,
 )
+from nanote.dataset import Loader, get_tokenizer
 from nanote.generate import generate, pick_device
 from nanote.metrics import Diverged, Log, Meter, cut_logs, draw, plot_health, plot_losses
 from nanote.parallel import Ranks
@@ -289,17 +289,17 @@ def fit_to_data(config: TrainConfig, tokens: dict, resume_from: Path | None, met
 def check_model(config: TrainConfig, recipe, device: torch.device, dtype: torch.dtype):
     """Return the model's config. ValueError if it is invalid, cannot run in FP8, or cannot fit in memory."""
     options = dataclasses.asdict(config) | {"use_fp8": recipe is not None}
-    model_config = checkpoint.make_model_config(config.model, options)
+    model_config = models.make_model_config(config.model, options)
     if recipe is not None:
         fp8.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
     wants_graph(config, device)  # ValueError for a --cuda-graph on that is impossible
-    profiling.check_memory(config, model_config, device, dtype)
+    memory.check_memory(config, model_config, device, dtype)
     return model_config
 
 
 def build_model(config: TrainConfig, model_config, recipe, device: torch.device, dtype: torch.dtype):
     """Return the model, and a line about its fast kernels."""
-    model = checkpoint.build_model(config.model, model_config, device=device, dtype=dtype,
+    model = models.build_model(config.model, model_config, device=device, dtype=dtype,
                                    fp8_weights_recipe=recipe if config.fp8_param else None)
     if recipe is not None:
         model.fp8_recipe = recipe
@@ -333,9 +333,9 @@ def find_first_scales(config: TrainConfig, model, optimizer, batch) -> None:
     try:
         warm_up_scales(model, batch)
     except RuntimeError as error:
-        if not profiling.is_out_of_memory(error):
+        if not memory.is_out_of_memory(error):
             raise
-        raise profiling.explain(
+        raise memory.explain(
             error, "the first pass", config, model, optimizer, None, batch, "nothing is trained yet"
         ) from None
 
@@ -402,10 +402,10 @@ def main(argv=None) -> int:
             print(f"train.py: {error}", file=sys.stderr)
         return 1
     except (RuntimeError, MemoryError) as error:
-        if not profiling.is_out_of_memory(error):
+        if not memory.is_out_of_memory(error):
             raise
-        if not isinstance(error, profiling.OutOfMemory):
-            error = profiling.outside_steps(config)
+        if not isinstance(error, memory.OutOfMemory):
+            error = memory.outside_steps(config)
         rank = f"rank {ranks.rank}: " if ranks.world_size > 1 else ""  # memory may run out on any rank
         print(f"train.py: {rank}{error}", file=sys.stderr)
         return 1
@@ -425,13 +425,13 @@ def train(run: Run) -> None:
         run.saver.wait()  # it may be writing the last good checkpoint
         raise Diverged(f"{error}; {advice_after_divergence(run)}") from None
     except RuntimeError as error:
-        if not profiling.is_out_of_memory(error):
+        if not memory.is_out_of_memory(error):
             raise
         run.saver.wait()
         last = checkpoint.latest(run.folder)
         kept = f"the last checkpoint is {last}" if last else "there is no checkpoint yet"
         run.profiler.close(run.step)  # writes a memory snapshot before memory is freed
-        raise profiling.explain(
+        raise memory.explain(
             error, f"step {run.step}", run.config, run.model, run.optimizer, run.train_step, run.batches[0],
             kept,
         ) from None

@@ -24,7 +24,6 @@ import benchmark_te  # noqa: E402
 from bench import stability_report as report  # noqa: E402
 from bench.speed_report import markdown  # noqa: E402
 from bench.timing import timed  # noqa: E402
-from data import Loader  # noqa: E402
 from fast_kernels import gemm as fast_gemm  # noqa: E402
 from fast_kernels.block import DGRAD_FAST_ACCUM_K  # noqa: E402
 from fast_kernels.gemm import gemm  # noqa: E402  itself, also while others' calls of it are watched
@@ -32,6 +31,7 @@ from nanote import (
     cli,  # noqa: E402
     fp8,  # noqa: E402
 )
+from nanote.dataset import Loader  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 VALUES = {  # of a matrix; all of one sign is the worst case, for what is cut off is then of one sign too

@@ -41,13 +41,15 @@ from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import data  # noqa: E402
 import train  # noqa: E402
 from bench import stability_report as report  # noqa: E402
-from nanote import (
+from nanote import (  # noqa: E402
     checkpoint,  # noqa: E402
     cli,  # noqa: E402
+    dataset,
+    safetensors_files,
 )
+from nanote.documents import stdlib_documents  # noqa: E402
 from nanote.metrics import OF_ONE_RUN, read_metrics  # noqa: E402
 
 STEPS = 24
@@ -431,7 +433,7 @@ class DiskFull:
                     lambda: self.file.write(content[: len(content) // 2]),
                 )
 
-        checkpoint.open = File
+        safetensors_files.open = File
         Path.mkdir = lambda path, *a, **o: disk.call("mkdir", lambda: mkdir(path, *a, **o))
         Path.write_text = lambda path, text: disk.call(
             "write", lambda: write_text(path, text), lambda: write_text(path, text[: len(text) // 2])
@@ -442,7 +444,7 @@ class DiskFull:
 
     def __exit__(self, *_):
         Path.mkdir, Path.write_text, checkpoint._sync, os.rename = self.before
-        del checkpoint.open
+        del safetensors_files.open
 
 
 def save_that_fails(run_dir, tensors, document, fail_at) -> tuple[list[str], bool]:
@@ -526,7 +528,7 @@ def flipped_bytes(_number, seed, most=300) -> dict:
 
         def tokens_refused(split):
             try:
-                data.open_tokens("altered", split)
+                dataset.open_tokens("altered", split)
             except ValueError as error:
                 return "altered/" in str(error)
             return False
@@ -538,7 +540,7 @@ def flipped_bytes(_number, seed, most=300) -> dict:
             figures[f"tokens/{name}"] = flips(
                 Path("altered", name), places(Path("altered", name)), lambda: tokens_refused(split)
             )
-        checkpoint.read_meta("run/step-6"), data.open_tokens("altered", "train")  # put back, all is well
+        checkpoint.read_meta("run/step-6"), dataset.open_tokens("altered", "train")  # put back, all is well
         return figures
 
 
@@ -573,8 +575,8 @@ def trial(task):
 
 def make_tokens():
     """A corpus of two hundred thousand bytes: the first modules of the standard library."""
-    documents, *_ = data.stdlib_documents()
-    data.write_tokens(
+    documents, *_ = stdlib_documents()
+    dataset.write_tokens(
         (text for text, _ in zip(documents, range(12))), "tokens", val_fraction=0.2,
         source="the standard library's first modules",
     )

@@ -25,7 +25,7 @@ from nanote import (
     fp8,  # noqa: E402
 )
 from nanote.generate import pick_device  # noqa: E402
-from nanote.profiling import is_out_of_memory  # noqa: E402
+from nanote.memory import is_out_of_memory  # noqa: E402
 
 SHAPES = {"124m-b32": (3, 16), "c4096": (4, 24)}  # benchmark_te's -> heads per KV head with GQA, GiB
 SWITCHES = {"default": (), "RMSNorm": ("use_rmsnorm",), "GQA": ("n_kv_head",)}  # -> fields of TrainConfig

@@ -17,11 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import stability_report as report  # noqa: E402
 from bench.speed_report import markdown  # noqa: E402
-from nanote import (
-    checkpoint,  # noqa: E402
-    cli,  # noqa: E402
-    fp8,  # noqa: E402
-)
+from nanote import cli, fp8, models  # noqa: E402
 
 SIZES = {
     "GPT-2 124M": dict(n_layer=12, n_embd=768, n_head=12),
@@ -100,8 +96,8 @@ def main(argv=None):
         )
     rows = []
     for size, shape in SIZES.items():
-        model_class, config_class = checkpoint.model_classes("optimized")
-        model = checkpoint.build_model(
+        model_class, config_class = models.model_classes("optimized")
+        model = models.build_model(
             "optimized", config_class(**shape), device="cuda", dtype=torch.bfloat16
         )
         count = sum(p.numel() for p in model.parameters())

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from nanote import checkpoint, fp8
+from nanote import fp8, models
 
 NAMES = {
     "plain": "nanoGPT, compiled", "plain-graph": "nanoGPT, CUDA graphs", "bf16": "ours, BF16",
@@ -140,7 +140,7 @@ def formats_table(rows) -> str:
     found = {}
     for row in rows:
         words = row["arm"].split("-")
-        model = next((word for word in words if word in checkpoint.MODELS), "optimized")
+        model = next((word for word in words if word in models.MODELS), "optimized")
         if "error" not in row and words[0] in ("bf16", "fp8"):
             total = row["forward_ms"] + row["backward_ms"] if "forward_ms" in row else None
             arm = "-".join(word for word in words if word != model)
@@ -160,7 +160,7 @@ def formats_table(rows) -> str:
     return markdown(titles, lines, words=2)
 
 
-PARTS = {  # row of profile_table -> classes of kernels (timing.KERNELS), what bounds them
+PARTS = {  # row of profile_table -> classes of kernels (nanote.profiling.KERNELS), what bounds them
     "GEMMs": (("GEMM FP8", "GEMM BF16"), "tensor cores, and power"),
     "attention": (("attention",), "tensor cores, in BF16"),
     "casts to FP8, transposes": (("cast/transpose",), "memory"), "loss": (("loss",), "memory: the logits"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from fast_kernels.support import LARGEST_BF16_BETA
-from nanote import checkpoint, cli, fp8, json_files, profiling
+from nanote import checkpoint, cli, fp8, json_files, models, profiling
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
@@ -205,10 +205,11 @@ ARCHITECTURE = (
     "use_rmsnorm use_rotary rope_theta use_qk_norm bias tie_embeddings layernorm_epsilon"
 ).split()
 # Not every model file has these.
+# Switches of a model's config.
 MODEL_SWITCHES = [
-    "attention", "fused_loss", "fused_block", "gradient_checkpointing", "checkpoint_every",
-    "offload_activations", "loss_chunks",
+    "attention", "gradient_checkpointing", "checkpoint_every", "offload_activations", "loss_chunks",
 ]
+OPTIMIZED_ONLY = ["pack_documents", "fast_kernels", "fused_loss", "fused_block"]
 
 
 # ---------------------------------------------------------------- from the command line
@@ -313,12 +314,12 @@ def make_run_folder(config: TrainConfig) -> str:
 
 def _check_model_has(config: TrainConfig, default: TrainConfig) -> None:
     """Raise ValueError for an option that differs from its default and that the model file does not have."""
-    _, model_config_class = checkpoint.model_classes(config.model)
+    _, model_config_class = models.model_classes(config.model)
     known = {"preset", "model", *(field.name for field in dataclasses.fields(model_config_class))}
     missing = [name for name in ARCHITECTURE + MODEL_SWITCHES if name not in known]
+    if config.model != "optimized":
+        missing += OPTIMIZED_ONLY
     wanted = [name for name in missing if getattr(config, name) != getattr(default, name)]
-    if config.pack_documents and config.model != "optimized":
-        wanted.append("pack_documents")
     if wanted:
         raise ValueError(
             f"{cli.flag(wanted[0])}: the model {config.model!r} has no such switch; --model optimized has"

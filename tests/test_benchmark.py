@@ -16,7 +16,7 @@ import train
 from bench import memory, plain_gpt, timing, training
 from bench import speed_report as report
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from nanote import checkpoint, cli
+from nanote import cli, models, profiling
 from trainer_tools import ROOT
 
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU"),
@@ -172,7 +172,7 @@ def test_arms_are_options_of_the_trainer(arm, changes):
     ],
 )
 def test_kernel_classes(name, kind):
-    assert timing.kernel_class(name) == kind
+    assert profiling.kernel_class(name) == kind
 
 
 FIELDS = "shape block arm ms tokens_per_s ratio_to_plain mfu peak_gib floor_ms ceilings gpu torch te date command cuda_graph model_config".split()
@@ -306,7 +306,7 @@ def test_stack(tmp_path, monkeypatch):
 
 def test_compile_reports_graphs_breaks_and_refusals(tmp_path, monkeypatch, compiles):
     monkeypatch.setattr(benchmark, "COMPILE_RECIPES", ("none", "mxfp9"))
-    monkeypatch.setattr(checkpoint, "MODELS", {"custom": checkpoint.MODELS["custom"]})
+    monkeypatch.setattr(models, "MODELS", {"custom": models.MODELS["custom"]})
     assert run(f"--compile --json {tmp_path}/rows.json") == 0
     rows = json.loads((tmp_path / "rows.json").read_text())
     works, fails = {row["mode"]: row for row in rows[:7]}, rows[7:]

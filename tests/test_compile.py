@@ -10,7 +10,7 @@ import torch
 
 import te_reference
 import train
-from nanote import checkpoint, fp8, train_step
+from nanote import fp8, models, train_step
 from trainer_tools import OPTIONS, ROOT, metrics, run_train
 
 ON_REFERENCE = pytest.mark.skipif(not fp8.IS_REFERENCE, reason="TE's modules are not traceable")
@@ -24,7 +24,7 @@ TRAIN = f"{OPTIONS} --n-layer 1 --dropout 0 --eval-interval 0 --checkpoint-inter
 def make_model(name, recipe):
     torch.manual_seed(0)
     options = TINY | {"use_fp8": recipe != "none"}
-    model = checkpoint.build_model(name, checkpoint.make_model_config(name, options), device=DEVICE)
+    model = models.build_model(name, models.make_model_config(name, options), device=DEVICE)
     if recipe != "none":
         model.fp8_recipe = fp8.make_recipe(recipe)
     return model
@@ -43,7 +43,7 @@ def loss_and_gradients(net, model, batch):
 
 @ON_REFERENCE
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", checkpoint.MODELS)
+@pytest.mark.parametrize("name", models.MODELS)
 def test_the_first_pass_of_a_compiled_model(name, recipe):
     """Nothing ran uncompiled before. One graph; under delayed scaling the uncompiled pass and a warning."""
     torch._dynamo.reset()
@@ -62,7 +62,7 @@ def test_the_first_pass_of_a_compiled_model(name, recipe):
 
 @ON_REFERENCE
 @pytest.mark.parametrize("name, recipe",
-                         [("optimized", "current"), *((name, "none") for name in checkpoint.MODELS)])
+                         [("optimized", "current"), *((name, "none") for name in models.MODELS)])
 def test_batches_of_other_shapes_stay_one_graph(name, recipe):
     """From the second shape on PyTorch compiles for sizes that it does not know."""
     torch._dynamo.reset()
@@ -74,7 +74,7 @@ def test_batches_of_other_shapes_stay_one_graph(name, recipe):
 
 
 @ON_REFERENCE
-@pytest.mark.parametrize("name", checkpoint.MODELS)
+@pytest.mark.parametrize("name", models.MODELS)
 def test_the_forward_of_a_subclass_runs_once_under_torch_compile(name):
     """Under delayed scaling the forward of the base class runs uncompiled, and the one around it does not run
     again, whatever its arguments are."""
@@ -98,7 +98,7 @@ def test_the_forward_of_a_subclass_runs_once_under_torch_compile(name):
         assert torch.equal(found, plain(*batch)), subclass
 
 
-@pytest.mark.parametrize("name", checkpoint.MODELS)
+@pytest.mark.parametrize("name", models.MODELS)
 def test_fullgraph_says_why_delayed_scaling_cannot_be_compiled(name):
     torch._dynamo.reset()
     net = torch.compile(make_model(name, "delayed"), backend="eager", fullgraph=True)
@@ -253,9 +253,9 @@ def train_on_gpu(name, recipe, **options):
     torch._dynamo.reset()
     fp8.forget_models()
     config = train.TrainConfig(**SMALL, model=name, fp8_recipe=recipe, cuda_graph="off", **options)
-    model_config = checkpoint.make_model_config(name, vars(config) | {"use_fp8": recipe != "none"})
+    model_config = models.make_model_config(name, vars(config) | {"use_fp8": recipe != "none"})
     torch.manual_seed(0)
-    model = checkpoint.build_model(name, model_config, device="cuda", dtype=torch.bfloat16)
+    model = models.build_model(name, model_config, device="cuda", dtype=torch.bfloat16)
     if recipe != "none":
         model.fp8_recipe = fp8.make_recipe(recipe)
     net, optimizer = train_step.compile_model(model, config), train_step.make_optimizer(model, config)
@@ -269,7 +269,7 @@ def train_on_gpu(name, recipe, **options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current"])
-@pytest.mark.parametrize("name", checkpoint.MODELS)
+@pytest.mark.parametrize("name", models.MODELS)
 def test_a_compiled_step_on_a_gpu(name, recipe, mode):
     """Cold, with gradient accumulation: nothing that backward needs is overwritten."""
     found = train_on_gpu(name, recipe, compile=True, compile_mode=mode)

@@ -16,7 +16,10 @@ triton = pytest.importorskip("triton")
 from fast_kernels import adam as fast_adam  # noqa: E402
 from fast_kernels.adam import FastAdam  # noqa: E402
 from kernel_tools import _casts_that_round  # noqa: E402, F401
-from nanote import checkpoint  # noqa: E402
+from nanote import (
+    checkpoint,  # noqa: E402
+    models,  # noqa: E402
+)
 from nanote.config import TrainConfig, check_options  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -380,9 +383,9 @@ def test_float32_weights_have_no_masters(tmp_path):
     """Nor after a checkpoint is loaded: never updated, they would be saved and loaded in the weights'
     place."""
     options = dict(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=1)
-    config = checkpoint.make_model_config("custom", options)
+    config = models.make_model_config("custom", options)
     torch.manual_seed(0)
-    model = checkpoint.build_model("custom", config, device=DEVICE)
+    model = models.build_model("custom", config, device=DEVICE)
     optimizer = FastAdam(model.parameters(), lr=1e-2)
     for step in (1, 2):
         for parameter in model.parameters():

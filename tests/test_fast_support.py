@@ -19,7 +19,7 @@ from fast_kernels import accelerate  # noqa: E402
 from fast_kernels import block as fast_block  # noqa: E402
 from fast_kernels import support as fast_support  # noqa: E402
 from kernel_tools import HAS_GPU, _casts_that_round, _instructions  # noqa: E402, F401
-from nanote import checkpoint, train_step  # noqa: E402
+from nanote import models, train_step  # noqa: E402
 from train import TrainConfig  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
@@ -284,10 +284,10 @@ def test_parts_that_are_not_asked_for_stay():
 
 @pytest.mark.parametrize("name", ["advanced", "fused", "custom", "te"])
 def test_other_models_are_left_alone(name):
-    config = checkpoint.make_model_config(
+    config = models.make_model_config(
         name, dict(n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=16)
     )
-    model = checkpoint.build_model(name, config)
+    model = models.build_model(name, config)
     report = accelerate(model)
     assert "is not built like model_te_optimized.py: it has no" in str(report)
     assert not {"forward", "cross_entropy"} & set(vars(model))

@@ -21,10 +21,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import data
 import train
 from bench import faults
-from nanote import checkpoint, cli, fp8
+from nanote import checkpoint, cli, dataset, fp8, models
 from nanote.metrics import read_losses, read_metrics
 from trainer_tools import OPTIONS as LARGER
 from trainer_tools import ROOT, metrics, run_train
@@ -64,11 +63,11 @@ def make_step(**options):
         n_layer=1, n_head=2, n_embd=64, vocab_size=288, n_positions=32, seq_len=32, grad_accum=2, device="cpu"
     )
     config = train.TrainConfig(**small | options)
-    model_config = checkpoint.make_model_config(
+    model_config = models.make_model_config(
         "optimized", vars(config) | {"use_fp8": config.fp8_recipe != "none"}
     )
     recipe = fp8.make_recipe(config.fp8_recipe, config.fp8_format, 8)
-    model = checkpoint.build_model(
+    model = models.build_model(
         "optimized", model_config, fp8_weights_recipe=recipe if config.fp8_param else None
     )
     model.fp8_recipe = recipe or model.fp8_recipe
@@ -377,7 +376,7 @@ def test_token_files_of_the_version_before_are_read(tokens):
     meta = json.loads(Path("old/meta.json").read_text())
     del meta["format"], meta["sha256"]
     Path("old/meta.json").write_text(json.dumps(meta))
-    assert data.open_tokens("old", "val")[1] == meta
+    assert dataset.open_tokens("old", "val")[1] == meta
 
 
 # ---------------------------------------------------------------- flipped bytes
@@ -385,9 +384,9 @@ def test_token_files_of_the_version_before_are_read(tokens):
 def test_every_byte_of_the_small_files_counts(finished, tokens, monkeypatch):
     shutil.copytree(finished, "run")
     shutil.copytree(tokens, "altered")
-    known = {path: data.sha256(path) for path in Path("run").rglob("*.safetensors")}
+    known = {path: dataset.sha256(path) for path in Path("run").rglob("*.safetensors")}
     # which do not change here
-    monkeypatch.setattr(checkpoint, "sha256", lambda path: known.get(path) or data.sha256(path))
+    monkeypatch.setattr(checkpoint, "sha256", lambda path: known.get(path) or dataset.sha256(path))
 
     def refused(function, *arguments):
         with pytest.raises(ValueError) as error:
@@ -396,7 +395,7 @@ def test_every_byte_of_the_small_files_counts(finished, tokens, monkeypatch):
 
     for path, opens in (
         (Path("run/step-4/SHA256SUMS"), lambda: checkpoint.read_meta("run/step-4")),
-        (Path("altered/meta.json"), lambda: data.open_tokens("altered", "val", verify=False)),
+        (Path("altered/meta.json"), lambda: dataset.open_tokens("altered", "val", verify=False)),
     ):
         content = path.read_bytes()
         for place in range(len(content)):
@@ -577,10 +576,10 @@ def test_no_code_of_a_file_is_run(finished, tokens, capsys):
             if name == "train.bin":
                 meta = json.loads((folder / "meta.json").read_text())
                 meta |= {"train_tokens": len(padded) // 2, "train_sha256": hashlib.sha256(padded).hexdigest()}
-                meta["sha256"] = data._meta_checksum(meta)
+                meta["sha256"] = dataset._meta_checksum(meta)
                 (folder / "meta.json").write_text(json.dumps(meta))
             try:
-                data.open_tokens(folder, "train")
+                dataset.open_tokens(folder, "train")
             except ValueError as error:
                 assert name == "meta.json" and "meta.json: not " in str(error)
         # a Hugging Face folder

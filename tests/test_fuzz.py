@@ -19,10 +19,9 @@ import torch
 from matplotlib.figure import Figure
 from test_bad_input import tree
 
-import data
 import sample
 import train
-from nanote import checkpoint, cli
+from nanote import checkpoint, cli, dataset
 from nanote.metrics import read_metrics
 from tools import export_hf, import_hf
 from trainer_tools import make_tokens, run_train
@@ -530,8 +529,8 @@ def sign_tokens(changed: Path):
         meta = json.loads(Path("tokens/meta.json").read_text())
         if changed.suffix == ".bin":
             tokens = changed.stat().st_size // 2
-            meta |= {f"{changed.stem}_tokens": tokens, f"{changed.stem}_sha256": data.sha256(changed)}
-        meta["sha256"] = data._meta_checksum(meta)
+            meta |= {f"{changed.stem}_tokens": tokens, f"{changed.stem}_sha256": dataset.sha256(changed)}
+        meta["sha256"] = dataset._meta_checksum(meta)
         Path("tokens/meta.json").write_text(json.dumps(meta))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nanote import checkpoint
+from nanote import models
 from trainer_tools import run_train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,6 +115,6 @@ def local_modules(path):
 def test_the_readme_names_what_a_model_file_uses_of_this_kit():
     paragraph = re.search(r"A model file stands alone.*?\n\n", README, re.S)[0]
     named = set(re.findall(r"`(\w+)\.py`", paragraph))
-    for name, (module, *_) in checkpoint.MODELS.items():
+    for name, (module, *_) in models.MODELS.items():
         expected = named - {module} if name == "optimized" else {"te_reference"}
         assert local_modules(ROOT / f"{module}.py") == expected, name

@@ -190,12 +190,12 @@ def test_state_dicts_are_exchanged_with_their_fp8_state(monkeypatch):
 
 LOGITS = """
 import sys, torch
-from nanote import checkpoint, fp8
+from nanote import checkpoint, fp8, models
 from safetensors.torch import load_file
 folder = checkpoint.find(sys.argv[1])
 meta = checkpoint.read_meta(folder)
-config = checkpoint.make_model_config(meta["model"], meta["model_config"])
-model = checkpoint.build_model(meta["model"], config, device=torch.device("cuda"), dtype=torch.bfloat16)
+config = models.make_model_config(meta["model"], meta["model_config"])
+model = models.build_model(meta["model"], config, device=torch.device("cuda"), dtype=torch.bfloat16)
 model.fp8_recipe = fp8.make_recipe("delayed", amax_history_len=16)
 checkpoint.load(folder, meta, model)
 stored = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}

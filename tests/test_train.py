@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from nanote import checkpoint, fp8_health
+from nanote import checkpoint, fp8_health, models
 from nanote.metrics import flops_per_token, peak_flops, read_metrics
 from trainer_tools import OPTIONS, ROOT, metrics, run_train, spawn_train
 
@@ -374,7 +374,7 @@ def test_presets_have_the_published_shapes(preset, monkeypatch):
     vocabulary = config.vocab_size or 50304
     options = vars(config) | {"vocab_size": vocabulary, "n_positions": config.seq_len, "use_fp8": True}
     with FakeTensorMode():  # no memory behind the tensors
-        model = checkpoint.model_classes("optimized")[0](checkpoint.make_model_config("optimized", options))
+        model = models.model_classes("optimized")[0](models.make_model_config("optimized", options))
     assert sum(p.numel() for p in model.parameters()) == COUNTS[preset]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import data
 import sample
 import train
-from nanote import cli
+from nanote import cli, dataset
 from nanote.metrics import OF_ONE_RUN, read_metrics
 
 ROOT = Path(train.__file__).parent
@@ -27,7 +27,7 @@ def make_tokens(folder) -> str:
         "".join(f"line {i * j % 97} of document {i}: {'abc' * (j % 5)}\n" for j in range(20 + i))
         for i in range(40)
     ]
-    data.write_tokens(iter(documents), folder, val_fraction=0.2)
+    dataset.write_tokens(iter(documents), folder, val_fraction=0.2)
     return str(folder)
 
 
