@@ -20,18 +20,14 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import benchmark_te  # noqa: E402
-from bench import stability_report as report  # noqa: E402
-from bench.speed_report import markdown  # noqa: E402
-from bench.timing import timed  # noqa: E402
-from data import Loader  # noqa: E402
-from fast_kernels import gemm as fast_gemm  # noqa: E402
-from fast_kernels.block import DGRAD_FAST_ACCUM_K  # noqa: E402
-from fast_kernels.gemm import gemm  # noqa: E402  itself, also while others' calls of it are watched
-from nanote import (
-    cli,  # noqa: E402
-    fp8,  # noqa: E402
-)
+from bench import arms
+from bench.report import check_folder, markdown, write_report
+from bench.timing import timed
+from data import Loader
+from fast_kernels import gemm as fast_gemm
+from fast_kernels.block import DGRAD_FAST_ACCUM_K
+from fast_kernels.gemm import gemm  # itself, also while others' calls of it are watched
+from nanote import cli, fp8
 
 ROOT = Path(__file__).resolve().parent.parent
 VALUES = {  # of a matrix; all of one sign is the worst case, for what is cut off is then of one sign too
@@ -75,12 +71,12 @@ def on_random_values(device):
 
 def on_gradients(shape, data, device):
     """Yield the errors of the dgrad and wgrad GEMMs of a model in training, by K."""
-    options = benchmark_te.SHAPES[shape] | {"micro_batch_size": MICRO_BATCH}
-    config = benchmark_te.arm_config("fp8", benchmark_te.make_config(options, device))
+    options = arms.SHAPES[shape] | {"micro_batch_size": MICRO_BATCH}
+    config = arms.arm_config("fp8", arms.make_config(options, device))
     loader = Loader(
         data, "train", seq_len=config.seq_len, micro_batch_size=config.micro_batch_size, device=device
     )
-    step = benchmark_te.build_te(config, device, loader.batch(0))
+    step = arms.build_te(config, device, loader.batch(0))
     for number in range(200):
         loss, _ = step([loader.batch(number)], 6e-4 * min(1, (number + 1) / 50))
     found = {}
@@ -185,7 +181,7 @@ def plot(figures, path):
 
 def main(argv=None):
     options = cli.parse(Options, argv, prog="bench/accumulation.py", description=__doc__)
-    report.check_folder(options.json)
+    check_folder(options.json)
     if fp8.IS_REFERENCE:
         raise ValueError("there is no GPU with Transformer Engine here, whose tensor cores this is about")
     device, rows = torch.device("cuda"), []
@@ -203,7 +199,7 @@ def main(argv=None):
             flush=True,
         )
         if options.json:
-            report.write("bench/accumulation.py", argv, {"rows": rows}, options.json)
+            write_report("bench/accumulation.py", argv, {"rows": rows}, options.json)
     if options.json:
         plot(json.loads(options.json.read_text()), options.json.with_suffix(".png"))
 

@@ -41,13 +41,10 @@ from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import data  # noqa: E402
-import train  # noqa: E402
-from bench import stability_report as report  # noqa: E402
-from nanote import (
-    checkpoint,  # noqa: E402
-    cli,  # noqa: E402
-)
+import data
+import train
+from bench.report import check_folder, write_report
+from nanote import checkpoint, cli
 
 STEPS = 24
 OPTIONS = (
@@ -581,7 +578,7 @@ def make_tokens():
 
 def main(argv=None):
     options = cli.parse(Options, argv, prog="bench/faults.py", description=__doc__)
-    report.check_folder(options.json)
+    check_folder(options.json)
     began, before = time.perf_counter(), Path.cwd()
     target = options.json.absolute() if options.json else None
     with tempfile.TemporaryDirectory() as scratch:
@@ -612,7 +609,7 @@ def main(argv=None):
         "options": OPTIONS, "seconds": round(time.perf_counter() - began),
         "uninterrupted_final_loss": final_loss, **summary(found),
     }
-    report.write("bench/faults.py", argv, figures, target)
+    write_report("bench/faults.py", argv, figures, target)
     for name in (
         "killed", "terminated", "not_a_number", "disk_fills", "every_call_fails", "flipped_bytes", "two_runs",
     ):

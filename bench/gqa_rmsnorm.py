@@ -17,15 +17,12 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import benchmark_te  # noqa: E402
-from bench import speed_report, timing  # noqa: E402
-from bench.stability_report import check_folder  # noqa: E402
-from nanote import (
-    cli,  # noqa: E402
-    fp8,  # noqa: E402
-)
-from nanote.profiling import is_out_of_memory  # noqa: E402
-from sample import pick_device  # noqa: E402
+from bench import arms, measure, timing
+from bench.report import Rows, check_folder, markdown
+from nanote import cli, fp8
+from nanote.profiling import is_out_of_memory
+from sample import pick_device
+from train import TrainConfig
 
 SHAPES = {"124m-b32": (3, 16), "c4096": (4, 24)}  # benchmark_te's -> heads per KV head with GQA, GiB
 SWITCHES = {"default": (), "RMSNorm": ("use_rmsnorm",), "GQA": ("n_kv_head",)}  # -> fields of TrainConfig
@@ -35,7 +32,7 @@ FIT_LENGTH = 1024  # tokens of a sequence under the memory limit: short, so that
 @dataclass
 class Options:
     shapes: tuple[str, ...] = tuple(SHAPES)
-    arm: str = "fp8"  # Of benchmark_te.py: fp8, bf16, fp8-te_block (Transformer Engine's blocks) …
+    arm: str = "fp8"  # Of arms.py: fp8, bf16, fp8-te_block (Transformer Engine's blocks) …
     steps: int = 20  # Timed, of each switch.
     json: Path | None = None  # Write the rows here; those of other shapes and arms in the file stay.
 
@@ -48,12 +45,12 @@ def switched(config, switch, shape):
 
 def trains(config, device) -> bool:
     """Train two steps, the second with the optimizer's state in memory. Returns False if memory runs out."""
-    benchmark_te.free()
+    arms.free()
     try:
-        batches = benchmark_te.make_batches(config, device)
-        step = benchmark_te.build_te(config, device, batches[0])
+        batches = arms.make_batches(config, device)
+        step = arms.build_te(config, device, batches[0])
         for _ in range(2):
-            step(batches, benchmark_te.LR)
+            step(batches, measure.LR)
         torch.cuda.synchronize()
         return True
     except RuntimeError as error:
@@ -82,7 +79,7 @@ def largest_under_limit(config, limit_gib, peak_gib, device) -> dict:
     total = torch.cuda.get_device_properties(device).total_memory / 2**30
     tokens = config.micro_batch_size * config.seq_len * limit_gib / peak_gib
     arm = dataclasses.replace(config, seq_len=FIT_LENGTH, n_positions=FIT_LENGTH, cuda_graph="off")
-    benchmark_te.free()
+    arms.free()
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib / total), device)
     try:
         fits = lambda n: trains(dataclasses.replace(arm, micro_batch_size=n), device)  # noqa: E731
@@ -90,21 +87,21 @@ def largest_under_limit(config, limit_gib, peak_gib, device) -> dict:
         return {"sequences": sequences, "memory_limit_gib": min(limit_gib, total)}
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-        benchmark_te.free()
+        arms.free()
 
 
 def measure_switch(switch, shape, options, base, plain, device):
     """Measure one switch -> (row, step). plain: the default's step, or None."""
     config = switched(base, switch, shape)
-    figures, step = benchmark_te.measure(options.arm, config, device, options.steps, plain=plain, phases=0)
-    batches = benchmark_te.make_batches(config, device)
+    figures, step = measure.measure(options.arm, config, device, options.steps, plain=plain, phases=0)
+    batches = arms.make_batches(config, device)
     cache = step.model.make_kv_cache(1, config.seq_len).kv
     kept = ("ms", "slowest_ms", "tokens_per_s", "peak_gib", "cuda_graph", "loss", "parameters")
     row = {"shape": shape, "arm": options.arm, "switch": switch,
            "n_kv_head": config.n_kv_head or config.n_head,
            "speed_vs_default": figures["ratio_to_plain"] if plain else 1.0}
     row |= {name: figures[name] for name in kept}
-    row["profile_ms"] = timing.profile_ms(lambda: step(batches, benchmark_te.LR), device)
+    row["profile_ms"] = timing.profile_ms(lambda: step(batches, measure.LR), device)
     row["kv_cache_bytes_per_token"] = cache.numel() * cache.element_size() // config.seq_len
     return row, step
 
@@ -128,7 +125,7 @@ def table(rows) -> str:
                       f"{row['speed_vs_default']:.3f}", f"{row['profile_ms']['norm']:.2f}",
                       against("peak_gib", 1, 2), f"{row['parameters'] / 1e6:.1f} M",
                       against("kv_cache_bytes_per_token", 1024, 1), fits])
-    return speed_report.markdown(titles, lines, words=2)
+    return markdown(titles, lines, left=2)
 
 
 def main(argv=None):
@@ -136,16 +133,16 @@ def main(argv=None):
     check_folder(options.json)
     for unknown in set(options.shapes) - set(SHAPES):
         raise ValueError(f"--shapes {unknown!r} is unknown; use {', '.join(SHAPES)}")
-    if benchmark_te.arm_config(options.arm, benchmark_te.TrainConfig()).model != "optimized":
+    if arms.arm_config(options.arm, TrainConfig()).model != "optimized":
         raise ValueError(f"--arm {options.arm}: only the optimized model has these switches; fp8 works")
     if options.steps < 4:
         raise ValueError(f"--steps {options.steps}: must be 4 or more; 20 works")
     device = pick_device("auto")
     real = device.type == "cuda" and not fp8.IS_REFERENCE
     print(fp8.describe() + ("" if real else ": tiny shapes, and the times mean nothing"))
-    rows = speed_report.Rows(options.json, ("shape", "arm", "switch"), argv, "bench/gqa_rmsnorm.py")
+    rows = Rows(options.json, ("shape", "arm", "switch"), "bench/gqa_rmsnorm.py", argv)
     for shape in options.shapes:
-        base = benchmark_te.make_config(benchmark_te.SHAPES[shape], device)
+        base = arms.make_config(arms.SHAPES[shape], device)
         plain, measured = None, []
         for switch in SWITCHES:
             row, step = measure_switch(switch, shape, options, base, plain, device)
@@ -155,7 +152,7 @@ def main(argv=None):
         del plain
         for row in measured:
             if real and row["switch"] != "RMSNorm":
-                config = benchmark_te.arm_config(options.arm, switched(base, row["switch"], shape))
+                config = arms.arm_config(options.arm, switched(base, row["switch"], shape))
                 row |= largest_under_limit(config, SHAPES[shape][1], row["peak_gib"], device)
             rows.add(row)
     print(table([row for row in rows if row["shape"] in options.shapes and row["arm"] == options.arm]))

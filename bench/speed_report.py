@@ -1,17 +1,11 @@
 """From the rows of benchmark_te.py to its pictures and to the pages' tables (`python bench/pages.py` makes
 all of them anew); and the file of rows itself."""
 
-import datetime
 import itertools
-import json
-import os
 import re
-import shlex
-import sys
 
-import torch
-
-from nanote import checkpoint, fp8
+from bench.report import markdown
+from nanote import checkpoint
 
 NAMES = {
     "plain": "nanoGPT, compiled", "plain-graph": "nanoGPT, CUDA graphs", "bf16": "ours, BF16",
@@ -26,50 +20,6 @@ IN_PICTURES = NAMES | {
     "fp8-te_block": "FP8, TE's modules", "fp8-e4m3": "ours, FP8 E4M3",
     "fp8-bf16_moments": "ours, FP8, BF16 moments",
 }
-
-
-class Rows(list):
-    """Rows in a JSON file, written after each. One replaces a row of an earlier run with the same `keys`;
-    others stay."""
-
-    def __init__(self, path, keys, argv, program="benchmark_te.py"):
-        self.path, self.keys = path, keys
-        self.origin = {
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-            "torch": torch.__version__,
-            "te": "te_reference" if fp8.IS_REFERENCE else fp8.transformer_engine.__version__,
-            "date": datetime.date.today().isoformat(),
-            "command": shlex.join(["python", program, *(sys.argv[1:] if argv is None else argv)]),
-        }
-        if path and path.exists():
-            try:
-                self += json.loads(path.read_text())
-                [[row[key] for key in keys] for row in self]
-            except (TypeError, KeyError, ValueError) as error:
-                raise ValueError(
-                    f"--json {path} holds something else than rows with {', '.join(keys)}; name another file"
-                ) from error
-            if self.origin["gpu"] == "CPU" and any(row.get("gpu", "CPU") != "CPU" for row in self):
-                raise ValueError(
-                    f"--json {path} holds what a GPU was measured at, and there is none here; name another file"
-                )
-
-    def has(self, row) -> bool:
-        """Whether a row with these keys was measured already."""
-        return any(
-            all(other[key] == row[key] for key in self.keys) and "error" not in other for other in self
-        )
-
-    def add(self, row):
-        row = {
-            name: float(f"{value:.6g}") if isinstance(value, float) else value
-            for name, value in (row | self.origin).items()
-        }
-        self[:] = [other for other in self if any(other[key] != row[key] for key in self.keys)] + [row]
-        if self.path:
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(self, indent=1) + "\n")
-            os.replace(temporary, self.path)
 
 
 def groups_of(rows):
@@ -128,12 +78,6 @@ def table(rows) -> str:
     return "\n".join(lines)
 
 
-def markdown(titles, rows, words=1) -> str:
-    """A Markdown table; all columns but the first `words` are aligned to the right."""
-    rule = ["---"] * words + ["---:"] * (len(titles) - words)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (titles, rule, *rows))
-
-
 def formats_table(rows) -> str:
     """Markdown table of models and formats: ms forward, backward and of both, and of the training step, the
     last two with their speed-up over the same model's BF16. An empty cell was not measured."""
@@ -157,7 +101,7 @@ def formats_table(rows) -> str:
             cells = ["" if value is None else f"{value:.2f}" for value in values]
             lines.append([model, FORMATS.get(arm, arm), *cells])
     titles = ["model", "precision", "forward", "backward", "total", "speed-up", "training step", "speed-up"]
-    return markdown(titles, lines, words=2)
+    return markdown(titles, lines, left=2)
 
 
 PARTS = {  # row of profile_table -> classes of kernels (timing.KERNELS), what bounds them
@@ -234,7 +178,7 @@ def crossover_table(rows) -> str:
                       f"{speed[max(speed)]:.2f}"])
     widest = max(row["width"] for row in rows)
     titles = ["tokens a step", "FP8 pays from width", "times BF16 there", f"times BF16 at width {widest:,}"]
-    return markdown(titles, lines, words=0)
+    return markdown(titles, lines, left=0)
 
 
 def compile_table(rows) -> str:

@@ -7,21 +7,15 @@ undisturbed run's, and below it the final loss against high precision's after th
 also the colour. Black: the loss was not finite at some step.
 """
 
-import datetime
 import json
 import math
-import platform
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import speed_report  # noqa: E402
-from nanote import fp8  # noqa: E402
+from bench.report import markdown
 
 
 @dataclass(frozen=True)
@@ -125,7 +119,7 @@ def table(result) -> str:
             steps = "never" if None in after else f"{max(after)} step{'s' * (max(after) != 1)}"
             line.append(span(some) + (f"; {steps}" if disturbance != "none" else ""))
         lines.append([*line, span([c for c in group if c["disturbance"] not in shown])])
-    return speed_report.markdown(["", *shown.values(), "other disturbances"], lines)
+    return markdown(["", *shown.values(), "other disturbances"], lines)
 
 
 def sizes_table(result) -> str:
@@ -134,30 +128,7 @@ def sizes_table(result) -> str:
     lines = []
     for name, group in by_setting(result["cells"]).items():
         lines.append([name, *(span([c for c in group if c["size"] == size]) for size in sizes)])
-    return speed_report.markdown(["", *sizes], lines)
-
-
-def write(script, argv, figures, json_path=None, png_path=None):
-    """`figures` as JSON, with where, when, with what and by which command they came about; and drawn."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    cpus = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    result = {
-        "machine": fp8.describe(), "cpu": cpus[0] if cpus else platform.machine(), "torch": torch.__version__,
-        "python": platform.python_version(), "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", script, *(sys.argv[1:] if argv is None else argv)]), **figures,
-    }
-    if json_path:
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
-    if png_path:
-        plot(result, png_path)
-
-
-def check_folder(*paths):
-    """FileNotFoundError, before anything runs, for a file that could not be written at the end."""
-    for path in paths:
-        if path and not path.parent.is_dir():
-            raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
+    return markdown(["", *sizes], lines)
 
 
 def plot(result, path):
