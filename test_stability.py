@@ -1,5 +1,5 @@
-"""Test what disturbs FP8 training and what lets it recover, by recipe, format, margin, amax history, algorithm
-and disturbance.
+"""Test what disturbs FP8 training and what lets it recover, by recipe, format, margin, amax history,
+algorithm and disturbance.
 
     python test_stability.py --json FILE --png FILE   # the whole table, in minutes
     python test_stability.py --quick                  # format hybrid and margin 0 only
