@@ -29,11 +29,11 @@ from pathlib import Path
 import torch
 
 from bench.attention import (
+    BLOCK_ARMS,
     HAS_GPU,
     KERNELS,
     LIMITS,
     Shape,
-    block_arms,
     measure_block,
     measure_kernel,
     random_sets,
@@ -75,7 +75,7 @@ def block_rows(shape):
     sets = random_sets([(shape.batch, shape.length, shape.heads * shape.head_dim)])
     for precision in ("bf16",) if fp8.why_not("delayed") else ("bf16", "fp8"):
         expected = []
-        for arm in block_arms():
+        for arm in BLOCK_ARMS:
             measure = partial(measure_block, arm, precision, shape, sets, expected)
             name = f"{arm}, {precision}"
             yield row_of(measure, part="block", shape=str(shape), precision=precision, name=name)

@@ -24,8 +24,8 @@ from bench import arms
 from bench.report import check_folder, markdown, write_report
 from bench.timing import timed
 from data import Loader
+from fast_kernels import DGRAD_FAST_ACCUM_K
 from fast_kernels import gemm as fast_gemm
-from fast_kernels.block import DGRAD_FAST_ACCUM_K
 from fast_kernels.gemm import gemm  # itself, also while others' calls of it are watched
 from nanote import cli, fp8
 

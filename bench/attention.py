@@ -12,14 +12,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import model_te_optimized
 from bench.timing import spans_ms, stamp
+from fast_kernels import accelerate
 from model_te_optimized import DelayedScaling, OptimizedConfig, OptimizedGPT2Model, te
 from nanote import fp8
 
@@ -267,26 +266,27 @@ def measure_kernel(make, shape, sets, expected):
     return row
 
 
-def block_arms():
-    """Return {name: (config.attention, name in the model file to set to None)}.
-
-    sdpa is first: the others are compared with it.
-    """
-    arms = {"sdpa": ("sdpa", None), "te": ("te", None), "flash, not packed": ("flash", "fast_attention")}
-    if getattr(model_te_optimized, "fast_attention", None):
-        arms["packed"] = ("flash", None)
-    return arms
+# the attention of a block -> (config.attention, whether fast_kernels' packed attention replaces it);
+# the others are compared with the first
+BLOCK_ARMS = {"sdpa": ("sdpa", False), "te": ("te", False), "flash, not packed": ("flash", False),
+              "packed": ("flash", True)}
 
 
-def make_attention(shape, attention, use_fp8):
+def make_attention(shape, attention, packed, use_fp8):
     """Build the attention module of a model, by way of the model, so that the configuration is checked."""
+    fp8.forget_models()
     torch.manual_seed(0)
     config = OptimizedConfig(
         vocab_size=128, n_positions=shape.length, n_embd=shape.heads * shape.head_dim, n_layer=1,
         n_head=shape.heads, n_kv_head=shape.kv_heads, head_dim=shape.head_dim, n_inner=64,
         attention=attention, use_fp8=use_fp8,
     )
-    return OptimizedGPT2Model(config).blocks[0].attn.to(DEVICE, torch.bfloat16)
+    model = OptimizedGPT2Model(config).to(DEVICE, torch.bfloat16)
+    if packed:
+        reason = accelerate(model, blocks=False, loss=False).attention
+        if reason:
+            raise RuntimeError(reason)
+    return model.blocks[0].attn
 
 
 def measure_block(arm, precision, shape, sets, expected):
@@ -295,24 +295,22 @@ def measure_block(arm, precision, shape, sets, expected):
     expected: a list of out, dx and the gradient of the QKV weight. The first arm fills it; the others are
     compared with it.
     """
-    attention, without = block_arms()[arm]
-    with mock.patch.object(model_te_optimized, without, None, create=True) if without else nullcontext():
-        fp8.forget_models()
-        module = make_attention(shape, attention, precision == "fp8")
-        recipe = fp8.make_recipe("delayed" if precision == "fp8" else "none")
+    use_fp8 = precision == "fp8"
+    module = make_attention(shape, *BLOCK_ARMS[arm], use_fp8)
+    recipe = fp8.make_recipe("delayed" if use_fp8 else "none")
 
-        def block(x):
-            with te.autocast(enabled=precision == "fp8", recipe=recipe):
-                return module(x)
+    def block(x):
+        with te.autocast(enabled=use_fp8, recipe=recipe):
+            return module(x)
 
-        parameters = list(module.parameters())
-        weight = next(i for i, p in enumerate(parameters) if p is module.qkv.weight)
-        for _ in range(3):  # delayed scaling takes its scales from earlier passes
-            out, dx, *grads = one_pass(block, parameters, *sets[0])[0]
-        found = [out, dx, grads[weight]]
-        if not expected:
-            expected += found
-        errors = relative_errors(found, expected)
-        del out, dx, grads, found
-        fields = error_fields(("out", "dx", "dqkv_weight"), errors, precision)
-        return fields | time_passes(block, sets, parameters)
+    parameters = list(module.parameters())
+    weight = next(i for i, p in enumerate(parameters) if p is module.qkv.weight)
+    for _ in range(3):  # delayed scaling takes its scales from earlier passes
+        out, dx, *grads = one_pass(block, parameters, *sets[0])[0]
+    found = [out, dx, grads[weight]]
+    if not expected:
+        expected += found
+    errors = relative_errors(found, expected)
+    del out, dx, grads, found
+    fields = error_fields(("out", "dx", "dqkv_weight"), errors, precision)
+    return fields | time_passes(block, sets, parameters)
