@@ -2,11 +2,11 @@
 
     python bench/gqa_rmsnorm.py --json results/gqa_rmsnorm.json     # about two minutes on an H200
 
-Each switch is turned alone against the default block (LayerNorm, as many KV heads as heads), in one process:
+Each switch is compared alone with the default block (LayerNorm, as many KV heads as heads), in one process:
 the default's step stays in memory and is timed in turns with the other's. A row has the step's milliseconds,
-its kernels by class, the peak of allocated memory, and the KV cache of generation. The largest micro-batch
-is found by training: the largest number of sequences whose two steps fit under a limit on PyTorch's
-allocator, where one more sequence runs out of memory.
+its kernels by class, the peak of allocated memory, and the size of the KV cache of generation. The largest
+micro-batch is found by training: the largest number of sequences that train for two steps under a limit on
+PyTorch's allocator, where one more sequence runs out of memory.
 """
 
 import dataclasses
@@ -24,27 +24,27 @@ from nanote.profiling import is_out_of_memory
 from sample import pick_device
 from train import TrainConfig
 
-SHAPES = {"124m-b32": (3, 16), "c4096": (4, 24)}  # benchmark_te's -> heads per KV head with GQA, GiB
+SHAPES = {"124m-b32": (3, 16), "c4096": (4, 24)}  # -> heads per KV head with GQA, memory limit in GiB
 SWITCHES = {"default": (), "RMSNorm": ("use_rmsnorm",), "GQA": ("n_kv_head",)}  # -> fields of TrainConfig
-FIT_LENGTH = 1024  # tokens of a sequence under the memory limit: short, so that one more is a small step
+FIT_LENGTH = 1024  # tokens per sequence under the memory limit; short, so that one more adds little
 
 
 @dataclass
 class Options:
     shapes: tuple[str, ...] = tuple(SHAPES)
     arm: str = "fp8"  # Of arms.py: fp8, bf16, fp8-te_block (Transformer Engine's blocks) …
-    steps: int = 20  # Timed, of each switch.
+    steps: int = 20  # Steps to time, of each switch.
     json: Path | None = None  # Write the rows here; those of other shapes and arms in the file stay.
 
 
 def switched(config, switch, shape):
-    """`config` with one switch of SWITCHES turned."""
+    """Return `config` with one switch of SWITCHES applied."""
     values = {"use_rmsnorm": True, "n_kv_head": config.n_head // SHAPES[shape][0]}
     return dataclasses.replace(config, **{field: values[field] for field in SWITCHES[switch]})
 
 
 def trains(config, device) -> bool:
-    """Train two steps, the second with the optimizer's state in memory. Returns False if memory runs out."""
+    """Train two steps, the second with optimizer state in memory; return False if memory runs out."""
     arms.free()
     try:
         batches = arms.make_batches(config, device)
@@ -74,15 +74,20 @@ def largest_micro_batch(fits, guess) -> int:
 
 
 def largest_under_limit(config, limit_gib, peak_gib, device) -> dict:
-    """Find how many sequences of FIT_LENGTH tokens train under the limit. CUDA graphs are off: a capture that
-    runs out of memory is hard to recover from, and graphs take hardly more memory (results/memory.json)."""
+    """Find how many sequences of FIT_LENGTH tokens train under the limit.
+
+    CUDA graphs are off: a capture that runs out of memory is hard to recover from, and graphs take hardly
+    more memory (results/memory.json). peak_gib: the peak of the full-size step, for the first guess.
+    """
     total = torch.cuda.get_device_properties(device).total_memory / 2**30
     tokens = config.micro_batch_size * config.seq_len * limit_gib / peak_gib
     arm = dataclasses.replace(config, seq_len=FIT_LENGTH, n_positions=FIT_LENGTH, cuda_graph="off")
     arms.free()
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib / total), device)
     try:
-        fits = lambda n: trains(dataclasses.replace(arm, micro_batch_size=n), device)  # noqa: E731
+        def fits(n):
+            return trains(dataclasses.replace(arm, micro_batch_size=n), device)
+
         sequences = largest_micro_batch(fits, round(tokens / FIT_LENGTH))
         return {"sequences": sequences, "memory_limit_gib": min(limit_gib, total)}
     finally:
@@ -107,7 +112,7 @@ def measure_switch(switch, shape, options, base, plain, device):
 
 
 def table(rows) -> str:
-    """Markdown table, a row a switch; memory in brackets against the default's, empty without a GPU."""
+    """Return a Markdown table, a row per switch; in brackets memory against the default's."""
     titles = ["shape", "block", "step, ms", "speed", "norm kernels, ms", "peak, GiB", "parameters",
               "KV cache, KiB a token", "micro-batch that fits"]
     lines, found = [], {(row["shape"], row["arm"], row["switch"]): row for row in rows if "error" not in row}

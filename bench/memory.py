@@ -131,7 +131,7 @@ def main(argv=None):
     for unknown in set(options.switches) - set(SWITCHES):
         raise ValueError(f"--switches {unknown!r} is unknown; use {', '.join(map(repr, SWITCHES))}")
     if fp8.IS_REFERENCE:
-        raise ValueError("memory can only be measured on a GPU with Transformer Engine, and there is none here")
+        raise ValueError("memory is measured on a GPU with Transformer Engine, and there is none here")
     rows = Rows(options.json, ("shape", "switch"), "bench/memory.py", argv)
     for shape in options.shapes:
         for switch in dict.fromkeys(["defaults", *options.switches]):  # times are compared within a run
