@@ -3,10 +3,12 @@
     python data.py stdlib
     python bench/accumulation.py          # writes results/accumulation.json and .png
 
-An error is ‖result - exact‖ / ‖exact‖, exact in float64 from the same FP8 values. No BF16 result has less
-than the exact one rounded to BF16, which is beside it. The operands are random values with several K, and
-those of all dgrad and wgrad GEMMs of models that were trained for 200 steps. Also the time of both kinds, at
-shapes of dgrad.
+An error is ‖result - exact‖ / ‖exact‖, where exact is computed in float64 from the same FP8 values. The error
+of the exact result rounded to BF16 is the least that a BF16 result can have; it is reported beside the
+others. The operands are random values with several K, and those of all dgrad and wgrad GEMMs of models that
+were trained for 200 steps. Also measured: the time of both kinds of accumulation, at shapes of dgrad.
+
+In the JSON, "summands" is K, "products" are GEMMs, and "fast_sums" is fast accumulation.
 """
 
 import itertools
@@ -20,29 +22,25 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import benchmark_te  # noqa: E402
-from bench import stability_report as report  # noqa: E402
-from bench.speed_report import markdown  # noqa: E402
-from bench.timing import timed  # noqa: E402
-from fast_kernels import gemm as fast_gemm  # noqa: E402
-from fast_kernels.block import DGRAD_FAST_ACCUM_K  # noqa: E402
-from fast_kernels.gemm import gemm  # noqa: E402  itself, also while others' calls of it are watched
-from nanote import (
-    cli,  # noqa: E402
-    fp8,  # noqa: E402
-)
-from nanote.dataset import Loader  # noqa: E402
+from bench import arms
+from bench.report import check_folder, markdown, write_report
+from bench.timing import timed
+from fast_kernels import DGRAD_FAST_ACCUM_K
+from fast_kernels import gemm as fast_gemm
+from fast_kernels.gemm import gemm  # the function itself: `on_gradients` replaces the module's attribute
+from nanote import cli, fp8
+from nanote.dataset import Loader
 
 ROOT = Path(__file__).resolve().parent.parent
-VALUES = {  # of a matrix; all of one sign is the worst case, for what is cut off is then of one sign too
+VALUES = {  # distributions of a matrix; one sign is the worst case, since truncation errors then add up
     "normal": torch.randn,
     "heavy tails": lambda *size, **on: torch.randn(*size, **on) * torch.exp(1.5 * torch.randn(*size, **on)),
     "one sign": torch.rand,
 }
-SUMMANDS = (256, 512, 768, 1024, 2048, 4096, 16384)
+K_SIZES = (256, 512, 768, 1024, 2048, 4096, 16384)
 TIMES = (  # outputs, K, tokens of 124M and 350M
     (3072, 768, 32768), (768, 768, 32768), (4096, 1024, 16384), (1024, 1024, 16384))
-ROWS = 2048  # of a result, that are compared
+ROWS = 2048  # of a result, which are compared
 MICRO_BATCH = 8  # sequences of 1,024 tokens, of the models in training
 
 
@@ -56,31 +54,35 @@ def errors(a, b):
     """Return the errors of b @ aᵀ: rounded to BF16 alone, with float32 and with fast accumulation."""
     one = torch.ones(1, device=a.device)
     exact = b.double() @ a.double().T
-    of = lambda y: ((y.double() - exact).norm() / exact.norm()).item()  # noqa: E731
-    return {"bf16_rounding": of(exact.bfloat16()), "float32_sums": of(gemm(a, one, b, one)),
-            "fast_sums": of(gemm(a, one, b, one, accumulation="fast"))}
+
+    def error_of(result):
+        return ((result.double() - exact).norm() / exact.norm()).item()
+
+    return {"bf16_rounding": error_of(exact.bfloat16()), "float32_sums": error_of(gemm(a, one, b, one)),
+            "fast_sums": error_of(gemm(a, one, b, one, accumulation="fast"))}
 
 
 def quantized(values, dtype):
+    """Cast to FP8, scaled so that the largest value is the largest of the format."""
     return (values * (torch.finfo(dtype).max / values.abs().max())).to(dtype)
 
 
 def on_random_values(device):
+    """Yield the errors of GEMMs of random values, by distribution and K."""
     for kind, draw in VALUES.items():
-        for summands in SUMMANDS:
-            a = quantized(draw(1024, summands, device=device), torch.float8_e4m3fn)
-            b = quantized(draw(ROWS, summands, device=device), torch.float8_e5m2)
-            yield {"part": "random", "values": kind, "summands": summands} | errors(a, b)
+        for k in K_SIZES:
+            a = quantized(draw(1024, k, device=device), torch.float8_e4m3fn)
+            b = quantized(draw(ROWS, k, device=device), torch.float8_e5m2)
+            yield {"part": "random", "values": kind, "summands": k} | errors(a, b)
 
 
 def on_gradients(shape, data, device):
     """Yield the errors of the dgrad and wgrad GEMMs of a model in training, by K."""
-    options = benchmark_te.SHAPES[shape] | {"micro_batch_size": MICRO_BATCH}
-    config = benchmark_te.arm_config("fp8", benchmark_te.make_config(options, device))
-    loader = Loader(
-        data, "train", seq_len=config.seq_len, micro_batch_size=config.micro_batch_size, device=device
-    )
-    step = benchmark_te.build_te(config, device, loader.batch(0))
+    options = arms.SHAPES[shape] | {"micro_batch_size": MICRO_BATCH}
+    config = arms.arm_config("fp8", arms.make_config(options, device))
+    sizes = dict(seq_len=config.seq_len, micro_batch_size=config.micro_batch_size)
+    loader = Loader(data, "train", device=device, **sizes)
+    step = arms.build_te(config, device, loader.batch(0))
     for number in range(200):
         loss, _ = step([loader.batch(number)], 6e-4 * min(1, (number + 1) / 50))
     found = {}
@@ -96,39 +98,37 @@ def on_gradients(shape, data, device):
     finally:
         fast_gemm.gemm = gemm
         loader.close()
-    for summands, products in sorted(found.items()):
-        kinds = {kind: [product[kind] for product in products] for kind in products[0]}
+    for k, gemms in sorted(found.items()):
+        kinds = {kind: [gemm_errors[kind] for gemm_errors in gemms] for kind in gemms[0]}
         yield {
             "part": "gradients",
             "shape": shape,
             "loss": loss.item(),
-            "summands": summands,
-            "products": len(products),
+            "summands": k,
+            "products": len(gemms),
             **{kind: statistics.median(values) for kind, values in kinds.items()},
             **{f"largest_{kind}": max(values) for kind, values in kinds.items()},
         }
 
 
 def times(device):
-    """Yield milliseconds; of 200 GEMMs after each other the first half only warms the GPU."""
+    """Yield the median ms of 100 GEMMs in a row, after another 100 that warm up the GPU."""
     one = torch.ones(1, device=device)
-    for outputs, summands, tokens in TIMES:
-        a, b = (quantized(torch.randn(rows, summands, device=device), dtype)
-                for rows, dtype in ((outputs, torch.float8_e4m3fn), (tokens, torch.float8_e5m2)))
-        ms = {
-            way: statistics.median(
-                timed([partial(gemm, a, one, b, one, accumulation=way)] * 200, device)[100:]
-            )
-            for way in ("precise", "fast")
-        }
+    for outputs, k, tokens in TIMES:
+        a = quantized(torch.randn(outputs, k, device=device), torch.float8_e4m3fn)
+        b = quantized(torch.randn(tokens, k, device=device), torch.float8_e5m2)
+        ms = {}
+        for accumulation in ("precise", "fast"):
+            call = partial(gemm, a, one, b, one, accumulation=accumulation)
+            ms[accumulation] = statistics.median(timed([call] * 200, device)[100:])
         yield {
-            "part": "time", "outputs": outputs, "summands": summands, "tokens": tokens,
+            "part": "time", "outputs": outputs, "summands": k, "tokens": tokens,
             "float32_sums_ms": ms["precise"], "fast_sums_ms": ms["fast"],
         }
 
 
 def errors_table(figures) -> str:
-    """Markdown table: errors of the backward GEMMs of trained models, % of the norm, median and largest."""
+    """Return the Markdown table of the errors of trained models' backward GEMMs: median and largest, in %."""
     lines = []
     for row in figures["rows"]:
         if row["part"] == "gradients":
@@ -141,7 +141,7 @@ def errors_table(figures) -> str:
 
 
 def times_table(figures) -> str:
-    """Markdown table: ms of a dgrad GEMM."""
+    """Return the Markdown table of the ms of a dgrad GEMM."""
     lines = []
     for row in figures["rows"]:
         if row["part"] == "time":
@@ -151,7 +151,7 @@ def times_table(figures) -> str:
 
 
 def plot(figures, path):
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # slow to import
 
     figure = Figure(figsize=(8, 6), layout="constrained")
     axes, rows = figure.subplots(), figures["rows"]
@@ -164,9 +164,9 @@ def plot(figures, path):
     for shape, marker in (("124m-b32", "o"), ("350m-b16", "s")):
         mine = [row for row in rows if row.get("shape") == shape]
         for kind, name, color in (("fast_sums", "fast", "tab:red"), ("float32_sums", "float32", "tab:green")):
-            middle, top = ([100 * row[field] for row in mine] for field in (kind, f"largest_{kind}"))
-            above = [b - a for a, b in zip(middle, top)]
-            axes.errorbar([row["summands"] for row in mine], middle, yerr=[[0] * len(mine), above],
+            median, largest = ([100 * row[field] for row in mine] for field in (kind, f"largest_{kind}"))
+            above = [b - a for a, b in zip(median, largest)]
+            axes.errorbar([row["summands"] for row in mine], median, yerr=[[0] * len(mine), above],
                           fmt=marker, ms=5, capsize=3, color=color,
                           label=f"{shape} in training: {name} accumulation, median and largest")
     axes.axhline(
@@ -185,25 +185,18 @@ def plot(figures, path):
 
 def main(argv=None):
     options = cli.parse(Options, argv, prog="bench/accumulation.py", description=__doc__)
-    report.check_folder(options.json)
+    check_folder(options.json)
     if fp8.IS_REFERENCE:
-        raise ValueError("there is no GPU with Transformer Engine here, whose tensor cores this is about")
+        raise ValueError("the tensor cores of a GPU are measured, and there is no GPU with Transformer Engine here")
     device, rows = torch.device("cuda"), []
-    parts = (
-        on_random_values(device), times(device),
-        *(on_gradients(shape, options.data, device) for shape in ("124m-b32", "350m-b16")),
-    )
+    gradients = [on_gradients(shape, options.data, device) for shape in ("124m-b32", "350m-b16")]
+    parts = (on_random_values(device), times(device), *gradients)
     for row in itertools.chain(*parts):
         rows.append(row)
-        print(
-            " ".join(
-                f"{key}={value:.3g}" if isinstance(value, float) else f"{key}={value}"
-                for key, value in row.items()
-            ),
-            flush=True,
-        )
+        fields = {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in row.items()}
+        print(" ".join(f"{key}={value}" for key, value in fields.items()), flush=True)
         if options.json:
-            report.write("bench/accumulation.py", argv, {"rows": rows}, options.json)
+            write_report("bench/accumulation.py", argv, {"rows": rows}, options.json)
     if options.json:
         plot(json.loads(options.json.read_text()), options.json.with_suffix(".png"))
 

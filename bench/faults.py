@@ -41,16 +41,11 @@ from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train  # noqa: E402
-from bench import stability_report as report  # noqa: E402
-from nanote import (  # noqa: E402
-    checkpoint,  # noqa: E402
-    cli,  # noqa: E402
-    dataset,
-    safetensors_files,
-)
-from nanote.documents import stdlib_documents  # noqa: E402
-from nanote.metrics import OF_ONE_RUN, read_metrics  # noqa: E402
+import train
+from bench.report import check_folder, write_report
+from nanote import checkpoint, cli, dataset, safetensors_files
+from nanote.documents import stdlib_documents
+from nanote.metrics import OF_ONE_RUN, read_metrics
 
 STEPS = 24
 OPTIONS = (
@@ -584,7 +579,7 @@ def make_tokens():
 
 def main(argv=None):
     options = cli.parse(Options, argv, prog="bench/faults.py", description=__doc__)
-    report.check_folder(options.json)
+    check_folder(options.json)
     began, before = time.perf_counter(), Path.cwd()
     target = options.json.absolute() if options.json else None
     with tempfile.TemporaryDirectory() as scratch:
@@ -615,7 +610,7 @@ def main(argv=None):
         "options": OPTIONS, "seconds": round(time.perf_counter() - began),
         "uninterrupted_final_loss": final_loss, **summary(found),
     }
-    report.write("bench/faults.py", argv, figures, target)
+    write_report("bench/faults.py", argv, figures, target)
     for name in (
         "killed", "terminated", "not_a_number", "disk_fills", "every_call_fails", "flipped_bytes", "two_runs",
     ):

@@ -24,10 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from nanote import (
-    cli,  # noqa: E402
-    fp8,  # noqa: E402
-)
+from nanote import cli, fp8
 
 DATA = "data/first_run"
 COMMON = [

@@ -2,11 +2,11 @@
 
     python bench/gqa_rmsnorm.py --json results/gqa_rmsnorm.json     # about two minutes on an H200
 
-Each switch is turned alone against the default block (LayerNorm, as many KV heads as heads), in one process:
+Each switch is compared alone with the default block (LayerNorm, as many KV heads as heads), in one process:
 the default's step stays in memory and is timed in turns with the other's. A row has the step's milliseconds,
-its kernels by class, the peak of allocated memory, and the KV cache of generation. The largest micro-batch
-is found by training: the largest number of sequences whose two steps fit under a limit on PyTorch's
-allocator, where one more sequence runs out of memory.
+its kernels by class, the peak of allocated memory, and the size of the KV cache of generation. The largest
+micro-batch is found by training: the largest number of sequences that train for two steps under a limit on
+PyTorch's allocator, where one more sequence runs out of memory.
 """
 
 import dataclasses
@@ -17,43 +17,40 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import benchmark_te  # noqa: E402
-from bench import speed_report, timing  # noqa: E402
-from bench.stability_report import check_folder  # noqa: E402
-from nanote import (
-    cli,  # noqa: E402
-    fp8,  # noqa: E402
-)
-from nanote.generate import pick_device  # noqa: E402
-from nanote.memory import is_out_of_memory  # noqa: E402
+from bench import arms, measure, timing
+from bench.report import Rows, check_folder, markdown
+from nanote import cli, fp8
+from nanote.config import TrainConfig
+from nanote.generate import pick_device
+from nanote.memory import is_out_of_memory
 
-SHAPES = {"124m-b32": (3, 16), "c4096": (4, 24)}  # benchmark_te's -> heads per KV head with GQA, GiB
+SHAPES = {"124m-b32": (3, 16), "c4096": (4, 24)}  # -> heads per KV head with GQA, memory limit in GiB
 SWITCHES = {"default": (), "RMSNorm": ("use_rmsnorm",), "GQA": ("n_kv_head",)}  # -> fields of TrainConfig
-FIT_LENGTH = 1024  # tokens of a sequence under the memory limit: short, so that one more is a small step
+FIT_LENGTH = 1024  # tokens per sequence under the memory limit; short, so that one more adds little
 
 
 @dataclass
 class Options:
     shapes: tuple[str, ...] = tuple(SHAPES)
-    arm: str = "fp8"  # Of benchmark_te.py: fp8, bf16, fp8-te_block (Transformer Engine's blocks) …
-    steps: int = 20  # Timed, of each switch.
+    arm: str = "fp8"  # Of arms.py: fp8, bf16, fp8-te_block (Transformer Engine's blocks) …
+    steps: int = 20  # Steps to time, of each switch.
     json: Path | None = None  # Write the rows here; those of other shapes and arms in the file stay.
 
 
 def switched(config, switch, shape):
-    """`config` with one switch of SWITCHES turned."""
+    """Return `config` with one switch of SWITCHES applied."""
     values = {"use_rmsnorm": True, "n_kv_head": config.n_head // SHAPES[shape][0]}
     return dataclasses.replace(config, **{field: values[field] for field in SWITCHES[switch]})
 
 
 def trains(config, device) -> bool:
-    """Train two steps, the second with the optimizer's state in memory. Returns False if memory runs out."""
-    benchmark_te.free()
+    """Train two steps, the second with optimizer state in memory; return False if memory runs out."""
+    arms.free()
     try:
-        batches = benchmark_te.make_batches(config, device)
-        step = benchmark_te.build_te(config, device, batches[0])
+        batches = arms.make_batches(config, device)
+        step = arms.build_te(config, device, batches[0])
         for _ in range(2):
-            step(batches, benchmark_te.LR)
+            step(batches, measure.LR)
         torch.cuda.synchronize()
         return True
     except RuntimeError as error:
@@ -77,40 +74,45 @@ def largest_micro_batch(fits, guess) -> int:
 
 
 def largest_under_limit(config, limit_gib, peak_gib, device) -> dict:
-    """Find how many sequences of FIT_LENGTH tokens train under the limit. CUDA graphs are off: a capture that
-    runs out of memory is hard to recover from, and graphs take hardly more memory (results/memory.json)."""
+    """Find how many sequences of FIT_LENGTH tokens train under the limit.
+
+    CUDA graphs are off: a capture that runs out of memory is hard to recover from, and graphs take hardly
+    more memory (results/memory.json). peak_gib: the peak of the full-size step, for the first guess.
+    """
     total = torch.cuda.get_device_properties(device).total_memory / 2**30
     tokens = config.micro_batch_size * config.seq_len * limit_gib / peak_gib
     arm = dataclasses.replace(config, seq_len=FIT_LENGTH, n_positions=FIT_LENGTH, cuda_graph="off")
-    benchmark_te.free()
+    arms.free()
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib / total), device)
     try:
-        fits = lambda n: trains(dataclasses.replace(arm, micro_batch_size=n), device)  # noqa: E731
+        def fits(n):
+            return trains(dataclasses.replace(arm, micro_batch_size=n), device)
+
         sequences = largest_micro_batch(fits, round(tokens / FIT_LENGTH))
         return {"sequences": sequences, "memory_limit_gib": min(limit_gib, total)}
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-        benchmark_te.free()
+        arms.free()
 
 
 def measure_switch(switch, shape, options, base, plain, device):
     """Measure one switch -> (row, step). plain: the default's step, or None."""
     config = switched(base, switch, shape)
-    figures, step = benchmark_te.measure(options.arm, config, device, options.steps, plain=plain, phases=0)
-    batches = benchmark_te.make_batches(config, device)
+    figures, step = measure.measure(options.arm, config, device, options.steps, plain=plain, phases=0)
+    batches = arms.make_batches(config, device)
     cache = step.model.make_kv_cache(1, config.seq_len).kv
     kept = ("ms", "slowest_ms", "tokens_per_s", "peak_gib", "cuda_graph", "loss", "parameters")
     row = {"shape": shape, "arm": options.arm, "switch": switch,
            "n_kv_head": config.n_kv_head or config.n_head,
            "speed_vs_default": figures["ratio_to_plain"] if plain else 1.0}
     row |= {name: figures[name] for name in kept}
-    row["profile_ms"] = timing.profile_ms(lambda: step(batches, benchmark_te.LR), device)
+    row["profile_ms"] = timing.profile_ms(lambda: step(batches, measure.LR), device)
     row["kv_cache_bytes_per_token"] = cache.numel() * cache.element_size() // config.seq_len
     return row, step
 
 
 def table(rows) -> str:
-    """Markdown table, a row a switch; memory in brackets against the default's, empty without a GPU."""
+    """Return a Markdown table, a row per switch; in brackets memory against the default's."""
     titles = ["shape", "block", "step, ms", "speed", "norm kernels, ms", "peak, GiB", "parameters",
               "KV cache, KiB a token", "micro-batch that fits"]
     lines, found = [], {(row["shape"], row["arm"], row["switch"]): row for row in rows if "error" not in row}
@@ -128,7 +130,7 @@ def table(rows) -> str:
                       f"{row['speed_vs_default']:.3f}", f"{row['profile_ms']['norm']:.2f}",
                       against("peak_gib", 1, 2), f"{row['parameters'] / 1e6:.1f} M",
                       against("kv_cache_bytes_per_token", 1024, 1), fits])
-    return speed_report.markdown(titles, lines, words=2)
+    return markdown(titles, lines, left=2)
 
 
 def main(argv=None):
@@ -136,16 +138,16 @@ def main(argv=None):
     check_folder(options.json)
     for unknown in set(options.shapes) - set(SHAPES):
         raise ValueError(f"--shapes {unknown!r} is unknown; use {', '.join(SHAPES)}")
-    if benchmark_te.arm_config(options.arm, benchmark_te.TrainConfig()).model != "optimized":
+    if arms.arm_config(options.arm, TrainConfig()).model != "optimized":
         raise ValueError(f"--arm {options.arm}: only the optimized model has these switches; fp8 works")
     if options.steps < 4:
         raise ValueError(f"--steps {options.steps}: must be 4 or more; 20 works")
     device = pick_device("auto")
     real = device.type == "cuda" and not fp8.IS_REFERENCE
     print(fp8.describe() + ("" if real else ": tiny shapes, and the times mean nothing"))
-    rows = speed_report.Rows(options.json, ("shape", "arm", "switch"), argv, "bench/gqa_rmsnorm.py")
+    rows = Rows(options.json, ("shape", "arm", "switch"), "bench/gqa_rmsnorm.py", argv)
     for shape in options.shapes:
-        base = benchmark_te.make_config(benchmark_te.SHAPES[shape], device)
+        base = arms.make_config(arms.SHAPES[shape], device)
         plain, measured = None, []
         for switch in SWITCHES:
             row, step = measure_switch(switch, shape, options, base, plain, device)
@@ -155,7 +157,7 @@ def main(argv=None):
         del plain
         for row in measured:
             if real and row["switch"] != "RMSNorm":
-                config = benchmark_te.arm_config(options.arm, switched(base, row["switch"], shape))
+                config = arms.arm_config(options.arm, switched(base, row["switch"], shape))
                 row |= largest_under_limit(config, SHAPES[shape][1], row["peak_gib"], device)
             rows.add(row)
     print(table([row for row in rows if row["shape"] in options.shapes and row["arm"] == options.arm]))

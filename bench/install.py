@@ -18,8 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench import stability_report as report  # noqa: E402
-from nanote import cli  # noqa: E402
+from bench.report import check_folder, write_report
+from nanote import cli
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Options:
 
 def main(argv=None):
     options = cli.parse(Options, argv, prog="bench/install.py", description=__doc__)
-    report.check_folder(options.json)
+    check_folder(options.json)
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", folder], check=True)
         # where PyTorch itself lies in a virtual environment
@@ -57,7 +57,7 @@ def main(argv=None):
         }
         for text in (found["commands"], found["last_lines"], found["doctor"]):
             text[:] = [line.replace(folder, "VENV").replace(sys.prefix, "PREFIX") for line in text]
-        report.write("bench/install.py", argv, found, options.json)
+        write_report("bench/install.py", argv, found, options.json)
         print("\n".join([checked.stderr, *found["doctor"]]))
     return int(bool(built.returncode))
 

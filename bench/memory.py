@@ -1,11 +1,11 @@
-"""What each memory switch of train.py costs and saves: GPT-2 124M and width 4,096, on a GPU.
+"""Measure what each memory switch of train.py costs and saves, at GPT-2 124M and width 4,096, on a GPU.
 
     python bench/memory.py --json results/memory.json
 
-Each switch alone against the defaults, in a process of its own (nothing of the one before is left in memory,
-and allocator settings hold from the start): milliseconds a step (median and slowest of 20, as in
-benchmark_te.py), the peak of allocated memory, and the peak that the allocator took from the GPU, which is
-what an out-of-memory error is about.
+Each switch is measured alone against the defaults, in a separate process: memory of the one before is gone,
+and allocator settings apply from the start. A row has milliseconds per step (median and slowest of 20, as in
+benchmark_te.py), the peak of allocated memory, and the peak of memory that the allocator reserved on the GPU,
+which is what decides about an out-of-memory error.
 """
 
 import json
@@ -16,9 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench import speed_report  # noqa: E402
-from bench import stability_report as report
-from nanote import cli  # noqa: E402
+from bench.report import Rows, check_folder, markdown
+from nanote import cli, fp8
 
 SWITCHES = {  # name -> options of train.py
     "defaults": {},
@@ -35,32 +34,32 @@ SWITCHES = {  # name -> options of train.py
     "expandable segments": {"expandable_segments": True},
     "expandable segments, no CUDA graph": {"expandable_segments": True, "cuda_graph": "off"},
 }
+FIGURES = "figures: "  # starts the line with which the measuring process prints its row
 
 
 @dataclass
 class Options:
-    shapes: tuple[str, ...] = ("124m-b32", "c4096")  # Of benchmark_te.py.
+    shapes: tuple[str, ...] = ("124m-b32", "c4096")  # Shapes of benchmark_te.py.
     switches: tuple[str, ...] = tuple(SWITCHES)
     json: Path | None = None
     """Write the rows here, after each of them; those of other shapes and switches in the file stay."""
 
 
-def measure(shape, switch):
-    """The figures of one switch, in this process."""
+def measure_switch(shape, switch) -> dict:
+    """Measure one switch in this process -> its row."""
+    # only the measuring process needs these, and importing them takes seconds
     import torch
 
-    import benchmark_te
+    from bench import arms, measure
     from nanote import profiling
 
-    changes = dict(SWITCHES[switch])
-    config = benchmark_te.make_config(benchmark_te.SHAPES[shape] | changes, torch.device("cuda"))
+    device = torch.device("cuda")
+    config = arms.make_config(arms.SHAPES[shape] | SWITCHES[switch], device)
     if config.offload_activations == "half":
         config.offload_activations = config.n_layer // 2
-    device = torch.device("cuda")
     profiling.prepare_process(config, device)
     profiling.Profiler(config, device).begin(1)  # for --gc-interval
-    benchmark_te.arm_config = lambda arm, config: config  # the options as they are
-    figures, _ = benchmark_te.measure("fp8", config, device, 20, phases=False)
+    figures, _ = measure.measure("fp8", config, device, 20, phases=0)
     return {
         "shape": shape, "switch": switch, "ms": figures["ms"], "slowest_ms": figures["slowest_ms"],
         "tokens_per_s": figures["tokens_per_s"], "cuda_graph": figures["cuda_graph"],
@@ -68,73 +67,79 @@ def measure(shape, switch):
     }
 
 
+def measure_in_process(shape, switch) -> dict:
+    """Measure one switch in a new process -> its row, with the last line of stderr as the error if it fails.
+    """
+    command = [sys.executable, __file__, "--one", shape, switch]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    for line in done.stdout.splitlines():
+        if line.startswith(FIGURES):
+            return json.loads(line.removeprefix(FIGURES))
+    reason = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
+    return {"shape": shape, "switch": switch, "error": reason}
+
+
+def cells_of(row, base, switch) -> list[str]:
+    """Return a shape's three cells of the table: ms per step, GiB allocated, GiB reserved."""
+    if row is None:
+        return [""] * 3
+    ms = ""
+    if base and row.get("defaults_ms") == base:
+        change = f" ({100 * (row['ms'] / base - 1):+.1f} %)" if switch != "defaults" else ""
+        ms = f"{row['ms']:.1f}{change}"
+    return [ms, f"{row['peak_gib']:.1f}", f"{row['peak_reserved_gib']:.1f}"]
+
+
 def table(rows) -> str:
-    """Markdown table, a row a switch: for each shape ms a step (against the defaults), two peaks of memory.
-    Empty: not measured, or a time of another run than the defaults', perhaps with other code."""
+    """Return a Markdown table with one row per switch: ms per step (against the defaults) and two peaks.
+
+    An empty cell was not measured. A time is left out if its defaults were measured in another run, which may
+    have had other code.
+    """
     found = {(row["shape"], row["switch"]): row for row in rows if "error" not in row}
     titles = ["switch"]
     for shape in Options.shapes:
         titles += [f"{shape}: ms a step", "GiB allocated", "GiB taken from the GPU"]
-    lines = ["| " + " | ".join(titles) + " |", "| --- " * len(titles) + "|"]
+    lines = []
     for switch in SWITCHES:
         cells = [switch]
         for shape in Options.shapes:
-            row = found.get((shape, switch))
-            if row is None:
-                cells += [""] * 3
-                continue
-            base, ms = found.get((shape, "defaults"), {}).get("ms"), ""
-            if base and row.get("defaults_ms") == base:
-                change = f" ({100 * (row['ms'] / base - 1):+.1f} %)" if switch != "defaults" else ""
-                ms = f"{row['ms']:.1f}{change}"
-            cells += [ms, f"{row['peak_gib']:.1f}", f"{row['peak_reserved_gib']:.1f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            base = found.get((shape, "defaults"), {}).get("ms")
+            cells += cells_of(found.get((shape, switch)), base, switch)
+        lines.append(cells)
+    return markdown(titles, lines, left=len(titles))
+
+
+def print_row(row, base):
+    """Print a row in one line, against the row of the defaults (None: not measured)."""
+    start = f"{row['shape']:9} {row['switch']:44} "
+    if "error" in row:
+        return print(start + row["error"], flush=True)
+    line = f"{row['ms']:8.2f} ms  {row['peak_gib']:6.1f} GiB, {row['peak_reserved_gib']:6.1f} taken"
+    if base:
+        line += f"  {row['ms'] / base['ms'] - 1:+.1%} time, {row['peak_gib'] - base['peak_gib']:+.1f} GiB"
+    print(start + line, flush=True)
 
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--one"]:
-        print("figures: " + json.dumps(measure(*argv[1:])))
+        print(FIGURES + json.dumps(measure_switch(*argv[1:])))
         return
     options = cli.parse(Options, argv, prog="bench/memory.py", description=__doc__)
-    report.check_folder(options.json)
+    check_folder(options.json)
     for unknown in set(options.switches) - set(SWITCHES):
         raise ValueError(f"--switches {unknown!r} is unknown; use {', '.join(map(repr, SWITCHES))}")
-    if report.fp8.IS_REFERENCE:
-        raise ValueError(
-            "there is no GPU with Transformer Engine here, and memory on anything else means nothing"
-        )
-    rows = speed_report.Rows(options.json, ("shape", "switch"), argv, "bench/memory.py")
+    if fp8.IS_REFERENCE:
+        raise ValueError("memory is measured on a GPU with Transformer Engine, and there is none here")
+    rows = Rows(options.json, ("shape", "switch"), "bench/memory.py", argv)
     for shape in options.shapes:
         for switch in dict.fromkeys(["defaults", *options.switches]):  # times are compared within a run
-            done = subprocess.run(
-                [sys.executable, __file__, "--one", shape, switch], capture_output=True, text=True, cwd=ROOT
-            )
-            found = [
-                line.removeprefix("figures: ")
-                for line in done.stdout.splitlines()
-                if line.startswith("figures: ")
-            ]
-            reason = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
-            row = json.loads(found[0]) if found else {"shape": shape, "switch": switch, "error": reason}
+            row = measure_in_process(shape, switch)
             if switch == "defaults":
                 base = None if "error" in row else row
             rows.add(row | {"defaults_ms": base and base["ms"]})
-            against = (
-                f"  {row['ms'] / base['ms'] - 1:+.1%} time, {row['peak_gib'] - base['peak_gib']:+.1f} GiB"
-                if base and "error" not in row
-                else ""
-            )
-            print(
-                f"{shape:9} {switch:44} "
-                + (
-                    row["error"]
-                    if "error" in row
-                    else f"{row['ms']:8.2f} ms  {row['peak_gib']:6.1f} GiB, {row['peak_reserved_gib']:6.1f} taken{against}"
-                ),
-                flush=True,
-            )
+            print_row(row, base)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench import stability_report as report  # noqa: E402
-from bench.speed_report import markdown  # noqa: E402
-from nanote import cli, fp8, models  # noqa: E402
+from bench.report import check_folder, markdown, write_report
+from nanote import cli, fp8, models
 
 SIZES = {
     "GPT-2 124M": dict(n_layer=12, n_embd=768, n_head=12),
@@ -89,7 +88,7 @@ def table(result) -> str:
 
 def main(argv=None):
     options = cli.parse(Options, argv, prog="bench/optimizer.py", description=__doc__)
-    report.check_folder(options.json)
+    check_folder(options.json)
     if fp8.IS_REFERENCE:
         raise ValueError(
             "there is no GPU with Transformer Engine here, and times on anything else mean nothing"
@@ -123,7 +122,7 @@ def main(argv=None):
             del optimizer, steps
         del model
         torch.cuda.empty_cache()
-    report.write("bench/optimizer.py", argv, {"rows": rows}, options.json)
+    write_report("bench/optimizer.py", argv, {"rows": rows}, options.json)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import benchmark_attention  # noqa: E402
-from bench import (  # noqa: E402  # noqa: E402
+from bench import (
     accumulation,
+    attention_report,
     first_run,
     gqa_rmsnorm,
     memory,
@@ -40,13 +40,13 @@ from bench import (  # noqa: E402  # noqa: E402
     stability_report,
     training,
 )
-from nanote import cli  # noqa: E402
+from nanote import cli
 
 PICTURES = {  # file -> what draws its content; the picture lies beside it
     "speed": speed_report.draw_speed,
     "stack": speed_report.draw_stack,
     "crossover": speed_report.draw_crossover,
-    "attention": benchmark_attention.plot,
+    "attention": attention_report.plot,
     "training": training.plot,
     "first_run": lambda result, path: first_run.plot(result),
     "accumulation": accumulation.plot,
@@ -59,8 +59,8 @@ TABLES = {  # comment in a page -> file, what makes a Markdown table of its cont
     "stack": ("stack", speed_report.stack_table), "crossover": ("crossover", speed_report.crossover_table),
     "formats": ("formats", speed_report.formats_table), "memory": ("memory", memory.table),
     "gqa_rmsnorm": ("gqa_rmsnorm", gqa_rmsnorm.table), "optimizer": ("optimizer", optimizer.table),
-    "attention": ("attention", benchmark_attention.kernels_table),
-    "attention_blocks": ("attention", benchmark_attention.blocks_table),
+    "attention": ("attention", attention_report.kernels_table),
+    "attention_blocks": ("attention", attention_report.blocks_table),
     "accumulation": ("accumulation", accumulation.errors_table),
     "accumulation_times": ("accumulation", accumulation.times_table),
     "stability": ("stability_h200", stability_report.table),

@@ -26,8 +26,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import te_reference as ref  # noqa: E402
-from nanote import cli  # noqa: E402
+import te_reference as ref
+from nanote import cli
 
 try:
     import transformer_engine

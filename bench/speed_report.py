@@ -1,17 +1,14 @@
-"""From the rows of benchmark_te.py to its pictures and to the pages' tables (`python bench/pages.py` makes
-all of them anew); and the file of rows itself."""
+"""Make Markdown tables and pictures from the rows of benchmark_te.py (`python bench/pages.py` makes all of
+them).
 
-import datetime
+A table function takes the rows of one JSON file and returns Markdown. A cell that was not measured is empty.
+"""
+
 import itertools
-import json
-import os
 import re
-import shlex
-import sys
 
-import torch
-
-from nanote import fp8, models
+from bench.report import markdown
+from nanote import models
 
 NAMES = {
     "plain": "nanoGPT, compiled", "plain-graph": "nanoGPT, CUDA graphs", "bf16": "ours, BF16",
@@ -21,122 +18,69 @@ NAMES = {
 }
 FORMATS = {"bf16": "BF16", "fp8-e4m3": "FP8 E4M3", "fp8": "FP8 HYBRID", "fp8-current": "FP8 current",
            "fp8-block": "FP8 block", "fp8-mxfp8": "MXFP8", "fp8-nvfp4": "NVFP4"}
-UNCOMPILED = {"cuda-graph": "not compiled, CUDA graph", "eager": "not compiled"}  # of run_compile
+UNCOMPILED = {"cuda-graph": "not compiled, CUDA graph", "eager": "not compiled"}  # modes of run_compile
 IN_PICTURES = NAMES | {
     "fp8-te_block": "FP8, TE's modules", "fp8-e4m3": "ours, FP8 E4M3",
     "fp8-bf16_moments": "ours, FP8, BF16 moments",
 }
 
 
-class Rows(list):
-    """Rows in a JSON file, written after each. One replaces a row of an earlier run with the same `keys`;
-    others stay."""
-
-    def __init__(self, path, keys, argv, program="benchmark_te.py"):
-        self.path, self.keys = path, keys
-        self.origin = {
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-            "torch": torch.__version__,
-            "te": "te_reference" if fp8.IS_REFERENCE else fp8.transformer_engine.__version__,
-            "date": datetime.date.today().isoformat(),
-            "command": shlex.join(["python", program, *(sys.argv[1:] if argv is None else argv)]),
-        }
-        if path and path.exists():
-            try:
-                self += json.loads(path.read_text())
-                [[row[key] for key in keys] for row in self]
-            except (TypeError, KeyError, ValueError) as error:
-                raise ValueError(
-                    f"--json {path} holds something else than rows with {', '.join(keys)}; name another file"
-                ) from error
-            if self.origin["gpu"] == "CPU" and any(row.get("gpu", "CPU") != "CPU" for row in self):
-                raise ValueError(
-                    f"--json {path} holds what a GPU was measured at, and there is none here; name another file"
-                )
-
-    def has(self, row) -> bool:
-        """Whether a row with these keys was measured already."""
-        return any(
-            all(other[key] == row[key] for key in self.keys) and "error" not in other for other in self
-        )
-
-    def add(self, row):
-        row = {
-            name: float(f"{value:.6g}") if isinstance(value, float) else value
-            for name, value in (row | self.origin).items()
-        }
-        self[:] = [other for other in self if any(other[key] != row[key] for key in self.keys)] + [row]
-        if self.path:
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(self, indent=1) + "\n")
-            os.replace(temporary, self.path)
-
-
 def groups_of(rows):
-    """{(shape, block): {arm: row}} of the rows without an error. An arm that accumulates or checkpoints is a
-    group of its own: "fp8-accum4" is "fp8" of (shape, "block, 4 micro-batches"). A row of "fp8-block" without
-    a format was measured with E5M2 gradients and is "fp8-block-hybrid"."""
+    """Return {(shape, block): {arm: row}} of the rows without an error.
+
+    An arm with gradient accumulation or checkpointing is in a separate group: "fp8-accum4" is "fp8" of
+    (shape, "block, 4 micro-batches"). A row of "fp8-block" without a format was measured with E5M2 gradients
+    and is "fp8-block-hybrid".
+    """
     groups = {}
     for row in rows:
         if "error" in row:
             continue
-        arm, accumulated, checkpointed = re.fullmatch(
-            r"(.*?)(?:-accum(\d+))?(-checkpointing)?", row["arm"]
-        ).groups()
-        arm = "fp8-block-hybrid" if arm == "fp8-block" and "fp8_format" not in row else arm
-        block = (
-            row["block"]
-            + (f", {accumulated} micro-batches" if accumulated else "")
-            + (", checkpointing" if checkpointed else "")
-        )
+        words = re.fullmatch(r"(.*?)(?:-accum(\d+))?(-checkpointing)?", row["arm"])
+        arm, accumulated, checkpointed = words.groups()
+        if arm == "fp8-block" and "fp8_format" not in row:
+            arm = "fp8-block-hybrid"
+        block = row["block"]
+        if accumulated:
+            block += f", {accumulated} micro-batches"
+        if checkpointed:
+            block += ", checkpointing"
         groups.setdefault((row["shape"], block), {})[arm] = row
     return groups
 
 
+def speed_cell(row) -> str:
+    """Return thousands of tokens per second; in brackets the ratio to nanoGPT and the MFU."""
+    if row is None:
+        return ""
+    notes = []
+    if row["ratio_to_plain"] and row["arm"] != "plain":
+        notes.append(f"{row['ratio_to_plain']:.2f} ×")
+    if row["mfu"]:
+        notes.append(f"{100 * row['mfu']:.1f} %")
+    return f"{row['tokens_per_s'] / 1e3:.1f} k" + (f" ({', '.join(notes)})" if notes else "")
+
+
 def table(rows) -> str:
-    """The README's Markdown table: thousands of tokens a second, in brackets against nanoGPT's and the MFU.
-    """
+    """Return the README's Markdown table: a row per shape and block, a column per arm."""
     groups = groups_of(rows)
     arms = [arm for arm in NAMES if any(arm in group for group in groups.values())]
     titles = ["shape, block", *(NAMES[arm] for arm in arms), "GiB, nanoGPT → FP8", "FP8's floor"]
-    lines = ["| " + " | ".join(titles) + " |", "| --- " * len(titles) + "|"]
+    lines = []
     for (shape, block), group in groups.items():
-        cells = []
-        for row in (group.get(arm) for arm in arms):
-            notes = (
-                []
-                if row is None
-                else (
-                    [f"{row['ratio_to_plain']:.2f} ×"]
-                    if row["ratio_to_plain"] and row["arm"] != "plain"
-                    else []
-                )
-                + ([f"{100 * row['mfu']:.1f} %"] if row["mfu"] else [])
-            )
-            cells.append(
-                ""
-                if row is None
-                else f"{row['tokens_per_s'] / 1e3:.1f} k" + (f" ({', '.join(notes)})" if notes else "")
-            )
-        peaks = [
-            f"{group[arm]['peak_gib']:.1f}"
-            for arm in ("plain", "fp8")
-            if arm in group and group[arm]["peak_gib"]
-        ]
+        measured = [group[arm] for arm in ("plain", "fp8") if arm in group]
+        peaks = [f"{row['peak_gib']:.1f}" for row in measured if row["peak_gib"]]
         floor = f"{group['fp8']['floor_ms']:.1f} of {group['fp8']['ms']:.1f} ms" if "fp8" in group else ""
-        lines.append(f"| {shape}, {block} | " + " | ".join([*cells, " → ".join(peaks), floor]) + " |")
-    return "\n".join(lines)
-
-
-def markdown(titles, rows, words=1) -> str:
-    """A Markdown table; all columns but the first `words` are aligned to the right."""
-    rule = ["---"] * words + ["---:"] * (len(titles) - words)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (titles, rule, *rows))
+        cells = [speed_cell(group.get(arm)) for arm in arms]
+        lines.append([f"{shape}, {block}", *cells, " → ".join(peaks), floor])
+    return markdown(titles, lines, left=len(titles))
 
 
 def formats_table(rows) -> str:
-    """Markdown table of models and formats: ms forward, backward and of both, and of the training step, the
-    last two with their speed-up over the same model's BF16. An empty cell was not measured."""
+    """Return the table of models and formats: ms of forward, backward, both, and the training step.
+
+    The last two have the speed-up over BF16 of the same model.
+    """
     found = {}
     for row in rows:
         words = row["arm"].split("-")
@@ -157,10 +101,10 @@ def formats_table(rows) -> str:
             cells = ["" if value is None else f"{value:.2f}" for value in values]
             lines.append([model, FORMATS.get(arm, arm), *cells])
     titles = ["model", "precision", "forward", "backward", "total", "speed-up", "training step", "speed-up"]
-    return markdown(titles, lines, words=2)
+    return markdown(titles, lines, left=2)
 
 
-PARTS = {  # row of profile_table -> classes of kernels (nanote.profiling.KERNELS), what bounds them
+PARTS = {  # row of profile_table -> classes of kernels, what bounds them
     "GEMMs": (("GEMM FP8", "GEMM BF16"), "tensor cores, and power"),
     "attention": (("attention",), "tensor cores, in BF16"),
     "casts to FP8, transposes": (("cast/transpose",), "memory"), "loss": (("loss",), "memory: the logits"),
@@ -176,7 +120,7 @@ VARIANTS = {"fp8": "FP8", "bf16": "BF16", "fp8-e4m3": "E4M3", "fp8-current": "cu
 
 
 def profile_table(rows) -> str:
-    """Markdown table: ms of a step by class of kernel, for the smallest and the largest shape and Llama-3."""
+    """Return the table of a step's ms by class of kernel, at the smallest and largest shape and Llama-3."""
     wanted = [("124m-b32", "gpt2", "plain"), ("124m-b32", "gpt2", "fp8"), ("c4096", "gpt2", "plain"),
               ("c4096", "gpt2", "fp8"), ("llama3-8b", "own", "fp8")]
     profiled = {(row["shape"], row["block"], row["arm"]): row for row in rows if "profile_ms" in row}
@@ -200,7 +144,7 @@ def profile_table(rows) -> str:
 
 
 def variants_table(rows) -> str:
-    """Markdown table: the FP8 step with one thing changed, ms and in brackets times the FP8 step's speed."""
+    """Return the table of the FP8 step with one change: ms, and the ratio to the FP8 step's speed."""
     groups = {key: group for key, group in groups_of(rows).items()
               if "fp8" in group and len(group.keys() & VARIANTS.keys()) > 1}
     arms = [arm for arm in VARIANTS if any(arm in group for group in groups.values())]
@@ -213,7 +157,7 @@ def variants_table(rows) -> str:
 
 
 def stack_table(rows) -> str:
-    """Markdown table of benchmark_te.py --stack: a row a measure, in the order of adding them."""
+    """Return the table of benchmark_te.py --stack: a row per change, in the order of adding them."""
     rows, lines = [row for row in rows if "error" not in row], []
     for before, row in zip([None, *rows], rows):
         speed, label = row["tokens_per_s"], " ".join(row["label"].split())
@@ -223,7 +167,7 @@ def stack_table(rows) -> str:
 
 
 def crossover_table(rows) -> str:
-    """Markdown table of benchmark_te.py --sweep: from which width on FP8 is at least 1.02 times as fast."""
+    """Return the table of benchmark_te.py --sweep: the width from which FP8 is at least 1.02 times as fast."""
     lines, rows = [], [row for row in rows if row["graph"]]
     for tokens in sorted({row["tokens"] for row in rows}):
         speed = {row["width"]: row["graph"] for row in rows if row["tokens"] == tokens}
@@ -234,12 +178,15 @@ def crossover_table(rows) -> str:
                       f"{speed[max(speed)]:.2f}"])
     widest = max(row["width"] for row in rows)
     titles = ["tokens a step", "FP8 pays from width", "times BF16 there", f"times BF16 at width {widest:,}"]
-    return markdown(titles, lines, words=0)
+    return markdown(titles, lines, left=0)
 
 
 def compile_table(rows) -> str:
-    """Make the table of `benchmark_te.py --compile`, Markdown: thousands of tokens a second, the fastest of a
-    recipe and model in bold, in brackets graph breaks and seconds of compiling; below, why a row fails."""
+    """Return the table of benchmark_te.py --compile: thousands of tokens per second.
+
+    Bold is the fastest mode of a recipe and model; in brackets are graph breaks and seconds of compiling. The
+    reasons of rows that fail, and `compile_summary`, are below the table.
+    """
     rows = [row for row in rows if not row.get("error", "").startswith("not run")]
     recipes, modes, models = (dict.fromkeys(row[key] for row in rows) for key in ("recipe", "mode", "model"))
     found, fastest, reasons = {(row["recipe"], row["mode"], row["model"]): row for row in rows}, {}, []
@@ -261,19 +208,22 @@ def compile_table(rows) -> str:
         return speed + ("" if mode in UNCOMPILED else f" ({row['graph_breaks']}, {row['compile_s']:.0f} s)")
 
     titles = ["recipe, mode", *(f"`{model}`" for model in models)]
-    lines = ["| " + " | ".join(titles) + " |", "| --- " * len(titles) + "|"]
+    lines = []
     for recipe, mode in itertools.product(recipes, modes):
         cells = [cell(recipe, mode, model) for model in models]
         if any(cells):
-            lines.append(f"| {recipe}, {UNCOMPILED.get(mode, mode)} | " + " | ".join(cells) + " |")
+            lines.append([f"{recipe}, {UNCOMPILED.get(mode, mode)}", *cells])
     notes = [f"{number}. `{reason}`" for number, reason in enumerate(reasons, 1)]
-    return "\n".join(lines + [""] * bool(reasons) + notes + compile_summary(rows))
+    if reasons:
+        notes = ["", *notes]
+    return "\n".join([markdown(titles, lines, left=len(titles)), *notes, *compile_summary(rows)])
 
 
 def compile_summary(rows) -> list:
     """Count compiled steps that are faster than the same model and recipe not compiled -> lines.
 
-    Models do not compile under delayed scaling, so its rows show how much such a comparison scatters."""
+    Nothing is compiled under delayed scaling, so its rows show the scatter of such a comparison.
+    """
     good = [row for row in rows if "error" not in row]
     speed = {(row["mode"], row["recipe"], row["model"]): row["tokens_per_s"] for row in good}
     ratios, scatter = [], []
@@ -289,132 +239,131 @@ def compile_summary(rows) -> list:
         told.append(f"{len(some)} {what}{span}")
     line = f"Of {len(ratios)} compiled steps, against the same model not compiled: {', '.join(told)}."
     if scatter:
-        line += (
-            f" Under delayed scaling nothing is compiled, and the same comparison of {len(scatter)} steps gives "
-            f"{min(scatter):.2f} to {max(scatter):.2f} times: so far do steps launched from Python differ from "
-            "run to run."
-        )
+        line += (f" Under delayed scaling nothing is compiled, and the same comparison of {len(scatter)} "
+                 f"steps gives {min(scatter):.2f} to {max(scatter):.2f} times: so far do steps launched from "
+                 "Python differ from run to run.")
     return ["", line]
 
 
+# ---------------------------------------------------------------- pictures
+
 def _axes(width, height, columns=1, **options):
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # slow to import
 
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(1, columns, **options)
 
 
 def _origin(rows):
+    """Return where the rows were measured."""
     return "; ".join(
         dict.fromkeys(f"{row['gpu']}, torch {row['torch']}, TE {row['te']}, {row['date']}" for row in rows)
     )
 
 
+def _bar_style(number, arm):
+    """Return color and hatch of an arm's bars; ten colors repeat."""
+    hatch = "xx" if number >= 10 else None
+    if arm.endswith("-eager"):
+        hatch = "//"
+    return dict(facecolor=f"C{number % 10}", hatch=hatch, edgecolor="white")
+
+
+def _draw_bar(axes, x, row, style, plain):
+    """Draw an arm's bar and its floor. plain: the row of nanoGPT, or None to draw tokens per second."""
+    if plain:
+        start, height = 1, row["ratio_to_plain"] or row["tokens_per_s"] / plain["tokens_per_s"]
+        label = f"{height:.2f}"
+    else:
+        start, height = 0, row["tokens_per_s"] / 1e3
+        label = f"{height:.1f} k" + (f"\nMFU\n{100 * row['mfu']:.1f} %" if row["mfu"] else "")
+    bar = axes.bar(x, height - start, 0.9, bottom=start, **style)
+    axes.bar_label(bar, [label], fontsize=8, padding=2)
+    if row["floor_ms"]:
+        floor = height * row["ms"] / row["floor_ms"]
+        axes.hlines(floor, x - 0.45, x + 0.45, color="black", lw=1.5)
+
+
+def _draw_groups(axes, groups, styles, against_plain):
+    """Draw one panel: the bars of each group side by side."""
+    x, ticks = 0, []
+    for (shape, block), group in groups.items():
+        here = [arm for arm in styles if arm in group]
+        plain = group["plain"] if against_plain else None
+        own = [f"{plain['tokens_per_s'] / 1e3:.0f} k"] if plain else []
+        ticks.append((x + (len(here) - 1) / 2, "\n".join([shape, *block.split(", "), *own])))
+        for arm in here:
+            _draw_bar(axes, x, group[arm], styles[arm], plain)
+            x += 1
+        x += 1 if against_plain else 2
+    axes.set_xticks(*zip(*ticks), fontsize=8)
+    if not against_plain:
+        axes.margins(x=0.25)
+        axes.set_ylabel("thousand tokens/s")
+        return
+    axes.axhline(1, color="black", lw=0.8)
+    axes.margins(x=0.01)
+    axes.set(yscale="log", ylabel="tokens/s against nanoGPT's, compiled")
+    axes.set_xlabel("the last line: nanoGPT's tokens/s", fontsize=8)
+    low, high = axes.get_ylim()
+    axes.set_yticks([at for at in (0.125, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16) if low < at < high])
+    axes.yaxis.set_major_formatter("{x:g} ×")
+    axes.minorticks_off()
+
+
 def draw_speed(rows, path):
-    """Bars up or down from nanoGPT's speed, by shape; on the right, tokens a second of shapes that nanoGPT
-    was not measured at. The black line: what the GPU's ceilings would allow (floor_ms)."""
-    from matplotlib.lines import Line2D
+    """Draw bars up or down from nanoGPT's speed, by shape, and on the right tokens per second of shapes at
+    which nanoGPT was not measured. The black line is the speed at floor_ms."""
+    from matplotlib.lines import Line2D  # slow to import
     from matplotlib.patches import Patch
 
     groups = groups_of(rows)
-    parts = [
-        {name: group for name, group in groups.items() if ("plain" in group) == against}
-        for against in (True, False)
-    ]
-    arms = [arm for arm in dict.fromkeys([*NAMES, *(arm for group in groups.values() for arm in group)])
-            if arm != "plain" and any(arm in group for group in groups.values())]
-    looks = {
-        arm: dict(
-            facecolor=f"C{number % 10}",
-            hatch="//" if arm.endswith("-eager") else "xx" if number >= 10 else None, edgecolor="white",
-        )
-        for number, arm in enumerate(arms)
-    }
+    measured = dict.fromkeys(arm for group in groups.values() for arm in group)
+    arms = [arm for arm in dict.fromkeys([*NAMES, *measured]) if arm != "plain" and arm in measured]
     if not arms:
         return
-    sizes = [sum(map(len, part.values())) + 4 for part in parts if part]
-    figure, panels = _axes(max(7, 0.25 * sum(sizes)), 5.5, len(sizes), squeeze=False, width_ratios=sizes)
-    for axes, part in zip(panels[0], filter(None, parts)):
-        against, x, ticks = part is parts[0], 0, []
-        for (shape, block), group in part.items():
-            here = [arm for arm in arms if arm in group]
-            own = [f"{group['plain']['tokens_per_s'] / 1e3:.0f} k"] if against else []
-            ticks.append((x + (len(here) - 1) / 2, "\n".join([shape, *block.split(", "), *own])))
-            for arm in here:
-                row, start = group[arm], 1 if against else 0
-                height = (
-                    (row["ratio_to_plain"] or row["tokens_per_s"] / group["plain"]["tokens_per_s"])
-                    if against
-                    else row["tokens_per_s"] / 1e3
-                )
-                label = (
-                    f"{height:.2f}"
-                    if against
-                    else f"{height:.1f} k" + (f"\nMFU\n{100 * row['mfu']:.1f} %" if row["mfu"] else "")
-                )
-                bar = axes.bar(x, height - start, 0.9, bottom=start, **looks[arm])
-                axes.bar_label(bar, [label], fontsize=8, padding=2)
-                if row["floor_ms"]:
-                    floor = height * row["ms"] / row["floor_ms"]
-                    axes.hlines(floor, x - 0.45, x + 0.45, color="black", lw=1.5)
-                x += 1
-            x += 1 if against else 2
-        axes.set_xticks(*zip(*ticks), fontsize=8)
-        if against:
-            axes.axhline(1, color="black", lw=0.8)
-            axes.margins(x=0.01)
-            axes.set(yscale="log", ylabel="tokens/s against nanoGPT's, compiled")
-            axes.set_xlabel("the last line: nanoGPT's tokens/s", fontsize=8)
-            low, high = axes.get_ylim()
-            axes.set_yticks(
-                [at for at in (0.125, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16) if low < at < high]
-            )
-            axes.yaxis.set_major_formatter("{x:g} ×")
-            axes.minorticks_off()
-        else:
-            axes.margins(x=0.25)
-            axes.set_ylabel("thousand tokens/s")
+    styles = {arm: _bar_style(number, arm) for number, arm in enumerate(arms)}
+    panels = []
+    for against_plain in (True, False):
+        part = {name: group for name, group in groups.items() if ("plain" in group) == against_plain}
+        if part:
+            panels.append((part, against_plain))
+    sizes = [sum(map(len, part.values())) + 4 for part, _ in panels]
+    figure, axes = _axes(max(7, 0.25 * sum(sizes)), 5.5, len(sizes), squeeze=False, width_ratios=sizes)
+    for panel, (part, against_plain) in zip(axes[0], panels):
+        _draw_groups(panel, part, styles, against_plain)
     keys = [Line2D([], [], color="black", lw=1.5, label="were all of it at the GPU's ceilings (floor_ms)")]
-    keys += [Patch(label=IN_PICTURES.get(arm, arm), **looks[arm]) for arm in arms]
+    keys += [Patch(label=IN_PICTURES.get(arm, arm), **styles[arm]) for arm in arms]
     figure.legend(handles=keys, fontsize=8, ncols=5, loc="outside lower center")
     figure.suptitle(_origin(rows), fontsize=9)
     figure.savefig(path, dpi=130)
 
 
 def draw_stack(rows, path):
-    """Bars: tokens a second, measure by measure."""
+    """Draw a bar per change of --stack: tokens per second."""
     rows = [row for row in rows if "error" not in row]
     figure, axes = _axes(9.5, 4.4)
     bars = axes.bar([row["label"] for row in rows], [row["tokens_per_s"] / 1e3 for row in rows],
                     color=["C7" if row["arm"].startswith("plain") else "C2" for row in rows])
-    axes.bar_label(
-        bars,
-        [
-            f"{row['tokens_per_s'] / 1e3:.0f} k\n{row['tokens_per_s'] / rows[0]['tokens_per_s']:.2f} ×"
-            for row in rows
-        ],
-        fontsize=8,
-    )
+    first = rows[0]["tokens_per_s"]
+    labels = [f"{row['tokens_per_s'] / 1e3:.0f} k\n{row['tokens_per_s'] / first:.2f} ×" for row in rows]
+    axes.bar_label(bars, labels, fontsize=8)
     axes.tick_params(axis="x", labelsize=7)
     axes.margins(y=0.15)
     axes.set(ylabel="thousand tokens/s")
-    axes.set_title(
-        f"{rows[0]['shape']}, {_origin(rows)}\ngrey: plain PyTorch; green: with Transformer Engine, each bar the one before and more",
-        fontsize=9,
-    )
+    axes.set_title(f"{rows[0]['shape']}, {_origin(rows)}\ngrey: plain PyTorch; green: with Transformer "
+                   "Engine, each bar the one before and more", fontsize=9)
     figure.savefig(path, dpi=130)
 
 
 def draw_crossover(rows, path):
-    """Two heat maps of FP8 ÷ BF16 over width and tokens a step; the black line is where they are equally
-    fast."""
-    import numpy as np
+    """Draw two heat maps of FP8 ÷ BF16 over width and tokens per step; the black line is at equal speed."""
+    import numpy as np  # with matplotlib only
 
     widths, tokens = (sorted({row[key] for row in rows}) for key in ("width", "tokens"))
     figure, both = _axes(11, 4.8, 2)
-    for axes, name, title in zip(
-        both, ("eager", "graph"), ("launched from Python", "a step as one CUDA graph")
-    ):
+    titles = {"eager": "launched from Python", "graph": "a step as one CUDA graph"}
+    for axes, (name, title) in zip(both, titles.items()):
         ratio = np.full((len(widths), len(tokens)), np.nan)
         for row in rows:
             ratio[widths.index(row["width"]), tokens.index(row["tokens"])] = row[name] or np.nan

@@ -1,32 +1,26 @@
-"""From the losses of test_stability.py to its figures, and to a heat map of them.
+"""Compute the figures of test_stability.py from its losses; make their tables and heat map.
 
     python bench/stability_report.py results/stability_cpu.json    # draws results/stability_cpu.png again
 
-Rows: settings; columns: disturbances. In a cell: steps until the loss is back for good within 5 % of the
-undisturbed run's, and below it the final loss against high precision's after the same disturbance, which is
-also the colour. Black: the loss was not finite at some step.
+Rows are settings, columns disturbances. A cell has the steps until the loss is back for good within 5 % of
+the undisturbed run's, and below it the final loss against high precision's after the same disturbance, which
+is also the color. Black: the loss was not finite at some step.
 """
 
-import datetime
 import json
 import math
-import platform
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import speed_report  # noqa: E402
-from nanote import fp8  # noqa: E402
+from bench.report import markdown
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A row of the table. Formats belong to the FP8 recipes; margin and history to "delayed"."""
+    """A row of the table. `format` applies to FP8 recipes, `margin`, `history` and `algo` to "delayed"."""
 
     recipe: str = "none"
     format: str = "hybrid"
@@ -46,8 +40,8 @@ class Setting:
 
 
 def recovered_after(losses, undisturbed, at):
-    """Steps from the disturbance at step `at` until the loss stays within 5 % of the undisturbed run's; None:
-    not before the end."""
+    """Return the steps from the disturbance at step `at` until the loss stays within 5 % of the undisturbed
+    run's; None if it is outside at the end."""
     outside = [step for step in range(at, len(losses)) if not losses[step] <= 1.05 * undisturbed[step]]
     if outside and outside[-1] == len(losses) - 1:
         return None
@@ -55,14 +49,16 @@ def recovered_after(losses, undisturbed, at):
 
 
 def final(losses):
-    """Mean of the last tenth."""
+    """Return the mean of the last tenth."""
     last = losses[-max(1, len(losses) // 10):]
     return float(sum(last) / len(last))
 
 
 def cell(setting, disturbance, losses, baseline):
-    """A cell's figures; `losses` of its row, by disturbance, and `baseline`, those of the high-precision row
-    of the same size."""
+    """Return the figures of a cell.
+
+    losses: {disturbance: losses} of its row. baseline: the same of high precision at the same size.
+    """
     at, mine = len(losses["none"]) * 2 // 5, losses[disturbance]
     figures = {
         "row": str(setting), **vars(setting), "disturbance": disturbance,
@@ -77,31 +73,28 @@ def cell(setting, disturbance, losses, baseline):
 
 
 def text_of(c):
-    """A cell in words: steps to recover, and the final loss against high precision's; in high precision's own
-    row the loss."""
+    """Return a cell of the printed table: steps to recover, and the final loss against high precision's.
+
+    In high precision's row, the loss itself.
+    """
     if not c["finite"]:
         return "not finite"
-    after = (
-        ""
-        if c["disturbance"] == "none"
-        else "never "
-        if c["recovered_after"] is None
-        else f"{c['recovered_after']} "
-    )
-    return after + (
-        f"{c['final_vs_high_precision']:+.1%}" if c["recipe"] != "none" else f"{c['final_loss']:.3f}"
-    )
+    value = f"{c['final_vs_high_precision']:+.1%}" if c["recipe"] != "none" else f"{c['final_loss']:.3f}"
+    if c["disturbance"] == "none":
+        return value
+    after = c["recovered_after"]
+    return ("never " if after is None else f"{after} ") + value
 
 
 def span(cells):
-    """The final loss of some cells against high precision's, in percent, from the smallest to the largest."""
+    """Return the range of the final loss against high precision's over some cells, in percent."""
     values = [100 * c["final_vs_high_precision"] for c in cells]
     low, high = f"{min(values):+.1f}", f"{max(values):+.1f}"
     return f"{low} %" if low == high else f"{low} to {high} %"
 
 
 def by_setting(cells):
-    """{"delayed hybrid, max of 1024": its cells of all margins, …}, without high precision's."""
+    """Return {"delayed hybrid, max of 1024": its cells of all margins, …}, without high precision."""
     groups = {}
     for c in cells:
         if c["recipe"] != "none":
@@ -112,8 +105,11 @@ def by_setting(cells):
 
 
 def table(result) -> str:
-    """Markdown table: the final loss against BF16's after the same disturbance, over margins, and the most
-    steps until the loss is back. The last column spans the disturbances that do not have one."""
+    """Return the Markdown table of the final loss against BF16's after the same disturbance.
+
+    A cell has the range over margins and the largest number of steps to recover. The last column has all
+    disturbances that have no column.
+    """
     shown = {"none": "undisturbed", "outlier 1e6": "one activation x 1,000,000",
              "loss down": "loss scaled by 2^-15"}
     lines = []
@@ -125,102 +121,70 @@ def table(result) -> str:
             steps = "never" if None in after else f"{max(after)} step{'s' * (max(after) != 1)}"
             line.append(span(some) + (f"; {steps}" if disturbance != "none" else ""))
         lines.append([*line, span([c for c in group if c["disturbance"] not in shown])])
-    return speed_report.markdown(["", *shown.values(), "other disturbances"], lines)
+    return markdown(["", *shown.values(), "other disturbances"], lines)
 
 
 def sizes_table(result) -> str:
-    """Markdown table: the undisturbed final loss against BF16's by layers x width, over margins."""
+    """Return the Markdown table of the undisturbed final loss against BF16's, by size, over margins."""
     sizes = list(dict.fromkeys(c["size"] for c in result["cells"]))
     lines = []
     for name, group in by_setting(result["cells"]).items():
         lines.append([name, *(span([c for c in group if c["size"] == size]) for size in sizes)])
-    return speed_report.markdown(["", *sizes], lines)
+    return markdown(["", *sizes], lines)
 
 
-def write(script, argv, figures, json_path=None, png_path=None):
-    """`figures` as JSON, with where, when, with what and by which command they came about; and drawn."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    cpus = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    result = {
-        "machine": fp8.describe(), "cpu": cpus[0] if cpus else platform.machine(), "torch": torch.__version__,
-        "python": platform.python_version(), "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", script, *(sys.argv[1:] if argv is None else argv)]), **figures,
-    }
-    if json_path:
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
-    if png_path:
-        plot(result, png_path)
-
-
-def check_folder(*paths):
-    """FileNotFoundError, before anything runs, for a file that could not be written at the end."""
-    for path in paths:
-        if path and not path.parent.is_dir():
-            raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
+def heat_map_text(cell):
+    """Return the text in a cell of the heat map: steps to recover, and the final loss."""
+    if not cell["finite"]:
+        return "not finite"
+    value = f"{cell['final_loss']:.3f}"
+    if cell["recipe"] != "none":
+        value = f"{100 * cell['final_vs_high_precision']:+.1f} %"
+    if cell["disturbance"] == "none":
+        return value
+    after = cell["recovered_after"]
+    return ("never\n" if after is None else f"{after} steps\n") + value
 
 
 def plot(result, path):
-    """`result`: what test_stability.py --json writes."""
-    import matplotlib
+    """Draw what test_stability.py --json writes as a heat map."""
+    import matplotlib  # slow to import
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     cells = result["cells"]
-    columns = list(dict.fromkeys(c["disturbance"] for c in cells))
+    columns = list(dict.fromkeys(cell["disturbance"] for cell in cells))
     rows = [cells[i:i + len(columns)] for i in range(0, len(cells), len(columns))]
-    percent = [
-        [100 * c["final_vs_high_precision"] if c["finite"] else float("nan") for c in row] for row in rows
-    ]
-
-    figure, axes = plt.subplots(
-        figsize=(3.6 + 1.15 * len(columns), 1.6 + 0.42 * len(rows)), layout="constrained"
-    )
-    colours = plt.get_cmap("RdBu_r").with_extremes(bad="black")
-    image = axes.imshow(percent, cmap=colours, vmin=-10, vmax=10, aspect="auto")
+    percent = [[100 * cell["final_vs_high_precision"] if cell["finite"] else math.nan for cell in row]
+               for row in rows]
+    height = 1.6 + 0.42 * len(rows)
+    figure, axes = plt.subplots(figsize=(3.6 + 1.15 * len(columns), height), layout="constrained")
+    colors = plt.get_cmap("RdBu_r").with_extremes(bad="black")
+    image = axes.imshow(percent, cmap=colors, vmin=-10, vmax=10, aspect="auto")
     for y, row in enumerate(rows):
-        for x, c in enumerate(row):
-            after = (
-                ""
-                if c["disturbance"] == "none"
-                else "never\n"
-                if c["recovered_after"] is None
-                else f"{c['recovered_after']} steps\n"
-            )
-            value = (
-                f"{c['final_loss']:.3f}"
-                if c["recipe"] == "none" and c["finite"]
-                else f"{percent[y][x]:+.1f} %"
-            )
-            dark = not c["finite"] or abs(percent[y][x]) > 7
-            axes.text(
-                x, y, after + value if c["finite"] else "not finite", ha="center", va="center", fontsize=8,
-                color="white" if dark else "black",
-            )
+        for x, cell in enumerate(row):
+            dark = not cell["finite"] or abs(percent[y][x]) > 7
+            axes.text(x, y, heat_map_text(cell), ha="center", va="center", fontsize=8,
+                      color="white" if dark else "black")
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), [row[0]["row"] for row in rows], fontsize=8)
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
-    axes.set_title(
-        f"{result['machine']}: {result['steps']} steps, disturbed from step {result['disturbed_from_step']}\n"
-        "steps until back within 5 %, and final loss against high precision's (its own row: the loss)",
-        fontsize=10,
-        pad=12,
-    )
-    figure.colorbar(
-        image, label="final loss against high precision's, %", shrink=min(1, 6 / (1.6 + 0.42 * len(rows))),
-        extend="both",
-    )
+    title = (f"{result['machine']}: {result['steps']} steps, disturbed from step "
+             f"{result['disturbed_from_step']}\n"
+             "steps until back within 5 %, and final loss against high precision's (its own row: the loss)")
+    axes.set_title(title, fontsize=10, pad=12)
+    figure.colorbar(image, label="final loss against high precision's, %", shrink=min(1, 6 / height),
+                    extend="both")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
-        print(
-            "stability_report.py: name a file that test_stability.py --json wrote: results/stability_cpu.json",
-            file=sys.stderr,
-        )
+        print("stability_report.py: name a file that test_stability.py --json wrote, such as "
+              "results/stability_cpu.json", file=sys.stderr)
         sys.exit(2)
-    plot(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[1]).with_suffix(".png"))
+    path = Path(sys.argv[1])
+    plot(json.loads(path.read_text()), path.with_suffix(".png"))

@@ -1,5 +1,8 @@
-"""What benchmark_te.py measures with: the GPU's clock, what the machine can reach, the least time of a step,
-kernels summed by class."""
+"""Time functions on the GPU, measure the machine's ceilings, and sum the time of kernels by class.
+
+Times are between CUDA events, so they are the GPU's and not Python's; without a GPU, the clock of the host
+stands in. `floor_ms` computes the least time of a training step from the ceilings (a roofline).
+"""
 
 import re
 import statistics
@@ -13,7 +16,7 @@ from nanote.profiling import kernels_of, summarize
 
 
 def stamp(device):
-    """A point in time: on a GPU, of its own clock, when it comes to it."""
+    """Return a point in time: on a GPU, an event in the current stream."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -22,7 +25,7 @@ def stamp(device):
 
 
 def spans_ms(stamps) -> list[float]:
-    """Between each stamp and the next."""
+    """Return ms between each stamp and the next."""
     if isinstance(stamps[0], float):
         return [1e3 * (b - a) for a, b in zip(stamps, stamps[1:])]
     stamps[-1].synchronize()
@@ -30,7 +33,7 @@ def spans_ms(stamps) -> list[float]:
 
 
 def timed(functions, device) -> list[float]:
-    """ms of each of `functions`, called one after the other without waiting in between."""
+    """Return ms of each of `functions`, called one after the other without waiting for the GPU."""
     stamps = [stamp(device)]
     for function in functions:
         function()
@@ -39,13 +42,16 @@ def timed(functions, device) -> list[float]:
 
 
 def median_ms(functions, device) -> float:
+    """Return the median ms of `functions`, after three calls to warm up."""
     timed(functions[:3], device)
     return statistics.median(timed(functions, device))
 
 
 def power_and_clock(function, device, seconds=2.0) -> dict:
-    """While calls of `function` follow each other: medians of the GPU's power draw and its multiprocessors'
-    clock, beside what they are limited to. {} where nvidia-smi does not tell."""
+    """Return medians of the GPU's power draw and SM clock, and their limits, while `function` is repeated.
+
+    Returns {} if nvidia-smi does not report them.
+    """
     if device.type != "cuda":
         return {}
     fields = {
@@ -67,19 +73,17 @@ def power_and_clock(function, device, seconds=2.0) -> dict:
                 function()
                 torch.cuda.synchronize(device)
         finally:
-            watcher.terminate()  # else leaving the block would wait for it for ever
+            watcher.terminate()  # or leaving the block would wait for it
         lines = watcher.stdout.read().splitlines()
     samples = [line.split(",") for line in lines if re.fullmatch(r"[\d., ]+", line) and line.count(",") == 3]
-    return (
-        {name: statistics.median(float(sample[i]) for sample in samples) for i, name in enumerate(fields)}
-        if samples
-        else {}
-    )
+    if not samples:
+        return {}
+    return {name: statistics.median(float(sample[i]) for sample in samples) for i, name in enumerate(fields)}
 
 
 def measure_ceilings(device) -> dict:
-    """What this machine reaches at best, now: TFLOP/s of an 8192³ product in BF16 and FP8, TB/s (read and
-    written) of a copy of 1 GiB."""
+    """Measure what this machine reaches: TFLOP/s of an 8192³ GEMM in BF16 and FP8, TB/s of a copy of 1 GiB
+    (bytes read and written)."""
     size, length = (8192, 2**30) if device.type == "cuda" else (256, 2**20)
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds = median_ms([lambda: a @ b.t()] * 20, device) / 1e3
@@ -87,41 +91,41 @@ def measure_ceilings(device) -> dict:
     found["fp8_tflops"] = found["bf16_tflops"]
     if device.type == "cuda":
         one, x, y = torch.ones((), device=device), a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
-        product = lambda: torch._scaled_mm(
-            x, y.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
-        )  # noqa: E731
-        found["fp8_tflops"] = 2 * size**3 / (median_ms([product] * 20, device) / 1e3) / 1e12
+        options = dict(scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        seconds = median_ms([lambda: torch._scaled_mm(x, y.t(), **options)] * 20, device) / 1e3
+        found["fp8_tflops"] = 2 * size**3 / seconds / 1e12
     source = torch.zeros(length, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    found["copy_tbs"] = 2 * length / (median_ms([lambda: target.copy_(source)] * 20, device) / 1e3) / 1e12
+    seconds = median_ms([lambda: target.copy_(source)] * 20, device) / 1e3
+    found["copy_tbs"] = 2 * length / seconds / 1e12
     return {name: float(f"{value:.4g}") for name, value in found.items()}
 
 
 def floor_ms(config, B, T, fp8, ceilings, optimizer_bytes=28) -> float:
-    """Least time of a step on B sequences of T tokens, were every part at its ceiling and nothing else there.
+    """Return the least ms of a training step on B sequences of T tokens: every part at its ceiling.
+
     The sum of:
 
-    products 6·B·T·(L·P + V·C) FLOPs at the FP8 or BF16 rate; P = C·(Hq + 2·Hkv)·D + Hq·D·C + 2·C·I (SwiGLU:
-    3·C·I), the block's weights attention 3.5 times the forward pass's 2·B·T²·Hq·D a layer (a causal half of
-    two products) at the BF16 rate: 7·B·T²·Hq·D·L optimizer 28 bytes a parameter: the BF16 gradient read twice
-    (norm, update); weight and 16-bit remainder, and two float32 moments, read
-                 and written
-    loss         4·B·T·V bytes: BF16 logits read, their gradient written
+    GEMMs       6·B·T·(L·P + V·C) FLOPs at the FP8 or BF16 rate; P = C·(Hq + 2·Hkv)·D + Hq·D·C + 2·C·I
+                (SwiGLU: 3·C·I) are the weights of a block
+    attention   7·B·T²·Hq·D·L FLOPs at the BF16 rate: 3.5 times the forward pass, which is 2·B·T²·Hq·D per
+                layer (the causal half of two GEMMs)
+    optimizer   optimizer_bytes per parameter. 28: the BF16 gradient read twice (norm, update); weight, 16-bit
+                remainder and two float32 moments read and written
+    loss        4·B·T·V bytes: BF16 logits read, their gradient written
 
-    config: an OptimizedConfig; ceilings: bf16_tflops, fp8_tflops, copy_tbs (read and written). Biases and
-    norms are left out.
+    Biases and norms are left out.
+
+    Args:
+        config: an OptimizedConfig.
+        ceilings: bf16_tflops, fp8_tflops and copy_tbs of `measure_ceilings`.
     """
     q, kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
     block = config.n_embd * (2 * q + 2 * kv + config.n_inner * (3 if config.activation == "swiglu" else 2))
     head = config.vocab_size * config.n_embd
     parameters = config.n_layer * block + head * (1 if config.tie_embeddings else 2)
-    seconds = (
-        6
-        * B
-        * T
-        * (config.n_layer * block + head)
-        / (1e12 * ceilings["fp8_tflops" if fp8 else "bf16_tflops"])
-    )
+    gemm_rate = 1e12 * ceilings["fp8_tflops" if fp8 else "bf16_tflops"]
+    seconds = 6 * B * T * (config.n_layer * block + head) / gemm_rate
     seconds += 7 * B * T**2 * q * config.n_layer / (1e12 * ceilings["bf16_tflops"])
     seconds += (optimizer_bytes * parameters + 4 * B * T * config.vocab_size) / (1e12 * ceilings["copy_tbs"])
     return 1e3 * seconds

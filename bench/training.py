@@ -26,8 +26,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench import stability_report as report  # noqa: E402
-from nanote import cli  # noqa: E402
+from bench.report import write_report
+from nanote import cli
 
 COMMON = "--preset gpt2-124m --vocab-size 50304 --grad-accum 1 --warmup-steps 50 --eval-interval 0 --eval-steps 2 --keep-checkpoints 1"
 REAL = "--micro-batch-size 32 --max-steps 1500 --log-interval 10 --checkpoint-interval 500"
@@ -170,7 +170,7 @@ def main(argv=None):
             figures = {} if options.skip_speed else {"speed": measure_speed(Path(scratch), options.data)}
             measure_switches(
                 Path(scratch), options.data, options.jobs,
-                lambda rows: report.write("bench/training.py", argv, figures | {"switches": rows}, path),
+                lambda rows: write_report("bench/training.py", argv, figures | {"switches": rows}, path),
             )
     figures = json.loads(path.read_text())
     plot(figures, path.with_suffix(".png"))

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import benchmark_te as benchmark
-from bench import agreement
+import train
+from bench import agreement, arms, measure
 from bench.agreement import Agreement
 from bench.plain_gpt import ARMS as PLAIN_ARMS
 from bench.plain_gpt import build_plain
@@ -34,11 +35,11 @@ def one_thread():
 
 def build(arm, block="gpt2"):
     """(step, its first micro-batch) as `measure` makes them."""
-    config = benchmark.make_config(SMALL, DEVICE, block)
-    config = benchmark.arm_config("bf16" if arm in PLAIN_ARMS else arm, config)
-    batch = benchmark.make_batches(config, DEVICE)[0]
+    config = arms.make_config(SMALL, DEVICE, block)
+    config = arms.arm_config("bf16" if arm in PLAIN_ARMS else arm, config)
+    batch = arms.make_batches(config, DEVICE)[0]
     if arm not in PLAIN_ARMS:
-        return benchmark.build_te(config, DEVICE, benchmark.make_batches(config, DEVICE)[0]), batch
+        return arms.build_te(config, DEVICE, arms.make_batches(config, DEVICE)[0]), batch
     model_config = models.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": False})
     return build_plain(arm, model_config, config, DEVICE), batch
 
@@ -81,7 +82,7 @@ def test_llama_agrees_with_a_plain_gpt_of_its_own_kind():
     step, batch = build("hf-llama", "modern")
     options = dataclasses.asdict(step.config) | {"use_fp8": False}
     model_config = models.make_model_config("optimized", options)
-    others = benchmark.agreement_of_llama(model_config, step.config, batch, DEVICE)
+    others = measure.agreement_of_llama(model_config, step.config, batch, DEVICE)
     assert others.verify("hf-llama", step, batch, DEVICE)["agreement"] < 0.6
     step, batch = build("hf-llama", "modern")
     step.model.llama.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: gradient / 2)
@@ -120,7 +121,7 @@ def with_plain_at_12_layers():
                                          ("fp8", 1.1), ("fp8-e4m3", 0.9), ("fp8-block-hybrid", 1.1)])
 def test_at_12_layers_a_tenth_more_or_less_is_refused(arm, factor, monkeypatch):
     """Of one block's weight gradient, in FP8 against high precision, where roundings explain the most."""
-    monkeypatch.setattr(benchmark, "ON_CPU", benchmark.ON_CPU | TWELVE_LAYERS)
+    monkeypatch.setattr(arms, "ON_CPU", arms.ON_CPU | TWELVE_LAYERS)
 
     def sabotage(step):
         weight_of(step, "block 5 fc1").register_hook(lambda gradient: gradient * factor)
@@ -138,7 +139,7 @@ def test_what_rounding_explains_on_a_gpu(depth, width, tokens):
     if rounding moved it the other way, by up to 3 %. BF16 against BF16: one of 2 %."""
     device, size = torch.device("cuda"), width * width
     bf16, *fp8s = (agreement.Errors.of(
-        benchmark.arm_config(arm, benchmark.TrainConfig(n_layer=depth)), device).of_norm(size, tokens, width)
+        arms.arm_config(arm, train.TrainConfig(n_layer=depth)), device).of_norm(size, tokens, width)
         for arm in ("bf16-bf16_moments", "fp8", "fp8-e4m3", "fp8-current", "fp8-block-hybrid"))
     assert 2 * bf16 < 0.02
     for fp8 in fp8s:
@@ -161,8 +162,8 @@ def test_what_was_measured_on_an_h200_agrees():
 
 
 def errors_of(row):
-    config = benchmark.TrainConfig(n_layer=row["model_config"]["n_layer"])
-    return agreement.Errors.of(benchmark.arm_config(row["arm"], config), torch.device("cuda"))
+    config = train.TrainConfig(n_layer=row["model_config"]["n_layer"])
+    return agreement.Errors.of(arms.arm_config(row["arm"], config), torch.device("cuda"))
 
 
 def freeze_in_the_optimizer(step):
@@ -239,7 +240,7 @@ def test_what_is_timed_is_the_model_at_its_start():
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, math.log(50304) + 0.55, math.log(50304) - 0.25])
 def test_a_loss_that_no_new_model_has_is_refused(loss):
-    config = benchmark.TrainConfig(vocab_size=50304, n_embd=768)
+    config = train.TrainConfig(vocab_size=50304, n_embd=768)
     agreement.check_loss(math.log(50304) + 0.15, config)
     with pytest.raises(RuntimeError, match="numerics: a loss of"):
         agreement.check_loss(loss, config)
@@ -247,7 +248,7 @@ def test_a_loss_that_no_new_model_has_is_refused(loss):
 
 @on_cpu
 def test_a_broken_arm_is_a_row_with_the_reason_and_the_others_are_measured(tmp_path, monkeypatch):
-    real = benchmark.build_te
+    real = arms.build_te
 
     def build_broken(config, *args):
         step = real(config, *args)
@@ -255,7 +256,7 @@ def test_a_broken_arm_is_a_row_with_the_reason_and_the_others_are_measured(tmp_p
             weight_of(step, "block 1 fc1").register_hook(torch.zeros_like)
         return step
 
-    monkeypatch.setattr(benchmark, "build_te", build_broken)
+    monkeypatch.setattr(arms, "build_te", build_broken)
     path = tmp_path / "rows.json"
     command = "--shapes 124m-b32 --blocks gpt2 --arms plain-eager fp8-current fp8 --steps 4 --profile none"
     command += f" --json {path}"

@@ -13,7 +13,7 @@ import torch
 
 import benchmark_te as benchmark
 import train
-from bench import memory, plain_gpt, timing, training
+from bench import arms, compile_modes, crossover, measure, memory, plain_gpt, speed, timing, training
 from bench import speed_report as report
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from nanote import cli, models, profiling
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes 
               pytest.mark.usefixtures("compiles")]
 TINY = dict(vocab_size=96, n_positions=32, n_embd=64, n_layer=2, n_head=4)
 BLOCKS = {
-    "gpt2": {}, "modern": benchmark.MODERN | dict(n_kv_head=2),
+    "gpt2": {}, "modern": arms.MODERN | dict(n_kv_head=2),
     "untied": dict(tie_embeddings=False, head_dim=32, n_inner=96),
 }
 NAMES = [
@@ -125,7 +125,7 @@ def test_floor_by_hand():
     ],
 )
 def test_arms_are_options_of_the_trainer(arm, changes):
-    config = benchmark.arm_config(arm, benchmark.TrainConfig())
+    config = arms.arm_config(arm, train.TrainConfig())
     assert {name: getattr(config, name) for name in changes} == changes
 
 
@@ -211,14 +211,14 @@ def test_shapes_write_whole_rows_and_keep_those_of_other_arms(tmp_path, capsys, 
 
 
 def test_an_arm_that_fails_is_a_row_with_the_reason(tmp_path, monkeypatch):
-    real = benchmark.build_te
+    real = arms.build_te
 
     def fails(config, *args):
         if not config.gradient_checkpointing:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
         return real(config, *args)
 
-    monkeypatch.setattr(benchmark, "build_te", fails)
+    monkeypatch.setattr(arms, "build_te", fails)
     assert run(f"--shapes llama3-8b --arms fp8 --steps 4 --profile none --json {tmp_path}/rows.json") == 0
     first, second = json.loads((tmp_path / "rows.json").read_text())
     assert (
@@ -230,12 +230,12 @@ def test_an_arm_that_fails_is_a_row_with_the_reason(tmp_path, monkeypatch):
 
 def test_without_options_it_prints_the_guides_table(tmp_path, monkeypatch, capsys):
     """Forward, backward, their total and FP8's speed-up, for each model and format, at the guide's shape."""
-    monkeypatch.setattr(benchmark, "WARMUP", 1)
+    monkeypatch.setattr(measure, "WARMUP", 1)
     assert run(f"--steps 4 --json {tmp_path}/formats.json") == 0
     out = capsys.readouterr().out
     rows = json.loads((tmp_path / "formats.json").read_text())
     assert {row["shape"] for row in rows} == {"guide"} and not any("error" in row for row in rows)
-    assert benchmark.GUIDE_SHAPE == (4, 768, 12, 8, 512)
+    assert speed.GUIDE_SHAPE == (4, 768, 12, 8, 512)
     table = [line for line in out.splitlines() if line.startswith("|")]
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
     cells = {tuple(line[:2]): line[2:] for line in lines[2:]}
@@ -276,13 +276,13 @@ def test_a_missing_figure_is_an_empty_cell():
 
 
 def test_sweep(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "WIDTHS", (256, 512))
-    monkeypatch.setattr(benchmark, "TOKENS", (1024, 2048))
+    monkeypatch.setattr(crossover, "WIDTHS", (256, 512))
+    monkeypatch.setattr(crossover, "TOKENS", (1024, 2048))
     assert run(f"--sweep --time-budget 0 --json {tmp_path}/rows.json") == 0
     assert all(
         row["error"] == "not run: time budget" for row in json.loads((tmp_path / "rows.json").read_text())
     )
-    monkeypatch.setattr(benchmark, "WIDTHS", (256,))
+    monkeypatch.setattr(crossover, "WIDTHS", (256,))
     assert run(f"--sweep --json {tmp_path}/rows.json --png {tmp_path}/map.png") == 0
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [(row["width"], row["tokens"]) for row in rows if "error" not in row] == [
@@ -298,19 +298,19 @@ def test_sweep(tmp_path, monkeypatch):
 
 
 def test_stack(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "STACK", {"by hand": "plain-by-hand", "fused": "fp8-fused-eager"})
+    monkeypatch.setattr(speed, "STACK", {"by hand": "plain-by-hand", "fused": "fp8-fused-eager"})
     assert run(f"--stack --steps 4 --json {tmp_path}/rows.json --png {tmp_path}/stack.png") == 0
     assert [row["label"] for row in json.loads((tmp_path / "rows.json").read_text())] == ["by hand", "fused"]
     assert (tmp_path / "stack.png").stat().st_size > 10_000
 
 
 def test_compile_reports_graphs_breaks_and_refusals(tmp_path, monkeypatch, compiles):
-    monkeypatch.setattr(benchmark, "COMPILE_RECIPES", ("none", "mxfp9"))
+    monkeypatch.setattr(compile_modes, "COMPILE_RECIPES", ("none", "mxfp9"))
     monkeypatch.setattr(models, "MODELS", {"custom": models.MODELS["custom"]})
     assert run(f"--compile --json {tmp_path}/rows.json") == 0
     rows = json.loads((tmp_path / "rows.json").read_text())
     works, fails = {row["mode"]: row for row in rows[:7]}, rows[7:]
-    assert list(works) == [row["mode"] for row in fails] == list(benchmark.COMPILE_MODES)
+    assert list(works) == [row["mode"] for row in fails] == list(compile_modes.COMPILE_MODES)
     for mode, row in works.items():
         compiled = mode not in ("cuda-graph", "eager")
         assert row["graphs"] == compiled and row["graph_breaks"] == 0 and row["tokens_per_s"] > 0, mode
@@ -397,7 +397,7 @@ def test_memory_switches_are_compared_with_the_defaults_of_the_same_run(tmp_path
         row = {"shape": command[-2], "switch": command[-1], "ms": 50.0 + len(ran), "peak_gib": 15.0}
         return SimpleNamespace(stdout="figures: " + json.dumps(row | {"peak_reserved_gib": 16.0}), stderr="")
 
-    monkeypatch.setattr(memory.report, "fp8", SimpleNamespace(IS_REFERENCE=False))
+    monkeypatch.setattr(memory, "fp8", SimpleNamespace(IS_REFERENCE=False))
     monkeypatch.setattr(memory.subprocess, "run", one)
     path = tmp_path / "memory.json"
     path.write_text(json.dumps([{"shape": "c4096", "switch": "defaults", "ms": 7.0, "defaults_ms": 7.0}]))

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import benchmark_attention as bench
+import benchmark_attention
 import model_te_optimized
-from benchmark_attention import Shape
+from bench import attention
+from bench.attention import Shape
+from bench.attention_report import verdict
 from nanote import cli
 
 SMALL = ["--shapes", "2x64x4x2x32", "--block-shapes"]
@@ -27,7 +29,7 @@ def one_thread():
 
 
 def rows_of(tmp_path, *arguments):
-    bench.main([*arguments, "--json", str(tmp_path / "a.json")])
+    benchmark_attention.main([*arguments, "--json", str(tmp_path / "a.json")])
     result = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)  # NaN is no JSON
     return result, {row["name"]: row for row in result["rows"]}
 
@@ -42,24 +44,24 @@ def not_causal(shape):
 
 def heads_mixed_up(shape):
     """Query head i with KV head i % KV heads; right is i // (heads / KV heads)."""
-    return lambda q, k, v: bench.sdpa(
+    return lambda q, k, v: attention.sdpa(
         Shape(shape.batch, shape.length, shape.heads, shape.heads, shape.head_dim)
     )(q, *(t.repeat(1, 1, shape.heads // shape.kv_heads, 1) for t in (k, v)))
 
 
 def forgets_a_gradient(shape):
-    return lambda q, k, v: bench.sdpa(shape)(q, k.detach() + 0 * k, v)
+    return lambda q, k, v: attention.sdpa(shape)(q, k.detach() + 0 * k, v)
 
 
 def wrong_in_the_last_sequence(shape):
     return lambda q, k, v: (
-        bench.sdpa(shape)(q, k, v)
+        attention.sdpa(shape)(q, k, v)
         * torch.tensor([1.0] * (shape.batch - 1) + [1.1], device=q.device).to(q).view(-1, 1, 1, 1)
     )
 
 
 def gives_nan(shape):
-    return lambda q, k, v: bench.sdpa(shape)(q, k, v) * math.nan
+    return lambda q, k, v: attention.sdpa(shape)(q, k, v) * math.nan
 
 
 def test_it_writes_its_figures_and_draws_them(tmp_path, capsys):
@@ -84,7 +86,7 @@ def test_it_writes_its_figures_and_draws_them(tmp_path, capsys):
         assert row["both_tflops"] == pytest.approx(1e-9 * 3.5 * 4 * 2 * 4 * 64 ** 2 * 32 / 2 / row["both_ms"])
     assert (tmp_path / "a.png").stat().st_size > 5000
     shown = capsys.readouterr().out
-    assert "by hand" in shown and "WRONG" not in shown and ("mean nothing" in shown) == (not bench.HAS_GPU)
+    assert "by hand" in shown and "WRONG" not in shown and ("mean nothing" in shown) == (not attention.HAS_GPU)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_it_writes_its_figures_and_draws_them(tmp_path, capsys):
     ],
 )
 def test_a_wrong_kernel_is_marked(wrong, tensors, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(bench.KERNELS, "by hand", wrong)
+    monkeypatch.setitem(attention.KERNELS, "by hand", wrong)
     result, rows = rows_of(tmp_path, *SMALL)
     row, limit = rows["by hand"], result["limits"]["kernel"]
     assert (
@@ -113,13 +115,13 @@ def test_a_wrong_kernel_is_marked(wrong, tensors, tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize(
     "name, error, told",
     [
-        (bench.FP8_KERNEL, 0.11, "errs by 11%"), (bench.FP8_KERNEL, 0.5, "WRONG"),
-        (bench.FP8_KERNEL, None, "WRONG"), ("by hand", 0.11, "WRONG"),
+        (attention.FP8_KERNEL, 0.11, "errs by 11%"), (attention.FP8_KERNEL, 0.5, "WRONG"),
+        (attention.FP8_KERNEL, None, "WRONG"), ("by hand", 0.11, "WRONG"),
     ],
 )
 def test_rounding_is_excused_in_fp8_alone(name, error, told):
     row = {"name": name, "errors": {"out": 0.01, "dq": error}, "agrees": False}
-    assert bench.verdict(row) == told and bench.verdict(row | {"agrees": True}) == ""
+    assert verdict(row) == told and verdict(row | {"agrees": True}) == ""
 
 
 def test_a_wrong_block_is_marked(tmp_path, monkeypatch):
@@ -140,8 +142,8 @@ def test_a_wrong_block_is_marked(tmp_path, monkeypatch):
 def test_a_kernel_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch, capsys):
     def fails(shape):
         raise RuntimeError("no kernel\nfor this")
-    monkeypatch.setitem(bench.KERNELS, "by hand", fails)
-    monkeypatch.setitem(bench.KERNELS, "none such", lambda shape: __import__("no_such_package"))
+    monkeypatch.setitem(attention.KERNELS, "by hand", fails)
+    monkeypatch.setitem(attention.KERNELS, "none such", lambda shape: __import__("no_such_package"))
     rows = rows_of(tmp_path, *SMALL)[1]
     assert rows["by hand"]["why_not"] == "no kernel for this"
     assert rows["none such"]["why_not"] == "not installed: No module named 'no_such_package'"
@@ -151,7 +153,7 @@ def test_a_kernel_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch
 def test_what_is_done_is_kept_when_the_run_is_cut_short(tmp_path, monkeypatch):
     def interrupted(shape):
         raise KeyboardInterrupt
-    monkeypatch.setitem(bench.KERNELS, "SDPA, PyTorch's choice", interrupted)
+    monkeypatch.setitem(attention.KERNELS, "SDPA, PyTorch's choice", interrupted)
     with pytest.raises(KeyboardInterrupt):
         rows_of(tmp_path, *SMALL)
     assert [row["name"] for row in json.loads((tmp_path / "a.json").read_text())["rows"]] == ["by hand"]
@@ -162,7 +164,7 @@ def test_the_reference_is_attention():
     the values so far."""
     q, k = torch.ones(1, 3, 1, 2, dtype=torch.bfloat16), torch.zeros(1, 3, 1, 2, dtype=torch.bfloat16)
     v = torch.tensor([1.0, 2.0, 4.0]).view(1, 3, 1, 1).expand(1, 3, 1, 2).bfloat16()
-    out, dq, dk, dv = bench.reference(q, k, v, torch.ones_like(q))
+    out, dq, dk, dv = attention.reference(q, k, v, torch.ones_like(q))
     torch.testing.assert_close(out[:, 0, 0], torch.tensor([1, 3 / 2, 7 / 3], dtype=torch.float64))
     torch.testing.assert_close(
         dv[:, 0, 0], torch.tensor([1 + 1 / 2 + 1 / 3, 1 / 2 + 1 / 3, 1 / 3], dtype=torch.float64)
@@ -188,7 +190,7 @@ def test_flops():
     ],
 )
 def test_a_mistake_is_one_line(arguments, words, capsys):
-    assert cli.run(lambda: bench.main(arguments), "benchmark_attention.py") == 2
+    assert cli.run(lambda: benchmark_attention.main(arguments), "benchmark_attention.py") == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and said.startswith("benchmark_attention.py: ") and words in said
 

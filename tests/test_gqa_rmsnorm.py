@@ -23,14 +23,14 @@ def test_the_largest_micro_batch_is_found_from_any_guess(largest, guess):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU")
 def test_each_switch_is_timed_in_turns_with_the_default(tmp_path, monkeypatch, capsys):
-    timed, real = [], script.benchmark_te.measure
+    timed, real = [], script.measure.measure
 
     def measure(*args, **kwargs):
         timed.append(kwargs["plain"])
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(script.benchmark_te, "measure", measure)
-    monkeypatch.setattr(script.benchmark_te, "WARMUP", 1)
+    monkeypatch.setattr(script.measure, "measure", measure)
+    monkeypatch.setattr(script.measure, "WARMUP", 1)
     assert run(f"--shapes 124m-b32 --steps 4 --json {tmp_path}/rows.json") == 0
     assert "the times mean nothing" in capsys.readouterr().out
     rows = {row["switch"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
@@ -85,7 +85,7 @@ def test_memory_is_limited_only_while_micro_batches_are_tried(monkeypatch):
         return config.micro_batch_size <= 33
 
     monkeypatch.setattr(script, "trains", trains)
-    config = script.benchmark_te.TrainConfig(micro_batch_size=8, seq_len=4096)
+    config = script.TrainConfig(micro_batch_size=8, seq_len=4096)
     assert script.largest_under_limit(config, 16, 15.5, "cuda") == {"sequences": 33, "memory_limit_gib": 16}
     assert limits == [0.25, 1.0]
     limits.clear()
@@ -98,17 +98,17 @@ def test_memory_is_limited_only_while_micro_batches_are_tried(monkeypatch):
 def test_a_graph_stays_valid_while_another_fp8_model_is_measured():
     """The default's CUDA graphs are replayed after TE's global state was reset for the next model."""
     device = torch.device("cuda")
-    config = script.benchmark_te.TrainConfig(n_layer=2, n_embd=256, n_head=4, vocab_size=512, seq_len=128,
+    config = script.TrainConfig(n_layer=2, n_embd=256, n_head=4, vocab_size=512, seq_len=128,
                                              micro_batch_size=4, n_positions=128, fp8_recipe="delayed")
-    batches = script.benchmark_te.make_batches(config, device)
+    batches = script.arms.make_batches(config, device)
 
     def losses(interrupted):
-        script.benchmark_te.free()
-        step = script.benchmark_te.build_te(config, device, batches[0])
+        script.arms.free()
+        step = script.arms.build_te(config, device, batches[0])
         found = [step(batches, 1e-3)[0].item() for _ in range(5)]
         if interrupted:
-            script.benchmark_te.free()
-            other = script.benchmark_te.build_te(config, device, batches[0])
+            script.arms.free()
+            other = script.arms.build_te(config, device, batches[0])
             for _ in range(3):
                 other(batches, 1e-3)
         return found + [step(batches, 1e-3)[0].item() for _ in range(5)]

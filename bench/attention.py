@@ -1,0 +1,316 @@
+"""Attention kernels, alone and inside a block: their correctness against float64 and their time.
+
+A kernel is a function of a Shape that returns attend(q, k, v), with q (B, S, heads, D) and k, v
+(B, S, KV heads, D) -> (B, S, heads, D). `measure_kernel` and `measure_block` return the fields of a row of
+benchmark_attention.py; `row_of` catches what a kernel raises.
+"""
+
+import math
+import time
+import warnings
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.timing import spans_ms, stamp
+from fast_kernels import accelerate
+from model_te_optimized import DelayedScaling, OptimizedConfig, OptimizedGPT2Model, te
+from nanote import fp8
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+# relative errors above these are mistakes, not rounding (FP8 values are up to 12 % apart)
+LIMITS = {"kernel": 0.02, "bf16": 0.02, "fp8": 0.1}
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def __str__(self):
+        return "x".join(str(n) for n in vars(self).values())
+
+    @staticmethod
+    def of(text, option):
+        """Parse "8x2048x12x12x64"; ValueError names the option."""
+        numbers = text.split("x")
+        if len(numbers) != 5 or not all(n.isascii() and n.isdigit() and int(n) for n in numbers):
+            raise ValueError(f"{option} {text!r}: must be batch x length x heads x KV heads x head width; "
+                             "8x2048x12x12x64 works")
+        shape = Shape(*map(int, numbers))
+        if shape.heads % shape.kv_heads:
+            raise ValueError(f"{option} {text!r}: KV heads must divide {shape.heads} heads; "
+                             f"{shape.heads} works")
+        return shape
+
+    def flops(self):
+        """Return the FLOPs of causal attention's GEMMs (forward, backward, both).
+
+        Two GEMMs forward, each half of B·H·S²·D multiply-adds, and five backward, one of which repeats one
+        of the forward pass: the convention of FlashAttention-2 (Dao 2023).
+        """
+        forward = 4 * self.batch * self.heads * self.length ** 2 * self.head_dim // 2
+        return forward, forward * 5 // 2, forward * 7 // 2
+
+
+# ---------------------------------------------------------------- kernels
+
+def by_hand(shape):
+    """Textbook attention, which stores the S x S matrices of all heads."""
+    needed = 4 * 2 * shape.batch * shape.heads * shape.length ** 2  # bytes: four at once in the backward pass
+    if HAS_GPU and needed > (free := torch.cuda.mem_get_info()[0]):
+        raise MemoryError(f"its S x S matrices need {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free")
+
+    def attend(q, k, v):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        k, v = (t.repeat_interleave(shape.heads // shape.kv_heads, dim=1) for t in (k, v))
+        future = torch.ones(shape.length, shape.length, dtype=torch.bool, device=q.device).triu(1)
+        scores = q @ k.transpose(2, 3) / math.sqrt(shape.head_dim)
+        weights = scores.masked_fill(future, -torch.inf).softmax(dim=-1)
+        return (weights @ v).transpose(1, 2)
+    return attend
+
+
+def sdpa(shape, backend=None):
+    def attend(q, k, v):
+        with sdpa_kernel(backend) if backend else nullcontext():
+            return F.scaled_dot_product_attention(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True,
+                enable_gqa=shape.heads != shape.kv_heads,
+            ).transpose(1, 2)
+    return attend
+
+
+def dot_product_attention(shape):
+    return te.DotProductAttention(
+        shape.heads, shape.head_dim, num_gqa_groups=shape.kv_heads, attention_dropout=0.0, qkv_format="bshd",
+        attn_mask_type="causal",
+    )
+
+
+def te_attention(shape):
+    module = dot_product_attention(shape)
+    return lambda q, k, v: module(q, k, v).view(q.shape)  # TE returns (B, S, heads·D)
+
+
+def te_attention_fp8(shape):
+    """Both GEMMs in FP8 (cuDNN), the casts of q, k, v and of the gradient included.
+
+    Three passes on values of the same size set the scales of delayed scaling.
+    """
+    module = dot_product_attention(shape)
+    recipe = DelayedScaling(amax_history_len=16, fp8_dpa=True)
+
+    def attend(q, k, v):
+        with te.autocast(enabled=True, recipe=recipe):
+            return module(q, k, v).view(q.shape)
+
+    draw = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
+    for _ in range(3):
+        inputs = [draw(shape.batch, shape.length, heads, shape.head_dim, requires_grad=True)
+                  for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+        one_pass(attend, (), inputs, draw(inputs[0].shape))
+    return attend
+
+
+def flash_2(shape):
+    from flash_attn import flash_attn_func  # optional package
+    return lambda q, k, v: flash_attn_func(q, k, v, causal=True)
+
+
+def flash_4(shape):
+    from flash_attn.cute import flash_attn_func  # optional package
+    return lambda q, k, v: flash_attn_func(q, k, v, causal=True)[0]  # [1] is the log-sum-exp
+
+
+FP8_KERNEL = "te.DotProductAttention, FP8"
+KERNELS = {
+    "by hand": by_hand, "SDPA, PyTorch's choice": sdpa,
+    f"{'te_reference' if fp8.IS_REFERENCE else 'te'}.DotProductAttention": te_attention,
+}
+if HAS_GPU:
+    KERNELS |= {
+        "SDPA, FlashAttention 2": partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
+        "SDPA, memory-efficient": partial(sdpa, backend=SDPBackend.EFFICIENT_ATTENTION),
+        "SDPA, cuDNN": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+        "flash-attn 2": flash_2,
+        "flash-attn 4": flash_4,
+        FP8_KERNEL: te_attention_fp8,
+    }
+
+
+# ---------------------------------------------------------------- correctness
+
+def reference(q, k, v, grad):
+    """Compute causal attention of the last sequence and the last KV head in float64.
+
+    A kernel that mixes up heads or sequences is wrong there; checking more would only cost time and memory.
+    Returns that slice of (out, dq, dk, dv): (S, query heads, D) twice and (S, 1, D) twice.
+    """
+    group = q.shape[2] // k.shape[2]
+    q, grad = q[-1, :, -group:].detach().double().requires_grad_(), grad[-1, :, -group:].double()
+    k, v = (t[-1, :, -1].detach().double().requires_grad_() for t in (k, v))
+    future = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
+    outs = []
+    for head in range(group):  # one at a time: in float64 an S x S matrix is large
+        weights = (q[:, head] @ k.T / math.sqrt(q.shape[-1])).masked_fill(future, -torch.inf).softmax(dim=-1)
+        outs.append(weights @ v)
+        outs[-1].backward(grad[:, head])
+    return torch.stack([out.detach() for out in outs], dim=1), q.grad, k.grad[:, None], v.grad[:, None]
+
+
+def relative_errors(found, expected):
+    """Return ||found - expected|| / ||expected|| of each pair as floats; NaN stays NaN."""
+    return [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(found, expected)]
+
+
+def error_fields(names, errors, limit):
+    """Return a row's fields for its errors: `errors` and whether all are within LIMITS[limit].
+
+    NaN is an error beyond every limit, and null in JSON.
+    """
+    errors = {name: error if math.isfinite(error) else None for name, error in zip(names, errors)}
+    agrees = all(error is not None and error <= LIMITS[limit] for error in errors.values())
+    return {"errors": errors, "agrees": agrees}
+
+
+# ---------------------------------------------------------------- time
+
+def one_pass(function, parameters, inputs, grad):
+    """Run forward and backward -> ((out, *gradients of inputs and parameters), the three stamps)."""
+    start = stamp(DEVICE)
+    out = function(*inputs)
+    middle = stamp(DEVICE)
+    grads = torch.autograd.grad(out, (*inputs, *parameters), grad)
+    return (out.detach(), *grads), (start, middle, stamp(DEVICE))
+
+
+def time_passes(function, sets, parameters=()):
+    """Time passes over sets of (inputs, gradient of the output) in turn.
+
+    Returns a row's fields: medians in ms, and the GiB that a pass needs beyond its inputs.
+    """
+    synchronize = torch.cuda.synchronize if HAS_GPU else lambda: None
+    start, warm = time.perf_counter(), 0
+    # the first passes compile, autotune and allocate, and the clock rises
+    while warm < 3 or HAS_GPU and time.perf_counter() - start < 0.1:
+        one_pass(function, parameters, *sets[warm % len(sets)])
+        synchronize()
+        warm += 1
+    passes = min(50, max(5, int(0.2 * warm / (time.perf_counter() - start)))) if HAS_GPU else 3
+    if HAS_GPU:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    stamps = []
+    for i in range(passes):
+        if HAS_GPU:
+            torch.cuda._sleep(4_000_000)  # cycles, about 2 ms, in which Python queues the pass
+        stamps.append(one_pass(function, parameters, *sets[i % len(sets)])[1])
+    synchronize()
+    forward, backward = (median(column) for column in zip(*map(spans_ms, stamps)))
+    both = median(spans_ms([first, last])[0] for first, _, last in stamps)
+    gib = (torch.cuda.max_memory_allocated() - before) / 2**30 if HAS_GPU else None
+    return {"forward_ms": forward, "backward_ms": backward, "both_ms": both, "peak_gib": gib}
+
+
+def random_sets(shapes):
+    """Draw inputs of these shapes and the gradient of an output of the first one's shape, in BF16.
+
+    Returns as many sets as fill the L2 cache twice, so that no pass finds its inputs there.
+    """
+    cache = torch.cuda.get_device_properties().L2_cache_size if HAS_GPU else 0
+    count = min(32, 2 + 2 * cache // (2 * sum(map(math.prod, shapes))))
+    torch.manual_seed(0)
+    draw = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
+    return [([draw(shape, requires_grad=True) for shape in shapes], draw(shapes[0])) for _ in range(count)]
+
+
+# ---------------------------------------------------------------- rows
+
+def row_of(measure, **fields):
+    """Return `fields` and what `measure()` returns, or {"why_not": the reason in a line} if it raises."""
+    torch.cuda.empty_cache()  # does nothing without a GPU
+    with warnings.catch_warnings(record=True) as notes:  # PyTorch explains "No available kernel" in warnings
+        warnings.simplefilter("always")
+        try:
+            return fields | measure()
+        except Exception as error:  # whatever a kernel raises concerns its row only
+            reason = "not installed: " if isinstance(error, ImportError) else ""
+            reason += str(error) or type(error).__name__
+            for note in notes:
+                reason += " " + str(note.message).partition("(Triggered")[0]
+    return fields | {"why_not": " ".join(reason.split())[:300]}
+
+
+def measure_kernel(make, shape, sets, expected):
+    """Check and time a kernel alone. expected: what `reference` returns for the first set."""
+    attend = make(shape)
+    found = one_pass(attend, (), *sets[0])[0]
+    group = shape.heads // shape.kv_heads
+    errors = relative_errors([t[-1, :, -heads:] for t, heads in zip(found, (group, group, 1, 1))], expected)
+    del found  # or it would count as memory that the kernel needs
+    figures = time_passes(attend, sets)
+    limit = "fp8" if make is te_attention_fp8 else "kernel"
+    row = error_fields(("out", "dq", "dk", "dv"), errors, limit) | figures
+    for name, flops in zip(("forward", "backward", "both"), shape.flops()):
+        row[f"{name}_tflops"] = flops / figures[f"{name}_ms"] / 1e9
+    return row
+
+
+# the attention of a block -> (config.attention, whether fast_kernels' packed attention replaces it);
+# the others are compared with the first
+BLOCK_ARMS = {"sdpa": ("sdpa", False), "te": ("te", False), "flash, not packed": ("flash", False),
+              "packed": ("flash", True)}
+
+
+def make_attention(shape, attention, packed, use_fp8):
+    """Build the attention module of a model, by way of the model, so that the configuration is checked."""
+    fp8.forget_models()
+    torch.manual_seed(0)
+    config = OptimizedConfig(
+        vocab_size=128, n_positions=shape.length, n_embd=shape.heads * shape.head_dim, n_layer=1,
+        n_head=shape.heads, n_kv_head=shape.kv_heads, head_dim=shape.head_dim, n_inner=64,
+        attention=attention, use_fp8=use_fp8,
+    )
+    model = OptimizedGPT2Model(config).to(DEVICE, torch.bfloat16)
+    if packed:
+        reason = accelerate(model, blocks=False, loss=False).attention
+        if reason:
+            raise RuntimeError(reason)
+    return model.blocks[0].attn
+
+
+def measure_block(arm, precision, shape, sets, expected):
+    """Check and time norm, QKV GEMM, attention and projection together.
+
+    expected: a list of out, dx and the gradient of the QKV weight. The first arm fills it; the others are
+    compared with it.
+    """
+    use_fp8 = precision == "fp8"
+    module = make_attention(shape, *BLOCK_ARMS[arm], use_fp8)
+    recipe = fp8.make_recipe("delayed" if use_fp8 else "none")
+
+    def block(x):
+        with te.autocast(enabled=use_fp8, recipe=recipe):
+            return module(x)
+
+    parameters = list(module.parameters())
+    weight = next(i for i, p in enumerate(parameters) if p is module.qkv.weight)
+    for _ in range(3):  # delayed scaling takes its scales from earlier passes
+        out, dx, *grads = one_pass(block, parameters, *sets[0])[0]
+    found = [out, dx, grads[weight]]
+    if not expected:
+        expected += found
+    errors = relative_errors(found, expected)
+    del out, dx, grads, found
+    fields = error_fields(("out", "dx", "dqkv_weight"), errors, precision)
+    return fields | time_passes(block, sets, parameters)

@@ -1,0 +1,123 @@
+"""Write the JSON reports of the studies, and Markdown tables.
+
+- `Rows`: a list of measurements, written to its file after each one. Running a study again replaces only the
+  rows that it measures again. Used where a row takes seconds to minutes.
+- `write_report`: one document with the machine, versions, date and command beside the figures.
+- `markdown`: a table for a page (bench/pages.py).
+"""
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+
+from nanote import fp8
+
+
+def check_folder(*paths):
+    """Raise FileNotFoundError, before anything is measured, if an output file's folder does not exist."""
+    for path in paths:
+        if path and not path.parent.is_dir():
+            raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
+
+
+def write_json(path, content):
+    """Write JSON through a temporary file, so that an interrupted run leaves the previous file intact."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def command_line(program, argv) -> str:
+    """Return the command that is recorded in a report. `argv` None: the arguments of this process."""
+    return shlex.join(["python", program, *(sys.argv[1:] if argv is None else argv)])
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def write_report(program, argv, figures, path=None) -> dict:
+    """Return `figures` with machine, versions, date and command before them; write it to `path` if given."""
+    result = {
+        "machine": fp8.describe(),
+        "cpu": cpu_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+        "command": command_line(program, argv),
+        **figures,
+    }
+    if path:
+        write_json(path, result)
+    return result
+
+
+class Rows(list):
+    """Measured rows, kept in a JSON file that is rewritten after each one.
+
+    A new row replaces an earlier one with the same values of `keys`; all others stay. Every row records the
+    GPU, versions, date and command that it was measured with.
+
+    Args:
+        path: the JSON file, or None to keep the rows in memory only.
+        keys: fields that identify a row.
+        program, argv: the command that is recorded.
+    Raises ValueError if the file holds something else, or GPU measurements while there is no GPU.
+    """
+
+    def __init__(self, path, keys, program, argv):
+        self.path, self.keys = path, keys
+        self.origin = {
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+            "torch": torch.__version__,
+            "te": "te_reference" if fp8.IS_REFERENCE else fp8.transformer_engine.__version__,
+            "date": datetime.date.today().isoformat(),
+            "command": command_line(program, argv),
+        }
+        if path and path.exists():
+            self._read()
+
+    def _read(self):
+        try:
+            self += json.loads(self.path.read_text())
+            for row in self:
+                self._key(row)
+        except (TypeError, KeyError, ValueError) as error:
+            fields = ", ".join(self.keys)
+            raise ValueError(f"--json {self.path} holds something else than rows with {fields}; name another "
+                             "file") from error
+        if self.origin["gpu"] == "CPU" and any(row.get("gpu", "CPU") != "CPU" for row in self):
+            raise ValueError(f"--json {self.path} holds GPU measurements, and there is no GPU here; "
+                             "name another file")
+
+    def _key(self, row) -> list:
+        return [row[key] for key in self.keys]
+
+    def has(self, row) -> bool:
+        """Return whether a row with these keys was measured without an error."""
+        return any(self._key(other) == self._key(row) and "error" not in other for other in self)
+
+    def add(self, row):
+        """Append a row, floats rounded to six digits, and write the file."""
+        row = row | self.origin
+        for name, value in row.items():
+            if isinstance(value, float):
+                row[name] = float(f"{value:.6g}")
+        self[:] = [other for other in self if self._key(other) != self._key(row)] + [row]
+        if self.path:
+            write_json(self.path, self)
+
+
+def markdown(titles, rows, left=1) -> str:
+    """Return a Markdown table. The first `left` columns are left-aligned, the others right-aligned."""
+    rule = ["---"] * left + ["---:"] * (len(titles) - left)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (titles, rule, *rows))
