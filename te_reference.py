@@ -673,7 +673,8 @@ class _Module(nn.Module):
             )
         if bias is not None:  # cuBLAS has no FP8 GEMM with a float32 bias, so TE rounds it to bfloat16
             y = y + (
-                _round(bias.float(), torch.bfloat16, torch.float32) if dtype == torch.float32 else bias.float()
+                _round(bias.float(), torch.bfloat16, torch.float32)
+                if dtype == torch.float32 else bias.float()
             )
         return y
 
