@@ -122,7 +122,8 @@ FAILURES = (
     ),
     Failure(
         "no CUDA in PyTorch",
-        r"Invalid version: '?None|got 'NoneType'|Torch not compiled with CUDA enabled|Unsupported cuda version",
+        r"Invalid version: '?None|got 'NoneType'|Torch not compiled with CUDA enabled"
+        r"|Unsupported cuda version",
         "The installed PyTorch has no CUDA (a CPU build), or one that Transformer Engine does not support.",
         CUDA_TORCH,
     ),
