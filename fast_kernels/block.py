@@ -72,7 +72,7 @@ def embed(model, tokens, positions):
     elsewhere = [] if _takes_head(model) and model.lm_head.weight is model.wte.weight else None
     _passes[model] = {"elsewhere": elsewhere}
     if model.config.use_rotary:
-        return fast_embedding.embed(tokens, model.wte.weight, elsewhere=elsewhere)
+        return fast_embedding.embed(tokens, model.wte.weight, tied_dweight=elsewhere)
     return fast_embedding.embed(tokens, model.wte.weight, positions, model.wpe.weight, elsewhere)
 
 
@@ -151,11 +151,11 @@ def cast_weights(model):
         if getattr(product.weight(), "_transpose", None) is None:
             product.quantizer.set_usage(rowwise=True, columnwise=True)
             module._fp8_workspaces[f"{name}weight"] = _hand_over(
-                fast_casts.outputs(weight, *weight.shape, fp8), product.quantizer
+                fast_casts.allocate_fp8(weight, *weight.shape, fp8), product.quantizer
             )
         kept = product.weight()
         casts.append((weight, (kept._data.view(fp8), kept._transpose, kept._scale_inv), scale, amax))
-    _casts[model] = fast_casts.list_casts(casts, _casts.get(model))
+    _casts[model] = fast_casts.make_cast_table(casts, _casts.get(model))
     fast_casts.cast_all(_casts[model])
 
 
@@ -288,7 +288,7 @@ def _back_through_product(ctx, gradient, weight, x):
             dbias = gradient.dequantize().sum(0)
     else:
         out, dbias = fast_casts.cast(
-            gradient.contiguous(), *_place(ctx.grad_output_quantizer), with_sums=ctx.use_bias
+            gradient.contiguous(), *_place(ctx.grad_output_quantizer), with_dbias=ctx.use_bias
         )
         gradient = _fp8(*out, ctx.grad_output_quantizer)
     return _gemm(weight, gradient, "NN", fast_k=ctx.product.fast_k), _gemm(x, gradient, "NT"), dbias
@@ -343,7 +343,7 @@ class _NormLinear(torch.autograd.Function):
         quantizer = ctx.branch_quantizer
         dx, out, dbranch_bias, dnorm_weight, dnorm_bias = fast_casts.norm_backward(
             dnorm, stream, mean, rstd, norm_weight, stream_gradient, quantizer and _place(quantizer),
-            with_sums=ctx.has_branch_bias,
+            with_dbranch_bias=ctx.has_branch_bias,
         )
         dbranch = quantizer and _hand_over(out, quantizer)
         if ctx.updates_scales:

@@ -84,7 +84,7 @@ def _byte(x, FP8: tl.constexpr):
 
 
 @triton.jit
-def _four(a, b, c, d, FP8: tl.constexpr):
+def _pack_fp8(a, b, c, d, FP8: tl.constexpr):
     return _byte(a, FP8) | (_byte(b, FP8) << 8) | (_byte(c, FP8) << 16) | (_byte(d, FP8) << 24)
 
 
@@ -100,7 +100,7 @@ def _instructions(monkeypatch):
         monkeypatch.setattr(fast_casts, "_reciprocal", _reciprocal)
         monkeypatch.setattr(fast_casts, "round_bf16", round_bf16)
         monkeypatch.setattr(fast_casts, "widen", widen)
-        monkeypatch.setattr(fast_casts, "_four", _four)
+        monkeypatch.setattr(fast_casts, "_pack_fp8", _pack_fp8)
         monkeypatch.setattr(fast_casts, "two_sums", two_sums)
         sizes = fast_casts._norm_backward_sizes  # several rows for each program, and not all as many
         monkeypatch.setattr(

@@ -467,7 +467,7 @@ def test_what_cannot_be_recorded_is_refused():
     optimizer = FastAdam(params, lr=1e-2)
     train(optimizer, params, 1)
     params[0].grad = params[0].grad.clone()  # elsewhere
-    with pytest.raises(RuntimeError, match=r"call prepare\(\) before the CUDA graph is recorded"):
+    with pytest.raises(RuntimeError, match=r"call prepare\(\) before the CUDA graph is captured"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             optimizer.step()
     train(optimizer, params, 1)

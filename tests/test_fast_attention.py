@@ -260,9 +260,9 @@ def test_flash_attention_writes_into_the_gradient_itself(monkeypatch, kernel, ro
     ],
 )
 def test_smaller_tiles_where_rows_are_short(monkeypatch, shape, capability, taken, tile):
-    monkeypatch.setattr(fast_attention, "FA4_TAKES_TILES", taken)
+    monkeypatch.setattr(fast_attention, "FA4_HAS_TILE_OPTION", taken)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    assert fast_attention._tile(torch.empty(shape)).get("tile_mn") == tile
+    assert fast_attention._tile_option(torch.empty(shape)).get("tile_mn") == tile
 
 
 gpu_shapes = pytest.mark.parametrize(

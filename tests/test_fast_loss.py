@@ -142,10 +142,10 @@ def test_fp8_gradient_is_the_cast_of_the_bf16_one(monkeypatch, rows, vocab_size,
         saved_lse(logits, labels), torch.tensor(scale, device=DEVICE), torch.zeros(1, device=DEVICE),
     )
     per_label = torch.tensor(factor, device=DEVICE) / (labels != -100).sum()
-    by_rows, by_columns = fast_loss.cast_gradient(logits, labels, lse, per_label, scale, amax, fp8)
+    rowwise, columnwise = fast_loss.cast_gradient(logits, labels, lse, per_label, scale, amax, fp8)
     _, gradient = loss_and_gradient(logits, labels, factor)
     expected = te_reference.quantize(gradient, scale, fp8)
-    assert torch.equal(by_rows, expected.view(torch.uint8)) and torch.equal(by_columns, by_rows.T)
+    assert torch.equal(rowwise, expected.view(torch.uint8)) and torch.equal(columnwise, rowwise.T)
     assert amax.item() == te_reference.amax_of(gradient).item() > 0
     amax.fill_(1e5)
     fast_loss.cast_gradient(logits, labels, lse, per_label, scale, amax, fp8)
@@ -204,7 +204,7 @@ def test_which_gradients_are_cast(monkeypatch, case, in_fp8):
         module.__dict__.update(names)
         monkeypatch.setitem(sys.modules, f"transformer_engine.pytorch.{name}", module)
     reason = "not made for this GPU" if case == "another GPU" else ""
-    monkeypatch.setattr(fast_loss.fast_support, "environment_reason", lambda: reason)
+    monkeypatch.setattr(fast_loss.support, "environment_reason", lambda: reason)
     state = dict(scale=torch.tensor(5e3), amax=torch.zeros(1), dtype="E5M2")
     quantizer = (
         SimpleNamespace(**state)
@@ -354,12 +354,12 @@ def test_more_than_2_to_the_31_logits():
 
     expected = [gradient(place) for place in places]
     scale, amax = torch.tensor(57344.0 * rows, device="cuda"), torch.zeros(1, device="cuda")
-    by_rows, by_columns = fast_loss.cast_gradient(
+    rowwise, columnwise = fast_loss.cast_gradient(
         values, labels, lse, torch.tensor(1 / rows, device="cuda"), scale, amax, torch.float8_e5m2)
     for place, of_place in zip(places, expected):
-        of_fp8 = by_rows[place].view(torch.float8_e5m2).double() / scale
+        of_fp8 = rowwise[place].view(torch.float8_e5m2).double() / scale
         assert (of_fp8 - of_place).norm() < 0.06 * of_place.norm()  # E5M2 keeps 2 bits
-        assert torch.equal(by_columns[:, place], by_rows[place].T)
+        assert torch.equal(columnwise[:, place], rowwise[place].T)
     loss.backward()
     for place, of_place in zip(places, expected):
         assert (logits.grad[place] - of_place).norm() < 4e-3 * of_place.norm()
