@@ -1,5 +1,7 @@
-"""The gradient of an embedding, against float64 sums. Without a GPU: in Triton's interpreter, on the small
-shapes."""
+"""The embedding and its gradients against float64.
+
+Without a GPU they run in Triton's interpreter, on small shapes only.
+"""
 
 import pytest
 import torch
@@ -18,11 +20,11 @@ def on_gpu(*values):
 def make_tokens(kind, count, vocab_size):
     torch.manual_seed(1)
     tokens = torch.randint(0, vocab_size, (count,))
-    if kind == "one word":
+    if kind == "one token":
         tokens[:] = vocab_size - 1
     if kind == "two in halves":
         tokens = torch.arange(count) * 2 // count
-    if kind == "as in text":  # the most frequent word makes up a good part, most words are rare
+    if kind == "as in text":  # one token is very frequent, most are rare
         tokens = (vocab_size ** torch.rand(count, dtype=torch.float64)).long() - 1
     if kind == "each once":
         tokens = torch.randperm(count)
@@ -36,7 +38,7 @@ def exact(tokens, dy, vocab_size):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", ["any", "one word", "two in halves", "as in text", "each once"])
+@pytest.mark.parametrize("kind", ["any", "one token", "two in halves", "as in text", "each once"])
 @pytest.mark.parametrize(
     "count, vocab_size, columns",
     [
@@ -44,7 +46,7 @@ def exact(tokens, dy, vocab_size):
         on_gpu(4096, 50304, 4096), on_gpu(8208, 50304, 3088),
     ],
 )
-def test_sums(count, vocab_size, columns, kind, dtype):
+def test_sum_by_index(count, vocab_size, columns, kind, dtype):
     tokens, dy = make_tokens(kind, count, vocab_size), torch.randn(count, columns, device=DEVICE).to(dtype)
     dweight = fast_embedding.sum_by_index(tokens, dy, vocab_size)
     expected = exact(tokens, dy, vocab_size)
@@ -54,16 +56,14 @@ def test_sums(count, vocab_size, columns, kind, dtype):
         atol=2e-5 * count**0.5,
     )
     assert torch.equal(dweight.abs().sum(1) > 0, torch.bincount(tokens, minlength=vocab_size) > 0)
-    assert torch.equal(dweight, fast_embedding.sum_by_index(tokens, dy, vocab_size))  # to the bit
+    assert torch.equal(dweight, fast_embedding.sum_by_index(tokens, dy, vocab_size))  # bit for bit
 
 
-def test_as_an_embedding():
-    """Forward PyTorch's, and its gradient joins what the weight gets elsewhere."""
+def test_embed_without_positions():
+    """The output equals PyTorch's, and autograd adds the gradient to others of the weight."""
     torch.manual_seed(1)
-    weight, tokens = (
-        torch.randn(50, 32, device=DEVICE, requires_grad=True),
-        torch.randint(0, 50, (3, 20), device=DEVICE),
-    )
+    weight = torch.randn(50, 32, device=DEVICE, requires_grad=True)
+    tokens = torch.randint(0, 50, (3, 20), device=DEVICE)
     dy, elsewhere = torch.randn(3, 20, 32, device=DEVICE), torch.randn(50, 32, device=DEVICE)
     x = fast_embedding.embed(tokens, weight)
     assert torch.equal(x, weight[tokens])
@@ -81,19 +81,19 @@ def test_as_an_embedding():
     [(3, 20, 32, 5), (2, 33, 1040, 0), on_gpu(8, 1024, 768, 0), on_gpu(8, 1024, 768, 5)],
 )
 def test_with_positions(batch, length, columns, more, documents, dtype):
-    """As PyTorch's two embeddings, added; with documents in a batch each token has a position of its own, and
-    each position several. more: positions that no token has."""
+    """Equals the sum of PyTorch's two embeddings.
+
+    documents: positions (B, S), with duplicates, as in a packed batch. more: number of unused positions."""
     torch.manual_seed(1)
     weight, position_weight = (
         torch.randn(rows, columns, dtype=dtype, device=DEVICE).requires_grad_()
         for rows in (50, length + more)
     )
     tokens = torch.randint(0, 50, (batch, length), device=DEVICE)
-    positions = (
-        torch.randint(0, length, (batch, length), device=DEVICE)
-        if documents
-        else torch.arange(length, device=DEVICE)
-    )
+    if documents:
+        positions = torch.randint(0, length, (batch, length), device=DEVICE)
+    else:
+        positions = torch.arange(length, device=DEVICE)
     dy = torch.randn(batch, length, columns, device=DEVICE).to(dtype)
     x = fast_embedding.embed(tokens, weight, positions, position_weight)
     assert torch.equal(x, weight[tokens] + position_weight[positions])
@@ -107,16 +107,15 @@ def test_with_positions(batch, length, columns, more, documents, dtype):
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("bad", [-1, -100, 0x7fffffff, 50])
-def test_a_token_that_is_no_word(bad, rows):
-    """NaN in its place, nothing elsewhere, and an end: though there be whole chunks of it, and nothing else.
-    """
+def test_token_outside_the_vocabulary(bad, rows):
+    """It gives NaN in its row and changes no other row, and the kernels terminate, even if whole chunks
+    consist of it."""
     weight, position_weight = (torch.randn(rows, 32, device=DEVICE, requires_grad=True) for rows in (50, 70))
     tokens, positions = torch.randint(0, 50, (2, 70), device=DEVICE), torch.arange(70, device=DEVICE)
     tokens[:rows, 2 - rows:] = bad
     x, known = fast_embedding.embed(tokens, weight, positions, position_weight), tokens != bad
-    assert x[~known].isnan().all() and torch.equal(
-        x[known], (weight[tokens.where(known, 0)] + position_weight)[known]
-    )
+    assert x[~known].isnan().all()
+    assert torch.equal(x[known], (weight[tokens.where(known, 0)] + position_weight)[known])
     dy = torch.randn_like(x)
     x.backward(dy)
     torch.testing.assert_close(
@@ -124,14 +123,13 @@ def test_a_token_that_is_no_word(bad, rows):
     )
 
 
-def test_added_to_the_gradient_from_elsewhere():
-    """In place, and once."""
+def test_tied_weight():
+    """The gradient is added to the output head's in place, once."""
     torch.manual_seed(1)
-    weight, tokens = (
-        torch.randn(50, 32, device=DEVICE, requires_grad=True),
-        torch.randint(0, 50, (3, 20), device=DEVICE),
-    )
-    dy, head_dweight, tied_dweight = torch.randn(3, 20, 32, device=DEVICE), torch.randn(50, 32, device=DEVICE), []
+    weight = torch.randn(50, 32, device=DEVICE, requires_grad=True)
+    tokens = torch.randint(0, 50, (3, 20), device=DEVICE)
+    dy, head_dweight = torch.randn(3, 20, 32, device=DEVICE), torch.randn(50, 32, device=DEVICE)
+    tied_dweight = []
     expected = exact(tokens.flatten(), dy.flatten(0, 1), 50) + head_dweight.double()
     x = fast_embedding.embed(tokens, weight, tied_dweight=tied_dweight)
     tied_dweight.append(head_dweight)
@@ -143,11 +141,9 @@ def test_added_to_the_gradient_from_elsewhere():
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="no GPU")
 def test_in_a_cuda_graph():
-    """Other tokens in the same memory, when it is replayed."""
-    tokens, dy = (
-        make_tokens("any", 4096, 50304),
-        torch.randn(4096, 768, device=DEVICE, dtype=torch.bfloat16),
-    )
+    """A replay reads new tokens from the same memory."""
+    tokens = make_tokens("any", 4096, 50304)
+    dy = torch.randn(4096, 768, device=DEVICE, dtype=torch.bfloat16)
     fast_embedding.sum_by_index(tokens, dy, 50304)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
