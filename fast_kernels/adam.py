@@ -10,7 +10,7 @@ same: a checkpoint written with one loads in the other.
 - One launch per parameter group. One table holds the addresses of each parameter's tensors, a second one the
   parameter and chunk of each program. Their sizes do not depend on which parameters have gradients, so that a
   captured launch stays valid.
-- Gradient clipping is a factor applied as the kernel reads the gradients, not a pass of its own over them.
+- Gradient clipping is a factor applied as the kernel reads the gradients, not another pass over them.
 
 References: AdamW is algorithm 2 of Loshchilov and Hutter, arXiv:1711.05101. The split of a float32 master
 into a BF16 weight and a 16-bit remainder is Transformer Engine's.

@@ -116,7 +116,7 @@ def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization=None
     Args:
         dy: (N, C) BF16, gradient of norm(residual).
         residual, mean, rstd: as returned by `norm`.
-        dresidual: (N, C) BF16, gradient of the residual from elsewhere, or None.
+        dresidual: (N, C) BF16, gradient from the other uses of the residual, or None.
         quantization: (scale, amax, FP8 type) with which dx is quantized, or None.
 
     Returns:

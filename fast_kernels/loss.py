@@ -36,7 +36,7 @@ def cross_entropy(logits, labels, head=None):
     """Compute the mean cross-entropy over the labels that are not -100, () float32; 0 if all are -100.
 
     Args:
-        logits: (N, V) BF16 or float32, contiguous. Backward overwrites them with their gradient.
+        logits: (N, V) BF16 or float32, contiguous. Backward may overwrite them: do not use them afterwards.
         labels: (N,) int64.
         head: the `te.LayerNormLinear` that computed `logits`. If it runs in FP8 under delayed scaling, its
             backward pass gets the gradient in FP8. Then use the logits for nothing else: autograd would sum

@@ -64,12 +64,12 @@ def test_embed_without_positions():
     torch.manual_seed(1)
     weight = torch.randn(50, 32, device=DEVICE, requires_grad=True)
     tokens = torch.randint(0, 50, (3, 20), device=DEVICE)
-    dy, elsewhere = torch.randn(3, 20, 32, device=DEVICE), torch.randn(50, 32, device=DEVICE)
+    dy, other_dweight = torch.randn(3, 20, 32, device=DEVICE), torch.randn(50, 32, device=DEVICE)
     x = fast_embedding.embed(tokens, weight)
     assert torch.equal(x, weight[tokens])
-    ((x * dy).sum() + (weight * elsewhere).sum()).backward()
+    ((x * dy).sum() + (weight * other_dweight).sum()).backward()
     torch.testing.assert_close(
-        weight.grad.double(), exact(tokens.flatten(), dy.flatten(0, 1), 50) + elsewhere.double(),
+        weight.grad.double(), exact(tokens.flatten(), dy.flatten(0, 1), 50) + other_dweight.double(),
         rtol=1e-5, atol=1e-5,
     )
 
