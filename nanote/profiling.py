@@ -236,9 +236,9 @@ KERNELS = {  # class: regular expression for kernel names; the first match count
     "GEMM BF16": "nvjet|gemm|cutlass|splitk|xmma|triton_tem|aten::(add)?b?mm",
     "activation": "gelu|silu|swiglu|gated|tanh|sigmoid|^_activation",
     "norm": "norm|rsqrt|ln_(fwd|bwd)",
-    "cast/transpose": "transpose|quantiz|cast|amax|delayed_scaling|fp8|^_add_up",
+    "cast/transpose": "transpose|quantiz|cast|amax|delayed_scaling|fp8|^_reduce_rows",
     "copy/concat": r"direct_copy|memcpy|memset|catarray|fused_cat|fillfunctor|aten::(copy_|cat|fill_|zero_)",
-    "embedding": "embedding|index|compute_grad_weight|sum_and_scatter|radix_?sort|^_embed|^_(sum|join)_words",
+    "embedding": "embedding|index|compute_grad_weight|sum_and_scatter|radix_?sort|^_embed|^_sum_over_batch",
     "elementwise/residual": "elementwise|triton_poi|triton_red|triton_per|reduce_kernel|aten::(add|mul|sum)",
 }
 

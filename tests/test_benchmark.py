@@ -151,9 +151,9 @@ def test_arms_are_options_of_the_trainer(arm, changes):
         ("_activation_backward_kernel", "activation"),
         ("_norm_kernel", "norm"),
         ("_cast_all_kernel", "cast/transpose"),
-        ("_add_up_kernel", "cast/transpose"),
+        ("_reduce_rows_kernel", "cast/transpose"),
         ("_norm_backward_kernel", "norm"),
-        ("_sum_words_kernel", "embedding"),
+        ("_sum_by_index_kernel", "embedding"),
         ("_embed_kernel", "embedding"),
         ("_transpose_kernel", "cast/transpose"),
         (
