@@ -1,4 +1,5 @@
-"""README and guide: the Python runs, the commands run (training for twelve steps), the links lead somewhere."""
+"""What the pages show works: their Python runs, their commands run (training for twelve steps), and their links,
+files and functions exist."""
 
 import ast
 import importlib
@@ -18,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 NAMES = ("README.md", "GUIDE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "guide").glob("*.md"))]
-EXPECTED = {"nanote/config.py", "nanote/models.py", "fast_kernels/__init__.py"}  # not merged yet
+# Files that pages name before they are merged
+EXPECTED = {"nanote/config.py", "nanote/models.py", "fast_kernels/__init__.py"}
 
 
 def commands_of(page):
