@@ -1,5 +1,5 @@
-"""What the pages show works: their Python runs, their commands run (training for twelve steps), and their links,
-files and functions exist."""
+"""What the pages show works: Python runs, commands run (training for twelve steps), and links, files and
+functions exist."""
 
 import ast
 import importlib
