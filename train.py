@@ -84,6 +84,9 @@ class TrainConfig:
     attention: Literal["auto", "sdpa", "te", "flash"] | None = "auto"
     """Attention kernel; auto: FlashAttention if it is installed, else Transformer Engine's, on a CPU
     PyTorch's."""
+    fast_kernels: bool = True
+    """Replace parts of the model by the kernels of fast_kernels/ where they apply; no: plain Transformer
+    Engine modules."""
     fused_block: bool = True
     """On a Hopper GPU, delayed scaling's blocks with kernels of this kit's own (fast_kernels/block.py); no:
     by their modules."""

@@ -1,2 +1,111 @@
-"""Triton kernels and cuBLASLt GEMMs that make FP8 training on Hopper faster; without them everything works,
-slower."""
+"""Acceleration of `model_te_optimized.py` on a Hopper GPU, as one call on a model that works without it.
+
+    from fast_kernels import accelerate report = accelerate(model) # in place; print(report) says what was
+    replaced, and why other parts were not
+
+The weights, the state_dict and, within rounding, the numbers stay the same. Each part is one file:
+
+- block.py       the training pass under delayed scaling, with casts.py, embedding.py and gemm.py
+- attention.py   FlashAttention on the packed QKV tensor, with QK-norm and RoPE in one kernel
+- loss.py        cross-entropy whose gradient is written in FP8
+- adam.py        AdamW with clipping in one pass; an optimizer, which `accelerate` does not touch
+- support.py     which models and passes the kernels take, and why any other goes through the modules
+"""
+
+import importlib.util
+import types
+from dataclasses import dataclass
+
+from fast_kernels import support
+
+# The largest K of a dgrad GEMM that may use fast accumulation. Up to it, in the median GEMM of models in
+# training, the FP8 tensor-core accumulator adds less error than the rounding to BF16 after it, and about as
+# much in the worst (bench/accumulation.py). The K of a wgrad GEMM is the number of tokens, where it would add
+# about 3 %.
+DGRAD_FAST_ACCUM_K = 3072
+
+
+@dataclass
+class Report:
+    """What `accelerate` did, part by part: "" where the kernels run, else the reason why they do not."""
+
+    blocks: str = ""
+    attention: str = ""
+    loss: str = ""
+    dgrad_fast_accum_k: int = 0
+
+    def __str__(self):
+        if self.blocks:
+            return f"fast kernels are off: {self.blocks}"
+        if not self.dgrad_fast_accum_k:
+            return "fast kernels are on"
+        largest = f"{self.dgrad_fast_accum_k:,}"
+        return f"fast kernels are on; dgrad GEMMs with K up to {largest} use fast accumulation where it is faster"
+
+
+def accelerate(
+    model, *, blocks=True, attention=True, loss=True, dgrad_fast_accum_k=DGRAD_FAST_ACCUM_K
+) -> Report:
+    """Replace parts of a model of model_te_optimized.py by the kernels, in place.
+
+    Passes that the kernels are not made for (evaluation, another recipe, frozen parameters) keep going
+    through the modules; a warning says so once for each reason. A model whose methods, modules or hooks were
+    edited is left alone.
+
+    Args:
+        blocks: the training pass of the embedding, the blocks and lm_head. attention: attention with
+        FlashAttention. loss: the cross-entropy. dgrad_fast_accum_k: the largest K of a dgrad GEMM that may
+        use FP8 fast accumulation, which is then used
+            where it is faster. 0: never, as in Transformer Engine's recipe.
+
+    Returns:
+        A Report; `str` of it is one line.
+    """
+    if dgrad_fast_accum_k < 0:
+        raise ValueError(
+            f"dgrad_fast_accum_k={dgrad_fast_accum_k}: must be 0 or more; {DGRAD_FAST_ACCUM_K} works"
+        )
+    reason = support.structure_reason(model)
+    if not reason and importlib.util.find_spec("triton") is None:
+        reason = "Triton is not installed"
+    if reason:
+        return Report(reason, reason, reason)
+    model.dgrad_fast_accum_k = dgrad_fast_accum_k
+    return Report(
+        _replace_blocks(model) if blocks else "not asked for",
+        _replace_attention(model) if attention else "not asked for",
+        _replace_loss(model) if loss else "not asked for",
+        dgrad_fast_accum_k)
+
+
+def _replace_blocks(model):
+    from fast_kernels import block  # needs Triton
+
+    own = vars(model).get("forward")
+    if own is not None and not support.is_accelerated(own):
+        return "the forward method of the model was replaced"
+    model.forward = types.MethodType(block.forward, model)
+    return support.unsupported_reason(model, said=True)
+
+
+def _replace_attention(model):
+    from fast_kernels import block  # needs Triton
+
+    for layer in [transformer_block.attn for transformer_block in model.blocks]:
+        if layer.kernel != "flash":
+            return f"attention is {layer.kernel}, not flash"
+        reason = support.attention_reason(layer)
+        layer.takes_packed_attention = not reason  # for compiled code, which cannot ask
+        if reason:
+            return reason
+        layer.mix = types.MethodType(block.mix, layer)
+    return ""
+
+
+def _replace_loss(model):
+    from fast_kernels import block  # needs Triton
+
+    reason = support.loss_reason(model)
+    if not reason:
+        model.cross_entropy = types.MethodType(block.cross_entropy, model)
+    return reason

@@ -1,33 +1,30 @@
-"""The training pass of a GPT's blocks and output head in FP8, written out: matrix products, and between them
-the kernels of `fast_kernels/casts.py`.
+"""The training pass of a GPT in FP8 under delayed scaling, as one function: `forward`.
 
-Transformer Engine's modules each read their input from memory and write their output to it in BF16. Here the
-same parameters, scales and amax histories, which stay in those modules, are used across their borders. With
-`FP8` for "times its scale, cast, by rows and transposed":
+`fast_kernels.accelerate` puts the first three functions in the place of methods of `model_te_optimized.py`.
+Each of Transformer Engine's (TE) modules reads its input from memory and writes its output to memory in BF16.
+Here their parameters, scales and amax histories are used across the borders of modules. With FP8(x) for x
+quantized, rowwise and transposed:
 
-    stream += branch + bias the residual stream, and what the block before adds to it hidden =
-    FP8(norm(stream)) @ FP8(weight) NormLinear: QKV, the MLP's first product branch = FP8(activation(hidden +
-    bias)) @ FP8(weight) Linear: attention's projection (without activation), the MLP's second product
+    residual += branch + bias                            what the block before adds to the residual
+    hidden    = FP8(norm(residual)) @ FP8(weight)        norm_linear: QKV, and the first layer of the MLP
+    branch    = FP8(activation(hidden + bias)) @ FP8(weight)
+                                                         linear: attention's projection (without activation),
+                                                         and the second layer of the MLP
 
-- A product's bias belongs to whoever reads its output next: the residual stream, the activation. Attention
-  stands between a QKV product and its reader: that product adds its bias itself. So does the last one, where
-  the head is not in FP8.
-- So does the cast of a gradient: the gradient of the stream is added up and cast for the branch's product,
-  that of an activation's input for the product before. They are handed over as a `Float8Tensor`, which
-  autograd passes on like any tensor.
-- This is delayed scaling, which knows the scales beforehand. Any other pass goes through the modules
-  (`fast_kernels/support.py` says which and why), which compute the same but for dgrad's accumulation; one
-  step may go this way and the next one that way.
-- All weights are cast in one launch.
-- GEMMs are cuBLASLt's, with the algorithm chosen by `fast_kernels/gemm.py`, or else Transformer Engine's own
-  call. As under its default recipe, forward GEMMs use fast accumulation, dgrad and wgrad accumulate in
-  float32. dgrad with a small K may use fast accumulation as well (`accelerate`), where that is faster.
+- The bias of a GEMM is added by the kernel that reads its output. QKV adds its own, since attention follows
+  it, and so does the last GEMM where lm_head is not in FP8.
+- A gradient is quantized by the kernel that writes it, with the quantizer of the GEMM that reads it. It is
+  passed through autograd as a `Float8Tensor`.
+- Delayed scaling knows the scales before the values. Other recipes do not, so they go through the modules,
+  which compute the same but for the accumulation in dgrad. Steps of both kinds can follow each other.
+- One launch quantizes all weights.
+- GEMMs run in cuBLASLt, with the algorithm that `gemm.py` has chosen, or else through TE. As in TE's recipe,
+  forward GEMMs use fast accumulation; dgrad and wgrad accumulate in float32. dgrad GEMMs with a small K may
+  use fast accumulation too, where it is faster (`accelerate`, `dgrad_fast_accum_k`).
 
-The modules' own way of doing this is in Transformer Engine's `pytorch/module/layernorm_linear.py`,
-`linear.py` and `layernorm_mlp.py`.
+TE's own version of this is in `pytorch/module/layernorm_linear.py`, `linear.py` and `layernorm_mlp.py`.
 """
 
-import weakref
 from collections import Counter
 
 import torch
@@ -35,317 +32,320 @@ import torch
 from fast_kernels import casts as fast_casts
 from fast_kernels import embedding as fast_embedding
 from fast_kernels import gemm as fast_gemm
-from fast_kernels import support as fast_support
-from fast_kernels.support import takes_pass  # noqa: F401  asked by the model before it calls the functions below
+from fast_kernels import loss as fast_loss
+from fast_kernels import support
+from fast_kernels.attention import packed_attention
 
-# The largest K of a dgrad GEMM that may use fast accumulation: up to it, the tensor cores' accumulator adds
-# less of an error than BF16's rounding after it in the median GEMM of models in training, and about as much
-# in the worst (bench/accumulation.py). A wgrad's K is the number of tokens, where it would add about 3 %.
-DGRAD_FAST_ACCUM_K = 3072
+# ---------------------------------------------------------------- what replaces the model's methods
 
 
-def accelerate(model, dgrad_fast_accum_k=DGRAD_FAST_ACCUM_K):
-    """Set the kernels' options for a model; without a call the defaults hold.
+def forward(model, input_ids, labels=None, cu_seqlens=None, is_first_microbatch=None, kv_cache=None):
+    """Replace `OptimizedGPT2Model.forward`."""
+    if kv_cache is None and support.takes_pass(model):
+        return training_pass(model, input_ids, labels, cu_seqlens, is_first_microbatch)
+    modules = type(model).forward
+    return modules(model, input_ids, labels, cu_seqlens, is_first_microbatch, kv_cache)
 
-    Args:
-        dgrad_fast_accum_k: the largest K of a dgrad GEMM that may use FP8 fast accumulation, which is then
-        taken where
-            it is faster. 0: never, as in Transformer Engine's recipe.
+
+def mix(attention, qkv, rope=None, kv_cache=None, documents=None):
+    """Replace `Attention.mix`."""
+    if kv_cache is not None or qkv.dtype != torch.bfloat16 or not support.takes_attention(attention):
+        return type(attention).mix(attention, qkv, rope, kv_cache, documents)
+    config = attention.config
+    norms = (attention.q_norm.weight, attention.k_norm.weight) if config.use_qk_norm else (None, None)
+    return packed_attention(
+        qkv, config.n_head, config.n_kv_head, rope, *norms, config.layernorm_epsilon,
+        cu_seqlens=documents[0] if documents else None)
+
+
+def cross_entropy(model, logits, labels):
+    """Replace `OptimizedGPT2Model.cross_entropy`."""
+    if not logits.is_cuda:
+        return type(model).cross_entropy(model, logits, labels)
+    return fast_loss.cross_entropy(logits, labels, head=model.lm_head)
+
+
+# ---------------------------------------------------------------- the training pass
+
+
+@fast_casts.on_input_device
+def training_pass(model, input_ids, labels, cu_seqlens, is_first_microbatch):
+    """Compute what the model's own forward computes, for a pass that `support.takes_pass`.
 
     Returns:
-        Why training passes go through the modules, or "" where the kernels take them.
+        Logits (B, S, vocab_size) BF16, or with labels their mean cross-entropy, scalar float32.
     """
-    if dgrad_fast_accum_k < 0:
-        raise ValueError(
-            f"dgrad_fast_accum_k={dgrad_fast_accum_k}: must be 0 or more; {DGRAD_FAST_ACCUM_K} works"
+    config, (batch, length), fast_k = model.config, input_ids.shape, model.dgrad_fast_accum_k
+    head_is_fused = _fuses_head(model)
+    positions, rope, documents = model.locate(input_ids, cu_seqlens)
+    # lm_head's gradient of a tied weight goes straight to the embedding's backward pass, which adds to it in
+    # place
+    tied_gradient = [] if head_is_fused and model.lm_head.weight is model.wte.weight else None
+    x = _embed(model, input_ids, positions, tied_gradient)
+    with model.autocast():
+        _prepare_modules(model, x)
+        if is_first_microbatch is not False:
+            quantize_weights(model)
+
+        residual, branch, branch_bias = x.flatten(0, 1), None, None  # (B·S, n_embd)
+        for block in model.blocks:
+            attn, mlp, is_last = block.attn, block.mlp, block is model.blocks[-1]
+            residual, qkv = norm_linear(residual, branch, branch_bias, attn.qkv, "", fast_k, adds_bias=True)
+            y = attn.mix(qkv.view(batch, length, -1, config.head_dim), rope, documents=documents)
+            branch, branch_bias = linear(y.flatten(0, 1), None, None, attn.proj, "", fast_k)
+            residual, hidden = norm_linear(residual, branch, branch_bias, mlp, "fc1_", fast_k)
+            branch, branch_bias = linear(
+                hidden, mlp.activation, _parameter(mlp, "fc1_bias"), mlp, "fc2_", fast_k,
+                adds_bias=is_last and not head_is_fused)
+
+        if not head_is_fused:
+            return model.output((residual + branch).view(x.shape), labels, is_first_microbatch)
+        _, logits = norm_linear(
+            residual, branch, branch_bias, model.lm_head, "", fast_k, adds_bias=True,
+            tied_gradient=tied_gradient,
         )
-    model.dgrad_fast_accum_k = dgrad_fast_accum_k
-    for block in model.blocks:
-        fast_support.settle_attention(block.attn)
-    return fast_support.unsupported_reason(model, said=True)
+    if labels is None:
+        return logits.view(batch, length, -1)
+    return model.cross_entropy(logits, labels.flatten())
 
 
-@fast_casts.on_input_device
-def embed(model, tokens, positions):
-    """The sum of `model.wte` and, if there is one, `model.wpe` -> (B, S, n_embd). Call it before `logits`, in
-    each pass."""
-    elsewhere = [] if _takes_head(model) and model.lm_head.weight is model.wte.weight else None
-    _passes[model] = {"elsewhere": elsewhere}
-    if model.config.use_rotary:
-        return fast_embedding.embed(tokens, model.wte.weight, elsewhere=elsewhere)
-    return fast_embedding.embed(tokens, model.wte.weight, positions, model.wpe.weight, elsewhere)
-
-
-@fast_casts.on_input_device
-def blocks(model, x, rope=None, is_first_microbatch=None, documents=None):
-    """`model.blocks`, one after the other, inside `te.autocast`: (B, S, n_embd) -> (B, S, n_embd). The
-    arguments are those of `Block.forward`. With the head in FP8, what the last block adds to the stream is
-    still missing: `logits` adds it."""
-    for module, products in Counter(module for module, _ in _weights(model)).items():
-        module.prepare_forward(x, num_gemms=products)  # FP8 state, as in a forward pass of the module
-        module.end_forward()
-    if is_first_microbatch is not False:
-        cast_weights(model)
-    shape, head_follows = x.shape, _takes_head(model)
-    x, branch, bias = x.flatten(0, 1), None, None
-    fast_k = _dgrad_fast_accum_k(model)
-    for block in model.blocks:
-        attn, mlp = block.attn, block.mlp
-        x, qkv = norm_linear(x, branch, bias, attn.qkv, "", fast_k, adds_bias=True)
-        y = attn.mix(qkv.view(*shape[:2], -1, attn.config.head_dim), rope, documents=documents)
-        branch, bias = linear(y.flatten(0, 1), None, None, attn.proj, "", fast_k)
-        x, hidden = norm_linear(x, branch, bias, mlp, "fc1_", fast_k)
-        adds_bias = block is model.blocks[-1] and not head_follows
-        fc1_bias = _parameter(mlp, "fc1_bias")
-        branch, bias = linear(hidden, mlp.activation, fc1_bias, mlp, "fc2_", fast_k, adds_bias=adds_bias)
-    if not head_follows:
-        return (x + branch).view(shape)
-    _passes[model] |= {"branch": branch, "bias": bias}  # the head's norm adds them to the stream
-    return x.view(shape)
-
-
-@fast_casts.on_input_device
-def logits(model, x, is_first_microbatch=None):
-    """`model.lm_head`, after `blocks`: (N, n_embd) -> (N, vocab_size) BF16."""
-    if _takes_head(model):
-        return norm_linear(
-            x, module=model.lm_head, name="", fast_k=_dgrad_fast_accum_k(model), adds_bias=True,
-            **_passes.pop(model),
-        )[1]
-    return model.lm_head(x, is_first_microbatch=is_first_microbatch)
-
-
-def _dgrad_fast_accum_k(model):
-    return getattr(model, "dgrad_fast_accum_k", DGRAD_FAST_ACCUM_K)
-
-
-def _takes_head(model):
+def _fuses_head(model):
     return model.config.fp8_lm_head and model.config.loss_chunks == 1
 
 
-def _weights(model):
-    """Where those lie that are cast to FP8: (module, "", "fc1_" or "fc2_"), in the order of the forward pass.
-    """
-    blocks = [
-        weight
-        for b in model.blocks
-        for weight in ((b.attn.qkv, ""), (b.attn.proj, ""), (b.mlp, "fc1_"), (b.mlp, "fc2_"))
-    ]
-    return blocks + [(model.lm_head, "")] if _takes_head(model) else blocks
+def _embed(model, input_ids, positions, tied_gradient):
+    """Return the sum of the token and position embeddings, (B, S, n_embd)."""
+    if model.config.use_rotary:
+        return fast_embedding.embed(input_ids, model.wte.weight, elsewhere=tied_gradient)
+    return fast_embedding.embed(input_ids, model.wte.weight, positions, model.wpe.weight, tied_gradient)
 
 
-# of each model, in a pass: what the head's `norm_linear` gets from the embedding and the blocks
-_passes = weakref.WeakKeyDictionary()
-_casts = weakref.WeakKeyDictionary()  # of each model: its weights' addresses
+def _prepare_modules(model, x):
+    """Update the FP8 state of every module, as its own forward pass does."""
+    for module, gemms in Counter(module for module, _ in _quantized_weights(model)).items():
+        module.prepare_forward(x, num_gemms=gemms)
+        module.end_forward()
+
+
+def _quantized_weights(model):
+    """Return (module, prefix) of each weight that is quantized, in the order of the forward pass."""
+    found = []
+    for block in model.blocks:
+        found += [(block.attn.qkv, ""), (block.attn.proj, ""), (block.mlp, "fc1_"), (block.mlp, "fc2_")]
+    return found + [(model.lm_head, "")] if _fuses_head(model) else found
 
 
 @torch.no_grad()
-def cast_weights(model):
-    """All weights to FP8 in one launch, for there are many, and most are small. They are kept where TE keeps
-    those of a gradient accumulation, so that a pass through the modules may use them, or renew them; in the
-    same memory each time, so go backward before the next forward pass with other weights."""
+def quantize_weights(model):
+    """Quantize all weights to FP8 in one launch.
+
+    They are kept where TE keeps those of a gradient accumulation, so that a pass through the modules can use
+    or renew them. Their memory stays the same: go backward before the next forward pass with other weights.
+    """
     casts = []
-    for module, name in _weights(model):
-        product, weight = _Product(module, name), getattr(module, f"{name}weight")
-        scale, amax, fp8 = _place(product.quantizer)
-        if getattr(product.weight(), "_transpose", None) is None:
-            product.quantizer.set_usage(rowwise=True, columnwise=True)
-            module._fp8_workspaces[f"{name}weight"] = _hand_over(
-                fast_casts.outputs(weight, *weight.shape, fp8), product.quantizer
-            )
-        kept = product.weight()
-        casts.append((weight, (kept._data.view(fp8), kept._transpose, kept._scale_inv), scale, amax))
-    _casts[model] = fast_casts.list_casts(casts, _casts.get(model))
-    fast_casts.cast_all(_casts[model])
+    for module, prefix in _quantized_weights(model):
+        layer, weight = _LinearLayer(module, prefix), getattr(module, f"{prefix}weight")
+        scale, amax, dtype = _scale_amax_dtype(layer.weight_quantizer)
+        if getattr(layer.quantized_weight(), "_transpose", None) is None:
+            layer.weight_quantizer.set_usage(rowwise=True, columnwise=True)
+            out = fast_casts.outputs(weight, *weight.shape, dtype)
+            module._fp8_workspaces[f"{prefix}weight"] = _as_float8_tensor(out, layer.weight_quantizer)
+        kept = layer.quantized_weight()
+        casts.append((weight, (kept._data.view(dtype), kept._transpose, kept._scale_inv), scale, amax))
+    model.fp8_cast_list = fast_casts.list_casts(casts, getattr(model, "fp8_cast_list", None))
+    fast_casts.cast_all(model.fp8_cast_list)
 
 
-def norm_linear(x, branch, bias, module, name, fast_k, adds_bias=False, elsewhere=None):
-    """Residual stream, norm and a product -> the stream x + branch + bias, and norm(stream) @ weightᵀ, with
-    the product's bias if `adds_bias`.
+def norm_linear(residual, branch, branch_bias, module, prefix, fast_k, adds_bias=False, tied_gradient=None):
+    """Add a branch to the residual, and apply a module's norm and GEMM to the sum.
 
-    x, branch: (N, C) BF16; branch None: the stream is x. bias: (C,), the branch's, or None. `module`: a
-    `te.LayerNormLinear` or `te.LayerNormMLP`, whose norm and product `name` ("" or "fc1_") it is. fast_k: see
-    `accelerate`. elsewhere: a list that gets the weight's gradient, instead of autograd.
+    Args:
+        residual, branch: (N, C) BF16; branch may be None.
+        branch_bias: (C,) BF16 or None.
+        module, prefix: a `te.LayerNormLinear` and "", or a `te.LayerNormMLP` and "fc1_".
+        fast_k: see `accelerate`, dgrad_fast_accum_k.
+        adds_bias: whether the GEMM adds the module's bias.
+        tied_gradient: a list that receives the weight's gradient in place of autograd, or None.
+
+    Returns:
+        residual + branch + branch_bias, (N, C), and norm(of that) @ weightᵀ (+ bias), (N, outputs), BF16.
     """
-    weight, own_bias = (
-        getattr(module, f"{name}weight"),
-        _parameter(module, f"{name}bias") if adds_bias else None,
-    )
+    bias = _parameter(module, f"{prefix}bias") if adds_bias else None
     return _NormLinear.apply(
-        x, branch, bias, module.layer_norm_weight, module.layer_norm_bias, weight, own_bias, module.eps,
-        _Product(module, name, fast_k), _quantizer_of(branch), elsewhere,
-    )
+        residual, branch, branch_bias, module.layer_norm_weight, module.layer_norm_bias,
+        getattr(module, f"{prefix}weight"), bias, module.eps, _LinearLayer(module, prefix, fast_k),
+        _gradient_quantizer(branch), tied_gradient)
 
 
-def linear(x, activation, bias, module, name, fast_k, adds_bias=False):
-    """activation(x + bias) @ weightᵀ -> (N, outputs) BF16, and the product's own bias, still to be added, or
-    None.
+def linear(x, activation, x_bias, module, prefix, fast_k, adds_bias=False):
+    """Compute activation(x + x_bias) @ weightᵀ.
 
-    x: (N, inputs) BF16, twice as wide for swiglu. activation: "gelu", "swiglu", or None, then bias is None.
-    `module`: a `te.Linear`, or the `te.LayerNormMLP` whose product `name` ("fc2_") it is.
+    Args:
+        x: (N, inputs) BF16, twice as wide for swiglu.
+        activation: "gelu", "swiglu" or None; then x_bias is None.
+        module, prefix: a `te.Linear` and "", or a `te.LayerNormMLP` and "fc2_".
+        adds_bias: whether the GEMM adds the module's bias.
+
+    Returns:
+        (N, outputs) BF16, and the module's bias if it is still to be added, else None.
     """
-    own_bias = _parameter(module, f"{name}bias")
-    branch = _Linear.apply(
-        x, bias, getattr(module, f"{name}weight"), own_bias if adds_bias else None, activation,
-        _Product(module, name, fast_k), _quantizer_of(x) if activation else None,
-    )
-    return branch, None if adds_bias else own_bias
+    bias = _parameter(module, f"{prefix}bias")
+    out = _Linear.apply(
+        x, x_bias, getattr(module, f"{prefix}weight"), bias if adds_bias else None, activation,
+        _LinearLayer(module, prefix, fast_k), _gradient_quantizer(x) if activation else None)
+    return out, None if adds_bias else bias
+
+
+# ---------------------------------------------------------------- Transformer Engine's FP8 tensors and GEMMs
 
 
 def _parameter(module, name):
-    return getattr(module, name) if module.use_bias else None  # TE has empty ones where there is no bias
+    return getattr(module, name) if module.use_bias else None  # without biases, TE has empty ones
 
 
-def _quantizer_of(x):
-    """What the product that x came out of casts x's gradient with."""
+def _gradient_quantizer(x):
+    """Return the quantizer of x's gradient: that of the GEMM which computed x."""
     if x is None:
         return None
     if not hasattr(x.grad_fn, "grad_output_quantizer"):
         raise ValueError(
-            "fast_block: a branch, and what an activation reads, must be what linear and norm_linear returned, untouched: their "
-            "gradients are handed over in FP8"
+            "fast_kernels.block: a branch and the input of an activation must come unchanged from "
+            "norm_linear or linear, since their gradients are passed on in FP8"
         )
     return x.grad_fn.grad_output_quantizer
 
 
-def _place(quantizer):
-    """A quantizer of delayed scaling as the kernels take it: scale, amax, type."""
+def _scale_amax_dtype(quantizer):
+    """Return what the kernels take of a quantizer of delayed scaling."""
     from transformer_engine.pytorch.constants import TE_DType_To_Torch
 
     return quantizer.scale, quantizer.amax, TE_DType_To_Torch[quantizer.dtype]
 
 
-class _Product:
-    """One linear layer of a TE module: the quantizers of its three tensors, and its weight in FP8."""
+class _LinearLayer:
+    """One linear layer of a TE module: the quantizers of its input, weight and output gradient, and its FP8
+    weight."""
 
-    def __init__(self, module, name, fast_k=0):
-        # TE's numbering: forward input, weight, output; backward gradient of output, of input
-        number = name == "fc2_"
+    def __init__(self, module, prefix, fast_k=0):
+        # TE numbers the tensors of each GEMM: forward input, weight, output; backward gradient of output, of
+        # input
+        gemm = 1 if prefix == "fc2_" else 0
         forward, backward = module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
-        self.input, self.quantizer, self.gradient = (
-            forward[3 * number], forward[3 * number + 1], backward[2 * number],
-        )
-        self.module, self.name, self.fast_k = module, f"{name}weight", fast_k
+        self.input_quantizer, self.weight_quantizer = forward[3 * gemm], forward[3 * gemm + 1]
+        self.gradient_quantizer = backward[2 * gemm]
+        self.module, self.name, self.fast_k = module, f"{prefix}weight", fast_k
 
-    def weight(self):
-        """What `cast_weights` made, or the first micro-batch's pass through the module; None before."""
+    def quantized_weight(self):
+        """Return what `quantize_weights`, or a first micro-batch's pass through the module, has left; else
+        None."""
         return self.module._fp8_workspaces.get(self.name)
 
 
-def _fp8(by_rows, by_columns, scale_inv, quantizer):
-    """FP8's three as Transformer Engine's products take them; by_rows or by_columns may be None where a
-    product does not need it."""
+def _as_gemm_operand(rowwise, columnwise, scale_inv, quantizer):
+    """Return FP8 data as TE's GEMMs take it. A copy that the GEMM does not read may be None."""
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
     return Float8TensorStorage(
-        data=None if by_rows is None else by_rows.view(torch.uint8), fp8_scale_inv=scale_inv,
-        fp8_dtype=quantizer.dtype,
-        data_transpose=None if by_columns is None else by_columns.view(torch.uint8),
-        fake_dtype=torch.bfloat16,
-    )
+        data=None if rowwise is None else rowwise.view(torch.uint8),
+        data_transpose=None if columnwise is None else columnwise.view(torch.uint8),
+        fp8_scale_inv=scale_inv, fp8_dtype=quantizer.dtype, fake_dtype=torch.bfloat16)
 
 
-def _hand_over(out, quantizer):
-    """FP8's three as a tensor that autograd passes on."""
+def _as_float8_tensor(out, quantizer):
+    """Return FP8 data as a tensor that autograd passes on."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
-    by_rows, by_columns, scale_inv = out
+    rowwise, columnwise, scale_inv = out
     return Float8Tensor(
-        shape=by_rows.shape, dtype=torch.bfloat16, data=by_rows.view(torch.uint8),
-        data_transpose=by_columns.view(torch.uint8), fp8_scale_inv=scale_inv, fp8_dtype=quantizer.dtype,
-        quantizer=quantizer, device=by_rows.device,
-    )
+        shape=rowwise.shape, dtype=torch.bfloat16, data=rowwise.view(torch.uint8),
+        data_transpose=columnwise.view(torch.uint8), fp8_scale_inv=scale_inv, fp8_dtype=quantizer.dtype,
+        quantizer=quantizer, device=rowwise.device)
 
 
 def _gemm(a, b, layout="TN", bias=None, fast_k=0):
-    """A GEMM in BF16. "TN", forward: b @ aᵀ + bias, for a weight a. "NN", dgrad: b @ a, for a gradient b.
-    "NT", wgrad: bᵀ @ a.
+    """Run a GEMM with a BF16 result.
 
-    fast_k: the largest K of a dgrad GEMM that may use fast accumulation."""
+    Args:
+        layout: "TN", forward: b @ aᵀ + bias for a weight a. "NN", dgrad: b @ a for a gradient b. "NT", wgrad:
+        bᵀ @ a. fast_k: the largest K of a dgrad GEMM that may use fast accumulation.
+    """
     from transformer_engine.pytorch.constants import TE_DType_To_Torch
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
-    may_be_fast = layout == "NN" and b._data.shape[1] <= fast_k
-    accumulation = "fast" if layout == "TN" else "fastest" if may_be_fast else "precise"
+    if layout == "TN":
+        accumulation = "fast"
+    elif layout == "NN" and b._data.shape[1] <= fast_k:
+        accumulation = "fastest"
+    else:
+        accumulation = "precise"
     if fast_gemm.is_supported():
-        left, right = a._data if layout == "TN" else a._transpose, b._transpose if layout == "NT" else b._data
+        left = a._data if layout == "TN" else a._transpose
+        right = b._transpose if layout == "NT" else b._data
         left, right = left.view(TE_DType_To_Torch[a._fp8_dtype]), right.view(TE_DType_To_Torch[b._fp8_dtype])
         out = fast_gemm.gemm(left, a._scale_inv, right, b._scale_inv, bias, accumulation)
         if out is not None:
             return out
-    precise = layout != "TN"  # nothing was timed: Transformer Engine's rule
+    precise = layout != "TN"  # TE's rule: nothing was timed
     return general_gemm(
         a, b, layout=layout, bias=bias, out_dtype=torch.bfloat16, use_split_accumulator=precise, grad=precise
     )[0]
 
 
-def _back_through_product(ctx, gradient, weight, x):
-    """-> the gradients of the product's input, its weight and its bias or None. The output's: in BF16, or
-    handed over in FP8."""
+def _linear_backward(ctx, gradient, weight, x):
+    """Return the gradients of a linear layer's input, weight, and bias or None.
+
+    gradient: of its output, in BF16, or quantized by the kernel that computed it."""
     dbias = None
     if hasattr(gradient, "_data"):
         if ctx.use_bias:
             dbias = gradient.dequantize().sum(0)
     else:
-        out, dbias = fast_casts.cast(
-            gradient.contiguous(), *_place(ctx.grad_output_quantizer), with_sums=ctx.use_bias
-        )
-        gradient = _fp8(*out, ctx.grad_output_quantizer)
-    return _gemm(weight, gradient, "NN", fast_k=ctx.product.fast_k), _gemm(x, gradient, "NT"), dbias
+        quantizer = _scale_amax_dtype(ctx.grad_output_quantizer)
+        out, dbias = fast_casts.cast(gradient.contiguous(), *quantizer, with_sums=ctx.use_bias)
+        gradient = _as_gemm_operand(*out, ctx.grad_output_quantizer)
+    dx = _gemm(weight, gradient, "NN", fast_k=ctx.layer.fast_k)  # dgrad: gradient @ weight
+    dweight = _gemm(x, gradient, "NT")  # wgrad: gradientᵀ @ x
+    return dx, dweight, dbias
 
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
-        x,
-        branch,
-        branch_bias,
-        norm_weight,
-        norm_bias,
-        weight,
-        bias,
-        eps,
-        product,
-        branch_quantizer,
-        elsewhere,
+        ctx, x, branch, branch_bias, norm_weight, norm_bias, weight, bias, eps, layer, branch_quantizer,
+        tied_gradient,
     ):
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-        stream, (by_rows, by_columns, scale_inv), mean, rstd = fast_casts.norm(
-            x, branch, branch_bias, norm_weight, norm_bias, eps, *_place(product.input)
-        )
-        weight = product.weight()
+        quantizer = layer.input_quantizer
+        residual, (rowwise, columnwise, scale_inv), mean, rstd = fast_casts.norm(
+            x, branch, branch_bias, norm_weight, norm_bias, eps, *_scale_amax_dtype(quantizer))
+        weight = layer.quantized_weight()
         ctx.save_for_backward(
-            stream, mean, rstd, norm_weight, by_columns, scale_inv, weight._transpose, weight._scale_inv
-        )
-        ctx.product, ctx.branch_quantizer, ctx.has_branch_bias, ctx.elsewhere = (
-            product, branch_quantizer, branch_bias is not None, elsewhere,
-        )
-        # the names that TE's modules use
-        ctx.grad_output_quantizer, ctx.use_bias, ctx.debug = product.gradient, bias is not None, False
-        # the first one forward is the last one backward
+            residual, mean, rstd, norm_weight, columnwise, scale_inv, weight._transpose, weight._scale_inv)
+        ctx.layer, ctx.branch_quantizer, ctx.tied_gradient = layer, branch_quantizer, tied_gradient
+        ctx.has_branch_bias = branch_bias is not None
+        # TE's own names, which loss.py reads
+        ctx.grad_output_quantizer, ctx.use_bias, ctx.debug = layer.gradient_quantizer, bias is not None, False
+        # The first module forward is the last one backward
         ctx.updates_scales = FP8GlobalStateManager.is_first_fp8_module()
         ctx.set_materialize_grads(False)
-        return stream, _gemm(weight, _fp8(by_rows, None, scale_inv, product.input), bias=bias)
+        return residual, _gemm(weight, _as_gemm_operand(rowwise, None, scale_inv, quantizer), bias=bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, stream_gradient, gradient):
-        stream, mean, rstd, norm_weight, normed, normed_inv, weight, weight_inv = ctx.saved_tensors
-        dnorm, dweight, dbias = _back_through_product(
-            ctx, gradient, _fp8(None, weight, weight_inv, ctx.product.quantizer),
-            _fp8(None, normed, normed_inv, ctx.product.input),
-        )
-        if ctx.elsewhere is not None:
-            ctx.elsewhere.append(dweight)
+    def backward(ctx, dresidual, gradient):
+        residual, mean, rstd, norm_weight, normed, normed_inv, weight, weight_inv = ctx.saved_tensors
+        dnorm, dweight, dbias = _linear_backward(
+            ctx, gradient, _as_gemm_operand(None, weight, weight_inv, ctx.layer.weight_quantizer),
+            _as_gemm_operand(None, normed, normed_inv, ctx.layer.input_quantizer))
+        if ctx.tied_gradient is not None:
+            ctx.tied_gradient.append(dweight)
             dweight = None
         quantizer = ctx.branch_quantizer
         dx, out, dbranch_bias, dnorm_weight, dnorm_bias = fast_casts.norm_backward(
-            dnorm, stream, mean, rstd, norm_weight, stream_gradient, quantizer and _place(quantizer),
-            with_sums=ctx.has_branch_bias,
-        )
-        dbranch = quantizer and _hand_over(out, quantizer)
+            dnorm, residual, mean, rstd, norm_weight, dresidual,
+            quantizer and _scale_amax_dtype(quantizer), with_sums=ctx.has_branch_bias)
+        dbranch = quantizer and _as_float8_tensor(out, quantizer)
         if ctx.updates_scales:
             from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -355,34 +355,29 @@ class _NormLinear(torch.autograd.Function):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, x_bias, weight, bias, activation, product, x_quantizer):
-        place = _place(product.input)
-        by_rows, by_columns, scale_inv = (
-            fast_casts.activate(activation, x, x_bias, *place)
-            if activation
-            else fast_casts.cast(x, *place)[0]
-        )
-        weight = product.weight()
-        ctx.save_for_backward(
-            *((x, x_bias) if activation else (None, None)), by_columns, scale_inv, weight._transpose,
-            weight._scale_inv,
-        )
-        ctx.product, ctx.activation, ctx.x_quantizer = product, activation, x_quantizer
-        ctx.grad_output_quantizer, ctx.use_bias, ctx.debug = product.gradient, bias is not None, False
-        return _gemm(weight, _fp8(by_rows, None, scale_inv, product.input), bias=bias)
+    def forward(ctx, x, x_bias, weight, bias, activation, layer, x_quantizer):
+        quantizer = _scale_amax_dtype(layer.input_quantizer)
+        if activation:
+            rowwise, columnwise, scale_inv = fast_casts.activate(activation, x, x_bias, *quantizer)
+        else:
+            (rowwise, columnwise, scale_inv), _ = fast_casts.cast(x, *quantizer)
+        weight = layer.quantized_weight()
+        activation_input = (x, x_bias) if activation else (None, None)
+        ctx.save_for_backward(*activation_input, columnwise, scale_inv, weight._transpose, weight._scale_inv)
+        ctx.layer, ctx.activation, ctx.x_quantizer = layer, activation, x_quantizer
+        ctx.grad_output_quantizer, ctx.use_bias, ctx.debug = layer.gradient_quantizer, bias is not None, False
+        return _gemm(weight, _as_gemm_operand(rowwise, None, scale_inv, layer.input_quantizer), bias=bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         x, x_bias, activated, activated_inv, weight, weight_inv = ctx.saved_tensors
-        dx, dweight, dbias = _back_through_product(
-            ctx, gradient, _fp8(None, weight, weight_inv, ctx.product.quantizer),
-            _fp8(None, activated, activated_inv, ctx.product.input),
-        )
+        dx, dweight, dbias = _linear_backward(
+            ctx, gradient, _as_gemm_operand(None, weight, weight_inv, ctx.layer.weight_quantizer),
+            _as_gemm_operand(None, activated, activated_inv, ctx.layer.input_quantizer))
         dx_bias = None
         if ctx.activation:
             dx, dx_bias = fast_casts.activate_backward(
-                ctx.activation, dx, x, x_bias, *_place(ctx.x_quantizer)
-            )
-            dx = _hand_over(dx, ctx.x_quantizer)
+                ctx.activation, dx, x, x_bias, *_scale_amax_dtype(ctx.x_quantizer))
+            dx = _as_float8_tensor(dx, ctx.x_quantizer)
         return dx, dx_bias, dweight, dbias, None, None, None

@@ -1,7 +1,7 @@
 """Which passes the fast kernels take, and why any other pass goes through the modules.
 
 The kernels compute what the methods of `model_te_optimized.py` compute, without calling them. A copy of that
-file is meant to be edited, and an edited model must not be trained as if it had not been edited. So the
+file is meant to be edited, and an edited model must never be trained as if it had not been edited. So the
 kernels run only where everything that they replace is what they were written for:
 
 - The methods, compared by a fingerprint of their syntax tree: comments, docstrings, annotations and layout
@@ -23,14 +23,16 @@ import warnings
 
 import torch
 
-# What the kernels replace, and the fingerprints of what they were written for. After an edit of the model
-# that the kernels follow, `python fast_kernels/support.py` prints the new ones.
-MODEL_FORWARD = "720e6335896f79c2"
+# The methods and functions that the kernels replace, and the fingerprints of what they were written for.
+# After an edit of the model that the kernels follow, `print_fingerprints` gives the new ones.
+MODEL_METHODS = {"forward": "bf47ddaba3f906be", "run_block": "3d54a2e012b39831", "output": "47e0b4c5fd8880d5"}
 BLOCK_FORWARD = "56a87cc3791ffd02"
-ATTENTION_FORWARD = "ab608c775f8d31f9"
-MIX = "5f4425c615fc08a2"
-ATTEND = "c4a3ea9a65a7c791"
+ATTENTION_FORWARD = "8555dccafec477a3"
+MIX = "3fcae2af94fda1c3"
+ATTENTION_METHODS = {
+    "attend": "c4dc3ab6abca1070", "_attend_te": "8ae44bd1fbee47b2", "_attend_flash": "2ae491a9aa36ee4c"}
 APPLY_ROPE = "dc11255ad30db48f"
+CROSS_ENTROPY = "59b6ff64112a8391"
 TESTED_TE = ("2.20",)  # minor versions: the kernels use internals, which move between them
 # see FastAdam, moment_dtype; here, so that train.py needs no Triton to check it
 LARGEST_BF16_BETA = 1 - 2**-8
@@ -82,7 +84,26 @@ def _simplify(node):
     return type(node).__name__, fields
 
 
+def method_of(module, name):
+    """Return a module's method as it was before `accelerate`: replaced by the user, or its class's."""
+    own = vars(module).get(name)
+    return getattr(type(module), name, None) if own is None or is_accelerated(own) else own
+
+
+def is_accelerated(method):
+    """Return whether `accelerate` put this method in place."""
+    return getattr(method, "__module__", None) == "fast_kernels.block"
+
+
 # ---------------------------------------------------------------- the blocks' training pass
+
+def structure_reason(model):
+    """Return why this is no model that `accelerate` can work on; "" if it is one."""
+    for name in ("wte", "blocks", "lm_head", "fp8_recipe", "run_block", "output", "cross_entropy"):
+        if not hasattr(model, name):
+            return f"{type(model).__name__} is not built like model_te_optimized.py: it has no {name}"
+    return ""
+
 
 def takes_pass(model):
     """Whether the kernels take this pass of a model. Where a user might expect it, a warning says why not."""
@@ -164,15 +185,16 @@ def version_reason(version):
 
 def _method_reason(model):
     attentions = [getattr(block, "attn", None) for block in model.blocks]
-    known = (MODEL_FORWARD, [model]), (BLOCK_FORWARD, model.blocks), (ATTENTION_FORWARD, attentions)
-    for expected, modules in known:
-        for module in modules:
-            name = f"{type(module).__name__}.forward"
-            if type(module).__call__ is not torch.nn.Module.__call__:
-                return f"{name} was edited"
-            problem = _edit(name, getattr(module, "forward", None), expected)
-            if problem:
-                return problem
+    known = [(model, name, expected) for name, expected in MODEL_METHODS.items()]
+    known += [(block, "forward", BLOCK_FORWARD) for block in model.blocks]
+    known += [(attention, "forward", ATTENTION_FORWARD) for attention in attentions]
+    for module, name, expected in known:
+        title = f"{type(module).__name__}.{name}"
+        if type(module).__call__ is not torch.nn.Module.__call__:
+            return f"{title} was edited"
+        problem = _edit(title, method_of(module, name), expected)
+        if problem:
+            return problem
     return ""
 
 
@@ -251,7 +273,7 @@ def _setting_reason(module, kind):
 
 def _hook_reason(model):
     for name, module in model.named_modules():
-        if "forward" in vars(module):
+        if not is_accelerated(vars(module).get("forward")) and "forward" in vars(module):
             return f"the forward method of {name or 'the model'} was replaced"
         if _has_hooks(module):
             return f"{name or 'the model'} has hooks"
@@ -292,17 +314,18 @@ def takes_attention(attention):
     return not reason
 
 
-def settle_attention(attention):
-    """Store the answer of `takes_attention` for compiled code."""
-    attention.takes_packed_attention = takes_attention(attention)
-
-
 def attention_reason(attention):
-    """Why queries, keys and values do not go through packed_attention; "" where they do."""
+    """Return why queries, keys and values do not go through packed_attention; "" where they do."""
     kind, namespace = type(attention).__name__, getattr(type(attention).mix, "__globals__", {})
-    methods = ((f"{kind}.mix", attention.mix, MIX), (f"{kind}.attend", attention.attend, ATTEND),
-               ("apply_rope", namespace.get("apply_rope"), APPLY_ROPE))
-    for name, function, expected in methods:
+    known = [
+        (f"{kind}.mix", method_of(attention, "mix"), MIX),
+        ("apply_rope", namespace.get("apply_rope"), APPLY_ROPE),
+    ]
+    known += [
+        (f"{kind}.{name}", method_of(attention, name), expected)
+        for name, expected in ATTENTION_METHODS.items()
+    ]
+    for name, function, expected in known:
         problem = _edit(name, function, expected)
         if problem:
             return problem
@@ -328,6 +351,13 @@ def _head_norm_reason(norm, config):
     return "has hooks" if _has_hooks(norm) else ""
 
 
+# ---------------------------------------------------------------- the loss
+
+def loss_reason(model):
+    """Return why the loss does not go through loss.cross_entropy; "" where it does."""
+    return _edit(f"{type(model).__name__}.cross_entropy", method_of(model, "cross_entropy"), CROSS_ENTROPY)
+
+
 _said = set()
 
 
@@ -338,9 +368,13 @@ def say_once(reason):
         warnings.warn(f"fast kernels are not used: {reason}; the modules run instead", stacklevel=2)
 
 
-if __name__ == "__main__":
-    import model_te_optimized as model
+def print_fingerprints():
+    """Print the fingerprints of model_te_optimized.py as it is, for the constants above."""
+    import model_te_optimized as file
 
-    for function in (model.OptimizedGPT2Model.forward, model.Block.forward, model.Attention.forward,
-                     model.Attention.mix, model.Attention.attend, model.apply_rope):
-        print(f"{function.__qualname__:28} {fingerprint(function)}")
+    for owner, names in (
+        (file.OptimizedGPT2Model, [*MODEL_METHODS, "cross_entropy"]), (file.Block, ["forward"]),
+        (file.Attention, ["forward", "mix", *ATTENTION_METHODS]), (file, ["apply_rope"]),
+    ):
+        for name in names:
+            print(f"{owner.__name__ + '.' + name:36} {fingerprint(getattr(owner, name))}")

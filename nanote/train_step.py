@@ -9,7 +9,6 @@ graphs.
   not asked.
 """
 import contextlib
-import importlib.util
 import itertools
 import math
 
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import fast_kernels
 from nanote import cli, fp8
 
 
@@ -29,19 +29,15 @@ def recipe_of(config):
 
 
 def accelerate(model, config):
-    """Set the fast kernels' options for a model, and say in a line what they do; "" for a model without
-    kernels."""
-    if fp8.IS_REFERENCE or config.model != "optimized" or importlib.util.find_spec("triton") is None:
+    """Put the fast kernels into a model as the options say; return a line about it, "" for other models."""
+    if fp8.IS_REFERENCE or config.model != "optimized":
         return ""
-    from fast_kernels import block as fast_block
-
-    k = config.fp8_dgrad_fast_accum_k
-    reason = fast_block.accelerate(model, k)
-    reason = reason if config.fused_block else "--no-fused-block"
-    if reason:
-        return f"fast kernels are off: {reason}"
-    fast = f"; dgrad GEMMs with K up to {k:,} use fast accumulation where it is faster" if k else ""
-    return f"fast kernels are on{fast}"
+    if not config.fast_kernels:
+        return "fast kernels are off: --no-fast-kernels"
+    report = fast_kernels.accelerate(
+        model, blocks=config.fused_block, loss=config.fused_loss,
+        dgrad_fast_accum_k=config.fp8_dgrad_fast_accum_k)
+    return str(report) if config.fused_block else "fast kernels are off: --no-fused-block"
 
 
 def make_optimizer(model, config):

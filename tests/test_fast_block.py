@@ -14,6 +14,7 @@ from nanote import fp8
 
 pytest.importorskip("triton")
 import model_te_optimized  # noqa: E402
+from fast_kernels import accelerate  # noqa: E402
 from fast_kernels import block as fast_block  # noqa: E402
 from fast_kernels import casts as fast_casts  # noqa: E402
 from fast_kernels import support as fast_support  # noqa: E402
@@ -165,7 +166,7 @@ def modules_like_te(monkeypatch):
 
 def make_model(fused=True, fp8_format="HYBRID", **options):
     torch.manual_seed(1)
-    model = OptimizedGPT2Model(OptimizedConfig(**{**SMALL, "fused_block": fused, **options}))
+    model = OptimizedGPT2Model(OptimizedConfig(**{**SMALL, **options}))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -174,6 +175,8 @@ def make_model(fused=True, fp8_format="HYBRID", **options):
     model.fp8_recipe = model_te_optimized.DelayedScaling(
         fp8_format=model_te_optimized.Format[fp8_format], amax_history_len=4
     )
+    if fused:
+        accelerate(model)
     return model
 
 
@@ -217,9 +220,9 @@ def train_steps(model, steps=2, microbatches=(None,)):
 
 
 def count_calls(monkeypatch):
-    calls = []
-    blocks = fast_block.blocks
-    monkeypatch.setattr(fast_block, "blocks", lambda *args: calls.append("blocks") or blocks(*args))
+    calls, training_pass = [], fast_block.training_pass
+    monkeypatch.setattr(
+        fast_block, "training_pass", lambda *args: calls.append("pass") or training_pass(*args))
     return calls
 
 
@@ -354,7 +357,7 @@ def test_which_gemms_may_use_fast_accumulation(monkeypatch, fast_k, fastest):
     monkeypatch.setattr(fast_block.fast_gemm, "gemm", gemm)
     model = make_model()
     if fast_k is not None:
-        assert fast_block.accelerate(model, dgrad_fast_accum_k=fast_k) == ""
+        assert accelerate(model, dgrad_fast_accum_k=fast_k).blocks == ""
     train_steps(model)
     assert {accumulation for dtype, _, accumulation in asked if dtype == torch.float8_e4m3fn} == {"fast"}
     backward = {
@@ -366,7 +369,7 @@ def test_which_gemms_may_use_fast_accumulation(monkeypatch, fast_k, fastest):
 
 def test_accelerate_refuses_a_negative_k():
     with pytest.raises(ValueError, match="dgrad_fast_accum_k=-1: must be 0 or more; 3072 works"):
-        fast_block.accelerate(make_model(), dgrad_fast_accum_k=-1)
+        accelerate(make_model(), dgrad_fast_accum_k=-1)
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *LARGE])
@@ -408,7 +411,7 @@ def test_weights_are_those_that_the_modules_cast():
     """Bytes, 1/scale and amax; and the list of addresses is written anew only where one has changed."""
     model = make_model()
     model(*make_tokens(0)).backward()
-    lists = [fast_block._casts[model]]
+    lists = [model.fp8_cast_list]
     for _ in range(2):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -424,11 +427,11 @@ def test_weights_are_those_that_the_modules_cast():
                 assert torch.equal(kept._transpose.view(torch.uint8), by_columns.view(torch.uint8))
                 # the newest of the past ones
                 assert module.fp8_meta["scaling_fwd"].amax_history[-1, slot] == weight.abs().max()
-        lists.append(fast_block._casts[model])
+        lists.append(model.fp8_cast_list)
     assert lists[1] is lists[2]
     model.blocks[0].mlp.fc1_weight = torch.nn.Parameter(model.blocks[0].mlp.fc1_weight.detach().clone())
     model(*make_tokens(0))
-    assert fast_block._casts[model] is not lists[2]
+    assert model.fp8_cast_list is not lists[2]
 
 
 def test_the_next_step_may_go_through_the_modules():
@@ -436,7 +439,10 @@ def test_the_next_step_may_go_through_the_modules():
     def run(ways):
         model, results = make_model(), []
         for fused in ways:
-            model.config.fused_block = fused
+            if fused:
+                accelerate(model)
+            else:
+                del model.forward
             results += train_steps(model, steps=1)
         return results
 
@@ -495,7 +501,7 @@ def test_packed_documents(monkeypatch):
     others[0, :10] = (others[0, :10] + 7) % SMALL["vocab_size"]
     others[1] = others[1].flip(0)
     assert loss(tokens, cu_seqlens=starts) == loss(others, cu_seqlens=starts)
-    assert loss(tokens) != loss(others) and calls == 5 * ["blocks"]
+    assert loss(tokens) != loss(others) and calls == 5 * ["pass"]
 
 
 @pytest.mark.parametrize("touched", ["linear", "norm_linear"])
@@ -507,5 +513,5 @@ def test_what_is_handed_over_must_not_be_touched(monkeypatch, touched):
         fast_block, touched,
         lambda *args, **options: tuple(t * 1.0 if t is not None else t for t in function(*args, **options)),
     )
-    with pytest.raises(ValueError, match="untouched"):
+    with pytest.raises(ValueError, match="unchanged"):
         make_model()(*make_tokens(0))

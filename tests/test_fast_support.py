@@ -1,5 +1,6 @@
 """An edited model is never trained as if it had not been edited: what the kernels refuse, and say so once."""
 
+import copy
 import functools
 import importlib.util
 import sys
@@ -14,11 +15,11 @@ pytest.importorskip("triton")
 from test_fast_block import DEVICE, count_calls, make_model, make_tokens, modules_like_te  # noqa: E402, F401
 
 import model_te_optimized  # noqa: E402
-from fast_kernels import attention as fast_attention  # noqa: E402
+from fast_kernels import accelerate  # noqa: E402
 from fast_kernels import block as fast_block  # noqa: E402
 from fast_kernels import support as fast_support  # noqa: E402
 from kernel_tools import HAS_GPU, _casts_that_round, _instructions  # noqa: E402, F401
-from nanote import train_step  # noqa: E402
+from nanote import checkpoint, train_step  # noqa: E402
 from train import TrainConfig  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
@@ -32,15 +33,19 @@ def nothing_said(monkeypatch):
 # Fingerprints
 
 
-def test_fingerprints_are_those_of_the_model_file():
-    """After an edit of the model that fast_kernels/block.py follows, `python fast_kernels/support.py` prints
-    the new ones."""
-    model = model_te_optimized
-    assert fast_support.fingerprint(model.OptimizedGPT2Model.forward) == fast_support.MODEL_FORWARD
-    assert fast_support.fingerprint(model.Block.forward) == fast_support.BLOCK_FORWARD
-    assert fast_support.fingerprint(model.Attention.forward) == fast_support.ATTENTION_FORWARD
-    assert fast_support.fingerprint(model.Attention.attend) == fast_support.ATTEND
-    assert fast_support.fingerprint(model.apply_rope) == fast_support.APPLY_ROPE
+def test_fingerprints_are_those_of_the_model_file(capsys):
+    """After an edit of the model that fast_kernels/block.py follows, `support.print_fingerprints` gives them.
+    """
+    fast_support.print_fingerprints()
+    printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert len(printed) == 11 and all(printed.values())
+    expected = {
+        "Block.forward": fast_support.BLOCK_FORWARD, "Attention.forward": fast_support.ATTENTION_FORWARD,
+        "Attention.mix": fast_support.MIX, "model_te_optimized.apply_rope": fast_support.APPLY_ROPE,
+        "OptimizedGPT2Model.cross_entropy": fast_support.CROSS_ENTROPY}
+    expected |= {f"OptimizedGPT2Model.{name}": value for name, value in fast_support.MODEL_METHODS.items()}
+    expected |= {f"Attention.{name}": value for name, value in fast_support.ATTENTION_METHODS.items()}
+    assert printed == expected
 
 
 FUNCTION = "def forward(x, y=2):\n    return x + y\n"
@@ -233,7 +238,7 @@ def test_a_second_pass_after_unfreezing_takes_the_kernels(monkeypatch):
     assert not calls
     model.requires_grad_(True)
     model(*make_tokens(0)).backward()
-    assert calls == ["blocks"]
+    assert calls == ["pass"]
 
 
 @pytest.mark.parametrize("reason, options, words", [
@@ -249,6 +254,67 @@ def test_the_trainer_says_what_the_kernels_do(monkeypatch, reason, options, word
     assert train_step.accelerate(model, config) == words
     if words.startswith("fast kernels are on"):
         assert model.dgrad_fast_accum_k == config.fp8_dgrad_fast_accum_k
+
+
+# accelerate
+
+
+def test_accelerate_changes_no_weight_and_no_name():
+    model, other = make_model(), make_model(fused=False)
+    assert list(model.state_dict()) == list(other.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+
+
+def test_a_copy_of_an_accelerated_model_is_accelerated_itself(monkeypatch):
+    calls, model = count_calls(monkeypatch), make_model()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.wte.weight.zero_()
+    assert other.forward.__self__ is other and other.cross_entropy.__self__ is other
+    losses = [each(*make_tokens(0)) for each in (model, other)]
+    assert calls == ["pass", "pass"] and not torch.equal(*losses)
+
+
+def test_parts_that_are_not_asked_for_stay():
+    model = make_model(fused=False)
+    report = accelerate(model, blocks=False, attention=False, loss=False)
+    assert {report.blocks, report.attention, report.loss} == {"not asked for"}
+    assert not {"forward", "cross_entropy"} & set(vars(model))
+
+
+@pytest.mark.parametrize("name", ["advanced", "fused", "custom", "te"])
+def test_other_models_are_left_alone(name):
+    config = checkpoint.make_model_config(
+        name, dict(n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=16)
+    )
+    model = checkpoint.build_model(name, config)
+    report = accelerate(model)
+    assert "is not built like model_te_optimized.py: it has no" in str(report)
+    assert not {"forward", "cross_entropy"} & set(vars(model))
+
+
+def test_a_forward_method_that_the_user_put_in_place_stays():
+    model = make_model(fused=False)
+    model.forward = mine = types.MethodType(scaled_forward, model)
+    assert (
+        accelerate(model).blocks == "the forward method of the model was replaced" and model.forward is mine
+    )
+
+
+class OwnLoss(model_te_optimized.OptimizedGPT2Model):
+    def cross_entropy(self, logits, labels):
+        return 3 * super().cross_entropy(logits, labels)
+
+
+def test_an_edited_loss_is_what_is_trained(monkeypatch):
+    calls, model = count_calls(monkeypatch), make_model(fused=False)
+    model.__class__ = OwnLoss
+    report = accelerate(model)
+    assert (report.loss, report.blocks) == ("OwnLoss.cross_entropy was edited", "")
+    model(*make_tokens(0)).backward()
+    own = model(*make_tokens(0)).item()
+    model.__class__ = model_te_optimized.OptimizedGPT2Model
+    assert own == pytest.approx(3 * model(*make_tokens(0)).item(), rel=1e-2) and len(calls) == 3
 
 
 # Versions and machines
@@ -313,10 +379,13 @@ ATTENTION_EDITS = {
 @pytest.mark.parametrize("words", ATTENTION_EDITS)
 def test_edited_attention_is_not_packed(monkeypatch, words):
     packed = []
-    monkeypatch.setattr(fast_attention, "packed_attention", lambda qkv, *_, **__: packed.append(1) or qkv)
-    attention = make_model(use_qk_norm=True, use_rotary=True, attention="sdpa").blocks[0].attn
+    monkeypatch.setattr(fast_block, "packed_attention", lambda qkv, *_, **__: packed.append(1) or qkv)
+    model = make_model(use_qk_norm=True, use_rotary=True, attention="sdpa")
+    for block in model.blocks:
+        block.attn.kernel = "flash"
+    assert accelerate(model).attention == ""
+    attention = model.blocks[0].attn
     qkv = torch.randn(2, 16, 6, 16, device=DEVICE).bfloat16()
-    attention.kernel = "flash"
     attention.mix(qkv)
     assert packed == [1]
     ATTENTION_EDITS[words](attention)
@@ -343,14 +412,16 @@ def test_another_attention_function_is_not_left_out(monkeypatch):
 
 
 def test_compiled_code_gets_the_answer_that_accelerate_stored(monkeypatch):
-    model = make_model()
+    model = make_model(fused=False)
+    for block in model.blocks:
+        block.attn.kernel = "flash"
     attention = model.blocks[0].attn
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
     assert fast_support.takes_attention(attention)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not fast_support.takes_attention(attention)  # whatever eager passes there were
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
-    fast_block.accelerate(model)
+    accelerate(model)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert fast_support.takes_attention(attention)
 
