@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fast_kernels.support import LARGEST_BF16_BETA
+import torch
+
 from nanote import checkpoint, cli, fp8, json_files, models, profiling
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -199,6 +200,8 @@ PRESETS = {
         moment_dtype="bfloat16",
     ),
 }
+# A moment in BF16 does not fall if a step takes less than half of its last bit off (fast_kernels.adam has the same).
+LARGEST_BF16_BETA = 1 - torch.finfo(torch.bfloat16).eps / 2
 # Must equal the checkpoint's on --resume: they decide which tensors the model has, and their shapes.
 ARCHITECTURE = (
     "preset model n_layer n_head n_kv_head head_dim n_embd n_inner vocab_size n_positions activation "

@@ -16,8 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import fast_kernels
 from nanote import cli, fp8
+
+try:
+    import fast_kernels
+except ImportError:  # the folder may be left out: everything works, slower
+    fast_kernels = None
 
 
 def recipe_of(config):
@@ -34,10 +38,12 @@ def accelerate(model, config):
         return ""
     if not config.fast_kernels:
         return "fast kernels are off: --no-fast-kernels"
+    if fast_kernels is None:
+        return "fast kernels are off: there is no folder fast_kernels"
     report = fast_kernels.accelerate(
         model, blocks=config.fused_block, loss=config.fused_loss,
         dgrad_fast_accum_k=config.fp8_dgrad_fast_accum_k)
-    return str(report) if config.fused_block else "fast kernels are off: --no-fused-block"
+    return str(report)
 
 
 def make_optimizer(model, config):
@@ -52,7 +58,8 @@ def make_optimizer(model, config):
     options = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8,
                    # FP8 weights have no BF16 bits that a remainder could complete
                    store_param_remainders=config.param_remainders and not config.fp8_param)
-    if parameters[0].is_cuda and not fp8.IS_REFERENCE and not config.fp8_param:
+    on_gpu = parameters[0].is_cuda and not fp8.IS_REFERENCE
+    if on_gpu and fast_kernels is not None and not config.fp8_param:
         from fast_kernels.adam import FastAdam  # needs Triton
 
         return FastAdam(groups, moment_dtype=moments, **options)
