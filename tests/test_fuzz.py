@@ -244,7 +244,7 @@ def change_tensors(path, change):
 
 META = Path("run/step-2/meta.json")
 SUMS = Path("run/step-2/SHA256SUMS")
-HEADS = {"n_head": 10**12 + 39, "n_kv_head": 5 * 10**11, "head_dim": 1}  # a prime: no search for a divisor ends
+HEADS = {"n_head": 10**12 + 39, "n_kv_head": 5 * 10**11, "head_dim": 1}  # prime: no divisor
 DEEP = "[" * 300 + "]" * 300
 
 
