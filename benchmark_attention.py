@@ -73,7 +73,7 @@ def kernel_rows(shape):
 def block_rows(shape):
     """Yield a row per attention of the block and precision."""
     sets = random_sets([(shape.batch, shape.length, shape.heads * shape.head_dim)])
-    for precision in ("bf16",) if fp8.why_not("delayed") else ("bf16", "fp8"):
+    for precision in ("bf16",) if fp8.unsupported_reason("delayed") else ("bf16", "fp8"):
         expected = []
         for arm in BLOCK_ARMS:
             measure = partial(measure_block, arm, precision, shape, sets, expected)

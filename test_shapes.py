@@ -38,8 +38,8 @@ pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 # ---------------------------------------------------------------- under pytest
 
 def can_run(recipe):
-    if fp8.why_not(recipe):
-        pytest.skip(fp8.why_not(recipe))
+    if fp8.unsupported_reason(recipe):
+        pytest.skip(fp8.unsupported_reason(recipe))
 
 
 def only_our_rule(recipe, vocab):
@@ -113,7 +113,7 @@ def main(argv=None):
     check_folder(options.json)
     print(f"{fp8.describe()}\n{'batch x sequence':>17} {'width':>6} {'vocab':>6}  {'recipe':8} {'forward':8} "
           f"{'training':9} configuration")
-    rows, recipes = [], [recipe for recipe in RECIPES if not fp8.why_not(recipe)]
+    rows, recipes = [], [recipe for recipe in RECIPES if not fp8.unsupported_reason(recipe)]
     for shape in SHAPES:
         for recipe in recipes:
             rows.append(measure_row(recipe, shape))

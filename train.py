@@ -50,7 +50,7 @@ class Run:
 
     config: TrainConfig  # vocab_size and n_positions are filled in
     folder: str
-    precision: str  # for people
+    precision: str  # for log lines, such as "FP8 delayed (hybrid)"
     device: torch.device
     loaders: dict[str, Loader]  # train, val
     model: torch.nn.Module
@@ -60,7 +60,7 @@ class Run:
     log: Log
     meter: Meter
     saver: checkpoint.BackgroundSaver
-    checkpoint_meta: dict  # what a checkpoint's meta.json says of the run
+    checkpoint_meta: dict  # the run's part of meta.json
     step: int  # the current step, or the last one done
     batches: list = field(default_factory=list)  # of the current step
     val_loss: float = math.nan

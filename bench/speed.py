@@ -125,7 +125,7 @@ def run_shapes(options, device, argv) -> int:
 
 def table_arms() -> list:
     """Return the arms of the table of formats: three models in BF16 and in the FP8 formats that run here."""
-    blackwell = [f"fp8-{recipe}" for recipe in arms.BLACKWELL if not fp8.why_not(recipe)]
+    blackwell = [f"fp8-{recipe}" for recipe in arms.BLACKWELL if not fp8.unsupported_reason(recipe)]
     formats = [*TABLE_FORMATS, *blackwell]
     return [name if model == "optimized" else f"{name}-{model}" for model in TABLE_MODELS for name in formats]
 

@@ -1,5 +1,4 @@
-"""Tests import the scripts from the repository's root, run on the reference where there is no GPU, and touch
-no network."""
+"""Tests import from the repository's root, use te_reference without a GPU, and do not use the network."""
 
 import os
 import signal
@@ -16,9 +15,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
-    os.environ["NANOTE_REFERENCE"] = "1"  # what subprocesses should see too
-    # before anything imports Triton: its kernels run in Python, one element after the other
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["NANOTE_REFERENCE"] = "1"  # for subprocesses, too
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 
 def pytest_collection_modifyitems(items):
@@ -36,7 +34,7 @@ def _same_random_numbers():
 
 @pytest.fixture(autouse=True)
 def _default_signals():
-    """Whatever the shell ignores that started the tests: nohup, "&" in a script, some CI."""
+    """Handle SIGINT and SIGTERM even if the shell ignores them: nohup, "&" in a script, some CI."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -48,14 +46,14 @@ def _default_signals():
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
     """The folder of a small corpus, one for all tests of a file."""
-    from trainer_tools import make_tokens  # here, since it imports the scripts
+    from trainer_tools import make_tokens  # imports the scripts, which must see the variables above
 
     return make_tokens(tmp_path_factory.mktemp("corpus") / "tokens")
 
 
 @pytest.fixture
 def compiles(monkeypatch):
-    """The arguments of each torch.compile. Graphs run as they were traced: the compiler itself is slow."""
+    """The arguments of each torch.compile call. Traced graphs run uncompiled, since compiling is slow."""
     calls, compile_ = [], torch.compile
 
     def stand_in(net, **arguments):

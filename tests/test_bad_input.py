@@ -1,5 +1,4 @@
-"""What a user gets wrong: one line on stderr that names the value and what works, exit code 2, and nothing
-written."""
+"""User mistakes: one line that names the value and one that works, exit code 2, no file written."""
 import json
 import os
 import shutil
@@ -15,7 +14,7 @@ from trainer_tools import OPTIONS, ROOT, make_tokens, run_script, run_train
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """Good token files, a good run, and one of each kind of thing that is wrong."""
+    """Good token files, a good run, and one example of each kind of bad input."""
     folder = tmp_path_factory.mktemp("world")
     before = Path.cwd()
     os.chdir(folder)
@@ -49,7 +48,7 @@ def world(tmp_path_factory):
 
 
 def a100(monkeypatch):
-    """What TE answers on a GPU before Ada."""
+    """Answer as TE does on a GPU older than Ada."""
     answer = False, "Device compute capability 8.9 or higher required for FP8 execution."
     for name in ("delayed", "current"):
         monkeypatch.setitem(fp8._AVAILABLE, name, lambda return_reason=False: answer)
@@ -64,7 +63,7 @@ def full_disk(monkeypatch):
 
 GOOD = f"{OPTIONS} --data tokens"
 HUGE = 6400 * 10**15  # below 2^63, and a multiple of 32
-CASES = [  # script, arguments, what the line must hold, what to break first
+CASES = [  # script, arguments, words of the line, and optionally what to break first
     # train.py: names
     ("train.py", "--preset gpt3", ["gpt3", "tiny", "llama3-8b"]),
     ("train.py", "--preset=", ["preset"]),
@@ -98,7 +97,7 @@ CASES = [  # script, arguments, what the line must hold, what to break first
     ("train.py", f"{GOOD} --fp8-margin -100000", ["fp8-margin -100000", "from 0 to 18"]),
     ("train.py", f"{GOOD} --layernorm-epsilon -1", ["--layernorm-epsilon -1", "0 or more"]),
     ("train.py", f"{GOOD} --rope-theta 0", ["--rope-theta 0", "above 0"]),
-    # train.py: numbers that no machine has room for
+    # train.py: sizes that fit in no machine's memory
     ("train.py", f"{GOOD} --n-embd {HUGE}", [f"--n-embd {HUGE}", "weights", "GiB", "lower"]),
     ("train.py", f"{GOOD} --vocab-size {HUGE}", [f"--vocab-size {HUGE}", "weights", "GiB"]),
     ("train.py", f"{GOOD} --n-layer {10**12}", [f"--n-layer {10**12}", "weights", "GiB"]),
@@ -196,7 +195,7 @@ CASES = [  # script, arguments, what the line must hold, what to break first
 
 
 def tree(folder):
-    """Every file with the time it was written, every folder."""
+    """Return all files with their modification times, and all folders."""
     return {
         str(path.relative_to(folder)): path.is_file() and path.stat().st_mtime_ns
         for path in Path(folder).rglob("*")
@@ -220,8 +219,7 @@ def test_one_line_exit_2_and_nothing_written(world, monkeypatch, capsys, script,
     assert code == 2
     check(script, capsys.readouterr().err, words)
     written = {path for path, time in tree(world).items() if before.get(path) != time}
-    # the losses of the steps that were made are worth keeping; of the checkpoint nothing is left
-    if break_ is full_disk:
+    if break_ is full_disk:  # the log of the steps that ran is kept, but no part of the checkpoint
         assert not [path for path in written if "step-" in path]
     else:
         assert not written
@@ -259,7 +257,7 @@ def test_arguments_that_are_not_utf8(world, monkeypatch, capsys, script, argumen
 
 @pytest.mark.parametrize("variables", [
     {"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}])
-def test_a_terminal_that_knows_ascii_alone(world, tmp_path, variables):
+def test_a_terminal_that_only_knows_ascii(world, tmp_path, variables):
     def run(script, *arguments):
         return subprocess.run([sys.executable, ROOT / script, *arguments], cwd=world, capture_output=True,
                               timeout=120, env=os.environ | {"NANOTE_REFERENCE": "1"} | variables)

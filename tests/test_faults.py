@@ -1,8 +1,7 @@
-"""What breaks a run: steps that are not finite, two runs on one folder, other versions' files, full disks,
-flipped bytes, hostile pickles.
+"""Faults: steps that are not finite, two runs in one folder, files of other versions, full disks, flipped
+bytes, hostile pickles.
 
-A kill in the middle is in test_train.py and test_checkpoint.py; a hundred of them, at random moments, are in
-bench/faults.py.
+test_train.py and test_checkpoint.py kill a run at chosen points; bench/faults.py does it at random moments.
 """
 import builtins
 import errno
@@ -37,12 +36,8 @@ NOT_FINITE = [math.nan, math.inf, -math.inf]
 def finished(tmp_path_factory, tokens):
     """A run with two checkpoints, of steps 2 and 4; copy it before changing it."""
     run = tmp_path_factory.mktemp("finished") / "run"
-    assert (
-        run_train(
-            f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --eval-interval 0 --out-dir {run}", tokens
-        )
-        == 0
-    )
+    options = f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --eval-interval 0"
+    assert run_train(f"{options} --out-dir {run}", tokens) == 0
     return run
 
 
@@ -58,28 +53,25 @@ def here(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- a step that is not finite
 
 def make_step(**options):
-    """A TrainStep of two micro-batches on a small model, and its batches."""
+    """Return a TrainStep with two micro-batches on a small model, and its batches."""
     small = dict(
         n_layer=1, n_head=2, n_embd=64, vocab_size=288, n_positions=32, seq_len=32, grad_accum=2, device="cpu"
     )
     config = train.TrainConfig(**small | options)
-    model_config = models.make_model_config(
-        "optimized", vars(config) | {"use_fp8": config.fp8_recipe != "none"}
-    )
+    model_options = vars(config) | {"use_fp8": config.fp8_recipe != "none"}
+    model_config = models.make_model_config("optimized", model_options)
     recipe = fp8.make_recipe(config.fp8_recipe, config.fp8_format, 8)
-    model = models.build_model(
-        "optimized", model_config, fp8_weights_recipe=recipe if config.fp8_param else None
-    )
+    weights_recipe = recipe if config.fp8_param else None
+    model = models.build_model("optimized", model_config, fp8_weights_recipe=weights_recipe)
     model.fp8_recipe = recipe or model.fp8_recipe
     ids = torch.randint(0, 257, (2, 2, 33), generator=torch.Generator().manual_seed(0))
     batches = [(part[:, :-1], part[:, 1:]) for part in ids]
-    return train.TrainStep(
-        model, model, train.make_optimizer(model, config), config, torch.device("cpu")
-    ), batches
+    optimizer = train.make_optimizer(model, config)
+    return train.TrainStep(model, model, optimizer, config, torch.device("cpu")), batches
 
 
 def trained_state(step):
-    """Copies of weights, the optimizer's tensors and its step counts."""
+    """Return copies of the weights, the optimizer state and its step counts."""
     tensors = [checkpoint._plain(p).clone() for p in step.model.parameters()]
     tensors += [value.clone() for p in step.model.parameters() for value in step.optimizer.state[p].values()]
     return tensors + [torch.as_tensor(group["step"]).clone() for group in step.optimizer.param_groups]
@@ -98,9 +90,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(options, value):
     step, batches = make_step(**options)
     step(batches, 1e-2)
     before = trained_state(step)
-    hook = step.model.wte.weight.register_hook(
-        lambda gradient: gradient.index_fill(0, torch.tensor(5), value)
-    )
+    row = torch.tensor(5)
+    hook = step.model.wte.weight.register_hook(lambda gradient: gradient.index_fill(0, row, value))
     loss, norm = step(batches, 1e-2)
     assert loss.isfinite() and not norm.isfinite() and same(before, trained_state(step))
     hook.remove()
@@ -112,9 +103,12 @@ def test_a_loss_that_is_not_finite_changes_nothing_though_its_gradients_are_fini
     step, batches = make_step()
     step(batches, 1e-2)
     before, model = trained_state(step), step.model
-    step.net = lambda *batch, is_first_microbatch: (
-        model(*batch, is_first_microbatch=is_first_microbatch) + (0 if is_first_microbatch else math.inf)
-    )
+
+    def net(*batch, is_first_microbatch):
+        loss = model(*batch, is_first_microbatch=is_first_microbatch)
+        return loss if is_first_microbatch else loss + math.inf
+
+    step.net = net
     loss, norm = step(batches, 1e-2)
     assert loss == math.inf and not norm.isfinite() and same(before, trained_state(step))
 
@@ -140,17 +134,14 @@ def test_fast_adam_skips_a_step(options, value):
         random = torch.Generator().manual_seed(1)
         for scale in scales:
             for parameter in params:
-                gradient = (
-                    torch.randn(parameter.shape, generator=random)
-                    if math.isfinite(scale)
-                    else torch.full(parameter.shape, math.nan)
-                )
+                if math.isfinite(scale):
+                    gradient = torch.randn(parameter.shape, generator=random)
+                else:
+                    gradient = torch.full(parameter.shape, math.nan)
                 parameter.grad = gradient.to(DEVICE, dtype)
             optimizer.step(grad_scale=torch.tensor(scale, device=DEVICE))
-        return [
-            *params, *(value for p in params for value in optimizer.state[p].values()),
-            optimizer.param_groups[0]["step"],
-        ]
+        moments = [value for p in params for value in optimizer.state[p].values()]
+        return [*params, *moments, optimizer.param_groups[0]["step"]]
 
     assert same(run([0.5, value, 1.0, value]), run([0.5, 1.0])) and same(run([value]), run([]))
 
@@ -168,7 +159,7 @@ def test_on_a_gpu_a_graph_skips_a_step(options):
 
     model, step = make(**options)
     poison = torch.ones((), device="cuda")
-    model.wte.weight.register_hook(lambda gradient: gradient * poison)  # recorded with the rest
+    model.wte.weight.register_hook(lambda gradient: gradient * poison)  # captured with the rest
     accum = step.config.grad_accum
     for number in range(2):
         step(batches(number, accum), 1e-3)
@@ -179,12 +170,8 @@ def test_on_a_gpu_a_graph_skips_a_step(options):
         assert loss.isfinite() and not norm.isfinite() and same(before, trained_state(step))
     poison.fill_(1)
     loss, norm = step(batches(2, accum), 1e-3)
-    assert (
-        loss.isfinite()
-        and norm.isfinite()
-        and not same(before, trained_state(step))
-        and step.optimizer.param_groups[0]["step"] == 3
-    )
+    assert loss.isfinite() and norm.isfinite() and not same(before, trained_state(step))
+    assert step.optimizer.param_groups[0]["step"] == 3
 
 
 @pytest.mark.gpu
@@ -205,7 +192,7 @@ def test_on_a_gpu_a_step_does_not_wait_for_the_device():
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """poisoned(steps): the gradients of these steps of the runs to come are NaN."""
+    """poisoned(steps): make the gradients of these steps NaN in the runs that follow."""
     def choose(steps):
         numbers, plain_rate, plain = [], train.learning_rate, train.TrainStep.update
 
@@ -223,26 +210,21 @@ def poisoned(monkeypatch):
     return choose
 
 
-def test_a_skipped_step_is_counted_and_told_and_the_log_stays_json(tokens, poisoned, capsys):
+def test_a_skipped_step_is_counted_and_reported_and_the_log_stays_json(tokens, poisoned, capsys):
     poisoned({4, 6})
     assert run_train(f"{OPTIONS} --max-steps 9 --log-interval 3 --eval-interval 0 --out-dir run", tokens) == 0
     out = capsys.readouterr().out
-    assert re.findall(r"step (\d+): loss [\d.]+, gradient norm nan: skipped \((\d) of 10\)", out) == [
-        ("4", "1"),
-        ("6", "2"),
-    ]
+    skipped = re.findall(r"step (\d+): loss [\d.]+, gradient norm nan: skipped \((\d) of 10\)", out)
+    assert skipped == [("4", "1"), ("6", "2")]
     records = metrics("run")
     assert [(record["step"], record["skipped"]) for record in records] == [(1, 0), (3, 0), (6, 2), (9, 2)]
-    assert (
-        all(math.isfinite(record["loss"] + record["grad_norm"]) for record in records)
-        and "NaN" not in Path("run/metrics.jsonl").read_text()
-    )
+    assert all(math.isfinite(record["loss"] + record["grad_norm"]) for record in records)
+    assert "NaN" not in Path("run/metrics.jsonl").read_text()
     every = {record["step"]: record for record in metrics("run")}
-    assert (
-        run_train(f"{OPTIONS} --max-steps 9 --log-interval 1 --eval-interval 0 --out-dir each", tokens) == 0
-    )
+    options = f"{OPTIONS} --max-steps 9 --log-interval 1 --eval-interval 0"
+    assert run_train(f"{options} --out-dir each", tokens) == 0
     each = {record["step"]: record for record in metrics("each")}
-    assert every[6]["loss"] == each[5]["loss"] == each[6]["loss"], "of the last step that was finite"
+    assert every[6]["loss"] == each[5]["loss"] == each[6]["loss"], "the loss of the last finite step"
 
 
 @pytest.mark.parametrize("limit, words", [(1, ", after 1 skipped step$"), (2, ", after 2 skipped steps$"),
@@ -255,54 +237,41 @@ def test_how_many_steps_were_skipped(limit, words):
 
 def test_the_run_stops_after_max_skipped_steps(tokens, poisoned, capsys):
     poisoned({2, 4, 6, 8})
-    assert (
-        run_train(
-            f"{OPTIONS} --max-skipped-steps 3 --checkpoint-interval 1 --keep-checkpoints 9 --out-dir run",
-            tokens,
-        )
-        == 1
-    )
+    options = f"{OPTIONS} --max-skipped-steps 3 --checkpoint-interval 1 --keep-checkpoints 9"
+    assert run_train(f"{options} --out-dir run", tokens) == 1
     error = capsys.readouterr().err
-    assert (
-        error.count("\n") == 1
-        and "step 8: " in error
-        and "after 3 skipped steps; stopped; the last good checkpoint is run/step-7" in error
-    )
-    # none right after a step that was skipped; the next one makes up for it
-    assert [path.name for path in checkpoint.list_checkpoints("run")] == [
-        "step-1", "step-3", "step-5", "step-7",
-    ]
-    assert run_train("--resume --out-dir run --max-steps 10") == 0, "the count begins anew"
+    assert error.count("\n") == 1 and "step 8: " in error
+    assert "after 3 skipped steps; stopped; the last good checkpoint is run/step-7" in error
+    # a save that is due after a skipped step is made after the next finite step
+    saved = [path.name for path in checkpoint.list_checkpoints("run")]
+    assert saved == ["step-1", "step-3", "step-5", "step-7"]
+    assert run_train("--resume --out-dir run --max-steps 10") == 0, "the count restarts"
 
 
 def test_no_step_was_finite(tokens, poisoned, capsys):
     poisoned({1, 2, 3})
     assert run_train(f"{OPTIONS} --max-steps 3 --out-dir run", tokens) == 1
-    assert (
-        "no step of this run had a finite loss and gradient norm; stopped; there is no checkpoint yet"
-        in capsys.readouterr().err
-    )
+    error = capsys.readouterr().err
+    assert "no step of this run had a finite loss and gradient norm; stopped; there is no checkpoint" in error
 
 
 def test_a_validation_loss_that_is_not_finite_stops_the_run(tokens, monkeypatch, capsys):
     monkeypatch.setattr(train, "evaluate", lambda *_: math.nan)
-    assert (
-        run_train(
-            f"{OPTIONS} --max-steps 8 --eval-interval 4 --checkpoint-interval 2 --log-interval 2 --out-dir run",
-            tokens,
-        )
-        == 1
-    )
+    intervals = "--eval-interval 4 --checkpoint-interval 2 --log-interval 2"
+    assert run_train(f"{OPTIONS} --max-steps 8 {intervals} --out-dir run", tokens) == 1
     assert "step 1: validation loss nan; stopped" in capsys.readouterr().err
 
 
-def test_a_stop_is_put_off_until_a_step_is_finite(tokens, poisoned, monkeypatch, capsys):
+def test_a_stop_is_postponed_until_a_step_is_finite(tokens, poisoned, monkeypatch, capsys):
     poisoned({5, 6})
     plain = train.learning_rate
-    monkeypatch.setattr(
-        train, "learning_rate",
-        lambda step, config: (step == 5 and signal.raise_signal(signal.SIGTERM), plain(step, config))[1],
-    )
+
+    def learning_rate(step, config):
+        if step == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return plain(step, config)
+
+    monkeypatch.setattr(train, "learning_rate", learning_rate)
     assert run_train(f"{OPTIONS} --out-dir run", tokens) == 0
     assert "stopped by SIGTERM after step 7: saved run/step-7" in capsys.readouterr().out
 
@@ -343,7 +312,7 @@ def test_two_runs_on_one_folder(finished, tokens, capsys):
 # ---------------------------------------------------------------- versions
 
 def rewrite_meta(folder, change):
-    """meta.json with `change(meta)` made, and SHA256SUMS as if it had been written so."""
+    """Apply `change` to meta.json, and write a valid SHA256SUMS for it."""
     path = Path(folder, "meta.json")
     meta = json.loads(path.read_text())
     change(meta)
@@ -353,14 +322,13 @@ def rewrite_meta(folder, change):
 
 
 def test_checkpoints_of_other_versions(finished, capsys):
+    def make_old(meta):
+        del meta["format"], meta["config"]["max_skipped_steps"]
+        meta["config"]["forgotten"] = 1
+
     shutil.copytree(finished, "old")
-    rewrite_meta(
-        "old/step-4",
-        lambda meta: (
-            meta.pop("format"), meta["config"].pop("max_skipped_steps"), meta["config"].update(forgotten=1),
-        ),
-    )
-    assert run_train("--resume --out-dir old --max-steps 6") == 0  # written before versions were counted
+    rewrite_meta("old/step-4", make_old)
+    assert run_train("--resume --out-dir old --max-steps 6") == 0  # files without "format" are read
     assert json.loads(Path("old/step-6/meta.json").read_text())["format"] == checkpoint.FORMAT == 1
 
     shutil.copytree(finished, "new")
@@ -385,7 +353,7 @@ def test_every_byte_of_the_small_files_counts(finished, tokens, monkeypatch):
     shutil.copytree(finished, "run")
     shutil.copytree(tokens, "altered")
     known = {path: dataset.sha256(path) for path in Path("run").rglob("*.safetensors")}
-    # which do not change here
+    # the large files do not change here
     monkeypatch.setattr(checkpoint, "sha256", lambda path: known.get(path) or dataset.sha256(path))
 
     def refused(function, *arguments):
@@ -400,7 +368,7 @@ def test_every_byte_of_the_small_files_counts(finished, tokens, monkeypatch):
         content = path.read_bytes()
         for place in range(len(content)):
             damaged = bytearray(content)
-            # \v ends a line for Python, too
+            # not \v, which also ends a line for Python
             damaged[place] ^= 1 if content[place] == ord("\n") else 1 << place % 8
             path.write_bytes(damaged)
             assert refused(opens), (path, place)
@@ -416,16 +384,15 @@ def test_a_disk_that_fails_at_any_call_of_a_save(tmp_path):
         "model.c": torch.ones(4, dtype=torch.bfloat16),
     }
     calls, good = faults.save_that_fails(tmp_path / "run", tensors, '{"step": 2}\n', None)
-    assert good and {name: calls.count(name) for name in set(calls)} == {
-        "mkdir": 1, "write": 6, "sync": 5, "rename": 1,
-    }
+    counts = {name: calls.count(name) for name in set(calls)}
+    assert good and counts == {"mkdir": 1, "write": 6, "sync": 5, "rename": 1}
     for number in range(len(calls)):
         made, good = faults.save_that_fails(tmp_path / "run", tensors, '{"step": 2}\n', number)
         assert good and made == calls[:number + 1], f"call {number}, {calls[number]}"
 
 
 class HalfWritten:
-    """A file of a disk that fills up half-way through what is written."""
+    """A file on a disk that fills up in the middle of a write."""
 
     def __init__(self, file):
         self.file = file
@@ -444,7 +411,7 @@ class HalfWritten:
 
 @pytest.fixture
 def disk_full_at(monkeypatch):
-    """disk_full_at(name, number): the disk fills up in that write to that log, counted from 1."""
+    """disk_full_at(name, number): the disk fills up in this write to this log, counted from 1."""
     def choose(name, number):
         writes, plain = [], open
 
@@ -492,9 +459,9 @@ def test_a_log_that_cannot_be_written_does_not_end_a_run(tokens, monkeypatch, ca
 
 
 @pytest.mark.parametrize("max_skipped, code", [(0, 1), (10, 0)])
-def test_a_damaged_log_and_a_picture_without_room_do_not_hide_how_a_run_ended(tokens, poisoned,
-                                                                              monkeypatch, capsys,
-                                                                             max_skipped, code):
+def test_a_damaged_log_and_a_full_disk_do_not_hide_how_a_run_ended(
+    tokens, poisoned, monkeypatch, capsys, max_skipped, code
+):
     def damage(log, step, health):
         Path("run/fp8_health.jsonl").write_text("{\n{}\n")
 
@@ -532,7 +499,7 @@ def test_a_resume_without_room_for_the_logs_leaves_them(finished, monkeypatch, c
 # ---------------------------------------------------------------- pickles
 
 class Hostile:
-    """Makes the file `ran` when it is unpickled."""
+    """Creates the file `ran` when it is unpickled."""
 
     def __reduce__(self):
         return Path.touch, (Path("ran").absolute(),)
@@ -545,7 +512,7 @@ def test_no_code_of_a_file_is_run(finished, tokens, capsys):
 
     evil = pickle.dumps(Hostile())
     pickle.loads(evil)
-    assert Path("ran").exists(), "it does what it says"
+    assert Path("ran").exists(), "unpickling runs its code"
     Path("ran").unlink()
     torch.save({"model.wte.weight": Hostile()}, "evil.pt")
     hostile = [evil, Path("evil.pt").read_bytes()]
@@ -553,11 +520,11 @@ def test_no_code_of_a_file_is_run(finished, tokens, capsys):
     def resume(run):
         folder = Path(run, "step-4")
         sums = "".join(f"{checksum}  {file}\n" for file, checksum in checkpoint._checksums(folder).items())
-        (folder / "SHA256SUMS").write_text(sums)  # as whoever sends it would
+        (folder / "SHA256SUMS").write_text(sums)  # as an attacker would
         return run_train(f"--resume --out-dir {run} --max-steps 5")
 
     for number, content in enumerate(hostile):
-        # a checkpoint: beside its files, under names of PyTorch's formats, and in place of each
+        # a checkpoint: besides its files, under names of PyTorch's formats, and instead of each of them
         shutil.copytree(finished, f"beside-{number}")
         for name in (".metadata", "__0_0.distcp", "model.pt", "optimizer.bin", "tensors.pkl"):
             Path(f"beside-{number}/step-4", name).write_bytes(content)
@@ -626,20 +593,19 @@ def test_a_custom_recipe_is_never_taken_from_a_checkpoint(finished, monkeypatch,
     assert run_train("--resume --out-dir run --max-steps 5 --fp8-recipe delayed") == 0
     assert not Path("ran").exists()
     train.read_options("--resume --out-dir run --max-steps 6 --fp8-recipe=custom:payload.f".split())
-    assert Path("ran").exists(), "the command line may name code"
+    assert Path("ran").exists(), "the command line may import code"
 
 
 def test_nothing_here_unpickles():
-    """But te_reference's reader of TE's own state, which takes tensors and plain containers alone
-    (tests/test_te_reference.py)."""
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("results/*.py")]:
+    """Except te_reference's reader of TE's state, which takes only tensors and plain containers."""
+    folders = (ROOT, *(ROOT / name for name in ("nanote", "fast_kernels", "tools", "bench")))
+    for path in [path for folder in folders for path in folder.glob("*.py")]:
         source = path.read_text()
         loads = re.findall(r"torch\.load\(.*", source)
         assert all("weights_only=True" in line for line in loads), path
-        for call in (
-            r"pickle\.loads?\(", r"allow_pickle=True", r"trust_remote_code=True", r"joblib",
-            r"weights_only=False", r"add_safe_globals",
-        ):
+        unsafe = (r"pickle\.loads?\(", r"allow_pickle=True", r"trust_remote_code=True", r"joblib",
+                  r"weights_only=False", r"add_safe_globals")
+        for call in unsafe:
             assert not re.search(call, source), (path, call)
         assert ("Unpickler" in source) == (path.name == "te_reference.py"), path
 
@@ -647,33 +613,21 @@ def test_nothing_here_unpickles():
 # ---------------------------------------------------------------- the script
 
 def test_the_script(tmp_path):
-    done = subprocess.run(
-        [
-            sys.executable, ROOT / "bench/faults.py", "--kills", "2", "--others", "1", "--json",
-            str(tmp_path / "faults.json"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    command = [sys.executable, ROOT / "bench/faults.py", "--kills", "2", "--others", "1", "--json",
+               str(tmp_path / "faults.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "faults.json").read_text())
     counts = figures["killed"]["counts"]
-    assert (
-        counts["kills"] == counts["resumed"] == counts["equal_to_the_uninterrupted_run"] == 2
-        and counts["unreadable_checkpoints"] == 0
-    )
-    assert (
-        figures["terminated"]["counts"]["equal_to_the_uninterrupted_run"]
-        == figures["not_a_number"]["counts"]["unchanged"]
-        == 1
-    )
+    assert counts["kills"] == counts["resumed"] == counts["equal_to_the_uninterrupted_run"] == 2
+    assert counts["unreadable_checkpoints"] == 0
+    assert figures["terminated"]["counts"]["equal_to_the_uninterrupted_run"] == 1
+    assert figures["not_a_number"]["counts"]["unchanged"] == 1
     assert all(file["detected"] == file["flipped"] > 0 for file in figures["flipped_bytes"].values())
     assert figures["every_call_fails"]["good"] == figures["every_call_fails"]["tried"] > 10
     assert figures["two_runs"]["second_exit_code"] == 2 and figures["two_runs"]["equal"]
     disk = figures["disk_fills"]
-    assert (
-        "skipped" in disk
-        or disk["last_good_stands"] == disk["told"] == disk["failed"] >= disk["blocks_of_a_checkpoint"] > 10
-    )
+    if "skipped" not in disk:
+        assert disk["last_good_stands"] == disk["told"] == disk["failed"]
+        assert disk["failed"] >= disk["blocks_of_a_checkpoint"] > 10

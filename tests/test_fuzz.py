@@ -78,10 +78,10 @@ def quick(monkeypatch):
     torch.set_num_threads(threads)
 
 
-# ---------------------------------------------------------------- what is done to a file
+# ---------------------------------------------------------------- damage
 
 def damaged_json(content: bytes, draw: random.Random) -> bytes:
-    """A JSON document with one value replaced or removed, or a field added."""
+    """Replace or remove one value of a JSON document, or add a field."""
     document = json.loads(content)
     holder, key, value = None, None, document
     while isinstance(value, (dict, list)) and value and (holder is None or draw.random() < 0.8):
@@ -95,7 +95,7 @@ def damaged_json(content: bytes, draw: random.Random) -> bytes:
 
 
 def damaged_bytes(content: bytes, draw: random.Random) -> bytes:
-    """A file cut off, with bytes changed or inserted, or something else altogether."""
+    """Cut off a file, change or insert bytes, or replace it by something else."""
     place = draw.randrange(len(content) or 1)
     before, after = content[:place], content[place:]
     return draw.choice([
@@ -106,7 +106,7 @@ def damaged_bytes(content: bytes, draw: random.Random) -> bytes:
 
 
 def damaged_lines(content: bytes, draw: random.Random) -> bytes:
-    """A .jsonl file with one line damaged."""
+    """Damage one line of a .jsonl file."""
     lines = content.splitlines()
     number = draw.randrange(len(lines))
     lines[number] = draw.choice([damaged_json, damaged_bytes])(lines[number], draw)
@@ -114,7 +114,7 @@ def damaged_lines(content: bytes, draw: random.Random) -> bytes:
 
 
 def damaged_tensors(content: bytes, draw: random.Random) -> bytes:
-    """A safetensors file with another header, as one could write it by hand, or with other values."""
+    """Change the header or the values of a safetensors file."""
     end = 8 + int.from_bytes(content[:8], "little")
     header, values = json.loads(content[8:end]), content[end:]
     names = [name for name in header if name != "__metadata__"]
@@ -172,16 +172,17 @@ def damage(path: Path, draw: random.Random) -> None:
         path.write_bytes(draw.choice(DAMAGE.get(path.suffix, [damaged_bytes]))(path.read_bytes(), draw))
 
 
-# ---------------------------------------------------------------- what must hold
+# ---------------------------------------------------------------- checks
 
 def contents(folder: Path) -> dict:
     return {name: Path(folder, name).read_bytes() if mtime else None for name, mtime in tree(folder).items()}
 
 
 def check(script, main, argv, capsys, case):
-    """Run a command: it ends with 0, or with 1 (diverged) or 2 and one line. After 2 every file is as it was.
+    """Run a command; return its exit code and the line on stderr.
 
-    Returns (exit code, that line)."""
+    The code must be 0, or 1 (diverged) or 2 with one line. After 2 no file may have changed.
+    """
     def hang(*_):
         raise Hang(case)
 
@@ -198,7 +199,7 @@ def check(script, main, argv, capsys, case):
     said = capsys.readouterr()
     error = said.err if code else ""
     assert code in (0, 1, 2), case
-    assert "is not drawn" not in said.out, f"{case}: {said.out}"  # what was read passed the check
+    assert "is not drawn" not in said.out, f"{case}: {said.out}"  # a log that passed the check can be plotted
     if code:
         assert error.startswith(f"{script}: ") and error.count("\n") == 1, f"{case}: {error}"
     if code == 2:
@@ -223,7 +224,7 @@ def back():
 
 
 def sign(folder="run/step-2"):
-    """SHA256SUMS as whoever sends a checkpoint would make it."""
+    """Write a valid SHA256SUMS, as an attacker would."""
     sums = checkpoint._checksums(Path(folder))
     Path(folder, "SHA256SUMS").write_text("".join(f"{checksum}  {file}\n" for file, checksum in sums.items()))
 
@@ -242,7 +243,7 @@ def change_tensors(path, change):
 
 META = Path("run/step-2/meta.json")
 SUMS = Path("run/step-2/SHA256SUMS")
-HEADS = {"n_head": 10**12 + 39, "n_kv_head": 5 * 10**11, "head_dim": 1}  # a prime: no search ends
+HEADS = {"n_head": 10**12 + 39, "n_kv_head": 5 * 10**11, "head_dim": 1}  # prime: no divisor
 DEEP = "[" * 300 + "]" * 300
 
 
@@ -250,7 +251,7 @@ def change_text(path, before, after):
     path.write_text(path.read_text().replace(before, after))
 
 
-RUNS = {  # what is done, what the line holds
+RUNS = {  # name: (what is done, words of the line)
     "a list": (lambda: META.write_text("[]"), "meta.json: the document is [], not an object"),
     "null": (lambda: META.write_text("null"), "meta.json: the document is null, not an object"),
     "NaN": (lambda: change_json(META, step=math.nan), "meta.json: step is NaN, not an integer of 0 or more"),
@@ -310,7 +311,7 @@ def test_hostile_tensors_of_a_checkpoint(world, tmp_path, capsys, name, value, w
 
 
 def generators(**changes):
-    """The state of Python's and NumPy's generators as a checkpoint stores it, with some of it replaced."""
+    """Return the state of Python's and NumPy's generators as checkpoints store it, with changes."""
     version, numbers, gauss = random.Random(1).getstate()
     key = np.random.RandomState(1).get_state()[1]
     state = {"version": version, "numbers": list(numbers), "gauss": gauss, "name": "MT19937",
@@ -368,7 +369,7 @@ def test_other_json_in_a_log(world, tmp_path, capsys, log, line):
 
 
 FIGURES = {"amax": 1.0, "scale": 2.0, "saturated": 0.0, "flushed": 0.1}
-TAKEN = [0, 1e-320, 1]  # of each figure; a recipe that scales in blocks has no scale
+TAKEN = [0, 1e-320, 1]  # valid for every figure; block scaling has no single scale
 ALSO_TAKEN = {"amax": [3e38, math.inf], "scale": [None, 3e38, math.inf], "saturated": [None],
               "flushed": [None]}
 REFUSED = [-1, 1e300, -math.inf, math.nan, "x", [], "missing"]
@@ -411,7 +412,7 @@ def test_losses_beyond_float32(world, tmp_path, capsys, name):
         assert code == 2 and f"run/metrics.jsonl:2: {name} is {json.dumps(value)}, not" in line, line
 
 
-def test_a_last_line_that_a_kill_cut_off_goes(world, tmp_path, capsys):
+def test_an_incomplete_last_line_is_removed(world, tmp_path, capsys):
     in_copy(world, tmp_path, ["run", "tokens"], 0)
     for log in ("metrics.jsonl", "fp8_health.jsonl"):
         with open(Path("run", log), "a") as file:
@@ -463,7 +464,7 @@ def test_a_hostile_hugging_face_folder(world, tmp_path, capsys, case):
 
 @contextlib.contextmanager
 def memory_limit(more: int):
-    """Let this process take `more` bytes of address space, so that a hostile size fails at once."""
+    """Limit this process to `more` further bytes of address space, so that a hostile size fails at once."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, limits[1]))
@@ -488,7 +489,7 @@ def test_config_json_fields_that_import_does_not_know_reach_no_library(world, tm
     assert code == 0, line
 
 
-# ---------------------------------------------------------------- drawn from a seed
+# ---------------------------------------------------------------- random damage, from a seed
 
 CHECKPOINT = ["step-2/meta.json", "step-2/SHA256SUMS", "step-2/*.safetensors"]
 READ = {"train.py": [*CHECKPOINT, "metrics.jsonl", "fp8_health.jsonl"], "sample.py": CHECKPOINT,
@@ -524,7 +525,7 @@ def test_damaged_token_files(world, tmp_path, capsys, name):
 
 
 def sign_tokens(changed: Path):
-    """meta.json as whoever makes such token files would write it, where that can be."""
+    """Make meta.json match the changed token files, if it is still readable."""
     with contextlib.suppress(ValueError, AttributeError, TypeError, RecursionError):
         meta = json.loads(Path("tokens/meta.json").read_text())
         if changed.suffix == ".bin":

@@ -1,5 +1,4 @@
-"""On a GPU: a training step as a CUDA graph is the step launched from Python, and fast_attention, fast_loss
-and fast_adam change no result."""
+"""On a GPU: a step replayed as CUDA graphs equals the eager step, and the fast kernels change no result."""
 
 import dataclasses
 
@@ -8,8 +7,8 @@ import torch
 
 from fast_kernels import gemm as fast_gemm
 from nanote import checkpoint, fp8, models, train_step
+from nanote.config import TrainConfig
 from nanote.train_step import TrainStep, make_optimizer
-from train import TrainConfig
 
 pytestmark = pytest.mark.gpu
 SMALL = dict(
@@ -45,7 +44,7 @@ def make(**options):
 
 
 def meta_of(model):
-    """What train.py would store beside the tensors."""
+    """The part of meta.json that train.py would write."""
     return {
         "config": {}, "model": "optimized", "model_config": dataclasses.asdict(model.config),
         "tokenizer": "byte",
@@ -68,7 +67,7 @@ def losses(steps=12, lr=1e-3, watch=(), **options):
 )
 def test_a_graph_is_the_step(options):
     graphed, eager = losses(**options), losses(cuda_graph="off", **options)
-    # attention's backward pass sums in any order, and FP8 casts what differs by a bit to neighbours
+    # attention's backward pass sums in any order, and FP8 may round values that differ by a bit to neighbors
     torch.testing.assert_close(graphed[:, 0], eager[:, 0], rtol=2e-3, atol=0)
     torch.testing.assert_close(graphed[:, 1], eager[:, 1], rtol=3e-2, atol=0)
     assert graphed[-1, 0] < graphed[0, 0]
@@ -105,7 +104,7 @@ def test_recording_trains_nothing():
 
 
 def test_a_batch_of_another_shape_is_refused():
-    """It would be broadcast into the recorded one."""
+    """It would be broadcast into the captured batch."""
     model, step = make()
     step(batches(0, 1), 1e-3)
     before = [p.detach().clone() for p in model.parameters()]
@@ -129,8 +128,7 @@ def test_a_parameter_that_is_frozen_after_the_recording(accum):
     assert torch.equal(frozen, before) and not torch.equal(other, trained) and norm.isfinite()
 
 
-def test_a_loaded_state_is_what_replays_go_on_with(tmp_path):
-    """Weights and optimizer of an earlier step, loaded after the recording, are what the graphs read."""
+def test_replays_use_a_checkpoint_that_is_loaded_after_the_capture(tmp_path):
     model, step = make(fp8_recipe="none")
     step(batches(0, 1), 1e-3)
     saved = [value.clone() for state in step.optimizer.state.values() for value in state.values()]
@@ -145,7 +143,7 @@ def test_a_loaded_state_is_what_replays_go_on_with(tmp_path):
 
 
 def test_recording_comes_after_every_gemm_of_a_deep_model_has_been_timed(monkeypatch):
-    """A new model's first gradients are zeros in FP8, on which nothing is timed."""
+    """A new model's first FP8 gradients are zeros, on which no GEMM is timed."""
     monkeypatch.setattr(fast_gemm, "_shapes", type(fast_gemm._shapes)())
     monkeypatch.setattr(fast_gemm._Shape, "tuned", 0)
     model, step = make(n_layer=16)
@@ -157,26 +155,23 @@ def test_recording_comes_after_every_gemm_of_a_deep_model_has_been_timed(monkeyp
 def test_clipping():
     clipped, free = make(grad_clip=1e-3), make(grad_clip=0.0)
     norms = [step(batches(0, 1), 1e-3)[1].item() for _, step in (clipped, free)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-2)  # what is returned is the norm before clipping
-    moments = [
-        step.optimizer.state[model.wte.weight]["exp_avg"].norm().item() for model, step in (clipped, free)
-    ]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2)  # the norm before clipping is returned
+    states = [step.optimizer.state[model.wte.weight] for model, step in (clipped, free)]
+    moments = [state["exp_avg"].norm().item() for state in states]
     assert moments[0] == pytest.approx(moments[1] * 1e-3 / norms[0], rel=2e-2)
 
 
-def test_a_look_at_fp8_is_a_step_like_the_others():
+def test_a_step_that_measures_fp8_equals_the_others():
     torch.testing.assert_close(losses(watch=(3, 4, 7))[:, 0], losses()[:, 0], rtol=2e-3, atol=0)
     model, step = make()
     for i in range(3):
         step(batches(i, 1), 1e-3, watch=i == 2)
     figures = fp8.health(model)
-    assert (
-        figures["lm_head"]["output_gradient"]["saturated"] is not None
-        and figures["blocks.0.attn.qkv"]["input"]["amax"] > 0
-    )
+    assert figures["lm_head"]["output_gradient"]["saturated"] is not None
+    assert figures["blocks.0.attn.qkv"]["input"]["amax"] > 0
 
 
-def test_a_checkpoint_goes_on_with_another_optimizer_and_without_graphs(tmp_path):
+def test_a_checkpoint_resumes_with_another_optimizer_and_without_graphs(tmp_path):
     """Saved from a graph with remainders and BF16 moments; loaded with float32 masters, without a graph."""
     model, step = make(moment_dtype="bfloat16")
     for i in range(6):

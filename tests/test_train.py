@@ -1,4 +1,4 @@
-"""train.py: resuming exactly, stopping well, what a run leaves behind, and the arithmetic of a step."""
+"""train.py: exact resume, stopping, the files of a run, and the arithmetic of a step."""
 import json
 import os
 import shutil
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import train
 from nanote import checkpoint, fp8_health, models
+from nanote.config import TrainConfig, pick_vocab_size, read_options
 from nanote.metrics import flops_per_token, peak_flops, read_metrics
 from trainer_tools import OPTIONS, ROOT, metrics, run_train, spawn_train
 
@@ -26,10 +27,9 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def slow_writer(monkeypatch):
-    """A checkpoint is not written before somebody waits for it."""
-    waited, plain_wait, plain_write = (
-        threading.Event(), checkpoint.BackgroundSaver.wait, checkpoint._write_tensors,
-    )
+    """A checkpoint is written only once BackgroundSaver.wait is called."""
+    waited = threading.Event()
+    plain_wait, plain_write = checkpoint.BackgroundSaver.wait, checkpoint._write_tensors
 
     def wait(saver):
         if saver.writing is not None:
@@ -37,10 +37,11 @@ def slow_writer(monkeypatch):
             plain_wait(saver)
             waited.clear()
 
+    def write_tensors(*arguments):
+        return waited.wait(20) and plain_write(*arguments)
+
     monkeypatch.setattr(checkpoint.BackgroundSaver, "wait", wait)
-    monkeypatch.setattr(
-        checkpoint, "_write_tensors", lambda *arguments: waited.wait(20) and plain_write(*arguments)
-    )
+    monkeypatch.setattr(checkpoint, "_write_tensors", write_tensors)
 
 
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
@@ -54,7 +55,7 @@ def test_killed_and_resumed_equals_uninterrupted(tokens, recipe):
 plain = train.learning_rate
 def learning_rate(step, config):
     while step == 16:
-        if os.path.exists("killed/step-12"):  # which a thread writes
+        if os.path.exists("killed/step-12"):  # written by a thread
             {KILL}
     return plain(step, config)
 train.learning_rate = learning_rate""")
@@ -62,17 +63,14 @@ train.learning_rate = learning_rate""")
     assert metrics("killed")[-1]["step"] == 15 and checkpoint.latest("killed").name == "step-12"
     assert run_train("--resume --out-dir killed") == 0
     assert metrics("killed") == metrics("whole")  # every loss, gradient norm and validation loss, bit for bit
-    # 1, 8, 16, 24
-    assert len(metrics("whole")) == 24 and sum("val_loss" in record for record in metrics("whole")) == 4
+    evaluated = [record["step"] for record in metrics("whole") if "val_loss" in record]
+    assert len(metrics("whole")) == 24 and evaluated == [1, 8, 16, 24]
 
 
 def test_killed_while_saving_resumes_from_the_checkpoint_before(tokens):
-    killed = spawn_train(
-        f"{OPTIONS} --checkpoint-interval 8 --out-dir killed",
-        tokens,
-        "plain = checkpoint._checksums\n"
-        f"checkpoint._checksums = lambda folder: {KILL} if 'step-16' in str(folder) else plain(folder)",
-    )
+    killed = spawn_train(f"{OPTIONS} --checkpoint-interval 8 --out-dir killed", tokens, f"""
+plain = checkpoint._checksums
+checkpoint._checksums = lambda folder: {KILL} if 'step-16' in str(folder) else plain(folder)""")
     assert killed.returncode == -signal.SIGKILL
     assert Path("killed/.saving-step-16").is_dir() and checkpoint.latest("killed").name == "step-8"
     assert run_train("--resume --out-dir killed") == 0
@@ -92,13 +90,10 @@ def test_precision_may_change_on_resume(tokens, before, after):
     assert run_train(f"{options} {FORMATS[before]} --out-dir same", tokens) == 0
     shutil.copytree("same/step-30", "changed/step-30")
     assert run_train(f"--resume --out-dir changed {FORMATS[after]}") == 0
-    same, changed = (
-        [record["loss"] for record in metrics("same")],
-        [record["loss"] for record in metrics("changed")],
-    )
+    same, changed = ([record["loss"] for record in metrics(run)] for run in ("same", "changed"))
     assert len(changed) == 10 and same[30:] != changed
     assert changed == pytest.approx(same[30:], rel=0.01)
-    assert same[39] < same[0] / 3, "the run has learnt much that a bad resume would lose"
+    assert same[39] < same[0] / 3, "the loss has fallen so far that a bad resume would show"
 
 
 def test_resume_takes_the_newest_run_and_its_options(tokens):
@@ -148,52 +143,36 @@ def test_non_finite_loss_stops_names_the_step_and_keeps_the_last_good(
     tokens, monkeypatch, capsys, slow_writer, limit, last
 ):
     plain = train.learning_rate
-    monkeypatch.setattr(
-        train, "learning_rate", lambda step, config: 1e38 if step == 10 else plain(step, config)
-    )
-    assert (
-        run_train(
-            f"{OPTIONS} --checkpoint-interval 8 --eval-interval 0 --log-interval 1000 {limit} --out-dir bad",
-            tokens,
-        )
-        == 1
-    )
+
+    def learning_rate(step, config):
+        return 1e38 if step == 10 else plain(step, config)
+
+    monkeypatch.setattr(train, "learning_rate", learning_rate)
+    options = f"{OPTIONS} --checkpoint-interval 8 --eval-interval 0 --log-interval 1000 {limit} --out-dir bad"
+    assert run_train(options, tokens) == 1
     error = capsys.readouterr().err
-    assert (
-        error.count("\n") == 1
-        and f"{last}: " in error
-        and "bad/step-8" in error
-        and "--fp8-recipe current" in error
-    )
+    assert error.count("\n") == 1 and f"{last}: " in error
+    assert "bad/step-8" in error and "--fp8-recipe current" in error
     assert [path.name for path in checkpoint.list_checkpoints("bad")] == ["step-8"]
 
 
 def test_what_a_run_leaves_behind(tokens, capsys):
-    assert (
-        run_train(
-            f"{OPTIONS} --checkpoint-interval 2 --keep-checkpoints 3 --max-steps 9 --log-interval 3 --out-dir run",
-            tokens,
-        )
-        == 0
-    )
+    intervals = "--checkpoint-interval 2 --keep-checkpoints 3 --log-interval 3"
+    assert run_train(f"{OPTIONS} {intervals} --max-steps 9 --out-dir run", tokens) == 0
     out = capsys.readouterr().out
     assert "te_reference" in out.splitlines()[0] and "512 tokens a step" in out
-    for wanted in (
-        "validation loss", "nats a byte", "run/loss.png", "run/metrics.jsonl", "run/tensorboard",
-        "run/step-9",
-    ):
+    files = "run/loss.png", "run/metrics.jsonl", "run/tensorboard", "run/step-9"
+    for wanted in ("validation loss", "nats a byte", *files):
         assert wanted in out
     assert [path.name for path in checkpoint.list_checkpoints("run")] == ["step-6", "step-8", "step-9"]
-    assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG") and list(
-        Path("run/tensorboard").iterdir()
-    )
-    assert [record["step"] for record in metrics("run")] == [1, 3, 6, 8, 9]  # 8: evaluated
+    assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list(Path("run/tensorboard").iterdir())
+    assert [record["step"] for record in metrics("run")] == [1, 3, 6, 8, 9]  # 8: an evaluation
     seconds = [record["seconds"] for record in read_metrics("run/metrics.jsonl")]
     assert seconds == sorted(seconds) and seconds[0] > 0
+    fields = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "peak_gib"}
     for record in read_metrics("run/metrics.jsonl"):
-        assert {"step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "peak_gib"} <= set(
-            record
-        ) and record["tokens_per_s"] > 0
+        assert fields <= set(record) and record["tokens_per_s"] > 0
     config = json.loads(Path("run/step-9/meta.json").read_text())["config"]
     assert (config["n_embd"], config["vocab_size"], config["n_positions"]) == (64, 288, 64)
 
@@ -208,33 +187,28 @@ def test_gradient_accumulation_equals_a_larger_batch(tokens):
     options = f"{OPTIONS} --dropout 0 --fp8-recipe none --max-steps 6"
     assert run_train(f"{options} --micro-batch-size 2 --grad-accum 4 --out-dir small", tokens) == 0
     assert run_train(f"{options} --micro-batch-size 8 --grad-accum 1 --out-dir large", tokens) == 0
-    assert [r["loss"] for r in metrics("small")] == pytest.approx(
-        [r["loss"] for r in metrics("large")], rel=1e-5
-    )
+    small, large = ([record["loss"] for record in metrics(run)] for run in ("small", "large"))
+    assert small == pytest.approx(large, rel=1e-5)
 
 
 @pytest.mark.parametrize("how", ["", "--no-background-saves"])
-def test_full_disk_does_not_end_a_run_but_is_told(tokens, monkeypatch, capsys, how):
+def test_full_disk_is_reported_and_does_not_end_a_run(tokens, monkeypatch, capsys, how):
     plain = checkpoint._sync
-    monkeypatch.setattr(
-        checkpoint, "_sync", lambda path: raise_full_disk() if "step-4" in str(path) else plain(path)
-    )
-    assert (
-        run_train(
-            f"{OPTIONS} {how} --checkpoint-interval 2 --keep-checkpoints 9 --max-steps 6 --out-dir run",
-            tokens,
-        )
-        == 0
-    )
+
+    def sync(path):
+        return raise_full_disk() if "step-4" in str(path) else plain(path)
+
+    monkeypatch.setattr(checkpoint, "_sync", sync)
+    options = f"{OPTIONS} {how} --checkpoint-interval 2 --keep-checkpoints 9 --max-steps 6"
+    assert run_train(f"{options} --out-dir run", tokens) == 0
     told, = [line for line in capsys.readouterr().out.splitlines() if "not written" in line]
     assert "run/step-4 not written: No space left on device; the last good checkpoint is run/step-2" in told
     assert told.endswith("; training continues")
-    assert [path.name for path in checkpoint.list_checkpoints("run")] == ["step-2", "step-6"] and not list(
-        Path("run").glob(".*")
-    )
+    assert [path.name for path in checkpoint.list_checkpoints("run")] == ["step-2", "step-6"]
+    assert not list(Path("run").glob(".*"))
 
 
-def test_full_disk_is_told_before_the_next_save(tokens, monkeypatch, capsys):
+def test_full_disk_is_reported_before_the_next_save(tokens, monkeypatch, capsys):
     failed, plain_sync, plain_rate = threading.Event(), checkpoint._sync, train.learning_rate
 
     def sync(path):
@@ -246,7 +220,7 @@ def test_full_disk_is_told_before_the_next_save(tokens, monkeypatch, capsys):
     def learning_rate(step, config):
         if step == 6:
             assert failed.wait(60)
-            time.sleep(0.5)  # for what the writer does after it
+            time.sleep(0.5)  # until the writer has handled the error
         return plain_rate(step, config)
 
     monkeypatch.setattr(checkpoint, "_sync", sync)
@@ -262,19 +236,13 @@ def test_full_disk_at_the_end_is_an_error(tokens, monkeypatch, capsys, slow_writ
     monkeypatch.setattr(checkpoint, "_sync", lambda path: raise_full_disk())
     assert run_train(f"{OPTIONS} --checkpoint-interval 4 --max-steps 8 --out-dir run", tokens) == 2
     streams = capsys.readouterr()
-    assert (
-        "run/step-4 not written" in streams.out
-        and "training continues" in streams.out
-        and "step-8" not in streams.out
-    )
-    assert (
-        streams.err.count("\n") == 1
-        and "run/step-8 not written: No space left on device; there is no earlier one" in streams.err
-    )
+    assert "run/step-4 not written" in streams.out and "training continues" in streams.out
+    assert "step-8" not in streams.out and streams.err.count("\n") == 1
+    assert "run/step-8 not written: No space left on device; there is no earlier one" in streams.err
     assert not list(Path("run").glob("*step-*"))
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tokens, monkeypatch):
+def test_training_continues_while_a_checkpoint_is_written(tokens, monkeypatch):
     options = f"{OPTIONS} --checkpoint-interval 6 --max-steps 12 --keep-checkpoints 9"
     assert run_train(f"{options} --no-background-saves --out-dir waits", tokens) == 0
     at_10, plain_write, plain_rate = threading.Event(), checkpoint._write_tensors, train.learning_rate
@@ -294,21 +262,20 @@ def test_training_goes_on_while_a_checkpoint_is_written(tokens, monkeypatch):
     assert run_train(f"{options} --out-dir run", tokens) == 0
     assert metrics("run") == metrics("waits")
     for step in (6, 12):
-        run, waits = (
-            load_file(next(Path(folder, f"step-{step}").glob("*.safetensors"))) for folder in ("run", "waits")
-        )
+        files = (next(Path(folder, f"step-{step}").glob("*.safetensors")) for folder in ("run", "waits"))
+        run, waits = map(load_file, files)
         # rng0.host holds the state of Python's generator, which a run does not seed.
         different = [name for name in run if name != "rng0.host" and not torch.equal(run[name], waits[name])]
-        assert run.keys() == waits.keys() and different == [], (
-            "the checkpoint is of the step that it was asked for at"
-        )
+        assert run.keys() == waits.keys() and different == [], "the tensors must be those of the saved step"
 
 
 def test_an_error_waits_for_the_writer(tokens, monkeypatch, slow_writer):
     plain = train.learning_rate
-    monkeypatch.setattr(
-        train, "learning_rate", lambda step, config: 1 / 0 if step == 7 else plain(step, config)
-    )
+
+    def learning_rate(step, config):
+        return 1 / 0 if step == 7 else plain(step, config)
+
+    monkeypatch.setattr(train, "learning_rate", learning_rate)
     with pytest.raises(ZeroDivisionError):
         run_train(f"{OPTIONS} --checkpoint-interval 6 --out-dir run", tokens)
     assert [path.name for path in Path("run").glob("*step-*")] == ["step-6"]
@@ -321,25 +288,23 @@ def raise_full_disk():
 @pytest.mark.parametrize("fp8", ["none", "delayed"])
 def test_two_processes_train_as_one_and_one_resumes_from_two(tokens, fp8):
     options = f"{OPTIONS} --dropout 0 --fp8-recipe {fp8} --lr-schedule constant"
-    command = f"-m torch.distributed.run --standalone --nproc_per_node 2 {ROOT / 'train.py'} {options}" \
-              " --micro-batch-size 2 --max-steps 4 --out-dir two"
+    command = (f"-m torch.distributed.run --standalone --nproc_per_node 2 {ROOT / 'train.py'} {options} "
+               "--micro-batch-size 2 --max-steps 4 --out-dir two")
     done = subprocess.run(
         [sys.executable, *command.split(), "--data", tokens], capture_output=True, text=True, timeout=120,
         env=os.environ | {"NANOTE_REFERENCE": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step 4/4") == 1 and len(metrics("two")) == 4  # one rank speaks
+    assert done.stdout.count("step 4/4") == 1 and len(metrics("two")) == 4  # only rank 0 prints
     assert run_train(f"{options} --max-steps 8 --out-dir one", tokens) == 0
     assert run_train("--resume --out-dir two --micro-batch-size 4 --max-steps 8") == 0
-    # The same samples in two halves. With FP8 a half's gradients, twice as large before they are averaged,
-    # have other scales: the losses stay together, the gradient norms of two runs that see other rounding part
-    # after a few steps.
+    # Each rank has half of the samples, so its gradients are twice as large before averaging. With FP8 they
+    # get other scales and round differently: losses stay close, gradient norms diverge after a few steps.
     loss_tolerance, norm_tolerance, norms = (1e-5, 1e-4, 8) if fp8 == "none" else (1e-2, 5e-2, 4)
     two, one = metrics("two"), metrics("one")
     assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=loss_tolerance)
-    assert [r["grad_norm"] for r in two[:norms]] == pytest.approx(
-        [r["grad_norm"] for r in one[:norms]], rel=norm_tolerance
-    )
+    expected = [r["grad_norm"] for r in one[:norms]]
+    assert [r["grad_norm"] for r in two[:norms]] == pytest.approx(expected, rel=norm_tolerance)
 
 
 # ---------------------------------------------------------------- options and arithmetic
@@ -357,8 +322,7 @@ def test_the_trainer_and_the_doctor_need_no_triton(tokens):
     assert done.returncode == 0 and len(metrics("run")) == 1, done.stderr
 
 
-# The published models' parameters, GPT-2's (and llama-160m's, of 32,000) vocabulary being padded to 50,304
-# rows.
+# Parameters of the published models. The vocabulary of GPT-2 and of llama-160m (32,000) is padded to 50,304.
 COUNTS = {
     "gpt2-124m": 124_439_808 + 47 * 768, "gpt2-350m": 354_823_168 + 47 * 1024,
     "gpt2-774m": 774_030_080 + 47 * 1280, "gpt2-1.5b": 1_557_611_200 + 47 * 1600,
@@ -370,7 +334,7 @@ COUNTS = {
 def test_presets_have_the_published_shapes(preset, monkeypatch):
     from torch._subclasses.fake_tensor import FakeTensorMode
     monkeypatch.setattr(train.Loader, "__init__", None)
-    config, *_ = train.read_options(["--preset", preset])
+    config, *_ = read_options(["--preset", preset])
     vocabulary = config.vocab_size or 50304
     options = vars(config) | {"vocab_size": vocabulary, "n_positions": config.seq_len, "use_fp8": True}
     with FakeTensorMode():  # no memory behind the tensors
@@ -380,29 +344,26 @@ def test_presets_have_the_published_shapes(preset, monkeypatch):
 
 def test_preset_gives_defaults_that_options_override(capsys):
     for argv in (["--preset", "llama3-1b", "--n-layer", "3"], ["--n-layer=3", "--preset=llama3-1b"]):
-        config, *_ = train.read_options(argv)
-        assert (config.preset, config.n_layer, config.n_kv_head, config.rope_theta) == (
-            "llama3-1b", 3, 8, 500000.0,
-        )
-    config, *_ = train.read_options(["--compile", "--no-fp8-lm-head", "--fp8-recipe", "current"])
+        config, *_ = read_options(argv)
+        chosen = config.preset, config.n_layer, config.n_kv_head, config.rope_theta
+        assert chosen == ("llama3-1b", 3, 8, 500000.0)
+    config, *_ = read_options(["--compile", "--no-fp8-lm-head", "--fp8-recipe", "current"])
     assert config.compile and not config.fp8_lm_head
     with pytest.raises(SystemExit) as stop:
-        train.read_options(["--preset", "gpt2-350m", "--help"])
+        read_options(["--preset", "gpt2-350m", "--help"])
     assert stop.value.code == 0
     help_text = capsys.readouterr().out
-    assert (
-        "--n-embd" in help_text and "(default: 1024)" in help_text and "--fp8-amax-history-len" in help_text
-    )
+    for wanted in ("--n-embd", "(default: 1024)", "--fp8-amax-history-len"):
+        assert wanted in help_text
 
 
 @pytest.mark.parametrize("model, lacks", [("te", "activation, use_rmsnorm, use_rotary"), ("optimized", None)])
-def test_what_a_model_lacks_of_its_preset_is_said(tokens, capsys, model, lacks):
-    """tiny is a Llama, model_te.py a GPT-2."""
+def test_options_of_the_preset_that_the_model_does_not_have_are_reported(tokens, capsys, model, lacks):
+    """The preset tiny is a Llama, model_te.py a GPT-2."""
     assert run_train(f"{OPTIONS} --model {model} --max-steps 1 --eval-interval 0 --out-dir run", tokens) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
-    assert len(said) == (lacks is not None) and all(
-        f"'{model}' has no " in line and "'tiny'" in line for line in said
-    )
+    assert len(said) == (lacks is not None)
+    assert all(f"'{model}' has no " in line and "'tiny'" in line for line in said)
     if lacks:
         assert all(name in said[0] for name in lacks.split(", "))
 
@@ -414,7 +375,7 @@ def test_the_summary_names_the_steps(tokens, capsys, steps, words):
 
 
 def test_a_run_says_and_keeps_its_fp8_format(tokens, monkeypatch, capsys):
-    """auto is the recipe's own; an earlier checkpoint, which names hybrid, goes on with hybrid."""
+    """auto is the recipe's default; an earlier checkpoint, saved with hybrid, continues with hybrid."""
     drawn, options = [], f"{OPTIONS} --n-layer 1 --max-steps 1 --fp8-recipe block --fp8-health-interval 1"
     plot = lambda records, path, title, fp8_format: drawn.append((title, fp8_format))  # noqa: E731
     monkeypatch.setattr(fp8_health, "plot", plot)
@@ -431,18 +392,12 @@ def test_a_run_says_and_keeps_its_fp8_format(tokens, monkeypatch, capsys):
 def test_every_recipe_option_reaches_the_model(tokens, monkeypatch):
     seen = {}
     monkeypatch.setattr(train, "evaluate", lambda model, loader, steps: seen.update(model=model) or 0.0)
-    assert (
-        run_train(
-            f"{OPTIONS} --max-steps 1 --fp8-format e4m3 --fp8-amax-history-len 5 "
-            "--fp8-amax-compute-algo most_recent --fp8-margin 2 --no-fp8-lm-head --out-dir run",
-            tokens,
-        )
-        == 0
-    )
+    fp8_options = ("--fp8-format e4m3 --fp8-amax-history-len 5 --fp8-amax-compute-algo most_recent "
+                   "--fp8-margin 2 --no-fp8-lm-head")
+    assert run_train(f"{OPTIONS} --max-steps 1 {fp8_options} --out-dir run", tokens) == 0
     recipe, config = seen["model"].fp8_recipe, seen["model"].config
-    assert (recipe.fp8_format.name, recipe.amax_history_len, recipe.amax_compute_algo, recipe.margin) == (
-        "E4M3", 5, "most_recent", 2,
-    )
+    assert (recipe.fp8_format.name, recipe.amax_history_len) == ("E4M3", 5)
+    assert (recipe.amax_compute_algo, recipe.margin) == ("most_recent", 2)
     assert config.use_fp8 and not config.fp8_lm_head
 
 
@@ -456,33 +411,31 @@ def test_weights_kept_in_fp8_train_and_resume_exactly(tokens, recipe):
     assert metrics("half") == metrics("whole")
     whole, half = (load_file(next(Path(run, "step-24").glob("*.safetensors"))) for run in ("whole", "half"))
     assert whole.keys() == half.keys()
-    python_generator = "rng0.host"  # tqdm and others draw from it
+    python_generator = "rng0.host"  # tqdm and others use it
     whole.pop(python_generator)
     assert not [name for name in whole if not torch.equal(whole[name], half[name])]
 
 
 def test_learning_rate_schedules():
     def at(step, **options):
-        return train.learning_rate(
-            step, train.TrainConfig(lr=1.0, max_steps=110, warmup_steps=10, min_lr_ratio=0.1, **options)
-        )
+        config = TrainConfig(lr=1.0, max_steps=110, warmup_steps=10, min_lr_ratio=0.1, **options)
+        return train.learning_rate(step, config)
 
     assert [at(1), at(5), at(10)] == pytest.approx([0.1, 0.5, 1.0])
     assert [at(60), at(110)] == pytest.approx([0.55, 0.1])  # half of the cosine, its end
     wsd = dict(lr_schedule="wsd", decay_fraction=0.2)
-    assert [at(5, **wsd), at(11, **wsd), at(88, **wsd), at(99, **wsd), at(110, **wsd)] == pytest.approx(
-        [0.5, 1, 1, 0.55, 0.1]
-    )
+    rates = [at(step, **wsd) for step in (5, 11, 88, 99, 110)]
+    assert rates == pytest.approx([0.5, 1, 1, 0.55, 0.1])
     assert [at(5, lr_schedule="constant"), at(110, lr_schedule="constant")] == pytest.approx([0.5, 1])
 
 
 def test_flops_per_token_by_hand():
-    gpt2 = train.TrainConfig(
+    gpt2 = TrainConfig(
         n_layer=12, n_head=12, n_embd=768, seq_len=1024, n_positions=1024, vocab_size=50304
     )
     parameters = 124_475_904
     assert flops_per_token(parameters, gpt2) == 6 * (parameters - 1024 * 768) + 12 * 12 * 768 * 1024
-    llama = train.TrainConfig(
+    llama = TrainConfig(
         n_layer=2, n_head=4, head_dim=32, n_embd=64, seq_len=16, vocab_size=288, use_rotary=True,
         tie_embeddings=False,
     )
@@ -503,16 +456,14 @@ def test_peak_flops_by_name(monkeypatch):
 
 def test_only_matrices_decay():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-    decayed, plain = train.make_optimizer(model, train.TrainConfig(weight_decay=0.3)).param_groups
+    decayed, plain = train.make_optimizer(model, TrainConfig(weight_decay=0.3)).param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
     assert decayed["params"] == [model[0].weight] and len(plain["params"]) == 3
 
 
 def test_vocabulary_is_padded_for_fp8():
     def rows(needed, **options):
-        return train.pick_vocab_size(
-            train.TrainConfig(**options), {"vocab_size": needed, "tokenizer": "byte"}
-        )
+        return pick_vocab_size(TrainConfig(**options), {"vocab_size": needed, "tokenizer": "byte"})
 
     assert [rows(257), rows(50257), rows(100277), rows(1024)] == [288, 50304, 100352, 1024]
     assert rows(257, vocab_size=512) == 512

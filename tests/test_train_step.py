@@ -1,6 +1,6 @@
-"""A TrainStep refuses batches and changes that do not fit, most of all those that CUDA graphs would not see.
+"""TrainStep refuses batches that do not fit, and changes that its CUDA graphs would ignore.
 
-On the CPU a "graph" is the recorded function itself, which reads and writes the same tensors at each replay.
+On the CPU a "graph" is the captured function itself, which reads and writes the same tensors at each replay.
 """
 
 import contextlib
@@ -15,9 +15,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 pytest.importorskip("triton")
 
-import train  # noqa: E402
 from fast_kernels.adam import FastAdam  # noqa: E402
-from nanote import fp8, models, train_step  # noqa: E402
+from nanote import (  # noqa: E402
+    fp8,
+    models,
+    train_step,
+)
+from nanote.config import TrainConfig  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_step_gpu.py has real graphs")
 SMALL = dict(n_layer=1, n_head=1, n_embd=16, vocab_size=32, n_positions=16, seq_len=16, fp8_recipe="current")
@@ -31,7 +35,7 @@ def graphs_on_the_cpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *args: None)
     forward_backward = train_step.TrainStep.forward_backward
 
-    def overwriting(self, batch, first):  # as the graph of the first micro-batch does
+    def overwriting(self, batch, first):  # gradients, like the graph of the first micro-batch
         if first:
             self.optimizer.zero_grad(set_to_none=True)
         return forward_backward(self, batch, first)
@@ -40,7 +44,7 @@ def graphs_on_the_cpu(monkeypatch):
 
 
 class Adam(fp8.te.optimizers.FusedAdam):
-    """In FastAdam's place where only the checks count: Triton's interpreter takes long."""
+    """Replaces FastAdam in tests of the checks, because Triton's interpreter is slow."""
 
     def prepare(self):
         pass
@@ -49,7 +53,7 @@ class Adam(fp8.te.optimizers.FusedAdam):
 
 
 def make(graphed=True, adam=Adam, **options):
-    config = train.TrainConfig(**SMALL | options)
+    config = TrainConfig(**SMALL | options)
     recipe = train_step.recipe_of(config)
     options = dataclasses.asdict(config) | {"use_fp8": recipe is not None}
     model_config = models.make_model_config("optimized", options)
@@ -82,7 +86,7 @@ def test_replays_are_the_step(accum):
 
 
 STARTS = torch.tensor([0, 16, 32], dtype=torch.int32)
-FOR_GRAPHS = {  # micro-batches after good ones of 2 x 16 -> what the message says
+FOR_GRAPHS = {  # name: (micro-batches after good ones of 2 x 16, pattern of the message)
     "one row": ([batch(2, rows=1)] * 2, r"input_ids \(1, 16\) int64.*for input_ids \(2, 16\) int64"),
     "shorter": ([batch(2, length=8)] * 2, r"input_ids \(2, 8\)"),
     "only the second": ([batch(2), batch(3, rows=1)], r"micro-batch 2 of 2: input_ids \(1, 16\)"),
@@ -136,7 +140,7 @@ def move_weight(step):
     step.model.wte.weight.data = step.model.wte.weight.data.clone()
 
 
-CHANGES = {  # after the recording -> what the message says
+CHANGES = {  # name: (change after the capture, pattern of the message)
     "a frozen parameter": (lambda s: s.model.wte.weight.requires_grad_(False),
                            "which parameters require gradients"),
     "a weight moved": (move_weight, "where a parameter is in memory"),
@@ -178,7 +182,7 @@ def test_what_a_recording_fixed_must_not_change(what):
     change, complaint = CHANGES[what]
     step = make(fp8_recipe="delayed" if "algo" in what else "current")
     step([batch(0)], 1e-2)
-    step([batch(0)], 1e-2, watch=True)  # puts hooks on for its pass alone
+    step([batch(0)], 1e-2, watch=True)  # registers hooks during this pass only
     handle = change(step)
     try:
         before = weights(step)
@@ -186,7 +190,7 @@ def test_what_a_recording_fixed_must_not_change(what):
             step([batch(1)], 1e-2)
         assert torch.equal(weights(step), before)
         if what in ("attention", "scaling_factor_compute_algo", "a weight replaced", "forward"):
-            return  # what they are set to here does not train
+            return  # a step with these values does not train
         step.record([batch(1)])
         assert torch.equal(weights(step), before)
         step([batch(1)], 1e-2)
@@ -198,7 +202,7 @@ def test_what_a_recording_fixed_must_not_change(what):
 
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 4), (2, 1)])
 def test_following_the_message_about_grad_accum_is_right(before, after):
-    """Set grad_accum, forget to record: refused. Record: the loss is that of a step that started so."""
+    """A changed grad_accum is refused until the step is recorded again; the loss is then a new step's."""
     step, fresh = make(grad_accum=before), make(graphed=False, grad_accum=after)
     step([batch(i) for i in range(before)], 0.0)
     given = [batch(10 + i) for i in range(after)]
@@ -244,7 +248,7 @@ def test_a_frozen_parameter_stays_after_the_step_is_recorded_again():
 
 
 def test_options_of_the_optimizer_may_change():
-    """Also the learning rate as a number: replays follow."""
+    """Replays use the new values, also a learning rate that is a float."""
     outcomes = []
     for graphed in (True, False):
         step = make(graphed, FastAdam)
@@ -257,13 +261,15 @@ def test_options_of_the_optimizer_may_change():
 
 @pytest.mark.parametrize("fp8_format", ["hybrid", "e4m3"])
 def test_after_the_warm_up_no_gradient_is_flushed(fp8_format):
-    """Delayed scaling starts with scales of 1, and the loss of a large batch gives each token a small
-    gradient. Behind a GEMM whose gradient was flushed to zero the next scale is not known yet."""
+    """Delayed scaling starts with scales of 1, and a large batch gives each token a small gradient.
+
+    If a GEMM's gradient is flushed to zero, the next GEMM's scale stays unknown.
+    """
     torch.manual_seed(0)
     options = dict(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=2, use_fp8=True)
     model = models.build_model("optimized", models.make_model_config("optimized", options))
     model.fp8_recipe = fp8.make_recipe("delayed", fp8_format)
-    model.register_forward_hook(lambda module, inputs, loss: loss * 2.0**-9)  # as of 512 times the tokens
+    model.register_forward_hook(lambda module, inputs, loss: loss * 2.0**-9)  # 512 times the tokens
     tokens = torch.randint(64, (2, 33))
     pass_on = tokens[:, :-1], tokens[:, 1:]
 
@@ -276,4 +282,4 @@ def test_after_the_warm_up_no_gradient_is_flushed(fp8_format):
     first = gradients()
     for _ in range(4):
         settled = gradients()
-    assert first == pytest.approx(settled, rel=0.1)  # settled ones, too, differ from pass to pass by rounding
+    assert first == pytest.approx(settled, rel=0.1)  # rounding differs in every pass
