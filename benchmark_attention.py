@@ -423,7 +423,7 @@ def main(argv=None):
             f"\nnorm + QKV, attention, projection {shape}; error: against sdpa\n{head.replace('TFLOP/s', ' ' * 7)}"
         )
         sets = random_sets([(shape.batch, shape.length, shape.heads * shape.head_dim)])
-        for precision in ("bf16",) if fp8.why_not("delayed") else ("bf16", "fp8"):
+        for precision in ("bf16",) if fp8.unsupported_reason("delayed") else ("bf16", "fp8"):
             expected = []
             for arm in block_arms():
                 measure = partial(measure_block, arm, precision, shape, sets, expected)

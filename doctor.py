@@ -138,7 +138,7 @@ def probe_fp8(emit):
 
     from nanote import fp8
     found = {"where": fp8.describe(), "emulated": fp8.IS_REFERENCE, "errors": {}, "raised": {},
-             "reasons": {name: fp8.why_not(name) for name in fp8.RECIPES if name != "none"}}
+             "reasons": {name: fp8.unsupported_reason(name) for name in fp8.RECIPES if name != "none"}}
     emit(found)
     for name in ("delayed", "current", "block", "mxfp8"):  # (NVFP4 has no bound as simple)
         if not found["reasons"][name]:

@@ -137,8 +137,8 @@ def train_model(recipe, shape):
 
 
 def can_run(recipe):
-    if fp8.why_not(recipe):
-        pytest.skip(fp8.why_not(recipe))
+    if fp8.unsupported_reason(recipe):
+        pytest.skip(fp8.unsupported_reason(recipe))
 
 
 def only_our_rule(recipe, vocab):
@@ -200,7 +200,7 @@ def main(argv=None):
     )
     rows = []
     for shape in SHAPES:
-        for recipe in (r for r in RECIPES if not fp8.why_not(r)):
+        for recipe in (r for r in RECIPES if not fp8.unsupported_reason(r)):
             row = dict(
                 zip(("micro_batch", "sequence", "width", "vocab"), shape), recipe=recipe,
                 forward=failure(recipe, shape, False) or "works",

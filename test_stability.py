@@ -183,7 +183,7 @@ def run_row(work):
 @dataclass
 class Options:
     steps: int = 500 if HAS_GPU else 150  # Of each cell.
-    recipes: tuple[str, ...] = tuple(name for name in FP8_RECIPES if not fp8.why_not(name))
+    recipes: tuple[str, ...] = tuple(name for name in FP8_RECIPES if not fp8.unsupported_reason(name))
     """By default all that this machine can run."""
     formats: tuple[str, ...] = ("hybrid", "e4m3")
     margins: tuple[int, ...] = (0, 1, 2)
@@ -276,7 +276,8 @@ def losses_of(disturbances=("none",), steps=40, **setting):
 
 high_precision = lru_cache(lambda: report.final(losses_of()["none"]))
 can_run = {
-    name: pytest.mark.skipif(bool(fp8.why_not(name)), reason=fp8.why_not(name) or "runs")
+    name: pytest.mark.skipif(bool(fp8.unsupported_reason(name)),
+                             reason=fp8.unsupported_reason(name) or "runs")
     for name in FP8_RECIPES
 }
 

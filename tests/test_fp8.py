@@ -104,7 +104,7 @@ def test_names_of_other_libraries_are_answered_with_ours(theirs, ours):
 
 
 @pytest.mark.parametrize("name, words", [
-    ("rowwise", ": no recipe has one scale a row, block (1x128 and 128x128) comes nearest; the recipes"),
+    ("rowwise", ": no recipe has one scale per row, block (1x128 and 128x128) comes closest; the recipes"),
     ("hybrid", "is unknown: it is a format, --fp8-format hybrid; the recipes"),
     ("fp4", "'fp4' is unknown; the recipes")])
 def test_names_that_are_no_recipe_here(name, words):

@@ -138,7 +138,7 @@ def test_a_custom_recipe_trains_as_the_recipe_it_mirrors(factory, built_in):
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_a_refusal_names_the_gpus_compute_capability_and_the_needed_one(recipe):
-    if not fp8.why_not(recipe):
+    if not fp8.unsupported_reason(recipe):
         pytest.skip("this GPU runs it")
     with pytest.raises(ValueError) as error:
         fp8.make_recipe(recipe)
