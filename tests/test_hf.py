@@ -335,7 +335,7 @@ def test_the_tokenizer_gives_the_same_ids(name, tmp_path):
         ids = ours.encode(text)
         assert theirs(text, verbose=False).input_ids == ids, text
         assert theirs.decode([ours.eot, *ids], skip_special_tokens=True) == text
-    assert import_hf.recognise_tokenizer(tmp_path, name) == name
+    assert import_hf.recognize_tokenizer(tmp_path, name) == name
 
 
 # ---- refusals: one line, exit code 2, nothing written
