@@ -486,7 +486,8 @@ def test_the_picture_of_recipes_without_a_state(run, tmp_path, recipe):
     _, tokens = run
     assert (
         run_train(
-            f"{OPTIONS} --max-steps 1 --fp8-health-interval 1 --fp8-recipe {recipe} --out-dir {tmp_path / 'run'}",
+            f"{OPTIONS} --max-steps 1 --fp8-health-interval 1 --fp8-recipe {recipe} "
+            f"--out-dir {tmp_path / 'run'}",
             tokens,
         )
         == 0
