@@ -411,7 +411,7 @@ def _damage(folder: Path) -> str | None:
         if name not in found:
             return f"{folder / name} is missing"
         if found[name] != checksum:
-            return f"{folder / name}: checksum mismatch: expected {checksum}, got {found[name]}"
+            return f"{folder / name}: checksum mismatch: expected SHA-256 {checksum}, got {found[name]}"
     for path in folder.glob("*.safetensors"):
         if path.name not in expected:  # it would be loaded with the others
             return f"{path} is not listed in {listing}"

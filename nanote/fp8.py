@@ -1,10 +1,12 @@
-"""FP8 for a trainer: recipes by name, what this machine can run and why not, shapes that fit, and the state
-to save.
+"""FP8 for a trainer: recipes by name, what this machine supports, valid shapes, and the FP8 state to save.
 
-The state deserves a word. TE pickles it into the state dict (`…_extra_state`), and since 2.20 refuses to load
-such a pickle, because that would run code from a file. Here the same numbers travel as plain tensors:
-`get_state` before saving, `set_state` after loading. Their absence (a run that was in bfloat16 so far) or
-another history length is no error, so a run can change its precision when it resumes.
+`make_recipe` and `check_shapes` run before training, `get_state` and `set_state` around a checkpoint,
+`preserved_state` around an evaluation. `fp8.te` is Transformer Engine (TE), or te_reference without a GPU.
+
+TE pickles its FP8 state into the state dict (`…_extra_state`) and since 2.20 refuses to load such a pickle,
+because that could run code from a file. Here the same values are saved as plain tensors. A missing state (a
+run that was in BF16 so far) or another history length is not an error, so a run can change its precision when
+it resumes.
 """
 
 import importlib
@@ -14,7 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
-from nanote.fp8_health import health, watch  # noqa: F401  what FP8 does to each tensor: fp8.watch(model), fp8.health(model)
+from nanote.fp8_health import health, watch  # noqa: F401  for callers: fp8.watch(model), fp8.health(model)
 
 try:
     if os.environ.get("NANOTE_REFERENCE") == "1" or not torch.cuda.is_available():
@@ -24,7 +26,7 @@ try:
     from transformer_engine.common import recipe as recipes
 
     IS_REFERENCE = False
-except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8 emulated
+except ImportError:  # no GPU: the same modules in plain PyTorch, with emulated FP8
     import te_reference as recipes
     import te_reference as te
 
@@ -32,7 +34,8 @@ except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8
 
 RESTORE = "restore the checkpoint's files from a copy, or start the scales anew with --fp8-recipe current"
 RECIPES = ("none", "delayed", "current", "block", "mxfp8", "nvfp4")  # and custom:module.function
-OTHER_NAMES = {  # of recipes, in Megatron, torchao and TE's classes; without "_", "-" and "scaling"
+# names of recipes in Megatron, torchao and TE's classes, without "_", "-" and "scaling"
+OTHER_NAMES = {
     "tensorwise": "current", "pertensor": "current", "dynamic": "current", "float8current": "current",
     "blockwise": "block", "float8block": "block", "mxfp8block": "mxfp8", "mx": "mxfp8", "nvfp4block": "nvfp4",
     "bf16": "none", "bfloat16": "none", "custom": "custom:module.function"}
@@ -40,31 +43,25 @@ _AVAILABLE = {
     "delayed": te.is_fp8_available,
     "current": te.is_fp8_available,
     "block": te.is_fp8_block_scaling_available,
-    # None: an older TE
     "mxfp8": te.is_mxfp8_available,
-    "nvfp4": getattr(te, "is_nvfp4_available", None),
+    "nvfp4": getattr(te, "is_nvfp4_available", None),  # None: an older TE
 }
 
 
 def describe():
-    """What runs here, in a line: the device, and whose FP8."""
+    """Return the device and the FP8 implementation, in one line."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return (
-        f"{device}, FP8 emulated by te_reference"
-        if IS_REFERENCE
-        else f"{device}, Transformer Engine {transformer_engine.__version__}"
-    )
+    if IS_REFERENCE:
+        return f"{device}, FP8 emulated by te_reference"
+    return f"{device}, Transformer Engine {transformer_engine.__version__}"
 
 
-def why_not(name):
-    """TE's reason why this machine cannot run the recipe; "" where it can."""
-    if name.startswith("custom:"):
-        return (
-            "A custom recipe's quantizers are Transformer Engine's own; te_reference does not emulate them."
-            if IS_REFERENCE
-            else ""
-        )
-    if name == "none":
+def unsupported_reason(name):
+    """Return TE's reason why this machine does not support the recipe, "" if it does."""
+    if name.startswith("custom:") and IS_REFERENCE:
+        return ("The quantizers of a custom recipe are part of Transformer Engine; te_reference does not "
+                "emulate them.")
+    if name == "none" or name.startswith("custom:"):
         return ""
     if _AVAILABLE[name] is None:
         return f"This Transformer Engine has no recipe {name}; a newer one has."
@@ -73,49 +70,52 @@ def why_not(name):
 
 
 def _hint(name):
-    """What an unknown recipe name means here: ": …", or "" for a name that nobody uses."""
+    """Return what an unknown recipe name probably means, as ": …", or ""."""
     plain = re.sub("[-_ ]|scaling", "", name.lower())
     ours = plain if plain in RECIPES else OTHER_NAMES.get(plain)
     if plain == "rowwise":
-        return ": no recipe has one scale a row, block (1x128 and 128x128) comes nearest"
+        return ": no recipe has one scale per row, block (1x128 and 128x128) comes closest"
     if plain in ("hybrid", "e4m3"):
         return f": it is a format, --fp8-format {plain}"
     return f": it is called {ours} here" if ours else ""
 
 
 def check_recipe(name):
-    """ValueError, in one line, for a recipe that is unknown or that this machine cannot run: with the GPU's
-    compute capability, and with the one that TE asks for."""
+    """Raise ValueError, in one line, for a recipe that is unknown or that this machine does not support.
+
+    The message names the compute capability of the GPU and the one that TE requires.
+    """
     if name not in RECIPES and not name.startswith("custom:"):
         known = f"the recipes are {', '.join(RECIPES)} and custom:module.function"
         raise ValueError(f"fp8-recipe {name!r} is unknown{_hint(name)}; {known}")
-    if why_not(name):
-        possible = ", ".join(r for r in RECIPES if not why_not(r))
+    reason = unsupported_reason(name)
+    if reason:
+        possible = ", ".join(r for r in RECIPES if not unsupported_reason(r))
         where, hint = describe(), "; NANOTE_REFERENCE=1 emulates delayed, current, block and mxfp8 anywhere"
         if torch.cuda.is_available():
             where += ", compute capability {}.{}".format(*torch.cuda.get_device_capability())
         if IS_REFERENCE:
-            hint = f"; {name} needs Transformer Engine and a GPU" + (
-                " of compute capability 10.0 or higher" if name == "nvfp4" else ""
-            )
-        raise ValueError(
-            f"fp8-recipe {name!r} cannot run on this machine ({where}): {why_not(name)} It can run: {possible}{hint}"
-        )
+            needed = " of compute capability 10.0 or higher" if name == "nvfp4" else ""
+            hint = f"; {name} needs Transformer Engine and a GPU{needed}"
+        raise ValueError(f"fp8-recipe {name!r} cannot run on this machine ({where}): {reason} "
+                         f"It can run: {possible}{hint}")
     if name.startswith("custom:"):
         _custom_factory(name)
 
 
 def _custom_factory(name):
-    """The function that "custom:module.function" names; ValueError in one line where there is none."""
+    """Return the function that "custom:module.function" names. Raises ValueError in one line if there is
+    none."""
     module_name, _, function_name = name.removeprefix("custom:").rpartition(".")
-    works = "custom:my_recipe.quantizer_for, with a function quantizer_for(role) in my_recipe.py beside this file, works"
+    works = "custom:my_recipe.quantizer_for works, with a function quantizer_for(role) in my_recipe.py"
     if not module_name or not function_name:
         raise ValueError(f"fp8-recipe {name!r} does not name a module and a function; {works}")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever the user's module raises
         raise ValueError(
-            f"fp8-recipe {name!r}: {module_name} cannot be imported ({type(error).__name__}: {error}); {works}"
+            f"fp8-recipe {name!r}: {module_name} cannot be imported ({type(error).__name__}: {error}); "
+            f"{works}"
         ) from error
     factory = getattr(module, function_name, None)
     if not callable(factory):
@@ -124,14 +124,14 @@ def _custom_factory(name):
     return factory
 
 
-# Transformer Engine's default for each recipe; the others have one format of their own.
+# TE's default format for each recipe; the other recipes have a fixed format.
 FORMATS = {"delayed": "hybrid", "current": "hybrid", "block": "e4m3", "mxfp8": "e4m3"}
 
 
 def resolve_format(name, fp8_format="auto"):
-    """Return the format that a recipe runs in: "hybrid" or "e4m3", or "" if it has one of its own."""
+    """Return the format of a recipe: "hybrid" (E4M3 forward, E5M2 backward), "e4m3", or "" if it is fixed."""
     if fp8_format not in ("auto", "hybrid", "e4m3"):
-        raise ValueError(f"fp8-format {fp8_format!r} is unknown; use auto (the recipe's own), "
+        raise ValueError(f"fp8-format {fp8_format!r} is unknown; use auto (the recipe's default), "
                          "hybrid (E4M3 forward, E5M2 backward) or e4m3")
     if name not in FORMATS:
         return ""
@@ -139,14 +139,17 @@ def resolve_format(name, fp8_format="auto"):
 
 
 def make_recipe(name, fp8_format="auto", amax_history_len=1024, amax_compute_algo="max", margin=0):
-    """TE's recipe object, or None for "none". The last three arguments belong to "delayed". ValueError for a
-    value out of range or a recipe that cannot run here.
+    """Return TE's recipe object, or None for "none".
 
-    Delayed: scale = FP8_MAX / amax / 2**margin, the amax taken over a history. Current: the tensor's own
-    amax. Block: one scale for each 1x128 activations or 128x128 weights. MXFP8: one power of two for each 32
-    values (Blackwell). NVFP4: four-bit values in blocks of 16 (Blackwell; arXiv:2509.25149).
-    "custom:module.function": TE's CustomRecipe, each tensor's quantizer from that function. fp8_format: see
-    `resolve_format`. NVFP4 and a custom recipe have formats of their own.
+    - delayed: scale = FP8_MAX / amax / 2**margin, with the amax over a history of steps.
+    - current: the amax of the tensor itself.
+    - block: one scale per 1x128 activations or 128x128 weights.
+    - mxfp8: one power-of-two scale per 32 values (Blackwell).
+    - nvfp4: 4-bit values in blocks of 16 (Blackwell; arXiv:2509.25149).
+    - custom:module.function: TE's CustomRecipe; the function returns the quantizer of each tensor.
+
+    `fp8_format`: see `resolve_format`; nvfp4 and custom recipes ignore it. The last three arguments are for
+    "delayed". Raises ValueError for a value out of range or a recipe that this machine does not support.
     """
     check_recipe(name)
     fp8_format = resolve_format(name, fp8_format)
@@ -175,55 +178,66 @@ def make_recipe(name, fp8_format="auto", amax_history_len=1024, amax_compute_alg
 
 
 def check_shapes(config, micro_batch_size, seq_len, name):
-    """ValueError, in one line, for a model or a micro-batch that the recipe's matrix products cannot take.
+    """Raise ValueError, in one line, for a model or a micro-batch that the FP8 GEMMs of the recipe do not
+    support.
 
-    TE asks for rows divisible by 8 forward; the weight gradient, where tokens are columns, for 16. MXFP8's
-    blocks ask for 32 everywhere. (A model's configuration checks its own dimensions for 16.)
+    TE requires a multiple of 8 rows in the forward GEMM and of 16 in wgrad, where tokens are the K dimension.
+    The blocks of MXFP8 require 32 everywhere. (The model config checks its own dimensions for multiples of
+    16.)
     """
     multiple = {"none": 1, "mxfp8": 32}.get(name, 16)
     if name == "mxfp8":
         for field, size in (("n_embd", config.n_embd), ("n_inner", config.n_inner),
                             ("head_dim x n_kv_head", config.head_dim * config.n_kv_head)):
             if size % 32:
-                raise ValueError(
-                    f"{field} = {size}: FP8 recipe 'mxfp8' needs dimensions divisible by 32; {-(-size // 32) * 32} works"
-                )
+                raise ValueError(f"{field} = {size}: FP8 recipe 'mxfp8' needs dimensions divisible by 32; "
+                                 f"{_round_up(size, 32)} works")
     tokens = micro_batch_size * seq_len
     if tokens % multiple:
-        better = next(
-            b for b in range(micro_batch_size, micro_batch_size + multiple + 1) if b * seq_len % multiple == 0
-        )
+        sizes = range(micro_batch_size, micro_batch_size + multiple + 1)
+        better = next(size for size in sizes if size * seq_len % multiple == 0)
         raise ValueError(
-            f"micro-batch-size {micro_batch_size} x seq-len {seq_len} = {tokens} tokens: FP8 recipe {name!r} needs "
-            f"a multiple of {multiple}; --micro-batch-size {better} works, or --fp8-recipe none"
+            f"micro-batch-size {micro_batch_size} x seq-len {seq_len} = {tokens} tokens: FP8 recipe {name!r} "
+            f"needs a multiple of {multiple}; --micro-batch-size {better} works, or --fp8-recipe none"
         )
+
+
+def _round_up(size, multiple):
+    return (size + multiple - 1) // multiple * multiple
 
 
 def forget_models():
-    """Between models in one process: TE keeps the amax histories of models that are gone, and would go on
-    updating them."""
+    """Reset TE's global FP8 state, between models in one process.
+
+    TE keeps the amax histories of deleted models and would continue to update them.
+    """
     if not IS_REFERENCE:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
         FP8GlobalStateManager.reset()
 
 
 def _scaling_states(model):
-    """(name, object with .scale (n,) and .amax_history (length, n)) for each direction of each module with
-    weights under delayed scaling. (TE makes such a state for attention too, but attention stays in high
-    precision here.)"""
+    """Yield (name, state) per module with weights and direction under delayed scaling.
+
+    The state has .scale (n,) and .amax_history (length, n). (TE has such a state for attention as well, but
+    attention runs in high precision here.)
+    """
     for module_name, module in model.named_modules():
         if not any(True for _ in module.parameters(recurse=False)):
             continue
         for key in ("scaling_fwd", "scaling_bwd"):
             state = getattr(module, "fp8_meta", {}).get(key)
-            # a custom recipe has the field, too, and nothing in it
+            # a custom recipe has the field too, but it is None
             if getattr(state, "amax_history", None) is not None:
                 yield f"{module_name}.{key}", state
 
 
 def get_state(model):
-    """The FP8 state: {"<module>.scaling_fwd.scale": (n,), "<module>.scaling_fwd.amax_history": (length, n), …
-    "scaling_bwd" …}, float32. Empty where no delayed scaling has run."""
+    """Return the FP8 state as float32 tensors; empty if delayed scaling has not run.
+
+    Keys: "<module>.scaling_fwd.scale" (n,), "<module>.scaling_fwd.amax_history" (length, n); the same with
+        scaling_bwd.
+    """
     state = {}
     for name, scaling in _scaling_states(model):
         state[f"{name}.scale"] = scaling.scale.detach().clone()
@@ -232,13 +246,16 @@ def get_state(model):
 
 
 def is_fresh(model):
-    """True if delayed scaling has not chosen a scale yet: there is no state, or every scale is still 1."""
+    """Return whether delayed scaling has not set a scale yet: there is no state, or every scale is still
+    1."""
     return all(bool((scaling.scale == 1).all()) for _, scaling in _scaling_states(model))
 
 
 def set_state(model, state):
-    """Put back what `get_state` gave. Does nothing unless the model now runs with delayed scaling; fits the
-    histories to its `amax_history_len`, the newest rows kept."""
+    """Restore the result of `get_state`. Does nothing unless the model runs with delayed scaling.
+
+    Histories are cut or padded to `amax_history_len`; the newest rows are kept.
+    """
     recipe = model.fp8_recipe
     if not model.config.use_fp8 or not recipe.delayed():
         return
@@ -246,11 +263,10 @@ def set_state(model, state):
     for module_name in sorted({key.rsplit(".scaling_", 1)[0] for key in state}):
         module = modules.get(module_name)
         if module is None or not hasattr(module, "init_fp8_meta_tensors"):
-            raise ValueError(
-                f"FP8 state for a module {module_name!r}, which this model does not have; resume with the model that saved it"
-            )
+            raise ValueError(f"FP8 state for a module {module_name!r}, which this model does not have; "
+                             "resume with the model that saved it")
         scale = state.get(f"{module_name}.scaling_fwd.scale")
-        if scale is None or scale.numel() not in (3, 6):  # input, weight and output of one GEMM or two
+        if scale is None or scale.numel() not in (3, 6):  # input, weight and output of one or two GEMMs
             raise ValueError(f"FP8 state of the module {module_name!r}: scaling_fwd.scale is "
                              f"{_shape(scale)}, not (3,) or (6,); {RESTORE}")
         module.fp8_meta["num_gemms"] = scale.numel() // 3
@@ -274,7 +290,10 @@ def _shape(tensor):
 
 
 def _fit_history(history, length):
-    """Row 0 is the current step's; the newest of the others is the last. (old_length, n) -> (length, n)."""
+    """Change an amax history from (old_length, n) to (length, n).
+
+    Row 0 belongs to the current step; of the other rows the last is the newest.
+    """
     kept = min(length, len(history)) - 1
     fitted = torch.zeros(length, history.shape[1])
     fitted[0] = history[0]
@@ -285,8 +304,8 @@ def _fit_history(history, length):
 
 @contextmanager
 def preserved_state(model):
-    """Whatever runs inside leaves the FP8 state as it was. Evaluation would otherwise add its amax to the
-    next training step's."""
+    """Restore the FP8 state on exit, for an evaluation: its amax would otherwise affect the next training
+    step."""
     before = get_state(model)
     try:
         yield
@@ -301,9 +320,11 @@ def preserved_state(model):
 
 
 def init_master_weights(model, optimizer):
-    """With weights kept in FP8 (`quantized_model_init(preserve_high_precision_init_val=True)`): start the
-    optimizer's float32 masters from the values drawn at initialisation instead of what FP8 kept of them, and
-    free those."""
+    """Initialize the float32 masters of FP8 weights with the high-precision initial values, and free those.
+
+    For models built under `quantized_model_init(preserve_high_precision_init_val=True)`. The masters would
+    otherwise start from the dequantized weights.
+    """
     for parameter in model.parameters():
         if hasattr(parameter, "get_high_precision_init_val"):
             optimizer.initialize_state(parameter, False)

@@ -1,20 +1,23 @@
-"""What FP8 does to a model's tensors: how much of the format's range each uses, what it cuts off, what it
-rounds to zero.
+"""Statistics of FP8 quantization: how much of the format's range each tensor uses, and what saturates or
+underflows.
 
-    with fp8.watch(model):  # looks at the first forward and backward pass in here
+    with fp8.watch(model):  # records the first forward and backward pass inside
         model(input_ids, labels).backward()
-    fp8.health(model)["blocks.0.attn.qkv"]["input"] # {"amax": 4.51, "scale": 74.7, "saturated": 0.0,
-    "flushed": 0.0004}
+    fp8.health(model)["blocks.0.attn.qkv"]["input"]
+    # {"amax": 4.51, "scale": 74.7, "saturated": 0.0, "flushed": 0.0004}
 
-Four figures for a tensor that FP8 holds. `amax`: its largest absolute value. `scale`: what it is multiplied
-by before the cast: with `amax * scale` far below the format's maximum, bits of range lie idle; above it, the
-largest values are cut off. `saturated`: the share of values that this happens to. `flushed`: the share of the
-non-zero values that become zero. None stands for what is not known.
+Four values for each tensor that is quantized to FP8; None if unknown:
 
-Hooks look at the tensors before they are cast and at the scales in TE's `fp8_meta`. They change nothing, and
-outside `watch` there are none. TE and te_reference look the same from here, so this file imports neither.
-Between the two products of a `LayerNormMLP` no hook can look: of what is there (`fc2_input`,
-`fc1_output_gradient`) delayed scaling knows amax and scale, the other recipes nothing.
+- `amax`: the largest absolute value.
+- `scale`: the factor before the cast. If `amax * scale` is far below the maximum of the format, range is
+  unused; above it, the largest values saturate.
+- `saturated`: the fraction of values that saturate.
+- `flushed`: the fraction of the non-zero values that become zero.
+
+Hooks read the tensors before they are quantized, and the scales in TE's `fp8_meta`. They change nothing, and
+outside `watch` there are none. This file works with TE and te_reference alike and imports neither. No hook
+reaches the tensors between the two GEMMs of a `LayerNormMLP` (`fc2_input`, `fc1_output_gradient`): amax and
+scale are known for them under delayed scaling only.
 """
 
 import math
@@ -24,29 +27,30 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-# By the format's maximum: above the first value, rounding alone would exceed it; up to the second, values
-# become zero. Both lie half a step away: E4M3 steps by 32 below 448 and by 2^-9 above 0, E5M2 by 8192 and
-# 2^-16.
+# {maximum of the format: (values above this round beyond the maximum, values up to this round to zero)}. Both
+# limits are half a step away: E4M3 has steps of 32 below 448 and of 2^-9 above 0, E5M2 of 8192 and 2^-16.
 LIMITS = {448: (448 + 16, 2.0**-10), 57344: (57344 + 4096, 2.0**-17)}
-CHUNK = 2**24  # values looked at together: the gradient of the logits would need gigabytes more
+CHUNK = 2**24  # values processed at a time, since float32 copies of the logits' gradient would take gigabytes
 
 
 @contextmanager
 def watch(model):
-    """Take the figures of every module that runs in FP8, in the first forward and backward pass inside; then
-    `health(model)` returns them. Costs a few reads of each tensor. Code that torch.compile made does not run
-    hooks: watch the model itself, not its compiled form."""
+    """Record statistics of every module that runs in FP8, in the first forward and backward pass inside.
+
+    `health(model)` returns them afterwards. Costs a few reads of each tensor. Compiled code does not run
+    hooks: watch the model itself, not the result of torch.compile.
+    """
     handles, seen = [], {}
     for module in _modules(model).values():
         module.__dict__.pop("fp8_health", None)
-        handles.append(module.register_forward_hook(partial(_look, seen, handles)))
+        handles.append(module.register_forward_hook(partial(_record, seen, handles)))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
     for module, figures in seen.items():
-        if "fc1_output_gradient" in figures:  # its amax is known by now
+        if "fc1_output_gradient" in figures:  # its amax is known only after the backward pass
             figures["fc1_output_gradient"]["amax"] = _in_state(module, "fc1_output_gradient")["amax"]
         module.__dict__["fp8_health"] = {
             tensor: _as_floats(figures[tensor]) for tensor in _slots(module) if tensor in figures
@@ -54,9 +58,13 @@ def watch(model):
 
 
 def health(model):
-    """{module: {tensor: {"amax", "scale", "saturated", "flushed"}}}, floats or None: what the last `watch`
-    saw. Tensors are "input", "weight", "output_gradient", of a LayerNormMLP "fc1_input" and so on. Of a
-    module never watched: the newest amax and the next scale under delayed scaling."""
+    """Return the statistics of the last `watch`: {module: {tensor: {"amax", "scale", "saturated",
+    "flushed"}}}.
+
+    Values are floats or None. Tensors are "input", "weight", "output_gradient", for a LayerNormMLP
+    "fc1_input" and so on. For a module never watched: the newest amax and the next scale, under delayed
+    scaling.
+    """
     figures = {}
     for name, module in _modules(model).items():
         stored = {tensor: _in_state(module, tensor) for tensor in _slots(module)}
@@ -71,29 +79,28 @@ def _as_floats(figures):
 
 
 def _modules(model):
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if hasattr(module, "fp8_meta") and _weights(module)
-    }
+    return {name: module for name, module in model.named_modules()
+            if hasattr(module, "fp8_meta") and _weights(module)}
 
 
 def _weights(module):
-    """By the prefix of a product's tensors: fc1_ and fc2_, or none. Weights that are split over parameters
-    (Q, K, V) are one product's."""
-    own = {
-        name: p
-        for name, p in module.named_parameters(recurse=False)
-        if name.endswith("weight") and name != "layer_norm_weight"
-    }
+    """Return {prefix: weights} for each GEMM of a module: prefixes fc1_ and fc2_ for an MLP, "" otherwise.
+
+    Weights split over several parameters (Q, K, V) belong to one GEMM.
+    """
+    own = {name: p for name, p in module.named_parameters(recurse=False)
+           if name.endswith("weight") and name != "layer_norm_weight"}
     if "fc1_weight" in own:
         return {"fc1_": [own["fc1_weight"]], "fc2_": [own["fc2_weight"]]}
     return {"": list(own.values())} if own else {}
 
 
 def _slots(module):
-    """Where fp8_meta keeps a tensor: forward input, weight, output of each product; backward output gradient,
-    input gradient."""
+    """Return {tensor: (key, index)} in fp8_meta.
+
+    TE's order is input, weight, output of each GEMM in the forward pass; output gradient, input gradient in
+    backward.
+    """
     slots = {}
     for i, prefix in enumerate(_weights(module)):
         slots |= {f"{prefix}input": ("scaling_fwd", 3 * i), f"{prefix}weight": ("scaling_fwd", 3 * i + 1),
@@ -102,11 +109,14 @@ def _slots(module):
 
 
 def _in_state(module, tensor):
-    """Under delayed scaling: the newest amax (row 0 is the current pass's; after a roll it is the last), the
-    scale, None for the shares. {} under other recipes."""
+    """Return the newest amax and the scale under delayed scaling, {} under other recipes.
+
+    Row 0 of the history belongs to the current pass; after the update of the scales the newest amax is in the
+    last row.
+    """
     key, index = _slots(module)[tensor]
     state = module.fp8_meta.get(key)
-    if getattr(state, "amax_history", None) is None:  # a custom recipe has the field, too, and nothing in it
+    if getattr(state, "amax_history", None) is None:  # a custom recipe has the field too: None
         return {}
     history = state.amax_history[:, index]
     amax = torch.where(history[0] != 0, history[0], history[-1])
@@ -114,29 +124,27 @@ def _in_state(module, tensor):
 
 
 @torch.no_grad()
-def _look(seen, handles, module, args, output):
-    """A forward hook. Scales move when the whole forward pass is over, so what fp8_meta holds here is what
-    this pass used."""
+def _record(seen, handles, module, args, output):
+    """Forward hook. Scales are updated after the whole forward pass, so fp8_meta holds those that this pass
+    used."""
     if not module.fp8_meta.get("fp8_checkpoint"):  # this module does not run in FP8
         return
     weights = _weights(module)
     first, last = list(weights)[0], list(weights)[-1]
-    # gradient checkpointing comes here twice, the second time with scales that have moved
+    # with gradient checkpointing this runs twice, the second time after the scales were updated
     if module not in seen:
-        figures = seen[module] = {
-            f"{first}input": _figures(module, f"{first}input", _normed(module, args[0]))
-        }
+        gemm_input = _normed(module, args[0])
+        figures = seen[module] = {f"{first}input": _figures(module, f"{first}input", gemm_input)}
         if last != first and module.fp8_meta["recipe"].delayed():
             figures[f"{last}input"] = _in_state(module, f"{last}input")
         for prefix, parts in weights.items():
-            figures[f"{prefix}weight"] = _figures(
-                module, f"{prefix}weight", torch.cat([p.detach() for p in parts])
-            )
-            # kept in FP8: what it lost is no longer there to see
+            weight = torch.cat([p.detach() for p in parts])
+            figures[f"{prefix}weight"] = _figures(module, f"{prefix}weight", weight)
+            # a weight kept in FP8: the values before quantization are gone
             if hasattr(parts[0], "_quantizer") or hasattr(parts[0], "fp8_owner"):
                 figures[f"{prefix}weight"] |= {"saturated": None, "flushed": None}
 
-    def look_at_gradient(gradient):
+    def record_gradient(gradient):
         figures = seen[module]
         if f"{last}output_gradient" not in figures:
             figures[f"{last}output_gradient"] = _figures(module, f"{last}output_gradient", gradient)
@@ -145,11 +153,11 @@ def _look(seen, handles, module, args, output):
 
     output = output[0] if isinstance(output, tuple) else output
     if output.requires_grad:
-        handles.append(output.register_hook(look_at_gradient))
+        handles.append(output.register_hook(record_gradient))
 
 
 def _normed(module, x):
-    """What a fused norm gives to the product, in float32."""
+    """Return the input of the GEMM: the output of a fused norm, in float32, or x itself."""
     if getattr(module, "layer_norm_weight", None) is None:
         return x
     gamma = module.layer_norm_weight.float() + (1 if module.zero_centered_gamma else 0)
@@ -160,9 +168,9 @@ def _normed(module, x):
 
 @torch.no_grad()
 def _figures(module, tensor, x):
-    """x, of any shape, is `tensor` of the module before the cast."""
+    """Return the statistics of x (any shape), the values of `tensor` before quantization."""
     recipe, chunks = module.fp8_meta["recipe"], x.reshape(-1).split(CHUNK)
-    # NaN does not count, as in TE
+    # ignore NaN, as TE does
     amax = torch.stack([c.abs().nan_to_num(nan=0.0, posinf=math.inf).amax().float() for c in chunks]).amax()
     formats = recipe.fp8_format.value
     fp8_max = formats.max_bwd if tensor.endswith("gradient") else formats.max_fwd
@@ -173,8 +181,7 @@ def _figures(module, tensor, x):
         if recipe.use_power_2_scales:
             scale = torch.exp2(scale.log2().floor())
     else:
-        # a scale for each block, taken from its own amax: nothing can saturate. Of a custom recipe nothing is
-        # known.
+        # block scaling: one scale per block from its own amax, so nothing saturates; custom recipe: unknown
         return {"amax": amax, "scale": None, "saturated": None if recipe.custom() else 0.0, "flushed": None}
     largest, smallest = LIMITS[fp8_max]
     saturated = flushed = nonzero = 0
@@ -189,66 +196,73 @@ def _figures(module, tensor, x):
     }
 
 
+KINDS = ("input", "weight", "output_gradient")  # the columns of the picture
+
+
 def plot(records, path, title="", fp8_format="hybrid"):
-    """Draw records {"step", "health"} as products x steps: a column for inputs, weights and output gradients,
-    a row for each of two figures (headroom: bits of range above amax, negative where values are cut off;
-    flushed), or for amax alone where a recipe scales in blocks."""
+    """Plot records {"step", "health"} as heat maps, GEMMs x steps, one column for each of KINDS.
+
+    Rows: headroom (bits of range above amax, negative if values saturate) and flushed. If both are unknown
+    (block scaling): amax.
+    """
     from matplotlib.colors import LogNorm, TwoSlopeNorm
     from matplotlib.figure import Figure
 
-    def headroom(values, tensor):
-        fp8_max = 57344 if tensor.endswith("gradient") and fp8_format == "hybrid" else 448
-        if values["scale"] is None or not 0 < values["amax"] * values["scale"] < math.inf:
-            return math.nan
-        return math.log2(fp8_max / (values["amax"] * values["scale"]))
-
-    def flushed(values, tensor):
-        return math.nan if values["flushed"] is None else 100 * values["flushed"]
-
-    def amax(values, tensor):
-        return math.log2(values["amax"]) if 0 < values["amax"] < math.inf else math.nan
-
-    kinds = ("input", "weight", "output_gradient")
-    products = {}  # (module, prefix), in the model's order
-    for record in records:
-        for module, tensors in record["health"].items():
-            products |= {
-                (module, tensor.removesuffix(kind)): None
-                for kind in kinds
-                for tensor in tensors
-                if tensor.endswith(kind)
-            }
+    gemms = _gemms(records)
     steps = [record["step"] for record in records]
 
     def grid(figure, kind):
         def value(record, module, prefix):
             values = record["health"].get(module, {}).get(prefix + kind)
             return math.nan if values is None else figure(values, kind)
-        return torch.tensor([[value(record, *product) for record in records] for product in products])
+        return torch.tensor([[value(record, *gemm) for record in records] for gemm in gemms])
 
-    rows = [(headroom, "headroom (bits; red: cut off)", "RdBu", TwoSlopeNorm(0, -2, 6)),
-            (flushed, "flushed to zero (%)", "viridis", LogNorm(1e-3, 100))]
-    rows = [row for row in rows if any(grid(row[0], kind).isfinite().any() for kind in kinds)] or [
-        (amax, "log2 amax", "viridis", None)
-    ]
-    height = max(2.2, 0.14 * len(products))
+    headroom = partial(_headroom, fp8_format)
+    rows = [(headroom, "headroom (bits; red: saturated)", "RdBu", TwoSlopeNorm(0, -2, 6)),
+            (_flushed, "flushed to zero (%)", "viridis", LogNorm(1e-3, 100))]
+    rows = [row for row in rows if any(grid(row[0], kind).isfinite().any() for kind in KINDS)]
+    rows = rows or [(_amax, "log2 amax", "viridis", None)]
+    height = max(2.2, 0.14 * len(gemms))
     picture = Figure(figsize=(13, 1 + height * len(rows)), layout="constrained")
-    for axes_row, (figure, label, colours, norm) in zip(
-        picture.subplots(len(rows), 3, squeeze=False, sharey=True), rows
-    ):
-        for axes, kind in zip(axes_row, kinds):
-            mesh = axes.pcolormesh(
-                grid(figure, kind).clamp(min=1e-3 if figure is flushed else -math.inf), cmap=colours,
-                norm=norm,
-            )
-            axes.set_facecolor("lightgrey")  # not known
+    axes_grid = picture.subplots(len(rows), 3, squeeze=False, sharey=True)
+    for axes_row, (figure, label, colors, norm) in zip(axes_grid, rows):
+        for axes, kind in zip(axes_row, KINDS):
+            lowest = 1e-3 if figure is _flushed else -math.inf  # 0% on a logarithmic scale
+            mesh = axes.pcolormesh(grid(figure, kind).clamp(min=lowest), cmap=colors, norm=norm)
+            axes.set_facecolor("lightgrey")  # unknown values
             axes.set_title(kind.replace("_", " "), fontsize=9)
-            every = -(-len(steps) // 8)
+            every = (len(steps) + 7) // 8  # at most eight ticks
             axes.set_xticks([i + 0.5 for i in range(0, len(steps), every)], steps[::every], fontsize=7)
-            names = [f"{module} {prefix.rstrip('_')}" for module, prefix in products]
+            names = [f"{module} {prefix.rstrip('_')}" for module, prefix in gemms]
             axes.set_yticks([i + 0.5 for i in range(len(names))], names, fontsize=6)
         picture.colorbar(mesh, ax=list(axes_row), label=label, extend="both")
-    axes.invert_yaxis()  # the axes share it: the first block comes first in each
+    axes.invert_yaxis()  # shared by all axes: the first block is on top
     picture.suptitle(title, fontsize=10)
     picture.supxlabel("step", fontsize=9)
     picture.savefig(path, dpi=130)
+
+
+def _gemms(records):
+    """Return the (module, prefix) pairs in the records, in the order of the model."""
+    gemms = {}
+    for record in records:
+        for module, tensors in record["health"].items():
+            for kind in KINDS:
+                matching = [tensor for tensor in tensors if tensor.endswith(kind)]
+                gemms |= {(module, tensor.removesuffix(kind)): None for tensor in matching}
+    return gemms
+
+
+def _headroom(fp8_format, values, tensor):
+    fp8_max = 57344 if tensor.endswith("gradient") and fp8_format == "hybrid" else 448
+    if values["scale"] is None or not 0 < values["amax"] * values["scale"] < math.inf:
+        return math.nan
+    return math.log2(fp8_max / (values["amax"] * values["scale"]))
+
+
+def _flushed(values, tensor):
+    return math.nan if values["flushed"] is None else 100 * values["flushed"]
+
+
+def _amax(values, tensor):
+    return math.log2(values["amax"]) if 0 < values["amax"] < math.inf else math.nan

@@ -1,15 +1,19 @@
-"""Read JSON files that may be damaged or hostile: one check of size, depth, fields and types. Append to logs.
+"""Read JSON files that may be damaged or hostile, with one check of size, depth, fields and types. Append to
+logs.
 
     kind = {"step": COUNT, "model": str, "hf?": {"folder": str}}
     meta = read("out/tiny/step-100/meta.json", kind, "resume another checkpoint")
 
-`kind` describes the value: a Python type, `X | None`, `Literal[…]`, `dict[str, X]`, `[X]` for a list, a
-`range` of integers, `between(low, high)` for numbers, a dictionary of fields (a name that ends in "?" may be
-absent), a dataclass, any field of which may be absent, or a tuple of alternatives. Fields that are not
-described are ignored, so that newer files stay readable. Numbers are finite and integers fit in 64 bits.
+`kind` describes the expected value:
 
-What reads raises ValueError in one line: the file, the field, what it holds, what it must hold, and
-`advice`.
+- a Python type, `X | None`, `Literal[…]`, `dict[str, X]`, or a tuple of alternatives;
+- `[X]`: a list; a `range`: an integer in it; `between(low, high)`: a number;
+- a dictionary: an object with these fields, optional if the name ends in "?";
+- a dataclass: an object with its fields, all optional.
+
+Fields that are not described are ignored, so that files of newer versions stay readable. Numbers must be
+finite, and integers must fit in 64 bits. All readers raise ValueError in one line: the file, the field, its
+value, what was expected, and `advice`.
 """
 import contextlib
 import dataclasses
@@ -20,7 +24,7 @@ import types
 from pathlib import Path
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
-MAX_BYTES = 2**24  # of a file, or of a line of a .jsonl file; a line of fp8_health.jsonl has some 100 kB
+MAX_BYTES = 2**24  # of a file or a .jsonl line; a line of fp8_health.jsonl has about 100 kB
 MAX_DEPTH = 200
 COUNT = range(2**63)
 SIZE = range(1, 2**63)
@@ -42,7 +46,7 @@ def read(path, kind, advice: str):
 
 
 def read_bytes(path, advice: str) -> bytes:
-    """Read a regular file of at most MAX_BYTES. A named pipe would make a reader wait for ever."""
+    """Read a regular file of at most MAX_BYTES. (Reading a named pipe would block forever.)"""
     if not Path(path).is_file():
         raise ValueError(f"{path}: missing, or not a regular file; {advice}")
     with open(path, "rb") as file:
@@ -53,7 +57,8 @@ def read_bytes(path, advice: str) -> bytes:
 
 
 def read_lines(path, kind, advice: str) -> list:
-    """Read the values of a .jsonl file, none without it. Skips empty lines and one that a kill cut off."""
+    """Read the values of a .jsonl file; [] if there is no file. Skips empty lines and an incomplete last
+    line."""
     if not Path(path).exists():
         return []
     if not Path(path).is_file():
@@ -72,19 +77,19 @@ def read_lines(path, kind, advice: str) -> list:
 
 
 def append_lines(path, values: list) -> None:
-    """Append values to a .jsonl file, one a line. On OSError (a full disk) the file is as it was before."""
+    """Append values to a .jsonl file, one per line. On OSError (a full disk) the file is unchanged."""
     size = os.path.getsize(path) if os.path.exists(path) else 0
     try:
         with open(path, "ab") as file:
             file.write("".join(json.dumps(value) + "\n" for value in values).encode())
     except OSError:
         with contextlib.suppress(OSError):
-            os.truncate(path, size)  # else the next record would follow half a line
+            os.truncate(path, size)  # otherwise the next record would be appended to a partial line
         raise
 
 
 def reason(error: Exception) -> str:
-    """Shorten what another library says of a damaged file to one line of at most 300 characters."""
+    """Shorten an error message of another library to one line of at most 300 characters."""
     line = " ".join(str(error).split()) or type(error).__name__
     return line if len(line) <= 300 else line[:297] + "…"
 
@@ -101,27 +106,28 @@ def parse(text: bytes | str, kind, where, advice: str):
         raise ValueError(f"{where}: not UTF-8; {advice}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON ({error}); {advice}") from None
-    except ValueError as error:  # an integer of thousands of digits
+    except ValueError as error:  # an integer with thousands of digits
         raise ValueError(f"{where}: {error}; {advice}") from None
     check(value, kind, where, advice)
     return value
 
 
 def check(value, kind, where, advice: str) -> None:
-    """Check a value that was read before against `kind`."""
+    """Check a value that is already parsed against `kind`."""
     problem = _problem(value, kind, "")
     if problem:
         raise ValueError(f"{where}: {problem}; {advice}")
 
 
 def _problem(value, kind, name: str) -> str:
-    """Say what is wrong with `value`; "" if it is of `kind`."""
+    """Return what is wrong with `value`, "" if it matches `kind`."""
     if dataclasses.is_dataclass(kind):
         kind = {f"{field}?": hint for field, hint in get_type_hints(kind).items()}
     origin, arguments = (list, kind) if isinstance(kind, list) else (get_origin(kind), get_args(kind))
     if origin in (Union, types.UnionType) or isinstance(kind, tuple):
         problems = [_problem(value, option, name) for option in arguments or kind]
-        inner = [problem for problem in problems if not problem.startswith(f"{name} is ")]  # of a field in it
+        # prefer a problem with a field inside the value to one with the value itself
+        inner = [problem for problem in problems if not problem.startswith(f"{name} is ")]
         return "" if "" in problems else (inner or [_not_of(value, kind, name)])[0]
     container = dict if isinstance(kind, dict) else origin if origin in (list, dict) else None
     if container is None:
@@ -137,13 +143,13 @@ def _problem(value, kind, name: str) -> str:
         required = [field for field in kind if not field.endswith("?") and field not in value]
         if required:
             return f"{inside}{required[0]} is missing"
-        items = [(value[field], hint, inside + field) for field, hint in
-                 ((field.removesuffix("?"), hint) for field, hint in kind.items()) if field in value]
+        fields = {field.removesuffix("?"): hint for field, hint in kind.items()}
+        items = [(value[field], hint, inside + field) for field, hint in fields.items() if field in value]
     return next(filter(None, (_problem(*item) for item in items)), "")
 
 
 def _is(value, kind) -> bool:
-    """Return whether `value` is of a `kind` that is not made of others."""
+    """Return whether `value` matches an elementary `kind`, one without parts."""
     if isinstance(kind, range):
         return type(value) is int and value in kind
     if get_origin(kind) is Annotated:
@@ -155,7 +161,7 @@ def _is(value, kind) -> bool:
         return type(value) is int and -2**63 <= value < 2**63
     if kind is float:
         return type(value) is float and math.isfinite(value) or _is(value, int)
-    if kind is str:  # JSON may hold half of a surrogate pair, which no file and no terminal takes
+    if kind is str:  # JSON may hold lone surrogates, which cannot be encoded as UTF-8
         return type(value) is str and not any("\ud800" <= character <= "\udfff" for character in value)
     return type(value) is kind
 

@@ -1,4 +1,4 @@
-"""nanote/checkpoint.py: what is stored, what is refused, what survives."""
+"""nanote/checkpoint.py: content of a checkpoint, damaged files, resuming, background saves."""
 import json
 import random
 import resource
@@ -21,7 +21,7 @@ CONFIG = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=288, n_positions=32, us
 
 
 def make(seed=0, dtype=torch.float32, recipe=("delayed", "hybrid", 4), **changes):
-    """(model, optimizer) of the tests' size."""
+    """Return a small (model, optimizer)."""
     torch.manual_seed(seed)
     model = models.build_model(
         "optimized", models.make_model_config("optimized", CONFIG | changes), dtype=dtype
@@ -52,13 +52,13 @@ def load(folder, model, optimizer=None):
 
 
 def content(folder):
-    """The bytes of each file of a checkpoint."""
+    """Return {file name: content} of a checkpoint."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture
 def one_process_group():
-    """torch.distributed with this process alone: saving then takes the way that it takes with several."""
+    """torch.distributed with this process alone: saving uses the code path of several processes."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -197,7 +197,7 @@ def test_master_weights_appear_and_merge_when_the_precision_changes(tmp_path):
 
 
 def test_a_float32_weight_comes_back_though_its_master_was_never_updated(tmp_path):
-    """Transformer Engine's FusedAdam makes a master of a float32 parameter, too, and never updates it."""
+    """TE's FusedAdam allocates a master for a float32 parameter as well, and never updates it."""
     model, optimizer = make(dtype=torch.float32)
     step(model, optimizer, 0)
     optimizer.state[model.wte.weight]["master_param"] = torch.zeros_like(model.wte.weight)

@@ -1,4 +1,5 @@
-"""data.py: tokenizers, what lands in the token files, what is refused, and the loader's arithmetic."""
+"""data.py and nanote/dataset.py: tokenizers, content of the token files, invalid input, batches of the
+loader."""
 import json
 import os
 import re
@@ -27,7 +28,7 @@ def corpus(count, seed=0):
 
 
 def documents_of(folder, split):
-    """The texts in a token file, cut at its end-of-text tokens."""
+    """Return the texts in a token file, split at the end-of-text tokens."""
     tokens, meta = dataset.open_tokens(folder, split)
     assert tokens[-1] == meta["eot"]
     tokenizer = dataset.get_tokenizer(meta["tokenizer"])
@@ -42,7 +43,7 @@ def run(*args, **options):
 
 
 def refused(capsys, *args):
-    """Runs the command line in this process; returns its one line on stderr."""
+    """Run the command line in this process, and return its one line on stderr."""
     code = cli.run(lambda: data.main([str(arg) for arg in args]), "data.py")
     error = capsys.readouterr().err
     assert code == 2 and error.startswith("data.py: ") and error.count("\n") == 1, error
@@ -65,11 +66,11 @@ def test_tokenizer_round_trip(name, vocab_size, eot):
 def test_tokenizer_decodes_what_a_model_may_emit():
     byte, bpe = dataset.get_tokenizer("byte"), dataset.get_tokenizer(BPE)
     assert byte.encode("é") == [0xC3, 0xA9]
-    assert byte.decode([97, 0xC3, 98]) == "a\ufffdb"  # half a character
+    assert byte.decode([97, 0xC3, 98]) == "a\ufffdb"  # a truncated character
     assert byte.decode([97, 287]) == "a\ufffd"  # an id of the padded vocabulary
-    # a hole in the encoding; the padding
+    # an id that the encoding skips; padding
     assert bpe.decode([*bpe.encode("a"), 100270, 100351]) == "a\ufffd\ufffd"
-    assert byte.decode(byte.encode("\ud800")) == "?"  # half a surrogate pair, which JSON can hold
+    assert byte.decode(byte.encode("\ud800")) == "?"  # a lone surrogate, which JSON can hold
     assert bpe.decode(bpe.encode("\ud800")) == "?"
 
 
@@ -156,8 +157,7 @@ def test_long_files_are_read_in_pieces(tmp_path, monkeypatch):
 
 
 def test_workers_write_the_same_files(tmp_path):
-    """Several processes, through the real command line (they import data.py anew), in the documents' order.
-    """
+    """Several worker processes, started by the real command line, keep the order of the documents."""
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps({"text": text * 40}) + "\n" for text in corpus(400)))
     for workers in (1, 2):
@@ -172,7 +172,7 @@ def test_workers_write_the_same_files(tmp_path):
 
 
 def test_tasks_in_flight_are_bounded(monkeypatch):
-    """Reading stays a few tasks ahead of writing, however long the corpus."""
+    """Reading is only a few tasks ahead of writing, for any corpus size."""
     class Pool:
         def __init__(self, *args): pass
         def shutdown(self, **options): pass
@@ -326,7 +326,8 @@ def test_help_explains_every_option(capsys, command, options):
 
 
 def test_workers_import_neither_torch_nor_the_command_line():
-    code = "import sys, data; print([name for name in ('torch', 'tyro', 'cli', 'datasets', 'tiktoken') if name in sys.modules])"
+    code = ("import sys, data; "
+            "print([name for name in ('torch', 'tyro', 'cli', 'datasets', 'tiktoken') if name in sys.modules])")
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=SCRIPT.parent, capture_output=True, text=True, timeout=60
     )
@@ -349,7 +350,8 @@ def test_ctrl_c(tmp_path, monkeypatch, capsys):
 def test_the_parsers_own_complaint_is_one_short_line(encoding):
     done = run("text", "a.txt", "--tokenize", "gpt2", env=os.environ | {"PYTHONIOENCODING": encoding})
     assert (done.returncode, done.stdout) == (2, "")
-    told = r"data.py: Unrecognized options: --tokenize(, gpt2)? \(perhaps --tokenizer; all options: data.py --help\)\n"
+    told = (r"data.py: Unrecognized options: --tokenize(, gpt2)? "
+            r"\(perhaps --tokenizer; all options: data.py --help\)\n")
     assert re.fullmatch(told, done.stderr)
 
 
@@ -442,7 +444,7 @@ def test_a_batch_depends_on_seed_and_index_only(counted):
 
 
 def test_known_order(tmp_path):
-    """The very numbers: another numpy or another release must not change the data that a resumed run sees."""
+    """Fixed values: another numpy or another release must not change the data of a resumed run."""
     meta = dataset.write_tokens(
         ["".join(chr(i) for i in range(2, 121)), "G" * 50], tmp_path / "set", val_fraction=1e-9
     )
@@ -458,8 +460,7 @@ def test_known_order(tmp_path):
 
 
 def test_ranks_share_an_epoch(counted):
-    """Two ranks of two sequences see what one rank of four sees, halved; together each window of the epoch
-    once."""
+    """Two ranks of two sequences see the halves of what one rank of four sequences sees."""
     import torch
 
     whole = batches(counted, range(10))

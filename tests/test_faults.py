@@ -578,7 +578,7 @@ def test_code_that_comes_with_a_hugging_face_folder_is_not_run():
 
 
 def test_a_custom_recipe_is_never_taken_from_a_checkpoint(finished, monkeypatch, capsys):
-    monkeypatch.setattr(fp8, "why_not", lambda name: "")  # Transformer Engine's answer on a GPU
+    monkeypatch.setattr(fp8, "unsupported_reason", lambda name: "")  # Transformer Engine's answer on a GPU
     monkeypatch.syspath_prepend(".")
     shutil.copytree(finished, "run")
     touch = f"import pathlib\npathlib.Path({str(Path('ran').absolute())!r}).touch()\n"

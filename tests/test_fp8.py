@@ -104,7 +104,7 @@ def test_names_of_other_libraries_are_answered_with_ours(theirs, ours):
 
 
 @pytest.mark.parametrize("name, words", [
-    ("rowwise", ": no recipe has one scale a row, block (1x128 and 128x128) comes nearest; the recipes"),
+    ("rowwise", ": no recipe has one scale per row, block (1x128 and 128x128) comes closest; the recipes"),
     ("hybrid", "is unknown: it is a format, --fp8-format hybrid; the recipes"),
     ("fp4", "'fp4' is unknown; the recipes")])
 def test_names_that_are_no_recipe_here(name, words):
@@ -486,7 +486,8 @@ def test_the_picture_of_recipes_without_a_state(run, tmp_path, recipe):
     _, tokens = run
     assert (
         run_train(
-            f"{OPTIONS} --max-steps 1 --fp8-health-interval 1 --fp8-recipe {recipe} --out-dir {tmp_path / 'run'}",
+            f"{OPTIONS} --max-steps 1 --fp8-health-interval 1 --fp8-recipe {recipe} "
+            f"--out-dir {tmp_path / 'run'}",
             tokens,
         )
         == 0

@@ -217,7 +217,8 @@ def test_training_goes_on_from_an_import_in_fp8(case, tmp_path, capsys):
         windows = dataset.Loader(corpus, "train", seq_len=64, micro_batch_size=4, seed=1337).batch(0)
         before = load_run(run)(*(part.to(DEVICE) for part in windows)).item()
     arguments = (
-        f"--resume --out-dir {run} --seq-len 64 --max-steps 3 --warmup-steps 0 --lr 1e-3 --log-interval 1 --eval-interval 0 "
+        f"--resume --out-dir {run} --seq-len 64 --max-steps 3 --warmup-steps 0 --lr 1e-3 --log-interval 1 "
+        "--eval-interval 0 "
         f"--eval-steps 1 --micro-batch-size 4 {options}"
     )
     assert run_train(arguments, corpus) == 0
@@ -288,7 +289,8 @@ def test_the_command_lines_and_the_model_card(tmp_path, monkeypatch, capsys):
     corpus = make_tokens(tmp_path / "tokens")
     assert (
         run_train(
-            f"{OPTIONS} --device auto --max-steps 4 --fp8-param --fp8-recipe current --dtype bfloat16 --out-dir out/run",
+            f"{OPTIONS} --device auto --max-steps 4 --fp8-param --fp8-recipe current --dtype bfloat16 "
+            "--out-dir out/run",
             corpus,
         )
         == 0
@@ -335,7 +337,7 @@ def test_the_tokenizer_gives_the_same_ids(name, tmp_path):
         ids = ours.encode(text)
         assert theirs(text, verbose=False).input_ids == ids, text
         assert theirs.decode([ours.eot, *ids], skip_special_tokens=True) == text
-    assert import_hf.recognise_tokenizer(tmp_path, name) == name
+    assert import_hf.recognize_tokenizer(tmp_path, name) == name
 
 
 # ---- refusals: one line, exit code 2, nothing written

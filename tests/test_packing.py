@@ -1,5 +1,5 @@
-"""--pack-documents: no token sees another document, a packed batch is its documents run one by one, and the
-loader finds where they begin."""
+"""--pack-documents: no token attends to another document, a packed batch equals its documents run one by one,
+and the loader finds where they begin."""
 
 import numpy as np
 import pytest
@@ -169,7 +169,8 @@ def test_a_graph_packs_every_batch_anew(folder, tmp_path, attention, recipe):
     """A step replayed as a CUDA graph, on batches with different documents, is the step launched from Python.
     """
     options = (
-        f"--n-layer 2 --n-head 2 --n-embd 128 --seq-len 256 --micro-batch-size 4 --max-steps 8 --log-interval 1 --eval-interval 4 "
+        f"--n-layer 2 --n-head 2 --n-embd 128 --seq-len 256 --micro-batch-size 4 --max-steps 8 --log-interval 1 "
+        "--eval-interval 4 "
         f"--eval-steps 2 --pack-documents --attention {attention} --fp8-recipe {recipe}"
     )
     for name in ("on", "off"):
@@ -182,9 +183,10 @@ def test_a_graph_packs_every_batch_anew(folder, tmp_path, attention, recipe):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Documents of 0 to 60 tokens, the end of text behind each."""
+    """Documents of 1 to 60 tokens, each followed by an end-of-text token."""
     path = tmp_path_factory.mktemp("packing") / "tokens"
-    dataset.write_tokens(("abcdefghij"[i % 10] * (1 + i * 7 % 60) for i in range(300)), path, val_fraction=0.2)
+    documents = ("abcdefghij"[i % 10] * (1 + i * 7 % 60) for i in range(300))
+    dataset.write_tokens(documents, path, val_fraction=0.2)
     return path
 
 

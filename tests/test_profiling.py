@@ -1,5 +1,4 @@
-"""nanote/profiling.py: traces and tables, determinism, garbage collection, and what a run says when memory
-runs out."""
+"""nanote/profiling.py and nanote/memory.py: traces, tables, determinism, garbage collection, out of memory."""
 import gc
 import gzip
 import json
@@ -245,7 +244,7 @@ def test_the_least_memory_is_no_more_than_a_step_takes(options):
 
 
 class Memory(TorchDispatchMode):
-    """Measure the most bytes of tensors that exist at a time."""
+    """Measure the peak of the bytes of all tensors."""
 
     def __init__(self):
         super().__init__()
@@ -447,8 +446,7 @@ def test_out_of_memory_before_the_first_step_is_one_line(tokens, capsys, monkeyp
 
 
 def test_out_of_memory_in_the_pass_for_the_scales_says_what_to_do(tokens, capsys, monkeypatch):
-    """That is the first pass of a new run with delayed scaling, so the one in which a batch that is too large
-    shows."""
+    """This is the first pass of a new run with delayed scaling, so a batch that is too large fails here."""
     def warm_up_scales(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
@@ -533,7 +531,8 @@ def test_deterministic_runs_are_equal_bit_for_bit(tokens, options):
     for run in ("one", "two"):
         assert (
             run_train(
-                f"{ON_GPU} --seq-len 256 --micro-batch-size 8 {options} --torch-deterministic --out-dir {run}",
+                f"{ON_GPU} --seq-len 256 --micro-batch-size 8 {options} --torch-deterministic "
+                f"--out-dir {run}",
                 tokens,
             )
             == 0
@@ -543,14 +542,15 @@ def test_deterministic_runs_are_equal_bit_for_bit(tokens, options):
 
 @pytest.mark.gpu
 def test_what_is_said_to_fit_fits(tokens, capsys):
-    """A run is held to 4 GiB; the line it ends with is followed."""
+    """Limit a run to 4 GiB, and follow the advice in its error message."""
     big = f"{ON_GPU} --seq-len 256 --n-embd 256 --vocab-size 50304 --max-steps 2 --grad-accum 1"
     torch.cuda.empty_cache()
     try:
         torch.cuda.set_per_process_memory_fraction(4 * GIB / torch.cuda.get_device_properties(0).total_memory)
         assert run_train(f"{big} --micro-batch-size 256 --out-dir run", tokens) == 1
         line = capsys.readouterr().err.strip()
-        found = re.search(r"by linear extrapolation (\d+) fit.*--micro-batch-size (\d+) --grad-accum (\d+)", line)
+        pattern = r"by linear extrapolation (\d+) fit.*--micro-batch-size (\d+) --grad-accum (\d+)"
+        found = re.search(pattern, line)
         assert found and int(found[2]) <= int(found[1]), line
         assert (
             run_train(

@@ -1,17 +1,17 @@
-"""A run as a Hugging Face folder: python tools/export_hf.py out/<run> DIR
+"""Export a run as a Hugging Face folder: python tools/export_hf.py out/<run> DIR
 
     AutoModelForCausalLM.from_pretrained(DIR), AutoTokenizer.from_pretrained(DIR)
 
-Notable, and why:
-- The class is the architecture's: GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM, from any of the five
-  model files; no code of ours goes along. Weights are those of the checkpoint, bit for bit, in safetensors.
+- The architecture determines the class (GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM) for any of the
+  five model files; the folder contains no custom code. Weights equal the checkpoint's bit for bit, in
+  safetensors.
 - The embedding keeps its padding rows (50,257 → 50,304), which were trained like the others, so that
-  tools/import_hf.py gives the same model back; generation_config.json tells `generate` to leave them out. A
-  run that began as an import gets back the rows it came with.
-- The tokenizer becomes a byte-level BPE of the `tokenizers` library with the same ids: text is never searched
-  for special tokens, as in data.py, and no end-of-text token is put before it. Training starts every document
-  after one, so prompts may.
-- The folder appears whole or not at all.
+  tools/import_hf.py restores the same model; generation_config.json excludes them from `generate`. A run that
+  began as an import gets the number of rows it was imported with.
+- The tokenizer becomes a byte-level BPE of the `tokenizers` library with the same ids. As in training,
+  special tokens in a text are plain text, and no end-of-text token is prepended. Training starts every
+  document after one, so a prompt may begin with it.
+- The folder appears complete or not at all.
 """
 import dataclasses
 import json
@@ -37,18 +37,18 @@ from tools import hf_weights
 @dataclass
 class ExportConfig:
     run: tyro.conf.Positional[str]
-    """A run's folder (its latest checkpoint) or one step-<n> folder in it."""
+    """The folder of a run (its latest checkpoint is used), or one step-<n> folder in it."""
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    """The folder to make."""
+    """The folder to create."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the weights: auto as the checkpoint has them; float32 takes the optimizer's master copies where
+    """Type of the weights: auto keeps that of the checkpoint; float32 uses the optimizer's master weights if
     there are any."""
 
 
 # ---------------------------------------------------------------- tokenizer
 
 def byte_characters() -> list[str]:
-    """The printable character that stands for each byte in a byte-level BPE's vocabulary (GPT-2's
+    """Return the printable character for each byte in a byte-level BPE vocabulary (GPT-2's
     bytes_to_unicode)."""
     printable = [
         *range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1),
@@ -58,53 +58,37 @@ def byte_characters() -> list[str]:
 
 
 def token_strings(tokenizer) -> dict[str, int]:
-    """Every token of a data.py tokenizer by the string that a byte-level BPE calls it, special tokens by
-    their names."""
-    characters = byte_characters()
-    if tokenizer.encoding is None:
-        return {character: byte for byte, character in enumerate(characters)} | {
-            "<|endoftext|>": tokenizer.eot
-        }
-    special = {
-        tokenizer.encoding.encode_single_token(name): name for name in tokenizer.encoding.special_tokens_set
-    }
+    """Return {string in a byte-level BPE vocabulary: id} for a nanote.dataset tokenizer; special tokens by
+    name."""
+    characters, encoding = byte_characters(), tokenizer.encoding
+    if encoding is None:
+        byte_tokens = {character: byte for byte, character in enumerate(characters)}
+        return byte_tokens | {"<|endoftext|>": tokenizer.eot}
+    special = {encoding.encode_single_token(name): name for name in encoding.special_tokens_set}
     tokens = {}
     for number in range(tokenizer.vocab_size):
         try:
-            raw = tokenizer.encoding.decode_single_token_bytes(number)
+            raw = encoding.decode_single_token_bytes(number)
             tokens[special.get(number) or "".join(characters[byte] for byte in raw)] = number
         except KeyError:
-            tokens[f"<|unused_{number}|>"] = number  # a hole in the encoding
+            tokens[f"<|unused_{number}|>"] = number  # an id that the encoding skips
     return tokens
 
 
 def fast_tokenizer(tokenizer, n_positions: int):
-    """data.py's tokenizer as a transformers one with the same ids."""
-    import transformers
+    """Convert a nanote.dataset tokenizer to a transformers tokenizer with the same ids."""
+    import transformers  # slow to import
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     tokens, encoding = token_strings(tokenizer), tokenizer.encoding
     special = ["<|endoftext|>"] if encoding is None else sorted(encoding.special_tokens_set, key=tokens.get)
-    # tiktoken joins the neighbours that make the token of the lowest id. As BPE merges: every way to halve a
-    # token, by its id.
-    merges = (
-        []
-        if encoding is None
-        else [
-            (token[:cut], token[cut:])
-            for token in sorted(tokens, key=tokens.get)
-            if token not in special
-            for cut in range(1, len(token))
-            if token[:cut] in tokens and token[cut:] in tokens
-        ]
-    )
+    merges = [] if encoding is None else _merges(tokens, special)
     fast = Tokenizer(models.BPE(tokens, merges, ignore_merges=encoding is not None))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if encoding is None:
         fast.pre_tokenizer = byte_level
     else:
-        # {1,3}+ is at most three digits to tiktoken, and any number of them to the library's regular
-        # expressions
+        # {1,3}+ is possessive in tiktoken (at most three digits), but a repetition in this library
         pattern = Regex(encoding._pat_str.replace("{1,3}+", "{1,3}"))
         fast.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), byte_level])
     fast.decoder = decoders.ByteLevel()
@@ -116,16 +100,26 @@ def fast_tokenizer(tokenizer, n_positions: int):
     )
 
 
+def _merges(tokens: dict[str, int], special: list[str]) -> list[tuple[str, str]]:
+    """Return BPE merges equivalent to tiktoken, which merges the neighbors whose joined token has the lowest
+    id.
+
+    These are all ways to split each token into two tokens, in the order of its id.
+    """
+    return [
+        (token[:cut], token[cut:])
+        for token in sorted(tokens, key=tokens.get) if token not in special
+        for cut in range(1, len(token)) if token[:cut] in tokens and token[cut:] in tokens
+    ]
+
+
 # ---------------------------------------------------------------- the folder
 
 def export(run, folder, dtype: str = "auto") -> Path:
-    """Write the Hugging Face folder `folder` of a run or a checkpoint and return the checkpoint it came from.
+    """Export a run or a checkpoint to `folder`, and return the checkpoint that was exported.
 
-    ValueError or OSError, in one line and with nothing written, for what is wrong with either, or where no
-    class fits.
+    Raises ValueError or OSError, in one line and with nothing written, if either is invalid or no class fits.
     """
-    import transformers
-    from huggingface_hub import save_torch_state_dict
     from safetensors import SafetensorError
 
     source, folder = checkpoint.find(run), Path(folder)
@@ -153,41 +147,49 @@ def export(run, folder, dtype: str = "auto") -> Path:
     unfinished = folder.with_name(f".exporting-{folder.name}-{os.getpid()}")
     try:
         unfinished.mkdir(parents=True)
-        save_torch_state_dict(weights, unfinished, max_shard_size=safetensors_files.SHARD_BYTES)
-        main_dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-        eot = dict(bos_token_id=tokenizer.eot, eos_token_id=tokenizer.eot)
-        hf_weights.hf_config(
-            config, vocab_size, dtype=main_dtype, nanote={"tokenizer": tokenizer.name, "bias": config.bias},
-            **eot,
-        ).save_pretrained(unfinished)
-        padding = list(range(tokenizer.vocab_size, vocab_size))
-        transformers.GenerationConfig(
-            **eot, pad_token_id=tokenizer.eot, suppress_tokens=padding or None
-        ).save_pretrained(unfinished)
-        fast_tokenizer(tokenizer, config.n_positions).save_pretrained(unfinished)
-        # the name of before transformers 5
-        add_fields(unfinished / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
-        if config.use_rotary:  # read from here before transformers 5, which would take its absence for 10000
-            add_fields(unfinished / "config.json", rope_theta=config.rope_theta)
-        (unfinished / "README.md").write_text(
-            model_card(source, meta, kind, weights, main_dtype), encoding="utf-8"
-        )
+        write_folder(unfinished, weights, config, vocab_size, tokenizer)
+        card = model_card(source, meta, kind, weights)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
         os.rename(unfinished, folder)
     except (OSError, SafetensorError) as error:
-        raise OSError(
-            f"{folder} not written: {getattr(error, 'strerror', None) or error}; nothing is kept"
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(f"{folder} not written: {reason}; nothing is kept") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return source
+
+
+def write_folder(folder: Path, weights: dict, config, vocab_size: int, tokenizer) -> None:
+    """Write weights, config, generation config and tokenizer."""
+    import transformers  # slow to import
+    from huggingface_hub import save_torch_state_dict
+
+    save_torch_state_dict(weights, folder, max_shard_size=safetensors_files.SHARD_BYTES)
+    eot = dict(bos_token_id=tokenizer.eot, eos_token_id=tokenizer.eot)
+    nanote = {"tokenizer": tokenizer.name, "bias": config.bias}
+    hf_config = hf_weights.hf_config(config, vocab_size, dtype=main_dtype(weights), nanote=nanote, **eot)
+    hf_config.save_pretrained(folder)
+    padding = list(range(tokenizer.vocab_size, vocab_size))
+    transformers.GenerationConfig(
+        **eot, pad_token_id=tokenizer.eot, suppress_tokens=padding or None
+    ).save_pretrained(folder)
+    fast_tokenizer(tokenizer, config.n_positions).save_pretrained(folder)
+    # transformers before 5 knows the class by this name only
+    add_fields(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    if config.use_rotary:  # transformers before 5 reads this field, and takes 10000 if it is missing
+        add_fields(folder / "config.json", rope_theta=config.rope_theta)
+
+
+def main_dtype(weights: dict) -> str:
+    return str(next(iter(weights.values())).dtype).removeprefix("torch.")
 
 
 def add_fields(path: Path, **fields) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields, indent=2) + "\n")
 
 
-def model_card(source: Path, meta: dict, kind: str, weights: dict, dtype: str) -> str:
-    """README.md: what the checkpoint and the run's metrics.jsonl say, and nothing else."""
+def model_card(source: Path, meta: dict, kind: str, weights: dict) -> str:
+    """Return the text of README.md, from the checkpoint and the run's metrics.jsonl alone."""
     config, step = dataclasses.asdict(saved_options(source, meta)), meta["step"]
     tokens = step * config["micro_batch_size"] * config["seq_len"] * config["grad_accum"] * processes(source)
     measured = [record for record in read_metrics(source.parent / "metrics.jsonl") if record["step"] <= step]
@@ -198,17 +200,18 @@ def model_card(source: Path, meta: dict, kind: str, weights: dict, dtype: str) -
     recipe = config["fp8_recipe"] + (f" ({fp8_format})" if fp8_format else "")
     if recipe == "none":
         recipe += ", trained without FP8"
+    val_loss = None
+    if losses:
+        val_loss = f"{losses[-1]['val_loss']:.4f} {unit}, after step {losses[-1]['step']:,}"
     rows = {
         "class": hf_weights.CLASSES[kind],
-        "parameters": f"{sum(w.numel() for w in weights.values()):,} ({dtype})",
+        "parameters": f"{sum(w.numel() for w in weights.values()):,} ({main_dtype(weights)})",
         "tokenizer": meta["tokenizer"],
         "data": config["data"],
         "steps": f"{step:,}",
         "tokens": f"{tokens:,}",
         "FP8 recipe": recipe if step else None,
-        "validation loss": f"{losses[-1]['val_loss']:.4f} {unit}, after step {losses[-1]['step']:,}"
-        if losses
-        else None,
+        "validation loss": val_loss,
         "learning rate": f"{config['lr']:g}, {config['lr_schedule']}, of {config['max_steps']:,} steps",
         "trained on": meta.get("device"),
         "GPU memory": f"{memory:.1f} GiB at most" if memory else None,
@@ -217,15 +220,17 @@ def model_card(source: Path, meta: dict, kind: str, weights: dict, dtype: str) -
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value is not None)
     return (
-        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [nanote, fp8]\n---\n# {source.parent.name}\n\n"
-        f"Trained with nanoTE, FP8 GPT training on NVIDIA Transformer Engine.\n\n| | |\n| --- | --- |\n{table}\n\n"
-        "Documents began after an end-of-text token in training; put `tokenizer.bos_token_id` before a prompt to start one.\n\n"
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [nanote, fp8]\n---\n"
+        f"# {source.parent.name}\n\nTrained with nanoTE, FP8 GPT training on NVIDIA Transformer Engine.\n\n"
+        f"| | |\n| --- | --- |\n{table}\n\n"
+        "Documents began after an end-of-text token in training; put `tokenizer.bos_token_id` before a "
+        "prompt to start one.\n\n"
         f"Options of the run:\n\n```json\n{json.dumps(config, indent=2)}\n```\n"
     )
 
 
 def processes(source: Path) -> int:
-    """How many processes wrote a checkpoint: each stored its random generators."""
+    """Return how many processes wrote a checkpoint; each stored its random generators."""
     names = safetensors_files.stored_tensors(source)
     return len({name.partition(".")[0] for name in names if name.startswith("rng")})
 
@@ -233,10 +238,9 @@ def processes(source: Path) -> int:
 def main(argv=None) -> None:
     config = cli.parse(ExportConfig, argv, prog="tools/export_hf.py", description=__doc__)
     source = export(config.run, config.folder, config.dtype)
-    print(
-        f"{config.folder}: {source} as {json.loads((config.folder / 'config.json').read_text())['architectures'][0]}; "
-        f"load it with AutoModelForCausalLM.from_pretrained({str(config.folder)!r})"
-    )
+    class_name = json.loads((config.folder / "config.json").read_text())["architectures"][0]
+    print(f"{config.folder}: {source} as {class_name}; "
+          f"load it with AutoModelForCausalLM.from_pretrained({str(config.folder)!r})")
 
 
 if __name__ == "__main__":

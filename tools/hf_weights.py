@@ -1,13 +1,13 @@
-"""What a nanoTE model and a Hugging Face model call the same weights and switches; tools/export_hf.py and
-tools/import_hf.py read the one table.
+"""Names of weights and config fields in nanoTE and in Hugging Face models, for tools/export_hf.py and
+import_hf.py.
 
-Notable, and why:
-- The architecture picks the class: learned positions are GPT2LMHeadModel, RoPE is LlamaForCausalLM, RoPE with
-  QK-norm is Qwen3ForCausalLM. What none of them has is refused with the switch that makes the difference.
-- Nothing is computed, so nothing is rounded: weights are renamed, GPT-2's are transposed (its Conv1D keeps
-  (in, out)), and ours is cut into q, k, v, and gate, up, which Llama keeps apart.
-- GPT2LMHeadModel always has biases: a model without gets zeros, and the entry "nanote" in config.json says so
-  for the way back.
+- The architecture selects the class: learned positions are GPT2LMHeadModel, RoPE is LlamaForCausalLM, RoPE
+  with QK-norm is Qwen3ForCausalLM. A model that none of them can express is refused, naming the field that
+  differs.
+- Nothing is computed, so nothing is rounded. Weights are renamed; GPT-2 weights are transposed (Conv1D stores
+  (in, out)); fused weights are split into q, k, v and gate, up, which Llama stores separately.
+- GPT2LMHeadModel always has biases. A model without biases gets zeros, and the entry "nanote" in config.json
+  records that for the import.
 """
 import warnings
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
 from nanote import checkpoint, models, safetensors_files
 
-EMBEDDINGS = ("wte.weight", "lm_head.weight")  # padded here, so that the last rows may not be theirs
+EMBEDDINGS = ("wte.weight", "lm_head.weight")  # padded in nanoTE: the last rows may not be exported
 # model_type: class
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# What two model files name otherwise than the optimized model: (its name, theirs).
+# Parameter names of two model files that differ from the optimized model: (its name, theirs).
 NAMES = {
     "te": [
         ("attn.qkv.", "self_attention.layernorm_qkv."), ("attn.proj.", "self_attention.proj."),
@@ -34,8 +34,11 @@ NAMES = {
 
 
 def read_weights(folder, meta: dict, masters: bool = False) -> dict[str, torch.Tensor]:
-    """Read a checkpoint's weights under the optimized model's names; with `masters`, the float32 master
-    weights where it has them. `meta` is what checkpoint.read_meta(folder) returned."""
+    """Read the weights of a checkpoint, under the names of the optimized model.
+
+    With `masters`, returns float32 master weights where there are any. `meta`: result of
+    checkpoint.read_meta(folder).
+    """
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
                for name, entry in safetensors_files.stored_tensors(folder).items()
                if name.startswith("model.") or masters and name.endswith(".master_param")}
@@ -57,36 +60,36 @@ def read_weights(folder, meta: dict, masters: bool = False) -> dict[str, torch.T
 # ---------------------------------------------------------------- configurations
 
 def model_type(config) -> str:
-    """gpt2, llama or qwen3, for an OptimizedConfig; ValueError naming the switch that no class has."""
+    """Return gpt2, llama or qwen3 for an OptimizedConfig. Raises ValueError naming the field that no class
+    supports."""
     if config.use_rotary:
-        kind, wants = (
-            ("qwen3" if config.use_qk_norm else "llama"),
-            {"use_rmsnorm": True, "activation": "swiglu"},
-        )
+        kind = "qwen3" if config.use_qk_norm else "llama"
+        wants = {"use_rmsnorm": True, "activation": "swiglu"}
         if config.use_qk_norm:
-            wants |= {"bias": False}  # Qwen3's MLP has none
+            wants |= {"bias": False}  # the MLP of Qwen3 has none
     else:
         kind = "gpt2"
         wants = {"use_rmsnorm": False, "use_qk_norm": False, "activation": "gelu", "n_kv_head": config.n_head,
                  "head_dim": config.n_embd // config.n_head if config.n_embd % config.n_head == 0 else None}
-    for switch, value in wants.items():
-        if getattr(config, switch) != value:
-            rotary, qk_norm = (
-                ("with" if config.use_rotary else "without"),
-                (" and use_qk_norm" if kind == "qwen3" else ""),
-            )
-            raise ValueError(
-                f"{switch}={getattr(config, switch)} {rotary} use_rotary{qk_norm}: no Hugging Face class has that; "
-                f"{CLASSES[kind]} has {switch}={value}"
-                + ("" if config.use_rotary else ", and Llama's and Qwen3's use_rotary")
-            )
+    for field, value in wants.items():
+        if getattr(config, field) != value:
+            rotary = "with" if config.use_rotary else "without"
+            given = f"{field}={getattr(config, field)} {rotary} use_rotary"
+            if kind == "qwen3":
+                given += " and use_qk_norm"
+            message = f"{given}: no Hugging Face class has that; {CLASSES[kind]} has {field}={value}"
+            if not config.use_rotary:
+                message += ", and Llama's and Qwen3's use_rotary"
+            raise ValueError(message)
     return kind
 
 
 def hf_config(config, vocab_size: int, **others):
-    """The transformers configuration of an OptimizedConfig with `vocab_size` rows; `others` are fields that
-    are no part of the architecture."""
-    import transformers
+    """Return the transformers config of an OptimizedConfig with `vocab_size` rows.
+
+    `others`: fields that are not part of the architecture.
+    """
+    import transformers  # slow to import
 
     kind = model_type(config)
     if kind == "gpt2":
@@ -109,18 +112,17 @@ def hf_config(config, vocab_size: int, **others):
 
 
 def from_hf_config(hf) -> dict:
-    """The architecture's options (those of OptimizedConfig and TrainConfig) of a transformers configuration
-    of one of CLASSES.
+    """Return the architecture (fields of OptimizedConfig and TrainConfig) of a transformers config of one of
+    CLASSES.
 
-    ValueError for what nanoTE's model cannot compute. Dropout is left to the run: it is no part of the
-    weights.
+    Dropout is not included, since it is not a property of the weights. Raises ValueError for what nanoTE does
+    not support.
     """
 
     def must_be(name, *values, without=None):
-        if getattr(hf, name, without) not in values:
-            raise ValueError(
-                f"{name} {getattr(hf, name, without)!r}: nanoTE's model has {' or '.join(map(repr, values))} only"
-            )
+        value = getattr(hf, name, without)
+        if value not in values:
+            raise ValueError(f"{name} {value!r}: nanoTE's model has {' or '.join(map(repr, values))} only")
 
     must_be("quantization_config", None)
     options = dict(
@@ -144,10 +146,11 @@ def from_hf_config(hf) -> dict:
         raise ValueError(f"rope_theta {rope['rope_theta']}: must be above 0, such as 10000.0")
     if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1) != 1:
         raise ValueError(
-            f"rope_type {rope.get('rope_type')!r} (Llama 3.1 has 'llama3'): nanoTE's model has plain RoPE, rope_type 'default'"
+            f"rope_type {rope.get('rope_type')!r} (Llama 3.1 has 'llama3'): nanoTE's model has plain RoPE, "
+            "rope_type 'default'"
         )
     if hf.model_type == "llama":
-        must_be("mlp_bias", hf.attention_bias)  # one switch here
+        must_be("mlp_bias", hf.attention_bias)  # nanoTE has one field for both
     else:
         must_be("attention_bias", False)
     return options | dict(
@@ -162,64 +165,76 @@ def from_hf_config(hf) -> dict:
 # ---------------------------------------------------------------- weights
 
 def table(config, vocab_size: int) -> Iterator[tuple[str, list[tuple[str, int]], int | None, bool]]:
-    """Yield (our name, [(their name, rows of ours)], columns of a matrix, whether theirs is transposed) of
-    every weight, in the model's order."""
-    kind = model_type(config)
-    width, kv_width, C, inner = (
-        config.n_head * config.head_dim, config.n_kv_head * config.head_dim, config.n_embd, config.n_inner,
-    )
+    """Yield (our name, [(their name, rows)], columns, transposed) for every weight, in the order of the
+    model.
 
-    def add(ours, *theirs, columns=None, transposed=False):
-        is_matrix = not ours.endswith(("bias", "norm_weight", "norm.weight"))
-        return ours, list(theirs), columns if is_matrix else None, transposed and is_matrix
-
-    if kind == "gpt2":
-        yield add("wte.weight", ("transformer.wte.weight", vocab_size), columns=C)
-        yield add("wpe.weight", ("transformer.wpe.weight", config.n_positions), columns=C)
-        for i in range(config.n_layer):
-            ours, theirs = f"blocks.{i}.", f"transformer.h.{i}."
-            for norm, their_norm, layer, name, size, columns in (
-                    ("attn.qkv.layer_norm_", "ln_1", "attn.qkv.", "attn.c_attn", 3 * C, C),
-                    (None, None, "attn.proj.", "attn.c_proj", C, C),
-                    ("mlp.layer_norm_", "ln_2", "mlp.fc1_", "mlp.c_fc", inner, C),
-                    (None, None, "mlp.fc2_", "mlp.c_proj", C, inner)):
-                for part in ("weight", "bias"):
-                    if norm:
-                        yield add(ours + norm + part, (f"{theirs}{their_norm}.{part}", C))
-                    source = f"{theirs}{name}.{part}", size
-                    yield add(f"{ours}{layer}{part}", source, columns=columns, transposed=True)
-        yield add("lm_head.layer_norm_weight", ("transformer.ln_f.weight", C))
-        yield add("lm_head.layer_norm_bias", ("transformer.ln_f.bias", C))
-    else:
-        yield add("wte.weight", ("model.embed_tokens.weight", vocab_size), columns=C)
-        for i in range(config.n_layer):
-            ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
-            yield add(ours + "attn.qkv.layer_norm_weight", (theirs + "input_layernorm.weight", C))
-            yield add(ours + "mlp.layer_norm_weight", (theirs + "post_attention_layernorm.weight", C))
-            for part in ("weight", "bias") if config.bias else ("weight",):
-                qkv = [(f"{theirs}self_attn.{x}_proj.{part}", size)
-                       for x, size in (("q", width), ("k", kv_width), ("v", kv_width))]
-                gate_up = [(f"{theirs}mlp.{x}_proj.{part}", inner) for x in ("gate", "up")]
-                yield add(f"{ours}attn.qkv.{part}", *qkv, columns=C)
-                yield add(f"{ours}attn.proj.{part}", (f"{theirs}self_attn.o_proj.{part}", C), columns=width)
-                yield add(f"{ours}mlp.fc1_{part}", *gate_up, columns=C)
-                yield add(f"{ours}mlp.fc2_{part}", (f"{theirs}mlp.down_proj.{part}", C), columns=inner)
-            for x in "qk" if config.use_qk_norm else "":
-                norm = f"{theirs}self_attn.{x}_norm.weight", config.head_dim
-                yield add(f"{ours}attn.{x}_norm.weight", norm)
-        yield add("lm_head.layer_norm_weight", ("model.norm.weight", C))
+    Several names: our weight is the concatenation of theirs along the rows. `columns` is None for a vector;
+    `transposed` means that theirs is stored as (in, out).
+    """
+    C = config.n_embd
+    is_gpt2 = model_type(config) == "gpt2"
+    embedding = "transformer.wte.weight" if is_gpt2 else "model.embed_tokens.weight"
+    yield "wte.weight", [(embedding, vocab_size)], C, False
+    yield from _gpt2_table(config) if is_gpt2 else _llama_table(config)
     if not config.tie_embeddings:
-        yield add("lm_head.weight", ("lm_head.weight", vocab_size), columns=C)
+        yield "lm_head.weight", [("lm_head.weight", vocab_size)], C, False
+
+
+def _gpt2_table(config):
+    C, inner = config.n_embd, config.n_inner
+    yield "wpe.weight", [("transformer.wpe.weight", config.n_positions)], C, False
+    for i in range(config.n_layer):
+        ours, theirs = f"blocks.{i}.", f"transformer.h.{i}."
+        for norm, their_norm, layer, name, size, columns in (
+                ("attn.qkv.layer_norm_", "ln_1", "attn.qkv.", "attn.c_attn", 3 * C, C),
+                (None, None, "attn.proj.", "attn.c_proj", C, C),
+                ("mlp.layer_norm_", "ln_2", "mlp.fc1_", "mlp.c_fc", inner, C),
+                (None, None, "mlp.fc2_", "mlp.c_proj", C, inner)):
+            for part in ("weight", "bias"):
+                if norm:
+                    yield ours + norm + part, [(f"{theirs}{their_norm}.{part}", C)], None, False
+                is_matrix = part == "weight"
+                source = [(f"{theirs}{name}.{part}", size)]
+                yield f"{ours}{layer}{part}", source, columns if is_matrix else None, is_matrix
+    yield "lm_head.layer_norm_weight", [("transformer.ln_f.weight", C)], None, False
+    yield "lm_head.layer_norm_bias", [("transformer.ln_f.bias", C)], None, False
+
+
+def _llama_table(config):
+    C, inner = config.n_embd, config.n_inner
+    width, kv_width = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+    for i in range(config.n_layer):
+        ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
+        yield ours + "attn.qkv.layer_norm_weight", [(theirs + "input_layernorm.weight", C)], None, False
+        yield ours + "mlp.layer_norm_weight", [(theirs + "post_attention_layernorm.weight", C)], None, False
+        for part in ("weight", "bias") if config.bias else ("weight",):
+            sizes = (("q", width), ("k", kv_width), ("v", kv_width))
+            qkv = [(f"{theirs}self_attn.{x}_proj.{part}", size) for x, size in sizes]
+            gate_up = [(f"{theirs}mlp.{x}_proj.{part}", inner) for x in ("gate", "up")]
+            proj = [(f"{theirs}self_attn.o_proj.{part}", C)]
+            down = [(f"{theirs}mlp.down_proj.{part}", C)]
+            is_matrix = part == "weight"
+            yield f"{ours}attn.qkv.{part}", qkv, C if is_matrix else None, False
+            yield f"{ours}attn.proj.{part}", proj, width if is_matrix else None, False
+            yield f"{ours}mlp.fc1_{part}", gate_up, C if is_matrix else None, False
+            yield f"{ours}mlp.fc2_{part}", down, inner if is_matrix else None, False
+        for x in "qk" if config.use_qk_norm else "":
+            norm = f"{theirs}self_attn.{x}_norm.weight", config.head_dim
+            yield f"{ours}attn.{x}_norm.weight", [norm], None, False
+    yield "lm_head.layer_norm_weight", [("model.norm.weight", C)], None, False
 
 
 def to_hf(weights: dict[str, torch.Tensor], config, vocab_size: int) -> dict[str, torch.Tensor]:
-    """Rename the optimized model's weights to Hugging Face's, the embedding cut to `vocab_size` rows.
-    ValueError for a weight that is missing or of another shape than config's."""
+    """Return the optimized model's weights under Hugging Face's names, with `vocab_size` rows of the
+    embedding.
+
+    Raises ValueError for a weight that is missing or does not have the shape that config implies.
+    """
     theirs = {}
     for ours, names, columns, transposed in table(config, vocab_size):
         sizes = [size for _, size in names]
         weight = weights.get(ours)
-        # the class has biases, this model none
+        # GPT2LMHeadModel has biases, this model has none
         if weight is None and not config.bias and ours.endswith("bias"):
             weight = torch.zeros(sizes, dtype=weights["wte.weight"].dtype)
         if weight is not None and ours in EMBEDDINGS:
@@ -229,7 +244,7 @@ def to_hf(weights: dict[str, torch.Tensor], config, vocab_size: int) -> dict[str
             found = "missing" if weight is None else f"of shape {tuple(weight.shape)}"
             raise ValueError(f"{ours} is {found}; the checkpoint's model_config asks for {tuple(expected)}")
         for (name, _), part in zip(names, weight.split(sizes)):
-            # safetensors takes no views
+            # safetensors does not accept views
             theirs[name] = (part.T if transposed else part).clone(memory_format=torch.contiguous_format)
     return theirs
 
@@ -239,16 +254,15 @@ def _shape(rows: int, columns: int | None) -> torch.Size:
 
 
 def from_hf(tensors: dict[str, torch.Tensor], config, vocab_size: int) -> dict[str, torch.Tensor]:
-    """Hugging Face's tensors under the optimized model's names; ValueError for one that is missing, unknown
-    or of another shape."""
-    # saved without the output head's class, as gpt2 itself
+    """Return Hugging Face's tensors under the optimized model's names.
+
+    Raises ValueError for a tensor that is missing, unknown or of another shape.
+    """
+    # saved without the class of the output head, as the gpt2 repository is
     if "wte.weight" in tensors or "embed_tokens.weight" in tensors:
-        tensors = {
-            name
-            if name == "lm_head.weight"
-            else ("transformer." if "wte.weight" in tensors else "model.") + name: tensor
-            for name, tensor in tensors.items()
-        }
+        prefix = "transformer." if "wte.weight" in tensors else "model."
+        tensors = {name if name == "lm_head.weight" else prefix + name: tensor
+                   for name, tensor in tensors.items()}
     # constants that old versions of transformers saved
     buffers = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
     rest = {name: tensor for name, tensor in tensors.items() if not name.endswith(buffers)}
@@ -259,22 +273,13 @@ def from_hf(tensors: dict[str, torch.Tensor], config, vocab_size: int) -> dict[s
             if name not in rest:
                 raise ValueError(f"tensor {name} is missing; config.json asks for it")
             part, shape = rest.pop(name), _shape(size, columns)
-            expected = shape[::-1] if transposed else shape
-            if part.shape != expected:
-                raise ValueError(f"tensor {name} has shape {tuple(part.shape)}; config.json asks for "
-                                 f"{tuple(expected)}")
-            if part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise ValueError(f"tensor {name} is {part.dtype}; float32, bfloat16 and float16 are read")
-            if not part.isfinite().all():
-                raise ValueError(f"tensor {name} holds values that are NaN or infinite; take another copy of "
-                                 "the model")
+            _check_tensor(name, part, shape[::-1] if transposed else shape)
             parts.append(part.T if transposed else part)
         weight = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
         if not config.bias and ours.endswith(linear_biases):
             if weight.any():
-                raise ValueError(
-                    f"tensor {names[0][0]} is not zero, but the entry nanote in config.json says bias false; remove that entry"
-                )
+                raise ValueError(f"tensor {names[0][0]} is not zero, but the entry nanote in config.json "
+                                 "says bias false; remove that entry")
             continue
         weights[ours] = weight
     if config.tie_embeddings and "lm_head.weight" in rest:
@@ -287,6 +292,17 @@ def from_hf(tensors: dict[str, torch.Tensor], config, vocab_size: int) -> dict[s
     return weights
 
 
+def _check_tensor(name: str, tensor: torch.Tensor, expected: torch.Size) -> None:
+    if tensor.shape != expected:
+        raise ValueError(f"tensor {name} has shape {tuple(tensor.shape)}; config.json asks for "
+                         f"{tuple(expected)}")
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"tensor {name} is {tensor.dtype}; float32, bfloat16 and float16 are read")
+    if not tensor.isfinite().all():
+        raise ValueError(f"tensor {name} holds values that are NaN or infinite; take another copy of the "
+                         "model")
+
+
 def optimized_config(meta: dict):
-    """The OptimizedConfig that means the same as a checkpoint's model, whichever model file it is of."""
+    """Return the OptimizedConfig equivalent to the model of a checkpoint, for any of the five model files."""
     return models.make_model_config("optimized", meta["model_config"] | {"use_fp8": False})

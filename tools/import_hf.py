@@ -1,20 +1,20 @@
-"""A Hugging Face GPT-2, Llama or Qwen3 folder as a run: python tools/import_hf.py DIR out/<run>
+"""Import a Hugging Face GPT-2, Llama or Qwen3 folder as a run: python tools/import_hf.py DIR out/<run>
 
-    python train.py --resume --out-dir out/<run> --data … --fp8-recipe delayed      # go on training, in FP8
-    python sample.py out/<run> --prompt "Once upon a time"
+    python train.py --resume --out-dir out/<run> --data … --fp8-recipe delayed      # continue training, in
+    FP8 python sample.py out/<run> --prompt "Once upon a time"
 
-Notable, and why:
-- Reads a local folder, and of it only JSON and safetensors: no hub, no pickle (pytorch_model.bin), no code
-  that came along.
-- The run is a checkpoint of step 0, with a new optimizer whose float32 master weights are the folder's own
-  values, so that nothing is lost where training rounds weights to BF16 or FP8.
-- FP8 needs a vocabulary that is a multiple of 32 (50,257 → 50,304). Rows of zeros would have the logit 0, the
-  likeliest of all where the others are negative. Each new row is the mean of the old ones: its logit is their
-  mean, never above the logarithm of their mean exponential (Jensen), so padding starts with at most padding /
-  vocabulary of what the others have. tools/export_hf.py takes these rows off again.
-- Token files must have the model's ids, so its tokenizer must be one that data.py has: byte, or a tiktoken
-  encoding, which is recognised by its tokens. For any other, `--tokenizer NAME` takes the weights and gives
-  the ids a new meaning.
+- Reads a local folder, and only its JSON and safetensors files: no download, no pickle (pytorch_model.bin),
+  no code.
+- The run is a checkpoint of step 0 with a new optimizer. Its float32 master weights are the values of the
+  folder, so nothing is lost if training rounds the weights to BF16 or FP8.
+- FP8 needs a vocabulary that is a multiple of 32 (50,257 → 50,304). Rows of zeros would have logit 0, the
+  highest of all where the others are negative. Each new row is the mean of the old rows: its logit is the
+  mean of theirs, which is at most the logarithm of their mean exponential (Jensen), so the new tokens start
+  with a probability of at most padding / vocabulary of the others'. tools/export_hf.py removes these rows
+  again.
+- Token files must use the ids of the model, so its tokenizer must be one that nanote.dataset supports: byte,
+  or a tiktoken encoding, which is recognized by its tokens. For any other, `--tokenizer NAME` imports the
+  weights and assigns new meanings to the ids.
 """
 import dataclasses
 import os
@@ -35,19 +35,20 @@ from nanote.dataset import get_tokenizer
 from tools import hf_weights
 from tools.export_hf import token_strings
 
-# data.py's names by the number of tokens: what to compare a folder's tokenizer with.
+# {number of tokens: tokenizers of nanote.dataset to compare a folder's tokenizer with}
 BY_SIZE = {
     257: ["byte"], 50257: ["gpt2"], 50281: ["p50k_base"], 100277: ["cl100k_base"], 200019: ["o200k_base"],
 }
+# must give the same ids
 PROBE = "def f(x):\n\treturn  x**2  # naïve 東京 🤖\r\n\n   I'll DON'T 1234567 \u00a0\u200b ...\n"
 
 
 ROPE = (type(None), {"rope_type?": str, "rope_theta?": float, "partial_rotary_factor?": float})
-HF_CONFIG = {  # the fields of config.json that are used; no other reaches transformers, which expands some
+HF_CONFIG = {  # fields of config.json that are passed to transformers; it expands some others without limit
     "model_type": str, "nanote?": {"tokenizer?": str, "bias?": bool}, "rope_parameters?": ROPE,
     "rope_scaling?": ROPE, "quantization_config?": (type(None), dict), "tokenizer_class?": str | None}
 for names, kind in {
-        "n_layer num_hidden_layers": range(1, 2**16),  # transformers makes a list of them
+        "n_layer num_hidden_layers": range(1, 2**16),  # transformers builds a list of this length
         "vocab_size n_positions n_embd n_head max_position_embeddings hidden_size": json_files.SIZE,
         "num_attention_heads intermediate_size": json_files.SIZE,
         "n_inner num_key_value_heads head_dim": (type(None), json_files.SIZE),
@@ -63,19 +64,19 @@ class ImportConfig:
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     """The Hugging Face folder: config.json, *.safetensors, tokenizer.json."""
     run: tyro.conf.Positional[Path]
-    """The run's folder to make, such as out/mine."""
+    """The run folder to create, such as out/mine."""
     tokenizer: str | None = None
-    """What data.py calls the folder's tokenizer; by default it is recognised. Naming another gives the token
-    ids a new meaning."""
+    """Name of the folder's tokenizer for data.py; recognized by default. Another one gives the token ids new
+    meanings."""
 
 
 def read_config(folder: Path):
-    """Return the folder's transformers configuration; ValueError for a folder without a usable one."""
-    import transformers
+    """Return the transformers config of the folder. Raises ValueError if there is no usable one."""
+    import transformers  # slow to import
 
     if not (folder / "config.json").is_file():
         raise ValueError(
-            f"{folder}: no config.json; a Hugging Face model's local folder is wanted (nothing is downloaded)"
+            f"{folder}: no config.json; pass the local folder of a Hugging Face model (nothing is downloaded)"
         )
     for path in folder.iterdir():
         if not path.is_file() and not path.is_dir():
@@ -89,20 +90,23 @@ def read_config(folder: Path):
     known = {name.removesuffix("?") for name in HF_CONFIG}
     try:
         return transformers.AutoConfig.for_model(**{name: fields[name] for name in known & set(fields)})
-    except Exception as error:  # transformers raises whatever unusual values lead to
+    except Exception as error:  # whatever transformers raises for unusual values
         raise ValueError(f"{path}: {json_files.reason(error)}") from error
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the folder's safetensors files, float16 as float32, which holds it exactly; ValueError
-    if one cannot be read."""
+    """Return all tensors in the folder's safetensors files; float16 as float32, which is exact.
+
+    Raises ValueError if a file cannot be read.
+    """
     from safetensors.torch import load_file
 
     paths, pickles = sorted(folder.glob("*.safetensors")), sorted(folder.glob("*.bin"))
     if not paths and pickles:
         raise ValueError(
-            f"{folder}: {pickles[0].name} is a pickle, which can run code when it is read; convert it where you trust it: "
-            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) writes safetensors"
+            f"{folder}: {pickles[0].name} is a pickle, which can run code when it is read; convert it where "
+            "you trust it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) writes "
+            "safetensors"
         )
     if not paths:
         raise ValueError(f"{folder}: no *.safetensors file")
@@ -112,7 +116,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
             found = load_file(path)
         except OSError:
             raise
-        except Exception as error:  # safetensors raises whatever a damaged header leads to
+        except Exception as error:  # whatever safetensors raises for a damaged header
             raise ValueError(f"{path}: cannot be read ({json_files.reason(error)}); copy it again") from error
         for name, tensor in found.items():
             if name in tensors:
@@ -122,16 +126,19 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def recognise_tokenizer(folder: Path, hint: str | None, hf=None) -> str:
-    """Return data.py's name of the folder's tokenizer: `hint`, or one of its size, if all tokens and a sample
-    text are the same; else ValueError. `hf`: what read_config(folder) returned, if it has a config.json."""
-    import transformers
+def recognize_tokenizer(folder: Path, hint: str | None, hf=None) -> str:
+    """Return the name of the folder's tokenizer: `hint`, or one with the same number of tokens.
+
+    All tokens and the ids of PROBE must be equal; raises ValueError otherwise. `hf`: result of
+    read_config(folder).
+    """
+    import transformers  # slow to import
 
     try:
         theirs = transformers.AutoTokenizer.from_pretrained(folder, config=hf, local_files_only=True,
                                                             trust_remote_code=False)
         vocabulary, ids = theirs.get_vocab(), theirs(PROBE, add_special_tokens=False, verbose=False).input_ids
-    except Exception as error:  # transformers raises whatever damaged files lead to
+    except Exception as error:  # whatever transformers raises for damaged files
         raise ValueError(f"{folder}: its tokenizer cannot be read ({json_files.reason(error)}); "
                          "name the one it was trained with: --tokenizer byte, gpt2 …") from error
     for name in [hint] if hint else BY_SIZE.get(len(vocabulary), []):
@@ -139,22 +146,22 @@ def recognise_tokenizer(folder: Path, hint: str | None, hf=None) -> str:
         if vocabulary == token_strings(ours) and ids == ours.encode(PROBE):
             return name
     raise ValueError(
-        f"{folder}: its tokenizer ({len(vocabulary):,} tokens) is none that data.py has (byte, gpt2, cl100k_base …), so there can "
-        "be no token files for it; --tokenizer byte takes the weights all the same and trains them on bytes"
+        f"{folder}: its tokenizer ({len(vocabulary):,} tokens) is none that data.py has (byte, gpt2, "
+        "cl100k_base …), so there can be no token files for it; --tokenizer byte imports the weights anyway "
+        "and trains them on bytes"
     )
 
 
 def pad_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:
-    """weight (V, n_embd) with `rows` rows, the new ones the mean of the old."""
+    """Extend weight (V, n_embd) to `rows` rows; each new row is the mean of the old ones."""
     mean = weight.float().mean(0, keepdim=True).to(weight.dtype)
     return torch.cat((weight, mean.expand(rows - len(weight), -1)))
 
 
 def import_(folder, run, tokenizer: str | None = None) -> Path:
-    """Make the run folder `run` with a checkpoint of step 0 from the Hugging Face folder `folder`, and return
-    the checkpoint's path.
+    """Create the run folder `run` with a checkpoint of step 0, and return the path of the checkpoint.
 
-    ValueError or OSError, in one line and with nothing written, for what is wrong with either.
+    Raises ValueError or OSError, in one line and with nothing written, if either folder is invalid.
     """
     folder, run = Path(folder), Path(run)
     if os.path.lexists(run):
@@ -164,7 +171,7 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
         options = hf_weights.from_hf_config(hf)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
-    name = tokenizer or recognise_tokenizer(folder, getattr(hf, "nanote", {}).get("tokenizer"), hf)
+    name = tokenizer or recognize_tokenizer(folder, getattr(hf, "nanote", {}).get("tokenizer"), hf)
     needed, vocab_size = get_tokenizer(name).vocab_size, hf.vocab_size
     if vocab_size < needed:
         raise ValueError(
@@ -176,30 +183,13 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
         seq_len=min(1024, hf.max_position_embeddings),
     )
     model_config = models.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": False})
-    config = dataclasses.replace(
-        config, **{name: getattr(model_config, name) for name in ("n_kv_head", "head_dim", "n_inner")}
-    )
+    sizes = {name: getattr(model_config, name) for name in ("n_kv_head", "head_dim", "n_inner")}
+    config = dataclasses.replace(config, **sizes)
     try:
-        weights = hf_weights.from_hf(read_tensors(folder), model_config, vocab_size)
-        for embedding in {"wte.weight", "lm_head.weight"} & set(weights):
-            weights[embedding] = pad_rows(weights[embedding], rows)
-        # the checkpoint holds a random generator's state: the same one for every import
-        torch.manual_seed(config.seed)
-        model = models.build_model(
-            config.model, model_config, dtype=torch.promote_types(*dtypes(weights))
-        )
-        with torch.no_grad():
-            for key, parameter in model.named_parameters():
-                parameter.copy_(weights[key])
+        model = build_imported(folder, config, model_config, vocab_size)
     except ValueError as error:
-        told = str(error)
-        raise ValueError(told if told.startswith(str(folder)) else f"{folder}: {told}") from error
-
-    # stands for the trainer's: its state, before the first step
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        moments = {name: torch.zeros(parameter.shape) for name in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[parameter] = moments | {"master_param": parameter.detach().float().clone()}
+        message = str(error)
+        raise ValueError(message if message.startswith(str(folder)) else f"{folder}: {message}") from error
     meta = {
         "config": dataclasses.asdict(config), "model": config.model,
         "model_config": dataclasses.asdict(model_config), "tokenizer": name,
@@ -208,15 +198,38 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
     unfinished = run.with_name(f".importing-{run.name}-{os.getpid()}")
     try:
         unfinished.mkdir(parents=True)
-        saved = checkpoint.save(unfinished, 0, model=model, optimizer=optimizer, meta=meta, keep=1)
+        saved = checkpoint.save(unfinished, 0, model=model, optimizer=new_optimizer(model), meta=meta, keep=1)
         os.rename(unfinished, run)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return run / saved.name
 
 
+def build_imported(folder: Path, config, model_config, vocab_size: int):
+    """Build the optimized model with the weights of the folder."""
+    weights = hf_weights.from_hf(read_tensors(folder), model_config, vocab_size)
+    for embedding in {"wte.weight", "lm_head.weight"} & set(weights):
+        weights[embedding] = pad_rows(weights[embedding], config.vocab_size)
+    # the checkpoint stores the state of the random generator: the same for every import
+    torch.manual_seed(config.seed)
+    model = models.build_model(config.model, model_config, dtype=torch.promote_types(*dtypes(weights)))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.copy_(weights[key])
+    return model
+
+
+def new_optimizer(model):
+    """Return an AdamW with the state that the trainer's optimizer has before the first step."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        moments = {name: torch.zeros(parameter.shape) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = moments | {"master_param": parameter.detach().float().clone()}
+    return optimizer
+
+
 def dtypes(weights: dict) -> list[torch.dtype]:
-    """Two types that promote to the one that holds every weight."""
+    """Return two types that promote to a type that holds every weight."""
     found = {weight.dtype for weight in weights.values()}
     return [min(found, key=lambda dtype: dtype.itemsize), max(found, key=lambda dtype: dtype.itemsize)]
 
@@ -226,7 +239,7 @@ def main(argv=None) -> None:
     folder = import_(config.folder, config.run, config.tokenizer)
     name = checkpoint.read_meta(folder)["tokenizer"]
     print(
-        f"{folder}: {config.folder}, tokenizer {name}; go on with:\n"
+        f"{folder}: {config.folder}, tokenizer {name}; continue with:\n"
         f"  python sample.py {config.run} --temperature 0\n"
         f"  python data.py text FILE --tokenizer {name} --out-dir data/mine\n"
         f"  python train.py --resume --out-dir {config.run} --data data/mine --lr 1e-5 --fp8-recipe delayed"
