@@ -1,5 +1,5 @@
-"""doctor.py on machines that are made up: every GPU generation and every known failure, with the line and the
-fix that a user reads."""
+"""doctor.py on simulated machines: every GPU generation and every known failure, with the line and the fix
+that a user reads."""
 import io
 import json
 import subprocess
@@ -21,7 +21,7 @@ GOOD = [0.037, 0.058, 0.058]
 
 
 def machine(capability=(9, 0), cuda="13.0", **changes):
-    """A machine with a GPU on which all works; `changes` replace facts."""
+    """Return the facts of a GPU machine without problems; `changes` replace facts."""
     reasons = doctor.expected_reasons(capability, cuda)
     runs = [name for name in ("delayed", "current", "block", "mxfp8") if not reasons[name]]
     facts = dict(
@@ -68,7 +68,7 @@ def laptop(**changes):
 
 
 def bare(capability=(9, 0), **changes):
-    """A GPU machine without Transformer Engine: nanote/fp8.py emulates."""
+    """Return the facts of a GPU machine without Transformer Engine, where FP8 is emulated."""
     return machine(capability, te={}, te_packages={}, fp8=laptop().fp8, **changes)
 
 
@@ -76,24 +76,23 @@ def failed(facts):
     return [result for result in diagnose(facts) if result.status == "fail"]
 
 
-def told(facts, words, status=None):
-    """The one result whose line has these words."""
+def result_with(facts, words, status=None):
+    """Return the only result whose line contains these words."""
     found = [result for result in diagnose(facts) if words in result.line]
     assert len(found) == 1 and status in (None, found[0].status), diagnose(facts)
     return found[0]
 
 
-# -- machines that are fine
+# -- machines without a failure
 
 
 def test_a_laptop_is_fine_and_is_told_what_works():
     facts = laptop()
     assert not [result for result in diagnose(facts) if result.status in ("warn", "fail")]
-    assert "that is fine" in told(facts, "no NVIDIA GPU", "info").line
-    assert "delayed, current, block, mxfp8" in told(facts, "emulated by te_reference:", "ok").line
-    assert "can train here" in doctor.verdict(facts, diagnose(facts)) and "--preset tiny" in doctor.verdict(
-        facts, diagnose(facts)
-    )
+    assert "that is fine" in result_with(facts, "no NVIDIA GPU", "info").line
+    assert "delayed, current, block, mxfp8" in result_with(facts, "emulated by te_reference:", "ok").line
+    verdict = doctor.verdict(facts, diagnose(facts))
+    assert "can train here" in verdict and "--preset tiny" in verdict
 
 
 def test_a_laptop_with_a_transformer_engine_that_cannot_be_used_is_fine():
@@ -104,13 +103,11 @@ def test_an_h200_is_fine():
     results = diagnose(machine())
     assert {result.status for result in results} == {"ok", "info"}
     lines = "\n".join(result.line for result in results)
-    assert all(
-        words in lines
-        for words in (
-            "Transformer Engine 2.20.2, CUDA 13", "Hopper", "PyTorch 2.11.0+cu130, CUDA 13.0", "cuDNN 9.19.0",
-            "NCCL 2.28.9", "driver 580.95", "100.0 GiB",
-        )
-    )
+    for words in (
+        "Transformer Engine 2.20.2, CUDA 13", "Hopper", "PyTorch 2.11.0+cu130, CUDA 13.0", "cuDNN 9.19.0",
+        "NCCL 2.28.9", "driver 580.95", "100.0 GiB",
+    ):
+        assert words in lines
 
 
 @pytest.mark.parametrize("capability, version, status, words", [
@@ -119,18 +116,18 @@ def test_an_h200_is_fine():
     ((9, 0), "2.21.0", "warn", "off: they use internals of Transformer Engine 2.20, and this is 2.21.0"),
     ((9, 0), "2.9.0", "warn", "off: they use internals of Transformer Engine 2.20, and this is 2.9.0"),
     ((9, 0), "2.2.0", None, ""), ((8, 9), "2.21.0", None, ""), ((9, 0), None, None, "")])
-def test_which_transformer_engine_the_fast_kernels_take(capability, version, status, words):
+def test_which_transformer_engine_the_fast_kernels_support(capability, version, status, words):
     te = {"version": version, "cuda": 13} | doctor.fast_kernels(version) if version else {}
     facts = machine(capability, te=te, te_packages={"transformer-engine": version} if version else {})
     if status is None:
         assert not [result for result in diagnose(facts) if "fast kernels" in result.line]
     else:
-        result = told(facts, words, status)
+        result = result_with(facts, words, status)
         assert ("transformer-engine[pytorch]==2.20.* in" in result.fix) == (status == "warn")
 
 
 @pytest.mark.parametrize("page", ["README.md", "GUIDE.md", "requirements-gpu.txt"])
-def test_the_pages_name_the_versions_that_the_fast_kernels_take(page):
+def test_the_pages_name_the_versions_that_the_fast_kernels_support(page):
     text = (doctor.HERE / page).read_text().replace("transformer-engine[pytorch]==", "Engine ")
     text = " ".join(text.split())
     found = [part for part in text.split(". ") if "fast kernels" in part.lower() or "to have them" in part]
@@ -154,12 +151,11 @@ def test_the_pages_name_the_versions_that_the_fast_kernels_take(page):
 def test_gpus_with_fp8(capability, cuda, generation, runs, reason):
     facts = machine(capability, cuda)
     assert not failed(facts)
-    assert told(facts, f"({generation})", "ok") and told(
-        facts, "FP8 recipes that run on this GPU:", "ok"
-    ).line.endswith(f": {runs}")
-    assert not reason or told(facts, reason, "info").fix == ""
+    assert result_with(facts, f"({generation})", "ok")
+    assert result_with(facts, "FP8 recipes that run on this GPU:", "ok").line.endswith(f": {runs}")
+    assert not reason or result_with(facts, reason, "info").fix == ""
     without = bare(capability, smi={}, torch=facts.torch)
-    assert told(without, "with Transformer Engine this GPU runs", "info").line.endswith(runs)
+    assert result_with(without, "with Transformer Engine this GPU runs", "info").line.endswith(runs)
 
 
 @pytest.mark.parametrize(
@@ -168,25 +164,23 @@ def test_gpus_with_fp8(capability, cuda, generation, runs, reason):
 def test_gpus_without_fp8_can_still_train(capability, generation):
     torch_found = machine(capability).torch | {"archs": [*ARCHS, "sm_70"]}
     facts = machine(capability, torch=torch_found)
-    assert not failed(facts) and told(facts, f"({generation})").status == (
-        "ok" if capability >= (8, 0) else "warn"
-    )
-    assert (
-        told(facts, "no FP8 on this GPU", "warn").fix.startswith("python train.py --fp8-recipe none")
-        and "8.9" in told(facts, "no FP8").line
-    )
+    assert not failed(facts)
+    assert result_with(facts, f"({generation})").status == ("ok" if capability >= (8, 0) else "warn")
+    fix = result_with(facts, "no FP8 on this GPU", "warn").fix
+    assert fix.startswith("python train.py --fp8-recipe none")
+    assert "8.9" in result_with(facts, "no FP8").line
     without = doctor.check_te(bare(capability, torch=torch_found))
     assert [result.status for result in without] == ["warn" if capability >= (8, 0) else "info"]
 
 
 def test_volta_needs_another_pytorch():
-    result = told(machine((7, 0)), "no code for it", "fail")
+    result = result_with(machine((7, 0)), "no code for it", "fail")
     assert "sm_75" in result.line and "whl/cu126" in result.fix
 
 
 def test_a_gpu_newer_than_pytorch_needs_a_newer_one():
     facts = machine((12, 0), torch=machine((12, 0)).torch | {"archs": ["sm_80", "sm_90"]})
-    assert "newest" in told(facts, "no code for it", "fail").fix
+    assert "newest" in result_with(facts, "no code for it", "fail").fix
 
 
 @pytest.mark.parametrize(
@@ -201,11 +195,21 @@ def test_which_code_a_gpu_runs(capability, archs, runs):
     assert doctor.has_kernels(capability, archs) == runs
 
 
-# -- machines that are not
+# -- machines with a failure
 
 
-UNDEFINED = "ImportError: /x/transformer_engine_torch.cpython-312-x86_64-linux-gnu.so: undefined symbol: _ZN3c106detail14torchCheckFailEPKcS2_jS2_"
+UNDEFINED = (
+    "ImportError: /x/transformer_engine_torch.cpython-312-x86_64-linux-gnu.so: "
+    "undefined symbol: _ZN3c106detail14torchCheckFailEPKcS2_jS2_"
+)
 NCCL = "torch.distributed.DistBackendError: NCCL error: unhandled cuda error"
+CUDNN_TOO_OLD = (
+    "RuntimeError: Transformer Engine requires cuDNN 9.12.0 or later, but the cuDNN runtime is 9.1.0."
+)
+CUDNN_INCOMPATIBLE = (
+    "cuDNN version incompatibility: PyTorch was compiled  against (9, 19, 0) "
+    "but found runtime version (9, 14, 0)."
+)
 
 
 @pytest.mark.parametrize(
@@ -230,11 +234,7 @@ NCCL = "torch.distributed.DistBackendError: NCCL error: unhandled cuda error"
             "CUDA (12, 13)", "--install",
         ),
         (
-            machine(
-                te={
-                    "error": "RuntimeError: Transformer Engine requires cuDNN 9.12.0 or later, but the cuDNN runtime is 9.1.0."
-                }
-            ),
+            machine(te={"error": CUDNN_TOO_OLD}),
             "Two versions of cuDNN",
             "export CUDNN_HOME=",
         ),
@@ -322,11 +322,7 @@ NCCL = "torch.distributed.DistBackendError: NCCL error: unhandled cuda error"
             "nvidia/cudnn/lib",
         ),
         (
-            machine(
-                cudnn={
-                    "error": "cuDNN version incompatibility: PyTorch was compiled  against (9, 19, 0) but found runtime version (9, 14, 0)."
-                }
-            ),
+            machine(cudnn={"error": CUDNN_INCOMPATIBLE}),
             "Two versions of cuDNN",
             "LD_LIBRARY_PATH=",
         ),
@@ -361,7 +357,7 @@ NCCL = "torch.distributed.DistBackendError: NCCL error: unhandled cuda error"
     ],
 )
 def test_a_failure_has_its_line_and_its_fix(facts, line, fix):
-    result = told(facts, line, "fail")
+    result = result_with(facts, line, "fail")
     assert fix in result.fix and "<" not in result.fix and "\n" not in result.line + result.fix
     assert "failed; begin with" in doctor.verdict(facts, diagnose(facts))
 
@@ -397,17 +393,16 @@ def test_a_failure_has_its_line_and_its_fix(facts, line, fix):
     ],
 )
 def test_what_works_badly_is_a_warning(facts, line, fix):
-    assert fix in told(facts, line, "warn").fix and not failed(facts)
+    assert fix in result_with(facts, line, "warn").fix and not failed(facts)
 
 
 def test_flash_attention_is_optional():
-    assert told(machine(), "FlashAttention 4: not installed", "info") and told(
-        machine(flash4={"version": "4.0.0b36"}), "4.0.0b36", "ok"
-    )
+    assert result_with(machine(), "FlashAttention 4: not installed", "info")
+    assert result_with(machine(flash4={"version": "4.0.0b36"}), "4.0.0b36", "ok")
     assert not any("FlashAttention 4" in result.line for result in diagnose(machine((8, 9))))
 
 
-def test_one_cause_is_told_once():
+def test_one_cause_is_reported_once():
     assert len(failed(machine(te={"error": UNDEFINED}, fp8={"error": UNDEFINED}))) == 1
 
 
@@ -418,8 +413,8 @@ def test_which_transformer_engine_is_new_enough(version, status):
     assert [result.status for result in doctor.check_te(facts)] == [status]
 
 
-def test_an_old_transformer_engine_is_told_once():
-    """nanote/fp8.py may not import with it: that is the same failure."""
+def test_an_old_transformer_engine_is_reported_once():
+    """nanote/fp8.py may fail to import with it, which is the same failure."""
     facts = machine(te_packages={}, te={"version": "2.2.0", "cuda": 13},
                     fp8={"error": "AttributeError: module has no attribute 'is_fp8_block_scaling_available'"})
     (result,) = failed(facts)
@@ -432,13 +427,11 @@ def test_the_least_version_is_that_of_the_requirements():
 
 def test_a_check_that_breaks_does_not_stop_doctor():
     results = diagnose(machine(fp8={"reasons": {"delayed": ""}}))
-    assert (
-        any("check_recipes failed: KeyError" in result.line for result in results)
-        and "free disk" in results[-1].line
-    )
+    assert any("check_recipes failed: KeyError" in result.line for result in results)
+    assert "free disk" in results[-1].line
 
 
-# -- messages: as they stand in logs of pip, ninja, gcc, nvcc and in tracebacks
+# -- messages, verbatim from tracebacks and logs of pip, ninja, gcc and nvcc
 
 
 MESSAGES = {
@@ -478,7 +471,8 @@ MESSAGES = {
     "no nvcc": [
         "Failed to find nvcc.",
         "OSError: CUDA_HOME environment variable is not set. Please set it to your CUDA install root.",
-        "RuntimeError: Could neither find NVCC executable nor CUDA runtime Python package for ['nvidia-cuda-runtime']",
+        "RuntimeError: Could neither find NVCC executable nor CUDA runtime Python package for "
+        "['nvidia-cuda-runtime']",
     ],
     "two CUDA versions": ["The detected CUDA version (12.2) mismatches the version that was used to compile"],
     "no CUDA in PyTorch": [
@@ -496,11 +490,13 @@ MESSAGES = {
     ],
     "no wheel for this system": ["ERROR: No matching distribution found for transformer_engine_cu13==2.20.2"],
     "flash-attn broken": [
-        "ImportError: /x/flash_attn_2_cuda.cpython-312-x86_64-linux-gnu.so: undefined symbol: _ZN3c104cuda9SetDeviceEi"
+        "ImportError: /x/flash_attn_2_cuda.cpython-312-x86_64-linux-gnu.so: "
+        "undefined symbol: _ZN3c104cuda9SetDeviceEi"
     ],
     "NCCL too old": ["ImportError: /x/libtorch_cuda.so: undefined symbol: ncclCommWindowRegister"],
     "cuBLAS too old": [
-        "OSError: libtransformer_engine.so: undefined symbol: cublasLtGroupedMatrixLayoutInit_internal, version libcublasLt.so.13"
+        "OSError: libtransformer_engine.so: "
+        "undefined symbol: cublasLtGroupedMatrixLayoutInit_internal, version libcublasLt.so.13"
     ],
     "built against another PyTorch": [
         UNDEFINED,
@@ -517,7 +513,8 @@ MESSAGES = {
         "AttributeError: module 'transformer_engine' has no attribute 'pytorch'",
         "StopIteration",
         "FileNotFoundError: Could not find shared object file for Transformer Engine torch lib.",
-        "RuntimeError: Found empty `transformer-engine` meta package installed. Install `transformer-engine` with",
+        "RuntimeError: Found empty `transformer-engine` meta package installed. "
+        "Install `transformer-engine` with",
     ],
     "Transformer Engine too old": [
         "AttributeError: module 'transformer_engine.pytorch' has no attribute 'autocast'",
@@ -529,7 +526,7 @@ MESSAGES = {
     ],
     "cuDNN mixed": [
         "RuntimeError: cuDNN error: CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH",
-        "RuntimeError: cuDNN version incompatibility: PyTorch was compiled  against (9, 19, 0) but found runtime version (9, 14, 0).",
+        f"RuntimeError: {CUDNN_INCOMPATIBLE}",
     ],
     "no driver": [
         "OSError: libcuda.so.1: cannot open shared object file: No such file or directory",
@@ -571,7 +568,7 @@ def test_every_known_failure_has_a_message_here():
 
 
 def test_the_page_has_every_known_failure_with_its_fix():
-    """guide/troubleshooting.md, with N for the number of jobs and words for the lines with paths."""
+    """The page has N in place of the number of jobs, and words in place of the lines with paths."""
     page = (install_te.ROOT / "guide" / "troubleshooting.md").read_text()
     for failure in install_te.FAILURES:
         fix = failure.fix.replace(install_te.LIBRARIES, "PyTorch's own libraries first")
@@ -582,21 +579,26 @@ def test_the_page_has_every_known_failure_with_its_fix():
 @pytest.mark.parametrize(
     "name, message", [(name, message) for name, messages in MESSAGES.items() for message in messages]
 )
-def test_a_message_is_recognised(name, message):
-    log = f"  building 'transformer_engine_torch' extension\n      {message}\n  ERROR: Failed building wheel for transformer_engine_torch\n"
+def test_a_message_is_recognized(name, message):
+    log = (
+        f"  building 'transformer_engine_torch' extension\n      {message}\n"
+        "  ERROR: Failed building wheel for transformer_engine_torch\n"
+    )
     assert [failure.name for failure, _ in install_te.explain(log)] == [name]
     assert name in install_te.describe(log) and "fix: " in install_te.describe(log)
 
 
 def test_a_log_without_a_known_failure_shows_its_first_error():
     assert install_te.explain("all is well\n") == []
-    assert install_te.describe("fine\n a.cpp:3: error: no such thing\nerror: 2").endswith(
-        "; its first error: a.cpp:3: error: no such thing"
-    )
+    described = install_te.describe("fine\n a.cpp:3: error: no such thing\nerror: 2")
+    assert described.endswith("; its first error: a.cpp:3: error: no such thing")
 
 
 def test_the_cause_comes_before_what_it_caused():
-    log = "ModuleNotFoundError: No module named 'transformer_engine_torch'\nx.cpp: fatal error: cudnn.h: No such file or directory\n"
+    log = (
+        "ModuleNotFoundError: No module named 'transformer_engine_torch'\n"
+        "x.cpp: fatal error: cudnn.h: No such file or directory\n"
+    )
     assert [failure.name for failure, _ in install_te.explain(log)] == ["no cudnn.h", "no PyTorch part"]
 
 
@@ -611,11 +613,8 @@ def test_explain_reads_a_file_and_standard_input(tmp_path, capsys, monkeypatch):
     log = tmp_path / "build.log"
     log.write_text("c++: fatal error: Killed signal terminated program cc1plus\n")
     assert run("--explain", str(log)) == 0
-    assert (
-        "ran out of memory" in (shown := capsys.readouterr().out)
-        and "MAX_JOBS=" in shown
-        and "<jobs>" not in shown
-    )
+    shown = capsys.readouterr().out
+    assert "ran out of memory" in shown and "MAX_JOBS=" in shown and "<jobs>" not in shown
     monkeypatch.setattr(sys, "stdin", io.StringIO(UNDEFINED))
     assert run("--explain", "-", "--json") == 0
     assert json.loads(capsys.readouterr().out)["failures"][0]["name"] == "built against another PyTorch"
@@ -639,18 +638,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(argv, words, capsys):
 # -- installing
 
 
-def test_the_plan_sets_what_the_build_needs(tmp_path):
+def test_the_plan_sets_the_builds_environment(tmp_path):
     for name in ("cudnn/include", "cu13/include", "nccl/lib"):
         (tmp_path / name).mkdir(parents=True)
-    settings, commands = install_te.plan(
-        tmp_path, {"transformer-engine": "2.9.0", "transformer-engine-cu12": "2.9.0"}, 3, {"CPATH": "/mine"}
-    )
-    assert settings["CPATH"] == f"{tmp_path}/cu13/include:{tmp_path}/cudnn/include:/mine"
-    assert (
-        settings["MAX_JOBS"] == "3"
-        and settings["NVTE_PYTORCH_FORCE_BUILD"] == "TRUE"
-        and settings["NVTE_WITH_NCCL_EP"] == "0"
-    )
+    installed = {"transformer-engine": "2.9.0", "transformer-engine-cu12": "2.9.0"}
+    settings, commands = install_te.plan(tmp_path, installed, 3, {"CPATH": "/mine"})
+    assert settings == {
+        "CPATH": f"{tmp_path}/cu13/include:{tmp_path}/cudnn/include:/mine", "MAX_JOBS": "3",
+        "NVTE_PYTORCH_FORCE_BUILD": "TRUE", "NVTE_WITH_NCCL_EP": "0",
+    }
     remove, tools, build = (" ".join(command) for command in commands)
     assert "uninstall -y transformer-engine transformer-engine-cu12" in remove and "pybind11" in tools
     assert "--no-build-isolation --no-cache-dir transformer-engine[pytorch]" in build
@@ -666,27 +662,22 @@ def test_jobs_fit_into_memory(free, cpus, jobs):
 def test_pytorchs_cudnn_comes_first(tmp_path):
     for name in ("nccl/lib", "cudnn/lib", "cu13/lib", "cudnn/include"):
         (tmp_path / name).mkdir(parents=True)
-    assert install_te.library_path(tmp_path) == ":".join(
-        f"{tmp_path}/{name}/lib" for name in ("cudnn", "cu13", "nccl")
-    )
+    expected = f"{tmp_path}/cudnn/lib:{tmp_path}/cu13/lib:{tmp_path}/nccl/lib"
+    assert install_te.library_path(tmp_path) == expected
 
 
 def test_a_dry_run_runs_nothing(monkeypatch, capsys):
     monkeypatch.setattr(install_te.subprocess, "Popen", lambda *a, **k: pytest.fail("ran"))
     monkeypatch.setattr(install_te, "cannot_build", lambda: [])
     assert run("--install", "--dry-run") == 0
-    assert (
-        "NVTE_WITH_NCCL_EP=0" in (shown := capsys.readouterr().out)
-        and "'transformer-engine[pytorch]" in shown
-    )
+    shown = capsys.readouterr().out
+    assert "NVTE_WITH_NCCL_EP=0" in shown and "'transformer-engine[pytorch]" in shown
 
 
-def test_a_build_that_cannot_work_is_not_begun(monkeypatch, capsys):
+def test_a_build_that_cannot_work_is_not_started(monkeypatch, capsys):
     monkeypatch.setattr(install_te, "torch_cuda", lambda: "")
-    assert (
-        install_te.install(run=lambda *a, **k: pytest.fail("ran")) == 1
-        and "PyTorch with CUDA" in capsys.readouterr().out
-    )
+    assert install_te.install(run=lambda *a, **k: pytest.fail("ran")) == 1
+    assert "PyTorch with CUDA" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -704,7 +695,7 @@ def test_the_cuda_of_the_installed_torch_is_known_without_importing_it():
     assert install_te.torch_cuda() == (torch.version.cuda or "")
 
 
-# -- looking
+# -- probes
 
 
 @pytest.mark.parametrize(
@@ -724,15 +715,16 @@ def test_a_probe_that_dies_is_reported(body, error, tmp_path, monkeypatch):
 
 
 def test_doctor_imports_neither_torch_nor_transformer_engine():
-    code = "import sys, doctor; print([name for name in ('torch', 'transformer_engine', 'tyro') if name in sys.modules])"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=doctor.HERE).stdout
-        == "[]\n"
-    )
+    code = "import sys, doctor; print({'torch', 'transformer_engine', 'tyro'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=doctor.HERE)
+    assert done.stdout == "set()\n"
 
 
 def test_without_tyro_doctor_says_so():
-    code = "import sys, runpy; sys.modules['tyro'] = None; sys.argv = ['doctor.py']; runpy.run_path('doctor.py', run_name='__main__')"
+    code = (
+        "import sys, runpy; sys.modules['tyro'] = None; sys.argv = ['doctor.py']; "
+        "runpy.run_path('doctor.py', run_name='__main__')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=doctor.HERE)
     assert done.returncode == 1 and "tyro" in done.stdout and "requirements.txt" in done.stdout
 
@@ -740,31 +732,21 @@ def test_without_tyro_doctor_says_so():
 def test_missing_requirements():
     text = "torch>=1.0\ntyro>=999.9\nno-such-package-here\n# for the tests\nneither-this-one\n"
     missing = doctor.missing_requirements(text)
-    assert (
-        len(missing) == 2
-        and missing[0].endswith("(needs 999.9)")
-        and missing[1] == "no-such-package-here (not installed)"
-    )
+    assert len(missing) == 2 and missing[0].endswith("(needs 999.9)")
+    assert missing[1] == "no-such-package-here (not installed)"
 
 
-def test_a_product_in_high_precision_is_not_taken_for_fp8():
+def test_a_gemm_in_high_precision_is_not_mistaken_for_fp8():
     @contextmanager
     def no_autocast(enabled, recipe):
         yield
     device = "cuda" if torch.cuda.is_available() else "cpu"
     real = doctor.gemm_errors(fp8, "current", device)
-    fake = doctor.gemm_errors(
-        SimpleNamespace(
-            make_recipe=fp8.make_recipe, te=SimpleNamespace(Linear=fp8.te.Linear, autocast=no_autocast)
-        ),
-        "current",
-        device,
-    )
-    assert (
-        max(fake) < doctor.TOO_EXACT < min(real)
-        and real[0] < doctor.OUTPUT_BOUND
-        and max(real[1:]) < doctor.GRADIENT_BOUND
-    )
+    te = SimpleNamespace(Linear=fp8.te.Linear, autocast=no_autocast)
+    fake_fp8 = SimpleNamespace(make_recipe=fp8.make_recipe, te=te)
+    fake = doctor.gemm_errors(fake_fp8, "current", device)
+    assert max(fake) < doctor.TOO_EXACT < min(real)
+    assert real[0] < doctor.OUTPUT_BOUND and max(real[1:]) < doctor.GRADIENT_BOUND
 
 
 @pytest.mark.parametrize(
@@ -772,7 +754,8 @@ def test_a_product_in_high_precision_is_not_taken_for_fp8():
     [
         (
             bare(), 1,
-            "fail  Transformer Engine is not installed; FP8 is emulated, slowly\n      fix: python doctor.py --install\n",
+            "fail  Transformer Engine is not installed; FP8 is emulated, slowly\n"
+            "      fix: python doctor.py --install\n",
         ),
         (machine(), 0, "ok    PyTorch 2.11.0+cu130, CUDA 13.0\n"),
         (laptop(), 0, "can train here"),
@@ -787,25 +770,20 @@ def test_the_exit_code_and_the_report(facts, code, text, monkeypatch, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
 def test_this_machine(capsys):
     assert run("--json") == 0
-    told_here = json.loads(capsys.readouterr().out)
-    assert told_here["ok"] and "te_reference" in told_here["verdict"]
-    assert set(told_here["facts"]["fp8"]["errors"]) == {"delayed", "current", "block", "mxfp8"}
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] and "te_reference" in report["verdict"]
+    assert set(report["facts"]["fp8"]["errors"]) == {"delayed", "current", "block", "mxfp8"}
 
 
 @pytest.mark.gpu
 def test_this_gpu(capsys):
     code = run("--json")
-    told_here = json.loads(capsys.readouterr().out)
-    failed = [check["line"] for check in told_here["checks"] if check["status"] == "fail"]
+    report = json.loads(capsys.readouterr().out)
+    failed = [check["line"] for check in report["checks"] if check["status"] == "fail"]
     # a test machine may lack datasets
     assert all(line.startswith("packages:") for line in failed) and code == bool(failed)
-    facts = told_here["facts"]
-    assert (
-        facts["te"]["version"]
-        and facts["cudnn"]["files"]
-        and facts["nccl"]["version"]
-        and facts["fp8"]["errors"]
-    )
-    assert facts["fp8"]["reasons"] == doctor.expected_reasons(
-        torch.cuda.get_device_capability(), torch.version.cuda
-    )
+    facts = report["facts"]
+    assert facts["te"]["version"] and facts["cudnn"]["files"]
+    assert facts["nccl"]["version"] and facts["fp8"]["errors"]
+    capability = torch.cuda.get_device_capability()
+    assert facts["fp8"]["reasons"] == doctor.expected_reasons(capability, torch.version.cuda)

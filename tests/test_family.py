@@ -1,5 +1,4 @@
-"""The five models are variations on one theme: the same weights give the same logits, each trains, each
-stands alone."""
+"""The five models: the same weights give the same logits, each trains, and each file works on its own."""
 
 import ast
 import dataclasses
@@ -26,7 +25,7 @@ QWEN3 = dict(
     tie_embeddings=False, n_kv_head=2, head_dim=32,
 )
 OTHER = dict(bias=False, tie_embeddings=False, n_inner=96, layernorm_epsilon=0.05)
-# What is named otherwise than in the fused model, whose names the advanced and the optimized one share.
+# Parameter names that differ from the fused model's, which the advanced and the optimized model share
 NAMES = {
     "te": [
         ("attn.qkv.", "self_attention.layernorm_qkv."), ("attn.proj.", "self_attention.proj."),
@@ -45,7 +44,7 @@ def make(name, **options):
 
 
 def make_alike(names, **options):
-    """Models of one network with the same random weights, norms and biases among them so that a forgotten one
+    """Build models with the same random weights. Norms and biases are random too, so that a missing one
     shows."""
     original, models = make("optimized", **options), {name: make(name, **options) for name in names}
     with torch.no_grad():
@@ -62,11 +61,9 @@ def make_alike(names, **options):
 
 
 def also_on_a_gpu(*values):
-    """The same test is one of `-m "not gpu"` and of `-m gpu`."""
-    return [
-        *values,
-        *(pytest.param(value, marks=pytest.mark.gpu, id=f"{value} on a GPU") for value in values),
-    ]
+    """Return the parameters twice: for `-m "not gpu"` and for `-m gpu`."""
+    on_gpu = [pytest.param(value, marks=pytest.mark.gpu, id=f"{value} on a GPU") for value in values]
+    return [*values, *on_gpu]
 
 
 def tokens(batch=2, length=64):
@@ -87,7 +84,7 @@ def test_the_same_weights_give_the_same_logits(names, options):
             logits[name] = model(x)
     expected = logits.pop("optimized")
     assert expected.shape == (2, 64, 96)
-    # TE multiplies float32 in TF32: nine products in a row
+    # TE runs float32 GEMMs in TF32: nine GEMMs in sequence
     tolerance = 1e-5 if fp8.IS_REFERENCE else 9 * 2.0**-11
     for name, y in logits.items():
         error = ((y - expected).abs().max() / expected.abs().max()).item()
@@ -96,12 +93,12 @@ def test_the_same_weights_give_the_same_logits(names, options):
 
 @pytest.mark.parametrize("recipe", also_on_a_gpu("none", "delayed", "current"))
 def test_the_same_weights_give_the_same_logits_in_low_precision(recipe):
-    # Two variants round at different places, so count roundings in a row: a rounding to a unit u (half a
-    # step, relative) errs by u / sqrt(3) (root mean square), R of them at random add up to sqrt(R / 3) u, and
-    # the difference of two has twice the variance. BF16, u = 2^-8: the embeddings' sum; in a block norm, QKV,
-    # scores, probabilities, their product with v, projection, bias, sum, then norm, fc1, GELU, fc2, bias,
-    # sum; in the head norm and logits. FP8, u = 2^-4 in E4M3: each product's input, four a block and the
-    # head's; the weights are the same numbers everywhere and round alike.
+    # Two variants round in different places, so count the roundings in sequence. Rounding with unit roundoff
+    # u has an RMS error of u / sqrt(3), R random ones give sqrt(R / 3) u, and the difference of two results
+    # has twice the variance. BF16 (u = 2^-8) rounds once in the embeddings; 14 times in a block: norm, QKV,
+    # scores, probabilities, context, projection, bias, residual, norm, fc1, GELU, fc2, bias, residual; and
+    # twice in the head: norm and logits. FP8 (E4M3, u = 2^-4) rounds the inputs of four GEMMs per block and
+    # of the head; the weights are equal in all variants and round alike.
     blocks = TINY["n_layer"]
     variance = 2 / 3 * (1 + 14 * blocks + 2) * 2.0**-16
     if recipe != "none":
@@ -111,7 +108,7 @@ def test_the_same_weights_give_the_same_logits_in_low_precision(recipe):
         model.bfloat16()
         model.config.use_fp8 = recipe != "none"
         model.fp8_recipe = fp8.make_recipe(recipe) or model.fp8_recipe
-        model(x, x).backward()  # delayed scaling starts with every scale at 1
+        model(x, x).backward()  # a first step, because delayed scaling starts with scales of 1
         with torch.no_grad():
             logits[name] = model(x).float()
     expected = logits.pop("optimized")
@@ -121,7 +118,7 @@ def test_the_same_weights_give_the_same_logits_in_low_precision(recipe):
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_no_position_sees_a_later_one(name):
+def test_attention_is_causal(name):
     model = make_alike([name])[name]
     x = tokens()
     changed = x.clone()
@@ -144,7 +141,7 @@ def test_no_position_sees_a_later_one(name):
     ],
     ids=str,
 )
-def test_each_learns_a_batch(name, options, use_fp8):
+def test_each_model_learns_a_batch(name, options, use_fp8):
     model = make(name, **options, use_fp8=use_fp8)
     optimizer = fp8.te.optimizers.FusedAdam(model.parameters(), lr=5e-3)
     x, y = tokens(), tokens()
@@ -159,23 +156,22 @@ def test_each_learns_a_batch(name, options, use_fp8):
     assert abs(losses[0] - 4.56) < 0.3  # ln 96: nothing learned yet
     assert losses[-1] < losses[0] - 0.5
     scaled = {key.rsplit(".scaling", 1)[0] for key in fp8.get_state(model)}
-    assert len(scaled) == (
-        0 if not use_fp8 else 2 * (4 if name == "custom" else 3) + model.config.fp8_lm_head
-    )
+    modules = 2 * (4 if name == "custom" else 3) + model.config.fp8_lm_head
+    assert len(scaled) == (modules if use_fp8 else 0)
 
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_initial_weights_are_gpt2s(name):
     for key, p in make(name, tie_embeddings=False).named_parameters():
-        if p.dim() > 1:  # 0.02; what is added to the residual stream, in four additions here, half of it
-            assert p.std().item() == pytest.approx(
-                0.01 if "proj" in key or "fc2" in key else 0.02, rel=0.06
-            ), key
+        if p.dim() > 1:
+            # 0.02 / sqrt(4) for projections onto the residual: two layers have four
+            expected = 0.01 if "proj" in key or "fc2" in key else 0.02
+            assert p.std().item() == pytest.approx(expected, rel=0.06), key
 
 
 @pytest.mark.parametrize("switch", ["dropout", "attn_dropout"])
 @pytest.mark.parametrize("name", FAMILY)
-def test_dropout_acts_in_training_where_asked_for(name, switch):
+def test_dropout_applies_in_training_only(name, switch):
     x = tokens()
     for p in (0.0, 0.5):
         model = make(name, **{switch: p})
@@ -185,7 +181,7 @@ def test_dropout_acts_in_training_where_asked_for(name, switch):
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_the_loss_is_the_mean_over_labels_that_count(name):
+def test_the_loss_is_the_mean_over_labels_that_are_not_ignored(name):
     model = make_alike([name])[name]
     x = tokens()
     labels = x.roll(-1, 1)
@@ -193,9 +189,8 @@ def test_the_loss_is_the_mean_over_labels_that_count(name):
     with torch.no_grad():
         loss, logits = model(x, labels), model(x)
     assert loss.shape == () and loss.dtype == torch.float32
-    torch.testing.assert_close(
-        loss, F.cross_entropy(logits[:, :50].flatten(0, 1), labels[:, :50].flatten()), rtol=1e-5, atol=1e-6
-    )
+    expected = F.cross_entropy(logits[:, :50].flatten(0, 1), labels[:, :50].flatten())
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -215,26 +210,22 @@ def test_later_micro_batches_use_the_weights_cast_in_the_first(name):
 @pytest.mark.parametrize("name", also_on_a_gpu(*(name for name in FAMILY if name != "optimized")))
 def test_train_py_trains_it_and_its_checkpoint_generates(name, tmp_path, capsys):
     corpus, run = make_tokens(tmp_path / "tokens"), str(tmp_path / "run")
-    assert (
-        run_train(
-            f"{OPTIONS} --device auto --model {name} --max-steps 4 --eval-interval 0 --out-dir {run}", corpus
-        )
-        == 0
-    )
+    options = f"{OPTIONS} --device auto --model {name} --max-steps 4 --eval-interval 0 --out-dir {run}"
+    assert run_train(options, corpus) == 0
     printed = capsys.readouterr().out
     assert "--- a sample ---" in printed and "FP8 delayed" in printed
     losses = [record["loss"] for record in metrics(run)]
     assert len(losses) == 4 and losses[-1] < losses[0]
     model, tokenizer = sample.load_model(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     assert type(model) is models.model_classes(name)[0]
-    # longer than its 64 positions
+    # more tokens than the 64 positions
     assert len(sample.generate(model, tokenizer.encode("line"), 70, temperature=0)) == 70
     assert run_train(f"--model {name} --resume --max-steps 6 --fp8-recipe none --out-dir {run}", corpus) == 0
     assert abs(metrics(run)[-1]["loss"] - losses[-1]) < 0.5
     assert json.loads((tmp_path / "run" / "step-6" / "meta.json").read_text())["model"] == name
 
 
-# ---- configurations, and the files themselves
+# ---- configurations and files
 
 
 BAD = [({"vocab_size": 50257}, "vocab_size=50257: must be a multiple of 32; 50257 → 50304 "),
@@ -260,18 +251,19 @@ def test_a_bad_configuration_is_refused_in_one_line(name):
         model(tokens(1, 65))
 
 
+def default_fields(name):
+    config_class = models.model_classes(name)[1]
+    return {field.name: field.default for field in dataclasses.fields(config_class)}
+
+
 def test_fields_that_two_configs_share_have_one_default():
-    defaults = {
-        field.name: field.default for field in dataclasses.fields(models.model_classes("optimized")[1])
-    }
+    defaults = default_fields("optimized")
     common = (
-        "vocab_size n_positions n_embd n_layer n_head dropout attn_dropout layernorm_epsilon use_fp8 fp8_margin n_inner bias "
-        "tie_embeddings fp8_lm_head"
+        "vocab_size n_positions n_embd n_layer n_head dropout attn_dropout layernorm_epsilon use_fp8 "
+        "fp8_margin n_inner bias tie_embeddings fp8_lm_head"
     )
     for name in FAMILY:
-        fields = {
-            field.name: field.default for field in dataclasses.fields(models.model_classes(name)[1])
-        }
+        fields = default_fields(name)
         assert set(common.split()) <= set(fields) and fields.items() <= defaults.items()
         model, recipe = make(name), make(name, fp8_margin=2).fp8_recipe
         assert model.lm_head.weight is model.wte.weight
@@ -281,42 +273,45 @@ def test_fields_that_two_configs_share_have_one_default():
 
 
 def test_the_files_read_alike():
-    """One import block; the same top-level names in the same order, less what a variant leaves out."""
+    """All files have the same import block and the same top-level names in the same order; a variant may omit
+    some."""
     def outline(name):
         module, model, _ = models.MODELS[name]
         text = (ROOT / f"{module}.py").read_text()
         block = re.search(r"\ntry:\n    if os.environ.*?\n\n", text, re.S).group()
         nodes = [node for node in ast.parse(text).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
-        return block, [
-            node.name.replace(model.removesuffix("GPT2Model"), "") for node in nodes if node.name != "MLP"
-        ]
+        prefix = model.removesuffix("GPT2Model")
+        return block, [node.name.replace(prefix, "") for node in nodes if node.name != "MLP"]
 
     block, names = outline("optimized")
     for name in FAMILY:
-        assert outline(name)[0] == block and outline(name)[1] == [n for n in names if n in outline(name)[1]]
+        its_block, its_names = outline(name)
+        assert its_block == block and its_names == [n for n in names if n in its_names]
+
+
+STANDS_ALONE = f"""
+import sys, torch
+for folder, name, model, config in zip(*[iter(sys.argv[1:])] * 4):
+    sys.path[0] = folder
+    sys.modules.pop('te_reference', None)
+    module = __import__(name)
+    net = getattr(module, model)(getattr(module, config)(**{TINY!r}))
+    loss = net(*torch.zeros(2, 1, 8, dtype=torch.int64))
+    files = module.__file__, sys.modules['te_reference'].__file__
+    print(name, all(file.startswith(folder) for file in files), loss.isfinite().item())
+"""
 
 
 def test_each_file_stands_alone(tmp_path):
-    code = (
-        "import sys, torch\nfor folder, name, model, config in zip(*[iter(sys.argv[1:])] * 4):\n"
-        "    sys.path[0] = folder\n    sys.modules.pop('te_reference', None)\n    module = __import__(name)\n"
-        f"    loss = getattr(module, model)(getattr(module, config)(**{TINY!r}))(*torch.zeros(2, 1, 8, dtype=torch.int64))\n"
-        "    files = module.__file__, sys.modules['te_reference'].__file__\n"
-        "    print(name, all(file.startswith(folder) for file in files), loss.isfinite().item())"
-    )
     arguments = []
     for name, (module, model, config) in models.MODELS.items():
         (tmp_path / name).mkdir()
         for file in (f"{module}.py", "te_reference.py"):
             shutil.copy(ROOT / file, tmp_path / name)
         arguments += [str(tmp_path / name), module, model, config]
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
-        "NANOTE_REFERENCE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=tmp_path, env=environment, capture_output=True,
-        text=True,
-    )
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment |= {"NANOTE_REFERENCE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", STANDS_ALONE, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{module} True True" for module, *_ in models.MODELS.values()]

@@ -295,7 +295,7 @@ def norm_of(module, x):
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_layernorm_linear_and_its_extra_outputs(normalization, bias):
-    x = torch.randn(2, 3, 16)  # no FP8, no rule about shapes
+    x = torch.randn(2, 3, 16)  # without FP8 any shape is valid
     module = te.LayerNormLinear(16, 24, bias=bias, normalization=normalization, device="cpu")
     normed = norm_of(module, x)
     expected = F.linear(normed, module.weight, module.bias if bias else None)
@@ -309,27 +309,26 @@ def test_layernorm_linear_and_its_extra_outputs(normalization, bias):
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", ["gelu", "geglu", "relu", "srelu", "swiglu"])
-def test_layernorm_mlp_is_its_parts(normalization, bias, activation):
+def test_layernorm_mlp_equals_its_parts(normalization, bias, activation):
     module = te.LayerNormMLP(
         16, 32, bias=bias, normalization=normalization, activation=activation, device="cpu"
     )
     x = torch.randn(2, 3, 16)
     normed = norm_of(module, x)
-    # b: what a gate multiplies
+    # a is activated; for a gated activation it is multiplied by b[0]
     a, *b = F.linear(normed, module.fc1_weight, module.fc1_bias if bias else None).split(32, -1)
     assert len(b) == activation.endswith("glu")
     gelu = 0.5 * a * (1 + torch.tanh(math.sqrt(2 / math.pi) * (a + 0.044715 * a**3)))
     h = {"gelu": lambda: gelu, "relu": lambda: a.clamp(min=0), "srelu": lambda: a.clamp(min=0) ** 2,
          "geglu": lambda: gelu * b[0], "swiglu": lambda: a * torch.sigmoid(a) * b[0]}[activation]()
+    expected = F.linear(h, module.fc2_weight, module.fc2_bias if bias else None)
     close = dict(rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(
-        module(x), F.linear(h, module.fc2_weight, module.fc2_bias if bias else None), **close
-    )
+    torch.testing.assert_close(module(x), expected, **close)
     module.return_bias = module.return_layernorm_output = True
     torch.testing.assert_close(module(x), (F.linear(h, module.fc2_weight), module.fc2_bias, normed), **close)
 
 
-def test_rows_and_columns_that_fp8_can_take():
+def test_fp8_shape_rules():
     layer, narrow = linear(diagonal(1.0)), te.Linear(24, 16, device="cpu")
     with te.autocast(recipe=delayed()):
         layer(torch.zeros(2, 8, 16))
