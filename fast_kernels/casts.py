@@ -713,7 +713,7 @@ def _reduce_rows_kernel(x_ptr, total_ptr, P, W, ROWS: tl.constexpr, COLUMNS: tl.
     i, j = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for row in range(0, P, ROWS):
-        pointers = x_ptr + (row + i)[:, None] * W + j[None, :]
         mask = (row + i < P)[:, None] & (j < W)[None, :]
+        pointers = x_ptr + (row + i)[:, None] * W + j[None, :]
         total += tl.load(pointers, mask=mask, other=0.0)
     tl.store(total_ptr + j, tl.sum(total, 0).to(total_ptr.dtype.element_ty), mask=j < W)
