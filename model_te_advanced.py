@@ -83,7 +83,8 @@ class AdvancedConfig:
             self.check(self.n_embd % self.n_head == 0, "n_embd", f"{rule}, unless head_dim is set", works)
             self.head_dim = self.n_embd // self.n_head
         divides = self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0
-        works = math.gcd(self.n_head, self.n_kv_head)
+        at_most = max(1, min(self.n_head, self.n_kv_head, 4096))
+        works = next(k for k in range(at_most, 0, -1) if self.n_head % k == 0)
         self.check(divides, "n_kv_head", f"must divide n_head={self.n_head}", works)
         even = self.head_dim % 2 == 0 or not self.use_rotary
         self.check(self.head_dim >= 1 and even, "head_dim", "must be even, for use_rotary", 64)

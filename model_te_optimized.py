@@ -54,20 +54,12 @@ if te.__name__ != "te_reference":  # TE's split, whose backward pass copies no a
     from transformer_engine.pytorch.utils import SplitAlongDim
 
 
-def round_up(n, multiple):
-    return (n + multiple - 1) // multiple * multiple
-
-
 @dataclass
 class OptimizedConfig:
-    """The architecture.
-
-    Raises:
-        ValueError: a field's value does not work; the message gives field, value, rule and a value that works.
-    """
+    """The architecture. An invalid value raises ValueError: field, value, rule, and a value that works."""
 
     vocab_size: int = 50304  # GPT-2's 50,257, padded
-    n_positions: int = 1024  # the longest sequence
+    n_positions: int = 1024  # maximum sequence length
     n_embd: int = 768
     n_layer: int = 12
     n_head: int = 12
@@ -83,93 +75,72 @@ class OptimizedConfig:
     use_fp8: bool = False
     fp8_margin: int = 0
     head_dim: int | None = None  # None: n_embd / n_head
-    n_inner: int | None = None  # width of the MLP; None: 4 n_embd, for swiglu 8/3 n_embd
+    n_inner: int | None = None  # MLP width; None: 4 n_embd, or 8/3 n_embd rounded up to 64s for swiglu
     activation: str = "gelu"  # gelu (tanh approximation) | swiglu
     bias: bool = True
-    tie_embeddings: bool = True  # lm_head shares the embedding's weight
-    attention: str | None = None
-    """sdpa | te | flash | auto (the fastest there is); None: see use_pytorch_sdpa"""
+    tie_embeddings: bool = True  # lm_head and wte share one weight
+    attention: str | None = None  # sdpa | te | flash | auto (the fastest); None: see use_pytorch_sdpa
     gradient_checkpointing: bool = False  # recompute blocks in backward: less memory, a third more compute
     checkpoint_every: int = 1  # checkpoint every k-th block
     offload_activations: int = 0  # keep the activations of the first k blocks in host memory
     loss_chunks: int = 1  # compute lm_head and loss in k chunks, so that one chunk of logits exists at a time
-    fp8_lm_head: bool = True  # False: lm_head stays in high precision
-    fp8_skip_first: int = 0  # keep the first k blocks in high precision
-    fp8_skip_last: int = 0  # keep the last k blocks in high precision
+    fp8_lm_head: bool = True  # False: lm_head runs in high precision
+    fp8_skip_first: int = 0  # run this many blocks at the start in high precision
+    fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        self._fill_defaults()
-        self._check_sizes()
-        self._check_switches()
-        if self.use_fp8:
-            self._check_fp8()
-
-    def _require(self, holds, field, rule, works):
-        if not holds:
-            value = getattr(self, field)
-            raise ValueError(f"{type(self).__name__}.{field}={value!r}: {rule}; {works} works")
-
-    def _fill_defaults(self):
-        for field in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
+        counts = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "checkpoint_every", "loss_chunks")
+        for field in counts:
             default = type(self).__dataclass_fields__[field].default
-            self._require(getattr(self, field) >= 1, field, "must be 1 or more", default)
+            self.check(getattr(self, field) >= 1, field, "must be 1 or more", default)
+        for field in ("dropout", "attn_dropout"):
+            self.check(0 <= getattr(self, field) < 1, field, "must be at least 0 and less than 1", 0.0)
+        padded, fast = round_up(self.vocab_size, 32), round_up(self.vocab_size, 128)
+        works = f"{self.vocab_size} → {fast} (a multiple of 128, which multiplies fastest)"
+        if padded != fast:
+            works += f" or {padded}"
+        self.check(self.vocab_size % 32 == 0, "vocab_size", "must be a multiple of 32", works)
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
         if self.head_dim is None:
-            rule = f"must be a multiple of n_head={self.n_head}, or head_dim be given"
-            self._require(self.n_embd % self.n_head == 0, "n_embd", rule, round_up(self.n_embd, self.n_head))
+            rule, works = f"must be a multiple of n_head={self.n_head}", round_up(self.n_embd, self.n_head)
+            self.check(self.n_embd % self.n_head == 0, "n_embd", f"{rule}, unless head_dim is set", works)
             self.head_dim = self.n_embd // self.n_head
-        if self.n_inner is None and self.activation == "swiglu":
-            self.n_inner = round_up(8 * self.n_embd // 3, 64)
-        elif self.n_inner is None:
-            self.n_inner = 4 * self.n_embd
-        self.attention = self.attention or ("sdpa" if self.use_pytorch_sdpa else "te")
-
-    def _check_sizes(self):
-        require = self._require
-        for field in ("dropout", "attn_dropout"):
-            require(0 <= getattr(self, field) < 1, field, "must be at least 0 and less than 1", 0.0)
-        padded, fastest = round_up(self.vocab_size, 32), round_up(self.vocab_size, 128)
-        works = f"{self.vocab_size} → {fastest} (a multiple of 128, for the fastest GEMMs)"
-        works += f" or {padded}" if padded != fastest else ""
-        require(self.vocab_size % 32 == 0, "vocab_size", "must be a multiple of 32", works)
         divides = self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0
-        most = max(1, min(self.n_kv_head, self.n_head, 4096))
-        divisor = next(k for k in range(most, 0, -1) if self.n_head % k == 0)
-        require(divides, "n_kv_head", f"must divide n_head={self.n_head}", divisor)
-        multiple = 2 if self.use_rotary else 1
-        require(
-            self.head_dim >= 1 and self.head_dim % multiple == 0, "head_dim", "must be even, for use_rotary",
-            64,
-        )
-        require(self.n_inner >= 1, "n_inner", "must be 1 or more", 4 * self.n_embd)
-
-    def _check_switches(self):
-        require = self._require
-        require(self.activation in ("gelu", "swiglu"), "activation", "must be 'gelu' or 'swiglu'", "'gelu'")
-        kinds = ("sdpa", "te", "flash", "auto")
-        require(self.attention in kinds, "attention", "must be 'sdpa', 'te', 'flash' or 'auto'", "'sdpa'")
-        for field in ("checkpoint_every", "loss_chunks"):
-            require(getattr(self, field) >= 1, field, "must be 1 or more", 1)
+        at_most = max(1, min(self.n_head, self.n_kv_head, 4096))
+        works = next(k for k in range(at_most, 0, -1) if self.n_head % k == 0)
+        self.check(divides, "n_kv_head", f"must divide n_head={self.n_head}", works)
+        even = self.head_dim % 2 == 0 or not self.use_rotary
+        self.check(self.head_dim >= 1 and even, "head_dim", "must be even, for use_rotary", 64)
+        known = self.activation in ("gelu", "swiglu")
+        self.check(known, "activation", "must be 'gelu' or 'swiglu'", "'gelu'")
+        if self.n_inner is None:
+            swiglu = self.activation == "swiglu"
+            self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
+        self.check(self.n_inner >= 1, "n_inner", "must be 1 or more", 4 * self.n_embd)
+        self.attention = self.attention or ("sdpa" if self.use_pytorch_sdpa else "te")
+        known = self.attention in ("sdpa", "te", "flash", "auto")
+        self.check(known, "attention", "must be 'sdpa', 'te', 'flash' or 'auto'", "'sdpa'")
         most = 0 if self.gradient_checkpointing else self.n_layer - 1
         rule = f"must be less than n_layer={self.n_layer}, and 0 with gradient_checkpointing"
-        require(0 <= self.offload_activations <= most, "offload_activations", rule, 0)
+        self.check(0 <= self.offload_activations <= most, "offload_activations", rule, 0)
         for field in ("fp8_skip_first", "fp8_skip_last"):
-            rule = f"must be from 0 to n_layer={self.n_layer}"
-            require(0 <= getattr(self, field) <= self.n_layer, field, rule, 1)
-        left = self.n_layer - self.fp8_skip_last
+            in_range = 0 <= getattr(self, field) <= self.n_layer
+            self.check(in_range, field, f"must be from 0 to n_layer={self.n_layer}", 1)
+        most = self.n_layer - self.fp8_skip_last
         rule = f"with fp8_skip_last={self.fp8_skip_last} more blocks than n_layer={self.n_layer}"
-        require(self.fp8_skip_first <= left, "fp8_skip_first", rule, left)
+        self.check(self.fp8_skip_first <= most, "fp8_skip_first", rule, most)
+        if self.use_fp8:
+            widths = [("n_embd", self.n_embd), ("n_inner", self.n_inner)]
+            widths += [("head_dim", heads * self.head_dim) for heads in (self.n_head, self.n_kv_head)]
+            for field, size in widths:
+                rule = f"FP8 needs dimensions divisible by 16, not {size}"
+                self.check(size % 16 == 0, field, rule, round_up(getattr(self, field), 16))
 
-    def _check_fp8(self):
-        """Check what an FP8 GEMM needs of its dimensions."""
-        q_size, kv_size = self.n_head * self.head_dim, self.n_kv_head * self.head_dim
-        sizes = (
-            ("n_embd", self.n_embd), ("n_inner", self.n_inner), ("head_dim", q_size), ("head_dim", kv_size),
-        )
-        for field, size in sizes:
-            rule = f"FP8 needs dimensions divisible by 16, not {size}"
-            self._require(size % 16 == 0, field, rule, round_up(getattr(self, field), 16))
+    def check(self, ok, field, rule, works):
+        if not ok:
+            value = getattr(self, field)
+            raise ValueError(f"{type(self).__name__}.{field}={value!r}: {rule}; {works} works")
 
     def in_fp8(self, layer):
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
@@ -215,7 +186,7 @@ def rope_tables(positions, head_dim, theta):
 
 
 def apply_rope(x, cos, sin):
-    """Rotate the pairs (x[i], x[i + D/2]) of every head. x: (B, S, H, D)."""
+    """Rotate the pairs (x[i], x[i + D/2]) of every head. x: (B, S, heads, D)."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -343,7 +314,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention, then x + MLP, each with its own norm: (B, S, n_embd) -> (B, S, n_embd)."""
+    """Residual block: x + attention(x), then x + MLP(x). (B, S, n_embd) -> (B, S, n_embd)."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -375,7 +346,7 @@ class OptimizedGPT2Model(nn.Module):
         self.fp8_recipe = DelayedScaling(
             margin=config.fp8_margin, fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max"
         )
-        device = "cuda" if torch.cuda.is_available() else "cpu"  # where TE allocates its parameters
+        device = "cuda" if torch.cuda.is_available() else "cpu"  # where TE creates its parameters
         self.wte = nn.Embedding(config.vocab_size, config.n_embd, device=device)
         normal_init(self.wte.weight)
         if not config.use_rotary:
@@ -386,8 +357,9 @@ class OptimizedGPT2Model(nn.Module):
         for layer in range(config.n_layer):
             with nullcontext() if config.in_fp8(layer) else te.quantized_model_init(enabled=False):
                 self.blocks.append(Block(config, layer))
-        keep_precision = config.tie_embeddings or not config.fp8_lm_head  # an embedding cannot be kept in FP8
-        with te.quantized_model_init(enabled=False) if keep_precision else nullcontext():
+        # nn.Embedding cannot read an FP8 parameter, so a tied weight stays in high precision
+        fp8_weight = config.fp8_lm_head and not config.tie_embeddings
+        with nullcontext() if fp8_weight else te.quantized_model_init(enabled=False):
             self.lm_head = te.LayerNormLinear(
                 config.n_embd, config.vocab_size, eps=config.layernorm_epsilon, bias=False,
                 normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm", init_method=normal_init,
@@ -434,15 +406,7 @@ class OptimizedGPT2Model(nn.Module):
         """Check the input; return positions, (S,) or (B, S), RoPE tables or None, and `locate_documents`."""
         config, (batch, length) = self.config, input_ids.shape
         past = kv_cache.length if kv_cache is not None else 0
-        if past + length > config.n_positions:
-            raise ValueError(f"input_ids: {past + length} positions, but n_positions={config.n_positions}; "
-                             "shorten the sequence")
-        tokens, multiple = batch * length, 16 if torch.is_grad_enabled() else 8
-        if config.use_fp8 and tokens % multiple:
-            raise ValueError(
-                f"input_ids {batch} x {length} = {tokens} tokens: FP8 needs a multiple of {multiple}; "
-                f"{round_up(tokens, multiple)} tokens work, or use_fp8=False"
-            )
+        self.check_input(batch, length, past)
         documents, positions = None, torch.arange(past, past + length, device=input_ids.device)
         if cu_seqlens is not None:
             if kv_cache is not None:
@@ -453,6 +417,19 @@ class OptimizedGPT2Model(nn.Module):
             positions, documents = locate_documents(cu_seqlens, batch, length, with_mask)
         rope = rope_tables(positions, config.head_dim, config.rope_theta) if config.use_rotary else None
         return positions, rope, documents
+
+    def check_input(self, batch, length, past=0):
+        n_positions, tokens = self.config.n_positions, batch * length
+        if past + length > n_positions:
+            raise ValueError(
+                f"input_ids: {past + length} positions, but n_positions={n_positions}; shorten the sequence"
+            )
+        multiple = 16 if torch.is_grad_enabled() else 8  # tokens are the K dimension of wgrad
+        if self.config.use_fp8 and tokens % multiple:
+            raise ValueError(
+                f"input_ids {batch} x {length} = {tokens} tokens: FP8 needs a multiple of {multiple}; "
+                f"{round_up(tokens, multiple)} tokens work, or use_fp8=False"
+            )
 
     def run_block(self, layer, block, x, rope, is_first_microbatch, kv_cache, documents):
         """Run one block in its precision, with gradient checkpointing or offloading where they are on."""
@@ -537,15 +514,23 @@ chunked_loss = torch.compiler.disable(ChunkedLoss.apply)  # it goes backward ins
 
 @torch.compiler.disable(reason="Transformer Engine cannot trace DelayedScaling")
 def run_uncompiled(model, *args):
-    """Run the model uncompiled: torch.compile does not see TE update scales and amax histories."""
-    warnings.warn("torch.compile: Transformer Engine cannot trace DelayedScaling, the model runs uncompiled; "
-                  "model.fp8_recipe = Float8CurrentScaling() can be compiled", stacklevel=2)
-    return OptimizedGPT2Model.forward(model, *args)
+    """Run forward eagerly: torch.compile does not see TE update scales and amax histories."""
+    warnings.warn(
+        "torch.compile: Transformer Engine cannot trace DelayedScaling, so the model runs uncompiled; "
+        "set model.fp8_recipe = Float8CurrentScaling() to compile it",
+        stacklevel=2,
+    )
+    return OptimizedGPT2Model.forward(model, *args)  # not model.forward, which a subclass may override
 
 
-normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # GPT-2's
+normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
 
 
 def residual_init(config):
-    """GPT-2's initialization of what is added to the residual: smaller with depth, two additions a layer."""
+    """Return GPT-2's initializer for the projections onto the residual: std 0.02 / sqrt(2 n_layer)."""
     return partial(nn.init.normal_, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
+
+
+def round_up(n, multiple):
+    """Return the smallest multiple of `multiple` that is at least n."""
+    return -(-n // multiple) * multiple
