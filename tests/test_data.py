@@ -327,7 +327,8 @@ def test_help_explains_every_option(capsys, command, options):
 
 def test_workers_import_neither_torch_nor_the_command_line():
     code = ("import sys, data; "
-            "print([name for name in ('torch', 'tyro', 'cli', 'datasets', 'tiktoken') if name in sys.modules])")
+            "names = 'torch', 'tyro', 'cli', 'datasets', 'tiktoken'; "
+            "print([name for name in names if name in sys.modules])")
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=SCRIPT.parent, capture_output=True, text=True, timeout=60
     )

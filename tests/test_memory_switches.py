@@ -294,7 +294,8 @@ def test_a_switch_saves_memory_and_changes_no_result(switch, at_most, use_fp8):
 @pytest.mark.parametrize("use_fp8", [False, True])
 def test_in_parts_as_a_cuda_graph(tokens, tmp_path, use_fp8):
     options = (
-        f"--n-layer 2 --n-head 2 --n-embd 128 --seq-len 128 --micro-batch-size 4 --grad-accum 2 --max-steps 8 "
+        f"--n-layer 2 --n-head 2 --n-embd 128 --seq-len 128 --micro-batch-size 4 --grad-accum 2 "
+        "--max-steps 8 "
         "--log-interval 1 "
         f"--eval-interval 0 --fp8-recipe {'delayed' if use_fp8 else 'none'}"
     )

@@ -169,7 +169,8 @@ def test_a_graph_packs_every_batch_anew(folder, tmp_path, attention, recipe):
     """A step replayed as a CUDA graph, on batches with different documents, is the step launched from Python.
     """
     options = (
-        f"--n-layer 2 --n-head 2 --n-embd 128 --seq-len 256 --micro-batch-size 4 --max-steps 8 --log-interval 1 "
+        f"--n-layer 2 --n-head 2 --n-embd 128 --seq-len 256 --micro-batch-size 4 --max-steps 8 "
+        "--log-interval 1 "
         "--eval-interval 4 "
         f"--eval-steps 2 --pack-documents --attention {attention} --fp8-recipe {recipe}"
     )

@@ -1,4 +1,4 @@
-"""nanote/profiling.py and nanote/memory.py: traces, tables, determinism, garbage collection, out of memory."""
+"""nanote/profiling.py, nanote/memory.py: traces, tables, determinism, garbage collection, out of memory."""
 import gc
 import gzip
 import json
