@@ -37,6 +37,10 @@ except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8
     from te_reference import DelayedScaling, Format
 
 
+def round_up(n, multiple):
+    return (n + multiple - 1) // multiple * multiple
+
+
 @dataclass
 class AdvancedConfig:
     """The architecture. An invalid value raises ValueError: field, value, rule, and a value that works."""
@@ -284,8 +288,3 @@ normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
 def residual_init(config):
     """Return GPT-2's initializer for the projections onto the residual: std 0.02 / sqrt(2 n_layer)."""
     return partial(nn.init.normal_, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
-
-
-def round_up(n, multiple):
-    """Return the smallest multiple of `multiple` that is at least n."""
-    return -(-n // multiple) * multiple

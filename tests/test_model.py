@@ -296,7 +296,7 @@ def test_compiles_without_a_graph_break(recipe):
 @pytest.mark.parametrize("fields, words", [
     (dict(vocab_size=50257), ("vocab_size", "50257 → 50304", "50272", "multiple of 32")),
     (dict(n_embd=100, n_head=12), ("n_embd", "100", "n_head=12", "108")),
-    (dict(n_head=12, n_kv_head=5), ("n_kv_head", "5", "divide", "1 works")),
+    (dict(n_head=12, n_kv_head=5), ("n_kv_head", "5", "divide", "4 works")),
     (dict(n_embd=72, n_head=4, use_fp8=True), ("n_embd", "72", "16", "80 works")),
     (dict(n_embd=64, n_head=4, n_inner=100, use_fp8=True), ("n_inner", "100", "112 works")),
     (dict(n_embd=60, n_head=4, use_rotary=True), ("head_dim", "15", "even")),
