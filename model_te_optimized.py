@@ -54,6 +54,10 @@ if te.__name__ != "te_reference":  # TE's split, whose backward pass copies no a
     from transformer_engine.pytorch.utils import SplitAlongDim
 
 
+def round_up(n, multiple):
+    return (n + multiple - 1) // multiple * multiple
+
+
 @dataclass
 class OptimizedConfig:
     """The architecture. An invalid value raises ValueError: field, value, rule, and a value that works."""
@@ -89,8 +93,8 @@ class OptimizedConfig:
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        counts = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "checkpoint_every", "loss_chunks")
-        for field in counts:
+        counts = "vocab_size n_positions n_embd n_layer n_head checkpoint_every loss_chunks"
+        for field in counts.split():
             default = type(self).__dataclass_fields__[field].default
             self.check(getattr(self, field) >= 1, field, "must be 1 or more", default)
         for field in ("dropout", "attn_dropout"):
@@ -529,8 +533,3 @@ normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
 def residual_init(config):
     """Return GPT-2's initializer for the projections onto the residual: std 0.02 / sqrt(2 n_layer)."""
     return partial(nn.init.normal_, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
-
-
-def round_up(n, multiple):
-    """Return the smallest multiple of `multiple` that is at least n."""
-    return -(-n // multiple) * multiple
