@@ -1,15 +1,14 @@
-"""What breaks a run from outside, tried on the CPU: kill -9, full disks, flipped bytes, gradients that are
-NaN, SIGTERM while saving.
+"""Inject faults into training runs on the CPU: kill -9, full disks, flipped bytes, NaN gradients, SIGTERM.
 
     python bench/faults.py [--kills 100] [--json results/faults.json]     # under ten minutes on two cores
 
-Every trial is train.py itself on a model of a second or two. What it leaves is compared with a run of the
-same options that nothing happened to: the same lines in metrics.jsonl but for the times, and the same bytes
-in every tensor of the last checkpoint. The moments are drawn from --seed and are those of a run's steps,
-saves and evaluations after the first save was asked for (there is nothing to resume before it).
+Every trial is train.py itself, on a model that trains in a second or two. The result is compared with an
+undisturbed run of the same options: metrics.jsonl must be equal except for times, and every tensor of the
+last checkpoint must have the same bytes. The moments of a fault are drawn from --seed, among the steps, saves
+and evaluations after the first save (before it there is nothing to resume).
 
-Linux only: trials are forked, so that Python's imports are paid for once, and tell by memory that they share
-with this process what they do.
+Linux only: trials are forked, so that Python's imports run once, and report their phase in shared memory.
+This is the one module of bench/ that imports a command: train.py is what it tests.
 """
 
 import builtins
@@ -33,10 +32,10 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-if "torch" not in sys.modules:  # as a script: trials run side by side
+if "torch" not in sys.modules:  # as a script: trials run in parallel
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
-from matplotlib.figure import Figure  # noqa: F401  (imported here, once, for all trials)
+from matplotlib.figure import Figure  # noqa: F401  (imported once, for all trials)
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 from tqdm import tqdm
 
@@ -48,26 +47,28 @@ from nanote import checkpoint, cli
 
 STEPS = 24
 OPTIONS = (
-    f"--n-layer 1 --n-head 2 --n-embd 64 --dropout 0.1 --seq-len 64 --micro-batch-size 2 --grad-accum 2 --max-steps {STEPS} "
-    "--warmup-steps 4 --fp8-amax-history-len 8 --log-interval 1 --eval-interval 4 --eval-steps 2 --checkpoint-interval 3 --device cpu "
-    "--data tokens"
+    "--n-layer 1 --n-head 2 --n-embd 64 --dropout 0.1 --seq-len 64 --micro-batch-size 2 --grad-accum 2 "
+    f"--max-steps {STEPS} --warmup-steps 4 --fp8-amax-history-len 8 --log-interval 1 --eval-interval 4 "
+    "--eval-steps 2 --checkpoint-interval 3 --device cpu --data tokens"
 )
+REPEATED = ("killed", "terminated", "not_a_number")  # trials that run many times
+SINGLE = ("disk_fills", "every_call_fails", "flipped_bytes", "two_runs")
 
 
 @dataclass
 class Options:
     kills: int = 100  # Runs that are killed.
-    others: int = 20  # Runs for each of: a gradient that is NaN, SIGTERM while saving.
-    jobs: int = 2  # Runs at a time.
-    seed: int = 0  # Of the moments.
+    others: int = 20  # Runs each with a NaN gradient, and with SIGTERM while saving.
+    jobs: int = 2  # Runs at the same time.
+    seed: int = 0  # Seed of the moments.
     json: Path | None = None  # Write the figures here.
 
 
-# ---------------------------------------------------------------- a run in a process of its own
+# ---------------------------------------------------------------- a run in a forked process
 
 class Board:
-    """Memory that a trial shares with its parent: how often each of PHASES began and ended, and how long it
-    took last, in seconds."""
+    """Memory that a trial shares with its parent: how often each of PHASES began and ended, and the seconds
+    that it took last."""
 
     PHASES = "step", "save", "evaluation"
 
@@ -75,7 +76,7 @@ class Board:
         self.memory = mmap.mmap(-1, 4096)
 
     def watch(self, phase, function):
-        """`function`, which says on the board when it begins and ends."""
+        """Wrap `function` to record on the board when it begins and ends."""
         at = 24 * self.PHASES.index(phase)
 
         def watched(*arguments, **options):
@@ -88,36 +89,36 @@ class Board:
         return watched
 
     def read(self, phase):
-        """(times begun, times ended, seconds of the last)."""
+        """Return (times begun, times ended, seconds of the last)."""
         return struct.unpack_from("qqd", self.memory, 24 * self.PHASES.index(phase))
 
     def begun(self, phase):
         return self.read(phase)[0]
 
     def now(self):
-        """What is being done, such as "step" or, since a thread saves, "save and step"."""
-        return (
-            " and ".join(sorted(phase for phase in self.PHASES if self.read(phase)[0] > self.read(phase)[1]))
-            or "between"
-        )
+        """Return the current phase, such as "step" or, since saving is a thread, "save and step"."""
+        running = [phase for phase in self.PHASES if self.read(phase)[0] > self.read(phase)[1]]
+        return " and ".join(sorted(running)) or "between"
 
 
 def start(arguments: str, said: Path, sabotage=lambda: None) -> tuple[int, Board]:
-    """train.py with `arguments`, after `sabotage()`, in a fork of this process -> (its id, its board). What
-    it prints goes to the file `said`."""
+    """Run train.py in a fork of this process, after `sabotage()` -> (process id, board).
+
+    What it prints goes to the file `said`.
+    """
     board = Board()
     child = os.fork()
     if child:
         return child, board
-    code = 99  # of a defect, whose traceback is in `said`
+    code = 99  # an unexpected error, whose traceback is in `said`
     try:
         output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1), os.dup2(output, 2)
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
         torch.set_num_threads(1)
-        # its own is shared by forks: one that is killed with it in hand would stop all others
+        # tqdm's own lock is shared by forks: a trial that is killed while it holds the lock would stop the rest
         tqdm.set_lock(threading.RLock())
-        # for people, after the last checkpoint
+        # samples and the picture come after the last checkpoint and are not tested here
         train.generate, train.plot_losses = lambda *_, **__: [], lambda run_dir: "no picture"
         train.TrainStep.__call__ = board.watch("step", train.TrainStep.__call__)
         checkpoint._write = board.watch("save", checkpoint._write)
@@ -131,7 +132,7 @@ def start(arguments: str, said: Path, sabotage=lambda: None) -> tuple[int, Board
 
 
 def wait(child) -> int:
-    """The exit code; -9 after kill -9."""
+    """Return the exit code; -9 after kill -9."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -140,14 +141,16 @@ def run(arguments, said="said", sabotage=lambda: None) -> int:
 
 
 def lines(run_dir) -> list[dict]:
-    """metrics.jsonl without the times."""
+    """Return the lines of metrics.jsonl without the times."""
     return [{key: value for key, value in record.items() if key not in train.OF_ONE_RUN}
             for record in train.read_metrics(Path(run_dir, "metrics.jsonl"))]
 
 
 def tensors(folder) -> dict[str, bytes]:
-    """Of a checkpoint of one file, read without torch. Python's own random generator is no part of a run's
-    result."""
+    """Return the tensors of a checkpoint of one file, read without torch.
+
+    The state of Python's random generator is left out: it is not part of a run's result.
+    """
     path, = Path(folder).glob("*.safetensors")
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
@@ -157,26 +160,25 @@ def tensors(folder) -> dict[str, bytes]:
 
 
 def equals(run_dir, whole="whole", stopped_after=None) -> bool:
-    """Whether a run came to what the undisturbed one did; the step after which it was stopped is not
-    evaluated."""
-    ours, theirs = (
-        [
-            {
-                key: value
-                for key, value in record.items()
-                if key != "val_loss" or record["step"] != stopped_after
-            }
-            for record in lines(folder)
-        ]
-        for folder in (run_dir, whole)
-    )
-    return ours == theirs and tensors(Path(run_dir, f"step-{STEPS}")) == tensors(Path(whole, f"step-{STEPS}"))
+    """Return whether a run has the result of the undisturbed one.
+
+    stopped_after: the step after which SIGTERM stopped it, which is not evaluated.
+    """
+    def records(folder):
+        found = lines(folder)
+        for record in found:
+            if record["step"] == stopped_after:
+                record.pop("val_loss", None)
+        return found
+
+    last = f"step-{STEPS}"
+    return records(run_dir) == records(whole) and tensors(Path(run_dir, last)) == tensors(Path(whole, last))
 
 
 @contextlib.contextmanager
 def in_scratch(name):
-    """A folder of its own for a trial, beside the tokens and the undisturbed run, and the current one
-    meanwhile; removed if all went well."""
+    """Make and enter a folder for a trial, with links to the tokens and the undisturbed run; remove it if the
+    trial raises nothing."""
     folder, before = Path(name).absolute(), Path.cwd()
     folder.mkdir()
     for shared in ("tokens", "whole"):
@@ -193,7 +195,7 @@ def in_scratch(name):
 # ---------------------------------------------------------------- kill -9 and SIGTERM
 
 def moment(number, seed, target=None):
-    """(phase, which one of it, part of its duration): when to strike in trial `number`."""
+    """Return (phase, number of the phase, fraction of its duration) at which to strike in trial `number`."""
     draw = random.Random(f"{seed}, {number}")
     target = target or ("step", "save", "evaluation", "anywhere")[number % 4]
     saves, evaluations = STEPS // 3, STEPS // 4 + 1  # one after the first step, too
@@ -205,14 +207,14 @@ def moment(number, seed, target=None):
 
 
 def strike(child, board, target, occurrence, part, number) -> str | None:
-    """Send signal `number` to `child` at the moment -> what it was doing; None if it had ended before."""
+    """Send signal `number` to `child` at the moment -> its phase; None if it had ended before."""
     phase = "step" if target == "anywhere" else target
     while board.begun(phase) < occurrence or not checkpoint.latest("run"):
         if os.waitpid(child, os.WNOHANG)[0]:
             return None
         time.sleep(0.0002)
     seconds = board.read(phase)[2] * part
-    if target == "anywhere":  # in the span from one step to the next, with all that lies between
+    if target == "anywhere":  # between one step and the next, evaluation and save included
         seconds = part * (board.read("step")[2] + board.read("evaluation")[2] + board.read("save")[2])
     time.sleep(seconds)
     if os.waitpid(child, os.WNOHANG)[0]:
@@ -223,11 +225,11 @@ def strike(child, board, target, occurrence, part, number) -> str | None:
 
 
 def killed(number, seed) -> dict:
-    """A run that gets kill -9, and is resumed."""
+    """Kill a run with kill -9, and resume it."""
     with in_scratch(f"kill-{number}"):
         target, occurrence, part = moment(number, seed)
         doing, attempts = None, 0
-        # nothing was left to do at that moment: an earlier one
+        # if nothing was left to do at that moment, try an earlier one
         while doing is None or Path(f"run/step-{STEPS}").exists():
             shutil.rmtree("run", ignore_errors=True)
             child, board = start(f"{OPTIONS} --out-dir run", Path("said"))
@@ -250,11 +252,11 @@ def killed(number, seed) -> dict:
 
 
 def terminated(number, seed) -> dict:
-    """A run that gets SIGTERM while it saves, and is resumed."""
+    """Send SIGTERM to a run while it saves, and resume it."""
     with in_scratch(f"term-{number}"):
         target, occurrence, part = moment(number, seed, "save")
         stopped = None
-        while not stopped:  # a run that came to its end before it looked for signals: an earlier moment
+        while not stopped:  # it may end before it checks for signals: try an earlier moment
             shutil.rmtree("run", ignore_errors=True)
             child, board = start(f"{OPTIONS} --out-dir run", Path("said"))
             doing = strike(child, board, target, occurrence, part, signal.SIGTERM)
@@ -270,10 +272,10 @@ def terminated(number, seed) -> dict:
         }
 
 
-# ---------------------------------------------------------------- a gradient that is NaN
+# ---------------------------------------------------------------- NaN gradients
 
 def not_a_number(number, seed) -> dict:
-    """A run in which a random element of a random gradient is NaN or infinite at a random step."""
+    """Make a random element of a random gradient NaN or infinite at a random step of a run."""
     draw = random.Random(f"{seed}, nan {number}")
     step, value, place = (
         draw.randint(2, STEPS - 1), draw.choice([float("nan"), float("inf"), float("-inf")]), draw.random(),
