@@ -116,7 +116,7 @@ def start(arguments: str, said: Path, sabotage=lambda: None) -> tuple[int, Board
         os.dup2(output, 1), os.dup2(output, 2)
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
         torch.set_num_threads(1)
-        # tqdm's own lock is shared by forks: a trial that is killed while it holds the lock would stop the rest
+        # forks share tqdm's lock: a trial that is killed while it holds the lock would stop all others
         tqdm.set_lock(threading.RLock())
         # samples and the picture come after the last checkpoint and are not tested here
         train.generate, train.plot_losses = lambda *_, **__: [], lambda run_dir: "no picture"
@@ -320,83 +320,82 @@ def not_a_number(number, seed) -> dict:
 
 # ---------------------------------------------------------------- a full disk
 
+def fill_disk_while_saving(disk, log):
+    """Leave 0, 1, 2 … blocks free while steps 2, 3, 4 … are saved; append each outcome to `log`."""
+    plain, filler = checkpoint._write, disk / "filler"
+
+    def write(run_dir, step, *rest):
+        if step > 1:
+            room = os.statvfs(disk).f_bavail - (step - 2)
+            with open(filler, "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, max(room, 1) * 4096)
+        last = checkpoint.latest(run_dir)
+        try:
+            plain(run_dir, step, *rest)
+            outcome = "written"
+        except OSError as error:
+            outcome = str(error)
+            raise
+        finally:
+            filler.unlink(missing_ok=True)
+            kept = checkpoint.latest(run_dir)
+            record = {
+                "step": step, "outcome": outcome, "whole": checkpoint._damage(kept) is None,
+                "stands": kept == last, "left": [path.name for path in run_dir.glob(".saving*")],
+            }
+            with open(log, "a") as file:
+                file.write(json.dumps(record) + "\n")
+
+    checkpoint._write = write
+
+
+def saves_on_full_disk(disk) -> dict:
+    """Train on a disk with too little room for most checkpoints -> figures."""
+    small = (f"{OPTIONS} --n-embd 32 --eval-interval 0 --checkpoint-interval 1 --keep-checkpoints 1 "
+             "--no-background-saves")
+    log = Path("tried").absolute()
+    run(f"{small} --max-steps 1 --out-dir {disk}/run")
+    sizes = [path.stat().st_size for path in (disk / "run").glob("step-*/*")]
+    blocks = sum((size + 4095) // 4096 for size in sizes)
+    shutil.rmtree(disk / "run")
+    code = run(f"{small} --max-steps {blocks + 6} --out-dir {disk}/run",
+               sabotage=lambda: fill_disk_while_saving(disk, log))
+    saves = [json.loads(line) for line in log.read_text().splitlines()]
+    failed = [save for save in saves if save["outcome"] != "written"]
+    said = Path("said").read_text()
+    told = [f"{disk}/run/step-{save['step']} not written: No space left on device" in said for save in failed]
+    return {
+        "blocks_of_a_checkpoint": blocks,
+        "saves": len(saves),
+        "failed": len(failed),
+        "exit_code": code,
+        "told": sum(told),
+        "last_good_stands": sum(save["whole"] and save["stands"] and not save["left"] for save in failed),
+        "written_with_room": [save["outcome"] for save in saves[-3:]] == ["written"] * 3,
+    }
+
+
 def disk_fills(_number, _seed) -> dict:
-    """A run on a disk of its own, which has room for a first checkpoint, and for the ones after for 0, 1, 2 …
-    of its 4 KiB blocks until all fit."""
+    """Train on a separate small disk, which has room for the first checkpoint, and for later ones 0, 1, 2 …
+    blocks of 4 KiB until all of it fits."""
     with in_scratch("disk") as folder:
         disk = folder / "disk"
         disk.mkdir()
-        mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True, text=True
-        )
+        mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+        mounted = subprocess.run(mount, capture_output=True, text=True)
         if mounted.returncode:
             return {"skipped": f"no tmpfs can be mounted here: {mounted.stderr.strip()}"}
         try:
-            small = f"{OPTIONS} --n-embd 32 --eval-interval 0 --checkpoint-interval 1 --keep-checkpoints 1 --no-background-saves"
-            tried = Path("tried").absolute()
-
-            def sabotage():
-                plain, filler = checkpoint._write, disk / "filler"
-
-                def write(run_dir, step, *rest):
-                    if step > 1:
-                        room = os.statvfs(disk).f_bavail - (step - 2)
-                        with open(filler, "wb") as file:
-                            os.posix_fallocate(file.fileno(), 0, max(room, 1) * 4096)
-                    last = checkpoint.latest(run_dir)
-                    try:
-                        plain(run_dir, step, *rest)
-                        outcome = "written"
-                    except OSError as error:
-                        outcome = str(error)
-                        raise
-                    finally:
-                        filler.unlink(missing_ok=True)
-                        kept = checkpoint.latest(run_dir)
-                        with open(tried, "a") as file:
-                            file.write(
-                                json.dumps(
-                                    {
-                                        "step": step, "outcome": outcome,
-                                        "whole": checkpoint._damage(kept) is None, "stands": kept == last,
-                                        "left": [p.name for p in run_dir.glob(".saving*")],
-                                    }
-                                )
-                                + "\n"
-                            )
-                checkpoint._write = write
-
-            def size():
-                return sum(-(-path.stat().st_size // 4096) for path in (disk / "run").glob("step-*/*"))
-
-            run(f"{small} --max-steps 1 --out-dir {disk}/run")
-            blocks = size()
-            shutil.rmtree(disk / "run")
-            code = run(f"{small} --max-steps {blocks + 6} --out-dir {disk}/run", sabotage=sabotage)
-            saves = [json.loads(line) for line in tried.read_text().splitlines()]
-            failed = [save for save in saves if save["outcome"] != "written"]
-            said = Path("said").read_text()
-            return {
-                "blocks_of_a_checkpoint": blocks,
-                "saves": len(saves),
-                "failed": len(failed),
-                "exit_code": code,
-                "told": sum(
-                    f"{disk}/run/step-{save['step']} not written: No space left on device" in said
-                    for save in failed
-                ),
-                "last_good_stands": sum(
-                    save["whole"] and save["stands"] and not save["left"] for save in failed
-                ),
-                "written_with_room": [save["outcome"] for save in saves[-3:]] == ["written"] * 3,
-            }
+            return saves_on_full_disk(disk)
         finally:
             subprocess.run(["umount", str(disk)], check=True)
 
 
 class DiskFull:
-    """Makes the n-th call with which nanote/checkpoint.py changes the disk fail: making a folder, a write, a
-    sync, the rename. A write that fails has written half of what it was given."""
+    """Makes the n-th call fail with which nanote/checkpoint.py changes the disk: mkdir, write, sync, rename.
+
+    A write that fails has written half of its content.
+    """
 
     def __init__(self, fail_at):
         self.fail_at, self.calls = fail_at, []
@@ -444,9 +443,11 @@ class DiskFull:
 
 
 def save_that_fails(run_dir, tensors, document, fail_at) -> tuple[list[str], bool]:
-    """Save step 2 of a run that has step 1, call number `fail_at` failing -> (the calls that were made,
-    whether all is as it should be: an error that says so, step 1 whole, step 2 whole or absent, and no
-    leftovers)."""
+    """Save step 2 of a run that has step 1, while call number `fail_at` fails -> (calls, good).
+
+    Good means: an error that says so, step 1 whole, step 2 whole or absent, and no leftover files. `fail_at`
+    None: no call fails.
+    """
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir()
     checkpoint._write(run_dir, 1, tensors.items(), document, 9)
@@ -468,7 +469,7 @@ def save_that_fails(run_dir, tensors, document, fail_at) -> tuple[list[str], boo
 
 
 def every_call_fails(_number, _seed) -> dict:
-    """Each call of a save in turn."""
+    """Let each call of a save fail in turn."""
     with in_scratch("calls"):
         run(f"{OPTIONS} --max-steps 1 --out-dir run")
         document = Path("run/step-1/meta.json").read_text()
@@ -477,9 +478,8 @@ def every_call_fails(_number, _seed) -> dict:
             for name, content in tensors("run/step-1").items()
         }
         calls, good = save_that_fails(Path("again"), values, document, None)
-        outcomes = [
-            save_that_fails(Path("again"), values, document, number)[1] for number in range(len(calls))
-        ]
+        outcomes = [save_that_fails(Path("again"), values, document, number)[1]
+                    for number in range(len(calls))]
         return {
             "calls": dict(Counter(calls)), "tried": len(outcomes), "good": sum(outcomes),
             "undisturbed_good": good,
@@ -489,7 +489,7 @@ def every_call_fails(_number, _seed) -> dict:
 # ---------------------------------------------------------------- flipped bytes
 
 def flips(path, places, refused) -> dict:
-    """Change a byte of the file at each of `places` (a bit, or all bits) and count how often `refused()`."""
+    """Change a byte at each of `places` (one bit, or all bits) and count how often `refused()`."""
     content, found = bytearray(path.read_bytes()), 0
     for number, place in enumerate(places):
         damaged = bytearray(content)
@@ -501,7 +501,7 @@ def flips(path, places, refused) -> dict:
 
 
 def flipped_bytes(_number, seed, most=300) -> dict:
-    """In each file of a checkpoint and of a token folder; `most` places in a file, all of a shorter one."""
+    """Flip bytes in each file of a checkpoint and of a token folder, at `most` places per file."""
     draw = random.Random(f"{seed}, flips")
 
     def places(path):
@@ -517,9 +517,9 @@ def flipped_bytes(_number, seed, most=300) -> dict:
             try:
                 checkpoint.read_meta("run/step-6")
             except ValueError as error:
-                return "damaged checkpoint: run/step-6/" in str(
-                    error
-                ) and "the one before it, run/step-3, is whole" in str(error)
+                found = str(error)
+                return ("damaged checkpoint: run/step-6/" in found
+                        and "the one before it, run/step-3, is whole" in found)
             return False
 
         def tokens_refused(split):
@@ -536,19 +536,19 @@ def flipped_bytes(_number, seed, most=300) -> dict:
             figures[f"tokens/{name}"] = flips(
                 Path("altered", name), places(Path("altered", name)), lambda: tokens_refused(split)
             )
-        checkpoint.read_meta("run/step-6"), data.open_tokens("altered", "train")  # put back, all is well
+        checkpoint.read_meta("run/step-6"), data.open_tokens("altered", "train")  # restored, both are accepted
         return figures
 
 
 # ---------------------------------------------------------------- two runs, one folder
 
 def two_runs(_number, _seed) -> dict:
-    """A second run resumes what the first still trains; then the first is killed, and the folder is free."""
+    """Resume a run that still trains, which must be refused; then kill it, and resume again."""
     with in_scratch("two"):
         child, board = start(f"{OPTIONS} --out-dir run", Path("first"))
         while not (checkpoint.latest("run") and board.begun("step") < STEPS):
             time.sleep(0.001)
-        os.kill(child, signal.SIGSTOP)  # it holds the folder, and cannot end meanwhile
+        os.kill(child, signal.SIGSTOP)  # it holds the folder, and cannot finish
         code = run("--resume --out-dir run", "second")
         os.kill(child, signal.SIGCONT)
         os.kill(child, signal.SIGKILL)
@@ -562,20 +562,34 @@ def two_runs(_number, _seed) -> dict:
         }
 
 
-# ---------------------------------------------------------------- all of it
+# ---------------------------------------------------------------- the whole study
 
 def trial(task):
+    """Run one trial: (the name of its function here, its number, the seed)."""
     kind, number, seed = task
     return kind, globals()[kind](number, seed)
 
 
 def make_tokens():
-    """A corpus of two hundred thousand bytes: the first modules of the standard library."""
+    """Write a corpus of 200,000 bytes: the first modules of the standard library."""
     documents, *_ = data.stdlib_documents()
     data.write_tokens(
         (text for text, _ in zip(documents, range(12))), "tokens", val_fraction=0.2,
         source="the standard library's first modules",
     )
+
+
+def run_trials(options) -> dict:
+    """Run all trials in parallel -> {kind: outcomes}."""
+    counts = {kind: options.others for kind in REPEATED} | {kind: 1 for kind in SINGLE}
+    counts["killed"] = options.kills
+    tasks = [(kind, number, options.seed) for kind, count in counts.items() for number in range(count)]
+    found = {}
+    with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
+        for done, (kind, outcome) in enumerate(pool.imap_unordered(trial, tasks), 1):
+            found.setdefault(kind, []).append(outcome)
+            print(f"{done}/{len(tasks)} {kind}: {json.dumps(outcome)}", flush=True)
+    return found
 
 
 def main(argv=None):
@@ -590,21 +604,7 @@ def main(argv=None):
             if run(f"{OPTIONS} --out-dir whole"):
                 raise OSError(f"the undisturbed run failed: {Path('said').read_text()}")
             final_loss = lines("whole")[-1]["loss"]
-            tasks = [("killed", number, options.seed) for number in range(options.kills)]
-            tasks += [
-                (kind, number, options.seed)
-                for kind in ("terminated", "not_a_number")
-                for number in range(options.others)
-            ]
-            tasks += [
-                (kind, 0, options.seed)
-                for kind in ("disk_fills", "every_call_fails", "flipped_bytes", "two_runs")
-            ]
-            found = {}
-            with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
-                for done, (kind, outcome) in enumerate(pool.imap_unordered(trial, tasks), 1):
-                    found.setdefault(kind, []).append(outcome)
-                    print(f"{done}/{len(tasks)} {kind}: {json.dumps(outcome)}", flush=True)
+            found = run_trials(options)
         finally:
             os.chdir(before)
     figures = {
@@ -612,17 +612,16 @@ def main(argv=None):
         "uninterrupted_final_loss": final_loss, **summary(found),
     }
     write_report("bench/faults.py", argv, figures, target)
-    for name in (
-        "killed", "terminated", "not_a_number", "disk_fills", "every_call_fails", "flipped_bytes", "two_runs",
-    ):
-        print(name, json.dumps(figures[name]["counts"] if "counts" in figures[name] else figures[name]))
+    for name in (*REPEATED, *SINGLE):
+        print(name, json.dumps(figures[name].get("counts", figures[name])))
     return 0
 
 
 def summary(found) -> dict:
+    """Return the figures: the outcomes, and counts of those that were repeated."""
     figures = {}
     for kind, outcomes in found.items():
-        if len(outcomes) == 1 and kind not in ("killed", "terminated", "not_a_number"):
+        if kind in SINGLE:
             figures[kind], = outcomes
             continue
         outcomes.sort(key=lambda outcome: outcome["trial"])
