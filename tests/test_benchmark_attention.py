@@ -1,5 +1,5 @@
-"""benchmark_attention.py: its report, that it detects a wrong kernel, and its arithmetic. Times are meaningful
-on a GPU only."""
+"""benchmark_attention.py: its report, that it detects a wrong kernel, and its arithmetic. Times mean
+something on a GPU only."""
 
 import json
 import math
