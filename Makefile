@@ -1,11 +1,12 @@
-# make train     installs into .venv, makes the default corpus, trains the tiny preset (ARGS="--max-steps 50" adds options)
-# make test      every test that needs no GPU
-# make test-gpu  the tests that need one
-# make doctor    what is installed and what works, with a fix for what does not
-# make te        builds and installs Transformer Engine with what its build needs
-# make benchmark what results/ holds of speed and memory, measured on this GPU (ARGS="--shapes 124m-b32" for one shape's speed alone),
-#                the pictures, and the tables and figures of the pages
-# In an environment that has everything already, run python train.py and pytest directly.
+# make train      install into .venv, make the default corpus, train the tiny preset (ARGS="--max-steps 50" adds
+#                 options)
+# make test       run every test that needs no GPU (ARGS="-k data" selects some)
+# make test-gpu   run the tests that need a GPU
+# make doctor     print what is installed, what works, and a fix for what does not
+# make te         build and install Transformer Engine
+# make benchmark  measure the speed and memory in results/ on this GPU, then draw the pictures and write the tables and
+#                 figures of the pages (ARGS="--shapes 124m-b32": the speed of one shape only)
+# Where everything is installed already, run `python train.py` and `pytest` directly.
 PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
@@ -23,7 +24,7 @@ test: $(VENV)/.installed
 test-gpu: $(VENV)/.installed
 	$(RUN) -m pytest -m gpu $(ARGS)
 
-# Needs nothing installed: it is what one asks when installing failed.
+# Works with nothing installed: you need it most when installing failed.
 doctor:
 	$(if $(wildcard $(RUN)),$(RUN),$(PYTHON)) doctor.py $(ARGS)
 
@@ -46,11 +47,11 @@ ifeq ($(ARGS),)
 endif
 	$(RUN) bench/pages.py
 
-# Made once: `python data.py stdlib --force` makes it anew.
+# Made once; `python data.py stdlib --force` makes it again.
 data/stdlib/meta.json: | $(VENV)/.installed
 	$(RUN) data.py stdlib
 
-# torch goes first where there is a GPU: Transformer Engine is built against the torch that is installed (requirements-gpu.txt).
+# With a GPU, torch is installed first: Transformer Engine is built against it (requirements-gpu.txt).
 $(VENV)/.installed: requirements.txt requirements-gpu.txt constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo >&2 \
 		'make: $(PYTHON) must be Python 3.10 or later; name one that is, for example: make train PYTHON=python3.12'; exit 2; }

@@ -46,8 +46,8 @@ from bench.plain_gpt import ARMS as PLAIN_ARMS
 from bench.report import check_folder
 from bench.speed import run_formats, run_shapes, run_stack
 from nanote import cli, fp8
-from sample import pick_device
-from train import PRESETS, TrainConfig
+from nanote.config import PRESETS, TrainConfig
+from nanote.generate import pick_device
 
 MODES = {"shape": run_formats, "shapes": run_shapes, "preset": run_shapes, "sweep": run_sweep,
          "stack": run_stack, "compile": run_compile}

@@ -1,23 +1,23 @@
-"""What is installed here, what works, and what to do about the rest: one line a check, a fix under each
-failure.
+"""Check what is installed here and what works: one line per check, and a fix for each failure.
 
-    python doctor.py # --json prints one JSON document python doctor.py --install # build and install
-    Transformer Engine (--dry-run: only print the commands) python doctor.py --explain build.log # name the
-    failure in a build log or in any message, and its fix (-: standard input)
+    python doctor.py                      # --json prints one JSON document
+    python doctor.py --install            # build and install Transformer Engine (--dry-run: print commands)
+    python doctor.py --explain build.log  # name the failure in a log or message, and its fix (-: stdin)
 
     ok     works
-    info   not here and not needed: nothing to mend
-    warn   works, but not as it could
-    fail   something that is here, or that the kit cannot do without, is broken
+    info   not installed and not needed: nothing to fix
+    warn   works, but not at its best
+    fail   broken, or missing although training needs it
 
-The exit code is 0 if the kit can train here, 1 if any check fails. A laptop without a GPU gives 0: training
-runs there on the CPU, FP8 emulated by te_reference. A GPU with FP8 on which Transformer Engine is missing or
-does not import gives 1, although the emulation would run. A mistake on the command line gives 2; --explain
-gives 0 if it knows the failure and 1 if not.
+The exit code is 0 if the kit can train here and 1 if any check fails. A machine without a GPU gives 0:
+training runs on the CPU, with FP8 emulated by te_reference. A GPU with FP8 but without a working Transformer
+Engine gives 1, although the emulation would run. A mistake on the command line gives 2. --explain gives 0 if
+it knows the failure and 1 otherwise.
 
-A broken CUDA library does not raise, it kills the process; so whatever imports torch, Transformer Engine or
-FlashAttention runs in a process of its own (the `probe_` functions), and this one needs only the standard
-library and tyro. What they find is a `Facts`; each check is a function of that alone.
+A broken CUDA library kills the process instead of raising an exception. So everything that imports torch,
+Transformer Engine or FlashAttention runs in a separate process (the `probe_` functions), and doctor itself
+needs only the standard library and tyro. The probes fill a `Facts`; each check is a function of the facts
+only.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ GENERATIONS = (
     ((10, 0), "Blackwell"), ((9, 0), "Hopper"), ((8, 9), "Ada"), ((8, 0), "Ampere"), ((7, 5), "Turing"),
     ((7, 0), "Volta"),
 )
-MARK = "doctor's facts: "  # begins the line of a probe's output that carries what it found
+MARK = "doctor's facts: "  # prefix of the lines of a probe's output that hold its findings
 
 
 class Result(NamedTuple):
@@ -54,22 +54,39 @@ class Result(NamedTuple):
     fix: str = ""
 
 
+def ok(line):
+    return Result("ok", line)
+
+
+def info(line):
+    return Result("info", line)
+
+
+def warn(line, fix):
+    return Result("warn", line, fix)
+
+
+def fail(line, fix):
+    return Result("fail", line, fix)
+
+
 @dataclass
 class Facts:
-    """What was found. A probe's dict is empty where the thing is not here; "error" is the message where it is
+    """What the probes found. A dict is empty if the thing is not installed, and has an "error" if it is
     broken."""
+
     python: tuple = tuple(sys.version_info[:3])
-    missing: list = field(default_factory=list)  # packages of requirements.txt that are not here or too old
+    missing: list = field(default_factory=list)  # packages of requirements.txt, not installed or too old
+    # from nvidia-smi: gpus [name], driver, cuda (the newest version that the driver supports)
     smi: dict = field(default_factory=dict)
-    """nvidia-smi: gpus [name], driver, cuda (the newest that the driver runs)"""
     hidden: bool = False  # CUDA_VISIBLE_DEVICES hides every GPU
+    # version, cuda, gpus [{name, capability, total_gib, free_gib}], reason (why no GPU is usable), archs
     torch: dict = field(default_factory=dict)
-    """version, cuda, gpus [name, capability, total_gib, free_gib], reason, archs, cudnn"""
     te_packages: dict = field(default_factory=dict)  # {name: version}
     te: dict = field(default_factory=dict)  # version, cuda (major), tested [version], fast_kernels (why off)
+    # where, emulated, reasons {recipe: why unsupported}, errors {recipe: [y, dx, dw]}, raised {recipe:
+    # message}
     fp8: dict = field(default_factory=dict)
-    """where, emulated, reasons {recipe: why not}, errors {recipe: [output, dx, dw]}, raised {recipe: message}
-    """
     cudnn: dict = field(default_factory=dict)  # version, files
     nccl: dict = field(default_factory=dict)  # version
     flash2: dict = field(default_factory=dict)  # version
@@ -79,7 +96,7 @@ class Facts:
 
     @property
     def gpu(self):
-        """The first GPU that PyTorch can use, or None."""
+        """Return the first GPU that PyTorch can use, or None."""
         return (self.torch.get("gpus") or [None])[0]
 
     @property
@@ -87,8 +104,8 @@ class Facts:
         return tuple(self.gpu["capability"]) if self.gpu else (0, 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Looking: each probe runs in a process of its own
+# ------------------------------------------------------------------------------
+# Probes: each runs in a separate process
 
 
 def probe_torch(emit):
@@ -96,23 +113,20 @@ def probe_torch(emit):
 
     import torch
     found = {"version": torch.__version__, "cuda": torch.version.cuda or "", "gpus": [], "reason": ""}
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if found["cuda"] and not torch.cuda.is_available():
             try:
                 torch.cuda.init()
             except Exception as error:
-                found["reason"] = "\n".join([*(str(warning.message) for warning in told), str(error)])
+                found["reason"] = "\n".join([*(str(warning.message) for warning in caught), str(error)])
     emit(found)
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(i)
-            found["gpus"].append(
-                {
-                    "name": torch.cuda.get_device_name(i), "capability": torch.cuda.get_device_capability(i),
-                    "total_gib": total / 2**30, "free_gib": free / 2**30,
-                }
-            )
+            name, capability = torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)
+            memory = {"total_gib": total / 2**30, "free_gib": free / 2**30}
+            found["gpus"].append({"name": name, "capability": capability} | memory)
         emit(found | {"archs": torch.cuda.get_arch_list()})
 
 
@@ -125,7 +139,7 @@ def probe_te(emit):
 
 
 def fast_kernels(te_version):
-    """What the fast kernels ask of Transformer Engine's version; {} without their files."""
+    """Return the tested versions and why the kernels are off under this one; {} without fast_kernels/."""
     try:
         from fast_kernels import support as fast_support
     except ImportError:
@@ -140,20 +154,21 @@ def probe_fp8(emit):
     found = {"where": fp8.describe(), "emulated": fp8.IS_REFERENCE, "errors": {}, "raised": {},
              "reasons": {name: fp8.why_not(name) for name in fp8.RECIPES if name != "none"}}
     emit(found)
-    for name in ("delayed", "current", "block", "mxfp8"):  # (NVFP4 has no bound as simple)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name in ("delayed", "current", "block", "mxfp8"):  # NVFP4 has no simple error bound
         if not found["reasons"][name]:
             try:
-                found["errors"][name] = product_errors(
-                    fp8, name, "cuda" if torch.cuda.is_available() else "cpu"
-                )
+                found["errors"][name] = gemm_errors(fp8, name, device)
             except Exception as error:
                 found["raised"][name] = f"{type(error).__name__}: {error}"
             emit(found)
 
 
-def product_errors(fp8, recipe_name, device, tokens=256, width=512):
-    """||result - float64's|| / ||float64's|| of te.Linear's output and of its two gradients under the recipe,
-    on normal random numbers."""
+def gemm_errors(fp8, recipe_name, device, tokens=256, width=512):
+    """Return the relative error norms of te.Linear's output, dgrad and wgrad under the recipe.
+
+    The inputs are normally distributed; the error is ||result - exact|| / ||exact||, exact in float64.
+    """
     import torch
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -162,52 +177,49 @@ def product_errors(fp8, recipe_name, device, tokens=256, width=512):
     x, grad, weight = (torch.randn(n, width, device=device).to(dtype) for n in (tokens, tokens, width))
     with torch.no_grad():
         linear.weight.copy_(weight)
-    for _ in range(3):  # delayed scaling has its scales from the second on
+    for _ in range(3):  # delayed scaling has valid scales from the second pass on
         x, linear.weight.grad = x.detach().requires_grad_(), None
         with fp8.te.autocast(enabled=True, recipe=recipe):
             y = linear(x)
         y.backward(grad)
     x64, grad64, weight64 = x.detach().double(), grad.double(), weight.double()
     pairs = (
-        (y.detach(), x64 @ weight64.T), (x.grad, grad64 @ weight64), (linear.weight.grad, grad64.T @ x64),
+        (y.detach(), x64 @ weight64.T),
+        (x.grad, grad64 @ weight64),
+        (linear.weight.grad, grad64.T @ x64),
     )
     return [((result.double() - exact).norm() / exact.norm()).item() for result, exact in pairs]
 
 
 def probe_cudnn(emit):
-    """A convolution and two attentions, which between them load all of cuDNN. PyTorch comes first, as in the
-    model files, and loads its own; Transformer Engine then looks for one by itself."""
+    """Run a convolution and two attention kernels, which together load all of cuDNN. PyTorch loads its cuDNN
+    first, as in the model files; Transformer Engine then searches for one itself."""
     import torch
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
     os.environ["NVTE_FLASH_ATTN"] = "0"
     number = torch.backends.cudnn.version() or 0  # 91900: 9.19.0
     found = {"version": f"{number // 10000}.{number // 100 % 100}.{number % 100}"}
-    image, kernel = (
-        torch.randn(2, 16, n, n, device="cuda", dtype=torch.float16, requires_grad=True) for n in (32, 3)
-    )
-    q, k, v = (
-        torch.randn(2, 128, 4, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3)
-    )
+    options = dict(device="cuda", dtype=torch.float16, requires_grad=True)
+    image, kernel = torch.randn(2, 16, 32, 32, **options), torch.randn(2, 16, 3, 3, **options)
+    q, k, v = (torch.randn(2, 128, 4, 64, **options) for _ in range(3))
     try:
         F.conv2d(image, kernel).sum().backward()
         if torch.cuda.get_device_capability() >= (8, 0):
             try:
+                heads_first = [t.transpose(1, 2) for t in (q, k, v)]
                 with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                    F.scaled_dot_product_attention(
-                        *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True
-                    ).sum().backward()
+                    F.scaled_dot_product_attention(*heads_first, is_causal=True).sum().backward()
             except RuntimeError as error:
-                if "No available kernel" not in str(error):  # else this PyTorch does not have it
+                if "No available kernel" not in str(error):  # this PyTorch was built without it
                     raise
             try:
                 import transformer_engine.pytorch as te
-            except Exception:  # that is for check_te to tell
+            except Exception:  # check_te reports this
                 te = None
             if te:
-                te.DotProductAttention(4, 64, attn_mask_type="causal", qkv_format="bshd")(
-                    q, k, v
-                ).sum().backward()
+                attention = te.DotProductAttention(4, 64, attn_mask_type="causal", qkv_format="bshd")
+                attention(q, k, v).sum().backward()
         torch.cuda.synchronize()
     except Exception as error:
         found["error"] = f"{type(error).__name__}: {error}"
@@ -240,29 +252,28 @@ def probe_flash4(emit):
 
 
 def run_probe(name, timeout=150):
-    """What `probe_<name>` found, in a process of its own: the last dict that it emitted, and "error" if it
-    did not come to its end."""
+    """Run `probe_<name>` in a separate process. Return the last dict that it emitted, with an "error" if the
+    probe failed, crashed or timed out."""
     code = (f"import sys, json; sys.path.insert(0, {str(HERE)!r}); import doctor\n"
             f"doctor.probe_{name}(lambda found: print('\\n' + {MARK!r} + json.dumps(found), flush=True))")
     try:
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, errors="replace", timeout=timeout
         )
-        output, told, code = done.stdout, done.stderr, done.returncode
-    except subprocess.TimeoutExpired as late:
-        output, told, code = (
-            (late.stdout or b"").decode(errors="replace"), f"no answer in {timeout} seconds", 1,
-        )
+        output, errors, code = done.stdout, done.stderr, done.returncode
+    except subprocess.TimeoutExpired as expired:
+        output = (expired.stdout or b"").decode(errors="replace")
+        errors, code = f"no answer in {timeout} seconds", 1
     reports = [line.removeprefix(MARK) for line in output.splitlines() if line.startswith(MARK)]
     found = json.loads(reports[-1]) if reports else {}
     if code:
         crash = f"\nkilled by {signal.Signals(-code).name}" if code < 0 else ""
-        found["error"] = told.strip()[-4000:] + crash
+        found["error"] = errors.strip()[-4000:] + crash
     return found
 
 
 def command_output(*command):
-    """(exit code, output) or None where there is no such command."""
+    """Return (exit code, output), or None if the command does not exist or does not finish."""
     try:
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=60
@@ -272,29 +283,29 @@ def command_output(*command):
         return None
 
 
-def look_smi():
+def query_smi():
     listed = command_output("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader")
     if listed is None:
-        return {"error": "/dev/nvidia0 is here, nvidia-smi is not"} if Path("/dev/nvidia0").exists() else {}
+        device = Path("/dev/nvidia0")
+        return {"error": f"{device} exists, but nvidia-smi is not installed"} if device.exists() else {}
     code, text = listed
     if code:
         return {} if "No devices were found" in text else {"error": text.strip()}
     rows = [line.split(", ", 1) for line in text.strip().splitlines()]
-    newest = re.search(r"CUDA Version:\s*([\d.]+)", (command_output("nvidia-smi") or (0, ""))[1])
-    return (
-        {"gpus": [name for _, name in rows], "driver": rows[0][0], "cuda": newest[1] if newest else ""}
-        if rows
-        else {}
-    )
+    if not rows:
+        return {}
+    _, report = command_output("nvidia-smi") or (0, "")
+    newest = re.search(r"CUDA Version:\s*([\d.]+)", report)
+    return {"gpus": [name for _, name in rows], "driver": rows[0][0], "cuda": newest[1] if newest else ""}
 
 
 def missing_requirements(text=None):
-    """["torch>=2.11 (not installed)", …] of requirements.txt, the tests' left out."""
+    """Return ["torch (not installed)", "tyro 0.5 (needs 0.9)", …] for requirements.txt without the tests'
+    part."""
     text = (HERE / "requirements.txt").read_text() if text is None else text
+    needed = text.partition("# for the tests")[0]
     missing = []
-    for name, least in re.findall(
-        r"^([\w-]+)(?:>=([\d.]+))?\s*$", text.partition("# for the tests")[0], re.MULTILINE
-    ):
+    for name, least in re.findall(r"^([\w-]+)(?:>=([\d.]+))?\s*$", needed, re.MULTILINE):
         try:
             have = version(name)
         except PackageNotFoundError:
@@ -306,74 +317,69 @@ def missing_requirements(text=None):
 
 
 def numbers(text):
-    """"2.11.0+cu130" -> (2, 11, 0)"""
+    """Parse a version: "2.11.0+cu130" -> (2, 11, 0)."""
     return tuple(map(int, re.findall(r"\d+", re.match(r"[\d.]*", text)[0])))
 
 
-def look():
-    """All of the facts; some seconds without a GPU, half a minute with one."""
-    facts = Facts(missing=missing_requirements(), smi=look_smi(), te_packages=install_te.installed_packages(),
-                  hidden=os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"), torch=run_probe("torch"),
-                  memory_gib=install_te.free_memory_gib(), disk_gib=shutil.disk_usage(".").free / 2**30)
+def gather_facts():
+    """Run all probes. Takes a few seconds without a GPU, half a minute with one."""
+    facts = Facts(
+        missing=missing_requirements(),
+        smi=query_smi(),
+        te_packages=install_te.installed_packages(),
+        hidden=os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"),
+        torch=run_probe("torch"),
+        memory_gib=install_te.free_memory_gib(),
+        disk_gib=shutil.disk_usage(".").free / 2**30,
+    )
     wanted = ["fp8"] if facts.torch.get("version") else []
     if facts.gpu:
         wanted += ["te", "cudnn", "nccl", "flash2", "flash4"]
+    not_installed = (
+        r"No module named '?(transformer_engine|flash_attn)('|\.cute|$)|metadata was found for flash-attn"
+    )
     with ThreadPoolExecutor(4) as pool:
         for name, found in zip(wanted, pool.map(run_probe, wanted)):
-            absent = re.search(
-                r"(No module named '?(transformer_engine|flash_attn)('|\.cute|$)|metadata was found for flash-attn)",
-                found.get("error", "").strip().rpartition("\n")[2],
-            )
-            setattr(facts, name, {} if absent and not found.get("version") else found)
+            last_line = found.get("error", "").strip().rpartition("\n")[2]
+            absent = re.search(not_installed, last_line) and not found.get("version")
+            setattr(facts, name, {} if absent else found)
     return facts
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Judging: each check is a function of the facts alone and returns a list of results
+# ------------------------------------------------------------------------------
+# Checks: each is a function of the facts only and returns a list of results
 
 
 def broken(what, error, otherwise):
-    """A failure with the fix that its message asks for."""
+    """Return a failure with the fix for its error message, or with `otherwise` if the message is unknown."""
     known = explain(error)
-    last = ([line.strip() for line in error.splitlines() if line.strip()] or ["no message"])[-1]
     if known:
         failure, line = known[0]
-        return Result("fail", f"{what}: {failure.meaning} ({line[:200]})", fill(failure.fix))
-    return Result("fail", f"{what}: {last[:300]}", otherwise)
+        return fail(f"{what}: {failure.meaning} ({line[:200]})", fill(failure.fix))
+    lines = [line.strip() for line in error.splitlines() if line.strip()] or ["no message"]
+    return fail(f"{what}: {lines[-1][:300]}", otherwise)
 
 
 def check_python(facts):
     name = f"Python {'.'.join(map(str, facts.python))}, {platform.system()} {platform.machine()}"
-    found = [
-        Result("ok", name)
-        if facts.python >= (3, 10)
-        else Result("fail", f"{name}: too old", "install Python 3.10 or later")
-    ]
+    found = [ok(name)]
+    if facts.python < (3, 10):
+        found = [fail(f"{name}: too old", "install Python 3.10 or later")]
     if facts.missing:
-        found.append(Result("fail", f"packages: {', '.join(facts.missing)}", REQUIREMENTS))
+        found.append(fail(f"packages: {', '.join(facts.missing)}", REQUIREMENTS))
     return found
 
 
 def check_driver(facts):
-    if facts.smi.get("error"):
-        return [broken("NVIDIA driver", facts.smi["error"], "reinstall NVIDIA's driver and reboot")]
-    if facts.smi:
-        newest = f", for CUDA {facts.smi['cuda']} and older" if facts.smi.get("cuda") else ""
-        return [
-            Result(
-                "ok",
-                f"NVIDIA driver {facts.smi['driver']}{newest}; {len(facts.smi['gpus'])} x {facts.smi['gpus'][0]}",
-            )
-        ]
-    return (
-        []
-        if facts.gpu
-        else [
-            Result(
-                "info", "no NVIDIA GPU: training runs on the CPU, FP8 emulated by te_reference; that is fine"
-            )
-        ]
-    )
+    smi = facts.smi
+    if smi.get("error"):
+        return [broken("NVIDIA driver", smi["error"], "reinstall NVIDIA's driver and reboot")]
+    if smi:
+        newest = f", for CUDA {smi['cuda']} and older" if smi.get("cuda") else ""
+        return [ok(f"NVIDIA driver {smi['driver']}{newest}; {len(smi['gpus'])} x {smi['gpus'][0]}")]
+    if facts.gpu:
+        return []
+    return [info("no NVIDIA GPU: training runs on the CPU, FP8 emulated by te_reference; that is fine")]
 
 
 def check_torch(facts):
@@ -382,30 +388,28 @@ def check_torch(facts):
         return [broken("PyTorch does not import", torch.get("error", ""), REQUIREMENTS)]
     name = f"PyTorch {torch['version']}, " + (f"CUDA {torch['cuda']}" if torch["cuda"] else "without CUDA")
     if facts.gpu or not facts.smi.get("gpus"):
-        return [broken(name, torch["error"], REQUIREMENTS) if torch.get("error") else Result("ok", name)]
+        return [broken(name, torch["error"], REQUIREMENTS) if torch.get("error") else ok(name)]
     if facts.hidden:
-        return [Result("warn", f"{name}; CUDA_VISIBLE_DEVICES hides the GPU", "unset CUDA_VISIBLE_DEVICES")]
+        return [warn(f"{name}; CUDA_VISIBLE_DEVICES hides the GPU", "unset CUDA_VISIBLE_DEVICES")]
     if not torch["cuda"]:
-        return [Result("fail", f"{name}, but there is a GPU", CUDA_TORCH)]
+        return [fail(f"{name}, but there is a GPU", CUDA_TORCH)]
     newest = f"; the driver runs CUDA {facts.smi['cuda']} and older" if facts.smi.get("cuda") else ""
-    return [
-        broken(
-            f"{name} cannot use the GPU{newest}", torch.get("reason") or torch.get("error", ""),
-            "reboot; if that does not help, install a PyTorch for the driver's CUDA (pytorch.org, Get Started)",
-        )
-    ]
+    error = torch.get("reason") or torch.get("error", "")
+    fix = "reboot; if that does not help, install a PyTorch for the driver's CUDA (pytorch.org, Get Started)"
+    return [broken(f"{name} cannot use the GPU{newest}", error, fix)]
 
 
 def has_kernels(capability, archs):
-    """Does a build with these architectures (sm_75, compute_120, sm_90a, …) run on this compute capability?
-    Binary code runs on the same major version from its minor version on; compute_ code is compiled for any
-    later GPU; code with a letter, for that GPU alone."""
+    """Return whether a build for these architectures (sm_75, compute_120, sm_90a, …) runs on this GPU.
+
+    sm_ code runs on GPUs of the same major version and the same or a later minor version. compute_ code (PTX)
+    runs on any later GPU. Code with a letter runs on exactly that compute capability.
+    """
     for arch in archs:
         kind, number, letter = re.fullmatch(r"(sm|compute)_(\d+)([a-z]?)", arch).groups()
         built = int(number[:-1]), int(number[-1])
-        if built == capability or (
-            not letter and built <= capability and (kind == "compute" or built[0] == capability[0])
-        ):
+        compatible = kind == "compute" or built[0] == capability[0]
+        if built == capability or (not letter and built <= capability and compatible):
             return True
     return False
 
@@ -419,64 +423,55 @@ def check_gpu(facts):
     line = f"{facts.gpu['name']} ({generation}), compute capability {capability}, {memory}"
     archs = facts.torch.get("archs", [])
     if archs and not has_kernels(facts.capability, archs):
-        older = facts.capability < min(
-            (int(a[:-1]), int(a[-1])) for a in re.findall(r"_(\d+)", " ".join(archs))
-        )
-        return [
-            Result(
-                "fail",
-                f"{line}: this PyTorch has no code for it (it has {', '.join(archs)})",
-                "install a PyTorch build that has it: "
-                + (
-                    "the one for CUDA 12.6: pip install --force-reinstall torch --index-url "
-                    "https://download.pytorch.org/whl/cu126; or --device cpu"
-                    if older
-                    else "the newest, for the newest CUDA (pytorch.org)"
-                ),
-            )
-        ]
+        build = torch_build_for(facts.capability, archs)
+        problem = f"{line}: this PyTorch has no code for it (it has {', '.join(archs)})"
+        return [fail(problem, f"install a PyTorch build that has it: {build}")]
     if facts.capability < (8, 0):
         return [
-            Result(
-                "warn",
-                f"{line}: bfloat16 is slow before Ampere (8.0), and Transformer Engine asks for Ampere or later",
-                "for small runs NANOTE_REFERENCE=1 python train.py --dtype float32; FP8 and speed need another GPU",
+            warn(
+                f"{line}: bfloat16 is slow before Ampere (8.0), and Transformer Engine needs Ampere or later",
+                "for small runs NANOTE_REFERENCE=1 python train.py --dtype float32; "
+                "FP8 and speed need another GPU",
             )
         ]
     if facts.gpu["free_gib"] < min(4, facts.gpu["total_gib"] / 2):
-        return [Result("warn", line, "something else fills the GPU: nvidia-smi shows what")]
-    return [Result("ok", line)]
+        return [warn(line, "another program uses the GPU's memory: nvidia-smi names it")]
+    return [ok(line)]
+
+
+def torch_build_for(capability, archs):
+    """Name the PyTorch build with kernels for a GPU that `archs` do not cover."""
+    numbers_found = re.findall(r"_(\d+)", " ".join(archs))
+    oldest = min((int(number[:-1]), int(number[-1])) for number in numbers_found)
+    if capability < oldest:
+        return (
+            "the one for CUDA 12.6: pip install --force-reinstall torch --index-url "
+            "https://download.pytorch.org/whl/cu126; or --device cpu"
+        )
+    return "the newest, for the newest CUDA (pytorch.org)"
 
 
 def expected_reasons(capability, cuda):
-    """Why a GPU would not run each recipe, "" where it would, by the rules of Transformer Engine 2.20
-    (pytorch/quantization.py, `_compute_fp8_support` and the following): what to expect of a GPU on which
-    Transformer Engine is not installed yet."""
-    fp8 = (
-        "" if capability >= (8, 9) else "Device compute capability 8.9 or higher required for FP8 execution."
-    )
-    block = capability >= (9, 0) and numbers(cuda)[:2] >= (12, 9)
-    four = (
-        ""
-        if capability >= (10, 0)
-        else "Device compute capability 10.0 or higher required for NVFP4 execution."
-    )
-    mxfp8 = (
-        "MXFP8 (for all gemm layouts) is not supported on 12.0+ architectures yet."
-        if capability >= (12, 0)
-        else ""
-        if capability >= (10, 0)
-        else "Device compute capability 10.0 or higher required for MXFP8 execution."
-    )
-    return {
-        "delayed": fp8,
-        "current": fp8,
-        "mxfp8": mxfp8,
-        "nvfp4": four,
-        "block": ""
-        if block
-        else "FP8 block scaled GEMM requires compute capability 9.0 or higher and CUDA >= 12.9.",
-    }
+    """Return {recipe: why this GPU cannot run it, "" if it can}, for a GPU without Transformer Engine.
+
+    The rules are those of Transformer Engine 2.20 (pytorch/quantization.py, `_compute_fp8_support` and the
+    functions after it).
+    """
+    def needs(least, name):
+        if capability >= least:
+            return ""
+        major, minor = least
+        return f"Device compute capability {major}.{minor} or higher required for {name} execution."
+
+    fp8 = needs((8, 9), "FP8")
+    mxfp8 = needs((10, 0), "MXFP8")
+    if capability >= (12, 0):
+        mxfp8 = "MXFP8 (for all gemm layouts) is not supported on 12.0+ architectures yet."
+    block = ""
+    if capability < (9, 0) or numbers(cuda)[:2] < (12, 9):
+        block = "FP8 block scaled GEMM requires compute capability 9.0 or higher and CUDA >= 12.9."
+    nvfp4 = needs((10, 0), "NVFP4")
+    return {"delayed": fp8, "current": fp8, "mxfp8": mxfp8, "nvfp4": nvfp4, "block": block}
 
 
 def te_too_old(facts):
@@ -485,141 +480,104 @@ def te_too_old(facts):
 
 def check_te(facts):
     if not facts.gpu:
-        return [Result("info", "Transformer Engine: needs a GPU, te_reference takes its place")]
+        return [info("Transformer Engine: needs a GPU, te_reference takes its place")]
     packages = facts.te_packages
     cores = [name for name in packages if "-cu" in name]
-    listed = ", ".join(f"{name} {number}" for name, number in packages.items())
     if len(set(packages.values())) > 1 or len(cores) > 1:
-        return [
-            Result(
-                "fail", f"Transformer Engine: parts of several are installed ({listed})",
-                f"{INSTALL} (removes them first)",
-            )
-        ]
+        listed = ", ".join(f"{name} {number}" for name, number in packages.items())
+        problem = f"Transformer Engine: parts of several are installed ({listed})"
+        return [fail(problem, f"{INSTALL} (removes them first)")]
     core = cores[0][-2:] if cores else str(facts.te.get("cuda") or "")
-    if core and core != facts.torch["cuda"].partition(".")[0]:
-        return [
-            Result(
-                "fail", f"Transformer Engine is for CUDA {core}, PyTorch for CUDA {facts.torch['cuda']}",
-                INSTALL,
-            )
-        ]
+    torch_cuda = facts.torch["cuda"]
+    if core and core != torch_cuda.partition(".")[0]:
+        return [fail(f"Transformer Engine is for CUDA {core}, PyTorch for CUDA {torch_cuda}", INSTALL)]
     if not facts.te and not packages:
         if facts.capability < (8, 0):
-            return [Result("info", "Transformer Engine: not installed, and it does not support this GPU")]
-        return [
-            Result(
-                "fail" if facts.capability >= (8, 9) else "warn",
-                "Transformer Engine is not installed; FP8 is emulated, slowly", INSTALL,
-            )
-        ]
+            return [info("Transformer Engine: not installed, and it does not support this GPU")]
+        problem = "Transformer Engine is not installed; FP8 is emulated, slowly"
+        return [fail(problem, INSTALL) if facts.capability >= (8, 9) else warn(problem, INSTALL)]
     if facts.te.get("error") or not facts.te:
-        return [
-            broken(
-                "Transformer Engine does not import",
-                facts.te.get("error", "No module named 'transformer_engine_torch'"), INSTALL,
-            )
-        ]
+        error = facts.te.get("error", "No module named 'transformer_engine_torch'")
+        return [broken("Transformer Engine does not import", error, INSTALL)]
     if te_too_old(facts):
         needed = f"too old, {install_te.least_te()} or later is needed"
         line = f"Transformer Engine {facts.te['version']}: {needed}"
-        return [Result("fail", line, f"{INSTALL} replaces it; {install_te.CONTAINER} has a newer one")]
-    return [Result("ok", f"Transformer Engine {facts.te['version']}" + (f", CUDA {core}" if core else ""))]
+        return [fail(line, f"{INSTALL} replaces it; {install_te.CONTAINER} has a newer one")]
+    return [ok(f"Transformer Engine {facts.te['version']}" + (f", CUDA {core}" if core else ""))]
 
 
 def check_fast_kernels(facts):
-    """They are made for Hopper, and use internals of Transformer Engine."""
+    """Check the Transformer Engine version on Hopper: the fast kernels use internals of Transformer
+    Engine."""
     tested = facts.te.get("tested")
     if not tested or facts.capability != (9, 0) or te_too_old(facts):
         return []
     if not facts.te["fast_kernels"]:
-        return [Result("ok", f"fast kernels: tested with Transformer Engine {', '.join(tested)}")]
+        return [ok(f"fast kernels: tested with Transformer Engine {', '.join(tested)}")]
     line = f"fast kernels are off: {facts.te['fast_kernels']}; training works, but slower"
     fix = f"write transformer-engine[pytorch]=={tested[-1]}.* in requirements-gpu.txt, then {INSTALL}"
-    return [Result("warn", line, fix)]
+    return [warn(line, fix)]
 
 
 def check_recipes(facts):
-    if not facts.fp8.get("reasons"):
-        if facts.te.get("error") or te_too_old(facts):
-            return []  # the same failure once more
-        return (
-            [broken("FP8 recipes", facts.fp8["error"], INSTALL if facts.gpu else REQUIREMENTS)]
-            if facts.fp8.get("error")
-            else []
-        )
-    reasons = facts.fp8["reasons"]
+    reasons = facts.fp8.get("reasons")
+    if not reasons:
+        # If Transformer Engine failed, check_te has reported it
+        if not facts.fp8.get("error") or facts.te.get("error") or te_too_old(facts):
+            return []
+        return [broken("FP8 recipes", facts.fp8["error"], INSTALL if facts.gpu else REQUIREMENTS)]
+    found, report, where = [], ok, "FP8 recipes that run on this GPU:"
     if facts.fp8["emulated"]:
-        found = [
-            Result(
-                "ok",
-                f"FP8 recipes, emulated by te_reference: {', '.join(name for name, why in reasons.items() if not why)}",
-            )
-        ]
+        emulated = ", ".join(name for name, reason in reasons.items() if not reason)
+        found.append(ok(f"FP8 recipes, emulated by te_reference: {emulated}"))
         if not facts.gpu:
             return found
-        reasons, where = (
-            expected_reasons(facts.capability, facts.torch["cuda"]),
-            "with Transformer Engine this GPU runs",
-        )
-    else:
-        found, where = [], "FP8 recipes that run on this GPU:"
-    runs = [name for name, why in reasons.items() if not why]
-    if runs:
-        found.append(Result("info" if facts.fp8["emulated"] else "ok", f"{where} {', '.join(runs)}"))
-    else:
-        found.append(Result("warn", "no FP8 on this GPU: it begins with Ada (compute capability 8.9)",
-                            f"python train.py --fp8-recipe none (bfloat16), or {EMULATE}"))
-    if runs:
-        whys = {
-            why: [name for name, other in reasons.items() if other == why] for why in reasons.values() if why
-        }
-        found += [Result("info", f"{', '.join(names)} not on this GPU: {why}") for why, names in whys.items()]
+        reasons = expected_reasons(facts.capability, facts.torch["cuda"])
+        report, where = info, "with Transformer Engine this GPU runs"
+    supported = [name for name, reason in reasons.items() if not reason]
+    if not supported:
+        fix = f"python train.py --fp8-recipe none (bfloat16), or {EMULATE}"
+        return [*found, warn("no FP8 on this GPU: it needs Ada or later (compute capability 8.9)", fix)]
+    found.append(report(f"{where} {', '.join(supported)}"))
+    names_by_reason = {}
+    for name, reason in reasons.items():
+        if reason:
+            names_by_reason.setdefault(reason, []).append(name)
+    for reason, names in names_by_reason.items():
+        found.append(info(f"{', '.join(names)} not on this GPU: {reason}"))
     return found
 
 
-# E4M3 has 3 bits of mantissa and E5M2 2, so each number is off by at most 2^-4, or 2^-3, of itself. The
-# errors of random numbers are independent: an output (E4M3 by E4M3) is within sqrt(2) 2^-4 of its norm, a
-# gradient (E5M2 by E4M3) within sqrt(2^-6 + 2^-8). A product in bfloat16 (2^-9) would be more exact than FP8
-# can be.
+# E4M3 has 3 bits of mantissa and E5M2 has 2, so the relative rounding error of one value is at most 2^-4 or
+# 2^-3. Errors of random values are independent, so the relative error norm of an output (E4M3 by E4M3) is at
+# most sqrt(2) 2^-4, and that of a gradient (E5M2 by E4M3) sqrt(2^-6 + 2^-8). A bfloat16 GEMM (2^-9) is more
+# accurate than FP8 can be.
 OUTPUT_BOUND, GRADIENT_BOUND, TOO_EXACT = (2 * 2**-8) ** 0.5, (2**-6 + 2**-8) ** 0.5, 0.01
 
 
-def check_product(facts):
+def check_gemm(facts):
     found = [
-        broken(f"FP8 product under {name}", message, INSTALL)
+        broken(f"FP8 GEMM under {name}", message, INSTALL)
         for name, message in facts.fp8.get("raised", {}).items()
     ]
-    if facts.fp8.get("error") and facts.fp8.get("reasons"):  # it crashed among the products
-        found.append(broken("FP8 product", facts.fp8["error"], INSTALL))
+    if facts.fp8.get("error") and facts.fp8.get("reasons"):  # the probe crashed in a GEMM
+        found.append(broken("FP8 GEMM", facts.fp8["error"], INSTALL))
+    bounds = (OUTPUT_BOUND, GRADIENT_BOUND, GRADIENT_BOUND)
     good = []
     for name, errors in facts.fp8.get("errors", {}).items():
-        shown = f"{name} {errors[0]:.3f} (gradients {errors[1]:.3f}, {errors[2]:.3f})"
-        # a NaN is not
-        if not all(
-            error <= bound for error, bound in zip(errors, (OUTPUT_BOUND, GRADIENT_BOUND, GRADIENT_BOUND))
-        ):
-            found.append(
-                Result(
-                    "fail",
-                    f"FP8 product against float64: {shown}, beyond FP8's rounding ({OUTPUT_BOUND:.3f} and {GRADIENT_BOUND:.3f})",
-                    f"{INSTALL} builds it anew; until then --fp8-recipe none",
-                )
-            )
+        y, dx, dw = errors
+        line = f"FP8 GEMM against float64: {name} {y:.3f} (gradients {dx:.3f}, {dw:.3f})"
+        if not all(error <= bound for error, bound in zip(errors, bounds)):  # NaN fails too
+            problem = f"{line}, beyond FP8's rounding ({OUTPUT_BOUND:.3f} and {GRADIENT_BOUND:.3f})"
+            found.append(fail(problem, f"{INSTALL} rebuilds it; until then --fp8-recipe none"))
         elif min(errors) < TOO_EXACT:
-            found.append(
-                Result(
-                    "fail",
-                    f"FP8 product against float64: {shown}, more exact than FP8 can be: it did not run in FP8",
-                    INSTALL,
-                )
-            )
+            problem = f"{line}, more accurate than FP8 can be: it did not run in FP8"
+            found.append(fail(problem, INSTALL))
         else:
             good.append(f"{name} {max(errors):.3f}")
     if good:
-        found.append(
-            Result("ok", f"FP8 product within rounding of float64 ({facts.fp8['where']}): {', '.join(good)}")
-        )
+        where = facts.fp8["where"]
+        found.append(ok(f"FP8 GEMM within rounding of float64 ({where}): {', '.join(good)}"))
     return found
 
 
@@ -627,20 +585,16 @@ def check_cudnn(facts):
     if not facts.cudnn:
         return []
     name = f"cuDNN {facts.cudnn.get('version', '')}".strip()
+    error = facts.cudnn.get("error")
     folders = sorted({str(Path(file).parent) for file in facts.cudnn.get("files", [])})
     if len(folders) > 1:
         mixed = f"{name}: two are loaded, from {' and '.join(folders)}"
-        if facts.cudnn.get("error"):
-            return [
-                Result(
-                    "fail", f"{mixed}; mixed, they fail ({facts.cudnn['error'].splitlines()[0][:200]})",
-                    fill(LIBRARIES),
-                )
-            ]
-        return [Result("warn", f"{mixed}; this worked now, but such a mixture fails easily", fill(LIBRARIES))]
-    if facts.cudnn.get("error"):
-        return [broken(name, facts.cudnn["error"], fill(LIBRARIES))]
-    return [Result("ok", name + (f", {folders[0]}" if folders else ""))]
+        if error:
+            return [fail(f"{mixed}; mixed, they fail ({error.splitlines()[0][:200]})", fill(LIBRARIES))]
+        return [warn(f"{mixed}; this worked now, but such a mixture fails easily", fill(LIBRARIES))]
+    if error:
+        return [broken(name, error, fill(LIBRARIES))]
+    return [ok(name + (f", {folders[0]}" if folders else ""))]
 
 
 def check_nccl(facts):
@@ -648,12 +602,9 @@ def check_nccl(facts):
         return []
     if facts.nccl.get("error") and not facts.nccl.get("version"):
         several = len(facts.torch["gpus"]) > 1
-        return [
-            broken("NCCL (for several GPUs)", facts.nccl["error"], fill(LIBRARIES))._replace(
-                status="fail" if several else "warn"
-            )
-        ]
-    return [Result("ok", f"NCCL {facts.nccl['version']}")]
+        result = broken("NCCL (for several GPUs)", facts.nccl["error"], fill(LIBRARIES))
+        return [result._replace(status="fail" if several else "warn")]
+    return [ok(f"NCCL {facts.nccl['version']}")]
 
 
 def check_flash(facts):
@@ -662,58 +613,49 @@ def check_flash(facts):
         ("2", "flash-attn", facts.flash2, (8, 0)),
         ("4", "flash-attn-4", facts.flash4, (9, 0)),
     ):
+        name = f"FlashAttention {label}"
         if flash.get("error"):
-            fix = f"pip uninstall -y {package} (optional), or build it anew: pip install --no-build-isolation --no-cache-dir {package}"
-            result = broken(f"FlashAttention {label} does not import", flash["error"], fix)
+            fix = (
+                f"pip uninstall -y {package} (optional), or rebuild it: "
+                f"pip install --no-build-isolation --no-cache-dir {package}"
+            )
+            result = broken(f"{name} does not import", flash["error"], fix)
             found.append(result._replace(status="warn", fix=fix))
         elif flash and facts.capability >= least:
-            found.append(Result("ok", f"FlashAttention {label}: {flash['version']}"))
+            found.append(ok(f"{name}: {flash['version']}"))
         elif facts.capability >= least:
-            found.append(
-                Result(
-                    "info",
-                    f"FlashAttention {label}: not installed; optional, --attention auto then takes another kernel",
-                )
-            )
+            found.append(info(f"{name}: not installed; optional, --attention auto then uses another kernel"))
     return found
 
 
 def check_room(facts):
     found = []
     if facts.memory_gib is not None:
-        low = facts.memory_gib < 2
-        found.append(Result("warn" if low else "ok", f"free memory: {facts.memory_gib:.1f} GiB",
-                            "end other programs, or smaller presets and micro batches" if low else ""))
-    low = facts.disk_gib < 5
-    found.append(
-        Result(
-            "warn" if low else "ok",
-            f"free disk here: {facts.disk_gib:.1f} GiB",
-            "a checkpoint of gpt2-124m takes about 1.5 GB: free some, point --out-dir elsewhere, or --keep-checkpoints 1"
-            if low
-            else "",
-        )
+        line = f"free memory: {facts.memory_gib:.1f} GiB"
+        fix = "close other programs, or use smaller presets and micro-batches"
+        found.append(warn(line, fix) if facts.memory_gib < 2 else ok(line))
+    line = f"free disk here: {facts.disk_gib:.1f} GiB"
+    fix = (
+        "a checkpoint of gpt2-124m takes about 1.5 GB: free some space, point --out-dir to another disk, "
+        "or use --keep-checkpoints 1"
     )
+    found.append(warn(line, fix) if facts.disk_gib < 5 else ok(line))
     return found
 
 
 CHECKS = (check_python, check_driver, check_torch, check_gpu, check_te, check_fast_kernels, check_recipes,
-          check_product, check_cudnn, check_nccl, check_flash, check_room)
+          check_gemm, check_cudnn, check_nccl, check_flash, check_room)
 
 
 def diagnose(facts):
-    """All results. A check that itself fails is a result too: doctor goes on."""
+    """Return the results of all checks. A check that raises becomes a warning, and the others still run."""
     results = []
     for check in CHECKS:
         try:
             results += check(facts)
         except Exception as error:
-            results.append(
-                Result(
-                    "warn", f"{check.__name__} failed: {type(error).__name__}: {error}",
-                    "python doctor.py --json has the facts",
-                )
-            )
+            problem = f"{check.__name__} failed: {type(error).__name__}: {error}"
+            results.append(warn(problem, "python doctor.py --json prints the facts"))
     return results
 
 
@@ -721,12 +663,15 @@ def verdict(facts, results):
     failed = sum(result.status == "fail" for result in results)
     if failed:
         return f"{failed} check{'s' * (failed > 1)} failed; begin with the first fix"
-    # a GPU without FP8
-    options = " --preset tiny" if not facts.gpu else "" if facts.fp8.get("errors") else " --fp8-recipe none"
+    options = ""
+    if not facts.gpu:
+        options = " --preset tiny"
+    elif not facts.fp8.get("errors"):  # a GPU without FP8
+        options = " --fp8-recipe none"
     return f"nanoTE can train here ({facts.fp8.get('where')}): python train.py{options}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -738,46 +683,51 @@ class Options:
 
 
 def main(argv=None):
-    from nanote import cli
+    from nanote import cli  # not at the top: it needs tyro, and doctor must start without it
     options = cli.parse(Options, argv, prog="doctor.py", description=__doc__.partition("\n\nA broken")[0])
     if options.dry_run and not options.install:
-        raise ValueError("--dry-run belongs to --install: python doctor.py --install --dry-run")
+        raise ValueError("--dry-run: needs --install; use python doctor.py --install --dry-run")
     if options.install and (options.json or options.explain is not None):
-        raise ValueError("--install stands alone or with --dry-run")
+        raise ValueError("--install: takes no other option than --dry-run; leave the others out")
     if options.install:
         return install_te.install(options.dry_run)
     if options.explain is not None:
-        text = (
-            sys.stdin.read() if options.explain == "-" else Path(options.explain).read_text(errors="replace")
-        )
-        found = [
-            {"name": failure.name, "meaning": failure.meaning, "line": line, "fix": fill(failure.fix)}
-            for failure, line in explain(text)
-        ]
-        print(
-            json.dumps({"known": bool(found), "failures": found}, indent=2)
-            if options.json
-            else install_te.describe(text)
-        )
-        return 0 if found else 1
-    facts = look()
+        return explain_log(options.explain, options.json)
+    return examine(options.json)
+
+
+def explain_log(path, as_json):
+    """Print the known failures in a log (-: standard input). Return 0 if there are any, else 1."""
+    text = sys.stdin.read() if path == "-" else Path(path).read_text(errors="replace")
+    found = [
+        {"name": failure.name, "meaning": failure.meaning, "line": line, "fix": fill(failure.fix)}
+        for failure, line in explain(text)
+    ]
+    if as_json:
+        print(json.dumps({"known": bool(found), "failures": found}, indent=2))
+    else:
+        print(install_te.describe(text))
+    return 0 if found else 1
+
+
+def examine(as_json):
+    """Gather the facts, print the results and the verdict. Return 1 if any check failed, else 0."""
+    facts = gather_facts()
     results = diagnose(facts)
-    ok = not any(result.status == "fail" for result in results)
-    if options.json:
-        print(
-            json.dumps(
-                {
-                    "ok": ok, "verdict": verdict(facts, results),
-                    "checks": [result._asdict() for result in results], "facts": dataclasses.asdict(facts),
-                },
-                indent=2,
-            )
-        )
+    passed = not any(result.status == "fail" for result in results)
+    if as_json:
+        document = {
+            "ok": passed, "verdict": verdict(facts, results),
+            "checks": [result._asdict() for result in results], "facts": dataclasses.asdict(facts),
+        }
+        print(json.dumps(document, indent=2))
     else:
         for result in results:
-            print(f"{result.status:<6}{result.line}" + (f"\n      fix: {result.fix}" if result.fix else ""))
+            print(f"{result.status:<6}{result.line}")
+            if result.fix:
+                print(f"      fix: {result.fix}")
         print(verdict(facts, results))
-    return 0 if ok else 1
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

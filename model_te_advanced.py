@@ -1,16 +1,16 @@
-"""GPT in FP8 on NVIDIA Transformer Engine (TE): the fused layers, and the switches that lead from GPT-2 to
-Llama and Qwen3.
+"""GPT in FP8 on NVIDIA Transformer Engine (TE), built from fused layers, with options from GPT-2 to Llama and
+Qwen3.
 
-Copy this file and you have the model. It needs torch and TE; where TE or a GPU is missing, `te_reference.py`
-beside it does the same in plain PyTorch. What is worth noticing:
+Copy this file into your project to use the model. It needs torch and TE. Without TE or a GPU,
+`te_reference.py` beside it provides the same modules in plain PyTorch.
 
-- GPT-2 is the default. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False,
+- The defaults are GPT-2's. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False,
   tie_embeddings=False, n_kv_head=…`; Qwen3 adds `use_qk_norm` and `head_dim`. `diff model_te_fused.py
-  model_te_advanced.py` shows what each of them takes.
-- Norm and activation are arguments of TE's fused modules. Grouped-query attention is a narrower QKV product;
-  RoPE and QK-norm stand between that product and attention, and none of the three touches FP8.
-- Attention is PyTorch's (SDPA), which never stores the S x S probabilities. `model_te_optimized.py` adds
-  other kernels, generation with a key-value cache and gradient checkpointing.
+  model_te_advanced.py` shows the code of each option.
+- Norm and activation are arguments of TE's fused modules. Grouped-query attention is a narrower QKV
+  projection. RoPE and QK-norm come between that projection and attention, in high precision.
+- Attention is PyTorch's SDPA, which never stores the S x S probabilities. `model_te_optimized.py` adds other
+  attention kernels, generation with a KV cache and gradient checkpointing.
 
 References: RMSNorm (Zhang and Sennrich 2019), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), GQA (Ainslie et
 al. 2023), QK-norm (Henry et al. 2020; here as in Qwen3).
@@ -39,11 +39,10 @@ except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8
 
 @dataclass
 class AdvancedConfig:
-    """The architecture. Checked when it is built: a ValueError names the field, its value, the rule and a
-    value that works."""
+    """The architecture. An invalid value raises ValueError: field, value, rule, and a value that works."""
 
     vocab_size: int = 50304  # GPT-2's 50,257, padded
-    n_positions: int = 1024  # the longest sequence
+    n_positions: int = 1024  # maximum sequence length
     n_embd: int = 768
     n_layer: int = 12
     n_head: int = 12
@@ -58,93 +57,73 @@ class AdvancedConfig:
     use_fp8: bool = False
     fp8_margin: int = 0
     head_dim: int | None = None  # None: n_embd / n_head
-    n_inner: int | None = None
-    """width of the MLP; None: 4 n_embd, or 8/3 n_embd rounded up to a multiple of 64 for swiglu"""
+    n_inner: int | None = None  # MLP width; None: 4 n_embd, or 8/3 n_embd rounded up to 64s for swiglu
     activation: str = "gelu"  # gelu (tanh approximation) | swiglu
     bias: bool = True
-    tie_embeddings: bool = True  # the output head shares the embedding's weight
-    fp8_lm_head: bool = True  # False: the output head stays in high precision
-    fp8_skip_first: int = 0  # so many blocks at the start stay in high precision,
-    fp8_skip_last: int = 0  # and so many at the end
+    tie_embeddings: bool = True  # lm_head and wte share one weight
+    fp8_lm_head: bool = True  # False: lm_head runs in high precision
+    fp8_skip_first: int = 0  # run this many blocks at the start in high precision
+    fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        def check(ok, field, rule, works):
-            if not ok:
-                raise ValueError(
-                    f"{type(self).__name__}.{field}={getattr(self, field)!r}: {rule}; {works} works"
-                )
-
         for field in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
-            check(
-                getattr(self, field) >= 1, field, "must be 1 or more",
-                type(self).__dataclass_fields__[field].default,
-            )
+            default = type(self).__dataclass_fields__[field].default
+            self.check(getattr(self, field) >= 1, field, "must be 1 or more", default)
         for field in ("dropout", "attn_dropout"):
-            check(0 <= getattr(self, field) < 1, field, "must be at least 0 and less than 1", 0.0)
-        padded, fast = -(-self.vocab_size // 32) * 32, -(-self.vocab_size // 128) * 128
-        check(
-            self.vocab_size % 32 == 0,
-            "vocab_size",
-            "must be a multiple of 32",
-            f"{self.vocab_size} → {fast} (a multiple of 128, which multiplies fastest)"
-            + (f" or {padded}" if padded != fast else ""),
-        )
+            self.check(0 <= getattr(self, field) < 1, field, "must be at least 0 and less than 1", 0.0)
+        padded, fast = round_up(self.vocab_size, 32), round_up(self.vocab_size, 128)
+        works = f"{self.vocab_size} → {fast} (a multiple of 128, which multiplies fastest)"
+        if padded != fast:
+            works += f" or {padded}"
+        self.check(self.vocab_size % 32 == 0, "vocab_size", "must be a multiple of 32", works)
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
         if self.head_dim is None:
-            check(
-                self.n_embd % self.n_head == 0, "n_embd",
-                f"must be a multiple of n_head={self.n_head}, or head_dim be given",
-                -(-self.n_embd // self.n_head) * self.n_head,
-            )
+            rule, works = f"must be a multiple of n_head={self.n_head}", round_up(self.n_embd, self.n_head)
+            self.check(self.n_embd % self.n_head == 0, "n_embd", f"{rule}, unless head_dim is set", works)
             self.head_dim = self.n_embd // self.n_head
-        check(
-            self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0, "n_kv_head",
-            f"must divide n_head={self.n_head}", math.gcd(self.n_head, self.n_kv_head),
-        )
-        check(
-            self.head_dim >= 1 and self.head_dim % (2 if self.use_rotary else 1) == 0, "head_dim",
-            "must be even, for use_rotary", 64,
-        )
-        check(self.activation in ("gelu", "swiglu"), "activation", "must be 'gelu' or 'swiglu'", "'gelu'")
+        divides = self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0
+        works = math.gcd(self.n_head, self.n_kv_head)
+        self.check(divides, "n_kv_head", f"must divide n_head={self.n_head}", works)
+        even = self.head_dim % 2 == 0 or not self.use_rotary
+        self.check(self.head_dim >= 1 and even, "head_dim", "must be even, for use_rotary", 64)
+        known = self.activation in ("gelu", "swiglu")
+        self.check(known, "activation", "must be 'gelu' or 'swiglu'", "'gelu'")
         if self.n_inner is None:
-            self.n_inner = (
-                4 * self.n_embd if self.activation == "gelu" else -(-8 * self.n_embd // 3 // 64) * 64
-            )
-        check(self.n_inner >= 1, "n_inner", "must be 1 or more", 4 * self.n_embd)
+            swiglu = self.activation == "swiglu"
+            self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
+        self.check(self.n_inner >= 1, "n_inner", "must be 1 or more", 4 * self.n_embd)
         for field in ("fp8_skip_first", "fp8_skip_last"):
-            check(
-                0 <= getattr(self, field) <= self.n_layer, field, f"must be from 0 to n_layer={self.n_layer}",
-                1,
-            )
-        check(
-            self.fp8_skip_first + self.fp8_skip_last <= self.n_layer, "fp8_skip_first",
-            f"with fp8_skip_last={self.fp8_skip_last} more blocks than n_layer={self.n_layer}",
-            self.n_layer - self.fp8_skip_last,
-        )
-        if self.use_fp8:  # what an FP8 matrix product needs of its dimensions
-            for field, size in (
-                ("n_embd", self.n_embd), ("n_inner", self.n_inner), ("head_dim", self.n_head * self.head_dim),
-                ("head_dim", self.n_kv_head * self.head_dim),
-            ):
-                check(
-                    size % 16 == 0, field, f"FP8 needs dimensions divisible by 16, not {size}",
-                    -(-getattr(self, field) // 16) * 16,
-                )
+            in_range = 0 <= getattr(self, field) <= self.n_layer
+            self.check(in_range, field, f"must be from 0 to n_layer={self.n_layer}", 1)
+        most = self.n_layer - self.fp8_skip_last
+        rule = f"with fp8_skip_last={self.fp8_skip_last} more blocks than n_layer={self.n_layer}"
+        self.check(self.fp8_skip_first <= most, "fp8_skip_first", rule, most)
+        if self.use_fp8:
+            widths = [("n_embd", self.n_embd), ("n_inner", self.n_inner)]
+            widths += [("head_dim", heads * self.head_dim) for heads in (self.n_head, self.n_kv_head)]
+            for field, size in widths:
+                rule = f"FP8 needs dimensions divisible by 16, not {size}"
+                self.check(size % 16 == 0, field, rule, round_up(getattr(self, field), 16))
+
+    def check(self, ok, field, rule, works):
+        if not ok:
+            value = getattr(self, field)
+            raise ValueError(f"{type(self).__name__}.{field}={value!r}: {rule}; {works} works")
 
     def in_fp8(self, layer):
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
 
 
 def rope_tables(positions, head_dim, theta):
-    """cos and sin of position · theta^(-2i/head_dim): (S,) -> two of (S, 1, head_dim / 2), float32."""
+    """Return cos and sin of position · theta^(-2i/head_dim): (S,) -> two of (S, 1, head_dim/2), float32."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
     angles = positions.float()[:, None, None] * frequencies
     return angles.cos(), angles.sin()
 
 
 def apply_rope(x, cos, sin):
-    """Rotate the pairs (x[i], x[i + D/2]) of every head. x (B, S, H, D)."""
+    """Rotate the pairs (x[i], x[i + D/2]) of every head. x: (B, S, heads, D)."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -155,23 +134,24 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        norm = "RMSNorm" if config.use_rmsnorm else "LayerNorm"
+        width, bias = config.n_embd, config.bias
         q_size, kv_size = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
         self.qkv = te.LayerNormLinear(
-            config.n_embd, q_size + 2 * kv_size, eps=config.layernorm_epsilon, bias=config.bias,
-            normalization=norm, init_method=normal_init,
+            width, q_size + 2 * kv_size, eps=config.layernorm_epsilon, bias=bias,
+            normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm", init_method=normal_init,
         )
         if config.use_qk_norm:
             self.q_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
             self.k_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
-        self.proj = te.Linear(q_size, config.n_embd, bias=config.bias, init_method=residual_init(config))
+        self.proj = te.Linear(q_size, width, bias=bias, init_method=residual_init(config))
 
     def forward(self, x, rope=None, is_first_microbatch=None):
         config = self.config
         batch, length, _ = x.shape
-        qkv = self.qkv(x, is_first_microbatch=is_first_microbatch).view(batch, length, -1, config.head_dim)
-        # each (B, S, heads, D)
-        q, k, v = qkv.split((config.n_head, config.n_kv_head, config.n_kv_head), dim=2)
+        qkv = self.qkv(x, is_first_microbatch=is_first_microbatch)
+        qkv = qkv.view(batch, length, -1, config.head_dim)
+        heads = (config.n_head, config.n_kv_head, config.n_kv_head)
+        q, k, v = qkv.split(heads, dim=2)  # each (B, S, heads, D)
         if config.use_qk_norm:
             q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
         if rope is not None:
@@ -180,20 +160,18 @@ class Attention(nn.Module):
         return self.proj(y.reshape(batch, length, -1), is_first_microbatch=is_first_microbatch)
 
     def attend(self, q, k, v):
-        """softmax(q·kᵀ / √D)·v over the positions up to one's own. q (B, S, n_head, D), k, v (B, S,
-        n_kv_head, D) -> (B, S, n_head, D)."""
+        """Compute softmax(q·kᵀ / √D)·v with a causal mask. q and the result: (B, S, n_head, D); k and v:
+        (B, S, n_kv_head, D)."""
         config = self.config
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, D)
-        y = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=config.attn_dropout if self.training else 0.0, is_causal=True,
-            enable_gqa=config.n_kv_head != config.n_head,
-        )
+        dropout = config.attn_dropout if self.training else 0.0
+        grouped = config.n_kv_head != config.n_head
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
         return y.transpose(1, 2)
 
 
 class Block(nn.Module):
-    """x + attention, then x + MLP; both normalise their input themselves. (B, S, n_embd) -> (B, S, n_embd).
-    """
+    """Residual block: x + attention(x), then x + MLP(x). (B, S, n_embd) -> (B, S, n_embd)."""
 
     def __init__(self, config):
         super().__init__()
@@ -211,12 +189,11 @@ class Block(nn.Module):
 
 
 class AdvancedGPT2Model(nn.Module):
-    """GPT. `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy,
-    () float32.
+    """GPT: `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
 
-    input_ids, labels: (B, S) int64; labels are shifted already, -100 is ignored. `fp8_recipe` may be replaced
-    before the first pass. In FP8, B·S must be divisible by 8, and by 16 when training (TE's matrix products
-    ask for it).
+    input_ids and labels are (B, S) int64. Labels are already shifted, and -100 is ignored. The loss is a
+    float32 scalar. `fp8_recipe` may be replaced before the first forward pass. In FP8, B·S must be divisible
+    by 16 for training and by 8 otherwise, which TE's FP8 GEMMs require.
     """
 
     def __init__(self, config):
@@ -225,7 +202,7 @@ class AdvancedGPT2Model(nn.Module):
         self.fp8_recipe = DelayedScaling(
             margin=config.fp8_margin, fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max"
         )
-        device = "cuda" if torch.cuda.is_available() else "cpu"  # where TE makes its parameters
+        device = "cuda" if torch.cuda.is_available() else "cpu"  # where TE creates its parameters
         self.wte = nn.Embedding(config.vocab_size, config.n_embd, device=device)
         normal_init(self.wte.weight)
         if not config.use_rotary:
@@ -236,8 +213,9 @@ class AdvancedGPT2Model(nn.Module):
         for layer in range(config.n_layer):
             with nullcontext() if config.in_fp8(layer) else te.quantized_model_init(enabled=False):
                 self.blocks.append(Block(config))
-        keep_precision = config.tie_embeddings or not config.fp8_lm_head  # an embedding cannot be kept in FP8
-        with te.quantized_model_init(enabled=False) if keep_precision else nullcontext():
+        # nn.Embedding cannot read an FP8 parameter, so a tied weight stays in high precision
+        fp8_weight = config.fp8_lm_head and not config.tie_embeddings
+        with nullcontext() if fp8_weight else te.quantized_model_init(enabled=False):
             self.lm_head = te.LayerNormLinear(
                 config.n_embd, config.vocab_size, eps=config.layernorm_epsilon, bias=False,
                 normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm", init_method=normal_init,
@@ -246,23 +224,17 @@ class AdvancedGPT2Model(nn.Module):
             self.lm_head.weight = self.wte.weight
 
     def forward(self, input_ids, labels=None, is_first_microbatch=None):
-        """`is_first_microbatch`: under gradient accumulation, True for the first micro-batch of a step and
-        False for the others, so that weights are cast to FP8 once a step."""
-        config = self.config
-        if torch.compiler.is_compiling() and config.use_fp8 and self.fp8_recipe.delayed():
+        """Return logits, or the loss if labels are given.
+
+        Args:
+            is_first_microbatch: with gradient accumulation, True for the first micro-batch of a step and
+                False for the others: weights are then cast to FP8 once per step.
+        """
+        config, recipe = self.config, self.fp8_recipe
+        if torch.compiler.is_compiling() and config.use_fp8 and recipe.delayed():
             return run_uncompiled(self, input_ids, labels, is_first_microbatch)
         batch, length = input_ids.shape
-        if length > config.n_positions:
-            raise ValueError(
-                f"input_ids: {length} positions, but n_positions={config.n_positions}; shorten the sequence"
-            )
-        if config.use_fp8:
-            multiple = 16 if torch.is_grad_enabled() else 8
-            if batch * length % multiple:
-                raise ValueError(
-                    f"input_ids {batch} x {length} = {batch * length} tokens: FP8 needs a multiple of {multiple}; "
-                    f"{-(-batch * length // multiple) * multiple} tokens work, or use_fp8=False"
-                )
+        self.check_input(batch, length)
         positions = torch.arange(length, device=input_ids.device)
         rope = rope_tables(positions, config.head_dim, config.rope_theta) if config.use_rotary else None
 
@@ -270,32 +242,49 @@ class AdvancedGPT2Model(nn.Module):
         if not config.use_rotary:
             x = x + self.wpe(positions)
         x = self.dropout(x)
-        with te.autocast(enabled=config.use_fp8, recipe=self.fp8_recipe):
+        with te.autocast(enabled=config.use_fp8, recipe=recipe):
             for layer, block in enumerate(self.blocks):
-                with (
-                    nullcontext()
-                    if config.in_fp8(layer)
-                    else te.autocast(enabled=False, recipe=self.fp8_recipe)
-                ):
+                with nullcontext() if config.in_fp8(layer) else te.autocast(enabled=False, recipe=recipe):
                     x = block(x, rope, is_first_microbatch)
-            with te.autocast(enabled=config.use_fp8 and config.fp8_lm_head, recipe=self.fp8_recipe):
+            with te.autocast(enabled=config.use_fp8 and config.fp8_lm_head, recipe=recipe):
                 logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
         if labels is None:
             return logits
         return te.parallel_cross_entropy(logits, labels, reduce_loss=True).reshape(())
 
+    def check_input(self, batch, length):
+        n_positions, tokens = self.config.n_positions, batch * length
+        if length > n_positions:
+            raise ValueError(
+                f"input_ids: {length} positions, but n_positions={n_positions}; shorten the sequence"
+            )
+        multiple = 16 if torch.is_grad_enabled() else 8  # tokens are the K dimension of wgrad
+        if self.config.use_fp8 and tokens % multiple:
+            raise ValueError(
+                f"input_ids {batch} x {length} = {tokens} tokens: FP8 needs a multiple of {multiple}; "
+                f"{round_up(tokens, multiple)} tokens work, or use_fp8=False"
+            )
+
 
 @torch.compiler.disable(reason="Transformer Engine cannot trace DelayedScaling")
 def run_uncompiled(model, *args):
-    """Run the class's forward uncompiled: torch.compile does not see TE update scales and amax histories."""
-    warnings.warn("torch.compile: Transformer Engine cannot trace DelayedScaling, the model runs uncompiled; "
-                  "model.fp8_recipe = Float8CurrentScaling() can be compiled", stacklevel=2)
-    return AdvancedGPT2Model.forward(model, *args)  # not model.forward, which a subclass may have replaced
+    """Run forward eagerly: torch.compile does not see TE update scales and amax histories."""
+    warnings.warn(
+        "torch.compile: Transformer Engine cannot trace DelayedScaling, so the model runs uncompiled; "
+        "set model.fp8_recipe = Float8CurrentScaling() to compile it",
+        stacklevel=2,
+    )
+    return AdvancedGPT2Model.forward(model, *args)  # not model.forward, which a subclass may override
 
 
-normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # GPT-2's
+normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
 
 
 def residual_init(config):
-    """GPT-2's for what is added to the residual stream: smaller with depth, two additions a layer."""
+    """Return GPT-2's initializer for the projections onto the residual: std 0.02 / sqrt(2 n_layer)."""
     return partial(nn.init.normal_, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
+
+
+def round_up(n, multiple):
+    """Return the smallest multiple of `multiple` that is at least n."""
+    return -(-n // multiple) * multiple

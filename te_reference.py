@@ -1,29 +1,30 @@
-"""The part of `transformer_engine.pytorch` that the models use, in plain PyTorch. Runs anywhere; FP8 is
-emulated number for number.
+"""The part of `transformer_engine.pytorch` that the models use, in plain PyTorch with FP8 emulated.
 
-Transformer Engine (TE) needs an NVIDIA GPU even to be imported. This file stands in for it: the same modules,
-constructor arguments, parameter names, `state_dict` keys and FP8 bookkeeping as TE 2.20, so that a model file
-runs on a laptop, and so that the two can be compared on one GPU. Nothing here is fast; all of it is meant to
-be read next to TE's own sources.
+Transformer Engine (TE) cannot even be imported without an NVIDIA GPU. This file replaces it: the same
+modules, constructor arguments, parameter names, `state_dict` keys and FP8 state as TE 2.20. Use it to run a
+model file on a laptop, or to compare it with TE on one GPU. It is written to be read next to TE's sources,
+not to be fast.
 
-How FP8 is emulated. A linear layer has three matrix products, and TE quantises both sides of each:
+How FP8 is emulated: a linear layer has three GEMMs, and TE quantizes both operands of each.
 
-    y  = x  · wᵀ      forward           x and w in E4M3
-    dx = dy · w       input gradient    dy in E5M2 (format HYBRID) or E4M3
-    dw = dyᵀ · x      weight gradient
+    y  = x  · wᵀ      forward    x and w in E4M3
+    dx = dy · w       dgrad      dy in E5M2 (format HYBRID) or E4M3
+    dw = dyᵀ · x      wgrad
 
-Here x, w and dy are really cast to `torch.float8_*` with the recipe's scale, cast back, and multiplied in
-float32. The quantised bytes are TE's own; a result differs only by the order in which the product is summed.
-Two small autograd functions do it all: `_StraightThrough` replaces x or w by its dequantised self, and
-`_QuantizeGrad`, put on y, quantises dy on its way back, so both gradients see it. Recipes that scale in
-blocks quantise each operand twice, once for each product it enters; `_BlockLinear` is theirs.
+Here x, w and dy are cast to `torch.float8_*` with the recipe's scale, cast back, and multiplied in float32.
+The quantized bytes equal TE's; the output of a GEMM differs only in summation order. Two autograd functions
+do this: `_StraightThrough` replaces x or w by its dequantized value, and `_QuantizeGrad`, applied to y,
+quantizes dy in the backward pass for both dgrad and wgrad. Block-scaling recipes quantize each operand twice,
+once per GEMM that reads it, in `_BlockLinear`.
 
-What TE keeps between steps (recipe `DelayedScaling`): for each tensor a `scale` and an `amax_history`. Row 0
-of the history collects the current amax; when the outermost `autocast` ends (forward) or the first module's
-backward ends (backward) the history rolls by one and the scale for the *next* step follows from it. Sources:
-TE 2.20 `quantization.py`, `module/base.py`, `recipe/delayed_scaling.cu`.
+How `DelayedScaling` keeps state: each tensor has a `scale` and an `amax_history`, as in TE. Row 0 of the
+history collects the amax of the current step. When the outermost `autocast` ends (forward tensors), or the
+backward pass of the first module ends (backward tensors), the history rolls by one row and gives the scale of
+the *next* step.
 
-TF32 must stay off (PyTorch's default): dequantised values do not fit its ten bits of mantissa.
+TF32 must stay off (PyTorch's default): its 10-bit mantissa cannot hold the dequantized values.
+
+References: TE 2.20 `quantization.py`, `module/base.py`, `recipe/delayed_scaling.cu`.
 """
 
 import io
@@ -44,13 +45,13 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-__version__ = "2.20"  # the TE release whose behaviour this file follows
+__version__ = "2.20"  # the TE release whose behavior this file follows
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 FP32_MAX = torch.finfo(torch.float32).max
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # Recipes (transformer_engine.common.recipe)
 
 
@@ -69,7 +70,7 @@ class Format(Enum):
 
 
 class Recipe:
-    """Base of the recipes; the questions that TE's code asks of one."""
+    """Base class of the recipes, with the predicates that TE's code calls."""
 
     def delayed(self):
         return isinstance(self, DelayedScaling)
@@ -98,8 +99,7 @@ class Recipe:
 
 @dataclass(repr=False)
 class DelayedScaling(Recipe):
-    """Scale each tensor by what its amax was in the last `amax_history_len` steps: scale = FP8_MAX / amax /
-    2**margin."""
+    """Scale each tensor by its amax over the last `amax_history_len` steps: FP8_MAX / amax / 2**margin."""
 
     margin: int = 0
     fp8_format: Format = Format.HYBRID
@@ -114,16 +114,17 @@ class DelayedScaling(Recipe):
         if self.fp8_format == Format.E5M2:
             raise ValueError("fp8_format=E5M2: pure E5M2 training is not supported; use Format.HYBRID")
 
-    def __repr__(self):  # TE tells recipes apart by this string, which leaves the amax algorithm out
+    def __repr__(self):  # TE identifies a recipe by this string, which omits the amax algorithm
         return (
             f"recipe_type=DelayedScaling, margin={self.margin}, format={self.fp8_format.name}, "
-            f"amax_history_len={self.amax_history_len}, reduce_amax={self.reduce_amax}, fp8_dpa={self.fp8_dpa}, fp8_mha={self.fp8_mha}"
+            f"amax_history_len={self.amax_history_len}, reduce_amax={self.reduce_amax}, "
+            f"fp8_dpa={self.fp8_dpa}, fp8_mha={self.fp8_mha}"
         )
 
 
 @dataclass
 class Float8CurrentScaling(Recipe):
-    """Scale each tensor by its own amax, found just before the cast. No state."""
+    """Scale each tensor by its own amax, computed just before the cast. No state."""
 
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID
@@ -135,8 +136,8 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass
 class Float8BlockScaling(Recipe):
-    """A scale for each 128 values of an activation or gradient along the dimension a product sums over, and
-    for each 128x128 of a weight; powers of two unless `use_f32_scales`. No state."""
+    """One scale per 128 values along the K dimension (activations and gradients), or per 128x128 block
+    (weights). Scales are powers of two unless `use_f32_scales`. No state."""
 
     use_f32_scales: bool = False
     fp8_format: Format = Format.E4M3
@@ -146,9 +147,8 @@ class Float8BlockScaling(Recipe):
 
 @dataclass
 class MXFP8BlockScaling(Recipe):
-    """The OCP microscaling format MXFP8: a power of two (E8M0: eight bits of exponent) for each 32 values
-    along the dimension a product sums over. No state. (Blackwell's recipe; TE rounds the exponent up, so that
-    nothing saturates.)"""
+    """MXFP8, the OCP microscaling format for Blackwell: one power-of-two scale (E8M0, 8 exponent bits) per 32
+    values along the K dimension. TE rounds the exponent up, so that nothing saturates. No state."""
 
     margin: int = 0
     fp8_format: Format = Format.E4M3
@@ -156,12 +156,12 @@ class MXFP8BlockScaling(Recipe):
     __post_init__ = DelayedScaling.__post_init__
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # What is available
 
 
 def is_fp8_available(return_reason=False):
-    """Delayed, current and block scaling and MXFP8: always, emulated."""
+    """Always true: delayed, current and block scaling and MXFP8 are emulated."""
     return (True, "") if return_reason else True
 
 
@@ -172,26 +172,26 @@ def is_nvfp4_available(return_reason=False):
     return (False, "te_reference emulates FP8 only, not NVFP4.") if return_reason else False
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # The FP8 region: one global state, as in TE
 
 
 class _Fp8State:
-    """TE's FP8GlobalStateManager: is FP8 on, with which recipe, and whose amax histories roll when."""
+    """TE's FP8GlobalStateManager: whether FP8 is on, the recipe, and the amax histories to roll."""
 
     def __init__(self):
         self.enabled = False
         self.recipe = None
         self.group = None
-        # True until the first module of an autocast region has run: its backward rolls the histories
+        # True until the first module of an autocast region has run; its backward pass rolls the histories
         self.first_module = False
         self.depth = 0
         self.weights_in_fp8 = False  # inside quantized_model_init
         self.keep_init_value = False
-        self.recompute = None  # inside checkpoint(): "forward", or "recompute" in its second forward
+        self.recompute = None  # inside checkpoint(): "forward", then "recompute" in the backward pass
         self.recompute_first_module = []
-        self.regions = {}  # key -> (recipe, group), as last entered
-        # (forward?, key) -> weak references to the _ScalingState of every module that ever ran there
+        self.regions = {}  # key -> (recipe, group) of the region entered last
+        # (is_forward, key) -> weak references to the _ScalingState of every module that ran in the region
         self.states = {}
 
 
@@ -199,20 +199,19 @@ _fp8 = _Fp8State()
 
 
 class autocast:
-    """`with te.autocast(enabled=…, recipe=…)`: modules inside run in FP8. Nests; an inner `enabled=False`
-    switches FP8 off for its part."""
+    """Run the TE modules inside in FP8. Regions nest: `enabled=False` in an inner one turns FP8 off there."""
 
     def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
         if calibrating:
             raise ValueError(
-                "autocast(calibrating=True) is not emulated by te_reference; run it on a GPU with Transformer Engine"
+                "autocast(calibrating=True) is not emulated by te_reference; "
+                "run it on a GPU with Transformer Engine"
             )
         self.enabled, self.recipe, self.group = enabled, recipe, amax_reduction_group
 
     def __enter__(self):
         if self.enabled and torch.compiler.is_compiling() and (self.recipe is None or self.recipe.delayed()):
-            # as TE
-            raise RuntimeError(
+            raise RuntimeError(  # TE's message
                 "DelayedScaling is not supported under torch.compile. Please use other recipes instead."
             )
         recipe = DelayedScaling() if self.recipe is None else self.recipe
@@ -228,22 +227,24 @@ class autocast:
     def __exit__(self, *exc):
         _fp8.enabled, _fp8.recipe, _fp8.group, _fp8.first_module = self.outer
         _fp8.depth -= 1
-        # Only the outermost region, and only with gradients on: evaluation neither rolls a history nor moves
-        # a scale, but the amax it saw stays in row 0 and counts in the next training step.
+        # Only for the outermost region and with gradients enabled: evaluation changes no scale, but its amax
+        # stays in row 0 and counts in the next training step.
         if self.enabled and _fp8.depth == 0 and torch.is_grad_enabled():
             _roll_histories(forward=True)
 
 
 def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False):
-    """The older name of `autocast`, with the older names of its arguments."""
+    """Deprecated name of `autocast`, with its deprecated argument names."""
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
 @contextmanager
 def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
-    """Modules made inside hold FP8 weights only. Here such a parameter is a plain tensor whose values FP8 can
-    hold (exactly so in float32; in bfloat16 rounded once more); `FusedAdam` updates a float32 master and
-    quantises it back, as TE's does."""
+    """Create the modules inside with FP8 weights and no high-precision copy.
+
+    Here such a parameter is a plain tensor of dequantized FP8 values (exact in float32; rounded again in
+    bfloat16). `FusedAdam` updates float32 master weights and quantizes them back, as TE's does.
+    """
     outer = (_fp8.weights_in_fp8, _fp8.recipe, _fp8.keep_init_value)
     _fp8.weights_in_fp8, _fp8.recipe = enabled, DelayedScaling() if recipe is None else recipe
     _fp8.keep_init_value = preserve_high_precision_init_val
@@ -253,7 +254,7 @@ def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init
         _fp8.weights_in_fp8, _fp8.recipe, _fp8.keep_init_value = outer
 
 
-fp8_model_init = quantized_model_init  # the older name
+fp8_model_init = quantized_model_init  # the deprecated name
 
 
 def _region_key(recipe, group):
@@ -261,8 +262,7 @@ def _region_key(recipe, group):
 
 
 def _roll_histories(forward):
-    """End of a forward (or backward) pass: reduce every amax over the ranks, roll the histories, compute the
-    next scales."""
+    """At the end of a forward (or backward) pass: reduce amaxes over ranks, roll histories, update scales."""
     for (is_forward, key), references in _fp8.states.items():
         states = [s for s in (r() for r in references) if s is not None]
         if is_forward != forward or not states:
@@ -283,9 +283,11 @@ def _roll_histories(forward):
 
 
 class _ScalingState:
-    """Scales and amax histories of one module's tensors, forward [input, weight, output] or backward [output
-    gradient, input gradient], once for each matrix product. Tensors: `scale` (n,), `amax_history`
-    (amax_history_len, n), float32."""
+    """Scales and amax histories of one module's tensors, in one direction.
+
+    For each GEMM of the module, the tensors are [input, weight, output] forward or [output gradient, input
+    gradient] backward. `scale`: (n,) float32; `amax_history`: (amax_history_len, n) float32.
+    """
 
     def __init__(self, recipe, n, device):
         self.scale = torch.ones(n, dtype=torch.float32, device=device)
@@ -293,15 +295,15 @@ class _ScalingState:
 
     @torch.no_grad()
     def roll(self, recipe, fp8_max):
-        """Next scale from the history; then row i takes row i+1, the last row takes this step's amax, row 0
-        is zero again. A tensor that was not quantised since the last time (its amax is zero) is left as it
-        is."""
+        """Compute the next scale from the history, then roll the history: row i takes row i+1, the last row
+        takes this step's amax, and row 0 is zeroed. A tensor not quantized since the last roll (its amax is
+        zero) keeps its scale and history."""
         history = self.amax_history
         unused = history[0] == 0
         if callable(recipe.amax_compute_algo):
             amax = recipe.amax_compute_algo(history)
         elif recipe.amax_compute_algo == "max":
-            amax = history.nan_to_num(nan=0.0, posinf=math.inf).amax(0)  # the GPU's fmax ignores NaN
+            amax = history.nan_to_num(nan=0.0, posinf=math.inf).amax(0)  # CUDA's fmax ignores NaN
         else:
             amax = history[0].clone()
         if recipe.scaling_factor_compute_algo is not None:
@@ -314,7 +316,7 @@ class _ScalingState:
         self.scale.copy_(torch.where(unused, self.scale, scale))
 
     def resize(self, length):
-        """Another `amax_history_len`: cut off the end, or pad with zeros. So does TE, although the newest
+        """Change `amax_history_len`: truncate at the end or pad with zeros, as TE does, although the newest
         rows are at the end."""
         if length != len(self.amax_history):
             kept = self.amax_history[:length]
@@ -322,28 +324,32 @@ class _ScalingState:
 
 
 def delayed_scale(amax, old_scale, fp8_max, margin=0):
-    """FP8_MAX / amax / 2**margin. An amax of zero, infinity or NaN keeps the old scale; one so small that the
-    quotient overflows float32 gives the largest float32. All (n,) float32."""
-    # number / tensor would round twice: PyTorch takes the reciprocal
+    """Return FP8_MAX / amax / 2**margin. All tensors: (n,) float32.
+
+    An amax of zero, infinity or NaN keeps the old scale. A quotient that overflows gives the largest float32.
+    """
+    # a tensor as the numerator: PyTorch computes number / tensor with the reciprocal, which rounds twice
     scale = torch.full_like(amax, fp8_max * 2.0**-margin) / amax
     scale = torch.where(torch.isinf(scale), FP32_MAX, scale)
     return torch.where((amax > 0) & torch.isfinite(amax), scale, old_scale)
 
 
 def current_scale(amax, fp8_max, power_of_2=False):
-    """FP8_MAX / amax; 1 for an amax of zero or infinity; the largest float32 where the quotient overflows.
-    `power_of_2` rounds down to one."""
+    """Return FP8_MAX / amax, rounded down to a power of two if `power_of_2`.
+
+    An amax of zero or infinity gives 1. A quotient that overflows gives the largest float32.
+    """
     scale = torch.full_like(amax, fp8_max) / amax
     scale = torch.where(torch.isinf(scale), FP32_MAX, scale)
     scale = torch.where((amax == 0) | torch.isinf(amax), 1.0, scale)
-    if power_of_2:  # keep sign and exponent
+    if power_of_2:  # clear the mantissa
         scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
     return scale
 
 
 def mx_scale(amax, fp8_max):
-    """MXFP8's: 2^-e with the smallest e such that amax / 2^e fits the format, e from -127 to 127 (what E8M0
-    holds)."""
+    """Return MXFP8's scale, 2^-e with the smallest e in [-127, 127] (E8M0's range) such that amax / 2^e fits
+    the format."""
     bits = (amax * (1.0 / fp8_max)).view(torch.int32)
     exponent, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
     up = (mantissa > 0) & (exponent < 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
@@ -351,8 +357,9 @@ def mx_scale(amax, fp8_max):
 
 
 def in_blocks(x, block, scale_of, dtype):
-    """Quantise x (rows, columns) with one scale for each block of (rows, columns) = `block` -> (FP8 of x's
-    shape, the scales (row blocks, column blocks), x dequantised float32). Blocks at the edge may be smaller.
+    """Quantize x (rows, columns) with one scale per block of shape `block`; edge blocks may be smaller.
+
+    Returns: FP8 data of x's shape, scales (row blocks, column blocks), and x dequantized to float32.
     """
     rows, columns = x.shape
     padded = F.pad(x.detach().float(), (0, -columns % block[1], 0, -rows % block[0]))
@@ -363,9 +370,9 @@ def in_blocks(x, block, scale_of, dtype):
     return q.view(padded.shape)[:rows, :columns], scale, value.view(padded.shape)[:rows, :columns]
 
 
-def _in_rows_and_columns(x, recipe, dtype, weight=False):
-    """x, quantised in blocks and dequantised, twice: with blocks along the columns and along the rows; the
-    same where blocks are square."""
+def _quantize_rowwise_and_columnwise(x, recipe, dtype, weight=False):
+    """Quantize x in blocks and dequantize it, rowwise (blocks within a row) and columnwise. For a weight's
+    128x128 blocks the two are the same."""
     if recipe.mxfp8():
         size, scale_of = 32, mx_scale
     else:
@@ -377,47 +384,50 @@ def _in_rows_and_columns(x, recipe, dtype, weight=False):
 
 
 class _BlockLinear(torch.autograd.Function):
-    """x · wᵀ in blocks. A block runs along the dimension that a product sums over, and x, w and dy each enter
-    two products that sum over different dimensions: so each is quantised twice (TE's row-wise and column-wise
-    data). x (rows, in), w = (by rows, by columns), each (out, in)."""
+    """x · wᵀ with block scaling. Blocks run along a GEMM's K dimension, and x, w and dy are each an operand
+    of two GEMMs with different K dimensions. So each is quantized twice (TE's rowwise and columnwise data).
+
+    x: (rows, in); w: the pair (rowwise, columnwise), each (out, in).
+    """
 
     @staticmethod
     def forward(ctx, x, weight, w, recipe, grad_dtype):
-        by_rows, by_columns = _in_rows_and_columns(x, recipe, recipe._dtype(forward=True))
-        ctx.save_for_backward(by_columns, w[1])
+        rowwise, columnwise = _quantize_rowwise_and_columnwise(x, recipe, recipe._dtype(forward=True))
+        ctx.save_for_backward(columnwise, w[1])
         ctx.args = (recipe, grad_dtype, x.dtype, weight.dtype)
-        return F.linear(by_rows, w[0])
+        return F.linear(rowwise, w[0])
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
         recipe, grad_dtype, x_dtype, w_dtype = ctx.args
-        by_rows, by_columns = _in_rows_and_columns(grad, recipe, recipe._dtype(forward=False))
+        rowwise, columnwise = _quantize_rowwise_and_columnwise(grad, recipe, recipe._dtype(forward=False))
         return (
-            (by_rows @ w).to(grad_dtype).to(x_dtype), (by_columns.T @ x).to(grad_dtype).to(w_dtype), None,
-            None, None,
+            (rowwise @ w).to(grad_dtype).to(x_dtype),  # dgrad
+            (columnwise.T @ x).to(grad_dtype).to(w_dtype),  # wgrad
+            None, None, None,
         )
 
 
 def amax_of(x):
-    """Largest absolute value, () float32. NaN does not count: the GPU's maximum ignores it."""
+    """Return the largest absolute value, () float32. NaN is ignored, as by CUDA's fmax."""
     return x.detach().abs().nan_to_num(nan=0.0, posinf=math.inf).amax().float()
 
 
 def quantize(x, scale, dtype):
-    """x · scale, saturated to the format's range (infinity too; NaN stays) and cast, round to nearest even.
-    -> FP8 of x's shape."""
+    """Return x · scale, saturated to the format's range (infinity too; NaN stays NaN) and cast to FP8 with
+    round to nearest even."""
     return (x.detach().float() * scale).clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
 
 
 def dequantize(q, scale):
-    """FP8 -> float32: q / scale, as q times the float32 reciprocal."""
+    """Return q / scale in float32, computed as q times the float32 reciprocal."""
     return q.float() * scale.reciprocal()
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Forward: `value` in place of x. Backward: the gradient, rounded to `grad_dtype`, the precision of the
-    product that makes it in TE."""
+    """Forward: replace x by `value`. Backward: pass the gradient through, rounded to `grad_dtype`, the output
+    precision of TE's GEMM."""
 
     @staticmethod
     def forward(ctx, x, value, grad_dtype):
@@ -431,8 +441,8 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _QuantizeGrad(torch.autograd.Function):
-    """Forward: identity. Backward: the gradient, quantised to FP8 and back; then, in the first module's last
-    product, the backward roll."""
+    """Forward: identity. Backward: quantize and dequantize the gradient; if `roll`, which is set for the
+    first module, roll the backward histories."""
 
     @staticmethod
     def forward(ctx, y, recipe, state, index, roll):
@@ -451,23 +461,26 @@ class _QuantizeGrad(torch.autograd.Function):
 
 
 def _scale_for(x, recipe, state, index, dtype):
-    """The scale to quantise a tensor with, from x, the tensor before any rounding. Delayed: the stored one,
-    and x's amax goes into row 0 (as a maximum: a row can see several passes). Current: from x's amax."""
+    """Return the scale for x, the tensor before any rounding.
+
+    Current scaling computes it from x's amax. Delayed scaling returns the stored scale and records x's amax
+    in row 0 of the history, as a maximum, since several passes can share a step.
+    """
     amax = amax_of(x)
     if isinstance(recipe, Float8CurrentScaling):
         return current_scale(amax, FP8_MAX[dtype], recipe.use_power_2_scales)
     with torch.no_grad():
         slot = state.amax_history[0, index]
         slot.copy_(torch.maximum(slot, amax))
-    return state.scale[index].clone()  # a clone: the state moves on before backward asks
+    return state.scale[index].clone()  # clone: the state changes before the backward pass reads it
 
 
 def _round(x, dtype, grad_dtype):
-    """x as `dtype` would hold it, kept in float32; its gradient rounded to grad_dtype."""
+    """Round x to `dtype` but keep it in float32; round its gradient to `grad_dtype`."""
     return _StraightThrough.apply(x, x.detach().to(dtype).float(), grad_dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # Modules
 
 
@@ -480,15 +493,15 @@ def _normal_init(weight):
 
 
 class _Module(nn.Module):
-    """TransformerEngineBaseModule: FP8 state in `fp8_meta`, its life cycle in a forward pass, `_extra_state`
-    in the state dict."""
+    """TransformerEngineBaseModule: the FP8 state in `fp8_meta`, its updates in a forward pass, and
+    `_extra_state` in the state dict."""
 
     def __init__(self, num_gemms=0):
         super().__init__()
         self.fp8 = False
         self.fp8_meta = {"num_gemms": num_gemms, "fp8_checkpoint": False}
-        self._fp8_workspaces = {}  # FP8 weights kept over the micro-batches of one step
-        self._stash = []  # scales of first forwards, for checkpoint()'s second ones
+        self._fp8_workspaces = {}  # FP8 weights, cached over the micro-batches of a step
+        self._stash = []  # histories and scales for checkpoint() to recompute with
         self.primary_weights_in_fp8 = _fp8.weights_in_fp8
 
     # -- parameters
@@ -496,7 +509,7 @@ class _Module(nn.Module):
     def _linear_parameters(
         self, weight, bias, out_features, in_features, use_bias, init_method, gemm, dtype, device
     ):
-        """Register `weight` (out, in) and `bias` (out,); an absent bias is an empty tensor, as in TE."""
+        """Register `weight` (out, in) and `bias` (out,). Without a bias it is an empty tensor, as in TE."""
         self.register_parameter(
             weight, nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
         )
@@ -524,13 +537,13 @@ class _Module(nn.Module):
         self.register_parameter(names[0], nn.Parameter(gamma(size, dtype=dtype, device=device)))
         if normalization == "LayerNorm":
             self.register_parameter(names[1], nn.Parameter(torch.zeros(size, dtype=dtype, device=device)))
-        elif names[1] != "bias":  # fused modules have the attribute in any case
+        elif names[1] != "bias":  # TE's fused modules always have the attribute
             setattr(self, names[1], None)
 
     # -- FP8 state
 
     def init_fp8_meta_tensors(self, recipe):
-        """Make or resize the scales and histories that `recipe` wants; keep what fits."""
+        """Create or resize the scales and histories for `recipe`; keep existing values."""
         meta = self.fp8_meta
         if meta.get("recipe") == recipe and ("scaling_fwd" in meta) == recipe.delayed():
             return
@@ -550,7 +563,7 @@ class _Module(nn.Module):
             else:
                 meta[key] = _ScalingState(recipe, n, next(self.parameters()).device)
 
-    def _apply(self, fn, recurse=True):  # .to(), .cuda(): the FP8 state follows the device, not the dtype
+    def _apply(self, fn, recurse=True):  # .to(), .cuda(): move the FP8 state but keep its dtype
         super()._apply(fn, recurse)
         for key in ("scaling_fwd", "scaling_bwd"):
             if key in self.fp8_meta:
@@ -559,9 +572,9 @@ class _Module(nn.Module):
         return self
 
     def _begin(self, x):
-        """Start of a forward pass -> the dtype that activations have."""
+        """Prepare the FP8 state for a forward pass and return the dtype of the activations."""
         if self.fp8 and _fp8.recompute == "recompute":
-            if self._delayed():  # the second forward must quantise exactly as the first did
+            if self._delayed():  # quantize exactly as in the original forward pass
                 fwd = self.fp8_meta["scaling_fwd"]
                 self._after_first = (fwd.amax_history.clone(), fwd.scale.clone())
                 history, scale = self._stash.pop(0)
@@ -601,9 +614,11 @@ class _Module(nn.Module):
         return isinstance(self.fp8_meta.get("recipe"), DelayedScaling)
 
     def _rolls_backward(self, x):
-        """True for the first module of the region that will have a backward pass. In a recomputed region
-        every module answers True, as in TE; that does no harm, since only tensors quantised since the last
-        roll take part."""
+        """Return True for the first module of the region that has a backward pass.
+
+        In a recomputed region every module returns True, as in TE. That is harmless, because a roll changes
+        only tensors quantized since the last one.
+        """
         needs_backward = torch.is_grad_enabled() and (
             x.requires_grad or any(p.requires_grad for p in self.parameters())
         )
@@ -612,34 +627,36 @@ class _Module(nn.Module):
             _fp8.first_module = False
         return first
 
-    # -- the product
+    # -- GEMMs
 
     def _fp8_weight(self, name, index, dtype, is_first_microbatch):
-        """The weight, quantised and dequantised, (out, in) float32. `is_first_microbatch`: None: always anew;
-        True: anew, and kept; False: the kept one."""
+        """Quantize and dequantize the weight: (out, in) float32, or a (rowwise, columnwise) pair.
+
+        `is_first_microbatch`: None computes it, True computes and caches it, False reads the cache.
+        """
         weight = getattr(self, name)
         if hasattr(weight, "fp8_owner") and self.fp8_meta["recipe"].float8_per_tensor_scaling():
             return _StraightThrough.apply(weight, weight.detach().float(), dtype)
         value = self._fp8_workspaces.get(name) if is_first_microbatch is False else None
         if value is None:
-            value = self._quantized(weight, index)
+            value = self._quantize_weight(weight, index)
             if is_first_microbatch is not None:
                 self._fp8_workspaces[name] = value
         return value if isinstance(value, tuple) else _StraightThrough.apply(weight, value, dtype)
 
-    def _quantized(self, weight, index):
-        """A weight as the recipe holds it, dequantised to float32; a pair, by rows and by columns, where it
-        is scaled in blocks."""
+    def _quantize_weight(self, weight, index):
+        """Quantize a weight and dequantize it to float32; return a (rowwise, columnwise) pair under block
+        scaling."""
         recipe = self.fp8_meta["recipe"]
         fp8_dtype = recipe._dtype(forward=True)
         if not recipe.float8_per_tensor_scaling():
-            return _in_rows_and_columns(weight, recipe, fp8_dtype, weight=True)
+            return _quantize_rowwise_and_columnwise(weight, recipe, fp8_dtype, weight=True)
         scale = _scale_for(weight, recipe, self.fp8_meta.get("scaling_fwd"), index, fp8_dtype)
         return dequantize(quantize(weight, scale, fp8_dtype), scale)
 
     def _fp8_linear(self, gemm, x, weight, bias, dtype, is_first_microbatch, roll, unrounded=None):
-        """Product number `gemm` of the module: x (…, in) -> (…, out), float32 that has not been rounded to
-        `dtype` yet. `unrounded`: x before rounding, where TE takes the amax from there."""
+        """Run the module's linear layer number `gemm` in FP8: (…, in) -> (…, out), float32, not yet rounded
+        to `dtype`. `unrounded` is x before rounding, if that is where TE computes the amax."""
         recipe, meta = self.fp8_meta["recipe"], self.fp8_meta
         _check_fp8_shapes(x, getattr(self, weight), recipe)
         w = self._fp8_weight(weight, 3 * gemm + 1, dtype, is_first_microbatch)
@@ -654,20 +671,21 @@ class _Module(nn.Module):
             y = _BlockLinear.apply(x.flatten(0, -2), getattr(self, weight), w, recipe, dtype).view(
                 *x.shape[:-1], -1
             )
-        if bias is not None:  # cuBLAS has no FP8 product with a float32 bias: TE rounds it to bfloat16
+        if bias is not None:  # cuBLAS has no FP8 GEMM with a float32 bias, so TE rounds it to bfloat16
             y = y + (
                 _round(bias.float(), torch.bfloat16, torch.float32)
-                if dtype == torch.float32
-                else bias.float()
+                if dtype == torch.float32 else bias.float()
             )
         return y
 
     # -- state dict
 
     def get_extra_state(self):
-        """The FP8 state as TE stores it: a pickle in a uint8 tensor; empty where there is none. TE reads it
-        as a TE 1.x state (no recipe inside, so nothing of this file is needed to load it), which has a
-        history of 1,024 rows, once `NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1` lets it."""
+        """Return the FP8 state in TE's format, a pickle in a uint8 tensor, or an empty tensor.
+
+        TE loads it as a TE 1.x state if `NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1` is set. Such a state
+        contains no recipe, so that loading it does not need this file, and has 1,024 rows of history.
+        """
         if not (self.fp8_meta.get("fp8_checkpoint") and self._delayed()):
             return torch.empty(0, dtype=torch.uint8)
         state = {"extra_fp8_variables": {"num_gemms": self.fp8_meta["num_gemms"], "fp8_checkpoint": True}}
@@ -686,15 +704,14 @@ class _Module(nn.Module):
         recipe = state.get("recipe") or DelayedScaling()
         recipe.amax_history_len = len(state["amax_history_fwd"])
         self.init_fp8_meta_tensors(recipe)
-        self.fp8_meta["fp8_checkpoint"] = True  # saved again even if no FP8 forward comes between
+        self.fp8_meta["fp8_checkpoint"] = True  # save it again even if no FP8 forward pass follows
         for key, suffix in (("scaling_fwd", "fwd"), ("scaling_bwd", "bwd")):
             self.fp8_meta[key].scale.copy_(state[f"scale_{suffix}"])
             self.fp8_meta[key].amax_history.copy_(state[f"amax_history_{suffix}"])
 
 
 class _StateUnpickler(pickle.Unpickler):
-    """Reads TE's pickled FP8 state without running code from it: tensors, plain containers and recipes,
-    nothing else."""
+    """Load TE's pickled FP8 state without executing code: tensors, plain containers and recipes only."""
 
     def find_class(self, module, name):
         if (module, name) == ("transformer_engine.common.recipe", "DelayedScaling"):
@@ -711,32 +728,33 @@ class _StateUnpickler(pickle.Unpickler):
 
 
 def _check_fp8_shapes(x, weight, recipe):
-    """TE's rules: rows divisible by 8 and columns by 16; for the weight gradient, where both are columns,
-    rows and output features by 16. MXFP8's blocks: everything by 32."""
+    """Check TE's rules: rows divisible by 8 and columns by 16; for wgrad, rows and output features by 16;
+    for MXFP8, all dimensions by 32."""
     if recipe.mxfp8() and (x.numel() // x.shape[-1] % 32 or x.shape[-1] % 32 or weight.shape[0] % 32):
         raise ValueError(
-            f"MXFP8 requires all dimensions to be divisible by 32, but got input with dims={list(x.shape)} and weight with "
-            f"dims={list(weight.shape)}"
+            "MXFP8 requires all dimensions to be divisible by 32, but got input with "
+            f"dims={list(x.shape)} and weight with dims={list(weight.shape)}"
         )
     for name, tensor in (("input", x), ("weight", weight)):
         rows = tensor.numel() // tensor.shape[-1]
         if rows % 8 or tensor.shape[-1] % 16:
             raise ValueError(
-                "FP8 execution requires the product of all dimensions except the last to be divisible by 8 and the last "
-                f"dimension to be divisible by 16, but got {name} with dims={list(tensor.shape)}"
+                "FP8 execution requires the product of all dimensions except the last to be divisible by 8 "
+                "and the last dimension to be divisible by 16, "
+                f"but got {name} with dims={list(tensor.shape)}"
             )
         if rows % 16 and torch.is_grad_enabled() and weight.requires_grad:
             raise ValueError(
-                "FP8 training requires the product of all dimensions except the last to be divisible by 16 (the weight "
-                f"gradient), but got {name} with dims={list(tensor.shape)}"
+                "FP8 training requires the product of all dimensions except the last to be divisible by 16 "
+                f"(the weight gradient), but got {name} with dims={list(tensor.shape)}"
             )
 
 
 def _fp8_parameter_value(parameter, master):
-    """What an FP8 parameter holds after an update: the master, quantised with the module's scale and
-    dequantised. Records the amax."""
+    """Quantize and dequantize a master weight with the module's scale, and record its amax. This is the value
+    of an FP8 parameter after an update."""
     module, gemm = parameter.fp8_owner[0](), parameter.fp8_owner[1]
-    value = module._quantized(master, 3 * gemm + 1)
+    value = module._quantize_weight(master, 3 * gemm + 1)
     return value[0] if isinstance(value, tuple) else value
 
 
@@ -747,8 +765,7 @@ def _plain_linear(x, weight, bias, dtype):
 
 
 def _normalize(x, gamma, beta, eps, normalization, zero_centered_gamma):
-    """LayerNorm or RMSNorm over the last dimension of x, in x's dtype (PyTorch computes in float32 inside).
-    """
+    """Apply LayerNorm or RMSNorm over the last dimension. Returns x's dtype; PyTorch computes in float32."""
     gamma = gamma.to(x.dtype) if not zero_centered_gamma else 1 + gamma.to(x.dtype)
     if normalization == "RMSNorm":
         return F.rms_norm(x, x.shape[-1:], gamma, eps)
@@ -764,8 +781,8 @@ def _no_torch_autocast(x):
 
 
 def _not_compiled_when_delayed(forward):
-    """Decorate a module's forward: with delayed scaling it runs uncompiled under torch.compile, as TE's does.
-    Its scales and histories live in Python objects that other modules update."""
+    """Decorate a module's forward to run uncompiled with delayed scaling, as TE's does under torch.compile:
+    scales and histories are Python objects that other modules update."""
     uncompiled = torch.compiler.disable(forward, reason="DelayedScaling is not supported under torch.compile")
 
     @wraps(forward)
@@ -777,21 +794,13 @@ def _not_compiled_when_delayed(forward):
 
 
 class LayerNorm(_Module):
-    """(…, size) -> (…, size). Parameters `weight`, `bias`."""
+    """LayerNorm: (…, size) -> (…, size). Parameters `weight` and `bias`."""
 
     normalization = "LayerNorm"
 
     def __init__(
-        self,
-        normalized_shape,
-        eps=1e-5,
-        sequence_parallel=None,
-        params_dtype=None,
-        zero_centered_gamma=False,
-        hidden_size=None,
-        device=None,
-        dtype=None,
-        **unused,
+        self, normalized_shape, eps=1e-5, sequence_parallel=None, params_dtype=None,
+        zero_centered_gamma=False, hidden_size=None, device=None, dtype=None, **unused,
     ):
         super().__init__()
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
@@ -799,7 +808,7 @@ class LayerNorm(_Module):
                               dtype or params_dtype or torch.get_default_dtype(), device or _default_device())
 
     def forward(self, x):
-        y = x.float() if self.zero_centered_gamma else x  # 1 + gamma must not be rounded
+        y = x.float() if self.zero_centered_gamma else x  # keep 1 + gamma in float32
         return _normalize(
             y, self.weight, getattr(self, "bias", None), self.eps, self.normalization,
             self.zero_centered_gamma,
@@ -807,26 +816,18 @@ class LayerNorm(_Module):
 
 
 class RMSNorm(LayerNorm):
-    """(…, size) -> (…, size). Parameter `weight`."""
+    """RMSNorm: (…, size) -> (…, size). Parameter `weight`."""
 
     normalization = "RMSNorm"
 
 
 class Linear(_Module):
-    """y = x · weightᵀ + bias: (…, in_features) -> (…, out_features). With `return_bias` -> (y without bias,
-    bias)."""
+    """y = x · weightᵀ + bias: (…, in_features) -> (…, out_features). With `return_bias`, return y without the
+    bias, and the bias."""
 
     def __init__(
-        self,
-        in_features,
-        out_features,
-        init_method=None,
-        bias=True,
-        return_bias=False,
-        params_dtype=None,
-        device=None,
-        name=None,
-        **unused,
+        self, in_features, out_features, init_method=None, bias=True, return_bias=False, params_dtype=None,
+        device=None, name=None, **unused,
     ):
         super().__init__(num_gemms=1)
         self.in_features, self.out_features, self.use_bias, self.return_bias = (
@@ -851,24 +852,13 @@ class Linear(_Module):
 
 
 class LayerNormLinear(_Module):
-    """Norm, then linear: (…, in_features) -> (…, out_features); also returns the bias and the norm's output
-    where asked to."""
+    """Norm, then linear: (…, in_features) -> (…, out_features). With `return_bias` or
+    `return_layernorm_output`, return the bias or the norm's output as well."""
 
     def __init__(
-        self,
-        in_features,
-        out_features,
-        eps=1e-5,
-        init_method=None,
-        bias=True,
-        normalization="LayerNorm",
-        return_bias=False,
-        params_dtype=None,
-        return_layernorm_output=False,
-        zero_centered_gamma=False,
-        device=None,
-        name=None,
-        **unused,
+        self, in_features, out_features, eps=1e-5, init_method=None, bias=True, normalization="LayerNorm",
+        return_bias=False, params_dtype=None, return_layernorm_output=False, zero_centered_gamma=False,
+        device=None, name=None, **unused,
     ):
         super().__init__(num_gemms=1)
         dtype, device = params_dtype or torch.get_default_dtype(), device or _default_device()
@@ -906,8 +896,8 @@ class LayerNormLinear(_Module):
         return out[0] if len(out) == 1 else tuple(out)
 
     def _norm(self, x, dtype):
-        """The norm's output: in `dtype`; or, where TE's kernel goes straight to FP8 (delayed scaling),
-        float32 that was never rounded."""
+        """Return the norm's output in `dtype`, or unrounded in float32 where TE's norm kernel writes FP8
+        directly (delayed scaling)."""
         x = x.to(dtype)
         args = (
             self.layer_norm_weight, self.layer_norm_bias, self.eps, self.normalization,
@@ -943,27 +933,13 @@ ACTIVATIONS = {
 
 
 class LayerNormMLP(LayerNormLinear):
-    """Norm, linear, activation, linear: (…, hidden_size) -> (…, hidden_size). Gated activations (geglu,
-    swiglu) have 2·ffn_hidden_size rows in `fc1_weight`: first what is activated, then what it is multiplied
-    by."""
+    """Norm, linear, activation, linear: (…, hidden_size) -> (…, hidden_size). With a gated activation (geglu,
+    swiglu …) `fc1_weight` has 2·ffn_hidden_size rows: first the gate, which is activated, then the values."""
 
     def __init__(
-        self,
-        hidden_size,
-        ffn_hidden_size,
-        eps=1e-5,
-        return_bias=False,
-        init_method=None,
-        bias=True,
-        normalization="LayerNorm",
-        activation="gelu",
-        output_layer_init_method=None,
-        params_dtype=None,
-        return_layernorm_output=False,
-        zero_centered_gamma=False,
-        device=None,
-        name=None,
-        **unused,
+        self, hidden_size, ffn_hidden_size, eps=1e-5, return_bias=False, init_method=None, bias=True,
+        normalization="LayerNorm", activation="gelu", output_layer_init_method=None, params_dtype=None,
+        return_layernorm_output=False, zero_centered_gamma=False, device=None, name=None, **unused,
     ):
         _Module.__init__(self, num_gemms=2)
         if activation not in ACTIVATIONS:
@@ -998,9 +974,8 @@ class LayerNormMLP(LayerNormLinear):
             if self.fp8:
                 roll = self._rolls_backward(inp)
                 h = self._fp8_linear(0, normed, "fc1_weight", fc1_bias, dtype, is_first_microbatch, roll)
-                # With delayed scaling TE's activation kernels read the rounded fc1 output and write FP8;
-                # their backward for the ungated ones writes FP8 too. Everything else goes through a tensor in
-                # the activations' precision.
+                # With delayed scaling, TE's activation kernels read the rounded fc1 output and write FP8, and
+                # the backward kernels of ungated activations write FP8 too. All else is rounded to `dtype`.
                 fused_backward = self._delayed() and not self.activation.endswith("glu")
                 unrounded = activation(_round(h, dtype, torch.float32 if fused_backward else dtype))
                 h = unrounded if self._delayed() else _round(unrounded, dtype, torch.float32)
@@ -1020,45 +995,30 @@ class LayerNormMLP(LayerNormLinear):
 
 
 class DotProductAttention(_Module):
-    """softmax(q·kᵀ/√d)·v. Query (B, S, H, D) in format bshd or (S, B, H, D) in sbhd, key and value with
-    `num_gqa_groups` heads -> (B, S, H·D) or (S, B, H·D). Masks: causal, causal_bottom_right, no_mask. Format
-    thd, with mask padding_causal: query (T, H, D), sequences of any lengths after each other, which begin at
-    `cu_seqlens_q` (int32, then T) -> (T, H·D)."""
+    """softmax(q·kᵀ / √D)·v; key and value have `num_gqa_groups` heads.
+
+    Format bshd: query (B, S, H, D) -> (B, S, H·D). Format sbhd: (S, B, H, D) -> (S, B, H·D). Masks: causal,
+    causal_bottom_right, no_mask. Format thd with mask padding_causal: packed sequences of any length, query
+    (T, H, D) -> (T, H·D); `cu_seqlens_q` (int32) holds the start of each, then T.
+    """
 
     def __init__(
-        self,
-        num_attention_heads,
-        kv_channels,
-        num_gqa_groups=None,
-        attention_dropout=0.0,
-        qkv_format="sbhd",
-        attn_mask_type="causal",
-        softmax_scale=None,
-        layer_number=None,
-        attention_type="self",
-        name=None,
+        self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
+        attn_mask_type="causal", softmax_scale=None, layer_number=None, attention_type="self", name=None,
         **unused,
     ):
         super().__init__()
         self.num_attention_heads, self.num_gqa_groups = (
-            num_attention_heads,
-            num_gqa_groups or num_attention_heads,
+            num_attention_heads, num_gqa_groups or num_attention_heads
         )
         self.attention_dropout, self.qkv_format, self.attn_mask_type = (
-            attention_dropout, qkv_format, attn_mask_type,
+            attention_dropout, qkv_format, attn_mask_type
         )
         self.softmax_scale = softmax_scale
 
     def forward(
-        self,
-        query_layer,
-        key_layer,
-        value_layer,
-        attention_mask=None,
-        qkv_format=None,
-        attn_mask_type=None,
-        cu_seqlens_q=None,
-        **unused,
+        self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, attn_mask_type=None,
+        cu_seqlens_q=None, **unused,
     ):
         qkv_format, mask_type = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
         if (qkv_format, mask_type) == ("thd", "padding_causal"):
@@ -1077,8 +1037,8 @@ class DotProductAttention(_Module):
             "causal", "causal_bottom_right", "no_mask",
         ):
             raise ValueError(
-                f"qkv_format={qkv_format!r}, attn_mask_type={mask_type!r}: te_reference has bshd and sbhd, causal, "
-                "causal_bottom_right and no_mask, and thd with padding_causal"
+                f"qkv_format={qkv_format!r}, attn_mask_type={mask_type!r}: te_reference has bshd and sbhd, "
+                "causal, causal_bottom_right and no_mask, and thd with padding_causal"
             )
         to_bhsd = (0, 2, 1, 3) if qkv_format == "bshd" else (1, 2, 0, 3)
         q, k, v = (t.permute(to_bhsd) for t in (query_layer, key_layer, value_layer))
@@ -1097,8 +1057,7 @@ class DotProductAttention(_Module):
 
 
 class _SplitQKV(LayerNormLinear):
-    """LayerNormLinear whose weight and bias are three parameters each, `query_weight` …, multiplied (and
-    quantised) as one."""
+    """LayerNormLinear with separate query, key and value parameters, concatenated (and quantized) as one."""
 
     def __init__(
         self, in_features, sizes, eps, init_method, bias, normalization, zero_centered_gamma, dtype, device
@@ -1117,7 +1076,7 @@ class _SplitQKV(LayerNormLinear):
                 f"{name}_weight", f"{name}_bias", size, in_features, bias, init_method, 0, dtype, device
             )
         for name in ("query_bias", "key_bias", "value_bias") if bias else ():
-            # TE's order, which an optimizer's state goes by: the weights first
+            # TE's parameter order, on which the optimizer state depends: weights first
             self._parameters[name] = self._parameters.pop(name)
 
     weight = property(lambda self: torch.cat((self.query_weight, self.key_weight, self.value_weight)))
@@ -1125,13 +1084,13 @@ class _SplitQKV(LayerNormLinear):
 
 
 class TransformerLayer(nn.Module):
-    """A block: x + attention, then x + MLP, each with its norm in front. Input and output (S, B, hidden_size)
-    in format sbhd, TE's default, or (B, S, hidden_size) in bshd.
+    """Pre-norm transformer block: x + attention(x), then x + MLP(x). Input and output: (S, B, hidden_size) in
+    format sbhd, TE's default, or (B, S, hidden_size) in bshd.
 
-    With `fuse_qkv_params` QKV has one weight: by default the rows of each group of heads stand together (its
-    queries, its key, its value); with `qkv_weight_interleaved=False`, and where the three are parameters of
-    their own, all queries come first, then all keys, all values. Left out: decoder layers, post-norm and
-    parallel arrangements, QK-norm, sliding windows; NotImplementedError says so.
+    With `fuse_qkv_params` QKV has one weight. By default its rows are grouped by KV head: queries, key,
+    value. With `qkv_weight_interleaved=False`, and with separate QKV parameters, all queries come first, then
+    all keys, then all values. Decoder layers, post-norm and parallel layouts, QK-norm and sliding windows are
+    not emulated and raise NotImplementedError.
     """
 
     NOT_EMULATED = {
@@ -1142,30 +1101,11 @@ class TransformerLayer(nn.Module):
     }
 
     def __init__(
-        self,
-        hidden_size,
-        ffn_hidden_size,
-        num_attention_heads,
-        num_gqa_groups=None,
-        layernorm_epsilon=1e-5,
-        hidden_dropout=0.1,
-        attention_dropout=0.1,
-        init_method=None,
-        output_layer_init_method=None,
-        layer_number=None,
-        kv_channels=None,
-        self_attn_mask_type="causal",
-        *,
-        params_dtype=None,
-        fuse_qkv_params=False,
-        zero_centered_gamma=False,
-        qkv_weight_interleaved=True,
-        bias=True,
-        activation="gelu",
-        normalization="LayerNorm",
-        device=None,
-        attn_input_format="sbhd",
-        name=None,
+        self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None, layernorm_epsilon=1e-5,
+        hidden_dropout=0.1, attention_dropout=0.1, init_method=None, output_layer_init_method=None,
+        layer_number=None, kv_channels=None, self_attn_mask_type="causal", *, params_dtype=None,
+        fuse_qkv_params=False, zero_centered_gamma=False, qkv_weight_interleaved=True, bias=True,
+        activation="gelu", normalization="LayerNorm", device=None, attn_input_format="sbhd", name=None,
         **options,
     ):
         super().__init__()
@@ -1176,8 +1116,7 @@ class TransformerLayer(nn.Module):
                 )
         dtype, device = params_dtype or torch.get_default_dtype(), device or _default_device()
         self.groups, self.head_size = (
-            num_gqa_groups or num_attention_heads,
-            kv_channels or hidden_size // num_attention_heads,
+            num_gqa_groups or num_attention_heads, kv_channels or hidden_size // num_attention_heads
         )
         self.heads_per_group = num_attention_heads // self.groups
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
@@ -1209,16 +1148,15 @@ class TransformerLayer(nn.Module):
         )
 
     def forward(
-        self,
-        hidden_states,
-        attention_mask=None,
-        self_attn_mask_type=None,
-        *,
-        is_first_microbatch=None,
+        self, hidden_states, attention_mask=None, self_attn_mask_type=None, *, is_first_microbatch=None,
         rotary_pos_emb=None,
     ):
-        """`rotary_pos_emb`: angles (at least S, 1, 1, head size), the two halves alike; or two of them, for
-        queries and keys."""
+        """Run the block.
+
+        Args:
+            rotary_pos_emb: RoPE angles (S or more, 1, 1, rotary size), both halves equal; or a pair of these,
+                for queries and keys.
+        """
         if torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
         attention, groups, per_group = self.self_attention, self.groups, self.heads_per_group
@@ -1227,7 +1165,7 @@ class TransformerLayer(nn.Module):
             qkv, dim = qkv.unflatten(-1, (groups, per_group + 2, self.head_size)), -2
         else:
             qkv, dim = qkv.unflatten(-1, (per_group + 2, groups, self.head_size)), -3
-        # two leading dimensions, heads, head size
+        # each (B, S, heads, D), or (S, B, heads, D)
         q, k, v = (t.flatten(2, 3) for t in qkv.split((per_group, 1, 1), dim))
         if rotary_pos_emb is not None:
             angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
@@ -1241,8 +1179,8 @@ class TransformerLayer(nn.Module):
         return self._bias_dropout_add(*self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), x)
 
     def _rotate(self, x, angles):
-        """RoPE over the first `angles.shape[-1]` of the head's elements, in float32 as TE's kernel: pairs are
-        (x[i], x[i + half])."""
+        """Apply RoPE to the first `angles.shape[-1]` elements of each head, pairs (x[i], x[i + half]), in
+        float32 as in TE's kernel."""
         bshd = self.self_attention.core_attention.qkv_format == "bshd"
         angles = angles[:x.shape[1]].transpose(0, 1).float() if bshd else angles[:x.shape[0]].float()
         rotated, rest = x.float().split((angles.shape[-1], x.shape[-1] - angles.shape[-1]), -1)
@@ -1251,8 +1189,8 @@ class TransformerLayer(nn.Module):
         return torch.cat((rotated, rest), -1).to(x.dtype)
 
     def _bias_dropout_add(self, x, bias, residual):
-        """residual + dropout(x + bias). With a bias TE compiles this to one kernel, which computes in float32
-        and rounds once."""
+        """Return residual + dropout(x + bias). With a bias, TE runs this as one kernel that computes in
+        float32 and rounds once."""
         if bias.numel() == 0:
             return residual + F.dropout(x, self.hidden_dropout, self.training)
         with _no_torch_autocast(x):
@@ -1261,7 +1199,7 @@ class TransformerLayer(nn.Module):
             ).to(x.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # Gradient checkpointing
 
 
@@ -1311,8 +1249,10 @@ class _Checkpoint(torch.autograd.Function):
 
 
 def checkpoint(function, *args, use_reentrant=True, **kwargs):
-    """Run `function` without keeping its activations; run it again in backward. The second forward quantises
-    with the scales of the first and leaves the FP8 state as it was. (Always re-entrant here; TE's default.)
+    """Run `function` without saving activations and recompute it in the backward pass.
+
+    The recomputation quantizes with the scales of the original forward pass and does not change the FP8
+    state. It is always reentrant, which is TE's default.
     """
     for name in ("distribute_saved_activations", "get_rng_state_tracker", "tp_group"):
         kwargs.pop(name, None)
@@ -1322,28 +1262,23 @@ def checkpoint(function, *args, use_reentrant=True, **kwargs):
 
 
 def get_cpu_offload_context(enabled=False, num_layers=1, model_layers=1, **unused):
-    """(context for a block's forward pass, function for what it returns): TE's move saved tensors to the host
-    and back, these do nothing."""
+    """Return (context for a block's forward pass, function for its output). TE's offload saved tensors to the
+    host; these do nothing."""
     return nullcontext(), lambda x: x
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # Loss, optimizer, graphs
 
 
 def parallel_cross_entropy(
-    inp,
-    target,
-    label_smoothing=0.0,
-    reduce_loss=False,
-    dist_process_group=None,
-    ignore_idx=-100,
-    is_cg_capturable=False,
-    *,
-    overwrite_input=False,
+    inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None, ignore_idx=-100,
+    is_cg_capturable=False, *, overwrite_input=False,
 ):
-    """Cross-entropy in float32. inp (B, S, V), target (B, S) int64 -> (B, S), zero where ignored; with
-    `reduce_loss` the mean over the rest, (1,)."""
+    """Compute cross-entropy in float32. inp: (B, S, V); target: (B, S) int64.
+
+    Returns: (B, S), zero where the target is ignored; with `reduce_loss`, (1,), the mean over the others.
+    """
     losses = F.cross_entropy(
         inp.flatten(0, 1).float(), target.flatten(), ignore_index=ignore_idx, label_smoothing=label_smoothing,
         reduction="none",
@@ -1354,40 +1289,27 @@ def parallel_cross_entropy(
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam (decoupled weight decay by default), computed in float32, for parameters of any precision.
-    `master_weights` keeps a float32 copy of every lower-precision parameter in the state (`master_param`);
-    the parameter is that copy, rounded, or quantised where it is kept in FP8. The step count is
-    `param_groups[i]["step"]`, as in TE."""
+    """Adam (AdamW by default), computed in float32, for parameters of any precision.
+
+    `master_weights` keeps a float32 copy of every lower-precision parameter in the state (`master_param`).
+    The parameter is that copy rounded, or quantized if it is an FP8 parameter. The step count is
+    `param_groups[i]["step"]`, as in TE.
+    """
 
     def __init__(
-        self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=0.0,
-        amsgrad=False,
-        *,
-        bias_correction=True,
-        adam_w_mode=True,
-        capturable=False,
-        master_weights=False,
-        master_weight_dtype=torch.float32,
-        exp_avg_dtype=torch.float32,
-        exp_avg_sq_dtype=torch.float32,
-        use_decoupled_grad=False,
-        store_param_remainders=False,
-        set_grad_none=None,
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, *,
+        bias_correction=True, adam_w_mode=True, capturable=False, master_weights=False,
+        master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
+        use_decoupled_grad=False, store_param_remainders=False, set_grad_none=None,
     ):
         if amsgrad:
             raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
-        if master_weight_dtype != torch.float32 or not {exp_avg_dtype, exp_avg_sq_dtype} <= {
-            torch.float32,
-            torch.bfloat16,
-        }:
+        if master_weight_dtype != torch.float32 or not (
+            {exp_avg_dtype, exp_avg_sq_dtype} <= {torch.float32, torch.bfloat16}
+        ):
             raise ValueError(
-                "te_reference's FusedAdam keeps moments in float32 or bfloat16 and masters in float32 only: leave "
-                "master_weight_dtype, exp_avg_dtype and exp_avg_sq_dtype at torch.float32"
+                "te_reference's FusedAdam keeps moments in float32 or bfloat16 and masters in float32 only: "
+                "leave master_weight_dtype, exp_avg_dtype and exp_avg_sq_dtype at torch.float32"
             )
         super().__init__(
             params,
@@ -1404,7 +1326,7 @@ class FusedAdam(torch.optim.Optimizer):
             state["master_param"] = param.detach().float().clone()
 
     def set_scaled_state(self, param, name, value):
-        """Replace one state tensor, e.g. the master weight by the value that FP8 could not hold."""
+        """Replace one state tensor, for example the master weight by its value before quantization."""
         self.state[param][name] = value.detach().to(
             device=param.device, dtype=self.moment_dtypes.get(name, torch.float32), copy=True
         )
@@ -1434,7 +1356,7 @@ class FusedAdam(torch.optim.Optimizer):
                     w = p.float().clone() if in_fp8 or p.dtype != torch.float32 else p
                 if not self.adam_w_mode:
                     grad = grad + group["weight_decay"] * w
-                # the state itself, unless it is kept in bfloat16
+                # float() returns the state itself unless it is bfloat16
                 m, v = state["exp_avg"].float(), state["exp_avg_sq"].float()
                 m.lerp_(grad, 1 - beta1)
                 v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -1448,7 +1370,7 @@ class FusedAdam(torch.optim.Optimizer):
                     p.copy_(_fp8_parameter_value(p, w) if in_fp8 else w)
 
     def load_state_dict(self, state_dict):
-        # this rounds the state to the parameters' dtype: put the float32 values back
+        # PyTorch casts the state to the parameters' dtype, so restore the saved values afterwards
         super().load_state_dict(state_dict)
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         for i, p in zip(saved, [p for group in self.param_groups for p in group["params"]]):
@@ -1460,5 +1382,5 @@ optimizers = types.SimpleNamespace(FusedAdam=FusedAdam)
 
 
 def make_graphed_callables(modules, sample_args=None, *args, **kwargs):
-    """TE captures CUDA graphs; here the modules come back as they are."""
+    """Return the modules unchanged; TE captures them in CUDA graphs."""
     return modules

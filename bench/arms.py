@@ -12,9 +12,9 @@ import re
 import torch
 
 from bench.plain_gpt import ARMS as PLAIN_ARMS
-from nanote import checkpoint, fp8
+from nanote import fp8, models
+from nanote.config import PRESETS, TrainConfig
 from nanote.train_step import TrainStep, accelerate, compile_model, make_optimizer, recipe_of, warm_up_scales
-from train import PRESETS, TrainConfig
 
 SHAPES = {  # options of train.py
     "124m-b32": dict(n_layer=12, n_embd=768, n_head=12, micro_batch_size=32, seq_len=1024),
@@ -55,7 +55,7 @@ def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
             changes |= FP8_WORDS[word]
         elif word in WORDS:
             changes |= WORDS[word]
-        elif word in checkpoint.MODELS:
+        elif word in models.MODELS:
             changes["model"] = word
         elif re.fullmatch("accum[1-9][0-9]*", word):
             changes["grad_accum"] = int(word.removeprefix("accum"))
@@ -86,7 +86,7 @@ def make_config(options: dict, device, block="gpt2") -> TrainConfig:
 def make_model_config(config: TrainConfig, model="optimized"):
     """Return the model's configuration for options of train.py."""
     options = dataclasses.asdict(config) | {"use_fp8": config.fp8_recipe != "none"}
-    return checkpoint.make_model_config(model, options)
+    return models.make_model_config(model, options)
 
 
 def optimizer_bytes(arm, config) -> int:
@@ -111,7 +111,7 @@ def build_te(config: TrainConfig, device, batch) -> TrainStep:
         fp8.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
     torch.manual_seed(config.seed)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = checkpoint.build_model(config.model, model_config, device=device, dtype=dtype)
+    model = models.build_model(config.model, model_config, device=device, dtype=dtype)
     if recipe is not None:
         model.fp8_recipe = recipe
     accelerate(model, config)

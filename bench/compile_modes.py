@@ -16,7 +16,7 @@ from bench.agreement import Agreement
 from bench.measure import LR
 from bench.report import Rows
 from bench.timing import median_ms
-from nanote import checkpoint, cli
+from nanote import cli, models
 
 COMPILE_RECIPES = ("none", "current", "delayed", "block")
 COMPILE_MODES = {  # row of the table -> options of train.py
@@ -59,7 +59,7 @@ def run_compile(options, device, argv):
     """Measure every row that options.json does not hold yet, as far as options.time_budget goes."""
     start, rows = time.time(), Rows(options.json, ("mode", "recipe", "model"), "benchmark_te.py", argv)
     base, others = arms.make_config(arms.SHAPES["guide"], device), Agreement()
-    for recipe, mode, model in itertools.product(COMPILE_RECIPES, COMPILE_MODES, checkpoint.MODELS):
+    for recipe, mode, model in itertools.product(COMPILE_RECIPES, COMPILE_MODES, models.MODELS):
         row = {"mode": mode, "recipe": recipe, "model": model}
         if rows.has(row):
             continue

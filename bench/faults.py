@@ -40,10 +40,11 @@ from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import data
 import train
 from bench.report import check_folder, write_report
-from nanote import checkpoint, cli
+from nanote import checkpoint, cli, dataset, safetensors_files
+from nanote.documents import stdlib_documents
+from nanote.metrics import OF_ONE_RUN, read_metrics
 
 STEPS = 24
 OPTIONS = (
@@ -142,8 +143,8 @@ def run(arguments, said="said", sabotage=lambda: None) -> int:
 
 def lines(run_dir) -> list[dict]:
     """Return the lines of metrics.jsonl without the times."""
-    return [{key: value for key, value in record.items() if key not in train.OF_ONE_RUN}
-            for record in train.read_metrics(Path(run_dir, "metrics.jsonl"))]
+    return [{key: value for key, value in record.items() if key not in OF_ONE_RUN}
+            for record in read_metrics(Path(run_dir, "metrics.jsonl"))]
 
 
 def tensors(folder) -> dict[str, bytes]:
@@ -428,7 +429,7 @@ class DiskFull:
                     lambda: self.file.write(content[: len(content) // 2]),
                 )
 
-        checkpoint.open = File
+        safetensors_files.open = File
         Path.mkdir = lambda path, *a, **o: disk.call("mkdir", lambda: mkdir(path, *a, **o))
         Path.write_text = lambda path, text: disk.call(
             "write", lambda: write_text(path, text), lambda: write_text(path, text[: len(text) // 2])
@@ -439,7 +440,7 @@ class DiskFull:
 
     def __exit__(self, *_):
         Path.mkdir, Path.write_text, checkpoint._sync, os.rename = self.before
-        del checkpoint.open
+        del safetensors_files.open
 
 
 def save_that_fails(run_dir, tensors, document, fail_at) -> tuple[list[str], bool]:
@@ -524,7 +525,7 @@ def flipped_bytes(_number, seed, most=300) -> dict:
 
         def tokens_refused(split):
             try:
-                data.open_tokens("altered", split)
+                dataset.open_tokens("altered", split)
             except ValueError as error:
                 return "altered/" in str(error)
             return False
@@ -536,7 +537,8 @@ def flipped_bytes(_number, seed, most=300) -> dict:
             figures[f"tokens/{name}"] = flips(
                 Path("altered", name), places(Path("altered", name)), lambda: tokens_refused(split)
             )
-        checkpoint.read_meta("run/step-6"), data.open_tokens("altered", "train")  # restored, both are accepted
+        checkpoint.read_meta("run/step-6")  # restored, both are accepted
+        dataset.open_tokens("altered", "train")
         return figures
 
 
@@ -572,8 +574,8 @@ def trial(task):
 
 def make_tokens():
     """Write a corpus of 200,000 bytes: the first modules of the standard library."""
-    documents, *_ = data.stdlib_documents()
-    data.write_tokens(
+    documents, *_ = stdlib_documents()
+    dataset.write_tokens(
         (text for text, _ in zip(documents, range(12))), "tokens", val_fraction=0.2,
         source="the standard library's first modules",
     )

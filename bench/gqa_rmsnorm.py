@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import arms, measure, timing
 from bench.report import Rows, check_folder, markdown
 from nanote import cli, fp8
-from nanote.profiling import is_out_of_memory
-from sample import pick_device
-from train import TrainConfig
+from nanote.config import TrainConfig
+from nanote.generate import pick_device
+from nanote.memory import is_out_of_memory
 
 SHAPES = {"124m-b32": (3, 16), "c4096": (4, 24)}  # -> heads per KV head with GQA, memory limit in GiB
 SWITCHES = {"default": (), "RMSNorm": ("use_rmsnorm",), "GQA": ("n_kv_head",)}  # -> fields of TrainConfig

@@ -16,7 +16,7 @@ from bench.plain_gpt import ARMS as PLAIN_ARMS
 from bench.plain_gpt import PlainStep, build_plain
 from bench.timing import power_and_clock, profile_ms, spans_ms, stamp, timed
 from nanote import cli, fp8
-from train import flops_per_token, peak_flops
+from nanote.metrics import flops_per_token, peak_flops
 
 WARMUP = 10  # steps before anything is timed
 LR = 1e-5  # so small that the weights hardly change while steps are timed

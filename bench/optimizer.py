@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.report import check_folder, markdown, write_report
 from bench.timing import timed
-from nanote import checkpoint, cli, fp8
+from nanote import cli, fp8, models
 
 SIZES = {
     "GPT-2 124M": dict(n_layer=12, n_embd=768, n_head=12),
@@ -79,8 +79,8 @@ def table(result) -> str:
 
 def model_of(shape):
     """Build a model in BF16 with random gradients."""
-    _, config_class = checkpoint.model_classes("optimized")
-    model = checkpoint.build_model("optimized", config_class(**shape), device="cuda", dtype=torch.bfloat16)
+    _, config_class = models.model_classes("optimized")
+    model = models.build_model("optimized", config_class(**shape), device="cuda", dtype=torch.bfloat16)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     return model

@@ -13,8 +13,8 @@ from bench.measure import attempt
 from bench.report import Rows
 from bench.timing import floor_ms, measure_ceilings
 from nanote import fp8
-from nanote.checkpoint import make_model_config
-from train import PRESETS
+from nanote.config import PRESETS
+from nanote.models import make_model_config
 
 ROW_KEYS = ("shape", "block", "arm")
 GUIDE_SHAPE = (4, 768, 12, 8, 512)  # layers, width, heads, batch, sequence: arms.SHAPES["guide"]

@@ -8,7 +8,7 @@ import itertools
 import re
 
 from bench.report import markdown
-from nanote import checkpoint
+from nanote import models
 
 NAMES = {
     "plain": "nanoGPT, compiled", "plain-graph": "nanoGPT, CUDA graphs", "bf16": "ours, BF16",
@@ -84,7 +84,7 @@ def formats_table(rows) -> str:
     found = {}
     for row in rows:
         words = row["arm"].split("-")
-        model = next((word for word in words if word in checkpoint.MODELS), "optimized")
+        model = next((word for word in words if word in models.MODELS), "optimized")
         if "error" not in row and words[0] in ("bf16", "fp8"):
             total = row["forward_ms"] + row["backward_ms"] if "forward_ms" in row else None
             arm = "-".join(word for word in words if word != model)

@@ -13,10 +13,10 @@ from itertools import islice
 
 import torch
 
-from data import stdlib_documents
 from model_te import TEConfig, TEGPT2Model
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from nanote import fp8
+from nanote.documents import stdlib_documents
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"

@@ -12,19 +12,7 @@ import time
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-KERNELS = {  # class: pattern of kernel names; the first that matches counts
-    "optimizer": "multi_tensor|adam|lpnorm|l2norm|^_squares",
-    "attention": "flash|fmha|attention|sdpa|rope|rotary",
-    "loss": "^_(forward|backward)(_fp8)?_kernel|cross_entropy|softmax|nll|element_mul",
-    "GEMM FP8": r"nvjet_(sm\d+_)?[qr]|gemm.*(e4m3|e5m2|f8)|(e4m3|e5m2).*gemm",
-    "GEMM BF16": "nvjet|gemm|cutlass|splitk|xmma|triton_tem|aten::(add)?b?mm",
-    "activation": "gelu|silu|swiglu|gated|tanh|sigmoid|^_activation",
-    "norm": "norm|rsqrt|ln_(fwd|bwd)",
-    "cast/transpose": "transpose|quantiz|cast|amax|delayed_scaling|fp8|^_add_up",
-    "copy/concat": r"direct_copy|memcpy|memset|catarray|fused_cat|fillfunctor|aten::(copy_|cat|fill_|zero_)",
-    "embedding": "embedding|index|compute_grad_weight|sum_and_scatter|radix_?sort|^_embed|^_(sum|join)_words",
-    "elementwise/residual": "elementwise|triton_poi|triton_red|triton_per|reduce_kernel|aten::(add|mul|sum)",
-}
+from nanote.profiling import kernels_of, summarize
 
 
 def stamp(device):
@@ -143,12 +131,6 @@ def floor_ms(config, B, T, fp8, ceilings, optimizer_bytes=28) -> float:
     return 1e3 * seconds
 
 
-def kernel_class(name: str) -> str:
-    return next(
-        (kind for kind, pattern in KERNELS.items() if re.search(pattern, name, re.IGNORECASE)), "other"
-    )
-
-
 def profile_ms(step, device) -> dict:
     """ms a step by class of kernel (on a CPU: of operator), over three steps. Prints them, and the largest
     that belong to no class."""
@@ -158,16 +140,9 @@ def profile_ms(step, device) -> dict:
             step()
         if on_gpu:
             torch.cuda.synchronize()
-    found, unknown = {}, {}
-    for event in profiler.events():
-        if (event.device_type == torch.autograd.DeviceType.CUDA) != on_gpu or event.is_user_annotation:
-            continue
-        ms = (event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total) / 3e3
-        kind = kernel_class(event.name)
-        found[kind] = found.get(kind, 0) + ms
-        if kind == "other":
-            unknown[event.name] = unknown.get(event.name, 0) + ms
-    found = dict(sorted(found.items(), key=lambda item: -item[1]))
+    classes, names = summarize(kernels_of(profiler, device), steps=3)
+    found = {kind: ms for kind, (ms, _) in sorted(classes.items(), key=lambda item: -item[1][0])}
+    unknown = {name: ms for (kind, name), (ms, _) in names.items() if kind == "other"}
     print(
         "    "
         + ", ".join(f"{kind} {ms:.2f}" for kind, ms in found.items())

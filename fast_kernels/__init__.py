@@ -35,14 +35,16 @@ class Report:
     dgrad_fast_accum_k: int = 0
 
     def __str__(self):
-        if self.blocks:
+        parts = {"blocks": self.blocks, "attention": self.attention, "loss": self.loss}
+        on = [part for part, reason in parts.items() if not reason]
+        if not on and len(set(parts.values())) == 1:
             return f"fast kernels are off: {self.blocks}"
-        if not self.dgrad_fast_accum_k:
-            return "fast kernels are on"
-        return (
-            f"fast kernels are on; dgrad GEMMs with K up to {self.dgrad_fast_accum_k:,} use fast accumulation "
-            "where it is faster"
-        )
+        off = [f"{part} ({reason})" for part, reason in parts.items() if reason]
+        line = f"fast kernels: {', '.join(on) or 'none'} on" + (f"; off: {', '.join(off)}" if off else "")
+        if self.blocks or not self.dgrad_fast_accum_k:
+            return line
+        gemms = f"dgrad GEMMs with K up to {self.dgrad_fast_accum_k:,}"
+        return f"{line}; {gemms} use fast accumulation where it is faster"
 
 
 def accelerate(
@@ -95,7 +97,7 @@ def _replace_attention(model):
 
     for layer in [transformer_block.attn for transformer_block in model.blocks]:
         if layer.kernel != "flash":
-            return f"attention is {layer.kernel}, not flash"
+            return f"{layer.kernel} is used, not FlashAttention"
         reason = support.attention_reason(layer)
         layer.takes_packed_attention = not reason  # for compiled code, which cannot ask
         if reason:
@@ -108,6 +110,7 @@ def _replace_loss(model):
     from fast_kernels import block  # needs Triton
 
     reason = support.loss_reason(model)
-    if not reason:
-        model.cross_entropy = types.MethodType(block.cross_entropy, model)
-    return reason
+    if reason:
+        return reason
+    model.cross_entropy = types.MethodType(block.cross_entropy, model)
+    return "" if model.wte.weight.is_cuda else "the model is not on a GPU"

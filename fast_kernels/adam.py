@@ -1,19 +1,19 @@
-"""AdamW in one kernel that moves each byte once, for a step that is replayed as a CUDA graph.
+"""AdamW as one multi-tensor kernel, for steps that are captured in a CUDA graph.
 
-Notable, and why:
-- Adam is bound by memory: 28 bytes a parameter (BF16 weight and gradient, float32 master and two moments), 26
-  where the master is kept as the 16 bits that the BF16 weight lacks and the weight is read, too, 18 with
-  moments in BF16 as well. Transformer Engine's kernel for CUDA graphs takes twice the time of this one
-  (`results/optimizer.json`), and refuses remainders.
-- All parameters go in one launch: a table of pointers says where each one's tensors are, a second table which
-  chunk a program works on. Both have a fixed size, whichever parameters have gradients, so that a recorded
-  launch stays right.
-- Clipping is a factor that the kernel applies to gradients as it reads them, instead of a pass over all
-  gradients.
-- State, its names and its meaning are FusedAdam's: a checkpoint written with one loads in the other.
+Use `FastAdam` in place of Transformer Engine's FusedAdam. Optimizer state, its names and its meaning are the
+same: a checkpoint written with one loads in the other.
 
-Formula: Loshchilov and Hutter, arXiv:1711.05101, algorithm 2. The split of a float32 number in a BF16 one and
-16 bits is Transformer Engine's.
+- Adam is bound by memory, and each byte is moved once. Per parameter: 28 bytes with a BF16 weight and
+  gradient, a float32 master weight and two float32 moments; 26 if the master is stored as a remainder, the 16
+  bits that the BF16 weight lacks; 18 with BF16 moments as well. Transformer Engine's capturable kernel takes
+  twice the time of this one (`results/optimizer.json`), and does not support remainders.
+- One launch per parameter group. One table holds the addresses of each parameter's tensors, a second one the
+  parameter and chunk of each program. Their sizes do not depend on which parameters have gradients, so that a
+  captured launch stays valid.
+- Gradient clipping is a factor applied as the kernel reads the gradients, not another pass over them.
+
+References: AdamW is algorithm 2 of Loshchilov and Hutter, arXiv:1711.05101. The split of a float32 master
+into a BF16 weight and a 16-bit remainder is Transformer Engine's.
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fast_kernels.support import LARGEST_BF16_BETA
-
-# parameters of a program: enough to keep a processor's memory pipeline full, few enough to divide small
-# tensors
+# A moment does not fall if a step takes less than half of its last bit off.
+LARGEST_BF16_BETA = 1 - torch.finfo(torch.bfloat16).eps / 2
+# Elements per program: enough to keep an SM's memory pipeline full, few enough to spread small tensors.
 CHUNK = 8192
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -33,9 +32,16 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 @triton.jit
 def _adam(tables, chunks, corrections, lr, grad_scale, settings, weight_type: tl.constexpr,
           master: tl.constexpr, moment_type: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """tables (tensors, 6) int64: addresses of weight, gradient, exp_avg, exp_avg_sq, master, and the number
-    of elements. chunks (programs, 2) int32: which tensor, which chunk of it. master: none | float32 |
-    remainder. settings (4,) float64: beta1, beta2, eps, weight_decay."""
+    """Update one chunk of one parameter.
+
+    Args:
+        tables: (parameters, 6) int64: addresses of weight, gradient, exp_avg, exp_avg_sq and master weight,
+            and the number of elements.
+        chunks: (programs, 2) int32: row of `tables`, chunk of that parameter.
+        corrections: (2,) float32: 1 - beta1^step, 1 - beta2^step.
+        settings: (4,) float64: beta1, beta2, eps, weight_decay. (Triton reserves the name `options`.)
+        master: "none", "float32" or "remainder".
+    """
     program = tl.program_id(0)
     row = tables + 6 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
@@ -43,84 +49,67 @@ def _adam(tables, chunks, corrections, lr, grad_scale, settings, weight_type: tl
     rate, scale = tl.load(lr), tl.load(grad_scale)
     beta1, beta2 = tl.load(settings).to(tl.float32), tl.load(settings + 1).to(tl.float32)
     eps, weight_decay = tl.load(settings + 2).to(tl.float32), tl.load(settings + 3).to(tl.float32)
-    # of a step that is skipped, not an element
+    # a scale that is not finite skips the step: no elements
     size = tl.where(tl.abs(scale) < float("inf"), tl.load(row + 5), 0)
-    # The hint lets loads and stores be 16 bytes wide. A mask would forbid it, so whole chunks do without.
+    # The hint allows 16-byte loads and stores. A mask would prevent them, so full chunks are not masked.
     weight = tl.multiple_of(
         tl.load(row).to(tl.pointer_type(tl.int16 if master == "remainder" else weight_type)), 16
     )
     gradient = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(weight_type)), 16)
     exp_avg = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(moment_type)), 16)
     exp_avg_sq = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(moment_type)), 16)
-    exact = tl.multiple_of(
+    master_weight = tl.multiple_of(
         tl.load(row + 4).to(tl.pointer_type(tl.int16 if master == "remainder" else tl.float32)), 16
     )
     if start + CHUNK <= size:
         for block in range(CHUNK // BLOCK):
-            _update(
-                start + block * BLOCK + tl.arange(0, BLOCK), None, weight, gradient, exp_avg, exp_avg_sq,
-                exact, correction1, correction2, rate, scale, beta1, beta2, eps, weight_decay, master,
-            )
+            offsets = start + block * BLOCK + tl.arange(0, BLOCK)
+            _update(offsets, None, weight, gradient, exp_avg, exp_avg_sq, master_weight, correction1,
+                    correction2, rate, scale, beta1, beta2, eps, weight_decay, master)
     else:
         for block in range(CHUNK // BLOCK):
-            at = start + block * BLOCK + tl.arange(0, BLOCK)
-            _update(at, at < size, weight, gradient, exp_avg, exp_avg_sq, exact, correction1, correction2,
-                    rate, scale, beta1, beta2, eps, weight_decay, master)
+            offsets = start + block * BLOCK + tl.arange(0, BLOCK)
+            _update(offsets, offsets < size, weight, gradient, exp_avg, exp_avg_sq, master_weight,
+                    correction1, correction2, rate, scale, beta1, beta2, eps, weight_decay, master)
 
 
 @triton.jit
-def _update(
-    at,
-    mask,
-    weight,
-    gradient,
-    exp_avg,
-    exp_avg_sq,
-    exact,
-    correction1,
-    correction2,
-    rate,
-    scale,
-    beta1,
-    beta2,
-    eps,
-    weight_decay,
-    master: tl.constexpr,
-):
-    """The elements `at` where `mask` says so, or all: new moments, new weight."""
-    g = tl.load(gradient + at, mask).to(tl.float32) * scale
-    m = tl.load(exp_avg + at, mask).to(tl.float32)
-    v = tl.load(exp_avg_sq + at, mask).to(tl.float32)
+def _update(offsets, mask, weight, gradient, exp_avg, exp_avg_sq, master_weight, correction1, correction2, lr,
+            scale, beta1, beta2, eps, weight_decay, master: tl.constexpr):
+    """Update moments and weight of the elements at `offsets`, where `mask` is true or None."""
+    g = tl.load(gradient + offsets, mask).to(tl.float32) * scale
+    m = tl.load(exp_avg + offsets, mask).to(tl.float32)
+    v = tl.load(exp_avg_sq + offsets, mask).to(tl.float32)
     if master == "remainder":
-        low = tl.load(exact + at, mask)
-        # a set first bit had rounded it up
-        high = tl.load(weight + at, mask).to(tl.int32) - (low < 0).to(tl.int32)
+        low = tl.load(master_weight + offsets, mask)
+        # a set sign bit of the remainder means that the BF16 weight was rounded up
+        high = tl.load(weight + offsets, mask).to(tl.int32) - (low < 0).to(tl.int32)
         w = ((high << 16) | (low.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
     elif master == "float32":
-        w = tl.load(exact + at, mask)
+        w = tl.load(master_weight + offsets, mask)
     else:
-        w = tl.load(weight + at, mask).to(tl.float32)
+        w = tl.load(weight + offsets, mask).to(tl.float32)
 
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g * g
-    w -= rate * ((m / correction1) / (tl.sqrt(v / correction2) + eps) + weight_decay * w)
+    w -= lr * ((m / correction1) / (tl.sqrt(v / correction2) + eps) + weight_decay * w)
 
-    tl.store(exp_avg + at, m.to(exp_avg.dtype.element_ty), mask)
-    tl.store(exp_avg_sq + at, v.to(exp_avg_sq.dtype.element_ty), mask)
+    tl.store(exp_avg + offsets, m.to(exp_avg.dtype.element_ty), mask)
+    tl.store(exp_avg_sq + offsets, v.to(exp_avg_sq.dtype.element_ty), mask)
     if master == "remainder":
         bits = w.to(tl.int32, bitcast=True)
         low = bits.to(tl.int16)
-        tl.store(exact + at, low, mask)
-        tl.store(weight + at, ((bits >> 16) + (low < 0).to(tl.int32)).to(tl.int16), mask)
+        tl.store(master_weight + offsets, low, mask)
+        tl.store(weight + offsets, ((bits >> 16) + (low < 0).to(tl.int32)).to(tl.int16), mask)
     else:
         if master == "float32":
-            tl.store(exact + at, w, mask)
-        tl.store(weight + at, w.to(weight.dtype.element_ty), mask)
+            tl.store(master_weight + offsets, w, mask)
+        tl.store(weight + offsets, w.to(weight.dtype.element_ty), mask)
 
 
 @triton.jit
 def _squares(tables, chunks, sums, gradient_type: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """sums (programs,) float32: of each chunk's gradients, squared. Tables as for `_adam`."""
+    """Sum the squares of one chunk's gradients into sums (programs,) float32. Tables as for `_adam`."""
     program = tl.program_id(0)
     row = tables + 6 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
@@ -132,28 +121,28 @@ def _squares(tables, chunks, sums, gradient_type: tl.constexpr, CHUNK: tl.conste
             squares += g * g
     else:
         for block in range(CHUNK // BLOCK):
-            at = start + block * BLOCK + tl.arange(0, BLOCK)
-            g = tl.load(gradient + at, at < size, 0.0).to(tl.float32)
+            offsets = start + block * BLOCK + tl.arange(0, BLOCK)
+            g = tl.load(gradient + offsets, offsets < size, 0.0).to(tl.float32)
             squares += g * g
     tl.store(sums + program, tl.sum(squares))
 
 
 @dataclass
 class _Tables:
-    """What the kernels read of one parameter group. The tensors are allocated once and new values are written
-    into them, because a recorded CUDA graph goes on reading this memory."""
+    """Kernel arguments of one parameter group. The tensors are allocated once and updated in place, because
+    a captured CUDA graph reads this memory at every replay."""
 
     pointers: torch.Tensor  # (parameters, 6) int64, see `_adam`; zeros skip a parameter without a gradient
     chunks: torch.Tensor  # (programs, 2) int32, of all parameters: the launch is always the same
     lr: torch.Tensor  # () float32
     options: torch.Tensor  # (4,) float64: beta1, beta2, eps, weight_decay
-    sizes: list  # elements of each parameter, as `chunks` has them
-    rows: list | None = None  # what `pointers` holds
-    values: list | None = None  # what `options` holds
+    sizes: list  # elements of each parameter, for which `chunks` was made
+    rows: list | None = None  # host copy of `pointers`
+    values: list | None = None  # host copy of `options`
 
 
 def _check_options(group, moment_dtype):
-    """Raise ValueError for options that train nothing, or with which the moments go wrong."""
+    """Raise ValueError for options with which AdamW does not train, or BF16 moments never decrease."""
     betas, lr = tuple(group["betas"]), float(group["lr"])
     if not lr >= 0:
         raise ValueError(f"FastAdam: lr {lr}: must be 0 or more; 1e-3 works")
@@ -162,23 +151,24 @@ def _check_options(group, moment_dtype):
     if moment_dtype == torch.bfloat16 and max(betas) > LARGEST_BF16_BETA:
         raise ValueError(
             f"FastAdam: betas {betas}: must be at most {LARGEST_BF16_BETA:.3f} with "
-            "moment_dtype=torch.bfloat16, else the moments never fall; (0.9, 0.95) works, or moment_dtype=torch.float32"
+            "moment_dtype=torch.bfloat16, else the moments never decrease; (0.9, 0.95) works, or "
+            "moment_dtype=torch.float32"
         )
 
 
 class FastAdam(torch.optim.Optimizer):
-    """AdamW for BF16 parameters (with float32 master weights) or float32 ones, all of one type.
+    """AdamW for parameters that are all BF16 (with float32 master weights) or all float32.
 
-    With CUDA graphs: call `prepare` before `step` or `gradient_norm` is recorded. A replay runs no Python,
-    but reads everything from device memory. `group["lr"].fill_(…)` changes its learning rate, `write_options`
-    also the groups' other options, and `prepare` all of that and where the gradients are now.
+    With CUDA graphs, call `prepare` before `step` or `gradient_norm` is captured. A replay runs no Python and
+    reads everything from device memory. `group["lr"].fill_(…)` changes its learning rate, `write_options`
+    also the groups' other options, and `prepare` all of these and the gradients' addresses.
 
     Args:
-        moment_dtype: type of both moments. torch.bfloat16 needs betas of at most 0.996. A step takes 1 - beta
-            of a moment away. Where this is below half of the last bit, 2^-8 of the moment, it is rounded off,
-            and the moment never falls.
-        store_param_remainders: store of a BF16 parameter's float32 master only the 16 bits that the parameter
-            lacks.
+        moment_dtype: dtype of both moments. torch.bfloat16 needs betas of at most 0.996: a step multiplies
+            a moment by beta, and if 1 - beta is below 2^-8, half of the last bit, the product rounds back to
+            the old value, so that the moment never decreases.
+        store_param_remainders: store a BF16 parameter's float32 master weight as a remainder, the 16 bits
+            that the parameter lacks.
     """
 
     capturable = True
@@ -201,7 +191,7 @@ class FastAdam(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     def add_param_group(self, param_group):
-        """Add parameters, also after steps were made; their moments and their step count start at zero."""
+        """Add parameters, also after the first step; their moments and step count start at zero."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -225,7 +215,7 @@ class FastAdam(torch.optim.Optimizer):
             self.initialize_state(parameter)
 
     def _check_types(self, parameters):
-        """Take the optimizer's type from its parameters. Raise ValueError if they differ."""
+        """Set the optimizer's dtype from the parameters. Raise ValueError if there are several."""
         types = {p.dtype for p in parameters} | ({self.dtype} if self.dtype else set())
         if len(types) != 1 or not types <= set(TYPES):
             raise ValueError(
@@ -251,32 +241,32 @@ class FastAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def write_options(self):
-        """Write changed learning rates, betas, eps and weight decay to the device, for replays, too."""
+        """Copy changed learning rates, betas, eps and weight decays to the device, also for replays."""
         for group, tables in zip(self.param_groups, self.tables):
             values = [*group["betas"], group["eps"], group["weight_decay"]]
             if group["lr"] is tables.lr and values == tables.values:
                 continue
-            self._refuse_while_recording()
+            self._refuse_while_capturing()
             _check_options(group, self.moment_dtype)
-            if group["lr"] is not tables.lr:  # a number, or a tensor that no recording knows
+            if group["lr"] is not tables.lr:  # a number, or a tensor that no captured graph reads
                 group["lr"] = tables.lr.fill_(float(group["lr"]))
             tables.options.copy_(torch.tensor(values, dtype=torch.float64))
             tables.values = values
 
     @torch.no_grad()
     def prepare(self):
-        """Write changed options and addresses to the device. `step` and `gradient_norm` call it."""
+        """Copy changed options and addresses to the device. Called by `step` and `gradient_norm`."""
         self.write_options()
         for group, tables in zip(self.param_groups, self.tables):
             rows = [self._row(parameter) for parameter in group["params"]]
             if rows != tables.rows:
-                self._refuse_while_recording()
+                self._refuse_while_capturing()
                 self._check_layout(group["params"], rows, tables)
                 tables.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, 6))
                 tables.rows = rows
 
     def _row(self, parameter):
-        """The parameter's row of `_Tables.pointers`."""
+        """Return the parameter's row of `_Tables.pointers`."""
         gradient, state = parameter.grad, self.state[parameter]
         if gradient is None:
             return [0] * 6
@@ -286,7 +276,7 @@ class FastAdam(torch.optim.Optimizer):
 
     def _check_layout(self, parameters, rows, tables):
         if [p.numel() for p in parameters] != tables.sizes:
-            raise ValueError("FastAdam: a group has other parameters than it was made with; use "
+            raise ValueError("FastAdam: the parameters of a group were changed after it was created; use "
                              "add_param_group, or requires_grad_(False) to leave one out")
         for p in parameters:
             if p.grad is None:
@@ -296,19 +286,19 @@ class FastAdam(torch.optim.Optimizer):
         if any(address % 16 for row in rows for address in row[:5]):
             raise ValueError("FastAdam: a tensor does not start at a multiple of 16 bytes")
 
-    def _is_recording(self):
+    def _is_capturing(self):
         return self.tables[0].lr.is_cuda and torch.cuda.is_current_stream_capturing()
 
-    def _refuse_while_recording(self):
-        if self._is_recording():  # a graph cannot hold a copy from the host's memory
+    def _refuse_while_capturing(self):
+        if self._is_capturing():  # a copy from pageable host memory cannot be captured
             raise RuntimeError("FastAdam: gradients or options have changed since the last prepare(); "
-                               "call prepare() before the CUDA graph is recorded")
+                               "call prepare() before the CUDA graph is captured")
 
     @torch.no_grad()
     def gradient_norm(self):
-        """Return the 2-norm of all gradients together, () float32.
+        """Return the total L2 norm of all gradients, () float32.
 
-        torch.nn.utils.get_total_norm rounds each tensor's norm to the gradients' type; this does not.
+        Unlike torch.nn.utils.get_total_norm, it does not round each tensor's norm to the gradients' dtype.
         """
         self.prepare()
         sums = []
@@ -325,10 +315,10 @@ class FastAdam(torch.optim.Optimizer):
         """Update every parameter that has a gradient; return what `closure` returned, or None.
 
         Args:
-            closure: computes loss and gradients anew. It is called once, before the update.
+            closure: recomputes loss and gradients. It is called once, before the update.
             grad_scale: () float32 on the device, multiplies the gradients as they are read. If it is not
-                finite, the step is skipped: weights, state and step count stay as they are. The host does not
-                learn of it.
+                finite, the step is skipped on the device, without a host synchronization: weights, state and
+                step count do not change.
         """
         loss = None
         if closure is not None:
@@ -350,10 +340,12 @@ class FastAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
-        """Copy a saved state into this optimizer's own tensors, which recorded CUDA graphs go on reading.
+        """Copy a saved state into the existing tensors, whose addresses captured CUDA graphs have.
 
-        Moments and masters that the state does not have start anew. Raises ValueError for a state that does
-        not fit, and then changes nothing.
+        Moments missing from the state are set to zero, master weights to the parameters.
+
+        Raises:
+            ValueError: the state does not fit. Nothing has been changed then.
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -365,7 +357,8 @@ class FastAdam(torch.optim.Optimizer):
                 _check_saved(name, values.get(name, own), own)
 
         state, kept = self.state, [(group["lr"], group["step"]) for group in self.param_groups]
-        super().load_state_dict({**state_dict, "state": {}})  # only the groups: it rounds moments to BF16
+        # only the groups: PyTorch would cast the moments of BF16 parameters to BF16
+        super().load_state_dict({**state_dict, "state": {}})
         self.state = state
         for group, (lr, step) in zip(self.param_groups, kept):
             group["lr"], group["step"] = lr.fill_(float(group["lr"])), step.fill_(int(group.get("step", 0)))
@@ -380,8 +373,8 @@ class FastAdam(torch.optim.Optimizer):
 
 
 def _check_saved(name, value, own):
-    """Raise ValueError unless a saved tensor has the shape, and as a master weight the kind, of this
-    optimizer's."""
+    """Raise ValueError unless a saved tensor has the shape of the optimizer's own and, if it is a master
+    weight, the same format (float32 or remainder)."""
     if value.shape != own.shape:
         raise ValueError(f"FastAdam: {name} is {tuple(value.shape)} in the state, {tuple(own.shape)} here; "
                          "load the state of a model of the same architecture")

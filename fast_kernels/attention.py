@@ -1,21 +1,22 @@
-"""Causal attention from a GPT's packed QKV projection, and its gradient back into one packed tensor.
+"""Causal attention on a GPT's packed QKV projection: QK-norm, RoPE and FlashAttention; one packed gradient.
 
-`packed_attention` takes what one QKV matrix product wrote (all query heads of a token, then its key heads,
-then its value heads) and does QK-norm, RoPE and attention. What is notable:
+Use `packed_attention` on the output of one QKV GEMM, in which each token has its query heads, then its key
+heads, then its value heads. Attention is FlashAttention 4 (Hopper, Blackwell: `pip install flash-attn-4`),
+else FlashAttention 2, else PyTorch's SDPA (correct, not fast).
 
-- After a `split`, autograd concatenates the gradients of q, k and v, which at GPT-2's size costs a good part
-  of attention's own time. Here FlashAttention reads q, k and v where they lie and writes dq, dk and dv into
-  slices of one gradient: nothing is copied.
-- QK-norm and RoPE are one Triton kernel forward and one, in place, backward. Both are bound by memory, so
-  what counts is bytes per element of q and k (BF16): forward 2 read + 2 written; backward 2 + 2, and 2 more
-  with QK-norm, which needs its input again.
-- Rounded once: norm and rotation are float32 inside.
-- No atomics, no host synchronisation, no shape that depends on data: it runs inside a CUDA graph, and the
-  weights' gradients of equal inputs are equal. Under `torch.use_deterministic_algorithms` FlashAttention's
-  are too.
+- After a `split`, autograd concatenates the gradients of q, k and v, which takes a large part of attention's
+  time at GPT-2's size. Here FlashAttention reads slices of qkv and writes dq, dk and dv into slices of one
+  gradient: nothing is copied.
+- QK-norm and RoPE are one Triton kernel forward and one, in place, backward. Both are bound by memory. Bytes
+  per BF16 element of q and k: 2 read and 2 written forward; the same backward, and 2 more read with QK-norm,
+  which needs its input again.
+- Norm and rotation are computed in float32 and rounded once.
+- No host synchronization, no data-dependent shapes: it can be captured in a CUDA graph. The kernels here use
+  no atomics and are deterministic; FlashAttention's backward pass is under
+  `torch.use_deterministic_algorithms`.
 
-Attention is FlashAttention 4 (Hopper, Blackwell: `pip install flash-attn-4`), else FlashAttention 2, else
-PyTorch's own (correct, not fast).
+References: FlashAttention (Dao et al. 2022, Shah et al. 2024); RoPE (Su et al. 2021); QK-norm (Henry et al.
+2020).
 """
 
 import inspect
@@ -40,48 +41,55 @@ try:
 except ImportError:
     fa2_forward = None
 
-FA4_TAKES_TILES = fa4_forward is not None and "tile_mn" in inspect.signature(fa4_forward).parameters
-# of the backward kernel, 8 for each of a Hopper's 132 SMs; each writes one row of partial weight gradients
+FA4_HAS_TILE_OPTION = fa4_forward is not None and "tile_mn" in inspect.signature(fa4_forward).parameters
+# Programs of the backward kernel, 8 per SM of a Hopper GPU; each writes one row of partial weight gradients.
 PROGRAMS = 1056
-TILE = 1024  # pairs (x[i], x[i + D/2]) a program holds at a time: 8 a thread and half, 16 bytes of BF16
+# Pairs (x[i], x[i + D/2]) of a program's tile: per thread 8 of each half, 16 bytes of BF16.
+TILE = 1024
 
 
 @torch.compiler.disable  # FlashAttention compiles its own kernels and cannot be traced
 def packed_attention(
     qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=None, eps=1e-5, cu_seqlens=None
 ):
-    """Causal softmax(q·kᵀ / √D)·v of packed heads -> (B, S, n_head · D). Differentiable in qkv and both
-    weights.
+    """Compute causal softmax(q · kᵀ / √D) · v, (B, S, n_head · D), differentiable in qkv and both weights.
 
-    qkv: (B, S, (n_head + 2 n_kv_head) · D) or (B, S, n_head + 2 n_kv_head, D): the heads of q, then k, then
-    v. n_kv_head divides n_head (GQA). rope: (cos, sin), float32, (S, D/2) or (S, 1, D/2): rotates the pairs
-    (x[i], x[i + D/2]) of every q and k (Llama's convention). Or one for each token of the batch: (B, S, 1,
-    D/2). q_weight, k_weight: (D,), both or none: RMSNorm of every head's q and k, with `eps`, before the
-    rotation (QK-norm). cu_seqlens: int32, where each document of a packed batch begins in the B·S tokens,
-    then B·S: a token sees its own document only. More of B·S at the end stand for documents of no tokens, so
-    that a CUDA graph can take batches with fewer. None: a row is a document. FlashAttention takes BF16 and
-    FP16 and D divisible by 8, up to 256; anything else goes to PyTorch's attention. ValueError: shapes that
-    do not fit.
+    FlashAttention supports BF16 and FP16, and D divisible by 8 and at most 256; other inputs use SDPA.
+
+    Args:
+        qkv: (B, S, (n_head + 2 n_kv_head) · D) or (B, S, n_head + 2 n_kv_head, D): the heads of q, then of k,
+            then of v.
+        n_head, n_kv_head: n_kv_head divides n_head (GQA).
+        rope: (cos, sin) float32, (S, D/2) or (S, 1, D/2), or with one angle per token (B, S, 1, D/2). Rotates
+            the pairs (x[i], x[i + D/2]) of q and k (Llama's convention).
+        q_weight, k_weight: (D,), both or neither: QK-norm, an RMSNorm of each head with `eps`, before RoPE.
+        cu_seqlens: int32, the start of each document in the packed batch of B·S tokens, then B·S. A token
+            attends to its own document only. Padding with more B·S means empty documents, so that a CUDA
+            graph can replay batches with fewer documents. None: each sequence is one document.
+
+    Raises:
+        ValueError: the shapes do not fit.
     """
     batch, length, heads = *qkv.shape[:2], n_head + 2 * n_kv_head
     if n_head % n_kv_head or qkv.shape[2:].numel() % heads or (qkv.dim() == 4 and qkv.shape[2] != heads):
-        raise ValueError(
-            f"qkv {tuple(qkv.shape)} does not hold n_head={n_head} + 2 · n_kv_head={n_kv_head} heads, n_kv_head dividing n_head"
-        )
+        raise ValueError(f"qkv {tuple(qkv.shape)} does not hold n_head={n_head} + 2 · n_kv_head={n_kv_head} "
+                         "heads, n_kv_head dividing n_head")
     qkv = qkv.contiguous().view(batch, length, heads, -1)
     dim = qkv.shape[-1]
-    if (q_weight is None) != (k_weight is None) or (
-        q_weight is not None and not q_weight.shape == k_weight.shape == (dim,)
-    ):
+    if q_weight is None or k_weight is None:
+        weights_fit = q_weight is k_weight
+    else:
+        weights_fit = q_weight.shape == k_weight.shape == (dim,)
+    if not weights_fit:
         raise ValueError(f"q_weight and k_weight: give both, of shape ({dim},), or neither")
     if dim % 2 and (rope is not None or q_weight is not None):
         raise ValueError(f"head dimension {dim}: RoPE and QK-norm need an even one")
-    cos, sin = rope if rope is not None else (None, None)
+    cos, sin = None, None
     if rope is not None:
+        cos, sin = rope
         if cos.numel() != sin.numel() or cos.numel() not in (length * dim // 2, batch * length * dim // 2):
-            raise ValueError(
-                f"rope tables {tuple(cos.shape)} and {tuple(sin.shape)}: ({length}, {dim // 2}) fit qkv"
-            )
+            raise ValueError(f"rope tables {tuple(cos.shape)} and {tuple(sin.shape)}: ({length}, {dim // 2}) "
+                             "fit qkv")
         cos, sin = cos.float().contiguous(), sin.float().contiguous()
     with torch.cuda.device_of(qkv):  # Triton and FlashAttention launch on the current device
         return _PackedAttention.apply(
@@ -120,12 +128,10 @@ class _PackedAttention(torch.autograd.Function):
         return dqkv, None, None, dq_weight, dk_weight, None, None, None, None
 
 
-# Attention: q (B, S, n_head, D), k and v (B, S, n_kv_head, D), all perhaps strided, the last dimension
-# contiguous.
+# Attention. q is (B, S, n_head, D), k and v are (B, S, n_kv_head, D); only the last dimension is contiguous.
 
 def _flash_version(head_dim):
-    """"fa4", "fa2" or None: which FlashAttention takes heads of this size on this GPU, as the packages state
-    it."""
+    """Return "fa4", "fa2" or None: the FlashAttention whose documentation lists this head size and GPU."""
     major = torch.cuda.get_device_capability()[0]
     if head_dim % 8 or head_dim > 256:
         return None
@@ -136,6 +142,7 @@ def _flash_version(head_dim):
 
 
 def _kernel(q):
+    """Return "fa4", "fa2" or "sdpa"."""
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
         return "sdpa"
     return _flash_version(q.shape[-1]) or "sdpa"
@@ -161,19 +168,21 @@ def _sdpa(q, k, v, cu_seqlens=None):
     return y.transpose(1, 2).contiguous()
 
 
-def _lengths(q, cu_seqlens):
-    """FlashAttention's options for documents that lie after each other in one row of tokens. max_seqlen is a
-    bound, known without a look at them."""
+def _varlen_options(q, cu_seqlens):
+    """Return FlashAttention's variable-length options. max_seqlen is an upper bound: the real one would need
+    a host synchronization."""
     return dict(
         cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=q.shape[1], max_seqlen_k=q.shape[1]
     )
 
 
-def _tile(q):
-    """FlashAttention 4's own tiles for narrow heads on Hopper, 192 x 128, suit long rows; in a causal one of
-    1,024 tokens or fewer they compute half as much again as is needed, and tiles of 128 x 128 an eighth."""
+def _tile_option(q):
+    """Return FlashAttention 4's tile option: 128 x 128 for small heads and short sequences on Hopper.
+
+    Its default there, 192 x 128, is for long sequences. With a causal mask and at most 1,024 tokens, it
+    computes 50 % more than needed, 128 x 128 computes 12.5 % more."""
     if (
-        FA4_TAKES_TILES
+        FA4_HAS_TILE_OPTION
         and q.shape[1] <= 1024
         and q.shape[-1] <= 64
         and torch.cuda.get_device_capability()[0] == 9
@@ -183,38 +192,38 @@ def _tile(q):
 
 
 def _attend(q, k, v, cu_seqlens):
-    """-> output (B, S, n_head, D), log-sum-exp for the backward or None."""
+    """Return the output (B, S, n_head, D) and, except for SDPA, the log-sum-exp for the backward pass."""
     kernel = _kernel(q)
     if kernel == "sdpa":
         return _sdpa(q, k, v, cu_seqlens), None
     if cu_seqlens is not None:
         rows = [x.flatten(0, 1) for x in (q, k, v)]
         if kernel == "fa4":
-            out, lse = fa4_forward(*rows, **_lengths(q, cu_seqlens), causal=True, return_lse=True)[:2]
+            out, lse = fa4_forward(*rows, **_varlen_options(q, cu_seqlens), causal=True, return_lse=True)[:2]
         else:
             out, lse = fa2_varlen_forward(
-                *rows, **_lengths(q, cu_seqlens), **_fa2_options(q), return_softmax=False
+                *rows, **_varlen_options(q, cu_seqlens), **_fa2_options(q), return_softmax=False
             )[:2]
         return out.view(q.shape), lse
     if kernel == "fa4":
-        return fa4_forward(q, k, v, causal=True, return_lse=True, **_tile(q))[:2]
+        return fa4_forward(q, k, v, causal=True, return_lse=True, **_tile_option(q))[:2]
     return fa2_forward(q, k, v, **_fa2_options(q), return_softmax=False)[:2]
 
 
 def _attend_backward(dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens):
-    """Write the gradients into dq, dk and dv, which are slices of one tensor."""
+    """Write the gradients to dq, dk and dv, slices of one tensor."""
     kernel, deterministic = _kernel(q), torch.are_deterministic_algorithms_enabled()
     if cu_seqlens is not None and kernel != "sdpa":
-        lengths = _lengths(q, cu_seqlens)
+        varlen = _varlen_options(q, cu_seqlens)
         dout, q, k, v, out, dq, dk, dv = (x.flatten(0, 1) for x in (dout, q, k, v, out, dq, dk, dv))  # views
         if kernel == "fa4":
             fa4_backward(
-                q, k, v, out, dout, lse, **lengths, causal=True, deterministic=deterministic, dq=dq, dk=dk,
+                q, k, v, out, dout, lse, **varlen, causal=True, deterministic=deterministic, dq=dq, dk=dk,
                 dv=dv,
             )
         else:
             fa2_varlen_backward(
-                dout, q, k, v, out, lse, dq, dk, dv, **lengths, **_fa2_options(q), deterministic=deterministic
+                dout, q, k, v, out, lse, dq, dk, dv, **varlen, **_fa2_options(q), deterministic=deterministic
             )
     elif kernel == "fa4":
         fa4_backward(q, k, v, out, dout, lse, causal=True, deterministic=deterministic, dq=dq, dk=dk, dv=dv)
@@ -228,13 +237,13 @@ def _attend_backward(dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens):
             target.copy_(gradient)
 
 
-# QK-norm and RoPE. A row is one head of one token; a tile is some rows, its two halves a = x[:D/2] and b =
-# x[D/2:] apart.
+# QK-norm and RoPE. A row is one head of one token. A tile is several rows, held as two halves, a = x[:D/2]
+# and b = x[D/2:].
 
 def _norm_rope(qkv, n_head, heads, cos, sin, q_weight, k_weight, eps):
-    """Norm and rotate the first `heads` heads of qkv (B, S, all heads, D) -> (B, S, heads, D)."""
+    """Normalize and rotate the first `heads` heads of qkv (B, S, all heads, D); return (B, S, heads, D)."""
     batch, length, _, dim = qkv.shape
-    positions = cos.numel() // (dim // 2) if cos is not None else length  # rows of the tables: S, or B·S
+    positions = cos.numel() // (dim // 2) if cos is not None else length  # rows of cos and sin: S or B·S
     qk = qkv.new_empty(batch, length, heads, dim)
     half = triton.next_power_of_2(dim // 2)
     rows, tile = batch * length * heads, max(TILE // half, 1)
@@ -246,59 +255,46 @@ def _norm_rope(qkv, n_head, heads, cos, sin, q_weight, k_weight, eps):
 
 
 def _norm_rope_backward(qkv, dqkv, n_head, heads, cos, sin, q_weight, k_weight, eps):
-    """Turn dqkv's first `heads` heads, the gradient of `_norm_rope`'s output, into that of its input; -> the
-    weights' gradients."""
+    """Replace the first `heads` heads of dqkv, the gradient of `_norm_rope`'s output, by the gradient of its
+    input; return the gradients of q_weight and k_weight."""
     batch, length, _, dim = qkv.shape
     positions = cos.numel() // (dim // 2) if cos is not None else length
     half = triton.next_power_of_2(dim // 2)
     rows, tile = batch * length * heads, max(TILE // half, 1)
     programs = min(triton.cdiv(rows, tile), PROGRAMS)
-    partial = qkv.new_empty(programs, 2, dim, dtype=torch.float32) if q_weight is not None else None
+    partial_sums = None
+    if q_weight is not None:
+        partial_sums = qkv.new_empty(programs, 2, dim, dtype=torch.float32)
     _norm_rope_backward_kernel[(programs,)](
-        qkv, dqkv, cos, sin, q_weight, k_weight, partial, rows, positions, n_head, heads, qkv.stride(1), eps,
-        D=dim, HALF=half, ROWS=tile, NORM=q_weight is not None, ROPE=cos is not None,
+        qkv, dqkv, cos, sin, q_weight, k_weight, partial_sums, rows, positions, n_head, heads, qkv.stride(1),
+        eps, D=dim, HALF=half, ROWS=tile, NORM=q_weight is not None, ROPE=cos is not None,
     )
-    if partial is None:
+    if partial_sums is None:
         return None, None
-    dq_weight, dk_weight = partial.sum(0)
+    dq_weight, dk_weight = partial_sums.sum(0)
     return dq_weight.to(q_weight.dtype), dk_weight.to(k_weight.dtype)
 
 
 @triton.jit
 def _load_halves(x, offset, mask, D: tl.constexpr):
-    return tl.load(x + offset, mask=mask, other=0.0).to(tl.float32), tl.load(
-        x + offset + D // 2, mask=mask, other=0.0
-    ).to(tl.float32)
+    a = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x + offset + D // 2, mask=mask, other=0.0).to(tl.float32)
+    return a, b
 
 
 @triton.jit
 def _load_weights(q_weight, k_weight, is_k, i, D: tl.constexpr):
-    """Each row's own weight: k_weight's halves where is_k, else q_weight's."""
+    """Return each row's weight in halves: k_weight's where is_k, else q_weight's."""
     q_a, q_b = _load_halves(q_weight, i, i < D // 2, D)
     k_a, k_b = _load_halves(k_weight, i, i < D // 2, D)
     return tl.where(is_k, k_a[None, :], q_a[None, :]), tl.where(is_k, k_b[None, :], q_b[None, :])
 
 
 @triton.jit
-def _norm_rope_kernel(
-    qkv,
-    qk,
-    cos,
-    sin,
-    q_weight,
-    k_weight,
-    rows,
-    positions,
-    n_head,
-    heads,
-    token_stride,
-    eps,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    ROWS: tl.constexpr,
-    NORM: tl.constexpr,
-    ROPE: tl.constexpr,
-):
+def _norm_rope_kernel(qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_head, heads, token_stride,
+                      eps, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr,
+                      ROPE: tl.constexpr):
+    """Normalize and rotate one tile of q and k."""
     i = tl.arange(0, HALF)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = row // heads, row % heads
@@ -318,26 +314,12 @@ def _norm_rope_kernel(
 
 
 @triton.jit
-def _norm_rope_backward_kernel(
-    qkv,
-    dqkv,
-    cos,
-    sin,
-    q_weight,
-    k_weight,
-    partial,
-    rows,
-    positions,
-    n_head,
-    heads,
-    token_stride,
-    eps,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    ROWS: tl.constexpr,
-    NORM: tl.constexpr,
-    ROPE: tl.constexpr,
-):
+def _norm_rope_backward_kernel(qkv, dqkv, cos, sin, q_weight, k_weight, partial_sums, rows, positions, n_head,
+                               heads, token_stride, eps, D: tl.constexpr, HALF: tl.constexpr,
+                               ROWS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
+    """Stride over the tiles of dq and dk. partial_sums (programs, 2, D): gradients of q_weight and k_weight.
+
+    With x̂ = rstd · x and g = weight · dy: dweight = Σ dy · x̂, dx = rstd · (g - x̂ · mean(g · x̂))."""
     i = tl.arange(0, HALF)
     if NORM:
         dwq_a, dwq_b = tl.zeros((ROWS, HALF), tl.float32), tl.zeros((ROWS, HALF), tl.float32)
@@ -352,11 +334,11 @@ def _norm_rope_backward_kernel(
             angle = (token % positions)[:, None] * (D // 2) + i[None, :]
             c, s = tl.load(cos + angle, mask=mask, other=0.0), tl.load(sin + angle, mask=mask, other=0.0)
             a, b = a * c + b * s, b * c - a * s
-        if NORM:  # y = w·x̂, x̂ = rstd·x: dw = Σ dy·x̂, dx = rstd·(g - x̂·mean(g·x̂)) with g = w·dy
+        if NORM:
             is_k = (head >= n_head)[:, None]
             w_a, w_b = _load_weights(q_weight, k_weight, is_k, i, D)
             x_a, x_b = _load_halves(qkv, offset, mask, D)
-            # rstd again rather than saved: x has to be read for x̂ in any case
+            # recomputed, not saved: x must be read for x̂ in any case
             rstd = tl.rsqrt((tl.sum(x_a * x_a, 1) + tl.sum(x_b * x_b, 1)) / D + eps)[:, None]
             x_a, x_b = x_a * rstd, x_b * rstd
             dwq_a, dwq_b = dwq_a + tl.where(is_k, 0.0, a * x_a), dwq_b + tl.where(is_k, 0.0, b * x_b)
@@ -367,7 +349,7 @@ def _norm_rope_backward_kernel(
         tl.store(dqkv + offset, a, mask=mask)
         tl.store(dqkv + offset + D // 2, b, mask=mask)
     if NORM:
-        dw, inside = partial + tl.program_id(0) * 2 * D + i, i < D // 2
+        dw, inside = partial_sums + tl.program_id(0) * 2 * D + i, i < D // 2
         tl.store(dw, tl.sum(dwq_a, 0), mask=inside)
         tl.store(dw + D // 2, tl.sum(dwq_b, 0), mask=inside)
         tl.store(dw + D, tl.sum(dwk_a, 0), mask=inside)

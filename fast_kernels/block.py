@@ -80,8 +80,8 @@ def training_pass(model, input_ids, labels, cu_seqlens, is_first_microbatch):
     positions, rope, documents = model.locate(input_ids, cu_seqlens)
     # lm_head's gradient of a tied weight goes straight to the embedding's backward pass, which adds to it in
     # place
-    tied_gradient = [] if head_is_fused and model.lm_head.weight is model.wte.weight else None
-    x = _embed(model, input_ids, positions, tied_gradient)
+    tied_dweight = [] if head_is_fused and model.lm_head.weight is model.wte.weight else None
+    x = _embed(model, input_ids, positions, tied_dweight)
     with model.autocast():
         _prepare_modules(model, x)
         if is_first_microbatch is not False:
@@ -102,7 +102,7 @@ def training_pass(model, input_ids, labels, cu_seqlens, is_first_microbatch):
             return model.output((residual + branch).view(x.shape), labels, is_first_microbatch)
         _, logits = norm_linear(
             residual, branch, branch_bias, model.lm_head, "", fast_k, adds_bias=True,
-            tied_gradient=tied_gradient,
+            tied_dweight=tied_dweight,
         )
     if labels is None:
         return logits.view(batch, length, -1)
@@ -113,11 +113,11 @@ def _fuses_head(model):
     return model.config.fp8_lm_head and model.config.loss_chunks == 1
 
 
-def _embed(model, input_ids, positions, tied_gradient):
+def _embed(model, input_ids, positions, tied_dweight):
     """Return the sum of the token and position embeddings, (B, S, n_embd)."""
     if model.config.use_rotary:
-        return fast_embedding.embed(input_ids, model.wte.weight, elsewhere=tied_gradient)
-    return fast_embedding.embed(input_ids, model.wte.weight, positions, model.wpe.weight, tied_gradient)
+        return fast_embedding.embed(input_ids, model.wte.weight, tied_dweight=tied_dweight)
+    return fast_embedding.embed(input_ids, model.wte.weight, positions, model.wpe.weight, tied_dweight)
 
 
 def _prepare_modules(model, x):
@@ -148,15 +148,15 @@ def quantize_weights(model):
         scale, amax, dtype = _scale_amax_dtype(layer.weight_quantizer)
         if getattr(layer.quantized_weight(), "_transpose", None) is None:
             layer.weight_quantizer.set_usage(rowwise=True, columnwise=True)
-            out = fast_casts.outputs(weight, *weight.shape, dtype)
+            out = fast_casts.allocate_fp8(weight, *weight.shape, dtype)
             module._fp8_workspaces[f"{prefix}weight"] = _as_float8_tensor(out, layer.weight_quantizer)
         kept = layer.quantized_weight()
         casts.append((weight, (kept._data.view(dtype), kept._transpose, kept._scale_inv), scale, amax))
-    model.fp8_cast_list = fast_casts.list_casts(casts, getattr(model, "fp8_cast_list", None))
-    fast_casts.cast_all(model.fp8_cast_list)
+    model.fp8_cast_table = fast_casts.make_cast_table(casts, getattr(model, "fp8_cast_table", None))
+    fast_casts.cast_all(model.fp8_cast_table)
 
 
-def norm_linear(residual, branch, branch_bias, module, prefix, fast_k, adds_bias=False, tied_gradient=None):
+def norm_linear(residual, branch, branch_bias, module, prefix, fast_k, adds_bias=False, tied_dweight=None):
     """Add a branch to the residual, and apply a module's norm and GEMM to the sum.
 
     Args:
@@ -165,7 +165,7 @@ def norm_linear(residual, branch, branch_bias, module, prefix, fast_k, adds_bias
         module, prefix: a `te.LayerNormLinear` and "", or a `te.LayerNormMLP` and "fc1_".
         fast_k: see `accelerate`, dgrad_fast_accum_k.
         adds_bias: whether the GEMM adds the module's bias.
-        tied_gradient: a list that receives the weight's gradient in place of autograd, or None.
+        tied_dweight: a list that receives the weight's gradient in place of autograd, or None.
 
     Returns:
         residual + branch + branch_bias, (N, C), and norm(of that) @ weightᵀ (+ bias), (N, outputs), BF16.
@@ -174,7 +174,7 @@ def norm_linear(residual, branch, branch_bias, module, prefix, fast_k, adds_bias
     return _NormLinear.apply(
         residual, branch, branch_bias, module.layer_norm_weight, module.layer_norm_bias,
         getattr(module, f"{prefix}weight"), bias, module.eps, _LinearLayer(module, prefix, fast_k),
-        _gradient_quantizer(branch), tied_gradient)
+        _gradient_quantizer(branch), tied_dweight)
 
 
 def linear(x, activation, x_bias, module, prefix, fast_k, adds_bias=False):
@@ -301,7 +301,7 @@ def _linear_backward(ctx, gradient, weight, x):
             dbias = gradient.dequantize().sum(0)
     else:
         quantizer = _scale_amax_dtype(ctx.grad_output_quantizer)
-        out, dbias = fast_casts.cast(gradient.contiguous(), *quantizer, with_sums=ctx.use_bias)
+        out, dbias = fast_casts.cast(gradient.contiguous(), *quantizer, with_dbias=ctx.use_bias)
         gradient = _as_gemm_operand(*out, ctx.grad_output_quantizer)
     dx = _gemm(weight, gradient, "NN", fast_k=ctx.layer.fast_k)  # dgrad: gradient @ weight
     dweight = _gemm(x, gradient, "NT")  # wgrad: gradientᵀ @ x
@@ -312,7 +312,7 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x, branch, branch_bias, norm_weight, norm_bias, weight, bias, eps, layer, branch_quantizer,
-        tied_gradient,
+        tied_dweight,
     ):
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -322,7 +322,7 @@ class _NormLinear(torch.autograd.Function):
         weight = layer.quantized_weight()
         ctx.save_for_backward(
             residual, mean, rstd, norm_weight, columnwise, scale_inv, weight._transpose, weight._scale_inv)
-        ctx.layer, ctx.branch_quantizer, ctx.tied_gradient = layer, branch_quantizer, tied_gradient
+        ctx.layer, ctx.branch_quantizer, ctx.tied_dweight = layer, branch_quantizer, tied_dweight
         ctx.has_branch_bias = branch_bias is not None
         # TE's own names, which loss.py reads
         ctx.grad_output_quantizer, ctx.use_bias, ctx.debug = layer.gradient_quantizer, bias is not None, False
@@ -338,13 +338,13 @@ class _NormLinear(torch.autograd.Function):
         dnorm, dweight, dbias = _linear_backward(
             ctx, gradient, _as_gemm_operand(None, weight, weight_inv, ctx.layer.weight_quantizer),
             _as_gemm_operand(None, normed, normed_inv, ctx.layer.input_quantizer))
-        if ctx.tied_gradient is not None:
-            ctx.tied_gradient.append(dweight)
+        if ctx.tied_dweight is not None:
+            ctx.tied_dweight.append(dweight)
             dweight = None
         quantizer = ctx.branch_quantizer
         dx, out, dbranch_bias, dnorm_weight, dnorm_bias = fast_casts.norm_backward(
             dnorm, residual, mean, rstd, norm_weight, dresidual,
-            quantizer and _scale_amax_dtype(quantizer), with_sums=ctx.has_branch_bias)
+            quantizer and _scale_amax_dtype(quantizer), with_dbranch_bias=ctx.has_branch_bias)
         dbranch = quantizer and _as_float8_tensor(out, quantizer)
         if ctx.updates_scales:
             from transformer_engine.pytorch.quantization import FP8GlobalStateManager

@@ -1,22 +1,23 @@
-"""FP8 GEMMs through cuBLASLt, with the fastest of its algorithms chosen by timing.
+"""FP8 GEMMs through cuBLASLt, autotuned: the fastest candidate algorithm of each shape, chosen by timing.
 
-For every GEMM cuBLASLt offers several algorithms, ordered by a heuristic. PyTorch and Transformer Engine (TE)
-take the first, which need not be the fastest. Here all of them are timed on first use of a shape, and the
-fastest is kept for the rest of the process.
+Use `gemm` where the same shapes run many times, as in training. For every GEMM, cuBLASLt offers several
+algorithms, ordered by a heuristic. PyTorch and Transformer Engine (TE) take the first, which need not be the
+fastest. On first use of a shape, this file times all candidates and caches the fastest for the process.
 
 - Large GEMMs run at the GPU's power limit, where the clock depends on the operands: zeros take less power
-  than other values. So candidates are timed in turns, on the operands of the call, and timing waits until
+  than other values. So candidates are timed round-robin on the operands of the call, and timing waits until
   these are not mostly zeros, as gradients are in a first step.
-- A caller may allow two ways to accumulate, fast and precise. Both are timed; fast accumulation is taken only
-  where it is faster.
+- A caller may allow both fast accumulation (the FP8 tensor cores' accumulator) and precise (float32). Both
+  are timed; fast accumulation is used only where it is faster.
 - Algorithms sum in different orders, so another choice rounds differently, and the next process may choose
-  otherwise. Under `torch.use_deterministic_algorithms` this file reports itself as unsupported. While a CUDA
-  graph is captured nothing can be timed.
-- Any stream, thread or device may call. Each call has a workspace of its own, from PyTorch's caching
-  allocator, which orders its reuse by stream; a lock covers the descriptors.
-- cuBLASLt is called through ctypes, since no Python package offers its list of algorithms. Constants and
-  layouts are those of `cublasLt.h`, the same in CUDA 12 and 13; see "Using the cuBLASLt API" in cuBLAS's
-  documentation.
+  otherwise. Under `torch.use_deterministic_algorithms`, `is_supported` returns False. Nothing can be timed
+  while a CUDA graph is captured.
+- Calls are safe from any stream, thread or device. Each call allocates its workspace from PyTorch's caching
+  allocator, which orders reuse by stream; a lock guards the descriptors.
+- cuBLASLt is called through ctypes, since no Python package offers its list of algorithms.
+
+Reference: "Using the cuBLASLt API" in cuBLAS's documentation. Constants and structures are those of
+`cublasLt.h`, the same in CUDA 12 and 13.
 """
 
 import ctypes
@@ -28,13 +29,13 @@ from collections import OrderedDict
 
 import torch
 
-ALGORITHMS, ROUNDS = 16, 8  # candidates asked for, and timed runs of each
-MAX_TUNED = 256  # shapes that a process times; later ones take the heuristic's first algorithm
+ALGORITHMS, ROUNDS = 16, 8  # candidates requested, and timed runs of each
+MAX_TUNED = 256  # shapes timed per process; later ones use the heuristic's first algorithm
 MAX_CACHED = 1024  # shapes whose descriptors are kept; the least recently used one is dropped
-# Calls in which a shape may wait for operands that are not mostly zeros. All blocks share a shape, and the
+# Calls for which a shape waits for operands that are not mostly zeros. All blocks share a shape, and the
 # gradients of a new model are zeros in the first three of four passes (train_step.warm_up_scales).
 MAX_ATTEMPTS = 4096
-WORKSPACE_BYTES = 32 * 2**20  # the most an algorithm may ask for: what NVIDIA recommends for Hopper
+WORKSPACE_BYTES = 32 * 2**20  # the largest workspace of a candidate: what NVIDIA recommends for Hopper
 COMPUTE_32F, R_32F, R_16BF, EPILOGUE_BIAS = 68, 0, 14, 4
 TYPES = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}  # cudaDataType_t
 TRANSA, TRANSB, EPILOGUE, BIAS_POINTER = 3, 4, 7, 8  # cublasLtMatmulDescAttributes_t
@@ -56,7 +57,7 @@ class _Algorithm(ctypes.Structure):
 
 @functools.cache
 def _library():
-    """The cuBLASLt that PyTorch has loaded, or None."""
+    """Return the cuBLASLt library that PyTorch has loaded, or None."""
     try:
         major = (torch.version.cuda or "none").split(".")[0]
         return ctypes.CDLL(f"libcublasLt.so.{major}")
@@ -65,22 +66,25 @@ def _library():
 
 
 def is_supported():
+    """Return whether `gemm` can be used: cuBLASLt is loaded, and results need not be deterministic."""
     return _library() is not None and not torch.are_deterministic_algorithms_enabled()
 
 
 def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise"):
-    """out = (b · b_scale_inv) @ (a · a_scale_inv)ᵀ + bias -> (N, M) BF16, or None where cuBLASLt has no
-    algorithm for it.
+    """Compute (b · b_scale_inv) @ (a · a_scale_inv)ᵀ + bias.
 
     Args:
         a, b: (M, K) and (N, K) in FP8, contiguous, M, N and K multiples of 16, not both E5M2.
         a_scale_inv, b_scale_inv: float32, one element, on the device.
         bias: (M,) BF16 or None.
-        accumulation: "precise" (in float32), "fast" (in the FP8 tensor cores' own accumulator), or "fastest"
-            (of the two, by timing; precise where nothing can be timed).
+        accumulation: "precise" (float32), "fast" (the FP8 tensor cores' accumulator), or "fastest" (the
+            faster of the two by timing; precise where nothing can be timed).
+
+    Returns:
+        (N, M) BF16, or None if cuBLASLt has no algorithm for this GEMM.
     """
     if bias is not None and bias.dtype != torch.bfloat16:
-        raise ValueError(f"fast_gemm.gemm: bias {bias.dtype}: must be torch.bfloat16")
+        raise ValueError(f"fast_kernels.gemm: bias {bias.dtype}: must be torch.bfloat16")
     key = (*a.shape, len(b), a.dtype, b.dtype, bias is not None, accumulation, a.device.index)
     with torch.cuda.device_of(a):
         out = torch.empty((len(b), len(a)), dtype=torch.bfloat16, device=a.device)
@@ -94,7 +98,7 @@ def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise"):
     return out
 
 
-_shapes = OrderedDict()  # the autotune cache: key -> _Shape, the least recently used first
+_shapes = OrderedDict()  # the autotune cache: key -> _Shape, least recently used first
 _shapes_lock = threading.Lock()
 
 
@@ -110,14 +114,15 @@ def _find_shape(key):
 
 
 class _Shape:
-    """The GEMMs of one shape: descriptors, candidate algorithms and the fastest of them."""
+    """Descriptors, candidate algorithms and the chosen algorithm of one GEMM shape."""
 
-    tuned = 0  # shapes that this process has timed
+    tuned = 0  # shapes timed in this process
 
     def __init__(self, m, k, n, a_type, b_type, has_bias, accumulation, device_index):
         self.lock, self.tuning, self.is_tuned, self.attempts = threading.Lock(), threading.Lock(), False, 0
         self.layouts = [_layout(TYPES[a_type], k, m), _layout(TYPES[b_type], k, n), _layout(R_16BF, m, n)]
-        self.descriptors, self.algorithms = [], []  # algorithms: (descriptor, _Algorithm), best guess first
+        self.descriptors = []
+        self.algorithms = []  # (descriptor, _Algorithm), in the heuristic's order
         for fast in {"precise": (False,), "fast": (True,), "fastest": (False, True)}[accumulation]:
             descriptor = _describe(fast, has_bias)
             self.descriptors.append(descriptor)
@@ -127,9 +132,10 @@ class _Shape:
         weakref.finalize(self, _destroy, self.descriptors, self.layouts).atexit = False
 
     def _ask_heuristic(self, descriptor, device_index):
-        """The algorithms that cuBLASLt suggests, best guess first; none where it supports no such GEMM."""
+        """Return cuBLASLt's candidates in the heuristic's order; none if it does not support the GEMM."""
         a, b, out = self.layouts
-        library, preference, size = _library(), _create("MatmulPreference"), ctypes.c_uint64(WORKSPACE_BYTES)
+        library = _library()
+        preference, size = _create("MatmulPreference"), ctypes.c_uint64(WORKSPACE_BYTES)
         _check(library.cublasLtMatmulPreferenceSetAttribute(
             preference, MAX_WORKSPACE_BYTES, ctypes.byref(size), ctypes.sizeof(size)))
         found, count = (_Algorithm * ALGORITHMS)(), ctypes.c_int(0)
@@ -137,22 +143,25 @@ class _Shape:
             _handle(device_index), descriptor, a, b, out, out, preference,
             ALGORITHMS, found, ctypes.byref(count))
         _check(library.cublasLtMatmulPreferenceDestroy(preference))
-        return [algorithm for algorithm in found[:count.value] if algorithm.state == 0] if status == 0 else []
+        if status != 0:
+            return []
+        return [algorithm for algorithm in found[:count.value] if algorithm.state == 0]
 
     def tune(self, operands):
-        """Time every algorithm on the call's own operands, and put the fastest into `chosen`."""
+        """Time every candidate on the operands of this call, and set `chosen` to the fastest."""
         with self.tuning:
             if self.is_tuned:  # by another thread
                 return
             a, _, b, *_ = operands
             self.attempts += 1
-            gives_up = not self.algorithms or _Shape.tuned >= MAX_TUNED or self.attempts > MAX_ATTEMPTS
-            if gives_up or _has_values(a) and _has_values(b):
-                self.chosen = self.chosen if gives_up else self._find_fastest(operands)
+            if not self.algorithms or _Shape.tuned >= MAX_TUNED or self.attempts > MAX_ATTEMPTS:
+                self.is_tuned = True  # keep the heuristic's first algorithm
+            elif _has_values(a) and _has_values(b):
+                self.chosen = self._find_fastest(operands)
                 self.is_tuned = True
 
     def _find_fastest(self, operands):
-        """The algorithm with the shortest median time; None if none runs."""
+        """Return the candidate with the shortest median time; None if none runs."""
         _Shape.tuned += 1
         algorithms = [algorithm for algorithm in self.algorithms if self._runs(algorithm, operands)]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS * len(algorithms) + 1)]
@@ -170,12 +179,12 @@ class _Shape:
             self.run(algorithm, *operands)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # suggested, but not for this GPU
+        except RuntimeError:  # a candidate that this GPU does not support
             return False
         return True
 
     def run(self, described_algorithm, a, a_scale_inv, b, b_scale_inv, bias, out):
-        """Queue the GEMM by one of `algorithms` on the current stream."""
+        """Launch the GEMM with one of `algorithms` on the current stream."""
         descriptor, algorithm = described_algorithm
         workspace = torch.empty(algorithm.workspace_bytes, dtype=torch.uint8, device=a.device)
         one, zero = ctypes.c_float(1), ctypes.c_float(0)
@@ -194,12 +203,13 @@ class _Shape:
 
 
 def _describe(fast, has_bias):
-    """A descriptor of out = b @ aᵀ. cuBLAS reads matrices by columns: to it, this is outᵀ = (aᵀ)ᵀ bᵀ."""
+    """Create the descriptor of out = b @ aᵀ. cuBLAS is column-major: to it, this is outᵀ = (aᵀ)ᵀ bᵀ."""
     descriptor = _create("MatmulDesc", COMPUTE_32F, R_32F)
     _set(descriptor, TRANSA, ctypes.c_int32(1))
     _set(descriptor, TRANSB, ctypes.c_int32(0))
     _set(descriptor, FAST_ACCUM, ctypes.c_int8(fast))
-    _set(descriptor, A_SCALE_POINTER, ctypes.c_void_p(16))  # any address: the heuristic asks if it is set
+    # any address: the heuristic only checks that the pointers are set
+    _set(descriptor, A_SCALE_POINTER, ctypes.c_void_p(16))
     _set(descriptor, B_SCALE_POINTER, ctypes.c_void_p(16))
     if has_bias:
         _set(descriptor, EPILOGUE, ctypes.c_int32(EPILOGUE_BIAS))
@@ -209,9 +219,9 @@ def _describe(fast, has_bias):
 
 
 def _has_values(x):
-    """Whether at least half of x's elements, judged by a sample, are not zero. Waits for the device."""
+    """Return whether at least half of a sample of x's elements is not zero. Synchronizes with the device."""
     sample = x.view(torch.uint8).flatten()[::max(1, x.numel() // 2**16)]
-    return 2 * (sample & 0x7F).count_nonzero().item() >= sample.numel()  # without the sign bit: FP8 has -0
+    return 2 * (sample & 0x7F).count_nonzero().item() >= sample.numel()  # 0x7F: -0 is zero as well
 
 
 def _destroy(descriptors, layouts):
@@ -222,7 +232,7 @@ def _destroy(descriptors, layouts):
 
 
 def _layout(kind, rows, columns):
-    """A column-major matrix without gaps."""
+    """Create the layout of a contiguous column-major matrix."""
     sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
     return _create("MatrixLayout", kind, *sizes)
 

@@ -1,22 +1,19 @@
-"""Cross-entropy of a GPT's logits, and its gradient, each in one pass over memory; for an FP8 output head the
-gradient is born in FP8.
+"""Cross-entropy of a GPT's logits and its gradient, each in one pass over memory; for an FP8 output head, the
+gradient is written in FP8.
 
-The logits are the largest tensor of a training step (32,768 tokens x 50,304 words in BF16: 3.3 GB), and the
-arithmetic on them is trivial: all that counts is how often they move. What is notable:
+Use `cross_entropy` in place of `F.cross_entropy` where nothing else reads the logits. They are the largest
+tensor of a training step (32,768 tokens x 50,304 vocabulary entries in BF16: 3.3 GB), and the kernels are
+bound by memory.
 
-- Forward reads the logits once (online softmax: maximum and sum are corrected as the row is read) and keeps a
-  log-sum-exp for each row.
-- Backward computes softmax - onehot from that and writes the gradient over the logits: no second tensor of
-  that size.
-- An FP8 matrix product needs the gradient in FP8, by rows for the input's gradient and by columns for the
-  weight's. Given a BF16 gradient, Transformer Engine (TE) reads it again, casts and transposes. Here the
-  backward kernel does so while it has the values in registers, and hands over a finished `Float8Tensor`: 4
-  bytes moved for each logit instead of 8. It goes through BF16 on the way and rounds as TE does, and it
-  reports the largest value to the same amax history, so bytes, scales and training are those of the long way
-  round.
-- No host synchronisation: everything runs inside a CUDA graph.
+- Forward reads the logits once (online softmax) and saves each row's log-sum-exp.
+- Backward computes softmax - onehot and overwrites the logits with it: no second tensor of that size.
+- FP8 GEMMs need the gradient in FP8, rowwise for dgrad and transposed for wgrad. Transformer Engine (TE)
+  reads a BF16 gradient again to cast and transpose it. Here the backward kernel quantizes the values in its
+  registers and returns a `Float8Tensor`: 4 bytes moved per logit instead of 8. It rounds to BF16 first, as
+  TE's path does, and raises the same amax, so that data, scales and training are bit for bit TE's.
+- No host synchronization: it can be captured in a CUDA graph.
 
-References: online softmax (Milakov and Gimelshein 2018), delayed scaling (Micikevicius et al. 2022, and TE's
+References: online softmax (Milakov and Gimelshein 2018); delayed scaling (Micikevicius et al. 2022, and TE's
 `DelayedScaling`).
 """
 
@@ -24,60 +21,58 @@ import torch
 import triton
 import triton.language as tl
 
-from fast_kernels import casts as fast_casts
-from fast_kernels import support as fast_support
+from fast_kernels import casts, support
 
-# What a program holds at a time: 16 logits a thread, two loads of 16 bytes in BF16; for FP8 a tile, of which
-# a thread has 32. Chosen by trying sizes on an H200; another GPU may like others.
+# Launch parameters: 16 logits per thread, two 16-byte loads in BF16; for FP8 a tile with 32 logits per
+# thread. The fastest of those tried on an H200.
 FORWARD = dict(BLOCK=2048, num_warps=4)
 BACKWARD = dict(BLOCK=2048, num_warps=4)
 BACKWARD_FP8 = dict(ROWS=128, COLUMNS=64, num_warps=8)
-IGNORE = tl.constexpr(-100)
+IGNORE_INDEX = tl.constexpr(-100)
 
 
-@torch.compiler.disable  # backward writes over an input, which a compiled graph cannot express
+@torch.compiler.disable  # backward overwrites an input, which a compiled graph cannot express
 def cross_entropy(logits, labels, head=None):
-    """Mean cross-entropy over the labels that are not -100 (0 if all are), in float32: (N, V), (N,) -> ().
+    """Compute the mean cross-entropy over the labels that are not -100, () float32; 0 if all are -100.
 
-    logits: (N, V) BF16 or float32, contiguous. Backward may overwrite them: do not use them afterwards, and
-    go backward once. labels: (N,) int64. head: the `te.LayerNormLinear` that `logits` came out of; if it runs
-    in FP8 under delayed scaling, its backward pass gets the gradient in FP8. Use the logits for nothing else
-    then: gradients that meet there are added up dequantised. ValueError: shapes or types that do not fit.
-    RuntimeError: a second backward pass.
+    Args:
+        logits: (N, V) BF16 or float32, contiguous. Backward may overwrite them: do not use them afterwards.
+        labels: (N,) int64.
+        head: the `te.LayerNormLinear` that computed `logits`. If it runs in FP8 under delayed scaling, its
+            backward pass gets the gradient in FP8. Then use the logits for nothing else: autograd would sum
+            two gradients of them dequantized.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+        RuntimeError: in a second backward pass.
     """
-    if (
-        logits.dim() != 2
-        or not logits.is_contiguous()
-        or logits.dtype not in (torch.bfloat16, torch.float32)
-        or not logits.numel()
-    ):
-        raise ValueError(
-            f"logits {tuple(logits.shape)} {logits.dtype}: (N, V), contiguous, bfloat16 or float32, and not empty, is needed"
-        )
+    dtype_fits = logits.dtype in (torch.bfloat16, torch.float32)
+    if logits.dim() != 2 or not logits.is_contiguous() or not dtype_fits or not logits.numel():
+        raise ValueError(f"logits {tuple(logits.shape)} {logits.dtype}: (N, V), contiguous, bfloat16 or "
+                         "float32, and not empty, is needed")
     if labels.shape != logits.shape[:1] or labels.dtype != torch.int64:
-        raise ValueError(
-            f"labels {tuple(labels.shape)} {labels.dtype}: ({logits.shape[0]},) int64 is needed, one for each row of logits"
-        )
+        raise ValueError(f"labels {tuple(labels.shape)} {labels.dtype}: ({logits.shape[0]},) int64 is "
+                         "needed, one for each row of logits")
     with torch.cuda.device_of(logits):  # Triton launches on the current device
         return _CrossEntropy.apply(logits, labels.contiguous(), gradient_quantizer(logits, head))
 
 
 def gradient_quantizer(logits, head):
-    """The quantizer with which `head`'s backward pass would cast the gradient of `logits`, if that cast can
-    be done here; else None."""
-    node = logits.grad_fn  # if TE made the logits: the ctx that its backward pass will get
-    quantizer = getattr(node, "grad_output_quantizer", None)  # none in BF16
+    """Return the quantizer of `logits`' gradient in `head`'s backward pass; None where the gradient must be
+    BF16."""
+    node = logits.grad_fn  # the ctx of TE's backward pass, if TE computed the logits
+    quantizer = getattr(node, "grad_output_quantizer", None)  # None in BF16
     if head is None or quantizer is None or quantizer is not head.quantizers["scaling_bwd"][0]:
-        return None  # the logits are not, or not straight, what an FP8 head put out
-    if fast_support.environment_reason():
-        fast_support.say_once(fast_support.environment_reason())
+        return None  # the logits are not the unchanged output of an FP8 head
+    if support.environment_reason():
+        support.say_once(support.environment_reason())
         return None
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     if not isinstance(quantizer, Float8Quantizer):
-        return None  # another recipe than delayed scaling
+        return None  # not delayed scaling
     if node.use_bias or node.debug or logits._backward_hooks or logits.retains_grad:
-        # someone wants to see the values themselves: for a bias's gradient, TE's debugging tools, a hook
+        # dbias, TE's debug tools and hooks need the values in BF16
         return None
     if logits.shape[0] % 16 or logits.shape[1] % 16:
         return None
@@ -90,7 +85,7 @@ class _CrossEntropy(torch.autograd.Function):
         rows, vocab_size = logits.shape
         losses, lse = torch.empty((2, rows), dtype=torch.float32, device=logits.device)
         _forward_kernel[(rows,)](logits, labels, losses, lse, vocab_size, **FORWARD)
-        count = (labels != IGNORE.value).sum().clamp(min=1)
+        count = (labels != IGNORE_INDEX.value).sum().clamp(min=1)
         ctx.save_for_backward(logits.detach(), labels, lse, count)
         ctx.quantizer, ctx.did_backward = quantizer, False
         return losses.sum() / count
@@ -98,9 +93,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):
         if ctx.did_backward:
-            raise RuntimeError(
-                "fast_loss.cross_entropy: a second backward pass, but the first one wrote its gradient over the logits"
-            )
+            raise RuntimeError("fast_kernels.loss.cross_entropy: a second backward pass, but the first one "
+                               "overwrote the logits with their gradient")
         ctx.did_backward = True
         logits, labels, lse, count = ctx.saved_tensors
         factor = (grad_loss / count).float()
@@ -110,33 +104,36 @@ class _CrossEntropy(torch.autograd.Function):
         _backward_kernel[(rows * triton.cdiv(vocab_size, BACKWARD["BLOCK"]),)](
             logits, labels, lse, factor, vocab_size, **BACKWARD
         )
-        # whoever else kept the logits for backward gets an error, not nonsense
+        # makes autograd raise an error where another function saved the logits for its backward pass
         torch.autograd.graph.increment_version(logits)
         return logits, None, None
 
 
 def gradient_fp8(logits, labels, lse, factor, quantizer):
-    """`quantizer(gradient)` without the gradient: (softmax(logits) - onehot) · factor -> (N, V)
-    `Float8Tensor` with both layouts.
+    """Compute (softmax(logits) - onehot) · factor as a `Float8Tensor` (N, V) with its transpose.
 
-    labels (N,) int64, lse (N,) float32: each row's log-sum-exp, factor () float32. Takes the amax up into
-    `quantizer.amax`.
+    Equals `quantizer(gradient)` for that gradient in BF16, and raises `quantizer.amax` as well.
+
+    Args:
+        labels: (N,) int64.
+        lse: (N,) float32, each row's log-sum-exp.
+        factor: () float32.
     """
     from transformer_engine.pytorch.constants import TE_DType_To_Torch
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
-    by_rows, by_columns = cast_gradient(
+    rowwise, columnwise = cast_gradient(
         logits, labels, lse, factor, quantizer.scale, quantizer.amax, TE_DType_To_Torch[quantizer.dtype]
     )
-    # TE's backward pass reshapes the gradient to 2-D, which it is already; its `reshape` then misnames the
-    # transposed copy's shape (N, V). That does no harm: matrix products take the shape from the copy by rows.
+    # TE's backward pass reshapes the gradient to 2-D, which it already is; its `reshape` then gives the
+    # transposed copy the shape (N, V). This is harmless: GEMMs use the shape of the rowwise copy.
     return Float8Tensor(
         shape=logits.shape,
         dtype=logits.dtype,
-        data=by_rows,
-        data_transpose=by_columns,
+        data=rowwise,
+        data_transpose=columnwise,
         fp8_dtype=quantizer.dtype,
-        # now: the scale moves at the end of this backward pass
+        # computed now, since TE updates the scale at the end of this backward pass
         fp8_scale_inv=quantizer.scale.reciprocal().reshape(1),
         quantizer=quantizer,
         device=logits.device,
@@ -144,57 +141,57 @@ def gradient_fp8(logits, labels, lse, factor, quantizer):
 
 
 def cast_gradient(logits, labels, lse, factor, scale, amax, fp8):
-    """The gradient times `scale` in the torch type `fp8`: bytes (N, V) and, transposed, (V, N), uint8. scale,
-    amax: one float32; amax grows."""
+    """Compute the gradient times `scale` in the FP8 type `fp8`; return data (N, V) and its transpose, uint8.
+
+    scale, amax: (1,) float32; amax is raised to the gradient's largest magnitude.
+    """
     rows, vocab_size = logits.shape
-    by_rows, by_columns = (
-        torch.empty(shape, dtype=torch.uint8, device=logits.device)
-        for shape in ((rows, vocab_size), (vocab_size, rows))
-    )
+    rowwise = torch.empty((rows, vocab_size), dtype=torch.uint8, device=logits.device)
+    columnwise = torch.empty((vocab_size, rows), dtype=torch.uint8, device=logits.device)
     tiles = triton.cdiv(rows, BACKWARD_FP8["ROWS"]) * triton.cdiv(vocab_size, BACKWARD_FP8["COLUMNS"])
     _backward_fp8_kernel[(tiles,)](
-        logits, labels, lse, factor, scale, amax, by_rows.view(fp8), by_columns.view(fp8), rows, vocab_size,
+        logits, labels, lse, factor, scale, amax, rowwise.view(fp8), columnwise.view(fp8), rows, vocab_size,
         **BACKWARD_FP8,
     )
-    return by_rows, by_columns
+    return rowwise, columnwise
 
 
 @triton.jit
 def _forward_kernel(logits_ptr, labels_ptr, losses_ptr, lse_ptr, V, BLOCK: tl.constexpr):
-    """One row: loss and log-sum-exp."""
+    """Compute loss and log-sum-exp of one row."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * V
     offsets = tl.arange(0, BLOCK)
     label = tl.load(labels_ptr + row)
     target = tl.load(logits_ptr + label, mask=(label >= 0) & (label < V), other=float("-inf")).to(tl.float32)
     maximum = -3.4e38  # finite: a block of nothing but -inf must not give inf - inf
-    # as many as elements in a block, added up at the end: only the maximum needs all threads each time
+    # one partial sum per element of a block: only the maximum needs a reduction in every iteration
     sums = tl.zeros([BLOCK], tl.float32)
-    ahead = tl.load(logits_ptr + offsets, mask=offsets < V, other=float("-inf"))
+    prefetched = tl.load(logits_ptr + offsets, mask=offsets < V, other=float("-inf"))
     for start in range(0, V, BLOCK):
-        x = ahead.to(tl.float32)
-        columns = start + BLOCK + offsets  # the next block is under way while this one is summed up
-        ahead = tl.load(logits_ptr + columns, mask=columns < V, other=float("-inf"))
+        x = prefetched.to(tl.float32)
+        columns = start + BLOCK + offsets
+        prefetched = tl.load(logits_ptr + columns, mask=columns < V, other=float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(x))
         sums = sums * tl.exp(maximum - new_maximum) + tl.exp(x - new_maximum)
         maximum = new_maximum
     log_sum = tl.log(tl.sum(sums))
     tl.store(lse_ptr + row, maximum + log_sum)
-    tl.store(losses_ptr + row, tl.where(label == IGNORE, 0.0, maximum - target + log_sum))
+    tl.store(losses_ptr + row, tl.where(label == IGNORE_INDEX, 0.0, maximum - target + log_sum))
 
 
 @triton.jit
 def _gradient(x, label, lse, columns, factor):
-    """(softmax - onehot) · factor, 0 in ignored rows, float32."""
-    # log2(e): tl.exp spends three instructions more, on results below 2^-126
+    """Return (softmax - onehot) · factor in float32; 0 in ignored rows."""
+    # 1.44 = log2(e). tl.exp takes three more instructions, for results below 2^-126.
     p = tl.exp2((x.to(tl.float32) - lse) * 1.4426950409)
     gradient = tl.where(columns == label, p - 1.0, p) * factor
-    return tl.where(label == IGNORE, 0.0, gradient)
+    return tl.where(label == IGNORE_INDEX, 0.0, gradient)
 
 
 @triton.jit
 def _backward_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, V, BLOCK: tl.constexpr):
-    """One block of one row, in place."""
+    """Replace one block of one row of the logits by its gradient."""
     blocks = tl.cdiv(V, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -206,28 +203,16 @@ def _backward_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, V, BLOCK: tl.c
 
 
 @triton.jit
-def _backward_fp8_kernel(
-    logits_ptr,
-    labels_ptr,
-    lse_ptr,
-    factor_ptr,
-    scale_ptr,
-    amax_ptr,
-    by_rows_ptr,
-    by_columns_ptr,
-    N,
-    V,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """One tile (ROWS, COLUMNS): written as it is and transposed, its largest value taken up into amax."""
+def _backward_fp8_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, scale_ptr, amax_ptr, rowwise_ptr,
+                         columnwise_ptr, N, V, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Compute one tile (ROWS, COLUMNS) of the gradient; store it in FP8, rowwise and transposed."""
     tiles = tl.cdiv(V, COLUMNS)
     first_row, first_column = tl.program_id(0) // tiles * ROWS, tl.program_id(0) % tiles * COLUMNS
-    # inside the tile, so that only the tile's own place needs 64 bits
+    # offsets inside the tile: only the tile's own offset needs 64 bits
     i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     rows, columns, factor = first_row + 4 * i, first_column + j, tl.load(factor_ptr)
     mask = (first_row // 4 + i < N // 4)[:, None] & (columns < V)[None, :]
-    x = fast_casts.load_rows(
+    x = casts.load_rows(
         logits_ptr + first_row.to(tl.int64) * V + first_column + 4 * i[:, None] * V + j[None, :], V, mask,
         float("-inf"),
     )
@@ -235,17 +220,17 @@ def _backward_fp8_kernel(
     b = _rounded_gradient(x[1], labels_ptr, lse_ptr, rows + 1, columns, factor, N)
     c = _rounded_gradient(x[2], labels_ptr, lse_ptr, rows + 2, columns, factor, N)
     d = _rounded_gradient(x[3], labels_ptr, lse_ptr, rows + 3, columns, factor, N)
-    tl.atomic_max(amax_ptr, tl.max(fast_casts.largest_of(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
-    fast_casts.store_fp8(
-        a, b, c, d, tl.load(scale_ptr), by_rows_ptr, by_columns_ptr, first_row, first_column, N, V, mask,
+    tl.atomic_max(amax_ptr, tl.max(casts.abs_max(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
+    casts.store_fp8(
+        a, b, c, d, tl.load(scale_ptr), rowwise_ptr, columnwise_ptr, first_row, first_column, N, V, mask,
         ROWS, COLUMNS,
     )
 
 
 @triton.jit
 def _rounded_gradient(x, labels_ptr, lse_ptr, rows, columns, factor, N):
-    """Of one row in four, rounded to the logits' type: the values that the kernel for BF16 writes."""
-    label = tl.load(labels_ptr + rows, mask=rows < N, other=IGNORE).to(tl.int32)
+    """Return the gradient of every fourth row, rounded to the logits' dtype as in `_backward_kernel`."""
+    label = tl.load(labels_ptr + rows, mask=rows < N, other=IGNORE_INDEX).to(tl.int32)
     lse = tl.load(lse_ptr + rows, mask=rows < N, other=0.0)
     gradient = _gradient(x, label[:, None], lse[:, None], columns[None, :], factor)
-    return fast_casts.widen(fast_casts.round_bf16(gradient)) if x.dtype == tl.bfloat16 else gradient
+    return casts.widen(casts.round_bf16(gradient)) if x.dtype == tl.bfloat16 else gradient

@@ -34,8 +34,6 @@ ATTENTION_METHODS = {
 APPLY_ROPE = "dc11255ad30db48f"
 CROSS_ENTROPY = "59b6ff64112a8391"
 TESTED_TE = ("2.20",)  # minor versions: the kernels use internals, which move between them
-# see FastAdam, moment_dtype; here, so that train.py needs no Triton to check it
-LARGEST_BF16_BETA = 1 - 2**-8
 MAX_WIDTH = 16384  # of the residual stream: a norm kernel holds whole rows
 MODULE_SETTINGS = {  # of TE's modules: what the kernels implement
     "zero_centered_gamma": False,

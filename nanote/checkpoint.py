@@ -1,120 +1,52 @@
-"""Checkpoints that survive a kill, a full disk and a changed number of GPUs, and that run no code when they
-are loaded.
+"""Checkpoints that survive a kill, a full disk and a change in the number of GPUs. Loading one runs no code.
 
     out/<run>/step-<n>/   shard-*.safetensors   weights, optimizer, FP8 state, random number generators
-                          meta.json step, the trainer's options, the model's config, the optimizer's groups
-                          SHA256SUMS of every file above; `sha256sum -c SHA256SUMS` checks them by hand
+                          meta.json             step, the trainer's options, the model's config, optimizer
+                          groups SHA256SUMS            of every file above; check by hand: sha256sum -c
+                          SHA256SUMS
 
-Notable, and why:
-- A checkpoint is written to a hidden folder, synced and renamed, so a folder named step-<n> is always whole;
-  the latest is the one with the highest number, and no pointer to it can be stale.
-- Tensors go through torch.distributed.checkpoint in its safetensors format under plain names
-  ("model.<parameter>", "optimizer.<parameter>.exp_avg", "fp8.<module>…"), so any number of processes can read
-  what any other number wrote, and no pickle is involved: DCP's own format keeps its index in one, and TE's
-  `_extra_state` entries are pickles, which is why the FP8 state is stored as plain tensors instead
+`train.py` uses `BackgroundSaver`, `find`, `read_meta` and `load`; anything else that reads a run uses the
+last three. Design:
+
+- A checkpoint is written to a hidden folder, synced and renamed, so a folder named step-<n> is always
+  complete. The latest one has the highest number; there is no pointer to it that could be stale.
+- Tensors are stored under plain names ("model.<parameter>", "optimizer.<parameter>.exp_avg", "fp8.<module>…")
+  in safetensors files (nanote/safetensors_files.py). There is no pickle: DCP's default format keeps its index
+  in one, and the `_extra_state` entries of TE are pickles, so the FP8 state is stored as plain tensors
   (fp8.get_state).
-- FP8 is no property of a checkpoint: weights are stored in high precision, so a run may resume with another
-  recipe or none.
-- Training need not wait for the disk: BackgroundSaver copies the tensors to host memory and writes them while
-  training goes on. One process writes the files of DCP's format itself, since DCP's writer would hold up the
-  thread that trains.
+- Precision is not part of a checkpoint: weights are stored in high precision, so a run may resume with
+  another FP8 recipe or none.
+- Training does not wait for the disk: BackgroundSaver copies the tensors to host memory, and a thread writes
+  them.
 """
 import contextlib
-import dataclasses
 import fcntl
-import importlib
 import itertools
 import json
-import math
 import os
 import platform
 import random
 import re
 import shutil
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from data import sha256
-from nanote import fp8, json_files
+from nanote import fp8, json_files, safetensors_files
+from nanote.dataset import sha256
 from nanote.json_files import COUNT, SIZE
+from nanote.models import make_model_config, model_classes, weight_count
+from nanote.safetensors_files import RESTORE, stored_tensors
 
-MODELS = {  # --model: (file, model class, config class)
-    "optimized": ("model_te_optimized", "OptimizedGPT2Model", "OptimizedConfig"),
-    "advanced": ("model_te_advanced", "AdvancedGPT2Model", "AdvancedConfig"),
-    "fused": ("model_te_fused", "FusedGPT2Model", "FusedConfig"),
-    "custom": ("model_te_custom", "CustomGPT2Model", "CustomConfig"),
-    "te": ("model_te", "TEGPT2Model", "TEConfig"),
-}
-FORMAT = 1  # of checkpoints; those of before it was counted name none
-META = {  # what meta.json must hold
+FORMAT = 1  # version of the checkpoint format; the first checkpoints have no such field
+META = {  # fields of meta.json; "?": optional
     "step": COUNT, "config": dict, "model": str, "model_config": dict, "tokenizer": str,
     "optimizer_groups": [{"step?": COUNT}], "fp8_weights?": [str], "torch?": str, "device?": str,
     "hf?": {"folder": str, "vocab_size": SIZE}}
-RESTORE = "restore the checkpoint's files from a copy"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
-SHARD_BYTES = 4 * 2**30  # DCP assembles a file in memory before writing it
-SAFETENSORS_TYPES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
-    torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
-    torch.bool: "BOOL",
-}
-
-
-def model_classes(name: str):
-    """(model class, config class) of a model's short name; ValueError when there is none, or its file is not
-    here."""
-    if name not in MODELS:
-        raise ValueError(f"unknown model {name!r}: one of {', '.join(MODELS)}")
-    module_name, *class_names = MODELS[name]
-    if importlib.util.find_spec(module_name) is None:
-        here = [key for key, (module, *_) in MODELS.items() if importlib.util.find_spec(module)]
-        raise ValueError(
-            f"model {name!r}: there is no {module_name}.py here; models that are: {', '.join(here)}"
-        )
-    module = importlib.import_module(module_name)
-    return tuple(getattr(module, class_name) for class_name in class_names)
-
-
-def make_model_config(name: str, options: dict):
-    """The model's config from those of `options` that it has a field for; None leaves a field at its default.
-    """
-    config_class = model_classes(name)[1]
-    known = {field.name for field in dataclasses.fields(config_class)}
-    return config_class(
-        **{key: value for key, value in options.items() if key in known and value is not None}
-    )
-
-
-def build_model(name: str, config, *, device="cpu", dtype=torch.float32, fp8_weights_recipe=None):
-    """A model with its parameters made on `device` in `dtype`, or in FP8 where a recipe for the weights is
-    given."""
-    quantized = contextlib.nullcontext() if fp8_weights_recipe is None else fp8.te.quantized_model_init(
-        enabled=True, recipe=fp8_weights_recipe, preserve_high_precision_init_val=True)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device), quantized:
-            return model_classes(name)[0](config).to(device)  # a model may choose a device itself
-    finally:
-        torch.set_default_dtype(before)
-
-
-def weight_count(config) -> int:
-    """Count the elements of a model's weight matrices before it is built. Biases and norms are few and not
-    counted."""
-    width, kv_width = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-    attention = config.n_embd * (2 * width + 2 * kv_width)  # queries, keys, values, projection
-    mlp = config.n_embd * config.n_inner * (3 if getattr(config, "activation", "gelu") == "swiglu" else 2)
-    rows = config.vocab_size * (1 if config.tie_embeddings else 2)
-    rows += 0 if getattr(config, "use_rotary", False) else config.n_positions
-    return config.n_layer * (attention + mlp) + rows * config.n_embd
 
 
 # ---------------------------------------------------------------- saving
@@ -122,40 +54,42 @@ def weight_count(config) -> int:
 def save(run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> Path:
     """Write run_dir/step-<step>, then remove all but the last `keep` checkpoints. Every rank must call it.
 
-    `meta` is what JSON can hold and `load` returns. On OSError (a full disk) nothing is left of this
-    checkpoint, the ones before it stand, and the error names the last of them.
+    `meta` must be serializable as JSON; `read_meta` returns it. On OSError (a full disk) nothing of this
+    checkpoint is left, earlier ones are untouched, and the message names the last of them.
     """
     document = _document(step, model, optimizer, meta)
     return _write(Path(run_dir), step, _tensors(model, optimizer), document, keep)
 
 
 class BackgroundSaver:
-    """Checkpoints that a thread writes while training goes on: `save` returns as soon as the tensors are
-    copied to host memory.
+    """Save checkpoints in a thread while training continues.
 
-    One checkpoint is written at a time, and a folder step-<n> is whole or absent as with the function `save`.
-    The copies stay allocated for the checkpoint after: pinned memory, where they come from a GPU, of the size
-    of weights, optimizer state and float32 masters.
+    `save` returns as soon as the tensors are copied to host memory. One checkpoint is written at a time, and
+    a folder step-<n> is complete or absent, as with the function `save`. The copies stay allocated for the
+    next checkpoint: pinned memory for tensors on a GPU, of the size of weights, optimizer state and float32
+    masters.
 
-    With several processes, or `background` off, `save` returns when all is written: there DCP calls
-    collectives, which in a second thread could come before training's own on one rank and after them on
-    another, and all would wait for ever.
+    With several processes, or `background` off, `save` returns when everything is written. DCP calls
+    collectives: in a second thread they could come before the training collectives on one rank and after them
+    on another, which is a deadlock.
     """
 
     def __init__(self, background: bool = True):
         self.background = background and not dist.is_initialized()
-        self.thread, self.writing, self.failures, self.copies = (
-            ThreadPoolExecutor(1, "checkpoint"), None, [], {},
-        )
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.writing, self.failures, self.copies = None, [], {}
 
     def reserve(self, model, optimizer) -> str:
-        """Get the memory that `save` copies to before training starts: gigabytes of pinned memory take the
-        driver long, and a step would wait. "", or why there is none: then `save` writes in the foreground,
-        without copies."""
+        """Allocate the host copies before training starts, since allocating gigabytes of pinned memory is
+        slow.
+
+        Returns "", or the reason why there is not enough memory. `save` then writes in the foreground,
+        without copies.
+        """
         if self.background:
             try:
                 self.copy_to_host(_tensors(model, optimizer))
-            except torch.OutOfMemoryError:  # the GPU's
+            except torch.OutOfMemoryError:  # of the GPU
                 raise
             except RuntimeError as error:
                 self.background, self.copies = False, {}
@@ -163,8 +97,7 @@ class BackgroundSaver:
         return ""
 
     def save(self, run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> None:
-        """As the function `save`, after waiting for the checkpoint before; but an OSError is kept for
-        `error`."""
+        """Save like the function `save`, after the previous checkpoint. An OSError is kept for `error`."""
         self.wait()
         document = _document(step, model, optimizer, meta)
         tensors = _tensors(model, optimizer)
@@ -178,9 +111,11 @@ class BackgroundSaver:
                 self.failures.append(error)
 
     def copy_to_host(self, tensors) -> dict[str, torch.Tensor]:
-        """Of (name, tensor) pairs, in the memory of an earlier call where it fits. The copies are queued on
-        the stream that training uses, so the memory of a tensor that was made for this alone is not used
-        again before it is read."""
+        """Copy (name, tensor) pairs to host memory, reusing the buffers of an earlier call where they fit.
+
+        The copies are queued on the training stream. The caching allocator therefore cannot reuse the memory
+        of a temporary tensor (a dequantized weight) before it is copied.
+        """
         before, self.copies = self.copies, {}
         for name, tensor in tensors:
             copy = before.get(name)
@@ -192,7 +127,7 @@ class BackgroundSaver:
         return self.copies
 
     def wait(self) -> None:
-        """Return when nothing is being written. What is no OSError, a defect, is raised."""
+        """Wait until nothing is being written. Raises errors other than OSError, which are bugs."""
         if self.writing is not None:
             error = self.writing.exception()
             self.writing = None
@@ -202,16 +137,18 @@ class BackgroundSaver:
                 raise error
 
     def error(self) -> OSError | None:
-        """Why a checkpoint was not written, as far as known by now; each error is returned once. Waits for
-        nothing."""
+        """Return why a checkpoint was not written, as far as known; each error once. Does not wait."""
         if self.writing is not None and self.writing.done():
             self.wait()
         return self.failures.pop(0) if self.failures else None
 
 
 def _document(step: int, model, optimizer, meta: dict) -> str:
-    """Return the text of meta.json. What the model and the optimizer say takes precedence over `meta`, which
-    may be that of the checkpoint that this run resumed."""
+    """Return the text of meta.json.
+
+    Entries from the model and the optimizer override `meta`, which may come from the checkpoint this run
+    resumed.
+    """
     groups = [{k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
               for group in optimizer.param_groups]
     own = {"format": FORMAT, "step": step, "optimizer_groups": groups, "torch": torch.__version__,
@@ -220,12 +157,12 @@ def _document(step: int, model, optimizer, meta: dict) -> str:
 
 
 def _write(run_dir: Path, step: int, tensors, document: str, keep: int) -> Path:
-    """The part of saving that reads nothing of the model: (name, tensor) pairs and meta.json's text ->
-    run_dir/step-<step>."""
+    """Write run_dir/step-<step> from (name, tensor) pairs and the text of meta.json, without reading the
+    model."""
     folder, unfinished = run_dir / f"step-{step}", run_dir / f".saving-step-{step}"
 
     def prepare():
-        for stale in [*run_dir.glob(".saving-*"), *run_dir.glob(".removing-*")]:  # of a run that was killed
+        for stale in [*run_dir.glob(".saving-*"), *run_dir.glob(".removing-*")]:  # from a run that was killed
             shutil.rmtree(stale, ignore_errors=True)
         unfinished.mkdir()
 
@@ -238,14 +175,15 @@ def _write(run_dir: Path, step: int, tensors, document: str, keep: int) -> Path:
         os.rename(unfinished, folder)
         _sync(run_dir)
         for old in list_checkpoints(run_dir)[:-keep]:
-            doomed = run_dir / f".removing-{old.name}"  # a folder half removed must not pass for a checkpoint
+            # a partly removed folder must not look like a checkpoint
+            doomed = run_dir / f".removing-{old.name}"
             old.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
 
     try:
         on_rank0(prepare)
         if dist.is_initialized():
-            _dcp(dcp.save, dict(tensors), unfinished)
+            safetensors_files.save_distributed(dict(tensors), unfinished)
         else:
             _write_tensors(dict(tensors), unfinished)
         on_rank0(finish)
@@ -261,47 +199,23 @@ def _write(run_dir: Path, step: int, tensors, document: str, keep: int) -> Path:
 
 
 def _write_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """safetensors files (github.com/huggingface/safetensors, "Format") as DCP's reader takes them. Unlike
-    safetensors.torch.save, through which DCP writes, this copies nothing and never holds the interpreter's
-    lock for long: a thread that trains meanwhile can launch its next step."""
-    numbers = _file_numbers(tensors)
+    """Write and sync the safetensors files of a single process, under the names that DCP uses."""
+    numbers = safetensors_files.file_numbers(tensors)
     files = max(numbers.values())
     for number in sorted(set(numbers.values())):
-        # Those of wider types first, so that each is aligned.
-        part = sorted(
-            (item for item in tensors.items() if numbers[item[0]] == number),
-            key=lambda item: -item[1].element_size(),
-        )
-        header, end = {"__metadata__": {"format": "pt"}}, 0
-        for name, tensor in part:
-            start, end = end, end + tensor.numel() * tensor.element_size()
-            header[name] = {
-                "dtype": SAFETENSORS_TYPES[tensor.dtype], "shape": list(tensor.shape),
-                "data_offsets": [start, end],
-            }
-        encoded = json.dumps(header).encode()
-        encoded += b" " * (-len(encoded) % 8)
-        # DCP's names for the files of one process
         path = folder / f"shard-00001-model-{number:05}-of-{files:05}.safetensors"
-        with open(path, "wb") as file:
-            file.write(len(encoded).to_bytes(8, "little") + encoded)
-            for _, tensor in part:
-                file.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        part = {name: tensor for name, tensor in tensors.items() if numbers[name] == number}
+        safetensors_files.write_file(path, part)
         _sync(path)
 
 
-def _file_numbers(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    """The number of the file, from 1, that each tensor goes to: of about SHARD_BYTES each."""
-    numbers, size = {}, 0
-    for name, tensor in tensors.items():
-        size += tensor.numel() * tensor.element_size()
-        numbers[name] = 1 + size // SHARD_BYTES
-    return numbers
-
+# ---------------------------------------------------------------- what is stored
 
 def _tensors(model, optimizer):
-    """(name, tensor) of everything that is stored as a tensor, as it is now; tied parameters once. A
-    generator, so that float32 masters joined from remainders need not all exist at once."""
+    """Yield (name, tensor) for everything that is stored as a tensor; tied parameters once.
+
+    A generator, so that float32 masters rebuilt from remainders need not all exist at once.
+    """
     names = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and not name.endswith("_extra_state") and id(value) not in names:
@@ -319,26 +233,48 @@ def _tensors(model, optimizer):
 
 
 def _plain(tensor) -> torch.Tensor:
-    """A tensor that safetensors can hold: weights that TE keeps in FP8 are stored in high precision."""
+    """Return a contiguous tensor that safetensors can hold; FP8 weights of TE are dequantized."""
     tensor = tensor.dequantize() if hasattr(tensor, "_quantizer") else tensor
     return tensor.detach().contiguous()
 
 
 def _in_fp8(parameter) -> bool:
-    return hasattr(parameter, "_quantizer") or hasattr(parameter, "fp8_owner")  # TE's, te_reference's
+    return hasattr(parameter, "_quantizer") or hasattr(parameter, "fp8_owner")  # TE; te_reference
 
 
 def _has_master(parameter) -> bool:
-    """Return whether the optimizer trains a float32 master of the parameter. TE's FusedAdam makes one of a
-    float32 parameter, too, but then updates the parameter alone: that master keeps its first value."""
+    """Return whether the optimizer trains a float32 master of the parameter.
+
+    TE's FusedAdam allocates one for a float32 parameter as well, but updates only the parameter: that master
+    keeps its initial value.
+    """
     return parameter.dtype != torch.float32 or _in_fp8(parameter)
 
 
 def _optimizer_states(optimizer):
-    """(parameter, its state) pairs; torch numbers the parameters of all groups in one sequence."""
+    """Return (parameter, state) pairs; torch numbers the parameters of all groups consecutively."""
     states = optimizer.state_dict()["state"]
     parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     return [(parameter, states[number]) for number, parameter in enumerate(parameters) if number in states]
+
+
+def join_remainder(weight, remainder) -> torch.Tensor:
+    """Rebuild a float32 master weight from a BF16 weight and its low 16 bits (TE's `store_param_remainders`).
+
+    TE rounds the BF16 weight up if the highest bit of the int16 remainder is set, so a negative remainder
+    means that the high half is one too large.
+    """
+    high = weight.view(torch.int16).int() - (remainder < 0).int()
+    return (high * 65536 + (remainder.int() & 0xFFFF)).view(torch.float32)
+
+
+def split_remainder(master) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split float32 into (BF16, int16); `join_remainder` restores it bit for bit."""
+    bits = master.contiguous().view(torch.int32)
+    low = (bits & 0xFFFF).to(torch.int32)
+    remainder = torch.where(low >= 32768, low - 65536, low).to(torch.int16)
+    high = ((bits - low) // 65536 + (remainder < 0).int()).to(torch.int16)
+    return high.view(torch.bfloat16), remainder
 
 
 def _rng_state() -> dict[str, torch.Tensor]:
@@ -357,14 +293,17 @@ def _set_rng_state(folder, state: dict[str, torch.Tensor]) -> None:
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        told = json_files.reason(error).removesuffix(";")
-        raise ValueError(f"{folder}: the state of the random generators is damaged ({told}); "
+        reason = json_files.reason(error).removesuffix(";")
+        raise ValueError(f"{folder}: the state of the random generators is damaged ({reason}); "
                          f"{RESTORE}") from error
 
 
 def _host_states(text: bytes) -> tuple[tuple, tuple]:
-    """Return what random.setstate and np.random.set_state take. NumPy does not check its part: a position
-    outside of the key ends the process when the next number is drawn."""
+    """Return the arguments of random.setstate and np.random.set_state.
+
+    NumPy does not validate its state: a position outside the key crashes the process at the next random
+        number.
+    """
     (version, numbers, gauss), numpy_state = json_files.parse(text, list, "rng.host", "")
     _, key, position, has_gauss, cached = numpy_state
     json_files.check(
@@ -379,7 +318,7 @@ def _host_states(text: bytes) -> tuple[tuple, tuple]:
 # ---------------------------------------------------------------- finding and checking
 
 def list_checkpoints(run_dir) -> list[Path]:
-    """The run's checkpoints, oldest first."""
+    """Return the run's checkpoints, oldest first."""
     steps = [path for path in Path(run_dir).glob("step-*") if path.name[5:].isdigit() and path.is_dir()]
     return sorted(steps, key=lambda path: int(path.name[5:]))
 
@@ -389,16 +328,18 @@ def latest(run_dir) -> Path | None:
 
 
 def find(path) -> Path:
-    """The checkpoint that `path` means: itself, or a run folder's latest. ValueError or FileNotFoundError if
-    it has none."""
+    """Return the checkpoint at `path`: a step-<n> folder itself, or the latest of a run folder.
+
+    Raises ValueError or FileNotFoundError if there is none.
+    """
     path = Path(path)
     if not path.exists():
+        runs = ", ".join(sorted(str(run) for run in Path("out").glob("*")))
         raise FileNotFoundError(
-            f"{path}: no such run folder; runs here: "
-            f"{', '.join(sorted(str(run) for run in Path('out').glob('*'))) or 'none (python train.py makes one)'}"
+            f"{path}: no such run folder; runs here: {runs or 'none (python train.py makes one)'}"
         )
     if not path.is_dir():
-        raise ValueError(f"{path} is a file; a run's folder is wanted, such as out/tiny")
+        raise ValueError(f"{path} is a file; pass the folder of a run, such as out/tiny")
     folder = path if path.name.startswith("step-") else latest(path)
     if folder is None:
         raise ValueError(
@@ -408,40 +349,37 @@ def find(path) -> Path:
 
 
 def read_meta(folder) -> dict:
-    """Read meta.json of a checkpoint and check it: every file's SHA-256, the fields, the size of the model
-    described.
+    """Read and check meta.json of a checkpoint: SHA-256 of every file, fields, size of the model described.
 
-    ValueError, naming the file, for what is wrong; also for a format newer than this file's.
+    Raises ValueError, naming the file, if anything is wrong or the format is newer than this version
+    supports.
     """
     folder = Path(folder)
+    return on_rank0(lambda: _read_meta(folder))
 
-    def check():
-        problem = _damage(folder)
-        if problem:
-            older = [path for path in list_checkpoints(folder.parent) if path != folder and not _damage(path)]
-            advice = (
-                f"the one before it, {older[-1]}, is whole: remove {folder} to go on from there"
-                if older
-                else "no other checkpoint of this run is whole"
-            )
-            raise ValueError(f"damaged checkpoint: {problem}; {advice}")
-        path = folder / "meta.json"
-        advice = f"restore it from a copy, or remove {folder} to use the checkpoint before it"
-        version = json_files.read(path, {"format?": COUNT}, advice).get("format", 0)
-        if version > FORMAT:
-            raise ValueError(f"{folder} is of format {version}, which a newer version of this kit wrote; "
-                             f"this one reads formats up to {FORMAT}: update it, or go on from a run that it "
-                             "can read")
-        meta = json_files.read(path, META, advice)
-        json_files.check(meta, {"model_config": model_classes(meta["model"])[1]}, path, advice)
-        _check_size(folder, meta)
-        return meta
 
-    return on_rank0(check)
+def _read_meta(folder: Path) -> dict:
+    problem = _damage(folder)
+    if problem:
+        older = [path for path in list_checkpoints(folder.parent) if path != folder and not _damage(path)]
+        advice = "no other checkpoint of this run is whole"
+        if older:
+            advice = f"the one before it, {older[-1]}, is whole: remove {folder} to go on from there"
+        raise ValueError(f"damaged checkpoint: {problem}; {advice}")
+    path = folder / "meta.json"
+    advice = f"restore it from a copy, or remove {folder} to use the checkpoint before it"
+    version = json_files.read(path, {"format?": COUNT}, advice).get("format", 0)
+    if version > FORMAT:
+        raise ValueError(f"{folder} is of format {version}, which a newer version of nanoTE wrote; "
+                         f"this one reads formats up to {FORMAT}: update it, or use another run")
+    meta = json_files.read(path, META, advice)
+    json_files.check(meta, {"model_config": model_classes(meta["model"])[1]}, path, advice)
+    _check_size(folder, meta)
+    return meta
 
 
 def _check_size(folder: Path, meta: dict) -> None:
-    """Refuse a meta.json that describes a larger model than is stored: building it could take all memory."""
+    """Refuse a meta.json that describes a larger model than is stored: building it could exhaust memory."""
     try:
         needed = weight_count(make_model_config(meta["model"], meta["model_config"] | {"use_fp8": False}))
     except ValueError as error:
@@ -453,31 +391,8 @@ def _check_size(folder: Path, meta: dict) -> None:
                          f"more, but {stored:,} are stored; restore the file that was written with them")
 
 
-def stored_tensors(folder) -> dict:
-    """Read what a checkpoint's files say of its tensors: {name: entry with .size and .properties.dtype}.
-
-    ValueError for tensors that are stored in part or twice, and for weights or optimizer state of another
-    type.
-    """
-    try:
-        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-        for name, entry in found.items():
-            parts = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            if parts != entry.size.numel():
-                raise ValueError(f"{name} has {entry.size.numel():,} elements, but {parts:,} are stored")
-            if not name.startswith("rng") and not entry.properties.dtype.is_floating_point:
-                raise ValueError(f"{name} is {entry.properties.dtype}, not a floating-point tensor")
-    except OSError:
-        raise
-    except Exception as error:  # safetensors' own, or whatever DCP meets in a header that it did not write
-        told = json_files.reason(error)
-        raise ValueError(f"{folder}: its .safetensors files are not those of a checkpoint ({told}); "
-                         f"{RESTORE}") from error
-    return found
-
-
 def _damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint's files, in words; None when they are what was written."""
+    """Return what is wrong with a checkpoint's files, None if they are as written."""
     for path in folder.iterdir():
         if not path.is_file() and not path.is_dir():
             return f"{path} is not a regular file"
@@ -487,37 +402,38 @@ def _damage(folder: Path) -> str | None:
         found = _checksums(folder)
     except (OSError, ValueError) as error:
         return f"{listing} cannot be read ({json_files.reason(error)})"
-    lines = lines.split("\n")  # splitlines would take other bytes for a line's end, too
+    lines = lines.split("\n")  # splitlines would also split at other characters
     for number, line in enumerate(lines, 1):
         if not re.fullmatch("[0-9a-f]{64}  .+", line):
-            return f"{listing}:{number}: not a SHA-256, two spaces and a file's name"
+            return f"{listing}:{number}: not a SHA-256, two spaces and a file name"
     expected = {line[66:]: line[:64] for line in lines}
     for name, checksum in expected.items():
         if name not in found:
             return f"{folder / name} is missing"
         if found[name] != checksum:
-            return f"{folder / name} has SHA-256 {found[name]}, written was {checksum}"
+            return f"{folder / name}: checksum mismatch: expected {checksum}, got {found[name]}"
     for path in folder.glob("*.safetensors"):
-        if path.name not in expected:  # it would be read with the others
+        if path.name not in expected:  # it would be loaded with the others
             return f"{path} is not listed in {listing}"
     return None if "meta.json" in expected else f"{listing} does not list meta.json"
 
 
 def _checksums(folder: Path) -> dict[str, str]:
     paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != "SHA256SUMS")
-    with ThreadPoolExecutor(8) as pool:  # hashing releases the interpreter's lock
+    with ThreadPoolExecutor(8) as pool:  # hashing releases the GIL
         return dict(zip((path.name for path in paths), pool.map(sha256, paths)))
 
 
 # ---------------------------------------------------------------- loading
 
 def load(folder, meta: dict, model, optimizer=None) -> None:
-    """Put a checkpoint's tensors into `model` and, for training on, into `optimizer`, FP8 state and random
+    """Load a checkpoint into `model` and, to continue training, into `optimizer`, FP8 state and random
     generators.
 
-    `meta` is what read_meta(folder) returned, so that nothing is loaded unchecked. The model may have another
-    precision or FP8 recipe than the one that was saved; a tensor that is missing, unknown or of another shape
-    is a ValueError. Every rank must call it.
+    `meta` is the result of read_meta(folder), so nothing is loaded unchecked. The precision and FP8 recipe of
+    the model may differ from those that were saved. Every rank must call it.
+
+    Raises ValueError for a tensor that is missing, unknown or of another shape.
     """
     folder = Path(folder)
     wanted = ("model.",) if optimizer is None else ("model.", "optimizer.", "fp8.", f"rng{_rank()}.")
@@ -525,65 +441,74 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
                for name, entry in stored_tensors(folder).items() if name.startswith(wanted)}
     own = {f"model.{name}": value for name, value in model.state_dict(keep_vars=True).items()
            if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")}
-    # the name under which a tied tensor is stored
-    first = {id(value): name for name, value in reversed(own.items())}
-    for name in sorted(set(first.values()) | {name for name in tensors if name.startswith("model.")}):
-        sizes = [
-            tuple(tensor.shape) if tensor is not None else "absent"
-            for tensor in (tensors.get(name), own.get(name))
-        ]
-        if sizes[0] != sizes[1]:
-            raise ValueError(
-                f"{folder} is of another architecture: {name.removeprefix('model.')} is {sizes[0]} in the "
-                f"checkpoint and {sizes[1]} in the model; build the model from the checkpoint's meta.json"
-            )
-    _check_state(folder, tensors, own)
-    _dcp(dcp.load, tensors, folder)
+    # {id: name under which it is stored}: tied parameters are stored once, under the first name
+    stored_names = {id(value): name for name, value in reversed(own.items())}
+    _check_architecture(folder, tensors, own, set(stored_names.values()))
+    _check_optimizer_state(folder, tensors, own)
+    safetensors_files.load(tensors, folder)
     drop_stale_masters(tensors, meta)
 
-    def part(prefix):
-        return {
-            name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
-        }
-
     if optimizer is not None:
-        fp8.set_state(model, part("fp8."))  # before the weights: those kept in FP8 are cast with its scales
+        # before the weights: weights kept in FP8 are quantized with its scales
+        fp8.set_state(model, _with_prefix(tensors, "fp8."))
     with torch.no_grad():
-        for name in first.values():
-            # A run kept in float32 has no separate master weights: it takes those of a BF16 or FP8 run that
-            # has them.
+        for name in stored_names.values():
+            # A float32 run has no separate master weights: it loads those of a BF16 or FP8 run, if there are
+            # any.
             master = tensors.get(f"optimizer.{name.removeprefix('model.')}.master_param")
             takes_master = master is not None and own[name].dtype == torch.float32 and not _in_fp8(own[name])
             own[name].copy_(master if takes_master else tensors[name])
-    if optimizer is not None:
-        _load_optimizer(optimizer, meta["optimizer_groups"], part("optimizer."), part("model."),
-                        {id_: name.removeprefix("model.") for id_, name in first.items()})
-        rng = part(f"rng{_rank()}.")
-        if rng:
-            _set_rng_state(folder, rng)
-        else:  # more processes than when it was saved: this one had no generator yet
-            torch.manual_seed(torch.initial_seed() + meta["step"] * 100_003 + _rank())
+    if optimizer is None:
+        return
+    parameter_names = {id_: name.removeprefix("model.") for id_, name in stored_names.items()}
+    _load_optimizer(optimizer, meta["optimizer_groups"], _with_prefix(tensors, "optimizer."),
+                    _with_prefix(tensors, "model."), parameter_names)
+    rng = _with_prefix(tensors, f"rng{_rank()}.")
+    if rng:
+        _set_rng_state(folder, rng)
+    else:  # more processes than when it was saved: no state for this rank
+        torch.manual_seed(torch.initial_seed() + meta["step"] * 100_003 + _rank())
 
 
-def _check_state(folder: Path, tensors: dict, own: dict) -> None:
-    """ValueError where the optimizer's state is incomplete, or not of its parameters' shapes."""
+def _with_prefix(tensors: dict, prefix: str) -> dict:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _check_architecture(folder: Path, tensors: dict, own: dict, expected: set[str]) -> None:
+    """Raise ValueError unless the stored weights have the names and shapes of the model's."""
+    for name in sorted(expected | {name for name in tensors if name.startswith("model.")}):
+        stored, needed = (tuple(tensor.shape) if tensor is not None else "absent"
+                          for tensor in (tensors.get(name), own.get(name)))
+        if stored != needed:
+            raise ValueError(
+                f"{folder} is of another architecture: {name.removeprefix('model.')} is {stored} in the "
+                f"checkpoint and {needed} in the model; build the model from the checkpoint's meta.json"
+            )
+
+
+def _check_optimizer_state(folder: Path, tensors: dict, own: dict) -> None:
+    """Raise ValueError if optimizer state is incomplete or does not have the shape of its parameter."""
     for name in (name for name in tensors if name.startswith("optimizer.")):
         parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
         if f"model.{parameter}" not in own:
             continue
-        shapes = tuple(tensors[name].shape), tuple(own[f"model.{parameter}"].shape)
-        if shapes[0] != shapes[1]:
-            raise ValueError(f"{folder}: {name} is {shapes[0]}, its parameter {shapes[1]}; {RESTORE}")
+        shape, needed = tuple(tensors[name].shape), tuple(own[f"model.{parameter}"].shape)
+        if shape != needed:
+            raise ValueError(f"{folder}: {name} is {shape}, its parameter {needed}; {RESTORE}")
         if key in MOMENTS and not all(f"optimizer.{parameter}.{moment}" in tensors for moment in MOMENTS):
             raise ValueError(f"{folder}: of {' and '.join(MOMENTS)} of {parameter} one is missing; {RESTORE}")
 
 
 def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, weights: dict, names: dict) -> None:
-    """Put back the optimizer's state. `tensors`, `weights`: what is stored of the optimizer and of the model,
-    by name; `names`: of the parameters, by id."""
+    """Restore the optimizer state.
+
+    Args:
+        tensors, weights: stored optimizer state and model weights, by name.
+        names: {id(parameter): name}.
+    """
     target = optimizer.state_dict()
     for group, stored in zip(target["param_groups"], stored_groups):
-        if "step" in stored:  # all else comes from this run's own options
+        if "step" in stored:  # everything else comes from the options of this run
             on_device = getattr(optimizer, "capturable", False)
             device = optimizer.param_groups[0]["params"][0].device
             count = torch.tensor([stored["step"]], dtype=torch.int, device=device)
@@ -591,10 +516,9 @@ def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, weights
     parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     target["state"] = {}
     for number, parameter in enumerate(parameters):
-        state = {key: tensors[f"{names[id(parameter)]}.{key}"] for key in MOMENTS
-                 if f"{names[id(parameter)]}.{key}" in tensors}
+        name = names[id(parameter)]
+        state = {key: tensors[f"{name}.{key}"] for key in MOMENTS if f"{name}.{key}" in tensors}
         if state and optimizer.master_weights and _has_master(parameter):
-            name = names[id(parameter)]
             state["master_param"] = tensors.get(f"{name}.master_param", weights[name]).float()
             if getattr(optimizer, "store_param_remainders", False) and parameter.dtype == torch.bfloat16:
                 rounded, state["master_param"] = split_remainder(state["master_param"])
@@ -606,42 +530,27 @@ def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, weights
 
 
 def drop_stale_masters(tensors: dict, meta: dict) -> None:
-    """Remove master weights beside float32 weights that are their own masters. Earlier versions stored such
-    masters after a resume, and never updated them. A weight kept in FP8 may be stored in float32, too: it was
-    dequantized, and its master is the exact one."""
+    """Remove master weights of float32 parameters from `tensors`, in place.
+
+    A float32 parameter is its own master. Earlier versions stored such masters after a resume and never
+    updated them. The exception is a weight kept in FP8: it may be stored as float32 too (dequantized), and
+    its master is the exact value.
+    """
     in_fp8 = meta.get("fp8_weights")
     if in_fp8 is None and meta.get("config", {}).get("fp8_param"):
-        return  # written before the weights in FP8 were named
-    for name in [
-        name for name in tensors if name.startswith("optimizer.") and name.endswith(".master_param")
-    ]:
+        return  # from before meta.json listed the FP8 weights
+    masters = [name for name in tensors if name.startswith("optimizer.") and name.endswith(".master_param")]
+    for name in masters:
         parameter = name.removeprefix("optimizer.").removesuffix(".master_param")
         weight = tensors.get(f"model.{parameter}")
         if weight is not None and weight.dtype == torch.float32 and parameter not in (in_fp8 or []):
             del tensors[name]
 
 
-def join_remainder(weight, remainder) -> torch.Tensor:
-    """The float32 master weight of a BF16 one and the 16 bits that it lacks, int16 (TE's
-    `store_param_remainders`). TE rounds the BF16 weight up when the first of those bits is set, which makes
-    them a negative number."""
-    high = weight.view(torch.int16).int() - (remainder < 0).int()
-    return (high * 65536 + (remainder.int() & 0xFFFF)).view(torch.float32)
-
-
-def split_remainder(master) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 -> (BF16, int16), which `join_remainder` puts together again, bit for bit."""
-    bits = master.contiguous().view(torch.int32)
-    low = (bits & 0xFFFF).to(torch.int32)
-    remainder = torch.where(low >= 32768, low - 65536, low).to(torch.int16)
-    high = ((bits - low) // 65536 + (remainder < 0).int()).to(torch.int16)
-    return high.view(torch.bfloat16), remainder
-
-
 # ---------------------------------------------------------------- processes and files
 
 def on_rank0(function):
-    """Call `function` on rank 0 alone; every rank returns its result, or raises its ValueError or OSError."""
+    """Call `function` on rank 0 only. Every rank returns its result, or raises its ValueError or OSError."""
     if not dist.is_initialized():
         return function()
     outcome = [None, None]
@@ -657,8 +566,12 @@ def on_rank0(function):
 
 
 def lock(run_dir) -> int:
-    """Make this process the only one that trains in `run_dir`, until `unlock` or its end, however that comes
-    -> what `unlock` needs. ValueError, with the other's process id, where there is one already."""
+    """Take the run's lock, so that no second process trains in `run_dir`, and return a descriptor for
+    `unlock`.
+
+    The operating system releases the lock when the process ends for any reason. Raises ValueError, naming the
+    other process, if the lock is taken.
+    """
     path = Path(run_dir, ".lock")
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -667,15 +580,14 @@ def lock(run_dir) -> int:
         except BlockingIOError:
             holder = os.read(descriptor, 200).decode().strip() or "another process"
             os.close(descriptor)
-            raise ValueError(
-                f"{run_dir}: {holder} is training there; stop it first, or start a run of another name with --out-dir"
-            ) from None
+            raise ValueError(f"{run_dir}: {holder} is training there; stop it first, or start a run of "
+                             "another name with --out-dir") from None
         except OSError:  # a file system without locks
             pass
-        # else the one before removed it meanwhile
+        # otherwise the previous holder has removed the file in the meantime: try again
         if path.exists() and os.path.samestat(os.stat(path), os.fstat(descriptor)):
             os.truncate(descriptor, 0)
-            with contextlib.suppress(OSError):  # on a full disk: the lock is what counts
+            with contextlib.suppress(OSError):  # a full disk; the lock itself is held
                 os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
             return descriptor
         os.close(descriptor)
@@ -690,28 +602,8 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _dcp(action, tensors: dict, folder: Path) -> None:
-    """dcp.save or dcp.load with safetensors files; a rank's OSError is raised as such on every rank."""
-    if action is dcp.save:
-        files = _file_numbers(tensors)
-        for rank in range(dist.get_world_size()):  # rank 0's table serves all
-            files |= {f"rng{rank}.{name}": 1 for name in ("torch", "host", "cuda")}
-        storage = {"storage_writer": HuggingFaceStorageWriter(str(folder), files, save_distributed=True)}
-    else:
-        storage = {"storage_reader": HuggingFaceStorageReader(str(folder))}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            action(tensors, **storage)
-    except BaseException as error:  # DCP's CheckpointException, which is no Exception, wraps what happened
-        causes = [cause for cause, _ in getattr(error, "failures", {}).values()]
-        if causes and isinstance(causes[0], OSError):
-            raise causes[0] from None
-        raise
-
-
 def _sync(path: Path) -> None:
-    """Have a file's content, or a folder's entries, on the disk before going on."""
+    """Flush the content of a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

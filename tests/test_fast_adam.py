@@ -1,5 +1,4 @@
-"""fast_adam against torch.optim.AdamW in float64, bit for bit where numbers are only stored, on the CPU
-through Triton's interpreter."""
+"""FastAdam against torch.optim.AdamW in float64. Without a GPU it runs in Triton's interpreter."""
 
 import contextlib
 import copy
@@ -16,11 +15,14 @@ triton = pytest.importorskip("triton")
 from fast_kernels import adam as fast_adam  # noqa: E402
 from fast_kernels.adam import FastAdam  # noqa: E402
 from kernel_tools import _casts_that_round  # noqa: E402, F401
-from nanote import checkpoint  # noqa: E402
-from train import TrainConfig, check_options  # noqa: E402
+from nanote import (
+    checkpoint,  # noqa: E402
+    models,  # noqa: E402
+)
+from nanote.config import TrainConfig, check_options  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = [(96, 100), (7,), (8192 + 5,), (1,)]  # more than one chunk, less than one, a last one partly filled
+SHAPES = [(96, 100), (7,), (8192 + 5,), (1,)]  # several chunks, less than one, a partial last one
 
 
 def parameters(dtype):
@@ -55,7 +57,7 @@ def master(optimizer, parameter):
     "dtype, remainders", [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)]
 )
 @pytest.mark.parametrize("scale", [None, 0.25])
-def test_it_is_adamw(dtype, remainders, scale):
+def test_equals_adamw(dtype, remainders, scale):
     params = parameters(dtype)
     exact = [torch.nn.Parameter(p.detach().double()) for p in params]
     start = [p.detach().double() for p in params]
@@ -73,7 +75,7 @@ def test_it_is_adamw(dtype, remainders, scale):
             assert (parameter.double() - reference).abs().max() <= 2.0**-8 * reference.abs().max()
 
 
-def test_remainders_are_the_master_weights_bit_for_bit():
+def test_remainders_equal_float32_masters_bit_for_bit():
     outcomes = []
     for remainders in (True, False):
         params = parameters(torch.bfloat16)
@@ -83,27 +85,22 @@ def test_remainders_are_the_master_weights_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(*outcomes))
 
 
-def test_bfloat16_moments_follow_float32_ones():
+def test_bfloat16_moments_are_close_to_float32_moments():
     outcomes = []
     for dtype in (torch.float32, torch.bfloat16):
         params = parameters(torch.bfloat16)
         optimizer = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95), moment_dtype=dtype)
         train(optimizer, params, 6)
         assert optimizer.state[params[0]]["exp_avg"].dtype == dtype
-        outcomes.append(
-            torch.cat(
-                [
-                    (master(optimizer, p) - q.detach().float()).flatten()
-                    for p, q in zip(params, parameters(torch.bfloat16))
-                ]
-            )
-        )
+        pairs = zip(params, parameters(torch.bfloat16))
+        updates = [(master(optimizer, p) - before.detach().float()).flatten() for p, before in pairs]
+        outcomes.append(torch.cat(updates))
     assert 0 < (outcomes[0] - outcomes[1]).norm() < 0.02 * outcomes[0].norm()
 
 
-@pytest.mark.parametrize("beta, falls", [(0.996, True), (0.999, False)])
-def test_bfloat16_moments_fall_with_betas_up_to_0_996(monkeypatch, beta, falls):
-    """Why others are refused: without gradients both moments have to go to zero."""
+@pytest.mark.parametrize("beta, decreases", [(0.996, True), (0.999, False)])
+def test_bfloat16_moments_decrease_with_betas_up_to_0_996(monkeypatch, beta, decreases):
+    """The reason for the limit: with zero gradients, both moments must decay to zero."""
     monkeypatch.setattr(fast_adam, "LARGEST_BF16_BETA", 1.0)
     parameter = torch.nn.Parameter(torch.ones(64, device=DEVICE, dtype=torch.bfloat16))
     parameter.grad = torch.zeros_like(parameter)
@@ -113,14 +110,14 @@ def test_bfloat16_moments_fall_with_betas_up_to_0_996(monkeypatch, beta, falls):
     for _ in range(100):
         optimizer.step()
     for moment in moments:
-        assert (moment < 0.8 * start).all() if falls else torch.equal(moment, start)
+        assert (moment < 0.8 * start).all() if decreases else torch.equal(moment, start)
 
 
 def make_with_betas(*betas):
     return FastAdam(parameters(torch.bfloat16), betas=betas, moment_dtype=torch.bfloat16)
 
 
-def test_train_py_and_fast_adam_take_the_same_betas_with_bfloat16_moments():
+def test_train_py_and_fast_adam_have_the_same_limit_of_betas_with_bfloat16_moments():
     largest = fast_adam.LARGEST_BF16_BETA
     for beta, fits in ((largest, True), (math.nextafter(largest, 1), False)):
         config = TrainConfig(beta2=beta, moment_dtype="bfloat16")
@@ -129,7 +126,7 @@ def test_train_py_and_fast_adam_take_the_same_betas_with_bfloat16_moments():
                 use()
 
 
-def test_a_state_dict_goes_on_where_it_was():
+def test_training_continues_exactly_from_a_state_dict():
     params = parameters(torch.bfloat16)
     optimizer = FastAdam(groups(params), lr=1e-2)
     train(optimizer, params, 3)
@@ -138,40 +135,34 @@ def test_a_state_dict_goes_on_where_it_was():
     other.load_state_dict(optimizer.state_dict())
     train(optimizer, params, 2)
     train(other, copies, 2)
-    assert (
-        all(torch.equal(p, q) for p, q in zip(params, copies)) and other.param_groups[0]["step"].item() == 5
-    )
+    assert all(torch.equal(p, q) for p, q in zip(params, copies))
+    assert other.param_groups[0]["step"].item() == 5
 
 
-def test_a_parameter_without_gradient_stays():
+def test_a_parameter_without_gradient_is_not_changed():
     params = parameters(torch.bfloat16)
     optimizer = FastAdam(groups(params), lr=1e-2)
     before = params[1].detach().clone()
     for parameter, gradient in zip(params, gradients(0, torch.bfloat16)):
         parameter.grad = None if parameter is params[1] else gradient
     optimizer.step()
-    assert torch.equal(params[1], before) and not torch.equal(
-        params[3].detach(), parameters(torch.bfloat16)[3].detach()
-    )
+    assert torch.equal(params[1], before)
+    assert not torch.equal(params[3].detach(), parameters(torch.bfloat16)[3].detach())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_norm_of_the_gradients(dtype):
+def test_gradient_norm(dtype):
     params = parameters(dtype)
     optimizer = FastAdam(groups(params))
     for parameter, gradient in zip(params, gradients(0, dtype)):
         parameter.grad = gradient
     norm = optimizer.gradient_norm()
     exact = torch.cat([p.grad.double().flatten() for p in params]).norm()
-    assert (
-        norm.dtype == torch.float32
-        and norm.shape == ()
-        and norm.item() == pytest.approx(exact.item(), rel=1e-6)
-    )
-    params[2].grad[-1] = 1e3  # in the chunk that is partly filled
-    assert optimizer.gradient_norm().item() == pytest.approx(
-        (exact**2 + 1e6 - gradients(0, dtype)[2][-1].double() ** 2).sqrt().item(), rel=1e-6
-    )
+    assert norm.dtype == torch.float32 and norm.shape == ()
+    assert norm.item() == pytest.approx(exact.item(), rel=1e-6)
+    params[2].grad[-1] = 1e3  # in the partial chunk
+    expected = (exact**2 + 1e6 - gradients(0, dtype)[2][-1].double() ** 2).sqrt()
+    assert optimizer.gradient_norm().item() == pytest.approx(expected.item(), rel=1e-6)
     params[2].grad[-1] = float("nan")
     assert optimizer.gradient_norm().isnan()
     params[2].grad = None
@@ -179,18 +170,15 @@ def test_the_norm_of_the_gradients(dtype):
     assert optimizer.gradient_norm().item() == pytest.approx(rest.item(), rel=1e-6)
 
 
-def test_mixed_types_are_refused():
+def test_mixed_dtypes_raise():
+    params = [torch.nn.Parameter(torch.zeros(4, device=DEVICE, dtype=dtype))
+              for dtype in (torch.float32, torch.bfloat16)]
     with pytest.raises(ValueError, match="all must be"):
-        FastAdam(
-            [
-                torch.nn.Parameter(torch.zeros(4, device=DEVICE)),
-                torch.nn.Parameter(torch.zeros(4, device=DEVICE).bfloat16()),
-            ]
-        )
+        FastAdam(params)
 
 
-def test_which_parameters_have_gradients_may_change():
-    """Also where their number stays the same: each that has a gradient is updated and counts in the norm."""
+def test_the_set_of_parameters_with_gradients_may_change():
+    """Each parameter with a gradient is updated and counts in the norm, also if their number is unchanged."""
     params, beta1, beta2 = parameters(torch.float32), 0.9, 0.95
     exact = [[p.detach().double(), *torch.zeros(2, *p.shape, device=DEVICE).double()] for p in params]
     optimizer = FastAdam(params, lr=1e-2, betas=(beta1, beta2))
@@ -230,7 +218,7 @@ def test_a_group_can_be_added_after_a_step():
 
 @pytest.mark.parametrize("group, complaint", [(dict(dtype=torch.float32), "all must be"),
                                               (dict(betas=(0.9, 0.999)), "0.996")])
-def test_a_group_that_does_not_fit_is_not_added(group, complaint):
+def test_an_invalid_group_is_not_added(group, complaint):
     params = parameters(torch.bfloat16)
     optimizer = FastAdam(params[:1], betas=(0.9, 0.95), moment_dtype=torch.bfloat16)
     other = torch.nn.Parameter(torch.zeros(8, device=DEVICE, dtype=group.pop("dtype", torch.bfloat16)))
@@ -243,7 +231,7 @@ def test_a_group_that_does_not_fit_is_not_added(group, complaint):
         optimizer.step()
 
 
-def test_parameters_of_a_group_must_not_be_exchanged():
+def test_changing_the_parameters_of_a_group_raises():
     params = parameters(torch.bfloat16)
     optimizer = FastAdam(params, lr=1e-2)
     train(optimizer, params, 1)
@@ -253,7 +241,7 @@ def test_parameters_of_a_group_must_not_be_exchanged():
 
 
 def test_a_learning_rate_may_be_a_number():
-    """Set by hand, before or after a step; it is written to the memory that a recorded CUDA graph reads."""
+    """A number set before or after a step is copied to the memory that a captured CUDA graph reads."""
     outcomes = []
     for as_number in (True, False):
         params = parameters(torch.bfloat16)
@@ -280,7 +268,7 @@ def test_a_scheduler_sets_the_learning_rate():
         scheduler.step()
 
 
-def test_changed_options_count_from_the_next_step():
+def test_changed_options_apply_from_the_next_step():
     params, fresh = parameters(torch.float32), parameters(torch.float32)
     options = dict(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     ours, theirs = FastAdam(params, **options), torch.optim.AdamW(fresh, **options)
@@ -295,7 +283,7 @@ def test_changed_options_count_from_the_next_step():
         torch.testing.assert_close(parameter, reference, rtol=1e-5, atol=1e-6)
 
 
-def test_a_closure_is_called_with_gradients_on():
+def test_a_closure_is_called_with_gradients_enabled():
     parameter = torch.nn.Parameter(torch.ones(8, device=DEVICE))
     optimizer = FastAdam([parameter], lr=0.1, betas=(0.9, 0.95))
 
@@ -313,7 +301,7 @@ def test_a_closure_is_called_with_gradients_on():
     (dict(betas=(0.999, 0.95), moment_dtype=torch.bfloat16), "0.996"),
     (dict(moment_dtype=torch.float16), "moment_dtype"), (dict(betas=(0.9, 1.0)), "betas"),
     (dict(lr=-1.0), "lr")])
-def test_options_that_train_nothing_are_refused(options, complaint):
+def test_invalid_options_raise(options, complaint):
     with pytest.raises(ValueError, match=complaint) as error:
         FastAdam([torch.nn.Parameter(torch.zeros(4, device=DEVICE))], **options)
     assert "\n" not in str(error.value)
@@ -328,9 +316,9 @@ def addresses(optimizer):
 @pytest.mark.parametrize("dtype, options", [
     (torch.bfloat16, {}), (torch.bfloat16, dict(store_param_remainders=False)), (torch.float32, {}),
     (torch.bfloat16, dict(betas=(0.9, 0.95), moment_dtype=torch.bfloat16))])
-def test_a_state_is_loaded_into_the_memory_that_is_there(dtype, options):
-    """A recorded CUDA graph reads it. An optimizer that has made steps of its own goes on as the saved
-    one."""
+def test_a_state_is_loaded_into_the_existing_tensors(dtype, options):
+    """Captured CUDA graphs have their addresses. An optimizer that has already made steps continues exactly
+    as the saved one."""
     params = parameters(dtype)
     optimizer = FastAdam(groups(params), **options | dict(lr=1e-2))
     train(optimizer, params, 3)
@@ -352,7 +340,7 @@ def test_a_state_is_loaded_into_the_memory_that_is_there(dtype, options):
             assert torch.equal(value, other.state[own][name])
 
 
-def test_a_state_that_does_not_fit_changes_nothing():
+def test_loading_an_invalid_state_changes_nothing():
     params = parameters(torch.bfloat16)
     optimizer = FastAdam(params, betas=(0.9, 0.95), moment_dtype=torch.bfloat16)
     train(optimizer, params, 2)
@@ -377,12 +365,11 @@ def test_a_state_that_does_not_fit_changes_nothing():
 
 
 def test_float32_weights_have_no_masters(tmp_path):
-    """Nor after a checkpoint is loaded: never updated, they would be saved and loaded in the weights'
-    place."""
+    """Nor after a checkpoint is loaded: masters would never be updated, but saved and loaded as weights."""
     options = dict(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=1)
-    config = checkpoint.make_model_config("custom", options)
+    config = models.make_model_config("custom", options)
     torch.manual_seed(0)
-    model = checkpoint.build_model("custom", config, device=DEVICE)
+    model = models.build_model("custom", config, device=DEVICE)
     optimizer = FastAdam(model.parameters(), lr=1e-2)
     for step in (1, 2):
         for parameter in model.parameters():
@@ -397,7 +384,7 @@ def test_float32_weights_have_no_masters(tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_takes_the_learning_rate_from_its_tensor():
+def test_a_cuda_graph_reads_the_learning_rate_from_its_tensor():
     outcomes = []
     for graphed in (False, True):
         params = parameters(torch.bfloat16)
@@ -426,8 +413,7 @@ def test_a_cuda_graph_takes_the_learning_rate_from_its_tensor():
 
 @pytest.mark.gpu
 def test_a_replay_follows_gradients_and_options():
-    """After `prepare` a recorded step updates the parameters that have gradients now, with the options of
-    now."""
+    """After `prepare`, a captured step uses the current options and the parameters with gradients now."""
     outcomes = []
     for graphed in (False, True):
         params = parameters(torch.bfloat16)
@@ -462,12 +448,12 @@ def test_a_replay_follows_gradients_and_options():
 
 
 @pytest.mark.gpu
-def test_what_cannot_be_recorded_is_refused():
+def test_changed_gradients_raise_during_a_capture():
     params = parameters(torch.bfloat16)
     optimizer = FastAdam(params, lr=1e-2)
     train(optimizer, params, 1)
-    params[0].grad = params[0].grad.clone()  # elsewhere
-    with pytest.raises(RuntimeError, match=r"call prepare\(\) before the CUDA graph is recorded"):
+    params[0].grad = params[0].grad.clone()  # at another address
+    with pytest.raises(RuntimeError, match=r"call prepare\(\) before the CUDA graph is captured"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             optimizer.step()
     train(optimizer, params, 1)

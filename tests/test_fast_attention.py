@@ -1,4 +1,4 @@
-"""Packed attention equals QK-norm, RoPE and attention written out in float64, forward and backward."""
+"""Packed attention, forward and backward, against QK-norm, RoPE and attention in float64."""
 
 import os
 
@@ -8,7 +8,7 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels in NumPy; read when Triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
 pytest.importorskip("triton")
 import model_te_optimized  # noqa: E402
@@ -17,7 +17,7 @@ from fast_kernels.attention import packed_attention  # noqa: E402
 from model_te_optimized import OptimizedConfig  # noqa: E402
 
 EPS = 1e-5
-ROUNDING = 1e-5  # of float32, after the few sums of hundreds of terms here
+ROUNDING = 1e-5  # float32 rounding error of these small shapes
 
 
 def rms_norm(x, weight):
@@ -47,7 +47,7 @@ def reference(qkv, n_head, n_kv_head, rope, q_weight, k_weight):
 
 
 def make_inputs(batch, length, n_head, n_kv_head, dim, rope, norm, dtype=torch.float32, device=DEVICE):
-    """qkv, the tables, the weights and the output's gradient, all rounded to `dtype` but the tables."""
+    """Make qkv, (cos, sin), q_weight, k_weight and dout, in `dtype` except for cos and sin."""
     qkv = torch.randn(batch, length, (n_head + 2 * n_kv_head) * dim, device=device, dtype=dtype)
     angles = torch.arange(length, device=device).float()[:, None, None] * 1e4 ** (
         -torch.arange(0, dim, 2, device=device).float() / dim
@@ -60,7 +60,7 @@ def make_inputs(batch, length, n_head, n_kv_head, dim, rope, norm, dtype=torch.f
 
 
 def run(function, n_head, n_kv_head, qkv, rope, q_weight, k_weight, dout):
-    """Output, then the gradients of qkv and of the weights that are there."""
+    """Return the output and the gradients of qkv and of the weights that are not None."""
     leaves = [
         x.detach().clone().requires_grad_() if x is not None else None for x in (qkv, q_weight, k_weight)
     ]
@@ -74,13 +74,11 @@ def double(x):
 
 
 def errors(n_head, n_kv_head, inputs):
-    """||ours - reference|| / ||reference|| of the output and of each gradient."""
-    ours, truth = (
-        run(packed_attention, n_head, n_kv_head, *inputs),
-        run(reference, n_head, n_kv_head, *map(double, inputs)),
-    )
-    assert all(x.dtype == inputs[0].dtype and x.shape == y.shape for x, y in zip(ours, truth))
-    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(ours, truth)]
+    """Return ||ours - reference|| / ||reference|| of the output and of each gradient."""
+    ours = run(packed_attention, n_head, n_kv_head, *inputs)
+    exact = run(reference, n_head, n_kv_head, *map(double, inputs))
+    assert all(x.dtype == inputs[0].dtype and x.shape == y.shape for x, y in zip(ours, exact))
+    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(ours, exact)]
 
 
 features = pytest.mark.parametrize("rope, norm", [(False, False), (True, False), (False, True), (True, True)],
@@ -89,18 +87,16 @@ features = pytest.mark.parametrize("rope, norm", [(False, False), (True, False),
 
 @features
 @pytest.mark.parametrize("n_head, n_kv_head, length, dim", [(2, 2, 37, 16), (4, 2, 19, 64), (3, 1, 8, 24)])
-def test_equals_attention_written_out(monkeypatch, n_head, n_kv_head, length, dim, rope, norm):
+def test_equals_reference(monkeypatch, n_head, n_kv_head, length, dim, rope, norm):
     monkeypatch.setattr(fast_attention, "TILE", 256)
-    # so that one program has several tiles, and not all the same number
+    # so that a program has several tiles, and not all programs the same number
     monkeypatch.setattr(fast_attention, "PROGRAMS", 3)
-    assert (
-        max(errors(n_head, n_kv_head, make_inputs(2, length, n_head, n_kv_head, dim, rope, norm))) < ROUNDING
-    )
+    inputs = make_inputs(2, length, n_head, n_kv_head, dim, rope, norm)
+    assert max(errors(n_head, n_kv_head, inputs)) < ROUNDING
 
 
-def test_layouts_are_taken_as_they_come():
-    """Four dimensions for qkv, two for the tables, strided or float64 ones, an expanded gradient, and nothing
-    to differentiate."""
+def test_other_layouts_of_the_inputs():
+    """qkv with four dimensions; cos and sin with two, strided or float64; an expanded dout; no_grad."""
     qkv, (cos, sin), q_weight, k_weight, _ = make_inputs(2, 9, 2, 1, 16, True, True)
     dout = torch.tensor(0.5, device=DEVICE).expand(2, 9, 32)
     assert max(errors(2, 1, (qkv, (cos, sin), q_weight, k_weight, dout))) < ROUNDING
@@ -113,7 +109,7 @@ def test_layouts_are_taken_as_they_come():
     assert torch.equal(out, expected) and not out.requires_grad
 
 
-def test_what_does_not_fit_is_refused():
+def test_invalid_arguments_raise():
     qkv, rope, q_weight, k_weight, _ = make_inputs(1, 4, 4, 2, 16, True, True)
     for arguments, message in (((qkv, 5, 2), "n_head=5"), ((qkv, 4, 2, None, q_weight), "both"),
                                ((qkv, 4, 2, None, q_weight[:8], k_weight[:8]), r"shape \(16,\)"),
@@ -130,8 +126,8 @@ def test_what_does_not_fit_is_refused():
 def test_flash_attention_is_picked_only_where_its_package_has_a_kernel(
     monkeypatch, version, capability, widest, dim
 ):
-    """`auto` in the model, and the packed kernels; what the packages state by compute capability and head
-    size."""
+    """attention="auto" of the model and the packed kernels follow what the packages document for compute
+    capability and head size."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     for name in ("fa4", "fa2"):
@@ -160,8 +156,7 @@ def test_flash_attention_is_picked_only_where_its_package_has_a_kernel(
 
 
 class Recorder:
-    """Stands in for FlashAttention 4 and 2, with their signatures: PyTorch's attention, and a note of what it
-    was given."""
+    """Stands in for FlashAttention 4 and 2, with their signatures: runs SDPA and records its arguments."""
 
     def fa4_forward(self, q, k, v, causal, return_lse, tile_mn=None):
         return self.fa2_forward(q, k, v, 0.0, q.shape[-1] ** -0.5, causal, -1, -1, 0.0, None, False)[:2] + (
@@ -232,8 +227,8 @@ class Recorder:
 
 @features
 @pytest.mark.parametrize("kernel", ["fa4", "fa2"])
-def test_flash_attention_writes_into_the_gradient_itself(monkeypatch, kernel, rope, norm):
-    """No copy: dq, dk and dv are slices of the tensor that autograd hands on, side by side."""
+def test_flash_attention_writes_into_the_packed_gradient(monkeypatch, kernel, rope, norm):
+    """dq, dk and dv are adjacent slices of the gradient of qkv: nothing is copied."""
     flash = Recorder()
     monkeypatch.setattr(fast_attention, "_kernel", lambda q: kernel)
     for name in ("forward", "backward"):
@@ -252,17 +247,17 @@ def test_flash_attention_writes_into_the_gradient_itself(monkeypatch, kernel, ro
 
 
 @pytest.mark.parametrize(
-    "shape, capability, taken, tile",
+    "shape, capability, has_option, tile",
     [
         ((2, 1024, 4, 64), (9, 0), True, (128, 128)), ((2, 1040, 4, 64), (9, 0), True, None),
         ((2, 1024, 4, 96), (9, 0), True, None), ((2, 1024, 4, 64), (10, 0), True, None),
         ((2, 1024, 4, 64), (9, 0), False, None),
     ],
 )
-def test_smaller_tiles_where_rows_are_short(monkeypatch, shape, capability, taken, tile):
-    monkeypatch.setattr(fast_attention, "FA4_TAKES_TILES", taken)
+def test_smaller_tiles_for_short_sequences(monkeypatch, shape, capability, has_option, tile):
+    monkeypatch.setattr(fast_attention, "FA4_HAS_TILE_OPTION", has_option)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    assert fast_attention._tile(torch.empty(shape)).get("tile_mn") == tile
+    assert fast_attention._tile_option(torch.empty(shape)).get("tile_mn") == tile
 
 
 gpu_shapes = pytest.mark.parametrize(
@@ -274,18 +269,18 @@ gpu_shapes = pytest.mark.parametrize(
 @pytest.mark.gpu
 @features
 @gpu_shapes
-def test_bf16_on_a_gpu_is_right_to_its_rounding(batch, length, n_head, n_kv_head, dim, rope, norm):
-    """One BF16 rounding is 2^-9 = 2e-3 at most, about 1e-3 in the norm; the probabilities, the output and qk
-    are rounded once each."""
+def test_bf16_on_a_gpu(batch, length, n_head, n_kv_head, dim, rope, norm):
+    """Rounding to BF16 has an error of at most 2^-9 = 2e-3, about 1e-3 in the norm. Probabilities, output and
+    qk are each rounded once."""
     inputs = make_inputs(batch, length, n_head, n_kv_head, dim, rope, norm, torch.bfloat16)
     poison = torch.full((8, *inputs[0].shape), torch.nan, device="cuda", dtype=torch.bfloat16)
-    del poison  # what the allocator hands out next holds NaN: a gap in the gradient shows
+    del poison  # memory allocated next holds NaN, so that gaps in the gradient are noticed
     assert max(errors(n_head, n_kv_head, inputs)) < 1e-2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n_kv_head, dim", [(4, 64), (2, 128)])
-def test_a_cuda_graph_gives_the_same(n_kv_head, dim):
+def test_in_a_cuda_graph(n_kv_head, dim):
     qkv, rope, q_weight, k_weight, dout = make_inputs(2, 256, 4, n_kv_head, dim, True, True, torch.bfloat16)
     leaves = [x.requires_grad_() for x in (qkv, q_weight, k_weight)]
 
@@ -295,7 +290,7 @@ def test_a_cuda_graph_gives_the_same(n_kv_head, dim):
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compiles the kernels, which a capture cannot
+    with torch.cuda.stream(side):  # compiles the kernels, which is not possible during a capture
         step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
@@ -306,7 +301,7 @@ def test_a_cuda_graph_gives_the_same(n_kv_head, dim):
     graph.replay()
     eager = step()
     assert torch.equal(captured[0], eager[0])
-    # FlashAttention adds up dq (and with GQA dk, dv) in no fixed order
+    # FlashAttention sums dq (and dk, dv with GQA) in no fixed order
     for x, y in zip(captured[1:], eager[1:]):
         assert float((x.double() - y.double()).norm() / y.double().norm()) < 5e-3
 

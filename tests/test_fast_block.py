@@ -411,7 +411,7 @@ def test_weights_are_those_that_the_modules_cast():
     """Bytes, 1/scale and amax; and the list of addresses is written anew only where one has changed."""
     model = make_model()
     model(*make_tokens(0)).backward()
-    lists = [model.fp8_cast_list]
+    lists = [model.fp8_cast_table]
     for _ in range(2):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -427,11 +427,11 @@ def test_weights_are_those_that_the_modules_cast():
                 assert torch.equal(kept._transpose.view(torch.uint8), by_columns.view(torch.uint8))
                 # the newest of the past ones
                 assert module.fp8_meta["scaling_fwd"].amax_history[-1, slot] == weight.abs().max()
-        lists.append(model.fp8_cast_list)
+        lists.append(model.fp8_cast_table)
     assert lists[1] is lists[2]
     model.blocks[0].mlp.fc1_weight = torch.nn.Parameter(model.blocks[0].mlp.fc1_weight.detach().clone())
     model(*make_tokens(0))
-    assert model.fp8_cast_list is not lists[2]
+    assert model.fp8_cast_table is not lists[2]
 
 
 def test_the_next_step_may_go_through_the_modules():

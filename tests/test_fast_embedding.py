@@ -1,5 +1,7 @@
-"""The gradient of an embedding, against float64 sums. Without a GPU: in Triton's interpreter, on the small
-shapes."""
+"""The embedding and its gradients against float64.
+
+Without a GPU they run in Triton's interpreter, on small shapes only.
+"""
 
 import pytest
 import torch
@@ -15,61 +17,59 @@ def on_gpu(*values):
     return pytest.param(*values, marks=pytest.mark.gpu)
 
 
-def tokens_of(kind, count, words):
+def make_tokens(kind, count, vocab_size):
     torch.manual_seed(1)
-    tokens = torch.randint(0, words, (count,))
-    if kind == "one word":
-        tokens[:] = words - 1
+    tokens = torch.randint(0, vocab_size, (count,))
+    if kind == "one token":
+        tokens[:] = vocab_size - 1
     if kind == "two in halves":
         tokens = torch.arange(count) * 2 // count
-    if kind == "as in text":  # the most frequent word makes up a good part, most words are rare
-        tokens = (words ** torch.rand(count, dtype=torch.float64)).long() - 1
+    if kind == "as in text":  # one token is very frequent, most are rare
+        tokens = (vocab_size ** torch.rand(count, dtype=torch.float64)).long() - 1
     if kind == "each once":
         tokens = torch.randperm(count)
     return tokens.to(DEVICE)
 
 
-def exact(tokens, gradient, words):
-    return torch.zeros(words, gradient.shape[1], dtype=torch.float64, device=DEVICE).index_add_(
-        0, tokens, gradient.double()
+def exact(tokens, dy, vocab_size):
+    return torch.zeros(vocab_size, dy.shape[1], dtype=torch.float64, device=DEVICE).index_add_(
+        0, tokens, dy.double()
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", ["any", "one word", "two in halves", "as in text", "each once"])
+@pytest.mark.parametrize("kind", ["any", "one token", "two in halves", "as in text", "each once"])
 @pytest.mark.parametrize(
-    "count, words, columns",
+    "count, vocab_size, columns",
     [
         (64, 64, 256), (130, 200, 272), (31, 40, 16), (1, 3, 8), on_gpu(32768, 50304, 768),
         on_gpu(4096, 50304, 4096), on_gpu(8208, 50304, 3088),
     ],
 )
-def test_sums(count, words, columns, kind, dtype):
-    tokens, gradient = tokens_of(kind, count, words), torch.randn(count, columns, device=DEVICE).to(dtype)
-    total = fast_embedding.add_up_words(tokens, gradient, words)
-    expected = exact(tokens, gradient, words)
-    assert total.dtype == dtype and total.shape == (words, columns)
+def test_sum_by_index(count, vocab_size, columns, kind, dtype):
+    tokens, dy = make_tokens(kind, count, vocab_size), torch.randn(count, columns, device=DEVICE).to(dtype)
+    dweight = fast_embedding.sum_by_index(tokens, dy, vocab_size)
+    expected = exact(tokens, dy, vocab_size)
+    assert dweight.dtype == dtype and dweight.shape == (vocab_size, columns)
     torch.testing.assert_close(
-        total.double(), expected, rtol=1.01 * 2**-8 if dtype == torch.bfloat16 else 1e-5,
+        dweight.double(), expected, rtol=1.01 * 2**-8 if dtype == torch.bfloat16 else 1e-5,
         atol=2e-5 * count**0.5,
     )
-    assert torch.equal(total.abs().sum(1) > 0, torch.bincount(tokens, minlength=words) > 0)
-    assert torch.equal(total, fast_embedding.add_up_words(tokens, gradient, words))  # to the bit
+    assert torch.equal(dweight.abs().sum(1) > 0, torch.bincount(tokens, minlength=vocab_size) > 0)
+    assert torch.equal(dweight, fast_embedding.sum_by_index(tokens, dy, vocab_size))  # bit for bit
 
 
-def test_as_an_embedding():
-    """Forward PyTorch's, and its gradient joins what the weight gets elsewhere."""
+def test_embed_without_positions():
+    """The output equals PyTorch's, and autograd adds the gradient to others of the weight."""
     torch.manual_seed(1)
-    weight, tokens = (
-        torch.randn(50, 32, device=DEVICE, requires_grad=True),
-        torch.randint(0, 50, (3, 20), device=DEVICE),
-    )
-    gradient, elsewhere = torch.randn(3, 20, 32, device=DEVICE), torch.randn(50, 32, device=DEVICE)
+    weight = torch.randn(50, 32, device=DEVICE, requires_grad=True)
+    tokens = torch.randint(0, 50, (3, 20), device=DEVICE)
+    dy, other_dweight = torch.randn(3, 20, 32, device=DEVICE), torch.randn(50, 32, device=DEVICE)
     x = fast_embedding.embed(tokens, weight)
     assert torch.equal(x, weight[tokens])
-    ((x * gradient).sum() + (weight * elsewhere).sum()).backward()
+    ((x * dy).sum() + (weight * other_dweight).sum()).backward()
     torch.testing.assert_close(
-        weight.grad.double(), exact(tokens.flatten(), gradient.flatten(0, 1), 50) + elsewhere.double(),
+        weight.grad.double(), exact(tokens.flatten(), dy.flatten(0, 1), 50) + other_dweight.double(),
         rtol=1e-5, atol=1e-5,
     )
 
@@ -81,78 +81,74 @@ def test_as_an_embedding():
     [(3, 20, 32, 5), (2, 33, 1040, 0), on_gpu(8, 1024, 768, 0), on_gpu(8, 1024, 768, 5)],
 )
 def test_with_positions(batch, length, columns, more, documents, dtype):
-    """As PyTorch's two embeddings, added; with documents in a batch each token has a position of its own, and
-    each position several. more: positions that no token has."""
+    """Equals the sum of PyTorch's two embeddings.
+
+    documents: positions (B, S), with duplicates, as in a packed batch. more: number of unused positions."""
     torch.manual_seed(1)
     weight, position_weight = (
         torch.randn(rows, columns, dtype=dtype, device=DEVICE).requires_grad_()
         for rows in (50, length + more)
     )
     tokens = torch.randint(0, 50, (batch, length), device=DEVICE)
-    positions = (
-        torch.randint(0, length, (batch, length), device=DEVICE)
-        if documents
-        else torch.arange(length, device=DEVICE)
-    )
-    gradient = torch.randn(batch, length, columns, device=DEVICE).to(dtype)
+    if documents:
+        positions = torch.randint(0, length, (batch, length), device=DEVICE)
+    else:
+        positions = torch.arange(length, device=DEVICE)
+    dy = torch.randn(batch, length, columns, device=DEVICE).to(dtype)
     x = fast_embedding.embed(tokens, weight, positions, position_weight)
     assert torch.equal(x, weight[tokens] + position_weight[positions])
-    x.backward(gradient)
+    x.backward(dy)
     for leaf, rows in ((weight, tokens), (position_weight, positions.expand(batch, length))):
         torch.testing.assert_close(
-            leaf.grad.double(), exact(rows.flatten(), gradient.flatten(0, 1), len(leaf)), rtol=1.01 * 2**-8,
+            leaf.grad.double(), exact(rows.flatten(), dy.flatten(0, 1), len(leaf)), rtol=1.01 * 2**-8,
             atol=1e-4,
         )
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("bad", [-1, -100, 0x7fffffff, 50])
-def test_a_token_that_is_no_word(bad, rows):
-    """NaN in its place, nothing elsewhere, and an end: though there be whole chunks of it, and nothing else.
-    """
+def test_token_outside_the_vocabulary(bad, rows):
+    """It gives NaN in its row and changes no other row, and the kernels terminate, even if whole chunks
+    consist of it."""
     weight, position_weight = (torch.randn(rows, 32, device=DEVICE, requires_grad=True) for rows in (50, 70))
     tokens, positions = torch.randint(0, 50, (2, 70), device=DEVICE), torch.arange(70, device=DEVICE)
     tokens[:rows, 2 - rows:] = bad
     x, known = fast_embedding.embed(tokens, weight, positions, position_weight), tokens != bad
-    assert x[~known].isnan().all() and torch.equal(
-        x[known], (weight[tokens.where(known, 0)] + position_weight)[known]
-    )
-    gradient = torch.randn_like(x)
-    x.backward(gradient)
+    assert x[~known].isnan().all()
+    assert torch.equal(x[known], (weight[tokens.where(known, 0)] + position_weight)[known])
+    dy = torch.randn_like(x)
+    x.backward(dy)
     torch.testing.assert_close(
-        weight.grad.double(), exact(tokens[known], gradient[known], 50), rtol=1e-5, atol=1e-5
+        weight.grad.double(), exact(tokens[known], dy[known], 50), rtol=1e-5, atol=1e-5
     )
 
 
-def test_added_to_the_gradient_from_elsewhere():
-    """In place, and once."""
+def test_tied_weight():
+    """The gradient is added to the output head's in place, once."""
     torch.manual_seed(1)
-    weight, tokens = (
-        torch.randn(50, 32, device=DEVICE, requires_grad=True),
-        torch.randint(0, 50, (3, 20), device=DEVICE),
-    )
-    gradient, other, elsewhere = torch.randn(3, 20, 32, device=DEVICE), torch.randn(50, 32, device=DEVICE), []
-    expected = exact(tokens.flatten(), gradient.flatten(0, 1), 50) + other.double()
-    x = fast_embedding.embed(tokens, weight, elsewhere=elsewhere)
-    elsewhere.append(other)
-    x.backward(gradient)
-    assert not elsewhere and torch.equal(weight.grad, other)
+    weight = torch.randn(50, 32, device=DEVICE, requires_grad=True)
+    tokens = torch.randint(0, 50, (3, 20), device=DEVICE)
+    dy, head_dweight = torch.randn(3, 20, 32, device=DEVICE), torch.randn(50, 32, device=DEVICE)
+    tied_dweight = []
+    expected = exact(tokens.flatten(), dy.flatten(0, 1), 50) + head_dweight.double()
+    x = fast_embedding.embed(tokens, weight, tied_dweight=tied_dweight)
+    tied_dweight.append(head_dweight)
+    x.backward(dy)
+    assert not tied_dweight and torch.equal(weight.grad, head_dweight)
     torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="no GPU")
 def test_in_a_cuda_graph():
-    """Other tokens in the same memory, when it is replayed."""
-    tokens, gradient = (
-        tokens_of("any", 4096, 50304),
-        torch.randn(4096, 768, device=DEVICE, dtype=torch.bfloat16),
-    )
-    fast_embedding.add_up_words(tokens, gradient, 50304)
+    """A replay reads new tokens from the same memory."""
+    tokens = make_tokens("any", 4096, 50304)
+    dy = torch.randn(4096, 768, device=DEVICE, dtype=torch.bfloat16)
+    fast_embedding.sum_by_index(tokens, dy, 50304)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        total = fast_embedding.add_up_words(tokens, gradient, 50304)
-    tokens.copy_(tokens_of("as in text", 4096, 50304))
+        dweight = fast_embedding.sum_by_index(tokens, dy, 50304)
+    tokens.copy_(make_tokens("as in text", 4096, 50304))
     graph.replay()
-    assert torch.equal(total, fast_embedding.add_up_words(tokens, gradient, 50304))
+    assert torch.equal(dweight, fast_embedding.sum_by_index(tokens, dy, 50304))

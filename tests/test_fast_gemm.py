@@ -1,4 +1,4 @@
-"""FP8 GEMMs by cuBLASLt's fastest algorithm: right whichever it is, for any stream, thread and device."""
+"""Autotuned FP8 GEMMs: correct with every candidate algorithm, and on any stream, thread and device."""
 
 import threading
 
@@ -15,15 +15,15 @@ BACKWARD = [(E4M3, E5M2, False, "precise"), (E4M3, E5M2, False, "fast"), (E4M3, 
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch):
+def empty_autotune_cache(monkeypatch):
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("FP8 GEMMs need a GPU that has them")
+        pytest.skip("FP8 GEMMs need compute capability 9.0 or higher")
     monkeypatch.setattr(fast_gemm, "_shapes", type(fast_gemm._shapes)())
     monkeypatch.setattr(fast_gemm._Shape, "tuned", 0)
 
 
 def make(m, k, n, a_type=E4M3, b_type=E4M3, with_bias=False, device="cuda"):
-    """Operands, and their product in float64."""
+    """Make operands, and the expected output in float64."""
     a, b = (torch.randn(rows, k, device=device).to(dtype) for rows, dtype in ((m, a_type), (n, b_type)))
     scales = torch.tensor([0.5], device=device), torch.tensor([0.25], device=device)
     bias = torch.randn(m, device=device, dtype=torch.bfloat16) if with_bias else None
@@ -37,7 +37,7 @@ def error(out, exact):
 
 @pytest.mark.parametrize("a_type, b_type, with_bias, accumulation", FORWARD + BACKWARD)
 @pytest.mark.parametrize("m, k, n", SHAPES)
-def test_every_algorithm_gives_the_product(m, k, n, a_type, b_type, with_bias, accumulation):
+def test_every_algorithm_is_correct(m, k, n, a_type, b_type, with_bias, accumulation):
     operands, exact = make(m, k, n, a_type, b_type, with_bias)
     out = fast_gemm.gemm(*operands, accumulation=accumulation)
     assert out.shape == (n, m) and out.dtype == torch.bfloat16 and error(out, exact) < 1e-2
@@ -48,11 +48,11 @@ def test_every_algorithm_gives_the_product(m, k, n, a_type, b_type, with_bias, a
         out = torch.full((n, m), float("nan"), device="cuda", dtype=torch.bfloat16)
         shape.run(algorithm, *operands, out)
         errors.append(error(out, exact))
-    # BF16 rounds by 0.17 %. Fast accumulation, with fewer bits than float32, adds 0.3 % at K = 4,096.
+    # The error of rounding to BF16 is 0.17 %. Fast accumulation adds 0.3 % at K = 4,096.
     assert min(errors) < 2.5e-3 and max(errors) < (2.5e-3 if accumulation == "precise" else 6e-3), errors
 
 
-def test_fastest_tries_both_ways_to_accumulate_and_takes_precise_until_it_has_timed_them():
+def test_fastest_times_both_kinds_of_accumulation_with_precise_as_the_default():
     operands, _ = make(768, 3072, 4096, E4M3, E5M2)
     for accumulation in ("precise", "fast", "fastest"):
         fast_gemm.gemm(*operands, accumulation=accumulation)
@@ -62,7 +62,7 @@ def test_fastest_tries_both_ways_to_accumulate_and_takes_precise_until_it_has_ti
     assert both.descriptors == [first, last]  # precise, then fast
 
 
-def test_timed_once_for_a_shape(monkeypatch):
+def test_each_shape_is_timed_once(monkeypatch):
     tuned, tune = [], fast_gemm._Shape.tune
     monkeypatch.setattr(fast_gemm._Shape, "tune", lambda self, *_: tuned.append(1) or tune(self, *_))
     for m in (256, 512, 256, 512):
@@ -71,8 +71,8 @@ def test_timed_once_for_a_shape(monkeypatch):
     assert len(tuned) == 2
 
 
-def test_what_is_timed_and_kept_is_bounded(monkeypatch):
-    """Any number of token counts: the first ones are timed, all are right, and the oldest are forgotten."""
+def test_number_of_timed_and_cached_shapes_is_bounded(monkeypatch):
+    """With many token counts, the first ones are timed, all are correct, and the oldest are dropped."""
     monkeypatch.setattr(fast_gemm, "MAX_TUNED", 2)
     monkeypatch.setattr(fast_gemm, "MAX_CACHED", 3)
     for tokens in (128, 144, 160, 176, 192, 128):
@@ -85,7 +85,7 @@ def test_what_is_timed_and_kept_is_bounded(monkeypatch):
 @pytest.mark.parametrize("b_type", [E4M3, E5M2])
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_timing_waits_for_operands_that_are_not_zeros(b_type, zero):
-    """A first step's gradients are flushed to zero, of either sign; other algorithms win on them."""
+    """Gradients of a first step are 0 or -0, for which other algorithms are the fastest."""
     operands, exact = make(256, 256, 128, E4M3, b_type)
     zeros = torch.full((128, 256), zero, device="cuda").to(b_type)
     fast_gemm.gemm(*operands[:2], zeros, *operands[3:])
@@ -94,8 +94,8 @@ def test_timing_waits_for_operands_that_are_not_zeros(b_type, zero):
     assert error(fast_gemm.gemm(*operands), exact) < 1e-2 and shape.is_tuned
 
 
-def test_a_deep_model_s_first_passes_do_not_use_up_the_attempts():
-    """Three passes over 96 blocks, whose gradients are zeros, come before the values."""
+def test_first_passes_of_a_deep_model_do_not_use_up_the_attempts():
+    """The gradients of a new model with 96 blocks are zeros in three passes."""
     operands, _ = make(256, 256, 128)
     for _ in range(3 * 96):
         fast_gemm.gemm(torch.zeros_like(operands[0]), *operands[1:])
@@ -103,18 +103,18 @@ def test_a_deep_model_s_first_passes_do_not_use_up_the_attempts():
     assert fast_gemm._Shape.tuned == 1
 
 
-def test_operands_of_zeros_for_ever_are_not_looked_at_for_ever(monkeypatch):
+def test_operands_that_stay_zero_are_checked_a_limited_number_of_times(monkeypatch):
     monkeypatch.setattr(fast_gemm, "MAX_ATTEMPTS", 4)
     operands, _ = make(256, 256, 128)
-    looks, has_values = [], fast_gemm._has_values
-    monkeypatch.setattr(fast_gemm, "_has_values", lambda x: looks.append(1) or has_values(x))
+    checks, has_values = [], fast_gemm._has_values
+    monkeypatch.setattr(fast_gemm, "_has_values", lambda x: checks.append(1) or has_values(x))
     for _ in range(3 * fast_gemm.MAX_ATTEMPTS):
         assert not fast_gemm.gemm(torch.zeros_like(operands[0]), *operands[1:]).any()
-    assert len(looks) == fast_gemm.MAX_ATTEMPTS
+    assert len(checks) == fast_gemm.MAX_ATTEMPTS
 
 
 def test_timing_copies_no_operand():
-    """At a vocabulary of 50,304 the gradient of 65,536 tokens' logits takes 3.3 GB."""
+    """With a vocabulary of 50,304, the FP8 gradient of 65,536 tokens' logits takes 3.3 GB."""
     operands, _ = make(768, 16384, 50304, E4M3, E5M2)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -124,13 +124,13 @@ def test_timing_copies_no_operand():
     assert extra <= fast_gemm.WORKSPACE_BYTES + 2**21
 
 
-def test_without_an_algorithm_there_is_no_result(monkeypatch):
+def test_without_an_algorithm_gemm_returns_none(monkeypatch):
     monkeypatch.setattr(fast_gemm._Shape, "_ask_heuristic", lambda *_: [])
     operands, _ = make(256, 256, 128)
     assert fast_gemm.gemm(*operands) is None
 
 
-def test_algorithms_that_do_not_run_are_left_out(monkeypatch):
+def test_algorithms_that_do_not_run_are_skipped(monkeypatch):
     operands, exact = make(256, 256, 128)
     runs = fast_gemm._Shape._runs
     monkeypatch.setattr(fast_gemm._Shape, "_runs", lambda shape, algorithm, operands: False)
@@ -140,26 +140,26 @@ def test_algorithms_that_do_not_run_are_left_out(monkeypatch):
     assert error(fast_gemm.gemm(*operands), exact) < 1e-2
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_in_a_cuda_graph(known):
-    """Captured with what is known; a shape that is not is not timed."""
+@pytest.mark.parametrize("tuned", [True, False])
+def test_in_a_cuda_graph(tuned):
+    """The algorithm of a timed shape is captured; no shape is timed during a capture."""
     operands, _ = make(256, 256, 128)
-    if known:
+    if tuned:
         fast_gemm.gemm(*operands)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = fast_gemm.gemm(*operands)
     shape, = fast_gemm._shapes.values()
-    assert shape.is_tuned == known
+    assert shape.is_tuned == tuned
     (a, _, b, _, _), exact = make(256, 256, 128)
     operands[0].copy_(a), operands[2].copy_(b)
     graph.replay()
     assert error(out, exact) < 1e-2
 
 
-def test_two_streams_and_threads_at_a_time():
-    """One shape, other operands, each thread on a stream of its own: no result is of another's operands."""
+def test_concurrent_streams_and_threads():
+    """Two threads, each on its stream, use one shape with different operands."""
     errors = []
 
     def work(seed):
@@ -179,7 +179,7 @@ def test_two_streams_and_threads_at_a_time():
 
 
 @pytest.mark.multigpu
-def test_on_another_device_than_the_current_one():
+def test_on_a_device_that_is_not_the_current_one():
     torch.cuda.set_device(0)
     operands, exact = make(768, 768, 512, device="cuda:1")
     out = fast_gemm.gemm(*operands)
@@ -187,7 +187,7 @@ def test_on_another_device_than_the_current_one():
 
 
 def test_more_than_2_to_the_31_elements():
-    """The logits of 43,008 tokens over 50,304 words."""
+    """The logits of 43,008 tokens with a vocabulary of 50,304."""
     a = torch.randn(50304, 128, device="cuda").to(E4M3)
     b = torch.randn(43008, 128, device="cuda").to(E4M3)
     one = torch.ones(1, device="cuda")
@@ -197,13 +197,13 @@ def test_more_than_2_to_the_31_elements():
         assert error(out[rows], b[rows].double() @ a.double().T) < 1e-2
 
 
-def test_a_bias_of_another_type_is_refused():
+def test_bias_must_be_bf16():
     operands, _ = make(256, 256, 128, with_bias=True)
     with pytest.raises(ValueError, match="bias torch.float32: must be torch.bfloat16"):
         fast_gemm.gemm(*operands[:4], operands[4].float())
 
 
-def test_nothing_is_chosen_where_results_must_repeat():
+def test_unsupported_under_deterministic_algorithms():
     assert fast_gemm.is_supported()
     torch.use_deterministic_algorithms(True)
     try:

@@ -1,5 +1,5 @@
-"""The fast loss: cross-entropy and gradient against float64, and its FP8 gradient byte for byte what
-Transformer Engine would have cast."""
+"""The fused loss: cross-entropy and gradient against float64; the FP8 gradient, byte for byte, against
+Transformer Engine's cast of the BF16 gradient."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -27,7 +27,7 @@ def make_inputs(rows, vocab_size, dtype=torch.bfloat16, size=3.0, ignored=0.3):
 
 
 def loss_and_gradient(logits, labels, factor=1.0):
-    """The loss times `factor`; gradient of a copy, which backward may write over."""
+    """Return loss times `factor`, and its gradient; backward overwrites a copy of the logits."""
     leaf = logits.clone().requires_grad_()
     loss = cross_entropy(leaf.clone(), labels) * factor
     loss.backward()
@@ -35,13 +35,13 @@ def loss_and_gradient(logits, labels, factor=1.0):
 
 
 def saved_lse(logits, labels):
-    loss = cross_entropy(logits.clone().requires_grad_(), labels)  # kept: what it saved goes with it
+    loss = cross_entropy(logits.clone().requires_grad_(), labels)  # in a variable: it owns the saved tensors
     return loss.grad_fn.saved_tensors[2]
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2**-8)])
 @pytest.mark.parametrize("rows, vocab_size", [(5, 96), (3, 4096), (4, 5000), (2, 12289)])
-def test_loss_and_gradient_are_cross_entropys(rows, vocab_size, dtype, tolerance):
+def test_loss_and_gradient(rows, vocab_size, dtype, tolerance):
     logits, labels = make_inputs(rows, vocab_size, dtype)
     loss, gradient = loss_and_gradient(logits, labels, factor=-2.5)
     exact = logits.double().requires_grad_()
@@ -50,7 +50,7 @@ def test_loss_and_gradient_are_cross_entropys(rows, vocab_size, dtype, tolerance
     assert loss.shape == () and loss.dtype == torch.float32 and gradient.dtype == dtype
     assert loss.item() == pytest.approx(expected.item(), rel=2e-6)
     assert (gradient - exact.grad).abs().max() <= tolerance * exact.grad.abs().max()
-    # each value to its own size, not only the largest
+    # relative errors of small values, too
     small = exact.grad.abs() < exact.grad.abs().max() / 100
     torch.testing.assert_close(
         gradient[small].double(), exact.grad[small], rtol=max(tolerance, 1e-5), atol=1e-12
@@ -65,12 +65,12 @@ def test_large_logits(offset, size):
     expected = F.cross_entropy(exact, labels)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    # float32 has 24 bits: at 3e4 steps of 0.002
+    # float32 has 24 bits: its resolution at 3e4 is 0.002
     assert (gradient - exact.grad).abs().max() < 2e-3 * exact.grad.abs().max()
 
 
-def test_words_that_are_ruled_out():
-    """-inf is probability 0, even where a whole block of the row is; and the gradient there is 0."""
+def test_logits_of_minus_infinity():
+    """-inf means probability 0 and gradient 0, also if a whole block of a row is -inf."""
     logits, labels = make_inputs(3, 9000, torch.float32, ignored=0)
     logits[:, :5000] = float("-inf")
     labels[:] = torch.tensor([5000, 6000, 8999])
@@ -82,27 +82,26 @@ def test_words_that_are_ruled_out():
 def test_ignored_rows():
     logits, labels = make_inputs(6, 300, torch.float32, ignored=0)
     labels[2], labels[4] = -100, -100
-    logits[4, 7] = float("nan")  # what a padded row holds does not matter
+    logits[4, 7] = float("nan")  # the values of an ignored row do not matter
     loss, gradient = loss_and_gradient(logits, labels)
-    assert loss.item() == pytest.approx(
-        F.cross_entropy(logits[[0, 1, 3, 5]].double(), labels[[0, 1, 3, 5]]).item(), rel=2e-6
-    )
+    expected = F.cross_entropy(logits[[0, 1, 3, 5]].double(), labels[[0, 1, 3, 5]])
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-6)
     assert gradient[[2, 4]].eq(0).all() and gradient[[0, 1, 3, 5]].ne(0).all()
     loss, gradient = loss_and_gradient(logits, torch.full_like(labels, -100))
-    assert loss.item() == 0 and gradient.eq(0).all()  # as TE has it; PyTorch divides by zero
+    assert loss.item() == 0 and gradient.eq(0).all()  # as in TE; PyTorch divides by zero
 
 
 def test_backward_overwrites_the_logits_and_runs_once():
     logits, labels = make_inputs(4, 96)
     leaf = logits.clone().requires_grad_()
-    put_out = leaf * 1
-    loss = cross_entropy(put_out, labels)
-    square = put_out.square().sum()
+    output = leaf * 1
+    loss = cross_entropy(output, labels)
+    square = output.square().sum()
     loss.backward(retain_graph=True)
-    assert torch.equal(put_out.detach(), leaf.grad)
+    assert torch.equal(output.detach(), leaf.grad)
     with pytest.raises(RuntimeError, match="second backward"):
         loss.backward()
-    with pytest.raises(RuntimeError, match="inplace operation"):  # not silently the square of the gradient
+    with pytest.raises(RuntimeError, match="inplace operation"):  # no silent use of the overwritten logits
         square.backward()
 
 
@@ -117,7 +116,7 @@ def test_backward_overwrites_the_logits_and_runs_once():
         (torch.zeros(4, 32), torch.zeros(4, dtype=torch.int32)),
     ],
 )
-def test_unfit_arguments(logits, labels):
+def test_invalid_arguments_raise(logits, labels):
     with pytest.raises(ValueError, match="is needed"):
         cross_entropy(logits.to(DEVICE), labels.to(DEVICE))
 
@@ -134,26 +133,25 @@ def test_unfit_arguments(logits, labels):
     ],
 )
 def test_fp8_gradient_is_the_cast_of_the_bf16_one(monkeypatch, rows, vocab_size, factor, scale, fp8):
-    """From all flushed to zero to all saturated, by rows and transposed, whole tiles or not."""
-    monkeypatch.setitem(fast_loss.BACKWARD_FP8, "ROWS", 32)  # several tiles even of a small matrix
+    """Scales from all values flushed to zero to all saturated; rowwise and transposed; partial tiles."""
+    monkeypatch.setitem(fast_loss.BACKWARD_FP8, "ROWS", 32)  # several tiles even in a small matrix
     logits, labels = make_inputs(rows, vocab_size)
     logits[3, 5] = float("nan")
-    lse, scale, amax = (
-        saved_lse(logits, labels), torch.tensor(scale, device=DEVICE), torch.zeros(1, device=DEVICE),
-    )
+    lse = saved_lse(logits, labels)
+    scale, amax = torch.tensor(scale, device=DEVICE), torch.zeros(1, device=DEVICE)
     per_label = torch.tensor(factor, device=DEVICE) / (labels != -100).sum()
-    by_rows, by_columns = fast_loss.cast_gradient(logits, labels, lse, per_label, scale, amax, fp8)
+    rowwise, columnwise = fast_loss.cast_gradient(logits, labels, lse, per_label, scale, amax, fp8)
     _, gradient = loss_and_gradient(logits, labels, factor)
     expected = te_reference.quantize(gradient, scale, fp8)
-    assert torch.equal(by_rows, expected.view(torch.uint8)) and torch.equal(by_columns, by_rows.T)
+    assert torch.equal(rowwise, expected.view(torch.uint8)) and torch.equal(columnwise, rowwise.T)
     assert amax.item() == te_reference.amax_of(gradient).item() > 0
     amax.fill_(1e5)
     fast_loss.cast_gradient(logits, labels, lse, per_label, scale, amax, fp8)
-    assert amax.item() == 1e5  # a second micro-batch's joins the first one's
+    assert amax.item() == 1e5  # a larger amax from an earlier micro-batch stays
 
 
 class FakeFloat8Tensor(torch.Tensor):
-    """As much of TE's as autograd sees: a BF16 tensor by its looks, FP8 inside."""
+    """Stands in for TE's class: to autograd a BF16 tensor, with FP8 data inside."""
 
     @staticmethod
     def __new__(cls, shape, dtype, device, **inside):
@@ -169,13 +167,12 @@ class FakeFloat8Tensor(torch.Tensor):
 
 
 class FakeHead(torch.autograd.Function):
-    """x Wᵀ, with what TE's backward pass keeps in its ctx."""
+    """x @ Wᵀ, with the attributes of ctx in TE's backward pass."""
 
     @staticmethod
     def forward(ctx, x, weight, quantizer, use_bias, received):
-        ctx.grad_output_quantizer, ctx.use_bias, ctx.debug, ctx.received = (
-            quantizer, use_bias, False, received,
-        )
+        ctx.grad_output_quantizer, ctx.received = quantizer, received
+        ctx.use_bias, ctx.debug = use_bias, False
         return x @ weight.T
 
     @staticmethod
@@ -184,7 +181,7 @@ class FakeHead(torch.autograd.Function):
         return None, None, None, None, None
 
 
-@pytest.mark.skipif(HAS_GPU, reason="there Transformer Engine itself is asked, below")
+@pytest.mark.skipif(HAS_GPU, reason="GPU tests below use Transformer Engine itself")
 @pytest.mark.parametrize(
     "case, in_fp8",
     [
@@ -194,7 +191,7 @@ class FakeHead(torch.autograd.Function):
     ],
 )
 @pytest.mark.filterwarnings("ignore:fast kernels are not used")
-def test_which_gradients_are_cast(monkeypatch, case, in_fp8):
+def test_which_gradients_are_in_fp8(monkeypatch, case, in_fp8):
     quantizer_class = type("Float8Quantizer", (SimpleNamespace,), {})
     for name, names in {
         "tensor.float8_tensor": dict(Float8Quantizer=quantizer_class, Float8Tensor=FakeFloat8Tensor),
@@ -204,24 +201,20 @@ def test_which_gradients_are_cast(monkeypatch, case, in_fp8):
         module.__dict__.update(names)
         monkeypatch.setitem(sys.modules, f"transformer_engine.pytorch.{name}", module)
     reason = "not made for this GPU" if case == "another GPU" else ""
-    monkeypatch.setattr(fast_loss.fast_support, "environment_reason", lambda: reason)
+    monkeypatch.setattr(fast_loss.support, "environment_reason", lambda: reason)
     state = dict(scale=torch.tensor(5e3), amax=torch.zeros(1), dtype="E5M2")
-    quantizer = (
-        SimpleNamespace(**state)
-        if case == "other recipe"
-        else None
-        if case == "bf16"
-        else quantizer_class(**state)
-    )
+    quantizer = quantizer_class(**state)
+    if case == "other recipe":
+        quantizer = SimpleNamespace(**state)
+    if case == "bf16":
+        quantizer = None
     head = SimpleNamespace(
         quantizers={"scaling_bwd": [quantizer_class(**state) if case == "another head" else quantizer, None]}
     )
 
     rows, received = 24 if case == "odd" else 32, []
-    x, weight = (
-        torch.randn(rows, 16, dtype=torch.bfloat16, requires_grad=True),
-        torch.randn(96, 16, dtype=torch.bfloat16),
-    )
+    x = torch.randn(rows, 16, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(96, 16, dtype=torch.bfloat16)
     labels = torch.randint(96, (rows,))
     logits = FakeHead.apply(x, weight, quantizer, case == "bias", received)
     if case == "hook":
@@ -237,18 +230,11 @@ def test_which_gradients_are_cast(monkeypatch, case, in_fp8):
         assert torch.equal(gradient, expected)
         return
     inside = gradient.inside
-    assert torch.equal(
-        inside.data, te_reference.quantize(expected, quantizer.scale, torch.float8_e5m2).view(torch.uint8)
-    )
-    assert (
-        torch.equal(inside.data_transpose, inside.data.T)
-        and inside.fp8_dtype == "E5M2"
-        and inside.quantizer is quantizer
-    )
-    assert (
-        inside.fp8_scale_inv.shape == (1,)
-        and inside.fp8_scale_inv.item() == quantizer.scale.reciprocal().item()
-    )
+    expected_data = te_reference.quantize(expected, quantizer.scale, torch.float8_e5m2).view(torch.uint8)
+    assert torch.equal(inside.data, expected_data) and torch.equal(inside.data_transpose, inside.data.T)
+    assert inside.fp8_dtype == "E5M2" and inside.quantizer is quantizer
+    assert inside.fp8_scale_inv.shape == (1,)
+    assert inside.fp8_scale_inv.item() == quantizer.scale.reciprocal().item()
     assert quantizer.amax.item() == expected.abs().max().item()
 
 
@@ -275,8 +261,8 @@ def _in_fp8(te, recipe, head, x):
 
 
 def train_steps(forward, head, loss_function, steps=3):
-    """Gradients of the input, the weight and the norm's weight in each step, and the state of the backward
-    scaling after it."""
+    """Return, for each step, the loss, the gradients of input, weight and norm weight, and the scaling state
+    of the backward pass."""
     torch.manual_seed(4)
     results = []
     for _ in range(steps):
@@ -296,10 +282,10 @@ def train_steps(forward, head, loss_function, steps=3):
     return results
 
 
-def count_casts(monkeypatch):
-    casts, cast = [], fast_loss.gradient_fp8
-    monkeypatch.setattr(fast_loss, "gradient_fp8", lambda *args: casts.append(1) or cast(*args))
-    return casts
+def count_fp8_gradients(monkeypatch):
+    calls, gradient_fp8 = [], fast_loss.gradient_fp8
+    monkeypatch.setattr(fast_loss, "gradient_fp8", lambda *args: calls.append(1) or gradient_fp8(*args))
+    return calls
 
 
 @pytest.mark.gpu
@@ -309,7 +295,7 @@ def count_casts(monkeypatch):
     [(4096, 50304, 1.0, 1e6), (272, 1040, 2**-10, 1e9), (64, 144, 1.0, 1.0)],
 )
 def test_bytes_are_transformer_engines(rows, vocab_size, factor, scale, fp8):
-    import transformer_engine.pytorch  # noqa: F401  finds the next one
+    import transformer_engine.pytorch  # noqa: F401  puts transformer_engine_torch on the path
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
@@ -323,20 +309,16 @@ def test_bytes_are_transformer_engines(rows, vocab_size, factor, scale, fp8):
     expected = theirs(loss_and_gradient(logits, labels, factor)[1])
     per_label = torch.tensor(factor, device="cuda") / (labels != -100).sum()
     gradient = fast_loss.gradient_fp8(logits, labels, saved_lse(logits, labels), per_label, ours)
-    assert torch.equal(gradient._data, expected._data) and torch.equal(
-        gradient._transpose, expected._transpose
-    )
+    assert torch.equal(gradient._data, expected._data)
+    assert torch.equal(gradient._transpose, expected._transpose)
     assert torch.equal(gradient._scale_inv, expected._scale_inv) and torch.equal(ours.amax, theirs.amax)
-    assert (
-        gradient._fp8_dtype == expected._fp8_dtype
-        and gradient.dtype == expected.dtype
-        and gradient.shape == expected.shape
-    )
+    assert gradient._fp8_dtype == expected._fp8_dtype
+    assert gradient.dtype == expected.dtype and gradient.shape == expected.shape
 
 
 @pytest.mark.gpu
 def test_more_than_2_to_the_31_logits():
-    """43,008 tokens over 50,304 words: loss, BF16 gradient and FP8 gradient, in the first, middle and last
+    """43,008 tokens, vocabulary of 50,304: loss, BF16 gradient and FP8 gradient in the first, middle and last
     rows."""
     rows, vocab_size, places = 43008, 50304, (slice(0, 16), slice(21504, 21520), slice(-16, None))
     logits = torch.randn(rows, vocab_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
@@ -354,12 +336,12 @@ def test_more_than_2_to_the_31_logits():
 
     expected = [gradient(place) for place in places]
     scale, amax = torch.tensor(57344.0 * rows, device="cuda"), torch.zeros(1, device="cuda")
-    by_rows, by_columns = fast_loss.cast_gradient(
+    rowwise, columnwise = fast_loss.cast_gradient(
         values, labels, lse, torch.tensor(1 / rows, device="cuda"), scale, amax, torch.float8_e5m2)
     for place, of_place in zip(places, expected):
-        of_fp8 = by_rows[place].view(torch.float8_e5m2).double() / scale
+        of_fp8 = rowwise[place].view(torch.float8_e5m2).double() / scale
         assert (of_fp8 - of_place).norm() < 0.06 * of_place.norm()  # E5M2 keeps 2 bits
-        assert torch.equal(by_columns[:, place], by_rows[place].T)
+        assert torch.equal(columnwise[:, place], rowwise[place].T)
     loss.backward()
     for place, of_place in zip(places, expected):
         assert (logits.grad[place] - of_place).norm() < 4e-3 * of_place.norm()
@@ -371,7 +353,7 @@ def test_more_than_2_to_the_31_logits():
 def test_a_head_trains_the_same(monkeypatch, fp8_format, dtype):
     import transformer_engine.pytorch as te
 
-    casts = count_casts(monkeypatch)
+    calls = count_fp8_gradients(monkeypatch)
 
     def run(loss_function):
         head, forward = make_head(fp8_format=fp8_format, dtype=dtype)
@@ -383,22 +365,22 @@ def test_a_head_trains_the_same(monkeypatch, fp8_format, dtype):
         return train_steps(in_autocast, head, lambda logits, labels: loss_function(logits, labels, head))
 
     fused = run(cross_entropy)
-    assert len(casts) == (3 if torch.cuda.get_device_capability() == (9, 0) else 0)
+    assert len(calls) == (3 if torch.cuda.get_device_capability() == (9, 0) else 0)
     unfused = run(lambda logits, labels, head: cross_entropy(logits, labels))
     reference = run(
         lambda logits, labels, head: te.parallel_cross_entropy(logits[None], labels[None], reduce_loss=True)
     )
     for ours, by_te, plain in zip(fused, unfused, reference):
-        # the same bytes multiplied: not a bit differs
+        # the FP8 data are equal, so the results are equal bit for bit
         assert all(torch.equal(a, b) for a, b in zip(ours, by_te))
         for a, b in zip(ours, plain):
-            assert (a - b).norm() <= 5e-3 * b.norm()  # TE's softmax is rounded otherwise
+            assert (a - b).norm() <= 5e-3 * b.norm()  # TE's softmax rounds differently
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [dict(bias=True), dict(recipe="current")])
 def test_other_heads_get_their_gradient_in_bf16(monkeypatch, options):
-    casts = count_casts(monkeypatch)
+    calls = count_fp8_gradients(monkeypatch)
     results = []
     for with_head in (True, False):
         head, forward = make_head(**options)
@@ -408,7 +390,7 @@ def test_other_heads_get_their_gradient_in_bf16(monkeypatch, options):
                 lambda logits, labels: cross_entropy(logits, labels, head if with_head else None),
             )
         )
-    assert not casts
+    assert not calls
     assert all(torch.equal(a, b) for with_head, without in zip(*results) for a, b in zip(with_head, without))
 
 
@@ -425,7 +407,7 @@ def test_second_backward_through_an_fp8_head_raises():
 
 
 def after_three_calls(step, graphed):
-    """`step`, which returns tensors, once its kernels are compiled: itself, or its replay as a CUDA graph."""
+    """Call `step` three times, which compiles its kernels; return `step`, or its replay as a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -442,8 +424,8 @@ def after_three_calls(step, graphed):
 
 @pytest.mark.gpu
 def test_a_step_as_a_cuda_graph():
-    """Loss, gradients, amax history and scale after 3 eager steps and 2 replays are those of 5 eager steps.
-    """
+    """3 eager steps and 2 replays give the loss, gradients, amax history and scale of 5 eager steps."""
+
     def run(graphed):
         head, forward = make_head()
         torch.manual_seed(5)

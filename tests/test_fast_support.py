@@ -14,12 +14,13 @@ import torch
 pytest.importorskip("triton")
 from test_fast_block import DEVICE, count_calls, make_model, make_tokens, modules_like_te  # noqa: E402, F401
 
+import fast_kernels  # noqa: E402
 import model_te_optimized  # noqa: E402
 from fast_kernels import accelerate  # noqa: E402
 from fast_kernels import block as fast_block  # noqa: E402
 from fast_kernels import support as fast_support  # noqa: E402
 from kernel_tools import HAS_GPU, _casts_that_round, _instructions  # noqa: E402, F401
-from nanote import checkpoint, train_step  # noqa: E402
+from nanote import models, train_step  # noqa: E402
 from train import TrainConfig  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
@@ -242,17 +243,24 @@ def test_a_second_pass_after_unfreezing_takes_the_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize("reason, options, words", [
-    ("", {}, "fast kernels are on; dgrad GEMMs with K up to 3,072 use fast accumulation where it is faster"),
-    ("", dict(fp8_dgrad_fast_accum_k=0), "fast kernels are on"),
-    ("dropout is on", {}, "fast kernels are off: dropout is on"),
-    ("", dict(fused_block=False), "fast kernels are off: --no-fused-block"),
+    ("", {}, "fast kernels: blocks, loss on; off: attention (sdpa is used, not FlashAttention); "
+             "dgrad GEMMs with K up to 3,072 use fast accumulation where it is faster"),
+    ("", dict(fp8_dgrad_fast_accum_k=0),
+     "fast kernels: blocks, loss on; off: attention (sdpa is used, not FlashAttention)"),
+    ("dropout is on", {},
+     "fast kernels: loss on; off: blocks (dropout is on), attention (sdpa is used, not FlashAttention)"),
+    ("", dict(fused_block=False, fused_loss=False),
+     "fast kernels: none on; off: blocks (not asked for), attention (sdpa is used, not FlashAttention), "
+     "loss (not asked for)"),
+    ("", dict(fast_kernels=False), "fast kernels are off: --no-fast-kernels"),
     ("", dict(model="fused"), "")])
 def test_the_trainer_says_what_the_kernels_do(monkeypatch, reason, options, words):
-    config, model = TrainConfig(**options), make_model()
+    config, model = TrainConfig(**options), make_model(attention="sdpa")
+    monkeypatch.setattr(fast_kernels, "_replace_loss", lambda model: "")  # there is none on a CPU
     monkeypatch.setattr(train_step.fp8, "IS_REFERENCE", False)
     monkeypatch.setattr(fast_support, "mode_reason", lambda model: reason)
     assert train_step.accelerate(model, config) == words
-    if words.startswith("fast kernels are on"):
+    if words.startswith("fast kernels: blocks"):
         assert model.dgrad_fast_accum_k == config.fp8_dgrad_fast_accum_k
 
 
@@ -284,10 +292,10 @@ def test_parts_that_are_not_asked_for_stay():
 
 @pytest.mark.parametrize("name", ["advanced", "fused", "custom", "te"])
 def test_other_models_are_left_alone(name):
-    config = checkpoint.make_model_config(
+    config = models.make_model_config(
         name, dict(n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=16)
     )
-    model = checkpoint.build_model(name, config)
+    model = models.build_model(name, config)
     report = accelerate(model)
     assert "is not built like model_te_optimized.py: it has no" in str(report)
     assert not {"forward", "cross_entropy"} & set(vars(model))
@@ -412,7 +420,7 @@ def test_another_attention_function_is_not_left_out(monkeypatch):
 
 
 def test_compiled_code_gets_the_answer_that_accelerate_stored(monkeypatch):
-    model = make_model()
+    model = make_model(fused=False)
     for block in model.blocks:
         block.attn.kernel = "flash"
     attention = model.blocks[0].attn

@@ -21,10 +21,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import data
 import train
 from bench import faults
-from nanote import checkpoint, cli, fp8
+from nanote import checkpoint, cli, dataset, fp8, models
+from nanote.metrics import read_losses, read_metrics
 from trainer_tools import OPTIONS as LARGER
 from trainer_tools import ROOT, metrics, run_train
 
@@ -63,11 +63,11 @@ def make_step(**options):
         n_layer=1, n_head=2, n_embd=64, vocab_size=288, n_positions=32, seq_len=32, grad_accum=2, device="cpu"
     )
     config = train.TrainConfig(**small | options)
-    model_config = checkpoint.make_model_config(
+    model_config = models.make_model_config(
         "optimized", vars(config) | {"use_fp8": config.fp8_recipe != "none"}
     )
     recipe = fp8.make_recipe(config.fp8_recipe, config.fp8_format, 8)
-    model = checkpoint.build_model(
+    model = models.build_model(
         "optimized", model_config, fp8_weights_recipe=recipe if config.fp8_param else None
     )
     model.fp8_recipe = recipe or model.fp8_recipe
@@ -250,7 +250,7 @@ def test_a_skipped_step_is_counted_and_told_and_the_log_stays_json(tokens, poiso
 def test_how_many_steps_were_skipped(limit, words):
     pending = [(step, torch.tensor(math.nan), torch.tensor(1.0)) for step in range(1, limit + 2)]
     with pytest.raises(train.Diverged, match=words):
-        train.read_losses(pending, 0, limit, print)
+        read_losses(pending, 0, limit, print)
 
 
 def test_the_run_stops_after_max_skipped_steps(tokens, poisoned, capsys):
@@ -279,7 +279,7 @@ def test_no_step_was_finite(tokens, poisoned, capsys):
     poisoned({1, 2, 3})
     assert run_train(f"{OPTIONS} --max-steps 3 --out-dir run", tokens) == 1
     assert (
-        "not a step of this run had a finite loss and gradient; stopped; there is no checkpoint yet"
+        "no step of this run had a finite loss and gradient norm; stopped; there is no checkpoint yet"
         in capsys.readouterr().err
     )
 
@@ -376,7 +376,7 @@ def test_token_files_of_the_version_before_are_read(tokens):
     meta = json.loads(Path("old/meta.json").read_text())
     del meta["format"], meta["sha256"]
     Path("old/meta.json").write_text(json.dumps(meta))
-    assert data.open_tokens("old", "val")[1] == meta
+    assert dataset.open_tokens("old", "val")[1] == meta
 
 
 # ---------------------------------------------------------------- flipped bytes
@@ -384,9 +384,9 @@ def test_token_files_of_the_version_before_are_read(tokens):
 def test_every_byte_of_the_small_files_counts(finished, tokens, monkeypatch):
     shutil.copytree(finished, "run")
     shutil.copytree(tokens, "altered")
-    known = {path: data.sha256(path) for path in Path("run").rglob("*.safetensors")}
+    known = {path: dataset.sha256(path) for path in Path("run").rglob("*.safetensors")}
     # which do not change here
-    monkeypatch.setattr(checkpoint, "sha256", lambda path: known.get(path) or data.sha256(path))
+    monkeypatch.setattr(checkpoint, "sha256", lambda path: known.get(path) or dataset.sha256(path))
 
     def refused(function, *arguments):
         with pytest.raises(ValueError) as error:
@@ -395,7 +395,7 @@ def test_every_byte_of_the_small_files_counts(finished, tokens, monkeypatch):
 
     for path, opens in (
         (Path("run/step-4/SHA256SUMS"), lambda: checkpoint.read_meta("run/step-4")),
-        (Path("altered/meta.json"), lambda: data.open_tokens("altered", "val", verify=False)),
+        (Path("altered/meta.json"), lambda: dataset.open_tokens("altered", "val", verify=False)),
     ):
         content = path.read_bytes()
         for place in range(len(content)):
@@ -468,11 +468,11 @@ def test_a_disk_that_fills_up_within_a_log_line(tokens, disk_full_at, capsys, na
     disk_full_at(name, number)
     assert run_train(f"{OPTIONS} {LOGS} --max-steps 3 --out-dir run", tokens) == 0
     out = capsys.readouterr().out
-    assert f"step {number}: run/{name} is not written: No space left on device; training goes on" in out
+    assert f"step {number}: run/{name} is not written: No space left on device; training continues" in out
     assert "--- a sample ---" in out and Path("run/loss.png").exists() and Path("run/fp8_health.png").exists()
-    assert [record["step"] for record in train.read_metrics(f"run/{name}")] == [1, 2, 3], "written later"
+    assert [record["step"] for record in read_metrics(f"run/{name}")] == [1, 2, 3], "written later"
     assert run_train("--resume --out-dir run --max-steps 4") == 0
-    assert [record["step"] for record in train.read_metrics(f"run/{name}")] == [1, 2, 3, 4]
+    assert [record["step"] for record in read_metrics(f"run/{name}")] == [1, 2, 3, 4]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
@@ -486,7 +486,7 @@ def test_a_log_that_cannot_be_written_does_not_end_a_run(tokens, monkeypatch, ca
     monkeypatch.setattr(train.Log, "__init__", init)
     assert run_train(f"{OPTIONS} --max-steps 2 --out-dir run", tokens) == 0
     out = capsys.readouterr().out
-    assert "step 2: run/metrics.jsonl is not written: No space left on device; training goes on" in out
+    assert "step 2: run/metrics.jsonl is not written: No space left on device; training continues" in out
     assert "loss.png is not drawn: run/metrics.jsonl: not a regular file" in out and "--- a sample ---" in out
     assert checkpoint.latest("run").name == "step-2"
 
@@ -576,10 +576,10 @@ def test_no_code_of_a_file_is_run(finished, tokens, capsys):
             if name == "train.bin":
                 meta = json.loads((folder / "meta.json").read_text())
                 meta |= {"train_tokens": len(padded) // 2, "train_sha256": hashlib.sha256(padded).hexdigest()}
-                meta["sha256"] = data._meta_checksum(meta)
+                meta["sha256"] = dataset._meta_checksum(meta)
                 (folder / "meta.json").write_text(json.dumps(meta))
             try:
-                data.open_tokens(folder, "train")
+                dataset.open_tokens(folder, "train")
             except ValueError as error:
                 assert name == "meta.json" and "meta.json: not " in str(error)
         # a Hugging Face folder

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import te_reference
-import train
-from nanote import checkpoint, fp8, fp8_health
+from nanote import fp8, fp8_health, models
 from nanote.fp8_health import LIMITS
+from nanote.metrics import read_metrics
 from trainer_tools import OPTIONS, make_tokens, metrics, run_train
 
 pytestmark = pytest.mark.skipif(not fp8.IS_REFERENCE, reason="written for the reference's numbers")
@@ -24,7 +24,7 @@ TOKENS = torch.arange(64).view(2, 32) * 7 % 96
 
 def make(name="optimized", recipe="delayed", history=8, **options):
     torch.manual_seed(0)
-    model_class, config_class = checkpoint.model_classes(name)
+    model_class, config_class = models.model_classes(name)
     model = model_class(config_class(**{**TINY, **options}))
     model.fp8_recipe = fp8.make_recipe(recipe, amax_history_len=history)
     return model
@@ -241,9 +241,9 @@ def test_preserved_state(steps):
 def test_masters_start_from_the_values_before_fp8():
     config = make().config
     torch.manual_seed(0)
-    exact = checkpoint.build_model("optimized", config)
+    exact = models.build_model("optimized", config)
     torch.manual_seed(0)
-    model = checkpoint.build_model("optimized", config, fp8_weights_recipe=fp8.make_recipe("delayed"))
+    model = models.build_model("optimized", config, fp8_weights_recipe=fp8.make_recipe("delayed"))
     optimizer = fp8.te.optimizers.FusedAdam(model.parameters(), lr=1e-3, master_weights=True)
     fp8.init_master_weights(model, optimizer)
     weight = model.blocks[0].attn.qkv.weight
@@ -256,7 +256,7 @@ def test_masters_start_from_the_values_before_fp8():
 
 @pytest.mark.parametrize(
     "name, options",
-    [*((name, {}) for name in checkpoint.MODELS), ("optimized", {"gradient_checkpointing": True})],
+    [*((name, {}) for name in models.MODELS), ("optimized", {"gradient_checkpointing": True})],
 )
 def test_skipped_blocks_have_no_fp8_state(name, options):
     model = make(name, fp8_skip_first=1, fp8_skip_last=1, **options)
@@ -285,11 +285,11 @@ def test_checkpointing_changes_nothing_with_skipped_blocks():
 
 def test_skipped_blocks_keep_their_weights_in_high_precision():
     config = make(fp8_skip_last=1).config
-    model = checkpoint.build_model("optimized", config, fp8_weights_recipe=fp8.make_recipe("delayed"))
+    model = models.build_model("optimized", config, fp8_weights_recipe=fp8.make_recipe("delayed"))
     assert [hasattr(block.attn.qkv.weight, "fp8_owner") for block in model.blocks] == [True, True, False]
 
 
-@pytest.mark.parametrize("name", checkpoint.MODELS)
+@pytest.mark.parametrize("name", models.MODELS)
 @pytest.mark.parametrize(
     "skips, words",
     [
@@ -304,7 +304,7 @@ def test_skips_out_of_range(name, skips, words):
 
 # ---- health
 
-@pytest.mark.parametrize("name", checkpoint.MODELS)
+@pytest.mark.parametrize("name", models.MODELS)
 @pytest.mark.parametrize("options", [{}, {"fp8_skip_first": 1}])
 def test_every_product_in_fp8_is_seen(name, options):
     model = make(name, **options)
@@ -418,7 +418,7 @@ def test_figures_of_a_model_that_diverged_are_read_again_and_drawn(recipe, value
     step(model, 2)
     record = {"step": 2, "health": look(model)}
     (tmp_path / "fp8_health.jsonl").write_text(json.dumps(record) + "\n")
-    assert train.read_metrics(tmp_path / "fp8_health.jsonl") == [record]
+    assert read_metrics(tmp_path / "fp8_health.jsonl") == [record]
     fp8_health.plot([record], tmp_path / "health.png")
 
 

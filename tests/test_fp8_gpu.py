@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanote import checkpoint, fp8
+from nanote import fp8, models
 from trainer_tools import OPTIONS, make_tokens, metrics, run_train
 
 pytestmark = pytest.mark.gpu
@@ -16,7 +16,7 @@ TE_FACTORIES = "custom:transformer_engine.pytorch.custom_recipes.quantizer_facto
 
 
 def make(name="optimized", recipe="delayed", **options):
-    model_class, config_class = checkpoint.model_classes(name)
+    model_class, config_class = models.model_classes(name)
     model = model_class(config_class(**{**TINY, **options})).to("cuda")
     model.fp8_recipe = fp8.make_recipe(recipe, amax_history_len=8)
     return model
@@ -37,7 +37,7 @@ def look(model):
     return fp8.health(model)
 
 
-@pytest.mark.parametrize("name", checkpoint.MODELS)
+@pytest.mark.parametrize("name", models.MODELS)
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 def test_every_product_in_fp8_is_seen(name, recipe):
     model = make(name, recipe, fp8_skip_first=1)

@@ -19,10 +19,10 @@ import torch
 from matplotlib.figure import Figure
 from test_bad_input import tree
 
-import data
 import sample
 import train
-from nanote import checkpoint, cli
+from nanote import checkpoint, cli, dataset
+from nanote.metrics import read_metrics
 from tools import export_hf, import_hf
 from trainer_tools import make_tokens, run_train
 
@@ -404,7 +404,7 @@ def test_losses_beyond_float32(world, tmp_path, capsys, name):
         return check("train.py", *COMMANDS["train.py"], capsys, f"{name} {values}")
 
     assert code_and_line([3.4e38, -3.4e38], 0)[0] == 0
-    assert [record[name] for record in train.read_metrics("run/metrics.jsonl")][:2] == [3.4e38, -3.4e38]
+    assert [record[name] for record in read_metrics("run/metrics.jsonl")][:2] == [3.4e38, -3.4e38]
     assert code_and_line([10**18], 1)[0] == 0
     for number, value in enumerate([1e308, -1e308, math.inf, math.nan, None], 2):
         code, line = code_and_line([2.0, value], number)
@@ -417,7 +417,7 @@ def test_a_last_line_that_a_kill_cut_off_goes(world, tmp_path, capsys):
         with open(Path("run", log), "a") as file:
             file.write('\n{"step": 3, "lo')
     assert check("train.py", *COMMANDS["train.py"], capsys, "cut off")[0] == 0
-    assert [record["step"] for record in train.read_metrics("run/metrics.jsonl")] == [1, 2, 3]
+    assert [record["step"] for record in read_metrics("run/metrics.jsonl")] == [1, 2, 3]
 
 
 def weight(name, value):
@@ -529,8 +529,8 @@ def sign_tokens(changed: Path):
         meta = json.loads(Path("tokens/meta.json").read_text())
         if changed.suffix == ".bin":
             tokens = changed.stat().st_size // 2
-            meta |= {f"{changed.stem}_tokens": tokens, f"{changed.stem}_sha256": data.sha256(changed)}
-        meta["sha256"] = data._meta_checksum(meta)
+            meta |= {f"{changed.stem}_tokens": tokens, f"{changed.stem}_sha256": dataset.sha256(changed)}
+        meta["sha256"] = dataset._meta_checksum(meta)
         Path("tokens/meta.json").write_text(json.dumps(meta))
 
 

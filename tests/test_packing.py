@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-import data
 import train
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
+from nanote import dataset
 from trainer_tools import OPTIONS, metrics, run_train
 
 pytest.importorskip("triton")
@@ -184,12 +184,12 @@ def test_a_graph_packs_every_batch_anew(folder, tmp_path, attention, recipe):
 def folder(tmp_path_factory):
     """Documents of 0 to 60 tokens, the end of text behind each."""
     path = tmp_path_factory.mktemp("packing") / "tokens"
-    data.write_tokens(("abcdefghij"[i % 10] * (1 + i * 7 % 60) for i in range(300)), path, val_fraction=0.2)
+    dataset.write_tokens(("abcdefghij"[i % 10] * (1 + i * 7 % 60) for i in range(300)), path, val_fraction=0.2)
     return path
 
 
 def loader(folder, split="train", **options):
-    return data.Loader(
+    return dataset.Loader(
         folder, split, **{"seq_len": 48, "micro_batch_size": 3, "pack_documents": True, **options}
     )
 
@@ -218,14 +218,14 @@ def test_documents_begin_with_the_end_of_text_before_them(folder):
 
 @pytest.mark.parametrize("piece", [1 << 20, 7])
 def test_the_shape_is_the_tightest_that_always_fits(folder, monkeypatch, piece):
-    monkeypatch.setattr(data, "PIECE", piece)  # the file is read in pieces
-    tokens, _ = data.open_tokens(folder, "train")
+    monkeypatch.setattr(dataset, "CHUNK", piece)  # the file is read in pieces
+    tokens, _ = dataset.open_tokens(folder, "train")
     for seq_len in (1, 2, 16, 48):
         windows = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), seq_len)
         begins = windows == 256
         begins = begins[:, 1:].sum(1) + 1
-        assert data.most_documents(tokens, 256, seq_len) == begins.max()
-    assert data.most_documents(np.zeros(100, np.uint16), 256, 10) == 1
+        assert dataset.most_documents(tokens, 256, seq_len) == begins.max()
+    assert dataset.most_documents(np.zeros(100, np.uint16), 256, 10) == 1
 
 
 # ---- the trainer

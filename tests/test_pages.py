@@ -6,7 +6,7 @@ import re
 import pytest
 
 from bench import pages, speed_report, stability_report
-from nanote import checkpoint, cli
+from nanote import cli, models
 from trainer_tools import ROOT
 
 SPEED = [{"shape": "wide", "arm": "bf16", "ms": 30.0, "tokens_per_s": 1_234_567.0, "width": 8},
@@ -29,7 +29,7 @@ def test_the_words_beside_the_figures_are_true():
     contents = {name: pages.wrap(content) for name, content in pages.read(ROOT / "results").items()}
     steps = contents["compile"]
     for recipe in {row["recipe"] for row in steps}:
-        graph, eager = ({model: steps(mode, recipe, model).tokens_per_s for model in checkpoint.MODELS}
+        graph, eager = ({model: steps(mode, recipe, model).tokens_per_s for model in models.MODELS}
                         for mode in ("cuda-graph", "eager"))
         assert max(graph, key=graph.get) == "optimized" != max(eager, key=eager.get), recipe
     gqa = contents["gqa_rmsnorm"]

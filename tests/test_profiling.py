@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from nanote import checkpoint, fp8, profiling
-from nanote.profiling import GIB, what_would_fit
+from nanote import checkpoint, fp8, memory, models, profiling
+from nanote.memory import GIB, what_would_fit
 from train import TrainConfig
 from trainer_tools import OPTIONS, metrics, run_train
 
@@ -195,7 +195,7 @@ def test_what_cannot_be_deterministic_is_refused(monkeypatch):
         profiling.prepare_process(config, torch.device("cuda"))
     assert not torch.are_deterministic_algorithms_enabled()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    assert profiling.why_not_deterministic(config, torch.device("cuda")) == ""
+    assert profiling.nondeterministic_reason(config, torch.device("cuda")) == ""
 
 
 def test_expandable_segments_keep_the_allocators_other_settings(monkeypatch):
@@ -218,9 +218,9 @@ def test_expandable_segments_keep_the_allocators_other_settings(monkeypatch):
                        n_inner=96, tie_embeddings=False, use_qk_norm=True, bias=False))])
 def test_weights_are_counted_before_a_model_is_built(model, options):
     options = dict(n_layer=2, n_head=4, n_embd=64, vocab_size=288, n_positions=32) | options
-    config = checkpoint.make_model_config(model, options)
-    built = checkpoint.build_model(model, config)
-    assert checkpoint.weight_count(config) == sum(p.numel() for p in built.parameters() if p.dim() == 2)
+    config = models.make_model_config(model, options)
+    built = models.build_model(model, config)
+    assert models.weight_count(config) == sum(p.numel() for p in built.parameters() if p.dim() == 2)
 
 
 @pytest.mark.parametrize("options", [dict(), dict(fp8_param=True), dict(fp8_recipe="none"),
@@ -229,15 +229,15 @@ def test_the_least_memory_is_no_more_than_a_step_takes(options):
     small = dict(n_layer=2, n_head=2, n_embd=64, vocab_size=288, n_positions=32, seq_len=32)
     config = train.TrainConfig(**small | options, fp8_amax_history_len=64)
     recipe = train.recipe_of(config)
-    model_config = checkpoint.make_model_config("optimized", vars(config) | {"use_fp8": recipe is not None})
+    model_config = models.make_model_config("optimized", vars(config) | {"use_fp8": recipe is not None})
     of_weights = recipe if config.fp8_param else None
-    model = checkpoint.build_model("optimized", model_config, fp8_weights_recipe=of_weights)
+    model = models.build_model("optimized", model_config, fp8_weights_recipe=of_weights)
     model.fp8_recipe = recipe or model.fp8_recipe
     optimizer = train.make_optimizer(model, config)
     batch = [torch.zeros(8, 32, dtype=torch.int64)] * 2
     train.TrainStep(model, model, optimizer, config, torch.device("cpu"))([batch], 1e-3)
-    sizes = {what: size for size, what, _ in profiling.least_memory(config, model_config, torch.float32)}
-    assert 0 < sizes["weights, gradients and optimizer state"] <= profiling.step_bytes(model, optimizer)
+    sizes = {what: size for size, what, _ in memory.least_memory(config, model_config, torch.float32)}
+    assert 0 < sizes["weights, gradients and optimizer state"] <= memory.step_bytes(model, optimizer)
     histories = [value for name, value in fp8.get_state(model).items() if name.endswith("amax_history")]
     assert sizes["amax histories"] <= sum(history.nbytes for history in histories)
     assert (sizes["amax histories"] > 0) == (config.fp8_recipe == "delayed")
@@ -285,33 +285,33 @@ def test_the_least_memory_is_no_more_than_the_peak_of_a_step(options):
     )
     config = train.TrainConfig(**small | options)
     recipe = train.recipe_of(config)
-    model_config = checkpoint.make_model_config("optimized", vars(config) | {"use_fp8": recipe is not None})
-    model = checkpoint.build_model("optimized", model_config)
+    model_config = models.make_model_config("optimized", vars(config) | {"use_fp8": recipe is not None})
+    model = models.build_model("optimized", model_config)
     model.fp8_recipe = recipe or model.fp8_recipe
     optimizer = train.make_optimizer(model, config)
     shape = 2, config.micro_batch_size, config.seq_len
     batches = [tuple(torch.zeros(shape, dtype=torch.int64)) for _ in range(config.grad_accum)]
     step = train.TrainStep(model, model, optimizer, config, torch.device("cpu"))
-    memory = Memory()
-    memory.add([model.state_dict(), batches, [optimizer.state[p] for p in model.parameters()]])
-    with memory:
+    usage = Memory()
+    usage.add([model.state_dict(), batches, [optimizer.state[p] for p in model.parameters()]])
+    with usage:
         for _ in range(config.max_steps):
             step(batches, 1e-3)
-    least = sum(size for size, *_ in profiling.least_memory(config, model_config, torch.float32))
-    assert memory.peak / 4 < least <= memory.peak
+    least = sum(size for size, *_ in memory.least_memory(config, model_config, torch.float32))
+    assert usage.peak / 4 < least <= usage.peak
 
 
 def test_a_run_that_fits_exactly_is_not_refused(monkeypatch):
     config = train.TrainConfig(n_positions=64, vocab_size=288)
-    model_config = checkpoint.make_model_config("optimized", vars(config))
-    least = sum(size for size, *_ in profiling.least_memory(config, model_config, torch.float32))
+    model_config = models.make_model_config("optimized", vars(config))
+    least = sum(size for size, *_ in memory.least_memory(config, model_config, torch.float32))
     for pages, refused in ((least, False), (least - 1, True)):
-        monkeypatch.setattr(profiling.os, "sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else pages)
+        monkeypatch.setattr(memory.os, "sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else pages)
         if refused:
             with pytest.raises(ValueError, match=r"--n-embd 768 .* this machine has .* lower one of them"):
-                profiling.check_memory(config, model_config, torch.device("cpu"), torch.float32)
+                memory.check_memory(config, model_config, torch.device("cpu"), torch.float32)
         else:
-            profiling.check_memory(config, model_config, torch.device("cpu"), torch.float32)
+            memory.check_memory(config, model_config, torch.device("cpu"), torch.float32)
 
 
 # ---------------------------------------------------------------- out of memory
@@ -385,7 +385,7 @@ def test_bytes_of_a_step():
             for p in model.parameters()
         }
     )
-    assert profiling.step_bytes(model, optimizer) == 36 * (2 + 2 + 4 + 4 + 2)
+    assert memory.step_bytes(model, optimizer) == 36 * (2 + 2 + 4 + 4 + 2)
 
 
 def test_running_out_of_memory_is_recognised():
@@ -396,13 +396,13 @@ def test_running_out_of_memory_is_recognised():
         finally:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
     except RuntimeError as error:
-        assert profiling.is_out_of_memory(error)
+        assert memory.is_out_of_memory(error)
     on_a_cpu = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: …")
-    assert profiling.is_out_of_memory(MemoryError()) and profiling.is_out_of_memory(on_a_cpu)
-    assert profiling.is_out_of_memory(lack) and profiling.is_out_of_memory(
+    assert memory.is_out_of_memory(MemoryError()) and memory.is_out_of_memory(on_a_cpu)
+    assert memory.is_out_of_memory(lack) and memory.is_out_of_memory(
         RuntimeError("CUDA error: out of memory")
     )
-    assert not profiling.is_out_of_memory(
+    assert not memory.is_out_of_memory(
         RuntimeError("CUDA error: an illegal memory access was encountered")
     )
 
@@ -420,10 +420,10 @@ def test_out_of_memory_in_a_step_is_one_line_and_the_checkpoint_stands(tokens, c
         assert Path("run/profile/table.txt").exists(), "what was under way is written before memory is freed"
         return plain_explain(*arguments)
 
-    plain_explain = profiling.explain
+    plain_explain = memory.explain
     with monkeypatch.context() as patch:
         patch.setattr(train.TrainStep, "run", run)
-        patch.setattr(profiling, "explain", explain)
+        patch.setattr(memory, "explain", explain)
         assert run_train(f"{OPTIONS} --profile 13:20 --out-dir run", tokens) == 1
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith(
@@ -550,7 +550,7 @@ def test_what_is_said_to_fit_fits(tokens, capsys):
         torch.cuda.set_per_process_memory_fraction(4 * GIB / torch.cuda.get_device_properties(0).total_memory)
         assert run_train(f"{big} --micro-batch-size 256 --out-dir run", tokens) == 1
         line = capsys.readouterr().err.strip()
-        found = re.search(r"by a straight line (\d+) fit.*--micro-batch-size (\d+) --grad-accum (\d+)", line)
+        found = re.search(r"by linear extrapolation (\d+) fit.*--micro-batch-size (\d+) --grad-accum (\d+)", line)
         assert found and int(found[2]) <= int(found[1]), line
         assert (
             run_train(

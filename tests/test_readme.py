@@ -1,5 +1,5 @@
-"""What the README and the guide show works: their Python runs, their commands run (training for twelve
-steps), their links lead somewhere."""
+"""What the pages show works: Python runs, commands run (training for twelve steps), and links, files and
+functions exist."""
 
 import ast
 import importlib
@@ -11,41 +11,49 @@ from pathlib import Path
 
 import pytest
 
-from nanote import checkpoint
+from nanote import models
 from trainer_tools import run_train
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "GUIDE.md", *sorted((ROOT / "guide").glob("*.md"))]
-COMMANDS = list(
-    dict.fromkeys(
-        line.split("#")[0].strip()
-        for page in PAGES
-        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S)
-        for line in block.splitlines()
-    )
-)
+NAMES = ("README.md", "GUIDE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "guide").glob("*.md"))]
+# Files that pages name before they are merged
+EXPECTED = {"nanote/config.py", "nanote/models.py"}
+
+
+def commands_of(page):
+    """The lines of a page's shell blocks, without comments."""
+    blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.S)
+    lines = (line.split("#")[0].strip() for block in blocks for line in block.splitlines())
+    return [line for line in lines if line]
+
+
+COMMANDS = list(dict.fromkeys(command for page in PAGES for command in commands_of(page)))
 SCRIPTS = [c for c in COMMANDS if re.search(r"\b(python|torchrun) .*?\w+\.py", c)]
 
 
 def test_the_models_ten_lines_run(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
-    exec(code, {})
-    # ln 512 = 6.2: random tokens cannot be learned, only not diverge
+    train, accelerated = re.findall(r"```python\n(.*?)```", README, re.S)
+    names = {}
+    exec(train, names)
+    # ln 512 = 6.2: random tokens cannot be learned, so the loss may only not diverge
     assert float(capsys.readouterr().out) < 6.5
+    exec(accelerated, names)
+    assert "fast kernels" in capsys.readouterr().out
 
 
 def parts(command):
-    """-> script, its arguments; what stands before (environment, torchrun, a pipe) aside."""
-    words = shlex.split(command)
-    at = next(i for i, w in enumerate(words) if w.endswith(".py"))
-    return words[at], words[at + 1:]
+    """Return (script, its arguments); drop the environment, torchrun or a pipe before the script."""
+    arguments = shlex.split(command)
+    at = next(i for i, argument in enumerate(arguments) if argument.endswith(".py"))
+    return arguments[at], arguments[at + 1:]
 
 
 @pytest.mark.parametrize("command", SCRIPTS)
 def test_every_option_exists(command, capsys):
     script, arguments = parts(command)
-    options = [w for w in arguments if w.startswith("--") and w != "--help"]
+    options = [a for a in arguments if a.startswith("--") and a != "--help"]
     main = importlib.import_module(script.removesuffix(".py").replace("/", ".")).main
     subcommand = arguments[:1] if script == "data.py" else []
     with pytest.raises(SystemExit):
@@ -54,27 +62,28 @@ def test_every_option_exists(command, capsys):
     assert options == [o for o in options if re.search(rf"{o}\b", text)]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [c for c in SCRIPTS if parts(c)[0] == "train.py" and not {"--help", "--resume"} & set(parts(c)[1])],
-)
+def is_new_run(command):
+    script, arguments = parts(command)
+    return script == "train.py" and not {"--help", "--resume"} & set(arguments)
+
+
+@pytest.mark.parametrize("command", [c for c in SCRIPTS if is_new_run(c)])
 def test_training_commands_train(command, tokens, tmp_path, monkeypatch):
-    """As they stand, but for twelve steps of a small model on this test's tokens."""
+    """Run each as it stands, but for twelve steps of a small model on this test's tokens."""
     monkeypatch.chdir(tmp_path)
     _, arguments = parts(command)
     given = " ".join(arguments)
     if "--data" in arguments:
         arguments[arguments.index("--data") + 1] = tokens
-    small = f"--data {tokens} --n-layer 2 --n-head 2 --n-embd 64 --vocab-size 288 --seq-len 32 --micro-batch-size 2 --grad-accum 1"
+    small = ("--n-layer 2 --n-head 2 --n-embd 64 --vocab-size 288 --seq-len 32 --micro-batch-size 2 "
+             f"--grad-accum 1 --data {tokens}")
     assert run_train(f"{given} {small} --max-steps 12 --warmup-steps 1 --eval-steps 1 --out-dir run") == 0
 
 
 @pytest.mark.parametrize("command", [c for c in SCRIPTS if parts(c)[0] == "doctor.py"])
 def test_doctors_commands_run(command):
-    done = subprocess.run(
-        ["bash", "-c", command.replace("python ", f"{sys.executable} ")], cwd=ROOT, capture_output=True,
-        text=True, timeout=120,
-    )
+    line = command.replace("python ", f"{sys.executable} ")
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.strip(), done.stdout + done.stderr
 
 
@@ -89,18 +98,35 @@ def test_links_and_files_exist(page):
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#h][^)#]*)", text):
         assert (page.parent / target).exists(), target
-    for name in re.findall(r"`((?:results|tests)/[\w.]+)`", text):
-        assert (ROOT / name).exists(), name
+    for name in re.findall(r"`((?:results|tests|fast_kernels|nanote|tools|bench)/[\w.]+)`", text):
+        assert (ROOT / name).exists() or name in EXPECTED, name
+
+
+def test_contributing_names_functions_that_exist():
+    """Every name in a second or third column is defined or imported in the file of the column before it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\|(?:[^|`]*\|)? `([\w/]+\.py)` \| (.*) \|$", text, re.M)
+    assert len(rows) > 15
+    for file, description in rows:
+        if file in EXPECTED:
+            continue
+        source = (ROOT / file).read_text()
+        for name in re.findall(r"`([A-Za-z_][\w.]*)`", description):
+            if not name.endswith(".py") and f"{file}:{name}" not in EXPECTED:
+                assert re.search(rf"\b{name.split('.')[-1]}\b", source), f"{name} in {file}"
 
 
 def test_the_table_of_files_names_files():
-    for target in re.findall(r"^\| (`[^|]*`) \|", README.split("## What is here")[1].split("##")[0], re.M):
+    section = README.split("## What is where")[1].split("##")[0]
+    rows = re.findall(r"^\| (`[^|]*`) \|", section, re.M)
+    assert len(rows) > 10
+    for target in rows:
         for name in re.findall(r"[\w./]+", target):
             assert (ROOT / name).exists(), name
 
 
 def local_modules(path):
-    """Files of this kit that a script imports, or names in a string for a guarded import."""
+    """Return the files of this kit that a script imports, or names in a string for a guarded import."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -115,6 +141,6 @@ def local_modules(path):
 def test_the_readme_names_what_a_model_file_uses_of_this_kit():
     paragraph = re.search(r"A model file stands alone.*?\n\n", README, re.S)[0]
     named = set(re.findall(r"`(\w+)\.py`", paragraph))
-    for name, (module, *_) in checkpoint.MODELS.items():
+    for name, (module, *_) in models.MODELS.items():
         expected = named - {module} if name == "optimized" else {"te_reference"}
         assert local_modules(ROOT / f"{module}.py") == expected, name

@@ -5,15 +5,15 @@ import pytest
 import torch
 
 import sample
-from nanote import checkpoint, fp8
+from nanote import fp8, models
 from trainer_tools import OPTIONS, make_tokens, run_script, run_train
 
 
 def make_model(**options):
     torch.manual_seed(0)
     shape = dict(n_layer=2, n_head=4, n_embd=64, vocab_size=288, n_positions=32, use_fp8=True)
-    config = checkpoint.make_model_config("optimized", shape | options)
-    model = checkpoint.build_model("optimized", config)
+    config = models.make_model_config("optimized", shape | options)
+    model = models.build_model("optimized", config)
     for parameter in model.parameters():  # as far from uniform as a trained model: greedy text then varies
         if parameter.dim() >= 2:
             torch.nn.init.normal_(parameter, std=0.3)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fast_kernels import gemm as fast_gemm
-from nanote import checkpoint, fp8, train_step
+from nanote import checkpoint, fp8, models, train_step
 from nanote.train_step import TrainStep, make_optimizer
 from train import TrainConfig
 
@@ -31,11 +31,11 @@ def batches(step, accum):
 def make(**options):
     config = TrainConfig(**{**SMALL, **options})
     recipe = fp8.make_recipe(config.fp8_recipe, config.fp8_format, config.fp8_amax_history_len)
-    model_config = checkpoint.make_model_config(
+    model_config = models.make_model_config(
         "optimized", dataclasses.asdict(config) | {"use_fp8": recipe is not None}
     )
     torch.manual_seed(0)
-    model = checkpoint.build_model("optimized", model_config, device="cuda", dtype=torch.bfloat16)
+    model = models.build_model("optimized", model_config, device="cuda", dtype=torch.bfloat16)
     if recipe is not None:
         model.fp8_recipe = recipe
     optimizer = make_optimizer(model, config)

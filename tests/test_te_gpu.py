@@ -1,5 +1,5 @@
-"""On a GPU: te_reference against Transformer Engine itself. Bytes, scales and histories must be equal;
-products may differ by rounding."""
+"""te_reference against Transformer Engine on a GPU: FP8 bytes, scales and amax histories must be equal; GEMM
+outputs may differ by rounding."""
 
 import json
 import os
@@ -24,7 +24,7 @@ FORMATS = [("kFloat8E4M3", torch.float8_e4m3fn), ("kFloat8E5M2", torch.float8_e5
 
 
 def heavy_tailed(*shape, dtype):
-    """Normal numbers over many orders of magnitude, zeros, and values beyond any FP8 range."""
+    """Return random values over many orders of magnitude, with zeros and values beyond FP8's range."""
     x = torch.randn(shape, device="cuda") * torch.exp(3 * torch.randn(shape, device="cuda"))
     x.view(-1)[::97] = 0
     x.view(-1)[::1001] *= 1e6
@@ -75,7 +75,7 @@ def test_scales_and_histories_roll_the_same(algo, margin, length, name, fp8):
     for _ in range(6):
         amax = torch.exp(8 * torch.randn(n, device="cuda"))
         amax[:8] = torch.tensor([0.0, torch.inf, torch.nan, 1e-38, 1e-44, 3e38, 7.0, 14.0], device="cuda")
-        amax[8 + torch.randint(0, n - 8, (500,), device="cuda")] = 0.0  # tensors that this step did not use
+        amax[8 + torch.randint(0, n - 8, (500,), device="cuda")] = 0.0  # tensors not used in this step
         theirs[0][0] = state.amax_history[0] = amax
         tex.fused_amax_and_scale_update_after_reduction(
             amax.clone(), [theirs[0]], [theirs[1]], algo, getattr(tex.DType, name), margin
@@ -83,6 +83,10 @@ def test_scales_and_histories_roll_the_same(algo, margin, length, name, fp8):
         state.roll(recipe, ref.FP8_MAX[fp8])
         assert torch.equal(state.scale, theirs[1])
         assert torch.equal(state.amax_history.nan_to_num(nan=-1), theirs[0].nan_to_num(nan=-1))
+
+
+def make_mlp(activation):
+    return lambda t, d: t.LayerNormMLP(256, 512, activation=activation, params_dtype=d)
 
 
 MODULES = {
@@ -94,12 +98,7 @@ MODULES = {
     "LayerNormLinear returning": lambda t, d: t.LayerNormLinear(
         256, 512, return_layernorm_output=True, return_bias=True, params_dtype=d
     ),
-    **{
-        f"LayerNormMLP {a}": (lambda a: lambda t, d: t.LayerNormMLP(256, 512, activation=a, params_dtype=d))(
-            a
-        )
-        for a in ("gelu", "geglu", "relu", "srelu", "swiglu")
-    },
+    **{f"LayerNormMLP {name}": make_mlp(name) for name in ("gelu", "geglu", "relu", "srelu", "swiglu")},
 }
 RECIPES = {
     "none": lambda r: None,
@@ -117,11 +116,11 @@ RECIPES = {
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_agree_over_several_steps(module, recipe, way, dtype=torch.bfloat16):
     if way != "plain" and (recipe != "delayed" or module not in ("Linear", "LayerNormMLP gelu")):
-        pytest.skip("the FP8 life cycle is the same in the others")
-    # Before an activation the operands are equal, and rounding the outputs to bfloat16 is all: 2^-8. Behind
-    # one, and behind an input gradient, bfloat16 values differ by up to a unit, d = 2^-8. That moves a share
-    # d / s of the FP8 values by a step, s = 2^-2 in E5M2, which makes a relative error of sqrt(d · s) = 2^-5;
-    # dx depends on two such operands, so sqrt(2) · 2^-5.
+        pytest.skip("the FP8 state is updated in the same way in the others")
+    # Up to the activation all operands are equal and only the outputs are rounded to bfloat16: 2^-8. After
+    # it, and after a dgrad, bfloat16 values differ by up to one unit, d = 2^-8. That moves a fraction d / s
+    # of the FP8 values by one step, s = 2^-2 in E5M2, which gives a relative error of sqrt(d · s) = 2^-5. dx
+    # depends on two such operands: sqrt(2) · 2^-5.
     bound = 2.0**-8 if "MLP" not in module else 2.0**-4.5
     pairs = [(te, te_recipe), (ref, ref)]
     theirs, ours = (MODULES[module](t, dtype) for t, _ in pairs)
@@ -148,12 +147,8 @@ def test_modules_agree_over_several_steps(module, recipe, way, dtype=torch.bfloa
             out = out[0] if isinstance(out, tuple) else out
             grad = torch.randn_like(out) * 1e-3 if grad is None else grad
             out.backward(grad)
-            results.append(
-                {
-                    "y": out, "dx": inp.grad,
-                    **{"d" + k: p.grad for k, p in m.named_parameters() if p.grad is not None},
-                }
-            )
+            gradients = {"d" + k: p.grad for k, p in m.named_parameters() if p.grad is not None}
+            results.append({"y": out, "dx": inp.grad, **gradients})
         assert results[0].keys() == results[1].keys()
         for name, a in results[0].items():
             error = (a.float() - results[1][name].float()).norm() / a.float().norm()
@@ -161,8 +156,8 @@ def test_modules_agree_over_several_steps(module, recipe, way, dtype=torch.bfloa
         for key in ("scaling_fwd", "scaling_bwd"):
             if hasattr(theirs.fp8_meta.get(key), "amax_history"):
                 a, b = theirs.fp8_meta[key], ours.fp8_meta[key]
-                # A norm sums in another order. An activation's amax can be a product of two bfloat16 values,
-                # each a unit (up to 2^-7) off.
+                # Norms differ in summation order. The amax of an activation can be a product of two bfloat16
+                # values, each off by one unit (up to 2^-7).
                 rtol = 0 if module == "Linear" else 1e-6 if "MLP" not in module else 2.0**-6
                 torch.testing.assert_close(b.amax_history, a.amax_history, rtol=rtol, atol=0)
                 torch.testing.assert_close(b.scale, a.scale, rtol=rtol, atol=0)
@@ -190,12 +185,12 @@ def test_state_dicts_are_exchanged_with_their_fp8_state(monkeypatch):
 
 LOGITS = """
 import sys, torch
-from nanote import checkpoint, fp8
+from nanote import checkpoint, fp8, models
 from safetensors.torch import load_file
 folder = checkpoint.find(sys.argv[1])
 meta = checkpoint.read_meta(folder)
-config = checkpoint.make_model_config(meta["model"], meta["model_config"])
-model = checkpoint.build_model(meta["model"], config, device=torch.device("cuda"), dtype=torch.bfloat16)
+config = models.make_model_config(meta["model"], meta["model_config"])
+model = models.build_model(meta["model"], config, device=torch.device("cuda"), dtype=torch.bfloat16)
 model.fp8_recipe = fp8.make_recipe("delayed", amax_history_len=16)
 checkpoint.load(folder, meta, model)
 stored = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
@@ -207,9 +202,9 @@ with torch.no_grad():
 
 
 def run(*arguments, reference=False):
-    environment = {k: v for k, v in os.environ.items() if k != "NANOTE_REFERENCE"} | (
-        {"NANOTE_REFERENCE": "1"} if reference else {}
-    )
+    environment = {k: v for k, v in os.environ.items() if k != "NANOTE_REFERENCE"}
+    if reference:
+        environment["NANOTE_REFERENCE"] = "1"
     done = subprocess.run(
         [sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True
     )
@@ -218,7 +213,7 @@ def run(*arguments, reference=False):
 
 
 @pytest.mark.parametrize("reference_first", [True, False])
-def test_a_checkpoint_goes_from_one_to_the_other(tmp_path, reference_first):
+def test_a_checkpoint_of_one_loads_in_the_other(tmp_path, reference_first):
     run("data.py", "stdlib", "--out-dir", tmp_path / "data")
     options = [
         "--preset", "tiny", "--data", tmp_path / "data", "--out-dir", tmp_path / "run", "--n-layer", 2,
@@ -231,7 +226,6 @@ def test_a_checkpoint_goes_from_one_to_the_other(tmp_path, reference_first):
         logits.append(torch.load(tmp_path / "logits.pt", weights_only=True))
     assert (logits[0] - logits[1]).norm() <= 2.0**-5 * logits[0].norm()
     run("train.py", *options, "--resume", "--max-steps", 24, reference=not reference_first)
-    losses = [
-        json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
     assert len(losses) == 24 and abs(losses[20] - losses[19]) < 0.3

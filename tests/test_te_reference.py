@@ -1,9 +1,8 @@
-"""The stand-in for Transformer Engine, against numbers that Transformer Engine gave on an H200 or that were
-worked out by hand.
+"""te_reference against values that Transformer Engine (TE) gave on an H200, hand calculation, or PyTorch.
 
-Literals are TE 2.20's own results, or follow from the formats: between two powers of two E4M3 has 8 steps and
-E5M2 has 4, so at scale 1 a value of 0.3 becomes 0.3125 in both. What has a counterpart in plain PyTorch is
-compared with that.
+Literals are TE 2.20's results or follow from the formats: between two powers of two E4M3 has 8 steps and E5M2
+has 4, so at scale 1 a value of 0.3 becomes 0.3125 in both. Functions with a counterpart in PyTorch are
+compared with it.
 """
 
 import copy
@@ -27,7 +26,7 @@ def delayed(history=4, **kwargs):
 
 
 def diagonal(*values):
-    """(16, 16), zero but for the first values of the diagonal: products of these can be done in the head."""
+    """Return a (16, 16) matrix that is zero except for the first values of the diagonal: easy to multiply."""
     return torch.diag(torch.tensor(list(values) + [0.0] * (16 - len(values))))
 
 
@@ -38,7 +37,7 @@ def linear(weight, bias=False):
 
 
 def step(module, x, dy, recipe, **kwargs):
-    """One forward and backward in FP8 -> (y, dx, dw)."""
+    """Run one forward and backward pass in FP8 and return (y, dx, dw)."""
     x = x.clone().requires_grad_()
     module.zero_grad()
     with te.autocast(recipe=recipe):
@@ -106,7 +105,7 @@ def test_current_scaling_uses_this_steps_amax_and_has_no_state():
     layer, x, dy = linear(diagonal(0.3, 0.3)), diagonal(1.1, 0.3), diagonal(1.0)
     y, _, _ = step(layer, x, dy, te.Float8CurrentScaling())  # 0.3 · 448/1.1 = 122.2 -> 120 -> 0.29464
     assert y.diagonal()[:2].tolist() == pytest.approx([0.33, 0.2946428571 * 0.3], rel=1e-6)
-    # FP8's own steps: 1.125, 0.3125
+    # FP8's steps at a power-of-two scale: 1.125, 0.3125
     y, _, _ = step(layer, x, dy, te.Float8CurrentScaling(use_power_2_scales=True))
     assert y.diagonal()[:2].tolist() == [0.3515625, 0.09765625]
     assert layer.state_dict()["_extra_state"].numel() == 0
@@ -117,14 +116,14 @@ def test_current_scaling_uses_this_steps_amax_and_has_no_state():
     (te.Format.HYBRID, [0.078125, 0.0341796875], [0.28125, 0.0341796875], 204800.0),
     (te.Format.E4M3, [0.087890625, 0.03662109375], [0.31640625, 0.03662109375], 1600.0),
 ])
-def test_all_three_products_are_quantized(fp8_format, dx1, dw1, bwd_scale):
+def test_all_three_gemms_are_quantized(fp8_format, dx1, dw1, bwd_scale):
     layer, x, dy = linear(diagonal(0.3, 0.3)), diagonal(1.1, 0.3), diagonal(0.28, 0.116)
     y, dx, dw = step(layer, x, dy, delayed(fp8_format=fp8_format))  # scale 1: 1.1 -> 1.125, 0.3 -> 0.3125
     assert y.diagonal()[:2].tolist() == [0.3515625, 0.09765625]
     assert dx.diagonal()[:2].tolist() == dx1 and dw.diagonal()[:2].tolist() == dw1
     assert fwd(layer).scale.tolist() == pytest.approx([448 / 1.1, 448 / 0.3, 1.0], rel=1e-6)
     assert bwd(layer).scale.tolist() == pytest.approx([bwd_scale, 1.0], rel=1e-6)
-    # Now each tensor's largest value falls on FP8's. x: 0.3 -> 120 · 1.1/448 = 0.29464. dy: 0.116 -> 0.12 in
+    # Now each tensor's amax maps to FP8's maximum. x: 0.3 -> 120 · 1.1/448 = 0.29464. dy: 0.116 -> 0.12 in
     # both formats.
     y, dx, dw = step(layer, x, dy, delayed(fp8_format=fp8_format))
     assert y.diagonal()[:2].tolist() == pytest.approx([0.33, 0.3 * 0.2946428571], rel=1e-6)
@@ -143,14 +142,12 @@ def test_both_layers_of_the_mlp_are_quantized_and_biases_are_not():
     assert y.unique().tolist() == [0.120849609375 + 0.30078125]
     # -> 0.25; fc1 gets 0.25 · 0.3515625 = 0.087890625 -> 0.09375; 16 rows
     y.backward(torch.full((16, 16), 0.28))
-    assert mlp.fc1_weight.grad.unique().tolist() == [
-        16 * 0.09375
-    ] and mlp.fc2_weight.grad.unique().tolist() == [16 * 0.25 * 0.34375]
+    assert mlp.fc1_weight.grad.unique().tolist() == [16 * 0.09375]
+    assert mlp.fc2_weight.grad.unique().tolist() == [16 * 0.25 * 0.34375]
     assert mlp.fc1_bias.grad.tolist() == [16 * 0.087890625] * 16  # from the gradients before the cast
     assert mlp.fc2_bias.grad.tolist() == pytest.approx([16 * 0.28] * 16)
-    assert fwd(mlp).amax_history[-1].tolist() == pytest.approx(
-        [0.999995, 0.3, 0, 0.3515625, 0.3, 0], rel=1e-6
-    )
+    forward_amax = [0.999995, 0.3, 0, 0.3515625, 0.3, 0]
+    assert fwd(mlp).amax_history[-1].tolist() == pytest.approx(forward_amax, rel=1e-6)
     assert bwd(mlp).amax_history[-1].tolist() == pytest.approx([0.087890625, 0, 0.28, 0], rel=1e-6)
 
 
@@ -160,9 +157,8 @@ def test_amax_is_a_running_maximum_within_a_region():
         for largest, expected in ((7.0, 7.0), (3.0, 7.0), (nan, 7.0), (inf, inf)):
             layer(diagonal(largest, 1.0))
             assert fwd(layer).amax_history[0].tolist() == [expected, 0.5, 0.0]
-    assert fwd(layer).amax_history[:, 0].tolist() == [0, 0, 0, inf] and fwd(layer).scale.tolist() == [
-        1, 896, 1,
-    ]
+    assert fwd(layer).amax_history[:, 0].tolist() == [0, 0, 0, inf]
+    assert fwd(layer).scale.tolist() == [1, 896, 1]
 
 
 def test_forward_histories_roll_at_the_end_of_the_outermost_region_when_training():
@@ -172,7 +168,7 @@ def test_forward_histories_roll_at_the_end_of_the_outermost_region_when_training
             layer(diagonal(2.0))
         assert fwd(layer).amax_history[:, 0].tolist() == [2, 0, 0, 0] and fwd(layer).scale[0] == 1
     assert fwd(layer).amax_history[:, 0].tolist() == [0, 0, 0, 2] and fwd(layer).scale[0] == 224
-    layer.eval()  # the mode makes no difference, whether gradients are on does
+    layer.eval()  # training mode makes no difference; grad mode does
     with torch.no_grad(), te.autocast(recipe=recipe):
         layer(diagonal(7.0))
     assert fwd(layer).amax_history[:, 0].tolist() == [7, 0, 0, 2] and fwd(layer).scale[0] == 224
@@ -188,32 +184,28 @@ def test_backward_histories_roll_once_after_the_first_modules_backward():
         hidden.register_hook(lambda _: seen.append(bwd(second).amax_history[:, 0].tolist()))
         y = second(hidden)
     y.backward(diagonal(4.0))
-    assert seen == [[4, 0, 0, 0]]  # between the two backwards nothing had rolled
-    assert bwd(second).amax_history[:, 0].tolist() == [0, 0, 0, 4] and bwd(second).scale.tolist() == [
-        14336,
-        1,
-    ]
-    assert bwd(first).amax_history[:, 0].tolist() == [0, 0, 0, 2] and bwd(first).scale.tolist() == [28672, 1]
+    assert seen == [[4, 0, 0, 0]]  # nothing rolled between the two backward passes
+    assert bwd(second).amax_history[:, 0].tolist() == [0, 0, 0, 4]
+    assert bwd(second).scale.tolist() == [14336, 1]
+    assert bwd(first).amax_history[:, 0].tolist() == [0, 0, 0, 2]
+    assert bwd(first).scale.tolist() == [28672, 1]
 
 
-def test_is_first_microbatch_keeps_the_quantized_weight():
+def test_is_first_microbatch_caches_the_quantized_weight():
     layer = linear(diagonal(0.3))
 
     def y(weight, is_first_microbatch):
         layer.weight.data.fill_(weight)
-        return step(layer, diagonal(1.0), diagonal(1.0), delayed(), is_first_microbatch=is_first_microbatch)[
-            0
-        ][0, 0].item()
+        one, first = diagonal(1.0), is_first_microbatch
+        return step(layer, one, one, delayed(), is_first_microbatch=first)[0][0, 0].item()
 
-    assert [y(0.3, None), y(0.3, True), y(0.25, None), y(100, False)] == pytest.approx(
-        [0.3125, 0.3, 384 / 448 * 0.3, 0.3]
-    )
-    # In the last pass the weight was not quantised, so its history did not roll and its scale stayed; the
-    # input's did.
+    found = [y(0.3, None), y(0.3, True), y(0.25, None), y(100, False)]
+    assert found == pytest.approx([0.3125, 0.3, 384 / 448 * 0.3, 0.3])
+    # The last pass did not quantize the weight, so only the input's history rolled and its scale changed
     assert fwd(layer).amax_history[:, 1].tolist() == pytest.approx([0, 0.3, 0.3, 0.25])
     assert fwd(layer).scale[1].item() == pytest.approx(448 / 0.3)
     assert fwd(layer).amax_history[:, 0].tolist() == [0, 1, 1, 1]
-    # saturates at the old scale, then does not
+    # 100 saturates at the old scale, then fits
     assert [y(100, None), y(100, True)] == pytest.approx([0.3, 100])
 
 
@@ -227,7 +219,7 @@ def test_a_disabled_region_inside_an_enabled_one():
         z = after(y)
     assert torch.equal(y, h @ inner.weight.T) and "scaling_fwd" not in inner.fp8_meta
     assert not torch.equal(h, x @ outer.weight.T) and not torch.equal(z, y @ after.weight.T)
-    assert torch.equal(outer(x), x @ outer.weight.T)  # and outside, FP8 is off again
+    assert torch.equal(outer(x), x @ outer.weight.T)  # FP8 is off again outside
 
 
 @pytest.mark.parametrize("recipe", [delayed(), te.Float8CurrentScaling()])
@@ -238,9 +230,9 @@ def test_checkpoint_changes_nothing(recipe):
             [te.LayerNormMLP(16, 32, device="cpu"), *(te.Linear(16, 16, device="cpu") for _ in range(2))]
         )
         blocks, seen = [lambda h: h + layers[1](F.dropout(layers[0](h), 0.5)), layers[2]], []
-        for size in (1, 3, 9):  # growing: each forward has other scales than the one before it
+        for size in (1, 3, 9):  # growing inputs, so that the scales change in each forward pass
             inputs, outputs = [torch.randn(16, 16).mul(s * size).requires_grad_() for s in (1, 1.5)], []
-            for h in inputs:  # two forwards, then two backwards
+            for h in inputs:  # two forward passes, then two backward passes
                 with te.autocast(recipe=recipe):
                     for block in blocks:
                         h = te.checkpoint(block, h) if use_checkpoint else block(h)
@@ -248,11 +240,8 @@ def test_checkpoint_changes_nothing(recipe):
             for h in outputs:
                 h.square().sum().backward()
                 for layer in layers if recipe.delayed() else ():
-                    seen += [
-                        t.clone()
-                        for state in (fwd(layer), bwd(layer))
-                        for t in (state.scale, state.amax_history)
-                    ]
+                    for state in (fwd(layer), bwd(layer)):
+                        seen += [state.scale.clone(), state.amax_history.clone()]
             seen += [*outputs, *(x.grad for x in inputs), *(p.grad.clone() for p in layers.parameters())]
             for parameter in layers.parameters():
                 parameter.data -= 1e-4 * parameter.grad
@@ -260,9 +249,8 @@ def test_checkpoint_changes_nothing(recipe):
         return seen
 
     plain, checkpointed = train(False), train(True)
-    assert len(plain) == len(checkpointed) and all(
-        torch.equal(a, b) and a.isfinite().all() for a, b in zip(plain, checkpointed)
-    )
+    assert len(plain) == len(checkpointed)
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(plain, checkpointed))
 
 
 def test_changing_the_recipe():
@@ -270,15 +258,15 @@ def test_changing_the_recipe():
     for length, expected in (
         (4, [0, 0, 0, 1.1]), (4, [0, 0, 1.1, 1.1]), (6, [0, 1.1, 1.1, 0, 0, 1.1]), (3, [0, 1.1, 1.1]),
     ):
-        # TE keeps the first rows, although the newest is the last
+        # TE keeps the first rows, although the newest row is the last
         step(layer, x, dy, delayed(length), is_first_microbatch=True)
         assert fwd(layer).amax_history[:, 0].tolist() == pytest.approx(expected)
     layer.weight.data = diagonal(0.25)
     with pytest.warns(UserWarning, match="Recipe type changed from DelayedScaling to Float8CurrentScaling"):
-        # the kept weight is gone
+        # the cached weight is dropped
         y = [step(layer, x, dy, te.Float8CurrentScaling(), is_first_microbatch=False)[0][0, 0].item()]
     with pytest.warns(UserWarning, match="Recipe type changed"):
-        y += [step(layer, x, dy, delayed())[0][0, 0].item() for _ in range(2)]  # begins at scale 1 again
+        y += [step(layer, x, dy, delayed())[0][0, 0].item() for _ in range(2)]  # starts at scale 1 again
     assert y == pytest.approx([1.1 * 0.25, 1.125 * 0.25, 1.1 * 0.25])
 
 
@@ -287,7 +275,7 @@ def test_norms(zero_centered):
     x, gamma, beta = torch.randn(4, 16) * 3, torch.rand(16), torch.randn(16)
     layer_norm = te.LayerNorm(16, zero_centered_gamma=zero_centered, device="cpu")
     rms_norm = te.RMSNorm(16, eps=1e-3, zero_centered_gamma=zero_centered, device="cpu")
-    torch.testing.assert_close(layer_norm(x), F.layer_norm(x, (16,)))  # as made
+    torch.testing.assert_close(layer_norm(x), F.layer_norm(x, (16,)))  # as initialized
     for norm in (layer_norm, rms_norm):
         norm.weight.data = gamma - 1 if zero_centered else gamma
     layer_norm.bias.data = beta
@@ -296,7 +284,7 @@ def test_norms(zero_centered):
 
 
 def norm_of(module, x):
-    """What the module's norm should give; fills all of the module's parameters with random numbers first."""
+    """Randomize the module's parameters and return the expected output of its norm."""
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
     x = x if module.normalization == "RMSNorm" else x - x.mean(-1, keepdim=True)
@@ -378,7 +366,7 @@ def test_cross_entropy():
     losses = te.parallel_cross_entropy(logits, labels)
     torch.testing.assert_close(losses, torch.tensor([[math.log(2), math.log(4)], [0, math.log(4)]]))
     mean = te.parallel_cross_entropy(logits, labels, reduce_loss=True)
-    # the ignored one does not count
+    # the mean excludes the ignored label
     assert mean.shape == (1,) and mean.item() == pytest.approx((math.log(2) + 2 * math.log(4)) / 3)
 
 
@@ -457,7 +445,7 @@ def test_fused_adam_is_adam(adam_w_mode, other):
 def test_master_weights_keep_what_bfloat16_loses(tmp_path):
     def train(p, optimizer):
         for _ in range(100):
-            # Adam moves by lr a step, a fortieth of what bfloat16 can show near 1
+            # Adam's update is lr, 1/40 of bfloat16's spacing below 1
             p.grad = torch.ones_like(p)
             optimizer.step()
             if optimizer.master_weights:
@@ -466,7 +454,7 @@ def test_master_weights_keep_what_bfloat16_loses(tmp_path):
 
     p, lost, copied = (torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(3))
     optimizer = te.optimizers.FusedAdam([p], lr=1e-4, master_weights=True)
-    assert train(p, optimizer)[0].item() == 0.98828125  # 0.99 on bfloat16's grid
+    assert train(p, optimizer)[0].item() == 0.98828125  # 0.99 rounded to bfloat16
     assert optimizer.state[p]["master_param"].tolist() == pytest.approx([0.99] * 4, abs=1e-5)
     assert train(lost, te.optimizers.FusedAdam([lost], lr=1e-4))[0].item() == 1.0
 
@@ -497,18 +485,18 @@ def test_parameters_kept_in_fp8():
     optimizer.initialize_state(weight)
     optimizer.set_scaled_state(weight, "master_param", weight.get_high_precision_init_val())
     for _ in range(20):
-        # the second time at another scale: the weight is used as it is, not quantised again
+        # the second pass has another scale: the FP8 weight is used unchanged, not quantized again
         for _ in range(2):
             with te.autocast(recipe=delayed()):
                 y = layer(torch.ones(16, 16))
             torch.testing.assert_close(y, torch.ones(16, 16) @ weight.T)
         weight.grad = None
-        y.sum().backward()  # 16 everywhere: Adam moves by lr a step, far less than FP8 can show
+        y.sum().backward()  # gradient 16 everywhere: Adam's update is lr, far below FP8's spacing
         optimizer.step()
     master = optimizer.state[weight]["master_param"]
     torch.testing.assert_close(master, plain - 20e-6, rtol=0, atol=1e-7)
     error = (weight - master).abs()
-    # at most half a step of E4M3
+    # at most half of E4M3's spacing
     assert (error <= master.abs() / 16 * 1.001 + 1e-6).all() and error.mean() > 20e-6
 
 
@@ -522,12 +510,10 @@ def test_compiles_into_one_graph(recipe):
 
     torch._dynamo.reset()
     compiled, results = torch.compile(run, fullgraph=True, backend="eager"), []
-    mlp, x = (
-        te.LayerNormMLP(16, 32, normalization="RMSNorm", activation="swiglu", device="cpu"),
-        torch.randn(16, 16),
-    )
+    mlp = te.LayerNormMLP(16, 32, normalization="RMSNorm", activation="swiglu", device="cpu")
+    x = torch.randn(16, 16)
     if recipe is not None and recipe.delayed():
-        # TE's words
+        # TE's message
         with pytest.raises(RuntimeError, match="DelayedScaling is not supported under torch.compile"):
             compiled(mlp, x)
         return
@@ -572,7 +558,7 @@ def test_checkpoint_recomputes_under_the_same_torch_autocast():
 def test_checkpoint_without_a_backward_stashes_nothing():
     layer = linear(diagonal(0.5))
     with te.autocast(recipe=delayed()):
-        te.checkpoint(layer, diagonal(100.0))  # the input needs no gradient: there will be no second forward
+        te.checkpoint(layer, diagonal(100.0))  # the input needs no gradient, so nothing is recomputed
         h = diagonal(3.0).requires_grad_()
         y = te.checkpoint(layer, h)
     y.backward(diagonal(1.0))
@@ -587,14 +573,14 @@ def test_float32_parameters_in_fp8_stay_in_fp8_without_a_master():
     assert torch.equal(layer.weight, layer.weight.to(E4M3).float())  # scale is still 1
 
 
-# ---- scaling in blocks
+# ---- block scaling
 
 
 def test_block_scales_are_powers_of_two_that_follow_each_block():
-    x = torch.zeros(2, 300)  # three blocks of columns, the last of 44
+    x = torch.zeros(2, 300)  # three blocks per row, the last of 44 columns
     x[0, 5], x[0, 200], x[1, 299] = 3.5, -1000.0, 0.3
     q, scale, value = te.in_blocks(x, (1, 128), lambda a, m: te.current_scale(a, m, True), E4M3)
-    # 448/3.5 = 128, 448/1000 -> 1/4, nothing -> 1, 448/0.3 = 1493 -> 1024
+    # 448/3.5 = 128, 448/1000 -> 1/4, all zero -> 1, 448/0.3 = 1493 -> 1024
     assert scale.tolist() == [[128, 0.25, 1], [1, 1, 1024]]
     assert (q.shape, value.shape) == (x.shape, x.shape)
     assert (value[0, 5], value[0, 200], value[1, 299]) == (3.5, -1024, 0.3125)  # 250 -> 256, 307.2 -> 320
@@ -613,23 +599,22 @@ def test_mxfp8_follows_the_ocp_specification():
     amax = torch.tensor([448.0, 449.0, 1.0, 0.0, 3e38, 2.0**-140, 7.0])
     inverse = te.mx_scale(amax, 448.0).reciprocal()
     assert inverse[:3].tolist() == [1, 2, 2.0**-8] and inverse[6] == 2.0**-6  # 1/448 and 7/448 = 2^-6
-    # every scale is one that E8M0 holds
+    # E8M0 represents every scale exactly
     assert torch.equal(inverse.to(torch.float8_e8m0fnu).float(), inverse)
     x = torch.randn(64, 96) * torch.exp(4 * torch.randn(64, 96))
     q, scale, value = te.in_blocks(x, (1, 32), te.mx_scale, E4M3)
     largest = (x.abs().view(64, 3, 32).amax(2) * scale)
-    # the smallest power of two that saturates nothing
+    # the largest power-of-two scale that saturates nothing
     assert scale.shape == (64, 3) and (largest <= 448).all() and (largest > 224).all()
     blocks, held = x.view(64, 3, 32), value.view(64, 3, 32)
-    # E4M3's, at each element
-    spacing = torch.maximum(
-        (blocks.abs() * scale[..., None]).log2().floor().exp2() * 2.0**-3, torch.tensor(2.0**-9)
-    )
+    # E4M3's spacing at each element
+    powers = (blocks.abs() * scale[..., None]).log2().floor().exp2()
+    spacing = torch.maximum(powers * 2.0**-3, torch.tensor(2.0**-9))
     assert ((blocks - held).abs() * scale[..., None] <= spacing / 2).all()
 
 
 @pytest.mark.parametrize("recipe, block", [(te.Float8BlockScaling(), 128), (te.MXFP8BlockScaling(), 32)])
-def test_each_product_has_blocks_along_what_it_sums_over(recipe, block):
+def test_each_gemm_has_blocks_along_its_k_dimension(recipe, block):
     layer = te.Linear(64, 32, bias=True, device="cpu")
     x, grad = torch.randn(96, 64) * torch.exp(2 * torch.randn(96, 64)), torch.randn(96, 32)
     inp = x.clone().requires_grad_()
@@ -639,7 +624,9 @@ def test_each_product_has_blocks_along_what_it_sums_over(recipe, block):
     scale_of = te.mx_scale if block == 32 else lambda a, m: te.current_scale(a, m, True)
 
     def held(t, along):
-        shape = (128, 128) if block == 128 and t is layer.weight else (1, block) if along == 1 else (block, 1)
+        shape = (1, block) if along == 1 else (block, 1)
+        if block == 128 and t is layer.weight:
+            shape = (128, 128)
         return te.in_blocks(t, shape, scale_of, E4M3)[2]
 
     torch.testing.assert_close(y, held(x, 1) @ held(layer.weight, 1).T + layer.bias)
@@ -650,7 +637,7 @@ def test_each_product_has_blocks_along_what_it_sums_over(recipe, block):
     assert block == 128 or not torch.equal(held(x, 0), held(x, 1))
 
 
-def test_block_recipes_keep_weights_over_micro_batches_and_ask_for_their_shapes():
+def test_block_recipes_cache_weights_over_micro_batches_and_check_shapes():
     layer, x = te.Linear(64, 32, bias=False, device="cpu"), torch.randn(32, 64)
     for recipe in (te.Float8BlockScaling(), te.MXFP8BlockScaling()):
         with te.autocast(recipe=recipe):

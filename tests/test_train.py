@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from nanote import checkpoint
+from nanote import checkpoint, fp8_health, models
+from nanote.metrics import flops_per_token, peak_flops, read_metrics
 from trainer_tools import OPTIONS, ROOT, metrics, run_train, spawn_train
 
 
@@ -187,9 +188,9 @@ def test_what_a_run_leaves_behind(tokens, capsys):
         Path("run/tensorboard").iterdir()
     )
     assert [record["step"] for record in metrics("run")] == [1, 3, 6, 8, 9]  # 8: evaluated
-    seconds = [record["seconds"] for record in train.read_metrics("run/metrics.jsonl")]
+    seconds = [record["seconds"] for record in read_metrics("run/metrics.jsonl")]
     assert seconds == sorted(seconds) and seconds[0] > 0
-    for record in train.read_metrics("run/metrics.jsonl"):
+    for record in read_metrics("run/metrics.jsonl"):
         assert {"step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "peak_gib"} <= set(
             record
         ) and record["tokens_per_s"] > 0
@@ -227,7 +228,7 @@ def test_full_disk_does_not_end_a_run_but_is_told(tokens, monkeypatch, capsys, h
     )
     told, = [line for line in capsys.readouterr().out.splitlines() if "not written" in line]
     assert "run/step-4 not written: No space left on device; the last good checkpoint is run/step-2" in told
-    assert told.endswith("; training goes on")
+    assert told.endswith("; training continues")
     assert [path.name for path in checkpoint.list_checkpoints("run")] == ["step-2", "step-6"] and not list(
         Path("run").glob(".*")
     )
@@ -263,7 +264,7 @@ def test_full_disk_at_the_end_is_an_error(tokens, monkeypatch, capsys, slow_writ
     streams = capsys.readouterr()
     assert (
         "run/step-4 not written" in streams.out
-        and "training goes on" in streams.out
+        and "training continues" in streams.out
         and "step-8" not in streams.out
     )
     assert (
@@ -373,7 +374,7 @@ def test_presets_have_the_published_shapes(preset, monkeypatch):
     vocabulary = config.vocab_size or 50304
     options = vars(config) | {"vocab_size": vocabulary, "n_positions": config.seq_len, "use_fp8": True}
     with FakeTensorMode():  # no memory behind the tensors
-        model = checkpoint.model_classes("optimized")[0](checkpoint.make_model_config("optimized", options))
+        model = models.model_classes("optimized")[0](models.make_model_config("optimized", options))
     assert sum(p.numel() for p in model.parameters()) == COUNTS[preset]
 
 
@@ -416,7 +417,7 @@ def test_a_run_says_and_keeps_its_fp8_format(tokens, monkeypatch, capsys):
     """auto is the recipe's own; an earlier checkpoint, which names hybrid, goes on with hybrid."""
     drawn, options = [], f"{OPTIONS} --n-layer 1 --max-steps 1 --fp8-recipe block --fp8-health-interval 1"
     plot = lambda records, path, title, fp8_format: drawn.append((title, fp8_format))  # noqa: E731
-    monkeypatch.setattr(train.fp8_health, "plot", plot)
+    monkeypatch.setattr(fp8_health, "plot", plot)
     assert run_train(f"{options} --out-dir own", tokens) == 0
     assert "FP8 block (e4m3)" in capsys.readouterr().out and drawn == [("own, FP8 block (e4m3)", "e4m3")]
     assert run_train(f"{options} --fp8-format hybrid --out-dir before", tokens) == 0
@@ -480,12 +481,12 @@ def test_flops_per_token_by_hand():
         n_layer=12, n_head=12, n_embd=768, seq_len=1024, n_positions=1024, vocab_size=50304
     )
     parameters = 124_475_904
-    assert train.flops_per_token(parameters, gpt2) == 6 * (parameters - 1024 * 768) + 12 * 12 * 768 * 1024
+    assert flops_per_token(parameters, gpt2) == 6 * (parameters - 1024 * 768) + 12 * 12 * 768 * 1024
     llama = train.TrainConfig(
         n_layer=2, n_head=4, head_dim=32, n_embd=64, seq_len=16, vocab_size=288, use_rotary=True,
         tie_embeddings=False,
     )
-    assert train.flops_per_token(100_000, llama) == 6 * (100_000 - 288 * 64) + 12 * 2 * 128 * 16
+    assert flops_per_token(100_000, llama) == 6 * (100_000 - 288 * 64) + 12 * 2 * 128 * 16
 
 
 def test_peak_flops_by_name(monkeypatch):
@@ -495,9 +496,9 @@ def test_peak_flops_by_name(monkeypatch):
         "NVIDIA GeForce RTX 4090": 165,
     }.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert train.peak_flops(torch.device("cuda")) == tflops * 1e12, name
+        assert peak_flops(torch.device("cuda")) == tflops * 1e12, name
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Future 1")
-    assert train.peak_flops(torch.device("cuda")) is None and train.peak_flops(torch.device("cpu")) is None
+    assert peak_flops(torch.device("cuda")) is None and peak_flops(torch.device("cpu")) is None
 
 
 def test_only_matrices_decay():

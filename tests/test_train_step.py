@@ -17,11 +17,7 @@ pytest.importorskip("triton")
 
 import train  # noqa: E402
 from fast_kernels.adam import FastAdam  # noqa: E402
-from nanote import (
-    checkpoint,  # noqa: E402
-    fp8,  # noqa: E402
-    train_step,  # noqa: E402
-)
+from nanote import fp8, models, train_step  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_step_gpu.py has real graphs")
 SMALL = dict(n_layer=1, n_head=1, n_embd=16, vocab_size=32, n_positions=16, seq_len=16, fp8_recipe="current")
@@ -56,9 +52,9 @@ def make(graphed=True, adam=Adam, **options):
     config = train.TrainConfig(**SMALL | options)
     recipe = train_step.recipe_of(config)
     options = dataclasses.asdict(config) | {"use_fp8": recipe is not None}
-    model_config = checkpoint.make_model_config("optimized", options)
+    model_config = models.make_model_config("optimized", options)
     torch.manual_seed(0)
-    model = checkpoint.build_model("optimized", model_config)
+    model = models.build_model("optimized", model_config)
     model.fp8_recipe = recipe or model.fp8_recipe
     optimizer = adam(model.parameters(), lr=1e-2)
     step = train_step.TrainStep(model, model, optimizer, config, torch.device("cpu"))
@@ -265,7 +261,7 @@ def test_after_the_warm_up_no_gradient_is_flushed(fp8_format):
     gradient. Behind a GEMM whose gradient was flushed to zero the next scale is not known yet."""
     torch.manual_seed(0)
     options = dict(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=2, use_fp8=True)
-    model = checkpoint.build_model("optimized", checkpoint.make_model_config("optimized", options))
+    model = models.build_model("optimized", models.make_model_config("optimized", options))
     model.fp8_recipe = fp8.make_recipe("delayed", fp8_format)
     model.register_forward_hook(lambda module, inputs, loss: loss * 2.0**-9)  # as of 512 times the tokens
     tokens = torch.randint(64, (2, 33))

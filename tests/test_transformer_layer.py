@@ -1,5 +1,5 @@
-"""te_reference's TransformerLayer: TE's names and defaults, every arrangement of QKV, and on a GPU the
-numbers of TE's own."""
+"""te_reference.TransformerLayer: TE's parameter names and defaults, every layout of QKV, and on a GPU
+equality with TE's module."""
 
 import math
 
@@ -25,17 +25,17 @@ KEYS = [
         )
     ),
 ]
-ARRANGEMENTS = {"split": {}, "groups": {"fuse_qkv_params": True},
+LAYOUTS = {"split": {}, "groups": {"fuse_qkv_params": True},
                 "rows of q, k, v": {"fuse_qkv_params": True, "qkv_weight_interleaved": False}}
 SIZES, NO_DROPOUT = (64, 128, 4, 2), {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
-def arrange(weights, way, groups=2, head_size=16):
-    """The default's weights of 4 heads in 2 groups, for a layer with one QKV parameter."""
+def convert(weights, way, groups=2, head_size=16):
+    """Convert the weights of the default layout (4 heads in 2 groups) to the layout `way`."""
     weights, prefix = dict(weights), "self_attention.layernorm_qkv."
     for kind in ("weight", "bias") if way != "split" else ():
         parts = [weights.pop(f"{prefix}{name}_{kind}") for name in ("query", "key", "value")]
-        if way == "groups":  # of each group: two heads of queries, a key, a value
+        if way == "groups":  # per group: two query heads, one key head, one value head
             parts = [part.unflatten(0, (groups, -1)) for part in parts]
             weights[prefix + kind] = torch.cat(parts, 1).flatten(0, 1)
         else:
@@ -44,21 +44,19 @@ def arrange(weights, way, groups=2, head_size=16):
 
 
 @pytest.mark.parametrize("use_fp8", [False, True])
-def test_transformer_layers_qkv_arrangements_and_formats_are_one_network(use_fp8):
-    original, x = (
-        ref.TransformerLayer(*SIZES, **NO_DROPOUT),
-        torch.randn(8, 4, 64, device=ref._default_device()),
-    )
+def test_transformer_layers_qkv_layouts_and_formats_agree(use_fp8):
+    original = ref.TransformerLayer(*SIZES, **NO_DROPOUT)
+    x = torch.randn(8, 4, 64, device=ref._default_device())
     with torch.no_grad():
         for p in original.parameters():
             p.normal_()
     weights = {k: v for k, v in original.state_dict().items() if "_extra_state" not in k}
     with ref.autocast(enabled=use_fp8, recipe=ref.Float8CurrentScaling()):
         expected = original(x)
-        for way, options in ARRANGEMENTS.items():
+        for way, options in LAYOUTS.items():
             for form, inp in (("sbhd", x), ("bshd", x.transpose(0, 1))):
                 layer = ref.TransformerLayer(*SIZES, **NO_DROPOUT, **options, attn_input_format=form)
-                layer.load_state_dict(arrange(weights, way), strict=False)
+                layer.load_state_dict(convert(weights, way), strict=False)
                 y = layer(inp) if form == "sbhd" else layer(inp).transpose(0, 1)
                 assert (y - expected).norm() <= 1e-5 * expected.norm(), (way, form)
 
@@ -79,21 +77,21 @@ def test_transformer_layer_has_tes_defaults_and_refuses_the_rest():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", ARRANGEMENTS)
+@pytest.mark.parametrize("way", LAYOUTS)
 @pytest.mark.parametrize("use_fp8", [False, True])
 def test_transformer_layer_equals_tes(way, use_fp8):
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
 
-    # A rounding to a unit u (half a step, relative) errs by u / sqrt(3); R in a row add up to sqrt(R / 3) u,
-    # and the difference of two such results has twice the variance. BF16, u = 2^-8: norm, QKV, RoPE, scores,
-    # probabilities, their product with v, projection, sum, then norm, fc1, GELU, fc2, sum; backward passes
-    # them all again. FP8, u = 2^-4 in E4M3: the inputs of four products; u = 2^-3 in E5M2: their four output
-    # gradients.
+    # Rounding with unit roundoff u has an RMS error of u / sqrt(3). R roundings in sequence give sqrt(R / 3)
+    # u, and the difference of two such results has twice the variance. BF16 (u = 2^-8) rounds 13 times: norm,
+    # QKV, RoPE, scores, probabilities, context, projection, residual, norm, fc1, GELU, fc2, residual; and
+    # again in the backward pass. FP8 rounds the inputs of four GEMMs (E4M3, u = 2^-4) and their four output
+    # gradients (E5M2, u = 2^-3).
     forward = 2 / 3 * (13 * 2.0**-16 + use_fp8 * 4 * 2.0**-8)
     backward = 2 * forward + 2 / 3 * use_fp8 * 4 * 2.0**-6
     layers = [
-        t.TransformerLayer(*SIZES, **NO_DROPOUT, params_dtype=torch.bfloat16, **ARRANGEMENTS[way])
+        t.TransformerLayer(*SIZES, **NO_DROPOUT, params_dtype=torch.bfloat16, **LAYOUTS[way])
         for t in (te, ref)
     ]
     assert list(layers[0].state_dict()) == list(layers[1].state_dict())
@@ -102,9 +100,8 @@ def test_transformer_layer_equals_tes(way, use_fp8):
         k: v + 0.1 * torch.randn_like(v) for k, v in layers[0].state_dict().items() if "_extra_state" not in k
     }
     x, grad = torch.randn(2, 32, 4, 64, device="cuda", dtype=torch.bfloat16)
-    angles = (
-        torch.outer(torch.arange(32.0), 1e4 ** (-torch.arange(8) / 8.0)).repeat(1, 2)[:, None, None].cuda()
-    )
+    angles = torch.outer(torch.arange(32.0), 1e4 ** (-torch.arange(8) / 8.0)).repeat(1, 2)
+    angles = angles[:, None, None].cuda()
     results = []
     for t, layer, recipe in zip((te, ref), layers, (Float8CurrentScaling(), ref.Float8CurrentScaling())):
         layer.load_state_dict(weights, strict=False)

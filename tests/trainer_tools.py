@@ -8,7 +8,8 @@ from pathlib import Path
 import data
 import sample
 import train
-from nanote import cli
+from nanote import cli, dataset
+from nanote.metrics import OF_ONE_RUN, read_metrics
 
 ROOT = Path(train.__file__).parent
 # 2 layers, width 64, 24 steps of 2 micro batches of 4 x 64 tokens; dropout, so that random numbers matter; a
@@ -26,7 +27,7 @@ def make_tokens(folder) -> str:
         "".join(f"line {i * j % 97} of document {i}: {'abc' * (j % 5)}\n" for j in range(20 + i))
         for i in range(40)
     ]
-    data.write_tokens(iter(documents), folder, val_fraction=0.2)
+    dataset.write_tokens(iter(documents), folder, val_fraction=0.2)
     return str(folder)
 
 
@@ -63,5 +64,5 @@ def spawn_train(arguments: str, tokens: str, sabotage: str = "") -> subprocess.C
 
 def metrics(run) -> list[dict]:
     """metrics.jsonl without the figures that no two runs share."""
-    return [{k: v for k, v in record.items() if k not in train.OF_ONE_RUN}
-            for record in train.read_metrics(Path(run, "metrics.jsonl"))]
+    return [{k: v for k, v in record.items() if k not in OF_ONE_RUN}
+            for record in read_metrics(Path(run, "metrics.jsonl"))]

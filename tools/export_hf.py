@@ -27,10 +27,11 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data import get_tokenizer
-from nanote import checkpoint, cli, fp8
+from nanote import checkpoint, cli, fp8, safetensors_files
+from nanote.config import saved_options
+from nanote.dataset import get_tokenizer
+from nanote.metrics import read_metrics
 from tools import hf_weights
-from train import read_metrics, saved_options
 
 
 @dataclass
@@ -152,7 +153,7 @@ def export(run, folder, dtype: str = "auto") -> Path:
     unfinished = folder.with_name(f".exporting-{folder.name}-{os.getpid()}")
     try:
         unfinished.mkdir(parents=True)
-        save_torch_state_dict(weights, unfinished, max_shard_size=checkpoint.SHARD_BYTES)
+        save_torch_state_dict(weights, unfinished, max_shard_size=safetensors_files.SHARD_BYTES)
         main_dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         eot = dict(bos_token_id=tokenizer.eot, eos_token_id=tokenizer.eot)
         hf_weights.hf_config(
@@ -225,7 +226,7 @@ def model_card(source: Path, meta: dict, kind: str, weights: dict, dtype: str) -
 
 def processes(source: Path) -> int:
     """How many processes wrote a checkpoint: each stored its random generators."""
-    names = checkpoint.stored_tensors(source)
+    names = safetensors_files.stored_tensors(source)
     return len({name.partition(".")[0] for name in names if name.startswith("rng")})
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
-from nanote import checkpoint
+from nanote import checkpoint, models, safetensors_files
 
 EMBEDDINGS = ("wte.weight", "lm_head.weight")  # padded here, so that the last rows may not be theirs
 # model_type: class
@@ -37,7 +37,7 @@ def read_weights(folder, meta: dict, masters: bool = False) -> dict[str, torch.T
     """Read a checkpoint's weights under the optimized model's names; with `masters`, the float32 master
     weights where it has them. `meta` is what checkpoint.read_meta(folder) returned."""
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
-               for name, entry in checkpoint.stored_tensors(folder).items()
+               for name, entry in safetensors_files.stored_tensors(folder).items()
                if name.startswith("model.") or masters and name.endswith(".master_param")}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -289,4 +289,4 @@ def from_hf(tensors: dict[str, torch.Tensor], config, vocab_size: int) -> dict[s
 
 def optimized_config(meta: dict):
     """The OptimizedConfig that means the same as a checkpoint's model, whichever model file it is of."""
-    return checkpoint.make_model_config("optimized", meta["model_config"] | {"use_fp8": False})
+    return models.make_model_config("optimized", meta["model_config"] | {"use_fp8": False})

@@ -29,11 +29,11 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data import get_tokenizer
-from nanote import checkpoint, cli, json_files
+from nanote import checkpoint, cli, json_files, models
+from nanote.config import TrainConfig, padded_vocab_size
+from nanote.dataset import get_tokenizer
 from tools import hf_weights
 from tools.export_hf import token_strings
-from train import TrainConfig, padded_vocab_size
 
 # data.py's names by the number of tokens: what to compare a folder's tokenizer with.
 BY_SIZE = {
@@ -175,7 +175,7 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
         **options | {"vocab_size": rows}, preset="hf", out_dir=str(run),
         seq_len=min(1024, hf.max_position_embeddings),
     )
-    model_config = checkpoint.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": False})
+    model_config = models.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": False})
     config = dataclasses.replace(
         config, **{name: getattr(model_config, name) for name in ("n_kv_head", "head_dim", "n_inner")}
     )
@@ -185,7 +185,7 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
             weights[embedding] = pad_rows(weights[embedding], rows)
         # the checkpoint holds a random generator's state: the same one for every import
         torch.manual_seed(config.seed)
-        model = checkpoint.build_model(
+        model = models.build_model(
             config.model, model_config, dtype=torch.promote_types(*dtypes(weights))
         )
         with torch.no_grad():

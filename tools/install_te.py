@@ -1,17 +1,16 @@
-"""Installing Transformer Engine: the command with what its build needs, and the failures known from it, each
-with its fix.
+"""Install Transformer Engine, and explain build and import failures.
 
-    python doctor.py --install # run the command (--dry-run: only print it) python doctor.py --explain
-    build.log # what went wrong in a build, or in any message (- reads standard input)
+    python doctor.py --install            # run the commands (--dry-run: only print them)
+    python doctor.py --explain build.log  # name the failure in a log or message, and its fix (-: stdin)
 
-PyPI has Transformer Engine's core as a wheel for CUDA 12 and for CUDA 13, but its PyTorch part as source
-only: pip compiles 33 C++ files against the torch that is installed, and four things go wrong with a plain
-`pip install transformer-engine[pytorch]`: the build does not see that torch (--no-build-isolation), the
-compiler does not see the headers of the CUDA libraries that PyTorch brings (CPATH), every CPU core compiles
-at once and the memory runs out (MAX_JOBS), or pip takes a wheel from its cache that was built against another
-torch (--no-cache-dir).
+PyPI has wheels of Transformer Engine's core for CUDA 12 and 13, but only the source of its PyTorch part. pip
+compiles 33 C++ files against the installed torch, and a plain `pip install transformer-engine[pytorch]` fails
+in four ways. Each has a setting: the build does not see the installed torch (--no-build-isolation), the
+compiler does not find the headers of the CUDA libraries that PyTorch installs (CPATH), one compiler per CPU
+core runs out of memory (MAX_JOBS), and pip reuses a cached wheel that was built against another torch
+(--no-cache-dir).
 
-Only the standard library is needed here, so that a message can be explained on any machine.
+Only the standard library is needed, so that a message can be explained on any machine.
 """
 
 import importlib.util
@@ -29,29 +28,34 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
     "transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13",
 )
-# what --no-build-isolation no longer brings
+# With --no-build-isolation pip does not install these itself
 BUILD_TOOLS = ("setuptools", "wheel", "packaging", "ninja", "pybind11")
-GIB_PER_JOB = 4  # what one compiler process on PyTorch's headers may take
+GIB_PER_JOB = 4  # memory for one compiler process with PyTorch's headers
 
 
 class Failure(NamedTuple):
-    """A failure that is known by its message."""
+    """A known failure, recognized by its message."""
+
     name: str
-    pattern: str  # a regular expression for a line of the log
+    pattern: str  # regular expression that matches a line of the log
     meaning: str
-    fix: str  # <cudnn>, <libraries> and <jobs> stand for this machine's, see `fill`
+    fix: str  # `fill` replaces <cudnn>, <libraries> and <jobs> with this machine's values
 
 
 INSTALL = "python doctor.py --install"
 LIBRARIES = (
-    "put PyTorch's own libraries first: export CUDNN_HOME=<cudnn> LD_LIBRARY_PATH=<libraries>${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    "put PyTorch's own libraries first: "
+    "export CUDNN_HOME=<cudnn> LD_LIBRARY_PATH=<libraries>${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
     "  # Transformer Engine looks in CUDNN_HOME, and all others in LD_LIBRARY_PATH"
 )
-TOOLKIT = "install NVIDIA's CUDA toolkit of PyTorch's version (python -c 'import torch; print(torch.version.cuda)') and point CUDA_HOME to it"
+TOOLKIT = (
+    "install NVIDIA's CUDA toolkit of PyTorch's version "
+    "(python -c 'import torch; print(torch.version.cuda)') and point CUDA_HOME to it"
+)
 CONTAINER = "NVIDIA's PyTorch container, tag 26.02-py3 or later,"  # 25.11 has TE 2.9, but PyTorch 2.10
 CUDA_TORCH = "install a PyTorch with CUDA (pytorch.org, Get Started), then " + INSTALL
 
-# The order matters: the causes come before what they cause, and the special before the general.
+# The order matters: causes before their consequences, and specific patterns before general ones.
 FAILURES = (
     Failure(
         "disk full", r"No space left on device", "The disk is full.",
@@ -59,8 +63,9 @@ FAILURES = (
     ),
     Failure(
         "memory",
-        r"Killed signal terminated program|internal compiler error: Killed|died due to signal 9|^\s*(/bin/sh: .*)?Killed\s*$"
-        r"|virtual memory exhausted|Cannot allocate memory|LLVM ERROR: out of memory|nvcc.*out of memory|cc1plus.*out of memory|std::bad_alloc",
+        r"Killed signal terminated program|internal compiler error: Killed|died due to signal 9"
+        r"|^\s*(/bin/sh: .*)?Killed\s*$|virtual memory exhausted|Cannot allocate memory"
+        r"|LLVM ERROR: out of memory|nvcc.*out of memory|cc1plus.*out of memory|std::bad_alloc",
         "The machine ran out of memory while compiling.",
         "fewer compilers at once: MAX_JOBS=<jobs> " + INSTALL,
     ),
@@ -92,8 +97,10 @@ FAILURES = (
     ),
     Failure(
         "no C++ compiler",
-        r"CMAKE_CXX_COMPILER not set|No CMAKE_CXX_COMPILER|No such file or directory: '[\w.-]*(c\+\+|g\+\+|gcc)[\w.-]*'"
-        r"|command '[\w./-]*(c\+\+|g\+\+|gcc)[\w.-]*' failed: No such file|(c\+\+|g\+\+|gcc): (command )?not found",
+        r"CMAKE_CXX_COMPILER not set|No CMAKE_CXX_COMPILER"
+        r"|No such file or directory: '[\w.-]*(c\+\+|g\+\+|gcc)[\w.-]*'"
+        r"|command '[\w./-]*(c\+\+|g\+\+|gcc)[\w.-]*' failed: No such file"
+        r"|(c\+\+|g\+\+|gcc): (command )?not found",
         "There is no C++ compiler.",
         "apt install build-essential, then " + INSTALL,
     ),
@@ -104,8 +111,8 @@ FAILURES = (
     ),
     Failure(
         "no nvcc",
-        r"Failed to find nvcc|Could (not|neither) find NVCC|CUDA_HOME environment variable is not set|nvcc: (command )?not found"
-        r"|No such file or directory: '[^']*nvcc'",
+        r"Failed to find nvcc|Could (not|neither) find NVCC|CUDA_HOME environment variable is not set"
+        r"|nvcc: (command )?not found|No such file or directory: '[^']*nvcc'",
         "The build found no CUDA compiler.",
         TOOLKIT,
     ),
@@ -115,7 +122,8 @@ FAILURES = (
     ),
     Failure(
         "no CUDA in PyTorch",
-        r"Invalid version: '?None|got 'NoneType'|Torch not compiled with CUDA enabled|Unsupported cuda version",
+        r"Invalid version: '?None|got 'NoneType'|Torch not compiled with CUDA enabled"
+        r"|Unsupported cuda version",
         "The installed PyTorch has no CUDA (a CPU build), or one that Transformer Engine does not support.",
         CUDA_TORCH,
     ),
@@ -131,15 +139,18 @@ FAILURES = (
     ),
     Failure(
         "no wheel for this system",
-        r"No matching distribution found for transformer[-_]engine|Could not find a version .*transformer[-_]engine",
-        "PyPI has no Transformer Engine for this system (it asks for Linux, glibc 2.28 and Python 3.10 or later), or there is no network.",
+        r"No matching distribution found for transformer[-_]engine"
+        r"|Could not find a version .*transformer[-_]engine",
+        "PyPI has no Transformer Engine for this system (it asks for Linux, glibc 2.28 and Python 3.10 or "
+        "later), or there is no network.",
         "elsewhere nothing is needed: te_reference runs without it (NANOTE_REFERENCE=1)",
     ),
     Failure(
         "flash-attn broken",
         r"flash_attn\S*\.so.*undefined symbol",
         "flash-attn 2 was built against another PyTorch; Transformer Engine loads it.",
-        "pip uninstall -y flash-attn (nothing here needs it), or build it anew: pip install --no-build-isolation --no-cache-dir flash-attn",
+        "pip uninstall -y flash-attn (nothing here needs it), or build it anew: "
+        "pip install --no-build-isolation --no-cache-dir flash-attn",
     ),
     Failure(
         "NCCL too old", r"undefined symbol: nccl\w+", "An NCCL older than PyTorch's is loaded.", LIBRARIES
@@ -190,9 +201,10 @@ FAILURES = (
     Failure(
         "no CUDA libraries",
         r"lib(cu|nv)\w+\.so[\d.]*: cannot open|(cudnn|nvrtc|curand|cublas|cudart) shared object not found",
-        "The CUDA libraries that Transformer Engine was built for are not here; perhaps it is for another CUDA (12, 13) than PyTorch.",
-        INSTALL
-        + " (takes the core for PyTorch's CUDA); on a machine without a GPU this is fine: NANOTE_REFERENCE=1",
+        "The CUDA libraries that Transformer Engine was built for are not here; "
+        "perhaps it is for another CUDA (12, 13) than PyTorch.",
+        f"{INSTALL} (takes the core for PyTorch's CUDA); "
+        "on a machine without a GPU this is fine: NANOTE_REFERENCE=1",
     ),
     Failure(
         "C++ library too old", r"version .GLIBC(XX)?_[\d.]+. not found",
@@ -243,8 +255,11 @@ FAILURES = (
 
 
 def explain(text):
-    """[(Failure, the line of `text` that shows it)], the likeliest cause first; [] where none is known. One
-    entry a failure; a line that a special failure explains is not explained again by a general one."""
+    """Return [(Failure, the line of `text` that shows it)], the likeliest cause first.
+
+    Each failure is listed once. A line that matches a specific failure is not matched again with a general
+    one.
+    """
     lines, explained, found = text.splitlines(), set(), []
     for failure in FAILURES:
         for number, line in enumerate(lines):
@@ -256,45 +271,39 @@ def explain(text):
 
 
 def fill(fix):
-    """A fix with this machine's paths and numbers."""
+    """Insert this machine's paths and numbers into a fix."""
     nvidia = nvidia_folder()
-    for name, value in (
-        ("cudnn", nvidia / "cudnn"), ("libraries", library_path(nvidia)), ("jobs", max(1, max_jobs() // 2)),
-    ):
-        fix = fix.replace(f"<{name}>", str(value))
-    return fix
+    fix = fix.replace("<cudnn>", str(nvidia / "cudnn"))
+    fix = fix.replace("<libraries>", library_path(nvidia))
+    return fix.replace("<jobs>", str(max(1, max_jobs() // 2)))
 
 
 def nvidia_folder():
-    """The folder of the CUDA libraries that PyTorch's wheels bring, site-packages/nvidia, whether it exists
-    or not; without importing torch."""
+    """Return site-packages/nvidia, the folder of the CUDA libraries that PyTorch's wheels install, without
+    importing torch. It may not exist."""
     spec = importlib.util.find_spec("torch")
     return Path(spec.origin).parent.parent / "nvidia" if spec and spec.origin else Path(sys.prefix, "nvidia")
 
 
 def library_path(nvidia):
-    """What LD_LIBRARY_PATH must begin with, so that the system's older cuDNN and NCCL do not win over
-    PyTorch's."""
-    found = [
-        f"{nvidia}/{name}/lib" for name in ("cudnn", "cu13", "nccl") if Path(nvidia, name, "lib").is_dir()
-    ]
-    return ":".join(found) or f"{nvidia}/cudnn/lib"
+    """Return the start of LD_LIBRARY_PATH that puts PyTorch's cuDNN and NCCL before the system's."""
+    folders = [Path(nvidia, name, "lib") for name in ("cudnn", "cu13", "nccl")]
+    return ":".join(str(folder) for folder in folders if folder.is_dir()) or f"{nvidia}/cudnn/lib"
 
 
 def torch_cuda():
-    """The CUDA version that the installed torch was built for, "" for a CPU build, None without torch;
-    without importing it."""
+    """Return the CUDA version of the installed torch, "" for a CPU build or None without torch, without
+    importing it."""
     spec = importlib.util.find_spec("torch")
     if not spec or not spec.origin:
         return None
-    found = re.search(
-        r"^cuda\b.*=\s*'([\d.]+)'", Path(spec.origin).with_name("version.py").read_text(), re.MULTILINE
-    )
+    text = Path(spec.origin).with_name("version.py").read_text()
+    found = re.search(r"^cuda\b.*=\s*'([\d.]+)'", text, re.MULTILINE)
     return found[1] if found else ""
 
 
 def installed_packages():
-    """{name: version} of Transformer Engine's packages."""
+    """Return {name: version} of the installed Transformer Engine packages."""
     found = {}
     for name in PACKAGES:
         try:
@@ -305,8 +314,8 @@ def installed_packages():
 
 
 def free_memory_gib():
-    """Memory that can still be had, in GiB, a container's limit included; None where the system does not
-    tell."""
+    """Return the available memory in GiB, within the container's limit, or None if the system does not report
+    it."""
     try:
         free = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) / 2**20
     except (OSError, TypeError):
@@ -316,52 +325,49 @@ def free_memory_gib():
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         try:
-            free = min(
-                free,
-                (
-                    int(Path("/sys/fs/cgroup", limit).read_text())
-                    - int(Path("/sys/fs/cgroup", used).read_text())
-                )
-                / 2**30,
-            )
+            limit_bytes = int(Path("/sys/fs/cgroup", limit).read_text())
+            used_bytes = int(Path("/sys/fs/cgroup", used).read_text())
+            free = min(free, (limit_bytes - used_bytes) / 2**30)
         except (OSError, ValueError):  # no such limit, or "max"
             pass
     return free
 
 
 def max_jobs(free_gib=None, cpus=None):
-    """How many compilers may run at once: one for each GIB_PER_JOB of free memory, at most one a core."""
-    free_gib = free_memory_gib() if free_gib is None else free_gib
-    cpus = cpus or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-    return max(1, min(cpus, int((free_gib or GIB_PER_JOB) // GIB_PER_JOB)))
+    """Return the number of parallel compilers: one per GIB_PER_JOB of free memory, at most one per core."""
+    if free_gib is None:
+        free_gib = free_memory_gib()
+    if not cpus:
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    fitting = int((free_gib or GIB_PER_JOB) // GIB_PER_JOB)
+    return max(1, min(cpus, fitting))
 
 
 def te_requirement():
-    """The line of requirements-gpu.txt that names Transformer Engine."""
-    return next(
-        line
-        for line in (ROOT / "requirements-gpu.txt").read_text().splitlines()
-        if line.startswith("transformer-engine[")
-    )
+    """Return the line of requirements-gpu.txt that names Transformer Engine."""
+    lines = (ROOT / "requirements-gpu.txt").read_text().splitlines()
+    return next(line for line in lines if line.startswith("transformer-engine["))
 
 
 def least_te():
-    """The oldest Transformer Engine that requirements-gpu.txt allows: "2.9"."""
+    """Return the oldest version of Transformer Engine that requirements-gpu.txt allows, such as "2.9"."""
     return te_requirement().rpartition(">=")[2]
 
 
 def plan(nvidia, installed, jobs, environment):
-    """(settings {name: value}, commands [[word, …]]) that install Transformer Engine; pure: `environment` is
-    os.environ or a test's."""
+    """Return the environment variables {name: value} and commands [[argument, …]] that install Transformer
+    Engine. Reads no global state: `environment` is os.environ or a test's."""
     headers = [str(folder) for folder in sorted(Path(nvidia).glob("*/include"))]
     if environment.get("CPATH"):
         headers.append(environment["CPATH"])
     settings = {"CPATH": ":".join(headers)} if headers else {}
-    settings |= {"MAX_JOBS": environment.get("MAX_JOBS") or str(jobs),
-                 # not a ready-made one from GitHub, which may be for another CUDA
-                 "NVTE_PYTORCH_FORCE_BUILD": "TRUE",
-                 # expert parallelism, which asks for a newer NCCL than PyTorch brings and is not used here
-                 "NVTE_WITH_NCCL_EP": "0"}
+    settings |= {
+        "MAX_JOBS": environment.get("MAX_JOBS") or str(jobs),
+        # build from source: a prebuilt wheel from GitHub may be for another CUDA
+        "NVTE_PYTORCH_FORCE_BUILD": "TRUE",
+        # no expert parallelism: it needs a newer NCCL than PyTorch's and is not used here
+        "NVTE_WITH_NCCL_EP": "0",
+    }
     pip = [sys.executable, "-m", "pip"]
     commands = [[*pip, "uninstall", "-y", *installed]] if installed else []
     commands += [
@@ -372,44 +378,30 @@ def plan(nvidia, installed, jobs, environment):
 
 
 def cannot_build():
-    """Why the build cannot work here, as [(what, fix)]."""
+    """Return the reasons why a build fails on this machine, as [(problem, fix)]."""
     cuda, reasons = torch_cuda(), []
     if cuda is None:
-        reasons.append(
-            (
-                "PyTorch is not installed, and Transformer Engine is built against it",
-                "pip install -r requirements.txt",
-            )
-        )
+        problem = "PyTorch is not installed, and Transformer Engine is built against it"
+        reasons.append((problem, "pip install -r requirements.txt"))
     elif not cuda:
-        reasons.append(
-            (
-                "the installed PyTorch has no CUDA, so Transformer Engine cannot be built against it",
-                CUDA_TORCH,
-            )
-        )
+        problem = "the installed PyTorch has no CUDA, so Transformer Engine cannot be built against it"
+        reasons.append((problem, CUDA_TORCH))
     if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "c++"), "g++")):
         reasons.append(("there is no C++ compiler", "apt install build-essential"))
     return reasons
 
 
 def install(dry_run=False, run=subprocess.Popen):
-    """Print the commands, run them unless `dry_run`, and explain a failure. Returns the exit code."""
+    """Print the commands, run them unless `dry_run`, and explain a failure. Return the exit code."""
     settings, commands = plan(nvidia_folder(), installed_packages(), max_jobs(), os.environ)
     for command in commands:
-        build = "--no-build-isolation" in command
-        print(
-            " ".join(
-                [
-                    *(f"{name}={shlex.quote(value)}" for name, value in settings.items() if build),
-                    shlex.join(command),
-                ]
-            ),
-            flush=True,
-        )
+        assignments = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
+        if "--no-build-isolation" not in command:
+            assignments = []
+        print(" ".join([*assignments, shlex.join(command)]), flush=True)
     obstacles = cannot_build()
-    for what, fix in obstacles:
-        print(f"{'warn' if dry_run else 'fail'}  {what}\n      fix: {fix}")
+    for problem, fix in obstacles:
+        print(f"{'warn' if dry_run else 'fail'}  {problem}\n      fix: {fix}")
     if dry_run or obstacles:
         return 0 if dry_run else 1
     for command in commands:
@@ -425,21 +417,19 @@ def install(dry_run=False, run=subprocess.Popen):
             print(f"fail  exit code {process.returncode}: {shlex.join(command)}")
             print(describe("".join(log)))
             return 1
-    print("ok    installed; python doctor.py checks it")
+    print("ok    installed; run python doctor.py to check it")
     return 0
 
 
 def describe(text):
-    """The known failures in `text`, with their fixes, as lines to print."""
+    """Return the known failures in `text` and their fixes as lines to print."""
     found = explain(text)
-    if not found:
-        errors = [
-            " ".join(line.split())
-            for line in text.splitlines()
-            if re.search(r"\b(error|fatal)\b", line, re.IGNORECASE)
-        ]
-        return "fail  no known failure in this text" + (f"; its first error: {errors[0]}" if errors else "")
-    return "\n".join(
-        f"fail  {failure.name}: {failure.meaning}\n      line: {line}\n      fix: {fill(failure.fix)}"
-        for failure, line in found
-    )
+    if found:
+        return "\n".join(
+            f"fail  {failure.name}: {failure.meaning}\n      line: {line}\n      fix: {fill(failure.fix)}"
+            for failure, line in found
+        )
+    for line in text.splitlines():
+        if re.search(r"\b(error|fatal)\b", line, re.IGNORECASE):
+            return f"fail  no known failure in this text; its first error: {' '.join(line.split())}"
+    return "fail  no known failure in this text"

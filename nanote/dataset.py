@@ -1,0 +1,500 @@
+"""Tokenizers, token files, and the loader that reads batches from them.
+
+`data.py` writes token files with `write_tokens`; the trainer reads them with `Loader`; `get_tokenizer` turns
+text into token ids and back.
+
+A token file holds nothing but token ids, uint16 or uint32, with an end-of-text token after each document:
+`data/<name>/{train,val}.bin`, described by `meta.json`. Design:
+
+- Memory stays bounded for any corpus size: documents are streamed, long files in pieces, and few tasks are in
+  flight.
+- A hash of the text assigns a document to train or val. The same document has the same split in every corpus,
+  and adding documents moves none of the others.
+- The files appear complete or not at all (temporary folder, then rename). Checksums are verified on opening.
+- A batch is a pure function of (seed, index, rank). The loader has no state to save, and a resumed run sees
+  the same batches as an uninterrupted one.
+"""
+import hashlib
+import json
+import os
+import shutil
+import signal
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from nanote import json_files
+from nanote.json_files import COUNT
+
+# torch and tiktoken are imported where they are used: worker processes import this module and need at most
+# tiktoken.
+
+CHUNK = 1 << 20  # characters per tokenization task; tokens scanned at a time for document boundaries
+FILES = {"train.bin", "val.bin", "meta.json"}
+META = {  # fields of meta.json; "?": optional
+    "dtype": Literal["uint16", "uint32"], "tokenizer": str, "vocab_size": range(1, 2**32 + 1), "eot": COUNT,
+    "train_tokens": COUNT, "val_tokens": COUNT, "train_sha256": str, "val_sha256": str,
+    "format?": COUNT, "sha256?": str}
+REMAKE = "make the token files again with data.py --force"
+
+
+# ---------------------------------------------------------------- tokenizers
+
+class Tokenizer:
+    """Byte-level tokenizer (ids 0-255 are bytes, 256 is end-of-text) or a tiktoken encoding; see
+    `get_tokenizer`.
+
+    `vocab_size` counts every id, including the end-of-text token `eot`. A model's vocabulary is often padded
+    beyond
+    it: ids unknown to the tokenizer decode to U+FFFD.
+    """
+
+    def __init__(self, name, encoding=None):
+        self.name, self.encoding = name, encoding
+        self.vocab_size = encoding.n_vocab if encoding else 257
+        self.eot = encoding.eot_token if encoding else 256
+
+    def encode_bytes(self, raw):
+        """Encode UTF-8 bytes as a numpy array of ids. Special tokens in the text are treated as plain
+        text."""
+        if self.encoding is None:
+            return np.frombuffer(raw, dtype=np.uint8)
+        return self.encoding.encode_to_numpy(raw.decode("utf-8"), disallowed_special=())
+
+    def encode(self, text):
+        """Encode a str as a list of ids, without an end-of-text token."""
+        return self.encode_bytes(text.encode("utf-8", errors="replace")).tolist()
+
+    def decode(self, ids):
+        """Decode ids to str. Invalid UTF-8 becomes U+FFFD, the end-of-text token the empty string."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids):
+        encoding, parts = self.encoding, []
+        token_bytes = encoding.decode_single_token_bytes if encoding else lambda token: bytes((token,))
+        for token in map(int, ids):
+            try:
+                parts.append(token_bytes(token) if token != self.eot else b"")
+            except (KeyError, OverflowError, ValueError):  # padded vocabulary, or an unused id
+                parts.append("\ufffd".encode())
+        return b"".join(parts)
+
+
+def get_tokenizer(name, rows=None):
+    """Return the tokenizer `name`: "byte", or any tiktoken encoding.
+
+    Raises ValueError if the name is unknown, if the encoding cannot be downloaded, or if an embedding of
+    `rows` rows is too small for it.
+    """
+    tokenizer = _get_tokenizer(name)
+    if rows is not None and rows < tokenizer.vocab_size:
+        raise ValueError(f"tokenizer {name!r} has {tokenizer.vocab_size:,} tokens, but the embedding has "
+                         f"{rows:,} rows; it is not the tokenizer that the model was trained with")
+    return tokenizer
+
+
+def _get_tokenizer(name):
+    if name == "byte":
+        return Tokenizer(name)
+    import tiktoken
+
+    known = ["byte", *sorted(tiktoken.list_encoding_names())]
+    if name not in known:
+        raise ValueError(f"unknown tokenizer {name!r}; use one of: {', '.join(known)}")
+    try:
+        return Tokenizer(name, tiktoken.get_encoding(name))
+    except (OSError, ValueError) as error:  # tiktoken downloads the table of an encoding on first use
+        raise ValueError(
+            f"tokenizer {name!r} could not be fetched ({type(error).__name__}: is there a network?); "
+            f"byte needs none; tiktoken knows: {', '.join(known[1:])}"
+        ) from error
+
+
+# ---------------------------------------------------------------- writing token files
+
+def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, force=False, num_workers=None,
+                 source="", total=None, unit="doc"):
+    """Tokenize `documents` into `out_dir`/{train,val}.bin and meta.json, and return the meta dict.
+
+    A document goes to `val` if the hash of its text (of its first piece, if it comes in pieces), as a number
+    in [0, 1), is below `val_fraction`. If that leaves one split empty, the document closest to the threshold
+    changes sides. A corpus of one document is cut: its last `val_fraction` of tokens is `val`.
+
+    Args:
+        documents: str, or iterators of str pieces.
+        num_workers: tokenizing processes. None: one per core; for "byte" this process alone, since sending
+            the text to a worker takes longer than encoding it.
+        source, total, unit: description for meta.json; size and unit of the progress bar.
+
+    Raises ValueError for bad input or an empty corpus, OSError if writing fails. Nothing is left behind then.
+    """
+    out_dir = Path(out_dir)
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"--val-fraction {val_fraction}: must be above 0 and below 1, for example 0.01")
+    if num_workers is not None and not 1 <= num_workers <= 1024:
+        raise ValueError(f"--num-workers {num_workers}: must be at least 1 and at most 1024, for example "
+                         f"{os.cpu_count()}")
+    check_target(out_dir, force)
+    encoder = get_tokenizer(tokenizer)
+    dtype = np.dtype("<u2" if encoder.vocab_size <= 1 << 16 else "<u4")
+    num_workers = num_workers or (1 if tokenizer == "byte" else os.cpu_count())
+
+    temporary = out_dir.with_name(f"{out_dir.name}.tmp-{os.getpid()}")
+    made = [folder for folder in (temporary, *temporary.parents) if not folder.exists()]
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        message = f"{out_dir}: cannot be made ({error.strerror}); name another folder with --out-dir"
+        raise OSError(message) from error
+    try:
+        encoded = _encode_all(_mark_last_pieces(documents), tokenizer, dtype, num_workers)
+        bar = tqdm(desc="tokenizing", total=total, unit=unit, unit_scale=True, disable=None, leave=False)
+        with bar:
+            _write_all(encoded, temporary, encoder.eot, dtype,
+                       lambda size, is_last: bar.update(size if unit == "B" else is_last))
+        meta = {
+            "format": 1, "source": source, "tokenizer": tokenizer, "vocab_size": encoder.vocab_size,
+            "eot": encoder.eot, "dtype": dtype.name, "val_fraction": val_fraction,
+            **_split(temporary, encoder, dtype, val_fraction),
+        }
+        meta["sha256"] = _meta_checksum(meta)
+        (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+        check_target(out_dir, force)  # again: another process may have made it in the meantime
+        shutil.rmtree(out_dir, ignore_errors=True)
+        os.rename(temporary, out_dir)
+    except BaseException as error:
+        _clean_up(temporary, made[1:])
+        if isinstance(error, OSError) and error.filename is None:  # a failed write names no file
+            raise OSError(f"{out_dir}: could not be written ({error.strerror or error}), nothing is kept; "
+                          f"free some space or name another --out-dir") from error
+        raise
+    return meta
+
+
+def check_target(out_dir, force):
+    """Raise ValueError if `out_dir` must not be written: a file, other content, or token files without
+    `force`."""
+    if out_dir.exists() and not out_dir.is_dir():
+        raise ValueError(f"{out_dir}: is a file; name a folder with --out-dir")
+    content = set(os.listdir(out_dir)) if out_dir.exists() else set()
+    if content - FILES:  # --force must not delete what data.py did not write
+        raise ValueError(f"{out_dir}: holds other files than token files; name another folder with --out-dir")
+    if content and not force:
+        raise ValueError(
+            f"{out_dir}: exists; overwrite it with --force, or name another folder with --out-dir"
+        )
+
+
+def _clean_up(temporary, parents):
+    shutil.rmtree(temporary, ignore_errors=True)
+    with suppress(OSError):  # a parent folder stays if another process has put files into it
+        for folder in parents:
+            folder.rmdir()
+
+
+# One record per document. hash: the split hash in [0, 1); tokens: with the end-of-text token; bytes: of UTF-8
+# text.
+DOCUMENT = np.dtype([("hash", "f8"), ("tokens", "i8"), ("bytes", "i8")])
+
+
+def _write_all(encoded, folder, eot, dtype, progress):
+    """Write all tokens, in order, to all.bin, and a `DOCUMENT` record per document to documents.bin."""
+    document = None
+    with open(folder / "all.bin", "wb") as all_tokens, open(folder / "documents.bin", "wb") as documents:
+        for tokens, hash_fraction, size, is_last in encoded:
+            all_tokens.write(tokens)
+            if document is None:  # the first piece determines the hash; 1 token is the end of text
+                document = np.array([(hash_fraction, 1, 0)], DOCUMENT)
+            document["tokens"] += len(tokens)
+            document["bytes"] += size
+            if is_last:
+                all_tokens.write(np.array([eot], dtype))
+                documents.write(document)
+                document = None
+            progress(size, is_last)
+
+
+def _split(folder, tokenizer, dtype, val_fraction):
+    """Split all.bin into train.bin and val.bin, neither of them empty, and return their part of meta.json.
+
+    This is a second pass because the threshold can be adjusted only when the hash of every document is known.
+    """
+    if not os.path.getsize(folder / "documents.bin"):
+        raise ValueError("the corpus is empty: no document holds any text; name files that do")
+    documents = np.memmap(folder / "documents.bin", DOCUMENT, "r")
+    tokens = np.memmap(folder / "all.bin", dtype, "r")
+    hashes, ends = documents["hash"], np.cumsum(documents["tokens"])
+    lowest, highest = hashes.min(), hashes.max()
+    if lowest < highest:
+        threshold = min(max(val_fraction, np.nextafter(lowest, 1)), highest)
+        in_val = hashes < threshold
+        ranges = list(zip((ends - documents["tokens"])[in_val], ends[in_val]))
+        val_bytes = int(documents["bytes"][in_val].sum())
+    else:  # one document, or copies of it: its end is for validation
+        val_length = min(max(round(len(tokens) * val_fraction), 1), len(tokens) - 1)
+        start = len(tokens) - val_length
+        ranges = [(start, len(tokens))]
+        val_bytes = len(tokenizer.decode_bytes(tokens[start:]))
+    val_tokens = int(sum(end - start for start, end in ranges))
+
+    with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
+        position = 0
+        for start, end in [*ranges, (len(tokens), len(tokens))]:
+            tokens[position:start].tofile(train)
+            tokens[start:end].tofile(val)
+            position = end
+    meta = {
+        "documents": len(documents), "train_tokens": len(tokens) - val_tokens, "val_tokens": val_tokens,
+        # bytes of UTF-8 text: to convert a loss to nats per byte
+        "train_bytes": int(documents["bytes"].sum()) - val_bytes, "val_bytes": val_bytes,
+        "train_sha256": sha256(folder / "train.bin"), "val_sha256": sha256(folder / "val.bin"),
+    }
+    for name in ("all.bin", "documents.bin"):
+        os.remove(folder / name)
+    return meta
+
+
+def _mark_last_pieces(documents):
+    """Yield (text, is_last) for each non-empty piece of each document."""
+    for document in documents:
+        parts = filter(None, [document] if isinstance(document, str) else document)
+        text = next(parts, None)
+        while text is not None:
+            following = next(parts, None)
+            yield text, following is None
+            text = following
+
+
+def _encode_all(pieces, name, dtype, num_workers):
+    """Yield (tokens, hash in [0, 1), bytes of text, is_last) for each (text, is_last), in order.
+
+    Workers get tasks of about `CHUNK` characters. At most 2 * num_workers tasks are in flight.
+    """
+    if num_workers == 1:
+        for task in _tasks(pieces):
+            yield from _encode(task, name, dtype)
+        return
+    # spawn: fork would copy the locks of libraries that already run threads here (pyarrow, tokenizers).
+    # SIGINT: Ctrl-C reaches the whole process group; the parent alone handles it.
+    ignore_ctrl_c = signal.signal, (signal.SIGINT, signal.SIG_IGN)
+    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), *ignore_ctrl_c)
+    try:
+        in_flight = deque()
+        for task in _tasks(pieces):
+            in_flight.append(pool.submit(_encode, task, name, dtype))
+            if len(in_flight) >= 2 * num_workers:
+                yield from in_flight.popleft().result()
+        while in_flight:
+            yield from in_flight.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _tasks(pieces):
+    task, length = [], 0
+    for piece in pieces:
+        task.append(piece)
+        length += len(piece[0])
+        if length >= CHUNK:
+            yield task
+            task, length = [], 0
+    yield task
+
+
+def _encode(task, name, dtype):
+    tokenizer, encoded = get_tokenizer(name), []  # tiktoken caches encodings: one load per process
+    for text, is_last in task:
+        # JSON may hold lone surrogates, which UTF-8 cannot encode
+        raw = text.encode("utf-8", errors="replace")
+        hash_fraction = int.from_bytes(hashlib.blake2b(raw, digest_size=6).digest(), "big") / 2**48
+        encoded.append((tokenizer.encode_bytes(raw).astype(dtype), hash_fraction, len(raw), is_last))
+    return encoded
+
+
+def sha256(path):
+    """Return the SHA-256 of a file in hexadecimal. The file may be larger than memory."""
+    digest = hashlib.sha256()  # hashlib.file_digest needs Python 3.11
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _meta_checksum(meta):
+    """Return the SHA-256 of a meta dict without its own "sha256" entry."""
+    text = json.dumps({key: value for key, value in meta.items() if key != "sha256"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ---------------------------------------------------------------- reading token files
+
+def open_tokens(folder, split, verify=True):
+    """Return the tokens of `split` ("train" or "val") as a read-only memory map, and meta.json as a dict.
+
+    Raises ValueError unless the length of the file and, with `verify`, its SHA-256 match meta.json. Verifying
+    takes about a second per gigabyte.
+    """
+    if split not in ("train", "val"):
+        raise ValueError(f"split {split!r}: must be train or val")
+    path, meta_path = Path(folder, f"{split}.bin"), Path(folder, "meta.json")
+    if not meta_path.exists():
+        raise ValueError(
+            f"{folder}: no token files here (no meta.json); make some, for example with: "
+            "python data.py stdlib"
+        )
+    meta = json_files.read(meta_path, META, REMAKE)
+    dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+    length, checksum, vocab_size = meta[f"{split}_tokens"], meta[f"{split}_sha256"], meta["vocab_size"]
+    has_checksum = {"format", "sha256"} & set(meta)  # files of the first version have neither
+    if has_checksum and meta.get("sha256") != _meta_checksum(meta):
+        raise ValueError(f"{meta_path}: damaged: its checksum does not match its content; {REMAKE}")
+    if meta["eot"] >= vocab_size:
+        raise ValueError(f"{meta_path}: eot is {meta['eot']}, but vocab_size is {vocab_size}; {REMAKE}")
+    if not path.is_file():
+        raise ValueError(f"{path}: missing, or not a regular file; {REMAKE}")
+    size, expected = path.stat().st_size, length * dtype.itemsize
+    if size != expected or verify and sha256(path) != checksum:
+        raise ValueError(
+            f"{path}: truncated or altered: {size} bytes with SHA-256 {sha256(path)}, but meta.json says "
+            f"{expected} bytes with SHA-256 {checksum}; make it again with data.py --force"
+        )
+    if not length:
+        raise ValueError(f"{path}: holds no tokens; {REMAKE}")
+    return np.memmap(path, dtype, "r"), meta
+
+
+class Loader:
+    """Batches of micro_batch_size x seq_len tokens, as a pure function of (seed, index, rank, world_size).
+
+    An epoch visits each window of seq_len + 1 tokens once. Windows overlap by one token: the last label of a
+    window is the first input of the next. Philox with the key (seed, epoch) determines their order and, for
+    `train`, the starting offset. Sample (index * world_size + rank) * micro_batch_size + row selects the
+    window, so ranks see different data and no sample is skipped. A thread prefetches the next batch, into
+    pinned memory for a GPU.
+
+    With `pack_documents` a batch also says where its documents begin (cu_seqlens), so that attention can be
+    confined to them. A document begins with the end-of-text token before it, as in generation: that token
+    predicts its first token, and its last token predicts the next end of text.
+
+    Args:
+        seq_len: in tokens.
+        verify: check the checksum of the file. Default: on rank 0 only, so that a shared disk is read once.
+
+    Raises ValueError if the split holds fewer than seq_len + 1 tokens.
+    """
+
+    def __init__(self, folder, split, *, seq_len, micro_batch_size, seed=0, rank=0, world_size=1,
+                 device="cpu", verify=None, pack_documents=False):
+        import torch  # here: worker processes of write_tokens import this module without torch
+
+        minimums = (("seq_len", seq_len, 1), ("micro_batch_size", micro_batch_size, 1), ("seed", seed, 0))
+        for name, value, minimum in minimums:
+            if value < minimum:
+                raise ValueError(f"{name} {value}: must be at least {minimum}")
+        if not 0 <= rank < world_size:
+            raise ValueError(
+                f"rank {rank} of world_size {world_size}: must be at least 0 and below world_size"
+            )
+        verify = rank == 0 if verify is None else verify
+        self.tokens, self.meta = open_tokens(folder, split, verify=verify)
+        length, vocab_size = len(self.tokens), self.meta["vocab_size"]
+        if verify and self.tokens.max() >= vocab_size:
+            raise ValueError(f"{Path(folder, split)}.bin: holds the token {self.tokens.max()}, but "
+                             f"vocab_size in meta.json is {vocab_size}; {REMAKE}")
+        if length < seq_len + 1:
+            shorter = f" or --seq-len {length - 1}" if length > 1 else ""
+            raise ValueError(f"{Path(folder, split)}.bin: {length} tokens, but a context of {seq_len} needs "
+                             f"{seq_len + 1}; use a larger corpus{shorter}")
+        self.split, self.seq_len, self.micro_batch_size = split, seq_len, micro_batch_size
+        self.seed, self.rank, self.world_size = seed, rank, world_size
+        self.pack_documents, self.most_documents = pack_documents, 0
+        if pack_documents:
+            self.most_documents = micro_batch_size * most_documents(self.tokens, self.meta["eot"], seq_len)
+        self.device = torch.device(device)
+        # train: one window less, so that any starting offset gives the same number of windows
+        self.num_windows = max(length // seq_len - 1, 1) if split == "train" else (length - 1) // seq_len
+        self._epoch = lru_cache(2)(self._epoch)  # a batch may span two epochs
+        self._ahead = (None, None)  # (index, future) of the prefetched batch
+        initializer = ()
+        if self.device.type == "cuda":
+            # a new thread starts on GPU 0, where pinning memory would create another CUDA context
+            index = torch.cuda.current_device() if self.device.index is None else self.device.index
+            initializer = (torch.cuda.set_device, (index,))
+        self._thread = ThreadPoolExecutor(1, "loader", *initializer)
+
+    def batch(self, index):
+        """Return batch `index`, which is step * grad_accum + micro_step, as (input_ids, labels).
+
+        Both are int64 (micro_batch_size, seq_len); labels[:, t] is the token after input_ids[:, t]. With
+        pack_documents also cu_seqlens, int32 (most_documents + 1,): the start of each document or part of one
+        in input_ids.flatten(), padded with the length of that tensor, so that its shape is the same for every
+        batch.
+        """
+        if index < 0:
+            raise ValueError(f"batch {index}: must be at least 0")
+        expected, future = self._ahead
+        if expected != index:
+            future = self._thread.submit(self._read, index)
+        windows = future.result()
+        self._ahead = (index + 1, self._thread.submit(self._read, index + 1))
+        packing = [self._cu_seqlens(windows)] if self.pack_documents else []
+        windows, *packing = (tensor.to(self.device, non_blocking=True) for tensor in (windows, *packing))
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), *packing
+
+    def close(self):
+        self._thread.shutdown(cancel_futures=True)
+
+    def _read(self, index):
+        """Return the windows of batch `index`: int64 (micro_batch_size, seq_len + 1)."""
+        import torch
+
+        first, starts = (index * self.world_size + self.rank) * self.micro_batch_size, []
+        for sample in range(first, first + self.micro_batch_size):
+            offset, order = self._epoch(sample // self.num_windows)
+            starts.append(offset + order[sample % self.num_windows] * self.seq_len)
+        positions = np.array(starts)[:, None] + np.arange(self.seq_len + 1)
+        windows = torch.from_numpy(self.tokens[positions].astype(np.int64))
+        return windows.pin_memory() if self.device.type == "cuda" else windows
+
+    def _cu_seqlens(self, windows):
+        import torch
+
+        is_start = windows[:, :-1] == self.meta["eot"]
+        is_start[:, 0] = True  # a row starts a sequence, even inside a document
+        starts = is_start.flatten().nonzero().flatten()
+        padded = torch.full(
+            (self.most_documents + 1,), windows[:, :-1].numel(), dtype=torch.int32,
+            pin_memory=self.device.type == "cuda",
+        )
+        padded[:len(starts)] = starts
+        return padded
+
+    def _epoch(self, epoch):
+        """Return (starting offset in tokens, order of the windows).
+
+        Both come from raw bits: numpy guarantees the output of its bit generators, not of its shuffles.
+        """
+        bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64)).random_raw(self.num_windows + 1)
+        room = min(len(self.tokens) - self.num_windows * self.seq_len, self.seq_len)
+        offset = int(bits[0] % np.uint64(room)) if self.split == "train" else 0
+        return offset, np.argsort(bits[1:], kind="stable")
+
+
+def most_documents(tokens, eot, seq_len):
+    """Return the largest number of documents, whole or partial, in any seq_len consecutive tokens.
+
+    Reads the file once; takes 8 bytes of memory per document.
+    """
+    starts = range(0, len(tokens), CHUNK)
+    ends = np.concatenate([start + np.flatnonzero(tokens[start : start + CHUNK] == eot) for start in starts])
+    # The first token of a window always starts a document or a part of one. Each end-of-text token among the
+    # seq_len - 1 tokens after it starts another.
+    counts = np.searchsorted(ends, ends + seq_len - 1) - np.arange(len(ends))
+    return 1 + int(counts.max(initial=0))

@@ -1,0 +1,303 @@
+"""What a run measures and logs: losses, speed, model FLOP utilization (MFU), the log files and their plots.
+
+Use `Meter` and `Log` in a training loop, and `read_metrics` to read the logs of a run. Losses stay on the
+device until `Meter.read`, so that the host does not wait for the GPU between log lines. A log that cannot be
+written does not stop a run: its records are kept and written later.
+"""
+import contextlib
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tqdm import tqdm
+
+from nanote import cli, fp8_health, json_files
+from nanote.config import TrainConfig
+from nanote.parallel import mean_over_ranks
+
+# Dense BF16 peak in TFLOP/s by a part of the GPU's name, longer names first (NVIDIA's data sheets).
+PEAK_TFLOPS = {
+    "GB200": 2500, "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
+    "H800": 989, "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A10G": 70,
+    "RTX 6000 Ada": 364, "RTX 4090": 165, "RTX 5090": 210, "RTX 3090": 71,
+}
+
+
+class Diverged(RuntimeError):
+    """Too many losses or gradient norms are not finite; the run stops."""
+
+
+# ---------------------------------------------------------------- losses and speed
+
+def flops_per_token(parameters: int, config: TrainConfig) -> float:
+    """Return 6N + 12·L·C·T, the FLOPs per token of forward and backward (PaLM, arXiv:2204.02311, appendix B).
+
+    N: parameters used in GEMMs, so without the position table and, if untied, without the token embedding. L
+    layers, C = heads times head dimension, T = seq_len. Recomputation (gradient checkpointing) is not counted.
+    """
+    if not config.use_rotary:
+        parameters -= config.n_positions * config.n_embd
+    if not config.tie_embeddings:
+        parameters -= config.vocab_size * config.n_embd
+    width = config.n_head * config.head_dim if config.head_dim else config.n_embd
+    return 6 * parameters + 12 * config.n_layer * width * config.seq_len
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the device's dense BF16 peak in FLOP/s; None if unknown. FP8 can exceed 100 % of it."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    for part, tflops in PEAK_TFLOPS.items():
+        if part in name:
+            return tflops * 1e12
+    return None
+
+
+def read_losses(pending: list, skipped: int, limit: int, say) -> tuple[tuple[float, float] | None, list[int]]:
+    """Read losses and gradient norms from the device, averaged over ranks, and report skipped steps.
+
+    Args:
+        pending: (step, loss, gradient norm) of each step since the last call, as tensors on the device.
+        skipped: number of steps skipped before these.
+        limit: maximum number of skipped steps.
+        say: prints a line.
+
+    Returns:
+        (loss, gradient norm) of the last step that was not skipped, or None; the steps that were skipped.
+
+    Raises:
+        Diverged: more than `limit` steps were skipped.
+    """
+    values = mean_over_ranks(torch.stack([torch.stack((loss, norm)) for _, loss, norm in pending])).tolist()
+    finite, skipped_steps = None, []
+    for (step, *_), (loss, norm) in zip(pending, values):
+        if math.isfinite(loss + norm):
+            finite = loss, norm
+            continue
+        skipped_steps.append(step)
+        count, what = skipped + len(skipped_steps), f"step {step}: loss {loss}, gradient norm {norm}"
+        if count > limit:
+            raise Diverged(f"{what}" + (f", after {cli.counted(count - 1, 'skipped step')}" if limit else ""))
+        say(f"{what}: skipped ({count} of {limit})")
+    return finite, skipped_steps
+
+
+class Meter:
+    """Collect losses, skipped steps and training time between log lines."""
+
+    def __init__(self, config: TrainConfig, parameters: int, device: torch.device, world_size: int):
+        """`parameters`: their number, for MFU."""
+        self.tokens_per_step = config.micro_batch_size * config.seq_len * config.grad_accum * world_size
+        self.flops_per_token = flops_per_token(parameters, config)
+        self.peak_flops = peak_flops(device)
+        self.device, self.world_size, self.limit = device, world_size, config.max_skipped_steps
+        self.pending = []  # (step, loss, gradient norm) of the steps since the last `read`
+        self.finite = None  # (loss, gradient norm) of the last step that was not skipped
+        self.skipped = 0
+        self.seconds, self.steps = 0.0, 0  # training time and steps since the last `record`
+        self.began = self.mark = time.perf_counter()
+
+    def start(self) -> None:
+        """Start the clocks of the run and of the next step."""
+        self.began = self.mark = time.perf_counter()
+
+    def add(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        self.pending.append((step, loss, grad_norm))
+        self.steps += 1
+
+    def read(self, say) -> bool:
+        """Wait for the device, read the losses, and stop the clock of training time.
+
+        Returns whether the last step was skipped, which changed no weight.
+        """
+        last_step = self.pending[-1][0]
+        finite, skipped_steps = read_losses(self.pending, self.skipped, self.limit, say)
+        self.pending.clear()
+        self.seconds += time.perf_counter() - self.mark
+        self.finite = finite or self.finite
+        self.skipped += len(skipped_steps)
+        return last_step in skipped_steps
+
+    def record(self, step: int, lr: float) -> dict:
+        """Return a line of metrics.jsonl. Call `read` first."""
+        loss, grad_norm = self.finite
+        tokens_per_s = self.tokens_per_step * self.steps / self.seconds
+        self.seconds, self.steps = 0.0, 0
+        mfu = peak_gib = None
+        if self.peak_flops:
+            mfu = tokens_per_s * self.flops_per_token / (self.peak_flops * self.world_size)
+        if self.device.type == "cuda":
+            peak_gib = torch.cuda.max_memory_allocated(self.device) / 2**30
+        return {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "skipped": self.skipped,
+                "tokens_per_s": tokens_per_s, "mfu": mfu, "peak_gib": peak_gib}
+
+    def restart(self) -> None:
+        """Start the clock of training time again, after logging, evaluation and checkpoint."""
+        self.mark = time.perf_counter()
+
+    def total_seconds(self) -> float:
+        """Return the time since `start`, evaluations and checkpoints included."""
+        return time.perf_counter() - self.began
+
+
+# ---------------------------------------------------------------- logs
+
+class Log:
+    """Write metrics.jsonl, TensorBoard, the progress bar and log lines; on ranks above 0 nothing."""
+
+    def __init__(self, run: str, first_step: int, max_steps: int, enabled: bool):
+        self.enabled = enabled
+        if not enabled:
+            return
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+        self.run, self.max_steps = run, max_steps
+        self.waiting = {}  # file name -> records that are not written yet
+        self.board = SummaryWriter(str(Path(run, "tensorboard")), purge_step=first_step)
+        # disable=None: no bar without a terminal
+        self.bar = tqdm(total=max_steps, initial=first_step - 1, unit="step", dynamic_ncols=True,
+                        disable=None)
+
+    def say(self, line: str) -> None:
+        if self.enabled:
+            tqdm.write(line)
+
+    def advance(self) -> None:
+        """Move the progress bar by one step."""
+        if self.enabled:
+            self.bar.update()
+
+    def write(self, record: dict) -> None:
+        """Log a record of metrics.jsonl everywhere."""
+        if not self.enabled:
+            return
+        self._append("metrics.jsonl", record)
+        with self._reporting_errors(record["step"], "tensorboard"):
+            for key, value in record.items():
+                if key != "step" and value is not None:
+                    self.board.add_scalar(key, value, record["step"])
+        speed = f"{record['tokens_per_s']:,.0f} tokens/s"
+        self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {speed}")
+        mfu = f"  MFU {100 * record['mfu']:.1f} %" if record["mfu"] is not None else ""
+        val = f"  val loss {record['val_loss']:.4f}" if "val_loss" in record else ""
+        self.say(f"step {record['step']}/{self.max_steps}  loss {record['loss']:.4f}  "
+                 f"grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  {speed}{mfu}{val}")
+
+    def write_health(self, step: int, health: dict) -> None:
+        """Log what fp8.health returns."""
+        self._append("fp8_health.jsonl", {"step": step, "health": health})
+        with self._reporting_errors(step, "tensorboard"):
+            for module, tensors in health.items():
+                for tensor, figures in tensors.items():
+                    for name, value in figures.items():
+                        if value is not None:
+                            self.board.add_scalar(f"fp8_{name}/{module}.{tensor}", value, step)
+
+    def close(self) -> None:
+        if self.enabled:
+            self.bar.close()
+            for name in self.waiting:
+                self._write_waiting(name, self.bar.n)
+            with self._reporting_errors(self.bar.n, "tensorboard"):
+                self.board.close()
+
+    def _append(self, name: str, record: dict) -> None:
+        """Append a record to a file, after those that could not be written before."""
+        self.waiting.setdefault(name, []).append(record)
+        self._write_waiting(name, record["step"])
+
+    def _write_waiting(self, name: str, step: int) -> None:
+        if self.waiting[name]:
+            with self._reporting_errors(step, name):
+                json_files.append_lines(Path(self.run, name), self.waiting[name])
+                self.waiting[name] = []
+
+    @contextlib.contextmanager
+    def _reporting_errors(self, step: int, name: str):
+        """Report an OSError and continue: a full disk must not stop the run."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            self.say(f"step {step}: {self.run}/{name} is not written: {reason}; training continues")
+
+
+OF_ONE_RUN = ("tokens_per_s", "mfu", "peak_gib", "seconds")  # the only fields in which two equal runs differ
+
+# What json_files.check accepts in a line of metrics.jsonl and of fp8_health.jsonl.
+METRICS = {"step": json_files.SIZE, "loss": json_files.FLOAT32, "val_loss?": json_files.FLOAT32,
+           "peak_gib?": float | None}
+AMAX = json_files.between(0, json_files.FLOAT32_MAX) | Literal[math.inf]
+FIGURES = {"amax": AMAX, "scale": AMAX | None, "saturated": json_files.SHARE | None,
+           "flushed": json_files.SHARE | None}  # of one tensor
+HEALTH = {"step": json_files.SIZE, "health": dict[str, dict[str, FIGURES]]}
+
+
+def read_metrics(path) -> list[dict]:
+    """Read a metrics.jsonl or fp8_health.jsonl; [] if it does not exist.
+
+    ValueError, which names the line, if it is damaged.
+    """
+    kind = HEALTH if Path(path).name == "fp8_health.jsonl" else METRICS
+    return json_files.read_lines(path, kind, "remove it from there: it is only a log")
+
+
+def cut_logs(run: str, first_step: int) -> None:
+    """Remove the records of `first_step` and later from a run's logs, before the run repeats these steps.
+
+    Nothing is written unless both logs can be read.
+    """
+    logs = {path: read_metrics(path) for path in (Path(run, "metrics.jsonl"), Path(run, "fp8_health.jsonl"))}
+    for path, records in logs.items():
+        if not path.exists():
+            continue
+        kept = [json.dumps(record) + "\n" for record in records if record["step"] < first_step]
+        unfinished = path.with_suffix(".tmp")
+        try:
+            unfinished.write_text("".join(kept))
+            os.replace(unfinished, path)
+        except OSError as error:
+            unfinished.unlink(missing_ok=True)
+            raise OSError(f"{path}: not rewritten: {error.strerror or error}; free some space") from error
+
+
+# ---------------------------------------------------------------- plots
+
+def plot_losses(run: str) -> str:
+    """Plot metrics.jsonl as loss.png, and return its path."""
+    from matplotlib.figure import Figure  # slow to import
+
+    records = read_metrics(Path(run, "metrics.jsonl"))
+    evaluated = [r for r in records if "val_loss" in r]
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([r["step"] for r in records], [r["loss"] for r in records], lw=1.2, color="tab:blue", alpha=0.8,
+              label="training")
+    axes.plot([r["step"] for r in evaluated], [r["val_loss"] for r in evaluated], "o-", ms=4,
+              color="tab:orange", label="validation")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=run)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(Path(run, "loss.png"), dpi=150)
+    return str(Path(run, "loss.png"))
+
+
+def plot_health(run: str, title: str, fp8_format: str) -> str:
+    """Plot fp8_health.jsonl as fp8_health.png, and return its path; "" if there are no records."""
+    records = read_metrics(Path(run, "fp8_health.jsonl"))
+    if not records:
+        return ""
+    fp8_health.plot(records, Path(run, "fp8_health.png"), title, fp8_format)
+    return str(Path(run, "fp8_health.png"))
+
+
+def draw(name: str, say, plot, *arguments) -> str:
+    """Return plot(*arguments), the path of a plot; "" if the log is damaged or the disk full."""
+    try:
+        return plot(*arguments)
+    except (ValueError, OSError) as error:
+        say(f"{name} is not drawn: {getattr(error, 'strerror', None) or error}")
+        return ""

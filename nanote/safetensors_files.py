@@ -1,0 +1,108 @@
+"""The tensors of a checkpoint as safetensors files: write them, check their headers, read them.
+
+The format is that of torch.distributed.checkpoint (DCP) with its Hugging Face storage classes, so any number
+of processes can read what any other number wrote, without pickle. With several processes DCP writes the files
+too. A single process writes them with `write_file`: DCP's writer would copy every tensor and hold up the
+training thread.
+
+Format: github.com/huggingface/safetensors, "Format".
+"""
+import json
+import math
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from nanote import json_files
+
+RESTORE = "restore the checkpoint's files from a copy"
+SHARD_BYTES = 4 * 2**30  # DCP assembles a file in memory before writing it
+TYPES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
+    torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+    torch.bool: "BOOL",
+}
+
+
+def file_numbers(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Assign each tensor to a file of about SHARD_BYTES; numbers start at 1."""
+    numbers, size = {}, 0
+    for name, tensor in tensors.items():
+        size += tensor.numel() * tensor.element_size()
+        numbers[name] = 1 + size // SHARD_BYTES
+    return numbers
+
+
+def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write one safetensors file.
+
+    Unlike safetensors.torch.save, this copies nothing and releases the GIL during each write, so that a
+    training thread can launch its next step.
+    """
+    # wider types first, so that each tensor is aligned
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end],
+        }
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with open(path, "wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for _, tensor in ordered:
+            file.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def stored_tensors(folder) -> dict:
+    """Read the headers of a checkpoint's files: {name: entry with .size and .properties.dtype}.
+
+    Raises ValueError for tensors that are stored in part or twice, and for weights or optimizer state that
+    are not floating-point.
+    """
+    try:
+        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        for name, entry in found.items():
+            parts = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if parts != entry.size.numel():
+                raise ValueError(f"{name} has {entry.size.numel():,} elements, but {parts:,} are stored")
+            if not name.startswith("rng") and not entry.properties.dtype.is_floating_point:
+                raise ValueError(f"{name} is {entry.properties.dtype}, not a floating-point tensor")
+    except OSError:
+        raise
+    except Exception as error:  # safetensors' own, or whatever an unexpected header leads to in DCP
+        raise ValueError(f"{folder}: its .safetensors files are not valid for a checkpoint "
+                         f"({json_files.reason(error)}); {RESTORE}") from error
+    return found
+
+
+def save_distributed(tensors: dict, folder: Path) -> None:
+    """Write the tensors of all ranks with DCP. Every rank must call it and raises the OSError of any rank."""
+    files = file_numbers(tensors)
+    for rank in range(dist.get_world_size()):  # the table of rank 0 is used for all ranks
+        files |= {f"rng{rank}.{name}": 1 for name in ("torch", "host", "cuda")}
+    writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
+    _run_dcp(dcp.save, tensors, storage_writer=writer)
+
+
+def load(tensors: dict, folder: Path) -> None:
+    """Fill `tensors`, allocated by the caller, from a checkpoint's files with DCP. Every rank must call
+    it."""
+    _run_dcp(dcp.load, tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+
+
+def _run_dcp(action, tensors: dict, **storage) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            action(tensors, **storage)
+    except BaseException as error:  # CheckpointException, a BaseException, wraps the errors of the ranks
+        causes = [cause for cause, _ in getattr(error, "failures", {}).values()]
+        if causes and isinstance(causes[0], OSError):
+            raise causes[0] from None
+        raise
