@@ -128,7 +128,7 @@ def times(device):
 
 
 def errors_table(figures) -> str:
-    """Return the Markdown table of the errors of trained models' backward GEMMs: median and largest, in %."""
+    """Return the Markdown table of errors of backward GEMMs in training: median and largest, in %."""
     lines = []
     for row in figures["rows"]:
         if row["part"] == "gradients":
@@ -151,6 +151,7 @@ def times_table(figures) -> str:
 
 
 def plot(figures, path):
+    """Draw the errors over K."""
     from matplotlib.figure import Figure  # slow to import
 
     figure = Figure(figsize=(8, 6), layout="constrained")
@@ -187,7 +188,7 @@ def main(argv=None):
     options = cli.parse(Options, argv, prog="bench/accumulation.py", description=__doc__)
     check_folder(options.json)
     if fp8.IS_REFERENCE:
-        raise ValueError("the tensor cores of a GPU are measured, and there is no GPU with Transformer Engine here")
+        raise ValueError("this study needs a GPU with Transformer Engine, and there is none here")
     device, rows = torch.device("cuda"), []
     gradients = [on_gradients(shape, options.data, device) for shape in ("124m-b32", "350m-b16")]
     parts = (on_random_values(device), times(device), *gradients)

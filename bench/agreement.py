@@ -1,11 +1,11 @@
-"""Before an arm of benchmark_te.py is timed: does it compute what the first arm of its shape computes?
+"""Check that an arm of the benchmark computes what the first arm of its shape computes, before it is timed.
 
 Every arm starts from the same weights and takes the same micro-batch. Three things must agree with the first
-arm: the loss, the gradient norms in the first step (of all gradients, of each weight matrix, and of the
-vectors of each block together), and how far the loss falls in STEPS further steps, at a learning rate that
-moves the weights a little (`pick_lr`). So a gradient that is zero, scaled or not seen by the optimizer is
-refused, and so is a step that does not train. Then weights, optimizer and FP8 state are set back: what is
-timed is the model at its start.
+arm: the loss; the gradient norms in the first step (of all gradients, of each weight matrix, and of the
+norm weights and biases of each block together); and the fall of the loss in STEPS further steps, at a
+learning rate that moves the weights a little (`pick_lr`). So a gradient that is zero, scaled or not seen by
+the optimizer is refused, and so is a step that does not train. Then weights, optimizer and FP8 state are
+reset: what is timed is the model at its start.
 
 - Gradients are read from AdamW's first moment, which after one step from zero is (1 - beta1) times the
   clipped gradient. Every arm has it: eager, compiled, or replayed as CUDA graphs.
@@ -24,69 +24,70 @@ from nanote import fp8
 from nanote.train_step import warm_up_scales
 
 STEPS = 3
-BF16_LR = 2.0**-13  # where weights are BF16 alone: those below 2^-5 take such a step exactly
-FALL = 0.1  # the most that the loss may fall in a step, to first order: see `pick_lr`
+BF16_LR = 2.0**-13  # for weights in BF16 alone: those below 2^-5 take such a step exactly
+FALL = 0.1  # largest fall of the loss in a step, to first order: see `pick_lr`
 MANTISSA_BITS = {"E4M3": 3, "E5M2": 2, "E2M1": 1, "BF16": 7, "float32": 23}
 FORMATS = {"hybrid": ("E4M3", "E5M2"), "e4m3": ("E4M3", "E4M3")}  # forward, backward; of other recipes E2M1
-ROLES = {  # of the weight matrices of a block, by their names in all models; the first that matches counts
+ROLES = {  # of the weight matrices of a block, by their names in all models; the first match counts
     "qkv": r"qkv|[qkv]_proj", "fc1": r"fc1|gate_proj|up_proj", "fc2": r"fc2|down_proj", "proj": r"proj",
 }
 
 
-# ---------------------------------------------------------------- what two arms may differ by
+# ---------------------------------------------------------------- how far two arms may differ
 
 @dataclass
 class Errors:
-    """Variances of the relative errors that rounding makes in one arm, from its layers and formats.
+    """Variances of the relative errors that rounding causes in one arm, from its layers and formats.
 
-    One rounding. In a binade, where the values lie in [m, 2m), the error is at most half a step, u m with
-    u = 2^-(bits + 1), and its mean square u² m² / 3. That of the values is 3/2 / ln 2 m², since their
-    logarithms are spread evenly. Roundings are independent: their variances v = (2/9) ln 2 u² add up.
+    One rounding. In a binade, with values in [m, 2m), the error is at most half a step, u m with
+    u = 2^-(bits + 1), and its mean square is u² m² / 3. The mean square of the values is 3/2 / ln 2 m², since
+    their logarithms are uniform. Roundings are independent, so their variances v = (2/9) ln 2 u² add.
 
     One branch, attention or MLP. Forward it has two GEMMs with two FP8 operands each: F = 4 v. Backward it
     has two, of a gradient and a weight each: B = 2 (v + v'), v' for the gradients' format. In BF16 it rounds
     at most eight tensors, either way: F = B = 8 v.
 
-    The residual stream. After n branches of equal size its variance is the mean of theirs, and each has F
-    more than the stream before it: a(n) = Σ (a(k - 1) + F) / n = F H with H = 1 + 1/2 + … + 1/n. There are
-    two branches a layer. The logits have the operands of one GEMM more, together at most (H + 1) F.
+    The residual. After n branches of equal size its variance is the mean of theirs, and each branch has F
+    more than the residual that it reads: a(n) = Σ (a(k - 1) + F) / n = F H with H = 1 + 1/2 + … + 1/n. There
+    are two branches per layer. The logits have the operands of one more GEMM, together at most (H + 1) F.
 
-    The gradient of a weight. The gradient of the stream collects branches in the same way. Each has B of its
-    own and is taken at activations with the variance H F: together H (B + H F). The head, the way into the
-    branch and the operands of the wgrad GEMM add at most 2 B + (2 H + 1) F: together (H + 2) B + (H + 1)² F.
+    The gradient of a weight. The gradient of the residual sums over branches in the same way. Each branch
+    adds B, and is evaluated at activations with the variance H F: together H (B + H F). lm_head, the backward
+    pass into the branch and the operands of the wgrad GEMM add at most 2 B + (2 H + 1) F: together
+    (H + 2) B + (H + 1)² F.
 
     What follows for the figures that are compared, from the variances g of a gradient and l of the logits:
 
-    - Errors of roundings are not correlated with the values. They lengthen a gradient by √(1 + g), and the
-      norm of N elements scatters by √(g / N), of which four are allowed. The errors come from T tokens of
-      width C, so there are no more than T C of them that are independent: N is at most that.
-    - The small errors of BF16 may be correlated within a branch, where tensors are rounded that are made of
-      each other: they add √B, and 2 roundings more with moments in BF16, from which the gradients are read.
-      Vectors may have twice that: transformers' Llama, whose norms and RoPE round their parts as well, has
-      1.4 times as much in the gradients of its norms (4 layers of width 4,096 on an H200).
+    - Rounding errors are not correlated with the values. They increase a gradient's norm by √(1 + g), and the
+      norm of N elements scatters by √(g / N), four of which are allowed. The errors come from T tokens of
+      width C, so at most T C of them are independent: N is at most that.
+    - The small errors of BF16 may be correlated within a branch, where one rounded tensor is computed from
+      another: they add √B, and 2 more roundings with moments in BF16, from which the gradients are read.
+      Norm weights and biases may have twice that: transformers' Llama, whose norms and RoPE also round their
+      intermediate values, has 1.4 times as much in the gradients of its norms (4 layers of width 4,096 on an
+      H200).
     - The loss changes by half the variance of the logits, and scatters over the tokens; BF16 counts in full.
-    - AdamW moves a weight by about the learning rate along the sign of its gradient. An error that is not
-      correlated shortens this way by √(1 + g), and the loss falls by as much less.
+    - AdamW moves a weight by about the learning rate along the sign of its gradient. An uncorrelated error
+      shortens this path by √(1 + g), and the loss falls by as much less.
     """
 
-    gradient: float  # g, of all roundings
-    correlated: float  # of those of BF16 that may be correlated
+    gradient: float  # g, from all roundings
+    correlated: float  # from BF16 roundings that may be correlated
     logits_fp8: float
     logits: float
 
     @classmethod
     def of(cls, config, device):
-        """The errors of an arm with train.py's options `config`."""
+        """Return the errors of an arm with train.py's options `config`."""
         depth = sum(1 / n for n in range(1, 2 * config.n_layer + 1))
-        variance = {
-            name: 2 / 9 * math.log(2) * 2.0 ** (-2 * (bits + 1)) for name, bits in MANTISSA_BITS.items()
-        }
+        variance = {name: 2 / 9 * math.log(2) * 2.0 ** (-2 * (bits + 1))
+                    for name, bits in MANTISSA_BITS.items()}
         forward, backward = 0.0, 0.0
         if config.fp8_recipe != "none":
             chosen = fp8.resolve_format(config.fp8_recipe, config.fp8_format)
             ahead, back = (variance[name] for name in FORMATS.get(chosen, ("E2M1", "E2M1")))
             forward, backward = 4 * ahead, 2 * (ahead + back)
-        # float32: also its sums round, of up to 4,096 terms
+        # in float32 the sums of up to 4,096 terms round, too
         other = 8 * (variance["BF16"] if device.type == "cuda" else 4096 * variance["float32"])
         moments = 2 * variance["BF16"] if config.moment_dtype == "bfloat16" else 0.0
         gradient = (depth + 2) * (backward + other) + (depth + 1) ** 2 * (forward + other)
@@ -94,14 +95,13 @@ class Errors:
                    logits=(depth + 1) * other)
 
     def of_norm(self, elements, tokens, width, of_vectors=False) -> float:
-        """Relative, of the gradient norm of so many elements: of matrices, or of norm weights and biases."""
+        """Return the relative error allowed in a gradient norm; `of_vectors`: of norm weights and biases."""
         scatter = 4 * math.sqrt(self.gradient / min(elements, tokens * width))
-        return (
-            math.sqrt(1 + self.gradient) - 1 + scatter + (2 if of_vectors else 1) * math.sqrt(self.correlated)
-        )
+        correlated = (2 if of_vectors else 1) * math.sqrt(self.correlated)
+        return math.sqrt(1 + self.gradient) - 1 + scatter + correlated
 
     def of_loss(self, spread, tokens) -> float:
-        """Absolute; `spread`: standard deviation of the logits."""
+        """Return the absolute error allowed in the loss. spread: standard deviation of the logits."""
         scatter = 4 * spread * math.sqrt(self.logits_fp8 / tokens)
         return self.logits_fp8 * spread**2 / 2 + scatter + spread * math.sqrt(self.logits)
 
@@ -125,8 +125,8 @@ def parts(model) -> dict:
 
 @torch.no_grad()
 def start_alike(step) -> None:
-    """Set a step's model and optimizer to a start that is the same in every arm: GPT-2's initialization,
-    drawn by the names of `parts`, and an optimizer that has made no step."""
+    """Reset a step's model and optimizer to the start that all arms share: GPT-2's initialization, seeded by
+    the names of `parts`, and an optimizer that has made no step."""
     for name, parameters in parts(step.model).items():
         if parameters[0].dim() < 2:
             continue
@@ -136,7 +136,7 @@ def start_alike(step) -> None:
         shape, device = (sum(sizes), parameters[0].shape[1]), parameters[0].device
         drawn = torch.randn(shape, generator=generator, device=device)
         for parameter, values in zip(parameters, drawn.mul_(std).split(sizes)):
-            parameter.copy_(values.bfloat16())  # also where weights are in float32
+            parameter.copy_(values.bfloat16())  # also into float32 weights
     for name, parameter in step.model.named_parameters():
         if parameter.dim() < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -156,7 +156,7 @@ def start_alike(step) -> None:
 
 @dataclass
 class Computed:
-    """What an arm computed in its first steps, and how exact that is."""
+    """What an arm computed in its first steps, and the errors that rounding explains."""
 
     arm: str
     loss: float
@@ -164,28 +164,27 @@ class Computed:
     sizes: dict  # elements of each
     fall: float  # of the loss over STEPS steps
     errors: Errors
-    lr: float | None = None  # of these steps; None where weights cannot take small ones
+    lr: float | None = None  # of these steps; None if the weights are too coarse for small ones
 
 
 def pick_lr(norm, elements) -> float:
-    """Return the learning rate of the further steps, from the norm of the gradient's elements.
+    """Return the learning rate of the further steps, from the gradient norm.
 
     AdamW moves each weight by about the learning rate, and so the loss, to first order, by at most lr · Σ|g|
-    <= lr · norm · √elements = FALL. With a rate that trains fast, the second order is as large, and what the
-    loss does after three steps depends on every rounding."""
+    <= lr · norm · √elements = FALL. At a rate that trains fast, the second-order term is as large, and the
+    loss after three steps depends on every rounding.
+    """
     return FALL / (norm * math.sqrt(elements))
 
 
 def has_float32_weights(step) -> bool:
-    """Whether every weight is float32 or has a float32 master: what is left of a small step is not rounded
-    off."""
+    """Return whether every weight is float32 or has a float32 master, so that small steps are kept."""
     return all(p.dtype == torch.float32 or "master_param" in step.optimizer.state.get(p, {})
                for p in step.model.parameters())
 
 
 def compute(arm, step, batch, device, lr=None) -> Computed:
-    """Take the first steps of an arm on one micro-batch, and set it back to its start. lr: of the first arm.
-    """
+    """Take the first steps of an arm on one micro-batch, then reset it. lr: that of the first arm."""
     batches = [batch] * step.config.grad_accum
     start_alike(step)
     if step.config.fp8_recipe == "delayed":
@@ -202,8 +201,10 @@ def compute(arm, step, batch, device, lr=None) -> Computed:
 
 
 def gradient_norms(step, norm) -> dict:
-    """Of each of `parts`, after one step from an optimizer state of zero. `norm`: of all gradients, by which
-    the step has clipped them."""
+    """Return the gradient norm of each of `parts`, after one step from an optimizer state of zero.
+
+    norm: that of all gradients, by which the step has clipped them.
+    """
     clip = min(1.0, step.config.grad_clip / (norm + 1e-6)) if step.config.grad_clip else 1.0
     scale = clip * (1 - step.optimizer.param_groups[0]["betas"][0])
     found = {}
@@ -215,15 +216,15 @@ def gradient_norms(step, norm) -> dict:
 
 
 def check_loss(loss, config) -> None:
-    """Raise RuntimeError unless the loss is about what random tokens cost at initialization: ln V + σ²/2,
-    where the logits have the variance σ² = 0.02²·C."""
+    """Raise RuntimeError unless the loss is about that of random tokens at initialization: ln V + σ²/2, with
+    the variance σ² = 0.02²·C of the logits."""
     expected = math.log(config.vocab_size) + 0.02**2 * config.n_embd / 2
     if not abs(loss - expected) < 0.3:
         raise RuntimeError(f"numerics: a loss of {loss:.3f} at initialization, not about {expected:.3f}")
 
 
 class Agreement:
-    """Compare every arm of a shape with the first one."""
+    """Compares every arm of a shape with the first one."""
 
     def __init__(self):
         self.first = None
@@ -249,7 +250,7 @@ class Agreement:
 
 
 def compared(found, first, width, tokens):
-    """Yield, for each figure, its difference over what rounding explains, and the figure in words."""
+    """Yield, for each figure, its difference over what rounding explains, and a description."""
     both = (found.errors, first.errors)
     spread = 0.02 * math.sqrt(width)  # of the logits of a new model
     allowed = sum(errors.of_loss(spread, tokens) for errors in both)

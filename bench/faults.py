@@ -1,15 +1,14 @@
-"""What breaks a run from outside, tried on the CPU: kill -9, full disks, flipped bytes, gradients that are
-NaN, SIGTERM while saving.
+"""Inject faults into training runs on the CPU: kill -9, full disks, flipped bytes, NaN gradients, SIGTERM.
 
     python bench/faults.py [--kills 100] [--json results/faults.json]     # under ten minutes on two cores
 
-Every trial is train.py itself on a model of a second or two. What it leaves is compared with a run of the
-same options that nothing happened to: the same lines in metrics.jsonl but for the times, and the same bytes
-in every tensor of the last checkpoint. The moments are drawn from --seed and are those of a run's steps,
-saves and evaluations after the first save was asked for (there is nothing to resume before it).
+Every trial is train.py itself, on a model that trains in a second or two. The result is compared with an
+undisturbed run of the same options: metrics.jsonl must be equal except for times, and every tensor of the
+last checkpoint must have the same bytes. The moments of a fault are drawn from --seed, among the steps, saves
+and evaluations after the first save (before it there is nothing to resume).
 
-Linux only: trials are forked, so that Python's imports are paid for once, and tell by memory that they share
-with this process what they do.
+Linux only: trials are forked, so that Python's imports run once, and report their phase in shared memory.
+This is the one module of bench/ that imports a command: train.py is what it tests.
 """
 
 import builtins
@@ -33,10 +32,10 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-if "torch" not in sys.modules:  # as a script: trials run side by side
+if "torch" not in sys.modules:  # as a script: trials run in parallel
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
-from matplotlib.figure import Figure  # noqa: F401  (imported here, once, for all trials)
+from matplotlib.figure import Figure  # noqa: F401  (imported once, for all trials)
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 from tqdm import tqdm
 
@@ -49,26 +48,28 @@ from nanote.metrics import OF_ONE_RUN, read_metrics
 
 STEPS = 24
 OPTIONS = (
-    f"--n-layer 1 --n-head 2 --n-embd 64 --dropout 0.1 --seq-len 64 --micro-batch-size 2 --grad-accum 2 --max-steps {STEPS} "
-    "--warmup-steps 4 --fp8-amax-history-len 8 --log-interval 1 --eval-interval 4 --eval-steps 2 --checkpoint-interval 3 --device cpu "
-    "--data tokens"
+    "--n-layer 1 --n-head 2 --n-embd 64 --dropout 0.1 --seq-len 64 --micro-batch-size 2 --grad-accum 2 "
+    f"--max-steps {STEPS} --warmup-steps 4 --fp8-amax-history-len 8 --log-interval 1 --eval-interval 4 "
+    "--eval-steps 2 --checkpoint-interval 3 --device cpu --data tokens"
 )
+REPEATED = ("killed", "terminated", "not_a_number")  # trials that run many times
+SINGLE = ("disk_fills", "every_call_fails", "flipped_bytes", "two_runs")
 
 
 @dataclass
 class Options:
     kills: int = 100  # Runs that are killed.
-    others: int = 20  # Runs for each of: a gradient that is NaN, SIGTERM while saving.
-    jobs: int = 2  # Runs at a time.
-    seed: int = 0  # Of the moments.
+    others: int = 20  # Runs each with a NaN gradient, and with SIGTERM while saving.
+    jobs: int = 2  # Runs at the same time.
+    seed: int = 0  # Seed of the moments.
     json: Path | None = None  # Write the figures here.
 
 
-# ---------------------------------------------------------------- a run in a process of its own
+# ---------------------------------------------------------------- a run in a forked process
 
 class Board:
-    """Memory that a trial shares with its parent: how often each of PHASES began and ended, and how long it
-    took last, in seconds."""
+    """Memory that a trial shares with its parent: how often each of PHASES began and ended, and the seconds
+    that it took last."""
 
     PHASES = "step", "save", "evaluation"
 
@@ -76,7 +77,7 @@ class Board:
         self.memory = mmap.mmap(-1, 4096)
 
     def watch(self, phase, function):
-        """`function`, which says on the board when it begins and ends."""
+        """Wrap `function` to record on the board when it begins and ends."""
         at = 24 * self.PHASES.index(phase)
 
         def watched(*arguments, **options):
@@ -89,36 +90,36 @@ class Board:
         return watched
 
     def read(self, phase):
-        """(times begun, times ended, seconds of the last)."""
+        """Return (times begun, times ended, seconds of the last)."""
         return struct.unpack_from("qqd", self.memory, 24 * self.PHASES.index(phase))
 
     def begun(self, phase):
         return self.read(phase)[0]
 
     def now(self):
-        """What is being done, such as "step" or, since a thread saves, "save and step"."""
-        return (
-            " and ".join(sorted(phase for phase in self.PHASES if self.read(phase)[0] > self.read(phase)[1]))
-            or "between"
-        )
+        """Return the current phase, such as "step" or, since saving is a thread, "save and step"."""
+        running = [phase for phase in self.PHASES if self.read(phase)[0] > self.read(phase)[1]]
+        return " and ".join(sorted(running)) or "between"
 
 
 def start(arguments: str, said: Path, sabotage=lambda: None) -> tuple[int, Board]:
-    """train.py with `arguments`, after `sabotage()`, in a fork of this process -> (its id, its board). What
-    it prints goes to the file `said`."""
+    """Run train.py in a fork of this process, after `sabotage()` -> (process id, board).
+
+    What it prints goes to the file `said`.
+    """
     board = Board()
     child = os.fork()
     if child:
         return child, board
-    code = 99  # of a defect, whose traceback is in `said`
+    code = 99  # an unexpected error, whose traceback is in `said`
     try:
         output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1), os.dup2(output, 2)
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
         torch.set_num_threads(1)
-        # its own is shared by forks: one that is killed with it in hand would stop all others
+        # forks share tqdm's lock: a trial that is killed while it holds the lock would stop all others
         tqdm.set_lock(threading.RLock())
-        # for people, after the last checkpoint
+        # samples and the picture come after the last checkpoint and are not tested here
         train.generate, train.plot_losses = lambda *_, **__: [], lambda run_dir: "no picture"
         train.TrainStep.__call__ = board.watch("step", train.TrainStep.__call__)
         checkpoint._write = board.watch("save", checkpoint._write)
@@ -132,7 +133,7 @@ def start(arguments: str, said: Path, sabotage=lambda: None) -> tuple[int, Board
 
 
 def wait(child) -> int:
-    """The exit code; -9 after kill -9."""
+    """Return the exit code; -9 after kill -9."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -141,14 +142,16 @@ def run(arguments, said="said", sabotage=lambda: None) -> int:
 
 
 def lines(run_dir) -> list[dict]:
-    """metrics.jsonl without the times."""
+    """Return the lines of metrics.jsonl without the times."""
     return [{key: value for key, value in record.items() if key not in OF_ONE_RUN}
             for record in read_metrics(Path(run_dir, "metrics.jsonl"))]
 
 
 def tensors(folder) -> dict[str, bytes]:
-    """Of a checkpoint of one file, read without torch. Python's own random generator is no part of a run's
-    result."""
+    """Return the tensors of a checkpoint of one file, read without torch.
+
+    The state of Python's random generator is left out: it is not part of a run's result.
+    """
     path, = Path(folder).glob("*.safetensors")
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
@@ -158,26 +161,25 @@ def tensors(folder) -> dict[str, bytes]:
 
 
 def equals(run_dir, whole="whole", stopped_after=None) -> bool:
-    """Whether a run came to what the undisturbed one did; the step after which it was stopped is not
-    evaluated."""
-    ours, theirs = (
-        [
-            {
-                key: value
-                for key, value in record.items()
-                if key != "val_loss" or record["step"] != stopped_after
-            }
-            for record in lines(folder)
-        ]
-        for folder in (run_dir, whole)
-    )
-    return ours == theirs and tensors(Path(run_dir, f"step-{STEPS}")) == tensors(Path(whole, f"step-{STEPS}"))
+    """Return whether a run has the result of the undisturbed one.
+
+    stopped_after: the step after which SIGTERM stopped it, which is not evaluated.
+    """
+    def records(folder):
+        found = lines(folder)
+        for record in found:
+            if record["step"] == stopped_after:
+                record.pop("val_loss", None)
+        return found
+
+    last = f"step-{STEPS}"
+    return records(run_dir) == records(whole) and tensors(Path(run_dir, last)) == tensors(Path(whole, last))
 
 
 @contextlib.contextmanager
 def in_scratch(name):
-    """A folder of its own for a trial, beside the tokens and the undisturbed run, and the current one
-    meanwhile; removed if all went well."""
+    """Make and enter a folder for a trial, with links to the tokens and the undisturbed run; remove it if the
+    trial raises nothing."""
     folder, before = Path(name).absolute(), Path.cwd()
     folder.mkdir()
     for shared in ("tokens", "whole"):
@@ -194,7 +196,7 @@ def in_scratch(name):
 # ---------------------------------------------------------------- kill -9 and SIGTERM
 
 def moment(number, seed, target=None):
-    """(phase, which one of it, part of its duration): when to strike in trial `number`."""
+    """Return (phase, number of the phase, fraction of its duration) at which to strike in trial `number`."""
     draw = random.Random(f"{seed}, {number}")
     target = target or ("step", "save", "evaluation", "anywhere")[number % 4]
     saves, evaluations = STEPS // 3, STEPS // 4 + 1  # one after the first step, too
@@ -206,14 +208,14 @@ def moment(number, seed, target=None):
 
 
 def strike(child, board, target, occurrence, part, number) -> str | None:
-    """Send signal `number` to `child` at the moment -> what it was doing; None if it had ended before."""
+    """Send signal `number` to `child` at the moment -> its phase; None if it had ended before."""
     phase = "step" if target == "anywhere" else target
     while board.begun(phase) < occurrence or not checkpoint.latest("run"):
         if os.waitpid(child, os.WNOHANG)[0]:
             return None
         time.sleep(0.0002)
     seconds = board.read(phase)[2] * part
-    if target == "anywhere":  # in the span from one step to the next, with all that lies between
+    if target == "anywhere":  # between one step and the next, evaluation and save included
         seconds = part * (board.read("step")[2] + board.read("evaluation")[2] + board.read("save")[2])
     time.sleep(seconds)
     if os.waitpid(child, os.WNOHANG)[0]:
@@ -224,11 +226,11 @@ def strike(child, board, target, occurrence, part, number) -> str | None:
 
 
 def killed(number, seed) -> dict:
-    """A run that gets kill -9, and is resumed."""
+    """Kill a run with kill -9, and resume it."""
     with in_scratch(f"kill-{number}"):
         target, occurrence, part = moment(number, seed)
         doing, attempts = None, 0
-        # nothing was left to do at that moment: an earlier one
+        # if nothing was left to do at that moment, try an earlier one
         while doing is None or Path(f"run/step-{STEPS}").exists():
             shutil.rmtree("run", ignore_errors=True)
             child, board = start(f"{OPTIONS} --out-dir run", Path("said"))
@@ -251,11 +253,11 @@ def killed(number, seed) -> dict:
 
 
 def terminated(number, seed) -> dict:
-    """A run that gets SIGTERM while it saves, and is resumed."""
+    """Send SIGTERM to a run while it saves, and resume it."""
     with in_scratch(f"term-{number}"):
         target, occurrence, part = moment(number, seed, "save")
         stopped = None
-        while not stopped:  # a run that came to its end before it looked for signals: an earlier moment
+        while not stopped:  # it may end before it checks for signals: try an earlier moment
             shutil.rmtree("run", ignore_errors=True)
             child, board = start(f"{OPTIONS} --out-dir run", Path("said"))
             doing = strike(child, board, target, occurrence, part, signal.SIGTERM)
@@ -271,10 +273,10 @@ def terminated(number, seed) -> dict:
         }
 
 
-# ---------------------------------------------------------------- a gradient that is NaN
+# ---------------------------------------------------------------- NaN gradients
 
 def not_a_number(number, seed) -> dict:
-    """A run in which a random element of a random gradient is NaN or infinite at a random step."""
+    """Make a random element of a random gradient NaN or infinite at a random step of a run."""
     draw = random.Random(f"{seed}, nan {number}")
     step, value, place = (
         draw.randint(2, STEPS - 1), draw.choice([float("nan"), float("inf"), float("-inf")]), draw.random(),
@@ -319,83 +321,82 @@ def not_a_number(number, seed) -> dict:
 
 # ---------------------------------------------------------------- a full disk
 
+def fill_disk_while_saving(disk, log):
+    """Leave 0, 1, 2 … blocks free while steps 2, 3, 4 … are saved; append each outcome to `log`."""
+    plain, filler = checkpoint._write, disk / "filler"
+
+    def write(run_dir, step, *rest):
+        if step > 1:
+            room = os.statvfs(disk).f_bavail - (step - 2)
+            with open(filler, "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, max(room, 1) * 4096)
+        last = checkpoint.latest(run_dir)
+        try:
+            plain(run_dir, step, *rest)
+            outcome = "written"
+        except OSError as error:
+            outcome = str(error)
+            raise
+        finally:
+            filler.unlink(missing_ok=True)
+            kept = checkpoint.latest(run_dir)
+            record = {
+                "step": step, "outcome": outcome, "whole": checkpoint._damage(kept) is None,
+                "stands": kept == last, "left": [path.name for path in run_dir.glob(".saving*")],
+            }
+            with open(log, "a") as file:
+                file.write(json.dumps(record) + "\n")
+
+    checkpoint._write = write
+
+
+def saves_on_full_disk(disk) -> dict:
+    """Train on a disk with too little room for most checkpoints -> figures."""
+    small = (f"{OPTIONS} --n-embd 32 --eval-interval 0 --checkpoint-interval 1 --keep-checkpoints 1 "
+             "--no-background-saves")
+    log = Path("tried").absolute()
+    run(f"{small} --max-steps 1 --out-dir {disk}/run")
+    sizes = [path.stat().st_size for path in (disk / "run").glob("step-*/*")]
+    blocks = sum((size + 4095) // 4096 for size in sizes)
+    shutil.rmtree(disk / "run")
+    code = run(f"{small} --max-steps {blocks + 6} --out-dir {disk}/run",
+               sabotage=lambda: fill_disk_while_saving(disk, log))
+    saves = [json.loads(line) for line in log.read_text().splitlines()]
+    failed = [save for save in saves if save["outcome"] != "written"]
+    said = Path("said").read_text()
+    told = [f"{disk}/run/step-{save['step']} not written: No space left on device" in said for save in failed]
+    return {
+        "blocks_of_a_checkpoint": blocks,
+        "saves": len(saves),
+        "failed": len(failed),
+        "exit_code": code,
+        "told": sum(told),
+        "last_good_stands": sum(save["whole"] and save["stands"] and not save["left"] for save in failed),
+        "written_with_room": [save["outcome"] for save in saves[-3:]] == ["written"] * 3,
+    }
+
+
 def disk_fills(_number, _seed) -> dict:
-    """A run on a disk of its own, which has room for a first checkpoint, and for the ones after for 0, 1, 2 …
-    of its 4 KiB blocks until all fit."""
+    """Train on a separate small disk, which has room for the first checkpoint, and for later ones 0, 1, 2 …
+    blocks of 4 KiB until all of it fits."""
     with in_scratch("disk") as folder:
         disk = folder / "disk"
         disk.mkdir()
-        mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True, text=True
-        )
+        mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+        mounted = subprocess.run(mount, capture_output=True, text=True)
         if mounted.returncode:
             return {"skipped": f"no tmpfs can be mounted here: {mounted.stderr.strip()}"}
         try:
-            small = f"{OPTIONS} --n-embd 32 --eval-interval 0 --checkpoint-interval 1 --keep-checkpoints 1 --no-background-saves"
-            tried = Path("tried").absolute()
-
-            def sabotage():
-                plain, filler = checkpoint._write, disk / "filler"
-
-                def write(run_dir, step, *rest):
-                    if step > 1:
-                        room = os.statvfs(disk).f_bavail - (step - 2)
-                        with open(filler, "wb") as file:
-                            os.posix_fallocate(file.fileno(), 0, max(room, 1) * 4096)
-                    last = checkpoint.latest(run_dir)
-                    try:
-                        plain(run_dir, step, *rest)
-                        outcome = "written"
-                    except OSError as error:
-                        outcome = str(error)
-                        raise
-                    finally:
-                        filler.unlink(missing_ok=True)
-                        kept = checkpoint.latest(run_dir)
-                        with open(tried, "a") as file:
-                            file.write(
-                                json.dumps(
-                                    {
-                                        "step": step, "outcome": outcome,
-                                        "whole": checkpoint._damage(kept) is None, "stands": kept == last,
-                                        "left": [p.name for p in run_dir.glob(".saving*")],
-                                    }
-                                )
-                                + "\n"
-                            )
-                checkpoint._write = write
-
-            def size():
-                return sum(-(-path.stat().st_size // 4096) for path in (disk / "run").glob("step-*/*"))
-
-            run(f"{small} --max-steps 1 --out-dir {disk}/run")
-            blocks = size()
-            shutil.rmtree(disk / "run")
-            code = run(f"{small} --max-steps {blocks + 6} --out-dir {disk}/run", sabotage=sabotage)
-            saves = [json.loads(line) for line in tried.read_text().splitlines()]
-            failed = [save for save in saves if save["outcome"] != "written"]
-            said = Path("said").read_text()
-            return {
-                "blocks_of_a_checkpoint": blocks,
-                "saves": len(saves),
-                "failed": len(failed),
-                "exit_code": code,
-                "told": sum(
-                    f"{disk}/run/step-{save['step']} not written: No space left on device" in said
-                    for save in failed
-                ),
-                "last_good_stands": sum(
-                    save["whole"] and save["stands"] and not save["left"] for save in failed
-                ),
-                "written_with_room": [save["outcome"] for save in saves[-3:]] == ["written"] * 3,
-            }
+            return saves_on_full_disk(disk)
         finally:
             subprocess.run(["umount", str(disk)], check=True)
 
 
 class DiskFull:
-    """Makes the n-th call with which nanote/checkpoint.py changes the disk fail: making a folder, a write, a
-    sync, the rename. A write that fails has written half of what it was given."""
+    """Makes the n-th call fail with which nanote/checkpoint.py changes the disk: mkdir, write, sync, rename.
+
+    A write that fails has written half of its content.
+    """
 
     def __init__(self, fail_at):
         self.fail_at, self.calls = fail_at, []
@@ -443,9 +444,11 @@ class DiskFull:
 
 
 def save_that_fails(run_dir, tensors, document, fail_at) -> tuple[list[str], bool]:
-    """Save step 2 of a run that has step 1, call number `fail_at` failing -> (the calls that were made,
-    whether all is as it should be: an error that says so, step 1 whole, step 2 whole or absent, and no
-    leftovers)."""
+    """Save step 2 of a run that has step 1, while call number `fail_at` fails -> (calls, good).
+
+    Good means: an error that says so, step 1 whole, step 2 whole or absent, and no leftover files. `fail_at`
+    None: no call fails.
+    """
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir()
     checkpoint._write(run_dir, 1, tensors.items(), document, 9)
@@ -467,7 +470,7 @@ def save_that_fails(run_dir, tensors, document, fail_at) -> tuple[list[str], boo
 
 
 def every_call_fails(_number, _seed) -> dict:
-    """Each call of a save in turn."""
+    """Let each call of a save fail in turn."""
     with in_scratch("calls"):
         run(f"{OPTIONS} --max-steps 1 --out-dir run")
         document = Path("run/step-1/meta.json").read_text()
@@ -476,9 +479,8 @@ def every_call_fails(_number, _seed) -> dict:
             for name, content in tensors("run/step-1").items()
         }
         calls, good = save_that_fails(Path("again"), values, document, None)
-        outcomes = [
-            save_that_fails(Path("again"), values, document, number)[1] for number in range(len(calls))
-        ]
+        outcomes = [save_that_fails(Path("again"), values, document, number)[1]
+                    for number in range(len(calls))]
         return {
             "calls": dict(Counter(calls)), "tried": len(outcomes), "good": sum(outcomes),
             "undisturbed_good": good,
@@ -488,7 +490,7 @@ def every_call_fails(_number, _seed) -> dict:
 # ---------------------------------------------------------------- flipped bytes
 
 def flips(path, places, refused) -> dict:
-    """Change a byte of the file at each of `places` (a bit, or all bits) and count how often `refused()`."""
+    """Change a byte at each of `places` (one bit, or all bits) and count how often `refused()`."""
     content, found = bytearray(path.read_bytes()), 0
     for number, place in enumerate(places):
         damaged = bytearray(content)
@@ -500,7 +502,7 @@ def flips(path, places, refused) -> dict:
 
 
 def flipped_bytes(_number, seed, most=300) -> dict:
-    """In each file of a checkpoint and of a token folder; `most` places in a file, all of a shorter one."""
+    """Flip bytes in each file of a checkpoint and of a token folder, at `most` places per file."""
     draw = random.Random(f"{seed}, flips")
 
     def places(path):
@@ -516,9 +518,9 @@ def flipped_bytes(_number, seed, most=300) -> dict:
             try:
                 checkpoint.read_meta("run/step-6")
             except ValueError as error:
-                return "damaged checkpoint: run/step-6/" in str(
-                    error
-                ) and "the one before it, run/step-3, is whole" in str(error)
+                found = str(error)
+                return ("damaged checkpoint: run/step-6/" in found
+                        and "the one before it, run/step-3, is whole" in found)
             return False
 
         def tokens_refused(split):
@@ -535,19 +537,20 @@ def flipped_bytes(_number, seed, most=300) -> dict:
             figures[f"tokens/{name}"] = flips(
                 Path("altered", name), places(Path("altered", name)), lambda: tokens_refused(split)
             )
-        checkpoint.read_meta("run/step-6"), dataset.open_tokens("altered", "train")  # put back, all is well
+        checkpoint.read_meta("run/step-6")  # restored, both are accepted
+        dataset.open_tokens("altered", "train")
         return figures
 
 
 # ---------------------------------------------------------------- two runs, one folder
 
 def two_runs(_number, _seed) -> dict:
-    """A second run resumes what the first still trains; then the first is killed, and the folder is free."""
+    """Resume a run that still trains, which must be refused; then kill it, and resume again."""
     with in_scratch("two"):
         child, board = start(f"{OPTIONS} --out-dir run", Path("first"))
         while not (checkpoint.latest("run") and board.begun("step") < STEPS):
             time.sleep(0.001)
-        os.kill(child, signal.SIGSTOP)  # it holds the folder, and cannot end meanwhile
+        os.kill(child, signal.SIGSTOP)  # it holds the folder, and cannot finish
         code = run("--resume --out-dir run", "second")
         os.kill(child, signal.SIGCONT)
         os.kill(child, signal.SIGKILL)
@@ -561,20 +564,34 @@ def two_runs(_number, _seed) -> dict:
         }
 
 
-# ---------------------------------------------------------------- all of it
+# ---------------------------------------------------------------- the whole study
 
 def trial(task):
+    """Run one trial: (the name of its function here, its number, the seed)."""
     kind, number, seed = task
     return kind, globals()[kind](number, seed)
 
 
 def make_tokens():
-    """A corpus of two hundred thousand bytes: the first modules of the standard library."""
+    """Write a corpus of 200,000 bytes: the first modules of the standard library."""
     documents, *_ = stdlib_documents()
     dataset.write_tokens(
         (text for text, _ in zip(documents, range(12))), "tokens", val_fraction=0.2,
         source="the standard library's first modules",
     )
+
+
+def run_trials(options) -> dict:
+    """Run all trials in parallel -> {kind: outcomes}."""
+    counts = {kind: options.others for kind in REPEATED} | {kind: 1 for kind in SINGLE}
+    counts["killed"] = options.kills
+    tasks = [(kind, number, options.seed) for kind, count in counts.items() for number in range(count)]
+    found = {}
+    with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
+        for done, (kind, outcome) in enumerate(pool.imap_unordered(trial, tasks), 1):
+            found.setdefault(kind, []).append(outcome)
+            print(f"{done}/{len(tasks)} {kind}: {json.dumps(outcome)}", flush=True)
+    return found
 
 
 def main(argv=None):
@@ -589,21 +606,7 @@ def main(argv=None):
             if run(f"{OPTIONS} --out-dir whole"):
                 raise OSError(f"the undisturbed run failed: {Path('said').read_text()}")
             final_loss = lines("whole")[-1]["loss"]
-            tasks = [("killed", number, options.seed) for number in range(options.kills)]
-            tasks += [
-                (kind, number, options.seed)
-                for kind in ("terminated", "not_a_number")
-                for number in range(options.others)
-            ]
-            tasks += [
-                (kind, 0, options.seed)
-                for kind in ("disk_fills", "every_call_fails", "flipped_bytes", "two_runs")
-            ]
-            found = {}
-            with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
-                for done, (kind, outcome) in enumerate(pool.imap_unordered(trial, tasks), 1):
-                    found.setdefault(kind, []).append(outcome)
-                    print(f"{done}/{len(tasks)} {kind}: {json.dumps(outcome)}", flush=True)
+            found = run_trials(options)
         finally:
             os.chdir(before)
     figures = {
@@ -611,17 +614,16 @@ def main(argv=None):
         "uninterrupted_final_loss": final_loss, **summary(found),
     }
     write_report("bench/faults.py", argv, figures, target)
-    for name in (
-        "killed", "terminated", "not_a_number", "disk_fills", "every_call_fails", "flipped_bytes", "two_runs",
-    ):
-        print(name, json.dumps(figures[name]["counts"] if "counts" in figures[name] else figures[name]))
+    for name in (*REPEATED, *SINGLE):
+        print(name, json.dumps(figures[name].get("counts", figures[name])))
     return 0
 
 
 def summary(found) -> dict:
+    """Return the figures: the outcomes, and counts of those that were repeated."""
     figures = {}
     for kind, outcomes in found.items():
-        if len(outcomes) == 1 and kind not in ("killed", "terminated", "not_a_number"):
+        if kind in SINGLE:
             figures[kind], = outcomes
             continue
         outcomes.sort(key=lambda outcome: outcome["trial"])

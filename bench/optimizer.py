@@ -1,11 +1,10 @@
-"""The optimizer's step alone: PyTorch's and Transformer Engine's fused Adam, and fast_kernels/adam.py, over
-the tensors of a model.
+"""Measure the optimizer step alone: PyTorch's and Transformer Engine's fused Adam, and fast_kernels/adam.py.
 
     python bench/optimizer.py [--json FILE]
 
-Milliseconds (median of 20 steps, replayed as a CUDA graph where the optimizer allows it) and the memory
-bandwidth that the bytes each one has to move amount to; and the gradients' norm, by which they are clipped,
-PyTorch's and fast_kernels/adam.py's.
+A row has milliseconds (median of 20 steps over the tensors of a model, replayed as a CUDA graph where the
+optimizer allows it) and the memory bandwidth that follows from the bytes that the step must move. The same
+for the gradient norm that clipping needs, PyTorch's and fast_kernels/adam.py's.
 """
 
 import sys
@@ -16,6 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.report import check_folder, markdown, write_report
+from bench.timing import timed
 from nanote import cli, fp8, models
 
 SIZES = {
@@ -30,21 +30,17 @@ class Options:
 
 
 def optimizers(model):
-    """name -> (optimizer, bytes that a step must move for each parameter)."""
-    from fast_kernels.adam import FastAdam
+    """Yield (name, optimizer, bytes per parameter that a step must move)."""
+    from fast_kernels.adam import FastAdam  # needs Triton
 
     parameters = list(model.parameters())
     fused_adam = fp8.te.optimizers.FusedAdam
     yield "torch AdamW, BF16 without masters", torch.optim.AdamW(parameters, fused=True, capturable=True), 14
     yield "TE FusedAdam, float32 masters", fused_adam(parameters, master_weights=True), 28
-    yield (
-        "TE FusedAdam, float32 masters, capturable",
-        fused_adam(parameters, master_weights=True, capturable=True), 28,
-    )
-    yield (
-        "TE FusedAdam, remainders", fused_adam(parameters, master_weights=True, store_param_remainders=True),
-        26,
-    )
+    capturable = fused_adam(parameters, master_weights=True, capturable=True)
+    yield "TE FusedAdam, float32 masters, capturable", capturable, 28
+    remainders = fused_adam(parameters, master_weights=True, store_param_remainders=True)
+    yield "TE FusedAdam, remainders", remainders, 26
     yield "fast_adam, float32 masters", FastAdam(parameters, store_param_remainders=False), 28
     yield "fast_adam, remainders", FastAdam(parameters), 26
     in_bf16 = FastAdam(parameters, betas=(0.9, 0.95), moment_dtype=torch.bfloat16)
@@ -52,7 +48,8 @@ def optimizers(model):
 
 
 def measure(step, graphed):
-    """Median milliseconds of `step()`."""
+    """Return the median ms of `step()`, as a CUDA graph if `graphed`."""
+    device = torch.device("cuda")
     for _ in range(3):
         step()
     if graphed:
@@ -62,19 +59,13 @@ def measure(step, graphed):
         step = graph.replay
     times = []
     for _ in range(20):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # so that the time Python takes to launch is over before the clock starts
-        torch.cuda._sleep(2_000_000)
-        start.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+        torch.cuda._sleep(2_000_000)  # cycles, in which Python launches the step
+        times += timed([step], device)
     return sorted(times)[10]
 
 
 def table(result) -> str:
-    """Markdown table: ms of a step, in brackets TB/s, of each optimizer and of the gradients' norm."""
+    """Return the Markdown table of ms (in brackets TB/s) of each optimizer and of the gradient norm."""
     rows = result["rows"]
     sizes = list(dict.fromkeys(row["size"] for row in rows))
     lines = []
@@ -86,40 +77,45 @@ def table(result) -> str:
     return markdown(["", "bytes a parameter", *(f"{size}, ms" for size in sizes)], lines)
 
 
+def model_of(shape):
+    """Build a model in BF16 with random gradients."""
+    _, config_class = models.model_classes("optimized")
+    model = models.build_model("optimized", config_class(**shape), device="cuda", dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return model
+
+
+def measure_model(size, model):
+    """Yield a row per optimizer, and per function that computes the gradient norm."""
+    count = sum(p.numel() for p in model.parameters())
+    gradients = [parameter.grad for parameter in model.parameters()]
+    for name, optimizer, bytes_per_parameter in optimizers(model):
+        graphed = getattr(optimizer, "capturable", False) or optimizer.defaults.get("capturable")
+        steps = [(name, optimizer.step, bytes_per_parameter)]
+        if name == "fast_adam, remainders":
+            steps += [("norm: torch get_total_norm", lambda: torch.nn.utils.get_total_norm(gradients), 2),
+                      ("norm: fast_adam", optimizer.gradient_norm, 2)]
+        for name, step, moved in steps:
+            ms = measure(step, graphed)
+            yield {"size": size, "parameters": count, "optimizer": name, "ms": ms,
+                   "bytes_per_parameter": moved, "terabytes_per_s": count * moved / ms / 1e9}
+        optimizer.state.clear()
+        del optimizer, steps, step
+
+
 def main(argv=None):
     options = cli.parse(Options, argv, prog="bench/optimizer.py", description=__doc__)
     check_folder(options.json)
     if fp8.IS_REFERENCE:
-        raise ValueError(
-            "there is no GPU with Transformer Engine here, and times on anything else mean nothing"
-        )
+        raise ValueError("times are measured on a GPU with Transformer Engine, and there is none here")
     rows = []
     for size, shape in SIZES.items():
-        model_class, config_class = models.model_classes("optimized")
-        model = models.build_model(
-            "optimized", config_class(**shape), device="cuda", dtype=torch.bfloat16
-        )
-        count = sum(p.numel() for p in model.parameters())
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        for name, optimizer, size_of in optimizers(model):
-            graphed = getattr(optimizer, "capturable", False) or optimizer.defaults.get("capturable")
-            steps = {name: (optimizer.step, size_of)}
-            if name == "fast_adam, remainders":
-                gradients = [parameter.grad for parameter in model.parameters()]
-                steps |= {"norm: torch get_total_norm": (lambda: torch.nn.utils.get_total_norm(gradients), 2),
-                          "norm: fast_adam": (optimizer.gradient_norm, 2)}
-            for name, (step, size_of) in steps.items():
-                ms = measure(step, graphed)
-                rows.append(
-                    {
-                        "size": size, "parameters": count, "optimizer": name, "ms": ms,
-                        "bytes_per_parameter": size_of, "terabytes_per_s": count * size_of / ms / 1e9,
-                    }
-                )
-                print(f"{size:18} {name:44} {ms:8.3f} ms  {rows[-1]['terabytes_per_s']:.2f} TB/s", flush=True)
-            optimizer.state.clear()
-            del optimizer, steps
+        model = model_of(shape)
+        for row in measure_model(size, model):
+            rows.append(row)
+            print(f"{size:18} {row['optimizer']:44} {row['ms']:8.3f} ms  {row['terabytes_per_s']:.2f} TB/s",
+                  flush=True)
         del model
         torch.cuda.empty_cache()
     write_report("bench/optimizer.py", argv, {"rows": rows}, options.json)

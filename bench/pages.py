@@ -1,22 +1,22 @@
-"""Write the tables, figures and pictures of the pages from the JSON beside this file. Nothing is measured.
+"""Write the tables, figures and pictures of the pages from the JSON in results/. Nothing is measured.
 
     python bench/pages.py            # what `make benchmark` ends with
     python bench/pages.py --check    # writes nothing; exit code 1 if a page does not say what the JSON says
 
 The pages are README.md, GUIDE.md and guide/*.md. Every measured number on them is one of two things:
 
-    <!-- memory -->                    between two of these comments: the table TABLES["memory"], generated
-    1.61<!--= speed("124m-b32", "gpt2", "fp8").ratio_to_plain -->    a figure: what the expression yields
+    <!-- memory -->                    a pair of these has the generated table TABLES["memory"] between
+    1.61<!--= speed("124m-b32", "gpt2", "fp8").ratio_to_plain -->    a figure: the value of the expression
 
 The comments are invisible in rendered Markdown and move with the text around them. A figure keeps the
 decimals, the sign and the thousands separator that it is written with, so 0.0<!--= … --> asks for one
-decimal. In an expression each JSON file is a name. A list of objects is a Table: called with values it
-gives the one row that holds them all; all(field, name=value, …) gives a column of some rows. Fields of a
-row are its attributes.
+decimal. In an expression each JSON file is a name. A list of objects is a Table: called with values, it
+returns the one row that has them all; all(field, name=value, …) returns a field of several rows. Fields of
+a row are its attributes.
 
-A number with a unit or a decimal point that is neither is an error, so that nobody types one in by hand.
-Code and the first column of a table are exempt. <!-- given --> after a number (and its unit) says that it
-is no result.
+A number with a unit or a decimal point that is neither is an error, so that none is typed in by hand. Code
+and the first column of a table are exempt. <!-- given --> after a number (and its unit) marks it as not
+measured.
 """
 
 import difflib
@@ -42,7 +42,7 @@ from bench import (
 )
 from nanote import cli
 
-PICTURES = {  # file -> what draws its content; the picture lies beside it
+PICTURES = {  # JSON file -> function that draws it; the picture is next to it
     "speed": speed_report.draw_speed,
     "stack": speed_report.draw_stack,
     "crossover": speed_report.draw_crossover,
@@ -53,7 +53,7 @@ PICTURES = {  # file -> what draws its content; the picture lies beside it
     "stability_h200": stability_report.plot,
     "stability_cpu": stability_report.plot,
 }
-TABLES = {  # comment in a page -> file, what makes a Markdown table of its content
+TABLES = {  # comment in a page -> JSON file, function that makes a Markdown table of it
     "speed": ("speed", speed_report.table), "compile": ("compile", speed_report.compile_table),
     "profile": ("speed", speed_report.profile_table), "variants": ("speed", speed_report.variants_table),
     "stack": ("stack", speed_report.stack_table), "crossover": ("crossover", speed_report.crossover_table),
@@ -69,7 +69,7 @@ TABLES = {  # comment in a page -> file, what makes a Markdown table of its cont
 FIGURE = re.compile(r"([+-]?)(\d[\d,]*)(\.\d+)?<!--=\s*(.+?)\s*-->")
 FUNCTIONS = {"abs": abs, "len": len, "max": max, "min": min, "sum": sum, "median": statistics.median}
 
-# What looks measured: a number with a unit or with a decimal point
+# A number counts as measured if it has a unit or a decimal point
 UNITS = r"\s?(?:%|×|times\b|m?s\b|seconds\b|[GMk]i?B\b|MHz\b|W\b|TFLOP/s|TB/s|nats\b|tokens/s)|\s[kMB]\b"
 MEASURED = re.compile(rf"(?<![\w.,/^])[+-]?\d[\d,]*(?:\.\d+|(?={UNITS}))")
 VERSION = (r"(?:Engine|TE|PyTorch|CUDA|cuDNN|Python|glibc|capability|below)[^\S\n]\d[\d.]*"
@@ -80,7 +80,7 @@ EXEMPT = (r"```.*?```", r"`[^`\n]*`", r"\]\([^)]*\)", r"(?m:^)\|[^|\n]*\|", GIVE
 
 @dataclass
 class Options:
-    check: bool = False  # Write nothing, and tell whether the pages are right.
+    check: bool = False  # Write nothing; report whether the pages are up to date.
 
 
 class Row(dict):
@@ -98,7 +98,7 @@ class Table(list):
     """A list of JSON objects."""
 
     def __call__(self, *values):
-        """Return the one row that has every value in some field; ValueError if none or several have."""
+        """Return the one row that has every value in some field; ValueError if none or several do."""
         found = [row for row in self if all(holds(row, value) for value in values)]
         if len(found) != 1:
             told = ", ".join(map(repr, values))
@@ -112,7 +112,8 @@ class Table(list):
 
 
 def holds(row, value):
-    return any(value == other and type(value) is type(other) for other in row.values())  # 1 is not True
+    # 1 is not True
+    return any(value == other and type(value) is type(other) for other in row.values())
 
 
 def wrap(value):
@@ -122,19 +123,21 @@ def wrap(value):
 
 
 def read(folder):
-    """{name: content} of the JSON files in a folder."""
+    """Return {name: content} of the JSON files in a folder."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
 def fill_tables(text, contents):
-    """`text` with each table of TABLES between its two comments. ValueError: a comment is unknown, or stands
-    alone."""
+    """Return `text` with each table of TABLES between its two comments.
+
+    Raises ValueError for an unknown comment, and for one without its pair.
+    """
     for mark, (name, make) in TABLES.items():
         comment = f"<!-- {mark} -->"
         if text.count(comment) not in (0, 2):
             many = text.count(comment)
             raise ValueError(f"{comment}: stands {many} times; put one before and one after the table")
-        if comment in text and name in contents:  # else it was not measured yet: the table stays as it is
+        if comment in text and name in contents:  # or it is not measured yet, and the table stays as it is
             before, _, after = text.split(comment)
             text = f"{before}{comment}\n{make(contents[name])}\n{comment}{after}"
     for comment in re.findall(r"<!--(?!=)\s*(.*?)\s*-->", text):
@@ -144,7 +147,7 @@ def fill_tables(text, contents):
 
 
 def fill_figures(text, contents):
-    """`text` with every figure computed anew."""
+    """Return `text` with every figure computed again."""
     names = {name: wrap(content) for name, content in contents.items()} | FUNCTIONS
 
     def compute(match):
@@ -163,14 +166,18 @@ def fill_figures(text, contents):
 
 
 def unmarked(text):
-    """["line 12: 1.61", …]: measured numbers in `text` that do not come from the JSON."""
-    blank = lambda match: re.sub(r"[^\n]", " ", match[0])  # noqa: E731  line numbers stay
+    """Return the measured numbers in `text` that do not come from the JSON: ["line 12: 1.61", …]."""
+    def blank(match):
+        return re.sub(r"[^\n]", " ", match[0])  # keeps line numbers
+
+    def line(match):
+        return text.count("\n", 0, match.start()) + 1
+
     for mark in TABLES:
         text = re.sub(f"<!-- {mark} -->.*?<!-- {mark} -->", blank, text, flags=re.DOTALL)
     text = FIGURE.sub(blank, text)
     for pattern in EXEMPT:
         text = re.sub(pattern, blank, text, flags=re.DOTALL)
-    line = lambda match: text.count("\n", 0, match.start()) + 1  # noqa: E731
     return [f"line {line(match)}: {match[0]}" for match in MEASURED.finditer(text)]
 
 
@@ -188,7 +195,7 @@ def main(argv=None):
                 wrong.append(f"{name}: {'page' if line[0] == '-' else 'JSON'} has {line[1:100]}")
         wrong += [f"{name}: no file in results/ is behind this number, {found}" for found in unmarked(text)]
     if not options.check:
-        for path, text in texts.items():  # only now: an error leaves every page as it was
+        for path, text in texts.items():  # only now, so that an error leaves every page as it was
             path.write_text(text)
         for name, draw in PICTURES.items():
             if name in contents:

@@ -1,10 +1,10 @@
-"""What benchmark_te.py compares with: the GPT of model_te_optimized.py without Transformer Engine, as nanoGPT
-is, and transformers' Llama.
+"""Baselines of benchmark_te.py: the GPT of model_te_optimized.py in plain PyTorch, as in nanoGPT, and
+transformers' Llama.
 
-The same network from the same OptimizedConfig, in nothing but PyTorch: nn.Linear,
-F.scaled_dot_product_attention, F.layer_norm or F.rms_norm, F.gelu or SwiGLU, F.cross_entropy. Parameters are
-float32; run it under BF16 autocast and torch.compile, with PyTorch's fused AdamW, as nanoGPT does
-(github.com/karpathy/nanoGPT). tests/test_benchmark.py holds its logits against the optimized model's.
+PlainGPT is the same network from the same OptimizedConfig, with nn.Linear, F.scaled_dot_product_attention,
+F.layer_norm or F.rms_norm, F.gelu or SwiGLU, and F.cross_entropy. Parameters are float32; PlainStep trains it
+under BF16 autocast and torch.compile with PyTorch's fused AdamW, as nanoGPT
+(github.com/karpathy/nanoGPT) does. tests/test_benchmark.py compares its logits with the optimized model's.
 """
 
 import math
@@ -36,8 +36,10 @@ def rope(x, cos, sin):
 
 
 def attention_by_hand(q, k, v):
-    """softmax(q kᵀ / √D) v under a causal mask, every step a kernel of its own: what SDPA replaces. (B, H, T,
-    D), k and v (B, H', T, D)."""
+    """Compute softmax(q kᵀ / √D) v under a causal mask, one kernel per operation, as without SDPA.
+
+    q: (B, H, T, D); k, v: (B, H', T, D).
+    """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -45,7 +47,7 @@ def attention_by_hand(q, k, v):
 
 
 class Block(nn.Module):
-    """x + attention, then x + MLP: (B, T, n_embd) -> (B, T, n_embd)."""
+    """x + attention(x), then x + MLP(x): (B, T, n_embd) -> (B, T, n_embd)."""
 
     def __init__(self, config, by_hand):
         super().__init__()
@@ -54,15 +56,12 @@ class Block(nn.Module):
         self.norm1 = Norm(config.n_embd, config, config.use_rmsnorm)
         self.qkv = nn.Linear(config.n_embd, q_size + 2 * kv_size, bias=config.bias)
         if config.use_qk_norm:
-            self.q_norm, self.k_norm = (
-                Norm(config.head_dim, config, True),
-                Norm(config.head_dim, config, True),
-            )
+            self.q_norm = Norm(config.head_dim, config, True)
+            self.k_norm = Norm(config.head_dim, config, True)
         self.proj = nn.Linear(q_size, config.n_embd, bias=config.bias)
         self.norm2 = Norm(config.n_embd, config, config.use_rmsnorm)
-        self.fc1 = nn.Linear(
-            config.n_embd, config.n_inner * (2 if config.activation == "swiglu" else 1), bias=config.bias
-        )
+        fc1_size = config.n_inner * (2 if config.activation == "swiglu" else 1)
+        self.fc1 = nn.Linear(config.n_embd, fc1_size, bias=config.bias)
         self.fc2 = nn.Linear(config.n_inner, config.n_embd, bias=config.bias)
 
     def forward(self, x, cos_sin):
@@ -90,9 +89,11 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """`model(input_ids)` -> logits (B, T, vocab_size); `model(input_ids, labels)` -> mean cross-entropy, a
-    scalar; both (B, T) int64. `by_hand`: attention without SDPA. Dropout, gradient checkpointing and FP8 are
-    not here."""
+    """`model(input_ids)` -> logits (B, T, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
+
+    input_ids and labels are (B, T) int64. by_hand: attention without SDPA. There is no dropout, gradient
+    checkpointing or FP8.
+    """
 
     def __init__(self, config, by_hand=False):
         super().__init__()
@@ -107,11 +108,8 @@ class PlainGPT(nn.Module):
             self.lm_head.weight = self.wte.weight
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                std = (
-                    0.02 / math.sqrt(2 * config.n_layer)
-                    if name.endswith(("proj.weight", "fc2.weight"))
-                    else 0.02
-                )
+                writes_residual = name.endswith(("proj.weight", "fc2.weight"))
+                std = 0.02 / math.sqrt(2 * config.n_layer) if writes_residual else 0.02
                 nn.init.normal_(parameter, std=std)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -129,20 +127,17 @@ class PlainGPT(nn.Module):
         for block in self.blocks:
             x = block(x, cos_sin)
         logits = self.lm_head(self.norm(x))
-        return (
-            logits
-            if labels is None
-            else F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-        )
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
-# benchmark_te.py says what they are
+# described in the docstring of benchmark_te.py
 ARMS = ("plain", "plain-eager", "plain-by-hand", "plain-graph", "hf-llama")
 
 
 class PlainStep:
-    """nanoGPT's training step: BF16 autocast, gradients clipped, PyTorch's fused AdamW. The interface of
-    train.TrainStep."""
+    """nanoGPT's training step: BF16 autocast, clipping, PyTorch's fused AdamW. Has TrainStep's interface."""
 
     def __init__(self, model, net, config, device):
         self.model, self.net, self.config, self.device = model, net, config, device
@@ -175,7 +170,7 @@ class PlainStep:
 
 
 class HFLlama(torch.nn.Module):
-    """transformers' Llama of the config's shape, called as our models are."""
+    """transformers' Llama at the shape of an OptimizedConfig, with the interface of the models here."""
 
     def __init__(self, c):
         super().__init__()
@@ -195,16 +190,15 @@ class HFLlama(torch.nn.Module):
 
 
 def build_plain(arm, model_config, config, device) -> PlainStep:
-    """The step of one of ARMS. model_config: an OptimizedConfig; config: train.py's options."""
+    """Build the step of one of ARMS. model_config: an OptimizedConfig; config: train.py's options."""
     torch.manual_seed(config.seed)
     if arm == "hf-llama" and (model_config.activation, model_config.use_rotary) != ("swiglu", True):
-        raise ValueError("--arms hf-llama: Llama is of the block modern only")
+        raise ValueError("--arms hf-llama: Llama has the block modern only; use --blocks modern")
     with torch.device(device):
-        model = (
-            HFLlama(model_config)
-            if arm == "hf-llama"
-            else PlainGPT(model_config, by_hand=arm == "plain-by-hand")
-        )
+        if arm == "hf-llama":
+            model = HFLlama(model_config)
+        else:
+            model = PlainGPT(model_config, by_hand=arm == "plain-by-hand")
     if arm == "hf-llama" and device.type == "cuda":
         model.bfloat16()
     eager = arm in ("plain-eager", "plain-by-hand")

@@ -1,16 +1,17 @@
-"""Is te_reference Transformer Engine, number for number? Needs an NVIDIA Hopper GPU and Transformer Engine.
+"""Compare te_reference with Transformer Engine, number for number, on an NVIDIA Hopper GPU.
 
-    python bench/reference_vs_te.py # 400 random cases; writes reference_vs_te.json here; exit code 1 if
-    anything is out of bounds
+    python bench/reference_vs_te.py     # 400 random cases; writes results/reference_vs_te.json
 
-Four kinds of case, drawn at random with heavy-tailed data, zeros and outliers:
-- tensor: one tensor, quantised by both. Bytes and scales must be equal, for delayed, current and block
+The exit code is 1 if anything is out of bounds. There are four kinds of case, drawn at random with
+heavy-tailed data, zeros and outliers:
+
+- tensor: one tensor, quantized by both. Bytes and scales must be equal, for delayed, current and block
   scaling.
 - history: amaxes of many tensors over several steps. Scales and amax histories must be equal.
-- norm: a tensor behind a fused normalisation. Sums run in another order, so at most one byte in 10,000 may
-  differ, by one FP8 step.
-- module: forward and backward over several steps, from the same weights. Outputs and gradients within the
-  rounding that `bounds` derives.
+- norm: the output of a fused norm. Its sums have another order, so at most one byte in 10,000 may differ, by
+  one FP8 step.
+- module: forward and backward over several steps, from the same weights. Outputs and gradients must be within
+  the rounding that `bounds` derives.
 """
 
 import datetime
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import te_reference as ref
+from bench.report import write_json
 from nanote import cli
 
 try:
@@ -37,15 +39,13 @@ try:
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 except ImportError as error:
-    print(
-        f"bench/reference_vs_te.py: compares with Transformer Engine on a GPU, but: {error}; python doctor.py says why",
-        file=sys.stderr,
-    )
+    print(f"bench/reference_vs_te.py: compares with Transformer Engine on a GPU, but: {error}; "
+          "python doctor.py says why", file=sys.stderr)
     sys.exit(2)
 
 FP8 = {torch.float8_e4m3fn: tex.DType.kFloat8E4M3, torch.float8_e5m2: tex.DType.kFloat8E5M2}
 TE_DTYPE = {torch.bfloat16: tex.DType.kBFloat16, torch.float32: tex.DType.kFloat32}
-# between neighbouring values, relative, at most
+# largest relative step between neighboring values
 STEP = {torch.float8_e4m3fn: 2.0**-3, torch.float8_e5m2: 2.0**-2}
 
 counts = dict(
@@ -57,14 +57,17 @@ worst = {}
 
 
 def note(kind, value, bound, case):
-    """Keep the case that comes closest to its bound."""
-    if kind not in worst or value / max(bound, 1e-30) > worst[kind]["value"] / max(
-        worst[kind]["bound"], 1e-30
-    ):
-        worst[kind] = {"value": value, "bound": bound, "case": case}
+    """Record a case if it is the closest to its bound so far."""
+    def share(entry):
+        return entry["value"] / max(entry["bound"], 1e-30)
+
+    entry = {"value": value, "bound": bound, "case": case}
+    if kind not in worst or share(entry) > share(worst[kind]):
+        worst[kind] = entry
 
 
 def compare(what, ours, theirs, case):
+    """Count the elements that differ."""
     different = int((ours != theirs).sum())
     counts[f"compared_{what}"] += ours.numel()
     counts[f"mismatched_{what}"] += different
@@ -72,12 +75,10 @@ def compare(what, ours, theirs, case):
 
 
 def heavy_tailed(rng, *shape, dtype):
-    """Normal numbers over several orders of magnitude, zeros, and a few outliers."""
-    x = (
-        torch.randn(shape, device="cuda")
-        * torch.exp(rng.uniform(0, 3) * torch.randn(shape, device="cuda"))
-        * 10.0 ** rng.uniform(-6, 3)
-    )
+    """Draw normal numbers over several orders of magnitude, zeros, and a few outliers."""
+    normal = torch.randn(shape, device="cuda")
+    spread = torch.exp(rng.uniform(0, 3) * torch.randn(shape, device="cuda"))
+    x = normal * spread * 10.0 ** rng.uniform(-6, 3)
     x[torch.rand(shape, device="cuda") < 0.02] = 0
     x.view(-1)[torch.randint(0, x.numel(), (3,), device="cuda")] *= 1e4
     return x.to(dtype)
@@ -85,12 +86,8 @@ def heavy_tailed(rng, *shape, dtype):
 
 def tensor_case(rng):
     fp8, dtype = rng.choice(list(FP8)), rng.choice(list(TE_DTYPE))
-    recipe = rng.choice(
-        [
-            "delayed", "current", "current, powers of two", "block 1x128", "block 128x128",
-            "block 1x128, columns",
-        ]
-    )
+    recipe = rng.choice(["delayed", "current", "current, powers of two", "block 1x128", "block 128x128",
+                         "block 1x128, columns"])
     rows, columns = 16 * rng.randint(1, 40), 16 * rng.randint(1, 40)
     case = f"{recipe}, {fp8}, {dtype}, {rows}x{columns}"
     x = heavy_tailed(rng, rows, columns, dtype=dtype)
@@ -106,25 +103,28 @@ def tensor_case(rng):
         compare("bytes", ref.quantize(x, scale, fp8).view(torch.uint8), theirs._data, case)
         compare("scales", scale.reciprocal(), theirs._scale_inv, case)
         return
+    compare_block_scaling(rng, x, fp8, "128x128" in recipe, "columns" in recipe, case)
+
+
+def compare_block_scaling(rng, x, fp8, square, columnwise, case):
+    """Compare block scaling of x, rowwise or columnwise, in blocks of 128x128 or 128 elements."""
     power_of_2 = rng.random() < 0.7
-    square, by_columns = "128x128" in recipe, "columns" in recipe
     quantizer = Float8BlockQuantizer(
-        fp8_dtype=FP8[fp8], rowwise=not by_columns, columnwise=by_columns, force_pow_2_scales=power_of_2,
+        fp8_dtype=FP8[fp8], rowwise=not columnwise, columnwise=columnwise, force_pow_2_scales=power_of_2,
         block_scaling_dim=2 if square else 1,
     )
     theirs = quantizer(x)
-    block = (128, 128) if square else (128, 1) if by_columns else (1, 128)
+    block = (128, 1) if columnwise else (1, 128)
+    if square:
+        block = (128, 128)
     ours, scale, _ = ref.in_blocks(
         x, block, lambda amax, fp8_max: ref.current_scale(amax, fp8_max, power_of_2), fp8
     )
-    # TE keeps column-wise data transposed, 1x128 scales transposed, and pads the scales' last dimension for
-    # its matrix product.
-    data, scale_inv = (
-        (theirs._columnwise_data, theirs._columnwise_scale_inv)
-        if by_columns
-        else (theirs._rowwise_data, theirs._rowwise_scale_inv)
-    )
-    ours, scale = (ours.T, scale) if by_columns else (ours, scale if square else scale.T)
+    # TE transposes columnwise data and 1x128 scales, and pads the last dimension of the scales for its GEMM
+    if columnwise:
+        data, scale_inv, ours = theirs._columnwise_data, theirs._columnwise_scale_inv, ours.T
+    else:
+        data, scale_inv, scale = theirs._rowwise_data, theirs._rowwise_scale_inv, scale if square else scale.T
     compare("bytes", ours.contiguous().view(torch.uint8), data.view(torch.uint8), case)
     compare("scales", scale.reciprocal(), scale_inv[: scale.shape[0], : scale.shape[1]], case)
 
@@ -153,12 +153,11 @@ def history_case(rng):
 
 
 def norm_case(rng):
-    dtype, norm, zero_centered, delayed = (
-        rng.choice(list(TE_DTYPE)), rng.choice(["layernorm", "rmsnorm"]), rng.random() < 0.5,
-        rng.random() < 0.5,
-    )
+    dtype, norm = rng.choice(list(TE_DTYPE)), rng.choice(["layernorm", "rmsnorm"])
+    zero_centered, delayed = rng.random() < 0.5, rng.random() < 0.5
     rows, columns = 16 * rng.randint(8, 64), 16 * rng.randint(4, 128)
-    case = f"{norm}, zero_centered_gamma={zero_centered}, {'delayed' if delayed else 'current'}, {dtype}, {rows}x{columns}"
+    recipe = "delayed" if delayed else "current"
+    case = f"{norm}, zero_centered_gamma={zero_centered}, {recipe}, {dtype}, {rows}x{columns}"
     x = heavy_tailed(rng, rows, columns, dtype=dtype)
     gamma = (torch.randn(columns, device="cuda") * 0.2 + (not zero_centered)).to(dtype)
     beta = (torch.randn(columns, device="cuda") * 0.1).to(dtype)
@@ -187,14 +186,13 @@ def norm_case(rng):
 
 
 def bounds(recipe, dtype, behind_activation, inner):
-    """Relative error of a result whose operands are equal, and of one behind an activation or another
-    product.
+    """Return the largest relative error of a GEMM's result that rounding explains.
 
-    Rounding the result to bfloat16: 2^-8. Tensor cores keep 13 bits behind the point of the largest of the
-    products that they add at once, so each of `inner` products is off by up to 2^-13; of random signs, the
-    sum grows with sqrt(inner) and so does its error, at most. Behind an activation the operands themselves
-    differ by d, that error. This moves a share d / s of the FP8 values by a step s, a relative error of
-    sqrt(d s); an input gradient depends on two such operands.
+    Rounding the result to bfloat16: 2^-8. Tensor cores keep 13 bits after the point of the largest of the
+    terms that they add at once, so each of the `inner` (K) terms is off by up to 2^-13; with random signs the
+    sum grows with sqrt(inner), and so does its error, at most. After an activation or another GEMM, the
+    operands themselves differ by this error d. This moves a share d / s of the FP8 values by a step s, a
+    relative error of sqrt(d s); an input gradient depends on two such operands.
     """
     d = (2.0**-8 if dtype == torch.bfloat16 else 0.0) + 2.0**-13 * math.sqrt(inner)
     if not behind_activation:
@@ -206,10 +204,8 @@ def bounds(recipe, dtype, behind_activation, inner):
 def module_case(rng):
     dtype = rng.choice([torch.bfloat16, torch.bfloat16, torch.float32])
     hidden, ffn, tokens = 128 * rng.randint(1, 6), 128 * rng.randint(1, 6), 128 * rng.randint(1, 4)
-    norm, activation = (
-        rng.choice(["LayerNorm", "RMSNorm"]),
-        rng.choice(["gelu", "geglu", "relu", "srelu", "swiglu"]),
-    )
+    norm = rng.choice(["LayerNorm", "RMSNorm"])
+    activation = rng.choice(["gelu", "geglu", "relu", "srelu", "swiglu"])
     name = rng.choice(["Linear", "LayerNormLinear", "LayerNormMLP"])
     options = {
         "Linear": {}, "LayerNormLinear": dict(normalization=norm, zero_centered_gamma=rng.random() < 0.3),
@@ -242,9 +238,8 @@ def module_case(rng):
     for _, module, _ in sides:
         module.load_state_dict(weights, strict=False)
     for step in range(4):
-        x = (torch.randn(tokens, hidden, device="cuda") * torch.exp(torch.randn(hidden, device="cuda"))).to(
-            dtype
-        )
+        x = torch.randn(tokens, hidden, device="cuda") * torch.exp(torch.randn(hidden, device="cuda"))
+        x = x.to(dtype)
         grad, results = None, []
         for library, module, recipe in sides:
             inp = x.clone().requires_grad_()
@@ -262,7 +257,7 @@ def module_case(rng):
         for key, theirs in results[0].items() if step or kind != "delayed" else ():
             error = ((theirs.float() - results[1][key].float()).norm() / theirs.float().norm()).item()
             note(f"{name}: {'output' if key == 'y' else 'gradients'}", error, bound, f"{key} of {case}")
-        if kind == "delayed" and name == "Linear":  # the quantised tensors themselves are the same
+        if kind == "delayed" and name == "Linear":  # the quantized tensors themselves are the same
             for key in ("scaling_fwd", "scaling_bwd"):
                 compare(
                     "histories", sides[1][1].fp8_meta[key].amax_history,
@@ -273,7 +268,7 @@ def module_case(rng):
 
 @dataclass
 class Options:
-    cases: int = 400  # Drawn, a quarter of each kind.
+    cases: int = 400  # Cases to draw, a quarter of each kind.
     seed: int = 0
 
 
@@ -295,7 +290,7 @@ def main(argv=None):
         "command": f"python bench/reference_vs_te.py --cases {options.cases} --seed {options.seed}",
         "passed": passed, **counts, "worst": worst,
     }
-    (ROOT / "results/reference_vs_te.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(ROOT / "results/reference_vs_te.json", result)
     print(json.dumps(result, indent=1))
     return 0 if passed else 1
 

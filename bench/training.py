@@ -1,18 +1,16 @@
-"""Two questions to train.py on a GPU: does a real run keep the benchmark's speed, and does any switch change
-what is learnt?
+"""Check that a real run of train.py keeps the benchmark's speed, and that no switch changes the final loss.
 
     python data.py stdlib
     python bench/training.py            # a few minutes; writes results/training.json and results/training.png
     python bench/training.py --plot     # draws the picture again from the JSON
 
-Speed: GPT-2 124M, 32 x 1,024 tokens a step, 1,500 steps with data loading, a log line every 10 steps and a
-checkpoint every 500, by the wall clock from step 490 to 1,490, with the checkpoints at 500 and 1,000 between,
-against `benchmark_te.py`'s bare steps at the same shape, minutes apart on the same GPU.
+Speed: GPT-2 124M, 32 x 1,024 tokens per step, 1,500 steps with data loading, a log line every 10 steps and a
+checkpoint every 500. The time from step 490 to 1,490, which includes two checkpoints, is compared with the
+steps of `benchmark_te.py` at the same shape, minutes apart on the same GPU.
 
-Switches: 300 steps of 8 x 1,024 tokens, one switch turned at a time, all with one seed, and two more seeds,
-of GPT-2's block and of the modern one. A switch changes nothing if the loss at the end (mean of the last 50
-steps) differs from the default's, or the modern block's, by no more than the seeds of that block differ among
-themselves.
+Switches: 300 steps of 8 x 1,024 tokens with one switch at a time, all with the same seed, and two more seeds
+of GPT-2's block and of the modern one. A switch agrees if the final loss (mean of the last 50 steps) differs
+from its block's by no more than the seeds of that block differ among themselves.
 """
 
 import json
@@ -29,7 +27,8 @@ sys.path.insert(0, str(ROOT))
 from bench.report import write_report
 from nanote import cli
 
-COMMON = "--preset gpt2-124m --vocab-size 50304 --grad-accum 1 --warmup-steps 50 --eval-interval 0 --eval-steps 2 --keep-checkpoints 1"
+COMMON = ("--preset gpt2-124m --vocab-size 50304 --grad-accum 1 --warmup-steps 50 --eval-interval 0 "
+          "--eval-steps 2 --keep-checkpoints 1")
 REAL = "--micro-batch-size 32 --max-steps 1500 --log-interval 10 --checkpoint-interval 500"
 SHORT = "--micro-batch-size 8 --max-steps 300 --log-interval 1 --checkpoint-interval 0"
 MODERN = "--activation swiglu --use-rmsnorm --use-rotary --use-qk-norm --no-bias --n-kv-head 4"
@@ -61,19 +60,18 @@ SEEDS = {
 @dataclass
 class Options:
     data: str = "data/stdlib"  # A folder of token files.
-    jobs: int = 4  # Runs at a time, of the switches.
-    skip_speed: bool = False  # The switches only.
-    plot: bool = False  # Draw the committed JSON again, and measure nothing.
+    jobs: int = 4  # Runs of the switches at the same time.
+    skip_speed: bool = False  # Measure the switches only.
+    plot: bool = False  # Draw the JSON again, and measure nothing.
 
 
 def call(*arguments):
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, env=os.environ
-    )
+    """Run a script of the kit; OSError with the last line of its stderr if it fails."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
     if done.returncode:
-        raise OSError(
-            f"{' '.join(arguments)}: exit code {done.returncode}: {done.stderr.strip().splitlines()[-1:]}"
-        )
+        last = done.stderr.strip().splitlines()[-1:]
+        raise OSError(f"{' '.join(arguments)}: exit code {done.returncode}: {last}")
 
 
 def run(folder, options, data):
@@ -83,14 +81,13 @@ def run(folder, options, data):
 
 
 def measure_speed(scratch, data):
+    """Return tokens per second of a real run and of the benchmark."""
     records = {record["step"]: record for record in run(scratch / "real", REAL, data)}
     first, last = records[490], records[1490]
     real = 32 * 1024 * 1000 / (last["seconds"] - first["seconds"])
-    call(
-        "benchmark_te.py", "--shapes", "124m-b32", "--blocks", "gpt2", "--arms", "fp8", "--json",
-        str(scratch / "bench.json"),
-    )
-    row, = [row for row in json.loads((scratch / "bench.json").read_text()) if row["arm"] == "fp8"]
+    path = scratch / "bench.json"
+    call("benchmark_te.py", "--shapes", "124m-b32", "--blocks", "gpt2", "--arms", "fp8", "--json", str(path))
+    row, = [row for row in json.loads(path.read_text()) if row["arm"] == "fp8"]
     return {
         "command": f"python train.py {COMMON} {REAL}", "tokens_per_s": real,
         "tokens_per_s_between_checkpoints": last["tokens_per_s"],
@@ -99,25 +96,27 @@ def measure_speed(scratch, data):
 
 
 def final(losses):
+    """Return the mean of the last 50."""
     return sum(losses[-50:]) / 50
 
 
 def measure_switches(scratch, data, jobs, write):
-    """`write` gets the figures after each run: what is done is kept if the rest is cut short."""
-    def one(item):
+    """Train with each switch. `write` is called with the figures after each run, so that they are kept if the
+    study is interrupted."""
+    def train_with(item):
         name, options = item
-        return name, [
-            record["loss"] for record in run(scratch / name.replace(" ", "-"), f"{SHORT} {options}", data)
-        ]
+        records = run(scratch / name.replace(" ", "-"), f"{SHORT} {options}", data)
+        return name, [record["loss"] for record in records]
 
     losses = {}
     with ThreadPoolExecutor(jobs) as pool:
-        for name, values in pool.map(one, SWITCHES.items()):
+        for name, values in pool.map(train_with, SWITCHES.items()):
             losses[name] = values
             write(compare(losses))
 
 
 def compare(losses):
+    """Compare each run with its block's -> figures. losses: {name of a switch: losses}."""
     rows = []
     for name, values in losses.items():
         start = "modern block" if name.startswith("modern") else "default"
@@ -134,7 +133,7 @@ def compare(losses):
 
 
 def plot(figures, path):
-    import matplotlib
+    import matplotlib  # slow to import
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5), layout="constrained")
@@ -168,21 +167,20 @@ def main(argv=None):
     if not options.plot:
         with tempfile.TemporaryDirectory() as scratch:
             figures = {} if options.skip_speed else {"speed": measure_speed(Path(scratch), options.data)}
-            measure_switches(
-                Path(scratch), options.data, options.jobs,
-                lambda rows: write_report("bench/training.py", argv, figures | {"switches": rows}, path),
-            )
+
+            def write(switches):
+                write_report("bench/training.py", argv, figures | {"switches": switches}, path)
+
+            measure_switches(Path(scratch), options.data, options.jobs, write)
     figures = json.loads(path.read_text())
     plot(figures, path.with_suffix(".png"))
     if "speed" in figures:
         speed = figures["speed"]
-        print(
-            f"real run {speed['tokens_per_s']:,.0f} tokens/s, benchmark {speed['benchmark_tokens_per_s']:,.0f}: {100 * speed['ratio']:.1f} %"
-        )
+        print(f"real run {speed['tokens_per_s']:,.0f} tokens/s, benchmark "
+              f"{speed['benchmark_tokens_per_s']:,.0f}: {100 * speed['ratio']:.1f} %")
     for row in figures["switches"]["rows"]:
-        print(
-            f"{row['switch']:42} {row['final_loss']:.4f}  {row['difference']:+.4f}  {'agrees' if row['agrees'] else 'DIFFERS'}"
-        )
+        verdict = "agrees" if row["agrees"] else "DIFFERS"
+        print(f"{row['switch']:42} {row['final_loss']:.4f}  {row['difference']:+.4f}  {verdict}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmark refuses an arm whose backward pass or optimizer is broken before it is timed."""
+"""The benchmark refuses an arm with a broken backward pass or optimizer before it times it."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ def one_thread():
 
 
 def build(arm, block="gpt2"):
-    """(step, its first micro-batch) as `measure` makes them."""
+    """Return (step, its first micro-batch) as `measure` makes them."""
     config = arms.make_config(SMALL, DEVICE, block)
     config = arms.arm_config("bf16" if arm in PLAIN_ARMS else arm, config)
     batch = arms.make_batches(config, DEVICE)[0]
@@ -53,7 +53,7 @@ def verified(others, arm, block="gpt2", sabotage=None):
 
 @functools.cache
 def with_plain(block="gpt2"):
-    """The agreement with nanoGPT's step."""
+    """Return the Agreement with nanoGPT's step."""
     others = Agreement()
     verified(others, "plain-eager", block)
     return others
@@ -67,7 +67,7 @@ ARMS = ("plain-by-hand", "bf16", "bf16-bf16_moments", "fp8", "fp8-e4m3", "fp8-cu
 @pytest.mark.parametrize("arm", ARMS if HAS_GPU else ("plain", *ARMS))  # compiling takes long on a GPU
 def test_arms_that_are_right_agree(block, arm):
     figures = verified(with_plain(block), arm, block)
-    assert figures["agrees_with"] == "plain-eager" and figures["agreement"] < 0.6  # of what roundings explain
+    assert figures["agrees_with"] == "plain-eager" and figures["agreement"] < 0.6  # of what rounding explains
     assert figures["loss_fall"] > 0.05 and figures["grad_norm"] > 1
 
 
@@ -120,7 +120,7 @@ def with_plain_at_12_layers():
 @pytest.mark.parametrize("arm, factor", [("fp8", 1), ("fp8-current", 1), ("fp8-block", 1), ("fp8", 0.9),
                                          ("fp8", 1.1), ("fp8-e4m3", 0.9), ("fp8-block-hybrid", 1.1)])
 def test_at_12_layers_a_tenth_more_or_less_is_refused(arm, factor, monkeypatch):
-    """Of one block's weight gradient, in FP8 against high precision, where roundings explain the most."""
+    """Of one block's weight gradient, in FP8 against high precision, where rounding explains the most."""
     monkeypatch.setattr(arms, "ON_CPU", arms.ON_CPU | TWELVE_LAYERS)
 
     def sabotage(step):
@@ -148,9 +148,8 @@ def test_what_rounding_explains_on_a_gpu(depth, width, tokens):
 
 def test_what_was_measured_on_an_h200_agrees():
     """Of every arm of results/formats.json, which names the arm that it was compared with."""
-    rows = {
-        row["arm"]: row for row in json.loads((RESULTS / "formats.json").read_text()) if "loss_fall" in row
-    }
+    measured = json.loads((RESULTS / "formats.json").read_text())
+    rows = {row["arm"]: row for row in measured if "loss_fall" in row}
     for arm, row in rows.items():
         first = rows[row.get("agrees_with", arm)]
         found, expected = (agreement.Computed(

@@ -1,5 +1,5 @@
-"""The benchmark: what it compares with computes the same network, its figures are what they say, and every
-mode runs (through te_reference)."""
+"""benchmark_te.py: its baseline computes the same network, its figures are correct, and every mode runs
+(through te_reference)."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def test_plain_gpt_is_the_same_network(block, by_hand):
     config = OptimizedConfig(**TINY | BLOCKS[block])
     ours, plain = OptimizedGPT2Model(config), plain_gpt.PlainGPT(config, by_hand)
     with torch.no_grad():
-        for p in ours.parameters():  # biases and norms, too, so that a forgotten one shows
+        for p in ours.parameters():  # biases and norms, too, so that a missing one shows
             p.normal_(0.0, 0.2) if p.dim() > 1 else p.add_(0.2 * torch.randn_like(p))
     weights = {name: value for name, value in ours.state_dict().items() if "_extra_state" not in name}
     for theirs, mine in NAMES:
@@ -77,7 +77,7 @@ def test_hf_llama_is_of_our_size():
 
 
 def test_block_scaling_measured_with_e5m2_gradients_says_so():
-    """Rows of before E4M3 was its default do not name a format."""
+    """Rows from before E4M3 was its default do not name a format."""
     row = dict(shape="guide", block="gpt2", ms=1.0, tokens_per_s=1e3)
     row |= dict(ratio_to_plain=None, mfu=None, peak_gib=None)
     old, new = row | dict(arm="fp8-block"), row | dict(arm="fp8-block", fp8_format="e4m3")
@@ -175,34 +175,27 @@ def test_kernel_classes(name, kind):
     assert profiling.kernel_class(name) == kind
 
 
-FIELDS = "shape block arm ms tokens_per_s ratio_to_plain mfu peak_gib floor_ms ceilings gpu torch te date command cuda_graph model_config".split()
+FIELDS = ("shape block arm ms tokens_per_s ratio_to_plain mfu peak_gib floor_ms ceilings gpu torch te date "
+          "command cuda_graph model_config").split()
 
 
 def test_shapes_write_whole_rows_and_keep_those_of_other_arms(tmp_path, capsys, compiles):
     path = tmp_path / "speed.json"
-    assert (
-        run(
-            f"--shapes 124m-b32 --blocks gpt2 --arms plain bf16 fp8 --steps 4 --json {path} --png {tmp_path}/speed.png"
-        )
-        == 0
-    )
+    command = "--shapes 124m-b32 --blocks gpt2 --arms plain bf16 fp8 --steps 4"
+    assert run(f"{command} --json {path} --png {tmp_path}/speed.png") == 0
     assert "the times mean nothing" in capsys.readouterr().out
     assert compiles == [{"fullgraph": False, "dynamic": False, "mode": "default"}]  # of plain
     rows = json.loads(path.read_text())
-    assert [row["arm"] for row in rows] == ["plain", "bf16", "fp8"] and not any(
-        "error" in row for row in rows
-    )
+    assert [row["arm"] for row in rows] == ["plain", "bf16", "fp8"]
+    assert not any("error" in row for row in rows)
     for row in rows:
         assert set(FIELDS) <= set(row) and row["ms"] > 0 and row["floor_ms"] > 0 and row["ratio_to_plain"] > 0
         assert row["tokens_per_s"] == pytest.approx(1e3 * 2 * 32 / row["ms"], rel=1e-4)
         assert all(row[f"{phase}_ms"] > 0 for phase in ("forward", "backward", "optimizer"))
-    assert (
-        rows[0]["ratio_to_plain"] == 1
-        and rows[0]["profile_ms"]["GEMM BF16"] > 0
-        and "profile_ms" not in rows[1]
-    )
+    assert rows[0]["ratio_to_plain"] == 1 and rows[0]["profile_ms"]["GEMM BF16"] > 0
+    assert "profile_ms" not in rows[1]
     assert (tmp_path / "speed.png").stat().st_size > 10_000
-    # before anything ran
+    # refused before anything runs
     assert run(f"--shapes 124m-b32 --blocks gpt2 --arms bf16 nothing-else --steps 4 --json {path}") == 2
     assert run(f"--shapes 124m-b32 --blocks gpt2 --arms bf16 --steps 4 --profile none --json {path}") == 0
     again = json.loads(path.read_text())
@@ -221,10 +214,8 @@ def test_an_arm_that_fails_is_a_row_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(arms, "build_te", fails)
     assert run(f"--shapes llama3-8b --arms fp8 --steps 4 --profile none --json {tmp_path}/rows.json") == 0
     first, second = json.loads((tmp_path / "rows.json").read_text())
-    assert (
-        first["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
-        and second["arm"] == "fp8-checkpointing"
-    )
+    assert first["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
+    assert second["arm"] == "fp8-checkpointing"
     assert second["tokens_per_s"] > 0 and second["ratio_to_plain"] is None
 
 
@@ -279,21 +270,18 @@ def test_sweep(tmp_path, monkeypatch):
     monkeypatch.setattr(crossover, "WIDTHS", (256, 512))
     monkeypatch.setattr(crossover, "TOKENS", (1024, 2048))
     assert run(f"--sweep --time-budget 0 --json {tmp_path}/rows.json") == 0
-    assert all(
-        row["error"] == "not run: time budget" for row in json.loads((tmp_path / "rows.json").read_text())
-    )
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert all(row["error"] == "not run: time budget" for row in rows)
     monkeypatch.setattr(crossover, "WIDTHS", (256,))
     assert run(f"--sweep --json {tmp_path}/rows.json --png {tmp_path}/map.png") == 0
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [(row["width"], row["tokens"]) for row in rows if "error" not in row] == [
-        (256, 1024),
-        (256, 2048),
-    ] and len(rows) == 4
+    measured = [(row["width"], row["tokens"]) for row in rows if "error" not in row]
+    assert measured == [(256, 1024), (256, 2048)] and len(rows) == 4
     for row in rows[2:]:
         assert row["graph"] == pytest.approx(row["bf16_ms"] / row["fp8_ms"], rel=1e-4)
     before = (tmp_path / "rows.json").read_text()
-    # measured already
-    assert run(f"--sweep --json {tmp_path}/rows.json") == 0 and (tmp_path / "rows.json").read_text() == before
+    assert run(f"--sweep --json {tmp_path}/rows.json") == 0  # everything is measured already
+    assert (tmp_path / "rows.json").read_text() == before
     assert (tmp_path / "map.png").stat().st_size > 10_000
 
 
@@ -363,13 +351,10 @@ def test_a_switch_is_compared_with_the_seeds_of_its_own_block():
         "default": 2.0, "seed 2": 2.01, "seed 3": 1.98, "BF16": 2.02, "FP8 current": 2.04,
         "modern block": 1.3, "modern block, seed 2": 1.36, "modern block, Transformer Engine's modules": 1.35,
     }
-    rows = {
-        row["switch"]: row
-        for row in training.compare({name: 250 * [9.0] + 50 * [end] for name, end in ends.items()})["rows"]
-    }
-    assert rows["BF16"]["spread_of_seeds"] == pytest.approx(0.03) and rows["modern block, seed 2"][
-        "spread_of_seeds"
-    ] == pytest.approx(0.06)
+    figures = training.compare({name: 250 * [9.0] + 50 * [end] for name, end in ends.items()})
+    rows = {row["switch"]: row for row in figures["rows"]}
+    assert rows["BF16"]["spread_of_seeds"] == pytest.approx(0.03)
+    assert rows["modern block, seed 2"]["spread_of_seeds"] == pytest.approx(0.06)
     assert rows["modern block, Transformer Engine's modules"]["difference"] == pytest.approx(0.05)
     assert {name for name, row in rows.items() if not row["agrees"]} == {"FP8 current"}
 
@@ -389,7 +374,7 @@ def test_the_table_of_memory_leaves_what_is_missing_empty():
 
 
 def test_memory_switches_are_compared_with_the_defaults_of_the_same_run(tmp_path, monkeypatch):
-    """One switch is asked for: the defaults are measured beside it, and replace those of an earlier run."""
+    """With one switch, the defaults are measured as well, and replace those of an earlier run."""
     ran = []
 
     def one(command, **options):
@@ -446,7 +431,8 @@ def test_the_table_of_torch_compile():
 
 def test_an_error_in_a_line():
     assert cli.in_a_line(ValueError("one\ntwo")) == "ValueError: one"
-    compiler = 'NotImplementedError: \n\nfrom user code:\n   File "/a/b/model.py", line 7, in forward\n    y = f(x)\n\nSet TORCHDYNAMO_VERBOSE=1'
+    compiler = ('NotImplementedError: \n\nfrom user code:\n   File "/a/b/model.py", line 7, in forward\n'
+                "    y = f(x)\n\nSet TORCHDYNAMO_VERBOSE=1")
     told = "RuntimeError: NotImplementedError: at y = f(x) (model.py, line 7, in forward)"
     assert cli.in_a_line(RuntimeError(compiler)) == told
     places = f'File "{ROOT}/a.py", line 3, in f\n    g(x)\n  File "/lib/b.py", line 4, in g\n    h()\n'
@@ -458,12 +444,11 @@ def test_an_error_in_a_line():
 
 
 def test_power_and_clock(monkeypatch, tmp_path):
-    """Medians of what nvidia-smi prints while the function is called, of whole lines; nothing where there is
-    none."""
+    """Medians of the complete lines that nvidia-smi prints while the function is called; {} without it."""
     calls, smi = [], tmp_path / "nvidia-smi"
     smi.write_text(
-        "#!/bin/sh\necho '650.5, 700.00, 1500, 1980'\necho '690.5, 700.00, 1600, 1980'\necho '[N/A], 700.00, 1600, 1980'\n"
-        "echo '660.5, 700.00, 1550, 1980'\n"
+        "#!/bin/sh\necho '650.5, 700.00, 1500, 1980'\necho '690.5, 700.00, 1600, 1980'\n"
+        "echo '[N/A], 700.00, 1600, 1980'\necho '660.5, 700.00, 1550, 1980'\n"
     )
     smi.chmod(0o755)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))

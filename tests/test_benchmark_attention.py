@@ -1,5 +1,5 @@
-"""benchmark_attention.py: what it writes, that it finds out a wrong kernel, and its arithmetic. What is fast,
-only a GPU can say."""
+"""benchmark_attention.py: its report, that it detects a wrong kernel, and its arithmetic. Times mean
+something on a GPU only."""
 
 import json
 import math
@@ -20,8 +20,7 @@ SMALL = ["--shapes", "2x64x4x2x32", "--block-shapes"]
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """At these sizes a second thread gains nothing, and where other programs want the cores it costs seconds.
-    """
+    """At these sizes a second thread gains nothing, and on a busy machine it costs seconds."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -43,7 +42,7 @@ def not_causal(shape):
 
 
 def heads_mixed_up(shape):
-    """Query head i with KV head i % KV heads; right is i // (heads / KV heads)."""
+    """Query head i uses KV head i % KV heads; correct is i // (heads / KV heads)."""
     return lambda q, k, v: attention.sdpa(
         Shape(shape.batch, shape.length, shape.heads, shape.heads, shape.head_dim)
     )(q, *(t.repeat(1, 1, shape.heads // shape.kv_heads, 1) for t in (k, v)))
@@ -73,20 +72,16 @@ def test_it_writes_its_figures_and_draws_them(tmp_path, capsys):
     blocks = [row for row in result["rows"] if row["part"] == "block" and "why_not" not in row]
     assert len(kernels) >= 3 and {row["precision"] for row in blocks} == {"bf16", "fp8"}
     for row in kernels + blocks:
-        assert (
-            row["agrees"]
-            and row["forward_ms"] > 0
-            and row["backward_ms"] > 0
-            and row["both_ms"] >= row["forward_ms"]
-        )
+        assert row["agrees"] and row["forward_ms"] > 0 and row["backward_ms"] > 0
+        assert row["both_ms"] >= row["forward_ms"]
     for row in kernels:
-        assert set(row["errors"]) == {"out", "dq", "dk", "dv"} and all(
-            1e-5 < error < 1e-2 for error in row["errors"].values()
-        )
+        assert set(row["errors"]) == {"out", "dq", "dk", "dv"}
+        assert all(1e-5 < error < 1e-2 for error in row["errors"].values())
         assert row["both_tflops"] == pytest.approx(1e-9 * 3.5 * 4 * 2 * 4 * 64 ** 2 * 32 / 2 / row["both_ms"])
     assert (tmp_path / "a.png").stat().st_size > 5000
     shown = capsys.readouterr().out
-    assert "by hand" in shown and "WRONG" not in shown and ("mean nothing" in shown) == (not attention.HAS_GPU)
+    assert "by hand" in shown and "WRONG" not in shown
+    assert ("mean nothing" in shown) == (not attention.HAS_GPU)
 
 
 @pytest.mark.parametrize(
@@ -101,10 +96,8 @@ def test_a_wrong_kernel_is_marked(wrong, tensors, tmp_path, monkeypatch, capsys)
     monkeypatch.setitem(attention.KERNELS, "by hand", wrong)
     result, rows = rows_of(tmp_path, *SMALL)
     row, limit = rows["by hand"], result["limits"]["kernel"]
-    assert (
-        not row["agrees"]
-        and {name for name, error in row["errors"].items() if error is None or error > limit} == tensors
-    )
+    assert not row["agrees"]
+    assert {name for name, error in row["errors"].items() if error is None or error > limit} == tensors
     marked = [line for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
     assert [line.startswith("by hand") for line in marked] == [True]
     assert all(
@@ -176,8 +169,8 @@ def test_the_reference_is_attention():
 
 
 def test_flops():
-    """2 sequences x 3 heads x 4 x 4 scores x width 5 = 480 multiply-adds a product, 1920 FLOPs in two, half
-    of them causal: 960."""
+    """2 sequences x 3 heads x 4 x 4 scores x width 5 = 480 multiply-adds per GEMM, 1920 FLOPs in two, half of
+    them causal: 960."""
     assert Shape(2, 4, 3, 1, 5).flops() == (960, 2400, 3360)
 
 
