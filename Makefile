@@ -1,6 +1,7 @@
 # make train      install into .venv, make the default corpus, train the tiny preset (ARGS="--max-steps 50" adds
 #                 options)
 # make test       run every test that needs no GPU (ARGS="-k data" selects some)
+# make lint       check style with ruff (settings in pyproject.toml)
 # make test-gpu   run the tests that need a GPU
 # make doctor     print what is installed, what works, and a fix for what does not
 # make te         build and install Transformer Engine
@@ -13,13 +14,16 @@ RUN := $(VENV)/bin/python
 HAS_GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test test-gpu doctor te benchmark
+.PHONY: train test test-gpu lint doctor te benchmark
 
 train: $(VENV)/.installed data/stdlib/meta.json
 	$(RUN) train.py --preset tiny $(ARGS)
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not gpu" $(ARGS)
+
+lint: $(VENV)/.installed
+	$(RUN) -m ruff check .
 
 test-gpu: $(VENV)/.installed
 	$(RUN) -m pytest -m gpu $(ARGS)

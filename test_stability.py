@@ -152,7 +152,9 @@ def losses_of(disturbances=("none",), steps=40, **setting):
 
 high_precision = lru_cache(lambda: report.final(losses_of()["none"]))
 can_run = {
-    name: pytest.mark.skipif(bool(fp8.unsupported_reason(name)), reason=fp8.unsupported_reason(name) or "runs")
+    name: pytest.mark.skipif(
+        bool(fp8.unsupported_reason(name)), reason=fp8.unsupported_reason(name) or "runs"
+    )
     for name in FP8_RECIPES
 }
 

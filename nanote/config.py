@@ -200,7 +200,7 @@ PRESETS = {
         moment_dtype="bfloat16",
     ),
 }
-# A moment in BF16 does not fall if a step takes less than half of its last bit off (fast_kernels.adam has the same).
+# A BF16 moment does not fall if a step takes less than half of its last bit off. FastAdam has the same limit.
 LARGEST_BF16_BETA = 1 - torch.finfo(torch.bfloat16).eps / 2
 # Must equal the checkpoint's on --resume: they decide which tensors the model has, and their shapes.
 ARCHITECTURE = (
