@@ -119,7 +119,7 @@ CASES = [  # script, arguments, words of the line, and optionally what to break 
     ("train.py", f"{GOOD} --vocab-size 50257", ["50257", "50304", "32"]),
     ("train.py", f"{GOOD} --vocab-size 256", ["256", "288"]),
     ("train.py", f"{GOOD} --n-head 3", ["n_head=3", "64"]),
-    ("train.py", f"{GOOD} --n-head 4 --n-kv-head 6", ["n_kv_head=6", "must divide n_head=4; 2 works"]),
+    ("train.py", f"{GOOD} --n-head 4 --n-kv-head 6", ["n_kv_head=6", "must divide n_head=4; 4 works"]),
     ("train.py", f"{GOOD} --n-embd 72", ["n_embd", "16", "80"]),
     ("train.py", f"{GOOD} --n-layer 0", ["n_layer"]),
     ("train.py", f"{GOOD} --dropout 1.5", ["dropout"]),
