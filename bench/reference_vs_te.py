@@ -201,6 +201,21 @@ def bounds(recipe, dtype, behind_activation, inner):
     return math.sqrt(2 * d * step)
 
 
+def train_step(sides, x):
+    """Run one forward and backward pass of each (library, module, recipe); return output and gradients of each."""
+    grad, results = None, []
+    for library, module, recipe in sides:
+        inp = x.clone().requires_grad_()
+        module.zero_grad()
+        with library.autocast(enabled=True, recipe=recipe):
+            out = module(inp)
+        grad = torch.randn_like(out) * 1e-3 if grad is None else grad
+        out.backward(grad)
+        gradients = {k: p.grad for k, p in module.named_parameters() if p.grad is not None}
+        results.append({"y": out, "dx": inp.grad} | gradients)
+    return results
+
+
 def module_case(rng):
     dtype = rng.choice([torch.bfloat16, torch.bfloat16, torch.float32])
     hidden, ffn, tokens = 128 * rng.randint(1, 6), 128 * rng.randint(1, 6), 128 * rng.randint(1, 4)
@@ -240,18 +255,7 @@ def module_case(rng):
     for step in range(4):
         x = torch.randn(tokens, hidden, device="cuda") * torch.exp(torch.randn(hidden, device="cuda"))
         x = x.to(dtype)
-        grad, results = None, []
-        for library, module, recipe in sides:
-            inp = x.clone().requires_grad_()
-            module.zero_grad()
-            with library.autocast(enabled=True, recipe=recipe):
-                out = module(inp)
-            grad = torch.randn_like(out) * 1e-3 if grad is None else grad
-            out.backward(grad)
-            results.append(
-                {"y": out, "dx": inp.grad}
-                | {k: p.grad for k, p in module.named_parameters() if p.grad is not None}
-            )
+        results = train_step(sides, x)
         bound = bounds(sides[1][2], dtype, name == "LayerNormMLP", max(hidden, 2 * ffn, tokens))
         # its first scales are 1, and most gradients subnormal
         for key, theirs in results[0].items() if step or kind != "delayed" else ():

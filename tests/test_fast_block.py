@@ -90,13 +90,13 @@ class Quantizer(types.SimpleNamespace):
         assert rowwise and columnwise
 
 
-products = []  # layout, summands, whether in float32
+gemms = []  # layout, K, whether it accumulates in float32
 
 
 def general_gemm(a, b, *, layout, bias, out_dtype, use_split_accumulator, grad):
-    """cuBLAS's: in FP8 both sides are taken by rows of what is summed over."""
+    """Stand in for cuBLAS: FP8 operands have K as their last dimension."""
     assert grad == (layout != "TN")
-    products.append((layout, (b._transpose if layout == "NT" else b._data).shape[1], use_split_accumulator))
+    gemms.append((layout, (b._transpose if layout == "NT" else b._data).shape[1], use_split_accumulator))
     def side(tensor, transposed):
         name = "_transpose" if transposed else "_data"
         return getattr(tensor, name).view(tensor._fp8_dtype).float() * tensor._scale_inv
@@ -233,7 +233,7 @@ def count_calls(monkeypatch):
 # - Weights are the same numbers either way and round alike.
 # - The residual stream is mostly the embedding and biases, which are not cast; branches are small beside it.
 # - The gradient of the logits is mostly the -1/N at the label, the same either way: its cast does not count.
-# So on the way to the gradient of these there are so many casts of gradients and of activations:
+# The number of casts of gradients and of activations on the way to each gradient:
 CASTS = {
     # its output gradient and that of proj or fc2; the activation as an operand, and in the derivative
     "qkv|q_norm|k_norm|fc1|mlp.layer_norm": (2, 2),
@@ -335,12 +335,12 @@ def test_a_broken_kernel_is_not_the_same_training(monkeypatch, function, sabotag
 
 @pytest.mark.skipif(HAS_GPU, reason="general_gemm, above, sees it; on a GPU that is Transformer Engine's")
 def test_untimed_gemms_accumulate_as_in_transformer_engines_recipe():
-    products.clear()
+    gemms.clear()
     train_steps(make_model())
-    assert {(layout, k) for layout, k, _ in products} >= {
+    assert {(layout, k) for layout, k, _ in gemms} >= {
         ("TN", 32), ("NN", 32), ("NN", 64), ("NN", 96), ("NT", 32),
     }
-    assert all(precise == (layout != "TN") for layout, _, precise in products)
+    assert all(precise == (layout != "TN") for layout, _, precise in gemms)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="cuBLASLt's GEMMs have their own tests there")
