@@ -202,7 +202,7 @@ def bounds(recipe, dtype, behind_activation, inner):
 
 
 def train_step(sides, x):
-    """Run one forward and backward pass of each (library, module, recipe); return output and gradients of each."""
+    """Run a forward and a backward pass of each (library, module, recipe); return output and gradients."""
     grad, results = None, []
     for library, module, recipe in sides:
         inp = x.clone().requires_grad_()
