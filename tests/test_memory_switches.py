@@ -6,6 +6,7 @@ import torch
 
 import te_reference
 import train
+from fast_kernels import accelerate
 from model_te_optimized import DelayedScaling, OptimizedConfig, OptimizedGPT2Model, te
 from nanote import fp8, train_step
 from nanote.metrics import read_metrics
@@ -248,10 +249,13 @@ def test_offloading_is_no_graph():
 BIG = dict(vocab_size=50304, n_positions=1024, n_embd=512, n_layer=6, n_head=8, dropout=0.0, attention="auto")
 
 
-def measure(use_fp8, **options):
-    """Losses of four steps in BF16, bytes of GPU memory at the peak of the last one, gradients."""
+def measure(use_fp8, blocks, **options):
+    """Return the losses of four steps in BF16, the peak memory of the last one in bytes, and its gradients.
+
+    blocks: whether the fast kernels run the blocks."""
     torch.manual_seed(0)
     model = OptimizedGPT2Model(OptimizedConfig(**BIG, use_fp8=use_fp8, **options)).to(torch.bfloat16)
+    accelerate(model, blocks=blocks)
     x, y = torch.randint(0, 50304, (2, 8, 1024), device="cuda")
     losses = []
     for _ in range(4):
@@ -272,17 +276,14 @@ def measure(use_fp8, **options):
     [("checkpointing", 0.8), ("every second", 0.95), ("offload", 0.95), ("three parts", 0.95)],
 )
 def test_a_switch_saves_memory_and_changes_no_result(switch, at_most, use_fp8):
-    # the others go through the modules: so does what they are compared with
-    fused = dict(fused_block=switch == "three parts")
-    (plain, most, gradients), (losses, peak, ours) = (
-        measure(use_fp8, **fused),
-        measure(use_fp8, **fused, **SWITCHES[switch]),
-    )
+    blocks = switch == "three parts"  # with the other switches blocks run through the modules
+    plain, most, gradients = measure(use_fp8, blocks)
+    losses, peak, ours = measure(use_fp8, blocks, **SWITCHES[switch])
     print(f"{switch}, FP8 {use_fp8}: {peak / 2**20:,.0f} MiB, without {most / 2**20:,.0f} MiB")
     torch.testing.assert_close(losses, plain, rtol=2e-3, atol=0)
     # FP8 rounds other values, by several per cent each: in parts no further from BF16 than in one
     if use_fp8 and switch == "three parts":
-        for a, b, exact in zip(ours, gradients, measure(False)[2]):
+        for a, b, exact in zip(ours, gradients, measure(False, blocks)[2]):
             assert (a - exact).norm() <= 1.1 * (b - exact).norm() + 0.02 * exact.norm()
     else:
         for a, b in zip(ours, gradients):
@@ -294,9 +295,8 @@ def test_a_switch_saves_memory_and_changes_no_result(switch, at_most, use_fp8):
 @pytest.mark.parametrize("use_fp8", [False, True])
 def test_in_parts_as_a_cuda_graph(tokens, tmp_path, use_fp8):
     options = (
-        f"--n-layer 2 --n-head 2 --n-embd 128 --seq-len 128 --micro-batch-size 4 --grad-accum 2 "
-        "--max-steps 8 "
-        "--log-interval 1 "
+        "--n-layer 2 --n-head 2 --n-embd 128 --seq-len 128 --micro-batch-size 4 --grad-accum 2 "
+        "--max-steps 8 --log-interval 1 "
         f"--eval-interval 0 --fp8-recipe {'delayed' if use_fp8 else 'none'}"
     )
     for name, more in (

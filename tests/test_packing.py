@@ -98,7 +98,7 @@ def test_gradients_stay_inside_a_document(switches):
 
 def test_generation_knows_one_document():
     model = make().eval()
-    with pytest.raises(ValueError, match="leave cu_seqlens out"):
+    with pytest.raises(ValueError, match="drop cu_seqlens"):
         model(tokens(), cu_seqlens=PADDED, kv_cache=model.make_kv_cache(2, 64))
 
 
