@@ -37,12 +37,7 @@ def flops_per_token(parameters: int, config: TrainConfig) -> float:
     """Return 6N + 12·L·C·T, the FLOPs per token of forward and backward (PaLM, arXiv:2204.02311, appendix B).
 
     N: parameters used in GEMMs, so without the position table and, if untied, without the token embedding. L
-<<<<<<< HEAD
-    layers, C = heads times head dimension, T = seq_len. Recomputation (gradient checkpointing) is not
-    counted.
-=======
     layers, C = heads times head dimension, T = seq_len. Recomputed activations are not counted.
->>>>>>> trainer
     """
     if not config.use_rotary:
         parameters -= config.n_positions * config.n_embd
