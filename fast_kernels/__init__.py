@@ -1,7 +1,8 @@
 """Acceleration of `model_te_optimized.py` on a Hopper GPU, as one call on a model that works without it.
 
-    from fast_kernels import accelerate report = accelerate(model) # in place; print(report) says what was
-    replaced, and why other parts were not
+    from fast_kernels import accelerate
+    report = accelerate(model)      # in place
+    print(report)                   # what was replaced, and why other parts were not
 
 The weights, the state_dict and, within rounding, the numbers stay the same. Each part is one file:
 
@@ -57,13 +58,17 @@ def accelerate(
     edited is left alone.
 
     Args:
-        blocks: the training pass of the embedding, the blocks and lm_head. attention: attention with
-        FlashAttention. loss: the cross-entropy. dgrad_fast_accum_k: the largest K of a dgrad GEMM that may
-        use FP8 fast accumulation, which is then used
-            where it is faster. 0: never, as in Transformer Engine's recipe.
+        blocks: replace the training pass of the embedding, the blocks and lm_head.
+        attention: replace attention, where the model uses FlashAttention.
+        loss: replace the cross-entropy.
+        dgrad_fast_accum_k: the largest K of a dgrad GEMM that may use FP8 fast accumulation, which is then
+            used where it is faster. 0: never, as in Transformer Engine's recipe.
 
     Returns:
-        A Report; `str` of it is one line.
+        A Report, which prints as one line.
+
+    Raises:
+        ValueError: dgrad_fast_accum_k is negative.
     """
     if dgrad_fast_accum_k < 0:
         raise ValueError(

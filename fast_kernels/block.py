@@ -1,4 +1,4 @@
-"""The training pass of a GPT in FP8 under delayed scaling, as one function: `forward`.
+"""The training pass of a GPT in FP8 under delayed scaling, as one function: `training_pass`.
 
 `fast_kernels.accelerate` puts the first three functions in the place of methods of `model_te_optimized.py`.
 Each of Transformer Engine's (TE) modules reads its input from memory and writes its output to memory in BF16.
