@@ -347,6 +347,23 @@ def test_token_files_of_the_version_before_are_read(tokens):
     assert dataset.open_tokens("old", "val")[1] == meta
 
 
+def test_a_checkpoint_that_names_switches_of_the_kernels_as_the_model_s_is_resumed(finished, tokens):
+    """fused_block and fused_loss were fields of the model's config."""
+    shutil.copytree(finished, "run")
+    folder = checkpoint.latest("run")
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["model_config"] |= {"fused_block": True, "fused_loss": False}
+    meta["config"].pop("fast_kernels")
+    (folder / "meta.json").write_text(json.dumps(meta))
+    sums = [
+        f"{dataset.sha256(path)}  {path.name}\n"
+        for path in sorted(folder.iterdir())
+        if path.name != "SHA256SUMS"
+    ]
+    (folder / "SHA256SUMS").write_text("".join(sums))
+    assert run_train(f"--resume --out-dir run --max-steps {meta['step'] + 1}") == 0
+
+
 # ---------------------------------------------------------------- flipped bytes
 
 def test_every_byte_of_the_small_files_counts(finished, tokens, monkeypatch):

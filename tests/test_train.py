@@ -309,10 +309,11 @@ def test_two_processes_train_as_one_and_one_resumes_from_two(tokens, fp8):
 
 # ---------------------------------------------------------------- options and arithmetic
 
-def test_the_trainer_and_the_doctor_need_no_triton(tokens):
+@pytest.mark.parametrize("missing", ["triton", "fast_kernels"])
+def test_the_trainer_and_the_doctor_need_no_kernels(tokens, missing):
     code = f"""if True:
         import sys
-        sys.modules["triton"] = None
+        sys.modules[{missing!r}] = None
         import doctor
         import train
         doctor.diagnose(doctor.Facts())
