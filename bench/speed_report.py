@@ -223,7 +223,7 @@ def compile_table(rows) -> str:
 def compile_summary(rows) -> list:
     """Count compiled steps that are faster than the same model and recipe not compiled -> lines.
 
-    Nothing is compiled under delayed scaling, so its rows show the scatter of such a comparison.
+    Nothing is compiled under delayed scaling, so its rows show the noise of such a comparison.
     """
     good = [row for row in rows if "error" not in row]
     speed = {(row["mode"], row["recipe"], row["model"]): row["tokens_per_s"] for row in good}
@@ -238,10 +238,10 @@ def compile_summary(rows) -> list:
     for what, some in (("slower", [r for r in ratios if r < 1]), ("faster", [r for r in ratios if r >= 1])):
         span = f" ({min(some):.2f} to {max(some):.2f} ×)" if some else ""
         told.append(f"{len(some)} {what}{span}")
-    lines = ["", f"Of {len(ratios)} compiled steps, relative to the same step not compiled: {', '.join(told)}."]
+    lines = ["", f"{len(ratios)} compiled steps, relative to not compiled: {', '.join(told)}."]
     if scatter:
-        lines += ["Under delayed scaling nothing is compiled: there the ratio is noise of launches from Python,",
-                  f"{min(scatter):.2f} to {max(scatter):.2f} × over {len(scatter)} steps."]
+        lines += ["Nothing is compiled under delayed scaling, so its ratios are noise:",
+                  f"{min(scatter):.2f} to {max(scatter):.2f} × over {len(scatter)} steps launched from Python."]
     return lines
 
 
