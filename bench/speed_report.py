@@ -240,8 +240,9 @@ def compile_summary(rows) -> list:
         told.append(f"{len(some)} {what}{span}")
     lines = ["", f"{len(ratios)} compiled steps, relative to not compiled: {', '.join(told)}."]
     if scatter:
+        span = f"{min(scatter):.2f} to {max(scatter):.2f} ×"
         lines += ["Nothing is compiled under delayed scaling, so its ratios are noise:",
-                  f"{min(scatter):.2f} to {max(scatter):.2f} × over {len(scatter)} steps launched from Python."]
+                  f"{span} over {len(scatter)} steps launched from Python."]
     return lines
 
 
