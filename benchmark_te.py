@@ -2,7 +2,7 @@
 
     python benchmark_te.py                                # BF16, E4M3 and HYBRID at the seed guide's shape
     python benchmark_te.py --shape 12 768 12 32 1024      # at your layers, width, heads, batch, sequence
-    python benchmark_te.py --shapes all --json results/speed.json     # the README's table
+    python benchmark_te.py --shapes all --json results/speed.json     # the table of guide/speed.md
     python benchmark_te.py --sweep | --stack | --compile  # where FP8 pays; what each part adds; torch.compile
 
 The first two print one table of three models: forward, backward, their total and FP8's speed-up. Those
@@ -55,7 +55,7 @@ MODES = {"shape": run_formats, "shapes": run_shapes, "preset": run_shapes, "swee
 
 @dataclass
 class Options:
-    shapes: tuple[str, ...] = ()  # Measure these shapes of the README, or all, against nanoGPT.
+    shapes: tuple[str, ...] = ()  # Measure these shapes of guide/speed.md, or all, against nanoGPT.
     blocks: tuple[Literal["gpt2", "modern"], ...] = ()
     """gpt2: LayerNorm, GELU, learned positions, biases. modern: RMSNorm, RoPE, QK-norm, GQA, SwiGLU, no
     biases. By default gpt2, and for three shapes modern too."""

@@ -62,7 +62,7 @@ def speed_cell(row) -> str:
 
 
 def table(rows) -> str:
-    """Return the README's Markdown table: a row per shape and block, a column per arm."""
+    """Return the Markdown table of guide/speed.md: a row per shape and block, a column per arm."""
     groups = groups_of(rows)
     arms = [arm for arm in NAMES if any(arm in group for group in groups.values())]
     titles = ["shape, block", *(NAMES[arm] for arm in arms), "GiB, nanoGPT → FP8", "FP8's floor"]
@@ -223,7 +223,7 @@ def compile_table(rows) -> str:
 def compile_summary(rows) -> list:
     """Count compiled steps that are faster than the same model and recipe not compiled -> lines.
 
-    Nothing is compiled under delayed scaling, so its rows show the scatter of such a comparison.
+    Nothing is compiled under delayed scaling, so its rows show the noise of such a comparison.
     """
     good = [row for row in rows if "error" not in row]
     speed = {(row["mode"], row["recipe"], row["model"]): row["tokens_per_s"] for row in good}
@@ -236,14 +236,14 @@ def compile_summary(rows) -> list:
         return []
     told = []
     for what, some in (("slower", [r for r in ratios if r < 1]), ("faster", [r for r in ratios if r >= 1])):
-        span = f" ({min(some):.2f} to {max(some):.2f} times its speed)" if some else ""
+        span = f" ({min(some):.2f} to {max(some):.2f} ×)" if some else ""
         told.append(f"{len(some)} {what}{span}")
-    line = f"Of {len(ratios)} compiled steps, against the same model not compiled: {', '.join(told)}."
+    lines = ["", f"{len(ratios)} compiled steps, relative to not compiled: {', '.join(told)}."]
     if scatter:
-        line += (f" Under delayed scaling nothing is compiled, and the same comparison of {len(scatter)} "
-                 f"steps gives {min(scatter):.2f} to {max(scatter):.2f} times: so far do steps launched from "
-                 "Python differ from run to run.")
-    return ["", line]
+        span = f"{min(scatter):.2f} to {max(scatter):.2f} ×"
+        lines += ["Nothing is compiled under delayed scaling, so its ratios are noise:",
+                  f"{span} over {len(scatter)} steps launched from Python."]
+    return lines
 
 
 # ---------------------------------------------------------------- pictures

@@ -54,8 +54,8 @@ def accelerate(
     """Replace parts of a model of model_te_optimized.py by the kernels, in place.
 
     Passes that the kernels are not made for (evaluation, another recipe, frozen parameters) keep going
-    through the modules; a warning says so once for each reason. A model whose methods, modules or hooks were
-    edited is left alone.
+    through the modules; a warning says so once for each reason. So does a part whose methods, modules or
+    hooks were edited, before this call or after it.
 
     Args:
         blocks: replace the training pass of the embedding, the blocks and lm_head.
@@ -79,19 +79,28 @@ def accelerate(
         reason = "Triton is not installed"
     if reason:
         return Report(reason, reason, reason)
+    _undo(model)
     model.dgrad_fast_accum_k = dgrad_fast_accum_k
     return Report(
         _replace_blocks(model) if blocks else "not asked for",
         _replace_attention(model) if attention else "not asked for",
         _replace_loss(model) if loss else "not asked for",
-        dgrad_fast_accum_k)
+        dgrad_fast_accum_k,
+    )
+
+
+def _undo(model):
+    """Remove what an earlier call has put in place, or a pickle of an accelerated model."""
+    methods = [(model, "forward"), (model, "cross_entropy"), *((block.attn, "mix") for block in model.blocks)]
+    for module, name in methods:
+        if support.method_of(module, name) is getattr(type(module), name):
+            vars(module).pop(name, None)
 
 
 def _replace_blocks(model):
     from fast_kernels import block  # needs Triton
 
-    own = vars(model).get("forward")
-    if own is not None and not support.is_accelerated(own):
+    if "forward" in vars(model):
         return "the forward method of the model was replaced"
     model.forward = types.MethodType(block.forward, model)
     return support.unsupported_reason(model, said=True)
@@ -100,14 +109,16 @@ def _replace_blocks(model):
 def _replace_attention(model):
     from fast_kernels import block  # needs Triton
 
-    for layer in [transformer_block.attn for transformer_block in model.blocks]:
-        if layer.kernel != "flash":
-            return f"{layer.kernel} is used, not FlashAttention"
-        reason = support.attention_reason(layer)
-        layer.takes_packed_attention = not reason  # for compiled code, which cannot ask
+    attentions = [transformer_block.attn for transformer_block in model.blocks]
+    for attention in attentions:
+        if attention.kernel != "flash":
+            return f"{attention.kernel} is used, not FlashAttention"
+        reason = support.attention_reason(attention)
         if reason:
             return reason
-        layer.mix = types.MethodType(block.mix, layer)
+    for attention in attentions:
+        attention.takes_packed_attention = True  # for compiled code, which cannot ask
+        attention.mix = types.MethodType(block.mix, attention)
     return ""
 
 
@@ -117,5 +128,6 @@ def _replace_loss(model):
     reason = support.loss_reason(model)
     if reason:
         return reason
+    model.takes_fast_loss = True  # for compiled code, which cannot ask
     model.cross_entropy = types.MethodType(block.cross_entropy, model)
     return "" if model.wte.weight.is_cuda else "the model is not on a GPU"

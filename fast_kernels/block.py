@@ -25,6 +25,7 @@ quantized, rowwise and transposed:
 TE's own version of this is in `pytorch/module/layernorm_linear.py`, `linear.py` and `layernorm_mlp.py`.
 """
 
+import warnings
 from collections import Counter
 
 import torch
@@ -41,15 +42,29 @@ from fast_kernels.attention import packed_attention
 
 def forward(model, input_ids, labels=None, cu_seqlens=None, is_first_microbatch=None, kv_cache=None):
     """Replace `OptimizedGPT2Model.forward`."""
+    if torch.compiler.is_compiling() and model.config.use_fp8 and model.fp8_recipe.delayed():
+        return _run_uncompiled(model, input_ids, labels, cu_seqlens, is_first_microbatch, kv_cache)
     if kv_cache is None and support.takes_pass(model):
         return training_pass(model, input_ids, labels, cu_seqlens, is_first_microbatch)
     modules = type(model).forward
     return modules(model, input_ids, labels, cu_seqlens, is_first_microbatch, kv_cache)
 
 
+@torch.compiler.disable(reason="Transformer Engine cannot trace DelayedScaling")
+def _run_uncompiled(model, *args):
+    """Run `forward` eagerly, with the warning of `model_te_optimized.run_uncompiled`."""
+    warnings.warn(
+        "torch.compile: Transformer Engine cannot trace DelayedScaling, so the model runs uncompiled; "
+        "set model.fp8_recipe = Float8CurrentScaling() to compile it",
+        stacklevel=2,
+    )
+    return forward(model, *args)
+
+
 def mix(attention, qkv, rope=None, kv_cache=None, documents=None):
     """Replace `Attention.mix`."""
-    if kv_cache is not None or qkv.dtype != torch.bfloat16 or not support.takes_attention(attention):
+    fits = kv_cache is None and attention.kernel == "flash" and qkv.dtype == torch.bfloat16
+    if not fits or not support.takes_attention(attention):
         return type(attention).mix(attention, qkv, rope, kv_cache, documents)
     config = attention.config
     norms = (attention.q_norm.weight, attention.k_norm.weight) if config.use_qk_norm else (None, None)
@@ -60,7 +75,7 @@ def mix(attention, qkv, rope=None, kv_cache=None, documents=None):
 
 def cross_entropy(model, logits, labels):
     """Replace `OptimizedGPT2Model.cross_entropy`."""
-    if not logits.is_cuda:
+    if not logits.is_cuda or not support.takes_loss(model):
         return type(model).cross_entropy(model, logits, labels)
     return fast_loss.cross_entropy(logits, labels, head=model.lm_head)
 
@@ -266,8 +281,10 @@ def _gemm(a, b, layout="TN", bias=None, fast_k=0):
     """Run a GEMM with a BF16 result.
 
     Args:
-        layout: "TN", forward: b @ aᵀ + bias for a weight a. "NN", dgrad: b @ a for a gradient b. "NT", wgrad:
-        bᵀ @ a. fast_k: the largest K of a dgrad GEMM that may use fast accumulation.
+        layout: "TN", forward: b @ aᵀ + bias, for a weight a.
+            "NN", dgrad: b @ a, for a gradient b.
+            "NT", wgrad: bᵀ @ a.
+        fast_k: the largest K of a dgrad GEMM that may use fast accumulation.
     """
     from transformer_engine.pytorch.constants import TE_DType_To_Torch
     from transformer_engine.pytorch.cpp_extensions import general_gemm

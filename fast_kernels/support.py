@@ -34,6 +34,8 @@ ATTENTION_METHODS = {
 APPLY_ROPE = "dc11255ad30db48f"
 CROSS_ENTROPY = "59b6ff64112a8391"
 TESTED_TE = ("2.20",)  # minor versions: the kernels use internals, which move between them
+CONFIG_FIELDS = ("use_fp8 fp8_lm_head loss_chunks gradient_checkpointing offload_activations dropout n_embd "
+                 "use_rotary use_qk_norm layernorm_epsilon n_head n_kv_head head_dim in_fp8")
 MAX_WIDTH = 16384  # of the residual stream: a norm kernel holds whole rows
 MODULE_SETTINGS = {  # of TE's modules: what the kernels implement
     "zero_centered_gamma": False,
@@ -84,8 +86,11 @@ def _simplify(node):
 
 def method_of(module, name):
     """Return a module's method as it was before `accelerate`: replaced by the user, or its class's."""
-    own = vars(module).get(name)
-    return getattr(type(module), name, None) if own is None or is_accelerated(own) else own
+    own, inherited = vars(module).get(name), getattr(type(module), name, None)
+    # A pickled model comes back with its class's method where a kernel was
+    if own is None or is_accelerated(own) or getattr(own, "__func__", None) is inherited:
+        return inherited
+    return own
 
 
 def is_accelerated(method):
@@ -97,9 +102,16 @@ def is_accelerated(method):
 
 def structure_reason(model):
     """Return why this is no model that `accelerate` can work on; "" if it is one."""
-    for name in ("wte", "blocks", "lm_head", "fp8_recipe", "run_block", "output", "cross_entropy"):
-        if not hasattr(model, name):
-            return f"{type(model).__name__} is not built like model_te_optimized.py: it has no {name}"
+    parts = [(model, "config wte dropout blocks lm_head fp8_recipe run_block output cross_entropy")]
+    for block in getattr(model, "blocks", ()):
+        attention = getattr(block, "attn", None)
+        parts += [(block, "attn mlp dropout"), (attention, "qkv proj mix attend kernel config")]
+    parts.append((getattr(model, "config", None), CONFIG_FIELDS))
+    for owner, names in parts:
+        for name in names.split():
+            if not hasattr(owner, name):
+                kinds = f"{type(model).__name__} is not built like model_te_optimized.py"
+                return f"{kinds}: {type(owner).__name__} has no {name}"
     return ""
 
 
@@ -132,7 +144,7 @@ def mode_reason(model):
         return "no gradients are computed"
     if not config.use_fp8 or not model.fp8_recipe.delayed():
         return "the recipe is not delayed scaling"
-    if config.fp8_skip_first + config.fp8_skip_last > 0:
+    if not all(config.in_fp8(layer) for layer in range(len(model.blocks))):
         return "some blocks stay in high precision"
     if config.gradient_checkpointing or config.offload_activations > 0:
         return "activations are recomputed or offloaded"
@@ -228,6 +240,7 @@ def _module_reason(model):
 def _replaced_modules(model):
     """(name, module, class name) of what the kernels compute themselves."""
     yield "wte", model.wte, "Embedding"
+    yield "dropout", model.dropout, "Dropout"
     if not model.config.use_rotary:
         yield "wpe", model.wpe, "Embedding"
     for layer, block in enumerate(model.blocks):
@@ -271,7 +284,7 @@ def _setting_reason(module, kind):
 
 def _hook_reason(model):
     for name, module in model.named_modules():
-        if not is_accelerated(vars(module).get("forward")) and "forward" in vars(module):
+        if method_of(module, "forward") is not getattr(type(module), "forward", None):
             return f"the forward method of {name or 'the model'} was replaced"
         if _has_hooks(module):
             return f"{name or 'the model'} has hooks"
@@ -350,6 +363,16 @@ def _head_norm_reason(norm, config):
 
 
 # ---------------------------------------------------------------- the loss
+
+def takes_loss(model):
+    """Return whether loss.cross_entropy computes this model's loss. Where it does not, a warning says why."""
+    if torch.compiler.is_compiling():  # which cannot trace this
+        return getattr(model, "takes_fast_loss", False)
+    reason = loss_reason(model)
+    if reason:
+        say_once(reason)
+    return not reason
+
 
 def loss_reason(model):
     """Return why the loss does not go through loss.cross_entropy; "" where it does."""

@@ -1,9 +1,8 @@
 """Checkpoints that survive a kill, a full disk and a change in the number of GPUs. Loading one runs no code.
 
     out/<run>/step-<n>/   shard-*.safetensors   weights, optimizer, FP8 state, random number generators
-                          meta.json             step, the trainer's options, the model's config, optimizer
-                          groups SHA256SUMS            of every file above; check by hand: sha256sum -c
-                          SHA256SUMS
+                          meta.json             step, options, model config, optimizer groups
+                          SHA256SUMS            of every file above (sha256sum -c SHA256SUMS)
 
 `train.py` uses `BackgroundSaver`, `find`, `read_meta` and `load`; anything else that reads a run uses the
 last three. Design:
@@ -364,7 +363,7 @@ def _read_meta(folder: Path) -> dict:
         older = [path for path in list_checkpoints(folder.parent) if path != folder and not _damage(path)]
         advice = "no other checkpoint of this run is whole"
         if older:
-            advice = f"the one before it, {older[-1]}, is whole: remove {folder} to go on from there"
+            advice = f"the one before it, {older[-1]}, is complete: remove {folder} to continue from there"
         raise ValueError(f"damaged checkpoint: {problem}; {advice}")
     path = folder / "meta.json"
     advice = f"restore it from a copy, or remove {folder} to use the checkpoint before it"
@@ -481,7 +480,7 @@ def _check_architecture(folder: Path, tensors: dict, own: dict, expected: set[st
                           for tensor in (tensors.get(name), own.get(name)))
         if stored != needed:
             raise ValueError(
-                f"{folder} is of another architecture: {name.removeprefix('model.')} is {stored} in the "
+                f"{folder} has a different architecture: {name.removeprefix('model.')} is {stored} in the "
                 f"checkpoint and {needed} in the model; build the model from the checkpoint's meta.json"
             )
 

@@ -207,8 +207,7 @@ ARCHITECTURE = (
     "preset model n_layer n_head n_kv_head head_dim n_embd n_inner vocab_size n_positions activation "
     "use_rmsnorm use_rotary rope_theta use_qk_norm bias tie_embeddings layernorm_epsilon"
 ).split()
-# Not every model file has these.
-# Switches of a model's config.
+# Switches of a model's config, which not every model file has; then those of the trainer for one model file.
 MODEL_SWITCHES = [
     "attention", "gradient_checkpointing", "checkpoint_every", "offload_activations", "loss_chunks",
 ]

@@ -225,8 +225,9 @@ def what_would_fit(config, *, fixed: int = 0, parameters: int = 0, capacity: int
     if config.moment_dtype == "float32":
         saving = f"{4 * parameters / GIB:.1f} GiB" if parameters else "4 bytes per parameter"
         advice.append(f"--moment-dtype bfloat16 (saves {saving})")
-    if not config.fused_loss and config.model == "optimized":
-        advice.append("--fused-loss (no second tensor of the logits' size)")
+    if config.model == "optimized" and not (config.fused_loss and config.fast_kernels):
+        option = "--fast-kernels" if config.fused_loss else "--fused-loss"
+        advice.append(f"{option} (no second tensor of the logits' size)")
     if graphed:
         advice.append("--cuda-graph off (evaluation then shares the steps' memory)")
     if not advice:

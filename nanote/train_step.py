@@ -19,9 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from nanote import cli, fp8
 
 try:
-    import fast_kernels
-except ImportError:  # the folder may be left out: everything works, slower
-    fast_kernels = None
+    from fast_kernels import accelerate as replace_by_kernels
+except ImportError as error:  # the folder may be left out: everything works, slower
+    if error.name != "fast_kernels":
+        raise
+    replace_by_kernels = None
 
 
 def recipe_of(config):
@@ -38,9 +40,9 @@ def accelerate(model, config):
         return ""
     if not config.fast_kernels:
         return "fast kernels are off: --no-fast-kernels"
-    if fast_kernels is None:
+    if replace_by_kernels is None:
         return "fast kernels are off: there is no folder fast_kernels"
-    report = fast_kernels.accelerate(
+    report = replace_by_kernels(
         model, blocks=config.fused_block, loss=config.fused_loss,
         dgrad_fast_accum_k=config.fp8_dgrad_fast_accum_k)
     return str(report)
@@ -59,7 +61,7 @@ def make_optimizer(model, config):
                    # FP8 weights have no BF16 bits that a remainder could complete
                    store_param_remainders=config.param_remainders and not config.fp8_param)
     on_gpu = parameters[0].is_cuda and not fp8.IS_REFERENCE
-    if on_gpu and fast_kernels is not None and not config.fp8_param:
+    if on_gpu and replace_by_kernels is not None and not config.fp8_param:
         from fast_kernels.adam import FastAdam  # needs Triton
 
         return FastAdam(groups, moment_dtype=moments, **options)
@@ -279,6 +281,9 @@ class TrainStep:
         torch.cuda.set_rng_state(generator, self.device)
 
 
+METHODS = ("locate", "run_block", "output", "cross_entropy")  # that a model's forward calls
+
+
 class Fixed:
     """The values that a step's CUDA graphs fix: read at capture, and again by `changed` before each replay.
 
@@ -315,6 +320,9 @@ class Fixed:
             "the p of a dropout": [settings["p"] for settings in self.dropouts],
             "the kernel of an attention": [settings["kernel"] for settings in self.attentions],
             "the forward method of a module": [settings.get("forward") for settings in self.settings],
+            "a method of the model": [vars(model).get(name) for name in METHODS],
+            "the mix of an attention": [settings.get("mix") for settings in self.attentions],
+            "the attend of an attention": [settings.get("attend") for settings in self.attentions],
             "the set of modules and parameters": list(map(id, children)),
             "the set of hooks": list(chain.from_iterable(hooks)),
             "which parameters require gradients": [p.requires_grad for p in self.parameters],

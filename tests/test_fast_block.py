@@ -1,5 +1,5 @@
-"""The blocks' training pass written out is the one through the modules: on the CPU those of te_reference, on
-a GPU Transformer Engine's."""
+"""The accelerated training pass computes what the modules compute: te_reference's on the CPU, Transformer
+Engine's on a GPU."""
 
 import math
 import re

@@ -131,7 +131,7 @@ EDITED = {  # words of the reason -> the edit
     "ReadsBeforeTheHead.forward was edited": become(lambda model: model, ReadsBeforeTheHead),
     "Called.forward was edited": become(lambda model: model.blocks[0], Called),
     "Block.forward was edited": put("blocks.1.forward", lambda _: scaled_forward),
-    "the forward method of blocks.0.mlp was replaced": put("blocks.0.mlp.forward", lambda mlp: mlp.forward),
+    "the forward method of blocks.0.mlp was replaced": put("blocks.0.mlp.forward", lambda _: scaled_forward),
     "blocks.0.attn.qkv is a WithAdapter of adapters": subclass_of_qkv,
     "blocks.0.attn.qkv is a Linear of torch": put("blocks.0.attn.qkv", lambda _: torch.nn.Linear(32, 96)),
     "blocks.1.mlp has activation='relu'": put("blocks.1.mlp.activation", "relu"),
@@ -139,6 +139,10 @@ EDITED = {  # words of the reason -> the edit
     "blocks.0.dropout has p=0.5": put("blocks.0.dropout.p", 0.5),
     "blocks.0.attn.qkv has parameters_split": put("blocks.0.attn.qkv.weight_names", ["q", "k", "v"]),
     "wte has padding_idx=3": put("wte.padding_idx", 3),
+    "dropout is a Identity of torch": put("dropout", lambda _: torch.nn.Identity()),
+    "dropout has p=0.5": put("dropout.p", 0.5),
+    "OptimizedGPT2Model.run_block was edited": put("run_block", lambda _: scaled_forward),
+    "OptimizedGPT2Model.output was edited": put("output", lambda _: scaled_forward),
     "the recipe runs attention in FP8": lambda model: setattr(model.fp8_recipe, "fp8_dpa", True),
     "blocks.1.mlp has hooks": lambda model: model.blocks[1].mlp.register_forward_hook(print),
     "lm_head has hooks": lambda model: model.lm_head.register_full_backward_pre_hook(print),
@@ -192,6 +196,10 @@ MODES = {
     "recipe is not delayed": ({}, put("fp8_recipe", types.SimpleNamespace(delayed=lambda: False))),
     "not delayed scaling": (dict(use_fp8=False), None),
     "high precision": (dict(fp8_skip_last=1), None),
+    "blocks stay in high precision": (
+        {},
+        lambda model: setattr(model.config, "in_fp8", lambda layer: layer != 1),
+    ),
     "recomputed or offloaded": (dict(gradient_checkpointing=True), None),
     "dropout is on": (dict(dropout=0.1), None),
 }
@@ -297,7 +305,7 @@ def test_other_models_are_left_alone(name):
     )
     model = models.build_model(name, config)
     report = accelerate(model)
-    assert "is not built like model_te_optimized.py: it has no" in str(report)
+    assert "is not built like model_te_optimized.py" in str(report)
     assert not {"forward", "cross_entropy"} & set(vars(model))
 
 
@@ -323,6 +331,79 @@ def test_an_edited_loss_is_what_is_trained(monkeypatch):
     own = model(*make_tokens(0)).item()
     model.__class__ = model_te_optimized.OptimizedGPT2Model
     assert own == pytest.approx(3 * model(*make_tokens(0)).item(), rel=1e-2) and len(calls) == 3
+
+
+@pytest.mark.filterwarnings("ignore:fast kernels are not used")
+@pytest.mark.parametrize("edit", ["the class", "the method"])
+def test_a_loss_that_is_edited_after_accelerate_is_what_is_trained(monkeypatch, edit):
+    calls, model = [], make_model(fused=False)
+    accelerate(model)
+    monkeypatch.setattr(fast_block.fast_loss, "cross_entropy", lambda *_, **__: calls.append("kernel"))
+    logits = types.SimpleNamespace(is_cuda=True)
+    model.cross_entropy(logits, None)
+    assert calls == ["kernel"]
+    own = lambda self, logits, labels: calls.append("own")  # noqa: E731
+    if edit == "the class":
+        model.__class__ = type("Own", (type(model),), {"cross_entropy": own})
+    else:
+        monkeypatch.setattr(type(model), "cross_entropy", own)
+    model.cross_entropy(logits, None)
+    assert calls == ["kernel", "own"]
+
+
+BROKEN = {
+    "Block has no attn": lambda model: vars(model.blocks[1])["_modules"].pop("attn"),
+    "Attention has no kernel": lambda model: delattr(model.blocks[0].attn, "kernel"),
+    "OptimizedConfig has no use_rotary": lambda model: vars(model.config).pop("use_rotary"),
+}
+
+
+@pytest.mark.parametrize("words", BROKEN)
+def test_another_structure_is_refused_with_a_reason(monkeypatch, words):
+    model = make_model(fused=False)
+    if "config" in words.lower():
+        model.config = types.SimpleNamespace(**vars(model.config), in_fp8=model.config.in_fp8)
+        words = words.replace("OptimizedConfig", "SimpleNamespace")
+    BROKEN[words.replace("SimpleNamespace", "OptimizedConfig")](model)
+    assert words in str(accelerate(model)) and "forward" not in vars(model)
+
+
+def test_accelerate_again_replaces_what_is_asked_for_now():
+    model = make_model()
+    assert accelerate(model, blocks=False, loss=False).blocks == "not asked for"
+    assert not {"forward", "cross_entropy"} & set(vars(model))
+    # what unpickling an accelerated model leaves
+    model.forward = types.MethodType(type(model).forward, model)
+    assert accelerate(model).blocks == "" and model.forward.__func__ is fast_block.forward
+
+
+def test_attention_is_replaced_in_all_layers_or_in_none():
+    model = make_model(fused=False, attention="sdpa")
+    for block in model.blocks:
+        block.attn.kernel = "flash"
+    model.blocks[1].attn.__class__ = TwiceAttending
+    assert accelerate(model).attention == "TwiceAttending.attend was edited"
+    assert not any("mix" in vars(block.attn) for block in model.blocks)
+
+
+def test_a_kernel_that_is_chosen_after_accelerate_is_used(monkeypatch):
+    packed = []
+    monkeypatch.setattr(fast_block, "packed_attention", lambda qkv, *_, **__: packed.append(1) or qkv)
+    model = make_model(fused=False, attention="sdpa")
+    for block in model.blocks:
+        block.attn.kernel = "flash"
+    accelerate(model)
+    attention = model.blocks[0].attn
+    attention.kernel = "sdpa"
+    attention.mix(torch.randn(2, 16, 6, 16, device=DEVICE).bfloat16())
+    assert not packed
+
+
+def test_a_compiled_model_under_delayed_scaling_reaches_the_kernels(monkeypatch):
+    calls, model = count_calls(monkeypatch), make_model(**dict(n_layer=1))
+    with pytest.warns(UserWarning, match="the model runs uncompiled"):
+        torch.compile(model, backend="eager")(*make_tokens(0)).backward()
+    assert calls == ["pass"]
 
 
 # Versions and machines

@@ -18,8 +18,6 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 NAMES = ("README.md", "GUIDE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "guide").glob("*.md"))]
-# Files that pages name before they are merged
-EXPECTED = {"nanote/config.py", "nanote/models.py"}
 
 
 def commands_of(page):
@@ -99,7 +97,7 @@ def test_links_and_files_exist(page):
     for target in re.findall(r"\]\(([^)#h][^)#]*)", text):
         assert (page.parent / target).exists(), target
     for name in re.findall(r"`((?:results|tests|fast_kernels|nanote|tools|bench)/[\w.]+)`", text):
-        assert (ROOT / name).exists() or name in EXPECTED, name
+        assert (ROOT / name).exists(), name
 
 
 def test_contributing_names_functions_that_exist():
@@ -108,11 +106,9 @@ def test_contributing_names_functions_that_exist():
     rows = re.findall(r"^\|(?:[^|`]*\|)? `([\w/]+\.py)` \| (.*) \|$", text, re.M)
     assert len(rows) > 15
     for file, description in rows:
-        if file in EXPECTED:
-            continue
         source = (ROOT / file).read_text()
         for name in re.findall(r"`([A-Za-z_][\w.]*)`", description):
-            if not name.endswith(".py") and f"{file}:{name}" not in EXPECTED:
+            if not name.endswith(".py"):
                 assert re.search(rf"\b{name.split('.')[-1]}\b", source), f"{name} in {file}"
 
 
