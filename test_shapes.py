@@ -43,8 +43,7 @@ def can_run(recipe):
 
 
 def only_our_rule(recipe, vocab):
-    """Whether the configuration may refuse what trains: a vocabulary that is a multiple of 16, but not of 32.
-    """
+    """Return whether only the model's rule refuses this: a vocabulary of 16s that are no 32s."""
     return recipe != "mxfp8" and vocab % 32 == 16
 
 

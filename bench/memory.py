@@ -68,8 +68,7 @@ def measure_switch(shape, switch) -> dict:
 
 
 def measure_in_process(shape, switch) -> dict:
-    """Measure one switch in a new process -> its row, with the last line of stderr as the error if it fails.
-    """
+    """Measure one switch in a new process; return its row, with stderr's last line as the error."""
     command = [sys.executable, __file__, "--one", shape, switch]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     for line in done.stdout.splitlines():

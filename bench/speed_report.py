@@ -167,8 +167,7 @@ def stack_table(rows) -> str:
 
 
 def crossover_table(rows) -> str:
-    """Return the table of benchmark_te.py --sweep: the width from which FP8 is at least 1.02 times as fast.
-    """
+    """Return the table of benchmark_te.py --sweep: the width from which FP8 is 1.02 times as fast."""
     lines, rows = [], [row for row in rows if row["graph"]]
     for tokens in sorted({row["tokens"] for row in rows}):
         speed = {row["width"]: row["graph"] for row in rows if row["tokens"] == tokens}

@@ -64,8 +64,7 @@ def _in_one_line(box: str, prog: str) -> str:
 
 
 def run(main, script: str) -> int:
-    """Call `main()` and return the exit code: main's result or 0, 2 after a user's mistake, 130 after Ctrl-C.
-    """
+    """Call `main()`; return its result or 0, 2 after a user's mistake, 130 after Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # for a terminal that cannot show a character

@@ -43,8 +43,7 @@ class TrainConfig:
     n_embd: int = 768  # Hidden size.
     n_inner: int | None = None  # Hidden size of the MLP; None: the model file's default (4 n_embd for GELU).
     vocab_size: int | None = None
-    """Rows of the embedding; None: the data's vocabulary, rounded up to a multiple of 32 (of 128 above 1024).
-    """
+    """Rows of the embedding; None: the data's vocabulary, padded to a multiple of 32 (of 128 above 1024)."""
     n_positions: int | None = None  # Maximum context length of the model; None: seq_len.
     activation: Literal["gelu", "swiglu"] = "gelu"  # Activation of the MLP.
     use_rmsnorm: bool = False  # RMSNorm instead of LayerNorm.

@@ -166,8 +166,7 @@ def test_no_token_sees_another_document_on_a_gpu(attention):
 @pytest.mark.parametrize("attention", ["te", "flash"])
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
 def test_a_graph_packs_every_batch_anew(folder, tmp_path, attention, recipe):
-    """A step replayed as a CUDA graph, on batches with different documents, is the step launched from Python.
-    """
+    """On batches with different documents, a replayed CUDA graph is the step launched from Python."""
     options = (
         f"--n-layer 2 --n-head 2 --n-embd 128 --seq-len 256 --micro-batch-size 4 --max-steps 8 "
         "--log-interval 1 "
