@@ -65,7 +65,7 @@ def table(rows) -> str:
     """Return the Markdown table of guide/speed.md: a row per shape and block, a column per arm."""
     groups = groups_of(rows)
     arms = [arm for arm in NAMES if any(arm in group for group in groups.values())]
-    titles = ["shape, block", *(NAMES[arm] for arm in arms), "GiB, nanoGPT → FP8", "FP8's floor"]
+    titles = ["shape, block", *(NAMES[arm] for arm in arms), "GiB, nanoGPT → FP8", "FP8's speed of light"]
     lines = []
     for (shape, block), group in groups.items():
         measured = [group[arm] for arm in ("plain", "fp8") if arm in group]
@@ -136,7 +136,7 @@ def profile_table(rows) -> str:
     lines.append(["**GEMMs and attention**", *map(share, tensor, totals), ""])
     lines.append(["**everything else**", *(share(t - part, t) for part, t in zip(tensor, totals)), ""])
     lines.append(["training step", *(f"{row['ms']:.1f}" for row in found), ""])
-    lines.append(["its floor (`floor_ms`)", *(share(row["floor_ms"], row["ms"]) for row in found), ""])
+    lines.append(["speed of light (`floor_ms`)", *(share(row["floor_ms"], row["ms"]) for row in found), ""])
     of = lambda row, name: f"{row[name]:,.0f} of {row[f'{name}_limit']:,.0f}"  # noqa: E731
     lines.append(["clock, MHz", *(of(row, "sm_mhz") for row in found), "power"])
     lines.append(["power, W", *(of(row, "watts") for row in found), ""])
@@ -270,7 +270,7 @@ def _bar_style(number, arm):
 
 
 def _draw_bar(axes, x, row, style, plain):
-    """Draw an arm's bar and its floor. plain: the row of nanoGPT, or None to draw tokens per second."""
+    """Draw an arm's bar and its speed of light. plain: the row of nanoGPT, or None to draw tokens per second."""
     if plain:
         start, height = 1, row["ratio_to_plain"] or row["tokens_per_s"] / plain["tokens_per_s"]
         label = f"{height:.2f}"

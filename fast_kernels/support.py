@@ -36,7 +36,7 @@ CROSS_ENTROPY = "59b6ff64112a8391"
 TESTED_TE = ("2.20",)  # minor versions: the kernels use internals, which move between them
 CONFIG_FIELDS = ("use_fp8 fp8_lm_head loss_chunks gradient_checkpointing offload_activations dropout n_embd "
                  "use_rotary use_qk_norm layernorm_epsilon n_head n_kv_head head_dim in_fp8")
-MAX_WIDTH = 16384  # of the residual stream: a norm kernel holds whole rows
+MAX_WIDTH = 16384  # of the residual: a norm kernel holds whole rows
 MODULE_SETTINGS = {  # of TE's modules: what the kernels implement
     "zero_centered_gamma": False,
     "return_layernorm_output": False,

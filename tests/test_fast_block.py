@@ -231,7 +231,7 @@ def count_calls(monkeypatch):
 # enough that the next one rounds them independently. So each cast on the way to a gradient counts as two
 # independent roundings: it adds twice the variance of one to the variance of the difference.
 # - Weights are the same numbers either way and round alike.
-# - The residual stream is mostly the embedding and biases, which are not cast; branches are small beside it.
+# - The residual is mostly the embedding and biases, which are not cast; branches are small beside it.
 # - The gradient of the logits is mostly the -1/N at the label, the same either way: its cast does not count.
 # The number of casts of gradients and of activations on the way to each gradient:
 CASTS = {
@@ -316,8 +316,8 @@ def bias_twice(real):
 
 
 def without_the_residual(real):
-    return lambda dy, stream, mean, rstd, weight, gradient, *rest, **options: real(
-        dy, stream, mean, rstd, weight, None if gradient is None else 0 * gradient, *rest, **options)
+    return lambda dy, residual, mean, rstd, weight, gradient, *rest, **options: real(
+        dy, residual, mean, rstd, weight, None if gradient is None else 0 * gradient, *rest, **options)
 
 
 def larger_norm(real):

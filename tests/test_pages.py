@@ -162,7 +162,7 @@ def test_the_profile_sums_up_kernels():
     assert lines["GEMMs"].startswith("6.0 |") and lines["copies, embedding, other"].startswith("0.5 |")
     assert lines["**GEMMs and attention**"].startswith("8.0 (80 %)")
     assert lines["**everything else**"].startswith("2.0 (20 %)")
-    assert lines["its floor (`floor_ms`)"].startswith("5.2 (50 %)")
+    assert lines["speed of light (`floor_ms`)"].startswith("5.2 (50 %)")
     assert lines["clock, MHz"].startswith("1,440 of 1,980")
 
 
