@@ -270,7 +270,7 @@ def _bar_style(number, arm):
 
 
 def _draw_bar(axes, x, row, style, plain):
-    """Draw an arm's bar and its speed of light. plain: the row of nanoGPT, or None to draw tokens per second."""
+    """Draw an arm's bar and its speed of light. plain: nanoGPT's row, or None to draw tokens per second."""
     if plain:
         start, height = 1, row["ratio_to_plain"] or row["tokens_per_s"] / plain["tokens_per_s"]
         label = f"{height:.2f}"
