@@ -363,7 +363,7 @@ def _read_meta(folder: Path) -> dict:
         older = [path for path in list_checkpoints(folder.parent) if path != folder and not _damage(path)]
         advice = "no other checkpoint of this run is whole"
         if older:
-            advice = f"the one before it, {older[-1]}, is complete: remove {folder} to continue from there"
+            advice = f"the one before it, {older[-1]}, is whole: remove {folder} to go on from there"
         raise ValueError(f"damaged checkpoint: {problem}; {advice}")
     path = folder / "meta.json"
     advice = f"restore it from a copy, or remove {folder} to use the checkpoint before it"
@@ -480,7 +480,7 @@ def _check_architecture(folder: Path, tensors: dict, own: dict, expected: set[st
                           for tensor in (tensors.get(name), own.get(name)))
         if stored != needed:
             raise ValueError(
-                f"{folder} has a different architecture: {name.removeprefix('model.')} is {stored} in the "
+                f"{folder} is of another architecture: {name.removeprefix('model.')} is {stored} in the "
                 f"checkpoint and {needed} in the model; build the model from the checkpoint's meta.json"
             )
 

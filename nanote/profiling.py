@@ -130,7 +130,7 @@ class Profiler:
                 other = " or pass --profile" if option == "nsys" else ""
                 raise ValueError(f"{flag}: needs a GPU, and this run is on the CPU; leave it out{other}")
             if last < first_step:
-                raise ValueError(f"{flag}: this run continues with step {first_step}")
+                raise ValueError(f"{flag}: this run goes on with step {first_step}")
             if enabled:
                 self.ranges[option] = max(first, first_step), last
         if self.ranges.get("memory_snapshot", (0, 0))[0] == first_step:
