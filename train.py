@@ -300,7 +300,7 @@ def check_model(config: TrainConfig, recipe, device: torch.device, dtype: torch.
 def build_model(config: TrainConfig, model_config, recipe, device: torch.device, dtype: torch.dtype):
     """Return the model, and a line about its fast kernels."""
     model = models.build_model(config.model, model_config, device=device, dtype=dtype,
-                                   fp8_weights_recipe=recipe if config.fp8_param else None)
+                               fp8_weights_recipe=recipe if config.fp8_param else None)
     if recipe is not None:
         model.fp8_recipe = recipe
     return model, accelerate(model, config)

@@ -26,8 +26,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from fast_kernels.support import takes_attention  # noqa: F401  asked by the model before it calls packed_attention
-
 try:
     from flash_attn.cute.interface import _flash_attn_bwd as fa4_backward
     from flash_attn.cute.interface import _flash_attn_fwd as fa4_forward

@@ -476,8 +476,8 @@ def _norm_backward_kernel(dy_ptr, residual_ptr, mean_ptr, rstd_ptr, weight_ptr, 
                           scale_ptr, amax_ptr, rowwise_ptr, scale_inv_ptr, partial_sums_ptr, N, C,
                           WITH_DBRANCH_BIAS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
     """Stride over the rows. With x̂ = rstd · (x - mean) and g = weight · dy, LayerNorm's gradients are
-    dx = rstd · (g - mean(g) - x̂ · mean(g · x̂)), dweight = Σ dy · x̂ and dbias = Σ dy. RMSNorm's have neither
-    mean nor mean(g). partial_sums (programs, 1 to 3, C): each program's dweight, dbias, dbranch_bias."""
+    dx = rstd · (g - mean(g) - x̂ · mean(g · x̂)), dweight = Σ dy · x̂ and dbias = Σ dy. RMSNorm's have no mean
+    and no mean(g). partial_sums (programs, 1 to 3, C): each program's dweight, dbias, dbranch_bias."""
     j = tl.arange(0, WIDTH)
     mask = j < C
     weight = _load(weight_ptr + j, mask)

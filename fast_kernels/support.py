@@ -119,10 +119,7 @@ def takes_pass(model):
     """Whether the kernels take this pass of a model. Where a user might expect it, a warning says why not."""
     if torch.compiler.is_compiling() or mode_reason(model):  # first, so that the rest is not traced
         return False
-    reason = model_reason(model)
-    if reason:
-        say_once(reason)
-    return not reason
+    return _accepts(model_reason(model))
 
 
 def unsupported_reason(model, said=False):
@@ -319,10 +316,7 @@ def takes_attention(attention):
     """Whether packed_attention computes what this `Attention`'s mix, attend and apply_rope compute."""
     if torch.compiler.is_compiling():  # which cannot trace this
         return getattr(attention, "takes_packed_attention", False)
-    reason = attention_reason(attention)
-    if reason:
-        say_once(reason)
-    return not reason
+    return _accepts(attention_reason(attention))
 
 
 def attention_reason(attention):
@@ -368,10 +362,7 @@ def takes_loss(model):
     """Return whether loss.cross_entropy computes this model's loss. Where it does not, a warning says why."""
     if torch.compiler.is_compiling():  # which cannot trace this
         return getattr(model, "takes_fast_loss", False)
-    reason = loss_reason(model)
-    if reason:
-        say_once(reason)
-    return not reason
+    return _accepts(loss_reason(model))
 
 
 def loss_reason(model):
@@ -380,6 +371,13 @@ def loss_reason(model):
 
 
 _said = set()
+
+
+def _accepts(reason):
+    """Return whether there is no reason against the kernels; if there is one, warn of it once."""
+    if reason:
+        say_once(reason)
+    return not reason
 
 
 def say_once(reason):

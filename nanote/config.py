@@ -422,8 +422,7 @@ def _check_combinations(config: TrainConfig) -> None:
 
 def padded_vocab_size(needed: int) -> int:
     """Round a vocabulary up to a multiple of 32, which FP8 GEMMs need; above 1024 of 128, which is faster."""
-    multiple = 32 if needed <= 1024 else 128
-    return (needed + multiple - 1) // multiple * multiple
+    return fp8.round_up(needed, 32 if needed <= 1024 else 128)
 
 
 def pick_vocab_size(config: TrainConfig, tokens: dict) -> int:

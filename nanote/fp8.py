@@ -191,7 +191,7 @@ def check_shapes(config, micro_batch_size, seq_len, name):
                             ("head_dim x n_kv_head", config.head_dim * config.n_kv_head)):
             if size % 32:
                 raise ValueError(f"{field} = {size}: FP8 recipe 'mxfp8' needs dimensions divisible by 32; "
-                                 f"{_round_up(size, 32)} works")
+                                 f"{round_up(size, 32)} works")
     tokens = micro_batch_size * seq_len
     if tokens % multiple:
         sizes = range(micro_batch_size, micro_batch_size + multiple + 1)
@@ -202,7 +202,7 @@ def check_shapes(config, micro_batch_size, seq_len, name):
         )
 
 
-def _round_up(size, multiple):
+def round_up(size, multiple):
     return (size + multiple - 1) // multiple * multiple
 
 

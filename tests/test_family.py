@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import sample
 from nanote import fp8, models
+from tools.hf_weights import NAMES
 from trainer_tools import OPTIONS, ROOT, make_tokens, metrics, run_train
 
 FAMILY = list(models.MODELS)  # optimized, advanced, fused, custom, te
@@ -25,17 +26,6 @@ QWEN3 = dict(
     tie_embeddings=False, n_kv_head=2, head_dim=32,
 )
 OTHER = dict(bias=False, tie_embeddings=False, n_inner=96, layernorm_epsilon=0.05)
-# Parameter names that differ from the fused model's, which the advanced and the optimized model share
-NAMES = {
-    "te": [
-        ("attn.qkv.", "self_attention.layernorm_qkv."), ("attn.proj.", "self_attention.proj."),
-        ("mlp.", "layernorm_mlp."),
-    ],
-    "custom": [
-        ("attn.qkv.layer_norm_", "attn.norm."), ("mlp.layer_norm_", "mlp.norm."), ("mlp.fc1_", "mlp.fc1."),
-        ("mlp.fc2_", "mlp.fc2."), ("lm_head.layer_norm_", "norm."),
-    ],
-}
 
 
 def make(name, **options):
