@@ -31,13 +31,13 @@ from nanote.config import (
 from nanote.dataset import Loader, get_tokenizer
 from nanote.generate import generate, pick_device
 from nanote.metrics import Diverged, Log, Meter, cut_logs, draw, plot_health, plot_losses
+from nanote.optimizers import make_optimizer
 from nanote.parallel import Ranks
 from nanote.train_step import (
     TrainStep,
     accelerate,
     compile_model,
     first_compiled_pass,
-    make_optimizer,
     recipe_of,
     wants_graph,
     warm_up_scales,
@@ -231,7 +231,6 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
     if recipe is not None and recipe.delayed() and fp8.is_fresh(model):
         find_first_scales(config, model, optimizer, loaders["train"].batch(0))
     train_step = TrainStep(model, parallel.wrap(net, device), optimizer, config, device)
-
     parameters = sum(p.numel() for p in model.parameters())
     meter = Meter(config, parameters, device, ranks.world_size)
     log = Log(folder, first_step, config.max_steps, enabled=ranks.is_first)
@@ -241,6 +240,9 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
             + (f" from step {meta['step']}" if meta else ""))
     if kernels:
         log.say(kernels)
+    if train_step.graphed and not train_step.updates_in_graph:
+        log.say(f"--optimizer {config.optimizer}: forward and backward pass are CUDA graphs, the update is "
+                "launched from Python")
     report_unused_options(config, model_config, log)
     profiler.run, profiler.say = folder, log.say
     return Run(

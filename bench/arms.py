@@ -14,7 +14,8 @@ import torch
 from bench.plain_gpt import ARMS as PLAIN_ARMS
 from nanote import fp8, models
 from nanote.config import PRESETS, TrainConfig
-from nanote.train_step import TrainStep, accelerate, compile_model, make_optimizer, recipe_of, warm_up_scales
+from nanote.optimizers import make_optimizer
+from nanote.train_step import TrainStep, accelerate, compile_model, recipe_of, warm_up_scales
 
 SHAPES = {  # options of train.py
     "124m-b32": dict(n_layer=12, n_embd=768, n_head=12, micro_batch_size=32, seq_len=1024),

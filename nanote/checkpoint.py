@@ -37,7 +37,7 @@ import torch.distributed as dist
 from nanote import fp8, json_files, safetensors_files
 from nanote.dataset import sha256
 from nanote.json_files import COUNT, SIZE
-from nanote.models import make_model_config, model_classes, weight_count
+from nanote.models import is_file, make_model_config, model_classes, weight_count
 from nanote.safetensors_files import RESTORE, stored_tensors
 
 FORMAT = 1  # version of the checkpoint format; the first checkpoints have no such field
@@ -46,6 +46,9 @@ META = {  # fields of meta.json; "?": optional
     "optimizer_groups": [{"step?": COUNT}], "fp8_weights?": [str], "torch?": str, "device?": str,
     "hf?": {"folder": str, "vocab_size": SIZE}}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
+# A number in the state of an optimizer is stored as a tensor of no dimensions, under a name with this ending.
+NUMBER = ":number"
+NUMBER_TYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 # ---------------------------------------------------------------- saving
@@ -226,7 +229,10 @@ def _tensors(model, optimizer):
                 continue
             if key == "master_param" and value.dtype == torch.int16:
                 value = join_remainder(parameter.detach(), value)
-            yield f"optimizer.{names[id(parameter)]}.{key}", _plain(value)
+            if isinstance(value, (int, float)):
+                key, value = f"{key}{NUMBER}", torch.tensor(value, dtype=NUMBER_TYPES[type(value)])
+            if isinstance(value, torch.Tensor):
+                yield f"optimizer.{names[id(parameter)]}.{key}", _plain(value)
     yield from ((f"fp8.{name}", value) for name, value in fp8.get_state(model).items())
     yield from ((f"rng{_rank()}.{name}", value) for name, value in _rng_state().items())
 
@@ -252,9 +258,17 @@ def _has_master(parameter) -> bool:
 
 def _optimizer_states(optimizer):
     """Return (parameter, state) pairs; torch numbers the parameters of all groups consecutively."""
-    states = optimizer.state_dict()["state"]
-    parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return [(parameter, states[number]) for number, parameter in enumerate(parameters) if number in states]
+    found = []
+    for part in parts_of(optimizer):
+        states = part.state_dict()["state"]
+        parameters = itertools.chain.from_iterable(group["params"] for group in part.param_groups)
+        found += [(p, states[number]) for number, p in enumerate(parameters) if number in states]
+    return found
+
+
+def parts_of(optimizer) -> list:
+    """Return the optimizers that an optimizer is made of, see nanote/optimizers.py."""
+    return list(getattr(optimizer, "parts", [optimizer]))
 
 
 def join_remainder(weight, remainder) -> torch.Tensor:
@@ -347,17 +361,20 @@ def find(path) -> Path:
     return folder
 
 
-def read_meta(folder) -> dict:
+def read_meta(folder, model: str | None = None) -> dict:
     """Read and check meta.json of a checkpoint: SHA-256 of every file, fields, size of the model described.
+
+    `model` is path/to/file.py:Class for a model of the user's own, loaded by models.load_file. It replaces
+    the name in meta.json, since the file may have moved.
 
     Raises ValueError, naming the file, if anything is wrong or the format is newer than this version
     supports.
     """
     folder = Path(folder)
-    return on_rank0(lambda: _read_meta(folder))
+    return on_rank0(lambda: _read_meta(folder, model))
 
 
-def _read_meta(folder: Path) -> dict:
+def _read_meta(folder: Path, model: str | None) -> dict:
     problem = _damage(folder)
     if problem:
         older = [path for path in list_checkpoints(folder.parent) if path != folder and not _damage(path)]
@@ -372,6 +389,8 @@ def _read_meta(folder: Path) -> dict:
         raise ValueError(f"{folder} is of format {version}, which a newer version of nanoTE wrote; "
                          f"this one reads formats up to {FORMAT}: update it, or use another run")
     meta = json_files.read(path, META, advice)
+    if model is not None and is_file(model) and is_file(meta["model"]):
+        meta["model"] = meta["config"]["model"] = model
     json_files.check(meta, {"model_config": model_classes(meta["model"])[1]}, path, advice)
     _check_size(folder, meta)
     return meta
@@ -379,6 +398,8 @@ def _read_meta(folder: Path) -> dict:
 
 def _check_size(folder: Path, meta: dict) -> None:
     """Refuse a meta.json that describes a larger model than is stored: building it could exhaust memory."""
+    if is_file(meta["model"]):
+        return  # only the user's code knows its size
     try:
         needed = weight_count(make_model_config(meta["model"], meta["model_config"] | {"use_fp8": False}))
     except ValueError as error:
@@ -492,7 +513,7 @@ def _check_optimizer_state(folder: Path, tensors: dict, own: dict) -> None:
         if f"model.{parameter}" not in own:
             continue
         shape, needed = tuple(tensors[name].shape), tuple(own[f"model.{parameter}"].shape)
-        if shape != needed:
+        if shape != needed and key in (*MOMENTS, "master_param", "momentum_buffer"):
             raise ValueError(f"{folder}: {name} is {shape}, its parameter {needed}; {RESTORE}")
         if key in MOMENTS and not all(f"optimizer.{parameter}.{moment}" in tensors for moment in MOMENTS):
             raise ValueError(f"{folder}: of {' and '.join(MOMENTS)} of {parameter} one is missing; {RESTORE}")
@@ -505,6 +526,33 @@ def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, weights
         tensors, weights: stored optimizer state and model weights, by name.
         names: {id(parameter): name}.
     """
+    for part in parts_of(optimizer):
+        count = len(part.param_groups)
+        load = _load_adam if hasattr(part, "master_weights") else _load_tensors
+        load(part, stored_groups[:count], tensors, weights, names)
+        stored_groups = stored_groups[count:]
+
+
+def _load_tensors(optimizer, stored_groups: list[dict], tensors: dict, weights: dict, names: dict) -> None:
+    """Restore the state of any optimizer; tensors keep their dtype, unlike in torch's load_state_dict."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state, name = optimizer.state[parameter], names[id(parameter)]
+            stored = _with_prefix(tensors, f"{name}.").items()
+            stored = {key: value for key, value in stored if "." not in key}
+            if "master_param" in state:  # absent from the checkpoint of a float32 run
+                stored.setdefault("master_param", weights[name].float())
+            for key, value in stored.items():
+                if key.endswith(NUMBER):
+                    state[key.removesuffix(NUMBER)] = value.item()
+                elif isinstance(state.get(key), torch.Tensor):
+                    state[key].copy_(value)
+                else:  # torch's optimizers count steps on the CPU
+                    state[key] = value.to("cpu" if key == "step" else parameter.device)
+
+
+def _load_adam(optimizer, stored_groups: list[dict], tensors: dict, weights: dict, names: dict) -> None:
+    """Restore the state of FusedAdam or FastAdam; see `_load_optimizer`."""
     target = optimizer.state_dict()
     for group, stored in zip(target["param_groups"], stored_groups):
         if "step" in stored:  # everything else comes from the options of this run

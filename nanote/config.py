@@ -15,8 +15,9 @@ from typing import Literal
 
 import torch
 
-from nanote import checkpoint, cli, fp8, json_files, models, profiling
+from nanote import checkpoint, cli, fp8, json_files, models, optimizers, profiling
 
+OptimizerName = Literal[tuple(optimizers.OPTIMIZERS)]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
@@ -27,7 +28,9 @@ class TrainConfig:
     preset: str = "tiny"
     """Preset that gives the defaults: tiny, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b, llama-160m,
     llama3-1b, llama3-8b."""
-    model: str = "optimized"  # Model file: optimized, advanced, fused, custom or te.
+    model: str = "optimized"
+    """Model file: optimized, advanced, fused, custom or te; or path/to/file.py:Class, a model of your own
+    (nanote/models.py says what the trainer needs of it)."""
     data: str = "data/stdlib"  # Folder of token files, as written by data.py.
     out_dir: str | None = None
     """Folder of the run; default: out/<preset>, or the first of out/<preset>-2, -3… that does not exist."""
@@ -110,7 +113,10 @@ class TrainConfig:
     warmup_steps: int = 100  # Steps of linear warm-up.
     min_lr_ratio: float = 0.1  # Final learning rate divided by the peak (cosine, wsd).
     decay_fraction: float = 0.2  # wsd: the fraction of all steps over which the learning rate decays.
-    weight_decay: float = 0.1  # AdamW's weight decay, of matrices only.
+    optimizer: OptimizerName = "adamw"
+    """muon: torch.optim.Muon for the matrices of the blocks, AdamW for the rest; its update is not part of
+    the CUDA graphs."""
+    weight_decay: float = 0.1  # Weight decay, of matrices only.
     beta1: float = 0.9  # AdamW's beta1.
     beta2: float = 0.95  # AdamW's beta2.
     grad_clip: float = 1.0  # Maximum gradient norm; 0: no clipping.
@@ -223,6 +229,8 @@ def read_options(argv, description: str | None = None) -> tuple[TrainConfig, Pat
     chosen = _default_options(argv)
     if chosen.preset not in PRESETS:
         raise ValueError(f"unknown preset {chosen.preset!r}: one of {', '.join(PRESETS)}")
+    if chosen.model and models.is_file(chosen.model):
+        models.load_file(chosen.model)
     if chosen.resume:
         folder, meta = _checkpoint_to_resume(chosen)
         default = dataclasses.replace(saved_options(folder, meta), out_dir=str(folder.parent), resume=True,
@@ -252,6 +260,7 @@ def _default_options(argv) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", nargs="?")
+    parser.add_argument("--model", nargs="?")
     parser.add_argument("--out-dir", "--out_dir", nargs="?")
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction)
     parser.add_argument("--fp8-recipe", "--fp8_recipe", nargs="?")
@@ -270,7 +279,7 @@ def _checkpoint_to_resume(chosen) -> tuple[Path, dict]:
         others = [path.name for path in checkpoint.list_checkpoints(folder.parent) if path != folder]
         raise ValueError(f"--resume: {folder.parent} has later checkpoints than {folder.name}; to continue "
                          f"from there, remove {', '.join(others)}")
-    return folder, checkpoint.read_meta(folder)
+    return folder, checkpoint.read_meta(folder, chosen.model)
 
 
 def saved_options(folder: Path, meta: dict) -> TrainConfig:
@@ -318,9 +327,17 @@ def _check_model_has(config: TrainConfig, default: TrainConfig) -> None:
     _, model_config_class = models.model_classes(config.model)
     known = {"preset", "model", *(field.name for field in dataclasses.fields(model_config_class))}
     missing = [name for name in ARCHITECTURE + MODEL_SWITCHES if name not in known]
-    if config.model != "optimized":
+    is_own = models.is_file(config.model)
+    if is_own:
+        missing += [] if models.takes_argument(config.model, "cu_seqlens") else ["pack_documents"]
+    elif config.model != "optimized":
         missing += OPTIMIZED_ONLY
     wanted = [name for name in missing if getattr(config, name) != getattr(default, name)]
+    if wanted and is_own:
+        packs = wanted[0] == "pack_documents"
+        needed = "argument cu_seqlens of forward" if packs else f"field {wanted[0]} in its config"
+        raise ValueError(f"{cli.flag(wanted[0])}: the model {config.model} has no {needed}; add it, or leave "
+                         "the option out")
     if wanted:
         raise ValueError(
             f"{cli.flag(wanted[0])}: the model {config.model!r} has no such switch; --model optimized has"
@@ -335,6 +352,9 @@ def _check_resume(config: TrainConfig, default: TrainConfig, folder: Path, meta:
             flag = cli.flag(name)
             raise ValueError(f"{flag} {given}: {folder} has a different architecture, with {flag[2:]} "
                              f"{saved}; leave the option out, or start a new run")
+    if config.optimizer != default.optimizer:
+        raise ValueError(f"--optimizer {config.optimizer}: {folder} has the state of {default.optimizer}; "
+                         "leave the option out, or start a new run")
     if config.max_steps <= meta["step"]:
         raise ValueError(f"--max-steps {config.max_steps}: {folder} has done {meta['step']} steps; "
                          f"to continue, pass more, such as --max-steps {meta['step'] * 2}")
@@ -395,6 +415,9 @@ def _check_memory_options(config: TrainConfig) -> None:
 
 
 def _check_combinations(config: TrainConfig) -> None:
+    if config.fp8_recipe != "none" and not models.has_fp8(config.model):
+        raise ValueError(f"--fp8-recipe {config.fp8_recipe}: the model {config.model} has no field use_fp8 "
+                         "in its config, so it does not train in FP8; pass --fp8-recipe none")
     if config.fp8_health_interval and config.fp8_recipe == "none":
         raise ValueError(f"--fp8-health-interval {config.fp8_health_interval}: there are no FP8 tensors with "
                          "--fp8-recipe none; pass --fp8-recipe delayed or leave --fp8-health-interval out")
@@ -413,6 +436,9 @@ def _check_combinations(config: TrainConfig) -> None:
     if config.fp8_param and config.fp8_recipe == "none":
         raise ValueError("--fp8-param: stores weights in FP8, but --fp8-recipe is none; pass --fp8-recipe "
                          "delayed or leave --fp8-param out")
+    if config.optimizer == "muon" and config.fp8_param:
+        raise ValueError("--optimizer muon: does not update weights stored in FP8; leave --fp8-param out, or "
+                         "pass --optimizer adamw")
     if config.n_positions is not None and config.n_positions < config.seq_len:
         raise ValueError(f"--seq-len {config.seq_len}: the model takes {config.n_positions} positions; "
                          f"pass --seq-len {config.n_positions} or less")

@@ -187,8 +187,11 @@ def check_shapes(config, micro_batch_size, seq_len, name):
     """
     multiple = {"none": 1, "mxfp8": 32}.get(name, 16)
     if name == "mxfp8":
-        for field, size in (("n_embd", config.n_embd), ("n_inner", config.n_inner),
-                            ("head_dim x n_kv_head", config.head_dim * config.n_kv_head)):
+        sizes = {}
+        if hasattr(config, "n_kv_head"):  # a model of the user's own may have other dimensions
+            sizes = {"n_embd": config.n_embd, "n_inner": config.n_inner,
+                     "head_dim x n_kv_head": config.head_dim * config.n_kv_head}
+        for field, size in sizes.items():
             if size % 32:
                 raise ValueError(f"{field} = {size}: FP8 recipe 'mxfp8' needs dimensions divisible by 32; "
                                  f"{round_up(size, 32)} works")
@@ -256,8 +259,8 @@ def set_state(model, state):
 
     Histories are cut or padded to `amax_history_len`; the newest rows are kept.
     """
-    recipe = model.fp8_recipe
-    if not model.config.use_fp8 or not recipe.delayed():
+    recipe = getattr(model, "fp8_recipe", None)
+    if recipe is None or not model.config.use_fp8 or not recipe.delayed():
         return
     modules = dict(model.named_modules())
     for module_name in sorted({key.rsplit(".scaling_", 1)[0] for key in state}):

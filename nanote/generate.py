@@ -43,9 +43,10 @@ def generate(
         raise ValueError("generate: ids is empty; start from the end-of-text token, as training does")
     use_cache = use_cache and hasattr(model, "make_kv_cache")
     device, limit = next(model.parameters()).device, model.config.n_positions
-    was_training, used_fp8 = model.training, model.config.use_fp8
+    was_training, used_fp8 = model.training, getattr(model.config, "use_fp8", None)
     model.eval()
-    model.config.use_fp8 = False
+    if used_fp8:
+        model.config.use_fp8 = False
     try:
         ids, prompt_length = list(ids), len(ids)
         start, cache = max(0, len(ids) - limit), None  # the window is ids[start:]
@@ -65,7 +66,8 @@ def generate(
         return ids[prompt_length:]
     finally:
         model.train(was_training)
-        model.config.use_fp8 = used_fp8
+        if used_fp8:
+            model.config.use_fp8 = True
 
 
 def pick(logits: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None, generator) -> int:

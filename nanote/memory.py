@@ -25,8 +25,11 @@ GIB = 2**30
 def check_memory(config, model_config, device: torch.device, dtype: torch.dtype) -> None:
     """Raise ValueError for a run that needs more memory than the device has.
 
-    Counts only what every run keeps at the same time, so a run that passes may still run out of memory.
+    Counts only what every run keeps at the same time, so a run that passes may still run out of memory. The
+    size of a model of the user's own is not known before it is built.
     """
+    if models.is_file(config.model):
+        return
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         capacity = torch.cuda.get_device_properties(device).total_memory
@@ -57,6 +60,8 @@ def least_memory(config, model_config, dtype: torch.dtype) -> list[tuple[int, st
     gradients = count * width
     master = 0 if dtype == torch.float32 else 2
     state = count * (2 * getattr(torch, config.moment_dtype).itemsize + master)
+    if config.optimizer == "muon":  # momentum and master weight, if it is less
+        state = min(state, count * (4 if dtype == torch.float32 else 8))
     # during a forward pass: in a run of one step, the update may allocate the optimizer state only afterwards
     state_before = state if config.max_steps > 1 else 0
     blocks = config.n_layer - config.offload_activations  # each keeps its input, also with checkpointing

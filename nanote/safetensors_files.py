@@ -62,8 +62,8 @@ def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 def stored_tensors(folder) -> dict:
     """Read the headers of a checkpoint's files: {name: entry with .size and .properties.dtype}.
 
-    Raises ValueError for tensors that are stored in part or twice, and for weights or optimizer state that
-    are not floating-point.
+    Raises ValueError for tensors that are stored in part or twice, and for weights that are not
+    floating-point.
     """
     try:
         found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
@@ -71,7 +71,7 @@ def stored_tensors(folder) -> dict:
             parts = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
             if parts != entry.size.numel():
                 raise ValueError(f"{name} has {entry.size.numel():,} elements, but {parts:,} are stored")
-            if not name.startswith("rng") and not entry.properties.dtype.is_floating_point:
+            if _must_be_float(name) and not entry.properties.dtype.is_floating_point:
                 raise ValueError(f"{name} is {entry.properties.dtype}, not a floating-point tensor")
     except OSError:
         raise
@@ -79,6 +79,12 @@ def stored_tensors(folder) -> dict:
         raise ValueError(f"{folder}: its .safetensors files are not valid for a checkpoint "
                          f"({json_files.reason(error)}); {RESTORE}") from error
     return found
+
+
+def _must_be_float(name: str) -> bool:
+    """Whether a tensor is a weight, FP8 state, or state of AdamW or Muon; others may be integers."""
+    floats = ("master_param", "exp_avg", "exp_avg_sq", "momentum_buffer")
+    return name.startswith(("model.", "fp8.")) or name.rpartition(".")[2] in floats
 
 
 def save_distributed(tensors: dict, folder: Path) -> None:

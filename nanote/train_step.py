@@ -1,22 +1,24 @@
 """One optimizer step: forward and backward of every micro-batch, clipping and AdamW; on a GPU as CUDA graphs.
 
-Use `TrainStep` in a training loop, with `make_optimizer`, `compile_model` and `warm_up_scales` to build it.
-`config` is a nanote.config.TrainConfig. Decisions:
+In a training loop of your own use `make_train_step`; train.py builds a `TrainStep` part by part. `config` is
+a nanote.config.TrainConfig. Decisions:
 - With gradient accumulation, weights are cast to FP8 once per step, in the first micro-batch
   (is_first_microbatch).
-- AdamW keeps its moments and the master copy of BF16 weights in float32. Only matrices decay, not norms and
-  biases.
 - A step whose gradient is not finite changes neither weights nor optimizer state, without asking the host.
 """
 import contextlib
+import inspect
 import itertools
 import math
+import warnings
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from nanote import cli, fp8
+from nanote import cli, fp8, models, parallel
+from nanote.config import TrainConfig, check_options
+from nanote.optimizers import make_optimizer
 
 try:
     from fast_kernels import accelerate as replace_by_kernels
@@ -36,7 +38,7 @@ def recipe_of(config):
 
 def accelerate(model, config):
     """Put the fast kernels into a model as the options say; return a line about it, "" for other models."""
-    if fp8.IS_REFERENCE or config.model != "optimized":
+    if fp8.IS_REFERENCE or not (config.model == "optimized" or models.is_file(config.model)):
         return ""
     if not config.fast_kernels:
         return "fast kernels are off: --no-fast-kernels"
@@ -46,32 +48,6 @@ def accelerate(model, config):
         model, blocks=config.fused_block, loss=config.fused_loss,
         dgrad_fast_accum_k=config.fp8_dgrad_fast_accum_k)
     return str(report)
-
-
-def make_optimizer(model, config):
-    """Return AdamW with weight decay of matrices only, and float32 masters of BF16 and FP8 weights.
-
-    On a GPU it is fast_kernels.adam.FastAdam; with --fp8-param and on the CPU, TE's FusedAdam.
-    """
-    parameters = list(model.parameters())
-    groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
-    moments = getattr(torch, config.moment_dtype)
-    options = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8,
-                   # FP8 weights have no BF16 bits that a remainder could complete
-                   store_param_remainders=config.param_remainders and not config.fp8_param)
-    on_gpu = parameters[0].is_cuda and not fp8.IS_REFERENCE
-    if on_gpu and replace_by_kernels is not None and not config.fp8_param:
-        from fast_kernels.adam import FastAdam  # needs Triton
-
-        return FastAdam(groups, moment_dtype=moments, **options)
-    masters = any(p.dtype != torch.float32 for p in parameters) or config.fp8_param
-    optimizer = fp8.te.optimizers.FusedAdam(
-        groups, adam_w_mode=True, master_weights=masters, master_weight_dtype=torch.float32,
-        exp_avg_dtype=moments, exp_avg_sq_dtype=moments, **options,
-    )
-    fp8.init_master_weights(model, optimizer)
-    return optimizer
 
 
 def why_no_graph(config, device: torch.device) -> str:
@@ -103,6 +79,34 @@ def wants_graph(config, device: torch.device) -> bool:
     return config.cuda_graph != "off" and not reason
 
 
+def make_train_step(model, batch, **options) -> "TrainStep":
+    """Return the training step of train.py, for a training loop of your own.
+
+        train_step = make_train_step(model, (input_ids, labels))
+        loss, grad_norm = train_step([(input_ids, labels)], lr=6e-4)
+
+    A step is forward and backward pass of every micro-batch, clipping and update: with the fast kernels where
+    they apply, and as CUDA graphs on a GPU.
+
+    Args:
+        model: on its device, in BF16 for the kernels. Where its `fp8_recipe` is delayed scaling, its first
+            scales are found.
+        batch: a micro-batch, of the shape of those that follow.
+        options: fields of TrainConfig, such as grad_accum, grad_clip, weight_decay, optimizer, cuda_graph or
+            fast_kernels. Those of architecture, data and FP8 recipe have no effect: the model has them.
+    """
+    config = TrainConfig(**{"fp8_recipe": "none"} | options)
+    check_options(config)
+    accelerate(model, config)
+    model.train()
+    recipe = getattr(model, "fp8_recipe", None)
+    if recipe is not None and model.config.use_fp8 and recipe.delayed() and fp8.is_fresh(model):
+        warm_up_scales(model, batch)
+    net = compile_model(model, config)
+    device = batch[0].device
+    return TrainStep(model, parallel.wrap(net, device), make_optimizer(model, config), config, device)
+
+
 class TrainStep:
     """One optimizer step: forward and backward of every micro-batch, clipping, update.
 
@@ -119,6 +123,9 @@ class TrainStep:
         """`net`: the model, or its compiled or data-parallel wrapper, which is called in its place."""
         self.model, self.net, self.optimizer, self.config, self.device = model, net, optimizer, config, device
         self.graphed = wants_graph(config, device)
+        self.updates_in_graph = hasattr(optimizer, "prepare")  # FastAdam; any other is launched from Python
+        self.model_is_ours = type(model).__module__ in {module for module, *_ in models.MODELS.values()}
+        self.casts_once = "is_first_microbatch" in inspect.signature(type(model).forward).parameters
         self.graphs, self.inputs, self.fixed = {}, None, None
 
     def __call__(self, batches, lr: float, watch: bool = False):
@@ -134,30 +141,51 @@ class TrainStep:
         """
         self._check_batches(batches, self.inputs if self.graphs else None)
         for group in self.optimizer.param_groups:
+            group_lr = lr * group.get("lr_factor", 1.0)
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(lr)
+                group["lr"].fill_(group_lr)
             else:
-                group["lr"] = lr
+                group["lr"] = group_lr
         if not self.graphed:
             return self.run(batches, watch)
         if not self.graphs:
-            self.record(batches)
+            self._record_if_possible(batches)
+        if not self.graphed:
+            return self.run(batches, watch)
         self._check_unchanged()
-        self.optimizer.write_options()
+        if self.updates_in_graph:
+            self.optimizer.write_options()
         if watch:
             static = [(p, p.grad) for p in self.model.parameters()]
             self.optimizer.zero_grad(set_to_none=True)
             outcome = self.run(batches, watch)
             for parameter, gradient in static:
                 parameter.grad = gradient  # the memory that the graphs write to
-            self.optimizer.prepare()
+            if self.updates_in_graph:
+                self.optimizer.prepare()
             return outcome
         for micro, batch in enumerate(batches):
             for static, given in zip(self.inputs, batch):
                 static.copy_(given, non_blocking=True)
             self.graphs["rest" if micro else "first"].replay()
+        if not self.updates_in_graph:
+            return self.loss.clone(), self.update()
         self.graphs["update"].replay()
         return self.loss.clone(), self.norm.clone()
+
+    def _record_if_possible(self, batches) -> None:
+        """Call `record`. A model of the user's own that cannot be captured runs without graphs then."""
+        try:
+            self.record(batches)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if self.config.cuda_graph == "on" or self.model_is_ours:
+                raise
+            self.graphed = False
+            self.optimizer.zero_grad(set_to_none=True)  # gradients in the memory of the failed capture
+            warnings.warn(f"CUDA graphs are off, and steps are launched from Python: {cli.in_a_line(error)}",
+                          stacklevel=3)
 
     def _check_batches(self, batches, recorded=None) -> None:
         """Raise ValueError unless these are grad_accum micro-batches.
@@ -215,7 +243,8 @@ class TrainStep:
             # too, and overwrites what backward still needs. Not in later micro-batches: gradients would be
             # lost.
             torch.compiler.cudagraph_mark_step_begin()
-        if self.config.grad_accum > 1 and not self.config.compile:  # TE's FP8 weight cache is not traceable
+        if self.casts_once and self.config.grad_accum > 1 and not self.config.compile:
+            # TE's FP8 weight cache is not traceable
             options = {"is_first_microbatch": first}  # weights are cast to FP8 once per step
         loss = self.net(*batch, **options) / self.config.grad_accum
         # Seed backward with 1, or with NaN if the loss is not finite, so that the gradient norm is NaN on
@@ -274,8 +303,9 @@ class TrainStep:
             graphs["first"] = _capture(first, pool)
             if accumulates:
                 graphs["rest"] = _capture(rest, pool)
-            self.optimizer.prepare()
-            graphs["update"] = _capture(update, pool)
+            if self.updates_in_graph:
+                self.optimizer.prepare()
+                graphs["update"] = _capture(update, pool)
         self.fixed = Fixed(self.model, self.config)
         self.graphs = graphs  # last, so that there are none after an error
         torch.cuda.set_rng_state(generator, self.device)
@@ -313,8 +343,8 @@ class Fixed:
         return {
             "config.grad_accum": self.config.grad_accum,
             "config.grad_clip": self.config.grad_clip,
-            "model.config": _settings(model.config),
-            "model.fp8_recipe": _settings(model.fp8_recipe),
+            "model.config": _settings(getattr(model, "config", None)),
+            "model.fp8_recipe": _settings(getattr(model, "fp8_recipe", None)),
             "model.dgrad_fast_accum_k": getattr(model, "dgrad_fast_accum_k", None),
             "model.training": [settings["training"] for settings in self.settings],
             "the p of a dropout": [settings["p"] for settings in self.dropouts],

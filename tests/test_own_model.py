@@ -1,0 +1,182 @@
+"""A model of one's own in the trainer: --model path/to/file.py:Class."""
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanote import models
+from nanote.metrics import read_metrics
+from trainer_tools import OPTIONS, ROOT, make_tokens, metrics, run_script, run_train
+
+PLAIN = '''
+import dataclasses
+from torch import nn
+
+@dataclasses.dataclass
+class NotTheConfig:
+    depth: int = 3
+
+@dataclasses.dataclass
+class PairConfig:
+    vocab_size: int = 257
+    n_positions: int = 64
+    n_embd: int = 64
+    window: int = 8
+
+class Pair(nn.Module):
+    """Predict the next token from this one."""
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.head = nn.Linear(config.n_embd, config.vocab_size)
+
+    def forward(self, input_ids, labels=None):
+        logits = self.head(self.wte(input_ids))
+        return logits if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1),
+        labels.flatten())
+'''
+RUN = "--seq-len 64 --micro-batch-size 4 --eval-steps 2 --log-interval 1 --checkpoint-interval 4 --device cpu"
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(PLAIN)
+    monkeypatch.setattr(models, "_own_models", {})
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return make_tokens(tmp_path_factory.mktemp("corpus") / "tokens")
+
+
+def test_a_plain_pytorch_model_trains_resumes_and_samples(tokens, capsys):
+    model = "--model mine.py:Pair --fp8-recipe none"
+    assert run_train(f"{RUN} {model} --n-embd 48 --max-steps 12 --lr 1e-2 --out-dir whole", tokens) == 0
+    losses = [record["loss"] for record in read_metrics("whole/metrics.jsonl")]
+    assert losses[-1] < losses[0] - 0.1
+    meta = json.loads(Path("whole/step-12/meta.json").read_text())
+    assert meta["model_config"] == {"vocab_size": 288, "n_positions": 64, "n_embd": 48, "window": 8}
+
+    Path("elsewhere").mkdir()
+    shutil.copytree("whole", "cut")
+    shutil.rmtree("cut/step-12")
+    Path("mine.py").rename("elsewhere/moved.py")
+    models._own_models.clear()
+    capsys.readouterr()
+    assert run_train("--resume --out-dir cut", tokens) == 2
+    assert capsys.readouterr().err == (
+        "train.py: the model is mine.py:Pair, and code is never taken from a checkpoint: pass --model "
+        "mine.py:Pair again\n")
+    assert run_train("--resume --out-dir cut --model elsewhere/moved.py:Pair", tokens) == 0
+    assert metrics("cut")[-4:] == metrics("whole")[-4:]
+
+    models._own_models.clear()
+    assert run_script("sample.py", ["cut", "--device", "cpu", "--max-new-tokens", "4"]) == 2
+    assert "pass --model elsewhere/moved.py:Pair again" in capsys.readouterr().err
+    sampling = ["cut", "--device", "cpu", "--max-new-tokens", "4", "--model", "elsewhere/moved.py:Pair"]
+    assert run_script("sample.py", sampling) == 0
+
+
+def test_a_subclass_of_a_model_file_trains_in_fp8_with_muon_and_accumulation(tokens):
+    Path("wider.py").write_text(
+        "from model_te_optimized import OptimizedConfig, OptimizedGPT2Model\n"
+        "import torch\n"
+        "class Wider(OptimizedGPT2Model):\n"
+        "    def __init__(self, config: OptimizedConfig):\n"
+        "        super().__init__(config)\n"
+        "        self.extra = torch.nn.Parameter(torch.zeros(config.n_embd))\n"
+    )
+    assert run_train(f"{OPTIONS} --model wider.py:Wider --optimizer muon --out-dir run", tokens) == 0
+    records = read_metrics("run/metrics.jsonl")
+    assert records[-1]["loss"] < records[0]["loss"] - 0.5
+
+
+def test_an_unedited_copy_trains_as_the_original(tokens):
+    shutil.copy(ROOT / "model_te_optimized.py", "copy.py")
+    for model, out in (("optimized", "one"), ("copy.py:OptimizedGPT2Model", "two")):
+        assert run_train(f"{OPTIONS} --max-steps 4 --model {model} --out-dir {out}", tokens) == 0
+    assert metrics("one") == metrics("two")
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ("--model absent.py:Pair", "there is no file absent.py"),
+    ("--model mine.py:Nothing", "mine.py has no torch.nn.Module Nothing; it has Pair"),
+    ("--model mine.py:Pair", "no field use_fp8 in its config, so it does not train in FP8; pass --fp8-recipe "
+                             "none"),
+    ("--model mine.py:Pair --fp8-recipe none --n-layer 3", "no field n_layer in its config"),
+    ("--model mine.py:Pair --fp8-recipe none --pack-documents", "no argument cu_seqlens of forward"),
+    ("--model mine.py:Pair --fp8-recipe none --optimizer muon", "trains the matrices of model.blocks"),
+    ("--model broken.py:Pair", "broken.py cannot be imported (SyntaxError"),
+    ("--model two.py:Pair", "the file has PairConfig and OtherConfig; annotate the constructor"),
+    ("--model none.py:Pair", "no dataclass has the fields vocab_size and n_positions"),
+    ("--model unstorable.py:Pair --fp8-recipe none", "PairConfig cannot be stored as JSON in a checkpoint"),
+])
+def test_what_is_wrong_is_said_in_a_line_before_anything_is_written(tokens, arguments, message, capsys):
+    Path("broken.py").write_text("class Pair(\n")
+    Path("two.py").write_text(PLAIN + "\n@dataclasses.dataclass\nclass OtherConfig(PairConfig):\n    depth: "
+                                      "int = 1\n")
+    Path("none.py").write_text(PLAIN.replace("n_positions", "block_size"))
+    Path("unstorable.py").write_text(PLAIN.replace("window: int = 8", "window: object = nn.Linear"))
+    assert run_train(f"{RUN} {arguments} --out-dir run", tokens) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and error.startswith("train.py: ")
+    assert not Path("run").exists()
+
+
+def test_a_checkpoint_does_not_name_code(tokens, capsys):
+    """A run folder from elsewhere must not make the trainer import a file."""
+    assert run_train(f"{RUN} --model mine.py:Pair --fp8-recipe none --max-steps 4 --out-dir run", tokens) == 0
+    models._own_models.clear()
+    Path("mine.py").write_text("open('ran', 'w')")
+    assert run_train("--resume --out-dir run --max-steps 8", tokens) == 2
+    assert run_script("sample.py", ["run"]) == 2
+    assert not Path("ran").exists()
+
+
+def test_make_train_step_equals_a_loop_by_hand():
+    from model_te_optimized import OptimizedConfig, OptimizedGPT2Model, te
+    from nanote.train_step import make_train_step
+
+    config = OptimizedConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=288, n_positions=32, use_fp8=True)
+    batches = [(ids[:, :-1], ids[:, 1:]) for ids in torch.randint(0, 288, (2, 2, 33))] * 6
+    results = []
+    for by_hand in (False, True):
+        torch.manual_seed(1)
+        model = OptimizedGPT2Model(config)
+        losses = []
+        if by_hand:
+            for _ in range(4):  # the first scales of delayed scaling
+                model(*batches[0]).backward()
+                model.zero_grad()
+            groups = [{"params": [p for p in model.parameters() if (p.dim() >= 2) == decays],
+                       "weight_decay": 0.1 * decays} for decays in (True, False)]
+            optimizer = te.optimizers.FusedAdam(groups, lr=1e-2, betas=(0.9, 0.95))
+            for first, second in zip(batches[::2], batches[1::2]):
+                total = 0
+                for number, batch in enumerate((first, second)):
+                    loss = model(*batch, is_first_microbatch=number == 0) / 2
+                    loss.backward()
+                    total += loss.detach()
+                losses.append((total, torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+                optimizer.step()
+                optimizer.zero_grad()
+        else:
+            step = make_train_step(model, batches[0], grad_accum=2, grad_clip=0.5)
+            losses = [step([first, second], lr=1e-2) for first, second in zip(batches[::2], batches[1::2])]
+        results.append(torch.tensor(losses))
+    assert torch.equal(*results)
+    assert results[0][-1, 0] < results[0][0, 0]
+
+
+@pytest.mark.gpu
+def test_a_model_that_cannot_be_captured_trains_without_graphs(tokens, recwarn):
+    Path("host.py").write_text(PLAIN.replace("logits = ", "logits = float(self.head.weight.norm() > 0) * "))
+    options = f"{RUN.replace('--device cpu', '')} --model host.py:Pair --fp8-recipe none --max-steps 4"
+    assert run_train(f"{options} --out-dir run", tokens) == 0
+    assert any("CUDA graphs are off" in str(warning.message) for warning in recwarn)
+    options = options.replace("host.py", "mine.py")
+    assert run_train(f"{options} --cuda-graph on --out-dir graphed", tokens) == 0
