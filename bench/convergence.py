@@ -1,0 +1,206 @@
+"""Does FP8 learn as well as BF16, and how much sooner is it there? Train arms of GPT-2 124M, several seeds
+each.
+
+    python data.py packages --tokenizer r50k_base
+    python bench/convergence.py --arms bf16 fp8 --seeds 1 2 3     # one run per GPU at a time; resumes what
+    was cut python bench/convergence.py --draw                            # summary and pictures from the JSON
+    alone
+
+Every arm trains on the same batches for the same seed, and is evaluated on the same tokens. A run that was
+cut, by --time-budget, a signal or a machine that went away, continues from its last checkpoint in --out-dir.
+
+results/convergence.json has a list `runs`, a record per evaluation: arm, seed, tokens, step, val_loss (nats a
+token) and seconds, the time in training steps alone (without evaluations, checkpoints and the first step,
+which captures the CUDA graphs). From the last records follows the list `summary`:
+
+    mean, standard_error    of the final validation loss over the seeds
+    gap_percent             of the means of the arm and of bf16, paired by seed; gap_standard_error likewise
+"""
+
+import json
+import math
+import os
+import queue
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from bench.report import check_folder, write_report
+from nanote import cli
+from nanote.metrics import read_metrics
+
+TOKENS_PER_STEP = 131_072
+COMMON = ("--preset gpt2-124m --micro-batch-size 64 --grad-accum 2 --warmup-steps 100 --log-interval 10 "
+          "--keep-checkpoints 1")
+MODERN = "--activation swiglu --use-rmsnorm --use-rotary --use-qk-norm --no-bias --n-kv-head 4"
+ARMS = {  # name: options of train.py
+    "bf16": "--fp8-recipe none",
+    "fp8": "",
+    "fp8-most_recent": "--fp8-amax-compute-algo most_recent --fp8-amax-history-len 16",
+    "fp8-bf16_head": "--no-fp8-lm-head",
+    "fp8-precise_dgrad": "--fp8-dgrad-fast-accum-k 0",
+    "fp8-e4m3": "--fp8-format e4m3",
+    "fp8-current": "--fp8-recipe current",
+    "fp8-block": "--fp8-recipe block",
+    "fp8-te_modules": "--no-fast-kernels",
+}
+ARMS |= {f"modern-{name}": f"{MODERN} {options}" for name, options in ARMS.items()}
+
+
+@dataclass
+class Options:
+    arms: list[str] = field(default_factory=lambda: ["bf16", "fp8"])
+    """Arms to train; an arm may end in @LR for another peak learning rate, such as bf16@1e-3."""
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
+    tokens: float = 1e8  # Tokens a run trains on.
+    lr: float = 6e-4  # Peak learning rate.
+    data: str = "data/packages-r50k_base"  # Folder of token files.
+    out_dir: Path = Path("out/convergence")  # The runs' folders.
+    json: Path = Path("results/convergence.json")  # Read and written.
+    time_budget: int = 0  # Stop all runs after this many seconds, with a checkpoint; 0: never.
+    evaluations: int = 10  # Of each run.
+    more: str = ""  # More options of train.py, for all arms: --more="--eval-tokens 1000000".
+    draw: bool = False  # Only summarize the JSON and draw the pictures.
+
+
+# ---------------------------------------------------------------- training
+
+def command_of(options: Options, arm: str, seed: int, folder: Path) -> list[str]:
+    """Return train.py's command for a run: a new one, or the rest of one that was cut."""
+    name, _, lr = arm.partition("@")
+    if any(folder.glob("step-*")):
+        return [sys.executable, "train.py", "--resume", "--out-dir", str(folder)]
+    steps = math.ceil(options.tokens / TOKENS_PER_STEP)
+    interval = max(1, steps // options.evaluations)
+    return [sys.executable, "train.py", *COMMON.split(), *ARMS[name].split(), "--lr", lr or str(options.lr),
+            "--seed", str(seed), "--max-steps", str(steps), "--eval-interval", str(interval),
+            "--checkpoint-interval", str(interval), "--data", options.data, "--out-dir", str(folder),
+            *options.more.split()]
+
+
+def train_all(options: Options, jobs: list, record) -> None:
+    """Train the jobs, (arm, seed), one per GPU at a time; call record(arm, seed, folder) after each."""
+    waiting, running, stop = queue.SimpleQueue(), [], threading.Event()
+    for job in jobs:
+        waiting.put(job)
+
+    def work(gpu: int) -> None:
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        while not stop.is_set() and not waiting.empty():
+            arm, seed = waiting.get()
+            folder = options.out_dir / f"{arm}-seed{seed}"
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with open(f"{folder}.log", "a") as log:
+                process = subprocess.Popen(command_of(options, arm, seed, folder), cwd=ROOT, env=environment,
+                                           stdout=log, stderr=subprocess.STDOUT)
+                running.append(process)
+                code = process.wait()
+            running.remove(process)
+            if code:
+                print(f"{arm}, seed {seed}: exit code {code}, see {folder}.log", file=sys.stderr)
+            record(arm, seed, folder)
+
+    def end(*_) -> None:
+        stop.set()
+        for process in running:
+            process.send_signal(signal.SIGTERM)  # train.py writes a checkpoint
+
+    signal.signal(signal.SIGTERM, end)
+    workers = [threading.Thread(target=work, args=(gpu,)) for gpu in range(max(1, torch.cuda.device_count()))]
+    for worker in workers:
+        worker.start()
+    deadline = time.monotonic() + (options.time_budget or math.inf)
+    while any(worker.is_alive() for worker in workers):
+        time.sleep(0.5)
+        if time.monotonic() > deadline and not stop.is_set():
+            end()
+
+
+def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
+    """Return the records of a run for `runs`. `seconds` sums the steps after the first."""
+    found, seconds, last_step = [], 0.0, 1
+    for record in read_metrics(folder / "metrics.jsonl"):
+        step = record["step"]
+        seconds += (step - last_step) * TOKENS_PER_STEP / record["tokens_per_s"]
+        last_step = step
+        if "val_loss" in record:
+            found.append({"arm": arm, "seed": seed, "tokens": step * TOKENS_PER_STEP, "step": step,
+                          "val_loss": record["val_loss"], "seconds": round(seconds, 3)})
+    return found
+
+
+# ---------------------------------------------------------------- summary
+
+def summarize(runs: list[dict]) -> list[dict]:
+    """Return a row per arm and number of tokens, over the runs that were completed."""
+    final = {}  # (arm, tokens): {seed: last record}
+    for arm, seed in sorted({(record["arm"], record["seed"]) for record in runs}):
+        last = max((r for r in runs if (r["arm"], r["seed"]) == (arm, seed)), key=lambda r: r["step"])
+        final.setdefault((arm, last["tokens"]), {})[seed] = last
+    rows = []
+    for (arm, tokens), by_seed in final.items():
+        losses = {seed: record["val_loss"] for seed, record in by_seed.items()}
+        baseline = final.get((baseline_of(arm), tokens), {})
+        gaps = [100 * (losses[seed] / baseline[seed]["val_loss"] - 1) for seed in losses if seed in baseline]
+        rows.append({
+            "arm": arm, "tokens": tokens, "seeds": len(losses), "mean": statistics.mean(losses.values()),
+            "standard_error": standard_error(list(losses.values())),
+            "gap_percent": statistics.mean(gaps) if gaps else None,
+            "gap_standard_error": standard_error(gaps),
+            "seconds": statistics.median(record["seconds"] for record in by_seed.values()),
+        })
+    return sorted(rows, key=lambda row: row["mean"])
+
+
+def baseline_of(arm: str) -> str:
+    """Return the BF16 arm of the same architecture and learning rate."""
+    name, at, lr = arm.partition("@")
+    return ("modern-bf16" if name.startswith("modern-") else "bf16") + at + lr
+
+
+def standard_error(values: list[float]) -> float | None:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+# ---------------------------------------------------------------- the command
+
+def main(argv=None):
+    options = cli.parse(Options, argv, prog="convergence.py", description=__doc__)
+    check_folder(options.json)
+    for arm in options.arms:
+        if arm.partition("@")[0] not in ARMS:
+            raise ValueError(f"--arms {arm}: unknown; the arms are {', '.join(ARMS)}")
+    document = json.loads(options.json.read_text()) if options.json.exists() else {"runs": []}
+    lock = threading.Lock()
+
+    def record(arm: str, seed: int, folder: Path) -> None:
+        with lock:
+            kept = [r for r in document["runs"] if (r["arm"], r["seed"]) != (arm, seed)]
+            document["runs"] = kept + evaluations_of(arm, seed, folder)
+            figures = {"runs": document["runs"], "summary": summarize(document["runs"])}
+            write_report("bench/convergence.py", argv, figures, options.json)
+
+    if not options.draw:
+        # seeds outside, so that a study that was cut has all arms of its first seeds
+        train_all(options, [(arm, seed) for seed in options.seeds for arm in options.arms], record)
+        document = json.loads(options.json.read_text())
+    for row in summarize(document["runs"]):
+        error, gap = row["standard_error"], row["gap_percent"]
+        line = f"{row['arm']:24} {row['tokens'] / 1e6:6.1f} M tokens, {row['seeds']} seeds"
+        line += f", loss {row['mean']:.4f}"
+        line += f" ± {error:.4f}" if error else ""
+        line += f"  gap {gap:+.2f} %" if gap is not None else ""
+        print(f"{line}  {row['seconds']:.0f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, "convergence.py"))
