@@ -1,11 +1,12 @@
 """Text to token files.
 
     python data.py stdlib                              # the Python standard library's sources, no download
+    python data.py packages                            # sources and docs of what is installed, no download
     python data.py text *.md notes.jsonl --tokenizer gpt2
     python data.py hf roneneldan/TinyStories --streaming
 
-This file holds the command line. `nanote/documents.py` reads the text, `nanote/dataset.py` tokenizes it and
-describes the format of token files.
+This file holds the command line. `nanote/documents.py` and `nanote/packages.py` read the text,
+`nanote/dataset.py` tokenizes it and describes the format of token files.
 """
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Annotated
 
 from nanote.dataset import check_target, write_tokens
 from nanote.documents import hf_documents, stdlib_documents, text_documents
+from nanote.packages import package_documents
 
 # tyro is imported in main(): worker processes import this file, and need no command line.
 
@@ -38,6 +40,14 @@ class Options:
 class Stdlib(Options):
     """The Python standard library's own sources; no download."""
     val_fraction: float = 0.05  # 0.01 would be half a dozen files
+
+
+@dataclass(kw_only=True)
+class Packages(Options):
+    """Sources, documentation and licenses of every installed package and the standard library, without
+    duplicates; whole packages are held out for validation; no download."""
+    val_fraction: float = 0.05
+    """Fraction of the packages kept for validation."""
 
 
 @dataclass(kw_only=True)
@@ -71,6 +81,9 @@ def source_of(config):
     """Return (corpus name, description for meta.json, function that returns the documents)."""
     if isinstance(config, Stdlib):
         return "stdlib", f"the standard library of Python {sys.version.split()[0]}", stdlib_documents
+    if isinstance(config, Packages):
+        source = f"the packages installed for Python {sys.version.split()[0]}, and its standard library"
+        return "packages", source, partial(package_documents, config.num_workers)
     if isinstance(config, Text):
         name = Path(config.files[0]).stem if len(config.files) == 1 else "text"
         more = f" and {len(config.files) - 10} more" if len(config.files) > 10 else ""
@@ -81,6 +94,14 @@ def source_of(config):
                                       config.streaming, config.data_files)
 
 
+def print_counts(meta):
+    """Print what `packages` read and left out."""
+    left_out = ", ".join(f"{count:,} {reason}" for reason, count in meta["left_out"].items())
+    print(f"{meta['packages']:,} packages with {meta['files']:,} files; left out: {left_out or 'none'}\n"
+          f"dropped {meta['exact_duplicates']:,} exact and {meta['near_duplicates']:,} near-duplicates\n"
+          f"{meta['train_bytes']:,} bytes for training, {meta['val_bytes']:,} for validation")
+
+
 def main(argv=None):
     """Run the command line `argv` (None: sys.argv[1:]). Raises ValueError or OSError for a user's mistake."""
     global tyro  # the annotations of Text and Hf name it
@@ -89,20 +110,23 @@ def main(argv=None):
     from nanote import cli
 
     description = __doc__.partition("\n\nThis file")[0]
-    config = cli.parse(Stdlib | Text | Hf, argv, prog="data.py", description=description)
+    config = cli.parse(Stdlib | Packages | Text | Hf, argv, prog="data.py", description=description)
     start = time.time()
     name, source, read_documents = source_of(config)
     folder = name if config.tokenizer == "byte" else f"{name}-{config.tokenizer}"
     out_dir = config.out_dir or Path("data", folder)
     try:
         check_target(out_dir, config.force)  # before anything is downloaded
-        documents, total, unit = read_documents()
+        documents, total, unit, *counts = read_documents()
         meta = write_tokens(
             documents, out_dir, tokenizer=config.tokenizer, val_fraction=config.val_fraction,
             force=config.force, num_workers=config.num_workers, source=source, total=total, unit=unit,
+            counts=counts[0] if counts else None,
         )
     except KeyboardInterrupt:
         raise KeyboardInterrupt("stopped; nothing was written") from None
+    if counts:
+        print_counts(meta)
     print(f"{out_dir}: {meta['documents']:,} documents, {meta['train_tokens']:,} train and "
           f"{meta['val_tokens']:,} validation tokens ({config.tokenizer}, {meta['dtype']}) in "
           f"{time.time() - start:.1f} s")
