@@ -8,6 +8,7 @@
 This file holds the command line. `nanote/documents.py` and `nanote/packages.py` read the text,
 `nanote/dataset.py` tokenizes it and describes the format of token files.
 """
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from nanote.dataset import check_target, write_tokens
+from nanote.dataset import check_options, get_tokenizer, write_tokens
 from nanote.documents import hf_documents, stdlib_documents, text_documents
 from nanote.packages import package_documents
 
@@ -52,19 +53,20 @@ class Packages(Options):
 
 @dataclass(kw_only=True)
 class Text(Options):
-    """Files: UTF-8 text, one document each, or .jsonl, one document per line."""
+    """Files: UTF-8 text, one document each; .jsonl or Parquet, one document per row; folders of these."""
 
     files: "tyro.conf.Positional[Annotated[list[str], tyro.conf.arg(metavar='FILE [FILE ...]', help_behavior_hint='(required)')]]"  # noqa: E501
-    """UTF-8 text or .jsonl files."""
+    """UTF-8 text, .jsonl or Parquet files; text and .jsonl also as .gz or .zst. A folder is read with its
+    subfolders, or as the dataset that save_to_disk wrote into it."""
     column: str = "text"
-    """The field of a .jsonl line that holds the text."""
+    """The field of a .jsonl or Parquet row that holds the text."""
 
 
 @dataclass(kw_only=True)
 class Hf(Options):
-    """A dataset of the Hugging Face hub."""
+    """A dataset of the Hugging Face hub, or one on disk."""
     name: "tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar='NAME')]]"
-    """Such as roneneldan/TinyStories; or json, parquet, text with --data-files."""
+    """Such as roneneldan/TinyStories; or a file or folder; or json, parquet, text with --data-files."""
     subset: str | None = None
     """The configuration of the dataset."""
     split: str = "train"
@@ -77,6 +79,14 @@ class Hf(Options):
     """Local files for the builder."""
 
 
+def corpus_name(path):
+    """Return the last part of a path or of a dataset's name; of a file without its suffixes."""
+    name = Path(os.path.abspath(path)).name or "text"
+    if os.path.isfile(path):
+        name = Path(name.removesuffix(".gz").removesuffix(".zst")).stem
+    return name
+
+
 def source_of(config):
     """Return (corpus name, description for meta.json, function that returns the documents)."""
     if isinstance(config, Stdlib):
@@ -85,10 +95,10 @@ def source_of(config):
         source = f"the packages installed for Python {sys.version.split()[0]}, and its standard library"
         return "packages", source, partial(package_documents, config.num_workers)
     if isinstance(config, Text):
-        name = Path(config.files[0]).stem if len(config.files) == 1 else "text"
+        name = corpus_name(config.files[0]) if len(config.files) == 1 else "text"
         more = f" and {len(config.files) - 10} more" if len(config.files) > 10 else ""
         return name, " ".join(config.files[:10]) + more, partial(text_documents, config.files, config.column)
-    name = config.name.rstrip("/").split("/")[-1]
+    name = corpus_name(config.name)
     description = " ".join(filter(None, ["hf", config.name, config.subset, config.split]))
     return name, description, partial(hf_documents, config.name, config.subset, config.split, config.column,
                                       config.streaming, config.data_files)
@@ -116,7 +126,9 @@ def main(argv=None):
     folder = name if config.tokenizer == "byte" else f"{name}-{config.tokenizer}"
     out_dir = config.out_dir or Path("data", folder)
     try:
-        check_target(out_dir, config.force)  # before anything is downloaded
+        # before anything is downloaded or read
+        check_options(out_dir, config.force, config.val_fraction, config.num_workers)
+        get_tokenizer(config.tokenizer)
         documents, total, unit, *counts = read_documents()
         meta = write_tokens(
             documents, out_dir, tokenizer=config.tokenizer, val_fraction=config.val_fraction,

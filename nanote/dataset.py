@@ -145,12 +145,7 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
     Raises ValueError for bad input or an empty corpus, OSError if writing fails. Nothing is left behind then.
     """
     out_dir = Path(out_dir)
-    if not 0 < val_fraction < 1:
-        raise ValueError(f"--val-fraction {val_fraction}: must be above 0 and below 1, for example 0.01")
-    if num_workers is not None and not 1 <= num_workers <= 1024:
-        raise ValueError(f"--num-workers {num_workers}: must be at least 1 and at most 1024, for example "
-                         f"{os.cpu_count()}")
-    check_target(out_dir, force)
+    check_options(out_dir, force, val_fraction, num_workers)
     encoder = get_tokenizer(tokenizer)
     dtype = np.dtype("<u2" if encoder.vocab_size <= 1 << 16 else "<u4")
     num_workers = num_workers or (1 if tokenizer == "byte" else os.cpu_count())
@@ -185,6 +180,16 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
                           f"free some space or name another --out-dir") from error
         raise
     return meta
+
+
+def check_options(out_dir, force, val_fraction, num_workers):
+    """Raise ValueError for options that `write_tokens` refuses."""
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"--val-fraction {val_fraction}: must be above 0 and below 1, for example 0.01")
+    if num_workers is not None and not 1 <= num_workers <= 1024:
+        raise ValueError(f"--num-workers {num_workers}: must be at least 1 and at most 1024, for example "
+                         f"{os.cpu_count()}")
+    check_target(out_dir, force)
 
 
 def check_target(out_dir, force):

@@ -39,7 +39,7 @@ SOURCES = {".py", ".pyi", ".pyx", ".pxd", ".c", ".cc", ".cpp", ".cxx", ".cu", ".
            ".cuh", ".inl"}
 PROSE = {".md", ".rst", ".txt"}
 LICENSE = re.compile(r"(licen[cs]es?|notice|copying|copyright)([-_.].*)?", re.IGNORECASE)
-LARGEST = 1 << 20  # bytes; longer files are almost always generated
+LARGEST = 2 << 20  # bytes; longer files are almost always generated
 STDLIB = "python"  # the name of the standard library as a package
 
 SHINGLE, BANDS, ROWS, SIMILARITY = 5, 32, 5, 0.7
@@ -72,7 +72,7 @@ def package_documents(num_workers=None, folders=None, stdlib=None):
             seen.add(digest)
             candidates.append((*file, size))
             signatures.append(signature)
-    is_near = near_duplicates(np.array(signatures).reshape(-1, BANDS * ROWS))
+    is_near = near_duplicates(np.array(signatures, np.uint32).reshape(-1, BANDS * ROWS))
     kept = [candidate for candidate, near in zip(candidates, is_near) if not near]
     counts = {
         "packages": len({package for _, package, *_ in files}), "files": len(files),
@@ -162,7 +162,7 @@ def read(path):
     """Return (text, None), or (None, the reason to leave the file out)."""
     try:
         if os.path.getsize(path) > LARGEST:
-            return None, "over 1 MiB"
+            return None, "over 2 MiB"
         raw = Path(path).read_bytes()
     except OSError:
         return None, "unreadable"
@@ -181,12 +181,12 @@ def read(path):
 
 
 def is_table(words):
-    """Return whether less than a third of a file is letters (numbers), or a word is over 1,000 bytes (data in
+    """Return whether less than 40% of a file is letters (numbers), or a word is over 1,000 bytes (data in
     a string, or code without spaces)."""
     visible = np.frombuffer(b"".join(words), np.uint8)
     is_letter = (visible | 32) - np.uint8(ord("a")) < 26  # modulo 256
     letters = np.count_nonzero(is_letter | (visible >= 128))  # every other alphabet in UTF-8
-    return 3 * letters < len(visible) or max(map(len, words)) > 1000
+    return 5 * letters < 2 * len(visible) or max(map(len, words)) > 1000
 
 
 def scan(paths):
