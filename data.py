@@ -49,6 +49,8 @@ class Packages(Options):
     duplicates; whole packages are held out for validation; no download."""
     val_fraction: float = 0.05
     """Fraction of the packages kept for validation."""
+    num_workers: int | None = None
+    """Processes that read files, then tokenize; by default one per core, and one to tokenize for byte."""
 
 
 @dataclass(kw_only=True)

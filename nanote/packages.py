@@ -32,6 +32,7 @@ from pathlib import Path
 from zlib import crc32
 
 import numpy as np
+from tqdm import tqdm
 
 from nanote.dataset import Document, hash_fraction, in_processes
 
@@ -63,7 +64,8 @@ def package_documents(num_workers=None, folders=None, stdlib=None):
     scanned = chain.from_iterable(in_processes(scan, tasks, num_workers or os.cpu_count()))
 
     left_out, exact, seen, candidates, signatures = Counter(), 0, set(), [], []
-    for file, (reason, digest, size, signature) in zip(files, scanned):
+    bar = tqdm(files, desc="reading", unit="file", disable=None, leave=False)
+    for file, (reason, digest, size, signature) in zip(bar, scanned):
         if reason:
             left_out[reason] += 1
         elif digest in seen:

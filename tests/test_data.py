@@ -279,7 +279,8 @@ def installed(tmp_path):
     site, stdlib = tmp_path / "site-packages", tmp_path / "stdlib"
     for i in range(10):
         files = {f"pkg_{i}/{j}.py": f"# pkg{i}\n{prose(100 * i + j)}" for j in range(6)}
-        files[f"pkg_{i}-1.0.dist-info/METADATA"] = f"Name: pkg_{i}\n\ndescription of pkg{i}: {prose(5000 + i)}"
+        description = f"description of pkg{i}: {prose(5000 + i)}"
+        files[f"pkg_{i}-1.0.dist-info/METADATA"] = f"Name: pkg_{i}\n\n{description}"
         record = "".join(f"{name},,\n" for name in files)
         write_files(site, {**files, f"pkg_{i}-1.0.dist-info/RECORD": record})
     shared = prose(7777)
@@ -298,7 +299,7 @@ def installed(tmp_path):
         "pkg_3-1.0.dist-info/LICENSE": "pkg3 license",
     })
     os.symlink(site / "pkg_1" / "0.py", site / "pkg_1" / "link.py")
-    write_files(stdlib, {f"{name}.py": f"# {name}\n{prose(900 + i)}" for i, name in enumerate("abcdefghij")})
+    write_files(stdlib, {f"{name}.py": f"# {name}\n{prose(6000 + i)}" for i, name in enumerate("abcdefghij")})
     write_files(stdlib, {"site-packages/other.py": "installed beside it"})
     return site, stdlib
 
