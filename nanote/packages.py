@@ -64,8 +64,8 @@ def package_documents(num_workers=None, folders=None, stdlib=None):
     scanned = chain.from_iterable(in_processes(scan, tasks, num_workers or os.cpu_count()))
 
     left_out, exact, seen, candidates, signatures = Counter(), 0, set(), [], []
-    bar = tqdm(files, desc="reading", unit="file", disable=None, leave=False)
-    for file, (reason, digest, size, signature) in zip(bar, scanned):
+    bar = tqdm(scanned, "reading", len(files), unit="file", disable=None, leave=False)
+    for (reason, digest, size, signature), file in zip(bar, files):
         if reason:
             left_out[reason] += 1
         elif digest in seen:
