@@ -4,7 +4,7 @@
 # make lint       check style with ruff (settings in pyproject.toml)
 # make test-gpu   run the tests that need a GPU
 # make doctor     print what is installed, what works, and a fix for what does not
-# make te         build and install Transformer Engine
+# make te         install Transformer Engine and, on Hopper and Blackwell, FlashAttention 4
 # make benchmark  measure the speed and memory in results/ on this GPU, then draw the pictures and write the tables and
 #                 figures of the pages (ARGS="--shapes 124m-b32": the speed of one shape only)
 # Where everything is installed already, run `python train.py` and `pytest` directly.
@@ -56,13 +56,13 @@ data/stdlib/meta.json: | $(VENV)/.installed
 	$(RUN) data.py stdlib
 
 # With a GPU, torch is installed first: Transformer Engine is built against it (requirements-gpu.txt).
-$(VENV)/.installed: requirements.txt requirements-gpu.txt constraints.txt
+$(VENV)/.installed: requirements.txt requirements-gpu.txt constraints.txt constraints-gpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo >&2 \
 		'make: $(PYTHON) must be Python 3.10 or later; name one that is, for example: make train PYTHON=python3.12'; exit 2; }
 	@echo 'Installing into $(VENV): once, some minutes.'
 	@$(PYTHON) -m venv $(VENV)
 ifeq ($(HAS_GPU),yes)
-	@$(PIP) -r requirements.txt
+	@$(PIP) -r requirements.txt -c constraints-gpu.txt
 	@$(RUN) doctor.py --install
 else
 	@$(PIP) -r requirements.txt -c constraints.txt

@@ -1,7 +1,7 @@
 """Check what is installed here and what works: one line per check, and a fix for each failure.
 
     python doctor.py                      # --json prints one JSON document
-    python doctor.py --install            # build and install Transformer Engine (--dry-run: print commands)
+    python doctor.py --install            # Transformer Engine and FlashAttention (--dry-run: print commands)
     python doctor.py --explain build.log  # name the failure in a log or message, and its fix (-: stdin)
 
     ok     works
@@ -25,6 +25,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -515,7 +516,7 @@ def check_fast_kernels(facts):
     if not facts.te["fast_kernels"]:
         return [ok(f"fast kernels: tested with Transformer Engine {', '.join(tested)}")]
     line = f"fast kernels are off: {facts.te['fast_kernels']}; training works, but slower"
-    fix = f"write transformer-engine[pytorch]=={tested[-1]}.* in requirements-gpu.txt, then {INSTALL}"
+    fix = f"{INSTALL} installs Transformer Engine {tested[-1]}"
     return [warn(line, fix)]
 
 
@@ -611,7 +612,7 @@ def check_flash(facts):
     found = []
     for label, package, flash, least in (
         ("2", "flash-attn", facts.flash2, (8, 0)),
-        ("4", "flash-attn-4", facts.flash4, (9, 0)),
+        ("4", install_te.FLASH, facts.flash4, install_te.FLASH_CAPABILITY),
     ):
         name = f"FlashAttention {label}"
         if flash.get("error"):
@@ -623,6 +624,9 @@ def check_flash(facts):
             found.append(result._replace(status="warn", fix=fix))
         elif flash and facts.capability >= least:
             found.append(ok(f"{name}: {flash['version']}"))
+        elif label == "4" and facts.capability >= least:
+            line = f"{name}: not installed; --attention auto then uses another kernel"
+            found.append(warn(line, shlex.join(install_te.flash_command(facts.torch["cuda"]))))
         elif facts.capability >= least:
             found.append(info(f"{name}: not installed; optional, --attention auto then uses another kernel"))
     return found
@@ -678,7 +682,7 @@ def verdict(facts, results):
 class Options:
     json: bool = False  # One JSON document: ok, verdict, checks, facts.
     explain: str | None = None  # A build log, or any text with an error message; - reads standard input.
-    install: bool = False  # Build and install Transformer Engine.
+    install: bool = False  # Install Transformer Engine and, on Hopper and Blackwell, FlashAttention 4.
     dry_run: bool = False  # With --install: only print the commands.
 
 

@@ -2,13 +2,18 @@
 that a user reads."""
 import io
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 import doctor
 from doctor import Facts, diagnose
@@ -39,6 +44,7 @@ def machine(capability=(9, 0), cuda="13.0", **changes):
         },
         te={"version": "2.20.2", "cuda": int(cuda[:2])},
         nccl={"version": "2.28.9"},
+        flash4={"version": "4.0.0b36"},
         fp8={
             "where": "GPU, Transformer Engine 2.20.2", "emulated": False, "reasons": reasons, "raised": {},
             "errors": dict.fromkeys(runs, GOOD),
@@ -123,7 +129,7 @@ def test_which_transformer_engine_the_fast_kernels_support(capability, version, 
         assert not [result for result in diagnose(facts) if "fast kernels" in result.line]
     else:
         result = result_with(facts, words, status)
-        assert ("transformer-engine[pytorch]==2.20.* in" in result.fix) == (status == "warn")
+        assert ("doctor.py --install installs Transformer Engine 2.20" in result.fix) == (status == "warn")
 
 
 @pytest.mark.parametrize("page", ["README.md", "GUIDE.md", "requirements-gpu.txt"])
@@ -396,10 +402,17 @@ def test_what_works_badly_is_a_warning(facts, line, fix):
     assert fix in result_with(facts, line, "warn").fix and not failed(facts)
 
 
+@pytest.mark.parametrize("capability, cuda, package", [
+    ((9, 0), "13.0", "'flash-attn-4[cu13]==4.0.0b36'"), ((12, 0), "12.8", "flash-attn-4==4.0.0b36")])
+def test_a_gpu_that_lacks_flash_attention_gets_the_command(capability, cuda, package):
+    assert result_with(machine(capability, cuda), "FlashAttention 4: 4.0.0b36", "ok")
+    result = result_with(machine(capability, cuda, flash4={}), "FlashAttention 4: not installed", "warn")
+    assert result.fix == f"{sys.executable} -m pip install {package}"
+
+
 def test_flash_attention_is_optional():
-    assert result_with(machine(), "FlashAttention 4: not installed", "info")
-    assert result_with(machine(flash4={"version": "4.0.0b36"}), "4.0.0b36", "ok")
-    assert not any("FlashAttention 4" in result.line for result in diagnose(machine((8, 9))))
+    assert not failed(machine(flash4={}))
+    assert not any("FlashAttention 4" in result.line for result in diagnose(machine((8, 9), flash4={})))
 
 
 def test_one_cause_is_reported_once():
@@ -666,9 +679,105 @@ def test_pytorchs_cudnn_comes_first(tmp_path):
     assert install_te.library_path(tmp_path) == expected
 
 
-def test_a_dry_run_runs_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(install_te.subprocess, "Popen", lambda *a, **k: pytest.fail("ran"))
+def hopper(monkeypatch, capability=(9, 0), cuda="13.0"):
+    """Let install_te see this GPU, and the tools that it needs to build."""
+    monkeypatch.setattr(install_te, "gpu_capability", lambda: capability)
+    monkeypatch.setattr(install_te, "torch_cuda", lambda: cuda)
     monkeypatch.setattr(install_te, "cannot_build", lambda: [])
+
+
+@pytest.mark.parametrize("answer, capability", [
+    ("9.0\n9.0\n", (9, 0)), ("10.3\n", (10, 3)), ("No devices were found\n", (0, 0)), (None, (0, 0))])
+def test_the_gpu_is_known_without_torch(answer, capability, tmp_path, monkeypatch):
+    if answer:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{answer}'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert install_te.gpu_capability() == capability
+
+
+@pytest.mark.parametrize("capability, cuda, last", [
+    ((9, 0), "13.0", "install 'flash-attn-4[cu13]==4.0.0b36'"),
+    ((10, 0), "12.8", "install flash-attn-4==4.0.0b36"),
+    ((8, 9), "13.0", "'transformer-engine[pytorch]>=2.9,<2.21'")])
+def test_flash_attention_comes_last_where_the_gpu_runs_it(capability, cuda, last, monkeypatch, capsys):
+    hopper(monkeypatch, capability, cuda)
+    assert run("--install", "--dry-run") == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(last)
+
+
+NO_WHEEL = "ERROR: No matching distribution found for nvidia-cutlass-dsl"
+NOT_INSTALLED = "warn  FlashAttention 4 was not installed ({}): --attention auto uses another kernel"
+
+
+@pytest.mark.parametrize("code, said", [
+    (f"print('{NO_WHEEL}'); raise SystemExit(1)", NOT_INSTALLED.format(NO_WHEEL)),
+    ("raise SystemExit(3)", NOT_INSTALLED.format("exit code 3")),
+    ("print('Successfully installed')", "Successfully installed")])
+def test_without_flash_attention_the_rest_is_installed(code, said, monkeypatch, capsys):
+    hopper(monkeypatch)
+    monkeypatch.setattr(install_te, "plan", lambda *_: ({}, [[sys.executable, "-c", "print('built')"]]))
+    monkeypatch.setattr(install_te, "flash_command", lambda cuda: [sys.executable, "-c", code])
+    assert install_te.install() == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-2:] == [said, "ok    installed; run python doctor.py to check it"] and "built" in shown
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_what_make_would_install(has_gpu, tmp_path):
+    command = ["make", "-n", "train", f"VENV={tmp_path}/venv", f"HAS_GPU={'yes' if has_gpu else ''}"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(command, cwd=doctor.HERE, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    install = [line.partition("venv/bin/python ")[2] for line in done.stdout.splitlines()
+               if "pip install" in line or "--install" in line]
+    pip = "-m pip install --quiet --disable-pip-version-check -r requirements.txt -c"
+    with_gpu = [f"{pip} constraints-gpu.txt", "doctor.py --install"]
+    assert install == (with_gpu if has_gpu else [f"{pip} constraints.txt"])
+
+
+def pins():
+    """The lines that choose the versions of a GPU machine."""
+    files = [(doctor.HERE / name).read_text() for name in ("constraints-gpu.txt", "requirements-gpu.txt")]
+    return re.findall(r"^(?:torch|transformer-engine|flash)\S+$", "\n".join(files), re.M)
+
+
+def test_make_installs_what_the_figures_were_measured_with():
+    pinned = {requirement.name: requirement.specifier for requirement in map(Requirement, pins())}
+    measured = json.loads((doctor.HERE / "results" / "attention.json").read_text())
+    versions = measured["versions"] | {"torch": measured["torch"].partition("+")[0]}
+    assert versions["torch"] in pinned["torch"] and versions["flash-attn-4"] in pinned["flash-attn-4"]
+    assert versions["transformer_engine"] in pinned["transformer-engine"]
+    newest = doctor.fast_kernels("")["tested"][-1]
+    assert f"{newest}.9" in pinned["transformer-engine"]
+    assert f"{newest[:2]}{int(newest[2:]) + 1}" not in pinned["transformer-engine"]
+
+
+def test_the_install_page_says_what_is_installed_and_what_doctor_says():
+    page = (doctor.HERE / "guide" / "install.md").read_text()
+    assert len(pins()) == 3 and all(f"`{line}`" in page for line in pins())
+    assert NOT_INSTALLED.format(NO_WHEEL) in page
+    result = result_with(machine(flash4={}), "FlashAttention 4")
+    assert f"warn  {result.line}\n      fix: {result.fix.replace(sys.executable, 'python')}\n" in page
+
+
+def test_in_nvidias_container_pip_keeps_torch(tmp_path):
+    """The page's two files: the requirements without torch, and the installed torch as a constraint."""
+    page = (doctor.HERE / "guide" / "install.md").read_text()
+    commands = re.findall(r"^(?:python -c|grep) .*> /tmp/.*$", page, re.M)
+    assert len(commands) == 2
+    for command in commands:
+        command = command.replace("/tmp/", f"{tmp_path}/").replace("python ", f"{sys.executable} ")
+        subprocess.run(command, shell=True, cwd=doctor.HERE, check=True)
+    assert (tmp_path / "torch.txt").read_text() == f"torch=={version('torch')}\n"
+    left_out = {*(doctor.HERE / "requirements.txt").read_text().splitlines()}
+    assert left_out - {*(tmp_path / "others.txt").read_text().splitlines()} == {"torch>=2.11"}
+
+
+def test_a_dry_run_runs_nothing(monkeypatch, capsys):
+    hopper(monkeypatch)
+    monkeypatch.setattr(install_te.subprocess, "Popen", lambda *a, **k: pytest.fail("ran"))
     assert run("--install", "--dry-run") == 0
     shown = capsys.readouterr().out
     assert "NVTE_WITH_NCCL_EP=0" in shown and "'transformer-engine[pytorch]" in shown
@@ -686,7 +795,7 @@ def test_a_build_that_cannot_work_is_not_started(monkeypatch, capsys):
 )
 def test_a_build_that_fails_is_explained(code, status, monkeypatch, capsys):
     monkeypatch.setattr(install_te, "plan", lambda *_: ({"CPATH": "x"}, [[sys.executable, "-c", code]]))
-    monkeypatch.setattr(install_te, "cannot_build", lambda: [])
+    hopper(monkeypatch, (8, 9))
     assert install_te.install() == status
     assert ("puts them on CPATH" if status else "ok    installed") in capsys.readouterr().out
 

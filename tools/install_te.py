@@ -1,4 +1,4 @@
-"""Install Transformer Engine, and explain build and import failures.
+"""Install Transformer Engine and FlashAttention 4, and explain build and import failures.
 
     python doctor.py --install            # run the commands (--dry-run: only print them)
     python doctor.py --explain build.log  # name the failure in a log or message, and its fix (-: stdin)
@@ -9,6 +9,8 @@ in four ways. Each has a setting: the build does not see the installed torch (--
 compiler does not find the headers of the CUDA libraries that PyTorch installs (CPATH), one compiler per CPU
 core runs out of memory (MAX_JOBS), and pip reuses a cached wheel that was built against another torch
 (--no-cache-dir).
+
+FlashAttention 4 is optional and comes last, on the GPUs that it has kernels for. A failure there is one line.
 
 Only the standard library is needed, so that a message can be explained on any machine.
 """
@@ -30,6 +32,7 @@ PACKAGES = (
 )
 # With --no-build-isolation pip does not install these itself
 BUILD_TOOLS = ("setuptools", "wheel", "packaging", "ninja", "pybind11")
+FLASH, FLASH_CAPABILITY = "flash-attn-4", (9, 0)  # Hopper and later
 GIB_PER_JOB = 4  # memory for one compiler process with PyTorch's headers
 
 
@@ -343,15 +346,40 @@ def max_jobs(free_gib=None, cpus=None):
     return max(1, min(cpus, fitting))
 
 
-def te_requirement():
-    """Return the line of requirements-gpu.txt that names Transformer Engine."""
+def gpu_requirement(name):
+    """Return the line of requirements-gpu.txt that names this package."""
     lines = (ROOT / "requirements-gpu.txt").read_text().splitlines()
-    return next(line for line in lines if line.startswith("transformer-engine["))
+    return next(line for line in lines if line.startswith(name))
+
+
+def te_requirement():
+    return gpu_requirement("transformer-engine[")
 
 
 def least_te():
     """Return the oldest version of Transformer Engine that requirements-gpu.txt allows, such as "2.9"."""
-    return te_requirement().rpartition(">=")[2]
+    return re.search(r">=([\d.]+)", te_requirement())[1]
+
+
+def flash_command(cuda):
+    """Return the command [argument, …] that installs FlashAttention 4 for this CUDA version of PyTorch.
+
+    Its wheel is pure Python and depends on any torch, so that pip keeps the installed one."""
+    requirement = gpu_requirement(FLASH)
+    if cuda.partition(".")[0] == "13":  # its compiler for CUDA 13 is an extra
+        requirement = requirement.replace(FLASH, f"{FLASH}[cu13]")
+    return [sys.executable, "-m", "pip", "install", requirement]
+
+
+def gpu_capability():
+    """Return the compute capability of the first GPU by nvidia-smi, or (0, 0)."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        shown = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0, 0
+    found = re.match(r"(\d+)\.(\d+)", shown)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def plan(nvidia, installed, jobs, environment):
@@ -392,9 +420,12 @@ def cannot_build():
 
 
 def install(dry_run=False, run=subprocess.Popen):
-    """Print the commands, run them unless `dry_run`, and explain a failure. Return the exit code."""
+    """Print the commands, run them unless `dry_run`, and explain a failure.
+
+    Return the exit code: 0 also without FlashAttention, which is optional."""
     settings, commands = plan(nvidia_folder(), installed_packages(), max_jobs(), os.environ)
-    for command in commands:
+    flash = [flash_command(torch_cuda() or "")] if gpu_capability() >= FLASH_CAPABILITY else []
+    for command in commands + flash:
         assignments = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
         if "--no-build-isolation" not in command:
             assignments = []
@@ -405,20 +436,33 @@ def install(dry_run=False, run=subprocess.Popen):
     if dry_run or obstacles:
         return 0 if dry_run else 1
     for command in commands:
-        process = run(
-            command, env=os.environ | settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            errors="replace",
-        )
-        log = []
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            log.append(line)
-        if process.wait():
-            print(f"fail  exit code {process.returncode}: {shlex.join(command)}")
-            print(describe("".join(log)))
+        code, log = run_and_show(command, settings, run)
+        if code:
+            print(f"fail  exit code {code}: {shlex.join(command)}")
+            print(describe(log))
             return 1
+    for command in flash:
+        code, log = run_and_show(command, {}, run)
+        if code:
+            errors = [line for line in log.splitlines() if line.startswith("ERROR")]
+            reason = errors[-1] if errors else f"exit code {code}"
+            otherwise = "--attention auto uses another kernel"
+            print(f"warn  FlashAttention 4 was not installed ({reason}): {otherwise}")
     print("ok    installed; run python doctor.py to check it")
     return 0
+
+
+def run_and_show(command, settings, run):
+    """Run a command and print its output as it comes. Return the exit code and the output."""
+    process = run(
+        command, env=os.environ | settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace",
+    )
+    log = []
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        log.append(line)
+    return process.wait(), "".join(log)
 
 
 def describe(text):
