@@ -7,6 +7,7 @@
 This file holds the command line. `nanote/documents.py` reads the text, `nanote/dataset.py` tokenizes it and
 describes the format of token files.
 """
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from nanote.dataset import check_target, write_tokens
+from nanote.dataset import check_target, get_tokenizer, write_tokens
 from nanote.documents import hf_documents, stdlib_documents, text_documents
 
 # tyro is imported in main(): worker processes import this file, and need no command line.
@@ -25,7 +26,8 @@ class Options:
     out_dir: Path | None = None
     """Folder to write; by default data/<name>, or data/<name>-<tokenizer> if that is not byte."""
     tokenizer: str = "byte"
-    """byte, or a tiktoken encoding such as gpt2."""
+    """byte, a tiktoken encoding such as gpt2, or hf:DIR: the tokenizer.json in the folder of a Hugging Face
+    model (byte-level, such as Llama 3's or Qwen3's)."""
     val_fraction: float = 0.01
     """Fraction of the documents kept for validation."""
     num_workers: int | None = None
@@ -92,10 +94,12 @@ def main(argv=None):
     config = cli.parse(Stdlib | Text | Hf, argv, prog="data.py", description=description)
     start = time.time()
     name, source, read_documents = source_of(config)
-    folder = name if config.tokenizer == "byte" else f"{name}-{config.tokenizer}"
+    tokenizer = os.path.basename(os.path.abspath(config.tokenizer.removeprefix("hf:")))
+    folder = name if config.tokenizer == "byte" else f"{name}-{tokenizer}"
     out_dir = config.out_dir or Path("data", folder)
     try:
         check_target(out_dir, config.force)  # before anything is downloaded
+        get_tokenizer(config.tokenizer)
         documents, total, unit = read_documents()
         meta = write_tokens(
             documents, out_dir, tokenizer=config.tokenizer, val_fraction=config.val_fraction,

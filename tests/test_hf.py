@@ -469,8 +469,9 @@ def test_import_refuses_in_one_line(tmp_path, monkeypatch, capsys):
     good("other tokenizer")
     document = json.loads(Path("other tokenizer", "tokenizer.json").read_text())
     document["model"]["vocab"]["Q"], document["model"]["vocab"]["Z"] = ord("Z"), ord("Q")
+    document["decoder"] = {"type": "Fuse"}
     Path("other tokenizer", "tokenizer.json").write_text(json.dumps(document))
-    assert "(257 tokens) is none that data.py has" in line("other tokenizer")
+    assert "not a byte-level tokenizer" in line("other tokenizer")
     good("full")
     with monkeypatch.context() as patch:
         def full(*_, **__):
