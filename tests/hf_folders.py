@@ -34,7 +34,7 @@ def make_tokenizer(folder, text="the cat sat on the mat, the dog too. ", templat
     return bpe
 
 
-def make_model(folder, n_positions=64, eos_token_id=(2, 0)):
+def make_model(folder, n_positions=96, eos_token_id=(2, 0)):
     """Write a random Qwen3 whose greedy text varies, and return it."""
     import torch
     import transformers
