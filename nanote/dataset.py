@@ -107,9 +107,11 @@ class HfTokenizer(Tokenizer):
         self.folder = Path(os.path.abspath(folder))
         path = self.folder / "tokenizer.json"
         if not self.folder.is_dir():
-            raise ValueError(f"tokenizer hf:{folder}: no such folder; {HF_ADVICE}")
+            raise ValueError(f"tokenizer hf:{folder}: no such folder; if it has moved, name its new "
+                             "place with --tokenizer hf:DIR")
         if not path.is_file():
-            raise ValueError(f"tokenizer hf:{folder}: no tokenizer.json in it; {HF_ADVICE}")
+            raise ValueError(f"tokenizer hf:{folder}: no tokenizer.json in it; name the folder of a Hugging "
+                             "Face model with --tokenizer hf:DIR")
         checksum = sha256(path)
         self.encoding, self.vocab_size = _read_tokenizer_json(path, checksum)
         self.added = self.encoding.get_added_tokens_decoder()
@@ -153,7 +155,6 @@ class HfTokenizer(Tokenizer):
 
 
 HF_NAME = re.compile(r"hf:(.+?)(?:@([0-9a-f]{12}))?", re.DOTALL)
-HF_ADVICE = "name the folder of a Hugging Face model with --tokenizer hf:DIR"
 EOS = {  # fields of tokenizer_config.json, generation_config.json and config.json
     "eos_token?": (type(None), str, {"content": str}), "eos_token_id?": (type(None), COUNT, [COUNT])}
 

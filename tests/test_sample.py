@@ -222,6 +222,10 @@ def test_a_character_appears_when_it_is_complete(instruct, monkeypatch, capsys):
 
 
 def test_a_conversation_longer_than_the_context(instruct, monkeypatch, capsys):
+    turns = [{"role": role, "content": str(number)} for number, role in enumerate(["user", "assistant"] * 2)]
+    last = {"role": "user", "content": "last"}
+    turns.append(last)
+    assert sample.fit(turns, lambda turns: [0] * 10 * len(turns), 25) == [0] * 10 and turns == [last]
     options = [instruct.run, "--chat", "--max-new-tokens", "8"]
     code, out, err = say(monkeypatch, capsys, b"the first question\nthe second one\nthe third", *options)
     assert code == 0 and "(the context is full: dropped the oldest turn, 'the first question', and its" in err
