@@ -28,7 +28,8 @@ class Options:
     out_dir: Path | None = None
     """Folder to write; by default data/<name>, or data/<name>-<tokenizer> if that is not byte."""
     tokenizer: str = "byte"
-    """byte, or a tiktoken encoding such as gpt2."""
+    """byte, a tiktoken encoding such as gpt2, or hf:DIR: the tokenizer.json in the folder of a Hugging Face
+    model (byte-level, such as Llama 3's or Qwen3's)."""
     val_fraction: float = 0.01
     """Fraction of the documents kept for validation."""
     num_workers: int | None = None
@@ -125,7 +126,8 @@ def main(argv=None):
     config = cli.parse(Stdlib | Packages | Text | Hf, argv, prog="data.py", description=description)
     start = time.time()
     name, source, read_documents = source_of(config)
-    folder = name if config.tokenizer == "byte" else f"{name}-{config.tokenizer}"
+    tokenizer = os.path.basename(os.path.abspath(config.tokenizer.removeprefix("hf:")))
+    folder = name if config.tokenizer == "byte" else f"{name}-{tokenizer}"
     out_dir = config.out_dir or Path("data", folder)
     try:
         # before anything is downloaded or read

@@ -1,15 +1,24 @@
-"""Generate text from a checkpoint: python sample.py out/<run> --prompt "def main(" --temperature 0.8
+"""Generate text from a checkpoint, chat with it, or measure its loss on a file.
+
+    python sample.py out/<run> --prompt "def main(" --temperature 0.8
+    python sample.py out/<run> --chat                  # an imported instruct model; Ctrl-D ends
+    python sample.py out/<run> --score file.txt        # nats a token, bits a byte
 
 The model runs with FP8 off, in BF16 on a GPU and in float32 on the CPU; nanote/generate.py says why.
 """
+import codecs
+import math
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import tyro
 
-from nanote import checkpoint, cli, models
-from nanote.dataset import get_tokenizer
+from nanote import checkpoint, cli, json_files, models
+from nanote.dataset import HfTokenizer, get_tokenizer
+from nanote.documents import text_documents
 from nanote.generate import check_sampling, generate, pick_device
 
 
@@ -19,8 +28,14 @@ class SampleConfig:
     """Folder of a run (its latest checkpoint) or one step-<n> folder in it."""
     prompt: str = ""
     """Text to continue; empty: the start of a document."""
+    chat: bool = False
+    """Chat: each line of stdin is a turn, put into the chat template of the run's tokenizer."""
+    score: str | None = None
+    """Measure the loss on this text file, or on the documents of a .jsonl file, as training does."""
+    tokenizer: str | None = None
+    """hf:DIR, the folder of the run's tokenizer, if it has moved."""
     max_new_tokens: int = 256
-    """Tokens to generate (fewer if the text ends)."""
+    """Tokens to generate, in a chat for each answer (fewer if the text ends)."""
     temperature: float = 0.8
     """0 always takes the most likely token; 1 samples from the model's own distribution. The model runs with
     FP8 off: one token at a time is fewer rows than an FP8 GEMM needs, and the weights are stored in high
@@ -39,8 +54,21 @@ class SampleConfig:
     """auto, cpu, cuda or cuda:N."""
 
 
-def load_model(path, device: torch.device):
-    """Load the latest checkpoint of a run, or one step-<n> folder.
+def check_options(config: SampleConfig) -> None:
+    """Raise ValueError for options out of range, or that exclude each other."""
+    check_sampling(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
+    if config.num_samples < 1:
+        raise ValueError(f"--num-samples {config.num_samples}: must be at least 1")
+    if config.seed < 0:
+        raise ValueError(f"--seed {config.seed}: must be 0 or more, such as 1337")
+    tasks = {"--prompt": config.prompt, "--chat": config.chat, "--score": config.score is not None}
+    given = [name for name, value in tasks.items() if value]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)}: these exclude each other; pass one of them")
+
+
+def load_model(path, device: torch.device, place: str | None = None):
+    """Load the latest checkpoint of a run, or one step-<n> folder. `place`: see get_tokenizer.
 
     Returns:
         The model in eval mode with FP8 off, and the tokenizer.
@@ -48,30 +76,157 @@ def load_model(path, device: torch.device):
     folder = checkpoint.find(path)
     meta = checkpoint.read_meta(folder)
     config = models.make_model_config(meta["model"], meta["model_config"] | {"use_fp8": False})
-    tokenizer = get_tokenizer(meta["tokenizer"], config.vocab_size)
+    tokenizer = get_tokenizer(meta["tokenizer"], config.vocab_size, place)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = models.build_model(meta["model"], config, device=device, dtype=dtype)
     checkpoint.load(folder, meta, model)
     return model.eval(), tokenizer
 
 
+# ---------------------------------------------------------------- chat
+
+def chat_template(tokenizer) -> Callable[[list[dict]], list[int]]:
+    """Return a function from the turns of a conversation to token ids, up to the start of the next answer.
+
+    Raises ValueError if the tokenizer has no chat template. transformers runs the template in a sandbox, and
+    no code of the folder.
+    """
+    if not isinstance(tokenizer, HfTokenizer):
+        raise ValueError(f"--chat: the tokenizer {tokenizer.name} has no chat template; chat with a model "
+                         "imported from a Hugging Face folder that has one, or pass --prompt")
+    import transformers  # slow to import
+
+    folder = tokenizer.folder
+    try:
+        theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True,
+                                                            trust_remote_code=False)
+    except Exception as error:  # whatever transformers raises for damaged files
+        raise ValueError(f"{folder}: its chat template cannot be read ({json_files.reason(error)}); copy the "
+                         "folder again") from error
+    if not theirs.chat_template:
+        raise ValueError(f"--chat: no chat template in {folder} (tokenizer_config.json, chat_template.jinja);"
+                         " a model without one continues a text: pass --prompt")
+
+    def encode(turns: list[dict]) -> list[int]:
+        try:
+            text = theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # whatever Jinja raises
+            raise ValueError(f"{folder}: its chat template failed ({json_files.reason(error)})") from error
+        return tokenizer.encode_bytes(text.encode("utf-8", errors="replace"), special_tokens=True).tolist()
+
+    return encode
+
+
+def read_turns() -> Iterator[str]:
+    """Yield the lines of stdin that are not empty, after a prompt if it is a terminal."""
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+    is_terminal = sys.stdin.isatty()
+    while True:
+        try:
+            line = input("> " if is_terminal else "")
+        except EOFError:
+            if is_terminal:
+                print()
+            return
+        if line.strip():
+            yield line
+
+
+def fit(turns: list[dict], encode, room: int) -> list[int]:
+    """Return the token ids of a conversation, at most `room`. Drop its oldest turns, in place, until it
+    fits."""
+    while len(ids := encode(turns)) > room:
+        if len(turns) == 1:
+            raise ValueError(f"--chat: a turn of {len(ids):,} tokens is longer than the {room:,} that the "
+                             "model's context leaves for it; shorten it")
+        print(f"(the context is full: dropped the oldest turn, {turns[0]['content'][:40]!r}, and its answer)",
+              file=sys.stderr)
+        del turns[:2]
+    return ids
+
+
+def chat(model, tokenizer, max_new_tokens: int, **sampling) -> None:
+    """Answer each line of stdin. Text appears as it is generated.
+
+    The context has n_positions tokens. An answer may take max_new_tokens of them, but no more than half.
+    """
+    encode, limit, turns = chat_template(tokenizer), model.config.n_positions, []
+    room = limit - min(max_new_tokens, limit // 2)
+    for line in read_turns():
+        turns.append({"role": "user", "content": line})
+        ids = fit(turns, encode, room)
+        characters = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
+
+        def show(token):
+            print(characters.decode(tokenizer.decode_bytes([token])), end="", flush=True)
+
+        answer = generate(model, ids, min(max_new_tokens, limit - len(ids)), on_token=show,
+                          stop=tokenizer.stop_tokens, **sampling)
+        print(characters.decode(b"", final=True))
+        if answer[-1] not in tokenizer.stop_tokens:
+            print(f"(cut off after {cli.counted(len(answer), 'token')}: --max-new-tokens)", file=sys.stderr)
+        turns.append({"role": "assistant", "content": tokenizer.decode(answer)})
+
+
+# ---------------------------------------------------------------- score
+
+@torch.no_grad()
+def score(model, tokenizer, path: str) -> str:
+    """Return the loss on a file as a line of text.
+
+    The tokens are those of training: an end-of-text token, then the document (of a .jsonl file: and so on).
+    Each token after the first is scored once. Windows of n_positions tokens do not overlap, as in training:
+    the first prediction of a window sees one token, the last one all of them.
+    """
+    size, device = 0, next(model.parameters()).device
+
+    def tokens():
+        nonlocal size
+        for document in filter(None, text_documents([path])[0]):
+            yield tokenizer.eot
+            for text in [document] if isinstance(document, str) else document:
+                raw = text.encode("utf-8", errors="replace")
+                size += len(raw)
+                yield from tokenizer.encode_bytes(raw).tolist()
+
+    limit = model.config.n_positions
+    if hasattr(model.config, "loss_chunks"):  # at most 1 GiB of float32 logits at a time
+        model.config.loss_chunks = max(1, limit * model.config.vocab_size // 2**28)
+    stream, count, total = tokens(), 0, 0.0
+    window = list(islice(stream, limit + 1))
+    while len(window) > 1:
+        ids = torch.tensor([window], device=device)
+        count += len(window) - 1
+        total += model(ids[:, :-1], ids[:, 1:]).item() * (len(window) - 1)
+        window = [window[-1], *islice(stream, limit)]
+    if not size:
+        raise ValueError(f"{path}: holds no text; name a file that does")
+    if not math.isfinite(total):
+        raise ValueError("the model's loss is not finite: its weights are damaged or diverged; take an "
+                         "earlier checkpoint")
+    return (f"{path}: {total / count:.4f} nats a token, {total / math.log(2) / size:.4f} bits a byte "
+            f"({count:,} tokens, {size:,} bytes)")
+
+
 def main(argv=None) -> None:
     config = cli.parse(SampleConfig, argv, prog="sample.py", description=__doc__)
-    check_sampling(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
-    if config.num_samples < 1:
-        raise ValueError(f"--num-samples {config.num_samples}: must be at least 1")
-    if config.seed < 0:
-        raise ValueError(f"--seed {config.seed}: must be 0 or more, such as 1337")
+    check_options(config)
     device = pick_device(config.device)
-    model, tokenizer = load_model(config.run, device)
-    generator = torch.Generator(device).manual_seed(config.seed)
+    model, tokenizer = load_model(config.run, device, config.tokenizer)
+    if config.score is not None:
+        print(score(model, tokenizer, config.score))
+        return
+    sampling = dict(
+        temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, use_cache=config.kv_cache,
+        generator=torch.Generator(device).manual_seed(config.seed), vocab_size=tokenizer.vocab_size,
+    )
+    if config.chat:
+        chat(model, tokenizer, config.max_new_tokens, **sampling)
+        return
     ids = [tokenizer.eot, *tokenizer.encode(config.prompt)]
     for number in range(config.num_samples):
-        new = generate(
-            model, ids, config.max_new_tokens, temperature=config.temperature, top_k=config.top_k,
-            top_p=config.top_p, generator=generator, vocab_size=tokenizer.vocab_size, stop=tokenizer.eot,
-            use_cache=config.kv_cache,
-        )
+        new = generate(model, ids, config.max_new_tokens, stop=tokenizer.stop_tokens, **sampling)
         separator = "\n---\n" if number else ""
         print(separator + config.prompt + tokenizer.decode(new))
 

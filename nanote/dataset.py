@@ -17,6 +17,7 @@ A token file holds nothing but token ids, uint16 or uint32, with an end-of-text 
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 from collections import deque
@@ -34,8 +35,8 @@ from tqdm import tqdm
 from nanote import json_files
 from nanote.json_files import COUNT
 
-# torch and tiktoken are imported where they are used: worker processes import this module and need at most
-# tiktoken.
+# torch, tiktoken and tokenizers are imported where they are used: worker processes import this module and
+# need at most one of the last two.
 
 CHUNK = 1 << 20  # characters per tokenization task; tokens scanned at a time for document boundaries
 FILES = {"train.bin", "val.bin", "meta.json"}
@@ -53,14 +54,14 @@ class Tokenizer:
     `get_tokenizer`.
 
     `vocab_size` counts every id, including the end-of-text token `eot`. A model's vocabulary is often padded
-    beyond
-    it: ids unknown to the tokenizer decode to U+FFFD.
+    beyond it: ids unknown to the tokenizer decode to U+FFFD. Generation ends at any of `stop_tokens`.
     """
 
     def __init__(self, name, encoding=None):
         self.name, self.encoding = name, encoding
         self.vocab_size = encoding.n_vocab if encoding else 257
         self.eot = encoding.eot_token if encoding else 256
+        self.stop_tokens = {self.eot}
 
     def encode_bytes(self, raw):
         """Encode UTF-8 bytes as a numpy array of ids. Special tokens in the text are treated as plain
@@ -73,28 +74,146 @@ class Tokenizer:
         """Encode a str as a list of ids, without an end-of-text token."""
         return self.encode_bytes(text.encode("utf-8", errors="replace")).tolist()
 
+    def token_bytes(self, token):
+        """Return the bytes of one token, which may be a part of a character. KeyError if there is none."""
+        return self.encoding.decode_single_token_bytes(token) if self.encoding else bytes((token,))
+
     def decode(self, ids):
-        """Decode ids to str. Invalid UTF-8 becomes U+FFFD, the end-of-text token the empty string."""
+        """Decode ids to str. Invalid UTF-8 becomes U+FFFD, a stop token the empty string."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids):
-        encoding, parts = self.encoding, []
-        token_bytes = encoding.decode_single_token_bytes if encoding else lambda token: bytes((token,))
+        parts = []
         for token in map(int, ids):
             try:
-                parts.append(token_bytes(token) if token != self.eot else b"")
+                parts.append(self.token_bytes(token) if token not in self.stop_tokens else b"")
             except (KeyError, OverflowError, ValueError):  # padded vocabulary, or an unused id
                 parts.append("\ufffd".encode())
         return b"".join(parts)
 
 
-def get_tokenizer(name, rows=None):
-    """Return the tokenizer `name`: "byte", or any tiktoken encoding.
+class HfTokenizer(Tokenizer):
+    """The byte-level BPE in the tokenizer.json of a Hugging Face folder, such as Llama 3's or Qwen3's.
 
-    Raises ValueError if the name is unknown, if the encoding cannot be downloaded, or if an embedding of
-    `rows` rows is too small for it.
+    - The end-of-text token is `eos_token` of tokenizer_config.json, else the first `eos_token_id` of
+      generation_config.json, else of config.json. Generation also stops at the other ids of
+      generation_config.json.
+    - As with tiktoken, a special token in a text is plain text, and nothing is put before a document. Added
+      tokens that are not special, such as Qwen3's <think>, are tokens in any text.
+    - The name is hf:DIR@CHECKSUM, with an absolute path and the first digits of a SHA-256 of tokenizer.json
+      and the end-of-text id: another tokenizer under the same path is refused.
     """
-    tokenizer = _get_tokenizer(name)
+
+    def __init__(self, folder):
+        self.folder = Path(os.path.abspath(folder))
+        path = self.folder / "tokenizer.json"
+        if not self.folder.is_dir():
+            raise ValueError(f"tokenizer hf:{folder}: no such folder; if it has moved, name its new "
+                             "place with --tokenizer hf:DIR")
+        if not path.is_file():
+            raise ValueError(f"tokenizer hf:{folder}: no tokenizer.json in it; name the folder of a Hugging "
+                             "Face model with --tokenizer hf:DIR")
+        checksum = sha256(path)
+        self.encoding, self.vocab_size = _read_tokenizer_json(path, checksum)
+        self.added = self.encoding.get_added_tokens_decoder()
+        self.eot, self.stop_tokens = self._find_end_of_text()
+        checksum = hashlib.sha256(f"{checksum} {self.eot}".encode()).hexdigest()
+        self.name = f"hf:{self.folder}@{checksum[:12]}"
+
+    def _find_end_of_text(self):
+        """Return the end-of-text id and the set of all ids that end a text."""
+        found = {}
+        for name in ("tokenizer_config", "generation_config", "config"):
+            path = self.folder / f"{name}.json"
+            fields = json_files.read(path, EOS, "copy the file again") if path.is_file() else {}
+            ids = fields.get("eos_token_id")
+            found[name] = ids if isinstance(ids, list) else [ids]
+            if name == "tokenizer_config":
+                token = fields.get("eos_token")
+                token = token["content"] if isinstance(token, dict) else token
+                found[name] = [self.encoding.token_to_id(token) if token else None]
+        ids = [token for ids in found.values() for token in ids if token is not None]
+        if not ids or ids[0] >= self.vocab_size or self.encoding.id_to_token(ids[0]) is None:
+            raise ValueError(f"tokenizer hf:{self.folder}: no end-of-text token; name one of its tokens as "
+                             "eos_token in tokenizer_config.json")
+        self.encoding.add_special_tokens([self.encoding.id_to_token(ids[0])])  # never found in a text
+        return ids[0], {ids[0], *found["generation_config"]} - {None}
+
+    def encode_bytes(self, raw, special_tokens=False):
+        """Encode UTF-8 bytes. With `special_tokens`, special tokens in the text become tokens."""
+        self.encoding.encode_special_tokens = not special_tokens
+        encoded = self.encoding.encode_batch_fast([raw.decode("utf-8")], add_special_tokens=False)
+        return np.array(encoded[0].ids, dtype=np.uint32)
+
+    def token_bytes(self, token):
+        text = self.encoding.id_to_token(token)
+        if text is None:
+            raise KeyError(token)
+        if token in self.added:
+            return text.encode()
+        byte_of = _byte_of_character()
+        return bytes(byte_of[character] for character in text)
+
+
+HF_NAME = re.compile(r"hf:(.+?)(?:@([0-9a-f]{12}))?", re.DOTALL)
+EOS = {  # fields of tokenizer_config.json, generation_config.json and config.json
+    "eos_token?": (type(None), str, {"content": str}), "eos_token_id?": (type(None), COUNT, [COUNT])}
+
+
+def byte_characters():
+    """Return the printable character for each byte in a byte-level BPE vocabulary (GPT-2's
+    bytes_to_unicode)."""
+    printable = [
+        *range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1),
+    ]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+@lru_cache
+def _byte_of_character():
+    return {character: byte for byte, character in enumerate(byte_characters())}
+
+
+@lru_cache(maxsize=2)  # one load per process; `checksum` notices that the file has changed
+def _read_tokenizer_json(path, checksum):
+    """Return the tokenizers.Tokenizer in a file and the number of its ids."""
+    import tokenizers
+
+    try:
+        encoding = tokenizers.Tokenizer.from_file(str(path))
+        ids = encoding.get_vocab(with_added_tokens=True)
+    except Exception as error:  # tokenizers raises no other type
+        raise ValueError(f"{path}: cannot be read ({json_files.reason(error)}); copy it again") from error
+    is_byte_level = isinstance(encoding.decoder, tokenizers.decoders.ByteLevel)
+    if not is_byte_level or not ids:
+        raise ValueError(f"{path}: not a byte-level tokenizer; use a model that has one, such as Llama 3 or "
+                         "Qwen3")
+    encoding.no_truncation()
+    encoding.no_padding()
+    return encoding, max(ids.values()) + 1
+
+
+def same_tokenizer(name, other):
+    """Return whether two names mean the same tokenizer. The folders of hf:DIR@CHECKSUM may differ."""
+    checksums = [match and match[2] for match in map(HF_NAME.fullmatch, (name, other))]
+    return name == other or checksums[0] is not None and checksums[0] == checksums[1]
+
+
+def get_tokenizer(name, rows=None, place=None):
+    """Return the tokenizer `name`: "byte", any tiktoken encoding, or "hf:DIR" (see `HfTokenizer`).
+
+    Args:
+        rows: of the embedding that it is used with.
+        place: hf:DIR, the folder that holds the tokenizer `name` now.
+
+    Raises ValueError if the name is unknown, if the encoding cannot be downloaded or read, or if `rows` is
+    too small for it.
+    """
+    tokenizer = _get_tokenizer(place or name)
+    if place and not same_tokenizer(name, tokenizer.name):
+        raise ValueError(f"--tokenizer {place}: is not {name}, which the model was trained with; name a "
+                         "folder with the same tokenizer.json and eos_token")
     if rows is not None and rows < tokenizer.vocab_size:
         raise ValueError(f"tokenizer {name!r} has {tokenizer.vocab_size:,} tokens, but the embedding has "
                          f"{rows:,} rows; it is not the tokenizer that the model was trained with")
@@ -104,9 +223,16 @@ def get_tokenizer(name, rows=None):
 def _get_tokenizer(name):
     if name == "byte":
         return Tokenizer(name)
+    if match := HF_NAME.fullmatch(name):
+        tokenizer = HfTokenizer(match[1])
+        if match[2] and not same_tokenizer(name, tokenizer.name):
+            raise ValueError(f"tokenizer hf:{match[1]}: has changed (its checksum is "
+                             f"{tokenizer.name[-12:]}, not {match[2]}); put the old tokenizer.json and "
+                             "eos_token back, or name their folder with --tokenizer hf:DIR")
+        return tokenizer
     import tiktoken
 
-    known = ["byte", *sorted(tiktoken.list_encoding_names())]
+    known = ["byte", "hf:DIR", *sorted(tiktoken.list_encoding_names())]
     if name not in known:
         raise ValueError(f"unknown tokenizer {name!r}; use one of: {', '.join(known)}")
     try:
@@ -114,7 +240,7 @@ def _get_tokenizer(name):
     except (OSError, ValueError) as error:  # tiktoken downloads the table of an encoding on first use
         raise ValueError(
             f"tokenizer {name!r} could not be fetched ({type(error).__name__}: is there a network?); "
-            f"byte needs none; tiktoken knows: {', '.join(known[1:])}"
+            f"byte needs none; tiktoken knows: {', '.join(known[2:])}"
         ) from error
 
 
@@ -147,6 +273,7 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
     out_dir = Path(out_dir)
     check_options(out_dir, force, val_fraction, num_workers)
     encoder = get_tokenizer(tokenizer)
+    tokenizer = encoder.name  # of hf:DIR with an absolute path and a checksum
     dtype = np.dtype("<u2" if encoder.vocab_size <= 1 << 16 else "<u4")
     num_workers = num_workers or (1 if tokenizer == "byte" else os.cpu_count())
 

@@ -7,6 +7,8 @@ Use `generate` with any of the model files; sample.py is its command line. Two d
   their keys and values are recomputed, because every position changes. That is one such pass per
   n_positions / 2 tokens instead of one per token. The windows are the same with and without the cache.
 """
+from collections.abc import Callable, Collection
+
 import torch
 
 from nanote import cli
@@ -23,8 +25,9 @@ def generate(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
     vocab_size: int | None = None,
-    stop: int | None = None,
+    stop: int | Collection[int] | None = None,
     use_cache: bool = True,
+    on_token: Callable[[int], None] | None = None,
 ) -> list[int]:
     """Return up to `max_new_tokens` token ids that continue `ids`.
 
@@ -32,8 +35,9 @@ def generate(
         model: left in the mode and with the FP8 setting that it had.
         ids: at least one token id.
         vocab_size: the tokenizer's, if the model's is padded above it.
-        stop: token id that ends the text; it is the last one returned.
+        stop: token id or ids that end the text; the last one returned is one of them.
         use_cache: use the model's key-value cache, if it has one.
+        on_token: called with each new token id, such as to show the text as it comes.
 
     Raises:
         ValueError: sampling options out of range, no ids, or logits that are not finite.
@@ -41,6 +45,7 @@ def generate(
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     if not ids:
         raise ValueError("generate: ids is empty; start from the end-of-text token, as training does")
+    stop = {stop} if isinstance(stop, int) else set(stop or ())
     use_cache = use_cache and hasattr(model, "make_kv_cache")
     device, limit = next(model.parameters()).device, model.config.n_positions
     was_training, used_fp8 = model.training, getattr(model.config, "use_fp8", None)
@@ -61,7 +66,9 @@ def generate(
             else:
                 logits = model(torch.tensor([ids[-1:]], device=device), kv_cache=cache)
             ids.append(pick(logits[0, -1, :vocab_size].float(), temperature, top_k, top_p, generator))
-            if ids[-1] == stop:
+            if on_token:
+                on_token(ids[-1])
+            if ids[-1] in stop:
                 break
         return ids[prompt_length:]
     finally:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import data
+from hf_folders import make_tokenizer
 from nanote import cli, dataset, documents, packages
 
 SCRIPT = Path(data.__file__)
@@ -90,6 +91,96 @@ def test_tokenizer_that_cannot_be_fetched(monkeypatch):
     with pytest.raises(ValueError, match="'gpt2' could not be fetched.*network.*byte") as error:
         dataset.get_tokenizer("gpt2")
     assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def bpe(tmp_path):
+    """The folder of a Hugging Face tokenizer."""
+    make_tokenizer(tmp_path / "bpe")
+    return tmp_path / "bpe"
+
+
+def test_a_hugging_face_tokenizer_round_trip(bpe):
+    tokenizer = dataset.get_tokenizer(f"hf:{bpe}")
+    assert re.fullmatch(f"hf:{re.escape(str(bpe))}@[0-9a-f]{{12}}", tokenizer.name)
+    assert (tokenizer.vocab_size, tokenizer.eot) == (278, 2)  # with the added token <think>
+    for text in ("", "the cat sat", "naïve 東京 🙂\r\n\t", "<|endoftext|><|im_end|> is only text here",
+                 "many tokens, not truncated " * 9, "<think>"):
+        ids = tokenizer.encode(text)
+        assert isinstance(ids, list) and not {0, 1, 2} & set(ids)
+        assert tokenizer.decode(ids) == tokenizer.decode([*ids, 2]) == text
+        assert dataset.get_tokenizer(tokenizer.name).encode(text) == ids
+    assert tokenizer.encode("the cat") != tokenizer.encode("the dog") and len(tokenizer.encode("the cat")) < 7
+    assert tokenizer.encode_bytes(b"<|im_end|>", special_tokens=True).tolist() == [2]
+    assert tokenizer.encode("<|im_end|>") != [2]  # plain text again
+    emoji = tokenizer.encode("🙂")
+    assert len(emoji) == 4 and tokenizer.decode(emoji[:3]) == "\ufffd"
+    assert b"".join(tokenizer.decode_bytes([token]) for token in emoji).decode() == "🙂"
+    assert tokenizer.decode([*tokenizer.encode("a"), 278, 10**6]) == "a\ufffd\ufffd"  # padding
+
+
+def test_where_the_end_of_text_comes_from(bpe):
+    def found(**files):
+        for name, fields in files.items():
+            (bpe / f"{name}.json").write_text(json.dumps(fields))
+        tokenizer = dataset.get_tokenizer(f"hf:{bpe}")
+        return tokenizer.eot, tokenizer.stop_tokens, tokenizer.name
+
+    first = found(generation_config={"eos_token_id": [1, 0]}, config={"eos_token_id": 277})
+    assert first[:2] == (2, {0, 1, 2})
+    assert found(tokenizer_config={"eos_token": {"content": "<|endoftext|>"}})[:2] == (0, {0, 1})
+    second = found(tokenizer_config={"eos_token": None})
+    assert second[:2] == (1, {0, 1})
+    assert not dataset.same_tokenizer(first[2], second[2]), "documents end with another token"
+    assert found(generation_config={})[:2] == (277, {277})
+    assert 277 not in dataset.get_tokenizer(f"hf:{bpe}").encode("<think>"), "it is in no text"
+    with pytest.raises(ValueError, match="no end-of-text token; name one of its tokens as eos_token"):
+        found(config={"eos_token_id": None})
+
+
+def test_token_files_of_a_hugging_face_tokenizer(bpe, tmp_path, monkeypatch):
+    """Worker processes encode like this one; the name in meta.json finds the tokenizer from any folder."""
+    texts = [f"the cat {number} sat <|im_end|> 🙂" for number in range(30)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    done = run("text", "rows.jsonl", "--tokenizer", "hf:bpe", "--num-workers", 2, "--val-fraction", 0.3,
+               cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "data" / "rows-bpe"
+    assert sorted(documents_of(folder, "train") + documents_of(folder, "val")) == sorted(texts)
+    assert json.loads((folder / "meta.json").read_text())["vocab_size"] == 278
+
+
+def test_a_hugging_face_tokenizer_that_moved_or_changed(bpe, tmp_path):
+    name = dataset.get_tokenizer(f"hf:{bpe}").name
+    moved = bpe.rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="bpe: no such folder; .*--tokenizer hf:DIR"):
+        dataset.get_tokenizer(name)
+    assert dataset.get_tokenizer(name, place=f"hf:{moved}").encode("the cat")
+    make_tokenizer(bpe, text="another text")
+    for place, words in ((None, "has changed .its checksum is"), (f"hf:{bpe}", "is not hf:"),
+                         ("byte", "is not hf:")):
+        with pytest.raises(ValueError, match=words):
+            dataset.get_tokenizer(name, place=place)
+
+
+def test_a_hugging_face_tokenizer_that_cannot_be_read(bpe, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.txt").write_text("good")
+
+    def line():
+        return refused(capsys, "text", "good.txt", "--tokenizer", "hf:bpe")
+
+    document = json.loads((bpe / "tokenizer.json").read_text())
+    for content, words in ((json.dumps(document)[:99], "cannot be read"), ("{}", "cannot be read"),
+                           (json.dumps(document | {"decoder": None}), "not a byte-level tokenizer")):
+        (bpe / "tokenizer.json").write_text(content)
+        assert f"bpe/tokenizer.json: {words}" in line()
+    (bpe / "tokenizer.json").unlink()
+    assert "tokenizer hf:bpe: no tokenizer.json in it; " in line()
+    (bpe / "tokenizer_config.json").unlink()
+    bpe.rmdir()
+    assert "tokenizer hf:bpe: no such folder; " in line()
+    assert not (tmp_path / "data").exists()
 
 
 # Writing

@@ -9,6 +9,8 @@ import pytest
 import torch
 from test_family import FAMILY, also_on_a_gpu
 
+import data
+import hf_folders
 import sample
 import train
 from nanote import checkpoint, cli, dataset, fp8, models
@@ -340,6 +342,34 @@ def test_the_tokenizer_gives_the_same_ids(name, tmp_path):
     assert import_hf.recognize_tokenizer(tmp_path, name) == name
 
 
+def test_a_model_keeps_its_own_tokenizer(tmp_path, monkeypatch, capsys):
+    """Import, chat template and all; train on token files of it; export from another place; import again."""
+    monkeypatch.chdir(tmp_path)
+    hf_folders.make_tokenizer("theirs")
+    hf_folders.make_model("theirs")
+    assert cli.run(lambda: import_hf.main(["theirs", "run"]), "tools/import_hf.py") == 0
+    printed = capsys.readouterr().out
+    assert f"--tokenizer hf:{tmp_path}/theirs --out-dir data/mine" in printed and "run --chat" in printed
+    name = checkpoint.read_meta(checkpoint.find("run"))["tokenizer"]
+    assert name == dataset.get_tokenizer("hf:theirs").name
+
+    Path("text.txt").write_text("the cat sat on the mat 🙂\n" * 100)
+    data.main(["text", "text.txt", "--tokenizer", "hf:theirs", "--val-fraction", "0.3", "--num-workers", "1"])
+    options = "--resume --out-dir run --micro-batch-size 2 --max-steps 1 --warmup-steps 0 --eval-steps 1"
+    assert run_train(f"{options} --device cpu", "data/text-theirs") == 0
+    assert checkpoint.read_meta(Path("run/step-1"))["tokenizer"] == name
+
+    Path("theirs").rename("moved")
+    assert "hf:DIR" in refused(export_hf.main, "tools/export_hf.py", ["run", "back"], capsys)
+    export_hf.main(["run", "back", "--tokenizer", "hf:moved"])
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert Path("back", file).read_bytes() == Path("moved", file).read_bytes()
+    assert json.loads(Path("back/generation_config.json").read_text())["eos_token_id"] == [2, 0]
+    again = import_hf.import_("back", "again")
+    assert dataset.same_tokenizer(checkpoint.read_meta(again)["tokenizer"], name)
+    same_tensors(weights("again"), weights("run"))
+
+
 # ---- refusals: one line, exit code 2, nothing written
 
 
@@ -469,8 +499,9 @@ def test_import_refuses_in_one_line(tmp_path, monkeypatch, capsys):
     good("other tokenizer")
     document = json.loads(Path("other tokenizer", "tokenizer.json").read_text())
     document["model"]["vocab"]["Q"], document["model"]["vocab"]["Z"] = ord("Z"), ord("Q")
+    document["decoder"] = {"type": "Fuse"}
     Path("other tokenizer", "tokenizer.json").write_text(json.dumps(document))
-    assert "(257 tokens) is none that data.py has" in line("other tokenizer")
+    assert "not a byte-level tokenizer" in line("other tokenizer")
     good("full")
     with monkeypatch.context() as patch:
         def full(*_, **__):

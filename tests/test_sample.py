@@ -1,11 +1,19 @@
 """nanote/generate.py and sample.py: the cache changes no token, the sampling options work as documented."""
+import io
+import json
+import math
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import hf_folders
+import sample
 from nanote import fp8, models
+from nanote.dataset import get_tokenizer
 from nanote.generate import generate, pick
+from tools import import_hf
 from trainer_tools import OPTIONS, make_tokens, run_script, run_train
 
 
@@ -88,6 +96,9 @@ def test_padding_rows_are_never_sampled_and_a_stop_token_ends_the_text():
 
     assert generate(Model(), [3], 5, temperature=0, vocab_size=12) == [4, 5, 6, 7, 8]
     assert generate(Model(), [3], 5, temperature=0, vocab_size=12, stop=6) == [4, 5, 6]
+    seen = []
+    options = dict(temperature=0, vocab_size=12, stop={5, 9}, on_token=seen.append)
+    assert generate(Model(), [3], 5, **options) == seen == [4, 5]
     assert generate(Model(), [3], 1, temperature=0) == [12]
 
 
@@ -140,3 +151,127 @@ def test_the_command_line_reads_a_run(tmp_path, monkeypatch, capsys):
     assert text("run", "--seed", "1") != text("run/step-2", "--seed", "1")
     assert text("run", "--seed", "1") == text("run", "--seed", "1") != text("run", "--seed", "2")
     assert text("run", "--num-samples", "3").count("\n---\n") == 2
+
+
+# ---- chat and score: a tiny Qwen3 with its tokenizer and chat template
+
+
+@pytest.fixture(scope="module")
+def instruct(tmp_path_factory):
+    """A Hugging Face folder, its model, and the folder of the run that it was imported as."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("instruct")
+    hf_folders.make_tokenizer(folder / "hf")
+    hf = hf_folders.make_model(folder / "hf")
+    import_hf.import_(folder / "hf", folder / "run")
+    return SimpleNamespace(folder=folder / "hf", run=str(folder / "run"), hf=hf)
+
+
+def say(monkeypatch, capsys, lines: bytes, *argv):
+    """Pipe `lines` into sample.py; return the exit code, stdout and stderr."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    code = run_script("sample.py", [*argv, "--device", "cpu"])
+    return code, *capsys.readouterr()
+
+
+def answers(instruct, questions, max_new_tokens):
+    """The greedy answers of transformers to a conversation."""
+    import transformers
+
+    theirs, turns = transformers.AutoTokenizer.from_pretrained(instruct.folder), []
+    for question in questions:
+        turns.append({"role": "user", "content": question})
+        ids = theirs.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt",
+                                         return_dict=True)["input_ids"]
+        with torch.no_grad():
+            new = instruct.hf.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0,
+                                       suppress_tokens=list(range(278, 288)),
+                                       attention_mask=torch.ones_like(ids))[0, ids.shape[1]:].tolist()
+        while new and new[-1] in (0, 2):
+            new.pop()
+        turns.append({"role": "assistant", "content": get_tokenizer(f"hf:{instruct.folder}").decode(new)})
+    return [turn["content"] for turn in turns[1::2]]
+
+
+@pytest.mark.skipif(not fp8.IS_REFERENCE, reason="TF32 may choose another of two likely tokens")
+def test_a_chat_answers_as_transformers_does(instruct, monkeypatch, capsys):
+    options = [instruct.run, "--chat", "--temperature", "0", "--max-new-tokens", "6"]
+    code, out, err = say(monkeypatch, capsys, "the cat\n\nthe 🙂".encode(), *options)
+    expected = answers(instruct, ["the cat", "the 🙂"], 6)
+    assert code == 0 and out == "".join(answer + "\n" for answer in expected) and expected[0] != expected[1]
+    assert all(line == "(cut off after 6 tokens: --max-new-tokens)" for line in err.splitlines())
+
+
+def test_a_character_appears_when_it_is_complete(instruct, monkeypatch, capsys):
+    """Four tokens are one emoji; the token that ends the turn is not shown, and each answer is a turn."""
+    asked = []
+
+    def emoji(model, ids, *args, stop, on_token, **options):
+        asked.append(tokenizer.decode(ids))
+        new = [*tokenizer.encode("🙂"), *tokenizer.encode("é")[:1], 0]
+        assert stop == {0, 2}
+        for token in new:
+            on_token(token)
+        return new
+
+    tokenizer = get_tokenizer(f"hf:{instruct.folder}")
+    monkeypatch.setattr(sample, "generate", emoji)
+    _, out, err = say(monkeypatch, capsys, b"one\ntwo\n", instruct.run, "--chat", "--max-new-tokens", "8")
+    assert (out, err) == ("🙂\ufffd\n" * 2, "")
+    assert "user\none\n" in asked[1] and "assistant\n🙂" in asked[1] and asked[1].endswith("assistant\n")
+
+
+def test_a_conversation_longer_than_the_context(instruct, monkeypatch, capsys):
+    turns = [{"role": role, "content": str(number)} for number, role in enumerate(["user", "assistant"] * 2)]
+    last = {"role": "user", "content": "last"}
+    turns.append(last)
+    assert sample.fit(turns, lambda turns: [0] * 10 * len(turns), 25) == [0] * 10 and turns == [last]
+    options = [instruct.run, "--chat", "--max-new-tokens", "8"]
+    code, out, err = say(monkeypatch, capsys, b"the first question\nthe second one\nthe third", *options)
+    assert code == 0 and "(the context is full: dropped the oldest turn, 'the first question', and its" in err
+    code, out, err = say(monkeypatch, capsys, b"zyx " * 30, *options)
+    assert code == 2 and "longer than the 88 that the model's context leaves" in err and err.count("\n") == 1
+
+
+def test_a_chat_without_a_template_is_refused(instruct, tmp_path, monkeypatch, capsys):
+    hf_folders.make_tokenizer(tmp_path / "base", template=None)
+    place = ["--tokenizer", f"hf:{tmp_path / 'base'}"]
+    code, _, err = say(monkeypatch, capsys, b"", instruct.run, "--chat", *place)
+    assert code == 2 and "--chat: no chat template in " in err and err.count("\n") == 1
+    hf_folders.make_tokenizer(tmp_path / "bad", template="{{ raise_exception('only one turn') }}")
+    place = ["--tokenizer", f"hf:{tmp_path / 'bad'}"]
+    code, _, err = say(monkeypatch, capsys, b"hello", instruct.run, "--chat", *place)
+    assert code == 2 and "its chat template failed (only one turn)" in err and err.count("\n") == 1
+    assert "exclude each other" in say(monkeypatch, capsys, b"", instruct.run, "--chat", "--prompt", "a")[2]
+
+
+@pytest.mark.parametrize("name", ["file.txt", "rows.jsonl"])
+def test_the_score_is_the_loss_of_each_token_once(instruct, name, tmp_path, monkeypatch, capsys):
+    texts = ["the cat sat on the mat 🙂 <|im_end|>\r\n" * 9, "the dog"]
+    texts = texts[:1] if name == "file.txt" else texts
+    content = texts[0] if name == "file.txt" else "".join(json.dumps({"text": t}) + "\n" for t in texts)
+    (tmp_path / name).write_bytes(content.encode())
+    tokenizer, losses = get_tokenizer(f"hf:{instruct.folder}"), []
+    ids = [token for text in texts for token in (2, *tokenizer.encode(text))]
+    for start in range(0, len(ids) - 1, 96):
+        window = torch.tensor(ids[start:start + 97])
+        with torch.no_grad():
+            logits = instruct.hf(window[None, :-1]).logits[0]
+        losses += torch.nn.functional.cross_entropy(logits, window[1:], reduction="none").tolist()
+    size = sum(len(text.encode()) for text in texts)
+    assert len(losses) == len(ids) - 1 > 192
+    code, out, _ = say(monkeypatch, capsys, b"", instruct.run, "--score", str(tmp_path / name))
+    nats, bits = float(out.split()[1]), float(out.split()[5])
+    assert code == 0 and out.endswith(f" ({len(losses):,} tokens, {size:,} bytes)\n")
+    tolerance = 2e-4 if fp8.IS_REFERENCE else 2e-2
+    assert nats == pytest.approx(sum(losses) / len(losses), abs=tolerance)
+    assert bits == pytest.approx(sum(losses) / math.log(2) / size, abs=tolerance)
+
+
+def test_a_file_without_a_score_is_refused(instruct, tmp_path, monkeypatch, capsys):
+    for name, content, words in (("empty.txt", b"", "holds no text"), ("latin.txt", b"caf\xe9", "not UTF-8"),
+                                 ("missing.txt", None, "no such file")):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        code, out, err = say(monkeypatch, capsys, b"", instruct.run, "--score", str(tmp_path / name))
+        assert code == 2 and not out and f"{name}: {words}" in err and err.count("\n") == 1

@@ -10,7 +10,8 @@
   began as an import gets the number of rows it was imported with.
 - The tokenizer becomes a byte-level BPE of the `tokenizers` library with the same ids. As in training,
   special tokens in a text are plain text, and no end-of-text token is prepended. Training starts every
-  document after one, so a prompt may begin with it.
+  document after one, so a prompt may begin with it. The files of a tokenizer hf:DIR, with its chat template,
+  are copied.
 - The folder appears complete or not at all.
 """
 import dataclasses
@@ -29,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nanote import checkpoint, cli, fp8, safetensors_files
 from nanote.config import saved_options
-from nanote.dataset import get_tokenizer
+from nanote.dataset import HfTokenizer, byte_characters, get_tokenizer
 from nanote.metrics import read_metrics
 from tools import hf_weights
 
@@ -43,19 +44,15 @@ class ExportConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the weights: auto keeps that of the checkpoint; float32 uses the optimizer's master weights if
     there are any."""
+    tokenizer: str | None = None
+    """hf:DIR, the folder of the run's tokenizer, if it has moved."""
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+                   "chat_template.jinja", "chat_template.json")
 
 
 # ---------------------------------------------------------------- tokenizer
-
-def byte_characters() -> list[str]:
-    """Return the printable character for each byte in a byte-level BPE vocabulary (GPT-2's
-    bytes_to_unicode)."""
-    printable = [
-        *range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1),
-    ]
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
-
 
 def token_strings(tokenizer) -> dict[str, int]:
     """Return {string in a byte-level BPE vocabulary: id} for a nanote.dataset tokenizer; special tokens by
@@ -115,8 +112,9 @@ def _merges(tokens: dict[str, int], special: list[str]) -> list[tuple[str, str]]
 
 # ---------------------------------------------------------------- the folder
 
-def export(run, folder, dtype: str = "auto") -> Path:
-    """Export a run or a checkpoint to `folder`, and return the checkpoint that was exported.
+def export(run, folder, dtype: str = "auto", place: str | None = None) -> Path:
+    """Export a run or a checkpoint to `folder`, and return the checkpoint that was exported. `place`: see
+    get_tokenizer.
 
     Raises ValueError or OSError, in one line and with nothing written, if either is invalid or no class fits.
     """
@@ -135,7 +133,7 @@ def export(run, folder, dtype: str = "auto") -> Path:
         kind = hf_weights.model_type(config)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
-    tokenizer = get_tokenizer(meta["tokenizer"], vocab_size)
+    tokenizer = get_tokenizer(meta["tokenizer"], vocab_size, place)
     weights = hf_weights.read_weights(source, meta, masters=dtype == "float32")
     try:
         weights = hf_weights.to_hf(weights, config, vocab_size)
@@ -166,16 +164,24 @@ def write_folder(folder: Path, weights: dict, config, vocab_size: int, tokenizer
 
     save_torch_state_dict(weights, folder, max_shard_size=safetensors_files.SHARD_BYTES)
     eot = dict(bos_token_id=tokenizer.eot, eos_token_id=tokenizer.eot)
-    nanote = {"tokenizer": tokenizer.name, "bias": config.bias}
+    is_hf = isinstance(tokenizer, HfTokenizer)
+    nanote = {"bias": config.bias} | ({} if is_hf else {"tokenizer": tokenizer.name})
     hf_config = hf_weights.hf_config(config, vocab_size, dtype=main_dtype(weights), nanote=nanote, **eot)
     hf_config.save_pretrained(folder)
     padding = list(range(tokenizer.vocab_size, vocab_size))
+    others = sorted(tokenizer.stop_tokens - {tokenizer.eot})
+    if others:  # such as the end of a turn and the end of a text
+        eot["eos_token_id"] = [tokenizer.eot, *others]
     transformers.GenerationConfig(
         **eot, pad_token_id=tokenizer.eot, suppress_tokens=padding or None
     ).save_pretrained(folder)
-    fast_tokenizer(tokenizer, config.n_positions).save_pretrained(folder)
-    # transformers before 5 knows the class by this name only
-    add_fields(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    if is_hf:
+        for name in filter(lambda name: (tokenizer.folder / name).is_file(), TOKENIZER_FILES):
+            shutil.copyfile(tokenizer.folder / name, folder / name)
+    else:
+        fast_tokenizer(tokenizer, config.n_positions).save_pretrained(folder)
+        # transformers before 5 knows the class by this name only
+        add_fields(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     if config.use_rotary:  # transformers before 5 reads this field, and takes 10000 if it is missing
         add_fields(folder / "config.json", rope_theta=config.rope_theta)
 
@@ -237,7 +243,7 @@ def processes(source: Path) -> int:
 
 def main(argv=None) -> None:
     config = cli.parse(ExportConfig, argv, prog="tools/export_hf.py", description=__doc__)
-    source = export(config.run, config.folder, config.dtype)
+    source = export(config.run, config.folder, config.dtype, config.tokenizer)
     class_name = json.loads((config.folder / "config.json").read_text())["architectures"][0]
     print(f"{config.folder}: {source} as {class_name}; "
           f"load it with AutoModelForCausalLM.from_pretrained({str(config.folder)!r})")

@@ -12,12 +12,13 @@
   mean of theirs, which is at most the logarithm of their mean exponential (Jensen), so the new tokens start
   with a probability of at most padding / vocabulary of the others'. tools/export_hf.py removes these rows
   again.
-- Token files must use the ids of the model, so its tokenizer must be one that nanote.dataset supports: byte,
-  or a tiktoken encoding, which is recognized by its tokens. For any other, `--tokenizer NAME` imports the
-  weights and assigns new meanings to the ids.
+- Token files must use the ids of the model. Its tokenizer is byte or a tiktoken encoding, recognized by its
+  tokens, or hf:DIR: the folder's own tokenizer.json, which must stay where it is. `--tokenizer NAME` imports
+  the weights and assigns new meanings to the ids.
 """
 import dataclasses
 import os
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass
@@ -66,8 +67,8 @@ class ImportConfig:
     run: tyro.conf.Positional[Path]
     """The run folder to create, such as out/mine."""
     tokenizer: str | None = None
-    """Name of the folder's tokenizer for data.py; recognized by default. Another one gives the token ids new
-    meanings."""
+    """Name of the folder's tokenizer for data.py; recognized by default, and hf:DIR where data.py has no name
+    for it. Another one gives the token ids new meanings."""
 
 
 def read_config(folder: Path):
@@ -127,10 +128,10 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def recognize_tokenizer(folder: Path, hint: str | None, hf=None) -> str:
-    """Return the name of the folder's tokenizer: `hint`, or one with the same number of tokens.
+    """Return the name of the folder's tokenizer: `hint`, one with the same number of tokens, or hf:DIR.
 
-    All tokens and the ids of PROBE must be equal; raises ValueError otherwise. `hf`: result of
-    read_config(folder).
+    All tokens and the ids of PROBE must be equal for the first two. Raises ValueError if the tokenizer cannot
+    be read. `hf`: result of read_config(folder).
     """
     import transformers  # slow to import
 
@@ -141,15 +142,24 @@ def recognize_tokenizer(folder: Path, hint: str | None, hf=None) -> str:
     except Exception as error:  # whatever transformers raises for damaged files
         raise ValueError(f"{folder}: its tokenizer cannot be read ({json_files.reason(error)}); "
                          "name the one it was trained with: --tokenizer byte, gpt2 …") from error
-    for name in [hint] if hint else BY_SIZE.get(len(vocabulary), []):
+    named = hint and not hint.startswith("hf:")  # that would be the path of another machine
+    for name in [hint] if named else BY_SIZE.get(len(vocabulary), []):
         ours = get_tokenizer(name)
         if vocabulary == token_strings(ours) and ids == ours.encode(PROBE):
             return name
+    if (folder / "tokenizer.json").is_file():
+        return get_tokenizer(f"hf:{folder}").name
     raise ValueError(
         f"{folder}: its tokenizer ({len(vocabulary):,} tokens) is none that data.py has (byte, gpt2, "
-        "cl100k_base …), so there can be no token files for it; --tokenizer byte imports the weights anyway "
-        "and trains them on bytes"
+        "cl100k_base …), and there is no tokenizer.json; --tokenizer byte imports the weights anyway and "
+        "trains them on bytes"
     )
+
+
+def has_chat_template(folder: Path) -> bool:
+    config = folder / "tokenizer_config.json"
+    in_config = config.is_file() and b'"chat_template"' in config.read_bytes()
+    return in_config or (folder / "chat_template.jinja").is_file()
 
 
 def pad_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:
@@ -172,7 +182,8 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
     name = tokenizer or recognize_tokenizer(folder, getattr(hf, "nanote", {}).get("tokenizer"), hf)
-    needed, vocab_size = get_tokenizer(name).vocab_size, hf.vocab_size
+    known = get_tokenizer(name)
+    name, needed, vocab_size = known.name, known.vocab_size, hf.vocab_size
     if vocab_size < needed:
         raise ValueError(
             f"{folder}: {vocab_size:,} rows of the embedding, but the tokenizer {name} has {needed:,} tokens"
@@ -238,12 +249,18 @@ def main(argv=None) -> None:
     config = cli.parse(ImportConfig, argv, prog="tools/import_hf.py", description=__doc__)
     folder = import_(config.folder, config.run, config.tokenizer)
     name = checkpoint.read_meta(folder)["tokenizer"]
-    print(
-        f"{folder}: {config.folder}, tokenizer {name}; continue with:\n"
-        f"  python sample.py {config.run} --temperature 0\n"
-        f"  python data.py text FILE --tokenizer {name} --out-dir data/mine\n"
-        f"  python train.py --resume --out-dir {config.run} --data data/mine --lr 1e-5 --fp8-recipe delayed"
-    )
+    if name.startswith("hf:"):
+        name = name.rpartition("@")[0]  # data.py computes the checksum again
+    run, tokenizer = shlex.quote(str(config.run)), shlex.quote(name)
+    lines = [
+        f"{folder}: {config.folder}, tokenizer {name}; continue with:",
+        f"  python sample.py {run} --temperature 0",
+        f"  python data.py text FILE --tokenizer {tokenizer} --out-dir data/mine",
+        f"  python train.py --resume --out-dir {run} --data data/mine --lr 1e-5 --fp8-recipe delayed",
+    ]
+    if name.startswith("hf:") and has_chat_template(config.folder):
+        lines.insert(2, f"  python sample.py {run} --chat")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":
