@@ -122,22 +122,24 @@ class HfTokenizer(Tokenizer):
 
     def _find_end_of_text(self):
         """Return the end-of-text id and the set of all ids that end a text."""
-        found = {}
-        for name in ("tokenizer_config", "generation_config", "config"):
-            path = self.folder / f"{name}.json"
-            fields = json_files.read(path, EOS, "copy the file again") if path.is_file() else {}
-            ids = fields.get("eos_token_id")
-            found[name] = ids if isinstance(ids, list) else [ids]
-            if name == "tokenizer_config":
-                token = fields.get("eos_token")
-                token = token["content"] if isinstance(token, dict) else token
-                found[name] = [self.encoding.token_to_id(token) if token else None]
-        ids = [token for ids in found.values() for token in ids if token is not None]
+
+        def read(name):
+            path = self.folder / name
+            return json_files.read(path, EOS, "copy the file again") if path.is_file() else {}
+
+        def ids_in(name):
+            ids = read(name).get("eos_token_id")
+            return ids if isinstance(ids, list) else [ids]
+
+        token = read("tokenizer_config.json").get("eos_token")
+        token = token["content"] if isinstance(token, dict) else token
+        first, generation = self.encoding.token_to_id(token or ""), ids_in("generation_config.json")
+        ids = [number for number in [first, *generation, *ids_in("config.json")] if number is not None]
         if not ids or ids[0] >= self.vocab_size or self.encoding.id_to_token(ids[0]) is None:
             raise ValueError(f"tokenizer hf:{self.folder}: no end-of-text token; name one of its tokens as "
                              "eos_token in tokenizer_config.json")
         self.encoding.add_special_tokens([self.encoding.id_to_token(ids[0])])  # never found in a text
-        return ids[0], {ids[0], *found["generation_config"]} - {None}
+        return ids[0], {ids[0], *generation} - {None}
 
     def encode_bytes(self, raw, special_tokens=False):
         """Encode UTF-8 bytes. With `special_tokens`, special tokens in the text become tokens."""
