@@ -32,6 +32,8 @@ class SampleConfig:
     """Chat: each line of stdin is a turn, put into the chat template of the run's tokenizer."""
     score: str | None = None
     """Measure the loss on this text file, or on the documents of a .jsonl file, as training does."""
+    model: str | None = None
+    """path/to/file.py:Class, if the run's model is one of your own: code is never taken from a checkpoint."""
     tokenizer: str | None = None
     """hf:DIR, the folder of the run's tokenizer, if it has moved."""
     max_new_tokens: int = 256
@@ -67,14 +69,18 @@ def check_options(config: SampleConfig) -> None:
         raise ValueError(f"{' and '.join(given)}: these exclude each other; pass one of them")
 
 
-def load_model(path, device: torch.device, place: str | None = None):
-    """Load the latest checkpoint of a run, or one step-<n> folder. `place`: see get_tokenizer.
+def load_model(path, device: torch.device, place: str | None = None, model: str | None = None):
+    """Load the latest checkpoint of a run, or one step-<n> folder.
+
+    `place`: see get_tokenizer; `model`: see checkpoint.read_meta.
 
     Returns:
         The model in eval mode with FP8 off, and the tokenizer.
     """
     folder = checkpoint.find(path)
-    meta = checkpoint.read_meta(folder)
+    if model is not None:
+        models.load_file(model)
+    meta = checkpoint.read_meta(folder, model)
     config = models.make_model_config(meta["model"], meta["model_config"] | {"use_fp8": False})
     tokenizer = get_tokenizer(meta["tokenizer"], config.vocab_size, place)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -213,7 +219,7 @@ def main(argv=None) -> None:
     config = cli.parse(SampleConfig, argv, prog="sample.py", description=__doc__)
     check_options(config)
     device = pick_device(config.device)
-    model, tokenizer = load_model(config.run, device, config.tokenizer)
+    model, tokenizer = load_model(config.run, device, config.tokenizer, config.model)
     if config.score is not None:
         print(score(model, tokenizer, config.score))
         return

@@ -40,25 +40,28 @@ from fast_kernels.attention import packed_attention
 # ---------------------------------------------------------------- what replaces the model's methods
 
 
-def forward(model, input_ids, labels=None, cu_seqlens=None, is_first_microbatch=None, kv_cache=None):
-    """Replace `OptimizedGPT2Model.forward`."""
+def forward(
+    model, input_ids, labels=None, cu_seqlens=None, is_first_microbatch=None, kv_cache=None, **others
+):
+    """Replace `OptimizedGPT2Model.forward`. `others`: arguments that an edited model has besides."""
+    options = {"cu_seqlens": cu_seqlens, "is_first_microbatch": is_first_microbatch, "kv_cache": kv_cache}
     if torch.compiler.is_compiling() and model.config.use_fp8 and model.fp8_recipe.delayed():
-        return _run_uncompiled(model, input_ids, labels, cu_seqlens, is_first_microbatch, kv_cache)
-    if kv_cache is None and support.takes_pass(model):
+        return _run_uncompiled(model, input_ids, labels, **options, **others)
+    if kv_cache is None and not others and support.takes_pass(model):
         return training_pass(model, input_ids, labels, cu_seqlens, is_first_microbatch)
-    modules = type(model).forward
-    return modules(model, input_ids, labels, cu_seqlens, is_first_microbatch, kv_cache)
+    given = {name: value for name, value in options.items() if value is not None}
+    return type(model).forward(model, input_ids, labels, **given, **others)
 
 
 @torch.compiler.disable(reason="Transformer Engine cannot trace DelayedScaling")
-def _run_uncompiled(model, *args):
+def _run_uncompiled(model, *args, **options):
     """Run `forward` eagerly, with the warning of `model_te_optimized.run_uncompiled`."""
     warnings.warn(
         "torch.compile: Transformer Engine cannot trace DelayedScaling, so the model runs uncompiled; "
         "set model.fp8_recipe = Float8CurrentScaling() to compile it",
         stacklevel=2,
     )
-    return forward(model, *args)
+    return forward(model, *args, **options)
 
 
 def mix(attention, qkv, rope=None, kv_cache=None, documents=None):

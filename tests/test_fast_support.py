@@ -1,6 +1,7 @@
 """An edited model is never trained as if it had not been edited: what the kernels refuse, and say so once."""
 
 import copy
+import dataclasses
 import functools
 import importlib.util
 import sys
@@ -29,6 +30,33 @@ pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch):
     monkeypatch.setattr(fast_support, "_said", set())
+
+
+class Weighted(model_te_optimized.OptimizedGPT2Model):
+    """A forward with an argument more."""
+
+    def forward(self, input_ids, labels=None, weight=1.0):
+        return weight * super().forward(input_ids, labels)
+
+
+class Fewer(model_te_optimized.OptimizedGPT2Model):
+    """A forward with only the arguments that the trainer needs."""
+
+    def forward(self, input_ids, labels):
+        return super().forward(input_ids, labels)
+
+
+def test_an_edited_forward_may_have_other_arguments():
+    config = dataclasses.replace(make_model().config, use_fp8=False)
+    tokens, labels = make_tokens(1)
+    for model_class, options, factor in ((Weighted, {"weight": 3.0}, 3), (Weighted, {}, 1), (Fewer, {}, 1)):
+        torch.manual_seed(1)
+        model = model_class(config).to(DEVICE, torch.bfloat16)
+        expected = model_te_optimized.OptimizedGPT2Model.forward(model, tokens, labels)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            accelerate(model)
+            torch.testing.assert_close(model(tokens, labels, **options), factor * expected, rtol=0.01, atol=0)
 
 
 # Fingerprints
