@@ -372,6 +372,8 @@ def installed(tmp_path):
         files = {f"pkg_{i}/{j}.py": f"# pkg{i}\n{prose(100 * i + j)}" for j in range(6)}
         description = f"description of pkg{i}: {prose(5000 + i)}"
         files[f"pkg_{i}-1.0.dist-info/METADATA"] = f"Name: pkg_{i}\n\n{description}"
+        if i == 1:  # a package need not be named as what it installs
+            files["module/__init__.py"] = f"# pkg1\n{prose(7000)}"
         record = "".join(f"{name},,\n" for name in files)
         write_files(site, {**files, f"pkg_{i}-1.0.dist-info/RECORD": record})
     shared = prose(7777)
@@ -406,7 +408,7 @@ def test_packages_are_held_out_whole(installed, tmp_path):
     meta, train, val = write_packages(installed, tmp_path / "set", val_fraction=0.3)
     assert {name for text in val for name in re.findall(r"pkg\d", text)} == {"pkg1", "pkg4", "pkg6"}
     assert not re.findall("pkg[146]", " ".join(train))
-    assert meta["documents"] == len(train) + len(val) == 10 * 7 + 10 + 5
+    assert meta["documents"] == len(train) + len(val) == 10 * 7 + 1 + 10 + 5
     assert sum("description of" in text for text in train + val) == 10
     assert not [text for text in train + val if "Name:" in text]
     assert sum(text.startswith(tuple(f"# {name}\n" for name in "abcdefghij")) for text in train) == 10
@@ -429,12 +431,12 @@ def test_packages_are_counted(installed, tmp_path, monkeypatch, capsys):
     data.main(["packages", "--num-workers", "1", "--out-dir", str(tmp_path / "set")])
     meta = json.loads((tmp_path / "set" / "meta.json").read_text())
     left_out = {"empty": 1, "not UTF-8 text": 2, "over 2 MiB": 1, "tables": 2}
-    expected = {"packages": 11, "files": 94, "left_out": left_out, "exact_duplicates": 2,
+    expected = {"packages": 11, "files": 95, "left_out": left_out, "exact_duplicates": 2,
                 "near_duplicates": 1}
     assert {key: meta[key] for key in expected} == expected
     assert meta["files"] == meta["documents"] + 6 + 2 + 1
     told = capsys.readouterr().out
-    assert "11 packages with 94 files; left out: 1 empty, 2 not UTF-8 text, 1 over 2 MiB, 2 tables\n" in told
+    assert "11 packages with 95 files; left out: 1 empty, 2 not UTF-8 text, 1 over 2 MiB, 2 tables\n" in told
     assert "dropped 2 exact and 1 near-duplicates\n" in told
     assert f"{meta['train_bytes']:,} bytes for training, {meta['val_bytes']:,} for validation\n" in told
     assert f"{meta['train_tokens']:,} train and {meta['val_tokens']:,} validation tokens" in told
@@ -651,6 +653,8 @@ def test_bad_input(tmp_path, monkeypatch, capsys, arguments, told):
     }.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_bytes(raw)
+    # options are checked before anything is read
+    monkeypatch.setattr(data, "package_documents", lambda num_workers: pytest.fail("read the packages"))
     before = sorted(tmp_path.rglob("*"))
     assert told in refused(capsys, *arguments)
     assert sorted(tmp_path.rglob("*")) == before
