@@ -55,6 +55,7 @@ PICTURES = {  # JSON file -> function that draws it; the picture is next to it
 }
 TABLES = {  # comment in a page -> JSON file, function that makes a Markdown table of it
     "speed": ("speed", speed_report.table), "compile": ("compile", speed_report.compile_table),
+    "mfu": ("speed", speed_report.mfu_table),
     "profile": ("speed", speed_report.profile_table), "variants": ("speed", speed_report.variants_table),
     "stack": ("stack", speed_report.stack_table), "crossover": ("crossover", speed_report.crossover_table),
     "formats": ("formats", speed_report.formats_table), "memory": ("memory", memory.table),

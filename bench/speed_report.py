@@ -6,9 +6,11 @@ A table function takes the rows of one JSON file and returns Markdown. A cell th
 
 import itertools
 import re
+from types import SimpleNamespace
 
 from bench.report import markdown
 from nanote import models
+from nanote.metrics import flops_per_token
 
 NAMES = {
     "plain": "nanoGPT, compiled", "plain-graph": "nanoGPT, CUDA graphs", "bf16": "ours, BF16",
@@ -154,6 +156,26 @@ def variants_table(rows) -> str:
         cells = ["" if value is None else f"{value:.2f} ({ms[0] / value:.2f})" for value in ms]
         lines.append([f"{shape}, {block}", cells[0].partition(" ")[0], *cells[1:]])
     return markdown(["ms a step", *(VARIANTS[arm] for arm in arms)], lines)
+
+
+def causal_share(row) -> float:
+    """Return the FLOPs of a row's model with attention halved (6N + 6·L·C·T) ÷ those of its MFU."""
+    config = SimpleNamespace(**row["model_config"], seq_len=row["model_config"]["n_positions"])
+    flops = flops_per_token(row["parameters"], config)
+    return 1 - 6 * config.n_layer * config.n_head * config.head_dim * config.seq_len / flops
+
+
+def mfu_table(rows) -> str:
+    """Return the table of the FP8 step's MFU in both conventions, and of its share of the roofline."""
+    lines = []
+    for row in rows:
+        if row["arm"] == "fp8" and row["block"] != "modern" and row.get("mfu"):
+            whole, halved = 100 * row["mfu"], 100 * row["mfu"] * causal_share(row)
+            shares = (whole, halved, whole / 2, halved / 2, 100 * row["floor_ms"] / row["ms"])
+            lines.append([row["shape"], *(f"{share:.1f} %" for share in shares)])
+    titles = ["FP8 step", "MFU (6N + 12·L·C·T)", "MFU, attention halved", "of the FP8 peak",
+              "of the FP8 peak, attention halved", "speed of light (roofline)"]
+    return markdown(titles, lines)
 
 
 def stack_table(rows) -> str:

@@ -166,6 +166,14 @@ def test_the_profile_sums_up_kernels():
     assert lines["clock, MHz"].startswith("1,440 of 1,980")
 
 
+def test_mfu_in_both_conventions():
+    """Llama-3 8B at 8,192 tokens costs 57.9 GFLOP a token, and 51.5 with attention halved."""
+    rows = [row for row in pages.read(ROOT / "results")["speed"] if row["shape"] == "llama3-8b"]
+    row = next(row for row in rows if row["arm"] == "fp8") | {"mfu": 0.579, "ms": 4.0, "floor_ms": 3.0}
+    assert speed_report.mfu_table([row, row | {"arm": "bf16"}]).splitlines()[2:] == [
+        "| llama3-8b | 57.9 % | 51.5 % | 28.9 % | 25.7 % | 75.0 % |"]
+
+
 def test_fp8_pays_from_the_width_above_which_it_always_does():
     speed = {(256, 1024): 1.10, (512, 1024): 1.01, (1024, 1024): 1.02, (2048, 1024): 1.50, (256, 2048): 1.2,
              (512, 2048): 1.3, (2048, 4096): 0.9}
