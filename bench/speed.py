@@ -1,4 +1,4 @@
-"""Measure the speed tables of benchmark_te.py: shapes against nanoGPT, FP8 formats, and the stack.
+"""Measure the speed tables of benchmark_te.py: shapes against plain PyTorch, FP8 formats, and the stack.
 
 Each function takes the options of benchmark_te.py, the device and the command's arguments (for the report).
 """
@@ -22,7 +22,7 @@ TABLE_MODELS, TABLE_FORMATS = ("optimized", "fused", "custom"), ("bf16", "fp8-e4
 MODERN_TOO = ("124m-b32", "350m-b16", "c4096")  # shapes that are measured with both blocks
 LLAMA = "llama3-8b"
 STACK = {  # what is added to the bar before -> arm
-    "plain PyTorch, eager": "plain-by-hand", "+ SDPA": "plain-eager", "+ torch.compile\n(nanoGPT)": "plain",
+    "plain PyTorch, eager": "plain-by-hand", "+ SDPA": "plain-eager", "+ torch.compile": "plain",
     "TE's fused modules,\nBF16, eager": "bf16-libraries-eager", "+ FP8": "fp8-libraries-eager",
     "+ CUDA graph": "fp8-libraries", "+ fast kernels": "fp8",
 }
@@ -114,7 +114,7 @@ def numerics_failed(rows) -> int:
 
 
 def run_shapes(options, device, argv) -> int:
-    """Measure each shape against nanoGPT."""
+    """Measure each shape against plain PyTorch, compiled."""
     ceilings = measure_ceilings(device)
     print("ceilings: " + ", ".join(f"{name} {value}" for name, value in ceilings.items()))
     rows = Rows(options.json, ROW_KEYS, "benchmark_te.py", argv)
