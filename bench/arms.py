@@ -109,11 +109,13 @@ def build_te(config: TrainConfig, device, batch) -> TrainStep:
     model = models.build_model(config.model, model_config, device=device, dtype=dtype)
     if recipe is not None:
         model.fp8_recipe = recipe
-    accelerate(model, config)
+    kernels = accelerate(model, config)
     optimizer = make_optimizer(model, config)
     if recipe is not None and recipe.delayed():
         warm_up_scales(model, batch)
-    return TrainStep(model, compile_model(model, config), optimizer, config, device)
+    step = TrainStep(model, compile_model(model, config), optimizer, config, device)
+    step.kernels = kernels
+    return step
 
 
 def make_batches(config, device) -> list:
