@@ -383,6 +383,7 @@ def test_memory_switches_are_compared_with_the_defaults_of_the_same_run(tmp_path
         return SimpleNamespace(stdout="figures: " + json.dumps(row | {"peak_reserved_gib": 16.0}), stderr="")
 
     monkeypatch.setattr(memory, "fp8", SimpleNamespace(IS_REFERENCE=False))
+    monkeypatch.setattr("bench.report.driver", lambda: None)
     monkeypatch.setattr(memory.subprocess, "run", one)
     path = tmp_path / "memory.json"
     path.write_text(json.dumps([{"shape": "c4096", "switch": "defaults", "ms": 7.0, "defaults_ms": 7.0}]))
