@@ -11,9 +11,9 @@ loss, backward, clipping, optimizer) is the one that train.py runs, a CUDA graph
 MXFP8 and NVFP4 are in the table on a GPU that has them (Blackwell).
 
 Arms:
-- plain     nanoGPT: bench/plain_gpt.py in float32 under BF16 autocast, torch.compile, PyTorch's fused
-            AdamW. plain-eager: not compiled; plain-by-hand: nor with SDPA; plain-graph: compiled with
-            mode="reduce-overhead".
+- plain     plain PyTorch, compiled: bench/plain_gpt.py in float32 under BF16 autocast, torch.compile,
+            PyTorch's fused AdamW. plain-eager: not compiled; plain-by-hand: nor with SDPA; plain-graph:
+            compiled with mode="reduce-overhead". nanoGPT itself: python bench/nanogpt.py PATH
 - bf16, fp8 model_te_optimized.py exactly as train.py trains it, without FP8 and with delayed scaling
             (HYBRID), each step a CUDA graph where train.py makes it one. Suffixes change it:
             -e4m3, -current, -block, -mxfp8, -nvfp4 (another format, or another recipe in its own format;
@@ -55,7 +55,7 @@ MODES = {"shape": run_formats, "shapes": run_shapes, "preset": run_shapes, "swee
 
 @dataclass
 class Options:
-    shapes: tuple[str, ...] = ()  # Measure these shapes of guide/speed.md, or all, against nanoGPT.
+    shapes: tuple[str, ...] = ()  # Measure these shapes of guide/speed.md, or all, against arm plain.
     blocks: tuple[Literal["gpt2", "modern"], ...] = ()
     """gpt2: LayerNorm, GELU, learned positions, biases. modern: RMSNorm, RoPE, QK-norm, GQA, SwiGLU, no
     biases. By default gpt2, and for three shapes modern too."""

@@ -12,7 +12,7 @@ import re
 import torch
 
 from bench.plain_gpt import ARMS as PLAIN_ARMS
-from nanote import fp8, models
+from nanote import fp8, models, roofline
 from nanote.config import PRESETS, TrainConfig
 from nanote.optimizers import make_optimizer
 from nanote.train_step import TrainStep, accelerate, compile_model, recipe_of, warm_up_scales
@@ -91,17 +91,12 @@ def make_model_config(config: TrainConfig, model="optimized"):
 
 
 def optimizer_bytes(arm, config) -> int:
-    """Return the bytes per parameter that an optimizer step moves, for floor_ms.
-
-    The gradient is read twice (norm, update); weights, master weights and moments are read and written.
-    """
+    """Return the bytes per parameter that an optimizer step of any arm moves, for floor_ms."""
     if arm == "hf-llama":
         return 2 * 2 + 2 * (2 + 2 + 2)
     if arm in PLAIN_ARMS:
         return 2 * 4 + 2 * (4 + 4 + 4)
-    weights = 2 * (2 + 2) if config.param_remainders else 2 * 4 + 2
-    moment = 2 if config.moment_dtype == "bfloat16" else 4
-    return 2 * 2 + weights + 2 * (2 * moment)
+    return roofline.optimizer_bytes(config)
 
 
 def build_te(config: TrainConfig, device, batch) -> TrainStep:
@@ -115,11 +110,13 @@ def build_te(config: TrainConfig, device, batch) -> TrainStep:
     model = models.build_model(config.model, model_config, device=device, dtype=dtype)
     if recipe is not None:
         model.fp8_recipe = recipe
-    accelerate(model, config)
+    kernels = accelerate(model, config)
     optimizer = make_optimizer(model, config)
     if recipe is not None and recipe.delayed():
         warm_up_scales(model, batch)
-    return TrainStep(model, compile_model(model, config), optimizer, config, device)
+    step = TrainStep(model, compile_model(model, config), optimizer, config, device)
+    step.kernels = kernels
+    return step
 
 
 def make_batches(config, device) -> list:

@@ -57,55 +57,101 @@ def blocks_table(result) -> str:
     return markdown(["in a block, ms", *arms], lines)
 
 
+BLOCK_NAMES = {"sdpa": "SDPA", "te": "te.DotProductAttention", "packed": "flash-attn, packed QKV",
+               "flash, not packed": "flash-attn, separate q, k, v"}
+COLORS = {"BF16": "tab:blue", "FP8": "tab:green", "beyond the error limit": "tab:red"}
+LONGEST = 4  # a bar that is longer than so many times the shortest is broken
+
+
 def color_of(row):
     if not row.get("agrees"):
-        return "red"
-    return "tab:green" if row.get("precision") == "fp8" else "tab:blue"
+        return COLORS["beyond the error limit"]
+    return COLORS["FP8" if row.get("precision") == "fp8" else "BF16"]
+
+
+def name_of(row):
+    """Return the name beside a bar."""
+    arm, _, precision = row["name"].rpartition(", ")
+    return f"{BLOCK_NAMES[arm]}, {precision.upper()}" if row["part"] == "block" else row["name"]
 
 
 def label_of(row):
-    """Return the text beside a bar."""
+    """Return the text after a bar. The exception of a kernel that did not run is in the JSON."""
     if "why_not" in row:
-        return row["why_not"][:90]
+        return "not installed" if row["why_not"].startswith("not installed") else "does not run at this shape"
     label = f"{row['both_ms']:.3g} ms"
     if "both_tflops" in row:
         label += f", {row['both_tflops']:.0f} TFLOP/s"
     return label + (f", {verdict(row)}" if verdict(row) else "")
 
 
+def title_of(part, shape):
+    """Return a panel's title: "in a block: 32 x 1,024 tokens, 12 heads of 64"."""
+    batch, length, heads, kv_heads, width = map(int, shape.split("x"))
+    groups = f", {kv_heads} KV heads" if kv_heads != heads else ""
+    where = "in a block" if part == "block" else "alone"
+    return f"{where}: {batch} × {length:,} tokens, {heads} heads of {width}{groups}"
+
+
+def draw_break(axis, x, y, limit):
+    """Draw a white gap between two slanted lines through a bar."""
+    slant, gap, top = 0.012 * limit, 0.02 * limit, 0.5
+    axis.fill([x - slant, x - slant + gap, x + slant + gap, x + slant], [y + top, y + top, y - top, y - top],
+              color="white", zorder=3)
+    for at in (x, x + gap):
+        axis.plot([at - slant, at + slant], [y + top, y - top], color="black", lw=1, zorder=4)
+
+
 def draw_panel(axis, title, rows):
-    """Draw a bar per row. Bars longer than five times the shortest are cut off."""
-    limit = 5 * min((row["both_ms"] for row in rows if "both_ms" in row), default=1)
+    """Draw a bar per row: forward, then backward. The longest bars are broken."""
+    limit = LONGEST * min((row["both_ms"] for row in rows if "both_ms" in row), default=1)
     for y, row in enumerate(rows):
-        forward, both = (min(row.get(key, 0), limit) for key in ("forward_ms", "both_ms"))
-        axis.barh(y, both, color=color_of(row), alpha=0.5)
+        both = row.get("both_ms", 0)
+        end = min(both, limit)
+        # a broken bar has its parts in proportion
+        forward = row.get("forward_ms", 0) * (end / both if both else 0)
+        axis.barh(y, end, color=color_of(row), alpha=0.45)
         axis.barh(y, forward, color=color_of(row))
-        axis.text(both, y, " " + label_of(row), va="center", fontsize=8)
-    axis.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
-    axis.set_xlim(right=1.25 * axis.get_xlim()[1])
+        if both > limit:
+            draw_break(axis, 0.9 * limit, y, limit)
+        gray = {"color": "gray"} if "why_not" in row else {}
+        axis.text(end, y, " " + label_of(row), va="center", fontsize=8, **gray)
+    axis.set_yticks(range(len(rows)), [name_of(row) for row in rows], fontsize=8)
+    drawn = [min(row["both_ms"], limit) for row in rows if "both_ms" in row]
+    axis.set_xlim(right=1.5 * max(drawn, default=1))
     axis.invert_yaxis()
+    axis.spines[["top", "right"]].set_visible(False)
     axis.set_title(title, fontsize=9)
 
 
 def plot(result, path):
     """Draw what benchmark_attention.py --json writes: a panel per shape, a bar per kernel.
 
-    A bar is ms of forward (darker) and backward.
+    A bar is ms of forward (darker) and backward. Kernels that ran at no shape are left out.
     """
     import matplotlib  # slow to import
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
 
+    ran = {row["name"] for row in result["rows"] if "both_ms" in row}
     panels = {}
     for row in result["rows"]:
-        panels.setdefault(f"{row['part']} {row['shape']}", []).append(row)
-    count = max(1, len(panels))
-    figure, axes = plt.subplots(count, figsize=(11, 1 + 2.6 * count), layout="constrained", squeeze=False)
+        if row["name"] in ran:
+            panels.setdefault(title_of(row["part"], row["shape"]), []).append(row)
+    columns, lines = min(2, max(1, len(panels))), max(1, math.ceil(len(panels) / 2))
+    figure, axes = plt.subplots(lines, columns, figsize=(6.8 * columns, 1.2 + 2.3 * lines),
+                                layout="constrained", squeeze=False)
     for axis, (title, rows) in zip(axes.flat, panels.items()):
         draw_panel(axis, title, rows)
-    unless = "" if result["times_mean_something"] else "; on a CPU they mean nothing"
-    figure.suptitle(f"{result['machine']}: causal attention, forward (darker) + backward, ms{unless}\n"
-                    "batch x length x heads x KV heads x head width", fontsize=10)
+    for axis in axes.flat[len(panels):]:
+        axis.axis("off")
+    keys = [Patch(color=color, label=label) for label, color in COLORS.items()]
+    keys += [Patch(color="black", label="forward"), Patch(color="black", alpha=0.45, label="backward")]
+    figure.legend(handles=keys, ncols=5, fontsize=9, frameon=False, loc="outside lower center")
+    unless = "" if result["times_mean_something"] else "; on a CPU the times mean nothing"
+    title = f"causal attention, ms (a bar cut by // is longer than drawn); {result['machine']}{unless}"
+    figure.suptitle(title, fontsize=10, color="dimgray")
     figure.savefig(path, dpi=110)
     plt.close(figure)

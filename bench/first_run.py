@@ -126,13 +126,14 @@ def plot(result):
               dict(color="tab:blue", ls="--")]
     styles = dict(zip(curves, styles))
     for name, losses in curves.items():
-        left.plot(range(1, 101), losses, label=name, **{"lw": 1.2, **styles[name]})
+        label = name.replace("te_reference", "emulated")
+        left.plot(range(1, 101), losses, label=label, **{"lw": 1.2, **styles[name]})
     left.set(xlabel="step", ylabel="training loss (nats per token)", title=f"GPT-2 124M, {result['gpu']}")
     left.legend(frameon=False)
     base = curves["BF16"]
     for name, losses in curves.items():
         right.plot(range(1, 101), [a - b for a, b in zip(losses, base)], **{"lw": 1.2, **styles[name]})
-    right.set(xlabel="step", ylabel="loss minus BF16's loss", title="difference")
+    right.set(xlabel="step", ylabel="loss minus BF16's (nats per token)", title="difference from BF16")
     for axes in (left, right):
         axes.grid(alpha=0.25)
     figure.savefig(ROOT / "results/first_run.png", dpi=150)

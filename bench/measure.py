@@ -119,6 +119,7 @@ def measure(arm, config, device, steps, plain=None, others=None, profiled=False,
     figures = speed_figures(arm, parameters, config, times, baseline, device) | {
         "peak_gib": peak,
         "cuda_graph": getattr(step, "graphed", arm == "plain-graph"),
+        "kernels": getattr(step, "kernels", ""),
         "parameters": parameters,
         "fp8_format": fp8.resolve_format(config.fp8_recipe, config.fp8_format) or None,
         "grad_accum": config.grad_accum,

@@ -34,7 +34,9 @@ from bench import (
     attention_report,
     first_run,
     gqa_rmsnorm,
+    laptop,
     memory,
+    nanogpt,
     optimizer,
     speed_report,
     stability_report,
@@ -55,6 +57,8 @@ PICTURES = {  # JSON file -> function that draws it; the picture is next to it
 }
 TABLES = {  # comment in a page -> JSON file, function that makes a Markdown table of it
     "speed": ("speed", speed_report.table), "compile": ("compile", speed_report.compile_table),
+    "nanogpt": ("nanogpt", nanogpt.table), "laptop": ("laptop", laptop.sample_block),
+    "mfu": ("speed", speed_report.mfu_table),
     "profile": ("speed", speed_report.profile_table), "variants": ("speed", speed_report.variants_table),
     "stack": ("stack", speed_report.stack_table), "crossover": ("crossover", speed_report.crossover_table),
     "formats": ("formats", speed_report.formats_table), "memory": ("memory", memory.table),

@@ -1,10 +1,10 @@
-"""Baselines of benchmark_te.py: the GPT of model_te_optimized.py in plain PyTorch, as in nanoGPT, and
-transformers' Llama.
+"""Baselines of benchmark_te.py: the GPT of model_te_optimized.py in plain PyTorch, and transformers'
+Llama.
 
 PlainGPT is the same network from the same OptimizedConfig, with nn.Linear, F.scaled_dot_product_attention,
 F.layer_norm or F.rms_norm, F.gelu or SwiGLU, and F.cross_entropy. Parameters are float32; PlainStep trains it
-under BF16 autocast and torch.compile with PyTorch's fused AdamW, as nanoGPT
-(github.com/karpathy/nanoGPT) does. tests/test_benchmark.py compares its logits with the optimized model's.
+under BF16 autocast and torch.compile with PyTorch's fused AdamW. nanoGPT itself is measured by
+bench/nanogpt.py. tests/test_benchmark.py compares its logits with the optimized model's.
 """
 
 import math
@@ -137,7 +137,7 @@ ARMS = ("plain", "plain-eager", "plain-by-hand", "plain-graph", "hf-llama")
 
 
 class PlainStep:
-    """nanoGPT's training step: BF16 autocast, clipping, PyTorch's fused AdamW. Has TrainStep's interface."""
+    """A training step of plain PyTorch: BF16 autocast, clipping, fused AdamW. Has TrainStep's interface."""
 
     def __init__(self, model, net, config, device):
         self.model, self.net, self.config, self.device = model, net, config, device

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -61,11 +62,21 @@ def write_report(program, argv, figures, path=None) -> dict:
     return result
 
 
+def driver() -> str | None:
+    """Return the version of NVIDIA's driver; None if nvidia-smi does not tell it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
+
+
 class Rows(list):
     """Measured rows, kept in a JSON file that is rewritten after each one.
 
     A new row replaces an earlier one with the same values of `keys`; all others stay. Every row records the
-    GPU, versions, date and command that it was measured with.
+    GPU, driver, versions, date and command that it was measured with.
 
     Args:
         path: the JSON file, or None to keep the rows in memory only.
@@ -78,6 +89,7 @@ class Rows(list):
         self.path, self.keys = path, keys
         self.origin = {
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+            "driver": driver(),
             "torch": torch.__version__,
             "te": "te_reference" if fp8.IS_REFERENCE else fp8.transformer_engine.__version__,
             "date": datetime.date.today().isoformat(),

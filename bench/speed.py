@@ -1,4 +1,4 @@
-"""Measure the speed tables of benchmark_te.py: shapes against nanoGPT, FP8 formats, and the stack.
+"""Measure the speed tables of benchmark_te.py: shapes against plain PyTorch, FP8 formats, and the stack.
 
 Each function takes the options of benchmark_te.py, the device and the command's arguments (for the report).
 """
@@ -11,8 +11,8 @@ from bench import arms, speed_report
 from bench.agreement import Agreement
 from bench.measure import attempt
 from bench.report import Rows
-from bench.timing import floor_ms, measure_ceilings
-from nanote import fp8
+from bench.timing import measure_ceilings
+from nanote import fp8, roofline
 from nanote.config import PRESETS
 from nanote.models import make_model_config
 
@@ -22,7 +22,7 @@ TABLE_MODELS, TABLE_FORMATS = ("optimized", "fused", "custom"), ("bf16", "fp8-e4
 MODERN_TOO = ("124m-b32", "350m-b16", "c4096")  # shapes that are measured with both blocks
 LLAMA = "llama3-8b"
 STACK = {  # what is added to the bar before -> arm
-    "plain PyTorch, eager": "plain-by-hand", "+ SDPA": "plain-eager", "+ torch.compile\n(nanoGPT)": "plain",
+    "plain PyTorch, eager": "plain-by-hand", "+ SDPA": "plain-eager", "+ torch.compile": "plain",
     "TE's fused modules,\nBF16, eager": "bf16-libraries-eager", "+ FP8": "fp8-libraries-eager",
     "+ CUDA graph": "fp8-libraries", "+ fast kernels": "fp8",
 }
@@ -38,6 +38,8 @@ def print_row(row, label=""):
         line += f"  {row['ratio_to_plain']:.3f} x plain"
     if row["mfu"]:
         line += f"  MFU {100 * row['mfu']:.1f} %"
+    if row.get("roofline"):
+        line += f"  roofline {100 * row['roofline']:.1f} %"
     if row["peak_gib"]:
         line += f"  {row['peak_gib']:.1f} GiB"
     for name in ("forward", "backward", "optimizer"):
@@ -47,12 +49,13 @@ def print_row(row, label=""):
 
 
 def floor_of(arm, config, model_config, ceilings) -> float | None:
-    """Return floor_ms of an arm; None for NVFP4, whose GEMM rate is not among the ceilings."""
-    if "nvfp4" in arm:
+    """Return floor_ms of an arm; None without ceilings, and for NVFP4, whose GEMM rate is not among them."""
+    if ceilings is None or "nvfp4" in arm:
         return None
     config = arms.options_of(arm, config)
     sequences, moved = config.micro_batch_size * config.grad_accum, arms.optimizer_bytes(arm, config)
-    return floor_ms(model_config, sequences, config.seq_len, arm.startswith("fp8"), ceilings, moved)
+    in_fp8 = arm.startswith("fp8")
+    return roofline.floor_ms(model_config, sequences, config.seq_len, in_fp8, ceilings, moved)
 
 
 def measure_shape(name, shape, block, arm_names, options, device, ceilings, rows, phases=5):
@@ -68,6 +71,8 @@ def measure_shape(name, shape, block, arm_names, options, device, ceilings, rows
         if "error" not in row:
             model_config = make_model_config("optimized", figures["model_config"])
             row |= {"floor_ms": floor_of(arm, config, model_config, ceilings), "ceilings": ceilings}
+            least = floor_of(arm, config, model_config, roofline.peaks(device))
+            row["roofline"] = least and least / row["ms"]
         elif "OutOfMemory" in row["error"] and config.preset == LLAMA and not arm.endswith("checkpointing"):
             queue.insert(0, f"{arm}-checkpointing")
         if arm == "plain":
@@ -109,7 +114,7 @@ def numerics_failed(rows) -> int:
 
 
 def run_shapes(options, device, argv) -> int:
-    """Measure each shape against nanoGPT."""
+    """Measure each shape against plain PyTorch, compiled."""
     ceilings = measure_ceilings(device)
     print("ceilings: " + ", ".join(f"{name} {value}" for name, value in ceilings.items()))
     rows = Rows(options.json, ROW_KEYS, "benchmark_te.py", argv)

@@ -6,12 +6,14 @@ A table function takes the rows of one JSON file and returns Markdown. A cell th
 
 import itertools
 import re
+from types import SimpleNamespace
 
 from bench.report import markdown
 from nanote import models
+from nanote.metrics import flops_per_token
 
 NAMES = {
-    "plain": "nanoGPT, compiled", "plain-graph": "nanoGPT, CUDA graphs", "bf16": "ours, BF16",
+    "plain": "plain PyTorch, compiled", "plain-graph": "plain PyTorch, CUDA graphs", "bf16": "ours, BF16",
     "fp8": "ours, FP8", "fp8-current": "ours, FP8 current", "fp8-block": "ours, FP8 block",
     "fp8-block-hybrid": "ours, FP8 block, E5M2 gradients", "fp8-mxfp8": "ours, MXFP8",
     "fp8-nvfp4": "ours, NVFP4", "hf-llama": "transformers' Llama, compiled",
@@ -19,9 +21,12 @@ NAMES = {
 FORMATS = {"bf16": "BF16", "fp8-e4m3": "FP8 E4M3", "fp8": "FP8 HYBRID", "fp8-current": "FP8 current",
            "fp8-block": "FP8 block", "fp8-mxfp8": "MXFP8", "fp8-nvfp4": "NVFP4"}
 UNCOMPILED = {"cuda-graph": "not compiled, CUDA graph", "eager": "not compiled"}  # modes of run_compile
-IN_PICTURES = NAMES | {
-    "fp8-te_block": "FP8, TE's modules", "fp8-e4m3": "ours, FP8 E4M3",
-    "fp8-bf16_moments": "ours, FP8, BF16 moments",
+PICTURED = ("plain", "plain-graph", "bf16", "fp8")  # arms of draw_speed, which has four at most
+PLAIN_NAMES = {  # shape -> model and tokens a step
+    "124m-b32": "GPT-2 124M\n32 × 1,024", "124m-b4": "GPT-2 124M\n4 × 1,024",
+    "350m-b16": "GPT-2 350M\n16 × 1,024", "c2048": "width 2,048\n8 × 2,048",
+    "c4096": "width 4,096\n4 × 4,096", "guide": "4 layers of 768\n8 × 512",
+    "llama3-8b": "Llama-3 8B\n1 × 8,192",
 }
 
 
@@ -50,7 +55,7 @@ def groups_of(rows):
 
 
 def speed_cell(row) -> str:
-    """Return thousands of tokens per second; in brackets the ratio to nanoGPT and the MFU."""
+    """Return thousands of tokens per second; in brackets the ratio to the arm plain and the MFU."""
     if row is None:
         return ""
     notes = []
@@ -65,7 +70,8 @@ def table(rows) -> str:
     """Return the Markdown table of guide/speed.md: a row per shape and block, a column per arm."""
     groups = groups_of(rows)
     arms = [arm for arm in NAMES if any(arm in group for group in groups.values())]
-    titles = ["shape, block", *(NAMES[arm] for arm in arms), "GiB, nanoGPT → FP8", "FP8's speed of light"]
+    titles = ["shape, block", *(NAMES[arm] for arm in arms), "GiB, plain PyTorch → FP8",
+              "FP8's speed of light"]
     lines = []
     for (shape, block), group in groups.items():
         measured = [group[arm] for arm in ("plain", "fp8") if arm in group]
@@ -125,7 +131,7 @@ def profile_table(rows) -> str:
               ("c4096", "gpt2", "fp8"), ("llama3-8b", "own", "fp8")]
     profiled = {(row["shape"], row["block"], row["arm"]): row for row in rows if "profile_ms" in row}
     found = [profiled[key] for key in wanted if key in profiled]
-    names = {"plain": "nanoGPT", "fp8": "FP8"}
+    names = {"plain": "plain PyTorch, compiled", "fp8": "FP8"}
     titles = ["ms a step", *(f"{row['shape']}, {names[row['arm']]}" for row in found), "bound by"]
     parts = {name: [sum(row["profile_ms"].get(kind, 0) for kind in kinds) for row in found]
              for name, (kinds, _) in PARTS.items()}
@@ -154,6 +160,26 @@ def variants_table(rows) -> str:
         cells = ["" if value is None else f"{value:.2f} ({ms[0] / value:.2f})" for value in ms]
         lines.append([f"{shape}, {block}", cells[0].partition(" ")[0], *cells[1:]])
     return markdown(["ms a step", *(VARIANTS[arm] for arm in arms)], lines)
+
+
+def causal_share(row) -> float:
+    """Return the FLOPs of a row's model with attention halved (6N + 6·L·C·T) ÷ those of its MFU."""
+    config = SimpleNamespace(**row["model_config"], seq_len=row["model_config"]["n_positions"])
+    flops = flops_per_token(row["parameters"], config)
+    return 1 - 6 * config.n_layer * config.n_head * config.head_dim * config.seq_len / flops
+
+
+def mfu_table(rows) -> str:
+    """Return the table of the FP8 step's MFU in both conventions, and of its share of the roofline."""
+    lines = []
+    for row in rows:
+        if row["arm"] == "fp8" and row["block"] != "modern" and row.get("mfu"):
+            whole, halved = 100 * row["mfu"], 100 * row["mfu"] * causal_share(row)
+            shares = (whole, halved, whole / 2, halved / 2, 100 * row["floor_ms"] / row["ms"])
+            lines.append([row["shape"], *(f"{share:.1f} %" for share in shares)])
+    titles = ["FP8 step", "MFU (6N + 12·L·C·T)", "MFU, attention halved", "of the FP8 peak",
+              "of the FP8 peak, attention halved", "speed of light (roofline)"]
+    return markdown(titles, lines)
 
 
 def stack_table(rows) -> str:
@@ -261,108 +287,96 @@ def _origin(rows):
     )
 
 
-def _bar_style(number, arm):
-    """Return color and hatch of an arm's bars; ten colors repeat."""
-    hatch = "xx" if number >= 10 else None
-    if arm.endswith("-eager"):
-        hatch = "//"
-    return dict(facecolor=f"C{number % 10}", hatch=hatch, edgecolor="white")
+def _name(shape, block):
+    """Return a group's name under its bars."""
+    words = [word for word in block.split(", ") if word not in ("gpt2", "own")]
+    return "\n".join([PLAIN_NAMES.get(shape, shape), *words]).replace("modern", "modern block")
 
 
-def _draw_bar(axes, x, row, style, plain):
-    """Draw an arm's bar and its speed of light. plain: nanoGPT's row, or None to draw tokens per second."""
-    if plain:
-        start, height = 1, row["ratio_to_plain"] or row["tokens_per_s"] / plain["tokens_per_s"]
-        label = f"{height:.2f}"
-    else:
-        start, height = 0, row["tokens_per_s"] / 1e3
-        label = f"{height:.1f} k" + (f"\nMFU\n{100 * row['mfu']:.1f} %" if row["mfu"] else "")
-    bar = axes.bar(x, height - start, 0.9, bottom=start, **style)
-    axes.bar_label(bar, [label], fontsize=8, padding=2)
-    if row["floor_ms"]:
-        floor = height * row["ms"] / row["floor_ms"]
-        axes.hlines(floor, x - 0.45, x + 0.45, color="black", lw=1.5)
-
-
-def _draw_groups(axes, groups, styles, against_plain):
+def _draw_groups(axes, groups, arms, against_plain):
     """Draw one panel: the bars of each group side by side."""
     x, ticks = 0, []
     for (shape, block), group in groups.items():
-        here = [arm for arm in styles if arm in group]
-        plain = group["plain"] if against_plain else None
-        own = [f"{plain['tokens_per_s'] / 1e3:.0f} k"] if plain else []
-        ticks.append((x + (len(here) - 1) / 2, "\n".join([shape, *block.split(", "), *own])))
+        here = [arm for arm in arms if arm in group]
+        ticks.append((x + (len(here) - 1) / 2, _name(shape, block)))
         for arm in here:
-            _draw_bar(axes, x, group[arm], styles[arm], plain)
+            row = group[arm]
+            height, label = row["tokens_per_s"] / 1e3, f"{row['tokens_per_s'] / 1e3:.1f} k"
+            if against_plain:
+                height = row["ratio_to_plain"] or row["tokens_per_s"] / group["plain"]["tokens_per_s"]
+                label = f"{height:.2f}" if arm != "plain" else ""
+            bar = axes.bar(x, height, 0.9, color=arms[arm])
+            axes.bar_label(bar, [label], fontsize=9, padding=2)
             x += 1
         x += 1 if against_plain else 2
-    axes.set_xticks(*zip(*ticks), fontsize=8)
-    if not against_plain:
-        axes.margins(x=0.25)
-        axes.set_ylabel("thousand tokens/s")
-        return
-    axes.axhline(1, color="black", lw=0.8)
-    axes.margins(x=0.01)
-    axes.set(yscale="log", ylabel="tokens/s against nanoGPT's, compiled")
-    axes.set_xlabel("the last line: nanoGPT's tokens/s", fontsize=8)
-    low, high = axes.get_ylim()
-    axes.set_yticks([at for at in (0.125, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16) if low < at < high])
-    axes.yaxis.set_major_formatter("{x:g} ×")
-    axes.minorticks_off()
+    axes.set_xticks(*zip(*ticks), fontsize=9)
+    axes.tick_params(axis="x", length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.02 if against_plain else 0.25)
+    axes.set_ylabel("speed, × plain PyTorch, compiled" if against_plain else "thousand tokens/s")
+    if against_plain:
+        axes.axhline(1, color="black", lw=0.8)
 
 
 def draw_speed(rows, path):
-    """Draw bars up or down from nanoGPT's speed, by shape, and on the right tokens per second of shapes at
-    which nanoGPT was not measured. The black line is the speed at floor_ms."""
-    from matplotlib.lines import Line2D  # slow to import
-    from matplotlib.patches import Patch
+    """Draw bars of the speed relative to plain PyTorch, by shape, and on the right tokens per second of the
+    shapes at which that was not measured. Of more than four arms, those in PICTURED are drawn."""
+    from matplotlib.patches import Patch  # slow to import
 
     groups = groups_of(rows)
-    measured = dict.fromkeys(arm for group in groups.values() for arm in group)
-    arms = [arm for arm in dict.fromkeys([*NAMES, *measured]) if arm != "plain" and arm in measured]
-    if not arms:
+    measured = [arm for arm in NAMES if any(arm in group for group in groups.values())]
+    measured += dict.fromkeys(arm for group in groups.values() for arm in group if arm not in NAMES)
+    four = sorted(measured, key=lambda arm: arm not in PICTURED)[:4]
+    if not four:
         return
-    styles = {arm: _bar_style(number, arm) for number, arm in enumerate(arms)}
+    arms = dict(zip(four, ("tab:gray", "silver", "tab:blue", "tab:green")))
     panels = []
     for against_plain in (True, False):
-        part = {name: group for name, group in groups.items() if ("plain" in group) == against_plain}
+        part = {name: group for name, group in groups.items()
+                if ("plain" in group) == against_plain and group.keys() & arms.keys()}
         if part:
             panels.append((part, against_plain))
-    sizes = [sum(map(len, part.values())) + 4 for part, _ in panels]
-    figure, axes = _axes(max(7, 0.25 * sum(sizes)), 5.5, len(sizes), squeeze=False, width_ratios=sizes)
+    sizes = [sum(len(group.keys() & arms.keys()) + (1 if against_plain else 3) for group in part.values())
+             for part, against_plain in panels]
+    figure, axes = _axes(max(7, 0.36 * sum(sizes)), 4.8, len(sizes), squeeze=False, width_ratios=sizes)
     for panel, (part, against_plain) in zip(axes[0], panels):
-        _draw_groups(panel, part, styles, against_plain)
-    keys = [Line2D([], [], color="black", lw=1.5, label="were all of it at the GPU's ceilings (floor_ms)")]
-    keys += [Patch(label=IN_PICTURES.get(arm, arm), **styles[arm]) for arm in arms]
-    figure.legend(handles=keys, fontsize=8, ncols=5, loc="outside lower center")
-    figure.suptitle(_origin(rows), fontsize=9)
+        _draw_groups(panel, part, arms, against_plain)
+    keys = [Patch(color=color, label=NAMES.get(arm, arm)) for arm, color in arms.items()]
+    figure.legend(handles=keys, ncols=4, loc="outside upper center", frameon=False)
+    figure.supxlabel(f"tokens a step under each model; {_origin(rows)}", fontsize=8, color="dimgray")
     figure.savefig(path, dpi=130)
 
 
 def draw_stack(rows, path):
     """Draw a bar per change of --stack: tokens per second."""
+    from matplotlib.patches import Patch  # slow to import
+
     rows = [row for row in rows if "error" not in row]
-    figure, axes = _axes(9.5, 4.4)
+    figure, axes = _axes(10, 4.6)
     bars = axes.bar([row["label"] for row in rows], [row["tokens_per_s"] / 1e3 for row in rows],
-                    color=["C7" if row["arm"].startswith("plain") else "C2" for row in rows])
+                    color=["tab:gray" if row["arm"].startswith("plain") else "tab:green" for row in rows])
     first = rows[0]["tokens_per_s"]
     labels = [f"{row['tokens_per_s'] / 1e3:.0f} k\n{row['tokens_per_s'] / first:.2f} ×" for row in rows]
-    axes.bar_label(bars, labels, fontsize=8)
-    axes.tick_params(axis="x", labelsize=7)
+    axes.bar_label(bars, labels, fontsize=9, padding=2)
+    axes.tick_params(axis="x", labelsize=8, length=0)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.margins(y=0.15)
     axes.set(ylabel="thousand tokens/s")
-    axes.set_title(f"{rows[0]['shape']}, {_origin(rows)}\ngrey: plain PyTorch; green: with Transformer "
-                   "Engine, each bar the one before and more", fontsize=9)
+    keys = {"tab:gray": "plain PyTorch", "tab:green": "with Transformer Engine"}
+    axes.legend(handles=[Patch(color=color, label=label) for color, label in keys.items()], frameon=False,
+                loc="upper left", title="+: added to the bar before")
+    shape = PLAIN_NAMES.get(rows[0]["shape"], rows[0]["shape"]).replace("\n", ", ")
+    axes.set_title(f"{shape} tokens a step; {_origin(rows)}", fontsize=9, color="dimgray")
     figure.savefig(path, dpi=130)
 
 
 def draw_crossover(rows, path):
-    """Draw two heat maps of FP8 ÷ BF16 over width and tokens per step; the black line is at equal speed."""
+    """Draw two heat maps of FP8 ÷ BF16 over width and tokens per step: FP8 is faster where it is blue."""
     import numpy as np  # with matplotlib only
 
     widths, tokens = (sorted({row[key] for row in rows}) for key in ("width", "tokens"))
     figure, both = _axes(11, 4.8, 2)
-    titles = {"eager": "launched from Python", "graph": "a step as one CUDA graph"}
+    titles = {"eager": "Python launches every kernel", "graph": "each step is one CUDA graph"}
     for axes, (name, title) in zip(both, titles.items()):
         ratio = np.full((len(widths), len(tokens)), np.nan)
         for row in rows:
@@ -371,12 +385,11 @@ def draw_crossover(rows, path):
         for y, x in np.ndindex(ratio.shape):
             value = ratio[y, x]
             axes.text(x, y, "" if np.isnan(value) else f"{value:.2f}", ha="center", va="center", fontsize=8,
-                      color="white" if abs(value - 1) > 0.4 else "black")
-        if min(ratio.shape) > 1 and np.nanmin(ratio) < 1 < np.nanmax(ratio):
-            axes.contour(ratio, levels=[1.0], colors="black", linewidths=2)
-        axes.set_xticks(range(len(tokens)), tokens)
-        axes.set_yticks(range(len(widths)), widths)
-        axes.set(xlabel="tokens a step", ylabel="width", title=title)
-    figure.colorbar(image, ax=both, label="tokens/s, FP8 ÷ BF16", extend="both")
-    figure.suptitle(f"two layers, vocabulary 1,024; {_origin(rows)}", fontsize=9)
+                      color="white" if abs(value - 1) > 0.3 else "black")
+        axes.set_xticks(range(len(tokens)), [f"{count:,}" for count in tokens])
+        axes.set_yticks(range(len(widths)), [f"{width:,}" for width in widths])
+        axes.set(xlabel="tokens a step", ylabel="width of the model", title=title)
+        axes.tick_params(length=0)
+    figure.colorbar(image, ax=both, label="speed of FP8 ÷ speed of BF16", extend="both")
+    figure.suptitle(f"two layers, vocabulary 1,024; {_origin(rows)}", fontsize=9, color="dimgray")
     figure.savefig(path, dpi=130)

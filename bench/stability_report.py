@@ -133,6 +133,25 @@ def sizes_table(result) -> str:
     return markdown(["", *sizes], lines)
 
 
+COLUMNS = {  # disturbance -> what it is, in the picture
+    "none": "undisturbed", "outlier": "one token\n× 1,000", "outlier 1e6": "one token\n× 1,000,000",
+    "zeros": "a batch\nof zeros", "weight": "one weight\n× 1,000", "lr": "learning rate\n× 10, 20 steps",
+    "loss up": "loss × 2¹⁵\nfrom there on", "loss down": "loss × 2⁻¹⁵\nfrom there on",
+}
+
+
+def row_name(cell, sizes) -> str:
+    """Return the name of a row of the heat map. The size is in it if there are several."""
+    size = f"{cell['size'].replace('x', ' layers of ')}: " if len(sizes) > 1 else ""
+    if cell["recipe"] == "none":
+        return f"{size}no FP8"
+    name = f"{size}{cell['recipe']}, {cell['format'].upper()}"
+    if cell["recipe"] == "delayed":
+        steps = f"{cell['algo']} of {cell['history']:,} steps" if cell["history"] > 1 else "last step's amax"
+        name += f", margin {cell['margin']}, {steps}"
+    return name
+
+
 def heat_map_text(cell):
     """Return the text in a cell of the heat map: steps to recover, and the final loss."""
     if not cell["finite"]:
@@ -143,7 +162,7 @@ def heat_map_text(cell):
     if cell["disturbance"] == "none":
         return value
     after = cell["recovered_after"]
-    return ("never\n" if after is None else f"{after} steps\n") + value
+    return ("never\n" if after is None else f"{after} step{'s' * (after != 1)}\n") + value
 
 
 def plot(result, path):
@@ -155,10 +174,11 @@ def plot(result, path):
 
     cells = result["cells"]
     columns = list(dict.fromkeys(cell["disturbance"] for cell in cells))
+    sizes = list(dict.fromkeys(cell["size"] for cell in cells))
     rows = [cells[i:i + len(columns)] for i in range(0, len(cells), len(columns))]
     percent = [[100 * cell["final_vs_high_precision"] if cell["finite"] else math.nan for cell in row]
                for row in rows]
-    height = 1.6 + 0.42 * len(rows)
+    height = 2 + 0.42 * len(rows)
     figure, axes = plt.subplots(figsize=(3.6 + 1.15 * len(columns), height), layout="constrained")
     colors = plt.get_cmap("RdBu_r").with_extremes(bad="black")
     image = axes.imshow(percent, cmap=colors, vmin=-10, vmax=10, aspect="auto")
@@ -167,15 +187,16 @@ def plot(result, path):
             dark = not cell["finite"] or abs(percent[y][x]) > 7
             axes.text(x, y, heat_map_text(cell), ha="center", va="center", fontsize=8,
                       color="white" if dark else "black")
-    axes.set_xticks(range(len(columns)), columns)
-    axes.set_yticks(range(len(rows)), [row[0]["row"] for row in rows], fontsize=8)
+    axes.set_xticks(range(len(columns)), [COLUMNS[name] for name in columns], fontsize=9)
+    axes.set_yticks(range(len(rows)), [row_name(row[0], sizes) for row in rows], fontsize=9)
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
-    title = (f"{result['machine']}: {result['steps']} steps, disturbed from step "
-             f"{result['disturbed_from_step']}\n"
-             "steps until back within 5 %, and final loss against high precision's (its own row: the loss)")
+    size = f", {sizes[0].replace('x', ' layers of width ')}" if len(sizes) == 1 else ""
+    title = (f"Disturbed at step {result['disturbed_from_step']} of {result['steps']}: steps until the loss "
+             "is back within 5 %,\nand final loss against the run without FP8 (in its own row: nats)\n"
+             f"{result['machine']}{size}")
     axes.set_title(title, fontsize=10, pad=12)
-    figure.colorbar(image, label="final loss against high precision's, %", shrink=min(1, 6 / height),
+    figure.colorbar(image, label="final loss against the run without FP8, %", shrink=min(1, 6 / height),
                     extend="both")
     figure.savefig(path, dpi=130)
     plt.close(figure)

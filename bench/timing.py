@@ -1,7 +1,7 @@
 """Time functions on the GPU, measure the machine's ceilings, and sum the time of kernels by class.
 
 Times are between CUDA events, so they are the GPU's and not Python's; without a GPU, the clock of the host
-stands in. `floor_ms` computes the least time of a training step from the ceilings (a roofline).
+stands in. `floor_ms` of nanote/roofline.py computes the least time of a training step from the ceilings.
 """
 
 import re
@@ -99,36 +99,6 @@ def measure_ceilings(device) -> dict:
     seconds = median_ms([lambda: target.copy_(source)] * 20, device) / 1e3
     found["copy_tbs"] = 2 * length / seconds / 1e12
     return {name: float(f"{value:.4g}") for name, value in found.items()}
-
-
-def floor_ms(config, B, T, fp8, ceilings, optimizer_bytes=28) -> float:
-    """Return the least ms of a training step on B sequences of T tokens: every part at its ceiling.
-
-    The sum of:
-
-    GEMMs       6·B·T·(L·P + V·C) FLOPs at the FP8 or BF16 rate; P = C·(Hq + 2·Hkv)·D + Hq·D·C + 2·C·I
-                (SwiGLU: 3·C·I) are the weights of a block
-    attention   7·B·T²·Hq·D·L FLOPs at the BF16 rate: 3.5 times the forward pass, which is 2·B·T²·Hq·D per
-                layer (the causal half of two GEMMs)
-    optimizer   optimizer_bytes per parameter. 28: the BF16 gradient read twice (norm, update); weight, 16-bit
-                remainder and two float32 moments read and written
-    loss        4·B·T·V bytes: BF16 logits read, their gradient written
-
-    Biases and norms are left out.
-
-    Args:
-        config: an OptimizedConfig.
-        ceilings: bf16_tflops, fp8_tflops and copy_tbs of `measure_ceilings`.
-    """
-    q, kv = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-    block = config.n_embd * (2 * q + 2 * kv + config.n_inner * (3 if config.activation == "swiglu" else 2))
-    head = config.vocab_size * config.n_embd
-    parameters = config.n_layer * block + head * (1 if config.tie_embeddings else 2)
-    gemm_rate = 1e12 * ceilings["fp8_tflops" if fp8 else "bf16_tflops"]
-    seconds = 6 * B * T * (config.n_layer * block + head) / gemm_rate
-    seconds += 7 * B * T**2 * q * config.n_layer / (1e12 * ceilings["bf16_tflops"])
-    seconds += (optimizer_bytes * parameters + 4 * B * T * config.vocab_size) / (1e12 * ceilings["copy_tbs"])
-    return 1e3 * seconds
 
 
 def profile_ms(step, device) -> dict:

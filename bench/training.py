@@ -132,32 +132,53 @@ def compare(losses):
     return {"command": f"python train.py {COMMON} {SHORT}", "rows": rows}
 
 
-def plot(figures, path):
-    import matplotlib  # slow to import
-    from matplotlib.figure import Figure
+def kind_of(switch) -> str:
+    """Return the key of a run in the legend."""
+    block = "modern block" if switch.startswith("modern") else "block of GPT-2"
+    if "seed" in switch:
+        return f"{block}, other seeds"
+    return f"{block}, defaults" if switch in SEEDS else f"{block}, one switch changed"
 
-    figure = Figure(figsize=(11, 5), layout="constrained")
+
+STYLES = {  # kind_of -> color, style and width of its lines
+    "block of GPT-2, one switch changed": ("tab:blue", "-", 0.8),
+    "block of GPT-2, other seeds": ("tab:cyan", ":", 1.4),
+    "block of GPT-2, defaults": ("navy", "-", 1.6),
+    "modern block, one switch changed": ("tab:orange", "-", 0.8),
+    "modern block, other seeds": ("goldenrod", ":", 1.4),
+    "modern block, defaults": ("saddlebrown", "-", 1.6),
+}
+
+
+def plot(figures, path):
+    """Draw the losses, and how far each run ends from its block's defaults."""
+    from matplotlib.figure import Figure  # slow to import
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(12, 5.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     rows = figures["switches"]["rows"]
-    for row, color in zip(rows, matplotlib.colormaps["tab20"].colors):
-        smooth = [sum(row["losses"][max(0, i - 9):i + 1]) / min(10, i + 1) for i in range(300)]
-        left.plot(range(1, 301), smooth, lw=1, ls=":" if "seed" in row["switch"] else "-", color=color)
-        right.barh(row["switch"], row["difference"], color=color)
-        right.barh(
-            row["switch"], 2 * row["spread_of_seeds"], left=-row["spread_of_seeds"], height=1,
-            color="tab:green", alpha=0.15, zorder=0,
-        )
-    left.set(
-        xlabel="step", ylabel="training loss (nats a byte, mean of 10 steps)",
-        title="GPT-2 124M; seeds dotted", ylim=(None, 5),
-    )
+    for row in sorted(rows, key=lambda row: list(STYLES).index(kind_of(row["switch"]))):
+        losses, (color, style, width) = row["losses"], STYLES[kind_of(row["switch"])]
+        smooth = [sum(losses[max(0, i - 9):i + 1]) / min(10, i + 1) for i in range(len(losses))]
+        left.plot(range(1, len(losses) + 1), smooth, lw=width, ls=style, color=color)
+    for row in rows:
+        right.barh(row["switch"], row["difference"], color=STYLES[kind_of(row["switch"])][0])
+        right.barh(row["switch"], 2 * row["spread_of_seeds"], left=-row["spread_of_seeds"], height=1,
+                   color="tab:green", alpha=0.15, zorder=0)
+    left.set(xlabel="step", ylabel="training loss (nats a byte, mean of 10 steps)", ylim=(None, 5),
+             title="loss of GPT-2 124M, two blocks")
+    left.legend(handles=[Line2D([], [], color=color, ls=style, lw=width, label=kind)
+                         for kind, (color, style, width) in STYLES.items()], frameon=False)
     right.invert_yaxis()
-    right.locator_params(axis="x", nbins=4)
-    right.set(
-        xlabel="final loss minus the default's or\nthe modern block's; green: spread\nof that block's seeds",
-        title="one switch at a time",
-    )
-    figure.suptitle(figures["machine"], fontsize=10)
+    right.axvline(0, color="black", lw=0.8)
+    right.locator_params(axis="x", nbins=5)
+    right.set(xlabel="final loss minus that of the block's defaults (nats a byte)",
+              title="final loss, one switch at a time")
+    right.legend(handles=[Patch(color="tab:green", alpha=0.15, label="spread of the block's three seeds")],
+                 frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    figure.suptitle(figures["machine"], fontsize=9, color="dimgray")
     figure.savefig(path, dpi=150)
 
 

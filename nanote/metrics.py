@@ -15,16 +15,9 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from nanote import cli, fp8_health, json_files
+from nanote import cli, fp8_health, json_files, roofline
 from nanote.config import TrainConfig
 from nanote.parallel import mean_over_ranks
-
-# Dense BF16 peak in TFLOP/s by a part of the GPU's name, longer names first (NVIDIA's data sheets).
-PEAK_TFLOPS = {
-    "GB200": 2500, "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
-    "H800": 989, "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A10G": 70,
-    "RTX 6000 Ada": 364, "RTX 4090": 165, "RTX 5090": 210, "RTX 3090": 71,
-}
 
 
 class Diverged(RuntimeError):
@@ -49,11 +42,8 @@ def flops_per_token(parameters: int, config: TrainConfig) -> float:
 
 def peak_flops(device: torch.device) -> float | None:
     """Return the device's dense BF16 peak in FLOP/s; None if unknown. FP8 can exceed 100 % of it."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    for part, tflops in PEAK_TFLOPS.items():
-        if part in name:
-            return tflops * 1e12
-    return None
+    peaks = roofline.peaks(device)
+    return peaks and peaks["bf16_tflops"] * 1e12
 
 
 def read_losses(pending: list, skipped: int, limit: int, say) -> tuple[tuple[float, float] | None, list[int]]:
@@ -93,6 +83,7 @@ class Meter:
         self.tokens_per_step = config.micro_batch_size * config.seq_len * config.grad_accum * world_size
         self.flops_per_token = flops_per_token(parameters, config)
         self.peak_flops = peak_flops(device)
+        self.least_ms = roofline.least_ms(config, device)
         self.device, self.world_size, self.limit = device, world_size, config.max_skipped_steps
         self.pending = []  # (step, loss, gradient norm) of the steps since the last `read`
         self.finite = None  # (loss, gradient norm) of the last step that was not skipped
@@ -125,6 +116,7 @@ class Meter:
         """Return a line of metrics.jsonl. Call `read` first."""
         loss, grad_norm = self.finite
         tokens_per_s = self.tokens_per_step * self.steps / self.seconds
+        ms = 1e3 * self.seconds / self.steps
         self.seconds, self.steps = 0.0, 0
         mfu = peak_gib = None
         if self.peak_flops:
@@ -132,7 +124,8 @@ class Meter:
         if self.device.type == "cuda":
             peak_gib = torch.cuda.max_memory_allocated(self.device) / 2**30
         return {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "skipped": self.skipped,
-                "tokens_per_s": tokens_per_s, "mfu": mfu, "peak_gib": peak_gib}
+                "tokens_per_s": tokens_per_s, "mfu": mfu, "peak_gib": peak_gib,
+                "roofline": self.least_ms and self.least_ms / ms}
 
     def restart(self) -> None:
         """Start the clock of training time again, after logging, evaluation and checkpoint."""
@@ -182,6 +175,8 @@ class Log:
         speed = f"{record['tokens_per_s']:,.0f} tokens/s"
         self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {speed}")
         mfu = f"  MFU {100 * record['mfu']:.1f} %" if record["mfu"] is not None else ""
+        if record["roofline"] is not None:
+            mfu += f"  roofline {100 * record['roofline']:.1f} %"
         val = f"  val loss {record['val_loss']:.4f}" if "val_loss" in record else ""
         self.say(f"step {record['step']}/{self.max_steps}  loss {record['loss']:.4f}  "
                  f"grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  {speed}{mfu}{val}")
@@ -225,7 +220,8 @@ class Log:
             self.say(f"step {step}: {self.run}/{name} is not written: {reason}; training continues")
 
 
-OF_ONE_RUN = ("tokens_per_s", "mfu", "peak_gib", "seconds")  # the only fields in which two equal runs differ
+# the only fields in which two equal runs differ
+OF_ONE_RUN = ("tokens_per_s", "mfu", "roofline", "peak_gib", "seconds")
 
 # What json_files.check accepts in a line of metrics.jsonl and of fp8_health.jsonl.
 METRICS = {"step": json_files.SIZE, "loss": json_files.FLOAT32, "val_loss?": json_files.FLOAT32,

@@ -53,7 +53,7 @@ def verified(others, arm, block="gpt2", sabotage=None):
 
 @functools.cache
 def with_plain(block="gpt2"):
-    """Return the Agreement with nanoGPT's step."""
+    """Return the Agreement with plain PyTorch's step."""
     others = Agreement()
     verified(others, "plain-eager", block)
     return others

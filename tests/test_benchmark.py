@@ -16,7 +16,7 @@ import train
 from bench import arms, compile_modes, crossover, measure, memory, plain_gpt, speed, timing, training
 from bench import speed_report as report
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from nanote import cli, models, profiling
+from nanote import cli, models, profiling, roofline
 from trainer_tools import ROOT
 
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU"),
@@ -97,14 +97,14 @@ def test_floor_by_hand():
     products = 6 * (4 * 64) * (2 * 9216 + 4096)  # 34,603,008
     attention = 7 * 4 * 64**2 * 32 * 2  # 7,340,032
     moved = 28 * (2 * 9216 + 4096) + 4 * 4 * 64 * 128  # 761,856 bytes
-    assert timing.floor_ms(config, 4, 64, False, ceilings) == pytest.approx(
+    assert roofline.floor_ms(config, 4, 64, False, ceilings) == pytest.approx(
         (34_603_008 + 7_340_032 + 761_856) / 1e6
     )
-    assert timing.floor_ms(config, 4, 64, True, ceilings) == pytest.approx(
+    assert roofline.floor_ms(config, 4, 64, True, ceilings) == pytest.approx(
         (products / 2 + attention + moved) / 1e6
     )
     untied = dataclasses.replace(config, tie_embeddings=False)
-    assert timing.floor_ms(untied, 4, 64, False, ceilings, 10) == pytest.approx(
+    assert roofline.floor_ms(untied, 4, 64, False, ceilings, 10) == pytest.approx(
         (products + attention + 10 * (2 * 9216 + 2 * 4096) + 131_072) / 1e6
     )
 
@@ -383,6 +383,7 @@ def test_memory_switches_are_compared_with_the_defaults_of_the_same_run(tmp_path
         return SimpleNamespace(stdout="figures: " + json.dumps(row | {"peak_reserved_gib": 16.0}), stderr="")
 
     monkeypatch.setattr(memory, "fp8", SimpleNamespace(IS_REFERENCE=False))
+    monkeypatch.setattr("bench.report.driver", lambda: None)
     monkeypatch.setattr(memory.subprocess, "run", one)
     path = tmp_path / "memory.json"
     path.write_text(json.dumps([{"shape": "c4096", "switch": "defaults", "ms": 7.0, "defaults_ms": 7.0}]))

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from matplotlib.figure import Figure
 
 from bench import pages, speed_report, stability_report
 from nanote import cli, models
@@ -140,6 +141,46 @@ def test_an_error_on_one_page_leaves_all_pages_as_they_were(site, capsys):
     assert "guide/more.md: <!--= memory(\"c4096\").ms -->" in capsys.readouterr().err
 
 
+# ---------------------------------------------------------------- pictures
+
+def texts_of(figure):
+    """Return {text: its box} of what stands in and under a figure's panels."""
+    figure.canvas.draw()
+    found = []
+    for axes in figure.axes:
+        found += [text for text in (*axes.texts, *axes.get_xticklabels()) if text.get_text().strip()]
+    return [(text.get_text(), text.get_window_extent()) for text in found]
+
+
+@pytest.mark.parametrize("name", ["speed", "stack", "attention"])
+def test_in_a_picture_no_text_collides_and_no_message_is_raw(name, monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: drawn.append(texts_of(figure)))
+    result = pages.read(ROOT / "results")[name]
+    if name == "attention":  # two panels, since drawing takes seconds
+        result["rows"] = [row for row in result["rows"] if "16384" in row["shape"] or row["part"] == "block"]
+    pages.PICTURES[name](result, tmp_path / "picture.png")
+    texts, = drawn
+    assert len(texts) > 10
+    for i, (text, box) in enumerate(texts):
+        assert not any(box.overlaps(other) for _, other in texts[:i]), text
+    reasons = [row["why_not"] for row in result["rows"] if "why_not" in row] if name == "attention" else []
+    assert not any(reason[:40] in text for text, _ in texts for reason in reasons)
+
+
+def test_speed_is_drawn_for_four_arms_at_most(monkeypatch, tmp_path):
+    legends = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: legends.extend(
+        text.get_text() for text in figure.legends[0].get_texts()))
+    rows = pages.read(ROOT / "results")["speed"]
+    speed_report.draw_speed(rows, tmp_path / "speed.png")
+    assert legends == ["plain PyTorch, compiled", "plain PyTorch, CUDA graphs", "ours, BF16", "ours, FP8"]
+    legends.clear()
+    other = [row for row in rows if row["arm"] in ("plain", "fp8-current", "fp8-eager")]
+    speed_report.draw_speed(other, tmp_path / "speed.png")
+    assert legends == ["plain PyTorch, compiled", "ours, FP8 current", "fp8-eager"]
+
+
 # ---------------------------------------------------------------- tables
 
 def test_variants_compare_with_the_fp8_step_of_their_group():
@@ -164,6 +205,14 @@ def test_the_profile_sums_up_kernels():
     assert lines["**everything else**"].startswith("2.0 (20 %)")
     assert lines["speed of light (`floor_ms`)"].startswith("5.2 (50 %)")
     assert lines["clock, MHz"].startswith("1,440 of 1,980")
+
+
+def test_mfu_in_both_conventions():
+    """Llama-3 8B at 8,192 tokens costs 57.9 GFLOP a token, and 51.5 with attention halved."""
+    rows = [row for row in pages.read(ROOT / "results")["speed"] if row["shape"] == "llama3-8b"]
+    row = next(row for row in rows if row["arm"] == "fp8") | {"mfu": 0.579, "ms": 4.0, "floor_ms": 3.0}
+    assert speed_report.mfu_table([row, row | {"arm": "bf16"}]).splitlines()[2:] == [
+        "| llama3-8b | 57.9 % | 51.5 % | 28.9 % | 25.7 % | 75.0 % |"]
 
 
 def test_fp8_pays_from_the_width_above_which_it_always_does():

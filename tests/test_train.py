@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from nanote import checkpoint, fp8_health, models
+from nanote import checkpoint, fp8_health, models, roofline
 from nanote.config import TrainConfig, pick_vocab_size, read_options
-from nanote.metrics import flops_per_token, peak_flops, read_metrics
+from nanote.metrics import Log, Meter, flops_per_token, peak_flops, read_metrics
 from trainer_tools import OPTIONS, ROOT, metrics, run_train, spawn_train
 
 
@@ -170,7 +171,7 @@ def test_what_a_run_leaves_behind(tokens, capsys):
     assert [record["step"] for record in metrics("run")] == [1, 3, 6, 8, 9]  # 8: an evaluation
     seconds = [record["seconds"] for record in read_metrics("run/metrics.jsonl")]
     assert seconds == sorted(seconds) and seconds[0] > 0
-    fields = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "peak_gib"}
+    fields = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "roofline", "peak_gib"}
     for record in read_metrics("run/metrics.jsonl"):
         assert fields <= set(record) and record["tokens_per_s"] > 0
     config = json.loads(Path("run/step-9/meta.json").read_text())["config"]
@@ -455,6 +456,31 @@ def test_peak_flops_by_name(monkeypatch):
         assert peak_flops(torch.device("cuda")) == tflops * 1e12, name
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Future 1")
     assert peak_flops(torch.device("cuda")) is None and peak_flops(torch.device("cpu")) is None
+
+
+def test_the_log_says_which_share_of_the_roofline_a_step_reaches(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+    config = TrainConfig(n_layer=1, n_head=1, n_embd=64, vocab_size=96, seq_len=16, n_positions=16,
+                         micro_batch_size=1, grad_accum=2, moment_dtype="bfloat16")
+    # weights of the block 12·64², of the head 96·64; the data sheet: 989 TFLOP/s, twice that in FP8, 4.8 TB/s
+    gemms, attention = 6 * 32 * (49_152 + 6_144) / (2 * 989e12), 7 * 2 * 16**2 * 64 / 989e12
+    moved = (4 + 8 + 8) * (49_152 + 6_144) + 4 * 32 * 96
+    least = gemms + attention + moved / 4.8e12
+    meter = Meter(config, 100_000, torch.device("cuda"), 1)
+    meter.finite, meter.steps, meter.seconds = (3.0, 1.0), 10, 10 * 4 * least
+    record = meter.record(10, 1e-3)
+    assert record["roofline"] == pytest.approx(0.25)
+    log = Log(str(tmp_path), 1, 10, enabled=True)
+    log.write(record)
+    log.write(record | {"mfu": None, "roofline": None})
+    log.close()
+    known, unknown = capsys.readouterr().out.splitlines()
+    assert "  roofline 25.0 %" in known and "roofline" not in unknown
+    assert roofline.least_ms(replace(config, fp8_recipe="nvfp4"), torch.device("cuda")) is None
+    assert roofline.least_ms(config, torch.device("cpu")) is None
+    bf16 = roofline.least_ms(replace(config, fp8_recipe="none"), torch.device("cuda"))
+    assert bf16 == pytest.approx(1e3 * (least + gemms))
 
 
 def test_only_matrices_decay():

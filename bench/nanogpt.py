@@ -1,0 +1,171 @@
+"""Measure nanoGPT itself beside this kit, on a GPU.
+
+    git clone https://github.com/karpathy/nanoGPT
+    python bench/nanogpt.py nanoGPT    # a checkout; writes results/nanogpt.json
+
+Of the checkout, model.py alone is read. Its GPT is trained as its train.py does: float32 parameters under
+BF16 autocast, torch.compile, TF32 allowed, the fused AdamW of `configure_optimizers`, gradients clipped at
+1.0. It is built with bias=False, which is the default of that train.py, and with bias=True, as GPT-2 has it.
+
+This kit's arms plain, bf16 and fp8 (benchmark_te.py --help) have the same biases in their linear layers, and
+keep those of their LayerNorms. Their steps are timed in turns with nanoGPT's: `ratio_to_nanogpt` is the
+median of nanoGPT's steps over the median of theirs.
+"""
+
+import hashlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from bench import arms, measure
+from bench.agreement import check_loss
+from bench.plain_gpt import PlainStep
+from bench.report import Rows, check_folder, markdown
+from bench.speed import ROW_KEYS
+from bench.timing import timed
+from nanote import cli
+from nanote.generate import pick_device
+
+SHAPES = ("124m-b32", "124m-b4", "350m-b16", "c4096")
+ARMS = ("plain", "bf16", "fp8")
+BLOCKS = {"bias=False": False, "bias=True": True}
+TITLES = {"nanogpt": "nanoGPT", "plain": "plain PyTorch, compiled", "bf16": "ours, BF16", "fp8": "ours, FP8"}
+
+
+@dataclass
+class Options:
+    path: tyro.conf.Positional[Path]
+    """Folder of a nanoGPT checkout, which has model.py."""
+    shapes: tuple[str, ...] = SHAPES
+    """Shapes of guide/speed.md; one that does not fit into memory is a row with an error."""
+    steps: int = 60  # Steps to time, of each arm.
+    json: Path | None = None
+    """Write the rows here; those of other shapes in the file stay. Default: results/nanogpt.json, if there is
+    a GPU."""
+
+
+class NanoGPTStep(PlainStep):
+    """A step of nanoGPT's train.py. Has TrainStep's interface."""
+
+    def __init__(self, model, net, optimizer, config, device):
+        self.model, self.net, self.optimizer, self.config, self.device = model, net, optimizer, config, device
+
+    def forward(self, input_ids, labels):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            return self.net(input_ids, labels)[1]
+
+
+def load(folder):
+    """Return the module of a checkout's model.py. FileNotFoundError or ValueError if it is not nanoGPT's."""
+    file = folder / "model.py"
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder}: there is no model.py; name the folder of a nanoGPT checkout")
+    spec = importlib.util.spec_from_file_location("nanogpt_model", file)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in ("GPT", "GPTConfig"):
+        if not hasattr(module, name):
+            raise ValueError(f"{file}: it has no {name}; name the folder of a nanoGPT checkout")
+    return module
+
+
+def build(module, config, device) -> NanoGPTStep:
+    """Build nanoGPT's step. config: train.py's options, whose optimizer settings are those of nanoGPT."""
+    torch.manual_seed(config.seed)
+    model = module.GPT(module.GPTConfig(
+        block_size=config.seq_len, vocab_size=config.vocab_size, n_layer=config.n_layer, n_head=config.n_head,
+        n_embd=config.n_embd, dropout=0.0, bias=config.bias,
+    )).to(device)
+    betas = (config.beta1, config.beta2)
+    optimizer = model.configure_optimizers(config.weight_decay, config.lr, betas, device.type)
+    return NanoGPTStep(model, torch.compile(model), optimizer, config, device)
+
+
+def measure_nanogpt(module, config, device, steps):
+    """Check and time nanoGPT alone -> (the figures of its row, its step)."""
+    arms.free()
+    batches = arms.make_batches(config, device)
+    step = build(module, config, device)
+    loss = step(batches, 0.0)[0].item()
+    check_loss(loss, config)
+    for _ in range(measure.WARMUP):
+        step(batches, measure.LR)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    times = timed([lambda: step(batches, measure.LR)] * steps, device)
+    parameters = sum(p.numel() for p in step.model.parameters())
+    figures = measure.speed_figures("nanogpt", parameters, config, times, [], device)
+    return figures | {"ratio_to_plain": 1.0, "loss": loss, "peak_gib": peak, "parameters": parameters}, step
+
+
+def measure_shape(module, shape, block, steps, device, add):
+    """Measure nanoGPT at a shape, then this kit's arms in turns with it. `add` takes each arm's figures."""
+    torch._dynamo.reset()  # or torch.compile reaches its recompile limit
+    config = arms.make_config(arms.SHAPES[shape] | {"bias": BLOCKS[block]}, device)
+    try:
+        figures, nanogpt = measure_nanogpt(module, config, device, steps)
+    except torch.OutOfMemoryError as error:
+        return add({"arm": "nanogpt", "error": cli.in_a_line(error)})
+    add(figures)
+    for arm in ARMS:
+        add(measure.attempt(arm, config, device, steps, nanogpt, phases=0)[0])
+
+
+def print_row(row):
+    line = f"{row['shape']} {row['block']:10} {row['arm']:8}"
+    if "error" in row:
+        return print(f"{line} {row['error']}", flush=True)
+    print(f"{line} {row['ms']:8.2f} ms  {row['tokens_per_s']:>9,.0f} tokens/s  "
+          f"{row['ratio_to_nanogpt']:.3f} x nanoGPT", flush=True)
+
+
+def table(rows) -> str:
+    """Return the Markdown table: thousands of tokens per second, and in brackets × nanoGPT."""
+    groups, lines = {}, []
+    for row in rows:
+        if "error" not in row:
+            groups.setdefault((row["shape"], row["block"]), {})[row["arm"]] = row
+    for (shape, block), group in groups.items():
+        cells = []
+        for arm in TITLES:
+            ratio = f" ({group[arm]['ratio_to_nanogpt']:.2f} ×)" if arm in group and arm != "nanogpt" else ""
+            cells.append(f"{group[arm]['tokens_per_s'] / 1e3:.1f} k{ratio}" if arm in group else "")
+        lines.append([f"{shape}, {block}", *cells])
+    return markdown(["shape, nanoGPT's option", *TITLES.values()], lines)
+
+
+def main(argv=None) -> int:
+    options = cli.parse(Options, argv, prog="bench/nanogpt.py", description=__doc__)
+    for shape in set(options.shapes) - set(arms.SHAPES):
+        raise ValueError(f"--shapes {shape!r} is unknown; use {', '.join(SHAPES)}")
+    if options.steps < measure.TURNS:
+        raise ValueError(f"--steps {options.steps}: must be {measure.TURNS} or more; 60 works")
+    module, device = load(options.path), pick_device("auto")
+    source = hashlib.sha256((options.path / "model.py").read_bytes()).hexdigest()
+    path = options.json
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # as its train.py
+        path = path or ROOT / "results/nanogpt.json"
+    else:
+        print("no GPU: tiny shapes, and the times mean nothing")
+    check_folder(path)
+    rows = Rows(path, ROW_KEYS, "bench/nanogpt.py", argv)
+    for shape in options.shapes:
+        for block in BLOCKS:
+            def add(figures, shape=shape, block=block):
+                row = {"shape": shape, "block": block, "model_py_sha256": source} | figures
+                row["ratio_to_nanogpt"] = row.pop("ratio_to_plain", None)
+                print_row(row)
+                rows.add(row)
+
+            measure_shape(module, shape, block, options.steps, device, add)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, "bench/nanogpt.py"))
