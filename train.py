@@ -30,7 +30,18 @@ from nanote.config import (
 )
 from nanote.dataset import Loader, get_tokenizer
 from nanote.generate import generate, pick_device
-from nanote.metrics import Diverged, Log, Meter, cut_logs, draw, plot_health, plot_losses
+from nanote.metrics import (
+    Diverged,
+    Log,
+    Meter,
+    cut_logs,
+    describe_corpus,
+    describe_val_loss,
+    draw,
+    plot_health,
+    plot_losses,
+    val_record,
+)
 from nanote.parallel import Ranks
 from nanote.train_step import (
     TrainStep,
@@ -101,10 +112,11 @@ def training_loop(run: Run) -> None:
         if schedule.should_log and meter.finite is not None:
             record = meter.record(step, lr)
             if schedule.should_eval:
-                record["val_loss"] = run.val_loss = evaluate(model, run.loaders["val"], config.eval_steps)
+                run.val_loss = evaluate(model, run.loaders["val"], config)
                 if not math.isfinite(run.val_loss):
                     raise Diverged(f"step {step}: validation loss {run.val_loss}")
-            log.write(record | {"seconds": meter.total_seconds()})
+                record |= val_record(run.val_loss, run.loaders["val"].meta)
+            log.write(record | {"seconds": meter.total_seconds()}, meter.seconds_left(config.max_steps))
         meter.restart()
         if schedule.should_stop:
             break
@@ -167,16 +179,25 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 @torch.no_grad()
-def evaluate(model, loader: Loader, steps: int) -> float:
-    """Return the mean validation loss in nats per token over the loader's first `steps` batches.
+def evaluate(model, loader: Loader, config: TrainConfig) -> float:
+    """Return the mean validation loss in nats per token over the windows of Loader.evaluation.
 
     The FP8 state of the model is left as it was.
     """
+    tokens = config.eval_tokens
+    if config.eval_steps is not None:
+        tokens = config.eval_steps * config.micro_batch_size * config.seq_len * loader.world_size
+    total = torch.zeros(2, dtype=torch.float64, device=loader.device)  # of nats, of tokens
     model.eval()
     with fp8.preserved_state(model):
-        losses = torch.stack([model(*loader.batch(index)) for index in range(steps)])
+        for batch, counted in loader.evaluation(tokens):
+            loss = model(*batch)
+            if counted:  # the mean over no label may be NaN
+                total[0] += loss.double() * counted
+                total[1] += counted
     model.train()
-    return parallel.mean_over_ranks(losses.mean()).item()
+    nats, tokens = parallel.mean_over_ranks(total).tolist()
+    return nats / tokens
 
 
 def save(run: Run, keep: int) -> None:
@@ -236,9 +257,12 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
     meter = Meter(config, parameters, device, ranks.world_size)
     log = Log(folder, first_step, config.max_steps, enabled=ranks.is_first)
     precision = describe_precision(config)
+    corpus, too_many_epochs = describe_corpus(config, loaders["train"].meta, meter.tokens_per_step)
     log.say(f"on {fp8.describe()}; {config.preset}, {precision}, {parameters / 1e6:,.2f} M parameters, "
-            f"{meter.tokens_per_step:,} tokens a step; {folder}"
+            f"{meter.tokens_per_step:,} tokens a step; {corpus}; {folder}"
             + (f" from step {meta['step']}" if meta else ""))
+    if too_many_epochs:
+        log.say(too_many_epochs)
     if kernels:
         log.say(kernels)
     report_unused_options(config, model_config, log)
@@ -432,8 +456,8 @@ def train(run: Run) -> None:
         kept = f"the last checkpoint is {last}" if last else "there is no checkpoint yet"
         run.profiler.close(run.step)  # writes a memory snapshot before memory is freed
         raise memory.explain(
-            error, f"step {run.step}", run.config, run.model, run.optimizer, run.train_step, run.batches[0],
-            kept,
+            error, f"step {run.step}", run.config, run.model, run.optimizer, run.train_step,
+            next(iter(run.batches), None), kept,
         ) from None
     finally:
         close(run)
@@ -479,11 +503,9 @@ def summarize(run: Run) -> None:
         print(f"stopped by {signal_name} after step {run.step}: saved {last}; "
               f"resume with: python train.py --resume --out-dir {folder}")
         return
-    tokenizer = run.checkpoint_meta["tokenizer"]
-    unit = "nats a byte" if tokenizer == "byte" else f"nats a token ({tokenizer})"
     print(f"\n--- a sample ---\n{sample_text(run)}\n----------------\n"
-          f"validation loss {run.val_loss:.4f} {unit} after {cli.counted(run.step, 'step')}, "
-          f"on {fp8.describe()}")
+          f"{describe_val_loss(run.val_loss, run.loaders['val'].meta)} after "
+          f"{cli.counted(run.step, 'step')}, on {fp8.describe()}")
     if run.health_plot:
         print(f"FP8 health   {run.health_plot}")
     if loss_plot:

@@ -134,7 +134,11 @@ class TrainConfig:
     # evaluation, checkpoints and diagnostics
     eval_interval: int = 250
     """Steps between evaluations (also after the first and the last step); 0: only after the last."""
-    eval_steps: int = 20  # Validation batches per evaluation.
+    eval_tokens: int = 160 * 1024
+    """Validation tokens per evaluation, spread evenly over val.bin: the same for every seed, micro-batch size
+    and number of GPUs; all of val.bin if it has fewer."""
+    eval_steps: int | None = None
+    """In place of --eval-tokens: evaluate as many tokens as this number of micro-batches on each device."""
     checkpoint_interval: int = 250
     """Steps between checkpoints (also after the last step); 0: only after the last."""
     keep_checkpoints: int = 2  # Checkpoints to keep; older ones are removed.
@@ -170,7 +174,7 @@ PRESETS = {
     "tiny": LLAMA
     | dict(
         n_layer=4, n_head=4, n_embd=128, seq_len=128, micro_batch_size=16, max_steps=500, lr=3e-3,
-        warmup_steps=50, eval_interval=100, checkpoint_interval=100, log_interval=10,
+        warmup_steps=50, eval_interval=100, eval_tokens=320 * 128, checkpoint_interval=100, log_interval=10,
     ),
     # Radford et al. 2019, table 2; learning rates of Brown et al. 2020, table 2.1.
     "gpt2-124m": GPT2 | dict(n_layer=12, n_head=12, n_embd=768, lr=6e-4),
@@ -227,6 +231,8 @@ def read_options(argv, description: str | None = None) -> tuple[TrainConfig, Pat
         folder, meta = _checkpoint_to_resume(chosen)
         default = dataclasses.replace(saved_options(folder, meta), out_dir=str(folder.parent), resume=True,
                                       profile=None, nsys=None, memory_snapshot=None)
+        if chosen.eval_tokens:  # it would lose against the checkpoint's --eval-steps
+            default = dataclasses.replace(default, eval_steps=None)
     else:
         folder = meta = None
         default = TrainConfig(preset=chosen.preset, **PRESETS[chosen.preset])
@@ -255,6 +261,7 @@ def _default_options(argv) -> argparse.Namespace:
     parser.add_argument("--out-dir", "--out_dir", nargs="?")
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction)
     parser.add_argument("--fp8-recipe", "--fp8_recipe", nargs="?")
+    parser.add_argument("--eval-tokens", "--eval_tokens", nargs="?")
     chosen, _ = parser.parse_known_args(argv)
     chosen.preset_is_given = bool(chosen.preset)
     if chosen.preset is None:
@@ -277,7 +284,13 @@ def saved_options(folder: Path, meta: dict) -> TrainConfig:
     """Return the options of a checkpoint's run, without those that this version does not have."""
     json_files.check(meta, {"config": TrainConfig}, folder / "meta.json", checkpoint.RESTORE)
     known = {field.name for field in dataclasses.fields(TrainConfig)}
-    return TrainConfig(**{key: value for key, value in meta["config"].items() if key in known})
+    saved = TrainConfig(**{key: value for key, value in meta["config"].items() if key in known})
+    if "eval_tokens" not in meta["config"] and saved.eval_steps is not None:
+        # An older version counted micro-batches. The run keeps the number of tokens (of one device), but not
+        # the windows, which depended on the seed: val_loss may jump by its sampling error.
+        tokens = saved.eval_steps * saved.micro_batch_size * saved.seq_len
+        saved = dataclasses.replace(saved, eval_tokens=tokens, eval_steps=None)
+    return saved
 
 
 def newest_run(preset: str) -> Path:
@@ -358,9 +371,10 @@ def _require(config: TrainConfig, names: str, holds, rule: str, example) -> None
 
 
 def _check_ranges(config: TrainConfig) -> None:
-    at_least_1 = "max_steps micro_batch_size seq_len grad_accum eval_steps keep_checkpoints log_interval"
+    at_least_1 = "max_steps micro_batch_size seq_len grad_accum eval_tokens keep_checkpoints log_interval"
     not_negative = "warmup_steps eval_interval checkpoint_interval fp8_health_interval max_skipped_steps seed"
     _require(config, at_least_1, lambda v: v >= 1, "at least 1", 8)
+    _require(config, "eval_steps", lambda v: v is None or v >= 1, "at least 1", 8)
     _require(config, not_negative, lambda v: v >= 0, "0 or more", 100)
     _require(config, "fp8_amax_history_len", lambda v: v >= 1, "at least 1", 1024)
     _require(config, "fp8_dgrad_fast_accum_k", lambda v: v >= 0, "0 or more", 3072)
