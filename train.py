@@ -1,4 +1,8 @@
-"""Train a GPT in FP8: python train.py --preset gpt2-124m
+"""Train a GPT in FP8.
+
+    python train.py --preset gpt2-124m --data data/stdlib      # a new run, in out/gpt2-124m
+    python train.py --resume --out-dir out/gpt2-124m           # continue it after Ctrl-C or a crash
+    torchrun --nproc-per-node 8 train.py --preset gpt2-350m    # data-parallel on 8 GPUs
 
 `build` makes the parts of a run, and `training_loop` is the loop. Decisions worth knowing:
 - Losses stay on the device between log lines, so that the host does not wait for the GPU.
@@ -415,7 +419,7 @@ def main(argv=None) -> int:
     """
     ranks = parallel.init()
     try:
-        config, resume_from, meta = read_options(argv, __doc__)
+        config, resume_from, meta = read_options(argv, __doc__.partition("\n\n`build`")[0])
         with contextlib.ExitStack() as at_end:
             run = build(config, resume_from, meta, ranks, at_end)
             train(run)

@@ -22,8 +22,12 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotun
 
 @dataclass
 class TrainConfig:
-    """Train a GPT. Every field is an option of train.py; its comment or docstring is the option's help."""
+    """Train a GPT. Every field is an option of train.py; its comment or docstring is the option's help.
 
+    A comment on a line of its own begins a group of options in --help.
+    """
+
+    # run
     preset: str = "tiny"
     """Preset that gives the defaults: tiny, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b, llama-160m,
     llama3-1b, llama3-8b."""
@@ -35,7 +39,7 @@ class TrainConfig:
     """Continue from the last checkpoint in --out-dir (default: the newest run of the preset). Options that
     are not given keep the checkpoint's values."""
 
-    # the model's architecture
+    # model
     n_layer: int = 12  # Number of transformer blocks.
     n_head: int = 12  # Number of attention heads.
     n_kv_head: int | None = None  # Number of key and value heads (grouped-query attention); None: n_head.
@@ -131,7 +135,7 @@ class TrainConfig:
     compile_fullgraph: bool = False  # With --compile: one graph, or an error that names the graph break.
     device: str = "auto"  # auto, cpu, cuda or cuda:N.
 
-    # evaluation, checkpoints and diagnostics
+    # evaluation, logging and checkpoints
     eval_interval: int = 250
     """Steps between evaluations (also after the first and the last step); 0: only after the last."""
     eval_tokens: int = 160 * 1024
@@ -146,6 +150,8 @@ class TrainConfig:
     """Write checkpoints in the background (one process only); takes host memory for a copy of weights and
     optimizer state."""
     log_interval: int = 10  # Steps between log lines.
+
+    # diagnostics
     fp8_health_interval: int = 0
     """Steps between measurements of every FP8 tensor: amax, scale, the shares that saturate and that flush to
     zero (fp8_health.jsonl, fp8_health.png, TensorBoard). The next log line shows a lower speed. 0: never, at
@@ -217,6 +223,23 @@ MODEL_SWITCHES = [
 OPTIMIZED_ONLY = ["pack_documents", "fast_kernels", "fused_loss", "fused_block"]
 
 
+# Options of nanoGPT, transformers and others, and what they are called here.
+OTHER_NAMES = {
+    "--learning-rate": "--lr", "--min-lr": "--min-lr-ratio, a fraction of --lr",
+    "--batch-size": "--micro-batch-size (sequences of a forward pass on each GPU) and --grad-accum",
+    "--gradient-accumulation-steps": "--grad-accum", "--block-size": "--seq-len",
+    "--max-iters": "--max-steps", "--num-steps": "--max-steps", "--steps": "--max-steps",
+    "--epochs": "--max-steps; the first log line says how many epochs these are",
+    "--lr-decay-iters": "--lr-schedule and --max-steps", "--warmup-iters": "--warmup-steps",
+    "--eval-iters": "--eval-tokens", "--n-layers": "--n-layer", "--num-layers": "--n-layer",
+    "--n-heads": "--n-head", "--num-heads": "--n-head", "--d-model": "--n-embd", "--hidden-size": "--n-embd",
+    "--dtype fp8": "--fp8-recipe delayed, the default; --dtype is the type outside FP8 GEMMs",
+    "--fp8": "--fp8-recipe delayed, the default", "--bf16": "--fp8-recipe none",
+    "--dataset": "--data with the folder that data.py wrote", "--output-dir": "--out-dir",
+    "--init-from": "--resume", "--wandb-project": "--wandb PROJECT", "--wandb-log": "--wandb PROJECT",
+    "--gpus": "torchrun --nproc-per-node N train.py …",
+}
+
 # ---------------------------------------------------------------- from the command line
 
 def read_options(argv, description: str | None = None) -> tuple[TrainConfig, Path | None, dict | None]:
@@ -236,7 +259,8 @@ def read_options(argv, description: str | None = None) -> tuple[TrainConfig, Pat
     else:
         folder = meta = None
         default = TrainConfig(preset=chosen.preset, **PRESETS[chosen.preset])
-    config = cli.parse(TrainConfig, argv, prog="train.py", description=description, default=default)
+    config = cli.parse(TrainConfig, argv, prog="train.py", description=description, default=default,
+                       groups=True, other_names=OTHER_NAMES)
     # A custom recipe imports a module: the command line may do that, a checkpoint may not.
     if config.fp8_recipe.startswith("custom:") and config.fp8_recipe != chosen.fp8_recipe:
         raise ValueError(f"--resume: {folder} was trained with --fp8-recipe {config.fp8_recipe}; code is "

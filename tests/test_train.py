@@ -1,7 +1,9 @@
 """train.py: exact resume, stopping, the files of a run, and the arithmetic of a step."""
+import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -435,6 +437,42 @@ def test_preset_gives_defaults_that_options_override(capsys):
     help_text = capsys.readouterr().out
     for wanted in ("--n-embd", "(default: 1024)", "--fp8-amax-history-len"):
         assert wanted in help_text
+
+
+def test_help_is_grouped_and_begins_with_examples(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert run_train("--help") == 0
+    beginning, *rest = re.split(r"\n\W*([a-z, ]+) options\W*\n", capsys.readouterr().out)
+    assert sum("train.py --" in line for line in beginning.splitlines()) == 3
+    groups = dict(zip(rest[::2], rest[1::2]))
+    for group, option in {"run": "--preset STR", "model": "--n-layer INT", "precision": "--fp8-recipe STR",
+                          "training": "--lr FLOAT", "diagnostics": "--profile "}.items():
+        assert option in groups[group]
+    assert "--eval-tokens INT" in groups["evaluation, logging and checkpoints"]
+    assert "Peak learning rate." in groups["training"], "help from a comment"
+    assert "constant, then" in groups["training"], "help from a docstring"
+    fields = "".join(groups.values())
+    assert all(f"--{field.name.replace('_', '-')}" in fields for field in dataclasses.fields(TrainConfig))
+
+
+@pytest.mark.parametrize("given, hint", [
+    ("--learning-rate 1e-3", "--lr "), ("--batch_size=4", "--micro-batch-size "),
+    ("--epochs 2", "--max-steps"), ("--max_iters 10", "--max-steps "), ("--block_size 64", "--seq-len "),
+    ("--n-layers 2", "--n-layer "), ("--dtype fp8", "--fp8-recipe delayed"),
+    ("--dtype=fp8", "--fp8-recipe delayed")])
+def test_options_of_other_programs_name_ours(capsys, given, hint):
+    assert run_train(given) == 2
+    error = capsys.readouterr().err
+    name = given.split("=")[0].split()[0]
+    assert error.startswith(f"train.py: {name}") and f"; use {hint}" in error and error.count("\n") == 1
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    for script in ("train.py", "sample.py"):  # as in: python train.py --help | head -1
+        shown = subprocess.Popen([sys.executable, ROOT / script, "--help"], stdout=subprocess.PIPE,
+                                 stderr=subprocess.PIPE)
+        shown.stdout.close()
+        assert shown.stderr.read() == b"" and shown.wait(60) == 141
 
 
 @pytest.mark.parametrize("model, lacks", [("te", "activation, use_rmsnorm, use_rotary"), ("optimized", None)])
