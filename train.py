@@ -17,13 +17,14 @@
 import contextlib
 import dataclasses
 import math
+import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from nanote import checkpoint, cli, fp8, memory, models, parallel, profiling
+from nanote import checkpoint, cli, config_file, fp8, memory, models, parallel, profiling
 from nanote.config import (
     ARCHITECTURE,
     PRESETS,  # noqa: F401  for `from train import PRESETS, TrainConfig`
@@ -227,13 +228,16 @@ def report_failed_save(run: Run) -> None:
 
 # ---------------------------------------------------------------- building a run
 
-def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, ranks: Ranks, at_end) -> Run:
+def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, ranks: Ranks, at_end,
+          command: str) -> Run:
     """Build the parts of a run. Everything that can be wrong is checked before anything is written.
 
     Args:
         resume_from: checkpoint folder, with its meta.json in `meta`; None for a new run.
         at_end: contextlib.ExitStack that unlocks the run's folder.
+        command: the command line, for config.json.
     """
+    options = dataclasses.asdict(config)
     device, dtype = prepare_device(config, ranks)
     recipe = recipe_of(config)
     loaders = open_data(config, ranks, device)
@@ -253,13 +257,15 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
     folder = open_folder(config, resume_from, ranks, at_end)
     if resume_from is not None:
         resume(resume_from, meta, folder, model, optimizer)
+    checkpoint.on_rank0(lambda: start_logs(folder, options, command, ranks, meta))
     if recipe is not None and recipe.delayed() and fp8.is_fresh(model):
         find_first_scales(config, model, optimizer, loaders["train"].batch(0))
     train_step = TrainStep(model, parallel.wrap(net, device), optimizer, config, device)
 
     parameters = sum(p.numel() for p in model.parameters())
     meter = Meter(config, parameters, device, ranks.world_size)
-    log = Log(folder, first_step, config.max_steps, enabled=ranks.is_first)
+    log = Log(folder, first_step, config.max_steps, enabled=ranks.is_first, project=config.wandb,
+              options=dataclasses.asdict(config))
     precision = describe_precision(config)
     corpus, too_many_epochs = describe_corpus(config, loaders["train"].meta, meter.tokens_per_step)
     log.say(f"on {fp8.describe()}; {config.preset}, {precision}, {parameters / 1e6:,.2f} M parameters, "
@@ -295,13 +301,13 @@ def prepare_device(config: TrainConfig, ranks: Ranks) -> tuple[torch.device, tor
     return device, torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def open_data(config: TrainConfig, ranks: Ranks, device: torch.device) -> dict[str, Loader]:
-    """Return the loaders of the train and val split."""
+def open_data(config: TrainConfig, ranks: Ranks, device: torch.device, splits=("train", "val")):
+    """Return the loaders of the train and val split, {split: Loader}."""
     options = dict(
         seq_len=config.seq_len, micro_batch_size=config.micro_batch_size, seed=config.seed, rank=ranks.rank,
         world_size=ranks.world_size, device=device, pack_documents=config.pack_documents,
     )
-    return {split: Loader(config.data, split, **options) for split in ("train", "val")}
+    return {split: Loader(config.data, split, **options) for split in splits}
 
 
 def fit_to_data(config: TrainConfig, tokens: dict, resume_from: Path | None, meta: dict | None):
@@ -346,11 +352,18 @@ def open_folder(config: TrainConfig, resume_from: Path | None, ranks: Ranks, at_
 
 
 def resume(resume_from: Path, meta: dict, folder: str, model, optimizer) -> None:
-    """Load a checkpoint, and remove from the logs what was logged after it."""
+    """Load a checkpoint."""
     if checkpoint.on_rank0(lambda: checkpoint.latest(folder)) != resume_from:
         raise ValueError(f"{folder}: another process has trained past {resume_from} meanwhile; start again")
     checkpoint.load(resume_from, meta, model, optimizer)
-    checkpoint.on_rank0(lambda: cut_logs(folder, meta["step"] + 1))
+
+
+def start_logs(folder: str, options: dict, command: str, ranks: Ranks, meta: dict | None) -> None:
+    """Write config.json, and remove from the logs what was logged after the checkpoint of a resumed run."""
+    step = meta["step"] if meta else None
+    config_file.record(folder, options | {"out_dir": folder}, command, ranks.world_size, step)
+    if meta:
+        cut_logs(folder, step + 1)
 
 
 def find_first_scales(config: TrainConfig, model, optimizer, batch) -> None:
@@ -420,8 +433,12 @@ def main(argv=None) -> int:
     ranks = parallel.init()
     try:
         config, resume_from, meta = read_options(argv, __doc__.partition("\n\n`build`")[0])
+        if config.eval_only:
+            evaluate_checkpoint(config, resume_from, meta, ranks)
+            return 0
+        command = shlex.join(["train.py", *(sys.argv[1:] if argv is None else argv)])
         with contextlib.ExitStack() as at_end:
-            run = build(config, resume_from, meta, ranks, at_end)
+            run = build(config, resume_from, meta, ranks, at_end, command)
             train(run)
             if ranks.is_first:
                 summarize(run)
@@ -440,6 +457,25 @@ def main(argv=None) -> int:
     finally:
         parallel.shut_down(ranks)
     return 0
+
+
+def evaluate_checkpoint(config: TrainConfig, folder: Path, meta: dict, ranks: Ranks) -> None:
+    """Print the validation loss of a checkpoint, as the run measures it; write nothing."""
+    device, dtype = prepare_device(config, ranks)
+    recipe = recipe_of(config)
+    loader = open_data(config, ranks, device, ["val"])["val"]
+    config = fit_to_data(config, loader.meta, folder, meta)
+    model_config = check_model(config, recipe, device, dtype)
+    model, _ = build_model(config, model_config, recipe, device, dtype)
+    optimizer = make_optimizer(model, config)  # the FP8 state is loaded with the optimizer's
+    checkpoint.load(folder, meta, model, optimizer)
+    if recipe is not None and recipe.delayed() and fp8.is_fresh(model):
+        find_first_scales(config, model, optimizer, loader.batch(0))
+    val_loss = evaluate(model, loader, config)
+    loader.close()
+    if ranks.is_first:
+        print(f"{folder} on {config.data}, {describe_precision(config)}: "
+              f"{describe_val_loss(val_loss, loader.meta)}")
 
 
 def train(run: Run) -> None:

@@ -7,6 +7,7 @@ defaults. Nothing here depends on the device or the data: what does is checked w
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import math
 import os
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from nanote import checkpoint, cli, fp8, json_files, models, profiling
+from nanote import checkpoint, cli, config_file, fp8, json_files, models, profiling
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
@@ -38,6 +39,11 @@ class TrainConfig:
     resume: bool = False
     """Continue from the last checkpoint in --out-dir (default: the newest run of the preset). Options that
     are not given keep the checkpoint's values."""
+    config: str | None = None
+    """File of options: config.json in the folder of another run, or JSON or YAML with options by name. Those
+    on the command line win."""
+    eval_only: bool = False
+    """Print the validation loss of the last checkpoint in --out-dir and stop; nothing is written."""
 
     # model
     n_layer: int = 12  # Number of transformer blocks.
@@ -150,6 +156,9 @@ class TrainConfig:
     """Write checkpoints in the background (one process only); takes host memory for a copy of weights and
     optimizer state."""
     log_interval: int = 10  # Steps between log lines.
+    wandb: str | None = None
+    """Log to this project of Weights & Biases, too (pip install wandb); WANDB_MODE=offline: without a
+    network."""
 
     # diagnostics
     fp8_health_interval: int = 0
@@ -248,31 +257,50 @@ def read_options(argv, description: str | None = None) -> tuple[TrainConfig, Pat
     Without --resume the last two are None. `description` is the text above the options in --help.
     """
     chosen = _default_options(argv)
-    if chosen.preset not in PRESETS:
-        raise ValueError(f"unknown preset {chosen.preset!r}: one of {', '.join(PRESETS)}")
-    if chosen.resume:
+    folder = meta = None
+    if chosen.resume or chosen.eval_only:
         folder, meta = _checkpoint_to_resume(chosen)
-        default = dataclasses.replace(saved_options(folder, meta), out_dir=str(folder.parent), resume=True,
-                                      profile=None, nsys=None, memory_snapshot=None)
-        if chosen.eval_tokens:  # it would lose against the checkpoint's --eval-steps
-            default = dataclasses.replace(default, eval_steps=None)
+        preset = default = _resumed_options(chosen, folder, meta)
     else:
-        folder = meta = None
-        default = TrainConfig(preset=chosen.preset, **PRESETS[chosen.preset])
+        preset, default = _new_options(chosen)
     config = cli.parse(TrainConfig, argv, prog="train.py", description=description, default=default,
                        groups=True, other_names=OTHER_NAMES)
-    # A custom recipe imports a module: the command line may do that, a checkpoint may not.
-    if config.fp8_recipe.startswith("custom:") and config.fp8_recipe != chosen.fp8_recipe:
+    # A custom recipe imports a module: the command line and a --config may do that, a checkpoint may not.
+    if folder and config.fp8_recipe.startswith("custom:") and config.fp8_recipe != chosen.fp8_recipe:
         raise ValueError(f"--resume: {folder} was trained with --fp8-recipe {config.fp8_recipe}; code is "
                          f"never taken from a checkpoint: pass --fp8-recipe {config.fp8_recipe} again, or a "
                          "built-in recipe such as --fp8-recipe delayed")
-    _check_model_has(config, default)
-    if chosen.resume:
+    _check_model_has(config, preset)
+    if folder:
         preset = chosen.preset if chosen.preset_is_given else default.preset
         config = dataclasses.replace(config, out_dir=str(folder.parent), preset=preset)
         _check_resume(config, default, folder, meta)
     check_options(config)
     return config, folder, meta
+
+
+def _resumed_options(chosen, folder: Path, meta: dict) -> TrainConfig:
+    """Return the defaults of the command line that continues or evaluates a checkpoint."""
+    if chosen.config:
+        raise ValueError(f"--config {chosen.config}: {folder} has its own options; leave --config out")
+    default = dataclasses.replace(saved_options(folder, meta), out_dir=str(folder.parent), resume=True,
+                                  config=None, eval_only=False, profile=None, nsys=None, memory_snapshot=None)
+    if chosen.eval_tokens:  # it would lose against the checkpoint's --eval-steps
+        default = dataclasses.replace(default, eval_steps=None)
+    return default
+
+
+def _new_options(chosen) -> tuple[TrainConfig, TrainConfig]:
+    """Return the options of the preset, and those with the options of --config over them."""
+    given = config_file.read(chosen.config, TrainConfig, OTHER_NAMES) if chosen.config else {}
+    name = given.get("preset", chosen.preset)
+    if chosen.preset_is_given and name != chosen.preset:
+        raise ValueError(f"--preset {chosen.preset}: {chosen.config} has the options of the preset {name}; "
+                         "leave one of them out")
+    if name not in PRESETS:
+        raise ValueError(f"unknown preset {name!r}: one of {', '.join(PRESETS)}")
+    preset = {"preset": name} | PRESETS[name]
+    return TrainConfig(**preset), TrainConfig(**preset | given)
 
 
 def _default_options(argv) -> argparse.Namespace:
@@ -283,7 +311,9 @@ def _default_options(argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", nargs="?")
     parser.add_argument("--out-dir", "--out_dir", nargs="?")
+    parser.add_argument("--config", nargs="?")
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--eval-only", "--eval_only", action=argparse.BooleanOptionalAction)
     parser.add_argument("--fp8-recipe", "--fp8_recipe", nargs="?")
     parser.add_argument("--eval-tokens", "--eval_tokens", nargs="?")
     chosen, _ = parser.parse_known_args(argv)
@@ -297,7 +327,7 @@ def _checkpoint_to_resume(chosen) -> tuple[Path, dict]:
     """Return the checkpoint's folder and its meta.json. ValueError if it is not the last one of its run."""
     run = Path(chosen.out_dir) if chosen.out_dir else newest_run(chosen.preset)
     folder = checkpoint.find(run)
-    if folder != checkpoint.latest(folder.parent):
+    if folder != checkpoint.latest(folder.parent) and not chosen.eval_only:
         others = [path.name for path in checkpoint.list_checkpoints(folder.parent) if path != folder]
         raise ValueError(f"--resume: {folder.parent} has later checkpoints than {folder.name}; to continue "
                          f"from there, remove {', '.join(others)}")
@@ -332,11 +362,11 @@ def newest_run(preset: str) -> Path:
 def make_run_folder(config: TrainConfig) -> str:
     """Create the run's folder and return its path.
 
-    ValueError if --out-dir exists, unless it is an empty folder, which a run that failed before its first
-    step leaves behind.
+    ValueError if --out-dir exists, unless it is an empty folder or has only the config.json that a run that
+    failed before its first step leaves behind.
     """
     if config.out_dir is not None:
-        is_empty_folder = os.path.isdir(config.out_dir) and not os.listdir(config.out_dir)
+        is_empty_folder = os.path.isdir(config.out_dir) and set(os.listdir(config.out_dir)) <= {"config.json"}
         if os.path.lexists(config.out_dir) and not is_empty_folder:
             raise ValueError(f"--out-dir {config.out_dir} exists: resume it with --resume, or name another")
         os.makedirs(config.out_dir, exist_ok=True)
@@ -372,7 +402,7 @@ def _check_resume(config: TrainConfig, default: TrainConfig, folder: Path, meta:
             flag = cli.flag(name)
             raise ValueError(f"{flag} {given}: {folder} has a different architecture, with {flag[2:]} "
                              f"{saved}; leave the option out, or start a new run")
-    if config.max_steps <= meta["step"]:
+    if config.max_steps <= meta["step"] and not config.eval_only:
         raise ValueError(f"--max-steps {config.max_steps}: {folder} has done {meta['step']} steps; "
                          f"to continue, pass more, such as --max-steps {meta['step'] * 2}")
 
@@ -433,6 +463,11 @@ def _check_memory_options(config: TrainConfig) -> None:
 
 
 def _check_combinations(config: TrainConfig) -> None:
+    if config.wandb is not None:
+        spec = importlib.util.find_spec("wandb")
+        if spec is None or spec.origin is None:  # a folder wandb of logs is found, too, without an origin
+            raise ValueError(f"--wandb {config.wandb}: the package wandb is not installed; pip install "
+                             "wandb, or go on without it: --wandb None")
     if config.fp8_health_interval and config.fp8_recipe == "none":
         raise ValueError(f"--fp8-health-interval {config.fp8_health_interval}: there are no FP8 tensors with "
                          "--fp8-recipe none; pass --fp8-recipe delayed or leave --fp8-health-interval out")

@@ -213,7 +213,9 @@ def describe_val_loss(val_loss: float, meta: dict) -> str:
 class Log:
     """Write metrics.jsonl, TensorBoard, the progress bar and log lines; on ranks above 0 nothing."""
 
-    def __init__(self, run: str, first_step: int, max_steps: int, enabled: bool):
+    def __init__(self, run: str, first_step: int, max_steps: int, enabled: bool, project: str | None = None,
+                 options: dict | None = None):
+        """`project`: of Weights & Biases, to log there as well, with the run's `options`."""
         self.enabled = enabled
         if not enabled:
             return
@@ -221,6 +223,7 @@ class Log:
 
         self.run, self.max_steps = run, max_steps
         self.waiting = {}  # file name -> records that are not written yet
+        self.wandb = start_wandb(project, run, options) if project else None
         self.board = SummaryWriter(str(Path(run, "tensorboard")), purge_step=first_step)
         # disable=None: no bar without a terminal
         self.bar = tqdm(total=max_steps, initial=first_step - 1, unit="step", dynamic_ncols=True,
@@ -240,10 +243,7 @@ class Log:
         if not self.enabled:
             return
         self._append("metrics.jsonl", record)
-        with self._reporting_errors(record["step"], "tensorboard"):
-            for key, value in record.items():
-                if key != "step" and value is not None:
-                    self.board.add_scalar(key, value, record["step"])
+        self._plot(record["step"], {key: value for key, value in record.items() if key != "step"})
         speed = f"{record['tokens_per_s']:,.0f} tokens/s"
         eta = "" if seconds_left is None else f"  ETA {shown_time(seconds_left)}"
         self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {speed}{eta}")
@@ -257,12 +257,20 @@ class Log:
     def write_health(self, step: int, health: dict) -> None:
         """Log what fp8.health returns."""
         self._append("fp8_health.jsonl", {"step": step, "health": health})
+        self._plot(step, {f"fp8_{name}/{module}.{tensor}": value for module, tensors in health.items()
+                          for tensor, figures in tensors.items() for name, value in figures.items()})
+
+    def _plot(self, step: int, scalars: dict) -> None:
+        """Log scalars to TensorBoard and Weights & Biases, without those that are None."""
+        scalars = {name: value for name, value in scalars.items() if value is not None}
         with self._reporting_errors(step, "tensorboard"):
-            for module, tensors in health.items():
-                for tensor, figures in tensors.items():
-                    for name, value in figures.items():
-                        if value is not None:
-                            self.board.add_scalar(f"fp8_{name}/{module}.{tensor}", value, step)
+            for name, value in scalars.items():
+                self.board.add_scalar(name, value, step)
+        if self.wandb:
+            try:
+                self.wandb.log(scalars, step=step)
+            except Exception as error:  # of many kinds; none of them is worth the run
+                self.say(f"step {step}: not logged to wandb: {json_files.reason(error)}; training continues")
 
     def close(self) -> None:
         if self.enabled:
@@ -271,6 +279,8 @@ class Log:
                 self._write_waiting(name, self.bar.n)
             with self._reporting_errors(self.bar.n, "tensorboard"):
                 self.board.close()
+            if self.wandb:
+                self.wandb.finish()
 
     def _append(self, name: str, record: dict) -> None:
         """Append a record to a file, after those that could not be written before."""
@@ -291,6 +301,20 @@ class Log:
         except OSError as error:
             reason = error.strerror or error
             self.say(f"step {step}: {self.run}/{name} is not written: {reason}; training continues")
+
+
+def start_wandb(project: str, run: str, options: dict):
+    """Return a new run of Weights & Biases with the name of the run's folder; its files go into that folder.
+
+    ValueError, in one line, if it cannot start: without an account, for example.
+    """
+    import wandb  # optional
+
+    try:
+        return wandb.init(project=project, name=Path(run).name, dir=run, config=options)
+    except Exception as error:  # of many kinds
+        raise ValueError(f"--wandb {project}: {json_files.reason(error)}; run wandb login, or set "
+                         "WANDB_MODE=offline to log to files") from error
 
 
 OF_ONE_RUN = ("tokens_per_s", "mfu", "peak_gib", "seconds")  # the only fields in which two equal runs differ
