@@ -89,8 +89,8 @@ def test_a_run_is_repeated_from_its_config(finished, capsys):
 
 
 def test_a_config_written_by_hand(tmp_path):
-    Path("mine.yaml").write_text("preset: gpt2-124m\nlr: 6e-4\nn-layer: 3\ncuda_graph: off\nuse_qk_norm: yes\n"
-                                 "head_dim: null\nfp8_recipe: none\nout_dir: runs/mine\n")
+    Path("mine.yaml").write_text("preset: gpt2-124m\nlr: 6e-4\nn-layer: 3\ncuda_graph: off\n"
+                                 "use_qk_norm: yes\nhead_dim: null\nfp8_recipe: none\nout_dir: runs/mine\n")
     config, *_ = read_options(shlex.split("--config mine.yaml --n-head 4"))
     assert (config.lr, config.n_layer, config.n_head, config.cuda_graph) == (6e-4, 3, 4, "off")
     assert (config.preset, config.n_embd, config.fp8_recipe) == ("gpt2-124m", 768, "none")
