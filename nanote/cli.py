@@ -97,10 +97,9 @@ def _in_groups(config_class, default):
     boxes = []
     for title, fields in groups.items():
         group = dataclasses.make_dataclass("Group", fields)
-        boxes.append((re.sub(r"\W+", "_", title), Annotated[group, tyro.conf.arg(name=title)], group()))
-    return dataclasses.make_dataclass(config_class.__name__, [
-        (name, kind, dataclasses.field(default_factory=lambda group=group: group))
-        for name, kind, group in boxes])
+        titled = Annotated[group, tyro.conf.arg(name=title)]
+        boxes.append((re.sub(r"\W+", "_", title), titled, dataclasses.field(default_factory=group)))
+    return dataclasses.make_dataclass(config_class.__name__, boxes)
 
 
 def _in_one_line(box: str, prog: str) -> str:

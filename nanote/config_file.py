@@ -125,9 +125,9 @@ def _parse(path: str) -> dict:
 
 
 def _as_meant(value, kind):
-    """Return a value that YAML 1.1 reads otherwise than its writer meant it: 6e-4 as text, on and off."""
+    """Return a value as its writer meant it: YAML reads 6e-4 as text, 1 as an integer and off as false."""
     kinds = (kind, *get_args(kind))
-    if isinstance(value, str) and float in kinds:
+    if type(value) in (str, int) and float in kinds:
         with contextlib.suppress(ValueError):
             return float(value)
     if isinstance(value, bool) and "on" in kinds:

@@ -95,9 +95,10 @@ def test_a_config_written_by_hand(tmp_path):
     assert (config.lr, config.n_layer, config.n_head, config.cuda_graph) == (6e-4, 3, 4, "off")
     assert (config.preset, config.n_embd, config.fp8_recipe) == ("gpt2-124m", 768, "none")
     assert config.use_qk_norm is True and config.out_dir == "runs/mine" and config.config == "mine.yaml"
-    Path("mine.json").write_text('{"n_layer": 3}')
+    Path("mine.json").write_text('{"n_layer": 3, "grad_clip": 2}')
     config, *_ = read_options(shlex.split("--config mine.json --preset gpt2-124m"))
     assert (config.preset, config.n_layer, config.n_embd) == ("gpt2-124m", 3, 768)
+    assert type(config.grad_clip) is float
 
 
 @pytest.mark.parametrize("name, content, more, words", [
