@@ -469,9 +469,10 @@ def test_options_of_other_programs_name_ours(capsys, given, hint):
 
 
 def test_a_reader_that_stops_reading_is_no_error():
-    for script in ("train.py", "sample.py"):  # as in: python train.py --help | head -1
-        shown = subprocess.Popen([sys.executable, ROOT / script, "--help"], stdout=subprocess.PIPE,
-                                 stderr=subprocess.PIPE)
+    line = "import sys; from nanote import cli; sys.exit(cli.run(lambda: print('short'), 'any.py'))"
+    for arguments in (["train.py", "--help"], ["-c", line]):  # as in: python train.py --help | head -1
+        shown = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE,
+                                 stderr=subprocess.PIPE, cwd=ROOT)
         shown.stdout.close()
         assert shown.stderr.read() == b"" and shown.wait(60) == 141
 
