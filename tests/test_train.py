@@ -469,10 +469,10 @@ def test_options_of_other_programs_name_ours(capsys, given, hint):
 
 
 def test_a_reader_that_stops_reading_is_no_error():
-    line = "import sys; from nanote import cli; sys.exit(cli.run(lambda: print('short'), 'any.py'))"
-    for arguments in (["train.py", "--help"], ["-c", line]):  # as in: python train.py --help | head -1
-        shown = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE,
-                                 stderr=subprocess.PIPE, cwd=ROOT)
+    for length in (10, 100_000):  # as in: python train.py --help | head -1
+        line = f"import sys; from nanote import cli; sys.exit(cli.run(lambda: print('x' * {length}), 'a.py'))"
+        shown = subprocess.Popen([sys.executable, "-c", line], stdout=subprocess.PIPE, cwd=ROOT,
+                                 stderr=subprocess.PIPE, env=os.environ | {"PYTHONUNBUFFERED": ""})
         shown.stdout.close()
         assert shown.stderr.read() == b"" and shown.wait(60) == 141
 
