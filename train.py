@@ -1,4 +1,8 @@
-"""Train a GPT in FP8: python train.py --preset gpt2-124m
+"""Train a GPT in FP8.
+
+    python train.py --preset gpt2-124m --data data/stdlib      # a new run, in out/gpt2-124m
+    python train.py --resume --out-dir out/gpt2-124m           # continue it after Ctrl-C or a crash
+    torchrun --nproc-per-node 8 train.py --preset gpt2-350m    # data-parallel on 8 GPUs
 
 `build` makes the parts of a run, and `training_loop` is the loop. Decisions worth knowing:
 - Losses stay on the device between log lines, so that the host does not wait for the GPU.
@@ -13,13 +17,14 @@
 import contextlib
 import dataclasses
 import math
+import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from nanote import checkpoint, cli, fp8, memory, models, parallel, profiling
+from nanote import checkpoint, cli, config_file, fp8, memory, models, parallel, profiling
 from nanote.config import (
     ARCHITECTURE,
     PRESETS,  # noqa: F401  for `from train import PRESETS, TrainConfig`
@@ -28,9 +33,20 @@ from nanote.config import (
     pick_vocab_size,
     read_options,
 )
-from nanote.dataset import Loader, get_tokenizer
+from nanote.dataset import Loader, get_tokenizer, same_tokenizer
 from nanote.generate import generate, pick_device
-from nanote.metrics import Diverged, Log, Meter, cut_logs, draw, plot_health, plot_losses
+from nanote.metrics import (
+    Diverged,
+    Log,
+    Meter,
+    cut_logs,
+    describe_corpus,
+    describe_val_loss,
+    draw,
+    plot_health,
+    plot_losses,
+    val_record,
+)
 from nanote.optimizers import make_optimizer
 from nanote.parallel import Ranks
 from nanote.train_step import (
@@ -101,10 +117,11 @@ def training_loop(run: Run) -> None:
         if schedule.should_log and meter.finite is not None:
             record = meter.record(step, lr)
             if schedule.should_eval:
-                record["val_loss"] = run.val_loss = evaluate(model, run.loaders["val"], config.eval_steps)
+                run.val_loss = evaluate(model, run.loaders["val"], config)
                 if not math.isfinite(run.val_loss):
                     raise Diverged(f"step {step}: validation loss {run.val_loss}")
-            log.write(record | {"seconds": meter.total_seconds()})
+                record |= val_record(run.val_loss, run.loaders["val"].meta)
+            log.write(record | {"seconds": meter.total_seconds()}, meter.seconds_left(config.max_steps))
         meter.restart()
         if schedule.should_stop:
             break
@@ -167,16 +184,25 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 @torch.no_grad()
-def evaluate(model, loader: Loader, steps: int) -> float:
-    """Return the mean validation loss in nats per token over the loader's first `steps` batches.
+def evaluate(model, loader: Loader, config: TrainConfig) -> float:
+    """Return the mean validation loss in nats per token over the windows of Loader.evaluation.
 
     The FP8 state of the model is left as it was.
     """
+    tokens = config.eval_tokens
+    if config.eval_steps is not None:
+        tokens = config.eval_steps * config.micro_batch_size * config.seq_len * loader.world_size
+    total = torch.zeros(2, dtype=torch.float64, device=loader.device)  # of nats, of tokens
     model.eval()
     with fp8.preserved_state(model):
-        losses = torch.stack([model(*loader.batch(index)) for index in range(steps)])
+        for batch, counted in loader.evaluation(tokens):
+            loss = model(*batch)
+            if counted:  # the mean over no label may be NaN
+                total[0] += loss.double() * counted
+                total[1] += counted
     model.train()
-    return parallel.mean_over_ranks(losses.mean()).item()
+    nats, tokens = parallel.mean_over_ranks(total).tolist()
+    return nats / tokens
 
 
 def save(run: Run, keep: int) -> None:
@@ -202,13 +228,16 @@ def report_failed_save(run: Run) -> None:
 
 # ---------------------------------------------------------------- building a run
 
-def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, ranks: Ranks, at_end) -> Run:
+def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, ranks: Ranks, at_end,
+          command: str) -> Run:
     """Build the parts of a run. Everything that can be wrong is checked before anything is written.
 
     Args:
         resume_from: checkpoint folder, with its meta.json in `meta`; None for a new run.
         at_end: contextlib.ExitStack that unlocks the run's folder.
+        command: the command line, for config.json.
     """
+    options = dataclasses.asdict(config)
     device, dtype = prepare_device(config, ranks)
     recipe = recipe_of(config)
     loaders = open_data(config, ranks, device)
@@ -228,16 +257,21 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
     folder = open_folder(config, resume_from, ranks, at_end)
     if resume_from is not None:
         resume(resume_from, meta, folder, model, optimizer)
+    checkpoint.on_rank0(lambda: start_logs(folder, options, command, ranks, meta))
     if recipe is not None and recipe.delayed() and fp8.is_fresh(model):
         find_first_scales(config, model, optimizer, loaders["train"].batch(0))
     train_step = TrainStep(model, parallel.wrap(net, device), optimizer, config, device)
     parameters = sum(p.numel() for p in model.parameters())
     meter = Meter(config, parameters, device, ranks.world_size)
-    log = Log(folder, first_step, config.max_steps, enabled=ranks.is_first)
+    log = Log(folder, first_step, config.max_steps, enabled=ranks.is_first, project=config.wandb,
+              options=dataclasses.asdict(config))
     precision = describe_precision(config)
+    corpus, too_many_epochs = describe_corpus(config, loaders["train"].meta, meter.tokens_per_step)
     log.say(f"on {fp8.describe()}; {config.preset}, {precision}, {parameters / 1e6:,.2f} M parameters, "
-            f"{meter.tokens_per_step:,} tokens a step; {folder}"
+            f"{meter.tokens_per_step:,} tokens a step; {corpus}; {folder}"
             + (f" from step {meta['step']}" if meta else ""))
+    if too_many_epochs:
+        log.say(too_many_epochs)
     if kernels:
         log.say(kernels)
     if train_step.graphed and not train_step.updates_in_graph:
@@ -269,18 +303,18 @@ def prepare_device(config: TrainConfig, ranks: Ranks) -> tuple[torch.device, tor
     return device, torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def open_data(config: TrainConfig, ranks: Ranks, device: torch.device) -> dict[str, Loader]:
-    """Return the loaders of the train and val split."""
+def open_data(config: TrainConfig, ranks: Ranks, device: torch.device, splits=("train", "val")):
+    """Return the loaders of the train and val split, {split: Loader}."""
     options = dict(
         seq_len=config.seq_len, micro_batch_size=config.micro_batch_size, seed=config.seed, rank=ranks.rank,
         world_size=ranks.world_size, device=device, pack_documents=config.pack_documents,
     )
-    return {split: Loader(config.data, split, **options) for split in ("train", "val")}
+    return {split: Loader(config.data, split, **options) for split in splits}
 
 
 def fit_to_data(config: TrainConfig, tokens: dict, resume_from: Path | None, meta: dict | None):
     """Return the config with vocab_size and n_positions filled in. `tokens`: meta.json of the token files."""
-    if meta and meta["tokenizer"] != tokens["tokenizer"]:
+    if meta and not same_tokenizer(meta["tokenizer"], tokens["tokenizer"]):
         raise ValueError(f"--data {config.data} holds {tokens['tokenizer']} tokens, but {resume_from} was "
                          f"trained on {meta['tokenizer']} tokens")
     vocab_size = pick_vocab_size(config, tokens)
@@ -320,11 +354,18 @@ def open_folder(config: TrainConfig, resume_from: Path | None, ranks: Ranks, at_
 
 
 def resume(resume_from: Path, meta: dict, folder: str, model, optimizer) -> None:
-    """Load a checkpoint, and remove from the logs what was logged after it."""
+    """Load a checkpoint."""
     if checkpoint.on_rank0(lambda: checkpoint.latest(folder)) != resume_from:
         raise ValueError(f"{folder}: another process has trained past {resume_from} meanwhile; start again")
     checkpoint.load(resume_from, meta, model, optimizer)
-    checkpoint.on_rank0(lambda: cut_logs(folder, meta["step"] + 1))
+
+
+def start_logs(folder: str, options: dict, command: str, ranks: Ranks, meta: dict | None) -> None:
+    """Write config.json, and remove from the logs what was logged after the checkpoint of a resumed run."""
+    step = meta["step"] if meta else None
+    config_file.record(folder, options | {"out_dir": folder}, command, ranks.world_size, step)
+    if meta:
+        cut_logs(folder, step + 1)
 
 
 def find_first_scales(config: TrainConfig, model, optimizer, batch) -> None:
@@ -393,9 +434,13 @@ def main(argv=None) -> int:
     """
     ranks = parallel.init()
     try:
-        config, resume_from, meta = read_options(argv, __doc__)
+        config, resume_from, meta = read_options(argv, __doc__.partition("\n\n`build`")[0])
+        if config.eval_only:
+            evaluate_checkpoint(config, resume_from, meta, ranks)
+            return 0
+        command = shlex.join(["train.py", *(sys.argv[1:] if argv is None else argv)])
         with contextlib.ExitStack() as at_end:
-            run = build(config, resume_from, meta, ranks, at_end)
+            run = build(config, resume_from, meta, ranks, at_end, command)
             train(run)
             if ranks.is_first:
                 summarize(run)
@@ -416,6 +461,25 @@ def main(argv=None) -> int:
     return 0
 
 
+def evaluate_checkpoint(config: TrainConfig, folder: Path, meta: dict, ranks: Ranks) -> None:
+    """Print the validation loss of a checkpoint, as the run measures it; write nothing."""
+    device, dtype = prepare_device(config, ranks)
+    recipe = recipe_of(config)
+    loader = open_data(config, ranks, device, ["val"])["val"]
+    config = fit_to_data(config, loader.meta, folder, meta)
+    model_config = check_model(config, recipe, device, dtype)
+    model, _ = build_model(config, model_config, recipe, device, dtype)
+    optimizer = make_optimizer(model, config)  # the FP8 state is loaded with the optimizer's
+    checkpoint.load(folder, meta, model, optimizer)
+    if recipe is not None and recipe.delayed() and fp8.is_fresh(model):
+        find_first_scales(config, model, optimizer, loader.batch(0))
+    val_loss = evaluate(model, loader, config)
+    loader.close()
+    if ranks.is_first:
+        print(f"{folder} on {config.data}, {describe_precision(config)}: "
+              f"{describe_val_loss(val_loss, loader.meta)}")
+
+
 def train(run: Run) -> None:
     """Run the loop until the last step or a stop request; close what it used, whatever happens."""
     run.model.train()
@@ -434,8 +498,8 @@ def train(run: Run) -> None:
         kept = f"the last checkpoint is {last}" if last else "there is no checkpoint yet"
         run.profiler.close(run.step)  # writes a memory snapshot before memory is freed
         raise memory.explain(
-            error, f"step {run.step}", run.config, run.model, run.optimizer, run.train_step, run.batches[0],
-            kept,
+            error, f"step {run.step}", run.config, run.model, run.optimizer, run.train_step,
+            next(iter(run.batches), None), kept,
         ) from None
     finally:
         close(run)
@@ -476,22 +540,21 @@ def summarize(run: Run) -> None:
     """Plot the losses; print a sample and where everything is, or how to resume a run that was stopped."""
     config, folder, last = run.config, run.folder, checkpoint.latest(run.folder)
     loss_plot = draw("loss.png", run.log.say, plot_losses, folder)
+    own_model = f" --model {config.model}" if models.is_file(config.model) else ""
     if run.step < config.max_steps:
         signal_name = run.schedule.stop.name or "another process"
         print(f"stopped by {signal_name} after step {run.step}: saved {last}; "
-              f"resume with: python train.py --resume --out-dir {folder}")
+              f"resume with: python train.py --resume --out-dir {folder}{own_model}")
         return
-    tokenizer = run.checkpoint_meta["tokenizer"]
-    unit = "nats a byte" if tokenizer == "byte" else f"nats a token ({tokenizer})"
     print(f"\n--- a sample ---\n{sample_text(run)}\n----------------\n"
-          f"validation loss {run.val_loss:.4f} {unit} after {cli.counted(run.step, 'step')}, "
-          f"on {fp8.describe()}")
+          f"{describe_val_loss(run.val_loss, run.loaders['val'].meta)} after "
+          f"{cli.counted(run.step, 'step')}, on {fp8.describe()}")
     if run.health_plot:
         print(f"FP8 health   {run.health_plot}")
     if loss_plot:
         print(f"loss curve   {loss_plot}")
     print(f"metrics      {folder}/metrics.jsonl, and: tensorboard --logdir {folder}/tensorboard\n"
-          f"checkpoint   {last}\nmore text    python sample.py {folder} --prompt \"def \"")
+          f"checkpoint   {last}\nmore text    python sample.py {folder} --prompt \"def \"{own_model}")
 
 
 def sample_text(run: Run) -> str:

@@ -169,7 +169,8 @@ def equals(run_dir, whole="whole", stopped_after=None) -> bool:
         found = lines(folder)
         for record in found:
             if record["step"] == stopped_after:
-                record.pop("val_loss", None)
+                for name in ("val_loss", "val_bits_per_byte"):
+                    record.pop(name, None)
         return found
 
     last = f"step-{STEPS}"

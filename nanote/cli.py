@@ -3,17 +3,29 @@
 Use `parse` to fill a dataclass from the command line, and `run` around a script's main function. A script's
 checks just raise ValueError or OSError, and `run` prints either as one line on stderr.
 """
+import ast
 import contextlib
+import dataclasses
+import inspect
 import io
+import os
 import re
 import sys
+import textwrap
+from itertools import zip_longest
 from pathlib import Path
+from typing import Annotated, get_type_hints
 
 import tyro
 
 
-def parse(config_class, argv=None, *, prog: str, description: str | None, default=None):
+def parse(config_class, argv=None, *, prog: str, description: str | None, default=None, groups=False,
+          other_names: dict[str, str] | None = None):
     """Return `config_class` filled from `argv` (None: sys.argv[1:]), over the values of `default`.
+
+    Args:
+        groups: show the options in groups, see `_in_groups`; then `default` is needed.
+        other_names: options of other programs, with "-" for "_", and what to use instead.
 
     Raises:
         ValueError: a mistake that tyro reports, text that is not UTF-8, or an integer beyond 64 bits. Neither
@@ -28,19 +40,66 @@ def parse(config_class, argv=None, *, prog: str, description: str | None, defaul
             raise ValueError(f"{shown}: not UTF-8 text here; rename the file, or set a UTF-8 locale such as "
                              "LC_ALL=C.UTF-8") from None
     options = {} if default is None else {"default": default}
+    if groups:
+        options = {"config": (tyro.conf.OmitArgPrefixes,)}
+    parsed_class = _in_groups(config_class, default) if groups else config_class
     # tyro's only public way to report a mistake is to print a box on stderr and exit.
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            config = tyro.cli(config_class, args=argv, prog=prog, description=description, **options)
+            config = tyro.cli(parsed_class, args=argv, prog=prog, description=description, **options)
     except SystemExit as stop:
         if not stop.code:
             raise  # --help
+        _check_other_names(argv, other_names or {}, prog)
         raise ValueError(_in_one_line(printed.getvalue(), prog)) from None
+    if groups:
+        config = config_class(**{name: value for group in vars(config).values()
+                                 for name, value in vars(group).items()})
     for name, value in vars(config).items():
         if type(value) is int and not -2**63 <= value < 2**63:
             raise ValueError(f"{flag(name)} {value}: does not fit in 64 bits; use a smaller number")
     return config
+
+
+def _check_other_names(argv: list[str], other_names: dict[str, str], prog: str) -> None:
+    """Raise ValueError for an option, or an option with its value, that has another name here."""
+    for argument, following in zip_longest(argv, argv[1:], fillvalue=""):
+        name, _, value = argument.partition("=")
+        for given in (name, f"{name} {value or following}"):
+            use = other_names.get(given.replace("_", "-"))
+            if use:
+                raise ValueError(f"{given}: not an option of {prog}; use {use} (all options: {prog} --help)")
+
+
+def _in_groups(config_class, default):
+    """Return a dataclass whose fields are groups of the options of `config_class`, each a dataclass.
+
+    tyro shows each of them in a box of its own in --help. In the source of `config_class` a comment on a line
+    of its own begins a group and names it. tyro finds no help in a class without source: it is passed on.
+    """
+    source = textwrap.dedent(inspect.getsource(config_class))
+    lines, body = source.splitlines(), ast.parse(source).body[0].body
+    hints, groups = get_type_hints(config_class, include_extras=True), {}
+    title, end = "", 0  # of the present group; the last line of the node before
+    for node, following in zip_longest(body, body[1:]):
+        titles = [line.strip(" #") for line in lines[end:node.lineno - 1] if line.lstrip().startswith("#")]
+        title, end = titles[-1] if titles else title, node.end_lineno
+        if isinstance(node, ast.AnnAssign):
+            text = lines[end - 1].encode()[node.end_col_offset:].decode()  # a comment behind the field
+            if isinstance(following, ast.Expr):  # a docstring below it
+                text = following.value.value
+            text = " ".join(text.strip(" #").split())
+            name = node.target.id
+            option = Annotated[hints[name], tyro.conf.arg(help=text)]
+            field = dataclasses.field(default=getattr(default, name))
+            groups.setdefault(title, []).append((name, option, field))
+    boxes = []
+    for title, fields in groups.items():
+        group = dataclasses.make_dataclass("Group", fields)
+        titled = Annotated[group, tyro.conf.arg(name=title)]
+        boxes.append((re.sub(r"\W+", "_", title), titled, dataclasses.field(default_factory=group)))
+    return dataclasses.make_dataclass(config_class.__name__, boxes)
 
 
 def _in_one_line(box: str, prog: str) -> str:
@@ -64,12 +123,21 @@ def _in_one_line(box: str, prog: str) -> str:
 
 
 def run(main, script: str) -> int:
-    """Call `main()`; return its result or 0, 2 after a user's mistake, 130 after Ctrl-C."""
+    """Call `main()`; return its result or 0, 2 after a user's mistake, 130 after Ctrl-C.
+
+    141, without a message, if nobody reads stdout to its end, as in `… | head`.
+    """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # for a terminal that cannot show a character
     try:
-        return main() or 0
+        try:
+            return main() or 0
+        finally:
+            sys.stdout.flush()  # a closed pipe shows here, and not at exit
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+        return 141  # as a shell says it: 128 + SIGPIPE
     except (ValueError, OSError) as error:
         message = str(error)
         if isinstance(error, OSError) and error.filename:

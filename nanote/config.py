@@ -7,6 +7,7 @@ defaults. Nothing here depends on the device or the data: what does is checked w
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import math
 import os
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from nanote import checkpoint, cli, fp8, json_files, models, optimizers, profiling
+from nanote import checkpoint, cli, config_file, fp8, json_files, models, optimizers, profiling
 
 OptimizerName = Literal[tuple(optimizers.OPTIMIZERS)]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -23,8 +24,12 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotun
 
 @dataclass
 class TrainConfig:
-    """Train a GPT. Every field is an option of train.py; its comment or docstring is the option's help."""
+    """Train a GPT. Every field is an option of train.py; its comment or docstring is the option's help.
 
+    A comment on a line of its own begins a group of options in --help.
+    """
+
+    # run
     preset: str = "tiny"
     """Preset that gives the defaults: tiny, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1.5b, llama-160m,
     llama3-1b, llama3-8b."""
@@ -37,8 +42,13 @@ class TrainConfig:
     resume: bool = False
     """Continue from the last checkpoint in --out-dir (default: the newest run of the preset). Options that
     are not given keep the checkpoint's values."""
+    config: str | None = None
+    """File of options: config.json in the folder of another run, or JSON or YAML with options by name. Those
+    on the command line win."""
+    eval_only: bool = False
+    """Print the validation loss of the last checkpoint in --out-dir and stop; nothing is written."""
 
-    # the model's architecture
+    # model
     n_layer: int = 12  # Number of transformer blocks.
     n_head: int = 12  # Number of attention heads.
     n_kv_head: int | None = None  # Number of key and value heads (grouped-query attention); None: n_head.
@@ -137,10 +147,14 @@ class TrainConfig:
     compile_fullgraph: bool = False  # With --compile: one graph, or an error that names the graph break.
     device: str = "auto"  # auto, cpu, cuda or cuda:N.
 
-    # evaluation, checkpoints and diagnostics
+    # evaluation, logging and checkpoints
     eval_interval: int = 250
     """Steps between evaluations (also after the first and the last step); 0: only after the last."""
-    eval_steps: int = 20  # Validation batches per evaluation.
+    eval_tokens: int = 160 * 1024
+    """Validation tokens per evaluation, spread evenly over val.bin: the same for every seed, micro-batch size
+    and number of GPUs; all of val.bin if it has fewer."""
+    eval_steps: int | None = None
+    """In place of --eval-tokens: evaluate as many tokens as this number of micro-batches on each device."""
     checkpoint_interval: int = 250
     """Steps between checkpoints (also after the last step); 0: only after the last."""
     keep_checkpoints: int = 2  # Checkpoints to keep; older ones are removed.
@@ -148,6 +162,11 @@ class TrainConfig:
     """Write checkpoints in the background (one process only); takes host memory for a copy of weights and
     optimizer state."""
     log_interval: int = 10  # Steps between log lines.
+    wandb: str | None = None
+    """Log to this project of Weights & Biases, too (pip install wandb); WANDB_MODE=offline: without a
+    network."""
+
+    # diagnostics
     fp8_health_interval: int = 0
     """Steps between measurements of every FP8 tensor: amax, scale, the shares that saturate and that flush to
     zero (fp8_health.jsonl, fp8_health.png, TensorBoard). The next log line shows a lower speed. 0: never, at
@@ -176,7 +195,7 @@ PRESETS = {
     "tiny": LLAMA
     | dict(
         n_layer=4, n_head=4, n_embd=128, seq_len=128, micro_batch_size=16, max_steps=500, lr=3e-3,
-        warmup_steps=50, eval_interval=100, checkpoint_interval=100, log_interval=10,
+        warmup_steps=50, eval_interval=100, eval_tokens=320 * 128, checkpoint_interval=100, log_interval=10,
     ),
     # Radford et al. 2019, table 2; learning rates of Brown et al. 2020, table 2.1.
     "gpt2-124m": GPT2 | dict(n_layer=12, n_head=12, n_embd=768, lr=6e-4),
@@ -219,6 +238,23 @@ MODEL_SWITCHES = [
 OPTIMIZED_ONLY = ["pack_documents", "fast_kernels", "fused_loss", "fused_block"]
 
 
+# Options of nanoGPT, transformers and others, and what they are called here.
+OTHER_NAMES = {
+    "--learning-rate": "--lr", "--min-lr": "--min-lr-ratio, a fraction of --lr",
+    "--batch-size": "--micro-batch-size (sequences of a forward pass on each GPU) and --grad-accum",
+    "--gradient-accumulation-steps": "--grad-accum", "--block-size": "--seq-len",
+    "--max-iters": "--max-steps", "--num-steps": "--max-steps", "--steps": "--max-steps",
+    "--epochs": "--max-steps; the first log line says how many epochs these are",
+    "--lr-decay-iters": "--lr-schedule and --max-steps", "--warmup-iters": "--warmup-steps",
+    "--eval-iters": "--eval-tokens", "--n-layers": "--n-layer", "--num-layers": "--n-layer",
+    "--n-heads": "--n-head", "--num-heads": "--n-head", "--d-model": "--n-embd", "--hidden-size": "--n-embd",
+    "--dtype fp8": "--fp8-recipe delayed, the default; --dtype is the type outside FP8 GEMMs",
+    "--fp8": "--fp8-recipe delayed, the default", "--bf16": "--fp8-recipe none",
+    "--dataset": "--data with the folder that data.py wrote", "--output-dir": "--out-dir",
+    "--init-from": "--resume", "--wandb-project": "--wandb PROJECT", "--wandb-log": "--wandb PROJECT",
+    "--gpus": "torchrun --nproc-per-node N train.py …",
+}
+
 # ---------------------------------------------------------------- from the command line
 
 def read_options(argv, description: str | None = None) -> tuple[TrainConfig, Path | None, dict | None]:
@@ -227,30 +263,54 @@ def read_options(argv, description: str | None = None) -> tuple[TrainConfig, Pat
     Without --resume the last two are None. `description` is the text above the options in --help.
     """
     chosen = _default_options(argv)
-    if chosen.preset not in PRESETS:
-        raise ValueError(f"unknown preset {chosen.preset!r}: one of {', '.join(PRESETS)}")
     if chosen.model and models.is_file(chosen.model):
         models.load_file(chosen.model)
-    if chosen.resume:
+    folder = meta = None
+    if chosen.resume or chosen.eval_only:
         folder, meta = _checkpoint_to_resume(chosen)
-        default = dataclasses.replace(saved_options(folder, meta), out_dir=str(folder.parent), resume=True,
-                                      profile=None, nsys=None, memory_snapshot=None)
+        preset = default = _resumed_options(chosen, folder, meta)
     else:
-        folder = meta = None
-        default = TrainConfig(preset=chosen.preset, **PRESETS[chosen.preset])
-    config = cli.parse(TrainConfig, argv, prog="train.py", description=description, default=default)
-    # A custom recipe imports a module: the command line may do that, a checkpoint may not.
-    if config.fp8_recipe.startswith("custom:") and config.fp8_recipe != chosen.fp8_recipe:
+        preset, default = _new_options(chosen)
+    config = cli.parse(TrainConfig, argv, prog="train.py", description=description, default=default,
+                       groups=True, other_names=OTHER_NAMES)
+    # A custom recipe imports a module: the command line and a --config may do that, a checkpoint may not.
+    if folder and config.fp8_recipe.startswith("custom:") and config.fp8_recipe != chosen.fp8_recipe:
         raise ValueError(f"--resume: {folder} was trained with --fp8-recipe {config.fp8_recipe}; code is "
                          f"never taken from a checkpoint: pass --fp8-recipe {config.fp8_recipe} again, or a "
                          "built-in recipe such as --fp8-recipe delayed")
-    _check_model_has(config, default)
-    if chosen.resume:
+    _check_model_has(config, preset)
+    if folder:
         preset = chosen.preset if chosen.preset_is_given else default.preset
         config = dataclasses.replace(config, out_dir=str(folder.parent), preset=preset)
         _check_resume(config, default, folder, meta)
     check_options(config)
     return config, folder, meta
+
+
+def _resumed_options(chosen, folder: Path, meta: dict) -> TrainConfig:
+    """Return the defaults of the command line that continues or evaluates a checkpoint."""
+    if chosen.config:
+        raise ValueError(f"--config {chosen.config}: {folder} has its own options; leave --config out")
+    default = dataclasses.replace(saved_options(folder, meta), out_dir=str(folder.parent), resume=True,
+                                  config=None, eval_only=False, profile=None, nsys=None, memory_snapshot=None)
+    if chosen.eval_tokens:  # it would lose against the checkpoint's --eval-steps
+        default = dataclasses.replace(default, eval_steps=None)
+    return default
+
+
+def _new_options(chosen) -> tuple[TrainConfig, TrainConfig]:
+    """Return the options of the preset, and those with the options of --config over them."""
+    given = config_file.read(chosen.config, TrainConfig, OTHER_NAMES) if chosen.config else {}
+    if not chosen.model and models.is_file(given.get("model", "")):
+        models.load_file(given["model"])
+    name = given.get("preset", chosen.preset)
+    if chosen.preset_is_given and name != chosen.preset:
+        raise ValueError(f"--preset {chosen.preset}: {chosen.config} has the options of the preset {name}; "
+                         "leave one of them out")
+    if name not in PRESETS:
+        raise ValueError(f"unknown preset {name!r}: one of {', '.join(PRESETS)}")
+    preset = {"preset": name} | PRESETS[name]
+    return TrainConfig(**preset), TrainConfig(**preset | given)
 
 
 def _default_options(argv) -> argparse.Namespace:
@@ -262,8 +322,11 @@ def _default_options(argv) -> argparse.Namespace:
     parser.add_argument("--preset", nargs="?")
     parser.add_argument("--model", nargs="?")
     parser.add_argument("--out-dir", "--out_dir", nargs="?")
+    parser.add_argument("--config", nargs="?")
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--eval-only", "--eval_only", action=argparse.BooleanOptionalAction)
     parser.add_argument("--fp8-recipe", "--fp8_recipe", nargs="?")
+    parser.add_argument("--eval-tokens", "--eval_tokens", nargs="?")
     chosen, _ = parser.parse_known_args(argv)
     chosen.preset_is_given = bool(chosen.preset)
     if chosen.preset is None:
@@ -275,7 +338,7 @@ def _checkpoint_to_resume(chosen) -> tuple[Path, dict]:
     """Return the checkpoint's folder and its meta.json. ValueError if it is not the last one of its run."""
     run = Path(chosen.out_dir) if chosen.out_dir else newest_run(chosen.preset)
     folder = checkpoint.find(run)
-    if folder != checkpoint.latest(folder.parent):
+    if folder != checkpoint.latest(folder.parent) and not chosen.eval_only:
         others = [path.name for path in checkpoint.list_checkpoints(folder.parent) if path != folder]
         raise ValueError(f"--resume: {folder.parent} has later checkpoints than {folder.name}; to continue "
                          f"from there, remove {', '.join(others)}")
@@ -286,7 +349,13 @@ def saved_options(folder: Path, meta: dict) -> TrainConfig:
     """Return the options of a checkpoint's run, without those that this version does not have."""
     json_files.check(meta, {"config": TrainConfig}, folder / "meta.json", checkpoint.RESTORE)
     known = {field.name for field in dataclasses.fields(TrainConfig)}
-    return TrainConfig(**{key: value for key, value in meta["config"].items() if key in known})
+    saved = TrainConfig(**{key: value for key, value in meta["config"].items() if key in known})
+    if "eval_tokens" not in meta["config"] and saved.eval_steps is not None:
+        # An older version counted micro-batches. The run keeps the number of tokens (of one device), but not
+        # the windows, which depended on the seed: val_loss may jump by its sampling error.
+        tokens = saved.eval_steps * saved.micro_batch_size * saved.seq_len
+        saved = dataclasses.replace(saved, eval_tokens=tokens, eval_steps=None)
+    return saved
 
 
 def newest_run(preset: str) -> Path:
@@ -304,11 +373,11 @@ def newest_run(preset: str) -> Path:
 def make_run_folder(config: TrainConfig) -> str:
     """Create the run's folder and return its path.
 
-    ValueError if --out-dir exists, unless it is an empty folder, which a run that failed before its first
-    step leaves behind.
+    ValueError if --out-dir exists, unless it is an empty folder or has only the config.json that a run that
+    failed before its first step leaves behind.
     """
     if config.out_dir is not None:
-        is_empty_folder = os.path.isdir(config.out_dir) and not os.listdir(config.out_dir)
+        is_empty_folder = os.path.isdir(config.out_dir) and set(os.listdir(config.out_dir)) <= {"config.json"}
         if os.path.lexists(config.out_dir) and not is_empty_folder:
             raise ValueError(f"--out-dir {config.out_dir} exists: resume it with --resume, or name another")
         os.makedirs(config.out_dir, exist_ok=True)
@@ -355,7 +424,7 @@ def _check_resume(config: TrainConfig, default: TrainConfig, folder: Path, meta:
     if config.optimizer != default.optimizer:
         raise ValueError(f"--optimizer {config.optimizer}: {folder} has the state of {default.optimizer}; "
                          "leave the option out, or start a new run")
-    if config.max_steps <= meta["step"]:
+    if config.max_steps <= meta["step"] and not config.eval_only:
         raise ValueError(f"--max-steps {config.max_steps}: {folder} has done {meta['step']} steps; "
                          f"to continue, pass more, such as --max-steps {meta['step'] * 2}")
 
@@ -378,9 +447,10 @@ def _require(config: TrainConfig, names: str, holds, rule: str, example) -> None
 
 
 def _check_ranges(config: TrainConfig) -> None:
-    at_least_1 = "max_steps micro_batch_size seq_len grad_accum eval_steps keep_checkpoints log_interval"
+    at_least_1 = "max_steps micro_batch_size seq_len grad_accum eval_tokens keep_checkpoints log_interval"
     not_negative = "warmup_steps eval_interval checkpoint_interval fp8_health_interval max_skipped_steps seed"
     _require(config, at_least_1, lambda v: v >= 1, "at least 1", 8)
+    _require(config, "eval_steps", lambda v: v is None or v >= 1, "at least 1", 8)
     _require(config, not_negative, lambda v: v >= 0, "0 or more", 100)
     _require(config, "fp8_amax_history_len", lambda v: v >= 1, "at least 1", 1024)
     _require(config, "fp8_dgrad_fast_accum_k", lambda v: v >= 0, "0 or more", 3072)
@@ -418,6 +488,11 @@ def _check_combinations(config: TrainConfig) -> None:
     if config.fp8_recipe != "none" and not models.has_fp8(config.model):
         raise ValueError(f"--fp8-recipe {config.fp8_recipe}: the model {config.model} has no field use_fp8 "
                          "in its config, so it does not train in FP8; pass --fp8-recipe none")
+    if config.wandb is not None:
+        spec = importlib.util.find_spec("wandb")
+        if spec is None or spec.origin is None:  # a folder wandb of logs is found, too, without an origin
+            raise ValueError(f"--wandb {config.wandb}: the package wandb is not installed; pip install "
+                             "wandb, or go on without it: --wandb None")
     if config.fp8_health_interval and config.fp8_recipe == "none":
         raise ValueError(f"--fp8-health-interval {config.fp8_health_interval}: there are no FP8 tensors with "
                          "--fp8-recipe none; pass --fp8-recipe delayed or leave --fp8-health-interval out")

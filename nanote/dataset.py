@@ -43,7 +43,7 @@ FILES = {"train.bin", "val.bin", "meta.json"}
 META = {  # fields of meta.json; "?": optional
     "dtype": Literal["uint16", "uint32"], "tokenizer": str, "vocab_size": range(1, 2**32 + 1), "eot": COUNT,
     "train_tokens": COUNT, "val_tokens": COUNT, "train_sha256": str, "val_sha256": str,
-    "format?": COUNT, "sha256?": str}
+    "val_bytes?": COUNT, "format?": COUNT, "sha256?": str}
 REMAKE = "make the token files again with data.py --force"
 
 
@@ -605,17 +605,46 @@ class Loader:
         windows, *packing = (tensor.to(self.device, non_blocking=True) for tensor in (windows, *packing))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), *packing
 
+    def evaluation(self, tokens):
+        """Yield (batch, number of labels that count) for `tokens` tokens of the split, in whole windows.
+
+        The windows are spread evenly over the split, and all of it is used if it holds no more than that.
+        They depend on seq_len and on nothing else: every seed, micro_batch_size and world_size evaluates the
+        same labels. A batch is one of `batch`'s shape; labels that do not count are -100. Every rank gets its
+        part of the windows and the same number of batches, perhaps some in which nothing counts.
+        """
+        total = (len(self.tokens) - 2) // self.seq_len + 1  # the last one may have fewer labels
+        count = min((tokens - 1) // self.seq_len + 1, total)
+        batches = (count - 1) // (self.micro_batch_size * self.world_size) + 1
+        for index in range(batches):
+            first = (index * self.world_size + self.rank) * self.micro_batch_size
+            numbers = range(first, first + self.micro_batch_size)
+            starts = [min(number, count - 1) * total // count * self.seq_len for number in numbers]
+            # The last window of the split ends with its last token; its first labels are another window's.
+            moved = [min(start, len(self.tokens) - 1 - self.seq_len) for start in starts]
+            windows = self._windows(moved)
+            inputs, labels = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+            for row, number in enumerate(numbers):
+                labels[row, :starts[row] - moved[row] if number < count else None] = -100
+            packing = [self._cu_seqlens(windows)] if self.pack_documents else []
+            batch = [tensor.to(self.device, non_blocking=True) for tensor in (inputs, labels, *packing)]
+            yield batch, int((labels != -100).sum())
+
     def close(self):
         self._thread.shutdown(cancel_futures=True)
 
     def _read(self, index):
         """Return the windows of batch `index`: int64 (micro_batch_size, seq_len + 1)."""
-        import torch
-
         first, starts = (index * self.world_size + self.rank) * self.micro_batch_size, []
         for sample in range(first, first + self.micro_batch_size):
             offset, order = self._epoch(sample // self.num_windows)
             starts.append(offset + order[sample % self.num_windows] * self.seq_len)
+        return self._windows(starts)
+
+    def _windows(self, starts):
+        """Return the windows that begin with the tokens `starts`: int64 (len(starts), seq_len + 1)."""
+        import torch
+
         positions = np.array(starts)[:, None] + np.arange(self.seq_len + 1)
         windows = torch.from_numpy(self.tokens[positions].astype(np.int64))
         return windows.pin_memory() if self.device.type == "cuda" else windows

@@ -75,11 +75,9 @@ def least_memory(config, model_config, dtype: torch.dtype) -> list[tuple[int, st
     forward = (weights + state_before, "weights and optimizer state", sizes)
     if config.grad_accum > 1:  # with the gradients of the previous micro-batch
         forward = (weights + gradients + state_before, "weights, gradients and optimizer state", sizes)
-    evaluation = (weights + state, "weights and optimizer state", sizes)
     moments = [
         [update],
-        [forward, (activations, "activations and logits of a micro-batch", "micro_batch_size seq_len")],
-        [evaluation, (64 * config.eval_steps, "losses of an evaluation", "eval_steps")]]
+        [forward, (activations, "activations and logits of a micro-batch", "micro_batch_size seq_len")]]
     most = max(moments, key=lambda parts: sum(size for size, *_ in parts))
     return most + [(histories, "amax histories", "fp8_amax_history_len"),
                    (16 * tokens * config.grad_accum, "token ids and labels of a step",
@@ -134,17 +132,18 @@ def explain(
     Args:
         what: where it happened.
         train_step: None before there is one.
-        batch: (input_ids, labels), (B, S) each.
+        batch: (input_ids, labels), (B, S) each; None if memory ran out before there was one.
         kept: which checkpoint was saved, in words.
     """
-    fixed, points, capacity, device = step_bytes(model, optimizer), None, None, batch[0].device
+    fixed, points, capacity = step_bytes(model, optimizer), None, None
+    device = next(model.parameters()).device
     graphed = wants_graph(config, device)
     if device.type == "cuda":
         _free_failed_pass(error, optimizer, train_step)
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()
             capacity = _capacity(device)
-            if not torch.distributed.is_initialized():
+            if batch is not None and not torch.distributed.is_initialized():
                 points = measure_peaks(model, batch, sequence_multiple(config), graphed)
     advice = what_would_fit(
         config, fixed=fixed, parameters=sum(p.numel() for p in model.parameters()), capacity=capacity,

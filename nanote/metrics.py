@@ -90,6 +90,7 @@ class Meter:
         self.skipped = 0
         self.seconds, self.steps = 0.0, 0  # training time and steps since the last `record`
         self.began = self.mark = time.perf_counter()
+        self.step, self.timed_from = 0, None  # the last step; (step, time) from which the ETA is measured
 
     def start(self) -> None:
         """Start the clocks of the run and of the next step."""
@@ -98,6 +99,7 @@ class Meter:
     def add(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         self.pending.append((step, loss, grad_norm))
         self.steps += 1
+        self.step = step
 
     def read(self, say) -> bool:
         """Wait for the device, read the losses, and stop the clock of training time.
@@ -130,10 +132,73 @@ class Meter:
     def restart(self) -> None:
         """Start the clock of training time again, after logging, evaluation and checkpoint."""
         self.mark = time.perf_counter()
+        if self.timed_from is None:  # until here the time includes compilation, capture and warm-up
+            self.timed_from = self.step, self.mark
+
+    def seconds_left(self, last_step: int) -> float | None:
+        """Return the expected time to `last_step`, evaluations and checkpoints included; None if unknown."""
+        if self.timed_from is None or self.step == last_step:
+            return None
+        first_step, since = self.timed_from
+        return (time.perf_counter() - since) / (self.step - first_step) * (last_step - self.step)
 
     def total_seconds(self) -> float:
         """Return the time since `start`, evaluations and checkpoints included."""
         return time.perf_counter() - self.began
+
+
+def shown_time(seconds: float) -> str:
+    """Return a duration in the unit that fits: 40 s, 12 min, 3.5 h, 2.1 days."""
+    for unit, length in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.{0 if unit == 'min' else 1}f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+# ---------------------------------------------------------------- corpus and validation
+
+MOST_EPOCHS = 10  # beyond it a run says how to get a larger corpus
+
+
+def describe_corpus(config: TrainConfig, meta: dict, tokens_per_step: int) -> tuple[str, str]:
+    """Return the size of the corpus and how often the run reads it, and a warning if that is too often.
+
+    `meta`: meta.json of the token files. The warning is "" if there is none.
+    """
+    tokens = meta["train_tokens"]
+    epochs = config.max_steps * tokens_per_step / tokens
+    shown = f"{epochs:,.1f}" if epochs >= 1 else f"{epochs:.2g}"
+    steps = cli.counted(config.max_steps, "step")
+    size = f"{config.data}: {tokens:,} tokens, {shown} epochs in {steps}"
+    if epochs <= MOST_EPOCHS:
+        return size, ""
+    return size, (f"{config.data}: {shown} epochs: a model learns little new after {MOST_EPOCHS}; make "
+                  "a larger corpus with python data.py packages (without a network) or python data.py hf "
+                  "HuggingFaceFW/fineweb-edu --subset sample-10BT --streaming --tokenizer gpt2, or pass "
+                  f"--max-steps {max(1, tokens // tokens_per_step)} for one epoch")
+
+
+def bits_per_byte(val_loss: float, meta: dict) -> float | None:
+    """Return a validation loss in bits per byte of text, which compares runs with different tokenizers.
+
+    `meta`: meta.json of the token files; None if it does not count the bytes, as older ones.
+    """
+    if not meta.get("val_bytes"):
+        return None
+    return val_loss * meta["val_tokens"] / meta["val_bytes"] / math.log(2)
+
+
+def val_record(val_loss: float, meta: dict) -> dict:
+    """Return the fields of metrics.jsonl that a validation loss gives."""
+    bits = bits_per_byte(val_loss, meta)
+    return {"val_loss": val_loss} | ({} if bits is None else {"val_bits_per_byte": bits})
+
+
+def describe_val_loss(val_loss: float, meta: dict) -> str:
+    """Return a validation loss with its units: nats per token, and bits per byte if the bytes are known."""
+    unit = "nats a byte" if meta["tokenizer"] == "byte" else f"nats a token ({meta['tokenizer']})"
+    bits = bits_per_byte(val_loss, meta)
+    return f"validation loss {val_loss:.4f} {unit}" + ("" if bits is None else f", {bits:.4f} bits a byte")
 
 
 # ---------------------------------------------------------------- logs
@@ -141,7 +206,9 @@ class Meter:
 class Log:
     """Write metrics.jsonl, TensorBoard, the progress bar and log lines; on ranks above 0 nothing."""
 
-    def __init__(self, run: str, first_step: int, max_steps: int, enabled: bool):
+    def __init__(self, run: str, first_step: int, max_steps: int, enabled: bool, project: str | None = None,
+                 options: dict | None = None):
+        """`project`: of Weights & Biases, to log there as well, with the run's `options`."""
         self.enabled = enabled
         if not enabled:
             return
@@ -149,6 +216,7 @@ class Log:
 
         self.run, self.max_steps = run, max_steps
         self.waiting = {}  # file name -> records that are not written yet
+        self.wandb = start_wandb(project, run, options) if project else None
         self.board = SummaryWriter(str(Path(run, "tensorboard")), purge_step=first_step)
         # disable=None: no bar without a terminal
         self.bar = tqdm(total=max_steps, initial=first_step - 1, unit="step", dynamic_ncols=True,
@@ -163,33 +231,41 @@ class Log:
         if self.enabled:
             self.bar.update()
 
-    def write(self, record: dict) -> None:
-        """Log a record of metrics.jsonl everywhere."""
+    def write(self, record: dict, seconds_left: float | None = None) -> None:
+        """Log a record of metrics.jsonl everywhere; the time left is for the screen."""
         if not self.enabled:
             return
         self._append("metrics.jsonl", record)
-        with self._reporting_errors(record["step"], "tensorboard"):
-            for key, value in record.items():
-                if key != "step" and value is not None:
-                    self.board.add_scalar(key, value, record["step"])
+        self._plot(record["step"], {key: value for key, value in record.items() if key != "step"})
         speed = f"{record['tokens_per_s']:,.0f} tokens/s"
-        self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {speed}")
+        eta = "" if seconds_left is None else f"  ETA {shown_time(seconds_left)}"
+        self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {speed}{eta}")
         mfu = f"  MFU {100 * record['mfu']:.1f} %" if record["mfu"] is not None else ""
         if record["roofline"] is not None:
             mfu += f"  roofline {100 * record['roofline']:.1f} %"
         val = f"  val loss {record['val_loss']:.4f}" if "val_loss" in record else ""
+        if "val_bits_per_byte" in record:
+            val += f" ({record['val_bits_per_byte']:.4f} bits a byte)"
         self.say(f"step {record['step']}/{self.max_steps}  loss {record['loss']:.4f}  "
-                 f"grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  {speed}{mfu}{val}")
+                 f"grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  {speed}{mfu}{val}{eta}")
 
     def write_health(self, step: int, health: dict) -> None:
         """Log what fp8.health returns."""
         self._append("fp8_health.jsonl", {"step": step, "health": health})
+        self._plot(step, {f"fp8_{name}/{module}.{tensor}": value for module, tensors in health.items()
+                          for tensor, figures in tensors.items() for name, value in figures.items()})
+
+    def _plot(self, step: int, scalars: dict) -> None:
+        """Log scalars to TensorBoard and Weights & Biases, without those that are None."""
+        scalars = {name: value for name, value in scalars.items() if value is not None}
         with self._reporting_errors(step, "tensorboard"):
-            for module, tensors in health.items():
-                for tensor, figures in tensors.items():
-                    for name, value in figures.items():
-                        if value is not None:
-                            self.board.add_scalar(f"fp8_{name}/{module}.{tensor}", value, step)
+            for name, value in scalars.items():
+                self.board.add_scalar(name, value, step)
+        if self.wandb:
+            try:
+                self.wandb.log(scalars, step=step)
+            except Exception as error:  # of many kinds; none of them is worth the run
+                self.say(f"step {step}: not logged to wandb: {json_files.reason(error)}; training continues")
 
     def close(self) -> None:
         if self.enabled:
@@ -198,6 +274,8 @@ class Log:
                 self._write_waiting(name, self.bar.n)
             with self._reporting_errors(self.bar.n, "tensorboard"):
                 self.board.close()
+            if self.wandb:
+                self.wandb.finish()
 
     def _append(self, name: str, record: dict) -> None:
         """Append a record to a file, after those that could not be written before."""
@@ -220,11 +298,26 @@ class Log:
             self.say(f"step {step}: {self.run}/{name} is not written: {reason}; training continues")
 
 
+def start_wandb(project: str, run: str, options: dict):
+    """Return a new run of Weights & Biases with the name of the run's folder; its files go into that folder.
+
+    ValueError, in one line, if it cannot start: without an account, for example.
+    """
+    import wandb  # optional
+
+    try:
+        return wandb.init(project=project, name=Path(run).name, dir=run, config=options)
+    except Exception as error:  # of many kinds
+        raise ValueError(f"--wandb {project}: {json_files.reason(error)}; run wandb login, or set "
+                         "WANDB_MODE=offline to log to files") from error
+
+
 # the only fields in which two equal runs differ
 OF_ONE_RUN = ("tokens_per_s", "mfu", "roofline", "peak_gib", "seconds")
 
 # What json_files.check accepts in a line of metrics.jsonl and of fp8_health.jsonl.
 METRICS = {"step": json_files.SIZE, "loss": json_files.FLOAT32, "val_loss?": json_files.FLOAT32,
+           "val_bits_per_byte?": json_files.FLOAT32,
            "peak_gib?": float | None}
 AMAX = json_files.between(0, json_files.FLOAT32_MAX) | Literal[math.inf]
 FIGURES = {"amax": AMAX, "scale": AMAX | None, "saturated": json_files.SHARE | None,

@@ -3,6 +3,7 @@
 Use it from a training script: `init()` first, `wrap` around the model, `mean_over_ranks` on losses, and a
 `StopRequest` to leave the loop on a signal. Without torchrun there is one rank, and nothing is distributed.
 """
+import contextlib
 import os
 import signal
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
 class StopRequest:
     """Turn SIGINT and SIGTERM into a stop at the end of the current step; a second Ctrl-C interrupts at once.
 
+    Rank 0 answers a signal at once, since a step may take long.
+
     A signal that was ignored when the process started stays ignored: nohup and shells ignore some for
     background jobs. Call `restore` to put the previous signal handlers back.
     """
@@ -72,8 +75,13 @@ class StopRequest:
 
     def _note(self, number, frame):
         self.name = signal.Signals(number).name
+        answer = "\nstopping after this step"
         if signal.SIGINT in self.previous:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            answer += "; Ctrl-C again stops now" if number == signal.SIGINT else "; Ctrl-C stops now"
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            with contextlib.suppress(OSError):
+                os.write(2, f"{answer}\n".encode())  # not print: the signal may have interrupted one
 
     def agreed(self) -> bool:
         """Return whether any rank received a signal. Collective: all ranks stop after the same step."""

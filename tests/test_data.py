@@ -861,6 +861,34 @@ def test_an_epoch_visits_each_window_once(tmp_path):
         assert (offsets[0] != offsets[1]) if split == "train" else offsets == [0, 0]
 
 
+@pytest.mark.parametrize("wanted, windows", [(160, 10), (150, 10), (10**15, None)])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_evaluation_uses_the_same_labels_whatever_the_batch(counted, wanted, windows, ranks, rows):
+    """Evenly spread windows of a fixed rule, each label once, batches of one shape, as many on every rank."""
+    tokens = dataset.open_tokens(counted, "val")[0]
+    labels, batches_of_rank = [], []
+    for rank in range(ranks):
+        loader = dataset.Loader(counted, "val", seq_len=16, micro_batch_size=rows, seed=rows, rank=rank,
+                                world_size=ranks, verify=False)
+        evaluation = list(loader.evaluation(wanted))
+        loader.close()
+        batches_of_rank.append(len(evaluation))
+        for (inputs, targets), number in evaluation:
+            assert inputs.shape == targets.shape == (rows, 16) and inputs.is_contiguous()
+            assert number == int((targets != -100).sum())
+            labels += targets[targets != -100].tolist()
+    assert len(set(batches_of_rank)) == 1
+    if windows is None:
+        expected = tokens[1:].tolist()
+    else:
+        total = -(-(len(tokens) - 1) // 16)
+        starts = [number * total // windows * 16 for number in range(windows)]
+        expected = [token for start in starts for token in tokens[start + 1:start + 17].tolist()]
+        assert starts[-1] > 0.8 * len(tokens), "to the end of the file"
+    assert sorted(labels) == sorted(expected)
+
+
 def test_the_smallest_corpus_that_fits(counted):
     length = json.loads((counted / "meta.json").read_text())["val_tokens"]
     (inputs, labels), *_ = batches(counted, range(3), split="val", seq_len=length - 1, micro_batch_size=2)

@@ -433,6 +433,18 @@ def test_out_of_memory_in_a_step_is_one_line_and_the_checkpoint_stands(tokens, c
     assert run_train("--resume --out-dir run --micro-batch-size 2 --grad-accum 4") == 0
 
 
+def test_out_of_memory_while_the_first_batch_is_read_is_one_line(tokens, capsys, monkeypatch):
+    def get_batches(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(train, "get_batches", get_batches)
+    assert run_train(f"{OPTIONS} --out-dir run", tokens) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith(
+        "train.py: step 1: out of memory; try, in this order: --micro-batch-size 2 --grad-accum 4")
+    assert lines[0].endswith("there is no checkpoint yet")
+
+
 def test_out_of_memory_before_the_first_step_is_one_line(tokens, capsys, monkeypatch):
     def make_optimizer(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

@@ -1,6 +1,9 @@
 """train.py: exact resume, stopping, the files of a run, and the arithmetic of a step."""
+import dataclasses
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,8 +19,9 @@ from safetensors.torch import load_file
 
 import train
 from nanote import checkpoint, fp8_health, models, roofline
+from nanote import metrics as metrics_module
 from nanote.config import TrainConfig, pick_vocab_size, read_options
-from nanote.metrics import Log, Meter, flops_per_token, peak_flops, read_metrics
+from nanote.metrics import Log, Meter, describe_corpus, flops_per_token, peak_flops, read_metrics
 from trainer_tools import OPTIONS, ROOT, metrics, run_train, spawn_train
 
 
@@ -125,6 +129,80 @@ def send_at_step_5(monkeypatch, *numbers):
         return plain(step, config)
 
     monkeypatch.setattr(train, "learning_rate", learning_rate)
+
+
+def test_ctrl_c_is_answered_at_once(tokens, monkeypatch, capfd):
+    """By the signal handler: a step of a large model takes seconds."""
+    plain, answers = train.TrainStep.__call__, []
+
+    def step(self, *arguments, **options):
+        if len(answers) < 5:
+            capfd.readouterr()
+            if len(answers) == 4:
+                signal.raise_signal(signal.SIGINT)
+            answers.append(capfd.readouterr().err)
+        return plain(self, *arguments, **options)
+
+    monkeypatch.setattr(train.TrainStep, "__call__", step)
+    assert run_train(f"{OPTIONS} --out-dir stopped", tokens) == 0
+    assert answers == [""] * 4 + ["\nstopping after this step; Ctrl-C again stops now\n"]
+    assert checkpoint.latest("stopped").name == "step-5"
+
+
+def test_the_log_says_epochs_and_the_time_left(tokens, capsys):
+    count = json.loads(Path(tokens, "meta.json").read_text())["train_tokens"]
+    assert run_train(f"{OPTIONS} --max-steps 12 --log-interval 4 --out-dir run", tokens) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"{tokens}: {count:,} tokens, {12 * 512 / count:.2g} epochs in 12 steps" in lines[0]
+    assert not [line for line in lines if "--max-steps" in line], "less than 10 epochs: no warning"
+    timed = {line.split("/")[0]: " ETA " in line for line in lines if line.startswith("step ")}
+    assert timed == {"step 1": False, "step 4": True, "step 8": True, "step 12": False}
+
+
+def test_too_many_epochs_are_warned_of_in_one_line():
+    config = TrainConfig(data="data/small", max_steps=101)
+    assert describe_corpus(config, {"train_tokens": 10_000}, 990)[1] == ""  # 9.999 epochs
+    size, warning = describe_corpus(config, {"train_tokens": 10_000}, 1000)
+    assert size == "data/small: 10,000 tokens, 10.1 epochs in 101 steps"
+    commands = "python data.py packages", "python data.py hf ", "--tokenizer gpt2", "--max-steps 10 "
+    assert "10.1 epochs" in warning and all(command in warning for command in commands)
+    assert "\n" not in warning
+    assert "--max-steps 1 " in describe_corpus(config, {"train_tokens": 900}, 1000)[1]
+
+
+def test_the_time_left_leaves_the_first_steps_out(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(metrics_module.time, "perf_counter", lambda: now[0])
+    meter = metrics_module.Meter(TrainConfig(n_positions=8, vocab_size=32), 10**6, torch.device("cpu"), 1)
+    meter.start()
+    meter.add(1, torch.tensor(1.0), torch.tensor(1.0))
+    now[0] = 1000.0  # capture and warm-up
+    assert meter.seconds_left(100) is None
+    meter.restart()
+    for step in range(2, 12):
+        meter.add(step, torch.tensor(1.0), torch.tensor(1.0))
+        now[0] += 3.0
+    assert meter.seconds_left(100) == pytest.approx(89 * 3)
+    meter.restart()
+    assert meter.seconds_left(100) == pytest.approx(89 * 3) and meter.seconds_left(11) is None
+    assert [metrics_module.shown_time(seconds) for seconds in (59, 125, 12_600, 200_000)] == [
+        "59 s", "2 min", "3.5 h", "2.3 days"]
+
+
+def test_bits_per_byte_are_logged(tokens, tmp_path, capsys):
+    assert run_train(f"{OPTIONS} --max-steps 1 --out-dir run", tokens) == 0
+    record, = metrics("run")
+    meta = json.loads(Path(tokens, "meta.json").read_text())
+    bits = record["val_loss"] * meta["val_tokens"] / meta["val_bytes"] / math.log(2)
+    assert record["val_bits_per_byte"] == pytest.approx(bits)
+    out = capsys.readouterr().out
+    assert f"val loss {record['val_loss']:.4f} ({bits:.4f} bits a byte)" in out
+    assert f"validation loss {record['val_loss']:.4f} nats a byte, {bits:.4f} bits a byte after 1 step" in out
+    older = shutil.copytree(tokens, tmp_path / "older")
+    kept = {key: value for key, value in meta.items() if key not in ("val_bytes", "format", "sha256")}
+    (older / "meta.json").write_text(json.dumps(kept))
+    assert run_train(f"{OPTIONS} --max-steps 1 --out-dir older-run", str(older)) == 0
+    assert "val_bits_per_byte" not in metrics("older-run")[0] and "bits a" not in capsys.readouterr().out
 
 
 def test_a_run_that_was_started_with_sigint_ignored_keeps_it_ignored(tokens, monkeypatch):
@@ -288,7 +366,8 @@ def raise_full_disk():
 
 @pytest.mark.parametrize("fp8", ["none", "delayed"])
 def test_two_processes_train_as_one_and_one_resumes_from_two(tokens, fp8):
-    options = f"{OPTIONS} --dropout 0 --fp8-recipe {fp8} --lr-schedule constant"
+    options = (f"{OPTIONS} --dropout 0 --fp8-recipe {fp8} --lr-schedule constant "
+               "--eval-steps None --eval-tokens 700")  # 11 windows: the last batch is not full
     command = (f"-m torch.distributed.run --standalone --nproc_per_node 2 {ROOT / 'train.py'} {options} "
                "--micro-batch-size 2 --max-steps 4 --out-dir two")
     done = subprocess.run(
@@ -303,6 +382,7 @@ def test_two_processes_train_as_one_and_one_resumes_from_two(tokens, fp8):
     # get other scales and round differently: losses stay close, gradient norms diverge after a few steps.
     loss_tolerance, norm_tolerance, norms = (1e-5, 1e-4, 8) if fp8 == "none" else (1e-2, 5e-2, 4)
     two, one = metrics("two"), metrics("one")
+    assert two[0]["val_loss"] == pytest.approx(one[0]["val_loss"], rel=loss_tolerance)  # of the same windows
     assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=loss_tolerance)
     expected = [r["grad_norm"] for r in one[:norms]]
     assert [r["grad_norm"] for r in two[:norms]] == pytest.approx(expected, rel=norm_tolerance)
@@ -359,6 +439,43 @@ def test_preset_gives_defaults_that_options_override(capsys):
     help_text = capsys.readouterr().out
     for wanted in ("--n-embd", "(default: 1024)", "--fp8-amax-history-len"):
         assert wanted in help_text
+
+
+def test_help_is_grouped_and_begins_with_examples(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert run_train("--help") == 0
+    beginning, *rest = re.split(r"\n\W*([a-z, ]+) options\W*\n", capsys.readouterr().out)
+    assert sum("train.py --" in line for line in beginning.splitlines()) == 3
+    groups = dict(zip(rest[::2], rest[1::2]))
+    for group, option in {"run": "--preset STR", "model": "--n-layer INT", "precision": "--fp8-recipe STR",
+                          "training": "--lr FLOAT", "diagnostics": "--profile "}.items():
+        assert option in groups[group]
+    assert "--eval-tokens INT" in groups["evaluation, logging and checkpoints"]
+    assert "Peak learning rate." in groups["training"], "help from a comment"
+    assert "constant, then" in groups["training"], "help from a docstring"
+    fields = "".join(groups.values())
+    assert all(f"--{field.name.replace('_', '-')}" in fields for field in dataclasses.fields(TrainConfig))
+
+
+@pytest.mark.parametrize("given, hint", [
+    ("--learning-rate 1e-3", "--lr "), ("--batch_size=4", "--micro-batch-size "),
+    ("--epochs 2", "--max-steps"), ("--max_iters 10", "--max-steps "), ("--block_size 64", "--seq-len "),
+    ("--n-layers 2", "--n-layer "), ("--dtype fp8", "--fp8-recipe delayed"),
+    ("--dtype=fp8", "--fp8-recipe delayed")])
+def test_options_of_other_programs_name_ours(capsys, given, hint):
+    assert run_train(given) == 2
+    error = capsys.readouterr().err
+    name = given.split("=")[0].split()[0]
+    assert error.startswith(f"train.py: {name}") and f"; use {hint}" in error and error.count("\n") == 1
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    for length in (10, 100_000):  # as in: python train.py --help | head -1
+        line = f"import sys; from nanote import cli; sys.exit(cli.run(lambda: print('x' * {length}), 'a.py'))"
+        shown = subprocess.Popen([sys.executable, "-c", line], stdout=subprocess.PIPE, cwd=ROOT,
+                                 stderr=subprocess.PIPE, env=os.environ | {"PYTHONUNBUFFERED": ""})
+        shown.stdout.close()
+        assert shown.stderr.read() == b"" and shown.wait(60) == 141
 
 
 @pytest.mark.parametrize("model, lacks", [("te", "activation, use_rmsnorm, use_rotary"), ("optimized", None)])
