@@ -40,7 +40,7 @@ from nanote.metrics import read_metrics
 
 TOKENS_PER_STEP = 131_072
 COMMON = ("--preset gpt2-124m --micro-batch-size 64 --grad-accum 2 --warmup-steps 100 --log-interval 10 "
-          "--keep-checkpoints 1")
+          "--keep-checkpoints 1 --eval-tokens 2000000")
 MODERN = "--activation swiglu --use-rmsnorm --use-rotary --use-qk-norm --no-bias --n-kv-head 4"
 ARMS = {  # name: options of train.py
     "bf16": "--fp8-recipe none",
@@ -93,8 +93,8 @@ def train_all(options: Options, jobs: list, record) -> None:
     for job in jobs:
         waiting.put(job)
 
-    def work(gpu: int) -> None:
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    def work(gpu: str) -> None:
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
         while not stop.is_set() and not waiting.empty():
             arm, seed = waiting.get()
             folder = options.out_dir / f"{arm}-seed{seed}"
@@ -115,7 +115,7 @@ def train_all(options: Options, jobs: list, record) -> None:
             process.send_signal(signal.SIGTERM)  # train.py writes a checkpoint
 
     signal.signal(signal.SIGTERM, end)
-    workers = [threading.Thread(target=work, args=(gpu,)) for gpu in range(max(1, torch.cuda.device_count()))]
+    workers = [threading.Thread(target=work, args=(gpu,)) for gpu in visible_gpus()]
     for worker in workers:
         worker.start()
     deadline = time.monotonic() + (options.time_budget or math.inf)
@@ -123,6 +123,12 @@ def train_all(options: Options, jobs: list, record) -> None:
         time.sleep(0.5)
         if time.monotonic() > deadline and not stop.is_set():
             end()
+
+
+def visible_gpus() -> list[str]:
+    """Return the value of CUDA_VISIBLE_DEVICES for each GPU; one for the CPU."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return named if named[0] else [str(gpu) for gpu in range(max(1, torch.cuda.device_count()))]
 
 
 def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
