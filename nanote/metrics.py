@@ -179,7 +179,7 @@ def describe_corpus(config: TrainConfig, meta: dict, tokens_per_step: int) -> tu
     size = f"{config.data}: {tokens:,} tokens, {shown} epochs in {steps}"
     if epochs <= MOST_EPOCHS:
         return size, ""
-    return size, (f"{config.data}: {shown} epochs: a model learns little new after {MOST_EPOCHS}; make "
+    return size, (f"{config.data}: {shown} epochs of the same tokens, more than {MOST_EPOCHS}; make "
                   "a larger corpus with python data.py packages (without a network) or python data.py hf "
                   "HuggingFaceFW/fineweb-edu --subset sample-10BT --streaming --tokenizer gpt2, or pass "
                   f"--max-steps {max(1, tokens // tokens_per_step)} for one epoch")
