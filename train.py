@@ -45,6 +45,7 @@ from nanote.metrics import (
     draw,
     plot_health,
     plot_losses,
+    read_logs,
     val_record,
 )
 from nanote.optimizers import make_optimizer
@@ -363,6 +364,8 @@ def resume(resume_from: Path, meta: dict, folder: str, model, optimizer) -> None
 def start_logs(folder: str, options: dict, command: str, ranks: Ranks, meta: dict | None) -> None:
     """Write config.json, and remove from the logs what was logged after the checkpoint of a resumed run."""
     step = meta["step"] if meta else None
+    if meta:
+        read_logs(folder)  # a damaged log refuses the resume, before anything is written
     config_file.record(folder, options | {"out_dir": folder}, command, ranks.world_size, step)
     if meta:
         cut_logs(folder, step + 1)

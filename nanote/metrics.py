@@ -172,7 +172,7 @@ def describe_corpus(config: TrainConfig, meta: dict, tokens_per_step: int) -> tu
     size = f"{config.data}: {tokens:,} tokens, {shown} epochs in {steps}"
     if epochs <= MOST_EPOCHS:
         return size, ""
-    return size, (f"{config.data}: {shown} epochs: a model learns little new after {MOST_EPOCHS}; make "
+    return size, (f"{config.data}: {shown} epochs of the same tokens, more than {MOST_EPOCHS}; make "
                   "a larger corpus with python data.py packages (without a network) or python data.py hf "
                   "HuggingFaceFW/fineweb-edu --subset sample-10BT --streaming --tokenizer gpt2, or pass "
                   f"--max-steps {max(1, tokens // tokens_per_step)} for one epoch")
@@ -334,13 +334,17 @@ def read_metrics(path) -> list[dict]:
     return json_files.read_lines(path, kind, "remove it from there: it is only a log")
 
 
+def read_logs(run: str) -> dict[Path, list[dict]]:
+    """Read metrics.jsonl and fp8_health.jsonl of a run. ValueError if one of them is damaged."""
+    return {path: read_metrics(path) for path in (Path(run, "metrics.jsonl"), Path(run, "fp8_health.jsonl"))}
+
+
 def cut_logs(run: str, first_step: int) -> None:
     """Remove the records of `first_step` and later from a run's logs, before the run repeats these steps.
 
     Nothing is written unless both logs can be read.
     """
-    logs = {path: read_metrics(path) for path in (Path(run, "metrics.jsonl"), Path(run, "fp8_health.jsonl"))}
-    for path, records in logs.items():
+    for path, records in read_logs(run).items():
         if not path.exists():
             continue
         kept = [json.dumps(record) + "\n" for record in records if record["step"] < first_step]

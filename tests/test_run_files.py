@@ -117,7 +117,7 @@ def test_a_config_written_by_hand(tmp_path):
     ("a.yaml", "preset: tiny", "--preset gpt2-124m", ["--preset gpt2-124m", "a.yaml", "tiny"]),
     ("a.yaml", "lr: {", "", ["a.yaml: not YAML"]),
     ("a.yaml", "- lr", "", ["a.yaml: holds no options"]),
-    ("a.yaml", "[" * 1500, "", ["a.yaml: not YAML"]),
+    ("a.yaml", "[" * 600, "", ["a.yaml: not YAML"]),
     ("a.json", "lr: 3", "", ["a.json: not JSON"]),
     ("a.json", '{"config": {"n_layer": "x"}}', "", ["a.json: n_layer is \"x\""]),
     ("a.yaml", "lr: -1", "", ["--lr -1", "above 0"]),
