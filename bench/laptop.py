@@ -3,7 +3,7 @@
     python bench/laptop.py    # minutes; writes results/laptop.json, from which README.md is filled
 
 The corpus is data/stdlib, which is built if it is missing: the standard library of the Python that runs this.
-The first seed is train.py's default, so its loss and sample are those of `make train`.
+The first seed is train.py's default, so its loss is that of `make train`.
 """
 
 import json
