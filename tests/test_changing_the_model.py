@@ -159,7 +159,9 @@ def test_the_window_holds_in_generation(build):
     input_ids, _ = make_tokens(1)
     cache = model.make_kv_cache(1, 32)
     steps = [model(chunk, kv_cache=cache) for chunk in input_ids.split([10, 5, *[1] * 17], dim=1)]
-    torch.testing.assert_close(torch.cat(steps, 1), model(input_ids))
+    # on a GPU, GEMMs of other shapes round differently (TF32)
+    tolerance = dict(rtol=0.01, atol=1e-3) if DEVICE == "cuda" else {}
+    torch.testing.assert_close(torch.cat(steps, 1), model(input_ids), **tolerance)
 
 
 def test_flash_attention_gets_the_window(build, monkeypatch):
