@@ -44,6 +44,7 @@ ifeq ($(ARGS),)
 	$(RUN) benchmark_te.py --compile --json results/compile.json --time-budget 1000
 	$(RUN) benchmark_attention.py --json results/attention.json
 	$(RUN) bench/optimizer.py --json results/optimizer.json
+	$(RUN) bench/own_loop.py --json results/own_loop.json
 	$(RUN) bench/memory.py --json results/memory.json
 	$(RUN) bench/gqa_rmsnorm.py --json results/gqa_rmsnorm.json
 	$(RUN) bench/accumulation.py

@@ -5,6 +5,7 @@ import ast
 import importlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,13 +33,29 @@ SCRIPTS = [c for c in COMMANDS if re.search(r"\b(python|torchrun) .*?\w+\.py", c
 
 
 def test_the_models_ten_lines_run(capsys):
-    train, accelerated = re.findall(r"```python\n(.*?)```", README, re.S)
+    train, accelerated, _ = re.findall(r"```python\n(.*?)```", README, re.S)
     names = {}
     exec(train, names)
     # ln 512 = 6.2: random tokens cannot be learned, so the loss may only not diverge
     assert float(capsys.readouterr().out) < 6.5
     exec(accelerated, names)
     assert "fast kernels" in capsys.readouterr().out
+
+
+def test_the_loop_of_ones_own_runs_beside_the_files_that_the_page_names(tmp_path):
+    """In an empty folder, with what the last column of the table names."""
+    code = re.findall(r"```python\n(.*?)```", README, re.S)[2]
+    rows = re.findall(r"^\| (?:the first|`make_train_step`).*\| (.*) \|$", README, re.M)
+    assert len(rows) == 3
+    for name in {name for row in rows for name in re.findall(r"`([\w.]+)`", row)} | {"te_reference.py"}:
+        path = ROOT / name
+        if path.is_dir():
+            shutil.copytree(path, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif path.suffix == ".py":
+            shutil.copy(path, tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode == 0 and float(done.stdout) < 6.5, done.stderr
 
 
 def parts(command):
