@@ -1,6 +1,6 @@
 """Train a GPT in FP8.
 
-    python train.py --preset gpt2-124m --data data/stdlib      # a new run, in out/gpt2-124m
+    python train.py --preset gpt2-124m --data data/packages    # a new run, in out/gpt2-124m
     python train.py --resume --out-dir out/gpt2-124m           # continue it after Ctrl-C or a crash
     torchrun --nproc-per-node 8 train.py --preset gpt2-350m    # data-parallel on 8 GPUs
 
