@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -557,7 +558,9 @@ def test_what_is_said_to_fit_fits(tokens, capsys):
     """Limit a run to 4 GiB, and follow the advice in its error message."""
     big = f"{ON_GPU} --seq-len 256 --n-embd 256 --vocab-size 50304 --max-steps 2 --grad-accum 1"
     torch.cuda.empty_cache()
-    while torch.cuda.mem_get_info()[0] < 16 * GIB:  # other tests may fill a GPU that pytest -n shares
+    for _ in range(60):  # other tests may fill a GPU that the workers of pytest -n share
+        if torch.cuda.mem_get_info()[0] > 16 * GIB:
+            break
         time.sleep(1)
     try:
         torch.cuda.set_per_process_memory_fraction(4 * GIB / torch.cuda.get_device_properties(0).total_memory)
