@@ -243,12 +243,14 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
     recipe = recipe_of(config)
     loaders = open_data(config, ranks, device)
     config = fit_to_data(config, loaders["train"].meta, resume_from, meta)
-    model_config = check_model(config, recipe, device, dtype)
+    model_config = check_model(config, recipe, device, dtype, meta)
     first_step = meta["step"] + 1 if meta else 1
     profiler = profiling.Profiler(config, device, enabled=ranks.is_first, first_step=first_step)
 
     torch.manual_seed(config.seed)  # the same weights on every rank
     model, kernels = build_model(config, model_config, recipe, device, dtype)
+    if models.is_file(config.model):
+        models.check_first_pass(config.model, model, loaders["train"].batch(0))
     optimizer = make_optimizer(model, config)
     net = compile_model(model, config)
     if config.compile:
@@ -264,8 +266,8 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
     train_step = TrainStep(model, parallel.wrap(net, device), optimizer, config, device)
     parameters = sum(p.numel() for p in model.parameters())
     meter = Meter(config, parameters, device, ranks.world_size)
-    log = Log(folder, first_step, config.max_steps, enabled=ranks.is_first, project=config.wandb,
-              options=dataclasses.asdict(config))
+    log = Log(folder, first_step, config.max_steps, enabled=ranks.is_first)
+    checkpoint.on_rank0(lambda: log.start_wandb(config))
     precision = describe_precision(config)
     corpus, too_many_epochs = describe_corpus(config, loaders["train"].meta, meter.tokens_per_step)
     log.say(f"on {fp8.describe()}; {config.preset}, {precision}, {parameters / 1e6:,.2f} M parameters, "
@@ -323,9 +325,14 @@ def fit_to_data(config: TrainConfig, tokens: dict, resume_from: Path | None, met
     return dataclasses.replace(config, vocab_size=vocab_size, n_positions=n_positions)
 
 
-def check_model(config: TrainConfig, recipe, device: torch.device, dtype: torch.dtype):
-    """Return the model's config. ValueError if it is invalid, cannot run in FP8, or cannot fit in memory."""
-    options = dataclasses.asdict(config) | {"use_fp8": recipe is not None}
+def check_model(config: TrainConfig, recipe, device: torch.device, dtype: torch.dtype, meta: dict | None):
+    """Return the model's config. ValueError if it is invalid, cannot run in FP8, or cannot fit in memory.
+
+    `meta`: meta.json of the checkpoint that the run continues. Fields of the user's own model that are no
+    options keep the checkpoint's values, whatever the file's defaults are now.
+    """
+    options = meta["model_config"] if meta and models.is_file(config.model) else {}
+    options = options | dataclasses.asdict(config) | {"use_fp8": recipe is not None}
     model_config = models.make_model_config(config.model, options)
     if recipe is not None:
         fp8.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
@@ -470,12 +477,13 @@ def evaluate_checkpoint(config: TrainConfig, folder: Path, meta: dict, ranks: Ra
     recipe = recipe_of(config)
     loader = open_data(config, ranks, device, ["val"])["val"]
     config = fit_to_data(config, loader.meta, folder, meta)
-    model_config = check_model(config, recipe, device, dtype)
+    model_config = check_model(config, recipe, device, dtype, meta)
     model, _ = build_model(config, model_config, recipe, device, dtype)
     optimizer = make_optimizer(model, config)  # the FP8 state is loaded with the optimizer's
     checkpoint.load(folder, meta, model, optimizer)
     if recipe is not None and recipe.delayed() and fp8.is_fresh(model):
-        find_first_scales(config, model, optimizer, loader.batch(0))
+        batch, _ = next(loader.evaluation(1))  # the same for every seed and number of ranks
+        find_first_scales(config, model, optimizer, batch)
     val_loss = evaluate(model, loader, config)
     loader.close()
     if ranks.is_first:

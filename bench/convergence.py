@@ -1,26 +1,25 @@
-"""Does FP8 learn as well as BF16, and how much sooner is it there? Train arms of GPT-2 124M, several seeds
-each.
+"""Does FP8 learn as well as BF16, and how much sooner is it there? Arms of GPT-2 124M, several seeds each.
 
     python data.py packages --tokenizer r50k_base
-    python bench/convergence.py --arms bf16 fp8 --seeds 1 2 3     # one run per GPU at a time; resumes what
-    was cut python bench/convergence.py --draw                            # summary and pictures from the JSON
-    alone
+    python bench/convergence.py --arms bf16 fp8 --seeds 1 2 3    # one run per GPU at a time
+    python bench/convergence.py --draw                           # the summary from the JSON alone
 
 Every arm trains on the same batches for the same seed, and is evaluated on the same tokens. A run that was
 cut, by --time-budget, a signal or a machine that went away, continues from its last checkpoint in --out-dir.
 
-results/convergence.json has a list `runs`, a record per evaluation: arm, seed, tokens, step, val_loss (nats a
-token) and seconds, the time in training steps alone (without evaluations, checkpoints and the first step,
-which captures the CUDA graphs). From the last records follows the list `summary`:
+results/convergence.json has a list `runs`, a record per evaluation of each completed run: arm, seed, tokens,
+step, val_loss (nats a token) and seconds, the time in training steps alone (without evaluations, checkpoints
+and the first step, which captures the CUDA graphs). From the last records follows the list `summary`:
 
-    mean, standard_error    of the final validation loss over the seeds
-    gap_percent             of the means of the arm and of bf16, paired by seed; gap_standard_error likewise
+- mean, standard_error: of the final validation loss over the seeds
+- gap_percent, gap_standard_error: of the arm's loss over that of bf16, paired by seed
 """
 
 import json
 import math
 import os
 import queue
+import shutil
 import signal
 import statistics
 import subprocess
@@ -69,7 +68,7 @@ class Options:
     time_budget: int = 0  # Stop all runs after this many seconds, with a checkpoint; 0: never.
     evaluations: int = 10  # Of each run.
     more: str = ""  # More options of train.py, for all arms: --more="--eval-tokens 1000000".
-    draw: bool = False  # Only summarize the JSON and draw the pictures.
+    draw: bool = False  # Train nothing; print the summary of the JSON.
 
 
 # ---------------------------------------------------------------- training
@@ -79,12 +78,18 @@ def command_of(options: Options, arm: str, seed: int, folder: Path) -> list[str]
     name, _, lr = arm.partition("@")
     if any(folder.glob("step-*")):
         return [sys.executable, "train.py", "--resume", "--out-dir", str(folder)]
-    steps = math.ceil(options.tokens / TOKENS_PER_STEP)
+    if folder.exists():  # cut before its first checkpoint
+        shutil.rmtree(folder)
+    steps = steps_of(options)
     interval = max(1, steps // options.evaluations)
     return [sys.executable, "train.py", *COMMON.split(), *ARMS[name].split(), "--lr", lr or str(options.lr),
             "--seed", str(seed), "--max-steps", str(steps), "--eval-interval", str(interval),
             "--checkpoint-interval", str(interval), "--data", options.data, "--out-dir", str(folder),
             *options.more.split()]
+
+
+def steps_of(options: Options) -> int:
+    return math.ceil(options.tokens / TOKENS_PER_STEP)
 
 
 def train_all(options: Options, jobs: list, record) -> None:
@@ -95,8 +100,11 @@ def train_all(options: Options, jobs: list, record) -> None:
 
     def work(gpu: str) -> None:
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
-        while not stop.is_set() and not waiting.empty():
-            arm, seed = waiting.get()
+        while not stop.is_set():
+            try:
+                arm, seed = waiting.get_nowait()
+            except queue.Empty:
+                return
             folder = options.out_dir / f"{arm}-seed{seed}"
             folder.parent.mkdir(parents=True, exist_ok=True)
             with open(f"{folder}.log", "a") as log:
@@ -107,7 +115,9 @@ def train_all(options: Options, jobs: list, record) -> None:
             running.remove(process)
             if code:
                 print(f"{arm}, seed {seed}: exit code {code}, see {folder}.log", file=sys.stderr)
-            record(arm, seed, folder)
+            records = read_metrics(folder / "metrics.jsonl")
+            if records and records[-1]["step"] >= steps_of(options):
+                record(arm, seed, folder)
 
     def end(*_) -> None:
         stop.set()

@@ -155,7 +155,7 @@ def _document(step: int, model, optimizer, meta: dict) -> str:
               for group in optimizer.param_groups]
     own = {"format": FORMAT, "step": step, "optimizer_groups": groups, "torch": torch.__version__,
            "fp8_weights": [name for name, parameter in model.named_parameters() if _in_fp8(parameter)]}
-    return json.dumps(own | meta | own, indent=2) + "\n"
+    return json.dumps(own | meta | own, indent=2, default=str) + "\n"
 
 
 def _write(run_dir: Path, step: int, tensors, document: str, keep: int) -> Path:
@@ -230,7 +230,8 @@ def _tensors(model, optimizer):
             if key == "master_param" and value.dtype == torch.int16:
                 value = join_remainder(parameter.detach(), value)
             if isinstance(value, (int, float)):
-                key, value = f"{key}{NUMBER}", torch.tensor(value, dtype=NUMBER_TYPES[type(value)])
+                kind = next(kind for kind in NUMBER_TYPES if isinstance(value, kind))
+                key, value = f"{key}{NUMBER}", torch.tensor(value, dtype=NUMBER_TYPES[kind])
             if isinstance(value, torch.Tensor):
                 yield f"optimizer.{names[id(parameter)]}.{key}", _plain(value)
     yield from ((f"fp8.{name}", value) for name, value in fp8.get_state(model).items())
@@ -534,8 +535,16 @@ def _load_optimizer(optimizer, stored_groups: list[dict], tensors: dict, weights
 
 
 def _load_tensors(optimizer, stored_groups: list[dict], tensors: dict, weights: dict, names: dict) -> None:
-    """Restore the state of any optimizer; tensors keep their dtype, unlike in torch's load_state_dict."""
-    for group in optimizer.param_groups:
+    """Restore the state of any optimizer; tensors keep their dtype, unlike in torch's load_state_dict.
+
+    A group keeps the learning rate and weight decay of this run; its other numbers, such as a step count, are
+    restored.
+    """
+    for group, stored_group in zip(optimizer.param_groups, stored_groups):
+        for key, value in stored_group.items():
+            is_number = isinstance(group.get(key), (int, float)) and isinstance(value, (int, float))
+            if is_number and key not in ("lr", "weight_decay", "lr_factor"):
+                group[key] = type(group[key])(value)
         for parameter in group["params"]:
             state, name = optimizer.state[parameter], names[id(parameter)]
             stored = _with_prefix(tensors, f"{name}.").items()

@@ -10,6 +10,7 @@ import inspect
 import io
 import os
 import re
+import select
 import sys
 import textwrap
 from itertools import zip_longest
@@ -135,7 +136,10 @@ def run(main, script: str) -> int:
             return main() or 0
         finally:
             sys.stdout.flush()  # a closed pipe shows here, and not at exit
-    except BrokenPipeError:
+    except BrokenPipeError as error:
+        if not _nobody_reads_stdout():
+            print(f"{script}: {error}", file=sys.stderr)
+            return 2
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
         return 141  # as a shell says it: 128 + SIGPIPE
     except (ValueError, OSError) as error:
@@ -147,6 +151,12 @@ def run(main, script: str) -> int:
     except KeyboardInterrupt as stop:
         print(f"{script}: {str(stop) or 'interrupted'}", file=sys.stderr)
         return 130
+
+
+def _nobody_reads_stdout() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return bool(poll.poll(0))  # POLLERR: the other end of the pipe is closed
 
 
 def flag(name: str) -> str:

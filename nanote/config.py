@@ -293,7 +293,7 @@ def _resumed_options(chosen, folder: Path, meta: dict) -> TrainConfig:
         raise ValueError(f"--config {chosen.config}: {folder} has its own options; leave --config out")
     default = dataclasses.replace(saved_options(folder, meta), out_dir=str(folder.parent), resume=True,
                                   config=None, eval_only=False, profile=None, nsys=None, memory_snapshot=None)
-    if chosen.eval_tokens:  # it would lose against the checkpoint's --eval-steps
+    if chosen.eval_tokens:  # it would lose against the checkpoint's eval_steps
         default = dataclasses.replace(default, eval_steps=None)
     return default
 
@@ -309,6 +309,8 @@ def _new_options(chosen) -> tuple[TrainConfig, TrainConfig]:
                          "leave one of them out")
     if name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}: one of {', '.join(PRESETS)}")
+    if chosen.eval_tokens:  # it would lose against the file's eval_steps
+        given.pop("eval_steps", None)
     preset = {"preset": name} | PRESETS[name]
     return TrainConfig(**preset), TrainConfig(**preset | given)
 
@@ -373,12 +375,10 @@ def newest_run(preset: str) -> Path:
 def make_run_folder(config: TrainConfig) -> str:
     """Create the run's folder and return its path.
 
-    ValueError if --out-dir exists, unless it is an empty folder or has only the config.json that a run that
-    failed before its first step leaves behind.
+    ValueError if --out-dir exists, unless it is empty or what a run that failed before its first step leaves.
     """
     if config.out_dir is not None:
-        is_empty_folder = os.path.isdir(config.out_dir) and set(os.listdir(config.out_dir)) <= {"config.json"}
-        if os.path.lexists(config.out_dir) and not is_empty_folder:
+        if os.path.lexists(config.out_dir) and not _has_no_step_yet(config.out_dir):
             raise ValueError(f"--out-dir {config.out_dir} exists: resume it with --resume, or name another")
         os.makedirs(config.out_dir, exist_ok=True)
         return config.out_dir
@@ -387,6 +387,18 @@ def make_run_folder(config: TrainConfig) -> str:
         with contextlib.suppress(FileExistsError):
             os.makedirs(run)
             return run
+
+
+def _has_no_step_yet(folder: str) -> bool:
+    """Whether a folder is empty, or has only what a run writes before its first step."""
+    names = {"config.json", "config.tmp", "tensorboard", "wandb"}
+    if not os.path.isdir(folder) or not set(os.listdir(folder)) <= names:
+        return False
+    path = Path(folder, "config.json")
+    try:  # a file of options that a user wrote has no command
+        return not path.exists() or "command" in json_files.read(path, dict, "")
+    except ValueError:
+        return False
 
 
 # ---------------------------------------------------------------- checks

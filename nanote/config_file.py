@@ -128,7 +128,7 @@ def _as_meant(value, kind):
     """Return a value as its writer meant it: YAML reads 6e-4 as text, 1 as an integer and off as false."""
     kinds = (kind, *get_args(kind))
     if type(value) in (str, int) and float in kinds:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, OverflowError):
             return float(value)
     if isinstance(value, bool) and "on" in kinds:
         return "on" if value else "off"

@@ -5,6 +5,7 @@ device until `Meter.read`, so that the host does not wait for the GPU between lo
 written does not stop a run: its records are kept and written later.
 """
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from nanote import cli, fp8_health, json_files, roofline
+from nanote import cli, fp8_health, json_files, models, roofline
 from nanote.config import TrainConfig
 from nanote.parallel import mean_over_ranks
 
@@ -82,7 +83,8 @@ class Meter:
         """`parameters`: their number, for MFU."""
         self.tokens_per_step = config.micro_batch_size * config.seq_len * config.grad_accum * world_size
         self.flops_per_token = flops_per_token(parameters, config)
-        self.peak_flops = peak_flops(device)
+        # the FLOPs of a model of the user's own are not known
+        self.peak_flops = None if models.is_file(config.model) else peak_flops(device)
         self.least_ms = roofline.least_ms(config, device)
         self.device, self.world_size, self.limit = device, world_size, config.max_skipped_steps
         self.pending = []  # (step, loss, gradient norm) of the steps since the last `read`
@@ -206,21 +208,34 @@ def describe_val_loss(val_loss: float, meta: dict) -> str:
 class Log:
     """Write metrics.jsonl, TensorBoard, the progress bar and log lines; on ranks above 0 nothing."""
 
-    def __init__(self, run: str, first_step: int, max_steps: int, enabled: bool, project: str | None = None,
-                 options: dict | None = None):
-        """`project`: of Weights & Biases, to log there as well, with the run's `options`."""
-        self.enabled = enabled
+    def __init__(self, run: str, first_step: int, max_steps: int, enabled: bool):
+        self.enabled, self.wandb = enabled, None
         if not enabled:
             return
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         self.run, self.max_steps = run, max_steps
         self.waiting = {}  # file name -> records that are not written yet
-        self.wandb = start_wandb(project, run, options) if project else None
         self.board = SummaryWriter(str(Path(run, "tensorboard")), purge_step=first_step)
         # disable=None: no bar without a terminal
         self.bar = tqdm(total=max_steps, initial=first_step - 1, unit="step", dynamic_ncols=True,
                         disable=None)
+
+    def start_wandb(self, config: TrainConfig) -> None:
+        """Log to Weights & Biases as well, under the name of the run's folder; its files go into that folder.
+
+        ValueError, in one line, if it cannot start: without an account, for example.
+        """
+        if config.wandb is None:
+            return
+        try:
+            import wandb  # optional
+
+            self.wandb = wandb.init(project=config.wandb, name=Path(self.run).name, dir=self.run,
+                                    config=dataclasses.asdict(config))
+        except Exception as error:  # of many kinds
+            raise ValueError(f"--wandb {config.wandb}: {json_files.reason(error)}; run wandb login, or set "
+                             "WANDB_MODE=offline to log to files") from error
 
     def say(self, line: str) -> None:
         if self.enabled:
@@ -241,13 +256,13 @@ class Log:
         eta = "" if seconds_left is None else f"  ETA {shown_time(seconds_left)}"
         self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {speed}{eta}")
         mfu = f"  MFU {100 * record['mfu']:.1f} %" if record["mfu"] is not None else ""
-        if record["roofline"] is not None:
-            mfu += f"  roofline {100 * record['roofline']:.1f} %"
+        roofline = f"  roofline {100 * record['roofline']:.1f} %" if record["roofline"] is not None else ""
         val = f"  val loss {record['val_loss']:.4f}" if "val_loss" in record else ""
         if "val_bits_per_byte" in record:
             val += f" ({record['val_bits_per_byte']:.4f} bits a byte)"
         self.say(f"step {record['step']}/{self.max_steps}  loss {record['loss']:.4f}  "
-                 f"grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  {speed}{mfu}{val}{eta}")
+                 f"grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
+                 f"{speed}{mfu}{roofline}{val}{eta}")
 
     def write_health(self, step: int, health: dict) -> None:
         """Log what fp8.health returns."""
@@ -275,7 +290,10 @@ class Log:
             with self._reporting_errors(self.bar.n, "tensorboard"):
                 self.board.close()
             if self.wandb:
-                self.wandb.finish()
+                try:
+                    self.wandb.finish()
+                except Exception as error:  # of many kinds; none of them is worth the run
+                    self.say(f"step {self.bar.n}: wandb has not finished: {json_files.reason(error)}")
 
     def _append(self, name: str, record: dict) -> None:
         """Append a record to a file, after those that could not be written before."""
@@ -296,20 +314,6 @@ class Log:
         except OSError as error:
             reason = error.strerror or error
             self.say(f"step {step}: {self.run}/{name} is not written: {reason}; training continues")
-
-
-def start_wandb(project: str, run: str, options: dict):
-    """Return a new run of Weights & Biases with the name of the run's folder; its files go into that folder.
-
-    ValueError, in one line, if it cannot start: without an account, for example.
-    """
-    import wandb  # optional
-
-    try:
-        return wandb.init(project=project, name=Path(run).name, dir=run, config=options)
-    except Exception as error:  # of many kinds
-        raise ValueError(f"--wandb {project}: {json_files.reason(error)}; run wandb login, or set "
-                         "WANDB_MODE=offline to log to files") from error
 
 
 # the only fields in which two equal runs differ

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from nanote import fp8
+from nanote import fp8, json_files
 
 MODELS = {  # --model: (module, model class, config class)
     "optimized": ("model_te_optimized", "OptimizedGPT2Model", "OptimizedConfig"),
@@ -50,7 +50,8 @@ def is_file(name: str) -> bool:
 def load_file(name: str) -> None:
     """Import the model path/to/file.py:Class, for `model_classes`.
 
-    This runs the file: call it with what the user typed, never with what a checkpoint says.
+    This runs the file: call it with what the user typed or wrote into a --config file, never with what a
+    checkpoint says.
 
     Raises:
         ValueError: there is no such file or class, it cannot be imported, or its config is not found.
@@ -67,7 +68,7 @@ def load_file(name: str) -> None:
     sys.modules[spec.name] = module  # a dataclass looks its module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file raises
+    except (Exception, SystemExit) as error:  # whatever the user's file raises
         del sys.modules[spec.name]
         raise ValueError(f"--model {name}: {path} cannot be imported ({type(error).__name__}: "
                          f"{error})") from error
@@ -107,7 +108,7 @@ def model_classes(name: str):
     if is_file(name):
         if name not in _own_models:
             raise ValueError(f"the model is {name}, and code is never taken from a checkpoint: pass --model "
-                             f"{name} again")
+                             f"{name} again, to train.py or sample.py")
         return _own_models[name]
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}: one of {', '.join(MODELS)}, or path/to/file.py:Class")
@@ -139,14 +140,36 @@ def make_model_config(name: str, options: dict):
     config_class = model_classes(name)[1]
     known = {field.name for field in dataclasses.fields(config_class)}
     values = {key: value for key, value in options.items() if key in known and value is not None}
-    config = config_class(**values)
-    if is_file(name):
-        try:
-            json.dumps(dataclasses.asdict(config))
-        except TypeError as error:
-            raise ValueError(f"--model {name}: {config_class.__name__} cannot be stored as JSON in a "
-                             f"checkpoint ({error}); use numbers, strings, lists and None") from error
+    if not is_file(name):
+        return config_class(**values)
+    try:
+        config = config_class(**values)
+    except Exception as error:  # whatever the user's class raises
+        raise ValueError(f"--model {name}: {config_class.__name__}: {json_files.reason(error)}") from error
+    try:  # as a checkpoint stores and reads it
+        stored = json.loads(json.dumps(dataclasses.asdict(config)))
+        json_files.check(stored, config_class, config_class.__name__, "")
+    except (TypeError, ValueError, NameError) as error:
+        raise ValueError(f"--model {name}: {config_class.__name__} cannot be stored as JSON in a checkpoint "
+                         f"({json_files.reason(error)}); use fields of int, float, bool, str or "
+                         "list") from error
     return config
+
+
+def check_first_pass(name: str, model, batch) -> None:
+    """Run a forward pass of the user's own model. ValueError if it is not what the trainer needs.
+
+    The FP8 state is left as it was.
+    """
+    if not hasattr(model, "config"):
+        raise ValueError(f"--model {name}: the model has no attribute config; add self.config = config to "
+                         "its constructor")
+    with torch.no_grad(), fp8.preserved_state(model):
+        loss = model(*batch)
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        shape = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+        raise ValueError(f"--model {name}: forward(input_ids, labels) returned a {type(loss).__name__} "
+                         f"{shape}; it must return the mean loss, a tensor without dimensions")
 
 
 def has_fp8(name: str) -> bool:

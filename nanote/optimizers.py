@@ -100,6 +100,17 @@ class Muon(torch.optim.Optimizer):
             self.inner.state[master]["momentum_buffer"] = self.state[parameter]["momentum_buffer"]
 
     @torch.no_grad()
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Copy a saved state into the existing tensors: PyTorch's method would round it to BF16."""
+        state = self.state
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state = state
+        numbers = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        for number, parameter in zip(numbers, self.of_master):
+            for key, value in state_dict["state"].get(number, {}).items():
+                self.state[parameter][key].copy_(value)
+
+    @torch.no_grad()
     def step(self):
         for group, inner in zip(self.param_groups, self.inner.param_groups):
             inner["lr"], inner["weight_decay"] = group["lr"], group["weight_decay"]
@@ -126,6 +137,13 @@ class Several(torch.optim.Optimizer):
     @property
     def state(self) -> dict:
         return {parameter: values for part in self.parts for parameter, values in part.state.items()}
+
+    def state_dict(self) -> dict:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        for part, state in zip(self.parts, state_dict["parts"]):
+            part.load_state_dict(state)
 
     def step(self) -> None:
         for part in self.parts:

@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward of every micro-batch, clipping and AdamW; on a GPU as CUDA graphs.
+"""One optimizer step: forward and backward of every micro-batch, clipping, update; on a GPU as CUDA graphs.
 
 In a training loop of your own use `make_train_step`; train.py builds a `TrainStep` part by part. `config` is
 a nanote.config.TrainConfig. Decisions:
@@ -88,6 +88,8 @@ def make_train_step(model, batch, **options) -> "TrainStep":
     A step is forward and backward pass of every micro-batch, clipping and update: with the fast kernels where
     they apply, and as CUDA graphs on a GPU.
 
+    `train_step.report` says which kernels run.
+
     Args:
         model: on its device, in BF16 for the kernels. Where its `fp8_recipe` is delayed scaling, its first
             scales are found.
@@ -95,16 +97,23 @@ def make_train_step(model, batch, **options) -> "TrainStep":
         options: fields of TrainConfig, such as grad_accum, grad_clip, weight_decay, optimizer, cuda_graph or
             fast_kernels. Those of architecture, data and FP8 recipe have no effect: the model has them.
     """
-    config = TrainConfig(**{"fp8_recipe": "none"} | options)
+    known = {"fp8_recipe": "none"}
+    # what decides whether a step can be captured
+    for name in "n_layer attn_dropout gradient_checkpointing checkpoint_every offload_activations".split():
+        if hasattr(model.config, name):
+            known[name] = getattr(model.config, name)
+    config = TrainConfig(**known | options)
     check_options(config)
-    accelerate(model, config)
+    report = accelerate(model, config)
     model.train()
     recipe = getattr(model, "fp8_recipe", None)
     if recipe is not None and model.config.use_fp8 and recipe.delayed() and fp8.is_fresh(model):
         warm_up_scales(model, batch)
     net = compile_model(model, config)
     device = batch[0].device
-    return TrainStep(model, parallel.wrap(net, device), make_optimizer(model, config), config, device)
+    step = TrainStep(model, parallel.wrap(net, device), make_optimizer(model, config), config, device)
+    step.report = report
+    return step
 
 
 class TrainStep:
@@ -299,16 +308,18 @@ class TrainStep:
             self.norm = self.update()
 
         pool, graphs = torch.cuda.graph_pool_handle(), {}
-        with fp8.preserved_state(self.model):
-            graphs["first"] = _capture(first, pool)
-            if accumulates:
-                graphs["rest"] = _capture(rest, pool)
-            if self.updates_in_graph:
-                self.optimizer.prepare()
-                graphs["update"] = _capture(update, pool)
+        try:
+            with fp8.preserved_state(self.model):
+                graphs["first"] = _capture(first, pool)
+                if accumulates:
+                    graphs["rest"] = _capture(rest, pool)
+                if self.updates_in_graph:
+                    self.optimizer.prepare()
+                    graphs["update"] = _capture(update, pool)
+        finally:
+            torch.cuda.set_rng_state(generator, self.device)
         self.fixed = Fixed(self.model, self.config)
         self.graphs = graphs  # last, so that there are none after an error
-        torch.cuda.set_rng_state(generator, self.device)
 
 
 METHODS = ("locate", "run_block", "output", "cross_entropy")  # that a model's forward calls

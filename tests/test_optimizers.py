@@ -1,8 +1,10 @@
 """nanote/optimizers.py: Muon with float32 masters, resuming any optimizer, learning rates per group."""
+import copy
 import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +12,8 @@ from nanote import checkpoint, optimizers
 from nanote.config import TrainConfig
 from nanote.optimizers import OPTIMIZERS, Muon
 from trainer_tools import OPTIONS, make_tokens, metrics, run_train
+
+SHORT = f"{OPTIONS} --n-layer 1 --max-steps 8 --checkpoint-interval 4 --eval-interval 0"
 
 
 @pytest.fixture(autouse=True)
@@ -80,10 +84,10 @@ def test_muon_takes_the_blocks_matrices_and_adamw_the_rest():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_muon_resumes_bit_for_bit(tokens, dtype):
-    options = f"{OPTIONS} --optimizer muon --dtype {dtype}"
+    options = f"{SHORT} --optimizer muon --dtype {dtype}"
     assert run_train(f"{options} --out-dir whole", tokens) == 0
     shutil.copytree("whole", "cut")
-    shutil.rmtree("cut/step-24")
+    shutil.rmtree("cut/step-8")
     assert run_train("--resume --out-dir cut", tokens) == 0
     assert metrics("cut") == metrics("whole")
 
@@ -92,7 +96,7 @@ class Counting(torch.optim.Optimizer):
     """SGD whose rate depends on every kind of state: a tensor of another shape and type, a count, numbers."""
 
     def __init__(self, parameters, lr):
-        super().__init__(parameters, dict(lr=lr))
+        super().__init__(parameters, dict(lr=lr, calls=0, kind=torch.float64))
 
     @torch.no_grad()
     def step(self):
@@ -106,18 +110,19 @@ class Counting(torch.optim.Optimizer):
                                  decay=1.0, seen=0)
                 state["rows"] += p.grad.double().view(len(p), -1).square().sum(1)
                 state["step"] += 1
-                state["decay"] *= 0.9
+                state["decay"] = np.float64(0.9 * state["decay"])
                 state["seen"] += 1
                 assert type(state["seen"]) is int
-                rate = group["lr"] * state["decay"] / state["step"]
+                group["calls"] += 1
+                rate = group["lr"] * state["decay"] / state["step"] / group["calls"] ** 0.1
                 p -= rate * p.grad / (1 + state["rows"].sum().sqrt().to(p.dtype))
 
 
 def test_an_optimizer_of_ones_own_resumes_bit_for_bit(tokens, monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, "adamw", lambda model, config: Counting(model.parameters(), config.lr))
-    assert run_train(f"{OPTIONS} --dtype bfloat16 --lr 0.5 --out-dir whole", tokens) == 0
+    assert run_train(f"{SHORT} --dtype bfloat16 --lr 0.5 --out-dir whole", tokens) == 0
     shutil.copytree("whole", "cut")
-    shutil.rmtree("cut/step-24")
+    shutil.rmtree("cut/step-8")
     assert run_train("--resume --out-dir cut", tokens) == 0
     assert metrics("cut") == metrics("whole")
 
@@ -133,25 +138,44 @@ def test_learning_rates_are_factors_per_group(tokens, monkeypatch):
         return optimizer
 
     monkeypatch.setitem(OPTIMIZERS, "adamw", with_factors)
-    assert run_train(f"{OPTIONS} --out-dir run", tokens) == 0
-    early, late = (checkpoint.safetensors_files.stored_tensors(f"run/step-{n}") for n in (12, 24))
+    assert run_train(f"{SHORT} --out-dir run", tokens) == 0
+    early, late = (checkpoint.safetensors_files.stored_tensors(f"run/step-{n}") for n in (4, 8))
     assert early.keys() == late.keys()
     from safetensors.torch import load_file
 
     first, last = ({k: v for path in Path(f"run/step-{n}").glob("*.safetensors")
-                    for k, v in load_file(path).items()} for n in (12, 24))
+                    for k, v in load_file(path).items()} for n in (4, 8))
     assert torch.equal(first["model.wte.weight"], last["model.wte.weight"])
     assert not torch.equal(first["model.blocks.0.attn.proj.weight"], last["model.blocks.0.attn.proj.weight"])
 
 
+def test_muon_saves_and_loads_its_state_in_a_loop_of_ones_own():
+    from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
+
+    config = OptimizedConfig(n_layer=1, n_head=2, n_embd=32, vocab_size=32, n_positions=16)
+    results = []
+    for saves in (False, True):
+        torch.manual_seed(2)
+        model = OptimizedGPT2Model(config).bfloat16()
+        parameters = list(model.parameters())
+        optimizer = OPTIMIZERS["muon"](model, TrainConfig(optimizer="muon"))
+        train(optimizer, parameters, 3)
+        if saves:
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = OPTIMIZERS["muon"](model, TrainConfig(optimizer="muon"))
+            optimizer.load_state_dict(state)
+        results.append(train(optimizer, parameters, 3, seed=1))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
 def test_another_optimizer_cannot_take_over_a_run(tokens, capsys):
-    assert run_train(f"{OPTIONS} --max-steps 12 --out-dir run", tokens) == 0
+    assert run_train(f"{SHORT} --max-steps 4 --out-dir run", tokens) == 0
     capsys.readouterr()
-    assert run_train("--resume --out-dir run --optimizer muon --max-steps 24", tokens) == 2
-    assert "--optimizer muon: run/step-12 has the state of adamw; leave" in capsys.readouterr().err
-    assert run_train(f"{OPTIONS} --optimizer muon --fp8-param --out-dir other", tokens) == 2
+    assert run_train("--resume --out-dir run --optimizer muon --max-steps 8", tokens) == 2
+    assert "--optimizer muon: run/step-4 has the state of adamw; leave" in capsys.readouterr().err
+    assert run_train(f"{SHORT} --optimizer muon --fp8-param --out-dir other", tokens) == 2
     assert "does not update weights stored in FP8" in capsys.readouterr().err
-    assert json.loads(Path("run/step-12/meta.json").read_text())["config"]["optimizer"] == "adamw"
+    assert json.loads(Path("run/step-4/meta.json").read_text())["config"]["optimizer"] == "adamw"
 
 
 @pytest.mark.gpu

@@ -70,7 +70,7 @@ def test_a_plain_pytorch_model_trains_resumes_and_samples(tokens, capsys):
     assert run_train("--resume --out-dir cut", tokens) == 2
     assert capsys.readouterr().err == (
         "train.py: the model is mine.py:Pair, and code is never taken from a checkpoint: pass --model "
-        "mine.py:Pair again\n")
+        "mine.py:Pair again, to train.py or sample.py\n")
     assert run_train("--resume --out-dir cut --model elsewhere/moved.py:Pair", tokens) == 0
     assert metrics("cut")[-4:] == metrics("whole")[-4:]
 
@@ -90,7 +90,8 @@ def test_a_subclass_of_a_model_file_trains_in_fp8_with_muon_and_accumulation(tok
         "        super().__init__(config)\n"
         "        self.extra = torch.nn.Parameter(torch.zeros(config.n_embd))\n"
     )
-    assert run_train(f"{OPTIONS} --model wider.py:Wider --optimizer muon --out-dir run", tokens) == 0
+    options = f"{OPTIONS} --max-steps 12 --model wider.py:Wider --optimizer muon"
+    assert run_train(f"{options} --out-dir run", tokens) == 0
     records = read_metrics("run/metrics.jsonl")
     assert records[-1]["loss"] < records[0]["loss"] - 0.5
 
@@ -114,17 +115,37 @@ def test_an_unedited_copy_trains_as_the_original(tokens):
     ("--model two.py:Pair", "the file has PairConfig and OtherConfig; annotate the constructor"),
     ("--model none.py:Pair", "no dataclass has the fields vocab_size and n_positions"),
     ("--model unstorable.py:Pair --fp8-recipe none", "PairConfig cannot be stored as JSON in a checkpoint"),
+    ("--model tuple.py:Pair --fp8-recipe none", "PairConfig cannot be stored as JSON in a checkpoint"),
+    ("--model exits.py:Pair", "exits.py cannot be imported (SystemExit: bye)"),
+    ("--model pair.py:Pair --fp8-recipe none", "forward(input_ids, labels) returned a tuple"),
+    ("--model bare.py:Pair --fp8-recipe none", "has no attribute config; add self.config = config"),
+    ("--model needs.py:Pair --fp8-recipe none", "PairConfig: "),
 ])
 def test_what_is_wrong_is_said_in_a_line_before_anything_is_written(tokens, arguments, message, capsys):
     Path("broken.py").write_text("class Pair(\n")
     Path("two.py").write_text(PLAIN + "\n@dataclasses.dataclass\nclass OtherConfig(PairConfig):\n    depth: "
                                       "int = 1\n")
     Path("none.py").write_text(PLAIN.replace("n_positions", "block_size"))
-    Path("unstorable.py").write_text(PLAIN.replace("window: int = 8", "window: object = nn.Linear"))
+    window = "window: int = 8"
+    Path("unstorable.py").write_text(PLAIN.replace(window, "window: object = nn.Linear"))
+    Path("tuple.py").write_text(PLAIN.replace(window, "window: tuple = (1, 2)"))
+    Path("needs.py").write_text(PLAIN.replace(window, "window: int = dataclasses.field(kw_only=True)"))
+    Path("exits.py").write_text("raise SystemExit('bye')")
+    Path("pair.py").write_text(PLAIN.replace("return logits if", "return logits, None if"))
+    Path("bare.py").write_text(PLAIN.replace("        self.config = config\n", ""))
     assert run_train(f"{RUN} {arguments} --out-dir run", tokens) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and error.startswith("train.py: ")
     assert not Path("run").exists()
+
+
+def test_a_resumed_run_keeps_the_config_that_it_began_with(tokens):
+    """The default of a field of one's own may change in the file; sample.py and --resume use the stored one."""
+    options = f"{RUN} --model mine.py:Pair --fp8-recipe none --max-steps 4"
+    assert run_train(f"{options} --out-dir run", tokens) == 0
+    Path("mine.py").write_text(PLAIN.replace("window: int = 8", "window: int = 99"))
+    assert run_train("--resume --model mine.py:Pair --out-dir run --max-steps 8", tokens) == 0
+    assert json.loads(Path("run/step-8/meta.json").read_text())["model_config"]["window"] == 8
 
 
 def test_a_checkpoint_does_not_name_code(tokens, capsys):
@@ -170,6 +191,22 @@ def test_make_train_step_equals_a_loop_by_hand():
         results.append(torch.tensor(losses))
     assert torch.equal(*results)
     assert results[0][-1, 0] < results[0][0, 0]
+
+
+def test_make_train_step_knows_from_the_model_what_cannot_be_captured(monkeypatch):
+    from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
+    from nanote import train_step
+
+    monkeypatch.setattr(train_step.fp8, "IS_REFERENCE", False)
+    for options, reason in (({"attn_dropout": 0.1}, "attn-dropout"),
+                            ({"gradient_checkpointing": True}, "gradient-checkpointing")):
+        config = OptimizedConfig(n_layer=1, n_head=2, n_embd=32, vocab_size=32, n_positions=16, **options)
+        model, ids = OptimizedGPT2Model(config), torch.zeros(1, 16, dtype=torch.long)
+        monkeypatch.setattr(train_step, "accelerate", lambda *_: "report")
+        monkeypatch.setattr(train_step, "make_optimizer", lambda *_: None)
+        step = train_step.make_train_step(model, (ids, ids))
+        assert reason in train_step.why_no_graph(step.config, torch.device("cuda"))
+        assert step.report == "report"
 
 
 @pytest.mark.gpu
