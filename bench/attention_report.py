@@ -60,7 +60,7 @@ def blocks_table(result) -> str:
 BLOCK_NAMES = {"sdpa": "SDPA", "te": "te.DotProductAttention", "packed": "flash-attn, packed QKV",
                "flash, not packed": "flash-attn, separate q, k, v"}
 COLORS = {"BF16": "tab:blue", "FP8": "tab:green", "beyond the error limit": "tab:red"}
-LONGEST = 4  # a bar that is longer than so many times the shortest is broken
+LONGEST = 6  # a bar that is longer than so many times the shortest is broken
 
 
 def color_of(row):
@@ -108,8 +108,7 @@ def draw_panel(axis, title, rows):
     for y, row in enumerate(rows):
         both = row.get("both_ms", 0)
         end = min(both, limit)
-        # a broken bar has its parts in proportion
-        forward = row.get("forward_ms", 0) * (end / both if both else 0)
+        forward = min(row.get("forward_ms", 0), 0.85 * limit)  # as long as it is, or up to the break
         axis.barh(y, end, color=color_of(row), alpha=0.45)
         axis.barh(y, forward, color=color_of(row))
         if both > limit:
@@ -121,6 +120,7 @@ def draw_panel(axis, title, rows):
     axis.set_xlim(right=1.5 * max(drawn, default=1))
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)
+    axis.set_xlabel("ms", fontsize=8, loc="right", labelpad=-2)
     axis.set_title(title, fontsize=9)
 
 

@@ -131,6 +131,8 @@ def table(rows) -> str:
         if "error" not in row:
             groups.setdefault((row["shape"], row["block"]), {})[row["arm"]] = row
     for (shape, block), group in groups.items():
+        if not {"nanogpt", *ARMS} <= group.keys():
+            continue  # a run that was cut
         cells = []
         for arm in TITLES:
             ratio = f" ({group[arm]['ratio_to_nanogpt']:.2f} ×)" if arm in group and arm != "nanogpt" else ""

@@ -163,10 +163,13 @@ def plot(figures, path):
         losses, (color, style, width) = row["losses"], STYLES[kind_of(row["switch"])]
         smooth = [sum(losses[max(0, i - 9):i + 1]) / min(10, i + 1) for i in range(len(losses))]
         left.plot(range(1, len(losses) + 1), smooth, lw=width, ls=style, color=color)
+    differences = {row["switch"]: row["difference"] for row in rows}
     for row in rows:
+        start = "modern block" if row["switch"].startswith("modern") else "default"
+        seeds = [differences[name] for name in SEEDS[start] if name in differences]
         right.barh(row["switch"], row["difference"], color=STYLES[kind_of(row["switch"])][0])
-        right.barh(row["switch"], 2 * row["spread_of_seeds"], left=-row["spread_of_seeds"], height=1,
-                   color="tab:green", alpha=0.15, zorder=0)
+        right.barh(row["switch"], max(seeds) - min(seeds), left=min(seeds), height=1, color="tab:green",
+                   alpha=0.15, zorder=0)
     left.set(xlabel="step", ylabel="training loss (nats a byte, mean of 10 steps)", ylim=(None, 5),
              title="loss of GPT-2 124M, two blocks")
     left.legend(handles=[Line2D([], [], color=color, ls=style, lw=width, label=kind)

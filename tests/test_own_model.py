@@ -140,7 +140,7 @@ def test_what_is_wrong_is_said_in_a_line_before_anything_is_written(tokens, argu
 
 
 def test_a_resumed_run_keeps_the_config_that_it_began_with(tokens):
-    """The default of a field of one's own may change in the file; sample.py and --resume use the stored one."""
+    """The default of a field of one's own may change in the file; --resume uses the stored value."""
     options = f"{RUN} --model mine.py:Pair --fp8-recipe none --max-steps 4"
     assert run_train(f"{options} --out-dir run", tokens) == 0
     Path("mine.py").write_text(PLAIN.replace("window: int = 8", "window: int = 99"))
