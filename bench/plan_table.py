@@ -1,4 +1,4 @@
-"""The table of guide/several_gpus.md: nanote/plan.py's estimates for Llama-3 8B on many H200s."""
+"""The table of guide/several_gpus.md: nanote/plan.py's estimates for Llama-3 8B on many GPUs."""
 
 from bench import arms
 from bench.report import markdown
@@ -6,9 +6,14 @@ from nanote import layouts, plan
 from nanote.config import TrainConfig
 from nanote.memory import GIB
 
-CLUSTERS = ((8, 50.0), (16, 50.0), (64, 50.0), (64, 12.5), (512, 50.0))  # GPUs, GB/s per GPU between nodes
-TITLES = ("H200s (all columns: estimates)", "GB/s between nodes", "layout", "GiB per GPU", "GB sent in the node",
-          "GB sent between nodes", "links, ms", "compute, ms", "bottleneck")
+CLUSTERS = (  # GPU, number, GB/s per GPU between nodes
+    ("H200", 8, 50.0), ("H200", 64, 50.0), ("H100", 8, 50.0), ("H100", 64, 50.0), ("H100", 64, 12.5),
+    ("H100", 512, 50.0),
+)
+TITLES = (
+    "GPUs (every column: estimate)", "GB/s between nodes", "layout", "GiB per GPU", "GB sent in the node",
+    "GB sent between nodes", "links, ms", "compute, ms", "bottleneck",
+)
 
 
 def efficiency(run, model, rows) -> float:
@@ -22,17 +27,17 @@ def table(rows) -> str:
     run = TrainConfig(**arms.SHAPES["llama3-8b"])
     model, lines = plan.model_of(run), []
     reached = efficiency(run, model, rows)
-    for gpus, network in CLUSTERS:
-        cluster = layouts.Cluster(gpus=gpus, network_gbs=network, efficiency=reached)
+    for gpu, gpus, network in CLUSTERS:
+        cluster = layouts.Cluster(gpus=gpus, gpu=gpu, network_gbs=network, efficiency=reached)
         found = layouts.estimates(cluster, run, model)
         best = layouts.recommended(found)
         for one in found:
             if one.layout.checkpointing:
                 continue
-            name = one.layout.name
+            name, gib = one.layout.name, f"{sum(one.memory.values()) / GIB:.0f}"
             lines.append([
-                str(gpus), f"{network:g}", f"**{name}**" if one is best else name,
-                f"{sum(one.memory.values()) / GIB:.0f}", f"{one.link_bytes / 1e9:.1f}",
+                f"{gpus} x {gpu}", f"{network:g}", f"**{name}**" if one is best else name,
+                gib if one.fits else f"{gib}, does not fit", f"{one.link_bytes / 1e9:.1f}",
                 f"{one.network_bytes / 1e9:.1f}", f"{one.links_ms:.0f}", f"{one.compute_ms:.0f}",
                 one.bottleneck])
     return markdown(TITLES, lines, left=len(TITLES))

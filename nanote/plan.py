@@ -36,10 +36,8 @@ def read_options(argv: list[str]) -> tuple[Cluster, config.TrainConfig, list[str
         if argument.startswith("--") or argument == "-h":
             chosen = ours if argument.partition("=")[0].replace("_", "-") in names else given
         chosen.append(argument)
-    cluster = cli.parse(Cluster, ours, prog="nanote/plan.py", description=__doc__)
-    run, checkpoint, _ = config.read_options(given)
-    if checkpoint:
-        raise ValueError(f"--resume: plans a new run; leave it out, or pass --config {checkpoint.parent}")
+    cluster = cli.parse(Cluster, ours, prog="python -m nanote.plan", description=__doc__)
+    run, *_ = config.read_options(given)
     return check(cluster, run), run, given
 
 
@@ -52,6 +50,9 @@ def check(cluster: Cluster, run) -> Cluster:
         value = getattr(cluster, name)
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{cli.flag(name)} {value}: must be above 0; leave it out for the default")
+    if cluster.efficiency > 1:
+        raise ValueError(f"--efficiency {cluster.efficiency}: is a fraction of the peak; pass at most 1, such "
+                         "as 0.5")
     node = min(cluster.gpus, cluster.gpus_per_node)
     if cluster.gpus % node:
         raise ValueError(f"--gpus {cluster.gpus}: not a multiple of --gpus-per-node {node}; pass "

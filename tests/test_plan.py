@@ -145,6 +145,7 @@ def test_it_says_what_fits_when_nothing_does(capsys):
     ("--gpu H900", "--gpu H900: unknown; use one of GB200, B200"),
     ("--preset llama9", "unknown preset 'llama9': one of tiny"),
     ("--gpus -8", "--gpus -8: must be above 0"), ("--gpus", "--gpus"), ("--network-gbs 0", "must be above 0"),
+    ("--efficiency 50", "--efficiency 50.0: is a fraction of the peak; pass at most 1"),
     ("--gpu A100", "--gpu A100: has no FP8 tensor cores; pass --fp8-recipe none"),
     ("--fp8-recipe block", "the plan knows its memory only for delayed or current or none"),
     ("--preset gpt2-124m --micro-batch-size 1 --seq-len 8", "needs a multiple of 16"),
