@@ -19,8 +19,9 @@ GPUS = {
     "H200": ("H200", 141, 450, 50), "H100": ("H100", 80, 450, 50), "H800": ("H800", 80, 200, 50),
     "A100": ("A100-SXM4-80GB", 80, 300, 25), "L40S": ("L40S", 48, 32, 25),
 }
-# Layouts whose estimates differ by less count as equally fast, and the simplest is taken: latency is left out,
-# and fast_kernels/block.py, which saves up to 13 % of a step (results/speed.json), is off for sharded weights.
+# Layouts whose estimates differ by less count as equally fast, and the simplest is taken: latency is left
+# out, and sharded weights turn off fast_kernels/block.py, which saves up to 13 % of a step
+# (results/speed.json, te_block).
 NEARLY = 1.15
 
 

@@ -51,8 +51,8 @@ def check(cluster: Cluster, run) -> Cluster:
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{cli.flag(name)} {value}: must be above 0; leave it out for the default")
     if cluster.efficiency > 1:
-        raise ValueError(f"--efficiency {cluster.efficiency}: is a fraction of the peak; pass at most 1, such "
-                         "as 0.5")
+        raise ValueError(f"--efficiency {cluster.efficiency}: is a fraction of the peak; pass at most 1, "
+                         "such as 0.5")
     node = min(cluster.gpus, cluster.gpus_per_node)
     if cluster.gpus % node:
         raise ValueError(f"--gpus {cluster.gpus}: not a multiple of --gpus-per-node {node}; pass "
