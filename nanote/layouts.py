@@ -108,7 +108,7 @@ def memory(run, model, layout: Layout, reshard=True) -> dict[str, float]:
     renewed = layout.checkpointing and not accumulates  # FP8 copies, when a block is recomputed
     casts = max(1, sum(keeps_all)) if renewed else model.n_layer
     one_block, one_input = tokens * activation_bytes(model, in_fp8, width), tokens * width * model.n_embd
-    gathered = count - (model.n_layer - 2) * block if reshard else count
+    gathered = count - max(0, model.n_layer - 2) * block if reshard else count
     forward = {
         "weights": width * count / layout.shards,
         "gradients": width * count if accumulates else 0,
