@@ -38,6 +38,7 @@ from bench import (
     memory,
     nanogpt,
     optimizer,
+    plan_table,
     speed_report,
     stability_report,
     training,
@@ -67,6 +68,7 @@ TABLES = {  # comment in a page -> JSON file, function that makes a Markdown tab
     "attention_blocks": ("attention", attention_report.blocks_table),
     "accumulation": ("accumulation", accumulation.errors_table),
     "accumulation_times": ("accumulation", accumulation.times_table),
+    "plan": ("speed", plan_table.table),  # an estimate; one GPU's speed is measured
     "stability": ("stability_h200", stability_report.table),
     "stability_te": ("stability_te_h200", stability_report.sizes_table),
 }

@@ -1,0 +1,222 @@
+"""The arithmetic of nanote/plan.py: memory, traffic and time of a run in a layout, from formulas alone.
+
+A `Layout` is ddp, fsdp or hsdp on a number of GPUs; `estimate` makes an `Estimate` of it. Everything is per
+GPU, and in bytes, elements or ms. `run` is a TrainConfig, `model` the config of model_te_optimized.py.
+tests/test_plan.py compares the memory of one GPU with what was measured. References: ZeRO (Rajbhandari et al.
+2020, arXiv:1910.02054); ring collectives (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md).
+"""
+import bisect
+import dataclasses
+from dataclasses import dataclass
+
+from nanote import models, roofline
+from nanote.memory import sequence_multiple
+
+# Data sheets of NVIDIA's GPUs and DGX systems: name in roofline.PEAKS, GB of memory, GB/s per GPU and
+# direction of NVLink (L40S: PCIe), GB/s per GPU of the network.
+GPUS = {
+    "GB200": ("GB200", 186, 900, 50), "B200": ("B200", 180, 900, 50), "GH200": ("GH200", 96, 450, 50),
+    "H200": ("H200", 141, 450, 50), "H100": ("H100", 80, 450, 50), "H800": ("H800", 80, 200, 50),
+    "A100": ("A100-SXM4-80GB", 80, 300, 25), "L40S": ("L40S", 48, 32, 25),
+}
+# Layouts whose estimates differ by less count as equally fast, and the simplest is taken: latency is left
+# out, and sharded weights turn off fast_kernels/block.py, which saves up to 13 % of a step
+# (results/speed.json, te_block).
+NEARLY = 1.15
+
+
+@dataclass
+class Cluster:
+    gpus: int = 8  # Number of GPUs.
+    gpu: str = "H200"  # GB200, B200, GH200, H200, H100, H800, A100 or L40S.
+    gpus_per_node: int = 8  # GPUs of a node, which NVLink connects.
+    link_gbs: float | None = None  # GB/s of NVLink per GPU and direction; None: the data sheet's.
+    network_gbs: float | None = None  # GB/s between nodes per GPU and direction; None: a DGX system's.
+    efficiency: float = 0.5
+    """Speed of one GPU as a fraction of the data sheet's peak, which train.py logs as roofline."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    name: str  # ddp, fsdp or hsdp
+    shards: int = 1  # GPUs that share one copy of weights, gradients and optimizer state
+    replicas: int = 1  # copies
+    checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class Estimate:
+    layout: Layout
+    memory: dict[str, float]  # bytes per GPU at the peak, by part
+    largest: int  # micro-batch that fits; 0: none
+    fits: bool
+    link_bytes: float  # that a GPU sends in a step within the node, and between nodes
+    network_bytes: float
+    links_ms: float
+    compute_ms: float
+    step_ms: float
+    bottleneck: str
+
+
+# ---------------------------------------------------------------- memory
+
+def block_weights(model) -> int:
+    """Return the elements in the weight matrices of one block."""
+    deeper = dataclasses.replace(model, n_layer=model.n_layer + 1)
+    return models.weight_count(deeper) - models.weight_count(model)
+
+
+def activation_bytes(model, in_fp8: bool, width: int = 2) -> int:
+    """Return the bytes per token that a block keeps for backward: what fast_kernels/block.py saves.
+
+    With w bytes per element (BF16: 2), C = n_embd, Q and K the widths of all query and all key heads:
+
+    residuals    2·w·C, the input of both norms; GELU or SwiGLU input: w·n_inner or 2·w·n_inner
+    attention    QKV w·(Q + 2·K), output w·Q, float32 log-sum-exp; with RoPE or QK-norm w·(Q + K) besides
+    GEMM inputs  2·C + n_inner elements, in BF16, or 1 byte each in FP8 (transposed), and there Q for proj
+    """
+    q, k, inner = model.n_head * model.head_dim, model.n_kv_head * model.head_dim, model.n_inner
+    new_qk = q + k if model.use_rotary or model.use_qk_norm else 0
+    hidden = 2 * inner if model.activation == "swiglu" else inner
+    high_precision = width * (2 * model.n_embd + hidden + 2 * q + 2 * k + new_qk) + 4 * model.n_head
+    inputs = 2 * model.n_embd + inner
+    return high_precision + (inputs + q if in_fp8 else width * inputs)
+
+
+def memory(run, model, layout: Layout, reshard=True) -> dict[str, float]:
+    """Return {part: bytes} of a GPU at its peak: after a forward pass, or in backward.
+
+    With N weights of w = 2 bytes (float32: 4) and S shards (ZeRO, section 5; S = 1: all on each GPU):
+
+    weights          w·N/S
+    gradients        w·N/S in backward; w·N after a forward pass with grad_accum > 1, since they are reduced
+                     once a step; ddp also has buckets of w·N at all times
+    optimizer state  N/S times two moments (4 or 2 bytes each) and the master (remainder: 2 bytes; 4)
+    FP8 copies       2 bytes (rowwise, transposed) per weight of a GEMM, not sharded, kept until backward; of
+                     a checkpointed block while it runs, unless micro-batches share them
+    gathered         fsdp, hsdp: all weights; with resharding those outside blocks and of two blocks (one is
+                     prefetched); besides the gradients of two blocks
+    activations      activation_bytes per token and block; of a checkpointed block its input
+    logits           w bytes per element, and in FP8 2 for their gradient (rowwise, transposed)
+    """
+    tokens, width = run.micro_batch_size * run.seq_len, 4 if run.dtype == "float32" else 2
+    in_fp8, accumulates, sharded = run.fp8_recipe != "none", run.grad_accum > 1, layout.shards > 1
+    count, block, head = models.weight_count(model), block_weights(model), model.vocab_size * model.n_embd
+    keeps_all = [not layout.checkpointing or i % run.checkpoint_every > 0 for i in range(model.n_layer)]
+    state = 2 * (4 if run.moment_dtype == "float32" else 2)
+    state += (2 if run.param_remainders else 4) if width == 2 else 0
+    renewed = layout.checkpointing and not accumulates  # FP8 copies, when a block is recomputed
+    casts = max(1, sum(keeps_all)) if renewed else model.n_layer
+    one_block, one_input = tokens * activation_bytes(model, in_fp8, width), tokens * width * model.n_embd
+    gathered = count - max(0, model.n_layer - 2) * block if reshard else count
+    forward = {
+        "weights": width * count / layout.shards,
+        "gradients": width * count if accumulates else 0,
+        "optimizer state": state * count / layout.shards,
+        "FP8 copies of weights": 2 * (casts * block + head) if in_fp8 else 0,
+        "gathered": width * (gathered + 2 * block) if sharded else 0,
+        "activations": sum(one_block if whole else one_input for whole in keeps_all),
+        "logits": tokens / run.loss_chunks * model.vocab_size * (width + (2 if in_fp8 else 0)),
+    }
+    if run.loss_chunks > 1:  # gradients of ChunkedLoss: hidden states, and lm_head also in float32
+        forward["logits"] += one_input + (width + 4) * head
+    # one block's activations, and the gradient of its hidden layer, in BF16 and in FP8
+    hidden = tokens * model.n_inner * (2 if model.activation == "swiglu" else 1)
+    backward = forward | {
+        "gradients": max(forward["gradients"], width * count / layout.shards), "logits": 0,
+        "activations": one_block + (width + 2) * hidden,
+    }
+    if in_fp8 and renewed:
+        backward["FP8 copies of weights"] -= 2 * head  # which went backward first
+    parts = max(forward, backward, key=lambda moment: sum(moment.values()))
+    if layout.name == "ddp" and layout.replicas > 1:
+        parts["gradients"] += width * count
+    return parts
+
+
+def largest_micro_batch(run, model, layout: Layout, reshard, capacity: float) -> int:
+    """Return the largest micro-batch whose memory is at most `capacity`; 0 if there is none."""
+    multiple = sequence_multiple(run)
+
+    def too_large(size):
+        sized = dataclasses.replace(run, micro_batch_size=size)
+        return sum(memory(sized, model, layout, reshard).values()) > capacity
+
+    sizes = range(multiple, multiple * 2**20, multiple)
+    return multiple * bisect.bisect_left(sizes, True, key=too_large)
+
+
+# ---------------------------------------------------------------- traffic and time
+
+def ring_bytes(size: float, gpus: int) -> float:
+    """Return (N−1)/N · size: what a GPU sends in a ring all-gather or reduce-scatter of `size` bytes. An
+    all-reduce is one after the other."""
+    return (gpus - 1) / gpus * size
+
+
+def traffic(run, model, layout: Layout, reshard=True) -> tuple[float, float]:
+    """Return the bytes that each GPU sends in a step (among the shards, among the replicas).
+
+    Shards: per micro-batch an all-gather of all weights, with resharding a second one of the blocks'; per
+    step a reduce-scatter of the gradients (ZeRO, section 7.2). Replicas: per step an all-reduce of a shard's
+    gradients.
+    """
+    width, count = 4 if run.dtype == "float32" else 2, models.weight_count(model)
+    gathered = count + (model.n_layer * block_weights(model) if reshard else 0)
+    return (ring_bytes(width * (run.grad_accum * gathered + count), layout.shards),
+            2 * ring_bytes(width * count / layout.shards, layout.replicas))
+
+
+def compute_ms(run, model, layout: Layout, cluster: Cluster) -> float:
+    """Return roofline.floor_ms at the data sheet's peaks, divided by the efficiency. Checkpointing adds a
+    third to forward and backward; shards divide the optimizer's part."""
+    tflops, bandwidth = roofline.PEAKS[GPUS[cluster.gpu][0]]
+    peaks = {"bf16_tflops": tflops, "fp8_tflops": 2 * tflops, "copy_tbs": bandwidth}
+    sequences, in_fp8 = run.micro_batch_size * run.grad_accum, run.fp8_recipe != "none"
+    passes = roofline.floor_ms(model, sequences, run.seq_len, in_fp8, peaks, optimizer_bytes=0)
+    update = roofline.floor_ms(model, 0, 0, in_fp8, peaks, roofline.optimizer_bytes(run))
+    passes *= 1 + layout.checkpointing / 3 / run.checkpoint_every
+    return (passes + update / layout.shards) / cluster.efficiency
+
+
+def estimate(cluster: Cluster, run, model, layout: Layout) -> Estimate:
+    """Return the estimate of a layout, for links that work while the GPU computes.
+
+    Rings over several nodes leave each through all its network adapters at once: one in gpus_per_node bytes
+    crosses the network, at the same time as the others cross NVLink. The replicas of hsdp are one GPU per
+    node: all their bytes cross the network, after those of the shards have crossed NVLink.
+
+    A data sheet's GB is taken as 10⁹ bytes. GPUs report about 7 % more: room for the CUDA context, NCCL's
+    buffers, fragmentation and the error of the estimate.
+    """
+    _, gigabytes, link, network = GPUS[cluster.gpu]
+    reshard = getattr(run, "reshard_after_forward", True)
+    in_node, between = traffic(run, model, layout, reshard)
+    if layout.name != "hsdp":
+        sent = in_node + between
+        between = sent / cluster.gpus_per_node if cluster.gpus > cluster.gpus_per_node else 0
+        in_node = sent - between
+    times = in_node / (cluster.link_gbs or link) / 1e6, between / (cluster.network_gbs or network) / 1e6
+    links_ms, slower = sum(times) if layout.name == "hsdp" else max(times), times[1] > times[0]
+    parts, compute = memory(run, model, layout, reshard), compute_ms(run, model, layout, cluster)
+    largest = largest_micro_batch(run, model, layout, reshard, 1e9 * gigabytes)
+    limit = "network" if slower else "NVLink"
+    return Estimate(layout, parts, largest, sum(parts.values()) <= 1e9 * gigabytes, in_node, between,
+                    links_ms, compute, max(compute, links_ms), limit if links_ms > compute else "compute")
+
+
+def estimates(cluster: Cluster, run, model) -> list[Estimate]:
+    """Return the estimates of all layouts, the simplest first."""
+    node = cluster.gpus_per_node
+    shapes = [("ddp", 1, cluster.gpus), ("hsdp", node, cluster.gpus // node), ("fsdp", cluster.gpus, 1)]
+    if cluster.gpus == node:
+        del shapes[1]
+    return [estimate(cluster, run, model, Layout(*shape, checkpointing))
+            for checkpointing in (False, True) for shape in shapes]
+
+
+def recommended(found: list[Estimate]) -> Estimate | None:
+    """Return the fastest layout that fits, the simplest of those that are nearly as fast."""
+    fitting = [one for one in found if one.fits]
+    fastest = min((one.step_ms for one in fitting), default=0)
+    return next((one for one in fitting if one.step_ms <= NEARLY * fastest), None)
