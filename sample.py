@@ -17,7 +17,7 @@ import torch
 import tyro
 
 from nanote import checkpoint, cli, json_files, models
-from nanote.dataset import HfTokenizer, get_tokenizer
+from nanote.dataset import HfTokenizer, document_starts, get_tokenizer
 from nanote.documents import text_documents
 from nanote.generate import check_sampling, generate, pick_device
 
@@ -75,7 +75,7 @@ def load_model(path, device: torch.device, place: str | None = None, model: str 
     `place`: see get_tokenizer; `model`: see checkpoint.read_meta.
 
     Returns:
-        The model in eval mode with FP8 off, and the tokenizer.
+        The model in eval mode with FP8 off, the tokenizer, and whether the run packs documents.
     """
     folder = checkpoint.find(path)
     if model is not None:
@@ -86,7 +86,7 @@ def load_model(path, device: torch.device, place: str | None = None, model: str 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = models.build_model(meta["model"], config, device=device, dtype=dtype)
     checkpoint.load(folder, meta, model)
-    return model.eval(), tokenizer
+    return model.eval(), tokenizer, bool(meta["config"].get("pack_documents"))
 
 
 # ---------------------------------------------------------------- chat
@@ -178,12 +178,13 @@ def chat(model, tokenizer, max_new_tokens: int, **sampling) -> None:
 # ---------------------------------------------------------------- score
 
 @torch.no_grad()
-def score(model, tokenizer, path: str) -> str:
+def score(model, tokenizer, path: str, pack_documents: bool = False) -> str:
     """Return the loss on a file as a line of text.
 
     The tokens are those of training: an end-of-text token, then the document (of a .jsonl file: and so on).
     Each token after the first is scored once. Windows of n_positions tokens do not overlap, as in training:
-    the first prediction of a window sees one token, the last one all of them.
+    the first prediction of a window sees one token, the last one all of them. With pack_documents it sees
+    those of its own document.
     """
     size, device = 0, next(model.parameters()).device
 
@@ -202,9 +203,14 @@ def score(model, tokenizer, path: str) -> str:
     stream, count, total = tokens(), 0, 0.0
     window = list(islice(stream, limit + 1))
     while len(window) > 1:
-        ids = torch.tensor([window], device=device)
-        count += len(window) - 1
-        total += model(ids[:, :-1], ids[:, 1:]).item() * (len(window) - 1)
+        ids, length = torch.tensor([window], device=device), len(window) - 1
+        packing = {}
+        if pack_documents:
+            ends = torch.tensor([length], device=device)
+            starts = document_starts(ids[:, :-1], tokenizer.eot)
+            packing["cu_seqlens"] = torch.cat([starts, ends]).to(torch.int32)
+        count += length
+        total += model(ids[:, :-1], ids[:, 1:], **packing).item() * length
         window = [window[-1], *islice(stream, limit)]
     if not size:
         raise ValueError(f"{path}: holds no text; name a file that does")
@@ -219,9 +225,9 @@ def main(argv=None) -> None:
     config = cli.parse(SampleConfig, argv, prog="sample.py", description=__doc__)
     check_options(config)
     device = pick_device(config.device)
-    model, tokenizer = load_model(config.run, device, config.tokenizer, config.model)
+    model, tokenizer, pack_documents = load_model(config.run, device, config.tokenizer, config.model)
     if config.score is not None:
-        print(score(model, tokenizer, config.score))
+        print(score(model, tokenizer, config.score, pack_documents))
         return
     sampling = dict(
         temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, use_cache=config.kv_cache,
