@@ -65,6 +65,8 @@ def generate(
                 logits = model(torch.tensor([ids[start:]], device=device), kv_cache=cache)
             else:
                 logits = model(torch.tensor([ids[-1:]], device=device), kv_cache=cache)
+            if isinstance(logits, tuple):  # logits and more, such as the values of a second head
+                logits = logits[0]
             ids.append(pick(logits[0, -1, :vocab_size].float(), temperature, top_k, top_p, generator))
             if on_token:
                 on_token(ids[-1])
