@@ -139,13 +139,21 @@ def read_turns() -> Iterator[str]:
             yield line
 
 
+class TurnTooLong(ValueError):
+    """A turn is longer than what the model's context leaves for it."""
+
+
 def fit(turns: list[dict], encode, room: int) -> list[int]:
     """Return the token ids of a conversation, at most `room`. Drop its oldest turns, in place, until it
-    fits."""
+    fits.
+
+    Raises TurnTooLong, with nothing dropped, if the last turn alone is longer.
+    """
+    alone = len(encode(turns[-1:]))
+    if alone > room:
+        raise TurnTooLong(f"a turn of {alone:,} tokens is longer than the {room:,} that the model's context "
+                          "leaves for it; shorten it")
     while len(ids := encode(turns)) > room:
-        if len(turns) == 1:
-            raise ValueError(f"--chat: a turn of {len(ids):,} tokens is longer than the {room:,} that the "
-                             "model's context leaves for it; shorten it")
         print(f"(the context is full: dropped the oldest turn, {turns[0]['content'][:40]!r}, and its answer)",
               file=sys.stderr)
         del turns[:2]
@@ -155,23 +163,33 @@ def fit(turns: list[dict], encode, room: int) -> list[int]:
 def chat(model, tokenizer, max_new_tokens: int, **sampling) -> None:
     """Answer each line of stdin. Text appears as it is generated.
 
-    The context has n_positions tokens. An answer may take max_new_tokens of them, but no more than half.
+    The context has n_positions tokens. Old turns are dropped until max_new_tokens of them, or half of them if
+    that is less, are free for the answer. A turn that does not fit in the rest is left out.
     """
     encode, limit, turns = chat_template(tokenizer), model.config.n_positions, []
     room = limit - min(max_new_tokens, limit // 2)
     for line in read_turns():
         turns.append({"role": "user", "content": line})
-        ids = fit(turns, encode, room)
+        try:
+            ids = fit(turns, encode, room)
+        except TurnTooLong as error:
+            print(f"({error})", file=sys.stderr)
+            turns.pop()
+            continue
+        free = limit - len(ids)
         characters = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
 
         def show(token):
             print(characters.decode(tokenizer.decode_bytes([token])), end="", flush=True)
 
-        answer = generate(model, ids, min(max_new_tokens, limit - len(ids)), on_token=show,
+        answer = generate(model, ids, min(max_new_tokens, free), on_token=show,
                           stop=tokenizer.stop_tokens, **sampling)
         print(characters.decode(b"", final=True))
         if answer[-1] not in tokenizer.stop_tokens:
-            print(f"(cut off after {cli.counted(len(answer), 'token')}: --max-new-tokens)", file=sys.stderr)
+            reason = "--max-new-tokens"
+            if free < max_new_tokens:
+                reason = f"the model's context of {limit:,} tokens is full"
+            print(f"(cut off after {cli.counted(len(answer), 'token')}: {reason})", file=sys.stderr)
         turns.append({"role": "assistant", "content": tokenizer.decode(answer)})
 
 
