@@ -370,6 +370,16 @@ def test_a_model_keeps_its_own_tokenizer(tmp_path, monkeypatch, capsys):
     same_tensors(weights("again"), weights("run"))
 
 
+def test_a_known_tokenizer_with_a_chat_template_is_the_folders_own(tmp_path):
+    theirs = export_hf.fast_tokenizer(dataset.get_tokenizer("byte"), 64)
+    for template, name in ((None, "byte"), (hf_folders.TEMPLATE, dataset.HF_NAME)):
+        theirs.chat_template = template
+        theirs.save_pretrained(tmp_path)
+        for hint in (None, "byte"):
+            assert re.fullmatch(name, import_hf.recognize_tokenizer(tmp_path, hint))
+    sample.chat_template(dataset.get_tokenizer(f"hf:{tmp_path}"))  # as --chat does
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_an_export_generates_as_the_folder_that_was_imported(kind, tmp_path):
     """Llama 3 has another token before a text than after it; Qwen3 has none before it."""
