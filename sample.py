@@ -56,6 +56,11 @@ class SampleConfig:
     """auto, cpu, cuda or cuda:N."""
 
 
+# Options that a task has no use for. The command line is refused rather than half obeyed.
+UNUSED = {"--chat": ["num_samples"],
+          "--score": ["num_samples", "max_new_tokens", "temperature", "top_k", "top_p"]}
+
+
 def check_options(config: SampleConfig) -> None:
     """Raise ValueError for options out of range, or that exclude each other."""
     check_sampling(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
@@ -67,6 +72,10 @@ def check_options(config: SampleConfig) -> None:
     given = [name for name, value in tasks.items() if value]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)}: these exclude each other; pass one of them")
+    for task, names in UNUSED.items():
+        changed = [cli.flag(name) for name in names if getattr(config, name) != getattr(SampleConfig, name)]
+        if task in given and changed:
+            raise ValueError(f"{' and '.join(changed)}: not used with {task}; leave out one or the other")
 
 
 def load_model(path, device: torch.device, place: str | None = None, model: str | None = None):

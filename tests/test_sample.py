@@ -231,6 +231,17 @@ def test_a_conversation_longer_than_the_context(instruct, monkeypatch, capsys):
     assert code == 0 and "(the context is full: dropped the oldest turn, 'the first question', and its" in err
 
 
+@pytest.mark.parametrize("argv, words", [
+    ("--chat --num-samples 2", "--num-samples: not used with --chat"),
+    ("--score file.txt --num-samples 2 --max-new-tokens 5",
+     "--num-samples and --max-new-tokens: not used with --score"),
+])
+def test_an_option_that_would_be_ignored_is_refused(argv, words, capsys):
+    assert run_script("sample.py", ["run", *argv.split()]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"sample.py: {words}; ") and err.count("\n") == 1
+
+
 def test_a_turn_longer_than_the_context_is_left_out(instruct, monkeypatch, capsys):
     options = [instruct.run, "--chat", "--temperature", "0", "--max-new-tokens", "8"]
     expected = say(monkeypatch, capsys, b"the cat\nthe dog", *options)[1]
