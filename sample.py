@@ -17,7 +17,7 @@ import torch
 import tyro
 
 from nanote import checkpoint, cli, json_files, models
-from nanote.dataset import HfTokenizer, get_tokenizer
+from nanote.dataset import HfTokenizer, document_starts, get_tokenizer
 from nanote.documents import text_documents
 from nanote.generate import check_sampling, generate, pick_device
 
@@ -56,6 +56,11 @@ class SampleConfig:
     """auto, cpu, cuda or cuda:N."""
 
 
+# Options that a task has no use for. The command line is refused rather than half obeyed.
+UNUSED = {"--chat": ["num_samples"],
+          "--score": ["num_samples", "max_new_tokens", "temperature", "top_k", "top_p"]}
+
+
 def check_options(config: SampleConfig) -> None:
     """Raise ValueError for options out of range, or that exclude each other."""
     check_sampling(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
@@ -67,6 +72,10 @@ def check_options(config: SampleConfig) -> None:
     given = [name for name, value in tasks.items() if value]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)}: these exclude each other; pass one of them")
+    for task, names in UNUSED.items():
+        changed = [cli.flag(name) for name in names if getattr(config, name) != getattr(SampleConfig, name)]
+        if task in given and changed:
+            raise ValueError(f"{' and '.join(changed)}: not used with {task}; leave out one or the other")
 
 
 def load_model(path, device: torch.device, place: str | None = None, model: str | None = None):
@@ -75,7 +84,7 @@ def load_model(path, device: torch.device, place: str | None = None, model: str 
     `place`: see get_tokenizer; `model`: see checkpoint.read_meta.
 
     Returns:
-        The model in eval mode with FP8 off, and the tokenizer.
+        The model in eval mode with FP8 off, the tokenizer, and whether the run packs documents.
     """
     folder = checkpoint.find(path)
     if model is not None:
@@ -86,7 +95,7 @@ def load_model(path, device: torch.device, place: str | None = None, model: str 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = models.build_model(meta["model"], config, device=device, dtype=dtype)
     checkpoint.load(folder, meta, model)
-    return model.eval(), tokenizer
+    return model.eval(), tokenizer, bool(meta["config"].get("pack_documents"))
 
 
 # ---------------------------------------------------------------- chat
@@ -139,13 +148,21 @@ def read_turns() -> Iterator[str]:
             yield line
 
 
+class TurnTooLong(ValueError):
+    """A turn is longer than what the model's context leaves for it."""
+
+
 def fit(turns: list[dict], encode, room: int) -> list[int]:
     """Return the token ids of a conversation, at most `room`. Drop its oldest turns, in place, until it
-    fits."""
+    fits.
+
+    Raises TurnTooLong, with nothing dropped, if the last turn alone is longer.
+    """
+    alone = len(encode(turns[-1:]))
+    if alone > room:
+        raise TurnTooLong(f"a turn of {alone:,} tokens is longer than the {room:,} that the model's context "
+                          "leaves for it; shorten it")
     while len(ids := encode(turns)) > room:
-        if len(turns) == 1:
-            raise ValueError(f"--chat: a turn of {len(ids):,} tokens is longer than the {room:,} that the "
-                             "model's context leaves for it; shorten it")
         print(f"(the context is full: dropped the oldest turn, {turns[0]['content'][:40]!r}, and its answer)",
               file=sys.stderr)
         del turns[:2]
@@ -155,35 +172,46 @@ def fit(turns: list[dict], encode, room: int) -> list[int]:
 def chat(model, tokenizer, max_new_tokens: int, **sampling) -> None:
     """Answer each line of stdin. Text appears as it is generated.
 
-    The context has n_positions tokens. An answer may take max_new_tokens of them, but no more than half.
+    The context has n_positions tokens. Old turns are dropped until max_new_tokens of them, or half of them if
+    that is less, are free for the answer. A turn that does not fit in the rest is left out.
     """
     encode, limit, turns = chat_template(tokenizer), model.config.n_positions, []
     room = limit - min(max_new_tokens, limit // 2)
     for line in read_turns():
         turns.append({"role": "user", "content": line})
-        ids = fit(turns, encode, room)
+        try:
+            ids = fit(turns, encode, room)
+        except TurnTooLong as error:
+            print(f"({error})", file=sys.stderr)
+            turns.pop()
+            continue
+        free = limit - len(ids)
         characters = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
 
         def show(token):
             print(characters.decode(tokenizer.decode_bytes([token])), end="", flush=True)
 
-        answer = generate(model, ids, min(max_new_tokens, limit - len(ids)), on_token=show,
+        answer = generate(model, ids, min(max_new_tokens, free), on_token=show,
                           stop=tokenizer.stop_tokens, **sampling)
         print(characters.decode(b"", final=True))
         if answer[-1] not in tokenizer.stop_tokens:
-            print(f"(cut off after {cli.counted(len(answer), 'token')}: --max-new-tokens)", file=sys.stderr)
+            reason = "--max-new-tokens"
+            if free < max_new_tokens:
+                reason = f"the model's context of {limit:,} tokens is full"
+            print(f"(cut off after {cli.counted(len(answer), 'token')}: {reason})", file=sys.stderr)
         turns.append({"role": "assistant", "content": tokenizer.decode(answer)})
 
 
 # ---------------------------------------------------------------- score
 
 @torch.no_grad()
-def score(model, tokenizer, path: str) -> str:
+def score(model, tokenizer, path: str, pack_documents: bool = False) -> str:
     """Return the loss on a file as a line of text.
 
     The tokens are those of training: an end-of-text token, then the document (of a .jsonl file: and so on).
     Each token after the first is scored once. Windows of n_positions tokens do not overlap, as in training:
-    the first prediction of a window sees one token, the last one all of them.
+    the first prediction of a window sees one token, the last one all of them. With pack_documents it sees
+    those of its own document.
     """
     size, device = 0, next(model.parameters()).device
 
@@ -202,9 +230,14 @@ def score(model, tokenizer, path: str) -> str:
     stream, count, total = tokens(), 0, 0.0
     window = list(islice(stream, limit + 1))
     while len(window) > 1:
-        ids = torch.tensor([window], device=device)
-        count += len(window) - 1
-        total += model(ids[:, :-1], ids[:, 1:]).item() * (len(window) - 1)
+        ids, length = torch.tensor([window], device=device), len(window) - 1
+        packing = {}
+        if pack_documents:
+            ends = torch.tensor([length], device=device)
+            starts = document_starts(ids[:, :-1], tokenizer.eot)
+            packing["cu_seqlens"] = torch.cat([starts, ends]).to(torch.int32)
+        count += length
+        total += model(ids[:, :-1], ids[:, 1:], **packing).item() * length
         window = [window[-1], *islice(stream, limit)]
     if not size:
         raise ValueError(f"{path}: holds no text; name a file that does")
@@ -219,9 +252,9 @@ def main(argv=None) -> None:
     config = cli.parse(SampleConfig, argv, prog="sample.py", description=__doc__)
     check_options(config)
     device = pick_device(config.device)
-    model, tokenizer = load_model(config.run, device, config.tokenizer, config.model)
+    model, tokenizer, pack_documents = load_model(config.run, device, config.tokenizer, config.model)
     if config.score is not None:
-        print(score(model, tokenizer, config.score))
+        print(score(model, tokenizer, config.score, pack_documents))
         return
     sampling = dict(
         temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, use_cache=config.kv_cache,

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from nanote import checkpoint, cli, config_file, fp8, memory, models, parallel, profiling
+from nanote import checkpoint, cli, config_file, fp8, json_files, memory, models, parallel, profiling
 from nanote.config import (
     ARCHITECTURE,
     PRESETS,  # noqa: F401  for `from train import PRESETS, TrainConfig`
@@ -578,6 +578,10 @@ def sample_text(run: Run) -> str:
         return tokenizer.decode(ids)
     except ValueError as error:  # a tokenizer that is not installed here
         return f"no sample: {error}"
+    except Exception as error:
+        if not models.is_file(run.config.model):
+            raise
+        return f"no sample: {run.config.model}: {type(error).__name__}: {json_files.reason(error)}"
 
 
 if __name__ == "__main__":

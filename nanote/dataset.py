@@ -652,9 +652,7 @@ class Loader:
     def _cu_seqlens(self, windows):
         import torch
 
-        is_start = windows[:, :-1] == self.meta["eot"]
-        is_start[:, 0] = True  # a row starts a sequence, even inside a document
-        starts = is_start.flatten().nonzero().flatten()
+        starts = document_starts(windows[:, :-1], self.meta["eot"])
         padded = torch.full(
             (self.most_documents + 1,), windows[:, :-1].numel(), dtype=torch.int32,
             pin_memory=self.device.type == "cuda",
@@ -671,6 +669,13 @@ class Loader:
         room = min(len(self.tokens) - self.num_windows * self.seq_len, self.seq_len)
         offset = int(bits[0] % np.uint64(room)) if self.split == "train" else 0
         return offset, np.argsort(bits[1:], kind="stable")
+
+
+def document_starts(input_ids, eot):
+    """Return where documents or parts of one begin in input_ids.flatten(), for input_ids (B, S)."""
+    is_start = input_ids == eot
+    is_start[:, 0] = True  # a row starts a sequence, even inside a document
+    return is_start.flatten().nonzero().flatten()
 
 
 def most_documents(tokens, eot, seq_len):

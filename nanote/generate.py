@@ -32,8 +32,7 @@ def generate(
     """Return up to `max_new_tokens` token ids that continue `ids`.
 
     Args:
-        model: left in the mode and with the FP8 setting that it had.
-        ids: at least one token id.
+        model: left in the mode and with the FP8 setting that it had. ids: at least one token id.
         vocab_size: the tokenizer's, if the model's is padded above it.
         stop: token id or ids that end the text; the last one returned is one of them.
         use_cache: use the model's key-value cache, if it has one.
@@ -65,6 +64,7 @@ def generate(
                 logits = model(torch.tensor([ids[start:]], device=device), kv_cache=cache)
             else:
                 logits = model(torch.tensor([ids[-1:]], device=device), kv_cache=cache)
+            logits = logits[0] if isinstance(logits, tuple) else logits  # the others may be a second head's
             ids.append(pick(logits[0, -1, :vocab_size].float(), temperature, top_k, top_p, generator))
             if on_token:
                 on_token(ids[-1])

@@ -10,7 +10,7 @@ model:
   required to train in FP8.
 - `model.config` is that config, and `model.blocks` holds the transformer blocks (for --optimizer muon only).
 - `model(input_ids, labels)` returns the mean loss, a scalar, and `model(input_ids)` logits (B, S,
-  vocab_size). Labels are shifted already; -100 means no label.
+  vocab_size), or a tuple that begins with them. Labels are shifted already; -100 means no label.
 - In FP8 the forward pass runs inside `te.autocast(enabled=self.config.use_fp8, recipe=self.fp8_recipe)`; the
   trainer sets `fp8_recipe`.
 - A forward with an argument `is_first_microbatch` gets it with gradient accumulation, to cast weights to FP8

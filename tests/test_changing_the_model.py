@@ -15,9 +15,13 @@ pytest.importorskip("triton")
 from test_fast_block import DEVICE, modules_like_te  # noqa: E402, F401
 
 import fast_kernels  # noqa: E402
+import train as train_script  # noqa: E402
 from fast_kernels import accelerate  # noqa: E402
 from fast_kernels import support as fast_support  # noqa: E402
 from kernel_tools import HAS_GPU  # noqa: E402
+from nanote import models  # noqa: E402
+from trainer_tools import make_tokens as make_corpus  # noqa: E402
+from trainer_tools import run_script, run_train  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,6 +93,24 @@ def test_the_edited_model_trains_in_fp8_on_the_losss_contract(section, build):
         learns = parameter.requires_grad and not name.startswith("value_head")
         assert torch.equal(parameter, before[name]) != learns, name
         assert (parameter.grad is not None) == learns, name
+
+
+def test_train_py_takes_every_edit(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models, "_own_models", {})
+    monkeypatch.setattr(train_script, "draw", lambda *_: "")  # plots would take most of the time
+    monkeypatch.setitem(sys.modules, "my_model", None)
+    tokens = make_corpus("tokens")
+    options = ("--model my_model.py:OptimizedGPT2Model --n-layer 2 --n-head 2 --n-embd 32 --seq-len 32 "
+               f"--micro-batch-size 2 --max-steps 2 --eval-steps 1 --dtype float32 --device {DEVICE}")
+    for number, section in enumerate(SECTIONS):
+        edited(section, tmp_path)
+        assert run_train(f"{options} --out-dir {number}", tokens) == 0, section
+        printed = capsys.readouterr().out
+        assert "--- a sample ---" in printed and "no sample" not in printed, section
+        if section == HEAD:
+            argv = [str(number), "--model", "my_model.py:OptimizedGPT2Model", "--max-new-tokens", "4"]
+            assert run_script("sample.py", [*argv, "--device", DEVICE]) == 0
 
 
 def test_what_is_frozen(build):

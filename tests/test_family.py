@@ -206,7 +206,7 @@ def test_train_py_trains_it_and_its_checkpoint_generates(name, tmp_path, capsys)
     assert "--- a sample ---" in printed and "FP8 delayed" in printed
     losses = [record["loss"] for record in metrics(run)]
     assert len(losses) == 4 and losses[-1] < losses[0]
-    model, tokenizer = sample.load_model(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    model, tokenizer, _ = sample.load_model(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     assert type(model) is models.model_classes(name)[0]
     # more tokens than the 64 positions
     assert len(sample.generate(model, tokenizer.encode("line"), 70, temperature=0)) == 70

@@ -370,6 +370,43 @@ def test_a_model_keeps_its_own_tokenizer(tmp_path, monkeypatch, capsys):
     same_tensors(weights("again"), weights("run"))
 
 
+def test_a_known_tokenizer_with_a_chat_template_is_the_folders_own(tmp_path):
+    theirs = export_hf.fast_tokenizer(dataset.get_tokenizer("byte"), 64)
+    for template, name in ((None, "byte"), (hf_folders.TEMPLATE, dataset.HF_NAME)):
+        theirs.chat_template = template
+        theirs.save_pretrained(tmp_path)
+        for hint in (None, "byte"):
+            assert re.fullmatch(name, import_hf.recognize_tokenizer(tmp_path, hint))
+    sample.chat_template(dataset.get_tokenizer(f"hf:{tmp_path}"))  # as --chat does
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_an_export_generates_as_the_folder_that_was_imported(kind, tmp_path):
+    """Llama 3 has another token before a text than after it; Qwen3 has none before it."""
+    theirs, bos = tmp_path / "theirs", {"llama": 1, "qwen3": None}[kind]
+    hf_folders.make_tokenizer(theirs)
+    fields = dict(ROTARY, vocab_size=288, bos_token_id=bos, pad_token_id=None, eos_token_id=2)
+    config = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}[kind](**fields)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(theirs)
+    own = {"bos_token_id": bos, "pad_token_id": 0, "do_sample": True, "temperature": 0.6, "top_p": 0.95}
+    (theirs / "generation_config.json").write_text(json.dumps(own | {"eos_token_id": [2, 0]}))
+    import_hf.import_(theirs, tmp_path / "run")
+    export_hf.export(tmp_path / "run", tmp_path / "back")
+
+    vocab_size = dataset.get_tokenizer(f"hf:{theirs}").vocab_size
+    expected = own | {"eos_token_id": [2, 0], "suppress_tokens": list(range(vocab_size, 288))}
+    written = json.loads((tmp_path / "back" / "generation_config.json").read_text())
+    assert {name: written.get(name) for name in expected} == expected
+    model, _ = load_folder(tmp_path / "back")
+    for name, value in expected.items():
+        assert getattr(model.generation_config, name) == value, name
+    ids = model.config.bos_token_id, model.config.pad_token_id, model.config.eos_token_id
+    assert ids == (bos, None, 2)
+    card = (tmp_path / "back" / "README.md").read_text()
+    assert str(tmp_path) not in card
+    assert "| tokenizer | tokenizer.json in this folder |" in card and "`model.config.eos_token_id`" in card
+
+
 # ---- refusals: one line, exit code 2, nothing written
 
 

@@ -148,6 +148,14 @@ def test_a_resumed_run_keeps_the_config_that_it_began_with(tokens):
     assert json.loads(Path("run/step-8/meta.json").read_text())["model_config"]["window"] == 8
 
 
+def test_a_model_that_cannot_generate_trains_all_the_same(tokens, capsys):
+    Path("mine.py").write_text(PLAIN.replace("return logits if labels is None else", "return"))
+    assert run_train(f"{RUN} --model mine.py:Pair --fp8-recipe none --max-steps 4 --out-dir run", tokens) == 0
+    printed = capsys.readouterr().out
+    assert "\nno sample: mine.py:Pair: AttributeError: 'NoneType' object" in printed
+    assert "checkpoint   run/step-4" in printed
+
+
 def test_a_checkpoint_does_not_name_code(tokens, capsys):
     """A run folder from elsewhere must not make the trainer import a file."""
     assert run_train(f"{RUN} --model mine.py:Pair --fp8-recipe none --max-steps 4 --out-dir run", tokens) == 0

@@ -1,14 +1,17 @@
 """--pack-documents: no token attends to another document, a packed batch equals its documents run one by one,
 and the loader finds where they begin."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
+import sample
 import train
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from nanote import dataset
-from trainer_tools import OPTIONS, metrics, run_train
+from trainer_tools import OPTIONS, metrics, run_script, run_train
 
 pytest.importorskip("triton")
 from fast_kernels import attention as fast_attention  # noqa: E402
@@ -244,6 +247,28 @@ def test_trains_evaluates_and_resumes_exactly(folder, tmp_path, options):
     (tmp_path / "whole" / "step-4").rename(tmp_path / "step-4")
     assert run_train(f"--resume --out-dir {tmp_path}/whole") == 0
     assert metrics(tmp_path / "whole") == whole  # --pack-documents came from the checkpoint
+
+
+def test_the_score_of_a_packed_run_is_its_val_loss(folder, tmp_path, monkeypatch, capsys):
+    """On the same tokens."""
+    documents = ["abcdefghij"[i % 10] * length for i, length in enumerate([1, 9, 50, 70, 100, 21])]
+    texts = tmp_path / "documents.jsonl"
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    ids = np.concatenate([[256, *text.encode()] for text in documents])
+    assert len(ids) == 4 * 64 + 1  # whole windows
+    run = str(tmp_path / "run")
+    options = f"{OPTIONS} --n-layer 1 --grad-accum 1 --max-steps 12 --pack-documents --out-dir {run}"
+    assert run_train(options, str(folder)) == 0
+    capsys.readouterr()
+    assert run_script("sample.py", [run, "--device", "cpu", "--score", str(texts)]) == 0
+    score = float(capsys.readouterr().out.split()[1])
+    monkeypatch.setattr(dataset, "open_tokens", lambda *_, **__: (ids, {"eot": 256, "vocab_size": 257}))
+    model, _, _ = sample.load_model(run, torch.device("cpu"))
+    packed, unpacked = (
+        train.evaluate(model, loader(folder, "val", seq_len=64, pack_documents=pack),
+                       train.TrainConfig(eval_tokens=len(ids) - 1)) for pack in (True, False)
+    )
+    assert score == pytest.approx(packed, abs=1e-4) and abs(packed - unpacked) > 1e-3
 
 
 @pytest.mark.parametrize("model", ["advanced", "te"])

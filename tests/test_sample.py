@@ -229,8 +229,34 @@ def test_a_conversation_longer_than_the_context(instruct, monkeypatch, capsys):
     options = [instruct.run, "--chat", "--max-new-tokens", "8"]
     code, out, err = say(monkeypatch, capsys, b"the first question\nthe second one\nthe third", *options)
     assert code == 0 and "(the context is full: dropped the oldest turn, 'the first question', and its" in err
-    code, out, err = say(monkeypatch, capsys, b"zyx " * 30, *options)
-    assert code == 2 and "longer than the 88 that the model's context leaves" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv, words", [
+    ("--chat --num-samples 2", "--num-samples: not used with --chat"),
+    ("--score file.txt --num-samples 2 --max-new-tokens 5",
+     "--num-samples and --max-new-tokens: not used with --score"),
+])
+def test_an_option_that_would_be_ignored_is_refused(argv, words, capsys):
+    assert run_script("sample.py", ["run", *argv.split()]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"sample.py: {words}; ") and err.count("\n") == 1
+
+
+def test_a_turn_longer_than_the_context_is_left_out(instruct, monkeypatch, capsys):
+    options = [instruct.run, "--chat", "--temperature", "0", "--max-new-tokens", "8"]
+    expected = say(monkeypatch, capsys, b"the cat\nthe dog", *options)[1]
+    code, out, err = say(monkeypatch, capsys, b"the cat\n" + b"zyx " * 30 + b"\nthe dog", *options)
+    assert code == 0 and out == expected and "dropped" not in err
+    assert err.count("that the model's context leaves for it; shorten it)\n") == 1
+    assert "longer than the 88 that the model's context leaves" in err
+
+
+def test_an_answer_that_is_cut_off_names_the_limit(instruct, monkeypatch, capsys):
+    monkeypatch.setattr(sample, "generate", lambda model, ids, count, **_: [5] * count)
+    for limit, words in ((40, "(cut off after 40 tokens: --max-new-tokens)"),
+                         (200, " tokens: the model's context of 96 tokens is full)")):
+        options = [instruct.run, "--chat", "--max-new-tokens", str(limit)]
+        assert words in say(monkeypatch, capsys, b"the cat", *options)[2]
 
 
 def test_a_chat_without_a_template_is_refused(instruct, tmp_path, monkeypatch, capsys):

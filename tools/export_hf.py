@@ -11,7 +11,7 @@
 - The tokenizer becomes a byte-level BPE of the `tokenizers` library with the same ids. As in training,
   special tokens in a text are plain text, and no end-of-text token is prepended. Training starts every
   document after one, so a prompt may begin with it. The files of a tokenizer hf:DIR, with its chat template,
-  are copied.
+  are copied, and its generation config except for the ids that end a text.
 - The folder appears complete or not at all.
 """
 import dataclasses
@@ -28,7 +28,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from nanote import checkpoint, cli, fp8, safetensors_files
+from nanote import checkpoint, cli, fp8, json_files, safetensors_files
 from nanote.config import saved_options
 from nanote.dataset import HfTokenizer, byte_characters, get_tokenizer
 from nanote.metrics import read_metrics
@@ -50,6 +50,11 @@ class ExportConfig:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
                    "chat_template.jinja", "chat_template.json")
+
+
+GENERATION = {  # fields of config.json and generation_config.json
+    "bos_token_id?": int | None, "pad_token_id?": int | None, "suppress_tokens?": (type(None), [int])}
+NOT_KEPT = ("eos_token_id", "transformers_version", "_from_model_config")  # of generation_config.json
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -163,18 +168,21 @@ def write_folder(folder: Path, weights: dict, config, vocab_size: int, tokenizer
     from huggingface_hub import save_torch_state_dict
 
     save_torch_state_dict(weights, folder, max_shard_size=safetensors_files.SHARD_BYTES)
-    eot = dict(bos_token_id=tokenizer.eot, eos_token_id=tokenizer.eot)
     is_hf = isinstance(tokenizer, HfTokenizer)
+    ids, generation = {"bos_token_id": tokenizer.eot}, {"pad_token_id": tokenizer.eot}
+    if is_hf:
+        ids, generation = own_fields(tokenizer.folder)
     nanote = {"bias": config.bias} | ({} if is_hf else {"tokenizer": tokenizer.name})
-    hf_config = hf_weights.hf_config(config, vocab_size, dtype=main_dtype(weights), nanote=nanote, **eot)
+    hf_config = hf_weights.hf_config(config, vocab_size, dtype=main_dtype(weights), nanote=nanote,
+                                     eos_token_id=tokenizer.eot, **ids)
     hf_config.save_pretrained(folder)
-    padding = list(range(tokenizer.vocab_size, vocab_size))
-    others = sorted(tokenizer.stop_tokens - {tokenizer.eot})
-    if others:  # such as the end of a turn and the end of a text
-        eot["eos_token_id"] = [tokenizer.eot, *others]
+    suppressed = {*(generation.pop("suppress_tokens", None) or ()), *range(tokenizer.vocab_size, vocab_size)}
+    others = sorted(tokenizer.stop_tokens - {tokenizer.eot})  # such as the end of a text, besides a turn's
     transformers.GenerationConfig(
-        **eot, pad_token_id=tokenizer.eot, suppress_tokens=padding or None
+        eos_token_id=[tokenizer.eot, *others] if others else tokenizer.eot,
+        suppress_tokens=sorted(suppressed) or None,
     ).save_pretrained(folder)
+    add_fields(folder / "generation_config.json", **ids | generation)
     if is_hf:
         for name in filter(lambda name: (tokenizer.folder / name).is_file(), TOKENIZER_FILES):
             shutil.copyfile(tokenizer.folder / name, folder / name)
@@ -184,6 +192,23 @@ def write_folder(folder: Path, weights: dict, config, vocab_size: int, tokenizer
         add_fields(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     if config.use_rotary:  # transformers before 5 reads this field, and takes 10000 if it is missing
         add_fields(folder / "config.json", rope_theta=config.rope_theta)
+
+
+def own_fields(folder: Path) -> tuple[dict, dict]:
+    """Return what the folder of a tokenizer hf:DIR says about generation: the ids bos and pad of config.json,
+    None where it has none, and the fields of generation_config.json, such as temperature.
+
+    Not the ids that end a text, which the tokenizer has.
+    """
+
+    def read(name):
+        path = folder / name
+        return json_files.read(path, GENERATION, "copy the file again") if path.is_file() else {}
+
+    config = read("config.json")
+    ids = {name: config.get(name) for name in ("bos_token_id", "pad_token_id")}
+    generation = ids | read("generation_config.json")
+    return ids, {name: value for name, value in generation.items() if name not in NOT_KEPT}
 
 
 def main_dtype(weights: dict) -> str:
@@ -197,11 +222,16 @@ def add_fields(path: Path, **fields) -> None:
 def model_card(source: Path, meta: dict, kind: str, weights: dict) -> str:
     """Return the text of README.md, from the checkpoint and the run's metrics.jsonl alone."""
     config, step = dataclasses.asdict(saved_options(source, meta)), meta["step"]
+    config = {name: without_folder(value) for name, value in config.items()}
     tokens = step * config["micro_batch_size"] * config["seq_len"] * config["grad_accum"] * processes(source)
     measured = [record for record in read_metrics(source.parent / "metrics.jsonl") if record["step"] <= step]
     losses = [record for record in measured if "val_loss" in record]
     memory = max((record.get("peak_gib") or 0 for record in measured), default=0)
-    unit = "nats a byte" if meta["tokenizer"] == "byte" else f"nats a token ({meta['tokenizer']})"
+    tokenizer, unit = meta["tokenizer"], "nats a byte"
+    if tokenizer.startswith("hf:"):
+        tokenizer = "tokenizer.json in this folder"
+    if tokenizer != "byte":
+        unit = f"nats a token ({tokenizer})"
     fp8_format = fp8.resolve_format(config["fp8_recipe"], config["fp8_format"])
     recipe = config["fp8_recipe"] + (f" ({fp8_format})" if fp8_format else "")
     if recipe == "none":
@@ -212,7 +242,7 @@ def model_card(source: Path, meta: dict, kind: str, weights: dict) -> str:
     rows = {
         "class": hf_weights.CLASSES[kind],
         "parameters": f"{sum(w.numel() for w in weights.values()):,} ({main_dtype(weights)})",
-        "tokenizer": meta["tokenizer"],
+        "tokenizer": tokenizer,
         "data": config["data"],
         "steps": f"{step:,}",
         "tokens": f"{tokens:,}",
@@ -221,7 +251,7 @@ def model_card(source: Path, meta: dict, kind: str, weights: dict) -> str:
         "learning rate": f"{config['lr']:g}, {config['lr_schedule']}, of {config['max_steps']:,} steps",
         "trained on": meta.get("device"),
         "GPU memory": f"{memory:.1f} GiB at most" if memory else None,
-        "imported from": meta.get("hf", {}).get("folder"),
+        "imported from": without_folder(meta.get("hf", {}).get("folder")),
         "PyTorch": meta.get("torch"),
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value is not None)
@@ -229,10 +259,15 @@ def model_card(source: Path, meta: dict, kind: str, weights: dict) -> str:
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [nanote, fp8]\n---\n"
         f"# {source.parent.name}\n\nTrained with nanoTE, FP8 GPT training on NVIDIA Transformer Engine.\n\n"
         f"| | |\n| --- | --- |\n{table}\n\n"
-        "Documents began after an end-of-text token in training; put `tokenizer.bos_token_id` before a "
+        "Documents began after an end-of-text token in training; put `model.config.eos_token_id` before a "
         "prompt to start one.\n\n"
         f"Options of the run:\n\n```json\n{json.dumps(config, indent=2)}\n```\n"
     )
+
+
+def without_folder(value):
+    """Return the last part of an absolute path, any other value as it is: a card names no local folder."""
+    return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
 
 
 def processes(source: Path) -> int:

@@ -13,8 +13,8 @@
   with a probability of at most padding / vocabulary of the others'. tools/export_hf.py removes these rows
   again.
 - Token files must use the ids of the model. Its tokenizer is byte or a tiktoken encoding, recognized by its
-  tokens, or hf:DIR: the folder's own tokenizer.json, which must stay where it is. `--tokenizer NAME` imports
-  the weights and assigns new meanings to the ids.
+  tokens, or hf:DIR: the folder's own tokenizer.json, which must stay where it is (any with a chat template).
+  `--tokenizer NAME` imports the weights and assigns new meanings to the ids.
 """
 import dataclasses
 import os
@@ -130,7 +130,8 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 def recognize_tokenizer(folder: Path, hint: str | None, hf=None) -> str:
     """Return the name of the folder's tokenizer: `hint`, one with the same number of tokens, or hf:DIR.
 
-    All tokens and the ids of PROBE must be equal for the first two. Raises ValueError if the tokenizer cannot
+    All tokens and the ids of PROBE must be equal for the first two, which have no chat template: a folder
+    with one and a tokenizer.json is hf:DIR. Raises ValueError if the tokenizer cannot
     be read. `hf`: result of read_config(folder).
     """
     import transformers  # slow to import
@@ -142,12 +143,14 @@ def recognize_tokenizer(folder: Path, hint: str | None, hf=None) -> str:
     except Exception as error:  # whatever transformers raises for damaged files
         raise ValueError(f"{folder}: its tokenizer cannot be read ({json_files.reason(error)}); "
                          "name the one it was trained with: --tokenizer byte, gpt2 …") from error
+    has_file = (folder / "tokenizer.json").is_file()
     named = hint and not hint.startswith("hf:")  # that would be the path of another machine
-    for name in [hint] if named else BY_SIZE.get(len(vocabulary), []):
+    known = [hint] if named else BY_SIZE.get(len(vocabulary), [])
+    for name in [] if has_file and theirs.chat_template else known:
         ours = get_tokenizer(name)
         if vocabulary == token_strings(ours) and ids == ours.encode(PROBE):
             return name
-    if (folder / "tokenizer.json").is_file():
+    if has_file:
         return get_tokenizer(f"hf:{folder}").name
     raise ValueError(
         f"{folder}: its tokenizer ({len(vocabulary):,} tokens) is none that data.py has (byte, gpt2, "
