@@ -300,8 +300,7 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
         meta["sha256"] = _meta_checksum(meta)
         (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
         check_target(out_dir, force)  # again: another process may have made it in the meantime
-        shutil.rmtree(out_dir, ignore_errors=True)
-        os.rename(temporary, out_dir)
+        _replace(out_dir, temporary)
     except BaseException as error:
         _clean_up(temporary, made[1:])
         if isinstance(error, OSError) and error.filename is None:  # a failed write names no file
@@ -333,6 +332,21 @@ def check_target(out_dir, force):
         raise ValueError(
             f"{out_dir}: exists; overwrite it with --force, or name another folder with --out-dir"
         )
+
+
+def _replace(folder, temporary):
+    """Rename `temporary` to `folder`. What `folder` held is deleted last, and restored on an error."""
+    old = temporary.with_name(temporary.name + "-old")
+    had_content = folder.exists()
+    if had_content:
+        os.rename(folder, old)
+    try:
+        os.rename(temporary, folder)
+    except BaseException:
+        if had_content:
+            os.rename(old, folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _clean_up(temporary, parents):

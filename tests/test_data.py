@@ -349,6 +349,26 @@ def test_force_replaces_token_files_and_nothing_else(tmp_path, capsys):
     assert (out / "thesis.txt").exists()
 
 
+def test_force_keeps_the_old_files_if_the_new_ones_cannot_take_their_place(tmp_path, monkeypatch):
+    out, rename = tmp_path / "set", os.rename
+    dataset.write_tokens(corpus(20), out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def fail_to_put_in_place(source, target):
+        if str(target) == str(out) and (Path(source) / "train.bin").read_bytes() != before["train.bin"]:
+            raise OSError(16, "Device or resource busy", str(source))
+        rename(source, target)
+    monkeypatch.setattr(dataset.os, "rename", fail_to_put_in_place)
+    with pytest.raises(OSError, match="busy"):
+        dataset.write_tokens(corpus(20, seed=1), out, force=True)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert list(tmp_path.iterdir()) == [out]
+    monkeypatch.undo()
+    dataset.write_tokens(corpus(20, seed=1), out, force=True)
+    assert (out / "train.bin").read_bytes() != before["train.bin"]
+    assert list(tmp_path.iterdir()) == [out]
+
+
 # Installed packages
 
 def prose(seed, words=300):
