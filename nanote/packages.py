@@ -128,14 +128,19 @@ def is_wanted(parents, name):
 
 
 def recorded_owners(folder):
-    """Return {relative path: package} for the packages in `folder` that have a RECORD."""
+    """Return {relative path: package} for the packages in `folder` that have a RECORD that can be read."""
+    found = []
+    for dist in importlib.metadata.distributions(path=[folder]):
+        try:
+            name = normalized(dist.metadata["Name"] or "")
+            record = (dist.read_text("RECORD") or "").splitlines()
+            found.append((name, [row[0] for row in csv.reader(record) if row]))
+        except (ValueError, OSError, csv.Error):  # damaged: its folder's name will do
+            continue
     owners = {}
-    distributions = importlib.metadata.distributions(path=[folder])
-    for name, record in sorted((dist.metadata["Name"] or "", dist.read_text("RECORD") or "")
-                               for dist in distributions):
-        for row in csv.reader(record.splitlines()):
-            if name and row:
-                owners.setdefault(row[0], normalized(name))
+    for name, paths in sorted(found):
+        for path in paths if name else ():
+            owners.setdefault(path, name)
     return owners
 
 

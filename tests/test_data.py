@@ -498,6 +498,19 @@ def test_a_package_without_a_record_is_its_folder(tmp_path):
     assert sorted(file[1] for file in found) == ["old-one", "old-one", "single"]
 
 
+def test_a_damaged_record_does_not_stop_the_others(tmp_path):
+    write_files(tmp_path, {
+        "quote/a.py": "a", "quote-1.dist-info/METADATA": "Name: quote\n\n",
+        "quote-1.dist-info/RECORD": 'quote/a.py,"' + "x,,\n" * 50_000,
+        "latin/a.py": "a", "latin-1.dist-info/METADATA": b"Name: latin\nAuthor: Andr\xe9\n\n",
+        "latin-1.dist-info/RECORD": "latin/a.py,,\n",
+        "module.py": "a", "good-1.dist-info/METADATA": "Name: good\n\n",
+        "good-1.dist-info/RECORD": "module.py,,\n",
+    })
+    found = {path: package for _, package, path, _ in packages.list_files([tmp_path], tmp_path / "nothing")}
+    assert (found["quote/a.py"], found["latin/a.py"], found["module.py"]) == ("quote", "latin", "good")
+
+
 @pytest.mark.parametrize("changed, expected", [(0, True), (5, True), (50, False), (300, False)])
 def test_near_duplicates(changed, expected):
     """A changed word is in 5 shingles: 5 of 1,000 leave a similarity of 0.95, 50 of 0.6."""
