@@ -22,6 +22,7 @@ import shutil
 import signal
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import chain
@@ -458,6 +459,9 @@ def in_processes(function, tasks, num_workers):
                 yield in_flight.popleft().result()
         while in_flight:
             yield in_flight.popleft().result()
+    except BrokenProcessPool:
+        raise ValueError(f"--num-workers {num_workers}: a worker process died, perhaps out of memory; "
+                         f"use a smaller --num-workers, such as {num_workers // 2}") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -754,6 +755,15 @@ def test_the_parsers_own_complaint_is_one_short_line(encoding):
     told = (r"data.py: Unrecognized options: --tokenize(, gpt2)? "
             r"\(perhaps --tokenizer; all options: data.py --help\)\n")
     assert re.fullmatch(told, done.stderr)
+
+
+def kill_oneself(task):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies():
+    with pytest.raises(ValueError, match="--num-workers 2: a worker process died.*, such as 1"):
+        list(dataset.in_processes(kill_oneself, range(9), 2))
 
 
 def test_a_system_error_names_its_file(tmp_path, capsys):
