@@ -280,7 +280,8 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
     dtype = np.dtype("<u2" if encoder.vocab_size <= 1 << 16 else "<u4")
     num_workers = num_workers or (1 if tokenizer == "byte" else os.cpu_count())
 
-    temporary = out_dir.with_name(f"{out_dir.name}.tmp-{os.getpid()}")
+    target = Path(os.path.realpath(out_dir))  # a link stays, and the folder behind it is replaced
+    temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     made = [folder for folder in (temporary, *temporary.parents) if not folder.exists()]
     try:
         temporary.mkdir(parents=True)
@@ -301,7 +302,7 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
         meta["sha256"] = _meta_checksum(meta)
         (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
         check_target(out_dir, force)  # again: another process may have made it in the meantime
-        _replace(out_dir, temporary)
+        _replace(target, temporary)
     except BaseException as error:
         _clean_up(temporary, made[1:])
         if isinstance(error, OSError) and error.filename is None:  # a failed write names no file
@@ -322,10 +323,18 @@ def check_options(out_dir, force, val_fraction, num_workers):
 
 
 def check_target(out_dir, force):
-    """Raise ValueError if `out_dir` must not be written: a file, other content, or token files without
-    `force`."""
-    if out_dir.exists() and not out_dir.is_dir():
+    """Raise ValueError if `out_dir` must not be written: a file, a folder that cannot be renamed, other
+    content, or token files without `force`."""
+    target = Path(os.path.realpath(out_dir))
+    if os.path.lexists(target) and not target.is_dir():
         raise ValueError(f"{out_dir}: is a file; name a folder with --out-dir")
+    if target == Path.cwd() or target.is_mount():
+        kind = "a mount point" if target.is_mount() else "the current folder"
+        raise ValueError(f"{out_dir}: is {kind}, which cannot be replaced; name a folder in it, "
+                         f"such as --out-dir {out_dir / 'tokens'}")
+    if target.exists() and not os.access(target.parent, os.W_OK):
+        raise ValueError(f"{out_dir}: cannot be replaced, {target.parent} is not writable; name another folder "
+                         "with --out-dir")
     content = set(os.listdir(out_dir)) if out_dir.exists() else set()
     if content - FILES:  # --force must not delete what data.py did not write
         raise ValueError(f"{out_dir}: holds other files than token files; name another folder with --out-dir")

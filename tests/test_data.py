@@ -350,6 +350,16 @@ def test_force_replaces_token_files_and_nothing_else(tmp_path, capsys):
     assert (out / "thesis.txt").exists()
 
 
+def test_out_dir_may_be_a_link(tmp_path):
+    (tmp_path / "disk" / "set").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "set")
+    for seed in (0, 1):
+        meta = dataset.write_tokens(corpus(20, seed), tmp_path / "link", force=seed > 0)
+        assert json.loads((tmp_path / "disk" / "set" / "meta.json").read_text()) == meta
+        assert (tmp_path / "link").is_symlink()
+        assert [path.name for path in (tmp_path / "disk").iterdir()] == ["set"]
+
+
 def test_force_keeps_the_old_files_if_the_new_ones_cannot_take_their_place(tmp_path, monkeypatch):
     out, rename = tmp_path / "set", os.rename
     dataset.write_tokens(corpus(20), out)
@@ -669,6 +679,8 @@ def test_what_exists_is_read_without_the_network(tmp_path, monkeypatch):
     (["packages", "--tokenizer", "gpt5"], "unknown tokenizer 'gpt5'"),
     (["text", "good.txt", "--out-dir", "good.txt"], "good.txt: is a file"),
     (["text", "good.txt", "--out-dir", "good.txt/set"], "good.txt/set: cannot be made"),
+    (["text", "good.txt", "--out-dir", "."], ".: is the current folder, which cannot be replaced; name a"),
+    (["text", "good.txt", "--out-dir", "/"], "/: is a mount point, which cannot be replaced; name a"),
     (["hf"], "NAME"),
     (["hf", "json", "--data-files", "absent.json"], "hf json: "),
     (["hf", "json", "--data-files"], "--data-files"),
