@@ -9,6 +9,7 @@ This file holds the command line. `nanote/documents.py` and `nanote/packages.py`
 `nanote/dataset.py` tokenizes it and describes the format of token files.
 """
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -151,4 +152,5 @@ def main(argv=None):
 if __name__ == "__main__":
     from nanote import cli
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left behind
     sys.exit(cli.run(main, "data.py"))

@@ -14,9 +14,11 @@ A token file holds nothing but token ids, uint16 or uint32, with an end-of-text 
 - A batch is a pure function of (seed, index, rank). The loader has no state to save, and a resumed run sees
   the same batches as an uninterrupted one.
 """
+import glob
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -26,8 +28,9 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import chain
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -45,6 +48,7 @@ META = {  # fields of meta.json; "?": optional
     "dtype": Literal["uint16", "uint32"], "tokenizer": str, "vocab_size": range(1, 2**32 + 1), "eot": COUNT,
     "train_tokens": COUNT, "val_tokens": COUNT, "train_sha256": str, "val_sha256": str,
     "val_bytes?": COUNT, "format?": COUNT, "sha256?": str}
+HOST = platform.node()  # in the name of a temporary folder: several hosts may write to one file system
 REMAKE = "make the token files again with data.py --force"
 
 
@@ -281,7 +285,8 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
     num_workers = num_workers or (1 if tokenizer == "byte" else os.cpu_count())
 
     target = Path(os.path.realpath(out_dir))  # a link stays, and the folder behind it is replaced
-    temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    _remove_stale(target)
+    temporary = target.with_name(f"{target.name}.tmp-{HOST}-{os.getpid()}")
     made = [folder for folder in (temporary, *temporary.parents) if not folder.exists()]
     try:
         temporary.mkdir(parents=True)
@@ -333,8 +338,8 @@ def check_target(out_dir, force):
         raise ValueError(f"{out_dir}: is {kind}, which cannot be replaced; name a folder in it, "
                          f"such as --out-dir {out_dir / 'tokens'}")
     if target.exists() and not os.access(target.parent, os.W_OK):
-        raise ValueError(f"{out_dir}: cannot be replaced, {target.parent} is not writable; name another folder "
-                         "with --out-dir")
+        raise ValueError(f"{out_dir}: cannot be replaced, {target.parent} is not writable; name another "
+                         "folder with --out-dir")
     content = set(os.listdir(out_dir)) if out_dir.exists() else set()
     if content - FILES:  # --force must not delete what data.py did not write
         raise ValueError(f"{out_dir}: holds other files than token files; name another folder with --out-dir")
@@ -357,6 +362,24 @@ def _replace(folder, temporary):
             os.rename(old, folder)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_stale(target):
+    """Delete the temporary folders of processes on this host that were killed."""
+    for folder in target.parent.glob(f"{glob.escape(target.name)}.tmp-{glob.escape(HOST)}-*"):
+        pid = folder.name.rpartition("-")[2]
+        if pid.isdecimal() and not _is_running(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_running(pid):
+    try:
+        os.kill(pid, 0)  # sends nothing
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        return True
+    return pid != os.getpid()  # this process has made none yet
 
 
 def _clean_up(temporary, parents):
@@ -457,9 +480,7 @@ def in_processes(function, tasks, num_workers):
         yield from map(function, tasks)
         return
     # spawn: fork would copy the locks of libraries that already run threads here (pyarrow, tokenizers).
-    # SIGINT: Ctrl-C reaches the whole process group; the parent alone handles it.
-    ignore_ctrl_c = signal.signal, (signal.SIGINT, signal.SIG_IGN)
-    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), *ignore_ctrl_c)
+    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker)
     try:
         in_flight = deque()
         for task in tasks:
@@ -473,6 +494,17 @@ def in_processes(function, tasks, num_workers):
                          f"use a smaller --num-workers, such as {num_workers // 2}") from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _start_worker():
+    # Ctrl-C reaches the whole process group; the parent alone handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent():
+    parent_process().join()  # a parent that is killed tells its workers nothing
+    os._exit(1)
 
 
 def _tasks(pieces):

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -776,6 +777,25 @@ def kill_oneself(task):
 def test_a_worker_that_dies():
     with pytest.raises(ValueError, match="--num-workers 2: a worker process died.*, such as 1"):
         list(dataset.in_processes(kill_oneself, range(9), 2))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_a_process_that_was_told_to_stop(tmp_path, number):
+    write_files(tmp_path, {"rows.jsonl": (json.dumps({"text": "word " * 100_000}) + "\n") * 200})
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, "text", "rows.jsonl", "--num-workers", "2", "--out-dir", "set"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not any(path.stat().st_size for path in tmp_path.glob("set.tmp-*/all.bin")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, told = process.communicate(timeout=60)  # returns when the last worker has closed stderr
+    if number == signal.SIGTERM:
+        assert (process.returncode, told) == (130, "data.py: stopped; nothing was written\n")
+    else:
+        assert len(list(tmp_path.glob("set.tmp-*"))) == 1
+        dataset.write_tokens(corpus(9), tmp_path / "set")  # the next start cleans up
+    assert not list(tmp_path.glob("set.tmp-*"))
 
 
 def test_a_system_error_names_its_file(tmp_path, capsys):
