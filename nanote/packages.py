@@ -128,13 +128,15 @@ def is_wanted(parents, name):
 
 
 def recorded_owners(folder):
-    """Return {relative path: package} for the packages in `folder` that have a RECORD that can be read."""
+    """Return {relative path: package} of the packages in `folder`: of every file in a package's RECORD, or
+    without one of the top-level names in the top_level.txt of its egg-info."""
     found = []
     for dist in importlib.metadata.distributions(path=[folder]):
         try:
             name = normalized(dist.metadata["Name"] or "")
             record = (dist.read_text("RECORD") or "").splitlines()
-            found.append((name, [row[0] for row in csv.reader(record) if row]))
+            paths = [row[0] for row in csv.reader(record) if row]
+            found.append((name, paths or (dist.read_text("top_level.txt") or "").split()))
         except (ValueError, OSError, csv.Error):  # damaged: its folder's name will do
             continue
     owners = {}
@@ -145,8 +147,9 @@ def recorded_owners(folder):
 
 
 def owner_of(path, owners):
-    """Return the package of a file: the one whose RECORD names it, else its top-level folder or module."""
-    return owners.get(path) or normalized(top_level(path))
+    """Return the package of a file: the one that names it or its top-level folder, else that folder."""
+    name = top_level(path)
+    return owners.get(path) or owners.get(name) or normalized(name)
 
 
 def top_level(path):
@@ -168,13 +171,15 @@ def name_fraction(name):
 def read(path):
     """Return (text, None), or (None, the reason to leave the file out)."""
     try:
+        if not os.path.isfile(path):
+            return None, "not a regular file"
         if os.path.getsize(path) > LARGEST:
             return None, "over 2 MiB"
         raw = Path(path).read_bytes()
     except OSError:
         return None, "unreadable"
     if os.path.basename(path) in ("METADATA", "PKG-INFO"):  # the description follows the headers
-        raw = re.split(rb"\r?\n\r?\n", raw, maxsplit=1)[-1]
+        raw = b"".join(re.split(rb"\r?\n\r?\n", raw, maxsplit=1)[1:])  # there may be none
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:

@@ -510,6 +510,25 @@ def test_a_package_without_a_record_is_its_folder(tmp_path):
     assert sorted(file[1] for file in found) == ["old-one", "old-one", "single"]
 
 
+def test_a_package_with_an_egg_info_is_not_split(tmp_path):
+    write_files(tmp_path, {
+        "yaml/a.py": "a", "_yaml/b.py": "b", "yaml_tool.py": "c", "other/d.py": "d",
+        "PyYAML-6.egg-info/PKG-INFO": "Name: PyYAML\n\ntext",
+        "PyYAML-6.egg-info/top_level.txt": "_yaml\nyaml\n",
+    })
+    found = {path: package for _, package, path, _ in packages.list_files([tmp_path], tmp_path / "nothing")}
+    assert found == {"yaml/a.py": "pyyaml", "_yaml/b.py": "pyyaml", "PyYAML-6.egg-info/PKG-INFO": "pyyaml",
+                     "yaml_tool.py": "yaml-tool", "other/d.py": "other"}
+
+
+def test_what_is_no_document_is_left_out(tmp_path):
+    """Headers without a description hold e-mail addresses; nobody writes into the FIFO."""
+    write_files(tmp_path, {"METADATA": "Name: a\nAuthor-email: a@b.org\n"})
+    os.mkfifo(tmp_path / "pipe.py")
+    assert packages.read(str(tmp_path / "METADATA")) == (None, "empty")
+    assert packages.read(str(tmp_path / "pipe.py")) == (None, "not a regular file")
+
+
 def test_a_damaged_record_does_not_stop_the_others(tmp_path):
     write_files(tmp_path, {
         "quote/a.py": "a", "quote-1.dist-info/METADATA": "Name: quote\n\n",
