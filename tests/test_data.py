@@ -548,8 +548,20 @@ def test_near_duplicates(changed, expected):
     words = prose(1, 1000).split()
     places = np.linspace(0, 999, changed, dtype=int)
     edited = [f"x{i}" if i in set(places.tolist()) else word for i, word in enumerate(words)]
-    signatures = [packages.signature(" ".join(text).encode()) for text in (words, edited)]
-    assert packages.near_duplicates(np.array(signatures)) == [False, expected]
+    hashes = [packages.shingles(" ".join(text).encode()) for text in (words, edited)]
+    signatures = np.array([packages.signature(each) for each in hashes])
+    assert packages.near_duplicates(signatures, [None, None]) == [False, expected]
+
+
+@pytest.mark.parametrize("common, expected", [(5, False), (6, False), (7, True), (8, True)])
+def test_the_similarity_of_short_documents_is_exact(common, expected):
+    """Of 10 shingles `common` are in both documents; an estimate would be wrong for some of the words."""
+    for seed in range(50):
+        words = prose(seed, 14).split()
+        hashes = [packages.shingles(" ".join(text).encode()) for text in (words, words[: common + 4])]
+        signatures = np.array([packages.signature(each) for each in hashes])
+        signatures[1] = signatures[0]  # candidates, whatever the bands say
+        assert packages.near_duplicates(signatures, hashes) == [False, expected]
 
 
 def test_signatures_estimate_the_similarity():
@@ -559,7 +571,8 @@ def test_signatures_estimate_the_similarity():
             common = round(2000 * 2 * similarity / (1 + similarity))
             first, second = prose(seed, 2000).split(), prose(seed + 100, 2000).split()
             second[:common] = first[:common]
-            a, b = (packages.signature(" ".join(text).encode()) for text in (first, second))
+            hashes = [packages.shingles(" ".join(text).encode()) for text in (first, second)]
+            a, b = map(packages.signature, hashes)
             estimates.append((a == b).mean())
         assert abs(np.mean(estimates) - similarity) < 0.03  # 3 standard errors
 
