@@ -221,7 +221,8 @@ def hf_documents(name, subset=None, split="train", column="text", streaming=Fals
         return text_documents([name], column)
     if data_files is None and os.path.isdir(name) and _is_saved_dataset(name):
         return _saved_rows(name, column, split), None, "doc"
-    if name.startswith(("/", ".", "~")) or name.endswith((*ROWS, *COMPRESSED)):
+    is_file_name = name.endswith((*ROWS, *COMPRESSED)) or "/" not in name and os.path.splitext(name)[1]
+    if name.startswith(("/", ".", "~")) or is_file_name:
         if not os.path.exists(name):
             raise ValueError(f"{name}: no such file or directory; name one that exists, or a dataset such as "
                              "roneneldan/TinyStories")

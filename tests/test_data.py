@@ -719,6 +719,7 @@ def test_what_exists_is_read_without_the_network(tmp_path, monkeypatch):
     (["hf", "json", "--data-files"], "--data-files"),
     (["hf", "bad.parquet"], "bad.parquet: not a valid Parquet file"),
     (["hf", "absent.parquet"], "absent.parquet: no such file or directory"),
+    (["hf", "absent.txt"], "absent.txt: no such file or directory"),
     (["stdlib", "--frobnicate"], "--frobnicate"),
     (["stdlib", "--token", "gpt2"], "perhaps --tokenizer"),
 ])
