@@ -114,6 +114,8 @@ def _not_text(path):
                 return "binary"
             is_empty = False
     except (ValueError, OSError) as error:
+        if isinstance(error.__cause__, ImportError):
+            return "unreadable without pyarrow (pip install pyarrow)"
         return "not UTF-8" if isinstance(error.__cause__, UnicodeDecodeError) else "unreadable"
     return "empty" if is_empty else None
 
@@ -142,8 +144,8 @@ def _open(path):
 def _zstd_stream(path):
     try:
         import pyarrow
-    except ImportError:
-        raise ValueError(f"{path}: .zst needs the package pyarrow; pip install pyarrow") from None
+    except ImportError as error:
+        raise ValueError(f"{path}: .zst needs the package pyarrow; pip install pyarrow") from error
     return pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd")
 
 

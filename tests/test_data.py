@@ -630,6 +630,15 @@ def test_formats_name_the_package_that_they_need(tmp_path, monkeypatch, capsys, 
     assert f"a{suffix}: " in told and "pip install pyarrow" in told
 
 
+def test_a_folder_names_the_package_that_it_needs(tmp_path, monkeypatch, capsys):
+    write_files(tmp_path / "notes", {"a.txt": "a", "b.txt.zst": "", "c.txt.zst": ""})
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    found, _, _ = documents.text_documents([str(tmp_path / "notes")])
+    assert ["".join(text) for text in found] == ["a"]
+    told = capsys.readouterr().out
+    assert told.endswith("1 files read; skipped: 2 unreadable without pyarrow (pip install pyarrow)\n")
+
+
 @pytest.mark.parametrize("command", ["text", "hf"])
 def test_a_saved_dataset(tmp_path, monkeypatch, capsys, command):
     datasets = pytest.importorskip("datasets")
