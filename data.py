@@ -9,6 +9,7 @@ This file holds the command line. `nanote/documents.py` and `nanote/packages.py`
 `nanote/dataset.py` tokenizes it and describes the format of token files.
 """
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from tyro.conf import Positional, arg
+
+from nanote import cli
 from nanote.dataset import check_options, get_tokenizer, write_tokens
 from nanote.documents import hf_documents, stdlib_documents, text_documents
 from nanote.packages import package_documents
-
-# tyro is imported in main(): worker processes import this file, and need no command line.
 
 
 @dataclass(kw_only=True)
@@ -58,7 +60,7 @@ class Packages(Options):
 class Text(Options):
     """Files: UTF-8 text, one document each; .jsonl or Parquet, one document per row; folders of these."""
 
-    files: "tyro.conf.Positional[Annotated[list[str], tyro.conf.arg(metavar='FILE [FILE ...]', help_behavior_hint='(required)')]]"  # noqa: E501
+    files: Positional[Annotated[list[str], arg(metavar="FILE [FILE ...]", help_behavior_hint="(required)")]]
     """UTF-8 text, .jsonl or Parquet files; text and .jsonl also as .gz or .zst. A folder is read with its
     subfolders, or as the dataset that save_to_disk wrote into it."""
     column: str = "text"
@@ -68,7 +70,7 @@ class Text(Options):
 @dataclass(kw_only=True)
 class Hf(Options):
     """A dataset of the Hugging Face hub, or one on disk."""
-    name: "tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar='NAME')]]"
+    name: Positional[Annotated[str, arg(metavar="NAME")]]
     """Such as roneneldan/TinyStories; or a file or folder; or json, parquet, text with --data-files."""
     subset: str | None = None
     """The configuration of the dataset."""
@@ -117,11 +119,6 @@ def print_counts(meta):
 
 def main(argv=None):
     """Run the command line `argv` (None: sys.argv[1:]). Raises ValueError or OSError for a user's mistake."""
-    global tyro  # the annotations of Text and Hf name it
-    import tyro
-
-    from nanote import cli
-
     description = __doc__.partition("\n\nThis file")[0]
     config = cli.parse(Stdlib | Packages | Text | Hf, argv, prog="data.py", description=description)
     start = time.time()
@@ -149,6 +146,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    from nanote import cli
-
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left behind
     sys.exit(cli.run(main, "data.py"))

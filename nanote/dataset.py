@@ -14,19 +14,23 @@ A token file holds nothing but token ids, uint16 or uint32, with an end-of-text 
 - A batch is a pure function of (seed, index, rank). The loader has no state to save, and a resumed run sees
   the same batches as an uninterrupted one.
 """
+import glob
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import signal
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import chain
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -44,6 +48,7 @@ META = {  # fields of meta.json; "?": optional
     "dtype": Literal["uint16", "uint32"], "tokenizer": str, "vocab_size": range(1, 2**32 + 1), "eot": COUNT,
     "train_tokens": COUNT, "val_tokens": COUNT, "train_sha256": str, "val_sha256": str,
     "val_bytes?": COUNT, "format?": COUNT, "sha256?": str}
+HOST = platform.node()  # in the name of a temporary folder: several hosts may write to one file system
 REMAKE = "make the token files again with data.py --force"
 
 
@@ -279,7 +284,9 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
     dtype = np.dtype("<u2" if encoder.vocab_size <= 1 << 16 else "<u4")
     num_workers = num_workers or (1 if tokenizer == "byte" else os.cpu_count())
 
-    temporary = out_dir.with_name(f"{out_dir.name}.tmp-{os.getpid()}")
+    target = Path(os.path.realpath(out_dir))  # a link stays, and the folder behind it is replaced
+    _remove_stale(target)
+    temporary = target.with_name(f"{target.name}.tmp-{HOST}-{os.getpid()}")
     made = [folder for folder in (temporary, *temporary.parents) if not folder.exists()]
     try:
         temporary.mkdir(parents=True)
@@ -300,8 +307,7 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
         meta["sha256"] = _meta_checksum(meta)
         (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
         check_target(out_dir, force)  # again: another process may have made it in the meantime
-        shutil.rmtree(out_dir, ignore_errors=True)
-        os.rename(temporary, out_dir)
+        _replace(target, temporary)
     except BaseException as error:
         _clean_up(temporary, made[1:])
         if isinstance(error, OSError) and error.filename is None:  # a failed write names no file
@@ -322,10 +328,18 @@ def check_options(out_dir, force, val_fraction, num_workers):
 
 
 def check_target(out_dir, force):
-    """Raise ValueError if `out_dir` must not be written: a file, other content, or token files without
-    `force`."""
-    if out_dir.exists() and not out_dir.is_dir():
+    """Raise ValueError if `out_dir` must not be written: a file, a folder that cannot be renamed, other
+    content, or token files without `force`."""
+    target = Path(os.path.realpath(out_dir))
+    if os.path.lexists(target) and not target.is_dir():
         raise ValueError(f"{out_dir}: is a file; name a folder with --out-dir")
+    if target == Path.cwd() or target.is_mount():
+        kind = "a mount point" if target.is_mount() else "the current folder"
+        raise ValueError(f"{out_dir}: is {kind}, which cannot be replaced; name a folder in it, "
+                         f"such as --out-dir {out_dir / 'tokens'}")
+    if target.exists() and not os.access(target.parent, os.W_OK):
+        raise ValueError(f"{out_dir}: cannot be replaced, {target.parent} is not writable; name another "
+                         "folder with --out-dir")
     content = set(os.listdir(out_dir)) if out_dir.exists() else set()
     if content - FILES:  # --force must not delete what data.py did not write
         raise ValueError(f"{out_dir}: holds other files than token files; name another folder with --out-dir")
@@ -333,6 +347,39 @@ def check_target(out_dir, force):
         raise ValueError(
             f"{out_dir}: exists; overwrite it with --force, or name another folder with --out-dir"
         )
+
+
+def _replace(folder, temporary):
+    """Rename `temporary` to `folder`. What `folder` held is deleted last, and restored on an error."""
+    old = temporary.with_name(temporary.name + "-old")
+    had_content = folder.exists()
+    if had_content:
+        os.rename(folder, old)
+    try:
+        os.rename(temporary, folder)
+    except BaseException:
+        if had_content:
+            os.rename(old, folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_stale(target):
+    """Delete the temporary folders of processes on this host that were killed."""
+    for folder in target.parent.glob(f"{glob.escape(target.name)}.tmp-{glob.escape(HOST)}-*"):
+        pid = folder.name.rpartition("-")[2]
+        if pid.isdecimal() and not _is_running(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_running(pid):
+    try:
+        os.kill(pid, 0)  # sends nothing
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        return True
+    return pid != os.getpid()  # this process has made none yet
 
 
 def _clean_up(temporary, parents):
@@ -433,9 +480,7 @@ def in_processes(function, tasks, num_workers):
         yield from map(function, tasks)
         return
     # spawn: fork would copy the locks of libraries that already run threads here (pyarrow, tokenizers).
-    # SIGINT: Ctrl-C reaches the whole process group; the parent alone handles it.
-    ignore_ctrl_c = signal.signal, (signal.SIGINT, signal.SIG_IGN)
-    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), *ignore_ctrl_c)
+    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker)
     try:
         in_flight = deque()
         for task in tasks:
@@ -444,8 +489,22 @@ def in_processes(function, tasks, num_workers):
                 yield in_flight.popleft().result()
         while in_flight:
             yield in_flight.popleft().result()
+    except BrokenProcessPool:
+        raise ValueError(f"--num-workers {num_workers}: a worker process died, perhaps out of memory; "
+                         f"use a smaller --num-workers, such as {num_workers // 2}") from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _start_worker():
+    # Ctrl-C reaches the whole process group; the parent alone handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent():
+    parent_process().join()  # a parent that is killed tells its workers nothing
+    os._exit(1)
 
 
 def _tasks(pieces):

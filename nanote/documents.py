@@ -114,6 +114,8 @@ def _not_text(path):
                 return "binary"
             is_empty = False
     except (ValueError, OSError) as error:
+        if isinstance(error.__cause__, ImportError):
+            return "unreadable without pyarrow (pip install pyarrow)"
         return "not UTF-8" if isinstance(error.__cause__, UnicodeDecodeError) else "unreadable"
     return "empty" if is_empty else None
 
@@ -142,8 +144,8 @@ def _open(path):
 def _zstd_stream(path):
     try:
         import pyarrow
-    except ImportError:
-        raise ValueError(f"{path}: .zst needs the package pyarrow; pip install pyarrow") from None
+    except ImportError as error:
+        raise ValueError(f"{path}: .zst needs the package pyarrow; pip install pyarrow") from error
     return pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd")
 
 
@@ -221,7 +223,8 @@ def hf_documents(name, subset=None, split="train", column="text", streaming=Fals
         return text_documents([name], column)
     if data_files is None and os.path.isdir(name) and _is_saved_dataset(name):
         return _saved_rows(name, column, split), None, "doc"
-    if name.startswith(("/", ".", "~")) or name.endswith((*ROWS, *COMPRESSED)):
+    is_file_name = name.endswith((*ROWS, *COMPRESSED)) or "/" not in name and os.path.splitext(name)[1]
+    if name.startswith(("/", ".", "~")) or is_file_name:
         if not os.path.exists(name):
             raise ValueError(f"{name}: no such file or directory; name one that exists, or a dataset such as "
                              "roneneldan/TinyStories")

@@ -3,17 +3,20 @@
 `python data.py packages` calls `package_documents`. It needs no network, and gives the same documents in the
 same order for the same installed files.
 
-Two ideas keep validation text out of training:
+Two ideas keep validation packages, and near-duplicates of their text, out of training:
 
 - A hash of a package's name assigns the package, with every document in it, to train or val. It is the same
   on every machine. The standard library is in train.
 - Documents are visited in descending order of that hash, so train comes before val wherever the threshold is.
   A document that repeats an earlier one is dropped: of two copies in different splits the one in train stays.
 
+Validation text that is a small part of another document, such as a function that was copied, may remain.
+
 Near-duplicates are found by MinHash over shingles of 5 whitespace-separated words. A document is dropped if
-its estimated Jaccard similarity to an earlier document that was kept is at least 0.7. The estimate is the
-fraction of equal entries in two signatures of 160 entries; its standard error is at most 0.04. Signatures are
-compared if they agree in one of 32 bands of 5 entries, which happens with probability 1 - (1 - s**5)**32 for
+its Jaccard similarity to an earlier document that was kept is at least 0.7. Of two documents of at most 300
+shingles the similarity is exact. Else it is estimated as the fraction of equal entries in two signatures of
+160 entries, with a standard error of about 0.04. Documents are compared if their signatures agree in one of
+32 bands of 5 entries, which for long documents happens with probability 1 - (1 - s**5)**32 for
 similarity s: 0.997 at 0.7, 0.99999 at 0.8 (Leskovec, Rajaraman, Ullman, Mining of Massive Datasets, section
 3.4). Each entry is the first hash at or after one of 160 starting points on the circle of 64-bit numbers. All
 starting points read one sorted array of hashes (one-permutation hashing: Li, Owen, Zhang 2012; a starting
@@ -44,6 +47,7 @@ LARGEST = 2 << 20  # bytes; longer files are almost always generated
 STDLIB = "python"  # the name of the standard library as a package
 
 SHINGLE, BANDS, ROWS, SIMILARITY = 5, 32, 5, 0.7
+FEW = 300  # shingles; the similarity of documents of no more is exact
 STARTS = np.arange(BANDS * ROWS, dtype=np.uint64) * np.uint64(2**64 // (BANDS * ROWS))
 GOLDEN, HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)  # to mix bits: multiply, then xor the halves
 
@@ -63,9 +67,9 @@ def package_documents(num_workers=None, folders=None, stdlib=None):
     tasks = [paths[start : start + 200] for start in range(0, len(paths), 200)]
     scanned = chain.from_iterable(in_processes(scan, tasks, num_workers or os.cpu_count()))
 
-    left_out, exact, seen, candidates, signatures = Counter(), 0, set(), [], []
+    left_out, exact, seen, candidates, signatures, few = Counter(), 0, set(), [], [], []
     bar = tqdm(scanned, "reading", len(files), unit="file", disable=None, leave=False)
-    for (reason, digest, size, signature), file in zip(bar, files):
+    for (reason, digest, size, signature, shingles_if_few), file in zip(bar, files):
         if reason:
             left_out[reason] += 1
         elif digest in seen:
@@ -74,7 +78,8 @@ def package_documents(num_workers=None, folders=None, stdlib=None):
             seen.add(digest)
             candidates.append((*file, size))
             signatures.append(signature)
-    is_near = near_duplicates(np.array(signatures, np.uint32).reshape(-1, BANDS * ROWS))
+            few.append(shingles_if_few)
+    is_near = near_duplicates(np.array(signatures, np.uint32).reshape(-1, BANDS * ROWS), few)
     kept = [candidate for candidate, near in zip(candidates, is_near) if not near]
     counts = {
         "packages": len({package for _, package, *_ in files}), "files": len(files),
@@ -128,20 +133,28 @@ def is_wanted(parents, name):
 
 
 def recorded_owners(folder):
-    """Return {relative path: package} for the packages in `folder` that have a RECORD."""
+    """Return {relative path: package} of the packages in `folder`: of every file in a package's RECORD, or
+    without one of the top-level names in the top_level.txt of its egg-info."""
+    found = []
+    for dist in importlib.metadata.distributions(path=[folder]):
+        try:
+            name = normalized(dist.metadata["Name"] or "")
+            record = (dist.read_text("RECORD") or "").splitlines()
+            paths = [row[0] for row in csv.reader(record) if row]
+            found.append((name, paths or (dist.read_text("top_level.txt") or "").split()))
+        except (ValueError, OSError, csv.Error):  # damaged: its folder's name will do
+            continue
     owners = {}
-    distributions = importlib.metadata.distributions(path=[folder])
-    for name, record in sorted((dist.metadata["Name"] or "", dist.read_text("RECORD") or "")
-                               for dist in distributions):
-        for row in csv.reader(record.splitlines()):
-            if name and row:
-                owners.setdefault(row[0], normalized(name))
+    for name, paths in sorted(found):
+        for path in paths if name else ():
+            owners.setdefault(path, name)
     return owners
 
 
 def owner_of(path, owners):
-    """Return the package of a file: the one whose RECORD names it, else its top-level folder or module."""
-    return owners.get(path) or normalized(top_level(path))
+    """Return the package of a file: the one that names it or its top-level folder, else that folder."""
+    name = top_level(path)
+    return owners.get(path) or owners.get(name) or normalized(name)
 
 
 def top_level(path):
@@ -163,13 +176,15 @@ def name_fraction(name):
 def read(path):
     """Return (text, None), or (None, the reason to leave the file out)."""
     try:
+        if not os.path.isfile(path):
+            return None, "not a regular file"
         if os.path.getsize(path) > LARGEST:
             return None, "over 2 MiB"
         raw = Path(path).read_bytes()
     except OSError:
         return None, "unreadable"
     if os.path.basename(path) in ("METADATA", "PKG-INFO"):  # the description follows the headers
-        raw = re.split(rb"\r?\n\r?\n", raw, maxsplit=1)[-1]
+        raw = b"".join(re.split(rb"\r?\n\r?\n", raw, maxsplit=1)[1:])  # there may be none
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -192,32 +207,49 @@ def is_table(words):
 
 
 def scan(paths):
-    """Return (reason, digest, size, signature) for each file; all but the reason are None if there is one."""
+    """Return (reason, digest, size, signature, shingles if they are few) for each file; only the reason if
+    there is one."""
     rows = []
     for path in paths:
         text, reason = read(path)
         if reason:
-            rows.append((reason, None, None, None))
+            rows.append((reason, None, None, None, None))
         else:
             raw = text.encode()
-            rows.append((None, hashlib.blake2b(raw, digest_size=16).digest(), len(raw), signature(raw)))
+            digest, hashes = hashlib.blake2b(raw, digest_size=16).digest(), shingles(raw)
+            rows.append((None, digest, len(raw), signature(hashes), hashes if len(hashes) <= FEW else None))
     return rows
 
 
-def signature(raw):
-    """Return the MinHash signature of a text: uint32 (ROWS * BANDS,). See the module's docstring."""
+def shingles(raw):
+    """Return the hashes of the shingles of a text, sorted and without repetitions."""
     words = np.array([crc32(word) for word in raw.split()], np.uint64)
     count = max(len(words) - SHINGLE + 1, 1)
     hashes = np.zeros(count, np.uint64)
     for offset in range(min(SHINGLE, len(words))):
         hashes = (hashes + words[offset : offset + count]) * GOLDEN
         hashes ^= hashes >> HALF
-    hashes = np.sort(hashes * GOLDEN)
-    return hashes[np.searchsorted(hashes, STARTS) % count].astype(np.uint32)
+    return np.unique(hashes * GOLDEN)
 
 
-def near_duplicates(signatures):
-    """Return for each row whether it is similar to an earlier row that was kept."""
+def signature(hashes):
+    """Return the MinHash signature of sorted hashes: uint32 (ROWS * BANDS,). See the module's docstring."""
+    return hashes[np.searchsorted(hashes, STARTS) % len(hashes)].astype(np.uint32)
+
+
+def jaccard(first, second):
+    """Return the Jaccard similarity of two arrays without repetitions."""
+    common = len(np.intersect1d(first, second, assume_unique=True))
+    return common / (len(first) + len(second) - common)
+
+
+def near_duplicates(signatures, few):
+    """Return for each row whether it is similar to an earlier row that was kept.
+
+    Args:
+        signatures: uint32 (documents, ROWS * BANDS).
+        few: the shingles of each document, or None if there are more than FEW.
+    """
     # The entries of a band are far apart on the circle: neighbors of a short text are often the same hash.
     keys = np.broadcast_to(np.arange(BANDS, dtype=np.uint64), (len(signatures), BANDS))
     for entries in signatures.reshape(-1, ROWS, BANDS).swapaxes(0, 1):
@@ -226,8 +258,11 @@ def near_duplicates(signatures):
     buckets, near = {}, []
     for row, bands in enumerate(keys.tolist()):
         others = sorted({other for band in bands for other in buckets.get(band, ())})
-        similarities = (signatures[others] == signatures[row]).mean(axis=1) if others else np.zeros(1)
-        near.append(bool(similarities.max() >= SIMILARITY))
+        similarities = (signatures[others] == signatures[row]).mean(axis=1)
+        if few[row] is not None:
+            similarities = [estimate if few[other] is None else jaccard(few[row], few[other])
+                            for other, estimate in zip(others, similarities)]
+        near.append(bool(max(similarities, default=0) >= SIMILARITY))
         if not near[-1]:
             for band in bands:
                 buckets.setdefault(band, []).append(row)

@@ -5,8 +5,10 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -349,6 +351,36 @@ def test_force_replaces_token_files_and_nothing_else(tmp_path, capsys):
     assert (out / "thesis.txt").exists()
 
 
+def test_out_dir_may_be_a_link(tmp_path):
+    (tmp_path / "disk" / "set").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "set")
+    for seed in (0, 1):
+        meta = dataset.write_tokens(corpus(20, seed), tmp_path / "link", force=seed > 0)
+        assert json.loads((tmp_path / "disk" / "set" / "meta.json").read_text()) == meta
+        assert (tmp_path / "link").is_symlink()
+        assert [path.name for path in (tmp_path / "disk").iterdir()] == ["set"]
+
+
+def test_force_keeps_the_old_files_if_the_new_ones_cannot_take_their_place(tmp_path, monkeypatch):
+    out, rename = tmp_path / "set", os.rename
+    dataset.write_tokens(corpus(20), out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def fail_to_put_in_place(source, target):
+        if str(target) == str(out) and (Path(source) / "train.bin").read_bytes() != before["train.bin"]:
+            raise OSError(16, "Device or resource busy", str(source))
+        rename(source, target)
+    monkeypatch.setattr(dataset.os, "rename", fail_to_put_in_place)
+    with pytest.raises(OSError, match="busy"):
+        dataset.write_tokens(corpus(20, seed=1), out, force=True)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert list(tmp_path.iterdir()) == [out]
+    monkeypatch.undo()
+    dataset.write_tokens(corpus(20, seed=1), out, force=True)
+    assert (out / "train.bin").read_bytes() != before["train.bin"]
+    assert list(tmp_path.iterdir()) == [out]
+
+
 # Installed packages
 
 def prose(seed, words=300):
@@ -478,14 +510,58 @@ def test_a_package_without_a_record_is_its_folder(tmp_path):
     assert sorted(file[1] for file in found) == ["old-one", "old-one", "single"]
 
 
+def test_a_package_with_an_egg_info_is_not_split(tmp_path):
+    write_files(tmp_path, {
+        "yaml/a.py": "a", "_yaml/b.py": "b", "yaml_tool.py": "c", "other/d.py": "d",
+        "PyYAML-6.egg-info/PKG-INFO": "Name: PyYAML\n\ntext",
+        "PyYAML-6.egg-info/top_level.txt": "_yaml\nyaml\n",
+    })
+    found = {path: package for _, package, path, _ in packages.list_files([tmp_path], tmp_path / "nothing")}
+    assert found == {"yaml/a.py": "pyyaml", "_yaml/b.py": "pyyaml", "PyYAML-6.egg-info/PKG-INFO": "pyyaml",
+                     "yaml_tool.py": "yaml-tool", "other/d.py": "other"}
+
+
+def test_what_is_no_document_is_left_out(tmp_path):
+    """Headers without a description hold e-mail addresses; nobody writes into the FIFO."""
+    write_files(tmp_path, {"METADATA": "Name: a\nAuthor-email: a@b.org\n"})
+    os.mkfifo(tmp_path / "pipe.py")
+    assert packages.read(str(tmp_path / "METADATA")) == (None, "empty")
+    assert packages.read(str(tmp_path / "pipe.py")) == (None, "not a regular file")
+
+
+def test_a_damaged_record_does_not_stop_the_others(tmp_path):
+    write_files(tmp_path, {
+        "quote/a.py": "a", "quote-1.dist-info/METADATA": "Name: quote\n\n",
+        "quote-1.dist-info/RECORD": 'quote/a.py,"' + "x,,\n" * 50_000,
+        "latin/a.py": "a", "latin-1.dist-info/METADATA": b"Name: latin\nAuthor: Andr\xe9\n\n",
+        "latin-1.dist-info/RECORD": "latin/a.py,,\n",
+        "module.py": "a", "good-1.dist-info/METADATA": "Name: good\n\n",
+        "good-1.dist-info/RECORD": "module.py,,\n",
+    })
+    found = {path: package for _, package, path, _ in packages.list_files([tmp_path], tmp_path / "nothing")}
+    assert (found["quote/a.py"], found["latin/a.py"], found["module.py"]) == ("quote", "latin", "good")
+
+
 @pytest.mark.parametrize("changed, expected", [(0, True), (5, True), (50, False), (300, False)])
 def test_near_duplicates(changed, expected):
     """A changed word is in 5 shingles: 5 of 1,000 leave a similarity of 0.95, 50 of 0.6."""
     words = prose(1, 1000).split()
     places = np.linspace(0, 999, changed, dtype=int)
     edited = [f"x{i}" if i in set(places.tolist()) else word for i, word in enumerate(words)]
-    signatures = [packages.signature(" ".join(text).encode()) for text in (words, edited)]
-    assert packages.near_duplicates(np.array(signatures)) == [False, expected]
+    hashes = [packages.shingles(" ".join(text).encode()) for text in (words, edited)]
+    signatures = np.array([packages.signature(each) for each in hashes])
+    assert packages.near_duplicates(signatures, [None, None]) == [False, expected]
+
+
+@pytest.mark.parametrize("common, expected", [(5, False), (6, False), (7, True), (8, True)])
+def test_the_similarity_of_short_documents_is_exact(common, expected):
+    """Of 10 shingles `common` are in both documents; an estimate would be wrong for some of the words."""
+    for seed in range(50):
+        words = prose(seed, 14).split()
+        hashes = [packages.shingles(" ".join(text).encode()) for text in (words, words[: common + 4])]
+        signatures = np.array([packages.signature(each) for each in hashes])
+        signatures[1] = signatures[0]  # candidates, whatever the bands say
+        assert packages.near_duplicates(signatures, hashes) == [False, expected]
 
 
 def test_signatures_estimate_the_similarity():
@@ -495,7 +571,8 @@ def test_signatures_estimate_the_similarity():
             common = round(2000 * 2 * similarity / (1 + similarity))
             first, second = prose(seed, 2000).split(), prose(seed + 100, 2000).split()
             second[:common] = first[:common]
-            a, b = (packages.signature(" ".join(text).encode()) for text in (first, second))
+            hashes = [packages.shingles(" ".join(text).encode()) for text in (first, second)]
+            a, b = map(packages.signature, hashes)
             estimates.append((a == b).mean())
         assert abs(np.mean(estimates) - similarity) < 0.03  # 3 standard errors
 
@@ -551,6 +628,15 @@ def test_formats_name_the_package_that_they_need(tmp_path, monkeypatch, capsys, 
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     told = refused(capsys, "text", tmp_path / f"a{suffix}", "--out-dir", tmp_path / "set")
     assert f"a{suffix}: " in told and "pip install pyarrow" in told
+
+
+def test_a_folder_names_the_package_that_it_needs(tmp_path, monkeypatch, capsys):
+    write_files(tmp_path / "notes", {"a.txt": "a", "b.txt.zst": "", "c.txt.zst": ""})
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    found, _, _ = documents.text_documents([str(tmp_path / "notes")])
+    assert ["".join(text) for text in found] == ["a"]
+    told = capsys.readouterr().out
+    assert told.endswith("1 files read; skipped: 2 unreadable without pyarrow (pip install pyarrow)\n")
 
 
 @pytest.mark.parametrize("command", ["text", "hf"])
@@ -635,11 +721,14 @@ def test_what_exists_is_read_without_the_network(tmp_path, monkeypatch):
     (["packages", "--tokenizer", "gpt5"], "unknown tokenizer 'gpt5'"),
     (["text", "good.txt", "--out-dir", "good.txt"], "good.txt: is a file"),
     (["text", "good.txt", "--out-dir", "good.txt/set"], "good.txt/set: cannot be made"),
+    (["text", "good.txt", "--out-dir", "."], ".: is the current folder, which cannot be replaced; name a"),
+    (["text", "good.txt", "--out-dir", "/"], "/: is a mount point, which cannot be replaced; name a"),
     (["hf"], "NAME"),
     (["hf", "json", "--data-files", "absent.json"], "hf json: "),
     (["hf", "json", "--data-files"], "--data-files"),
     (["hf", "bad.parquet"], "bad.parquet: not a valid Parquet file"),
     (["hf", "absent.parquet"], "absent.parquet: no such file or directory"),
+    (["hf", "absent.txt"], "absent.txt: no such file or directory"),
     (["stdlib", "--frobnicate"], "--frobnicate"),
     (["stdlib", "--token", "gpt2"], "perhaps --tokenizer"),
 ])
@@ -692,9 +781,9 @@ def test_help_explains_every_option(capsys, command, options):
         assert f". (default: {default})" in entries[option]  # a sentence, then the default
 
 
-def test_workers_import_neither_torch_nor_the_command_line():
+def test_workers_import_no_library_that_is_slow_to_import():
     code = ("import sys, data; "
-            "names = 'torch', 'tyro', 'cli', 'datasets', 'tiktoken'; "
+            "names = 'torch', 'datasets', 'tiktoken', 'tokenizers', 'pyarrow'; "
             "print([name for name in names if name in sys.modules])")
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=SCRIPT.parent, capture_output=True, text=True, timeout=60
@@ -721,6 +810,34 @@ def test_the_parsers_own_complaint_is_one_short_line(encoding):
     told = (r"data.py: Unrecognized options: --tokenize(, gpt2)? "
             r"\(perhaps --tokenizer; all options: data.py --help\)\n")
     assert re.fullmatch(told, done.stderr)
+
+
+def kill_oneself(task):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies():
+    with pytest.raises(ValueError, match="--num-workers 2: a worker process died.*, such as 1"):
+        list(dataset.in_processes(kill_oneself, range(9), 2))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_a_process_that_was_told_to_stop(tmp_path, number):
+    write_files(tmp_path, {"rows.jsonl": (json.dumps({"text": "word " * 100_000}) + "\n") * 200})
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, "text", "rows.jsonl", "--num-workers", "2", "--out-dir", "set"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not any(path.stat().st_size for path in tmp_path.glob("set.tmp-*/all.bin")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, told = process.communicate(timeout=60)  # returns when the last worker has closed stderr
+    if number == signal.SIGTERM:
+        assert (process.returncode, told) == (130, "data.py: stopped; nothing was written\n")
+    else:
+        assert len(list(tmp_path.glob("set.tmp-*"))) == 1
+        dataset.write_tokens(corpus(9), tmp_path / "set")  # the next start cleans up
+    assert not list(tmp_path.glob("set.tmp-*"))
 
 
 def test_a_system_error_names_its_file(tmp_path, capsys):
