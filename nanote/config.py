@@ -546,6 +546,8 @@ def _check_parallel(config: TrainConfig) -> None:
     if config.optimizer != "adamw":
         raise ValueError(f"{given}: each process updates a part of every matrix, which --optimizer "
                          f"{config.optimizer} cannot; pass --optimizer adamw or --parallel ddp")
+    if config.compile:
+        raise ValueError(f"{given}: does not go with --compile yet; leave --compile out, or pass --parallel ddp")
     if config.offload_activations:
         raise ValueError(f"{given}: does not go with --offload-activations; leave it out, or pass "
                          "--gradient-checkpointing or --parallel ddp")
