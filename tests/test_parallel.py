@@ -23,14 +23,13 @@ OPTIONS = (
 )
 
 
-def torchrun(processes: int, *runs: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
-               str(processes), str(ROOT / "tests" / "parallel_worker.py"), *runs]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120,
+def run_groups(*arguments: str) -> None:
+    """Run tests/parallel_worker.py."""
+    done = subprocess.run([sys.executable, str(ROOT / "tests" / "parallel_worker.py"), *arguments],
+                          capture_output=True, text=True, timeout=240,
                           env=os.environ | {"NANOTE_REFERENCE": "1", "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +42,8 @@ def runs(tmp_path_factory, tokens):
     assert run_train(f"{none} {four} --out-dir one") == 0
     assert run_train(f"{delayed} {four} --out-dir one-fp8") == 0
     two = "--micro-batch-size 2"
-    torchrun(
-        2,
+    run_groups(
+        "2",
         f"{none} {two} --parallel fsdp --out-dir fsdp",
         f"{none} {two} --parallel fsdp --gradient-checkpointing --no-reshard-after-forward "
         "--grad-reduce-dtype float32 --out-dir fsdp-switches",
@@ -55,9 +54,10 @@ def runs(tmp_path_factory, tokens):
         "copy ddp ddp-fsdp 2", "--resume --parallel fsdp --out-dir ddp-fsdp",
         "copy one one-fsdp 2", f"--resume --parallel fsdp {two} --out-dir one-fsdp",
         f"nan {none} {two} --parallel fsdp --max-steps 2 --out-dir skipped",
+        "4",
+        "copy fsdp fsdp-hsdp 2",
+        "--resume --parallel hsdp --hsdp-replicas 2 --micro-batch-size 1 --out-dir fsdp-hsdp",
     )
-    torchrun(4, "copy fsdp fsdp-hsdp 2",
-             "--resume --parallel hsdp --hsdp-replicas 2 --micro-batch-size 1 --out-dir fsdp-hsdp")
     shutil.copytree("fsdp-hsdp", "hsdp-one")
     shutil.rmtree("hsdp-one/step-4")
     assert run_train(f"--resume {four} --out-dir hsdp-one") == 0
