@@ -12,7 +12,8 @@
 - A checkpoint is written before the evaluation of the same step, and evaluation restores the amax histories
   of delayed scaling, which every forward pass updates. So a resumed run repeats the uninterrupted one exactly
   (bit for bit on the CPU).
-- Under torchrun training is data-parallel: each rank reads its own samples, and rank 0 alone writes.
+- Under torchrun training is data-parallel: each rank reads its own samples. Rank 0 alone writes, except that
+  a sharded model (--parallel fsdp) is saved by all ranks.
 """
 import contextlib
 import dataclasses
@@ -545,7 +546,8 @@ def advice_after_divergence(run: Run) -> str:
 
 
 def summarize(run: Run, text: str) -> None:
-    """Plot the losses; print the sample `text` and where everything is, or how to resume a run that was stopped."""
+    """Plot the losses; print the sample `text` and where everything is, or how to resume a run that was
+    stopped."""
     config, folder, last = run.config, run.folder, checkpoint.latest(run.folder)
     loss_plot = draw("loss.png", run.log.say, plot_losses, folder)
     own_model = f" --model {config.model}" if models.is_file(config.model) else ""

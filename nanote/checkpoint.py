@@ -469,7 +469,8 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
     _check_architecture(folder, tensors, own, set(stored_names.values()))
     _check_optimizer_state(folder, tensors, own)
     safetensors_files.load(tensors, folder)
-    tensors, own = ({name: parallel.local(value) for name, value in named.items()} for named in (tensors, own))
+    tensors = {name: parallel.local(value) for name, value in tensors.items()}
+    own = {name: parallel.local(value) for name, value in own.items()}
     drop_stale_masters(tensors, meta)
 
     if optimizer is not None:

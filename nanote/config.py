@@ -536,8 +536,8 @@ def _check_parallel(config: TrainConfig) -> None:
     _require(config, "hsdp_replicas", lambda v: v is None or v >= 1, "at least 1", 2)
     if config.parallel == "ddp":
         if config.grad_reduce_dtype != "auto":
-            raise ValueError(f"--grad-reduce-dtype {config.grad_reduce_dtype}: --parallel ddp reduces gradients "
-                             "in their own type; pass --parallel fsdp with it, or leave it out")
+            raise ValueError(f"--grad-reduce-dtype {config.grad_reduce_dtype}: --parallel ddp reduces "
+                             "gradients in their own type; pass --parallel fsdp with it, or leave it out")
         return
     given = f"--parallel {config.parallel}"
     if config.fp8_param:
@@ -547,7 +547,8 @@ def _check_parallel(config: TrainConfig) -> None:
         raise ValueError(f"{given}: each process updates a part of every matrix, which --optimizer "
                          f"{config.optimizer} cannot; pass --optimizer adamw or --parallel ddp")
     if config.compile:
-        raise ValueError(f"{given}: does not go with --compile yet; leave --compile out, or pass --parallel ddp")
+        raise ValueError(f"{given}: does not go with --compile yet; leave --compile out, or pass "
+                         "--parallel ddp")
     if config.offload_activations:
         raise ValueError(f"{given}: does not go with --offload-activations; leave it out, or pass "
                          "--gradient-checkpointing or --parallel ddp")

@@ -101,8 +101,8 @@ def shard(model, config, device: torch.device) -> None:
     if not is_sharded(config):
         return
     if not len(getattr(model, "blocks", ())):
-        raise ValueError(f"--parallel {config.parallel}: shards block by block, and {type(model).__name__} has "
-                         "no model.blocks; name its list of blocks so, or pass --parallel ddp")
+        raise ValueError(f"--parallel {config.parallel}: shards block by block, and {type(model).__name__} "
+                         "has no model.blocks; name its list of blocks so, or pass --parallel ddp")
     shards = shard_count(config)
     sizes, names = (shards,), ("shard",)
     if config.parallel == "hsdp":
@@ -114,7 +114,8 @@ def shard(model, config, device: torch.device) -> None:
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
     fully_shard(model, **options)  # embeddings, final norm and lm_head, which backward needs first
     # the loss may be a view; nothing changes it in place
-    warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({type(model).__name__}\) returned a view")
+    returned = rf"FSDP2-wrapped module \({type(model).__name__}\) returned a view"
+    warnings.filterwarnings("ignore", message=returned)
 
 
 def local(parameter) -> torch.Tensor:

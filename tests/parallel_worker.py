@@ -1,9 +1,8 @@
 """Run by tests/test_parallel.py: several train.py runs in groups of gloo processes.
 
-Unlike torchrun, this imports PyTorch once and forks, which takes a fifth of the time. Arguments: a number of
-processes, then a run each, as on train.py's command line; again for the next group. "copy A B N" copies the run
-A without checkpoints after step N; a run that begins with "nan" has a loss that is not finite in step 2 of the
-last rank.
+Unlike torchrun, this imports PyTorch once and forks. Arguments: a number of processes, then a run each, as on
+train.py's command line; again for the next group. "copy A B N" copies the run A without checkpoints after
+step N; a run that begins with "nan" has a loss that is not finite in step 2, on every rank but the first.
 """
 import os
 import shutil

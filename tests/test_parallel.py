@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from trainer_tools import ROOT, metrics, run_train
 
 from nanote import dataset, parallel, safetensors_files
 from nanote.config import TrainConfig
+from trainer_tools import ROOT, metrics, run_train
 
 EPS = 2.0**-24  # rounding error of float32
 # 67 positions: the parts of the ranks differ in size
@@ -38,10 +38,10 @@ def runs(tmp_path_factory, tokens):
     before = os.getcwd()
     os.chdir(tmp_path_factory.mktemp("runs"))
     options = f"{OPTIONS} --data {tokens}"
-    none, delayed, four = f"{options} --fp8-recipe none", f"{options} --fp8-recipe delayed", "--micro-batch-size 4"
+    none, delayed = f"{options} --fp8-recipe none", f"{options} --fp8-recipe delayed"
+    two, four = "--micro-batch-size 2", "--micro-batch-size 4"
     assert run_train(f"{none} {four} --out-dir one") == 0
     assert run_train(f"{delayed} {four} --out-dir one-fp8") == 0
-    two = "--micro-batch-size 2"
     run_groups(
         "2",
         f"{none} {two} --parallel fsdp --out-dir fsdp",
@@ -81,8 +81,8 @@ def test_gradients_of_two_ranks_are_those_of_one(runs, run):
     assert expected.keys() == found.keys() and any(name.endswith("wpe.weight.exp_avg") for name in found)
     for name, value in expected.items():
         if name.endswith(".exp_avg"):
-            # a sum over 512 tokens in another order
-            assert (found[name] - value).abs().max() <= 512 * EPS * value.abs().max(), name
+            # a sum over 512 tokens in another order: its error grows with the square root of their number
+            assert (found[name] - value).abs().max() <= 2 * 512**0.5 * EPS * value.abs().max(), name
 
 
 @pytest.mark.parametrize("run", [
@@ -90,7 +90,7 @@ def test_gradients_of_two_ranks_are_those_of_one(runs, run):
 def test_losses_do_not_depend_on_the_ranks(runs, run):
     for field in ("loss", "grad_norm", "val_loss"):
         expected, found = ([r[field] for r in metrics(folder) if field in r] for folder in ("one", run))
-        assert found == pytest.approx(expected, rel=1e-4), field
+        assert found == pytest.approx(expected, rel=1e-5), field
 
 
 def test_resuming_on_as_many_ranks_is_exact(runs):
@@ -110,9 +110,11 @@ def test_two_ranks_use_the_fp8_scales_of_one(runs):
     scales = [name for name in expected if name.endswith(".scale")]
     assert scales and expected.keys() == found.keys()
     for name in scales:
-        ratio = found[name] / expected[name] * (2 if "_bwd" in name else 1)
+        # gradients pass GEMMs in which a sum in another order may round to another FP8 value, 2^-4 away
+        factor, tolerance = (2, 2.0**-4) if "_bwd" in name else (1, 1e-3)
         used = expected[name] != 1
-        assert ratio[used].numpy() == pytest.approx(1, rel=2.0**-4), name  # one rounding of E4M3
+        ratio = factor * found[name][used] / expected[name][used]
+        assert ratio.numpy() == pytest.approx(1, rel=tolerance), name
     losses = [[record["loss"] for record in metrics(folder)] for folder in ("one-fp8", "fsdp-fp8")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
