@@ -12,7 +12,8 @@
 - A checkpoint is written before the evaluation of the same step, and evaluation restores the amax histories
   of delayed scaling, which every forward pass updates. So a resumed run repeats the uninterrupted one exactly
   (bit for bit on the CPU).
-- Under torchrun training is data-parallel: each rank reads its own samples, and rank 0 alone writes.
+- Under torchrun training is data-parallel: each rank reads its own samples. Rank 0 alone writes, except that
+  a sharded model (--parallel fsdp) is saved by all ranks.
 """
 import contextlib
 import dataclasses
@@ -263,7 +264,7 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
     checkpoint.on_rank0(lambda: start_logs(folder, options, command, ranks, meta))
     if recipe is not None and recipe.delayed() and fp8.is_fresh(model):
         find_first_scales(config, model, optimizer, loaders["train"].batch(0))
-    train_step = TrainStep(model, parallel.wrap(net, device), optimizer, config, device)
+    train_step = TrainStep(model, parallel.wrap(net, config, device), optimizer, config, device)
     parameters = sum(p.numel() for p in model.parameters())
     meter = Meter(config, parameters, device, ranks.world_size)
     log = Log(folder, first_step, config.max_steps, enabled=ranks.is_first)
@@ -347,7 +348,9 @@ def build_model(config: TrainConfig, model_config, recipe, device: torch.device,
                                fp8_weights_recipe=recipe if config.fp8_param else None)
     if recipe is not None:
         model.fp8_recipe = recipe
-    return model, accelerate(model, config)
+    kernels = accelerate(model, config)
+    parallel.shard(model, config, device)
+    return model, kernels
 
 
 def open_folder(config: TrainConfig, resume_from: Path | None, ranks: Ranks, at_end) -> str:
@@ -452,8 +455,11 @@ def main(argv=None) -> int:
         with contextlib.ExitStack() as at_end:
             run = build(config, resume_from, meta, ranks, at_end, command)
             train(run)
+            text = ""
+            if run.step == config.max_steps and (ranks.is_first or parallel.is_sharded(config)):
+                text = sample_text(run)  # if the model is sharded, all ranks generate the same tokens
             if ranks.is_first:
-                summarize(run)
+                summarize(run, text)
     except Diverged as error:
         if ranks.is_first:
             print(f"train.py: {error}", file=sys.stderr)
@@ -547,8 +553,9 @@ def advice_after_divergence(run: Run) -> str:
     return f"stopped; {kept}; try {', '.join(options)}"
 
 
-def summarize(run: Run) -> None:
-    """Plot the losses; print a sample and where everything is, or how to resume a run that was stopped."""
+def summarize(run: Run, text: str) -> None:
+    """Plot the losses; print the sample `text` and where everything is, or how to resume a run that was
+    stopped."""
     config, folder, last = run.config, run.folder, checkpoint.latest(run.folder)
     loss_plot = draw("loss.png", run.log.say, plot_losses, folder)
     own_model = f" --model {config.model}" if models.is_file(config.model) else ""
@@ -557,7 +564,7 @@ def summarize(run: Run) -> None:
         print(f"stopped by {signal_name} after step {run.step}: saved {last}; "
               f"resume with: python train.py --resume --out-dir {folder}{own_model}")
         return
-    print(f"\n--- a sample ---\n{sample_text(run)}\n----------------\n"
+    print(f"\n--- a sample ---\n{text}\n----------------\n"
           f"{describe_val_loss(run.val_loss, run.loaders['val'].meta)} after "
           f"{cli.counted(run.step, 'step')}, on {fp8.describe()}")
     if run.health_plot:

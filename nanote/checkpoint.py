@@ -34,7 +34,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanote import fp8, json_files, safetensors_files
+from nanote import fp8, json_files, parallel, safetensors_files
 from nanote.dataset import sha256
 from nanote.json_files import COUNT, SIZE
 from nanote.models import is_file, make_model_config, model_classes, weight_count
@@ -218,10 +218,12 @@ def _tensors(model, optimizer):
 
     A generator, so that float32 masters rebuilt from remainders need not all exist at once.
     """
-    names = {}
+    names = {}  # {id of the tensor that the optimizer has: (name, tensor)}
     for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor) and not name.endswith("_extra_state") and id(value) not in names:
-            names[id(value)] = name
+        if not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):
+            continue
+        if id(parallel.local(value)) not in names:
+            names[id(parallel.local(value))] = name, value
             yield f"model.{name}", _plain(value)
     for parameter, state in _optimizer_states(optimizer):
         for key, value in state.items():
@@ -233,7 +235,8 @@ def _tensors(model, optimizer):
                 kind = next(kind for kind in NUMBER_TYPES if isinstance(value, kind))
                 key, value = f"{key}{NUMBER}", torch.tensor(value, dtype=NUMBER_TYPES[kind])
             if isinstance(value, torch.Tensor):
-                yield f"optimizer.{names[id(parameter)]}.{key}", _plain(value)
+                name, whole = names[id(parameter)]
+                yield f"optimizer.{name}.{key}", parallel.as_part(_plain(value), whole)
     yield from ((f"fp8.{name}", value) for name, value in fp8.get_state(model).items())
     yield from ((f"rng{_rank()}.{name}", value) for name, value in _rng_state().items())
 
@@ -458,15 +461,17 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
     """
     folder = Path(folder)
     wanted = ("model.",) if optimizer is None else ("model.", "optimizer.", "fp8.", f"rng{_rank()}.")
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
-               for name, entry in stored_tensors(folder).items() if name.startswith(wanted)}
     own = {f"model.{name}": value for name, value in model.state_dict(keep_vars=True).items()
            if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")}
+    tensors = {name: parallel.empty_like(own.get(_parameter_of(name)), entry.size, entry.properties.dtype)
+               for name, entry in stored_tensors(folder).items() if name.startswith(wanted)}
     # {id: name under which it is stored}: tied parameters are stored once, under the first name
-    stored_names = {id(value): name for name, value in reversed(own.items())}
+    stored_names = {id(parallel.local(value)): name for name, value in reversed(own.items())}
     _check_architecture(folder, tensors, own, set(stored_names.values()))
     _check_optimizer_state(folder, tensors, own)
     safetensors_files.load(tensors, folder)
+    tensors = {name: parallel.local(value) for name, value in tensors.items()}
+    own = {name: parallel.local(value) for name, value in own.items()}
     drop_stale_masters(tensors, meta)
 
     if optimizer is not None:
@@ -489,6 +494,13 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
         _set_rng_state(folder, rng)
     else:  # more processes than when it was saved: no state for this rank
         torch.manual_seed(torch.initial_seed() + meta["step"] * 100_003 + _rank())
+
+
+def _parameter_of(name: str) -> str:
+    """Return "model.<parameter>" for the name of a stored weight or of a tensor of its optimizer state."""
+    if name.startswith("optimizer."):
+        return f"model.{name.removeprefix('optimizer.').rpartition('.')[0]}"
+    return name
 
 
 def _with_prefix(tensors: dict, prefix: str) -> dict:

@@ -147,6 +147,17 @@ class TrainConfig:
     compile_fullgraph: bool = False  # With --compile: one graph, or an error that names the graph break.
     device: str = "auto"  # auto, cpu, cuda or cuda:N.
 
+    # parallelism
+    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    """With torchrun: ddp: each process keeps the whole model; fsdp: weights, gradients and optimizer state
+    are sharded over the processes; hsdp: over those of a replica."""
+    hsdp_replicas: int | None = None  # hsdp: number of replicas of the model; None: one on each machine.
+    reshard_after_forward: bool = True
+    """fsdp, hsdp: free a block's gathered weights after its forward pass; no: keep them until backward, which
+    takes memory and saves one gather."""
+    grad_reduce_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """fsdp, hsdp: type in which gradients are accumulated and reduced; auto: their own."""
+
     # evaluation, logging and checkpoints
     eval_interval: int = 250
     """Steps between evaluations (also after the first and the last step); 0: only after the last."""
@@ -526,9 +537,33 @@ def _check_combinations(config: TrainConfig) -> None:
     if config.optimizer == "muon" and config.fp8_param:
         raise ValueError("--optimizer muon: does not update weights stored in FP8; leave --fp8-param out, or "
                          "pass --optimizer adamw")
+    _check_parallel(config)
     if config.n_positions is not None and config.n_positions < config.seq_len:
         raise ValueError(f"--seq-len {config.seq_len}: the model takes {config.n_positions} positions; "
                          f"pass --seq-len {config.n_positions} or less")
+
+
+def _check_parallel(config: TrainConfig) -> None:
+    """Raise ValueError for options that do not go with --parallel, whatever the number of processes."""
+    _require(config, "hsdp_replicas", lambda v: v is None or v >= 1, "at least 1", 2)
+    if config.parallel == "ddp":
+        if config.grad_reduce_dtype != "auto":
+            raise ValueError(f"--grad-reduce-dtype {config.grad_reduce_dtype}: --parallel ddp reduces "
+                             "gradients in their own type; pass --parallel fsdp with it, or leave it out")
+        return
+    given = f"--parallel {config.parallel}"
+    if config.fp8_param:
+        raise ValueError(f"{given}: does not shard weights stored in FP8 (Transformer Engine's issue 1688); "
+                         "leave --fp8-param out, or pass --parallel ddp")
+    if config.optimizer != "adamw":
+        raise ValueError(f"{given}: each process updates a part of every matrix, which --optimizer "
+                         f"{config.optimizer} cannot; pass --optimizer adamw or --parallel ddp")
+    if config.compile:
+        raise ValueError(f"{given}: does not go with --compile yet; leave --compile out, or pass "
+                         "--parallel ddp")
+    if config.offload_activations:
+        raise ValueError(f"{given}: does not go with --offload-activations; leave it out, or pass "
+                         "--gradient-checkpointing or --parallel ddp")
 
 
 # ---------------------------------------------------------------- vocabulary

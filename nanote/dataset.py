@@ -682,7 +682,7 @@ class Loader:
             # The last window of the split ends with its last token; its first labels are another window's.
             moved = [min(start, len(self.tokens) - 1 - self.seq_len) for start in starts]
             windows = self._windows(moved)
-            inputs, labels = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+            inputs, labels = windows[:, :-1].contiguous(), windows[:, 1:].clone()  # changed below
             for row, number in enumerate(numbers):
                 labels[row, :starts[row] - moved[row] if number < count else None] = -100
             packing = [self._cu_seqlens(windows)] if self.pack_documents else []

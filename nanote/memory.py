@@ -14,7 +14,7 @@ import traceback
 
 import torch
 
-from nanote import cli, models
+from nanote import cli, models, parallel
 from nanote.train_step import wants_graph
 
 GIB = 2**30
@@ -56,12 +56,14 @@ def least_memory(config, model_config, dtype: torch.dtype) -> list[tuple[int, st
     """
     tokens, width = config.micro_batch_size * config.seq_len, dtype.itemsize
     count = models.weight_count(model_config)
-    weights = count * (1 if config.fp8_param else width)
-    gradients = count * width
+    shards = parallel.shard_count(config)
+    weights = count * (1 if config.fp8_param else width) // shards
+    gradients = count * width  # whole until they are reduced, which is after the last micro-batch
     master = 0 if dtype == torch.float32 else 2
     state = count * (2 * getattr(torch, config.moment_dtype).itemsize + master)
     if config.optimizer == "muon":  # momentum and master weight, if it is less
         state = min(state, count * (4 if dtype == torch.float32 else 8))
+    state //= shards
     # during a forward pass: in a run of one step, the update may allocate the optimizer state only afterwards
     state_before = state if config.max_steps > 1 else 0
     blocks = config.n_layer - config.offload_activations  # each keeps its input, also with checkpointing
@@ -71,7 +73,7 @@ def least_memory(config, model_config, dtype: torch.dtype) -> list[tuple[int, st
         gemms = 4 * (config.n_layer - config.fp8_skip_first - config.fp8_skip_last) + config.fp8_lm_head
         histories = gemms * 5 * 4 * config.fp8_amax_history_len  # 5 tensors per GEMM, in float32
     sizes = "n_embd n_layer n_head head_dim n_inner vocab_size n_positions"
-    update = (weights + gradients + state, "weights, gradients and optimizer state", sizes)
+    update = (weights + gradients // shards + state, "weights, gradients and optimizer state", sizes)
     forward = (weights + state_before, "weights and optimizer state", sizes)
     if config.grad_accum > 1:  # with the gradients of the previous micro-batch
         forward = (weights + gradients + state_before, "weights, gradients and optimizer state", sizes)
@@ -114,7 +116,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def step_bytes(model, optimizer) -> int:
     """Return the bytes of weights, gradients and optimizer state: the part that is independent of the
     batch."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    weights = sum(p.numel() * p.element_size() for p in parallel.local_parameters(model))
     state = 0
     for values in optimizer.state.values():
         tensors = (value for value in values.values() if isinstance(value, torch.Tensor))

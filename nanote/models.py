@@ -8,7 +8,8 @@ model:
   dataclass in the file with the fields `vocab_size` and `n_positions`, which are required. Its fields that
   have the name of a train.py option get that option's value, the others keep their defaults. `use_fp8` is
   required to train in FP8.
-- `model.config` is that config, and `model.blocks` holds the transformer blocks (for --optimizer muon only).
+- `model.config` is that config, and `model.blocks` holds the transformer blocks (for --optimizer muon and
+  --parallel fsdp only).
 - `model(input_ids, labels)` returns the mean loss, a scalar, and `model(input_ids)` logits (B, S,
   vocab_size), or a tuple that begins with them. Labels are shifted already; -100 means no label.
 - In FP8 the forward pass runs inside `te.autocast(enabled=self.config.use_fp8, recipe=self.fp8_recipe)`; the

@@ -15,7 +15,7 @@ import itertools
 
 import torch
 
-from nanote import fp8
+from nanote import fp8, parallel
 
 try:
     import fast_kernels
@@ -35,7 +35,7 @@ def adamw(model, config):
 
     On a GPU it is fast_kernels.adam.FastAdam; with --fp8-param and on the CPU, TE's FusedAdam.
     """
-    return _adamw(model, list(model.parameters()), config)
+    return _adamw(model, parallel.local_parameters(model), config)
 
 
 def _adamw(model, parameters: list, config):

@@ -1,15 +1,31 @@
 """Data parallelism: the ranks of a run, and the few things that they do together.
 
-Use it from a training script: `init()` first, `wrap` around the model, `mean_over_ranks` on losses, and a
-`StopRequest` to leave the loop on a signal. Without torchrun there is one rank, and nothing is distributed.
+Use it from a training script: `init()` first, `shard` before the optimizer is made, `wrap` around the model,
+`mean_over_ranks` on losses, and a `StopRequest` to leave the loop on a signal. Without torchrun there is one
+rank, and nothing is distributed.
+
+- --parallel ddp: each rank has the whole model, and gradients are averaged (DistributedDataParallel).
+- --parallel fsdp: each rank keeps 1/N of every parameter, its gradient and its optimizer state; a block's
+  weights are gathered when it runs (PyTorch's fully_shard, known as FSDP2).
+- --parallel hsdp: fsdp within each of R replicas, whose gradients are averaged.
+
+A sharded parameter is a DTensor. AdamW treats each element by itself, so the optimizer gets this rank's part
+as a plain tensor in the same memory (`local`). Every optimizer kernel and all its state then work unchanged;
+only checkpoints and the gradient norm have to know that it is a part.
+
+Reference: FSDP2, docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 """
 import contextlib
 import os
 import signal
+import warnings
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -42,11 +58,115 @@ def shut_down(ranks: Ranks) -> None:
         dist.destroy_process_group()
 
 
-def wrap(net, device: torch.device):
-    """Return DistributedDataParallel(net), which averages gradients over ranks; with one process just net."""
-    if not dist.is_initialized():
+def wrap(net, config, device: torch.device):
+    """Return DistributedDataParallel(net), which averages gradients over ranks; just net if one process
+    trains or if `shard` has made the model average them."""
+    if not dist.is_initialized() or is_sharded(config):
         return net
     return DistributedDataParallel(net, device_ids=[device.index] if device.type == "cuda" else None)
+
+
+# ---------------------------------------------------------------- sharding
+
+def is_sharded(config) -> bool:
+    """Return whether each rank keeps a part of every parameter only."""
+    return dist.is_initialized() and config.parallel != "ddp"
+
+
+def shard_count(config) -> int:
+    """Return the number of parts of every parameter. ValueError if --hsdp-replicas does not fit."""
+    if not is_sharded(config):
+        return 1
+    return dist.get_world_size() // _replica_count(config)
+
+
+def _replica_count(config) -> int:
+    if config.parallel != "hsdp":
+        return 1
+    world_size = dist.get_world_size()
+    machines = world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    replicas = config.hsdp_replicas or machines
+    if world_size % replicas:
+        possible = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
+        raise ValueError(f"--hsdp-replicas {replicas}: must divide the number of processes, {world_size}; "
+                         f"pass one of {', '.join(possible)}")
+    return replicas
+
+
+def shard(model, config, device: torch.device) -> None:
+    """Shard the parameters of a model over the ranks, block by block, in place. Does nothing for ddp.
+
+    Every rank must have the same weights. Call it before the optimizer is made.
+    """
+    if not is_sharded(config):
+        return
+    if not len(getattr(model, "blocks", ())):
+        raise ValueError(f"--parallel {config.parallel}: shards block by block, and {type(model).__name__} "
+                         "has no model.blocks; name its list of blocks so, or pass --parallel ddp")
+    shards = shard_count(config)
+    sizes, names = (shards,), ("shard",)
+    if config.parallel == "hsdp":
+        sizes, names = (dist.get_world_size() // shards, shards), ("replicate", "shard")
+    dtypes = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}  # None: the gradients' own
+    options = dict(mesh=init_device_mesh(device.type, sizes, mesh_dim_names=names),
+                   mp_policy=MixedPrecisionPolicy(reduce_dtype=dtypes[config.grad_reduce_dtype]))
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
+    fully_shard(model, **options)  # embeddings, final norm and lm_head, which backward needs first
+    # the loss may be a view; nothing changes it in place
+    returned = rf"FSDP2-wrapped module \({type(model).__name__}\) returned a view"
+    warnings.filterwarnings("ignore", message=returned)
+
+
+def local(parameter) -> torch.Tensor:
+    """Return this rank's part of a parameter as a plain parameter in the same memory: always the same object,
+    which the optimizer updates. A parameter that is not sharded is returned as it is."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if not hasattr(parameter, "local_part"):
+        part = parameter.detach().to_local()
+        parameter.local_part = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
+    return parameter.local_part
+
+
+def local_parameters(model) -> list:
+    """Return what this rank keeps of the parameters of a model; all of them if it is not sharded."""
+    return [local(parameter) for parameter in model.parameters()]
+
+
+def move_gradients(model) -> None:
+    """Move gradients from the parameters of a sharded model to their local parts, for the optimizer."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and parameter.grad is not None:
+            gradient, parameter.grad = parameter.grad.to_local(), None
+            # a view into the buffer of a block's gradients; kernels need addresses of whole 16 bytes
+            local(parameter).grad = gradient if gradient.data_ptr() % 16 == 0 else gradient.clone()
+
+
+def norm_over_shards(norm: torch.Tensor, model) -> torch.Tensor:
+    """Return the norm of all gradients from the norm of this rank's parts, (); the same on every rank."""
+    mesh = getattr(next(model.parameters()), "device_mesh", None)
+    if mesh is None:
+        return norm
+    norms = [torch.empty_like(norm) for _ in range(mesh["shard"].size())]
+    dist.all_gather(norms, norm, group=mesh.get_group("shard"))
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def as_part(tensor: torch.Tensor, parameter) -> torch.Tensor:
+    """Return the whole tensor, of which `tensor` is this rank's part, if `parameter` is sharded and the
+    tensor is of its shape: optimizer state."""
+    if not isinstance(parameter, DTensor) or tensor.shape != local(parameter).shape:
+        return tensor
+    return DTensor.from_local(tensor, parameter.device_mesh, parameter.placements, run_check=False,
+                              shape=parameter.shape, stride=parameter.stride())
+
+
+def empty_like(parameter, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory to load a tensor into: of this rank's part if the parameter, if any, is sharded."""
+    if not isinstance(parameter, DTensor) or size != parameter.shape:
+        return torch.empty(size, dtype=dtype)
+    return as_part(torch.empty_like(local(parameter), dtype=dtype, requires_grad=False), parameter)
 
 
 def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from nanote import cli, fp8, models, parallel
@@ -45,7 +46,7 @@ def accelerate(model, config):
     if replace_by_kernels is None:
         return "fast kernels are off: there is no folder fast_kernels"
     report = replace_by_kernels(
-        model, blocks=config.fused_block, loss=config.fused_loss,
+        model, blocks=config.fused_block and not parallel.is_sharded(config), loss=config.fused_loss,
         dgrad_fast_accum_k=config.fp8_dgrad_fast_accum_k)
     return str(report)
 
@@ -105,13 +106,14 @@ def make_train_step(model, batch, **options) -> "TrainStep":
     config = TrainConfig(**known | options)
     check_options(config)
     report = accelerate(model, config)
+    parallel.shard(model, config, batch[0].device)
     model.train()
     recipe = getattr(model, "fp8_recipe", None)
     if recipe is not None and model.config.use_fp8 and recipe.delayed() and fp8.is_fresh(model):
         warm_up_scales(model, batch)
     net = compile_model(model, config)
     device = batch[0].device
-    step = TrainStep(model, parallel.wrap(net, device), make_optimizer(model, config), config, device)
+    step = TrainStep(model, parallel.wrap(net, config, device), make_optimizer(model, config), config, device)
     step.report = report
     return step
 
@@ -233,6 +235,8 @@ class TrainStep:
                 is_last = micro == len(batches) - 1
                 if isinstance(self.net, DistributedDataParallel) and not is_last:
                     contexts.enter_context(self.net.no_sync())  # reduce gradients once per step
+                if isinstance(self.model, FSDPModule):
+                    self.model.set_requires_gradient_sync(is_last)
                 if watch and micro == 0:
                     contexts.enter_context(fp8.watch(self.model))
                 total += self.forward_backward(batch, micro == 0)
@@ -264,15 +268,17 @@ class TrainStep:
     def update(self):
         """Clip gradients and update the weights, unless the gradient norm is not finite; return the norm."""
         max_norm = self.config.grad_clip or math.inf
+        parallel.move_gradients(self.model)
         if hasattr(self.optimizer, "gradient_norm"):  # FastAdam scales gradients as it reads them
-            norm = self.optimizer.gradient_norm()
+            norm = parallel.norm_over_shards(self.optimizer.gradient_norm(), self.model)
             # + 0 * norm makes the scale NaN if the norm is not finite: FastAdam then skips the step
             self.optimizer.step(grad_scale=(max_norm / (norm + 1e-6)).clamp(max=1.0) + 0 * norm)
             return norm
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients).float()
+        parameters = parallel.local_parameters(self.model)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = parallel.norm_over_shards(torch.nn.utils.get_total_norm(gradients).float(), self.model)
         if norm.isfinite():  # waits for the GPU, which costs little where Python launches every kernel
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
             self.optimizer.step()
         return norm
 

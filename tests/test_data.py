@@ -994,6 +994,7 @@ def test_evaluation_uses_the_same_labels_whatever_the_batch(counted, wanted, win
         for (inputs, targets), number in evaluation:
             assert inputs.shape == targets.shape == (rows, 16) and inputs.is_contiguous()
             assert number == int((targets != -100).sum())
+            assert inputs.min() >= 0, "only labels are masked"
             labels += targets[targets != -100].tolist()
     assert len(set(batches_of_rank)) == 1
     if windows is None:

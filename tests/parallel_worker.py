@@ -1,0 +1,80 @@
+"""Run by tests/test_parallel.py: several train.py runs in groups of gloo processes.
+
+Unlike torchrun, this imports PyTorch once and forks. Arguments: a number of processes, then a run each, as on
+train.py's command line; again for the next group. "copy A B N" copies the run A without checkpoints after
+step N; a run that begins with "nan" has a loss that is not finite in step 2, on every rank but the first.
+"""
+import os
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
+import train
+from nanote import checkpoint, cli, parallel
+
+plain, passes = train.TrainStep.forward_backward, []
+
+
+def with_a_nan(self, batch, first):
+    passes.append(first)
+    if self.rank_of_test == 0 or passes.count(True) != 2:
+        return plain(self, batch, first)
+    net, self.net = self.net, lambda *inputs, **options: net(*inputs, **options) * float("nan")
+    try:
+        return plain(self, batch, first)
+    finally:
+        self.net = net
+
+
+def copy(source, target, last):
+    shutil.copytree(source, target)
+    for folder in checkpoint.list_checkpoints(target):
+        if int(folder.name[5:]) > int(last):
+            shutil.rmtree(folder)
+
+
+def run_all(runs):
+    ranks = parallel.init()
+    train.TrainStep.rank_of_test = ranks.rank
+    parallel.init, parallel.shut_down = lambda: ranks, lambda ranks: None  # one group for all runs
+    train.draw = lambda *arguments: ""  # no plots, which take longer than the runs
+    for words in map(str.split, runs):
+        if words[0] == "copy":
+            checkpoint.on_rank0(lambda: copy(*words[1:]))
+            continue
+        train.TrainStep.forward_backward = with_a_nan if words[0] == "nan" else plain
+        code = cli.run(lambda: train.main([word for word in words if word != "nan"]), "train.py")
+        if code:
+            return code
+        train.sample_text = lambda run: ""  # a sample after the first run only
+    return 0
+
+
+def run_group(processes, runs):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": processes,
+                   "LOCAL_WORLD_SIZE": processes}
+    children = []
+    for rank in range(int(processes)):
+        child = os.fork()
+        if not child:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            try:
+                code = run_all(runs)
+            except BaseException as error:
+                print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+                code = 1
+            sys.stdout.flush()
+            os._exit(code)
+        children.append(child)
+    if any([os.waitpid(child, 0)[1] for child in children]):
+        sys.exit(1)
+
+
+starts = [number for number, argument in enumerate(sys.argv) if argument.isdigit()]
+for start, end in zip(starts, [*starts[1:], len(sys.argv)]):
+    run_group(sys.argv[start], sys.argv[start + 1:end])
