@@ -372,7 +372,11 @@ def test_accelerate_refuses_a_negative_k():
         accelerate(make_model(), dgrad_fast_accum_k=-1)
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *LARGE])
+# On a CPU Triton's interpreter takes ten seconds for each; test_training_is_that_of_the_modules has all of
+# them.
+@pytest.mark.parametrize("variant", [
+    pytest.param(variant, marks=() if variant in ("GPT-2", "modern", "E4M3") else pytest.mark.gpu)
+    for variant in (*VARIANTS, *LARGE)])
 def test_gradients_are_as_near_to_the_exact_ones(variant):
     """The same weights without FP8 and in float32: the pass written out is no farther from that than the
     modules are."""
