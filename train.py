@@ -262,7 +262,7 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
     if resume_from is not None:
         resume(resume_from, meta, folder, model, optimizer)
     checkpoint.on_rank0(lambda: start_logs(folder, options, command, ranks, meta))
-    if recipe is not None and recipe.delayed() and fp8.is_fresh(model):
+    if fp8.uses_delayed_scaling(model) and fp8.is_fresh(model):
         find_first_scales(config, model, optimizer, loaders["train"].batch(0))
     train_step = TrainStep(model, parallel.wrap(net, config, device), optimizer, config, device)
     parameters = sum(p.numel() for p in model.parameters())
@@ -487,7 +487,7 @@ def evaluate_checkpoint(config: TrainConfig, folder: Path, meta: dict, ranks: Ra
     model, _ = build_model(config, model_config, recipe, device, dtype)
     optimizer = make_optimizer(model, config)  # the FP8 state is loaded with the optimizer's
     checkpoint.load(folder, meta, model, optimizer)
-    if recipe is not None and recipe.delayed() and fp8.is_fresh(model):
+    if fp8.uses_delayed_scaling(model) and fp8.is_fresh(model):
         batch, _ = next(loader.evaluation(1))  # the same for every seed and number of ranks
         find_first_scales(config, model, optimizer, batch)
     val_loss = evaluate(model, loader, config)

@@ -60,7 +60,7 @@ def blocks_table(result) -> str:
 BLOCK_NAMES = {"sdpa": "SDPA", "te": "te.DotProductAttention", "packed": "flash-attn, packed QKV",
                "flash, not packed": "flash-attn, separate q, k, v"}
 COLORS = {"BF16": "tab:blue", "FP8": "tab:green", "beyond the error limit": "tab:red"}
-LONGEST = 6  # a bar that is longer than so many times the shortest is broken
+LONGEST = 6  # bars longer than this multiple of the shortest are drawn with a break
 
 
 def color_of(row):

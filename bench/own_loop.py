@@ -61,7 +61,7 @@ def loop_by_hand(options, device, *, fast):
 
 
 def loop_with_train_step(options, device):
-    """Return a function that trains one step as README's second loop does."""
+    """Return a function that trains one step as README's loop with make_train_step does."""
     model = make_model(options, device).to(torch.bfloat16)
     tokens = random_tokens(options, device)
     train_step = make_train_step(model, (tokens[:, :-1], tokens[:, 1:]))

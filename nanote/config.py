@@ -416,12 +416,12 @@ def _has_no_step_yet(folder: str) -> bool:
 
 def _check_model_has(config: TrainConfig, default: TrainConfig) -> None:
     """Raise ValueError for an option that differs from its default and that the model file does not have."""
-    _, model_config_class = models.model_classes(config.model)
+    model_class, model_config_class = models.model_classes(config.model)
     known = {"preset", "model", *(field.name for field in dataclasses.fields(model_config_class))}
     missing = [name for name in ARCHITECTURE + MODEL_SWITCHES if name not in known]
     is_own = models.is_file(config.model)
     if is_own:
-        missing += [] if models.takes_argument(config.model, "cu_seqlens") else ["pack_documents"]
+        missing += [] if models.takes_argument(model_class, "cu_seqlens") else ["pack_documents"]
     elif config.model != "optimized":
         missing += OPTIMIZED_ONLY
     wanted = [name for name in missing if getattr(config, name) != getattr(default, name)]

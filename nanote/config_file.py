@@ -7,7 +7,6 @@ wrote in JSON or YAML, for `python train.py --config out/run/config.json --lr 1e
 import contextlib
 import difflib
 import json
-import os
 import platform
 import subprocess
 from datetime import datetime
@@ -45,15 +44,8 @@ def record(run: str, options: dict, command: str, processes: int, resumed_step: 
                   if name in before.get("config", {})}
         resumed = [*before.get("resumed", []), {"from_step": resumed_step, **start}]
         document = before | {"config": options | chosen, "resumed": resumed}
-    unfinished = path.with_suffix(".tmp")
-    try:
-        unfinished.write_text(json.dumps(document, indent=2) + "\n")
-        os.replace(unfinished, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise OSError(f"{path}: not written: {error.strerror or error}; free some space or pass --out-dir on "
-                      "another disk") from error
+    json_files.replace_text(path, json.dumps(document, indent=2) + "\n", "not written",
+                            "free some space or pass --out-dir on another disk")
 
 
 def describe_machine() -> dict:

@@ -248,6 +248,12 @@ def get_state(model):
     return state
 
 
+def uses_delayed_scaling(model):
+    """Return whether the model trains in FP8 with delayed scaling. One of the user's own may have no FP8."""
+    recipe = getattr(model, "fp8_recipe", None)
+    return recipe is not None and getattr(model.config, "use_fp8", False) and recipe.delayed()
+
+
 def is_fresh(model):
     """Return whether delayed scaling has not set a scale yet: there is no state, or every scale is still
     1."""
@@ -259,9 +265,9 @@ def set_state(model, state):
 
     Histories are cut or padded to `amax_history_len`; the newest rows are kept.
     """
-    recipe = getattr(model, "fp8_recipe", None)
-    if recipe is None or not model.config.use_fp8 or not recipe.delayed():
+    if not uses_delayed_scaling(model):
         return
+    recipe = model.fp8_recipe
     modules = dict(model.named_modules())
     for module_name in sorted({key.rsplit(".scaling_", 1)[0] for key in state}):
         module = modules.get(module_name)

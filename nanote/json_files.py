@@ -56,6 +56,19 @@ def read_bytes(path, advice: str) -> bytes:
     return content
 
 
+def replace_text(path: Path, text: str, failure: str, advice: str) -> None:
+    """Write a file as a whole: on an OSError, whose message is "path: failure: reason; advice", the old file
+    stays."""
+    unfinished = path.with_suffix(".tmp")
+    try:
+        unfinished.write_text(text)
+        os.replace(unfinished, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise OSError(f"{path}: {failure}: {error.strerror or error}; {advice}") from error
+
+
 def read_lines(path, kind, advice: str) -> list:
     """Read the values of a .jsonl file; [] if there is no file. Skips empty lines and an incomplete last
     line."""

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Literal
@@ -352,13 +351,7 @@ def cut_logs(run: str, first_step: int) -> None:
         if not path.exists():
             continue
         kept = [json.dumps(record) + "\n" for record in records if record["step"] < first_step]
-        unfinished = path.with_suffix(".tmp")
-        try:
-            unfinished.write_text("".join(kept))
-            os.replace(unfinished, path)
-        except OSError as error:
-            unfinished.unlink(missing_ok=True)
-            raise OSError(f"{path}: not rewritten: {error.strerror or error}; free some space") from error
+        json_files.replace_text(path, "".join(kept), "not rewritten", "free some space")
 
 
 # ---------------------------------------------------------------- plots

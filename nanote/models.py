@@ -99,9 +99,9 @@ def _config_class(name: str, model_class, module):
                      "dataclass that has them, such as def __init__(self, config: MyConfig)")
 
 
-def takes_argument(name: str, argument: str) -> bool:
+def takes_argument(model_class, argument: str) -> bool:
     """Whether the forward method of a model takes this argument."""
-    return argument in inspect.signature(model_classes(name)[0].forward).parameters
+    return argument in inspect.signature(model_class.forward).parameters
 
 
 def model_classes(name: str):

@@ -152,7 +152,7 @@ def recorded_owners(folder):
 
 
 def owner_of(path, owners):
-    """Return the package of a file: the one that names it or its top-level folder, else that folder."""
+    """Return the name of the package that owns a file: by its metadata, else the file's top-level folder."""
     name = top_level(path)
     return owners.get(path) or owners.get(name) or normalized(name)
 

@@ -7,7 +7,6 @@ a nanote.config.TrainConfig. Decisions:
 - A step whose gradient is not finite changes neither weights nor optimizer state, without asking the host.
 """
 import contextlib
-import inspect
 import itertools
 import math
 import warnings
@@ -19,14 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nanote import cli, fp8, models, parallel
 from nanote.config import TrainConfig, check_options
-from nanote.optimizers import make_optimizer
-
-try:
-    from fast_kernels import accelerate as replace_by_kernels
-except ImportError as error:  # the folder may be left out: everything works, slower
-    if error.name != "fast_kernels":
-        raise
-    replace_by_kernels = None
+from nanote.optimizers import make_optimizer, replace_by_kernels
 
 
 def recipe_of(config):
@@ -108,8 +100,7 @@ def make_train_step(model, batch, **options) -> "TrainStep":
     report = accelerate(model, config)
     parallel.shard(model, config, batch[0].device)
     model.train()
-    recipe = getattr(model, "fp8_recipe", None)
-    if recipe is not None and model.config.use_fp8 and recipe.delayed() and fp8.is_fresh(model):
+    if fp8.uses_delayed_scaling(model) and fp8.is_fresh(model):
         warm_up_scales(model, batch)
     net = compile_model(model, config)
     device = batch[0].device
@@ -136,7 +127,7 @@ class TrainStep:
         self.graphed = wants_graph(config, device)
         self.updates_in_graph = hasattr(optimizer, "prepare")  # FastAdam; any other is launched from Python
         self.model_is_ours = type(model).__module__ in {module for module, *_ in models.MODELS.values()}
-        self.casts_once = "is_first_microbatch" in inspect.signature(type(model).forward).parameters
+        self.casts_once = models.takes_argument(type(model), "is_first_microbatch")
         self.graphs, self.inputs, self.fixed = {}, None, None
 
     def __call__(self, batches, lr: float, watch: bool = False):
