@@ -264,7 +264,7 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
     checkpoint.on_rank0(lambda: start_logs(folder, options, command, ranks, meta))
     if fp8.uses_delayed_scaling(model) and fp8.is_fresh(model):
         find_first_scales(config, model, optimizer, loaders["train"].batch(0))
-    train_step = TrainStep(model, parallel.wrap(net, config, device), optimizer, config, device)
+    train_step = TrainStep(model, net, optimizer, config, device)
     parameters = sum(p.numel() for p in model.parameters())
     meter = Meter(config, parameters, device, ranks.world_size)
     log = Log(folder, first_step, config.max_steps, enabled=ranks.is_first)
@@ -387,7 +387,7 @@ def find_first_scales(config: TrainConfig, model, optimizer, batch) -> None:
     They are a new run's first passes, so a batch too large for the GPU's memory fails here.
     """
     try:
-        warm_up_scales(model, batch)
+        warm_up_scales(model, batch, config)
     except RuntimeError as error:
         if not memory.is_out_of_memory(error):
             raise

@@ -87,14 +87,14 @@ def on_gradients(shape, data, device):
         loss, _ = step([loader.batch(number)], 6e-4 * min(1, (number + 1) / 50))
     found = {}
 
-    def watched(a, a_inv, b, b_inv, bias=None, accumulation="precise"):
+    def watched(a, a_inv, b, b_inv, *others):
         if b.dtype == torch.float8_e5m2:
             found.setdefault(a.shape[1], []).append(errors(a[:ROWS], b[:ROWS]))
-        return gemm(a, a_inv, b, b_inv, bias, accumulation)
+        return gemm(a, a_inv, b, b_inv, *others)
 
     fast_gemm.gemm = watched
     try:
-        step.forward_backward(loader.batch(200), True)
+        step.forward_backward(loader.batch(200), 0)
     finally:
         fast_gemm.gemm = gemm
         loader.close()

@@ -12,7 +12,7 @@ import re
 import torch
 
 from bench.plain_gpt import ARMS as PLAIN_ARMS
-from nanote import fp8, models, roofline
+from nanote import fp8, models, parallel, roofline
 from nanote.config import PRESETS, TrainConfig
 from nanote.optimizers import make_optimizer
 from nanote.train_step import TrainStep, accelerate, compile_model, recipe_of, warm_up_scales
@@ -111,9 +111,10 @@ def build_te(config: TrainConfig, device, batch) -> TrainStep:
     if recipe is not None:
         model.fp8_recipe = recipe
     kernels = accelerate(model, config)
+    parallel.shard(model, config, device)
     optimizer = make_optimizer(model, config)
     if recipe is not None and recipe.delayed():
-        warm_up_scales(model, batch)
+        warm_up_scales(model, batch, config)
     step = TrainStep(model, compile_model(model, config), optimizer, config, device)
     step.kernels = kernels
     return step

@@ -31,7 +31,8 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 @triton.jit
 def _adam(tables, chunks, corrections, lr, grad_scale, settings, weight_type: tl.constexpr,
-          master: tl.constexpr, moment_type: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+          gradient_type: tl.constexpr, master: tl.constexpr, moment_type: tl.constexpr, CHUNK: tl.constexpr,
+          BLOCK: tl.constexpr):
     """Update one chunk of one parameter.
 
     Args:
@@ -55,7 +56,7 @@ def _adam(tables, chunks, corrections, lr, grad_scale, settings, weight_type: tl
     weight = tl.multiple_of(
         tl.load(row).to(tl.pointer_type(tl.int16 if master == "remainder" else weight_type)), 16
     )
-    gradient = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(weight_type)), 16)
+    gradient = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(gradient_type)), 16)
     exp_avg = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(moment_type)), 16)
     exp_avg_sq = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(moment_type)), 16)
     master_weight = tl.multiple_of(
@@ -157,7 +158,8 @@ def _check_options(group, moment_dtype):
 
 
 class FastAdam(torch.optim.Optimizer):
-    """AdamW for parameters that are all BF16 (with float32 master weights) or all float32.
+    """AdamW for parameters that are all BF16 (with float32 master weights) or all float32. Gradients have the
+    same type, or are all float32.
 
     With CUDA graphs, call `prepare` before `step` or `gradient_norm` is captured. A replay runs no Python and
     reads everything from device memory. `group["lr"].fill_(…)` changes its learning rate, `write_options`
@@ -187,7 +189,7 @@ class FastAdam(torch.optim.Optimizer):
         if moment_dtype not in TYPES:
             raise ValueError(f"FastAdam: moment_dtype {moment_dtype}: use torch.float32 or torch.bfloat16")
         self.moment_dtype, self.store_param_remainders = moment_dtype, store_param_remainders
-        self.dtype, self.tables = None, []
+        self.dtype, self.gradient_dtype, self.tables = None, None, []
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     def add_param_group(self, param_group):
@@ -257,6 +259,11 @@ class FastAdam(torch.optim.Optimizer):
     def prepare(self):
         """Copy changed options and addresses to the device. Called by `step` and `gradient_norm`."""
         self.write_options()
+        types = {p.grad.dtype for group in self.param_groups for p in group["params"] if p.grad is not None}
+        if len(types) > 1 or not types <= {self.dtype, torch.float32}:
+            raise ValueError(f"FastAdam: gradients of types {types}: all must be float32, or all have the "
+                             f"parameters' type, {self.dtype}")
+        self.gradient_dtype = types.pop() if types else self.dtype
         for group, tables in zip(self.param_groups, self.tables):
             rows = [self._row(parameter) for parameter in group["params"]]
             if rows != tables.rows:
@@ -281,8 +288,8 @@ class FastAdam(torch.optim.Optimizer):
         for p in parameters:
             if p.grad is None:
                 continue
-            if not (p.is_contiguous() and p.grad.is_contiguous() and p.grad.dtype == self.dtype):
-                raise ValueError("FastAdam: parameters and gradients must be contiguous and of one type")
+            if not (p.is_contiguous() and p.grad.is_contiguous()):
+                raise ValueError("FastAdam: parameters and gradients must be contiguous")
         if any(address % 16 for row in rows for address in row[:5]):
             raise ValueError("FastAdam: a tensor does not start at a multiple of 16 bytes")
 
@@ -306,8 +313,8 @@ class FastAdam(torch.optim.Optimizer):
             programs = len(tables.chunks)
             sums.append(torch.empty(programs, device=tables.lr.device))
             if programs:
-                _squares[(programs,)](tables.pointers, tables.chunks, sums[-1], TYPES[self.dtype], CHUNK,
-                                      BLOCK=1024, num_warps=4)
+                _squares[(programs,)](tables.pointers, tables.chunks, sums[-1], TYPES[self.gradient_dtype],
+                                      CHUNK, BLOCK=1024, num_warps=4)
         return torch.cat(sums).sum().sqrt()
 
     @torch.no_grad()
@@ -334,8 +341,8 @@ class FastAdam(torch.optim.Optimizer):
             corrections = (1 - tables.options[:2] ** group["step"]).float()
             scale = torch.ones((), device=tables.lr.device) if grad_scale is None else grad_scale
             _adam[(programs,)](tables.pointers, tables.chunks, corrections, tables.lr, scale, tables.options,
-                               TYPES[self.dtype], self.master, TYPES[self.moment_dtype], CHUNK,
-                               BLOCK=1024, num_warps=4)
+                               TYPES[self.dtype], TYPES[self.gradient_dtype], self.master,
+                               TYPES[self.moment_dtype], CHUNK, BLOCK=1024, num_warps=4)
         return loss
 
     @torch.no_grad()

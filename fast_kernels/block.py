@@ -162,7 +162,8 @@ def quantize_weights(model):
     """
     casts = []
     for module, prefix in _quantized_weights(model):
-        layer, weight = _LinearLayer(module, prefix), getattr(module, f"{prefix}weight")
+        layer = _LinearLayer(module, prefix)
+        weight = layer.weight
         scale, amax, dtype = _scale_amax_dtype(layer.weight_quantizer)
         if getattr(layer.quantized_weight(), "_transpose", None) is None:
             layer.weight_quantizer.set_usage(rowwise=True, columnwise=True)
@@ -252,6 +253,7 @@ class _LinearLayer:
         self.input_quantizer, self.weight_quantizer = forward[3 * gemm], forward[3 * gemm + 1]
         self.gradient_quantizer = backward[2 * gemm]
         self.module, self.name, self.fast_k = module, f"{prefix}weight", fast_k
+        self.weight = getattr(module, self.name)
 
     def quantized_weight(self):
         """Return what `quantize_weights`, or a first micro-batch's pass through the module, has left; else
@@ -280,8 +282,8 @@ def _as_float8_tensor(out, quantizer):
         quantizer=quantizer, device=rowwise.device)
 
 
-def _gemm(a, b, layout="TN", bias=None, fast_k=0):
-    """Run a GEMM with a BF16 result.
+def _gemm(a, b, layout="TN", bias=None, fast_k=0, out=None, adds=False):
+    """Run a GEMM with a BF16 result, or write it to `out`, or add it to that.
 
     Args:
         layout: "TN", forward: b @ aᵀ + bias, for a weight a.
@@ -302,13 +304,25 @@ def _gemm(a, b, layout="TN", bias=None, fast_k=0):
         left = a._data if layout == "TN" else a._transpose
         right = b._transpose if layout == "NT" else b._data
         left, right = left.view(TE_DType_To_Torch[a._fp8_dtype]), right.view(TE_DType_To_Torch[b._fp8_dtype])
-        out = fast_gemm.gemm(left, a._scale_inv, right, b._scale_inv, bias, accumulation)
-        if out is not None:
-            return out
+        result = fast_gemm.gemm(left, a._scale_inv, right, b._scale_inv, bias, accumulation, out, adds)
+        if result is not None:
+            return result
     precise = layout != "TN"  # TE's rule: nothing was timed
     return general_gemm(
-        a, b, layout=layout, bias=bias, out_dtype=torch.bfloat16, use_split_accumulator=precise, grad=precise
+        a, b, layout=layout, bias=bias, out_dtype=torch.bfloat16 if out is None else out.dtype, out=out,
+        accumulate=adds, use_split_accumulator=precise, grad=precise,
     )[0]
+
+
+def _weight_gradient(layer, x, gradient):
+    """Return gradientᵀ @ x. A weight with `main_grad` gets it there, in Megatron-LM's and TE's convention."""
+    weight = layer.weight
+    if getattr(weight, "main_grad", None) is None:
+        return _gemm(x, gradient, "NT")
+    _gemm(x, gradient, "NT", out=weight.main_grad, adds=not weight.overwrite_main_grad)
+    weight.overwrite_main_grad = False  # a second gradient of this backward pass is added
+    weight.grad_added_to_main_grad = True
+    return weight.main_grad.detach()  # autograd wants a gradient; this one is not copied
 
 
 def _linear_backward(ctx, gradient, weight, x):
@@ -324,7 +338,7 @@ def _linear_backward(ctx, gradient, weight, x):
         out, dbias = fast_casts.cast(gradient.contiguous(), *quantizer, with_dbias=ctx.use_bias)
         gradient = _as_gemm_operand(*out, ctx.grad_output_quantizer)
     dx = _gemm(weight, gradient, "NN", fast_k=ctx.layer.fast_k)  # dgrad: gradient @ weight
-    dweight = _gemm(x, gradient, "NT")  # wgrad: gradientᵀ @ x
+    dweight = _weight_gradient(ctx.layer, x, gradient)
     return dx, dweight, dbias
 
 

@@ -37,7 +37,8 @@ MAX_CACHED = 1024  # shapes whose descriptors are kept; the least recently used 
 MAX_ATTEMPTS = 4096
 WORKSPACE_BYTES = 32 * 2**20  # the largest workspace of a candidate: what NVIDIA recommends for Hopper
 COMPUTE_32F, R_32F, R_16BF, EPILOGUE_BIAS = 68, 0, 14, 4
-TYPES = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}  # cudaDataType_t
+# cudaDataType_t
+TYPES = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29, torch.bfloat16: R_16BF, torch.float32: R_32F}
 TRANSA, TRANSB, EPILOGUE, BIAS_POINTER = 3, 4, 7, 8  # cublasLtMatmulDescAttributes_t
 A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, BIAS_DATA_TYPE = 17, 18, 25, 26
 MAX_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
@@ -70,7 +71,7 @@ def is_supported():
     return _library() is not None and not torch.are_deterministic_algorithms_enabled()
 
 
-def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise"):
+def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=None, adds=False):
     """Compute (b · b_scale_inv) @ (a · a_scale_inv)ᵀ + bias.
 
     Args:
@@ -79,17 +80,20 @@ def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise"):
         bias: (M,) BF16 or None.
         accumulation: "precise" (float32), "fast" (the FP8 tensor cores' accumulator), or "fastest" (the
             faster of the two by timing; precise where nothing can be timed).
+        out: (N, M) BF16 or float32, contiguous, which the result is written to. None: new memory, BF16.
+        adds: add the result to `out`.
 
     Returns:
-        (N, M) BF16, or None if cuBLASLt has no algorithm for this GEMM.
+        (N, M), or None if cuBLASLt has no algorithm for this GEMM.
     """
     if bias is not None and bias.dtype != torch.bfloat16:
         raise ValueError(f"fast_kernels.gemm: bias {bias.dtype}: must be torch.bfloat16")
-    key = (*a.shape, len(b), a.dtype, b.dtype, bias is not None, accumulation, a.device.index)
     with torch.cuda.device_of(a):
-        out = torch.empty((len(b), len(a)), dtype=torch.bfloat16, device=a.device)
+        if out is None:
+            out = torch.empty((len(b), len(a)), dtype=torch.bfloat16, device=a.device)
         operands = a, a_scale_inv, b, b_scale_inv, bias, out
-        shape = _find_shape(key)
+        shape = _find_shape((*a.shape, len(b), a.dtype, b.dtype, out.dtype, adds, bias is not None,
+                             accumulation, a.device.index))
         if not shape.is_tuned and not torch.cuda.is_current_stream_capturing():
             shape.tune(operands)
         if shape.chosen is None:
@@ -118,9 +122,11 @@ class _Shape:
 
     tuned = 0  # shapes timed in this process
 
-    def __init__(self, m, k, n, a_type, b_type, has_bias, accumulation, device_index):
+    def __init__(self, m, k, n, a_type, b_type, out_type, adds, has_bias, accumulation, device_index):
+        self.adds = adds
         self.lock, self.tuning, self.is_tuned, self.attempts = threading.Lock(), threading.Lock(), False, 0
-        self.layouts = [_layout(TYPES[a_type], k, m), _layout(TYPES[b_type], k, n), _layout(R_16BF, m, n)]
+        sizes = (a_type, k, m), (b_type, k, n), (out_type, m, n)
+        self.layouts = [_layout(TYPES[kind], rows, columns) for kind, rows, columns in sizes]
         self.descriptors = []
         self.algorithms = []  # (descriptor, _Algorithm), in the heuristic's order
         for fast in {"precise": (False,), "fast": (True,), "fastest": (False, True)}[accumulation]:
@@ -163,6 +169,8 @@ class _Shape:
     def _find_fastest(self, operands):
         """Return the candidate with the shortest median time; None if none runs."""
         _Shape.tuned += 1
+        *inputs, out = operands
+        operands = *inputs, torch.zeros_like(out) if self.adds else out
         algorithms = [algorithm for algorithm in self.algorithms if self._runs(algorithm, operands)]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS * len(algorithms) + 1)]
         events[0].record()
@@ -187,7 +195,7 @@ class _Shape:
         """Launch the GEMM with one of `algorithms` on the current stream."""
         descriptor, algorithm = described_algorithm
         workspace = torch.empty(algorithm.workspace_bytes, dtype=torch.uint8, device=a.device)
-        one, zero = ctypes.c_float(1), ctypes.c_float(0)
+        one, beta = ctypes.c_float(1), ctypes.c_float(self.adds)
         a_layout, b_layout, out_layout = self.layouts
         with self.lock:  # cuBLASLt reads the descriptor before it returns
             _set(descriptor, A_SCALE_POINTER, _pointer(a_scale_inv))
@@ -197,7 +205,7 @@ class _Shape:
             _check(_library().cublasLtMatmul(
                 _handle(a.device.index), descriptor,
                 ctypes.byref(one), _pointer(a), a_layout, _pointer(b), b_layout,
-                ctypes.byref(zero), _pointer(out), out_layout, _pointer(out), out_layout,
+                ctypes.byref(beta), _pointer(out), out_layout, _pointer(out), out_layout,
                 ctypes.byref(algorithm), _pointer(workspace), ctypes.c_size_t(algorithm.workspace_bytes),
                 ctypes.c_void_p(torch.cuda.current_stream(a.device).cuda_stream)))
 

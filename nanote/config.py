@@ -155,8 +155,12 @@ class TrainConfig:
     reshard_after_forward: bool = True
     """fsdp, hsdp: free a block's gathered weights after its forward pass; no: keep them until backward, which
     takes memory and saves one gather."""
+    grad_accum_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """ddp and one process: type in which the gradients of BF16 weights are added up over micro-batches; auto:
+    float32."""
     grad_reduce_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """fsdp, hsdp: type in which gradients are accumulated and reduced; auto: their own."""
+    """Type in which gradients are summed over processes (fsdp, hsdp: over micro-batches, too); auto: the type
+    in which they are accumulated."""
 
     # evaluation, logging and checkpoints
     eval_interval: int = 250
@@ -547,11 +551,11 @@ def _check_parallel(config: TrainConfig) -> None:
     """Raise ValueError for options that do not go with --parallel, whatever the number of processes."""
     _require(config, "hsdp_replicas", lambda v: v is None or v >= 1, "at least 1", 2)
     if config.parallel == "ddp":
-        if config.grad_reduce_dtype != "auto":
-            raise ValueError(f"--grad-reduce-dtype {config.grad_reduce_dtype}: --parallel ddp reduces "
-                             "gradients in their own type; pass --parallel fsdp with it, or leave it out")
         return
     given = f"--parallel {config.parallel}"
+    if config.grad_accum_dtype != "auto":
+        raise ValueError(f"--grad-accum-dtype {config.grad_accum_dtype}: {given} adds gradients up in the "
+                         f"type that it reduces; pass --grad-reduce-dtype {config.grad_accum_dtype} instead")
     if config.fp8_param:
         raise ValueError(f"{given}: does not shard weights stored in FP8 (Transformer Engine's issue 1688); "
                          "leave --fp8-param out, or pass --parallel ddp")

@@ -1,10 +1,10 @@
 """Data parallelism: the ranks of a run, and the few things that they do together.
 
-Use it from a training script: `init()` first, `shard` before the optimizer is made, `wrap` around the model,
+Use it from a training script: `init()` first, `shard` before the optimizer is made,
 `mean_over_ranks` on losses, and a `StopRequest` to leave the loop on a signal. Without torchrun there is one
 rank, and nothing is distributed.
 
-- --parallel ddp: each rank has the whole model, and gradients are averaged (DistributedDataParallel).
+- --parallel ddp: each rank has the whole model, and gradients are averaged (nanote/gradients.py).
 - --parallel fsdp: each rank keeps 1/N of every parameter, its gradient and its optimizer state; a block's
   weights are gathered when it runs (PyTorch's fully_shard, known as FSDP2).
 - --parallel hsdp: fsdp within each of R replicas, whose gradients are averaged.
@@ -24,9 +24,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -53,17 +52,14 @@ def init() -> Ranks:
     return ranks
 
 
+def world_size() -> int:
+    """Return the number of ranks that train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def shut_down(ranks: Ranks) -> None:
     if ranks.world_size > 1:
         dist.destroy_process_group()
-
-
-def wrap(net, config, device: torch.device):
-    """Return DistributedDataParallel(net), which averages gradients over ranks; just net if one process
-    trains or if `shard` has made the model average them."""
-    if not dist.is_initialized() or is_sharded(config):
-        return net
-    return DistributedDataParallel(net, device_ids=[device.index] if device.type == "cuda" else None)
 
 
 # ---------------------------------------------------------------- sharding
@@ -107,12 +103,15 @@ def shard(model, config, device: torch.device) -> None:
     sizes, names = (shards,), ("shard",)
     if config.parallel == "hsdp":
         sizes, names = (dist.get_world_size() // shards, shards), ("replicate", "shard")
-    dtypes = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}  # None: the gradients' own
+    dtypes = {"auto": torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}
     options = dict(mesh=init_device_mesh(device.type, sizes, mesh_dim_names=names),
                    mp_policy=MixedPrecisionPolicy(reduce_dtype=dtypes[config.grad_reduce_dtype]))
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
     fully_shard(model, **options)  # embeddings, final norm and lm_head, which backward needs first
+    for module in (model, *model.blocks):  # sum gradients; the loss is divided by the ranks instead
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
     # the loss may be a view; nothing changes it in place
     returned = rf"FSDP2-wrapped module \({type(model).__name__}\) returned a view"
     warnings.filterwarnings("ignore", message=returned)
@@ -132,6 +131,13 @@ def local(parameter) -> torch.Tensor:
 def local_parameters(model) -> list:
     """Return what this rank keeps of the parameters of a model; all of them if it is not sharded."""
     return [local(parameter) for parameter in model.parameters()]
+
+
+def free_gathered(model) -> None:
+    """Free the weights that an evaluation has gathered: it has no backward pass, which does so."""
+    for module in model.modules() if isinstance(model, FSDPModule) else ():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def move_gradients(model) -> None:

@@ -7,17 +7,17 @@ a nanote.config.TrainConfig. Decisions:
 - A step whose gradient is not finite changes neither weights nor optimizer state, without asking the host.
 """
 import contextlib
+import functools
 import itertools
 import math
 import warnings
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from nanote import cli, fp8, models, parallel
 from nanote.config import TrainConfig, check_options
+from nanote.gradients import make_gradients
 from nanote.optimizers import make_optimizer, replace_by_kernels
 
 
@@ -47,7 +47,6 @@ def why_no_graph(config, device: torch.device) -> str:
     """Return why a step of this run cannot be captured as CUDA graphs; "" if it can."""
     reasons = [
         (device.type != "cuda" or fp8.IS_REFERENCE, "there is no GPU with Transformer Engine here"),
-        (dist.is_initialized(), "several processes exchange gradients from Python"),
         (config.compile, "--compile makes its own, with --compile-mode reduce-overhead"),
         (config.gradient_checkpointing, "--gradient-checkpointing reads random states on the host"),
         (config.offload_activations > 0, "--offload-activations allocates host memory in every step"),
@@ -101,10 +100,9 @@ def make_train_step(model, batch, **options) -> "TrainStep":
     parallel.shard(model, config, batch[0].device)
     model.train()
     if fp8.uses_delayed_scaling(model) and fp8.is_fresh(model):
-        warm_up_scales(model, batch)
+        warm_up_scales(model, batch, config)
     net = compile_model(model, config)
-    device = batch[0].device
-    step = TrainStep(model, parallel.wrap(net, config, device), make_optimizer(model, config), config, device)
+    step = TrainStep(model, net, make_optimizer(model, config), config, batch[0].device)
     step.report = report
     return step
 
@@ -116,14 +114,17 @@ class TrainStep:
     longer to launch the thousand kernels of a small model's step than the GPU to run them; a graph is one
     launch. All memory that a graph uses is static: token ids are copied in, gradients are overwritten and
     never freed, the learning rate is a tensor, and Transformer Engine's scales and amax histories are buffers
-    already. Micro-batches need two graphs, since only the first casts weights to FP8 and overwrites
-    gradients. Everything else that a capture fixes must stay the same: batches of another shape, or a changed
-    value in `Fixed`, raise ValueError. `record` captures the step again.
+    already. Micro-batches have graphs of their own where they differ, see `_kind`. Collectives are captured
+    with the rest, so all ranks must capture and replay together.
+
+    Everything else that a capture fixes must stay the same: batches of another shape, or a changed value in
+    `Fixed`, raise ValueError. `record` captures the step again.
     """
 
     def __init__(self, model, net, optimizer, config, device: torch.device):
-        """`net`: the model, or its compiled or data-parallel wrapper, which is called in its place."""
+        """`net`: the model, or its compiled form, which is called in its place."""
         self.model, self.net, self.optimizer, self.config, self.device = model, net, optimizer, config, device
+        self.gradients = make_gradients(model, config)
         self.graphed = wants_graph(config, device)
         self.updates_in_graph = hasattr(optimizer, "prepare")  # FastAdam; any other is launched from Python
         self.model_is_ours = type(model).__module__ in {module for module, *_ in models.MODELS.values()}
@@ -142,6 +143,7 @@ class TrainStep:
             ValueError: the batches do not fit, or something that the captured graphs fix has changed.
         """
         self._check_batches(batches, self.inputs if self.graphs else None)
+        parallel.free_gathered(self.model)
         for group in self.optimizer.param_groups:
             group_lr = lr * group.get("lr_factor", 1.0)
             if isinstance(group["lr"], torch.Tensor):
@@ -158,7 +160,7 @@ class TrainStep:
         if self.updates_in_graph:
             self.optimizer.write_options()
         if watch:
-            static = [(p, p.grad) for p in self.model.parameters()]
+            static = [(p, p.grad) for p in parallel.local_parameters(self.model)]
             self.optimizer.zero_grad(set_to_none=True)
             outcome = self.run(batches, watch)
             for parameter, gradient in static:
@@ -169,7 +171,7 @@ class TrainStep:
         for micro, batch in enumerate(batches):
             for static, given in zip(self.inputs, batch):
                 static.copy_(given, non_blocking=True)
-            self.graphs["rest" if micro else "first"].replay()
+            self.graphs[self._kind(micro)].replay()
         if not self.updates_in_graph:
             return self.loss.clone(), self.update()
         self.graphs["update"].replay()
@@ -182,7 +184,8 @@ class TrainStep:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            if self.config.cuda_graph == "on" or self.model_is_ours:
+            known = self.model_is_ours and not isinstance(self.model, FSDPModule)
+            if self.config.cuda_graph == "on" or known:
                 raise
             self.graphed = False
             self.optimizer.zero_grad(set_to_none=True)  # gradients in the memory of the failed capture
@@ -211,6 +214,14 @@ class TrainStep:
                                  f"{expected}; pass batches of one shape, or make the step with "
                                  "cuda_graph=\"off\"")
 
+    def _kind(self, micro: int) -> str:
+        """Return the name of the graph of micro-batch number `micro`: the first casts weights to FP8 and
+        overwrites gradients, the last reduces them over ranks."""
+        if micro == 0:
+            return "first"
+        reduces = self.gradients is not None or isinstance(self.model, FSDPModule)
+        return "last" if reduces and micro == self.config.grad_accum - 1 else "rest"
+
     def _check_unchanged(self) -> None:
         """Raise ValueError if something has changed that the captured graphs fix."""
         what = self.fixed.changed()
@@ -222,44 +233,42 @@ class TrainStep:
         """Run the step without graphs."""
         total = torch.zeros((), device=self.device)
         for micro, batch in enumerate(batches):
-            with contextlib.ExitStack() as contexts:
-                is_last = micro == len(batches) - 1
-                if isinstance(self.net, DistributedDataParallel) and not is_last:
-                    contexts.enter_context(self.net.no_sync())  # reduce gradients once per step
-                if isinstance(self.model, FSDPModule):
-                    self.model.set_requires_gradient_sync(is_last)
-                if watch and micro == 0:
-                    contexts.enter_context(fp8.watch(self.model))
-                total += self.forward_backward(batch, micro == 0)
+            with fp8.watch(self.model) if watch and micro == 0 else contextlib.nullcontext():
+                total += self.forward_backward(batch, micro)
         norm = self.update()
         self.optimizer.zero_grad(set_to_none=True)
         return total, norm
 
-    def forward_backward(self, batch, first: bool):
-        """Run a micro-batch and accumulate gradients; return the loss divided by grad_accum.
-
-        `first`: whether it is the first micro-batch of the step.
-        """
-        options = {}
-        if self.config.compile and first:
+    def forward_backward(self, batch, micro: int):
+        """Run micro-batch number `micro` of the step, counted from 0, and accumulate gradients; return the
+        loss divided by grad_accum."""
+        options, count = {}, self.config.grad_accum
+        if isinstance(self.model, FSDPModule):  # reduce gradients once per step
+            self.model.set_requires_gradient_sync(micro == count - 1)
+        if self.config.compile and micro == 0:
             # From here on torch.compile's CUDA graphs may overwrite the last step's tensors. Without this
             # mark PyTorch takes every call of a function that TE itself compiles as a new step, in backward
             # too, and overwrites what backward still needs. Not in later micro-batches: gradients would be
             # lost.
             torch.compiler.cudagraph_mark_step_begin()
-        if self.casts_once and self.config.grad_accum > 1 and not self.config.compile:
+        if self.casts_once and count > 1 and not self.config.compile:
             # TE's FP8 weight cache is not traceable
-            options = {"is_first_microbatch": first}  # weights are cast to FP8 once per step
-        loss = self.net(*batch, **options) / self.config.grad_accum
-        # Seed backward with 1, or with NaN if the loss is not finite, so that the gradient norm is NaN on
-        # every rank.
-        loss.backward(1 + 0 * loss.detach())
+            options = {"is_first_microbatch": micro == 0}  # weights are cast to FP8 once per step
+        collecting = contextlib.nullcontext()
+        if self.gradients is not None:
+            collecting = self.gradients.micro_batch(first=micro == 0, last=micro == count - 1)
+        with collecting:
+            loss = self.net(*batch, **options) / count
+            # Gradients are summed over the ranks: a rank's are those of one process that has all samples, and
+            # so are their FP8 scales. NaN if the loss is not finite makes the norm NaN on every rank.
+            loss.backward((1 + 0 * loss.detach()) / parallel.world_size())
+        if micro == count - 1:
+            parallel.move_gradients(self.model)
         return loss.detach()
 
     def update(self):
         """Clip gradients and update the weights, unless the gradient norm is not finite; return the norm."""
         max_norm = self.config.grad_clip or math.inf
-        parallel.move_gradients(self.model)
         if hasattr(self.optimizer, "gradient_norm"):  # FastAdam scales gradients as it reads them
             norm = parallel.norm_over_shards(self.optimizer.gradient_norm(), self.model)
             # + 0 * norm makes the scale NaN if the norm is not finite: FastAdam then skips the step
@@ -280,7 +289,8 @@ class TrainStep:
         generator as they were. ValueError for batches that do not fit.
         """
         self._check_batches(batches)
-        accumulates = self.config.grad_accum > 1
+        kinds = {self._kind(micro): micro for micro in reversed(range(len(batches)))}
+        kinds = dict(reversed(kinds.items()))
         self.graphs = {}
         # Memory cached by earlier passes cannot be reused on the side stream, which would allocate as much
         # again.
@@ -288,18 +298,17 @@ class TrainStep:
         self.inputs = [tensor.clone() for tensor in batches[0]]
         generator = torch.cuda.get_rng_state(self.device)
         with _side_stream(), fp8.preserved_state(self.model):
-            for micro in (0, 1, 0, 1) if accumulates else (0, 0):
-                self.forward_backward(self.inputs, micro == 0)
-                if not micro:
+            for micro in 2 * list(kinds.values()):
+                self.forward_backward(self.inputs, micro)
+                if micro == 0:
                     self.optimizer.zero_grad(set_to_none=True)
         self.optimizer.zero_grad(set_to_none=True)
         self.loss = torch.zeros((), device=self.device)
 
-        def first():
-            self.loss.copy_(self.forward_backward(self.inputs, True))
-
-        def rest():
-            self.loss.add_(self.forward_backward(self.inputs, False))
+        def forward_backward(micro):
+            if micro == 0:
+                self.loss.zero_()
+            self.loss.add_(self.forward_backward(self.inputs, micro))
 
         def update():
             self.norm = self.update()
@@ -307,9 +316,8 @@ class TrainStep:
         pool, graphs = torch.cuda.graph_pool_handle(), {}
         try:
             with fp8.preserved_state(self.model):
-                graphs["first"] = _capture(first, pool)
-                if accumulates:
-                    graphs["rest"] = _capture(rest, pool)
+                for kind, micro in kinds.items():
+                    graphs[kind] = _capture(functools.partial(forward_backward, micro), pool)
                 if self.updates_in_graph:
                     self.optimizer.prepare()
                     graphs["update"] = _capture(update, pool)
@@ -364,7 +372,7 @@ class Fixed:
             "the set of modules and parameters": list(map(id, children)),
             "the set of hooks": list(chain.from_iterable(hooks)),
             "which parameters require gradients": [p.requires_grad for p in self.parameters],
-            "where a parameter is in memory": [p.data_ptr() for p in self.parameters],
+            "where a parameter is in memory": [parallel.local(p).data_ptr() for p in self.parameters],
         }
 
     def changed(self) -> str:
@@ -404,7 +412,7 @@ def _describe(batch) -> str:
                      for name, tensor in itertools.zip_longest(names[:len(batch)], batch, fillvalue="?"))
 
 
-def warm_up_scales(model, batch) -> None:
+def warm_up_scales(model, batch, config=None) -> None:
     """Find the first scales of delayed scaling: run four forward and backward passes without an update.
 
     Scales start at 1, which flushes small gradients to zero, and a GEMM whose gradient is zero passes no amax
@@ -412,9 +420,12 @@ def warm_up_scales(model, batch) -> None:
     receive the gradient of the residual; the third those of qkv and fc1 behind them; the fourth those of the
     residual with the gradients of all branches. Without this a new run would lose its first steps, and a run
     resumed from BF16 would take wrong ones.
+
+    `config`: its grad_accum divides the loss, as in a step.
     """
+    divisor = parallel.world_size() * (config.grad_accum if config else 1)
     for _ in range(4):
-        model(*batch).backward()
+        (model(*batch) / divisor).backward()
         model.zero_grad(set_to_none=True)
 
 
@@ -426,7 +437,8 @@ def first_compiled_pass(model, net, config, batch) -> None:
     """
     try:
         with fp8.preserved_state(model):
-            TrainStep(model, net, None, config, batch[0].device).forward_backward(batch, True)
+            torch.compiler.cudagraph_mark_step_begin()
+            net(*batch).backward()
     except torch._dynamo.exc.TorchDynamoException as error:
         breaks = config.compile_fullgraph and isinstance(error, torch._dynamo.exc.Unsupported)
         option, what = "--compile", "does not compile"

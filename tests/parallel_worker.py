@@ -17,13 +17,13 @@ from nanote import checkpoint, cli, parallel
 plain, passes = train.TrainStep.forward_backward, []
 
 
-def with_a_nan(self, batch, first):
-    passes.append(first)
-    if self.rank_of_test == 0 or passes.count(True) != 2:
-        return plain(self, batch, first)
+def with_a_nan(self, batch, micro):
+    passes.append(micro)
+    if self.rank_of_test == 0 or passes.count(0) != 2:
+        return plain(self, batch, micro)
     net, self.net = self.net, lambda *inputs, **options: net(*inputs, **options) * float("nan")
     try:
-        return plain(self, batch, first)
+        return plain(self, batch, micro)
     finally:
         self.net = net
 

@@ -194,9 +194,9 @@ def flip_a_sign(step):
 def forget_the_first_micro_batch(step):
     forward_backward = step.forward_backward
 
-    def forgetful(batch, first):
-        loss = forward_backward(batch, first)
-        if first:
+    def forgetful(batch, micro):
+        loss = forward_backward(batch, micro)
+        if micro == 0:
             step.optimizer.zero_grad()
         return loss
 

@@ -35,10 +35,10 @@ def graphs_on_the_cpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *args: None)
     forward_backward = train_step.TrainStep.forward_backward
 
-    def overwriting(self, batch, first):  # gradients, like the graph of the first micro-batch
-        if first:
+    def overwriting(self, batch, micro):  # gradients, like the graph of the first micro-batch
+        if micro == 0:
             self.optimizer.zero_grad(set_to_none=True)
-        return forward_backward(self, batch, first)
+        return forward_backward(self, batch, micro)
 
     monkeypatch.setattr(train_step.TrainStep, "forward_backward", overwriting)
 

@@ -1,0 +1,154 @@
+"""How much does another GPU help? A step on all GPUs beside the same step on one, in turns.
+
+    torchrun --nproc-per-node 2 bench/multi_gpu.py --json results/multi_gpu.json
+
+`efficiency` is tokens/s per GPU in a layout, divided by the mean over the GPUs of what each reaches alone at
+the same micro-batch; both steps take turns, and a figure is the median of their steps. Layouts:
+
+- ddp               gradients in float32, the default
+- ddp-bf16_reduce   accumulated in float32, reduced in BF16
+- ddp-bf16          in BF16 throughout
+- ddp-eager         launched from Python, not as CUDA graphs
+- fsdp, fsdp-keep   FSDP2; with --no-reshard-after-forward
+
+Before anything is timed, the step on all GPUs, with one GPU's tokens on each of them, must have the loss and
+gradient norm that this GPU has alone. NVLink multicast is off if NCCL_NVLS_ENABLE=0 is set; rows say so.
+"""
+import dataclasses
+import os
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench import arms, measure, report, timing
+from nanote import cli, parallel
+
+SHAPES = {name: arms.SHAPES[name] for name in ("124m-b32", "350m-b16", "c4096")} | {
+    "124m-b16": arms.SHAPES["124m-b32"] | {"micro_batch_size": 16}, "llama3-8b": arms.SHAPES["llama3-8b"]}
+LAYOUTS = {
+    "ddp": {}, "ddp-bf16_reduce": {"grad_reduce_dtype": "bfloat16"},
+    "ddp-bf16": {"grad_accum_dtype": "bfloat16", "grad_reduce_dtype": "bfloat16"},
+    "ddp-eager": {"cuda_graph": "off"},
+    "fsdp": {"parallel": "fsdp"}, "fsdp-keep": {"parallel": "fsdp", "reshard_after_forward": False},
+}
+RECIPES = {"delayed": "FP8", "none": "BF16", "current": "FP8 current", "block": "FP8 block"}
+CLOSE = {"delayed": 0.02, "none": 0.01, "current": 0.02, "block": 0.02}  # relative, loss and gradient norm
+
+
+@dataclass
+class Options:
+    shapes: tuple[str, ...] = ("124m-b32", "124m-b16", "350m-b16", "c4096")
+    layouts: tuple[str, ...] = ("ddp",)
+    recipes: tuple[str, ...] = ("none", "delayed")
+    accum: int = 1  # Micro-batches per step.
+    steps: int = 40  # Steps to time, of each.
+    profile: bool = False  # Sum the kernels of a step by class.
+    json: Path | None = None  # Write the rows here; those of other layouts, shapes and recipes stay.
+
+
+def alone():
+    """Let this process train as if it were the only one."""
+    return mock.patch("torch.distributed.is_initialized", return_value=False)
+
+
+def over_ranks(value: float) -> list[float]:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def measure_row(config, options, device) -> dict:
+    """Check and time one layout; return the figures of its row."""
+    batches = arms.make_batches(config, device)
+    arms.free()
+    together = arms.build_te(config, device, batches[0])
+    loss, norm = (value.item() for value in together(batches, 0.0))
+    for _ in range(measure.WARMUP):
+        together(batches, 0.0)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    with alone():
+        single = arms.build_te(dataclasses.replace(config, parallel="ddp", grad_accum_dtype="auto"), device,
+                               batches[0])
+        expected = [value.item() for value in single(batches, 0.0)]
+    for name, found, wanted in zip(("loss", "gradient norm"), (loss, norm), expected):
+        if not abs(found - wanted) <= CLOSE[config.fp8_recipe] * abs(wanted):
+            raise ValueError(f"{name} {found} on {dist.get_world_size()} GPUs, {wanted} on one")
+    ms, steps = {"one": [], "all": []}, max(1, options.steps // measure.TURNS)
+    for turn in range(1 + measure.TURNS):
+        with alone():
+            one = timing.timed([lambda: single(batches, measure.LR)] * steps, device)
+        dist.barrier()
+        every = timing.timed([lambda: together(batches, measure.LR)] * steps, device)
+        if turn:  # the first turn warms up
+            ms["one"] += one
+            ms["all"] += every
+    row = {f"ms_{name}": statistics.median(spans) for name, spans in ms.items()}
+    tokens = config.micro_batch_size * config.seq_len * config.grad_accum
+    on_one = [1e3 * tokens / each for each in over_ranks(row["ms_one"])]
+    row["tokens_per_s_per_gpu"] = 1e3 * tokens / max(over_ranks(row["ms_all"]))
+    row["tokens_per_s_one_gpu"] = statistics.mean(on_one)
+    row["slowest_gpu"] = min(on_one) / row["tokens_per_s_one_gpu"]
+    row["efficiency"] = row["tokens_per_s_per_gpu"] / row["tokens_per_s_one_gpu"]
+    row |= {"peak_gib": peak, "loss": loss, "grad_norm": norm, "graphed": together.graphed,
+            "kernels": together.kernels}
+    if options.profile:
+        row["profile"] = {"all": timing.profile_ms(lambda: together(batches, measure.LR), device)}
+        with alone():
+            row["profile"]["one"] = timing.profile_ms(lambda: single(batches, measure.LR), device)
+    return row
+
+
+def main(argv=None) -> int:
+    options = cli.parse(Options, argv, prog="bench/multi_gpu.py", description=__doc__)
+    ranks = parallel.init()
+    if ranks.world_size < 2:
+        raise ValueError("bench/multi_gpu.py: one process; start it with torchrun --nproc-per-node 2")
+    device = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    keys = ("gpus", "parallel", "shape", "recipe", "grad_accum")
+    rows = report.Rows(options.json if ranks.is_first else None, keys, "bench/multi_gpu.py", argv)
+    for shape in options.shapes:
+        for layout in options.layouts:
+            for recipe in options.recipes:
+                config = dataclasses.replace(arms.make_config(SHAPES[shape], device), fp8_recipe=recipe,
+                                             grad_accum=options.accum, **LAYOUTS[layout])
+                row = {"gpus": ranks.world_size, "parallel": layout, "shape": shape, "recipe": recipe,
+                       "grad_accum": options.accum}
+                try:
+                    row |= measure_row(config, options, device)
+                except (RuntimeError, ValueError) as error:
+                    row |= {"error": cli.in_a_line(error)}
+                plain = next((other for other in rows if "error" not in other and recipe != "none" and all(
+                    other[key] == (row | {"recipe": "none"})[key] for key in keys)), None)
+                if plain and "error" not in row:
+                    row["fp8_over_bf16"] = row["tokens_per_s_per_gpu"] / plain["tokens_per_s_per_gpu"]
+                    row["fp8_over_bf16_one_gpu"] = row["tokens_per_s_one_gpu"] / plain["tokens_per_s_one_gpu"]
+                row["nvlink_multicast"] = os.environ.get("NCCL_NVLS_ENABLE") != "0"
+                row["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None
+                rows.add(row)
+                if ranks.is_first:
+                    print(describe(row), flush=True)
+    parallel.shut_down(ranks)
+    return 0
+
+
+def describe(row: dict) -> str:
+    name = f"{row['gpus']} GPUs  {row['parallel']:16} {row['shape']:9} {row['recipe']:8}"
+    if "error" in row:
+        return f"{name} {row['error']}"
+    return (f"{name} {row['tokens_per_s_per_gpu'] / 1e3:8.1f} k tokens/s per GPU, one "
+            f"{row['tokens_per_s_one_gpu'] / 1e3:8.1f} k, efficiency {row['efficiency']:.3f}, peak "
+            f"{row['peak_gib'] or 0:.1f} GiB, FP8 / BF16 {row.get('fp8_over_bf16', float('nan')):.3f}")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, "bench/multi_gpu.py"))

@@ -1,0 +1,92 @@
+"""nanote/gradients.py: sums of micro-batches in float32, and the `main_grad` of Megatron-LM and TE."""
+import pytest
+import torch
+
+from nanote.gradients import Gradients
+
+
+class FusedLinear(torch.autograd.Function):
+    """x @ weightᵀ, whose backward pass writes the weight's gradient to main_grad, as a fused GEMM does."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dweight, main_grad = (dy.T @ x).float(), ctx.weight.main_grad
+        main_grad.copy_(dweight) if ctx.weight.overwrite_main_grad else main_grad.add_(dweight)
+        ctx.weight.overwrite_main_grad, ctx.weight.grad_added_to_main_grad = False, True
+        return dy @ weight, main_grad.detach()
+
+
+class Model(torch.nn.Module):
+    def __init__(self, fused):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (torch.nn.Linear(16, 16, dtype=torch.bfloat16) for _ in range(2))
+        self.unused = torch.nn.Linear(16, 16, dtype=torch.bfloat16)
+        self.fused = fused
+
+    def forward(self, x):
+        for layer in (self.first, self.second, self.first):  # the first weight is used twice
+            y = FusedLinear.apply(x, layer.weight) if self.fused else x @ layer.weight.T
+            x = torch.tanh(y + layer.bias)
+        return x.float().square().sum()
+
+
+def batches(count):
+    random = torch.Generator().manual_seed(1)
+    return [torch.randn(32, 16, generator=random).bfloat16() for _ in range(count)]
+
+
+def accumulate(model, count, **dtypes):
+    gradients = Gradients(model, **dtypes)
+    for _ in range(2):  # the second step must not see the first one's gradients
+        for number, batch in enumerate(batches(count)):
+            with gradients.micro_batch(first=number == 0, last=number == count - 1):
+                model(batch).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def exact(count):
+    """Sum in float64 what each micro-batch gives in BF16."""
+    total = {}
+    for batch in batches(count):
+        model = Model(fused=False)
+        model(batch).backward()
+        for name, p in model.named_parameters():
+            total[name] = total.get(name, 0) + (0 if p.grad is None else p.grad.double())
+    return total
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_sums_of_micro_batches_are_float32(fused):
+    found = accumulate(Model(fused), 64)
+    for name, expected in exact(64).items():
+        if name.startswith("unused"):
+            assert found[name] is None, "the optimizer leaves it alone"
+            continue
+        assert found[name].dtype == torch.float32
+        error = (found[name] - expected).norm() / expected.norm()
+        # a weight used twice: autograd rounds the sum of both to BF16, a fused GEMM does not
+        assert error < (1e-6 if "second" in name or not fused else 4e-3), name
+
+
+def test_sums_in_bfloat16_are_worse():
+    found = accumulate(Model(fused=False), 64, accumulated=torch.bfloat16, reduced=torch.bfloat16)
+    expected = exact(64)["second.weight"]
+    assert found["second.weight"].dtype == torch.bfloat16
+    assert (found["second.weight"] - expected).norm() / expected.norm() > 2e-3
+
+
+def test_passes_outside_a_step_are_plain_autograd():
+    model = Model(fused=False)
+    accumulate(model, 2)
+    model.zero_grad(set_to_none=True)
+    model(batches(1)[0]).backward()
+    torch.testing.assert_close(model.second.weight.grad.double(), exact(1)["second.weight"], rtol=0, atol=0)
+    assert not hasattr(model.second.weight, "main_grad")
