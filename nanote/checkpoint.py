@@ -381,11 +381,16 @@ def read_meta(folder, model: str | None = None) -> dict:
 def _read_meta(folder: Path, model: str | None) -> dict:
     problem = _damage(folder)
     if problem:
-        older = [path for path in list_checkpoints(folder.parent) if path != folder and not _damage(path)]
+        older = [path for path in list_checkpoints(folder.parent) if path != folder and _is_whole(path)]
         advice = "no other checkpoint of this run is whole"
         if older:
             advice = f"the one before it, {older[-1]}, is whole: remove {folder} to go on from there"
         raise ValueError(f"damaged checkpoint: {problem}; {advice}")
+    listed = _listed_checksums(folder)
+    for path in folder.glob("*.safetensors"):
+        if path.name not in listed:
+            raise ValueError(f"{path}: is not listed in SHA256SUMS, so it is not part of the checkpoint, but "
+                             "would be loaded with it; remove this file")
     path = folder / "meta.json"
     advice = f"restore it from a copy, or remove {folder} to use the checkpoint before it"
     version = json_files.read(path, {"format?": COUNT}, advice).get("format", 0)
@@ -416,30 +421,42 @@ def _check_size(folder: Path, meta: dict) -> None:
 
 
 def _damage(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint's files, None if they are as written."""
-    for path in folder.iterdir():
-        if not path.is_file() and not path.is_dir():
-            return f"{path} is not a regular file"
-    listing = folder / "SHA256SUMS"
+    """Return what is wrong with a checkpoint's files, None if they are as written.
+
+    Raises OSError if they cannot be read, which does not mean that they are damaged.
+    """
     try:
-        lines = json_files.read_bytes(listing, "every checkpoint has one").decode().removesuffix("\n")
-        found = _checksums(folder)
-    except (OSError, ValueError) as error:
-        return f"{listing} cannot be read ({json_files.reason(error)})"
-    lines = lines.split("\n")  # splitlines would also split at other characters
-    for number, line in enumerate(lines, 1):
-        if not re.fullmatch("[0-9a-f]{64}  .+", line):
-            return f"{listing}:{number}: not a SHA-256, two spaces and a file name"
-    expected = {line[66:]: line[:64] for line in lines}
+        expected = _listed_checksums(folder)
+    except ValueError as error:
+        return str(error)
+    found = _checksums(folder)
     for name, checksum in expected.items():
         if name not in found:
-            return f"{folder / name} is missing"
+            return f"{folder / name} is {'not a regular file' if (folder / name).exists() else 'missing'}"
         if found[name] != checksum:
             return f"{folder / name}: checksum mismatch: expected SHA-256 {checksum}, got {found[name]}"
-    for path in folder.glob("*.safetensors"):
-        if path.name not in expected:  # it would be loaded with the others
-            return f"{path} is not listed in {listing}"
-    return None if "meta.json" in expected else f"{listing} does not list meta.json"
+    return None if "meta.json" in expected else f"{folder / 'SHA256SUMS'} does not list meta.json"
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        return _damage(folder) is None
+    except OSError:
+        return False
+
+
+def _listed_checksums(folder: Path) -> dict[str, str]:
+    """Return {file name: SHA-256} from SHA256SUMS. ValueError if it is missing or damaged."""
+    listing = folder / "SHA256SUMS"
+    try:
+        text = json_files.read_bytes(listing, "every checkpoint has one").decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{listing}: not UTF-8 ({error})") from None
+    lines = text.split("\n")  # splitlines would also split at other characters
+    for number, line in enumerate(lines, 1):
+        if not re.fullmatch("[0-9a-f]{64}  .+", line):
+            raise ValueError(f"{listing}:{number}: not a SHA-256, two spaces and a file name")
+    return {line[66:]: line[:64] for line in lines}
 
 
 def _checksums(folder: Path) -> dict[str, str]:
