@@ -372,13 +372,14 @@ def resume(resume_from: Path, meta: dict, folder: str, model, optimizer) -> None
 
 
 def start_logs(folder: str, options: dict, command: str, ranks: Ranks, meta: dict | None) -> None:
-    """Write config.json, and remove from the logs what was logged after the checkpoint of a resumed run."""
+    """Write config.json, and remove from the logs what was logged after the checkpoint of a resumed run.
+
+    The folder of a new run may have the logs of one that was killed before its first checkpoint.
+    """
     step = meta["step"] if meta else None
-    if meta:
-        read_logs(folder)  # a damaged log refuses the resume, before anything is written
+    read_logs(folder)  # a damaged log refuses the run, before anything is written
     config_file.record(folder, options | {"out_dir": folder}, command, ranks.world_size, step)
-    if meta:
-        cut_logs(folder, step + 1)
+    cut_logs(folder, step + 1 if meta else 1)
 
 
 def find_first_scales(config: TrainConfig, model, optimizer, batch) -> None:

@@ -336,8 +336,13 @@ def _host_states(text: bytes) -> tuple[tuple, tuple]:
 
 def list_checkpoints(run_dir) -> list[Path]:
     """Return the run's checkpoints, oldest first."""
-    steps = [path for path in Path(run_dir).glob("step-*") if path.name[5:].isdigit() and path.is_dir()]
+    steps = [path for path in Path(run_dir).glob("step-*") if is_step_name(path.name) and path.is_dir()]
     return sorted(steps, key=lambda path: int(path.name[5:]))
+
+
+def is_step_name(name: str) -> bool:
+    """Return whether a folder of this name is a checkpoint."""
+    return re.fullmatch("step-[0-9]+", name) is not None
 
 
 def latest(run_dir) -> Path | None:
@@ -357,11 +362,10 @@ def find(path) -> Path:
         )
     if not path.is_dir():
         raise ValueError(f"{path} is a file; pass the folder of a run, such as out/tiny")
-    folder = path if path.name.startswith("step-") else latest(path)
+    folder = path if is_step_name(path.name) else latest(path)
     if folder is None:
-        raise ValueError(
-            f"{path} holds no checkpoint (no step-<n> folder): was the run stopped before its first one?"
-        )
+        raise ValueError(f"{path} holds no checkpoint (no step-<n> folder): if a run was stopped before its "
+                         "first one, start it again with train.py, without --resume")
     return folder
 
 

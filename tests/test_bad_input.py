@@ -144,6 +144,7 @@ CASES = [  # script, arguments, words of the line, and optionally what to break 
     ("train.py", f"{OPTIONS} --data short", ["short/", "65", "--seq-len"]),
     # train.py: run folders and checkpoints
     ("train.py", f"{GOOD} --out-dir out/good", ["out/good", "--resume"]),
+    ("train.py", f"{GOOD} --out-dir step-5", ["step-5", "name of a checkpoint", "--out-dir out/mine"]),
     ("train.py", f"{GOOD} --out-dir file.txt", ["file.txt", "exists"]),
     ("train.py", f"{GOOD} --out-dir file.txt/run", ["file.txt"]),
     (

@@ -309,6 +309,27 @@ def test_two_runs_on_one_folder(finished, tokens, capsys):
     assert not Path("run/.lock").exists()
 
 
+def test_a_run_killed_before_its_first_checkpoint_is_started_again(finished, tokens, monkeypatch, capsys):
+    plain = train.learning_rate
+
+    def learning_rate(step, config):
+        if step == 3:
+            raise KeyboardInterrupt
+        return plain(step, config)
+
+    monkeypatch.setattr(train, "learning_rate", learning_rate)
+    options = f"{OPTIONS} --max-steps 4 --eval-interval 0 --out-dir run"
+    assert run_train(options, tokens) == 130
+    monkeypatch.setattr(train, "learning_rate", plain)
+    Path("run/.lock").touch()  # as kill -9 leaves it
+    Path("run/.saving-step-3").mkdir()
+    capsys.readouterr()
+    assert len(metrics("run")) == 2 and run_train("--resume --out-dir run") == 2
+    assert "start it again with train.py, without --resume" in capsys.readouterr().err
+    assert run_train(options, tokens) == 0
+    assert metrics("run") == metrics(finished)
+
+
 # ---------------------------------------------------------------- versions
 
 def rewrite_meta(folder, change):
