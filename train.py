@@ -11,7 +11,7 @@
   good checkpoint of a run that diverged stays.
 - A checkpoint is written before the evaluation of the same step, and evaluation restores the amax histories
   of delayed scaling, which every forward pass updates. So a resumed run repeats the uninterrupted one exactly
-  (bit for bit on the CPU).
+  (bit for bit on the CPU). It first evaluates and logs the checkpoint's step, if the run was stopped before.
 - Under torchrun training is data-parallel: each rank reads its own samples. Rank 0 alone writes, except that
   a sharded model (--parallel fsdp) is saved by all ranks.
 """
@@ -44,6 +44,7 @@ from nanote.metrics import (
     describe_corpus,
     describe_val_loss,
     draw,
+    logged_val_loss,
     plot_health,
     plot_losses,
     read_logs,
@@ -80,6 +81,7 @@ class Run:
     saver: checkpoint.BackgroundSaver
     checkpoint_meta: dict  # the run's part of meta.json
     step: int  # the current step, or the last one done
+    resumed_record: dict | None  # the line of metrics.jsonl of the step that the run continues
     batches: list = field(default_factory=list)  # of the current step
     val_loss: float = math.nan
     health_plot: str = ""
@@ -114,16 +116,11 @@ def training_loop(run: Run) -> None:
         if skipped:
             schedule.postpone_save()
 
+        record = meter.record(step, lr) if schedule.should_log and meter.finite is not None else None
         if schedule.should_save:
-            save(run, keep=config.keep_checkpoints + skipped)
-        if schedule.should_log and meter.finite is not None:
-            record = meter.record(step, lr)
-            if schedule.should_eval:
-                run.val_loss = evaluate(model, run.loaders["val"], config)
-                if not math.isfinite(run.val_loss):
-                    raise Diverged(f"step {step}: validation loss {run.val_loss}")
-                record |= val_record(run.val_loss, run.loaders["val"].meta)
-            log.write(record | {"seconds": meter.total_seconds()}, meter.seconds_left(config.max_steps))
+            save(run, record, keep=config.keep_checkpoints + skipped)
+        if record is not None:
+            evaluate_and_log(run, record)
         meter.restart()
         if schedule.should_stop:
             break
@@ -185,6 +182,38 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
 
 
+def evaluate_and_log(run: Run, record: dict) -> None:
+    """Evaluate if it is due, and log a step. `record`: its line of metrics.jsonl so far."""
+    val = run.loaders["val"]
+    if run.schedule.should_eval:
+        run.val_loss = evaluate(run.model, val, run.config)
+        if not math.isfinite(run.val_loss):
+            raise Diverged(f"step {run.step}: validation loss {run.val_loss}")
+        record = record | val_record(run.val_loss, val.meta)
+    run.log.write(record | {"seconds": run.meter.total_seconds()},
+                  run.meter.seconds_left(run.config.max_steps))
+
+
+def finish_step(run: Run) -> None:
+    """Evaluate and log the step of the checkpoint that the run continues, unless that is done.
+
+    A run may be stopped after it saved a step and before it evaluated and logged it.
+    """
+    schedule, record = run.schedule, run.resumed_record
+    schedule.decide(run.step)
+    val_loss = checkpoint.on_rank0(lambda: logged_val_loss(run.folder, run.step))
+    run.val_loss = math.nan if val_loss is None else val_loss
+    schedule.should_eval &= math.isnan(run.val_loss)
+    if record and (val_loss is None or schedule.should_eval):
+        checkpoint.on_rank0(lambda: cut_logs(run.folder, run.step, ["metrics.jsonl"]))
+        evaluate_and_log(run, record)
+    elif schedule.should_eval and schedule.is_last_step:  # a checkpoint of an earlier version
+        run.val_loss = evaluate(run.model, run.loaders["val"], run.config)
+    if schedule.is_last_step:
+        run.log.say(f"{run.folder} has done all {cli.counted(run.step, 'step')}; to continue, pass more, "
+                    f"such as --max-steps {2 * run.step}")
+
+
 @torch.no_grad()
 def evaluate(model, loader: Loader, config: TrainConfig) -> float:
     """Return the mean validation loss in nats per token over the windows of Loader.evaluation.
@@ -207,13 +236,16 @@ def evaluate(model, loader: Loader, config: TrainConfig) -> float:
     return nats / tokens
 
 
-def save(run: Run, keep: int) -> None:
-    """Write a checkpoint of the current step, in the background unless it is the run's last one."""
+def save(run: Run, record: dict | None, keep: int) -> None:
+    """Write a checkpoint of the current step, in the background unless it is the run's last one.
+
+    `record`: the step's line of metrics.jsonl, for a run that is stopped before it is logged.
+    """
     saver = run.saver
     saver.wait()
     report_failed_save(run)  # of the checkpoint before
-    saver.save(run.folder, run.step, model=run.model, optimizer=run.optimizer, meta=run.checkpoint_meta,
-               keep=keep)
+    meta = run.checkpoint_meta | ({"record": record} if record else {})
+    saver.save(run.folder, run.step, model=run.model, optimizer=run.optimizer, meta=meta, keep=keep)
     if run.schedule.is_last_step or run.schedule.should_stop:
         saver.wait()
         error = saver.error()
@@ -288,6 +320,7 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
         optimizer=optimizer, train_step=train_step, profiler=profiler, log=log, meter=meter,
         saver=make_saver(config, first_step, model, optimizer, log), step=first_step - 1,
         checkpoint_meta=describe_run(config, folder, model_config, loaders["train"].meta, meta),
+        resumed_record=meta.get("record") if meta else None,
     )
 
 
@@ -504,6 +537,8 @@ def train(run: Run) -> None:
     run.schedule = Schedule(run.config, parallel.StopRequest())
     run.meter.start()
     try:
+        if run.step:
+            finish_step(run)
         training_loop(run)
     except Diverged as error:
         run.saver.wait()  # it may be writing the last good checkpoint

@@ -41,10 +41,13 @@ from nanote.models import is_file, make_model_config, model_classes, weight_coun
 from nanote.safetensors_files import RESTORE, stored_tensors
 
 FORMAT = 1  # version of the checkpoint format; the first checkpoints have no such field
+RECORD = {  # the line of metrics.jsonl of a step that is logged, before its evaluation
+    "step": SIZE, "loss": float, "lr": float, "grad_norm": float, "skipped": COUNT, "tokens_per_s": float,
+    "mfu": float | None, "peak_gib": float | None, "roofline": float | None}
 META = {  # fields of meta.json; "?": optional
     "step": COUNT, "config": dict, "model": str, "model_config": dict, "tokenizer": str,
     "optimizer_groups": [{"step?": COUNT}], "fp8_weights?": [str], "torch?": str, "device?": str,
-    "hf?": {"folder": str, "vocab_size": SIZE}}
+    "hf?": {"folder": str, "vocab_size": SIZE}, "record?": RECORD}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 # A number in the state of an optimizer is stored as a tensor of no dimensions, under a name with this ending.
 NUMBER = ":number"

@@ -454,7 +454,7 @@ def _check_resume(config: TrainConfig, default: TrainConfig, folder: Path, meta:
     if config.optimizer != default.optimizer:
         raise ValueError(f"--optimizer {config.optimizer}: {folder} has the state of {default.optimizer}; "
                          "leave the option out, or start a new run")
-    if config.max_steps <= meta["step"] and not config.eval_only:
+    if config.max_steps < meta["step"] and not config.eval_only:
         raise ValueError(f"--max-steps {config.max_steps}: {folder} has done {meta['step']} steps; "
                          f"to continue, pass more, such as --max-steps {meta['step'] * 2}")
 

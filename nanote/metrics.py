@@ -342,13 +342,21 @@ def read_logs(run: str) -> dict[Path, list[dict]]:
     return {path: read_metrics(path) for path in (Path(run, "metrics.jsonl"), Path(run, "fp8_health.jsonl"))}
 
 
-def cut_logs(run: str, first_step: int) -> None:
+def logged_val_loss(run: str, step: int) -> float | None:
+    """Return the validation loss that metrics.jsonl has of a step, NaN if it has none; None if the step is
+    not logged."""
+    records = read_metrics(Path(run, "metrics.jsonl"))
+    found = [record.get("val_loss", math.nan) for record in records if record["step"] == step]
+    return found[-1] if found else None
+
+
+def cut_logs(run: str, first_step: int, names=("metrics.jsonl", "fp8_health.jsonl")) -> None:
     """Remove the records of `first_step` and later from a run's logs, before the run repeats these steps.
 
     Nothing is written unless both logs can be read.
     """
     for path, records in read_logs(run).items():
-        if not path.exists():
+        if not path.exists() or path.name not in names:
             continue
         kept = [json.dumps(record) + "\n" for record in records if record["step"] < first_step]
         json_files.replace_text(path, "".join(kept), "not rewritten", "free some space")

@@ -159,7 +159,7 @@ CASES = [  # script, arguments, words of the line, and optionally what to break 
         "train.py", "--resume --out-dir out/damaged",
         ["out/damaged/step-4", ".safetensors", "SHA-256", "out/damaged/step-2"],
     ),
-    ("train.py", "--resume --out-dir out/good", ["4 steps", "--max-steps 8"]),
+    ("train.py", "--resume --out-dir out/good --max-steps 3", ["4 steps", "--max-steps 8"]),
     ("train.py", "--resume --out-dir out/good/step-2", ["later checkpoints than step-2", "step-4"]),
     (
         "train.py", "--resume --out-dir out/good --max-steps 9 --n-layer 3",

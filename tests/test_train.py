@@ -89,6 +89,35 @@ FORMATS = {"FP8": "--fp8-recipe delayed --dtype float32", "current": "--fp8-reci
            "BF16": "--fp8-recipe none --dtype bfloat16"}
 
 
+def test_killed_while_evaluating_a_saved_step(tokens, monkeypatch, capsys):
+    plain = train.evaluate
+    options = (f"{OPTIONS} --n-layer 1 --max-steps 4 --eval-interval 2 --checkpoint-interval 1 "
+               "--fp8-health-interval 2 --no-background-saves")
+    monkeypatch.setattr(train, "sample_text", lambda run: "text")
+    monkeypatch.setattr(train, "draw", lambda name, *_: name)
+    assert run_train(f"{options} --out-dir whole", tokens) == 0
+    begun = set()
+
+    def evaluate(*arguments):  # killed at the first evaluation of steps 2 and 4
+        step = checkpoint.latest("run").name
+        if step != "step-1" and step not in begun:
+            begun.add(step)
+            raise KeyboardInterrupt
+        return plain(*arguments)
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    assert run_train(f"{options} --out-dir run", tokens) == 130 and metrics("run")[-1]["step"] == 1
+    assert run_train("--resume --out-dir run") == 130 and metrics("run")[-1]["step"] == 3
+    said = []
+    for _ in range(2):  # the second time nothing is left to do but to report
+        capsys.readouterr()
+        assert run_train("--resume --out-dir run") == 0
+        assert metrics("run") == metrics("whole")
+        said.append(capsys.readouterr().out.partition("--- a sample ---")[2])
+    assert said[0] == said[1] and f"validation loss {metrics('run')[-1]['val_loss']:.4f}" in said[0]
+    assert read_metrics("run/fp8_health.jsonl") == read_metrics("whole/fp8_health.jsonl")
+
+
 @pytest.mark.parametrize("before, after", [("FP8", "BF16"), ("BF16", "FP8"), ("FP8", "current")])
 def test_precision_may_change_on_resume(tokens, before, after):
     options = f"{OPTIONS} --dropout 0 --lr 3e-3 --max-steps 40 --checkpoint-interval 30"
@@ -96,8 +125,8 @@ def test_precision_may_change_on_resume(tokens, before, after):
     shutil.copytree("same/step-30", "changed/step-30")
     assert run_train(f"--resume --out-dir changed {FORMATS[after]}") == 0
     same, changed = ([record["loss"] for record in metrics(run)] for run in ("same", "changed"))
-    assert len(changed) == 10 and same[30:] != changed
-    assert changed == pytest.approx(same[30:], rel=0.01)
+    assert len(changed) == 11 and changed[0] == same[29] and same[30:] != changed[1:]
+    assert changed == pytest.approx(same[29:], rel=0.01)
     assert same[39] < same[0] / 3, "the loss has fallen so far that a bad resume would show"
 
 
