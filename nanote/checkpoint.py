@@ -662,8 +662,9 @@ def lock(run_dir) -> int:
     `unlock`.
 
     The operating system releases the lock when the process ends for any reason. Raises ValueError, naming the
-    other process, if the lock is taken.
+    other process, if the lock is taken, and for links among the files that training writes.
     """
+    _refuse_links(Path(run_dir))
     path = Path(run_dir, ".lock")
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -683,6 +684,20 @@ def lock(run_dir) -> int:
                 os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
             return descriptor
         os.close(descriptor)
+
+
+def _refuse_links(run_dir: Path) -> None:
+    """Raise ValueError for a symbolic or hard link in a run's folder: training would write to its target.
+
+    Checkpoints may be links, to another disk: they are only read, renamed and removed.
+    """
+    for path in [*run_dir.iterdir(), *run_dir.glob("profile/*")]:
+        if path.name.startswith(("step-", ".removing-step-")):
+            continue
+        is_hard_link = path.is_file() and path.stat().st_nlink > 1
+        if path.is_symlink() or is_hard_link or not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{path}: a link or a special file, and training would write to its target; "
+                             f"remove it, or train in a copy of the folder, made with cp -rL {run_dir} COPY")
 
 
 def unlock(run_dir, descriptor: int) -> None:

@@ -309,6 +309,29 @@ def test_two_runs_on_one_folder(finished, tokens, capsys):
     assert not Path("run/.lock").exists()
 
 
+def test_links_in_a_run_are_not_written_through(finished, capsys):
+    shutil.copytree(finished, "run")
+    shutil.rmtree("run/tensorboard")
+    Path("run/profile").mkdir()
+    Path("target").write_text("precious")
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    for make_link in (os.symlink, os.link):
+        for name in (".lock", "metrics.tmp", "fp8_health.png", "profile/table.txt", "tensorboard"):
+            make_link(Path("target").absolute(), f"run/{name}")
+            with pytest.raises(ValueError, match=f"run/{name}: a link .* remove it, or train in a copy"):
+                checkpoint.lock("run")
+            Path("run", name).unlink()
+    os.symlink(Path("target").absolute(), "run/metrics.tmp")
+    assert run_train("--resume --out-dir run --max-steps 6") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "run/metrics.tmp: a link" in error
+    Path("run/metrics.tmp").unlink()
+    assert before == {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    shutil.move("run/step-4", "elsewhere")
+    os.symlink(Path("elsewhere").absolute(), "run/step-4")
+    checkpoint.unlock("run", checkpoint.lock("run"))
+
+
 def test_a_run_killed_before_its_first_checkpoint_is_started_again(finished, tokens, monkeypatch, capsys):
     plain = train.learning_rate
 
