@@ -308,6 +308,10 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
             + (f" from step {meta['step']}" if meta else ""))
     if too_many_epochs:
         log.say(too_many_epochs)
+    checksums = corpus_checksums(loaders["train"].meta)
+    if meta and meta.get("corpus", checksums) != checksums:
+        log.say(f"{config.data} holds another corpus than when {resume_from} was saved; training goes on "
+                "with this one")
     if kernels:
         log.say(kernels)
     if train_step.graphed and not train_step.updates_in_graph:
@@ -441,6 +445,11 @@ def make_saver(config: TrainConfig, first_step: int, model, optimizer, log: Log)
     return saver
 
 
+def corpus_checksums(tokens: dict) -> dict:
+    """Return the checksums of both splits. `tokens`: meta.json of the token files."""
+    return {name: tokens[name] for name in ("train_sha256", "val_sha256")}
+
+
 def describe_run(config: TrainConfig, folder: str, model_config, tokens: dict, resumed: dict | None) -> dict:
     """Return the run's part of meta.json. `resumed`: meta.json of the checkpoint that it started from."""
     document = {
@@ -448,6 +457,7 @@ def describe_run(config: TrainConfig, folder: str, model_config, tokens: dict, r
         "model": config.model,
         "model_config": dataclasses.asdict(model_config),
         "tokenizer": tokens["tokenizer"],
+        "corpus": corpus_checksums(tokens),
         "device": fp8.describe(),
     }
     if resumed and "hf" in resumed:

@@ -47,7 +47,8 @@ RECORD = {  # the line of metrics.jsonl of a step that is logged, before its eva
 META = {  # fields of meta.json; "?": optional
     "step": COUNT, "config": dict, "model": str, "model_config": dict, "tokenizer": str,
     "optimizer_groups": [{"step?": COUNT}], "fp8_weights?": [str], "torch?": str, "device?": str,
-    "hf?": {"folder": str, "vocab_size": SIZE}, "record?": RECORD}
+    "hf?": {"folder": str, "vocab_size": SIZE}, "record?": RECORD,
+    "corpus?": {"train_sha256": str, "val_sha256": str}}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 # A number in the state of an optimizer is stored as a tensor of no dimensions, under a name with this ending.
 NUMBER = ":number"

@@ -332,6 +332,18 @@ def test_links_in_a_run_are_not_written_through(finished, capsys):
     checkpoint.unlock("run", checkpoint.lock("run"))
 
 
+def test_another_corpus_under_the_same_path_is_reported(finished, capsys):
+    shutil.copytree(finished, "run")
+    words = "data holds another corpus than when run/step-"
+    for number, said in ((4, False), (5, True)):
+        dataset.write_tokens(iter(["abc" * 4000, f"{number}" * 4000]), "data", val_fraction=0.4, force=True)
+        if number == 4:
+            rewrite_meta("run/step-4", lambda meta: meta.pop("corpus"))  # a version that did not store it
+        capsys.readouterr()
+        assert run_train(f"--resume --out-dir run --max-steps {number + 1} --data data") == 0
+        assert (words in capsys.readouterr().out) == said
+
+
 def test_a_run_killed_before_its_first_checkpoint_is_started_again(finished, tokens, monkeypatch, capsys):
     plain = train.learning_rate
 
