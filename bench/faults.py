@@ -586,6 +586,9 @@ def run_trials(options) -> dict:
 def main(argv=None):
     options = cli.parse(Options, argv, prog="bench/faults.py", description=__doc__)
     check_folder(options.json)
+    for name in ("kills", "others", "jobs"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1, such as --{name} 2")
     began, before = time.perf_counter(), Path.cwd()
     target = options.json.absolute() if options.json else None
     with tempfile.TemporaryDirectory() as scratch:

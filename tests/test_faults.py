@@ -692,6 +692,13 @@ def test_nothing_here_unpickles():
 
 # ---------------------------------------------------------------- the script
 
+def test_numbers_that_make_no_study(capsys):
+    for option in ("--kills", "--others", "--jobs"):
+        assert cli.run(lambda: faults.main([option, "-1"]), "bench/faults.py") == 2
+        error = capsys.readouterr().err
+        assert error == f"bench/faults.py: {option} -1: must be at least 1, such as {option} 2\n"
+
+
 def test_the_script(tmp_path):
     command = [sys.executable, ROOT / "bench/faults.py", "--kills", "2", "--others", "1", "--json",
                str(tmp_path / "faults.json")]
