@@ -34,7 +34,7 @@ from nanote.config import (
     pick_vocab_size,
     read_options,
 )
-from nanote.dataset import Loader, get_tokenizer, same_tokenizer
+from nanote.dataset import Loader, Tokenizer, get_tokenizer, same_tokenizer
 from nanote.generate import generate, pick_device
 from nanote.metrics import (
     Diverged,
@@ -80,6 +80,7 @@ class Run:
     meter: Meter
     saver: checkpoint.BackgroundSaver
     checkpoint_meta: dict  # the run's part of meta.json
+    tokenizer: Tokenizer | None  # for the closing sample
     step: int  # the current step, or the last one done
     resumed_record: dict | None  # the line of metrics.jsonl of the step that the run continues
     batches: list = field(default_factory=list)  # of the current step
@@ -107,6 +108,8 @@ def training_loop(run: Run) -> None:
         if measure_fp8:
             log.write_health(step, fp8.health(model))
 
+        if log.is_unread:
+            schedule.stop.name = "a closed stdout"
         schedule.decide(step)
         if not (schedule.should_log or schedule.should_save):
             continue
@@ -314,6 +317,7 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
                 "with this one")
     if kernels:
         log.say(kernels)
+    tokenizer = find_tokenizer(config, loaders["train"].meta["tokenizer"], log)
     if train_step.graphed and not train_step.updates_in_graph:
         log.say(f"--optimizer {config.optimizer}: forward and backward pass are CUDA graphs, the update is "
                 "launched from Python")
@@ -324,7 +328,7 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
         optimizer=optimizer, train_step=train_step, profiler=profiler, log=log, meter=meter,
         saver=make_saver(config, first_step, model, optimizer, log), step=first_step - 1,
         checkpoint_meta=describe_run(config, folder, model_config, loaders["train"].meta, meta),
-        resumed_record=meta.get("record") if meta else None,
+        resumed_record=meta.get("record") if meta else None, tokenizer=tokenizer,
     )
 
 
@@ -472,6 +476,16 @@ def describe_precision(config: TrainConfig) -> str:
     return f"FP8 {config.fp8_recipe}" + (f" ({fp8_format})" if fp8_format else "")
 
 
+def find_tokenizer(config: TrainConfig, name: str, log: Log) -> Tokenizer | None:
+    """Return the tokenizer of the data; None, with a log line, if it is not to be had here."""
+    try:
+        return get_tokenizer(name, config.vocab_size)
+    except ValueError as error:
+        problem = str(error).partition(";")[0]  # what follows is advice for sample.py
+        log.say(f"{problem}: training does not need it, but will print no sample at the end")
+        return None
+
+
 def report_unused_options(config: TrainConfig, model_config, log: Log) -> None:
     """Log which of the preset's options the model file does not have."""
     default, known = TrainConfig(), ("preset", "model", *dataclasses.asdict(model_config))
@@ -608,7 +622,8 @@ def summarize(run: Run, text: str) -> None:
     if run.step < config.max_steps:
         signal_name = run.schedule.stop.name or "another process"
         print(f"stopped by {signal_name} after step {run.step}: saved {last}; "
-              f"resume with: python train.py --resume --out-dir {folder}{own_model}")
+              f"resume with: python train.py --resume --out-dir {folder}{own_model}",
+              file=sys.stderr if run.log.is_unread else sys.stdout)
         return
     print(f"\n--- a sample ---\n{text}\n----------------\n"
           f"{describe_val_loss(run.val_loss, run.loaders['val'].meta)} after "
@@ -623,13 +638,15 @@ def summarize(run: Run, text: str) -> None:
 
 def sample_text(run: Run) -> str:
     """Return 128 generated tokens as text, or why there are none: the run is complete all the same."""
+    tokenizer = run.tokenizer
+    if tokenizer is None:
+        return f"no sample: there is no tokenizer {run.checkpoint_meta['tokenizer']} here"
     try:
-        tokenizer = get_tokenizer(run.checkpoint_meta["tokenizer"], run.config.vocab_size)
         generator = torch.Generator(run.device).manual_seed(run.config.seed)
         ids = generate(run.model, [tokenizer.eot], 128, temperature=0.8, top_k=50, generator=generator,
                        vocab_size=tokenizer.vocab_size)
         return tokenizer.decode(ids)
-    except ValueError as error:  # a tokenizer that is not installed here
+    except ValueError as error:
         return f"no sample: {error}"
     except Exception as error:
         if not models.is_file(run.config.model):

@@ -170,7 +170,7 @@ def _write(run_dir: Path, step: int, tensors, document: str, keep: int) -> Path:
     def prepare():
         for stale in [*run_dir.glob(".saving-*"), *run_dir.glob(".removing-*")]:  # from a run that was killed
             shutil.rmtree(stale, ignore_errors=True)
-        unfinished.mkdir()
+        unfinished.mkdir(parents=True)  # the run's folder may have been renamed or deleted
 
     def finish():
         (unfinished / "meta.json").write_text(document)
