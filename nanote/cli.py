@@ -135,7 +135,7 @@ def run(main, script: str) -> int:
         try:
             return main() or 0
         finally:
-            _flush_stdout()  # a closed pipe or a full disk shows here, and not at exit
+            sys.stdout.flush()  # a closed pipe shows here, and not at exit
     except BrokenPipeError as error:
         if not _nobody_reads_stdout():
             print(f"{script}: {error}", file=sys.stderr)
@@ -151,16 +151,6 @@ def run(main, script: str) -> int:
     except KeyboardInterrupt as stop:
         print(f"{script}: {str(stop) or 'interrupted'}", file=sys.stderr)
         return 130
-
-
-def _flush_stdout() -> None:
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
-        raise OSError(f"stdout: {error.strerror}; the rest of the output is lost") from error
 
 
 def _nobody_reads_stdout() -> bool:

@@ -243,7 +243,8 @@ class Log:
         if self.enabled:
             try:
                 tqdm.write(line)
-                sys.stdout.flush()
+                if sys.stdout is not None:  # the shell has closed it (>&-)
+                    sys.stdout.flush()
             except BrokenPipeError:
                 self.is_unread = True
             except OSError:
