@@ -11,7 +11,7 @@
   good checkpoint of a run that diverged stays.
 - A checkpoint is written before the evaluation of the same step, and evaluation restores the amax histories
   of delayed scaling, which every forward pass updates. So a resumed run repeats the uninterrupted one exactly
-  (bit for bit on the CPU).
+  (bit for bit on the CPU). It first evaluates and logs the checkpoint's step, if the run was stopped before.
 - Under torchrun training is data-parallel: each rank reads its own samples. Rank 0 alone writes, except that
   a sharded model (--parallel fsdp) is saved by all ranks.
 """
@@ -34,7 +34,7 @@ from nanote.config import (
     pick_vocab_size,
     read_options,
 )
-from nanote.dataset import Loader, get_tokenizer, same_tokenizer
+from nanote.dataset import Loader, Tokenizer, get_tokenizer, same_tokenizer
 from nanote.generate import generate, pick_device
 from nanote.metrics import (
     Diverged,
@@ -44,6 +44,7 @@ from nanote.metrics import (
     describe_corpus,
     describe_val_loss,
     draw,
+    logged_val_loss,
     plot_health,
     plot_losses,
     read_logs,
@@ -79,7 +80,9 @@ class Run:
     meter: Meter
     saver: checkpoint.BackgroundSaver
     checkpoint_meta: dict  # the run's part of meta.json
+    tokenizer: Tokenizer | None  # for the closing sample
     step: int  # the current step, or the last one done
+    resumed_record: dict | None  # the line of metrics.jsonl of the step that the run continues
     batches: list = field(default_factory=list)  # of the current step
     val_loss: float = math.nan
     health_plot: str = ""
@@ -105,6 +108,8 @@ def training_loop(run: Run) -> None:
         if measure_fp8:
             log.write_health(step, fp8.health(model))
 
+        if log.is_unread:
+            schedule.stop.name = "a closed stdout"
         schedule.decide(step)
         if not (schedule.should_log or schedule.should_save):
             continue
@@ -114,16 +119,11 @@ def training_loop(run: Run) -> None:
         if skipped:
             schedule.postpone_save()
 
+        record = meter.record(step, lr) if schedule.should_log and meter.finite is not None else None
         if schedule.should_save:
-            save(run, keep=config.keep_checkpoints + skipped)
-        if schedule.should_log and meter.finite is not None:
-            record = meter.record(step, lr)
-            if schedule.should_eval:
-                run.val_loss = evaluate(model, run.loaders["val"], config)
-                if not math.isfinite(run.val_loss):
-                    raise Diverged(f"step {step}: validation loss {run.val_loss}")
-                record |= val_record(run.val_loss, run.loaders["val"].meta)
-            log.write(record | {"seconds": meter.total_seconds()}, meter.seconds_left(config.max_steps))
+            save(run, record, keep=config.keep_checkpoints + skipped)
+        if record is not None:
+            evaluate_and_log(run, record)
         meter.restart()
         if schedule.should_stop:
             break
@@ -185,6 +185,38 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
 
 
+def evaluate_and_log(run: Run, record: dict) -> None:
+    """Evaluate if it is due, and log a step. `record`: its line of metrics.jsonl so far."""
+    val = run.loaders["val"]
+    if run.schedule.should_eval:
+        run.val_loss = evaluate(run.model, val, run.config)
+        if not math.isfinite(run.val_loss):
+            raise Diverged(f"step {run.step}: validation loss {run.val_loss}")
+        record = record | val_record(run.val_loss, val.meta)
+    run.log.write(record | {"seconds": run.meter.total_seconds()},
+                  run.meter.seconds_left(run.config.max_steps))
+
+
+def finish_step(run: Run) -> None:
+    """Evaluate and log the step of the checkpoint that the run continues, unless that is done.
+
+    A run may be stopped after it saved a step and before it evaluated and logged it.
+    """
+    schedule, record = run.schedule, run.resumed_record
+    schedule.decide(run.step)
+    val_loss = checkpoint.on_rank0(lambda: logged_val_loss(run.folder, run.step))
+    run.val_loss = math.nan if val_loss is None else val_loss
+    schedule.should_eval &= math.isnan(run.val_loss)
+    if record and (val_loss is None or schedule.should_eval):
+        checkpoint.on_rank0(lambda: cut_logs(run.folder, run.step, ["metrics.jsonl"]))
+        evaluate_and_log(run, record)
+    elif schedule.should_eval and schedule.is_last_step:  # a checkpoint of an earlier version
+        run.val_loss = evaluate(run.model, run.loaders["val"], run.config)
+    if schedule.is_last_step:
+        run.log.say(f"{run.folder} has done all {cli.counted(run.step, 'step')}; to continue, pass more, "
+                    f"such as --max-steps {2 * run.step}")
+
+
 @torch.no_grad()
 def evaluate(model, loader: Loader, config: TrainConfig) -> float:
     """Return the mean validation loss in nats per token over the windows of Loader.evaluation.
@@ -207,13 +239,16 @@ def evaluate(model, loader: Loader, config: TrainConfig) -> float:
     return nats / tokens
 
 
-def save(run: Run, keep: int) -> None:
-    """Write a checkpoint of the current step, in the background unless it is the run's last one."""
+def save(run: Run, record: dict | None, keep: int) -> None:
+    """Write a checkpoint of the current step, in the background unless it is the run's last one.
+
+    `record`: the step's line of metrics.jsonl, for a run that is stopped before it is logged.
+    """
     saver = run.saver
     saver.wait()
     report_failed_save(run)  # of the checkpoint before
-    saver.save(run.folder, run.step, model=run.model, optimizer=run.optimizer, meta=run.checkpoint_meta,
-               keep=keep)
+    meta = run.checkpoint_meta | ({"record": record} if record else {})
+    saver.save(run.folder, run.step, model=run.model, optimizer=run.optimizer, meta=meta, keep=keep)
     if run.schedule.is_last_step or run.schedule.should_stop:
         saver.wait()
         error = saver.error()
@@ -276,8 +311,13 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
             + (f" from step {meta['step']}" if meta else ""))
     if too_many_epochs:
         log.say(too_many_epochs)
+    checksums = corpus_checksums(loaders["train"].meta)
+    if meta and meta.get("corpus", checksums) != checksums:
+        log.say(f"{config.data} holds another corpus than when {resume_from} was saved; training goes on "
+                "with this one")
     if kernels:
         log.say(kernels)
+    tokenizer = find_tokenizer(config, loaders["train"].meta["tokenizer"], log)
     if train_step.graphed and not train_step.updates_in_graph:
         log.say(f"--optimizer {config.optimizer}: forward and backward pass are CUDA graphs, the update is "
                 "launched from Python")
@@ -288,6 +328,7 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
         optimizer=optimizer, train_step=train_step, profiler=profiler, log=log, meter=meter,
         saver=make_saver(config, first_step, model, optimizer, log), step=first_step - 1,
         checkpoint_meta=describe_run(config, folder, model_config, loaders["train"].meta, meta),
+        resumed_record=meta.get("record") if meta else None, tokenizer=tokenizer,
     )
 
 
@@ -372,13 +413,14 @@ def resume(resume_from: Path, meta: dict, folder: str, model, optimizer) -> None
 
 
 def start_logs(folder: str, options: dict, command: str, ranks: Ranks, meta: dict | None) -> None:
-    """Write config.json, and remove from the logs what was logged after the checkpoint of a resumed run."""
+    """Write config.json, and remove from the logs what was logged after the checkpoint of a resumed run.
+
+    The folder of a new run may have the logs of one that was killed before its first checkpoint.
+    """
     step = meta["step"] if meta else None
-    if meta:
-        read_logs(folder)  # a damaged log refuses the resume, before anything is written
+    read_logs(folder)  # a damaged log refuses the run, before anything is written
     config_file.record(folder, options | {"out_dir": folder}, command, ranks.world_size, step)
-    if meta:
-        cut_logs(folder, step + 1)
+    cut_logs(folder, step + 1 if meta else 1)
 
 
 def find_first_scales(config: TrainConfig, model, optimizer, batch) -> None:
@@ -407,6 +449,11 @@ def make_saver(config: TrainConfig, first_step: int, model, optimizer, log: Log)
     return saver
 
 
+def corpus_checksums(tokens: dict) -> dict:
+    """Return the checksums of both splits. `tokens`: meta.json of the token files."""
+    return {name: tokens[name] for name in ("train_sha256", "val_sha256")}
+
+
 def describe_run(config: TrainConfig, folder: str, model_config, tokens: dict, resumed: dict | None) -> dict:
     """Return the run's part of meta.json. `resumed`: meta.json of the checkpoint that it started from."""
     document = {
@@ -414,6 +461,7 @@ def describe_run(config: TrainConfig, folder: str, model_config, tokens: dict, r
         "model": config.model,
         "model_config": dataclasses.asdict(model_config),
         "tokenizer": tokens["tokenizer"],
+        "corpus": corpus_checksums(tokens),
         "device": fp8.describe(),
     }
     if resumed and "hf" in resumed:
@@ -426,6 +474,16 @@ def describe_precision(config: TrainConfig) -> str:
         return "no FP8"
     fp8_format = fp8.resolve_format(config.fp8_recipe, config.fp8_format)
     return f"FP8 {config.fp8_recipe}" + (f" ({fp8_format})" if fp8_format else "")
+
+
+def find_tokenizer(config: TrainConfig, name: str, log: Log) -> Tokenizer | None:
+    """Return the tokenizer of the data; None, with a log line, if it is not to be had here."""
+    try:
+        return get_tokenizer(name, config.vocab_size)
+    except ValueError as error:
+        problem = str(error).partition(";")[0]  # what follows is advice for sample.py
+        log.say(f"{problem}: training does not need it, but will print no sample at the end")
+        return None
 
 
 def report_unused_options(config: TrainConfig, model_config, log: Log) -> None:
@@ -503,6 +561,8 @@ def train(run: Run) -> None:
     run.schedule = Schedule(run.config, parallel.StopRequest())
     run.meter.start()
     try:
+        if run.step:
+            finish_step(run)
         training_loop(run)
     except Diverged as error:
         run.saver.wait()  # it may be writing the last good checkpoint
@@ -562,7 +622,8 @@ def summarize(run: Run, text: str) -> None:
     if run.step < config.max_steps:
         signal_name = run.schedule.stop.name or "another process"
         print(f"stopped by {signal_name} after step {run.step}: saved {last}; "
-              f"resume with: python train.py --resume --out-dir {folder}{own_model}")
+              f"resume with: python train.py --resume --out-dir {folder}{own_model}",
+              file=sys.stderr if run.log.is_unread else sys.stdout)
         return
     print(f"\n--- a sample ---\n{text}\n----------------\n"
           f"{describe_val_loss(run.val_loss, run.loaders['val'].meta)} after "
@@ -577,13 +638,15 @@ def summarize(run: Run, text: str) -> None:
 
 def sample_text(run: Run) -> str:
     """Return 128 generated tokens as text, or why there are none: the run is complete all the same."""
+    tokenizer = run.tokenizer
+    if tokenizer is None:
+        return f"no sample: there is no tokenizer {run.checkpoint_meta['tokenizer']} here"
     try:
-        tokenizer = get_tokenizer(run.checkpoint_meta["tokenizer"], run.config.vocab_size)
         generator = torch.Generator(run.device).manual_seed(run.config.seed)
         ids = generate(run.model, [tokenizer.eot], 128, temperature=0.8, top_k=50, generator=generator,
                        vocab_size=tokenizer.vocab_size)
         return tokenizer.decode(ids)
-    except ValueError as error:  # a tokenizer that is not installed here
+    except ValueError as error:
         return f"no sample: {error}"
     except Exception as error:
         if not models.is_file(run.config.model):

@@ -41,10 +41,14 @@ from nanote.models import is_file, make_model_config, model_classes, weight_coun
 from nanote.safetensors_files import RESTORE, stored_tensors
 
 FORMAT = 1  # version of the checkpoint format; the first checkpoints have no such field
+RECORD = {  # the line of metrics.jsonl of a step that is logged, before its evaluation
+    "step": SIZE, "loss": float, "lr": float, "grad_norm": float, "skipped": COUNT, "tokens_per_s": float,
+    "mfu": float | None, "peak_gib": float | None, "roofline": float | None}
 META = {  # fields of meta.json; "?": optional
     "step": COUNT, "config": dict, "model": str, "model_config": dict, "tokenizer": str,
     "optimizer_groups": [{"step?": COUNT}], "fp8_weights?": [str], "torch?": str, "device?": str,
-    "hf?": {"folder": str, "vocab_size": SIZE}}
+    "hf?": {"folder": str, "vocab_size": SIZE}, "record?": RECORD,
+    "corpus?": {"train_sha256": str, "val_sha256": str}}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 # A number in the state of an optimizer is stored as a tensor of no dimensions, under a name with this ending.
 NUMBER = ":number"
@@ -166,7 +170,7 @@ def _write(run_dir: Path, step: int, tensors, document: str, keep: int) -> Path:
     def prepare():
         for stale in [*run_dir.glob(".saving-*"), *run_dir.glob(".removing-*")]:  # from a run that was killed
             shutil.rmtree(stale, ignore_errors=True)
-        unfinished.mkdir()
+        unfinished.mkdir(parents=True)  # the run's folder may have been renamed or deleted
 
     def finish():
         (unfinished / "meta.json").write_text(document)
@@ -336,8 +340,13 @@ def _host_states(text: bytes) -> tuple[tuple, tuple]:
 
 def list_checkpoints(run_dir) -> list[Path]:
     """Return the run's checkpoints, oldest first."""
-    steps = [path for path in Path(run_dir).glob("step-*") if path.name[5:].isdigit() and path.is_dir()]
+    steps = [path for path in Path(run_dir).glob("step-*") if is_step_name(path.name) and path.is_dir()]
     return sorted(steps, key=lambda path: int(path.name[5:]))
+
+
+def is_step_name(name: str) -> bool:
+    """Return whether a folder of this name is a checkpoint."""
+    return re.fullmatch("step-[0-9]+", name) is not None
 
 
 def latest(run_dir) -> Path | None:
@@ -357,11 +366,10 @@ def find(path) -> Path:
         )
     if not path.is_dir():
         raise ValueError(f"{path} is a file; pass the folder of a run, such as out/tiny")
-    folder = path if path.name.startswith("step-") else latest(path)
+    folder = path if is_step_name(path.name) else latest(path)
     if folder is None:
-        raise ValueError(
-            f"{path} holds no checkpoint (no step-<n> folder): was the run stopped before its first one?"
-        )
+        raise ValueError(f"{path} holds no checkpoint (no step-<n> folder): if a run was stopped before its "
+                         "first one, start it again with train.py, without --resume")
     return folder
 
 
@@ -381,11 +389,16 @@ def read_meta(folder, model: str | None = None) -> dict:
 def _read_meta(folder: Path, model: str | None) -> dict:
     problem = _damage(folder)
     if problem:
-        older = [path for path in list_checkpoints(folder.parent) if path != folder and not _damage(path)]
+        older = [path for path in list_checkpoints(folder.parent) if path != folder and _is_whole(path)]
         advice = "no other checkpoint of this run is whole"
         if older:
             advice = f"the one before it, {older[-1]}, is whole: remove {folder} to go on from there"
         raise ValueError(f"damaged checkpoint: {problem}; {advice}")
+    listed = _listed_checksums(folder)
+    for path in folder.glob("*.safetensors"):
+        if path.name not in listed:
+            raise ValueError(f"{path}: is not listed in SHA256SUMS, so it is not part of the checkpoint, but "
+                             "would be loaded with it; remove this file")
     path = folder / "meta.json"
     advice = f"restore it from a copy, or remove {folder} to use the checkpoint before it"
     version = json_files.read(path, {"format?": COUNT}, advice).get("format", 0)
@@ -416,30 +429,42 @@ def _check_size(folder: Path, meta: dict) -> None:
 
 
 def _damage(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint's files, None if they are as written."""
-    for path in folder.iterdir():
-        if not path.is_file() and not path.is_dir():
-            return f"{path} is not a regular file"
-    listing = folder / "SHA256SUMS"
+    """Return what is wrong with a checkpoint's files, None if they are as written.
+
+    Raises OSError if they cannot be read, which does not mean that they are damaged.
+    """
     try:
-        lines = json_files.read_bytes(listing, "every checkpoint has one").decode().removesuffix("\n")
-        found = _checksums(folder)
-    except (OSError, ValueError) as error:
-        return f"{listing} cannot be read ({json_files.reason(error)})"
-    lines = lines.split("\n")  # splitlines would also split at other characters
-    for number, line in enumerate(lines, 1):
-        if not re.fullmatch("[0-9a-f]{64}  .+", line):
-            return f"{listing}:{number}: not a SHA-256, two spaces and a file name"
-    expected = {line[66:]: line[:64] for line in lines}
+        expected = _listed_checksums(folder)
+    except ValueError as error:
+        return str(error)
+    found = _checksums(folder)
     for name, checksum in expected.items():
         if name not in found:
-            return f"{folder / name} is missing"
+            return f"{folder / name} is {'not a regular file' if (folder / name).exists() else 'missing'}"
         if found[name] != checksum:
             return f"{folder / name}: checksum mismatch: expected SHA-256 {checksum}, got {found[name]}"
-    for path in folder.glob("*.safetensors"):
-        if path.name not in expected:  # it would be loaded with the others
-            return f"{path} is not listed in {listing}"
-    return None if "meta.json" in expected else f"{listing} does not list meta.json"
+    return None if "meta.json" in expected else f"{folder / 'SHA256SUMS'} does not list meta.json"
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        return _damage(folder) is None
+    except OSError:
+        return False
+
+
+def _listed_checksums(folder: Path) -> dict[str, str]:
+    """Return {file name: SHA-256} from SHA256SUMS. ValueError if it is missing or damaged."""
+    listing = folder / "SHA256SUMS"
+    try:
+        text = json_files.read_bytes(listing, "every checkpoint has one").decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{listing}: not UTF-8 ({error})") from None
+    lines = text.split("\n")  # splitlines would also split at other characters
+    for number, line in enumerate(lines, 1):
+        if not re.fullmatch("[0-9a-f]{64}  .+", line):
+            raise ValueError(f"{listing}:{number}: not a SHA-256, two spaces and a file name")
+    return {line[66:]: line[:64] for line in lines}
 
 
 def _checksums(folder: Path) -> dict[str, str]:
@@ -638,8 +663,9 @@ def lock(run_dir) -> int:
     `unlock`.
 
     The operating system releases the lock when the process ends for any reason. Raises ValueError, naming the
-    other process, if the lock is taken.
+    other process, if the lock is taken, and for links among the files that training writes.
     """
+    _refuse_links(Path(run_dir))
     path = Path(run_dir, ".lock")
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -659,6 +685,20 @@ def lock(run_dir) -> int:
                 os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
             return descriptor
         os.close(descriptor)
+
+
+def _refuse_links(run_dir: Path) -> None:
+    """Raise ValueError for a symbolic or hard link in a run's folder: training would write to its target.
+
+    Checkpoints may be links, to another disk: they are only read, renamed and removed.
+    """
+    for path in [*run_dir.iterdir(), *run_dir.glob("profile/*")]:
+        if path.name.startswith(("step-", ".removing-step-")):
+            continue
+        is_hard_link = path.is_file() and path.stat().st_nlink > 1
+        if path.is_symlink() or is_hard_link or not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{path}: a link or a special file, and training would write to its target; "
+                             f"remove it, or train in a copy of the folder, made with cp -rL {run_dir} COPY")
 
 
 def unlock(run_dir, descriptor: int) -> None:

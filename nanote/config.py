@@ -390,10 +390,13 @@ def newest_run(preset: str) -> Path:
 def make_run_folder(config: TrainConfig) -> str:
     """Create the run's folder and return its path.
 
-    ValueError if --out-dir exists, unless it is empty or what a run that failed before its first step leaves.
+    ValueError if --out-dir exists, unless it is empty or of a run that has no checkpoint yet.
     """
     if config.out_dir is not None:
-        if os.path.lexists(config.out_dir) and not _has_no_step_yet(config.out_dir):
+        if checkpoint.is_step_name(Path(config.out_dir).name):
+            raise ValueError(f"--out-dir {config.out_dir}: step-<n> is the name of a checkpoint; use "
+                             "another, such as --out-dir out/mine")
+        if os.path.lexists(config.out_dir) and not _has_no_checkpoint(config.out_dir):
             raise ValueError(f"--out-dir {config.out_dir} exists: resume it with --resume, or name another")
         os.makedirs(config.out_dir, exist_ok=True)
         return config.out_dir
@@ -404,14 +407,18 @@ def make_run_folder(config: TrainConfig) -> str:
             return run
 
 
-def _has_no_step_yet(folder: str) -> bool:
-    """Whether a folder is empty, or has only what a run writes before its first step."""
-    names = {"config.json", "config.tmp", "tensorboard", "wandb"}
-    if not os.path.isdir(folder) or not set(os.listdir(folder)) <= names:
+def _has_no_checkpoint(folder: str) -> bool:
+    """Whether a folder is empty, or has only what a run writes before its first checkpoint."""
+    started = {"config.json", "config.tmp", "tensorboard", "wandb", ".lock"}
+    logs = {"metrics.jsonl", "fp8_health.jsonl", "fp8_health.png", "profile", "memory.pickle"}
+    if not os.path.isdir(folder):
         return False
+    found = {name for name in os.listdir(folder) if not name.startswith(".saving-step-")}
     path = Path(folder, "config.json")
+    if not path.exists():
+        return found <= started
     try:  # a file of options that a user wrote has no command
-        return not path.exists() or "command" in json_files.read(path, dict, "")
+        return found <= started | logs and "command" in json_files.read(path, dict, "")
     except ValueError:
         return False
 
@@ -451,7 +458,7 @@ def _check_resume(config: TrainConfig, default: TrainConfig, folder: Path, meta:
     if config.optimizer != default.optimizer:
         raise ValueError(f"--optimizer {config.optimizer}: {folder} has the state of {default.optimizer}; "
                          "leave the option out, or start a new run")
-    if config.max_steps <= meta["step"] and not config.eval_only:
+    if config.max_steps < meta["step"] and not config.eval_only:
         raise ValueError(f"--max-steps {config.max_steps}: {folder} has done {meta['step']} steps; "
                          f"to continue, pass more, such as --max-steps {meta['step'] * 2}")
 

@@ -248,4 +248,4 @@ def _field(row, column, where):
         return row[column]
     texts = [key for key, value in row.items() if isinstance(value, str)]
     choices = ", ".join(texts) or "no column here holds text"
-    raise ValueError(f"{where}: no text in column {column!r}; name one with --column: {choices}")
+    raise ValueError(f"{where}: no text in column {column!r}; name one with data.py --column: {choices}")

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Literal
@@ -209,11 +210,12 @@ class Log:
 
     def __init__(self, run: str, first_step: int, max_steps: int, enabled: bool):
         self.enabled, self.wandb = enabled, None
+        self.is_unread = False  # whether the reader of stdout, as in `train.py | head`, is gone
         if not enabled:
             return
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        self.run, self.max_steps = run, max_steps
+        self.run, self.step, self.max_steps = run, first_step - 1, max_steps
         self.waiting = {}  # file name -> records that are not written yet
         self.board = SummaryWriter(str(Path(run, "tensorboard")), purge_step=first_step)
         # disable=None: no bar without a terminal
@@ -237,13 +239,22 @@ class Log:
                              "WANDB_MODE=offline to log to files") from error
 
     def say(self, line: str) -> None:
+        """Print a line. One that cannot be written, to a file on a full disk, does not stop the run."""
         if self.enabled:
-            tqdm.write(line)
+            try:
+                tqdm.write(line)
+                if sys.stdout is not None:  # the shell has closed it (>&-)
+                    sys.stdout.flush()
+            except BrokenPipeError:
+                self.is_unread = True
+            except OSError:
+                pass  # cli.run reports it at the end
 
     def advance(self) -> None:
         """Move the progress bar by one step."""
         if self.enabled:
             self.bar.update()
+            self.step += 1
 
     def write(self, record: dict, seconds_left: float | None = None) -> None:
         """Log a record of metrics.jsonl everywhere; the time left is for the screen."""
@@ -285,19 +296,30 @@ class Log:
         if self.enabled:
             self.bar.close()
             for name in self.waiting:
-                self._write_waiting(name, self.bar.n)
-            with self._reporting_errors(self.bar.n, "tensorboard"):
+                self._write_waiting(name, self.step)
+            with self._reporting_errors(self.step, "tensorboard"):
                 self.board.close()
             if self.wandb:
                 try:
                     self.wandb.finish()
                 except Exception as error:  # of many kinds; none of them is worth the run
-                    self.say(f"step {self.bar.n}: wandb has not finished: {json_files.reason(error)}")
+                    self.say(f"step {self.step}: wandb has not finished: {json_files.reason(error)}")
 
     def _append(self, name: str, record: dict) -> None:
         """Append a record to a file, after those that could not be written before."""
+        self._restore_folder(record["step"])
         self.waiting.setdefault(name, []).append(record)
         self._write_waiting(name, record["step"])
+
+    def _restore_folder(self, step: int) -> None:
+        """Make the run's folder again if it was renamed or deleted, so that what follows is kept."""
+        board = Path(self.run, "tensorboard")
+        if not board.is_dir():
+            if not Path(self.run).is_dir():
+                self.say(f"step {step}: {self.run} was renamed or deleted; training goes on in a new folder "
+                         f"{self.run}")
+            with self._reporting_errors(step, "tensorboard"):
+                board.mkdir(parents=True, exist_ok=True)
 
     def _write_waiting(self, name: str, step: int) -> None:
         if self.waiting[name]:
@@ -342,13 +364,21 @@ def read_logs(run: str) -> dict[Path, list[dict]]:
     return {path: read_metrics(path) for path in (Path(run, "metrics.jsonl"), Path(run, "fp8_health.jsonl"))}
 
 
-def cut_logs(run: str, first_step: int) -> None:
+def logged_val_loss(run: str, step: int) -> float | None:
+    """Return the validation loss that metrics.jsonl has of a step, NaN if it has none; None if the step is
+    not logged."""
+    records = read_metrics(Path(run, "metrics.jsonl"))
+    found = [record.get("val_loss", math.nan) for record in records if record["step"] == step]
+    return found[-1] if found else None
+
+
+def cut_logs(run: str, first_step: int, names=("metrics.jsonl", "fp8_health.jsonl")) -> None:
     """Remove the records of `first_step` and later from a run's logs, before the run repeats these steps.
 
     Nothing is written unless both logs can be read.
     """
     for path, records in read_logs(run).items():
-        if not path.exists():
+        if not path.exists() or path.name not in names:
             continue
         kept = [json.dumps(record) + "\n" for record in records if record["step"] < first_step]
         json_files.replace_text(path, "".join(kept), "not rewritten", "free some space")

@@ -144,6 +144,7 @@ CASES = [  # script, arguments, words of the line, and optionally what to break 
     ("train.py", f"{OPTIONS} --data short", ["short/", "65", "--seq-len"]),
     # train.py: run folders and checkpoints
     ("train.py", f"{GOOD} --out-dir out/good", ["out/good", "--resume"]),
+    ("train.py", f"{GOOD} --out-dir step-5", ["step-5", "name of a checkpoint", "--out-dir out/mine"]),
     ("train.py", f"{GOOD} --out-dir file.txt", ["file.txt", "exists"]),
     ("train.py", f"{GOOD} --out-dir file.txt/run", ["file.txt"]),
     (
@@ -158,7 +159,7 @@ CASES = [  # script, arguments, words of the line, and optionally what to break 
         "train.py", "--resume --out-dir out/damaged",
         ["out/damaged/step-4", ".safetensors", "SHA-256", "out/damaged/step-2"],
     ),
-    ("train.py", "--resume --out-dir out/good", ["4 steps", "--max-steps 8"]),
+    ("train.py", "--resume --out-dir out/good --max-steps 3", ["4 steps", "--max-steps 8"]),
     ("train.py", "--resume --out-dir out/good/step-2", ["later checkpoints than step-2", "step-4"]),
     (
         "train.py", "--resume --out-dir out/good --max-steps 9 --n-layer 3",

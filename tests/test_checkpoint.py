@@ -1,5 +1,7 @@
 """nanote/checkpoint.py: content of a checkpoint, damaged files, resuming, background saves."""
+import errno
 import json
+import os
 import random
 import resource
 import shutil
@@ -291,6 +293,25 @@ def test_a_damaged_checkpoint_is_refused_and_the_whole_one_before_it_named(tmp_p
     shutil.rmtree(tmp_path / "run/step-1")
     with pytest.raises(ValueError, match="no other checkpoint of this run is whole"):
         checkpoint.read_meta(tmp_path / "run/step-3")
+
+
+def test_a_stray_file_or_one_that_cannot_be_read_is_no_reason_to_remove_a_checkpoint(tmp_path, trained,
+                                                                                     monkeypatch):
+    for number in (1, 2):
+        save(tmp_path / "run", number, *trained)
+    folder = tmp_path / "run/step-2"
+    for name in ("zzz.safetensors", "._shard-00001-model-00001-of-00001.safetensors"):
+        save_file({"model.wte.weight": torch.zeros(288, 32)}, folder / name)
+        with pytest.raises(ValueError, match=f"step-2/{name}: is not listed.*; remove this file$"):
+            checkpoint.read_meta(folder)
+        (folder / name).unlink()
+
+    def sha256(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(checkpoint, "sha256", sha256)
+    with pytest.raises(PermissionError):
+        checkpoint.read_meta(folder)
 
 
 @pytest.mark.parametrize(

@@ -619,7 +619,7 @@ def test_a_column_that_is_missing_from_parquet(tmp_path, capsys):
 
     parquet.write_table(table({"id": [1, 2], "body": ["first", "second"]}), tmp_path / "a.parquet")
     told = refused(capsys, "text", tmp_path / "a.parquet", "--out-dir", tmp_path / "set")
-    assert "a.parquet:1: no text in column 'text'; name one with --column: body" in told
+    assert "a.parquet:1: no text in column 'text'; name one with data.py --column: body" in told
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".txt.zst"])
@@ -711,7 +711,7 @@ def test_what_exists_is_read_without_the_network(tmp_path, monkeypatch):
     (["text", "empty.txt"], "the corpus is empty"),
     (["text", "latin1.txt"], "latin1.txt: not UTF-8 text"),
     (["text", "bad.jsonl"], "bad.jsonl:2: not JSON"),
-    (["text", "rows.jsonl"], "rows.jsonl:1: no text in column 'text'; name one with --column: body"),
+    (["text", "rows.jsonl"], "rows.jsonl:1: no text in column 'text'; name one with data.py --column: body"),
     (["text", "list.jsonl"], "list.jsonl:1: the document is [1], not an object"),
     (["text", "good.txt", "--tokenizer", "gpt5"], "unknown tokenizer 'gpt5'; use one of: byte, "),
     (["text", "good.txt", "--val-fraction", "1"], "--val-fraction 1.0: must be above 0 and below 1"),

@@ -309,6 +309,62 @@ def test_two_runs_on_one_folder(finished, tokens, capsys):
     assert not Path("run/.lock").exists()
 
 
+def test_links_in_a_run_are_not_written_through(finished, capsys):
+    shutil.copytree(finished, "run")
+    shutil.rmtree("run/tensorboard")
+    Path("run/profile").mkdir()
+    Path("target").write_text("precious")
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    for make_link in (os.symlink, os.link):
+        for name in (".lock", "metrics.tmp", "fp8_health.png", "profile/table.txt", "tensorboard"):
+            make_link(Path("target").absolute(), f"run/{name}")
+            with pytest.raises(ValueError, match=f"run/{name}: a link .* remove it, or train in a copy"):
+                checkpoint.lock("run")
+            Path("run", name).unlink()
+    os.symlink(Path("target").absolute(), "run/metrics.tmp")
+    assert run_train("--resume --out-dir run --max-steps 6") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "run/metrics.tmp: a link" in error
+    Path("run/metrics.tmp").unlink()
+    assert before == {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    shutil.move("run/step-4", "elsewhere")
+    os.symlink(Path("elsewhere").absolute(), "run/step-4")
+    checkpoint.unlock("run", checkpoint.lock("run"))
+
+
+def test_another_corpus_under_the_same_path_is_reported(finished, capsys):
+    shutil.copytree(finished, "run")
+    words = "data holds another corpus than when run/step-"
+    for number, said in ((4, False), (5, True)):
+        dataset.write_tokens(iter(["abc" * 4000, f"{number}" * 4000]), "data", val_fraction=0.4, force=True)
+        if number == 4:
+            rewrite_meta("run/step-4", lambda meta: meta.pop("corpus"))  # a version that did not store it
+        capsys.readouterr()
+        assert run_train(f"--resume --out-dir run --max-steps {number + 1} --data data") == 0
+        assert (words in capsys.readouterr().out) == said
+
+
+def test_a_run_killed_before_its_first_checkpoint_is_started_again(finished, tokens, monkeypatch, capsys):
+    plain = train.learning_rate
+
+    def learning_rate(step, config):
+        if step == 3:
+            raise KeyboardInterrupt
+        return plain(step, config)
+
+    monkeypatch.setattr(train, "learning_rate", learning_rate)
+    options = f"{OPTIONS} --max-steps 4 --eval-interval 0 --out-dir run"
+    assert run_train(options, tokens) == 130
+    monkeypatch.setattr(train, "learning_rate", plain)
+    Path("run/.lock").touch()  # as kill -9 leaves it
+    Path("run/.saving-step-3").mkdir()
+    capsys.readouterr()
+    assert len(metrics("run")) == 2 and run_train("--resume --out-dir run") == 2
+    assert "start it again with train.py, without --resume" in capsys.readouterr().err
+    assert run_train(options, tokens) == 0
+    assert metrics("run") == metrics(finished)
+
+
 # ---------------------------------------------------------------- versions
 
 def rewrite_meta(folder, change):
@@ -635,6 +691,13 @@ def test_nothing_here_unpickles():
 
 
 # ---------------------------------------------------------------- the script
+
+def test_numbers_that_make_no_study(capsys):
+    for option in ("--kills", "--others", "--jobs"):
+        assert cli.run(lambda: faults.main([option, "-1"]), "bench/faults.py") == 2
+        error = capsys.readouterr().err
+        assert error == f"bench/faults.py: {option} -1: must be at least 1, such as {option} 2\n"
+
 
 def test_the_script(tmp_path):
     command = [sys.executable, ROOT / "bench/faults.py", "--kills", "2", "--others", "1", "--json",

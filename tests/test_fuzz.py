@@ -268,7 +268,8 @@ RUNS = {  # name: (what is done, words of the line)
     "advanced, many heads": (lambda: change_json(META, model_config=HEADS, model="advanced"),
                              "AdvancedConfig.n_kv_head=500000000000: must divide"),
     "no regular file": (lambda: (META.unlink(), os.mkfifo(META)), "meta.json is not a regular file"),
-    "a pipe as SHA256SUMS": (lambda: (SUMS.unlink(), os.mkfifo(SUMS)), "SHA256SUMS is not a regular file"),
+    "a pipe as SHA256SUMS": (lambda: (SUMS.unlink(), os.mkfifo(SUMS)),
+                             "SHA256SUMS: missing, or not a regular file"),
     "a file not listed": (lambda: META.with_name("x.safetensors").write_bytes(b""), "is not listed"),
 }
 

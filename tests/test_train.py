@@ -1,5 +1,6 @@
 """train.py: exact resume, stopping, the files of a run, and the arithmetic of a step."""
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -52,6 +53,13 @@ def slow_writer(monkeypatch):
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
+@pytest.fixture
+def no_closing_report(monkeypatch):
+    """A sample and plots take longer than a run of a few steps."""
+    monkeypatch.setattr(train, "sample_text", lambda run: "text")
+    monkeypatch.setattr(train, "draw", lambda name, *_: name)
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "none"])
 def test_killed_and_resumed_equals_uninterrupted(tokens, recipe):
     options = f"{OPTIONS} --fp8-recipe {recipe}"
@@ -89,6 +97,78 @@ FORMATS = {"FP8": "--fp8-recipe delayed --dtype float32", "current": "--fp8-reci
            "BF16": "--fp8-recipe none --dtype bfloat16"}
 
 
+def test_killed_while_evaluating_a_saved_step(tokens, monkeypatch, capsys, no_closing_report):
+    plain = train.evaluate
+    options = (f"{OPTIONS} --n-layer 1 --max-steps 4 --eval-interval 2 --checkpoint-interval 1 "
+               "--fp8-health-interval 2 --no-background-saves")
+    assert run_train(f"{options} --out-dir whole", tokens) == 0
+    begun = set()
+
+    def evaluate(*arguments):  # killed at the first evaluation of steps 2 and 4
+        step = checkpoint.latest("run").name
+        if step != "step-1" and step not in begun:
+            begun.add(step)
+            raise KeyboardInterrupt
+        return plain(*arguments)
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    assert run_train(f"{options} --out-dir run", tokens) == 130 and metrics("run")[-1]["step"] == 1
+    assert run_train("--resume --out-dir run") == 130 and metrics("run")[-1]["step"] == 3
+    said = []
+    for _ in range(2):  # the second time nothing is left to do but to report
+        capsys.readouterr()
+        assert run_train("--resume --out-dir run") == 0
+        assert metrics("run") == metrics("whole")
+        said.append(capsys.readouterr().out.partition("--- a sample ---")[2])
+    assert said[0] == said[1] and f"validation loss {metrics('run')[-1]['val_loss']:.4f}" in said[0]
+    assert read_metrics("run/fp8_health.jsonl") == read_metrics("whole/fp8_health.jsonl")
+
+
+@pytest.mark.parametrize("error, last", [(BrokenPipeError(errno.EPIPE, "Broken pipe"), 2),
+                                         (OSError(errno.ENOSPC, "No space left on device"), 4)])
+def test_lines_that_cannot_be_printed(tokens, monkeypatch, capsys, no_closing_report, error, last):
+    lines = []
+
+    def write(line):
+        lines.append(line)
+        if line.startswith("step 1/"):
+            raise error
+
+    monkeypatch.setattr(metrics_module.tqdm, "write", write)
+    assert run_train(f"{OPTIONS} --n-layer 1 --max-steps 4 --out-dir run", tokens) == 0
+    assert [record["step"] for record in metrics("run")] == list(range(1, last + 1))
+    assert checkpoint.latest("run").name == f"step-{last}"
+    stopped = "stopped by a closed stdout after step 2: saved run/step-2; resume with: python"
+    assert (stopped in capsys.readouterr().err) == (last == 2)
+
+
+def test_a_folder_that_is_renamed_while_training(tokens, monkeypatch, capsys, no_closing_report):
+    plain = train.learning_rate
+
+    def learning_rate(step, config):
+        if step == 3:
+            os.rename("run", "renamed")
+        return plain(step, config)
+
+    monkeypatch.setattr(train, "learning_rate", learning_rate)
+    options = f"{OPTIONS} --n-layer 1 --max-steps 5 --checkpoint-interval 2 --no-background-saves"
+    assert run_train(f"{options} --out-dir run", tokens) == 0
+    assert "step 3: run was renamed or deleted; training goes on in a new folder" in capsys.readouterr().out
+    assert [path.name for path in checkpoint.list_checkpoints("run")] == ["step-4", "step-5"]
+    assert [[record["step"] for record in metrics(run)] for run in ("renamed", "run")] == [[1, 2], [3, 4, 5]]
+
+
+def test_a_tokenizer_that_is_missing_is_reported_before_training(tokens, monkeypatch, capsys):
+    def get_tokenizer(*_):
+        raise ValueError("tokenizer hf:/x: no such folder; name its new place with --tokenizer hf:DIR")
+
+    monkeypatch.setattr(train, "get_tokenizer", get_tokenizer)
+    assert run_train(f"{OPTIONS} --n-layer 1 --max-steps 1 --out-dir run", tokens) == 0
+    before, _, after = capsys.readouterr().out.partition("step 1/1")
+    assert "tokenizer hf:/x: no such folder: training does not need it" in before
+    assert "no sample: there is no tokenizer byte here" in after and "--tokenizer" not in before + after
+
+
 @pytest.mark.parametrize("before, after", [("FP8", "BF16"), ("BF16", "FP8"), ("FP8", "current")])
 def test_precision_may_change_on_resume(tokens, before, after):
     options = f"{OPTIONS} --dropout 0 --lr 3e-3 --max-steps 40 --checkpoint-interval 30"
@@ -96,8 +176,8 @@ def test_precision_may_change_on_resume(tokens, before, after):
     shutil.copytree("same/step-30", "changed/step-30")
     assert run_train(f"--resume --out-dir changed {FORMATS[after]}") == 0
     same, changed = ([record["loss"] for record in metrics(run)] for run in ("same", "changed"))
-    assert len(changed) == 10 and same[30:] != changed
-    assert changed == pytest.approx(same[30:], rel=0.01)
+    assert len(changed) == 11 and changed[0] == same[29] and same[30:] != changed[1:]
+    assert changed == pytest.approx(same[29:], rel=0.01)
     assert same[39] < same[0] / 3, "the loss has fallen so far that a bad resume would show"
 
 
