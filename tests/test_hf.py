@@ -166,6 +166,20 @@ def test_an_import_is_the_same_model_and_its_export_the_same_folder(kind, tmp_pa
     same_tensors(weights(tmp_path / "run"), weights(tmp_path / "run again"))
 
 
+def test_an_import_reads_the_files_that_transformers_reads(tmp_path):
+    from safetensors.torch import save_file
+
+    hf = make_folder(tmp_path / "one")
+    hf.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    others = {name: 2 * tensor for name, tensor in tensors(tmp_path / "one").items()}
+    for name in ("one", "shards"):
+        save_file(others, tmp_path / name / "model_ema.safetensors")
+        (tmp_path / name / "._model.safetensors").write_bytes(b"not safetensors")
+        import_hf.import_(tmp_path / name, tmp_path / f"{name} run", "byte")
+        same_logits(load_run(tmp_path / f"{name} run"), hf, 300)
+
+
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])  # the second shows an epsilon in the wrong place
 @pytest.mark.parametrize("heads, kv_heads, layers", [(4, 2, 2), (4, 4, 1), (1, 1, 4), (6, 1, 2)])
 def test_a_qwen3_with_narrow_heads_differs_by_rounding(heads, kv_heads, layers, eps, tmp_path, monkeypatch):
@@ -497,6 +511,7 @@ def test_import_refuses_in_one_line(tmp_path, monkeypatch, capsys):
                 "llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
                 "rope_type 'linear'",
             ),
+            ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5: nanoTE's model"),
             ("llama", {"attention_bias": True}, "mlp_bias False"),
             ("qwen3", {"use_sliding_window": True}, "use_sliding_window True"),
             ("llama", {"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
@@ -515,7 +530,7 @@ def test_import_refuses_in_one_line(tmp_path, monkeypatch, capsys):
     assert "config.json" in line("good")
     for name, content, words in (
         ("cut off", b"\x99", "cannot be read"),
-        ("gone", None, "no *.safetensors file"),
+        ("gone", None, "no model.safetensors"),
     ):
         good(name)
         Path(name, "model.safetensors").write_bytes(content) if content else Path(
