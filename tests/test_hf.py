@@ -2,7 +2,11 @@
 both ways, and training goes on in FP8."""
 import json
 import math
+import os
 import re
+import runpy
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -559,9 +563,28 @@ def test_import_refuses_in_one_line(tmp_path, monkeypatch, capsys):
         def full(*_, **__):
             raise OSError(28, "No space left on device")
         patch.setattr(checkpoint, "_write_tensors", full)
-        assert "No space left on device" in line("full")
+        told = "run not written: No space left on device; nothing is kept; free some space or name another"
+        assert told in line("full")
     Path("run").mkdir()
     assert "run exists" in line("full")
+
+
+def stopped(*_, **__):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_nothing_is_left_of_a_tool_that_was_told_to_stop(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_folder("theirs")
+    make_run("ours")
+    monkeypatch.setattr(checkpoint, "save", stopped)
+    monkeypatch.setattr(hf_weights, "hf_config", stopped)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # without their handler the tools go on, and the test fails
+    for tool, folder in ((import_hf, "theirs"), (export_hf, "ours")):
+        monkeypatch.setattr(sys, "argv", [tool.__file__, folder, "new"])
+        with pytest.raises(SystemExit, match="130"):
+            runpy.run_path(tool.__file__, run_name="__main__")
+    assert sorted(os.listdir()) == ["ours", "theirs"]
 
 
 # ---- lm-eval

@@ -20,6 +20,7 @@ import dataclasses
 import os
 import shlex
 import shutil
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,6 +231,10 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
         unfinished.mkdir(parents=True)
         saved = checkpoint.save(unfinished, 0, model=model, optimizer=new_optimizer(model), meta=meta, keep=1)
         os.rename(unfinished, run)
+    except OSError as error:
+        reason = getattr(error.__cause__ or error, "strerror", None) or error
+        raise OSError(f"{run} not written: {reason}; nothing is kept; free some space or name another folder "
+                      "for the run") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return run / saved.name
@@ -283,4 +288,5 @@ def main(argv=None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left behind
     sys.exit(cli.run(main, "tools/import_hf.py"))
