@@ -47,7 +47,7 @@ FILES = {"train.bin", "val.bin", "meta.json"}
 META = {  # fields of meta.json; "?": optional
     "dtype": Literal["uint16", "uint32"], "tokenizer": str, "vocab_size": range(1, 2**32 + 1), "eot": COUNT,
     "train_tokens": COUNT, "val_tokens": COUNT, "train_sha256": str, "val_sha256": str,
-    "val_bytes?": COUNT, "format?": COUNT, "sha256?": str}
+    "val_bytes?": COUNT, "format?": Literal[1], "sha256?": str}
 HOST = platform.node()  # in the name of a temporary folder: several hosts may write to one file system
 REMAKE = "make the token files again with data.py --force"
 

@@ -217,6 +217,9 @@ def _saved_rows(path, column, split=None):
 def hf_documents(name, subset=None, split="train", column="text", streaming=False, data_files=None):
     """Return the rows of a Hugging Face dataset, or of local files: name "json", "parquet" or "text" and
     `data_files`. A file or folder that exists is read without the network."""
+    if not name.strip():
+        raise ValueError(f"hf {name!r}: names no dataset; pass one such as roneneldan/TinyStories, or a file "
+                         "or folder")
     if data_files == []:
         raise ValueError("--data-files: names no file; give one or more, or leave it out")
     if data_files is None and os.path.isfile(name):
