@@ -255,8 +255,8 @@ def _hf_rows(name, *options):
         reader.join()
         code = reader.exitcode
         reason = signal.strsignal(-code) if code < 0 else f"exit code {code}"
-        message = (f"hf {name}: the process that reads it crashed ({reason}): a file may be damaged or nested "
-                   "too deeply; python data.py text FILE names the line of a .jsonl file")
+        message = (f"hf {name}: the process that reads it crashed ({reason}): a file may be damaged or "
+                   "nested too deeply; python data.py text FILE names the line of a .jsonl file")
     finally:
         reader.terminate()
         receiver.close()

@@ -844,6 +844,17 @@ def test_a_system_error_names_its_file(tmp_path, capsys):
     assert capsys.readouterr().err == f"data.py: {tmp_path / 'absent'}: No such file or directory\n"
 
 
+def test_stdout_that_takes_nothing(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("some text")
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        told = refused(capsys, "text", tmp_path / "a.txt", "--out-dir", tmp_path / "one")
+    monkeypatch.setattr(sys, "stdout", None)  # as after >&-
+    assert cli.run(lambda: print("text"), "data.py") == 0
+    assert told == "data.py: stdout: No space left on device; not all of the output is there\n"
+    assert dataset.open_tokens(tmp_path / "one", "train")
+
+
 def test_full_disk(tmp_path):
     (tmp_path / "a.txt").write_text("a line\n" * 100_000)
     done = run("text", "a.txt", "--out-dir", "new/set", cwd=tmp_path,
