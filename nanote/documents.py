@@ -289,7 +289,9 @@ def _send_rows(sender, name, subset, split, column, streaming, data_files):
 
 
 def _first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = str(error).strip().replace(  # a message of datasets, with the option's name
+        "Config name is missing.\nPlease pick one among the available configs", "name a --subset")
+    return (text or type(error).__name__).splitlines()[0]
 
 
 def _field(row, column, where):

@@ -680,7 +680,7 @@ def test_a_folder(tmp_path, monkeypatch, capsys):
     assert Path("../data/notes/train.bin").read_bytes() == Path("../again/train.bin").read_bytes()
 
 
-def test_what_exists_is_read_without_the_network(tmp_path, monkeypatch):
+def test_what_exists_is_read_without_the_network(tmp_path, monkeypatch, capsys):
     pytest.importorskip("datasets")
     from pyarrow import parquet, table
 
@@ -688,6 +688,9 @@ def test_what_exists_is_read_without_the_network(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
+    subsets = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in "ab")
+    write_files(tmp_path / "two", {"README.md": f"---\nconfigs:\n{subsets}---\n", "a.jsonl": "a"})
+    assert "hf ./two: name a --subset: ['a', 'b']" in refused(capsys, "hf", "./two")
     parquet.write_table(table({"text": corpus(30)}), "folder/a.parquet")
     for name in ("folder", "folder/a.parquet"):
         data.main(["hf", name, "--out-dir", "set", "--force"])
