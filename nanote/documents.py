@@ -16,6 +16,9 @@ from contextlib import contextmanager
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
+from threading import RLock
+
+from tqdm import tqdm
 
 from nanote import json_files
 from nanote.dataset import start_worker
@@ -267,6 +270,7 @@ def _hf_rows(name, *options):
 def _send_rows(sender, name, subset, split, column, streaming, data_files):
     """Send lists of what `_hf_rows` yields; at the end None, or what went wrong."""
     start_worker()
+    tqdm.set_lock(RLock())  # its own lock is a semaphore, of which Python warns if this process is stopped
     message = None
     try:
         import datasets  # optional package; slow to import
