@@ -135,12 +135,12 @@ def run(main, script: str) -> int:
         try:
             return main() or 0
         finally:
-            sys.stdout.flush()  # a closed pipe shows here, and not at exit
+            _flush_stdout()
     except BrokenPipeError as error:
         if not _nobody_reads_stdout():
             print(f"{script}: {error}", file=sys.stderr)
             return 2
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+        _discard_stdout()
         return 141  # as a shell says it: 128 + SIGPIPE
     except (ValueError, OSError) as error:
         message = str(error)
@@ -151,6 +151,23 @@ def run(main, script: str) -> int:
     except KeyboardInterrupt as stop:
         print(f"{script}: {str(stop) or 'interrupted'}", file=sys.stderr)
         return 130
+
+
+def _flush_stdout() -> None:
+    """Write what is buffered: a closed pipe or a full disk shows here, and not at exit."""
+    try:
+        if sys.stdout is not None:  # None if the shell has closed it (>&-)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _discard_stdout()
+        raise OSError(error.errno, f"{error.strerror}; not all of the output is there", "stdout") from None
+
+
+def _discard_stdout() -> None:
+    """Send what is still buffered nowhere, so that writing it at exit does not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _nobody_reads_stdout() -> bool:

@@ -47,7 +47,7 @@ FILES = {"train.bin", "val.bin", "meta.json"}
 META = {  # fields of meta.json; "?": optional
     "dtype": Literal["uint16", "uint32"], "tokenizer": str, "vocab_size": range(1, 2**32 + 1), "eot": COUNT,
     "train_tokens": COUNT, "val_tokens": COUNT, "train_sha256": str, "val_sha256": str,
-    "val_bytes?": COUNT, "format?": COUNT, "sha256?": str}
+    "val_bytes?": COUNT, "format?": Literal[1], "sha256?": str}
 HOST = platform.node()  # in the name of a temporary folder: several hosts may write to one file system
 REMAKE = "make the token files again with data.py --force"
 
@@ -480,7 +480,7 @@ def in_processes(function, tasks, num_workers):
         yield from map(function, tasks)
         return
     # spawn: fork would copy the locks of libraries that already run threads here (pyarrow, tokenizers).
-    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker)
+    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), start_worker)
     try:
         in_flight = deque()
         for task in tasks:
@@ -496,7 +496,8 @@ def in_processes(function, tasks, num_workers):
         pool.shutdown(cancel_futures=True)
 
 
-def _start_worker():
+def start_worker():
+    """Prepare a worker process: it outlives neither Ctrl-C nor its parent."""
     # Ctrl-C reaches the whole process group; the parent alone handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_exit_with_parent, daemon=True).start()

@@ -8,14 +8,20 @@ files.
 import gzip
 import io
 import os
+import signal
 import sysconfig
 import zlib
 from collections import Counter
 from contextlib import contextmanager
 from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
+from threading import RLock
+
+from tqdm import tqdm
 
 from nanote import json_files
+from nanote.dataset import start_worker
 
 PIECE = 1 << 20  # a text file is read in pieces of this many characters
 COMPRESSED, ROWS = (".gz", ".zst"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -217,6 +223,9 @@ def _saved_rows(path, column, split=None):
 def hf_documents(name, subset=None, split="train", column="text", streaming=False, data_files=None):
     """Return the rows of a Hugging Face dataset, or of local files: name "json", "parquet" or "text" and
     `data_files`. A file or folder that exists is read without the network."""
+    if not name.strip():
+        raise ValueError(f"hf {name!r}: names no dataset; pass one such as roneneldan/TinyStories, or a file "
+                         "or folder")
     if data_files == []:
         raise ValueError("--data-files: names no file; give one or more, or leave it out")
     if data_files is None and os.path.isfile(name):
@@ -228,19 +237,65 @@ def hf_documents(name, subset=None, split="train", column="text", streaming=Fals
         if not os.path.exists(name):
             raise ValueError(f"{name}: no such file or directory; name one that exists, or a dataset such as "
                              "roneneldan/TinyStories")
-    import datasets  # optional package; slow to import
+    rows = _hf_rows(name, subset, split, column, streaming, data_files)
+    return rows, next(rows), "doc"
 
+
+def _hf_rows(name, *options):
+    """Yield the number of rows, None if it is unknown, then each text.
+
+    A process of its own reads them, since a damaged file can crash the libraries that do.
+    """
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    reader = context.Process(target=_send_rows, args=(sender, name, *options), daemon=True)
+    reader.start()
+    sender.close()
     try:
-        rows = datasets.load_dataset(name, subset, split=split, streaming=streaming, data_files=data_files)
-    except Exception as error:  # whatever the hub, pyarrow or the builder raises
-        raise ValueError(f"hf {name}: {_first_line(error)}") from error
+        while isinstance(message := receiver.recv(), list):
+            yield from message
+    except EOFError:  # the process ended without a message
+        reader.join()
+        code = reader.exitcode
+        reason = signal.strsignal(-code) if code < 0 else f"exit code {code}"
+        message = (f"hf {name}: the process that reads it crashed ({reason}): a file may be damaged or "
+                   "nested too deeply; python data.py text FILE names the line of a .jsonl file")
+    finally:
+        reader.terminate()
+        receiver.close()
+    if message:
+        raise ValueError(message)
 
-    documents = (_field(row, column, f"hf {name}, row {number}") for number, row in enumerate(rows))
-    return documents, None if streaming else len(rows), "doc"
+
+def _send_rows(sender, name, subset, split, column, streaming, data_files):
+    """Send lists of what `_hf_rows` yields; at the end None, or what went wrong."""
+    start_worker()
+    tqdm.set_lock(RLock())  # its own lock is a semaphore, of which Python warns if this process is stopped
+    message = None
+    try:
+        import datasets  # optional package; slow to import
+
+        rows = datasets.load_dataset(name, subset, split=split, streaming=streaming, data_files=data_files)
+        sender.send([None if streaming else len(rows)])
+        texts, size = [], 0
+        for number, row in enumerate(rows):
+            texts.append(_field(row, column, f"row {number}"))
+            size += len(texts[-1])
+            if size >= PIECE:
+                sender.send(texts)
+                texts, size = [], 0
+        sender.send(texts)
+    except Exception as error:  # whatever the hub, pyarrow or the builder raises
+        if type(error).__name__ == "DatasetGenerationError":  # says only that there is a cause
+            error = error.__cause__ or error
+        message = f"hf {name}: {_first_line(error)}"
+    sender.send(message)
 
 
 def _first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = str(error).strip().replace(  # a message of datasets, with the option's name
+        "Config name is missing.\nPlease pick one among the available configs", "name a --subset")
+    return (text or type(error).__name__).splitlines()[0]
 
 
 def _field(row, column, where):

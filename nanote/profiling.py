@@ -1,5 +1,5 @@
 """Traces of training steps, a summary of their kernels, and process settings: garbage collection,
-determinism.
+determinism, threads.
 
 `train.py` calls `check_options` and `prepare_process` before it allocates anything, and a `Profiler` around
 each step. Notes:
@@ -24,6 +24,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 RANGES = ("profile", "nsys", "memory_snapshot")  # options of the form START:STOP
+# PyTorch's own grain size. More threads gain little, and on a busy machine each operation waits for the last.
+ELEMENTS_PER_THREAD = 2**15
 
 
 # ---------------------------------------------------------------- options
@@ -55,10 +57,14 @@ def check_options(config) -> None:
 
 
 def prepare_process(config, device: torch.device) -> None:
-    """Apply --torch-deterministic and --expandable-segments; call this before anything is allocated.
+    """Apply --torch-deterministic and --expandable-segments, and choose the number of threads on a CPU; call
+    this before anything is allocated.
 
     Raises ValueError if they are not possible here.
     """
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        activation = config.micro_batch_size * config.seq_len * config.n_embd
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), activation // ELEMENTS_PER_THREAD)))
     if config.expandable_segments:
         if device.type != "cuda":
             raise ValueError(

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if " " in tempfile.gettempdir():  # tests write commands as one text, with paths of tmp_path, and split it
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/tmp")  # where pytest makes tmp_path
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:

@@ -1,6 +1,7 @@
 """User mistakes: one line that names the value and one that works, exit code 2, no file written."""
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,9 @@ def world(tmp_path_factory):
         Path("altered/train.bin").write_bytes(content)
         shutil.copytree("tokens", "truncated")
         Path("truncated/val.bin").write_bytes(Path("truncated/val.bin").read_bytes()[:-2])
+        shutil.copytree("tokens", "newer")
+        meta = json.loads(Path("newer/meta.json").read_text()) | {"format": 99}
+        Path("newer/meta.json").write_text(json.dumps(meta | {"sha256": dataset._meta_checksum(meta)}))
         shutil.copytree("tokens", "no-val")
         Path("no-val/val.bin").unlink()
         dataset.write_tokens(iter(["short", "text"]), "short", val_fraction=0.5)
@@ -73,6 +77,7 @@ CASES = [  # script, arguments, words of the line, and optionally what to break 
     ("train.py", f"{GOOD} --fp8-recipe fp4", ["fp4", "delayed", "mxfp8"]),
     ("train.py", f"{GOOD} --lr-schedule linear", ["linear", "cosine", "wsd"]),
     ("train.py", f"{GOOD} --device tpu", ["tpu", "cpu"]),
+    ("train.py", f"{GOOD} --device cpu:5", ["--device cpu:5", "auto, cpu, cuda or cuda:N"]),
     ("train.py", f"{GOOD} --device cuda:99", ["cuda:99", "CUDA devices"]),
     ("train.py", f"{GOOD} stray", ["stray"]),
     # train.py: numbers
@@ -140,6 +145,7 @@ CASES = [  # script, arguments, words of the line, and optionally what to break 
     ("train.py", f"{OPTIONS} --data file.txt", ["file.txt", "python data.py"]),
     ("train.py", f"{OPTIONS} --data altered", ["altered/train.bin", "SHA-256"]),
     ("train.py", f"{OPTIONS} --data truncated", ["truncated/val.bin", "SHA-256"]),
+    ("train.py", f"{OPTIONS} --data newer", ["newer/meta.json: format is 99, not 1", "data.py --force"]),
     ("train.py", f"{OPTIONS} --data no-val", ["no-val/val.bin"]),
     ("train.py", f"{OPTIONS} --data short", ["short/", "65", "--seq-len"]),
     # train.py: run folders and checkpoints
@@ -180,6 +186,7 @@ CASES = [  # script, arguments, words of the line, and optionally what to break 
     ("sample.py", "out/good --seed x", ["--seed"]),
     # data.py
     ("data.py", "", ["data.py"]),
+    ("data.py", "hf ''", ["hf '': names no dataset", "roneneldan/TinyStories"]),
     ("data.py", "text nothing.txt", ["nothing.txt"]),
     ("data.py", "text tokens", ["tokens", "directory"]),
     ("data.py", "text empty.txt", ["empty"]),
@@ -216,7 +223,7 @@ def test_one_line_exit_2_and_nothing_written(world, monkeypatch, capsys, script,
     before = tree(world)
     if break_:
         break_(monkeypatch)
-    code = run_script(script, arguments.split())
+    code = run_script(script, shlex.split(arguments))
     monkeypatch.undo()
     assert code == 2
     check(script, capsys.readouterr().err, words)

@@ -316,8 +316,8 @@ def test_text_takes_columns_and_names_the_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("streaming", [[], ["--streaming"]])
 def test_hf_from_local_files(tmp_path, monkeypatch, streaming):
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     texts = corpus(30)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"story": text}) + "\n" for text in texts))
     data.main(["hf", "json", "--data-files", str(tmp_path / "rows.jsonl"), "--column", "story",
@@ -325,14 +325,18 @@ def test_hf_from_local_files(tmp_path, monkeypatch, streaming):
     assert sorted(documents_of(tmp_path / "set", "train") + documents_of(tmp_path / "set", "val")) == sorted(
         texts
     )
-    with pytest.raises(ValueError, match="row 0: no text in column 'text'.*--column: story"):
-        data.main(
-            [
-                "hf", "json", "--data-files", str(tmp_path / "rows.jsonl"), "--out-dir",
-                str(tmp_path / "other"), *streaming,
-            ]
-        )
-    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("content, told", [
+    ('{"story": "a"}\n', "hf json: row 0: no text in column 'text'; name one with --column: story"),
+    ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "hf json: the process that reads it crashed (Segm")])
+def test_hf_rows_that_cannot_be_read(tmp_path, monkeypatch, capsys, content, told):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rows.json").write_text(content)
+    assert told in refused(capsys, "hf", "json", "--data-files", tmp_path / "rows.json", "--out-dir",
+                           tmp_path / "set")
+    assert not (tmp_path / "set").exists()
 
 
 def test_force_replaces_token_files_and_nothing_else(tmp_path, capsys):
@@ -676,19 +680,17 @@ def test_a_folder(tmp_path, monkeypatch, capsys):
     assert Path("../data/notes/train.bin").read_bytes() == Path("../again/train.bin").read_bytes()
 
 
-def test_what_exists_is_read_without_the_network(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    import socket
-
+def test_what_exists_is_read_without_the_network(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("datasets")
     from pyarrow import parquet, table
 
-    def no_network(*args, **options):
-        raise AssertionError("asked the network")
-    monkeypatch.setattr(socket, "getaddrinfo", no_network)
-    monkeypatch.setattr(socket.socket, "connect", no_network)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # also for the process that reads the rows
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
+    subsets = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in "ab")
+    write_files(tmp_path / "two", {"README.md": f"---\nconfigs:\n{subsets}---\n", "a.jsonl": "a"})
+    assert "hf ./two: name a --subset: ['a', 'b']" in refused(capsys, "hf", "./two")
     parquet.write_table(table({"text": corpus(30)}), "folder/a.parquet")
     for name in ("folder", "folder/a.parquet"):
         data.main(["hf", name, "--out-dir", "set", "--force"])
@@ -843,6 +845,17 @@ def test_nothing_is_left_of_a_process_that_was_told_to_stop(tmp_path, number):
 def test_a_system_error_names_its_file(tmp_path, capsys):
     assert cli.run(lambda: open(tmp_path / "absent"), "data.py") == 2
     assert capsys.readouterr().err == f"data.py: {tmp_path / 'absent'}: No such file or directory\n"
+
+
+def test_stdout_that_takes_nothing(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("some text")
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        told = refused(capsys, "text", tmp_path / "a.txt", "--out-dir", tmp_path / "one")
+    monkeypatch.setattr(sys, "stdout", None)  # as after >&-
+    assert cli.run(lambda: print("text"), "data.py") == 0
+    assert told == "data.py: stdout: No space left on device; not all of the output is there\n"
+    assert dataset.open_tokens(tmp_path / "one", "train")
 
 
 def test_full_disk(tmp_path):

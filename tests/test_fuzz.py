@@ -426,9 +426,14 @@ def weight(name, value):
     return lambda: change_tensors("hf/model.safetensors", lambda tensors: tensors.update({name: value}))
 
 
-def second_copy():
-    shutil.copy("hf/model.safetensors", "hf/other.safetensors")
-    change_tensors("hf/other.safetensors", lambda tensors: tensors.update({NORM: torch.zeros(64)}))
+def index(*files):
+    """Rename the weights to a.safetensors; name `files` in an index."""
+    def do():
+        os.rename("hf/model.safetensors", "hf/a.safetensors")
+        shutil.copy("hf/a.safetensors", "hf/b.safetensors")
+        weight_map = {str(number): file for number, file in enumerate(files)}
+        Path("hf/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return do
 
 
 def config(**fields):
@@ -448,7 +453,10 @@ FOLDERS = {
     "booleans": (weight(NORM, torch.ones(64, dtype=torch.bool)), f"{NORM} is torch.bool; float32"),
     "NaN": (weight(NORM, torch.full((64,), math.nan)), f"{NORM} holds values that are NaN or infinite"),
     "infinity": (weight(NORM, torch.full((64,), -math.inf).half()), f"{NORM} holds values that are NaN or"),
-    "a second copy": (second_copy, "is in model.safetensors and in other.safetensors; keep one copy"),
+    "a second copy": (index("a.safetensors", "b.safetensors"), "is in a.safetensors and in b.safetensors"),
+    "a missing shard": (index("a.safetensors", "c.safetensors"), "names c.safetensors, which is no file in"),
+    "a shard elsewhere": (index("../hf/a.safetensors"), "names ../hf/a.safetensors, which is no"),
+    "negative epsilon": (config(rms_norm_eps=-1.0), "rms_norm_eps is -1.0, not a number from 0 to 1"),
     "another head": (weight("lm_head.weight", torch.zeros(300, 64)), "differs from the embedding"),
     "a pipe beside it": (lambda: os.mkfifo("hf/generation.json"), "generation.json: not a regular file"),
 }

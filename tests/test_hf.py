@@ -2,7 +2,11 @@
 both ways, and training goes on in FP8."""
 import json
 import math
+import os
 import re
+import runpy
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -164,6 +168,20 @@ def test_an_import_is_the_same_model_and_its_export_the_same_folder(kind, tmp_pa
     assert type(again) is type(hf) and again.config.vocab_size == 300
     import_hf.import_(tmp_path / "back", tmp_path / "run again")
     same_tensors(weights(tmp_path / "run"), weights(tmp_path / "run again"))
+
+
+def test_an_import_reads_the_files_that_transformers_reads(tmp_path):
+    from safetensors.torch import save_file
+
+    hf = make_folder(tmp_path / "one")
+    hf.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    others = {name: 2 * tensor for name, tensor in tensors(tmp_path / "one").items()}
+    for name in ("one", "shards"):
+        save_file(others, tmp_path / name / "model_ema.safetensors")
+        (tmp_path / name / "._model.safetensors").write_bytes(b"not safetensors")
+        import_hf.import_(tmp_path / name, tmp_path / f"{name} run", "byte")
+        same_logits(load_run(tmp_path / f"{name} run"), hf, 300)
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])  # the second shows an epsilon in the wrong place
@@ -497,6 +515,7 @@ def test_import_refuses_in_one_line(tmp_path, monkeypatch, capsys):
                 "llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
                 "rope_type 'linear'",
             ),
+            ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5: nanoTE's model"),
             ("llama", {"attention_bias": True}, "mlp_bias False"),
             ("qwen3", {"use_sliding_window": True}, "use_sliding_window True"),
             ("llama", {"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
@@ -515,7 +534,7 @@ def test_import_refuses_in_one_line(tmp_path, monkeypatch, capsys):
     assert "config.json" in line("good")
     for name, content, words in (
         ("cut off", b"\x99", "cannot be read"),
-        ("gone", None, "no *.safetensors file"),
+        ("gone", None, "no model.safetensors"),
     ):
         good(name)
         Path(name, "model.safetensors").write_bytes(content) if content else Path(
@@ -544,9 +563,28 @@ def test_import_refuses_in_one_line(tmp_path, monkeypatch, capsys):
         def full(*_, **__):
             raise OSError(28, "No space left on device")
         patch.setattr(checkpoint, "_write_tensors", full)
-        assert "No space left on device" in line("full")
+        told = "run not written: No space left on device; nothing is kept; free some space or name another"
+        assert told in line("full")
     Path("run").mkdir()
     assert "run exists" in line("full")
+
+
+def stopped(*_, **__):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_nothing_is_left_of_a_tool_that_was_told_to_stop(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_folder("theirs")
+    make_run("ours")
+    monkeypatch.setattr(checkpoint, "save", stopped)
+    monkeypatch.setattr(hf_weights, "hf_config", stopped)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # without their handler the tools go on, and the test fails
+    for tool, folder in ((import_hf, "theirs"), (export_hf, "ours")):
+        monkeypatch.setattr(sys, "argv", [tool.__file__, folder, "new"])
+        with pytest.raises(SystemExit, match="130"):
+            runpy.run_path(tool.__file__, run_name="__main__")
+    assert sorted(os.listdir()) == ["ours", "theirs"]
 
 
 # ---- lm-eval

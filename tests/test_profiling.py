@@ -198,6 +198,25 @@ def test_what_cannot_be_deterministic_is_refused(monkeypatch):
     assert profiling.nondeterministic_reason(config, torch.device("cuda")) == ""
 
 
+def test_a_small_model_on_a_cpu_takes_few_threads(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def prepare(n_embd, device="cpu"):
+        config = TrainConfig(micro_batch_size=8, seq_len=128, n_embd=n_embd)
+        profiling.prepare_process(config, torch.device(device))
+
+    for n_embd in (16, 64, 768):
+        prepare(n_embd)
+    assert chosen == [1, 2, 6]
+    prepare(16, "cuda")
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")  # the user's choice
+    prepare(16)
+    assert len(chosen) == 3
+
+
 def test_expandable_segments_keep_the_allocators_other_settings(monkeypatch):
     given = []
     monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", given.append)

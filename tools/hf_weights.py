@@ -144,7 +144,10 @@ def from_hf_config(hf) -> dict:
     rope = hf.rope_parameters or {}
     if not rope.get("rope_theta", 1.0) > 0:
         raise ValueError(f"rope_theta {rope['rope_theta']}: must be above 0, such as 10000.0")
-    if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1) != 1:
+    if rope.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"partial_rotary_factor {rope['partial_rotary_factor']}: nanoTE's model rotates all "
+                         "dimensions of a head, partial_rotary_factor 1.0")
+    if rope.get("rope_type", "default") != "default":
         raise ValueError(
             f"rope_type {rope.get('rope_type')!r} (Llama 3.1 has 'llama3'): nanoTE's model has plain RoPE, "
             "rope_type 'default'"

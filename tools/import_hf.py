@@ -1,10 +1,10 @@
 """Import a Hugging Face GPT-2, Llama or Qwen3 folder as a run: python tools/import_hf.py DIR out/<run>
 
-    python train.py --resume --out-dir out/<run> --data … --fp8-recipe delayed      # continue training, in
-    FP8 python sample.py out/<run> --prompt "Once upon a time"
+    python train.py --resume --out-dir out/<run> --data … --fp8-recipe delayed    # continue training, in FP8
+    python sample.py out/<run> --prompt "Once upon a time"
 
-- Reads a local folder, and only its JSON and safetensors files: no download, no pickle (pytorch_model.bin),
-  no code.
+- Reads a local folder, and only its JSON files and the weights that transformers reads (model.safetensors, or
+  the files that model.safetensors.index.json names): no download, no pickle (pytorch_model.bin), no code.
 - The run is a checkpoint of step 0 with a new optimizer. Its float32 master weights are the values of the
   folder, so nothing is lost if training rounds the weights to BF16 or FP8.
 - FP8 needs a vocabulary that is a multiple of 32 (50,257 → 50,304). Rows of zeros would have logit 0, the
@@ -20,6 +20,7 @@ import dataclasses
 import os
 import shlex
 import shutil
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ BY_SIZE = {
 # must give the same ids
 PROBE = "def f(x):\n\treturn  x**2  # naïve 東京 🤖\r\n\n   I'll DON'T 1234567 \u00a0\u200b ...\n"
 
-
+COPY = "copy the file again from where the model came from"
 ROPE = (type(None), {"rope_type?": str, "rope_theta?": float, "partial_rotary_factor?": float})
 HF_CONFIG = {  # fields of config.json that are passed to transformers; it expands some others without limit
     "model_type": str, "nanote?": {"tokenizer?": str, "bias?": bool}, "rope_parameters?": ROPE,
@@ -53,7 +54,8 @@ for names, kind in {
         "vocab_size n_positions n_embd n_head max_position_embeddings hidden_size": json_files.SIZE,
         "num_attention_heads intermediate_size": json_files.SIZE,
         "n_inner num_key_value_heads head_dim": (type(None), json_files.SIZE),
-        "layer_norm_epsilon rms_norm_eps rope_theta partial_rotary_factor": float,
+        "layer_norm_epsilon rms_norm_eps": json_files.between(0, 1),
+        "rope_theta partial_rotary_factor": float,
         "activation_function hidden_act": str,
         "tie_word_embeddings attention_bias mlp_bias use_sliding_window": bool,
         "scale_attn_weights scale_attn_by_inverse_layer_idx add_cross_attention": bool}.items():
@@ -63,7 +65,7 @@ for names, kind in {
 @dataclass
 class ImportConfig:
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    """The Hugging Face folder: config.json, *.safetensors, tokenizer.json."""
+    """The Hugging Face folder: config.json, model.safetensors or its shards and index, tokenizer.json."""
     run: tyro.conf.Positional[Path]
     """The run folder to create, such as out/mine."""
     tokenizer: str | None = None
@@ -84,7 +86,7 @@ def read_config(folder: Path):
             raise ValueError(f"{path}: not a regular file, or a link to nothing; remove it or copy the model "
                              "again")
     path = folder / "config.json"
-    fields = json_files.read(path, HF_CONFIG, "copy the file again from where the model came from")
+    fields = json_files.read(path, HF_CONFIG, COPY)
     if fields["model_type"] not in hf_weights.CLASSES:
         raise ValueError(f"{path}: model_type {fields['model_type']!r}: nanoTE reads "
                          f"{', '.join(hf_weights.CLASSES)}")
@@ -95,24 +97,39 @@ def read_config(folder: Path):
         raise ValueError(f"{path}: {json_files.reason(error)}") from error
 
 
-def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors in the folder's safetensors files; float16 as float32, which is exact.
-
-    Raises ValueError if a file cannot be read.
-    """
-    from safetensors.torch import load_file
-
-    paths, pickles = sorted(folder.glob("*.safetensors")), sorted(folder.glob("*.bin"))
-    if not paths and pickles:
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that transformers reads: model.safetensors, else those that its index names."""
+    path, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if path.is_file():
+        return [path]
+    if index.is_file():
+        fields = json_files.read(index, {"weight_map": dict[str, str]}, COPY)
+        names = sorted(set(fields["weight_map"].values()))
+        for name in names:
+            if (folder / name).parent != folder or not (folder / name).is_file():
+                raise ValueError(f"{index}: names {name}, which is no file in this folder; copy it from "
+                                 "where the model came from")
+        return [folder / name for name in names]
+    pickles = sorted(folder.glob("*.bin"))
+    if pickles:
         raise ValueError(
             f"{folder}: {pickles[0].name} is a pickle, which can run code when it is read; convert it where "
             "you trust it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) writes "
             "safetensors"
         )
-    if not paths:
-        raise ValueError(f"{folder}: no *.safetensors file")
+    raise ValueError(f"{folder}: no model.safetensors, and no {index.name} that names its parts; copy them "
+                     "from where the model came from")
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of the folder's weight files; float16 as float32, which is exact.
+
+    Raises ValueError if a file cannot be read.
+    """
+    from safetensors.torch import load_file
+
     tensors, origin = {}, {}
-    for path in paths:
+    for path in weight_files(folder):
         try:
             found = load_file(path)
         except OSError:
@@ -214,6 +231,10 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
         unfinished.mkdir(parents=True)
         saved = checkpoint.save(unfinished, 0, model=model, optimizer=new_optimizer(model), meta=meta, keep=1)
         os.rename(unfinished, run)
+    except OSError as error:
+        reason = getattr(error.__cause__ or error, "strerror", None) or error
+        raise OSError(f"{run} not written: {reason}; nothing is kept; free some space or name another folder "
+                      "for the run") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return run / saved.name
@@ -267,4 +288,5 @@ def main(argv=None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left behind
     sys.exit(cli.run(main, "tools/import_hf.py"))
