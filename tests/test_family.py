@@ -4,17 +4,15 @@ import ast
 import dataclasses
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import sample
+from fork_server import run_python
 from nanote import fp8, models
 from tools.hf_weights import NAMES
 from trainer_tools import OPTIONS, ROOT, make_tokens, metrics, run_train
@@ -299,9 +297,7 @@ def test_each_file_stands_alone(tmp_path):
         for file in (f"{module}.py", "te_reference.py"):
             shutil.copy(ROOT / file, tmp_path / name)
         arguments += [str(tmp_path / name), module, model, config]
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment |= {"NANOTE_REFERENCE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", STANDS_ALONE, *arguments]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    environment = {"NANOTE_REFERENCE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = run_python("-c", STANDS_ALONE, *arguments, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{module} True True" for module, *_ in models.MODELS.values()]

@@ -107,7 +107,7 @@ def test_bfloat16_moments_decrease_with_betas_up_to_0_996(monkeypatch, beta, dec
     optimizer = FastAdam([parameter], betas=(beta, beta), moment_dtype=torch.bfloat16)
     start = torch.linspace(0.5, 8, 64, device=DEVICE).bfloat16()
     moments = [optimizer.state[parameter][name].copy_(start) for name in ("exp_avg", "exp_avg_sq")]
-    for _ in range(100):
+    for _ in range(100 if decreases else 2):  # every step casts the same values
         optimizer.step()
     for moment in moments:
         assert (moment < 0.8 * start).all() if decreases else torch.equal(moment, start)

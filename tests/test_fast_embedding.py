@@ -56,7 +56,8 @@ def test_sum_by_index(count, vocab_size, columns, kind, dtype):
         atol=2e-5 * count**0.5,
     )
     assert torch.equal(dweight.abs().sum(1) > 0, torch.bincount(tokens, minlength=vocab_size) > 0)
-    assert torch.equal(dweight, fast_embedding.sum_by_index(tokens, dy, vocab_size))  # bit for bit
+    if HAS_GPU:  # bit for bit; the interpreter runs one program after the other
+        assert torch.equal(dweight, fast_embedding.sum_by_index(tokens, dy, vocab_size))
 
 
 def test_embed_without_positions():
@@ -105,8 +106,7 @@ def test_with_positions(batch, length, columns, more, documents, dtype):
         )
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("bad", [-1, -100, 0x7fffffff, 50])
+@pytest.mark.parametrize("bad, rows", [(-1, 1), (-100, 2), (0x7fffffff, 1), (50, 2)])
 def test_token_outside_the_vocabulary(bad, rows):
     """It gives NaN in its row and changes no other row, and the kernels terminate, even if whole chunks
     consist of it."""

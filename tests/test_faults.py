@@ -700,14 +700,14 @@ def test_numbers_that_make_no_study(capsys):
 
 
 def test_the_script(tmp_path):
-    command = [sys.executable, ROOT / "bench/faults.py", "--kills", "2", "--others", "1", "--json",
+    command = [sys.executable, ROOT / "bench/faults.py", "--kills", "1", "--others", "1", "--json",
                str(tmp_path / "faults.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "faults.json").read_text())
     counts = figures["killed"]["counts"]
-    assert counts["kills"] == counts["resumed"] == counts["equal_to_the_uninterrupted_run"] == 2
+    assert counts["kills"] == counts["resumed"] == counts["equal_to_the_uninterrupted_run"] == 1
     assert counts["unreadable_checkpoints"] == 0
     assert figures["terminated"]["counts"]["equal_to_the_uninterrupted_run"] == 1
     assert figures["not_a_number"]["counts"]["unchanged"] == 1

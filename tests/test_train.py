@@ -1,4 +1,5 @@
 """train.py: exact resume, stopping, the files of a run, and the arithmetic of a step."""
+import contextlib
 import dataclasses
 import errno
 import json
@@ -19,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
+from fork_server import run_python
 from nanote import checkpoint, fp8_health, models, roofline
 from nanote import metrics as metrics_module
 from nanote.config import TrainConfig, pick_vocab_size, read_options
@@ -169,15 +171,17 @@ def test_a_tokenizer_that_is_missing_is_reported_before_training(tokens, monkeyp
     assert "no sample: there is no tokenizer byte here" in after and "--tokenizer" not in before + after
 
 
-@pytest.mark.parametrize("before, after", [("FP8", "BF16"), ("BF16", "FP8"), ("FP8", "current")])
-def test_precision_may_change_on_resume(tokens, before, after):
+@pytest.mark.parametrize("before, others", [("FP8", ["BF16", "current"]), ("BF16", ["FP8"])])
+def test_precision_may_change_on_resume(tokens, before, others):
     options = f"{OPTIONS} --dropout 0 --lr 3e-3 --max-steps 40 --checkpoint-interval 30"
     assert run_train(f"{options} {FORMATS[before]} --out-dir same", tokens) == 0
-    shutil.copytree("same/step-30", "changed/step-30")
-    assert run_train(f"--resume --out-dir changed {FORMATS[after]}") == 0
-    same, changed = ([record["loss"] for record in metrics(run)] for run in ("same", "changed"))
-    assert len(changed) == 11 and changed[0] == same[29] and same[30:] != changed[1:]
-    assert changed == pytest.approx(same[29:], rel=0.01)
+    same = [record["loss"] for record in metrics("same")]
+    for after in others:
+        shutil.copytree("same/step-30", f"{after}/step-30")
+        assert run_train(f"--resume --out-dir {after} {FORMATS[after]}") == 0
+        changed = [record["loss"] for record in metrics(after)]
+        assert len(changed) == 11 and changed[0] == same[29] and same[30:] != changed[1:]
+        assert changed == pytest.approx(same[29:], rel=0.01)
     assert same[39] < same[0] / 3, "the loss has fallen so far that a bad resume would show"
 
 
@@ -317,7 +321,8 @@ def test_non_finite_loss_stops_names_the_step_and_keeps_the_last_good(
 
 def test_what_a_run_leaves_behind(tokens, capsys):
     intervals = "--checkpoint-interval 2 --keep-checkpoints 3 --log-interval 3"
-    assert run_train(f"{OPTIONS} {intervals} --max-steps 9 --out-dir run", tokens) == 0
+    options = f"{OPTIONS} {intervals} --max-steps 9 --out-dir run"
+    assert run_train(options, tokens, ending=contextlib.nullcontext) == 0
     out = capsys.readouterr().out
     assert "te_reference" in out.splitlines()[0] and "512 tokens a step" in out
     files = "run/loss.png", "run/metrics.jsonl", "run/tensorboard", "run/step-9"
@@ -444,9 +449,9 @@ def raise_full_disk():
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("fp8", ["none", "delayed"])
-def test_two_processes_train_as_one_and_one_resumes_from_two(tokens, fp8):
-    options = (f"{OPTIONS} --dropout 0 --fp8-recipe {fp8} --lr-schedule constant "
+def test_two_processes_train_as_one_and_one_resumes_from_two(tokens):
+    """Started with torchrun. test_parallel.py has the same without FP8, and closer."""
+    options = (f"{OPTIONS} --dropout 0 --lr-schedule constant "
                "--eval-steps None --eval-tokens 700")  # 11 windows: the last batch is not full
     command = (f"-m torch.distributed.run --standalone --nproc_per_node 2 {ROOT / 'train.py'} {options} "
                "--micro-batch-size 2 --max-steps 4 --out-dir two")
@@ -460,12 +465,11 @@ def test_two_processes_train_as_one_and_one_resumes_from_two(tokens, fp8):
     assert run_train("--resume --out-dir two --micro-batch-size 4 --max-steps 8") == 0
     # Each rank has half of the samples, so its gradients are twice as large before averaging. With FP8 they
     # get other scales and round differently: losses stay close, gradient norms diverge after a few steps.
-    loss_tolerance, norm_tolerance, norms = (1e-5, 1e-4, 8) if fp8 == "none" else (1e-2, 5e-2, 4)
     two, one = metrics("two"), metrics("one")
-    assert two[0]["val_loss"] == pytest.approx(one[0]["val_loss"], rel=loss_tolerance)  # of the same windows
-    assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=loss_tolerance)
-    expected = [r["grad_norm"] for r in one[:norms]]
-    assert [r["grad_norm"] for r in two[:norms]] == pytest.approx(expected, rel=norm_tolerance)
+    assert two[0]["val_loss"] == pytest.approx(one[0]["val_loss"], rel=1e-2)  # of the same windows
+    assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-2)
+    expected = [r["grad_norm"] for r in one[:4]]
+    assert [r["grad_norm"] for r in two[:4]] == pytest.approx(expected, rel=5e-2)
 
 
 # ---------------------------------------------------------------- options and arithmetic
@@ -476,13 +480,13 @@ def test_two_processes_train_as_one_and_one_resumes_from_two(tokens, fp8):
 def test_the_trainer_and_the_doctor_need_no_kernels(tokens, name, module):
     code = f"""if True:
         import sys, types
+        sys.path.insert(0, {str(ROOT)!r})
         sys.modules[{name!r}] = {module}
         import doctor
         import train
         doctor.diagnose(doctor.Facts())
         sys.exit(train.main({f"{OPTIONS} --max-steps 1 --out-dir run --data {tokens}".split()}))"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
-                          env=os.environ | {"NANOTE_REFERENCE": "1", "PYTHONPATH": str(ROOT)})
+    done = run_python("-c", code, env={"NANOTE_REFERENCE": "1"})
     assert done.returncode == 0 and len(metrics("run")) == 1, done.stderr
 
 
@@ -604,13 +608,14 @@ def test_every_recipe_option_reaches_the_model(tokens, monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
 def test_weights_kept_in_fp8_train_and_resume_exactly(tokens, recipe):
-    options = f"{OPTIONS} --n-layer 1 --fp8-param --fp8-recipe {recipe}"
+    options = (f"{OPTIONS} --n-layer 1 --fp8-param --fp8-recipe {recipe} --max-steps 12 "
+               "--checkpoint-interval 6")
     assert run_train(f"{options} --out-dir whole", tokens) == 0
-    assert run_train(f"{options} --out-dir half", tokens) == 0
-    shutil.rmtree("half/step-24")
+    shutil.copytree("whole", "half")
+    shutil.rmtree("half/step-12")
     assert run_train("--resume --out-dir half") == 0
     assert metrics("half") == metrics("whole")
-    whole, half = (load_file(next(Path(run, "step-24").glob("*.safetensors"))) for run in ("whole", "half"))
+    whole, half = (load_file(next(Path(run, "step-12").glob("*.safetensors"))) for run in ("whole", "half"))
     assert whole.keys() == half.keys()
     python_generator = "rng0.host"  # tqdm and others use it
     whole.pop(python_generator)

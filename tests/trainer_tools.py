@@ -1,12 +1,15 @@
 """Shared by the trainer's tests: a small corpus, options of a one-second run, and ways to run the scripts."""
-import os
+import contextlib
 import subprocess
-import sys
 from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
 
 import data
 import sample
 import train
+from fork_server import run_python
 from nanote import cli, dataset
 from nanote.metrics import OF_ONE_RUN, read_metrics
 
@@ -29,11 +32,27 @@ def make_tokens(folder) -> str:
     return str(folder)
 
 
-def run_train(arguments: str, tokens: str | None = None) -> int:
-    """Run train.py in this process; return its exit code."""
+@contextlib.contextmanager
+def short_endings():
+    """End runs with a sample of 2 tokens and small plots. In full they take half of a short run's time."""
+    generate, savefig = train.generate, Figure.savefig
+
+    def save_small(figure, path, dpi):
+        figure.set_layout_engine("none")
+        savefig(figure, path, dpi=20)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "generate", lambda model, ids, _, **more: generate(model, ids, 2, **more))
+        patch.setattr(Figure, "savefig", save_small)
+        yield
+
+
+def run_train(arguments: str, tokens: str | None = None, ending=short_endings) -> int:
+    """Run train.py in this process; return its exit code. `ending`: contextlib.nullcontext for a full one."""
     argv = [*arguments.split(), *(["--data", tokens] if tokens else [])]
     try:
-        return cli.run(lambda: train.main(argv), "train.py")
+        with ending():
+            return cli.run(lambda: train.main(argv), "train.py")
     except SystemExit as stop:
         return stop.code
 
@@ -56,10 +75,7 @@ import os, signal, train
 from nanote import checkpoint, cli
 {sabotage}
 sys.exit(cli.run(train.main, 'train.py'))"""
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments.split(), "--data", tokens], capture_output=True, text=True,
-        timeout=120, env=os.environ | {"NANOTE_REFERENCE": "1"},
-    )
+    return run_python("-c", code, *arguments.split(), "--data", tokens, env={"NANOTE_REFERENCE": "1"})
 
 
 def metrics(run) -> list[dict]:
