@@ -187,6 +187,38 @@ def standard_error(values: list[float]) -> float | None:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
+def plot(result: dict, path: Path) -> None:
+    """Draw the validation loss against tokens, and against seconds of training, for BF16 and FP8 at the
+    learning rate that is best for BF16. Several seeds: their mean, in a band of two standard errors."""
+    import matplotlib.pyplot as plt
+
+    finals = {row["arm"]: row["mean"] for row in result["summary"] if row["arm"].startswith("bf16")}
+    best = min(finals, key=finals.get)
+    arms = {best: "BF16", best.replace("bf16", "fp8"): "FP8, delayed scaling"}
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for axis, unit, scale in zip(axes, ("tokens", "seconds"), (1e-6, 1)):
+        for arm, label in arms.items():
+            by_step = {}
+            for record in result["runs"]:
+                if record["arm"] == arm and record["step"] > 1:
+                    by_step.setdefault(record["step"], []).append(record)
+            x = [scale * statistics.mean(r[unit] for r in records) for records in by_step.values()]
+            losses = [[r["val_loss"] for r in records] for records in by_step.values()]
+            means = [statistics.mean(values) for values in losses]
+            errors = [2 * (standard_error(values) or 0) for values in losses]
+            axis.plot(x, means, label=label)
+            axis.fill_between(x, [m - e for m, e in zip(means, errors)],
+                              [m + e for m, e in zip(means, errors)], alpha=0.3)
+        axis.set_xlabel("million tokens" if unit == "tokens" else "seconds of training on one GPU")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("validation loss, nats a token")
+    seeds = max(row["seeds"] for row in result["summary"] if row["arm"] in arms)
+    axes[0].legend(title=f"GPT-2 124M, {'one seed' if seeds == 1 else f'{seeds} seeds'}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 # ---------------------------------------------------------------- the command
 
 def main(argv=None):

@@ -9,7 +9,7 @@ the same micro-batch; both steps take turns, and a figure is the median of their
 - ddp-bf16_reduce   accumulated in float32, reduced in BF16
 - ddp-bf16          in BF16 throughout
 - ddp-eager         launched from Python, not as CUDA graphs
-- fsdp, fsdp-keep   FSDP2; with --no-reshard-after-forward
+- fsdp, fsdp-keep   FSDP2; with --no-reshard-after-forward; both also with -eager
 
 Before anything is timed, the step on all GPUs, with one GPU's tokens on each of them, must have the loss and
 gradient norm that this GPU has alone. NVLink multicast is off if NCCL_NVLS_ENABLE=0 is set; rows say so.
@@ -29,7 +29,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import arms, measure, report, timing
-from nanote import cli, parallel
+from nanote import cli, gradients, parallel
 
 SHAPES = {name: arms.SHAPES[name] for name in ("124m-b32", "350m-b16", "c4096")} | {
     "124m-b16": arms.SHAPES["124m-b32"] | {"micro_batch_size": 16}, "llama3-8b": arms.SHAPES["llama3-8b"]}
@@ -38,6 +38,18 @@ LAYOUTS = {
     "ddp-bf16": {"grad_accum_dtype": "bfloat16", "grad_reduce_dtype": "bfloat16"},
     "ddp-eager": {"cuda_graph": "off"},
     "fsdp": {"parallel": "fsdp"}, "fsdp-keep": {"parallel": "fsdp", "reshard_after_forward": False},
+    "fsdp-eager": {"parallel": "fsdp", "cuda_graph": "off"},
+    "fsdp-keep-eager": {"parallel": "fsdp", "cuda_graph": "off", "reshard_after_forward": False},
+}
+NAMES = {
+    "ddp": "ddp", "ddp-bf16_reduce": "ddp, `--grad-reduce-dtype bfloat16`",
+    "ddp-bf16": "ddp, `--grad-accum-dtype bfloat16`", "ddp-eager": "ddp, `--cuda-graph off`", "fsdp": "fsdp",
+    "fsdp-keep": "fsdp, `--no-reshard-after-forward`", "fsdp-eager": "fsdp, `--cuda-graph off`",
+    "fsdp-keep-eager": "fsdp, `--no-reshard-after-forward --cuda-graph off`",
+}
+SHAPE_NAMES = {
+    "124m-b32": "124M, 32 x 1,024", "124m-b16": "124M, 16 x 1,024", "350m-b16": "350M, 16 x 1,024",
+    "c4096": "width 4,096, 4 x 4,096", "llama3-8b": "Llama-3 8B, 1 x 8,192",
 }
 RECIPES = {"delayed": "FP8", "none": "BF16", "current": "FP8 current", "block": "FP8 block"}
 CLOSE = {"delayed": 0.02, "none": 0.01, "current": 0.02, "block": 0.02}  # relative, loss and gradient norm
@@ -132,6 +144,7 @@ def main(argv=None) -> int:
                 if plain and "error" not in row:
                     row["fp8_over_bf16"] = row["tokens_per_s_per_gpu"] / plain["tokens_per_s_per_gpu"]
                     row["fp8_over_bf16_one_gpu"] = row["tokens_per_s_one_gpu"] / plain["tokens_per_s_one_gpu"]
+                row["bucket_mib"] = gradients.BUCKET_BYTES / 2**20
                 row["nvlink_multicast"] = os.environ.get("NCCL_NVLS_ENABLE") != "0"
                 row["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None
                 rows.add(row)
@@ -139,6 +152,21 @@ def main(argv=None) -> int:
                     print(describe(row), flush=True)
     parallel.shut_down(ranks)
     return 0
+
+
+def table(rows: list[dict]) -> str:
+    """Return a Markdown table of the rows, for bench/pages.py."""
+    lines = []
+    for row in rows:
+        ratio = row.get("fp8_over_bf16")
+        lines.append([
+            f"{row['gpus']} x {row['gpu'].removeprefix('NVIDIA ')}", NAMES[row["parallel"]],
+            SHAPE_NAMES[row["shape"]], RECIPES[row["recipe"]],
+            f"{row['tokens_per_s_per_gpu'] / 1e3:,.1f}", f"{row['efficiency']:.2f}",
+            f"{ratio:.2f}" if ratio else "", f"{row['peak_gib']:.1f}", f"{row['bucket_mib']:.0f}"])
+    titles = ["GPUs", "layout", "tokens per micro-batch", "precision", "k tokens/s per GPU",
+              "of one GPU alone", "FP8 over BF16", "peak GiB", "MiB of a bucket"]
+    return report.markdown(titles, lines, left=4)
 
 
 def describe(row: dict) -> str:

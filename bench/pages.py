@@ -32,10 +32,12 @@ sys.path.insert(0, str(ROOT))
 from bench import (
     accumulation,
     attention_report,
+    convergence,
     first_run,
     gqa_rmsnorm,
     laptop,
     memory,
+    multi_gpu,
     nanogpt,
     optimizer,
     plan_table,
@@ -46,7 +48,7 @@ from bench import (
 from nanote import cli
 
 PICTURES = {  # JSON file -> function that draws it; the picture is next to it
-    "speed": speed_report.draw_speed,
+    "speed": speed_report.draw_speed, "convergence": convergence.plot,
     "stack": speed_report.draw_stack,
     "crossover": speed_report.draw_crossover,
     "attention": attention_report.plot,
@@ -68,6 +70,7 @@ TABLES = {  # comment in a page -> JSON file, function that makes a Markdown tab
     "attention_blocks": ("attention", attention_report.blocks_table),
     "accumulation": ("accumulation", accumulation.errors_table),
     "accumulation_times": ("accumulation", accumulation.times_table),
+    "multi_gpu": ("multi_gpu", multi_gpu.table),
     "plan": ("speed", plan_table.table),  # an estimate; one GPU's speed is measured
     "stability": ("stability_h200", stability_report.table),
     "stability_te": ("stability_te_h200", stability_report.sizes_table),

@@ -75,13 +75,14 @@ class BackgroundSaver:
     next checkpoint: pinned memory for tensors on a GPU, of the size of weights, optimizer state and float32
     masters.
 
-    With several processes, or `background` off, `save` returns when everything is written. DCP calls
-    collectives: in a second thread they could come before the training collectives on one rank and after them
-    on another, which is a deadlock.
+    Several processes write together, in a process group of their own: a thread's collectives may come before
+    the training's on one rank and after them on another, which would be a deadlock in one group. With sharded
+    weights, or `background` off, `save` returns when everything is written.
     """
 
     def __init__(self, background: bool = True):
-        self.background = background and not dist.is_initialized()
+        self.background = background
+        self.group = dist.new_group(backend="gloo") if background and dist.is_initialized() else None
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.writing, self.failures, self.copies = None, [], {}
 
@@ -109,7 +110,8 @@ class BackgroundSaver:
         tensors = _tensors(model, optimizer)
         if self.background:
             tensors = self.copy_to_host(tensors).items()
-            self.writing = self.thread.submit(_write, Path(run_dir), step, tensors, document, keep)
+            self.writing = self.thread.submit(
+                _write, Path(run_dir), step, tensors, document, keep, self.group)
         else:
             try:
                 _write(Path(run_dir), step, tensors, document, keep)
@@ -162,9 +164,9 @@ def _document(step: int, model, optimizer, meta: dict) -> str:
     return json.dumps(own | meta | own, indent=2, default=str) + "\n"
 
 
-def _write(run_dir: Path, step: int, tensors, document: str, keep: int) -> Path:
+def _write(run_dir: Path, step: int, tensors, document: str, keep: int, group=None) -> Path:
     """Write run_dir/step-<step> from (name, tensor) pairs and the text of meta.json, without reading the
-    model."""
+    model. `group`: the process group to use; None: the one that trains."""
     folder, unfinished = run_dir / f"step-{step}", run_dir / f".saving-step-{step}"
 
     def prepare():
@@ -187,12 +189,12 @@ def _write(run_dir: Path, step: int, tensors, document: str, keep: int) -> Path:
             shutil.rmtree(doomed, ignore_errors=True)
 
     try:
-        on_rank0(prepare)
+        on_rank0(prepare, group)
         if dist.is_initialized():
-            safetensors_files.save_distributed(dict(tensors), unfinished)
+            safetensors_files.save_distributed(dict(tensors), unfinished, group)
         else:
             _write_tensors(dict(tensors), unfinished)
-        on_rank0(finish)
+        on_rank0(finish, group)
     except OSError as error:
         if _rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -642,7 +644,7 @@ def drop_stale_masters(tensors: dict, meta: dict) -> None:
 
 # ---------------------------------------------------------------- processes and files
 
-def on_rank0(function):
+def on_rank0(function, group=None):
     """Call `function` on rank 0 only. Every rank returns its result, or raises its ValueError or OSError."""
     if not dist.is_initialized():
         return function()
@@ -652,7 +654,7 @@ def on_rank0(function):
             outcome[0] = function()
         except (ValueError, OSError) as error:
             outcome[1] = error
-    dist.broadcast_object_list(outcome)
+    dist.broadcast_object_list(outcome, group=group)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]

@@ -87,13 +87,16 @@ def _must_be_float(name: str) -> bool:
     return name.startswith(("model.", "fp8.")) or name.rpartition(".")[2] in floats
 
 
-def save_distributed(tensors: dict, folder: Path) -> None:
-    """Write the tensors of all ranks with DCP. Every rank must call it and raises the OSError of any rank."""
+def save_distributed(tensors: dict, folder: Path, group=None) -> None:
+    """Write the tensors of all ranks with DCP. Every rank must call it and raises the OSError of any rank.
+
+    `group`: the process group to use; None: the default one.
+    """
     files = file_numbers(tensors)
     for rank in range(dist.get_world_size()):  # the table of rank 0 is used for all ranks
         files |= {f"rng{rank}.{name}": 1 for name in ("torch", "host", "cuda")}
     writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
-    _run_dcp(dcp.save, tensors, storage_writer=writer)
+    _run_dcp(dcp.save, tensors, storage_writer=writer, process_group=group)
 
 
 def load(tensors: dict, folder: Path) -> None:
