@@ -64,6 +64,21 @@ def reduction_dtype(config) -> torch.dtype:
     return getattr(torch, config.grad_reduce_dtype)
 
 
+def bytes_per_parameter(config, dtype: torch.dtype, ranks: int = 1) -> int:
+    """Return the bytes per parameter of the buffers; 0 if gradients of one micro-batch on one rank need none.
+
+    Args:
+        dtype: of the parameters.
+        ranks: that train with --parallel ddp.
+    """
+    if dtype == torch.float32:
+        return 4 if ranks > 1 else 0
+    if ranks == 1:
+        return accumulation_dtype(config).itemsize if config.grad_accum > 1 else 0
+    types = {accumulation_dtype(config), reduction_dtype(config)}
+    return sum(kind.itemsize for kind in types)
+
+
 class Gradients:
     """The gradients of a model's parameters in flat buffers.
 

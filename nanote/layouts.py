@@ -9,7 +9,9 @@ import bisect
 import dataclasses
 from dataclasses import dataclass
 
-from nanote import models, roofline
+import torch
+
+from nanote import gradients, models, roofline
 from nanote.memory import sequence_multiple
 
 # Data sheets of NVIDIA's GPUs and DGX systems: name in roofline.PEAKS, GB of memory, GB/s per GPU and
@@ -89,8 +91,9 @@ def memory(run, model, layout: Layout, reshard=True) -> dict[str, float]:
     With N weights of w = 2 bytes (float32: 4) and S shards (ZeRO, section 5; S = 1: all on each GPU):
 
     weights          w·N/S
-    gradients        w·N/S in backward; w·N after a forward pass with grad_accum > 1, since they are reduced
-                     once a step; ddp also has buckets of w·N at all times
+    gradients        w·N/S in backward; of several micro-batches or ddp's replicas the buffers of
+                     nanote/gradients.py at all times, by default 4·N; fsdp and hsdp keep 4·N after a forward
+                     pass with grad_accum > 1, since gradients are reduced once a step
     optimizer state  N/S times two moments (4 or 2 bytes each) and the master (remainder: 2 bytes; 4)
     FP8 copies       2 bytes (rowwise, transposed) per weight of a GEMM, not sharded, kept until backward; of
                      a checkpointed block while it runs, unless micro-batches share them
@@ -108,10 +111,16 @@ def memory(run, model, layout: Layout, reshard=True) -> dict[str, float]:
     renewed = layout.checkpointing and not accumulates  # FP8 copies, when a block is recomputed
     casts = max(1, sum(keeps_all)) if renewed else model.n_layer
     one_block, one_input = tokens * activation_bytes(model, in_fp8, width), tokens * width * model.n_embd
+    if sharded:
+        held = gradients.reduction_dtype(run).itemsize * count if accumulates else 0
+    else:
+        dtype = torch.float32 if width == 4 else torch.bfloat16
+        held = count * gradients.bytes_per_parameter(run, dtype, layout.replicas)
+        held = held or (width * count if accumulates else 0)
     gathered = count - max(0, model.n_layer - 2) * block if reshard else count
     forward = {
         "weights": width * count / layout.shards,
-        "gradients": width * count if accumulates else 0,
+        "gradients": held,
         "optimizer state": state * count / layout.shards,
         "FP8 copies of weights": 2 * (casts * block + head) if in_fp8 else 0,
         "gathered": width * (gathered + 2 * block) if sharded else 0,
@@ -129,8 +138,6 @@ def memory(run, model, layout: Layout, reshard=True) -> dict[str, float]:
     if in_fp8 and renewed:
         backward["FP8 copies of weights"] -= 2 * head  # which went backward first
     parts = max(forward, backward, key=lambda moment: sum(moment.values()))
-    if layout.name == "ddp" and layout.replicas > 1:
-        parts["gradients"] += width * count
     return parts
 
 
@@ -162,9 +169,10 @@ def traffic(run, model, layout: Layout, reshard=True) -> tuple[float, float]:
     gradients.
     """
     width, count = 4 if run.dtype == "float32" else 2, models.weight_count(model)
+    reduced = count * max(width, gradients.reduction_dtype(run).itemsize)
     gathered = count + (model.n_layer * block_weights(model) if reshard else 0)
-    return (ring_bytes(width * (run.grad_accum * gathered + count), layout.shards),
-            2 * ring_bytes(width * count / layout.shards, layout.replicas))
+    return (ring_bytes(width * run.grad_accum * gathered + reduced, layout.shards),
+            2 * ring_bytes(reduced / layout.shards, layout.replicas))
 
 
 def compute_ms(run, model, layout: Layout, cluster: Cluster) -> float:

@@ -6,6 +6,7 @@ memory is linear in the number of sequences (a fixed part for weights, gradients
 equal part per sequence), so two points determine the largest micro-batch.
 """
 import contextlib
+import dataclasses
 import gc
 import math
 import os
@@ -14,7 +15,7 @@ import traceback
 
 import torch
 
-from nanote import cli, models, parallel
+from nanote import cli, gradients, models, parallel
 from nanote.train_step import wants_graph
 
 GIB = 2**30
@@ -58,7 +59,8 @@ def least_memory(config, model_config, dtype: torch.dtype) -> list[tuple[int, st
     count = models.weight_count(model_config)
     shards = parallel.shard_count(config)
     weights = count * (1 if config.fp8_param else width) // shards
-    gradients = count * width  # whole until they are reduced, which is after the last micro-batch
+    buffers = 0 if shards > 1 else count * gradients.bytes_per_parameter(config, dtype, parallel.world_size())
+    grads = buffers or count * width  # whole until they are reduced, which is after the last micro-batch
     master = 0 if dtype == torch.float32 else 2
     state = count * (2 * getattr(torch, config.moment_dtype).itemsize + master)
     if config.optimizer == "muon":  # momentum and master weight, if it is less
@@ -73,10 +75,10 @@ def least_memory(config, model_config, dtype: torch.dtype) -> list[tuple[int, st
         gemms = 4 * (config.n_layer - config.fp8_skip_first - config.fp8_skip_last) + config.fp8_lm_head
         histories = gemms * 5 * 4 * config.fp8_amax_history_len  # 5 tensors per GEMM, in float32
     sizes = "n_embd n_layer n_head head_dim n_inner vocab_size n_positions"
-    update = (weights + gradients // shards + state, "weights, gradients and optimizer state", sizes)
+    update = (weights + grads // shards + state, "weights, gradients and optimizer state", sizes)
     forward = (weights + state_before, "weights and optimizer state", sizes)
-    if config.grad_accum > 1:  # with the gradients of the previous micro-batch
-        forward = (weights + gradients + state_before, "weights, gradients and optimizer state", sizes)
+    if buffers or config.grad_accum > 1:  # with the gradients of the previous micro-batch
+        forward = (weights + grads + state_before, "weights, gradients and optimizer state", sizes)
     moments = [
         [update],
         [forward, (activations, "activations and logits of a micro-batch", "micro_batch_size seq_len")]]
@@ -139,6 +141,13 @@ def explain(
     """
     fixed, points, capacity = step_bytes(model, optimizer), None, None
     device = next(model.parameters()).device
+    count = sum(p.numel() for p in model.parameters())
+    # what is suggested adds up micro-batches, in buffers that the measured passes may not have
+    dtype = next(model.parameters()).dtype
+    buffers = gradients.bytes_per_parameter(dataclasses.replace(config, grad_accum=2), dtype)
+    missing = count * max(0, buffers - dtype.itemsize)
+    if train_step is not None and train_step.gradients is not None:
+        missing = 0
     graphed = wants_graph(config, device)
     if device.type == "cuda":
         _free_failed_pass(error, optimizer, train_step)
@@ -147,9 +156,9 @@ def explain(
             capacity = _capacity(device)
             if batch is not None and not torch.distributed.is_initialized():
                 points = measure_peaks(model, batch, sequence_multiple(config), graphed)
+                points = [(sequences, peak + missing) for sequences, peak in points]
     advice = what_would_fit(
-        config, fixed=fixed, parameters=sum(p.numel() for p in model.parameters()), capacity=capacity,
-        points=points, graphed=graphed,
+        config, fixed=fixed + missing, parameters=count, capacity=capacity, points=points, graphed=graphed,
     )
     return OutOfMemory(f"{what}: out of memory; {advice}; {kept}")
 
