@@ -328,7 +328,7 @@ def test_hf_from_local_files(tmp_path, monkeypatch, streaming):
 
 
 @pytest.mark.parametrize("content, told", [
-    ('{"story": "a"}\n', "hf json: row 0: no text in column 'text'; name one with --column: story"),
+    ('{"story": "a"}\n', "hf json: row 0: no text in column 'text'; name one with data.py --column: story"),
     ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "hf json: the process that reads it crashed (Segm")])
 def test_hf_rows_that_cannot_be_read(tmp_path, monkeypatch, capsys, content, told):
     pytest.importorskip("datasets")

@@ -11,6 +11,7 @@ import torch
 
 import te_reference
 from nanote import fp8
+from nanote.gradients import Gradients
 
 pytest.importorskip("triton")
 import model_te_optimized  # noqa: E402
@@ -93,15 +94,19 @@ class Quantizer(types.SimpleNamespace):
 gemms = []  # layout, K, whether it accumulates in float32
 
 
-def general_gemm(a, b, *, layout, bias, out_dtype, use_split_accumulator, grad):
+def general_gemm(a, b, *, layout, bias, out_dtype, out, accumulate, use_split_accumulator, grad):
     """Stand in for cuBLAS: FP8 operands have K as their last dimension."""
     assert grad == (layout != "TN")
     gemms.append((layout, (b._transpose if layout == "NT" else b._data).shape[1], use_split_accumulator))
     def side(tensor, transposed):
         name = "_transpose" if transposed else "_data"
         return getattr(tensor, name).view(tensor._fp8_dtype).float() * tensor._scale_inv
-    out = side(b, layout == "NT") @ side(a, layout != "TN").T
-    return (out + bias if bias is not None else out).to(out_dtype), None, None, None
+    product = side(b, layout == "NT") @ side(a, layout != "TN").T
+    product = product + bias if bias is not None else product
+    if out is None:
+        return product.to(out_dtype), None, None, None
+    assert out.dtype == out_dtype
+    return out.add_(product) if accumulate else out.copy_(product), None, None, None
 
 
 @pytest.fixture(autouse=True)
@@ -350,7 +355,7 @@ def test_which_gemms_may_use_fast_accumulation(monkeypatch, fast_k, fastest):
     """Forward always, wgrad never, dgrad up to `dgrad_fast_accum_k`. None: the default."""
     asked = set()
 
-    def gemm(a, a_scale_inv, b, b_scale_inv, bias, accumulation):
+    def gemm(a, a_scale_inv, b, b_scale_inv, bias, accumulation, out, adds):
         asked.add((b.dtype, a.shape[1], accumulation))  # b in E5M2: a gradient
 
     monkeypatch.setattr(fast_block.fast_gemm, "is_supported", lambda: True)
@@ -411,6 +416,27 @@ def test_microbatches_cast_weights_once(monkeypatch):
     ours = train_steps(make_model(**ONE), 1, (True, False, False))
     assert casts == 2 * [5]  # the first pass and a step; the four linear layers of a block, and the head
     assert_same_training(ours, train_steps(make_model(fused=False, **ONE), 1, (True, False, False)))
+
+
+def test_weight_gradients_are_added_up_where_they_are_reduced(monkeypatch):
+    """GEMMs write to main_grad and add to it in float32; only the small gradients come from autograd."""
+    collected, copy = set(), torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda views, gradients: (
+        collected.update(view.dim() for view in views), copy(views, gradients))[1])
+    plain, model = (make_model(**ONE) for _ in range(2))
+    gradients, expected = Gradients(model), {}
+    for number in range(3):
+        plain(*make_tokens(number), is_first_microbatch=number == 0).backward()
+        for name, parameter in plain.named_parameters():
+            expected[name] = expected.get(name, 0) + parameter.grad.float()
+        plain.zero_grad(set_to_none=True)
+        with gradients.micro_batch(first=number == 0, last=number == 2):
+            model(*make_tokens(number), is_first_microbatch=number == 0).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == torch.float32
+        error = (parameter.grad - expected[name]).norm() / expected[name].norm()
+        assert error < 2.0**-8, f"{name}: {error}"  # BF16's rounding, of `expected`
+    assert collected == ({1, 2} if not model.config.use_rotary else {1})  # biases, norms; positions
 
 
 def test_weights_are_those_that_the_modules_cast():
