@@ -170,6 +170,24 @@ def test_gradient_norm(dtype):
     assert optimizer.gradient_norm().item() == pytest.approx(rest.item(), rel=1e-6)
 
 
+def test_bfloat16_parameters_with_float32_gradients():
+    """What gradients.py adds up. Gradients that BF16 can hold train as BF16 gradients do, bit for bit."""
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        params = parameters(torch.bfloat16)
+        optimizer = FastAdam(groups(params), lr=0.1)
+        for parameter, gradient in zip(params, gradients(0, torch.bfloat16)):
+            parameter.grad_dtype = None  # any
+            parameter.grad = gradient.to(dtype)
+        norm = optimizer.gradient_norm()
+        optimizer.step()
+        results.append([norm, *params, *(optimizer.state[p]["exp_avg"] for p in params)])
+    assert all(torch.equal(of_bf16, of_float32) for of_bf16, of_float32 in zip(*results))
+    params[0].grad = params[0].grad.bfloat16()
+    with pytest.raises(ValueError, match="all must be float32, or all have the parameters' type"):
+        optimizer.step()
+
+
 def test_mixed_dtypes_raise():
     params = [torch.nn.Parameter(torch.zeros(4, device=DEVICE, dtype=dtype))
               for dtype in (torch.float32, torch.bfloat16)]
