@@ -13,6 +13,9 @@ and the first step, which captures the CUDA graphs). From the last records follo
 
 - mean, standard_error: of the final validation loss over the seeds
 - gap_percent, gap_standard_error: of the arm's loss over that of bf16, paired by seed
+- seconds_to_bf16_loss, loss_matched_speedup: training time after which a run of this arm ends at the loss of
+  bf16, interpolated between runs of several lengths (--tokens 1e8, then --tokens 1.1e8), and bf16's time over
+  it. A run of another length has its own learning-rate schedule, so one run's curve cannot tell.
 """
 
 import json
@@ -105,7 +108,7 @@ def train_all(options: Options, jobs: list, record) -> None:
                 arm, seed = waiting.get_nowait()
             except queue.Empty:
                 return
-            folder = options.out_dir / f"{arm}-seed{seed}"
+            folder = options.out_dir / f"{arm}-{steps_of(options)}steps-seed{seed}"
             folder.parent.mkdir(parents=True, exist_ok=True)
             with open(f"{folder}.log", "a") as log:
                 process = subprocess.Popen(command_of(options, arm, seed, folder), cwd=ROOT, env=environment,
@@ -144,12 +147,14 @@ def visible_gpus() -> list[str]:
 def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
     """Return the records of a run for `runs`. `seconds` sums the steps after the first."""
     found, seconds, last_step = [], 0.0, 1
-    for record in read_metrics(folder / "metrics.jsonl"):
+    records = read_metrics(folder / "metrics.jsonl")
+    for record in records:
         step = record["step"]
         seconds += (step - last_step) * TOKENS_PER_STEP / record["tokens_per_s"]
         last_step = step
         if "val_loss" in record:
-            found.append({"arm": arm, "seed": seed, "tokens": step * TOKENS_PER_STEP, "step": step,
+            found.append({"arm": arm, "seed": seed, "run_tokens": records[-1]["step"] * TOKENS_PER_STEP,
+                          "tokens": step * TOKENS_PER_STEP, "step": step,
                           "val_loss": record["val_loss"], "seconds": round(seconds, 3)})
     return found
 
@@ -159,9 +164,9 @@ def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
 def summarize(runs: list[dict]) -> list[dict]:
     """Return a row per arm and number of tokens, over the runs that were completed."""
     final = {}  # (arm, tokens): {seed: last record}
-    for arm, seed in sorted({(record["arm"], record["seed"]) for record in runs}):
-        last = max((r for r in runs if (r["arm"], r["seed"]) == (arm, seed)), key=lambda r: r["step"])
-        final.setdefault((arm, last["tokens"]), {})[seed] = last
+    for record in runs:
+        if record["tokens"] == record["run_tokens"]:
+            final.setdefault((record["arm"], record["tokens"]), {})[record["seed"]] = record
     rows = []
     for (arm, tokens), by_seed in final.items():
         losses = {seed: record["val_loss"] for seed, record in by_seed.items()}
@@ -174,7 +179,28 @@ def summarize(runs: list[dict]) -> list[dict]:
             "gap_standard_error": standard_error(gaps),
             "seconds": statistics.median(record["seconds"] for record in by_seed.values()),
         })
+    for row in rows:
+        baseline = next((other for other in rows if other["tokens"] == row["tokens"]
+                         and other["arm"] == baseline_of(row["arm"])), None)
+        lengths = [other for other in rows if other["arm"] == row["arm"]]
+        matched = baseline and seconds_to(baseline["mean"], lengths)
+        row["seconds_to_bf16_loss"] = matched
+        row["loss_matched_speedup"] = baseline["seconds"] / matched if matched else None
     return sorted(rows, key=lambda row: row["mean"])
+
+
+def seconds_to(loss: float, lengths: list[dict]) -> float | None:
+    """Return the training time of a run that ends at `loss`, from an arm's rows of several lengths: linear in
+    the logarithm of the time. None if no two rows have the loss between them."""
+    rows = sorted(lengths, key=lambda row: row["seconds"])
+    for row in rows:
+        if row["mean"] == loss:
+            return row["seconds"]
+    for before, after in zip(rows, rows[1:]):
+        if before["mean"] >= loss >= after["mean"]:
+            share = (before["mean"] - loss) / (before["mean"] - after["mean"])
+            return before["seconds"] * (after["seconds"] / before["seconds"]) ** share
+    return None
 
 
 def baseline_of(arm: str) -> str:
@@ -232,8 +258,10 @@ def main(argv=None):
 
     def record(arm: str, seed: int, folder: Path) -> None:
         with lock:
-            kept = [r for r in document["runs"] if (r["arm"], r["seed"]) != (arm, seed)]
-            document["runs"] = kept + evaluations_of(arm, seed, folder)
+            found = evaluations_of(arm, seed, folder)
+            names = ("arm", "seed", "run_tokens")
+            kept = [r for r in document["runs"] if any(r[name] != found[0][name] for name in names)]
+            document["runs"] = kept + found
             figures = {"runs": document["runs"], "summary": summarize(document["runs"])}
             write_report("bench/convergence.py", argv, figures, options.json)
 
@@ -247,6 +275,8 @@ def main(argv=None):
         line += f", loss {row['mean']:.4f}"
         line += f" ± {error:.4f}" if error else ""
         line += f"  gap {gap:+.2f} %" if gap is not None else ""
+        speedup = row["loss_matched_speedup"]
+        line += f"  at equal loss {speedup:.2f} x as fast" if speedup else ""
         print(f"{line}  {row['seconds']:.0f} s")
 
 
