@@ -27,6 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from nanote import elastic
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -48,7 +50,8 @@ def init() -> Ranks:
     ranks = Ranks(rank=int(environment.get("RANK", 0)), local_rank=int(environment.get("LOCAL_RANK", 0)),
                   world_size=int(environment.get("WORLD_SIZE", 1)))
     if ranks.world_size > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                                **elastic.group_options(ranks.rank, ranks.world_size))
     return ranks
 
 
