@@ -9,7 +9,7 @@ from trainer_tools import OPTIONS, ROOT, metrics
 
 # torchrun's own agent, with forked processes, which need not import PyTorch again
 LAUNCH = f"""
-import dataclasses, logging, os, signal, sys, torch
+import dataclasses, logging, os, signal, sys, time, torch
 sys.path.insert(0, {str(ROOT)!r})
 import train
 from nanote import cli
@@ -33,6 +33,8 @@ def work(deaths, out_dir):
     train.get_batches, train.sample_text, train.draw = get_batches, lambda run: "", lambda *given: ""
     torch.set_num_threads(1)
     print("process", os.getpid(), flush=True)
+    if started and os.environ["RANK"] == "0":
+        time.sleep(0.5)  # meanwhile rank 1 must not find what the ranks before the restart have left
     cli.parse = lambda *given, **options: dataclasses.replace(parsed, out_dir=out_dir)
     sys.exit(cli.run(lambda: train.main([]), "train.py"))
 
