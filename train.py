@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from nanote import checkpoint, cli, config_file, fp8, json_files, memory, models, parallel, profiling
+from nanote import checkpoint, cli, config_file, elastic, fp8, json_files, memory, models, parallel, profiling
 from nanote.config import (
     ARCHITECTURE,
     PRESETS,  # noqa: F401  for `from train import PRESETS, TrainConfig`
@@ -402,6 +402,7 @@ def open_folder(config: TrainConfig, resume_from: Path | None, ranks: Ranks, at_
     lock = checkpoint.on_rank0(lambda: checkpoint.lock(folder))
     if ranks.is_first:
         at_end.callback(checkpoint.unlock, folder, lock)
+        elastic.remember_folder(folder)
     return folder
 
 
@@ -505,7 +506,8 @@ def main(argv=None) -> int:
     """
     ranks = parallel.init()
     try:
-        config, resume_from, meta = read_options(argv, __doc__.partition("\n\n`build`")[0])
+        restarted = elastic.folder_before_restart()
+        config, resume_from, meta = read_options(argv, __doc__.partition("\n\n`build`")[0], restarted)
         if config.eval_only:
             evaluate_checkpoint(config, resume_from, meta, ranks)
             return 0
@@ -523,6 +525,7 @@ def main(argv=None) -> int:
             print(f"train.py: {error}", file=sys.stderr)
         return 1
     except (RuntimeError, MemoryError) as error:
+        elastic.exit_if_lost(error)
         if not memory.is_out_of_memory(error):
             raise
         if not isinstance(error, memory.OutOfMemory):
@@ -568,6 +571,7 @@ def train(run: Run) -> None:
         run.saver.wait()  # it may be writing the last good checkpoint
         raise Diverged(f"{error}; {advice_after_divergence(run)}") from None
     except RuntimeError as error:
+        elastic.exit_if_lost(error, checkpoint.latest(run.folder) or "the start")
         if not memory.is_out_of_memory(error):
             raise
         run.saver.wait()

@@ -272,12 +272,18 @@ OTHER_NAMES = {
 
 # ---------------------------------------------------------------- from the command line
 
-def read_options(argv, description: str | None = None) -> tuple[TrainConfig, Path | None, dict | None]:
+def read_options(argv, description: str | None = None, restarted: str | None = None
+                 ) -> tuple[TrainConfig, Path | None, dict | None]:
     """Parse the command line; return the options, the checkpoint to resume from, and its meta.json.
 
-    Without --resume the last two are None. `description` is the text above the options in --help.
+    Without --resume the last two are None.
+
+    Args:
+        description: the text above the options in --help.
+        restarted: folder of the run that torchrun has started again: it continues from its last checkpoint.
     """
     chosen = _default_options(argv)
+    chosen.out_dir = restarted or chosen.out_dir
     if chosen.model and models.is_file(chosen.model):
         models.load_file(chosen.model)
     folder = meta = None
@@ -299,6 +305,10 @@ def read_options(argv, description: str | None = None) -> tuple[TrainConfig, Pat
         config = dataclasses.replace(config, out_dir=str(folder.parent), preset=preset)
         _check_resume(config, default, folder, meta)
     check_options(config)
+    if restarted and not folder:  # a new run before the restart; its options are on the command line
+        config = dataclasses.replace(config, out_dir=restarted)
+        folder = checkpoint.latest(restarted)
+        meta = folder and checkpoint.read_meta(folder, config.model)
     return config, folder, meta
 
 

@@ -27,6 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from nanote import elastic
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -48,7 +50,8 @@ def init() -> Ranks:
     ranks = Ranks(rank=int(environment.get("RANK", 0)), local_rank=int(environment.get("LOCAL_RANK", 0)),
                   world_size=int(environment.get("WORLD_SIZE", 1)))
     if ranks.world_size > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                                **elastic.group_options(ranks.rank, ranks.world_size))
     return ranks
 
 
@@ -186,7 +189,7 @@ def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
 class StopRequest:
     """Turn SIGINT and SIGTERM into a stop at the end of the current step; a second Ctrl-C interrupts at once.
 
-    Rank 0 answers a signal at once, since a step may take long.
+    Rank 0 answers at once, since a step may take long; under torchrun Ctrl-C only.
 
     A signal that was ignored when the process started stays ignored: nohup and shells ignore some for
     background jobs. Call `restore` to put the previous signal handlers back.
@@ -205,7 +208,8 @@ class StopRequest:
         if signal.SIGINT in self.previous:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             answer += "; Ctrl-C again stops now" if number == signal.SIGINT else "; Ctrl-C stops now"
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        # torchrun sends SIGTERM when a process has ended, and then there may be no end of this step
+        if not dist.is_initialized() or dist.get_rank() == 0 and number == signal.SIGINT:
             with contextlib.suppress(OSError):
                 os.write(2, f"{answer}\n".encode())  # not print: the signal may have interrupted one
 
