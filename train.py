@@ -60,6 +60,7 @@ from nanote.train_step import (
     recipe_of,
     wants_graph,
     warm_up_scales,
+    why_no_graph,
 )
 
 
@@ -317,6 +318,8 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
                 "with this one")
     if kernels:
         log.say(kernels)
+    if ranks.world_size > 1 and device.type == "cuda" and not train_step.graphed:
+        log.say(f"CUDA graphs are off: {why_no_graph(config, device) or '--cuda-graph off'}")
     tokenizer = find_tokenizer(config, loaders["train"].meta["tokenizer"], log)
     if train_step.graphed and not train_step.updates_in_graph:
         log.say(f"--optimizer {config.optimizer}: forward and backward pass are CUDA graphs, the update is "
@@ -421,6 +424,9 @@ def start_logs(folder: str, options: dict, command: str, ranks: Ranks, meta: dic
     step = meta["step"] if meta else None
     read_logs(folder)  # a damaged log refuses the run, before anything is written
     config_file.record(folder, options | {"out_dir": folder}, command, ranks.world_size, step)
+    log = Path(folder, "metrics.jsonl")
+    if not meta and log.exists():
+        log.rename(f"{log}.old")
     cut_logs(folder, step + 1 if meta else 1)
 
 

@@ -317,7 +317,7 @@ def _gemm(a, b, layout="TN", bias=None, fast_k=0, out=None, adds=False):
 def _weight_gradient(layer, x, gradient):
     """Return gradientᵀ @ x. A weight with `main_grad` gets it there, in Megatron-LM's and TE's convention."""
     weight = layer.weight
-    if getattr(weight, "main_grad", None) is None:
+    if getattr(weight, "main_grad", None) is None or weight._backward_hooks:  # a hook may change the gradient
         return _gemm(x, gradient, "NT")
     _gemm(x, gradient, "NT", out=weight.main_grad, adds=not weight.overwrite_main_grad)
     weight.overwrite_main_grad = False  # a second gradient of this backward pass is added

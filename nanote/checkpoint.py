@@ -93,15 +93,21 @@ class BackgroundSaver:
         Returns "", or the reason why there is not enough memory. `save` then writes in the foreground,
         without copies.
         """
+        reason = ""
         if self.background:
             try:
                 self.copy_to_host(_tensors(model, optimizer))
             except torch.OutOfMemoryError:  # of the GPU
                 raise
             except RuntimeError as error:
-                self.background, self.copies = False, {}
-                return str(error).splitlines()[0]
-        return ""
+                reason = str(error).splitlines()[0]
+            if self.group is not None:  # all processes save in the same way
+                reasons = [None] * dist.get_world_size()
+                dist.all_gather_object(reasons, reason, group=self.group)
+                reason = next(filter(None, reasons), "")
+        if reason:
+            self.background, self.copies = False, {}
+        return reason
 
     def save(self, run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> None:
         """Save like the function `save`, after the previous checkpoint. An OSError is kept for `error`."""

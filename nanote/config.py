@@ -159,8 +159,8 @@ class TrainConfig:
     """ddp and one process: type in which the gradients of BF16 weights are added up over micro-batches; auto:
     float32."""
     grad_reduce_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type in which gradients are summed over processes (fsdp, hsdp: over micro-batches, too); auto: the type
-    in which they are accumulated."""
+    """Type in which gradients are summed over processes (fsdp, hsdp: over micro-batches, too); auto: that of
+    --grad-accum-dtype."""
 
     # evaluation, logging and checkpoints
     eval_interval: int = 250
@@ -174,8 +174,8 @@ class TrainConfig:
     """Steps between checkpoints (also after the last step); 0: only after the last."""
     keep_checkpoints: int = 2  # Checkpoints to keep; older ones are removed.
     background_saves: bool = True
-    """Write checkpoints in the background (not with --parallel fsdp or hsdp); takes host memory for a copy of
-    weights and optimizer state."""
+    """Write checkpoints in the background (not with --parallel fsdp or hsdp); takes host memory in each
+    process for a copy of weights and optimizer state."""
     log_interval: int = 10  # Steps between log lines.
     wandb: str | None = None
     """Log to this project of Weights & Biases, too (pip install wandb); WANDB_MODE=offline: without a
@@ -420,7 +420,8 @@ def make_run_folder(config: TrainConfig) -> str:
 def _has_no_checkpoint(folder: str) -> bool:
     """Whether a folder is empty, or has only what a run writes before its first checkpoint."""
     started = {"config.json", "config.tmp", "tensorboard", "wandb", ".lock"}
-    logs = {"metrics.jsonl", "fp8_health.jsonl", "fp8_health.png", "profile", "memory.pickle"}
+    logs = {"metrics.jsonl", "fp8_health.jsonl", "fp8_health.png", "profile", "memory.pickle",
+            "metrics.jsonl.old"}
     if not os.path.isdir(folder):
         return False
     found = {name for name in os.listdir(folder) if not name.startswith(".saving-step-")}

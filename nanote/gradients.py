@@ -15,15 +15,16 @@ Nothing here waits for the GPU, so that a step can be captured as CUDA graphs. B
 arXiv:2006.15704, section 3.2.
 """
 import contextlib
+import weakref
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from nanote import parallel
+from nanote import fp8, parallel
 
 # NCCL's kernels take SMs that a GEMM of the backward pass waits for, so few large all-reduces cost less than
-# many small ones; one for everything would begin too late (results/multi_gpu.json has 128 MiB).
+# many small ones; one for everything would begin too late.
 BUCKET_BYTES = 128 * 2**20
 ALIGNMENT = 128  # elements: every view starts at a multiple of 256 bytes
 
@@ -43,11 +44,15 @@ class Bucket:
 
 
 def make_gradients(model, config) -> "Gradients | None":
-    """Return the Gradients of a run; None if a step has one micro-batch on one rank, or FSDP2 adds them."""
-    if parallel.is_sharded(config):
+    """Return the Gradients of a run; None if autograd or FSDP2 adds gradients up as precisely.
+
+    That is so for one micro-batch on one rank, for float32 weights on one rank, and for sharded weights.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if parallel.is_sharded(config) or not trained:
         return None
-    in_halves = any(p.dtype != torch.float32 for p in model.parameters())  # else autograd adds in float32
-    if dist.is_initialized() or config.grad_accum > 1 and in_halves:
+    loses_bits = any(parameter.dtype != torch.float32 for parameter in trained)
+    if dist.is_initialized() or config.grad_accum > 1 and loses_bits:
         return Gradients(model, accumulation_dtype(config), reduction_dtype(config))
     return None
 
@@ -87,8 +92,8 @@ class Gradients:
                 (model(*batch) / (len(batches) * world_size)).backward()
         optimizer.step()    # reads parameter.grad
 
-    After the last micro-batch, `parameter.grad` is the sum over micro-batches and ranks. All ranks start with
-    the weights of rank 0.
+    After the last micro-batch, `parameter.grad` is the sum over micro-batches and ranks; None for parameters
+    that no loss depends on, which on several ranks must be the same in every step.
     """
 
     def __init__(self, model, accumulated=torch.float32, reduced=torch.float32):
@@ -106,22 +111,24 @@ class Gradients:
         self.buckets, self.bucket_of, self.views, self.used = [], {}, {}, set()
         self._fill_buckets(accumulated)
         self._allocate(reduced if self.world_size > 1 else accumulated, device)
+        self.model, self.agreed = model, None
+        reference = weakref.ref(self)  # a parameter must not keep the buffers alive
+
+        def collect(parameter):
+            gradients = reference()
+            if gradients is not None and gradients.active:
+                gradients._collect(parameter)
+
         for parameter in self.parameters:
-            if hasattr(parameter, "gradients_hook"):  # of an earlier step object for this model
-                parameter.gradients_hook.remove()
-            parameter.gradients_hook = parameter.register_post_accumulate_grad_hook(self._collect)
+            parameter.register_post_accumulate_grad_hook(collect)
             parameter.grad_dtype = None  # any: a float32 gradient of a BF16 parameter is not cast
-        if self.world_size > 1:
-            for tensor in (*model.parameters(), *model.buffers()):
-                if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-                    dist.broadcast(tensor.data, src=0)
 
     def _fill_buckets(self, accumulated):
         """Put the parameters into buckets in the order of the backward pass, about the reverse of theirs."""
         ends, open_buckets = {}, {}  # by dtype
         for parameter in reversed(self.parameters):
             dtype = torch.float32 if parameter.dtype == torch.float32 else accumulated
-            size = -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+            size = fp8.round_up(parameter.numel(), ALIGNMENT)
             bucket = open_buckets.get(dtype)
             if bucket is None or (bucket.size + size) * dtype.itemsize > BUCKET_BYTES:
                 bucket = open_buckets[dtype] = Bucket(dtype, ends.get(dtype, 0))
@@ -133,23 +140,20 @@ class Gradients:
         self.sizes = ends
 
     def _allocate(self, reduced, device):
-        buffers = {dtype: self._new_buffer(size, dtype, device) for dtype, size in self.sizes.items()}
+        buffers = {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in self.sizes.items()}
         others = {}  # buffers of the dtype that is reduced, where it is another
         for bucket in self.buckets:
             end, exact = bucket.start + bucket.size, bucket.parameters[0].dtype == torch.float32
             bucket.accumulated = bucket.reduced = buffers[bucket.dtype][bucket.start:end]
             if not exact and reduced != bucket.dtype:
                 if bucket.dtype not in others:
-                    others[bucket.dtype] = self._new_buffer(self.sizes[bucket.dtype], reduced, device)
+                    others[bucket.dtype] = torch.zeros_like(buffers[bucket.dtype], dtype=reduced)
                 bucket.reduced = others[bucket.dtype][bucket.start:end]
             offset = 0
             for parameter in bucket.parameters:
                 part, shape = slice(offset, offset + parameter.numel()), parameter.shape
                 self.views[parameter] = bucket.accumulated[part].view(shape), bucket.reduced[part].view(shape)
-                offset += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-
-    def _new_buffer(self, size, dtype, device):
-        return torch.zeros(size, dtype=dtype, device=device)
+                offset += fp8.round_up(parameter.numel(), ALIGNMENT)
 
     @contextlib.contextmanager
     def micro_batch(self, first: bool, last: bool):
@@ -181,23 +185,53 @@ class Gradients:
             self._reduce_in_order()
             if self.stream is not None:
                 torch.cuda.current_stream().wait_stream(self.stream)
-            for parameter in self.parameters:
-                # one that no loss depends on is left alone by the optimizer, as without buffers; on several
-                # ranks it may have a gradient from another one
-                if parameter in self.used or self.world_size > 1:
-                    parameter.grad = self.views[parameter][1]
+            if self.world_size > 1:
+                self._agree_on_used()
+            for parameter in self.used:  # any other is left alone by the optimizer, as without buffers
+                parameter.grad = self.views[parameter][1]
+
+    def _agree_on_used(self):
+        """Check that all ranks have gradients of the same parameters, in the first step and in every later
+        one. The ranks ask each other once only, since a captured step cannot."""
+        if self.agreed is None:
+            found = torch.tensor([parameter in self.used for parameter in self.parameters], dtype=torch.float,
+                                 device=self.parameters[0].device)
+            dist.all_reduce(found)
+            if any(0 < count < self.world_size for count in found.tolist()):
+                raise ValueError("data-parallel training: some parameters have a gradient on some ranks "
+                                 "only; let every parameter take part in every loss, or freeze it")
+            self.agreed = set(self.used)
+        trained = {parameter for parameter in self.model.parameters() if parameter.requires_grad}
+        if self.used != self.agreed or trained != set(self.parameters):
+            raise ValueError("data-parallel training: which parameters have gradients has changed since the "
+                             "first step; make the step again, with make_train_step or TrainStep")
 
     def _collect(self, parameter):
         """Take a parameter's gradient when autograd has it."""
-        if not self.active:
-            return
         bucket, gradient, parameter.grad = self.bucket_of[parameter], parameter.grad, None
-        if not parameter.grad_added_to_main_grad:
+        is_there, parameter.grad_added_to_main_grad = parameter.grad_added_to_main_grad, False
+        if parameter not in bucket.missing:
+            self._add_second(bucket, parameter, gradient, is_there)
+            return
+        if not is_there:
             bucket.collected.append((parameter.main_grad, gradient))
         bucket.missing.discard(parameter)
         self.used.add(parameter)
         if not bucket.missing:
             self._complete(bucket)
+
+    @torch.no_grad()
+    def _add_second(self, bucket, parameter, gradient, is_there: bool):
+        """Add a further gradient of the same backward pass: of a layer in two reentrant checkpoints."""
+        if self.last and self.world_size > 1 and not bucket.missing:
+            raise ValueError("data-parallel training: a parameter has a gradient after its sum over ranks; "
+                             "pass use_reentrant=False to torch.utils.checkpoint.checkpoint")
+        for number, (view, first) in enumerate(bucket.collected):
+            if view is parameter.main_grad:
+                bucket.collected[number] = view, first + gradient
+                return
+        if not is_there:
+            parameter.main_grad.add_(gradient)
 
     @torch.no_grad()
     def _complete(self, bucket):
@@ -229,7 +263,4 @@ class Gradients:
                 self.stream.wait_stream(torch.cuda.current_stream())
             if self.world_size > 1:
                 with torch.cuda.stream(self.stream):
-                    self._all_reduce(bucket)
-
-    def _all_reduce(self, bucket):
-        dist.all_reduce(bucket.reduced)
+                    dist.all_reduce(bucket.reduced)

@@ -93,10 +93,14 @@ def _replica_count(config) -> int:
 
 
 def shard(model, config, device: torch.device) -> None:
-    """Shard the parameters of a model over the ranks, block by block, in place. Does nothing for ddp.
+    """Give all ranks the weights of rank 0; unless --parallel is ddp, shard them block by block, in place.
 
-    Every rank must have the same weights. Call it before the optimizer is made.
+    Call it before the optimizer is made.
     """
+    if dist.is_initialized():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+                dist.broadcast(tensor.data, src=0)
     if not is_sharded(config):
         return
     if not len(getattr(model, "blocks", ())):

@@ -124,7 +124,7 @@ class TrainStep:
     def __init__(self, model, net, optimizer, config, device: torch.device):
         """`net`: the model, or its compiled form, which is called in its place."""
         self.model, self.net, self.optimizer, self.config, self.device = model, net, optimizer, config, device
-        self.gradients = make_gradients(model, config)
+        self.gradients, self.made_for = make_gradients(model, config), config.grad_accum
         self.graphed = wants_graph(config, device)
         self.updates_in_graph = hasattr(optimizer, "prepare")  # FastAdam; any other is launched from Python
         self.model_is_ours = type(model).__module__ in {module for module, *_ in models.MODELS.values()}
@@ -214,6 +214,11 @@ class TrainStep:
                                  f"{expected}; pass batches of one shape, or make the step with "
                                  "cuda_graph=\"off\"")
 
+    def _follow_grad_accum(self) -> None:
+        """Make the gradient buffers that a changed config.grad_accum needs."""
+        if self.config.grad_accum != self.made_for:
+            self.gradients, self.made_for = make_gradients(self.model, self.config), self.config.grad_accum
+
     def _kind(self, micro: int) -> str:
         """Return the name of the graph of micro-batch number `micro`: the first casts weights to FP8 and
         overwrites gradients, the last reduces them over ranks."""
@@ -231,6 +236,7 @@ class TrainStep:
 
     def run(self, batches, watch=False):
         """Run the step without graphs."""
+        self._follow_grad_accum()
         total = torch.zeros((), device=self.device)
         for micro, batch in enumerate(batches):
             with fp8.watch(self.model) if watch and micro == 0 else contextlib.nullcontext():
@@ -289,8 +295,10 @@ class TrainStep:
         generator as they were. ValueError for batches that do not fit.
         """
         self._check_batches(batches)
-        kinds = {self._kind(micro): micro for micro in reversed(range(len(batches)))}
-        kinds = dict(reversed(kinds.items()))
+        self._follow_grad_accum()
+        kinds = {}  # name of a graph: the first micro-batch that replays it
+        for micro in range(len(batches)):
+            kinds.setdefault(self._kind(micro), micro)
         self.graphs = {}
         # Memory cached by earlier passes cannot be reused on the side stream, which would allocate as much
         # again.

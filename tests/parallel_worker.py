@@ -12,8 +12,9 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 import train
-from nanote import checkpoint, cli, parallel
+from nanote import checkpoint, cli, gradients, parallel
 
+gradients.BUCKET_BYTES = 4096  # several buckets in a small model
 plain, passes = train.TrainStep.forward_backward, []
 
 

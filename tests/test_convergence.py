@@ -17,7 +17,7 @@ def test_summary():
     fp8 = rows["fp8@1e-3", 100]
     assert fp8["seeds"] == 2 and fp8["mean"] == pytest.approx(2.2) and fp8["standard_error"] == 0
     assert fp8["gap_percent"] == pytest.approx(5) and fp8["gap_standard_error"] == pytest.approx(5)
-    # BF16's mean of 2.1 lies half way between the runs of 100 and 144 tokens: at the geometric mean of seconds
+    # BF16's mean of 2.1 lies half way between the runs of 100 and 144 tokens: geometric mean of seconds
     assert fp8["seconds_to_bf16_loss"] == pytest.approx(120)
     assert fp8["loss_matched_speedup"] == pytest.approx(160 / 120)
     assert rows["bf16@1e-3", 100]["loss_matched_speedup"] == 1

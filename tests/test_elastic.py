@@ -47,7 +47,8 @@ def launch(deaths, max_restarts, out_dir):
     except ChildFailedError as error:
         print("torchrun: rank", error.get_first_failure()[0], "has failed", file=sys.stderr)
 """
-RUN = f"{OPTIONS} --fp8-recipe none --grad-accum 1 --max-steps 8 --eval-interval 3 --checkpoint-interval 2"
+RUN = (f"{OPTIONS} --fp8-recipe none --grad-accum 1 --max-steps 8 --eval-interval 3 --checkpoint-interval 2 "
+       "--no-background-saves")
 
 
 @pytest.fixture(scope="module")

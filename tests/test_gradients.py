@@ -1,4 +1,7 @@
 """nanote/gradients.py: sums of micro-batches in float32, and the `main_grad` of Megatron-LM and TE."""
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -81,6 +84,51 @@ def test_sums_in_bfloat16_are_worse():
     expected = exact(64)["second.weight"]
     assert found["second.weight"].dtype == torch.bfloat16
     assert (found["second.weight"] - expected).norm() / expected.norm() > 2e-3
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_two_steps_of_one_model(count):
+    """Neither takes the other's gradients, and a parameter that is used no more has none."""
+    model = Model(fused=False)
+    one, other = Gradients(model), Gradients(model)
+    for gradients in (other, one):
+        for number, batch in enumerate(batches(count)):
+            with gradients.micro_batch(first=number == 0, last=number == count - 1):
+                model(batch).backward()
+        error = model.second.weight.grad - exact(count)["second.weight"]
+        assert error.norm() < 1e-5 * model.second.weight.grad.norm()
+    with one.micro_batch(first=True, last=True):
+        model.first.weight.float().square().sum().backward()
+    assert model.second.weight.grad is None and not one.views[model.second.weight][1].any()
+
+
+def test_a_gradient_may_come_twice():
+    class Checkpointed(Model):
+        def forward(self, x):
+            for _ in range(2):
+                x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
+            return x.float().square().sum()
+
+        def layer(self, x):
+            return torch.tanh(self.first(x))
+
+    model, (x,) = Checkpointed(fused=False), batches(1)
+    x.requires_grad_()
+    model(x).backward()
+    expected, model.first.weight.grad = model.first.weight.grad, None
+    gradients = Gradients(model)
+    with gradients.micro_batch(first=True, last=True):
+        model(x).backward()
+    assert (model.first.weight.grad - expected).norm() < 2.0**-7 * expected.norm()
+
+
+def test_buffers_are_freed_with_the_step():
+    model = Model(fused=False)
+    gradients = Gradients(model)
+    gone = weakref.ref(gradients)
+    del gradients
+    gc.collect()
+    assert gone() is None
 
 
 def test_passes_outside_a_step_are_plain_autograd():
