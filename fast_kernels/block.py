@@ -190,10 +190,10 @@ def norm_linear(residual, branch, branch_bias, module, prefix, fast_k, adds_bias
         residual + branch + branch_bias, (N, C), and norm(of that) @ weightᵀ (+ bias), (N, outputs), BF16.
     """
     bias = _parameter(module, f"{prefix}bias") if adds_bias else None
+    layer = _LinearLayer(module, prefix, fast_k)
     return _NormLinear.apply(
-        residual, branch, branch_bias, module.layer_norm_weight, module.layer_norm_bias,
-        getattr(module, f"{prefix}weight"), bias, module.eps, _LinearLayer(module, prefix, fast_k),
-        _gradient_quantizer(branch), tied_dweight)
+        residual, branch, branch_bias, module.layer_norm_weight, module.layer_norm_bias, layer.weight, bias,
+        module.eps, layer, _gradient_quantizer(branch), tied_dweight)
 
 
 def linear(x, activation, x_bias, module, prefix, fast_k, adds_bias=False):
@@ -208,10 +208,10 @@ def linear(x, activation, x_bias, module, prefix, fast_k, adds_bias=False):
     Returns:
         (N, outputs) BF16, and the module's bias if it is still to be added, else None.
     """
-    bias = _parameter(module, f"{prefix}bias")
+    bias, layer = _parameter(module, f"{prefix}bias"), _LinearLayer(module, prefix, fast_k)
     out = _Linear.apply(
-        x, x_bias, getattr(module, f"{prefix}weight"), bias if adds_bias else None, activation,
-        _LinearLayer(module, prefix, fast_k), _gradient_quantizer(x) if activation else None)
+        x, x_bias, layer.weight, bias if adds_bias else None, activation, layer,
+        _gradient_quantizer(x) if activation else None)
     return out, None if adds_bias else bias
 
 
@@ -282,8 +282,8 @@ def _as_float8_tensor(out, quantizer):
         quantizer=quantizer, device=rowwise.device)
 
 
-def _gemm(a, b, layout="TN", bias=None, fast_k=0, out=None, adds=False):
-    """Run a GEMM with a BF16 result, or write it to `out`, or add it to that.
+def _gemm(a, b, layout="TN", bias=None, fast_k=0, out=None, accumulate=False):
+    """Run a GEMM with a BF16 result; write it to `out`, or add it to `out` if accumulate.
 
     Args:
         layout: "TN", forward: b @ aᵀ + bias, for a weight a.
@@ -304,22 +304,22 @@ def _gemm(a, b, layout="TN", bias=None, fast_k=0, out=None, adds=False):
         left = a._data if layout == "TN" else a._transpose
         right = b._transpose if layout == "NT" else b._data
         left, right = left.view(TE_DType_To_Torch[a._fp8_dtype]), right.view(TE_DType_To_Torch[b._fp8_dtype])
-        result = fast_gemm.gemm(left, a._scale_inv, right, b._scale_inv, bias, accumulation, out, adds)
+        result = fast_gemm.gemm(left, a._scale_inv, right, b._scale_inv, bias, accumulation, out, accumulate)
         if result is not None:
             return result
     precise = layout != "TN"  # TE's rule: nothing was timed
     return general_gemm(
         a, b, layout=layout, bias=bias, out_dtype=torch.bfloat16 if out is None else out.dtype, out=out,
-        accumulate=adds, use_split_accumulator=precise, grad=precise,
+        accumulate=accumulate, use_split_accumulator=precise, grad=precise,
     )[0]
 
 
 def _weight_gradient(layer, x, gradient):
-    """Return gradientᵀ @ x. A weight with `main_grad` gets it there, in Megatron-LM's and TE's convention."""
+    """Return gradientᵀ @ x; in `main_grad` of a weight that has one, as Megatron-LM and TE do."""
     weight = layer.weight
     if getattr(weight, "main_grad", None) is None or weight._backward_hooks:  # a hook may change the gradient
         return _gemm(x, gradient, "NT")
-    _gemm(x, gradient, "NT", out=weight.main_grad, adds=not weight.overwrite_main_grad)
+    _gemm(x, gradient, "NT", out=weight.main_grad, accumulate=not weight.overwrite_main_grad)
     weight.overwrite_main_grad = False  # a second gradient of this backward pass is added
     weight.grad_added_to_main_grad = True
     return weight.main_grad.detach()  # autograd wants a gradient; this one is not copied

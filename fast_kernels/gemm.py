@@ -71,7 +71,7 @@ def is_supported():
     return _library() is not None and not torch.are_deterministic_algorithms_enabled()
 
 
-def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=None, adds=False):
+def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=None, accumulate=False):
     """Compute (b · b_scale_inv) @ (a · a_scale_inv)ᵀ + bias.
 
     Args:
@@ -81,7 +81,7 @@ def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=
         accumulation: "precise" (float32), "fast" (the FP8 tensor cores' accumulator), or "fastest" (the
             faster of the two by timing; precise where nothing can be timed).
         out: (N, M) BF16 or float32, contiguous, which the result is written to. None: new memory, BF16.
-        adds: add the result to `out`.
+        accumulate: add the result to `out`.
 
     Returns:
         (N, M), or None if cuBLASLt has no algorithm for this GEMM.
@@ -92,7 +92,7 @@ def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=
         if out is None:
             out = torch.empty((len(b), len(a)), dtype=torch.bfloat16, device=a.device)
         operands = a, a_scale_inv, b, b_scale_inv, bias, out
-        shape = _find_shape((*a.shape, len(b), a.dtype, b.dtype, out.dtype, adds, bias is not None,
+        shape = _find_shape((*a.shape, len(b), a.dtype, b.dtype, out.dtype, accumulate, bias is not None,
                              accumulation, a.device.index))
         if not shape.is_tuned and not torch.cuda.is_current_stream_capturing():
             shape.tune(operands)
@@ -122,8 +122,9 @@ class _Shape:
 
     tuned = 0  # shapes timed in this process
 
-    def __init__(self, m, k, n, a_type, b_type, out_type, adds, has_bias, accumulation, device_index):
-        self.adds = adds
+    def __init__(self, m, k, n, a_type, b_type, out_type, accumulate, has_bias, accumulation,
+                 device_index):
+        self.accumulate = accumulate
         self.lock, self.tuning, self.is_tuned, self.attempts = threading.Lock(), threading.Lock(), False, 0
         sizes = (a_type, k, m), (b_type, k, n), (out_type, m, n)
         self.layouts = [_layout(TYPES[kind], rows, columns) for kind, rows, columns in sizes]
@@ -170,7 +171,7 @@ class _Shape:
         """Return the candidate with the shortest median time; None if none runs."""
         _Shape.tuned += 1
         *inputs, out = operands
-        operands = *inputs, torch.zeros_like(out) if self.adds else out
+        operands = *inputs, torch.zeros_like(out) if self.accumulate else out
         algorithms = [algorithm for algorithm in self.algorithms if self._runs(algorithm, operands)]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS * len(algorithms) + 1)]
         events[0].record()
@@ -195,7 +196,7 @@ class _Shape:
         """Launch the GEMM with one of `algorithms` on the current stream."""
         descriptor, algorithm = described_algorithm
         workspace = torch.empty(algorithm.workspace_bytes, dtype=torch.uint8, device=a.device)
-        one, beta = ctypes.c_float(1), ctypes.c_float(self.adds)
+        one, beta = ctypes.c_float(1), ctypes.c_float(self.accumulate)
         a_layout, b_layout, out_layout = self.layouts
         with self.lock:  # cuBLASLt reads the descriptor before it returns
             _set(descriptor, A_SCALE_POINTER, _pointer(a_scale_inv))

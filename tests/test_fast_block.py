@@ -355,7 +355,7 @@ def test_which_gemms_may_use_fast_accumulation(monkeypatch, fast_k, fastest):
     """Forward always, wgrad never, dgrad up to `dgrad_fast_accum_k`. None: the default."""
     asked = set()
 
-    def gemm(a, a_scale_inv, b, b_scale_inv, bias, accumulation, out, adds):
+    def gemm(a, a_scale_inv, b, b_scale_inv, bias, accumulation, out, accumulate):
         asked.add((b.dtype, a.shape[1], accumulation))  # b in E5M2: a gradient
 
     monkeypatch.setattr(fast_block.fast_gemm, "is_supported", lambda: True)

@@ -48,20 +48,20 @@ def test_every_algorithm_is_correct(m, k, n, a_type, b_type, with_bias, accumula
         out = torch.full((n, m), float("nan"), device="cuda", dtype=torch.bfloat16)
         shape.run(algorithm, *operands, out)
         errors.append(error(out, exact))
-    # The error of rounding to BF16 is 0.17 %. Fast accumulation adds 0.3 % at K = 4,096.
+    # The error of rounding to BF16 is 0.17 %. Fast accumulation accumulate 0.3 % at K = 4,096.
     assert min(errors) < 2.5e-3 and max(errors) < (2.5e-3 if accumulation == "precise" else 6e-3), errors
 
 
-@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("m, k, n", [(768, 32768, 3072), (4096, 16384, 12288), (272, 8208, 16384)])
-def test_a_result_is_written_or_added_to_memory_of_the_caller(m, k, n, dtype, adds):
+def test_a_result_is_written_or_added_to_memory_of_the_caller(m, k, n, dtype, accumulate):
     """As weight gradients are. Timing must not add the result more than once."""
     operands, exact = make(m, k, n, E4M3, E5M2)
     out = torch.full((n, m), 3.0, device="cuda", dtype=dtype)
     for times in (1, 2):
-        assert fast_gemm.gemm(*operands, out=out, adds=adds) is out
-        expected = 3 + times * exact if adds else exact
+        assert fast_gemm.gemm(*operands, out=out, accumulate=accumulate) is out
+        expected = 3 + times * exact if accumulate else exact
         assert error(out, expected) < (1e-5 if dtype == torch.float32 else 5e-3)
     shape, = fast_gemm._shapes.values()
     assert shape.is_tuned
