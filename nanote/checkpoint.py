@@ -172,7 +172,7 @@ def _document(step: int, model, optimizer, meta: dict) -> str:
 
 def _write(run_dir: Path, step: int, tensors, document: str, keep: int, group=None) -> Path:
     """Write run_dir/step-<step> from (name, tensor) pairs and the text of meta.json, without reading the
-    model. `group`: the process group to use; None: the one that trains."""
+    model. `group`: the process group to use; None: the default one."""
     folder, unfinished = run_dir / f"step-{step}", run_dir / f".saving-step-{step}"
 
     def prepare():
@@ -397,7 +397,7 @@ def read_meta(folder, model: str | None = None) -> dict:
 def _read_meta(folder: Path, model: str | None) -> dict:
     problem = _damage(folder)
     if problem:
-        older = [path for path in list_checkpoints(folder.parent) if path != folder and _is_whole(path)]
+        older = [path for path in list_checkpoints(folder.parent) if path != folder and _is_valid(path)]
         advice = "no other checkpoint of this run is whole"
         if older:
             advice = f"the one before it, {older[-1]}, is whole: remove {folder} to go on from there"
@@ -454,7 +454,7 @@ def _damage(folder: Path) -> str | None:
     return None if "meta.json" in expected else f"{folder / 'SHA256SUMS'} does not list meta.json"
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_valid(folder: Path) -> bool:
     try:
         return _damage(folder) is None
     except OSError:

@@ -156,7 +156,7 @@ class TrainConfig:
     """fsdp, hsdp: free a block's gathered weights after its forward pass; no: keep them until backward, which
     takes memory and saves one gather."""
     grad_accum_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """ddp and one process: type in which the gradients of BF16 weights are added up over micro-batches; auto:
+    """ddp and one process: type in which gradients of BF16 weights are summed over micro-batches; auto:
     float32."""
     grad_reduce_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type in which gradients are summed over processes (fsdp, hsdp: over micro-batches, too); auto: that of
@@ -572,8 +572,9 @@ def _check_parallel(config: TrainConfig) -> None:
         return
     given = f"--parallel {config.parallel}"
     if config.grad_accum_dtype != "auto":
-        raise ValueError(f"--grad-accum-dtype {config.grad_accum_dtype}: {given} adds gradients up in the "
-                         f"type that it reduces; pass --grad-reduce-dtype {config.grad_accum_dtype} instead")
+        raise ValueError(f"--grad-accum-dtype {config.grad_accum_dtype}: {given} sums gradients in the type "
+                         "in which it reduces them; pass --grad-reduce-dtype "
+                         f"{config.grad_accum_dtype} instead")
     if config.fp8_param:
         raise ValueError(f"{given}: does not shard weights stored in FP8 (Transformer Engine's issue 1688); "
                          "leave --fp8-param out, or pass --parallel ddp")

@@ -1,6 +1,6 @@
 """Gradients in flat buffers: accumulated over micro-batches, and summed over ranks during the backward pass.
 
-`Gradients` is used where gradients of several micro-batches or ranks are added. Each parameter's gradient is
+`Gradients` is used where gradients of several micro-batches or ranks are summed. Each parameter's gradient is
 a view of one buffer per dtype:
 
 - A wgrad GEMM writes or adds to the view itself. Parameters carry the attributes that Transformer Engine and
@@ -33,18 +33,16 @@ ALIGNMENT = 128  # elements: every view starts at a multiple of 256 bytes
 class Bucket:
     """Consecutive parameters of the backward pass, whose gradients are reduced together."""
 
-    dtype: torch.dtype
-    start: int  # in the buffer of its dtype
-    parameters: list = field(default_factory=list)
+    offsets: dict = field(default_factory=dict)  # parameter: its first element
     size: int = 0
     accumulated: torch.Tensor | None = None  # (size,), a view of the buffer
-    reduced: torch.Tensor | None = None  # the same if both have one dtype
+    reduced: torch.Tensor | None = None  # the same tensor if both have one dtype
     missing: set = field(default_factory=set)  # parameters without a gradient in this backward pass
     collected: list = field(default_factory=list)  # (view, gradient from autograd)
 
 
 def make_gradients(model, config) -> "Gradients | None":
-    """Return the Gradients of a run; None if autograd or FSDP2 adds gradients up as precisely.
+    """Return the Gradients of a run; None if autograd or FSDP2 sums gradients as precisely.
 
     That is so for one micro-batch on one rank, for float32 weights on one rank, and for sharded weights.
     """
@@ -53,20 +51,8 @@ def make_gradients(model, config) -> "Gradients | None":
         return None
     loses_bits = any(parameter.dtype != torch.float32 for parameter in trained)
     if dist.is_initialized() or config.grad_accum > 1 and loses_bits:
-        return Gradients(model, accumulation_dtype(config), reduction_dtype(config))
+        return Gradients(model, parallel.accumulation_dtype(config), parallel.reduction_dtype(config))
     return None
-
-
-def accumulation_dtype(config) -> torch.dtype:
-    """Return the dtype in which gradients of BF16 parameters are added up."""
-    return torch.float32 if config.grad_accum_dtype == "auto" else getattr(torch, config.grad_accum_dtype)
-
-
-def reduction_dtype(config) -> torch.dtype:
-    """Return the dtype in which gradients of BF16 parameters are summed over ranks."""
-    if config.grad_reduce_dtype == "auto":
-        return accumulation_dtype(config)
-    return getattr(torch, config.grad_reduce_dtype)
 
 
 def bytes_per_parameter(config, dtype: torch.dtype, ranks: int = 1) -> int:
@@ -79,8 +65,8 @@ def bytes_per_parameter(config, dtype: torch.dtype, ranks: int = 1) -> int:
     if dtype == torch.float32:
         return 4 if ranks > 1 else 0
     if ranks == 1:
-        return accumulation_dtype(config).itemsize if config.grad_accum > 1 else 0
-    types = {accumulation_dtype(config), reduction_dtype(config)}
+        return parallel.accumulation_dtype(config).itemsize if config.grad_accum > 1 else 0
+    types = {parallel.accumulation_dtype(config), parallel.reduction_dtype(config)}
     return sum(kind.itemsize for kind in types)
 
 
@@ -100,17 +86,16 @@ class Gradients:
         """Allocate the buffers. float32 parameters have float32 gradients, whatever the dtypes are.
 
         Args:
-            accumulated: dtype in which micro-batches are added up.
-            reduced: dtype in which ranks are summed up, and that the optimizer gets.
+            accumulated: dtype in which gradients are summed over micro-batches.
+            reduced: dtype in which they are summed over ranks, and which the optimizer gets.
         """
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.world_size = parallel.world_size()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.active = self.first = self.last = False
         device = self.parameters[0].device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and self.world_size > 1 else None
         self.buckets, self.bucket_of, self.views, self.used = [], {}, {}, set()
-        self._fill_buckets(accumulated)
-        self._allocate(reduced if self.world_size > 1 else accumulated, device)
+        self._allocate(accumulated, reduced if self.world_size > 1 else accumulated, device)
         self.model, self.agreed = model, None
         reference = weakref.ref(self)  # a parameter must not keep the buffers alive
 
@@ -123,37 +108,29 @@ class Gradients:
             parameter.register_post_accumulate_grad_hook(collect)
             parameter.grad_dtype = None  # any: a float32 gradient of a BF16 parameter is not cast
 
-    def _fill_buckets(self, accumulated):
-        """Put the parameters into buckets in the order of the backward pass, about the reverse of theirs."""
-        ends, open_buckets = {}, {}  # by dtype
+    def _allocate(self, accumulated, reduced, device):
+        """Divide one buffer per dtype into buckets, in the order of the backward pass, which is about the
+        reverse of the parameters'."""
+        by_dtypes = {}  # (dtype accumulated, dtype reduced): buckets
         for parameter in reversed(self.parameters):
-            dtype = torch.float32 if parameter.dtype == torch.float32 else accumulated
-            size = fp8.round_up(parameter.numel(), ALIGNMENT)
-            bucket = open_buckets.get(dtype)
-            if bucket is None or (bucket.size + size) * dtype.itemsize > BUCKET_BYTES:
-                bucket = open_buckets[dtype] = Bucket(dtype, ends.get(dtype, 0))
-                self.buckets.append(bucket)
-            bucket.parameters.append(parameter)
+            is_float32 = parameter.dtype == torch.float32
+            dtypes = (torch.float32, torch.float32) if is_float32 else (accumulated, reduced)
+            buckets, size = by_dtypes.setdefault(dtypes, []), fp8.round_up(parameter.numel(), ALIGNMENT)
+            if not buckets or (buckets[-1].size + size) * dtypes[0].itemsize > BUCKET_BYTES:
+                buckets.append(Bucket())
+                self.buckets.append(buckets[-1])
+            bucket = self.bucket_of[parameter] = buckets[-1]
+            bucket.offsets[parameter] = bucket.size
             bucket.size += size
-            ends[dtype] = bucket.start + bucket.size
-            self.bucket_of[parameter] = bucket
-        self.sizes = ends
-
-    def _allocate(self, reduced, device):
-        buffers = {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in self.sizes.items()}
-        others = {}  # buffers of the dtype that is reduced, where it is another
-        for bucket in self.buckets:
-            end, exact = bucket.start + bucket.size, bucket.parameters[0].dtype == torch.float32
-            bucket.accumulated = bucket.reduced = buffers[bucket.dtype][bucket.start:end]
-            if not exact and reduced != bucket.dtype:
-                if bucket.dtype not in others:
-                    others[bucket.dtype] = torch.zeros_like(buffers[bucket.dtype], dtype=reduced)
-                bucket.reduced = others[bucket.dtype][bucket.start:end]
-            offset = 0
-            for parameter in bucket.parameters:
-                part, shape = slice(offset, offset + parameter.numel()), parameter.shape
-                self.views[parameter] = bucket.accumulated[part].view(shape), bucket.reduced[part].view(shape)
-                offset += fp8.round_up(parameter.numel(), ALIGNMENT)
+        for dtypes, buckets in by_dtypes.items():
+            sizes = [bucket.size for bucket in buckets]
+            buffers = [torch.zeros(sum(sizes), dtype=dtype, device=device) for dtype in dict.fromkeys(dtypes)]
+            for bucket, *parts in zip(buckets, *(buffer.split(sizes) for buffer in buffers)):
+                bucket.accumulated, bucket.reduced = parts[0], parts[-1]
+                for parameter, start in bucket.offsets.items():
+                    views = (part[start:start + parameter.numel()].view_as(parameter)
+                             for part in (bucket.accumulated, bucket.reduced))
+                    self.views[parameter] = tuple(views)
 
     @contextlib.contextmanager
     def micro_batch(self, first: bool, last: bool):
@@ -167,7 +144,7 @@ class Gradients:
         if first:
             self.used.clear()
         for bucket in self.buckets:
-            bucket.missing, bucket.collected = set(bucket.parameters), []
+            bucket.missing, bucket.collected = set(bucket.offsets), []
         for parameter in self.parameters:
             parameter.grad, parameter.main_grad = None, self.views[parameter][0]
             parameter.overwrite_main_grad, parameter.grad_added_to_main_grad = first, False
@@ -209,11 +186,11 @@ class Gradients:
     def _collect(self, parameter):
         """Take a parameter's gradient when autograd has it."""
         bucket, gradient, parameter.grad = self.bucket_of[parameter], parameter.grad, None
-        is_there, parameter.grad_added_to_main_grad = parameter.grad_added_to_main_grad, False
+        in_main_grad, parameter.grad_added_to_main_grad = parameter.grad_added_to_main_grad, False
         if parameter not in bucket.missing:
-            self._add_second(bucket, parameter, gradient, is_there)
+            self._add_second(bucket, parameter, gradient, in_main_grad)
             return
-        if not is_there:
+        if not in_main_grad:
             bucket.collected.append((parameter.main_grad, gradient))
         bucket.missing.discard(parameter)
         self.used.add(parameter)
@@ -221,7 +198,7 @@ class Gradients:
             self._complete(bucket)
 
     @torch.no_grad()
-    def _add_second(self, bucket, parameter, gradient, is_there: bool):
+    def _add_second(self, bucket, parameter, gradient, in_main_grad: bool):
         """Add a further gradient of the same backward pass: of a layer in two reentrant checkpoints."""
         if self.last and self.world_size > 1 and not bucket.missing:
             raise ValueError("data-parallel training: a parameter has a gradient after its sum over ranks; "
@@ -230,7 +207,7 @@ class Gradients:
             if view is parameter.main_grad:
                 bucket.collected[number] = view, first + gradient
                 return
-        if not is_there:
+        if not in_main_grad:
             parameter.main_grad.add_(gradient)
 
     @torch.no_grad()

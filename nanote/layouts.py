@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanote import gradients, models, roofline
+from nanote import gradients, models, parallel, roofline
 from nanote.memory import sequence_multiple
 
 # Data sheets of NVIDIA's GPUs and DGX systems: name in roofline.PEAKS, GB of memory, GB/s per GPU and
@@ -92,8 +92,8 @@ def memory(run, model, layout: Layout, reshard=True) -> dict[str, float]:
 
     weights          w·N/S
     gradients        w·N/S in backward; of several micro-batches or ddp's replicas the buffers of
-                     nanote/gradients.py at all times, by default 4·N; fsdp and hsdp keep 4·N after a forward
-                     pass with grad_accum > 1, since gradients are reduced once a step
+                     nanote/gradients.py at all times, by default 4·N; fsdp and hsdp keep 4·N with
+                     grad_accum > 1, since gradients are reduced once a step
     optimizer state  N/S times two moments (4 or 2 bytes each) and the master (remainder: 2 bytes; 4)
     FP8 copies       2 bytes (rowwise, transposed) per weight of a GEMM, not sharded, kept until backward; of
                      a checkpointed block while it runs, unless micro-batches share them
@@ -112,7 +112,7 @@ def memory(run, model, layout: Layout, reshard=True) -> dict[str, float]:
     casts = max(1, sum(keeps_all)) if renewed else model.n_layer
     one_block, one_input = tokens * activation_bytes(model, in_fp8, width), tokens * width * model.n_embd
     if sharded:
-        held = gradients.reduction_dtype(run).itemsize * count if accumulates else 0
+        held = parallel.reduction_dtype(run).itemsize * count if accumulates else 0
     else:
         dtype = torch.float32 if width == 4 else torch.bfloat16
         held = count * gradients.bytes_per_parameter(run, dtype, layout.replicas)
@@ -137,8 +137,7 @@ def memory(run, model, layout: Layout, reshard=True) -> dict[str, float]:
     }
     if in_fp8 and renewed:
         backward["FP8 copies of weights"] -= 2 * head  # which went backward first
-    parts = max(forward, backward, key=lambda moment: sum(moment.values()))
-    return parts
+    return max(forward, backward, key=lambda moment: sum(moment.values()))
 
 
 def largest_micro_batch(run, model, layout: Layout, reshard, capacity: float) -> int:
@@ -169,7 +168,7 @@ def traffic(run, model, layout: Layout, reshard=True) -> tuple[float, float]:
     gradients.
     """
     width, count = 4 if run.dtype == "float32" else 2, models.weight_count(model)
-    reduced = count * max(width, gradients.reduction_dtype(run).itemsize)
+    reduced = count * max(width, parallel.reduction_dtype(run).itemsize)
     gathered = count + (model.n_layer * block_weights(model) if reshard else 0)
     return (ring_bytes(width * run.grad_accum * gathered + reduced, layout.shards),
             2 * ring_bytes(reduced / layout.shards, layout.replicas))

@@ -142,7 +142,7 @@ def explain(
     fixed, points, capacity = step_bytes(model, optimizer), None, None
     device = next(model.parameters()).device
     count = sum(p.numel() for p in model.parameters())
-    # what is suggested adds up micro-batches, in buffers that the measured passes may not have
+    # the advice has several micro-batches, whose buffers the measured passes may not have
     dtype = next(model.parameters()).dtype
     buffers = gradients.bytes_per_parameter(dataclasses.replace(config, grad_accum=2), dtype)
     missing = count * max(0, buffers - dtype.itemsize)

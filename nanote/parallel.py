@@ -1,13 +1,13 @@
 """Data parallelism: the ranks of a run, and the few things that they do together.
 
-Use it from a training script: `init()` first, `shard` before the optimizer is made,
-`mean_over_ranks` on losses, and a `StopRequest` to leave the loop on a signal. Without torchrun there is one
-rank, and nothing is distributed.
+Use it from a training script: `init()` first, `shard` before the optimizer is made, `mean_over_ranks` on
+losses, and a `StopRequest` to leave the loop on a signal. Without torchrun there is one rank, and nothing is
+distributed.
 
-- --parallel ddp: each rank has the whole model, and gradients are averaged (nanote/gradients.py).
+- --parallel ddp: each rank has the whole model, and gradients are summed (nanote/gradients.py).
 - --parallel fsdp: each rank keeps 1/N of every parameter, its gradient and its optimizer state; a block's
   weights are gathered when it runs (PyTorch's fully_shard, known as FSDP2).
-- --parallel hsdp: fsdp within each of R replicas, whose gradients are averaged.
+- --parallel hsdp: fsdp within each of R replicas, whose gradients are summed.
 
 A sharded parameter is a DTensor. AdamW treats each element by itself, so the optimizer gets this rank's part
 as a plain tensor in the same memory (`local`). Every optimizer kernel and all its state then work unchanged;
@@ -60,6 +60,18 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def accumulation_dtype(config) -> torch.dtype:
+    """Return the dtype in which gradients of BF16 parameters are summed over micro-batches."""
+    return torch.float32 if config.grad_accum_dtype == "auto" else getattr(torch, config.grad_accum_dtype)
+
+
+def reduction_dtype(config) -> torch.dtype:
+    """Return the dtype in which gradients of BF16 parameters are summed over ranks."""
+    if config.grad_reduce_dtype == "auto":
+        return accumulation_dtype(config)
+    return getattr(torch, config.grad_reduce_dtype)
+
+
 def shut_down(ranks: Ranks) -> None:
     if ranks.world_size > 1:
         dist.destroy_process_group()
@@ -110,9 +122,8 @@ def shard(model, config, device: torch.device) -> None:
     sizes, names = (shards,), ("shard",)
     if config.parallel == "hsdp":
         sizes, names = (dist.get_world_size() // shards, shards), ("replicate", "shard")
-    dtypes = {"auto": torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}
     options = dict(mesh=init_device_mesh(device.type, sizes, mesh_dim_names=names),
-                   mp_policy=MixedPrecisionPolicy(reduce_dtype=dtypes[config.grad_reduce_dtype]))
+                   mp_policy=MixedPrecisionPolicy(reduce_dtype=reduction_dtype(config)))
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
     fully_shard(model, **options)  # embeddings, final norm and lm_head, which backward needs first
@@ -140,7 +151,7 @@ def local_parameters(model) -> list:
     return [local(parameter) for parameter in model.parameters()]
 
 
-def free_gathered(model) -> None:
+def reshard(model) -> None:
     """Free the weights that an evaluation has gathered: it has no backward pass, which does so."""
     for module in model.modules() if isinstance(model, FSDPModule) else ():
         if isinstance(module, FSDPModule):

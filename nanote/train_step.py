@@ -143,7 +143,7 @@ class TrainStep:
             ValueError: the batches do not fit, or something that the captured graphs fix has changed.
         """
         self._check_batches(batches, self.inputs if self.graphs else None)
-        parallel.free_gathered(self.model)
+        parallel.reshard(self.model)
         for group in self.optimizer.param_groups:
             group_lr = lr * group.get("lr_factor", 1.0)
             if isinstance(group["lr"], torch.Tensor):

@@ -171,7 +171,7 @@ def test_gradient_norm(dtype):
 
 
 def test_bfloat16_parameters_with_float32_gradients():
-    """What gradients.py adds up. Gradients that BF16 can hold train as BF16 gradients do, bit for bit."""
+    """Gradients of nanote/gradients.py. Values that BF16 can hold train as BF16 gradients do, bit for bit."""
     results = []
     for dtype in (torch.bfloat16, torch.float32):
         params = parameters(torch.bfloat16)

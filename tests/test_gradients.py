@@ -1,6 +1,7 @@
 """nanote/gradients.py: sums of micro-batches in float32, and the `main_grad` of Megatron-LM and TE."""
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -79,6 +80,17 @@ def test_sums_of_micro_batches_are_float32(fused):
         assert error < (1e-6 if "second" in name or not fused else 4e-3), name
 
 
+def test_float32_weights_keep_float32_gradients():
+    """Beside BF16 weights whose gradients are summed in float32 and reduced in BF16."""
+    model = Model(fused=False)
+    model.second.float()
+    with mock.patch("nanote.parallel.world_size", return_value=2):  # one rank reduces nothing
+        gradients = Gradients(model, torch.float32, torch.bfloat16)
+    reduced = {name: gradients.views[p][1].dtype for name, p in model.named_parameters()}
+    assert reduced.pop("second.bias") == reduced.pop("second.weight") == torch.float32
+    assert set(reduced.values()) == {torch.bfloat16}
+
+
 def test_sums_in_bfloat16_are_worse():
     found = accumulate(Model(fused=False), 64, accumulated=torch.bfloat16, reduced=torch.bfloat16)
     expected = exact(64)["second.weight"]
@@ -125,10 +137,10 @@ def test_a_gradient_may_come_twice():
 def test_buffers_are_freed_with_the_step():
     model = Model(fused=False)
     gradients = Gradients(model)
-    gone = weakref.ref(gradients)
+    reference = weakref.ref(gradients)
     del gradients
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 def test_passes_outside_a_step_are_plain_autograd():

@@ -1,6 +1,6 @@
 """Import a Hugging Face GPT-2, Llama or Qwen3 folder as a run: python tools/import_hf.py DIR out/<run>
 
-    python train.py --resume --out-dir out/<run> --data … --fp8-recipe delayed    # continue training, in FP8
+    python train.py --resume --out-dir out/<run> --data … --fp8-recipe delayed  # continue training, in FP8
     python sample.py out/<run> --prompt "Once upon a time"
 
 - Reads a local folder, and only its JSON files and the weights that transformers reads (model.safetensors, or
