@@ -15,6 +15,7 @@ Before anything is timed, the step on all GPUs, with one GPU's tokens on each of
 gradient norm that this GPU has alone. NVLink multicast is off if NCCL_NVLS_ENABLE=0 is set; rows say so.
 """
 import dataclasses
+import itertools
 import math
 import os
 import statistics
@@ -131,28 +132,27 @@ def main(argv=None) -> int:
         torch.cuda.set_device(device)
     keys = ("gpus", "parallel", "shape", "recipe", "grad_accum")
     rows = report.Rows(options.json if ranks.is_first else None, keys, "bench/multi_gpu.py", argv)
-    for shape in options.shapes:
-        for layout in options.layouts:
-            for recipe in options.recipes:
-                config = dataclasses.replace(arms.make_config(SHAPES[shape], device), fp8_recipe=recipe,
-                                             grad_accum=options.accum, **LAYOUTS[layout])
-                row = {"gpus": ranks.world_size, "parallel": layout, "shape": shape, "recipe": recipe,
-                       "grad_accum": options.accum}
-                try:
-                    row |= measure_row(config, options, device)
-                except (RuntimeError, ValueError) as error:
-                    row |= {"error": cli.in_a_line(error)}
-                plain = next((other for other in rows if "error" not in other and recipe != "none" and all(
-                    other[key] == (row | {"recipe": "none"})[key] for key in keys)), None)
-                if plain and "error" not in row:
-                    row["fp8_over_bf16"] = row["tokens_per_s_per_gpu"] / plain["tokens_per_s_per_gpu"]
-                    row["fp8_over_bf16_one_gpu"] = row["tokens_per_s_one_gpu"] / plain["tokens_per_s_one_gpu"]
-                row["bucket_mib"] = gradients.BUCKET_BYTES / 2**20
-                row["nvlink_multicast"] = os.environ.get("NCCL_NVLS_ENABLE") != "0"
-                row["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None
-                rows.add(row)
-                if ranks.is_first:
-                    print(describe(row), flush=True)
+    for shape, layout, recipe in itertools.product(options.shapes, options.layouts, options.recipes):
+        config = dataclasses.replace(arms.make_config(SHAPES[shape], device), fp8_recipe=recipe,
+                                     grad_accum=options.accum, **LAYOUTS[layout])
+        row = {"gpus": ranks.world_size, "parallel": layout, "shape": shape, "recipe": recipe,
+               "grad_accum": options.accum}
+        try:
+            row |= measure_row(config, options, device)
+        except (RuntimeError, ValueError) as error:
+            row |= {"error": cli.in_a_line(error)}
+        wanted = {key: row[key] for key in keys} | {"recipe": "none"}
+        matching = (other for other in rows if "error" not in other and wanted.items() <= other.items())
+        plain = next(matching, None)
+        if plain and recipe != "none" and "error" not in row:
+            row["fp8_over_bf16"] = row["tokens_per_s_per_gpu"] / plain["tokens_per_s_per_gpu"]
+            row["fp8_over_bf16_one_gpu"] = row["tokens_per_s_one_gpu"] / plain["tokens_per_s_one_gpu"]
+        row["bucket_mib"] = gradients.BUCKET_BYTES / 2**20
+        row["nvlink_multicast"] = os.environ.get("NCCL_NVLS_ENABLE") != "0"
+        row["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None
+        rows.add(row)
+        if ranks.is_first:
+            print(describe(row), flush=True)
     parallel.shut_down(ranks)
     return 0
 

@@ -2,7 +2,8 @@
 
 Unlike torchrun, this imports PyTorch once and forks. Arguments: a number of processes, then a run each, as on
 train.py's command line; again for the next group. "copy A B N" copies the run A without checkpoints after
-step N; a run that begins with "nan" has a loss that is not finite in step 2, on every rank but the first.
+step N; a run that begins with "nan" has a loss that is not finite in step 2, on every rank but the first;
+"weights" checks that ranks with other weights get those of rank 0.
 """
 import os
 import shutil
@@ -11,8 +12,12 @@ import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
+import torch
+import torch.distributed as dist
+
 import train
 from nanote import checkpoint, cli, gradients, parallel
+from nanote.config import TrainConfig
 
 gradients.BUCKET_BYTES = 4096  # several buckets in a small model
 plain, passes = train.TrainStep.forward_backward, []
@@ -36,12 +41,24 @@ def copy(source, target, last):
             shutil.rmtree(folder)
 
 
+def check_weights(ranks):
+    torch.manual_seed(ranks.rank)
+    model = torch.nn.Linear(3, 3)
+    parallel.shard(model, TrainConfig(), torch.device("cpu"))
+    weights = [None] * ranks.world_size
+    dist.all_gather_object(weights, model.weight.tolist())
+    assert all(weight == weights[0] for weight in weights), "the ranks have other weights"
+
+
 def run_all(runs):
     ranks = parallel.init()
     train.TrainStep.rank_of_test = ranks.rank
     parallel.init, parallel.shut_down = lambda: ranks, lambda ranks: None  # one group for all runs
     train.draw = lambda *arguments: ""  # no plots, which take longer than the runs
     for words in map(str.split, runs):
+        if words[0] == "weights":
+            check_weights(ranks)
+            continue
         if words[0] == "copy":
             checkpoint.on_rank0(lambda: copy(*words[1:]))
             continue

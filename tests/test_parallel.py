@@ -43,7 +43,7 @@ def runs(tmp_path_factory, tokens):
     assert run_train(f"{none} {four} --out-dir one") == 0
     assert run_train(f"{delayed} {four} --out-dir one-fp8") == 0
     run_groups(
-        "2",
+        "2", "weights",
         f"{none} {two} --parallel fsdp --out-dir fsdp",
         f"{none} {two} --parallel fsdp --gradient-checkpointing --no-reshard-after-forward "
         "--grad-reduce-dtype float32 --out-dir fsdp-switches",
