@@ -5,7 +5,8 @@
 `efficiency` is tokens/s per GPU in a layout, divided by the mean over the GPUs of what each reaches alone at
 the same micro-batch; both steps take turns, and a figure is the median of their steps. Layouts:
 
-- ddp               gradients in float32, the default
+- ddp               gradients in float32, the update divided among the GPUs (nanote/peers.py): the default
+- ddp-all_reduce    gradients reduced by NCCL during the backward pass: with several machines
 - ddp-bf16_reduce   accumulated in float32, reduced in BF16
 - ddp-bf16          in BF16 throughout
 - ddp-eager         launched from Python, not as CUDA graphs
@@ -14,6 +15,7 @@ the same micro-batch; both steps take turns, and a figure is the median of their
 Before anything is timed, the step on all GPUs, with one GPU's tokens on each of them, must have the loss and
 gradient norm that this GPU has alone. NVLink multicast is off if NCCL_NVLS_ENABLE=0 is set; rows say so.
 """
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -31,12 +33,12 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import arms, measure, report, timing
-from nanote import cli, gradients, parallel
+from nanote import cli, gradients, parallel, peers
 
 SHAPES = {name: arms.SHAPES[name] for name in ("124m-b32", "350m-b16", "c4096")} | {
     "124m-b16": arms.SHAPES["124m-b32"] | {"micro_batch_size": 16}, "llama3-8b": arms.SHAPES["llama3-8b"]}
 LAYOUTS = {
-    "ddp": {}, "ddp-bf16_reduce": {"grad_reduce_dtype": "bfloat16"},
+    "ddp": {}, "ddp-all_reduce": {}, "ddp-bf16_reduce": {"grad_reduce_dtype": "bfloat16"},
     "ddp-bf16": {"grad_accum_dtype": "bfloat16", "grad_reduce_dtype": "bfloat16"},
     "ddp-eager": {"cuda_graph": "off"},
     "fsdp": {"parallel": "fsdp"}, "fsdp-keep": {"parallel": "fsdp", "reshard_after_forward": False},
@@ -44,7 +46,8 @@ LAYOUTS = {
     "fsdp-keep-eager": {"parallel": "fsdp", "cuda_graph": "off", "reshard_after_forward": False},
 }
 NAMES = {
-    "ddp": "ddp", "ddp-bf16_reduce": "ddp, `--grad-reduce-dtype bfloat16`",
+    "ddp": "ddp", "ddp-all_reduce": "ddp, all-reduce by NCCL",
+    "ddp-bf16_reduce": "ddp, `--grad-reduce-dtype bfloat16`",
     "ddp-bf16": "ddp, `--grad-accum-dtype bfloat16`", "ddp-eager": "ddp, `--cuda-graph off`", "fsdp": "fsdp",
     "fsdp-keep": "fsdp, `--no-reshard-after-forward`", "fsdp-eager": "fsdp, `--cuda-graph off`",
     "fsdp-keep-eager": "fsdp, `--no-reshard-after-forward --cuda-graph off`",
@@ -71,6 +74,13 @@ class Options:
 def alone():
     """Let this process train as if it were the only one."""
     return mock.patch("torch.distributed.is_initialized", return_value=False)
+
+
+def layout_applied(layout: str):
+    """Make a layout that no option selects."""
+    if layout != "ddp-all_reduce":
+        return contextlib.nullcontext()
+    return mock.patch.object(peers, "why_not_divided", return_value="not asked for")
 
 
 def over_ranks(value: float) -> list[float]:
@@ -138,7 +148,8 @@ def main(argv=None) -> int:
         row = {"gpus": ranks.world_size, "parallel": layout, "shape": shape, "recipe": recipe,
                "grad_accum": options.accum}
         try:
-            row |= measure_row(config, options, device)
+            with layout_applied(layout):
+                row |= measure_row(config, options, device)
         except (RuntimeError, ValueError) as error:
             row |= {"error": cli.in_a_line(error)}
         wanted = {key: row[key] for key in keys} | {"recipe": "none"}

@@ -11,6 +11,8 @@ same: a checkpoint written with one loads in the other.
   parameter and chunk of each program. Their sizes do not depend on which parameters have gradients, so that a
   captured launch stays valid.
 - Gradient clipping is a factor applied as the kernel reads the gradients, not another pass over them.
+- `divide` divides the update among GPUs that can access each other's memory. Each sums its part of the
+  gradients over all GPUs as it computes their norm, and writes its updated weights to all of them.
 
 References: AdamW is algorithm 2 of Loshchilov and Hutter, arXiv:1711.05101. The split of a float32 master
 into a BF16 weight and a 16-bit remainder is Transformer Engine's.
@@ -30,10 +32,10 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @triton.jit
-def _adam(tables, chunks, corrections, lr, grad_scale, settings, weight_type: tl.constexpr,
-          gradient_type: tl.constexpr, master: tl.constexpr, moment_type: tl.constexpr, CHUNK: tl.constexpr,
-          BLOCK: tl.constexpr):
-    """Update one chunk of one parameter.
+def _adam(tables, chunks, corrections, lr, grad_scale, settings, distances, weight_type: tl.constexpr,
+          gradient_type: tl.constexpr, master: tl.constexpr, moment_type: tl.constexpr, PEERS: tl.constexpr,
+          CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Update one chunk of one parameter, here and on PEERS other GPUs.
 
     Args:
         tables: (parameters, 6) int64: addresses of weight, gradient, exp_avg, exp_avg_sq and master weight,
@@ -41,6 +43,7 @@ def _adam(tables, chunks, corrections, lr, grad_scale, settings, weight_type: tl
         chunks: (programs, 2) int32: row of `tables`, chunk of that parameter.
         corrections: (2,) float32: 1 - beta1^step, 1 - beta2^step.
         settings: (4,) float64: beta1, beta2, eps, weight_decay. (Triton reserves the name `options`.)
+        distances: (2, PEERS) int64: bytes from a gradient, and from a weight, to the same one of each peer.
         master: "none", "float32" or "remainder".
     """
     program = tl.program_id(0)
@@ -66,17 +69,18 @@ def _adam(tables, chunks, corrections, lr, grad_scale, settings, weight_type: tl
         for block in range(CHUNK // BLOCK):
             offsets = start + block * BLOCK + tl.arange(0, BLOCK)
             _update(offsets, None, weight, gradient, exp_avg, exp_avg_sq, master_weight, correction1,
-                    correction2, rate, scale, beta1, beta2, eps, weight_decay, master)
+                    correction2, rate, scale, beta1, beta2, eps, weight_decay, distances, master, PEERS)
     else:
         for block in range(CHUNK // BLOCK):
             offsets = start + block * BLOCK + tl.arange(0, BLOCK)
             _update(offsets, offsets < size, weight, gradient, exp_avg, exp_avg_sq, master_weight,
-                    correction1, correction2, rate, scale, beta1, beta2, eps, weight_decay, master)
+                    correction1, correction2, rate, scale, beta1, beta2, eps, weight_decay, distances, master,
+                    PEERS)
 
 
 @triton.jit
 def _update(offsets, mask, weight, gradient, exp_avg, exp_avg_sq, master_weight, correction1, correction2, lr,
-            scale, beta1, beta2, eps, weight_decay, master: tl.constexpr):
+            scale, beta1, beta2, eps, weight_decay, distances, master: tl.constexpr, PEERS: tl.constexpr):
     """Update moments and weight of the elements at `offsets`, where `mask` is true or None."""
     g = tl.load(gradient + offsets, mask).to(tl.float32) * scale
     m = tl.load(exp_avg + offsets, mask).to(tl.float32)
@@ -101,16 +105,30 @@ def _update(offsets, mask, weight, gradient, exp_avg, exp_avg_sq, master_weight,
         bits = w.to(tl.int32, bitcast=True)
         low = bits.to(tl.int16)
         tl.store(master_weight + offsets, low, mask)
-        tl.store(weight + offsets, ((bits >> 16) + (low < 0).to(tl.int32)).to(tl.int16), mask)
+        updated = ((bits >> 16) + (low < 0).to(tl.int32)).to(tl.int16)
     else:
         if master == "float32":
             tl.store(master_weight + offsets, w, mask)
-        tl.store(weight + offsets, w.to(weight.dtype.element_ty), mask)
+        updated = w.to(weight.dtype.element_ty)
+    tl.store(weight + offsets, updated, mask)
+    for peer in tl.static_range(PEERS):
+        tl.store(_of_peer(weight, distances + PEERS + peer) + offsets, updated, mask)
 
 
 @triton.jit
-def _squares(tables, chunks, sums, gradient_type: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum the squares of one chunk's gradients into sums (programs,) float32. Tables as for `_adam`."""
+def _of_peer(pointer, distance):
+    """Return the pointer to the same element on another GPU."""
+    address = pointer.to(tl.int64) + tl.load(distance)
+    return tl.multiple_of(address.to(tl.pointer_type(pointer.dtype.element_ty)), 16)
+
+
+@triton.jit
+def _squares(tables, chunks, sums, distances, gradient_type: tl.constexpr, PEERS: tl.constexpr,
+             CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum the squares of one chunk's gradients into sums (programs,) float32. Arguments as of `_adam`.
+
+    With PEERS, first replace these gradients by their sums over all GPUs.
+    """
     program = tl.program_id(0)
     row = tables + 6 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
@@ -118,14 +136,27 @@ def _squares(tables, chunks, sums, gradient_type: tl.constexpr, CHUNK: tl.conste
     squares = tl.zeros((BLOCK,), tl.float32)
     if start + CHUNK <= size:
         for block in range(CHUNK // BLOCK):
-            g = tl.load(gradient + start + block * BLOCK + tl.arange(0, BLOCK)).to(tl.float32)
+            offsets = start + block * BLOCK + tl.arange(0, BLOCK)
+            g = _sum_over_gpus(gradient, offsets, None, distances, PEERS)
             squares += g * g
     else:
         for block in range(CHUNK // BLOCK):
             offsets = start + block * BLOCK + tl.arange(0, BLOCK)
-            g = tl.load(gradient + offsets, offsets < size, 0.0).to(tl.float32)
-            squares += g * g
+            g = _sum_over_gpus(gradient, offsets, offsets < size, distances, PEERS)
+            squares += tl.where(offsets < size, g * g, 0.0)
     tl.store(sums + program, tl.sum(squares))
+
+
+@triton.jit
+def _sum_over_gpus(gradient, offsets, mask, distances, PEERS: tl.constexpr):
+    """Return gradients summed over this GPU and its PEERS in float32, and store the sum on this one."""
+    g = tl.load(gradient + offsets, mask).to(tl.float32)
+    for peer in tl.static_range(PEERS):
+        g += tl.load(_of_peer(gradient, distances + peer) + offsets, mask).to(tl.float32)
+    if PEERS:
+        g = g.to(gradient.dtype.element_ty)
+        tl.store(gradient + offsets, g, mask)
+    return g.to(tl.float32)
 
 
 @dataclass
@@ -140,6 +171,16 @@ class _Tables:
     sizes: list  # elements of each parameter, for which `chunks` was made
     rows: list | None = None  # host copy of `pointers`
     values: list | None = None  # host copy of `options`
+
+
+class Alone:
+    """What `FastAdam.divide` takes, for one process, which updates everything. See nanote/peers.py."""
+
+    count, distances = 0, None  # of the other GPUs
+
+    def part(self, parameter):
+        """Return the first element and the number of elements of a parameter that this rank updates."""
+        return 0, parameter.numel()
 
 
 def _check_options(group, moment_dtype):
@@ -190,6 +231,7 @@ class FastAdam(torch.optim.Optimizer):
             raise ValueError(f"FastAdam: moment_dtype {moment_dtype}: use torch.float32 or torch.bfloat16")
         self.moment_dtype, self.store_param_remainders = moment_dtype, store_param_remainders
         self.dtype, self.gradient_dtype, self.tables = None, None, []
+        self.peers, self.is_summed, self.is_gathered = Alone(), False, True
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     def add_param_group(self, param_group):
@@ -204,17 +246,48 @@ class FastAdam(torch.optim.Optimizer):
             raise
         parameters = group["params"]
         device = next(p.device for group in reversed(self.param_groups) for p in group["params"])
-        counts = [triton.cdiv(p.numel(), CHUNK) for p in parameters]
-        chunks = [[number, chunk] for number, count in enumerate(counts) for chunk in range(count)]
         group["lr"] = torch.tensor(float(group["lr"]), device=device)
         group["step"] = torch.zeros(1, dtype=torch.int, device=device)
         self.tables.append(_Tables(
             pointers=torch.zeros(len(parameters), 6, dtype=torch.int64, device=device),
-            chunks=torch.tensor(chunks, dtype=torch.int32, device=device).view(-1, 2),
-            lr=group["lr"], options=torch.zeros(4, dtype=torch.float64, device=device),
+            chunks=self._chunks(parameters).to(device), lr=group["lr"],
+            options=torch.zeros(4, dtype=torch.float64, device=device),
             sizes=[p.numel() for p in parameters]))
         for parameter in parameters:
             self.initialize_state(parameter)
+
+    def _chunks(self, parameters):
+        """Return `_Tables.chunks`, on the host."""
+        counts = [triton.cdiv(self.peers.part(p)[1], CHUNK) for p in parameters]
+        chunks = [[number, chunk] for number, count in enumerate(counts) for chunk in range(count)]
+        return torch.tensor(chunks, dtype=torch.int32).view(-1, 2)
+
+    def divide(self, peers):
+        """Divide the update among the GPUs of `peers`, a nanote.peers.Peers; all its ranks must call this.
+
+        From then on `gradient_norm` must come before each `step`. It sums this rank's part of the gradients
+        over all GPUs, in place, and returns the norm of all. `step` updates this rank's part of the
+        parameters, here and on the other GPUs. Of the state each rank then has its part only, so call
+        `gather_state` on all ranks before `state_dict`.
+        """
+        self.gather_state()
+        self.peers = peers
+        for group, tables in zip(self.param_groups, self.tables):
+            tables.chunks, tables.rows = self._chunks(group["params"]).to(tables.lr.device), None
+
+    def gather_state(self):
+        """Give every rank the whole state after steps of a divided update. All ranks must call this."""
+        if not self.is_gathered:
+            for parameter, state in self.state.items():
+                for tensor in state.values():
+                    self.peers.gather(tensor, parameter)
+        self.is_gathered = True
+
+    def state_dict(self):
+        if not self.is_gathered:
+            raise ValueError("FastAdam: this rank has a part of the optimizer state only; call "
+                             "optimizer.gather_state() on all ranks before state_dict()")
+        return super().state_dict()
 
     def _check_types(self, parameters):
         """Set the optimizer's dtype from the parameters. Raise ValueError if there are several."""
@@ -244,6 +317,7 @@ class FastAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def write_options(self):
         """Copy changed learning rates, betas, eps and weight decays to the device, also for replays."""
+        self.is_gathered = self.peers.count == 0
         for group, tables in zip(self.param_groups, self.tables):
             values = [*group["betas"], group["eps"], group["weight_decay"]]
             if group["lr"] is tables.lr and values == tables.values:
@@ -275,11 +349,14 @@ class FastAdam(torch.optim.Optimizer):
     def _row(self, parameter):
         """Return the parameter's row of `_Tables.pointers`."""
         gradient, state = parameter.grad, self.state[parameter]
-        if gradient is None:
+        first, size = self.peers.part(parameter)
+        if gradient is None or not size:
             return [0] * 6
-        master = state["master_param"].data_ptr() if self.master_weights else 0
-        return [parameter.data_ptr(), gradient.data_ptr(), state["exp_avg"].data_ptr(),
-                state["exp_avg_sq"].data_ptr(), master, parameter.numel()]
+        tensors = [parameter, gradient, state["exp_avg"], state["exp_avg_sq"]]
+        if self.master_weights:
+            tensors.append(state["master_param"])
+        addresses = [tensor.data_ptr() + first * tensor.element_size() for tensor in tensors]
+        return addresses + [0] * (5 - len(addresses)) + [size]
 
     def _check_layout(self, parameters, rows, tables):
         if [p.numel() for p in parameters] != tables.sizes:
@@ -306,16 +383,24 @@ class FastAdam(torch.optim.Optimizer):
         """Return the total L2 norm of all gradients, () float32.
 
         Unlike torch.nn.utils.get_total_norm, it does not round each tensor's norm to the gradients' dtype.
+        After `divide`, all ranks must call this.
         """
         self.prepare()
+        if self.peers.count:
+            self.peers.barrier()  # the gradients of all ranks are there
         sums = []
         for tables in self.tables:
             programs = len(tables.chunks)
             sums.append(torch.empty(programs, device=tables.lr.device))
             if programs:
-                _squares[(programs,)](tables.pointers, tables.chunks, sums[-1], TYPES[self.gradient_dtype],
-                                      CHUNK, BLOCK=1024, num_warps=4)
-        return torch.cat(sums).sum().sqrt()
+                _squares[(programs,)](tables.pointers, tables.chunks, sums[-1], self.peers.distances,
+                                      TYPES[self.gradient_dtype], self.peers.count, CHUNK, BLOCK=1024,
+                                      num_warps=4)
+        total = torch.cat(sums).sum()
+        if self.peers.count:
+            self.peers.all_reduce(total)
+        self.is_summed = True
+        return total.sqrt()
 
     @torch.no_grad()
     def step(self, closure=None, grad_scale=None):
@@ -332,6 +417,10 @@ class FastAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.prepare()
+        if self.peers.count and not self.is_summed:
+            raise ValueError("FastAdam: the update is divided among GPUs; call gradient_norm() on all ranks "
+                             "before step(), which sums the gradients")
+        self.is_summed = False
         counts = 1 if grad_scale is None else torch.isfinite(grad_scale)
         for group, tables in zip(self.param_groups, self.tables):
             group["step"] += counts
@@ -341,8 +430,11 @@ class FastAdam(torch.optim.Optimizer):
             corrections = (1 - tables.options[:2] ** group["step"]).float()
             scale = torch.ones((), device=tables.lr.device) if grad_scale is None else grad_scale
             _adam[(programs,)](tables.pointers, tables.chunks, corrections, tables.lr, scale, tables.options,
-                               TYPES[self.dtype], TYPES[self.gradient_dtype], self.master,
-                               TYPES[self.moment_dtype], CHUNK, BLOCK=1024, num_warps=4)
+                               self.peers.distances, TYPES[self.dtype], TYPES[self.gradient_dtype],
+                               self.master, TYPES[self.moment_dtype], self.peers.count, CHUNK, BLOCK=1024,
+                               num_warps=4)
+        if self.peers.count:
+            self.peers.barrier()  # the weights of all ranks are there
         return loss
 
     @torch.no_grad()

@@ -63,6 +63,7 @@ def save(run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> Path
     `meta` must be serializable as JSON; `read_meta` returns it. On OSError (a full disk) nothing of this
     checkpoint is left, earlier ones are untouched, and the message names the last of them.
     """
+    _gather_state(optimizer)
     document = _document(step, model, optimizer, meta)
     return _write(Path(run_dir), step, _tensors(model, optimizer), document, keep)
 
@@ -95,6 +96,7 @@ class BackgroundSaver:
         """
         reason = ""
         if self.background:
+            _gather_state(optimizer)
             try:
                 self.copy_to_host(_tensors(model, optimizer))
             except torch.OutOfMemoryError:  # of the GPU
@@ -112,6 +114,7 @@ class BackgroundSaver:
     def save(self, run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> None:
         """Save like the function `save`, after the previous checkpoint. An OSError is kept for `error`."""
         self.wait()
+        _gather_state(optimizer)
         document = _document(step, model, optimizer, meta)
         tensors = _tensors(model, optimizer)
         if self.background:
@@ -280,6 +283,13 @@ def _optimizer_states(optimizer):
         parameters = itertools.chain.from_iterable(group["params"] for group in part.param_groups)
         found += [(p, states[number]) for number, p in enumerate(parameters) if number in states]
     return found
+
+
+def _gather_state(optimizer) -> None:
+    """Give every rank the whole optimizer state, where an update is divided among them."""
+    for part in parts_of(optimizer):
+        if hasattr(part, "gather_state"):
+            part.gather_state()
 
 
 def parts_of(optimizer) -> list:

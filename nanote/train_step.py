@@ -15,7 +15,7 @@ import warnings
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from nanote import cli, fp8, models, parallel
+from nanote import cli, fp8, models, parallel, peers
 from nanote.config import TrainConfig, check_options
 from nanote.gradients import make_gradients
 from nanote.optimizers import make_optimizer, replace_by_kernels
@@ -124,7 +124,7 @@ class TrainStep:
     def __init__(self, model, net, optimizer, config, device: torch.device):
         """`net`: the model, or its compiled form, which is called in its place."""
         self.model, self.net, self.optimizer, self.config, self.device = model, net, optimizer, config, device
-        self.gradients, self.made_for = make_gradients(model, config), config.grad_accum
+        self._make_gradients()
         self.graphed = wants_graph(config, device)
         self.updates_in_graph = hasattr(optimizer, "prepare")  # FastAdam; any other is launched from Python
         self.model_is_ours = type(model).__module__ in {module for module, *_ in models.MODELS.values()}
@@ -214,10 +214,18 @@ class TrainStep:
                                  f"{expected}; pass batches of one shape, or make the step with "
                                  "cuda_graph=\"off\"")
 
+    def _make_gradients(self) -> None:
+        """Make the gradient buffers, for the current config.grad_accum."""
+        divided = not peers.why_not_divided(self.model, self.optimizer, self.config)
+        self.gradients = make_gradients(self.model, self.config, divided)
+        self.made_for = self.config.grad_accum
+        if divided:
+            self.optimizer.divide(peers.Peers(self.model, self.gradients))
+
     def _follow_grad_accum(self) -> None:
         """Make the gradient buffers that a changed config.grad_accum needs."""
         if self.config.grad_accum != self.made_for:
-            self.gradients, self.made_for = make_gradients(self.model, self.config), self.config.grad_accum
+            self._make_gradients()
 
     def _kind(self, micro: int) -> str:
         """Return the name of the graph of micro-batch number `micro`: the first casts weights to FP8 and

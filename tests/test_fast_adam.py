@@ -15,11 +15,9 @@ triton = pytest.importorskip("triton")
 from fast_kernels import adam as fast_adam  # noqa: E402
 from fast_kernels.adam import FastAdam  # noqa: E402
 from kernel_tools import _casts_that_round  # noqa: E402, F401
-from nanote import (
-    checkpoint,  # noqa: E402
-    models,  # noqa: E402
-)
+from nanote import checkpoint, models, peers  # noqa: E402
 from nanote.config import TrainConfig, check_options  # noqa: E402
+from nanote.fp8 import round_up  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(96, 100), (7,), (8192 + 5,), (1,)]  # several chunks, less than one, a partial last one
@@ -490,3 +488,84 @@ def test_a_state_saved_on_the_host_is_loaded_onto_the_device():
     train(optimizer, params, 2)
     train(other, others, 2)
     assert all(torch.equal(p, q) for p, q in zip(params, others)) and other.param_groups[0]["lr"].is_cuda
+
+
+# ---------------------------------------------------------------- an update divided among GPUs
+
+def divided_among(count, dtype, gradient_dtype, remainders):
+    """Return (parameters, optimizer, gradient buffer) of each rank; all in this process, which can access the
+    memory of them all. The parts of the ranks begin within parameters."""
+    starts, size = [], 0
+    for shape in SHAPES:
+        starts.append(size)
+        size += round_up(math.prod(shape), peers.ALIGNMENT)
+    ranks, buffers = [], []
+    for rank in range(count):
+        weights = torch.zeros(size, dtype=dtype, device=DEVICE)
+        sums = torch.zeros(size, dtype=gradient_dtype, device=DEVICE)
+        params = parameters(dtype)
+        for parameter, start in zip(params, starts):
+            end = start + parameter.numel()
+            parameter.data = weights[start:end].view_as(parameter).copy_(parameter.detach())
+            parameter.grad_dtype = None
+            parameter.grad = sums[start:end].view_as(parameter)
+        options = dict(lr=1e-2, betas=(0.9, 0.95), store_param_remainders=remainders)
+        ranks.append((params, FastAdam(groups(params), **options), sums))
+        buffers.append((sums.data_ptr(), weights.data_ptr()))
+    for rank, (params, optimizer, _) in enumerate(ranks):
+        of_rank = object.__new__(peers.Peers)
+        of_rank.rank, of_rank.count, of_rank.starts = rank, count - 1, dict(zip(params, starts))
+        of_rank.bounds = peers.divide(size, count)
+        others = [(rank + step) % count for step in range(1, count)]
+        of_rank.distances = torch.tensor(
+            [[buffers[other][kind] - buffers[rank][kind] for other in others] for kind in (0, 1)],
+            device=DEVICE)
+        of_rank.barrier = lambda: None  # the ranks take turns
+        optimizer.divide(of_rank)
+    return ranks
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("dtype, gradient_dtype, remainders", [
+    (torch.bfloat16, torch.float32, True), (torch.bfloat16, torch.float32, False),
+    (torch.bfloat16, torch.bfloat16, True), (torch.float32, torch.float32, False)])
+def test_a_divided_update_equals_one_of_summed_gradients(count, dtype, gradient_dtype, remainders):
+    """Gradients are multiples of 1/64, so that their sums are exact in any order and dtype."""
+    ranks = divided_among(count, dtype, gradient_dtype, remainders)
+    params = parameters(dtype)
+    alone = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95), store_param_remainders=remainders)
+    for step in range(3):
+        for parameter in params:
+            parameter.grad_dtype = None
+            parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype)
+        for rank, (own, _, _) in enumerate(ranks):
+            for parameter, mine, value in zip(params, own, gradients(10 * step + rank, torch.float32)):
+                value = (4 * value).round().clamp(-16, 16) / 64
+                mine.grad.copy_(value)
+                parameter.grad += value.to(gradient_dtype)
+        norm = alone.gradient_norm()
+        alone.step(grad_scale=1 / norm)
+        squares = []
+        for _, optimizer, _ in ranks:
+            optimizer.peers.all_reduce = squares.append
+            optimizer.gradient_norm()
+        assert sum(squares).sqrt().item() == pytest.approx(norm.item(), rel=1e-5)
+        for _, optimizer, _ in ranks:
+            optimizer.step(grad_scale=1 / norm)
+    for own, optimizer, _ in ranks:
+        for parameter, mine in zip(params, own):
+            assert torch.equal(parameter, mine)
+            first, size = optimizer.peers.part(mine)
+            for name, value in alone.state[parameter].items():
+                own_part = optimizer.state[mine][name].view(-1)[first:first + size]
+                assert torch.equal(value.view(-1)[first:first + size], own_part)
+    parts = [sum(optimizer.peers.part(p)[1] for p in own) for own, optimizer, _ in ranks]
+    assert sum(parts) == sum(p.numel() for p in params) and max(parts) - min(parts) <= 4 * peers.ALIGNMENT
+
+
+def test_a_divided_update_is_not_done_or_saved_in_part():
+    _, optimizer, _ = divided_among(2, torch.float32, torch.float32, False)[0]
+    with pytest.raises(ValueError, match="call gradient_norm"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="gather_state"):
+        optimizer.state_dict()
