@@ -12,7 +12,7 @@ same: a checkpoint written with one loads in the other.
   captured launch stays valid.
 - Gradient clipping is a factor applied as the kernel reads the gradients, not another pass over them.
 - `divide` divides the update among GPUs that can access each other's memory. Each sums its part of the
-  gradients over all GPUs as it computes their norm, and writes its updated weights to all of them.
+  gradients, its own and those received, as it computes their norm, and writes its updated weights to all.
 
 References: AdamW is algorithm 2 of Loshchilov and Hutter, arXiv:1711.05101. The split of a float32 master
 into a BF16 weight and a 16-bit remainder is Transformer Engine's.
@@ -38,16 +38,16 @@ def _adam(tables, chunks, corrections, lr, grad_scale, settings, distances, weig
     """Update one chunk of one parameter, here and on PEERS other GPUs.
 
     Args:
-        tables: (parameters, 6) int64: addresses of weight, gradient, exp_avg, exp_avg_sq and master weight,
-            and the number of elements.
+        tables: (parameters, 7) int64: addresses of weight, gradient, exp_avg, exp_avg_sq and master weight,
+            the number of elements, and the address of the gradients that other GPUs have sent.
         chunks: (programs, 2) int32: row of `tables`, chunk of that parameter.
         corrections: (2,) float32: 1 - beta1^step, 1 - beta2^step.
         settings: (4,) float64: beta1, beta2, eps, weight_decay. (Triton reserves the name `options`.)
-        distances: (2, PEERS) int64: bytes from a gradient, and from a weight, to the same one of each peer.
+        distances: (PEERS,) int64: bytes from a weight to the same one on each of the other GPUs.
         master: "none", "float32" or "remainder".
     """
     program = tl.program_id(0)
-    row = tables + 6 * tl.load(chunks + 2 * program)
+    row = tables + 7 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
     correction1, correction2 = tl.load(corrections), tl.load(corrections + 1)
     rate, scale = tl.load(lr), tl.load(grad_scale)
@@ -112,47 +112,45 @@ def _update(offsets, mask, weight, gradient, exp_avg, exp_avg_sq, master_weight,
         updated = w.to(weight.dtype.element_ty)
     tl.store(weight + offsets, updated, mask)
     for peer in tl.static_range(PEERS):
-        tl.store(_of_peer(weight, distances + PEERS + peer) + offsets, updated, mask)
+        address = weight.to(tl.int64) + tl.load(distances + peer)
+        there = tl.multiple_of(address.to(tl.pointer_type(weight.dtype.element_ty)), 16)
+        tl.store(there + offsets, updated, mask)
 
 
 @triton.jit
-def _of_peer(pointer, distance):
-    """Return the pointer to the same element on another GPU."""
-    address = pointer.to(tl.int64) + tl.load(distance)
-    return tl.multiple_of(address.to(tl.pointer_type(pointer.dtype.element_ty)), 16)
-
-
-@triton.jit
-def _squares(tables, chunks, sums, distances, gradient_type: tl.constexpr, PEERS: tl.constexpr,
+def _squares(tables, chunks, sums, stride, gradient_type: tl.constexpr, PEERS: tl.constexpr,
              CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """Sum the squares of one chunk's gradients into sums (programs,) float32. Arguments as of `_adam`.
 
-    With PEERS, first replace these gradients by their sums over all GPUs.
+    With PEERS, first add what each of them has sent to these gradients; `stride` bytes are between what two
+    of them have sent.
     """
     program = tl.program_id(0)
-    row = tables + 6 * tl.load(chunks + 2 * program)
+    row = tables + 7 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
     gradient, size = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(gradient_type)), 16), tl.load(row + 5)
+    received = tl.load(row + 6)
     squares = tl.zeros((BLOCK,), tl.float32)
     if start + CHUNK <= size:
         for block in range(CHUNK // BLOCK):
             offsets = start + block * BLOCK + tl.arange(0, BLOCK)
-            g = _sum_over_gpus(gradient, offsets, None, distances, PEERS)
+            g = _sum_over_gpus(gradient, received, stride, offsets, None, PEERS)
             squares += g * g
     else:
         for block in range(CHUNK // BLOCK):
             offsets = start + block * BLOCK + tl.arange(0, BLOCK)
-            g = _sum_over_gpus(gradient, offsets, offsets < size, distances, PEERS)
+            g = _sum_over_gpus(gradient, received, stride, offsets, offsets < size, PEERS)
             squares += tl.where(offsets < size, g * g, 0.0)
     tl.store(sums + program, tl.sum(squares))
 
 
 @triton.jit
-def _sum_over_gpus(gradient, offsets, mask, distances, PEERS: tl.constexpr):
-    """Return gradients summed over this GPU and its PEERS in float32, and store the sum on this one."""
+def _sum_over_gpus(gradient, received, stride, offsets, mask, PEERS: tl.constexpr):
+    """Return gradients summed over this GPU and its PEERS in float32, and store the sum."""
     g = tl.load(gradient + offsets, mask).to(tl.float32)
     for peer in tl.static_range(PEERS):
-        g += tl.load(_of_peer(gradient, distances + peer) + offsets, mask).to(tl.float32)
+        sent = tl.multiple_of((received + peer * stride).to(tl.pointer_type(gradient.dtype.element_ty)), 16)
+        g += tl.load(sent + offsets, mask).to(tl.float32)
     if PEERS:
         g = g.to(gradient.dtype.element_ty)
         tl.store(gradient + offsets, g, mask)
@@ -164,7 +162,7 @@ class _Tables:
     """Kernel arguments of one parameter group. The tensors are allocated once and updated in place, because
     a captured CUDA graph reads this memory at every replay."""
 
-    pointers: torch.Tensor  # (parameters, 6) int64, see `_adam`; zeros skip a parameter without a gradient
+    pointers: torch.Tensor  # (parameters, 7) int64, see `_adam`; zeros skip a parameter without a gradient
     chunks: torch.Tensor  # (programs, 2) int32, of all parameters: the launch is always the same
     lr: torch.Tensor  # () float32
     options: torch.Tensor  # (4,) float64: beta1, beta2, eps, weight_decay
@@ -176,11 +174,15 @@ class _Tables:
 class Alone:
     """What `FastAdam.divide` takes, for one process, which updates everything. See nanote/peers.py."""
 
-    count, distances = 0, None  # of the other GPUs
+    count, distances, stride = 0, None, 0  # of the other GPUs
 
     def part(self, parameter):
         """Return the first element and the number of elements of a parameter that this rank updates."""
         return 0, parameter.numel()
+
+    def received_at(self, parameter):
+        """Return the address of the gradients of that part which other ranks have sent."""
+        return 0
 
 
 def _check_options(group, moment_dtype):
@@ -249,7 +251,7 @@ class FastAdam(torch.optim.Optimizer):
         group["lr"] = torch.tensor(float(group["lr"]), device=device)
         group["step"] = torch.zeros(1, dtype=torch.int, device=device)
         self.tables.append(_Tables(
-            pointers=torch.zeros(len(parameters), 6, dtype=torch.int64, device=device),
+            pointers=torch.zeros(len(parameters), 7, dtype=torch.int64, device=device),
             chunks=self._chunks(parameters).to(device), lr=group["lr"],
             options=torch.zeros(4, dtype=torch.float64, device=device),
             sizes=[p.numel() for p in parameters]))
@@ -266,7 +268,7 @@ class FastAdam(torch.optim.Optimizer):
         """Divide the update among the GPUs of `peers`, a nanote.peers.Peers; all its ranks must call this.
 
         From then on `gradient_norm` must come before each `step`. It sums this rank's part of the gradients
-        over all GPUs, in place, and returns the norm of all. `step` updates this rank's part of the
+        over all ranks, in place, and returns the norm of all. `step` updates this rank's part of the
         parameters, here and on the other GPUs. Of the state each rank then has its part only, so call
         `gather_state` on all ranks before `state_dict`.
         """
@@ -343,7 +345,7 @@ class FastAdam(torch.optim.Optimizer):
             if rows != tables.rows:
                 self._refuse_while_capturing()
                 self._check_layout(group["params"], rows, tables)
-                tables.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, 6))
+                tables.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, 7))
                 tables.rows = rows
 
     def _row(self, parameter):
@@ -351,12 +353,12 @@ class FastAdam(torch.optim.Optimizer):
         gradient, state = parameter.grad, self.state[parameter]
         first, size = self.peers.part(parameter)
         if gradient is None or not size:
-            return [0] * 6
+            return [0] * 7
         tensors = [parameter, gradient, state["exp_avg"], state["exp_avg_sq"]]
         if self.master_weights:
             tensors.append(state["master_param"])
         addresses = [tensor.data_ptr() + first * tensor.element_size() for tensor in tensors]
-        return addresses + [0] * (5 - len(addresses)) + [size]
+        return addresses + [0] * (5 - len(addresses)) + [size, self.peers.received_at(parameter)]
 
     def _check_layout(self, parameters, rows, tables):
         if [p.numel() for p in parameters] != tables.sizes:
@@ -393,7 +395,7 @@ class FastAdam(torch.optim.Optimizer):
             programs = len(tables.chunks)
             sums.append(torch.empty(programs, device=tables.lr.device))
             if programs:
-                _squares[(programs,)](tables.pointers, tables.chunks, sums[-1], self.peers.distances,
+                _squares[(programs,)](tables.pointers, tables.chunks, sums[-1], self.peers.stride,
                                       TYPES[self.gradient_dtype], self.peers.count, CHUNK, BLOCK=1024,
                                       num_warps=4)
         total = torch.cat(sums).sum()

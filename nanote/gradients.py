@@ -8,8 +8,8 @@ a view of one buffer per dtype:
 - Other gradients (of norms, biases, embeddings and modules without such GEMMs) come from autograd and are
   copied or added, a bucket in one kernel.
 - Ranks sum a bucket, a part of the buffer, with one all-reduce on a stream of its own as soon as its last
-  gradient is there, while the backward pass goes on. Where the update is divided (nanote/peers.py), the
-  optimizer sums them.
+  gradient is there, while the backward pass goes on. If they divide the update (nanote/peers.py), each sends
+  the bucket's parts to the others instead, and the optimizer sums what it has received.
 - The optimizer reads the views as `parameter.grad`.
 
 Nothing here waits for the GPU, so that a step can be captured as CUDA graphs. Buckets follow Li et al. 2020,
@@ -29,7 +29,7 @@ from nanote import fp8, parallel, peers
 BUCKET_BYTES = 128 * 2**20
 
 
-@dataclass
+@dataclass(eq=False)
 class Bucket:
     """Consecutive parameters of the backward pass, whose gradients are reduced together."""
 
@@ -41,20 +41,17 @@ class Bucket:
     collected: list = field(default_factory=list)  # (view, gradient from autograd)
 
 
-def make_gradients(model, config, divided=False) -> "Gradients | None":
+def make_gradients(model, config) -> "Gradients | None":
     """Return the Gradients of a run; None if autograd or FSDP2 sums gradients as precisely.
 
     That is so for one micro-batch on one rank, for float32 weights on one rank, and for sharded weights.
-
-    `divided`: the update is divided, see nanote/peers.py.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if parallel.is_sharded(config) or not trained:
         return None
     loses_bits = any(parameter.dtype != torch.float32 for parameter in trained)
     if dist.is_initialized() or config.grad_accum > 1 and loses_bits:
-        accumulated, reduced = parallel.accumulation_dtype(config), parallel.reduction_dtype(config)
-        return Gradients(model, accumulated, reduced, divided)
+        return Gradients(model, parallel.accumulation_dtype(config), parallel.reduction_dtype(config))
     return None
 
 
@@ -84,28 +81,25 @@ class Gradients:
     After the last micro-batch, `parameter.grad` is the sum over micro-batches and ranks; None for parameters
     that no loss depends on, which on several ranks must be the same in every step.
 
-    Attributes:
-        buffer: what `parameter.grad` is in, if the update is divided.
-        starts: {parameter: its first element there}.
+    `peers`: set to the nanote.peers.Peers of a divided update; then `parameter.grad` is the sum over
+    micro-batches.
     """
 
-    def __init__(self, model, accumulated=torch.float32, reduced=torch.float32, divided=False):
+    def __init__(self, model, accumulated=torch.float32, reduced=torch.float32):
         """Allocate the buffers. float32 parameters have float32 gradients, whatever the dtypes are.
 
         Args:
             accumulated: dtype in which gradients are summed over micro-batches.
             reduced: dtype in which they are summed over ranks, and which the optimizer gets.
-            divided: leave the sum over ranks to the optimizer, see nanote/peers.py.
         """
         self.world_size = parallel.world_size()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.active = self.first = self.last = False
         device = self.parameters[0].device
-        self.reduces = self.world_size > 1 and not divided
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and self.reduces else None
-        self.buckets, self.bucket_of, self.views, self.used, self.starts = [], {}, {}, set(), {}
-        self._allocate(accumulated, reduced if self.world_size > 1 else accumulated, device, divided)
-        self.model, self.agreed = model, None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and self.world_size > 1 else None
+        self.buckets, self.bucket_of, self.views, self.used = [], {}, {}, set()
+        self._allocate(accumulated, reduced if self.world_size > 1 else accumulated, device)
+        self.model, self.agreed, self.peers = model, None, None
         reference = weakref.ref(self)  # a parameter must not keep the buffers alive
 
         def collect(parameter):
@@ -117,7 +111,7 @@ class Gradients:
             parameter.register_post_accumulate_grad_hook(collect)
             parameter.grad_dtype = None  # any: a float32 gradient of a BF16 parameter is not cast
 
-    def _allocate(self, accumulated, reduced, device, divided):
+    def _allocate(self, accumulated, reduced, device):
         """Divide one buffer per dtype into buckets, in the order of the backward pass, which is about the
         reverse of the parameters'."""
         by_dtypes = {}  # (dtype accumulated, dtype reduced): buckets
@@ -134,12 +128,9 @@ class Gradients:
         for dtypes, buckets in by_dtypes.items():
             sizes = [bucket.size for bucket in buckets]
             buffers = [torch.zeros(sum(sizes), dtype=dtype, device=device) for dtype in dict.fromkeys(dtypes)]
-            if divided:  # then all parameters have one dtype
-                self.buffer = buffers[-1] = peers.allocate(sum(sizes), dtypes[-1], device)
             for bucket, *parts in zip(buckets, *(buffer.split(sizes) for buffer in buffers)):
                 bucket.accumulated, bucket.reduced = parts[0], parts[-1]
                 for parameter, start in bucket.offsets.items():
-                    self.starts[parameter] = bucket.reduced.storage_offset() + start
                     views = (part[start:start + parameter.numel()].view_as(parameter)
                              for part in (bucket.accumulated, bucket.reduced))
                     self.views[parameter] = tuple(views)
@@ -212,7 +203,7 @@ class Gradients:
     @torch.no_grad()
     def _add_second(self, bucket, parameter, gradient, in_main_grad: bool):
         """Add a further gradient of the same backward pass: of a layer in two reentrant checkpoints."""
-        if self.last and (self.reduces or bucket.reduced is not bucket.accumulated) and not bucket.missing:
+        if self.last and self.world_size > 1 and not bucket.missing:
             raise ValueError("data-parallel training: a parameter has a gradient after its sum over ranks; "
                              "pass use_reentrant=False to torch.utils.checkpoint.checkpoint")
         for number, (view, first) in enumerate(bucket.collected):
@@ -250,6 +241,9 @@ class Gradients:
                 bucket.reduced.copy_(bucket.accumulated)
             if self.stream is not None:
                 self.stream.wait_stream(torch.cuda.current_stream())
-            if self.reduces:
+            if self.world_size > 1:
                 with torch.cuda.stream(self.stream):
-                    dist.all_reduce(bucket.reduced)
+                    if self.peers is None:
+                        dist.all_reduce(bucket.reduced)
+                    else:
+                        self.peers.send(bucket)

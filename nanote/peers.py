@@ -1,21 +1,21 @@
-"""Data-parallel training on the GPUs of one machine: the update is divided among them.
+"""Data-parallel training on the GPUs of one machine, with the update divided among them.
 
-`divide_update` is used by TrainStep. Instead of an all-reduce of gradients, after which every rank updates
-all parameters, each rank has a part of the parameters, and the kernels of FastAdam access the other GPUs'
-memory over NVLink:
+TrainStep uses `Peers` where `why_not_divided` returns "". After an all-reduce of gradients, every rank would
+update all parameters. Here each rank has a part of each bucket of parameters (nanote/gradients.py), and the
+GPUs access each other's memory over NVLink:
 
-    wait until the gradients of all ranks are there
-    sum the gradients of this rank's part over all GPUs, and their squares         reads other GPUs' gradients
-    all-reduce the sum of squares: the gradient norm
-    update this rank's part                                                         writes all GPUs' weights
-    wait until the weights of all ranks are there
+    backward pass     copy each bucket's gradients to the ranks whose parts they are, by the copy engines
+    barrier           the gradients of all ranks are there
+    gradient norm     sum the gradients of this rank's part over ranks; all-reduce their sum of squares
+    update            of this rank's part; the kernel writes the new weights to all GPUs
+    barrier           the weights of all ranks are there
 
-It moves what an all-reduce moves, but each GPU updates 1/N of the parameters, and nothing takes SMs from the
-GEMMs of the backward pass. NCCL's all-reduce during the backward pass slowed those by as much as it took
-(`results/multi_gpu.json`, layout ddp-all_reduce).
+It moves what an all-reduce moves, but takes no SM from the GEMMs of the backward pass, which NCCL's kernels
+slow down by as much as they take (`results/multi_gpu.json`, layout ddp-all_reduce), and each GPU updates 1/N
+of the parameters.
 
 This is stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), except that the memory of the optimizer
-state is not divided, so that a checkpoint is written and read as with one process.
+state is not divided, so that checkpoints are written and read as with one process.
 """
 import os
 import weakref
@@ -26,39 +26,36 @@ import torch.distributed as dist
 from nanote.fp8 import round_up
 
 ALIGNMENT = 128  # elements: parts start at multiples of 256 bytes
-_weights = weakref.WeakKeyDictionary()  # model: the buffer that its parameters are in
+_weights = weakref.WeakKeyDictionary()  # model: (buffer that its parameters are in, its handle)
 
 
 def why_not_divided(model, optimizer, config) -> str:
-    """Return why all ranks reduce all gradients and update all parameters; "" if the update is divided."""
+    """Return why NCCL reduces all gradients and each rank updates all parameters; "" if the update is
+    divided."""
     if not dist.is_initialized() or config.parallel != "ddp":
         return "--parallel ddp has several processes"
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    device, ranks = parameters[0].device, dist.get_world_size()
-    if not hasattr(optimizer, "divide"):
+    if not parameters or not hasattr(optimizer, "divide"):
         return "only fast_kernels/adam.py can divide the update"
-    if int(os.environ.get("LOCAL_WORLD_SIZE", 0)) != ranks:
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 0)) != dist.get_world_size():
         return "the processes are on several machines"
     if len({parameter.dtype for parameter in parameters}) > 1:
         return "the parameters have several dtypes"
-    visible = torch.cuda.device_count()
+    device, visible = parameters[0].device, torch.cuda.device_count()
     others = [number for number in range(visible) if number != device.index]
-    if visible < ranks or not all(torch.cuda.can_device_access_peer(device, other) for other in others):
+    if visible < dist.get_world_size() or not all(
+            torch.cuda.can_device_access_peer(device, other) for other in others):
         return "the GPUs cannot access each other's memory"
     return ""
 
 
-def allocate(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros, (size,), in memory that the other ranks can access after `Peers` is made."""
+def share(size: int, dtype: torch.dtype, device: torch.device):
+    """Return a tensor (size,) in memory that all ranks can access, and its handle. Collective."""
     from torch.distributed import _symmetric_memory
 
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # not used here
-    return _symmetric_memory.empty(size, dtype=dtype, device=device).zero_()
-
-
-def divide(size: int, ranks: int) -> list[int]:
-    """Return where the parts of a buffer of `size` elements begin, and at last `size`."""
-    return [min(size, round_up(size * rank // ranks, ALIGNMENT)) for rank in range(ranks + 1)]
+    tensor = _symmetric_memory.empty(size, dtype=dtype, device=device)
+    return tensor, _symmetric_memory.rendezvous(tensor, dist.group.WORLD.group_name)
 
 
 class Peers:
@@ -66,49 +63,80 @@ class Peers:
 
     Attributes:
         count: number of other ranks.
-        distances: (2, count) int64: bytes from an address in this rank's gradient buffer, and in its weight
-            buffer, to the same place in that of each other rank.
+        distances: (count,) int64: bytes from an address in this rank's weights to the same one of each other.
+        stride: bytes from a received gradient to the same one of the next rank.
+        barrier: makes the GPU, not the host, wait until all ranks have come here.
     """
 
     def __init__(self, model, gradients):
-        """Move the parameters of a model to a buffer that all ranks can access. All ranks must call this.
+        """Move the parameters of a model to a buffer that all ranks can access. Collective.
 
         Args:
-            gradients: nanote.gradients.Gradients whose buffer is from `allocate`.
+            gradients: nanote.gradients.Gradients of the model.
         """
-        from torch.distributed import _symmetric_memory
+        self.rank, self.count = dist.get_rank(), dist.get_world_size() - 1
+        self._place(gradients.buckets)
+        first = gradients.buckets[0]
+        total, dtype, device = sum(self.widths.values()), first.reduced.dtype, first.reduced.device
+        self.received, handle = share(self.count * total, dtype, device)
+        self.stride, self.barrier, self.all_reduce = total * dtype.itemsize, handle.barrier, dist.all_reduce
+        others = [(self.rank + step) % (self.count + 1) for step in range(1, self.count + 1)]
+        self.of_others = [(other, handle.get_buffer(other, self.received.shape, dtype)) for other in others]
+        _, weights = self._move(model)
+        addresses = weights.buffer_ptrs
+        self.distances = torch.tensor([addresses[other] - addresses[self.rank] for other in others],
+                                      dtype=torch.int64, device=device)
+        self.handles = handle, weights  # keep the memory mapped
 
-        self.rank, ranks = dist.get_rank(), dist.get_world_size()
-        self.count, self.starts = ranks - 1, gradients.starts
-        size = len(gradients.buffer)
-        self.bounds = divide(size, ranks)
-        buffers = gradients.buffer, self._move(model, size)
-        handles = [_symmetric_memory.rendezvous(buffer, dist.group.WORLD.group_name) for buffer in buffers]
-        others = [(self.rank + step) % ranks for step in range(1, ranks)]  # each starts at another one
-        distances = [[handle.buffer_ptrs[other] - handle.buffer_ptrs[self.rank] for other in others]
-                     for handle in handles]
-        self.distances = torch.tensor(distances, dtype=torch.int64, device=gradients.buffer.device)
-        self.handles, self.barrier = handles, handles[0].barrier  # on the GPU, without waiting for it here
-        self.all_reduce = dist.all_reduce
+    def _place(self, buckets) -> None:
+        """Divide each bucket into parts of equal width, one for each rank."""
+        self.bucket_of, self.widths, self.starts, total = {}, {}, {}, 0
+        for bucket in buckets:
+            width = round_up(-(-bucket.size // (self.count + 1)), ALIGNMENT)
+            self.starts[bucket], self.widths[bucket] = total, width  # of its part among those of a rank
+            total += width
+            self.bucket_of |= dict.fromkeys(bucket.offsets, bucket)
 
-    def _move(self, model, size: int) -> torch.Tensor:
-        """Return the buffer of the parameters, (size,), where they are at the places of their gradients."""
-        dtype, device = next((p.dtype, p.device) for p in self.starts)
-        buffer = _weights.get(model)
-        if buffer is None or (len(buffer), buffer.dtype) != (size, dtype):
-            buffer = _weights[model] = allocate(size, dtype, device)
-        for parameter, start in self.starts.items():
-            place = buffer[start:start + parameter.numel()].view_as(parameter)
-            if parameter.data_ptr() != place.data_ptr():
-                parameter.data = place.copy_(parameter.detach())
-        return buffer
+    def _move(self, model):
+        """Return the buffer of the parameters and its handle."""
+        size = sum(bucket.size for bucket in self.widths)
+        dtype, device = next((p.dtype, p.device) for p in self.bucket_of)
+        if model not in _weights or len(_weights[model][0]) != size:
+            _weights[model] = share(size, dtype, device)
+        start = 0
+        for bucket in self.widths:
+            for parameter, offset in bucket.offsets.items():
+                place = _weights[model][0][start + offset:][:parameter.numel()].view_as(parameter)
+                if parameter.data_ptr() != place.data_ptr():
+                    parameter.data = place.copy_(parameter.detach())
+            start += bucket.size
+        return _weights[model]
+
+    def _bounds(self, bucket, rank: int) -> tuple[int, int]:
+        """Return where a rank's part of a bucket starts and ends, in elements of the bucket."""
+        return tuple(min(bucket.size, number * self.widths[bucket]) for number in (rank, rank + 1))
+
+    def send(self, bucket) -> None:
+        """Copy the gradients of a bucket to the ranks whose parts they are."""
+        for other, received in self.of_others:
+            start, end = self._bounds(bucket, other)
+            slot = (self.rank - other - 1) % (self.count + 1)  # each rank receives from its next one first
+            place = slot * sum(self.widths.values()) + self.starts[bucket]
+            received[place:place + end - start].copy_(bucket.reduced[start:end])
 
     def part(self, parameter, rank: int | None = None) -> tuple[int, int]:
         """Return the first element and the number of elements of a parameter that a rank updates; this rank
         by default."""
-        rank, start, size = self.rank if rank is None else rank, self.starts[parameter], parameter.numel()
-        first, end = (min(max(bound - start, 0), size) for bound in self.bounds[rank:rank + 2])
+        bucket, size = self.bucket_of[parameter], parameter.numel()
+        bounds = self._bounds(bucket, self.rank if rank is None else rank)
+        first, end = (min(max(bound - bucket.offsets[parameter], 0), size) for bound in bounds)
         return first, end - first
+
+    def received_at(self, parameter) -> int:
+        """Return the address at which the first other rank's gradients of this rank's part are received."""
+        bucket = self.bucket_of[parameter]
+        first = bucket.offsets[parameter] + self.part(parameter)[0] - self._bounds(bucket, self.rank)[0]
+        return self.received.data_ptr() + (self.starts[bucket] + first) * self.received.element_size()
 
     def gather(self, tensor: torch.Tensor, parameter) -> None:
         """Copy each rank's part of a tensor of the parameter's size to all ranks."""

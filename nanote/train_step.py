@@ -216,11 +216,10 @@ class TrainStep:
 
     def _make_gradients(self) -> None:
         """Make the gradient buffers, for the current config.grad_accum."""
-        divided = not peers.why_not_divided(self.model, self.optimizer, self.config)
-        self.gradients = make_gradients(self.model, self.config, divided)
-        self.made_for = self.config.grad_accum
-        if divided:
-            self.optimizer.divide(peers.Peers(self.model, self.gradients))
+        self.gradients, self.made_for = make_gradients(self.model, self.config), self.config.grad_accum
+        if not peers.why_not_divided(self.model, self.optimizer, self.config):
+            self.gradients.peers = peers.Peers(self.model, self.gradients)
+            self.optimizer.divide(self.gradients.peers)
 
     def _follow_grad_accum(self) -> None:
         """Make the gradient buffers that a changed config.grad_accum needs."""
