@@ -16,12 +16,15 @@ import ast
 import functools
 import hashlib
 import inspect
+import itertools
 import os
 import sys
 import textwrap
 import warnings
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 # The methods and functions that the kernels replace, and the fingerprints of what they were written for.
 # After an edit of the model that the kernels follow, `print_fingerprints` gives the new ones.
@@ -158,7 +161,9 @@ def _runs_on_te(model):
 
 def model_reason(model):
     """The part of `unsupported_reason` that follows from what the model is."""
-    for find in (environment_reason, _method_reason, _module_reason, _hook_reason, _parameter_reason):
+    for find in (
+        environment_reason, _method_reason, _module_reason, _sharding_reason, _hook_reason, _parameter_reason
+    ):
         reason = find(model)
         if reason:
             return reason
@@ -279,6 +284,19 @@ def _setting_reason(module, kind):
     return "delay_wgrad_compute=True" if store is not None and store.delay_wgrad_compute() else ""
 
 
+def _sharding_reason(model):
+    """Why the kernels do not find gathered parameters where FSDP2 shards them; "" where they do."""
+    units = [(name or "the model", isinstance(module, FSDPModule)) for name, module in model.named_modules()]
+    blocks = {f"blocks.{layer}" for layer in range(len(model.blocks))}
+    if not any(is_unit for _, is_unit in units):
+        return ""
+    for name, is_unit in units:
+        if is_unit != (name == "the model" or name in blocks):
+            state = "sharded by itself" if is_unit else "not sharded"
+            return f"{name} is {state}; call fully_shard on each of model.blocks, then on the model"
+    return ""
+
+
 def _hook_reason(model):
     for name, module in model.named_modules():
         if method_of(module, "forward") is not getattr(type(module), "forward", None):
@@ -294,16 +312,32 @@ def _parameter_reason(model):
             name = f"{module_name}.{own_name}"
             if not parameter.requires_grad:
                 return f"{name} is frozen"
-            if type(parameter) is not torch.nn.Parameter or parameter.dtype != torch.bfloat16:
+            if not _is_readable(parameter, model) or parameter.dtype != torch.bfloat16:
                 return f"{name} is not kept in BF16"
             if kind != "Embedding" and parameter.dim() == 2 and any(size % 16 for size in parameter.shape):
                 return f"{name} is {tuple(parameter.shape)}: dimensions must be multiples of 16"
     return ""
 
 
+def _is_readable(parameter, model):
+    """Whether the kernels find plain memory: now, or when FSDP2 has gathered a parameter that nothing else
+    shards."""
+    if type(parameter) is not DTensor:
+        return type(parameter) is torch.nn.Parameter
+    *replicas, shards = parameter.placements
+    only_fsdps = shards.is_shard() and all(replica.is_replicate() for replica in replicas)
+    return only_fsdps and isinstance(model, FSDPModule)
+
+
 def _has_hooks(module):
-    return bool(module._forward_hooks or module._forward_pre_hooks
-                or module._backward_hooks or module._backward_pre_hooks)
+    hooks = itertools.chain(module._forward_hooks.values(), module._forward_pre_hooks.values(),
+                            module._backward_hooks.values(), module._backward_pre_hooks.values())
+    return not all(_is_fsdps(hook) for hook in hooks)
+
+
+def _is_fsdps(hook):
+    """Whether FSDP2 registered this hook; `_sharding_reason` says on which modules it may."""
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp.")
 
 
 def _package(module):
