@@ -7,8 +7,8 @@ kernels run only where everything that they replace is what they were written fo
 - The methods, compared by a fingerprint of their syntax tree: comments, docstrings, annotations and layout
   may change, and nothing else. Subclasses, replaced methods and methods without source are refused.
 - The modules: Transformer Engine's (TE) own classes, with the settings that the kernels implement, without
-  hooks.
-- The parameters: BF16, and all of them trained.
+  hooks; those of FSDP2 may be on the model and its blocks.
+- The parameters: BF16, and all of them trained; whole, or sharded by FSDP2.
 - The environment: a Hopper GPU, and a version of TE whose internals were tested.
 """
 
@@ -16,7 +16,6 @@ import ast
 import functools
 import hashlib
 import inspect
-import itertools
 import os
 import sys
 import textwrap
@@ -161,9 +160,7 @@ def _runs_on_te(model):
 
 def model_reason(model):
     """The part of `unsupported_reason` that follows from what the model is."""
-    for find in (
-        environment_reason, _method_reason, _module_reason, _sharding_reason, _hook_reason, _parameter_reason
-    ):
+    for find in (environment_reason, _method_reason, _module_reason, _hook_reason, _parameter_reason):
         reason = find(model)
         if reason:
             return reason
@@ -284,24 +281,16 @@ def _setting_reason(module, kind):
     return "delay_wgrad_compute=True" if store is not None and store.delay_wgrad_compute() else ""
 
 
-def _sharding_reason(model):
-    """Why the kernels do not find gathered parameters where FSDP2 shards them; "" where they do."""
-    units = [(name or "the model", isinstance(module, FSDPModule)) for name, module in model.named_modules()]
-    blocks = {f"blocks.{layer}" for layer in range(len(model.blocks))}
-    if not any(is_unit for _, is_unit in units):
-        return ""
-    for name, is_unit in units:
-        if is_unit != (name == "the model" or name in blocks):
-            state = "sharded by itself" if is_unit else "not sharded"
-            return f"{name} is {state}; call fully_shard on each of model.blocks, then on the model"
-    return ""
-
-
 def _hook_reason(model):
+    # the modules whose parameters block.py finds gathered
+    units = {model, *model.blocks} if isinstance(model, FSDPModule) else set()
     for name, module in model.named_modules():
+        if isinstance(module, FSDPModule) != (module in units):
+            return (f"FSDP2 must shard the model and each of its blocks, and nothing else; "
+                    f"fully_shard was {'not ' if module in units else ''}called on {name}")
         if method_of(module, "forward") is not getattr(type(module), "forward", None):
             return f"the forward method of {name or 'the model'} was replaced"
-        if _has_hooks(module):
+        if _has_hooks(module, ignores_fsdps=module in units):
             return f"{name or 'the model'} has hooks"
     return "there are global hooks" if torch.nn.modules.module._has_any_global_hook() else ""
 
@@ -329,15 +318,13 @@ def _is_readable(parameter, model):
     return only_fsdps and isinstance(model, FSDPModule)
 
 
-def _has_hooks(module):
-    hooks = itertools.chain(module._forward_hooks.values(), module._forward_pre_hooks.values(),
-                            module._backward_hooks.values(), module._backward_pre_hooks.values())
-    return not all(_is_fsdps(hook) for hook in hooks)
-
-
-def _is_fsdps(hook):
-    """Whether FSDP2 registered this hook; `_sharding_reason` says on which modules it may."""
-    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp.")
+def _has_hooks(module, ignores_fsdps=False):
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
+             module._backward_pre_hooks)
+    hooks = [hook for kind in kinds for hook in kind.values()]
+    if ignores_fsdps:
+        hooks = [hook for hook in hooks if not str(hook.__module__).startswith("torch.distributed.fsdp.")]
+    return bool(hooks)
 
 
 def _package(module):

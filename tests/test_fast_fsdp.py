@@ -6,12 +6,11 @@ import torch.distributed as dist
 
 pytest.importorskip("triton")
 from test_fast_block import DEVICE, make_model, make_tokens, modules_like_te, state_of  # noqa: E402, F401
-from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from fast_kernels import accelerate  # noqa: E402
 from fast_kernels import block as fast_block  # noqa: E402
-from fast_kernels import casts as fast_casts  # noqa: E402
 from fast_kernels import support as fast_support  # noqa: E402
 from kernel_tools import HAS_GPU, _casts_that_round, _instructions, _poisoned_memory  # noqa: E402, F401
 from nanote import parallel  # noqa: E402
@@ -42,13 +41,13 @@ def whole(tensor):
 
 
 def train(model, microbatches, steps=2):
-    """Return losses, gradients and FP8 state of the last step. All but the last micro-batch of a step pass no
-    gradients on."""
+    """Return losses, gradients and FP8 state of the last step. The last micro-batch of a step reduces
+    gradients."""
     for step in range(steps):
         model.zero_grad(set_to_none=True)
         losses = []
         for micro in range(microbatches):
-            if model is not None and hasattr(model, "set_requires_gradient_sync"):
+            if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(micro == microbatches - 1)
             first = {"is_first_microbatch": micro == 0} if microbatches > 1 else {}
             loss = model(*make_tokens(10 * step + micro), **first)
@@ -70,12 +69,43 @@ def test_a_sharded_model_trains_as_one_that_is_not(monkeypatch, options, reshard
     model, count = shard(make_model(**options), reshard), len(passes)
     losses, gradients, state = train(model, microbatches)
     assert len(passes) == 2 * count > 0 and passes[-1] is model.blocks[1]
-    assert losses == pytest.approx(expected[0], rel=1e-3 if microbatches > 1 else 1e-6)
+    # autograd sums micro-batches in BF16, FSDP2 in float32; a GPU sums attention's gradients in any order
+    tolerance = 0.02 if HAS_GPU or microbatches > 1 else 0
+    assert losses == pytest.approx(expected[0], rel=tolerance, abs=0)
     for name, gradient in gradients.items():
-        # autograd sums micro-batches in BF16, FSDP2 in float32
-        bound = 2.0**-8 if microbatches > 1 else 0
         error = (gradient - expected[1][name]).norm() / expected[1][name].norm()
-        assert error <= bound, f"{name} differs by {error}"
+        assert error <= tolerance, f"{name} differs by {error}"
     for name, tensors in state.items():
         for tensor, other in zip(tensors, expected[2][name]):
-            torch.testing.assert_close(tensor, other, rtol=0.02, atol=0)
+            torch.testing.assert_close(tensor, other, rtol=5 * tolerance, atol=0)
+
+
+REFUSED = {
+    "blocks.1.mlp has hooks": lambda model: model.blocks[1].mlp.register_forward_hook(print),
+    "blocks.1 has hooks": lambda model: model.blocks[1].register_forward_pre_hook(print),
+    "the model has hooks": lambda model: model.register_forward_hook(print),
+    "wte.weight is frozen": lambda model: model.wte.weight.requires_grad_(False),
+    "the forward method of blocks.0.mlp was replaced":
+        lambda model: setattr(model.blocks[0].mlp, "forward", lambda x: x),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_edits_of_a_sharded_model_are_named(words):
+    model = shard(make_model(fused=False, n_layer=2))
+    assert accelerate(model).blocks == "", "sharded before it was accelerated"
+    REFUSED[words](model)
+    assert words in fast_support.unsupported_reason(model)
+
+
+@pytest.mark.parametrize("pick, words", [
+    (lambda model: [model], "fully_shard was not called on blocks.0"),
+    (lambda model: model.blocks, "fully_shard was called on blocks.0"),
+    (lambda model: [model.blocks[0].attn, *model.blocks, model],
+     "fully_shard was called on blocks.0.attn")])
+def test_where_fsdp2_frees_other_parameters_the_modules_run(pick, words):
+    model = make_model()
+    mesh = dist.init_device_mesh(DEVICE, (1,))
+    for module in pick(model):
+        fully_shard(module, mesh=mesh)
+    assert words in fast_support.unsupported_reason(model)
