@@ -18,6 +18,8 @@ quantized, rowwise and transposed:
 - Delayed scaling knows the scales before the values. Other recipes do not, so they go through the modules,
   which compute the same but for the accumulation in dgrad. Steps of both kinds can follow each other.
 - One launch quantizes all weights.
+- FSDP2 gathers a block's weights before the block and frees them after it. So a sharded block runs as a
+  forward method of its own that FSDP2 knows, which quantizes its weights and passes on a copy of the bias.
 - GEMMs run in cuBLASLt, with the algorithm that `gemm.py` has chosen, or else through TE. As in TE's recipe,
   forward GEMMs use fast accumulation; dgrad and wgrad accumulate in float32. dgrad GEMMs with a small K may
   use fast accumulation too, where it is faster (`accelerate`, `dgrad_fast_accum_k`).
@@ -25,10 +27,12 @@ quantized, rowwise and transposed:
 TE's own version of this is in `pytorch/module/layernorm_linear.py`, `linear.py` and `layernorm_mlp.py`.
 """
 
+import types
 import warnings
 from collections import Counter
 
 import torch
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from fast_kernels import casts as fast_casts
 from fast_kernels import embedding as fast_embedding
@@ -93,8 +97,8 @@ def training_pass(model, input_ids, labels, cu_seqlens, is_first_microbatch):
     Returns:
         Logits (B, S, vocab_size) BF16, or with labels their mean cross-entropy, scalar float32.
     """
-    config, (batch, length), fast_k = model.config, input_ids.shape, model.dgrad_fast_accum_k
-    head_is_fused = _fuses_head(model)
+    fast_k = model.dgrad_fast_accum_k
+    head_is_fused, is_sharded = _fuses_head(model), isinstance(model, FSDPModule)
     positions, rope, documents = model.locate(input_ids, cu_seqlens)
     # lm_head's gradient of a tied weight goes straight to the embedding's backward pass, which adds to it in
     # place
@@ -102,29 +106,76 @@ def training_pass(model, input_ids, labels, cu_seqlens, is_first_microbatch):
     x = _embed(model, input_ids, positions, tied_dweight)
     with model.autocast():
         _prepare_modules(model, x)
-        if is_first_microbatch is not False:
+        quantizes = is_first_microbatch is not False
+        if quantizes and is_sharded:
+            quantize_gathered_weights(_head_weights(model))
+        elif quantizes:
             quantize_weights(model)
 
         residual, branch, branch_bias = x.flatten(0, 1), None, None  # (B·S, n_embd)
         for block in model.blocks:
-            attn, mlp, is_last = block.attn, block.mlp, block is model.blocks[-1]
-            residual, qkv = norm_linear(residual, branch, branch_bias, attn.qkv, "", fast_k, adds_bias=True)
-            y = attn.mix(qkv.view(batch, length, -1, config.head_dim), rope, documents=documents)
-            branch, branch_bias = linear(y.flatten(0, 1), None, None, attn.proj, "", fast_k)
-            residual, hidden = norm_linear(residual, branch, branch_bias, mlp, "fc1_", fast_k)
-            branch, branch_bias = linear(
-                hidden, mlp.activation, _parameter(mlp, "fc1_bias"), mlp, "fc2_", fast_k,
-                adds_bias=is_last and not head_is_fused)
+            adds_bias = block is model.blocks[-1] and not head_is_fused
+            arguments = (
+                residual, branch, branch_bias, _gradient_quantizer(branch), input_ids.shape, rope, documents,
+                fast_k, adds_bias)
+            if is_sharded:
+                residual, branch, branch_bias = _sharded_pass(block)(quantizes, *arguments)
+            else:
+                residual, branch, branch_bias = block_pass(block, *arguments)
 
         if not head_is_fused:
             return model.output((residual + branch).view(x.shape), labels, is_first_microbatch)
         _, logits = norm_linear(
-            residual, branch, branch_bias, model.lm_head, "", fast_k, adds_bias=True,
-            tied_dweight=tied_dweight,
-        )
+            residual, branch, branch_bias, _gradient_quantizer(branch), model.lm_head, "", fast_k,
+            adds_bias=True, tied_dweight=tied_dweight)
     if labels is None:
-        return logits.view(batch, length, -1)
+        return logits.view(*input_ids.shape, -1)
     return model.cross_entropy(logits, labels.flatten())
+
+
+def block_pass(
+    block, residual, branch, branch_bias, branch_quantizer, size, rope, documents, fast_k, adds_bias
+):
+    """Compute a block of the training pass.
+
+    Args:
+        residual, branch, branch_bias, branch_quantizer: see `norm_linear`.
+        size: (B, S).
+        adds_bias: whether the last GEMM adds its bias.
+
+    Returns:
+        The residual, the block's branch, and its bias if it is still to be added, else None.
+    """
+    attn, mlp = block.attn, block.mlp
+    residual, qkv = norm_linear(
+        residual, branch, branch_bias, branch_quantizer, attn.qkv, "", fast_k, adds_bias=True)
+    y = attn.mix(qkv.view(*size, -1, attn.config.head_dim), rope, documents=documents)
+    branch, branch_bias = linear(y.flatten(0, 1), None, None, attn.proj, "", fast_k)
+    residual, hidden = norm_linear(
+        residual, branch, branch_bias, _gradient_quantizer(branch), mlp, "fc1_", fast_k)
+    branch, branch_bias = linear(
+        hidden, mlp.activation, _parameter(mlp, "fc1_bias"), mlp, "fc2_", fast_k, adds_bias=adds_bias)
+    return residual, branch, branch_bias
+
+
+def _sharded_pass(block):
+    """Return `_gathered_block_pass` between the hooks with which FSDP2 gathers and frees parameters."""
+    if "fast_kernels_pass" not in vars(block):
+        block.fast_kernels_pass = types.MethodType(_gathered_block_pass, block)
+        register_fsdp_forward_method(block, "fast_kernels_pass")
+    return block.fast_kernels_pass
+
+
+def _gathered_block_pass(block, quantizes, *arguments):
+    """Quantize the weights if asked to, and run `block_pass`.
+
+    The quantized weights stay when FSDP2 frees the parameters, 2 bytes per weight on each rank: backward and
+    later micro-batches read them. The bias is copied, since the next block adds it.
+    """
+    if quantizes:
+        quantize_gathered_weights(_block_weights(block))
+    residual, branch, branch_bias = block_pass(block, *arguments)
+    return residual, branch, None if branch_bias is None else branch_bias.clone()
 
 
 def _fuses_head(model):
@@ -145,12 +196,17 @@ def _prepare_modules(model, x):
         module.end_forward()
 
 
+def _block_weights(block):
+    return [(block.attn.qkv, ""), (block.attn.proj, ""), (block.mlp, "fc1_"), (block.mlp, "fc2_")]
+
+
+def _head_weights(model):
+    return [(model.lm_head, "")] if _fuses_head(model) else []
+
+
 def _quantized_weights(model):
     """Return (module, prefix) of each weight that is quantized, in the order of the forward pass."""
-    found = []
-    for block in model.blocks:
-        found += [(block.attn.qkv, ""), (block.attn.proj, ""), (block.mlp, "fc1_"), (block.mlp, "fc2_")]
-    return found + [(model.lm_head, "")] if _fuses_head(model) else found
+    return [weight for block in model.blocks for weight in _block_weights(block)] + _head_weights(model)
 
 
 @torch.no_grad()
@@ -160,27 +216,48 @@ def quantize_weights(model):
     They are kept where TE keeps those of a gradient accumulation, so that a pass through the modules can use
     or renew them. Their memory stays the same: go backward before the next forward pass with other weights.
     """
-    casts = []
-    for module, prefix in _quantized_weights(model):
-        layer = _LinearLayer(module, prefix)
-        weight = layer.weight
-        scale, amax, dtype = _scale_amax_dtype(layer.weight_quantizer)
-        if getattr(layer.quantized_weight(), "_transpose", None) is None:
-            layer.weight_quantizer.set_usage(rowwise=True, columnwise=True)
-            out = fast_casts.allocate_fp8(weight, *weight.shape, dtype)
-            module._fp8_workspaces[f"{prefix}weight"] = _as_float8_tensor(out, layer.weight_quantizer)
-        kept = layer.quantized_weight()
-        casts.append((weight, (kept._data.view(dtype), kept._transpose, kept._scale_inv), scale, amax))
+    casts = [_weight_cast(module, prefix) for module, prefix in _quantized_weights(model)]
     model.fp8_cast_table = fast_casts.make_cast_table(casts, getattr(model, "fp8_cast_table", None))
     fast_casts.cast_all(model.fp8_cast_table)
 
 
-def norm_linear(residual, branch, branch_bias, module, prefix, fast_k, adds_bias=False, tied_dweight=None):
+@torch.no_grad()
+def quantize_gathered_weights(weights):
+    """Quantize weights that FSDP2 has gathered, with a launch for each.
+
+    Args:
+        weights: (module, prefix) of each. Their addresses may be others in each pass, and a table of them
+            could not be written during the capture of a CUDA graph.
+    """
+    for module, prefix in weights:
+        weight, out, scale, amax = _weight_cast(module, prefix)
+        fast_casts.cast(weight, scale, amax, out[0].dtype, out=out)
+
+
+def _weight_cast(module, prefix):
+    """Return (weight, FP8 tensor to write, scale, amax), and allocate that tensor if there is none."""
+    layer = _LinearLayer(module, prefix)
+    scale, amax, dtype = _scale_amax_dtype(layer.weight_quantizer)
+    if getattr(layer.quantized_weight(), "_transpose", None) is None:
+        layer.weight_quantizer.set_usage(rowwise=True, columnwise=True)
+        out = fast_casts.allocate_fp8(layer.weight, *layer.weight.shape, dtype)
+        module._fp8_workspaces[f"{prefix}weight"] = _as_float8_tensor(out, layer.weight_quantizer)
+    kept = layer.quantized_weight()
+    out = kept._data.view(dtype), kept._transpose.view(dtype), kept._scale_inv
+    return layer.weight, out, scale, amax
+
+
+def norm_linear(
+    residual, branch, branch_bias, branch_quantizer, module, prefix, fast_k, adds_bias=False,
+    tied_dweight=None,
+):
     """Add a branch to the residual, and apply a module's norm and GEMM to the sum.
 
     Args:
         residual, branch: (N, C) BF16; branch may be None.
         branch_bias: (C,) BF16 or None.
+        branch_quantizer: of the branch's gradient, see `_gradient_quantizer`. Not asked for here, since FSDP2
+            puts its own node before a block's inputs.
         module, prefix: a `te.LayerNormLinear` and "", or a `te.LayerNormMLP` and "fc1_".
         fast_k: see `accelerate`, dgrad_fast_accum_k.
         adds_bias: whether the GEMM adds the module's bias.
@@ -193,7 +270,7 @@ def norm_linear(residual, branch, branch_bias, module, prefix, fast_k, adds_bias
     layer = _LinearLayer(module, prefix, fast_k)
     return _NormLinear.apply(
         residual, branch, branch_bias, module.layer_norm_weight, module.layer_norm_bias, layer.weight, bias,
-        module.eps, layer, _gradient_quantizer(branch), tied_dweight)
+        module.eps, layer, branch_quantizer, tied_dweight)
 
 
 def linear(x, activation, x_bias, module, prefix, fast_k, adds_bias=False):

@@ -183,13 +183,16 @@ def activate_backward(activation, dy, x, bias, scale, amax, fp8):
 
 
 @on_input_device
-def cast(x, scale, amax, fp8, with_dbias=False):
+def cast(x, scale, amax, fp8, with_dbias=False, out=None):
     """Quantize x (N, D) BF16; return an FP8 tensor, and the columns' sums (D,) or None.
 
-    with_dbias: also return those sums, which are the bias's gradient if x is the gradient of a GEMM's output.
+    Args:
+        with_dbias: also return those sums, which are the bias's gradient if x is the gradient of a GEMM's
+            output.
+        out: the FP8 tensor to write. None: new memory.
     """
     check_input("fast_kernels.casts.cast: x", x)
-    sizes, out = DBIAS_TILE if with_dbias else TILE, allocate_fp8(x, *x.shape, fp8)
+    sizes, out = DBIAS_TILE if with_dbias else TILE, out or allocate_fp8(x, *x.shape, fp8)
     strips, programs = _tiles(sizes, *x.shape)
     partial_sums = None
     if with_dbias:

@@ -7,8 +7,8 @@ kernels run only where everything that they replace is what they were written fo
 - The methods, compared by a fingerprint of their syntax tree: comments, docstrings, annotations and layout
   may change, and nothing else. Subclasses, replaced methods and methods without source are refused.
 - The modules: Transformer Engine's (TE) own classes, with the settings that the kernels implement, without
-  hooks.
-- The parameters: BF16, and all of them trained.
+  hooks; those of FSDP2 may be on the model and its blocks.
+- The parameters: BF16, and all of them trained; whole, or sharded by FSDP2.
 - The environment: a Hopper GPU, and a version of TE whose internals were tested.
 """
 
@@ -22,6 +22,8 @@ import textwrap
 import warnings
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 # The methods and functions that the kernels replace, and the fingerprints of what they were written for.
 # After an edit of the model that the kernels follow, `print_fingerprints` gives the new ones.
@@ -280,10 +282,15 @@ def _setting_reason(module, kind):
 
 
 def _hook_reason(model):
+    # the modules whose parameters block.py finds gathered
+    units = {model, *model.blocks} if isinstance(model, FSDPModule) else set()
     for name, module in model.named_modules():
+        if isinstance(module, FSDPModule) != (module in units):
+            return (f"FSDP2 must shard the model and each of its blocks, and nothing else; "
+                    f"fully_shard was {'not ' if module in units else ''}called on {name}")
         if method_of(module, "forward") is not getattr(type(module), "forward", None):
             return f"the forward method of {name or 'the model'} was replaced"
-        if _has_hooks(module):
+        if _has_hooks(module, ignores_fsdps=module in units):
             return f"{name or 'the model'} has hooks"
     return "there are global hooks" if torch.nn.modules.module._has_any_global_hook() else ""
 
@@ -294,16 +301,30 @@ def _parameter_reason(model):
             name = f"{module_name}.{own_name}"
             if not parameter.requires_grad:
                 return f"{name} is frozen"
-            if type(parameter) is not torch.nn.Parameter or parameter.dtype != torch.bfloat16:
+            if not _is_readable(parameter, model) or parameter.dtype != torch.bfloat16:
                 return f"{name} is not kept in BF16"
             if kind != "Embedding" and parameter.dim() == 2 and any(size % 16 for size in parameter.shape):
                 return f"{name} is {tuple(parameter.shape)}: dimensions must be multiples of 16"
     return ""
 
 
-def _has_hooks(module):
-    return bool(module._forward_hooks or module._forward_pre_hooks
-                or module._backward_hooks or module._backward_pre_hooks)
+def _is_readable(parameter, model):
+    """Whether the kernels find plain memory: now, or when FSDP2 has gathered a parameter that nothing else
+    shards."""
+    if type(parameter) is not DTensor:
+        return type(parameter) is torch.nn.Parameter
+    *replicas, shards = parameter.placements
+    only_fsdps = shards.is_shard() and all(replica.is_replicate() for replica in replicas)
+    return only_fsdps and isinstance(model, FSDPModule)
+
+
+def _has_hooks(module, ignores_fsdps=False):
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
+             module._backward_pre_hooks)
+    hooks = [hook for kind in kinds for hook in kind.values()]
+    if ignores_fsdps:
+        hooks = [hook for hook in hooks if not str(hook.__module__).startswith("torch.distributed.fsdp.")]
+    return bool(hooks)
 
 
 def _package(module):

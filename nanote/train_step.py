@@ -38,7 +38,7 @@ def accelerate(model, config):
     if replace_by_kernels is None:
         return "fast kernels are off: there is no folder fast_kernels"
     report = replace_by_kernels(
-        model, blocks=config.fused_block and not parallel.is_sharded(config), loss=config.fused_loss,
+        model, blocks=config.fused_block, loss=config.fused_loss,
         dgrad_fast_accum_k=config.fp8_dgrad_fast_accum_k)
     return str(report)
 

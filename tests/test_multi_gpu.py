@@ -44,7 +44,9 @@ def runs(tmp_path_factory, tokens):
              "halves-bf16": (f"{half} --grad-accum 2 {bf16}", 1)}
     finish(*[start(f"{options} {words} --out-dir {name}", (gpu,)) for name, (words, gpu) in alone.items()])
     together = {"ddp": half, "ddp-bf16": f"{half} {bf16}", "ddp-accum": "--micro-batch-size 4 --grad-accum 2",
-                "fsdp": f"{half} --parallel fsdp"}
+                "fsdp": f"{half} --parallel fsdp",
+                "fsdp-accum": "--micro-batch-size 4 --grad-accum 2 --parallel fsdp "
+                              "--no-reshard-after-forward"}
     printed = {}
     for name, words in together.items():  # one by one: NCCL's kernels of two runs would wait for each other
         printed[name], = finish(start(f"{options} {words} --out-dir {name}", (0, 1)))
@@ -67,7 +69,7 @@ def distance(run, other):
 
 @pytest.mark.parametrize("run, one, halves", [
     ("ddp", "one", "halves"), ("ddp-bf16", "one-bf16", "halves-bf16"), ("ddp-accum", "one", "halves"),
-    ("fsdp", "one", "halves"),
+    ("fsdp", "one", "halves"), ("fsdp-accum", "one", "halves"),
     ("ddp-ddp-resumed", "one", "halves"), ("ddp-fsdp-resumed", "one", "halves")])
 def test_two_gpus_train_as_one_process(runs, run, one, halves):
     """The tolerance is what rounding alone changes: one process with each step's samples in two halves."""
@@ -76,8 +78,12 @@ def test_two_gpus_train_as_one_process(runs, run, one, halves):
     assert losses(run)[0] == pytest.approx(losses(one)[0], rel=1e-4)
 
 
-def test_the_step_is_captured(runs):
-    assert "CUDA graphs are off" not in runs["ddp"] and "fast kernels: blocks" in runs["ddp"]
+@pytest.mark.parametrize("run", ["ddp", "fsdp", "fsdp-accum"])
+def test_the_step_is_captured_with_the_fast_kernels(runs, run):
+    """A pass that they do not take says so once, after the line that says which are on."""
+    printed = runs[run]
+    assert "fast kernels: blocks" in printed
+    assert "fast kernels are not used" not in printed and "CUDA graphs are off" not in printed
 
 
 def test_ranks_have_the_same_weights(runs):
