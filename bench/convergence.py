@@ -2,7 +2,12 @@
 
     python data.py packages --tokenizer r50k_base
     python bench/convergence.py --arms bf16 fp8 --seeds 1 2 3    # one run per GPU at a time
-    python bench/convergence.py --draw                           # the summary from the JSON alone
+    python bench/convergence.py --arms emulated-only_weights emulated-no_weights
+    python bench/convergence.py --arms nanogpt --nanogpt nanoGPT    # the folder of a checkout
+    python bench/convergence.py --draw                           # the summary from the runs in the JSON
+
+Arms are named in `ARMS`. Those that begin with `emulated-` quantize a part of the GEMMs' operands, in
+bench/ablation.py. `nanogpt` is nanoGPT's model, compiled, with the data, schedule and optimizer of all.
 
 Every arm trains on the same batches for the same seed, and is evaluated on the same tokens. A run that was
 cut, by --time-budget, a signal or a machine that went away, continues from its last checkpoint in --out-dir.
@@ -12,16 +17,20 @@ step, val_loss (nats a token) and seconds, the time in training steps alone (wit
 and the first step, which captures the CUDA graphs). From the last records follows the list `summary`:
 
 - mean, standard_error: of the final validation loss over the seeds
-- gap_percent, gap_standard_error: of the arm's loss over that of bf16, paired by seed
+- gap_percent, gap_standard_error, gap_interval: of the arm's loss over that of bf16, paired by seed; the last
+  is its 95 % interval [low, high], of the t distribution; None with one seed
 - seconds_to_bf16_loss, loss_matched_speedup: training time after which a run of this arm ends at the loss of
   bf16, interpolated between runs of several lengths (--tokens 1e8, then --tokens 1.1e8), and bf16's time over
   it. A run of another length has its own learning-rate schedule, so one run's curve cannot tell.
+- loss_matched_speedup_over_nanogpt: the same for the loss and the time of the arm nanogpt
 """
 
 import json
 import math
 import os
 import queue
+import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -36,15 +45,19 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench.report import check_folder, write_report
+from bench.report import check_folder, write_json, write_report
 from nanote import cli
 from nanote.metrics import read_metrics
 
 TOKENS_PER_STEP = 131_072
-COMMON = ("--preset gpt2-124m --micro-batch-size 64 --grad-accum 2 --warmup-steps 100 --log-interval 10 "
-          "--keep-checkpoints 1 --eval-tokens 2000000")
-MODERN = "--activation swiglu --use-rmsnorm --use-rotary --use-qk-norm --no-bias --n-kv-head 4"
-ARMS = {  # name: options of train.py
+COMMON = "--warmup-steps 100 --log-interval 10 --keep-checkpoints 1 --eval-tokens 2000000"
+GPT2 = "--preset gpt2-124m --micro-batch-size 64 --grad-accum 2"
+SIZES = {  # prefix of an arm: options of its architecture
+    "": GPT2,
+    "modern-": f"{GPT2} --activation swiglu --use-rmsnorm --use-rotary --use-qk-norm --no-bias --n-kv-head 4",
+    "350m-": "--preset gpt2-350m --micro-batch-size 32 --grad-accum 4",
+}
+RECIPES = {  # name of an arm: options of its precision
     "bf16": "--fp8-recipe none",
     "fp8": "",
     "fp8-most_recent": "--fp8-amax-compute-algo most_recent --fp8-amax-history-len 16",
@@ -55,40 +68,65 @@ ARMS = {  # name: options of train.py
     "fp8-block": "--fp8-recipe block",
     "fp8-te_modules": "--no-fast-kernels",
 }
-ARMS |= {f"modern-{name}": f"{MODERN} {options}" for name, options in ARMS.items()}
+ROLES = ("weights", "activations", "gradients", "dgrad.dy", "wgrad.dy", "forward", "dgrad", "wgrad")
+EMULATED = {  # name of an arm emulated-…: options of bench/ablation.py
+    "none": "quantize=none", "all": "",
+    **{f"only_{role}": f"quantize={role}" for role in ROLES},
+    **{f"no_{role}": f"keep={role}" for role in ROLES},
+    **{f"skip_{layer}": f"skip={layer}" for layer in ("head", "first", "last", "qkv", "proj", "fc1", "fc2")},
+    "current": "scaling=current", "row": "scaling=row", "block": "scaling=block gradients=e4m3",
+    "e4m3": "gradients=e4m3", "e4m3_current": "scaling=current gradients=e4m3",
+    "stochastic": "rounding=stochastic", "float32_residual": "residual=float32",
+}
+ARMS = {  # name: environment variables and options of train.py, as in a shell
+    f"{prefix}{name}": f"{size} {options}" for prefix, size in SIZES.items()
+    for name, options in RECIPES.items()
+}
+EMULATION = f"{GPT2} --fp8-recipe none --model bench/ablation.py:Ablated"
+ARMS |= {f"emulated-{name}": f"NANOTE_ABLATION='{words}' {EMULATION}" for name, words in EMULATED.items()}
+ARMS["nanogpt"] = f"{GPT2} --fp8-recipe none --model bench/nanogpt.py:NanoGPT --dtype float32 --compile"
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of Student's t, 1, 2… degrees
 
 
 @dataclass
 class Options:
     arms: list[str] = field(default_factory=lambda: ["bf16", "fp8"])
-    """Arms to train; an arm may end in @LR for another peak learning rate, such as bf16@1e-3."""
+    """Arms to train, of ARMS; one may end in @LR for another peak learning rate, such as bf16@1e-3."""
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
     tokens: float = 1e8  # Tokens a run trains on.
-    lr: float = 6e-4  # Peak learning rate.
+    lr: str = "1.2e-3"  # Peak learning rate, which becomes part of an arm's name. BF16's best of four.
     data: str = "data/packages-r50k_base"  # Folder of token files.
     out_dir: Path = Path("out/convergence")  # The runs' folders.
     json: Path = Path("results/convergence.json")  # Read and written.
     time_budget: int = 0  # Stop all runs after this many seconds, with a checkpoint; 0: never.
     evaluations: int = 10  # Of each run.
+    nanogpt: Path | None = None  # Folder of a nanoGPT checkout, for the arm nanogpt.
     more: str = ""  # More options of train.py, for all arms: --more="--eval-tokens 1000000".
-    draw: bool = False  # Train nothing; print the summary of the JSON.
+    draw: bool = False  # Train nothing; summarize the runs of the JSON again.
 
 
 # ---------------------------------------------------------------- training
 
-def command_of(options: Options, arm: str, seed: int, folder: Path) -> list[str]:
-    """Return train.py's command for a run: a new one, or the rest of one that was cut."""
+def command_of(options: Options, arm: str, seed: int, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Return train.py's command and environment variables for a run: a new one, or the rest of one that was
+    cut."""
     name, _, lr = arm.partition("@")
+    words = shlex.split(ARMS[name])
+    variables = dict(word.split("=", 1) for word in words if re.match("[A-Z_]+=", word))
+    words = words[len(variables):]
+    if options.nanogpt:
+        variables["NANOGPT"] = str(options.nanogpt.resolve())
     if any(folder.glob("step-*")):
-        return [sys.executable, "train.py", "--resume", "--out-dir", str(folder)]
+        model = words[words.index("--model"):][:2] if "--model" in words else []  # a checkpoint has no code
+        return [sys.executable, "train.py", "--resume", "--out-dir", str(folder), *model], variables
     if folder.exists():  # cut before its first checkpoint
         shutil.rmtree(folder)
     steps = steps_of(options)
     interval = max(1, steps // options.evaluations)
-    return [sys.executable, "train.py", *COMMON.split(), *ARMS[name].split(), "--lr", lr or str(options.lr),
+    return [sys.executable, "train.py", *COMMON.split(), *words, "--lr", lr,
             "--seed", str(seed), "--max-steps", str(steps), "--eval-interval", str(interval),
             "--checkpoint-interval", str(interval), "--data", options.data, "--out-dir", str(folder),
-            *options.more.split()]
+            *options.more.split()], variables
 
 
 def steps_of(options: Options) -> int:
@@ -102,7 +140,6 @@ def train_all(options: Options, jobs: list, record) -> None:
         waiting.put(job)
 
     def work(gpu: str) -> None:
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
         while not stop.is_set():
             try:
                 arm, seed = waiting.get_nowait()
@@ -110,9 +147,11 @@ def train_all(options: Options, jobs: list, record) -> None:
                 return
             folder = options.out_dir / f"{arm}-{steps_of(options)}steps-seed{seed}"
             folder.parent.mkdir(parents=True, exist_ok=True)
+            command, variables = command_of(options, arm, seed, folder)
+            environment = os.environ | variables | {"CUDA_VISIBLE_DEVICES": gpu}
             with open(f"{folder}.log", "a") as log:
-                process = subprocess.Popen(command_of(options, arm, seed, folder), cwd=ROOT, env=environment,
-                                           stdout=log, stderr=subprocess.STDOUT)
+                process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log,
+                                           stderr=subprocess.STDOUT)
                 running.append(process)
                 code = process.wait()
             running.remove(process)
@@ -176,17 +215,23 @@ def summarize(runs: list[dict]) -> list[dict]:
             "arm": arm, "tokens": tokens, "seeds": len(losses), "mean": statistics.mean(losses.values()),
             "standard_error": standard_error(list(losses.values())),
             "gap_percent": statistics.mean(gaps) if gaps else None,
-            "gap_standard_error": standard_error(gaps),
+            "gap_standard_error": standard_error(gaps), "gap_interval": interval_of(gaps),
             "seconds": statistics.median(record["seconds"] for record in by_seed.values()),
         })
     for row in rows:
-        baseline = next((other for other in rows if other["tokens"] == row["tokens"]
-                         and other["arm"] == baseline_of(row["arm"])), None)
-        lengths = [other for other in rows if other["arm"] == row["arm"]]
-        matched = baseline and seconds_to(baseline["mean"], lengths)
-        row["seconds_to_bf16_loss"] = matched
-        row["loss_matched_speedup"] = baseline["seconds"] / matched if matched else None
+        baseline = baseline_of(row["arm"])
+        row["seconds_to_bf16_loss"], row["loss_matched_speedup"] = match(row, baseline, rows)
+        nanogpt = baseline.replace("bf16", "nanogpt")  # other sizes have none
+        row["loss_matched_speedup_over_nanogpt"] = match(row, nanogpt, rows)[1]
     return sorted(rows, key=lambda row: row["mean"])
+
+
+def match(row: dict, baseline: str, rows: list[dict]) -> tuple[float | None, float | None]:
+    """Return the training time after which row's arm ends at the loss that the arm `baseline` has after row's
+    tokens, and the time of `baseline` over it."""
+    other = next((r for r in rows if (r["arm"], r["tokens"]) == (baseline, row["tokens"])), None)
+    seconds = other and seconds_to(other["mean"], [r for r in rows if r["arm"] == row["arm"]])
+    return seconds, other["seconds"] / seconds if seconds else None
 
 
 def seconds_to(loss: float, lengths: list[dict]) -> float | None:
@@ -206,39 +251,54 @@ def seconds_to(loss: float, lengths: list[dict]) -> float | None:
 def baseline_of(arm: str) -> str:
     """Return the BF16 arm of the same architecture and learning rate."""
     name, at, lr = arm.partition("@")
-    return ("modern-bf16" if name.startswith("modern-") else "bf16") + at + lr
+    prefix = next((prefix for prefix in SIZES if prefix and name.startswith(prefix)), "")
+    return f"{prefix}bf16{at}{lr}"
 
 
 def standard_error(values: list[float]) -> float | None:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
+def interval_of(values: list[float]) -> list[float] | None:
+    """Return the 95 % interval of the mean."""
+    if len(values) < 2:
+        return None
+    mean = statistics.mean(values)
+    half = T_975[min(len(values) - 1, len(T_975)) - 1] * standard_error(values)
+    return [mean - half, mean + half]
+
+
+def best_rate(summary: list[dict]) -> str:
+    """Return the end of the arms with the learning rate that is best for BF16, such as @1.2e-3."""
+    best = min((row for row in summary if row["arm"].startswith("bf16")), key=lambda row: row["mean"])
+    return "".join(best["arm"].partition("@")[1:])
+
+
 def plot(result: dict, path: Path) -> None:
-    """Draw the validation loss against tokens, and against seconds of training, for BF16 and FP8 at the
-    learning rate that is best for BF16. Several seeds: their mean, in a band of two standard errors."""
+    """Draw the validation loss against tokens, and against seconds of training, at the learning rate that is
+    best for BF16. Several seeds: their mean, in a band of its 95 % interval."""
     import matplotlib.pyplot as plt
 
-    finals = {row["arm"]: row["mean"] for row in result["summary"] if row["arm"].startswith("bf16")}
-    best = min(finals, key=finals.get)
-    arms = {best: "BF16", best.replace("bf16", "fp8"): "FP8, delayed scaling"}
+    rate, measured = best_rate(result["summary"]), {row["arm"]: row for row in result["summary"]}
+    labels = {"bf16": "BF16", "fp8": "FP8, delayed scaling", "nanogpt": "nanoGPT, compiled"}
+    arms = {f"{arm}{rate}": label for arm, label in labels.items() if f"{arm}{rate}" in measured}
+    tokens = measured[f"bf16{rate}"]["tokens"]
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
     for axis, unit, scale in zip(axes, ("tokens", "seconds"), (1e-6, 1)):
         for arm, label in arms.items():
             by_step = {}
             for record in result["runs"]:
-                if record["arm"] == arm and record["step"] > 1:
+                if (record["arm"], record["run_tokens"]) == (arm, tokens) and record["step"] > 1:
                     by_step.setdefault(record["step"], []).append(record)
             x = [scale * statistics.mean(r[unit] for r in records) for records in by_step.values()]
             losses = [[r["val_loss"] for r in records] for records in by_step.values()]
-            means = [statistics.mean(values) for values in losses]
-            errors = [2 * (standard_error(values) or 0) for values in losses]
-            axis.plot(x, means, label=label)
-            axis.fill_between(x, [m - e for m, e in zip(means, errors)],
-                              [m + e for m, e in zip(means, errors)], alpha=0.3)
+            bands = [interval_of(values) or 2 * values for values in losses]
+            axis.plot(x, [statistics.mean(values) for values in losses], label=label)
+            axis.fill_between(x, *zip(*bands), alpha=0.3)
         axis.set_xlabel("million tokens" if unit == "tokens" else "seconds of training on one GPU")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("validation loss, nats a token")
-    seeds = max(row["seeds"] for row in result["summary"] if row["arm"] in arms)
+    seeds = max(measured[arm]["seeds"] for arm in arms)
     axes[0].legend(title=f"GPT-2 124M, {'one seed' if seeds == 1 else f'{seeds} seeds'}")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -253,6 +313,9 @@ def main(argv=None):
     for arm in options.arms:
         if arm.partition("@")[0] not in ARMS:
             raise ValueError(f"--arms {arm}: unknown; the arms are {', '.join(ARMS)}")
+        if arm.startswith("nanogpt") and not options.nanogpt:
+            raise ValueError(f"--arms {arm}: needs a nanoGPT checkout; name its folder with --nanogpt")
+    arms = [arm if "@" in arm else f"{arm}@{options.lr}" for arm in options.arms]
     document = json.loads(options.json.read_text()) if options.json.exists() else {"runs": []}
     lock = threading.Lock()
 
@@ -267,14 +330,17 @@ def main(argv=None):
 
     if not options.draw:
         # seeds outside, so that a study that was cut has all arms of its first seeds
-        train_all(options, [(arm, seed) for seed in options.seeds for arm in options.arms], record)
+        train_all(options, [(arm, seed) for seed in options.seeds for arm in arms], record)
         document = json.loads(options.json.read_text())
-    for row in summarize(document["runs"]):
-        error, gap = row["standard_error"], row["gap_percent"]
+    document["summary"] = summarize(document["runs"])
+    write_json(options.json, document)
+    for row in document["summary"]:
+        error, gap, interval = row["standard_error"], row["gap_percent"], row["gap_interval"]
         line = f"{row['arm']:24} {row['tokens'] / 1e6:6.1f} M tokens, {row['seeds']} seeds"
         line += f", loss {row['mean']:.4f}"
         line += f" ± {error:.4f}" if error else ""
         line += f"  gap {gap:+.2f} %" if gap is not None else ""
+        line += f" [{interval[0]:+.2f}, {interval[1]:+.2f}]" if interval else ""
         speedup = row["loss_matched_speedup"]
         line += f"  at equal loss {speedup:.2f} x as fast" if speedup else ""
         print(f"{line}  {row['seconds']:.0f} s")

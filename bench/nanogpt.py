@@ -10,10 +10,16 @@ BF16 autocast, torch.compile, TF32 allowed, the fused AdamW of `configure_optimi
 This kit's arms plain, bf16 and fp8 (benchmark_te.py --help) have the same biases in their linear layers, and
 keep those of their LayerNorms. Their steps are timed in turns with nanoGPT's: `ratio_to_nanogpt` is the
 median of nanoGPT's steps over the median of theirs.
+
+`NanoGPT` is nanoGPT's model for train.py, as bench/convergence.py trains it:
+
+    NANOGPT=nanoGPT python train.py --preset gpt2-124m --model bench/nanogpt.py:NanoGPT --fp8-recipe none \
+        --dtype float32 --compile
 """
 
 import hashlib
 import importlib.util
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +79,40 @@ def load(folder):
         if not hasattr(module, name):
             raise ValueError(f"{file}: it has no {name}; name the folder of a nanoGPT checkout")
     return module
+
+
+@dataclass
+class NanoGPTConfig:
+    vocab_size: int = 50304
+    n_positions: int = 1024
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True  # In linear layers and norms, as GPT-2 has it.
+
+
+class NanoGPT(torch.nn.Module):
+    """The GPT of the checkout in the folder that NANOGPT names, under BF16 autocast on a GPU."""
+
+    def __init__(self, config: NanoGPTConfig):
+        super().__init__()
+        folder = os.environ.get("NANOGPT")
+        if not folder:
+            raise ValueError("NANOGPT is not set; name the folder of a nanoGPT checkout, which has model.py")
+        module = load(Path(folder))
+        self.config = config
+        self.gpt = module.GPT(module.GPTConfig(
+            block_size=config.n_positions, vocab_size=config.vocab_size, n_layer=config.n_layer,
+            n_head=config.n_head, n_embd=config.n_embd, dropout=config.dropout, bias=config.bias,
+        ))
+
+    def forward(self, input_ids, labels=None):
+        if labels is not None:
+            labels = labels.masked_fill(labels == -100, -1)  # what nanoGPT ignores
+        with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=input_ids.is_cuda):
+            logits, loss = self.gpt(input_ids, labels)
+        return logits if labels is None else loss
 
 
 def build(module, config, device) -> NanoGPTStep:

@@ -1,7 +1,17 @@
-"""bench/convergence.py: the summary of runs, on figures made by hand."""
-import pytest
+"""bench/convergence.py: the summary of runs, on figures made by hand; bench/ablation.py: emulated FP8."""
+import shutil
 
+import pytest
+import torch
+from test_nanogpt import STAND_IN
+
+import te_reference as te
+from bench import convergence
+from bench.ablation import Ablated, AblatedConfig, Ablation, Gemm, Linear, round_to_fp8
 from bench.convergence import summarize
+from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
+from nanote import models
+from trainer_tools import metrics, run_train
 
 
 def run(arm, seed, tokens, loss, seconds):
@@ -12,13 +22,156 @@ def run(arm, seed, tokens, loss, seconds):
 def test_summary():
     runs = [*run("bf16@1e-3", 1, 100, 2.0, 160.0), *run("bf16@1e-3", 2, 100, 2.2, 160.0),
             *run("fp8@1e-3", 1, 100, 2.2, 100.0), *run("fp8@1e-3", 2, 100, 2.2, 100.0),
-            *run("fp8@1e-3", 1, 144, 2.0, 144.0), *run("fp8-e4m3@1e-3", 1, 100, 2.5, 100.0)]
+            *run("fp8@1e-3", 1, 144, 2.0, 144.0), *run("fp8-e4m3@1e-3", 1, 100, 2.5, 100.0),
+            *run("nanogpt@1e-3", 1, 100, 2.1, 240.0), *run("350m-fp8@1e-3", 1, 100, 1.9, 300.0)]
     rows = {(row["arm"], row["tokens"]): row for row in summarize(runs)}
     fp8 = rows["fp8@1e-3", 100]
     assert fp8["seeds"] == 2 and fp8["mean"] == pytest.approx(2.2) and fp8["standard_error"] == 0
     assert fp8["gap_percent"] == pytest.approx(5) and fp8["gap_standard_error"] == pytest.approx(5)
+    # two seeds: Student's t has one degree of freedom
+    assert fp8["gap_interval"] == pytest.approx([5 - 12.706 * 5, 5 + 12.706 * 5])
     # BF16's mean of 2.1 lies half way between the runs of 100 and 144 tokens: geometric mean of seconds
     assert fp8["seconds_to_bf16_loss"] == pytest.approx(120)
     assert fp8["loss_matched_speedup"] == pytest.approx(160 / 120)
+    assert fp8["loss_matched_speedup_over_nanogpt"] == pytest.approx(240 / 120)
     assert rows["bf16@1e-3", 100]["loss_matched_speedup"] == 1
+    larger = rows["350m-fp8@1e-3", 100]
+    assert larger["gap_percent"] is None, "another size is no baseline"
     assert rows["fp8-e4m3@1e-3", 100]["loss_matched_speedup"] is None, "no run of it ends at that loss"
+
+
+# ---------------------------------------------------------------- emulated FP8
+
+SIZES = dict(vocab_size=256, n_positions=32, n_embd=128, n_layer=3, n_head=4)
+
+
+def gradients(ablation=None, recipe=None) -> dict:
+    """Return loss and gradients of a pass of the emulation, or of te_reference with a recipe or None."""
+    torch.manual_seed(1)
+    if ablation is None:
+        model = OptimizedGPT2Model(OptimizedConfig(**SIZES, use_fp8=recipe is not None))
+        model.fp8_recipe = recipe
+    else:
+        model = Ablated(AblatedConfig(**SIZES, ablation=ablation))
+    inputs, labels = torch.randint(256, (2, 4, 32), generator=torch.Generator().manual_seed(2))
+    loss = model(inputs, labels)
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+def distance(found, expected) -> float:
+    """Return the largest error of a tensor, in parts of its norm."""
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - value).norm() / value.norm()) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("ablation, recipe", [
+    ("quantize=none", None), ("skip=head,qkv,proj,fc1,fc2", None), ("keep=all", None),
+    ("scaling=current", te.Float8CurrentScaling()),
+    ("scaling=current gradients=e4m3", te.Float8CurrentScaling(fp8_format=te.Format.E4M3)),
+    ("scaling=block gradients=e4m3", te.Float8BlockScaling()),
+])
+def test_the_whole_emulation_is_the_reference(ablation, recipe):
+    assert distance(gradients(ablation), gradients(recipe=recipe)) < 1e-5
+
+
+def test_delayed_scaling_is_the_reference():
+    ours = Linear(te.Linear(64, 48), None, {"gemm": Gemm(Ablation())})
+    theirs = te.Linear(64, 48)
+    theirs.load_state_dict(ours.state_dict(), strict=False)
+    for size in (1.0, 3.0, 0.5):  # the first pass has no history, and the two begin differently
+        x, dy = torch.randn(32, 64) * size, torch.randn(32, 48) * size
+        ours.zero_grad()
+        theirs.zero_grad()
+        y = ours(x)
+        y.backward(dy)
+        with te.autocast(recipe=te.DelayedScaling()):
+            expected = theirs(x)
+        expected.backward(dy)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
+
+
+def test_each_role_changes_its_gemms_alone():
+    plain, both = gradients("quantize=none"), gradients("quantize=gradients")
+    assert both["loss"] == plain["loss"], "the forward pass has no gradient"
+    only_wgrad = gradients("quantize=wgrad.dy")
+    head = "lm_head.layer_norm_weight"  # behind the dgrad of lm_head
+    assert torch.equal(only_wgrad[head], plain[head]) and not torch.equal(both[head], plain[head])
+    weight = "blocks.2.mlp.fc2_weight"
+    assert not torch.equal(only_wgrad[weight], plain[weight])
+    only_dgrad = gradients("quantize=dgrad.dy")
+    assert torch.equal(only_dgrad[head], both[head])
+    errors = {role: distance(gradients(f"quantize={role} scaling=current"), plain)
+              for role in ("weights", "activations", "gradients")}
+    assert all(0.01 < error < 0.2 for error in errors.values()), errors
+
+
+def test_skipping_a_layer_leaves_the_others_quantized():
+    for layer in ("first", "last", "qkv", "head"):
+        model = Ablated(AblatedConfig(**SIZES, ablation=f"skip={layer}"))
+        buffers = {name.rsplit(".gemms", 1)[0] for name, _ in model.named_buffers()}
+        skipped = {"first": "blocks.0.attn.proj", "last": "blocks.2.mlp", "qkv": "blocks.1.attn.qkv",
+                   "head": "lm_head"}
+        assert skipped[layer] not in buffers
+        assert buffers >= {place for name, place in skipped.items() if name != layer and layer != "qkv"}
+
+
+def test_stochastic_rounding_has_no_bias():
+    x, scale = torch.tensor([1.1, -1.9, 2.01, 3e-6, 1e9]), torch.tensor(4.0)
+    drawn = torch.stack([round_to_fp8(x, scale, torch.float8_e5m2, True) for _ in range(4000)])
+    nearest = round_to_fp8(x, scale, torch.float8_e5m2, False)
+    assert set(drawn[:, 0].tolist()) == {1.0, 1.25} and nearest[0] == 1.0
+    torch.testing.assert_close(drawn.mean(0)[:4], x[:4], rtol=0.02, atol=2e-7)
+    assert (drawn[:, 4] == 57344 / 4).all(), "it saturates"
+
+
+def test_every_emulated_arm_can_be_built():
+    for name, words in convergence.EMULATED.items():
+        Ablated(AblatedConfig(**SIZES, ablation=words))
+        assert Ablation.parse(words) == Ablation() or name != "all"
+    with pytest.raises(ValueError, match="quantize=weight: unknown; the values are all, none"):
+        AblatedConfig(**SIZES, ablation="quantize=weight")
+    with pytest.raises(ValueError, match="pass --fp8-recipe none"):
+        AblatedConfig(**SIZES, use_fp8=True)
+
+
+TINY = ("--n-layer 1 --n-embd 64 --n-head 2 --seq-len 32 --micro-batch-size 2 --grad-accum 2 --device cpu "
+        "--eval-tokens 64 --log-interval 1 --keep-checkpoints 2")
+
+
+def test_an_arm_trains_and_resumes(tmp_path, tokens, monkeypatch):
+    """The operands to quantize are in the checkpoint: the rest of a run needs no environment variable."""
+    monkeypatch.setattr(models, "_own_models", {})
+    options = convergence.Options(data=tokens, more=TINY, evaluations=2,
+                                  tokens=4 * convergence.TOKENS_PER_STEP)
+    monkeypatch.chdir(convergence.ROOT)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    command, variables = convergence.command_of(options, "emulated-only_weights@1e-3", 1, whole)
+    assert variables == {"NANOTE_ABLATION": "quantize=weights"}
+    monkeypatch.setenv(*variables.popitem())
+    assert run_train(" ".join(command[2:])) == 0
+    found = convergence.evaluations_of("emulated-only_weights@1e-3", 1, whole)
+    assert [record["step"] for record in found] == [1, 2, 4]
+
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "step-4")
+    monkeypatch.delenv("NANOTE_ABLATION")
+    models._own_models.clear()
+    command, _ = convergence.command_of(options, "emulated-only_weights@1e-3", 1, cut)
+    assert run_train(" ".join(command[2:])) == 0
+    assert metrics(cut) == metrics(whole)
+
+
+def test_nanogpt_trains_as_an_arm(tmp_path, tokens, monkeypatch, compiles):
+    monkeypatch.setattr(models, "_own_models", {})
+    (tmp_path / "model.py").write_text(STAND_IN)
+    options = convergence.Options(data=tokens, more=TINY, nanogpt=tmp_path,
+                                  tokens=2 * convergence.TOKENS_PER_STEP)
+    monkeypatch.chdir(convergence.ROOT)
+    command, variables = convergence.command_of(options, "nanogpt@1e-3", 1, tmp_path / "run")
+    monkeypatch.setenv("NANOGPT", variables["NANOGPT"])
+    assert run_train(" ".join(command[2:])) == 0
+    assert compiles and convergence.evaluations_of("nanogpt@1e-3", 1, tmp_path / "run")[-1]["step"] == 2
+    with pytest.raises(ValueError, match="name its folder with --nanogpt"):
+        convergence.main(["--arms", "nanogpt", "--json", str(tmp_path / "found.json")])
