@@ -119,6 +119,16 @@ def test_delayed_scaling_is_the_reference():
     torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
 
 
+@pytest.mark.parametrize("scaling", ["row", "block"])
+def test_scales_run_along_k(scaling):
+    """A row of small values survives where it has its own scale: in the forward GEMM, whose K are columns."""
+    x = torch.ones(128, 128)
+    x[64:] = 2.0**-20  # E4M3 has 18 powers of two
+    forward, wgrad = Gemm(Ablation.parse(f"scaling={scaling}")).operands("x", x)
+    torch.testing.assert_close(forward, x)
+    assert (wgrad[64:] == 0).all() and (wgrad[:64] == 1).all()
+
+
 def test_each_role_changes_its_gemms_alone():
     plain, both = gradients("quantize=none"), gradients("quantize=gradients")
     assert both["loss"] == plain["loss"], "the forward pass has no gradient"
