@@ -14,25 +14,25 @@ bench/accumulation.py measures. The bias of a result is ⟨result, exact⟩ / �
 results/accumulation_bias.json has a row of each, and `table` the summary for the page.
 """
 
+import dataclasses
 import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import train
+from bench import arms
 from bench.report import check_folder, markdown, write_report
 from fast_kernels import gemm as fast_gemm
 from fast_kernels.gemm import gemm  # the function itself: `watched` replaces the module's attribute
 from fast_kernels.support import unsupported_reason
 from nanote import checkpoint, cli, fp8
 from nanote.config import read_options
-from nanote.optimizers import make_optimizer
-from nanote.parallel import Ranks
-from nanote.train_step import recipe_of
+from nanote.dataset import Loader
 
 ROWS = 4096  # of a result, which are compared
 EVERY_K = 10**9
@@ -58,20 +58,20 @@ def load(options: Options):
     """Return a checkpoint's model, its config and a micro-batch of its training data."""
     data = ["--data", options.data] if options.data else []
     config, folder, meta = read_options(["--eval-only", "--out-dir", str(options.folder), *data])
-    device, dtype = train.prepare_device(config, Ranks())
-    recipe = recipe_of(config)
-    loader = train.open_data(config, Ranks(), device, ["train"])["train"]
-    config = train.fit_to_data(config, loader.meta, folder, meta)
-    model_config = train.check_model(config, recipe, device, dtype, meta)
-    model, _ = train.build_model(config, model_config, recipe, device, dtype)
-    checkpoint.load(folder, meta, model, make_optimizer(model, config))  # FP8's scales are with the optimizer
-    model.train()
+    sizes = {name: meta["model_config"][name] for name in ("vocab_size", "n_positions")}
+    config, device = dataclasses.replace(config, **sizes), torch.device("cuda")
+    loader = Loader(config.data, "train", seq_len=config.seq_len, micro_batch_size=config.micro_batch_size,
+                    seed=config.seed, device=device, pack_documents=config.pack_documents)
+    batch = loader.batch(meta["step"] * config.grad_accum)
+    loader.close()
+    # of one micro-batch: a step of several would collect gradients in buffers
+    step = arms.build_te(dataclasses.replace(config, grad_accum=1), device, batch)
+    checkpoint.load(folder, meta, step.model, step.optimizer)  # FP8's scales are loaded with the optimizer
+    model = step.model.train()
     reason = unsupported_reason(model)
     if reason:
         raise ValueError(f"{options.folder}: the fast kernels do not run this model: {reason}; name a run of "
                          "--model optimized with delayed scaling, on a Hopper GPU")
-    batch = loader.batch(meta["step"] * config.grad_accum)
-    loader.close()
     return model, config, folder, batch
 
 
