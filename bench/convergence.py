@@ -268,43 +268,6 @@ def interval_of(values: list[float]) -> list[float] | None:
     return [mean - half, mean + half]
 
 
-def best_rate(summary: list[dict]) -> str:
-    """Return the end of the arms with the learning rate that is best for BF16, such as @1.2e-3."""
-    best = min((row for row in summary if row["arm"].startswith("bf16")), key=lambda row: row["mean"])
-    return "".join(best["arm"].partition("@")[1:])
-
-
-def plot(result: dict, path: Path) -> None:
-    """Draw the validation loss against tokens, and against seconds of training, at the learning rate that is
-    best for BF16. Several seeds: their mean, in a band of its 95 % interval."""
-    import matplotlib.pyplot as plt
-
-    rate, measured = best_rate(result["summary"]), {row["arm"]: row for row in result["summary"]}
-    labels = {"bf16": "BF16", "fp8": "FP8, delayed scaling", "nanogpt": "nanoGPT, compiled"}
-    arms = {f"{arm}{rate}": label for arm, label in labels.items() if f"{arm}{rate}" in measured}
-    tokens = measured[f"bf16{rate}"]["tokens"]
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
-    for axis, unit, scale in zip(axes, ("tokens", "seconds"), (1e-6, 1)):
-        for arm, label in arms.items():
-            by_step = {}
-            for record in result["runs"]:
-                if (record["arm"], record["run_tokens"]) == (arm, tokens) and record["step"] > 1:
-                    by_step.setdefault(record["step"], []).append(record)
-            x = [scale * statistics.mean(r[unit] for r in records) for records in by_step.values()]
-            losses = [[r["val_loss"] for r in records] for records in by_step.values()]
-            bands = [interval_of(values) or 2 * values for values in losses]
-            axis.plot(x, [statistics.mean(values) for values in losses], label=label)
-            axis.fill_between(x, *zip(*bands), alpha=0.3)
-        axis.set_xlabel("million tokens" if unit == "tokens" else "seconds of training on one GPU")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("validation loss, nats a token")
-    seeds = max(measured[arm]["seeds"] for arm in arms)
-    axes[0].legend(title=f"GPT-2 124M, {'one seed' if seeds == 1 else f'{seeds} seeds'}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 # ---------------------------------------------------------------- the command
 
 def main(argv=None):
@@ -333,7 +296,8 @@ def main(argv=None):
         train_all(options, [(arm, seed) for seed in options.seeds for arm in arms], record)
         document = json.loads(options.json.read_text())
     document["summary"] = summarize(document["runs"])
-    write_json(options.json, document)
+    if document["runs"]:
+        write_json(options.json, document)
     for row in document["summary"]:
         error, gap, interval = row["standard_error"], row["gap_percent"], row["gap_interval"]
         line = f"{row['arm']:24} {row['tokens'] / 1e6:6.1f} M tokens, {row['seeds']} seeds"

@@ -31,8 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from bench import (
     accumulation,
+    accumulation_bias,
     attention_report,
-    convergence,
+    convergence_report,
     first_run,
     gqa_rmsnorm,
     laptop,
@@ -48,7 +49,7 @@ from bench import (
 from nanote import cli
 
 PICTURES = {  # JSON file -> function that draws it; the picture is next to it
-    "speed": speed_report.draw_speed, "convergence": convergence.plot,
+    "speed": speed_report.draw_speed, "convergence": convergence_report.plot,
     "stack": speed_report.draw_stack,
     "crossover": speed_report.draw_crossover,
     "attention": attention_report.plot,
@@ -69,6 +70,11 @@ TABLES = {  # comment in a page -> JSON file, function that makes a Markdown tab
     "attention": ("attention", attention_report.kernels_table),
     "attention_blocks": ("attention", attention_report.blocks_table),
     "accumulation": ("accumulation", accumulation.errors_table),
+    "accumulation_bias": ("accumulation_bias", accumulation_bias.table),
+    "convergence": ("convergence", convergence_report.main_table),
+    "convergence_rates": ("convergence", convergence_report.rates_table),
+    "convergence_emulated": ("convergence", convergence_report.emulated_table),
+    "convergence_negatives": ("convergence", convergence_report.negatives_table),
     "accumulation_times": ("accumulation", accumulation.times_table),
     "multi_gpu": ("multi_gpu", multi_gpu.table),
     "plan": ("speed", plan_table.table),  # an estimate; one GPU's speed is measured

@@ -6,8 +6,9 @@ import torch
 from test_nanogpt import STAND_IN
 
 import te_reference as te
-from bench import convergence
+from bench import convergence, convergence_report
 from bench.ablation import Ablated, AblatedConfig, Ablation, Gemm, Linear, round_to_fp8
+from bench.accumulation_bias import bias_and_error
 from bench.convergence import summarize
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from nanote import models
@@ -38,6 +39,32 @@ def test_summary():
     larger = rows["350m-fp8@1e-3", 100]
     assert larger["gap_percent"] is None, "another size is no baseline"
     assert rows["fp8-e4m3@1e-3", 100]["loss_matched_speedup"] is None, "no run of it ends at that loss"
+
+
+def test_tables_show_what_is_measured_and_what_did_not_help():
+    runs = []
+    for seed, noise in ((1, 0.0), (2, 0.1), (3, 0.2)):
+        for arm, loss in (("bf16", 2.0), ("fp8", 2.2), ("fp8-current", 2.1 + noise / 100), ("fp8-e4m3", 2.3),
+                          ("fp8-block", 2.2 + 0.1 * (seed - 2)), ("emulated-all", 2.2),
+                          ("emulated-only_weights", 2.05), ("emulated-e4m3", 2.25)):
+            runs += run(f"{arm}@1e-3", seed, 10**8, loss + noise, 100.0)
+    runs += run("bf16@1e-2", 1, 10**8, 3.0, 100.0)
+    result = {"runs": runs, "summary": summarize(runs)}
+    main = convergence_report.main_table(result)
+    assert main.count("\n") == 6 and "| `fp8` | 100 M | 3 | 2.3000 ± 0.0577 | +9.5" in main
+    assert "emulated" not in main and convergence_report.rates_table(result).count("1e-2") == 1
+    emulated = convergence_report.emulated_table(result).splitlines()[2:]
+    assert [line.split(" | ")[0] for line in emulated] == [
+        "| the default: all, delayed", "| `quantize=weights`", "| `gradients=e4m3`"]
+    found = [line.split(" | ")[0] for line in convergence_report.negatives_table(result).splitlines()[2:]]
+    assert found == ["| `fp8-e4m3`", "| `fp8-block`", "| `emulated-e4m3`"], "fp8-current is better"
+
+
+def test_a_bias_is_told_from_an_error_that_averages_out():
+    exact = torch.randn(200_000)
+    bias, error = bias_and_error(exact * (1 + 0.01 * torch.randn(200_000)), exact)
+    assert abs(bias) < 1e-4 and error == pytest.approx(0.01, rel=0.02)
+    assert bias_and_error(0.99 * exact, exact) == pytest.approx((-0.01, 0.01))
 
 
 # ---------------------------------------------------------------- emulated FP8
@@ -90,6 +117,16 @@ def test_delayed_scaling_is_the_reference():
         expected.backward(dy)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
+
+
+@pytest.mark.parametrize("scaling", ["row", "block"])
+def test_scales_run_along_k(scaling):
+    """A row of small values survives where it has its own scale: in the forward GEMM, whose K are columns."""
+    x = torch.ones(128, 128)
+    x[64:] = 2.0**-20  # E4M3 has 18 powers of two
+    forward, wgrad = Gemm(Ablation.parse(f"scaling={scaling}")).operands("x", x)
+    torch.testing.assert_close(forward, x)
+    assert (wgrad[64:] == 0).all() and (wgrad[:64] == 1).all()
 
 
 def test_each_role_changes_its_gemms_alone():

@@ -1,0 +1,167 @@
+"""Measure the bias of FP8 fast accumulation in the dgrad GEMMs of a trained model. Needs a Hopper GPU.
+
+    python bench/accumulation_bias.py out/gpt2-124m    # a run in FP8, delayed scaling, with its checkpoints
+
+An error that averages out and one that shrinks every gradient may have the same norm, which is all that
+bench/accumulation.py measures. The bias of a result is ⟨result, exact⟩ / ⟨exact, exact⟩ - 1, and its error
+‖result - exact‖ / ‖exact‖, where exact is computed in float64 from the same FP8 values. Both are measured
+
+- for each dgrad GEMM of one micro-batch of the run's training data, with the checkpoint's weights, with fast
+  and with precise (float32) accumulation. Results are in BF16, as in training.
+- for gradients at the end of the backward pass, which is run with fast accumulation in dgrad GEMMs of K up to
+  --fp8-dgrad-fast-accum-k of the run, and in all of them. Exact is the pass with precise accumulation.
+
+results/accumulation_bias.json has a row of each, and `table` the summary for the page.
+"""
+
+import dataclasses
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from bench import arms
+from bench.report import check_folder, markdown, write_report
+from fast_kernels import gemm as fast_gemm
+from fast_kernels.gemm import gemm  # the function itself: `watched` replaces the module's attribute
+from fast_kernels.support import unsupported_reason
+from nanote import checkpoint, cli, fp8
+from nanote.config import read_options
+from nanote.dataset import Loader
+
+ROWS = 4096  # of a result, which are compared
+EVERY_K = 10**9
+FIRST = ("wpe.weight", "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc1_weight")  # gradients after all dgrads
+
+
+@dataclass
+class Options:
+    folder: tyro.conf.Positional[Path]
+    """A run's folder, or one of its checkpoints."""
+    data: str | None = None  # Folder of token files; None: the run's.
+    json: Path = ROOT / "results/accumulation_bias.json"  # Write the figures here.
+
+
+def bias_and_error(result, exact) -> tuple[float, float]:
+    """Return ⟨result, exact⟩ / ⟨exact, exact⟩ - 1 and ‖result - exact‖ / ‖exact‖, computed in float64."""
+    difference, exact = result.double() - exact.double(), exact.double()
+    square = exact.square().sum()
+    return ((difference * exact).sum() / square).item(), (difference.square().sum() / square).sqrt().item()
+
+
+def load(options: Options):
+    """Return a checkpoint's model, its config and a micro-batch of its training data."""
+    data = ["--data", options.data] if options.data else []
+    config, folder, meta = read_options(["--eval-only", "--out-dir", str(options.folder), *data])
+    sizes = {name: meta["model_config"][name] for name in ("vocab_size", "n_positions")}
+    config, device = dataclasses.replace(config, **sizes), torch.device("cuda")
+    loader = Loader(config.data, "train", seq_len=config.seq_len, micro_batch_size=config.micro_batch_size,
+                    seed=config.seed, device=device, pack_documents=config.pack_documents)
+    batch = loader.batch(meta["step"] * config.grad_accum)
+    loader.close()
+    # of one micro-batch: a step of several would collect gradients in buffers
+    step = arms.build_te(dataclasses.replace(config, grad_accum=1), device, batch)
+    checkpoint.load(folder, meta, step.model, step.optimizer)  # FP8's scales are loaded with the optimizer
+    model = step.model.train()
+    reason = unsupported_reason(model)
+    if reason:
+        raise ValueError(f"{options.folder}: the fast kernels do not run this model: {reason}; name a run of "
+                         "--model optimized with delayed scaling, on a Hopper GPU")
+    return model, config, folder, batch
+
+
+def backward(model, config, batch, fast_k: int, watch=None) -> dict:
+    """Return the gradients FIRST of a pass with fast accumulation in dgrad GEMMs of K up to fast_k.
+
+    watch: called with the operands and scales of each dgrad GEMM.
+    """
+    model.dgrad_fast_accum_k, tokens = fast_k, batch[0].numel()
+
+    def watched(a, a_inv, b, b_inv, bias, accumulation, *others):
+        # of wgrad, K is the tokens; forward GEMMs are fast
+        if watch and accumulation == "precise" and a.shape[1] != tokens:
+            watch(a, a_inv, b, b_inv)
+        forced = "fast" if accumulation == "fastest" else accumulation  # whichever is faster
+        return gemm(a, a_inv, b, b_inv, bias, forced, *others)
+
+    fast_gemm.gemm = watched
+    try:
+        with fp8.preserved_state(model):
+            (model(*batch) / config.grad_accum).backward()  # as in a step, for which FP8 has the scales
+    finally:
+        fast_gemm.gemm = gemm
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if name in FIRST}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def dgrad_names(model) -> list[str]:
+    """Return the names of the dgrad GEMMs in the order of a backward pass."""
+    blocks = [f"{layer} {name}" for layer in reversed(range(len(model.blocks)))
+              for name in ("fc2", "fc1", "proj", "qkv")]
+    return (["head"] if model.config.fp8_lm_head else []) + blocks
+
+
+def measure(model, config, batch):
+    """Yield the rows."""
+    rows = []
+
+    def watch(a, a_inv, b, b_inv):
+        chosen = b[::max(1, len(b) // ROWS)][:ROWS].contiguous()
+        exact = (chosen.double() @ a.double().T) * (a_inv.double() * b_inv.double())
+        row = {"part": "gemm", "k": a.shape[1], "outputs": a.shape[0]}
+        for kind in ("fast", "precise"):
+            result = gemm(a, a_inv, chosen, b_inv, accumulation=kind)
+            row[f"{kind}_bias"], row[f"{kind}_error"] = bias_and_error(result, exact)
+        rows.append(row)
+
+    exact = backward(model, config, batch, 0, watch)
+    for name, row in zip(dgrad_names(model), rows, strict=True):
+        yield row | {"gemm": name, "uses_fast": row["k"] <= config.fp8_dgrad_fast_accum_k}
+    for fast_k in dict.fromkeys((0, config.fp8_dgrad_fast_accum_k, EVERY_K)):  # 0: the same pass again
+        for name, gradient in backward(model, config, batch, fast_k).items():
+            row = {"part": "gradient", "parameter": name, "fast_up_to_k": fast_k}
+            row["bias"], row["error"] = bias_and_error(gradient, exact[name])
+            yield row
+
+
+def table(figures) -> str:
+    """Return the Markdown table: biases and errors in %, the median and the largest of GEMMs of a kind."""
+    groups, lines = {}, []
+    for row in figures["rows"]:
+        if row["part"] == "gemm":
+            groups.setdefault((row["gemm"].split()[-1], row["k"]), []).append(row)
+    for (name, k), rows in groups.items():
+        cells = []
+        for field in ("fast_bias", "precise_bias", "fast_error", "precise_error"):
+            values = [100 * row[field] for row in rows]
+            sign = "+" if "bias" in field else ""
+            cells.append(f"{statistics.median(values):{sign}.4f} ({max(values, key=abs):{sign}.4f})")
+        lines.append([f"dgrad of {name}, {len(rows)}", f"{k:,}", *cells])
+    for row in figures["rows"]:
+        if row["part"] == "gradient" and row["fast_up_to_k"]:
+            kinds = "all K" if row["fast_up_to_k"] == EVERY_K else f"K up to {row['fast_up_to_k']:,}"
+            lines.append([f"gradient of `{row['parameter']}`", kinds, f"{100 * row['bias']:+.4f}", "",
+                          f"{100 * row['error']:.4f}", ""])
+    return markdown(["%", "K", "bias, fast", "bias, float32", "error, fast", "error, float32"], lines)
+
+
+def main(argv=None):
+    options = cli.parse(Options, argv, prog="bench/accumulation_bias.py", description=__doc__)
+    check_folder(options.json)
+    if fp8.IS_REFERENCE:
+        raise ValueError("this study needs a GPU with Transformer Engine, and there is none here")
+    model, config, folder, batch = load(options)
+    figures = {"checkpoint": folder.name, "n_layer": config.n_layer, "n_embd": config.n_embd,
+               "rows": list(measure(model, config, batch))}
+    write_report("bench/accumulation_bias.py", argv, figures, options.json)
+    print(table(figures))
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, "bench/accumulation_bias.py"))

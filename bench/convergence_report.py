@@ -1,0 +1,128 @@
+"""Tables and the picture of results/convergence.json, for bench/pages.py. Nothing is measured.
+
+All but `rates_table` are at the learning rate that is best for BF16, which every arm has.
+"""
+
+import statistics
+
+from bench.convergence import EMULATED, RECIPES, SIZES, interval_of
+from bench.report import markdown
+
+# Arms that could become the default, and the arm of today's default that each is compared with
+CANDIDATES = {name: "fp8" for name in RECIPES if name not in ("bf16", "fp8", "fp8-te_modules")}
+CANDIDATES |= {
+    f"emulated-{name}": "emulated-all"
+    for name in ("current", "e4m3", "e4m3_current", "row", "block", "stochastic", "float32_residual",
+                 "no_wgrad", "skip_head", "skip_first", "skip_last")
+}
+
+
+def best_rate(summary: list[dict]) -> str:
+    """Return the end of the arms with the learning rate that is best for BF16, such as @1.2e-3."""
+    best = min((row for row in summary if row["arm"].startswith("bf16")), key=lambda row: row["mean"])
+    return "".join(best["arm"].partition("@")[1:])
+
+
+def rows_of(result: dict) -> dict[str, list[dict]]:
+    """Return the rows of the summary at the best learning rate, by arm without its learning rate; those of an
+    arm by tokens."""
+    rate, rows = best_rate(result["summary"]), {}
+    for row in sorted(result["summary"], key=lambda row: row["tokens"]):
+        if row["arm"].endswith(rate):
+            rows.setdefault(row["arm"].removesuffix(rate), []).append(row)
+    return rows
+
+
+def with_interval(mean, interval) -> str:
+    if mean is None:
+        return ""
+    return f"{mean:+.2f}" + (f" ({interval[0]:+.2f} to {interval[1]:+.2f})" if interval else "")
+
+
+def cells(row: dict) -> list[str]:
+    """Return tokens, seeds, loss and gap."""
+    error = f" ± {row['standard_error']:.4f}" if row["standard_error"] is not None else ""
+    gap = "" if "bf16" in row["arm"] else with_interval(row["gap_percent"], row["gap_interval"])
+    return [f"{row['tokens'] / 1e6:.0f} M", str(row["seeds"]), f"{row['mean']:.4f}{error}", gap]
+
+
+def main_table(result) -> str:
+    """Return the Markdown table of the arms that train as train.py does, and of nanoGPT."""
+    lines, rows = [], rows_of(result)
+    for name in (*(prefix + name for prefix in SIZES for name in RECIPES), "nanogpt"):
+        for row in rows.get(name, []):
+            speedups = [row["loss_matched_speedup"], row["loss_matched_speedup_over_nanogpt"]]
+            lines.append([f"`{name}`", *cells(row), f"{row['seconds']:.0f}",
+                          *(f"{speedup:.2f}" if speedup else "" for speedup in speedups)])
+    return markdown(["arm", "tokens", "seeds", "loss ± standard error", "behind BF16, %", "seconds",
+                     "× BF16 at its loss", "× nanoGPT at its loss"], lines)
+
+
+def rates_table(result) -> str:
+    """Return the Markdown table of BF16's loss by learning rate."""
+    rows = [row for row in result["summary"] if row["arm"].startswith("bf16@")]
+    rows.sort(key=lambda row: float(row["arm"].partition("@")[2]))
+    return markdown(["BF16, learning rate", "tokens", "seeds", "loss ± standard error"],
+                    [[row["arm"].partition("@")[2], *cells(row)[:3]] for row in rows])
+
+
+def emulated_table(result) -> str:
+    """Return the Markdown table of the arms with emulated FP8."""
+    lines, rows = [], rows_of(result)
+    for name, words in EMULATED.items():
+        lines += [[f"`{words}`" if words else "the default: all, delayed", *cells(row)]
+                  for row in rows.get(f"emulated-{name}", [])]
+    return markdown(["emulated FP8", "tokens", "seeds", "loss ± standard error", "behind BF16, %"],
+                    lines or [["none is measured yet", *4 * [""]]])
+
+
+def negatives_table(result) -> str:
+    """Return the Markdown table of CANDIDATES that are not better than today's default: the paired difference
+    is not below zero, or its 95 % interval holds zero."""
+    rate, final, lines = best_rate(result["summary"]), {}, []
+    for record in result["runs"]:
+        if record["tokens"] == record["run_tokens"] and record["arm"].endswith(rate):
+            arm = record["arm"].removesuffix(rate)
+            final.setdefault((arm, record["tokens"]), {})[record["seed"]] = record["val_loss"]
+    for name, default in CANDIDATES.items():
+        for (arm, tokens), losses in final.items():
+            others = final.get((default, tokens), {})
+            changes = [100 * (losses[seed] / others[seed] - 1) for seed in losses if seed in others]
+            interval = interval_of(changes)
+            if arm != name or not changes or (interval[1] if interval else statistics.mean(changes)) < 0:
+                continue
+            lines.append([f"`{name}`", f"`{default}`", f"{tokens / 1e6:.0f} M", str(len(changes)),
+                          with_interval(statistics.mean(changes), interval)])
+    return markdown(["tried", "in place of", "tokens", "seeds", "loss, % of the other's"],
+                    lines or [["none so far", *4 * [""]]])
+
+
+def plot(result, path) -> None:
+    """Draw the validation loss against tokens, and against seconds of training. Several seeds: their mean, in
+    a band of its 95 % interval."""
+    import matplotlib.pyplot as plt
+
+    rate, rows = best_rate(result["summary"]), rows_of(result)
+    labels = {"bf16": "BF16", "fp8": "FP8, delayed scaling", "nanogpt": "nanoGPT, compiled"}
+    labels = {arm: label for arm, label in labels.items() if arm in rows}
+    tokens = rows["bf16"][0]["tokens"]  # the shortest of several lengths, which all arms have
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for axis, unit, scale in zip(axes, ("tokens", "seconds"), (1e-6, 1)):
+        for arm, label in labels.items():
+            by_step = {}
+            for record in result["runs"]:
+                if (record["arm"], record["run_tokens"]) == (arm + rate, tokens) and record["step"] > 1:
+                    by_step.setdefault(record["step"], []).append(record)
+            x = [scale * statistics.mean(r[unit] for r in records) for records in by_step.values()]
+            losses = [[r["val_loss"] for r in records] for records in by_step.values()]
+            axis.plot(x, [statistics.mean(values) for values in losses], label=label)
+            if len(losses[0]) > 1:
+                axis.fill_between(x, *zip(*map(interval_of, losses)), alpha=0.3)
+        axis.set_xlabel("million tokens" if unit == "tokens" else "seconds of training on one GPU")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("validation loss, nats a token")
+    seeds = max(row["seeds"] for arm in labels for row in rows[arm])
+    axes[0].legend(title=f"GPT-2 124M, {'one seed' if seeds == 1 else f'{seeds} seeds'}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
