@@ -272,7 +272,7 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
 
     Args:
         resume_from: checkpoint folder, with its meta.json in `meta`; None for a new run.
-        at_end: contextlib.ExitStack that unlocks the run's folder.
+        at_end: contextlib.ExitStack that frees CUDA graphs and unlocks the run's folder.
         command: the command line, for config.json.
     """
     options = dataclasses.asdict(config)
@@ -301,6 +301,7 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
     if fp8.uses_delayed_scaling(model) and fp8.is_fresh(model):
         find_first_scales(config, model, optimizer, loaders["train"].batch(0))
     train_step = TrainStep(model, net, optimizer, config, device)
+    at_end.callback(train_step.close)
     parameters = sum(p.numel() for p in model.parameters())
     meter = Meter(config, parameters, device, ranks.world_size)
     log = Log(folder, first_step, config.max_steps, enabled=ranks.is_first)
@@ -320,6 +321,10 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
         log.say(kernels)
     if ranks.world_size > 1 and device.type == "cuda" and not train_step.graphed:
         log.say(f"CUDA graphs are off: {why_no_graph(config, device) or '--cuda-graph off'}")
+    if ranks.world_size > 1 and device.type == "cuda" and config.parallel == "ddp":
+        reason = train_step.why_not_divided
+        log.say(f"every rank updates all weights, after an all-reduce of their gradients: {reason}"
+                if reason else "each rank updates a part of the weights, on all GPUs")
     tokenizer = find_tokenizer(config, loaders["train"].meta["tokenizer"], log)
     if train_step.graphed and not train_step.updates_in_graph:
         log.say(f"--optimizer {config.optimizer}: forward and backward pass are CUDA graphs, the update is "

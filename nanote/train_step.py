@@ -78,7 +78,8 @@ def make_train_step(model, batch, **options) -> "TrainStep":
         loss, grad_norm = train_step([(input_ids, labels)], lr=6e-4)
 
     A step is forward and backward pass of every micro-batch, clipping and update: with the fast kernels where
-    they apply, and as CUDA graphs on a GPU.
+    they apply, and as CUDA graphs on a GPU. Under torchrun, call `train_step.close()` before
+    dist.destroy_process_group().
 
     `train_step.report` says which kernels run.
 
@@ -177,6 +178,11 @@ class TrainStep:
         self.graphs["update"].replay()
         return self.loss.clone(), self.norm.clone()
 
+    def close(self) -> None:
+        """Free the CUDA graphs: dist.destroy_process_group() would wait for those that hold its collectives
+        forever."""
+        self.graphs = {}
+
     def _record_if_possible(self, batches) -> None:
         """Call `record`. A model of the user's own that cannot be captured runs without graphs then."""
         try:
@@ -217,7 +223,8 @@ class TrainStep:
     def _make_gradients(self) -> None:
         """Make the gradient buffers, for the current config.grad_accum."""
         self.gradients, self.made_for = make_gradients(self.model, self.config), self.config.grad_accum
-        if not peers.why_not_divided(self.model, self.optimizer, self.config):
+        self.why_not_divided = peers.why_not_divided(self.model, self.optimizer, self.config)
+        if not self.why_not_divided:
             self.gradients.peers = peers.Peers(self.model, self.gradients)
             self.optimizer.divide(self.gradients.peers)
 
