@@ -120,7 +120,7 @@ class Peers:
         """Copy the gradients of a bucket to the ranks whose parts they are."""
         for other, received in self.of_others:
             start, end = self._bounds(bucket, other)
-            slot = (self.rank - other - 1) % (self.count + 1)  # each rank receives from its next one first
+            slot = (self.rank - other - 1) % (self.count + 1)  # which of its other ranks this one is
             place = slot * sum(self.widths.values()) + self.starts[bucket]
             received[place:place + end - start].copy_(bucket.reduced[start:end])
 

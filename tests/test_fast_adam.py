@@ -569,7 +569,8 @@ def test_a_divided_update_equals_one_of_summed_gradients(count, dtype, gradient_
             pairs.append((master(optimizer, mine), master(alone, parameter)))
             for found, expected in pairs:  # a compiler may round other operations of the two kernels
                 part = slice(first, first + size)
-                torch.testing.assert_close(found.view(-1)[part], expected.view(-1)[part], rtol=1e-5, atol=1e-9)
+                torch.testing.assert_close(
+                    found.view(-1)[part], expected.view(-1)[part], rtol=1e-5, atol=1e-9)
     parts = [sum(optimizer.peers.part(p)[1] for p in own) for own, optimizer, _ in ranks]
     assert sum(parts) == sum(p.numel() for p in params) and max(parts) < 1.2 * sum(parts) / count
 
