@@ -1,6 +1,6 @@
 """train.py on two GPUs, with NCCL inside CUDA graphs and the fast kernels, trains as one process does."""
+import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -14,20 +14,53 @@ STEPS = 200
 OPTIONS = (f"--n-layer 4 --n-head 4 --n-embd 256 --seq-len 256 --max-steps {STEPS} --warmup-steps 20 "
            "--lr 1e-3 --fp8-amax-history-len 16 --log-interval 1 --eval-interval 0 --eval-tokens 16384 "
            "--checkpoint-interval 100 --keep-checkpoints 9")
+ONE, HALF, QUARTER = (f"--micro-batch-size {size}" for size in (16, 8, 4))
+BF16 = "--fp8-recipe none"
+ALONE = [{"one": ONE, "halves": f"{HALF} --grad-accum 2"},
+         {"one-bf16": f"{ONE} {BF16}", "halves-bf16": f"{HALF} --grad-accum 2 {BF16}"}]
+TOGETHER = {
+    "ddp": HALF, "ddp-bf16": f"{HALF} {BF16}", "ddp-accum": f"{QUARTER} --grad-accum 2",
+    "fsdp": f"{HALF} --parallel fsdp",
+    "fsdp-accum": f"{QUARTER} --grad-accum 2 --parallel fsdp --no-reshard-after-forward",
+    "ddp-ddp-resumed": "--parallel ddp", "ddp-fsdp-resumed": "--parallel fsdp",
+}
+# Runs one after the other in the same processes, since a process takes longer to start than to train.
+TRAIN = """
+import json, shutil, sys
+from unittest import mock
+import torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+import train
+from nanote import fp8, parallel
+ranks = parallel.init()
+with mock.patch.object(parallel, "init", return_value=ranks), mock.patch.object(parallel, "shut_down"):
+    for name, options in json.loads(sys.argv[2]).items():
+        if name.endswith("-resumed"):
+            if ranks.is_first:
+                shutil.copytree("ddp", name, ignore=shutil.ignore_patterns("step-STEPS"))
+            dist.barrier()
+            options = f"--resume {options} --out-dir {name}"
+        else:
+            options = f"{sys.argv[3]} {options} --out-dir {name}"
+        if ranks.is_first:
+            print(f"\\n=== {name} ===", flush=True)
+        fp8.forget_models()
+        assert train.main(options.split()) == 0, name
+parallel.shut_down(ranks)
+""".replace("STEPS", str(STEPS))
 
 
-def start(arguments, gpus=(0,)):
-    """Start train.py on some of the machine's GPUs."""
-    launcher = [sys.executable]
-    if len(gpus) > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(gpus)}"]
+def start(runs, options, gpus):
+    """Start train.py's runs on some of the machine's GPUs."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(gpus)}"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
-    return subprocess.Popen([*launcher, str(ROOT / "train.py"), *arguments.split()], env=environment,
+    command = launcher if len(gpus) > 1 else [sys.executable]
+    return subprocess.Popen([*command, "train_all.py", str(ROOT), json.dumps(runs), options], env=environment,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def finish(*processes):
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
     for process, output in zip(processes, outputs):
         assert process.returncode == 0, output[-3000:]
     return outputs
@@ -38,23 +71,12 @@ def runs(tmp_path_factory, tokens):
     """Make the runs that the tests compare; return what the ones on two GPUs printed."""
     folder, before = tmp_path_factory.mktemp("runs"), os.getcwd()
     os.chdir(folder)
-    options, bf16 = f"{OPTIONS} --data {tokens}", "--fp8-recipe none"
-    one, half = "--micro-batch-size 16", "--micro-batch-size 8"
-    alone = {"one": (one, 0), "one-bf16": (f"{one} {bf16}", 1), "halves": (f"{half} --grad-accum 2", 0),
-             "halves-bf16": (f"{half} --grad-accum 2 {bf16}", 1)}
-    finish(*[start(f"{options} {words} --out-dir {name}", (gpu,)) for name, (words, gpu) in alone.items()])
-    together = {"ddp": half, "ddp-bf16": f"{half} {bf16}", "ddp-accum": "--micro-batch-size 4 --grad-accum 2",
-                "fsdp": f"{half} --parallel fsdp",
-                "fsdp-accum": "--micro-batch-size 4 --grad-accum 2 --parallel fsdp "
-                              "--no-reshard-after-forward"}
-    printed = {}
-    for name, words in together.items():  # one by one: NCCL's kernels of two runs would wait for each other
-        printed[name], = finish(start(f"{options} {words} --out-dir {name}", (0, 1)))
-    for name in ("ddp", "fsdp"):
-        shutil.copytree("ddp", f"ddp-{name}-resumed")
-        shutil.rmtree(f"ddp-{name}-resumed/step-{STEPS}")
-        finish(start(f"--resume --parallel {name} --out-dir ddp-{name}-resumed", (0, 1)))
-    yield printed
+    (folder / "train_all.py").write_text(TRAIN)
+    options = f"{OPTIONS} --data {tokens}"
+    finish(*[start(some, options, (gpu,)) for gpu, some in enumerate(ALONE)])
+    output, = finish(start(TOGETHER, options, (0, 1)))
+    parts = output.split("\n=== ")[1:]
+    yield {name: printed for name, _, printed in (part.partition(" ===\n") for part in parts)}
     os.chdir(before)
 
 
