@@ -22,8 +22,7 @@ GPUS = {
     "A100": ("A100-SXM4-80GB", 80, 300, 25), "L40S": ("L40S", 48, 32, 25),
 }
 # Layouts whose estimates differ by less count as equally fast, and the simplest is taken: latency is left
-# out, and sharded weights turn off fast_kernels/block.py, which saves up to 13 % of a step
-# (results/speed.json, te_block).
+# out, and what collectives take from GEMMs that run at the same time (results/multi_gpu.json).
 NEARLY = 1.15
 
 
@@ -93,7 +92,8 @@ def memory(run, model, layout: Layout, reshard=True) -> dict[str, float]:
     weights          w·N/S
     gradients        w·N/S in backward; of several micro-batches or ddp's replicas the buffers of
                      nanote/gradients.py at all times, by default 4·N; fsdp and hsdp keep 4·N with
-                     grad_accum > 1, since gradients are reduced once a step
+                     grad_accum > 1, since gradients are reduced once a step. R replicas of ddp on one
+                     machine receive 4·N·(R - 1)/R besides (nanote/peers.py); on several, this is too much
     optimizer state  N/S times two moments (4 or 2 bytes each) and the master (remainder: 2 bytes; 4)
     FP8 copies       2 bytes (rowwise, transposed) per weight of a GEMM, not sharded, kept until backward; of
                      a checkpointed block while it runs, unless micro-batches share them
@@ -117,6 +117,8 @@ def memory(run, model, layout: Layout, reshard=True) -> dict[str, float]:
         dtype = torch.float32 if width == 4 else torch.bfloat16
         held = count * gradients.bytes_per_parameter(run, dtype, layout.replicas)
         held = held or (width * count if accumulates else 0)
+        received = parallel.reduction_dtype(run).itemsize * count * (layout.replicas - 1) // layout.replicas
+        held += received
     gathered = count - max(0, model.n_layer - 2) * block if reshard else count
     forward = {
         "weights": width * count / layout.shards,
