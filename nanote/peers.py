@@ -1,8 +1,8 @@
 """Data-parallel training on the GPUs of one machine, with the update divided among them.
 
-TrainStep uses `Peers` where `why_not_divided` returns "". After an all-reduce of gradients, every rank would
-update all parameters. Here each rank has a part of each bucket of parameters (nanote/gradients.py), and the
-GPUs access each other's memory over NVLink:
+TrainStep calls `divide_update`. After an all-reduce of gradients, every rank would update all parameters.
+Here each rank has a part of each bucket of parameters (nanote/gradients.py), and the GPUs access each other's
+memory over NVLink:
 
     backward pass     copy each bucket's gradients to the ranks whose parts they are, by the copy engines
     barrier           the gradients of all ranks are there
@@ -29,11 +29,8 @@ ALIGNMENT = 128  # elements: parts start at multiples of 256 bytes
 _weights = weakref.WeakKeyDictionary()  # model: (buffer that its parameters are in, its handle)
 
 
-def why_not_divided(model, optimizer, config) -> str:
-    """Return why NCCL reduces all gradients and each rank updates all parameters; "" if the update is
-    divided."""
-    if not dist.is_initialized() or config.parallel != "ddp":
-        return "--parallel ddp has several processes"
+def why_not_divided(model, optimizer) -> str:
+    """Return why this rank has to update all parameters; "" if the update can be divided."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters or not hasattr(optimizer, "divide"):
         return "only fast_kernels/adam.py can divide the update"
@@ -47,6 +44,38 @@ def why_not_divided(model, optimizer, config) -> str:
             torch.cuda.can_device_access_peer(device, other) for other in others):
         return "the GPUs cannot access each other's memory"
     return ""
+
+
+def divide_update(model, optimizer, gradients, config) -> str:
+    """Divide the update of a model among the ranks, if they can. Collective.
+
+    Args:
+        gradients: nanote.gradients.Gradients of the model.
+
+    Returns:
+        "", or the reason why each rank updates all parameters, after an all-reduce of gradients.
+    """
+    if not dist.is_initialized() or config.parallel != "ddp":
+        return "--parallel ddp has several processes"
+    reason = _first(why_not_divided(model, optimizer))
+    if reason:
+        return reason
+    try:
+        peers = Peers(model, gradients)
+    except RuntimeError as error:  # a container may not let processes share the memory of GPUs
+        reason = f"the GPUs cannot access each other's memory: {str(error).splitlines()[0]}"
+    reason = _first(reason)
+    if not reason:
+        gradients.peers = peers
+        optimizer.divide(peers)
+    return reason
+
+
+def _first(reason: str) -> str:
+    """Return the first reason that a rank has, the same on all ranks, or ""."""
+    reasons = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    return next(filter(None, reasons), "")
 
 
 def share(size: int, dtype: torch.dtype, device: torch.device):

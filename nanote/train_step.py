@@ -223,10 +223,7 @@ class TrainStep:
     def _make_gradients(self) -> None:
         """Make the gradient buffers, for the current config.grad_accum."""
         self.gradients, self.made_for = make_gradients(self.model, self.config), self.config.grad_accum
-        self.why_not_divided = peers.why_not_divided(self.model, self.optimizer, self.config)
-        if not self.why_not_divided:
-            self.gradients.peers = peers.Peers(self.model, self.gradients)
-            self.optimizer.divide(self.gradients.peers)
+        self.why_not_divided = peers.divide_update(self.model, self.optimizer, self.gradients, self.config)
 
     def _follow_grad_accum(self) -> None:
         """Make the gradient buffers that a changed config.grad_accum needs."""

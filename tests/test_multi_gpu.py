@@ -52,11 +52,12 @@ parallel.shut_down(ranks)
 
 def start(runs, options, gpus):
     """Start train.py's runs on some of the machine's GPUs."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(gpus)}"]
+    launcher = [sys.executable]
+    if len(gpus) > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(gpus)}"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
-    command = launcher if len(gpus) > 1 else [sys.executable]
-    return subprocess.Popen([*command, "train_all.py", str(ROOT), json.dumps(runs), options], env=environment,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen([*launcher, "train_all.py", str(ROOT), json.dumps(runs), options],
+                            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def finish(*processes):
