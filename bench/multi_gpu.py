@@ -10,13 +10,19 @@ the same micro-batch; both steps take turns, and a figure is the median of their
 - ddp-bf16_reduce   accumulated in float32, reduced in BF16
 - ddp-bf16          in BF16 throughout
 - ddp-eager         launched from Python, not as CUDA graphs
-- fsdp, fsdp-keep   FSDP2; with --no-reshard-after-forward; both also with -eager
+- fsdp, fsdp-keep   FSDP2; with --no-reshard-after-forward; both also with -eager and -bf16_reduce
+- nanogpt           nanoGPT's model as its train.py trains it, in BF16: DistributedDataParallel around the
+                    compiled model. Pass --nanogpt with a checkout, of which model.py alone is read
+
+Layout nanogpt has the biases of this kit's model in its linear layers. It is timed first; `over_nanogpt` of a
+row of ddp is its tokens/s per GPU over nanoGPT's with as many GPUs.
 
 Before anything is timed, the step on all GPUs, with one GPU's tokens on each of them, must have the loss and
 gradient norm that this GPU has alone. NVLink multicast is off if NCCL_NVLS_ENABLE=0 is set; rows say so.
 """
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import math
 import os
@@ -32,7 +38,7 @@ import torch.distributed as dist
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import arms, measure, report, timing
+from bench import arms, measure, nanogpt, report, timing
 from nanote import cli, gradients, parallel, peers
 
 SHAPES = {name: arms.SHAPES[name] for name in ("124m-b32", "350m-b16", "c4096")} | {
@@ -44,6 +50,10 @@ LAYOUTS = {
     "fsdp": {"parallel": "fsdp"}, "fsdp-keep": {"parallel": "fsdp", "reshard_after_forward": False},
     "fsdp-eager": {"parallel": "fsdp", "cuda_graph": "off"},
     "fsdp-keep-eager": {"parallel": "fsdp", "cuda_graph": "off", "reshard_after_forward": False},
+    "fsdp-bf16_reduce": {"parallel": "fsdp", "grad_reduce_dtype": "bfloat16"},
+    "fsdp-keep-bf16_reduce": {
+        "parallel": "fsdp", "grad_reduce_dtype": "bfloat16", "reshard_after_forward": False},
+    "nanogpt": {},
 }
 NAMES = {
     "ddp": "ddp", "ddp-all_reduce": "ddp, all-reduce by NCCL",
@@ -51,6 +61,9 @@ NAMES = {
     "ddp-bf16": "ddp, `--grad-accum-dtype bfloat16`", "ddp-eager": "ddp, `--cuda-graph off`", "fsdp": "fsdp",
     "fsdp-keep": "fsdp, `--no-reshard-after-forward`", "fsdp-eager": "fsdp, `--cuda-graph off`",
     "fsdp-keep-eager": "fsdp, `--no-reshard-after-forward --cuda-graph off`",
+    "fsdp-bf16_reduce": "fsdp, `--grad-reduce-dtype bfloat16`",
+    "fsdp-keep-bf16_reduce": "fsdp, `--no-reshard-after-forward --grad-reduce-dtype bfloat16`",
+    "nanogpt": "nanoGPT under DDP",
 }
 SHAPE_NAMES = {
     "124m-b32": "124M, 32 x 1,024", "124m-b16": "124M, 16 x 1,024", "350m-b16": "350M, 16 x 1,024",
@@ -67,6 +80,7 @@ class Options:
     recipes: tuple[str, ...] = ("none", "delayed")
     accum: int = 1  # Micro-batches per step.
     steps: int = 40  # Steps to time, of each.
+    nanogpt: Path | None = None  # Folder of a nanoGPT checkout, for layout nanogpt.
     profile: bool = False  # Sum the kernels of a step by class.
     json: Path | None = None  # Write the rows here; those of other layouts, shapes and recipes stay.
 
@@ -76,11 +90,52 @@ def alone():
     return mock.patch("torch.distributed.is_initialized", return_value=False)
 
 
+@contextlib.contextmanager
+def as_nanogpt():
+    """Allow TF32, as nanoGPT's train.py does."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch._dynamo.reset()  # or torch.compile reaches its recompile limit
+
+
 def layout_applied(layout: str):
     """Make a layout that no option selects."""
-    if layout != "ddp-all_reduce":
-        return contextlib.nullcontext()
-    return mock.patch.object(peers, "why_not_divided", return_value="not asked for")
+    if layout == "ddp-all_reduce":
+        return mock.patch.object(peers, "why_not_divided", return_value="not asked for")
+    return as_nanogpt() if layout == "nanogpt" else contextlib.nullcontext()
+
+
+def check(options) -> str | None:
+    """Return the SHA-256 of nanoGPT's model.py, None without layout nanogpt.
+
+    Raises ValueError or FileNotFoundError if the options do not fit.
+    """
+    for name, known in {"shapes": SHAPES, "layouts": LAYOUTS, "recipes": RECIPES}.items():
+        for value in set(getattr(options, name)) - set(known):
+            raise ValueError(f"--{name} {value!r} is unknown; use {', '.join(known)}")
+    if "nanogpt" not in options.layouts:
+        return None
+    if options.nanogpt is None:
+        raise ValueError("--layouts nanogpt: no nanoGPT checkout was given; name its folder with --nanogpt")
+    if options.accum > 1:
+        raise ValueError(f"--accum {options.accum}: layout nanogpt does not accumulate; pass 1")
+    if "llama3-8b" in options.shapes:
+        raise ValueError("--shapes llama3-8b: nanoGPT has no Llama; drop the shape or layout nanogpt")
+    nanogpt.load(options.nanogpt)
+    return hashlib.sha256((options.nanogpt / "model.py").read_bytes()).hexdigest()
+
+
+def build_step(layout, config, options, device, batch):
+    """Build the step of a layout for all ranks, or within `alone()` for this one."""
+    if layout != "nanogpt":
+        return arms.build_te(config, device, batch)
+    # Load it for each step: torch.compile splits the graph for DDP, has no guard on DDP, and would run the
+    # graphs of one step in the other, too
+    return nanogpt.build(nanogpt.load(options.nanogpt), config, device, ddp=dist.is_initialized())
 
 
 def over_ranks(value: float) -> list[float]:
@@ -89,18 +144,18 @@ def over_ranks(value: float) -> list[float]:
     return values
 
 
-def measure_row(config, options, device) -> dict:
+def measure_row(layout, config, options, device) -> dict:
     """Check and time one layout; return the figures of its row."""
     batches = arms.make_batches(config, device)
     arms.free()
-    together = arms.build_te(config, device, batches[0])
+    together = build_step(layout, config, options, device, batches[0])
     loss, norm = (value.item() for value in together(batches, 0.0))
     for _ in range(measure.WARMUP):
         together(batches, 0.0)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     with alone():
-        single = arms.build_te(dataclasses.replace(config, parallel="ddp", grad_accum_dtype="auto"), device,
-                               batches[0])
+        config_of_one = dataclasses.replace(config, parallel="ddp", grad_accum_dtype="auto")
+        single = build_step(layout, config_of_one, options, device, batches[0])
         expected = [value.item() for value in single(batches, 0.0)]
     far = max(abs(found / wanted - 1) for found, wanted in zip((loss, norm), expected))
     far = max(over_ranks(far), key=lambda value: math.inf if math.isnan(value) else value)  # all ranks agree
@@ -123,8 +178,8 @@ def measure_row(config, options, device) -> dict:
     row["tokens_per_s_one_gpu"] = statistics.mean(on_one)
     row["slowest_gpu"] = min(on_one) / row["tokens_per_s_one_gpu"]
     row["efficiency"] = row["tokens_per_s_per_gpu"] / row["tokens_per_s_one_gpu"]
-    row |= {"peak_gib": peak, "loss": loss, "grad_norm": norm, "graphed": together.graphed,
-            "kernels": together.kernels}
+    row |= {"peak_gib": peak, "loss": loss, "grad_norm": norm,
+            "graphed": getattr(together, "graphed", False), "kernels": getattr(together, "kernels", None)}
     if options.profile:
         row["profile"] = {"all": timing.profile_ms(lambda: together(batches, measure.LR), device)}
         with alone():
@@ -134,6 +189,7 @@ def measure_row(config, options, device) -> dict:
 
 def main(argv=None) -> int:
     options = cli.parse(Options, argv, prog="bench/multi_gpu.py", description=__doc__)
+    source = check(options)
     ranks = parallel.init()
     if ranks.world_size < 2:
         raise ValueError("bench/multi_gpu.py: one process; start it with torchrun --nproc-per-node 2")
@@ -142,49 +198,71 @@ def main(argv=None) -> int:
         torch.cuda.set_device(device)
     keys = ("gpus", "parallel", "shape", "recipe", "grad_accum")
     rows = report.Rows(options.json if ranks.is_first else None, keys, "bench/multi_gpu.py", argv)
-    for shape, layout, recipe in itertools.product(options.shapes, options.layouts, options.recipes):
+    layouts = sorted(options.layouts, key=lambda layout: layout != "nanogpt")  # first, for over_nanogpt
+    for shape, layout, recipe in itertools.product(options.shapes, layouts, options.recipes):
+        if layout == "nanogpt":
+            if recipe != options.recipes[0]:
+                continue
+            recipe = "none"
         config = dataclasses.replace(arms.make_config(SHAPES[shape], device), fp8_recipe=recipe,
                                      grad_accum=options.accum, **LAYOUTS[layout])
         row = {"gpus": ranks.world_size, "parallel": layout, "shape": shape, "recipe": recipe,
                "grad_accum": options.accum}
         try:
             with layout_applied(layout):
-                row |= measure_row(config, options, device)
+                row |= measure_row(layout, config, options, device)
         except (RuntimeError, ValueError) as error:
             row |= {"error": cli.in_a_line(error)}
-        wanted = {key: row[key] for key in keys} | {"recipe": "none"}
-        matching = (other for other in rows if "error" not in other and wanted.items() <= other.items())
-        plain = next(matching, None)
-        if plain and recipe != "none" and "error" not in row:
-            row["fp8_over_bf16"] = row["tokens_per_s_per_gpu"] / plain["tokens_per_s_per_gpu"]
-            row["fp8_over_bf16_one_gpu"] = row["tokens_per_s_one_gpu"] / plain["tokens_per_s_one_gpu"]
-        row["bucket_mib"] = gradients.BUCKET_BYTES / 2**20
+        row |= ratios(row, rows)
+        if layout == "nanogpt":
+            row["model_py_sha256"] = source
+        if layout == "ddp-all_reduce":
+            row["bucket_mib"] = gradients.BUCKET_BYTES / 2**20
         row["nvlink_multicast"] = os.environ.get("NCCL_NVLS_ENABLE") != "0"
         row["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None
         rows.add(row)
         if ranks.is_first:
             print(describe(row), flush=True)
+    arms.free()  # NCCL waits for CUDA graphs that hold its kernels
     parallel.shut_down(ranks)
     return 0
+
+
+def ratios(row: dict, rows: list[dict]) -> dict:
+    """Return the ratios of a row to the BF16 row of its layout and, for ddp, to nanoGPT's, if measured."""
+    def find(**fields):
+        wanted = {key: row[key] for key in ("gpus", "parallel", "shape", "grad_accum")} | fields
+        matching = (other for other in rows if "error" not in other and wanted.items() <= other.items())
+        return next(matching, None)
+
+    found = {}
+    if "error" in row:
+        return found
+    if row["recipe"] != "none" and (plain := find(recipe="none")):
+        for name, field in {"": "tokens_per_s_per_gpu", "_one_gpu": "tokens_per_s_one_gpu"}.items():
+            found[f"fp8_over_bf16{name}"] = row[field] / plain[field]
+    if row["parallel"].startswith("ddp") and (other := find(parallel="nanogpt")):
+        found["over_nanogpt"] = row["tokens_per_s_per_gpu"] / other["tokens_per_s_per_gpu"]
+    return found
 
 
 def table(rows: list[dict]) -> str:
     """Return a Markdown table of the rows, for bench/pages.py."""
     lines = []
     for row in (row for row in rows if "error" not in row):
-        ratio = row.get("fp8_over_bf16")
+        ratios = [row.get(name) for name in ("fp8_over_bf16", "over_nanogpt")]
         lines.append([
             f"{row['gpus']} x {row['gpu'].removeprefix('NVIDIA ')}", NAMES[row["parallel"]],
             SHAPE_NAMES[row["shape"]], RECIPES[row["recipe"]],
             f"{row['tokens_per_s_per_gpu'] / 1e3:,.1f}", f"{row['efficiency']:.2f}",
-            f"{ratio:.2f}" if ratio else "", f"{row['peak_gib']:.1f}", f"{row['bucket_mib']:.0f}"])
+            *[f"{ratio:.2f}" if ratio else "" for ratio in ratios], f"{row['peak_gib']:.1f}"])
     titles = ["GPUs", "layout", "tokens per micro-batch", "precision", "k tokens/s per GPU",
-              "of one GPU alone", "FP8 over BF16", "peak GiB", "MiB of a bucket"]
+              "of one GPU alone", "FP8 over BF16", "over nanoGPT", "peak GiB"]
     return report.markdown(titles, lines, left=4)
 
 
 def describe(row: dict) -> str:
-    name = f"{row['gpus']} GPUs  {row['parallel']:16} {row['shape']:9} {row['recipe']:8}"
+    name = f"{row['gpus']} GPUs  {row['parallel']:21} {row['shape']:9} {row['recipe']:8}"
     if "error" in row:
         return f"{name} {row['error']}"
     return (f"{name} {row['tokens_per_s_per_gpu'] / 1e3:8.1f} k tokens/s per GPU, one "

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 import tyro
+from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -115,8 +116,11 @@ class NanoGPT(torch.nn.Module):
         return logits if labels is None else loss
 
 
-def build(module, config, device) -> NanoGPTStep:
-    """Build nanoGPT's step. config: train.py's options, whose optimizer settings are those of nanoGPT."""
+def build(module, config, device, ddp=False) -> NanoGPTStep:
+    """Build nanoGPT's step. config: train.py's options, whose optimizer settings are those of nanoGPT.
+
+    ddp: train on all ranks, of one micro-batch each, as nanoGPT's train.py does.
+    """
     torch.manual_seed(config.seed)
     model = module.GPT(module.GPTConfig(
         block_size=config.seq_len, vocab_size=config.vocab_size, n_layer=config.n_layer, n_head=config.n_head,
@@ -124,7 +128,10 @@ def build(module, config, device) -> NanoGPTStep:
     )).to(device)
     betas = (config.beta1, config.beta2)
     optimizer = model.configure_optimizers(config.weight_decay, config.lr, betas, device.type)
-    return NanoGPTStep(model, torch.compile(model), optimizer, config, device)
+    net = torch.compile(model)
+    if ddp:
+        net = DistributedDataParallel(net, device_ids=[device.index] if device.type == "cuda" else None)
+    return NanoGPTStep(model, net, optimizer, config, device)
 
 
 def measure_nanogpt(module, config, device, steps):
