@@ -105,7 +105,7 @@ def as_nanogpt():
 def layout_applied(layout: str):
     """Make a layout that no option selects."""
     if layout == "ddp-all_reduce":
-        return mock.patch.object(peers, "why_not_divided", return_value="not asked for")
+        return mock.patch.object(peers, "unsupported_reason", return_value="not asked for")
     return as_nanogpt() if layout == "nanogpt" else contextlib.nullcontext()
 
 
@@ -152,7 +152,9 @@ def measure_row(layout, config, options, device) -> dict:
     loss, norm = (value.item() for value in together(batches, 0.0))
     for _ in range(measure.WARMUP):
         together(batches, 0.0)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    peak = None
+    if device.type == "cuda":
+        peak = (torch.cuda.max_memory_allocated() + peers.shared_bytes()) / 2**30
     with alone():
         config_of_one = dataclasses.replace(config, parallel="ddp", grad_accum_dtype="auto")
         single = build_step(layout, config_of_one, options, device, batches[0])

@@ -122,8 +122,8 @@ def _squares(tables, chunks, sums, stride, gradient_type: tl.constexpr, PEERS: t
              CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """Sum the squares of one chunk's gradients into sums (programs,) float32. Arguments as of `_adam`.
 
-    With PEERS, first add what each of them has sent to these gradients; `stride` bytes are between what two
-    of them have sent.
+    With PEERS, first sum these gradients over GPUs: each of the others has sent its own, `stride` bytes after
+    those of the one before.
     """
     program = tl.program_id(0)
     row = tables + 7 * tl.load(chunks + 2 * program)
@@ -266,6 +266,7 @@ class FastAdam(torch.optim.Optimizer):
 
     def divide(self, peers):
         """Divide the update among the GPUs of `peers`, a nanote.peers.Peers; all its ranks must call this.
+        None: undo that.
 
         From then on `gradient_norm` must come before each `step`. It sums this rank's part of the gradients
         over all ranks, in place, and returns the norm of all. `step` updates this rank's part of the
@@ -273,7 +274,7 @@ class FastAdam(torch.optim.Optimizer):
         `gather_state` on all ranks before `state_dict`.
         """
         self.gather_state()
-        self.peers = peers
+        self.peers, self.is_summed = peers or Alone(), False
         for group, tables in zip(self.param_groups, self.tables):
             tables.chunks, tables.rows = self._chunks(group["params"]).to(tables.lr.device), None
 
@@ -389,6 +390,9 @@ class FastAdam(torch.optim.Optimizer):
         """
         self.prepare()
         if self.peers.count:
+            if self.is_summed:
+                raise ValueError("FastAdam: these gradients are summed over GPUs already; call step() "
+                                 "between two calls of gradient_norm()")
             self.peers.barrier()  # the gradients of all ranks are there
         sums = []
         for tables in self.tables:
@@ -415,6 +419,9 @@ class FastAdam(torch.optim.Optimizer):
                 step count do not change.
         """
         loss = None
+        if closure is not None and self.peers.count:
+            raise ValueError("FastAdam: a closure's gradients would not be summed over GPUs; call it before "
+                             "gradient_norm(), and step() without it")
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -463,6 +470,7 @@ class FastAdam(torch.optim.Optimizer):
         self.state = state
         for group, (lr, step) in zip(self.param_groups, kept):
             group["lr"], group["step"] = lr.fill_(float(group["lr"])), step.fill_(int(group.get("step", 0)))
+        self.is_gathered = True
         for parameter, values in saved.items():
             for name, own in state[parameter].items():
                 if name in values:

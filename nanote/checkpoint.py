@@ -503,6 +503,8 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
     Raises ValueError for a tensor that is missing, unknown or of another shape.
     """
     folder = Path(folder)
+    if optimizer is not None:
+        _gather_state(optimizer)
     wanted = ("model.",) if optimizer is None else ("model.", "optimizer.", "fp8.", f"rng{_rank()}.")
     own = {f"model.{name}": value for name, value in model.state_dict(keep_vars=True).items()
            if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")}

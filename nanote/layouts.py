@@ -43,6 +43,7 @@ class Layout:
     shards: int = 1  # GPUs that share one copy of weights, gradients and optimizer state
     replicas: int = 1  # copies
     checkpointing: bool = False
+    divides_update: bool = False  # ddp on one machine, see nanote/peers.py
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def memory(run, model, layout: Layout, reshard=True) -> dict[str, float]:
     gradients        w·N/S in backward; of several micro-batches or ddp's replicas the buffers of
                      nanote/gradients.py at all times, by default 4·N; fsdp and hsdp keep 4·N with
                      grad_accum > 1, since gradients are reduced once a step. R replicas of ddp on one
-                     machine receive 4·N·(R - 1)/R besides (nanote/peers.py); on several, this is too much
+                     machine receive 4·N·(R - 1)/R besides
     optimizer state  N/S times two moments (4 or 2 bytes each) and the master (remainder: 2 bytes; 4)
     FP8 copies       2 bytes (rowwise, transposed) per weight of a GEMM, not sharded, kept until backward; of
                      a checkpointed block while it runs, unless micro-batches share them
@@ -117,8 +118,9 @@ def memory(run, model, layout: Layout, reshard=True) -> dict[str, float]:
         dtype = torch.float32 if width == 4 else torch.bfloat16
         held = count * gradients.bytes_per_parameter(run, dtype, layout.replicas)
         held = held or (width * count if accumulates else 0)
-        received = parallel.reduction_dtype(run).itemsize * count * (layout.replicas - 1) // layout.replicas
-        held += received
+        if layout.divides_update:
+            received = count * (layout.replicas - 1) // layout.replicas
+            held += parallel.reduction_dtype(run).itemsize * received
     gathered = count - max(0, model.n_layer - 2) * block if reshard else count
     forward = {
         "weights": width * count / layout.shards,
@@ -220,7 +222,8 @@ def estimates(cluster: Cluster, run, model) -> list[Estimate]:
     shapes = [("ddp", 1, cluster.gpus), ("hsdp", node, cluster.gpus // node), ("fsdp", cluster.gpus, 1)]
     if cluster.gpus == node:
         del shapes[1]
-    return [estimate(cluster, run, model, Layout(*shape, checkpointing))
+    divides_update = node == cluster.gpus > 1
+    return [estimate(cluster, run, model, Layout(*shape, checkpointing, divides_update))
             for checkpointing in (False, True) for shape in shapes]
 
 

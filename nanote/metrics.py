@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from nanote import cli, fp8_health, json_files, models, roofline
+from nanote import cli, fp8_health, json_files, models, peers, roofline
 from nanote.config import TrainConfig
 from nanote.parallel import mean_over_ranks
 
@@ -126,7 +126,7 @@ class Meter:
         if self.peak_flops:
             mfu = tokens_per_s * self.flops_per_token / (self.peak_flops * self.world_size)
         if self.device.type == "cuda":
-            peak_gib = torch.cuda.max_memory_allocated(self.device) / 2**30
+            peak_gib = (torch.cuda.max_memory_allocated(self.device) + peers.shared_bytes()) / 2**30
         return {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "skipped": self.skipped,
                 "tokens_per_s": tokens_per_s, "mfu": mfu, "peak_gib": peak_gib,
                 "roofline": self.least_ms and self.least_ms / ms}

@@ -2,7 +2,7 @@
 
 TrainStep calls `divide_update`. After an all-reduce of gradients, every rank would update all parameters.
 Here each rank has a part of each bucket of parameters (nanote/gradients.py), and the GPUs access each other's
-memory over NVLink:
+memory:
 
     backward pass     copy each bucket's gradients to the ranks whose parts they are, by the copy engines
     barrier           the gradients of all ranks are there
@@ -10,13 +10,13 @@ memory over NVLink:
     update            of this rank's part; the kernel writes the new weights to all GPUs
     barrier           the weights of all ranks are there
 
-It moves what an all-reduce moves, but takes no SM from the GEMMs of the backward pass, which NCCL's kernels
-slow down by as much as they take (`results/multi_gpu.json`, layout ddp-all_reduce), and each GPU updates 1/N
-of the parameters.
+This takes no SM from the GEMMs of the backward pass, which NCCL's kernels slow down by as much as they take
+(`results/multi_gpu.json`, layout ddp-all_reduce), and each of N GPUs updates 1/N of the parameters.
 
 This is stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), except that the memory of the optimizer
 state is not divided, so that checkpoints are written and read as with one process.
 """
+import math
 import os
 import weakref
 
@@ -26,24 +26,9 @@ import torch.distributed as dist
 from nanote.fp8 import round_up
 
 ALIGNMENT = 128  # elements: parts start at multiples of 256 bytes
-_weights = weakref.WeakKeyDictionary()  # model: (buffer that its parameters are in, its handle)
-
-
-def why_not_divided(model, optimizer) -> str:
-    """Return why this rank has to update all parameters; "" if the update can be divided."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters or not hasattr(optimizer, "divide"):
-        return "only fast_kernels/adam.py can divide the update"
-    if int(os.environ.get("LOCAL_WORLD_SIZE", 0)) != dist.get_world_size():
-        return "the processes are on several machines"
-    if len({parameter.dtype for parameter in parameters}) > 1:
-        return "the parameters have several dtypes"
-    device, visible = parameters[0].device, torch.cuda.device_count()
-    others = [number for number in range(visible) if number != device.index]
-    if visible < dist.get_world_size() or not all(
-            torch.cuda.can_device_access_peer(device, other) for other in others):
-        return "the GPUs cannot access each other's memory"
-    return ""
+# The memory of a model's parameters: shared once, since captured graphs of all its steps have its addresses.
+_shared_weights = weakref.WeakKeyDictionary()  # model: SharedWeights
+_shared = weakref.WeakSet()  # tensors that `share` has returned
 
 
 def divide_update(model, optimizer, gradients, config) -> str:
@@ -55,20 +40,46 @@ def divide_update(model, optimizer, gradients, config) -> str:
     Returns:
         "", or the reason why each rank updates all parameters, after an all-reduce of gradients.
     """
-    if not dist.is_initialized() or config.parallel != "ddp":
-        return "--parallel ddp has several processes"
-    reason = _first(why_not_divided(model, optimizer))
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return "there is one process"
+    if config.parallel != "ddp":
+        return "parameters are sharded"
+    if hasattr(optimizer, "divide"):
+        optimizer.divide(None)  # what another step of this optimizer has done
+    reason = _first(unsupported_reason(model, optimizer))
     if reason:
         return reason
     try:
         peers = Peers(model, gradients)
     except RuntimeError as error:  # a container may not let processes share the memory of GPUs
-        reason = f"the GPUs cannot access each other's memory: {str(error).splitlines()[0]}"
+        reason = f"memory could not be shared: {str(error).splitlines()[0]}"
     reason = _first(reason)
     if not reason:
         gradients.peers = peers
         optimizer.divide(peers)
     return reason
+
+
+def unsupported_reason(model, optimizer) -> str:
+    """Return why the update cannot be divided, as this rank sees it; "" if it can."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters or not hasattr(optimizer, "divide"):
+        return "only FastAdam can divide the update"
+    in_optimizer = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if not in_optimizer.issuperset(parameters):
+        return "the optimizer does not have all trained parameters"
+    if len({parameter.dtype for parameter in parameters}) > 1:
+        return "the parameters have several dtypes"
+    ranks, device = dist.get_world_size(), parameters[0].device
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 0)) != ranks:
+        return "torchrun has not started all processes on one machine"
+    if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
+        return "NCCL_P2P_DISABLE is set"
+    others = [number for number in range(ranks) if number != device.index]
+    if torch.cuda.device_count() < ranks or not all(
+            torch.cuda.can_device_access_peer(device, other) for other in others):
+        return "the GPUs cannot access each other's memory"
+    return ""
 
 
 def _first(reason: str) -> str:
@@ -82,9 +93,47 @@ def share(size: int, dtype: torch.dtype, device: torch.device):
     """Return a tensor (size,) in memory that all ranks can access, and its handle. Collective."""
     from torch.distributed import _symmetric_memory
 
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # not used here
+    # Not used here. And no pool, where ranks could pair different blocks after one was freed.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    os.environ.setdefault("TORCH_SYMMMEM_IMPLICIT_POOL", "0")
     tensor = _symmetric_memory.empty(size, dtype=dtype, device=device)
+    _shared.add(tensor)
     return tensor, _symmetric_memory.rendezvous(tensor, dist.group.WORLD.group_name)
+
+
+def shared_bytes() -> int:
+    """Return the bytes of shared memory, which torch.cuda.max_memory_allocated() does not count."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _shared)
+
+
+class SharedWeights:
+    """The parameters of a model in one buffer that all ranks can access."""
+
+    def __init__(self, buckets):
+        """Allocate it. Collective."""
+        self.starts, start = {}, 0  # {parameter: its first element}
+        for bucket in buckets:
+            self.starts |= {parameter: start + offset for parameter, offset in bucket.offsets.items()}
+            start += bucket.size
+        self.dtype, device = next((parameter.dtype, parameter.device) for parameter in self.starts)
+        self.buffer, self.handle = share(start, self.dtype, device)
+
+    def fits(self, buckets) -> bool:
+        """Whether these are the buckets it was made for."""
+        parameters = [parameter for bucket in buckets for parameter in bucket.offsets]
+        same = list(map(id, parameters)) == list(map(id, self.starts))
+        return same and all(parameter.dtype == self.dtype for parameter in parameters)
+
+    def hold(self) -> None:
+        """Move the parameters to the buffer, those that are not there."""
+        for parameter, start in self.starts.items():
+            place = self.buffer[start:start + parameter.numel()].view_as(parameter)
+            if parameter.data_ptr() == place.data_ptr():
+                continue
+            if parameter.dtype != self.dtype:
+                raise ValueError(f"data-parallel training: parameters are {parameter.dtype} now, and were "
+                                 f"{self.dtype} when the step was made; make it again")
+            parameter.data = place.copy_(parameter.detach())
 
 
 class Peers:
@@ -95,10 +144,11 @@ class Peers:
         distances: (count,) int64: bytes from an address in this rank's weights to the same one of each other.
         stride: bytes from a received gradient to the same one of the next rank.
         barrier: makes the GPU, not the host, wait until all ranks have come here.
+        weights: SharedWeights of the model.
     """
 
     def __init__(self, model, gradients):
-        """Move the parameters of a model to a buffer that all ranks can access. Collective.
+        """Allocate memory for other ranks' gradients, and move the parameters. Collective.
 
         Args:
             gradients: nanote.gradients.Gradients of the model.
@@ -107,39 +157,28 @@ class Peers:
         self._place(gradients.buckets)
         first = gradients.buckets[0]
         total, dtype, device = sum(self.widths.values()), first.reduced.dtype, first.reduced.device
-        self.received, handle = share(self.count * total, dtype, device)
-        self.stride, self.barrier, self.all_reduce = total * dtype.itemsize, handle.barrier, dist.all_reduce
+        self.received, self.handle = share(self.count * total, dtype, device)
+        self.stride, self.barrier = total * dtype.itemsize, self.handle.barrier
+        self.all_reduce = dist.all_reduce
         others = [(self.rank + step) % (self.count + 1) for step in range(1, self.count + 1)]
-        self.of_others = [(other, handle.get_buffer(other, self.received.shape, dtype)) for other in others]
-        _, weights = self._move(model)
-        addresses = weights.buffer_ptrs
+        self.of_others = [(other, self.handle.get_buffer(other, self.received.shape, dtype))
+                          for other in others]
+        if model not in _shared_weights or not _shared_weights[model].fits(gradients.buckets):
+            _shared_weights[model] = SharedWeights(gradients.buckets)
+        self.weights = _shared_weights[model]
+        self.weights.hold()
+        addresses = self.weights.handle.buffer_ptrs
         self.distances = torch.tensor([addresses[other] - addresses[self.rank] for other in others],
                                       dtype=torch.int64, device=device)
-        self.handles = handle, weights  # keep the memory mapped
 
     def _place(self, buckets) -> None:
         """Divide each bucket into parts of equal width, one for each rank."""
         self.bucket_of, self.widths, self.starts, total = {}, {}, {}, 0
         for bucket in buckets:
-            width = round_up(-(-bucket.size // (self.count + 1)), ALIGNMENT)
+            width = round_up(math.ceil(bucket.size / (self.count + 1)), ALIGNMENT)
             self.starts[bucket], self.widths[bucket] = total, width  # of its part among those of a rank
             total += width
             self.bucket_of |= dict.fromkeys(bucket.offsets, bucket)
-
-    def _move(self, model):
-        """Return the buffer of the parameters and its handle."""
-        size = sum(bucket.size for bucket in self.widths)
-        dtype, device = next((p.dtype, p.device) for p in self.bucket_of)
-        if model not in _weights or len(_weights[model][0]) != size:
-            _weights[model] = share(size, dtype, device)
-        start = 0
-        for bucket in self.widths:
-            for parameter, offset in bucket.offsets.items():
-                place = _weights[model][0][start + offset:][:parameter.numel()].view_as(parameter)
-                if parameter.data_ptr() != place.data_ptr():
-                    parameter.data = place.copy_(parameter.detach())
-            start += bucket.size
-        return _weights[model]
 
     def _bounds(self, bucket, rank: int) -> tuple[int, int]:
         """Return where a rank's part of a bucket starts and ends, in elements of the bucket."""
@@ -154,8 +193,10 @@ class Peers:
             received[place:place + end - start].copy_(bucket.reduced[start:end])
 
     def part(self, parameter, rank: int | None = None) -> tuple[int, int]:
-        """Return the first element and the number of elements of a parameter that a rank updates; this rank
-        by default."""
+        """Return the first element and the number of elements of a parameter that a rank updates, by default
+        this one; (0, 0) for a parameter that is not trained."""
+        if parameter not in self.bucket_of:
+            return 0, 0
         bucket, size = self.bucket_of[parameter], parameter.numel()
         bounds = self._bounds(bucket, self.rank if rank is None else rank)
         first, end = (min(max(bound - bucket.offsets[parameter], 0), size) for bound in bounds)

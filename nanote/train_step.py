@@ -225,10 +225,16 @@ class TrainStep:
         self.gradients, self.made_for = make_gradients(self.model, self.config), self.config.grad_accum
         self.why_not_divided = peers.divide_update(self.model, self.optimizer, self.gradients, self.config)
 
-    def _follow_grad_accum(self) -> None:
-        """Make the gradient buffers that a changed config.grad_accum needs."""
+    def _prepare_gradients(self) -> None:
+        """Make the gradient buffers that a changed config.grad_accum needs. Restore a divided update, after
+        another step has used the optimizer, or the parameters were moved."""
         if self.config.grad_accum != self.made_for:
             self._make_gradients()
+        if not self.why_not_divided:
+            own = self.gradients.peers
+            own.weights.hold()
+            if self.optimizer.peers is not own:
+                self.optimizer.divide(own)
 
     def _kind(self, micro: int) -> str:
         """Return the name of the graph of micro-batch number `micro`: the first casts weights to FP8 and
@@ -241,13 +247,15 @@ class TrainStep:
     def _check_unchanged(self) -> None:
         """Raise ValueError if something has changed that the captured graphs fix."""
         what = self.fixed.changed()
+        if not self.why_not_divided and self.optimizer.peers is not self.gradients.peers:
+            what = "the division of the optimizer's update"
         if what:
             raise ValueError(f"{what} changed after the step was recorded as CUDA graphs, which do not see "
                              "it; call record(batches), or make the step with cuda_graph=\"off\"")
 
     def run(self, batches, watch=False):
         """Run the step without graphs."""
-        self._follow_grad_accum()
+        self._prepare_gradients()
         total = torch.zeros((), device=self.device)
         for micro, batch in enumerate(batches):
             with fp8.watch(self.model) if watch and micro == 0 else contextlib.nullcontext():
@@ -306,7 +314,7 @@ class TrainStep:
         generator as they were. ValueError for batches that do not fit.
         """
         self._check_batches(batches)
-        self._follow_grad_accum()
+        self._prepare_gradients()
         kinds = {}  # name of a graph: the first micro-batch that replays it
         for micro in range(len(batches)):
             kinds.setdefault(self._kind(micro), micro)

@@ -516,16 +516,18 @@ def divided_among(count, dtype, gradient_dtype, remainders):
         width = sum(own.widths.values())
         own.received = torch.zeros(own.count * width, dtype=gradient_dtype, device=DEVICE)
         own.stride, own.barrier = width * gradient_dtype.itemsize, lambda: None  # the ranks take turns
-        own.weights = torch.zeros(sum(b.size for b in buckets), dtype=dtype, device=DEVICE)
-        with unittest.mock.patch.object(peers, "share", return_value=(own.weights, None)):
-            own._move(torch.nn.ParameterList(params))
+        memory = torch.zeros(sum(bucket.size for bucket in buckets), dtype=dtype, device=DEVICE)
+        with unittest.mock.patch.object(peers, "share", return_value=(memory, None)):
+            own.weights = peers.SharedWeights(buckets)
+            own.weights.hold()
         options = dict(lr=1e-2, betas=(0.9, 0.95), store_param_remainders=remainders)
         ranks.append((params, FastAdam(groups(params), **options), buckets, own))
     for rank, (_, optimizer, _, own) in enumerate(ranks):
         others = [ranks[(rank + step) % count][3] for step in range(1, count)]
         own.of_others = [(other.rank, other.received) for other in others]
-        own.distances = torch.tensor([other.weights.data_ptr() - own.weights.data_ptr() for other in others],
-                                     device=DEVICE)
+        own.distances = torch.tensor(
+            [other.weights.buffer.data_ptr() - own.weights.buffer.data_ptr() for other in others],
+            device=DEVICE)
         optimizer.divide(own)
     return [rank[:3] for rank in ranks]
 
@@ -576,8 +578,59 @@ def test_a_divided_update_equals_one_of_summed_gradients(count, dtype, gradient_
 
 
 def test_a_divided_update_is_not_done_or_saved_in_part():
-    _, optimizer, _ = divided_among(2, torch.float32, torch.float32, False)[0]
+    ranks = divided_among(2, torch.float32, torch.float32, False)
+    _, optimizer, _ = ranks[0]
+    optimizer.peers.all_reduce = lambda total: None
     with pytest.raises(ValueError, match="call gradient_norm"):
         optimizer.step()
     with pytest.raises(ValueError, match="gather_state"):
         optimizer.state_dict()
+    optimizer.gradient_norm()
+    with pytest.raises(ValueError, match="summed over GPUs already"):
+        optimizer.gradient_norm()
+
+
+def test_gathered_state_is_the_whole_state():
+    ranks = divided_among(3, torch.bfloat16, torch.float32, True)
+    parts = range(3)
+    for rank, (params, optimizer, _) in enumerate(ranks):
+        for parameter in params:
+            for tensor in optimizer.state[parameter].values():
+                tensor.fill_(rank + 1)
+        optimizer.write_options()
+    for number in range(len(SHAPES)):
+        for name in ("exp_avg", "master_param"):
+            states = [optimizer.state[params[number]][name] for params, optimizer, _ in ranks]
+
+            def broadcast(part, src, states=states):
+                start = part.storage_offset()
+                part.copy_(states[src].view(-1).view(torch.uint8)[start:start + len(part)])
+
+            with unittest.mock.patch.object(peers.dist, "broadcast", broadcast):
+                for params, optimizer, _ in ranks:
+                    optimizer.peers.gather(optimizer.state[params[number]][name], params[number])
+            owners = [optimizer.peers.part(params[number]) for params, optimizer, _ in ranks]
+            expected = torch.cat([torch.full((owners[rank][1],), rank + 1) for rank in parts]).to(DEVICE)
+            assert all(torch.equal(state.view(-1), expected.to(state.dtype)) for state in states)
+
+
+def test_a_frozen_parameter_is_not_part_of_a_divided_update():
+    ranks = divided_among(2, torch.float32, torch.float32, False)
+    _, optimizer, _ = ranks[0]
+    frozen = torch.nn.Parameter(torch.ones(16, device=DEVICE), requires_grad=False)
+    optimizer.add_param_group({"params": [frozen]})
+    optimizer.peers.all_reduce = lambda total: None
+    optimizer.step(grad_scale=optimizer.gradient_norm() * 0 + 1)
+    assert torch.equal(frozen, torch.ones(16, device=DEVICE))
+
+
+def test_parameters_that_were_moved_return_to_the_memory_that_ranks_share():
+    params, optimizer, _ = divided_among(2, torch.float32, torch.float32, False)[0]
+    weights, before = optimizer.peers.weights, params[0].data_ptr()
+    params[0].data = params[0].detach() + 1
+    expected = params[0].clone()
+    weights.hold()
+    assert params[0].data_ptr() == before and torch.equal(params[0], expected)
+    params[0].data = params[0].data.bfloat16()
+    with pytest.raises(ValueError, match="make it again"):
+        weights.hold()

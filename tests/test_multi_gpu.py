@@ -106,6 +106,7 @@ def test_the_step_is_captured_with_the_fast_kernels(runs, run):
     """A pass that they do not take says so once, after the line that says which are on."""
     printed = runs[run]
     assert "fast kernels: blocks" in printed
+    assert ("each rank updates a part of the weights" in printed) == (run == "ddp")
     assert "fast kernels are not used" not in printed and "CUDA graphs are off" not in printed
 
 
