@@ -25,8 +25,7 @@ import torch.distributed as dist
 from nanote import fp8, parallel, peers
 
 # NCCL's kernels take SMs that a GEMM of the backward pass waits for, so few large all-reduces cost less than
-# many small ones; one for everything would begin too late. For the copies of nanote/peers.py a quarter of it
-# is as fast.
+# many small ones; one for everything would begin too late.
 BUCKET_BYTES = 128 * 2**20
 
 
