@@ -257,7 +257,8 @@ def table(rows: list[dict]) -> str:
             f"{row['gpus']} x {row['gpu'].removeprefix('NVIDIA ')}", NAMES[row["parallel"]],
             SHAPE_NAMES[row["shape"]], RECIPES[row["recipe"]],
             f"{row['tokens_per_s_per_gpu'] / 1e3:,.1f}", f"{row['efficiency']:.2f}",
-            *[f"{ratio:.2f}" if ratio else "" for ratio in ratios], f"{row['peak_gib']:.1f}"])
+            *[f"{ratio:.2f}" if ratio else "" for ratio in ratios],
+            f"{row['peak_gib']:.1f}" if row["peak_gib"] else ""])
     titles = ["GPUs", "layout", "tokens per micro-batch", "precision", "k tokens/s per GPU",
               "of one GPU alone", "FP8 over BF16", "over nanoGPT", "peak GiB"]
     return report.markdown(titles, lines, left=4)
