@@ -12,8 +12,10 @@ option=value, the fields of `Ablation`; a checkpoint stores them, and --resume k
   variance of the error.
 - GEMMs accumulate in float32. Real FP8 uses fast accumulation in the forward GEMMs, and with the fast kernels
   in some dgrad GEMMs: the difference of the arms `fp8` and `emulated-all` is due to that and to the kernels.
-- Delayed scaling is that of the default recipe: the maximum of 1,024 amax values before this pass. A first
-  pass, which has none, uses its own.
+- Delayed scaling is that of the default recipe: the maximum of 1,024 amax values before this pass; where it
+  is infinite, the scale before. A first pass, which has none, uses its own.
+- Amax histories are buffers, which the trainer does not restore after the warm-up passes of a CUDA-graph
+  capture: those enter them, so a run that resumes on a GPU is not exactly the one that was not cut.
 """
 
 import dataclasses
@@ -30,7 +32,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from te_reference import ACTIVATIONS, FP8_MAX, current_scale
+from te_reference import ACTIVATIONS, FP8_MAX, current_scale, delayed_scale
 
 HISTORY = 1024  # of amax values
 BLOCK = 128  # values that share a scale, in block scaling
@@ -118,7 +120,7 @@ def compiled_round_to_fp8():
 
 
 class Gemm(nn.Module):
-    """Quantizes the operands of the three GEMMs of a linear layer. Its buffers are the amax histories."""
+    """Quantizes the operands of a linear layer's three GEMMs. Its buffers are amax histories and scales."""
 
     def __init__(self, ablation: Ablation):
         super().__init__()
@@ -127,6 +129,7 @@ class Gemm(nn.Module):
             for tensor in GEMMS:
                 if self.is_quantized(tensor):
                     self.register_buffer(f"{tensor}_amax", torch.zeros(HISTORY, dtype=torch.float32))
+                    self.register_buffer(f"{tensor}_scale", torch.zeros((), dtype=torch.float32))
 
     def is_quantized(self, tensor):
         return any(f"{gemm}.{tensor}" in self.quantized for gemm in GEMMS[tensor])
@@ -157,20 +160,23 @@ class Gemm(nn.Module):
         dtype = FORMATS[self.ablation.gradients if tensor == "dy" else "e4m3"]
         tiles = x.view(x.shape[0] // block[0], block[0], x.shape[1] // block[1], block[1])
         amax = torch.linalg.vector_norm(tiles, math.inf, (1, 3), keepdim=True, dtype=torch.float32)
-        if self.ablation.scaling == "delayed":
-            amax = self.delayed(tensor, amax)
         scale = current_scale(amax, FP8_MAX[dtype], power_of_2=self.ablation.scaling == "block")
+        if self.ablation.scaling == "delayed":
+            scale = self.delayed(tensor, amax, scale, FP8_MAX[dtype])
         round_ = compiled_round_to_fp8() if x.is_cuda else round_to_fp8
         stochastic = tensor == "dy" and self.ablation.rounding == "stochastic"
         return round_(tiles, scale, dtype, stochastic).view(x.shape)
 
-    def delayed(self, tensor, amax):
-        """Return the maximum of the history; in training, record the amax. In place, for CUDA graphs."""
-        history = getattr(self, f"{tensor}_amax")
-        largest = history.max()
+    def delayed(self, tensor, amax, current, fp8_max):
+        """Return the scale that the history gives, `current` if it has given none yet; in training, record
+        the amax and the scale. In place, for CUDA graphs."""
+        history, last = getattr(self, f"{tensor}_amax"), getattr(self, f"{tensor}_scale")
+        scale = delayed_scale(history.max(), last, fp8_max)
         if self.training:
-            history.copy_(torch.cat((history[1:], amax.flatten())))
-        return torch.where(largest > 0, largest, amax)
+            last.copy_(scale)
+            amax = amax.flatten().nan_to_num(nan=0.0, posinf=math.inf)  # TE's amax leaves NaN out
+            history.copy_(torch.cat((history[1:], amax)))
+        return torch.where(scale > 0, scale, current)
 
 
 class _Linear(torch.autograd.Function):

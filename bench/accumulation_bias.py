@@ -80,14 +80,14 @@ def backward(model, config, batch, fast_k: int, watch=None) -> dict:
 
     watch: called with the operands and scales of each dgrad GEMM.
     """
-    model.dgrad_fast_accum_k, tokens = fast_k, batch[0].numel()
+    model.dgrad_fast_accum_k = EVERY_K  # so that dgrad GEMMs, and no others, ask for "fastest"
 
     def watched(a, a_inv, b, b_inv, bias, accumulation, *others):
-        # of wgrad, K is the tokens; forward GEMMs are fast
-        if watch and accumulation == "precise" and a.shape[1] != tokens:
-            watch(a, a_inv, b, b_inv)
-        forced = "fast" if accumulation == "fastest" else accumulation  # whichever is faster
-        return gemm(a, a_inv, b, b_inv, bias, forced, *others)
+        if accumulation == "fastest":
+            if watch:
+                watch(a, a_inv, b, b_inv)
+            accumulation = "fast" if a.shape[1] <= fast_k else "precise"  # not whichever is faster
+        return gemm(a, a_inv, b, b_inv, bias, accumulation, *others)
 
     fast_gemm.gemm = watched
     try:

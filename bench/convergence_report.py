@@ -3,9 +3,10 @@
 All but `rates_table` are at the learning rate that is best for BF16, which every arm has.
 """
 
+import math
 import statistics
 
-from bench.convergence import EMULATED, RECIPES, SIZES, interval_of
+from bench.convergence import EMULATED, RECIPES, SIZES, baseline_of, interval_of
 from bench.report import markdown
 
 # Arms that could become the default, and the arm of today's default that each is compared with
@@ -18,8 +19,11 @@ CANDIDATES |= {
 
 
 def best_rate(summary: list[dict]) -> str:
-    """Return the end of the arms with the learning rate that is best for BF16, such as @1.2e-3."""
-    best = min((row for row in summary if row["arm"].startswith("bf16")), key=lambda row: row["mean"])
+    """Return the end of the arms with the learning rate that is best for BF16, such as @1.2e-3.
+
+    Of its shortest runs: a longer one has a lower loss at any learning rate."""
+    rows = [row for row in summary if row["arm"].startswith("bf16")]
+    best = min(rows, key=lambda row: (row["tokens"], row["mean"]))
     return "".join(best["arm"].partition("@")[1:])
 
 
@@ -42,7 +46,8 @@ def with_interval(mean, interval) -> str:
 def cells(row: dict) -> list[str]:
     """Return tokens, seeds, loss and gap."""
     error = f" ± {row['standard_error']:.4f}" if row["standard_error"] is not None else ""
-    gap = "" if "bf16" in row["arm"] else with_interval(row["gap_percent"], row["gap_interval"])
+    is_baseline = row["arm"] == baseline_of(row["arm"])
+    gap = "" if is_baseline else with_interval(row["gap_percent"], row["gap_interval"])
     return [f"{row['tokens'] / 1e6:.0f} M", str(row["seeds"]), f"{row['mean']:.4f}{error}", gap]
 
 
@@ -99,30 +104,32 @@ def negatives_table(result) -> str:
 
 def plot(result, path) -> None:
     """Draw the validation loss against tokens, and against seconds of training. Several seeds: their mean, in
-    a band of its 95 % interval."""
+    a band of its 95 % interval. Of each arm the runs as long as BF16's shortest."""
     import matplotlib.pyplot as plt
 
     rate, rows = best_rate(result["summary"]), rows_of(result)
     labels = {"bf16": "BF16", "fp8": "FP8, delayed scaling", "nanogpt": "nanoGPT, compiled"}
-    labels = {arm: label for arm, label in labels.items() if arm in rows}
-    tokens = rows["bf16"][0]["tokens"]  # the shortest of several lengths, which all arms have
+    tokens = rows["bf16"][0]["tokens"]
+    seeds = {arm: row["seeds"] for arm in labels for row in rows.get(arm, []) if row["tokens"] == tokens}
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
     for axis, unit, scale in zip(axes, ("tokens", "seconds"), (1e-6, 1)):
-        for arm, label in labels.items():
+        for arm in seeds:
             by_step = {}
             for record in result["runs"]:
                 if (record["arm"], record["run_tokens"]) == (arm + rate, tokens) and record["step"] > 1:
                     by_step.setdefault(record["step"], []).append(record)
-            x = [scale * statistics.mean(r[unit] for r in records) for records in by_step.values()]
-            losses = [[r["val_loss"] for r in records] for records in by_step.values()]
-            axis.plot(x, [statistics.mean(values) for values in losses], label=label)
-            if len(losses[0]) > 1:
-                axis.fill_between(x, *zip(*map(interval_of, losses)), alpha=0.3)
+            evaluations = [by_step[step] for step in sorted(by_step)]
+            x = [scale * statistics.mean(r[unit] for r in records) for records in evaluations]
+            losses = [[r["val_loss"] for r in records] for records in evaluations]
+            axis.plot(x, [statistics.mean(values) for values in losses], label=labels[arm])
+            if seeds[arm] > 1:  # a step that only one seed has: NaN, which is not drawn
+                intervals = [interval_of(values) or (math.nan, math.nan) for values in losses]
+                axis.fill_between(x, *zip(*intervals), alpha=0.3)
         axis.set_xlabel("million tokens" if unit == "tokens" else "seconds of training on one GPU")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("validation loss, nats a token")
-    seeds = max(row["seeds"] for arm in labels for row in rows[arm])
-    axes[0].legend(title=f"GPT-2 124M, {'one seed' if seeds == 1 else f'{seeds} seeds'}")
+    most = max(seeds.values())
+    axes[0].legend(title=f"GPT-2 124M, {'one seed' if most == 1 else f'{most} seeds'}")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -296,6 +296,10 @@ def _hook_reason(model):
 
 
 def _parameter_reason(model):
+    for unit in (model, *model.blocks) if isinstance(model, FSDPModule) else ():
+        dtype = unit._get_fsdp_state()._mp_policy.param_dtype  # of gathered parameters; None: the shards'
+        if dtype not in (None, torch.bfloat16):
+            return f"MixedPrecisionPolicy(param_dtype={dtype}) gathers parameters in another dtype than BF16"
     for module_name, module, kind in _replaced_modules(model):
         for own_name, parameter in module.named_parameters():
             name = f"{module_name}.{own_name}"

@@ -60,6 +60,36 @@ def test_tables_show_what_is_measured_and_what_did_not_help():
     assert found == ["| `fp8-e4m3`", "| `fp8-block`", "| `emulated-e4m3`"], "fp8-current is better"
 
 
+def test_tables_are_at_the_rate_of_the_shortest_runs_and_show_the_gap_of_every_fp8_arm():
+    runs = [*run("bf16@1e-3", 1, 10**8, 2.0, 100.0), *run("bf16@1e-2", 1, 10**8, 2.1, 100.0),
+            *run("bf16@1e-2", 1, 2 * 10**8, 1.9, 200.0), *run("fp8-bf16_head@1e-3", 1, 10**8, 2.2, 100.0),
+            *run("350m-bf16@1e-3", 1, 10**8, 1.8, 100.0)]
+    main = convergence_report.main_table({"runs": runs, "summary": summarize(runs)})
+    rows = {line.split(" | ")[0]: line.split(" | ")[4] for line in main.splitlines()[2:]}
+    assert rows == {"| `bf16`": "", "| `fp8-bf16_head`": "+10.00", "| `350m-bf16`": ""}
+
+
+def test_the_picture_has_the_arms_and_bands_that_were_measured(tmp_path, monkeypatch):
+    """An arm without a run of BF16's shortest length is left out; a step of one seed has no band."""
+    from matplotlib import pyplot
+
+    runs = [*run("bf16@1e-3", 1, 10**8, 2.0, 100.0), *run("bf16@1e-3", 2, 10**8, 2.1, 100.0),
+            *run("fp8@1e-3", 1, 2 * 10**8, 2.0, 150.0), *run("nanogpt@1e-3", 1, 10**8, 2.0, 150.0)]
+    extra = {"arm": "bf16@1e-3", "run_tokens": 10**8, "val_loss": 2.5}
+    runs += [extra | {"seed": seed, "tokens": step * 10**7, "step": step, "seconds": 10.0 * step}
+             for seed, step in ((1, 5), (2, 5), (1, 4))]
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    convergence_report.plot({"runs": runs, "summary": summarize(runs)}, tmp_path / "picture.png")
+    axis = pyplot.gcf().axes[0]
+    monkeypatch.undo()
+    pyplot.close("all")
+    lines = {line.get_label(): list(line.get_xdata()) for line in axis.get_lines()}
+    assert lines == {"BF16": [100, 40, 50], "nanoGPT, compiled": [100]}, "sorted by step"
+    (band,) = axis.collections
+    assert {x for path in band.get_paths() for x in path.vertices[:, 0]} == {50, 100}
+    assert axis.get_legend().get_title().get_text() == "GPT-2 124M, 2 seeds"
+
+
 def test_a_bias_is_told_from_an_error_that_averages_out():
     exact = torch.randn(200_000)
     bias, error = bias_and_error(exact * (1 + 0.01 * torch.randn(200_000)), exact)
@@ -102,12 +132,16 @@ def test_the_whole_emulation_is_the_reference(ablation, recipe):
     assert distance(gradients(ablation), gradients(recipe=recipe)) < 1e-5
 
 
-def test_delayed_scaling_is_the_reference():
+@pytest.mark.parametrize("value", [0.5, float("inf"), float("nan")])
+def test_delayed_scaling_is_the_reference(value):
+    """An infinite amax keeps the scale before; NaN is left out."""
     ours = Linear(te.Linear(64, 48), None, {"gemm": Gemm(Ablation())})
     theirs = te.Linear(64, 48)
     theirs.load_state_dict(ours.state_dict(), strict=False)
-    for size in (1.0, 3.0, 0.5):  # the first pass has no history, and the two begin differently
+    # the first pass has no history, and the two begin differently
+    for size, special in ((1.0, 0.0), (3.0, 0.0), (0.5, value), (2.0, 0.0), (9.0, 0.0)):
         x, dy = torch.randn(32, 64) * size, torch.randn(32, 48) * size
+        x[3, 5] = dy[3, 5] = special
         ours.zero_grad()
         theirs.zero_grad()
         y = ours(x)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import te_reference
+from bench import accumulation_bias
 from nanote import fp8
 from nanote.gradients import Gradients
 
@@ -371,6 +372,27 @@ def test_which_gemms_may_use_fast_accumulation(monkeypatch, fast_k, fastest):
         for accumulation in ("fastest", "precise", "fast")
     }
     assert backward["fastest"] == fastest and 32 in backward["precise"] and not backward["fast"]
+
+
+@pytest.mark.skipif(HAS_GPU, reason="the GEMMs there are cuBLASLt's")
+def test_the_study_of_accumulation_finds_every_dgrad(monkeypatch):
+    """One whose K is the number of tokens too, as those of proj and fc2 here; forward and wgrad never."""
+    asked, watched = [], []
+
+    def gemm(a, a_scale_inv, b, b_scale_inv, bias, accumulation, out, accumulate):
+        asked.append((a.shape[1], accumulation))
+
+    monkeypatch.setattr(fast_block.fast_gemm, "is_supported", lambda: True)
+    monkeypatch.setattr(fast_block.fast_gemm, "gemm", gemm)
+    monkeypatch.setattr(accumulation_bias, "gemm", gemm)
+    model, batch, config = make_model(**ONE), make_tokens(0), types.SimpleNamespace(grad_accum=1)
+    widths = {"head": 64, "fc2": 32, "fc1": 128, "proj": 32, "qkv": 96}
+    assert batch[0].numel() == widths["proj"]
+    accumulation_bias.backward(model, config, batch, 64, lambda a, *_: watched.append(a.shape[1]))
+    assert watched == [widths[name.split()[-1]] for name in accumulation_bias.dgrad_names(model)]
+    of_backward = asked[len(watched):]  # after as many forward GEMMs: dgrad and wgrad in turns
+    fast = [(k, "fast" if k <= 64 else "precise") for k in watched]
+    assert of_backward[::2] == fast and of_backward[1::2] == [(32, "precise")] * len(watched)
 
 
 def test_accelerate_refuses_a_negative_k():

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 pytest.importorskip("triton")
 from test_fast_block import DEVICE, make_model, make_tokens, modules_like_te, state_of  # noqa: E402, F401
-from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from fast_kernels import accelerate  # noqa: E402
@@ -109,3 +109,15 @@ def test_where_fsdp2_frees_other_parameters_the_modules_run(pick, words):
     for module in pick(model):
         fully_shard(module, mesh=mesh)
     assert words in fast_support.unsupported_reason(model)
+
+
+@pytest.mark.parametrize("dtype, refused", [(None, False), (torch.bfloat16, False), (torch.float32, True)])
+def test_parameters_gathered_in_another_dtype_go_through_the_modules(dtype, refused):
+    """The shards are in BF16 either way."""
+    model = make_model(n_layer=1)
+    mesh = dist.init_device_mesh(DEVICE, (1,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    reason = fast_support.unsupported_reason(model)
+    assert ("param_dtype=torch.float32" in reason) == refused == bool(reason)
+    model(*make_tokens(1)).backward()
