@@ -322,7 +322,7 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
     if ranks.world_size > 1 and device.type == "cuda" and not train_step.graphed:
         log.say(f"CUDA graphs are off: {why_no_graph(config, device) or '--cuda-graph off'}")
     if ranks.world_size > 1 and device.type == "cuda" and config.parallel == "ddp":
-        reason = train_step.why_not_divided
+        reason = train_step.undivided_reason
         log.say(f"every rank updates all weights, after an all-reduce of their gradients: {reason}"
                 if reason else "each rank updates a part of the weights, on all GPUs")
     tokenizer = find_tokenizer(config, loaders["train"].meta["tokenizer"], log)

@@ -39,7 +39,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import arms, measure, nanogpt, report, timing
-from nanote import cli, gradients, parallel, peers
+from nanote import cli, parallel, peers
 
 SHAPES = {name: arms.SHAPES[name] for name in ("124m-b32", "350m-b16", "c4096")} | {
     "124m-b16": arms.SHAPES["124m-b32"] | {"micro_batch_size": 16}, "llama3-8b": arms.SHAPES["llama3-8b"]}
@@ -218,8 +218,6 @@ def main(argv=None) -> int:
         row |= ratios(row, rows)
         if layout == "nanogpt":
             row["model_py_sha256"] = source
-        if layout == "ddp-all_reduce":
-            row["bucket_mib"] = gradients.BUCKET_BYTES / 2**20
         row["nvlink_multicast"] = os.environ.get("NCCL_NVLS_ENABLE") != "0"
         row["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None
         rows.add(row)
@@ -257,10 +255,11 @@ def table(rows: list[dict]) -> str:
             f"{row['gpus']} x {row['gpu'].removeprefix('NVIDIA ')}", NAMES[row["parallel"]],
             SHAPE_NAMES[row["shape"]], RECIPES[row["recipe"]],
             f"{row['tokens_per_s_per_gpu'] / 1e3:,.1f}", f"{row['efficiency']:.2f}",
-            *[f"{ratio:.2f}" if ratio else "" for ratio in ratios],
-            f"{row['peak_gib']:.1f}" if row["peak_gib"] else ""])
+            f"{row['peak_gib']:.1f}", *[f"{ratio:.2f}" if ratio else "" for ratio in ratios]])
     titles = ["GPUs", "layout", "tokens per micro-batch", "precision", "k tokens/s per GPU",
-              "of one GPU alone", "FP8 over BF16", "over nanoGPT", "peak GiB"]
+              "of one GPU alone", "peak GiB", "FP8 over BF16", "over nanoGPT"]
+    if not any(line[-1] for line in lines):
+        titles, lines = titles[:-1], [line[:-1] for line in lines]
     return report.markdown(titles, lines, left=4)
 
 

@@ -217,6 +217,7 @@ class FastAdam(torch.optim.Optimizer):
     """
 
     capturable = True
+    used_by = None  # a mark of the training step that used it last, whose gradients the tables name
 
     def __init__(
         self,
@@ -265,8 +266,11 @@ class FastAdam(torch.optim.Optimizer):
         return torch.tensor(chunks, dtype=torch.int32).view(-1, 2)
 
     def divide(self, peers):
-        """Divide the update among the GPUs of `peers`, a nanote.peers.Peers; all its ranks must call this.
-        None: undo that.
+        """Divide the update among GPUs that can access each other's memory; all ranks must call this.
+
+        Args:
+            peers: the other ranks, see nanote.peers.Peers for its attributes count, distances and stride, and
+                its methods part, received_at, barrier, all_reduce and gather. None: do not divide.
 
         From then on `gradient_norm` must come before each `step`. It sums this rank's part of the gradients
         over all ranks, in place, and returns the norm of all. `step` updates this rank's part of the
@@ -317,9 +321,14 @@ class FastAdam(torch.optim.Optimizer):
         elif self.master == "float32":
             state["master_param"] = param.detach().float().clone()
 
+    def zero_grad(self, set_to_none=True):
+        self.is_summed = False
+        super().zero_grad(set_to_none)
+
     @torch.no_grad()
     def write_options(self):
         """Copy changed learning rates, betas, eps and weight decays to the device, also for replays."""
+        # the only method that runs before every step, also of one that a CUDA graph replays
         self.is_gathered = self.peers.count == 0
         for group, tables in zip(self.param_groups, self.tables):
             values = [*group["betas"], group["eps"], group["weight_decay"]]
@@ -386,7 +395,7 @@ class FastAdam(torch.optim.Optimizer):
         """Return the total L2 norm of all gradients, () float32.
 
         Unlike torch.nn.utils.get_total_norm, it does not round each tensor's norm to the gradients' dtype.
-        After `divide`, all ranks must call this.
+        After `divide`, all ranks must call this; it then sums gradients over ranks, too.
         """
         self.prepare()
         if self.peers.count:

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanote import fp8, json_files, parallel, safetensors_files
+from nanote import fp8, json_files, parallel, peers, safetensors_files
 from nanote.dataset import sha256
 from nanote.json_files import COUNT, SIZE
 from nanote.models import is_file, make_model_config, model_classes, weight_count
@@ -63,7 +63,7 @@ def save(run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> Path
     `meta` must be serializable as JSON; `read_meta` returns it. On OSError (a full disk) nothing of this
     checkpoint is left, earlier ones are untouched, and the message names the last of them.
     """
-    _gather_state(optimizer)
+    peers.gather_state(optimizer)
     document = _document(step, model, optimizer, meta)
     return _write(Path(run_dir), step, _tensors(model, optimizer), document, keep)
 
@@ -96,7 +96,7 @@ class BackgroundSaver:
         """
         reason = ""
         if self.background:
-            _gather_state(optimizer)
+            peers.gather_state(optimizer)
             try:
                 self.copy_to_host(_tensors(model, optimizer))
             except torch.OutOfMemoryError:  # of the GPU
@@ -114,7 +114,7 @@ class BackgroundSaver:
     def save(self, run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> None:
         """Save like the function `save`, after the previous checkpoint. An OSError is kept for `error`."""
         self.wait()
-        _gather_state(optimizer)
+        peers.gather_state(optimizer)
         document = _document(step, model, optimizer, meta)
         tensors = _tensors(model, optimizer)
         if self.background:
@@ -283,13 +283,6 @@ def _optimizer_states(optimizer):
         parameters = itertools.chain.from_iterable(group["params"] for group in part.param_groups)
         found += [(p, states[number]) for number, p in enumerate(parameters) if number in states]
     return found
-
-
-def _gather_state(optimizer) -> None:
-    """Give every rank the whole optimizer state, where an update is divided among them."""
-    for part in parts_of(optimizer):
-        if hasattr(part, "gather_state"):
-            part.gather_state()
 
 
 def parts_of(optimizer) -> list:
@@ -504,7 +497,7 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
     """
     folder = Path(folder)
     if optimizer is not None:
-        _gather_state(optimizer)
+        peers.gather_state(optimizer)  # its state_dict, which is read below, has to be whole
     wanted = ("model.",) if optimizer is None else ("model.", "optimizer.", "fp8.", f"rng{_rank()}.")
     own = {f"model.{name}": value for name, value in model.state_dict(keep_vars=True).items()
            if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")}

@@ -10,8 +10,8 @@ memory:
     update            of this rank's part; the kernel writes the new weights to all GPUs
     barrier           the weights of all ranks are there
 
-This takes no SM from the GEMMs of the backward pass, which NCCL's kernels slow down by as much as they take
-(`results/multi_gpu.json`, layout ddp-all_reduce), and each of N GPUs updates 1/N of the parameters.
+NCCL's kernels, which need SMs, slow down the GEMMs that run beside them (`results/multi_gpu.json`, the
+profile of layout ddp-all_reduce); copy engines need none. And each of N GPUs updates 1/N of the parameters.
 
 This is stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), except that the memory of the optimizer
 state is not divided, so that checkpoints are written and read as with one process.
@@ -28,7 +28,7 @@ from nanote.fp8 import round_up
 ALIGNMENT = 128  # elements: parts start at multiples of 256 bytes
 # The memory of a model's parameters: shared once, since captured graphs of all its steps have its addresses.
 _shared_weights = weakref.WeakKeyDictionary()  # model: SharedWeights
-_shared = weakref.WeakSet()  # tensors that `share` has returned
+_shared = weakref.WeakSet()  # tensors from `allocate`
 
 
 def divide_update(model, optimizer, gradients, config) -> str:
@@ -45,12 +45,21 @@ def divide_update(model, optimizer, gradients, config) -> str:
     if config.parallel != "ddp":
         return "parameters are sharded"
     if hasattr(optimizer, "divide"):
-        optimizer.divide(None)  # what another step of this optimizer has done
+        optimizer.divide(None)  # the optimizer may have been divided for another step
     reason = _first(unsupported_reason(model, optimizer))
     if reason:
         return reason
+    torch.cuda.empty_cache()  # shared memory cannot reuse what PyTorch's allocator keeps
     try:
         peers = Peers(model, gradients)
+        peers.allocate()
+    except RuntimeError as error:
+        reason = f"memory could not be shared: {str(error).splitlines()[0]}"
+    reason = _first(reason)  # before the ranks wait for each other's memory
+    if reason:
+        return reason
+    try:
+        peers.connect()
     except RuntimeError as error:  # a container may not let processes share the memory of GPUs
         reason = f"memory could not be shared: {str(error).splitlines()[0]}"
     reason = _first(reason)
@@ -60,14 +69,22 @@ def divide_update(model, optimizer, gradients, config) -> str:
     return reason
 
 
+def gather_state(optimizer) -> None:
+    """Give every rank the whole state of an optimizer, where its update is divided. Collective."""
+    for part in getattr(optimizer, "parts", [optimizer]):
+        if hasattr(part, "gather_state"):
+            part.gather_state()
+
+
 def unsupported_reason(model, optimizer) -> str:
     """Return why the update cannot be divided, as this rank sees it; "" if it can."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters or not hasattr(optimizer, "divide"):
         return "only FastAdam can divide the update"
-    in_optimizer = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if not in_optimizer.issuperset(parameters):
-        return "the optimizer does not have all trained parameters"
+    in_optimizer = {parameter for group in optimizer.param_groups for parameter in group["params"]
+                    if parameter.requires_grad}
+    if in_optimizer != set(parameters):
+        return "the trained parameters of the optimizer are not those of the model"
     if len({parameter.dtype for parameter in parameters}) > 1:
         return "the parameters have several dtypes"
     ranks, device = dist.get_world_size(), parameters[0].device
@@ -89,8 +106,8 @@ def _first(reason: str) -> str:
     return next(filter(None, reasons), "")
 
 
-def share(size: int, dtype: torch.dtype, device: torch.device):
-    """Return a tensor (size,) in memory that all ranks can access, and its handle. Collective."""
+def allocate(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor (size,) in memory that all ranks can access after `connect`."""
     from torch.distributed import _symmetric_memory
 
     # Not used here. And no pool, where ranks could pair different blocks after one was freed.
@@ -98,7 +115,14 @@ def share(size: int, dtype: torch.dtype, device: torch.device):
     os.environ.setdefault("TORCH_SYMMMEM_IMPLICIT_POOL", "0")
     tensor = _symmetric_memory.empty(size, dtype=dtype, device=device)
     _shared.add(tensor)
-    return tensor, _symmetric_memory.rendezvous(tensor, dist.group.WORLD.group_name)
+    return tensor
+
+
+def connect(tensor: torch.Tensor):
+    """Return the handle of a tensor from `allocate`, which has the other ranks' addresses. Collective."""
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.rendezvous(tensor, dist.group.WORLD.group_name)
 
 
 def shared_bytes() -> int:
@@ -110,13 +134,13 @@ class SharedWeights:
     """The parameters of a model in one buffer that all ranks can access."""
 
     def __init__(self, buckets):
-        """Allocate it. Collective."""
+        """Allocate it. The parameters stay where they are until `hold`."""
         self.starts, start = {}, 0  # {parameter: its first element}
         for bucket in buckets:
             self.starts |= {parameter: start + offset for parameter, offset in bucket.offsets.items()}
             start += bucket.size
         self.dtype, device = next((parameter.dtype, parameter.device) for parameter in self.starts)
-        self.buffer, self.handle = share(start, self.dtype, device)
+        self.buffer, self.handle = allocate(start, self.dtype, device), None
 
     def fits(self, buckets) -> bool:
         """Whether these are the buckets it was made for."""
@@ -126,14 +150,21 @@ class SharedWeights:
 
     def hold(self) -> None:
         """Move the parameters to the buffer, those that are not there."""
+        address, width = self.buffer.data_ptr(), self.buffer.element_size()
         for parameter, start in self.starts.items():
-            place = self.buffer[start:start + parameter.numel()].view_as(parameter)
-            if parameter.data_ptr() == place.data_ptr():
+            if parameter.data_ptr() == address + start * width:
                 continue
             if parameter.dtype != self.dtype:
                 raise ValueError(f"data-parallel training: parameters are {parameter.dtype} now, and were "
                                  f"{self.dtype} when the step was made; make it again")
+            place = self.buffer[start:start + parameter.numel()].view_as(parameter)
             parameter.data = place.copy_(parameter.detach())
+
+    def release(self, keep) -> None:
+        """Move the parameters that are not in `keep` out of the buffer."""
+        for parameter in self.starts:
+            if parameter not in keep:
+                parameter.data = parameter.detach().clone()
 
 
 class Peers:
@@ -143,70 +174,83 @@ class Peers:
         count: number of other ranks.
         distances: (count,) int64: bytes from an address in this rank's weights to the same one of each other.
         stride: bytes from a received gradient to the same one of the next rank.
-        barrier: makes the GPU, not the host, wait until all ranks have come here.
+        barrier(): makes the GPU, not the host, wait until all ranks have come here.
+        all_reduce(tensor): sums a tensor over ranks, in place.
         weights: SharedWeights of the model.
     """
 
     def __init__(self, model, gradients):
-        """Allocate memory for other ranks' gradients, and move the parameters. Collective.
+        """Divide each bucket into parts of equal width, one for each rank.
 
         Args:
             gradients: nanote.gradients.Gradients of the model.
         """
-        self.rank, self.count = dist.get_rank(), dist.get_world_size() - 1
-        self._place(gradients.buckets)
-        first = gradients.buckets[0]
-        total, dtype, device = sum(self.widths.values()), first.reduced.dtype, first.reduced.device
-        self.received, self.handle = share(self.count * total, dtype, device)
-        self.stride, self.barrier = total * dtype.itemsize, self.handle.barrier
-        self.all_reduce = dist.all_reduce
+        self.model, self.buckets, self.bucket_of = weakref.ref(model), gradients.buckets, gradients.bucket_of
+        self.rank, self.count, self.all_reduce = dist.get_rank(), dist.get_world_size() - 1, dist.all_reduce
+        self.widths, self.received_starts, self.width = {}, {}, 0  # in elements; the last is of all buckets
+        for bucket in self.buckets:
+            self.widths[bucket] = round_up(math.ceil(bucket.size / (self.count + 1)), ALIGNMENT)
+            self.received_starts[bucket] = self.width
+            self.width += self.widths[bucket]
+
+    def allocate(self) -> None:
+        """Allocate memory for the other ranks' gradients and, if this is the model's first step, its
+        parameters."""
+        gradient, self.weights = self.buckets[0].reduced, _shared_weights.get(self.model())
+        self.received = allocate(self.count * self.width, gradient.dtype, gradient.device)
+        if self.weights is None or not self.weights.fits(self.buckets):
+            self.weights = SharedWeights(self.buckets)
+
+    def connect(self) -> None:
+        """Give the other ranks access to this memory, and move the parameters. Collective."""
+        self.handle, before = connect(self.received), _shared_weights.get(self.model())
+        self.stride, self.barrier = self.width * self.received.element_size(), self.handle.barrier
         others = [(self.rank + step) % (self.count + 1) for step in range(1, self.count + 1)]
-        self.of_others = [(other, self.handle.get_buffer(other, self.received.shape, dtype))
+        self.of_others = [(other, self.handle.get_buffer(other, self.received.shape, self.received.dtype))
                           for other in others]
-        if model not in _shared_weights or not _shared_weights[model].fits(gradients.buckets):
-            _shared_weights[model] = SharedWeights(gradients.buckets)
-        self.weights = _shared_weights[model]
+        if self.weights.handle is None:
+            self.weights.handle = connect(self.weights.buffer)
+        _shared_weights[self.model()] = self.weights
         self.weights.hold()
+        if before not in (None, self.weights):
+            before.release(keep=self.weights.starts)
         addresses = self.weights.handle.buffer_ptrs
         self.distances = torch.tensor([addresses[other] - addresses[self.rank] for other in others],
-                                      dtype=torch.int64, device=device)
-
-    def _place(self, buckets) -> None:
-        """Divide each bucket into parts of equal width, one for each rank."""
-        self.bucket_of, self.widths, self.starts, total = {}, {}, {}, 0
-        for bucket in buckets:
-            width = round_up(math.ceil(bucket.size / (self.count + 1)), ALIGNMENT)
-            self.starts[bucket], self.widths[bucket] = total, width  # of its part among those of a rank
-            total += width
-            self.bucket_of |= dict.fromkeys(bucket.offsets, bucket)
+                                      dtype=torch.int64, device=self.received.device)
 
     def _bounds(self, bucket, rank: int) -> tuple[int, int]:
         """Return where a rank's part of a bucket starts and ends, in elements of the bucket."""
-        return tuple(min(bucket.size, number * self.widths[bucket]) for number in (rank, rank + 1))
+        width = self.widths[bucket]
+        return min(bucket.size, rank * width), min(bucket.size, (rank + 1) * width)
 
     def send(self, bucket) -> None:
         """Copy the gradients of a bucket to the ranks whose parts they are."""
         for other, received in self.of_others:
             start, end = self._bounds(bucket, other)
             slot = (self.rank - other - 1) % (self.count + 1)  # which of its other ranks this one is
-            place = slot * sum(self.widths.values()) + self.starts[bucket]
+            place = slot * self.width + self.received_starts[bucket]
             received[place:place + end - start].copy_(bucket.reduced[start:end])
 
     def part(self, parameter, rank: int | None = None) -> tuple[int, int]:
         """Return the first element and the number of elements of a parameter that a rank updates, by default
         this one; (0, 0) for a parameter that is not trained."""
         if parameter not in self.bucket_of:
+            if parameter.requires_grad:
+                raise ValueError("data-parallel training: the optimizer has a trained parameter that the "
+                                 "model did not have when the step was made; make the step again")
             return 0, 0
         bucket, size = self.bucket_of[parameter], parameter.numel()
-        bounds = self._bounds(bucket, self.rank if rank is None else rank)
-        first, end = (min(max(bound - bucket.offsets[parameter], 0), size) for bound in bounds)
-        return first, end - first
+        start, end = self._bounds(bucket, self.rank if rank is None else rank)
+        offset = bucket.offsets[parameter]
+        first = min(max(start - offset, 0), size)
+        return first, min(max(end - offset, 0), size) - first
 
     def received_at(self, parameter) -> int:
         """Return the address at which the first other rank's gradients of this rank's part are received."""
         bucket = self.bucket_of[parameter]
         first = bucket.offsets[parameter] + self.part(parameter)[0] - self._bounds(bucket, self.rank)[0]
-        return self.received.data_ptr() + (self.starts[bucket] + first) * self.received.element_size()
+        place = self.received_starts[bucket] + first
+        return self.received.data_ptr() + place * self.received.element_size()
 
     def gather(self, tensor: torch.Tensor, parameter) -> None:
         """Copy each rank's part of a tensor of the parameter's size to all ranks."""

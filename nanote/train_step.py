@@ -131,6 +131,7 @@ class TrainStep:
         self.model_is_ours = type(model).__module__ in {module for module, *_ in models.MODELS.values()}
         self.casts_once = models.takes_argument(type(model), "is_first_microbatch")
         self.graphs, self.inputs, self.fixed = {}, None, None
+        self.identity = object()  # what FastAdam keeps of the step that used it last
 
     def __call__(self, batches, lr: float, watch: bool = False):
         """Train one step; return the mean loss and the gradient norm before clipping, each () on the device.
@@ -178,6 +179,10 @@ class TrainStep:
         self.graphs["update"].replay()
         return self.loss.clone(), self.norm.clone()
 
+    def gather_state(self) -> None:
+        """Give every rank the whole optimizer state, for optimizer.state_dict(). All ranks must call this."""
+        peers.gather_state(self.optimizer)
+
     def close(self) -> None:
         """Free the CUDA graphs: dist.destroy_process_group() would wait for those that hold its collectives
         forever."""
@@ -223,18 +228,24 @@ class TrainStep:
     def _make_gradients(self) -> None:
         """Make the gradient buffers, for the current config.grad_accum."""
         self.gradients, self.made_for = make_gradients(self.model, self.config), self.config.grad_accum
-        self.why_not_divided = peers.divide_update(self.model, self.optimizer, self.gradients, self.config)
+        self.undivided_reason = peers.divide_update(
+            self.model, self.optimizer, self.gradients, self.config)
 
     def _prepare_gradients(self) -> None:
-        """Make the gradient buffers that a changed config.grad_accum needs. Restore a divided update, after
-        another step has used the optimizer, or the parameters were moved."""
+        """Make the gradient buffers that a changed config.grad_accum needs. Restore what this step needs,
+        after parameters were moved or another step has used the optimizer."""
         if self.config.grad_accum != self.made_for:
             self._make_gradients()
-        if not self.why_not_divided:
-            own = self.gradients.peers
+        own = None if self.undivided_reason else self.gradients.peers
+        if own is not None:
             own.weights.hold()
-            if self.optimizer.peers is not own:
-                self.optimizer.divide(own)
+        if self._another_used_optimizer():
+            self.optimizer.divide(own)
+            self.optimizer.used_by = self.identity
+
+    def _another_used_optimizer(self) -> bool:
+        """Return whether the tables of FastAdam are those of another step."""
+        return getattr(self.optimizer, "used_by", self.identity) is not self.identity
 
     def _kind(self, micro: int) -> str:
         """Return the name of the graph of micro-batch number `micro`: the first casts weights to FP8 and
@@ -247,8 +258,8 @@ class TrainStep:
     def _check_unchanged(self) -> None:
         """Raise ValueError if something has changed that the captured graphs fix."""
         what = self.fixed.changed()
-        if not self.why_not_divided and self.optimizer.peers is not self.gradients.peers:
-            what = "the division of the optimizer's update"
+        if self._another_used_optimizer():
+            what = "the step that uses the optimizer"
         if what:
             raise ValueError(f"{what} changed after the step was recorded as CUDA graphs, which do not see "
                              "it; call record(batches), or make the step with cuda_graph=\"off\"")

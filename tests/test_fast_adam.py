@@ -4,6 +4,7 @@ import contextlib
 import copy
 import math
 import os
+import types
 import unittest.mock
 
 import pytest
@@ -500,8 +501,6 @@ def divided_among(count, dtype, gradient_dtype, remainders):
     ranks = []
     for rank in range(count):
         params, buckets = parameters(dtype), []
-        own = object.__new__(peers.Peers)
-        own.rank, own.count = rank, count - 1
         for some in (params[:2], params[2:]):
             bucket = Bucket()
             for parameter in some:
@@ -512,14 +511,17 @@ def divided_among(count, dtype, gradient_dtype, remainders):
                 parameter.grad_dtype = None
                 parameter.grad = bucket.reduced[start:start + parameter.numel()].view_as(parameter)
             buckets.append(bucket)
-        own._place(buckets)
-        width = sum(own.widths.values())
-        own.received = torch.zeros(own.count * width, dtype=gradient_dtype, device=DEVICE)
-        own.stride, own.barrier = width * gradient_dtype.itemsize, lambda: None  # the ranks take turns
+        bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.offsets}
+        with unittest.mock.patch.multiple(peers.dist, get_rank=lambda rank=rank: rank,
+                                          get_world_size=lambda: count):
+            own = peers.Peers(torch.nn.ParameterList(params),
+                              types.SimpleNamespace(buckets=buckets, bucket_of=bucket_of))
+        own.received = torch.zeros(own.count * own.width, dtype=gradient_dtype, device=DEVICE)
+        own.stride, own.barrier = own.width * gradient_dtype.itemsize, lambda: None  # the ranks take turns
         memory = torch.zeros(sum(bucket.size for bucket in buckets), dtype=dtype, device=DEVICE)
-        with unittest.mock.patch.object(peers, "share", return_value=(memory, None)):
+        with unittest.mock.patch.object(peers, "allocate", return_value=memory):
             own.weights = peers.SharedWeights(buckets)
-            own.weights.hold()
+        own.weights.hold()
         options = dict(lr=1e-2, betas=(0.9, 0.95), store_param_remainders=remainders)
         ranks.append((params, FastAdam(groups(params), **options), buckets, own))
     for rank, (_, optimizer, _, own) in enumerate(ranks):
