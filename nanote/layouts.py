@@ -169,25 +169,27 @@ def traffic(run, model, layout: Layout, reshard=True) -> tuple[float, float]:
 
     Shards: per micro-batch an all-gather of all weights, with resharding a second one of the blocks'; per
     step a reduce-scatter of the gradients (ZeRO, section 7.2). Replicas: per step an all-reduce of a shard's
-    gradients.
+    gradients; of a divided update, gradients one way and weights the other.
     """
     width, count = 4 if run.dtype == "float32" else 2, models.weight_count(model)
     reduced = count * max(width, parallel.reduction_dtype(run).itemsize)
     gathered = count + (model.n_layer * block_weights(model) if reshard else 0)
+    between_replicas = reduced + width * count if layout.divides_update else 2 * reduced / layout.shards
     return (ring_bytes(width * run.grad_accum * gathered + reduced, layout.shards),
-            2 * ring_bytes(reduced / layout.shards, layout.replicas))
+            ring_bytes(between_replicas, layout.replicas))
 
 
 def compute_ms(run, model, layout: Layout, cluster: Cluster) -> float:
     """Return roofline.floor_ms at the data sheet's peaks, divided by the efficiency. Checkpointing adds a
-    third to forward and backward; shards divide the optimizer's part."""
+    third to forward and backward; shards, or GPUs that divide the update, divide the optimizer's part."""
     tflops, bandwidth = roofline.PEAKS[GPUS[cluster.gpu][0]]
     peaks = {"bf16_tflops": tflops, "fp8_tflops": 2 * tflops, "copy_tbs": bandwidth}
     sequences, in_fp8 = run.micro_batch_size * run.grad_accum, run.fp8_recipe != "none"
     passes = roofline.floor_ms(model, sequences, run.seq_len, in_fp8, peaks, optimizer_bytes=0)
     update = roofline.floor_ms(model, 0, 0, in_fp8, peaks, roofline.optimizer_bytes(run))
     passes *= 1 + layout.checkpointing / 3 / run.checkpoint_every
-    return (passes + update / layout.shards) / cluster.efficiency
+    parts = layout.replicas if layout.divides_update else layout.shards
+    return (passes + update / parts) / cluster.efficiency
 
 
 def estimate(cluster: Cluster, run, model, layout: Layout) -> Estimate:
@@ -222,9 +224,10 @@ def estimates(cluster: Cluster, run, model) -> list[Estimate]:
     shapes = [("ddp", 1, cluster.gpus), ("hsdp", node, cluster.gpus // node), ("fsdp", cluster.gpus, 1)]
     if cluster.gpus == node:
         del shapes[1]
-    divides_update = node == cluster.gpus > 1
-    return [estimate(cluster, run, model, Layout(*shape, checkpointing, divides_update))
-            for checkpointing in (False, True) for shape in shapes]
+    one_machine = cluster.gpus == node
+    layouts = [Layout(*shape, checkpointing, divides_update=one_machine and shape[0] == "ddp")
+               for checkpointing in (False, True) for shape in shapes]
+    return [estimate(cluster, run, model, layout) for layout in layouts]
 
 
 def recommended(found: list[Estimate]) -> Estimate | None:

@@ -64,6 +64,7 @@ def small(**options):
     (Layout("ddp", 1, 1), True, 1, (0, 0)),
     (Layout("ddp", 1, 4), True, 1, (0, 2 * 3 / 4 * 27_648)),  # gradients in float32
     (Layout("ddp", 1, 4), True, 8, (0, 2 * 3 / 4 * 27_648)),  # which are reduced once a step
+    (Layout("ddp", 1, 4, divides_update=True), True, 8, (0, 3 / 4 * (27_648 + 13_824))),  # and BF16 weights
     (Layout("fsdp", 4, 1), False, 1, (3 / 4 * (13_824 + 27_648), 0)),
     (Layout("fsdp", 4, 1), True, 1, (3 / 4 * (13_824 + 12_288 + 27_648), 0)),
     (Layout("fsdp", 4, 1), True, 2, (3 / 4 * (2 * (13_824 + 12_288) + 27_648), 0)),
