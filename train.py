@@ -194,6 +194,10 @@ def evaluate_and_log(run: Run, record: dict) -> None:
         if not math.isfinite(run.val_loss):
             raise Diverged(f"step {run.step}: validation loss {run.val_loss}")
         record = record | val_record(run.val_loss, val.meta)
+        if run.schedule.is_last_step and getattr(run.model.config, "use_fp8", False) and (
+                not run.config.fp8_param):
+            with fp8.turned_off(run.model):
+                record["val_loss_without_fp8"] = evaluate(run.model, val, run.config)
     run.log.write(record | {"seconds": run.meter.total_seconds()},
                   run.meter.seconds_left(run.config.max_steps))
 

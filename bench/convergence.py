@@ -19,6 +19,8 @@ and the first step, which captures the CUDA graphs). From the last records follo
 - mean, standard_error: of the final validation loss over the seeds
 - gap_percent, gap_standard_error, gap_interval: of the arm's loss over that of bf16, paired by seed; the last
   is its 95 % interval [low, high], of the t distribution; None with one seed
+- gap_without_fp8_percent: the same of the loss that the arm's final weights have when they are evaluated in
+  BF16, so without the rounding of the evaluation; None for arms without FP8
 - seconds_to_bf16_loss, loss_matched_speedup: training time after which a run of this arm ends at the loss of
   bf16, interpolated between runs of several lengths (--tokens 1e8, then --tokens 1.1e8), and bf16's time over
   it. A run of another length has its own learning-rate schedule, so one run's curve cannot tell.
@@ -195,6 +197,8 @@ def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
             found.append({"arm": arm, "seed": seed, "run_tokens": records[-1]["step"] * TOKENS_PER_STEP,
                           "tokens": step * TOKENS_PER_STEP, "step": step,
                           "val_loss": record["val_loss"], "seconds": round(seconds, 3)})
+            if "val_loss_without_fp8" in record:
+                found[-1]["val_loss_without_fp8"] = record["val_loss_without_fp8"]
     return found
 
 
@@ -211,11 +215,14 @@ def summarize(runs: list[dict]) -> list[dict]:
         losses = {seed: record["val_loss"] for seed, record in by_seed.items()}
         baseline = final.get((baseline_of(arm), tokens), {})
         gaps = [100 * (losses[seed] / baseline[seed]["val_loss"] - 1) for seed in losses if seed in baseline]
+        in_bf16 = [100 * (by_seed[seed]["val_loss_without_fp8"] / baseline[seed]["val_loss"] - 1)
+                   for seed in losses if seed in baseline and "val_loss_without_fp8" in by_seed[seed]]
         rows.append({
             "arm": arm, "tokens": tokens, "seeds": len(losses), "mean": statistics.mean(losses.values()),
             "standard_error": standard_error(list(losses.values())),
             "gap_percent": statistics.mean(gaps) if gaps else None,
             "gap_standard_error": standard_error(gaps), "gap_interval": interval_of(gaps),
+            "gap_without_fp8_percent": statistics.mean(in_bf16) if in_bf16 else None,
             "seconds": statistics.median(record["seconds"] for record in by_seed.values()),
         })
     for row in rows:

@@ -328,6 +328,16 @@ def preserved_state(model):
                 scaling.amax_history.zero_()
 
 
+@contextmanager
+def turned_off(model):
+    """Compute in the dtype of the model's weights, not in FP8: what is lost by FP8 in an evaluation alone."""
+    model.config.use_fp8 = False
+    try:
+        yield
+    finally:
+        model.config.use_fp8 = True
+
+
 def init_master_weights(model, optimizer):
     """Initialize the float32 masters of FP8 weights with the high-precision initial values, and free those.
 

@@ -270,6 +270,8 @@ class Log:
         val = f"  val loss {record['val_loss']:.4f}" if "val_loss" in record else ""
         if "val_bits_per_byte" in record:
             val += f" ({record['val_bits_per_byte']:.4f} bits a byte)"
+        if "val_loss_without_fp8" in record:
+            val += f", computed without FP8 {record['val_loss_without_fp8']:.4f}"
         self.say(f"step {record['step']}/{self.max_steps}  loss {record['loss']:.4f}  "
                  f"grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
                  f"{speed}{mfu}{roofline}{val}{eta}")
@@ -342,7 +344,7 @@ OF_ONE_RUN = ("tokens_per_s", "mfu", "roofline", "peak_gib", "seconds")
 
 # What json_files.check accepts in a line of metrics.jsonl and of fp8_health.jsonl.
 METRICS = {"step": json_files.SIZE, "loss": json_files.FLOAT32, "val_loss?": json_files.FLOAT32,
-           "val_bits_per_byte?": json_files.FLOAT32,
+           "val_bits_per_byte?": json_files.FLOAT32, "val_loss_without_fp8?": json_files.FLOAT32,
            "peak_gib?": float | None}
 AMAX = json_files.between(0, json_files.FLOAT32_MAX) | Literal[math.inf]
 FIGURES = {"amax": AMAX, "scale": AMAX | None, "saturated": json_files.SHARE | None,

@@ -25,8 +25,11 @@ def test_summary():
             *run("fp8@1e-3", 1, 100, 2.2, 100.0), *run("fp8@1e-3", 2, 100, 2.2, 100.0),
             *run("fp8@1e-3", 1, 144, 2.0, 144.0), *run("fp8-e4m3@1e-3", 1, 100, 2.5, 100.0),
             *run("nanogpt@1e-3", 1, 100, 2.1, 240.0), *run("350m-fp8@1e-3", 1, 100, 1.9, 300.0)]
+    ended = next(r for r in runs if (r["arm"], r["seed"], r["tokens"]) == ("fp8@1e-3", 1, 100))
+    ended["val_loss_without_fp8"] = 2.1
     rows = {(row["arm"], row["tokens"]): row for row in summarize(runs)}
     fp8 = rows["fp8@1e-3", 100]
+    assert fp8["gap_without_fp8_percent"] == pytest.approx(5)  # of seed 1, whose bf16 has 2.0
     assert fp8["seeds"] == 2 and fp8["mean"] == pytest.approx(2.2) and fp8["standard_error"] == 0
     assert fp8["gap_percent"] == pytest.approx(5) and fp8["gap_standard_error"] == pytest.approx(5)
     # two seeds: Student's t has one degree of freedom

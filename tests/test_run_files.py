@@ -166,6 +166,9 @@ def test_eval_only_prints_the_loss_of_the_run_and_writes_nothing(finished, token
             f"byte, {logged['val_bits_per_byte']:.4f} bits a byte\n")
     assert run_train("--eval-only --out-dir nowhere") == 2
     assert files() == before
+    assert run_train("--eval-only --out-dir run --fp8-recipe none") == 0
+    assert 0 < abs(logged["val_loss_without_fp8"] / logged["val_loss"] - 1) < 0.01
+    assert f"loss {logged['val_loss_without_fp8']:.4f} nats" in capsys.readouterr().out
 
 
 def test_the_validation_loss_depends_on_no_batch_size_and_no_seed(finished, monkeypatch):
