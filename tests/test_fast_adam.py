@@ -579,6 +579,13 @@ def test_a_divided_update_equals_one_of_summed_gradients(count, dtype, gradient_
     assert sum(parts) == sum(p.numel() for p in params) and max(parts) < 1.2 * sum(parts) / count
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="takes minutes in the interpreter")
+def test_a_divided_update_at_the_sizes_of_training(monkeypatch):
+    monkeypatch.setitem(globals(), "SHAPES", [(50304, 768), (768,), (16384, 1040), (8208,)])
+    test_a_divided_update_equals_one_of_summed_gradients(2, torch.bfloat16, torch.float32, True)
+
+
 def test_a_divided_update_is_not_done_or_saved_in_part():
     ranks = divided_among(2, torch.float32, torch.float32, False)
     _, optimizer, _ = ranks[0]
