@@ -1,4 +1,5 @@
 """bench/convergence.py: the summary of runs, on figures made by hand; bench/ablation.py: emulated FP8."""
+import json
 import shutil
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 from test_nanogpt import STAND_IN
 
 import te_reference as te
-from bench import convergence, convergence_report
+from bench import convergence, convergence_report, rounding
 from bench.ablation import Ablated, AblatedConfig, Ablation, Gemm, Linear, round_to_fp8
 from bench.accumulation_bias import bias_and_error
 from bench.convergence import summarize
@@ -98,6 +99,20 @@ def test_a_bias_is_told_from_an_error_that_averages_out():
     bias, error = bias_and_error(exact * (1 + 0.01 * torch.randn(200_000)), exact)
     assert abs(bias) < 1e-4 and error == pytest.approx(0.01, rel=0.02)
     assert bias_and_error(0.99 * exact, exact) == pytest.approx((-0.01, 0.01))
+
+
+def test_what_rounding_changes_at_once(tokens, tmp_path):
+    sizes = "--n-layer 1 --n-head 2 --n-embd 32 --seq-len 32 --micro-batch-size 2 --eval-tokens 64"
+    folder, json_file = tmp_path / "run", tmp_path / "rounding.json"
+    assert run_train(f"--preset tiny {sizes} --max-steps 2 --data {tokens} --out-dir {folder}") == 0
+    parts = ["none", "only_gradients", "only_activations"]
+    rounding.main([str(folder), "--tokens", "64", "--parts", *parts, "--json", str(json_file)])
+    other, trained, none, gradients, activations = json.loads(json_file.read_text())["rows"]
+    assert none == {"part": "none", "loss_percent": 0, "gradient_bias": 0, "gradient_error": 0}
+    assert gradients["loss_percent"] == 0 != activations["loss_percent"]
+    rounded = (gradients, activations, trained)
+    assert all(0 < row["gradient_error"] < 0.5 * other["gradient_error"] for row in rounded)
+    assert abs(trained["loss_percent"]) < 1
 
 
 # ---------------------------------------------------------------- emulated FP8

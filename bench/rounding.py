@@ -1,0 +1,154 @@
+"""What does rounding to FP8 change at once, by part? The loss and the gradient of one checkpoint.
+
+    python bench/rounding.py out/gpt2-124m    # a run in FP8 or BF16; writes results/rounding.json
+
+A run per part (bench/convergence.py --arms emulated-only_weights …) takes minutes, and its loss depends on
+the seed. Here the weights are those of one checkpoint, and each row quantizes a part of the GEMMs' operands
+for the same tokens, in bench/ablation.py with one current scale a tensor. So rows differ by the rounding
+alone. They do not show what training makes of it.
+
+- loss_percent: validation loss over that without FP8, - 1
+- gradient_bias, gradient_error: of the gradient g of all weights in one micro-batch, against that without
+  FP8, e: ⟨g, e⟩ / ⟨e, e⟩ - 1, and ‖g - e‖ / ‖e‖
+- The row `other tokens` is the gradient without FP8 of another micro-batch. Its error is the noise of the
+  data: an error of rounding is large or small beside it.
+- The row `as trained`, of a run in FP8, is the model of the run with its recipe, kernels and scales.
+"""
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from bench import arms
+from bench.ablation import Ablated, AblatedConfig
+from bench.accumulation_bias import bias_and_error
+from bench.convergence import EMULATED
+from bench.report import check_folder, markdown, write_report
+from nanote import checkpoint, cli, fp8
+from nanote.config import read_options
+from nanote.dataset import Loader
+from nanote.generate import pick_device
+
+PARTS = [name for name in EMULATED if name not in ("current", "e4m3_current", "float32_residual")]
+
+
+@dataclass
+class Options:
+    folder: tyro.conf.Positional[Path]
+    """A run's folder, or one of its checkpoints."""
+    data: str | None = None  # Folder of token files; None: the run's.
+    parts: tuple[str, ...] = tuple(PARTS)
+    """Names of arms of bench/convergence.py, without their prefix emulated-."""
+    tokens: int = 500_000  # Tokens to evaluate.
+    json: Path = ROOT / "results/rounding.json"  # Write the figures here.
+
+
+def load(options: Options, device):
+    """Return the checkpoint's folder, the run's config, and a function that builds the model: with an
+    ablation or, without one, as it was trained.
+
+    Raises ValueError for a run that is not of --model optimized.
+    """
+    data = ["--data", options.data] if options.data else []
+    config, folder, meta = read_options(["--eval-only", "--out-dir", str(options.folder), *data])
+    if config.model != "optimized":
+        raise ValueError(f"{options.folder}: a run of --model {config.model}; name one of --model optimized")
+    config = dataclasses.replace(config, n_positions=meta["model_config"]["n_positions"])
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def build(words: str | None = None, batch=None):
+        if words is None:
+            sizes = {name: meta["model_config"][name] for name in ("vocab_size", "n_positions")}
+            step = arms.build_te(dataclasses.replace(config, grad_accum=1, **sizes), device, batch)
+            checkpoint.load(folder, meta, step.model, step.optimizer)  # FP8's scales with the optimizer
+            return step.model
+        fields = {field.name for field in dataclasses.fields(AblatedConfig) if field.init}
+        known = {name: value for name, value in meta["model_config"].items() if name in fields}
+        with torch.device(device):
+            model = Ablated(AblatedConfig(**known | {"use_fp8": False, "ablation": words})).to(dtype)
+        checkpoint.load(folder, meta, model)
+        return model
+
+    return folder, config, build
+
+
+@torch.no_grad()
+def evaluate(model, batches) -> float:
+    """Return the mean loss of (batch, number of labels that count)."""
+    nats, tokens = 0.0, 0
+    for batch, counted in batches:
+        nats, tokens = nats + model(*batch).double() * counted, tokens + counted
+    return (nats / tokens).item()
+
+
+def gradient(model, batch, grad_accum: int) -> torch.Tensor:
+    """Return the gradient of all weights as one vector. The loss is divided as in a step of the run, for which
+    FP8 has the scales."""
+    model.zero_grad(set_to_none=True)
+    (model(*batch) / grad_accum).backward()
+    return torch.cat([parameter.grad.flatten() for _, parameter in sorted(model.named_parameters())])
+
+
+def measure(build, config, options: Options, device):
+    """Yield the rows."""
+    def loader(split):
+        return Loader(config.data, split, seq_len=config.seq_len, micro_batch_size=config.micro_batch_size,
+                      seed=config.seed, device=device, pack_documents=config.pack_documents)
+
+    train = loader("train")
+    batch, other = train.batch(0), train.batch(1)
+    batches = [each for each in loader("val").evaluation(options.tokens) if each[1]]
+    exact_model = build("quantize=none scaling=current")
+    loss, exact = evaluate(exact_model, batches), gradient(exact_model, batch, config.grad_accum)
+
+    def row(part, model, batch):
+        bias, error = bias_and_error(gradient(model, batch, config.grad_accum), exact)
+        with fp8.preserved_state(model):
+            change = evaluate(model.eval(), batches) / loss - 1
+        return {"part": part, "loss_percent": 100 * change, "gradient_bias": bias, "gradient_error": error}
+
+    yield row("other tokens", exact_model, other) | {"loss_percent": None}
+    if config.fp8_recipe != "none":
+        yield row("as trained", build(batch=batch).train(), batch)
+    for part in options.parts:
+        words = EMULATED[part]
+        try:
+            model = build(words if "scaling" in words else f"{words} scaling=current")
+        except ValueError as error:  # blocks that do not divide the model's sizes
+            print(f"{part}: left out: {error}", file=sys.stderr)
+            continue
+        yield row(part, model, batch)
+
+
+def table(figures) -> str:
+    """Return the Markdown table."""
+    lines = []
+    for row in figures["rows"]:
+        loss = "" if row["loss_percent"] is None else f"{row['loss_percent']:+.3f}"
+        words = EMULATED.get(row["part"], row["part"])
+        lines.append([f"`{words}`" if "=" in words else words or "all", loss,
+                      f"{100 * row['gradient_bias']:+.2f}", f"{100 * row['gradient_error']:.2f}"])
+    return markdown(["quantized", "loss, %", "gradient, bias, %", "gradient, error, %"], lines)
+
+
+def main(argv=None):
+    options = cli.parse(Options, argv, prog="bench/rounding.py", description=__doc__)
+    check_folder(options.json)
+    for part in set(options.parts) - set(EMULATED):
+        raise ValueError(f"--parts {part}: unknown; the parts are {', '.join(PARTS)}")
+    device = pick_device("auto")
+    folder, config, build = load(options, device)
+    figures = {"checkpoint": folder.name, "n_layer": config.n_layer, "n_embd": config.n_embd,
+               "rows": list(measure(build, config, options, device))}
+    write_report("bench/rounding.py", argv, figures, options.json)
+    print(table(figures))
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, "bench/rounding.py"))
