@@ -88,8 +88,8 @@ def evaluate(model, batches) -> float:
 
 
 def gradient(model, batch, grad_accum: int) -> torch.Tensor:
-    """Return the gradient of all weights as one vector. The loss is divided as in a step of the run, for which
-    FP8 has the scales."""
+    """Return the gradient of all weights as one vector. The loss is divided as in a step of the run, for
+    which FP8 has the scales."""
     model.zero_grad(set_to_none=True)
     (model(*batch) / grad_accum).backward()
     return torch.cat([parameter.grad.flatten() for _, parameter in sorted(model.named_parameters())])
