@@ -14,8 +14,8 @@ option=value, the fields of `Ablation`; a checkpoint stores them, and --resume k
   in some dgrad GEMMs: the difference of the arms `fp8` and `emulated-all` is due to that and to the kernels.
 - Delayed scaling is that of the default recipe: the maximum of 1,024 amax values before this pass; where it
   is infinite, the scale before. A first pass, which has none, uses its own.
-- Amax histories are buffers, which the trainer does not restore after the warm-up passes of a CUDA-graph
-  capture: those enter them, so a run that resumes on a GPU is not exactly the one that was not cut.
+- Amax histories are buffers. The warm-up passes of a CUDA-graph capture update them, and the trainer does not
+  restore them. So a resumed run on a GPU does not equal an uninterrupted one exactly.
 """
 
 import dataclasses

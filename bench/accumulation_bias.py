@@ -3,8 +3,9 @@
     python bench/accumulation_bias.py out/gpt2-124m    # a run in FP8, delayed scaling, with its checkpoints
 
 An error that averages out and one that shrinks every gradient may have the same norm, which is all that
-bench/accumulation.py measures. The bias of a result is ⟨result, exact⟩ / ⟨exact, exact⟩ - 1, and its error
-‖result - exact‖ / ‖exact‖, where exact is computed in float64 from the same FP8 values. Both are measured
+bench/accumulation.py measures. The bias of a result is ⟨result, exact⟩ / ⟨exact, exact⟩ - 1, and its
+error ‖result - exact‖ / ‖exact‖, where exact is computed in float64 from the same FP8 values.
+Both are measured
 
 - for each dgrad GEMM of one micro-batch of the run's training data, with the checkpoint's weights, with fast
   and with precise (float32) accumulation. Results are in BF16, as in training.
@@ -14,7 +15,6 @@ bench/accumulation.py measures. The bias of a result is ⟨result, exact⟩ / �
 results/accumulation_bias.json has a row of each, and `table` the summary for the page.
 """
 
-import dataclasses
 import statistics
 import sys
 from dataclasses import dataclass
@@ -25,14 +25,15 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import train
 from bench import arms
 from bench.report import check_folder, markdown, write_report
 from fast_kernels import gemm as fast_gemm
 from fast_kernels.gemm import gemm  # the function itself: `watched` replaces the module's attribute
 from fast_kernels.support import unsupported_reason
-from nanote import checkpoint, cli, fp8
+from nanote import cli, fp8
 from nanote.config import read_options
-from nanote.dataset import Loader
+from nanote.parallel import Ranks
 
 ROWS = 4096  # of a result, which are compared
 EVERY_K = 10**9
@@ -48,7 +49,7 @@ class Options:
 
 
 def bias_and_error(result, exact) -> tuple[float, float]:
-    """Return ⟨result, exact⟩ / ⟨exact, exact⟩ - 1 and ‖result - exact‖ / ‖exact‖, computed in float64."""
+    """Return the bias and the error of a result, computed in float64."""
     difference, exact = result.double() - exact.double(), exact.double()
     square = exact.square().sum()
     return ((difference * exact).sum() / square).item(), (difference.square().sum() / square).sqrt().item()
@@ -58,16 +59,11 @@ def load(options: Options):
     """Return a checkpoint's model, its config and a micro-batch of its training data."""
     data = ["--data", options.data] if options.data else []
     config, folder, meta = read_options(["--eval-only", "--out-dir", str(options.folder), *data])
-    sizes = {name: meta["model_config"][name] for name in ("vocab_size", "n_positions")}
-    config, device = dataclasses.replace(config, **sizes), torch.device("cuda")
-    loader = Loader(config.data, "train", seq_len=config.seq_len, micro_batch_size=config.micro_batch_size,
-                    seed=config.seed, device=device, pack_documents=config.pack_documents)
+    device = torch.device("cuda")
+    loader = train.open_data(config, Ranks(), device, ["train"])["train"]
     batch = loader.batch(meta["step"] * config.grad_accum)
     loader.close()
-    # of one micro-batch: a step of several would collect gradients in buffers
-    step = arms.build_te(dataclasses.replace(config, grad_accum=1), device, batch)
-    checkpoint.load(folder, meta, step.model, step.optimizer)  # FP8's scales are loaded with the optimizer
-    model = step.model.train()
+    model = arms.load_te(folder, meta, config, device, batch).model.train()
     reason = unsupported_reason(model)
     if reason:
         raise ValueError(f"{options.folder}: the fast kernels do not run this model: {reason}; name a run of "

@@ -12,7 +12,7 @@ import re
 import torch
 
 from bench.plain_gpt import ARMS as PLAIN_ARMS
-from nanote import fp8, models, parallel, roofline
+from nanote import checkpoint, fp8, models, parallel, roofline
 from nanote.config import PRESETS, TrainConfig
 from nanote.optimizers import make_optimizer
 from nanote.train_step import TrainStep, accelerate, compile_model, recipe_of, warm_up_scales
@@ -117,6 +117,20 @@ def build_te(config: TrainConfig, device, batch) -> TrainStep:
         warm_up_scales(model, batch, config)
     step = TrainStep(model, compile_model(model, config), optimizer, config, device)
     step.kernels = kernels
+    return step
+
+
+def load_te(folder, meta: dict, config: TrainConfig, device, batch) -> TrainStep:
+    """Build the step of a run, of one micro-batch, and load its checkpoint.
+
+    Args:
+        folder, meta, config: what nanote.config.read_options returns with --eval-only.
+        batch: see `build_te`.
+    """
+    sizes = {name: meta["model_config"][name] for name in ("vocab_size", "n_positions")}
+    # one micro-batch: a step of several would collect gradients in buffers
+    step = build_te(dataclasses.replace(config, grad_accum=1, **sizes), device, batch)
+    checkpoint.load(folder, meta, step.model, step.optimizer)  # FP8's scales are loaded with the optimizer
     return step
 
 

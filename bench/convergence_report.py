@@ -61,7 +61,8 @@ def main_table(result) -> str:
             lines.append([f"`{name}`", *cells(row), with_interval(in_bf16, None), f"{row['seconds']:.0f}",
                           *(f"{speedup:.2f}" if speedup else "" for speedup in speedups)])
     return markdown(["arm", "tokens", "seeds", "loss ± standard error", "behind BF16, %",
-                     "evaluated in BF16, %", "seconds", "× BF16 at its loss", "× nanoGPT at its loss"], lines)
+                     "evaluated in BF16, %", "seconds", "× BF16 at its loss", "× nanoGPT at its loss"],
+                    lines)
 
 
 def rates_table(result) -> str:

@@ -82,6 +82,14 @@ def load(folder):
     return module
 
 
+def make_gpt(module, config, block_size: int, dropout: float):
+    """Return nanoGPT's model. `config` has the other sizes, and bias."""
+    return module.GPT(module.GPTConfig(
+        block_size=block_size, vocab_size=config.vocab_size, n_layer=config.n_layer, n_head=config.n_head,
+        n_embd=config.n_embd, dropout=dropout, bias=config.bias,
+    ))
+
+
 @dataclass
 class NanoGPTConfig:
     vocab_size: int = 50304
@@ -101,12 +109,8 @@ class NanoGPT(torch.nn.Module):
         folder = os.environ.get("NANOGPT")
         if not folder:
             raise ValueError("NANOGPT is not set; name the folder of a nanoGPT checkout, which has model.py")
-        module = load(Path(folder))
         self.config = config
-        self.gpt = module.GPT(module.GPTConfig(
-            block_size=config.n_positions, vocab_size=config.vocab_size, n_layer=config.n_layer,
-            n_head=config.n_head, n_embd=config.n_embd, dropout=config.dropout, bias=config.bias,
-        ))
+        self.gpt = make_gpt(load(Path(folder)), config, config.n_positions, config.dropout)
 
     def forward(self, input_ids, labels=None):
         if labels is not None:
@@ -122,10 +126,7 @@ def build(module, config, device, ddp=False) -> NanoGPTStep:
     ddp: train on all ranks, of one micro-batch each, as nanoGPT's train.py does.
     """
     torch.manual_seed(config.seed)
-    model = module.GPT(module.GPTConfig(
-        block_size=config.seq_len, vocab_size=config.vocab_size, n_layer=config.n_layer, n_head=config.n_head,
-        n_embd=config.n_embd, dropout=0.0, bias=config.bias,
-    )).to(device)
+    model = make_gpt(module, config, config.seq_len, dropout=0.0).to(device)
     betas = (config.beta1, config.beta2)
     optimizer = model.configure_optimizers(config.weight_decay, config.lr, betas, device.type)
     net = torch.compile(model)

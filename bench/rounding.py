@@ -25,15 +25,16 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import train
 from bench import arms
 from bench.ablation import Ablated, AblatedConfig
 from bench.accumulation_bias import bias_and_error
 from bench.convergence import EMULATED
 from bench.report import check_folder, markdown, write_report
-from nanote import checkpoint, cli, fp8
+from nanote import checkpoint, cli
 from nanote.config import read_options
-from nanote.dataset import Loader
 from nanote.generate import pick_device
+from nanote.parallel import Ranks
 
 PARTS = [name for name in EMULATED if name not in ("current", "e4m3_current", "float32_residual")]
 
@@ -59,15 +60,12 @@ def load(options: Options, device):
     config, folder, meta = read_options(["--eval-only", "--out-dir", str(options.folder), *data])
     if config.model != "optimized":
         raise ValueError(f"{options.folder}: a run of --model {config.model}; name one of --model optimized")
-    config = dataclasses.replace(config, n_positions=meta["model_config"]["n_positions"])
+    config = dataclasses.replace(config, eval_tokens=options.tokens, eval_steps=None)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def build(words: str | None = None, batch=None):
         if words is None:
-            sizes = {name: meta["model_config"][name] for name in ("vocab_size", "n_positions")}
-            step = arms.build_te(dataclasses.replace(config, grad_accum=1, **sizes), device, batch)
-            checkpoint.load(folder, meta, step.model, step.optimizer)  # FP8's scales with the optimizer
-            return step.model
+            return arms.load_te(folder, meta, config, device, batch).model
         fields = {field.name for field in dataclasses.fields(AblatedConfig) if field.init}
         known = {name: value for name, value in meta["model_config"].items() if name in fields}
         with torch.device(device):
@@ -76,15 +74,6 @@ def load(options: Options, device):
         return model
 
     return folder, config, build
-
-
-@torch.no_grad()
-def evaluate(model, batches) -> float:
-    """Return the mean loss of (batch, number of labels that count)."""
-    nats, tokens = 0.0, 0
-    for batch, counted in batches:
-        nats, tokens = nats + model(*batch).double() * counted, tokens + counted
-    return (nats / tokens).item()
 
 
 def gradient(model, batch, grad_accum: int) -> torch.Tensor:
@@ -97,25 +86,23 @@ def gradient(model, batch, grad_accum: int) -> torch.Tensor:
 
 def measure(build, config, options: Options, device):
     """Yield the rows."""
-    def loader(split):
-        return Loader(config.data, split, seq_len=config.seq_len, micro_batch_size=config.micro_batch_size,
-                      seed=config.seed, device=device, pack_documents=config.pack_documents)
-
-    train = loader("train")
-    batch, other = train.batch(0), train.batch(1)
-    batches = [each for each in loader("val").evaluation(options.tokens) if each[1]]
+    loaders = train.open_data(config, Ranks(), device)
+    batch, other = (loaders["train"].batch(number) for number in (0, 1))
     exact_model = build("quantize=none scaling=current")
-    loss, exact = evaluate(exact_model, batches), gradient(exact_model, batch, config.grad_accum)
+    loss = train.evaluate(exact_model, loaders["val"], config)
+    exact = gradient(exact_model, batch, config.grad_accum)
 
-    def row(part, model, batch):
-        bias, error = bias_and_error(gradient(model, batch, config.grad_accum), exact)
-        with fp8.preserved_state(model):
-            change = evaluate(model.eval(), batches) / loss - 1
-        return {"part": part, "loss_percent": 100 * change, "gradient_bias": bias, "gradient_error": error}
+    def row(part, of_gradient, loss_percent):
+        bias, error = bias_and_error(of_gradient, exact)
+        return {"part": part, "loss_percent": loss_percent, "gradient_bias": bias, "gradient_error": error}
 
-    yield row("other tokens", exact_model, other) | {"loss_percent": None}
+    def row_of(part, model):
+        change = train.evaluate(model, loaders["val"], config) / loss - 1
+        return row(part, gradient(model, batch, config.grad_accum), 100 * change)
+
+    yield row("other tokens", gradient(exact_model, other, config.grad_accum), None)
     if config.fp8_recipe != "none":
-        yield row("as trained", build(batch=batch).train(), batch)
+        yield row_of("as trained", build(batch=batch))
     for part in options.parts:
         words = EMULATED[part]
         try:
@@ -123,7 +110,9 @@ def measure(build, config, options: Options, device):
         except ValueError as error:  # blocks that do not divide the model's sizes
             print(f"{part}: left out: {error}", file=sys.stderr)
             continue
-        yield row(part, model, batch)
+        yield row_of(part, model)
+    for each in loaders.values():
+        each.close()
 
 
 def table(figures) -> str:

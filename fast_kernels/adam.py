@@ -159,8 +159,8 @@ def _sum_over_gpus(gradient, received, stride, offsets, mask, PEERS: tl.constexp
 
 @dataclass
 class _Tables:
-    """Kernel arguments of one parameter group. The tensors are allocated once and updated in place, because
-    a captured CUDA graph reads this memory at every replay."""
+    """Kernel arguments of one parameter group. The tensors are updated in place, because a captured CUDA
+    graph reads this memory at every replay; `FastAdam.divide` alone allocates `chunks` again."""
 
     pointers: torch.Tensor  # (parameters, 7) int64, see `_adam`; zeros skip a parameter without a gradient
     chunks: torch.Tensor  # (programs, 2) int32, of all parameters: the launch is always the same
@@ -183,6 +183,12 @@ class Alone:
     def received_at(self, parameter):
         """Return the address of the gradients of that part which other ranks have sent."""
         return 0
+
+    def barrier(self):
+        """Let the GPU wait for the other ranks."""
+
+    def all_reduce(self, tensor):
+        """Sum a tensor over ranks, in place."""
 
 
 def _check_options(group, moment_dtype):
@@ -398,11 +404,10 @@ class FastAdam(torch.optim.Optimizer):
         After `divide`, all ranks must call this; it then sums gradients over ranks, too.
         """
         self.prepare()
-        if self.peers.count:
-            if self.is_summed:
-                raise ValueError("FastAdam: these gradients are summed over GPUs already; call step() "
-                                 "between two calls of gradient_norm()")
-            self.peers.barrier()  # the gradients of all ranks are there
+        if self.peers.count and self.is_summed:
+            raise ValueError("FastAdam: these gradients are summed over GPUs already; call step() between "
+                             "two calls of gradient_norm()")
+        self.peers.barrier()  # the gradients of all ranks are there
         sums = []
         for tables in self.tables:
             programs = len(tables.chunks)
@@ -412,8 +417,7 @@ class FastAdam(torch.optim.Optimizer):
                                       TYPES[self.gradient_dtype], self.peers.count, CHUNK, BLOCK=1024,
                                       num_warps=4)
         total = torch.cat(sums).sum()
-        if self.peers.count:
-            self.peers.all_reduce(total)
+        self.peers.all_reduce(total)
         self.is_summed = True
         return total.sqrt()
 
@@ -451,8 +455,7 @@ class FastAdam(torch.optim.Optimizer):
                                self.peers.distances, TYPES[self.dtype], TYPES[self.gradient_dtype],
                                self.master, TYPES[self.moment_dtype], self.peers.count, CHUNK, BLOCK=1024,
                                num_warps=4)
-        if self.peers.count:
-            self.peers.barrier()  # the weights of all ranks are there
+        self.peers.barrier()  # the weights of all ranks are there
         return loss
 
     @torch.no_grad()

@@ -63,7 +63,6 @@ def save(run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> Path
     `meta` must be serializable as JSON; `read_meta` returns it. On OSError (a full disk) nothing of this
     checkpoint is left, earlier ones are untouched, and the message names the last of them.
     """
-    peers.gather_state(optimizer)
     document = _document(step, model, optimizer, meta)
     return _write(Path(run_dir), step, _tensors(model, optimizer), document, keep)
 
@@ -96,7 +95,6 @@ class BackgroundSaver:
         """
         reason = ""
         if self.background:
-            peers.gather_state(optimizer)
             try:
                 self.copy_to_host(_tensors(model, optimizer))
             except torch.OutOfMemoryError:  # of the GPU
@@ -114,7 +112,6 @@ class BackgroundSaver:
     def save(self, run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> None:
         """Save like the function `save`, after the previous checkpoint. An OSError is kept for `error`."""
         self.wait()
-        peers.gather_state(optimizer)
         document = _document(step, model, optimizer, meta)
         tensors = _tensors(model, optimizer)
         if self.background:
@@ -277,6 +274,7 @@ def _has_master(parameter) -> bool:
 
 def _optimizer_states(optimizer):
     """Return (parameter, state) pairs; torch numbers the parameters of all groups consecutively."""
+    peers.gather_state(optimizer)
     found = []
     for part in parts_of(optimizer):
         states = part.state_dict()["state"]

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from nanote import fp8, parallel, peers
 
 # NCCL's kernels take SMs that a GEMM of the backward pass waits for, so few large all-reduces cost less than
-# many small ones; one for everything would begin too late.
+# many small ones; one for everything would begin too late. A divided update sends a bucket at a time, too.
 BUCKET_BYTES = 128 * 2**20
 
 

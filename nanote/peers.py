@@ -71,9 +71,8 @@ def divide_update(model, optimizer, gradients, config) -> str:
 
 def gather_state(optimizer) -> None:
     """Give every rank the whole state of an optimizer, where its update is divided. Collective."""
-    for part in getattr(optimizer, "parts", [optimizer]):
-        if hasattr(part, "gather_state"):
-            part.gather_state()
+    if hasattr(optimizer, "gather_state"):
+        optimizer.gather_state()
 
 
 def unsupported_reason(model, optimizer) -> str:
