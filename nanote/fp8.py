@@ -330,12 +330,15 @@ def preserved_state(model):
 
 @contextmanager
 def turned_off(model):
-    """Compute in the dtype of the model's weights, not in FP8: what is lost by FP8 in an evaluation alone."""
-    model.config.use_fp8 = False
+    """Run the model, if it is in FP8, in the dtype of its weights."""
+    used = getattr(model.config, "use_fp8", False)
+    if used:
+        model.config.use_fp8 = False
     try:
         yield
     finally:
-        model.config.use_fp8 = True
+        if used:
+            model.config.use_fp8 = True
 
 
 def init_master_weights(model, optimizer):

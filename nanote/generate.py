@@ -7,11 +7,12 @@ Use `generate` with any of the model files; sample.py is its command line. Two d
   their keys and values are recomputed, because every position changes. That is one such pass per
   n_positions / 2 tokens instead of one per token. The windows are the same with and without the cache.
 """
+import contextlib
 from collections.abc import Callable, Collection
 
 import torch
 
-from nanote import cli
+from nanote import cli, fp8
 
 
 @torch.no_grad()
@@ -47,11 +48,10 @@ def generate(
     stop = {stop} if isinstance(stop, int) else set(stop or ())
     use_cache = use_cache and hasattr(model, "make_kv_cache")
     device, limit = next(model.parameters()).device, model.config.n_positions
-    was_training, used_fp8 = model.training, getattr(model.config, "use_fp8", None)
-    model.eval()
-    if used_fp8:
-        model.config.use_fp8 = False
-    try:
+    with contextlib.ExitStack() as restored:
+        restored.callback(model.train, model.training)
+        restored.enter_context(fp8.turned_off(model))
+        model.eval()
         ids, prompt_length = list(ids), len(ids)
         start, cache = max(0, len(ids) - limit), None  # the window is ids[start:]
         while len(ids) < prompt_length + max_new_tokens:
@@ -71,10 +71,6 @@ def generate(
             if ids[-1] in stop:
                 break
         return ids[prompt_length:]
-    finally:
-        model.train(was_training)
-        if used_fp8:
-            model.config.use_fp8 = True
 
 
 def pick(logits: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None, generator) -> int:
