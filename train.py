@@ -194,12 +194,27 @@ def evaluate_and_log(run: Run, record: dict) -> None:
         if not math.isfinite(run.val_loss):
             raise Diverged(f"step {run.step}: validation loss {run.val_loss}")
         record = record | val_record(run.val_loss, val.meta)
-        if run.schedule.is_last_step and getattr(run.model.config, "use_fp8", False) and (
-                not run.config.fp8_param):
-            with fp8.turned_off(run.model):
-                record["val_loss_without_fp8"] = evaluate(run.model, val, run.config)
+        without_fp8 = val_loss_without_fp8(run) if run.schedule.is_last_step else None
+        if without_fp8 is not None:
+            record["val_loss_without_fp8"] = without_fp8
     run.log.write(record | {"seconds": run.meter.total_seconds()},
                   run.meter.seconds_left(run.config.max_steps))
+
+
+def val_loss_without_fp8(run: Run) -> float | None:
+    """Return the validation loss of a model in FP8 without FP8; None if it is not finite, or the model cannot
+    run so."""
+    if run.config.fp8_param or not getattr(run.model.config, "use_fp8", False):
+        return None
+    try:
+        with fp8.turned_off(run.model):
+            val_loss = evaluate(run.model, run.loaders["val"], run.config)
+    except Exception as error:
+        if not models.is_file(run.config.model):
+            raise
+        run.log.say(f"{run.config.model} does not run without FP8: {cli.in_a_line(error)}")
+        return None
+    return val_loss if math.isfinite(val_loss) else None
 
 
 def finish_step(run: Run) -> None:

@@ -61,6 +61,7 @@ def load(options: Options):
     config, folder, meta = read_options(["--eval-only", "--out-dir", str(options.folder), *data])
     device = torch.device("cuda")
     loader = train.open_data(config, Ranks(), device, ["train"])["train"]
+    config = train.fit_to_data(config, loader.meta, folder, meta)
     batch = loader.batch(meta["step"] * config.grad_accum)
     loader.close()
     model = arms.load_te(folder, meta, config, device, batch).model.train()

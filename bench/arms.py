@@ -7,6 +7,7 @@ the others are train.py's own step, built here with the options that the words o
 
 import dataclasses
 import gc
+import json
 import re
 
 import torch
@@ -124,12 +125,20 @@ def load_te(folder, meta: dict, config: TrainConfig, device, batch) -> TrainStep
     """Build the step of a run, of one micro-batch, and load its checkpoint.
 
     Args:
-        folder, meta, config: what nanote.config.read_options returns with --eval-only.
+        folder, meta, config: what nanote.config.read_options returns with --eval-only; config with the
+            vocabulary and positions of the data (train.fit_to_data).
         batch: see `build_te`.
+
+    Raises ValueError for a run of several processes: its gradients, and so its FP8 scales, are divided by
+    their number.
     """
-    sizes = {name: meta["model_config"][name] for name in ("vocab_size", "n_positions")}
+    options = folder.parent / "config.json"
+    processes = json.loads(options.read_text()).get("processes", 1) if options.exists() else 1
+    if processes > 1:
+        raise ValueError(f"{folder}: a run of {processes} processes, whose FP8 scales are not those of one; "
+                         "name a run of one process")
     # one micro-batch: a step of several would collect gradients in buffers
-    step = build_te(dataclasses.replace(config, grad_accum=1, **sizes), device, batch)
+    step = build_te(dataclasses.replace(config, grad_accum=1), device, batch)
     checkpoint.load(folder, meta, step.model, step.optimizer)  # FP8's scales are loaded with the optimizer
     return step
 

@@ -19,8 +19,8 @@ and the first step, which captures the CUDA graphs). From the last records follo
 - mean, standard_error: of the final validation loss over the seeds
 - gap_percent, gap_standard_error, gap_interval: of the arm's loss over that of bf16, paired by seed; the last
   is its 95 % interval [low, high], of the t distribution; None with one seed
-- gap_without_fp8_percent: the same of the loss that the arm's final weights have when they are evaluated in
-  BF16, so without the rounding of the evaluation; None for arms without FP8
+- gap_without_fp8_percent: gap_percent, with the arm's final weights evaluated in BF16; None for arms without
+  FP8, or if a seed lacks it
 - seconds_to_bf16_loss, loss_matched_speedup: training time after which a run of this arm ends at the loss of
   bf16, interpolated between runs of several lengths (--tokens 1e8, then --tokens 1.1e8), and bf16's time over
   it. A run of another length has its own learning-rate schedule, so one run's curve cannot tell.
@@ -217,6 +217,7 @@ def summarize(runs: list[dict]) -> list[dict]:
         gaps = [100 * (losses[seed] / baseline[seed]["val_loss"] - 1) for seed in losses if seed in baseline]
         in_bf16 = [100 * (by_seed[seed]["val_loss_without_fp8"] / baseline[seed]["val_loss"] - 1)
                    for seed in losses if seed in baseline and "val_loss_without_fp8" in by_seed[seed]]
+        in_bf16 = in_bf16 if len(in_bf16) == len(gaps) else []  # of the same seeds, for comparison
         rows.append({
             "arm": arm, "tokens": tokens, "seeds": len(losses), "mean": statistics.mean(losses.values()),
             "standard_error": standard_error(list(losses.values())),

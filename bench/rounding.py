@@ -1,4 +1,4 @@
-"""What does rounding to FP8 change at once, by part? The loss and the gradient of one checkpoint.
+"""What does rounding to FP8 change in a single pass, by part? The loss and the gradient of one checkpoint.
 
     python bench/rounding.py out/gpt2-124m    # a run in FP8 or BF16; writes results/rounding.json
 
@@ -11,8 +11,9 @@ alone. They do not show what training makes of it.
 - gradient_bias, gradient_error: of the gradient g of all weights in one micro-batch, against that without
   FP8, e: ⟨g, e⟩ / ⟨e, e⟩ - 1, and ‖g - e‖ / ‖e‖
 - The row `other tokens` is the gradient without FP8 of another micro-batch. Its error is the noise of the
-  data: an error of rounding is large or small beside it.
-- The row `as trained`, of a run in FP8, is the model of the run with its recipe, kernels and scales.
+  data: compare errors of rounding with it.
+- The row `as trained`, of a run in FP8, is the model of the run with its recipe, kernels and scales. Measure
+  on the kind of machine that trained it: a float32 model takes the masters of a BF16 run in this row alone.
 """
 
 import dataclasses
@@ -51,29 +52,36 @@ class Options:
 
 
 def load(options: Options, device):
-    """Return the checkpoint's folder, the run's config, and a function that builds the model: with an
-    ablation or, without one, as it was trained.
+    """Return the checkpoint's folder, the run's config, its loaders, and a function that builds the model:
+    with an ablation or, without one, as it was trained.
 
-    Raises ValueError for a run that is not of --model optimized.
+    Dropout is off. Raises ValueError for a run that is not of --model optimized, or with --fp8-param.
     """
     data = ["--data", options.data] if options.data else []
     config, folder, meta = read_options(["--eval-only", "--out-dir", str(options.folder), *data])
     if config.model != "optimized":
         raise ValueError(f"{options.folder}: a run of --model {config.model}; name one of --model optimized")
-    config = dataclasses.replace(config, eval_tokens=options.tokens, eval_steps=None)
+    if config.fp8_param:
+        raise ValueError(f"{options.folder}: a run with --fp8-param, whose weights are stored in FP8; name "
+                         "one without")
+    config = dataclasses.replace(
+        config, eval_tokens=options.tokens, eval_steps=None, dropout=0.0, attn_dropout=0.0)
+    loaders = train.open_data(config, Ranks(), device)
+    config = train.fit_to_data(config, loaders["train"].meta, folder, meta)
+    high_precision = {"use_fp8": False, "dropout": 0.0, "attn_dropout": 0.0}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
-    def build(words: str | None = None, batch=None):
-        if words is None:
+    def build(ablation: str | None = None, batch=None):
+        if ablation is None:
             return arms.load_te(folder, meta, config, device, batch).model
         fields = {field.name for field in dataclasses.fields(AblatedConfig) if field.init}
         known = {name: value for name, value in meta["model_config"].items() if name in fields}
         with torch.device(device):
-            model = Ablated(AblatedConfig(**known | {"use_fp8": False, "ablation": words})).to(dtype)
+            model = Ablated(AblatedConfig(**known | high_precision | {"ablation": ablation})).to(dtype)
         checkpoint.load(folder, meta, model)
         return model
 
-    return folder, config, build
+    return folder, config, loaders, build
 
 
 def gradient(model, batch, grad_accum: int) -> torch.Tensor:
@@ -84,9 +92,8 @@ def gradient(model, batch, grad_accum: int) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for _, parameter in sorted(model.named_parameters())])
 
 
-def measure(build, config, options: Options, device):
+def measure(build, config, loaders, parts):
     """Yield the rows."""
-    loaders = train.open_data(config, Ranks(), device)
     batch, other = (loaders["train"].batch(number) for number in (0, 1))
     exact_model = build("quantize=none scaling=current")
     loss = train.evaluate(exact_model, loaders["val"], config)
@@ -103,7 +110,7 @@ def measure(build, config, options: Options, device):
     yield row("other tokens", gradient(exact_model, other, config.grad_accum), None)
     if config.fp8_recipe != "none":
         yield row_of("as trained", build(batch=batch))
-    for part in options.parts:
+    for part in parts:
         words = EMULATED[part]
         try:
             model = build(words if "scaling" in words else f"{words} scaling=current")
@@ -132,9 +139,9 @@ def main(argv=None):
     for part in set(options.parts) - set(EMULATED):
         raise ValueError(f"--parts {part}: unknown; the parts are {', '.join(PARTS)}")
     device = pick_device("auto")
-    folder, config, build = load(options, device)
+    folder, config, loaders, build = load(options, device)
     figures = {"checkpoint": folder.name, "n_layer": config.n_layer, "n_embd": config.n_embd,
-               "rows": list(measure(build, config, options, device))}
+               "rows": list(measure(build, config, loaders, options.parts))}
     write_report("bench/rounding.py", argv, figures, options.json)
     print(table(figures))
 

@@ -185,10 +185,10 @@ class Alone:
         return 0
 
     def barrier(self):
-        """Let the GPU wait for the other ranks."""
+        """Do nothing: there is no rank to wait for."""
 
     def all_reduce(self, tensor):
-        """Sum a tensor over ranks, in place."""
+        """Do nothing: there is no rank to sum over."""
 
 
 def _check_options(group, moment_dtype):

@@ -271,7 +271,7 @@ class Log:
         if "val_bits_per_byte" in record:
             val += f" ({record['val_bits_per_byte']:.4f} bits a byte)"
         if "val_loss_without_fp8" in record:
-            val += f", computed without FP8 {record['val_loss_without_fp8']:.4f}"
+            val += f"  val loss without FP8 {record['val_loss_without_fp8']:.4f}"
         self.say(f"step {record['step']}/{self.max_steps}  loss {record['loss']:.4f}  "
                  f"grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
                  f"{speed}{mfu}{roofline}{val}{eta}")

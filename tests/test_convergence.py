@@ -26,11 +26,14 @@ def test_summary():
             *run("fp8@1e-3", 1, 100, 2.2, 100.0), *run("fp8@1e-3", 2, 100, 2.2, 100.0),
             *run("fp8@1e-3", 1, 144, 2.0, 144.0), *run("fp8-e4m3@1e-3", 1, 100, 2.5, 100.0),
             *run("nanogpt@1e-3", 1, 100, 2.1, 240.0), *run("350m-fp8@1e-3", 1, 100, 1.9, 300.0)]
-    ended = next(r for r in runs if (r["arm"], r["seed"], r["tokens"]) == ("fp8@1e-3", 1, 100))
-    ended["val_loss_without_fp8"] = 2.1
+    for seed, loss in ((1, 2.1), (2, 2.2)):
+        rows = {(row["arm"], row["tokens"]): row for row in summarize(runs)}
+        assert rows["fp8@1e-3", 100]["gap_without_fp8_percent"] is None, "a seed lacks it"
+        ended = next(r for r in runs if (r["arm"], r["seed"], r["tokens"]) == ("fp8@1e-3", seed, 100))
+        ended["val_loss_without_fp8"] = loss
     rows = {(row["arm"], row["tokens"]): row for row in summarize(runs)}
     fp8 = rows["fp8@1e-3", 100]
-    assert fp8["gap_without_fp8_percent"] == pytest.approx(5)  # of seed 1, whose bf16 has 2.0
+    assert fp8["gap_without_fp8_percent"] == pytest.approx(2.5)  # 2.1 over 2.0, and 2.2 over 2.2
     assert fp8["seeds"] == 2 and fp8["mean"] == pytest.approx(2.2) and fp8["standard_error"] == 0
     assert fp8["gap_percent"] == pytest.approx(5) and fp8["gap_standard_error"] == pytest.approx(5)
     # two seeds: Student's t has one degree of freedom
@@ -113,6 +116,10 @@ def test_what_rounding_changes_at_once(tokens, tmp_path):
     rounded = (gradients, activations, trained)
     assert all(0 < row["gradient_error"] < 0.5 * other["gradient_error"] for row in rounded)
     assert abs(trained["loss_percent"]) < 1
+    options = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(options | {"processes": 2}))
+    with pytest.raises(ValueError, match="a run of 2 processes"):
+        rounding.main([str(folder), "--tokens", "64", "--json", str(json_file)])
 
 
 # ---------------------------------------------------------------- emulated FP8

@@ -96,6 +96,27 @@ def test_a_subclass_of_a_model_file_trains_in_fp8_with_muon_and_accumulation(tok
     assert records[-1]["loss"] < records[0]["loss"] - 0.5
 
 
+@pytest.mark.parametrize("without_fp8, said", [
+    ("raise RuntimeError('not here')", True), ("return logits * float('nan')", False)])
+def test_a_model_that_runs_in_fp8_only_ends_and_resumes(tokens, capsys, without_fp8, said):
+    Path("only.py").write_text(
+        "from model_te_optimized import OptimizedConfig, OptimizedGPT2Model\n"
+        "class Only(OptimizedGPT2Model):\n"
+        "    def __init__(self, config: OptimizedConfig):\n"
+        "        super().__init__(config)\n"
+        "    def cross_entropy(self, logits, labels):\n"
+        "        if not self.config.use_fp8:\n"
+        f"            {without_fp8.replace('logits', 'super().cross_entropy(logits, labels)')}\n"
+        "        return super().cross_entropy(logits, labels)\n"
+    )
+    assert run_train(f"{OPTIONS} --max-steps 2 --model only.py:Only --out-dir run", tokens) == 0
+    printed = capsys.readouterr().out
+    assert ("only.py:Only does not run without FP8: RuntimeError: not here" in printed) == said
+    last = read_metrics("run/metrics.jsonl")[-1]
+    assert "val_loss" in last and "val_loss_without_fp8" not in last
+    assert run_train("--resume --out-dir run --model only.py:Only --max-steps 3", tokens) == 0
+
+
 def test_an_unedited_copy_trains_as_the_original(tokens):
     shutil.copy(ROOT / "model_te_optimized.py", "copy.py")
     for model, out in (("optimized", "one"), ("copy.py:OptimizedGPT2Model", "two")):
