@@ -38,6 +38,7 @@ from nanote import fp8, json_files, parallel, peers, safetensors_files
 from nanote.dataset import sha256
 from nanote.json_files import COUNT, SIZE
 from nanote.models import is_file, make_model_config, model_classes, weight_count
+from nanote.parallel import on_rank0
 from nanote.safetensors_files import RESTORE, stored_tensors
 
 FORMAT = 1  # version of the checkpoint format; the first checkpoints have no such field
@@ -102,9 +103,7 @@ class BackgroundSaver:
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
             if self.group is not None:  # all processes save in the same way
-                reasons = [None] * dist.get_world_size()
-                dist.all_gather_object(reasons, reason, group=self.group)
-                reason = next(filter(None, reasons), "")
+                reason = parallel.reason_of_any_rank(reason, self.group)
         if reason:
             self.background, self.copies = False, {}
         return reason
@@ -202,7 +201,7 @@ def _write(run_dir: Path, step: int, tensors, document: str, keep: int, group=No
             _write_tensors(dict(tensors), unfinished)
         on_rank0(finish, group)
     except OSError as error:
-        if _rank() == 0:
+        if parallel.rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
         last = latest(run_dir)
         kept = f"the last good checkpoint is {last}" if last else "there is no earlier one"
@@ -250,7 +249,7 @@ def _tensors(model, optimizer):
                 name, whole = names[id(parameter)]
                 yield f"optimizer.{name}.{key}", parallel.as_part(_plain(value), whole)
     yield from ((f"fp8.{name}", value) for name, value in fp8.get_state(model).items())
-    yield from ((f"rng{_rank()}.{name}", value) for name, value in _rng_state().items())
+    yield from ((f"rng{parallel.rank()}.{name}", value) for name, value in _rng_state().items())
 
 
 def _plain(tensor) -> torch.Tensor:
@@ -496,7 +495,8 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
     folder = Path(folder)
     if optimizer is not None:
         peers.gather_state(optimizer)  # its state_dict, which is read below, has to be whole
-    wanted = ("model.",) if optimizer is None else ("model.", "optimizer.", "fp8.", f"rng{_rank()}.")
+    own_rng = f"rng{parallel.rank()}."
+    wanted = ("model.",) if optimizer is None else ("model.", "optimizer.", "fp8.", own_rng)
     own = {f"model.{name}": value for name, value in model.state_dict(keep_vars=True).items()
            if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")}
     tensors = {name: parallel.empty_like(own.get(_parameter_of(name)), entry.size, entry.properties.dtype)
@@ -525,11 +525,11 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
     parameter_names = {id_: name.removeprefix("model.") for id_, name in stored_names.items()}
     _load_optimizer(optimizer, meta["optimizer_groups"], _with_prefix(tensors, "optimizer."),
                     _with_prefix(tensors, "model."), parameter_names)
-    rng = _with_prefix(tensors, f"rng{_rank()}.")
+    rng = _with_prefix(tensors, own_rng)
     if rng:
         _set_rng_state(folder, rng)
     else:  # more processes than when it was saved: no state for this rank
-        torch.manual_seed(torch.initial_seed() + meta["step"] * 100_003 + _rank())
+        torch.manual_seed(torch.initial_seed() + meta["step"] * 100_003 + parallel.rank())
 
 
 def _parameter_of(name: str) -> str:
@@ -651,23 +651,7 @@ def drop_stale_masters(tensors: dict, meta: dict) -> None:
             del tensors[name]
 
 
-# ---------------------------------------------------------------- processes and files
-
-def on_rank0(function, group=None):
-    """Call `function` on rank 0 only. Every rank returns its result, or raises its ValueError or OSError."""
-    if not dist.is_initialized():
-        return function()
-    outcome = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = function()
-        except (ValueError, OSError) as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, group=group)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
-
+# ---------------------------------------------------------------- locks and files
 
 def lock(run_dir) -> int:
     """Take the run's lock, so that no second process trains in `run_dir`, and return a descriptor for
@@ -715,10 +699,6 @@ def _refuse_links(run_dir: Path) -> None:
 def unlock(run_dir, descriptor: int) -> None:
     Path(run_dir, ".lock").unlink(missing_ok=True)
     os.close(descriptor)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _sync(path: Path) -> None:

@@ -60,6 +60,10 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def accumulation_dtype(config) -> torch.dtype:
     """Return the dtype in which gradients of BF16 parameters are summed over micro-batches."""
     return torch.float32 if config.grad_accum_dtype == "auto" else getattr(torch, config.grad_accum_dtype)
@@ -199,6 +203,29 @@ def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(values)
         values /= dist.get_world_size()
     return values
+
+
+def on_rank0(function, group=None):
+    """Call `function` on rank 0 only. Every rank returns its result, or raises its ValueError or OSError."""
+    if not dist.is_initialized():
+        return function()
+    outcome = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except (ValueError, OSError) as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, group=group)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def reason_of_any_rank(reason: str, group=None) -> str:
+    """Return the reason of the first rank that has one, or "": the same on all ranks. Collective."""
+    reasons = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason, group=group)
+    return next(filter(None, reasons), "")
 
 
 class StopRequest:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from nanote.fp8 import round_up
+from nanote.parallel import reason_of_any_rank
 
 ALIGNMENT = 128  # elements: parts start at multiples of 256 bytes
 # The memory of a model's parameters: shared once, since captured graphs of all its steps have its addresses.
@@ -46,7 +47,7 @@ def divide_update(model, optimizer, gradients, config) -> str:
         return "parameters are sharded"
     if hasattr(optimizer, "divide"):
         optimizer.divide(None)  # the optimizer may have been divided for another step
-    reason = _first(unsupported_reason(model, optimizer))
+    reason = reason_of_any_rank(unsupported_reason(model, optimizer))
     if reason:
         return reason
     torch.cuda.empty_cache()  # shared memory cannot reuse what PyTorch's allocator keeps
@@ -55,14 +56,14 @@ def divide_update(model, optimizer, gradients, config) -> str:
         peers.allocate()
     except RuntimeError as error:
         reason = f"memory could not be shared: {str(error).splitlines()[0]}"
-    reason = _first(reason)  # before the ranks wait for each other's memory
+    reason = reason_of_any_rank(reason)  # before the ranks wait for each other's memory
     if reason:
         return reason
     try:
         peers.connect()
     except RuntimeError as error:  # a container may not let processes share the memory of GPUs
         reason = f"memory could not be shared: {str(error).splitlines()[0]}"
-    reason = _first(reason)
+    reason = reason_of_any_rank(reason)
     if not reason:
         gradients.peers = peers
         optimizer.divide(peers)
@@ -96,13 +97,6 @@ def unsupported_reason(model, optimizer) -> str:
             torch.cuda.can_device_access_peer(device, other) for other in others):
         return "the GPUs cannot access each other's memory"
     return ""
-
-
-def _first(reason: str) -> str:
-    """Return the first reason that a rank has, the same on all ranks, or ""."""
-    reasons = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
-    return next(filter(None, reasons), "")
 
 
 def allocate(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -50,7 +50,7 @@ def reasons(monkeypatch):
     """Pretend that there are two ranks with equal gradients; return what the other one cannot do."""
     found = []
 
-    def all_gather_object(gathered, own):
+    def all_gather_object(gathered, own, group=None):
         gathered[:] = [own, found.pop(0) if found else ""]
 
     fakes = dict(
