@@ -114,15 +114,16 @@ def training_loop(run: Run) -> None:
         schedule.decide(step)
         if not (schedule.should_log or schedule.should_save):
             continue
-        skipped = meter.read(log.say)  # waits for the device
+        was_skipped = meter.read(log.say)  # this step; waits for the device
         if schedule.is_last_step and meter.finite is None:
             raise Diverged(f"step {step}: no step of this run had a finite loss and gradient norm")
-        if skipped:
+        if was_skipped:
             schedule.postpone_save()
 
         record = meter.record(step, lr) if schedule.should_log and meter.finite is not None else None
         if schedule.should_save:
-            save(run, record, keep=config.keep_checkpoints + skipped)
+            # the last step is saved even if it was skipped: keep one more, the last good one
+            save(run, record, keep=config.keep_checkpoints + (1 if was_skipped else 0))
         if record is not None:
             evaluate_and_log(run, record)
         meter.restart()
@@ -224,11 +225,11 @@ def finish_step(run: Run) -> None:
     """
     schedule, record = run.schedule, run.resumed_record
     schedule.decide(run.step)
-    val_loss = checkpoint.on_rank0(lambda: logged_val_loss(run.folder, run.step))
+    val_loss = parallel.on_rank0(lambda: logged_val_loss(run.folder, run.step))
     run.val_loss = math.nan if val_loss is None else val_loss
     schedule.should_eval &= math.isnan(run.val_loss)
     if record and (val_loss is None or schedule.should_eval):
-        checkpoint.on_rank0(lambda: cut_logs(run.folder, run.step, ["metrics.jsonl"]))
+        parallel.on_rank0(lambda: cut_logs(run.folder, run.step, ["metrics.jsonl"]))
         evaluate_and_log(run, record)
     elif schedule.should_eval and schedule.is_last_step:  # a checkpoint of an earlier version
         run.val_loss = evaluate(run.model, run.loaders["val"], run.config)
@@ -298,7 +299,8 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
     device, dtype = prepare_device(config, ranks)
     recipe = recipe_of(config)
     loaders = open_data(config, ranks, device)
-    config = fit_to_data(config, loaders["train"].meta, resume_from, meta)
+    tokens = loaders["train"].meta
+    config = fit_to_data(config, tokens, resume_from, meta)
     model_config = check_model(config, recipe, device, dtype, meta)
     first_step = meta["step"] + 1 if meta else 1
     profiler = profiling.Profiler(config, device, enabled=ranks.is_first, first_step=first_step)
@@ -316,7 +318,7 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
     folder = open_folder(config, resume_from, ranks, at_end)
     if resume_from is not None:
         resume(resume_from, meta, folder, model, optimizer)
-    checkpoint.on_rank0(lambda: start_logs(folder, options, command, ranks, meta))
+    parallel.on_rank0(lambda: start_logs(folder, options, command, ranks, meta))
     if fp8.uses_delayed_scaling(model) and fp8.is_fresh(model):
         find_first_scales(config, model, optimizer, loaders["train"].batch(0))
     train_step = TrainStep(model, net, optimizer, config, device)
@@ -324,38 +326,21 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
     parameters = sum(p.numel() for p in model.parameters())
     meter = Meter(config, parameters, device, ranks.world_size)
     log = Log(folder, first_step, config.max_steps, enabled=ranks.is_first)
-    checkpoint.on_rank0(lambda: log.start_wandb(config))
-    precision = describe_precision(config)
-    corpus, too_many_epochs = describe_corpus(config, loaders["train"].meta, meter.tokens_per_step)
-    log.say(f"on {fp8.describe()}; {config.preset}, {precision}, {parameters / 1e6:,.2f} M parameters, "
-            f"{meter.tokens_per_step:,} tokens a step; {corpus}; {folder}"
-            + (f" from step {meta['step']}" if meta else ""))
-    if too_many_epochs:
-        log.say(too_many_epochs)
-    checksums = corpus_checksums(loaders["train"].meta)
-    if meta and meta.get("corpus", checksums) != checksums:
+    parallel.on_rank0(lambda: log.start_wandb(config))
+    profiler.run, profiler.say = folder, log.say
+    report_run(config, folder, tokens, parameters, meter.tokens_per_step, meta, log)
+    if meta and meta.get("corpus", corpus_checksums(tokens)) != corpus_checksums(tokens):
         log.say(f"{config.data} holds another corpus than when {resume_from} was saved; training goes on "
                 "with this one")
-    if kernels:
-        log.say(kernels)
-    if ranks.world_size > 1 and device.type == "cuda" and not train_step.graphed:
-        log.say(f"CUDA graphs are off: {why_no_graph(config, device) or '--cuda-graph off'}")
-    if ranks.world_size > 1 and device.type == "cuda" and config.parallel == "ddp":
-        reason = train_step.undivided_reason
-        log.say(f"every rank updates all weights, after an all-reduce of their gradients: {reason}"
-                if reason else "each rank updates a part of the weights, on all GPUs")
-    tokenizer = find_tokenizer(config, loaders["train"].meta["tokenizer"], log)
-    if train_step.graphed and not train_step.updates_in_graph:
-        log.say(f"--optimizer {config.optimizer}: forward and backward pass are CUDA graphs, the update is "
-                "launched from Python")
+    report_step(config, kernels, train_step, ranks, log)
     report_unused_options(config, model_config, log)
-    profiler.run, profiler.say = folder, log.say
     return Run(
-        config=config, folder=folder, precision=precision, device=device, loaders=loaders, model=model,
-        optimizer=optimizer, train_step=train_step, profiler=profiler, log=log, meter=meter,
+        config=config, folder=folder, precision=describe_precision(config), device=device, loaders=loaders,
+        model=model, optimizer=optimizer, train_step=train_step, profiler=profiler, log=log, meter=meter,
+        tokenizer=find_tokenizer(config, tokens["tokenizer"], log),
         saver=make_saver(config, first_step, model, optimizer, log), step=first_step - 1,
-        checkpoint_meta=describe_run(config, folder, model_config, loaders["train"].meta, meta),
-        resumed_record=meta.get("record") if meta else None, tokenizer=tokenizer,
+        checkpoint_meta=describe_run(config, folder, model_config, tokens, meta),
+        resumed_record=meta.get("record") if meta else None,
     )
 
 
@@ -425,8 +410,8 @@ def open_folder(config: TrainConfig, resume_from: Path | None, ranks: Ranks, at_
     """Make the folder of a new run, and lock it until `at_end` closes; return its path."""
     folder = config.out_dir
     if resume_from is None:
-        folder = checkpoint.on_rank0(lambda: make_run_folder(config))
-    lock = checkpoint.on_rank0(lambda: checkpoint.lock(folder))
+        folder = parallel.on_rank0(lambda: make_run_folder(config))
+    lock = parallel.on_rank0(lambda: checkpoint.lock(folder))
     if ranks.is_first:
         at_end.callback(checkpoint.unlock, folder, lock)
         elastic.remember_folder(folder)
@@ -435,7 +420,7 @@ def open_folder(config: TrainConfig, resume_from: Path | None, ranks: Ranks, at_
 
 def resume(resume_from: Path, meta: dict, folder: str, model, optimizer) -> None:
     """Load a checkpoint."""
-    if checkpoint.on_rank0(lambda: checkpoint.latest(folder)) != resume_from:
+    if parallel.on_rank0(lambda: checkpoint.latest(folder)) != resume_from:
         raise ValueError(f"{folder}: another process has trained past {resume_from} meanwhile; start again")
     checkpoint.load(resume_from, meta, model, optimizer)
 
@@ -515,6 +500,33 @@ def find_tokenizer(config: TrainConfig, name: str, log: Log) -> Tokenizer | None
         problem = str(error).partition(";")[0]  # what follows is advice for sample.py
         log.say(f"{problem}: training does not need it, but will print no sample at the end")
         return None
+
+
+def report_run(config: TrainConfig, folder: str, tokens: dict, parameters: int, tokens_per_step: int,
+               meta: dict | None, log: Log) -> None:
+    """Log what the run trains on which corpus, and a corpus that is read too often."""
+    corpus, too_many_epochs = describe_corpus(config, tokens, tokens_per_step)
+    log.say(f"on {fp8.describe()}; {config.preset}, {describe_precision(config)}, "
+            f"{parameters / 1e6:,.2f} M parameters, {tokens_per_step:,} tokens a step; {corpus}; {folder}"
+            + (f" from step {meta['step']}" if meta else ""))
+    if too_many_epochs:
+        log.say(too_many_epochs)
+
+
+def report_step(config: TrainConfig, kernels: str, train_step: TrainStep, ranks: Ranks, log: Log) -> None:
+    """Log how a step runs. `kernels`: the line about the fast kernels."""
+    if kernels:
+        log.say(kernels)
+    if ranks.world_size > 1 and train_step.device.type == "cuda":
+        if not train_step.graphed:
+            log.say(f"CUDA graphs are off: {why_no_graph(config, train_step.device) or '--cuda-graph off'}")
+        if config.parallel == "ddp":
+            reason = train_step.undivided_reason
+            log.say(f"every rank updates all weights, after an all-reduce of their gradients: {reason}"
+                    if reason else "each rank updates a part of the weights, on all GPUs")
+    if train_step.graphed and not train_step.updates_in_graph:
+        log.say(f"--optimizer {config.optimizer}: forward and backward pass are CUDA graphs, the update is "
+                "launched from Python")
 
 
 def report_unused_options(config: TrainConfig, model_config, log: Log) -> None:
