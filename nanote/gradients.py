@@ -50,7 +50,7 @@ def make_gradients(model, config) -> "Gradients | None":
     if parallel.is_sharded(config) or not trained:
         return None
     loses_bits = any(parameter.dtype != torch.float32 for parameter in trained)
-    if dist.is_initialized() or config.grad_accum > 1 and loses_bits:
+    if dist.is_initialized() or (config.grad_accum > 1 and loses_bits):
         return Gradients(model, parallel.accumulation_dtype(config), parallel.reduction_dtype(config))
     return None
 
@@ -97,7 +97,8 @@ class Gradients:
         self.active = self.first = self.last = False
         device = self.parameters[0].device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and self.world_size > 1 else None
-        self.buckets, self.bucket_of, self.views, self.used = [], {}, {}, set()
+        self.buckets, self.bucket_of, self.used = [], {}, set()
+        self.views = {}  # parameter: its part of (bucket.accumulated, bucket.reduced)
         self._allocate(accumulated, reduced if self.world_size > 1 else accumulated, device)
         self.model, self.agreed, self.peers = model, None, None
         reference = weakref.ref(self)  # a parameter must not keep the buffers alive
@@ -118,22 +119,25 @@ class Gradients:
         for parameter in reversed(self.parameters):
             is_float32 = parameter.dtype == torch.float32
             dtypes = (torch.float32, torch.float32) if is_float32 else (accumulated, reduced)
-            buckets, size = by_dtypes.setdefault(dtypes, []), fp8.round_up(parameter.numel(), peers.ALIGNMENT)
+            buckets = by_dtypes.setdefault(dtypes, [])
+            size = fp8.round_up(parameter.numel(), peers.ALIGNMENT)
             if not buckets or (buckets[-1].size + size) * dtypes[0].itemsize > BUCKET_BYTES:
                 buckets.append(Bucket())
                 self.buckets.append(buckets[-1])
             bucket = self.bucket_of[parameter] = buckets[-1]
             bucket.offsets[parameter] = bucket.size
             bucket.size += size
-        for dtypes, buckets in by_dtypes.items():
+        for (accumulated, reduced), buckets in by_dtypes.items():
             sizes = [bucket.size for bucket in buckets]
-            buffers = [torch.zeros(sum(sizes), dtype=dtype, device=device) for dtype in dict.fromkeys(dtypes)]
-            for bucket, *parts in zip(buckets, *(buffer.split(sizes) for buffer in buffers)):
-                bucket.accumulated, bucket.reduced = parts[0], parts[-1]
+            parts = reduced_parts = torch.zeros(sum(sizes), dtype=accumulated, device=device).split(sizes)
+            if reduced != accumulated:
+                reduced_parts = torch.zeros(sum(sizes), dtype=reduced, device=device).split(sizes)
+            for bucket, part, reduced_part in zip(buckets, parts, reduced_parts):
+                bucket.accumulated, bucket.reduced = part, reduced_part
                 for parameter, start in bucket.offsets.items():
-                    views = (part[start:start + parameter.numel()].view_as(parameter)
-                             for part in (bucket.accumulated, bucket.reduced))
-                    self.views[parameter] = tuple(views)
+                    end = start + parameter.numel()
+                    self.views[parameter] = (part[start:end].view_as(parameter),
+                                             reduced_part[start:end].view_as(parameter))
 
     @contextlib.contextmanager
     def micro_batch(self, first: bool, last: bool):
@@ -188,8 +192,9 @@ class Gradients:
 
     def _collect(self, parameter):
         """Take a parameter's gradient when autograd has it."""
-        bucket, gradient, parameter.grad = self.bucket_of[parameter], parameter.grad, None
-        in_main_grad, parameter.grad_added_to_main_grad = parameter.grad_added_to_main_grad, False
+        bucket, gradient = self.bucket_of[parameter], parameter.grad
+        in_main_grad = parameter.grad_added_to_main_grad
+        parameter.grad, parameter.grad_added_to_main_grad = None, False
         if parameter not in bucket.missing:
             self._add_second(bucket, parameter, gradient, in_main_grad)
             return
