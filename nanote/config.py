@@ -289,9 +289,9 @@ def read_options(argv, description: str | None = None, restarted: str | None = N
     folder = meta = None
     if chosen.resume or chosen.eval_only:
         folder, meta = _checkpoint_to_resume(chosen)
-        preset = default = _resumed_options(chosen, folder, meta)
+        default = without_file = _resumed_options(chosen, folder, meta)
     else:
-        preset, default = _new_options(chosen)
+        without_file, default = _new_options(chosen)
     config = cli.parse(TrainConfig, argv, prog="train.py", description=description, default=default,
                        groups=True, other_names=OTHER_NAMES)
     # A custom recipe imports a module: the command line and a --config may do that, a checkpoint may not.
@@ -299,7 +299,7 @@ def read_options(argv, description: str | None = None, restarted: str | None = N
         raise ValueError(f"--resume: {folder} was trained with --fp8-recipe {config.fp8_recipe}; code is "
                          f"never taken from a checkpoint: pass --fp8-recipe {config.fp8_recipe} again, or a "
                          "built-in recipe such as --fp8-recipe delayed")
-    _check_model_has(config, preset)
+    _check_model_has(config, without_file)
     if folder:
         preset = chosen.preset if chosen.preset_is_given else default.preset
         config = dataclasses.replace(config, out_dir=str(folder.parent), preset=preset)
@@ -324,7 +324,7 @@ def _resumed_options(chosen, folder: Path, meta: dict) -> TrainConfig:
 
 
 def _new_options(chosen) -> tuple[TrainConfig, TrainConfig]:
-    """Return the options of the preset, and those with the options of --config over them."""
+    """Return the defaults of the command line of a new run: without and with the options of --config."""
     given = config_file.read(chosen.config, TrainConfig, OTHER_NAMES) if chosen.config else {}
     if not chosen.model and models.is_file(given.get("model", "")):
         models.load_file(given["model"])
@@ -484,7 +484,7 @@ def check_options(config: TrainConfig) -> None:
 
 
 def _require(config: TrainConfig, names: str, holds, rule: str, example) -> None:
-    """Raise ValueError for the first of `names` (separated by spaces) whose value v has not holds(v)."""
+    """Raise ValueError for the first of `names` (separated by spaces) whose value breaks the rule."""
     for name in names.split():
         value = getattr(config, name)
         if not holds(value):

@@ -49,11 +49,11 @@ def watch(model):
     finally:
         for handle in handles:
             handle.remove()
-    for module, figures in seen.items():
-        if "fc1_output_gradient" in figures:  # its amax is known only after the backward pass
-            figures["fc1_output_gradient"]["amax"] = _in_state(module, "fc1_output_gradient")["amax"]
+    for module, statistics in seen.items():
+        if "fc1_output_gradient" in statistics:  # its amax is known only after the backward pass
+            statistics["fc1_output_gradient"]["amax"] = _in_state(module, "fc1_output_gradient")["amax"]
         module.__dict__["fp8_health"] = {
-            tensor: _as_floats(figures[tensor]) for tensor in _slots(module) if tensor in figures
+            tensor: _as_floats(statistics[tensor]) for tensor in _slots(module) if tensor in statistics
         }
 
 
@@ -65,17 +65,17 @@ def health(model):
     "fc1_input" and so on. For a module never watched: the newest amax and the next scale, under delayed
     scaling.
     """
-    figures = {}
+    statistics = {}
     for name, module in _modules(model).items():
         stored = {tensor: _in_state(module, tensor) for tensor in _slots(module)}
-        figures[name] = getattr(module, "fp8_health", None) or {
+        statistics[name] = getattr(module, "fp8_health", None) or {
             tensor: _as_floats(values) for tensor, values in stored.items() if values
         }
-    return {name: tensors for name, tensors in figures.items() if tensors}
+    return {name: tensors for name, tensors in statistics.items() if tensors}
 
 
-def _as_floats(figures):
-    return {name: None if value is None else float(value) for name, value in figures.items()}
+def _as_floats(statistics):
+    return {name: None if value is None else float(value) for name, value in statistics.items()}
 
 
 def _modules(model):
@@ -134,22 +134,22 @@ def _record(seen, handles, module, args, output):
     # with gradient checkpointing this runs twice, the second time after the scales were updated
     if module not in seen:
         gemm_input = _normed(module, args[0])
-        figures = seen[module] = {f"{first}input": _figures(module, f"{first}input", gemm_input)}
+        statistics = seen[module] = {f"{first}input": _statistics(module, f"{first}input", gemm_input)}
         if last != first and module.fp8_meta["recipe"].delayed():
-            figures[f"{last}input"] = _in_state(module, f"{last}input")
+            statistics[f"{last}input"] = _in_state(module, f"{last}input")
         for prefix, parts in weights.items():
             weight = torch.cat([p.detach() for p in parts])
-            figures[f"{prefix}weight"] = _figures(module, f"{prefix}weight", weight)
+            statistics[f"{prefix}weight"] = _statistics(module, f"{prefix}weight", weight)
             # a weight kept in FP8: the values before quantization are gone
             if hasattr(parts[0], "_quantizer") or hasattr(parts[0], "fp8_owner"):
-                figures[f"{prefix}weight"] |= {"saturated": None, "flushed": None}
+                statistics[f"{prefix}weight"] |= {"saturated": None, "flushed": None}
 
     def record_gradient(gradient):
-        figures = seen[module]
-        if f"{last}output_gradient" not in figures:
-            figures[f"{last}output_gradient"] = _figures(module, f"{last}output_gradient", gradient)
+        statistics = seen[module]
+        if f"{last}output_gradient" not in statistics:
+            statistics[f"{last}output_gradient"] = _statistics(module, f"{last}output_gradient", gradient)
             if last != first and module.fp8_meta["recipe"].delayed():
-                figures[f"{first}output_gradient"] = _in_state(module, f"{first}output_gradient")
+                statistics[f"{first}output_gradient"] = _in_state(module, f"{first}output_gradient")
 
     output = output[0] if isinstance(output, tuple) else output
     if output.requires_grad:
@@ -167,7 +167,7 @@ def _normed(module, x):
 
 
 @torch.no_grad()
-def _figures(module, tensor, x):
+def _statistics(module, tensor, x):
     """Return the statistics of x (any shape), the values of `tensor` before quantization."""
     recipe, chunks = module.fp8_meta["recipe"], x.reshape(-1).split(CHUNK)
     # ignore NaN, as TE does
@@ -196,7 +196,7 @@ def _figures(module, tensor, x):
     }
 
 
-KINDS = ("input", "weight", "output_gradient")  # the columns of the picture
+KINDS = ("input", "weight", "output_gradient")  # the columns of the plot
 
 
 def plot(records, path, title="", fp8_format="hybrid"):
@@ -211,10 +211,10 @@ def plot(records, path, title="", fp8_format="hybrid"):
     gemms = _gemms(records)
     steps = [record["step"] for record in records]
 
-    def grid(figure, kind):
+    def grid(quantity, kind):
         def value(record, module, prefix):
             values = record["health"].get(module, {}).get(prefix + kind)
-            return math.nan if values is None else figure(values, kind)
+            return math.nan if values is None else quantity(values, kind)
         return torch.tensor([[value(record, *gemm) for record in records] for gemm in gemms])
 
     headroom = partial(_headroom, fp8_format)
@@ -223,23 +223,23 @@ def plot(records, path, title="", fp8_format="hybrid"):
     rows = [row for row in rows if any(grid(row[0], kind).isfinite().any() for kind in KINDS)]
     rows = rows or [(_amax, "log2 amax", "viridis", None)]
     height = max(2.2, 0.14 * len(gemms))
-    picture = Figure(figsize=(13, 1 + height * len(rows)), layout="constrained")
-    axes_grid = picture.subplots(len(rows), 3, squeeze=False, sharey=True)
-    for axes_row, (figure, label, colors, norm) in zip(axes_grid, rows):
+    figure = Figure(figsize=(13, 1 + height * len(rows)), layout="constrained")
+    axes_grid = figure.subplots(len(rows), 3, squeeze=False, sharey=True)
+    for axes_row, (quantity, label, colors, norm) in zip(axes_grid, rows):
         for axes, kind in zip(axes_row, KINDS):
-            lowest = 1e-3 if figure is _flushed else -math.inf  # 0% on a logarithmic scale
-            mesh = axes.pcolormesh(grid(figure, kind).clamp(min=lowest), cmap=colors, norm=norm)
+            lowest = 1e-3 if quantity is _flushed else -math.inf  # 0% on a logarithmic scale
+            mesh = axes.pcolormesh(grid(quantity, kind).clamp(min=lowest), cmap=colors, norm=norm)
             axes.set_facecolor("lightgrey")  # unknown values
             axes.set_title(kind.replace("_", " "), fontsize=9)
             every = (len(steps) + 7) // 8  # at most eight ticks
             axes.set_xticks([i + 0.5 for i in range(0, len(steps), every)], steps[::every], fontsize=7)
             names = [f"{module} {prefix.rstrip('_')}" for module, prefix in gemms]
             axes.set_yticks([i + 0.5 for i in range(len(names))], names, fontsize=6)
-        picture.colorbar(mesh, ax=list(axes_row), label=label, extend="both")
+        figure.colorbar(mesh, ax=list(axes_row), label=label, extend="both")
     axes.invert_yaxis()  # shared by all axes: the first block is on top
-    picture.suptitle(title, fontsize=10)
-    picture.supxlabel("step", fontsize=9)
-    picture.savefig(path, dpi=130)
+    figure.suptitle(title, fontsize=10)
+    figure.supxlabel("step", fontsize=9)
+    figure.savefig(path, dpi=130)
 
 
 def _gemms(records):

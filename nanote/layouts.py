@@ -203,30 +203,36 @@ def estimate(cluster: Cluster, run, model, layout: Layout) -> Estimate:
     buffers, fragmentation and the error of the estimate.
     """
     _, gigabytes, link, network = GPUS[cluster.gpu]
-    reshard = getattr(run, "reshard_after_forward", True)
+    reshard = run.reshard_after_forward
     in_node, between = traffic(run, model, layout, reshard)
     if layout.name != "hsdp":
         sent = in_node + between
         between = sent / cluster.gpus_per_node if cluster.gpus > cluster.gpus_per_node else 0
         in_node = sent - between
-    times = in_node / (cluster.link_gbs or link) / 1e6, between / (cluster.network_gbs or network) / 1e6
-    links_ms, slower = sum(times) if layout.name == "hsdp" else max(times), times[1] > times[0]
+    nvlink_ms = in_node / (cluster.link_gbs or link) / 1e6
+    network_ms = between / (cluster.network_gbs or network) / 1e6
+    links_ms = nvlink_ms + network_ms if layout.name == "hsdp" else max(nvlink_ms, network_ms)
     parts, compute = memory(run, model, layout, reshard), compute_ms(run, model, layout, cluster)
-    largest = largest_micro_batch(run, model, layout, reshard, 1e9 * gigabytes)
-    limit = "network" if slower else "NVLink"
-    return Estimate(layout, parts, largest, sum(parts.values()) <= 1e9 * gigabytes, in_node, between,
-                    links_ms, compute, max(compute, links_ms), limit if links_ms > compute else "compute")
+    bottleneck = "compute"
+    if links_ms > compute:
+        bottleneck = "network" if network_ms > nvlink_ms else "NVLink"
+    return Estimate(
+        layout=layout, memory=parts, fits=sum(parts.values()) <= 1e9 * gigabytes,
+        largest=largest_micro_batch(run, model, layout, reshard, 1e9 * gigabytes), link_bytes=in_node,
+        network_bytes=between, links_ms=links_ms, compute_ms=compute, step_ms=max(compute, links_ms),
+        bottleneck=bottleneck)
 
 
 def estimates(cluster: Cluster, run, model) -> list[Estimate]:
     """Return the estimates of all layouts, the simplest first."""
     node = cluster.gpus_per_node
-    shapes = [("ddp", 1, cluster.gpus), ("hsdp", node, cluster.gpus // node), ("fsdp", cluster.gpus, 1)]
-    if cluster.gpus == node:
-        del shapes[1]
-    one_machine = cluster.gpus == node
-    layouts = [Layout(*shape, checkpointing, divides_update=one_machine and shape[0] == "ddp")
-               for checkpointing in (False, True) for shape in shapes]
+    one_node = cluster.gpus == node
+    layouts = []
+    for gc in (False, True):
+        layouts.append(Layout("ddp", 1, cluster.gpus, gc, divides_update=one_node))
+        if not one_node:
+            layouts.append(Layout("hsdp", node, cluster.gpus // node, gc))
+        layouts.append(Layout("fsdp", cluster.gpus, 1, gc))
     return [estimate(cluster, run, model, layout) for layout in layouts]
 
 

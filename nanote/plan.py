@@ -95,10 +95,8 @@ def table(found: list[Estimate], tokens: int) -> list[list[str]]:
 
 def command(best: Estimate, cluster: Cluster, given: list[str]) -> str:
     """Return the command that trains in this layout."""
-    nodes, options = cluster.gpus // cluster.gpus_per_node, [*given]
+    nodes, options = cluster.gpus // cluster.gpus_per_node, list(given)
     if best.layout.name != "ddp":
-        if not hasattr(config.TrainConfig, "parallel"):
-            return f"train.py has no --parallel {best.layout.name}"
         options += ["--parallel", best.layout.name]
     if best.layout.name == "hsdp":
         options += ["--hsdp-replicas", str(nodes)]

@@ -1,8 +1,8 @@
 """The least time of a training step (speed of light, roofline): every part of it at the GPU's peak.
 
-`floor_ms` is the arithmetic. train.py logs `share` against the peaks in NVIDIA's data sheets, and
-benchmark_te.py prints the same share. Its tables have `floor_ms` at the rates that the GPU reached that day
-(`measure_ceilings` in bench/timing.py), which are lower, so their shares are higher.
+`floor_ms` is the arithmetic. train.py and benchmark_te.py log it as `roofline`: at the peaks of NVIDIA's
+data sheets, over the time of a step. The tables of benchmark_te.py have `floor_ms` at the rates that the GPU
+reached that day (`measure_ceilings` in bench/timing.py), which are lower, so their fractions are higher.
 """
 import dataclasses
 
