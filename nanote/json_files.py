@@ -136,29 +136,39 @@ def _problem(value, kind, name: str) -> str:
     """Return what is wrong with `value`, "" if it matches `kind`."""
     if dataclasses.is_dataclass(kind):
         kind = {f"{field}?": hint for field, hint in get_type_hints(kind).items()}
-    origin, arguments = (list, kind) if isinstance(kind, list) else (get_origin(kind), get_args(kind))
-    if origin in (Union, types.UnionType) or isinstance(kind, tuple):
-        problems = [_problem(value, option, name) for option in arguments or kind]
+    if _alternatives(kind):
+        problems = [_problem(value, option, name) for option in _alternatives(kind)]
         # prefer a problem with a field inside the value to one with the value itself
         inner = [problem for problem in problems if not problem.startswith(f"{name} is ")]
         return "" if "" in problems else (inner or [_not_of(value, kind, name)])[0]
-    container = dict if isinstance(kind, dict) else origin if origin in (list, dict) else None
-    if container is None:
-        return "" if _is(value, kind) else _not_of(value, kind, name)
-    if type(value) is not container:
-        return _not_of(value, container, name)
     inside = f"{name}." if name else ""
-    if origin is list:
-        items = [(item, arguments[0], f"{name}[{number}]") for number, item in enumerate(value)]
-    elif origin is dict:
-        items = [(item, arguments[1], inside + key) for key, item in value.items()]
-    else:
-        required = [field for field in kind if not field.endswith("?") and field not in value]
-        if required:
-            return f"{inside}{required[0]} is missing"
+    if isinstance(kind, list) or get_origin(kind) is list:
+        if type(value) is not list:
+            return _not_of(value, list, name)
+        item_kind = kind[0] if isinstance(kind, list) else get_args(kind)[0]
+        parts = [(item, item_kind, f"{name}[{number}]") for number, item in enumerate(value)]
+    elif get_origin(kind) is dict:
+        if type(value) is not dict:
+            return _not_of(value, dict, name)
+        parts = [(item, get_args(kind)[1], inside + key) for key, item in value.items()]
+    elif isinstance(kind, dict):
+        if type(value) is not dict:
+            return _not_of(value, dict, name)
+        missing = [field for field in kind if not field.endswith("?") and field not in value]
+        if missing:
+            return f"{inside}{missing[0]} is missing"
         fields = {field.removesuffix("?"): hint for field, hint in kind.items()}
-        items = [(value[field], hint, inside + field) for field, hint in fields.items() if field in value]
-    return next(filter(None, (_problem(*item) for item in items)), "")
+        parts = [(value[field], hint, inside + field) for field, hint in fields.items() if field in value]
+    else:
+        return "" if _is(value, kind) else _not_of(value, kind, name)
+    return next(filter(None, (_problem(*part) for part in parts)), "")
+
+
+def _alternatives(kind) -> tuple:
+    """Return the kinds in a tuple or union, () for another kind."""
+    if isinstance(kind, tuple):
+        return kind
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ()
 
 
 def _is(value, kind) -> bool:
@@ -189,8 +199,8 @@ def _described(kind) -> str:
         return f"an integer {limits}"
     if get_origin(kind) is Annotated:
         return "a number from {:g} to {:g}".format(*kind.__metadata__)
-    if get_origin(kind) in (Union, types.UnionType) or isinstance(kind, tuple):
-        return " or ".join(map(_described, get_args(kind) or kind))
+    if _alternatives(kind):
+        return " or ".join(map(_described, _alternatives(kind)))
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
     if isinstance(kind, (dict, list)):
