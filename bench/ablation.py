@@ -39,10 +39,9 @@ BLOCK = 128  # values that share a scale, in block scaling
 GEMMS = {"x": ("forward", "wgrad"), "w": ("forward", "dgrad"), "dy": ("dgrad", "wgrad")}  # that read a tensor
 OPERANDS = tuple(f"{gemm}.{tensor}" for tensor, gemms in GEMMS.items() for gemm in gemms)
 GROUPS = {"all": OPERANDS, "none": ()}
-GROUPS |= {group: tuple(name for name in OPERANDS if name.endswith(f".{tensor}"))
-           for group, tensor in (("activations", "x"), ("weights", "w"), ("gradients", "dy"))}
-GROUPS |= {gemm: tuple(name for name in OPERANDS if name.startswith(gemm))
-           for gemm in ("forward", "dgrad", "wgrad")}
+for group, part in {"activations": ".x", "weights": ".w", "gradients": ".dy",
+                    "forward": "forward.", "dgrad": "dgrad.", "wgrad": "wgrad."}.items():
+    GROUPS[group] = tuple(name for name in OPERANDS if part in name)
 LAYERS = ("qkv", "proj", "fc1", "fc2", "head")
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 CHOICES = {  # of an option, the values
@@ -78,10 +77,12 @@ class Ablation:
                     raise ValueError(f"NANOTE_ABLATION {option}={name}: unknown; the values are {known}")
         return cls(**given)
 
-    def operands(self) -> set[str]:
-        chosen, kept = (set().union(*(GROUPS.get(name, (name,)) for name in names.split(",")))
-                        for names in (self.quantize, self.keep))
-        return chosen - kept
+    def quantized(self) -> set[str]:
+        """Return the names of OPERANDS that are quantized."""
+        def operands(names):
+            return {operand for name in names.split(",") for operand in GROUPS.get(name, (name,))}
+
+        return operands(self.quantize) - operands(self.keep)
 
 
 @dataclass
@@ -124,7 +125,7 @@ class Gemm(nn.Module):
 
     def __init__(self, ablation: Ablation):
         super().__init__()
-        self.ablation, self.quantized = ablation, ablation.operands()
+        self.ablation, self.quantized = ablation, ablation.quantized()
         if ablation.scaling == "delayed":
             for tensor in GEMMS:
                 if self.is_quantized(tensor):
@@ -140,25 +141,28 @@ class Gemm(nn.Module):
         if not self.is_quantized(tensor):
             return [x, x]
         x = x.contiguous()
-        made = {None: x}  # by the shape of the values that share a scale; None: not quantized
-        blocks = [block if f"{gemm}.{tensor}" in self.quantized else None
-                  for gemm, block in zip(GEMMS[tensor], self.blocks(tensor, *x.shape))]
-        for block in blocks:
-            if block not in made:
-                made[block] = self.quantize(tensor, x, block)
-        return [made[block] for block in blocks]
+        found, by_shape = [], {}
+        for gemm, shape in zip(GEMMS[tensor], self.scale_shapes(tensor, *x.shape)):
+            if f"{gemm}.{tensor}" not in self.quantized:
+                found.append(x)
+                continue
+            if shape not in by_shape:  # once for both GEMMs if they share it
+                by_shape[shape] = self.quantize(tensor, x, shape)
+            found.append(by_shape[shape])
+        return found
 
-    def blocks(self, tensor, rows, columns):
-        """Return the shape of the values that share a scale, for both GEMMs."""
+    def scale_shapes(self, tensor, rows, columns):
+        """Return the shape of the values that share a scale, for each of both GEMMs."""
         if self.ablation.scaling == "row":
             return (1, columns), (rows, 1)
         if self.ablation.scaling == "block":
-            return ((BLOCK, BLOCK),) * 2 if tensor == "w" else ((1, BLOCK), (BLOCK, 1))
-        return ((rows, columns),) * 2
+            return ((BLOCK, BLOCK), (BLOCK, BLOCK)) if tensor == "w" else ((1, BLOCK), (BLOCK, 1))
+        return (rows, columns), (rows, columns)
 
-    def quantize(self, tensor, x, block):
+    def quantize(self, tensor, x, shape):
+        """Return x, dequantized. `shape`: of the values that share a scale."""
         dtype = FORMATS[self.ablation.gradients if tensor == "dy" else "e4m3"]
-        tiles = x.view(x.shape[0] // block[0], block[0], x.shape[1] // block[1], block[1])
+        tiles = x.view(x.shape[0] // shape[0], shape[0], x.shape[1] // shape[1], shape[1])
         amax = torch.linalg.vector_norm(tiles, math.inf, (1, 3), keepdim=True, dtype=torch.float32)
         scale = current_scale(amax, FP8_MAX[dtype], power_of_2=self.ablation.scaling == "block")
         if self.ablation.scaling == "delayed":

@@ -45,8 +45,6 @@ except ImportError as error:
 
 FP8 = {torch.float8_e4m3fn: tex.DType.kFloat8E4M3, torch.float8_e5m2: tex.DType.kFloat8E5M2}
 TE_DTYPE = {torch.bfloat16: tex.DType.kBFloat16, torch.float32: tex.DType.kFloat32}
-# largest relative step between neighboring values
-STEP = {torch.float8_e4m3fn: 2.0**-3, torch.float8_e5m2: 2.0**-2}
 
 counts = dict(
     cases=0, compared_bytes=0, mismatched_bytes=0, compared_scales=0, mismatched_scales=0,

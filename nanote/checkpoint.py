@@ -497,17 +497,17 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
         peers.gather_state(optimizer)  # its state_dict, which is read below, has to be whole
     own_rng = f"rng{parallel.rank()}."
     wanted = ("model.",) if optimizer is None else ("model.", "optimizer.", "fp8.", own_rng)
-    own = {f"model.{name}": value for name, value in model.state_dict(keep_vars=True).items()
-           if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")}
-    tensors = {name: parallel.empty_like(own.get(_parameter_of(name)), entry.size, entry.properties.dtype)
+    targets = {f"model.{name}": value for name, value in model.state_dict(keep_vars=True).items()
+               if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")}
+    tensors = {name: parallel.empty_like(targets.get(_parameter_of(name)), entry.size, entry.properties.dtype)
                for name, entry in stored_tensors(folder).items() if name.startswith(wanted)}
     # {id: name under which it is stored}: tied parameters are stored once, under the first name
-    stored_names = {id(parallel.local(value)): name for name, value in reversed(own.items())}
-    _check_architecture(folder, tensors, own, set(stored_names.values()))
-    _check_optimizer_state(folder, tensors, own)
+    stored_names = {id(parallel.local(value)): name for name, value in reversed(targets.items())}
+    _check_architecture(folder, tensors, targets, set(stored_names.values()))
+    _check_optimizer_state(folder, tensors, targets)
     safetensors_files.load(tensors, folder)
     tensors = {name: parallel.local(value) for name, value in tensors.items()}
-    own = {name: parallel.local(value) for name, value in own.items()}
+    targets = {name: parallel.local(value) for name, value in targets.items()}
     drop_stale_masters(tensors, meta)
 
     if optimizer is not None:
@@ -515,11 +515,10 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
         fp8.set_state(model, _with_prefix(tensors, "fp8."))
     with torch.no_grad():
         for name in stored_names.values():
-            # A float32 run has no separate master weights: it loads those of a BF16 or FP8 run, if there are
-            # any.
             master = tensors.get(f"optimizer.{name.removeprefix('model.')}.master_param")
-            takes_master = master is not None and own[name].dtype == torch.float32 and not _in_fp8(own[name])
-            own[name].copy_(master if takes_master else tensors[name])
+            # a float32 run has no masters: its weights are those of a BF16 or FP8 run, if it had any
+            takes_master = master is not None and not _has_master(targets[name])
+            targets[name].copy_(master if takes_master else tensors[name])
     if optimizer is None:
         return
     parameter_names = {id_: name.removeprefix("model.") for id_, name in stored_names.items()}
@@ -543,11 +542,11 @@ def _with_prefix(tensors: dict, prefix: str) -> dict:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _check_architecture(folder: Path, tensors: dict, own: dict, expected: set[str]) -> None:
+def _check_architecture(folder: Path, tensors: dict, targets: dict, expected: set[str]) -> None:
     """Raise ValueError unless the stored weights have the names and shapes of the model's."""
     for name in sorted(expected | {name for name in tensors if name.startswith("model.")}):
         stored, needed = (tuple(tensor.shape) if tensor is not None else "absent"
-                          for tensor in (tensors.get(name), own.get(name)))
+                          for tensor in (tensors.get(name), targets.get(name)))
         if stored != needed:
             raise ValueError(
                 f"{folder} is of another architecture: {name.removeprefix('model.')} is {stored} in the "
@@ -555,13 +554,13 @@ def _check_architecture(folder: Path, tensors: dict, own: dict, expected: set[st
             )
 
 
-def _check_optimizer_state(folder: Path, tensors: dict, own: dict) -> None:
+def _check_optimizer_state(folder: Path, tensors: dict, targets: dict) -> None:
     """Raise ValueError if optimizer state is incomplete or does not have the shape of its parameter."""
     for name in (name for name in tensors if name.startswith("optimizer.")):
         parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
-        if f"model.{parameter}" not in own:
+        if f"model.{parameter}" not in targets:
             continue
-        shape, needed = tuple(tensors[name].shape), tuple(own[f"model.{parameter}"].shape)
+        shape, needed = tuple(tensors[name].shape), tuple(targets[f"model.{parameter}"].shape)
         if shape != needed and key in (*MOMENTS, "master_param", "momentum_buffer"):
             raise ValueError(f"{folder}: {name} is {shape}, its parameter {needed}; {RESTORE}")
         if key in MOMENTS and not all(f"optimizer.{parameter}.{moment}" in tensors for moment in MOMENTS):

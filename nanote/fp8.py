@@ -186,19 +186,17 @@ def check_shapes(config, micro_batch_size, seq_len, name):
     16.)
     """
     multiple = {"none": 1, "mxfp8": 32}.get(name, 16)
-    if name == "mxfp8":
-        sizes = {}
-        if hasattr(config, "n_kv_head"):  # a model of the user's own may have other dimensions
-            sizes = {"n_embd": config.n_embd, "n_inner": config.n_inner,
-                     "head_dim x n_kv_head": config.head_dim * config.n_kv_head}
-        for field, size in sizes.items():
+    if name == "mxfp8" and hasattr(config, "n_kv_head"):  # a model of the user's own may have no such field
+        dimensions = {"n_embd": config.n_embd, "n_inner": config.n_inner,
+                      "head_dim x n_kv_head": config.head_dim * config.n_kv_head}
+        for field, size in dimensions.items():
             if size % 32:
                 raise ValueError(f"{field} = {size}: FP8 recipe 'mxfp8' needs dimensions divisible by 32; "
                                  f"{round_up(size, 32)} works")
     tokens = micro_batch_size * seq_len
     if tokens % multiple:
-        sizes = range(micro_batch_size, micro_batch_size + multiple + 1)
-        better = next(size for size in sizes if size * seq_len % multiple == 0)
+        larger = range(micro_batch_size, micro_batch_size + multiple + 1)
+        better = next(size for size in larger if size * seq_len % multiple == 0)
         raise ValueError(
             f"micro-batch-size {micro_batch_size} x seq-len {seq_len} = {tokens} tokens: FP8 recipe {name!r} "
             f"needs a multiple of {multiple}; --micro-batch-size {better} works, or --fp8-recipe none"
