@@ -21,56 +21,6 @@ from nanote.gradients import make_gradients
 from nanote.optimizers import make_optimizer, replace_by_kernels
 
 
-def recipe_of(config):
-    """Return TE's recipe, or None without FP8. ValueError if the GPU does not support it."""
-    return fp8.make_recipe(
-        config.fp8_recipe, config.fp8_format, config.fp8_amax_history_len, config.fp8_amax_compute_algo,
-        config.fp8_margin,
-    )
-
-
-def accelerate(model, config):
-    """Put the fast kernels into a model as the options say; return a line about it, "" for other models."""
-    if fp8.IS_REFERENCE or not (config.model == "optimized" or models.is_file(config.model)):
-        return ""
-    if not config.fast_kernels:
-        return "fast kernels are off: --no-fast-kernels"
-    if replace_by_kernels is None:
-        return "fast kernels are off: there is no folder fast_kernels"
-    report = replace_by_kernels(
-        model, blocks=config.fused_block, loss=config.fused_loss,
-        dgrad_fast_accum_k=config.fp8_dgrad_fast_accum_k)
-    return str(report)
-
-
-def why_no_graph(config, device: torch.device) -> str:
-    """Return why a step of this run cannot be captured as CUDA graphs; "" if it can."""
-    reasons = [
-        (device.type != "cuda" or fp8.IS_REFERENCE, "there is no GPU with Transformer Engine here"),
-        (config.compile, "--compile makes its own, with --compile-mode reduce-overhead"),
-        (config.gradient_checkpointing, "--gradient-checkpointing reads random states on the host"),
-        (config.offload_activations > 0, "--offload-activations allocates host memory in every step"),
-        (config.attn_dropout > 0, "--attn-dropout's random numbers would repeat"),
-        (config.fp8_param, "FusedAdam updates --fp8-param's weights from Python"),
-    ]
-    return next((reason for holds, reason in reasons if holds), "")
-
-
-def compile_model(model, config):
-    """Return the model, compiled if --compile says so."""
-    if not config.compile:
-        return model
-    return torch.compile(model, mode=config.compile_mode, fullgraph=config.compile_fullgraph)
-
-
-def wants_graph(config, device: torch.device) -> bool:
-    """Return whether steps are captured as CUDA graphs. ValueError if --cuda-graph on is impossible."""
-    reason = why_no_graph(config, device)
-    if config.cuda_graph == "on" and reason:
-        raise ValueError(f"--cuda-graph on: {reason}; leave the option out")
-    return config.cuda_graph != "off" and not reason
-
-
 def make_train_step(model, batch, **options) -> "TrainStep":
     """Return the training step of train.py, for a training loop of your own.
 
@@ -90,8 +40,7 @@ def make_train_step(model, batch, **options) -> "TrainStep":
         options: fields of TrainConfig, such as grad_accum, grad_clip, weight_decay, optimizer, cuda_graph or
             fast_kernels. Those of architecture, data and FP8 recipe have no effect: the model has them.
     """
-    known = {"fp8_recipe": "none"}
-    # what decides whether a step can be captured
+    known = {"fp8_recipe": "none"}  # and what decides whether a step can be captured
     for name in "n_layer attn_dropout gradient_checkpointing checkpoint_every offload_activations".split():
         if hasattr(model.config, name):
             known[name] = getattr(model.config, name)
@@ -115,11 +64,11 @@ class TrainStep:
     longer to launch the thousand kernels of a small model's step than the GPU to run them; a graph is one
     launch. All memory that a graph uses is static: token ids are copied in, gradients are overwritten and
     never freed, the learning rate is a tensor, and Transformer Engine's scales and amax histories are buffers
-    already. Micro-batches have graphs of their own where they differ, see `_kind`. Collectives are captured
-    with the rest, so all ranks must capture and replay together.
+    already. Micro-batches have graphs of their own where they differ, see `_graph_name`. Collectives are
+    captured with the rest, so all ranks must capture and replay together.
 
     Everything else that a capture fixes must stay the same: batches of another shape, or a changed value in
-    `Fixed`, raise ValueError. `record` captures the step again.
+    `CapturedValues`, raise ValueError. `record` captures the step again.
     """
 
     def __init__(self, model, net, optimizer, config, device: torch.device):
@@ -130,8 +79,8 @@ class TrainStep:
         self.updates_in_graph = hasattr(optimizer, "prepare")  # FastAdam; any other is launched from Python
         self.model_is_ours = type(model).__module__ in {module for module, *_ in models.MODELS.values()}
         self.casts_once = models.takes_argument(type(model), "is_first_microbatch")
-        self.graphs, self.inputs, self.fixed = {}, None, None
-        self.identity = object()  # what FastAdam keeps of the step that used it last
+        self.graphs, self.inputs, self.captured = {}, None, None
+        self.mark = object()  # FastAdam.used_by: the step that used the optimizer last
 
     def __call__(self, batches, lr: float, watch: bool = False):
         """Train one step; return the mean loss and the gradient norm before clipping, each () on the device.
@@ -162,10 +111,10 @@ class TrainStep:
         if self.updates_in_graph:
             self.optimizer.write_options()
         if watch:
-            static = [(p, p.grad) for p in parallel.local_parameters(self.model)]
+            graph_gradients = [(p, p.grad) for p in parallel.local_parameters(self.model)]
             self.optimizer.zero_grad(set_to_none=True)
             outcome = self.run(batches, watch)
-            for parameter, gradient in static:
+            for parameter, gradient in graph_gradients:
                 parameter.grad = gradient  # the memory that the graphs write to
             if self.updates_in_graph:
                 self.optimizer.prepare()
@@ -173,96 +122,11 @@ class TrainStep:
         for micro, batch in enumerate(batches):
             for static, given in zip(self.inputs, batch):
                 static.copy_(given, non_blocking=True)
-            self.graphs[self._kind(micro)].replay()
+            self.graphs[self._graph_name(micro)].replay()
         if not self.updates_in_graph:
             return self.loss.clone(), self.update()
         self.graphs["update"].replay()
         return self.loss.clone(), self.norm.clone()
-
-    def gather_state(self) -> None:
-        """Give every rank the whole optimizer state, for optimizer.state_dict(). All ranks must call this."""
-        peers.gather_state(self.optimizer)
-
-    def close(self) -> None:
-        """Free the CUDA graphs: dist.destroy_process_group() would wait for those that hold its collectives
-        forever."""
-        self.graphs = {}
-
-    def _record_if_possible(self, batches) -> None:
-        """Call `record`. A model of the user's own that cannot be captured runs without graphs then."""
-        try:
-            self.record(batches)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            known = self.model_is_ours and not isinstance(self.model, FSDPModule)
-            if self.config.cuda_graph == "on" or known:
-                raise
-            self.graphed = False
-            self.optimizer.zero_grad(set_to_none=True)  # gradients in the memory of the failed capture
-            warnings.warn(f"CUDA graphs are off, and steps are launched from Python: {cli.in_a_line(error)}",
-                          stacklevel=3)
-
-    def _check_batches(self, batches, recorded=None) -> None:
-        """Raise ValueError unless these are grad_accum micro-batches.
-
-        With graphs all must have one shape, that of the captured batch `recorded` if there is one.
-        """
-        count, wanted = len(batches), self.config.grad_accum
-        if count != wanted:
-            then = " and call record(batches)" if self.graphed else ""
-            other = f", or set grad_accum={count}{then}" if count else ""
-            raise ValueError(f"{cli.counted(count, 'micro-batch', 'micro-batches')}: grad_accum is {wanted}, "
-                             f"by which the loss is divided; pass {wanted}{other}")
-        expected = _describe(recorded or batches[0])
-        for number, batch in enumerate(batches, 1):
-            found = _describe(batch)
-            if len(batch) not in (2, 3) or batch[0].shape != batch[1].shape:
-                raise ValueError(f"micro-batch {number} of {count}: {found}; pass (input_ids, labels), or "
-                                 "cu_seqlens as a third, with a label for each token (-100 for none)")
-            if self.graphed and found != expected:
-                raise ValueError(f"micro-batch {number} of {count}: {found}; this step's CUDA graphs are for "
-                                 f"{expected}; pass batches of one shape, or make the step with "
-                                 "cuda_graph=\"off\"")
-
-    def _make_gradients(self) -> None:
-        """Make the gradient buffers, for the current config.grad_accum."""
-        self.gradients, self.made_for = make_gradients(self.model, self.config), self.config.grad_accum
-        self.undivided_reason = peers.divide_update(
-            self.model, self.optimizer, self.gradients, self.config)
-
-    def _prepare_gradients(self) -> None:
-        """Make the gradient buffers that a changed config.grad_accum needs. Restore what this step needs,
-        after parameters were moved or another step has used the optimizer."""
-        if self.config.grad_accum != self.made_for:
-            self._make_gradients()
-        own = None if self.undivided_reason else self.gradients.peers
-        if own is not None:
-            own.weights.hold()
-        if self._another_used_optimizer():
-            self.optimizer.divide(own)
-            self.optimizer.used_by = self.identity
-
-    def _another_used_optimizer(self) -> bool:
-        """Return whether the tables of FastAdam are those of another step."""
-        return getattr(self.optimizer, "used_by", self.identity) is not self.identity
-
-    def _kind(self, micro: int) -> str:
-        """Return the name of the graph of micro-batch number `micro`: the first casts weights to FP8 and
-        overwrites gradients, the last reduces them over ranks."""
-        if micro == 0:
-            return "first"
-        reduces = self.gradients is not None or isinstance(self.model, FSDPModule)
-        return "last" if reduces and micro == self.config.grad_accum - 1 else "rest"
-
-    def _check_unchanged(self) -> None:
-        """Raise ValueError if something has changed that the captured graphs fix."""
-        what = self.fixed.changed()
-        if self._another_used_optimizer():
-            what = "the step that uses the optimizer"
-        if what:
-            raise ValueError(f"{what} changed after the step was recorded as CUDA graphs, which do not see "
-                             "it; call record(batches), or make the step with cuda_graph=\"off\"")
 
     def run(self, batches, watch=False):
         """Run the step without graphs."""
@@ -326,9 +190,9 @@ class TrainStep:
         """
         self._check_batches(batches)
         self._prepare_gradients()
-        kinds = {}  # name of a graph: the first micro-batch that replays it
+        first_with = {}  # name of a graph: the first micro-batch that replays it
         for micro in range(len(batches)):
-            kinds.setdefault(self._kind(micro), micro)
+            first_with.setdefault(self._graph_name(micro), micro)
         self.graphs = {}
         # Memory cached by earlier passes cannot be reused on the side stream, which would allocate as much
         # again.
@@ -336,39 +200,123 @@ class TrainStep:
         self.inputs = [tensor.clone() for tensor in batches[0]]
         generator = torch.cuda.get_rng_state(self.device)
         with _side_stream(), fp8.preserved_state(self.model):
-            for micro in 2 * list(kinds.values()):
+            for micro in 2 * list(first_with.values()):
                 self.forward_backward(self.inputs, micro)
                 if micro == 0:
                     self.optimizer.zero_grad(set_to_none=True)
         self.optimizer.zero_grad(set_to_none=True)
         self.loss = torch.zeros((), device=self.device)
 
-        def forward_backward(micro):
+        def run_micro_batch(micro):
             if micro == 0:
                 self.loss.zero_()
             self.loss.add_(self.forward_backward(self.inputs, micro))
 
-        def update():
+        def run_update():
             self.norm = self.update()
 
         pool, graphs = torch.cuda.graph_pool_handle(), {}
         try:
             with fp8.preserved_state(self.model):
-                for kind, micro in kinds.items():
-                    graphs[kind] = _capture(functools.partial(forward_backward, micro), pool)
+                for name, micro in first_with.items():
+                    graphs[name] = _capture(functools.partial(run_micro_batch, micro), pool)
                 if self.updates_in_graph:
                     self.optimizer.prepare()
-                    graphs["update"] = _capture(update, pool)
+                    graphs["update"] = _capture(run_update, pool)
         finally:
             torch.cuda.set_rng_state(generator, self.device)
-        self.fixed = Fixed(self.model, self.config)
+        self.captured = CapturedValues(self.model, self.config)
         self.graphs = graphs  # last, so that there are none after an error
 
+    def _record_if_possible(self, batches) -> None:
+        """Call `record`. A model of the user's own that cannot be captured runs without graphs then."""
+        try:
+            self.record(batches)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            can_be_captured = self.model_is_ours and not isinstance(self.model, FSDPModule)
+            if self.config.cuda_graph == "on" or can_be_captured:
+                raise
+            self.graphed = False
+            self.optimizer.zero_grad(set_to_none=True)  # gradients in the memory of the failed capture
+            warnings.warn(f"CUDA graphs are off, and steps are launched from Python: {cli.in_a_line(error)}",
+                          stacklevel=3)
 
-METHODS = ("locate", "run_block", "output", "cross_entropy")  # that a model's forward calls
+    def _graph_name(self, micro: int) -> str:
+        """Return the name of the graph of micro-batch number `micro`: the first casts weights to FP8 and
+        overwrites gradients, the last reduces them over ranks."""
+        if micro == 0:
+            return "first"
+        reduces = self.gradients is not None or isinstance(self.model, FSDPModule)
+        return "last" if reduces and micro == self.config.grad_accum - 1 else "rest"
+
+    def gather_state(self) -> None:
+        """Give every rank the whole optimizer state, for optimizer.state_dict(). All ranks must call this."""
+        peers.gather_state(self.optimizer)
+
+    def close(self) -> None:
+        """Free the CUDA graphs: dist.destroy_process_group() would wait for those that hold its collectives
+        forever."""
+        self.graphs = {}
+
+    def _make_gradients(self) -> None:
+        """Make the gradient buffers, for the current config.grad_accum."""
+        self.gradients, self.made_for = make_gradients(self.model, self.config), self.config.grad_accum
+        self.undivided_reason = peers.divide_update(self.model, self.optimizer, self.gradients, self.config)
+
+    def _prepare_gradients(self) -> None:
+        """Make the gradient buffers that a changed config.grad_accum needs. Restore what this step needs,
+        after parameters were moved or another step has used the optimizer."""
+        if self.config.grad_accum != self.made_for:
+            self._make_gradients()
+        divided_among = None if self.undivided_reason else self.gradients.peers
+        if divided_among is not None:
+            divided_among.weights.hold()
+        if self._another_used_optimizer():
+            self.optimizer.divide(divided_among)
+            self.optimizer.used_by = self.mark
+
+    def _another_used_optimizer(self) -> bool:
+        """Return whether the tables of FastAdam are those of another step."""
+        return getattr(self.optimizer, "used_by", self.mark) is not self.mark
+
+    def _check_batches(self, batches, recorded=None) -> None:
+        """Raise ValueError unless these are grad_accum micro-batches.
+
+        With graphs all must have one shape, that of the captured batch `recorded` if there is one.
+        """
+        count, wanted = len(batches), self.config.grad_accum
+        if count != wanted:
+            then = " and call record(batches)" if self.graphed else ""
+            other = f", or set grad_accum={count}{then}" if count else ""
+            raise ValueError(f"{cli.counted(count, 'micro-batch', 'micro-batches')}: grad_accum is {wanted}, "
+                             f"by which the loss is divided; pass {wanted}{other}")
+        expected = _describe(recorded or batches[0])
+        for number, batch in enumerate(batches, 1):
+            found = _describe(batch)
+            if len(batch) not in (2, 3) or batch[0].shape != batch[1].shape:
+                raise ValueError(f"micro-batch {number} of {count}: {found}; pass (input_ids, labels), or "
+                                 "cu_seqlens as a third, with a label for each token (-100 for none)")
+            if self.graphed and found != expected:
+                raise ValueError(f"micro-batch {number} of {count}: {found}; this step's CUDA graphs are for "
+                                 f"{expected}; pass batches of one shape, or make the step with "
+                                 "cuda_graph=\"off\"")
+
+    def _check_unchanged(self) -> None:
+        """Raise ValueError if something has changed that the captured graphs fix."""
+        what = self.captured.changed()
+        if self._another_used_optimizer():
+            what = "the step that uses the optimizer"
+        if what:
+            raise ValueError(f"{what} changed after the step was recorded as CUDA graphs, which do not see "
+                             "it; call record(batches), or make the step with cuda_graph=\"off\"")
 
 
-class Fixed:
+METHODS = ("locate", "run_block", "output", "cross_entropy")  # those that a model's forward calls
+
+
+class CapturedValues:
     """The values that a step's CUDA graphs fix: read at capture, and again by `changed` before each replay.
 
     The dictionaries of modules, hooks and settings are listed once, because walking the model takes longer
@@ -448,6 +396,58 @@ def _describe(batch) -> str:
     names = ("input_ids", "labels", "cu_seqlens")
     return ", ".join(f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
                      for name, tensor in itertools.zip_longest(names[:len(batch)], batch, fillvalue="?"))
+
+
+# ---------------------------------------------------------------- before the first step
+
+def recipe_of(config):
+    """Return TE's recipe, or None without FP8. ValueError if the GPU does not support it."""
+    return fp8.make_recipe(
+        config.fp8_recipe, config.fp8_format, config.fp8_amax_history_len, config.fp8_amax_compute_algo,
+        config.fp8_margin,
+    )
+
+
+def accelerate(model, config):
+    """Put the fast kernels into a model as the options say; return a line about it, "" for other models."""
+    if fp8.IS_REFERENCE or not (config.model == "optimized" or models.is_file(config.model)):
+        return ""
+    if not config.fast_kernels:
+        return "fast kernels are off: --no-fast-kernels"
+    if replace_by_kernels is None:
+        return "fast kernels are off: there is no folder fast_kernels"
+    report = replace_by_kernels(
+        model, blocks=config.fused_block, loss=config.fused_loss,
+        dgrad_fast_accum_k=config.fp8_dgrad_fast_accum_k)
+    return str(report)
+
+
+def compile_model(model, config):
+    """Return the model, compiled if --compile says so."""
+    if not config.compile:
+        return model
+    return torch.compile(model, mode=config.compile_mode, fullgraph=config.compile_fullgraph)
+
+
+def wants_graph(config, device: torch.device) -> bool:
+    """Return whether steps are captured as CUDA graphs. ValueError if --cuda-graph on is impossible."""
+    reason = why_no_graph(config, device)
+    if config.cuda_graph == "on" and reason:
+        raise ValueError(f"--cuda-graph on: {reason}; leave the option out")
+    return config.cuda_graph != "off" and not reason
+
+
+def why_no_graph(config, device: torch.device) -> str:
+    """Return why a step of this run cannot be captured as CUDA graphs; "" if it can."""
+    reasons = [
+        (device.type != "cuda" or fp8.IS_REFERENCE, "there is no GPU with Transformer Engine here"),
+        (config.compile, "--compile makes its own, with --compile-mode reduce-overhead"),
+        (config.gradient_checkpointing, "--gradient-checkpointing reads random states on the host"),
+        (config.offload_activations > 0, "--offload-activations allocates host memory in every step"),
+        (config.attn_dropout > 0, "--attn-dropout's random numbers would repeat"),
+        (config.fp8_param, "FusedAdam updates --fp8-param's weights from Python"),
+    ]
+    return next((reason for holds, reason in reasons if holds), "")
 
 
 def warm_up_scales(model, batch, config=None) -> None:
