@@ -293,9 +293,9 @@ def main(argv=None):
     def record(arm: str, seed: int, folder: Path) -> None:
         with lock:
             found = evaluations_of(arm, seed, folder)
-            names = ("arm", "seed", "run_tokens")
-            kept = [r for r in document["runs"] if any(r[name] != found[0][name] for name in names)]
-            document["runs"] = kept + found
+            run = arm, seed, found[0]["run_tokens"]
+            others = [r for r in document["runs"] if (r["arm"], r["seed"], r["run_tokens"]) != run]
+            document["runs"] = others + found
             figures = {"runs": document["runs"], "summary": summarize(document["runs"])}
             write_report("bench/convergence.py", argv, figures, options.json)
 
@@ -307,15 +307,22 @@ def main(argv=None):
     if document["runs"]:
         write_json(options.json, document)
     for row in document["summary"]:
-        error, gap, interval = row["standard_error"], row["gap_percent"], row["gap_interval"]
-        line = f"{row['arm']:24} {row['tokens'] / 1e6:6.1f} M tokens, {row['seeds']} seeds"
-        line += f", loss {row['mean']:.4f}"
-        line += f" ± {error:.4f}" if error else ""
-        line += f"  gap {gap:+.2f} %" if gap is not None else ""
-        line += f" [{interval[0]:+.2f}, {interval[1]:+.2f}]" if interval else ""
-        speedup = row["loss_matched_speedup"]
-        line += f"  at equal loss {speedup:.2f} x as fast" if speedup else ""
-        print(f"{line}  {row['seconds']:.0f} s")
+        print(describe(row))
+
+
+def describe(row: dict) -> str:
+    """Return a row of the summary as a line."""
+    line = (f"{row['arm']:24} {row['tokens'] / 1e6:6.1f} M tokens, {row['seeds']} seeds, "
+            f"loss {row['mean']:.4f}")
+    if row["standard_error"]:
+        line += f" ± {row['standard_error']:.4f}"
+    if row["gap_percent"] is not None:
+        line += f"  gap {row['gap_percent']:+.2f} %"
+    if row["gap_interval"]:
+        line += " [{:+.2f}, {:+.2f}]".format(*row["gap_interval"])
+    if row["loss_matched_speedup"]:
+        line += f"  at equal loss {row['loss_matched_speedup']:.2f} x as fast"
+    return f"{line}  {row['seconds']:.0f} s"
 
 
 if __name__ == "__main__":

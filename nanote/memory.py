@@ -75,14 +75,12 @@ def least_memory(config, model_config, dtype: torch.dtype) -> list[tuple[int, st
         gemms = 4 * (config.n_layer - config.fp8_skip_first - config.fp8_skip_last) + config.fp8_lm_head
         histories = gemms * 5 * 4 * config.fp8_amax_history_len  # 5 tensors per GEMM, in float32
     sizes = "n_embd n_layer n_head head_dim n_inner vocab_size n_positions"
-    update = (weights + grads // shards + state, "weights, gradients and optimizer state", sizes)
-    forward = (weights + state_before, "weights and optimizer state", sizes)
+    update = [(weights + grads // shards + state, "weights, gradients and optimizer state", sizes)]
+    forward = [(weights + state_before, "weights and optimizer state", sizes),
+               (activations, "activations and logits of a micro-batch", "micro_batch_size seq_len")]
     if buffers or config.grad_accum > 1:  # with the gradients of the previous micro-batch
-        forward = (weights + grads + state_before, "weights, gradients and optimizer state", sizes)
-    moments = [
-        [update],
-        [forward, (activations, "activations and logits of a micro-batch", "micro_batch_size seq_len")]]
-    most = max(moments, key=lambda parts: sum(size for size, *_ in parts))
+        forward[0] = (weights + grads + state_before, "weights, gradients and optimizer state", sizes)
+    most = max(update, forward, key=lambda parts: sum(size for size, *_ in parts))
     return most + [(histories, "amax histories", "fp8_amax_history_len"),
                    (16 * tokens * config.grad_accum, "token ids and labels of a step",
                     "grad_accum micro_batch_size seq_len")]
@@ -198,15 +196,16 @@ def measure_peaks(model, batch, multiple: int, graphed: bool) -> list[tuple[int,
     for sequences in (multiple, multiple, 2 * multiple):
         if sequences > len(batch[0]):
             break
+        fewer = batch[0][:sequences], batch[1][:sequences]
         try:
             torch.cuda.reset_peak_memory_stats(device)
-            model(batch[0][:sequences], batch[1][:sequences]).backward()
+            model(*fewer).backward()
             peak = torch.cuda.max_memory_allocated(device)
             if graphed:
                 torch.cuda.reset_peak_memory_stats(device)
                 before = torch.cuda.memory_allocated(device)
                 with torch.no_grad():
-                    model(batch[0][:sequences], batch[1][:sequences])
+                    model(*fewer)
                 peak += torch.cuda.max_memory_allocated(device) - before
             torch.cuda.synchronize(device)
             points.append((sequences, peak))
