@@ -660,8 +660,7 @@ def advice_after_divergence(run: Run) -> str:
 
 
 def summarize(run: Run, text: str) -> None:
-    """Plot the losses; print the sample `text` and where everything is, or how to resume a run that was
-    stopped."""
+    """Plot the losses; print the sample `text` and where everything is, or how to resume a stopped run."""
     config, folder, last = run.config, run.folder, checkpoint.latest(run.folder)
     loss_plot = draw("loss.png", run.log.say, plot_losses, folder)
     own_model = f" --model {config.model}" if models.is_file(config.model) else ""

@@ -110,8 +110,7 @@ class Options:
 # ---------------------------------------------------------------- training
 
 def command_of(options: Options, arm: str, seed: int, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Return train.py's command and environment variables for a run: a new one, or the rest of one that was
-    cut."""
+    """Return train.py's command and environment variables for a run, or for the rest of one that was cut."""
     name, _, lr = arm.partition("@")
     words = shlex.split(ARMS[name])
     variables = dict(word.split("=", 1) for word in words if re.match("[A-Z_]+=", word))

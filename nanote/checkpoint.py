@@ -88,8 +88,7 @@ class BackgroundSaver:
         self.writing, self.failures, self.copies = None, [], {}
 
     def reserve(self, model, optimizer) -> str:
-        """Allocate the host copies before training starts, since allocating gigabytes of pinned memory is
-        slow.
+        """Allocate the host copies before training, since pinning gigabytes of memory is slow.
 
         Returns "", or the reason why there is not enough memory. `save` then writes in the foreground,
         without copies.
@@ -484,8 +483,7 @@ def _checksums(folder: Path) -> dict[str, str]:
 # ---------------------------------------------------------------- loading
 
 def load(folder, meta: dict, model, optimizer=None) -> None:
-    """Load a checkpoint into `model` and, to continue training, into `optimizer`, FP8 state and random
-    generators.
+    """Load a checkpoint into `model` and, to continue training, `optimizer`, FP8 state and random generators.
 
     `meta` is the result of read_meta(folder), so nothing is loaded unchecked. The precision and FP8 recipe of
     the model may differ from those that were saved. Every rank must call it.
@@ -653,8 +651,7 @@ def drop_stale_masters(tensors: dict, meta: dict) -> None:
 # ---------------------------------------------------------------- locks and files
 
 def lock(run_dir) -> int:
-    """Take the run's lock, so that no second process trains in `run_dir`, and return a descriptor for
-    `unlock`.
+    """Lock `run_dir`, so that no second process trains there; return a descriptor for `unlock`.
 
     The operating system releases the lock when the process ends for any reason. Raises ValueError, naming the
     other process, if the lock is taken, and for links among the files that training writes.

@@ -55,8 +55,7 @@ REMAKE = "make the token files again with data.py --force"
 # ---------------------------------------------------------------- tokenizers
 
 class Tokenizer:
-    """Byte-level tokenizer (ids 0-255 are bytes, 256 is end-of-text) or a tiktoken encoding; see
-    `get_tokenizer`.
+    """Byte-level tokenizer (ids 0-255 are bytes, 256 is end-of-text) or a tiktoken encoding.
 
     `vocab_size` counts every id, including the end-of-text token `eot`. A model's vocabulary is often padded
     beyond it: ids unknown to the tokenizer decode to U+FFFD. Generation ends at any of `stop_tokens`.
@@ -69,8 +68,7 @@ class Tokenizer:
         self.stop_tokens = {self.eot}
 
     def encode_bytes(self, raw):
-        """Encode UTF-8 bytes as a numpy array of ids. Special tokens in the text are treated as plain
-        text."""
+        """Encode UTF-8 bytes as a numpy array of ids. Special tokens in the text are plain text."""
         if self.encoding is None:
             return np.frombuffer(raw, dtype=np.uint8)
         return self.encoding.encode_to_numpy(raw.decode("utf-8"), disallowed_special=())
@@ -168,8 +166,7 @@ EOS = {  # fields of tokenizer_config.json, generation_config.json and config.js
 
 
 def byte_characters():
-    """Return the printable character for each byte in a byte-level BPE vocabulary (GPT-2's
-    bytes_to_unicode)."""
+    """Return the printable character of each byte in a byte-level BPE (GPT-2's bytes_to_unicode)."""
     printable = [
         *range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1),
     ]

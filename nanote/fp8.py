@@ -104,8 +104,7 @@ def check_recipe(name):
 
 
 def _custom_factory(name):
-    """Return the function that "custom:module.function" names. Raises ValueError in one line if there is
-    none."""
+    """Return the function that "custom:module.function" names. ValueError if there is none."""
     module_name, _, function_name = name.removeprefix("custom:").rpartition(".")
     works = "custom:my_recipe.quantizer_for works, with a function quantizer_for(role) in my_recipe.py"
     if not module_name or not function_name:
@@ -178,8 +177,7 @@ def make_recipe(name, fp8_format="auto", amax_history_len=1024, amax_compute_alg
 
 
 def check_shapes(config, micro_batch_size, seq_len, name):
-    """Raise ValueError, in one line, for a model or a micro-batch that the FP8 GEMMs of the recipe do not
-    support.
+    """Raise ValueError for a model or a micro-batch that the FP8 GEMMs of the recipe do not support.
 
     TE requires a multiple of 8 rows in the forward GEMM and of 16 in wgrad, where tokens are the K dimension.
     The blocks of MXFP8 require 32 everywhere. (The model config checks its own dimensions for multiples of
@@ -253,8 +251,7 @@ def uses_delayed_scaling(model):
 
 
 def is_fresh(model):
-    """Return whether delayed scaling has not set a scale yet: there is no state, or every scale is still
-    1."""
+    """Return whether delayed scaling has set no scale yet: there is no state, or every scale is 1."""
     return all(bool((scaling.scale == 1).all()) for _, scaling in _scaling_states(model))
 
 
@@ -311,8 +308,7 @@ def _fit_history(history, length):
 
 @contextmanager
 def preserved_state(model):
-    """Restore the FP8 state on exit, for an evaluation: its amax would otherwise affect the next training
-    step."""
+    """Restore the FP8 state on exit: the amax of an evaluation would affect the next training step."""
     before = get_state(model)
     try:
         yield

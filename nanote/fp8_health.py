@@ -125,8 +125,7 @@ def _in_state(module, tensor):
 
 @torch.no_grad()
 def _record(seen, handles, module, args, output):
-    """Forward hook. Scales are updated after the whole forward pass, so fp8_meta holds those that this pass
-    used."""
+    """Forward hook. fp8_meta has the scales of this pass: they are updated after the whole forward pass."""
     if not module.fp8_meta.get("fp8_checkpoint"):  # this module does not run in FP8
         return
     weights = _weights(module)

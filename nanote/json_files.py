@@ -57,8 +57,7 @@ def read_bytes(path, advice: str) -> bytes:
 
 
 def replace_text(path: Path, text: str, failure: str, advice: str) -> None:
-    """Write a file as a whole: on an OSError, whose message is "path: failure: reason; advice", the old file
-    stays."""
+    """Write a file as a whole. On OSError (path: failure: reason; advice) the old file stays."""
     unfinished = path.with_suffix(".tmp")
     try:
         unfinished.write_text(text)
@@ -70,8 +69,7 @@ def replace_text(path: Path, text: str, failure: str, advice: str) -> None:
 
 
 def read_lines(path, kind, advice: str) -> list:
-    """Read the values of a .jsonl file; [] if there is no file. Skips empty lines and an incomplete last
-    line."""
+    """Read the values of a .jsonl file, without an incomplete last line; [] if there is no file."""
     if not Path(path).exists():
         return []
     if not Path(path).is_file():

@@ -114,8 +114,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def step_bytes(model, optimizer) -> int:
-    """Return the bytes of weights, gradients and optimizer state: the part that is independent of the
-    batch."""
+    """Return the bytes of weights, gradients and optimizer state, which no batch changes."""
     weights = sum(p.numel() * p.element_size() for p in parallel.local_parameters(model))
     state = 0
     for values in optimizer.state.values():
@@ -179,14 +178,12 @@ def _capacity(device: torch.device) -> int:
 
 
 def sequence_multiple(config) -> int:
-    """Return the multiple that a micro-batch must be: FP8 GEMMs need a multiple of 32 tokens (strictest
-    recipe)."""
+    """Return the number of sequences that fill whole 32 tokens, as FP8 GEMMs need (strictest recipe)."""
     return 32 // math.gcd(32, config.seq_len) if config.fp8_recipe != "none" else 1
 
 
 def measure_peaks(model, batch, multiple: int, graphed: bool) -> list[tuple[int, int]]:
-    """Measure (sequences, peak bytes) of a forward and backward pass for `multiple` sequences and for twice
-    as many.
+    """Measure (sequences, peak bytes) of a pass over `multiple` sequences, and over twice as many.
 
     Returns fewer points if they do not fit. With `graphed` the pass will be a CUDA graph, which keeps its
     memory, so the memory of an evaluation is added.
@@ -275,8 +272,7 @@ def _largest_micro_batch(config, fixed: int, capacity: int | None, points) -> tu
 
 
 def outside_steps(config) -> OutOfMemory:
-    """Return the error for memory that ran out while the model was built or text was generated: nothing to
-    measure."""
+    """Return the error for memory that ran out in building the model or generating text."""
     moments = 2 * (4 if config.moment_dtype == "float32" else 2)
     per_parameter = 4 + moments + (2 if config.param_remainders else 4)
     return OutOfMemory(

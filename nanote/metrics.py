@@ -367,8 +367,7 @@ def read_logs(run: str) -> dict[Path, list[dict]]:
 
 
 def logged_val_loss(run: str, step: int) -> float | None:
-    """Return the validation loss that metrics.jsonl has of a step, NaN if it has none; None if the step is
-    not logged."""
+    """Return the validation loss logged for a step, NaN if it has none; None if the step is not logged."""
     records = read_metrics(Path(run, "metrics.jsonl"))
     found = [record.get("val_loss", math.nan) for record in records if record["step"] == step]
     return found[-1] if found else None

@@ -136,8 +136,7 @@ def model_classes(name: str):
 
 
 def make_model_config(name: str, options: dict):
-    """Build the config of model `name` from the `options` it has fields for. None means the field's
-    default."""
+    """Build the config of model `name` from the `options` it has fields for. None: the field's default."""
     config_class = model_classes(name)[1]
     known = {field.name for field in dataclasses.fields(config_class)}
     values = {key: value for key, value in options.items() if key in known and value is not None}
@@ -179,8 +178,7 @@ def has_fp8(name: str) -> bool:
 
 
 def build_model(name: str, config, *, device="cpu", dtype=torch.float32, fp8_weights_recipe=None):
-    """Build a model with parameters on `device` in `dtype`, or in FP8 if a recipe for the weights is
-    given."""
+    """Build a model with parameters on `device` in `dtype`, or in FP8 given a recipe for weights."""
     quantized = contextlib.nullcontext()
     if fp8_weights_recipe is not None:
         quantized = fp8.te.quantized_model_init(enabled=True, recipe=fp8_weights_recipe,

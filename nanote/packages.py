@@ -207,8 +207,7 @@ def is_table(words):
 
 
 def scan(paths):
-    """Return (reason, digest, size, signature, shingles if they are few) for each file; only the reason if
-    there is one."""
+    """Return (reason, digest, size, signature, shingles if few) of each file; only a reason to skip it."""
     rows = []
     for path in paths:
         text, reason = read(path)

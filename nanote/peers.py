@@ -187,8 +187,7 @@ class Peers:
             self.width += self.widths[bucket]
 
     def allocate(self) -> None:
-        """Allocate memory for the other ranks' gradients and, if this is the model's first step, its
-        parameters."""
+        """Allocate memory for the other ranks' gradients and, in the model's first step, its parameters."""
         gradient, self.weights = self.buckets[0].reduced, _shared_weights.get(self.model())
         self.received = allocate(self.count * self.width, gradient.dtype, gradient.device)
         if self.weights is None or not self.weights.fits(self.buckets):

@@ -307,8 +307,7 @@ def table(kernels, steps: int, on_gpu: bool) -> str:
 
 
 def span_and_busy(kernels) -> tuple[float, float]:
-    """Return the microseconds from the first kernel's start to the last one's end, and those with a kernel
-    running."""
+    """Return the microseconds from the first kernel's start to the last one's end, and those not idle."""
     first = end = min(start for _, start, _ in kernels)
     busy = 0.0
     for start, stop in sorted((start, start + duration) for _, start, duration in kernels):

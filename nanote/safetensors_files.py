@@ -100,8 +100,7 @@ def save_distributed(tensors: dict, folder: Path, group=None) -> None:
 
 
 def load(tensors: dict, folder: Path) -> None:
-    """Fill `tensors`, allocated by the caller, from a checkpoint's files with DCP. Every rank must call
-    it."""
+    """Fill `tensors`, allocated by the caller, from a checkpoint's files with DCP. Collective."""
     _run_dcp(dcp.load, tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
 
 

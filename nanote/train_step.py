@@ -140,8 +140,7 @@ class TrainStep:
         return total, norm
 
     def forward_backward(self, batch, micro: int):
-        """Run micro-batch number `micro` of the step, counted from 0, and accumulate gradients; return the
-        loss divided by grad_accum."""
+        """Accumulate the gradients of micro-batch `micro`, counted from 0; return its loss / grad_accum."""
         options, count = {}, self.config.grad_accum
         if isinstance(self.model, FSDPModule):  # reduce gradients once per step
             self.model.set_requires_gradient_sync(micro == count - 1)
@@ -256,8 +255,7 @@ class TrainStep:
         peers.gather_state(self.optimizer)
 
     def close(self) -> None:
-        """Free the CUDA graphs: dist.destroy_process_group() would wait for those that hold its collectives
-        forever."""
+        """Free the CUDA graphs: destroy_process_group() would wait forever for the collectives in them."""
         self.graphs = {}
 
     def _make_gradients(self) -> None:
