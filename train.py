@@ -218,7 +218,7 @@ def val_loss_without_fp8(run: Run) -> float | None:
     return val_loss if math.isfinite(val_loss) else None
 
 
-def finish_step(run: Run) -> None:
+def finish_resumed_step(run: Run) -> None:
     """Evaluate and log the step of the checkpoint that the run continues, unless that is done.
 
     A run may be stopped after it saved a step and before it evaluated and logged it.
@@ -607,7 +607,7 @@ def train(run: Run) -> None:
     run.meter.start()
     try:
         if run.step:
-            finish_step(run)
+            finish_resumed_step(run)
         training_loop(run)
     except Diverged as error:
         run.saver.wait()  # it may be writing the last good checkpoint

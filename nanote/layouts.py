@@ -85,7 +85,7 @@ def activation_bytes(model, in_fp8: bool, width: int = 2) -> int:
     return high_precision + (inputs + q if in_fp8 else width * inputs)
 
 
-def memory(run, model, layout: Layout, reshard=True) -> dict[str, float]:
+def memory(run, model, layout: Layout) -> dict[str, float]:
     """Return {part: bytes} of a GPU at its peak: after a forward pass, or in backward.
 
     With N weights of w = 2 bytes (float32: 4) and S shards (ZeRO, section 5; S = 1: all on each GPU):
@@ -121,7 +121,7 @@ def memory(run, model, layout: Layout, reshard=True) -> dict[str, float]:
         if layout.divides_update:
             received = count * (layout.replicas - 1) // layout.replicas
             held += parallel.reduction_dtype(run).itemsize * received
-    gathered = count - max(0, model.n_layer - 2) * block if reshard else count
+    gathered = count - max(0, model.n_layer - 2) * block if run.reshard_after_forward else count
     forward = {
         "weights": width * count / layout.shards,
         "gradients": held,
@@ -144,13 +144,13 @@ def memory(run, model, layout: Layout, reshard=True) -> dict[str, float]:
     return max(forward, backward, key=lambda moment: sum(moment.values()))
 
 
-def largest_micro_batch(run, model, layout: Layout, reshard, capacity: float) -> int:
+def largest_micro_batch(run, model, layout: Layout, capacity: float) -> int:
     """Return the largest micro-batch whose memory is at most `capacity`; 0 if there is none."""
     multiple = sequence_multiple(run)
 
     def too_large(size):
         sized = dataclasses.replace(run, micro_batch_size=size)
-        return sum(memory(sized, model, layout, reshard).values()) > capacity
+        return sum(memory(sized, model, layout).values()) > capacity
 
     sizes = range(multiple, multiple * 2**20, multiple)
     return multiple * bisect.bisect_left(sizes, True, key=too_large)
@@ -164,7 +164,7 @@ def ring_bytes(size: float, gpus: int) -> float:
     return (gpus - 1) / gpus * size
 
 
-def traffic(run, model, layout: Layout, reshard=True) -> tuple[float, float]:
+def traffic(run, model, layout: Layout) -> tuple[float, float]:
     """Return the bytes that each GPU sends in a step (among the shards, among the replicas).
 
     Shards: per micro-batch an all-gather of all weights, with resharding a second one of the blocks'; per
@@ -173,7 +173,7 @@ def traffic(run, model, layout: Layout, reshard=True) -> tuple[float, float]:
     """
     width, count = 4 if run.dtype == "float32" else 2, models.weight_count(model)
     reduced = count * max(width, parallel.reduction_dtype(run).itemsize)
-    gathered = count + (model.n_layer * block_weights(model) if reshard else 0)
+    gathered = count + (model.n_layer * block_weights(model) if run.reshard_after_forward else 0)
     between_replicas = reduced + width * count if layout.divides_update else 2 * reduced / layout.shards
     return (ring_bytes(width * run.grad_accum * gathered + reduced, layout.shards),
             ring_bytes(between_replicas, layout.replicas))
@@ -203,8 +203,7 @@ def estimate(cluster: Cluster, run, model, layout: Layout) -> Estimate:
     buffers, fragmentation and the error of the estimate.
     """
     _, gigabytes, link, network = GPUS[cluster.gpu]
-    reshard = run.reshard_after_forward
-    in_node, between = traffic(run, model, layout, reshard)
+    in_node, between = traffic(run, model, layout)
     if layout.name != "hsdp":
         sent = in_node + between
         between = sent / cluster.gpus_per_node if cluster.gpus > cluster.gpus_per_node else 0
@@ -212,13 +211,13 @@ def estimate(cluster: Cluster, run, model, layout: Layout) -> Estimate:
     nvlink_ms = in_node / (cluster.link_gbs or link) / 1e6
     network_ms = between / (cluster.network_gbs or network) / 1e6
     links_ms = nvlink_ms + network_ms if layout.name == "hsdp" else max(nvlink_ms, network_ms)
-    parts, compute = memory(run, model, layout, reshard), compute_ms(run, model, layout, cluster)
+    parts, compute = memory(run, model, layout), compute_ms(run, model, layout, cluster)
     bottleneck = "compute"
     if links_ms > compute:
         bottleneck = "network" if network_ms > nvlink_ms else "NVLink"
     return Estimate(
         layout=layout, memory=parts, fits=sum(parts.values()) <= 1e9 * gigabytes,
-        largest=largest_micro_batch(run, model, layout, reshard, 1e9 * gigabytes), link_bytes=in_node,
+        largest=largest_micro_batch(run, model, layout, 1e9 * gigabytes), link_bytes=in_node,
         network_bytes=between, links_ms=links_ms, compute_ms=compute, step_ms=max(compute, links_ms),
         bottleneck=bottleneck)
 

@@ -71,7 +71,8 @@ def small(**options):
     (Layout("hsdp", 2, 4), False, 1, (1 / 2 * (13_824 + 27_648), 2 * 3 / 4 * 13_824)),
 ])
 def test_bytes_that_a_gpu_sends(layout, reshard, accum, expected):
-    assert layouts.traffic(*small(grad_accum=accum), layout, reshard) == pytest.approx(expected)
+    run, model = small(grad_accum=accum, reshard_after_forward=reshard)
+    assert layouts.traffic(run, model, layout) == pytest.approx(expected)
 
 
 def test_a_slow_network_makes_fsdp_wait_and_hsdp_less():
