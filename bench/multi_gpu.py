@@ -159,11 +159,11 @@ def measure_row(layout, config, options, device) -> dict:
         config_of_one = dataclasses.replace(config, parallel="ddp", grad_accum_dtype="auto")
         single = build_step(layout, config_of_one, options, device, batches[0])
         expected = [value.item() for value in single(batches, 0.0)]
-    far = max(abs(found / wanted - 1) for found, wanted in zip((loss, norm), expected))
-    far = max(over_ranks(far), key=lambda value: math.inf if math.isnan(value) else value)  # all ranks agree
-    if not far <= CLOSE[config.fp8_recipe]:
+    error = max(abs(found / wanted - 1) for found, wanted in zip((loss, norm), expected))
+    error = max(over_ranks(error), key=lambda value: math.inf if math.isnan(value) else value)  # same on all
+    if not error <= CLOSE[config.fp8_recipe]:
         raise ValueError(f"loss or gradient norm on {dist.get_world_size()} GPUs differ from one GPU's by "
-                         f"{far:.3g}")
+                         f"{error:.3g}")
     ms, steps = {"one": [], "all": []}, max(1, options.steps // measure.TURNS)
     for turn in range(1 + measure.TURNS):
         with alone():

@@ -52,10 +52,9 @@ class Options:
 
 
 def load(options: Options, device):
-    """Return the checkpoint's folder, the run's config, its loaders, and a function that builds the model:
-    with an ablation or, without one, as it was trained.
+    """Return the checkpoint's folder and meta.json, the run's config without dropout, and its loaders.
 
-    Dropout is off. Raises ValueError for a run that is not of --model optimized, or with --fp8-param.
+    Raises ValueError for a run that is not of --model optimized, or with --fp8-param.
     """
     data = ["--data", options.data] if options.data else []
     config, folder, meta = read_options(["--eval-only", "--out-dir", str(options.folder), *data])
@@ -67,21 +66,19 @@ def load(options: Options, device):
     config = dataclasses.replace(
         config, eval_tokens=options.tokens, eval_steps=None, dropout=0.0, attn_dropout=0.0)
     loaders = train.open_data(config, Ranks(), device)
-    config = train.fit_to_data(config, loaders["train"].meta, folder, meta)
-    high_precision = {"use_fp8": False, "dropout": 0.0, "attn_dropout": 0.0}
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return folder, meta, train.fit_to_data(config, loaders["train"].meta, folder, meta), loaders
 
-    def build(ablation: str | None = None, batch=None):
-        if ablation is None:
-            return arms.load_te(folder, meta, config, device, batch).model
-        fields = {field.name for field in dataclasses.fields(AblatedConfig) if field.init}
-        known = {name: value for name, value in meta["model_config"].items() if name in fields}
-        with torch.device(device):
-            model = Ablated(AblatedConfig(**known | high_precision | {"ablation": ablation})).to(dtype)
-        checkpoint.load(folder, meta, model)
-        return model
 
-    return folder, config, loaders, build
+def build_ablated(folder: Path, meta: dict, device, ablation: str):
+    """Return the model of a checkpoint, with the emulated FP8 of `ablation` and without dropout."""
+    fields = {field.name for field in dataclasses.fields(AblatedConfig) if field.init}
+    known = {name: value for name, value in meta["model_config"].items() if name in fields}
+    config = AblatedConfig(
+        **known | {"use_fp8": False, "dropout": 0.0, "attn_dropout": 0.0, "ablation": ablation})
+    with torch.device(device):
+        model = Ablated(config).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    checkpoint.load(folder, meta, model)
+    return model
 
 
 def gradient(model, batch, grad_accum: int) -> torch.Tensor:
@@ -92,10 +89,10 @@ def gradient(model, batch, grad_accum: int) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for _, parameter in sorted(model.named_parameters())])
 
 
-def measure(build, config, loaders, parts):
+def measure(folder, meta, config, loaders, device, parts):
     """Yield the rows."""
     batch, other = (loaders["train"].batch(number) for number in (0, 1))
-    exact_model = build("quantize=none scaling=current")
+    exact_model = build_ablated(folder, meta, device, "quantize=none scaling=current")
     loss = train.evaluate(exact_model, loaders["val"], config)
     exact = gradient(exact_model, batch, config.grad_accum)
 
@@ -109,11 +106,11 @@ def measure(build, config, loaders, parts):
 
     yield row("other tokens", gradient(exact_model, other, config.grad_accum), None)
     if config.fp8_recipe != "none":
-        yield row_of("as trained", build(batch=batch))
+        yield row_of("as trained", arms.load_te(folder, meta, config, device, batch).model)
     for part in parts:
-        words = EMULATED[part]
+        words = EMULATED[part] if "scaling" in EMULATED[part] else f"{EMULATED[part]} scaling=current"
         try:
-            model = build(words if "scaling" in words else f"{words} scaling=current")
+            model = build_ablated(folder, meta, device, words)
         except ValueError as error:  # blocks that do not divide the model's sizes
             print(f"{part}: left out: {error}", file=sys.stderr)
             continue
@@ -139,9 +136,9 @@ def main(argv=None):
     for part in set(options.parts) - set(EMULATED):
         raise ValueError(f"--parts {part}: unknown; the parts are {', '.join(PARTS)}")
     device = pick_device("auto")
-    folder, config, loaders, build = load(options, device)
+    folder, meta, config, loaders = load(options, device)
     figures = {"checkpoint": folder.name, "n_layer": config.n_layer, "n_embd": config.n_embd,
-               "rows": list(measure(build, config, loaders, options.parts))}
+               "rows": list(measure(folder, meta, config, loaders, device, options.parts))}
     write_report("bench/rounding.py", argv, figures, options.json)
     print(table(figures))
 

@@ -158,8 +158,7 @@ class BackgroundSaver:
 def _document(step: int, model, optimizer, meta: dict) -> str:
     """Return the text of meta.json.
 
-    Entries from the model and the optimizer override `meta`, which may come from the checkpoint this run
-    resumed.
+    Entries of this step come first, and override `meta`, which may have those of the checkpoint resumed from.
     """
     groups = [{k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
               for group in optimizer.param_groups]
