@@ -91,12 +91,12 @@ class Meter:
         self.finite = None  # (loss, gradient norm) of the last step that was not skipped
         self.skipped = 0
         self.seconds, self.steps = 0.0, 0  # training time and steps since the last `record`
-        self.began = self.mark = time.perf_counter()
-        self.step, self.timed_from = 0, None  # the last step; (step, time) from which the ETA is measured
+        self.run_started = self.clock_started = time.perf_counter()
+        self.step, self.eta_from = 0, None  # the last step; (step, time) from which the ETA is measured
 
     def start(self) -> None:
         """Start the clocks of the run and of the next step."""
-        self.began = self.mark = time.perf_counter()
+        self.run_started = self.clock_started = time.perf_counter()
 
     def add(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         self.pending.append((step, loss, grad_norm))
@@ -111,7 +111,7 @@ class Meter:
         last_step = self.pending[-1][0]
         finite, skipped_steps = read_losses(self.pending, self.skipped, self.limit, say)
         self.pending.clear()
-        self.seconds += time.perf_counter() - self.mark
+        self.seconds += time.perf_counter() - self.clock_started
         self.finite = finite or self.finite
         self.skipped += len(skipped_steps)
         return last_step in skipped_steps
@@ -133,20 +133,20 @@ class Meter:
 
     def restart(self) -> None:
         """Start the clock of training time again, after logging, evaluation and checkpoint."""
-        self.mark = time.perf_counter()
-        if self.timed_from is None:  # until here the time includes compilation, capture and warm-up
-            self.timed_from = self.step, self.mark
+        self.clock_started = time.perf_counter()
+        if self.eta_from is None:  # until here the time includes compilation, capture and warm-up
+            self.eta_from = self.step, self.clock_started
 
     def seconds_left(self, last_step: int) -> float | None:
         """Return the expected time to `last_step`, evaluations and checkpoints included; None if unknown."""
-        if self.timed_from is None or self.step == last_step:
+        if self.eta_from is None or self.step == last_step:
             return None
-        first_step, since = self.timed_from
+        first_step, since = self.eta_from
         return (time.perf_counter() - since) / (self.step - first_step) * (last_step - self.step)
 
     def total_seconds(self) -> float:
         """Return the time since `start`, evaluations and checkpoints included."""
-        return time.perf_counter() - self.began
+        return time.perf_counter() - self.run_started
 
 
 def shown_time(seconds: float) -> str:
