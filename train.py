@@ -99,7 +99,7 @@ def training_loop(run: Run) -> None:
         step, lr = run.step, learning_rate(run.step, config)
         run.batches = get_batches(run.loaders["train"], step, config.grad_accum)
 
-        measure_fp8 = log.enabled and is_due(step, config.fp8_health_interval)
+        measure_fp8 = is_due(step, config.fp8_health_interval)  # on all ranks: such a step is no CUDA graph
         run.profiler.begin(step)
         loss, grad_norm = run.train_step(run.batches, lr, watch=measure_fp8)
         run.profiler.end(step)
@@ -107,7 +107,7 @@ def training_loop(run: Run) -> None:
         log.advance()
         report_failed_save(run)
         if measure_fp8:
-            log.write_health(step, fp8.health(model))
+            log.write_health(step, fp8.health(model))  # of rank 0
 
         if log.is_unread:
             schedule.stop.name = "a closed stdout"

@@ -278,6 +278,8 @@ class Log:
 
     def write_health(self, step: int, health: dict) -> None:
         """Log what fp8.health returns."""
+        if not self.enabled:
+            return
         self._append("fp8_health.jsonl", {"step": step, "health": health})
         self._plot(step, {f"fp8_{name}/{module}.{tensor}": value for module, tensors in health.items()
                           for tensor, figures in tensors.items() for name, value in figures.items()})

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import te_reference
+import train
 from nanote import fp8, fp8_health, models
 from nanote.fp8_health import LIMITS
 from nanote.metrics import read_metrics
@@ -457,6 +458,18 @@ def test_looking_changes_nothing(run):
     folder, _ = run
     assert metrics(folder / "seen") == metrics(folder / "plain")
     assert not list((folder / "plain").glob("fp8_health*"))
+
+
+def test_every_rank_looks_and_rank_0_writes(run, monkeypatch):
+    """A step that measures FP8 is no CUDA graph, and collectives must be so on all ranks or on none."""
+    folder, tokens = run
+    looks, step = [], train.TrainStep.__call__
+    monkeypatch.setattr(train.parallel, "init", lambda: train.Ranks(rank=1))
+    monkeypatch.setattr(train.TrainStep, "__call__", lambda self, *args, watch=False: (
+        looks.append(watch), step(self, *args, watch=watch))[1])
+    assert run_train(f"{OPTIONS} --max-steps 4 --fp8-health-interval 2 --out-dir {folder}/rank1", tokens) == 0
+    assert looks == [False, True, False, True]
+    assert not list((folder / "rank1").glob("fp8_health*"))
 
 
 def test_what_a_look_leaves(run):
