@@ -8,6 +8,8 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -174,10 +176,13 @@ def describe_corpus(config: TrainConfig, meta: dict, tokens_per_step: int) -> tu
     size = f"{config.data}: {tokens:,} tokens, {shown} epochs in {steps}"
     if epochs <= MOST_EPOCHS:
         return size, ""
+    tokenizer = re.sub("@[0-9a-f]{12}$", "", meta["tokenizer"])  # hf:DIR@CHECKSUM without its checksum
+    same = "" if tokenizer == "byte" else " " + shlex.join(["--tokenizer", tokenizer])
+    other = same or " --tokenizer gpt2"
     return size, (f"{config.data}: {shown} epochs of the same tokens, more than {MOST_EPOCHS}; make "
-                  "a larger corpus with python data.py packages (without a network) or python data.py hf "
-                  "HuggingFaceFW/fineweb-edu --subset sample-10BT --streaming --tokenizer gpt2, or pass "
-                  f"--max-steps {max(1, tokens // tokens_per_step)} for one epoch")
+                  f"a larger corpus with python data.py packages{same} (without a network) or python data.py "
+                  f"hf HuggingFaceFW/fineweb-edu --subset sample-10BT --streaming{other}, "
+                  f"or pass --max-steps {max(1, tokens // tokens_per_step)} for one epoch")
 
 
 def bits_per_byte(val_loss: float, meta: dict) -> float | None:

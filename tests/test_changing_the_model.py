@@ -19,7 +19,7 @@ import train as train_script  # noqa: E402
 from fast_kernels import accelerate  # noqa: E402
 from fast_kernels import support as fast_support  # noqa: E402
 from kernel_tools import HAS_GPU  # noqa: E402
-from nanote import models  # noqa: E402
+from nanote import checkpoint, models  # noqa: E402
 from trainer_tools import make_tokens as make_corpus  # noqa: E402
 from trainer_tools import run_script, run_train  # noqa: E402
 
@@ -108,6 +108,9 @@ def test_train_py_takes_every_edit(tmp_path, monkeypatch, capsys):
         assert run_train(f"{options} --out-dir {number}", tokens) == 0, section
         printed = capsys.readouterr().out
         assert "--- a sample ---" in printed and "no sample" not in printed, section
+        if section == ACTIVATION:  # whatever train.py's --activation is
+            saved = checkpoint.read_meta(checkpoint.find(str(number)))
+            assert saved["model_config"]["activation"] == "srelu"
         if section == HEAD:
             argv = [str(number), "--model", "my_model.py:OptimizedGPT2Model", "--max-new-tokens", "4"]
             assert run_script("sample.py", [*argv, "--device", DEVICE]) == 0

@@ -245,13 +245,16 @@ def test_the_log_says_epochs_and_the_time_left(tokens, capsys):
 
 def test_too_many_epochs_are_warned_of_in_one_line():
     config = TrainConfig(data="data/small", max_steps=101)
-    assert describe_corpus(config, {"train_tokens": 10_000}, 990)[1] == ""  # 9.999 epochs
-    size, warning = describe_corpus(config, {"train_tokens": 10_000}, 1000)
+    meta = {"train_tokens": 10_000, "tokenizer": "byte"}
+    assert describe_corpus(config, meta, 990)[1] == ""  # 9.999 epochs
+    size, warning = describe_corpus(config, meta, 1000)
     assert size == "data/small: 10,000 tokens, 10.1 epochs in 101 steps"
     commands = "python data.py packages", "python data.py hf ", "--tokenizer gpt2", "--max-steps 10 "
     assert "10.1 epochs" in warning and all(command in warning for command in commands)
     assert "\n" not in warning
-    assert "--max-steps 1 " in describe_corpus(config, {"train_tokens": 900}, 1000)[1]
+    assert "--max-steps 1 " in describe_corpus(config, meta | {"train_tokens": 900}, 1000)[1]
+    warning = describe_corpus(config, meta | {"tokenizer": "hf:my models/Q@de55ae29be14"}, 1000)[1]
+    assert warning.count(" --tokenizer 'hf:my models/Q'") == 2 and "gpt2" not in warning
 
 
 def test_the_time_left_leaves_the_first_steps_out(monkeypatch):
