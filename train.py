@@ -700,4 +700,4 @@ def sample_text(run: Run) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, "train.py"))
+    parallel.exit_process(cli.run(main, "train.py"))
