@@ -14,7 +14,7 @@ cut, by --time-budget, a signal or a machine that went away, continues from its 
 
 results/convergence.json has a list `runs`, a record per evaluation of each completed run: arm, seed, tokens,
 step, val_loss (nats a token) and seconds, the time in training steps alone (without evaluations, checkpoints
-and the first step, which captures the CUDA graphs). From the last records follows the list `summary`:
+and the first step, which captures the CUDA graphs), at the median speed of the run. From the last records follows the list `summary`:
 
 - mean, standard_error: of the final validation loss over the seeds
 - gap_percent, gap_standard_error, gap_interval: of the arm's loss over that of bf16, paired by seed; the last
@@ -51,14 +51,16 @@ from bench.report import check_folder, write_json, write_report
 from nanote import cli
 from nanote.metrics import read_metrics
 
-TOKENS_PER_STEP = 131_072
 COMMON = "--warmup-steps 100 --log-interval 10 --keep-checkpoints 1 --eval-tokens 2000000"
 GPT2 = "--preset gpt2-124m --micro-batch-size 64 --grad-accum 2"
 SIZES = {  # prefix of an arm: options of its architecture
     "": GPT2,
     "modern-": f"{GPT2} --activation swiglu --use-rmsnorm --use-rotary --use-qk-norm --no-bias --n-kv-head 4",
     "350m-": "--preset gpt2-350m --micro-batch-size 32 --grad-accum 4",
+    "small-": "--preset gpt2-124m --n-layer 3 --n-head 2 --n-embd 64 --seq-len 64 --micro-batch-size 128 "
+              "--grad-accum 1 --warmup-steps 60 --eval-tokens 131072",  # two minutes on one CPU core
 }
+TOKENS_PER_STEP = dict.fromkeys(SIZES, 131_072) | {"small-": 8_192}
 RECIPES = {  # name of an arm: options of its precision
     "bf16": "--fp8-recipe none",
     "fp8": "",
@@ -84,8 +86,11 @@ ARMS = {  # name: environment variables and options of train.py, as in a shell
     f"{prefix}{name}": f"{size} {options}" for prefix, size in SIZES.items()
     for name, options in RECIPES.items()
 }
-EMULATION = f"{GPT2} --fp8-recipe none --model bench/ablation.py:Ablated"
-ARMS |= {f"emulated-{name}": f"NANOTE_ABLATION='{words}' {EMULATION}" for name, words in EMULATED.items()}
+ARMS |= {
+    f"{prefix}emulated-{name}":
+        f"NANOTE_ABLATION='{words}' {SIZES[prefix]} --fp8-recipe none --model bench/ablation.py:Ablated"
+    for prefix in ("", "small-") for name, words in EMULATED.items()
+}
 ARMS["nanogpt"] = f"{GPT2} --fp8-recipe none --model bench/nanogpt.py:NanoGPT --dtype float32 --compile"
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of Student's t, 1, 2… degrees
 
@@ -122,7 +127,7 @@ def command_of(options: Options, arm: str, seed: int, folder: Path) -> tuple[lis
         return [sys.executable, "train.py", "--resume", "--out-dir", str(folder), *model], variables
     if folder.exists():  # cut before its first checkpoint
         shutil.rmtree(folder)
-    steps = steps_of(options)
+    steps = steps_of(options, arm)
     interval = max(1, steps // options.evaluations)
     return [sys.executable, "train.py", *COMMON.split(), *words, "--lr", lr,
             "--seed", str(seed), "--max-steps", str(steps), "--eval-interval", str(interval),
@@ -130,8 +135,13 @@ def command_of(options: Options, arm: str, seed: int, folder: Path) -> tuple[lis
             *options.more.split()], variables
 
 
-def steps_of(options: Options) -> int:
-    return math.ceil(options.tokens / TOKENS_PER_STEP)
+def steps_of(options: Options, arm: str) -> int:
+    return math.ceil(options.tokens / TOKENS_PER_STEP[size_of(arm)])
+
+
+def size_of(arm: str) -> str:
+    """Return the prefix of an arm, of SIZES."""
+    return next((prefix for prefix in SIZES if prefix and arm.startswith(prefix)), "")
 
 
 def train_all(options: Options, jobs: list, record) -> None:
@@ -146,7 +156,7 @@ def train_all(options: Options, jobs: list, record) -> None:
                 arm, seed = waiting.get_nowait()
             except queue.Empty:
                 return
-            folder = options.out_dir / f"{arm}-{steps_of(options)}steps-seed{seed}"
+            folder = options.out_dir / f"{arm}-{steps_of(options, arm)}steps-seed{seed}"
             folder.parent.mkdir(parents=True, exist_ok=True)
             command, variables = command_of(options, arm, seed, folder)
             environment = os.environ | variables | {"CUDA_VISIBLE_DEVICES": gpu}
@@ -154,12 +164,14 @@ def train_all(options: Options, jobs: list, record) -> None:
                 process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log,
                                            stderr=subprocess.STDOUT)
                 running.append(process)
+                if stop.is_set():  # it may have been set before `end` could see this process
+                    process.send_signal(signal.SIGTERM)
                 code = process.wait()
             running.remove(process)
             if code:
                 print(f"{arm}, seed {seed}: exit code {code}, see {folder}.log", file=sys.stderr)
             records = read_metrics(folder / "metrics.jsonl")
-            if records and records[-1]["step"] >= steps_of(options):
+            if records and records[-1]["step"] >= steps_of(options, arm):
                 record(arm, seed, folder)
 
     def end(*_) -> None:
@@ -185,17 +197,20 @@ def visible_gpus() -> list[str]:
 
 
 def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
-    """Return the records of a run for `runs`. `seconds` sums the steps after the first."""
-    found, seconds, last_step = [], 0.0, 1
+    """Return the records of a run for `runs`.
+
+    `seconds` counts the steps after the first at the run's median speed: the first interval after a resume
+    includes the capture of the CUDA graphs.
+    """
+    found, tokens_per_step = [], TOKENS_PER_STEP[size_of(arm)]
     records = read_metrics(folder / "metrics.jsonl")
+    speed = statistics.median(record["tokens_per_s"] for record in records if record["step"] > 1)
     for record in records:
         step = record["step"]
-        seconds += (step - last_step) * TOKENS_PER_STEP / record["tokens_per_s"]
-        last_step = step
         if "val_loss" in record:
-            found.append({"arm": arm, "seed": seed, "run_tokens": records[-1]["step"] * TOKENS_PER_STEP,
-                          "tokens": step * TOKENS_PER_STEP, "step": step,
-                          "val_loss": record["val_loss"], "seconds": round(seconds, 3)})
+            found.append({"arm": arm, "seed": seed, "run_tokens": records[-1]["step"] * tokens_per_step,
+                          "tokens": step * tokens_per_step, "step": step, "val_loss": record["val_loss"],
+                          "seconds": round((step - 1) * tokens_per_step / speed, 3)})
             if "val_loss_without_fp8" in record:
                 found[-1]["val_loss_without_fp8"] = record["val_loss_without_fp8"]
     return found
@@ -258,8 +273,7 @@ def seconds_to(loss: float, lengths: list[dict]) -> float | None:
 def baseline_of(arm: str) -> str:
     """Return the BF16 arm of the same architecture and learning rate."""
     name, at, lr = arm.partition("@")
-    prefix = next((prefix for prefix in SIZES if prefix and name.startswith(prefix)), "")
-    return f"{prefix}bf16{at}{lr}"
+    return f"{size_of(name)}bf16{at}{lr}"
 
 
 def standard_error(values: list[float]) -> float | None:
