@@ -14,7 +14,8 @@ cut, by --time-budget, a signal or a machine that went away, continues from its 
 
 results/convergence.json has a list `runs`, a record per evaluation of each completed run: arm, seed, tokens,
 step, val_loss (nats a token) and seconds, the time in training steps alone (without evaluations, checkpoints
-and the first step, which captures the CUDA graphs), at the median speed of the run. From the last records follows the list `summary`:
+and the first step, which captures the CUDA graphs), at the median speed of the run. From the last records
+follows the list `summary`:
 
 - mean, standard_error: of the final validation loss over the seeds
 - gap_percent, gap_standard_error, gap_interval: of the arm's loss over that of bf16, paired by seed; the last
@@ -315,6 +316,9 @@ def main(argv=None):
     if not options.draw:
         # seeds outside, so that a study that was cut has all arms of its first seeds
         train_all(options, [(arm, seed) for seed in options.seeds for arm in arms], record)
+        if not options.json.exists():
+            raise ValueError(f"{options.json}: no run is complete; see the logs in {options.out_dir}, or "
+                             "run the same command again to go on")
         document = json.loads(options.json.read_text())
     document["summary"] = summarize(document["runs"])
     if document["runs"]:

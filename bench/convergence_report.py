@@ -83,6 +83,19 @@ def emulated_table(result) -> str:
                     lines or [["none is measured yet", *4 * [""]]])
 
 
+def small_table(result) -> str:
+    """Return the Markdown table of the arms of the small GPT, by learning rate."""
+    lines = []
+    for row in result["summary"]:
+        name, _, rate = row["arm"].partition("@")
+        words = EMULATED.get(name.removeprefix("small-emulated-"))
+        precision = "none" if words is None else f"`{words}`" if words else "emulated, the default"
+        lines.append([rate, precision, *cells(row)])
+    lines.sort(key=lambda line: (float(line[0]), line[1] != "none"))
+    return markdown(["learning rate", "FP8", "tokens", "seeds", "loss ± standard error", "behind none, %"],
+                    lines)
+
+
 def negatives_table(result) -> str:
     """Return the Markdown table of CANDIDATES that are not better than today's default: the paired difference
     is not below zero, or its 95 % interval holds zero."""

@@ -73,6 +73,7 @@ TABLES = {  # comment in a page -> JSON file, function that makes a Markdown tab
     "accumulation_bias": ("accumulation_bias", accumulation_bias.table),
     "convergence": ("convergence", convergence_report.main_table),
     "convergence_rates": ("convergence", convergence_report.rates_table),
+    "convergence_small": ("convergence_small", convergence_report.small_table),
     "convergence_emulated": ("convergence", convergence_report.emulated_table),
     "convergence_negatives": ("convergence", convergence_report.negatives_table),
     "accumulation_times": ("accumulation", accumulation.times_table),

@@ -67,6 +67,18 @@ def test_tables_show_what_is_measured_and_what_did_not_help():
     assert found == ["| `fp8-e4m3`", "| `fp8-block`", "| `emulated-e4m3`"], "fp8-current is better"
 
 
+def test_the_small_gpt_has_a_baseline_at_each_rate_and_steps_of_its_own():
+    runs = [record for rate, losses in (("4e-3", (2.0, 2.02)), ("2e-3", (2.2, 2.2))) for seed in (1, 2)
+            for name, loss in zip(("bf16", "emulated-all"), losses)
+            for record in run(f"small-{name}@{rate}", seed, 10**7, loss, 60.0)]
+    table = convergence_report.small_table({"summary": summarize(runs)}).splitlines()[2:]
+    assert [line.split(" | ")[:2] + line.split(" | ")[5:] for line in table] == [
+        ["| 2e-3", "none", " |"], ["| 2e-3", "emulated, the default", "+0.00 (+0.00 to +0.00) |"],
+        ["| 4e-3", "none", " |"], ["| 4e-3", "emulated, the default", "+1.00 (+1.00 to +1.00) |"]]
+    options = convergence.Options(tokens=819_200)
+    assert [convergence.steps_of(options, arm) for arm in ("small-bf16@1", "modern-bf16@1")] == [100, 7]
+
+
 def test_tables_are_at_the_rate_of_the_shortest_runs_and_show_the_gap_of_every_fp8_arm():
     runs = [*run("bf16@1e-3", 1, 10**8, 2.0, 100.0), *run("bf16@1e-2", 1, 10**8, 2.1, 100.0),
             *run("bf16@1e-2", 1, 2 * 10**8, 1.9, 200.0), *run("fp8-bf16_head@1e-3", 1, 10**8, 2.2, 100.0),
@@ -240,7 +252,7 @@ def test_an_arm_trains_and_resumes(tmp_path, tokens, monkeypatch):
     """The operands to quantize are in the checkpoint: the rest of a run needs no environment variable."""
     monkeypatch.setattr(models, "_own_models", {})
     options = convergence.Options(data=tokens, more=TINY, evaluations=2,
-                                  tokens=4 * convergence.TOKENS_PER_STEP)
+                                  tokens=4 * convergence.TOKENS_PER_STEP[""])
     monkeypatch.chdir(convergence.ROOT)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     command, variables = convergence.command_of(options, "emulated-only_weights@1e-3", 1, whole)
@@ -249,6 +261,8 @@ def test_an_arm_trains_and_resumes(tmp_path, tokens, monkeypatch):
     assert run_train(" ".join(command[2:])) == 0
     found = convergence.evaluations_of("emulated-only_weights@1e-3", 1, whole)
     assert [record["step"] for record in found] == [1, 2, 4]
+    assert found[0]["seconds"] == 0
+    assert found[2]["seconds"] == pytest.approx(3 * found[1]["seconds"], abs=0.01)
 
     shutil.copytree(whole, cut)
     shutil.rmtree(cut / "step-4")
@@ -263,7 +277,7 @@ def test_nanogpt_trains_as_an_arm(tmp_path, tokens, monkeypatch, compiles):
     monkeypatch.setattr(models, "_own_models", {})
     (tmp_path / "model.py").write_text(STAND_IN)
     options = convergence.Options(data=tokens, more=TINY, nanogpt=tmp_path,
-                                  tokens=2 * convergence.TOKENS_PER_STEP)
+                                  tokens=2 * convergence.TOKENS_PER_STEP[""])
     monkeypatch.chdir(convergence.ROOT)
     command, variables = convergence.command_of(options, "nanogpt@1e-3", 1, tmp_path / "run")
     monkeypatch.setenv("NANOGPT", variables["NANOGPT"])
