@@ -102,19 +102,15 @@ class AblatedConfig(OptimizedConfig):
 # ---------------------------------------------------------------- quantization
 
 def round_to_fp8(x, scale, dtype, stochastic):
-    """Return x in x's dtype, rounded to what FP8 has at this scale. x · scale saturates.
-
-    In float32 arithmetic, because a CPU takes several times as long to cast to FP8.
-    """
-    scaled, info = (x.float() * scale).clamp(-FP8_MAX[dtype], FP8_MAX[dtype]), torch.finfo(dtype)
-    exponent = (scaled.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2^floor(log2 |x|)
-    step = exponent.clamp(min=info.smallest_normal) * info.eps  # between neighbors
-    scaled = scaled / step
-    if stochastic:  # down or up, with the probabilities that make the mean x
-        scaled = torch.floor(scaled + torch.rand_like(scaled))
-    else:  # half to even
-        scaled = torch.round(scaled)
-    return (scaled * step * scale.reciprocal()).to(x.dtype)
+    """Return x in x's dtype, rounded to what FP8 has at this scale. x · scale saturates."""
+    scaled = x.float() * scale
+    if stochastic:  # rounded down or up to a neighbor, with the probabilities that make the mean x
+        info = torch.finfo(dtype)
+        exponent = (scaled.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2^floor(log2 |x|)
+        step = exponent.clamp(min=info.smallest_normal) * info.eps
+        scaled = torch.floor(scaled / step + torch.rand_like(scaled)) * step
+    q = scaled.clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
+    return (q.float() * scale.reciprocal()).to(x.dtype)
 
 
 @functools.cache

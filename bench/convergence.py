@@ -1,4 +1,4 @@
-"""Does FP8 learn as well as BF16, and how much sooner is it there? Arms of GPT-2 124M, several seeds each.
+"""Does FP8 learn as well as BF16, and how much sooner is it there? Arms of a GPT, several seeds each.
 
     python data.py packages --tokenizer r50k_base
     python bench/convergence.py --arms bf16 fp8 --seeds 1 2 3    # one run per GPU at a time
@@ -6,16 +6,16 @@
     python bench/convergence.py --arms nanogpt --nanogpt nanoGPT    # the folder of a checkout
     python bench/convergence.py --draw                           # the summary from the runs in the JSON
 
-Arms are named in `ARMS`. Those that begin with `emulated-` quantize a part of the GEMMs' operands, in
-bench/ablation.py. `nanogpt` is nanoGPT's model, compiled, with the data, schedule and optimizer of all.
+Arms are named in `ARMS`. Their prefix is the size, none for GPT-2 124M; `small-` trains in a minute or two on
+a CPU. Those with `emulated-` quantize a part of the GEMMs' operands, in bench/ablation.py. `nanogpt` is
+nanoGPT's model, compiled, with the data, schedule and optimizer of all.
 
 Every arm trains on the same batches for the same seed, and is evaluated on the same tokens. A run that was
 cut, by --time-budget, a signal or a machine that went away, continues from its last checkpoint in --out-dir.
 
 results/convergence.json has a list `runs`, a record per evaluation of each completed run: arm, seed, tokens,
 step, val_loss (nats a token) and seconds, the time in training steps alone (without evaluations, checkpoints
-and the first step, which captures the CUDA graphs), at the median speed of the run. From the last records
-follows the list `summary`:
+and the first step, which captures the CUDA graphs). From the last records follows the list `summary`:
 
 - mean, standard_error: of the final validation loss over the seeds
 - gap_percent, gap_standard_error, gap_interval: of the arm's loss over that of bf16, paired by seed; the last
@@ -200,18 +200,20 @@ def visible_gpus() -> list[str]:
 def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
     """Return the records of a run for `runs`.
 
-    `seconds` counts the steps after the first at the run's median speed: the first interval after a resume
-    includes the capture of the CUDA graphs.
+    `seconds` sums the steps after the first. An interval at less than half the median speed holds a resume,
+    which captures the CUDA graphs again: it counts at the median.
     """
-    found, tokens_per_step = [], TOKENS_PER_STEP[size_of(arm)]
+    found, seconds, last_step, tokens_per_step = [], 0.0, 1, TOKENS_PER_STEP[size_of(arm)]
     records = read_metrics(folder / "metrics.jsonl")
-    speed = statistics.median(record["tokens_per_s"] for record in records if record["step"] > 1)
+    median = statistics.median(record["tokens_per_s"] for record in records)
     for record in records:
-        step = record["step"]
+        step, speed = record["step"], record["tokens_per_s"]
+        seconds += (step - last_step) * tokens_per_step / (speed if speed > median / 2 else median)
+        last_step = step
         if "val_loss" in record:
             found.append({"arm": arm, "seed": seed, "run_tokens": records[-1]["step"] * tokens_per_step,
                           "tokens": step * tokens_per_step, "step": step, "val_loss": record["val_loss"],
-                          "seconds": round((step - 1) * tokens_per_step / speed, 3)})
+                          "seconds": round(seconds, 3)})
             if "val_loss_without_fp8" in record:
                 found[-1]["val_loss_without_fp8"] = record["val_loss_without_fp8"]
     return found

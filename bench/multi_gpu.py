@@ -273,4 +273,4 @@ def describe(row: dict) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, "bench/multi_gpu.py"))
+    parallel.exit_process(cli.run(main, "bench/multi_gpu.py"))

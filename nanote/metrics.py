@@ -178,10 +178,9 @@ def describe_corpus(config: TrainConfig, meta: dict, tokens_per_step: int) -> tu
         return size, ""
     tokenizer = re.sub("@[0-9a-f]{12}$", "", meta["tokenizer"])  # hf:DIR@CHECKSUM without its checksum
     same = "" if tokenizer == "byte" else " " + shlex.join(["--tokenizer", tokenizer])
-    other = same or " --tokenizer gpt2"
     return size, (f"{config.data}: {shown} epochs of the same tokens, more than {MOST_EPOCHS}; make "
-                  f"a larger corpus with python data.py packages{same} (without a network) or python data.py "
-                  f"hf HuggingFaceFW/fineweb-edu --subset sample-10BT --streaming{other}, "
+                  f"a larger corpus with python data.py packages{same} or python data.py hf "
+                  f"HuggingFaceFW/fineweb-edu --subset sample-10BT --streaming{same}, "
                   f"or pass --max-steps {max(1, tokens // tokens_per_step)} for one epoch")
 
 

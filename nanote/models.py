@@ -109,7 +109,7 @@ def model_classes(name: str):
     if is_file(name):
         if name not in _own_models:
             raise ValueError(f"the model is {name}, and code is never taken from a checkpoint: pass --model "
-                             f"{name} again, to train.py or sample.py; export_hf.py cannot export it")
+                             f"{name} again, to train.py or sample.py")
         return _own_models[name]
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}: one of {', '.join(MODELS)}, or path/to/file.py:Class")

@@ -62,6 +62,7 @@ def world_size() -> int:
 
 
 def rank() -> int:
+    """Return this process's number among the ranks."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -85,12 +86,12 @@ def shut_down(ranks: Ranks) -> None:
 def exit_process(code: int) -> None:
     """End this process, after everything is closed.
 
-    Under torchrun at once, without Python's cleanup. DTensor keeps process groups alive whose gloo threads
-    sometimes abort a process that cleans up, and torchrun would report that a complete run has failed.
+    A rank whose work is complete ends at once, without Python's cleanup. DTensor keeps process groups alive
+    whose gloo threads sometimes abort a process that cleans up, and torchrun would report a failure.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if code == 0 and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         for stream in filter(None, (sys.stdout, sys.stderr)):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
                 stream.flush()
         os._exit(code)
     sys.exit(code)

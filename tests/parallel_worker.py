@@ -60,7 +60,7 @@ def run_all(runs):
             check_weights(ranks)
             continue
         if words[0] == "copy":
-            checkpoint.on_rank0(lambda: copy(*words[1:]))
+            parallel.on_rank0(lambda: copy(*words[1:]))
             continue
         train.TrainStep.forward_backward = with_a_nan if words[0] == "nan" else plain
         code = cli.run(lambda: train.main([word for word in words if word != "nan"]), "train.py")

@@ -261,8 +261,14 @@ def test_an_arm_trains_and_resumes(tmp_path, tokens, monkeypatch):
     assert run_train(" ".join(command[2:])) == 0
     found = convergence.evaluations_of("emulated-only_weights@1e-3", 1, whole)
     assert [record["step"] for record in found] == [1, 2, 4]
-    assert found[0]["seconds"] == 0
-    assert found[2]["seconds"] == pytest.approx(3 * found[1]["seconds"], abs=0.01)
+    written = (whole / "metrics.jsonl").read_text().splitlines()
+    lines = [json.loads(line) | {"tokens_per_s": convergence.TOKENS_PER_STEP[""] / seconds}
+             for line, seconds in zip(written, (90, 2, 50, 4), strict=True)]
+    (tmp_path / "timed").mkdir()
+    (tmp_path / "timed/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = convergence.evaluations_of("emulated-only_weights@1e-3", 1, tmp_path / "timed")
+    median = 2 / (1 / 50 + 1 / 4)  # s of a step; the third has a resume in it, of 50 s
+    assert [record["seconds"] for record in found] == pytest.approx([0, 2, 2 + median + 4], abs=0.01)
 
     shutil.copytree(whole, cut)
     shutil.rmtree(cut / "step-4")

@@ -463,10 +463,14 @@ def test_looking_changes_nothing(run):
 def test_every_rank_looks_and_rank_0_writes(run, monkeypatch):
     """A step that measures FP8 is no CUDA graph, and collectives must be so on all ranks or on none."""
     folder, tokens = run
-    looks, step = [], train.TrainStep.__call__
+    looks, plain_step = [], train.TrainStep.__call__
+
+    def noted_step(self, *args, watch=False):
+        looks.append(watch)
+        return plain_step(self, *args, watch=watch)
+
     monkeypatch.setattr(train.Ranks, "is_first", False)
-    monkeypatch.setattr(train.TrainStep, "__call__", lambda self, *args, watch=False: (
-        looks.append(watch), step(self, *args, watch=watch))[1])
+    monkeypatch.setattr(train.TrainStep, "__call__", noted_step)
     assert run_train(f"{OPTIONS} --max-steps 4 --fp8-health-interval 2 --out-dir {folder}/other", tokens) == 0
     assert looks == [False, True, False, True]
     assert not list((folder / "other").glob("fp8_health*"))

@@ -70,7 +70,7 @@ def test_a_plain_pytorch_model_trains_resumes_and_samples(tokens, capsys):
     assert run_train("--resume --out-dir cut", tokens) == 2
     assert capsys.readouterr().err == (
         "train.py: the model is mine.py:Pair, and code is never taken from a checkpoint: pass --model "
-        "mine.py:Pair again, to train.py or sample.py; export_hf.py cannot export it\n")
+        "mine.py:Pair again, to train.py or sample.py\n")
     assert run_train("--resume --out-dir cut --model elsewhere/moved.py:Pair", tokens) == 0
     assert metrics("cut")[-4:] == metrics("whole")[-4:]
 

@@ -169,11 +169,11 @@ def test_a_model_without_blocks_is_not_sharded(one_process_group):
         parallel.shard(torch.nn.Linear(2, 2), TrainConfig(parallel="fsdp"), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("ranks, cleans_up", [("1", True), ("2", False)])
-def test_a_finished_rank_exits_without_the_cleanup_in_which_gloo_can_abort(ranks, cleans_up):
-    code = ("import atexit, os; from nanote import parallel; atexit.register(print, 'cleaned up'); "
-            "print('all written'); parallel.exit_process(3)")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"WORLD_SIZE": ranks},
+@pytest.mark.parametrize("ranks, code, cleans_up", [("1", 0, True), ("2", 0, False), ("2", 3, True)])
+def test_a_finished_rank_exits_without_the_cleanup_in_which_gloo_can_abort(ranks, code, cleans_up):
+    script = ("import atexit; from nanote import parallel; atexit.register(print, 'cleaned up'); "
+              f"print('all written'); parallel.exit_process({code})")
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=os.environ | {"WORLD_SIZE": ranks},
                           capture_output=True, text=True, timeout=120)
-    assert done.returncode == 3 and done.stdout.startswith("all written\n")
+    assert done.returncode == code and done.stdout.startswith("all written\n")
     assert ("cleaned up" in done.stdout) == cleans_up
