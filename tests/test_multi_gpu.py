@@ -23,6 +23,7 @@ TOGETHER = {
     "ddp-accum": f"{QUARTER} --grad-accum 2", "fsdp": f"{HALF} --parallel fsdp",
     "fsdp-accum": f"{QUARTER} --grad-accum 2 --parallel fsdp --no-reshard-after-forward",
     "ddp-ddp-resumed": "--parallel ddp", "ddp-fsdp-resumed": "--parallel fsdp",
+    "ddp-health": f"{HALF} --fp8-health-interval 50",  # steps without graphs among those with
 }
 # Runs one after the other in the same processes, since a process takes longer to start than to train.
 TRAIN = """
@@ -97,7 +98,8 @@ def distance(run, other):
 @pytest.mark.parametrize("run, one, halves", [
     ("ddp", "one", "halves"), ("ddp-all_reduce", "one", "halves"), ("ddp-bf16", "one-bf16", "halves-bf16"),
     ("ddp-accum", "one", "halves"), ("fsdp", "one", "halves"), ("fsdp-accum", "one", "halves"),
-    ("ddp-ddp-resumed", "one", "halves"), ("ddp-fsdp-resumed", "one", "halves")])
+    ("ddp-ddp-resumed", "one", "halves"), ("ddp-fsdp-resumed", "one", "halves"),
+    ("ddp-health", "one", "halves")])
 def test_two_gpus_train_as_one_process(runs, run, one, halves):
     """The tolerance is what rounding alone changes: one process with each step's samples in two halves."""
     assert losses(run)[-1] < 0.7 * losses(run)[0]
