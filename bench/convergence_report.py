@@ -88,8 +88,10 @@ def small_table(result) -> str:
     lines = []
     for row in result["summary"]:
         name, _, rate = row["arm"].partition("@")
-        words = EMULATED.get(name.removeprefix("small-emulated-"))
-        precision = "none" if words is None else f"`{words}`" if words else "emulated, the default"
+        emulated = name.removeprefix("small-emulated-")
+        precision = "none"
+        if emulated in EMULATED:
+            precision = f"`{EMULATED[emulated]}`" if EMULATED[emulated] else "emulated, the default"
         lines.append([rate, precision, *cells(row)])
     lines.sort(key=lambda line: (float(line[0]), line[1] != "none"))
     return markdown(["learning rate", "FP8", "tokens", "seeds", "loss ± standard error", "behind none, %"],

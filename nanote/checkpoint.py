@@ -38,7 +38,6 @@ from nanote import fp8, json_files, parallel, peers, safetensors_files
 from nanote.dataset import sha256
 from nanote.json_files import COUNT, SIZE
 from nanote.models import is_file, make_model_config, model_classes, weight_count
-from nanote.parallel import on_rank0
 from nanote.safetensors_files import RESTORE, stored_tensors
 
 FORMAT = 1  # version of the checkpoint format; the first checkpoints have no such field
@@ -192,12 +191,12 @@ def _write(run_dir: Path, step: int, tensors, document: str, keep: int, group=No
             shutil.rmtree(doomed, ignore_errors=True)
 
     try:
-        on_rank0(prepare, group)
+        parallel.on_rank0(prepare, group)
         if dist.is_initialized():
             safetensors_files.save_distributed(dict(tensors), unfinished, group)
         else:
             _write_tensors(dict(tensors), unfinished)
-        on_rank0(finish, group)
+        parallel.on_rank0(finish, group)
     except OSError as error:
         if parallel.rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -389,7 +388,7 @@ def read_meta(folder, model: str | None = None) -> dict:
     supports.
     """
     folder = Path(folder)
-    return on_rank0(lambda: _read_meta(folder, model))
+    return parallel.on_rank0(lambda: _read_meta(folder, model))
 
 
 def _read_meta(folder: Path, model: str | None) -> dict:

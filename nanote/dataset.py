@@ -204,6 +204,12 @@ def same_tokenizer(name, other):
     return name == other or checksums[0] is not None and checksums[0] == checksums[1]
 
 
+def without_checksum(name: str) -> str:
+    """Return a tokenizer's name as data.py takes it: hf:DIR for hf:DIR@CHECKSUM, any other unchanged."""
+    match = HF_NAME.fullmatch(name)
+    return f"hf:{match[1]}" if match else name
+
+
 def get_tokenizer(name, rows=None, place=None):
     """Return the tokenizer `name`: "byte", any tiktoken encoding, or "hf:DIR" (see `HfTokenizer`).
 

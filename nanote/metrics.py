@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import re
 import shlex
 import sys
 import time
@@ -20,6 +19,7 @@ from tqdm import tqdm
 
 from nanote import cli, fp8_health, json_files, models, peers, roofline
 from nanote.config import TrainConfig
+from nanote.dataset import without_checksum
 from nanote.parallel import mean_over_ranks
 
 
@@ -176,7 +176,7 @@ def describe_corpus(config: TrainConfig, meta: dict, tokens_per_step: int) -> tu
     size = f"{config.data}: {tokens:,} tokens, {shown} epochs in {steps}"
     if epochs <= MOST_EPOCHS:
         return size, ""
-    tokenizer = re.sub("@[0-9a-f]{12}$", "", meta["tokenizer"])  # hf:DIR@CHECKSUM without its checksum
+    tokenizer = without_checksum(meta["tokenizer"])
     same = "" if tokenizer == "byte" else " " + shlex.join(["--tokenizer", tokenizer])
     return size, (f"{config.data}: {shown} epochs of the same tokens, more than {MOST_EPOCHS}; make "
                   f"a larger corpus with python data.py packages{same} or python data.py hf "

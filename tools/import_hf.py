@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nanote import checkpoint, cli, json_files, models
 from nanote.config import TrainConfig, padded_vocab_size
-from nanote.dataset import get_tokenizer
+from nanote.dataset import get_tokenizer, without_checksum
 from tools import hf_weights
 from tools.export_hf import token_strings
 
@@ -272,9 +272,7 @@ def dtypes(weights: dict) -> list[torch.dtype]:
 def main(argv=None) -> None:
     config = cli.parse(ImportConfig, argv, prog="tools/import_hf.py", description=__doc__)
     folder = import_(config.folder, config.run, config.tokenizer)
-    name = checkpoint.read_meta(folder)["tokenizer"]
-    if name.startswith("hf:"):
-        name = name.rpartition("@")[0]  # data.py computes the checksum again
+    name = without_checksum(checkpoint.read_meta(folder)["tokenizer"])
     run, tokenizer = shlex.quote(str(config.run)), shlex.quote(name)
     lines = [
         f"{folder}: {config.folder}, tokenizer {name}; continue with:",
