@@ -52,6 +52,7 @@ from nanote.metrics import (
 )
 from nanote.optimizers import make_optimizer
 from nanote.parallel import Ranks
+from nanote.slow_ranks import SlowestRank
 from nanote.train_step import (
     TrainStep,
     accelerate,
@@ -324,7 +325,8 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
     train_step = TrainStep(model, net, optimizer, config, device)
     at_end.callback(train_step.close)
     parameters = sum(p.numel() for p in model.parameters())
-    meter = Meter(config, parameters, device, ranks.world_size)
+    slowest_rank = SlowestRank(loaders["train"], device) if ranks.world_size > 1 else None
+    meter = Meter(config, parameters, device, ranks.world_size, slowest_rank)
     log = Log(folder, first_step, config.max_steps, enabled=ranks.is_first)
     parallel.on_rank0(lambda: log.start_wandb(config))
     profiler.run, profiler.say = folder, log.say

@@ -24,12 +24,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import arms
 from bench.report import check_folder, markdown, write_report
-from bench.timing import timed
 from fast_kernels import DGRAD_FAST_ACCUM_K
 from fast_kernels import gemm as fast_gemm
 from fast_kernels.gemm import gemm  # the function itself: `on_gradients` replaces the module's attribute
 from nanote import cli, fp8
 from nanote.dataset import Loader
+from nanote.profiling import timed
 
 ROOT = Path(__file__).resolve().parent.parent
 VALUES = {  # distributions of a matrix; one sign is the worst case, since truncation errors then add up

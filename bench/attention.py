@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.timing import spans_ms, stamp
 from model_te_optimized import DelayedScaling, OptimizedConfig, OptimizedGPT2Model, te
 from nanote import fp8
+from nanote.profiling import spans_ms, stamp
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")

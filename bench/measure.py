@@ -14,9 +14,10 @@ from bench import arms
 from bench.agreement import Agreement, check_loss
 from bench.plain_gpt import ARMS as PLAIN_ARMS
 from bench.plain_gpt import PlainStep, build_plain
-from bench.timing import power_and_clock, profile_ms, spans_ms, stamp, timed
+from bench.timing import power_and_clock, profile_ms
 from nanote import cli, fp8
 from nanote.metrics import flops_per_token, peak_flops
+from nanote.profiling import spans_ms, stamp, timed
 
 WARMUP = 10  # steps before anything is timed
 LR = 1e-5  # so small that the weights hardly change while steps are timed

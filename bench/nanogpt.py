@@ -35,9 +35,9 @@ from bench.agreement import check_loss
 from bench.plain_gpt import PlainStep
 from bench.report import Rows, check_folder, markdown
 from bench.speed import ROW_KEYS
-from bench.timing import timed
 from nanote import cli
 from nanote.generate import pick_device
+from nanote.profiling import timed
 
 SHAPES = ("124m-b32", "124m-b4", "350m-b16", "c4096")
 ARMS = ("plain", "bf16", "fp8")

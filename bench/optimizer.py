@@ -15,8 +15,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.report import check_folder, markdown, write_report
-from bench.timing import timed
 from nanote import cli, fp8, models
+from nanote.profiling import timed
 
 SIZES = {
     "GPT-2 124M": dict(n_layer=12, n_embd=768, n_head=12),

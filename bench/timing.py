@@ -1,7 +1,6 @@
-"""Time functions on the GPU, measure the machine's ceilings, and sum the time of kernels by class.
+"""Measure the machine's ceilings, and sum the time of kernels by class.
 
-Times are between CUDA events, so they are the GPU's and not Python's; without a GPU, the clock of the host
-stands in. `floor_ms` of nanote/roofline.py computes the least time of a training step from the ceilings.
+`floor_ms` of nanote/roofline.py computes the least time of a training step from the ceilings.
 """
 
 import re
@@ -12,33 +11,7 @@ import time
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nanote.profiling import kernels_of, summarize
-
-
-def stamp(device):
-    """Return a point in time: on a GPU, an event in the current stream."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def spans_ms(stamps) -> list[float]:
-    """Return ms between each stamp and the next."""
-    if isinstance(stamps[0], float):
-        return [1e3 * (b - a) for a, b in zip(stamps, stamps[1:])]
-    stamps[-1].synchronize()
-    return [a.elapsed_time(b) for a, b in zip(stamps, stamps[1:])]
-
-
-def timed(functions, device) -> list[float]:
-    """Return ms of each of `functions`, called one after the other without waiting for the GPU."""
-    stamps = [stamp(device)]
-    for function in functions:
-        function()
-        stamps.append(stamp(device))
-    return spans_ms(stamps)
+from nanote.profiling import kernels_of, summarize, timed
 
 
 def median_ms(functions, device) -> float:

@@ -22,6 +22,7 @@ import platform
 import re
 import shutil
 import signal
+import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -642,6 +643,7 @@ class Loader:
         self.num_windows = max(length // seq_len - 1, 1) if split == "train" else (length - 1) // seq_len
         self._epoch = lru_cache(2)(self._epoch)  # a batch may span two epochs
         self._ahead = (None, None)  # (index, future) of the prefetched batch
+        self.seconds_waited = 0.0  # for batches that were not read yet
         initializer = ()
         if self.device.type == "cuda":
             # a new thread starts on GPU 0, where pinning memory would create another CUDA context
@@ -662,7 +664,9 @@ class Loader:
         expected, future = self._ahead
         if expected != index:
             future = self._thread.submit(self._read, index)
+        started = time.perf_counter()
         windows = future.result()
+        self.seconds_waited += time.perf_counter() - started
         self._ahead = (index + 1, self._thread.submit(self._read, index + 1))
         packing = [self._cu_seqlens(windows)] if self.pack_documents else []
         windows, *packing = (tensor.to(self.device, non_blocking=True) for tensor in (windows, *packing))

@@ -21,6 +21,7 @@ from nanote import cli, fp8_health, json_files, models, peers, roofline
 from nanote.config import TrainConfig
 from nanote.dataset import without_checksum
 from nanote.parallel import mean_over_ranks
+from nanote.slow_ranks import SLOW, SlowestRank
 
 
 class Diverged(RuntimeError):
@@ -81,7 +82,8 @@ def read_losses(pending: list, skipped: int, limit: int, say) -> tuple[tuple[flo
 class Meter:
     """Collect losses, skipped steps and training time between log lines."""
 
-    def __init__(self, config: TrainConfig, parameters: int, device: torch.device, world_size: int):
+    def __init__(self, config: TrainConfig, parameters: int, device: torch.device, world_size: int,
+                 slowest_rank: SlowestRank | None = None):
         """`parameters`: their number, for MFU."""
         self.tokens_per_step = config.micro_batch_size * config.seq_len * config.grad_accum * world_size
         self.flops_per_token = flops_per_token(parameters, config)
@@ -89,6 +91,7 @@ class Meter:
         self.peak_flops = None if models.is_file(config.model) else peak_flops(device)
         self.least_ms = roofline.least_ms(config, device)
         self.device, self.world_size, self.limit = device, world_size, config.max_skipped_steps
+        self.slowest_rank = slowest_rank
         self.pending = []  # (step, loss, gradient norm) of the steps since the last `read`
         self.finite = None  # (loss, gradient norm) of the last step that was not skipped
         self.skipped = 0
@@ -119,10 +122,11 @@ class Meter:
         return last_step in skipped_steps
 
     def record(self, step: int, lr: float) -> dict:
-        """Return a line of metrics.jsonl. Call `read` first."""
+        """Return a line of metrics.jsonl. Call `read` first. Collective."""
         loss, grad_norm = self.finite
         tokens_per_s = self.tokens_per_step * self.steps / self.seconds
         ms = 1e3 * self.seconds / self.steps
+        found = self.slowest_rank.find(self.steps, ms) if self.slowest_rank else {}
         self.seconds, self.steps = 0.0, 0
         mfu = peak_gib = None
         if self.peak_flops:
@@ -131,7 +135,7 @@ class Meter:
             peak_gib = (torch.cuda.max_memory_allocated(self.device) + peers.shared_bytes()) / 2**30
         return {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "skipped": self.skipped,
                 "tokens_per_s": tokens_per_s, "mfu": mfu, "peak_gib": peak_gib,
-                "roofline": self.least_ms and self.least_ms / ms}
+                "roofline": self.least_ms and self.least_ms / ms} | found
 
     def restart(self) -> None:
         """Start the clock of training time again, after logging, evaluation and checkpoint."""
@@ -276,9 +280,12 @@ class Log:
             val += f" ({record['val_bits_per_byte']:.4f} bits a byte)"
         if "val_loss_without_fp8" in record:
             val += f"  val loss without FP8 {record['val_loss_without_fp8']:.4f}"
+        slow = ""
+        if record.get("slowest_ratio", 0.0) > SLOW:
+            slow = f"  rank {record['slowest_rank']} is slow: {record['slowest_ratio']:.2f} x the median rank"
         self.say(f"step {record['step']}/{self.max_steps}  loss {record['loss']:.4f}  "
                  f"grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
-                 f"{speed}{mfu}{roofline}{val}{eta}")
+                 f"{speed}{mfu}{roofline}{val}{eta}{slow}")
 
     def write_health(self, step: int, health: dict) -> None:
         """Log what fp8.health returns."""
@@ -346,7 +353,7 @@ class Log:
 
 
 # the only fields in which two equal runs differ
-OF_ONE_RUN = ("tokens_per_s", "mfu", "roofline", "peak_gib", "seconds")
+OF_ONE_RUN = ("tokens_per_s", "mfu", "roofline", "peak_gib", "seconds", "slowest_rank", "slowest_ratio")
 
 # What json_files.check accepts in a line of metrics.jsonl and of fp8_health.jsonl.
 METRICS = {"step": json_files.SIZE, "loss": json_files.FLOAT32, "val_loss?": json_files.FLOAT32,

@@ -1,5 +1,5 @@
-"""Traces of training steps, a summary of their kernels, and process settings: garbage collection,
-determinism, threads.
+"""Traces of training steps, a summary of their kernels, durations on the GPU, and process settings: garbage
+collection, determinism, threads.
 
 `train.py` calls `check_options` and `prepare_process` before it allocates anything, and a `Profiler` around
 each step. Notes:
@@ -17,6 +17,7 @@ import gc
 import importlib.util
 import os
 import re
+import time
 import warnings
 from pathlib import Path
 
@@ -314,3 +315,33 @@ def span_and_busy(kernels) -> tuple[float, float]:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return max(end - first, 1e-9), busy
+
+
+# ---------------------------------------------------------------- durations
+
+# between CUDA events, so they are the GPU's and not Python's; without a GPU, the clock of the host stands in
+
+def stamp(device):
+    """Return a point in time: on a GPU, an event in the current stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def spans_ms(stamps) -> list[float]:
+    """Return ms between each stamp and the next."""
+    if isinstance(stamps[0], float):
+        return [1e3 * (b - a) for a, b in zip(stamps, stamps[1:])]
+    stamps[-1].synchronize()
+    return [a.elapsed_time(b) for a, b in zip(stamps, stamps[1:])]
+
+
+def timed(functions, device) -> list[float]:
+    """Return ms of each of `functions`, called one after the other without waiting for the GPU."""
+    stamps = [stamp(device)]
+    for function in functions:
+        function()
+        stamps.append(stamp(device))
+    return spans_ms(stamps)

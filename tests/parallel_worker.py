@@ -2,8 +2,9 @@
 
 Unlike torchrun, this imports PyTorch once and forks. Arguments: a number of processes, then a run each, as on
 train.py's command line; again for the next group. "copy A B N" copies the run A without checkpoints after
-step N; a run that begins with "nan" has a loss that is not finite in step 2, on every rank but the first;
-"weights" checks that ranks with other weights get those of rank 0.
+step N; a run that begins with "nan" has a loss that is not finite in step 2, on every rank but the first; one
+that begins with "waits" reads each batch late on rank 1; "weights" checks that ranks with other weights get
+those of rank 0.
 """
 import os
 import shutil
@@ -20,7 +21,8 @@ from nanote import checkpoint, cli, gradients, parallel
 from nanote.config import TrainConfig
 
 gradients.BUCKET_BYTES = 4096  # several buckets in a small model
-plain, passes = train.TrainStep.forward_backward, []
+plain, plain_batches, passes = train.TrainStep.forward_backward, train.get_batches, []
+MARKS = "nan", "waits"  # first words of runs
 
 
 def with_a_nan(self, batch, micro):
@@ -32,6 +34,11 @@ def with_a_nan(self, batch, micro):
         return plain(self, batch, micro)
     finally:
         self.net = net
+
+
+def waiting(loader, step, grad_accum):
+    loader.seconds_waited += 10 * loader.rank  # without waiting
+    return plain_batches(loader, step, grad_accum)
 
 
 def copy(source, target, last):
@@ -63,7 +70,8 @@ def run_all(runs):
             parallel.on_rank0(lambda: copy(*words[1:]))
             continue
         train.TrainStep.forward_backward = with_a_nan if words[0] == "nan" else plain
-        code = cli.run(lambda: train.main([word for word in words if word != "nan"]), "train.py")
+        train.get_batches = waiting if words[0] == "waits" else plain_batches
+        code = cli.run(lambda: train.main([word for word in words if word not in MARKS]), "train.py")
         if code:
             return code
         train.sample_text = lambda run: ""  # a sample after the first run only

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from nanote import dataset, parallel, safetensors_files
+from nanote import dataset, parallel, safetensors_files, slow_ranks
 from nanote.config import TrainConfig
+from nanote.metrics import Log, read_metrics
 from trainer_tools import ROOT, metrics, run_train
 
 EPS = 2.0**-24  # rounding error of float32
@@ -54,6 +55,7 @@ def runs(tmp_path_factory, tokens):
         "copy ddp ddp-fsdp 2", "--resume --parallel fsdp --out-dir ddp-fsdp",
         "copy one one-fsdp 2", f"--resume --parallel fsdp {two} --out-dir one-fsdp",
         f"nan {none} {two} --parallel fsdp --max-steps 2 --out-dir skipped",
+        f"waits {none} {two} --max-steps 2 --out-dir waited",
         "4",
         "copy fsdp fsdp-hsdp 2",
         "--resume --parallel hsdp --hsdp-replicas 2 --micro-batch-size 1 --out-dir fsdp-hsdp",
@@ -120,6 +122,48 @@ def test_two_ranks_use_the_fp8_scales_of_one(runs, run):
 def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(runs):
     before, after = stored("skipped", 1, "model."), stored("skipped", 2, "model.")
     assert all(torch.equal(after[name], value) and value.isfinite().all() for name, value in before.items())
+
+
+def test_the_log_names_the_slowest_rank(runs, capsys, tmp_path):
+    records = read_metrics(Path("waited", "metrics.jsonl"))
+    assert [record["slowest_rank"] for record in records] == [1, 1]
+    assert all(record["slowest_ratio"] > 5 for record in records), "a step takes less than 2 seconds"
+    assert all("slowest_rank" not in record for record in read_metrics(Path("one", "metrics.jsonl")))
+    log = Log(str(tmp_path), 1, 2, enabled=True)
+    for ratio in (1.0, 1.25):
+        log.write(records[0] | {"slowest_ratio": ratio})
+    log.close()
+    quiet, named = capsys.readouterr().out.splitlines()
+    assert named == f"{quiet}  rank 1 is slow: 1.25 x the median rank"
+
+
+def test_the_slowest_rank_is_compared_with_the_median():
+    gemms = [[1.0, 0.0], [1.02, 0.0], [1.3, 0.0], [0.98, 0.0]]
+    assert slow_ranks.slowest(gemms) == {"slowest_rank": 2, "slowest_ratio": pytest.approx(1.3)}
+    waits = [[2.0, 0.25], [1.0, 0.05]]  # of two, the faster one
+    assert slow_ranks.slowest(waits) == {"slowest_rank": 0, "slowest_ratio": pytest.approx(2.2)}
+
+
+def test_a_rank_times_itself_between_log_lines(one_process_group, tokens, monkeypatch):
+    loader = dataset.Loader(tokens, "train", seq_len=64, micro_batch_size=2)
+    loader.batch(0)
+    loader.close()
+    found = slow_ranks.SlowestRank(loader, torch.device("cpu"))
+    assert loader.seconds_waited > 0
+    monkeypatch.setattr(slow_ranks, "slowest", lambda ranks: ranks)
+    for seconds in (3.0, 0.0):
+        loader.seconds_waited += seconds
+        (gemm_ms, waited), = found.find(steps=10, step_ms=600.0)
+        assert gemm_ms == 1.0 and waited == pytest.approx(seconds / 10 / 0.6)
+
+
+@pytest.mark.gpu
+def test_a_rank_times_a_gemm_on_its_gpu(tokens):
+    loader = dataset.Loader(tokens, "train", seq_len=64, micro_batch_size=2)
+    loader.close()
+    times = [slow_ranks.SlowestRank(loader, torch.device("cuda")).gemm_ms() for _ in range(3)]
+    flops = 2 * slow_ranks.GEMM_SIZE**3
+    assert all(1e12 < flops / (1e-3 * ms) < 1e16 for ms in times), "between a laptop's and tomorrow's GPU"
 
 
 def test_ranks_read_different_samples(tokens):
