@@ -12,8 +12,8 @@ option=value, the fields of `Ablation`; a checkpoint stores them, and --resume k
   variance of the error.
 - GEMMs accumulate in float32. Real FP8 uses fast accumulation in the forward GEMMs, and with the fast kernels
   in some dgrad GEMMs: the difference of the arms `fp8` and `emulated-all` is due to that and to the kernels.
-- Delayed scaling is that of the default recipe: the maximum of 1,024 amax values before this pass; where it
-  is infinite, the scale before. A first pass, which has none, uses its own.
+- Delayed scaling is that of the default recipe: the maximum of 1,024 amax values before this pass, or of
+  `history`; where it is infinite, the scale before. A first pass, which has none, uses its own.
 - Amax histories are buffers. The warm-up passes of a CUDA-graph capture update them, and the trainer does not
   restore them. So a resumed run on a GPU does not equal an uninterrupted one exactly.
 """
@@ -34,7 +34,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from te_reference import ACTIVATIONS, FP8_MAX, current_scale, delayed_scale
 
-HISTORY = 1024  # of amax values
 BLOCK = 128  # values that share a scale, in block scaling
 GEMMS = {"x": ("forward", "wgrad"), "w": ("forward", "dgrad"), "dy": ("dgrad", "wgrad")}  # that read a tensor
 OPERANDS = tuple(f"{gemm}.{tensor}" for tensor, gemms in GEMMS.items() for gemm in gemms)
@@ -44,10 +43,11 @@ for group, part in {"activations": ".x", "weights": ".w", "gradients": ".dy",
     GROUPS[group] = tuple(name for name in OPERANDS if part in name)
 LAYERS = ("qkv", "proj", "fc1", "fc2", "head")
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+SCALING = ("delayed", "current", "row", "block")
 CHOICES = {  # of an option, the values
     "quantize": (*GROUPS, *OPERANDS), "keep": (*GROUPS, *OPERANDS), "skip": (*LAYERS, "first", "last"),
-    "scaling": ("delayed", "current", "row", "block"), "gradients": tuple(FORMATS),
-    "rounding": ("nearest", "stochastic"), "residual": ("model", "float32"),
+    "scaling": SCALING, "gradient_scaling": SCALING, "history": ("1", "16", "1024"),
+    "gradients": tuple(FORMATS), "rounding": ("nearest", "stochastic"), "residual": ("model", "float32"),
 }
 
 
@@ -59,6 +59,8 @@ class Ablation:
     keep: str = "none"  # Operands of these that stay in high precision.
     skip: str = ""  # Layers that stay in high precision: names of LAYERS; first, last: that block.
     scaling: str = "delayed"  # One scale a tensor (delayed, current), a row along K, or a block of 128.
+    gradient_scaling: str = ""  # Of dy; default: as `scaling`.
+    history: str = "1024"  # Number of amax values of delayed scaling; 1 is the algorithm most_recent.
     gradients: str = "e5m2"  # Format of dy; x and w are in E4M3.
     rounding: str = "nearest"  # Of dy.
     residual: str = "model"  # Dtype of the residual.
@@ -84,6 +86,10 @@ class Ablation:
 
         return operands(self.quantize) - operands(self.keep)
 
+    def scaling_of(self, tensor: str) -> str:
+        """Return the scaling of x, w or dy."""
+        return self.gradient_scaling or self.scaling if tensor == "dy" else self.scaling
+
 
 @dataclass
 class AblatedConfig(OptimizedConfig):
@@ -92,7 +98,8 @@ class AblatedConfig(OptimizedConfig):
     def __post_init__(self):
         super().__post_init__()
         self.check(not self.use_fp8, "use_fp8", "FP8 is emulated; pass --fp8-recipe none", False)
-        if Ablation.parse(self.ablation).scaling == "block":
+        ablation = Ablation.parse(self.ablation)
+        if "block" in (ablation.scaling, ablation.gradient_scaling):
             for name in ("n_embd", "n_inner", "vocab_size"):
                 size = getattr(self, name)
                 self.check(size % BLOCK == 0, name, f"block scaling needs a multiple of {BLOCK}",
@@ -126,11 +133,11 @@ class Gemm(nn.Module):
     def __init__(self, ablation: Ablation):
         super().__init__()
         self.ablation, self.quantized = ablation, ablation.quantized()
-        if ablation.scaling == "delayed":
-            for tensor in GEMMS:
-                if self.is_quantized(tensor):
-                    self.register_buffer(f"{tensor}_amax", torch.zeros(HISTORY, dtype=torch.float32))
-                    self.register_buffer(f"{tensor}_scale", torch.zeros((), dtype=torch.float32))
+        for tensor in GEMMS:
+            if self.is_quantized(tensor) and ablation.scaling_of(tensor) == "delayed":
+                history = torch.zeros(int(ablation.history), dtype=torch.float32)
+                self.register_buffer(f"{tensor}_amax", history)
+                self.register_buffer(f"{tensor}_scale", torch.zeros((), dtype=torch.float32))
 
     def is_quantized(self, tensor):
         return any(f"{gemm}.{tensor}" in self.quantized for gemm in GEMMS[tensor])
@@ -153,9 +160,10 @@ class Gemm(nn.Module):
 
     def scale_shapes(self, tensor, rows, columns):
         """Return the shape of the values that share a scale, for each of both GEMMs."""
-        if self.ablation.scaling == "row":
+        scaling = self.ablation.scaling_of(tensor)
+        if scaling == "row":
             return (1, columns), (rows, 1)
-        if self.ablation.scaling == "block":
+        if scaling == "block":
             return ((BLOCK, BLOCK), (BLOCK, BLOCK)) if tensor == "w" else ((1, BLOCK), (BLOCK, 1))
         return (rows, columns), (rows, columns)
 
@@ -164,8 +172,9 @@ class Gemm(nn.Module):
         dtype = FORMATS[self.ablation.gradients if tensor == "dy" else "e4m3"]
         tiles = x.view(x.shape[0] // shape[0], shape[0], x.shape[1] // shape[1], shape[1])
         amax = torch.linalg.vector_norm(tiles, math.inf, (1, 3), keepdim=True, dtype=torch.float32)
-        scale = current_scale(amax, FP8_MAX[dtype], power_of_2=self.ablation.scaling == "block")
-        if self.ablation.scaling == "delayed":
+        scaling = self.ablation.scaling_of(tensor)
+        scale = current_scale(amax, FP8_MAX[dtype], power_of_2=scaling == "block")
+        if scaling == "delayed":
             scale = self.delayed(tensor, amax, scale, FP8_MAX[dtype])
         round_ = compiled_round_to_fp8() if x.is_cuda else round_to_fp8
         stochastic = tensor == "dy" and self.ablation.rounding == "stochastic"

@@ -80,6 +80,10 @@ EMULATED = {  # name of an arm emulated-…: options of bench/ablation.py
     **{f"no_{role}": f"keep={role}" for role in ROLES},
     **{f"skip_{layer}": f"skip={layer}" for layer in ("head", "first", "last", "qkv", "proj", "fc1", "fc2")},
     "current": "scaling=current", "row": "scaling=row", "block": "scaling=block gradients=e4m3",
+    "current_gradients": "gradient_scaling=current",
+    "current_e4m3_gradients": "gradient_scaling=current gradients=e4m3",
+    "block_gradients": "gradient_scaling=block gradients=e4m3",
+    "history16": "history=16", "most_recent": "history=1",
     "e4m3": "gradients=e4m3", "e4m3_current": "scaling=current gradients=e4m3",
     "stochastic": "rounding=stochastic", "float32_residual": "residual=float32",
 }

@@ -13,7 +13,8 @@ from bench.report import markdown
 CANDIDATES = {name: "fp8" for name in RECIPES if name not in ("bf16", "fp8", "fp8-te_modules")}
 CANDIDATES |= {
     f"emulated-{name}": "emulated-all"
-    for name in ("current", "e4m3", "e4m3_current", "row", "block", "stochastic", "float32_residual",
+    for name in ("current", "current_gradients", "current_e4m3_gradients", "block_gradients", "history16",
+                 "most_recent", "e4m3", "e4m3_current", "row", "block", "stochastic", "float32_residual",
                  "no_wgrad", "skip_head", "skip_first", "skip_last")
 }
 

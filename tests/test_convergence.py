@@ -170,9 +170,11 @@ def test_the_whole_emulation_is_the_reference(ablation, recipe):
 
 
 @pytest.mark.parametrize("value", [0.5, float("inf"), float("nan")])
-def test_delayed_scaling_is_the_reference(value):
+@pytest.mark.parametrize("history, options", [
+    (1024, {}), (1, {"amax_history_len": 16, "amax_compute_algo": "most_recent"})])
+def test_delayed_scaling_is_the_reference(value, history, options):
     """An infinite amax keeps the scale before; NaN is left out."""
-    ours = Linear(te.Linear(64, 48), None, {"gemm": Gemm(Ablation())})
+    ours = Linear(te.Linear(64, 48), None, {"gemm": Gemm(Ablation(history=str(history)))})
     theirs = te.Linear(64, 48)
     theirs.load_state_dict(ours.state_dict(), strict=False)
     # the first pass has no history, and the two begin differently
@@ -183,11 +185,21 @@ def test_delayed_scaling_is_the_reference(value):
         theirs.zero_grad()
         y = ours(x)
         y.backward(dy)
-        with te.autocast(recipe=te.DelayedScaling()):
+        with te.autocast(recipe=te.DelayedScaling(**options)):
             expected = theirs(x)
         expected.backward(dy)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
+
+
+def test_gradients_can_have_another_scaling_than_the_rest():
+    mixed, block = gradients("gradient_scaling=current"), gradients("gradient_scaling=block gradients=e4m3")
+    delayed, current = gradients(""), gradients("scaling=current")  # a first pass has no history
+    assert distance(mixed, current) == 0 and distance(delayed, current) == 0
+    assert block["loss"] == delayed["loss"] and distance(block, delayed) > 0.01
+    model = Ablated(AblatedConfig(**SIZES, ablation="gradient_scaling=current history=16"))
+    shapes = {name.split(".")[-1]: buffer.shape for name, buffer in model.named_buffers()}
+    assert shapes["x_amax"] == (16,) and "w_scale" in shapes and "dy_amax" not in shapes
 
 
 @pytest.mark.parametrize("scaling", ["row", "block"])
