@@ -8,8 +8,11 @@ for the same tokens, in bench/ablation.py with one current scale a tensor. So ro
 alone. They do not show what training makes of it.
 
 - loss_percent: validation loss over that without FP8, - 1
-- gradient_bias, gradient_error: of the gradient g of all weights in one micro-batch, against that without
-  FP8, e: ⟨g, e⟩ / ⟨e, e⟩ - 1, and ‖g - e‖ / ‖e‖
+- gradient_bias, gradient_error: of the gradient g of all weights in a micro-batch, against that without FP8,
+  e: ⟨g, e⟩ / ⟨e, e⟩ - 1, and ‖g - e‖ / ‖e‖, of the sums over --micro-batches
+- mean_error: the part of the error that more tokens do not average out, ‖E(g - e)‖ / ‖E e‖. A squared norm of
+  an expectation is estimated without bias from n micro-batches v: (‖Σv‖² - Σ‖v‖²) / (n (n - 1)). It is None
+  if that is not positive for e.
 - The row `other tokens` is the gradient without FP8 of another micro-batch. Its error is the noise of the
   data: compare errors of rounding with it.
 - The row `as trained`, of a run in FP8, is the model of the run with its recipe, kernels and scales. Measure
@@ -17,6 +20,7 @@ alone. They do not show what training makes of it.
 """
 
 import dataclasses
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +33,6 @@ sys.path.insert(0, str(ROOT))
 import train
 from bench import arms
 from bench.ablation import Ablated, AblatedConfig
-from bench.accumulation_bias import bias_and_error
 from bench.convergence import EMULATED
 from bench.report import check_folder, markdown, write_report
 from nanote import checkpoint, cli
@@ -48,6 +51,7 @@ class Options:
     parts: tuple[str, ...] = tuple(PARTS)
     """Names of arms of bench/convergence.py, without their prefix emulated-."""
     tokens: int = 500_000  # Tokens to evaluate.
+    micro_batches: int = 8  # Number of micro-batches whose gradients are compared.
     json: Path = ROOT / "results/rounding.json"  # Write the figures here.
 
 
@@ -89,24 +93,54 @@ def gradient(model, batch, grad_accum: int) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for _, parameter in sorted(model.named_parameters())])
 
 
-def measure(folder, meta, config, loaders, device, parts):
-    """Yield the rows."""
-    batch, other = (loaders["train"].batch(number) for number in (0, 1))
+class MeanSquares:
+    """Squared norms of vectors that are added one by one."""
+
+    def __init__(self):
+        self.sum, self.squares, self.count = 0.0, 0.0, 0
+
+    def add(self, vector) -> None:
+        self.sum, self.squares = self.sum + vector, self.squares + vector.square().sum().item()
+        self.count += 1
+
+    def of_expectation(self) -> float:
+        """Return the estimate of the squared norm of their expectation; NaN of one vector."""
+        pairs = self.count * (self.count - 1)
+        return (self.sum.square().sum().item() - self.squares) / pairs if pairs else math.nan
+
+
+def compare(found_and_exact) -> dict:
+    """Return bias and errors of gradients. `found_and_exact`: (g, e) of each micro-batch."""
+    errors, exacts, products = MeanSquares(), MeanSquares(), 0.0
+    for found, exact in found_and_exact:
+        exact = exact.double()
+        error = found.double() - exact
+        errors.add(error)
+        exacts.add(exact)
+        products += (error @ exact).item()
+    of_exact, mean_error = exacts.of_expectation(), None
+    if of_exact > 0:
+        mean_error = math.sqrt(max(0.0, errors.of_expectation()) / of_exact)
+    return {"gradient_bias": products / exacts.squares,
+            "gradient_error": math.sqrt(errors.squares / exacts.squares), "mean_error": mean_error}
+
+
+def measure(folder, meta, config, loaders, device, parts, count: int):
+    """Yield the rows. `count`: of micro-batches."""
+    batches = [loaders["train"].batch(number) for number in range(count + 1)]
     exact_model = build_ablated(folder, meta, device, "quantize=none scaling=current")
     loss = train.evaluate(exact_model, loaders["val"], config)
-    exact = gradient(exact_model, batch, config.grad_accum)
-
-    def row(part, of_gradient, loss_percent):
-        bias, error = bias_and_error(of_gradient, exact)
-        return {"part": part, "loss_percent": loss_percent, "gradient_bias": bias, "gradient_error": error}
 
     def row_of(part, model):
+        pairs = ((gradient(model, batch, config.grad_accum), gradient(exact_model, batch, config.grad_accum))
+                 for batch in batches[:count])
         change = train.evaluate(model, loaders["val"], config) / loss - 1
-        return row(part, gradient(model, batch, config.grad_accum), 100 * change)
+        return {"part": part, "loss_percent": 100 * change} | compare(pairs)
 
-    yield row("other tokens", gradient(exact_model, other, config.grad_accum), None)
+    exact = [gradient(exact_model, batch, config.grad_accum) for batch in batches[:2]]
+    yield {"part": "other tokens", "loss_percent": None} | compare([exact]) | {"mean_error": None}
     if config.fp8_recipe != "none":
-        yield row_of("as trained", arms.load_te(folder, meta, config, device, batch).model)
+        yield row_of("as trained", arms.load_te(folder, meta, config, device, batches[0]).model)
     for part in parts:
         words = EMULATED[part] if "scaling" in EMULATED[part] else f"{EMULATED[part]} scaling=current"
         try:
@@ -126,8 +160,10 @@ def table(figures) -> str:
         loss = "" if row["loss_percent"] is None else f"{row['loss_percent']:+.3f}"
         words = EMULATED.get(row["part"], row["part"])
         lines.append([f"`{words}`" if "=" in words else words or "all", loss,
-                      f"{100 * row['gradient_bias']:+.2f}", f"{100 * row['gradient_error']:.2f}"])
-    return markdown(["quantized", "loss, %", "gradient, bias, %", "gradient, error, %"], lines)
+                      f"{100 * row['gradient_bias']:+.2f}", f"{100 * row['gradient_error']:.2f}",
+                      "" if row["mean_error"] is None else f"{100 * row['mean_error']:.2f}"])
+    return markdown(["quantized", "loss, %", "gradient, bias, %", "gradient, error, %",
+                     "that does not average out, %"], lines)
 
 
 def main(argv=None):
@@ -138,7 +174,8 @@ def main(argv=None):
     device = pick_device("auto")
     folder, meta, config, loaders = load(options, device)
     figures = {"checkpoint": folder.name, "n_layer": config.n_layer, "n_embd": config.n_embd,
-               "rows": list(measure(folder, meta, config, loaders, device, options.parts))}
+               "rows": list(measure(folder, meta, config, loaders, device, options.parts,
+                                    options.micro_batches))}
     write_report("bench/rounding.py", argv, figures, options.json)
     print(table(figures))
 

@@ -116,6 +116,17 @@ def test_a_bias_is_told_from_an_error_that_averages_out():
     assert bias_and_error(0.99 * exact, exact) == pytest.approx((-0.01, 0.01))
 
 
+def test_the_error_of_the_expected_gradient_is_told_from_noise():
+    mean, size = torch.randn(20_000), 20_000**0.5
+    exact = [mean + 2 * torch.randn(20_000) for _ in range(16)]
+    noisy = rounding.compare((e + 0.5 * torch.randn(20_000), e) for e in exact)
+    assert noisy["mean_error"] < 0.03 and noisy["gradient_error"] == pytest.approx(0.5 / 5**0.5, rel=0.05)
+    shift = 0.1 * size * torch.nn.functional.normalize(torch.randn(20_000), dim=0)
+    shifted = rounding.compare((e + shift + 0.5 * torch.randn(20_000), e) for e in exact)
+    assert shifted["mean_error"] == pytest.approx(0.1, abs=0.03)
+    assert rounding.compare([(exact[0], exact[1])])["mean_error"] is None, "one micro-batch does not tell"
+
+
 def test_what_rounding_changes_at_once(tokens, tmp_path):
     sizes = "--n-layer 1 --n-head 2 --n-embd 32 --seq-len 32 --micro-batch-size 2 --eval-tokens 64"
     folder, json_file = tmp_path / "run", tmp_path / "rounding.json"
@@ -123,7 +134,7 @@ def test_what_rounding_changes_at_once(tokens, tmp_path):
     parts = ["none", "only_gradients", "only_activations"]
     rounding.main([str(folder), "--tokens", "64", "--parts", *parts, "--json", str(json_file)])
     other, trained, none, gradients, activations = json.loads(json_file.read_text())["rows"]
-    assert none == {"part": "none", "loss_percent": 0, "gradient_bias": 0, "gradient_error": 0}
+    assert none == dict(part="none", loss_percent=0, gradient_bias=0, gradient_error=0, mean_error=0)
     assert gradients["loss_percent"] == 0 != activations["loss_percent"]
     rounded = (gradients, activations, trained)
     assert all(0 < row["gradient_error"] < 0.5 * other["gradient_error"] for row in rounded)
