@@ -228,7 +228,9 @@ class TrainStep:
         self.graphs = graphs  # last, so that there are none after an error
 
     def _record_if_possible(self, batches) -> None:
-        """Call `record`. A model of the user's own that cannot be captured runs without graphs then."""
+        """Call `record`. A model of the user's own that cannot be captured runs without graphs then, on every
+        rank: captured collectives would not meet those of another rank's Python."""
+        reason = ""
         try:
             self.record(batches)
         except torch.OutOfMemoryError:
@@ -237,10 +239,13 @@ class TrainStep:
             can_be_captured = self.model_is_ours and not isinstance(self.model, FSDPModule)
             if self.config.cuda_graph == "on" or can_be_captured:
                 raise
-            self.graphed = False
-            self.optimizer.zero_grad(set_to_none=True)  # gradients in the memory of the failed capture
-            warnings.warn(f"CUDA graphs are off, and steps are launched from Python: {cli.in_a_line(error)}",
-                          stacklevel=3)
+            reason = cli.in_a_line(error)
+        if parallel.world_size() > 1:
+            reason = parallel.reason_of_any_rank(reason)
+        if reason:
+            self.graphed, self.graphs = False, {}
+            self.optimizer.zero_grad(set_to_none=True)  # gradients in the memory of the capture
+            warnings.warn(f"CUDA graphs are off, and steps are launched from Python: {reason}", stacklevel=3)
 
     def _graph_name(self, micro: int) -> str:
         """Return the name of the graph of micro-batch number `micro`: the first casts weights to FP8 and

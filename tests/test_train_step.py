@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import types
+import warnings
 
 import pytest
 import torch
@@ -69,6 +70,13 @@ def make(graphed=True, adam=Adam, **options):
 def batch(seed, rows=2, length=16):
     tokens = torch.randint(32, (rows, length + 1), generator=torch.Generator().manual_seed(seed))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+@contextlib.contextmanager
+def no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
 
 
 def weights(step):
@@ -227,6 +235,27 @@ def test_record_checks_its_batches_and_keeps_the_old_recording():
     before = weights(step)
     step([batch(2), batch(3)], 1e-2)
     assert not torch.equal(weights(step), before)
+
+
+@pytest.mark.parametrize("here, elsewhere", [("", ""), ("", "out of range"), ("out of range", "")])
+def test_ranks_agree_on_graphs(here, elsewhere, monkeypatch):
+    """A model of one's own that one rank cannot capture is launched from Python on all of them."""
+    step = make()
+    step.model_is_ours, record = False, step.record
+
+    def failing(batches):
+        if here:
+            raise RuntimeError(here)
+        record(batches)
+
+    monkeypatch.setattr(step, "record", failing)
+    monkeypatch.setattr(train_step.parallel, "world_size", lambda: 2)
+    monkeypatch.setattr(train_step.parallel, "reason_of_any_rank", lambda reason: reason or elsewhere)
+    agreed = here or elsewhere
+    expectation = pytest.warns(UserWarning, match="from Python: .*out of range") if agreed else no_warning()
+    with expectation:
+        step([batch(0)], 1e-2)
+    assert step.graphed == bool(step.graphs) == (not agreed)
 
 
 def test_without_graphs_grad_accum_may_change():
