@@ -228,19 +228,20 @@ class TrainStep:
         self.graphs = graphs  # last, so that there are none after an error
 
     def _record_if_possible(self, batches) -> None:
-        """Call `record`. A model of the user's own that cannot be captured runs without graphs then, on every
-        rank: captured collectives would not meet those of another rank's Python."""
-        reason = ""
+        """Call `record`. Steps run without graphs if a model of the user's own cannot be captured, or the
+        collectives of several ranks: then on every rank, because captured collectives would not meet those
+        that another rank launches from Python."""
+        several, reason = parallel.world_size() > 1, ""
         try:
             self.record(batches)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            can_be_captured = self.model_is_ours and not isinstance(self.model, FSDPModule)
+            can_be_captured = self.model_is_ours and not several and not isinstance(self.model, FSDPModule)
             if self.config.cuda_graph == "on" or can_be_captured:
                 raise
             reason = cli.in_a_line(error)
-        if parallel.world_size() > 1:
+        if several:
             reason = parallel.reason_of_any_rank(reason)
         if reason:
             self.graphed, self.graphs = False, {}
