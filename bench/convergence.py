@@ -77,6 +77,8 @@ ROLES = ("weights", "activations", "gradients", "dgrad.dy", "wgrad.dy", "forward
 EMULATED = {  # name of an arm emulated-…: options of bench/ablation.py
     "none": "quantize=none", "all": "",
     **{f"only_{role}": f"quantize={role}" for role in ROLES},
+    "only_e4m3_gradients": "quantize=gradients gradients=e4m3",
+    "only_stochastic_gradients": "quantize=gradients rounding=stochastic",
     **{f"no_{role}": f"keep={role}" for role in ROLES},
     **{f"skip_{layer}": f"skip={layer}" for layer in ("head", "first", "last", "qkv", "proj", "fc1", "fc2")},
     "current": "scaling=current", "row": "scaling=row", "block": "scaling=block gradients=e4m3",
