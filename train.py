@@ -206,7 +206,7 @@ def evaluate_and_log(run: Run, record: dict) -> None:
 def val_loss_without_fp8(run: Run) -> float | None:
     """Return the validation loss of a model in FP8 without FP8; None if it is not finite, or the model cannot
     run so."""
-    if run.config.fp8_param or not getattr(run.model.config, "use_fp8", False):
+    if run.config.fp8_param or not fp8.is_used(run.model):
         return None
     try:
         with fp8.turned_off(run.model):

@@ -132,7 +132,7 @@ class Gemm(nn.Module):
 
     def __init__(self, ablation: Ablation):
         super().__init__()
-        self.ablation, self.quantized = ablation, ablation.quantized()
+        self.ablation, self.quantized, self.enabled = ablation, ablation.quantized(), True
         for tensor in GEMMS:
             if self.is_quantized(tensor) and ablation.scaling_of(tensor) == "delayed":
                 history = torch.zeros(int(ablation.history), dtype=torch.float32)
@@ -145,7 +145,7 @@ class Gemm(nn.Module):
     def operands(self, tensor: str, x) -> list:
         """Return x, (rows, columns), as the two GEMMs of `GEMMS` read it: the columns are K of the first, the
         rows of the second."""
-        if not self.is_quantized(tensor):
+        if not self.enabled or not self.is_quantized(tensor):
             return [x, x]
         x = x.contiguous()
         found, by_shape = [], {}
@@ -274,5 +274,16 @@ class Ablated(OptimizedGPT2Model):
             block.mlp = NormMLP(
                 mlp, config, {"fc1_gemm": gemm("fc1", place), "fc2_gemm": gemm("fc2", place)})
         self.lm_head = NormLinear(self.lm_head, config, {"gemm": gemm("head")})
+        self.gemms = [module for module in self.modules() if isinstance(module, Gemm)]
         if ablation.residual == "float32":
             self.dropout = nn.Sequential(self.dropout, Float32())  # of the embeddings, where it begins
+
+    @property
+    def emulates_fp8(self) -> bool:
+        """Whether any operand is quantized now. Set it to False to run without: nanote.fp8.turned_off."""
+        return any(gemm.enabled and gemm.quantized for gemm in self.gemms)
+
+    @emulates_fp8.setter
+    def emulates_fp8(self, enabled: bool) -> None:
+        for gemm in self.gemms:
+            gemm.enabled = enabled

@@ -322,17 +322,25 @@ def preserved_state(model):
                 scaling.amax_history.zero_()
 
 
+def is_used(model) -> bool:
+    """Return whether a model runs in FP8: by its config, or by its own emulation, if it has an attribute
+    `emulates_fp8` that can be set."""
+    return getattr(model.config, "use_fp8", False) or getattr(model, "emulates_fp8", False)
+
+
 @contextmanager
 def turned_off(model):
     """Run the model, if it is in FP8, in the dtype of its weights."""
-    used = getattr(model.config, "use_fp8", False)
+    emulated = getattr(model, "emulates_fp8", False)
+    owner, name = (model, "emulates_fp8") if emulated else (model.config, "use_fp8")
+    used = is_used(model)
     if used:
-        model.config.use_fp8 = False
+        setattr(owner, name, False)
     try:
         yield
     finally:
         if used:
-            model.config.use_fp8 = True
+            setattr(owner, name, True)
 
 
 def init_master_weights(model, optimizer):

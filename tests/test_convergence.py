@@ -12,7 +12,7 @@ from bench.ablation import Ablated, AblatedConfig, Ablation, Gemm, Linear, round
 from bench.accumulation_bias import bias_and_error
 from bench.convergence import summarize
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from nanote import models
+from nanote import fp8, models
 from trainer_tools import metrics, run_train
 
 
@@ -236,6 +236,20 @@ def test_each_role_changes_its_gemms_alone():
     errors = {role: distance(gradients(f"quantize={role} scaling=current"), plain)
               for role in ("weights", "activations", "gradients")}
     assert all(0.01 < error < 0.2 for error in errors.values()), errors
+
+
+def test_emulated_fp8_can_be_turned_off():
+    torch.manual_seed(1)
+    model = Ablated(AblatedConfig(**SIZES, ablation="keep=gradients scaling=current"))
+    ids = torch.randint(256, (4, 32))
+    before = model(ids, ids)
+    with fp8.turned_off(model):
+        assert not fp8.is_used(model)
+        without = model(ids, ids)
+    assert fp8.is_used(model) and not fp8.is_used(Ablated(AblatedConfig(**SIZES, ablation="keep=all")))
+    plain = Ablated(AblatedConfig(**SIZES, ablation="quantize=none"))
+    plain.load_state_dict(model.state_dict(), strict=False)
+    assert model(ids, ids) == before != without == plain(ids, ids)
 
 
 def test_skipping_a_layer_leaves_the_others_quantized():
