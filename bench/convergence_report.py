@@ -45,11 +45,12 @@ def with_interval(mean, interval) -> str:
 
 
 def cells(row: dict) -> list[str]:
-    """Return tokens, seeds, loss and gap."""
+    """Return tokens, seeds, loss, gap, and the gap of the final weights evaluated without FP8."""
     error = f" ± {row['standard_error']:.4f}" if row["standard_error"] is not None else ""
     is_baseline = row["arm"] == baseline_of(row["arm"])
     gap = "" if is_baseline else with_interval(row["gap_percent"], row["gap_interval"])
-    return [f"{row['tokens'] / 1e6:.0f} M", str(row["seeds"]), f"{row['mean']:.4f}{error}", gap]
+    return [f"{row['tokens'] / 1e6:.0f} M", str(row["seeds"]), f"{row['mean']:.4f}{error}", gap,
+            with_interval(row.get("gap_without_fp8_percent"), None)]
 
 
 def main_table(result) -> str:
@@ -58,8 +59,7 @@ def main_table(result) -> str:
     for name in (*(prefix + name for prefix in SIZES for name in RECIPES), "nanogpt"):
         for row in rows.get(name, []):
             speedups = [row["loss_matched_speedup"], row["loss_matched_speedup_over_nanogpt"]]
-            in_bf16 = row.get("gap_without_fp8_percent")
-            lines.append([f"`{name}`", *cells(row), with_interval(in_bf16, None), f"{row['seconds']:.0f}",
+            lines.append([f"`{name}`", *cells(row), f"{row['seconds']:.0f}",
                           *(f"{speedup:.2f}" if speedup else "" for speedup in speedups)])
     return markdown(["arm", "tokens", "seeds", "loss ± standard error", "behind BF16, %",
                      "evaluated in BF16, %", "seconds", "× BF16 at its loss", "× nanoGPT at its loss"],
@@ -80,8 +80,8 @@ def emulated_table(result) -> str:
     for name, words in EMULATED.items():
         lines += [[f"`{words}`" if words else "the default: all, delayed", *cells(row)]
                   for row in rows.get(f"emulated-{name}", [])]
-    return markdown(["emulated FP8", "tokens", "seeds", "loss ± standard error", "behind BF16, %"],
-                    lines or [["none is measured yet", *4 * [""]]])
+    return markdown(["emulated FP8", "tokens", "seeds", "loss ± standard error", "behind BF16, %",
+                     "evaluated in BF16, %"], lines or [["none is measured yet", *5 * [""]]])
 
 
 def small_table(result) -> str:
@@ -95,8 +95,8 @@ def small_table(result) -> str:
             precision = f"`{EMULATED[emulated]}`" if EMULATED[emulated] else "emulated, the default"
         lines.append([rate, precision, *cells(row)])
     lines.sort(key=lambda line: (float(line[0]), line[1] != "none"))
-    return markdown(["learning rate", "FP8", "tokens", "seeds", "loss ± standard error", "behind none, %"],
-                    lines)
+    return markdown(["learning rate", "FP8", "tokens", "seeds", "loss ± standard error", "behind none, %",
+                     "evaluated without FP8, %"], lines)
 
 
 def negatives_table(result) -> str:
