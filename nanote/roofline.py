@@ -77,11 +77,12 @@ def least_ms(config, device: torch.device) -> float | None:
     """Return floor_ms of a step of train.py on each GPU, at the peaks of the data sheets.
 
     None on the CPU, on a GPU that is not in PEAKS, and where the arithmetic is not that of the run: for
-    NVFP4, where some GEMMs stay in BF16, for another optimizer than AdamW, and for a model of the user's own.
+    NVFP4, for float32 weights, where some GEMMs stay in BF16, for another optimizer than AdamW, and for a
+    model of the user's own.
     """
     ceilings = peaks(device)
     mixed = not config.fp8_lm_head or config.fp8_skip_first or config.fp8_skip_last
-    others = config.optimizer != "adamw" or models.is_file(config.model)
+    others = config.optimizer != "adamw" or models.is_file(config.model) or config.dtype == "float32"
     if ceilings is None or config.fp8_recipe == "nvfp4" or mixed and config.fp8_recipe != "none" or others:
         return None
     model_config = models.make_model_config(config.model, dataclasses.asdict(config))

@@ -682,7 +682,8 @@ def test_the_log_says_which_share_of_the_roofline_a_step_reaches(monkeypatch, tm
     log.close()
     known, unknown = capsys.readouterr().out.splitlines()
     assert "  roofline 25.0 %" in known and "roofline" not in unknown
-    assert roofline.least_ms(replace(config, fp8_recipe="nvfp4"), torch.device("cuda")) is None
+    for unknown in ({"fp8_recipe": "nvfp4"}, {"dtype": "float32"}):
+        assert roofline.least_ms(replace(config, **unknown), torch.device("cuda")) is None
     assert roofline.least_ms(config, torch.device("cpu")) is None
     bf16 = roofline.least_ms(replace(config, fp8_recipe="none"), torch.device("cuda"))
     assert bf16 == pytest.approx(1e3 * (least + gemms))
