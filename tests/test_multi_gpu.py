@@ -4,9 +4,11 @@ import os
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from nanote.metrics import read_metrics
 from trainer_tools import ROOT, metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
@@ -114,6 +116,11 @@ def test_the_step_is_captured_with_the_fast_kernels(runs, run):
     assert "fast kernels: blocks" in printed
     assert ("each rank updates a part of the weights" in printed) == (run == "ddp")
     assert "fast kernels are not used" not in printed and "CUDA graphs are off" not in printed
+
+
+def test_each_log_line_compares_the_gpus(runs):
+    records = read_metrics(Path("ddp", "metrics.jsonl"))
+    assert all(record["slowest_rank"] in (0, 1) and record["slowest_ratio"] >= 1 for record in records)
 
 
 def test_ranks_have_the_same_weights(runs):
