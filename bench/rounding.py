@@ -12,7 +12,8 @@ alone. They do not show what training makes of it.
   e: ⟨g, e⟩ / ⟨e, e⟩ - 1, and ‖g - e‖ / ‖e‖, of the sums over --micro-batches
 - mean_error: the part of the error that more tokens do not average out, ‖E(g - e)‖ / ‖E e‖. A squared norm of
   an expectation is estimated without bias from n micro-batches v: (‖Σv‖² - Σ‖v‖²) / (n (n - 1)). It is None
-  if that is not positive for e.
+  if that is not positive for e. mean_error_of_blocks: the same for the weights of the blocks alone, without
+  embeddings and head, whose gradient may be much larger.
 - The row `other tokens` is the gradient without FP8 of another micro-batch. Its error is the noise of the
   data: compare errors of rounding with it.
 - The row `as trained`, of a run in FP8, is the model of the run with its recipe, kernels and scales. Measure
@@ -51,7 +52,7 @@ class Options:
     parts: tuple[str, ...] = tuple(PARTS)
     """Names of arms of bench/convergence.py, without their prefix emulated-."""
     tokens: int = 500_000  # Tokens to evaluate.
-    micro_batches: int = 8  # Number of micro-batches whose gradients are compared.
+    micro_batches: int = 8  # Number of micro-batches whose gradients are compared, and kept in memory.
     json: Path = ROOT / "results/rounding.json"  # Write the figures here.
 
 
@@ -86,11 +87,12 @@ def build_ablated(folder: Path, meta: dict, device, ablation: str):
 
 
 def gradient(model, batch, grad_accum: int) -> torch.Tensor:
-    """Return the gradient of all weights as one vector. The loss is divided as in a step of the run, for
-    which FP8 has the scales."""
+    """Return the gradient of all weights as one vector, those of the blocks first. The loss is divided as in
+    a step of the run, for which FP8 has the scales."""
     model.zero_grad(set_to_none=True)
     (model(*batch) / grad_accum).backward()
-    return torch.cat([parameter.grad.flatten() for _, parameter in sorted(model.named_parameters())])
+    names = sorted(dict(model.named_parameters()), key=lambda name: (not name.startswith("blocks."), name))
+    return torch.cat([model.get_parameter(name).grad.flatten() for name in names])
 
 
 class MeanSquares:
@@ -109,20 +111,32 @@ class MeanSquares:
         return (self.sum.square().sum().item() - self.squares) / pairs if pairs else math.nan
 
 
-def compare(found_and_exact) -> dict:
-    """Return bias and errors of gradients. `found_and_exact`: (g, e) of each micro-batch."""
+def compare(found_and_exact, of_blocks: int) -> dict:
+    """Return bias and errors of gradients.
+
+    Args:
+        found_and_exact: (g, e) of each micro-batch.
+        of_blocks: number of their elements that are of the blocks; they come first.
+    """
     errors, exacts, products = MeanSquares(), MeanSquares(), 0.0
+    block_errors, block_exacts = MeanSquares(), MeanSquares()
     for found, exact in found_and_exact:
         exact = exact.double()
         error = found.double() - exact
         errors.add(error)
         exacts.add(exact)
+        block_errors.add(error[:of_blocks])
+        block_exacts.add(exact[:of_blocks])
         products += (error @ exact).item()
-    of_exact, mean_error = exacts.of_expectation(), None
-    if of_exact > 0:
-        mean_error = math.sqrt(max(0.0, errors.of_expectation()) / of_exact)
     return {"gradient_bias": products / exacts.squares,
-            "gradient_error": math.sqrt(errors.squares / exacts.squares), "mean_error": mean_error}
+            "gradient_error": math.sqrt(errors.squares / exacts.squares),
+            "mean_error": mean_error(errors, exacts),
+            "mean_error_of_blocks": mean_error(block_errors, block_exacts)}
+
+
+def mean_error(errors: MeanSquares, exacts: MeanSquares) -> float | None:
+    of_exact = exacts.of_expectation()
+    return math.sqrt(max(0.0, errors.of_expectation()) / of_exact) if of_exact > 0 else None
 
 
 def measure(folder, meta, config, loaders, device, parts, count: int):
@@ -131,14 +145,15 @@ def measure(folder, meta, config, loaders, device, parts, count: int):
     exact_model = build_ablated(folder, meta, device, "quantize=none scaling=current")
     loss = train.evaluate(exact_model, loaders["val"], config)
 
-    def row_of(part, model):
-        pairs = ((gradient(model, batch, config.grad_accum), gradient(exact_model, batch, config.grad_accum))
-                 for batch in batches[:count])
-        change = train.evaluate(model, loaders["val"], config) / loss - 1
-        return {"part": part, "loss_percent": 100 * change} | compare(pairs)
+    exact = [gradient(exact_model, batch, config.grad_accum) for batch in batches]
+    of_blocks = sum(parameter.numel() for parameter in exact_model.blocks.parameters())
 
-    exact = [gradient(exact_model, batch, config.grad_accum) for batch in batches[:2]]
-    yield {"part": "other tokens", "loss_percent": None} | compare([exact]) | {"mean_error": None}
+    def row_of(part, model):
+        change = train.evaluate(model, loaders["val"], config) / loss - 1
+        gradients = (gradient(model, batch, config.grad_accum) for batch in batches[:count])
+        return {"part": part, "loss_percent": 100 * change} | compare(zip(gradients, exact), of_blocks)
+
+    yield {"part": "other tokens", "loss_percent": None} | compare([exact[:2]], of_blocks)
     if config.fp8_recipe != "none":
         yield row_of("as trained", arms.load_te(folder, meta, config, device, batches[0]).model)
     for part in parts:
@@ -161,9 +176,10 @@ def table(figures) -> str:
         words = EMULATED.get(row["part"], row["part"])
         lines.append([f"`{words}`" if "=" in words else words or "all", loss,
                       f"{100 * row['gradient_bias']:+.2f}", f"{100 * row['gradient_error']:.2f}",
-                      "" if row["mean_error"] is None else f"{100 * row['mean_error']:.2f}"])
+                      *("" if row[name] is None else f"{100 * row[name]:.2f}"
+                        for name in ("mean_error", "mean_error_of_blocks"))])
     return markdown(["quantized", "loss, %", "gradient, bias, %", "gradient, error, %",
-                     "that does not average out, %"], lines)
+                     "that does not average out, %", "in the blocks alone, %"], lines)
 
 
 def main(argv=None):
