@@ -77,6 +77,8 @@ ROLES = ("weights", "activations", "gradients", "dgrad.dy", "wgrad.dy", "forward
 EMULATED = {  # name of an arm emulated-…: options of bench/ablation.py
     "none": "quantize=none", "all": "",
     **{f"only_{role}": f"quantize={role}" for role in ROLES},
+    "only_head_gradients": "quantize=gradients skip=qkv,proj,fc1,fc2",
+    "only_block_gradients": "quantize=gradients skip=head",
     "only_e4m3_gradients": "quantize=gradients gradients=e4m3",
     "only_stochastic_gradients": "quantize=gradients rounding=stochastic",
     **{f"no_{role}": f"keep={role}" for role in ROLES},
