@@ -6,9 +6,9 @@
     python bench/convergence.py --arms nanogpt --nanogpt nanoGPT    # the folder of a checkout
     python bench/convergence.py --draw                           # the summary from the runs in the JSON
 
-Arms are named in `ARMS`. Their prefix is the size, none for GPT-2 124M; `small-` trains in a minute or two on
-a CPU. Those with `emulated-` quantize a part of the GEMMs' operands, in bench/ablation.py. `nanogpt` is
-nanoGPT's model, compiled, with the data, schedule and optimizer of all.
+Arms are named in `ARMS`. Their prefix is the size, none for GPT-2 124M; `small-` trains in two minutes on a
+CPU, `bpe-` in ten, for a GPT-2 vocabulary. Those with `emulated-` quantize a part of the GEMMs' operands, in
+bench/ablation.py. `nanogpt` is nanoGPT's model, compiled, with the data, schedule and optimizer of all.
 
 Every arm trains on the same batches for the same seed, and is evaluated on the same tokens. A run that was
 cut, by --time-budget, a signal or a machine that went away, continues from its last checkpoint in --out-dir.
@@ -60,8 +60,10 @@ SIZES = {  # prefix of an arm: options of its architecture
     "350m-": "--preset gpt2-350m --micro-batch-size 32 --grad-accum 4",
     "small-": "--preset gpt2-124m --n-layer 3 --n-head 2 --n-embd 64 --seq-len 64 --micro-batch-size 128 "
               "--grad-accum 1 --warmup-steps 60 --eval-tokens 131072",  # two minutes on one CPU core
+    "bpe-": "--preset gpt2-124m --n-layer 3 --n-head 2 --n-embd 64 --seq-len 64 --micro-batch-size 64 "
+            "--grad-accum 1 --warmup-steps 20 --eval-tokens 32768",  # ten: 100 steps with 50,257 tokens
 }
-TOKENS_PER_STEP = dict.fromkeys(SIZES, 131_072) | {"small-": 8_192}
+TOKENS_PER_STEP = dict.fromkeys(SIZES, 131_072) | {"small-": 8_192, "bpe-": 4_096}
 RECIPES = {  # name of an arm: options of its precision
     "bf16": "--fp8-recipe none",
     "fp8": "",
@@ -98,7 +100,7 @@ ARMS = {  # name: environment variables and options of train.py, as in a shell
 ARMS |= {
     f"{prefix}emulated-{name}":
         f"NANOTE_ABLATION='{words}' {SIZES[prefix]} --fp8-recipe none --model bench/ablation.py:Ablated"
-    for prefix in ("", "small-") for name, words in EMULATED.items()
+    for prefix in ("", "small-", "bpe-") for name, words in EMULATED.items()
 }
 ARMS["nanogpt"] = f"{GPT2} --fp8-recipe none --model bench/nanogpt.py:NanoGPT --dtype float32 --compile"
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of Student's t, 1, 2… degrees

@@ -6,7 +6,7 @@ All but `rates_table` are at the learning rate that is best for BF16, which ever
 import math
 import statistics
 
-from bench.convergence import EMULATED, RECIPES, SIZES, baseline_of, interval_of
+from bench.convergence import EMULATED, RECIPES, SIZES, baseline_of, interval_of, size_of
 from bench.report import markdown
 
 # Arms that could become the default, and the arm of today's default that each is compared with
@@ -85,11 +85,11 @@ def emulated_table(result) -> str:
 
 
 def small_table(result) -> str:
-    """Return the Markdown table of the arms of the small GPT, by learning rate."""
+    """Return the Markdown table of the arms of a small GPT, by learning rate."""
     lines = []
     for row in result["summary"]:
         name, _, rate = row["arm"].partition("@")
-        emulated = name.removeprefix("small-emulated-")
+        emulated = name.removeprefix(f"{size_of(name)}emulated-")
         precision = "none"
         if emulated in EMULATED:
             precision = f"`{EMULATED[emulated]}`" if EMULATED[emulated] else "emulated, the default"
