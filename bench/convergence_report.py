@@ -86,33 +86,49 @@ def emulated_table(result) -> str:
 
 def small_table(result) -> str:
     """Return the Markdown table of the arms of a small GPT, by learning rate."""
-    lines = []
+    final, lines = final_losses(result["runs"]), []
     for row in result["summary"]:
         name, _, rate = row["arm"].partition("@")
+        default = f"{size_of(name)}emulated-all"
         emulated = name.removeprefix(f"{size_of(name)}emulated-")
         precision = "none"
         if emulated in EMULATED:
             precision = f"`{EMULATED[emulated]}`" if EMULATED[emulated] else "emulated, the default"
-        lines.append([rate, precision, *cells(row)])
+        changes = changes_of(final, row["arm"], f"{default}@{rate}", row["tokens"])
+        against = with_interval(statistics.mean(changes), interval_of(changes)) if changes else ""
+        _, seeds, loss, gap, _ = cells(row)
+        lines.append([rate, precision, seeds, loss, gap, against if name != default else ""])
     lines.sort(key=lambda line: (float(line[0]), line[1] != "none"))
-    return markdown(["learning rate", "FP8", "tokens", "seeds", "loss ± standard error", "behind none, %",
-                     "evaluated without FP8, %"], lines)
+    return markdown(["learning rate", "FP8", "seeds", "loss ± standard error", "behind none, %",
+                     "behind the default, %"], lines)
+
+
+def final_losses(runs: list[dict]) -> dict:
+    """Return the final loss of each run: {(arm, tokens): {seed: loss}}."""
+    final = {}
+    for record in runs:
+        if record["tokens"] == record["run_tokens"]:
+            final.setdefault((record["arm"], record["tokens"]), {})[record["seed"]] = record["val_loss"]
+    return final
+
+
+def changes_of(final: dict, arm: str, other: str, tokens: int) -> list[float]:
+    """Return by how many percent the loss of `arm` is above that of `other`, for each seed that both have."""
+    losses, others = final[arm, tokens], final.get((other, tokens), {})
+    return [100 * (losses[seed] / others[seed] - 1) for seed in losses if seed in others]
 
 
 def negatives_table(result) -> str:
     """Return the Markdown table of CANDIDATES that are not better than today's default: the paired difference
     is not below zero, or its 95 % interval holds zero."""
-    rate, final, lines = best_rate(result["summary"]), {}, []
-    for record in result["runs"]:
-        if record["tokens"] == record["run_tokens"] and record["arm"].endswith(rate):
-            arm = record["arm"].removesuffix(rate)
-            final.setdefault((arm, record["tokens"]), {})[record["seed"]] = record["val_loss"]
+    rate, final, lines = best_rate(result["summary"]), final_losses(result["runs"]), []
     for name, default in CANDIDATES.items():
-        for (arm, tokens), losses in final.items():
-            others = final.get((default, tokens), {})
-            changes = [100 * (losses[seed] / others[seed] - 1) for seed in losses if seed in others]
+        for arm, tokens in final:
+            if arm != name + rate:
+                continue
+            changes = changes_of(final, arm, default + rate, tokens)
             interval = interval_of(changes)
-            if arm != name or not changes or (interval[1] if interval else statistics.mean(changes)) < 0:
+            if not changes or (interval[1] if interval else statistics.mean(changes)) < 0:
                 continue
             lines.append([f"`{name}`", f"`{default}`", f"{tokens / 1e6:.0f} M", str(len(changes)),
                           with_interval(statistics.mean(changes), interval)])

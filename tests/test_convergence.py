@@ -71,10 +71,14 @@ def test_the_small_gpt_has_a_baseline_at_each_rate_and_steps_of_its_own():
     runs = [record for rate, losses in (("4e-3", (2.0, 2.02)), ("2e-3", (2.2, 2.2))) for seed in (1, 2)
             for name, loss in zip(("bf16", "emulated-all"), losses)
             for record in run(f"small-{name}@{rate}", seed, 10**7, loss, 60.0)]
-    table = convergence_report.small_table({"summary": summarize(runs)}).splitlines()[2:]
-    assert [line.split(" | ")[:2] + line.split(" | ")[5:6] for line in table] == [
-        ["| 2e-3", "none", ""], ["| 2e-3", "emulated, the default", "+0.00 (+0.00 to +0.00)"],
-        ["| 4e-3", "none", ""], ["| 4e-3", "emulated, the default", "+1.00 (+1.00 to +1.00)"]]
+    runs += run("small-emulated-block@4e-3", 2, 10**7, 2.0402, 60.0)
+    table = convergence_report.small_table({"runs": runs, "summary": summarize(runs)}).splitlines()[2:]
+    assert [line.strip("| ").split(" | ")[:2] + line.split(" | ")[4:] for line in table] == [
+        ["2e-3", "none", "", "+0.00 (+0.00 to +0.00) |"],
+        ["2e-3", "emulated, the default", "+0.00 (+0.00 to +0.00)", " |"],
+        ["4e-3", "none", "", "-0.99 (-0.99 to -0.99) |"],
+        ["4e-3", "emulated, the default", "+1.00 (+1.00 to +1.00)", " |"],
+        ["4e-3", "`scaling=block gradients=e4m3`", "+2.01", "+1.00 |"]]
     options = convergence.Options(tokens=819_200)
     assert [convergence.steps_of(options, arm) for arm in ("small-bf16@1", "modern-bf16@1")] == [100, 7]
 
