@@ -16,6 +16,7 @@ import ast
 import functools
 import hashlib
 import inspect
+import operator
 import os
 import sys
 import textwrap
@@ -25,16 +26,21 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-# The methods and functions that the kernels replace, and the fingerprints of what they were written for.
-# After an edit of the model that the kernels follow, `print_fingerprints` gives the new ones.
-MODEL_METHODS = {"forward": "bf47ddaba3f906be", "run_block": "3d54a2e012b39831", "output": "47e0b4c5fd8880d5"}
-BLOCK_FORWARD = "56a87cc3791ffd02"
-ATTENTION_FORWARD = "8555dccafec477a3"
-MIX = "3fcae2af94fda1c3"
-ATTENTION_METHODS = {
-    "attend": "c4dc3ab6abca1070", "_attend_te": "8ae44bd1fbee47b2", "_attend_flash": "2ae491a9aa36ee4c"}
-APPLY_ROPE = "dc11255ad30db48f"
-CROSS_ENTROPY = "59b6ff64112a8391"
+# Fingerprints of the methods and functions of model_te_optimized.py that the kernels replace. After an edit
+# of that file which the kernels follow, `print_fingerprints` prints the new ones.
+FINGERPRINTS = {
+    "OptimizedGPT2Model.forward": "bf47ddaba3f906be",
+    "OptimizedGPT2Model.run_block": "3d54a2e012b39831",
+    "OptimizedGPT2Model.output": "47e0b4c5fd8880d5",
+    "OptimizedGPT2Model.cross_entropy": "59b6ff64112a8391",
+    "Block.forward": "56a87cc3791ffd02",
+    "Attention.forward": "8555dccafec477a3",
+    "Attention.mix": "3fcae2af94fda1c3",
+    "Attention.attend": "c4dc3ab6abca1070",
+    "Attention._attend_te": "8ae44bd1fbee47b2",
+    "Attention._attend_flash": "2ae491a9aa36ee4c",
+    "apply_rope": "dc11255ad30db48f",
+}
 TESTED_TE = ("2.20",)  # minor versions: the kernels use internals, which move between them
 CONFIG_FIELDS = ("use_fp8 fp8_lm_head loss_chunks gradient_checkpointing offload_activations dropout n_embd "
                  "use_rotary use_qk_norm layernorm_epsilon n_head n_kv_head head_dim in_fp8")
@@ -194,25 +200,25 @@ def version_reason(version):
 
 def _method_reason(model):
     attentions = [getattr(block, "attn", None) for block in model.blocks]
-    known = [(model, name, expected) for name, expected in MODEL_METHODS.items()]
-    known += [(block, "forward", BLOCK_FORWARD) for block in model.blocks]
-    known += [(attention, "forward", ATTENTION_FORWARD) for attention in attentions]
-    for module, name, expected in known:
+    known = [(model, name, f"OptimizedGPT2Model.{name}") for name in ("forward", "run_block", "output")]
+    known += [(block, "forward", "Block.forward") for block in model.blocks]
+    known += [(attention, "forward", "Attention.forward") for attention in attentions]
+    for module, name, original in known:
         title = f"{type(module).__name__}.{name}"
         if type(module).__call__ is not torch.nn.Module.__call__:
             return f"{title} was edited"
-        problem = _edit(title, method_of(module, name), expected)
+        problem = _edit_reason(title, method_of(module, name), original)
         if problem:
             return problem
     return ""
 
 
-def _edit(name, function, expected):
-    """Why a function is not the one with the `expected` fingerprint; "" if it is."""
+def _edit_reason(title, function, original):
+    """Return why a function is not the `original`, a key of FINGERPRINTS; "" if it is."""
     found = fingerprint(function)
-    if found == expected:
+    if found == FINGERPRINTS[original]:
         return ""
-    return f"{name} was edited" if found else f"the source of {name} cannot be read"
+    return f"{title} was edited" if found else f"the source of {title} cannot be read"
 
 
 def _module_reason(model):
@@ -348,15 +354,15 @@ def attention_reason(attention):
     """Return why queries, keys and values do not go through packed_attention; "" where they do."""
     kind, namespace = type(attention).__name__, getattr(type(attention).mix, "__globals__", {})
     known = [
-        (f"{kind}.mix", method_of(attention, "mix"), MIX),
-        ("apply_rope", namespace.get("apply_rope"), APPLY_ROPE),
+        (f"{kind}.mix", method_of(attention, "mix"), "Attention.mix"),
+        ("apply_rope", namespace.get("apply_rope"), "apply_rope"),
     ]
     known += [
-        (f"{kind}.{name}", method_of(attention, name), expected)
-        for name, expected in ATTENTION_METHODS.items()
+        (f"{kind}.{name}", method_of(attention, name), f"Attention.{name}")
+        for name in ("attend", "_attend_te", "_attend_flash")
     ]
-    for name, function, expected in known:
-        problem = _edit(name, function, expected)
+    for title, function, original in known:
+        problem = _edit_reason(title, function, original)
         if problem:
             return problem
     for name in ("q_norm", "k_norm"):
@@ -392,7 +398,8 @@ def takes_loss(model):
 
 def loss_reason(model):
     """Return why the loss does not go through loss.cross_entropy; "" where it does."""
-    return _edit(f"{type(model).__name__}.cross_entropy", method_of(model, "cross_entropy"), CROSS_ENTROPY)
+    title = f"{type(model).__name__}.cross_entropy"
+    return _edit_reason(title, method_of(model, "cross_entropy"), "OptimizedGPT2Model.cross_entropy")
 
 
 _said = set()
@@ -413,12 +420,9 @@ def say_once(reason):
 
 
 def print_fingerprints():
-    """Print the fingerprints of model_te_optimized.py as it is, for the constants above."""
-    import model_te_optimized as file
+    """Print FINGERPRINTS for model_te_optimized.py as it is now."""
+    import model_te_optimized
 
-    for owner, names in (
-        (file.OptimizedGPT2Model, [*MODEL_METHODS, "cross_entropy"]), (file.Block, ["forward"]),
-        (file.Attention, ["forward", "mix", *ATTENTION_METHODS]), (file, ["apply_rope"]),
-    ):
-        for name in names:
-            print(f"{owner.__name__ + '.' + name:36} {fingerprint(getattr(owner, name))}")
+    for name in FINGERPRINTS:
+        function = operator.attrgetter(name)(model_te_optimized)
+        print(f"{name:36} {fingerprint(function)}")
