@@ -65,7 +65,7 @@ def gradient_quantizer(logits, head):
     if head is None or quantizer is None or quantizer is not head.quantizers["scaling_bwd"][0]:
         return None  # the logits are not the unchanged output of an FP8 head
     if support.environment_reason():
-        support.say_once(support.environment_reason())
+        support.warn_once(support.environment_reason())
         return None
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 

@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 
 
 @pytest.fixture(autouse=True)
-def nothing_said(monkeypatch):
-    monkeypatch.setattr(fast_support, "_said", set())
+def nothing_reported(monkeypatch):
+    monkeypatch.setattr(fast_support, "_reported", set())
 
 
 class Weighted(model_te_optimized.OptimizedGPT2Model):
@@ -186,7 +186,7 @@ def test_an_edited_model_goes_through_its_modules_and_is_named_once(words):
     assert words in str(warned[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not fast_support.takes_pass(model)  # said once
+        assert not fast_support.takes_pass(model)  # warned once
         assert fast_support.takes_pass(make_model()) and fast_support.unsupported_reason(make_model()) == ""
 
 
@@ -444,11 +444,11 @@ def test_which_machines_and_versions_are_left_to_the_modules(monkeypatch, capabi
     stub = types.ModuleType("transformer_engine")
     stub.__version__ = version
     monkeypatch.setitem(sys.modules, "transformer_engine", stub if version else None)
-    fast_support._version_reason.cache_clear()
+    fast_support._installed_version_reason.cache_clear()
     try:
         reason = fast_support.environment_reason()
     finally:
-        fast_support._version_reason.cache_clear()
+        fast_support._installed_version_reason.cache_clear()
     assert words in reason and bool(words) == bool(reason)
 
 
