@@ -374,7 +374,7 @@ def _gemm(a, b, layout="TN", bias=None, fast_k=0, out=None, accumulate=False):
     if layout == "TN":
         accumulation = "fast"
     elif layout == "NN" and b._data.shape[1] <= fast_k:
-        accumulation = "fastest"
+        accumulation = "either"
     else:
         accumulation = "precise"
     if fast_gemm.is_supported():
