@@ -104,8 +104,8 @@ def training_pass(model, input_ids, labels, cu_seqlens, is_first_microbatch):
     fast_accum_k = model.dgrad_fast_accum_k
     head_is_fused, is_sharded = _fuses_head(model), isinstance(model, FSDPModule)
     positions, rope, documents = model.locate(input_ids, cu_seqlens)
-    # Tied embeddings: the backward pass of lm_head puts its gradient of the weight into this list, and that of
-    # the embedding takes it out and adds to it in place. Autograd would add two tensors of that size.
+    # Tied embeddings: the backward pass of lm_head puts its gradient of the weight into this list, and that
+    # of the embedding takes it out and adds to it in place. Autograd would add two tensors of that size.
     tied_dweight = [] if head_is_fused and model.lm_head.weight is model.wte.weight else None
     x = _embed(model, input_ids, positions, tied_dweight)
     with model.autocast():
@@ -430,7 +430,7 @@ def _linear_backward(ctx, gradient, weight, x):
 
 
 class _NormLinear(torch.autograd.Function):
-    """`norm_linear`. `weight` is an input only to receive its gradient: the GEMM reads `layer`'s FP8 weight."""
+    """`norm_linear`. `weight` is an input only to receive a gradient: the GEMM reads `layer`'s FP8 weight."""
 
     @staticmethod
     def forward(
