@@ -206,8 +206,9 @@ def _backward_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, V, BLOCK: tl.c
 def _backward_fp8_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, scale_ptr, amax_ptr, rowwise_ptr,
                          columnwise_ptr, N, V, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Compute one tile (ROWS, COLUMNS) of the gradient; store it in FP8, rowwise and transposed."""
-    tiles = tl.cdiv(V, COLUMNS)
-    first_row, first_column = tl.program_id(0) // tiles * ROWS, tl.program_id(0) % tiles * COLUMNS
+    tile_columns = tl.cdiv(V, COLUMNS)
+    first_row, first_column = (
+        tl.program_id(0) // tile_columns * ROWS, tl.program_id(0) % tile_columns * COLUMNS)
     # offsets inside the tile: only the tile's own offset needs 64 bits
     i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     rows, columns, factor = first_row + 4 * i, first_column + j, tl.load(factor_ptr)
@@ -229,7 +230,7 @@ def _backward_fp8_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, scale_ptr,
 
 @triton.jit
 def _rounded_gradient(x, labels_ptr, lse_ptr, rows, columns, factor, N):
-    """Return the gradient of every fourth row, rounded to the logits' dtype as in `_backward_kernel`."""
+    """Return the gradient of every fourth row, `rows`, rounded to the logits' dtype as in `_backward_kernel`."""
     label = tl.load(labels_ptr + rows, mask=rows < N, other=IGNORE_INDEX).to(tl.int32)
     lse = tl.load(lse_ptr + rows, mask=rows < N, other=0.0)
     gradient = _gradient(x, label[:, None], lse[:, None], columns[None, :], factor)
