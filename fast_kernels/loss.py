@@ -230,7 +230,8 @@ def _backward_fp8_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, scale_ptr,
 
 @triton.jit
 def _rounded_gradient(x, labels_ptr, lse_ptr, rows, columns, factor, N):
-    """Return the gradient of every fourth row, `rows`, rounded to the logits' dtype as in `_backward_kernel`."""
+    """Return the gradient of `rows`, every fourth row, rounded to the logits' dtype as in `_backward_kernel`.
+    """
     label = tl.load(labels_ptr + rows, mask=rows < N, other=IGNORE_INDEX).to(tl.int32)
     lse = tl.load(lse_ptr + rows, mask=rows < N, other=0.0)
     gradient = _gradient(x, label[:, None], lse[:, None], columns[None, :], factor)
