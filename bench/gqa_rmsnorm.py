@@ -98,7 +98,8 @@ def largest_under_limit(config, limit_gib, peak_gib, device) -> dict:
 def measure_switch(switch, shape, options, base, baseline_step, device):
     """Measure one switch -> (row, step). baseline_step: the default's step, or None."""
     config = switched(base, switch, shape)
-    figures, step = measure.measure(options.arm, config, device, options.steps, baseline_step, phases=0)
+    figures, step = measure.measure(
+        options.arm, config, device, options.steps, baseline_step=baseline_step, phases=0)
     batches = arms.make_batches(config, device)
     cache = step.model.make_kv_cache(1, config.seq_len).kv
     kept = ("ms", "slowest_ms", "tokens_per_s", "peak_gib", "cuda_graph", "loss", "parameters")

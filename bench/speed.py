@@ -59,7 +59,7 @@ def floor_of(arm, config, model_config, ceilings) -> float | None:
 
 
 def roofline_figures(arm, config, figures, ceilings, device) -> dict:
-    """Return a row's least ms by the measured `ceilings`, and its share of the data sheet's speed of light."""
+    """Return a row's least ms by the measured `ceilings`, and its share of the data sheet's roofline."""
     model_config = make_model_config("optimized", figures["model_config"])
     least_ms = floor_of(arm, config, model_config, roofline.peaks(device))
     return {

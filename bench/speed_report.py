@@ -133,20 +133,33 @@ def profile_table(rows) -> str:
     found = [profiled[key] for key in wanted if key in profiled]
     names = {"plain": "plain PyTorch, compiled", "fp8": "FP8"}
     titles = ["ms a step", *(f"{row['shape']}, {names[row['arm']]}" for row in found), "bound by"]
-    parts = {name: [sum(row["profile_ms"].get(kind, 0) for kind in kinds) for row in found]
-             for name, (kinds, _) in PARTS.items()}
-    lines = [[name, *(f"{value:.1f}" for value in values), PARTS[name][1]] for name, values in parts.items()]
-    totals = [sum(column) for column in zip(*parts.values())]
-    tensor = [sum(pair) for pair in zip(parts["GEMMs"], parts["attention"])]
-    share = lambda value, whole: f"{value:.1f} ({100 * value / whole:.0f} %)"  # noqa: E731
-    lines.append(["**GEMMs and attention**", *map(share, tensor, totals), ""])
-    lines.append(["**everything else**", *(share(t - part, t) for part, t in zip(tensor, totals)), ""])
-    lines.append(["training step", *(f"{row['ms']:.1f}" for row in found), ""])
-    lines.append(["speed of light (`floor_ms`)", *(share(row["floor_ms"], row["ms"]) for row in found), ""])
-    of = lambda row, name: f"{row[name]:,.0f} of {row[f'{name}_limit']:,.0f}"  # noqa: E731
-    lines.append(["clock, MHz", *(of(row, "sm_mhz") for row in found), "power"])
-    lines.append(["power, W", *(of(row, "watts") for row in found), ""])
+    columns = [profile_column(row) for row in found]
+    bound_by = {name: bound for name, (_, bound) in PARTS.items()} | {"clock, MHz": "power"}
+    lines = [[name, *(column[name] for column in columns), bound_by.get(name, "")]
+             for name in dict.fromkeys(name for column in columns for name in column)]
     return markdown(titles, lines)
+
+
+def profile_column(row) -> dict[str, str]:
+    """Return {name of a line: its cell} for one row of `profile_table`."""
+
+    def share(ms, whole):
+        return f"{ms:.1f} ({100 * ms / whole:.0f} %)"
+
+    def of_limit(field):
+        return f"{row[field]:,.0f} of {row[f'{field}_limit']:,.0f}"
+
+    parts = {name: sum(row["profile_ms"].get(kind, 0) for kind in kinds)
+             for name, (kinds, _) in PARTS.items()}
+    total, on_tensor_cores = sum(parts.values()), parts["GEMMs"] + parts["attention"]
+    return {name: f"{ms:.1f}" for name, ms in parts.items()} | {
+        "**GEMMs and attention**": share(on_tensor_cores, total),
+        "**everything else**": share(total - on_tensor_cores, total),
+        "training step": f"{row['ms']:.1f}",
+        "speed of light (`floor_ms`)": share(row["floor_ms"], row["ms"]),
+        "clock, MHz": of_limit("sm_mhz"),
+        "power, W": of_limit("watts"),
+    }
 
 
 def variants_table(rows) -> str:
@@ -200,8 +213,8 @@ def crossover_table(rows) -> str:
         speed = dict(sorted(speed.items()))
         slow = [width for width, ratio in speed.items() if ratio < 1.02]
         pays = [width for width in speed if not slow or width > slow[-1]]
-        lines.append([f"{tokens:,}", *([f"{pays[0]:,}", f"{speed[pays[0]]:.2f}"] if pays else ["none", ""]),
-                      f"{speed[max(speed)]:.2f}"])
+        first = [f"{pays[0]:,}", f"{speed[pays[0]]:.2f}"] if pays else ["none", ""]
+        lines.append([f"{tokens:,}", *first, f"{speed[max(speed)]:.2f}"])
     widest = max(row["width"] for row in rows)
     titles = ["tokens a step", "FP8 pays from width", "times BF16 there", f"times BF16 at width {widest:,}"]
     return markdown(titles, lines, left=0)
