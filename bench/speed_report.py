@@ -97,13 +97,13 @@ def formats_table(rows) -> str:
             found.setdefault(model, {})[arm] = row | {"total_ms": total}
     lines = []
     for model, formats in found.items():
-        base, known = formats.get("bf16", {}), [arm for arm in FORMATS if arm in formats]
+        bf16, known = formats.get("bf16", {}), [arm for arm in FORMATS if arm in formats]
         for arm in known + [arm for arm in formats if arm not in FORMATS]:
-            row, values = formats[arm], []
-            for part in ("forward_ms", "backward_ms", "total_ms", "ms"):
-                values.append(row.get(part))
-                if part in ("total_ms", "ms"):
-                    values.append(base[part] / row[part] if base.get(part) and row[part] else None)
+            row = formats[arm]
+            speed_up = {part: bf16[part] / row[part] if bf16.get(part) and row[part] else None
+                        for part in ("total_ms", "ms")}
+            values = (row.get("forward_ms"), row.get("backward_ms"), row["total_ms"], speed_up["total_ms"],
+                      row["ms"], speed_up["ms"])
             cells = ["" if value is None else f"{value:.2f}" for value in values]
             lines.append([model, FORMATS.get(arm, arm), *cells])
     titles = ["model", "precision", "forward", "backward", "total", "speed-up", "training step", "speed-up"]
@@ -227,35 +227,46 @@ def compile_table(rows) -> str:
     reasons of rows that fail, and `compile_summary`, are below the table.
     """
     rows = [row for row in rows if not row.get("error", "").startswith("not run")]
-    recipes, modes, models = (dict.fromkeys(row[key] for row in rows) for key in ("recipe", "mode", "model"))
-    found, fastest, reasons = {(row["recipe"], row["mode"], row["model"]): row for row in rows}, {}, []
+    recipes, modes, names = (dict.fromkeys(row[key] for row in rows) for key in ("recipe", "mode", "model"))
+    found = {(row["recipe"], row["mode"], row["model"]): row for row in rows}
+    ordered = [found[key] for key in itertools.product(recipes, modes, names) if key in found]
+    errors = [row["error"] for row in ordered if "error" in row and row["mode"] != "fullgraph"]
+    reasons = list(dict.fromkeys(errors))
+    fastest = {}
     for row in rows:
         pair = row["recipe"], row["model"]
         fastest[pair] = max(fastest.get(pair, 0), row.get("tokens_per_s", 0))
-
-    def cell(recipe, mode, model):
-        row = found.get((recipe, mode, model))
-        if row is None:
-            return ""
-        if "error" in row and mode == "fullgraph":
-            return "breaks"
-        if "error" in row:
-            reasons.extend([row["error"]] * (row["error"] not in reasons))
-            return f"fails, {reasons.index(row['error']) + 1}"
-        speed = f"{row['tokens_per_s'] / 1e3:.0f} k"
-        speed = f"**{speed}**" if row["tokens_per_s"] == fastest[recipe, model] else speed
-        return speed + ("" if mode in UNCOMPILED else f" ({row['graph_breaks']}, {row['compile_s']:.0f} s)")
-
-    titles = ["recipe, mode", *(f"`{model}`" for model in models)]
     lines = []
     for recipe, mode in itertools.product(recipes, modes):
-        cells = [cell(recipe, mode, model) for model in models]
+        cells = [compile_cell(found.get((recipe, mode, name)), fastest.get((recipe, name)), reasons)
+                 for name in names]
         if any(cells):
             lines.append([f"{recipe}, {UNCOMPILED.get(mode, mode)}", *cells])
+    titles = ["recipe, mode", *(f"`{name}`" for name in names)]
     notes = [f"{number}. `{reason}`" for number, reason in enumerate(reasons, 1)]
     if reasons:
         notes = ["", *notes]
     return "\n".join([markdown(titles, lines, left=len(titles)), *notes, *compile_summary(rows)])
+
+
+def compile_cell(row, fastest, reasons) -> str:
+    """Return a cell of `compile_table`.
+
+    Args:
+        row: None if it was not measured.
+        fastest: tokens per second of the fastest mode of this recipe and model.
+        reasons: why rows fail; a cell names the number of its reason.
+    """
+    if row is None:
+        return ""
+    if "error" in row:
+        return "breaks" if row["mode"] == "fullgraph" else f"fails, {reasons.index(row['error']) + 1}"
+    speed = f"{row['tokens_per_s'] / 1e3:.0f} k"
+    if row["tokens_per_s"] == fastest:
+        speed = f"**{speed}**"
+    if row["mode"] in UNCOMPILED:
+        return speed
+    return f"{speed} ({row['graph_breaks']}, {row['compile_s']:.0f} s)"
 
 
 def compile_summary(rows) -> list:
@@ -263,24 +274,26 @@ def compile_summary(rows) -> list:
 
     Nothing is compiled under delayed scaling, so its rows show the noise of such a comparison.
     """
-    good = [row for row in rows if "error" not in row]
-    speed = {(row["mode"], row["recipe"], row["model"]): row["tokens_per_s"] for row in good}
-    ratios, scatter = [], []
-    for (mode, recipe, model), value in speed.items():
+    speed = {(row["mode"], row["recipe"], row["model"]): row["tokens_per_s"]
+             for row in rows if "error" not in row}
+    ratios, noise = [], []
+    for (mode, recipe, model), tokens_per_s in speed.items():
         eager = speed.get(("eager", recipe, model))
         if mode not in UNCOMPILED and eager:
-            (scatter if recipe == "delayed" else ratios).append(value / eager)
+            (noise if recipe == "delayed" else ratios).append(tokens_per_s / eager)
     if not ratios:
         return []
-    told = []
-    for what, some in (("slower", [r for r in ratios if r < 1]), ("faster", [r for r in ratios if r >= 1])):
-        span = f" ({min(some):.2f} to {max(some):.2f} ×)" if some else ""
-        told.append(f"{len(some)} {what}{span}")
-    lines = ["", f"{len(ratios)} compiled steps, relative to not compiled: {', '.join(told)}."]
-    if scatter:
-        span = f"{min(scatter):.2f} to {max(scatter):.2f} ×"
+
+    def span(values):
+        return f"{min(values):.2f} to {max(values):.2f} ×"
+
+    slower, faster = [r for r in ratios if r < 1], [r for r in ratios if r >= 1]
+    counts = [f"{len(group)} {word}" + (f" ({span(group)})" if group else "")
+              for word, group in (("slower", slower), ("faster", faster))]
+    lines = ["", f"{len(ratios)} compiled steps, relative to not compiled: {', '.join(counts)}."]
+    if noise:
         lines += ["Nothing is compiled under delayed scaling, so its ratios are noise:",
-                  f"{span} over {len(scatter)} steps launched from Python."]
+                  f"{span(noise)} over {len(noise)} steps launched from Python."]
     return lines
 
 
