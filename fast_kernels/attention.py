@@ -68,7 +68,8 @@ def packed_attention(
     Raises:
         ValueError: the shapes do not fit.
     """
-    batch, length, heads = *qkv.shape[:2], n_head + 2 * n_kv_head
+    batch, length = qkv.shape[:2]
+    heads = n_head + 2 * n_kv_head
     if n_head % n_kv_head or qkv.shape[2:].numel() % heads or (qkv.dim() == 4 and qkv.shape[2] != heads):
         raise ValueError(f"qkv {tuple(qkv.shape)} does not hold n_head={n_head} + 2 · n_kv_head={n_kv_head} "
                          "heads, n_kv_head dividing n_head")

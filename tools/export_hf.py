@@ -116,9 +116,10 @@ def _merges(tokens: dict[str, int], special: list[str]) -> list[tuple[str, str]]
 
 # ---------------------------------------------------------------- the folder
 
-def export(run, folder, dtype: str = "auto", place: str | None = None) -> Path:
-    """Export a run or a checkpoint to `folder`, and return the checkpoint that was exported. `place`: see
-    get_tokenizer.
+def export(run, folder, dtype: str = "auto", moved_tokenizer: str | None = None) -> Path:
+    """Export a run or a checkpoint to `folder`, and return the checkpoint that was exported.
+
+    dtype, moved_tokenizer: see ExportConfig's dtype and tokenizer.
 
     Raises ValueError or OSError, in one line and with nothing written, if either is invalid or no class fits.
     """
@@ -137,7 +138,7 @@ def export(run, folder, dtype: str = "auto", place: str | None = None) -> Path:
         kind = hf_weights.model_type(config)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
-    tokenizer = get_tokenizer(meta["tokenizer"], vocab_size, place)
+    tokenizer = get_tokenizer(meta["tokenizer"], vocab_size, moved_tokenizer)
     weights = hf_weights.read_weights(source, meta, masters=dtype == "float32")
     try:
         weights = hf_weights.to_hf(weights, config, vocab_size)
