@@ -48,8 +48,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from bench import stability_report as report
 from bench.report import check_folder, write_report
-from bench.stability import DISTURBANCES, FP8_RECIPES, MODELS, Run, disturbed_from, run_row
-from bench.stability_report import Setting
+from bench.stability import DISTURBANCES, FP8_RECIPES, MODELS, Run, run_row
+from bench.stability_report import Setting, disturbed_from
 from nanote import cli, fp8
 
 # on a GPU these are tests of Transformer Engine: `make test-gpu`
@@ -129,9 +129,9 @@ def main(argv=None):
     with multiprocessing.get_context("spawn").Pool(min(options.jobs, len(rows))) as pool:
         for setting, losses, seconds in pool.imap(run_row, work):
             baseline = losses if setting.recipe == "none" else baseline
-            found = [report.cell(setting, name, losses, baseline) for name in names]
+            found = [report.cell_figures(setting, name, losses, baseline) for name in names]
             cells += found
-            text = "".join(f"{report.text_of(cell):>15}" for cell in found)
+            text = "".join(f"{report.cell_text(cell):>15}" for cell in found)
             print(f"{str(setting):46}{text}  {seconds / len(names):.1f} s a cell", flush=True)
             figures = {
                 "seconds": round(time.time() - start), "steps": options.steps, "disturbed_from_step": at,

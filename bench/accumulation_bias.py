@@ -77,10 +77,10 @@ def backward(model, config, batch, fast_k: int, watch=None) -> dict:
 
     watch: called with the operands and scales of each dgrad GEMM.
     """
-    model.dgrad_fast_accum_k = EVERY_K  # so that dgrad GEMMs, and no others, ask for "fastest"
+    model.dgrad_fast_accum_k = EVERY_K  # so that dgrad GEMMs, and no others, ask for "either"
 
     def watched(a, a_inv, b, b_inv, bias, accumulation, *others):
-        if accumulation == "fastest":
+        if accumulation == "either":
             if watch:
                 watch(a, a_inv, b, b_inv)
             accumulation = "fast" if a.shape[1] <= fast_k else "precise"  # not whichever is faster

@@ -39,6 +39,8 @@ ROLES = {  # of the weight matrices of a block, by their names in all models; th
 class Errors:
     """Variances of the relative errors that rounding causes in one arm, from its layers and formats.
 
+    `of` uses the same letters.
+
     One rounding. In a binade, with values in [m, 2m), the error is at most half a step, u m with
     u = 2^-(bits + 1), and its mean square is u² m² / 3. The mean square of the values is 3/2 / ln 2 m², since
     their logarithms are uniform. Roundings are independent, so their variances v = (2/9) ln 2 u² add.
@@ -79,20 +81,19 @@ class Errors:
     @classmethod
     def of(cls, config, device):
         """Return the errors of an arm with train.py's options `config`."""
-        depth = sum(1 / n for n in range(1, 2 * config.n_layer + 1))
+        H = sum(1 / n for n in range(1, 2 * config.n_layer + 1))
         variance = {name: 2 / 9 * math.log(2) * 2.0 ** (-2 * (bits + 1))
                     for name, bits in MANTISSA_BITS.items()}
-        forward, backward = 0.0, 0.0
+        F, B = 0.0, 0.0  # of FP8
         if config.fp8_recipe != "none":
             chosen = fp8.resolve_format(config.fp8_recipe, config.fp8_format)
-            ahead, back = (variance[name] for name in FORMATS.get(chosen, ("E2M1", "E2M1")))
-            forward, backward = 4 * ahead, 2 * (ahead + back)
-        # in float32 the sums of up to 4,096 terms round, too
-        other = 8 * (variance["BF16"] if device.type == "cuda" else 4096 * variance["float32"])
+            forward, backward = (variance[name] for name in FORMATS.get(chosen, ("E2M1", "E2M1")))
+            F, B = 4 * forward, 2 * (forward + backward)
+        # F and B of the rest of a branch, in BF16; in float32 the sums of up to 4,096 terms round, too
+        bf16 = 8 * (variance["BF16"] if device.type == "cuda" else 4096 * variance["float32"])
         moments = 2 * variance["BF16"] if config.moment_dtype == "bfloat16" else 0.0
-        gradient = (depth + 2) * (backward + other) + (depth + 1) ** 2 * (forward + other)
-        return cls(gradient=gradient, correlated=other + moments, logits_fp8=(depth + 1) * forward,
-                   logits=(depth + 1) * other)
+        return cls(gradient=(H + 2) * (B + bf16) + (H + 1) ** 2 * (F + bf16), correlated=bf16 + moments,
+                   logits_fp8=(H + 1) * F, logits=(H + 1) * bf16)
 
     def of_norm(self, elements, tokens, width, of_vectors=False) -> float:
         """Return the relative error allowed in a gradient norm; `of_vectors`: of norm weights and biases."""

@@ -30,7 +30,7 @@ COMPILE_MODES = {  # row of the table -> options of train.py
 }
 
 
-def measure_compiled(name, config, device, others) -> dict:
+def measure_compiled(name, config, device, agreement) -> dict:
     """Build a step, run and verify it, and time it -> the figures of its row."""
     from torch._dynamo.utils import counters  # imports the compiler, which is slow
 
@@ -41,7 +41,7 @@ def measure_compiled(name, config, device, others) -> dict:
     for _ in range(4):  # reduce-overhead records its graphs in the second and third
         loss = step(batches, LR)[0].item()
     seconds = time.time() - began
-    others.verify(name, step, batches[0], device)
+    agreement.verify(name, step, batches[0], device)
     ms = median_ms([lambda: step(batches, LR)] * 8, device)
     reasons = {reason.splitlines()[0][:150]: count for reason, count in counters["graph_break"].items()}
     return {
@@ -58,7 +58,7 @@ def measure_compiled(name, config, device, others) -> dict:
 def run_compile(options, device, argv):
     """Measure every row that options.json does not hold yet, as far as options.time_budget goes."""
     start, rows = time.time(), Rows(options.json, ("mode", "recipe", "model"), "benchmark_te.py", argv)
-    base, others = arms.make_config(arms.SHAPES["guide"], device), Agreement()
+    base, agreement = arms.make_config(arms.SHAPES["guide"], device), Agreement()
     for recipe, mode, model in itertools.product(COMPILE_RECIPES, COMPILE_MODES, models.MODELS):
         row = {"mode": mode, "recipe": recipe, "model": model}
         if rows.has(row):
@@ -70,7 +70,7 @@ def run_compile(options, device, argv):
             row["error"] = shown = "not run: time budget"
         else:
             try:
-                row |= measure_compiled(f"{mode}, {recipe}, {model}", config, device, others)
+                row |= measure_compiled(f"{mode}, {recipe}, {model}", config, device, agreement)
                 shown = (f"{row['tokens_per_s']:>9,.0f} tokens/s  {row['graph_breaks']} breaks, "
                          f"{row['graphs']} graphs, {row['compile_s']:.0f} s")
             except Exception as error:  # whatever the compiler raises is the result

@@ -19,12 +19,12 @@ def measure_point(width, tokens, device, late) -> dict:
     """
     shape = dict(n_layer=2, n_embd=width, n_head=width // 64, micro_batch_size=tokens // 1024, seq_len=1024,
                  vocab_size=1024)
-    config, others = arms.make_config(shape, device), Agreement()
+    config, agreement = arms.make_config(shape, device), Agreement()
     row = {"width": width, "tokens": tokens}
     for arm in ("bf16-eager", "fp8-eager", "bf16", "fp8"):
         figures = {"error": "not run: time budget"}
         if not late():
-            figures, _ = attempt(arm, config, device, STEPS, None, others, warmup=3, phases=0)
+            figures, _ = attempt(arm, config, device, STEPS, None, agreement, warmup=3, phases=0)
         row[f"{arm}_ms"] = figures.get("ms")
         if "error" in figures:
             row["error"] = figures["error"]
@@ -37,7 +37,10 @@ def measure_point(width, tokens, device, late) -> dict:
 def run_sweep(options, device, argv):
     """Measure every point that options.json does not hold yet, as far as options.time_budget goes."""
     start, rows = time.time(), Rows(options.json, ("width", "tokens"), "benchmark_te.py", argv)
-    late = lambda: time.time() - start > options.time_budget  # noqa: E731
+
+    def late():
+        return time.time() - start > options.time_budget
+
     widths, token_counts = (WIDTHS, TOKENS) if device.type == "cuda" else (WIDTHS[:2], TOKENS[:2])
     for width in widths:
         for tokens in token_counts:

@@ -52,8 +52,6 @@ OPTIONS = (
     f"--max-steps {STEPS} --warmup-steps 4 --fp8-amax-history-len 8 --log-interval 1 --eval-interval 4 "
     "--eval-steps 2 --checkpoint-interval 3 --device cpu --data tokens"
 )
-REPEATED = ("killed", "terminated", "not_a_number")  # trials that run many times
-SINGLE = ("disk_fills", "every_call_fails", "flipped_bytes", "two_runs")
 
 
 @dataclass
@@ -102,18 +100,18 @@ class Board:
         return " and ".join(sorted(running)) or "between"
 
 
-def start(arguments: str, said: Path, sabotage=lambda: None) -> tuple[int, Board]:
+def start(arguments: str, log: Path, sabotage=lambda: None) -> tuple[int, Board]:
     """Run train.py in a fork of this process, after `sabotage()` -> (process id, board).
 
-    What it prints goes to the file `said`.
+    What it prints goes to the file `log`.
     """
     board = Board()
     child = os.fork()
     if child:
         return child, board
-    code = 99  # an unexpected error, whose traceback is in `said`
+    code = 99  # an unexpected error, whose traceback is in `log`
     try:
-        output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1), os.dup2(output, 2)
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
         torch.set_num_threads(1)
@@ -137,11 +135,11 @@ def wait(child) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def run(arguments, said="said", sabotage=lambda: None) -> int:
-    return wait(start(arguments, Path(said), sabotage)[0])
+def run(arguments, log="log", sabotage=lambda: None) -> int:
+    return wait(start(arguments, Path(log), sabotage)[0])
 
 
-def lines(run_dir) -> list[dict]:
+def metrics(run_dir) -> list[dict]:
     """Return the lines of metrics.jsonl without the times."""
     return [{key: value for key, value in record.items() if key not in OF_ONE_RUN}
             for record in read_metrics(Path(run_dir, "metrics.jsonl"))]
@@ -163,7 +161,7 @@ def tensors(folder) -> dict[str, bytes]:
 def equals(run_dir, whole="whole") -> bool:
     """Return whether a run has the result of the undisturbed one."""
     last = f"step-{STEPS}"
-    return lines(run_dir) == lines(whole) and tensors(Path(run_dir, last)) == tensors(Path(whole, last))
+    return metrics(run_dir) == metrics(whole) and tensors(Path(run_dir, last)) == tensors(Path(whole, last))
 
 
 @contextlib.contextmanager
@@ -197,8 +195,8 @@ def moment(number, seed, target=None):
     return target, occurrence, draw.random()
 
 
-def strike(child, board, target, occurrence, part, number) -> str | None:
-    """Send signal `number` to `child` at the moment -> its phase; None if it had ended before."""
+def strike(child, board, target, occurrence, part, signal_number) -> str | None:
+    """Send a signal to `child` at a `moment` -> its phase then; None if it had ended before."""
     phase = "step" if target == "anywhere" else target
     while board.begun(phase) < occurrence or not checkpoint.latest("run"):
         if os.waitpid(child, os.WNOHANG)[0]:
@@ -211,7 +209,7 @@ def strike(child, board, target, occurrence, part, number) -> str | None:
     if os.waitpid(child, os.WNOHANG)[0]:
         return None
     doing = board.now()
-    os.kill(child, number)
+    os.kill(child, signal_number)
     return doing
 
 
@@ -222,7 +220,7 @@ def killed(number, seed) -> dict:
         doing, attempts = None, 0
         while doing is None:  # if the run had ended before that moment, try an earlier one
             shutil.rmtree("run", ignore_errors=True)
-            child, board = start(f"{OPTIONS} --out-dir run", Path("said"))
+            child, board = start(f"{OPTIONS} --out-dir run", Path("log"))
             doing = strike(child, board, target, max(2, occurrence - attempts), part, signal.SIGKILL)
             code = wait(child) if doing else None
             attempts += 1
@@ -232,12 +230,12 @@ def killed(number, seed) -> dict:
         damaged = [path.name for path in folders if checkpoint._damage(path)]
         steps = board.begun("step")
         resumed = run("--resume --out-dir run")
-        said = re.search(r"from step (\d+)", Path("said").read_text())
+        resumed_from = re.search(r"from step (\d+)", Path("log").read_text())
         return {
             "trial": number, "aimed_at": target, "doing": doing, "in_step": steps, "exit_code": code,
             "unreadable": damaged, "earlier_attempts": attempts - 1,
-            "resumed_from": int(said[1]) if said else None, "resume_exit_code": resumed,
-            "final_loss": lines("run")[-1]["loss"], "equal": equals("run"),
+            "resumed_from": int(resumed_from[1]) if resumed_from else None, "resume_exit_code": resumed,
+            "final_loss": metrics("run")[-1]["loss"], "equal": equals("run"),
         }
 
 
@@ -248,10 +246,10 @@ def terminated(number, seed) -> dict:
         stopped = None
         while not stopped:  # it may end before it checks for signals: try an earlier moment
             shutil.rmtree("run", ignore_errors=True)
-            child, board = start(f"{OPTIONS} --out-dir run", Path("said"))
+            child, board = start(f"{OPTIONS} --out-dir run", Path("log"))
             doing = strike(child, board, target, occurrence, part, signal.SIGTERM)
             code = wait(child) if doing else None
-            stopped = re.search(r"stopped by SIGTERM after step (\d+)", Path("said").read_text())
+            stopped = re.search(r"stopped by SIGTERM after step (\d+)", Path("log").read_text())
             occurrence = max(2, occurrence - 1)
         whole = not any(map(checkpoint._damage, checkpoint.list_checkpoints("run")))
         resumed = run("--resume --out-dir run")
@@ -264,54 +262,65 @@ def terminated(number, seed) -> dict:
 
 # ---------------------------------------------------------------- NaN gradients
 
+def spoil_gradient(step, value, place):
+    """Let the update of a step find an element of a gradient set to `value`.
+
+    Writes to the file "unchanged" whether weights and optimizer state are the same after the update.
+
+    Args:
+        place: which gradient and which of its elements, from 0 to 1.
+    """
+    calls, update = [], train.TrainStep.update
+
+    def state(train_step):
+        parameters, optimizer = list(train_step.model.parameters()), train_step.optimizer
+        moments = [value for p in parameters for value in optimizer.state[p].values()]
+        counts = [torch.tensor(group.get("step", 0)) for group in optimizer.param_groups]
+        return [value.detach().clone() for value in (*parameters, *moments, *counts)]
+
+    def spoiled_update(self):
+        calls.append(self)
+        if len(calls) != step:
+            return update(self)
+        gradients = [p.grad for p in self.model.parameters()]
+        gradient = gradients[int(place * len(gradients))].view(-1)
+        gradient[int(place * gradient.numel())] = value
+        before = state(self)
+        norm = update(self)
+        same = [torch.equal(a, b) for a, b in zip(before, state(self))]
+        Path("unchanged").write_text(str(all(same) and len(same) == len(before)))
+        return norm
+
+    train.TrainStep.update = spoiled_update
+
+
 def not_a_number(number, seed) -> dict:
     """Make a random element of a random gradient NaN or infinite at a random step of a run."""
     draw = random.Random(f"{seed}, nan {number}")
-    step, value, place = (
-        draw.randint(2, STEPS - 1), draw.choice([float("nan"), float("inf"), float("-inf")]), draw.random(),
-    )
-
-    def sabotage():
-        calls, plain = [], train.TrainStep.update
-
-        def update(self):
-            calls.append(self)
-            if len(calls) != step:
-                return plain(self)
-            gradients = [p.grad for p in self.model.parameters()]
-            gradient = gradients[int(place * len(gradients))].view(-1)
-            gradient[int(place * gradient.numel())] = value
-            before = state(self)
-            norm = plain(self)
-            same = [torch.equal(a, b) for a, b in zip(before, state(self))]
-            Path("unchanged").write_text(str(all(same) and len(same) == len(before)))
-            return norm
-        train.TrainStep.update = update
-
-    def state(step):
-        moments = [value for p in step.model.parameters() for value in step.optimizer.state[p].values()]
-        counts = [torch.tensor(group.get("step", 0)) for group in step.optimizer.param_groups]
-        return [value.detach().clone() for value in (*step.model.parameters(), *moments, *counts)]
-
+    step = draw.randint(2, STEPS - 1)
+    value = draw.choice([float("nan"), float("inf"), float("-inf")])
+    place = draw.random()
     with in_scratch(f"nan-{number}"):
-        code = run(f"{OPTIONS} --out-dir run", sabotage=sabotage)
-        records = lines("run")
-        told = re.findall(
-            rf"step {step}: loss \S+, gradient norm (?:nan|inf): skipped \(1 of 10\)",
-            Path("said").read_text(),
-        )
-        at = [index for index, record in enumerate(records) if record["step"] == step][0]
-        return {"trial": number, "step": step, "value": str(value), "exit_code": code, "told": len(told) == 1,
-                "unchanged": Path("unchanged").read_text() == "True",
-                "counted": [r["skipped"] for r in records] == [0] * at + [1] * (len(records) - at),
-                "before_equal": [r["loss"] for r in records[:at]] == [r["loss"] for r in lines("whole")[:at]],
-                "final_loss_finite": abs(records[-1]["loss"]) < float("inf")}
+        code = run(f"{OPTIONS} --out-dir run", sabotage=lambda: spoil_gradient(step, value, place))
+        records, undisturbed = metrics("run"), metrics("whole")
+        message = rf"step {step}: loss \S+, gradient norm (?:nan|inf): skipped \(1 of 10\)"
+        messages = re.findall(message, Path("log").read_text())
+        at = next(index for index, record in enumerate(records) if record["step"] == step)
+        return {
+            "trial": number, "step": step, "value": str(value), "exit_code": code,
+            "told": len(messages) == 1,
+            "unchanged": Path("unchanged").read_text() == "True",
+            "counted": [r["skipped"] for r in records] == [0] * at + [1] * (len(records) - at),
+            "before_equal": [r["loss"] for r in records[:at]] == [r["loss"] for r in undisturbed[:at]],
+            "final_loss_finite": abs(records[-1]["loss"]) < float("inf"),
+        }
 
 
 # ---------------------------------------------------------------- a full disk
 
-def fill_disk_while_saving(disk, log):
-    """Leave 0, 1, 2 … blocks free while steps 2, 3, 4 … are saved; append each outcome to `log`."""
+def fill_disk_while_saving(disk, outcomes):
+    """Leave 0, 1, 2 … blocks free while steps 2, 3, 4 … are saved; append each outcome to the file
+    `outcomes`."""
     plain, filler = checkpoint._write, disk / "filler"
 
     def write(run_dir, step, *rest):
@@ -333,7 +342,7 @@ def fill_disk_while_saving(disk, log):
                 "step": step, "outcome": outcome, "whole": checkpoint._damage(kept) is None,
                 "stands": kept == last, "left": [path.name for path in run_dir.glob(".saving*")],
             }
-            with open(log, "a") as file:
+            with open(outcomes, "a") as file:
                 file.write(json.dumps(record) + "\n")
 
     checkpoint._write = write
@@ -343,17 +352,18 @@ def saves_on_full_disk(disk) -> dict:
     """Train on a disk with too little room for most checkpoints -> figures."""
     small = (f"{OPTIONS} --n-embd 32 --eval-interval 0 --checkpoint-interval 1 --keep-checkpoints 1 "
              "--no-background-saves")
-    log = Path("tried").absolute()
+    outcomes = Path("outcomes").absolute()
     run(f"{small} --max-steps 1 --out-dir {disk}/run")
     sizes = [path.stat().st_size for path in (disk / "run").glob("step-*/*")]
     blocks = sum((size + 4095) // 4096 for size in sizes)
     shutil.rmtree(disk / "run")
     code = run(f"{small} --max-steps {blocks + 6} --out-dir {disk}/run",
-               sabotage=lambda: fill_disk_while_saving(disk, log))
-    saves = [json.loads(line) for line in log.read_text().splitlines()]
+               sabotage=lambda: fill_disk_while_saving(disk, outcomes))
+    saves = [json.loads(line) for line in outcomes.read_text().splitlines()]
     failed = [save for save in saves if save["outcome"] != "written"]
-    said = Path("said").read_text()
-    told = [f"{disk}/run/step-{save['step']} not written: No space left on device" in said for save in failed]
+    log_text = Path("log").read_text()
+    told = [f"{disk}/run/step-{save['step']} not written: No space left on device" in log_text
+            for save in failed]
     return {
         "blocks_of_a_checkpoint": blocks,
         "saves": len(saves),
@@ -479,15 +489,16 @@ def every_call_fails(_number, _seed) -> dict:
 # ---------------------------------------------------------------- flipped bytes
 
 def flips(path, places, refused) -> dict:
-    """Change a byte at each of `places` (one bit, or all bits) and count how often `refused()`."""
-    content, found = bytearray(path.read_bytes()), 0
+    """Change a byte at each of `places` and count how often `refused()`: one bit, then all bits, in turns."""
+    content, detected = bytearray(path.read_bytes()), 0
     for number, place in enumerate(places):
+        bit = number // 2 % 8  # each in turn
         damaged = bytearray(content)
-        damaged[place] ^= 0xFF if number % 2 else 1 << number // 2 % 8
+        damaged[place] ^= 0xFF if number % 2 else 1 << bit
         path.write_bytes(damaged)
-        found += refused()
+        detected += refused()
     path.write_bytes(content)
-    return {"flipped": len(places), "detected": found}
+    return {"flipped": len(places), "detected": detected}
 
 
 def flipped_bytes(_number, seed, most=300) -> dict:
@@ -544,21 +555,26 @@ def two_runs(_number, _seed) -> dict:
         os.kill(child, signal.SIGCONT)
         os.kill(child, signal.SIGKILL)
         wait(child)
-        said = Path("second").read_text()
+        log_text = Path("second").read_text()
         again = run("--resume --out-dir run", "third")
         return {
-            "second_exit_code": code, "lines": said.count("\n"),
-            "names_the_first": f"process {child} on" in said, "resumed_after_kill": again,
+            "second_exit_code": code, "lines": log_text.count("\n"),
+            "names_the_first": f"process {child} on" in log_text, "resumed_after_kill": again,
             "equal": equals("run"),
         }
 
 
 # ---------------------------------------------------------------- the whole study
 
+REPEATED = {"killed": killed, "terminated": terminated, "not_a_number": not_a_number}  # run many times
+SINGLE = {"disk_fills": disk_fills, "every_call_fails": every_call_fails, "flipped_bytes": flipped_bytes,
+          "two_runs": two_runs}
+
+
 def trial(task):
-    """Run one trial: (the name of its function here, its number, the seed)."""
+    """Run one trial. task: (its kind, its number, the seed)."""
     kind, number, seed = task
-    return kind, globals()[kind](number, seed)
+    return kind, (REPEATED | SINGLE)[kind](number, seed)
 
 
 def make_tokens():
@@ -596,8 +612,8 @@ def main(argv=None):
         try:
             make_tokens()
             if run(f"{OPTIONS} --out-dir whole"):
-                raise OSError(f"the undisturbed run failed: {Path('said').read_text()}")
-            final_loss = lines("whole")[-1]["loss"]
+                raise OSError(f"the undisturbed run failed: {Path('log').read_text()}")
+            final_loss = metrics("whole")[-1]["loss"]
             found = run_trials(options)
         finally:
             os.chdir(before)

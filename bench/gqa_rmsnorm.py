@@ -95,16 +95,17 @@ def largest_under_limit(config, limit_gib, peak_gib, device) -> dict:
         arms.free()
 
 
-def measure_switch(switch, shape, options, base, plain, device):
-    """Measure one switch -> (row, step). plain: the default's step, or None."""
+def measure_switch(switch, shape, options, base, baseline_step, device):
+    """Measure one switch -> (row, step). baseline_step: the default's step, or None."""
     config = switched(base, switch, shape)
-    figures, step = measure.measure(options.arm, config, device, options.steps, plain=plain, phases=0)
+    figures, step = measure.measure(
+        options.arm, config, device, options.steps, baseline_step=baseline_step, phases=0)
     batches = arms.make_batches(config, device)
     cache = step.model.make_kv_cache(1, config.seq_len).kv
     kept = ("ms", "slowest_ms", "tokens_per_s", "peak_gib", "cuda_graph", "loss", "parameters")
     row = {"shape": shape, "arm": options.arm, "switch": switch,
            "n_kv_head": config.n_kv_head or config.n_head,
-           "speed_vs_default": figures["ratio_to_plain"] if plain else 1.0}
+           "speed_vs_default": figures["ratio_to_plain"] if baseline_step else 1.0}
     row |= {name: figures[name] for name in kept}
     row["profile_ms"] = timing.profile_ms(lambda: step(batches, measure.LR), device)
     row["kv_cache_bytes_per_token"] = cache.numel() * cache.element_size() // config.seq_len
@@ -148,13 +149,13 @@ def main(argv=None):
     rows = Rows(options.json, ("shape", "arm", "switch"), "bench/gqa_rmsnorm.py", argv)
     for shape in options.shapes:
         base = arms.make_config(arms.SHAPES[shape], device)
-        plain, measured = None, []
+        default_step, measured = None, []
         for switch in SWITCHES:
-            row, step = measure_switch(switch, shape, options, base, plain, device)
-            plain = plain or step
+            row, step = measure_switch(switch, shape, options, base, default_step, device)
+            default_step = default_step or step
             measured.append(row)
             del step
-        del plain
+        del default_step
         for row in measured:
             if real and row["switch"] != "RMSNorm":
                 config = arms.arm_config(options.arm, switched(base, row["switch"], shape))

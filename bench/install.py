@@ -58,6 +58,7 @@ def main(argv=None):
             "doctor_exit_code": checked.returncode,
             "doctor": [f"{check['status']:5} {check['line']}" for check in checks],
         }
+        # in place: without the paths of this machine
         for lines in (found["commands"], found["last_lines"], found["doctor"]):
             lines[:] = [line.replace(folder, "VENV").replace(sys.prefix, "PREFIX") for line in lines]
         write_report("bench/install.py", argv, found, options.json)

@@ -52,28 +52,28 @@ def phases_ms(step, batches, device, passes=5) -> dict:
     return {f"{name}_ms": statistics.median(column) for name, column in columns}
 
 
-def timed_in_turns(step, plain, batches, steps, device) -> tuple[list, list]:
-    """Return ms of `steps` steps of an arm and of the baseline, a quarter of each at a time.
+def timed_in_turns(step, baseline_step, batches, steps, device) -> tuple[list, list]:
+    """Return ms of `steps` steps of an arm and of the baseline, in TURNS turns.
 
-    Both then see the same clock and temperature of the GPU. `plain` None: the second list is empty.
+    Both then see the same clock and temperature of the GPU. `baseline_step` None: the second list is empty.
     """
-    ours, baseline = [], []
+    times, baseline_times = [], []
     for turn in range(TURNS):
-        count = len(range(turn, steps, TURNS))
-        if plain is not None:
-            baseline += timed([lambda: plain(batches, LR)] * count, device)
-        ours += timed([lambda: step(batches, LR)] * count, device)
-    return ours, baseline
+        count = len(range(turn, steps, TURNS))  # the turns differ by one step at most
+        if baseline_step is not None:
+            baseline_times += timed([lambda: baseline_step(batches, LR)] * count, device)
+        times += timed([lambda: step(batches, LR)] * count, device)
+    return times, baseline_times
 
 
-def speed_figures(arm, parameters, config, times, baseline, device) -> dict:
+def speed_figures(arm, parameters, config, times, baseline_times, device) -> dict:
     """Return a row's figures of speed from the times in ms of an arm's steps and of the baseline's."""
     ms = statistics.median(times)
     tokens_per_s = 1e3 * config.micro_batch_size * config.seq_len * config.grad_accum / ms
     limit = peak_flops(device)
     ratio = 1.0 if arm == "plain" else None
-    if baseline:
-        ratio = statistics.median(baseline) / ms
+    if baseline_times:
+        ratio = statistics.median(baseline_times) / ms
     return {
         "arm": arm,
         "ms": ms,
@@ -84,13 +84,15 @@ def speed_figures(arm, parameters, config, times, baseline, device) -> dict:
     }
 
 
-def measure(arm, config, device, steps, plain=None, others=None, profiled=False, warmup=None, phases=5):
+def measure(
+    arm, config, device, steps, baseline_step=None, agreement=None, profiled=False, warmup=None, phases=5
+):
     """Measure one arm -> (the figures of its row, its step).
 
     Args:
         config: the TrainConfig of the shape; the arm's words change it.
-        plain: the step of the baseline, timed in turns with this one.
-        others: the Agreement with the shape's other arms; None checks the loss alone.
+        baseline_step: the step of the arm plain, or another baseline, timed in turns with this one.
+        agreement: compares this arm with the shape's first one; None checks the loss alone.
         profiled: also sum the time of kernels by class, and read power and clock.
         warmup: steps that are not timed; None means WARMUP.
         phases: passes of phases_ms; 0 skips it.
@@ -98,8 +100,8 @@ def measure(arm, config, device, steps, plain=None, others=None, profiled=False,
     config = arms.options_of(arm, config)
     model_config = arms.make_model_config(config)
     batches = arms.make_batches(config, device)
-    if arm == "hf-llama" and others is not None:
-        others = agreement_of_llama(model_config, config, batches[0], device)
+    if arm == "hf-llama" and agreement is not None:
+        agreement = agreement_of_llama(model_config, config, batches[0], device)
     arms.free()
     gpu = device.type == "cuda"
     occupied = torch.cuda.memory_allocated() if gpu else 0
@@ -107,17 +109,17 @@ def measure(arm, config, device, steps, plain=None, others=None, profiled=False,
         step = build_plain(arm, model_config, config, device)
     else:
         step = arms.build_te(config, device, batches[0])
-    if others is None:
+    if agreement is None:
         checked = {"loss": step(batches, 0.0)[0].item()}
         check_loss(checked["loss"], config)
     else:
-        checked = others.verify(arm, step, batches[0], device)
+        checked = agreement.verify(arm, step, batches[0], device)
     for _ in range(WARMUP if warmup is None else warmup):
         step(batches, LR)
     peak = (torch.cuda.max_memory_allocated() - occupied) / 2**30 if gpu else None
-    times, baseline = timed_in_turns(step, plain, batches, steps, device)
+    times, baseline_times = timed_in_turns(step, baseline_step, batches, steps, device)
     parameters = sum(p.numel() for p in step.model.parameters())
-    figures = speed_figures(arm, parameters, config, times, baseline, device) | {
+    figures = speed_figures(arm, parameters, config, times, baseline_times, device) | {
         "peak_gib": peak,
         "cuda_graph": getattr(step, "graphed", arm == "plain-graph"),
         "kernels": getattr(step, "kernels", ""),

@@ -159,34 +159,50 @@ def measure_row(layout, config, options, device) -> dict:
         config_of_one = dataclasses.replace(config, parallel="ddp", grad_accum_dtype="auto")
         single = build_step(layout, config_of_one, options, device, batches[0])
         expected = [value.item() for value in single(batches, 0.0)]
-    error = max(abs(found / wanted - 1) for found, wanted in zip((loss, norm), expected))
-    error = max(over_ranks(error), key=lambda value: math.inf if math.isnan(value) else value)  # same on all
-    if not error <= CLOSE[config.fp8_recipe]:
-        raise ValueError(f"loss or gradient norm on {dist.get_world_size()} GPUs differ from one GPU's by "
-                         f"{error:.3g}")
-    ms, steps = {"one": [], "all": []}, max(1, options.steps // measure.TURNS)
-    for turn in range(1 + measure.TURNS):
-        with alone():
-            one = timing.timed([lambda: single(batches, measure.LR)] * steps, device)
-        dist.barrier()
-        every = timing.timed([lambda: together(batches, measure.LR)] * steps, device)
-        if turn:  # the first turn warms up
-            ms["one"] += one
-            ms["all"] += every
-    row = {f"ms_{name}": statistics.median(spans) for name, spans in ms.items()}
-    tokens = config.micro_batch_size * config.seq_len * config.grad_accum
-    on_one = [1e3 * tokens / each for each in over_ranks(row["ms_one"])]
-    row["tokens_per_s_per_gpu"] = 1e3 * tokens / max(over_ranks(row["ms_all"]))
-    row["tokens_per_s_one_gpu"] = statistics.mean(on_one)
-    row["slowest_gpu"] = min(on_one) / row["tokens_per_s_one_gpu"]
-    row["efficiency"] = row["tokens_per_s_per_gpu"] / row["tokens_per_s_one_gpu"]
-    row |= {"peak_gib": peak, "loss": loss, "grad_norm": norm,
-            "graphed": getattr(together, "graphed", False), "kernels": getattr(together, "kernels", None)}
+    check_agreement((loss, norm), expected, config)
+    row = time_in_turns(single, together, batches, options.steps, device)
+    row |= speed_figures(row, config) | {
+        "peak_gib": peak, "loss": loss, "grad_norm": norm,
+        "graphed": getattr(together, "graphed", False), "kernels": getattr(together, "kernels", None)}
     if options.profile:
         row["profile"] = {"all": timing.profile_ms(lambda: together(batches, measure.LR), device)}
         with alone():
             row["profile"]["one"] = timing.profile_ms(lambda: single(batches, measure.LR), device)
     return row
+
+
+def check_agreement(found, expected, config) -> None:
+    """Raise ValueError, on all ranks, if one rank's loss or gradient norm is not what one GPU computes."""
+    error = max(abs(value / wanted - 1) for value, wanted in zip(found, expected))
+    # max() alone would not return a NaN that is not first
+    error = max(over_ranks(error), key=lambda value: math.inf if math.isnan(value) else value)
+    if not error <= CLOSE[config.fp8_recipe]:
+        raise ValueError(f"loss or gradient norm on {dist.get_world_size()} GPUs differ from one GPU's by "
+                         f"{error:.3g}")
+
+
+def time_in_turns(single, together, batches, steps, device) -> dict:
+    """Return the median ms of a step on this GPU alone and on all GPUs."""
+    ms_one, ms_all, count = [], [], max(1, steps // measure.TURNS)
+    for turn in range(1 + measure.TURNS):
+        with alone():
+            one = timing.timed([lambda: single(batches, measure.LR)] * count, device)
+        dist.barrier()
+        every = timing.timed([lambda: together(batches, measure.LR)] * count, device)
+        if turn:  # the first turn warms up
+            ms_one += one
+            ms_all += every
+    return {"ms_one": statistics.median(ms_one), "ms_all": statistics.median(ms_all)}
+
+
+def speed_figures(row, config) -> dict:
+    """Return tokens per second and efficiency, over all ranks, from ms_one and ms_all of `row`."""
+    tokens = config.micro_batch_size * config.seq_len * config.grad_accum
+    on_one = [1e3 * tokens / ms for ms in over_ranks(row["ms_one"])]
+    on_all = 1e3 * tokens / max(over_ranks(row["ms_all"]))
+    mean = statistics.mean(on_one)
+    return {"tokens_per_s_per_gpu": on_all, "tokens_per_s_one_gpu": mean, "slowest_gpu": min(on_one) / mean,
+            "efficiency": on_all / mean}
 
 
 def main(argv=None) -> int:

@@ -91,15 +91,17 @@ def measure_model(size, model):
     count = sum(p.numel() for p in model.parameters())
     gradients = [parameter.grad for parameter in model.parameters()]
     for name, optimizer, bytes_per_parameter in optimizers(model):
+        # FastAdam is always capturable, the others by an option
         graphed = getattr(optimizer, "capturable", False) or optimizer.defaults.get("capturable")
         steps = [(name, optimizer.step, bytes_per_parameter)]
         if name == "fast_adam, remainders":
             steps += [("norm: torch get_total_norm", lambda: torch.nn.utils.get_total_norm(gradients), 2),
                       ("norm: fast_adam", optimizer.gradient_norm, 2)]
-        for name, step, moved in steps:
+        for label, step, moved in steps:
             ms = measure(step, graphed)
-            yield {"size": size, "parameters": count, "optimizer": name, "ms": ms,
+            yield {"size": size, "parameters": count, "optimizer": label, "ms": ms,
                    "bytes_per_parameter": moved, "terabytes_per_s": count * moved / ms / 1e9}
+        # free the state before the next optimizer allocates its own
         optimizer.state.clear()
         del optimizer, steps, step
 

@@ -54,7 +54,7 @@ counts = dict(
 worst = {}
 
 
-def note(kind, value, bound, case):
+def record(kind, value, bound, case):
     """Record a case if it is the closest to its bound so far."""
     def share(entry):
         return entry["value"] / max(entry["bound"], 1e-30)
@@ -69,7 +69,7 @@ def compare(what, ours, theirs, case):
     different = int((ours != theirs).sum())
     counts[f"compared_{what}"] += ours.numel()
     counts[f"mismatched_{what}"] += different
-    note(what, different / ours.numel(), 0.0, case)
+    record(what, different / ours.numel(), 0.0, case)
 
 
 def heavy_tailed(rng, *shape, dtype):
@@ -83,6 +83,7 @@ def heavy_tailed(rng, *shape, dtype):
 
 
 def tensor_case(rng):
+    """Quantize one random tensor with a random recipe, in both."""
     fp8, dtype = rng.choice(list(FP8)), rng.choice(list(TE_DTYPE))
     recipe = rng.choice(["delayed", "current", "current, powers of two", "block 1x128", "block 128x128",
                          "block 1x128, columns"])
@@ -128,6 +129,7 @@ def compare_block_scaling(rng, x, fp8, square, columnwise, case):
 
 
 def history_case(rng):
+    """Update the scales of delayed scaling over several steps of random amaxes, in both."""
     fp8, algo = rng.choice(list(FP8)), rng.choice(["max", "most_recent"])
     recipe = ref.DelayedScaling(
         margin=rng.randint(0, 2), amax_history_len=rng.choice([1, 2, 16, 1024]), amax_compute_algo=algo
@@ -151,6 +153,7 @@ def history_case(rng):
 
 
 def norm_case(rng):
+    """Compare the FP8 output of a fused norm."""
     dtype, norm = rng.choice(list(TE_DTYPE)), rng.choice(["layernorm", "rmsnorm"])
     zero_centered, delayed = rng.random() < 0.5, rng.random() < 0.5
     rows, columns = 16 * rng.randint(8, 64), 16 * rng.randint(4, 128)
@@ -180,7 +183,7 @@ def norm_case(rng):
     difference = (ours - theirs._data.int()).abs()
     counts["compared_bytes_behind_norm"] += ours.numel()
     counts["mismatched_bytes_behind_norm"] += int((difference > 0).sum())
-    note("FP8 steps behind a norm", int(difference.max()), 1.0, case)
+    record("FP8 steps behind a norm", int(difference.max()), 1.0, case)
 
 
 def bounds(recipe, dtype, behind_activation, inner):
@@ -215,6 +218,7 @@ def train_step(sides, x):
 
 
 def module_case(rng):
+    """Run a random module for four steps in both, and compare outputs, gradients and FP8 state."""
     dtype = rng.choice([torch.bfloat16, torch.bfloat16, torch.float32])
     hidden, ffn, tokens = 128 * rng.randint(1, 6), 128 * rng.randint(1, 6), 128 * rng.randint(1, 4)
     norm = rng.choice(["LayerNorm", "RMSNorm"])
@@ -239,7 +243,7 @@ def module_case(rng):
         )
 
     case = f"{name} {hidden}->{ffn}, {tokens} tokens, {options}, {make_recipe(ref)}"
-    sides = [
+    sides = [  # (library, module, recipe): TE's, then te_reference's
         (te, getattr(te, name)(hidden, ffn, **options), make_recipe(te_recipe)),
         (ref, getattr(ref, name)(hidden, ffn, **options), make_recipe(ref)),
     ]
@@ -255,10 +259,10 @@ def module_case(rng):
         x = x.to(dtype)
         results = train_step(sides, x)
         bound = bounds(sides[1][2], dtype, name == "LayerNormMLP", max(hidden, 2 * ffn, tokens))
-        # its first scales are 1, and most gradients subnormal
+        # not delayed scaling's first step: its first scales are 1, and most gradients subnormal
         for key, theirs in results[0].items() if step or kind != "delayed" else ():
             error = ((theirs.float() - results[1][key].float()).norm() / theirs.float().norm()).item()
-            note(f"{name}: {'output' if key == 'y' else 'gradients'}", error, bound, f"{key} of {case}")
+            record(f"{name}: {'output' if key == 'y' else 'gradients'}", error, bound, f"{key} of {case}")
         if kind == "delayed" and name == "Linear":  # the quantized tensors themselves are the same
             for key in ("scaling_fwd", "scaling_bwd"):
                 compare(

@@ -58,26 +58,35 @@ def floor_of(arm, config, model_config, ceilings) -> float | None:
     return roofline.floor_ms(model_config, sequences, config.seq_len, in_fp8, ceilings, moved)
 
 
+def roofline_figures(arm, config, figures, ceilings, device) -> dict:
+    """Return a row's least ms by the measured `ceilings`, and its share of the data sheet's roofline."""
+    model_config = make_model_config("optimized", figures["model_config"])
+    least_ms = floor_of(arm, config, model_config, roofline.peaks(device))
+    return {
+        "floor_ms": floor_of(arm, config, model_config, ceilings), "ceilings": ceilings,
+        "roofline": least_ms / figures["ms"] if least_ms else None,
+    }
+
+
 def measure_shape(name, shape, block, arm_names, options, device, ceilings, rows, phases=5):
     """Measure all arms of a shape, plain first, and add a row for each."""
     torch._dynamo.reset()  # or torch.compile reaches its recompile limit, which counts models of one class
-    config, plain, others = arms.make_config(shape, device, block), None, Agreement()
+    config, agreement = arms.make_config(shape, device, block), Agreement()
+    plain_step = None
     queue = sorted(arm_names, key=lambda arm: arm != "plain")
     while queue:
         arm = queue.pop(0)
         profiled = options.profile == "all" or options.profile == "main" and arm in ("fp8", "plain")
-        figures, step = attempt(arm, config, device, options.steps, plain, others, profiled, phases=phases)
+        figures, step = attempt(
+            arm, config, device, options.steps, plain_step, agreement, profiled, phases=phases)
         row = {"shape": name, "block": block} | figures
         if "error" not in row:
-            model_config = make_model_config("optimized", figures["model_config"])
-            row |= {"floor_ms": floor_of(arm, config, model_config, ceilings), "ceilings": ceilings}
-            least = floor_of(arm, config, model_config, roofline.peaks(device))
-            row["roofline"] = least and least / row["ms"]
+            row |= roofline_figures(arm, config, figures, ceilings, device)
         elif "OutOfMemory" in row["error"] and config.preset == LLAMA and not arm.endswith("checkpointing"):
             queue.insert(0, f"{arm}-checkpointing")
         if arm == "plain":
-            plain = step
-        del step
+            plain_step = step
+        del step  # or its memory would be taken while the next arm is measured
         print_row(row, f"{name} {block}")
         rows.add(row)
 
@@ -173,10 +182,10 @@ def print_verdict(ms):
 def run_stack(options, device, argv):
     """Measure the way from plain PyTorch to the fast kernels, one change at a time."""
     name = next(iter(options.shapes), "124m-b32")
-    config, others = arms.make_config(arms.SHAPES[name], device), Agreement()
+    config, agreement = arms.make_config(arms.SHAPES[name], device), Agreement()
     rows = Rows(options.json, ("shape", "label"), "benchmark_te.py", argv)
     for label, arm in STACK.items():
-        figures = attempt(arm, config, device, options.steps, None, others)[0]
+        figures = attempt(arm, config, device, options.steps, None, agreement)[0]
         rows.add({"shape": name, "label": label} | figures)
         print_row(figures, label.replace("\n", " ")[:26])
     if options.png:

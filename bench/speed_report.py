@@ -97,13 +97,13 @@ def formats_table(rows) -> str:
             found.setdefault(model, {})[arm] = row | {"total_ms": total}
     lines = []
     for model, formats in found.items():
-        base, known = formats.get("bf16", {}), [arm for arm in FORMATS if arm in formats]
+        bf16, known = formats.get("bf16", {}), [arm for arm in FORMATS if arm in formats]
         for arm in known + [arm for arm in formats if arm not in FORMATS]:
-            row, values = formats[arm], []
-            for part in ("forward_ms", "backward_ms", "total_ms", "ms"):
-                values.append(row.get(part))
-                if part in ("total_ms", "ms"):
-                    values.append(base[part] / row[part] if base.get(part) and row[part] else None)
+            row = formats[arm]
+            speed_up = {part: bf16[part] / row[part] if bf16.get(part) and row[part] else None
+                        for part in ("total_ms", "ms")}
+            values = (row.get("forward_ms"), row.get("backward_ms"), row["total_ms"], speed_up["total_ms"],
+                      row["ms"], speed_up["ms"])
             cells = ["" if value is None else f"{value:.2f}" for value in values]
             lines.append([model, FORMATS.get(arm, arm), *cells])
     titles = ["model", "precision", "forward", "backward", "total", "speed-up", "training step", "speed-up"]
@@ -133,20 +133,33 @@ def profile_table(rows) -> str:
     found = [profiled[key] for key in wanted if key in profiled]
     names = {"plain": "plain PyTorch, compiled", "fp8": "FP8"}
     titles = ["ms a step", *(f"{row['shape']}, {names[row['arm']]}" for row in found), "bound by"]
-    parts = {name: [sum(row["profile_ms"].get(kind, 0) for kind in kinds) for row in found]
-             for name, (kinds, _) in PARTS.items()}
-    lines = [[name, *(f"{value:.1f}" for value in values), PARTS[name][1]] for name, values in parts.items()]
-    totals = [sum(column) for column in zip(*parts.values())]
-    tensor = [sum(pair) for pair in zip(parts["GEMMs"], parts["attention"])]
-    share = lambda value, whole: f"{value:.1f} ({100 * value / whole:.0f} %)"  # noqa: E731
-    lines.append(["**GEMMs and attention**", *map(share, tensor, totals), ""])
-    lines.append(["**everything else**", *(share(t - part, t) for part, t in zip(tensor, totals)), ""])
-    lines.append(["training step", *(f"{row['ms']:.1f}" for row in found), ""])
-    lines.append(["speed of light (`floor_ms`)", *(share(row["floor_ms"], row["ms"]) for row in found), ""])
-    of = lambda row, name: f"{row[name]:,.0f} of {row[f'{name}_limit']:,.0f}"  # noqa: E731
-    lines.append(["clock, MHz", *(of(row, "sm_mhz") for row in found), "power"])
-    lines.append(["power, W", *(of(row, "watts") for row in found), ""])
+    columns = [profile_column(row) for row in found]
+    bound_by = {name: bound for name, (_, bound) in PARTS.items()} | {"clock, MHz": "power"}
+    lines = [[name, *(column[name] for column in columns), bound_by.get(name, "")]
+             for name in dict.fromkeys(name for column in columns for name in column)]
     return markdown(titles, lines)
+
+
+def profile_column(row) -> dict[str, str]:
+    """Return {name of a line: its cell} for one row of `profile_table`."""
+
+    def share(ms, whole):
+        return f"{ms:.1f} ({100 * ms / whole:.0f} %)"
+
+    def of_limit(field):
+        return f"{row[field]:,.0f} of {row[f'{field}_limit']:,.0f}"
+
+    parts = {name: sum(row["profile_ms"].get(kind, 0) for kind in kinds)
+             for name, (kinds, _) in PARTS.items()}
+    total, on_tensor_cores = sum(parts.values()), parts["GEMMs"] + parts["attention"]
+    return {name: f"{ms:.1f}" for name, ms in parts.items()} | {
+        "**GEMMs and attention**": share(on_tensor_cores, total),
+        "**everything else**": share(total - on_tensor_cores, total),
+        "training step": f"{row['ms']:.1f}",
+        "speed of light (`floor_ms`)": share(row["floor_ms"], row["ms"]),
+        "clock, MHz": of_limit("sm_mhz"),
+        "power, W": of_limit("watts"),
+    }
 
 
 def variants_table(rows) -> str:
@@ -200,8 +213,8 @@ def crossover_table(rows) -> str:
         speed = dict(sorted(speed.items()))
         slow = [width for width, ratio in speed.items() if ratio < 1.02]
         pays = [width for width in speed if not slow or width > slow[-1]]
-        lines.append([f"{tokens:,}", *([f"{pays[0]:,}", f"{speed[pays[0]]:.2f}"] if pays else ["none", ""]),
-                      f"{speed[max(speed)]:.2f}"])
+        first = [f"{pays[0]:,}", f"{speed[pays[0]]:.2f}"] if pays else ["none", ""]
+        lines.append([f"{tokens:,}", *first, f"{speed[max(speed)]:.2f}"])
     widest = max(row["width"] for row in rows)
     titles = ["tokens a step", "FP8 pays from width", "times BF16 there", f"times BF16 at width {widest:,}"]
     return markdown(titles, lines, left=0)
@@ -214,35 +227,46 @@ def compile_table(rows) -> str:
     reasons of rows that fail, and `compile_summary`, are below the table.
     """
     rows = [row for row in rows if not row.get("error", "").startswith("not run")]
-    recipes, modes, models = (dict.fromkeys(row[key] for row in rows) for key in ("recipe", "mode", "model"))
-    found, fastest, reasons = {(row["recipe"], row["mode"], row["model"]): row for row in rows}, {}, []
+    recipes, modes, names = (dict.fromkeys(row[key] for row in rows) for key in ("recipe", "mode", "model"))
+    found = {(row["recipe"], row["mode"], row["model"]): row for row in rows}
+    ordered = [found[key] for key in itertools.product(recipes, modes, names) if key in found]
+    errors = [row["error"] for row in ordered if "error" in row and row["mode"] != "fullgraph"]
+    reasons = list(dict.fromkeys(errors))
+    fastest = {}
     for row in rows:
         pair = row["recipe"], row["model"]
         fastest[pair] = max(fastest.get(pair, 0), row.get("tokens_per_s", 0))
-
-    def cell(recipe, mode, model):
-        row = found.get((recipe, mode, model))
-        if row is None:
-            return ""
-        if "error" in row and mode == "fullgraph":
-            return "breaks"
-        if "error" in row:
-            reasons.extend([row["error"]] * (row["error"] not in reasons))
-            return f"fails, {reasons.index(row['error']) + 1}"
-        speed = f"{row['tokens_per_s'] / 1e3:.0f} k"
-        speed = f"**{speed}**" if row["tokens_per_s"] == fastest[recipe, model] else speed
-        return speed + ("" if mode in UNCOMPILED else f" ({row['graph_breaks']}, {row['compile_s']:.0f} s)")
-
-    titles = ["recipe, mode", *(f"`{model}`" for model in models)]
     lines = []
     for recipe, mode in itertools.product(recipes, modes):
-        cells = [cell(recipe, mode, model) for model in models]
+        cells = [compile_cell(found.get((recipe, mode, name)), fastest.get((recipe, name)), reasons)
+                 for name in names]
         if any(cells):
             lines.append([f"{recipe}, {UNCOMPILED.get(mode, mode)}", *cells])
+    titles = ["recipe, mode", *(f"`{name}`" for name in names)]
     notes = [f"{number}. `{reason}`" for number, reason in enumerate(reasons, 1)]
     if reasons:
         notes = ["", *notes]
     return "\n".join([markdown(titles, lines, left=len(titles)), *notes, *compile_summary(rows)])
+
+
+def compile_cell(row, fastest, reasons) -> str:
+    """Return a cell of `compile_table`.
+
+    Args:
+        row: None if it was not measured.
+        fastest: tokens per second of the fastest mode of this recipe and model.
+        reasons: why rows fail; a cell names the number of its reason.
+    """
+    if row is None:
+        return ""
+    if "error" in row:
+        return "breaks" if row["mode"] == "fullgraph" else f"fails, {reasons.index(row['error']) + 1}"
+    speed = f"{row['tokens_per_s'] / 1e3:.0f} k"
+    if row["tokens_per_s"] == fastest:
+        speed = f"**{speed}**"
+    if row["mode"] in UNCOMPILED:
+        return speed
+    return f"{speed} ({row['graph_breaks']}, {row['compile_s']:.0f} s)"
 
 
 def compile_summary(rows) -> list:
@@ -250,24 +274,26 @@ def compile_summary(rows) -> list:
 
     Nothing is compiled under delayed scaling, so its rows show the noise of such a comparison.
     """
-    good = [row for row in rows if "error" not in row]
-    speed = {(row["mode"], row["recipe"], row["model"]): row["tokens_per_s"] for row in good}
-    ratios, scatter = [], []
-    for (mode, recipe, model), value in speed.items():
+    speed = {(row["mode"], row["recipe"], row["model"]): row["tokens_per_s"]
+             for row in rows if "error" not in row}
+    ratios, noise = [], []
+    for (mode, recipe, model), tokens_per_s in speed.items():
         eager = speed.get(("eager", recipe, model))
         if mode not in UNCOMPILED and eager:
-            (scatter if recipe == "delayed" else ratios).append(value / eager)
+            (noise if recipe == "delayed" else ratios).append(tokens_per_s / eager)
     if not ratios:
         return []
-    told = []
-    for what, some in (("slower", [r for r in ratios if r < 1]), ("faster", [r for r in ratios if r >= 1])):
-        span = f" ({min(some):.2f} to {max(some):.2f} ×)" if some else ""
-        told.append(f"{len(some)} {what}{span}")
-    lines = ["", f"{len(ratios)} compiled steps, relative to not compiled: {', '.join(told)}."]
-    if scatter:
-        span = f"{min(scatter):.2f} to {max(scatter):.2f} ×"
+
+    def span(values):
+        return f"{min(values):.2f} to {max(values):.2f} ×"
+
+    slower, faster = [r for r in ratios if r < 1], [r for r in ratios if r >= 1]
+    counts = [f"{len(group)} {word}" + (f" ({span(group)})" if group else "")
+              for word, group in (("slower", slower), ("faster", faster))]
+    lines = ["", f"{len(ratios)} compiled steps, relative to not compiled: {', '.join(counts)}."]
+    if noise:
         lines += ["Nothing is compiled under delayed scaling, so its ratios are noise:",
-                  f"{span} over {len(scatter)} steps launched from Python."]
+                  f"{span(noise)} over {len(noise)} steps launched from Python."]
     return lines
 
 

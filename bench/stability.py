@@ -13,6 +13,7 @@ from itertools import islice
 
 import torch
 
+from bench.stability_report import disturbed_from
 from model_te import TEConfig, TEGPT2Model
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from nanote import fp8
@@ -24,11 +25,6 @@ DISTURBANCES = ("none", "outlier", "outlier 1e6", "zeros", "weight", "lr", "loss
 FP8_RECIPES = ("delayed", "current", "block", "mxfp8")
 MODELS = {"optimized": (OptimizedConfig, OptimizedGPT2Model), "te": (TEConfig, TEGPT2Model)}
 LOSS_SCALES = {"loss up": 2.0**15, "loss down": 2.0**-15}
-
-
-def disturbed_from(steps) -> int:
-    """Return the step at which a disturbance begins."""
-    return steps * 2 // 5
 
 
 @lru_cache

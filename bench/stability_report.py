@@ -18,6 +18,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.report import markdown
 
 
+def disturbed_from(steps) -> int:
+    """Return the step at which a disturbance begins."""
+    return steps * 2 // 5
+
+
+def history_name(algo, history) -> str:
+    """Return which amaxes delayed scaling uses: "max of 1024", or "most recent"."""
+    return f"{algo} of {history}" if history > 1 else "most recent"
+
+
 @dataclass(frozen=True)
 class Setting:
     """A row of the table. `format` applies to FP8 recipes, `margin`, `history` and `algo` to "delayed"."""
@@ -31,12 +41,10 @@ class Setting:
     size: str = "2x64"  # layers x width
 
     def __str__(self):
-        history = f"{self.algo} of {self.history}" if self.history > 1 else "most recent"
-        names = {
-            "none": "high precision",
-            "delayed": f"delayed {self.format}, margin {self.margin}, {history}",
-        }
-        return f"{self.size} {names.get(self.recipe, f'{self.recipe} {self.format}')}"
+        name = "high precision" if self.recipe == "none" else f"{self.recipe} {self.format}"
+        if self.recipe == "delayed":
+            name += f", margin {self.margin}, {history_name(self.algo, self.history)}"
+        return f"{self.size} {name}"
 
 
 def recovered_after(losses, undisturbed, at):
@@ -54,12 +62,12 @@ def final(losses):
     return float(sum(last) / len(last))
 
 
-def cell(setting, disturbance, losses, baseline):
+def cell_figures(setting, disturbance, losses, baseline):
     """Return the figures of a cell.
 
     losses: {disturbance: losses} of its row. baseline: the same of high precision at the same size.
     """
-    at, mine = len(losses["none"]) * 2 // 5, losses[disturbance]
+    at, mine = disturbed_from(len(losses["none"])), losses[disturbance]
     figures = {
         "row": str(setting), **vars(setting), "disturbance": disturbance,
         "finite": all(map(math.isfinite, mine)), "recovered_after": recovered_after(mine, losses["none"], at),
@@ -72,23 +80,25 @@ def cell(setting, disturbance, losses, baseline):
     }
 
 
-def text_of(c):
+def cell_text(cell):
     """Return a cell of the printed table: steps to recover, and the final loss against high precision's.
 
     In high precision's row, the loss itself.
     """
-    if not c["finite"]:
+    if not cell["finite"]:
         return "not finite"
-    value = f"{c['final_vs_high_precision']:+.1%}" if c["recipe"] != "none" else f"{c['final_loss']:.3f}"
-    if c["disturbance"] == "none":
+    value = f"{cell['final_loss']:.3f}"
+    if cell["recipe"] != "none":
+        value = f"{cell['final_vs_high_precision']:+.1%}"
+    if cell["disturbance"] == "none":
         return value
-    after = c["recovered_after"]
+    after = cell["recovered_after"]
     return ("never " if after is None else f"{after} ") + value
 
 
 def span(cells):
     """Return the range of the final loss against high precision's over some cells, in percent."""
-    values = [100 * c["final_vs_high_precision"] for c in cells]
+    values = [100 * cell["final_vs_high_precision"] for cell in cells]
     low, high = f"{min(values):+.1f}", f"{max(values):+.1f}"
     return f"{low} %" if low == high else f"{low} to {high} %"
 
@@ -96,11 +106,12 @@ def span(cells):
 def by_setting(cells):
     """Return {"delayed hybrid, max of 1024": its cells of all margins, …}, without high precision."""
     groups = {}
-    for c in cells:
-        if c["recipe"] != "none":
-            history = f"{c['algo']} of {c['history']}" if c["history"] > 1 else "most recent"
-            name = f"{c['recipe']} {c['format']}" + (f", {history}" if c["recipe"] == "delayed" else "")
-            groups.setdefault(name, []).append(c)
+    for cell in cells:
+        if cell["recipe"] != "none":
+            name = f"{cell['recipe']} {cell['format']}"
+            if cell["recipe"] == "delayed":
+                name += f", {history_name(cell['algo'], cell['history'])}"
+            groups.setdefault(name, []).append(cell)
     return groups
 
 
@@ -116,20 +127,21 @@ def table(result) -> str:
     for name, group in by_setting(result["cells"]).items():
         line = [name]
         for disturbance in shown:
-            some = [c for c in group if c["disturbance"] == disturbance]
-            after = [c["recovered_after"] for c in some]
+            some = [cell for cell in group if cell["disturbance"] == disturbance]
+            after = [cell["recovered_after"] for cell in some]
             steps = "never" if None in after else f"{max(after)} step{'s' * (max(after) != 1)}"
             line.append(span(some) + (f"; {steps}" if disturbance != "none" else ""))
-        lines.append([*line, span([c for c in group if c["disturbance"] not in shown])])
+        others = [cell for cell in group if cell["disturbance"] not in shown]
+        lines.append([*line, span(others)])
     return markdown(["", *shown.values(), "other disturbances"], lines)
 
 
 def sizes_table(result) -> str:
     """Return the Markdown table of the undisturbed final loss against BF16's, by size, over margins."""
-    sizes = list(dict.fromkeys(c["size"] for c in result["cells"]))
+    sizes = list(dict.fromkeys(cell["size"] for cell in result["cells"]))
     lines = []
     for name, group in by_setting(result["cells"]).items():
-        lines.append([name, *(span([c for c in group if c["size"] == size]) for size in sizes)])
+        lines.append([name, *(span([cell for cell in group if cell["size"] == size]) for size in sizes)])
     return markdown(["", *sizes], lines)
 
 

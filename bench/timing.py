@@ -75,8 +75,10 @@ def measure_ceilings(device) -> dict:
 
 
 def profile_ms(step, device) -> dict:
-    """ms a step by class of kernel (on a CPU: of operator), over three steps. Prints them, and the largest
-    that belong to no class."""
+    """Return {class of kernels: ms a step}, over three steps; on a CPU, of operators.
+
+    Prints them, and the largest kernels that belong to no class.
+    """
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
         for _ in range(3):
@@ -86,11 +88,8 @@ def profile_ms(step, device) -> dict:
     classes, names = summarize(kernels_of(profiler, device), steps=3)
     found = {kind: ms for kind, (ms, _) in sorted(classes.items(), key=lambda item: -item[1][0])}
     unknown = {name: ms for (kind, name), (ms, _) in names.items() if kind == "other"}
-    print(
-        "    "
-        + ", ".join(f"{kind} {ms:.2f}" for kind, ms in found.items())
-        + f"; all kernels {sum(found.values()):.2f} ms a step"
-    )
+    by_class = ", ".join(f"{kind} {ms:.2f}" for kind, ms in found.items())
+    print(f"    {by_class}; all kernels {sum(found.values()):.2f} ms a step")
     for name, ms in sorted(unknown.items(), key=lambda item: -item[1])[:3]:
         print(f"    other: {ms:.2f} ms {name[:110]}")
     return {kind: round(ms, 4) for kind, ms in found.items()}

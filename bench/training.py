@@ -95,8 +95,8 @@ def measure_speed(scratch, data):
     }
 
 
-def final(losses):
-    """Return the mean of the last 50."""
+def final_loss(losses):
+    """Return the mean of the last 50 losses."""
     return sum(losses[-50:]) / 50
 
 
@@ -115,29 +115,33 @@ def measure_switches(scratch, data, jobs, write):
             write(compare(losses))
 
 
+def block_of(switch) -> str:
+    """Return the switch with the defaults of a switch's block, which it is compared with: a key of SEEDS."""
+    return "modern block" if switch.startswith("modern") else "default"
+
+
 def compare(losses):
-    """Compare each run with its block's -> figures. losses: {name of a switch: losses}."""
+    """Compare each run with its block's defaults -> figures. losses: {name of a switch: losses}."""
     rows = []
-    for name, values in losses.items():
-        start = "modern block" if name.startswith("modern") else "default"
-        seeds = [final(losses[seed]) for seed in SEEDS[start] if seed in losses]
-        difference, spread = final(values) - final(losses[start]), max(seeds) - min(seeds)
-        rows.append(
-            {
-                "switch": name, "options": SWITCHES[name], "final_loss": final(values),
-                "difference": difference, "spread_of_seeds": spread, "agrees": abs(difference) <= spread,
-                "losses": [round(v, 5) for v in values],
-            }
-        )
+    for switch, values in losses.items():
+        block = block_of(switch)
+        seeds = [final_loss(losses[seed]) for seed in SEEDS[block] if seed in losses]
+        difference = final_loss(values) - final_loss(losses[block])
+        spread = max(seeds) - min(seeds)
+        rows.append({
+            "switch": switch, "options": SWITCHES[switch], "final_loss": final_loss(values),
+            "difference": difference, "spread_of_seeds": spread, "agrees": abs(difference) <= spread,
+            "losses": [round(value, 5) for value in values],
+        })
     return {"command": f"python train.py {COMMON} {SHORT}", "rows": rows}
 
 
 def kind_of(switch) -> str:
     """Return the key of a run in the legend."""
-    block = "modern block" if switch.startswith("modern") else "block of GPT-2"
+    name = {"modern block": "modern block", "default": "block of GPT-2"}[block_of(switch)]
     if "seed" in switch:
-        return f"{block}, other seeds"
-    return f"{block}, defaults" if switch in SEEDS else f"{block}, one switch changed"
+        return f"{name}, other seeds"
+    return f"{name}, defaults" if switch in SEEDS else f"{name}, one switch changed"
 
 
 STYLES = {  # kind_of -> color, style and width of its lines
@@ -165,8 +169,7 @@ def plot(figures, path):
         left.plot(range(1, len(losses) + 1), smooth, lw=width, ls=style, color=color)
     differences = {row["switch"]: row["difference"] for row in rows}
     for row in rows:
-        start = "modern block" if row["switch"].startswith("modern") else "default"
-        seeds = [differences[name] for name in SEEDS[start] if name in differences]
+        seeds = [differences[name] for name in SEEDS[block_of(row["switch"])] if name in differences]
         right.barh(row["switch"], row["difference"], color=STYLES[kind_of(row["switch"])][0])
         right.barh(row["switch"], max(seeds) - min(seeds), left=min(seeds), height=1, color="tab:green",
                    alpha=0.15, zorder=0)

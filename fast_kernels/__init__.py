@@ -103,7 +103,7 @@ def _replace_blocks(model):
     if "forward" in vars(model):
         return "the forward method of the model was replaced"
     model.forward = types.MethodType(block.forward, model)
-    return support.unsupported_reason(model, said=True)
+    return support.unsupported_reason(model, is_reported=True)
 
 
 def _replace_attention(model):
@@ -117,7 +117,7 @@ def _replace_attention(model):
         if reason:
             return reason
     for attention in attentions:
-        attention.takes_packed_attention = True  # for compiled code, which cannot ask
+        attention.takes_packed_attention = True  # see `support.takes_attention`
         attention.mix = types.MethodType(block.mix, attention)
     return ""
 
@@ -128,6 +128,6 @@ def _replace_loss(model):
     reason = support.loss_reason(model)
     if reason:
         return reason
-    model.takes_fast_loss = True  # for compiled code, which cannot ask
+    model.takes_fast_loss = True  # see `support.takes_loss`
     model.cross_entropy = types.MethodType(block.cross_entropy, model)
     return "" if model.wte.weight.is_cuda else "the model is not on a GPU"

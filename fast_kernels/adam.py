@@ -24,7 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-# A moment does not fall if a step takes less than half of its last bit off.
+# The largest beta with which a BF16 moment can decrease: a change of less than half of its last bit rounds
+# back to the old value.
 LARGEST_BF16_BETA = 1 - torch.finfo(torch.bfloat16).eps / 2
 # Elements per program: enough to keep an SM's memory pipeline full, few enough to spread small tensors.
 CHUNK = 8192
@@ -32,22 +33,22 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @triton.jit
-def _adam(tables, chunks, corrections, lr, grad_scale, settings, distances, weight_type: tl.constexpr,
+def _adam(pointers, chunks, corrections, lr, grad_scale, settings, distances, weight_type: tl.constexpr,
           gradient_type: tl.constexpr, master: tl.constexpr, moment_type: tl.constexpr, PEERS: tl.constexpr,
           CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """Update one chunk of one parameter, here and on PEERS other GPUs.
 
     Args:
-        tables: (parameters, 7) int64: addresses of weight, gradient, exp_avg, exp_avg_sq and master weight,
+        pointers: (parameters, 7) int64: addresses of weight, gradient, exp_avg, exp_avg_sq and master weight,
             the number of elements, and the address of the gradients that other GPUs have sent.
-        chunks: (programs, 2) int32: row of `tables`, chunk of that parameter.
+        chunks: (programs, 2) int32: row of `pointers`, chunk of that parameter.
         corrections: (2,) float32: 1 - beta1^step, 1 - beta2^step.
         settings: (4,) float64: beta1, beta2, eps, weight_decay. (Triton reserves the name `options`.)
         distances: (PEERS,) int64: bytes from a weight to the same one on each of the other GPUs.
         master: "none", "float32" or "remainder".
     """
     program = tl.program_id(0)
-    row = tables + 7 * tl.load(chunks + 2 * program)
+    row = pointers + 7 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
     correction1, correction2 = tl.load(corrections), tl.load(corrections + 1)
     rate, scale = tl.load(lr), tl.load(grad_scale)
@@ -118,7 +119,7 @@ def _update(offsets, mask, weight, gradient, exp_avg, exp_avg_sq, master_weight,
 
 
 @triton.jit
-def _squares(tables, chunks, sums, stride, gradient_type: tl.constexpr, PEERS: tl.constexpr,
+def _squares(pointers, chunks, sums, stride, gradient_type: tl.constexpr, PEERS: tl.constexpr,
              CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """Sum the squares of one chunk's gradients into sums (programs,) float32. Arguments as of `_adam`.
 
@@ -126,7 +127,7 @@ def _squares(tables, chunks, sums, stride, gradient_type: tl.constexpr, PEERS: t
     those of the one before.
     """
     program = tl.program_id(0)
-    row = tables + 7 * tl.load(chunks + 2 * program)
+    row = pointers + 7 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
     gradient, size = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(gradient_type)), 16), tl.load(row + 5)
     received = tl.load(row + 6)
@@ -171,8 +172,8 @@ class _Tables:
     values: list | None = None  # host copy of `options`
 
 
-class Alone:
-    """What `FastAdam.divide` takes, for one process, which updates everything. See nanote/peers.py."""
+class NoPeers:
+    """The peers of a process that updates everything itself. For several GPUs see nanote.peers.Peers."""
 
     count, distances, stride = 0, None, 0  # of the other GPUs
 
@@ -223,7 +224,7 @@ class FastAdam(torch.optim.Optimizer):
     """
 
     capturable = True
-    used_by = None  # a mark of the training step that used it last, whose gradients the tables name
+    used_by = None  # set by the training step that used it last, to whose gradients the tables point
 
     def __init__(
         self,
@@ -239,8 +240,11 @@ class FastAdam(torch.optim.Optimizer):
         if moment_dtype not in TYPES:
             raise ValueError(f"FastAdam: moment_dtype {moment_dtype}: use torch.float32 or torch.bfloat16")
         self.moment_dtype, self.store_param_remainders = moment_dtype, store_param_remainders
-        self.dtype, self.gradient_dtype, self.tables = None, None, []
-        self.peers, self.is_summed, self.is_gathered = Alone(), False, True
+        self.dtype, self.gradient_dtype = None, None
+        self.tables = []  # a _Tables for each parameter group
+        self.peers = NoPeers()
+        self.is_summed = False  # whether gradients are summed over GPUs, see `divide`
+        self.is_gathered = True  # whether this rank has the whole state, see `divide`
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     def add_param_group(self, param_group):
@@ -248,7 +252,7 @@ class FastAdam(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            self._check_types(group["params"])
+            self._set_types(group["params"])
             _check_options(group, self.moment_dtype)
         except ValueError:
             self.param_groups.pop()
@@ -259,13 +263,13 @@ class FastAdam(torch.optim.Optimizer):
         group["step"] = torch.zeros(1, dtype=torch.int, device=device)
         self.tables.append(_Tables(
             pointers=torch.zeros(len(parameters), 7, dtype=torch.int64, device=device),
-            chunks=self._chunks(parameters).to(device), lr=group["lr"],
+            chunks=self._make_chunks(parameters).to(device), lr=group["lr"],
             options=torch.zeros(4, dtype=torch.float64, device=device),
             sizes=[p.numel() for p in parameters]))
         for parameter in parameters:
             self.initialize_state(parameter)
 
-    def _chunks(self, parameters):
+    def _make_chunks(self, parameters):
         """Return `_Tables.chunks`, on the host."""
         counts = [triton.cdiv(self.peers.part(p)[1], CHUNK) for p in parameters]
         chunks = [[number, chunk] for number, count in enumerate(counts) for chunk in range(count)]
@@ -284,9 +288,9 @@ class FastAdam(torch.optim.Optimizer):
         `gather_state` on all ranks before `state_dict`.
         """
         self.gather_state()
-        self.peers, self.is_summed = peers or Alone(), False
+        self.peers, self.is_summed = peers or NoPeers(), False
         for group, tables in zip(self.param_groups, self.tables):
-            tables.chunks, tables.rows = self._chunks(group["params"]).to(tables.lr.device), None
+            tables.chunks, tables.rows = self._make_chunks(group["params"]).to(tables.lr.device), None
 
     def gather_state(self):
         """Give every rank the whole state after steps of a divided update. All ranks must call this."""
@@ -302,8 +306,8 @@ class FastAdam(torch.optim.Optimizer):
                              "optimizer.gather_state() on all ranks before state_dict()")
         return super().state_dict()
 
-    def _check_types(self, parameters):
-        """Set the optimizer's dtype from the parameters. Raise ValueError if there are several."""
+    def _set_types(self, parameters):
+        """Set the optimizer's dtypes from the parameters. Raise ValueError if these have several."""
         types = {p.dtype for p in parameters} | ({self.dtype} if self.dtype else set())
         if len(types) != 1 or not types <= set(TYPES):
             raise ValueError(
@@ -334,7 +338,7 @@ class FastAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def write_options(self):
         """Copy changed learning rates, betas, eps and weight decays to the device, also for replays."""
-        # the only method that runs before every step, also of one that a CUDA graph replays
+        # here, because this is the only method that runs before every step, replayed ones included
         self.is_gathered = self.peers.count == 0
         for group, tables in zip(self.param_groups, self.tables):
             values = [*group["betas"], group["eps"], group["weight_decay"]]
@@ -357,14 +361,14 @@ class FastAdam(torch.optim.Optimizer):
                              f"parameters' type, {self.dtype}")
         self.gradient_dtype = types.pop() if types else self.dtype
         for group, tables in zip(self.param_groups, self.tables):
-            rows = [self._row(parameter) for parameter in group["params"]]
+            rows = [self._pointer_row(parameter) for parameter in group["params"]]
             if rows != tables.rows:
                 self._refuse_while_capturing()
                 self._check_layout(group["params"], rows, tables)
                 tables.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, 7))
                 tables.rows = rows
 
-    def _row(self, parameter):
+    def _pointer_row(self, parameter):
         """Return the parameter's row of `_Tables.pointers`."""
         gradient, state = parameter.grad, self.state[parameter]
         first, size = self.peers.part(parameter)
@@ -443,9 +447,9 @@ class FastAdam(torch.optim.Optimizer):
             raise ValueError("FastAdam: the update is divided among GPUs; call gradient_norm() on all ranks "
                              "before step(), which sums the gradients")
         self.is_summed = False
-        counts = 1 if grad_scale is None else torch.isfinite(grad_scale)
+        is_counted = 1 if grad_scale is None else torch.isfinite(grad_scale)
         for group, tables in zip(self.param_groups, self.tables):
-            group["step"] += counts
+            group["step"] += is_counted
             programs = len(tables.chunks)
             if not programs:
                 continue
@@ -468,8 +472,8 @@ class FastAdam(torch.optim.Optimizer):
             ValueError: the state does not fit. Nothing has been changed then.
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        saved = {p: state_dict["state"].get(number, {}) for number, p in zip(numbers, parameters)}
+        saved_ids = [saved_id for group in state_dict["param_groups"] for saved_id in group["params"]]
+        saved = {p: state_dict["state"].get(saved_id, {}) for saved_id, p in zip(saved_ids, parameters)}
         for group in state_dict["param_groups"]:
             _check_options(group, self.moment_dtype)
         for parameter, values in saved.items():

@@ -68,7 +68,8 @@ def packed_attention(
     Raises:
         ValueError: the shapes do not fit.
     """
-    batch, length, heads = *qkv.shape[:2], n_head + 2 * n_kv_head
+    batch, length = qkv.shape[:2]
+    heads = n_head + 2 * n_kv_head
     if n_head % n_kv_head or qkv.shape[2:].numel() % heads or (qkv.dim() == 4 and qkv.shape[2] != heads):
         raise ValueError(f"qkv {tuple(qkv.shape)} does not hold n_head={n_head} + 2 · n_kv_head={n_kv_head} "
                          "heads, n_kv_head dividing n_head")
@@ -133,13 +134,15 @@ def _flash_version(head_dim):
     major = torch.cuda.get_device_capability()[0]
     if head_dim % 8 or head_dim > 256:
         return None
-    if fa4_forward is not None and (major == 9 or major in (10, 11, 12) and head_dim <= 128
-                                    or major in (10, 11) and head_dim == 256):
-        return "fa4"
+    if fa4_forward is not None:
+        on_hopper = major == 9
+        on_blackwell = major in (10, 11, 12) and head_dim <= 128 or major in (10, 11) and head_dim == 256
+        if on_hopper or on_blackwell:
+            return "fa4"
     return "fa2" if fa2_forward is not None and major >= 8 else None
 
 
-def _kernel(q):
+def _pick_kernel(q):
     """Return "fa4", "fa2" or "sdpa"."""
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
         return "sdpa"
@@ -191,16 +194,16 @@ def _tile_option(q):
 
 def _attend(q, k, v, cu_seqlens):
     """Return the output (B, S, n_head, D) and, except for SDPA, the log-sum-exp for the backward pass."""
-    kernel = _kernel(q)
+    kernel = _pick_kernel(q)
     if kernel == "sdpa":
         return _sdpa(q, k, v, cu_seqlens), None
     if cu_seqlens is not None:
-        rows = [x.flatten(0, 1) for x in (q, k, v)]
+        qkv = [x.flatten(0, 1) for x in (q, k, v)]  # each (B·S, heads, D)
         if kernel == "fa4":
-            out, lse = fa4_forward(*rows, **_varlen_options(q, cu_seqlens), causal=True, return_lse=True)[:2]
+            out, lse = fa4_forward(*qkv, **_varlen_options(q, cu_seqlens), causal=True, return_lse=True)[:2]
         else:
             out, lse = fa2_varlen_forward(
-                *rows, **_varlen_options(q, cu_seqlens), **_fa2_options(q), return_softmax=False
+                *qkv, **_varlen_options(q, cu_seqlens), **_fa2_options(q), return_softmax=False
             )[:2]
         return out.view(q.shape), lse
     if kernel == "fa4":
@@ -210,7 +213,7 @@ def _attend(q, k, v, cu_seqlens):
 
 def _attend_backward(dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens):
     """Write the gradients to dq, dk and dv, slices of one tensor."""
-    kernel, deterministic = _kernel(q), torch.are_deterministic_algorithms_enabled()
+    kernel, deterministic = _pick_kernel(q), torch.are_deterministic_algorithms_enabled()
     if cu_seqlens is not None and kernel != "sdpa":
         varlen = _varlen_options(q, cu_seqlens)
         dout, q, k, v, out, dq, dk, dv = (x.flatten(0, 1) for x in (dout, q, k, v, out, dq, dk, dv))  # views
@@ -238,34 +241,34 @@ def _attend_backward(dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens):
 # QK-norm and RoPE. A row is one head of one token. A tile is several rows, held as two halves, a = x[:D/2]
 # and b = x[D/2:].
 
-def _norm_rope(qkv, n_head, heads, cos, sin, q_weight, k_weight, eps):
-    """Normalize and rotate the first `heads` heads of qkv (B, S, all heads, D); return (B, S, heads, D)."""
+def _norm_rope(qkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
+    """Normalize and rotate the first `qk_heads` heads of qkv (B, S, all heads, D): (B, S, qk_heads, D)."""
     batch, length, _, dim = qkv.shape
     positions = cos.numel() // (dim // 2) if cos is not None else length  # rows of cos and sin: S or B·S
-    qk = qkv.new_empty(batch, length, heads, dim)
+    qk = qkv.new_empty(batch, length, qk_heads, dim)
     half = triton.next_power_of_2(dim // 2)
-    rows, tile = batch * length * heads, max(TILE // half, 1)
-    _norm_rope_kernel[(triton.cdiv(rows, tile),)](
-        qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_head, heads, qkv.stride(1), eps, D=dim,
-        HALF=half, ROWS=tile, NORM=q_weight is not None, ROPE=cos is not None,
+    rows, tile_rows = batch * length * qk_heads, max(TILE // half, 1)
+    _norm_rope_kernel[(triton.cdiv(rows, tile_rows),)](
+        qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_head, qk_heads, qkv.stride(1), eps,
+        D=dim, HALF=half, ROWS=tile_rows, NORM=q_weight is not None, ROPE=cos is not None,
     )
     return qk
 
 
-def _norm_rope_backward(qkv, dqkv, n_head, heads, cos, sin, q_weight, k_weight, eps):
-    """Replace the first `heads` heads of dqkv, the gradient of `_norm_rope`'s output, by the gradient of its
-    input; return the gradients of q_weight and k_weight."""
+def _norm_rope_backward(qkv, dqkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
+    """Replace the first `qk_heads` heads of dqkv, the gradient of `_norm_rope`'s output, by the gradient of
+    its input; return the gradients of q_weight and k_weight."""
     batch, length, _, dim = qkv.shape
     positions = cos.numel() // (dim // 2) if cos is not None else length
     half = triton.next_power_of_2(dim // 2)
-    rows, tile = batch * length * heads, max(TILE // half, 1)
-    programs = min(triton.cdiv(rows, tile), PROGRAMS)
+    rows, tile_rows = batch * length * qk_heads, max(TILE // half, 1)
+    programs = min(triton.cdiv(rows, tile_rows), PROGRAMS)
     partial_sums = None
     if q_weight is not None:
         partial_sums = qkv.new_empty(programs, 2, dim, dtype=torch.float32)
     _norm_rope_backward_kernel[(programs,)](
-        qkv, dqkv, cos, sin, q_weight, k_weight, partial_sums, rows, positions, n_head, heads, qkv.stride(1),
-        eps, D=dim, HALF=half, ROWS=tile, NORM=q_weight is not None, ROPE=cos is not None,
+        qkv, dqkv, cos, sin, q_weight, k_weight, partial_sums, rows, positions, n_head, qk_heads,
+        qkv.stride(1), eps, D=dim, HALF=half, ROWS=tile_rows, NORM=q_weight is not None, ROPE=cos is not None,
     )
     if partial_sums is None:
         return None, None
@@ -289,13 +292,13 @@ def _load_weights(q_weight, k_weight, is_k, i, D: tl.constexpr):
 
 
 @triton.jit
-def _norm_rope_kernel(qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_head, heads, token_stride,
-                      eps, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr,
-                      ROPE: tl.constexpr):
+def _norm_rope_kernel(qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_head, qk_heads,
+                      token_stride, eps, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+                      NORM: tl.constexpr, ROPE: tl.constexpr):
     """Normalize and rotate one tile of q and k."""
     i = tl.arange(0, HALF)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token, head = row // heads, row % heads
+    token, head = row // qk_heads, row % qk_heads
     mask = (row < rows)[:, None] & (i < D // 2)[None, :]
     a, b = _load_halves(qkv, (token.to(tl.int64) * token_stride + head * D)[:, None] + i[None, :], mask, D)
     if NORM:
@@ -313,7 +316,7 @@ def _norm_rope_kernel(qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_
 
 @triton.jit
 def _norm_rope_backward_kernel(qkv, dqkv, cos, sin, q_weight, k_weight, partial_sums, rows, positions, n_head,
-                               heads, token_stride, eps, D: tl.constexpr, HALF: tl.constexpr,
+                               qk_heads, token_stride, eps, D: tl.constexpr, HALF: tl.constexpr,
                                ROWS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
     """Stride over the tiles of dq and dk. partial_sums (programs, 2, D): gradients of q_weight and k_weight.
 
@@ -324,7 +327,7 @@ def _norm_rope_backward_kernel(qkv, dqkv, cos, sin, q_weight, k_weight, partial_
         dwk_a, dwk_b = tl.zeros((ROWS, HALF), tl.float32), tl.zeros((ROWS, HALF), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
-        token, head = row // heads, row % heads
+        token, head = row // qk_heads, row % qk_heads
         mask = (row < rows)[:, None] & (i < D // 2)[None, :]
         offset = (token.to(tl.int64) * token_stride + head * D)[:, None] + i[None, :]
         a, b = _load_halves(dqkv, offset, mask, D)

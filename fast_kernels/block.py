@@ -47,12 +47,16 @@ from fast_kernels.attention import packed_attention
 def forward(
     model, input_ids, labels=None, cu_seqlens=None, is_first_microbatch=None, kv_cache=None, **others
 ):
-    """Replace `OptimizedGPT2Model.forward`. `others`: arguments that an edited model has besides."""
+    """Replace `OptimizedGPT2Model.forward`.
+
+    others: arguments that only an edited forward has; such a pass goes through it.
+    """
     options = {"cu_seqlens": cu_seqlens, "is_first_microbatch": is_first_microbatch, "kv_cache": kv_cache}
     if torch.compiler.is_compiling() and model.config.use_fp8 and model.fp8_recipe.delayed():
         return _run_uncompiled(model, input_ids, labels, **options, **others)
     if kv_cache is None and not others and support.takes_pass(model):
         return training_pass(model, input_ids, labels, cu_seqlens, is_first_microbatch)
+    # an edited forward may have fewer arguments: pass only those that were given
     given = {name: value for name, value in options.items() if value is not None}
     return type(model).forward(model, input_ids, labels, **given, **others)
 
@@ -97,11 +101,11 @@ def training_pass(model, input_ids, labels, cu_seqlens, is_first_microbatch):
     Returns:
         Logits (B, S, vocab_size) BF16, or with labels their mean cross-entropy, scalar float32.
     """
-    fast_k = model.dgrad_fast_accum_k
+    fast_accum_k = model.dgrad_fast_accum_k
     head_is_fused, is_sharded = _fuses_head(model), isinstance(model, FSDPModule)
     positions, rope, documents = model.locate(input_ids, cu_seqlens)
-    # lm_head's gradient of a tied weight goes straight to the embedding's backward pass, which adds to it in
-    # place
+    # Tied embeddings: the backward pass of lm_head puts its gradient of the weight into this list, and that
+    # of the embedding takes it out and adds to it in place. Autograd would add two tensors of that size.
     tied_dweight = [] if head_is_fused and model.lm_head.weight is model.wte.weight else None
     x = _embed(model, input_ids, positions, tied_dweight)
     with model.autocast():
@@ -117,7 +121,7 @@ def training_pass(model, input_ids, labels, cu_seqlens, is_first_microbatch):
             adds_bias = block is model.blocks[-1] and not head_is_fused
             arguments = (
                 residual, branch, branch_bias, _gradient_quantizer(branch), input_ids.shape, rope, documents,
-                fast_k, adds_bias)
+                fast_accum_k, adds_bias)
             if is_sharded:
                 residual, branch, branch_bias = _sharded_pass(block)(quantizes, *arguments)
             else:
@@ -126,7 +130,7 @@ def training_pass(model, input_ids, labels, cu_seqlens, is_first_microbatch):
         if not head_is_fused:
             return model.output((residual + branch).view(x.shape), labels, is_first_microbatch)
         _, logits = norm_linear(
-            residual, branch, branch_bias, _gradient_quantizer(branch), model.lm_head, "", fast_k,
+            residual, branch, branch_bias, _gradient_quantizer(branch), model.lm_head, "", fast_accum_k,
             adds_bias=True, tied_dweight=tied_dweight)
     if labels is None:
         return logits.view(*input_ids.shape, -1)
@@ -134,7 +138,7 @@ def training_pass(model, input_ids, labels, cu_seqlens, is_first_microbatch):
 
 
 def block_pass(
-    block, residual, branch, branch_bias, branch_quantizer, size, rope, documents, fast_k, adds_bias
+    block, residual, branch, branch_bias, branch_quantizer, size, rope, documents, fast_accum_k, adds_bias
 ):
     """Compute a block of the training pass.
 
@@ -148,13 +152,14 @@ def block_pass(
     """
     attn, mlp = block.attn, block.mlp
     residual, qkv = norm_linear(
-        residual, branch, branch_bias, branch_quantizer, attn.qkv, "", fast_k, adds_bias=True)
+        residual, branch, branch_bias, branch_quantizer, attn.qkv, "", fast_accum_k, adds_bias=True)
     y = attn.mix(qkv.view(*size, -1, attn.config.head_dim), rope, documents=documents)
-    branch, branch_bias = linear(y.flatten(0, 1), None, None, attn.proj, "", fast_k)
+    branch, branch_bias = linear(y.flatten(0, 1), None, None, attn.proj, "", fast_accum_k)
     residual, hidden = norm_linear(
-        residual, branch, branch_bias, _gradient_quantizer(branch), mlp, "fc1_", fast_k)
+        residual, branch, branch_bias, _gradient_quantizer(branch), mlp, "fc1_", fast_accum_k)
     branch, branch_bias = linear(
-        hidden, mlp.activation, _parameter(mlp, "fc1_bias"), mlp, "fc2_", fast_k, adds_bias=adds_bias)
+        hidden, mlp.activation, _bias_or_none(mlp, "fc1_bias"), mlp, "fc2_", fast_accum_k,
+        adds_bias=adds_bias)
     return residual, branch, branch_bias
 
 
@@ -179,6 +184,7 @@ def _gathered_block_pass(block, quantizes, *arguments):
 
 
 def _fuses_head(model):
+    """Return whether the pass includes lm_head; otherwise the model's own `output` computes it."""
     return model.config.fp8_lm_head and model.config.loss_chunks == 1
 
 
@@ -191,6 +197,7 @@ def _embed(model, input_ids, positions, tied_dweight):
 
 def _prepare_modules(model, x):
     """Update the FP8 state of every module, as its own forward pass does."""
+    # a module is listed once for each of its GEMMs
     for module, gemms in Counter(module for module, _ in _quantized_weights(model)).items():
         module.prepare_forward(x, num_gemms=gemms)
         module.end_forward()
@@ -235,20 +242,20 @@ def quantize_gathered_weights(weights):
 
 
 def _weight_cast(module, prefix):
-    """Return (weight, FP8 tensor to write, scale, amax), and allocate that tensor if there is none."""
+    """Return (weight, FP8 tensor to write, scale, amax), and allocate the FP8 tensor if there is none."""
     layer = _LinearLayer(module, prefix)
     scale, amax, dtype = _scale_amax_dtype(layer.weight_quantizer)
     if getattr(layer.quantized_weight(), "_transpose", None) is None:
         layer.weight_quantizer.set_usage(rowwise=True, columnwise=True)
         out = fast_casts.allocate_fp8(layer.weight, *layer.weight.shape, dtype)
         module._fp8_workspaces[f"{prefix}weight"] = _as_float8_tensor(out, layer.weight_quantizer)
-    kept = layer.quantized_weight()
-    out = kept._data.view(dtype), kept._transpose.view(dtype), kept._scale_inv
+    weight_fp8 = layer.quantized_weight()
+    out = weight_fp8._data.view(dtype), weight_fp8._transpose.view(dtype), weight_fp8._scale_inv
     return layer.weight, out, scale, amax
 
 
 def norm_linear(
-    residual, branch, branch_bias, branch_quantizer, module, prefix, fast_k, adds_bias=False,
+    residual, branch, branch_bias, branch_quantizer, module, prefix, fast_accum_k, adds_bias=False,
     tied_dweight=None,
 ):
     """Add a branch to the residual, and apply a module's norm and GEMM to the sum.
@@ -256,24 +263,24 @@ def norm_linear(
     Args:
         residual, branch: (N, C) BF16; branch may be None.
         branch_bias: (C,) BF16 or None.
-        branch_quantizer: of the branch's gradient, see `_gradient_quantizer`. Not asked for here, since FSDP2
-            puts its own node before a block's inputs.
+        branch_quantizer: `_gradient_quantizer(branch)`. The caller finds it, because FSDP2 puts a node of its
+            own between a block and its inputs.
         module, prefix: a `te.LayerNormLinear` and "", or a `te.LayerNormMLP` and "fc1_".
-        fast_k: see `accelerate`, dgrad_fast_accum_k.
+        fast_accum_k: see `accelerate`, dgrad_fast_accum_k.
         adds_bias: whether the GEMM adds the module's bias.
         tied_dweight: a list that receives the weight's gradient in place of autograd, or None.
 
     Returns:
         residual + branch + branch_bias, (N, C), and norm(of that) @ weightᵀ (+ bias), (N, outputs), BF16.
     """
-    bias = _parameter(module, f"{prefix}bias") if adds_bias else None
-    layer = _LinearLayer(module, prefix, fast_k)
+    bias = _bias_or_none(module, f"{prefix}bias") if adds_bias else None
+    layer = _LinearLayer(module, prefix, fast_accum_k)
     return _NormLinear.apply(
         residual, branch, branch_bias, module.layer_norm_weight, module.layer_norm_bias, layer.weight, bias,
         module.eps, layer, branch_quantizer, tied_dweight)
 
 
-def linear(x, activation, x_bias, module, prefix, fast_k, adds_bias=False):
+def linear(x, activation, x_bias, module, prefix, fast_accum_k, adds_bias=False):
     """Compute activation(x + x_bias) @ weightᵀ.
 
     Args:
@@ -285,7 +292,7 @@ def linear(x, activation, x_bias, module, prefix, fast_k, adds_bias=False):
     Returns:
         (N, outputs) BF16, and the module's bias if it is still to be added, else None.
     """
-    bias, layer = _parameter(module, f"{prefix}bias"), _LinearLayer(module, prefix, fast_k)
+    bias, layer = _bias_or_none(module, f"{prefix}bias"), _LinearLayer(module, prefix, fast_accum_k)
     out = _Linear.apply(
         x, x_bias, layer.weight, bias if adds_bias else None, activation, layer,
         _gradient_quantizer(x) if activation else None)
@@ -295,12 +302,12 @@ def linear(x, activation, x_bias, module, prefix, fast_k, adds_bias=False):
 # ---------------------------------------------------------------- Transformer Engine's FP8 tensors and GEMMs
 
 
-def _parameter(module, name):
-    return getattr(module, name) if module.use_bias else None  # without biases, TE has empty ones
+def _bias_or_none(module, name):
+    return getattr(module, name) if module.use_bias else None  # a TE module without biases has empty ones
 
 
 def _gradient_quantizer(x):
-    """Return the quantizer of x's gradient: that of the GEMM which computed x."""
+    """Return the quantizer of x's gradient: that of the GEMM which computed x, for its backward GEMMs."""
     if x is None:
         return None
     if not hasattr(x.grad_fn, "grad_output_quantizer"):
@@ -322,19 +329,19 @@ class _LinearLayer:
     """One linear layer of a TE module: the quantizers of its input, weight and output gradient, and its FP8
     weight."""
 
-    def __init__(self, module, prefix, fast_k=0):
-        # TE numbers the tensors of each GEMM: forward input, weight, output; backward gradient of output, of
-        # input
+    def __init__(self, module, prefix, fast_accum_k=0):
+        # TE has a list of quantizers for each direction. Per GEMM, that of the forward pass has three: input,
+        # weight, output; that of the backward pass two: gradient of the output, gradient of the input.
         gemm = 1 if prefix == "fc2_" else 0
         forward, backward = module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
         self.input_quantizer, self.weight_quantizer = forward[3 * gemm], forward[3 * gemm + 1]
         self.gradient_quantizer = backward[2 * gemm]
-        self.module, self.name, self.fast_k = module, f"{prefix}weight", fast_k
+        self.module, self.name, self.fast_accum_k = module, f"{prefix}weight", fast_accum_k
         self.weight = getattr(module, self.name)
 
     def quantized_weight(self):
-        """Return what `quantize_weights`, or a first micro-batch's pass through the module, has left; else
-        None."""
+        """Return the FP8 weight that `quantize_weights`, or the first micro-batch's pass through the module,
+        has written; None before the first."""
         return self.module._fp8_workspaces.get(self.name)
 
 
@@ -359,22 +366,25 @@ def _as_float8_tensor(out, quantizer):
         quantizer=quantizer, device=rowwise.device)
 
 
-def _gemm(a, b, layout="TN", bias=None, fast_k=0, out=None, accumulate=False):
+def _gemm(a, b, layout="TN", bias=None, fast_accum_k=0, out=None, accumulate=False):
     """Run a GEMM with a BF16 result; write it to `out`, or add it to `out` if accumulate.
 
     Args:
-        layout: "TN", forward: b @ aᵀ + bias, for a weight a.
-            "NN", dgrad: b @ a, for a gradient b.
+        a, b: FP8 tensors of TE, with the copies that the layout reads. a is the weight or, for wgrad, the
+            layer's input; b is the layer's input or, backward, the gradient of its output.
+        layout: TE's name for the GEMM.
+            "TN", forward: b @ aᵀ + bias.
+            "NN", dgrad: b @ a.
             "NT", wgrad: bᵀ @ a.
-        fast_k: the largest K of a dgrad GEMM that may use fast accumulation.
+        fast_accum_k: the largest K of a dgrad GEMM that may use fast accumulation.
     """
     from transformer_engine.pytorch.constants import TE_DType_To_Torch
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     if layout == "TN":
         accumulation = "fast"
-    elif layout == "NN" and b._data.shape[1] <= fast_k:
-        accumulation = "fastest"
+    elif layout == "NN" and b._data.shape[1] <= fast_accum_k:
+        accumulation = "either"
     else:
         accumulation = "precise"
     if fast_gemm.is_supported():
@@ -384,7 +394,7 @@ def _gemm(a, b, layout="TN", bias=None, fast_k=0, out=None, accumulate=False):
         result = fast_gemm.gemm(left, a._scale_inv, right, b._scale_inv, bias, accumulation, out, accumulate)
         if result is not None:
             return result
-    precise = layout != "TN"  # TE's rule: nothing was timed
+    precise = layout != "TN"  # as in TE's recipe: without timing, dgrad has no reason for fast accumulation
     return general_gemm(
         a, b, layout=layout, bias=bias, out_dtype=torch.bfloat16 if out is None else out.dtype, out=out,
         accumulate=accumulate, use_split_accumulator=precise, grad=precise,
@@ -414,12 +424,14 @@ def _linear_backward(ctx, gradient, weight, x):
         quantizer = _scale_amax_dtype(ctx.grad_output_quantizer)
         out, dbias = fast_casts.cast(gradient.contiguous(), *quantizer, with_dbias=ctx.use_bias)
         gradient = _as_gemm_operand(*out, ctx.grad_output_quantizer)
-    dx = _gemm(weight, gradient, "NN", fast_k=ctx.layer.fast_k)  # dgrad: gradient @ weight
+    dx = _gemm(weight, gradient, "NN", fast_accum_k=ctx.layer.fast_accum_k)  # dgrad: gradient @ weight
     dweight = _weight_gradient(ctx.layer, x, gradient)
     return dx, dweight, dbias
 
 
 class _NormLinear(torch.autograd.Function):
+    """`norm_linear`. `weight` is an input only to receive a gradient: the GEMM reads `layer`'s FP8 weight."""
+
     @staticmethod
     def forward(
         ctx, x, branch, branch_bias, norm_weight, norm_bias, weight, bias, eps, layer, branch_quantizer,
@@ -430,17 +442,19 @@ class _NormLinear(torch.autograd.Function):
         quantizer = layer.input_quantizer
         residual, (rowwise, columnwise, scale_inv), mean, rstd = fast_casts.norm(
             x, branch, branch_bias, norm_weight, norm_bias, eps, *_scale_amax_dtype(quantizer))
-        weight = layer.quantized_weight()
+        weight_fp8 = layer.quantized_weight()
         ctx.save_for_backward(
-            residual, mean, rstd, norm_weight, columnwise, scale_inv, weight._transpose, weight._scale_inv)
+            residual, mean, rstd, norm_weight, columnwise, scale_inv, weight_fp8._transpose,
+            weight_fp8._scale_inv)
         ctx.layer, ctx.branch_quantizer, ctx.tied_dweight = layer, branch_quantizer, tied_dweight
         ctx.has_branch_bias = branch_bias is not None
-        # TE's own names, which loss.py reads
+        # TE's names for these, which loss.py reads from lm_head's node, be it TE's or this one
         ctx.grad_output_quantizer, ctx.use_bias, ctx.debug = layer.gradient_quantizer, bias is not None, False
-        # The first module forward is the last one backward
+        # as in TE: the first module of the forward pass is the last one of the backward pass, after which the
+        # scales of gradients are updated
         ctx.updates_scales = FP8GlobalStateManager.is_first_fp8_module()
         ctx.set_materialize_grads(False)
-        return residual, _gemm(weight, _as_gemm_operand(rowwise, None, scale_inv, quantizer), bias=bias)
+        return residual, _gemm(weight_fp8, _as_gemm_operand(rowwise, None, scale_inv, quantizer), bias=bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -465,6 +479,8 @@ class _NormLinear(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
+    """`linear`. For `weight` see `_NormLinear`."""
+
     @staticmethod
     def forward(ctx, x, x_bias, weight, bias, activation, layer, x_quantizer):
         quantizer = _scale_amax_dtype(layer.input_quantizer)
@@ -472,12 +488,14 @@ class _Linear(torch.autograd.Function):
             rowwise, columnwise, scale_inv = fast_casts.activate(activation, x, x_bias, *quantizer)
         else:
             (rowwise, columnwise, scale_inv), _ = fast_casts.cast(x, *quantizer)
-        weight = layer.quantized_weight()
+        weight_fp8 = layer.quantized_weight()
         activation_input = (x, x_bias) if activation else (None, None)
-        ctx.save_for_backward(*activation_input, columnwise, scale_inv, weight._transpose, weight._scale_inv)
+        ctx.save_for_backward(
+            *activation_input, columnwise, scale_inv, weight_fp8._transpose, weight_fp8._scale_inv)
         ctx.layer, ctx.activation, ctx.x_quantizer = layer, activation, x_quantizer
         ctx.grad_output_quantizer, ctx.use_bias, ctx.debug = layer.gradient_quantizer, bias is not None, False
-        return _gemm(weight, _as_gemm_operand(rowwise, None, scale_inv, layer.input_quantizer), bias=bias)
+        x_fp8 = _as_gemm_operand(rowwise, None, scale_inv, layer.input_quantizer)
+        return _gemm(weight_fp8, x_fp8, bias=bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -156,7 +156,8 @@ def activate(activation, x, bias, scale, amax, fp8):
     check_input("fast_kernels.casts.activate: x", x)
     gated = activation == "swiglu"
     rows, columns = x.shape[0], x.shape[1] // (1 + gated)
-    out, (_, programs) = allocate_fp8(x, rows, columns, fp8), _tiles(TILE, rows, columns)
+    out = allocate_fp8(x, rows, columns, fp8)
+    _, programs = _count_tiles(TILE, rows, columns)
     _activation_kernel[(programs,)](
         x, bias, scale, amax, *out, rows, columns, GATED=gated, FITS=_fits(TILE, rows, columns), **TILE
     )
@@ -170,11 +171,12 @@ def activate_backward(activation, dy, x, bias, scale, amax, fp8):
     dy: (N, D) BF16, the gradient of its output.
     """
     check_input("fast_kernels.casts.activate_backward: dy", dy)
-    (rows, columns), out, sizes = dy.shape, allocate_fp8(x, *x.shape, fp8), BACKWARD_TILES[activation]
-    strips, programs = _tiles(sizes, rows, columns)
+    rows, columns = dy.shape
+    out, sizes = allocate_fp8(x, *x.shape, fp8), BACKWARD_TILES[activation]
+    tile_rows, programs = _count_tiles(sizes, rows, columns)
     partial_sums = None
     if bias is not None:
-        partial_sums = torch.empty((strips, x.shape[1]), dtype=torch.float32, device=x.device)
+        partial_sums = torch.empty((tile_rows, x.shape[1]), dtype=torch.float32, device=x.device)
     _activation_backward_kernel[(programs,)](
         dy, x, bias, scale, amax, *out, partial_sums, rows, columns, GATED=activation == "swiglu",
         FITS=_fits(sizes, rows, columns), **sizes,
@@ -192,11 +194,12 @@ def cast(x, scale, amax, fp8, with_dbias=False, out=None):
         out: the FP8 tensor to write. None: new memory.
     """
     check_input("fast_kernels.casts.cast: x", x)
-    sizes, out = DBIAS_TILE if with_dbias else TILE, out or allocate_fp8(x, *x.shape, fp8)
-    strips, programs = _tiles(sizes, *x.shape)
+    out = out or allocate_fp8(x, *x.shape, fp8)
+    sizes = DBIAS_TILE if with_dbias else TILE
+    tile_rows, programs = _count_tiles(sizes, *x.shape)
     partial_sums = None
     if with_dbias:
-        partial_sums = torch.empty((strips, x.shape[1]), dtype=torch.float32, device=x.device)
+        partial_sums = torch.empty((tile_rows, x.shape[1]), dtype=torch.float32, device=x.device)
     _cast_kernel[(programs,)](
         x, scale, amax, *out, partial_sums, *x.shape, FITS=_fits(sizes, *x.shape), **sizes
     )
@@ -211,12 +214,15 @@ def cast_all(cast_table):
 
 
 def make_cast_table(casts, previous=None):
-    """Write the addresses that `cast_all` needs to the device.
+    """Make the table of `cast_all`: write the addresses that its kernel reads to the device.
 
     Args:
         casts: (x, FP8 tensor to write, scale, amax) of each tensor; x (N, D) BF16, N and D multiples of 16.
         previous: the last table. If it still holds, it is returned and nothing is copied to the device: a
             CUDA graph could not record that copy.
+
+    Returns:
+        (rows, the same on the device, tiles, FP8 type): see `_cast_all_kernel`.
     """
     rows = [
         [x.data_ptr(), *(t.data_ptr() for t in out), scale.data_ptr(), amax.data_ptr(), *x.shape]
@@ -227,9 +233,8 @@ def make_cast_table(casts, previous=None):
     for x, *_ in casts:
         check_input("fast_kernels.casts.make_cast_table: x", x)
     x, (rowwise, _, _), _, _ = casts[0]
-    tiles = [
-        [number, tile] for number, (*_, n, d) in enumerate(rows) for tile in range(_tiles(TILE, n, d)[1])
-    ]
+    counts = [_count_tiles(TILE, n, d)[1] for *_, n, d in rows]
+    tiles = [[number, tile] for number, count in enumerate(counts) for tile in range(count)]
     table = torch.tensor(rows, device=x.device)
     return rows, table, torch.tensor(tiles, dtype=torch.int32, device=x.device), rowwise.dtype
 
@@ -244,6 +249,18 @@ def reduce_rows(x, dtype):
     return total
 
 
+@on_input_device
+def transpose(rowwise):
+    """Transpose FP8 data (N, D) to (D, N), N and D multiples of 16."""
+    rows, columns = rowwise.shape
+    out = torch.empty((columns, rows), dtype=rowwise.dtype, device=rowwise.device)
+    _transpose_kernel[(_count_tiles(TRANSPOSE_TILE, rows, columns)[1],)](
+        rowwise.view(torch.uint8), out.view(torch.int32), rows, columns,
+        FITS=_fits(TRANSPOSE_TILE, rows, columns), **TRANSPOSE_TILE,
+    )
+    return out
+
+
 def allocate_fp8(x, rows, columns, fp8):
     """Allocate an FP8 tensor on x's device: rowwise data, transposed data and scale_inv."""
     return (
@@ -253,10 +270,10 @@ def allocate_fp8(x, rows, columns, fp8):
     )
 
 
-def _tiles(sizes, rows, columns):
-    """Return how many tiles cover a matrix: in one column of tiles, and in all."""
-    strips = triton.cdiv(rows, sizes["ROWS"])
-    return strips, strips * triton.cdiv(columns, sizes["COLUMNS"])
+def _count_tiles(sizes, rows, columns):
+    """Return how many rows of tiles cover a matrix, and how many tiles."""
+    tile_rows = triton.cdiv(rows, sizes["ROWS"])
+    return tile_rows, tile_rows * triton.cdiv(columns, sizes["COLUMNS"])
 
 
 def _fits(sizes, rows, columns):
@@ -269,7 +286,10 @@ def _norm_sizes(rows, columns):
 
     ROWS divides `rows`, a multiple of 16: the kernel has no partial last program."""
     width = triton.next_power_of_2(columns)
-    rows_per_program = 4 if rows < 8192 else 32 if width == 4096 and rows % 32 == 0 else 16
+    if rows < 8192:
+        rows_per_program = 4
+    else:
+        rows_per_program = 32 if width == 4096 and rows % 32 == 0 else 16
     stages = 2 if width > 8192 else 3  # one stage is 64 KiB of shared memory at width 16,384
     return dict(ROWS=rows_per_program, WIDTH=width, STAGES=stages, num_warps=min(16, max(1, width // 512)))
 
@@ -279,21 +299,10 @@ def _norm_backward_sizes(rows, columns):
     over the rows."""
     width = triton.next_power_of_2(columns)
     warps = min(16, max(1, width // 256))
-    # one stage is 96 KiB of shared memory at width 16,384
-    stages = 5 if width == 4096 else 4 if width <= 8192 else 2
+    stages = 4 if width <= 8192 else 2  # one stage is 96 KiB of shared memory at width 16,384
+    if width == 4096:
+        stages = 5
     return min(rows, SMS * 16 // warps), dict(WIDTH=width, STAGES=stages, num_warps=warps)
-
-
-@on_input_device
-def transpose(rowwise):
-    """Transpose FP8 data (N, D) to (D, N), N and D multiples of 16."""
-    rows, columns = rowwise.shape
-    out = torch.empty((columns, rows), dtype=rowwise.dtype, device=rowwise.device)
-    _transpose_kernel[(_tiles(TRANSPOSE_TILE, rows, columns)[1],)](
-        rowwise.view(torch.uint8), out.view(torch.int32), rows, columns,
-        FITS=_fits(TRANSPOSE_TILE, rows, columns), **TRANSPOSE_TILE,
-    )
-    return out
 
 
 # ---------------------------------------------------------------- device functions
@@ -422,8 +431,9 @@ def two_sums(a, b):
 @triton.jit
 def _transpose_kernel(x_ptr, out_ptr, N, D, FITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Transpose one tile (ROWS, COLUMNS) of bytes, four rows packed into 32 bits."""
-    tiles = tl.cdiv(D, COLUMNS)
-    first_row, first_column = tl.program_id(0) // tiles * ROWS, tl.program_id(0) % tiles * COLUMNS
+    tile_columns = tl.cdiv(D, COLUMNS)
+    first_row, first_column = (
+        tl.program_id(0) // tile_columns * ROWS, tl.program_id(0) % tile_columns * COLUMNS)
     i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     mask = ((first_row // 4 + i < N // 4) | FITS)[:, None] & ((first_column + j < D) | FITS)[None, :]
     a, b, c, d = load_rows(
@@ -552,8 +562,9 @@ def _activate(x, bias, up, up_bias, GATED: tl.constexpr):
 def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, N, D,
                        GATED: tl.constexpr, FITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Compute one tile (ROWS, COLUMNS) of the (N, D) output."""
-    tiles = tl.cdiv(D, COLUMNS)
-    first_row, first_column = tl.program_id(0) // tiles * ROWS, tl.program_id(0) % tiles * COLUMNS
+    tile_columns = tl.cdiv(D, COLUMNS)
+    first_row, first_column = (
+        tl.program_id(0) // tile_columns * ROWS, tl.program_id(0) % tile_columns * COLUMNS)
     # offsets inside the tile: only the tile's own offset needs 64 bits
     i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     in_columns = (first_column + j < D) | FITS
@@ -584,6 +595,8 @@ def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, column
 
 @triton.jit
 def _gelu_backward(dy, x, bias):
+    """Return the gradient of x: with gate = sigmoid(2u) of `_gate`, that of x · gate is
+    gate + x · gate · (1 - gate) · 2u', and 2u' = 1.596 + 0.214 x²."""
     x = widen(x)
     if bias is not None:
         x += bias
@@ -608,16 +621,16 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
                                 FITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Read one tile (ROWS, COLUMNS) of dy (N, D); write that tile of dx, for SwiGLU also the one D columns to
     the right. partial_sums (rows of tiles, D or 2D): dbias of each row of tiles."""
-    tiles = tl.cdiv(D, COLUMNS)
-    strip, first_column = tl.program_id(0) // tiles, tl.program_id(0) % tiles * COLUMNS
-    first_row = strip * ROWS
+    tile_columns = tl.cdiv(D, COLUMNS)
+    tile_row, first_column = tl.program_id(0) // tile_columns, tl.program_id(0) % tile_columns * COLUMNS
+    first_row = tile_row * ROWS
     i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     in_columns = (first_column + j < D) | FITS
     mask = ((first_row // 4 + i < N // 4) | FITS)[:, None] & in_columns[None, :]
     width = 2 * D if GATED else D
     x_ptr += first_row.to(tl.int64) * width + first_column + 4 * i[:, None] * width + j[None, :]
     x = load_rows(x_ptr, width, mask)
-    g = load_rows(
+    dy = load_rows(
         dy_ptr + first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :], D, mask
     )
     bias = _load(bias_ptr + first_column + j, in_columns)[None, :] if bias_ptr is not None else None
@@ -627,19 +640,20 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
         up_bias = (
             _load(bias_ptr + D + first_column + j, in_columns)[None, :] if bias_ptr is not None else None
         )
-        a, e = _swiglu_backward(g[0], x[0], bias, up[0], up_bias)
-        b, f = _swiglu_backward(g[1], x[1], bias, up[1], up_bias)
-        c, g2 = _swiglu_backward(g[2], x[2], bias, up[2], up_bias)
-        d, h = _swiglu_backward(g[3], x[3], bias, up[3], up_bias)
+        a, e = _swiglu_backward(dy[0], x[0], bias, up[0], up_bias)
+        b, f = _swiglu_backward(dy[1], x[1], bias, up[1], up_bias)
+        c, g = _swiglu_backward(dy[2], x[2], bias, up[2], up_bias)
+        d, h = _swiglu_backward(dy[3], x[3], bias, up[3], up_bias)
     else:
-        a, b = _gelu_backward(g[0], x[0], bias), _gelu_backward(g[1], x[1], bias)
-        c, d = _gelu_backward(g[2], x[2], bias), _gelu_backward(g[3], x[3], bias)
+        a, b = _gelu_backward(dy[0], x[0], bias), _gelu_backward(dy[1], x[1], bias)
+        c, d = _gelu_backward(dy[2], x[2], bias), _gelu_backward(dy[3], x[3], bias)
+    # a to d: gradients of x's four rows; e to h: of up's.
     # The stores come before the reduction for the amax: faster here, but more registers in the other kernels
     largest = abs_max(a, b, c, d, ROWS, COLUMNS)
     if GATED:
-        largest = tl.maximum(largest, abs_max(e, f, g2, h, ROWS, COLUMNS))
+        largest = tl.maximum(largest, abs_max(e, f, g, h, ROWS, COLUMNS))
         store_fp8(
-            e, f, g2, h, scale, rowwise_ptr, columnwise_ptr, first_row, D + first_column, N, width, mask,
+            e, f, g, h, scale, rowwise_ptr, columnwise_ptr, first_row, D + first_column, N, width, mask,
             ROWS, COLUMNS,
         )
     store_fp8(
@@ -647,19 +661,19 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
     )
     tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
     if partial_sums_ptr is not None:
-        partial_sums_ptr += strip * width + first_column + j
+        partial_sums_ptr += tile_row * width + first_column + j
         tl.store(partial_sums_ptr, tl.sum((a + b) + (c + d), 0), mask=in_columns)
         if GATED:
-            tl.store(partial_sums_ptr + D, tl.sum((e + f) + (g2 + h), 0), mask=in_columns)
+            tl.store(partial_sums_ptr + D, tl.sum((e + f) + (g + h), 0), mask=in_columns)
 
 
 @triton.jit
 def _cast_kernel(x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, partial_sums_ptr,
                  N, D, FITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Quantize one tile (ROWS, COLUMNS)."""
-    tiles = tl.cdiv(D, COLUMNS)
-    strip, first_column = tl.program_id(0) // tiles, tl.program_id(0) % tiles * COLUMNS
-    first_row = strip * ROWS
+    tile_columns = tl.cdiv(D, COLUMNS)
+    tile_row, first_column = tl.program_id(0) // tile_columns, tl.program_id(0) % tile_columns * COLUMNS
+    first_row = tile_row * ROWS
     i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     in_columns = (first_column + j < D) | FITS
     mask = ((first_row // 4 + i < N // 4) | FITS)[:, None] & in_columns[None, :]
@@ -673,7 +687,7 @@ def _cast_kernel(x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_
         a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS
     )
     if partial_sums_ptr is not None:
-        out = partial_sums_ptr + strip * D + first_column + j
+        out = partial_sums_ptr + tile_row * D + first_column + j
         tl.store(out, tl.sum((a + b) + (c + d), 0), mask=in_columns)
 
 
@@ -690,8 +704,8 @@ def _cast_all_kernel(table_ptr, tiles_ptr, FP8: tl.constexpr, ROWS: tl.constexpr
     columnwise_ptr = tl.multiple_of(tl.load(row_ptr + 2).to(tl.pointer_type(FP8)), 16)
     N = tl.multiple_of(tl.load(row_ptr + 6).to(tl.int32), 16)
     D = tl.multiple_of(tl.load(row_ptr + 7).to(tl.int32), 16)
-    tiles = tl.cdiv(D, COLUMNS)
-    first_row, first_column = tile // tiles * ROWS, tile % tiles * COLUMNS
+    tile_columns = tl.cdiv(D, COLUMNS)
+    first_row, first_column = tile // tile_columns * ROWS, tile % tile_columns * COLUMNS
     i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     mask = (first_row // 4 + i < N // 4)[:, None] & (first_column + j < D)[None, :]
     x = load_rows(

@@ -59,9 +59,10 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        (tokens, positions), dpositions = ctx.saved_tensors, None
+        tokens, positions = ctx.saved_tensors
+        dpositions = None
         dy = dy.contiguous()
-        rows = dy.flatten(0, -2)
+        rows = dy.flatten(0, -2)  # (B·S, C)
         head_dweight = ctx.tied_dweight.pop() if ctx.tied_dweight else None
         dweight = sum_by_index(tokens.flatten(), rows, ctx.vocab_size, head_dweight)
         if positions is not None and positions.dim() == 1:

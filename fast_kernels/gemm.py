@@ -36,10 +36,13 @@ MAX_CACHED = 1024  # shapes whose descriptors are kept; the least recently used 
 # gradients of a new model are zeros in the first three of four passes (train_step.warm_up_scales).
 MAX_ATTEMPTS = 4096
 WORKSPACE_BYTES = 32 * 2**20  # the largest workspace of a candidate: what NVIDIA recommends for Hopper
-COMPUTE_32F, R_32F, R_16BF, EPILOGUE_BIAS = 68, 0, 14, 4
-# cudaDataType_t
+
+# Values of cuBLASLt's enumerations
+R_32F, R_16BF = 0, 14  # cudaDataType_t
 TYPES = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29, torch.bfloat16: R_16BF, torch.float32: R_32F}
-TRANSA, TRANSB, EPILOGUE, BIAS_POINTER = 3, 4, 7, 8  # cublasLtMatmulDescAttributes_t
+COMPUTE_32F = 68  # cublasComputeType_t
+EPILOGUE_BIAS = 4  # cublasLtEpilogue_t
+TRANSA, TRANSB, EPILOGUE, BIAS_POINTER = 3, 4, 7, 8  # cublasLtMatmulDescAttributes_t, and the next line
 A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, BIAS_DATA_TYPE = 17, 18, 25, 26
 MAX_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 
@@ -78,7 +81,7 @@ def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=
         a, b: (M, K) and (N, K) in FP8, contiguous, M, N and K multiples of 16, not both E5M2.
         a_scale_inv, b_scale_inv: float32, one element, on the device.
         bias: (M,) BF16 or None.
-        accumulation: "precise" (float32), "fast" (the FP8 tensor cores' accumulator), or "fastest" (the
+        accumulation: "precise" (float32), "fast" (the FP8 tensor cores' accumulator), or "either" (the
             faster of the two by timing; precise where nothing can be timed).
         out: (N, M) BF16 or float32, contiguous, which the result is written to. None: new memory, BF16.
         accumulate: add the result to `out`.
@@ -120,22 +123,25 @@ def _find_shape(key):
 class _Shape:
     """Descriptors, candidate algorithms and the chosen algorithm of one GEMM shape."""
 
-    tuned = 0  # shapes timed in this process
+    tuned_count = 0  # shapes timed in this process
 
     def __init__(self, m, k, n, a_type, b_type, out_type, accumulate, has_bias, accumulation,
                  device_index):
         self.accumulate = accumulate
-        self.lock, self.tuning, self.is_tuned, self.attempts = threading.Lock(), threading.Lock(), False, 0
+        self.descriptor_lock, self.tuning_lock = threading.Lock(), threading.Lock()
+        self.is_tuned = False
+        self.attempts = 0  # calls that wanted to time this shape
         sizes = (a_type, k, m), (b_type, k, n), (out_type, m, n)
-        self.layouts = [_layout(TYPES[kind], rows, columns) for kind, rows, columns in sizes]
+        self.layouts = [_make_layout(TYPES[dtype], rows, columns) for dtype, rows, columns in sizes]
         self.descriptors = []
-        self.algorithms = []  # (descriptor, _Algorithm), in the heuristic's order
-        for fast in {"precise": (False,), "fast": (True,), "fastest": (False, True)}[accumulation]:
-            descriptor = _describe(fast, has_bias)
+        self.candidates = []  # (descriptor, _Algorithm), in the heuristic's order
+        kinds = {"precise": (False,), "fast": (True,), "either": (False, True)}
+        for fast in kinds[accumulation]:
+            descriptor = _make_descriptor(fast, has_bias)
             self.descriptors.append(descriptor)
             found = self._ask_heuristic(descriptor, device_index)
-            self.algorithms += [(descriptor, algorithm) for algorithm in found]
-        self.chosen = self.algorithms[0] if self.algorithms else None
+            self.candidates += [(descriptor, algorithm) for algorithm in found]
+        self.chosen = self.candidates[0] if self.candidates else None
         weakref.finalize(self, _destroy, self.descriptors, self.layouts).atexit = False
 
     def _ask_heuristic(self, descriptor, device_index):
@@ -156,49 +162,49 @@ class _Shape:
 
     def tune(self, operands):
         """Time every candidate on the operands of this call, and set `chosen` to the fastest."""
-        with self.tuning:
+        with self.tuning_lock:
             if self.is_tuned:  # by another thread
                 return
             a, _, b, *_ = operands
             self.attempts += 1
-            if not self.algorithms or _Shape.tuned >= MAX_TUNED or self.attempts > MAX_ATTEMPTS:
+            if not self.candidates or _Shape.tuned_count >= MAX_TUNED or self.attempts > MAX_ATTEMPTS:
                 self.is_tuned = True  # keep the heuristic's first algorithm
-            elif _has_values(a) and _has_values(b):
+            elif _is_mostly_nonzero(a) and _is_mostly_nonzero(b):
                 self.chosen = self._find_fastest(operands)
                 self.is_tuned = True
 
     def _find_fastest(self, operands):
         """Return the candidate with the shortest median time; None if none runs."""
-        _Shape.tuned += 1
+        _Shape.tuned_count += 1
         *inputs, out = operands
         operands = *inputs, torch.zeros_like(out) if self.accumulate else out
-        algorithms = [algorithm for algorithm in self.algorithms if self._runs(algorithm, operands)]
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS * len(algorithms) + 1)]
+        candidates = [candidate for candidate in self.candidates if self._can_run(candidate, operands)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS * len(candidates) + 1)]
         events[0].record()
-        for algorithm, event in zip(ROUNDS * algorithms, events[1:]):
-            self.run(algorithm, *operands)
+        for candidate, event in zip(ROUNDS * candidates, events[1:]):  # round-robin
+            self.run(candidate, *operands)
             event.record()
         events[-1].synchronize()
         spans = [before.elapsed_time(after) for before, after in zip(events, events[1:])]
-        times = [statistics.median(spans[i::len(algorithms)]) for i in range(len(algorithms))]
-        return algorithms[times.index(min(times))] if algorithms else None
+        times = [statistics.median(spans[i::len(candidates)]) for i in range(len(candidates))]
+        return candidates[times.index(min(times))] if candidates else None
 
-    def _runs(self, algorithm, operands):
+    def _can_run(self, candidate, operands):
         try:
-            self.run(algorithm, *operands)
+            self.run(candidate, *operands)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # a candidate that this GPU does not support
             return False
         return True
 
-    def run(self, described_algorithm, a, a_scale_inv, b, b_scale_inv, bias, out):
-        """Launch the GEMM with one of `algorithms` on the current stream."""
-        descriptor, algorithm = described_algorithm
+    def run(self, candidate, a, a_scale_inv, b, b_scale_inv, bias, out):
+        """Launch the GEMM with one of `candidates` on the current stream."""
+        descriptor, algorithm = candidate
         workspace = torch.empty(algorithm.workspace_bytes, dtype=torch.uint8, device=a.device)
         one, beta = ctypes.c_float(1), ctypes.c_float(self.accumulate)
         a_layout, b_layout, out_layout = self.layouts
-        with self.lock:  # cuBLASLt reads the descriptor before it returns
+        with self.descriptor_lock:  # cuBLASLt reads the descriptor before it returns
             _set(descriptor, A_SCALE_POINTER, _pointer(a_scale_inv))
             _set(descriptor, B_SCALE_POINTER, _pointer(b_scale_inv))
             if bias is not None:
@@ -211,7 +217,7 @@ class _Shape:
                 ctypes.c_void_p(torch.cuda.current_stream(a.device).cuda_stream)))
 
 
-def _describe(fast, has_bias):
+def _make_descriptor(fast, has_bias):
     """Create the descriptor of out = b @ aᵀ. cuBLAS is column-major: to it, this is outᵀ = (aᵀ)ᵀ bᵀ."""
     descriptor = _create("MatmulDesc", COMPUTE_32F, R_32F)
     _set(descriptor, TRANSA, ctypes.c_int32(1))
@@ -227,7 +233,7 @@ def _describe(fast, has_bias):
     return descriptor
 
 
-def _has_values(x):
+def _is_mostly_nonzero(x):
     """Return whether at least half of a sample of x's elements is not zero. Synchronizes with the device."""
     sample = x.view(torch.uint8).flatten()[::max(1, x.numel() // 2**16)]
     return 2 * (sample & 0x7F).count_nonzero().item() >= sample.numel()  # 0x7F: -0 is zero as well
@@ -240,10 +246,10 @@ def _destroy(descriptors, layouts):
         _library().cublasLtMatrixLayoutDestroy(layout)
 
 
-def _layout(kind, rows, columns):
+def _make_layout(cuda_type, rows, columns):
     """Create the layout of a contiguous column-major matrix."""
     sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
-    return _create("MatrixLayout", kind, *sizes)
+    return _create("MatrixLayout", cuda_type, *sizes)
 
 
 def _set(descriptor, attribute, value):

@@ -65,7 +65,7 @@ def gradient_quantizer(logits, head):
     if head is None or quantizer is None or quantizer is not head.quantizers["scaling_bwd"][0]:
         return None  # the logits are not the unchanged output of an FP8 head
     if support.environment_reason():
-        support.say_once(support.environment_reason())
+        support.warn_once(support.environment_reason())
         return None
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
@@ -206,8 +206,9 @@ def _backward_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, V, BLOCK: tl.c
 def _backward_fp8_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, scale_ptr, amax_ptr, rowwise_ptr,
                          columnwise_ptr, N, V, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Compute one tile (ROWS, COLUMNS) of the gradient; store it in FP8, rowwise and transposed."""
-    tiles = tl.cdiv(V, COLUMNS)
-    first_row, first_column = tl.program_id(0) // tiles * ROWS, tl.program_id(0) % tiles * COLUMNS
+    tile_columns = tl.cdiv(V, COLUMNS)
+    first_row, first_column = (
+        tl.program_id(0) // tile_columns * ROWS, tl.program_id(0) % tile_columns * COLUMNS)
     # offsets inside the tile: only the tile's own offset needs 64 bits
     i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     rows, columns, factor = first_row + 4 * i, first_column + j, tl.load(factor_ptr)
@@ -229,7 +230,8 @@ def _backward_fp8_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, scale_ptr,
 
 @triton.jit
 def _rounded_gradient(x, labels_ptr, lse_ptr, rows, columns, factor, N):
-    """Return the gradient of every fourth row, rounded to the logits' dtype as in `_backward_kernel`."""
+    """Return the gradient of `rows`, every fourth row, rounded to the logits' dtype as in `_backward_kernel`.
+    """
     label = tl.load(labels_ptr + rows, mask=rows < N, other=IGNORE_INDEX).to(tl.int32)
     lse = tl.load(lse_ptr + rows, mask=rows < N, other=0.0)
     gradient = _gradient(x, label[:, None], lse[:, None], columns[None, :], factor)

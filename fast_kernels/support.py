@@ -16,6 +16,7 @@ import ast
 import functools
 import hashlib
 import inspect
+import operator
 import os
 import sys
 import textwrap
@@ -25,16 +26,21 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-# The methods and functions that the kernels replace, and the fingerprints of what they were written for.
-# After an edit of the model that the kernels follow, `print_fingerprints` gives the new ones.
-MODEL_METHODS = {"forward": "bf47ddaba3f906be", "run_block": "3d54a2e012b39831", "output": "47e0b4c5fd8880d5"}
-BLOCK_FORWARD = "56a87cc3791ffd02"
-ATTENTION_FORWARD = "8555dccafec477a3"
-MIX = "3fcae2af94fda1c3"
-ATTENTION_METHODS = {
-    "attend": "c4dc3ab6abca1070", "_attend_te": "8ae44bd1fbee47b2", "_attend_flash": "2ae491a9aa36ee4c"}
-APPLY_ROPE = "dc11255ad30db48f"
-CROSS_ENTROPY = "59b6ff64112a8391"
+# Fingerprints of the methods and functions of model_te_optimized.py that the kernels replace. After an edit
+# of that file which the kernels follow, `print_fingerprints` prints the new ones.
+FINGERPRINTS = {
+    "OptimizedGPT2Model.forward": "bf47ddaba3f906be",
+    "OptimizedGPT2Model.run_block": "3d54a2e012b39831",
+    "OptimizedGPT2Model.output": "47e0b4c5fd8880d5",
+    "OptimizedGPT2Model.cross_entropy": "59b6ff64112a8391",
+    "Block.forward": "56a87cc3791ffd02",
+    "Attention.forward": "8555dccafec477a3",
+    "Attention.mix": "3fcae2af94fda1c3",
+    "Attention.attend": "c4dc3ab6abca1070",
+    "Attention._attend_te": "8ae44bd1fbee47b2",
+    "Attention._attend_flash": "2ae491a9aa36ee4c",
+    "apply_rope": "dc11255ad30db48f",
+}
 TESTED_TE = ("2.20",)  # minor versions: the kernels use internals, which move between them
 CONFIG_FIELDS = ("use_fp8 fp8_lm_head loss_chunks gradient_checkpointing offload_activations dropout n_embd "
                  "use_rotary use_qk_norm layernorm_epsilon n_head n_kv_head head_dim in_fp8")
@@ -73,7 +79,7 @@ def _hash_source(function):
 
 
 def _simplify(node):
-    """A syntax tree as nested tuples, without docstrings, annotations and empty fields."""
+    """Return a syntax tree as nested tuples, without docstrings, annotations and empty fields."""
     if isinstance(node, list):
         return [_simplify(item) for item in node]
     if not isinstance(node, ast.AST):
@@ -118,24 +124,28 @@ def structure_reason(model):
 
 
 def takes_pass(model):
-    """Whether the kernels take this pass of a model. Where a user might expect it, a warning says why not."""
+    """Return whether the kernels take this pass of a model.
+
+    A warning says why not, except where nobody expects the kernels, as in evaluation (`mode_reason`).
+    """
     if torch.compiler.is_compiling() or mode_reason(model):  # first, so that the rest is not traced
         return False
-    return _accepts(model_reason(model))
+    return _warn_unless_empty(model_reason(model))
 
 
-def unsupported_reason(model, said=False):
-    """Why a training pass of this model goes through its modules; "" where the kernels take it.
+def unsupported_reason(model, is_reported=False):
+    """Return why a training pass of this model goes through its modules; "" where the kernels take it.
 
-    said: the caller tells the user, so that no warning follows."""
+    is_reported: the caller tells the user the reason, so that no warning repeats it.
+    """
     reason = mode_reason(model) or model_reason(model)
-    if said:
-        _said.add(reason)
+    if is_reported:
+        _reported.add(reason)
     return reason
 
 
 def mode_reason(model):
-    """The part of `unsupported_reason` that follows from how the model is run."""
+    """Return the part of `unsupported_reason` that follows from how the model is run."""
     config = model.config
     if not _runs_on_te(model):
         return "the modules are not Transformer Engine's"
@@ -159,25 +169,25 @@ def _runs_on_te(model):
 
 
 def model_reason(model):
-    """The part of `unsupported_reason` that follows from what the model is."""
-    for find in (environment_reason, _method_reason, _module_reason, _hook_reason, _parameter_reason):
-        reason = find(model)
+    """Return the part of `unsupported_reason` that follows from what the model is."""
+    for check in (environment_reason, _method_reason, _module_reason, _hook_reason, _parameter_reason):
+        reason = check(model)
         if reason:
             return reason
     return ""
 
 
-def environment_reason(_=None):
-    """Why the kernels that write FP8 for TE's modules cannot run on this machine; "" where they can."""
+def environment_reason(_model=None):
+    """Return why the kernels that write FP8 for TE's modules cannot run on this machine; "" if they can."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     if torch.cuda.get_device_capability() != (9, 0):
         return "they need compute capability 9.0: Ada rounds a cast twice, Blackwell needs no transposed copy"
-    return _version_reason()
+    return _installed_version_reason()
 
 
 @functools.cache
-def _version_reason():
+def _installed_version_reason():
     try:
         import transformer_engine
     except ImportError as error:
@@ -186,7 +196,7 @@ def _version_reason():
 
 
 def version_reason(version):
-    """Why the kernels that use internals of TE do not run with this version of it; "" where they do."""
+    """Return why the kernels, which use internals of TE, do not run with a version of it; "" if they do."""
     if version.startswith(tuple(f"{tested}." for tested in TESTED_TE)):
         return ""
     return f"they use internals of Transformer Engine {', '.join(TESTED_TE)}, and this is {version}"
@@ -194,25 +204,25 @@ def version_reason(version):
 
 def _method_reason(model):
     attentions = [getattr(block, "attn", None) for block in model.blocks]
-    known = [(model, name, expected) for name, expected in MODEL_METHODS.items()]
-    known += [(block, "forward", BLOCK_FORWARD) for block in model.blocks]
-    known += [(attention, "forward", ATTENTION_FORWARD) for attention in attentions]
-    for module, name, expected in known:
+    known = [(model, name, f"OptimizedGPT2Model.{name}") for name in ("forward", "run_block", "output")]
+    known += [(block, "forward", "Block.forward") for block in model.blocks]
+    known += [(attention, "forward", "Attention.forward") for attention in attentions]
+    for module, name, original in known:
         title = f"{type(module).__name__}.{name}"
         if type(module).__call__ is not torch.nn.Module.__call__:
             return f"{title} was edited"
-        problem = _edit(title, method_of(module, name), expected)
+        problem = _edit_reason(title, method_of(module, name), original)
         if problem:
             return problem
     return ""
 
 
-def _edit(name, function, expected):
-    """Why a function is not the one with the `expected` fingerprint; "" if it is."""
+def _edit_reason(title, function, original):
+    """Return why a function is not the `original`, a key of FINGERPRINTS; "" if it is."""
     found = fingerprint(function)
-    if found == expected:
+    if found == FINGERPRINTS[original]:
         return ""
-    return f"{name} was edited" if found else f"the source of {name} cannot be read"
+    return f"{title} was edited" if found else f"the source of {title} cannot be read"
 
 
 def _module_reason(model):
@@ -237,7 +247,7 @@ def _module_reason(model):
 
 
 def _replaced_modules(model):
-    """(name, module, class name) of what the kernels compute themselves."""
+    """Yield (name, module, class name) of each module that the kernels replace."""
     yield "wte", model.wte, "Embedding"
     yield "dropout", model.dropout, "Dropout"
     if not model.config.use_rotary:
@@ -251,7 +261,7 @@ def _replaced_modules(model):
 
 
 def _is_library_code(function):
-    """Whether a function, and all that it wraps, was written in PyTorch or Transformer Engine."""
+    """Return whether a function, and all that it wraps, was written in PyTorch or Transformer Engine."""
     while function is not None:
         file = getattr(getattr(function, "__code__", None), "co_filename", "")
         if not file.startswith(_library_folders()):
@@ -282,7 +292,7 @@ def _setting_reason(module, kind):
 
 
 def _hook_reason(model):
-    # the modules whose parameters block.py finds gathered
+    # FSDP2's units: block.py finds the parameters of these gathered
     units = {model, *model.blocks} if isinstance(model, FSDPModule) else set()
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule) != (module in units):
@@ -290,7 +300,7 @@ def _hook_reason(model):
                     f"fully_shard was {'not ' if module in units else ''}called on {name}")
         if method_of(module, "forward") is not getattr(type(module), "forward", None):
             return f"the forward method of {name or 'the model'} was replaced"
-        if _has_hooks(module, ignores_fsdps=module in units):
+        if _has_hooks(module, ignore_fsdp=module in units):
             return f"{name or 'the model'} has hooks"
     return "there are global hooks" if torch.nn.modules.module._has_any_global_hook() else ""
 
@@ -313,20 +323,20 @@ def _parameter_reason(model):
 
 
 def _is_readable(parameter, model):
-    """Whether the kernels find plain memory: now, or when FSDP2 has gathered a parameter that nothing else
-    shards."""
+    """Return whether the kernels find a plain tensor: now, or when FSDP2 has gathered a parameter that
+    nothing else shards."""
     if type(parameter) is not DTensor:
         return type(parameter) is torch.nn.Parameter
     *replicas, shards = parameter.placements
-    only_fsdps = shards.is_shard() and all(replica.is_replicate() for replica in replicas)
-    return only_fsdps and isinstance(model, FSDPModule)
+    sharded_once = shards.is_shard() and all(replica.is_replicate() for replica in replicas)
+    return sharded_once and isinstance(model, FSDPModule)
 
 
-def _has_hooks(module, ignores_fsdps=False):
+def _has_hooks(module, ignore_fsdp=False):
     kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
              module._backward_pre_hooks)
     hooks = [hook for kind in kinds for hook in kind.values()]
-    if ignores_fsdps:
+    if ignore_fsdp:
         hooks = [hook for hook in hooks if not str(hook.__module__).startswith("torch.distributed.fsdp.")]
     return bool(hooks)
 
@@ -338,25 +348,26 @@ def _package(module):
 # ---------------------------------------------------------------- attention
 
 def takes_attention(attention):
-    """Whether packed_attention computes what this `Attention`'s mix, attend and apply_rope compute."""
-    if torch.compiler.is_compiling():  # which cannot trace this
+    """Return whether packed_attention computes what the methods of this `Attention` compute. Where it does
+    not, a warning says why."""
+    if torch.compiler.is_compiling():  # torch.compile cannot trace the checks; `accelerate` has made them
         return getattr(attention, "takes_packed_attention", False)
-    return _accepts(attention_reason(attention))
+    return _warn_unless_empty(attention_reason(attention))
 
 
 def attention_reason(attention):
     """Return why queries, keys and values do not go through packed_attention; "" where they do."""
     kind, namespace = type(attention).__name__, getattr(type(attention).mix, "__globals__", {})
     known = [
-        (f"{kind}.mix", method_of(attention, "mix"), MIX),
-        ("apply_rope", namespace.get("apply_rope"), APPLY_ROPE),
+        (f"{kind}.mix", method_of(attention, "mix"), "Attention.mix"),
+        ("apply_rope", namespace.get("apply_rope"), "apply_rope"),
     ]
     known += [
-        (f"{kind}.{name}", method_of(attention, name), expected)
-        for name, expected in ATTENTION_METHODS.items()
+        (f"{kind}.{name}", method_of(attention, name), f"Attention.{name}")
+        for name in ("attend", "_attend_te", "_attend_flash")
     ]
-    for name, function, expected in known:
-        problem = _edit(name, function, expected)
+    for title, function, original in known:
+        problem = _edit_reason(title, function, original)
         if problem:
             return problem
     for name in ("q_norm", "k_norm"):
@@ -371,7 +382,7 @@ def attention_reason(attention):
 
 
 def _head_norm_reason(norm, config):
-    """Why the kernels do not compute this norm of queries or keys; "" where they do."""
+    """Return why the kernels do not compute this norm of queries or keys; "" where they do."""
     if _package(norm) not in ("transformer_engine", "te_reference") or type(norm).__name__ != "RMSNorm":
         return "is not Transformer Engine's RMSNorm"
     if getattr(norm, "zero_centered_gamma", False) or norm.eps != config.layernorm_epsilon:
@@ -385,40 +396,40 @@ def _head_norm_reason(norm, config):
 
 def takes_loss(model):
     """Return whether loss.cross_entropy computes this model's loss. Where it does not, a warning says why."""
-    if torch.compiler.is_compiling():  # which cannot trace this
+    if torch.compiler.is_compiling():  # as in `takes_attention`
         return getattr(model, "takes_fast_loss", False)
-    return _accepts(loss_reason(model))
+    return _warn_unless_empty(loss_reason(model))
 
 
 def loss_reason(model):
     """Return why the loss does not go through loss.cross_entropy; "" where it does."""
-    return _edit(f"{type(model).__name__}.cross_entropy", method_of(model, "cross_entropy"), CROSS_ENTROPY)
+    title = f"{type(model).__name__}.cross_entropy"
+    return _edit_reason(title, method_of(model, "cross_entropy"), "OptimizedGPT2Model.cross_entropy")
 
 
-_said = set()
+# ---------------------------------------------------------------- warnings, and fingerprints after an edit
+
+_reported = set()  # reasons that the user knows
 
 
-def _accepts(reason):
-    """Return whether there is no reason against the kernels; if there is one, warn of it once."""
+def _warn_unless_empty(reason):
+    """Warn of a reason against the kernels, if there is one; return whether there is none."""
     if reason:
-        say_once(reason)
+        warn_once(reason)
     return not reason
 
 
-def say_once(reason):
+def warn_once(reason):
     """Warn, once in a process for each reason, that modules run where kernels would be faster."""
-    if reason not in _said:
-        _said.add(reason)
+    if reason not in _reported:
+        _reported.add(reason)
         warnings.warn(f"fast kernels are not used: {reason}; the modules run instead", stacklevel=2)
 
 
 def print_fingerprints():
-    """Print the fingerprints of model_te_optimized.py as it is, for the constants above."""
-    import model_te_optimized as file
+    """Print FINGERPRINTS for model_te_optimized.py as it is now."""
+    import model_te_optimized
 
-    for owner, names in (
-        (file.OptimizedGPT2Model, [*MODEL_METHODS, "cross_entropy"]), (file.Block, ["forward"]),
-        (file.Attention, ["forward", "mix", *ATTENTION_METHODS]), (file, ["apply_rope"]),
-    ):
-        for name in names:
-            print(f"{owner.__name__ + '.' + name:36} {fingerprint(getattr(owner, name))}")
+    for name in FINGERPRINTS:
+        function = operator.attrgetter(name)(model_te_optimized)
+        print(f"{name:36} {fingerprint(function)}")

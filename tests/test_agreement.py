@@ -178,8 +178,8 @@ def errors_of(row):
 def freeze_in_the_optimizer(step):
     weight = weight_of(step, "block 1 proj")
     if HAS_GPU:
-        row = step.optimizer._row
-        step.optimizer._row = lambda parameter: [0] * 6 if parameter is weight else row(parameter)
+        row = step.optimizer._pointer_row
+        step.optimizer._pointer_row = lambda parameter: [0] * 7 if parameter is weight else row(parameter)
     for group in [] if HAS_GPU else step.optimizer.param_groups:
         group["params"] = [p for p in group["params"] if p is not weight]
 

@@ -230,7 +230,7 @@ class Recorder:
 def test_flash_attention_writes_into_the_packed_gradient(monkeypatch, kernel, rope, norm):
     """dq, dk and dv are adjacent slices of the gradient of qkv: nothing is copied."""
     flash = Recorder()
-    monkeypatch.setattr(fast_attention, "_kernel", lambda q: kernel)
+    monkeypatch.setattr(fast_attention, "_pick_kernel", lambda q: kernel)
     for name in ("forward", "backward"):
         monkeypatch.setattr(
             fast_attention, f"{kernel}_{name}", getattr(flash, f"{kernel}_{name}"), raising=False

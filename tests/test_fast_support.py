@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 
 
 @pytest.fixture(autouse=True)
-def nothing_said(monkeypatch):
-    monkeypatch.setattr(fast_support, "_said", set())
+def nothing_reported(monkeypatch):
+    monkeypatch.setattr(fast_support, "_reported", set())
 
 
 class Weighted(model_te_optimized.OptimizedGPT2Model):
@@ -68,13 +68,7 @@ def test_fingerprints_are_those_of_the_model_file(capsys):
     fast_support.print_fingerprints()
     printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
     assert len(printed) == 11 and all(printed.values())
-    expected = {
-        "Block.forward": fast_support.BLOCK_FORWARD, "Attention.forward": fast_support.ATTENTION_FORWARD,
-        "Attention.mix": fast_support.MIX, "model_te_optimized.apply_rope": fast_support.APPLY_ROPE,
-        "OptimizedGPT2Model.cross_entropy": fast_support.CROSS_ENTROPY}
-    expected |= {f"OptimizedGPT2Model.{name}": value for name, value in fast_support.MODEL_METHODS.items()}
-    expected |= {f"Attention.{name}": value for name, value in fast_support.ATTENTION_METHODS.items()}
-    assert printed == expected
+    assert printed == fast_support.FINGERPRINTS
 
 
 FUNCTION = "def forward(x, y=2):\n    return x + y\n"
@@ -192,7 +186,7 @@ def test_an_edited_model_goes_through_its_modules_and_is_named_once(words):
     assert words in str(warned[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not fast_support.takes_pass(model)  # said once
+        assert not fast_support.takes_pass(model)  # warned once
         assert fast_support.takes_pass(make_model()) and fast_support.unsupported_reason(make_model()) == ""
 
 
@@ -450,11 +444,11 @@ def test_which_machines_and_versions_are_left_to_the_modules(monkeypatch, capabi
     stub = types.ModuleType("transformer_engine")
     stub.__version__ = version
     monkeypatch.setitem(sys.modules, "transformer_engine", stub if version else None)
-    fast_support._version_reason.cache_clear()
+    fast_support._installed_version_reason.cache_clear()
     try:
         reason = fast_support.environment_reason()
     finally:
-        fast_support._version_reason.cache_clear()
+        fast_support._installed_version_reason.cache_clear()
     assert words in reason and bool(words) == bool(reason)
 
 

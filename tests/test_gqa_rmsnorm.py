@@ -26,7 +26,7 @@ def test_each_switch_is_timed_in_turns_with_the_default(tmp_path, monkeypatch, c
     timed, real = [], script.measure.measure
 
     def measure(*args, **kwargs):
-        timed.append(kwargs["plain"])
+        timed.append(kwargs["baseline_step"])
         return real(*args, **kwargs)
 
     monkeypatch.setattr(script.measure, "measure", measure)

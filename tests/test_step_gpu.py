@@ -146,11 +146,11 @@ def test_replays_use_a_checkpoint_that_is_loaded_after_the_capture(tmp_path):
 def test_recording_comes_after_every_gemm_of_a_deep_model_has_been_timed(monkeypatch):
     """A new model's first FP8 gradients are zeros, on which no GEMM is timed."""
     monkeypatch.setattr(fast_gemm, "_shapes", type(fast_gemm._shapes)())
-    monkeypatch.setattr(fast_gemm._Shape, "tuned", 0)
+    monkeypatch.setattr(fast_gemm._Shape, "tuned_count", 0)
     model, step = make(n_layer=16)
     step(batches(0, 1), 1e-3)
     assert step.graphed and len(fast_gemm._shapes) > 8
-    assert fast_gemm._Shape.tuned == len(fast_gemm._shapes)
+    assert fast_gemm._Shape.tuned_count == len(fast_gemm._shapes)
 
 
 def test_clipping():

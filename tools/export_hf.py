@@ -51,8 +51,6 @@ class ExportConfig:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
                    "chat_template.jinja", "chat_template.json")
-
-
 GENERATION = {  # fields of config.json and generation_config.json
     "bos_token_id?": int | None, "pad_token_id?": int | None, "suppress_tokens?": (type(None), [int])}
 NOT_KEPT = ("eos_token_id", "transformers_version", "_from_model_config")  # of generation_config.json
@@ -118,9 +116,10 @@ def _merges(tokens: dict[str, int], special: list[str]) -> list[tuple[str, str]]
 
 # ---------------------------------------------------------------- the folder
 
-def export(run, folder, dtype: str = "auto", place: str | None = None) -> Path:
-    """Export a run or a checkpoint to `folder`, and return the checkpoint that was exported. `place`: see
-    get_tokenizer.
+def export(run, folder, dtype: str = "auto", moved_tokenizer: str | None = None) -> Path:
+    """Export a run or a checkpoint to `folder`, and return the checkpoint that was exported.
+
+    dtype, moved_tokenizer: see ExportConfig's dtype and tokenizer.
 
     Raises ValueError or OSError, in one line and with nothing written, if either is invalid or no class fits.
     """
@@ -139,7 +138,7 @@ def export(run, folder, dtype: str = "auto", place: str | None = None) -> Path:
         kind = hf_weights.model_type(config)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
-    tokenizer = get_tokenizer(meta["tokenizer"], vocab_size, place)
+    tokenizer = get_tokenizer(meta["tokenizer"], vocab_size, moved_tokenizer)
     weights = hf_weights.read_weights(source, meta, masters=dtype == "float32")
     try:
         weights = hf_weights.to_hf(weights, config, vocab_size)
@@ -172,21 +171,23 @@ def write_folder(folder: Path, weights: dict, config, vocab_size: int, tokenizer
     is_hf = isinstance(tokenizer, HfTokenizer)
     ids, generation = {"bos_token_id": tokenizer.eot}, {"pad_token_id": tokenizer.eot}
     if is_hf:
-        ids, generation = own_fields(tokenizer.folder)
+        ids, generation = generation_fields(tokenizer.folder)
     nanote = {"bias": config.bias} | ({} if is_hf else {"tokenizer": tokenizer.name})
     hf_config = hf_weights.hf_config(config, vocab_size, dtype=main_dtype(weights), nanote=nanote,
                                      eos_token_id=tokenizer.eot, **ids)
     hf_config.save_pretrained(folder)
     suppressed = {*(generation.pop("suppress_tokens", None) or ()), *range(tokenizer.vocab_size, vocab_size)}
-    others = sorted(tokenizer.stop_tokens - {tokenizer.eot})  # such as the end of a text, besides a turn's
+    # such as the end of a text, beside that of a turn
+    other_stops = sorted(tokenizer.stop_tokens - {tokenizer.eot})
     transformers.GenerationConfig(
-        eos_token_id=[tokenizer.eot, *others] if others else tokenizer.eot,
+        eos_token_id=[tokenizer.eot, *other_stops] if other_stops else tokenizer.eot,
         suppress_tokens=sorted(suppressed) or None,
     ).save_pretrained(folder)
     add_fields(folder / "generation_config.json", **ids | generation)
     if is_hf:
-        for name in filter(lambda name: (tokenizer.folder / name).is_file(), TOKENIZER_FILES):
-            shutil.copyfile(tokenizer.folder / name, folder / name)
+        for name in TOKENIZER_FILES:
+            if (tokenizer.folder / name).is_file():
+                shutil.copyfile(tokenizer.folder / name, folder / name)
     else:
         fast_tokenizer(tokenizer, config.n_positions).save_pretrained(folder)
         # transformers before 5 knows the class by this name only
@@ -195,11 +196,14 @@ def write_folder(folder: Path, weights: dict, config, vocab_size: int, tokenizer
         add_fields(folder / "config.json", rope_theta=config.rope_theta)
 
 
-def own_fields(folder: Path) -> tuple[dict, dict]:
-    """Return what the folder of a tokenizer hf:DIR says about generation: the ids bos and pad of config.json,
-    None where it has none, and the fields of generation_config.json, such as temperature.
+def generation_fields(folder: Path) -> tuple[dict, dict]:
+    """Return what the folder of a tokenizer hf:DIR says about generation.
 
-    Not the ids that end a text, which the tokenizer has.
+    The ids that end a text are left out: the tokenizer has them.
+
+    Returns:
+        bos_token_id and pad_token_id of config.json, None where it has none; these and the fields of
+        generation_config.json, such as temperature.
     """
 
     def read(name):
@@ -222,8 +226,23 @@ def add_fields(path: Path, **fields) -> None:
 
 def model_card(source: Path, meta: dict, kind: str, weights: dict) -> str:
     """Return the text of README.md, from the checkpoint and the run's metrics.jsonl alone."""
-    config, step = dataclasses.asdict(saved_options(source, meta)), meta["step"]
+    config = dataclasses.asdict(saved_options(source, meta))
     config = {name: without_folder(value) for name, value in config.items()}
+    rows = card_rows(source, meta, kind, weights, config)
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value is not None)
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [nanote, fp8]\n---\n"
+        f"# {source.parent.name}\n\nTrained with nanoTE, FP8 GPT training on NVIDIA Transformer Engine.\n\n"
+        f"| | |\n| --- | --- |\n{table}\n\n"
+        "Documents began after an end-of-text token in training; put `model.config.eos_token_id` before a "
+        "prompt to start one.\n\n"
+        f"Options of the run:\n\n```json\n{json.dumps(config, indent=2)}\n```\n"
+    )
+
+
+def card_rows(source: Path, meta: dict, kind: str, weights: dict, config: dict) -> dict[str, str | None]:
+    """Return {title: value} of the card's table; None: leave the row out."""
+    step = meta["step"]
     tokens = step * config["micro_batch_size"] * config["seq_len"] * config["grad_accum"] * processes(source)
     measured = [record for record in read_metrics(source.parent / "metrics.jsonl") if record["step"] <= step]
     losses = [record for record in measured if "val_loss" in record]
@@ -240,7 +259,7 @@ def model_card(source: Path, meta: dict, kind: str, weights: dict) -> str:
     val_loss = None
     if losses:
         val_loss = f"{losses[-1]['val_loss']:.4f} {unit}, after step {losses[-1]['step']:,}"
-    rows = {
+    return {
         "class": hf_weights.CLASSES[kind],
         "parameters": f"{sum(w.numel() for w in weights.values()):,} ({main_dtype(weights)})",
         "tokenizer": tokenizer,
@@ -255,15 +274,6 @@ def model_card(source: Path, meta: dict, kind: str, weights: dict) -> str:
         "imported from": without_folder(meta.get("hf", {}).get("folder")),
         "PyTorch": meta.get("torch"),
     }
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value is not None)
-    return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [nanote, fp8]\n---\n"
-        f"# {source.parent.name}\n\nTrained with nanoTE, FP8 GPT training on NVIDIA Transformer Engine.\n\n"
-        f"| | |\n| --- | --- |\n{table}\n\n"
-        "Documents began after an end-of-text token in training; put `model.config.eos_token_id` before a "
-        "prompt to start one.\n\n"
-        f"Options of the run:\n\n```json\n{json.dumps(config, indent=2)}\n```\n"
-    )
 
 
 def without_folder(value):

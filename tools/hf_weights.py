@@ -11,6 +11,7 @@ import_hf.py.
 """
 import warnings
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load
@@ -167,64 +168,72 @@ def from_hf_config(hf) -> dict:
 
 # ---------------------------------------------------------------- weights
 
-def table(config, vocab_size: int) -> Iterator[tuple[str, list[tuple[str, int]], int | None, bool]]:
-    """Yield (our name, [(their name, rows)], columns, transposed) for every weight, in the order of the
-    model.
+class Weight(NamedTuple):
+    """A weight of the optimized model, and where a Hugging Face model stores it."""
 
-    Several names: our weight is the concatenation of theirs along the rows. `columns` is None for a vector;
-    `transposed` means that theirs is stored as (in, out).
-    """
-    C = config.n_embd
+    name: str
+    parts: list[tuple[str, int]]  # (their name, rows); several: ours is their concatenation along the rows
+    columns: int | None = None  # None: a vector
+    is_transposed: bool = False  # theirs is stored as (in, out)
+
+
+def table(config, vocab_size: int) -> Iterator[Weight]:
+    """Yield every weight of a model, in its order."""
     is_gpt2 = model_type(config) == "gpt2"
     embedding = "transformer.wte.weight" if is_gpt2 else "model.embed_tokens.weight"
-    yield "wte.weight", [(embedding, vocab_size)], C, False
+    yield Weight("wte.weight", [(embedding, vocab_size)], config.n_embd)
     yield from _gpt2_table(config) if is_gpt2 else _llama_table(config)
     if not config.tie_embeddings:
-        yield "lm_head.weight", [("lm_head.weight", vocab_size)], C, False
+        yield Weight("lm_head.weight", [("lm_head.weight", vocab_size)], config.n_embd)
 
 
 def _gpt2_table(config):
     C, inner = config.n_embd, config.n_inner
-    yield "wpe.weight", [("transformer.wpe.weight", config.n_positions)], C, False
+    yield Weight("wpe.weight", [("transformer.wpe.weight", config.n_positions)], C)
     for i in range(config.n_layer):
         ours, theirs = f"blocks.{i}.", f"transformer.h.{i}."
-        for norm, their_norm, layer, name, size, columns in (
-                ("attn.qkv.layer_norm_", "ln_1", "attn.qkv.", "attn.c_attn", 3 * C, C),
-                (None, None, "attn.proj.", "attn.c_proj", C, C),
-                ("mlp.layer_norm_", "ln_2", "mlp.fc1_", "mlp.c_fc", inner, C),
-                (None, None, "mlp.fc2_", "mlp.c_proj", C, inner)):
-            for part in ("weight", "bias"):
-                if norm:
-                    yield ours + norm + part, [(f"{theirs}{their_norm}.{part}", C)], None, False
-                is_matrix = part == "weight"
-                source = [(f"{theirs}{name}.{part}", size)]
-                yield f"{ours}{layer}{part}", source, columns if is_matrix else None, is_matrix
-    yield "lm_head.layer_norm_weight", [("transformer.ln_f.weight", C)], None, False
-    yield "lm_head.layer_norm_bias", [("transformer.ln_f.bias", C)], None, False
+        yield from _gpt2_norm(f"{ours}attn.qkv.layer_norm_", f"{theirs}ln_1.", C)
+        yield from _gpt2_linear(f"{ours}attn.qkv.", f"{theirs}attn.c_attn.", 3 * C, C)
+        yield from _gpt2_linear(f"{ours}attn.proj.", f"{theirs}attn.c_proj.", C, C)
+        yield from _gpt2_norm(f"{ours}mlp.layer_norm_", f"{theirs}ln_2.", C)
+        yield from _gpt2_linear(f"{ours}mlp.fc1_", f"{theirs}mlp.c_fc.", inner, C)
+        yield from _gpt2_linear(f"{ours}mlp.fc2_", f"{theirs}mlp.c_proj.", C, inner)
+    yield from _gpt2_norm("lm_head.layer_norm_", "transformer.ln_f.", C)
+
+
+def _gpt2_norm(ours, theirs, size):
+    for part in ("weight", "bias"):
+        yield Weight(ours + part, [(theirs + part, size)])
+
+
+def _gpt2_linear(ours, theirs, rows, columns):
+    yield Weight(f"{ours}weight", [(f"{theirs}weight", rows)], columns, is_transposed=True)
+    yield Weight(f"{ours}bias", [(f"{theirs}bias", rows)])
 
 
 def _llama_table(config):
     C, inner = config.n_embd, config.n_inner
     width, kv_width = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+    linears = {  # ours -> their names and rows, columns
+        "attn.qkv.": ([("self_attn.q_proj.", width), ("self_attn.k_proj.", kv_width),
+                       ("self_attn.v_proj.", kv_width)], C),
+        "attn.proj.": ([("self_attn.o_proj.", C)], width),
+        "mlp.fc1_": ([("mlp.gate_proj.", inner), ("mlp.up_proj.", inner)], C),
+        "mlp.fc2_": ([("mlp.down_proj.", C)], inner),
+    }
     for i in range(config.n_layer):
         ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
-        yield ours + "attn.qkv.layer_norm_weight", [(theirs + "input_layernorm.weight", C)], None, False
-        yield ours + "mlp.layer_norm_weight", [(theirs + "post_attention_layernorm.weight", C)], None, False
-        for part in ("weight", "bias") if config.bias else ("weight",):
-            sizes = (("q", width), ("k", kv_width), ("v", kv_width))
-            qkv = [(f"{theirs}self_attn.{x}_proj.{part}", size) for x, size in sizes]
-            gate_up = [(f"{theirs}mlp.{x}_proj.{part}", inner) for x in ("gate", "up")]
-            proj = [(f"{theirs}self_attn.o_proj.{part}", C)]
-            down = [(f"{theirs}mlp.down_proj.{part}", C)]
-            is_matrix = part == "weight"
-            yield f"{ours}attn.qkv.{part}", qkv, C if is_matrix else None, False
-            yield f"{ours}attn.proj.{part}", proj, width if is_matrix else None, False
-            yield f"{ours}mlp.fc1_{part}", gate_up, C if is_matrix else None, False
-            yield f"{ours}mlp.fc2_{part}", down, inner if is_matrix else None, False
+        yield Weight(f"{ours}attn.qkv.layer_norm_weight", [(f"{theirs}input_layernorm.weight", C)])
+        yield Weight(f"{ours}mlp.layer_norm_weight", [(f"{theirs}post_attention_layernorm.weight", C)])
+        for name, (parts, columns) in linears.items():
+            weights = [(f"{theirs}{part}weight", rows) for part, rows in parts]
+            yield Weight(f"{ours}{name}weight", weights, columns)
+            if config.bias:
+                yield Weight(f"{ours}{name}bias", [(f"{theirs}{part}bias", rows) for part, rows in parts])
         for x in "qk" if config.use_qk_norm else "":
             norm = f"{theirs}self_attn.{x}_norm.weight", config.head_dim
-            yield f"{ours}attn.{x}_norm.weight", [norm], None, False
-    yield "lm_head.layer_norm_weight", [("model.norm.weight", C)], None, False
+            yield Weight(f"{ours}attn.{x}_norm.weight", [norm])
+    yield Weight("lm_head.layer_norm_weight", [("model.norm.weight", C)])
 
 
 def to_hf(weights: dict[str, torch.Tensor], config, vocab_size: int) -> dict[str, torch.Tensor]:
@@ -234,8 +243,8 @@ def to_hf(weights: dict[str, torch.Tensor], config, vocab_size: int) -> dict[str
     Raises ValueError for a weight that is missing or does not have the shape that config implies.
     """
     theirs = {}
-    for ours, names, columns, transposed in table(config, vocab_size):
-        sizes = [size for _, size in names]
+    for ours, parts, columns, is_transposed in table(config, vocab_size):
+        sizes = [rows for _, rows in parts]
         weight = weights.get(ours)
         # GPT2LMHeadModel has biases, this model has none
         if weight is None and not config.bias and ours.endswith("bias"):
@@ -246,9 +255,9 @@ def to_hf(weights: dict[str, torch.Tensor], config, vocab_size: int) -> dict[str
         if weight is None or weight.shape != expected:
             found = "missing" if weight is None else f"of shape {tuple(weight.shape)}"
             raise ValueError(f"{ours} is {found}; the checkpoint's model_config asks for {tuple(expected)}")
-        for (name, _), part in zip(names, weight.split(sizes)):
+        for (name, _), part in zip(parts, weight.split(sizes)):
             # safetensors does not accept views
-            theirs[name] = (part.T if transposed else part).clone(memory_format=torch.contiguous_format)
+            theirs[name] = (part.T if is_transposed else part).clone(memory_format=torch.contiguous_format)
     return theirs
 
 
@@ -270,18 +279,18 @@ def from_hf(tensors: dict[str, torch.Tensor], config, vocab_size: int) -> dict[s
     buffers = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
     rest = {name: tensor for name, tensor in tensors.items() if not name.endswith(buffers)}
     weights, linear_biases = {}, ("qkv.bias", "proj.bias", "fc1_bias", "fc2_bias")
-    for ours, names, columns, transposed in table(config, vocab_size):
-        parts = []
-        for name, size in names:
+    for ours, parts, columns, is_transposed in table(config, vocab_size):
+        found = []
+        for name, rows in parts:
             if name not in rest:
                 raise ValueError(f"tensor {name} is missing; config.json asks for it")
-            part, shape = rest.pop(name), _shape(size, columns)
-            _check_tensor(name, part, shape[::-1] if transposed else shape)
-            parts.append(part.T if transposed else part)
-        weight = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+            part, shape = rest.pop(name), _shape(rows, columns)
+            _check_tensor(name, part, shape[::-1] if is_transposed else shape)
+            found.append(part.T if is_transposed else part)
+        weight = torch.cat(found) if len(found) > 1 else found[0].contiguous()
         if not config.bias and ours.endswith(linear_biases):
             if weight.any():
-                raise ValueError(f"tensor {names[0][0]} is not zero, but the entry nanote in config.json "
+                raise ValueError(f"tensor {parts[0][0]} is not zero, but the entry nanote in config.json "
                                  "says bias false; remove that entry")
             continue
         weights[ours] = weight

@@ -17,6 +17,7 @@
   `--tokenizer NAME` imports the weights and assigns new meanings to the ids.
 """
 import dataclasses
+import functools
 import os
 import shlex
 import shutil
@@ -37,11 +38,9 @@ from nanote.dataset import get_tokenizer, without_checksum
 from tools import hf_weights
 from tools.export_hf import token_strings
 
-# {number of tokens: tokenizers of nanote.dataset to compare a folder's tokenizer with}
-BY_SIZE = {
-    257: ["byte"], 50257: ["gpt2"], 50281: ["p50k_base"], 100277: ["cl100k_base"], 200019: ["o200k_base"],
-}
-# must give the same ids
+# {number of tokens: the tokenizer of nanote.dataset to compare a folder's tokenizer with}
+BY_SIZE = {257: "byte", 50257: "gpt2", 50281: "p50k_base", 100277: "cl100k_base", 200019: "o200k_base"}
+# a text for which equal tokenizers give equal ids
 PROBE = "def f(x):\n\treturn  x**2  # naïve 東京 🤖\r\n\n   I'll DON'T 1234567 \u00a0\u200b ...\n"
 
 COPY = "copy the file again from where the model came from"
@@ -145,11 +144,18 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def recognize_tokenizer(folder: Path, hint: str | None, hf=None) -> str:
-    """Return the name of the folder's tokenizer: `hint`, one with the same number of tokens, or hf:DIR.
+    """Return data.py's name for the folder's tokenizer.
 
-    All tokens and the ids of PROBE must be equal for the first two, which have no chat template: a folder
-    with one and a tokenizer.json is hf:DIR. Raises ValueError if the tokenizer cannot
-    be read. `hf`: result of read_config(folder).
+    This is `hint`, or the tokenizer of BY_SIZE, if it has the same tokens and encodes PROBE to the same ids;
+    else hf:DIR, the folder's own tokenizer.json. With a chat template it is always hf:DIR, if there is that
+    file: the tokenizers of data.py have no template.
+
+    Args:
+        hint: the name that tools/export_hf.py left in config.json, or None.
+        hf: result of read_config(folder).
+
+    Raises:
+        ValueError: the tokenizer cannot be read, or data.py has no name for it.
     """
     import transformers  # slow to import
 
@@ -161,9 +167,10 @@ def recognize_tokenizer(folder: Path, hint: str | None, hf=None) -> str:
         raise ValueError(f"{folder}: its tokenizer cannot be read ({json_files.reason(error)}); "
                          "name the one it was trained with: --tokenizer byte, gpt2 …") from error
     has_file = (folder / "tokenizer.json").is_file()
-    named = hint and not hint.startswith("hf:")  # that would be the path of another machine
-    known = [hint] if named else BY_SIZE.get(len(vocabulary), [])
-    for name in [] if has_file and theirs.chat_template else known:
+    name = BY_SIZE.get(len(vocabulary))
+    if hint and not hint.startswith("hf:"):  # hf: would be a path on another machine
+        name = hint
+    if name and not (has_file and theirs.chat_template):
         ours = get_tokenizer(name)
         if vocabulary == token_strings(ours) and ids == ours.encode(PROBE):
             return name
@@ -201,31 +208,40 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
         options = hf_weights.from_hf_config(hf)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
-    name = tokenizer or recognize_tokenizer(folder, getattr(hf, "nanote", {}).get("tokenizer"), hf)
-    known = get_tokenizer(name)
-    name, needed, vocab_size = known.name, known.vocab_size, hf.vocab_size
-    if vocab_size < needed:
-        raise ValueError(
-            f"{folder}: {vocab_size:,} rows of the embedding, but the tokenizer {name} has {needed:,} tokens"
-        )
-    rows = vocab_size if vocab_size % 32 == 0 else padded_vocab_size(vocab_size)
-    config = TrainConfig(
-        **options | {"vocab_size": rows}, preset="hf", out_dir=str(run),
-        seq_len=min(1024, hf.max_position_embeddings),
-    )
-    model_config = models.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": False})
-    sizes = {name: getattr(model_config, name) for name in ("n_kv_head", "head_dim", "n_inner")}
-    config = dataclasses.replace(config, **sizes)
+    hint = getattr(hf, "nanote", {}).get("tokenizer")
+    known = get_tokenizer(tokenizer or recognize_tokenizer(folder, hint, hf))
+    if hf.vocab_size < known.vocab_size:
+        raise ValueError(f"{folder}: {hf.vocab_size:,} rows of the embedding, but the tokenizer {known.name} "
+                         f"has {known.vocab_size:,} tokens")
+    config, model_config = make_configs(options, hf, run)
     try:
-        model = build_imported(folder, config, model_config, vocab_size)
+        model = build_imported(folder, config, model_config, hf.vocab_size)
     except ValueError as error:
         message = str(error)
         raise ValueError(message if message.startswith(str(folder)) else f"{folder}: {message}") from error
     meta = {
         "config": dataclasses.asdict(config), "model": config.model,
-        "model_config": dataclasses.asdict(model_config), "tokenizer": name,
-        "hf": {"folder": str(folder), "vocab_size": vocab_size},
+        "model_config": dataclasses.asdict(model_config), "tokenizer": known.name,
+        "hf": {"folder": str(folder), "vocab_size": hf.vocab_size},
     }
+    return write_run(run, model, meta)
+
+
+def make_configs(options: dict, hf, run: Path):
+    """Return the run's TrainConfig and its OptimizedConfig, with a vocabulary padded for FP8."""
+    rows = hf.vocab_size if hf.vocab_size % 32 == 0 else padded_vocab_size(hf.vocab_size)
+    config = TrainConfig(
+        **options | {"vocab_size": rows}, preset="hf", out_dir=str(run),
+        seq_len=min(1024, hf.max_position_embeddings),
+    )
+    model_config = models.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": False})
+    # the sizes that the model derives where they are None
+    sizes = {name: getattr(model_config, name) for name in ("n_kv_head", "head_dim", "n_inner")}
+    return dataclasses.replace(config, **sizes), model_config
+
+
+def write_run(run: Path, model, meta: dict) -> Path:
+    """Write the run folder with a checkpoint of step 0, all or nothing; return the path of the checkpoint."""
     unfinished = run.with_name(f".importing-{run.name}-{os.getpid()}")
     try:
         unfinished.mkdir(parents=True)
@@ -245,9 +261,10 @@ def build_imported(folder: Path, config, model_config, vocab_size: int):
     weights = hf_weights.from_hf(read_tensors(folder), model_config, vocab_size)
     for embedding in {"wte.weight", "lm_head.weight"} & set(weights):
         weights[embedding] = pad_rows(weights[embedding], config.vocab_size)
+    dtype = functools.reduce(torch.promote_types, {weight.dtype for weight in weights.values()})
     # the checkpoint stores the state of the random generator: the same for every import
     torch.manual_seed(config.seed)
-    model = models.build_model(config.model, model_config, dtype=torch.promote_types(*dtypes(weights)))
+    model = models.build_model(config.model, model_config, dtype=dtype)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.copy_(weights[key])
@@ -261,12 +278,6 @@ def new_optimizer(model):
         moments = {name: torch.zeros(parameter.shape) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = moments | {"master_param": parameter.detach().float().clone()}
     return optimizer
-
-
-def dtypes(weights: dict) -> list[torch.dtype]:
-    """Return two types that promote to a type that holds every weight."""
-    found = {weight.dtype for weight in weights.values()}
-    return [min(found, key=lambda dtype: dtype.itemsize), max(found, key=lambda dtype: dtype.itemsize)]
 
 
 def main(argv=None) -> None:

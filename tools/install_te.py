@@ -426,9 +426,9 @@ def install(dry_run=False, run=subprocess.Popen):
     settings, commands = plan(nvidia_folder(), installed_packages(), max_jobs(), os.environ)
     flash = [flash_command(torch_cuda() or "")] if gpu_capability() >= FLASH_CAPABILITY else []
     for command in commands + flash:
-        assignments = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
-        if "--no-build-isolation" not in command:
-            assignments = []
+        assignments = []
+        if "--no-build-isolation" in command:  # the command that compiles
+            assignments = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
         print(" ".join([*assignments, shlex.join(command)]), flush=True)
     obstacles = cannot_build()
     for problem, fix in obstacles:
