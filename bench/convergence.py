@@ -14,8 +14,9 @@ Every arm trains on the same batches for the same seed, and is evaluated on the 
 cut, by --time-budget, a signal or a machine that went away, continues from its last checkpoint in --out-dir.
 
 results/convergence.json has a list `runs`, a record per evaluation of each completed run: arm, seed, tokens,
-step, val_loss (nats a token) and seconds, the time in training steps alone (without evaluations, checkpoints
-and the first step, which captures the CUDA graphs). From the last records follows the list `summary`:
+step, val_loss (nats a token), machine, and seconds, the time in training steps alone (without evaluations,
+checkpoints and the first step, which captures the CUDA graphs). From the last records follows the list
+`summary`:
 
 - mean, standard_error: of the final validation loss over the seeds
 - gap_percent, gap_standard_error, gap_interval: of the arm's loss over that of bf16, paired by seed; the last
@@ -48,7 +49,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench.report import check_folder, write_json, write_report
+from bench.report import check_folder, cpu_name, write_json, write_report
 from nanote import cli
 from nanote.metrics import read_metrics
 
@@ -103,7 +104,8 @@ ARMS |= {
     for prefix in ("", "small-", "bpe-") for name, words in EMULATED.items()
 }
 ARMS["nanogpt"] = f"{GPT2} --fp8-recipe none --model bench/nanogpt.py:NanoGPT --dtype float32 --compile"
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of Student's t, 1, 2… degrees
+# of Student's t, 1, 2… degrees of freedom
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
 
 
 @dataclass
@@ -314,11 +316,12 @@ def main(argv=None):
             raise ValueError(f"--arms {arm}: needs a nanoGPT checkout; name its folder with --nanogpt")
     arms = [arm if "@" in arm else f"{arm}@{options.lr}" for arm in options.arms]
     document = json.loads(options.json.read_text()) if options.json.exists() else {"runs": []}
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     lock = threading.Lock()
 
     def record(arm: str, seed: int, folder: Path) -> None:
         with lock:
-            found = evaluations_of(arm, seed, folder)
+            found = [record | {"machine": machine} for record in evaluations_of(arm, seed, folder)]
             run = arm, seed, found[0]["run_tokens"]
             others = [r for r in document["runs"] if (r["arm"], r["seed"], r["run_tokens"]) != run]
             document["runs"] = others + found
