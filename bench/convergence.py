@@ -70,6 +70,7 @@ RECIPES = {  # name of an arm: options of its precision
     "fp8": "",
     "fp8-most_recent": "--fp8-amax-compute-algo most_recent --fp8-amax-history-len 16",
     "fp8-bf16_head": "--no-fp8-lm-head",
+    "fp8-stochastic": "--fp8-logits-rounding stochastic",
     "fp8-precise_dgrad": "--fp8-dgrad-fast-accum-k 0",
     "fp8-e4m3": "--fp8-format e4m3",
     "fp8-current": "--fp8-recipe current",

@@ -34,6 +34,7 @@ class Report:
     attention: str = ""
     loss: str = ""
     dgrad_fast_accum_k: int = 0
+    logits_rounding: str = "nearest"
 
     def __str__(self):
         parts = {"blocks": self.blocks, "attention": self.attention, "loss": self.loss}
@@ -42,14 +43,17 @@ class Report:
             return f"fast kernels are off: {self.blocks}"
         off = [f"{part} ({reason})" for part, reason in parts.items() if reason]
         line = f"fast kernels: {', '.join(on) or 'none'} on" + (f"; off: {', '.join(off)}" if off else "")
-        if self.blocks or not self.dgrad_fast_accum_k:
-            return line
-        gemms = f"dgrad GEMMs with K up to {self.dgrad_fast_accum_k:,}"
-        return f"{line}; {gemms} use fast accumulation where it is faster"
+        if not self.blocks and self.dgrad_fast_accum_k:
+            gemms = f"dgrad GEMMs with K up to {self.dgrad_fast_accum_k:,}"
+            line += f"; {gemms} use fast accumulation where it is faster"
+        if not self.loss and self.logits_rounding != "nearest":
+            line += "; the FP8 gradient of the logits is rounded stochastically"
+        return line
 
 
 def accelerate(
-    model, *, blocks=True, attention=True, loss=True, dgrad_fast_accum_k=DGRAD_FAST_ACCUM_K
+    model, *, blocks=True, attention=True, loss=True, dgrad_fast_accum_k=DGRAD_FAST_ACCUM_K,
+    logits_rounding="nearest",
 ) -> Report:
     """Replace parts of a model of model_te_optimized.py by the kernels, in place.
 
@@ -63,29 +67,34 @@ def accelerate(
         loss: replace the cross-entropy.
         dgrad_fast_accum_k: the largest K of a dgrad GEMM that may use FP8 fast accumulation, which is then
             used where it is faster. 0: never, as in Transformer Engine's recipe.
+        logits_rounding: how the kernel of the loss rounds the logits' gradient to FP8, "nearest" or
+            "stochastic".
 
     Returns:
         A Report, which prints as one line.
 
     Raises:
-        ValueError: dgrad_fast_accum_k is negative.
+        ValueError: dgrad_fast_accum_k is negative, or logits_rounding unknown.
     """
     if dgrad_fast_accum_k < 0:
         raise ValueError(
             f"dgrad_fast_accum_k={dgrad_fast_accum_k}: must be 0 or more; {DGRAD_FAST_ACCUM_K} works"
         )
+    if logits_rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"logits_rounding={logits_rounding!r}: must be nearest or stochastic")
     reason = support.structure_reason(model)
     if not reason and importlib.util.find_spec("triton") is None:
         reason = "Triton is not installed"
     if reason:
         return Report(reason, reason, reason)
     _undo(model)
-    model.dgrad_fast_accum_k = dgrad_fast_accum_k
+    model.dgrad_fast_accum_k, model.logits_rounding = dgrad_fast_accum_k, logits_rounding
     return Report(
         _replace_blocks(model) if blocks else "not asked for",
         _replace_attention(model) if attention else "not asked for",
         _replace_loss(model) if loss else "not asked for",
         dgrad_fast_accum_k,
+        logits_rounding,
     )
 
 

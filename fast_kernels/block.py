@@ -88,7 +88,7 @@ def cross_entropy(model, logits, labels):
     """Replace `OptimizedGPT2Model.cross_entropy`."""
     if not logits.is_cuda or not support.takes_loss(model):
         return type(model).cross_entropy(model, logits, labels)
-    return fast_loss.cross_entropy(logits, labels, head=model.lm_head)
+    return fast_loss.cross_entropy(logits, labels, model.lm_head, model.logits_rounding)
 
 
 # ---------------------------------------------------------------- the training pass

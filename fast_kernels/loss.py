@@ -32,7 +32,7 @@ IGNORE_INDEX = tl.constexpr(-100)
 
 
 @torch.compiler.disable  # backward overwrites an input, which a compiled graph cannot express
-def cross_entropy(logits, labels, head=None):
+def cross_entropy(logits, labels, head=None, rounding="nearest"):
     """Compute the mean cross-entropy over the labels that are not -100, () float32; 0 if all are -100.
 
     Args:
@@ -41,6 +41,8 @@ def cross_entropy(logits, labels, head=None):
         head: the `te.LayerNormLinear` that computed `logits`. If it runs in FP8 under delayed scaling, its
             backward pass gets the gradient in FP8. Then use the logits for nothing else: autograd would sum
             two gradients of them dequantized.
+        rounding: of that gradient. "nearest", as in Transformer Engine; "stochastic": to one of the two FP8
+            neighbors, with the probabilities that make the mean exact.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -54,7 +56,8 @@ def cross_entropy(logits, labels, head=None):
         raise ValueError(f"labels {tuple(labels.shape)} {labels.dtype}: ({logits.shape[0]},) int64 is "
                          "needed, one for each row of logits")
     with torch.cuda.device_of(logits):  # Triton launches on the current device
-        return _CrossEntropy.apply(logits, labels.contiguous(), gradient_quantizer(logits, head))
+        quantizer = gradient_quantizer(logits, head)
+        return _CrossEntropy.apply(logits, labels.contiguous(), quantizer, rounding)
 
 
 def gradient_quantizer(logits, head):
@@ -81,13 +84,13 @@ def gradient_quantizer(logits, head):
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, quantizer):
+    def forward(ctx, logits, labels, quantizer, rounding):
         rows, vocab_size = logits.shape
         losses, lse = torch.empty((2, rows), dtype=torch.float32, device=logits.device)
         _forward_kernel[(rows,)](logits, labels, losses, lse, vocab_size, **FORWARD)
         count = (labels != IGNORE_INDEX.value).sum().clamp(min=1)
         ctx.save_for_backward(logits.detach(), labels, lse, count)
-        ctx.quantizer, ctx.did_backward = quantizer, False
+        ctx.quantizer, ctx.rounding, ctx.did_backward = quantizer, rounding, False
         return losses.sum() / count
 
     @staticmethod
@@ -99,20 +102,21 @@ class _CrossEntropy(torch.autograd.Function):
         logits, labels, lse, count = ctx.saved_tensors
         factor = (grad_loss / count).float()
         if ctx.quantizer is not None:
-            return gradient_fp8(logits, labels, lse, factor, ctx.quantizer), None, None
+            gradient = gradient_fp8(logits, labels, lse, factor, ctx.quantizer, ctx.rounding)
+            return gradient, None, None, None
         rows, vocab_size = logits.shape
         _backward_kernel[(rows * triton.cdiv(vocab_size, BACKWARD["BLOCK"]),)](
             logits, labels, lse, factor, vocab_size, **BACKWARD
         )
         # makes autograd raise an error where another function saved the logits for its backward pass
         torch.autograd.graph.increment_version(logits)
-        return logits, None, None
+        return logits, None, None, None
 
 
-def gradient_fp8(logits, labels, lse, factor, quantizer):
+def gradient_fp8(logits, labels, lse, factor, quantizer, rounding="nearest"):
     """Compute (softmax(logits) - onehot) · factor as a `Float8Tensor` (N, V) with its transpose.
 
-    Equals `quantizer(gradient)` for that gradient in BF16, and raises `quantizer.amax` as well.
+    Raises `quantizer.amax`. Rounded to nearest, it equals `quantizer(gradient)` for that gradient in BF16.
 
     Args:
         labels: (N,) int64.
@@ -123,7 +127,8 @@ def gradient_fp8(logits, labels, lse, factor, quantizer):
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
     rowwise, columnwise = cast_gradient(
-        logits, labels, lse, factor, quantizer.scale, quantizer.amax, TE_DType_To_Torch[quantizer.dtype]
+        logits, labels, lse, factor, quantizer.scale, quantizer.amax, TE_DType_To_Torch[quantizer.dtype],
+        rounding,
     )
     # TE's backward pass reshapes the gradient to 2-D, which it already is; its `reshape` then gives the
     # transposed copy the shape (N, V). This is harmless: GEMMs use the shape of the rowwise copy.
@@ -140,7 +145,7 @@ def gradient_fp8(logits, labels, lse, factor, quantizer):
     )
 
 
-def cast_gradient(logits, labels, lse, factor, scale, amax, fp8):
+def cast_gradient(logits, labels, lse, factor, scale, amax, fp8, rounding="nearest"):
     """Compute the gradient times `scale` in the FP8 type `fp8`; return data (N, V) and its transpose, uint8.
 
     scale, amax: (1,) float32; amax is raised to the gradient's largest magnitude.
@@ -151,7 +156,7 @@ def cast_gradient(logits, labels, lse, factor, scale, amax, fp8):
     tiles = triton.cdiv(rows, BACKWARD_FP8["ROWS"]) * triton.cdiv(vocab_size, BACKWARD_FP8["COLUMNS"])
     _backward_fp8_kernel[(tiles,)](
         logits, labels, lse, factor, scale, amax, rowwise.view(fp8), columnwise.view(fp8), rows, vocab_size,
-        **BACKWARD_FP8,
+        STOCHASTIC=rounding == "stochastic", **BACKWARD_FP8,
     )
     return rowwise, columnwise
 
@@ -204,7 +209,8 @@ def _backward_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, V, BLOCK: tl.c
 
 @triton.jit
 def _backward_fp8_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, scale_ptr, amax_ptr, rowwise_ptr,
-                         columnwise_ptr, N, V, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+                         columnwise_ptr, N, V, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
+                         COLUMNS: tl.constexpr):
     """Compute one tile (ROWS, COLUMNS) of the gradient; store it in FP8, rowwise and transposed."""
     tile_columns = tl.cdiv(V, COLUMNS)
     first_row, first_column = (
@@ -222,10 +228,54 @@ def _backward_fp8_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, scale_ptr,
     c = _rounded_gradient(x[2], labels_ptr, lse_ptr, rows + 2, columns, factor, N)
     d = _rounded_gradient(x[3], labels_ptr, lse_ptr, rows + 3, columns, factor, N)
     tl.atomic_max(amax_ptr, tl.max(casts.abs_max(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
+    scale = tl.load(scale_ptr)
+    if STOCHASTIC:
+        fp8: tl.constexpr = rowwise_ptr.dtype.element_ty
+        bits = _random_bits(lse_ptr, rows, columns, N)
+        # each row has its own bits in the high places, which decide
+        a = _round_stochastically(a * scale, bits, fp8)
+        b = _round_stochastically(b * scale, bits << 24 | bits >> 8, fp8)
+        c = _round_stochastically(c * scale, bits << 16 | bits >> 16, fp8)
+        d = _round_stochastically(d * scale, bits << 8 | bits >> 24, fp8)
+        scale = 1.0
     casts.store_fp8(
-        a, b, c, d, tl.load(scale_ptr), rowwise_ptr, columnwise_ptr, first_row, first_column, N, V, mask,
-        ROWS, COLUMNS,
+        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, V, mask, ROWS, COLUMNS
     )
+
+
+@triton.jit
+def _random_bits(lse_ptr, rows, columns, N):
+    """Return 32 random bits for every fourth row and each column: a hash of row, column and log-sum-exp,
+    which differs in every step. So nothing has to be kept, and a run that resumes draws the same bits."""
+    lse = tl.load(lse_ptr + rows, mask=rows < N, other=0.0).to(tl.uint32, bitcast=True)
+    bits = (lse ^ _hash(rows.to(tl.uint32)))[:, None] ^ (columns.to(tl.uint32) * 0x9E3779B9)[None, :]
+    return _hash(bits)
+
+
+@triton.jit
+def _hash(x):
+    """Mix 32 bits; the constants of lowbias32 (Wellons 2018)."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _round_stochastically(x, bits, FP8: tl.constexpr):
+    """Round x to one of its two neighbors in FP8, in float32: random low bits are added to its significand,
+    and what FP8 cannot hold is cut off. A value that FP8 holds stays; the cast that follows saturates."""
+    if FP8 == tl.float8e5:  # values below its normal range are 2^-30 of the largest, and rounded to nearest
+        return _cut_off(x, bits, 21)
+    # Subnormal values of E4M3 have the spacing of the smallest normal ones: move them there and back.
+    shift = tl.where(tl.abs(x) < 2.0**-6, tl.where(x < 0.0, -(2.0**-6), 2.0**-6), 0.0)
+    return _cut_off(x + shift, bits, 20) - shift
+
+
+@triton.jit
+def _cut_off(x, bits, DROPPED: tl.constexpr):
+    """Drop low bits of float32's significand, after random ones were added."""
+    rounded = x.to(tl.uint32, bitcast=True) + (bits >> (32 - DROPPED))
+    return (rounded >> DROPPED << DROPPED).to(tl.float32, bitcast=True)
 
 
 @triton.jit

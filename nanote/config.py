@@ -105,6 +105,9 @@ class TrainConfig:
     fp8_dgrad_fast_accum_k: int = 3072
     """Delayed scaling with the fast kernels: dgrad GEMMs with K up to this may use FP8 fast accumulation,
     where it is faster; 0: never, as in Transformer Engine's recipe."""
+    fp8_logits_rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Delayed scaling with the fast kernels: round the gradient of the logits to the nearest FP8 value, or to
+    one of its two neighbors, with the probabilities that make the mean exact."""
     fp8_param: bool = False  # Store weights of linear layers in FP8 (the optimizer keeps float32 masters).
     fp8_lm_head: bool = True  # Run the GEMMs of lm_head in FP8, too.
     fp8_skip_first: int = 0  # Keep the first k blocks in high precision.

@@ -352,6 +352,7 @@ class CapturedValues:
             "model.config": _settings(getattr(model, "config", None)),
             "model.fp8_recipe": _settings(getattr(model, "fp8_recipe", None)),
             "model.dgrad_fast_accum_k": getattr(model, "dgrad_fast_accum_k", None),
+            "model.logits_rounding": getattr(model, "logits_rounding", None),
             "model.training": [settings["training"] for settings in self.settings],
             "the p of a dropout": [settings["p"] for settings in self.dropouts],
             "the kernel of an attention": [settings["kernel"] for settings in self.attentions],
@@ -422,7 +423,7 @@ def accelerate(model, config):
         return "fast kernels are off: there is no folder fast_kernels"
     report = replace_by_kernels(
         model, blocks=config.fused_block, loss=config.fused_loss,
-        dgrad_fast_accum_k=config.fp8_dgrad_fast_accum_k)
+        dgrad_fast_accum_k=config.fp8_dgrad_fast_accum_k, logits_rounding=config.fp8_logits_rounding)
     return str(report)
 
 

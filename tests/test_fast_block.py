@@ -398,6 +398,8 @@ def test_the_study_of_accumulation_finds_every_dgrad(monkeypatch):
 def test_accelerate_refuses_a_negative_k():
     with pytest.raises(ValueError, match="dgrad_fast_accum_k=-1: must be 0 or more; 3072 works"):
         accelerate(make_model(), dgrad_fast_accum_k=-1)
+    with pytest.raises(ValueError, match="logits_rounding='up': must be nearest or stochastic"):
+        accelerate(make_model(), logits_rounding="up")
 
 
 # On a CPU Triton's interpreter takes ten seconds for each; test_training_is_that_of_the_modules has all of

@@ -150,6 +150,52 @@ def test_fp8_gradient_is_the_cast_of_the_bf16_one(monkeypatch, rows, vocab_size,
     assert amax.item() == 1e5  # a larger amax from an earlier micro-batch stays
 
 
+@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows, vocab_size", [
+    (96, 272), (64, 144), *(pytest.param(*size, marks=pytest.mark.gpu)
+                            for size in ((8192, 50304), (16400, 16016)))])
+def test_stochastic_rounding_keeps_the_mean(rows, vocab_size, dtype, fp8):
+    """Tokens that share their probabilities are rounded to both neighbors, and sums over tokens, or over the
+    vocabulary, miss by as much as those of independent draws. Rounded to nearest, all miss alike."""
+    logits, _ = make_inputs(1, vocab_size, dtype)
+    logits, labels = logits.repeat(rows, 1), torch.randint(vocab_size, (rows,), device=DEVICE)
+    labels[7] = -100
+    lse = saved_lse(logits, labels)
+    _, gradient = loss_and_gradient(logits, labels)
+    scale = torch.finfo(fp8).max / gradient.abs().max().float()
+    exact = gradient.float() * scale
+    factor = torch.tensor(1.0, device=DEVICE) / (rows - 1)
+
+    def cast(rounding, lse=lse):
+        amax = torch.zeros(1, device=DEVICE)
+        rowwise, columnwise = fast_loss.cast_gradient(
+            logits, labels, lse, factor, scale, amax, fp8, rounding)
+        assert torch.equal(columnwise, rowwise.T)
+        assert amax.item() == gradient.abs().max().item()
+        return rowwise
+
+    bits, smallest = (2, -14) if fp8 == torch.float8_e5m2 else (3, -6)
+    spacing = 2.0 ** (exact.abs().log2().floor().clamp(min=smallest) - bits)  # of the neighbors in FP8
+    place = (exact / spacing).frac().abs()  # between them
+
+    def variance_ratio(rowwise, dim):
+        """Return the sums' squared errors over those of independent draws, on average."""
+        error = rowwise.view(fp8).float() - exact
+        draws = (spacing.square() * place * (1 - place)).sum(dim)
+        return (error.sum(dim).square()[draws > 0] / draws[draws > 0]).mean().item()
+
+    rowwise = cast("stochastic")
+    values = rowwise.view(fp8).float()
+    assert ((values - exact).abs() < spacing).all() and (values[place == 0] == exact[place == 0]).all()
+    for dim in (0, 1):
+        assert variance_ratio(rowwise, dim) == pytest.approx(1, abs=0.5)
+    assert variance_ratio(cast("nearest"), 0) > 3
+    assert torch.equal(cast("stochastic"), rowwise)  # the same step again
+    other = lse.view(torch.int32).add(1).view(torch.float32)
+    assert (cast("stochastic", other) != rowwise).float().mean() > 0.2  # another step
+
+
 class FakeFloat8Tensor(torch.Tensor):
     """Stands in for TE's class: to autograd a BF16 tensor, with FP8 data inside."""
 

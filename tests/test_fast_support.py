@@ -277,6 +277,9 @@ def test_a_second_pass_after_unfreezing_takes_the_kernels(monkeypatch):
              "dgrad GEMMs with K up to 3,072 use fast accumulation where it is faster"),
     ("", dict(fp8_dgrad_fast_accum_k=0),
      "fast kernels: blocks, loss on; off: attention (sdpa is used, not FlashAttention)"),
+    ("", dict(fp8_dgrad_fast_accum_k=0, fp8_logits_rounding="stochastic"),
+     "fast kernels: blocks, loss on; off: attention (sdpa is used, not FlashAttention); the FP8 gradient of "
+     "the logits is rounded stochastically"),
     ("dropout is on", {},
      "fast kernels: loss on; off: blocks (dropout is on), attention (sdpa is used, not FlashAttention)"),
     ("", dict(fused_block=False, fused_loss=False),
@@ -292,6 +295,7 @@ def test_the_trainer_says_what_the_kernels_do(monkeypatch, reason, options, word
     assert train_step.accelerate(model, config) == words
     if words.startswith("fast kernels: blocks"):
         assert model.dgrad_fast_accum_k == config.fp8_dgrad_fast_accum_k
+        assert model.logits_rounding == config.fp8_logits_rounding
 
 
 # accelerate

@@ -164,6 +164,8 @@ CHANGES = {  # name: (change after the capture, pattern of the message)
         lambda s: setattr(s.model.fp8_recipe, "scaling_factor_compute_algo", lambda *args: args[1]),
         "model.fp8_recipe"),
     "use_fp8": (lambda s: setattr(s.model.config, "use_fp8", False), "model.config"),
+    "logits_rounding": (
+        lambda s: setattr(s.model, "logits_rounding", "stochastic"), "model.logits_rounding"),
     "dgrad_fast_accum_k": (lambda s: setattr(s.model, "dgrad_fast_accum_k", 64), "model.dgrad_fast_accum_k"),
     "dropout": (lambda s: setattr(s.model.blocks[0].dropout, "p", 0.1), "the p of a dropout"),
     "attention": (lambda s: setattr(s.model.blocks[0].attn, "kernel", "te"), "the kernel of an attention"),
