@@ -47,7 +47,8 @@ SCALING = ("delayed", "current", "row", "block")
 CHOICES = {  # of an option, the values
     "quantize": (*GROUPS, *OPERANDS), "keep": (*GROUPS, *OPERANDS), "skip": (*LAYERS, "first", "last"),
     "scaling": SCALING, "gradient_scaling": SCALING, "history": ("1", "16", "1024"),
-    "gradients": tuple(FORMATS), "rounding": ("nearest", "stochastic"), "residual": ("model", "float32"),
+    "gradients": tuple(FORMATS), "rounding": ("nearest", "stochastic", "stochastic_head"),
+    "residual": ("model", "float32"),
 }
 
 
@@ -62,7 +63,7 @@ class Ablation:
     gradient_scaling: str = ""  # Of dy; default: as `scaling`.
     history: str = "1024"  # Number of amax values of delayed scaling; 1 is the algorithm most_recent.
     gradients: str = "e5m2"  # Format of dy; x and w are in E4M3.
-    rounding: str = "nearest"  # Of dy.
+    rounding: str = "nearest"  # Of dy; stochastic_head: stochastic in the head, to nearest elsewhere.
     residual: str = "model"  # Dtype of the residual.
 
     @classmethod
@@ -264,7 +265,12 @@ class Ablated(OptimizedGPT2Model):
         nothing = dataclasses.replace(ablation, quantize="none")
 
         def gemm(*names):
-            return Gemm(nothing if set(names) & set(ablation.skip.split(",")) else ablation)
+            if set(names) & set(ablation.skip.split(",")):
+                return Gemm(nothing)
+            if ablation.rounding == "stochastic_head":
+                rounding = "stochastic" if "head" in names else "nearest"
+                return Gemm(dataclasses.replace(ablation, rounding=rounding))
+            return Gemm(ablation)
 
         for layer, block in enumerate(self.blocks):
             place = {0: "first", config.n_layer - 1: "last"}.get(layer, "between")

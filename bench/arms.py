@@ -40,6 +40,7 @@ WORDS = {  # in the name of any arm with Transformer Engine -> options of train.
     "libraries": {"attention": "sdpa", "fused_loss": False, "fused_block": False},  # keeps our optimizer
     "te_block": {"fused_block": False},
     "precise_dgrad": {"fp8_dgrad_fast_accum_k": 0},
+    "stochastic": {"fp8_logits_rounding": "stochastic"},
     "bf16_moments": {"moment_dtype": "bfloat16"},
     "checkpointing": {"gradient_checkpointing": True},
 }

@@ -93,7 +93,8 @@ EMULATED = {  # name of an arm emulated-…: options of bench/ablation.py
     "block_gradients": "gradient_scaling=block gradients=e4m3",
     "history16": "history=16", "most_recent": "history=1",
     "e4m3": "gradients=e4m3", "e4m3_current": "scaling=current gradients=e4m3",
-    "stochastic": "rounding=stochastic", "float32_residual": "residual=float32",
+    "stochastic": "rounding=stochastic", "stochastic_head": "rounding=stochastic_head",
+    "float32_residual": "residual=float32",
 }
 ARMS = {  # name: environment variables and options of train.py, as in a shell
     f"{prefix}{name}": f"{size} {options}" for prefix, size in SIZES.items()
