@@ -152,18 +152,19 @@ def test_fp8_gradient_is_the_cast_of_the_bf16_one(monkeypatch, rows, vocab_size,
 
 @pytest.mark.parametrize("fp8", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("rows, vocab_size", [
-    (96, 272), (64, 144), *(pytest.param(*size, marks=pytest.mark.gpu)
-                            for size in ((8192, 50304), (16400, 16016)))])
-def test_stochastic_rounding_keeps_the_mean(rows, vocab_size, dtype, fp8):
+@pytest.mark.parametrize("rows, vocab_size, size", [  # size: no value is below E5M2's normal range
+    (96, 272, 3.0), (64, 144, 3.0), pytest.param(8192, 50304, 1.5, marks=pytest.mark.gpu),
+    pytest.param(16400, 16016, 1.5, marks=pytest.mark.gpu)])
+def test_stochastic_rounding_keeps_the_mean(rows, vocab_size, size, dtype, fp8):
     """Tokens that share their probabilities are rounded to both neighbors, and sums over tokens, or over the
     vocabulary, miss by as much as those of independent draws. Rounded to nearest, all miss alike."""
-    logits, _ = make_inputs(1, vocab_size, dtype)
+    logits, _ = make_inputs(1, vocab_size, dtype, size)
     logits, labels = logits.repeat(rows, 1), torch.randint(vocab_size, (rows,), device=DEVICE)
     labels[7] = -100
     lse = saved_lse(logits, labels)
     _, gradient = loss_and_gradient(logits, labels)
-    scale = torch.finfo(fp8).max / gradient.abs().max().float()
+    # 0.75: the labels' gradients, nearly all alike, come to lie between two FP8 values
+    scale = 0.75 * torch.finfo(fp8).max / gradient.abs().max().float()
     exact = gradient.float() * scale
     factor = torch.tensor(1.0, device=DEVICE) / (rows - 1)
 
