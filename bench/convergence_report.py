@@ -3,7 +3,6 @@
 All but `rates_table` are at the learning rate that is best for BF16, which every arm has.
 """
 
-import math
 import statistics
 
 from bench.convergence import EMULATED, RECIPES, SIZES, baseline_of, interval_of, size_of
@@ -137,12 +136,15 @@ def negatives_table(result) -> str:
 
 
 def plot(result, path) -> None:
-    """Draw the validation loss against tokens, and against seconds of training. Several seeds: their mean, in
-    a band of its 95 % interval. Of each arm the runs as long as BF16's shortest."""
+    """Draw the validation loss against tokens, and against seconds of training: the mean over the seeds, from
+    three on in a band of its 95 % interval, else with a thin line per seed. Of each arm the runs as long as
+    BF16's shortest, at the steps that all seeds have."""
     import matplotlib.pyplot as plt
 
     rate, rows = best_rate(result["summary"]), rows_of(result)
-    labels = {"bf16": "BF16", "fp8": "FP8, delayed scaling", "nanogpt": "nanoGPT, compiled"}
+    labels = {"bf16": "BF16", "fp8": "FP8, delayed scaling",
+              "fp8-stochastic": "FP8, logits' gradient\nrounded stochastically",
+              "nanogpt": "nanoGPT, compiled"}
     tokens = rows["bf16"][0]["tokens"]
     seeds = {arm: row["seeds"] for arm in labels for row in rows.get(arm, []) if row["tokens"] == tokens}
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
@@ -151,14 +153,16 @@ def plot(result, path) -> None:
             by_step = {}
             for record in result["runs"]:
                 if (record["arm"], record["run_tokens"]) == (arm + rate, tokens) and record["step"] > 1:
-                    by_step.setdefault(record["step"], []).append(record)
-            evaluations = [by_step[step] for step in sorted(by_step)]
+                    by_step.setdefault(record["step"], {})[record["seed"]] = record
+            evaluations = [[by_step[step][seed] for seed in sorted(by_step[step])]
+                           for step in sorted(by_step) if len(by_step[step]) == seeds[arm]]
             x = [scale * statistics.mean(r[unit] for r in records) for records in evaluations]
             losses = [[r["val_loss"] for r in records] for records in evaluations]
-            axis.plot(x, [statistics.mean(values) for values in losses], label=labels[arm])
-            if seeds[arm] > 1:  # a step that only one seed has: NaN, which is not drawn
-                intervals = [interval_of(values) or (math.nan, math.nan) for values in losses]
-                axis.fill_between(x, *zip(*intervals), alpha=0.3)
+            line, = axis.plot(x, [statistics.mean(values) for values in losses], label=labels[arm])
+            if seeds[arm] > 2:
+                axis.fill_between(x, *zip(*map(interval_of, losses)), alpha=0.3)
+            else:
+                axis.plot(x, losses, lw=0.5, color=line.get_color())
         axis.set_xlabel("million tokens" if unit == "tokens" else "seconds of training on one GPU")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("validation loss, nats a token")

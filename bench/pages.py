@@ -76,7 +76,7 @@ TABLES = {  # comment in a page -> JSON file, function that makes a Markdown tab
     "convergence_rates": ("convergence", convergence_report.rates_table),
     "convergence_small": ("convergence_small", convergence_report.small_table),
     "convergence_bpe": ("convergence_bpe", convergence_report.small_table),
-    "rounding_bpe": ("rounding_bpe", rounding.table),
+    "rounding": ("rounding", rounding.table), "rounding_bpe": ("rounding_bpe", rounding.table),
     "convergence_emulated": ("convergence", convergence_report.emulated_table),
     "convergence_negatives": ("convergence", convergence_report.negatives_table),
     "accumulation_times": ("accumulation", accumulation.times_table),

@@ -93,24 +93,30 @@ def test_tables_are_at_the_rate_of_the_shortest_runs_and_show_the_gap_of_every_f
 
 
 def test_the_picture_has_the_arms_and_bands_that_were_measured(tmp_path, monkeypatch):
-    """An arm without a run of BF16's shortest length is left out; a step of one seed has no band."""
+    """An arm without a run of BF16's shortest length is left out, and a step that not every seed has."""
     from matplotlib import pyplot
 
     runs = [*run("bf16@1e-3", 1, 10**8, 2.0, 100.0), *run("bf16@1e-3", 2, 10**8, 2.1, 100.0),
-            *run("fp8@1e-3", 1, 2 * 10**8, 2.0, 150.0), *run("nanogpt@1e-3", 1, 10**8, 2.0, 150.0)]
+            *run("bf16@1e-3", 3, 10**8, 2.1, 100.0), *run("fp8@1e-3", 1, 2 * 10**8, 2.0, 150.0),
+            *run("nanogpt@1e-3", 1, 10**8, 2.0, 150.0)]
     extra = {"arm": "bf16@1e-3", "run_tokens": 10**8, "val_loss": 2.5}
     runs += [extra | {"seed": seed, "tokens": step * 10**7, "step": step, "seconds": 10.0 * step}
-             for seed, step in ((1, 5), (2, 5), (1, 4))]
+             for seed, step in ((1, 5), (2, 5), (3, 5), (1, 4), (2, 4))]
+    runs += run("fp8-stochastic@1e-3", 1, 10**8, 1.9, 100.0) + run("fp8-stochastic@1e-3", 2, 10**8, 2.0, 90.0)
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
     convergence_report.plot({"runs": runs, "summary": summarize(runs)}, tmp_path / "picture.png")
     axis = pyplot.gcf().axes[0]
     monkeypatch.undo()
     pyplot.close("all")
-    lines = {line.get_label(): list(line.get_xdata()) for line in axis.get_lines()}
-    assert lines == {"BF16": [100, 40, 50], "nanoGPT, compiled": [100]}, "sorted by step"
+    lines = {line.get_label().replace("\n", " "): list(line.get_xdata()) for line in axis.get_lines()
+             if line.get_linewidth() > 0.5}
+    stochastic = "FP8, logits' gradient rounded stochastically"
+    assert lines == {"BF16": [100, 50], stochastic: [100], "nanoGPT, compiled": [100]}, "sorted by step"
+    thin = sorted(line.get_ydata()[0] for line in axis.get_lines() if line.get_linewidth() == 0.5)
+    assert thin == [1.9, 2.0, 2.0], "a line per seed, where there are one or two"
     (band,) = axis.collections
     assert {x for path in band.get_paths() for x in path.vertices[:, 0]} == {50, 100}
-    assert axis.get_legend().get_title().get_text() == "GPT-2 124M, 2 seeds"
+    assert axis.get_legend().get_title().get_text() == "GPT-2 124M, 3 seeds"
 
 
 def test_a_bias_is_told_from_an_error_that_averages_out():
