@@ -476,6 +476,10 @@ def test_export_refuses_in_one_line(tmp_path, monkeypatch, capsys):
     assert "taken exists" in line("run", "taken")
     assert "no such run" in line("nothing", "folder")
     assert "--dtype" in line("run", "folder", "--dtype", "int8")
+    meta = checkpoint.read_meta("run/step-7")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "read_meta", lambda source: meta | {"model": "my_model.py:MyModel"})
+        assert "a run of my_model.py:MyModel; only runs of the kit's own" in line("run", "folder")
     with monkeypatch.context() as patch:
         def full(*_, **__):
             raise OSError(28, "No space left on device")

@@ -29,7 +29,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from nanote import checkpoint, cli, fp8, json_files, safetensors_files
+from nanote import checkpoint, cli, fp8, json_files, models, safetensors_files
 from nanote.config import saved_options
 from nanote.dataset import HfTokenizer, byte_characters, get_tokenizer
 from nanote.metrics import read_metrics
@@ -78,13 +78,14 @@ def token_strings(tokenizer) -> dict[str, int]:
 
 def fast_tokenizer(tokenizer, n_positions: int):
     """Convert a nanote.dataset tokenizer to a transformers tokenizer with the same ids."""
+    import tokenizers
     import transformers  # slow to import
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 
     tokens, encoding = token_strings(tokenizer), tokenizer.encoding
     special = ["<|endoftext|>"] if encoding is None else sorted(encoding.special_tokens_set, key=tokens.get)
     merges = [] if encoding is None else _merges(tokens, special)
-    fast = Tokenizer(models.BPE(tokens, merges, ignore_merges=encoding is not None))
+    fast = Tokenizer(tokenizers.models.BPE(tokens, merges, ignore_merges=encoding is not None))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if encoding is None:
         fast.pre_tokenizer = byte_level
@@ -129,6 +130,9 @@ def export(run, folder, dtype: str = "auto", moved_tokenizer: str | None = None)
     if os.path.lexists(folder):
         raise ValueError(f"{folder} exists; name another folder")
     meta = checkpoint.read_meta(source)
+    if models.is_file(meta["model"]):
+        raise ValueError(f"{source}: a run of {meta['model']}; only runs of the kit's own model files, "
+                         "such as --model optimized, have a class in transformers")
     config, imported = hf_weights.optimized_config(meta), meta.get("hf", {})
     vocab_size = imported.get("vocab_size", config.vocab_size)
     if vocab_size > config.vocab_size:
