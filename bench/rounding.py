@@ -11,9 +11,10 @@ alone. They do not show what training makes of it.
 - gradient_bias, gradient_error: of the gradient g of all weights in a micro-batch, against that without FP8,
   e: ⟨g, e⟩ / ⟨e, e⟩ - 1, and ‖g - e‖ / ‖e‖, of the sums over --micro-batches
 - mean_error: the part of the error that more tokens do not average out, ‖E(g - e)‖ / ‖E e‖. A squared norm of
-  an expectation is estimated without bias from n micro-batches v: (‖Σv‖² - Σ‖v‖²) / (n (n - 1)). It is None
-  if that is not positive for e. mean_error_of_blocks: the same for the weights of the blocks alone, without
-  embeddings and head, whose gradient may be much larger.
+  an expectation is estimated without bias from n micro-batches v: (‖Σv‖² - Σ‖v‖²) / (n (n - 1)). A negative
+  estimate counts as 0; mean_error is None if that of e is not positive.
+- mean_error_of_blocks: the same for the weights of the blocks alone, without embeddings and head, whose
+  gradient may be much larger.
 - The row `other tokens` is the gradient without FP8 of another micro-batch. Its error is the noise of the
   data: compare errors of rounding with it.
 - The row `as trained`, of a run in FP8, is the model of the run with its recipe, kernels and scales. Measure
@@ -22,6 +23,7 @@ alone. They do not show what training makes of it.
 
 import dataclasses
 import math
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +43,8 @@ from nanote.config import read_options
 from nanote.generate import pick_device
 from nanote.parallel import Ranks
 
-PARTS = [name for name in EMULATED if name not in ("current", "e4m3_current", "float32_residual")]
+PARTS = [name for name, words in EMULATED.items()  # without those that concern delayed scaling alone
+         if not re.search("scaling=current|gradient_scaling|history|residual", words)]
 
 
 @dataclass
@@ -157,7 +160,8 @@ def measure(folder, meta, config, loaders, device, parts, count: int):
     if config.fp8_recipe != "none":
         yield row_of("as trained", arms.load_te(folder, meta, config, device, batches[0]).model)
     for part in parts:
-        words = EMULATED[part] if "scaling" in EMULATED[part] else f"{EMULATED[part]} scaling=current"
+        has_scaling = any(word.startswith("scaling=") for word in EMULATED[part].split())
+        words = EMULATED[part] if has_scaling else f"{EMULATED[part]} scaling=current"
         try:
             model = build_ablated(folder, meta, device, words)
         except ValueError as error:  # blocks that do not divide the model's sizes
@@ -185,6 +189,9 @@ def table(figures) -> str:
 def main(argv=None):
     options = cli.parse(Options, argv, prog="bench/rounding.py", description=__doc__)
     check_folder(options.json)
+    if options.micro_batches < 2:
+        raise ValueError(f"--micro-batches {options.micro_batches}: must be at least 2, such as 8, to tell "
+                         "errors that average out")
     for part in set(options.parts) - set(EMULATED):
         raise ValueError(f"--parts {part}: unknown; the parts are {', '.join(PARTS)}")
     device = pick_device("auto")

@@ -94,8 +94,13 @@ def accelerate(
         _replace_attention(model) if attention else "not asked for",
         _replace_loss(model) if loss else "not asked for",
         dgrad_fast_accum_k,
-        logits_rounding,
+        logits_rounding if _head_is_in_fp8(model) else "nearest",
     )
+
+
+def _head_is_in_fp8(model):
+    """Whether the loss writes the logits' gradient in FP8."""
+    return model.config.use_fp8 and model.config.fp8_lm_head and model.fp8_recipe.delayed()
 
 
 def _undo(model):

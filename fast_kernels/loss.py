@@ -45,10 +45,12 @@ def cross_entropy(logits, labels, head=None, rounding="nearest"):
             neighbors, with the probabilities that make the mean exact.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: shapes or dtypes do not fit, or rounding is unknown.
         RuntimeError: in a second backward pass.
     """
     dtype_fits = logits.dtype in (torch.bfloat16, torch.float32)
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding={rounding!r}: must be nearest or stochastic")
     if logits.dim() != 2 or not logits.is_contiguous() or not dtype_fits or not logits.numel():
         raise ValueError(f"logits {tuple(logits.shape)} {logits.dtype}: (N, V), contiguous, bfloat16 or "
                          "float32, and not empty, is needed")
@@ -246,7 +248,7 @@ def _backward_fp8_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, scale_ptr,
 @triton.jit
 def _random_bits(lse_ptr, rows, columns, N):
     """Return 32 random bits for every fourth row and each column: a hash of row, column and log-sum-exp,
-    which differs in every step. So nothing has to be kept, and a run that resumes draws the same bits."""
+    which differs from step to step. So nothing has to be kept, and a run that resumes draws the same bits."""
     lse = tl.load(lse_ptr + rows, mask=rows < N, other=0.0).to(tl.uint32, bitcast=True)
     bits = (lse ^ _hash(rows.to(tl.uint32)))[:, None] ^ (columns.to(tl.uint32) * 0x9E3779B9)[None, :]
     return _hash(bits)
@@ -275,7 +277,8 @@ def _round_stochastically(x, bits, FP8: tl.constexpr):
 def _cut_off(x, bits, DROPPED: tl.constexpr):
     """Drop low bits of float32's significand, after random ones were added."""
     rounded = x.to(tl.uint32, bitcast=True) + (bits >> (32 - DROPPED))
-    return (rounded >> DROPPED << DROPPED).to(tl.float32, bitcast=True)
+    rounded = (rounded >> DROPPED << DROPPED).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, x)  # a GPU's NaN has all bits set: the sum would overflow to -0
 
 
 @triton.jit

@@ -331,15 +331,14 @@ def is_used(model) -> bool:
 @contextmanager
 def turned_off(model):
     """Run the model, if it is in FP8, in the dtype of its weights."""
-    emulated = getattr(model, "emulates_fp8", False)
-    owner, name = (model, "emulates_fp8") if emulated else (model.config, "use_fp8")
-    used = is_used(model)
-    if used:
+    switches = (model.config, "use_fp8"), (model, "emulates_fp8")
+    used = [(owner, name) for owner, name in switches if getattr(owner, name, False)]
+    for owner, name in used:
         setattr(owner, name, False)
     try:
         yield
     finally:
-        if used:
+        for owner, name in used:
             setattr(owner, name, True)
 
 

@@ -22,15 +22,17 @@ class SlowestRank:
         """`loader`: of the training batches, a nanote.dataset.Loader."""
         self.loader, self.device, self.seconds_waited = loader, device, loader.seconds_waited
         if device.type == "cuda":
-            self.factor = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=torch.bfloat16, device=device)
+            # not equal values: with them a GPU takes less power, and keeps a clock that training would lower
+            values = torch.linspace(-1, 1, GEMM_SIZE**2, device=device)
+            self.factor = values.to(torch.bfloat16).view(GEMM_SIZE, GEMM_SIZE)
             self.product = torch.empty_like(self.factor)
 
     def find(self, steps: int, step_ms: float) -> dict:
         """Return slowest_rank and slowest_ratio for metrics.jsonl, the same on every rank.
 
-        The ratio estimates the time of a step that waits for no other rank, over the median rank's: the ratio
-        of their GEMM times, plus what the rank waits longer for batches, as a part of a step. Collective;
-        waits for the device.
+        The ratio estimates the time of a step that waits for no other rank, over the median rank's: computing
+        takes longer by the ratio of the GEMM times, waiting for batches adds to it. Collective; waits for the
+        device.
 
         Args:
             steps: since the last call.
@@ -57,7 +59,9 @@ class SlowestRank:
 
 def slowest(ranks: list[list[float]]) -> dict:
     """Compare [GEMM time, wait for batches as a part of a step] of each rank."""
-    gemm, wait = (statistics.median_low(values) for values in zip(*ranks))
-    ratios = [rank_gemm / gemm + rank_wait - wait for rank_gemm, rank_wait in ranks]
-    rank = max(range(len(ratios)), key=ratios.__getitem__)
-    return {"slowest_rank": rank, "slowest_ratio": ratios[rank]}
+    gemms, waits = zip(*ranks)
+    # The rank that waits longest for batches waits for no rank: the rest of its step is computing.
+    computing = max(1 - max(waits), 0.01) / statistics.median_low(gemms)
+    times = [computing * gemm + wait for gemm, wait in ranks]
+    rank = max(range(len(times)), key=times.__getitem__)
+    return {"slowest_rank": rank, "slowest_ratio": times[rank] / statistics.median_low(times)}

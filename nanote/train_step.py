@@ -187,24 +187,33 @@ class TrainStep:
         Nothing is trained: the warm-up passes that a capture requires leave weights, FP8 state and random
         generator as they were. ValueError for batches that do not fit.
         """
+        self._warm_up(batches)
+        self._capture_graphs()
+
+    def _warm_up(self, batches) -> None:
+        """Run the passes that a capture requires."""
         self._check_batches(batches)
         self._prepare_gradients()
-        first_with = {}  # name of a graph: the first micro-batch that replays it
-        for micro in range(len(batches)):
-            first_with.setdefault(self._graph_name(micro), micro)
         self.graphs = {}
         # Memory cached by earlier passes cannot be reused on the side stream, which would allocate as much
         # again.
         torch.cuda.empty_cache()
         self.inputs = [tensor.clone() for tensor in batches[0]]
         generator = torch.cuda.get_rng_state(self.device)
-        with _side_stream(), fp8.preserved_state(self.model):
-            for micro in 2 * list(first_with.values()):
-                self.forward_backward(self.inputs, micro)
-                if micro == 0:
-                    self.optimizer.zero_grad(set_to_none=True)
+        try:
+            with _side_stream(), fp8.preserved_state(self.model):
+                for micro in 2 * list(self._first_micro_batches().values()):
+                    self.forward_backward(self.inputs, micro)
+                    if micro == 0:
+                        self.optimizer.zero_grad(set_to_none=True)
+        finally:
+            torch.cuda.set_rng_state(generator, self.device)
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _capture_graphs(self) -> None:
+        """Capture the graphs, after the passes of `_warm_up`."""
         self.loss = torch.zeros((), device=self.device)
+        generator = torch.cuda.get_rng_state(self.device)
 
         def run_micro_batch(micro):
             if micro == 0:
@@ -217,7 +226,7 @@ class TrainStep:
         pool, graphs = torch.cuda.graph_pool_handle(), {}
         try:
             with fp8.preserved_state(self.model):
-                for name, micro in first_with.items():
+                for name, micro in self._first_micro_batches().items():
                     graphs[name] = _capture(functools.partial(run_micro_batch, micro), pool)
                 if self.updates_in_graph:
                     self.optimizer.prepare()
@@ -228,12 +237,13 @@ class TrainStep:
         self.graphs = graphs  # last, so that there are none after an error
 
     def _record_if_possible(self, batches) -> None:
-        """Call `record`. Steps run without graphs if a model of the user's own cannot be captured, or the
-        collectives of several ranks: then on every rank, because captured collectives would not meet those
-        that another rank launches from Python."""
+        """Do what `record` does. If a model of the user's own cannot be captured, or the collectives of
+        several ranks, steps run without graphs: then on every rank, because captured collectives would not
+        meet those that another rank launches from Python."""
         several, reason = parallel.world_size() > 1, ""
+        self._warm_up(batches)  # an error in it raises: other ranks may wait in a collective of these passes
         try:
-            self.record(batches)
+            self._capture_graphs()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -247,6 +257,13 @@ class TrainStep:
             self.graphed, self.graphs = False, {}
             self.optimizer.zero_grad(set_to_none=True)  # gradients in the memory of the capture
             warnings.warn(f"CUDA graphs are off, and steps are launched from Python: {reason}", stacklevel=3)
+
+    def _first_micro_batches(self) -> dict[str, int]:
+        """Return the names of the step's graphs, each with the first micro-batch that replays it."""
+        first_with = {}
+        for micro in range(self.config.grad_accum):
+            first_with.setdefault(self._graph_name(micro), micro)
+        return first_with
 
     def _graph_name(self, micro: int) -> str:
         """Return the name of the graph of micro-batch number `micro`: the first casts weights to FP8 and

@@ -1,6 +1,7 @@
 """bench/convergence.py: the summary of runs, on figures made by hand; bench/ablation.py: emulated FP8."""
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,18 +144,20 @@ def test_what_rounding_changes_at_once(tokens, tmp_path):
     sizes = "--n-layer 1 --n-head 2 --n-embd 32 --seq-len 32 --micro-batch-size 2 --eval-tokens 64"
     folder, json_file = tmp_path / "run", tmp_path / "rounding.json"
     assert run_train(f"--preset tiny {sizes} --max-steps 2 --data {tokens} --out-dir {folder}") == 0
-    parts = ["none", "only_gradients", "only_activations"]
+    parts = ["none", "only_gradients", "only_activations", "current_gradients"]
     rounding.main([str(folder), "--tokens", "64", "--parts", *parts, "--json", str(json_file)])
-    other, trained, none, gradients, activations = json.loads(json_file.read_text())["rows"]
+    other, trained, none, gradients, activations, current = json.loads(json_file.read_text())["rows"]
     assert none.pop("part") == "none" and not any(none.values()) and None not in none.values()
     assert gradients["loss_percent"] == 0 != activations["loss_percent"]
-    rounded = (gradients, activations, trained)
+    rounded = (gradients, activations, trained, current)
     assert all(0 < row["gradient_error"] < 0.5 * other["gradient_error"] for row in rounded)
     assert abs(trained["loss_percent"]) < 1
     options = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(options | {"processes": 2}))
     with pytest.raises(ValueError, match="a run of 2 processes"):
         rounding.main([str(folder), "--tokens", "64", "--json", str(json_file)])
+    with pytest.raises(ValueError, match="--micro-batches 1: must be at least 2, such as 8"):
+        rounding.main([str(folder), "--micro-batches", "1"])
 
 
 # ---------------------------------------------------------------- emulated FP8
@@ -262,6 +265,21 @@ def test_emulated_fp8_can_be_turned_off():
     plain = Ablated(AblatedConfig(**SIZES, ablation="quantize=none"))
     plain.load_state_dict(model.state_dict(), strict=False)
     assert model(ids, ids) == before != without == plain(ids, ids)
+
+
+def test_every_kind_of_fp8_is_turned_off():
+    """A model of the user's own may have both."""
+    model = SimpleNamespace(config=SimpleNamespace(use_fp8=True), emulates_fp8=True)
+    with fp8.turned_off(model):
+        assert not fp8.is_used(model)
+    assert model.config.use_fp8 and model.emulates_fp8
+
+
+def test_stochastic_rounding_in_the_head_alone():
+    model = Ablated(AblatedConfig(**SIZES, ablation="rounding=stochastic_head"))
+    assert model.lm_head.gemms["gemm"].ablation.rounding == "stochastic"
+    others = [module for module in model.blocks.modules() if isinstance(module, Gemm)]
+    assert len(others) == 12 and all(gemm.ablation.rounding == "nearest" for gemm in others)
 
 
 def test_skipping_a_layer_leaves_the_others_quantized():

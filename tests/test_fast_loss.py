@@ -197,6 +197,18 @@ def test_stochastic_rounding_keeps_the_mean(rows, vocab_size, size, dtype, fp8):
     assert (cast("stochastic", other) != rowwise).float().mean() > 0.2  # another step
 
 
+@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_nan_stays_nan(rounding, fp8):
+    """The step is skipped then. The bits are those that a GPU gives NaN."""
+    logits, labels = make_inputs(32, 64, torch.float32, ignored=0.0)
+    lse = saved_lse(logits, labels)
+    factor = torch.tensor(0x7FFFFFFF, dtype=torch.int32, device=DEVICE).view(torch.float32)
+    scale, amax = torch.ones(1, device=DEVICE), torch.zeros(1, device=DEVICE)
+    rowwise, _ = fast_loss.cast_gradient(logits, labels, lse, factor, scale, amax, fp8, rounding)
+    assert rowwise.view(fp8).float().isnan().all()
+
+
 class FakeFloat8Tensor(torch.Tensor):
     """Stands in for TE's class: to autograd a BF16 tensor, with FP8 data inside."""
 
@@ -234,7 +246,7 @@ class FakeHead(torch.autograd.Function):
     [
         ("", True), ("no head", False), ("another head", False), ("not straight from it", False),
         ("bias", False), ("bf16", False), ("other recipe", False), ("hook", False), ("odd", False),
-        ("another GPU", False),
+        ("another GPU", False), ("stochastic", True),
     ],
 )
 @pytest.mark.filterwarnings("ignore:fast kernels are not used")
@@ -269,7 +281,8 @@ def test_which_gradients_are_in_fp8(monkeypatch, case, in_fp8):
     if case == "not straight from it":
         logits = logits * 1
     values = logits.detach().clone()
-    cross_entropy(logits, labels, None if case == "no head" else head).backward()
+    rounding = "stochastic" if case == "stochastic" else "nearest"
+    cross_entropy(logits, labels, None if case == "no head" else head, rounding).backward()
     (gradient,) = received
     _, expected = loss_and_gradient(values, labels)
     assert isinstance(gradient, FakeFloat8Tensor) == in_fp8
@@ -278,7 +291,8 @@ def test_which_gradients_are_in_fp8(monkeypatch, case, in_fp8):
         return
     inside = gradient.inside
     expected_data = te_reference.quantize(expected, quantizer.scale, torch.float8_e5m2).view(torch.uint8)
-    assert torch.equal(inside.data, expected_data) and torch.equal(inside.data_transpose, inside.data.T)
+    assert torch.equal(inside.data, expected_data) == (rounding == "nearest")
+    assert torch.equal(inside.data_transpose, inside.data.T)
     assert inside.fp8_dtype == "E5M2" and inside.quantizer is quantizer
     assert inside.fp8_scale_inv.shape == (1,)
     assert inside.fp8_scale_inv.item() == quantizer.scale.reciprocal().item()

@@ -364,7 +364,7 @@ def test_an_edited_loss_is_what_is_trained(monkeypatch):
 def test_a_loss_that_is_edited_after_accelerate_is_what_is_trained(monkeypatch, edit):
     calls, model = [], make_model(fused=False)
     accelerate(model)
-    monkeypatch.setattr(fast_block.fast_loss, "cross_entropy", lambda *_, **__: calls.append("kernel"))
+    monkeypatch.setattr(fast_block.fast_loss, "cross_entropy", lambda *_: calls.append("kernel"))
     logits = types.SimpleNamespace(is_cuda=True)
     model.cross_entropy(logits, None)
     assert calls == ["kernel"]
@@ -375,6 +375,24 @@ def test_a_loss_that_is_edited_after_accelerate_is_what_is_trained(monkeypatch, 
         monkeypatch.setattr(type(model), "cross_entropy", own)
     model.cross_entropy(logits, None)
     assert calls == ["kernel", "own"]
+
+
+def test_the_loss_takes_the_rounding_that_was_asked_for(monkeypatch):
+    calls, model = [], make_model(fused=False)
+    monkeypatch.setattr(fast_block.fast_loss, "cross_entropy", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(fast_kernels.support, "loss_reason", lambda model: "")
+    for rounding in ("stochastic", "nearest"):
+        accelerate(model, logits_rounding=rounding)
+        model.cross_entropy(types.SimpleNamespace(is_cuda=True), None)
+    assert [arguments[2:] for arguments in calls] == [
+        (model.lm_head, "stochastic"), (model.lm_head, "nearest")]
+
+
+def test_the_report_names_a_rounding_only_where_the_head_is_in_fp8(monkeypatch):
+    monkeypatch.setattr(fast_kernels, "_replace_loss", lambda model: "")  # there is none on a CPU
+    for options, words in (({}, "rounded stochastically"), (dict(fp8_lm_head=False), "")):
+        report = accelerate(make_model(fused=False, **options), logits_rounding="stochastic")
+        assert str(report).endswith(words) and ("stochastically" in str(report)) == bool(words)
 
 
 BROKEN = {

@@ -140,8 +140,10 @@ def test_the_log_names_the_slowest_rank(runs, capsys, tmp_path):
 def test_the_slowest_rank_is_compared_with_the_median():
     gemms = [[1.0, 0.0], [1.02, 0.0], [1.3, 0.0], [0.98, 0.0]]
     assert slow_ranks.slowest(gemms) == {"slowest_rank": 2, "slowest_ratio": pytest.approx(1.3)}
-    waits = [[2.0, 0.25], [1.0, 0.05]]  # of two, the faster one
-    assert slow_ranks.slowest(waits) == {"slowest_rank": 0, "slowest_ratio": pytest.approx(2.2)}
+    # steps of 100, 100 and 300 ms alone, of which ranks compute 100, 90 and 100 ms
+    waits = [[1.0, 0.0], [0.9, 10 / 300], [1.0, 200 / 300]]
+    found = slow_ranks.slowest(waits)
+    assert found == {"slowest_rank": 2, "slowest_ratio": pytest.approx(3, rel=0.01)}
 
 
 def test_a_rank_times_itself_between_log_lines(one_process_group, tokens, monkeypatch):

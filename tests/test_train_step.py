@@ -243,14 +243,14 @@ def test_record_checks_its_batches_and_keeps_the_old_recording():
 def test_ranks_agree_on_graphs(here, elsewhere, monkeypatch):
     """What one rank cannot capture is launched from Python on all of them."""
     step = make()
-    record = step.record
+    capture = step._capture_graphs
 
-    def failing(batches):
+    def failing():
         if here:
             raise RuntimeError(here)
-        record(batches)
+        capture()
 
-    monkeypatch.setattr(step, "record", failing)
+    monkeypatch.setattr(step, "_capture_graphs", failing)
     monkeypatch.setattr(train_step.parallel, "world_size", lambda: 2)
     monkeypatch.setattr(train_step.parallel, "reason_of_any_rank", lambda reason: reason or elsewhere)
     agreed = here or elsewhere
@@ -258,12 +258,26 @@ def test_ranks_agree_on_graphs(here, elsewhere, monkeypatch):
     with expectation:
         step([batch(0)], 1e-2)
     assert step.graphed == bool(step.graphs) == (not agreed)
-    monkeypatch.undo()
     if here:
+        monkeypatch.setattr(train_step.parallel, "world_size", lambda: 1)
         step = make()
-        monkeypatch.setattr(step, "record", failing)
+        monkeypatch.setattr(step, "_capture_graphs", failing)
         with pytest.raises(RuntimeError, match="old NCCL"):  # a model of the kit on one GPU can be captured
             step([batch(0)], 1e-2)
+
+
+def test_an_error_before_the_capture_is_not_agreed_on(monkeypatch):
+    """The other ranks may wait in a collective of the same pass, and not where ranks agree."""
+    step = make()
+
+    def fail(batch, micro=0):
+        raise RuntimeError("device-side assert")
+
+    monkeypatch.setattr(step, "forward_backward", fail)
+    monkeypatch.setattr(train_step.parallel, "world_size", lambda: 2)
+    monkeypatch.setattr(train_step.parallel, "reason_of_any_rank", lambda reason: pytest.fail("waits"))
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        step([batch(0)], 1e-2)
 
 
 def test_without_graphs_grad_accum_may_change():
