@@ -21,8 +21,8 @@ Arms:
             -fused, -te, -custom, -advanced (another model file), -eager (no CUDA graph), -libraries
             (PyTorch's attention, Transformer Engine's loss and blocks), -te_block (its blocks alone),
             -accum4 (micro-batches per step), -checkpointing (gradient checkpointing), -bf16_moments
-            (AdamW's moments), -precise_dgrad (no FP8 fast accumulation in dgrad), -stochastic (rounds the
-            gradient of the logits so).
+            (AdamW's moments), -precise_dgrad (no FP8 fast accumulation in dgrad), -stochastic (stochastic
+            rounding of the logits' FP8 gradient).
 - hf-llama  transformers.LlamaForCausalLM with BF16 weights and moments (no float32 masters: less work than
             the others), SDPA, torch.compile, PyTorch's fused AdamW. Llama has no QK-norm; the others' block
             "modern" has.
