@@ -120,7 +120,8 @@ class Options:
     data: str = "data/packages-r50k_base"  # Folder of token files.
     out_dir: Path = Path("out/convergence")  # The runs' folders.
     json: Path = Path("results/convergence.json")  # Read and written.
-    time_budget: int = 0  # Stop all runs after this many seconds, with a checkpoint; 0: never.
+    time_budget: int = 0
+    """Stop all runs after this many seconds; 0: never. Their checkpoints then take up to a minute."""
     evaluations: int = 10  # Of each run.
     nanogpt: Path | None = None  # Folder of a nanoGPT checkout, for the arm nanogpt.
     more: str = ""  # More options of train.py, for all arms: --more="--eval-tokens 1000000".

@@ -11,6 +11,8 @@ bound by memory.
   reads a BF16 gradient again to cast and transpose it. Here the backward kernel quantizes the values in its
   registers and returns a `Float8Tensor`: 4 bytes moved per logit instead of 8. It rounds to BF16 first, as
   TE's path does, and raises the same amax, so that data, scales and training are bit for bit TE's.
+- On request FP8 rounding is stochastic. To nearest, a probability that many tokens share is moved by the same
+  amount in all of them, and the error does not average out over a batch (guide/evidence.md).
 - No host synchronization: it can be captured in a CUDA graph.
 
 References: online softmax (Milakov and Gimelshein 2018); delayed scaling (Micikevicius et al. 2022, and TE's
