@@ -211,19 +211,19 @@ def without_checksum(name: str) -> str:
     return f"hf:{match[1]}" if match else name
 
 
-def get_tokenizer(name, rows=None, place=None):
+def get_tokenizer(name, rows=None, moved=None):
     """Return the tokenizer `name`: "byte", any tiktoken encoding, or "hf:DIR" (see `HfTokenizer`).
 
     Args:
         rows: of the embedding that it is used with.
-        place: hf:DIR, the folder that holds the tokenizer `name` now.
+        moved: hf:DIR, the folder that holds the tokenizer `name` now.
 
     Raises ValueError if the name is unknown, if the encoding cannot be downloaded or read, or if `rows` is
     too small for it.
     """
-    tokenizer = _get_tokenizer(place or name)
-    if place and not same_tokenizer(name, tokenizer.name):
-        raise ValueError(f"--tokenizer {place}: is not {name}, which the model was trained with; name a "
+    tokenizer = _get_tokenizer(moved or name)
+    if moved and not same_tokenizer(name, tokenizer.name):
+        raise ValueError(f"--tokenizer {moved}: is not {name}, which the model was trained with; name a "
                          "folder with the same tokenizer.json and eos_token")
     if rows is not None and rows < tokenizer.vocab_size:
         raise ValueError(f"tokenizer {name!r} has {tokenizer.vocab_size:,} tokens, but the embedding has "

@@ -157,12 +157,12 @@ def test_a_hugging_face_tokenizer_that_moved_or_changed(bpe, tmp_path):
     moved = bpe.rename(tmp_path / "moved")
     with pytest.raises(ValueError, match="bpe: no such folder; .*--tokenizer hf:DIR"):
         dataset.get_tokenizer(name)
-    assert dataset.get_tokenizer(name, place=f"hf:{moved}").encode("the cat")
+    assert dataset.get_tokenizer(name, moved=f"hf:{moved}").encode("the cat")
     make_tokenizer(bpe, text="another text")
     for place, words in ((None, "has changed .its checksum is"), (f"hf:{bpe}", "is not hf:"),
                          ("byte", "is not hf:")):
         with pytest.raises(ValueError, match=words):
-            dataset.get_tokenizer(name, place=place)
+            dataset.get_tokenizer(name, moved=place)
 
 
 def test_a_hugging_face_tokenizer_that_cannot_be_read(bpe, tmp_path, monkeypatch, capsys):

@@ -117,10 +117,10 @@ def _merges(tokens: dict[str, int], special: list[str]) -> list[tuple[str, str]]
 
 # ---------------------------------------------------------------- the folder
 
-def export(run, folder, dtype: str = "auto", moved_tokenizer: str | None = None) -> Path:
+def export(run, folder, dtype: str = "auto", moved: str | None = None) -> Path:
     """Export a run or a checkpoint to `folder`, and return the checkpoint that was exported.
 
-    dtype, moved_tokenizer: see ExportConfig's dtype and tokenizer.
+    dtype, moved: see ExportConfig's dtype and tokenizer.
 
     Raises ValueError or OSError, in one line and with nothing written, if either is invalid or no class fits.
     """
@@ -142,7 +142,7 @@ def export(run, folder, dtype: str = "auto", moved_tokenizer: str | None = None)
         kind = hf_weights.model_type(config)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
-    tokenizer = get_tokenizer(meta["tokenizer"], vocab_size, moved_tokenizer)
+    tokenizer = get_tokenizer(meta["tokenizer"], vocab_size, moved)
     weights = hf_weights.read_weights(source, meta, masters=dtype == "float32")
     try:
         weights = hf_weights.to_hf(weights, config, vocab_size)
