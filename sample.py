@@ -78,10 +78,10 @@ def check_options(config: SampleConfig) -> None:
             raise ValueError(f"{' and '.join(changed)}: not used with {task}; leave out one or the other")
 
 
-def load_model(path, device: torch.device, place: str | None = None, model: str | None = None):
+def load_model(path, device: torch.device, moved: str | None = None, model: str | None = None):
     """Load the latest checkpoint of a run, or one step-<n> folder.
 
-    `place`: see get_tokenizer; `model`: see checkpoint.read_meta.
+    `moved`: see get_tokenizer; `model`: see checkpoint.read_meta.
 
     Returns:
         The model in eval mode with FP8 off, the tokenizer, and whether the run packs documents.
@@ -91,7 +91,7 @@ def load_model(path, device: torch.device, place: str | None = None, model: str 
         models.load_file(model)
     meta = checkpoint.read_meta(folder, model)
     config = models.make_model_config(meta["model"], meta["model_config"] | {"use_fp8": False})
-    tokenizer = get_tokenizer(meta["tokenizer"], config.vocab_size, place)
+    tokenizer = get_tokenizer(meta["tokenizer"], config.vocab_size, moved)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = models.build_model(meta["model"], config, device=device, dtype=dtype)
     checkpoint.load(folder, meta, model)
