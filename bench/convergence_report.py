@@ -166,8 +166,9 @@ def plot(result, path) -> None:
         axis.set_xlabel("million tokens" if unit == "tokens" else "seconds of training on one GPU")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("validation loss, nats a token")
-    most = max(seeds.values())
-    axes[0].legend(title=f"GPT-2 124M, {'one seed' if most == 1 else f'{most} seeds'}")
+    fewest, most = min(seeds.values()), max(seeds.values())
+    count = "one seed" if most == 1 else f"{most} seeds" if fewest == most else f"{fewest} to {most} seeds"
+    axes[0].legend(title=f"GPT-2 124M, {count}")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

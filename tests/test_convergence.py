@@ -117,7 +117,7 @@ def test_the_picture_has_the_arms_and_bands_that_were_measured(tmp_path, monkeyp
     assert thin == [1.9, 2.0, 2.0], "a line per seed, where there are one or two"
     (band,) = axis.collections
     assert {x for path in band.get_paths() for x in path.vertices[:, 0]} == {50, 100}
-    assert axis.get_legend().get_title().get_text() == "GPT-2 124M, 3 seeds"
+    assert axis.get_legend().get_title().get_text() == "GPT-2 124M, 1 to 3 seeds"
 
 
 def test_a_bias_is_told_from_an_error_that_averages_out():
