@@ -56,12 +56,28 @@ with mock.patch.object(parallel, "init", return_value=ranks), mock.patch.object(
 parallel.shut_down(ranks)
 """.replace("STEPS", str(STEPS))
 
+# One run, of which rank 1 is killed once.
+TRAIN_KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv.pop(1))
+import train
+from nanote import cli, parallel
+plain = train.get_batches
+
+def get_batches(loader, step, grad_accum):
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], step) == ("1", "0", 150):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(loader, step, grad_accum)
+
+train.get_batches = get_batches
+parallel.exit_process(cli.run(train.main, "train.py"))
+"""
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
 
 def start(runs, options, gpus):
     """Start train.py's runs on some of the machine's GPUs."""
-    launcher = [sys.executable]
-    if len(gpus) > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(gpus)}"]
+    launcher = TORCHRUN if len(gpus) > 1 else [sys.executable]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
     return subprocess.Popen([*launcher, "train_all.py", str(ROOT), json.dumps(runs), options],
                             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -127,3 +143,14 @@ def test_ranks_have_the_same_weights(runs):
     """Rank 0 writes the checkpoint; what it resumes to on both ranks must go on as the run did."""
     first, resumed = losses("ddp", 100), losses("ddp-ddp-resumed", 100)
     assert statistics.mean(abs(a - b) for a, b in zip(first, resumed)) <= 3 * distance("halves", "one")
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(runs, tokens):
+    """All processes wait for the dead one, in a collective or a CUDA graph, until torchrun ends them."""
+    Path("train_killed.py").write_text(TRAIN_KILLED)
+    command = [*TORCHRUN, "--max-restarts=1", "train_killed.py", str(ROOT), *OPTIONS.split(), *HALF.split(),
+               "--data", tokens, "--out-dir", "killed"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "killed from step 100" in done.stdout and "exitcode: -9" in done.stderr
+    assert len(losses("killed")) == STEPS and distance("killed", "ddp") <= 3 * distance("halves", "one")

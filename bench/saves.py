@@ -1,0 +1,83 @@
+"""How much time do checkpoints cost that are written in the background? One run of train.py per number of GPUs.
+
+    python data.py stdlib
+    python bench/saves.py --gpus 2    # a minute; writes results/saves.json
+
+GPT-2 350M, 16 x 1,024 tokens a step and GPU, a log line every 10 steps. Each of three times 200 steps begins
+with a checkpoint; `cost_percent` compares their time with 20 times the median of the log intervals in which
+no checkpoint is written. The first such time, in which the run starts up, is left out.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from bench.report import Rows
+from nanote import cli
+from nanote.metrics import read_metrics
+
+LOG, SAVE, TIMES = 10, 200, 3  # steps, steps, saves
+OPTIONS = (f"--preset gpt2-350m --micro-batch-size 16 --grad-accum 1 --warmup-steps 50 --eval-interval 0 "
+           f"--log-interval {LOG} --checkpoint-interval {SAVE} --keep-checkpoints 1 --eval-tokens 65536 "
+           f"--max-steps {(1 + TIMES) * SAVE}")
+
+
+@dataclass
+class Options:
+    gpus: tuple[int, ...] = (2,)
+    data: str = "data/stdlib"  # A folder of token files.
+    out_dir: Path | None = None  # Where the checkpoints go; default: a temporary folder.
+    more: str = ""  # More options of train.py.
+    json: Path = ROOT / "results/saves.json"  # Write the rows here.
+
+
+def train(gpus: int, options: Options, folder: Path) -> list[dict]:
+    """Train on the first GPUs; return the records of metrics.jsonl."""
+    launcher = [sys.executable]
+    if gpus > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+    command = [*launcher, "train.py", *OPTIONS.split(), "--data", options.data, "--out-dir", str(folder),
+               *options.more.split()]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: exit code {done.returncode}: {done.stderr[-2000:]}")
+    return read_metrics(folder / "metrics.jsonl")
+
+
+def cost_of(records: list[dict]) -> dict:
+    """Return the figures of a row. A record's `seconds` include the checkpoint of its step."""
+    seconds = {record["step"]: record["seconds"] for record in records}
+    times, quiet = [], []
+    for first in range(SAVE, (1 + TIMES) * SAVE, SAVE):  # the last checkpoint is written in the foreground
+        steps = range(first, first + SAVE, LOG)
+        lengths = [seconds[step] - seconds[step - LOG] for step in steps]
+        times.append(sum(lengths))
+        quiet += lengths[len(lengths) // 2:]
+    interval = statistics.median(quiet)
+    without = SAVE / LOG * interval
+    return {"step_ms": 1e3 * interval / LOG, "seconds_per_save": [time - without for time in times],
+            "cost_percent": 100 * (statistics.median(times) / without - 1)}
+
+
+def main(argv=None):
+    options = cli.parse(Options, argv, prog="bench/saves.py", description=__doc__)
+    rows = Rows(options.json, ("gpus", "steps_between"), "bench/saves.py", argv)
+    for gpus in options.gpus:
+        with tempfile.TemporaryDirectory(dir=options.out_dir) as scratch:
+            records = train(gpus, options, Path(scratch, "run"))
+            size = sum(file.stat().st_size for file in Path(scratch).rglob("step-*/*") if file.is_file())
+        row = {"gpus": gpus, "steps_between": SAVE, "gib": size / 2**30} | cost_of(records)
+        rows.add(row)
+        print(f"{gpus} GPUs: a checkpoint of {row['gib']:.1f} GiB every {SAVE} steps of {row['step_ms']:.1f} "
+              f"ms costs {row['cost_percent']:.2f} % of the time", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, "bench/saves.py"))
