@@ -26,6 +26,7 @@ checkpoints and the first step, which captures the CUDA graphs). From the last r
 - seconds_to_bf16_loss, loss_matched_speedup: training time after which a run of this arm ends at the loss of
   bf16, interpolated between runs of several lengths (--tokens 1e8, then --tokens 1.1e8), and bf16's time over
   it. A run of another length has its own learning-rate schedule, so one run's curve cannot tell.
+- loss_matched_interval: of loss_matched_speedup, from gap_interval; the error of seconds is left out
 - loss_matched_speedup_over_nanogpt: the same for the loss and the time of the arm nanogpt
 """
 
@@ -261,6 +262,7 @@ def summarize(runs: list[dict]) -> list[dict]:
     for row in rows:
         baseline = baseline_of(row["arm"])
         row["seconds_to_bf16_loss"], row["loss_matched_speedup"] = match(row, baseline, rows)
+        row["loss_matched_interval"] = matched_interval(row, rows)
         nanogpt = baseline.replace("bf16", "nanogpt")  # other sizes have none
         row["loss_matched_speedup_over_nanogpt"] = match(row, nanogpt, rows)[1]
     return sorted(rows, key=lambda row: row["mean"])
@@ -286,6 +288,20 @@ def seconds_to(loss: float, lengths: list[dict]) -> float | None:
             share = (before["mean"] - loss) / (before["mean"] - after["mean"])
             return before["seconds"] * (after["seconds"] / before["seconds"]) ** share
     return None
+
+
+def matched_interval(row: dict, rows: list[dict]) -> list[float] | None:
+    """Return the 95 % interval of loss_matched_speedup: a loss higher or lower by half the gap's interval is
+    reached later or earlier by what another length of the arm tells. None if it has no other length."""
+    others = [r for r in rows if r["arm"] == row["arm"] and r["tokens"] != row["tokens"]]
+    if not (row["loss_matched_speedup"] and row["gap_interval"] and others):
+        return None
+    other = min(others, key=lambda r: abs(math.log(r["tokens"] / row["tokens"])))
+    slope = (row["mean"] - other["mean"]) / math.log(other["seconds"] / row["seconds"])
+    low, high = row["gap_interval"]
+    half = (high - low) / 200 * row["mean"] / (1 + row["gap_percent"] / 100)  # of the loss
+    factor = math.exp(half / abs(slope))
+    return [row["loss_matched_speedup"] / factor, row["loss_matched_speedup"] * factor]
 
 
 def baseline_of(arm: str) -> str:

@@ -57,9 +57,11 @@ def main_table(result) -> str:
     lines, rows = [], rows_of(result)
     for name in (*(prefix + name for prefix in SIZES for name in RECIPES), "nanogpt"):
         for row in rows.get(name, []):
-            speedups = [row["loss_matched_speedup"], row["loss_matched_speedup_over_nanogpt"]]
-            lines.append([f"`{name}`", *cells(row), f"{row['seconds']:.0f}",
-                          *(f"{speedup:.2f}" if speedup else "" for speedup in speedups)])
+            speedups = [f"{row[field]:.2f}" if row[field] else "" for field in (
+                "loss_matched_speedup", "loss_matched_speedup_over_nanogpt")]
+            if row["loss_matched_interval"]:
+                speedups[0] += " ({:.2f} to {:.2f})".format(*row["loss_matched_interval"])
+            lines.append([f"`{name}`", *cells(row), f"{row['seconds']:.0f}", *speedups])
     return markdown(["arm", "tokens", "seeds", "loss ± standard error", "behind BF16, %",
                      "evaluated in BF16, %", "seconds", "× BF16 at its loss", "× nanoGPT at its loss"],
                     lines)

@@ -264,12 +264,16 @@ def ratios(row: dict, rows: list[dict]) -> dict:
 
 def table(rows: list[dict]) -> str:
     """Return a Markdown table of the rows, for bench/pages.py."""
-    lines = []
-    for row in (row for row in rows if "error" not in row):
+    lines, order = [], [*map(list, (NAMES, SHAPE_NAMES, RECIPES))]
+    measured = [row for row in rows if "error" not in row]
+    measured.sort(key=lambda row: [known.index(row[key]) for key, known in zip(
+        ("parallel", "shape", "recipe"), order)])
+    for row in measured:
+        accumulated = f", {row['grad_accum']} a step" if row["grad_accum"] > 1 else ""
         ratios = [row.get(name) for name in ("fp8_over_bf16", "over_nanogpt")]
         lines.append([
             f"{row['gpus']} x {row['gpu'].removeprefix('NVIDIA ')}", NAMES[row["parallel"]],
-            SHAPE_NAMES[row["shape"]], RECIPES[row["recipe"]],
+            SHAPE_NAMES[row["shape"]] + accumulated, RECIPES[row["recipe"]],
             f"{row['tokens_per_s_per_gpu'] / 1e3:,.1f}", f"{row['efficiency']:.2f}",
             f"{row['peak_gib']:.1f}", *[f"{ratio:.2f}" if ratio else "" for ratio in ratios]])
     titles = ["GPUs", "layout", "tokens per micro-batch", "precision", "k tokens/s per GPU",

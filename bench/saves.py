@@ -33,7 +33,7 @@ class Options:
     gpus: tuple[int, ...] = (2,)
     data: str = "data/stdlib"  # A folder of token files.
     out_dir: Path | None = None  # Where the checkpoints go; default: a temporary folder.
-    more: str = ""  # More options of train.py.
+    more: str = ""  # More options of train.py: --more="--preset gpt2-124m".
     json: Path = ROOT / "results/saves.json"  # Write the rows here.
 
 

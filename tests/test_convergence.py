@@ -43,6 +43,10 @@ def test_summary():
     assert fp8["seconds_to_bf16_loss"] == pytest.approx(120)
     assert fp8["loss_matched_speedup"] == pytest.approx(160 / 120)
     assert fp8["loss_matched_speedup_over_nanogpt"] == pytest.approx(240 / 120)
+    # the loss falls by 0.2 while the time grows by 1.44, and half the gap's interval is 63.53 % of 2.2 / 1.05
+    factor = 1.44 ** (12.706 * 5 / 100 * 2.2 / 1.05 / 0.2)
+    assert fp8["loss_matched_interval"] == pytest.approx([160 / 120 / factor, 160 / 120 * factor])
+    assert rows["bf16@1e-3", 100]["loss_matched_interval"] is None, "it has one length"
     assert rows["bf16@1e-3", 100]["loss_matched_speedup"] == 1
     larger = rows["350m-fp8@1e-3", 100]
     assert larger["gap_percent"] is None, "another size is no baseline"
