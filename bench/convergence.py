@@ -185,11 +185,11 @@ def train_all(options: Options, jobs: list, record) -> None:
                     process.send_signal(signal.SIGTERM)
                 code = process.wait()
             running.remove(process)
-            if code:
-                print(f"{arm}, seed {seed}: exit code {code}, see {folder}.log", file=sys.stderr)
             records = read_metrics(folder / "metrics.jsonl")
             if records and records[-1]["step"] >= steps_of(options, arm):
                 record(arm, seed, folder)
+            elif code:
+                print(f"{arm}, seed {seed}: exit code {code}, see {folder}.log", file=sys.stderr)
 
     def end(*_) -> None:
         stop.set()

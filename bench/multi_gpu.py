@@ -264,11 +264,13 @@ def ratios(row: dict, rows: list[dict]) -> dict:
 
 def table(rows: list[dict]) -> str:
     """Return a Markdown table of the rows, for bench/pages.py."""
-    lines, order = [], [*map(list, (NAMES, SHAPE_NAMES, RECIPES))]
-    measured = [row for row in rows if "error" not in row]
-    measured.sort(key=lambda row: [known.index(row[key]) for key, known in zip(
-        ("parallel", "shape", "recipe"), order)])
-    for row in measured:
+    def place(row):
+        layout, shape, recipe = (list(names).index(row[field]) for field, names in (
+            ("parallel", NAMES), ("shape", SHAPE_NAMES), ("recipe", RECIPES)))
+        return layout, shape, row["grad_accum"], recipe
+
+    lines = []
+    for row in sorted((row for row in rows if "error" not in row), key=place):
         accumulated = f", {row['grad_accum']} a step" if row["grad_accum"] > 1 else ""
         ratios = [row.get(name) for name in ("fp8_over_bf16", "over_nanogpt")]
         lines.append([

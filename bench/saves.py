@@ -1,10 +1,10 @@
-"""How much time do checkpoints cost that are written in the background? One run of train.py per number of GPUs.
+"""How much time do checkpoints cost that are written in the background?
 
     python data.py stdlib
     python bench/saves.py --gpus 2    # a minute; writes results/saves.json
 
 GPT-2 350M, 16 x 1,024 tokens a step and GPU, a log line every 10 steps. Each of three times 200 steps begins
-with a checkpoint; `cost_percent` compares their time with 20 times the median of the log intervals in which
+with a checkpoint. `cost_percent` compares their time with 20 times the median of the log intervals in which
 no checkpoint is written. The first such time, in which the run starts up, is left out.
 """
 

@@ -51,9 +51,11 @@ def test_nanogpt_under_ddp_is_timed_beside_ddp(tmp_path):
         assert row["gpus"] == 2 and row["recipe"] == "none" and row["efficiency"] > 0
     ratio = ours["tokens_per_s_per_gpu"] / other["tokens_per_s_per_gpu"]
     assert ours["over_nanogpt"] == pytest.approx(ratio, rel=1e-4) and "over_nanogpt" not in other
-    table = multi_gpu.table([row | {"peak_gib": 1.0} for row in (other, ours)]).splitlines()
-    assert "| nanoGPT under DDP | 124M, 16 x 1,024 | BF16 |" in table[2]
-    assert table[3].endswith(f"| 1.0 |  | {ratio:.2f} |")
+    rows = [row | {"peak_gib": 1.0} for row in (other, ours | {"grad_accum": 8}, ours)]
+    ours, accumulated, other = multi_gpu.table(rows).splitlines()[2:]  # by layout, then shape
+    assert "| nanoGPT under DDP | 124M, 16 x 1,024 | BF16 |" in other
+    assert ours.endswith(f"| 1.0 |  | {ratio:.2f} |")
+    assert "| ddp | 124M, 16 x 1,024, 8 a step | BF16 |" in accumulated
 
 
 @pytest.mark.parametrize("arguments, complaint", [
