@@ -24,9 +24,9 @@ checkpoints and the first step, which captures the CUDA graphs). From the last r
 - gap_without_fp8_percent: gap_percent, with the arm's final weights evaluated in BF16; None for arms without
   FP8, or if a seed lacks it
 - seconds_to_bf16_loss, loss_matched_speedup: training time after which a run of this arm ends at the loss of
-  bf16, interpolated between runs of several lengths (--tokens 1e8, then --tokens 1.1e8), and bf16's time over
-  it. A run of another length has its own learning-rate schedule, so one run's curve cannot tell.
-- loss_matched_interval: of loss_matched_speedup, from gap_interval; the error of seconds is left out
+  bf16 with the same seeds, interpolated in the logarithm of the tokens between runs of two lengths (--tokens
+  1e8, then --tokens 1.1e8), and bf16's time over it. A run of another length has its own learning-rate schedule, so one run's curve cannot tell.
+- loss_matched_interval: the 95 % interval of loss_matched_speedup from that of the gap alone
 - loss_matched_speedup_over_nanogpt: the same for the loss and the time of the arm nanogpt
 """
 
@@ -56,16 +56,19 @@ from nanote.metrics import read_metrics
 
 COMMON = "--warmup-steps 100 --log-interval 10 --keep-checkpoints 1 --eval-tokens 2000000"
 GPT2 = "--preset gpt2-124m --micro-batch-size 64 --grad-accum 2"
+MODERN = "--activation swiglu --use-rmsnorm --use-rotary --use-qk-norm --no-bias"
+SMALL = ("--preset gpt2-124m --n-layer 3 --n-head 2 --n-embd 64 --seq-len 64 --micro-batch-size 128 "
+         "--grad-accum 1 --warmup-steps 60 --eval-tokens 131072")  # two minutes on one CPU core
 SIZES = {  # prefix of an arm: options of its architecture
     "": GPT2,
-    "modern-": f"{GPT2} --activation swiglu --use-rmsnorm --use-rotary --use-qk-norm --no-bias --n-kv-head 4",
+    "modern-": f"{GPT2} {MODERN} --n-kv-head 4",
     "350m-": "--preset gpt2-350m --micro-batch-size 32 --grad-accum 4",
-    "small-": "--preset gpt2-124m --n-layer 3 --n-head 2 --n-embd 64 --seq-len 64 --micro-batch-size 128 "
-              "--grad-accum 1 --warmup-steps 60 --eval-tokens 131072",  # two minutes on one CPU core
+    "small-modern-": f"{SMALL} {MODERN} --n-kv-head 1",  # before small-, which is its beginning
+    "small-": SMALL,
     "bpe-": "--preset gpt2-124m --n-layer 3 --n-head 2 --n-embd 64 --seq-len 64 --micro-batch-size 64 "
             "--grad-accum 1 --warmup-steps 20 --eval-tokens 32768",  # ten: 100 steps with 50,257 tokens
 }
-TOKENS_PER_STEP = dict.fromkeys(SIZES, 131_072) | {"small-": 8_192, "bpe-": 4_096}
+TOKENS_PER_STEP = dict.fromkeys(SIZES, 131_072) | {"small-modern-": 8_192, "small-": 8_192, "bpe-": 4_096}
 RECIPES = {  # name of an arm: options of its precision
     "bf16": "--fp8-recipe none",
     "fp8": "",
@@ -104,7 +107,7 @@ ARMS = {  # name: environment variables and options of train.py, as in a shell
 ARMS |= {
     f"{prefix}emulated-{name}":
         f"NANOTE_ABLATION='{words}' {SIZES[prefix]} --fp8-recipe none --model bench/ablation.py:Ablated"
-    for prefix in ("", "small-", "bpe-") for name, words in EMULATED.items()
+    for prefix in ("", "small-modern-", "small-", "bpe-") for name, words in EMULATED.items()
 }
 ARMS["nanogpt"] = f"{GPT2} --fp8-recipe none --model bench/nanogpt.py:NanoGPT --dtype float32 --compile"
 # of Student's t, 1, 2… degrees of freedom
@@ -243,9 +246,10 @@ def summarize(runs: list[dict]) -> list[dict]:
     for record in runs:
         if record["tokens"] == record["run_tokens"]:
             final.setdefault((record["arm"], record["tokens"]), {})[record["seed"]] = record
-    rows = []
+    rows, all_losses = [], {}
     for (arm, tokens), by_seed in final.items():
         losses = {seed: record["val_loss"] for seed, record in by_seed.items()}
+        all_losses[arm, tokens] = losses
         baseline = final.get((baseline_of(arm), tokens), {})
         gaps = [100 * (losses[seed] / baseline[seed]["val_loss"] - 1) for seed in losses if seed in baseline]
         in_bf16 = [100 * (by_seed[seed]["val_loss_without_fp8"] / baseline[seed]["val_loss"] - 1)
@@ -261,47 +265,42 @@ def summarize(runs: list[dict]) -> list[dict]:
         })
     for row in rows:
         baseline = baseline_of(row["arm"])
-        row["seconds_to_bf16_loss"], row["loss_matched_speedup"] = match(row, baseline, rows)
-        row["loss_matched_interval"] = matched_interval(row, rows)
+        found = match(row, baseline, rows, all_losses)
+        row["seconds_to_bf16_loss"], row["loss_matched_speedup"], row["loss_matched_interval"] = found
         nanogpt = baseline.replace("bf16", "nanogpt")  # other sizes have none
-        row["loss_matched_speedup_over_nanogpt"] = match(row, nanogpt, rows)[1]
+        row["loss_matched_speedup_over_nanogpt"] = match(row, nanogpt, rows, all_losses)[1]
     return sorted(rows, key=lambda row: row["mean"])
 
 
-def match(row: dict, baseline: str, rows: list[dict]) -> tuple[float | None, float | None]:
+def match(row: dict, baseline: str, rows: list[dict], losses: dict) -> tuple:
     """Return the training time after which row's arm ends at the loss that the arm `baseline` has after row's
-    tokens, and the time of `baseline` over it."""
+    tokens, the time of `baseline` over it, and the 95 % interval of that; None for what is not known.
+
+    The gap, over the seeds of both arms, is turned into tokens by how much the loss falls from one length of
+    row's arm to its next, over the seeds of both lengths. None if the loss is not between these lengths.
+    """
     other = next((r for r in rows if (r["arm"], r["tokens"]) == (baseline, row["tokens"])), None)
-    seconds = other and seconds_to(other["mean"], [r for r in rows if r["arm"] == row["arm"]])
-    return seconds, other["seconds"] / seconds if seconds else None
+    if other is row:
+        return row["seconds"], 1.0, None
+    lengths = [r["tokens"] for r in rows if r["arm"] == row["arm"] and r["tokens"] != row["tokens"]]
+    if other is None or not lengths:
+        return None, None, None
+    nearest = min(lengths, key=lambda tokens: abs(math.log(tokens / row["tokens"])))
 
+    def above(arm, tokens):
+        own, others = losses[row["arm"], row["tokens"]], losses[arm, tokens]
+        return [own[seed] - others[seed] for seed in own if seed in others]
 
-def seconds_to(loss: float, lengths: list[dict]) -> float | None:
-    """Return the training time of a run that ends at `loss`, from an arm's rows of several lengths: linear in
-    the logarithm of the time. None if no two rows have the loss between them."""
-    rows = sorted(lengths, key=lambda row: row["seconds"])
-    for row in rows:
-        if row["mean"] == loss:
-            return row["seconds"]
-    for before, after in zip(rows, rows[1:]):
-        if before["mean"] >= loss >= after["mean"]:
-            share = (before["mean"] - loss) / (before["mean"] - after["mean"])
-            return before["seconds"] * (after["seconds"] / before["seconds"]) ** share
-    return None
+    gaps, falls = above(baseline, row["tokens"]), above(row["arm"], nearest)
+    if not gaps or not falls or not 0 <= statistics.mean(gaps) / statistics.mean(falls) <= 1:
+        return None, None, None
 
+    def seconds(gap):
+        return row["seconds"] * (nearest / row["tokens"]) ** (gap / statistics.mean(falls))
 
-def matched_interval(row: dict, rows: list[dict]) -> list[float] | None:
-    """Return the 95 % interval of loss_matched_speedup: a loss higher or lower by half the gap's interval is
-    reached later or earlier by what another length of the arm tells. None if it has no other length."""
-    others = [r for r in rows if r["arm"] == row["arm"] and r["tokens"] != row["tokens"]]
-    if not (row["loss_matched_speedup"] and row["gap_interval"] and others):
-        return None
-    other = min(others, key=lambda r: abs(math.log(r["tokens"] / row["tokens"])))
-    slope = (row["mean"] - other["mean"]) / math.log(other["seconds"] / row["seconds"])
-    low, high = row["gap_interval"]
-    half = (high - low) / 200 * row["mean"] / (1 + row["gap_percent"] / 100)  # of the loss
-    factor = math.exp(half / abs(slope))
-    return [row["loss_matched_speedup"] / factor, row["loss_matched_speedup"] * factor]
+    time = seconds(statistics.mean(gaps))
+    bounds = interval_of(gaps)
+    return time, other["seconds"] / time, bounds and sorted(other["seconds"] / seconds(gap) for gap in bounds)
 
 
 def baseline_of(arm: str) -> str:

@@ -86,7 +86,7 @@ def emulated_table(result) -> str:
 
 
 def small_table(result) -> str:
-    """Return the Markdown table of the arms of a small GPT, by learning rate."""
+    """Return the Markdown table of the arms of a small GPT, by block and learning rate."""
     final, lines = final_losses(result["runs"]), []
     for row in result["summary"]:
         name, _, rate = row["arm"].partition("@")
@@ -98,10 +98,11 @@ def small_table(result) -> str:
         changes = changes_of(final, row["arm"], f"{default}@{rate}", row["tokens"])
         against = with_interval(statistics.mean(changes), interval_of(changes)) if changes else ""
         _, seeds, loss, gap, _ = cells(row)
-        lines.append([rate, precision, seeds, loss, gap, against if name != default else ""])
-    lines.sort(key=lambda line: (float(line[0]), line[1] != "none"))
-    return markdown(["learning rate", "FP8", "seeds", "loss ± standard error", "behind none, %",
-                     "behind the default, %"], lines)
+        block = "modern" if "modern-" in size_of(name) else "GPT-2"
+        lines.append([block, rate, precision, seeds, loss, gap, against if name != default else ""])
+    lines.sort(key=lambda line: (line[0], float(line[1]), line[2] != "none"))
+    return markdown(["block", "learning rate", "FP8", "seeds", "loss ± standard error", "behind none, %",
+                     "behind the default, %"], lines, left=3)
 
 
 def final_losses(runs: list[dict]) -> dict:

@@ -4,8 +4,8 @@
     python bench/saves.py --gpus 2    # a minute; writes results/saves.json
 
 GPT-2 350M, 16 x 1,024 tokens a step and GPU, a log line every 10 steps. Each of three times 200 steps begins
-with a checkpoint. `cost_percent` compares their time with 20 times the median of the log intervals in which
-no checkpoint is written. The first such time, in which the run starts up, is left out.
+with a checkpoint. `cost_percent` compares their time with 20 times the median log interval of the 100 steps
+before the first checkpoint.
 """
 
 import os
@@ -54,13 +54,10 @@ def train(gpus: int, options: Options, folder: Path) -> list[dict]:
 def cost_of(records: list[dict]) -> dict:
     """Return the figures of a row. A record's `seconds` include the checkpoint of its step."""
     seconds = {record["step"]: record["seconds"] for record in records}
-    times, quiet = [], []
-    for first in range(SAVE, (1 + TIMES) * SAVE, SAVE):  # the last checkpoint is written in the foreground
-        steps = range(first, first + SAVE, LOG)
-        lengths = [seconds[step] - seconds[step - LOG] for step in steps]
-        times.append(sum(lengths))
-        quiet += lengths[len(lengths) // 2:]
-    interval = statistics.median(quiet)
+    # from the record before a checkpoint to the one before the next; the last is written in the foreground
+    times = [seconds[first + SAVE - LOG] - seconds[first - LOG]
+             for first in range(SAVE, (1 + TIMES) * SAVE, SAVE)]
+    interval = statistics.median(seconds[step] - seconds[step - LOG] for step in range(SAVE // 2, SAVE, LOG))
     without = SAVE / LOG * interval
     return {"step_ms": 1e3 * interval / LOG, "seconds_per_save": [time - without for time in times],
             "cost_percent": 100 * (statistics.median(times) / without - 1)}

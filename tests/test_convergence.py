@@ -27,6 +27,8 @@ def test_summary():
             *run("fp8@1e-3", 1, 100, 2.2, 100.0), *run("fp8@1e-3", 2, 100, 2.2, 100.0),
             *run("fp8@1e-3", 1, 144, 2.0, 144.0), *run("fp8-e4m3@1e-3", 1, 100, 2.5, 100.0),
             *run("nanogpt@1e-3", 1, 100, 2.1, 240.0), *run("350m-fp8@1e-3", 1, 100, 1.9, 300.0)]
+    # that of 144 tokens ran on a slower GPU
+    runs = [r | {"seconds": 1.5 * r["seconds"]} if r["run_tokens"] == 144 else r for r in runs]
     for seed, loss in ((1, 2.1), (2, 2.2)):
         rows = {(row["arm"], row["tokens"]): row for row in summarize(runs)}
         assert rows["fp8@1e-3", 100]["gap_without_fp8_percent"] is None, "a seed lacks it"
@@ -39,14 +41,17 @@ def test_summary():
     assert fp8["gap_percent"] == pytest.approx(5) and fp8["gap_standard_error"] == pytest.approx(5)
     # two seeds: Student's t has one degree of freedom
     assert fp8["gap_interval"] == pytest.approx([5 - 12.706 * 5, 5 + 12.706 * 5])
-    # BF16's mean of 2.1 lies half way between the runs of 100 and 144 tokens: geometric mean of seconds
+    # BF16's mean of 2.1 lies half way between the runs of 100 and 144 tokens: geometric mean of tokens
     assert fp8["seconds_to_bf16_loss"] == pytest.approx(120)
     assert fp8["loss_matched_speedup"] == pytest.approx(160 / 120)
     assert fp8["loss_matched_speedup_over_nanogpt"] == pytest.approx(240 / 120)
-    # the loss falls by 0.2 while the time grows by 1.44, and half the gap's interval is 63.53 % of 2.2 / 1.05
-    factor = 1.44 ** (12.706 * 5 / 100 * 2.2 / 1.05 / 0.2)
+    # the loss falls by 0.2 while the tokens grow by 1.44; the gaps are 0.2 and 0
+    factor = 1.44 ** (12.706 * 0.1 / 0.2)
     assert fp8["loss_matched_interval"] == pytest.approx([160 / 120 / factor, 160 / 120 * factor])
     assert rows["bf16@1e-3", 100]["loss_matched_interval"] is None, "it has one length"
+    more = summarize([*runs, *run("bf16@1e-3", 3, 100, 1.0, 160.0)])
+    assert next(row for row in more if row["arm"] == "fp8@1e-3" and row["tokens"] == 100)[
+        "loss_matched_speedup"] == pytest.approx(160 / 120), "a seed without a pair does not count"
     assert rows["bf16@1e-3", 100]["loss_matched_speedup"] == 1
     larger = rows["350m-fp8@1e-3", 100]
     assert larger["gap_percent"] is None, "another size is no baseline"
@@ -77,13 +82,15 @@ def test_the_small_gpt_has_a_baseline_at_each_rate_and_steps_of_its_own():
             for name, loss in zip(("bf16", "emulated-all"), losses)
             for record in run(f"small-{name}@{rate}", seed, 10**7, loss, 60.0)]
     runs += run("small-emulated-block@4e-3", 2, 10**7, 2.0402, 60.0)
+    runs += run("small-modern-emulated-all@4e-3", 1, 10**7, 1.5, 60.0)
     table = convergence_report.small_table({"runs": runs, "summary": summarize(runs)}).splitlines()[2:]
-    assert [line.strip("| ").split(" | ")[:2] + line.split(" | ")[4:] for line in table] == [
+    assert [line.strip("| ").split(" | ")[1:3] + line.split(" | ")[5:] for line in table[:-1]] == [
         ["2e-3", "none", "", "+0.00 (+0.00 to +0.00) |"],
         ["2e-3", "emulated, the default", "+0.00 (+0.00 to +0.00)", " |"],
         ["4e-3", "none", "", "-0.99 (-0.99 to -0.99) |"],
         ["4e-3", "emulated, the default", "+1.00 (+1.00 to +1.00)", " |"],
         ["4e-3", "`scaling=block gradients=e4m3`", "+2.01", "+1.00 |"]]
+    assert table[-1] == "| modern | 4e-3 | emulated, the default | 1 | 1.5000 |  |  |", "another baseline"
     options = convergence.Options(tokens=819_200)
     assert [convergence.steps_of(options, arm) for arm in ("small-bf16@1", "modern-bf16@1")] == [100, 7]
 
