@@ -25,7 +25,8 @@ checkpoints and the first step, which captures the CUDA graphs). From the last r
   FP8, or if a seed lacks it
 - seconds_to_bf16_loss, loss_matched_speedup: training time after which a run of this arm ends at the loss of
   bf16 with the same seeds, interpolated in the logarithm of the tokens between runs of two lengths (--tokens
-  1e8, then --tokens 1.1e8), and bf16's time over it. A run of another length has its own learning-rate schedule, so one run's curve cannot tell.
+  1e8, then --tokens 1.1e8), and bf16's time over it. A run of another length has its own learning-rate
+  schedule, so one run's curve cannot tell.
 - loss_matched_interval: the 95 % interval of loss_matched_speedup from that of the gap alone
 - loss_matched_speedup_over_nanogpt: the same for the loss and the time of the arm nanogpt
 """
