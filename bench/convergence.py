@@ -52,19 +52,19 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from bench.report import check_folder, cpu_name, write_json, write_report
+from bench.training import MODERN
 from nanote import cli
 from nanote.metrics import read_metrics
 
 COMMON = "--warmup-steps 100 --log-interval 10 --keep-checkpoints 1 --eval-tokens 2000000"
 GPT2 = "--preset gpt2-124m --micro-batch-size 64 --grad-accum 2"
-MODERN = "--activation swiglu --use-rmsnorm --use-rotary --use-qk-norm --no-bias"
 SMALL = ("--preset gpt2-124m --n-layer 3 --n-head 2 --n-embd 64 --seq-len 64 --micro-batch-size 128 "
          "--grad-accum 1 --warmup-steps 60 --eval-tokens 131072")  # two minutes on one CPU core
 SIZES = {  # prefix of an arm: options of its architecture
     "": GPT2,
-    "modern-": f"{GPT2} {MODERN} --n-kv-head 4",
+    "modern-": f"{GPT2} {MODERN}",
     "350m-": "--preset gpt2-350m --micro-batch-size 32 --grad-accum 4",
-    "small-modern-": f"{SMALL} {MODERN} --n-kv-head 1",  # before small-, which is its beginning
+    "small-modern-": f"{SMALL} {MODERN} --n-kv-head 1",
     "small-": SMALL,
     "bpe-": "--preset gpt2-124m --n-layer 3 --n-head 2 --n-embd 64 --seq-len 64 --micro-batch-size 64 "
             "--grad-accum 1 --warmup-steps 20 --eval-tokens 32768",  # ten: 100 steps with 50,257 tokens
@@ -162,7 +162,7 @@ def steps_of(options: Options, arm: str) -> int:
 
 def size_of(arm: str) -> str:
     """Return the prefix of an arm, of SIZES."""
-    return next((prefix for prefix in SIZES if prefix and arm.startswith(prefix)), "")
+    return max((prefix for prefix in SIZES if arm.startswith(prefix)), key=len)
 
 
 def train_all(options: Options, jobs: list, record) -> None:
@@ -243,22 +243,17 @@ def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
 
 def summarize(runs: list[dict]) -> list[dict]:
     """Return a row per arm and number of tokens, over the runs that were completed."""
-    final = {}  # (arm, tokens): {seed: last record}
-    for record in runs:
-        if record["tokens"] == record["run_tokens"]:
-            final.setdefault((record["arm"], record["tokens"]), {})[record["seed"]] = record
-    rows, all_losses = [], {}
+    final, rows = final_records(runs), []
     for (arm, tokens), by_seed in final.items():
-        losses = {seed: record["val_loss"] for seed, record in by_seed.items()}
-        all_losses[arm, tokens] = losses
+        losses = [record["val_loss"] for record in by_seed.values()]
         baseline = final.get((baseline_of(arm), tokens), {})
-        gaps = [100 * (losses[seed] / baseline[seed]["val_loss"] - 1) for seed in losses if seed in baseline]
+        gaps = changes_of(final, arm, baseline_of(arm), tokens)
         in_bf16 = [100 * (by_seed[seed]["val_loss_without_fp8"] / baseline[seed]["val_loss"] - 1)
-                   for seed in losses if seed in baseline and "val_loss_without_fp8" in by_seed[seed]]
+                   for seed in by_seed if seed in baseline and "val_loss_without_fp8" in by_seed[seed]]
         in_bf16 = in_bf16 if len(in_bf16) == len(gaps) else []  # of the same seeds, for comparison
         rows.append({
-            "arm": arm, "tokens": tokens, "seeds": len(losses), "mean": statistics.mean(losses.values()),
-            "standard_error": standard_error(list(losses.values())),
+            "arm": arm, "tokens": tokens, "seeds": len(losses), "mean": statistics.mean(losses),
+            "standard_error": standard_error(losses),
             "gap_percent": statistics.mean(gaps) if gaps else None,
             "gap_standard_error": standard_error(gaps), "gap_interval": interval_of(gaps),
             "gap_without_fp8_percent": statistics.mean(in_bf16) if in_bf16 else None,
@@ -266,14 +261,29 @@ def summarize(runs: list[dict]) -> list[dict]:
         })
     for row in rows:
         baseline = baseline_of(row["arm"])
-        found = match(row, baseline, rows, all_losses)
+        found = match(row, baseline, rows, final)
         row["seconds_to_bf16_loss"], row["loss_matched_speedup"], row["loss_matched_interval"] = found
         nanogpt = baseline.replace("bf16", "nanogpt")  # other sizes have none
-        row["loss_matched_speedup_over_nanogpt"] = match(row, nanogpt, rows, all_losses)[1]
+        row["loss_matched_speedup_over_nanogpt"] = match(row, nanogpt, rows, final)[1]
     return sorted(rows, key=lambda row: row["mean"])
 
 
-def match(row: dict, baseline: str, rows: list[dict], losses: dict) -> tuple:
+def final_records(runs: list[dict]) -> dict:
+    """Return the last record of each run: {(arm, tokens): {seed: record}}."""
+    final = {}
+    for record in runs:
+        if record["tokens"] == record["run_tokens"]:
+            final.setdefault((record["arm"], record["tokens"]), {})[record["seed"]] = record
+    return final
+
+
+def changes_of(final: dict, arm: str, other: str, tokens: int) -> list[float]:
+    """Return by how many percent the loss of `arm` is above that of `other`, for each seed that both have."""
+    own, others = final[arm, tokens], final.get((other, tokens), {})
+    return [100 * (own[seed]["val_loss"] / others[seed]["val_loss"] - 1) for seed in own if seed in others]
+
+
+def match(row: dict, baseline: str, rows: list[dict], final: dict) -> tuple:
     """Return the training time after which row's arm ends at the loss that the arm `baseline` has after row's
     tokens, the time of `baseline` over it, and the 95 % interval of that; None for what is not known.
 
@@ -289,8 +299,8 @@ def match(row: dict, baseline: str, rows: list[dict], losses: dict) -> tuple:
     nearest = min(lengths, key=lambda tokens: abs(math.log(tokens / row["tokens"])))
 
     def above(arm, tokens):
-        own, others = losses[row["arm"], row["tokens"]], losses[arm, tokens]
-        return [own[seed] - others[seed] for seed in own if seed in others]
+        own, others = final[row["arm"], row["tokens"]], final[arm, tokens]
+        return [own[seed]["val_loss"] - others[seed]["val_loss"] for seed in own if seed in others]
 
     gaps, falls = above(baseline, row["tokens"]), above(row["arm"], nearest)
     if not gaps or not falls or not 0 <= statistics.mean(gaps) / statistics.mean(falls) <= 1:

@@ -5,7 +5,16 @@ All but `rates_table` are at the learning rate that is best for BF16, which ever
 
 import statistics
 
-from bench.convergence import EMULATED, RECIPES, SIZES, baseline_of, interval_of, size_of
+from bench.convergence import (
+    EMULATED,
+    RECIPES,
+    SIZES,
+    baseline_of,
+    changes_of,
+    final_records,
+    interval_of,
+    size_of,
+)
 from bench.report import markdown
 
 # Arms that could become the default, and the arm of today's default that each is compared with
@@ -87,7 +96,7 @@ def emulated_table(result) -> str:
 
 def small_table(result) -> str:
     """Return the Markdown table of the arms of a small GPT, by block and learning rate."""
-    final, lines = final_losses(result["runs"]), []
+    final, lines = final_records(result["runs"]), []
     for row in result["summary"]:
         name, _, rate = row["arm"].partition("@")
         default = f"{size_of(name)}emulated-all"
@@ -105,25 +114,10 @@ def small_table(result) -> str:
                      "behind the default, %"], lines, left=3)
 
 
-def final_losses(runs: list[dict]) -> dict:
-    """Return the final loss of each run: {(arm, tokens): {seed: loss}}."""
-    final = {}
-    for record in runs:
-        if record["tokens"] == record["run_tokens"]:
-            final.setdefault((record["arm"], record["tokens"]), {})[record["seed"]] = record["val_loss"]
-    return final
-
-
-def changes_of(final: dict, arm: str, other: str, tokens: int) -> list[float]:
-    """Return by how many percent the loss of `arm` is above that of `other`, for each seed that both have."""
-    losses, others = final[arm, tokens], final.get((other, tokens), {})
-    return [100 * (losses[seed] / others[seed] - 1) for seed in losses if seed in others]
-
-
 def negatives_table(result) -> str:
     """Return the Markdown table of CANDIDATES that are not better than today's default: the paired difference
     is not below zero, or its 95 % interval holds zero."""
-    rate, final, lines = best_rate(result["summary"]), final_losses(result["runs"]), []
+    rate, final, lines = best_rate(result["summary"]), final_records(result["runs"]), []
     for name, default in CANDIDATES.items():
         for arm, tokens in final:
             if arm != name + rate:

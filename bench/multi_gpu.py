@@ -265,9 +265,8 @@ def ratios(row: dict, rows: list[dict]) -> dict:
 def table(rows: list[dict]) -> str:
     """Return a Markdown table of the rows, for bench/pages.py."""
     def place(row):
-        layout, shape, recipe = (list(names).index(row[field]) for field, names in (
-            ("parallel", NAMES), ("shape", SHAPE_NAMES), ("recipe", RECIPES)))
-        return layout, shape, row["grad_accum"], recipe
+        return (list(NAMES).index(row["parallel"]), list(SHAPE_NAMES).index(row["shape"]), row["grad_accum"],
+                list(RECIPES).index(row["recipe"]))
 
     lines = []
     for row in sorted((row for row in rows if "error" not in row), key=place):

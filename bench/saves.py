@@ -8,7 +8,6 @@ with a checkpoint. `cost_percent` compares their time with 20 times the median l
 before the first checkpoint.
 """
 
-import os
 import statistics
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench.report import Rows
+from bench.report import Rows, check_folder
 from nanote import cli
 from nanote.metrics import read_metrics
 
@@ -38,16 +37,15 @@ class Options:
 
 
 def train(gpus: int, options: Options, folder: Path) -> list[dict]:
-    """Train on the first GPUs; return the records of metrics.jsonl."""
+    """Train on the first GPUs of the machine; return the records of metrics.jsonl."""
     launcher = [sys.executable]
     if gpus > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     command = [*launcher, "train.py", *OPTIONS.split(), "--data", options.data, "--out-dir", str(folder),
                *options.more.split()]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"{' '.join(command)}: exit code {done.returncode}: {done.stderr[-2000:]}")
+    code = subprocess.run(command, cwd=ROOT).returncode
+    if code:
+        raise OSError(f"{' '.join(command)}: exit code {code}, see above")
     return read_metrics(folder / "metrics.jsonl")
 
 
@@ -65,6 +63,7 @@ def cost_of(records: list[dict]) -> dict:
 
 def main(argv=None):
     options = cli.parse(Options, argv, prog="bench/saves.py", description=__doc__)
+    check_folder(options.json)
     rows = Rows(options.json, ("gpus", "steps_between"), "bench/saves.py", argv)
     for gpus in options.gpus:
         with tempfile.TemporaryDirectory(dir=options.out_dir) as scratch:
