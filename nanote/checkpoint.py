@@ -16,7 +16,7 @@ last three. Design:
 - Precision is not part of a checkpoint: weights are stored in high precision, so a run may resume with
   another FP8 recipe or none.
 - Training does not wait for the disk: BackgroundSaver copies the tensors to host memory, and a thread writes
-  them.
+  them. Each rank of --parallel ddp copies and writes a part of the tensors, for all have the same.
 """
 import contextlib
 import fcntl
@@ -33,6 +33,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from nanote import fp8, json_files, parallel, peers, safetensors_files
 from nanote.dataset import sha256
@@ -64,7 +65,7 @@ def save(run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> Path
     checkpoint is left, earlier ones are untouched, and the message names the last of them.
     """
     document = _document(step, model, optimizer, meta)
-    return _write(Path(run_dir), step, _tensors(model, optimizer), document, keep)
+    return _write(Path(run_dir), step, _own_tensors(model, optimizer), document, keep)
 
 
 class BackgroundSaver:
@@ -72,8 +73,8 @@ class BackgroundSaver:
 
     `save` returns as soon as the tensors are copied to host memory. One checkpoint is written at a time, and
     a folder step-<n> is complete or absent, as with the function `save`. The copies stay allocated for the
-    next checkpoint: pinned memory for tensors on a GPU, of the size of weights, optimizer state and float32
-    masters.
+    next checkpoint: pinned memory for tensors on a GPU, of the size of what this rank writes of weights,
+    optimizer state and float32 masters.
 
     Several processes write together, in a process group of their own: a thread's collectives may come before
     the training's on one rank and after them on another, which would be a deadlock in one group. With sharded
@@ -95,7 +96,7 @@ class BackgroundSaver:
         reason = ""
         if self.background:
             try:
-                self.copy_to_host(_tensors(model, optimizer))
+                self.copy_to_host(_own_tensors(model, optimizer))
             except torch.OutOfMemoryError:  # of the GPU
                 raise
             except RuntimeError as error:
@@ -110,7 +111,7 @@ class BackgroundSaver:
         """Save like the function `save`, after the previous checkpoint. An OSError is kept for `error`."""
         self.wait()
         document = _document(step, model, optimizer, meta)
-        tensors = _tensors(model, optimizer)
+        tensors = _own_tensors(model, optimizer)
         if self.background:
             tensors = self.copy_to_host(tensors).items()
             self.writing = self.thread.submit(
@@ -192,10 +193,11 @@ def _write(run_dir: Path, step: int, tensors, document: str, keep: int, group=No
 
     try:
         parallel.on_rank0(prepare, group)
-        if dist.is_initialized():
-            safetensors_files.save_distributed(dict(tensors), unfinished, group)
+        tensors = dict(tensors)
+        if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+            safetensors_files.save_distributed(tensors, unfinished)
         else:
-            _write_tensors(dict(tensors), unfinished)
+            parallel.on_each_rank(lambda: _write_tensors(tensors, unfinished), group)
         parallel.on_rank0(finish, group)
     except OSError as error:
         if parallel.rank() == 0:
@@ -209,17 +211,35 @@ def _write(run_dir: Path, step: int, tensors, document: str, keep: int, group=No
 
 
 def _write_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write and sync the safetensors files of a single process, under the names that DCP uses."""
+    """Write and sync this rank's safetensors files, under the names that DCP uses."""
     numbers = safetensors_files.file_numbers(tensors)
     files = max(numbers.values())
     for number in sorted(set(numbers.values())):
-        path = folder / f"shard-00001-model-{number:05}-of-{files:05}.safetensors"
+        path = folder / f"shard-{parallel.rank() + 1:05}-model-{number:05}-of-{files:05}.safetensors"
         part = {name: tensor for name, tensor in tensors.items() if numbers[name] == number}
         safetensors_files.write_file(path, part)
         _sync(path)
 
 
 # ---------------------------------------------------------------- what is stored
+
+def _own_tensors(model, optimizer):
+    """Yield the (name, tensor) pairs that this rank saves: all if the model is sharded, since DCP divides
+    them. Otherwise each goes to the rank that has the fewest bytes, so that every rank writes about as much.
+    """
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        yield from _tensors(model, optimizer)
+        return
+    sizes, own_rng = [0] * parallel.world_size(), f"rng{parallel.rank()}."
+    for name, tensor in _tensors(model, optimizer):
+        if name.startswith(own_rng):  # no other rank has it
+            yield name, tensor
+            continue
+        writer = sizes.index(min(sizes))
+        sizes[writer] += tensor.numel() * tensor.element_size()
+        if writer == parallel.rank():
+            yield name, tensor
+
 
 def _tensors(model, optimizer):
     """Yield (name, tensor) for everything that is stored as a tensor; tied parameters once.

@@ -237,6 +237,21 @@ def on_rank0(function, group=None):
     return outcome[0]
 
 
+def on_each_rank(function, group=None) -> None:
+    """Call `function` on every rank. If it raises an OSError on some, every rank raises the first of them."""
+    error = None
+    try:
+        function()
+    except OSError as raised:
+        error = raised
+    if dist.is_initialized():
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error, group=group)
+        error = next(filter(None, errors), None)
+    if error is not None:
+        raise error
+
+
 def reason_of_any_rank(reason: str, group=None) -> str:
     """Return the reason of the first rank that has one, or "": the same on all ranks. Collective."""
     reasons = [None] * dist.get_world_size()

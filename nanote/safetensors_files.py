@@ -1,9 +1,8 @@
 """The tensors of a checkpoint as safetensors files: write them, check their headers, read them.
 
 The format is that of torch.distributed.checkpoint (DCP) with its Hugging Face storage classes, so any number
-of processes can read what any other number wrote, without pickle. With several processes DCP writes the files
-too. A single process writes them with `write_file`: DCP's writer would copy every tensor and hold up the
-training thread.
+of processes can read what any other number wrote, without pickle. DCP writes the files of sharded models too;
+`write_file` writes others', since DCP's writer would copy every tensor and hold up the training thread.
 
 Format: github.com/huggingface/safetensors, "Format".
 """
@@ -87,16 +86,13 @@ def _must_be_float(name: str) -> bool:
     return name.startswith(("model.", "fp8.")) or name.rpartition(".")[2] in floats
 
 
-def save_distributed(tensors: dict, folder: Path, group=None) -> None:
-    """Write the tensors of all ranks with DCP. Every rank must call it and raises the OSError of any rank.
-
-    `group`: the process group to use; None: the default one.
-    """
+def save_distributed(tensors: dict, folder: Path) -> None:
+    """Write the tensors of all ranks with DCP. Every rank must call it and raises the OSError of any rank."""
     files = file_numbers(tensors)
     for rank in range(dist.get_world_size()):  # the table of rank 0 is used for all ranks
         files |= {f"rng{rank}.{name}": 1 for name in ("torch", "host", "cuda")}
     writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
-    _run_dcp(dcp.save, tensors, storage_writer=writer, process_group=group)
+    _run_dcp(dcp.save, tensors, storage_writer=writer)
 
 
 def load(tensors: dict, folder: Path) -> None:

@@ -3,8 +3,8 @@
 Unlike torchrun, this imports PyTorch once and forks. Arguments: a number of processes, then a run each, as on
 train.py's command line; again for the next group. "copy A B N" copies the run A without checkpoints after
 step N; a run that begins with "nan" has a loss that is not finite in step 2, on every rank but the first; one
-that begins with "waits" reads each batch late on rank 1; "weights" checks that ranks with other weights get
-those of rank 0.
+that begins with "waits" reads each batch late on rank 1; in one that begins with "full" the first checkpoint
+does not fit on the disk of the last rank; "weights" checks that ranks with other weights get those of rank 0.
 """
 import os
 import shutil
@@ -22,7 +22,8 @@ from nanote.config import TrainConfig
 
 gradients.BUCKET_BYTES = 4096  # several buckets in a small model
 plain, plain_batches, passes = train.TrainStep.forward_backward, train.get_batches, []
-MARKS = "nan", "waits"  # first words of runs
+plain_write = checkpoint._write_tensors
+MARKS = "nan", "waits", "full"  # first words of runs
 
 
 def with_a_nan(self, batch, micro):
@@ -39,6 +40,12 @@ def with_a_nan(self, batch, micro):
 def waiting(loader, step, grad_accum):
     loader.seconds_waited += 10 * loader.rank  # without waiting
     return plain_batches(loader, step, grad_accum)
+
+
+def write_or_fail(tensors, folder):
+    if folder.name.endswith("step-1") and dist.get_rank() == dist.get_world_size() - 1:
+        raise OSError(28, "No space left on device")
+    plain_write(tensors, folder)
 
 
 def copy(source, target, last):
@@ -71,6 +78,7 @@ def run_all(runs):
             continue
         train.TrainStep.forward_backward = with_a_nan if words[0] == "nan" else plain
         train.get_batches = waiting if words[0] == "waits" else plain_batches
+        checkpoint._write_tensors = write_or_fail if words[0] == "full" else plain_write
         code = cli.run(lambda: train.main([word for word in words if word not in MARKS]), "train.py")
         if code:
             return code

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from nanote import dataset, parallel, safetensors_files, slow_ranks
+from nanote import checkpoint, dataset, parallel, safetensors_files, slow_ranks
 from nanote.config import TrainConfig
 from nanote.metrics import Log, read_metrics
 from trainer_tools import ROOT, metrics, run_train
@@ -24,18 +24,22 @@ OPTIONS = (
 )
 
 
-def run_groups(*arguments: str) -> None:
-    """Run tests/parallel_worker.py."""
+def run_groups(*arguments: str) -> str:
+    """Run tests/parallel_worker.py; return what it printed."""
     done = subprocess.run([sys.executable, str(ROOT / "tests" / "parallel_worker.py"), *arguments],
                           capture_output=True, text=True, timeout=240,
                           env=os.environ | {"NANOTE_REFERENCE": "1", "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, tokens):
-    """Make the runs that the tests compare, and change to their folder: 4 steps of 8 sequences each."""
+    """Make the runs that the tests compare, and change to their folder: 4 steps of 8 sequences each.
+
+    Return what those with several ranks printed.
+    """
     before = os.getcwd()
     os.chdir(tmp_path_factory.mktemp("runs"))
     options = f"{OPTIONS} --data {tokens}"
@@ -43,7 +47,7 @@ def runs(tmp_path_factory, tokens):
     two, four = "--micro-batch-size 2", "--micro-batch-size 4"
     assert run_train(f"{none} {four} --out-dir one") == 0
     assert run_train(f"{delayed} {four} --out-dir one-fp8") == 0
-    run_groups(
+    printed = run_groups(
         "2", "weights",
         f"{none} {two} --parallel fsdp --out-dir fsdp",
         f"{none} {two} --parallel fsdp --gradient-checkpointing --no-reshard-after-forward "
@@ -56,6 +60,7 @@ def runs(tmp_path_factory, tokens):
         "copy one one-fsdp 2", f"--resume --parallel fsdp {two} --out-dir one-fsdp",
         f"nan {none} {two} --parallel fsdp --max-steps 2 --out-dir skipped",
         f"waits {none} {two} --max-steps 2 --out-dir waited",
+        f"full {none} {two} --max-steps 2 --out-dir full-disk",
         "4",
         "copy fsdp fsdp-hsdp 2",
         "--resume --parallel hsdp --hsdp-replicas 2 --micro-batch-size 1 --out-dir fsdp-hsdp",
@@ -63,7 +68,7 @@ def runs(tmp_path_factory, tokens):
     shutil.copytree("fsdp-hsdp", "hsdp-one")
     shutil.rmtree("hsdp-one/step-4")
     assert run_train(f"--resume {four} --out-dir hsdp-one") == 0
-    yield
+    yield printed
     os.chdir(before)
 
 
@@ -103,6 +108,21 @@ def test_resuming_on_as_many_ranks_is_exact(runs):
         whole = {key: value for key, value in whole.items() if ".host" not in key}  # Python's own generator
         assert all(torch.equal(resumed[key], value) for key, value in whole.items())
         assert len(whole["model.wpe.weight"]) == (34 if shard == 1 else 33), "each rank writes its part"
+
+
+def test_ranks_of_ddp_divide_the_writing(runs):
+    """`stored` refuses a tensor that is written twice."""
+    one, two = (path.stat().st_size for path in sorted(Path("ddp/step-4").glob("*.safetensors")))
+    assert 0.8 < one / two < 1.25
+    assert stored("ddp", 4).keys() >= stored("one", 4).keys()
+
+
+def test_a_full_disk_of_one_rank(runs):
+    """The run continues, and the next checkpoint is written."""
+    assert [path.name for path in checkpoint.list_checkpoints("full-disk")] == ["step-2"]
+    said, = [line for line in runs.splitlines() if "step-1 not written" in line]
+    assert "full-disk/step-1 not written: No space left on device" in said and "training continues" in said
+    assert len(metrics("full-disk")) == 2
 
 
 @pytest.mark.parametrize("run", ["ddp-fp8", "fsdp-fp8"])
