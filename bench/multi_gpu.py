@@ -234,6 +234,7 @@ def main(argv=None) -> int:
         row |= ratios(row, rows)
         if layout == "nanogpt":
             row["model_py_sha256"] = source
+        row["nccl_max_ctas"] = os.environ.get("NCCL_MAX_CTAS")  # SMs for NCCL at most; None: its own choice
         row["nvlink_multicast"] = os.environ.get("NCCL_NVLS_ENABLE") != "0"
         row["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None
         rows.add(row)
