@@ -458,7 +458,7 @@ def find_first_scales(config: TrainConfig, model, optimizer, batch) -> None:
 
 def make_saver(config: TrainConfig, first_step: int, model, optimizer, log: Log):
     """Return a BackgroundSaver. Reserve its host memory if it will write one before the last step."""
-    saver = checkpoint.BackgroundSaver(config.background_saves and not parallel.is_sharded(config))
+    saver = checkpoint.BackgroundSaver(config.background_saves)
     if 0 < config.checkpoint_interval < config.max_steps - (first_step - 1):
         reason = saver.reserve(model, optimizer)
         if reason:

@@ -442,7 +442,7 @@ class DiskFull:
         del safetensors_files.open
 
 
-def save_that_fails(run_dir, tensors, document, fail_at) -> tuple[list[str], bool]:
+def save_that_fails(run_dir, parts, document, fail_at) -> tuple[list[str], bool]:
     """Save step 2 of a run that has step 1, while call number `fail_at` fails -> (calls, good).
 
     Good means: an error that says so, step 1 whole, step 2 whole or absent, and no leftover files. `fail_at`
@@ -450,11 +450,11 @@ def save_that_fails(run_dir, tensors, document, fail_at) -> tuple[list[str], boo
     """
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir()
-    checkpoint._write(run_dir, 1, tensors.items(), document, 9)
+    checkpoint._write(run_dir, 1, parts, document, 9)
     message = None
     with DiskFull(fail_at) as disk:
         try:
-            checkpoint._write(run_dir, 2, tensors.items(), document, 9)
+            checkpoint._write(run_dir, 2, parts, document, 9)
         except OSError as error:
             message = str(error)
     folders = checkpoint.list_checkpoints(run_dir)
@@ -473,12 +473,12 @@ def every_call_fails(_number, _seed) -> dict:
     with in_scratch("calls"):
         run(f"{OPTIONS} --max-steps 1 --out-dir run")
         document = Path("run/step-1/meta.json").read_text()
-        values = {
-            name: torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        parts = {
+            name: (torch.frombuffer(bytearray(content), dtype=torch.uint8), [0])
             for name, content in tensors("run/step-1").items()
         }
-        calls, good = save_that_fails(Path("again"), values, document, None)
-        outcomes = [save_that_fails(Path("again"), values, document, number)[1]
+        calls, good = save_that_fails(Path("again"), parts, document, None)
+        outcomes = [save_that_fails(Path("again"), parts, document, number)[1]
                     for number in range(len(calls))]
         return {
             "calls": dict(Counter(calls)), "tried": len(outcomes), "good": sum(outcomes),

@@ -16,7 +16,7 @@ last three. Design:
 - Precision is not part of a checkpoint: weights are stored in high precision, so a run may resume with
   another FP8 recipe or none.
 - Training does not wait for the disk: BackgroundSaver copies the tensors to host memory, and a thread writes
-  them. Each rank of --parallel ddp copies and writes a part of the tensors, for all have the same.
+  them. Each rank copies and writes a part: of a sharded tensor its own, of the others as much as any rank.
 """
 import contextlib
 import fcntl
@@ -65,7 +65,7 @@ def save(run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> Path
     checkpoint is left, earlier ones are untouched, and the message names the last of them.
     """
     document = _document(step, model, optimizer, meta)
-    return _write(Path(run_dir), step, _own_tensors(model, optimizer), document, keep)
+    return _write(Path(run_dir), step, dict(_own_parts(model, optimizer)), document, keep)
 
 
 class BackgroundSaver:
@@ -77,8 +77,8 @@ class BackgroundSaver:
     optimizer state and float32 masters.
 
     Several processes write together, in a process group of their own: a thread's collectives may come before
-    the training's on one rank and after them on another, which would be a deadlock in one group. With sharded
-    weights, or `background` off, `save` returns when everything is written.
+    the training's on one rank and after them on another, which would be a deadlock in one group. With
+    `background` off, `save` returns when everything is written.
     """
 
     def __init__(self, background: bool = True):
@@ -96,7 +96,7 @@ class BackgroundSaver:
         reason = ""
         if self.background:
             try:
-                self.copy_to_host(_own_tensors(model, optimizer))
+                self.copy_to_host(_own_parts(model, optimizer))
             except torch.OutOfMemoryError:  # of the GPU
                 raise
             except RuntimeError as error:
@@ -111,32 +111,32 @@ class BackgroundSaver:
         """Save like the function `save`, after the previous checkpoint. An OSError is kept for `error`."""
         self.wait()
         document = _document(step, model, optimizer, meta)
-        tensors = _own_tensors(model, optimizer)
+        parts = _own_parts(model, optimizer)
         if self.background:
-            tensors = self.copy_to_host(tensors).items()
             self.writing = self.thread.submit(
-                _write, Path(run_dir), step, tensors, document, keep, self.group)
+                _write, Path(run_dir), step, self.copy_to_host(parts), document, keep, self.group)
         else:
             try:
-                _write(Path(run_dir), step, tensors, document, keep)
+                _write(Path(run_dir), step, dict(parts), document, keep)
             except OSError as error:
                 self.failures.append(error)
 
-    def copy_to_host(self, tensors) -> dict[str, torch.Tensor]:
-        """Copy (name, tensor) pairs to host memory, reusing the buffers of an earlier call where they fit.
+    def copy_to_host(self, parts) -> dict[str, tuple[torch.Tensor, list[int]]]:
+        """Copy the tensors of `_own_parts` to host memory, reusing the buffers of an earlier call that fit.
 
         The copies are queued on the training stream. The caching allocator therefore cannot reuse the memory
         of a temporary tensor (a dequantized weight) before it is copied.
         """
-        before, self.copies = self.copies, {}
-        for name, tensor in tensors:
+        before, self.copies, copied = self.copies, {}, {}
+        for name, (tensor, offsets) in parts:
             copy = before.get(name)
             if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self.copies[name] = copy.copy_(tensor, non_blocking=True)
+            copied[name] = copy, offsets
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
-        return self.copies
+        return copied
 
     def wait(self) -> None:
         """Wait until nothing is being written. Raises errors other than OSError, which are bugs."""
@@ -167,9 +167,9 @@ def _document(step: int, model, optimizer, meta: dict) -> str:
     return json.dumps(own | meta | own, indent=2, default=str) + "\n"
 
 
-def _write(run_dir: Path, step: int, tensors, document: str, keep: int, group=None) -> Path:
-    """Write run_dir/step-<step> from (name, tensor) pairs and the text of meta.json, without reading the
-    model. `group`: the process group to use; None: the default one."""
+def _write(run_dir: Path, step: int, parts: dict, document: str, keep: int, group=None) -> Path:
+    """Write run_dir/step-<step> from this rank's parts, see `_own_parts`, and the text of meta.json, without
+    reading the model. `group`: the process group to use; None: the default one."""
     folder, unfinished = run_dir / f"step-{step}", run_dir / f".saving-step-{step}"
 
     def prepare():
@@ -193,11 +193,7 @@ def _write(run_dir: Path, step: int, tensors, document: str, keep: int, group=No
 
     try:
         parallel.on_rank0(prepare, group)
-        tensors = dict(tensors)
-        if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-            safetensors_files.save_distributed(tensors, unfinished)
-        else:
-            parallel.on_each_rank(lambda: _write_tensors(tensors, unfinished), group)
+        parallel.on_each_rank(lambda: _write_parts(parts, unfinished), group)
         parallel.on_rank0(finish, group)
     except OSError as error:
         if parallel.rank() == 0:
@@ -210,35 +206,40 @@ def _write(run_dir: Path, step: int, tensors, document: str, keep: int, group=No
     return folder
 
 
-def _write_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+def _write_parts(parts: dict, folder: Path) -> None:
     """Write and sync this rank's safetensors files, under the names that DCP uses."""
-    numbers = safetensors_files.file_numbers(tensors)
+    numbers = safetensors_files.file_numbers(parts)
     files = max(numbers.values())
     for number in sorted(set(numbers.values())):
         path = folder / f"shard-{parallel.rank() + 1:05}-model-{number:05}-of-{files:05}.safetensors"
-        part = {name: tensor for name, tensor in tensors.items() if numbers[name] == number}
-        safetensors_files.write_file(path, part)
+        of_file = {name: part for name, part in parts.items() if numbers[name] == number}
+        safetensors_files.write_file(path, of_file)
         _sync(path)
 
 
 # ---------------------------------------------------------------- what is stored
 
-def _own_tensors(model, optimizer):
-    """Yield the (name, tensor) pairs that this rank saves: all if the model is sharded, since DCP divides
-    them. Otherwise each goes to the rank that has the fewest bytes, so that every rank writes about as much.
+def _own_parts(model, optimizer):
+    """Yield (name, (tensor, offsets)) of what this rank saves; `offsets`, an int per dimension: where tensor
+    begins in the one that is stored in parts. A tensor that all ranks have goes to the one with the fewest
+    bytes of them.
     """
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        yield from _tensors(model, optimizer)
-        return
     sizes, own_rng = [0] * parallel.world_size(), f"rng{parallel.rank()}."
     for name, tensor in _tensors(model, optimizer):
-        if name.startswith(own_rng):  # no other rank has it
-            yield name, tensor
-            continue
-        writer = sizes.index(min(sizes))
-        sizes[writer] += tensor.numel() * tensor.element_size()
-        if writer == parallel.rank():
-            yield name, tensor
+        offsets = [0] * tensor.dim()
+        if isinstance(tensor, DTensor):
+            offsets = list(tensor.__create_chunk_list__()[0].offsets)
+            place = zip(tensor.device_mesh.get_coordinate(), tensor.placements)
+            is_copy = any(replica and placement.is_replicate() for replica, placement in place)
+            tensor = tensor.to_local()
+            if is_copy or not tensor.numel():  # the first replica saves it; a small one has fewer parts
+                continue
+        elif not name.startswith(own_rng):  # that of other ranks is not here
+            writer = sizes.index(min(sizes))
+            sizes[writer] += tensor.numel() * tensor.element_size()
+            if writer != parallel.rank():
+                continue
+        yield name, (tensor, offsets)
 
 
 def _tensors(model, optimizer):

@@ -177,8 +177,8 @@ class TrainConfig:
     """Steps between checkpoints (also after the last step); 0: only after the last."""
     keep_checkpoints: int = 2  # Checkpoints to keep; older ones are removed.
     background_saves: bool = True
-    """Write checkpoints in the background (not with --parallel fsdp or hsdp); takes host memory in each
-    process for a copy of weights and optimizer state."""
+    """Write checkpoints in the background; takes host memory in each process for a copy of its part of
+    weights and optimizer state."""
     log_interval: int = 10  # Steps between log lines.
     wandb: str | None = None
     """Log to this project of Weights & Biases, too (pip install wandb); WANDB_MODE=offline: without a

@@ -1,10 +1,11 @@
 """The tensors of a checkpoint as safetensors files: write them, check their headers, read them.
 
 The format is that of torch.distributed.checkpoint (DCP) with its Hugging Face storage classes, so any number
-of processes can read what any other number wrote, without pickle. DCP writes the files of sharded models too;
-`write_file` writes others', since DCP's writer would copy every tensor and hold up the training thread.
+of processes can read what any other number wrote, without pickle. DCP reads them, and `write_file` writes
+them: DCP's writer would copy every tensor and hold up the training thread.
 
-Format: github.com/huggingface/safetensors, "Format".
+Format: github.com/huggingface/safetensors, "Format"; of tensors in parts, torch's
+distributed/checkpoint/_hf_utils.py.
 """
 import json
 import math
@@ -12,14 +13,13 @@ import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from nanote import json_files
 
 RESTORE = "restore the checkpoint's files from a copy"
-SHARD_BYTES = 4 * 2**30  # DCP assembles a file in memory before writing it
+SHARD_BYTES = 4 * 2**30  # checksums of several files are computed side by side
 TYPES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
     torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
@@ -27,24 +27,28 @@ TYPES = {
 }
 
 
-def file_numbers(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+def file_numbers(parts: dict[str, tuple[torch.Tensor, list[int]]]) -> dict[str, int]:
     """Assign each tensor to a file of about SHARD_BYTES; numbers start at 1."""
     numbers, size = {}, 0
-    for name, tensor in tensors.items():
+    for name, (tensor, _) in parts.items():
         size += tensor.numel() * tensor.element_size()
         numbers[name] = 1 + size // SHARD_BYTES
     return numbers
 
 
-def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write one safetensors file.
+def write_file(path: Path, parts: dict[str, tuple[torch.Tensor, list[int]]]) -> None:
+    """Write one safetensors file of tensors and where each begins in the one that is stored in parts.
 
     Unlike safetensors.torch.save, this copies nothing and releases the GIL during each write, so that a
     training thread can launch its next step.
     """
     # wider types first, so that each tensor is aligned
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    ordered = sorted(((name, tensor) for name, (tensor, _) in parts.items()),
+                     key=lambda item: -item[1].element_size())
     header, end = {"__metadata__": {"format": "pt"}}, 0
+    if any(any(offsets) for _, offsets in parts.values()):
+        begins = {name: {"saved_offsets": offsets} for name, (_, offsets) in parts.items()}
+        header["__metadata__"] |= {"DCP_SHARDING_INFO": json.dumps(begins), "DCP_VERSION": "1.0"}
     for name, tensor in ordered:
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {
@@ -86,25 +90,12 @@ def _must_be_float(name: str) -> bool:
     return name.startswith(("model.", "fp8.")) or name.rpartition(".")[2] in floats
 
 
-def save_distributed(tensors: dict, folder: Path) -> None:
-    """Write the tensors of all ranks with DCP. Every rank must call it and raises the OSError of any rank."""
-    files = file_numbers(tensors)
-    for rank in range(dist.get_world_size()):  # the table of rank 0 is used for all ranks
-        files |= {f"rng{rank}.{name}": 1 for name in ("torch", "host", "cuda")}
-    writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
-    _run_dcp(dcp.save, tensors, storage_writer=writer)
-
-
 def load(tensors: dict, folder: Path) -> None:
     """Fill `tensors`, allocated by the caller, from a checkpoint's files with DCP. Collective."""
-    _run_dcp(dcp.load, tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
-
-
-def _run_dcp(action, tensors: dict, **storage) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            action(tensors, **storage)
+            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
     except BaseException as error:  # CheckpointException, a BaseException, wraps the errors of the ranks
         causes = [cause for cause, _ in getattr(error, "failures", {}).values()]
         if causes and isinstance(causes[0], OSError):

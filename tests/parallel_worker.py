@@ -22,7 +22,7 @@ from nanote.config import TrainConfig
 
 gradients.BUCKET_BYTES = 4096  # several buckets in a small model
 plain, plain_batches, passes = train.TrainStep.forward_backward, train.get_batches, []
-plain_write = checkpoint._write_tensors
+plain_write = checkpoint._write_parts
 MARKS = "nan", "waits", "full"  # first words of runs
 
 
@@ -42,10 +42,10 @@ def waiting(loader, step, grad_accum):
     return plain_batches(loader, step, grad_accum)
 
 
-def write_or_fail(tensors, folder):
+def write_or_fail(parts, folder):
     if folder.name.endswith("step-1") and dist.get_rank() == dist.get_world_size() - 1:
         raise OSError(28, "No space left on device")
-    plain_write(tensors, folder)
+    plain_write(parts, folder)
 
 
 def copy(source, target, last):
@@ -78,7 +78,7 @@ def run_all(runs):
             continue
         train.TrainStep.forward_backward = with_a_nan if words[0] == "nan" else plain
         train.get_batches = waiting if words[0] == "waits" else plain_batches
-        checkpoint._write_tensors = write_or_fail if words[0] == "full" else plain_write
+        checkpoint._write_parts = write_or_fail if words[0] == "full" else plain_write
         code = cli.run(lambda: train.main([word for word in words if word not in MARKS]), "train.py")
         if code:
             return code

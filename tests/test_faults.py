@@ -281,14 +281,14 @@ def test_a_stop_is_postponed_until_a_step_is_finite(tokens, poisoned, monkeypatc
 def test_sigterm_in_a_save(tokens, monkeypatch):
     options = f"{OPTIONS} --eval-interval 0 --max-steps 12 --checkpoint-interval 4 --keep-checkpoints 9"
     assert run_train(f"{options} --out-dir whole", tokens) == 0
-    plain, done = checkpoint._write_tensors, []
+    plain, done = checkpoint._write_parts, []
 
-    def write_tensors(tensors, folder):
+    def write_parts(parts, folder):
         if not done:
             done.append(os.kill(os.getpid(), signal.SIGTERM))
-        plain(tensors, folder)
+        plain(parts, folder)
 
-    monkeypatch.setattr(checkpoint, "_write_tensors", write_tensors)
+    monkeypatch.setattr(checkpoint, "_write_parts", write_parts)
     assert run_train(f"{options} --out-dir run", tokens) == 0
     first, last = checkpoint.list_checkpoints("run")
     assert first.name == "step-4" and not checkpoint._damage(first) and not checkpoint._damage(last)
@@ -452,15 +452,15 @@ def test_every_byte_of_the_small_files_counts(finished, tokens, monkeypatch):
 # ---------------------------------------------------------------- full disks
 
 def test_a_disk_that_fails_at_any_call_of_a_save(tmp_path):
-    tensors = {
-        "model.a": torch.arange(10.0), "model.b": torch.arange(3, dtype=torch.uint8),
-        "model.c": torch.ones(4, dtype=torch.bfloat16),
+    parts = {
+        "model.a": (torch.arange(10.0), [0]), "model.b": (torch.arange(3, dtype=torch.uint8), [0]),
+        "model.c": (torch.ones(4, dtype=torch.bfloat16), [0]),
     }
-    calls, good = faults.save_that_fails(tmp_path / "run", tensors, '{"step": 2}\n', None)
+    calls, good = faults.save_that_fails(tmp_path / "run", parts, '{"step": 2}\n', None)
     counts = {name: calls.count(name) for name in set(calls)}
     assert good and counts == {"mkdir": 1, "write": 6, "sync": 5, "rename": 1}
     for number in range(len(calls)):
-        made, good = faults.save_that_fails(tmp_path / "run", tensors, '{"step": 2}\n', number)
+        made, good = faults.save_that_fails(tmp_path / "run", parts, '{"step": 2}\n', number)
         assert good and made == calls[:number + 1], f"call {number}, {calls[number]}"
 
 

@@ -566,7 +566,7 @@ def test_import_refuses_in_one_line(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         def full(*_, **__):
             raise OSError(28, "No space left on device")
-        patch.setattr(checkpoint, "_write_tensors", full)
+        patch.setattr(checkpoint, "_write_parts", full)
         told = "run not written: No space left on device; nothing is kept; free some space or name another"
         assert told in line("full")
     Path("run").mkdir()

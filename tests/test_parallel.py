@@ -61,6 +61,7 @@ def runs(tmp_path_factory, tokens):
         f"nan {none} {two} --parallel fsdp --max-steps 2 --out-dir skipped",
         f"waits {none} {two} --max-steps 2 --out-dir waited",
         f"full {none} {two} --max-steps 2 --out-dir full-disk",
+        f"full {none} {two} --max-steps 2 --parallel fsdp --out-dir full-disk-fsdp",
         "4",
         "copy fsdp fsdp-hsdp 2",
         "--resume --parallel hsdp --hsdp-replicas 2 --micro-batch-size 1 --out-dir fsdp-hsdp",
@@ -117,12 +118,13 @@ def test_ranks_of_ddp_divide_the_writing(runs):
     assert stored("ddp", 4).keys() >= stored("one", 4).keys()
 
 
-def test_a_full_disk_of_one_rank(runs):
+@pytest.mark.parametrize("run", ["full-disk", "full-disk-fsdp"])
+def test_a_full_disk_of_one_rank(runs, run):
     """The run continues, and the next checkpoint is written."""
-    assert [path.name for path in checkpoint.list_checkpoints("full-disk")] == ["step-2"]
-    said, = [line for line in runs.splitlines() if "step-1 not written" in line]
-    assert "full-disk/step-1 not written: No space left on device" in said and "training continues" in said
-    assert len(metrics("full-disk")) == 2
+    assert [path.name for path in checkpoint.list_checkpoints(run)] == ["step-2"]
+    said, = [line for line in runs.splitlines() if f"{run}/step-1 not written" in line]
+    assert "No space left on device" in said and "training continues" in said
+    assert len(metrics(run)) == 2
 
 
 @pytest.mark.parametrize("run", ["ddp-fp8", "fsdp-fp8"])

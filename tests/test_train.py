@@ -37,7 +37,7 @@ def here(tmp_path, monkeypatch):
 def slow_writer(monkeypatch):
     """A checkpoint is written only once BackgroundSaver.wait is called."""
     waited = threading.Event()
-    plain_wait, plain_write = checkpoint.BackgroundSaver.wait, checkpoint._write_tensors
+    plain_wait, plain_write = checkpoint.BackgroundSaver.wait, checkpoint._write_parts
 
     def wait(saver):
         if saver.writing is not None:
@@ -45,11 +45,11 @@ def slow_writer(monkeypatch):
             plain_wait(saver)
             waited.clear()
 
-    def write_tensors(*arguments):
+    def write_parts(*arguments):
         return waited.wait(20) and plain_write(*arguments)
 
     monkeypatch.setattr(checkpoint.BackgroundSaver, "wait", wait)
-    monkeypatch.setattr(checkpoint, "_write_tensors", write_tensors)
+    monkeypatch.setattr(checkpoint, "_write_parts", write_parts)
 
 
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
@@ -412,11 +412,11 @@ def test_full_disk_at_the_end_is_an_error(tokens, monkeypatch, capsys, slow_writ
 def test_training_continues_while_a_checkpoint_is_written(tokens, monkeypatch):
     options = f"{OPTIONS} --checkpoint-interval 6 --max-steps 12 --keep-checkpoints 9"
     assert run_train(f"{options} --no-background-saves --out-dir waits", tokens) == 0
-    at_10, plain_write, plain_rate = threading.Event(), checkpoint._write_tensors, train.learning_rate
+    at_10, plain_write, plain_rate = threading.Event(), checkpoint._write_parts, train.learning_rate
 
-    def write_tensors(tensors, folder):
+    def write_parts(parts, folder):
         assert at_10.wait(60), "training waits for the writer"
-        plain_write(tensors, folder)
+        plain_write(parts, folder)
 
     def learning_rate(step, config):
         if step == 10:
@@ -424,7 +424,7 @@ def test_training_continues_while_a_checkpoint_is_written(tokens, monkeypatch):
             at_10.set()
         return plain_rate(step, config)
 
-    monkeypatch.setattr(checkpoint, "_write_tensors", write_tensors)
+    monkeypatch.setattr(checkpoint, "_write_parts", write_parts)
     monkeypatch.setattr(train, "learning_rate", learning_rate)
     assert run_train(f"{options} --out-dir run", tokens) == 0
     assert metrics("run") == metrics("waits")
