@@ -135,7 +135,7 @@ def negatives_table(result) -> str:
 def plot(result, path) -> None:
     """Draw the validation loss against tokens, and against seconds of training: the mean over the seeds, from
     three on in a band of its 95 % interval, else with a thin line per seed. Of each arm the runs as long as
-    BF16's shortest, at the steps that all seeds have."""
+    BF16's shortest, at the steps that three seeds have, or all of fewer."""
     import matplotlib.pyplot as plt
 
     rate, rows = best_rate(result["summary"]), rows_of(result)
@@ -152,7 +152,7 @@ def plot(result, path) -> None:
                 if (record["arm"], record["run_tokens"]) == (arm + rate, tokens) and record["step"] > 1:
                     by_step.setdefault(record["step"], {})[record["seed"]] = record
             evaluations = [[by_step[step][seed] for seed in sorted(by_step[step])]
-                           for step in sorted(by_step) if len(by_step[step]) == seeds[arm]]
+                           for step in sorted(by_step) if len(by_step[step]) >= min(3, seeds[arm])]
             x = [scale * statistics.mean(r[unit] for r in records) for records in evaluations]
             losses = [[r["val_loss"] for r in records] for records in evaluations]
             line, = axis.plot(x, [statistics.mean(values) for values in losses], label=labels[arm])
