@@ -22,6 +22,7 @@ gradient norm that this GPU has alone. NVLink multicast is off if NCCL_NVLS_ENAB
 """
 import contextlib
 import dataclasses
+import datetime
 import hashlib
 import itertools
 import math
@@ -70,6 +71,7 @@ SHAPE_NAMES = {
     "c4096": "width 4,096, 4 x 4,096", "llama3-8b": "Llama-3 8B, 1 x 8,192",
 }
 RECIPES = {"delayed": "FP8", "none": "BF16", "current": "FP8 current", "block": "FP8 block"}
+PATIENCE = datetime.timedelta(seconds=60)  # for a rank that has not finished a row
 CLOSE = {"delayed": 0.02, "none": 0.01, "current": 0.02, "block": 0.02}  # relative, loss and gradient norm
 
 
@@ -214,6 +216,7 @@ def main(argv=None) -> int:
     device = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)  # it works while a GPU waits for another
     keys = ("gpus", "parallel", "shape", "recipe", "grad_accum")
     rows = report.Rows(options.json if ranks.is_first else None, keys, "bench/multi_gpu.py", argv)
     layouts = sorted(options.layouts, key=lambda layout: layout != "nanogpt")  # first, for over_nanogpt
@@ -226,11 +229,14 @@ def main(argv=None) -> int:
                                      grad_accum=options.accum, **LAYOUTS[layout])
         row = {"gpus": ranks.world_size, "parallel": layout, "shape": shape, "recipe": recipe,
                "grad_accum": options.accum}
+        error = ""
         try:
             with layout_applied(layout):
                 row |= measure_row(layout, config, options, device)
-        except (RuntimeError, ValueError) as error:
-            row |= {"error": cli.in_a_line(error)}
+        except (RuntimeError, ValueError) as raised:
+            error = cli.in_a_line(raised)
+        if error := error_of_any_rank(error, group):
+            row |= {"error": error}
         row |= ratios(row, rows)
         if layout == "nanogpt":
             row["model_py_sha256"] = source
@@ -243,6 +249,20 @@ def main(argv=None) -> int:
     arms.free()  # NCCL waits for CUDA graphs that hold its kernels
     parallel.shut_down(ranks)
     return 0
+
+
+def error_of_any_rank(error: str, group) -> str:
+    """Return the error of a row of the first rank that has one, or "".
+
+    A rank may wait forever, in a collective, for one that failed. That one then raises ValueError after
+    PATIENCE, and torchrun ends the other.
+    """
+    try:
+        return parallel.reason_of_any_rank(error, group)
+    except RuntimeError:
+        if not error:
+            raise
+        raise ValueError(f"rank {dist.get_rank()} failed, and others wait for it: {error}") from None
 
 
 def ratios(row: dict, rows: list[dict]) -> dict:

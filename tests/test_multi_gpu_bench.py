@@ -12,9 +12,10 @@ from trainer_tools import ROOT
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU")
 LAUNCH = f"""
-import os, sys, torch
+import datetime, os, sys, torch
 sys.path.insert(0, {str(ROOT)!r})
 from bench import measure, multi_gpu, nanogpt
+from nanote import cli
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -25,13 +26,23 @@ def shown(*arguments, **options):
     print("built", type(step.net).__name__, flush=True)
     return step
 
+plain, failing = multi_gpu.measure_row, os.environ.get("FAILING", "")
+
+def fail_on_one_rank(layout, *arguments):
+    if os.environ["RANK"] == "1" and layout == failing:
+        raise RuntimeError("CUDA error: of this GPU")
+    return plain(layout, *arguments)
+
 def work():
     torch.set_num_threads(1)
+    multi_gpu.measure_row, multi_gpu.PATIENCE = fail_on_one_rank, datetime.timedelta(seconds=3)
     measure.WARMUP, nanogpt.build = 1, shown
-    return multi_gpu.main(sys.argv[1:])
+    if code := cli.run(lambda: multi_gpu.main(sys.argv[1:]), "bench/multi_gpu.py"):
+        sys.exit(code)
 
 elastic_launch(LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork",
-                            run_id="test", monitor_interval=0.1, logs_specs=DefaultLogsSpecs("logs")), work)()
+                            max_restarts=0, run_id="test", monitor_interval=0.1,
+                            logs_specs=DefaultLogsSpecs("logs")), work)()
 """
 
 
@@ -56,6 +67,16 @@ def test_nanogpt_under_ddp_is_timed_beside_ddp(tmp_path):
     assert "| nanoGPT under DDP | 124M, 16 x 1,024 | BF16 |" in other
     assert ours.endswith(f"| 1.0 |  | {ratio:.2f} |")
     assert "| ddp | 124M, 16 x 1,024, 8 a step | BF16 |" in accumulated
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path):
+    """They wait for it in a collective; the row before is kept."""
+    arguments = "--layouts ddp-eager ddp --shapes 124m-b16 --recipes none --steps 4 --json rows.json"
+    done = run_python("-c", LAUNCH, *arguments.split(), cwd=tmp_path,
+                      env={"NANOTE_REFERENCE": "1", "TORCHDYNAMO_DISABLE": "1", "FAILING": "ddp"})
+    assert done.returncode and "rank 1 failed, and others wait for it" in done.stderr
+    row, = json.loads((tmp_path / "rows.json").read_text())
+    assert row["parallel"] == "ddp-eager" and "error" not in row
 
 
 @pytest.mark.parametrize("arguments, complaint", [
