@@ -633,7 +633,11 @@ def train(run: Run) -> None:
 def close(run: Run) -> None:
     """Finish what is under way and close the logs. The plot of FP8 health is made for a failed run, too."""
     run.profiler.close(run.step)
-    run.saver.wait()
+    try:
+        run.saver.wait()
+    except RuntimeError as error:
+        elastic.exit_if_lost(error, checkpoint.latest(run.folder) or "the start")
+        raise
     error = run.saver.error()
     if error:
         run.log.say(f"step {run.step}: {error}")

@@ -101,7 +101,7 @@ def small_table(result) -> str:
         name, _, rate = row["arm"].partition("@")
         default = f"{size_of(name)}emulated-all"
         emulated = name.removeprefix(f"{size_of(name)}emulated-")
-        precision = "none"
+        precision = "none, in BF16" if emulated.endswith("bfloat16") else "none"
         if emulated in EMULATED:
             precision = f"`{EMULATED[emulated]}`" if EMULATED[emulated] else "emulated, the default"
         changes = changes_of(final, row["arm"], f"{default}@{rate}", row["tokens"])
@@ -109,7 +109,7 @@ def small_table(result) -> str:
         _, seeds, loss, gap, _ = cells(row)
         block = "modern" if "modern-" in size_of(name) else "GPT-2"
         lines.append([block, rate, precision, seeds, loss, gap, against if name != default else ""])
-    lines.sort(key=lambda line: (line[0], float(line[1]), line[2] != "none"))
+    lines.sort(key=lambda line: (line[0], float(line[1]), not line[2].startswith("none")))
     return markdown(["block", "learning rate", "FP8", "seeds", "loss ± standard error", "behind none, %",
                      "behind the default, %"], lines, left=3)
 

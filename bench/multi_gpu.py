@@ -217,7 +217,7 @@ def main(argv=None) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = dist.new_group(backend="gloo", timeout=PATIENCE)  # it works while a GPU waits for another
-    keys = ("gpus", "parallel", "shape", "recipe", "grad_accum")
+    keys = ("gpus", "parallel", "shape", "recipe", "grad_accum", "nccl_max_ctas")
     rows = report.Rows(options.json if ranks.is_first else None, keys, "bench/multi_gpu.py", argv)
     layouts = sorted(options.layouts, key=lambda layout: layout != "nanogpt")  # first, for over_nanogpt
     for shape, layout, recipe in itertools.product(options.shapes, layouts, options.recipes):
@@ -228,7 +228,7 @@ def main(argv=None) -> int:
         config = dataclasses.replace(arms.make_config(SHAPES[shape], device), fp8_recipe=recipe,
                                      grad_accum=options.accum, **LAYOUTS[layout])
         row = {"gpus": ranks.world_size, "parallel": layout, "shape": shape, "recipe": recipe,
-               "grad_accum": options.accum}
+               "grad_accum": options.accum, "nccl_max_ctas": os.environ.get("NCCL_MAX_CTAS")}
         error = ""
         try:
             with layout_applied(layout):
@@ -240,7 +240,6 @@ def main(argv=None) -> int:
         row |= ratios(row, rows)
         if layout == "nanogpt":
             row["model_py_sha256"] = source
-        row["nccl_max_ctas"] = os.environ.get("NCCL_MAX_CTAS")  # SMs for NCCL at most; None: its own choice
         row["nvlink_multicast"] = os.environ.get("NCCL_NVLS_ENABLE") != "0"
         row["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None
         rows.add(row)

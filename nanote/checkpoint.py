@@ -220,9 +220,10 @@ def _write_parts(parts: dict, folder: Path) -> None:
 # ---------------------------------------------------------------- what is stored
 
 def _own_parts(model, optimizer):
-    """Yield (name, (tensor, offsets)) of what this rank saves; `offsets`, an int per dimension: where tensor
-    begins in the one that is stored in parts. A tensor that all ranks have goes to the one with the fewest
-    bytes of them.
+    """Yield (name, (tensor, offsets)) of what this rank saves.
+
+    Of a sharded tensor that is its part; `offsets` is the index in the whole of the part's first element.
+    A tensor that all ranks have is saved by one: the one that has the fewest bytes of such tensors so far.
     """
     sizes, own_rng = [0] * parallel.world_size(), f"rng{parallel.rank()}."
     for name, tensor in _tensors(model, optimizer):

@@ -41,7 +41,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which alone writes files and prints."""
+        """Whether this is rank 0, which alone prints and writes files, but for checkpoints."""
         return self.rank == 0
 
 
@@ -238,16 +238,17 @@ def on_rank0(function, group=None):
 
 
 def on_each_rank(function, group=None) -> None:
-    """Call `function` on every rank. If it raises an OSError on some, every rank raises the first of them."""
+    """Call `function` on every rank. If it raises on some, all raise: its error, or the first rank's."""
     error = None
     try:
         function()
-    except OSError as raised:
+    except Exception as raised:
         error = raised
     if dist.is_initialized():
+        told = error if isinstance(error, OSError | None) else RuntimeError(f"rank {rank()}: {error!r}")
         errors = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error, group=group)
-        error = next(filter(None, errors), None)
+        dist.all_gather_object(errors, told, group=group)
+        error = error or next(filter(None, errors), None)
     if error is not None:
         raise error
 

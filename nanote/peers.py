@@ -14,7 +14,7 @@ NCCL's kernels, which need SMs, slow down the GEMMs that run beside them (`resul
 profile of layout ddp-all_reduce); copy engines need none. And each of N GPUs updates 1/N of the parameters.
 
 This is stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), except that the memory of the optimizer
-state is not divided, so that checkpoints are written and read as with one process.
+state is not divided, so that any rank can write any part of a checkpoint.
 """
 import math
 import os

@@ -37,7 +37,7 @@ def file_numbers(parts: dict[str, tuple[torch.Tensor, list[int]]]) -> dict[str, 
 
 
 def write_file(path: Path, parts: dict[str, tuple[torch.Tensor, list[int]]]) -> None:
-    """Write one safetensors file of tensors and where each begins in the one that is stored in parts.
+    """Write one safetensors file. parts: {name: (tensor, offsets)}, see checkpoint._own_parts.
 
     Unlike safetensors.torch.save, this copies nothing and releases the GIL during each write, so that a
     training thread can launch its next step.

@@ -4,20 +4,24 @@ Unlike torchrun, this imports PyTorch once and forks. Arguments: a number of pro
 train.py's command line; again for the next group. "copy A B N" copies the run A without checkpoints after
 step N; a run that begins with "nan" has a loss that is not finite in step 2, on every rank but the first; one
 that begins with "waits" reads each batch late on rank 1; in one that begins with "full" the first checkpoint
-does not fit on the disk of the last rank; "weights" checks that ranks with other weights get those of rank 0.
+does not fit on the disk of the last rank; "weights" checks that ranks with other weights get those of rank 0,
+"parts" that small sharded tensors are saved and loaded, and that ranks share errors.
 """
 import os
 import shutil
 import socket
 import sys
+import threading
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import train
-from nanote import checkpoint, cli, gradients, parallel
+from nanote import checkpoint, cli, gradients, parallel, safetensors_files
 from nanote.config import TrainConfig
 
 gradients.BUCKET_BYTES = 4096  # several buckets in a small model
@@ -43,7 +47,8 @@ def waiting(loader, step, grad_accum):
 
 
 def write_or_fail(parts, folder):
-    if folder.name.endswith("step-1") and dist.get_rank() == dist.get_world_size() - 1:
+    in_background = threading.current_thread() is not threading.main_thread()
+    if folder.name.endswith("step-1") and in_background and dist.get_rank() == dist.get_world_size() - 1:
         raise OSError(28, "No space left on device")
     plain_write(parts, folder)
 
@@ -64,6 +69,30 @@ def check_weights(ranks):
     assert all(weight == weights[0] for weight in weights), "the ranks have other weights"
 
 
+def check_parts(ranks):
+    whole = {"model.a": torch.rand(2, 3), "model.b": torch.rand(7), "model.c": torch.rand(())}
+    for tensor in whole.values():
+        dist.broadcast(tensor, src=0)
+    for sizes, placements in (((4,), [Shard(0)]), ((2, 2), [Replicate(), Shard(0)])):
+        mesh, run = init_device_mesh("cpu", sizes), Path(f"parts{len(sizes)}")
+        stored = {name: distribute_tensor(tensor, mesh, placements) if tensor.dim() else tensor
+                  for name, tensor in whole.items()}
+        plain, checkpoint._tensors = checkpoint._tensors, lambda model, optimizer: stored.items()
+        checkpoint._write(run, 1, dict(checkpoint._own_parts(None, None)) | {f"rng{ranks.rank}.x": (
+            torch.ones(1), [0])}, "{}", keep=1)
+        checkpoint._tensors = plain
+        loaded = {name: torch.empty(entry.size) for name, entry in
+                  safetensors_files.stored_tensors(run / "step-1").items()}
+        safetensors_files.load(loaded, run / "step-1")
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in whole.items()), loaded
+    try:
+        parallel.on_each_rank(lambda: 1 // (3 - ranks.rank))
+    except (ZeroDivisionError, RuntimeError) as error:
+        assert "division" in str(error)
+    else:
+        raise AssertionError("the error of a rank is not told to others")
+
+
 def run_all(runs):
     ranks = parallel.init()
     train.TrainStep.rank_of_test = ranks.rank
@@ -72,6 +101,9 @@ def run_all(runs):
     for words in map(str.split, runs):
         if words[0] == "weights":
             check_weights(ranks)
+            continue
+        if words[0] == "parts":
+            check_parts(ranks)
             continue
         if words[0] == "copy":
             parallel.on_rank0(lambda: copy(*words[1:]))

@@ -62,7 +62,7 @@ def runs(tmp_path_factory, tokens):
         f"waits {none} {two} --max-steps 2 --out-dir waited",
         f"full {none} {two} --max-steps 2 --out-dir full-disk",
         f"full {none} {two} --max-steps 2 --parallel fsdp --out-dir full-disk-fsdp",
-        "4",
+        "4", "parts",
         "copy fsdp fsdp-hsdp 2",
         "--resume --parallel hsdp --hsdp-replicas 2 --micro-batch-size 1 --out-dir fsdp-hsdp",
     )
