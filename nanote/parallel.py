@@ -239,17 +239,16 @@ def on_rank0(function, group=None):
 
 def on_each_rank(function, group=None) -> None:
     """Call `function` on every rank. If it raises on some, all raise: its error, or the first rank's."""
-    error = None
+    if not dist.is_initialized():
+        return function()
+    error, errors = None, [None] * dist.get_world_size()
     try:
         function()
     except Exception as raised:
         error = raised
-    if dist.is_initialized():
-        told = error if isinstance(error, OSError | None) else RuntimeError(f"rank {rank()}: {error!r}")
-        errors = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, told, group=group)
-        error = error or next(filter(None, errors), None)
-    if error is not None:
+    told = error if isinstance(error, OSError | None) else RuntimeError(f"rank {rank()}: {error!r}")
+    dist.all_gather_object(errors, told, group=group)
+    if error := error or next(filter(None, errors), None):
         raise error
 
 
