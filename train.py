@@ -526,6 +526,10 @@ def report_step(config: TrainConfig, kernels: str, train_step: TrainStep, ranks:
             reason = train_step.undivided_reason
             log.say(f"every rank updates all weights, after an all-reduce of their gradients: {reason}"
                     if reason else "each rank updates a part of the weights, on all GPUs")
+        else:
+            reason = train_step.nccl_reason
+            log.say(f"NCCL gathers weights and reduces gradients: {reason}"
+                    if reason else "copy engines gather weights and send gradients")
     if train_step.graphed and not train_step.updates_in_graph:
         log.say(f"--optimizer {config.optimizer}: forward and backward pass are CUDA graphs, the update is "
                 "launched from Python")

@@ -9,6 +9,7 @@ run that was in BF16 so far) or another history length is not an error, so a run
 it resumes.
 """
 
+import gc
 import importlib
 import os
 import re
@@ -208,9 +209,12 @@ def round_up(size, multiple):
 def forget_models():
     """Reset TE's global FP8 state, between models in one process.
 
-    TE keeps the amax histories of deleted models and would continue to update them.
+    TE keeps the amax histories of deleted models and would continue to update them. te_reference does until
+    they are collected, which may be later on one rank than on another, and they reduce amax values together.
     """
-    if not IS_REFERENCE:
+    if IS_REFERENCE:
+        gc.collect()
+    else:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
         FP8GlobalStateManager.reset()
 

@@ -50,20 +50,8 @@ def divide_update(model, optimizer, gradients, config) -> str:
     reason = reason_of_any_rank(unsupported_reason(model, optimizer))
     if reason:
         return reason
-    torch.cuda.empty_cache()  # shared memory cannot reuse what PyTorch's allocator keeps
-    try:
-        peers = Peers(model, gradients)
-        peers.allocate()
-    except RuntimeError as error:
-        reason = f"memory could not be shared: {str(error).splitlines()[0]}"
-    reason = reason_of_any_rank(reason)  # before the ranks wait for each other's memory
-    if reason:
-        return reason
-    try:
-        peers.connect()
-    except RuntimeError as error:  # a container may not let processes share the memory of GPUs
-        reason = f"memory could not be shared: {str(error).splitlines()[0]}"
-    reason = reason_of_any_rank(reason)
+    peers = Peers(model, gradients)
+    reason = share_memory(peers.allocate, peers.connect)
     if not reason:
         gradients.peers = peers
         optimizer.divide(peers)
@@ -87,7 +75,12 @@ def unsupported_reason(model, optimizer) -> str:
         return "the trained parameters of the optimizer are not those of the model"
     if len({parameter.dtype for parameter in parameters}) > 1:
         return "the parameters have several dtypes"
-    ranks, device = dist.get_world_size(), parameters[0].device
+    return no_access_reason(parameters[0].device)
+
+
+def no_access_reason(device: torch.device) -> str:
+    """Return why this rank cannot access the memory of the other ranks' GPUs; "" if it can."""
+    ranks = dist.get_world_size()
     if int(os.environ.get("LOCAL_WORLD_SIZE", 0)) != ranks:
         return "torchrun has not started all processes on one machine"
     if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
@@ -96,6 +89,25 @@ def unsupported_reason(model, optimizer) -> str:
     if torch.cuda.device_count() < ranks or not all(
             torch.cuda.can_device_access_peer(device, other) for other in others):
         return "the GPUs cannot access each other's memory"
+    return ""
+
+
+def share_memory(allocate, connect) -> str:
+    """Call `allocate()` on all ranks, then `connect()`. Collective.
+
+    Returns:
+        "", or the reason why the ranks cannot share memory.
+    """
+    torch.cuda.empty_cache()  # shared memory cannot reuse what PyTorch's allocator keeps
+    for function in (allocate, connect):  # a rank must not wait for memory that another could not allocate
+        reason = ""
+        try:
+            function()
+        except RuntimeError as error:  # a container may not let processes share the memory of GPUs
+            reason = f"memory could not be shared: {str(error).splitlines()[0]}"
+        reason = reason_of_any_rank(reason)
+        if reason:
+            return reason
     return ""
 
 
@@ -111,11 +123,12 @@ def allocate(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     return tensor
 
 
-def connect(tensor: torch.Tensor):
-    """Return the handle of a tensor from `allocate`, which has the other ranks' addresses. Collective."""
+def connect(tensor: torch.Tensor, group=None):
+    """Return the handle of a tensor from `allocate`, which has the addresses of the other ranks of a group,
+    by default all. Collective."""
     from torch.distributed import _symmetric_memory
 
-    return _symmetric_memory.rendezvous(tensor, dist.group.WORLD.group_name)
+    return _symmetric_memory.rendezvous(tensor, (group or dist.group.WORLD).group_name)
 
 
 def shared_bytes() -> int:

@@ -15,7 +15,7 @@ import warnings
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from nanote import cli, fp8, models, parallel, peers
+from nanote import cli, fp8, fsdp_copies, models, parallel, peers
 from nanote.config import TrainConfig, check_options
 from nanote.gradients import make_gradients
 from nanote.optimizers import make_optimizer, replace_by_kernels
@@ -74,6 +74,7 @@ class TrainStep:
     def __init__(self, model, net, optimizer, config, device: torch.device):
         """`net`: the model, or its compiled form, which is called in its place."""
         self.model, self.net, self.optimizer, self.config, self.device = model, net, optimizer, config, device
+        self.nccl_reason = fsdp_copies.use_copy_engines(model)
         self._make_gradients()
         self.graphed = wants_graph(config, device)
         self.updates_in_graph = hasattr(optimizer, "prepare")  # FastAdam; any other is launched from Python

@@ -4,9 +4,10 @@ Unlike torchrun, this imports PyTorch once and forks. Arguments: a number of pro
 train.py's command line; again for the next group. "copy A B N" copies the run A without checkpoints after
 step N; a run that begins with "nan" has a loss that is not finite in step 2, on every rank but the first; one
 that begins with "waits" reads each batch late on rank 1; in one that begins with "full" the first checkpoint
-does not fit on the disk of the last rank; "weights" checks that ranks with other weights get those of rank 0,
+does not fit on the disk of the last rank; one that begins with "copies" shares memory as GPUs do; "weights" checks that ranks with other weights get those of rank 0,
 "parts" that small sharded tensors are saved and loaded, and that ranks share errors.
 """
+import itertools
 import os
 import shutil
 import socket
@@ -21,13 +22,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import train
-from nanote import checkpoint, cli, gradients, parallel, safetensors_files
+from nanote import checkpoint, cli, fp8, gradients, parallel, peers, safetensors_files
 from nanote.config import TrainConfig
 
 gradients.BUCKET_BYTES = 4096  # several buckets in a small model
 plain, plain_batches, passes = train.TrainStep.forward_backward, train.get_batches, []
 plain_write = checkpoint._write_parts
-MARKS = "nan", "waits", "full"  # first words of runs
+MARKS = "nan", "waits", "full", "copies"  # first words of runs
 
 
 def with_a_nan(self, batch, micro):
@@ -51,6 +52,38 @@ def write_or_fail(parts, folder):
     if folder.name.endswith("step-1") and in_background and dist.get_rank() == dist.get_world_size() - 1:
         raise OSError(28, "No space left on device")
     plain_write(parts, folder)
+
+
+class SharedFile:
+    """In place of memory that GPUs share: a file of each rank, mapped into memory."""
+
+    numbers = itertools.count()
+
+    @classmethod
+    def allocate(cls, size, dtype, device):
+        cls.name = f"shared-{next(cls.numbers)}"
+        return cls.open(cls.name, dist.get_rank(), size, dtype)
+
+    @staticmethod
+    def open(name, rank, size, dtype):
+        return torch.from_file(f"{name}-{rank}", shared=True, size=size, dtype=dtype)
+
+    def __init__(self, tensor, group):
+        ranks = map(dist.get_global_rank, group.size() * [group], range(group.size()))
+        self.group, size = group, tensor.numel()
+        dist.barrier(group)  # all files are there
+        self.memories = [self.open(self.name, rank, size, tensor.dtype) for rank in ranks]
+
+    def get_buffer(self, rank, shape, dtype, offset):
+        copied.append(rank)
+        return self.memories[rank].view(dtype)[offset:offset + shape[0]]
+
+    def barrier(self):
+        dist.barrier(self.group)
+
+
+copied, plain_access = [], (peers.no_access_reason, peers.allocate, peers.connect)
+shared_files = lambda device: "", SharedFile.allocate, SharedFile
 
 
 def copy(source, target, last):
@@ -111,9 +144,14 @@ def run_all(runs):
         train.TrainStep.forward_backward = with_a_nan if words[0] == "nan" else plain
         train.get_batches = waiting if words[0] == "waits" else plain_batches
         checkpoint._write_parts = write_or_fail if words[0] == "full" else plain_write
+        fp8.forget_models()
+        shares = words[0] == "copies"
+        copied.clear()
+        peers.no_access_reason, peers.allocate, peers.connect = shared_files if shares else plain_access
         code = cli.run(lambda: train.main([word for word in words if word not in MARKS]), "train.py")
         if code:
             return code
+        assert shares == bool(copied), "which ranks' memory was read or written"
         train.sample_text = lambda run: ""  # a sample after the first run only
     return 0
 

@@ -52,7 +52,7 @@ def runs(tmp_path_factory, tokens):
         f"{none} {two} --parallel fsdp --out-dir fsdp",
         f"{none} {two} --parallel fsdp --gradient-checkpointing --no-reshard-after-forward "
         "--grad-reduce-dtype float32 --out-dir fsdp-switches",
-        f"{none} {two} --out-dir ddp",
+        f"copies {none} {two} --parallel fsdp --out-dir fsdp-copies", f"{none} {two} --out-dir ddp",
         f"{delayed} {two} --parallel fsdp --out-dir fsdp-fp8", f"{delayed} {two} --out-dir ddp-fp8",
         "copy fsdp fsdp-fsdp 2", "--resume --out-dir fsdp-fsdp",
         "copy fsdp fsdp-ddp 2", "--resume --parallel ddp --out-dir fsdp-ddp",
@@ -65,6 +65,9 @@ def runs(tmp_path_factory, tokens):
         "4", "parts",
         "copy fsdp fsdp-hsdp 2",
         "--resume --parallel hsdp --hsdp-replicas 2 --micro-batch-size 1 --out-dir fsdp-hsdp",
+        "copy fsdp copies-hsdp 2",
+        "copies --resume --parallel hsdp --hsdp-replicas 2 --micro-batch-size 1 --out-dir copies-hsdp",
+        "copy fsdp copies-four 2", "copies --resume --micro-batch-size 1 --out-dir copies-four",
     )
     shutil.copytree("fsdp-hsdp", "hsdp-one")
     shutil.rmtree("hsdp-one/step-4")
@@ -94,7 +97,8 @@ def test_gradients_of_two_ranks_are_those_of_one(runs, run):
 
 
 @pytest.mark.parametrize("run", [
-    "ddp", "fsdp", "fsdp-switches", "fsdp-fsdp", "fsdp-ddp", "ddp-fsdp", "one-fsdp", "fsdp-hsdp", "hsdp-one"])
+    "ddp", "fsdp", "fsdp-switches", "fsdp-fsdp", "fsdp-ddp", "ddp-fsdp", "one-fsdp", "fsdp-hsdp", "hsdp-one",
+    "copies-hsdp", "copies-four"])
 def test_losses_do_not_depend_on_the_ranks(runs, run):
     for field in ("loss", "grad_norm", "val_loss"):
         expected, found = ([r[field] for r in metrics(folder) if field in r] for folder in ("one", run))
@@ -109,6 +113,11 @@ def test_resuming_on_as_many_ranks_is_exact(runs):
         whole = {key: value for key, value in whole.items() if ".host" not in key}  # Python's own generator
         assert all(torch.equal(resumed[key], value) for key, value in whole.items())
         assert len(whole["model.wpe.weight"]) == (34 if shard == 1 else 33), "each rank writes its part"
+
+
+def test_copies_gather_and_reduce_as_collectives_do(runs):
+    """Two ranks: a sum of two gradients has no order."""
+    assert metrics("fsdp-copies") == metrics("fsdp")
 
 
 def test_ranks_of_ddp_divide_the_writing(runs):
