@@ -11,6 +11,8 @@ the same micro-batch; both steps take turns, and a figure is the median of their
 - ddp-bf16          in BF16 throughout
 - ddp-eager         launched from Python, not as CUDA graphs
 - fsdp, fsdp-keep   FSDP2; with --no-reshard-after-forward; both also with -eager and -bf16_reduce
+- …-nccl            a layout of fsdp whose weights and gradients go through NCCL, not the copy engines
+                    (nanote/fsdp_copies.py): with several machines
 - nanogpt           nanoGPT's model as its train.py trains it, in BF16: DistributedDataParallel around the
                     compiled model. Pass --nanogpt with a checkout, of which model.py alone is read
 
@@ -56,6 +58,8 @@ LAYOUTS = {
         "parallel": "fsdp", "grad_reduce_dtype": "bfloat16", "reshard_after_forward": False},
     "nanogpt": {},
 }
+LAYOUTS |= {f"{name}-nccl": options for name, options in LAYOUTS.items()
+            if name.startswith("fsdp") and not name.endswith("eager")}
 NAMES = {
     "ddp": "ddp", "ddp-all_reduce": "ddp, all-reduce by NCCL",
     "ddp-bf16_reduce": "ddp, `--grad-reduce-dtype bfloat16`",
@@ -66,6 +70,7 @@ NAMES = {
     "fsdp-keep-bf16_reduce": "fsdp, `--no-reshard-after-forward --grad-reduce-dtype bfloat16`",
     "nanogpt": "nanoGPT under DDP",
 }
+NAMES = {name: NAMES.get(name) or f"{NAMES[name.removesuffix('-nccl')]}, by NCCL" for name in LAYOUTS}
 SHAPE_NAMES = {
     "124m-b32": "124M, 32 x 1,024", "124m-b16": "124M, 16 x 1,024", "350m-b16": "350M, 16 x 1,024",
     "c4096": "width 4,096, 4 x 4,096", "llama3-8b": "Llama-3 8B, 1 x 8,192",
@@ -106,8 +111,8 @@ def as_nanogpt():
 
 def layout_applied(layout: str):
     """Make a layout that no option selects."""
-    if layout == "ddp-all_reduce":
-        return mock.patch.object(peers, "unsupported_reason", return_value="not asked for")
+    if layout == "ddp-all_reduce" or layout.endswith("-nccl"):
+        return mock.patch.object(peers, "no_access_reason", return_value="not asked for")
     return as_nanogpt() if layout == "nanogpt" else contextlib.nullcontext()
 
 

@@ -1,13 +1,14 @@
 """How much time do checkpoints cost that are written in the background?
 
     python data.py stdlib
-    python bench/saves.py --gpus 2    # a minute; writes results/saves.json
+    python bench/saves.py --gpus 2 --layouts ddp fsdp    # a minute each; writes results/saves.json
 
 GPT-2 350M, 16 x 1,024 tokens a step and GPU, a log line every 10 steps. Each of three times 200 steps begins
 with a checkpoint. `cost_percent` compares their time with 20 times the median log interval of the 100 steps
 before the first checkpoint.
 """
 
+import itertools
 import statistics
 import subprocess
 import sys
@@ -30,19 +31,20 @@ OPTIONS = (f"--preset gpt2-350m --micro-batch-size 16 --grad-accum 1 --warmup-st
 @dataclass
 class Options:
     gpus: tuple[int, ...] = (2,)
+    layouts: tuple[str, ...] = ("ddp",)  # Values of train.py's --parallel.
     data: str = "data/stdlib"  # A folder of token files.
     out_dir: Path | None = None  # Where the checkpoints go; default: a temporary folder.
     more: str = ""  # More options of train.py: --more="--preset gpt2-124m".
     json: Path = ROOT / "results/saves.json"  # Write the rows here.
 
 
-def train(gpus: int, options: Options, folder: Path) -> list[dict]:
+def train(gpus: int, layout: str, options: Options, folder: Path) -> list[dict]:
     """Train on the first GPUs of the machine; return the records of metrics.jsonl."""
     launcher = [sys.executable]
     if gpus > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     command = [*launcher, "train.py", *OPTIONS.split(), "--data", options.data, "--out-dir", str(folder),
-               *options.more.split()]
+               "--parallel", layout, *options.more.split()]
     code = subprocess.run(command, cwd=ROOT).returncode
     if code:
         raise OSError(f"{' '.join(command)}: exit code {code}, see above")
@@ -64,15 +66,16 @@ def cost_of(records: list[dict]) -> dict:
 def main(argv=None):
     options = cli.parse(Options, argv, prog="bench/saves.py", description=__doc__)
     check_folder(options.json)
-    rows = Rows(options.json, ("gpus", "steps_between"), "bench/saves.py", argv)
-    for gpus in options.gpus:
+    rows = Rows(options.json, ("gpus", "parallel", "steps_between"), "bench/saves.py", argv)
+    for gpus, layout in itertools.product(options.gpus, options.layouts):
         with tempfile.TemporaryDirectory(dir=options.out_dir) as scratch:
-            records = train(gpus, options, Path(scratch, "run"))
+            records = train(gpus, layout, options, Path(scratch, "run"))
             size = sum(file.stat().st_size for file in Path(scratch).rglob("step-*/*") if file.is_file())
-        row = {"gpus": gpus, "steps_between": SAVE, "gib": size / 2**30} | cost_of(records)
+        row = {"gpus": gpus, "parallel": layout, "steps_between": SAVE, "gib": size / 2**30}
+        row |= cost_of(records)
         rows.add(row)
-        print(f"{gpus} GPUs: a checkpoint of {row['gib']:.1f} GiB every {SAVE} steps of {row['step_ms']:.1f} "
-              f"ms costs {row['cost_percent']:.2f} % of the time", flush=True)
+        print(f"{gpus} GPUs, {layout}: a checkpoint of {row['gib']:.1f} GiB every {SAVE} steps of "
+              f"{row['step_ms']:.1f} ms costs {row['cost_percent']:.2f} % of the time", flush=True)
 
 
 if __name__ == "__main__":

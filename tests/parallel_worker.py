@@ -4,8 +4,9 @@ Unlike torchrun, this imports PyTorch once and forks. Arguments: a number of pro
 train.py's command line; again for the next group. "copy A B N" copies the run A without checkpoints after
 step N; a run that begins with "nan" has a loss that is not finite in step 2, on every rank but the first; one
 that begins with "waits" reads each batch late on rank 1; in one that begins with "full" the first checkpoint
-does not fit on the disk of the last rank; one that begins with "copies" shares memory as GPUs do; "weights" checks that ranks with other weights get those of rank 0,
-"parts" that small sharded tensors are saved and loaded, and that ranks share errors.
+does not fit on the disk of the last rank; one that begins with "copies" shares memory as GPUs do; "weights"
+checks that ranks with other weights get those of rank 0, "parts" that small sharded tensors are saved and
+loaded, and that ranks share errors.
 """
 import itertools
 import os

@@ -23,6 +23,7 @@ ALONE = [{"one": ONE, "halves": f"{HALF} --grad-accum 2"},
 TOGETHER = {
     "ddp": HALF, "ddp-all_reduce": HALF, "ddp-bf16": f"{HALF} {BF16}",
     "ddp-accum": f"{QUARTER} --grad-accum 2", "fsdp": f"{HALF} --parallel fsdp",
+    "fsdp-nccl": f"{HALF} --parallel fsdp",
     "fsdp-accum": f"{QUARTER} --grad-accum 2 --parallel fsdp --no-reshard-after-forward",
     "ddp-ddp-resumed": "--parallel ddp", "ddp-fsdp-resumed": "--parallel fsdp",
     "ddp-health": f"{HALF} --fp8-health-interval 50",  # steps without graphs among those with
@@ -48,11 +49,11 @@ with mock.patch.object(parallel, "init", return_value=ranks), mock.patch.object(
         if ranks.is_first:
             print(f"\\n=== {name} ===", flush=True)
         fp8.forget_models()
-        as_chosen = peers.unsupported_reason
-        if name == "ddp-all_reduce":
-            peers.unsupported_reason = lambda *_: "not asked for"
+        as_chosen = peers.no_access_reason
+        if name in ("ddp-all_reduce", "fsdp-nccl"):
+            peers.no_access_reason = lambda *_: "not asked for"
         assert train.main(options.split()) == 0, name
-        peers.unsupported_reason = as_chosen
+        peers.no_access_reason = as_chosen
 parallel.shut_down(ranks)
 """.replace("STEPS", str(STEPS))
 
@@ -117,6 +118,7 @@ def distance(run, other, first=0):
 @pytest.mark.parametrize("run, one, halves", [
     ("ddp", "one", "halves"), ("ddp-all_reduce", "one", "halves"), ("ddp-bf16", "one-bf16", "halves-bf16"),
     ("ddp-accum", "one", "halves"), ("fsdp", "one", "halves"), ("fsdp-accum", "one", "halves"),
+    ("fsdp-nccl", "one", "halves"),
     ("ddp-ddp-resumed", "one", "halves"), ("ddp-fsdp-resumed", "one", "halves"),
     ("ddp-health", "one", "halves")])
 def test_two_gpus_train_as_one_process(runs, run, one, halves):
@@ -126,12 +128,13 @@ def test_two_gpus_train_as_one_process(runs, run, one, halves):
     assert losses(run)[0] == pytest.approx(losses(one)[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("run", ["ddp", "ddp-all_reduce", "fsdp", "fsdp-accum"])
+@pytest.mark.parametrize("run", ["ddp", "ddp-all_reduce", "fsdp", "fsdp-accum", "fsdp-nccl"])
 def test_the_step_is_captured_with_the_fast_kernels(runs, run):
     """A pass that they do not take says so once, after the line that says which are on."""
     printed = runs[run]
     assert "fast kernels: blocks" in printed
     assert ("each rank updates a part of the weights" in printed) == (run == "ddp")
+    assert ("copy engines gather weights" in printed) == (run in ("fsdp", "fsdp-accum"))
     assert "fast kernels are not used" not in printed and "CUDA graphs are off" not in printed
 
 
