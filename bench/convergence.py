@@ -23,6 +23,7 @@ checkpoints and the first step, which captures the CUDA graphs). From the last r
   is its 95 % interval [low, high], of the t distribution; None with one seed
 - gap_without_fp8_percent: gap_percent, with the arm's final weights evaluated in BF16; None for arms without
   FP8, or if a seed lacks it
+- seconds: training time, median over the runs on the machine of most runs of bf16; None if it has none
 - seconds_to_bf16_loss, loss_matched_speedup: training time after which a run of this arm ends at the loss of
   bf16 with the same seeds, interpolated in the logarithm of the tokens between runs of two lengths (--tokens
   1e8, then --tokens 1.1e8), and bf16's time over it. A run of another length has its own learning-rate
@@ -259,7 +260,7 @@ def summarize(runs: list[dict]) -> list[dict]:
             "gap_percent": statistics.mean(gaps) if gaps else None,
             "gap_standard_error": standard_error(gaps), "gap_interval": interval_of(gaps),
             "gap_without_fp8_percent": statistics.mean(in_bf16) if in_bf16 else None,
-            "seconds": statistics.median(record["seconds"] for record in by_seed.values()),
+            "seconds": median_seconds(by_seed.values(), machine_of(final, baseline_of(arm))),
         })
     for row in rows:
         baseline = baseline_of(row["arm"])
@@ -280,6 +281,20 @@ def final_records(runs: list[dict]) -> dict:
     return final
 
 
+def machine_of(final: dict, arm: str) -> str | None:
+    """Return the machine that trained most runs of an arm; None if it has none."""
+    machines = [record.get("machine") for (name, _), by_seed in final.items() if name == arm
+                for record in by_seed.values()]
+    return statistics.mode(machines) if machines else None
+
+
+def median_seconds(records, machine: str | None) -> float | None:
+    """Return the median training time of the runs on a machine, None if there are none. `machine` None: of
+    all runs."""
+    seconds = [record["seconds"] for record in records if machine in (None, record.get("machine"))]
+    return statistics.median(seconds) if seconds else None
+
+
 def changes_of(final: dict, arm: str, other: str, tokens: int) -> list[float]:
     """Return by how many percent the loss of `arm` is above that of `other`, for each seed that both have."""
     own, others = final[arm, tokens], final.get((other, tokens), {})
@@ -294,6 +309,8 @@ def match(row: dict, baseline: str, rows: list[dict], final: dict) -> tuple:
     row's arm to its next, over the seeds of both lengths. None if the loss is not between these lengths.
     """
     other = next((r for r in rows if (r["arm"], r["tokens"]) == (baseline, row["tokens"])), None)
+    if row["seconds"] is None or other is not None and other["seconds"] is None:
+        return None, None, None
     if other is row:
         return row["seconds"], 1.0, None
     lengths = [r["tokens"] for r in rows if r["arm"] == row["arm"] and r["tokens"] != row["tokens"]]
@@ -386,7 +403,7 @@ def describe(row: dict) -> str:
         line += " [{:+.2f}, {:+.2f}]".format(*row["gap_interval"])
     if row["loss_matched_speedup"]:
         line += f"  at equal loss {row['loss_matched_speedup']:.2f} x as fast"
-    return f"{line}  {row['seconds']:.0f} s"
+    return line if row["seconds"] is None else f"{line}  {row['seconds']:.0f} s"
 
 
 if __name__ == "__main__":

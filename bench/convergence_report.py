@@ -1,6 +1,6 @@
 """Tables and the picture of results/convergence.json, for bench/pages.py. Nothing is measured.
 
-All but `rates_table` are at the learning rate that is best for BF16, which every arm has.
+All but `rates_table` are at the learning rate that is best for BF16 of the size, which every arm has.
 """
 
 import statistics
@@ -27,21 +27,23 @@ CANDIDATES |= {
 }
 
 
-def best_rate(summary: list[dict]) -> str:
-    """Return the end of the arms with the learning rate that is best for BF16, such as @1.2e-3.
+def best_rate(summary: list[dict], size: str = "") -> str:
+    """Return the end of the arms of a size with the learning rate that is best for BF16, such as @1.2e-3; ""
+    if BF16 has no runs.
 
     Of its shortest runs: a longer one has a lower loss at any learning rate."""
-    rows = [row for row in summary if row["arm"].startswith("bf16")]
-    best = min(rows, key=lambda row: (row["tokens"], row["mean"]))
+    rows = [row for row in summary if row["arm"].startswith(f"{size}bf16@")]
+    best = min(rows, key=lambda row: (row["tokens"], row["mean"]), default={"arm": ""})
     return "".join(best["arm"].partition("@")[1:])
 
 
 def rows_of(result: dict) -> dict[str, list[dict]]:
-    """Return the rows of the summary at the best learning rate, by arm without its learning rate; those of an
-    arm by tokens."""
-    rate, rows = best_rate(result["summary"]), {}
+    """Return the rows of the summary at the best learning rate of their size, by arm without its learning
+    rate; those of an arm by tokens."""
+    rates, rows = {size: best_rate(result["summary"], size) for size in SIZES}, {}
     for row in sorted(result["summary"], key=lambda row: row["tokens"]):
-        if row["arm"].endswith(rate):
+        rate = rates[size_of(row["arm"])]
+        if rate and row["arm"].endswith(rate):
             rows.setdefault(row["arm"].removesuffix(rate), []).append(row)
     return rows
 
@@ -70,7 +72,8 @@ def main_table(result) -> str:
                 "loss_matched_speedup", "loss_matched_speedup_over_nanogpt")]
             if row["loss_matched_interval"]:
                 speedups[0] += " ({:.2f} to {:.2f})".format(*row["loss_matched_interval"])
-            lines.append([f"`{name}`", *cells(row), f"{row['seconds']:.0f}", *speedups])
+            seconds = "" if row["seconds"] is None else f"{row['seconds']:.0f}"
+            lines.append([f"`{name}`", *cells(row), seconds, *speedups])
     return markdown(["arm", "tokens", "seeds", "loss ± standard error", "behind BF16, %",
                      "evaluated in BF16, %", "seconds", "× BF16 at its loss", "× nanoGPT at its loss"],
                     lines)

@@ -222,7 +222,7 @@ def main(argv=None) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = dist.new_group(backend="gloo", timeout=PATIENCE)  # it works while a GPU waits for another
-    keys = ("gpus", "parallel", "shape", "recipe", "grad_accum", "nccl_max_ctas")
+    keys = ("gpus", "gpu", "parallel", "shape", "recipe", "grad_accum", "nccl_max_ctas")
     rows = report.Rows(options.json if ranks.is_first else None, keys, "bench/multi_gpu.py", argv)
     layouts = sorted(options.layouts, key=lambda layout: layout != "nanogpt")  # first, for over_nanogpt
     for shape, layout, recipe in itertools.product(options.shapes, layouts, options.recipes):
@@ -232,7 +232,7 @@ def main(argv=None) -> int:
             recipe = "none"
         config = dataclasses.replace(arms.make_config(SHAPES[shape], device), fp8_recipe=recipe,
                                      grad_accum=options.accum, **LAYOUTS[layout])
-        row = {"gpus": ranks.world_size, "parallel": layout, "shape": shape, "recipe": recipe,
+        row = {"gpus": ranks.world_size, "gpu": rows.origin["gpu"], "parallel": layout, "shape": shape, "recipe": recipe,
                "grad_accum": options.accum, "nccl_max_ctas": os.environ.get("NCCL_MAX_CTAS")}
         error = ""
         try:
@@ -272,7 +272,7 @@ def error_of_any_rank(error: str, group) -> str:
 def ratios(row: dict, rows: list[dict]) -> dict:
     """Return the ratios of a row to the BF16 row of its layout and, for ddp, to nanoGPT's, if measured."""
     def find(**fields):
-        wanted = {key: row[key] for key in ("gpus", "parallel", "shape", "grad_accum")} | fields
+        wanted = {key: row[key] for key in ("gpus", "gpu", "parallel", "shape", "grad_accum")} | fields
         matching = (other for other in rows if "error" not in other and wanted.items() <= other.items())
         return next(matching, None)
 
@@ -290,15 +290,15 @@ def ratios(row: dict, rows: list[dict]) -> dict:
 def table(rows: list[dict]) -> str:
     """Return a Markdown table of the rows, for bench/pages.py."""
     def place(row):
-        return (list(NAMES).index(row["parallel"]), list(SHAPE_NAMES).index(row["shape"]), row["grad_accum"],
-                list(RECIPES).index(row["recipe"]))
+        return (row["gpu"], list(NAMES).index(row["parallel"]), list(SHAPE_NAMES).index(row["shape"]),
+                row["grad_accum"], list(RECIPES).index(row["recipe"]))
 
     lines = []
     for row in sorted((row for row in rows if "error" not in row), key=place):
         accumulated = f", {row['grad_accum']} a step" if row["grad_accum"] > 1 else ""
         ratios = [row.get(name) for name in ("fp8_over_bf16", "over_nanogpt")]
         lines.append([
-            f"{row['gpus']} x {row['gpu'].removeprefix('NVIDIA ')}", NAMES[row["parallel"]],
+            f"{row['gpus']} x {row['gpu'].removeprefix('NVIDIA ').split()[0]}", NAMES[row["parallel"]],
             SHAPE_NAMES[row["shape"]] + accumulated, RECIPES[row["recipe"]],
             f"{row['tokens_per_s_per_gpu'] / 1e3:,.1f}", f"{row['efficiency']:.2f}",
             f"{row['peak_gib']:.1f}", *[f"{ratio:.2f}" if ratio else "" for ratio in ratios]])

@@ -5,10 +5,12 @@
 
 GPT-2 350M, 16 x 1,024 tokens a step and GPU, a log line every 10 steps. Each of three times 200 steps begins
 with a checkpoint. `cost_percent` compares their time with 20 times the median log interval of the 100 steps
-before the first checkpoint.
+before the first checkpoint. Of the `seconds_per_save`, training waits for `seconds_waited` (the copy to host
+memory); the rest is that steps are slower while the copy is written.
 """
 
 import itertools
+import json
 import statistics
 import subprocess
 import sys
@@ -51,15 +53,20 @@ def train(gpus: int, layout: str, options: Options, folder: Path) -> list[dict]:
     return read_metrics(folder / "metrics.jsonl")
 
 
-def cost_of(records: list[dict]) -> dict:
-    """Return the figures of a row. A record's `seconds` include the checkpoint of its step."""
+def cost_of(records: list[dict], tokens: int) -> dict:
+    """Return the figures of a row. `tokens`: of a step. A record's `seconds` include the checkpoint of its
+    step, its `tokens_per_s` does not."""
     seconds = {record["step"]: record["seconds"] for record in records}
     # from the record before a checkpoint to the one before the next; the last is written in the foreground
     times = [seconds[first + SAVE - LOG] - seconds[first - LOG]
              for first in range(SAVE, (1 + TIMES) * SAVE, SAVE)]
     interval = statistics.median(seconds[step] - seconds[step - LOG] for step in range(SAVE // 2, SAVE, LOG))
     without = SAVE / LOG * interval
+    in_steps = {record["step"]: LOG * tokens / record["tokens_per_s"] for record in records}
+    waited = [seconds[first] - seconds[first - LOG] - in_steps[first]
+              for first in range(SAVE, (1 + TIMES) * SAVE, SAVE)]
     return {"step_ms": 1e3 * interval / LOG, "seconds_per_save": [time - without for time in times],
+            "seconds_waited": waited,
             "cost_percent": 100 * (statistics.median(times) / without - 1)}
 
 
@@ -70,9 +77,11 @@ def main(argv=None):
     for gpus, layout in itertools.product(options.gpus, options.layouts):
         with tempfile.TemporaryDirectory(dir=options.out_dir) as scratch:
             records = train(gpus, layout, options, Path(scratch, "run"))
+            used = json.loads(Path(scratch, "run", "config.json").read_text())["config"]
             size = sum(file.stat().st_size for file in Path(scratch).rglob("step-*/*") if file.is_file())
         row = {"gpus": gpus, "parallel": layout, "steps_between": SAVE, "gib": size / 2**30}
-        row |= cost_of(records)
+        tokens = gpus * used["micro_batch_size"] * used["seq_len"] * used["grad_accum"]
+        row |= cost_of(records, tokens)
         rows.add(row)
         print(f"{gpus} GPUs, {layout}: a checkpoint of {row['gib']:.1f} GiB every {SAVE} steps of "
               f"{row['step_ms']:.1f} ms costs {row['cost_percent']:.2f} % of the time", flush=True)

@@ -12,7 +12,10 @@ def test_cost(copying, writing, slower, cost):
     seconds, records = 0.0, []
     for step in range(LOG, (1 + TIMES) * SAVE + 1, LOG):
         is_written = step > SAVE and (step - LOG) % SAVE < writing
-        seconds += 0.06 * LOG * (slower if is_written else 1) + (copying if step % SAVE == 0 else 0)
-        records.append({"step": step, "seconds": seconds})
-    assert cost_of(records)["cost_percent"] == pytest.approx(cost)
-    assert cost_of(records)["step_ms"] == pytest.approx(60)
+        in_steps = 0.06 * LOG * (slower if is_written else 1)
+        seconds += in_steps + (copying if step % SAVE == 0 else 0)
+        records.append({"step": step, "seconds": seconds, "tokens_per_s": 1000 * LOG / in_steps})
+    found = cost_of(records, tokens=1000)
+    assert found["cost_percent"] == pytest.approx(cost)
+    assert found["step_ms"] == pytest.approx(60)
+    assert found["seconds_waited"] == pytest.approx([copying] * TIMES)
