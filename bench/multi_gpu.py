@@ -232,8 +232,9 @@ def main(argv=None) -> int:
             recipe = "none"
         config = dataclasses.replace(arms.make_config(SHAPES[shape], device), fp8_recipe=recipe,
                                      grad_accum=options.accum, **LAYOUTS[layout])
-        row = {"gpus": ranks.world_size, "gpu": rows.origin["gpu"], "parallel": layout, "shape": shape, "recipe": recipe,
-               "grad_accum": options.accum, "nccl_max_ctas": os.environ.get("NCCL_MAX_CTAS")}
+        row = {"gpus": ranks.world_size, "gpu": rows.origin["gpu"], "parallel": layout, "shape": shape,
+               "recipe": recipe, "grad_accum": options.accum,
+               "nccl_max_ctas": os.environ.get("NCCL_MAX_CTAS")}
         error = ""
         try:
             with layout_applied(layout):

@@ -43,7 +43,11 @@ class Layout:
     shards: int = 1  # GPUs that share one copy of weights, gradients and optimizer state
     replicas: int = 1  # copies
     checkpointing: bool = False
-    divides_update: bool = False  # ddp on one machine, see nanote/peers.py
+    one_node: bool = False  # GPUs access each other's memory: nanote/peers.py, nanote/fsdp_copies.py
+
+    @property
+    def divides_update(self) -> bool:
+        return self.one_node and self.name == "ddp"
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,8 @@ def memory(run, model, layout: Layout) -> dict[str, float]:
                      a checkpointed block while it runs, unless micro-batches share them
     gathered         fsdp, hsdp: all weights; with resharding those outside blocks and of two blocks (one is
                      prefetched); besides the gradients of two blocks
+    shared buffers   fsdp on one machine, of the largest unit that is gathered, a block or what is outside
+                     blocks: two for its weights, one for the other ranks' parts of its gradients
     activations      activation_bytes per token and block; of a checkpointed block its input
     logits           w bytes per element, and in FP8 2 for their gradient (rowwise, transposed)
     """
@@ -122,12 +128,15 @@ def memory(run, model, layout: Layout) -> dict[str, float]:
             received = count * (layout.replicas - 1) // layout.replicas
             held += parallel.reduction_dtype(run).itemsize * received
     gathered = count - max(0, model.n_layer - 2) * block if run.reshard_after_forward else count
+    unit = max(block, count - model.n_layer * block)
+    received = parallel.reduction_dtype(run).itemsize * ring_bytes(unit, layout.shards)
     forward = {
         "weights": width * count / layout.shards,
         "gradients": held,
         "optimizer state": state * count / layout.shards,
         "FP8 copies of weights": 2 * (casts * block + head) if in_fp8 else 0,
         "gathered": width * (gathered + 2 * block) if sharded else 0,
+        "shared buffers": 2 * width * unit + received if sharded and layout.one_node else 0,
         "activations": sum(one_block if whole else one_input for whole in keeps_all),
         "logits": tokens / run.loss_chunks * model.vocab_size * (width + (2 if in_fp8 else 0)),
     }
@@ -228,10 +237,10 @@ def estimates(cluster: Cluster, run, model) -> list[Estimate]:
     one_node = cluster.gpus == node
     layouts = []
     for gc in (False, True):
-        layouts.append(Layout("ddp", 1, cluster.gpus, gc, divides_update=one_node))
+        layouts.append(Layout("ddp", 1, cluster.gpus, gc, one_node))
         if not one_node:
             layouts.append(Layout("hsdp", node, cluster.gpus // node, gc))
-        layouts.append(Layout("fsdp", cluster.gpus, 1, gc))
+        layouts.append(Layout("fsdp", cluster.gpus, 1, gc, one_node))
     return [estimate(cluster, run, model, layout) for layout in layouts]
 
 

@@ -236,6 +236,7 @@ class Profiler:
 # ---------------------------------------------------------------- kernels
 
 KERNELS = {  # class: regular expression for kernel names; the first match counts
+    "between GPUs": "nccl|symmetric_memory",
     "optimizer": "multi_tensor|adam|lpnorm|l2norm|^_squares",
     "attention": "flash|fmha|attention|sdpa|rope|rotary",
     "loss": "^_(forward|backward)(_fp8)?_kernel|cross_entropy|softmax|nll|element_mul",
@@ -243,8 +244,9 @@ KERNELS = {  # class: regular expression for kernel names; the first match count
     "GEMM BF16": "nvjet|gemm|cutlass|splitk|xmma|triton_tem|aten::(add)?b?mm",
     "activation": "gelu|silu|swiglu|gated|tanh|sigmoid|^_activation",
     "norm": "norm|rsqrt|ln_(fwd|bwd)",
-    "cast/transpose": "transpose|quantiz|cast|amax|delayed_scaling|fp8|^_reduce_rows",
-    "copy/concat": r"direct_copy|memcpy|memset|catarray|fused_cat|fillfunctor|aten::(copy_|cat|fill_|zero_)",
+    "cast/transpose": "transpose|quantiz|(?<!no_)cast|amax|delayed_scaling|fp8|^_reduce_rows",
+    "copy/concat": r"direct_copy|memcpy|memset|catarray|fused_cat|chunk_cat|split_with_sizes|fillfunctor|"
+                   "aten::(copy_|cat|fill_|zero_)",
     "embedding": "embedding|index|compute_grad_weight|sum_and_scatter|radix_?sort|^_embed|^_sum_over_batch",
     "elementwise/residual": "elementwise|triton_poi|triton_red|triton_per|reduce_kernel|aten::(add|mul|sum)",
 }

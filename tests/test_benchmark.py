@@ -163,6 +163,10 @@ def test_arms_are_options_of_the_trainer(arm, changes):
         ("triton_poi_fused_gelu_3", "activation"),
         ("void at::native::elementwise_kernel<128, 4, ...direct_copy_kernel_cuda...>", "copy/concat"),
         ("Memcpy DtoD (Device -> Device)", "copy/concat"),
+        ("void at::native::detail::split_with_sizes_copy_out_contiguous_no_cast_kernel(...)", "copy/concat"),
+        ("void at::native::detail::chunk_cat_cuda_kernel<char, char>(char**, ...)", "copy/concat"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "between GPUs"),
+        ("c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, ...)", "between GPUs"),
         (
             "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<...>>",
             "elementwise/residual",

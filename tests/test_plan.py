@@ -64,7 +64,7 @@ def small(**options):
     (Layout("ddp", 1, 1), True, 1, (0, 0)),
     (Layout("ddp", 1, 4), True, 1, (0, 2 * 3 / 4 * 27_648)),  # gradients in float32
     (Layout("ddp", 1, 4), True, 8, (0, 2 * 3 / 4 * 27_648)),  # which are reduced once a step
-    (Layout("ddp", 1, 4, divides_update=True), True, 8, (0, 3 / 4 * (27_648 + 13_824))),  # and BF16 weights
+    (Layout("ddp", 1, 4, one_node=True), True, 8, (0, 3 / 4 * (27_648 + 13_824))),  # and BF16 weights
     (Layout("fsdp", 4, 1), False, 1, (3 / 4 * (13_824 + 27_648), 0)),
     (Layout("fsdp", 4, 1), True, 1, (3 / 4 * (13_824 + 12_288 + 27_648), 0)),
     (Layout("fsdp", 4, 1), True, 2, (3 / 4 * (2 * (13_824 + 12_288) + 27_648), 0)),
@@ -94,7 +94,14 @@ def test_sharding_divides_weights_gradients_and_optimizer_state():
     whole, parts = (layouts.memory(run, model, layout) for layout in (Layout("ddp"), Layout("fsdp", 8)))
     assert whole["weights"] == 2 * 6_912 and whole["optimizer state"] == 10 * 6_912
     assert parts["weights"] == 2 * 6_912 / 8 and parts["optimizer state"] == 10 * 6_912 / 8
-    assert parts["gathered"] > 0 == whole["gathered"]
+    assert parts["gathered"] > 0 == whole["gathered"] == parts["shared buffers"]
+
+
+def test_sharding_on_one_machine_keeps_buffers_of_the_largest_unit():
+    """Of a block, 3,072 weights: two in BF16, and from one other rank half the gradients in float32."""
+    run, model = small()
+    found = layouts.memory(run, model, Layout("fsdp", 2, one_node=True))
+    assert found["shared buffers"] == 2 * 2 * 3_072 + 4 * 3_072 / 2
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not():
