@@ -104,8 +104,7 @@ def memory(run, model, layout: Layout) -> dict[str, float]:
                      a checkpointed block while it runs, unless micro-batches share them
     gathered         fsdp, hsdp: all weights; with resharding those outside blocks and of two blocks (one is
                      prefetched); besides the gradients of two blocks
-    shared buffers   fsdp on one machine, of the largest unit that is gathered, a block or what is outside
-                     blocks: two for its weights, one for the other ranks' parts of its gradients
+    shared buffers   see shared_buffer_bytes
     activations      activation_bytes per token and block; of a checkpointed block its input
     logits           w bytes per element, and in FP8 2 for their gradient (rowwise, transposed)
     """
@@ -128,15 +127,13 @@ def memory(run, model, layout: Layout) -> dict[str, float]:
             received = count * (layout.replicas - 1) // layout.replicas
             held += parallel.reduction_dtype(run).itemsize * received
     gathered = count - max(0, model.n_layer - 2) * block if run.reshard_after_forward else count
-    unit = max(block, count - model.n_layer * block)
-    received = parallel.reduction_dtype(run).itemsize * ring_bytes(unit, layout.shards)
     forward = {
         "weights": width * count / layout.shards,
         "gradients": held,
         "optimizer state": state * count / layout.shards,
         "FP8 copies of weights": 2 * (casts * block + head) if in_fp8 else 0,
         "gathered": width * (gathered + 2 * block) if sharded else 0,
-        "shared buffers": 2 * width * unit + received if sharded and layout.one_node else 0,
+        "shared buffers": shared_buffer_bytes(run, model, layout),
         "activations": sum(one_block if whole else one_input for whole in keeps_all),
         "logits": tokens / run.loss_chunks * model.vocab_size * (width + (2 if in_fp8 else 0)),
     }
@@ -151,6 +148,16 @@ def memory(run, model, layout: Layout) -> dict[str, float]:
     if in_fp8 and renewed:
         backward["FP8 copies of weights"] -= 2 * head  # which went backward first
     return max(forward, backward, key=lambda moment: sum(moment.values()))
+
+
+def shared_buffer_bytes(run, model, layout: Layout) -> float:
+    """Return the bytes of nanote/fsdp_copies.py's buffers: with fsdp on one machine, two for the weights of a
+    block or of what is outside blocks, whichever is larger, and one for what other ranks send of its gradient."""
+    if layout.shards == 1 or not layout.one_node:
+        return 0
+    width, block = 4 if run.dtype == "float32" else 2, block_weights(model)
+    largest = max(block, models.weight_count(model) - model.n_layer * block)
+    return 2 * width * largest + ring_bytes(parallel.reduction_dtype(run).itemsize * largest, layout.shards)
 
 
 def largest_micro_batch(run, model, layout: Layout, capacity: float) -> int:
