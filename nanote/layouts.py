@@ -151,8 +151,11 @@ def memory(run, model, layout: Layout) -> dict[str, float]:
 
 
 def shared_buffer_bytes(run, model, layout: Layout) -> float:
-    """Return the bytes of nanote/fsdp_copies.py's buffers: with fsdp on one machine, two for the weights of a
-    block or of what is outside blocks, whichever is larger, and one for what other ranks send of its gradient."""
+    """Return the bytes of the buffers of nanote/fsdp_copies.py.
+
+    With fsdp on one machine: two for the weights of a block or of all that is outside blocks, whichever is
+    larger, and one for what the other ranks send of its gradients.
+    """
     if layout.shards == 1 or not layout.one_node:
         return 0
     width, block = 4 if run.dtype == "float32" else 2, block_weights(model)
