@@ -225,14 +225,13 @@ def _own_parts(model, optimizer):
     Of a sharded tensor that is its part; `offsets` is the index in the whole of the part's first element.
     A tensor that all ranks have is saved by one: the one that has the fewest bytes of such tensors so far.
     """
-    sizes, own_rng = [0] * parallel.world_size(), f"rng{parallel.rank()}."
-    for name, tensor in _tensors(model, optimizer):
+    sizes, own_rng, places = [0] * parallel.world_size(), f"rng{parallel.rank()}.", {}
+    for name, tensor, whole in _tensors(model, optimizer):
         offsets = [0] * tensor.dim()
-        if isinstance(tensor, DTensor):
-            offsets = list(tensor.__create_chunk_list__()[0].offsets)
-            place = zip(tensor.device_mesh.get_coordinate(), tensor.placements)
-            is_copy = any(replica and placement.is_replicate() for replica, placement in place)
-            tensor = tensor.to_local()
+        if isinstance(whole, DTensor):
+            if id(whole) not in places:  # once for a parameter and its optimizer state: it takes time
+                places[id(whole)] = _place(whole)
+            offsets, is_copy = places[id(whole)]
             if is_copy or not tensor.numel():  # the first replica saves it; a small one has fewer parts
                 continue
         elif not name.startswith(own_rng):  # that of other ranks is not here
@@ -243,8 +242,16 @@ def _own_parts(model, optimizer):
         yield name, (tensor, offsets)
 
 
+def _place(whole: DTensor) -> tuple[list[int], bool]:
+    """Return the index of the first element of this rank's part, and whether it is that of a rank before."""
+    place = zip(whole.device_mesh.get_coordinate(), whole.placements)
+    is_copy = any(replica and placement.is_replicate() for replica, placement in place)
+    return list(whole.__create_chunk_list__()[0].offsets), is_copy
+
+
 def _tensors(model, optimizer):
-    """Yield (name, tensor) for everything that is stored as a tensor; tied parameters once.
+    """Yield (name, tensor, whole) for everything that is stored as a tensor; tied parameters once. `whole`:
+    the DTensor of which the tensor is this rank's part, or any other value.
 
     A generator, so that float32 masters rebuilt from remainders need not all exist at once.
     """
@@ -254,7 +261,7 @@ def _tensors(model, optimizer):
             continue
         if id(parallel.local(value)) not in names:
             names[id(parallel.local(value))] = name, value
-            yield f"model.{name}", _plain(value)
+            yield f"model.{name}", _plain(parallel.local(value)), value
     for parameter, state in _optimizer_states(optimizer):
         for key, value in state.items():
             if key == "master_param" and not _has_master(parameter):
@@ -266,9 +273,10 @@ def _tensors(model, optimizer):
                 key, value = f"{key}{NUMBER}", torch.tensor(value, dtype=NUMBER_TYPES[kind])
             if isinstance(value, torch.Tensor):
                 name, whole = names[id(parameter)]
-                yield f"optimizer.{name}.{key}", parallel.as_part(_plain(value), whole)
-    yield from ((f"fp8.{name}", value) for name, value in fp8.get_state(model).items())
-    yield from ((f"rng{parallel.rank()}.{name}", value) for name, value in _rng_state().items())
+                is_part = value.shape == parallel.local(whole).shape
+                yield f"optimizer.{name}.{key}", _plain(value), whole if is_part else None
+    yield from ((f"fp8.{name}", value, None) for name, value in fp8.get_state(model).items())
+    yield from ((f"rng{parallel.rank()}.{name}", value, None) for name, value in _rng_state().items())
 
 
 def _plain(tensor) -> torch.Tensor:

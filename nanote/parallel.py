@@ -197,20 +197,14 @@ def norm_over_shards(norm: torch.Tensor, model) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def as_part(tensor: torch.Tensor, parameter) -> torch.Tensor:
-    """Return the whole tensor, of which `tensor` is this rank's part, if `parameter` is sharded and the
-    tensor is of its shape: optimizer state."""
-    if not isinstance(parameter, DTensor) or tensor.shape != local(parameter).shape:
-        return tensor
-    return DTensor.from_local(tensor, parameter.device_mesh, parameter.placements, run_check=False,
-                              shape=parameter.shape, stride=parameter.stride())
-
-
 def empty_like(parameter, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory to load a tensor into: of this rank's part if the parameter, if any, is sharded."""
+    """Return memory to load a tensor into, such as a parameter's optimizer state: of this rank's part if the
+    parameter is sharded and has that size."""
     if not isinstance(parameter, DTensor) or size != parameter.shape:
         return torch.empty(size, dtype=dtype)
-    return as_part(torch.empty_like(local(parameter), dtype=dtype, requires_grad=False), parameter)
+    part = torch.empty_like(local(parameter), dtype=dtype, requires_grad=False)
+    return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False,
+                              shape=parameter.shape, stride=parameter.stride())
 
 
 def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,8 @@ def check_parts(ranks):
         mesh, run = init_device_mesh("cpu", sizes), Path(f"parts{len(sizes)}")
         stored = {name: distribute_tensor(tensor, mesh, placements) if tensor.dim() else tensor
                   for name, tensor in whole.items()}
-        plain, checkpoint._tensors = checkpoint._tensors, lambda model, optimizer: stored.items()
+        parts = [(name, getattr(tensor, "_local_tensor", tensor), tensor) for name, tensor in stored.items()]
+        plain, checkpoint._tensors = checkpoint._tensors, lambda model, optimizer: parts
         checkpoint._write(run, 1, dict(checkpoint._own_parts(None, None)) | {f"rng{ranks.rank}.x": (
             torch.ones(1), [0])}, "{}", keep=1)
         checkpoint._tensors = plain
