@@ -529,7 +529,7 @@ def report_step(config: TrainConfig, kernels: str, train_step: TrainStep, ranks:
         else:
             reason = train_step.nccl_reason
             log.say(f"NCCL gathers weights and reduces gradients: {reason}"
-                    if reason else "copy engines gather weights and send gradients")
+                    if reason else "copy engines gather weights and send gradients among the shards")
     if train_step.graphed and not train_step.updates_in_graph:
         log.say(f"--optimizer {config.optimizer}: forward and backward pass are CUDA graphs, the update is "
                 "launched from Python")

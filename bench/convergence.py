@@ -23,7 +23,8 @@ checkpoints and the first step, which captures the CUDA graphs). From the last r
   is its 95 % interval [low, high], of the t distribution; None with one seed
 - gap_without_fp8_percent: gap_percent, with the arm's final weights evaluated in BF16; None for arms without
   FP8, or if a seed lacks it
-- seconds: training time, median over the runs on the machine of most runs of bf16; None if it has none
+- seconds: training time, median over the runs on the model of GPU (or CPU) that trained most runs of bf16;
+  None if it has none
 - seconds_to_bf16_loss, loss_matched_speedup: training time after which a run of this arm ends at the loss of
   bf16 with the same seeds, interpolated in the logarithm of the tokens between runs of two lengths (--tokens
   1e8, then --tokens 1.1e8), and bf16's time over it. A run of another length has its own learning-rate
@@ -282,15 +283,15 @@ def final_records(runs: list[dict]) -> dict:
 
 
 def machine_of(final: dict, arm: str) -> str | None:
-    """Return the machine that trained most runs of an arm; None if it has none."""
+    """Return the model of GPU, or CPU, that trained most runs of an arm; None if it has none."""
     machines = [record.get("machine") for (name, _), by_seed in final.items() if name == arm
                 for record in by_seed.values()]
     return statistics.mode(machines) if machines else None
 
 
 def median_seconds(records, machine: str | None) -> float | None:
-    """Return the median training time of the runs on a machine, None if there are none. `machine` None: of
-    all runs."""
+    """Return the median training time of the runs on a model of GPU, None if there are none. `machine` None:
+    of all runs."""
     seconds = [record["seconds"] for record in records if machine in (None, record.get("machine"))]
     return statistics.median(seconds) if seconds else None
 

@@ -210,11 +210,11 @@ def forget_models():
     """Reset TE's global FP8 state, between models in one process.
 
     TE keeps the amax histories of deleted models and would continue to update them. te_reference does until
-    they are collected, which may be later on one rank than on another, and they reduce amax values together.
+    Python has collected them, which may be later on one rank than on another: they would reduce the amax
+    values of other tensors together.
     """
-    if IS_REFERENCE:
-        gc.collect()
-    else:
+    gc.collect()
+    if not IS_REFERENCE:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
         FP8GlobalStateManager.reset()
 

@@ -8,6 +8,7 @@ a nanote.config.TrainConfig. Decisions:
 """
 import contextlib
 import functools
+import gc
 import itertools
 import math
 import warnings
@@ -74,7 +75,7 @@ class TrainStep:
     def __init__(self, model, net, optimizer, config, device: torch.device):
         """`net`: the model, or its compiled form, which is called in its place."""
         self.model, self.net, self.optimizer, self.config, self.device = model, net, optimizer, config, device
-        self.nccl_reason = fsdp_copies.use_copy_engines(model)
+        self.nccl_reason = fsdp_copies.use_copy_engines(model, config)
         self._make_gradients()
         self.graphed = wants_graph(config, device)
         self.updates_in_graph = hasattr(optimizer, "prepare")  # FastAdam; any other is launched from Python
@@ -196,6 +197,8 @@ class TrainStep:
         self._check_batches(batches)
         self._prepare_gradients()
         self.graphs = {}
+        # Shared memory of a deleted model waits for the GPU when it is freed, which must not be in a capture.
+        gc.collect()
         # Memory cached by earlier passes cannot be reused on the side stream, which would allocate as much
         # again.
         torch.cuda.empty_cache()

@@ -6,9 +6,9 @@ step N; a run that begins with "nan" has a loss that is not finite in step 2, on
 that begins with "waits" reads each batch late on rank 1; in one that begins with "full" the first checkpoint
 does not fit on the disk of the last rank; one that begins with "copies" shares memory as GPUs do; "weights"
 checks that ranks with other weights get those of rank 0, "parts" that small sharded tensors are saved and
-loaded, and that ranks share errors.
+loaded, and that ranks share errors; "gathers" that shared memory serves several ways to use FSDP2.
 """
-import itertools
+import dataclasses
 import os
 import shutil
 import socket
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import train
-from nanote import checkpoint, cli, fp8, gradients, parallel, peers, safetensors_files
+from nanote import checkpoint, cli, fp8, fsdp_copies, gradients, parallel, peers, safetensors_files
 from nanote.config import TrainConfig
 
 gradients.BUCKET_BYTES = 4096  # several buckets in a small model
@@ -58,12 +58,14 @@ def write_or_fail(parts, folder):
 class SharedFile:
     """In place of memory that GPUs share: a file of each rank, mapped into memory."""
 
-    numbers = itertools.count()
+    count, names = 0, {}  # address: name
 
     @classmethod
     def allocate(cls, size, dtype, device):
-        cls.name = f"shared-{next(cls.numbers)}"
-        return cls.open(cls.name, dist.get_rank(), size, dtype)
+        cls.count += 1
+        tensor = cls.open(f"shared-{cls.count}", dist.get_rank(), size, dtype)
+        cls.names[tensor.data_ptr()] = f"shared-{cls.count}"
+        return tensor
 
     @staticmethod
     def open(name, rank, size, dtype):
@@ -71,9 +73,9 @@ class SharedFile:
 
     def __init__(self, tensor, group):
         ranks = map(dist.get_global_rank, group.size() * [group], range(group.size()))
-        self.group, size = group, tensor.numel()
+        self.group, name = group, self.names[tensor.data_ptr()]
         dist.barrier(group)  # all files are there
-        self.memories = [self.open(self.name, rank, size, tensor.dtype) for rank in ranks]
+        self.memories = [self.open(name, rank, tensor.numel(), tensor.dtype) for rank in ranks]
 
     def get_buffer(self, rank, shape, dtype, offset):
         copied.append(rank)
@@ -128,6 +130,66 @@ def check_parts(ranks):
         raise AssertionError("the error of a rank is not told to others")
 
 
+class Blocks(torch.nn.Module):
+    """8 blocks, of which checkpoints hold `segment` each; 0: none. `ahead`: gather all blocks first."""
+
+    def __init__(self, segment=0, ahead=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(15, 15) for _ in range(8))
+        self.head, self.segment, self.ahead = torch.nn.Linear(15, 5), segment, ahead
+
+    def forward(self, x):
+        for block in self.blocks if self.ahead else ():
+            block.unshard(async_op=True)
+        if not self.segment:
+            return self.head(self.several(0, 8, x))
+        for first in range(0, 8, self.segment):
+            x = torch.utils.checkpoint.checkpoint(
+                self.several, first, first + self.segment, x, use_reentrant=False)
+        return self.head(x)
+
+    def several(self, first, end, x):
+        for block in self.blocks[first:end]:
+            x = torch.tanh(block(x))
+        return x
+
+
+def gradients_of(ranks, shares, reshard=True, received="float32", **how):
+    """Return the gradients of two steps of Blocks, with an evaluation in between, and its number of copies.
+    `received`: the dtype of gradients for which there is memory."""
+    peers.no_access_reason, peers.allocate, peers.connect = shared_files if shares else plain_access
+    model, config = Blocks(**how), TrainConfig(parallel="fsdp", reshard_after_forward=reshard)
+    parallel.shard(model, config, torch.device("cpu"))
+    found = []
+    for _ in range(2):
+        before, reason = SharedFile.count, fsdp_copies.use_copy_engines(
+            model, dataclasses.replace(config, grad_reduce_dtype=received))
+        assert bool(reason) != shares, reason
+        copied.clear()
+        for seed in range(2):
+            x = torch.randn(5, 15, generator=torch.Generator().manual_seed(10 * seed + ranks.rank))
+            model(x).square().sum().backward()
+            found += [parameter.grad.full_tensor() for parameter in model.parameters()]
+            model.zero_grad()
+            with torch.no_grad():
+                model(x)
+            parallel.reshard(model)
+    assert SharedFile.count == before, "a second step has memory of its own"
+    return found, len(copied)
+
+
+def check_gathers(ranks):
+    for how in ({}, {"reshard": False}, {"segment": 1}, {"segment": 4}, {"segment": 8}, {"ahead": True},
+                {"received": "bfloat16"}):
+        (expected, _), (found, copies) = (gradients_of(ranks, shares, **how) for shares in (False, True))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=lambda text: f"{how}: {text}")
+        if not how:  # 9 units, two steps: forward, blocks again in backward, gradients, an evaluation
+            assert copies == 2 * (9 + 8 + 9 + 9) * (ranks.world_size - 1), copies
+    peers.no_access_reason, peers.allocate, peers.connect = plain_access
+
+
 def run_all(runs):
     ranks = parallel.init()
     train.TrainStep.rank_of_test = ranks.rank
@@ -139,6 +201,9 @@ def run_all(runs):
             continue
         if words[0] == "parts":
             check_parts(ranks)
+            continue
+        if words[0] == "gathers":
+            check_gathers(ranks)
             continue
         if words[0] == "copy":
             parallel.on_rank0(lambda: copy(*words[1:]))

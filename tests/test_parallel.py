@@ -48,11 +48,14 @@ def runs(tmp_path_factory, tokens):
     assert run_train(f"{none} {four} --out-dir one") == 0
     assert run_train(f"{delayed} {four} --out-dir one-fp8") == 0
     printed = run_groups(
-        "2", "weights",
+        "2", "weights", "gathers",
         f"{none} {two} --parallel fsdp --out-dir fsdp",
         f"{none} {two} --parallel fsdp --gradient-checkpointing --no-reshard-after-forward "
         "--grad-reduce-dtype float32 --out-dir fsdp-switches",
-        f"copies {none} {two} --parallel fsdp --out-dir fsdp-copies", f"{none} {two} --out-dir ddp",
+        f"copies {none} {two} --parallel fsdp --out-dir fsdp-copies",
+        f"copies {none} {two} --parallel fsdp --gradient-checkpointing --no-reshard-after-forward "
+        "--grad-reduce-dtype float32 --out-dir copies-switches",
+        f"{none} {two} --out-dir ddp",
         f"{delayed} {two} --parallel fsdp --out-dir fsdp-fp8", f"{delayed} {two} --out-dir ddp-fp8",
         "copy fsdp fsdp-fsdp 2", "--resume --out-dir fsdp-fsdp",
         "copy fsdp fsdp-ddp 2", "--resume --parallel ddp --out-dir fsdp-ddp",
@@ -62,7 +65,7 @@ def runs(tmp_path_factory, tokens):
         f"waits {none} {two} --max-steps 2 --out-dir waited",
         f"full {none} {two} --max-steps 2 --out-dir full-disk",
         f"full {none} {two} --max-steps 2 --parallel fsdp --out-dir full-disk-fsdp",
-        "4", "parts",
+        "4", "parts", "gathers",
         "copy fsdp fsdp-hsdp 2",
         "--resume --parallel hsdp --hsdp-replicas 2 --micro-batch-size 1 --out-dir fsdp-hsdp",
         "copy fsdp copies-hsdp 2",
@@ -118,6 +121,7 @@ def test_resuming_on_as_many_ranks_is_exact(runs):
 def test_copies_gather_and_reduce_as_collectives_do(runs):
     """Two ranks: a sum of two gradients has no order."""
     assert metrics("fsdp-copies") == metrics("fsdp")
+    assert metrics("copies-switches") == metrics("fsdp-switches")
 
 
 def test_ranks_of_ddp_divide_the_writing(runs):
