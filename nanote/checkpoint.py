@@ -243,7 +243,7 @@ def _own_parts(model, optimizer):
 
 
 def _place(whole: DTensor) -> tuple[list[int], bool]:
-    """Return the index of the first element of this rank's part, and whether it is that of a rank before."""
+    """Return the index of the first element of this rank's part, and whether an earlier replica saves it."""
     place = zip(whole.device_mesh.get_coordinate(), whole.placements)
     is_copy = any(replica and placement.is_replicate() for replica, placement in place)
     return list(whole.__create_chunk_list__()[0].offsets), is_copy
@@ -251,7 +251,7 @@ def _place(whole: DTensor) -> tuple[list[int], bool]:
 
 def _tensors(model, optimizer):
     """Yield (name, tensor, whole) for everything that is stored as a tensor; tied parameters once. `whole`:
-    the DTensor of which the tensor is this rank's part, or any other value.
+    the DTensor of which the tensor is this rank's part, if it is one.
 
     A generator, so that float32 masters rebuilt from remainders need not all exist at once.
     """

@@ -209,9 +209,9 @@ def round_up(size, multiple):
 def forget_models():
     """Reset TE's global FP8 state, between models in one process.
 
-    TE keeps the amax histories of deleted models and would continue to update them. te_reference does until
-    Python has collected them, which may be later on one rank than on another: they would reduce the amax
-    values of other tensors together.
+    TE keeps the amax histories of deleted models and would continue to update them. te_reference keeps them
+    until Python's garbage collection, which comes at another time on each rank; their amax values would be
+    reduced together with other tensors'.
     """
     gc.collect()
     if not IS_REFERENCE:

@@ -153,14 +153,15 @@ def memory(run, model, layout: Layout) -> dict[str, float]:
 def shared_buffer_bytes(run, model, layout: Layout) -> float:
     """Return the bytes of the buffers of nanote/fsdp_copies.py.
 
-    With fsdp on one machine: two for the weights of a block or of all that is outside blocks, whichever is
-    larger, and one for what the other ranks send of its gradients.
+    With fsdp on one machine: two for weights, of a block and of what is outside blocks (or of two blocks if
+    these are larger), and one for what the other ranks send of gradients.
     """
     if layout.shards == 1 or not layout.one_node:
         return 0
     width, block = 4 if run.dtype == "float32" else 2, block_weights(model)
     largest = max(block, models.weight_count(model) - model.n_layer * block)
-    return 2 * width * largest + ring_bytes(parallel.reduction_dtype(run).itemsize * largest, layout.shards)
+    gradients_width = parallel.reduction_dtype(run).itemsize
+    return width * (largest + block) + ring_bytes(gradients_width * largest, layout.shards)
 
 
 def largest_micro_batch(run, model, layout: Layout, capacity: float) -> int:

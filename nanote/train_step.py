@@ -257,6 +257,9 @@ class TrainStep:
             reason = cli.in_a_line(error)
         if several:
             reason = parallel.reason_of_any_rank(reason)
+        if reason and isinstance(self.model, FSDPModule):  # which has lost track of what it has gathered
+            raise ValueError(f"this sharded model cannot be captured as CUDA graphs: {reason}; pass "
+                             "--cuda-graph off")
         if reason:
             self.graphed, self.graphs = False, {}
             self.optimizer.zero_grad(set_to_none=True)  # gradients in the memory of the capture

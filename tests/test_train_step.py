@@ -8,6 +8,7 @@ import dataclasses
 import os
 import types
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -264,6 +265,19 @@ def test_ranks_agree_on_graphs(here, elsewhere, monkeypatch):
         monkeypatch.setattr(step, "_capture_graphs", failing)
         with pytest.raises(RuntimeError, match="old NCCL"):  # a model of the kit on one GPU can be captured
             step([batch(0)], 1e-2)
+
+
+@pytest.mark.parametrize("here, elsewhere", [("old NCCL", ""), ("", "old NCCL")])
+def test_ranks_refuse_a_sharded_model_that_one_cannot_capture(here, elsewhere, monkeypatch):
+    """FSDP2 does not take back what it has noted in the capture."""
+    step = make()
+    monkeypatch.setattr(train_step, "FSDPModule", type(step.model))
+    step.model.set_requires_gradient_sync = lambda wanted: None
+    monkeypatch.setattr(step, "_capture_graphs", mock.Mock(side_effect=RuntimeError(here) if here else None))
+    monkeypatch.setattr(train_step.parallel, "world_size", lambda: 2)
+    monkeypatch.setattr(train_step.parallel, "reason_of_any_rank", lambda reason: reason or elsewhere)
+    with pytest.raises(ValueError, match="sharded model cannot .*: old NCCL; pass --cuda-graph off"):
+        step([batch(0)], 1e-2)
 
 
 def test_an_error_before_the_capture_is_not_agreed_on(monkeypatch):
