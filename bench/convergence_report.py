@@ -9,6 +9,7 @@ from bench.convergence import (
     EMULATED,
     RECIPES,
     SIZES,
+    TOKENS_PER_STEP,
     baseline_of,
     changes_of,
     final_records,
@@ -111,10 +112,13 @@ def small_table(result) -> str:
         against = with_interval(statistics.mean(changes), interval_of(changes)) if changes else ""
         _, seeds, loss, gap, _ = cells(row)
         block = "modern" if "modern-" in size_of(name) else "GPT-2"
-        lines.append([block, rate, precision, seeds, loss, gap, against if name != default else ""])
-    lines.sort(key=lambda line: (line[0], float(line[1]), not line[2].startswith("none")))
-    return markdown(["block", "learning rate", "FP8", "seeds", "loss ± standard error", "behind none, %",
-                     "behind the default, %"], lines, left=3)
+        steps = row["tokens"] // TOKENS_PER_STEP[size_of(name)]
+        lines.append([block, f"{steps:,}", rate, precision, seeds, loss, gap,
+                      against if name != default else ""])
+    lines.sort(key=lambda line: (line[0], int(line[1].replace(",", "")), float(line[2]),
+                                 not line[3].startswith("none")))
+    return markdown(["block", "steps", "learning rate", "FP8", "seeds", "loss ± standard error",
+                     "behind none, %", "behind the default, %"], lines, left=4)
 
 
 def negatives_table(result) -> str:

@@ -164,7 +164,7 @@ class ReduceScatter(DefaultReduceScatter):
         handle.barrier()
         received = self.received.view(count, dtype).view(ranks - 1, size)
         torch.add(input_tensor[rank * size:(rank + 1) * size], received[0], out=output_tensor)
-        for part in received[1:]:
+        for part in received[1:]:  # rounded after each addition, as in a ring of NCCL
             output_tensor += part
 
 
