@@ -130,13 +130,13 @@ class AllGather(DefaultAllGather):
         return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        """Gather in `output_tensor`, (ranks·size,), of which `input_tensor`, (size,), is this rank's part."""
+        """Gather in `output_tensor`, (ranks * size,). `input_tensor`, (size,), is this rank's part of it."""
         of_address = {buffer.memory.data_ptr(): buffer for buffer in self.buffers}
         buffer, size = of_address.get(output_tensor.data_ptr()), input_tensor.numel()
         if buffer is None or not buffer.is_of(group):
             return super().__call__(output_tensor, input_tensor, group, async_op)
         buffer.handle.barrier()
-        for other in others(group):
+        for other in peers.other_ranks(group.rank(), group.size()):
             source = buffer.handle.get_buffer(other, (size,), output_tensor.dtype, other * size)
             output_tensor[other * size:(other + 1) * size].copy_(source)
         buffer.handle.barrier()
@@ -149,25 +149,19 @@ class ReduceScatter(DefaultReduceScatter):
         self.received = received
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        """Sum over ranks. `input_tensor`, (ranks·size,), has the part of each rank; `output_tensor`, (size,),
-        gets this rank's."""
+        """Sum over ranks. `input_tensor`, (ranks * size,), has the part of each rank; `output_tensor`,
+        (size,), gets this rank's."""
         size, rank, ranks, dtype = output_tensor.numel(), group.rank(), group.size(), input_tensor.dtype
         count, handle = (ranks - 1) * size, self.received.handle
         fits = count * dtype.itemsize <= self.received.size
         if not fits or not self.received.is_of(group) or op != dist.ReduceOp.SUM:
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
         handle.barrier()
-        for other in others(group):
-            # at the receiver r, the k-th part is that of rank r + 1 + k
-            target = handle.get_buffer(other, (size,), dtype, (rank - other - 1) % ranks * size)
+        for other in peers.other_ranks(rank, ranks):
+            target = handle.get_buffer(other, (size,), dtype, peers.slot(rank, other, ranks) * size)
             target.copy_(input_tensor[other * size:(other + 1) * size])
         handle.barrier()
         received = self.received.view(count, dtype).view(ranks - 1, size)
         torch.add(input_tensor[rank * size:(rank + 1) * size], received[0], out=output_tensor)
         for part in received[1:]:  # rounded after each addition, as in a ring of NCCL
             output_tensor += part
-
-
-def others(group) -> list[int]:
-    """Return the other ranks of a group, the next one first, so that not all copy from the same GPU."""
-    return [(group.rank() + step) % group.size() for step in range(1, group.size())]

@@ -111,6 +111,16 @@ def share_memory(allocate, connect) -> str:
     return ""
 
 
+def other_ranks(rank: int, ranks: int) -> list[int]:
+    """Return all ranks but `rank`, the next one first, so that not all copy to the same GPU at a time."""
+    return [(rank + step) % ranks for step in range(1, ranks)]
+
+
+def slot(rank: int, receiver: int, ranks: int) -> int:
+    """Return the place, from 0, of what `rank` sends among what `receiver` gets from its `other_ranks`."""
+    return (rank - receiver - 1) % ranks
+
+
 def allocate(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor (size,) in memory that all ranks can access after `connect`."""
     from torch.distributed import _symmetric_memory
@@ -210,7 +220,7 @@ class Peers:
         """Give the other ranks access to this memory, and move the parameters. Collective."""
         self.handle, before = connect(self.received), _shared_weights.get(self.model())
         self.stride, self.barrier = self.width * self.received.element_size(), self.handle.barrier
-        others = [(self.rank + step) % (self.count + 1) for step in range(1, self.count + 1)]
+        others = other_ranks(self.rank, self.count + 1)
         self.of_others = [(other, self.handle.get_buffer(other, self.received.shape, self.received.dtype))
                           for other in others]
         if self.weights.handle is None:
@@ -232,8 +242,7 @@ class Peers:
         """Copy the gradients of a bucket to the ranks whose parts they are."""
         for other, received in self.of_others:
             start, end = self._bounds(bucket, other)
-            slot = (self.rank - other - 1) % (self.count + 1)  # which of its other ranks this one is
-            place = slot * self.width + self.received_starts[bucket]
+            place = slot(self.rank, other, self.count + 1) * self.width + self.received_starts[bucket]
             received[place:place + end - start].copy_(bucket.reduced[start:end])
 
     def part(self, parameter, rank: int | None = None) -> tuple[int, int]:

@@ -97,11 +97,14 @@ def test_sharding_divides_weights_gradients_and_optimizer_state():
     assert parts["gathered"] > 0 == whole["gathered"] == parts["shared buffers"]
 
 
-def test_sharding_on_one_machine_keeps_buffers_of_the_largest_unit():
+def test_sharding_on_one_machine_keeps_buffers_of_the_largest_units():
     """Of a block, 3,072 weights: two in BF16, and from one other rank half the gradients in float32."""
     run, model = small()
     found = layouts.memory(run, model, Layout("fsdp", 2, one_node=True))
     assert found["shared buffers"] == 2 * 2 * 3_072 + 4 * 3_072 / 2
+    run = dataclasses.replace(run, vocab_size=512)  # 8,448 weights outside blocks, gathered beside one block
+    found = layouts.memory(run, plan.model_of(run), Layout("fsdp", 2, one_node=True))
+    assert found["shared buffers"] == 2 * (8_448 + 3_072) + 4 * 8_448 / 2
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not():
