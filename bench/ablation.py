@@ -14,8 +14,8 @@ option=value, the fields of `Ablation`; a checkpoint stores them, and --resume k
   in some dgrad GEMMs: the difference of the arms `fp8` and `emulated-all` is due to that and to the kernels.
 - Delayed scaling is that of the default recipe: the maximum of 1,024 amax values before this pass, or of
   `history`; where it is infinite, the scale before. A first pass, which has none, uses its own.
-- Amax histories are buffers. The warm-up passes of a CUDA-graph capture update them, and the trainer does not
-  restore them. So a resumed run on a GPU does not equal an uninterrupted one exactly.
+- Amax histories are not in checkpoints, so that a run may begin with one of another model's (--switch-at of
+  bench/convergence.py). With delayed scaling a resumed run does not equal an uninterrupted one exactly.
 """
 
 import dataclasses
@@ -137,8 +137,8 @@ class Gemm(nn.Module):
         for tensor in GEMMS:
             if self.is_quantized(tensor) and ablation.scaling_of(tensor) == "delayed":
                 history = torch.zeros(int(ablation.history), dtype=torch.float32)
-                self.register_buffer(f"{tensor}_amax", history)
-                self.register_buffer(f"{tensor}_scale", torch.zeros((), dtype=torch.float32))
+                self.register_buffer(f"{tensor}_amax", history, persistent=False)
+                self.register_buffer(f"{tensor}_scale", torch.zeros(()), persistent=False)
 
     def is_quantized(self, tensor):
         return any(f"{gemm}.{tensor}" in self.quantized for gemm in GEMMS[tensor])

@@ -3,6 +3,7 @@
     python data.py packages --tokenizer r50k_base
     python bench/convergence.py --arms bf16 fp8 --seeds 1 2 3    # one run per GPU at a time
     python bench/convergence.py --arms emulated-only_weights emulated-no_weights
+    python bench/convergence.py --arms bf16 fp8 --switch-at 0.75 --json results/convergence_switched.json
     python bench/convergence.py --arms nanogpt --nanogpt nanoGPT    # the folder of a checkout
     python bench/convergence.py --draw                           # the summary from the runs in the JSON
 
@@ -12,6 +13,11 @@ bench/ablation.py. `nanogpt` is nanoGPT's model, compiled, with the data, schedu
 
 Every arm trains on the same batches for the same seed, and is evaluated on the same tokens. A run that was
 cut, by --time-budget, a signal or a machine that went away, continues from its last checkpoint in --out-dir.
+
+From random weights, runs of a seed soon differ by more than their precision explains: a change of rounding
+has the effect of another seed. With --switch-at, all arms of a seed share the first part of the run, in BF16,
+and differ in the rest. They scatter far less, so that few seeds tell arms apart. What FP8 costs before the
+switch is left out.
 
 results/convergence.json has a list `runs`, a record per evaluation of each completed run: arm, seed, tokens,
 step, val_loss (nats a token), machine, and seconds, the time in training steps alone (without evaluations,
@@ -34,6 +40,7 @@ checkpoints and the first step, which captures the CUDA graphs). From the last r
   the arm nanogpt
 """
 
+import hashlib
 import json
 import math
 import os
@@ -134,6 +141,8 @@ class Options:
     evaluations: int = 10  # Of each run.
     nanogpt: Path | None = None  # Folder of a nanoGPT checkout, for the arm nanogpt.
     more: str = ""  # More options of train.py, for all arms: --more="--eval-tokens 1000000".
+    switch_at: float = 0.0
+    """Share of each run to train in BF16, one run for all arms of a seed and size; 0: none."""
     draw: bool = False  # Train nothing; summarize the runs of the JSON again.
 
 
@@ -149,19 +158,78 @@ def command_of(options: Options, arm: str, seed: int, folder: Path) -> tuple[lis
         variables["NANOGPT"] = str(options.nanogpt.resolve())
     if any(folder.glob("step-*")):
         model = words[words.index("--model"):][:2] if "--model" in words else []  # a checkpoint has no code
-        return [sys.executable, "train.py", "--resume", "--out-dir", str(folder), *model], variables
+        changed = [*precision_of(name), "--keep-checkpoints", "1"] if is_switched(options, arm) else []
+        return [sys.executable, "train.py", "--resume", "--out-dir", str(folder), *changed, *model], variables
     if folder.exists():  # cut before its first checkpoint
         shutil.rmtree(folder)
-    steps = steps_of(options, arm)
-    interval = max(1, steps // options.evaluations)
+    if is_switched(options, arm):
+        copy_checkpoint(options, arm, seed, folder)
+        return command_of(options, arm, seed, folder)
+    steps, interval = steps_of(options, arm), interval_of_evaluations(options, arm)
+    keep = ["--keep-checkpoints", "1000"] if options.switch_at else []
     return [sys.executable, "train.py", *COMMON.split(), *words, "--lr", lr,
             "--seed", str(seed), "--max-steps", str(steps), "--eval-interval", str(interval),
             "--checkpoint-interval", str(interval), "--data", options.data, "--out-dir", str(folder),
-            *options.more.split()], variables
+            *options.more.split(), *keep], variables
 
 
 def steps_of(options: Options, arm: str) -> int:
     return math.ceil(options.tokens / TOKENS_PER_STEP[size_of(arm)])
+
+
+def interval_of_evaluations(options: Options, arm: str) -> int:
+    """Return the number of steps from one evaluation, and checkpoint, to the next."""
+    return max(1, steps_of(options, arm) // options.evaluations)
+
+
+def folder_of(options: Options, arm: str, seed: int) -> Path:
+    switched = f"-switched{switch_step(options, arm)}" if is_switched(options, arm) else ""
+    return options.out_dir / f"{arm}-{steps_of(options, arm)}steps{switched}-seed{seed}"
+
+
+# ---------------------------------------------------------------- --switch-at
+
+def is_switched(options: Options, arm: str) -> bool:
+    return options.switch_at > 0 and arm != baseline_of(arm)
+
+
+def switch_step(options: Options, arm: str) -> int:
+    """Return the step of the checkpoint from which the arms differ."""
+    interval = interval_of_evaluations(options, arm)
+    return max(1, round(options.switch_at * steps_of(options, arm) / interval)) * interval
+
+
+def precision_of(name: str) -> list[str]:
+    """Return the options of train.py that turn a run of bf16 into one of the arm."""
+    recipe = name.removeprefix(size_of(name))
+    if recipe not in RECIPES:
+        return []  # emulated: its model's
+    words = RECIPES[recipe].split()
+    return words if "--fp8-recipe" in words else ["--fp8-recipe", "delayed", *words]
+
+
+def copy_checkpoint(options: Options, arm: str, seed: int, folder: Path) -> None:
+    """Copy bf16's checkpoint of the step --switch-at into the folder of a run of the arm."""
+    step = f"step-{switch_step(options, arm)}"
+    source = folder_of(options, baseline_of(arm), seed) / step
+    if not source.exists():
+        raise ValueError(f"--switch-at: there is no {source}; bf16 keeps it if trained with --switch-at, "
+                         "in another --out-dir")
+    unfinished = folder / "unfinished"
+    shutil.copytree(source, unfinished)
+    if "emulated-" in arm:  # the same weights, in a model whose operands the environment variable names
+        meta = json.loads((unfinished / "meta.json").read_text())
+        meta["model"] = meta["config"]["model"] = "bench/ablation.py:Ablated"
+        text = json.dumps(meta)
+        (unfinished / "meta.json").write_text(text)
+        sums = (unfinished / "SHA256SUMS").read_text()
+        checksum = hashlib.sha256(text.encode()).hexdigest()
+        sums = re.sub("^[0-9a-f]{64}(?=  meta.json$)", checksum, sums, flags=re.MULTILINE)
+        (unfinished / "SHA256SUMS").write_text(sums)
+    unfinished.rename(folder / step)
+
+
+# ---------------------------------------------------------------- the runs
 
 
 def size_of(arm: str) -> str:
@@ -181,7 +249,10 @@ def train_all(options: Options, jobs: list, record) -> None:
                 arm, seed = waiting.get_nowait()
             except queue.Empty:
                 return
-            folder = options.out_dir / f"{arm}-{steps_of(options, arm)}steps-seed{seed}"
+            folder = folder_of(options, arm, seed)
+            if is_complete(options, arm, folder):
+                record(arm, seed, folder)
+                continue
             folder.parent.mkdir(parents=True, exist_ok=True)
             command, variables = command_of(options, arm, seed, folder)
             environment = os.environ | variables | {"CUDA_VISIBLE_DEVICES": gpu}
@@ -193,8 +264,7 @@ def train_all(options: Options, jobs: list, record) -> None:
                     process.send_signal(signal.SIGTERM)
                 code = process.wait()
             running.remove(process)
-            records = read_metrics(folder / "metrics.jsonl")
-            if records and records[-1]["step"] >= steps_of(options, arm):
+            if is_complete(options, arm, folder):
                 record(arm, seed, folder)
             elif code:
                 print(f"{arm}, seed {seed}: exit code {code}, see {folder}.log", file=sys.stderr)
@@ -215,6 +285,11 @@ def train_all(options: Options, jobs: list, record) -> None:
             end()
 
 
+def is_complete(options: Options, arm: str, folder: Path) -> bool:
+    records = read_metrics(folder / "metrics.jsonl")
+    return bool(records) and records[-1]["step"] >= steps_of(options, arm)
+
+
 def visible_gpus() -> list[str]:
     """Return the value of CUDA_VISIBLE_DEVICES for each GPU; one for the CPU."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -227,8 +302,8 @@ def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
     `seconds` sums the steps after the first. An interval at less than half the median speed holds a resume,
     which captures the CUDA graphs again: it counts at the median.
     """
-    found, seconds, last_step, tokens_per_step = [], 0.0, 1, TOKENS_PER_STEP[size_of(arm)]
     records = read_metrics(folder / "metrics.jsonl")
+    found, seconds, last_step, tokens_per_step = [], 0.0, records[0]["step"], TOKENS_PER_STEP[size_of(arm)]
     median = statistics.median(record["tokens_per_s"] for record in records)
     for record in records:
         step, speed = record["step"], record["tokens_per_s"]
@@ -380,7 +455,12 @@ def main(argv=None):
 
     if not options.draw:
         # seeds outside, so that a study that was cut has all arms of its first seeds
-        train_all(options, [(arm, seed) for seed in options.seeds for arm in arms], record)
+        jobs = [(arm, seed) for seed in options.seeds for arm in arms]
+        if options.switch_at:
+            shared = list(dict.fromkeys((baseline_of(arm), seed) for arm, seed in jobs))
+            train_all(options, shared, record)
+            jobs = [job for job in jobs if job not in shared]
+        train_all(options, jobs, record)
         if not options.json.exists():
             raise ValueError(f"{options.json}: no run is complete; see the logs in {options.out_dir}, or "
                              "run the same command again to go on")
