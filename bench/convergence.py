@@ -237,14 +237,14 @@ def size_of(arm: str) -> str:
     return max((prefix for prefix in SIZES if arm.startswith(prefix)), key=len)
 
 
-def train_all(options: Options, jobs: list, record) -> None:
+def train_all(options: Options, jobs: list, record, deadline: float) -> None:
     """Train the jobs, (arm, seed), one per GPU at a time; call record(arm, seed, folder) after each."""
     waiting, running, stop = queue.SimpleQueue(), [], threading.Event()
     for job in jobs:
         waiting.put(job)
 
     def work(gpu: str) -> None:
-        while not stop.is_set():
+        while not stop.is_set() and time.monotonic() < deadline:
             try:
                 arm, seed = waiting.get_nowait()
             except queue.Empty:
@@ -254,7 +254,11 @@ def train_all(options: Options, jobs: list, record) -> None:
                 record(arm, seed, folder)
                 continue
             folder.parent.mkdir(parents=True, exist_ok=True)
-            command, variables = command_of(options, arm, seed, folder)
+            try:
+                command, variables = command_of(options, arm, seed, folder)
+            except ValueError as error:
+                print(f"{arm}, seed {seed}: {error}", file=sys.stderr)
+                continue
             environment = os.environ | variables | {"CUDA_VISIBLE_DEVICES": gpu}
             with open(f"{folder}.log", "a") as log:
                 process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log,
@@ -278,7 +282,6 @@ def train_all(options: Options, jobs: list, record) -> None:
     workers = [threading.Thread(target=work, args=(gpu,)) for gpu in visible_gpus()]
     for worker in workers:
         worker.start()
-    deadline = time.monotonic() + (options.time_budget or math.inf)
     while any(worker.is_alive() for worker in workers):
         time.sleep(0.5)
         if time.monotonic() > deadline and not stop.is_set():
@@ -456,11 +459,13 @@ def main(argv=None):
     if not options.draw:
         # seeds outside, so that a study that was cut has all arms of its first seeds
         jobs = [(arm, seed) for seed in options.seeds for arm in arms]
-        if options.switch_at:
+        deadline = time.monotonic() + (options.time_budget or math.inf)
+        if options.switch_at:  # the runs whose checkpoints the others begin with
             shared = list(dict.fromkeys((baseline_of(arm), seed) for arm, seed in jobs))
-            train_all(options, shared, record)
-            jobs = [job for job in jobs if job not in shared]
-        train_all(options, jobs, record)
+            train_all(options, shared, record, deadline)
+            trained = [job for job in shared if is_complete(options, job[0], folder_of(options, *job))]
+            jobs = [job for job in jobs if job not in shared and (baseline_of(job[0]), job[1]) in trained]
+        train_all(options, jobs, record, deadline)
         if not options.json.exists():
             raise ValueError(f"{options.json}: no run is complete; see the logs in {options.out_dir}, or "
                              "run the same command again to go on")
