@@ -10,7 +10,8 @@ Both are measured
 - for each dgrad GEMM of one micro-batch of the run's training data, with the checkpoint's weights, with fast
   and with precise (float32) accumulation. Results are in BF16, as in training.
 - for gradients at the end of the backward pass, which is run with fast accumulation in dgrad GEMMs of K up to
-  --fp8-dgrad-fast-accum-k of the run, and in all of them. Exact is the pass with precise accumulation.
+  --fp8-dgrad-fast-accum-k of the run, and in all of them. Exact is the pass with precise accumulation. One
+  micro-batch's bias is chance to a part, so it is the mean over several, with its standard error.
 
 results/accumulation_bias.json has a row of each, and `table` the summary for the page.
 """
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import train
 from bench import arms
+from bench.convergence import standard_error
 from bench.report import check_folder, markdown, write_report
 from fast_kernels import gemm as fast_gemm
 from fast_kernels.gemm import gemm  # the function itself: `watched` replaces the module's attribute
@@ -45,6 +47,7 @@ class Options:
     folder: tyro.conf.Positional[Path]
     """A run's folder, or one of its checkpoints."""
     data: str | None = None  # Folder of token files; None: the run's.
+    micro_batches: int = 8  # Over which the biases of gradients are averaged.
     json: Path = ROOT / "results/accumulation_bias.json"  # Write the figures here.
 
 
@@ -56,20 +59,21 @@ def bias_and_error(result, exact) -> tuple[float, float]:
 
 
 def load(options: Options):
-    """Return a checkpoint's model, its config and a micro-batch of its training data."""
+    """Return a checkpoint's model, its config and the next micro-batches of its training data."""
     data = ["--data", options.data] if options.data else []
     config, folder, meta = read_options(["--eval-only", "--out-dir", str(options.folder), *data])
     device = torch.device("cuda")
     loader = train.open_data(config, Ranks(), device, ["train"])["train"]
     config = train.fit_to_data(config, loader.meta, folder, meta)
-    batch = loader.batch(meta["step"] * config.grad_accum)
+    first = meta["step"] * config.grad_accum
+    batches = [loader.batch(first + index) for index in range(options.micro_batches)]
     loader.close()
-    model = arms.load_te(folder, meta, config, device, batch).model.train()
+    model = arms.load_te(folder, meta, config, device, batches[0]).model.train()
     reason = unsupported_reason(model)
     if reason:
         raise ValueError(f"{options.folder}: the fast kernels do not run this model: {reason}; name a run of "
                          "--model optimized with delayed scaling, on a Hopper GPU")
-    return model, config, folder, batch
+    return model, config, folder, batches
 
 
 def backward(model, config, batch, fast_k: int, watch=None) -> dict:
@@ -104,9 +108,9 @@ def dgrad_names(model) -> list[str]:
     return (["head"] if model.config.fp8_lm_head else []) + blocks
 
 
-def measure(model, config, batch):
-    """Yield the rows."""
-    rows = []
+def measure(model, config, batches):
+    """Yield the rows; those of GEMMs are of the first micro-batch."""
+    rows, found = [], {}
 
     def watch(a, a_inv, b, b_inv):
         chosen = b[::max(1, len(b) // ROWS)][:ROWS].contiguous()
@@ -117,14 +121,19 @@ def measure(model, config, batch):
             row[f"{kind}_bias"], row[f"{kind}_error"] = bias_and_error(result, exact)
         rows.append(row)
 
-    exact = backward(model, config, batch, 0, watch)
+    backward(model, config, batches[0], 0, watch)
     for name, row in zip(dgrad_names(model), rows, strict=True):
         yield row | {"gemm": name, "uses_fast": row["k"] <= config.fp8_dgrad_fast_accum_k}
-    for fast_k in dict.fromkeys((0, config.fp8_dgrad_fast_accum_k, EVERY_K)):  # 0: the same pass again
-        for name, gradient in backward(model, config, batch, fast_k).items():
-            row = {"part": "gradient", "parameter": name, "fast_up_to_k": fast_k}
-            row["bias"], row["error"] = bias_and_error(gradient, exact[name])
-            yield row
+    for batch in batches:
+        exact = backward(model, config, batch, 0)
+        for fast_k in dict.fromkeys((0, config.fp8_dgrad_fast_accum_k, EVERY_K)):  # 0: the same pass again
+            for name, gradient in backward(model, config, batch, fast_k).items():
+                found.setdefault((name, fast_k), []).append(bias_and_error(gradient, exact[name]))
+    for (name, fast_k), pairs in found.items():
+        biases, errors = zip(*pairs)
+        yield {"part": "gradient", "parameter": name, "fast_up_to_k": fast_k, "micro_batches": len(pairs),
+               "bias": statistics.mean(biases), "bias_standard_error": standard_error(biases),
+               "error": statistics.mean(errors)}
 
 
 def table(figures) -> str:
@@ -143,8 +152,10 @@ def table(figures) -> str:
     for row in figures["rows"]:
         if row["part"] == "gradient" and row["fast_up_to_k"]:
             kinds = "all K" if row["fast_up_to_k"] == EVERY_K else f"K up to {row['fast_up_to_k']:,}"
-            lines.append([f"gradient of `{row['parameter']}`", kinds, f"{100 * row['bias']:+.4f}", "",
-                          f"{100 * row['error']:.4f}", ""])
+            error = row.get("bias_standard_error")  # None: of one micro-batch
+            bias = f"{100 * row['bias']:+.4f}" + (f" ± {100 * error:.4f}" if error else "")
+            name = f"gradient of `{row['parameter']}`"
+            lines.append([name, kinds, bias, "", f"{100 * row['error']:.4f}", ""])
     return markdown(["%", "K", "bias, fast", "bias, float32", "error, fast", "error, float32"], lines)
 
 
@@ -153,9 +164,11 @@ def main(argv=None):
     check_folder(options.json)
     if fp8.IS_REFERENCE:
         raise ValueError("this study needs a GPU with Transformer Engine, and there is none here")
-    model, config, folder, batch = load(options)
+    if options.micro_batches < 1:
+        raise ValueError(f"--micro-batches {options.micro_batches}: must be 1 or more; 8 works")
+    model, config, folder, batches = load(options)
     figures = {"checkpoint": folder.name, "n_layer": config.n_layer, "n_embd": config.n_embd,
-               "rows": list(measure(model, config, batch))}
+               "rows": list(measure(model, config, batches))}
     write_report("bench/accumulation_bias.py", argv, figures, options.json)
     print(table(figures))
 

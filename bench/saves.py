@@ -73,7 +73,7 @@ def cost_of(records: list[dict], tokens: int) -> dict:
 def main(argv=None):
     options = cli.parse(Options, argv, prog="bench/saves.py", description=__doc__)
     check_folder(options.json)
-    rows = Rows(options.json, ("gpus", "parallel", "steps_between"), "bench/saves.py", argv)
+    rows = Rows(options.json, ("gpu", "gpus", "parallel", "steps_between"), "bench/saves.py", argv)
     for gpus, layout in itertools.product(options.gpus, options.layouts):
         with tempfile.TemporaryDirectory(dir=options.out_dir) as scratch:
             records = train(gpus, layout, options, Path(scratch, "run"))

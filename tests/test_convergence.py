@@ -8,7 +8,7 @@ import torch
 from test_nanogpt import STAND_IN
 
 import te_reference as te
-from bench import convergence, convergence_report, rounding
+from bench import accumulation_bias, convergence, convergence_report, rounding
 from bench.ablation import Ablated, AblatedConfig, Ablation, Gemm, Linear, round_to_fp8
 from bench.accumulation_bias import bias_and_error
 from bench.convergence import summarize
@@ -307,6 +307,18 @@ def test_skipping_a_layer_leaves_the_others_quantized():
         assert buffers >= {place for name, place in skipped.items() if name != layer and layer != "qkv"}
 
 
+def test_the_bias_of_a_gradient_is_the_mean_over_micro_batches(monkeypatch):
+    def backward(model, config, batch, fast_k, watch=None):
+        return {"weight": torch.full((3,), 1 + (batch if fast_k else 0))}
+
+    monkeypatch.setattr(accumulation_bias, "backward", backward)
+    monkeypatch.setattr(accumulation_bias, "dgrad_names", lambda model: [])
+    rows = list(accumulation_bias.measure(None, SimpleNamespace(fp8_dgrad_fast_accum_k=64), [-0.1, -0.3]))
+    found = {row["fast_up_to_k"]: (row["bias"], row["bias_standard_error"], row["error"]) for row in rows}
+    assert found[0] == (0, 0, 0)
+    assert found[64] == pytest.approx((-0.2, 0.1, 0.2))
+
+
 def test_stochastic_rounding_has_no_bias():
     x, scale = torch.tensor([1.1, -1.9, 2.01, 3e-6, 1e9]), torch.tensor(4.0)
     drawn = torch.stack([round_to_fp8(x, scale, torch.float8_e5m2, True) for _ in range(4000)])
@@ -337,18 +349,18 @@ def test_an_arm_trains_and_resumes(tmp_path, tokens, monkeypatch):
                                   tokens=4 * convergence.TOKENS_PER_STEP[""])
     monkeypatch.chdir(convergence.ROOT)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    command, variables = convergence.command_of(options, "emulated-only_weights@1e-3", 1, whole)
-    assert variables == {"NANOTE_ABLATION": "quantize=weights"}
+    command, variables = convergence.command_of(options, "emulated-current@1e-3", 1, whole)
+    assert variables == {"NANOTE_ABLATION": "scaling=current"}
     monkeypatch.setenv(*variables.popitem())
     assert run_train(" ".join(command[2:])) == 0
-    found = convergence.evaluations_of("emulated-only_weights@1e-3", 1, whole)
+    found = convergence.evaluations_of("emulated-current@1e-3", 1, whole)
     assert [record["step"] for record in found] == [1, 2, 4]
     written = (whole / "metrics.jsonl").read_text().splitlines()
     lines = [json.loads(line) | {"tokens_per_s": convergence.TOKENS_PER_STEP[""] / seconds}
              for line, seconds in zip(written, (90, 2, 50, 4), strict=True)]
     (tmp_path / "timed").mkdir()
     (tmp_path / "timed/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = convergence.evaluations_of("emulated-only_weights@1e-3", 1, tmp_path / "timed")
+    found = convergence.evaluations_of("emulated-current@1e-3", 1, tmp_path / "timed")
     median = 2 / (1 / 50 + 1 / 4)  # s of a step; the third has a resume in it, of 50 s
     assert [record["seconds"] for record in found] == pytest.approx([0, 2, 2 + median + 4], abs=0.01)
 
@@ -356,9 +368,36 @@ def test_an_arm_trains_and_resumes(tmp_path, tokens, monkeypatch):
     shutil.rmtree(cut / "step-4")
     monkeypatch.delenv("NANOTE_ABLATION")
     models._own_models.clear()
-    command, _ = convergence.command_of(options, "emulated-only_weights@1e-3", 1, cut)
+    command, _ = convergence.command_of(options, "emulated-current@1e-3", 1, cut)
     assert run_train(" ".join(command[2:])) == 0
     assert metrics(cut) == metrics(whole)
+
+
+def test_arms_share_the_first_part_of_a_run(tmp_path, tokens, capsys):
+    """They begin with bf16's checkpoint; without quantization they then train as bf16 did."""
+    command = ["--data", tokens, f"--more={TINY}", "--evaluations", "2", "--switch-at", "0.5", "--seeds", "1",
+               "--tokens", str(4 * convergence.TOKENS_PER_STEP[""]), "--lr", "1e-2",
+               "--out-dir", str(tmp_path / "runs"), "--json", str(tmp_path / "found.json"), "--arms"]
+    arms = ["emulated-none", "fp8-current"]
+    convergence.main([*command, *arms])
+    shared = tmp_path / "runs/bf16@1e-2-4steps-seed1"
+    switched = [tmp_path / f"runs/{arm}@1e-2-4steps-switched2-seed1" for arm in arms]
+    losses = [record["loss"] for record in metrics(shared)][2:]
+    for folder, is_quantized in zip(switched, (False, True), strict=True):
+        assert [record["step"] for record in metrics(folder)] == [2, 3, 4], "2: evaluated after the switch"
+        found = [record["loss"] for record in metrics(folder)][1:]
+        assert found == pytest.approx(losses, rel=2e-3)
+        assert (found == pytest.approx(losses, rel=1e-6)) != is_quantized
+    used = json.loads((switched[1] / "config.json").read_text())["config"]
+    assert used["fp8_recipe"] == "current"
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {row["arm"]: row["seeds"] for row in found["summary"]} == {
+        f"{arm}@1e-2": 1 for arm in ("bf16", *arms)}
+
+    shutil.rmtree(shared / "step-2")
+    capsys.readouterr()
+    convergence.main([*command, "fp8"])
+    assert f"there is no {shared}/step-2" in capsys.readouterr().err
 
 
 def test_nanogpt_trains_as_an_arm(tmp_path, tokens, monkeypatch, compiles):
