@@ -57,9 +57,9 @@ with mock.patch.object(parallel, "init", return_value=ranks), mock.patch.object(
 parallel.shut_down(ranks)
 """.replace("STEPS", str(STEPS))
 
-# One run, of which rank 1 is killed once.
+# One run, of which rank 1 is killed once. before.jsonl keeps what was logged until then.
 TRAIN_KILLED = """
-import os, signal, sys
+import os, shutil, signal, sys
 sys.path.insert(0, sys.argv.pop(1))
 import train
 from nanote import cli, parallel
@@ -67,6 +67,7 @@ plain = train.get_batches
 
 def get_batches(loader, step, grad_accum):
     if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], step) == ("1", "0", 190):
+        shutil.copy("killed/metrics.jsonl", "before.jsonl")
         os.kill(os.getpid(), signal.SIGKILL)
     return plain(loader, step, grad_accum)
 
@@ -149,7 +150,8 @@ def test_ranks_have_the_same_weights(runs):
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(runs, tokens):
-    """torchrun ends the process that is left, and starts both again."""
+    """torchrun ends the process that is left, and starts both again: with the weights, optimizer, FP8 state
+    and data of the checkpoint, so that the steps from there to the kill have the losses that they had."""
     Path("train_killed.py").write_text(TRAIN_KILLED)
     command = [*TORCHRUN, "--max-restarts=1", "train_killed.py", str(ROOT), *OPTIONS.split(), *HALF.split(),
                "--data", tokens, "--out-dir", "killed"]
@@ -161,4 +163,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(runs, tokens):
     assert process.returncode == 0, errors[-3000:]
     assert "killed from step 100" in printed and "exitcode: -9" in errors
     assert len(losses("killed")) == STEPS
-    assert distance("killed", "ddp", 100) <= 3 * distance("halves", "one", 100)
+    before = [json.loads(line)["loss"] for line in Path("before.jsonl").read_text().splitlines()[100:180]]
+    assert len(before) == 80
+    again = losses("killed")[100:180]
+    assert statistics.mean(abs(a - b) for a, b in zip(before, again)) <= 3 * distance("halves", "one", 100)
