@@ -134,6 +134,7 @@ class Gemm(nn.Module):
     def __init__(self, ablation: Ablation):
         super().__init__()
         self.ablation, self.quantized, self.enabled = ablation, ablation.quantized(), True
+        self.records = False  # whether this pass changes amax histories
         for tensor in GEMMS:
             if self.is_quantized(tensor) and ablation.scaling_of(tensor) == "delayed":
                 history = torch.zeros(int(ablation.history), dtype=torch.float32)
@@ -186,7 +187,7 @@ class Gemm(nn.Module):
         the amax and the scale. In place, for CUDA graphs."""
         history, last = getattr(self, f"{tensor}_amax"), getattr(self, f"{tensor}_scale")
         scale = delayed_scale(history.max(), last, fp8_max)
-        if self.training:
+        if self.records:
             last.copy_(scale)
             amax = amax.flatten().nan_to_num(nan=0.0, posinf=math.inf)  # TE's amax leaves NaN out
             history.copy_(torch.cat((history[1:], amax)))
@@ -224,7 +225,10 @@ class Layer(nn.Module):
 
     def linear(self, x, prefix=""):
         weight, bias = (self._parameters.get(f"{prefix}{name}") for name in ("weight", "bias"))
-        y = _Linear.apply(x.flatten(0, -2), weight, bias, self.gemms[f"{prefix}gemm"])
+        gemm = self.gemms[f"{prefix}gemm"]
+        # not in the trainer's first pass, which checks a model with random weights
+        gemm.records = self.training and torch.is_grad_enabled()
+        y = _Linear.apply(x.flatten(0, -2), weight, bias, gemm)
         return y.view(*x.shape[:-1], -1)
 
     def norm(self, x):

@@ -10,8 +10,9 @@ Both are measured
 - for each dgrad GEMM of one micro-batch of the run's training data, with the checkpoint's weights, with fast
   and with precise (float32) accumulation. Results are in BF16, as in training.
 - for gradients at the end of the backward pass, which is run with fast accumulation in dgrad GEMMs of K up to
-  --fp8-dgrad-fast-accum-k of the run, and in all of them. Exact is the pass with precise accumulation. One
-  micro-batch's bias is chance to a part, so it is the mean over several, with its standard error.
+  --fp8-dgrad-fast-accum-k of the run, and in all of them. Exact is the pass with precise accumulation. The
+  bias of one micro-batch is partly chance, so it is the mean over several, with its standard error. A third
+  pass shows what any change of rounding does: precise, each result times a random 1 ± 2^-8.
 
 results/accumulation_bias.json has a row of each, and `table` the summary for the page.
 """
@@ -39,6 +40,7 @@ from nanote.parallel import Ranks
 
 ROWS = 4096  # of a result, which are compared
 EVERY_K = 10**9
+NOISE = -1  # in place of a K: no fast accumulation, but noise of about a BF16 rounding
 FIRST = ("wpe.weight", "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc1_weight")  # gradients after all dgrads
 
 
@@ -76,6 +78,11 @@ def load(options: Options):
     return model, config, folder, batches
 
 
+def add_noise(result):
+    """Multiply a BF16 tensor by random values of 1 ± 2^-8, in place: some elements change by one rounding."""
+    return result.mul_(1 + (2 * torch.rand(result.shape, device=result.device) - 1) / 2**8)
+
+
 def backward(model, config, batch, fast_k: int, watch=None) -> dict:
     """Return the gradients FIRST of a pass with fast accumulation in dgrad GEMMs of K up to fast_k.
 
@@ -87,7 +94,10 @@ def backward(model, config, batch, fast_k: int, watch=None) -> dict:
         if accumulation == "either":
             if watch:
                 watch(a, a_inv, b, b_inv)
-            accumulation = "fast" if a.shape[1] <= fast_k else "precise"  # not whichever is faster
+            kind = "fast" if a.shape[1] <= fast_k else "precise"  # not whichever is faster
+            result = gemm(a, a_inv, b, b_inv, bias, kind, *others)
+            is_noisy = fast_k == NOISE and result is not None  # None: Transformer Engine's GEMM runs
+            return add_noise(result) if is_noisy else result
         return gemm(a, a_inv, b, b_inv, bias, accumulation, *others)
 
     fast_gemm.gemm = watched
@@ -126,7 +136,8 @@ def measure(model, config, batches):
         yield row | {"gemm": name, "uses_fast": row["k"] <= config.fp8_dgrad_fast_accum_k}
     for batch in batches:
         exact = backward(model, config, batch, 0)
-        for fast_k in dict.fromkeys((0, config.fp8_dgrad_fast_accum_k, EVERY_K)):  # 0: the same pass again
+        # 0: the same pass again
+        for fast_k in dict.fromkeys((0, NOISE, config.fp8_dgrad_fast_accum_k, EVERY_K)):
             for name, gradient in backward(model, config, batch, fast_k).items():
                 found.setdefault((name, fast_k), []).append(bias_and_error(gradient, exact[name]))
     for (name, fast_k), pairs in found.items():
@@ -151,7 +162,8 @@ def table(figures) -> str:
         lines.append([f"dgrad of {name}, {len(rows)}", f"{k:,}", *cells])
     for row in figures["rows"]:
         if row["part"] == "gradient" and row["fast_up_to_k"]:
-            kinds = "all K" if row["fast_up_to_k"] == EVERY_K else f"K up to {row['fast_up_to_k']:,}"
+            kinds = {EVERY_K: "all K", NOISE: "none, but noise"}.get(
+                row["fast_up_to_k"], f"K up to {row['fast_up_to_k']:,}")
             error = row.get("bias_standard_error")  # None: of one micro-batch
             bias = f"{100 * row['bias']:+.4f}" + (f" ± {100 * error:.4f}" if error else "")
             name = f"gradient of `{row['parameter']}`"

@@ -30,7 +30,8 @@ checkpoints and the first step, which captures the CUDA graphs). From the last r
 - gap_without_fp8_percent: gap_percent, with the arm's final weights evaluated in BF16; None for arms without
   FP8, or if a seed lacks it
 - seconds: training time, median over the runs on the model of GPU (or CPU) that trained most runs of bf16;
-  None if it has none
+  None if it has none. With --switch-at only that after the switch, whose step each record names; the fields
+  below are then None.
 - seconds_to_bf16_loss, loss_matched_speedup: training time after which a run of this arm ends at the loss of
   bf16 with the same seeds, interpolated in the logarithm of the tokens between runs of two lengths (--tokens
   1e8, then --tokens 1.1e8), and bf16's time over it. A run of another length has its own learning-rate
@@ -86,6 +87,7 @@ RECIPES = {  # name of an arm: options of its precision
     "fp8": "",
     "fp8-most_recent": "--fp8-amax-compute-algo most_recent --fp8-amax-history-len 16",
     "fp8-bf16_head": "--no-fp8-lm-head",
+    "fp8-skip_first": "--fp8-skip-first 1",
     "fp8-stochastic": "--fp8-logits-rounding stochastic",
     "fp8-precise_dgrad": "--fp8-dgrad-fast-accum-k 0",
     "fp8-e4m3": "--fp8-format e4m3",
@@ -166,7 +168,10 @@ def command_of(options: Options, arm: str, seed: int, folder: Path) -> tuple[lis
         copy_checkpoint(options, arm, seed, folder)
         return command_of(options, arm, seed, folder)
     steps, interval = steps_of(options, arm), interval_of_evaluations(options, arm)
-    keep = ["--keep-checkpoints", "1000"] if options.switch_at else []
+    keep = []
+    if options.switch_at:
+        later = (steps - switch_step(options, arm)) // interval + 1  # one more at the end
+        keep = ["--keep-checkpoints", str(1 + later)]
     return [sys.executable, "train.py", *COMMON.split(), *words, "--lr", lr,
             "--seed", str(seed), "--max-steps", str(steps), "--eval-interval", str(interval),
             "--checkpoint-interval", str(interval), "--data", options.data, "--out-dir", str(folder),
@@ -194,9 +199,20 @@ def is_switched(options: Options, arm: str) -> bool:
 
 
 def switch_step(options: Options, arm: str) -> int:
-    """Return the step of the checkpoint from which the arms differ."""
+    """Return the step of the checkpoint from which the arms differ: that of the nearest evaluation."""
     interval = interval_of_evaluations(options, arm)
-    return max(1, round(options.switch_at * steps_of(options, arm) / interval)) * interval
+    return round(options.switch_at * steps_of(options, arm) / interval) * interval
+
+
+def check_switch(options: Options, arms: list[str]) -> None:
+    for arm in arms:
+        if arm.startswith("nanogpt"):
+            raise ValueError("--switch-at: nanogpt cannot begin with a checkpoint of bf16; leave it out")
+        step, steps = switch_step(options, arm), steps_of(options, arm)
+        if not 0 < step < steps:
+            raise ValueError(f"--switch-at {options.switch_at}: with --evaluations {options.evaluations} the "
+                             f"switch is at step {step} of {steps}; it must be in between, as with "
+                             "--switch-at 0.75 --evaluations 4")
 
 
 def precision_of(name: str) -> list[str]:
@@ -213,8 +229,8 @@ def copy_checkpoint(options: Options, arm: str, seed: int, folder: Path) -> None
     step = f"step-{switch_step(options, arm)}"
     source = folder_of(options, baseline_of(arm), seed) / step
     if not source.exists():
-        raise ValueError(f"--switch-at: there is no {source}; bf16 keeps it if trained with --switch-at, "
-                         "in another --out-dir")
+        raise ValueError(f"--switch-at: there is no {source}; bf16 keeps it if all of it was trained with "
+                         "the same --switch-at and --evaluations: name another --out-dir")
     unfinished = folder / "unfinished"
     shutil.copytree(source, unfinished)
     if "emulated-" in arm:  # the same weights, in a model whose operands the environment variable names
@@ -231,15 +247,17 @@ def copy_checkpoint(options: Options, arm: str, seed: int, folder: Path) -> None
 
 # ---------------------------------------------------------------- the runs
 
-
 def size_of(arm: str) -> str:
     """Return the prefix of an arm, of SIZES."""
     return max((prefix for prefix in SIZES if arm.startswith(prefix)), key=len)
 
 
-def train_all(options: Options, jobs: list, record, deadline: float) -> None:
-    """Train the jobs, (arm, seed), one per GPU at a time; call record(arm, seed, folder) after each."""
-    waiting, running, stop = queue.SimpleQueue(), [], threading.Event()
+def train_all(options: Options, jobs: list, record, deadline: float, stop: threading.Event) -> None:
+    """Train the jobs, (arm, seed), one per GPU at a time; call record(arm, seed, folder) after each.
+
+    At the deadline (of time.monotonic) and on SIGTERM, `stop` is set and the runs are cut.
+    """
+    waiting, running = queue.SimpleQueue(), []
     for job in jobs:
         waiting.put(job)
 
@@ -256,7 +274,7 @@ def train_all(options: Options, jobs: list, record, deadline: float) -> None:
             folder.parent.mkdir(parents=True, exist_ok=True)
             try:
                 command, variables = command_of(options, arm, seed, folder)
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 print(f"{arm}, seed {seed}: {error}", file=sys.stderr)
                 continue
             environment = os.environ | variables | {"CUDA_VISIBLE_DEVICES": gpu}
@@ -306,6 +324,7 @@ def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
     which captures the CUDA graphs again: it counts at the median.
     """
     records = read_metrics(folder / "metrics.jsonl")
+    # a run that was switched has no records before that
     found, seconds, last_step, tokens_per_step = [], 0.0, records[0]["step"], TOKENS_PER_STEP[size_of(arm)]
     median = statistics.median(record["tokens_per_s"] for record in records)
     for record in records:
@@ -390,6 +409,8 @@ def match(row: dict, baseline: str, rows: list[dict], final: dict) -> tuple:
     other = next((r for r in rows if (r["arm"], r["tokens"]) == (baseline, row["tokens"])), None)
     if row["seconds"] is None or other is not None and other["seconds"] is None:
         return None, None, None
+    if any("switch_step" in record for record in final[row["arm"], row["tokens"]].values()):
+        return None, None, None  # its seconds are of a part of the run
     if other is row:
         return row["seconds"], 1.0, None
     lengths = [r["tokens"] for r in rows if r["arm"] == row["arm"] and r["tokens"] != row["tokens"]]
@@ -444,28 +465,38 @@ def main(argv=None):
             raise ValueError(f"--arms {arm}: needs a nanoGPT checkout; name its folder with --nanogpt")
     arms = [arm if "@" in arm else f"{arm}@{options.lr}" for arm in options.arms]
     document = json.loads(options.json.read_text()) if options.json.exists() else {"runs": []}
+    stored = document.get("switch_at", options.switch_at if not document["runs"] else 0)
+    if not options.draw and stored != options.switch_at:
+        raise ValueError(f"--json {options.json}: holds runs with --switch-at {stored}, not "
+                         f"{options.switch_at}; name another file")
+    if options.switch_at:
+        check_switch(options, arms)
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     lock = threading.Lock()
 
     def record(arm: str, seed: int, folder: Path) -> None:
         with lock:
-            found = [record | {"machine": machine} for record in evaluations_of(arm, seed, folder)]
+            more = {"machine": machine}
+            if is_switched(options, arm):
+                more["switch_step"] = switch_step(options, arm)
+            found = [record | more for record in evaluations_of(arm, seed, folder)]
             run = arm, seed, found[0]["run_tokens"]
             others = [r for r in document["runs"] if (r["arm"], r["seed"], r["run_tokens"]) != run]
             document["runs"] = others + found
-            figures = {"runs": document["runs"], "summary": summarize(document["runs"])}
+            figures = {"switch_at": options.switch_at, "runs": document["runs"],
+                       "summary": summarize(document["runs"])}
             write_report("bench/convergence.py", argv, figures, options.json)
 
     if not options.draw:
-        # seeds outside, so that a study that was cut has all arms of its first seeds
+        # seeds outside, so that a study that was cut has all arms of its first seeds (and bf16 of all)
         jobs = [(arm, seed) for seed in options.seeds for arm in arms]
-        deadline = time.monotonic() + (options.time_budget or math.inf)
+        deadline, stop = time.monotonic() + (options.time_budget or math.inf), threading.Event()
         if options.switch_at:  # the runs whose checkpoints the others begin with
             shared = list(dict.fromkeys((baseline_of(arm), seed) for arm, seed in jobs))
-            train_all(options, shared, record, deadline)
+            train_all(options, shared, record, deadline, stop)
             trained = [job for job in shared if is_complete(options, job[0], folder_of(options, *job))]
             jobs = [job for job in jobs if job not in shared and (baseline_of(job[0]), job[1]) in trained]
-        train_all(options, jobs, record, deadline)
+        train_all(options, jobs, record, deadline, stop)
         if not options.json.exists():
             raise ValueError(f"{options.json}: no run is complete; see the logs in {options.out_dir}, or "
                              "run the same command again to go on")

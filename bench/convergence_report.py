@@ -18,14 +18,8 @@ from bench.convergence import (
 )
 from bench.report import markdown
 
-# Arms that could become the default, and the arm of today's default that each is compared with
-CANDIDATES = {name: "fp8" for name in RECIPES if name not in ("bf16", "fp8", "fp8-te_modules")}
-CANDIDATES |= {
-    f"emulated-{name}": "emulated-all"
-    for name in ("current", "current_gradients", "current_e4m3_gradients", "block_gradients", "history16",
-                 "most_recent", "e4m3", "e4m3_current", "row", "block", "stochastic", "float32_residual",
-                 "no_wgrad", "skip_head", "skip_first", "skip_last")
-}
+# Arms that could become the default
+CANDIDATES = [name for name in RECIPES if name.startswith("fp8-") and name != "fp8-te_modules"]
 
 
 def best_rate(summary: list[dict], size: str = "") -> str:
@@ -88,55 +82,55 @@ def rates_table(result) -> str:
                     [[row["arm"].partition("@")[2], *cells(row)[:3]] for row in rows])
 
 
-def emulated_table(result) -> str:
-    """Return the Markdown table of the arms with emulated FP8."""
+def switched_table(result) -> str:
+    """Return the Markdown table of arms that share the first part of a run, see --switch-at."""
     lines, rows = [], rows_of(result)
-    for name, words in EMULATED.items():
-        lines += [[f"`{words}`" if words else "the default: all, delayed", *cells(row)]
-                  for row in rows.get(f"emulated-{name}", [])]
-    return markdown(["emulated FP8", "tokens", "seeds", "loss ± standard error", "behind BF16, %",
-                     "evaluated in BF16, %"], lines or [["none is measured yet", *5 * [""]]])
+    for size in SIZES:
+        labels = {name: f"`{name}`" for name in RECIPES if name != "bf16"}
+        labels |= {f"emulated-{name}": f"`{words}`" for name, words in EMULATED.items()}
+        labels["emulated-all"] = "all, emulated"
+        for name, label in labels.items():
+            lines += [[label, *cells(row)[1:]] for row in rows.get(size + name, [])]
+    titles = ["FP8", "seeds", "loss ± standard error", "behind BF16, %", "evaluated in BF16, %"]
+    return markdown(titles, lines)
 
 
 def small_table(result) -> str:
-    """Return the Markdown table of the arms of a small GPT, by block and learning rate."""
-    final, lines = final_records(result["runs"]), []
+    """Return the Markdown table of a small GPT without FP8 and with all of it emulated, by block and learning
+    rate."""
+    precisions = {"bf16": "none", "bfloat16": "none, in BF16", "emulated-all": "emulated"}
+    lines = []
     for row in result["summary"]:
         name, _, rate = row["arm"].partition("@")
-        default = f"{size_of(name)}emulated-all"
-        emulated = name.removeprefix(f"{size_of(name)}emulated-")
-        precision = "none, in BF16" if emulated.endswith("bfloat16") else "none"
-        if emulated in EMULATED:
-            precision = f"`{EMULATED[emulated]}`" if EMULATED[emulated] else "emulated, the default"
-        changes = changes_of(final, row["arm"], f"{default}@{rate}", row["tokens"])
-        against = with_interval(statistics.mean(changes), interval_of(changes)) if changes else ""
-        _, seeds, loss, gap, _ = cells(row)
-        block = "modern" if "modern-" in size_of(name) else "GPT-2"
-        steps = row["tokens"] // TOKENS_PER_STEP[size_of(name)]
-        lines.append([block, f"{steps:,}", rate, precision, seeds, loss, gap,
-                      against if name != default else ""])
+        size = size_of(name)
+        precision = precisions.get(name.removeprefix(size))
+        if precision:
+            _, seeds, loss, gap, _ = cells(row)
+            block = "modern" if "modern-" in size else "GPT-2"
+            steps = row["tokens"] // TOKENS_PER_STEP[size]
+            lines.append([block, f"{steps:,}", rate, precision, seeds, loss, gap])
     lines.sort(key=lambda line: (line[0], int(line[1].replace(",", "")), float(line[2]),
                                  not line[3].startswith("none")))
     return markdown(["block", "steps", "learning rate", "FP8", "seeds", "loss ± standard error",
-                     "behind none, %", "behind the default, %"], lines, left=4)
+                     "behind none, %"], lines, left=4)
 
 
 def negatives_table(result) -> str:
-    """Return the Markdown table of CANDIDATES that are not better than today's default: the paired difference
-    is not below zero, or its 95 % interval holds zero."""
+    """Return the Markdown table of CANDIDATES that are not better than `fp8`, the default: the paired
+    difference is not below zero, or its 95 % interval holds zero."""
     rate, final, lines = best_rate(result["summary"]), final_records(result["runs"]), []
-    for name, default in CANDIDATES.items():
+    for name in CANDIDATES:
         for arm, tokens in final:
             if arm != name + rate:
                 continue
-            changes = changes_of(final, arm, default + rate, tokens)
+            changes = changes_of(final, arm, f"fp8{rate}", tokens)
             interval = interval_of(changes)
             if not changes or (interval[1] if interval else statistics.mean(changes)) < 0:
                 continue
-            lines.append([f"`{name}`", f"`{default}`", f"{tokens / 1e6:.0f} M", str(len(changes)),
+            lines.append([f"`{name}`", f"{tokens / 1e6:.0f} M", str(len(changes)),
                           with_interval(statistics.mean(changes), interval)])
-    return markdown(["tried", "in place of", "tokens", "seeds", "loss, % of the other's"],
-                    lines or [["none so far", *4 * [""]]])
+    return markdown(["tried in place of `fp8`", "tokens", "seeds", "loss, % of its"],
+                    lines or [["none so far", *3 * [""]]])
 
 
 def plot(result, path) -> None:
