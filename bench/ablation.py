@@ -15,7 +15,8 @@ option=value, the fields of `Ablation`; a checkpoint stores them, and --resume k
 - Delayed scaling is that of the default recipe: the maximum of 1,024 amax values before this pass, or of
   `history`; where it is infinite, the scale before. A first pass, which has none, uses its own.
 - Amax histories are not in checkpoints, so that a run may begin with one of another model's (--switch-at of
-  bench/convergence.py). With delayed scaling a resumed run does not equal an uninterrupted one exactly.
+  bench/convergence.py). With delayed scaling a resumed run does not equal an uninterrupted one exactly. The
+  warm-up passes of a CUDA-graph capture are recorded, too.
 """
 
 import dataclasses

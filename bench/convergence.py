@@ -3,7 +3,8 @@
     python data.py packages --tokenizer r50k_base
     python bench/convergence.py --arms bf16 fp8 --seeds 1 2 3    # one run per GPU at a time
     python bench/convergence.py --arms emulated-only_weights emulated-no_weights
-    python bench/convergence.py --arms bf16 fp8 --switch-at 0.75 --json results/convergence_switched.json
+    python bench/convergence.py --arms bf16 fp8 --switch-at 0.75 --evaluations 4 --out-dir out/switched \
+        --json results/convergence_switched.json
     python bench/convergence.py --arms nanogpt --nanogpt nanoGPT    # the folder of a checkout
     python bench/convergence.py --draw                           # the summary from the runs in the JSON
 
@@ -83,6 +84,7 @@ SIZES = {  # prefix of an arm: options of its architecture
 TOKENS_PER_STEP = dict.fromkeys(SIZES, 131_072) | {"small-modern-": 8_192, "small-": 8_192, "bpe-": 4_096}
 RECIPES = {  # name of an arm: options of its precision
     "bf16": "--fp8-recipe none",
+    "bf16-loss_chunks": "--fp8-recipe none --loss-chunks 2",  # sums of the loss in another order: pure chance
     "bfloat16": "--fp8-recipe none --dtype bfloat16",  # on a CPU; there bf16 computes in float32
     "fp8": "",
     "fp8-most_recent": "--fp8-amax-compute-algo most_recent --fp8-amax-history-len 16",
@@ -168,10 +170,7 @@ def command_of(options: Options, arm: str, seed: int, folder: Path) -> tuple[lis
         copy_checkpoint(options, arm, seed, folder)
         return command_of(options, arm, seed, folder)
     steps, interval = steps_of(options, arm), interval_of_evaluations(options, arm)
-    keep = []
-    if options.switch_at:
-        later = (steps - switch_step(options, arm)) // interval + 1  # one more at the end
-        keep = ["--keep-checkpoints", str(1 + later)]
+    keep = ["--keep-checkpoints", "1000"] if options.switch_at else []  # the arms need one of them
     return [sys.executable, "train.py", *COMMON.split(), *words, "--lr", lr,
             "--seed", str(seed), "--max-steps", str(steps), "--eval-interval", str(interval),
             "--checkpoint-interval", str(interval), "--data", options.data, "--out-dir", str(folder),
@@ -222,6 +221,21 @@ def precision_of(name: str) -> list[str]:
         return []  # emulated: its model's
     words = RECIPES[recipe].split()
     return words if "--fp8-recipe" in words else ["--fp8-recipe", "delayed", *words]
+
+
+def check_same_switch(options: Options, arms: list[str], runs: list[dict]) -> None:
+    """ValueError if the arms' results would be averaged with, or replace, those with another switch."""
+    stored = [record for record in runs if record["arm"] != baseline_of(record["arm"])]
+    for arm in arms:
+        if arm == baseline_of(arm):
+            continue
+        step = switch_step(options, arm) if options.switch_at else 0
+        tokens = steps_of(options, arm) * TOKENS_PER_STEP[size_of(arm)]
+        for record in stored:
+            other = record.get("switch_step", 0)
+            if (size_of(record["arm"]), record["run_tokens"]) == (size_of(arm), tokens) and other != step:
+                raise ValueError(f"--json {options.json}: holds runs of {record['arm']} that switch at step "
+                                 f"{other}, and {arm} would at {step} (0: never); name another file")
 
 
 def copy_checkpoint(options: Options, arm: str, seed: int, folder: Path) -> None:
@@ -465,10 +479,8 @@ def main(argv=None):
             raise ValueError(f"--arms {arm}: needs a nanoGPT checkout; name its folder with --nanogpt")
     arms = [arm if "@" in arm else f"{arm}@{options.lr}" for arm in options.arms]
     document = json.loads(options.json.read_text()) if options.json.exists() else {"runs": []}
-    stored = document.get("switch_at", options.switch_at if not document["runs"] else 0)
-    if not options.draw and stored != options.switch_at:
-        raise ValueError(f"--json {options.json}: holds runs with --switch-at {stored}, not "
-                         f"{options.switch_at}; name another file")
+    if not options.draw:
+        check_same_switch(options, arms, document["runs"])
     if options.switch_at:
         check_switch(options, arms)
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
@@ -483,8 +495,7 @@ def main(argv=None):
             run = arm, seed, found[0]["run_tokens"]
             others = [r for r in document["runs"] if (r["arm"], r["seed"], r["run_tokens"]) != run]
             document["runs"] = others + found
-            figures = {"switch_at": options.switch_at, "runs": document["runs"],
-                       "summary": summarize(document["runs"])}
+            figures = {"runs": document["runs"], "summary": summarize(document["runs"])}
             write_report("bench/convergence.py", argv, figures, options.json)
 
     if not options.draw:

@@ -85,14 +85,18 @@ def rates_table(result) -> str:
 def switched_table(result) -> str:
     """Return the Markdown table of arms that share the first part of a run, see --switch-at."""
     lines, rows = [], rows_of(result)
-    for size in SIZES:
-        labels = {name: f"`{name}`" for name in RECIPES if name != "bf16"}
-        labels |= {f"emulated-{name}": f"`{words}`" for name, words in EMULATED.items()}
-        labels["emulated-all"] = "all, emulated"
+    labels = {name: f"`{name}`" for name in RECIPES if name != "bf16"}
+    labels |= {f"emulated-{name}": f"`{words}`" for name, words in EMULATED.items()}
+    labels |= {"emulated-all": "all, emulated", "bf16-loss_chunks": "none, `--loss-chunks 2`"}
+    for size in sorted(SIZES, key=lambda size: "modern-" in size):
         for name, label in labels.items():
-            lines += [[label, *cells(row)[1:]] for row in rows.get(size + name, [])]
-    titles = ["FP8", "seeds", "loss ± standard error", "behind BF16, %", "evaluated in BF16, %"]
-    return markdown(titles, lines)
+            lines += [[block_of(size), label, *cells(row)[1:]] for row in rows.get(size + name, [])]
+    return markdown(["block", "FP8", "seeds", "loss ± standard error", "behind none, %",
+                     "evaluated without FP8, %"], lines, left=2)
+
+
+def block_of(size: str) -> str:
+    return "modern" if "modern-" in size else "GPT-2"
 
 
 def small_table(result) -> str:
@@ -106,9 +110,8 @@ def small_table(result) -> str:
         precision = precisions.get(name.removeprefix(size))
         if precision:
             _, seeds, loss, gap, _ = cells(row)
-            block = "modern" if "modern-" in size else "GPT-2"
             steps = row["tokens"] // TOKENS_PER_STEP[size]
-            lines.append([block, f"{steps:,}", rate, precision, seeds, loss, gap])
+            lines.append([block_of(size), f"{steps:,}", rate, precision, seeds, loss, gap])
     lines.sort(key=lambda line: (line[0], int(line[1].replace(",", "")), float(line[2]),
                                  not line[3].startswith("none")))
     return markdown(["block", "steps", "learning rate", "FP8", "seeds", "loss ± standard error",

@@ -73,10 +73,9 @@ def test_tables_show_what_is_measured_and_what_did_not_help():
     assert main.count("\n") == 6 and "| `fp8` | 100 M | 3 | 2.3000 ± 0.0577 | +9.5" in main
     assert "emulated" not in main and convergence_report.rates_table(result).count("1e-2") == 1
     switched = convergence_report.switched_table(result).splitlines()[2:]
-    assert [line.split(" | ")[0] for line in switched] == [
-        "| `fp8`", "| `fp8-e4m3`", "| `fp8-current`", "| `fp8-block`", "| all, emulated",
-        "| `quantize=weights`"]
-    assert switched[-1].startswith("| `quantize=weights` | 3 | 2.1500 ± 0.0577 | +2.38 (")
+    assert [line.split(" | ")[1] for line in switched] == [
+        "`fp8`", "`fp8-e4m3`", "`fp8-current`", "`fp8-block`", "all, emulated", "`quantize=weights`"]
+    assert switched[-1].startswith("| GPT-2 | `quantize=weights` | 3 | 2.1500 ± 0.0577 | +2.38 (")
     found = [line.split(" | ")[0] for line in convergence_report.negatives_table(result).splitlines()[2:]]
     assert found == ["| `fp8-e4m3`", "| `fp8-block`"], "fp8-current is better"
 
@@ -421,8 +420,8 @@ def test_arms_share_the_first_part_of_a_run(tmp_path, tokens, capsys):
     capsys.readouterr()
     convergence.main([*command, "--switch-at", "0.5", "--arms", "fp8-current"])
     assert f"there is no {shared}/step-2" in capsys.readouterr().err
-    for other in ([], ["--switch-at", "0.6"]):
-        with pytest.raises(ValueError, match="holds runs with --switch-at 0.5, not 0"):
+    for other, step in ([], 0), (["--switch-at", "0.75", "--evaluations", "4"], 3):
+        with pytest.raises(ValueError, match=f"emulated-none@1e-2 that switch at step 2, .* at {step} "):
             convergence.main([*command, *other, "--arms", "fp8"])
 
 
