@@ -87,7 +87,7 @@ def switched_table(result) -> str:
     lines, rows = [], rows_of(result)
     labels = {name: f"`{name}`" for name in RECIPES if name != "bf16"}
     labels |= {f"emulated-{name}": f"`{words}`" for name, words in EMULATED.items()}
-    labels |= {"emulated-all": "all, emulated", "bf16-loss_chunks": "none, `--loss-chunks 2`"}
+    labels["emulated-all"] = "all, emulated"
     for size in sorted(SIZES, key=lambda size: "modern-" in size):
         for name, label in labels.items():
             lines += [[block_of(size), label, *cells(row)[1:]] for row in rows.get(size + name, [])]
