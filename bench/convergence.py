@@ -17,8 +17,8 @@ cut, by --time-budget, a signal or a machine that went away, continues from its 
 
 From random weights, runs of a seed soon differ by more than their precision explains: a change of rounding
 has the effect of another seed. With --switch-at, all arms of a seed share the first part of the run, in BF16,
-and differ in the rest. They scatter far less, so that few seeds tell arms apart. What FP8 costs before the
-switch is left out.
+and differ in the rest. In a small GPT they scatter far less, so that few seeds tell arms apart. What FP8 costs
+before the switch is left out.
 
 results/convergence.json has a list `runs`, a record per evaluation of each completed run: arm, seed, tokens,
 step, val_loss (nats a token), machine, and seconds, the time in training steps alone (without evaluations,
@@ -42,7 +42,6 @@ checkpoints and the first step, which captures the CUDA graphs). From the last r
   the arm nanogpt
 """
 
-import hashlib
 import json
 import math
 import os
@@ -66,6 +65,7 @@ sys.path.insert(0, str(ROOT))
 from bench.report import check_folder, cpu_name, write_json, write_report
 from bench.training import MODERN
 from nanote import cli
+from nanote.dataset import sha256
 from nanote.metrics import read_metrics
 
 COMMON = "--warmup-steps 100 --log-interval 10 --keep-checkpoints 1 --eval-tokens 2000000"
@@ -197,12 +197,14 @@ def is_switched(options: Options, arm: str) -> bool:
 
 
 def switch_step(options: Options, arm: str) -> int:
-    """Return the step of the checkpoint from which the arms differ: that of the nearest evaluation."""
+    """Return the step of the checkpoint from which the arms differ: that of the nearest evaluation; 0 without
+    --switch-at."""
     interval = interval_of_evaluations(options, arm)
     return round(options.switch_at * steps_of(options, arm) / interval) * interval
 
 
 def check_switch(options: Options, arms: list[str]) -> None:
+    """ValueError if an arm cannot begin with bf16's checkpoint, or has no steps before or after it."""
     for arm in arms:
         if arm.startswith("nanogpt"):
             raise ValueError("--switch-at: nanogpt cannot begin with a checkpoint of bf16; leave it out")
@@ -228,7 +230,7 @@ def check_same_switch(options: Options, arms: list[str], runs: list[dict]) -> No
     for arm in arms:
         if arm == baseline_of(arm):
             continue
-        step = switch_step(options, arm) if options.switch_at else 0
+        step = switch_step(options, arm)
         tokens = steps_of(options, arm) * TOKENS_PER_STEP[size_of(arm)]
         for record in stored:
             other = record.get("switch_step", 0)
@@ -249,10 +251,9 @@ def copy_checkpoint(options: Options, arm: str, seed: int, folder: Path) -> None
     if "emulated-" in arm:  # the same weights, in a model whose operands the environment variable names
         meta = json.loads((unfinished / "meta.json").read_text())
         meta["model"] = meta["config"]["model"] = "bench/ablation.py:Ablated"
-        text = json.dumps(meta)
-        (unfinished / "meta.json").write_text(text)
+        (unfinished / "meta.json").write_text(json.dumps(meta))
         sums = (unfinished / "SHA256SUMS").read_text()
-        checksum = hashlib.sha256(text.encode()).hexdigest()
+        checksum = sha256(unfinished / "meta.json")
         sums = re.sub("^[0-9a-f]{64}(?=  meta.json$)", checksum, sums, flags=re.MULTILINE)
         (unfinished / "SHA256SUMS").write_text(sums)
     unfinished.rename(folder / step)
