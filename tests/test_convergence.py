@@ -396,9 +396,9 @@ def test_an_arm_trains_and_resumes(tmp_path, tokens, monkeypatch):
 
 def test_arms_share_the_first_part_of_a_run(tmp_path, tokens, capsys):
     """They begin with bf16's checkpoint; without quantization they then train as bf16 did."""
-    command = ["--data", tokens, f"--more={TINY} --keep-checkpoints 1", "--evaluations", "2", "--seeds", "1", "--lr", "1e-2",
-               "--tokens", str(4 * convergence.TOKENS_PER_STEP[""]), "--out-dir", str(tmp_path / "runs"),
-               "--json", str(tmp_path / "found.json")]
+    command = ["--data", tokens, f"--more={TINY} --keep-checkpoints 1", "--evaluations", "2", "--seeds", "1",
+               "--lr", "1e-2", "--tokens", str(4 * convergence.TOKENS_PER_STEP[""]),
+               "--out-dir", str(tmp_path / "runs"), "--json", str(tmp_path / "found.json")]
     shared, none, fp8 = (tmp_path / f"runs/{name}-seed1" for name in (
         "bf16@1e-2-4steps", "emulated-none@1e-2-4steps-switched2", "fp8@1e-2-4steps-switched2"))
     (none / "unfinished").mkdir(parents=True)  # of a copy that was cut
