@@ -270,8 +270,7 @@ def save(run: Run, record: dict | None, keep: int) -> None:
     saver.wait()
     report_failed_save(run)  # of the checkpoint before
     meta = run.checkpoint_meta | ({"record": record} if record else {})
-    copied = saver.save(run.folder, run.step, model=run.model, optimizer=run.optimizer, meta=meta, keep=keep)
-    run.train_step.wait_before_update(copied)
+    saver.save(run.folder, run.step, model=run.model, optimizer=run.optimizer, meta=meta, keep=keep)
     if run.schedule.is_last_step or run.schedule.should_stop:
         saver.wait()
         error = saver.error()

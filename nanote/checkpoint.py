@@ -15,9 +15,8 @@ last three. Design:
   (fp8.get_state).
 - Precision is not part of a checkpoint: weights are stored in high precision, so a run may resume with
   another FP8 recipe or none.
-- Training does not wait for the disk: BackgroundSaver copies the tensors to host memory while the next step
-  runs, and a thread writes them. Each rank copies and writes a part: of a sharded tensor its own, of the
-  others as much as any rank.
+- Training does not wait for the disk: BackgroundSaver copies the tensors to host memory, and a thread writes
+  them. Each rank copies and writes a part: of a sharded tensor its own, of the others as much as any rank.
 """
 import contextlib
 import fcntl
@@ -72,11 +71,10 @@ def save(run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> Path
 class BackgroundSaver:
     """Save checkpoints in a thread while training continues.
 
-    `save` copies the tensors to host memory, from a GPU while the next step runs: it returns a CUDA event
-    that the next update of the weights must wait for, see TrainStep.wait_before_update. One checkpoint is
-    written at a time, and a folder step-<n> is complete or absent, as with the function `save`. The copies
-    stay allocated for the next checkpoint: pinned memory for tensors on a GPU, of the size of what this rank
-    writes of weights, optimizer state and float32 masters.
+    `save` returns as soon as the tensors are copied to host memory. One checkpoint is written at a time, and
+    a folder step-<n> is complete or absent, as with the function `save`. The copies stay allocated for the
+    next checkpoint: pinned memory for tensors on a GPU, of the size of what this rank writes of weights,
+    optimizer state and float32 masters.
 
     Several processes write together, in a process group of their own: a thread's collectives may come before
     the training's on one rank and after them on another, which would be a deadlock in one group. With
@@ -88,7 +86,6 @@ class BackgroundSaver:
         self.group = dist.new_group(backend="gloo") if background and dist.is_initialized() else None
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.writing, self.failures, self.copies = None, [], {}
-        self.stream = None  # of the copies from a GPU
 
     def reserve(self, model, optimizer) -> str:
         """Allocate the host copies before training, since pinning gigabytes of memory is slow.
@@ -99,8 +96,7 @@ class BackgroundSaver:
         reason = ""
         if self.background:
             try:
-                _, copied = self.copy_to_host(model, optimizer)
-                _wait_for(copied)
+                self.copy_to_host(_own_parts(model, optimizer))
             except torch.OutOfMemoryError:  # of the GPU
                 raise
             except RuntimeError as error:
@@ -111,57 +107,36 @@ class BackgroundSaver:
             self.background, self.copies = False, {}
         return reason
 
-    def save(self, run_dir, step: int, *, model, optimizer, meta: dict,
-             keep: int) -> torch.cuda.Event | None:
-        """Save like the function `save`, after the previous checkpoint. An OSError is kept for `error`.
-
-        Returns what `copy_to_host` does: the event that the next update must wait for, or None.
-        """
+    def save(self, run_dir, step: int, *, model, optimizer, meta: dict, keep: int) -> None:
+        """Save like the function `save`, after the previous checkpoint. An OSError is kept for `error`."""
         self.wait()
-        document, copied = _document(step, model, optimizer, meta), None
+        document = _document(step, model, optimizer, meta)
+        parts = _own_parts(model, optimizer)
         if self.background:
-            parts, copied = self.copy_to_host(model, optimizer)
-
-            def write():
-                _wait_for(copied)
-                _write(Path(run_dir), step, parts, document, keep, self.group)
-
-            self.writing = self.thread.submit(write)
+            self.writing = self.thread.submit(
+                _write, Path(run_dir), step, self.copy_to_host(parts), document, keep, self.group)
         else:
             try:
-                _write(Path(run_dir), step, dict(_own_parts(model, optimizer)), document, keep)
+                _write(Path(run_dir), step, dict(parts), document, keep)
             except OSError as error:
                 self.failures.append(error)
-        return copied
 
-    def copy_to_host(self, model, optimizer) -> tuple[dict, torch.cuda.Event | None]:
-        """Copy what this rank saves to host memory, reusing the buffers of an earlier call that fit.
+    def copy_to_host(self, parts) -> dict[str, tuple[torch.Tensor, list[int]]]:
+        """Copy the tensors of `_own_parts` to host memory, reusing the buffers of an earlier call that fit.
 
-        From a GPU the copies are queued on a stream of their own, on which temporary tensors (a rebuilt
-        master) are made, too, so that their memory is not reused before they are copied. The training stream
-        waits for all but the optimizer state, which a forward pass does not change.
-
-        Returns:
-            {name: (copy, offsets)}, and an event at which the copies are complete; None on a CPU.
+        The copies are queued on the training stream. The caching allocator therefore cannot reuse the memory
+        of a temporary tensor (a dequantized weight) before it is copied.
         """
-        peers.gather_state(optimizer)  # on the training stream, whose collectives must not run beside these
-        before, self.copies, copied, events = self.copies, {}, {}, [None]
-        if next(model.parameters()).is_cuda:
-            self.stream = self.stream or torch.cuda.Stream()
-            self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):  # None: nothing changes
-            for _, parts in itertools.groupby(_own_parts(model, optimizer), _is_optimizer_state):
-                for name, (tensor, offsets) in parts:
-                    copy = before.get(name)
-                    if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-                        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                    self.copies[name] = copy.copy_(tensor, non_blocking=True)
-                    copied[name] = copy, offsets
-                if self.stream:
-                    events.append(self.stream.record_event(torch.cuda.Event(blocking=True)))
-        if self.stream:
-            torch.cuda.current_stream().wait_event(events[1])
-        return copied, events[-1]
+        before, self.copies, copied = self.copies, {}, {}
+        for name, (tensor, offsets) in parts:
+            copy = before.get(name)
+            if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self.copies[name] = copy.copy_(tensor, non_blocking=True)
+            copied[name] = copy, offsets
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return copied
 
     def wait(self) -> None:
         """Wait until nothing is being written. Raises errors other than OSError, which are bugs."""
@@ -178,17 +153,6 @@ class BackgroundSaver:
         if self.writing is not None and self.writing.done():
             self.wait()
         return self.failures.pop(0) if self.failures else None
-
-
-def _wait_for(event) -> None:
-    """Make the host wait for a CUDA event, if there is one."""
-    if event is not None:
-        event.synchronize()
-
-
-def _is_optimizer_state(part) -> bool:
-    """Return whether an item of `_own_parts` is a part of the optimizer state."""
-    return part[0].startswith("optimizer.")
 
 
 def _document(step: int, model, optimizer, meta: dict) -> str:
@@ -289,8 +253,7 @@ def _tensors(model, optimizer):
     """Yield (name, tensor, whole) for everything that is stored as a tensor; tied parameters once. `whole`:
     the DTensor of which the tensor is this rank's part, if it is one.
 
-    The optimizer state comes last. A generator, so that float32 masters rebuilt from remainders need not all
-    exist at once.
+    A generator, so that float32 masters rebuilt from remainders need not all exist at once.
     """
     names = {}  # {id of the tensor that the optimizer has: (name, tensor)}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -299,8 +262,6 @@ def _tensors(model, optimizer):
         if id(parallel.local(value)) not in names:
             names[id(parallel.local(value))] = name, value
             yield f"model.{name}", _plain(parallel.local(value)), value
-    yield from ((f"fp8.{name}", value, None) for name, value in fp8.get_state(model).items())
-    yield from ((f"rng{parallel.rank()}.{name}", value, None) for name, value in _rng_state().items())
     for parameter, state in _optimizer_states(optimizer):
         for key, value in state.items():
             if key == "master_param" and not _has_master(parameter):
@@ -314,6 +275,8 @@ def _tensors(model, optimizer):
                 name, whole = names[id(parameter)]
                 is_part = value.shape == parallel.local(whole).shape
                 yield f"optimizer.{name}.{key}", _plain(value), whole if is_part else None
+    yield from ((f"fp8.{name}", value, None) for name, value in fp8.get_state(model).items())
+    yield from ((f"rng{parallel.rank()}.{name}", value, None) for name, value in _rng_state().items())
 
 
 def _plain(tensor) -> torch.Tensor:

@@ -82,7 +82,6 @@ class TrainStep:
         self.model_is_ours = type(model).__module__ in {module for module, *_ in models.MODELS.values()}
         self.casts_once = models.takes_argument(type(model), "is_first_microbatch")
         self.graphs, self.inputs, self.captured = {}, None, None
-        self.before_update = None  # a CUDA event
         self.mark = object()  # FastAdam.used_by: the step that used the optimizer last
 
     def __call__(self, batches, lr: float, watch: bool = False):
@@ -126,7 +125,6 @@ class TrainStep:
             for static, given in zip(self.inputs, batch):
                 static.copy_(given, non_blocking=True)
             self.graphs[self._graph_name(micro)].replay()
-        self._wait_before_update()
         if not self.updates_in_graph:
             return self.loss.clone(), self.update()
         self.graphs["update"].replay()
@@ -139,7 +137,6 @@ class TrainStep:
         for micro, batch in enumerate(batches):
             with fp8.watch(self.model) if watch and micro == 0 else contextlib.nullcontext():
                 total += self.forward_backward(batch, micro)
-        self._wait_before_update()
         norm = self.update()
         self.optimizer.zero_grad(set_to_none=True)
         return total, norm
@@ -282,17 +279,6 @@ class TrainStep:
             return "first"
         reduces = self.gradients is not None or isinstance(self.model, FSDPModule)
         return "last" if reduces and micro == self.config.grad_accum - 1 else "rest"
-
-    def wait_before_update(self, event) -> None:
-        """Let the next update wait for a CUDA event (None: for nothing), until which something reads weights
-        or optimizer state. On several ranks also those of other ranks wait: an update needs the gradient norm
-        of all."""
-        self.before_update = event
-
-    def _wait_before_update(self) -> None:
-        if self.before_update is not None:
-            torch.cuda.current_stream().wait_event(self.before_update)
-            self.before_update = None
 
     def gather_state(self) -> None:
         """Give every rank the whole optimizer state, for optimizer.state_dict(). All ranks must call this."""

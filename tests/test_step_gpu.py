@@ -185,32 +185,6 @@ def test_a_checkpoint_resumes_with_another_optimizer_and_without_graphs(tmp_path
     assert ours == pytest.approx(theirs, rel=3e-3)
 
 
-@pytest.mark.parametrize("options", [{}, {"cuda_graph": "off"}])
-def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path, monkeypatch, options):
-    """Its copies take longer than the next steps, whose updates must wait for them."""
-    model, step = make(**options)
-    what = {"model": model, "optimizer": step.optimizer, "meta": meta_of(model), "keep": 1}
-    for i in range(3):
-        step(batches(i, 1), 1e-3)
-    expected = checkpoint.save(tmp_path / "foreground", 3, **what)
-    saver, join = checkpoint.BackgroundSaver(), checkpoint.join_remainder
-    assert saver.reserve(model, step.optimizer) == ""
-
-    def slow_join(weight, remainder):
-        torch.cuda._sleep(10**8)
-        return join(weight, remainder)
-
-    monkeypatch.setattr(checkpoint, "join_remainder", slow_join)
-    copied = saver.save(tmp_path / "background", 3, **what)
-    assert not copied.query(), "training goes on before all is copied"
-    step.wait_before_update(copied)
-    for i in range(3, 6):
-        step(batches(i, 1), 1e-3)
-    saver.wait()
-    written = {path.name: path.read_bytes() for path in (tmp_path / "background/step-3").iterdir()}
-    assert written == {path.name: path.read_bytes() for path in expected.iterdir()}
-
-
 def test_what_cannot_be_a_graph_says_why():
     config = TrainConfig(**SMALL, cuda_graph="on", gradient_checkpointing=True)
     with pytest.raises(ValueError, match="--cuda-graph on: --gradient-checkpointing"):
