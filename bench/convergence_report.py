@@ -83,16 +83,26 @@ def rates_table(result) -> str:
 
 
 def switched_table(result) -> str:
-    """Return the Markdown table of arms that share the first part of a run, see --switch-at."""
-    lines, rows = [], rows_of(result)
+    """Return the Markdown table of arms that share the first part of a run, see --switch-at. No losses: their
+    means are of different seeds."""
+    lines, rows, final = [], rows_of(result), final_records(result["runs"])
     labels = {name: f"`{name}`" for name in RECIPES if name != "bf16"}
     labels |= {f"emulated-{name}": f"`{words}`" for name, words in EMULATED.items()}
     labels["emulated-all"] = "all, emulated"
     for size in sorted(SIZES, key=lambda size: "modern-" in size):
         for name, label in labels.items():
-            lines += [[block_of(size), label, *cells(row)[1:]] for row in rows.get(size + name, [])]
-    return markdown(["block", "FP8", "seeds", "loss ± standard error", "behind none, %",
-                     "evaluated without FP8, %"], lines, left=2)
+            for row in rows.get(size + name, []):
+                everywhere = "emulated-all" if name.startswith("emulated-") else "fp8"
+                changes = []
+                if name != everywhere:
+                    rate = row["arm"].removeprefix(size + name)
+                    changes = changes_of(final, row["arm"], size + everywhere + rate, row["tokens"])
+                change = statistics.mean(changes) if changes else None
+                _, seeds, _, gap, without = cells(row)
+                lines.append([block_of(size), label, seeds, gap, without,
+                              with_interval(change, interval_of(changes))])
+    return markdown(["block", "FP8", "seeds", "behind none, %", "evaluated without FP8, %",
+                     "behind FP8 everywhere, %"], lines, left=2)
 
 
 def block_of(size: str) -> str:
