@@ -28,8 +28,8 @@ checkpoints and the first step, which captures the CUDA graphs). From the last r
 - mean, standard_error: of the final validation loss over the seeds
 - gap_percent, gap_standard_error, gap_interval: of the arm's loss over that of bf16, paired by seed; the last
   is its 95 % interval [low, high], of the t distribution; None with one seed
-- gap_without_fp8_percent: gap_percent, with the arm's final weights evaluated in BF16; None for arms without
-  FP8, or if a seed lacks it
+- gap_without_fp8_percent, gap_without_fp8_interval: the same, with the arm's final weights evaluated in BF16;
+  None for arms without FP8, or if a seed lacks it
 - seconds: training time, median over the runs on the model of GPU (or CPU) that trained most runs of bf16;
   None if it has none. With --switch-at only that after the switch, whose step each record names; the fields
   below are then None.
@@ -372,6 +372,7 @@ def summarize(runs: list[dict]) -> list[dict]:
             "gap_percent": statistics.mean(gaps) if gaps else None,
             "gap_standard_error": standard_error(gaps), "gap_interval": interval_of(gaps),
             "gap_without_fp8_percent": statistics.mean(in_bf16) if in_bf16 else None,
+            "gap_without_fp8_interval": interval_of(in_bf16),
             "seconds": median_seconds(by_seed.values(), machine_of(final, baseline_of(arm))),
         })
     for row in rows:

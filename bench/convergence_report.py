@@ -55,7 +55,7 @@ def cells(row: dict) -> list[str]:
     is_baseline = row["arm"] == baseline_of(row["arm"])
     gap = "" if is_baseline else with_interval(row["gap_percent"], row["gap_interval"])
     return [f"{row['tokens'] / 1e6:.0f} M", str(row["seeds"]), f"{row['mean']:.4f}{error}", gap,
-            with_interval(row.get("gap_without_fp8_percent"), None)]
+            with_interval(row["gap_without_fp8_percent"], row["gap_without_fp8_interval"])]
 
 
 def main_table(result) -> str:

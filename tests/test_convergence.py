@@ -39,6 +39,7 @@ def test_summary():
     rows = {(row["arm"], row["tokens"]): row for row in summarize(runs)}
     fp8 = rows["fp8@1e-3", 100]
     assert fp8["gap_without_fp8_percent"] == pytest.approx(2.5)  # 2.1 over 2.0, and 2.2 over 2.2
+    assert fp8["gap_without_fp8_interval"] == pytest.approx([2.5 - 12.706 * 2.5, 2.5 + 12.706 * 2.5])
     assert fp8["seeds"] == 2 and fp8["mean"] == pytest.approx(2.2) and fp8["standard_error"] == 0
     assert fp8["gap_percent"] == pytest.approx(5) and fp8["gap_standard_error"] == pytest.approx(5)
     # two seeds: Student's t has one degree of freedom
