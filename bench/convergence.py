@@ -479,6 +479,9 @@ def main(argv=None):
         if arm.startswith("nanogpt") and not options.nanogpt:
             raise ValueError(f"--arms {arm}: needs a nanoGPT checkout; name its folder with --nanogpt")
     arms = [arm if "@" in arm else f"{arm}@{options.lr}" for arm in options.arms]
+    if options.draw and not options.json.exists():
+        raise ValueError(f"--json {options.json}: there is no such file to summarize; leave out --draw to "
+                         "train, or name one of results/convergence*.json")
     document = json.loads(options.json.read_text()) if options.json.exists() else {"runs": []}
     if not options.draw:
         check_same_switch(options, arms, document["runs"])

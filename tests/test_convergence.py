@@ -470,3 +470,8 @@ def test_nanogpt_trains_as_an_arm(tmp_path, tokens, monkeypatch, compiles):
     assert compiles and convergence.evaluations_of("nanogpt@1e-3", 1, tmp_path / "run")[-1]["step"] == 2
     with pytest.raises(ValueError, match="name its folder with --nanogpt"):
         convergence.main(["--arms", "nanogpt", "--json", str(tmp_path / "found.json")])
+
+
+def test_a_summary_of_no_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="there is no such file to summarize; leave out --draw"):
+        convergence.main(["--draw", "--json", str(tmp_path / "absent.json")])
