@@ -40,7 +40,7 @@ from nanote.parallel import Ranks
 
 ROWS = 4096  # of a result, which are compared
 EVERY_K = 10**9
-NOISE = -1  # in place of a K: no fast accumulation, but noise of about a BF16 rounding
+NOISE = -1  # in place of a K: no fast accumulation, but noise, somewhat larger than a BF16 rounding
 FIRST = ("wpe.weight", "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc1_weight")  # gradients after all dgrads
 
 
@@ -144,7 +144,7 @@ def measure(model, config, batches):
         biases, errors = zip(*pairs)
         yield {"part": "gradient", "parameter": name, "fast_up_to_k": fast_k, "micro_batches": len(pairs),
                "bias": statistics.mean(biases), "bias_standard_error": standard_error(biases),
-               "error": statistics.mean(errors)}
+               "error": statistics.mean(errors), "biases": biases, "errors": errors}
 
 
 def table(figures) -> str:
@@ -162,7 +162,7 @@ def table(figures) -> str:
         lines.append([f"dgrad of {name}, {len(rows)}", f"{k:,}", *cells])
     for row in figures["rows"]:
         if row["part"] == "gradient" and row["fast_up_to_k"]:
-            kinds = {EVERY_K: "all K", NOISE: "none, but noise"}.get(
+            kinds = {EVERY_K: "all K", NOISE: "none, with noise"}.get(
                 row["fast_up_to_k"], f"K up to {row['fast_up_to_k']:,}")
             error = row.get("bias_standard_error")  # None: of one micro-batch
             bias = f"{100 * row['bias']:+.4f}" + (f" ± {100 * error:.4f}" if error else "")

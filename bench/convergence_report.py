@@ -102,7 +102,7 @@ def switched_table(result) -> str:
                 lines.append([block_of(size), label, seeds, gap, without,
                               with_interval(change, interval_of(changes))])
     return markdown(["block", "FP8", "seeds", "behind none, %", "evaluated without FP8, %",
-                     "behind FP8 everywhere, %"], lines, left=2)
+                     "behind `fp8` or all emulated, %"], lines, left=2)
 
 
 def block_of(size: str) -> str:

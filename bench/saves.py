@@ -5,8 +5,9 @@
 
 GPT-2 350M, 16 x 1,024 tokens a step and GPU, a log line every 10 steps. Each of three times 200 steps begins
 with a checkpoint. `cost_percent` compares their time with 20 times the median log interval of the 100 steps
-before the first checkpoint. Of the `seconds_per_save`, training stands still for `seconds_waited` (state is collected and copied to host
-memory); the rest is that steps are slower than before it, while the copy is written or for another reason.
+before the first checkpoint. Of the `seconds_per_save`, training stands still for `seconds_waited`, while
+state is collected and copied to host memory; the rest is that steps are slower than before it, while the copy
+is written or for another reason.
 """
 
 import itertools

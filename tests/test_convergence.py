@@ -68,17 +68,24 @@ def test_tables_show_what_is_measured_and_what_did_not_help():
                           ("fp8-block", 2.2 + 0.1 * (seed - 2)), ("emulated-all", 2.2),
                           ("emulated-only_weights", 2.05)):
             runs += run(f"{arm}@1e-3", seed, 10**8, loss + noise, 100.0)
+            runs[-1]["val_loss_without_fp8"] = 2.02 + noise
     runs += run("bf16@1e-2", 1, 10**8, 3.0, 100.0)
     result = {"runs": runs, "summary": summarize(runs)}
     main = convergence_report.main_table(result)
     assert main.count("\n") == 6 and "| `fp8` | 100 M | 3 | 2.3000 ± 0.0577 | +9.5" in main
+    assert "| +0.95 (+0.84 to +1.07) |" in main, "evaluated in BF16"
     assert "emulated" not in main and convergence_report.rates_table(result).count("1e-2") == 1
     switched = convergence_report.switched_table(result).splitlines()[2:]
     assert [line.split(" | ")[1] for line in switched] == [
         "`fp8`", "`fp8-e4m3`", "`fp8-current`", "`fp8-block`", "all, emulated", "`quantize=weights`"]
     assert switched[-1].startswith("| GPT-2 | `quantize=weights` | 3 | +2.38 (")
     paired = [line.split(" | ")[5].strip(" |") for line in switched]
+    assert "| +0.95 (+0.84 to +1.07) |" in switched[0]
     assert paired[0] == paired[4] == "" and paired[1].startswith("+4.35 (") and paired[5].startswith("-6.5")
+    runs = [record for name, loss in (("bf16", 2.0), ("emulated-all", 2.2), ("emulated-row", 2.1))
+            for record in run(f"small-modern-{name}@1e-3", 1, 10**7, loss, 60.0)] + runs
+    small = convergence_report.switched_table({"runs": runs, "summary": summarize(runs)}).splitlines()
+    assert small[-1].startswith("| modern | `scaling=row` | 1 | +5.00 |") and small[-1].endswith("| -4.55 |")
     found = [line.split(" | ")[0] for line in convergence_report.negatives_table(result).splitlines()[2:]]
     assert found == ["| `fp8-e4m3`", "| `fp8-block`"], "fp8-current is better"
 
