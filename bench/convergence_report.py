@@ -18,6 +18,7 @@ from bench.convergence import (
 )
 from bench.report import markdown
 
+ALL = "all, emulated"  # name of the arm emulated-all
 # Arms that could become the default
 CANDIDATES = [name for name in RECIPES if name.startswith("fp8-") and name != "fp8-te_modules"]
 
@@ -82,27 +83,66 @@ def rates_table(result) -> str:
                     [[row["arm"].partition("@")[2], *cells(row)[:3]] for row in rows])
 
 
-def switched_table(result) -> str:
-    """Return the Markdown table of arms that share the first part of a run, see --switch-at. No losses: their
-    means are of different seeds."""
-    lines, rows, final = [], rows_of(result), final_records(result["runs"])
-    labels = {name: f"`{name}`" for name in RECIPES if name != "bf16"}
-    labels |= {f"emulated-{name}": f"`{words}`" for name, words in EMULATED.items()}
-    labels["emulated-all"] = "all, emulated"
+def switched_rows(result) -> list[tuple[str, str, dict]]:
+    """Return block, name and row of the summary of each arm that shares the first part of a run, see
+    --switch-at."""
+    found, rows = [], rows_of(result)
+    labels = {name: name for name in RECIPES if name != "bf16"}
+    labels |= {f"emulated-{name}": words for name, words in EMULATED.items()}
+    labels["emulated-all"] = ALL
     for size in sorted(SIZES, key=lambda size: "modern-" in size):
         for name, label in labels.items():
-            for row in rows.get(size + name, []):
-                everywhere = "emulated-all" if name.startswith("emulated-") else "fp8"
-                changes = []
-                if name != everywhere:
-                    rate = row["arm"].removeprefix(size + name)
-                    changes = changes_of(final, row["arm"], size + everywhere + rate, row["tokens"])
-                change = statistics.mean(changes) if changes else None
-                _, seeds, _, gap, without = cells(row)
-                lines.append([block_of(size), label, seeds, gap, without,
-                              with_interval(change, interval_of(changes))])
+            found += [(block_of(size), label, row) for row in rows.get(size + name, [])]
+    return found
+
+
+def switched_table(result) -> str:
+    """Return the Markdown table of `switched_rows`. No losses: their means are of different seeds."""
+    lines, final = [], final_records(result["runs"])
+    for block, label, row in switched_rows(result):
+        size, (name, _, rate) = size_of(row["arm"]), row["arm"].partition("@")
+        everywhere = f"{size}emulated-all" if "emulated-" in name else f"{size}fp8"
+        changes = []
+        if name != everywhere:
+            changes = changes_of(final, row["arm"], f"{everywhere}@{rate}", row["tokens"])
+        _, seeds, _, gap, without = cells(row)
+        lines.append([block, label if label == ALL else f"`{label}`", seeds, gap, without,
+                      with_interval(statistics.mean(changes) if changes else None, interval_of(changes))])
     return markdown(["block", "FP8", "seeds", "behind none, %", "evaluated without FP8, %",
-                     "behind `fp8` or all emulated, %"], lines, left=2)
+                     "behind `fp8`, %"], lines, left=2)
+
+
+def plot_switched(result, path) -> None:
+    """Draw the gaps of `switched_rows`, mean and 95 % interval, with the final weights evaluated as trained
+    and without FP8."""
+    import matplotlib.pyplot as plt
+
+    rows = switched_rows(result)
+    figure, axis = plt.subplots(figsize=(9, 0.27 * len(rows) + 1.2))
+    kinds = (("gap_percent", "gap_interval", "evaluated as trained", -0.15, "o"),
+             ("gap_without_fp8_percent", "gap_without_fp8_interval", "evaluated without FP8", 0.15, "D"))
+    for mean, interval, label, shift, marker in kinds:
+        places = [place + shift for place, (_, _, row) in enumerate(rows) if row[mean] is not None]
+        shown = [row for _, _, row in rows if row[mean] is not None]
+        bounds = [row[interval] or [row[mean]] * 2 for row in shown]
+        errors = [[row[mean] - low for row, (low, _) in zip(shown, bounds)],
+                  [high - row[mean] for row, (_, high) in zip(shown, bounds)]]
+        axis.errorbar([row[mean] for row in shown], places, xerr=errors, fmt=marker, markersize=4, lw=1,
+                      label=label)
+    names = [label if block == "GPT-2" else f"{block} block: {label}" for block, label, _ in rows]
+    axis.set_yticks(range(len(rows)), names, fontsize=8)
+    for place, (_, _, row) in enumerate(rows):
+        axis.text(1.01, place, with_interval(row["gap_percent"], row["gap_interval"]), fontsize=8,
+                  va="center", transform=axis.get_yaxis_transform())
+    axis.margins(y=0.02)
+    axis.invert_yaxis()
+    axis.axvline(0, color="black", lw=0.8)
+    axis.set_xlabel("validation loss behind the same run without FP8, %")
+    axis.grid(axis="x", alpha=0.3)
+    axis.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def block_of(size: str) -> str:

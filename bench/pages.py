@@ -51,6 +51,7 @@ from nanote import cli
 
 PICTURES = {  # JSON file -> function that draws it; the picture is next to it
     "speed": speed_report.draw_speed, "convergence": convergence_report.plot,
+    "convergence_switched_small": convergence_report.plot_switched,
     "stack": speed_report.draw_stack,
     "crossover": speed_report.draw_crossover,
     "attention": attention_report.plot,
@@ -77,7 +78,6 @@ TABLES = {  # comment in a page -> JSON file, function that makes a Markdown tab
     "convergence_small": ("convergence_small", convergence_report.small_table),
     "rounding": ("rounding", rounding.table), "rounding_bpe": ("rounding_bpe", rounding.table),
     "convergence_switched": ("convergence_switched", convergence_report.switched_table),
-    "convergence_switched_small": ("convergence_switched_small", convergence_report.switched_table),
     "convergence_negatives": ("convergence", convergence_report.negatives_table),
     "accumulation_times": ("accumulation", accumulation.times_table),
     "multi_gpu": ("multi_gpu", multi_gpu.table),
