@@ -144,7 +144,7 @@ def measure(model, config, batches):
         biases, errors = zip(*pairs)
         yield {"part": "gradient", "parameter": name, "fast_up_to_k": fast_k, "micro_batches": len(pairs),
                "bias": statistics.mean(biases), "bias_standard_error": standard_error(biases),
-               "error": statistics.mean(errors), "biases": biases, "errors": errors}
+               "error": statistics.mean(errors)}
 
 
 def table(figures) -> str:

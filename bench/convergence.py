@@ -17,7 +17,7 @@ cut, by --time-budget, a signal or a machine that went away, continues from its 
 
 From random weights, runs of a seed soon differ by more than their precision explains: a change of rounding
 has the effect of another seed. With --switch-at, all arms of a seed share the first part of the run, in BF16,
-and differ in the rest. They scatter far less, so that few seeds tell arms apart. What FP8 costs before the
+and differ in the rest. They scatter far less, so that fewer seeds are needed. What FP8 costs before the
 switch is left out.
 
 results/convergence.json has a list `runs`, a record per evaluation of each completed run: arm, seed, tokens,

@@ -47,7 +47,8 @@ def rows_of(result: dict) -> dict[str, list[dict]]:
 def with_interval(mean, interval) -> str:
     if mean is None:
         return ""
-    return f"{mean:+.2f}" + (f" ({interval[0]:+.2f} to {interval[1]:+.2f})" if interval else "")
+    numbers = [f"{round(value, 2) + 0.0:+.2f}" for value in (mean, *(interval or []))]  # no -0.00
+    return numbers[0] + (f" ({numbers[1]} to {numbers[2]})" if interval else "")
 
 
 def cells(row: dict) -> list[str]:
@@ -83,57 +84,70 @@ def rates_table(result) -> str:
                     [[row["arm"].partition("@")[2], *cells(row)[:3]] for row in rows])
 
 
-def switched_rows(result) -> list[tuple[str, str, dict]]:
-    """Return block, name and row of the summary of each arm that shares the first part of a run, see
-    --switch-at."""
-    found, rows = [], rows_of(result)
+def switched_rows(result) -> list[tuple[str, str, dict, list[float]]]:
+    """Return of each arm that shares the first part of a run (--switch-at): block, name, row of the summary,
+    and for each seed by how many percent its loss is above that of the arm with all in FP8."""
+    found, rows, final = [], rows_of(result), final_records(result["runs"])
     labels = {name: name for name in RECIPES if name != "bf16"}
     labels |= {f"emulated-{name}": words for name, words in EMULATED.items()}
     labels["emulated-all"] = ALL
     for size in sorted(SIZES, key=lambda size: "modern-" in size):
         for name, label in labels.items():
-            found += [(block_of(size), label, row) for row in rows.get(size + name, [])]
+            everything = "emulated-all" if name.startswith("emulated-") else "fp8"
+            for row in rows.get(size + name, []):
+                other = size + everything + row["arm"].removeprefix(size + name)
+                changes = changes_of(final, row["arm"], other, row["tokens"]) if name != everything else []
+                found.append((block_of(size), label, row, changes))
     return found
+
+
+def paired_change(changes: list[float]) -> str:
+    return with_interval(statistics.mean(changes) if changes else None, interval_of(changes))
 
 
 def switched_table(result) -> str:
     """Return the Markdown table of `switched_rows`. No losses: their means are of different seeds."""
-    lines, final = [], final_records(result["runs"])
-    for block, label, row in switched_rows(result):
-        size, (name, _, rate) = size_of(row["arm"]), row["arm"].partition("@")
-        everywhere = f"{size}emulated-all" if "emulated-" in name else f"{size}fp8"
-        changes = []
-        if name != everywhere:
-            changes = changes_of(final, row["arm"], f"{everywhere}@{rate}", row["tokens"])
+    lines = []
+    for block, label, row, changes in switched_rows(result):
         _, seeds, _, gap, without = cells(row)
         lines.append([block, label if label == ALL else f"`{label}`", seeds, gap, without,
-                      with_interval(statistics.mean(changes) if changes else None, interval_of(changes))])
+                      paired_change(changes)])
     return markdown(["block", "FP8", "seeds", "behind none, %", "evaluated without FP8, %",
-                     "behind `fp8`, %"], lines, left=2)
+                     "behind all in FP8, %"], lines, left=2)
 
 
 def plot_switched(result, path) -> None:
     """Draw the gaps of `switched_rows`, mean and 95 % interval, with the final weights evaluated as trained
-    and without FP8."""
+    and without FP8; at the right the paired change from all in FP8, which a dashed line marks."""
     import matplotlib.pyplot as plt
 
-    rows = switched_rows(result)
-    figure, axis = plt.subplots(figsize=(9, 0.27 * len(rows) + 1.2))
+    rows, places, last = switched_rows(result), [], None
+    for block, label, _, _ in rows:
+        option = label.split("=")[0]
+        group = block, option if option in ("quantize", "keep", "skip", ALL) else "how it is quantized"
+        places.append((places[-1] + (1 if group == last else 1.7)) if places else 0)
+        last = group
+    figure, axis = plt.subplots(figsize=(9, 0.27 * (places[-1] + 1) + 1.2))
     kinds = (("gap_percent", "gap_interval", "evaluated as trained", -0.15, "o"),
              ("gap_without_fp8_percent", "gap_without_fp8_interval", "evaluated without FP8", 0.15, "D"))
     for mean, interval, label, shift, marker in kinds:
-        places = [place + shift for place, (_, _, row) in enumerate(rows) if row[mean] is not None]
-        shown = [row for _, _, row in rows if row[mean] is not None]
-        bounds = [row[interval] or [row[mean]] * 2 for row in shown]
-        errors = [[row[mean] - low for row, (low, _) in zip(shown, bounds)],
-                  [high - row[mean] for row, (_, high) in zip(shown, bounds)]]
-        axis.errorbar([row[mean] for row in shown], places, xerr=errors, fmt=marker, markersize=4, lw=1,
-                      label=label)
-    names = [label if block == "GPT-2" else f"{block} block: {label}" for block, label, _ in rows]
-    axis.set_yticks(range(len(rows)), names, fontsize=8)
-    for place, (_, _, row) in enumerate(rows):
-        axis.text(1.01, place, with_interval(row["gap_percent"], row["gap_interval"]), fontsize=8,
-                  va="center", transform=axis.get_yaxis_transform())
+        shown = [(place + shift, row) for place, (_, _, row, _) in zip(places, rows) if row[mean] is not None]
+        bounds = [row[interval] or [row[mean]] * 2 for _, row in shown]
+        errors = [[row[mean] - low for (_, row), (low, _) in zip(shown, bounds)],
+                  [high - row[mean] for (_, row), (_, high) in zip(shown, bounds)]]
+        axis.errorbar([row[mean] for _, row in shown], [place for place, _ in shown], xerr=errors, fmt=marker,
+                      markersize=4, lw=1, label=label)
+    for block in dict.fromkeys(block for block, *_ in rows):
+        within = [place for place, (other, *_) in zip(places, rows) if other == block]
+        for everything in (row for other, label, row, _ in rows if (other, label) == (block, ALL)):
+            axis.vlines(everything["gap_percent"], within[0], within[-1], ls="--", lw=0.8, color="gray")
+    names = [label if block == "GPT-2" else f"{block} block: {label}" for block, label, _, _ in rows]
+    axis.set_yticks(places, names, fontsize=8)
+    for place, (_, _, _, changes) in zip(places, rows):
+        axis.text(1.01, place, paired_change(changes), fontsize=8, va="center",
+                  transform=axis.get_yaxis_transform())
+    axis.text(1.01, places[0], "behind all, same seeds", fontsize=8, va="center",
+              transform=axis.get_yaxis_transform())
     axis.margins(y=0.02)
     axis.invert_yaxis()
     axis.axvline(0, color="black", lw=0.8)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from test_nanogpt import STAND_IN
 
 import te_reference as te
@@ -61,7 +62,27 @@ def test_summary():
     assert rows["fp8-e4m3@1e-3", 100]["loss_matched_speedup"] is None, "no run of it ends at that loss"
 
 
-def test_tables_show_what_is_measured_and_what_did_not_help():
+def check_picture(result, monkeypatch):
+    """The picture of the switched runs has the means and intervals of the summary, from top to bottom."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: drawn.append(figure.axes[0]))
+    convergence_report.plot_switched(result, "unused.png")
+    axis, = drawn
+    assert axis.yaxis_inverted()
+    rows = [row for _, _, row, _ in convergence_report.switched_rows(result)]
+    found = {container.get_label(): container for container in axis.containers}
+    for label, name in (("evaluated as trained", "gap"), ("evaluated without FP8", "gap_without_fp8")):
+        shown = [row for row in rows if row[f"{name}_percent"] is not None]
+        points, _, (bars,) = found[label].lines
+        assert list(points.get_xdata()) == [row[f"{name}_percent"] for row in shown]
+        ends = [sorted(x for x, _ in segment) for segment in bars.get_segments()]
+        bounds = [row[f"{name}_interval"] or [row[f"{name}_percent"]] * 2 for row in shown]
+        assert ends == [pytest.approx(pair) for pair in bounds]
+    texts = [text.get_text() for text in axis.texts]
+    assert any(text.startswith("-6.5") for text in texts), "quantize=weights against all"
+
+
+def test_tables_show_what_is_measured_and_what_did_not_help(monkeypatch):
     runs = []
     for seed, noise in ((1, 0.0), (2, 0.1), (3, 0.2)):
         for arm, loss in (("bf16", 2.0), ("fp8", 2.2), ("fp8-current", 2.1 + noise / 100), ("fp8-e4m3", 2.3),
@@ -86,6 +107,7 @@ def test_tables_show_what_is_measured_and_what_did_not_help():
             for record in run(f"small-modern-{name}@1e-3", 1, 10**7, loss, 60.0)] + runs
     small = convergence_report.switched_table({"runs": runs, "summary": summarize(runs)}).splitlines()
     assert small[-1].startswith("| modern | `scaling=row` | 1 | +5.00 |") and small[-1].endswith("| -4.55 |")
+    check_picture({"runs": runs, "summary": summarize(runs)}, monkeypatch)
     found = [line.split(" | ")[0] for line in convergence_report.negatives_table(result).splitlines()[2:]]
     assert found == ["| `fp8-e4m3`", "| `fp8-block`"], "fp8-current is better"
 

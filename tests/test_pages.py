@@ -152,7 +152,7 @@ def texts_of(figure):
     return [(text.get_text(), text.get_window_extent()) for text in found]
 
 
-@pytest.mark.parametrize("name", ["speed", "stack", "attention"])
+@pytest.mark.parametrize("name", ["speed", "stack", "attention", "convergence_switched_small"])
 def test_in_a_picture_no_text_collides_and_no_message_is_raw(name, monkeypatch, tmp_path):
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: drawn.append(texts_of(figure)))
