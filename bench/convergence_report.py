@@ -194,8 +194,7 @@ def negatives_table(result) -> str:
             interval = interval_of(changes)
             if not changes or (interval[1] if interval else statistics.mean(changes)) < 0:
                 continue
-            lines.append([f"`{name}`", f"{tokens / 1e6:.0f} M", str(len(changes)),
-                          with_interval(statistics.mean(changes), interval)])
+            lines.append([f"`{name}`", f"{tokens / 1e6:.0f} M", str(len(changes)), paired_change(changes)])
     return markdown(["tried in place of `fp8`", "tokens", "seeds", "loss, % of its"],
                     lines or [["none so far", *3 * [""]]])
 
