@@ -137,10 +137,10 @@ def plot_switched(result, path) -> None:
                   [high - row[mean] for (_, row), (_, high) in zip(shown, bounds)]]
         axis.errorbar([row[mean] for _, row in shown], [place for place, _ in shown], xerr=errors, fmt=marker,
                       markersize=4, lw=1, label=label)
-    for block in dict.fromkeys(block for block, *_ in rows):
-        within = [place for place, (other, *_) in zip(places, rows) if other == block]
-        for everything in (row for other, label, row, _ in rows if (other, label) == (block, ALL)):
-            axis.vlines(everything["gap_percent"], within[0], within[-1], ls="--", lw=0.8, color="gray")
+    for block, label, row, _ in rows:
+        if label == ALL:
+            within = [place for place, (other, *_) in zip(places, rows) if other == block]
+            axis.vlines(row["gap_percent"], within[0], within[-1], ls="--", lw=0.8, color="gray")
     names = [label if block == "GPT-2" else f"{block} block: {label}" for block, label, _, _ in rows]
     axis.set_yticks(places, names, fontsize=8)
     for place, (_, _, _, changes) in zip(places, rows):
