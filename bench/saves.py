@@ -3,11 +3,11 @@
     python data.py stdlib
     python bench/saves.py --gpus 2 --layouts ddp fsdp    # two minutes each; writes results/saves.json
 
-GPT-2 350M, 16 x 1,024 tokens a step and GPU, a log line every 10 steps. Each of three times 200 steps begins
-with a checkpoint. `cost_percent` compares their time with 20 times the median log interval of the 100 steps
-before the first checkpoint. Of the `seconds_per_save`, training stands still for `seconds_waited`, while
-state is collected and copied to host memory; the rest is that steps are slower than before it, while the copy
-is written or for another reason.
+GPT-2 350M, 16 x 1,024 tokens a step and GPU, a log line every 10. Every second of seven times 200 steps
+begins with a checkpoint. Its time is compared with the mean of the 200 steps before and the 200 after, so
+that a drift of the clocks does not count: `seconds_per_save`, whose median is `cost_percent` of that time.
+For `seconds_waited` of it training stands still, while state is collected and copied; else steps are slower,
+while the copy is written. `interval_ms` are the milliseconds a step of each log interval.
 """
 
 import itertools
@@ -27,8 +27,8 @@ from nanote.metrics import read_metrics
 
 LOG, SAVE, TIMES = 10, 200, 3  # steps, steps, saves
 OPTIONS = (f"--preset gpt2-350m --micro-batch-size 16 --grad-accum 1 --warmup-steps 50 --eval-interval 0 "
-           f"--log-interval {LOG} --checkpoint-interval {SAVE} --keep-checkpoints 1 --eval-tokens 65536 "
-           f"--max-steps {(1 + TIMES) * SAVE}")
+           f"--log-interval {LOG} --checkpoint-interval {2 * SAVE} --keep-checkpoints 1 --eval-tokens 65536 "
+           f"--max-steps {2 * (1 + TIMES) * SAVE}")
 
 
 @dataclass
@@ -58,17 +58,21 @@ def cost_of(records: list[dict], tokens: int) -> dict:
     """Return the figures of a row. `tokens`: of a step. A record's `seconds` include the checkpoint of its
     step, its `tokens_per_s` does not."""
     seconds = {record["step"]: record["seconds"] for record in records}
-    # from the record before a checkpoint to the one before the next; the last is written in the foreground
-    times = [seconds[first + SAVE - LOG] - seconds[first - LOG]
-             for first in range(SAVE, (1 + TIMES) * SAVE, SAVE)]
-    interval = statistics.median(seconds[step] - seconds[step - LOG] for step in range(SAVE // 2, SAVE, LOG))
-    without = SAVE / LOG * interval
     in_steps = {record["step"]: LOG * tokens / record["tokens_per_s"] for record in records}
-    waited = [seconds[first] - seconds[first - LOG] - in_steps[first]
-              for first in range(SAVE, (1 + TIMES) * SAVE, SAVE)]
-    return {"step_ms": 1e3 * interval / LOG, "seconds_per_save": [time - without for time in times],
-            "seconds_waited": waited,
-            "cost_percent": 100 * (statistics.median(times) / without - 1)}
+    saves = range(2 * SAVE, 2 * (1 + TIMES) * SAVE, 2 * SAVE)  # the last is written in the foreground
+
+    def window(first: int) -> float:
+        """Return the time from the record before step `first` to the one SAVE steps later."""
+        return seconds[first - LOG + SAVE] - seconds[first - LOG]
+
+    without = {save: (window(save - SAVE) + window(save + SAVE)) / 2 for save in saves}
+    costs = [window(save) - without[save] for save in saves]
+    median = statistics.median(without.values())
+    return {"step_ms": 1e3 * median / SAVE, "seconds_per_save": costs,
+            "seconds_waited": [seconds[save] - seconds[save - LOG] - in_steps[save] for save in saves],
+            "interval_ms": [round(1e3 * (seconds[step] - seconds[step - LOG]) / LOG, 3)
+                            for step in sorted(seconds)[1:]],
+            "cost_percent": 100 * statistics.median(costs) / median}
 
 
 def main(argv=None):

@@ -295,9 +295,8 @@ class FastAdam(torch.optim.Optimizer):
     def gather_state(self):
         """Give every rank the whole state after steps of a divided update. All ranks must call this."""
         if not self.is_gathered:
-            for parameter, state in self.state.items():
-                for tensor in state.values():
-                    self.peers.gather(tensor, parameter)
+            self.peers.gather([(tensor, parameter) for parameter, state in self.state.items()
+                               for tensor in state.values()])
         self.is_gathered = True
 
     def state_dict(self):

@@ -256,9 +256,7 @@ def _tensors(model, optimizer):
     A generator, so that float32 masters rebuilt from remainders need not all exist at once.
     """
     names = {}  # {id of the tensor that the optimizer has: (name, tensor)}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):
-            continue
+    for name, value in _weights(model).items():
         if id(parallel.local(value)) not in names:
             names[id(parallel.local(value))] = name, value
             yield f"model.{name}", _plain(parallel.local(value)), value
@@ -277,6 +275,19 @@ def _tensors(model, optimizer):
                 yield f"optimizer.{name}.{key}", _plain(value), whole if is_part else None
     yield from ((f"fp8.{name}", value, None) for name, value in fp8.get_state(model).items())
     yield from ((f"rng{parallel.rank()}.{name}", value, None) for name, value in _rng_state().items())
+
+
+def _weights(model) -> dict[str, torch.Tensor]:
+    """Return the parameters and persistent buffers of a model under their names in its state_dict().
+
+    Not state_dict() itself: for it each module of TE waits for the GPU and pickles its FP8 state.
+    """
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(prefix, recurse=False, remove_duplicate=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                weights[name] = buffer
+    return weights
 
 
 def _plain(tensor) -> torch.Tensor:
@@ -523,8 +534,7 @@ def load(folder, meta: dict, model, optimizer=None) -> None:
         peers.gather_state(optimizer)  # its state_dict, which is read below, has to be whole
     own_rng = f"rng{parallel.rank()}."
     wanted = ("model.",) if optimizer is None else ("model.", "optimizer.", "fp8.", own_rng)
-    targets = {f"model.{name}": value for name, value in model.state_dict(keep_vars=True).items()
-               if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")}
+    targets = {f"model.{name}": value for name, value in _weights(model).items()}
     tensors = {name: parallel.empty_like(targets.get(_parameter_of(name)), entry.size, entry.properties.dtype)
                for name, entry in stored_tensors(folder).items() if name.startswith(wanted)}
     # {id: name under which it is stored}: tied parameters are stored once, under the first name

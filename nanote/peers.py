@@ -16,6 +16,7 @@ profile of layout ddp-all_reduce); copy engines need none. And each of N GPUs up
 This is stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), except that the memory of the optimizer
 state is not divided, so that any rank can write any part of a checkpoint.
 """
+import itertools
 import math
 import os
 import weakref
@@ -27,6 +28,7 @@ from nanote.fp8 import round_up
 from nanote.parallel import reason_of_any_rank
 
 ALIGNMENT = 128  # elements: parts start at multiples of 256 bytes
+GATHERED = 2**28  # bytes of optimizer state that are copied in one broadcast
 # The memory of a model's parameters: shared once, since captured graphs of all its steps have its addresses.
 _shared_weights = weakref.WeakKeyDictionary()  # model: SharedWeights
 _shared = weakref.WeakSet()  # tensors from `allocate`
@@ -266,9 +268,23 @@ class Peers:
         place = self.received_starts[bucket] + first
         return self.received.data_ptr() + place * self.received.element_size()
 
-    def gather(self, tensor: torch.Tensor, parameter) -> None:
-        """Copy each rank's part of a tensor of the parameter's size to all ranks."""
+    def gather(self, tensors: list) -> None:
+        """Copy each rank's parts of tensors to all ranks.
+
+        Args:
+            tensors: (tensor, parameter) pairs; a tensor has as many elements as its parameter.
+        """
         for rank in range(self.count + 1):
-            first, size = self.part(parameter, rank)
-            if size:  # as bytes, since NCCL has no 16-bit integers
-                dist.broadcast(tensor.view(-1)[first:first + size].view(torch.uint8), src=rank)
+            parts = []
+            for tensor, parameter in tensors:
+                first, size = self.part(parameter, rank)
+                if size:  # as bytes, since NCCL has no 16-bit integers
+                    parts.append(tensor.view(-1)[first:first + size].view(torch.uint8))
+            # many in one broadcast, since launching one takes longer than copying a small part
+            ends = itertools.accumulate(map(len, parts))
+            for _, group in itertools.groupby(zip(parts, ends), lambda part: part[1] // GATHERED):
+                group = [part for part, _ in group]
+                together = torch.cat(group)
+                dist.broadcast(together, src=rank)
+                if rank != self.rank:
+                    torch._foreach_copy_(group, together.split([len(part) for part in group]))

@@ -125,6 +125,17 @@ def test_only_tensors_and_readable_json_are_stored(tmp_path, trained):
     assert json.loads((folder / "meta.json").read_text())["optimizer_groups"][0]["step"] == 3
 
 
+def test_buffers_come_back_except_those_that_are_not_persistent(tmp_path):
+    """As in state_dict(), and without it."""
+    (model, optimizer), (other, _) = make(), make(seed=1)
+    for each, value in ((model, 2.0), (other, 0.0)):
+        for name, persistent in (("count", True), ("cache", False)):
+            each.blocks[1].register_buffer(name, torch.full((3,), value), persistent=persistent)
+        each.state_dict = None
+    load(save(tmp_path / "run", 1, model, optimizer), other)
+    assert other.blocks[1].count.tolist() == [2.0] * 3 and other.blocks[1].cache.tolist() == [0.0] * 3
+
+
 def test_weights_load_without_an_optimizer_and_with_fp8_off(tmp_path, trained):
     folder = save(tmp_path / "run", 3, *trained)
     model, _ = make(seed=1, use_fp8=False, recipe=("current",))

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import math
 import os
 import types
@@ -599,28 +600,35 @@ def test_a_divided_update_is_not_done_or_saved_in_part():
         optimizer.gradient_norm()
 
 
-def test_gathered_state_is_the_whole_state():
+def test_gathered_state_is_the_whole_state(monkeypatch):
     ranks = divided_among(3, torch.bfloat16, torch.float32, True)
-    parts = range(3)
+    monkeypatch.setattr(peers, "GATHERED", 1024)  # bytes, so that there are several broadcasts
     for rank, (params, optimizer, _) in enumerate(ranks):
         for parameter in params:
             for tensor in optimizer.state[parameter].values():
                 tensor.fill_(rank + 1)
         optimizer.write_options()
+    sent = {}
+    for rank, (_, optimizer, _) in [*enumerate(ranks), *enumerate(ranks)]:  # in the second round, all is sent
+        numbers = itertools.count()
+
+        def broadcast(tensor, src, rank=rank, numbers=numbers):
+            number = next(numbers)
+            if src == rank:
+                sent[number] = tensor.clone()
+            elif number in sent:
+                tensor.copy_(sent[number])
+
+        with unittest.mock.patch.object(peers.dist, "broadcast", broadcast):
+            optimizer.is_gathered = False
+            optimizer.gather_state()
+    assert len(sent) > 3
     for number in range(len(SHAPES)):
-        for name in ("exp_avg", "master_param"):
-            states = [optimizer.state[params[number]][name] for params, optimizer, _ in ranks]
-
-            def broadcast(part, src, states=states):
-                start = part.storage_offset()
-                part.copy_(states[src].view(-1).view(torch.uint8)[start:start + len(part)])
-
-            with unittest.mock.patch.object(peers.dist, "broadcast", broadcast):
-                for params, optimizer, _ in ranks:
-                    optimizer.peers.gather(optimizer.state[params[number]][name], params[number])
-            owners = [optimizer.peers.part(params[number]) for params, optimizer, _ in ranks]
-            expected = torch.cat([torch.full((owners[rank][1],), rank + 1) for rank in parts]).to(DEVICE)
-            assert all(torch.equal(state.view(-1), expected.to(state.dtype)) for state in states)
+        owners = [optimizer.peers.part(params[number])[1] for params, optimizer, _ in ranks]
+        expected = torch.cat([torch.full((size,), rank + 1) for rank, size in enumerate(owners)]).to(DEVICE)
+        for params, optimizer, _ in ranks:
+            for state in optimizer.state[params[number]].values():
+                assert torch.equal(state.view(-1), expected.to(state.dtype))
 
 
 def test_a_frozen_parameter_is_not_part_of_a_divided_update():
