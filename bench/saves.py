@@ -1,7 +1,7 @@
 """How much time do checkpoints cost that are written in the background?
 
     python data.py stdlib
-    python bench/saves.py --gpus 2 --layouts ddp fsdp    # two minutes each; writes results/saves.json
+    python bench/saves.py --gpus 2 --layouts ddp fsdp    # three minutes each; writes results/saves.json
 
 GPT-2 350M, 16 x 1,024 tokens a step and GPU, a log line every 10. Every second of seven times 200 steps
 begins with a checkpoint. Its time is compared with the mean of the 200 steps before and the 200 after, so
