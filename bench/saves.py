@@ -3,11 +3,12 @@
     python data.py stdlib
     python bench/saves.py --gpus 2 --layouts ddp fsdp    # three minutes each; writes results/saves.json
 
-GPT-2 350M, 16 x 1,024 tokens a step and GPU, a log line every 10. Every second of seven times 200 steps
-begins with a checkpoint. Its time is compared with the mean of the 200 steps before and the 200 after, so
-that a drift of the clocks does not count: `seconds_per_save`, whose median is `cost_percent` of that time.
-For `seconds_waited` of it training stands still, while state is collected and copied; else steps are slower,
-while the copy is written. `interval_ms` are the milliseconds a step of each log interval.
+GPT-2 350M, 16 x 1,024 tokens a step and GPU, 1,600 steps, a checkpoint at steps 400, 800 and 1,200. The 200
+steps from each on are compared with the mean of the 200 before and the 200 after them, so that a drift of the
+clocks does not count. `cost_percent` is the median of the differences, `seconds_per_save`, over the time of
+200 steps. For `seconds_waited` of it training stands still, while state is collected and copied; else steps
+are slower, while the copy is written. Should that take longer than 200 steps, the cost is underestimated:
+`interval_ms`, the milliseconds a step of each log interval, shows it.
 """
 
 import itertools
@@ -71,7 +72,7 @@ def cost_of(records: list[dict], tokens: int) -> dict:
     return {"step_ms": 1e3 * median / SAVE, "seconds_per_save": costs,
             "seconds_waited": [seconds[save] - seconds[save - LOG] - in_steps[save] for save in saves],
             "interval_ms": [round(1e3 * (seconds[step] - seconds[step - LOG]) / LOG, 3)
-                            for step in sorted(seconds)[1:]],
+                            for step in range(2 * LOG, 2 * (1 + TIMES) * SAVE, LOG)],
             "cost_percent": 100 * statistics.median(costs) / median}
 
 
@@ -84,12 +85,13 @@ def main(argv=None):
             records = train(gpus, layout, options, Path(scratch, "run"))
             used = json.loads(Path(scratch, "run", "config.json").read_text())["config"]
             size = sum(file.stat().st_size for file in Path(scratch).rglob("step-*/*") if file.is_file())
-        row = {"gpus": gpus, "parallel": layout, "steps_between": SAVE, "gib": size / 2**30}
+        row = {"gpus": gpus, "parallel": layout, "steps_between": SAVE, "gib": size / 2**30,
+               "compared_with": "the steps before and after"}
         tokens = gpus * used["micro_batch_size"] * used["seq_len"] * used["grad_accum"]
         row |= cost_of(records, tokens)
         rows.add(row)
-        print(f"{gpus} GPUs, {layout}: a checkpoint of {row['gib']:.1f} GiB every {SAVE} steps of "
-              f"{row['step_ms']:.1f} ms costs {row['cost_percent']:.2f} % of the time", flush=True)
+        print(f"{gpus} GPUs, {layout}: a checkpoint of {row['gib']:.1f} GiB costs "
+              f"{row['cost_percent']:.2f} % of the time of {SAVE} steps of {row['step_ms']:.1f} ms", flush=True)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -278,16 +279,17 @@ def _tensors(model, optimizer):
 
 
 def _weights(model) -> dict[str, torch.Tensor]:
-    """Return the parameters and persistent buffers of a model under their names in its state_dict().
+    """Return the tensors of model.state_dict() without those of get_extra_state().
 
-    Not state_dict() itself: for it each module of TE waits for the GPU and pickles its FP8 state.
+    It is not called: in each module of TE it waits for the GPU and pickles the FP8 state.
     """
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module.named_buffers(prefix, recurse=False, remove_duplicate=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                weights[name] = buffer
-    return weights
+    inherited = torch.nn.Module.get_extra_state
+    with contextlib.ExitStack() as patches:
+        for kind in {type(module) for module in model.modules()}:
+            if kind.get_extra_state is not inherited:  # state_dict() skips the inherited method
+                patches.enter_context(mock.patch.object(kind, "get_extra_state", inherited))
+        weights = model.state_dict(keep_vars=True)
+    return {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
 
 
 def _plain(tensor) -> torch.Tensor:

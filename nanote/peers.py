@@ -28,7 +28,7 @@ from nanote.fp8 import round_up
 from nanote.parallel import reason_of_any_rank
 
 ALIGNMENT = 128  # elements: parts start at multiples of 256 bytes
-GATHERED = 2**28  # bytes of optimizer state that are copied in one broadcast
+GATHERED = 2**28  # about as many bytes of optimizer state are copied in one broadcast
 # The memory of a model's parameters: shared once, since captured graphs of all its steps have its addresses.
 _shared_weights = weakref.WeakKeyDictionary()  # model: SharedWeights
 _shared = weakref.WeakSet()  # tensors from `allocate`
@@ -284,7 +284,8 @@ class Peers:
             ends = itertools.accumulate(map(len, parts))
             for _, group in itertools.groupby(zip(parts, ends), lambda part: part[1] // GATHERED):
                 group = [part for part, _ in group]
-                together = torch.cat(group)
+                together = torch.cat(group) if len(group) > 1 else group[0]
                 dist.broadcast(together, src=rank)
-                if rank != self.rank:
+                if rank != self.rank and len(group) > 1:
                     torch._foreach_copy_(group, together.split([len(part) for part in group]))
+                del together  # before the next is allocated

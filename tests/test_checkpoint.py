@@ -125,15 +125,20 @@ def test_only_tensors_and_readable_json_are_stored(tmp_path, trained):
     assert json.loads((folder / "meta.json").read_text())["optimizer_groups"][0]["step"] == 3
 
 
-def test_buffers_come_back_except_those_that_are_not_persistent(tmp_path):
-    """As in state_dict(), and without it."""
+def test_saving_and_loading_do_not_wait_for_extra_state(tmp_path, monkeypatch):
+    """And everything else of state_dict() is there: buffers, but for those that are not persistent."""
     (model, optimizer), (other, _) = make(), make(seed=1)
     for each, value in ((model, 2.0), (other, 0.0)):
         for name, persistent in (("count", True), ("cache", False)):
             each.blocks[1].register_buffer(name, torch.full((3,), value), persistent=persistent)
-        each.state_dict = None
-    load(save(tmp_path / "run", 1, model, optimizer), other)
+    kind = type(model.blocks[0].attn.qkv)
+    before = kind.get_extra_state
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "get_extra_state", lambda module: pytest.fail("extra state is collected"))
+        load(save(tmp_path / "run", 1, model, optimizer), other)
+    assert kind.get_extra_state is before
     assert other.blocks[1].count.tolist() == [2.0] * 3 and other.blocks[1].cache.tolist() == [0.0] * 3
+    assert "blocks.0.attn.qkv._extra_state" in model.state_dict()
 
 
 def test_weights_load_without_an_optimizer_and_with_fp8_off(tmp_path, trained):

@@ -7,10 +7,10 @@ from bench.saves import LOG, SAVE, TIMES, cost_of
 @pytest.mark.parametrize("drift", [0.0, 0.05])  # from the first step to the last
 @pytest.mark.parametrize("copying, writing, slower, cost", [
     (0.3, 50, 1.0, 2.5),  # seconds, steps, times: training waits for the copy alone
-    (0.0, SAVE, 1.1, 10.0),  # the writing lasts as long as possible, and slows every step
+    (0.0, SAVE, 1.1, 10.0),  # the writing slows 200 steps
 ])
 def test_cost(copying, writing, slower, cost, drift):
-    seconds, records = 0.0, []
+    seconds, records = 0.06, [{"step": 1, "seconds": 0.06, "tokens_per_s": 1000 / 0.06}]
     last = 2 * (1 + TIMES) * SAVE
     for step in range(LOG, last + 1, LOG):
         is_written = step >= 2 * SAVE and step % (2 * SAVE) < writing
@@ -21,3 +21,6 @@ def test_cost(copying, writing, slower, cost, drift):
     assert found["cost_percent"] == pytest.approx(cost, rel=0.05)
     assert found["step_ms"] == pytest.approx(60 * (1 + drift / 2), rel=0.01)
     assert found["seconds_waited"] == pytest.approx([copying] * TIMES)
+    assert found["interval_ms"][0] == pytest.approx(60 * (1 + drift / 40), rel=0.01)
+    of_save = found["interval_ms"][2 * SAVE // LOG - 2]
+    assert of_save == pytest.approx((60 * slower + copying * 100) * (1 + drift / 4), rel=0.02)
