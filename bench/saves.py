@@ -91,7 +91,8 @@ def main(argv=None):
         row |= cost_of(records, tokens)
         rows.add(row)
         print(f"{gpus} GPUs, {layout}: a checkpoint of {row['gib']:.1f} GiB costs "
-              f"{row['cost_percent']:.2f} % of the time of {SAVE} steps of {row['step_ms']:.1f} ms", flush=True)
+              f"{row['cost_percent']:.2f} % of the time of {SAVE} steps of {row['step_ms']:.1f} ms",
+              flush=True)
 
 
 if __name__ == "__main__":
