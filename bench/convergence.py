@@ -84,6 +84,7 @@ SIZES = {  # prefix of an arm: options of its architecture
 TOKENS_PER_STEP = dict.fromkeys(SIZES, 131_072) | {"small-modern-": 8_192, "small-": 8_192, "bpe-": 4_096}
 RECIPES = {  # name of an arm: options of its precision
     "bf16": "--fp8-recipe none",
+    "bf16-again": "--fp8-recipe none",  # with --switch-at restarted from its checkpoint, as the others are
     "bfloat16": "--fp8-recipe none --dtype bfloat16",  # on a CPU; there bf16 computes in float32
     "fp8": "",
     "fp8-most_recent": "--fp8-amax-compute-algo most_recent --fp8-amax-history-len 16",

@@ -431,11 +431,13 @@ def test_arms_share_the_first_part_of_a_run(tmp_path, tokens, capsys):
     command = ["--data", tokens, f"--more={TINY} --keep-checkpoints 1", "--evaluations", "2", "--seeds", "1",
                "--lr", "1e-2", "--tokens", str(4 * convergence.TOKENS_PER_STEP[""]),
                "--out-dir", str(tmp_path / "runs"), "--json", str(tmp_path / "found.json")]
-    shared, none, fp8 = (tmp_path / f"runs/{name}-seed1" for name in (
-        "bf16@1e-2-4steps", "emulated-none@1e-2-4steps-switched2", "fp8@1e-2-4steps-switched2"))
+    shared, again, none, fp8 = (tmp_path / f"runs/{name}-seed1" for name in (
+        "bf16@1e-2-4steps", "bf16-again@1e-2-4steps-switched2", "emulated-none@1e-2-4steps-switched2",
+        "fp8@1e-2-4steps-switched2"))
     (none / "unfinished").mkdir(parents=True)  # of a copy that was cut
-    convergence.main([*command, "--switch-at", "0.5", "--arms", "emulated-none", "fp8"])
+    convergence.main([*command, "--switch-at", "0.5", "--arms", "bf16-again", "emulated-none", "fp8"])
     losses = [record["loss"] for record in metrics(shared)][2:]
+    assert [record["loss"] for record in metrics(again)][1:] == losses
     for folder, is_quantized in ((none, False), (fp8, True)):
         assert [record["step"] for record in metrics(folder)] == [2, 3, 4], "2: evaluated after the switch"
         found = [record["loss"] for record in metrics(folder)][1:]
@@ -444,7 +446,7 @@ def test_arms_share_the_first_part_of_a_run(tmp_path, tokens, capsys):
     assert json.loads((fp8 / "config.json").read_text())["config"]["fp8_recipe"] == "delayed"
     found = json.loads((tmp_path / "found.json").read_text())
     assert {row["arm"]: row["seeds"] for row in found["summary"]} == {
-        "bf16@1e-2": 1, "emulated-none@1e-2": 1, "fp8@1e-2": 1}
+        "bf16@1e-2": 1, "bf16-again@1e-2": 1, "emulated-none@1e-2": 1, "fp8@1e-2": 1}
     first = next(record for record in found["runs"] if record["arm"] == "fp8@1e-2")
     assert (first["step"], first["switch_step"], first["seconds"]) == (2, 2, 0)
 
@@ -453,7 +455,7 @@ def test_arms_share_the_first_part_of_a_run(tmp_path, tokens, capsys):
     convergence.main([*command, "--switch-at", "0.5", "--arms", "fp8-current"])
     assert f"there is no {shared}/step-2" in capsys.readouterr().err
     for other, step in ([], 0), (["--switch-at", "0.75", "--evaluations", "4"], 3):
-        with pytest.raises(ValueError, match=f"emulated-none@1e-2 that switch at step 2, .* at {step} "):
+        with pytest.raises(ValueError, match=f"bf16-again@1e-2 that switch at step 2, .* at {step} "):
             convergence.main([*command, *other, "--arms", "fp8"])
 
 
