@@ -61,6 +61,7 @@ from nanote.train_step import (
     recipe_of,
     wants_graph,
     warm_up_scales,
+    weight_dtype,
     why_no_graph,
 )
 
@@ -357,9 +358,7 @@ def prepare_device(config: TrainConfig, ranks: Ranks) -> tuple[torch.device, tor
         raise ValueError("--device cpu: Transformer Engine needs a GPU; set NANOTE_REFERENCE=1 to use "
                          "te_reference instead")
     profiling.prepare_process(config, device)
-    if config.dtype != "auto":
-        return device, getattr(torch, config.dtype)
-    return device, torch.bfloat16 if device.type == "cuda" else torch.float32
+    return device, weight_dtype(config, device)
 
 
 def open_data(config: TrainConfig, ranks: Ranks, device: torch.device, splits=("train", "val")):

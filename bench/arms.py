@@ -16,7 +16,14 @@ from bench.plain_gpt import ARMS as PLAIN_ARMS
 from nanote import checkpoint, fp8, models, parallel, roofline
 from nanote.config import PRESETS, TrainConfig
 from nanote.optimizers import make_optimizer
-from nanote.train_step import TrainStep, accelerate, compile_model, recipe_of, warm_up_scales
+from nanote.train_step import (
+    TrainStep,
+    accelerate,
+    compile_model,
+    recipe_of,
+    warm_up_scales,
+    weight_dtype,
+)
 
 SHAPES = {  # options of train.py
     "124m-b32": dict(n_layer=12, n_embd=768, n_head=12, micro_batch_size=32, seq_len=1024),
@@ -108,8 +115,8 @@ def build_te(config: TrainConfig, device, batch) -> TrainStep:
     if recipe is not None:
         fp8.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
     torch.manual_seed(config.seed)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = models.build_model(config.model, model_config, device=device, dtype=dtype)
+    model = models.build_model(
+        config.model, model_config, device=device, dtype=weight_dtype(config, device))
     if recipe is not None:
         model.fp8_recipe = recipe
     kernels = accelerate(model, config)

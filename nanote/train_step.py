@@ -437,6 +437,13 @@ def recipe_of(config):
     )
 
 
+def weight_dtype(config, device: torch.device) -> torch.dtype:
+    """Return the dtype of the weights of a run, which is that of all that is not in FP8."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def accelerate(model, config):
     """Put the fast kernels into a model as the options say; return a line about it, "" for other models."""
     if fp8.IS_REFERENCE or not (config.model == "optimized" or models.is_file(config.model)):

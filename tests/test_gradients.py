@@ -1,12 +1,15 @@
 """nanote/gradients.py: sums of micro-batches in float32, and the `main_grad` of Megatron-LM and TE."""
 import gc
+import json
 import weakref
 from unittest import mock
 
 import pytest
 import torch
 
+from bench import gradient_sums
 from nanote.gradients import Gradients
+from trainer_tools import run_train
 
 
 class FusedLinear(torch.autograd.Function):
@@ -92,10 +95,29 @@ def test_float32_weights_keep_float32_gradients():
 
 
 def test_sums_in_bfloat16_are_worse():
-    found = accumulate(Model(fused=False), 64, accumulated=torch.bfloat16, reduced=torch.bfloat16)
-    expected = exact(64)["second.weight"]
+    model = Model(fused=False)
+    model.unused.requires_grad_(False)
+    few, many = gradient_sums.measure(model, [(batch,) for batch in batches(64)], (4, 64))
+    assert max(few["float32"], many["float32"]) < 1e-6
+    assert few["rounded_once"] < few["bfloat16"] < many["bfloat16"] < 0.05
+    assert many["rounded_once"] < 2**-8, "half of BF16's spacing, relative to the value"
+    found = accumulate(model, 2, accumulated=torch.bfloat16, reduced=torch.bfloat16)
     assert found["second.weight"].dtype == torch.bfloat16
-    assert (found["second.weight"] - expected).norm() / expected.norm() > 2e-3
+
+
+def test_the_sums_of_a_run(tokens, tmp_path):
+    folder, json_file = tmp_path / "run", tmp_path / "sums.json"
+    sizes = "--n-layer 1 --n-head 2 --n-embd 32 --seq-len 32 --micro-batch-size 2 --eval-tokens 64"
+    train = f"--preset tiny {sizes} --max-steps 2 --data {tokens}"
+    assert run_train(f"{train} --dtype bfloat16 --out-dir {folder}") == 0
+    gradient_sums.main([str(folder), "--micro-batches", "1", "4", "--json", str(json_file)])
+    one, four = json.loads(json_file.read_text())["rows"]
+    assert one["float32"] == 0 and one["bfloat16"] == one["rounded_once"]
+    assert four["float32"] < 1e-6 < four["rounded_once"] < four["bfloat16"] < 0.02
+
+    assert run_train(f"{train} --out-dir {tmp_path / 'float32'}") == 0
+    with pytest.raises(ValueError, match="a run with float32 weights, .* with --dtype bfloat16"):
+        gradient_sums.main([str(tmp_path / "float32"), "--json", str(json_file)])
 
 
 @pytest.mark.parametrize("count", [1, 3])
