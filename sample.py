@@ -56,7 +56,7 @@ class SampleConfig:
     """auto, cpu, cuda or cuda:N."""
 
 
-# Options that a task has no use for. The command line is refused rather than half obeyed.
+# Options that do not apply to a task. Giving one is an error.
 UNUSED = {"--chat": ["num_samples"],
           "--score": ["num_samples", "max_new_tokens", "temperature", "top_k", "top_p"]}
 

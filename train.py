@@ -11,7 +11,8 @@
   good checkpoint of a run that diverged stays.
 - A checkpoint is written before the evaluation of the same step, and evaluation restores the amax histories
   of delayed scaling, which every forward pass updates. So a resumed run repeats the uninterrupted one exactly
-  (bit for bit on the CPU). It first evaluates and logs the checkpoint's step, if the run was stopped before.
+  (bit for bit on the CPU). If the run was stopped after it saved a step and before it evaluated it, the
+  resumed run evaluates and logs that step first.
 - Under torchrun training is data-parallel: each rank reads its own samples. Rank 0 alone writes, except that
   a sharded model (--parallel fsdp) is saved by all ranks.
 """

@@ -462,7 +462,7 @@ def save_that_fails(run_dir, parts, document, fail_at) -> tuple[list[str], bool]
     if fail_at is None:
         good = good and message is None and len(folders) == 2 and not list(run_dir.glob(".*"))
     else:
-        state = "not written" if len(folders) == 1 else "is whole, but what follows its writing failed"
+        state = "not written" if len(folders) == 1 else "is complete, but the clean-up after it failed"
         told = f"step-2 {state}: No space left on device; the last good checkpoint is {folders[-1]};"
         good = good and message is not None and told in message and not list(run_dir.glob(".*"))
     return disk.calls, good

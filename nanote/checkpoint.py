@@ -201,7 +201,7 @@ def _write(run_dir: Path, step: int, parts: dict, document: str, keep: int, grou
             shutil.rmtree(unfinished, ignore_errors=True)
         last = latest(run_dir)
         kept = f"the last good checkpoint is {last}" if last else "there is no earlier one"
-        state = "is whole, but what follows its writing failed" if folder.exists() else "not written"
+        state = "is complete, but the clean-up after it failed" if folder.exists() else "not written"
         raise OSError(f"{folder} {state}: {error.strerror or error}; {kept}; free some space or pass "
                       "--out-dir on another disk") from error
     return folder
