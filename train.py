@@ -56,7 +56,7 @@ from nanote.parallel import Ranks
 from nanote.slow_ranks import SlowestRank
 from nanote.train_step import (
     TrainStep,
-    accelerate,
+    apply_fast_kernels,
     compile_model,
     first_compiled_pass,
     recipe_of,
@@ -403,7 +403,7 @@ def build_model(config: TrainConfig, model_config, recipe, device: torch.device,
                                fp8_weights_recipe=recipe if config.fp8_param else None)
     if recipe is not None:
         model.fp8_recipe = recipe
-    kernels = accelerate(model, config)
+    kernels = apply_fast_kernels(model, config)
     parallel.shard(model, config, device)
     return model, kernels
 

@@ -18,7 +18,7 @@ from nanote.config import PRESETS, TrainConfig
 from nanote.optimizers import make_optimizer
 from nanote.train_step import (
     TrainStep,
-    accelerate,
+    apply_fast_kernels,
     compile_model,
     recipe_of,
     warm_up_scales,
@@ -119,7 +119,7 @@ def build_te(config: TrainConfig, device, batch) -> TrainStep:
         config.model, model_config, device=device, dtype=weight_dtype(config, device))
     if recipe is not None:
         model.fp8_recipe = recipe
-    kernels = accelerate(model, config)
+    kernels = apply_fast_kernels(model, config)
     parallel.shard(model, config, device)
     optimizer = make_optimizer(model, config)
     if recipe is not None and recipe.delayed():

@@ -44,7 +44,7 @@ import train
 from bench.report import check_folder, write_report
 from nanote import checkpoint, cli, dataset, safetensors_files
 from nanote.documents import stdlib_documents
-from nanote.metrics import OF_ONE_RUN, read_metrics
+from nanote.metrics import VARYING_FIELDS, read_metrics
 
 STEPS = 24
 OPTIONS = (
@@ -141,7 +141,7 @@ def run(arguments, log="log", sabotage=lambda: None) -> int:
 
 def metrics(run_dir) -> list[dict]:
     """Return the lines of metrics.jsonl without the times."""
-    return [{key: value for key, value in record.items() if key not in OF_ONE_RUN}
+    return [{key: value for key, value in record.items() if key not in VARYING_FIELDS}
             for record in read_metrics(Path(run_dir, "metrics.jsonl"))]
 
 

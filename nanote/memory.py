@@ -42,7 +42,7 @@ def check_memory(config, model_config, device: torch.device, dtype: torch.dtype)
         return
     size, what, names = max(parts)
     options = [name for name in names.split() if getattr(config, name) is not None]
-    given = " ".join(f"--{option.replace('_', '-')} {getattr(config, option)}" for option in options)
+    given = " ".join(f"{cli.flag(option)} {getattr(config, option)}" for option in options)
     lower = "one of them" if len(options) > 1 else "it"
     raise ValueError(f"{given}: {what} take {size / GIB:,.4g} GiB of at least {total / GIB:,.4g} GiB that "
                      f"this run needs, but {name} has {capacity / GIB:,.4g} GiB; lower {lower}")

@@ -353,7 +353,7 @@ class Log:
 
 
 # the only fields in which two equal runs differ
-OF_ONE_RUN = ("tokens_per_s", "mfu", "roofline", "peak_gib", "seconds", "slowest_rank", "slowest_ratio")
+VARYING_FIELDS = ("tokens_per_s", "mfu", "roofline", "peak_gib", "seconds", "slowest_rank", "slowest_ratio")
 
 # What json_files.check accepts in a line of metrics.jsonl and of fp8_health.jsonl.
 METRICS = {"step": json_files.SIZE, "loss": json_files.FLOAT32, "val_loss?": json_files.FLOAT32,

@@ -18,11 +18,11 @@ import torch
 from nanote import fp8, parallel
 
 try:
-    from fast_kernels import accelerate as replace_by_kernels
+    import fast_kernels
 except ImportError as error:  # the folder may be left out: everything works, slower
     if error.name != "fast_kernels":
         raise
-    replace_by_kernels = None
+    fast_kernels = None
 
 
 def make_optimizer(model, config):
@@ -46,7 +46,7 @@ def _adamw(model, parameters: list, config):
                    # FP8 weights have no BF16 bits that a remainder could complete
                    store_param_remainders=config.param_remainders and not config.fp8_param)
     on_gpu = parameters[0].is_cuda and not fp8.IS_REFERENCE
-    if on_gpu and replace_by_kernels is not None and not config.fp8_param:
+    if on_gpu and fast_kernels is not None and not config.fp8_param:
         from fast_kernels.adam import FastAdam  # needs Triton
 
         return FastAdam(groups, moment_dtype=moments, **options)

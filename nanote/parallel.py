@@ -256,7 +256,7 @@ def reason_of_any_rank(reason: str, group=None) -> str:
 class StopRequest:
     """Turn SIGINT and SIGTERM into a stop at the end of the current step; a second Ctrl-C interrupts at once.
 
-    A line says at once that the signal has come, since a step may take long (torchrun: for Ctrl-C, on rank 0).
+    A line says at once that the signal has come, since a step may take long (torchrun: Ctrl-C only, rank 0).
 
     A signal that was ignored when the process started stays ignored: nohup and shells ignore some for
     background jobs. Call `restore` to put the previous signal handlers back.

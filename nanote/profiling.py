@@ -24,6 +24,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from nanote import cli
+
 RANGES = ("profile", "nsys", "memory_snapshot")  # options of the form START:STOP
 # PyTorch's own grain size. More threads gain little, and on a busy machine each operation waits for the last.
 ELEMENTS_PER_THREAD = 2**15
@@ -33,7 +35,7 @@ ELEMENTS_PER_THREAD = 2**15
 
 def parse_range(option: str, text: str, max_steps: int) -> tuple[int, int]:
     """Parse START:STOP, or one number, as (first step, last step), both included."""
-    flag = _flag(option, text)
+    flag = f"{cli.flag(option)} {text}"
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last:
@@ -42,10 +44,6 @@ def parse_range(option: str, text: str, max_steps: int) -> tuple[int, int]:
     if last > max_steps:
         raise ValueError(f"{flag}: the run ends with step {max_steps} (--max-steps)")
     return first, last
-
-
-def _flag(option: str, value="") -> str:
-    return f"--{option.replace('_', '-')} {value}".rstrip()
 
 
 def check_options(config) -> None:
@@ -132,7 +130,8 @@ class Profiler:
             text = getattr(config, option)
             if text is None:
                 continue
-            flag, (first, last) = _flag(option, text), parse_range(option, text, config.max_steps)
+            flag = f"{cli.flag(option)} {text}"
+            first, last = parse_range(option, text, config.max_steps)
             if option != "profile" and device.type != "cuda":
                 other = " or pass --profile" if option == "nsys" else ""
                 raise ValueError(f"{flag}: needs a GPU, and this run is on the CPU; leave it out{other}")
@@ -177,10 +176,10 @@ class Profiler:
                     self._stop(option, step)
                 else:
                     del self.ranges[option]
-                    flag = _flag(option, getattr(self.config, option))
+                    flag = f"{cli.flag(option)} {getattr(self.config, option)}"
                     self.say(f"{flag}: the run ended before, after step {step}")
             except (RuntimeError, OSError) as error:  # must not hide why the run failed
-                self.say(f"{_flag(option)}: {str(error).splitlines()[0]}")
+                self.say(f"{cli.flag(option)}: {str(error).splitlines()[0]}")
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from nanote import cli, fp8, fsdp_copies, models, parallel, peers
 from nanote.config import TrainConfig, check_options
 from nanote.gradients import make_gradients
-from nanote.optimizers import make_optimizer, replace_by_kernels
+from nanote.optimizers import fast_kernels, make_optimizer
 
 
 def make_train_step(model, batch, **options) -> "TrainStep":
@@ -47,7 +47,7 @@ def make_train_step(model, batch, **options) -> "TrainStep":
             known[name] = getattr(model.config, name)
     config = TrainConfig(**known | options)
     check_options(config)
-    report = accelerate(model, config)
+    report = apply_fast_kernels(model, config)
     parallel.shard(model, config, batch[0].device)
     model.train()
     if fp8.uses_delayed_scaling(model) and fp8.is_fresh(model):
@@ -444,15 +444,15 @@ def weight_dtype(config, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def accelerate(model, config):
+def apply_fast_kernels(model, config):
     """Put the fast kernels into a model as the options say; return a line about it, "" for other models."""
     if fp8.IS_REFERENCE or not (config.model == "optimized" or models.is_file(config.model)):
         return ""
     if not config.fast_kernels:
         return "fast kernels are off: --no-fast-kernels"
-    if replace_by_kernels is None:
+    if fast_kernels is None:
         return "fast kernels are off: there is no folder fast_kernels"
-    report = replace_by_kernels(
+    report = fast_kernels.accelerate(
         model, blocks=config.fused_block, loss=config.fused_loss,
         dgrad_fast_accum_k=config.fp8_dgrad_fast_accum_k, logits_rounding=config.fp8_logits_rounding)
     return str(report)

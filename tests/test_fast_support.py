@@ -292,7 +292,7 @@ def test_the_trainer_says_what_the_kernels_do(monkeypatch, reason, options, word
     monkeypatch.setattr(fast_kernels, "_replace_loss", lambda model: "")  # there is none on a CPU
     monkeypatch.setattr(train_step.fp8, "IS_REFERENCE", False)
     monkeypatch.setattr(fast_support, "mode_reason", lambda model: reason)
-    assert train_step.accelerate(model, config) == words
+    assert train_step.apply_fast_kernels(model, config) == words
     if words.startswith("fast kernels: blocks"):
         assert model.dgrad_fast_accum_k == config.fp8_dgrad_fast_accum_k
         assert model.logits_rounding == config.fp8_logits_rounding

@@ -37,7 +37,7 @@ def make(**options):
     model = models.build_model("optimized", model_config, device="cuda", dtype=torch.bfloat16)
     if recipe is not None:
         model.fp8_recipe = recipe
-    train_step.accelerate(model, config)
+    train_step.apply_fast_kernels(model, config)
     optimizer = make_optimizer(model, config)
     if recipe is not None and recipe.delayed():
         train_step.warm_up_scales(model, batches(0, 1)[0])

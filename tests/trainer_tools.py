@@ -11,7 +11,7 @@ import sample
 import train
 from fork_server import run_python
 from nanote import cli, dataset
-from nanote.metrics import OF_ONE_RUN, read_metrics
+from nanote.metrics import VARYING_FIELDS, read_metrics
 
 ROOT = Path(train.__file__).parent
 # 24 steps of 2 micro-batches of 4 x 64 tokens; with dropout, so that the random state matters
@@ -80,5 +80,5 @@ sys.exit(cli.run(train.main, 'train.py'))"""
 
 def metrics(run) -> list[dict]:
     """Return metrics.jsonl without the fields that differ between equal runs."""
-    return [{k: v for k, v in record.items() if k not in OF_ONE_RUN}
+    return [{k: v for k, v in record.items() if k not in VARYING_FIELDS}
             for record in read_metrics(Path(run, "metrics.jsonl"))]
