@@ -132,7 +132,7 @@ def test_which_transformer_engine_the_fast_kernels_support(capability, version, 
         assert ("doctor.py --install installs Transformer Engine 2.20" in result.fix) == (status == "warn")
 
 
-@pytest.mark.parametrize("page", ["README.md", "GUIDE.md", "requirements-gpu.txt"])
+@pytest.mark.parametrize("page", ["README.md", "requirements-gpu.txt"])
 def test_the_pages_name_the_versions_that_the_fast_kernels_support(page):
     text = (doctor.HERE / page).read_text().replace("transformer-engine[pytorch]==", "Engine ")
     text = " ".join(text.split())
