@@ -10,7 +10,7 @@ The weights, the state_dict and, within rounding, the numbers stay the same. Eac
 - attention.py   FlashAttention on the packed QKV tensor, with QK-norm and RoPE in one kernel
 - loss.py        cross-entropy whose gradient is written in FP8
 - adam.py        AdamW with clipping in one pass; an optimizer, which `accelerate` does not touch
-- support.py     which models and passes the kernels take, and why any other goes through the modules
+- support.py     which models and passes the kernels support, and why any other falls back to the modules
 """
 
 import importlib.util
@@ -57,9 +57,9 @@ def accelerate(
 ) -> Report:
     """Replace parts of a model of model_te_optimized.py by the kernels, in place.
 
-    Passes that the kernels are not made for (evaluation, another recipe, frozen parameters) keep going
-    through the modules; a warning says so once for each reason. So does a part whose methods, modules or
-    hooks were edited, before this call or after it.
+    Passes that the kernels are not made for (evaluation, another recipe, frozen parameters) fall back
+    to the modules; a warning says so once for each reason. So does a part whose methods, modules or hooks
+    were edited, before this call or after it.
 
     Args:
         blocks: replace the training pass of the embedding, the blocks and lm_head.

@@ -2,8 +2,8 @@
 
 `fast_kernels.accelerate` puts the first three functions in the place of methods of `model_te_optimized.py`.
 Each of Transformer Engine's (TE) modules reads its input from memory and writes its output to memory in BF16.
-Here their parameters, scales and amax histories are used across the borders of modules. With FP8(x) for x
-quantized, rowwise and transposed:
+This file reads the modules' parameters, scales and amax histories itself, so that one kernel can finish one
+module and start the next. With FP8(x) for x quantized, rowwise and transposed:
 
     residual += branch + bias                            what the block before adds to the residual
     hidden    = FP8(norm(residual)) @ FP8(weight)        norm_linear: QKV, and the first layer of the MLP
@@ -15,7 +15,7 @@ quantized, rowwise and transposed:
   it, and so does the last GEMM where lm_head is not in FP8.
 - A gradient is quantized by the kernel that writes it, with the quantizer of the GEMM that reads it. It is
   passed through autograd as a `Float8Tensor`.
-- Delayed scaling knows the scales before the values. Other recipes do not, so they go through the modules,
+- Delayed scaling knows the scales before the values. Other recipes do not, so they fall back to the modules,
   which compute the same but for the accumulation in dgrad. Steps of both kinds can follow each other.
 - One launch quantizes all weights.
 - FSDP2 gathers a block's weights before the block and frees them after it. So a sharded block runs as a

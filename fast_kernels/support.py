@@ -1,4 +1,4 @@
-"""Which passes the fast kernels take, and why any other pass goes through the modules.
+"""Which passes the fast kernels support, and why any other falls back to the modules.
 
 The kernels compute what the methods of `model_te_optimized.py` compute, without calling them. A copy of that
 file is meant to be edited, and an edited model must never be trained as if it had not been edited. So the
@@ -134,7 +134,7 @@ def takes_pass(model):
 
 
 def unsupported_reason(model, is_reported=False):
-    """Return why a training pass of this model goes through its modules; "" where the kernels take it.
+    """Return why a training pass of this model falls back to its modules; "" where the kernels support it.
 
     is_reported: the caller tells the user the reason, so that no warning repeats it.
     """

@@ -75,7 +75,7 @@ def muon(model, config):
     chosen = set(map(id, matrices))
     rest = [p for p in model.parameters() if id(p) not in chosen]
     for_matrices = Muon(matrices, lr=config.lr, weight_decay=config.weight_decay)
-    return Several(for_matrices, _adamw(model, rest, config))
+    return CombinedOptimizer(for_matrices, _adamw(model, rest, config))
 
 
 class Muon(torch.optim.Optimizer):
@@ -124,8 +124,8 @@ class Muon(torch.optim.Optimizer):
                 master.grad = None
 
 
-class Several(torch.optim.Optimizer):
-    """Several optimizers that are used as one."""
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Use several optimizers as one."""
 
     def __init__(self, *parts):
         self.parts = parts

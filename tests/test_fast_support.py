@@ -96,7 +96,7 @@ def test_a_fingerprint_is_of_what_a_function_does(tmp_path):
     assert fast_support.fingerprint(namespace["forward"]) == fast_support.fingerprint(None) == ""
 
 
-# What goes through the modules
+# What falls back to the modules
 
 
 class ScaledBlock(model_te_optimized.Block):
