@@ -50,7 +50,7 @@ META = {  # fields of meta.json; "?": optional
     "step": COUNT, "config": dict, "model": str, "model_config": dict, "tokenizer": str,
     "optimizer_groups": [{"step?": COUNT}], "fp8_weights?": [str], "torch?": str, "device?": str,
     "hf?": {"folder": str, "vocab_size": SIZE}, "record?": RECORD,
-    "corpus?": {"train_sha256": str, "val_sha256": str}}
+    "corpus?": {"train_sha256": str, "val_sha256": str}, "samples?": COUNT, "tokens_per_step?": SIZE}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 # A number in the state of an optimizer is stored as a tensor of no dimensions, under a name with this ending.
 NUMBER = ":number"
@@ -276,6 +276,19 @@ def _tensors(model, optimizer):
                 yield f"optimizer.{name}.{key}", _plain(value), whole if is_part else None
     yield from ((f"fp8.{name}", value, None) for name, value in fp8.get_state(model).items())
     yield from ((f"rng{parallel.rank()}.{name}", value, None) for name, value in _rng_state().items())
+
+
+def check_storable(name: str, model) -> None:
+    """ValueError if a checkpoint cannot hold all state of the user's own model. `name`: of --model."""
+    for key, value in _weights(model).items():
+        if value.dtype not in safetensors_files.TYPES:
+            raise ValueError(f"--model {name}: {key} is {value.dtype}, which a checkpoint cannot hold; keep "
+                             "it as float32 (torch.view_as_real), or register it with persistent=False")
+    for module in model.modules():
+        library = type(module).get_extra_state.__module__.partition(".")[0]
+        if library not in ("torch", "transformer_engine", "te_reference"):
+            raise ValueError(f"--model {name}: a checkpoint does not hold what {type(module).__name__}."
+                             "get_extra_state() returns; keep it in a buffer (register_buffer)")
 
 
 def _weights(model) -> dict[str, torch.Tensor]:
@@ -590,6 +603,9 @@ def _check_architecture(folder: Path, tensors: dict, targets: dict, expected: se
                 f"{folder} is of another architecture: {name.removeprefix('model.')} is {stored} in the "
                 f"checkpoint and {needed} in the model; build the model from the checkpoint's meta.json"
             )
+        if tensors[name].is_floating_point() != targets[name].is_floating_point():
+            raise ValueError(f"{folder}: {name} is {tensors[name].dtype}, but {targets[name].dtype} in the "
+                             f"model; {RESTORE}")
 
 
 def _check_optimizer_state(folder: Path, tensors: dict, targets: dict) -> None:
@@ -655,6 +671,7 @@ def _load_adam(optimizer, stored_groups: list[dict], tensors: dict, weights: dic
             count = torch.tensor([stored["step"]], dtype=torch.int, device=device)
             group["step"] = count if on_device else stored["step"]
     parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    copies = hasattr(optimizer, "prepare")  # FastAdam copies to its own tensors, from host memory, too
     target["state"] = {}
     for number, parameter in enumerate(parameters):
         name = names[id(parameter)]
@@ -666,7 +683,9 @@ def _load_adam(optimizer, stored_groups: list[dict], tensors: dict, weights: dic
                 with torch.no_grad():
                     parameter.copy_(rounded)
         if state:
-            target["state"][number] = {key: value.to(parameter.device) for key, value in state.items()}
+            if not copies:
+                state = {key: value.to(parameter.device) for key, value in state.items()}
+            target["state"][number] = state
     optimizer.load_state_dict(target)
 
 

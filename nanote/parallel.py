@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -198,12 +198,14 @@ def norm_over_shards(norm: torch.Tensor, model) -> torch.Tensor:
 
 
 def empty_like(parameter, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory to load a tensor into, such as a parameter's optimizer state: of this rank's part if the
-    parameter is sharded and has that size."""
+    """Return host memory to load a tensor into, such as a parameter's optimizer state: of this rank's part if
+    the parameter is sharded and has that size."""
     if not isinstance(parameter, DTensor) or size != parameter.shape:
         return torch.empty(size, dtype=dtype)
-    part = torch.empty_like(local(parameter), dtype=dtype, requires_grad=False)
-    return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False,
+    mesh = parameter.device_mesh
+    on_host = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
+    part = torch.empty(local(parameter).shape, dtype=dtype)
+    return DTensor.from_local(part, on_host, parameter.placements, run_check=False,
                               shape=parameter.shape, stride=parameter.stride())
 
 

@@ -65,7 +65,7 @@ def write_file(path: Path, parts: dict[str, tuple[torch.Tensor, list[int]]]) -> 
 def stored_tensors(folder) -> dict:
     """Read the headers of a checkpoint's files: {name: entry with .size and .properties.dtype}.
 
-    Raises ValueError for tensors that are stored in part or twice, and for weights that are not
+    Raises ValueError for tensors that are stored in part or twice, and for FP8 or optimizer state that is not
     floating-point.
     """
     try:
@@ -85,9 +85,9 @@ def stored_tensors(folder) -> dict:
 
 
 def _must_be_float(name: str) -> bool:
-    """Whether a tensor is a weight, FP8 state, or state of AdamW or Muon; others may be integers."""
+    """Whether a tensor is FP8 state, or state of AdamW or Muon; others may be integers."""
     floats = ("master_param", "exp_avg", "exp_avg_sq", "momentum_buffer")
-    return name.startswith(("model.", "fp8.")) or name.rpartition(".")[2] in floats
+    return name.startswith("fp8.") or name.rpartition(".")[2] in floats
 
 
 def load(tensors: dict, folder: Path) -> None:
