@@ -271,7 +271,9 @@ def save(run: Run, record: dict | None, keep: int) -> None:
     saver = run.saver
     saver.wait()
     report_failed_save(run)  # of the checkpoint before
-    meta = run.checkpoint_meta | ({"record": record} if record else {})
+    samples = run.loaders["train"].first_sample(run.step * run.config.grad_accum)
+    meta = run.checkpoint_meta | {"samples": samples, "tokens_per_step": run.meter.tokens_per_step}
+    meta |= {"record": record} if record else {}
     saver.save(run.folder, run.step, model=run.model, optimizer=run.optimizer, meta=meta, keep=keep)
     if run.schedule.is_last_step or run.schedule.should_stop:
         saver.wait()
@@ -312,6 +314,7 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
     model, kernels = build_model(config, model_config, recipe, device, dtype)
     if models.is_file(config.model):
         models.check_first_pass(config.model, model, loaders["train"].batch(0))
+        checkpoint.check_storable(config.model, model)
     optimizer = make_optimizer(model, config)
     net = compile_model(model, config)
     if config.compile:
@@ -322,13 +325,15 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
     if resume_from is not None:
         resume(resume_from, meta, folder, model, optimizer)
     parallel.on_rank0(lambda: start_logs(folder, options, command, ranks, meta))
-    if fp8.uses_delayed_scaling(model) and fp8.is_fresh(model):
-        find_first_scales(config, model, optimizer, loaders["train"].batch(0))
-    train_step = TrainStep(model, net, optimizer, config, device)
-    at_end.callback(train_step.close)
     parameters = sum(p.numel() for p in model.parameters())
     slowest_rank = SlowestRank(loaders["train"], device) if ranks.world_size > 1 else None
     meter = Meter(config, parameters, device, ranks.world_size, slowest_rank)
+    if needs_first_scales(config, model, meta, meter.tokens_per_step):
+        find_first_scales(config, model, optimizer, loaders["train"].batch(0))
+    if meta and "samples" in meta:
+        loaders["train"].start_at(meta["step"] * config.grad_accum, meta["samples"])
+    train_step = TrainStep(model, net, optimizer, config, device)
+    at_end.callback(train_step.close)
     log = Log(folder, first_step, config.max_steps, enabled=ranks.is_first)
     parallel.on_rank0(lambda: log.start_wandb(config))
     profiler.run, profiler.say = folder, log.say
@@ -441,6 +446,24 @@ def start_logs(folder: str, options: dict, command: str, ranks: Ranks, meta: dic
     cut_logs(folder, step + 1 if meta else 1)
 
 
+def needs_first_scales(config: TrainConfig, model, meta: dict | None, tokens_per_step: int | None) -> bool:
+    """Return whether delayed scaling has no scales yet, or a checkpoint's do not fit this run.
+
+    That is so if FP8 has another format or other layers, or if gradients have another size: the loss is the
+    mean over the tokens of a step.
+    """
+    if not fp8.uses_delayed_scaling(model):
+        return False
+    if meta is None or fp8.is_fresh(model):
+        return True
+    now = dataclasses.asdict(config)
+    before = now | meta["config"]
+    names = ("fp8_margin", "fp8_lm_head", "fp8_skip_first", "fp8_skip_last")
+    formats = {fp8.resolve_format(config.fp8_recipe, options["fp8_format"]) for options in (before, now)}
+    return (len(formats) > 1 or any(before[name] != now[name] for name in names)
+            or meta.get("tokens_per_step", tokens_per_step) != tokens_per_step)
+
+
 def find_first_scales(config: TrainConfig, model, optimizer, batch) -> None:
     """Run the passes that find the first scales of delayed scaling.
 
@@ -495,13 +518,18 @@ def describe_precision(config: TrainConfig) -> str:
 
 
 def find_tokenizer(config: TrainConfig, name: str, log: Log) -> Tokenizer | None:
-    """Return the tokenizer of the data; None, with a log line, if it is not to be had here."""
+    """Return the tokenizer of the data; None, with a log line, if some rank does not get it: all ranks of a
+    sharded model generate the sample together."""
+    tokenizer, problem = None, ""
     try:
-        return get_tokenizer(name, config.vocab_size)
+        tokenizer = get_tokenizer(name, config.vocab_size)
     except ValueError as error:
         problem = str(error).partition(";")[0]  # what follows is advice for sample.py
+    if parallel.world_size() > 1:
+        problem = parallel.reason_of_any_rank(problem)
+    if problem:
         log.say(f"{problem}: training does not need it, but will print no sample at the end")
-        return None
+    return None if problem else tokenizer
 
 
 def report_run(config: TrainConfig, folder: str, tokens: dict, parameters: int, tokens_per_step: int,
@@ -596,7 +624,7 @@ def evaluate_checkpoint(config: TrainConfig, folder: Path, meta: dict, ranks: Ra
     model, _ = build_model(config, model_config, recipe, device, dtype)
     optimizer = make_optimizer(model, config)  # the FP8 state is loaded with the optimizer's
     checkpoint.load(folder, meta, model, optimizer)
-    if fp8.uses_delayed_scaling(model) and fp8.is_fresh(model):
+    if needs_first_scales(config, model, meta, meta.get("tokens_per_step")):  # no gradients here
         batch, _ = next(loader.evaluation(1))  # the same for every seed and number of ranks
         find_first_scales(config, model, optimizer, batch)
     val_loss = evaluate(model, loader, config)

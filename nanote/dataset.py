@@ -643,6 +643,7 @@ class Loader:
         self.num_windows = max(length // seq_len - 1, 1) if split == "train" else (length - 1) // seq_len
         self._epoch = lru_cache(2)(self._epoch)  # a batch may span two epochs
         self._ahead = (None, None)  # (index, future) of the prefetched batch
+        self.skips = (0, 0)  # (batch, samples): from this batch on, so many samples are skipped
         self.seconds_waited = 0.0  # for batches that were not read yet
         initializer = ()
         if self.device.type == "cuda":
@@ -650,6 +651,15 @@ class Loader:
             index = torch.cuda.current_device() if self.device.index is None else self.device.index
             initializer = (torch.cuda.set_device, (index,))
         self._thread = ThreadPoolExecutor(1, "loader", *initializer)
+
+    def first_sample(self, index) -> int:
+        """Return the number of samples of all ranks before batch `index`, counted from the run's first."""
+        begin, skipped = self.skips
+        return index * self.world_size * self.micro_batch_size + (skipped if index >= begin else 0)
+
+    def start_at(self, index, sample) -> None:
+        """Let batch `index` begin with this sample: a resumed run may have another number of them a step."""
+        self.skips = (index, sample - index * self.world_size * self.micro_batch_size)
 
     def batch(self, index):
         """Return batch `index`, which is step * grad_accum + micro_step, as (input_ids, labels).
@@ -702,7 +712,7 @@ class Loader:
 
     def _read(self, index):
         """Return the windows of batch `index`: int64 (micro_batch_size, seq_len + 1)."""
-        first, starts = (index * self.world_size + self.rank) * self.micro_batch_size, []
+        first, starts = self.first_sample(index) + self.rank * self.micro_batch_size, []
         for sample in range(first, first + self.micro_batch_size):
             offset, order = self._epoch(sample // self.num_windows)
             starts.append(offset + order[sample % self.num_windows] * self.seq_len)

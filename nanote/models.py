@@ -14,6 +14,9 @@ model:
   vocab_size), or a tuple that begins with them. Labels are shifted already; -100 means no label.
 - In FP8 the forward pass runs inside `te.autocast(enabled=self.config.use_fp8, recipe=self.fp8_recipe)`; the
   trainer sets `fp8_recipe`.
+- On a GPU a step is captured as CUDA graphs, which repeat what `forward` did on the GPU when it was captured.
+  Python in it does not run again: for a random choice, a counter or a schedule in Python, pass
+  --cuda-graph off.
 - A forward with an argument `is_first_microbatch` gets it with gradient accumulation, to cast weights to FP8
   once per step; one with `cu_seqlens` can train with --pack-documents.
 """

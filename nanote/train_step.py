@@ -32,6 +32,9 @@ def make_train_step(model, batch, **options) -> "TrainStep":
     they apply, and as CUDA graphs on a GPU. Under torchrun, call `train_step.close()` before
     dist.destroy_process_group().
 
+    The loss is the mean over micro-batches and ranks of their mean losses. So a label counts for more in a
+    micro-batch that has few (others are -100): fill all micro-batches about equally.
+
     `train_step.report` says which kernels run.
 
     Args:
@@ -132,6 +135,7 @@ class TrainStep:
 
     def run(self, batches, watch=False):
         """Run the step without graphs."""
+        self.optimizer.zero_grad(set_to_none=True)  # of a step that raised an error
         self._prepare_gradients()
         total = torch.zeros((), device=self.device)
         for micro, batch in enumerate(batches):
@@ -160,8 +164,9 @@ class TrainStep:
             collecting = self.gradients.micro_batch(first=micro == 0, last=micro == count - 1)
         with collecting:
             loss = self.net(*batch, **options) / count
-            # Gradients are summed over the ranks: a rank's are those of one process that has all samples, and
-            # so are their FP8 scales. NaN if the loss is not finite makes the norm NaN on every rank.
+            # Gradients are summed over the ranks: with as many labels on each, a rank's are those of one
+            # process that has all samples, and so are their FP8 scales. NaN if the loss is not finite makes
+            # the norm NaN on every rank.
             loss.backward((1 + 0 * loss.detach()) / parallel.world_size())
         if micro == count - 1:
             parallel.move_gradients(self.model)

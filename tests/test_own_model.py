@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nanote import models
 from nanote.metrics import read_metrics
@@ -38,6 +39,14 @@ class Pair(nn.Module):
         return logits if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1),
         labels.flatten())
 '''
+
+
+def with_buffers(**values) -> str:
+    lines = [f"        self.register_buffer({name!r}, {value})\n" for name, value in values.items()]
+    return "import torch\n" + PLAIN.replace("        self.config = config\n", "".join(
+        ["        self.config = config\n", *lines]))
+
+
 RUN = "--seq-len 64 --micro-batch-size 4 --eval-steps 2 --log-interval 1 --checkpoint-interval 4 --device cpu"
 
 
@@ -141,6 +150,8 @@ def test_an_unedited_copy_trains_as_the_original(tokens):
     ("--model pair.py:Pair --fp8-recipe none", "forward(input_ids, labels) returned a tuple"),
     ("--model bare.py:Pair --fp8-recipe none", "has no attribute config; add self.config = config"),
     ("--model needs.py:Pair --fp8-recipe none", "PairConfig: "),
+    ("--model complex.py:Pair --fp8-recipe none", "freqs is torch.complex64, which a checkpoint cannot hold"),
+    ("--model extra.py:Pair --fp8-recipe none", "does not hold what Pair.get_extra_state() returns"),
 ])
 def test_what_is_wrong_is_said_in_a_line_before_anything_is_written(tokens, arguments, message, capsys):
     Path("broken.py").write_text("class Pair(\n")
@@ -154,6 +165,8 @@ def test_what_is_wrong_is_said_in_a_line_before_anything_is_written(tokens, argu
     Path("exits.py").write_text("raise SystemExit('bye')")
     Path("pair.py").write_text(PLAIN.replace("return logits if", "return logits, None if"))
     Path("bare.py").write_text(PLAIN.replace("        self.config = config\n", ""))
+    Path("complex.py").write_text(with_buffers(freqs="torch.ones(3, dtype=torch.complex64)"))
+    Path("extra.py").write_text(f"{PLAIN}\n    def get_extra_state(self):\n        return 5\n")
     assert run_train(f"{RUN} {arguments} --out-dir run", tokens) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and error.startswith("train.py: ")
@@ -167,6 +180,22 @@ def test_a_resumed_run_keeps_the_config_that_it_began_with(tokens):
     Path("mine.py").write_text(PLAIN.replace("window: int = 8", "window: int = 99"))
     assert run_train("--resume --model mine.py:Pair --out-dir run --max-steps 8", tokens) == 0
     assert json.loads(Path("run/step-8/meta.json").read_text())["model_config"]["window"] == 8
+
+
+def test_buffers_of_integers_and_booleans_are_restored(tokens, capsys):
+    Path("mine.py").write_text(with_buffers(mask="torch.ones(8, dtype=torch.bool)", ids="torch.arange(8)"))
+    run = f"{RUN} --model mine.py:Pair --out-dir run"
+    assert run_train(f"{run} --fp8-recipe none --max-steps 4", tokens) == 0
+    zeros = with_buffers(mask="torch.zeros(8, dtype=torch.bool)", ids="torch.zeros(8, dtype=torch.long)")
+    Path("mine.py").write_text(zeros)
+    assert run_train("--resume --model mine.py:Pair --out-dir run --max-steps 8") == 0
+    stored = {}
+    for file in Path("run/step-8").glob("*.safetensors"):
+        stored |= load_file(file)
+    assert stored["model.mask"].tolist() == [True] * 8 and stored["model.ids"].tolist() == list(range(8))
+    Path("mine.py").write_text(with_buffers(mask="torch.ones(8)", ids="torch.arange(8)"))
+    assert run_train("--resume --model mine.py:Pair --out-dir run --max-steps 12") == 2
+    assert "model.mask is torch.bool, but torch.float32 in the model" in capsys.readouterr().err
 
 
 def test_a_model_that_cannot_generate_trains_all_the_same(tokens, capsys):
@@ -222,6 +251,24 @@ def test_make_train_step_equals_a_loop_by_hand():
     assert results[0][-1, 0] < results[0][0, 0]
 
 
+def test_a_step_that_raised_an_error_leaves_no_gradients():
+    from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
+    from nanote.train_step import make_train_step
+
+    def first_norm(batches_before):
+        torch.manual_seed(0)
+        config = OptimizedConfig(n_layer=1, n_head=2, n_embd=32, vocab_size=32, n_positions=16)
+        model = OptimizedGPT2Model(config)
+        step = make_train_step(model, (ids, ids), grad_accum=2)
+        for batches in batches_before:
+            with pytest.raises(IndexError):
+                step(batches, lr=1e-3)
+        return step([(ids, ids), (ids, ids)], lr=1e-3)[1]
+
+    ids = torch.arange(16).reshape(1, 16)
+    assert first_norm([[(ids, ids), (ids + 99, ids)]]) == first_norm([])
+
+
 def test_make_train_step_knows_from_the_model_what_cannot_be_captured(monkeypatch):
     from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
     from nanote import train_step
@@ -231,7 +278,7 @@ def test_make_train_step_knows_from_the_model_what_cannot_be_captured(monkeypatc
                             ({"gradient_checkpointing": True}, "gradient-checkpointing")):
         config = OptimizedConfig(n_layer=1, n_head=2, n_embd=32, vocab_size=32, n_positions=16, **options)
         model, ids = OptimizedGPT2Model(config), torch.zeros(1, 16, dtype=torch.long)
-        monkeypatch.setattr(train_step, "accelerate", lambda *_: "report")
+        monkeypatch.setattr(train_step, "apply_fast_kernels", lambda *_: "report")
         monkeypatch.setattr(train_step, "make_optimizer", lambda *_: None)
         step = train_step.make_train_step(model, (ids, ids))
         assert reason in train_step.why_no_graph(step.config, torch.device("cuda"))

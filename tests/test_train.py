@@ -14,6 +14,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from fork_server import run_python
 from nanote import checkpoint, fp8_health, models, roofline
 from nanote import metrics as metrics_module
 from nanote.config import TrainConfig, pick_vocab_size, read_options
+from nanote.dataset import Loader
 from nanote.metrics import Log, Meter, describe_corpus, flops_per_token, peak_flops, read_metrics
 from trainer_tools import OPTIONS, ROOT, metrics, run_train, spawn_train
 
@@ -183,6 +185,47 @@ def test_precision_may_change_on_resume(tokens, before, others):
         assert len(changed) == 11 and changed[0] == same[29] and same[30:] != changed[1:]
         assert changed == pytest.approx(same[29:], rel=0.01)
     assert same[39] < same[0] / 3, "the loss has fallen so far that a bad resume would show"
+
+
+def test_a_resumed_run_with_other_batches_goes_on_with_the_next_samples(tokens, monkeypatch):
+    plain, read = train.get_batches, []
+
+    def get_batches(loader, step, grad_accum):
+        batches = plain(loader, step, grad_accum)
+        read.extend(row.tolist() for inputs, _ in batches for row in inputs)
+        return batches
+
+    monkeypatch.setattr(train, "get_batches", get_batches)
+    options = OPTIONS.replace("--checkpoint-interval 12", "--checkpoint-interval 1")
+    assert run_train(f"{options} --max-steps 2 --out-dir run", tokens) == 0  # 2 x 4 samples a step
+    for steps, changes in ((4, "--micro-batch-size 2"), (5, "--grad-accum 4"), (6, "--micro-batch-size 4")):
+        assert run_train(f"--resume --out-dir run --max-steps {steps} {changes}") == 0
+    loader = Loader(tokens, "train", seq_len=64, micro_batch_size=1, seed=TrainConfig().seed)
+    expected = [loader.batch(index)[0][0].tolist() for index in range(2 * 8 + 2 * 4 + 8 + 16)]
+    loader.close()
+    assert read == expected
+
+
+@pytest.mark.parametrize("changes, is_found", [
+    ("", False), ("--fp8-format hybrid", False), ("--micro-batch-size 8 --grad-accum 1", False),
+    ("--fp8-format e4m3", True), ("--fp8-lm-head", True), ("--fp8-skip-first 0", True),
+    ("--grad-accum 1", True)])
+def test_scales_are_found_again_where_they_do_not_fit(tokens, monkeypatch, changes, is_found):
+    options = f"{OPTIONS} --no-fp8-lm-head --fp8-skip-first 1 --max-steps 1 --checkpoint-interval 1"
+    assert run_train(f"{options} --out-dir run", tokens) == 0
+    found = []
+    monkeypatch.setattr(train, "warm_up_scales", lambda *_: found.append(True))
+    assert run_train(f"--resume --out-dir run --max-steps 2 {changes}") == 0
+    assert bool(found) == is_found
+
+
+def test_no_rank_prints_a_sample_if_one_has_no_tokenizer(monkeypatch):
+    """The ranks of a sharded model generate it together."""
+    monkeypatch.setattr(train.parallel, "world_size", lambda: 2)
+    monkeypatch.setattr(train.parallel, "reason_of_any_rank", lambda reason: reason or "no tokenizer x")
+    said = []
+    assert train.find_tokenizer(TrainConfig(), "byte", SimpleNamespace(say=said.append)) is None
+    assert said == ["no tokenizer x: training does not need it, but will print no sample at the end"]
 
 
 def test_resume_takes_the_newest_run_and_its_options(tokens):
