@@ -6,7 +6,8 @@ step N; a run that begins with "nan" has a loss that is not finite in step 2, on
 that begins with "waits" reads each batch late on rank 1; in one that begins with "full" the first checkpoint
 does not fit on the disk of the last rank; one that begins with "copies" shares memory as GPUs do; "weights"
 checks that ranks with other weights get those of rank 0, "parts" that small sharded tensors are saved and
-loaded, and that ranks share errors; "gathers" that shared memory serves several ways to use FSDP2.
+loaded, and that ranks share errors; "gathers" that shared memory serves several ways to use FSDP2; "divides"
+that a divided update is that after an all-reduce (with TRITON_INTERPRET=1).
 """
 import dataclasses
 import os
@@ -71,13 +72,16 @@ class SharedFile:
     def open(name, rank, size, dtype):
         return torch.from_file(f"{name}-{rank}", shared=True, size=size, dtype=dtype)
 
-    def __init__(self, tensor, group):
+    def __init__(self, tensor, group=None):
+        group = group or dist.group.WORLD
         ranks = map(dist.get_global_rank, group.size() * [group], range(group.size()))
         self.group, name = group, self.names[tensor.data_ptr()]
         dist.barrier(group)  # all files are there
         self.memories = [self.open(name, rank, tensor.numel(), tensor.dtype) for rank in ranks]
+        self.memories[group.rank()] = tensor
+        self.buffer_ptrs = [memory.data_ptr() for memory in self.memories]
 
-    def get_buffer(self, rank, shape, dtype, offset):
+    def get_buffer(self, rank, shape, dtype, offset=0):
         copied.append(rank)
         return self.memories[rank].view(dtype)[offset:offset + shape[0]]
 
@@ -192,6 +196,47 @@ def check_gathers(ranks):
     peers.no_access_reason, peers.allocate, peers.connect = plain_access
 
 
+def train_divided(ranks, divides, dtype):
+    """Return losses and gradient norms of four steps, the weights and the first moments; in the second step
+    the last rank's loss is not finite."""
+    from fast_kernels.adam import FastAdam
+
+    peers.no_access_reason = lambda device: "" if divides else "not asked for"
+    peers.allocate, peers.connect = shared_files[1:]
+    model = Blocks().to(dtype)
+    model.blocks[2].requires_grad_(False)
+    optimizer = FastAdam(list(model.parameters()), lr=1e-2)
+    config = TrainConfig(fp8_recipe="none", grad_accum=2, grad_clip=0.5)
+    factor = [1.0]
+    step = train.TrainStep(model, lambda x, y: factor[0] * (model(x) - y[:, :5]).square().mean(), optimizer,
+                           config, torch.device("cpu"))
+    assert (step.undivided_reason == "") == divides, step.undivided_reason
+    random, reached = torch.Generator().manual_seed(ranks.rank), []
+    for number in range(4):
+        factor[0] = float("inf") if number == 1 and ranks.rank == ranks.world_size - 1 else 1.0
+        batches = [tuple(torch.randn(6, 15, generator=random).to(dtype) for _ in range(2)) for _ in range(2)]
+        loss, norm = step(batches, 1e-2)
+        reached.append([parallel.mean_over_ranks(loss.float()), norm])
+    step.gather_state()
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    return (torch.tensor(reached),
+            *(torch.cat([tensor.detach().flatten() for tensor in tensors]) for tensors in (
+                model.parameters(), moments)))
+
+
+def check_divided(ranks):
+    for dtype in (torch.float32, torch.bfloat16):
+        expected, found = (train_divided(ranks, divides, dtype) for divides in (False, True))
+        assert not expected[0][1].isfinite().any() and expected[0][2:].isfinite().all()
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
+        for tensor in found[1:]:
+            of_ranks = [None] * ranks.world_size
+            dist.all_gather_object(of_ranks, tensor)
+            assert all(torch.equal(tensor, other) for other in of_ranks), "the ranks have other weights"
+    peers.no_access_reason, peers.allocate, peers.connect = plain_access
+
+
 def run_all(runs):
     ranks = parallel.init()
     train.TrainStep.rank_of_test = ranks.rank
@@ -206,6 +251,9 @@ def run_all(runs):
             continue
         if words[0] == "gathers":
             check_gathers(ranks)
+            continue
+        if words[0] == "divides":
+            check_divided(ranks)
             continue
         if words[0] == "copy":
             parallel.on_rank0(lambda: copy(*words[1:]))

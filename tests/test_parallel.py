@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from nanote import checkpoint, dataset, parallel, safetensors_files, slow_ranks
 from nanote.config import TrainConfig
 from nanote.metrics import Log, read_metrics
-from trainer_tools import ROOT, metrics, run_train
+from trainer_tools import ROOT, metrics, run_groups, run_train
 
 EPS = 2.0**-24  # rounding error of float32
 # 67 positions: the parts of the ranks differ in size
@@ -22,16 +22,6 @@ OPTIONS = (
     "--max-steps 4 --warmup-steps 2 --lr-schedule constant --fp8-amax-history-len 8 --log-interval 1 "
     "--eval-interval 0 --eval-tokens 700 --checkpoint-interval 1 --keep-checkpoints 9 --device cpu"
 )
-
-
-def run_groups(*arguments: str) -> str:
-    """Run tests/parallel_worker.py; return what it printed."""
-    done = subprocess.run([sys.executable, str(ROOT / "tests" / "parallel_worker.py"), *arguments],
-                          capture_output=True, text=True, timeout=240,
-                          env=os.environ | {"NANOTE_REFERENCE": "1", "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr, done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A training step whose update is divided: two ranks, of which this process is one and a stand-in the other.
+"""A training step whose update is divided: three processes, or two ranks of which one is a stand-in.
 
 The kernels, with all ranks in one process: tests/test_fast_adam.py. Two GPUs: tests/test_multi_gpu.py."""
 import os
@@ -16,6 +16,7 @@ from fast_kernels.adam import FastAdam  # noqa: E402
 from nanote import peers  # noqa: E402
 from nanote.config import TrainConfig  # noqa: E402
 from nanote.train_step import TrainStep  # noqa: E402
+from trainer_tools import run_groups  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in is for the CPU")
 
@@ -89,6 +90,12 @@ def test_gradients_of_the_other_rank_s_part_are_sent_and_it_gets_the_weights(rea
         first, size = own.part(parameter)
         there = weights.handle.others[start + first:start + first + size]
         assert torch.equal(there, parameter.detach().view(-1)[first:first + size])
+
+
+def test_three_ranks_train_as_after_an_all_reduce(tmp_path, monkeypatch):
+    """With a frozen block, accumulation, and a step that is skipped; all end with the same weights."""
+    monkeypatch.chdir(tmp_path)
+    run_groups("3", "divides", TRITON_INTERPRET="1")
 
 
 def test_steps_of_one_optimizer_take_turns(reasons):

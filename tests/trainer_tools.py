@@ -1,6 +1,8 @@
 """Shared by the trainer's tests: a small corpus, options of a one-second run, and ways to run the scripts."""
 import contextlib
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,16 @@ def run_train(arguments: str, tokens: str | None = None, ending=short_endings) -
             return cli.run(lambda: train.main(argv), "train.py")
     except SystemExit as stop:
         return stop.code
+
+
+def run_groups(*arguments: str, **environment: str) -> str:
+    """Run tests/parallel_worker.py; return what it printed."""
+    done = subprocess.run([sys.executable, str(ROOT / "tests" / "parallel_worker.py"), *arguments],
+                          capture_output=True, text=True, timeout=240,
+                          env=os.environ | {"NANOTE_REFERENCE": "1", "OMP_NUM_THREADS": "1"} | environment)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    return done.stdout
 
 
 def run_script(script: str, argv: list[str]) -> int:
