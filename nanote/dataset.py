@@ -660,6 +660,7 @@ class Loader:
     def start_at(self, index, sample) -> None:
         """Let batch `index` begin with this sample: a resumed run may have another number of them a step."""
         self.skips = (index, sample - index * self.world_size * self.micro_batch_size)
+        self._ahead = (None, None)  # read without skipping
 
     def batch(self, index):
         """Return batch `index`, which is step * grad_accum + micro_step, as (input_ids, labels).

@@ -197,11 +197,11 @@ def test_a_resumed_run_with_other_batches_goes_on_with_the_next_samples(tokens, 
 
     monkeypatch.setattr(train, "get_batches", get_batches)
     options = OPTIONS.replace("--checkpoint-interval 12", "--checkpoint-interval 1")
-    assert run_train(f"{options} --max-steps 2 --out-dir run", tokens) == 0  # 2 x 4 samples a step
+    assert run_train(f"{options} --grad-accum 1 --max-steps 1 --out-dir run", tokens) == 0  # of 4 samples
     for steps, changes in ((4, "--micro-batch-size 2"), (5, "--grad-accum 4"), (6, "--micro-batch-size 4")):
         assert run_train(f"--resume --out-dir run --max-steps {steps} {changes}") == 0
     loader = Loader(tokens, "train", seq_len=64, micro_batch_size=1, seed=TrainConfig().seed)
-    expected = [loader.batch(index)[0][0].tolist() for index in range(2 * 8 + 2 * 4 + 8 + 16)]
+    expected = [loader.batch(index)[0][0].tolist() for index in range(4 + 3 * 2 + 8 + 16)]
     loader.close()
     assert read == expected
 
