@@ -209,7 +209,7 @@ class TrainConfig:
 GPT2 = dict(micro_batch_size=16, grad_accum=32, max_steps=20_000, warmup_steps=200)  # 0.5 M tokens per step
 LLAMA = dict(activation="swiglu", use_rmsnorm=True, use_rotary=True, bias=False)
 PRESETS = {
-    # Byte-level language model of Python sources: two minutes on two cores.
+    # Byte-level language model of Python sources: about three minutes on two cores.
     "tiny": LLAMA | dict(
         n_layer=4, n_head=4, n_embd=128, seq_len=128, micro_batch_size=16, max_steps=500, lr=3e-3,
         warmup_steps=50, eval_interval=100, eval_tokens=320 * 128, checkpoint_interval=100, log_interval=10),
