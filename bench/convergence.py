@@ -270,7 +270,7 @@ def size_of(arm: str) -> str:
 def train_all(options: Options, jobs: list, record, deadline: float, stop: threading.Event) -> None:
     """Train the jobs, (arm, seed), one per GPU at a time; call record(arm, seed, folder) after each.
 
-    At the deadline (of time.monotonic) and on SIGTERM, `stop` is set and the runs are cut.
+    At the deadline (of time.monotonic), on Ctrl-C and on SIGTERM, `stop` is set and the runs are cut.
     """
     waiting, running = queue.SimpleQueue(), []
     for job in jobs:
@@ -311,7 +311,8 @@ def train_all(options: Options, jobs: list, record, deadline: float, stop: threa
         for process in running:
             process.send_signal(signal.SIGTERM)  # train.py writes a checkpoint
 
-    signal.signal(signal.SIGTERM, end)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
     workers = [threading.Thread(target=work, args=(gpu,)) for gpu in visible_gpus()]
     for worker in workers:
         worker.start()
