@@ -446,11 +446,11 @@ def start_logs(folder: str, options: dict, command: str, ranks: Ranks, meta: dic
     cut_logs(folder, step + 1 if meta else 1)
 
 
-def needs_first_scales(config: TrainConfig, model, meta: dict | None, tokens_per_step: int | None) -> bool:
+def needs_first_scales(config: TrainConfig, model, meta: dict | None, tokens_per_step) -> bool:
     """Return whether delayed scaling has no scales yet, or a checkpoint's do not fit this run.
 
-    That is so if FP8 has another format or other layers, or if gradients have another size: the loss is the
-    mean over the tokens of a step.
+    That is so if FP8 has another format or other layers, or if gradients are larger: the loss is the mean
+    over the tokens of a step. Smaller ones keep the scales until their amax values fill the history.
     """
     if not fp8.uses_delayed_scaling(model):
         return False
@@ -461,7 +461,7 @@ def needs_first_scales(config: TrainConfig, model, meta: dict | None, tokens_per
     names = ("fp8_margin", "fp8_lm_head", "fp8_skip_first", "fp8_skip_last")
     formats = {fp8.resolve_format(config.fp8_recipe, options["fp8_format"]) for options in (before, now)}
     return (len(formats) > 1 or any(before[name] != now[name] for name in names)
-            or meta.get("tokens_per_step", tokens_per_step) != tokens_per_step)
+            or tokens_per_step is not None and tokens_per_step < meta.get("tokens_per_step", 0))
 
 
 def find_first_scales(config: TrainConfig, model, optimizer, batch) -> None:
@@ -518,14 +518,14 @@ def describe_precision(config: TrainConfig) -> str:
 
 
 def find_tokenizer(config: TrainConfig, name: str, log: Log) -> Tokenizer | None:
-    """Return the tokenizer of the data; None, with a log line, if some rank does not get it: all ranks of a
-    sharded model generate the sample together."""
+    """Return the tokenizer of the data; None, with a log line, if it is not to be had here, or for a
+    sharded model on some rank: all ranks of it generate the sample together."""
     tokenizer, problem = None, ""
     try:
         tokenizer = get_tokenizer(name, config.vocab_size)
     except ValueError as error:
         problem = str(error).partition(";")[0]  # what follows is advice for sample.py
-    if parallel.world_size() > 1:
+    if parallel.is_sharded(config):
         problem = parallel.reason_of_any_rank(problem)
     if problem:
         log.say(f"{problem}: training does not need it, but will print no sample at the end")

@@ -7,7 +7,7 @@ GPT-2 350M, 16 x 1,024 tokens a step and GPU, 1,600 steps, a checkpoint at steps
 steps from each on are compared with the mean of the 200 before and the 200 after them, so that a drift of the
 clocks does not count. `cost_percent` is the median of the differences, `seconds_per_save`, over the time of
 200 steps. For `seconds_waited` of it training stands still, while state is collected and copied; else steps
-are slower, while the copy is written. Should that take longer than 200 steps, the cost is underestimated:
+may be slower, while the copy is written. Should that take longer than 200 steps, the cost is underestimated:
 `interval_ms`, the milliseconds a step of each log interval, shows it.
 """
 

@@ -603,9 +603,10 @@ def _check_architecture(folder: Path, tensors: dict, targets: dict, expected: se
                 f"{folder} is of another architecture: {name.removeprefix('model.')} is {stored} in the "
                 f"checkpoint and {needed} in the model; build the model from the checkpoint's meta.json"
             )
-        if tensors[name].is_floating_point() != targets[name].is_floating_point():
-            raise ValueError(f"{folder}: {name} is {tensors[name].dtype}, but {targets[name].dtype} in the "
-                             f"model; {RESTORE}")
+        dtypes = tensors[name].dtype, targets[name].dtype
+        if dtypes[0] != dtypes[1] and not all(dtype.is_floating_point for dtype in dtypes):
+            raise ValueError(f"{folder}: {name} is {dtypes[0]}, but {dtypes[1]} in the model; give it the "
+                             f"type that was saved, or {RESTORE}")
 
 
 def _check_optimizer_state(folder: Path, tensors: dict, targets: dict) -> None:

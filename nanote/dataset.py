@@ -643,7 +643,7 @@ class Loader:
         self.num_windows = max(length // seq_len - 1, 1) if split == "train" else (length - 1) // seq_len
         self._epoch = lru_cache(2)(self._epoch)  # a batch may span two epochs
         self._ahead = (None, None)  # (index, future) of the prefetched batch
-        self.skips = (0, 0)  # (batch, samples): from this batch on, so many samples are skipped
+        self.skips = (0, 0)  # (batch, samples to skip from it on), see start_at
         self.seconds_waited = 0.0  # for batches that were not read yet
         initializer = ()
         if self.device.type == "cuda":

@@ -209,7 +209,7 @@ def test_a_resumed_run_with_other_batches_goes_on_with_the_next_samples(tokens, 
 @pytest.mark.parametrize("changes, is_found", [
     ("", False), ("--fp8-format hybrid", False), ("--micro-batch-size 8 --grad-accum 1", False),
     ("--fp8-format e4m3", True), ("--fp8-lm-head", True), ("--fp8-skip-first 0", True),
-    ("--grad-accum 1", True)])
+    ("--grad-accum 1", True), ("--grad-accum 4", False)])
 def test_scales_are_found_again_where_they_do_not_fit(tokens, monkeypatch, changes, is_found):
     options = f"{OPTIONS} --no-fp8-lm-head --fp8-skip-first 1 --max-steps 1 --checkpoint-interval 1"
     assert run_train(f"{options} --out-dir run", tokens) == 0
@@ -221,10 +221,13 @@ def test_scales_are_found_again_where_they_do_not_fit(tokens, monkeypatch, chang
 
 def test_no_rank_prints_a_sample_if_one_has_no_tokenizer(monkeypatch):
     """The ranks of a sharded model generate it together."""
-    monkeypatch.setattr(train.parallel, "world_size", lambda: 2)
+    sharded = TrainConfig(parallel="fsdp")
+    monkeypatch.setattr(train.parallel, "is_sharded", lambda config: config is sharded)
     monkeypatch.setattr(train.parallel, "reason_of_any_rank", lambda reason: reason or "no tokenizer x")
     said = []
-    assert train.find_tokenizer(TrainConfig(), "byte", SimpleNamespace(say=said.append)) is None
+    log = SimpleNamespace(say=said.append)
+    assert train.find_tokenizer(sharded, "byte", log) is None
+    assert train.find_tokenizer(TrainConfig(), "byte", log) is not None, "rank 0 generates alone"
     assert said == ["no tokenizer x: training does not need it, but will print no sample at the end"]
 
 
