@@ -437,12 +437,12 @@ class OptimizedGPT2Model(nn.Module):
 
     def run_block(self, layer, block, x, rope, is_first_microbatch, kv_cache, documents):
         """Run one block in its precision, with gradient checkpointing or offloading where they are on."""
-        config, learns = self.config, self.training and torch.is_grad_enabled()
+        config, needs_grad = self.config, self.training and torch.is_grad_enabled()
         with nullcontext() if config.in_fp8(layer) else te.autocast(enabled=False, recipe=self.fp8_recipe):
-            if config.gradient_checkpointing and learns and layer % config.checkpoint_every == 0:
+            if config.gradient_checkpointing and needs_grad and layer % config.checkpoint_every == 0:
                 return te.checkpoint(
                     block, x, rope=rope, is_first_microbatch=is_first_microbatch, documents=documents)
-            if not (config.offload_activations and learns):
+            if not (config.offload_activations and needs_grad):
                 return block(x, rope, is_first_microbatch, kv_cache, documents)
             with self.offload:
                 x = block(x, rope, is_first_microbatch, kv_cache, documents)
@@ -483,7 +483,7 @@ class ChunkedLoss(torch.autograd.Function):
     pass: their amax values meet in the same row of the histories."""
 
     @staticmethod
-    def forward(ctx, model, x, labels, is_first_microbatch, learns, *parameters):
+    def forward(ctx, model, x, labels, is_first_microbatch, needs_grad, *parameters):
         # FP8 GEMMs need multiples of 16 rows, MXFP8's of 32
         rows = round_up((len(x) + model.config.loss_chunks - 1) // model.config.loss_chunks, 32)
         count, total, dx = (labels != -100).sum().clamp(min=1), 0.0, []
@@ -491,19 +491,19 @@ class ChunkedLoss(torch.autograd.Function):
         for i, (chunk, y) in enumerate(zip(x.split(rows), labels.split(rows))):
             # Quantize lm_head's weight for the first chunk only. Evaluation leaves training's FP8 weights as
             # they are
-            first = i == 0 and is_first_microbatch is not False if learns else None
-            with torch.set_grad_enabled(learns):
-                chunk = chunk.detach().requires_grad_(learns)
+            first = i == 0 and is_first_microbatch is not False if needs_grad else None
+            with torch.set_grad_enabled(needs_grad):
+                chunk = chunk.detach().requires_grad_(needs_grad)
                 logits = model.lm_head(chunk, is_first_microbatch=first)
                 loss = model.cross_entropy(logits, y) * ((y != -100).sum() / count)
                 del logits
-            if learns:
+            if needs_grad:
                 dchunk, *gradients = torch.autograd.grad(loss, [chunk, *parameters])
                 dx.append(dchunk)
                 for sum_, gradient in zip(sums, gradients):
                     sum_.add_(gradient)
             total = total + loss.detach()
-        if learns:
+        if needs_grad:
             ctx.save_for_backward(torch.cat(dx), *(sum_.to(p.dtype) for sum_, p in zip(sums, parameters)))
         return total
 

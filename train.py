@@ -59,11 +59,11 @@ from nanote.train_step import (
     apply_fast_kernels,
     compile_model,
     first_compiled_pass,
+    graph_unsupported_reason,
     recipe_of,
     wants_graph,
     warm_up_scales,
     weight_dtype,
-    why_no_graph,
 )
 
 
@@ -330,8 +330,7 @@ def build(config: TrainConfig, resume_from: Path | None, meta: dict | None, rank
     meter = Meter(config, parameters, device, ranks.world_size, slowest_rank)
     if needs_first_scales(config, model, meta, meter.tokens_per_step):
         find_first_scales(config, model, optimizer, loaders["train"].batch(0))
-    if meta and "samples" in meta:
-        loaders["train"].start_at(meta["step"] * config.grad_accum, meta["samples"])
+    skip_samples(loaders["train"], config, meta)
     train_step = TrainStep(model, net, optimizer, config, device)
     at_end.callback(train_step.close)
     log = Log(folder, first_step, config.max_steps, enabled=ranks.is_first)
@@ -423,6 +422,12 @@ def open_folder(config: TrainConfig, resume_from: Path | None, ranks: Ranks, at_
         at_end.callback(checkpoint.unlock, folder, lock)
         elastic.remember_folder(folder)
     return folder
+
+
+def skip_samples(loader: Loader, config: TrainConfig, meta: dict | None) -> None:
+    """Let a resumed run go on with the sample after its last, though a step may now have more or fewer."""
+    if meta and "samples" in meta:
+        loader.start_at(meta["step"] * config.grad_accum, meta["samples"])
 
 
 def resume(resume_from: Path, meta: dict, folder: str, model, optimizer) -> None:
@@ -549,7 +554,8 @@ def report_step(config: TrainConfig, kernels: str, train_step: TrainStep, ranks:
         log.say(kernels)
     if ranks.world_size > 1 and train_step.device.type == "cuda":
         if not train_step.graphed:
-            log.say(f"CUDA graphs are off: {why_no_graph(config, train_step.device) or '--cuda-graph off'}")
+            reason = graph_unsupported_reason(config, train_step.device) or "--cuda-graph off"
+            log.say(f"CUDA graphs are off: {reason}")
         if config.parallel == "ddp":
             reason = train_step.undivided_reason
             log.say(f"every rank updates all weights, after an all-reduce of their gradients: {reason}"
@@ -738,4 +744,4 @@ def sample_text(run: Run) -> str:
 
 
 if __name__ == "__main__":
-    parallel.exit_process(cli.run(main, "train.py"))
+    elastic.exit_process(cli.run(main, "train.py"))

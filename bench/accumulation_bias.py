@@ -60,22 +60,18 @@ def bias_and_error(result, exact) -> tuple[float, float]:
     return ((difference * exact).sum() / square).item(), (difference.square().sum() / square).sqrt().item()
 
 
-def load(options: Options):
-    """Return a checkpoint's model, its config and the next micro-batches of its training data."""
+def load(options: Options, count: int, device):
+    """Return a checkpoint's model, config and folder, and the next `count` micro-batches of its training
+    data."""
     data = ["--data", options.data] if options.data else []
     config, folder, meta = read_options(["--eval-only", "--out-dir", str(options.folder), *data])
-    device = torch.device("cuda")
     loader = train.open_data(config, Ranks(), device, ["train"])["train"]
     config = train.fit_to_data(config, loader.meta, folder, meta)
+    train.skip_samples(loader, config, meta)
     first = meta["step"] * config.grad_accum
-    batches = [loader.batch(first + index) for index in range(options.micro_batches)]
+    batches = [loader.batch(first + index) for index in range(count)]
     loader.close()
-    model = arms.load_te(folder, meta, config, device, batches[0]).model.train()
-    reason = unsupported_reason(model)
-    if reason:
-        raise ValueError(f"{options.folder}: the fast kernels do not run this model: {reason}; name a run of "
-                         "--model optimized with delayed scaling, on a Hopper GPU")
-    return model, config, folder, batches
+    return arms.load_te(folder, meta, config, device, batches[0]).model.train(), config, folder, batches
 
 
 def add_noise(result):
@@ -178,7 +174,10 @@ def main(argv=None):
         raise ValueError("this study needs a GPU with Transformer Engine, and there is none here")
     if options.micro_batches < 1:
         raise ValueError(f"--micro-batches {options.micro_batches}: must be 1 or more; 8 works")
-    model, config, folder, batches = load(options)
+    model, config, folder, batches = load(options, options.micro_batches, torch.device("cuda"))
+    if reason := unsupported_reason(model):
+        raise ValueError(f"{options.folder}: the fast kernels do not run this model: {reason}; name a run of "
+                         "--model optimized with delayed scaling, on a Hopper GPU")
     figures = {"checkpoint": folder.name, "n_layer": config.n_layer, "n_embd": config.n_embd,
                "rows": list(measure(model, config, batches))}
     write_report("bench/accumulation_bias.py", argv, figures, options.json)

@@ -19,14 +19,11 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import train
-from bench import arms
+from bench.accumulation_bias import load
 from bench.report import check_folder, markdown, write_report
 from nanote import cli, fp8
-from nanote.config import read_options
 from nanote.generate import pick_device
 from nanote.gradients import Gradients
-from nanote.parallel import Ranks
 
 
 @dataclass
@@ -36,19 +33,6 @@ class Options:
     data: str | None = None  # Folder of token files; None: the run's.
     micro_batches: tuple[int, ...] = (8, 32, 64)  # Numbers of micro-batches to sum.
     json: Path = ROOT / "results/gradient_sums.json"  # Write the figures here.
-
-
-def load(options: Options):
-    """Return the checkpoint's model, name and config, and the next micro-batches of its training data."""
-    data = ["--data", options.data] if options.data else []
-    config, folder, meta = read_options(["--eval-only", "--out-dir", str(options.folder), *data])
-    device = pick_device("auto")
-    loader = train.open_data(config, Ranks(), device, ["train"])["train"]
-    config = train.fit_to_data(config, loader.meta, folder, meta)
-    first = meta["step"] * config.grad_accum
-    batches = [loader.batch(first + index) for index in range(max(options.micro_batches))]
-    loader.close()
-    return arms.load_te(folder, meta, config, device, batches[0]).model.train(), folder.name, config, batches
 
 
 def gradient(model, batches, dtype: torch.dtype) -> torch.Tensor:
@@ -62,8 +46,10 @@ def gradient(model, batches, dtype: torch.dtype) -> torch.Tensor:
 
 def measure(model, batches, counts):
     """Yield a row for each number of micro-batches."""
-    for count in counts:
-        exact = sum(gradient(model, [batch], torch.float32).double() for batch in batches[:count])
+    exact, done = 0, 0
+    for count in sorted(counts):
+        more = (gradient(model, [batch], torch.float32).double() for batch in batches[done:count])
+        exact, done = sum(more, exact), count
         found = {str(dtype).removeprefix("torch."): gradient(model, batches[:count], dtype)
                  for dtype in (torch.float32, torch.bfloat16)} | {"rounded_once": exact.bfloat16()}
         yield {"micro_batches": count} | {
@@ -82,11 +68,11 @@ def main(argv=None):
     check_folder(options.json)
     if min(options.micro_batches) < 1:
         raise ValueError(f"--micro-batches {min(options.micro_batches)}: must be 1 or more; 8 works")
-    model, checkpoint, config, batches = load(options)
+    model, config, folder, batches = load(options, max(options.micro_batches), pick_device("auto"))
     if next(model.parameters()).dtype != torch.bfloat16:
         raise ValueError(f"{options.folder}: a run with float32 weights, whose gradients are float32; name "
                          "one with --dtype bfloat16")
-    figures = {"checkpoint": checkpoint, "n_layer": config.n_layer, "n_embd": config.n_embd,
+    figures = {"checkpoint": folder.name, "n_layer": config.n_layer, "n_embd": config.n_embd,
                "tokens": config.micro_batch_size * config.seq_len,
                "rows": list(measure(model, batches, options.micro_batches))}
     write_report("bench/gradient_sums.py", argv, figures, options.json)

@@ -42,7 +42,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import arms, measure, nanogpt, report, timing
-from nanote import cli, parallel, peers
+from nanote import cli, elastic, parallel, peers
 
 SHAPES = {name: arms.SHAPES[name] for name in ("124m-b32", "350m-b16", "c4096")} | {
     "124m-b16": arms.SHAPES["124m-b32"] | {"micro_batch_size": 16}, "llama3-8b": arms.SHAPES["llama3-8b"]}
@@ -320,4 +320,4 @@ def describe(row: dict) -> str:
 
 
 if __name__ == "__main__":
-    parallel.exit_process(cli.run(main, "bench/multi_gpu.py"))
+    elastic.exit_process(cli.run(main, "bench/multi_gpu.py"))

@@ -54,7 +54,7 @@ def forward(
     options = {"cu_seqlens": cu_seqlens, "is_first_microbatch": is_first_microbatch, "kv_cache": kv_cache}
     if torch.compiler.is_compiling() and model.config.use_fp8 and model.fp8_recipe.delayed():
         return _run_uncompiled(model, input_ids, labels, **options, **others)
-    if kv_cache is None and not others and support.takes_pass(model):
+    if kv_cache is None and not others and support.supports_pass(model):
         return training_pass(model, input_ids, labels, cu_seqlens, is_first_microbatch)
     # an edited forward may have fewer arguments: pass only those that were given
     given = {name: value for name, value in options.items() if value is not None}
@@ -96,7 +96,7 @@ def cross_entropy(model, logits, labels):
 
 @fast_casts.on_input_device
 def training_pass(model, input_ids, labels, cu_seqlens, is_first_microbatch):
-    """Compute what the model's own forward computes, for a pass that `support.takes_pass`.
+    """Compute what the model's own forward computes, for a pass that `support.supports_pass`.
 
     Returns:
         Logits (B, S, vocab_size) BF16, or with labels their mean cross-entropy, scalar float32.

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 # of that file which the kernels follow, `print_fingerprints` prints the new ones.
 FINGERPRINTS = {
     "OptimizedGPT2Model.forward": "bf47ddaba3f906be",
-    "OptimizedGPT2Model.run_block": "3d54a2e012b39831",
+    "OptimizedGPT2Model.run_block": "15519f62be3d531a",
     "OptimizedGPT2Model.output": "47e0b4c5fd8880d5",
     "OptimizedGPT2Model.cross_entropy": "59b6ff64112a8391",
     "Block.forward": "56a87cc3791ffd02",
@@ -123,7 +123,7 @@ def structure_reason(model):
     return ""
 
 
-def takes_pass(model):
+def supports_pass(model):
     """Return whether the kernels take this pass of a model.
 
     A warning says why not, except where nobody expects the kernels, as in evaluation (`mode_reason`).

@@ -2,10 +2,11 @@
 
 torchrun then ends the other processes. With --max-restarts it starts all of them again with the same command
 line, and `folder_before_restart` tells them which run to continue. That is kept in torchrun's key-value
-store, which outlives the processes.
+store, which outlives the processes. A script of several processes ends with `exit_process`.
 
 Reference: docs.pytorch.org/docs/stable/elastic/run.html.
 """
+import contextlib
 import functools
 import os
 import re
@@ -75,3 +76,17 @@ def exit_if_lost(error: RuntimeError, last="its last checkpoint") -> None:
               file=sys.stderr, flush=True)
     time.sleep(1)  # the report names the process that ends first, and torchrun looks ten times a second
     raise SystemExit(1)
+
+
+def exit_process(code: int) -> None:
+    """End this process, after everything is closed.
+
+    A rank whose work is complete ends at once, without Python's cleanup. DTensor keeps process groups alive
+    whose gloo threads sometimes abort a process that cleans up, and torchrun would report a failure.
+    """
+    if code == 0 and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)

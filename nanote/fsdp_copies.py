@@ -21,7 +21,6 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from nanote import parallel, peers
@@ -40,7 +39,7 @@ def use_copy_engines(model, config) -> str:
     Returns:
         "", or the reason why NCCL gathers weights and reduces gradients.
     """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = parallel.units(model)
     if not units:
         return "nothing is sharded"
     if model in _using:  # of an earlier step

@@ -18,7 +18,6 @@ Reference: FSDP2, docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 import contextlib
 import os
 import signal
-import sys
 import warnings
 from dataclasses import dataclass
 
@@ -81,20 +80,6 @@ def reduction_dtype(config) -> torch.dtype:
 def shut_down(ranks: Ranks) -> None:
     if ranks.world_size > 1:
         dist.destroy_process_group()
-
-
-def exit_process(code: int) -> None:
-    """End this process, after everything is closed.
-
-    A rank whose work is complete ends at once, without Python's cleanup. DTensor keeps process groups alive
-    whose gloo threads sometimes abort a process that cleans up, and torchrun would report a failure.
-    """
-    if code == 0 and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
-                stream.flush()
-        os._exit(code)
-    sys.exit(code)
 
 
 # ---------------------------------------------------------------- sharding
@@ -171,11 +156,15 @@ def local_parameters(model) -> list:
     return [local(parameter) for parameter in model.parameters()]
 
 
+def units(model) -> list[FSDPModule]:
+    """Return the modules that FSDP2 gathers one at a time: blocks and, for the rest, the model."""
+    return [m for m in model.modules() if isinstance(m, FSDPModule)] if isinstance(model, FSDPModule) else []
+
+
 def reshard(model) -> None:
     """Free the weights that an evaluation has gathered: it has no backward pass, which does so."""
-    for module in model.modules() if isinstance(model, FSDPModule) else ():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for unit in units(model):
+        unit.reshard()
 
 
 def move_gradients(model) -> None:
@@ -185,6 +174,16 @@ def move_gradients(model) -> None:
             gradient, parameter.grad = parameter.grad.to_local(), None
             # a view into the buffer of a block's gradients; kernels need addresses of whole 16 bytes
             local(parameter).grad = gradient if gradient.data_ptr() % 16 == 0 else gradient.clone()
+
+
+def drop_gradients(model) -> None:
+    """Free gradients that FSDP2 has not reduced: of micro-batches before one that raised an error."""
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units(model)]  # no public name
+    for group in filter(None, groups):
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # once it was gathered
+                parameter._unsharded_param.grad = None
 
 
 def norm_over_shards(norm: torch.Tensor, model) -> torch.Tensor:

@@ -136,6 +136,7 @@ class TrainStep:
     def run(self, batches, watch=False):
         """Run the step without graphs."""
         self.optimizer.zero_grad(set_to_none=True)  # of a step that raised an error
+        parallel.drop_gradients(self.model)
         self._prepare_gradients()
         total = torch.zeros((), device=self.device)
         for micro, batch in enumerate(batches):
@@ -472,13 +473,13 @@ def compile_model(model, config):
 
 def wants_graph(config, device: torch.device) -> bool:
     """Return whether steps are captured as CUDA graphs. ValueError if --cuda-graph on is impossible."""
-    reason = why_no_graph(config, device)
+    reason = graph_unsupported_reason(config, device)
     if config.cuda_graph == "on" and reason:
         raise ValueError(f"--cuda-graph on: {reason}; leave the option out")
     return config.cuda_graph != "off" and not reason
 
 
-def why_no_graph(config, device: torch.device) -> str:
+def graph_unsupported_reason(config, device: torch.device) -> str:
     """Return why a step of this run cannot be captured as CUDA graphs; "" if it can."""
     reasons = [
         (device.type != "cuda" or fp8.IS_REFERENCE, "there is no GPU with Transformer Engine here"),

@@ -6,8 +6,9 @@ step N; a run that begins with "nan" has a loss that is not finite in step 2, on
 that begins with "waits" reads each batch late on rank 1; in one that begins with "full" the first checkpoint
 does not fit on the disk of the last rank; one that begins with "copies" shares memory as GPUs do; "weights"
 checks that ranks with other weights get those of rank 0, "parts" that small sharded tensors are saved and
-loaded, and that ranks share errors; "gathers" that shared memory serves several ways to use FSDP2; "divides"
-that a divided update is that after an all-reduce (with TRITON_INTERPRET=1).
+loaded, and that ranks share errors; "raised" that a step which raises leaves no gradients; "gathers" that
+shared memory serves several ways to use FSDP2; "divides" that a divided update is that after an all-reduce
+(with TRITON_INTERPRET=1).
 """
 import dataclasses
 import os
@@ -237,6 +238,25 @@ def check_divided(ranks):
     peers.no_access_reason, peers.allocate, peers.connect = plain_access
 
 
+def check_raised(ranks):
+    """A step that raises leaves nothing to the next."""
+    norms = []
+    for raises in (False, True):
+        model, config = Blocks(), TrainConfig(parallel="fsdp", fp8_recipe="none", grad_accum=2)
+        parallel.shard(model, config, torch.device("cpu"))
+        optimizer, factor = torch.optim.SGD(parallel.local_parameters(model), lr=0.0), [1.0]
+        step = train.TrainStep(model, lambda x, y: factor.pop() * (model(x) - y[:, :5]).square().mean(),
+                               optimizer, config, torch.device("cpu"))
+        random = torch.Generator().manual_seed(ranks.rank)
+        batches = [tuple(torch.randn(6, 15, generator=random) for _ in range(2)) for _ in range(2)]
+        for factor[:] in [[None, 1.0]] * raises + [[1.0, 1.0]]:
+            try:
+                norms.append(step(batches, 0.0)[1].item())
+            except TypeError:  # None in place of a factor, in the second micro-batch
+                norms.append("raised")
+    assert norms == [norms[0], "raised", norms[0]], norms
+
+
 def run_all(runs):
     ranks = parallel.init()
     train.TrainStep.rank_of_test = ranks.rank
@@ -251,6 +271,9 @@ def run_all(runs):
             continue
         if words[0] == "gathers":
             check_gathers(ranks)
+            continue
+        if words[0] == "raised":
+            check_raised(ranks)
             continue
         if words[0] == "divides":
             check_divided(ranks)

@@ -241,7 +241,7 @@ def test_what_the_trainer_refuses_in_one_line(tokens, tmp_path, capsys, options,
 def test_offloading_is_no_graph():
     config = train.TrainConfig(offload_activations=1)
     reason = "--offload-activations" if torch.cuda.is_available() and not fp8.IS_REFERENCE else "no GPU"
-    assert reason in train_step.why_no_graph(config, torch.device(DEVICE))
+    assert reason in train_step.graph_unsupported_reason(config, torch.device(DEVICE))
 
 
 # ---- on a GPU

@@ -281,7 +281,7 @@ def test_make_train_step_knows_from_the_model_what_cannot_be_captured(monkeypatc
         monkeypatch.setattr(train_step, "apply_fast_kernels", lambda *_: "report")
         monkeypatch.setattr(train_step, "make_optimizer", lambda *_: None)
         step = train_step.make_train_step(model, (ids, ids))
-        assert reason in train_step.why_no_graph(step.config, torch.device("cuda"))
+        assert reason in train_step.graph_unsupported_reason(step.config, torch.device("cuda"))
         assert step.report == "report"
 
 

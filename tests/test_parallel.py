@@ -38,7 +38,7 @@ def runs(tmp_path_factory, tokens):
     assert run_train(f"{none} {four} --out-dir one") == 0
     assert run_train(f"{delayed} {four} --out-dir one-fp8") == 0
     printed = run_groups(
-        "2", "weights", "gathers",
+        "2", "weights", "raised", "gathers",
         f"{none} {two} --parallel fsdp --out-dir fsdp",
         f"{none} {two} --parallel fsdp --gradient-checkpointing --no-reshard-after-forward "
         "--grad-reduce-dtype float32 --out-dir fsdp-switches",
@@ -242,8 +242,8 @@ def test_a_model_without_blocks_is_not_sharded(one_process_group):
 
 @pytest.mark.parametrize("ranks, code, cleans_up", [("1", 0, True), ("2", 0, False), ("2", 3, True)])
 def test_a_finished_rank_exits_without_the_cleanup_in_which_gloo_can_abort(ranks, code, cleans_up):
-    script = ("import atexit; from nanote import parallel; atexit.register(print, 'cleaned up'); "
-              f"print('all written'); parallel.exit_process({code})")
+    script = ("import atexit; from nanote import elastic; atexit.register(print, 'cleaned up'); "
+              f"print('all written'); elastic.exit_process({code})")
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=os.environ | {"WORLD_SIZE": ranks},
                           capture_output=True, text=True, timeout=120)
     assert done.returncode == code and done.stdout.startswith("all written\n")
