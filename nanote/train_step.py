@@ -421,8 +421,17 @@ def _side_stream():
 
 def _capture(function, pool) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        function()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            function()
+    except RuntimeError:
+        # PyTorch 2.11 leaves the random generator in a capture that failed: dropout would raise an error
+        # from then on. The end of another capture takes it out.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is empty
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                pass
+        raise
     return graph
 
 

@@ -43,9 +43,9 @@ ranks = parallel.init()
 plain_save, plain_load = checkpoint.BackgroundSaver.save, checkpoint.load
 
 def save(self, run, step, *, model, **others):
-    weights = {key: p.detach().float().cpu().numpy().tobytes() for key, p in model.named_parameters()}
+    weights = {key: parallel.local(p).detach().float().cpu() for key, p in model.named_parameters()}
     Path(run, f"weights-{ranks.rank}-{step}.json").write_text(json.dumps(
-        {key: hashlib.sha256(value).hexdigest() for key, value in weights.items()}))
+        {key: hashlib.sha256(value.numpy()).hexdigest() for key, value in weights.items()}))
     plain_save(self, run, step, model=model, **others)
 
 def load(folder, meta, model, optimizer):
