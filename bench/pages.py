@@ -78,6 +78,7 @@ TABLES = {  # comment in a page -> JSON file, function that makes a Markdown tab
     "convergence_small": ("convergence_small", convergence_report.small_table),
     "rounding": ("rounding", rounding.table), "rounding_bpe": ("rounding_bpe", rounding.table),
     "convergence_switched": ("convergence_switched", convergence_report.switched_table),
+    "convergence_early": ("convergence_early", convergence_report.switched_table),
     "convergence_negatives": ("convergence", convergence_report.negatives_table),
     "accumulation_times": ("accumulation", accumulation.times_table),
     "multi_gpu": ("multi_gpu", multi_gpu.table),
