@@ -570,13 +570,22 @@ def report_step(config: TrainConfig, kernels: str, train_step: TrainStep, ranks:
 
 
 def report_unused_options(config: TrainConfig, model_config, log: Log) -> None:
-    """Log which of the preset's options the model file does not have."""
+    """Log which options have no effect, such as those of the preset that the model file does not have."""
     default, known = TrainConfig(), ("preset", "model", *dataclasses.asdict(model_config))
     changed = [name for name in ARCHITECTURE if getattr(config, name) != getattr(default, name)]
     unused = [name for name in changed if name not in known]
     if unused:
         log.say(f"the model {config.model!r} has no {', '.join(unused)}: these options of the preset "
                 f"{config.preset!r} are left out")
+    of_fp8 = [field.name for field in dataclasses.fields(config) if field.name.startswith("fp8_")]
+    unused = [cli.flag(name) for name in of_fp8 if getattr(config, name) != getattr(default, name)]
+    if config.fp8_recipe == "none" and len(unused) > 1:  # --fp8-recipe itself
+        log.say(f"without FP8 these options have no effect: {', '.join(unused[1:])}")
+    if config.hsdp_replicas and config.parallel != "hsdp":
+        log.say(f"--parallel {config.parallel}: --hsdp-replicas has no effect")
+    if config.warmup_steps >= config.max_steps:
+        log.say(f"--warmup-steps {config.warmup_steps}: the learning rate rises until the last step, "
+                f"{config.max_steps}, and never is {config.lr:g}")
 
 
 # ---------------------------------------------------------------- running it
@@ -606,6 +615,10 @@ def main(argv=None) -> int:
         if ranks.is_first:
             print(f"train.py: {error}", file=sys.stderr)
         return 1
+    except (ValueError, OSError) as error:
+        if elastic.is_first_to_tell(error):
+            raise
+        return 2
     except (RuntimeError, MemoryError) as error:
         elastic.exit_if_lost(error)
         if not memory.is_out_of_memory(error):
@@ -711,7 +724,7 @@ def summarize(run: Run, text: str) -> None:
     if run.step < config.max_steps:
         signal_name = run.schedule.stop.name or "another process"
         print(f"stopped by {signal_name} after step {run.step}: saved {last}; "
-              f"resume with: python train.py --resume --out-dir {folder}{own_model}",
+              f"resume with: {elastic.launcher()} train.py --resume --out-dir {folder}{own_model}",
               file=sys.stderr if run.log.is_unread else sys.stdout)
         return
     print(f"\n--- a sample ---\n{text}\n----------------\n"

@@ -378,7 +378,8 @@ def saved_options(folder: Path, meta: dict) -> TrainConfig:
 
 
 def newest_run(preset: str) -> Path:
-    """Return the most recently changed run folder of a preset: out/<preset> or out/<preset>-<number>."""
+    """Return the run folder of a preset, out/<preset> or out/<preset>-<number>, that was changed last, of
+    those with a checkpoint if there are any."""
     runs = []
     for run in Path("out").glob(f"{preset}*"):
         if run.name == preset or run.name.removeprefix(preset).lstrip("-").isdigit():
@@ -386,7 +387,7 @@ def newest_run(preset: str) -> Path:
     if not runs:
         raise ValueError(f"--resume: there is no run out/{preset}; start one without --resume, or name its "
                          "folder with --out-dir")
-    return max(runs, key=lambda run: run.stat().st_mtime)
+    return max(runs, key=lambda run: (checkpoint.latest(run) is not None, run.stat().st_mtime))
 
 
 def make_run_folder(config: TrainConfig) -> str:
@@ -487,7 +488,9 @@ def _check_ranges(config: TrainConfig) -> None:
     at_least_1 = "max_steps micro_batch_size seq_len grad_accum eval_tokens keep_checkpoints log_interval"
     not_negative = "warmup_steps eval_interval checkpoint_interval fp8_health_interval max_skipped_steps seed"
     _require(config, at_least_1, lambda v: v >= 1, "at least 1", 8)
-    _require(config, "eval_steps", lambda v: v is None or v >= 1, "at least 1", 8)
+    _require(config, "eval_steps n_positions", lambda v: v is None or v >= 1, "at least 1", 64)
+    _require(config, "data", lambda v: v != "", "a folder of token files", "data/stdlib")
+    _require(config, "out_dir", lambda v: v != "", "a folder", "out/mine")
     _require(config, not_negative, lambda v: v >= 0, "0 or more", 100)
     _require(config, "fp8_amax_history_len", lambda v: v >= 1, "at least 1", 1024)
     _require(config, "fp8_dgrad_fast_accum_k", lambda v: v >= 0, "0 or more", 3072)

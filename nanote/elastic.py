@@ -45,6 +45,16 @@ def group_options(rank: int, world_size: int) -> dict:
             "world_size": world_size}
 
 
+def launcher() -> str:
+    """Return how the processes of this run were started, as in a shell."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if processes == 1:
+        return "python"
+    on_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    nodes = f"--nnodes {processes // on_this_node} … " if on_this_node < processes else ""
+    return f"torchrun {nodes}--nproc-per-node {on_this_node}"
+
+
 def remember_folder(folder: str) -> None:
     """Keep the run's folder for the processes after a restart."""
     if torchrun_store() is not None:
@@ -57,6 +67,15 @@ def folder_before_restart() -> str | None:
     if store is None or not restart_count() or not store.check(["nanote-folder"]):
         return None
     return store.get("nanote-folder").decode()
+
+
+def is_first_to_tell(error: Exception) -> bool:
+    """Return whether no other process has told this mistake, which most often all make."""
+    store = torchrun_store()
+    if store is None or store.add(f"nanote-told-{restart_count()}-{error}", 1) == 1:
+        return True
+    time.sleep(1)  # torchrun ends all processes when the first has ended, and that is to tell it before
+    return False
 
 
 def exit_if_lost(error: RuntimeError, last="its last checkpoint") -> None:

@@ -9,9 +9,12 @@ Takes every option of train.py, and those below. The layouts, each also with gra
     hsdp    weights, gradients and optimizer state are sharded within a node, and replicated across nodes
     fsdp    they are sharded over all GPUs
 
+With --parallel only that one is planned, and none that train.py refuses with the other options.
+
 Formulas and sources are in nanote/layouts.py. Latency is left out. train.py's --micro-batch-size and
 --grad-accum are per GPU, so tokens per step grow with the GPUs.
 """
+import contextlib
 import dataclasses
 import math
 import shlex
@@ -57,6 +60,8 @@ def check(cluster: Cluster, run) -> Cluster:
     if cluster.gpus % node:
         raise ValueError(f"--gpus {cluster.gpus}: not a multiple of --gpus-per-node {node}; pass "
                          f"{cluster.gpus // node * node} or {fp8.round_up(cluster.gpus, node)}")
+    if run.hsdp_replicas is not None:
+        raise ValueError(f"--hsdp-replicas {run.hsdp_replicas}: the plan has one on each node; leave it out")
     for name, known in KNOWN.items():
         if getattr(run, name) not in known:
             raise ValueError(f"{cli.flag(name)} {getattr(run, name)}: the plan knows its memory only for "
@@ -93,10 +98,27 @@ def table(found: list[Estimate], tokens: int) -> list[list[str]]:
     ]
 
 
+def possible(found: list[Estimate], run, given: list[str]) -> list[Estimate]:
+    """Return those with which train.py takes the options that were given; they may have chosen a layout."""
+    chosen = [argument for argument in given if argument.partition("=")[0] == "--parallel"]
+    kept = []
+    for one in found:
+        name, checkpointing = one.layout.name, one.layout.checkpointing
+        if chosen and name != run.parallel or run.gradient_checkpointing and not checkpointing:
+            continue
+        with contextlib.suppress(ValueError):
+            options = {"parallel": name, "gradient_checkpointing": checkpointing}
+            config.check_options(dataclasses.replace(run, **options))
+            kept.append(one)
+    if not kept:
+        raise ValueError(f"--parallel {run.parallel}: not with these options on these GPUs; leave it out")
+    return kept
+
+
 def command(best: Estimate, cluster: Cluster, given: list[str]) -> str:
     """Return the command that trains in this layout."""
     nodes, options = cluster.gpus // cluster.gpus_per_node, list(given)
-    if best.layout.name != "ddp":
+    if best.layout.name != "ddp" and "--parallel" not in shlex.join(options):
         options += ["--parallel", best.layout.name]
     if best.layout.name == "hsdp":
         options += ["--hsdp-replicas", str(nodes)]
@@ -127,7 +149,7 @@ def describe(best: Estimate) -> str:
 def main(argv=None):
     cluster, run, given = read_options(sys.argv[1:] if argv is None else argv)
     model = model_of(run)
-    found = estimates(cluster, run, model)
+    found = possible(estimates(cluster, run, model), run, given)
     _, gigabytes, link, network = GPUS[cluster.gpu]
     tokens = run.micro_batch_size * run.grad_accum * run.seq_len * cluster.gpus
     weights, nodes = models.weight_count(model), cluster.gpus // cluster.gpus_per_node

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from fork_server import run_python
+from nanote import elastic
 from trainer_tools import OPTIONS, ROOT, metrics
 
 # torchrun's own agent, with forked processes, which need not import PyTorch again
@@ -59,9 +60,19 @@ def launched(tokens, tmp_path_factory):
 launch([], 0, "whole")
 launch([(0, 1, 1), (1, 0, 6)], 2, None)  # before the first checkpoint, then after step 5 was logged
 launch([(0, 1, 6)], 0, "alone")
+launch([], 0, "whole")  # which exists
 """, *RUN.split(), "--data", tokens, cwd=folder, env={"NANOTE_REFERENCE": "1"}, timeout=110)
     assert done.returncode == 0, done.stderr
     return folder, done
+
+
+@pytest.mark.parametrize("processes, on_this_node, start", [
+    ("1", "1", "python"), ("8", "8", "torchrun --nproc-per-node 8"),
+    ("16", "8", "torchrun --nnodes 2 … --nproc-per-node 8")])
+def test_the_command_that_resumes(monkeypatch, processes, on_this_node, start):
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", on_this_node)
+    assert elastic.launcher() == start
 
 
 def test_a_restarted_run_ends_as_an_uninterrupted_one(launched):
@@ -75,7 +86,9 @@ def test_a_run_without_restarts_ends_with_one_line(launched):
     folder, done = launched
     assert ("train.py: rank 0: another process has ended, see torchrun's report; torchrun --max-restarts 3 "
             "would continue the run from alone/step-4\n") in done.stderr
-    assert done.stderr.endswith("torchrun: rank 1 has failed\n") and "Traceback" not in done.stderr
-    assert len(re.findall("^train.py:", done.stderr, re.MULTILINE)) == 3  # of the three deaths above
+    assert "torchrun: rank 1 has failed\n" in done.stderr and "Traceback" not in done.stderr
+    told = re.findall("^train.py: (.*)", done.stderr, re.MULTILINE)
+    assert len(told) == 4  # of the three deaths above, and of a mistake of both
+    assert told[-1] == "--out-dir whole exists: resume it with --resume, or name another"
     processes = re.findall(r"^process (\d+)$", done.stdout, re.MULTILINE)
-    assert len(processes) == 10 and not [number for number in processes if Path("/proc", number).exists()]
+    assert len(processes) == 12 and not [number for number in processes if Path("/proc", number).exists()]

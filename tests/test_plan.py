@@ -145,6 +145,18 @@ def test_it_recommends_the_simplest_of_the_fastest_layouts_that_fit(capsys, monk
     assert out.splitlines()[-1].endswith("train.py --preset llama3-8b --parallel hsdp --hsdp-replicas 8")
 
 
+@pytest.mark.parametrize("options, end", [
+    ("--gpus 8 --parallel fsdp", "(estimate): fsdp: torchrun --nproc-per-node 8 train.py --parallel fsdp"),
+    ("--preset llama3-8b --gpus 8 --fp8-recipe none --compile",  # fsdp does not go with it
+     "(estimate): ddp with --gradient-checkpointing: torchrun --nproc-per-node 8 train.py --preset llama3-8b "
+     "--fp8-recipe none --compile --gradient-checkpointing"),
+    ("--gpus 8 --gradient-checkpointing",
+     "ddp with --gradient-checkpointing: torchrun --nproc-per-node 8 train.py --gradient-checkpointing")])
+def test_it_recommends_what_train_py_takes(capsys, options, end):
+    assert run(options) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(end)
+
+
 def test_it_says_what_fits_when_nothing_does(capsys):
     assert run("--preset llama3-8b --gpus 8 --gpu h100 --micro-batch-size 64 --grad-accum 1") == 0
     line = capsys.readouterr().out.splitlines()[-1]
@@ -159,6 +171,8 @@ def test_it_says_what_fits_when_nothing_does(capsys):
     ("--preset llama9", "unknown preset 'llama9': one of tiny"),
     ("--gpus -8", "--gpus -8: must be above 0"), ("--gpus", "--gpus"), ("--network-gbs 0", "must be above 0"),
     ("--efficiency 50", "--efficiency 50.0: is a fraction of the peak; pass at most 1"),
+    ("--gpus 8 --parallel hsdp", "--parallel hsdp: not with these options on these GPUs; leave it out"),
+    ("--gpus 16 --hsdp-replicas 4", "--hsdp-replicas 4: the plan has one on each node; leave it out"),
     ("--gpu A100", "--gpu A100: has no FP8 tensor cores; pass --fp8-recipe none"),
     ("--fp8-recipe block", "the plan knows its memory only for delayed or current or none"),
     ("--preset gpt2-124m --micro-batch-size 1 --seq-len 8", "needs a multiple of 16"),
