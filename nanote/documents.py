@@ -75,7 +75,7 @@ def text_documents(files, column="text"):
 def _file_documents(path, column):
     if path.endswith(".parquet"):
         return _parquet_rows(path, column)
-    return _lines(path, column) if path.endswith(ROWS) else [_pieces(path)]
+    return _lines(path, column) if path.endswith(ROWS) else [_text_pieces(path)]
 
 
 # ---------------------------------------------------------------- folders
@@ -155,9 +155,16 @@ def _zstd_stream(path):
     return pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd")
 
 
+def _text_pieces(path):
+    for piece in _pieces(path):
+        if "\0" in piece:
+            raise ValueError(f"{path}: holds a NUL character, so it is no UTF-8 text; leave it out")
+        yield piece
+
+
 def _pieces(path):
-    try:
-        with _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
+    try:  # utf-8-sig: without the mark with which editors on Windows begin a file
+        with _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
             while text := file.read(PIECE):
                 # extend the piece to the end of the line, unless the line is longer than a piece
                 yield text + file.readline(PIECE)
@@ -228,9 +235,14 @@ def hf_documents(name, subset=None, split="train", column="text", streaming=Fals
                          "or folder")
     if data_files == []:
         raise ValueError("--data-files: names no file; give one or more, or leave it out")
-    if data_files is None and os.path.isfile(name):
+    is_file = data_files is None and os.path.isfile(name)
+    is_saved = data_files is None and os.path.isdir(name) and _is_saved_dataset(name)
+    if is_file and split != "train" or (is_file or is_saved) and (subset or streaming):
+        raise ValueError(f"hf {name}: is read from disk as it is; leave out --subset and --streaming"
+                         f"{' and --split' if is_file else ''}")
+    if is_file:
         return text_documents([name], column)
-    if data_files is None and os.path.isdir(name) and _is_saved_dataset(name):
+    if is_saved:
         return _saved_rows(name, column, split), None, "doc"
     is_file_name = name.endswith((*ROWS, *COMPRESSED)) or "/" not in name and os.path.splitext(name)[1]
     if name.startswith(("/", ".", "~")) or is_file_name:

@@ -665,9 +665,10 @@ def test_a_saved_dataset(tmp_path, monkeypatch, capsys, command):
 def test_a_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path / "notes", {
-        "b.txt": "b", "a/z.md": "a/z", "a.py": "a", "rows.jsonl": '{"text": "row 1"}\n{"text": "row 2"}',
-        "c.txt.gz": gzip.compress(b"c"), "latin1.txt": b"\xe9", "model.bin": b"a\0b", "empty.txt": "",
-        ".git/x": "hidden", ".hidden": "hidden", "set/train.bin": "", "set/meta.json": "{}",
+        "b.txt": "\ufeffb", "a/z.md": "a/z", "a.py": "a",
+        "rows.jsonl": '{"text": "row 1"}\n{"text": "row 2"}', "c.txt.gz": gzip.compress(b"c"),
+        "latin1.txt": b"\xe9", "model.bin": b"a\0b", "empty.txt": "", ".git/x": "hidden", ".hidden": "hidden",
+        "set/train.bin": "", "set/meta.json": "{}",
     })
     found, total, unit = documents.text_documents(["notes"])
     found = [text if isinstance(text, str) else "".join(text) for text in found]
@@ -712,6 +713,9 @@ def test_what_exists_is_read_without_the_network(tmp_path, monkeypatch, capsys):
     (["text", "absent.txt"], "absent.txt: no such file"),
     (["text", "empty.txt"], "the corpus is empty"),
     (["text", "latin1.txt"], "latin1.txt: not UTF-8 text"),
+    (["text", "model.bin"], "model.bin: holds a NUL character, so it is no UTF-8 text"),
+    (["hf", "good.txt", "--split", "val"], "hf good.txt: is read from disk as it is; leave out --subset and"),
+    (["hf", "good.txt", "--streaming"], "leave out --subset and --streaming and --split"),
     (["text", "bad.jsonl"], "bad.jsonl:2: not JSON"),
     (["text", "rows.jsonl"], "rows.jsonl:1: no text in column 'text'; name one with data.py --column: body"),
     (["text", "list.jsonl"], "list.jsonl:1: the document is [1], not an object"),
@@ -737,7 +741,7 @@ def test_what_exists_is_read_without_the_network(tmp_path, monkeypatch, capsys):
 def test_bad_input(tmp_path, monkeypatch, capsys, arguments, told):
     monkeypatch.chdir(tmp_path)
     for name, raw in {
-        "good.txt": b"good", "empty.txt": b"", "latin1.txt": b"caf\xe9",
+        "good.txt": b"good", "empty.txt": b"", "model.bin": b"a\0b", "latin1.txt": b"caf\xe9",
         "bad.jsonl": b'{"text": "a"}\n{"text', "rows.jsonl": b'{"id": 1, "body": "b"}', "list.jsonl": b"[1]",
         "bad.txt.gz": gzip.compress(b"text")[:-9], "bad.jsonl.zst": b"text", "bad.parquet": b"text",
         "tokens/train.bin": b"", "tokens/meta.json": b"", "hollow/.hidden": b"text",
