@@ -282,8 +282,9 @@ def check_storable(name: str, model) -> None:
     """ValueError if a checkpoint cannot hold all state of the user's own model. `name`: of --model."""
     for key, value in _weights(model).items():
         if value.dtype not in safetensors_files.TYPES:
+            how = "torch.view_as_real of it" if value.is_complex() else "it as float32"
             raise ValueError(f"--model {name}: {key} is {value.dtype}, which a checkpoint cannot hold; keep "
-                             "it as float32 (torch.view_as_real), or register it with persistent=False")
+                             f"{how}, or register it with persistent=False")
     for module in model.modules():
         library = type(module).get_extra_state.__module__.partition(".")[0]
         if library not in ("torch", "transformer_engine", "te_reference"):

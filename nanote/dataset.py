@@ -12,7 +12,7 @@ A token file holds nothing but token ids, uint16 or uint32, with an end-of-text 
   and adding documents moves none of the others.
 - The files appear complete or not at all (temporary folder, then rename). Checksums are verified on opening.
 - A batch is a pure function of (seed, index, rank). The loader has no state to save, and a resumed run sees
-  the same batches as an uninterrupted one.
+  the same batches as an uninterrupted one; if it has more or fewer samples a step, the samples that follow.
 """
 import glob
 import hashlib
@@ -596,9 +596,9 @@ class Loader:
 
     An epoch visits each window of seq_len + 1 tokens once. Windows overlap by one token: the last label of a
     window is the first input of the next. Philox with the key (seed, epoch) determines their order and, for
-    `train`, the starting offset. Sample (index * world_size + rank) * micro_batch_size + row selects the
-    window, so ranks see different data and no sample is skipped. A thread prefetches the next batch, into
-    pinned memory for a GPU.
+    `train`, the starting offset. Sample first_sample(index) + rank * micro_batch_size + row selects the
+    window, so ranks see different data and no sample is skipped; a resumed run says with `start_at` which is
+    next. A thread prefetches the next batch, into pinned memory for a GPU.
 
     With `pack_documents` a batch also says where its documents begin (cu_seqlens), so that attention can be
     confined to them. A document begins with the end-of-text token before it, as in generation: that token

@@ -313,6 +313,9 @@ def _first_line(error):
 def _field(row, column, where):
     if isinstance(row.get(column), str):
         return row[column]
+    if column in row:
+        raise ValueError(f"{where}: column {column!r} holds {str(row[column])[:40]}, not text; leave the row "
+                         "out, or name another column with data.py --column")
     texts = [key for key, value in row.items() if isinstance(value, str)]
     choices = ", ".join(texts) or "no column here holds text"
     raise ValueError(f"{where}: no text in column {column!r}; name one with data.py --column: {choices}")

@@ -718,6 +718,7 @@ def test_what_exists_is_read_without_the_network(tmp_path, monkeypatch, capsys):
     (["hf", "good.txt", "--streaming"], "leave out --subset and --streaming and --split"),
     (["text", "bad.jsonl"], "bad.jsonl:2: not JSON"),
     (["text", "rows.jsonl"], "rows.jsonl:1: no text in column 'text'; name one with data.py --column: body"),
+    (["text", "null.jsonl"], "null.jsonl:1: column 'text' holds None, not text; leave the row out"),
     (["text", "list.jsonl"], "list.jsonl:1: the document is [1], not an object"),
     (["text", "good.txt", "--tokenizer", "gpt5"], "unknown tokenizer 'gpt5'; use one of: byte, "),
     (["text", "good.txt", "--val-fraction", "1"], "--val-fraction 1.0: must be above 0 and below 1"),
@@ -743,6 +744,7 @@ def test_bad_input(tmp_path, monkeypatch, capsys, arguments, told):
     for name, raw in {
         "good.txt": b"good", "empty.txt": b"", "model.bin": b"a\0b", "latin1.txt": b"caf\xe9",
         "bad.jsonl": b'{"text": "a"}\n{"text', "rows.jsonl": b'{"id": 1, "body": "b"}', "list.jsonl": b"[1]",
+        "null.jsonl": b'{"text": null}',
         "bad.txt.gz": gzip.compress(b"text")[:-9], "bad.jsonl.zst": b"text", "bad.parquet": b"text",
         "tokens/train.bin": b"", "tokens/meta.json": b"", "hollow/.hidden": b"text",
     }.items():
