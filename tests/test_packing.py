@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import model_te_optimized
 import sample
 import train
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
@@ -40,6 +41,8 @@ def tokens():
     return torch.randint(0, 288, (2, 32), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2))
 
 
+FLASH = pytest.param("flash", marks=pytest.mark.skipif(
+    model_te_optimized.flash_attn_func is None, reason="needs FlashAttention"))
 every_model = pytest.mark.parametrize("switches", [GPT2, MODERN], ids=["gpt2", "modern"])
 every_kernel = pytest.mark.parametrize("attention", ["sdpa", "te"])
 
@@ -135,7 +138,7 @@ def test_fast_attention_packs(rope, norm):
 
 @pytest.mark.gpu
 @every_model
-@pytest.mark.parametrize("attention", ["te", "flash"])
+@pytest.mark.parametrize("attention", ["te", FLASH])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kernels_agree_on_a_gpu(attention, head_dim, switches):
     """In BF16, with empty documents at the end, forward and backward: every kernel against PyTorch's with a
@@ -153,7 +156,7 @@ def test_kernels_agree_on_a_gpu(attention, head_dim, switches):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("attention", ["te", "flash"])
+@pytest.mark.parametrize("attention", ["te", FLASH])
 def test_no_token_sees_another_document_on_a_gpu(attention):
     model = make(attention=attention, n_positions=256, head_dim=64, **MODERN).bfloat16().eval()
     x = torch.randint(0, 288, (2, 256), device="cuda")
@@ -166,7 +169,7 @@ def test_no_token_sees_another_document_on_a_gpu(attention):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("attention", ["te", "flash"])
+@pytest.mark.parametrize("attention", ["te", FLASH])
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
 def test_a_graph_packs_every_batch_anew(folder, tmp_path, attention, recipe):
     """On batches with different documents, a replayed CUDA graph is the step launched from Python."""
