@@ -44,6 +44,24 @@ def rows_of(result: dict) -> dict[str, list[dict]]:
     return rows
 
 
+def losses(result, arm: str, field="val_loss") -> list[float]:
+    """Return a field of the last records of an arm, such as "fp8@1.2e-3", by seed; of its shortest runs."""
+    found = [(tokens, runs) for (name, tokens), runs in final_records(result["runs"]).items() if name == arm]
+    return [record[field] for _, record in sorted(min(found)[1].items())]
+
+
+def gaps(result, arm: str, other: str | None = None, field="val_loss") -> list[float]:
+    """Return by how many percent a field of the last records of an arm is above that of another, by seed.
+
+    other: of which the field is val_loss if it has none; None: BF16 of the same size and learning rate.
+    """
+    final, other = final_records(result["runs"]), other or baseline_of(arm)
+    tokens = min(tokens for name, tokens in final if name == arm and (other, tokens) in final)
+    ours, theirs = final[arm, tokens], final[other, tokens]
+    return [100 * (ours[seed][field] / (theirs[seed].get(field) or theirs[seed]["val_loss"]) - 1)
+            for seed in sorted(ours.keys() & theirs.keys()) if ours[seed].get(field) is not None]
+
+
 def with_interval(mean, interval) -> str:
     if mean is None:
         return ""

@@ -6,7 +6,7 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
-from bench import pages, speed_report, stability_report
+from bench import convergence_report, pages, speed_report, stability_report
 from nanote import cli, models
 from trainer_tools import ROOT
 
@@ -222,6 +222,19 @@ def test_fp8_pays_from_the_width_above_which_it_always_does():
     rows.append({"width": 1024, "tokens": 2048, "graph": None, "error": "not run"})
     assert speed_report.crossover_table(rows).splitlines()[2:] == [
         "| 1,024 | 1,024 | 1.02 | 1.50 |", "| 2,048 | 256 | 1.20 | 1.30 |", "| 4,096 | none |  | 0.90 |"]
+
+
+def test_gaps_compare_the_last_records_of_the_seeds_that_two_arms_share():
+    """At the tokens that both have, though the arm may have trained on more, too."""
+    fields = ("arm", "seed", "run_tokens", "tokens", "val_loss", "without")
+    runs = [dict(zip(fields, values)) for values in (
+        ("fp8@1e-3", 2, 8, 8, 1.02, None), ("fp8@1e-3", 1, 8, 8, 1.1, 1.05), ("fp8@1e-3", 1, 8, 4, 9, 9),
+        ("fp8@1e-3", 1, 9, 9, 0.5, 0.5), ("fp8@1e-3", 3, 8, 8, 7, 7), ("fp8-e4m3@1e-3", 1, 8, 8, 1.1, 1.0),
+        ("bf16@1e-3", 1, 8, 8, 1.0, None), ("bf16@1e-3", 2, 8, 8, 1.0, None))]
+    assert convergence_report.gaps({"runs": runs}, "fp8@1e-3") == pytest.approx([10, 2])
+    assert convergence_report.gaps({"runs": runs}, "fp8@1e-3", field="without") == pytest.approx([5])
+    other = convergence_report.gaps({"runs": runs}, "fp8@1e-3", "fp8-e4m3@1e-3", "without")
+    assert other == pytest.approx([5]) and convergence_report.losses({"runs": runs}, "bf16@1e-3") == [1, 1]
 
 
 def test_the_stability_table_spans_margins():
