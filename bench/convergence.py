@@ -14,6 +14,8 @@ bench/ablation.py. `nanogpt` is nanoGPT's model, compiled, with the data, schedu
 
 Every arm trains on the same batches for the same seed, and is evaluated on the same tokens. A run that was
 cut, by --time-budget, a signal or a machine that went away, continues from its last checkpoint in --out-dir.
+A run that is there with other options (--data, --more, --evaluations) is refused. The exit code is 1 if a run
+failed.
 
 From random weights, runs of a seed soon differ by more than their precision explains: a change of rounding
 has the effect of another seed. With --switch-at, all arms of a seed share the first part of the run, in BF16,
@@ -55,7 +57,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -64,7 +66,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from bench.report import check_folder, cpu_name, write_json, write_report
 from bench.training import MODERN
-from nanote import cli
+from nanote import cli, config_file, json_files
+from nanote.config import read_options
 from nanote.dataset import sha256
 from nanote.metrics import read_metrics
 
@@ -128,6 +131,8 @@ ARMS |= {
 ARMS["nanogpt"] = f"{GPT2} --fp8-recipe none --model bench/nanogpt.py:NanoGPT --dtype float32 --compile"
 # of Student's t, 1, 2… degrees of freedom
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
+DOCUMENT = {"runs": [{"arm": str, "seed": int, "run_tokens": json_files.SIZE, "tokens": json_files.SIZE,
+                      "step": json_files.SIZE, "val_loss": float, "seconds": float}]}
 
 
 @dataclass
@@ -154,10 +159,8 @@ class Options:
 
 def command_of(options: Options, arm: str, seed: int, folder: Path) -> tuple[list[str], dict[str, str]]:
     """Return train.py's command and environment variables for a run, or for the rest of one that was cut."""
-    name, _, lr = arm.partition("@")
-    words = shlex.split(ARMS[name])
-    variables = dict(word.split("=", 1) for word in words if re.match("[A-Z_]+=", word))
-    words = words[len(variables):]
+    name = arm.partition("@")[0]
+    words, variables = words_of(name)
     if options.nanogpt:
         variables["NANOGPT"] = str(options.nanogpt.resolve())
     if any(folder.glob("step-*")):
@@ -169,12 +172,25 @@ def command_of(options: Options, arm: str, seed: int, folder: Path) -> tuple[lis
     if is_switched(options, arm):
         copy_checkpoint(options, arm, seed, folder)
         return command_of(options, arm, seed, folder)
-    steps, interval = steps_of(options, arm), interval_of_evaluations(options, arm)
     keep = ["--keep-checkpoints", "1000"] if options.switch_at else []  # the arms need one of them
-    return [sys.executable, "train.py", *COMMON.split(), *words, "--lr", lr,
-            "--seed", str(seed), "--max-steps", str(steps), "--eval-interval", str(interval),
-            "--checkpoint-interval", str(interval), "--data", options.data, "--out-dir", str(folder),
-            *options.more.split(), *keep], variables
+    return [sys.executable, "train.py", *first_options(options, arm, seed, folder), *keep], variables
+
+
+def words_of(name: str) -> tuple[list[str], dict[str, str]]:
+    """Return the options of train.py and the environment variables of an arm."""
+    words = shlex.split(ARMS[name])
+    variables = dict(word.split("=", 1) for word in words if re.match("[A-Z_]+=", word))
+    return words[len(variables):], variables
+
+
+def first_options(options: Options, arm: str, seed: int, folder: Path) -> list[str]:
+    """Return the options of train.py for a run that begins with random weights."""
+    name, _, lr = arm.partition("@")
+    interval = str(interval_of_evaluations(options, arm))
+    return [*COMMON.split(), *words_of(name)[0], "--lr", lr, "--seed", str(seed),
+            "--max-steps", str(steps_of(options, arm)), "--eval-interval", interval,
+            "--checkpoint-interval", interval, "--data", str(Path(options.data)),
+            "--out-dir", str(folder), *options.more.split()]
 
 
 def steps_of(options: Options, arm: str) -> int:
@@ -189,6 +205,24 @@ def interval_of_evaluations(options: Options, arm: str) -> int:
 def folder_of(options: Options, arm: str, seed: int) -> Path:
     switched = f"-switched{switch_step(options, arm)}" if is_switched(options, arm) else ""
     return options.out_dir / f"{arm}-{steps_of(options, arm)}steps{switched}-seed{seed}"
+
+
+def check_run(options: Options, arm: str, seed: int) -> None:
+    """ValueError if train.py refuses a run's options, or the run in its folder was trained with others."""
+    folder = folder_of(options, arm, seed)
+    asked, _, _ = read_options(first_options(options, arm, seed, folder))
+    record = folder / config_file.NAME
+    is_reused = is_complete(options, arm, folder) or any(folder.glob("step-*"))
+    if not is_reused or not record.exists():  # older versions wrote no record
+        return
+    advice = "name another --out-dir and --json, or delete this folder"
+    trained = json_files.read(record, config_file.DOCUMENT, advice)["config"]
+    for name, value in asdict(asked).items():
+        found = trained.get(name, value)
+        if value is None and name in ("vocab_size", "n_positions"):
+            continue  # a switched run has those of its checkpoint
+        if found != value and name not in (*config_file.OF_ONE_RUN, "keep_checkpoints"):
+            raise ValueError(f"{folder}: was trained with {cli.flag(name)} {found}, not {value}; {advice}")
 
 
 # ---------------------------------------------------------------- --switch-at
@@ -267,31 +301,22 @@ def size_of(arm: str) -> str:
     return max((prefix for prefix in SIZES if arm.startswith(prefix)), key=len)
 
 
-def train_all(options: Options, jobs: list, record, deadline: float, stop: threading.Event) -> None:
+def train_all(options: Options, jobs: list, record, deadline: float, stop: threading.Event) -> list:
     """Train the jobs, (arm, seed), one per GPU at a time; call record(arm, seed, folder) after each.
 
     At the deadline (of time.monotonic), on Ctrl-C and on SIGTERM, `stop` is set and the runs are cut.
+
+    Returns the jobs that failed.
     """
-    waiting, running = queue.SimpleQueue(), []
+    waiting, running, failed = queue.SimpleQueue(), [], []
     for job in jobs:
         waiting.put(job)
 
-    def work(gpu: str) -> None:
-        while not stop.is_set() and time.monotonic() < deadline:
-            try:
-                arm, seed = waiting.get_nowait()
-            except queue.Empty:
-                return
-            folder = folder_of(options, arm, seed)
-            if is_complete(options, arm, folder):
-                record(arm, seed, folder)
-                continue
+    def train(arm: str, seed: int, gpu: str) -> None:
+        folder = folder_of(options, arm, seed)
+        if not is_complete(options, arm, folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                command, variables = command_of(options, arm, seed, folder)
-            except (ValueError, OSError) as error:
-                print(f"{arm}, seed {seed}: {error}", file=sys.stderr)
-                continue
+            command, variables = command_of(options, arm, seed, folder)
             environment = os.environ | variables | {"CUDA_VISIBLE_DEVICES": gpu}
             with open(f"{folder}.log", "a") as log:
                 process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log,
@@ -301,10 +326,22 @@ def train_all(options: Options, jobs: list, record, deadline: float, stop: threa
                     process.send_signal(signal.SIGTERM)
                 code = process.wait()
             running.remove(process)
-            if is_complete(options, arm, folder):
-                record(arm, seed, folder)
-            elif code:
-                print(f"{arm}, seed {seed}: exit code {code}, see {folder}.log", file=sys.stderr)
+        if is_complete(options, arm, folder):
+            record(arm, seed, folder)
+        elif not stop.is_set() or code not in (0, -signal.SIGTERM):  # else it was cut
+            raise OSError(f"exit code {code}, see {folder}.log")
+
+    def work(gpu: str) -> None:
+        while not stop.is_set() and time.monotonic() < deadline:
+            try:
+                arm, seed = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                train(arm, seed, gpu)
+            except (ValueError, OSError) as error:
+                print(f"{arm}, seed {seed}: {error}", file=sys.stderr)
+                failed.append((arm, seed))
 
     def end(*_) -> None:
         stop.set()
@@ -320,6 +357,7 @@ def train_all(options: Options, jobs: list, record, deadline: float, stop: threa
         time.sleep(0.5)
         if time.monotonic() > deadline and not stop.is_set():
             end()
+    return failed
 
 
 def is_complete(options: Options, arm: str, folder: Path) -> bool:
@@ -472,23 +510,40 @@ def interval_of(values: list[float]) -> list[float] | None:
 
 # ---------------------------------------------------------------- the command
 
-def main(argv=None):
-    options = cli.parse(Options, argv, prog="convergence.py", description=__doc__)
+def check_options(options: Options) -> None:
+    """ValueError for a number out of range, an unknown arm, or a file that is missing."""
     check_folder(options.json)
+    for name, low, high, example in (("tokens", 1, 1e15, "1e8"), ("evaluations", 1, 1e9, "10"),
+                                     ("time_budget", 0, 1e9, "3600"), ("switch_at", 0, 1, "0.75")):
+        value = getattr(options, name)
+        if not low <= value <= high:  # nor is NaN
+            raise ValueError(f"{cli.flag(name)} {value}: must be from {low} to {high:g}, such as {example}")
     for arm in options.arms:
         if arm.partition("@")[0] not in ARMS:
             raise ValueError(f"--arms {arm}: unknown; the arms are {', '.join(ARMS)}")
         if arm.startswith("nanogpt") and not options.nanogpt:
             raise ValueError(f"--arms {arm}: needs a nanoGPT checkout; name its folder with --nanogpt")
-    arms = [arm if "@" in arm else f"{arm}@{options.lr}" for arm in options.arms]
     if options.draw and not options.json.exists():
         raise ValueError(f"--json {options.json}: there is no such file to summarize; leave out --draw to "
                          "train, or name one of results/convergence*.json")
-    document = json.loads(options.json.read_text()) if options.json.exists() else {"runs": []}
+
+
+def main(argv=None) -> int:
+    options = cli.parse(Options, argv, prog="convergence.py", description=__doc__)
+    check_options(options)
+    document, failed = {"runs": []}, []
+    if options.json.exists():
+        document = json_files.read(options.json, DOCUMENT, "name another file with --json")
+    arms = [arm if "@" in arm else f"{arm}@{options.lr}" for arm in options.arms]
+    # seeds outside, so that a study that was cut has all arms of its first seeds (and bf16 of all)
+    jobs, shared = [(arm, seed) for seed in options.seeds for arm in arms], []
+    if options.switch_at:  # the runs whose checkpoints the others begin with
+        check_switch(options, arms)
+        shared = list(dict.fromkeys((baseline_of(arm), seed) for arm, seed in jobs))
     if not options.draw:
         check_same_switch(options, arms, document["runs"])
-    if options.switch_at:
-        check_switch(options, arms)
+        for job in dict.fromkeys(shared + jobs):
+            check_run(options, *job)
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     lock = threading.Lock()
 
@@ -505,15 +560,12 @@ def main(argv=None):
             write_report("bench/convergence.py", argv, figures, options.json)
 
     if not options.draw:
-        # seeds outside, so that a study that was cut has all arms of its first seeds (and bf16 of all)
-        jobs = [(arm, seed) for seed in options.seeds for arm in arms]
         deadline, stop = time.monotonic() + (options.time_budget or math.inf), threading.Event()
-        if options.switch_at:  # the runs whose checkpoints the others begin with
-            shared = list(dict.fromkeys((baseline_of(arm), seed) for arm, seed in jobs))
-            train_all(options, shared, record, deadline, stop)
+        if shared:
+            failed += train_all(options, shared, record, deadline, stop)
             trained = [job for job in shared if is_complete(options, job[0], folder_of(options, *job))]
             jobs = [job for job in jobs if job not in shared and (baseline_of(job[0]), job[1]) in trained]
-        train_all(options, jobs, record, deadline, stop)
+        failed += train_all(options, jobs, record, deadline, stop)
         if not options.json.exists():
             raise ValueError(f"{options.json}: no run is complete; see the logs in {options.out_dir}, or "
                              "run the same command again to go on")
@@ -523,6 +575,7 @@ def main(argv=None):
         write_json(options.json, document)
     for row in document["summary"]:
         print(describe(row))
+    return 1 if failed else 0
 
 
 def describe(row: dict) -> str:

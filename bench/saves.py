@@ -24,12 +24,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from bench.report import Rows, check_folder
 from nanote import cli
+from nanote.config import read_options
 from nanote.metrics import read_metrics
 
 LOG, SAVE, TIMES = 10, 200, 3  # steps, steps, saves
 OPTIONS = (f"--preset gpt2-350m --micro-batch-size 16 --grad-accum 1 --warmup-steps 50 --eval-interval 0 "
            f"--log-interval {LOG} --checkpoint-interval {2 * SAVE} --keep-checkpoints 1 --eval-tokens 65536 "
            f"--max-steps {2 * (1 + TIMES) * SAVE}")
+FIXED = ("--max-steps", "--log-interval", "--checkpoint-interval", "--keep-checkpoints", "--eval-interval",
+         "--out-dir", "--parallel")  # not for --more: the figures rely on them
 
 
 @dataclass
@@ -42,13 +45,32 @@ class Options:
     json: Path = ROOT / "results/saves.json"  # Write the rows here.
 
 
+def options_of(layout: str, options: Options, folder: Path) -> list[str]:
+    """Return the options of train.py."""
+    return [*OPTIONS.split(), "--data", options.data, "--out-dir", str(folder), "--parallel", layout,
+            *options.more.split()]
+
+
+def check_options(options: Options) -> None:
+    """ValueError for options that train.py refuses, or that the measurement sets itself."""
+    check_folder(options.json)
+    for gpus in options.gpus:
+        if gpus < 1:
+            raise ValueError(f"--gpus {gpus}: must be at least 1, such as 2")
+    for word in options.more.split():
+        if word.partition("=")[0].replace("_", "-") in FIXED:
+            raise ValueError(f"--more: the measurement sets {word} itself; leave it out, as in "
+                             '--more="--preset gpt2-124m"')
+    for layout in options.layouts:
+        read_options(options_of(layout, options, Path("run")))
+
+
 def train(gpus: int, layout: str, options: Options, folder: Path) -> list[dict]:
     """Train on the first GPUs of the machine; return the records of metrics.jsonl."""
     launcher = [sys.executable]
     if gpus > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-    command = [*launcher, "train.py", *OPTIONS.split(), "--data", options.data, "--out-dir", str(folder),
-               "--parallel", layout, *options.more.split()]
+    command = [*launcher, "train.py", *options_of(layout, options, folder)]
     code = subprocess.run(command, cwd=ROOT).returncode
     if code:
         raise OSError(f"{' '.join(command)}: exit code {code}, see above")
@@ -78,7 +100,7 @@ def cost_of(records: list[dict], tokens: int) -> dict:
 
 def main(argv=None):
     options = cli.parse(Options, argv, prog="bench/saves.py", description=__doc__)
-    check_folder(options.json)
+    check_options(options)
     rows = Rows(options.json, ("gpu", "gpus", "parallel", "steps_between"), "bench/saves.py", argv)
     for gpus, layout in itertools.product(options.gpus, options.layouts):
         with tempfile.TemporaryDirectory(dir=options.out_dir) as scratch:

@@ -147,8 +147,9 @@ def table_arms() -> list:
 def run_formats(options, device, argv) -> int:
     """Print the seed guide's table at one shape: forward, backward, total and FP8's speed-up, by format."""
     layers, width, heads, batch, length = options.shape or GUIDE_SHAPE
-    name = "x".join(map(str, options.shape)) if options.shape else "guide"
     shape = dict(n_layer=layers, n_embd=width, n_head=heads, micro_batch_size=batch, seq_len=length)
+    run = arms.make_config(shape, device)  # without a GPU, a smaller model than the one that was asked for
+    name = "x".join(str(getattr(run, field)) for field in shape) if options.shape else "guide"
     if options.profile == "main":
         options = dataclasses.replace(options, profile="none")
     rows = Rows(options.json, ROW_KEYS, "benchmark_te.py", argv)
@@ -156,7 +157,6 @@ def run_formats(options, device, argv) -> int:
     names = options.arms or table_arms()
     measure_shape(name, shape, "gpt2", names, options, device, ceilings, rows, phases=options.steps)
     rows = [row for row in rows if row["shape"] == name]
-    run = arms.make_config(shape, device)  # without a GPU, a smaller model than the one that was asked for
     print(f"\n{run.n_layer} layers of width {run.n_embd}, {run.micro_batch_size} x {run.seq_len} tokens;"
           f" ms, and speed-up over BF16\n{speed_report.formats_table(rows)}")
     if device.type != "cuda" or fp8.IS_REFERENCE:

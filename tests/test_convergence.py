@@ -2,7 +2,9 @@
 import json
 import math
 import shutil
+import sys
 import threading
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +18,8 @@ from bench.ablation import Ablated, AblatedConfig, Ablation, Gemm, Linear, round
 from bench.accumulation_bias import bias_and_error
 from bench.convergence import summarize
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from nanote import fp8, models
+from nanote import cli, fp8, models
+from nanote.config import read_options
 from trainer_tools import metrics, run_train
 
 
@@ -435,7 +438,8 @@ def test_arms_share_the_first_part_of_a_run(tmp_path, tokens, capsys):
         "bf16@1e-2-4steps", "bf16-again@1e-2-4steps-switched2", "emulated-none@1e-2-4steps-switched2",
         "fp8@1e-2-4steps-switched2"))
     (none / "unfinished").mkdir(parents=True)  # of a copy that was cut
-    convergence.main([*command, "--switch-at", "0.5", "--arms", "bf16-again", "emulated-none", "fp8"])
+    arms = ["--switch-at", "0.5", "--arms", "bf16-again", "emulated-none", "fp8"]
+    assert convergence.main([*command, *arms]) == 0
     losses = [record["loss"] for record in metrics(shared)][2:]
     assert [record["loss"] for record in metrics(again)][1:] == losses
     for folder, is_quantized in ((none, False), (fp8, True)):
@@ -450,9 +454,17 @@ def test_arms_share_the_first_part_of_a_run(tmp_path, tokens, capsys):
     first = next(record for record in found["runs"] if record["arm"] == "fp8@1e-2")
     assert (first["step"], first["switch_step"], first["seconds"]) == (2, 2, 0)
 
+    assert convergence.main([*command, *arms]) == 0, "no run is refused, nor trained again"
+    other = convergence.Options(
+        data=tokens, more=f"{TINY} --weight-decay 0.2", evaluations=2, switch_at=0.5,
+        out_dir=tmp_path / "runs", tokens=4 * convergence.TOKENS_PER_STEP[""])
+    for arm, folder in ("bf16", shared), ("emulated-none", none), ("fp8", fp8):
+        with pytest.raises(ValueError, match=f"{folder}: was trained with --weight-decay 0.1, not 0.2"):
+            convergence.check_run(other, f"{arm}@1e-2", 1)
+
     shutil.rmtree(shared / "step-2")
     capsys.readouterr()
-    convergence.main([*command, "--switch-at", "0.5", "--arms", "fp8-current"])
+    assert convergence.main([*command, "--switch-at", "0.5", "--arms", "fp8-current"]) == 1
     assert f"there is no {shared}/step-2" in capsys.readouterr().err
     for other, step in ([], 0), (["--switch-at", "0.75", "--evaluations", "4"], 3):
         with pytest.raises(ValueError, match=f"bf16-again@1e-2 that switch at step 2, .* at {step} "):
@@ -461,12 +473,71 @@ def test_arms_share_the_first_part_of_a_run(tmp_path, tokens, capsys):
 
 @pytest.mark.parametrize("arm, switch_at, message", [
     ("fp8", "0.9", "the switch is at step 763 of 763; it must be in between"),
-    ("fp8", "-0.5", "in between"), ("fp8", "75", "in between"), ("nanogpt", "0.5", "leave it out")])
+    ("fp8", "1", "in between"), ("nanogpt", "0.5", "leave it out")])
 def test_a_switch_that_leaves_nothing_is_refused(tmp_path, arm, switch_at, message):
     with pytest.raises(ValueError, match=message):
         convergence.main(["--arms", arm, f"--switch-at={switch_at}", "--evaluations", "1", "--nanogpt", ".",
                           "--json", str(tmp_path / "found.json"), "--out-dir", str(tmp_path / "runs")])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("changed, message", [
+    (["--data", "data/b"], "--data data/a, not data/b"),
+    (["--more=--weight-decay 0.2"], "--weight-decay 0.1, not 0.2"),
+    (["--evaluations", "2"], "--eval-interval 1, not 5")])
+def test_a_run_with_other_options_is_not_reused(tmp_path, changed, message):
+    command = ["--arms", "small-bf16@1e-3", "--seeds", "1", "--tokens", "81920", "--data", "data/a/",
+               "--out-dir", str(tmp_path), "--json", str(tmp_path / "found.json")]
+    folder = tmp_path / "small-bf16@1e-3-10steps-seed1"
+    options = convergence.Options(tokens=81920, data="data/a")
+    words = convergence.command_of(options, "small-bf16@1e-3", 1, folder)[0][2:]
+    (folder / "step-10").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"config": asdict(read_options(words)[0])}))
+    record = {"step": 10, "loss": 2.0, "val_loss": 2.0, "tokens_per_s": 1.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert not convergence.main(command)  # the same options
+    before = (tmp_path / "found.json").read_text()
+    for is_complete in (True, False):
+        with pytest.raises(ValueError, match=f"{folder}: was trained with {message}; name another --out-dir"):
+            convergence.main([*command, *changed])
+        (folder / "metrics.jsonl").unlink(missing_ok=True)  # it would be resumed, with the options of before
+    assert (tmp_path / "found.json").read_text() == before
+
+
+def test_a_run_that_fails_is_in_the_exit_code(tmp_path, monkeypatch, capsys):
+    """The rows of earlier runs are summarized all the same."""
+    monkeypatch.setattr(convergence, "command_of", lambda *job: ([sys.executable, "-c", "exit(3)"], {}))
+    path = tmp_path / "found.json"
+    path.write_text(json.dumps({"runs": run("bf16@1e-3", 1, 100, 2.0, 10.0)}))
+    command = ["--arms", "bf16", "--seeds", "2", "--out-dir", str(tmp_path / "runs"), "--json", str(path)]
+    assert convergence.main(command) == 1
+    printed = capsys.readouterr()
+    assert "bf16@1.2e-3, seed 2: exit code 3, see" in printed.err and "loss 2.0000" in printed.out
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ("--evaluations 0", "--evaluations 0: must be from 1 to 1e+09, such as 10"),
+    ("--tokens inf", "--tokens inf: must be from 1 to 1e+15, such as 1e8"),
+    ("--tokens nan", "--tokens nan: must be from 1"), ("--tokens 0", "--tokens 0.0: must be from 1"),
+    ("--time-budget -1", "--time-budget -1: must be from 0"),
+    ("--switch-at inf", "--switch-at inf: must be from 0 to 1, such as 0.75"),
+    ("--switch-at 75", "--switch-at 75.0: must be from 0 to 1"),
+    ("--seeds -1", "--seed -1: must be 0 or more"),
+    ("--more=--learning-rate=1", "use --lr"), ("--lr high", "--lr"),
+    ("--json foreign.json", "foreign.json: runs is missing; name another file with --json"),
+    ("--json text.json --draw", "text.json: not JSON"), ("--json list.json", "list.json: the document is []"),
+    ("--json rows.json", "rows.json: runs[0].arm is missing")])
+def test_bad_input_is_one_line_before_anything_is_trained(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(convergence, "train_all", lambda *_: pytest.fail("it trains"))
+    monkeypatch.chdir(tmp_path)
+    contents = {"foreign": '{"cells": []}', "text": "no", "list": "[]", "rows": '{"runs": [{"seed": 1}]}'}
+    for name, content in contents.items():
+        (tmp_path / f"{name}.json").write_text(content)
+    argv = ["--json", "found.json", *arguments.split()]
+    assert cli.run(lambda: convergence.main(argv), "convergence.py") == 2
+    line, = capsys.readouterr().err.splitlines()
+    assert line.startswith("convergence.py: ") and message in line
+    assert {path.stem: path.read_text() for path in tmp_path.iterdir()} == contents
 
 
 def test_nothing_starts_after_the_deadline_or_the_end(tmp_path):

@@ -1,7 +1,9 @@
 """bench/saves.py: the cost of checkpoints, from records made by hand."""
 import pytest
 
+from bench import saves
 from bench.saves import LOG, SAVE, TIMES, cost_of
+from nanote import cli
 
 
 @pytest.mark.parametrize("drift", [0.0, 0.05])  # from the first step to the last
@@ -24,3 +26,16 @@ def test_cost(copying, writing, slower, cost, drift):
     assert found["interval_ms"][0] == pytest.approx(60 * (1 + drift / 40), rel=0.01)
     of_save = found["interval_ms"][2 * SAVE // LOG - 2]
     assert of_save == pytest.approx((60 * slower + copying * 100) * (1 + drift / 4), rel=0.02)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--more=--max-steps 20"], "--more: the measurement sets --max-steps itself; leave it out"),
+    (["--more=--preset tiny --log_interval=5"], "the measurement sets --log_interval=5 itself"),
+    (["--more=--max-step 20"], "--max-step"), (["--layouts", "dp"], "--parallel"),
+    (["--gpus", "0"], "--gpus 0: must be at least 1, such as 2")])
+def test_bad_options_are_refused_before_training(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(saves, "train", lambda *_: pytest.fail("it trains"))
+    argv = ["--json", str(tmp_path / "saves.json"), *arguments]
+    assert cli.run(lambda: saves.main(argv), "bench/saves.py") == 2
+    line, = capsys.readouterr().err.splitlines()
+    assert line.startswith("bench/saves.py: ") and message in line and not list(tmp_path.iterdir())
