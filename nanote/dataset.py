@@ -630,7 +630,8 @@ class Loader:
             raise ValueError(f"{Path(folder, split)}.bin: holds the token {self.tokens.max()}, but "
                              f"vocab_size in meta.json is {vocab_size}; {REMAKE}")
         if length < seq_len + 1:
-            shorter = f" or --seq-len {length - 1}" if length > 1 else ""
+            fitting = (length - 1) // 16 * 16  # FP8 needs a multiple of 16 tokens
+            shorter = f" or --seq-len {fitting}" if fitting else ""
             raise ValueError(f"{Path(folder, split)}.bin: {length} tokens, but a context of {seq_len} needs "
                              f"{seq_len + 1}; use a larger corpus{shorter}")
         self.split, self.seq_len, self.micro_batch_size = split, seq_len, micro_batch_size

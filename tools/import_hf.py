@@ -203,6 +203,8 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
     folder, run = Path(folder), Path(run)
     if os.path.lexists(run):
         raise ValueError(f"{run} exists; name another folder for the run")
+    if checkpoint.is_step_name(run.name):
+        raise ValueError(f"{run}: step-<n> is the name of a checkpoint; use another, such as out/mine")
     hf = read_config(folder)
     try:
         options = hf_weights.from_hf_config(hf)
