@@ -584,8 +584,8 @@ def report_unused_options(config: TrainConfig, model_config, log: Log) -> None:
     if config.hsdp_replicas and config.parallel != "hsdp":
         log.say(f"--parallel {config.parallel}: --hsdp-replicas has no effect")
     if config.warmup_steps >= config.max_steps:
-        log.say(f"--warmup-steps {config.warmup_steps}: the learning rate rises until the last step, "
-                f"{config.max_steps}, and never is {config.lr:g}")
+        log.say(f"--warmup-steps {config.warmup_steps}: the learning rate rises in all {config.max_steps} "
+                f"steps; pass fewer, such as {config.max_steps // 10}")
 
 
 # ---------------------------------------------------------------- running it
@@ -616,7 +616,7 @@ def main(argv=None) -> int:
             print(f"train.py: {error}", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
-        if elastic.is_first_to_tell(error):
+        if elastic.is_to_tell(error, ranks.rank):
             raise
         return 2
     except (RuntimeError, MemoryError) as error:

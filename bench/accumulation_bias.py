@@ -27,7 +27,6 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import train
 from bench import arms
 from bench.convergence import standard_error
 from bench.report import check_folder, markdown, write_report
@@ -35,8 +34,6 @@ from fast_kernels import gemm as fast_gemm
 from fast_kernels.gemm import gemm  # the function itself: `watched` replaces the module's attribute
 from fast_kernels.support import unsupported_reason
 from nanote import cli, fp8
-from nanote.config import read_options
-from nanote.parallel import Ranks
 
 ROWS = 4096  # of a result, which are compared
 EVERY_K = 10**9
@@ -58,20 +55,6 @@ def bias_and_error(result, exact) -> tuple[float, float]:
     difference, exact = result.double() - exact.double(), exact.double()
     square = exact.square().sum()
     return ((difference * exact).sum() / square).item(), (difference.square().sum() / square).sqrt().item()
-
-
-def load(options: Options, count: int, device):
-    """Return a checkpoint's model, config and folder, and the next `count` micro-batches of its training
-    data."""
-    data = ["--data", options.data] if options.data else []
-    config, folder, meta = read_options(["--eval-only", "--out-dir", str(options.folder), *data])
-    loader = train.open_data(config, Ranks(), device, ["train"])["train"]
-    config = train.fit_to_data(config, loader.meta, folder, meta)
-    train.skip_samples(loader, config, meta)
-    first = meta["step"] * config.grad_accum
-    batches = [loader.batch(first + index) for index in range(count)]
-    loader.close()
-    return arms.load_te(folder, meta, config, device, batches[0]).model.train(), config, folder, batches
 
 
 def add_noise(result):
@@ -174,7 +157,8 @@ def main(argv=None):
         raise ValueError("this study needs a GPU with Transformer Engine, and there is none here")
     if options.micro_batches < 1:
         raise ValueError(f"--micro-batches {options.micro_batches}: must be 1 or more; 8 works")
-    model, config, folder, batches = load(options, options.micro_batches, torch.device("cuda"))
+    model, config, folder, batches = arms.load_run(
+        options.folder, options.data, options.micro_batches, torch.device("cuda"))
     if reason := unsupported_reason(model):
         raise ValueError(f"{options.folder}: the fast kernels do not run this model: {reason}; name a run of "
                          "--model optimized with delayed scaling, on a Hopper GPU")

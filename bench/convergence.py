@@ -64,7 +64,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench.report import check_folder, cpu_name, write_json, write_report
+from bench.report import check_folder, check_more, cpu_name, write_json, write_report
 from bench.training import MODERN
 from nanote import cli, config_file, json_files
 from nanote.config import read_options
@@ -131,6 +131,9 @@ ARMS |= {
 ARMS["nanogpt"] = f"{GPT2} --fp8-recipe none --model bench/nanogpt.py:NanoGPT --dtype float32 --compile"
 # of Student's t, 1, 2… degrees of freedom
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
+FIXED = ("--seed", "--lr", "--max-steps", "--eval-interval", "--checkpoint-interval", "--data", "--out-dir",
+         "--resume")  # options of train.py that are not for --more
+CUT = (0, 130, -signal.SIGINT, -signal.SIGTERM)  # exit codes of a run that was told to stop
 DOCUMENT = {"runs": [{"arm": str, "seed": int, "run_tokens": json_files.SIZE, "tokens": json_files.SIZE,
                       "step": json_files.SIZE, "val_loss": float, "seconds": float}]}
 
@@ -213,7 +216,7 @@ def check_run(options: Options, arm: str, seed: int) -> None:
     asked, _, _ = read_options(first_options(options, arm, seed, folder))
     record = folder / config_file.NAME
     is_reused = is_complete(options, arm, folder) or any(folder.glob("step-*"))
-    if not is_reused or not record.exists():  # older versions wrote no record
+    if not is_reused or not record.exists():  # older versions wrote no record: such a run is not checked
         return
     advice = "name another --out-dir and --json, or delete this folder"
     trained = json_files.read(record, config_file.DOCUMENT, advice)["config"]
@@ -221,6 +224,8 @@ def check_run(options: Options, arm: str, seed: int) -> None:
         found = trained.get(name, value)
         if value is None and name in ("vocab_size", "n_positions"):
             continue  # a switched run has those of its checkpoint
+        if name == "data":  # older versions kept a slash at its end
+            found = str(Path(found))
         if found != value and name not in (*config_file.OF_ONE_RUN, "keep_checkpoints"):
             raise ValueError(f"{folder}: was trained with {cli.flag(name)} {found}, not {value}; {advice}")
 
@@ -328,7 +333,7 @@ def train_all(options: Options, jobs: list, record, deadline: float, stop: threa
             running.remove(process)
         if is_complete(options, arm, folder):
             record(arm, seed, folder)
-        elif not stop.is_set() or code not in (0, -signal.SIGTERM):  # else it was cut
+        elif not stop.is_set() or code not in CUT:
             raise OSError(f"exit code {code}, see {folder}.log")
 
     def work(gpu: str) -> None:
@@ -339,8 +344,8 @@ def train_all(options: Options, jobs: list, record, deadline: float, stop: threa
                 return
             try:
                 train(arm, seed, gpu)
-            except (ValueError, OSError) as error:
-                print(f"{arm}, seed {seed}: {error}", file=sys.stderr)
+            except Exception as error:  # the other runs go on
+                print(f"{arm}, seed {seed}: {type(error).__name__}: {error}", file=sys.stderr)
                 failed.append((arm, seed))
 
     def end(*_) -> None:
@@ -513,6 +518,7 @@ def interval_of(values: list[float]) -> list[float] | None:
 def check_options(options: Options) -> None:
     """ValueError for a number out of range, an unknown arm, or a file that is missing."""
     check_folder(options.json)
+    check_more(options.more, FIXED)
     for name, low, high, example in (("tokens", 1, 1e15, "1e8"), ("evaluations", 1, 1e9, "10"),
                                      ("time_budget", 0, 1e9, "3600"), ("switch_at", 0, 1, "0.75")):
         value = getattr(options, name)

@@ -3,12 +3,14 @@
 All but `rates_table` are at the learning rate that is best for BF16 of the size, which every arm has.
 """
 
+import math
 import statistics
 
 from bench.convergence import (
     EMULATED,
     RECIPES,
     SIZES,
+    T_975,
     TOKENS_PER_STEP,
     baseline_of,
     changes_of,
@@ -53,13 +55,23 @@ def losses(result, arm: str, field="val_loss") -> list[float]:
 def gaps(result, arm: str, other: str | None = None, field="val_loss") -> list[float]:
     """Return by how many percent a field of the last records of an arm is above that of another, by seed.
 
-    other: of which the field is val_loss if it has none; None: BF16 of the same size and learning rate.
+    other: BF16 of the same size and learning rate if it is None. Where it lacks the field, as BF16 lacks
+        val_loss_without_fp8, its val_loss is taken.
     """
     final, other = final_records(result["runs"]), other or baseline_of(arm)
     tokens = min(tokens for name, tokens in final if name == arm and (other, tokens) in final)
     ours, theirs = final[arm, tokens], final[other, tokens]
     return [100 * (ours[seed][field] / (theirs[seed].get(field) or theirs[seed]["val_loss"]) - 1)
             for seed in sorted(ours.keys() & theirs.keys()) if ours[seed].get(field) is not None]
+
+
+def pooled_interval(result, arm: str, control: str) -> list[float]:
+    """Return the 95 % interval of the mean of `gaps` of an arm, if those of a control scatter as much."""
+    ours, others = gaps(result, arm), gaps(result, control)
+    freedom = len(ours) + len(others) - 2
+    variance = sum((len(some) - 1) * statistics.variance(some) for some in (ours, others)) / freedom
+    half, mean = T_975[freedom - 1] * math.sqrt(variance / len(ours)), statistics.mean(ours)
+    return [mean - half, mean + half]
 
 
 def with_interval(mean, interval) -> str:
@@ -130,8 +142,9 @@ def switched_table(result) -> str:
         _, seeds, _, gap, without = cells(row)
         lines.append([block, label if label == ALL else f"`{label}`", seeds, gap, without,
                       paired_change(changes)])
-    return markdown(["block", "FP8", "seeds", "behind none, %", "evaluated without FP8, %",
-                     "behind all in FP8, %"], lines, left=2)
+    names = ["block", "FP8", "seeds", "behind none, %", "evaluated without FP8, %", "behind all in FP8, %"]
+    used = len(names) - (not any(line[-1] for line in lines))
+    return markdown(names[:used], [line[:used] for line in lines], left=2)
 
 
 def plot_switched(result, path) -> None:

@@ -19,7 +19,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench.accumulation_bias import load
+from bench import arms
 from bench.report import check_folder, markdown, write_report
 from nanote import cli, fp8
 from nanote.generate import pick_device
@@ -68,7 +68,8 @@ def main(argv=None):
     check_folder(options.json)
     if min(options.micro_batches) < 1:
         raise ValueError(f"--micro-batches {min(options.micro_batches)}: must be 1 or more; 8 works")
-    model, config, folder, batches = load(options, max(options.micro_batches), pick_device("auto"))
+    model, config, folder, batches = arms.load_run(
+        options.folder, options.data, max(options.micro_batches), pick_device("auto"))
     if next(model.parameters()).dtype != torch.bfloat16:
         raise ValueError(f"{options.folder}: a run with float32 weights, whose gradients are float32; name "
                          "one with --dtype bfloat16")

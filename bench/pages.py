@@ -12,8 +12,8 @@ The comments are invisible in rendered Markdown and move with the text around th
 decimals, the sign and the thousands separator that it is written with, so 0.0<!--= … --> asks for one
 decimal. In an expression each JSON file is a name. A list of objects is a Table: called with values, it
 returns the one row that has them all; all(field, name=value, …) returns a field of several rows. Fields of
-a row are its attributes. Besides FUNCTIONS of Python there are `gaps` and `losses` of
-bench/convergence_report.py.
+a row are its attributes. Besides functions of Python there are `gaps`, `losses` and `pooled_interval`
+of bench/convergence_report.py.
 
 A number with a unit or a decimal point that is neither is an error, so that none is typed in by hand. Code
 and the first column of a table are exempt. <!-- given --> after a number (and its unit) marks it as not
@@ -90,7 +90,7 @@ TABLES = {  # comment in a page -> JSON file, function that makes a Markdown tab
 FIGURE = re.compile(r"([+-]?)(\d[\d,]*)(\.\d+)?<!--=\s*(.+?)\s*-->")
 FUNCTIONS = {"abs": abs, "len": len, "max": max, "min": min, "sum": sum, "zip": zip, "mean": statistics.mean,
              "median": statistics.median, "stdev": statistics.stdev, "gaps": convergence_report.gaps,
-             "losses": convergence_report.losses}
+             "losses": convergence_report.losses, "pooled_interval": convergence_report.pooled_interval}
 
 # A number counts as measured if it has a unit or a decimal point
 UNITS = r"\s?(?:%|×|times\b|m?s\b|seconds\b|[GMk]i?B\b|MHz\b|W\b|TFLOP/s|TB/s|nats\b|tokens/s)|\s[kMB]\b"
@@ -204,6 +204,17 @@ def unmarked(text):
     return [f"line {line(match)}: {match[0]}" for match in MEASURED.finditer(text)]
 
 
+def ragged(text):
+    """Return the table rows that do not have as many cells as the row above them: ["line 12: 3 cells, …"]."""
+    found, above = [], 0
+    for number, line in enumerate(re.sub(r"<!--.*?-->|`[^`\n]*`", "", text).splitlines(), 1):
+        cells = len(re.findall(r"(?<!\\)\|", line)) - 1 if line.lstrip().startswith("|") else 0
+        if cells and above and cells != above:
+            found.append(f"line {number}: {cells} cells, and {above} in the row above")
+        above = cells
+    return found
+
+
 def main(argv=None):
     options = cli.parse(Options, argv, prog="bench/pages.py", description=__doc__)
     contents, wrong, texts = read(ROOT / "results"), [], {}
@@ -216,6 +227,7 @@ def main(argv=None):
         for line in list(difflib.unified_diff(text.splitlines(), texts[path].splitlines(), n=0))[2:]:
             if not line.startswith("@@"):
                 wrong.append(f"{name}: {'page' if line[0] == '-' else 'JSON'} has {line[1:100]}")
+        wrong += [f"{name}: {found}" for found in ragged(text)]
         wrong += [f"{name}: no file in results/ is behind this number, {found}" for found in unmarked(text)]
     if not options.check:
         for path, text in texts.items():  # only now, so that an error leaves every page as it was

@@ -27,6 +27,14 @@ def check_folder(*paths):
             raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
 
 
+def check_more(more: str, fixed) -> None:
+    """ValueError if --more, options for train.py, has one of those that a script sets itself."""
+    for word in more.split():
+        if word.partition("=")[0].replace("_", "-") in fixed:
+            raise ValueError(f"--more: this script sets {word} itself; leave it out, as in "
+                             '--more="--weight-decay 0.1"')
+
+
 def write_json(path, content):
     """Write JSON through a temporary file, so that an interrupted run leaves the previous file intact."""
     temporary = path.with_suffix(".tmp")

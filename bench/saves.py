@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench.report import Rows, check_folder
+from bench.report import Rows, check_folder, check_more
 from nanote import cli
 from nanote.config import read_options
 from nanote.metrics import read_metrics
@@ -57,10 +57,7 @@ def check_options(options: Options) -> None:
     for gpus in options.gpus:
         if gpus < 1:
             raise ValueError(f"--gpus {gpus}: must be at least 1, such as 2")
-    for word in options.more.split():
-        if word.partition("=")[0].replace("_", "-") in FIXED:
-            raise ValueError(f"--more: the measurement sets {word} itself; leave it out, as in "
-                             '--more="--preset gpt2-124m"')
+    check_more(options.more, FIXED)
     for layout in options.layouts:
         read_options(options_of(layout, options, Path("run")))
 

@@ -431,7 +431,8 @@ def find(path) -> Path:
     folder = path if is_step_name(path.name) else latest(path)
     if folder is None:
         raise ValueError(f"{path} holds no checkpoint (no step-<n> folder): if a run was stopped before its "
-                         "first one, start it again with train.py, without --resume")
+                         "first one, start it again with train.py, without --resume; or name another run "
+                         "with --out-dir")
     return folder
 
 

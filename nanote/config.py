@@ -378,8 +378,7 @@ def saved_options(folder: Path, meta: dict) -> TrainConfig:
 
 
 def newest_run(preset: str) -> Path:
-    """Return the run folder of a preset, out/<preset> or out/<preset>-<number>, that was changed last, of
-    those with a checkpoint if there are any."""
+    """Return the most recently changed run folder of a preset: out/<preset> or out/<preset>-<number>."""
     runs = []
     for run in Path("out").glob(f"{preset}*"):
         if run.name == preset or run.name.removeprefix(preset).lstrip("-").isdigit():
@@ -387,7 +386,7 @@ def newest_run(preset: str) -> Path:
     if not runs:
         raise ValueError(f"--resume: there is no run out/{preset}; start one without --resume, or name its "
                          "folder with --out-dir")
-    return max(runs, key=lambda run: (checkpoint.latest(run) is not None, run.stat().st_mtime))
+    return max(runs, key=lambda run: run.stat().st_mtime)
 
 
 def make_run_folder(config: TrainConfig) -> str:

@@ -158,7 +158,8 @@ def _zstd_stream(path):
 def _text_pieces(path):
     for piece in _pieces(path):
         if "\0" in piece:
-            raise ValueError(f"{path}: holds a NUL character, so it is no UTF-8 text; leave it out")
+            raise ValueError(f"{path}: holds a NUL character, as binary and UTF-16 files do; leave it out, "
+                             "or convert it with iconv -f utf-16 -t utf-8")
         yield piece
 
 
@@ -237,9 +238,9 @@ def hf_documents(name, subset=None, split="train", column="text", streaming=Fals
         raise ValueError("--data-files: names no file; give one or more, or leave it out")
     is_file = data_files is None and os.path.isfile(name)
     is_saved = data_files is None and os.path.isdir(name) and _is_saved_dataset(name)
-    if is_file and split != "train" or (is_file or is_saved) and (subset or streaming):
-        raise ValueError(f"hf {name}: is read from disk as it is; leave out --subset and --streaming"
-                         f"{' and --split' if is_file else ''}")
+    unused = {"--subset": subset, "--streaming": streaming, "--split": is_file and split != "train"}
+    for option in [option for option, value in unused.items() if value] if is_file or is_saved else ():
+        raise ValueError(f"hf {name}: is read from disk as it is; leave {option} out")
     if is_file:
         return text_documents([name], column)
     if is_saved:

@@ -8,6 +8,7 @@ Reference: docs.pytorch.org/docs/stable/elastic/run.html.
 """
 import contextlib
 import functools
+import hashlib
 import os
 import re
 import signal
@@ -69,13 +70,18 @@ def folder_before_restart() -> str | None:
     return store.get("nanote-folder").decode()
 
 
-def is_first_to_tell(error: Exception) -> bool:
-    """Return whether no other process has told this mistake, which most often all make."""
+def is_to_tell(error: Exception, rank: int) -> bool:
+    """Return whether this process is to print a mistake. If all make it, rank 0 is."""
     store = torchrun_store()
-    if store is None or store.add(f"nanote-told-{restart_count()}-{error}", 1) == 1:
+    if store is None:
         return True
-    time.sleep(1)  # torchrun ends all processes when the first has ended, and that is to tell it before
-    return False
+    if rank:
+        time.sleep(5)  # if rank 0 makes it too, it ends meanwhile, and then torchrun ends this process
+    key = hashlib.sha256(str(error).encode()).hexdigest()
+    try:
+        return store.add(f"nanote-told-{restart_count()}-{key}", 1) == 1
+    except RuntimeError:  # torchrun has ended
+        return True
 
 
 def exit_if_lost(error: RuntimeError, last="its last checkpoint") -> None:

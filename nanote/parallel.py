@@ -176,11 +176,12 @@ def move_gradients(model) -> None:
             local(parameter).grad = gradient if gradient.data_ptr() % 16 == 0 else gradient.clone()
 
 
-def drop_gradients(model) -> None:
-    """Free gradients that FSDP2 has not reduced: of micro-batches before one that raised an error."""
-    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units(model)]  # no public name
-    for group in filter(None, groups):
-        for parameter in group.fsdp_params:
+def forget_step(model) -> None:
+    """Free the gradients that a step which raised an error has left in a sharded model."""
+    model.zero_grad(set_to_none=True)
+    for state in [unit._get_fsdp_state() for unit in units(model)]:  # FSDP2 has no public names for these
+        state._state_ctx.post_backward_final_callback_queued = False
+        for parameter in state._fsdp_param_group.fsdp_params if state._fsdp_param_group else ():
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):  # once it was gathered
                 parameter._unsharded_param.grad = None

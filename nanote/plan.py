@@ -14,7 +14,6 @@ With --parallel only that one is planned, and none that train.py refuses with th
 Formulas and sources are in nanote/layouts.py. Latency is left out. train.py's --micro-batch-size and
 --grad-accum are per GPU, so tokens per step grow with the GPUs.
 """
-import contextlib
 import dataclasses
 import math
 import shlex
@@ -99,30 +98,35 @@ def table(found: list[Estimate], tokens: int) -> list[list[str]]:
 
 
 def possible(found: list[Estimate], run, given: list[str]) -> list[Estimate]:
-    """Return those with which train.py takes the options that were given; they may have chosen a layout."""
-    chosen = [argument for argument in given if argument.partition("=")[0] == "--parallel"]
-    kept = []
+    """Return the layouts that train.py takes with the options `given`, of those that they do not exclude."""
+    names = [argument.partition("=")[0].replace("_", "-") for argument in given]
+    chosen = "--parallel" in names or run.parallel != "ddp"  # of a --config
+    kept, refused = [], None
     for one in found:
         name, checkpointing = one.layout.name, one.layout.checkpointing
-        if chosen and name != run.parallel or run.gradient_checkpointing and not checkpointing:
+        fixed = run.gradient_checkpointing or "--no-gradient-checkpointing" in names
+        if chosen and name != run.parallel or fixed and checkpointing != run.gradient_checkpointing:
             continue
-        with contextlib.suppress(ValueError):
+        try:
             options = {"parallel": name, "gradient_checkpointing": checkpointing}
             config.check_options(dataclasses.replace(run, **options))
             kept.append(one)
+        except ValueError as error:
+            refused = error
     if not kept:
-        raise ValueError(f"--parallel {run.parallel}: not with these options on these GPUs; leave it out")
+        raise refused or ValueError(f"--parallel {run.parallel}: has a replica on each node, and here is "
+                                    "one node; pass --parallel fsdp")
     return kept
 
 
-def command(best: Estimate, cluster: Cluster, given: list[str]) -> str:
+def command(best: Estimate, run, cluster: Cluster, given: list[str]) -> str:
     """Return the command that trains in this layout."""
     nodes, options = cluster.gpus // cluster.gpus_per_node, list(given)
-    if best.layout.name != "ddp" and "--parallel" not in shlex.join(options):
+    if best.layout.name != run.parallel:
         options += ["--parallel", best.layout.name]
     if best.layout.name == "hsdp":
         options += ["--hsdp-replicas", str(nodes)]
-    if best.layout.checkpointing and "--gradient-checkpointing" not in options:
+    if best.layout.checkpointing and not run.gradient_checkpointing:
         options.append("--gradient-checkpointing")
     several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 " if nodes > 1 else ""
     return f"torchrun {several}--nproc-per-node {cluster.gpus_per_node} train.py {shlex.join(options)}"
@@ -132,7 +136,7 @@ def recommendation(found: list[Estimate], run, cluster: Cluster, given: list[str
     """Return one line: a layout and its command, or what would fit."""
     best, start = recommended(found), "recommended (estimate): "
     if best:
-        return f"{start}{describe(best)}: {command(best, cluster, given)}"
+        return f"{start}{describe(best)}: {command(best, run, cluster, given)}"
     best, size = max(found, key=lambda one: one.largest), run.micro_batch_size
     if best.largest:
         accum = math.ceil(size * run.grad_accum / best.largest)

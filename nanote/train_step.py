@@ -135,13 +135,16 @@ class TrainStep:
 
     def run(self, batches, watch=False):
         """Run the step without graphs."""
-        self.optimizer.zero_grad(set_to_none=True)  # of a step that raised an error
-        parallel.drop_gradients(self.model)
         self._prepare_gradients()
         total = torch.zeros((), device=self.device)
-        for micro, batch in enumerate(batches):
-            with fp8.watch(self.model) if watch and micro == 0 else contextlib.nullcontext():
-                total += self.forward_backward(batch, micro)
+        try:
+            for micro, batch in enumerate(batches):
+                with fp8.watch(self.model) if watch and micro == 0 else contextlib.nullcontext():
+                    total += self.forward_backward(batch, micro)
+        except Exception:  # after which a loop of one's own may go on
+            self.optimizer.zero_grad(set_to_none=True)
+            parallel.forget_step(self.model)
+            raise
         norm = self.update()
         self.optimizer.zero_grad(set_to_none=True)
         return total, norm
@@ -427,9 +430,9 @@ def _capture(function, pool) -> torch.cuda.CUDAGraph:
     except RuntimeError:
         # PyTorch 2.11 leaves the random generator in a capture that failed: dropout would raise an error
         # from then on. The end of another capture takes it out.
-        with warnings.catch_warnings():
+        with contextlib.suppress(RuntimeError), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it is empty
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
                 pass
         raise
     return graph

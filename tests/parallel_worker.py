@@ -239,22 +239,34 @@ def check_divided(ranks):
 
 
 def check_raised(ranks):
-    """A step that raises leaves nothing to the next."""
+    """A step that raises leaves nothing to the next, whether in forward or in backward."""
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise TypeError
+
     norms = []
-    for raises in (False, True):
+    for raised in ([], [None], [Failing.apply]):
         model, config = Blocks(), TrainConfig(parallel="fsdp", fp8_recipe="none", grad_accum=2)
         parallel.shard(model, config, torch.device("cpu"))
-        optimizer, factor = torch.optim.SGD(parallel.local_parameters(model), lr=0.0), [1.0]
-        step = train.TrainStep(model, lambda x, y: factor.pop() * (model(x) - y[:, :5]).square().mean(),
-                               optimizer, config, torch.device("cpu"))
+        optimizer, between = torch.optim.SGD(parallel.local_parameters(model), lr=0.0), []
+        step = train.TrainStep(model, lambda x, y: (model(x) - y[:, :5]).square().mean(), optimizer, config,
+                               torch.device("cpu"))
+        model.blocks[3].register_forward_hook(lambda block, inputs, output: between.pop()(output))
         random = torch.Generator().manual_seed(ranks.rank)
         batches = [tuple(torch.randn(6, 15, generator=random) for _ in range(2)) for _ in range(2)]
-        for factor[:] in [[None, 1.0]] * raises + [[1.0, 1.0]]:
+        for in_second in [*raised, torch.clone, torch.clone]:
+            between[:] = in_second, torch.clone
             try:
                 norms.append(step(batches, 0.0)[1].item())
-            except TypeError:  # None in place of a factor, in the second micro-batch
+            except TypeError:
                 norms.append("raised")
-    assert norms == [norms[0], "raised", norms[0]], norms
+    right = norms[0]
+    assert norms == [right, right, "raised", right, right, "raised", right, right], norms
 
 
 def run_all(runs):

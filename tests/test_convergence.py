@@ -1,6 +1,7 @@
 """bench/convergence.py: the summary of runs, on figures made by hand; bench/ablation.py: emulated FP8."""
 import json
 import math
+import re
 import shutil
 import sys
 import threading
@@ -512,7 +513,12 @@ def test_a_run_that_fails_is_in_the_exit_code(tmp_path, monkeypatch, capsys):
     command = ["--arms", "bf16", "--seeds", "2", "--out-dir", str(tmp_path / "runs"), "--json", str(path)]
     assert convergence.main(command) == 1
     printed = capsys.readouterr()
-    assert "bf16@1.2e-3, seed 2: exit code 3, see" in printed.err and "loss 2.0000" in printed.out
+    assert "bf16@1.2e-3, seed 2: OSError: exit code 3, see" in printed.err and "loss 2.0000" in printed.out
+    # a run whose log is of another version, before one that fails
+    monkeypatch.setattr(convergence, "is_complete", lambda *of: of[-1].name.endswith("seed2"))
+    monkeypatch.setattr(convergence, "evaluations_of", lambda *_: {}["tokens_per_s"])
+    assert convergence.main([*command, "--seeds", "2", "3"]) == 1
+    assert re.findall("seed (.): (.*Error)", capsys.readouterr().err) == [("2", "KeyError"), ("3", "OSError")]
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -523,6 +529,7 @@ def test_a_run_that_fails_is_in_the_exit_code(tmp_path, monkeypatch, capsys):
     ("--switch-at inf", "--switch-at inf: must be from 0 to 1, such as 0.75"),
     ("--switch-at 75", "--switch-at 75.0: must be from 0 to 1"),
     ("--seeds -1", "--seed -1: must be 0 or more"),
+    ("--more=--seed=9", "--more: this script sets --seed=9 itself; leave it out"),
     ("--more=--learning-rate=1", "use --lr"), ("--lr high", "--lr"),
     ("--json foreign.json", "foreign.json: runs is missing; name another file with --json"),
     ("--json text.json --draw", "text.json: not JSON"), ("--json list.json", "list.json: the document is []"),

@@ -88,6 +88,12 @@ def test_a_measured_number_without_a_source_is_found(text, found):
     assert [line.split(": ")[1] for line in pages.unmarked(text)] == found
 
 
+def test_a_row_with_another_number_of_cells_is_told():
+    table = "| a | b |\n| --- | --- |\n| `x | y` | 1 \\| 2<!-- given --> |\n"
+    assert pages.ragged(f"text\n\n{table}\n| other |\n") == []
+    assert pages.ragged(f"{table}| 1 | 2 | 3 |\n") == ["line 4: 3 cells, and 2 in the row above"]
+
+
 def test_the_line_of_such_a_number_is_told():
     text = "one\n\n```\n1.0\n```\n2.0\n<!-- speed -->\n\n<!-- speed -->\n24 %"
     assert pages.unmarked(text) == ["line 6: 2.0", "line 10: 24"]

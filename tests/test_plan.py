@@ -150,9 +150,15 @@ def test_it_recommends_the_simplest_of_the_fastest_layouts_that_fit(capsys, monk
     ("--preset llama3-8b --gpus 8 --fp8-recipe none --compile",  # fsdp does not go with it
      "(estimate): ddp with --gradient-checkpointing: torchrun --nproc-per-node 8 train.py --preset llama3-8b "
      "--fp8-recipe none --compile --gradient-checkpointing"),
+    ("--gpus 8 --preset llama3-8b --no-gradient-checkpointing --micro-batch-size 1",
+     "(estimate): fsdp: torchrun --nproc-per-node 8 train.py --preset llama3-8b --no-gradient-checkpointing "
+     "--micro-batch-size 1 --parallel fsdp"),
+    ("--gpus 8 --config fsdp.json", "fsdp: torchrun --nproc-per-node 8 train.py --config fsdp.json"),
     ("--gpus 8 --gradient-checkpointing",
      "ddp with --gradient-checkpointing: torchrun --nproc-per-node 8 train.py --gradient-checkpointing")])
-def test_it_recommends_what_train_py_takes(capsys, options, end):
+def test_it_recommends_what_train_py_takes(capsys, monkeypatch, tmp_path, options, end):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fsdp.json").write_text('{"parallel": "fsdp"}')
     assert run(options) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith(end)
 
@@ -171,7 +177,7 @@ def test_it_says_what_fits_when_nothing_does(capsys):
     ("--preset llama9", "unknown preset 'llama9': one of tiny"),
     ("--gpus -8", "--gpus -8: must be above 0"), ("--gpus", "--gpus"), ("--network-gbs 0", "must be above 0"),
     ("--efficiency 50", "--efficiency 50.0: is a fraction of the peak; pass at most 1"),
-    ("--gpus 8 --parallel hsdp", "--parallel hsdp: not with these options on these GPUs; leave it out"),
+    ("--gpus 8 --parallel hsdp", "--parallel hsdp: has a replica on each node, and here is one"),
     ("--gpus 16 --hsdp-replicas 4", "--hsdp-replicas 4: the plan has one on each node; leave it out"),
     ("--gpu A100", "--gpu A100: has no FP8 tensor cores; pass --fp8-recipe none"),
     ("--fp8-recipe block", "the plan knows its memory only for delayed or current or none"),

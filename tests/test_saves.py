@@ -29,8 +29,8 @@ def test_cost(copying, writing, slower, cost, drift):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--more=--max-steps 20"], "--more: the measurement sets --max-steps itself; leave it out"),
-    (["--more=--preset tiny --log_interval=5"], "the measurement sets --log_interval=5 itself"),
+    (["--more=--max-steps 20"], "--more: this script sets --max-steps itself; leave it out"),
+    (["--more=--preset tiny --log_interval=5"], "this script sets --log_interval=5 itself"),
     (["--more=--max-step 20"], "--max-step"), (["--layouts", "dp"], "--parallel"),
     (["--gpus", "0"], "--gpus 0: must be at least 1, such as 2")])
 def test_bad_options_are_refused_before_training(tmp_path, monkeypatch, capsys, arguments, message):
