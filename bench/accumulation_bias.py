@@ -27,8 +27,8 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench import arms
 from bench.convergence import standard_error
+from bench.gradient_sums import load_run
 from bench.report import check_folder, markdown, write_report
 from fast_kernels import gemm as fast_gemm
 from fast_kernels.gemm import gemm  # the function itself: `watched` replaces the module's attribute
@@ -157,7 +157,7 @@ def main(argv=None):
         raise ValueError("this study needs a GPU with Transformer Engine, and there is none here")
     if options.micro_batches < 1:
         raise ValueError(f"--micro-batches {options.micro_batches}: must be 1 or more; 8 works")
-    model, config, folder, batches = arms.load_run(
+    model, config, folder, batches = load_run(
         options.folder, options.data, options.micro_batches, torch.device("cuda"))
     if reason := unsupported_reason(model):
         raise ValueError(f"{options.folder}: the fast kernels do not run this model: {reason}; name a run of "

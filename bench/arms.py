@@ -9,14 +9,12 @@ import dataclasses
 import gc
 import json
 import re
-from pathlib import Path
 
 import torch
 
-import train
 from bench.plain_gpt import ARMS as PLAIN_ARMS
 from nanote import checkpoint, fp8, models, parallel, roofline
-from nanote.config import PRESETS, TrainConfig, read_options
+from nanote.config import PRESETS, TrainConfig
 from nanote.optimizers import make_optimizer
 from nanote.train_step import (
     TrainStep,
@@ -151,20 +149,6 @@ def load_te(folder, meta: dict, config: TrainConfig, device, batch) -> TrainStep
     step = build_te(dataclasses.replace(config, grad_accum=1), device, batch)
     checkpoint.load(folder, meta, step.model, step.optimizer)  # FP8's scales are loaded with the optimizer
     return step
-
-
-def load_run(folder: Path, data: str | None, count: int, device):
-    """Return the model of a run's last checkpoint, its config and folder, and the next `count` micro-batches
-    of its training data, or of the token files in `data`."""
-    more = ["--data", data] if data else []
-    config, folder, meta = read_options(["--eval-only", "--out-dir", str(folder), *more])
-    loader = train.open_data(config, parallel.Ranks(), device, ["train"])["train"]
-    config = train.fit_to_data(config, loader.meta, folder, meta)
-    train.skip_samples(loader, config, meta)
-    first = meta["step"] * config.grad_accum
-    batches = [loader.batch(first + index) for index in range(count)]
-    loader.close()
-    return load_te(folder, meta, config, device, batches[0]).model.train(), config, folder, batches
 
 
 def make_batches(config, device) -> list:

@@ -19,11 +19,14 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import train
 from bench import arms
 from bench.report import check_folder, markdown, write_report
 from nanote import cli, fp8
+from nanote.config import read_options
 from nanote.generate import pick_device
 from nanote.gradients import Gradients
+from nanote.parallel import Ranks
 
 
 @dataclass
@@ -33,6 +36,20 @@ class Options:
     data: str | None = None  # Folder of token files; None: the run's.
     micro_batches: tuple[int, ...] = (8, 32, 64)  # Numbers of micro-batches to sum.
     json: Path = ROOT / "results/gradient_sums.json"  # Write the figures here.
+
+
+def load_run(folder: Path, data: str | None, count: int, device):
+    """Return the model of a run's last checkpoint, its config and folder, and the next `count` micro-batches
+    of its training data, or of the token files in `data`."""
+    more = ["--data", data] if data else []
+    config, folder, meta = read_options(["--eval-only", "--out-dir", str(folder), *more])
+    loader = train.open_data(config, Ranks(), device, ["train"])["train"]
+    config = train.fit_to_data(config, loader.meta, folder, meta)
+    train.skip_samples(loader, config, meta)
+    first = meta["step"] * config.grad_accum
+    batches = [loader.batch(first + index) for index in range(count)]
+    loader.close()
+    return arms.load_te(folder, meta, config, device, batches[0]).model.train(), config, folder, batches
 
 
 def gradient(model, batches, dtype: torch.dtype) -> torch.Tensor:
@@ -68,7 +85,7 @@ def main(argv=None):
     check_folder(options.json)
     if min(options.micro_batches) < 1:
         raise ValueError(f"--micro-batches {min(options.micro_batches)}: must be 1 or more; 8 works")
-    model, config, folder, batches = arms.load_run(
+    model, config, folder, batches = load_run(
         options.folder, options.data, max(options.micro_batches), pick_device("auto"))
     if next(model.parameters()).dtype != torch.bfloat16:
         raise ValueError(f"{options.folder}: a run with float32 weights, whose gradients are float32; name "
