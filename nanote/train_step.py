@@ -100,30 +100,37 @@ class TrainStep:
         """
         self._check_batches(batches, self.inputs if self.graphs else None)
         parallel.reshard(self.model)
-        for group in self.optimizer.param_groups:
-            group_lr = lr * group.get("lr_factor", 1.0)
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(group_lr)
-            else:
-                group["lr"] = group_lr
-        if not self.graphed:
-            return self.run(batches, watch)
-        if not self.graphs:
+        self._set_lr(lr)
+        if self.graphed and not self.graphs:
             self._record_if_possible(batches)
         if not self.graphed:
             return self.run(batches, watch)
         self._check_unchanged()
         if self.updates_in_graph:
             self.optimizer.write_options()
-        if watch:
-            graph_gradients = [(p, p.grad) for p in parallel.local_parameters(self.model)]
-            self.optimizer.zero_grad(set_to_none=True)
-            outcome = self.run(batches, watch)
-            for parameter, gradient in graph_gradients:
-                parameter.grad = gradient  # the memory that the graphs write to
-            if self.updates_in_graph:
-                self.optimizer.prepare()
-            return outcome
+        return self._run_between_replays(batches, watch) if watch else self._replay(batches)
+
+    def _set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group_lr = lr * group.get("lr_factor", 1.0)
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(group_lr)
+            else:
+                group["lr"] = group_lr
+
+    def _run_between_replays(self, batches, watch):
+        """Run the step without graphs, and leave the gradients of the graphs as they were."""
+        graph_gradients = [(p, p.grad) for p in parallel.local_parameters(self.model)]
+        self.optimizer.zero_grad(set_to_none=True)
+        outcome = self.run(batches, watch)
+        for parameter, gradient in graph_gradients:
+            parameter.grad = gradient  # the memory that the graphs write to
+        if self.updates_in_graph:
+            self.optimizer.prepare()
+        return outcome
+
+    def _replay(self, batches):
+        """Copy the token ids to the memory that the graphs read, and launch the graphs."""
         for micro, batch in enumerate(batches):
             for static, given in zip(self.inputs, batch):
                 static.copy_(given, non_blocking=True)
@@ -141,11 +148,11 @@ class TrainStep:
             for micro, batch in enumerate(batches):
                 with fp8.watch(self.model) if watch and micro == 0 else contextlib.nullcontext():
                     total += self.forward_backward(batch, micro)
+            norm = self.update()
         except Exception:  # after which a loop of one's own may go on
             self.optimizer.zero_grad(set_to_none=True)
             parallel.forget_step(self.model)
             raise
-        norm = self.update()
         self.optimizer.zero_grad(set_to_none=True)
         return total, norm
 
