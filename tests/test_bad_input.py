@@ -151,7 +151,7 @@ CASES = [  # script, arguments, words of the line, and optionally what to break 
     ("train.py", f"{OPTIONS} --data truncated", ["truncated/val.bin", "SHA-256"]),
     ("train.py", f"{OPTIONS} --data newer", ["newer/meta.json: format is 99, not 1", "data.py --force"]),
     ("train.py", f"{OPTIONS} --data no-val", ["no-val/val.bin"]),
-    ("train.py", f"{OPTIONS} --data short", ["short/", "65", "--seq-len"]),
+    ("train.py", f"{OPTIONS} --data short", ["short/", "65", "use a larger corpus"]),
     # train.py: run folders and checkpoints
     ("train.py", f"{GOOD} --out-dir out/good", ["out/good", "--resume"]),
     ("train.py", f"{GOOD} --out-dir step-5", ["step-5", "name of a checkpoint", "--out-dir out/mine"]),
