@@ -269,26 +269,18 @@ def check_raised(ranks):
     assert norms == [right, right, "raised", right, right, "raised", right, right], norms
 
 
+CHECKS = {"weights": check_weights, "parts": check_parts, "raised": check_raised, "gathers": check_gathers,
+          "divides": check_divided}
+
+
 def run_all(runs):
     ranks = parallel.init()
     train.TrainStep.rank_of_test = ranks.rank
     parallel.init, parallel.shut_down = lambda: ranks, lambda ranks: None  # one group for all runs
     train.draw = lambda *arguments: ""  # no plots, which take longer than the runs
     for words in map(str.split, runs):
-        if words[0] == "weights":
-            check_weights(ranks)
-            continue
-        if words[0] == "parts":
-            check_parts(ranks)
-            continue
-        if words[0] == "gathers":
-            check_gathers(ranks)
-            continue
-        if words[0] == "raised":
-            check_raised(ranks)
-            continue
-        if words[0] == "divides":
-            check_divided(ranks)
+        if words[0] in CHECKS:
+            CHECKS[words[0]](ranks)
             continue
         if words[0] == "copy":
             parallel.on_rank0(lambda: copy(*words[1:]))
