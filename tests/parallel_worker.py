@@ -238,7 +238,7 @@ def check_divided(ranks):
     peers.no_access_reason, peers.allocate, peers.connect = plain_access
 
 
-def check_raised(ranks):
+def check_raised(ranks, dtype):
     """A step that raises leaves nothing to the next, whether in forward or in backward."""
     class Failing(torch.autograd.Function):
         @staticmethod
@@ -251,14 +251,14 @@ def check_raised(ranks):
 
     norms = []
     for raised in ([], [None], [Failing.apply]):
-        model, config = Blocks(), TrainConfig(parallel="fsdp", fp8_recipe="none", grad_accum=2)
+        model, config = Blocks().to(dtype), TrainConfig(parallel="fsdp", fp8_recipe="none", grad_accum=2)
         parallel.shard(model, config, torch.device("cpu"))
         optimizer, between = torch.optim.SGD(parallel.local_parameters(model), lr=0.0), []
         step = train.TrainStep(model, lambda x, y: (model(x) - y[:, :5]).square().mean(), optimizer, config,
                                torch.device("cpu"))
         model.blocks[3].register_forward_hook(lambda block, inputs, output: between.pop()(output))
         random = torch.Generator().manual_seed(ranks.rank)
-        batches = [tuple(torch.randn(6, 15, generator=random) for _ in range(2)) for _ in range(2)]
+        batches = [tuple(torch.randn(6, 15, generator=random).to(dtype) for _ in range(2)) for _ in range(2)]
         for in_second in [*raised, torch.clone, torch.clone]:
             between[:] = in_second, torch.clone
             try:
@@ -269,8 +269,8 @@ def check_raised(ranks):
     assert norms == [right, right, "raised", right, right, "raised", right, right], norms
 
 
-CHECKS = {"weights": check_weights, "parts": check_parts, "raised": check_raised, "gathers": check_gathers,
-          "divides": check_divided}
+CHECKS = {"weights": check_weights, "parts": check_parts, "gathers": check_gathers, "divides": check_divided,
+          "raised": lambda ranks: [check_raised(ranks, dtype) for dtype in (torch.float32, torch.bfloat16)]}
 
 
 def run_all(runs):
