@@ -406,10 +406,8 @@ def summarize(runs: list[dict]) -> list[dict]:
     final, rows = final_records(runs), []
     for (arm, tokens), by_seed in final.items():
         losses = [record["val_loss"] for record in by_seed.values()]
-        baseline = final.get((baseline_of(arm), tokens), {})
         gaps = changes_of(final, arm, baseline_of(arm), tokens)
-        in_bf16 = [100 * (by_seed[seed]["val_loss_without_fp8"] / baseline[seed]["val_loss"] - 1)
-                   for seed in by_seed if seed in baseline and "val_loss_without_fp8" in by_seed[seed]]
+        in_bf16 = changes_of(final, arm, baseline_of(arm), tokens, "val_loss_without_fp8")
         in_bf16 = in_bf16 if len(in_bf16) == len(gaps) else []  # of the same seeds, for comparison
         rows.append({
             "arm": arm, "tokens": tokens, "seeds": len(losses), "mean": statistics.mean(losses),
@@ -453,10 +451,12 @@ def median_seconds(records, machine: str | None) -> float | None:
     return statistics.median(seconds) if seconds else None
 
 
-def changes_of(final: dict, arm: str, other: str, tokens: int) -> list[float]:
-    """Return by how many percent the loss of `arm` is above that of `other`, for each seed that both have."""
+def changes_of(final: dict, arm: str, other: str, tokens: int, field="val_loss",
+               of_other="val_loss") -> list[float]:
+    """Return by how many percent a field of `arm` is above one of `other`, for each seed that both have."""
     own, others = final[arm, tokens], final.get((other, tokens), {})
-    return [100 * (own[seed]["val_loss"] / others[seed]["val_loss"] - 1) for seed in own if seed in others]
+    return [100 * (own[seed][field] / others[seed][of_other] - 1)
+            for seed in sorted(own.keys() & others.keys()) if own[seed].get(field) is not None]
 
 
 def match(row: dict, baseline: str, rows: list[dict], final: dict) -> tuple:

@@ -53,16 +53,14 @@ def losses(result, arm: str, field="val_loss") -> list[float]:
 
 
 def gaps(result, arm: str, other: str | None = None, field="val_loss") -> list[float]:
-    """Return by how many percent a field of the last records of an arm is above that of another, by seed.
+    """Return `changes_of` an arm from another, of the shortest runs that both have.
 
-    other: BF16 of the same size and learning rate if it is None. Where it lacks the field, as BF16 lacks
-        val_loss_without_fp8, its val_loss is taken.
+    other: None: the val_loss of BF16 of the same size and learning rate, whatever the field.
     """
+    of_other = field if other else "val_loss"
     final, other = final_records(result["runs"]), other or baseline_of(arm)
     tokens = min(tokens for name, tokens in final if name == arm and (other, tokens) in final)
-    ours, theirs = final[arm, tokens], final[other, tokens]
-    return [100 * (ours[seed][field] / (theirs[seed].get(field) or theirs[seed]["val_loss"]) - 1)
-            for seed in sorted(ours.keys() & theirs.keys()) if ours[seed].get(field) is not None]
+    return changes_of(final, arm, other, tokens, field, of_other)
 
 
 def pooled_interval(result, arm: str, control: str) -> list[float]:

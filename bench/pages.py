@@ -205,7 +205,7 @@ def unmarked(text):
 
 
 def ragged(text):
-    """Return the table rows that do not have as many cells as the row above them: ["line 12: 3 cells, …"]."""
+    """Return the table rows that do not have as many cells as the row above them, a message each."""
     found, above = [], 0
     for number, line in enumerate(re.sub(r"<!--.*?-->|`[^`\n]*`", "", text).splitlines(), 1):
         cells = len(re.findall(r"(?<!\\)\|", line)) - 1 if line.lstrip().startswith("|") else 0

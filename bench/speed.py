@@ -148,7 +148,7 @@ def run_formats(options, device, argv) -> int:
     """Print the seed guide's table at one shape: forward, backward, total and FP8's speed-up, by format."""
     layers, width, heads, batch, length = options.shape or GUIDE_SHAPE
     shape = dict(n_layer=layers, n_embd=width, n_head=heads, micro_batch_size=batch, seq_len=length)
-    run = arms.make_config(shape, device)  # without a GPU, a smaller model than the one that was asked for
+    run = arms.make_config(shape, device)  # without a GPU, a smaller model than that of --shape
     name = "x".join(str(getattr(run, field)) for field in shape) if options.shape else "guide"
     if options.profile == "main":
         options = dataclasses.replace(options, profile="none")

@@ -238,9 +238,11 @@ def hf_documents(name, subset=None, split="train", column="text", streaming=Fals
         raise ValueError("--data-files: names no file; give one or more, or leave it out")
     is_file = data_files is None and os.path.isfile(name)
     is_saved = data_files is None and os.path.isdir(name) and _is_saved_dataset(name)
-    unused = {"--subset": subset, "--streaming": streaming, "--split": is_file and split != "train"}
-    for option in [option for option, value in unused.items() if value] if is_file or is_saved else ():
-        raise ValueError(f"hf {name}: is read from disk as it is; leave {option} out")
+    if is_file or is_saved:
+        unused = {"--subset": subset, "--streaming": streaming, "--split": is_file and split != "train"}
+        for option, value in unused.items():
+            if value:
+                raise ValueError(f"hf {name}: is read from disk as it is; leave {option} out")
     if is_file:
         return text_documents([name], column)
     if is_saved:

@@ -70,18 +70,20 @@ def folder_before_restart() -> str | None:
     return store.get("nanote-folder").decode()
 
 
-def is_to_tell(error: Exception, rank: int) -> bool:
-    """Return whether this process is to print a mistake. If all make it, rank 0 is."""
+def _is_first(name: str) -> bool:
+    """Return whether no process has asked for this name since the last restart: one speaks for all."""
     store = torchrun_store()
-    if store is None:
-        return True
-    if rank:
-        time.sleep(5)  # if rank 0 makes it too, it ends meanwhile, and then torchrun ends this process
-    key = hashlib.sha256(str(error).encode()).hexdigest()
     try:
-        return store.add(f"nanote-told-{restart_count()}-{key}", 1) == 1
+        return store is None or store.add(f"nanote-{name}-{restart_count()}", 1) == 1
     except RuntimeError:  # torchrun has ended
         return True
+
+
+def is_to_tell(error: Exception, rank: int) -> bool:
+    """Return whether this process is to print a mistake. If all make it, rank 0 is."""
+    if rank and torchrun_store() is not None:
+        time.sleep(5)  # if rank 0 makes it too, it ends meanwhile, and then torchrun ends this process
+    return _is_first(hashlib.sha256(str(error).encode()).hexdigest())
 
 
 def exit_if_lost(error: RuntimeError, last="its last checkpoint") -> None:
@@ -92,8 +94,8 @@ def exit_if_lost(error: RuntimeError, last="its last checkpoint") -> None:
     if not dist.is_initialized() or not re.search(LOST, str(error)):
         return
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it meanwhile
-    store, restarts = torchrun_store(), int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-    if store is None or store.add(f"nanote-lost-{restart_count()}", 1) == 1:  # one process speaks for all
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if _is_first("lost"):
         then = f"torchrun --max-restarts 3 would continue the run from {last}"
         if restart_count() < restarts:
             then = f"torchrun starts all again (restart {restart_count() + 1} of {restarts}), from {last}"

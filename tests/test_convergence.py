@@ -528,6 +528,7 @@ def test_a_run_that_fails_is_in_the_exit_code(tmp_path, monkeypatch, capsys):
     ("--time-budget -1", "--time-budget -1: must be from 0"),
     ("--switch-at inf", "--switch-at inf: must be from 0 to 1, such as 0.75"),
     ("--switch-at 75", "--switch-at 75.0: must be from 0 to 1"),
+    ("--switch-at=-0.5", "--switch-at -0.5: must be from 0 to 1"),
     ("--seeds -1", "--seed -1: must be 0 or more"),
     ("--more=--seed=9", "--more: this script sets --seed=9 itself; leave it out"),
     ("--more=--learning-rate=1", "use --lr"), ("--lr high", "--lr"),

@@ -172,6 +172,10 @@ def test_ranks_have_the_same_weights(runs, run):
         assert weights == other and len(set(weights.values())) > 10
 
 
+def test_a_resumed_run_goes_on_as_the_run_did(runs):
+    assert distance("ddp", "ddp-ddp-resumed", 100) <= 3 * distance("halves", "one")
+
+
 def test_loading_a_sharded_run_takes_no_memory_twice(runs):
     """Meanwhile a GPU holds at most 30 % more than its weights and optimizer state, and no copy of them."""
     found = re.findall(r"loaded (\d+) bytes with (\d+) more", runs["ddp-fsdp-resumed"])
