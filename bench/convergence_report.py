@@ -189,7 +189,8 @@ def plot_switched(result, path) -> None:
 
 
 def block_of(size: str) -> str:
-    return "modern" if "modern-" in size else "GPT-2"
+    """Return the architecture of a prefix of an arm, as the tables name it."""
+    return "modern" if "modern-" in size else "GPT-2 350M" if size == "350m-" else "GPT-2"
 
 
 def small_table(result) -> str:

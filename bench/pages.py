@@ -183,6 +183,7 @@ def fill_figures(text, contents):
             raise ValueError(f"<!--= {expression} -->: not a number: {str(value)[:50]}")
         comma = "," if "," in whole or abs(value) >= 10_000 else ""
         form = f"{'+' if sign else ''}{comma}.{len(decimals or '.') - 1}f"
+        value = round(value, len(decimals or ".") - 1) + 0.0  # no -0.00
         return f"{value:{form}}<!--= {expression} -->"
 
     return FIGURE.sub(compute, text)
