@@ -23,9 +23,9 @@ and differ in the rest. They scatter far less, so that fewer seeds are needed. W
 switch is left out.
 
 results/convergence.json has a list `runs`, a record per evaluation of each completed run: arm, seed, tokens,
-step, val_loss (nats a token), machine, and seconds, the time in training steps alone (without evaluations,
-checkpoints and the first step, which captures the CUDA graphs). From the last records follows the list
-`summary`:
+step, val_loss (nats a token), machine, data, more, and seconds, the time in training steps alone (without
+evaluations, checkpoints and the first step, which captures the CUDA graphs). From the last records follows
+the list `summary`:
 
 - mean, standard_error: of the final validation loss over the seeds
 - gap_percent, gap_standard_error, gap_interval: of the arm's loss over that of bf16, paired by seed; the last
@@ -228,6 +228,21 @@ def check_run(options: Options, arm: str, seed: int) -> None:
             found = str(Path(found))
         if found != value and name not in (*config_file.OF_ONE_RUN, "keep_checkpoints"):
             raise ValueError(f"{folder}: was trained with {cli.flag(name)} {found}, not {value}; {advice}")
+
+
+def study_of(options: Options) -> dict[str, str]:
+    """Return what the runs of a size in one JSON must share, for their records."""
+    return {"data": str(Path(options.data)), "more": options.more}
+
+
+def check_same_study(options: Options, arms: list[str], runs: list[dict]) -> None:
+    """ValueError if the arms' results would be averaged with those of another corpus or other options."""
+    for record in runs:
+        for name, value in study_of(options).items():
+            found = record.get(name, value)  # older records have none: they are not checked
+            if found != value and size_of(record["arm"]) in map(size_of, arms):
+                raise ValueError(f"--json {options.json}: holds runs of {record['arm']} with --{name} "
+                                 f"{found!r}, not {value!r}; name another file")
 
 
 # ---------------------------------------------------------------- --switch-at
@@ -550,12 +565,13 @@ def main(argv=None) -> int:
         check_same_switch(options, arms, document["runs"])
         for job in dict.fromkeys(shared + jobs):
             check_run(options, *job)
+        check_same_study(options, arms, document["runs"])
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     lock = threading.Lock()
 
     def record(arm: str, seed: int, folder: Path) -> None:
         with lock:
-            more = {"machine": machine}
+            more = {"machine": machine, **study_of(options)}
             if is_switched(options, arm):
                 more["switch_step"] = switch_step(options, arm)
             found = [record | more for record in evaluations_of(arm, seed, folder)]

@@ -470,6 +470,9 @@ def test_arms_share_the_first_part_of_a_run(tmp_path, tokens, capsys):
     for other, step in ([], 0), (["--switch-at", "0.75", "--evaluations", "4"], 3):
         with pytest.raises(ValueError, match=f"bf16-again@1e-2 that switch at step 2, .* at {step} "):
             convergence.main([*command, *other, "--arms", "fp8"])
+    for name, value in ("--data", "data/b"), ("--more", ""):
+        with pytest.raises(ValueError, match=f"@1e-2 with {name} '.*', not '{value}'; name another"):
+            convergence.main([*command, *arms, name, value, "--out-dir", str(tmp_path / "others")])
 
 
 @pytest.mark.parametrize("arm, switch_at, message", [
