@@ -22,10 +22,10 @@ has the effect of another seed. With --switch-at, all arms of a seed share the f
 and differ in the rest. They scatter far less, so that fewer seeds are needed. What FP8 costs before the
 switch is left out.
 
-results/convergence.json has a list `runs`, a record per evaluation of each completed run: arm, seed, tokens,
-step, val_loss (nats a token), machine, data, more, and seconds, the time in training steps alone (without
-evaluations, checkpoints and the first step, which captures the CUDA graphs). From the last records follows
-the list `summary`:
+results/convergence.json names in `command` all commands that added to it, and in `corpora` their token files.
+It has a list `runs`, a record per evaluation of each completed run: arm, seed, tokens, step, val_loss (nats a
+token), machine, data, more, and seconds, the time in training steps alone (without evaluations, checkpoints
+and the first step, which captures the CUDA graphs). From the last records follows the list `summary`:
 
 - mean, standard_error: of the final validation loss over the seeds
 - gap_percent, gap_standard_error, gap_interval: of the arm's loss over that of bf16, paired by seed; the last
@@ -64,11 +64,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench.report import check_folder, check_more, cpu_name, write_json, write_report
+from bench.report import check_folder, check_more, command_line, cpu_name, write_json, write_report
 from bench.training import MODERN
 from nanote import cli, config_file, json_files
 from nanote.config import read_options
-from nanote.dataset import sha256
+from nanote.dataset import open_tokens, sha256
 from nanote.metrics import read_metrics
 
 COMMON = "--warmup-steps 100 --log-interval 10 --keep-checkpoints 1 --eval-tokens 2000000"
@@ -235,9 +235,19 @@ def study_of(options: Options) -> dict[str, str]:
     return {"data": str(Path(options.data)), "more": options.more}
 
 
-def check_same_study(options: Options, arms: list[str], runs: list[dict]) -> None:
+def corpus_of(options: Options) -> dict:
+    """Return what identifies the corpus, for `corpora`."""
+    meta = open_tokens(options.data, "val", verify=False)[1]
+    return {name: meta.get(name) for name in ("source", "documents", "train_tokens", "val_tokens", "sha256")}
+
+
+def check_same_study(options: Options, arms: list[str], document: dict) -> None:
     """ValueError if the arms' results would be averaged with those of another corpus or other options."""
-    for record in runs:
+    data = study_of(options)["data"]
+    if document.get("corpora", {}).get(data, corpus_of(options)) != corpus_of(options):
+        raise ValueError(f"--json {options.json}: holds runs on other token files in {data}; name another "
+                         "file")
+    for record in document["runs"]:
         for name, value in study_of(options).items():
             found = record.get(name, value)  # older records have none: they are not checked
             if found != value and size_of(record["arm"]) in map(size_of, arms):
@@ -544,6 +554,9 @@ def check_options(options: Options) -> None:
             raise ValueError(f"--arms {arm}: unknown; the arms are {', '.join(ARMS)}")
         if arm.startswith("nanogpt") and not options.nanogpt:
             raise ValueError(f"--arms {arm}: needs a nanoGPT checkout; name its folder with --nanogpt")
+    if options.nanogpt and not (options.nanogpt / "model.py").exists():
+        raise ValueError(f"--nanogpt {options.nanogpt}: has no model.py; name the folder of a nanoGPT "
+                         "checkout")
     if options.draw and not options.json.exists():
         raise ValueError(f"--json {options.json}: there is no such file to summarize; leave out --draw to "
                          "train, or name one of results/convergence*.json")
@@ -565,7 +578,7 @@ def main(argv=None) -> int:
         check_same_switch(options, arms, document["runs"])
         for job in dict.fromkeys(shared + jobs):
             check_run(options, *job)
-        check_same_study(options, arms, document["runs"])
+        check_same_study(options, arms, document)
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     lock = threading.Lock()
 
@@ -578,7 +591,13 @@ def main(argv=None) -> int:
             run = arm, seed, found[0]["run_tokens"]
             others = [r for r in document["runs"] if (r["arm"], r["seed"], r["run_tokens"]) != run]
             document["runs"] = others + found
-            figures = {"runs": document["runs"], "summary": summarize(document["runs"])}
+            document.setdefault("corpora", {})[more["data"]] = corpus_of(options)
+            command = command_line("bench/convergence.py", argv)
+            commands = document.setdefault("command", command)
+            if command not in commands.split("; "):
+                document["command"] = f"{commands}; {command}"
+            figures = {name: document[name] for name in ("command", "corpora", "runs")}
+            figures["summary"] = summarize(document["runs"])
             write_report("bench/convergence.py", argv, figures, options.json)
 
     if not options.draw:

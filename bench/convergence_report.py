@@ -252,7 +252,9 @@ def plot(result, path) -> None:
                            for step in sorted(by_step) if len(by_step[step]) >= min(3, seeds[arm])]
             x = [scale * statistics.mean(r[unit] for r in records) for records in evaluations]
             losses = [[r["val_loss"] for r in records] for records in evaluations]
-            line, = axis.plot(x, [statistics.mean(values) for values in losses], label=labels[arm])
+            # markers: between evaluations the loss falls less evenly than the line
+            line, = axis.plot(x, [statistics.mean(values) for values in losses], marker="o", markersize=3,
+                              label=labels[arm])
             if seeds[arm] > 2:
                 axis.fill_between(x, *zip(*map(interval_of, losses)), alpha=0.3)
             else:

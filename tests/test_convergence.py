@@ -470,30 +470,41 @@ def test_arms_share_the_first_part_of_a_run(tmp_path, tokens, capsys):
     for other, step in ([], 0), (["--switch-at", "0.75", "--evaluations", "4"], 3):
         with pytest.raises(ValueError, match=f"bf16-again@1e-2 that switch at step 2, .* at {step} "):
             convergence.main([*command, *other, "--arms", "fp8"])
-    for name, value in ("--data", "data/b"), ("--more", ""):
+    others = shutil.copytree(tokens, tmp_path / "tokens")
+    for name, value in ("--data", str(others)), ("--more", ""):
         with pytest.raises(ValueError, match=f"@1e-2 with {name} '.*', not '{value}'; name another"):
             convergence.main([*command, *arms, name, value, "--out-dir", str(tmp_path / "others")])
+    assert found["corpora"] == {tokens: convergence.corpus_of(convergence.Options(data=tokens))}
+    found["corpora"][tokens]["sha256"] = "of another corpus"
+    (tmp_path / "found.json").write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=f"holds runs on other token files in {tokens}"):
+        convergence.main([*command, *arms])
 
 
 @pytest.mark.parametrize("arm, switch_at, message", [
     ("fp8", "0.9", "the switch is at step 763 of 763; it must be in between"),
     ("fp8", "1", "in between"), ("nanogpt", "0.5", "leave it out")])
-def test_a_switch_that_leaves_nothing_is_refused(tmp_path, arm, switch_at, message):
+def test_a_switch_that_leaves_nothing_is_refused(tmp_path, tmp_path_factory, arm, switch_at, message):
+    checkout = tmp_path_factory.mktemp("nanoGPT")
+    (checkout / "model.py").touch()
     with pytest.raises(ValueError, match=message):
-        convergence.main(["--arms", arm, f"--switch-at={switch_at}", "--evaluations", "1", "--nanogpt", ".",
-                          "--json", str(tmp_path / "found.json"), "--out-dir", str(tmp_path / "runs")])
+        convergence.main(["--arms", arm, f"--switch-at={switch_at}", "--evaluations", "1",
+                          "--nanogpt", str(checkout), "--json", str(tmp_path / "found.json"),
+                          "--out-dir", str(tmp_path / "runs")])
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("changed, message", [
-    (["--data", "data/b"], "--data data/a, not data/b"),
+    (["--data", "{other}"], "--data {tokens}, not {other}"),
     (["--more=--weight-decay 0.2"], "--weight-decay 0.1, not 0.2"),
     (["--evaluations", "2"], "--eval-interval 1, not 5")])
-def test_a_run_with_other_options_is_not_reused(tmp_path, changed, message):
-    command = ["--arms", "small-bf16@1e-3", "--seeds", "1", "--tokens", "81920", "--data", "data/a/",
+def test_a_run_with_other_options_is_not_reused(tmp_path, tokens, changed, message):
+    names = {"tokens": tokens, "other": str(shutil.copytree(tokens, tmp_path / "other"))}
+    changed, message = [word.format(**names) for word in changed], message.format(**names)
+    command = ["--arms", "small-bf16@1e-3", "--seeds", "1", "--tokens", "81920", "--data", f"{tokens}/",
                "--out-dir", str(tmp_path), "--json", str(tmp_path / "found.json")]
     folder = tmp_path / "small-bf16@1e-3-10steps-seed1"
-    options = convergence.Options(tokens=81920, data="data/a")
+    options = convergence.Options(tokens=81920, data=tokens)
     words = convergence.command_of(options, "small-bf16@1e-3", 1, folder)[0][2:]
     (folder / "step-10").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"config": asdict(read_options(words)[0])}))
@@ -508,12 +519,13 @@ def test_a_run_with_other_options_is_not_reused(tmp_path, changed, message):
     assert (tmp_path / "found.json").read_text() == before
 
 
-def test_a_run_that_fails_is_in_the_exit_code(tmp_path, monkeypatch, capsys):
+def test_a_run_that_fails_is_in_the_exit_code(tmp_path, tokens, monkeypatch, capsys):
     """The rows of earlier runs are summarized all the same."""
     monkeypatch.setattr(convergence, "command_of", lambda *job: ([sys.executable, "-c", "exit(3)"], {}))
     path = tmp_path / "found.json"
     path.write_text(json.dumps({"runs": run("bf16@1e-3", 1, 100, 2.0, 10.0)}))
-    command = ["--arms", "bf16", "--seeds", "2", "--out-dir", str(tmp_path / "runs"), "--json", str(path)]
+    command = ["--arms", "bf16", "--seeds", "2", "--out-dir", str(tmp_path / "runs"), "--json", str(path),
+               "--data", tokens]
     assert convergence.main(command) == 1
     printed = capsys.readouterr()
     assert "bf16@1.2e-3, seed 2: OSError: exit code 3, see" in printed.err and "loss 2.0000" in printed.out
@@ -533,6 +545,8 @@ def test_a_run_that_fails_is_in_the_exit_code(tmp_path, monkeypatch, capsys):
     ("--switch-at 75", "--switch-at 75.0: must be from 0 to 1"),
     ("--switch-at=-0.5", "--switch-at -0.5: must be from 0 to 1"),
     ("--seeds -1", "--seed -1: must be 0 or more"),
+    ("--data nowhere", "nowhere: no token files here"),
+    ("--nanogpt nowhere", "--nanogpt nowhere: has no model.py"),
     ("--more=--seed=9", "--more: this script sets --seed=9 itself; leave it out"),
     ("--more=--learning-rate=1", "use --lr"), ("--lr high", "--lr"),
     ("--json foreign.json", "foreign.json: runs is missing; name another file with --json"),
