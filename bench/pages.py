@@ -12,8 +12,8 @@ The comments are invisible in rendered Markdown and move with the text around th
 decimals, the sign and the thousands separator that it is written with, so 0.0<!--= … --> asks for one
 decimal. In an expression each JSON file is a name. A list of objects is a Table: called with values, it
 returns the one row that has them all; all(field, name=value, …) returns a field of several rows. Fields of
-a row are its attributes. Besides functions of Python there are `gaps`, `losses` and `pooled_interval`
-of bench/convergence_report.py.
+a row are its attributes. Besides functions of Python there are `gaps`, `interval_of`, `losses` and
+`pooled_interval` of bench/convergence_report.py.
 
 A number with a unit or a decimal point that is neither is an error, so that none is typed in by hand. Code
 and the first column of a table are exempt. <!-- given --> after a number (and its unit) marks it as not
@@ -90,7 +90,8 @@ TABLES = {  # comment in a page -> JSON file, function that makes a Markdown tab
 FIGURE = re.compile(r"([+-]?)(\d[\d,]*)(\.\d+)?<!--=\s*(.+?)\s*-->")
 FUNCTIONS = {"abs": abs, "len": len, "max": max, "min": min, "sum": sum, "zip": zip, "mean": statistics.mean,
              "median": statistics.median, "stdev": statistics.stdev, "gaps": convergence_report.gaps,
-             "losses": convergence_report.losses, "pooled_interval": convergence_report.pooled_interval}
+             "interval_of": convergence_report.interval_of, "losses": convergence_report.losses,
+             "pooled_interval": convergence_report.pooled_interval}
 
 # A number counts as measured if it has a unit or a decimal point
 UNITS = r"\s?(?:%|×|times\b|m?s\b|seconds\b|[GMk]i?B\b|MHz\b|W\b|TFLOP/s|TB/s|nats\b|tokens/s)|\s[kMB]\b"
