@@ -22,10 +22,12 @@ has the effect of another seed. With --switch-at, all arms of a seed share the f
 and differ in the rest. They scatter far less, so that fewer seeds are needed. What FP8 costs before the
 switch is left out.
 
-results/convergence.json names in `command` all commands that added to it, and in `corpora` their token files.
-It has a list `runs`, a record per evaluation of each completed run: arm, seed, tokens, step, val_loss (nats a
-token), machine, data, more, and seconds, the time in training steps alone (without evaluations, checkpoints
-and the first step, which captures the CUDA graphs). From the last records follows the list `summary`:
+The JSON has in `command` all commands that added to it, in `corpora` their token files, and a list `runs`, a
+record per evaluation of each completed run: arm, seed, tokens, step, val_loss (nats a token), machine, corpus
+(of `corpora`), more, and seconds, the time in training steps alone (without evaluations, checkpoints and the
+first step, which captures the CUDA graphs). Runs on other token files, or with another --more, are refused:
+they would be averaged with those that are there. Records of older versions lack corpus; nothing of their size
+can be added. From the last records follows the list `summary`:
 
 - mean, standard_error: of the final validation loss over the seeds
 - gap_percent, gap_standard_error, gap_interval: of the arm's loss over that of bf16, paired by seed; the last
@@ -134,8 +136,10 @@ T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 
 FIXED = ("--seed", "--lr", "--max-steps", "--eval-interval", "--checkpoint-interval", "--data", "--out-dir",
          "--resume")  # options of train.py that are not for --more
 CUT = (0, 130, -signal.SIGINT, -signal.SIGTERM)  # exit codes of a run that was told to stop
-DOCUMENT = {"runs": [{"arm": str, "seed": int, "run_tokens": json_files.SIZE, "tokens": json_files.SIZE,
-                      "step": json_files.SIZE, "val_loss": float, "seconds": float}]}
+DOCUMENT = {"command?": str, "corpora?": dict[str, dict],
+            "runs": [{"arm": str, "seed": int, "run_tokens": json_files.SIZE, "tokens": json_files.SIZE,
+                      "step": json_files.SIZE, "val_loss": float, "seconds": float, "corpus?": str,
+                      "more?": str}]}
 
 
 @dataclass
@@ -230,29 +234,26 @@ def check_run(options: Options, arm: str, seed: int) -> None:
             raise ValueError(f"{folder}: was trained with {cli.flag(name)} {found}, not {value}; {advice}")
 
 
-def study_of(options: Options) -> dict[str, str]:
-    """Return what the runs of a size in one JSON must share, for their records."""
-    return {"data": str(Path(options.data)), "more": options.more}
+def corpus_of(options: Options) -> tuple[str, dict]:
+    """Return the identifier of a corpus, from the checksums of its files, and its entry in `corpora`."""
+    folder = ROOT / options.data  # where train.py reads it
+    for split in ("train", "val"):
+        meta = open_tokens(folder, split, verify=False)[1]
+    identifier = f"{meta['train_sha256'][:16]}-{meta['val_sha256'][:16]}"
+    fields = ("source", "documents", "train_tokens", "val_tokens")
+    return identifier, {"data": str(Path(options.data)), **{name: meta.get(name) for name in fields}}
 
 
-def corpus_of(options: Options) -> dict:
-    """Return what identifies the corpus, for `corpora`."""
-    meta = open_tokens(options.data, "val", verify=False)[1]
-    return {name: meta.get(name) for name in ("source", "documents", "train_tokens", "val_tokens", "sha256")}
-
-
-def check_same_study(options: Options, arms: list[str], document: dict) -> None:
+def check_same_study(options: Options, arms: list[str], runs: list[dict], corpus: str) -> None:
     """ValueError if the arms' results would be averaged with those of another corpus or other options."""
-    data = study_of(options)["data"]
-    if document.get("corpora", {}).get(data, corpus_of(options)) != corpus_of(options):
-        raise ValueError(f"--json {options.json}: holds runs on other token files in {data}; name another "
-                         "file")
-    for record in document["runs"]:
-        for name, value in study_of(options).items():
-            found = record.get(name, value)  # older records have none: they are not checked
-            if found != value and size_of(record["arm"]) in map(size_of, arms):
-                raise ValueError(f"--json {options.json}: holds runs of {record['arm']} with --{name} "
-                                 f"{found!r}, not {value!r}; name another file")
+    for record in runs:
+        if size_of(record["arm"]) not in map(size_of, arms):
+            continue
+        for name, found, value in (("data", record.get("corpus", "unknown"), corpus),
+                                   ("more", record.get("more", ""), options.more)):
+            if found.split() != value.split():
+                raise ValueError(f"--json {options.json}: holds runs of {record['arm']} with another --{name}"
+                                 f" ({found!r}, not {value!r}); name another file")
 
 
 # ---------------------------------------------------------------- --switch-at
@@ -562,12 +563,16 @@ def check_options(options: Options) -> None:
                          "train, or name one of results/convergence*.json")
 
 
+def read_document(options: Options) -> dict:
+    if not options.json.exists():
+        return {"runs": []}
+    return json_files.read(options.json, DOCUMENT, "name another file with --json")
+
+
 def main(argv=None) -> int:
     options = cli.parse(Options, argv, prog="convergence.py", description=__doc__)
     check_options(options)
-    document, failed = {"runs": []}, []
-    if options.json.exists():
-        document = json_files.read(options.json, DOCUMENT, "name another file with --json")
+    document, failed = read_document(options), []
     arms = [arm if "@" in arm else f"{arm}@{options.lr}" for arm in options.arms]
     # seeds outside, so that a study that was cut has all arms of its first seeds (and bf16 of all)
     jobs, shared = [(arm, seed) for seed in options.seeds for arm in arms], []
@@ -578,27 +583,25 @@ def main(argv=None) -> int:
         check_same_switch(options, arms, document["runs"])
         for job in dict.fromkeys(shared + jobs):
             check_run(options, *job)
-        check_same_study(options, arms, document)
+        corpus, description = corpus_of(options)
+        check_same_study(options, arms, document["runs"], corpus)
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     lock = threading.Lock()
 
     def record(arm: str, seed: int, folder: Path) -> None:
         with lock:
-            more = {"machine": machine, **study_of(options)}
+            document = read_document(options)  # another command may have added to it
+            more = {"machine": machine, "corpus": corpus, "more": options.more}
             if is_switched(options, arm):
                 more["switch_step"] = switch_step(options, arm)
             found = [record | more for record in evaluations_of(arm, seed, folder)]
             run = arm, seed, found[0]["run_tokens"]
-            others = [r for r in document["runs"] if (r["arm"], r["seed"], r["run_tokens"]) != run]
-            document["runs"] = others + found
-            document.setdefault("corpora", {})[more["data"]] = corpus_of(options)
-            command = command_line("bench/convergence.py", argv)
-            commands = document.setdefault("command", command)
-            if command not in commands.split("; "):
-                document["command"] = f"{commands}; {command}"
-            figures = {name: document[name] for name in ("command", "corpora", "runs")}
-            figures["summary"] = summarize(document["runs"])
-            write_report("bench/convergence.py", argv, figures, options.json)
+            runs = [r for r in document["runs"] if (r["arm"], r["seed"], r["run_tokens"]) != run] + found
+            commands = [*document.get("command", "").split("; "), command_line("bench/convergence.py", argv)]
+            write_report("bench/convergence.py", argv, {
+                "command": "; ".join(dict.fromkeys(filter(None, commands))),
+                "corpora": document.get("corpora", {}) | {corpus: description},
+                "runs": runs, "summary": summarize(runs)}, options.json)
 
     if not options.draw:
         deadline, stop = time.monotonic() + (options.time_budget or math.inf), threading.Event()
@@ -610,7 +613,7 @@ def main(argv=None) -> int:
         if not options.json.exists():
             raise ValueError(f"{options.json}: no run is complete; see the logs in {options.out_dir}, or "
                              "run the same command again to go on")
-        document = json.loads(options.json.read_text())
+        document = read_document(options)
     document["summary"] = summarize(document["runs"])
     if document["runs"]:
         write_json(options.json, document)

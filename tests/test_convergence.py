@@ -1,11 +1,14 @@
 """bench/convergence.py: the summary of runs, on figures made by hand; bench/ablation.py: emulated FP8."""
+import hashlib
 import json
 import math
 import re
+import shlex
 import shutil
 import sys
 import threading
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -470,15 +473,68 @@ def test_arms_share_the_first_part_of_a_run(tmp_path, tokens, capsys):
     for other, step in ([], 0), (["--switch-at", "0.75", "--evaluations", "4"], 3):
         with pytest.raises(ValueError, match=f"bf16-again@1e-2 that switch at step 2, .* at {step} "):
             convergence.main([*command, *other, "--arms", "fp8"])
-    others = shutil.copytree(tokens, tmp_path / "tokens")
-    for name, value in ("--data", str(others)), ("--more", ""):
-        with pytest.raises(ValueError, match=f"@1e-2 with {name} '.*', not '{value}'; name another"):
-            convergence.main([*command, *arms, name, value, "--out-dir", str(tmp_path / "others")])
-    assert found["corpora"] == {tokens: convergence.corpus_of(convergence.Options(data=tokens))}
-    found["corpora"][tokens]["sha256"] = "of another corpus"
-    (tmp_path / "found.json").write_text(json.dumps(found))
-    with pytest.raises(ValueError, match=f"holds runs on other token files in {tokens}"):
-        convergence.main([*command, *arms])
+
+
+def complete(folder, options, arm, seed):
+    """Write what a run that is complete leaves in its folder."""
+    words = convergence.command_of(options, arm, seed, folder)[0][2:]
+    (folder / "step-10").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"config": asdict(read_options(words)[0])}))
+    record = {"step": 10, "loss": 2.0, "val_loss": 2.0, "tokens_per_s": 1.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+
+
+def other_corpus(tokens, folder):
+    """Return a corpus with as many tokens, of which one differs."""
+    shutil.copytree(tokens, folder)
+    meta = json.loads((folder / "meta.json").read_text())
+    content = bytearray((folder / "train.bin").read_bytes())
+    content[0] ^= 1
+    (folder / "train.bin").write_bytes(content)
+    meta["train_sha256"] = hashlib.sha256(content).hexdigest()
+    meta.pop("sha256"), meta.pop("format")  # as the first version, without a checksum of meta.json
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return str(folder)
+
+
+def test_one_json_holds_one_corpus_and_all_commands(tmp_path, tokens, monkeypatch):
+    path, other = tmp_path / "found.json", other_corpus(tokens, tmp_path / "other")
+
+    def command(arm, seed, data, *more):
+        folder = tmp_path / f"runs-{Path(data).name}"
+        options = convergence.Options(tokens=81920, data=data, out_dir=folder, more=" ".join(more))
+        if not (run_folder := convergence.folder_of(options, f"{arm}@1e-3", seed)).exists():
+            complete(run_folder, options, f"{arm}@1e-3", seed)
+        return ["--arms", f"{arm}@1e-3", "--seeds", str(seed), "--tokens", "81920", "--data", data,
+                "--out-dir", str(folder), "--json", str(path), *(f"--more={words}" for words in more)]
+
+    monkeypatch.setitem(convergence.TOKENS_PER_STEP, "bpe-", 8192)
+    commands = [command("small-bf16", 1, tokens), command("small-fp8", 1, tokens),
+                command("bpe-bf16", 1, other)]
+    for argv in (*commands, commands[0]):
+        assert convergence.main(argv) == 0
+    found = json.loads(path.read_text())
+    assert found["command"] == "; ".join(
+        shlex.join(["python", "bench/convergence.py", *argv]) for argv in commands)
+    assert [record["arm"].partition("@")[0] for record in found["runs"]] == [
+        "small-fp8", "bpe-bf16", "small-bf16"]
+    count = json.loads(Path(tokens, "meta.json").read_text())["train_tokens"]
+    assert {name: (entry["data"], entry["train_tokens"]) for name, entry in found["corpora"].items()} == {
+        found["runs"][0]["corpus"]: (tokens, count), found["runs"][1]["corpus"]: (other, count)}
+
+    for argv, name in ((command("small-bf16", 2, other), "--data"),
+                       (command("small-bf16", 2, tokens, "--weight-decay 0.2"), "--more")):
+        with pytest.raises(ValueError, match=f"runs of small-.* with another {name} .*; name another file"):
+            convergence.main(argv)
+    assert convergence.main(command("bpe-bf16", 2, other)) == 0
+    known = json.loads(path.read_text())
+    assert convergence.main(["--draw", "--json", str(path)]) == 0
+    assert json.loads(path.read_text()) == known
+    for record in known["runs"]:
+        del record["corpus"]  # an older version
+    path.write_text(json.dumps(known))
+    with pytest.raises(ValueError, match=r"with another --data \('unknown', not "):
+        convergence.main(commands[0])
 
 
 @pytest.mark.parametrize("arm, switch_at, message", [
@@ -504,12 +560,7 @@ def test_a_run_with_other_options_is_not_reused(tmp_path, tokens, changed, messa
     command = ["--arms", "small-bf16@1e-3", "--seeds", "1", "--tokens", "81920", "--data", f"{tokens}/",
                "--out-dir", str(tmp_path), "--json", str(tmp_path / "found.json")]
     folder = tmp_path / "small-bf16@1e-3-10steps-seed1"
-    options = convergence.Options(tokens=81920, data=tokens)
-    words = convergence.command_of(options, "small-bf16@1e-3", 1, folder)[0][2:]
-    (folder / "step-10").mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"config": asdict(read_options(words)[0])}))
-    record = {"step": 10, "loss": 2.0, "val_loss": 2.0, "tokens_per_s": 1.0}
-    (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    complete(folder, convergence.Options(tokens=81920, data=tokens), "small-bf16@1e-3", 1)
     assert not convergence.main(command)  # the same options
     before = (tmp_path / "found.json").read_text()
     for is_complete in (True, False):
@@ -522,8 +573,9 @@ def test_a_run_with_other_options_is_not_reused(tmp_path, tokens, changed, messa
 def test_a_run_that_fails_is_in_the_exit_code(tmp_path, tokens, monkeypatch, capsys):
     """The rows of earlier runs are summarized all the same."""
     monkeypatch.setattr(convergence, "command_of", lambda *job: ([sys.executable, "-c", "exit(3)"], {}))
-    path = tmp_path / "found.json"
-    path.write_text(json.dumps({"runs": run("bf16@1e-3", 1, 100, 2.0, 10.0)}))
+    path, corpus = tmp_path / "found.json", convergence.corpus_of(convergence.Options(data=tokens))[0]
+    runs = [record | {"corpus": corpus} for record in run("bf16@1e-3", 1, 100, 2.0, 10.0)]
+    path.write_text(json.dumps({"runs": runs}))
     command = ["--arms", "bf16", "--seeds", "2", "--out-dir", str(tmp_path / "runs"), "--json", str(path),
                "--data", tokens]
     assert convergence.main(command) == 1
