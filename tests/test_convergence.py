@@ -112,7 +112,10 @@ def test_tables_show_what_is_measured_and_what_did_not_help(monkeypatch):
     assert paired[0] == paired[4] == "" and paired[1].startswith("+4.35 (") and paired[5].startswith("-6.5")
     runs = [record for name, loss in (("bf16", 2.0), ("emulated-all", 2.2), ("emulated-row", 2.1))
             for record in run(f"small-modern-{name}@1e-3", 1, 10**7, loss, 60.0)] + runs
+    runs += [record for name, loss in (("bf16", 2.0), ("fp8", 2.1))
+             for record in run(f"350m-{name}@1e-3", 1, 10**7, loss, 60.0)]
     small = convergence_report.switched_table({"runs": runs, "summary": summarize(runs)}).splitlines()
+    assert small[-3].startswith("| GPT-2 350M | `fp8` | 1 | +5.00 |")
     assert small[-1].startswith("| modern | `scaling=row` | 1 | +5.00 |") and small[-1].endswith("| -4.55 |")
     check_picture({"runs": runs, "summary": summarize(runs)}, monkeypatch)
     found = [line.split(" | ")[0] for line in convergence_report.negatives_table(result).splitlines()[2:]]

@@ -52,6 +52,7 @@ def test_links_to_headings_lead_to_headings():
     ("0.00", 'speed("wide", "bf16").ms / speed("wide", "fp8").ms', "1.50"), ("9", "speed(4).ms", "5"),
     ("+0.0", '100 * (speed("slim").ms / speed("wide", "fp8").ms - 1)', "-75.0"), ("-1", "speed(4).ms", "+5"),
     ("0", 'speed("wide", "fp8").tokens_per_s', "1,851,850"),
+    ("+0.00", "-speed(4).ms / 1e4", "+0.00"),
     ("0,0", 'speed("bf16").tokens_per_s / 1e3', "1,235"),
     ("0.000", 'run.parts["one two"].loss', "3.142"), ("0", 'max(run.rows.all("ms", shape="wide"))', "30"),
     ("0", 'len(speed.all("peak_gib"))', "0"), ("0", 'sum(row["ms"] for row in speed)', "55")])
