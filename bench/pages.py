@@ -81,6 +81,7 @@ TABLES = {  # comment in a page -> JSON file, function that makes a Markdown tab
     "convergence_switched": ("convergence_switched", convergence_report.switched_table),
     "convergence_early": ("convergence_early", convergence_report.switched_table),
     "convergence_width128": ("convergence_switched_width128", convergence_report.switched_table),
+    "convergence_bfloat16": ("convergence_switched_bfloat16", convergence_report.switched_table),
     "convergence_negatives": ("convergence", convergence_report.negatives_table),
     "accumulation_times": ("accumulation", accumulation.times_table),
     "multi_gpu": ("multi_gpu", multi_gpu.table),
