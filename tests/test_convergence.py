@@ -500,6 +500,32 @@ def other_corpus(tokens, folder):
     return str(folder)
 
 
+def test_the_pages_commands_train_the_runs_of_the_results():
+    """Each run, and no other: its arm, learning rate, seed, length and switch."""
+    block = re.search(r"```sh\n(rm results/convergence.*?)```",
+                      (convergence.ROOT / "guide/evidence.md").read_text(), re.S)[1]
+    trained, variables = {}, {}
+    for line in (line.partition("#")[0] for line in block.splitlines()):
+        if found := re.fullmatch(r'(\w+)="(.*)"', line):
+            variables[found[1]] = found[2]
+        elif line.startswith("python bench/convergence.py"):
+            words = shlex.split(re.sub(r"\$(\w+)", lambda name: variables[name[1]], line))[2:]
+            options = cli.parse(convergence.Options, words, prog="convergence.py", description="")
+            for arm in (arm if "@" in arm else f"{arm}@{options.lr}" for arm in options.arms):
+                switch = convergence.switch_step(options, arm) if options.switch_at else 0
+                runs = trained.setdefault(options.json.stem, set())
+                for seed in options.seeds:
+                    steps = convergence.steps_of(options, arm)
+                    runs.add((arm, seed, steps, switch if convergence.is_switched(options, arm) else 0))
+                    if switch:
+                        runs.add((convergence.baseline_of(arm), seed, steps, 0))
+    assert len(trained) == 4
+    for name, runs in trained.items():
+        records = json.loads((convergence.ROOT / f"results/{name}.json").read_text())["runs"]
+        assert runs == {(record["arm"], record["seed"], record["step"], record.get("switch_step", 0))
+                        for record in records if record["tokens"] == record["run_tokens"]}, name
+
+
 def test_one_json_holds_one_corpus_and_all_commands(tmp_path, tokens, monkeypatch):
     path, other = tmp_path / "found.json", other_corpus(tokens, tmp_path / "other")
 
