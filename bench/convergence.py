@@ -332,6 +332,19 @@ def size_of(arm: str) -> str:
     return max((prefix for prefix in SIZES if arm.startswith(prefix)), key=len)
 
 
+def arms_of(options: Options) -> list[str]:
+    """Return the arms with their learning rates."""
+    return [arm if "@" in arm else f"{arm}@{options.lr}" for arm in options.arms]
+
+
+def jobs_of(options: Options) -> tuple[list, list]:
+    """Return the runs (arm, seed) whose checkpoints others begin with, and those of the arms."""
+    # seeds outside, so that a study that was cut has all arms of its first seeds (and bf16 of all)
+    jobs = [(arm, seed) for seed in options.seeds for arm in arms_of(options)]
+    shared = dict.fromkeys((baseline_of(arm), seed) for arm, seed in jobs if options.switch_at)
+    return list(shared), jobs
+
+
 def train_all(options: Options, jobs: list, record, deadline: float, stop: threading.Event) -> list:
     """Train the jobs, (arm, seed), one per GPU at a time; call record(arm, seed, folder) after each.
 
@@ -573,12 +586,10 @@ def main(argv=None) -> int:
     options = cli.parse(Options, argv, prog="convergence.py", description=__doc__)
     check_options(options)
     document, failed = read_document(options), []
-    arms = [arm if "@" in arm else f"{arm}@{options.lr}" for arm in options.arms]
-    # seeds outside, so that a study that was cut has all arms of its first seeds (and bf16 of all)
-    jobs, shared = [(arm, seed) for seed in options.seeds for arm in arms], []
-    if options.switch_at:  # the runs whose checkpoints the others begin with
+    arms = arms_of(options)
+    if options.switch_at:
         check_switch(options, arms)
-        shared = list(dict.fromkeys((baseline_of(arm), seed) for arm, seed in jobs))
+    shared, jobs = jobs_of(options)
     if not options.draw:
         check_same_switch(options, arms, document["runs"])
         for job in dict.fromkeys(shared + jobs):

@@ -511,14 +511,10 @@ def test_the_pages_commands_train_the_runs_of_the_results():
         elif line.startswith("python bench/convergence.py"):
             words = shlex.split(re.sub(r"\$(\w+)", lambda name: variables[name[1]], line))[2:]
             options = cli.parse(convergence.Options, words, prog="convergence.py", description="")
-            for arm in (arm if "@" in arm else f"{arm}@{options.lr}" for arm in options.arms):
-                switch = convergence.switch_step(options, arm) if options.switch_at else 0
-                runs = trained.setdefault(options.json.stem, set())
-                for seed in options.seeds:
-                    steps = convergence.steps_of(options, arm)
-                    runs.add((arm, seed, steps, switch if convergence.is_switched(options, arm) else 0))
-                    if switch:
-                        runs.add((convergence.baseline_of(arm), seed, steps, 0))
+            runs = trained.setdefault(options.json.stem, set())
+            for arm, seed in sum(convergence.jobs_of(options), []):
+                switch = convergence.switch_step(options, arm) if convergence.is_switched(options, arm) else 0
+                runs.add((arm, seed, convergence.steps_of(options, arm), switch))
     assert len(trained) == 4
     for name, runs in trained.items():
         records = json.loads((convergence.ROOT / f"results/{name}.json").read_text())["runs"]
