@@ -1,36 +1,29 @@
-"""Measure training speed on random tokens: FP8 against BF16, and this kit against others.
+"""Measure training speed on random tokens: FP8 against BF16, and this kit against plain PyTorch.
 
     python benchmark_te.py                                # BF16, E4M3 and HYBRID at the seed guide's shape
     python benchmark_te.py --shape 12 768 12 32 1024      # at your layers, width, heads, batch, sequence
     python benchmark_te.py --shapes all --json results/speed.json     # the table of guide/speed.md
     python benchmark_te.py --sweep | --stack | --compile  # where FP8 pays; what each part adds; torch.compile
 
-The first two print one table of three models: forward, backward, their total and FP8's speed-up. Those
-passes are launched from Python, as in a training loop of your own. The training step beside them (forward,
-loss, backward, clipping, optimizer) is the one that train.py runs, a CUDA graph where that is possible.
-MXFP8 and NVFP4 are in the table on a GPU that has them (Blackwell).
+The first two print one table of three models: forward, backward, their total and FP8's speed-up. Those passes
+are launched from Python, as in a training loop of your own. The training step beside them is the one that
+train.py runs, a CUDA graph where that is possible. MXFP8 and NVFP4 are in the table on a GPU that has them
+(Blackwell).
 
 Arms:
-- plain     plain PyTorch, compiled: bench/plain_gpt.py in float32 under BF16 autocast, torch.compile,
-            PyTorch's fused AdamW. plain-eager: not compiled; plain-by-hand: nor with SDPA; plain-graph:
-            compiled with mode="reduce-overhead". nanoGPT itself: python bench/nanogpt.py PATH
+- plain     bench/plain_gpt.py in float32 under BF16 autocast, torch.compile, PyTorch's fused AdamW.
+            plain-eager: not compiled; plain-by-hand: nor with SDPA; plain-graph: compiled with
+            mode="reduce-overhead". nanoGPT itself: python bench/nanogpt.py PATH
 - bf16, fp8 model_te_optimized.py exactly as train.py trains it, without FP8 and with delayed scaling
-            (HYBRID), each step a CUDA graph where train.py makes it one. Suffixes change it:
-            -e4m3, -current, -block, -mxfp8, -nvfp4 (another format, or another recipe in its own format;
-            the last two need Blackwell), -block-hybrid (E5M2 gradients),
-            -fused, -te, -custom, -advanced (another model file), -eager (no CUDA graph), -libraries
-            (PyTorch's attention, Transformer Engine's loss and blocks), -te_block (its blocks alone),
-            -accum4 (micro-batches per step), -checkpointing (gradient checkpointing), -bf16_moments
-            (AdamW's moments), -precise_dgrad (no FP8 fast accumulation in dgrad), -stochastic (stochastic
-            rounding of the logits' FP8 gradient).
-- hf-llama  transformers.LlamaForCausalLM with BF16 weights and moments (no float32 masters: less work than
-            the others), SDPA, torch.compile, PyTorch's fused AdamW. Llama has no QK-norm; the others' block
-            "modern" has.
+            (HYBRID). Suffixes change it: -e4m3, -current, -block, -mxfp8, -nvfp4 (another format or recipe;
+            the last two need Blackwell), -block-hybrid (E5M2 gradients), -fused, -te, -custom, -advanced
+            (another model file), -eager (no CUDA graph), -te_modules (no fast kernels), -sdpa, -te_attention
+            (another attention), -libraries (SDPA and no fast kernels), -accum4 (micro-batches per step),
+            -checkpointing (gradient checkpointing), -bf16_moments, -muon.
 
-What makes the figures comparable: the baseline, plain, stays in memory, and an arm's steps are timed in turns
-with its steps; `ratio_to_plain` comes from these. Times are medians between CUDA events. Before anything is
-timed, an arm's loss, gradients and progress must agree with the first arm's (bench/agreement.py). Forward,
-backward and optimizer are timed in separate passes, launched from Python; `ms` is the step as it is trained.
+The baseline, plain, stays in memory, and an arm's steps are timed in turns with its steps: `ratio_to_plain`
+comes from these. Times are medians between CUDA events. Before anything is timed, an arm's loss, gradient
+norm and progress are checked against the first arm's.
 """
 
 import sys
@@ -40,15 +33,14 @@ from typing import Literal
 
 import torch
 
-from bench.arms import SHAPES, arm_config
 from bench.compile_modes import run_compile
 from bench.crossover import run_sweep
-from bench.plain_gpt import ARMS as PLAIN_ARMS
-from bench.report import check_folder
+from bench.report import check_output
 from bench.speed import run_formats, run_shapes, run_stack
-from nanote import cli, fp8
-from nanote.config import PRESETS, TrainConfig
-from nanote.generate import pick_device
+from bench.step import SHAPES, options_of
+from nanote import recipes
+from nanote.config import PRESETS, TrainConfig, parse, run_command
+from nanote.models import pick_device
 
 MODES = {"shape": run_formats, "shapes": run_shapes, "preset": run_shapes, "sweep": run_sweep,
          "stack": run_stack, "compile": run_compile}
@@ -63,9 +55,6 @@ class Options:
     arms: tuple[str, ...] = ()  # By default all of the table or block; for llama3-8b, fp8 and fp8-accum4.
     steps: int = 20  # Steps to time, of each arm.
     json: Path | None = None  # Write the rows here; those of other shapes, blocks and arms in the file stay.
-    png: Path | None = None  # Draw them here.
-    profile: Literal["main", "all", "none"] = "main"
-    """Sum the time of kernels by class: of fp8 and plain, of every arm, of none."""
     preset: str | None = None
     """A preset of train.py as the shape: its micro-batch and sequence, without gradient accumulation."""
     shape: tuple[int, int, int, int, int] | None = None
@@ -81,10 +70,9 @@ class Options:
 
 def check_shape(shape):
     _, width, heads, batch, sequence = shape
-    given = " ".join(map(str, shape))
     if min(shape) < 1 or width % heads or batch * sequence % 16:
-        raise ValueError(f"--shape {given}: must be layers, width, heads, batch and sequence, the "
-                         "width a multiple of the heads and batch x sequence of 16; 4 768 12 8 512 works")
+        raise ValueError(f"--shape {' '.join(map(str, shape))}: must be layers width heads batch sequence; "
+                         "the width a multiple of the heads, batch x sequence of 16; 4 768 12 8 512 works")
 
 
 def check_options(options) -> str:
@@ -96,32 +84,29 @@ def check_options(options) -> str:
     known = [*SHAPES] if options.stack else [*SHAPES, "all"]
     for name in options.shapes:
         if name not in known:
-            raise ValueError(f"--shapes {name!r} is unknown; use {', '.join(known)}")
-    if not modes or modes == ["shape"]:
-        for name in ("png", "blocks"):
-            if getattr(options, name):
-                raise ValueError(f"--{name}: the table of formats has none; add --shapes guide, for example")
+            raise ValueError(f"--shapes {name!r}: unknown; use {', '.join(known)}")
+    if options.blocks and (not modes or modes == ["shape"]):
+        raise ValueError("--blocks: the table of formats has none; add --shapes guide, for example")
     if options.preset and options.preset not in PRESETS:
-        raise ValueError(f"--preset {options.preset!r} is unknown; use {', '.join(PRESETS)}")
+        raise ValueError(f"--preset {options.preset!r}: unknown; use {', '.join(PRESETS)}")
     if options.steps < 4:
         raise ValueError(f"--steps {options.steps}: must be 4 or more; 20 works")
     if options.shape:
         check_shape(options.shape)
     for arm in options.arms:
-        if arm not in PLAIN_ARMS:
-            arm_config(arm, TrainConfig())
-    check_folder(options.json, options.png)
+        options_of(arm, TrainConfig())
+    check_output(options.json)
     return modes[0] if modes else "shape"
 
 
 def main(argv=None) -> int:
-    options = cli.parse(Options, argv, prog="benchmark_te.py", description=__doc__)
+    options = parse(Options, argv, "benchmark_te.py", __doc__)
     mode = check_options(options)
     device = pick_device("auto")
-    print(f"{fp8.describe()}, torch {torch.__version__}")
+    print(f"{recipes.describe()}, torch {torch.__version__}")
     if device.type != "cuda":
         print("no GPU: tiny shapes through te_reference, and the times mean nothing")
-    elif fp8.IS_REFERENCE:
+    elif recipes.IS_REFERENCE:
         print("te_reference in place of Transformer Engine: the times mean nothing")
     else:
         torch.cuda.set_device(device)
@@ -129,4 +114,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, "benchmark_te.py"))
+    sys.exit(run_command(main, "benchmark_te.py"))

@@ -1,150 +1,95 @@
-"""Text to token files.
+"""Turn text into token files for train.py.
 
     python data.py stdlib                              # the Python standard library's sources, no download
     python data.py packages                            # sources and docs of what is installed, no download
     python data.py text *.md notes.jsonl --tokenizer gpt2
     python data.py hf roneneldan/TinyStories --streaming
-
-This file holds the command line. `nanote/documents.py` and `nanote/packages.py` read the text,
-`nanote/dataset.py` tokenizes it and describes the format of token files.
 """
-import os
+import platform
 import signal
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from nanote import cli
-from nanote.dataset import check_options, get_tokenizer, write_tokens
-from nanote.documents import hf_documents, stdlib_documents, text_documents
-from nanote.packages import package_documents
+from nanote.config import parse, run_command
 
 
 @dataclass(kw_only=True)
 class Options:
-    out_dir: Path | None = None
-    """Folder to write; by default data/<name>, or data/<name>-<tokenizer> if that is not byte."""
-    tokenizer: str = "byte"
-    """byte, a tiktoken encoding such as gpt2, or hf:DIR: the tokenizer.json in the folder of a Hugging Face
-    model (byte-level, such as Llama 3's or Qwen3's)."""
-    val_fraction: float = 0.01
-    """Fraction of the documents kept for validation."""
-    num_workers: int | None = None
-    """Tokenizing processes; by default one per core, and one for byte."""
-    force: bool = False
-    """Overwrite the folder if it exists."""
+    out_dir: str | None = None  # Folder to write; None: data/<name>, or data/<name>-<tokenizer>.
+    tokenizer: str = "byte"  # byte, a tiktoken encoding such as gpt2, or hf:DIR with a tokenizer.json.
+    val_fraction: float = 0.01  # Fraction of the documents kept for validation.
+    num_workers: int | None = None  # Threads that tokenize; None: one per core.
+    force: bool = False  # Overwrite the folder if it exists.
 
 
 @dataclass(kw_only=True)
 class Stdlib(Options):
     """The Python standard library's own sources; no download."""
-    val_fraction: float = 0.05  # 0.01 would be half a dozen files
+    val_fraction: float = 0.05  # Fraction of the documents kept for validation.
 
 
 @dataclass(kw_only=True)
 class Packages(Options):
-    """Sources, documentation and licenses of every installed package and the standard library, without
-    duplicates; whole packages are held out for validation; no download."""
-    val_fraction: float = 0.05
-    """Fraction of the packages kept for validation."""
-    num_workers: int | None = None
-    """Processes that read files, then tokenize; by default one per core, and one to tokenize for byte."""
+    """Sources and documentation of the installed packages, without duplicates; no download."""
+    val_fraction: float = 0.05  # Fraction of the packages kept for validation.
 
 
 @dataclass(kw_only=True)
 class Text(Options):
-    """Files: UTF-8 text, one document each; .jsonl or Parquet, one document per row; folders of these."""
-
-    files: Positional[Annotated[list[str], arg(metavar="FILE [FILE ...]", help_behavior_hint="(required)")]]
-    """UTF-8 text, .jsonl or Parquet files; text and .jsonl also as .gz or .zst. A folder is read with its
-    subfolders, or as the dataset that save_to_disk wrote into it."""
-    column: str = "text"
-    """The field of a .jsonl or Parquet row that holds the text."""
+    """Files: text, a document each; .json, .jsonl, .csv or Parquet, a document per row; folders of these."""
+    files: Positional[Annotated[list[str], arg(metavar="FILE ...")]]  # Also .gz or .zst; folders.
+    column: str = "text"  # Field of a row that holds the text.
 
 
 @dataclass(kw_only=True)
 class Hf(Options):
-    """A dataset of the Hugging Face hub, or one on disk."""
-    name: Positional[Annotated[str, arg(metavar="NAME")]]
-    """Such as roneneldan/TinyStories; or a file or folder; or json, parquet, text with --data-files."""
-    subset: str | None = None
-    """The configuration of the dataset."""
-    split: str = "train"
-    """The split to read."""
-    column: str = "text"
-    """The field that holds the text."""
-    streaming: bool = False
-    """Read while downloading, without a copy on disk."""
-    data_files: list[str] | None = None
-    """Local files for the builder."""
-
-
-def corpus_name(path):
-    """Return the last part of a path or of a dataset's name; of a file without its suffixes."""
-    name = Path(os.path.abspath(path)).name or "text"
-    if os.path.isfile(path):
-        name = Path(name.removesuffix(".gz").removesuffix(".zst")).stem
-    return name
-
-
-def source_of(config):
-    """Return (corpus name, description for meta.json, function that returns the documents)."""
-    if isinstance(config, Stdlib):
-        return "stdlib", f"the standard library of Python {sys.version.split()[0]}", stdlib_documents
-    if isinstance(config, Packages):
-        source = f"the packages installed for Python {sys.version.split()[0]}, and its standard library"
-        return "packages", source, partial(package_documents, config.num_workers)
-    if isinstance(config, Text):
-        name = corpus_name(config.files[0]) if len(config.files) == 1 else "text"
-        more = f" and {len(config.files) - 10} more" if len(config.files) > 10 else ""
-        return name, " ".join(config.files[:10]) + more, partial(text_documents, config.files, config.column)
-    name = corpus_name(config.name)
-    description = " ".join(filter(None, ["hf", config.name, config.subset, config.split]))
-    return name, description, partial(hf_documents, config.name, config.subset, config.split, config.column,
-                                      config.streaming, config.data_files)
-
-
-def print_counts(meta):
-    """Print what `packages` read and left out."""
-    left_out = ", ".join(f"{count:,} {reason}" for reason, count in meta["left_out"].items())
-    print(f"{meta['packages']:,} packages with {meta['files']:,} files; left out: {left_out or 'none'}\n"
-          f"dropped {meta['exact_duplicates']:,} exact and {meta['near_duplicates']:,} near-duplicates\n"
-          f"{meta['train_bytes']:,} bytes for training, {meta['val_bytes']:,} for validation")
+    """A dataset of the Hugging Face hub."""
+    name: Positional[str]  # Such as roneneldan/TinyStories; or json, csv, parquet, text with --data-files.
+    subset: str | None = None  # Configuration of the dataset.
+    split: str = "train"  # Split to read.
+    column: str = "text"  # Field that holds the text.
+    streaming: bool = False  # Read while downloading, without a copy on disk.
+    data_files: list[str] | None = None  # Files of the dataset, or your own.
 
 
 def main(argv=None):
-    """Run the command line `argv` (None: sys.argv[1:]). Raises ValueError or OSError for a user's mistake."""
-    description = __doc__.partition("\n\nThis file")[0]
-    config = cli.parse(Stdlib | Packages | Text | Hf, argv, prog="data.py", description=description)
-    start = time.time()
-    name, source, read_documents = source_of(config)
-    tokenizer = os.path.basename(os.path.abspath(config.tokenizer.removeprefix("hf:")))
-    folder = name if config.tokenizer == "byte" else f"{name}-{tokenizer}"
-    out_dir = config.out_dir or Path("data", folder)
-    try:
-        # before anything is downloaded or read
-        check_options(out_dir, config.force, config.val_fraction, config.num_workers)
-        get_tokenizer(config.tokenizer)
-        documents, total, unit, *counts = read_documents()
-        meta = write_tokens(
-            documents, out_dir, tokenizer=config.tokenizer, val_fraction=config.val_fraction,
-            force=config.force, num_workers=config.num_workers, source=source, total=total, unit=unit,
-            counts=counts[0] if counts else None,
-        )
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("stopped; nothing was written") from None
-    if counts:
-        print_counts(meta)
+    """Run the command line `argv` (None: sys.argv[1:])."""
+    options = parse(Stdlib | Packages | Text | Hf, argv, "data.py", __doc__)
+    from nanote import corpus  # not above: --help is quick
+
+    start, left_out = time.time(), Counter()
+    match options:
+        case Stdlib():
+            name, documents = "stdlib", corpus.stdlib_documents(left_out)
+        case Packages():
+            name, documents = "packages", corpus.package_documents(left_out)
+        case Text(files=files):
+            name = Path(files[0]).resolve().name.split(".")[0] if len(files) == 1 else "text"
+            documents = corpus.text_documents(files, options.column, left_out)
+        case Hf():
+            name = Path(options.name).resolve().name
+            documents = corpus.dataset_documents(
+                name=options.name, column=options.column, left_out=left_out, subset=options.subset,
+                split=options.split, data_files=options.data_files, streaming=options.streaming)
+    tokenizer = Path(options.tokenizer.removeprefix("hf:")).resolve().name
+    out_dir = options.out_dir or f"data/{name}" + f"-{tokenizer}" * (options.tokenizer != "byte")
+    source = f"{' '.join(sys.argv[1:] if argv is None else argv)} (Python {platform.python_version()})"
+    meta = corpus.write_tokens(
+        documents, out_dir, tokenizer=options.tokenizer, val_fraction=options.val_fraction,
+        force=options.force, num_workers=options.num_workers, source=source, left_out=left_out)
+    for reason, count in sorted(left_out.items()):
+        print(f"left out: {count:,} {reason}")
     print(f"{out_dir}: {meta['documents']:,} documents, {meta['train_tokens']:,} train and "
-          f"{meta['val_tokens']:,} validation tokens ({config.tokenizer}, {meta['dtype']}) in "
+          f"{meta['val_tokens']:,} validation tokens ({options.tokenizer}, {meta['dtype']}) in "
           f"{time.time() - start:.1f} s")
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left behind
-    sys.exit(cli.run(main, "data.py"))
+    sys.exit(run_command(main, "data.py"))

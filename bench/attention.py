@@ -1,8 +1,8 @@
-"""Attention kernels, alone and inside a block: their correctness against float64 and their time.
+"""Attention kernels: their correctness against float64 and their time.
 
-A kernel is a function of a Shape that returns attend(q, k, v), with q (B, S, heads, D) and k, v
-(B, S, KV heads, D) -> (B, S, heads, D). `measure_kernel` and `measure_block` return the fields of a row of
-benchmark_attention.py; `row_of` catches what a kernel raises.
+A kernel is a function of a Shape that returns attend(q, k, v), with q (B, S, heads, D) and k, v (B, S, KV
+heads, D) -> (B, S, heads, D). `measure_kernel` returns the fields of a row of benchmark_attention.py;
+`row_of` catches what a kernel raises.
 """
 
 import math
@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model_te_optimized import DelayedScaling, OptimizedConfig, OptimizedGPT2Model, te
-from nanote import fp8
-from nanote.profiling import spans_ms, stamp
+from bench.timing import spans_ms, stamp
+from model_te_optimized import DelayedScaling, te
+from nanote import recipes
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 # relative errors above these are mistakes, not rounding (FP8 values are up to 12 % apart)
-LIMITS = {"kernel": 0.02, "bf16": 0.02, "fp8": 0.1}
+LIMITS = {"kernel": 0.02, "fp8": 0.1}
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,6 @@ class Shape:
 
 def by_hand(shape):
     """Textbook attention, which stores the S x S matrices of all heads."""
-    needed = 4 * 2 * shape.batch * shape.heads * shape.length ** 2  # bytes: four at once in the backward pass
-    if HAS_GPU and needed > (free := torch.cuda.mem_get_info()[0]):
-        raise MemoryError(f"its S x S matrices need {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free")
-
     def attend(q, k, v):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         k, v = (t.repeat_interleave(shape.heads // shape.kv_heads, dim=1) for t in (k, v))
@@ -134,7 +130,7 @@ def flash_4(shape):
 FP8_KERNEL = "te.DotProductAttention, FP8"
 KERNELS = {
     "by hand": by_hand, "SDPA, PyTorch's choice": sdpa,
-    f"{'te_reference' if fp8.IS_REFERENCE else 'te'}.DotProductAttention": te_attention,
+    f"{'te_reference' if recipes.IS_REFERENCE else 'te'}.DotProductAttention": te_attention,
 }
 if HAS_GPU:
     KERNELS |= {
@@ -185,7 +181,7 @@ def error_fields(names, errors, limit):
 # ---------------------------------------------------------------- time
 
 def one_pass(function, parameters, inputs, grad):
-    """Run forward and backward -> ((out, *gradients of inputs and parameters), the three stamps)."""
+    """Run forward and backward -> ((out, *gradients of inputs and parameters), three stamps)."""
     start = stamp(DEVICE)
     out = function(*inputs)
     middle = stamp(DEVICE)
@@ -265,53 +261,15 @@ def measure_kernel(make, shape, sets, expected):
     return row
 
 
-# the attention of a block -> (config.attention, whether fast_kernels' packed attention replaces it);
-# the others are compared with the first
-BLOCK_ARMS = {"sdpa": ("sdpa", False), "te": ("te", False), "flash, not packed": ("flash", False),
-              "packed": ("flash", True)}
-
-
-def make_attention(shape, attention, packed, use_fp8):
-    """Build the attention module of a model, by way of the model, so that the configuration is checked."""
-    fp8.forget_models()
-    torch.manual_seed(0)
-    config = OptimizedConfig(
-        vocab_size=128, n_positions=shape.length, n_embd=shape.heads * shape.head_dim, n_layer=1,
-        n_head=shape.heads, n_kv_head=shape.kv_heads, head_dim=shape.head_dim, n_inner=64,
-        attention=attention, use_fp8=use_fp8,
-    )
-    model = OptimizedGPT2Model(config).to(DEVICE, torch.bfloat16)
-    if packed:
-        from fast_kernels import accelerate  # the folder may be left out
-
-        reason = accelerate(model, blocks=False, loss=False).attention
-        if reason:
-            raise RuntimeError(reason)
-    return model.blocks[0].attn
-
-
-def measure_block(arm, precision, shape, sets, expected):
-    """Check and time norm, QKV GEMM, attention and projection together.
-
-    expected: a list of out, dx and the gradient of the QKV weight. The first arm fills it; the others are
-    compared with it.
-    """
-    use_fp8 = precision == "fp8"
-    module = make_attention(shape, *BLOCK_ARMS[arm], use_fp8)
-    recipe = fp8.make_recipe("delayed" if use_fp8 else "none")
-
-    def block(x):
-        with te.autocast(enabled=use_fp8, recipe=recipe):
-            return module(x)
-
-    parameters = list(module.parameters())
-    weight = next(i for i, p in enumerate(parameters) if p is module.qkv.weight)
-    for _ in range(3):  # delayed scaling takes its scales from earlier passes
-        out, dx, *grads = one_pass(block, parameters, *sets[0])[0]
-    found = [out, dx, grads[weight]]
-    if not expected:
-        expected += found
-    errors = relative_errors(found, expected)
-    del out, dx, grads, found
-    fields = error_fields(("out", "dx", "dqkv_weight"), errors, precision)
-    return fields | time_passes(block, sets, parameters)
+def text_of(row):
+    """Return a row of the printed table: what errs by more than LIMITS is WRONG, FP8 within 20 % excepted."""
+    if "why_not" in row:
+        return f"{row['name']:32}{row['why_not']}"
+    worst = max((math.inf if error is None else error) for error in row["errors"].values())
+    verdict = "" if row["agrees"] else "WRONG"
+    if verdict and row["name"] == FP8_KERNEL and worst < 0.2:
+        verdict = f"errs by {worst:.0%}"
+    tflops = f"{row['both_tflops']:9.1f}" if "both_tflops" in row else " " * 9
+    gib = f"{row['peak_gib']:8.2f}" if row["peak_gib"] is not None else " " * 8
+    times = f"{row['forward_ms']:9.3f}{row['backward_ms']:10.3f}{row['both_ms']:9.3f}"
+    return f"{row['name']:32}{times}{tflops}{gib}{worst:10.1e}  {verdict}".rstrip()

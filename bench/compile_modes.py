@@ -7,16 +7,16 @@ result like any other.
 
 import dataclasses
 import itertools
+import statistics
 import time
 
 import torch
 
-from bench import arms
-from bench.agreement import Agreement
-from bench.measure import LR
+from bench.measure import LR, Agreement, error_text
 from bench.report import Rows
-from bench.timing import median_ms
-from nanote import cli, models
+from bench.step import SHAPES, Step, free, make_batches, make_config
+from bench.timing import timed
+from nanote import models
 
 COMPILE_RECIPES = ("none", "current", "delayed", "block")
 COMPILE_MODES = {  # row of the table -> options of train.py
@@ -31,18 +31,16 @@ COMPILE_MODES = {  # row of the table -> options of train.py
 
 
 def measure_compiled(name, config, device, agreement) -> dict:
-    """Build a step, run and verify it, and time it -> the figures of its row."""
+    """Make a step, run and verify it, and time it -> the figures of its row."""
     from torch._dynamo.utils import counters  # imports the compiler, which is slow
 
     torch._dynamo.reset()
     counters.clear()
-    batches = arms.make_batches(config, device)
-    step, began = arms.build_te(config, device, batches[0]), time.time()
-    for _ in range(4):  # reduce-overhead records its graphs in the second and third
-        loss = step(batches, LR)[0].item()
+    batches, began = make_batches(config, device), time.time()
+    step = Step(config, device, batches)
+    loss = agreement.verify(name, step, batches)["loss"]  # five steps, in which graphs are recorded
     seconds = time.time() - began
-    agreement.verify(name, step, batches[0], device)
-    ms = median_ms([lambda: step(batches, LR)] * 8, device)
+    ms = statistics.median(timed([lambda: step(batches, LR)] * 11, device)[3:])
     reasons = {reason.splitlines()[0][:150]: count for reason, count in counters["graph_break"].items()}
     return {
         "ms": ms,
@@ -51,29 +49,29 @@ def measure_compiled(name, config, device, agreement) -> dict:
         "graph_breaks": sum(reasons.values()),
         "reasons": reasons,
         "graphs": counters["stats"].get("unique_graphs", 0),
-        "compile_s": max(0.0, seconds - 4 * ms / 1e3) if config.compile else 0.0,
+        "compile_s": max(0.0, seconds - 5 * ms / 1e3) if config.compile else 0.0,
     }
 
 
 def run_compile(options, device, argv):
     """Measure every row that options.json does not hold yet, as far as options.time_budget goes."""
     start, rows = time.time(), Rows(options.json, ("mode", "recipe", "model"), "benchmark_te.py", argv)
-    base, agreement = arms.make_config(arms.SHAPES["guide"], device), Agreement()
+    base, agreement = make_config(SHAPES["guide"], device), Agreement()
     for recipe, mode, model in itertools.product(COMPILE_RECIPES, COMPILE_MODES, models.MODELS):
         row = {"mode": mode, "recipe": recipe, "model": model}
         if rows.has(row):
             continue
         changes = dict(model=model, fp8_recipe=recipe, cuda_graph="off") | COMPILE_MODES[mode]
         config = dataclasses.replace(base, **changes)
-        arms.free()  # also what a row that failed left behind
         if time.time() - start > options.time_budget:
             row["error"] = shown = "not run: time budget"
         else:
+            free()  # also what a row that failed left behind
             try:
                 row |= measure_compiled(f"{mode}, {recipe}, {model}", config, device, agreement)
                 shown = (f"{row['tokens_per_s']:>9,.0f} tokens/s  {row['graph_breaks']} breaks, "
                          f"{row['graphs']} graphs, {row['compile_s']:.0f} s")
             except Exception as error:  # whatever the compiler raises is the result
-                row["error"] = shown = cli.in_a_line(error)
+                row["error"] = shown = error_text(error)
         rows.add(row)
         print(f"{mode:28} {recipe:8} {model:10} {shown}", flush=True)

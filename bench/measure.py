@@ -5,139 +5,133 @@ with the next arm.
 """
 
 import dataclasses
+import math
 import statistics
 import traceback
 
 import torch
 
-from bench import arms
-from bench.agreement import Agreement, check_loss
+from bench import step as steps_of_arms
 from bench.plain_gpt import ARMS as PLAIN_ARMS
-from bench.plain_gpt import PlainStep, build_plain
-from bench.timing import power_and_clock, profile_ms
-from nanote import cli, fp8
-from nanote.metrics import flops_per_token, peak_flops
-from nanote.profiling import spans_ms, stamp, timed
+from bench.plain_gpt import make_plain
+from bench.timing import in_turns, spans_ms, stamp
+from nanote import recipes
+from nanote.config import in_a_line
+from nanote.profiling import flops_per_token, peak_flops
 
 WARMUP = 10  # steps before anything is timed
 LR = 1e-5  # so small that the weights hardly change while steps are timed
-TURNS = 4  # in which the timed steps of an arm and of the baseline alternate
+CHECKED_LR = 2.0**-13  # BF16 weights below 2^-5 take such a step exactly
+CLOSE = 0.2  # relative difference of the gradient norms of two arms; tiny models scatter by 0.1
 
 
-def agreement_of_llama(model_config, config, batch, device) -> Agreement:
-    """Return an Agreement with a plain GPT without QK-norm, which Llama does not have."""
-    agreement = Agreement()
-    model_config = dataclasses.replace(model_config, use_qk_norm=False)
-    reference = build_plain("plain-eager", model_config, config, device)
-    agreement.verify("plain-eager without QK-norm", reference, batch, device)
-    return agreement
+class Agreement:
+    """Checks what an arm computes before it is timed, and compares it with the first arm of its shape.
+
+    At initialization the loss on random tokens is about ln V + 0.02²·C/2, all arms have about the same
+    gradient norm, and the first steps lower the loss. So a gradient that is zero, scaled or not seen by the
+    optimizer is refused. That the models are one network is what tests/test_benchmark.py tests.
+    """
+
+    def __init__(self):
+        self.first = {}  # micro-batches per step: (arm, gradient norm)
+
+    def verify(self, arm, step, batches) -> dict:
+        """Return loss, grad_norm and loss_fall for the row of an arm; RuntimeError if one is wrong."""
+        config = step.config
+        loss, norm = (value.item() for value in step(batches, 0.0))
+        check_loss(loss, config)
+        first, expected = self.first.setdefault(config.grad_accum, (arm, norm))
+        if not (norm > 0 and abs(norm / expected - 1) < CLOSE):
+            raise RuntimeError(f"numerics: a gradient norm of {norm:.5g}, and {expected:.5g} in {first}")
+        last = [step(batches, CHECKED_LR)[0].item() for _ in range(4)][-1]
+        if not last < loss:
+            raise RuntimeError(f"numerics: the loss is {last:.5g} after three steps, from {loss:.5g}")
+        return {"loss": loss, "grad_norm": norm, "loss_fall": loss - last}
 
 
-def phases_ms(step, batches, device, passes=5) -> dict:
-    """Time forward, backward and optimizer on one micro-batch, launched from Python: medians of `passes`."""
-    forward = step.forward if isinstance(step, PlainStep) else step.net
-    first = {"is_first_microbatch": True} if step.config.grad_accum > 1 else {}
+def check_loss(loss, config) -> None:
+    """Raise RuntimeError unless the loss is that of random tokens at initialization."""
+    expected = math.log(config.vocab_size) + 0.02**2 * config.n_embd / 2
+    if not abs(loss - expected) < 0.3:
+        raise RuntimeError(f"numerics: a loss of {loss:.3f} at initialization, not about {expected:.3f}")
+
+
+def phases_ms(step, batch, device, passes=5) -> dict:
+    """Time forward, backward and update on one micro-batch, launched from Python: medians of `passes`."""
     spans = []
     for _ in range(2 + passes):
-        step.optimizer.zero_grad(set_to_none=True)
+        step.model.zero_grad(set_to_none=True)
         stamps = [stamp(device)]
-        loss = forward(*batches[0], **first)
+        loss = step.forward(*batch)
         stamps.append(stamp(device))
         loss.backward()
         stamps.append(stamp(device))
         step.update()
         spans.append(spans_ms([*stamps, stamp(device)]))
-    step.optimizer.zero_grad(set_to_none=True)
+    step.model.zero_grad(set_to_none=True)
     columns = zip(("forward", "backward", "optimizer"), zip(*spans[2:]))
     return {f"{name}_ms": statistics.median(column) for name, column in columns}
 
 
-def timed_in_turns(step, baseline_step, batches, steps, device) -> tuple[list, list]:
-    """Return ms of `steps` steps of an arm and of the baseline, in TURNS turns.
+def time_step(arm, step, batches, device, steps, baseline=None, warmup=None, occupied=0) -> dict:
+    """Warm a step up and time it in turns with a baseline -> figures of speed and memory of its row.
 
-    Both then see the same clock and temperature of the GPU. `baseline_step` None: the second list is empty.
+    occupied: bytes that are not the step's. warmup: steps that are not timed; None: WARMUP, and 1 on a CPU.
     """
-    times, baseline_times = [], []
-    for turn in range(TURNS):
-        count = len(range(turn, steps, TURNS))  # the turns differ by one step at most
-        if baseline_step is not None:
-            baseline_times += timed([lambda: baseline_step(batches, LR)] * count, device)
-        times += timed([lambda: step(batches, LR)] * count, device)
-    return times, baseline_times
-
-
-def speed_figures(arm, parameters, config, times, baseline_times, device) -> dict:
-    """Return a row's figures of speed from the times in ms of an arm's steps and of the baseline's."""
-    ms = statistics.median(times)
+    config, on_gpu = step.config, device.type == "cuda"
+    for _ in range(warmup if warmup is not None else WARMUP if on_gpu else 1):
+        step(batches, LR)
+    peak = (torch.cuda.max_memory_allocated() - occupied) / 2**30 if on_gpu else None
+    functions = {"step": lambda: step(batches, LR)}
+    if baseline is not None:
+        functions = {"baseline": lambda: baseline(batches, LR)} | functions
+    times = in_turns(functions, steps, device)
+    ms = statistics.median(times["step"])
     tokens_per_s = 1e3 * config.micro_batch_size * config.seq_len * config.grad_accum / ms
-    limit = peak_flops(device)
-    ratio = 1.0 if arm == "plain" else None
-    if baseline_times:
-        ratio = statistics.median(baseline_times) / ms
     return {
-        "arm": arm,
-        "ms": ms,
-        "slowest_ms": max(times),
-        "tokens_per_s": tokens_per_s,
-        "ratio_to_plain": ratio,
-        "mfu": tokens_per_s * flops_per_token(parameters, config) / limit if limit else None,
-    }
+        "arm": arm, "ms": ms, "slowest_ms": max(times["step"]), "tokens_per_s": tokens_per_s,
+        "ratio_to_plain": statistics.median(times["baseline"]) / ms if baseline is not None else None,
+        "peak_gib": peak, "parameters": sum(p.numel() for p in step.model.parameters())}
 
 
-def measure(
-    arm, config, device, steps, baseline_step=None, agreement=None, profiled=False, warmup=None, phases=5
-):
+def measure(arm, config, device, steps, baseline=None, agreement=None, warmup=None, phases=5):
     """Measure one arm -> (the figures of its row, its step).
 
     Args:
         config: the TrainConfig of the shape; the arm's words change it.
-        baseline_step: the step of the arm plain, or another baseline, timed in turns with this one.
-        agreement: compares this arm with the shape's first one; None checks the loss alone.
-        profiled: also sum the time of kernels by class, and read power and clock.
-        warmup: steps that are not timed; None means WARMUP.
+        baseline: the step of the arm plain, or another baseline, timed in turns with this one.
+        agreement: compares this arm with the shape's first one; None: with none.
         phases: passes of phases_ms; 0 skips it.
     """
-    config = arms.options_of(arm, config)
-    model_config = arms.make_model_config(config)
-    batches = arms.make_batches(config, device)
-    if arm == "hf-llama" and agreement is not None:
-        agreement = agreement_of_llama(model_config, config, batches[0], device)
-    arms.free()
-    gpu = device.type == "cuda"
-    occupied = torch.cuda.memory_allocated() if gpu else 0
+    config = steps_of_arms.options_of(arm, config)
+    model_config = steps_of_arms.model_config_of(config)
+    batches = steps_of_arms.make_batches(config, device)
+    steps_of_arms.free()
+    occupied = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     if arm in PLAIN_ARMS:
-        step = build_plain(arm, model_config, config, device)
+        step = make_plain(arm, model_config, config, device)
     else:
-        step = arms.build_te(config, device, batches[0])
-    if agreement is None:
-        checked = {"loss": step(batches, 0.0)[0].item()}
-        check_loss(checked["loss"], config)
-    else:
-        checked = agreement.verify(arm, step, batches[0], device)
-    for _ in range(WARMUP if warmup is None else warmup):
-        step(batches, LR)
-    peak = (torch.cuda.max_memory_allocated() - occupied) / 2**30 if gpu else None
-    times, baseline_times = timed_in_turns(step, baseline_step, batches, steps, device)
-    parameters = sum(p.numel() for p in step.model.parameters())
-    figures = speed_figures(arm, parameters, config, times, baseline_times, device) | {
-        "peak_gib": peak,
-        "cuda_graph": getattr(step, "graphed", arm == "plain-graph"),
+        step = steps_of_arms.Step(config, device, batches)
+    checked = (agreement or Agreement()).verify(arm, step, batches)
+    figures = time_step(arm, step, batches, device, steps, baseline, warmup, occupied)
+    flops, peak = flops_per_token(model_config, figures["parameters"], config.seq_len), peak_flops(device)
+    figures |= {
+        "mfu": figures["tokens_per_s"] * flops / peak if peak else None,
+        "cuda_graph": step.is_graph,
         "kernels": getattr(step, "kernels", ""),
-        "parameters": parameters,
-        "fp8_format": fp8.resolve_format(config.fp8_recipe, config.fp8_format) or None,
+        "fp8_format": recipes.resolve_format(config.fp8_recipe, config.fp8_format) or None,
         "grad_accum": config.grad_accum,
         **checked,
         "model_config": dataclasses.asdict(model_config),
     }
-    if profiled:
-        figures["profile_ms"] = profile_ms(lambda: step(batches, LR), device)
-        figures |= power_and_clock(lambda: step(batches, LR), device)
+    if arm == "plain":
+        figures["ratio_to_plain"] = 1.0
     if phases:
         try:
-            figures |= phases_ms(step, batches, device, phases)
-        except torch.OutOfMemoryError:
-            # next to the memory of a CUDA graph there may be no room for a pass without one
-            step.optimizer.zero_grad(set_to_none=True)
+            figures |= phases_ms(step, batches[0], device, phases)
+        except torch.OutOfMemoryError:  # next to the memory of a CUDA graph
+            step.model.zero_grad(set_to_none=True)
     return figures, step
 
 
@@ -148,4 +142,9 @@ def attempt(arm, *args, **kwargs):
     except Exception as error:  # the other arms are still to be measured
         if not isinstance(error, (torch.OutOfMemoryError, ValueError)):
             traceback.print_exc()
-        return {"arm": arm, "error": cli.in_a_line(error)}, None
+        return {"arm": arm, "error": error_text(error)}, None
+
+
+def error_text(error) -> str:
+    """Return the type and the first line of an error."""
+    return f"{type(error).__name__}: {in_a_line(error)}"

@@ -5,10 +5,8 @@
 
 Of the checkout, model.py alone is read. Its GPT is trained as its train.py does: float32 parameters under
 BF16 autocast, torch.compile, TF32 allowed, the fused AdamW of `configure_optimizers`, gradients clipped at
-1.0. It is built with bias=False, which is the default of that train.py, and with bias=True, as GPT-2 has it.
-
-This kit's arms plain, bf16 and fp8 (benchmark_te.py --help) have the same biases in their linear layers, and
-keep those of their LayerNorms. Their steps are timed in turns with nanoGPT's: `ratio_to_nanogpt` is the
+1.0. It is built with bias=False, the default of that train.py, and with bias=True, as GPT-2 has it. This
+kit's arms plain, bf16 and fp8 (benchmark_te.py --help) are timed in turns with it: `ratio_to_nanogpt` is the
 median of nanoGPT's steps over the median of theirs.
 
 `NanoGPT` is nanoGPT's model for train.py, as bench/convergence.py trains it:
@@ -30,19 +28,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench import arms, measure
-from bench.agreement import check_loss
+from bench import measure
 from bench.plain_gpt import PlainStep
-from bench.report import Rows, check_folder, markdown
-from bench.speed import ROW_KEYS
-from nanote import cli
-from nanote.generate import pick_device
-from nanote.profiling import timed
+from bench.report import Rows
+from bench.step import SHAPES as STEP_SHAPES
+from bench.step import free, make_batches, make_config
+from nanote.config import parse, run_command
+from nanote.models import pick_device
 
 SHAPES = ("124m-b32", "124m-b4", "350m-b16", "c4096")
 ARMS = ("plain", "bf16", "fp8")
 BLOCKS = {"bias=False": False, "bias=True": True}
-TITLES = {"nanogpt": "nanoGPT", "plain": "plain PyTorch, compiled", "bf16": "ours, BF16", "fp8": "ours, FP8"}
 
 
 @dataclass
@@ -50,21 +46,18 @@ class Options:
     path: tyro.conf.Positional[Path]
     """Folder of a nanoGPT checkout, which has model.py."""
     shapes: tuple[str, ...] = SHAPES
-    """Shapes of guide/speed.md; one that does not fit into memory is a row with an error."""
+    """Shapes of benchmark_te.py; one that does not fit into memory is a row with an error."""
     steps: int = 60  # Steps to time, of each arm.
     json: Path | None = None
-    """Write the rows here; those of other shapes in the file stay. Default: results/nanogpt.json, if there is
-    a GPU."""
+    """Write the rows here; those of other shapes in the file stay. Default on a GPU: results/nanogpt.json."""
 
 
 class NanoGPTStep(PlainStep):
-    """A step of nanoGPT's train.py. Has TrainStep's interface."""
-
-    def __init__(self, model, net, optimizer, config, device):
-        self.model, self.net, self.optimizer, self.config, self.device = model, net, optimizer, config, device
+    """A step of nanoGPT's train.py."""
 
     def forward(self, input_ids, labels):
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+        float32 = next(self.model.parameters()).dtype == torch.float32
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=float32 and self.device.type == "cuda"):
             return self.net(input_ids, labels)[1]
 
 
@@ -78,16 +71,24 @@ def load(folder):
     spec.loader.exec_module(module)
     for name in ("GPT", "GPTConfig"):
         if not hasattr(module, name):
-            raise ValueError(f"{file}: it has no {name}; name the folder of a nanoGPT checkout")
+            raise ValueError(f"{file}: has no {name}; name the folder of a nanoGPT checkout")
     return module
+
+
+def checksum(folder) -> str:
+    return hashlib.sha256((folder / "model.py").read_bytes()).hexdigest()
+
+
+def allow_tf32() -> None:
+    """Set what nanoGPT's train.py sets."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
 
 def make_gpt(module, config, block_size: int, dropout: float):
     """Return nanoGPT's model. `config` has the other sizes, and bias."""
     return module.GPT(module.GPTConfig(
         block_size=block_size, vocab_size=config.vocab_size, n_layer=config.n_layer, n_head=config.n_head,
-        n_embd=config.n_embd, dropout=dropout, bias=config.bias,
-    ))
+        n_embd=config.n_embd, dropout=dropout, bias=config.bias))
 
 
 @dataclass
@@ -120,13 +121,13 @@ class NanoGPT(torch.nn.Module):
         return logits if labels is None else loss
 
 
-def build(module, config, device, ddp=False) -> NanoGPTStep:
-    """Build nanoGPT's step. config: train.py's options, whose optimizer settings are those of nanoGPT.
+def make_nanogpt(module, config, device, ddp=False, dtype=torch.float32) -> NanoGPTStep:
+    """Make nanoGPT's step. config: train.py's options, whose optimizer settings are those of nanoGPT.
 
-    ddp: train on all ranks, of one micro-batch each, as nanoGPT's train.py does.
+    ddp: train on all ranks, as nanoGPT's train.py does. dtype: of the weights.
     """
     torch.manual_seed(config.seed)
-    model = make_gpt(module, config, config.seq_len, dropout=0.0).to(device)
+    model = make_gpt(module, config, config.seq_len, dropout=0.0).to(device, dtype)
     betas = (config.beta1, config.beta2)
     optimizer = model.configure_optimizers(config.weight_decay, config.lr, betas, device.type)
     net = torch.compile(model)
@@ -137,28 +138,22 @@ def build(module, config, device, ddp=False) -> NanoGPTStep:
 
 def measure_nanogpt(module, config, device, steps):
     """Check and time nanoGPT alone -> (the figures of its row, its step)."""
-    arms.free()
-    batches = arms.make_batches(config, device)
-    step = build(module, config, device)
+    free()
+    batches, step = make_batches(config, device), make_nanogpt(module, config, device)
     loss = step(batches, 0.0)[0].item()
-    check_loss(loss, config)
-    for _ in range(measure.WARMUP):
-        step(batches, measure.LR)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
-    times = timed([lambda: step(batches, measure.LR)] * steps, device)
-    parameters = sum(p.numel() for p in step.model.parameters())
-    figures = measure.speed_figures("nanogpt", parameters, config, times, [], device)
-    return figures | {"ratio_to_plain": 1.0, "loss": loss, "peak_gib": peak, "parameters": parameters}, step
+    measure.check_loss(loss, config)
+    figures = measure.time_step("nanogpt", step, batches, device, steps)
+    return figures | {"ratio_to_plain": 1.0, "loss": loss}, step
 
 
 def measure_shape(module, shape, block, steps, device, add):
     """Measure nanoGPT at a shape, then this kit's arms in turns with it. `add` takes each arm's figures."""
     torch._dynamo.reset()  # or torch.compile reaches its recompile limit
-    config = arms.make_config(arms.SHAPES[shape] | {"bias": BLOCKS[block]}, device)
+    config = make_config(STEP_SHAPES[shape] | {"bias": BLOCKS[block]}, device)
     try:
         figures, nanogpt = measure_nanogpt(module, config, device, steps)
     except torch.OutOfMemoryError as error:
-        return add({"arm": "nanogpt", "error": cli.in_a_line(error)})
+        return add({"arm": "nanogpt", "error": measure.error_text(error)})
     add(figures)
     for arm in ARMS:
         add(measure.attempt(arm, config, device, steps, nanogpt, phases=0)[0])
@@ -172,39 +167,18 @@ def print_row(row):
           f"{row['ratio_to_nanogpt']:.3f} x nanoGPT", flush=True)
 
 
-def table(rows) -> str:
-    """Return the Markdown table: thousands of tokens per second, and in brackets × nanoGPT."""
-    groups, lines = {}, []
-    for row in rows:
-        if "error" not in row:
-            groups.setdefault((row["shape"], row["block"]), {})[row["arm"]] = row
-    for (shape, block), group in groups.items():
-        if not {"nanogpt", *ARMS} <= group.keys():
-            continue  # a run that was cut
-        cells = []
-        for arm in TITLES:
-            ratio = f" ({group[arm]['ratio_to_nanogpt']:.2f} ×)" if arm in group and arm != "nanogpt" else ""
-            cells.append(f"{group[arm]['tokens_per_s'] / 1e3:.1f} k{ratio}" if arm in group else "")
-        lines.append([f"{shape}, {block}", *cells])
-    return markdown(["shape, nanoGPT's option", *TITLES.values()], lines)
-
-
-def main(argv=None) -> int:
-    options = cli.parse(Options, argv, prog="bench/nanogpt.py", description=__doc__)
-    for shape in set(options.shapes) - set(arms.SHAPES):
-        raise ValueError(f"--shapes {shape!r} is unknown; use {', '.join(SHAPES)}")
-    if options.steps < measure.TURNS:
-        raise ValueError(f"--steps {options.steps}: must be {measure.TURNS} or more; 60 works")
+def main(argv=None) -> None:
+    options = parse(Options, argv, "bench/nanogpt.py", __doc__)
+    for shape in set(options.shapes) - set(SHAPES):
+        raise ValueError(f"--shapes {shape!r}: unknown; use {', '.join(SHAPES)}")
     module, device = load(options.path), pick_device("auto")
-    source = hashlib.sha256((options.path / "model.py").read_bytes()).hexdigest()
-    path = options.json
+    source, path = checksum(options.path), options.json
     if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # as its train.py
+        allow_tf32()
         path = path or ROOT / "results/nanogpt.json"
     else:
         print("no GPU: tiny shapes, and the times mean nothing")
-    check_folder(path)
-    rows = Rows(path, ROW_KEYS, "bench/nanogpt.py", argv)
+    rows = Rows(path, ("shape", "block", "arm"), "bench/nanogpt.py", argv)
     for shape in options.shapes:
         for block in BLOCKS:
             def add(figures, shape=shape, block=block):
@@ -214,8 +188,7 @@ def main(argv=None) -> int:
                 rows.add(row)
 
             measure_shape(module, shape, block, options.steps, device, add)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, "bench/nanogpt.py"))
+    sys.exit(run_command(main, "bench/nanogpt.py"))

@@ -1,26 +1,25 @@
-"""Write the tables, figures and pictures of the pages from the JSON in results/. Nothing is measured.
+"""Check that the figures on the pages are those of the JSON in results/, or write them. Nothing is measured.
 
-    python bench/pages.py            # what `make benchmark` ends with
-    python bench/pages.py --check    # writes nothing; exit code 1 if a page does not say what the JSON says
+    python bench/pages.py            # write every figure and table into the pages
+    python bench/pages.py --check    # write nothing; exit code 1 if a page and the JSON differ
 
-The pages are README.md, GUIDE.md and guide/*.md. Every measured number on them is one of two things:
+The pages (README.md, GUIDE.md, guide/*.md) are plain Markdown. guide/figures.txt names the source of figures:
 
-    <!-- memory -->                    a pair of these has the generated table TABLES["memory"] between
-    1.61<!--= speed("124m-b32", "gpt2", "fp8").ratio_to_plain -->    a figure: the value of the expression
+    let best = speed("124m-b32", "fp8")        a name for the expressions below
+    == guide/speed.md                          the page of the lines that follow
+    FP8 is {:.2f} × as fast                    text on the page; in braces the format of a figure
+        best.ratio                             the expression of each of its figures, indented
+    within 5 %                                 no expression: these numbers are not measured
+    | shape | ms a step |                      the first row of a table, of which the other rows are computed
+        rows: speed                            a list, and an expression for each cell of a `row`
+        row.shape
+        f"{row.ms:.1f}"
 
-The comments are invisible in rendered Markdown and move with the text around them. A figure keeps the
-decimals, the sign and the thousands separator that it is written with, so 0.0<!--= … --> asks for one
-decimal. In an expression each JSON file is a name. A list of objects is a Table: called with values, it
-returns the one row that has them all; all(field, name=value, …) returns a field of several rows. Fields of
-a row are its attributes. Besides functions of Python there are `gaps`, `interval_of`, `losses` and
-`pooled_interval` of bench/convergence_report.py.
-
-A number with a unit or a decimal point that is neither is an error, so that none is typed in by hand. Code
-and the first column of a table are exempt. <!-- given --> after a number (and its unit) marks it as not
-measured.
+In an expression each JSON file is a name; `speed("124m-b32", "fp8")` is the one row with these values.
+A file that does not exist yet gives "not measured", a missing row an empty cell. A number with a unit or a
+decimal point that figures.txt does not name is an error: none is typed in by hand.
 """
 
-import difflib
 import json
 import re
 import statistics
@@ -30,218 +29,121 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench import (
-    accumulation,
-    accumulation_bias,
-    attention_report,
-    convergence_report,
-    first_run,
-    gqa_rmsnorm,
-    laptop,
-    memory,
-    multi_gpu,
-    nanogpt,
-    optimizer,
-    plan_table,
-    rounding,
-    speed_report,
-    stability_report,
-    training,
-)
-from nanote import cli
+from nanote import config
 
-PICTURES = {  # JSON file -> function that draws it; the picture is next to it
-    "speed": speed_report.draw_speed, "convergence": convergence_report.plot,
-    "convergence_switched_small": convergence_report.plot_switched,
-    "stack": speed_report.draw_stack,
-    "crossover": speed_report.draw_crossover,
-    "attention": attention_report.plot,
-    "training": training.plot,
-    "first_run": lambda result, path: first_run.plot(result),
-    "accumulation": accumulation.plot,
-    "stability_h200": stability_report.plot,
-    "stability_cpu": stability_report.plot,
-}
-TABLES = {  # comment in a page -> JSON file, function that makes a Markdown table of it
-    "speed": ("speed", speed_report.table), "compile": ("compile", speed_report.compile_table),
-    "nanogpt": ("nanogpt", nanogpt.table), "laptop": ("laptop", laptop.sample_block),
-    "mfu": ("speed", speed_report.mfu_table),
-    "profile": ("speed", speed_report.profile_table), "variants": ("speed", speed_report.variants_table),
-    "stack": ("stack", speed_report.stack_table), "crossover": ("crossover", speed_report.crossover_table),
-    "formats": ("formats", speed_report.formats_table), "memory": ("memory", memory.table),
-    "gqa_rmsnorm": ("gqa_rmsnorm", gqa_rmsnorm.table), "optimizer": ("optimizer", optimizer.table),
-    "attention": ("attention", attention_report.kernels_table),
-    "attention_blocks": ("attention", attention_report.blocks_table),
-    "accumulation": ("accumulation", accumulation.errors_table),
-    "accumulation_bias": ("accumulation_bias", accumulation_bias.table),
-    "convergence": ("convergence", convergence_report.main_table),
-    "convergence_rates": ("convergence", convergence_report.rates_table),
-    "convergence_small": ("convergence_small", convergence_report.small_table),
-    "rounding": ("rounding", rounding.table), "rounding_bpe": ("rounding_bpe", rounding.table),
-    "convergence_switched": ("convergence_switched", convergence_report.switched_table),
-    "convergence_early": ("convergence_early", convergence_report.switched_table),
-    "convergence_width128": ("convergence_switched_width128", convergence_report.switched_table),
-    "convergence_bfloat16": ("convergence_switched_bfloat16", convergence_report.switched_table),
-    "convergence_negatives": ("convergence", convergence_report.negatives_table),
-    "accumulation_times": ("accumulation", accumulation.times_table),
-    "multi_gpu": ("multi_gpu", multi_gpu.table),
-    "plan": ("speed", plan_table.table),  # an estimate; one GPU's speed is measured
-    "stability": ("stability_h200", stability_report.table),
-    "stability_te": ("stability_te_h200", stability_report.sizes_table),
-}
-FIGURE = re.compile(r"([+-]?)(\d[\d,]*)(\.\d+)?<!--=\s*(.+?)\s*-->")
-FUNCTIONS = {"abs": abs, "len": len, "max": max, "min": min, "sum": sum, "zip": zip, "mean": statistics.mean,
-             "median": statistics.median, "stdev": statistics.stdev, "gaps": convergence_report.gaps,
-             "interval_of": convergence_report.interval_of, "losses": convergence_report.losses,
-             "pooled_interval": convergence_report.pooled_interval}
-
-# A number counts as measured if it has a unit or a decimal point
+SLOT = re.compile(r"\{(?::[^}]*)?\}")  # the place of a figure, with its format
+VALUE = r"([+-]?\d[\d,]*(?:\.\d+)?|not measured)"
 UNITS = r"\s?(?:%|×|times\b|m?s\b|seconds\b|[GMk]i?B\b|MHz\b|W\b|TFLOP/s|TB/s|nats\b|tokens/s)|\s[kMB]\b"
 MEASURED = re.compile(rf"(?<![\w.,/^])[+-]?\d[\d,]*(?:\.\d+|(?={UNITS}))")
-VERSION = (r"(?:Engine|TE|PyTorch|CUDA|cuDNN|Python|glibc|capability|below)[^\S\n]\d[\d.]*"
+VERSION = (r"(?:Engine|TE|[Vv]ersion|PyTorch|CUDA|cuDNN|Python|glibc|capability|below)[^\S\n]\d[\d.]*"
            r"|\d+\.\d+\.\d+|\d\.x|\d+\.\d+-py3")
-GIVEN = r"[^\s|]*[^\S\n]?[^\s|]*<!-- given -->"
-EXEMPT = (r"```.*?```", r"`[^`\n]*`", r"\]\([^)]*\)", r"(?m:^)\|[^|\n]*\|", GIVEN, r"<!--.*?-->", VERSION)
+UNCHECKED = (r"```.*?```", r"`[^`\n]*`", r"\]\([^)]*\)", r"(?m:^)\|[^|\n]*\|", VERSION)  # code, first column
 
 
 @dataclass
 class Options:
-    check: bool = False  # Write nothing; report whether the pages are up to date.
+    check: bool = False  # Write nothing; report what is wrong.
 
 
-class Row(dict):
-    """A JSON object; its fields are attributes too."""
-
-    def __getitem__(self, name):
-        if name not in self:
-            raise ValueError(f"no field {name!r}; there are {', '.join(self)}")
-        return wrap(super().__getitem__(name))
-
-    __getattr__ = __getitem__
+class Row(dict):  # a JSON object; its fields are attributes too
+    def __getattr__(self, name):
+        return Table(self[name]) if isinstance(self[name], list) else self[name]
 
 
 class Table(list):
-    """A list of JSON objects."""
-
     def __call__(self, *values):
-        """Return the one row that has every value in some field; ValueError if none or several do."""
-        found = [row for row in self if all(holds(row, value) for value in values)]
+        """Return the one JSON object that has every value in some field."""
+        found = [row for row in self if all(value in row.values() for value in values)]
         if len(found) != 1:
-            told = ", ".join(map(repr, values))
-            raise ValueError(f"{len(found)} rows have {told}; name values that one row has")
-        return Row(found[0])
-
-    def all(self, field, **fields):
-        """Return the values of `field`, None left out, in the rows whose other fields are as given."""
-        rows = [row for row in self if all(row.get(name) == value for name, value in fields.items())]
-        return [row[field] for row in rows if row.get(field) is not None]
+            raise LookupError(f"{len(found)} rows have {', '.join(map(repr, values))}")
+        return found[0]
 
 
-def holds(row, value):
-    # 1 is not True
-    return any(value == other and type(value) is type(other) for other in row.values())
+def evaluate(expression, names, missing):
+    """Return the value of an expression; None if it raises the exception `missing`."""
+    try:
+        return eval(expression, dict(names))
+    except missing:
+        return None
 
 
-def wrap(value):
-    if isinstance(value, dict):
-        return Row(value)
-    return Table(value) if isinstance(value, list) and value and isinstance(value[0], dict) else value
+def read_figures(root):
+    """Return (names for expressions, {page: [(text on it, [expression])]}) of guide/figures.txt."""
+    pages, names = {}, {"mean": statistics.mean, "median": statistics.median, "stdev": statistics.stdev}
+    for path in (root / "results").glob("*.json"):
+        content = json.loads(path.read_text(), object_hook=Row)
+        names[path.stem] = Table(content) if isinstance(content, list) else content
+    for line in filter(str.strip, (root / "guide" / "figures.txt").read_text().splitlines()):
+        if line.startswith("let "):
+            name, expression = line.removeprefix("let ").split(" = ", 1)
+            names[name] = eval(expression, names)
+        elif line.startswith("== "):
+            entries = pages.setdefault(line.removeprefix("== "), [])
+        elif line.startswith("    "):
+            entries[-1][1].append(line.strip())
+        else:
+            entries.append((line.strip(), []))
+    return names, pages
 
 
-def read(folder):
-    """Return {name: content} of the JSON files in a folder."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+def find(template, text):
+    """Return the match of a line of figures.txt on a page, a group for each figure."""
+    parts = [r"\s+".join(map(re.escape, re.split(r"\s+", part))) for part in SLOT.split(template)]
+    found = list(re.finditer(VALUE.join(parts), text))
+    if len(found) != 1:
+        raise ValueError(f"it stands {len(found)} times on the page; it must once")
+    return found[0]
 
 
-def fill_tables(text, contents):
-    """Return `text` with each table of TABLES between its two comments.
-
-    Raises ValueError for an unknown comment, and for one without its pair.
-    """
-    for mark, (name, make) in TABLES.items():
-        comment = f"<!-- {mark} -->"
-        if text.count(comment) not in (0, 2):
-            many = text.count(comment)
-            raise ValueError(f"{comment}: stands {many} times; put one before and one after the table")
-        if comment in text and name in contents:  # or it is not measured yet, and the table stays as it is
-            before, _, after = text.split(comment)
-            text = f"{before}{comment}\n{make(contents[name])}\n{comment}{after}"
-    for comment in re.findall(r"<!--(?!=)\s*(.*?)\s*-->", text):
-        if comment not in (*TABLES, "given"):
-            raise ValueError(f"<!-- {comment} -->: unknown; tables are {', '.join(TABLES)}")
-    return text
-
-
-def fill_figures(text, contents):
-    """Return `text` with every figure computed again."""
-    names = {name: wrap(content) for name, content in contents.items()} | FUNCTIONS
-
-    def compute(match):
-        sign, whole, decimals, expression = match.groups()
-        try:
-            value = eval(expression, {"__builtins__": {}} | names)
-        except Exception as error:  # whatever the expression raises
-            raise ValueError(f"<!--= {expression} -->: {type(error).__name__}: {error}") from error
-        if type(value) not in (int, float):
-            raise ValueError(f"<!--= {expression} -->: not a number: {str(value)[:50]}")
-        comma = "," if "," in whole or abs(value) >= 10_000 else ""
-        form = f"{'+' if sign else ''}{comma}.{len(decimals or '.') - 1}f"
-        value = round(value, len(decimals or ".") - 1) + 0.0  # no -0.00
-        return f"{value:{form}}<!--= {expression} -->"
-
-    return FIGURE.sub(compute, text)
+def fill(text, template, expressions, names):
+    """Compute an entry again. Return the page's text, and the spans in it that need no other source."""
+    match = find(template, text)
+    if expressions and expressions[0].startswith("rows: "):
+        rule, _, rest = text[match.end() + 1:].partition("\n")
+        rows, (source, *cells) = "", expressions
+        for row in eval(source.removeprefix("rows: "), names):
+            values = [evaluate(cell, names | {"row": row}, LookupError) for cell in cells]
+            rows += f"| {' | '.join('' if value is None else str(value) for value in values)} |\n"
+        text = f"{text[:match.end()]}\n{rule}\n{rows}" + re.sub(r"\A(?:\|.*\n)*", "", rest)
+        return text, [(match.start(), match.end() + len(rule) + len(rows) + 2)]
+    slots = SLOT.findall(template)
+    for number in range(len(slots), 0, -1):  # from the right, so that the spans before it stay
+        value = evaluate(expressions[number - 1], names, NameError)  # None: the JSON is not there yet
+        value = "not measured" if value is None else slots[number - 1].format(value)
+        text = text[:match.start(number)] + value + text[match.end(number):]
+    match = find(template, text)
+    return text, match.regs[1:] or [match.span()]
 
 
-def unmarked(text):
-    """Return the measured numbers in `text` that do not come from the JSON: ["line 12: 1.61", …]."""
-    def blank(match):
-        return re.sub(r"[^\n]", " ", match[0])  # keeps line numbers
-
-    def line(match):
-        return text.count("\n", 0, match.start()) + 1
-
-    for mark in TABLES:
-        text = re.sub(f"<!-- {mark} -->.*?<!-- {mark} -->", blank, text, flags=re.DOTALL)
-    text = FIGURE.sub(blank, text)
-    for pattern in EXEMPT:
-        text = re.sub(pattern, blank, text, flags=re.DOTALL)
-    return [f"line {line(match)}: {match[0]}" for match in MEASURED.finditer(text)]
-
-
-def ragged(text):
-    """Return the table rows that do not have as many cells as the row above them, a message each."""
-    found, above = [], 0
-    for number, line in enumerate(re.sub(r"<!--.*?-->|`[^`\n]*`", "", text).splitlines(), 1):
-        cells = len(re.findall(r"(?<!\\)\|", line)) - 1 if line.lstrip().startswith("|") else 0
-        if cells and above and cells != above:
-            found.append(f"line {number}: {cells} cells, and {above} in the row above")
-        above = cells
-    return found
+def update(root, write=False):
+    """Compute every figure again, and write it if asked. Return a line for each that was wrong."""
+    wrong, texts, (names, entries) = [], {}, read_figures(root)
+    for path in [root / "README.md", root / "GUIDE.md", *sorted((root / "guide").glob("*.md"))]:
+        page, text = path.relative_to(root).as_posix(), path.read_text()
+        for template, expressions in entries.get(page, []):
+            try:
+                before, (text, _) = text, fill(text, template, expressions, names)
+            except Exception as error:  # whatever an expression raises
+                raise ValueError(f"guide/figures.txt: {page}: {template}: {error}") from error
+            wrong += [f"{page}: not what the JSON says: {template}"] if text != before else []
+        spans = [span for entry in entries.get(page, []) for span in fill(text, *entry, names)[1]]
+        spans += [match.span() for form in UNCHECKED for match in re.finditer(form, text, re.DOTALL)]
+        for match in MEASURED.finditer(text):
+            if not any(start <= match.start() < end for start, end in spans):
+                line = text.count("\n", 0, match.start()) + 1
+                wrong.append(f"{page}: line {line}: {match[0]} is not in guide/figures.txt")
+        texts[path] = text
+    for path, text in texts.items() if write else ():  # only now: an error leaves every page as it was
+        path.write_text(text)
+    return wrong
 
 
 def main(argv=None):
-    options = cli.parse(Options, argv, prog="bench/pages.py", description=__doc__)
-    contents, wrong, texts = read(ROOT / "results"), [], {}
-    for path in (ROOT / "README.md", ROOT / "GUIDE.md", *sorted((ROOT / "guide").glob("*.md"))):
-        name, text = str(path.relative_to(ROOT)), path.read_text()
-        try:
-            texts[path] = fill_figures(fill_tables(text, contents), contents)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-        for line in list(difflib.unified_diff(text.splitlines(), texts[path].splitlines(), n=0))[2:]:
-            if not line.startswith("@@"):
-                wrong.append(f"{name}: {'page' if line[0] == '-' else 'JSON'} has {line[1:100]}")
-        wrong += [f"{name}: {found}" for found in ragged(text)]
-        wrong += [f"{name}: no file in results/ is behind this number, {found}" for found in unmarked(text)]
-    if not options.check:
-        for path, text in texts.items():  # only now, so that an error leaves every page as it was
-            path.write_text(text)
-        for name, draw in PICTURES.items():
-            if name in contents:
-                draw(contents[name], ROOT / "results" / f"{name}.png")
-    print("\n".join(wrong) or "every table and figure is the JSON's")
+    options = config.parse(Options, argv, prog="bench/pages.py", description=__doc__)
+    wrong = update(ROOT, write=not options.check)
+    print("\n".join(wrong) or "every figure and table is the JSON's")
     return int(options.check and bool(wrong))
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, "bench/pages.py"))
+    sys.exit(config.run_command(main, "bench/pages.py"))

@@ -1,10 +1,8 @@
-"""Baselines of benchmark_te.py: the GPT of model_te_optimized.py in plain PyTorch, and transformers'
-Llama.
+"""The baseline of benchmark_te.py: the GPT of model_te_optimized.py in plain PyTorch.
 
 PlainGPT is the same network from the same OptimizedConfig, with nn.Linear, F.scaled_dot_product_attention,
 F.layer_norm or F.rms_norm, F.gelu or SwiGLU, and F.cross_entropy. Parameters are float32; PlainStep trains it
-under BF16 autocast and torch.compile with PyTorch's fused AdamW. nanoGPT itself is measured by
-bench/nanogpt.py. tests/test_benchmark.py compares its logits with the optimized model's.
+under BF16 autocast with torch.compile and PyTorch's fused AdamW.
 """
 
 import math
@@ -13,20 +11,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+ARMS = ("plain", "plain-eager", "plain-by-hand", "plain-graph")  # described in benchmark_te.py --help
 
-class Norm(nn.Module):
-    """LayerNorm (with a bias) or RMSNorm over the last dimension."""
 
-    def __init__(self, width, config, rms):
-        super().__init__()
-        self.eps, self.rms = config.layernorm_epsilon, rms
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = None if rms else nn.Parameter(torch.zeros(width))
-
-    def forward(self, x):
-        if self.rms:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+def make_norm(width, config, rms):
+    """Return LayerNorm (with a bias) or RMSNorm over the last dimension."""
+    return (nn.RMSNorm if rms else nn.LayerNorm)(width, eps=config.layernorm_epsilon)
 
 
 def rope(x, cos, sin):
@@ -36,7 +26,7 @@ def rope(x, cos, sin):
 
 
 def attention_by_hand(q, k, v):
-    """Compute softmax(q kᵀ / √D) v under a causal mask, one kernel per operation, as without SDPA.
+    """Compute softmax(q kᵀ / √D) v under a causal mask, one kernel per operation.
 
     q: (B, H, T, D); k, v: (B, H', T, D).
     """
@@ -53,13 +43,13 @@ class Block(nn.Module):
         super().__init__()
         self.config, self.by_hand = config, by_hand
         q_size, kv_size = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-        self.norm1 = Norm(config.n_embd, config, config.use_rmsnorm)
+        self.norm1 = make_norm(config.n_embd, config, config.use_rmsnorm)
         self.qkv = nn.Linear(config.n_embd, q_size + 2 * kv_size, bias=config.bias)
         if config.use_qk_norm:
-            self.q_norm = Norm(config.head_dim, config, True)
-            self.k_norm = Norm(config.head_dim, config, True)
+            self.q_norm = make_norm(config.head_dim, config, True)
+            self.k_norm = make_norm(config.head_dim, config, True)
         self.proj = nn.Linear(q_size, config.n_embd, bias=config.bias)
-        self.norm2 = Norm(config.n_embd, config, config.use_rmsnorm)
+        self.norm2 = make_norm(config.n_embd, config, config.use_rmsnorm)
         fc1_size = config.n_inner * (2 if config.activation == "swiglu" else 1)
         self.fc1 = nn.Linear(config.n_embd, fc1_size, bias=config.bias)
         self.fc2 = nn.Linear(config.n_inner, config.n_embd, bias=config.bias)
@@ -77,9 +67,8 @@ class Block(nn.Module):
         if self.by_hand:
             y = attention_by_hand(q, k, v)
         else:
-            y = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=config.n_kv_head != config.n_head
-            )
+            is_grouped = config.n_kv_head != config.n_head
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
         x = x + self.proj(y.transpose(1, 2).reshape(batch, length, -1))
         h = self.fc1(self.norm2(x))
         if config.activation == "swiglu":
@@ -91,8 +80,7 @@ class Block(nn.Module):
 class PlainGPT(nn.Module):
     """`model(input_ids)` -> logits (B, T, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
 
-    input_ids and labels are (B, T) int64. by_hand: attention without SDPA. There is no dropout, gradient
-    checkpointing or FP8.
+    input_ids and labels are (B, T) int64. by_hand: attention without SDPA. There is no dropout.
     """
 
     def __init__(self, config, by_hand=False):
@@ -102,15 +90,14 @@ class PlainGPT(nn.Module):
         if not config.use_rotary:
             self.wpe = nn.Embedding(config.n_positions, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, by_hand) for _ in range(config.n_layer))
-        self.norm = Norm(config.n_embd, config, config.use_rmsnorm)
+        self.norm = make_norm(config.n_embd, config, config.use_rmsnorm)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 writes_residual = name.endswith(("proj.weight", "fc2.weight"))
-                std = 0.02 / math.sqrt(2 * config.n_layer) if writes_residual else 0.02
-                nn.init.normal_(parameter, std=std)
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer if writes_residual else 1))
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
@@ -132,76 +119,50 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
-# described in the docstring of benchmark_te.py
-ARMS = ("plain", "plain-eager", "plain-by-hand", "plain-graph", "hf-llama")
-
-
 class PlainStep:
-    """A training step of plain PyTorch: BF16 autocast, clipping, fused AdamW. Has TrainStep's interface."""
+    """A training step of plain PyTorch: BF16 autocast, clipping, AdamW. Has bench.step.Step's interface."""
 
-    def __init__(self, model, net, config, device):
-        self.model, self.net, self.config, self.device = model, net, config, device
-        parameters = list(model.parameters())
-        groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-                  {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True
-        )
+    is_graph = False
+
+    def __init__(self, model, net, optimizer, config, device):
+        """`net`: the model, or its compiled form, which is called in its place."""
+        self.model, self.net, self.optimizer, self.config, self.device = model, net, optimizer, config, device
 
     def forward(self, input_ids, labels):
-        autocast = self.device.type == "cuda" and next(self.model.parameters()).dtype == torch.float32
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             return self.net(input_ids, labels)
-
-    def __call__(self, batches, lr):
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        for input_ids, labels in batches:
-            loss = self.forward(input_ids, labels)
-            loss.backward()
-        norm = self.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach().clone(), norm
 
     def update(self):
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
         self.optimizer.step()
         return norm
 
-
-class HFLlama(torch.nn.Module):
-    """transformers' Llama at the shape of an OptimizedConfig, with the interface of the models here."""
-
-    def __init__(self, c):
-        super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM  # slow to import
-
-        self.llama = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_inner,
-                num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head,
-                head_dim=c.head_dim, max_position_embeddings=c.n_positions, rms_norm_eps=c.layernorm_epsilon,
-                tie_word_embeddings=c.tie_embeddings, use_cache=False, attn_implementation="sdpa",
-            )
-        )
-
-    def forward(self, input_ids, labels):
-        return self.llama(input_ids=input_ids, labels=labels, shift_labels=labels).loss
+    def __call__(self, batches, lr):
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        total = 0.0
+        for input_ids, labels in batches:
+            loss = self.forward(input_ids, labels) / len(batches)
+            loss.backward()
+            total = total + loss.detach().clone()  # the next replay of a compiled graph overwrites it
+        norm = self.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total, norm
 
 
-def build_plain(arm, model_config, config, device) -> PlainStep:
-    """Build the step of one of ARMS. model_config: an OptimizedConfig; config: train.py's options."""
+def make_plain(arm, model_config, config, device) -> PlainStep:
+    """Make the step of one of ARMS. model_config: an OptimizedConfig; config: a TrainConfig."""
     torch.manual_seed(config.seed)
-    if arm == "hf-llama" and (model_config.activation, model_config.use_rotary) != ("swiglu", True):
-        raise ValueError("--arms hf-llama: Llama has the block modern only; use --blocks modern")
     with torch.device(device):
-        if arm == "hf-llama":
-            model = HFLlama(model_config)
-        else:
-            model = PlainGPT(model_config, by_hand=arm == "plain-by-hand")
-    if arm == "hf-llama" and device.type == "cuda":
-        model.bfloat16()
-    eager = arm in ("plain-eager", "plain-by-hand")
-    mode = "reduce-overhead" if arm == "plain-graph" else "default"
-    net = model if eager else torch.compile(model, dynamic=False, mode=mode)
-    return PlainStep(model, net, config, device)
+        model = PlainGPT(model_config, by_hand=arm == "plain-by-hand")
+    parameters = list(model.parameters())
+    groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    net = model
+    if arm in ("plain", "plain-graph"):
+        mode = "reduce-overhead" if arm == "plain-graph" else "default"
+        net = torch.compile(model, dynamic=False, mode=mode)
+    step = PlainStep(model, net, optimizer, config, device)
+    step.is_graph = arm == "plain-graph"
+    return step

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import te_reference as ref
 from bench.report import write_json
-from nanote import cli
+from nanote.config import parse, run_command
 
 try:
     import transformer_engine
@@ -279,7 +279,7 @@ class Options:
 
 
 def main(argv=None):
-    options = cli.parse(Options, argv, prog="bench/reference_vs_te.py", description=__doc__)
+    options = parse(Options, argv, "bench/reference_vs_te.py", __doc__)
     rng = random.Random(options.seed)
     torch.manual_seed(options.seed)
     for number in range(options.cases):
@@ -302,4 +302,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, "bench/reference_vs_te.py"))
+    sys.exit(run_command(main, "bench/reference_vs_te.py"))

@@ -1,9 +1,9 @@
-"""Write the JSON reports of the studies, and Markdown tables.
+"""Write the JSON of the studies and Markdown tables.
 
 - `Rows`: a list of measurements, written to its file after each one. Running a study again replaces only the
-  rows that it measures again. Used where a row takes seconds to minutes.
+  rows that it measures again.
 - `write_report`: one document with the machine, versions, date and command beside the figures.
-- `markdown`: a table for a page (bench/pages.py).
+- `markdown`: a table.
 """
 
 import datetime
@@ -17,25 +17,19 @@ from pathlib import Path
 
 import torch
 
-from nanote import fp8
+from nanote import recipes
 
 
-def check_folder(*paths):
-    """Raise FileNotFoundError, before anything is measured, if an output file's folder does not exist."""
-    for path in paths:
-        if path and not path.parent.is_dir():
+def check_output(*paths) -> None:
+    """Raise OSError before anything is measured if a file cannot be written."""
+    for path in filter(None, paths):
+        if not path.parent.is_dir():
             raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
+        if path.is_dir():
+            raise IsADirectoryError(f"{path}: is a folder; name a file in it, such as {path / 'rows.json'}")
 
 
-def check_more(more: str, fixed) -> None:
-    """ValueError if --more, options for train.py, has one of those that a script sets itself."""
-    for word in more.split():
-        if word.partition("=")[0].replace("_", "-") in fixed:
-            raise ValueError(f"--more: this script sets {word} itself; leave it out, as in "
-                             '--more="--weight-decay 0.1"')
-
-
-def write_json(path, content):
+def write_json(path, content) -> None:
     """Write JSON through a temporary file, so that an interrupted run leaves the previous file intact."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
@@ -43,7 +37,7 @@ def write_json(path, content):
 
 
 def command_line(program, argv) -> str:
-    """Return the command that is recorded in a report. `argv` None: the arguments of this process."""
+    """Return the command that a report records. `argv` None: the arguments of this process."""
     return shlex.join(["python", program, *(sys.argv[1:] if argv is None else argv)])
 
 
@@ -57,7 +51,7 @@ def cpu_name() -> str:
 def write_report(program, argv, figures, path=None) -> dict:
     """Return `figures` with machine, versions, date and command before them; write it to `path` if given."""
     result = {
-        "machine": fp8.describe(),
+        "machine": recipes.describe(),
         "cpu": cpu_name(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -71,7 +65,7 @@ def write_report(program, argv, figures, path=None) -> dict:
 
 
 def driver() -> str | None:
-    """Return the version of NVIDIA's driver; None if nvidia-smi does not tell it."""
+    """Return the version of NVIDIA's driver; None without nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
@@ -81,16 +75,11 @@ def driver() -> str | None:
 
 
 class Rows(list):
-    """Measured rows, kept in a JSON file that is rewritten after each one.
+    """Measured rows, kept in a JSON file (path, or None) that is rewritten after each one.
 
-    A new row replaces an earlier one with the same values of `keys`; all others stay. Every row records the
-    GPU, driver, versions, date and command that it was measured with.
-
-    Args:
-        path: the JSON file, or None to keep the rows in memory only.
-        keys: fields that identify a row.
-        program, argv: the command that is recorded.
-    Raises ValueError if the file holds something else, or GPU measurements while there is no GPU.
+    A new row replaces an earlier one with the same values of `keys`. Every row records the GPU, driver,
+    versions, date and command that it was measured with. ValueError if the file holds something else, or GPU
+    measurements while there is no GPU.
     """
 
     def __init__(self, path, keys, program, argv):
@@ -99,10 +88,11 @@ class Rows(list):
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "driver": driver(),
             "torch": torch.__version__,
-            "te": "te_reference" if fp8.IS_REFERENCE else fp8.transformer_engine.__version__,
+            "te": "te_reference" if recipes.IS_REFERENCE else recipes.transformer_engine.__version__,
             "date": datetime.date.today().isoformat(),
             "command": command_line(program, argv),
         }
+        check_output(path)
         if path and path.exists():
             self._read()
 
@@ -112,11 +102,10 @@ class Rows(list):
             for row in self:
                 self._key(row)
         except (TypeError, KeyError, ValueError) as error:
-            fields = ", ".join(self.keys)
-            raise ValueError(f"--json {self.path} holds something else than rows with {fields}; name another "
-                             "file") from error
+            raise ValueError(f"--json {self.path}: holds something else than rows with "
+                             f"{', '.join(self.keys)}; name another file") from error
         if self.origin["gpu"] == "CPU" and any(row.get("gpu", "CPU") != "CPU" for row in self):
-            raise ValueError(f"--json {self.path} holds GPU measurements, and there is no GPU here; "
+            raise ValueError(f"--json {self.path}: holds GPU measurements, and there is no GPU here; "
                              "name another file")
 
     def _key(self, row) -> list:
@@ -126,7 +115,7 @@ class Rows(list):
         """Return whether a row with these keys was measured without an error."""
         return any(self._key(other) == self._key(row) and "error" not in other for other in self)
 
-    def add(self, row):
+    def add(self, row) -> None:
         """Append a row, floats rounded to six digits, and write the file."""
         row = row | self.origin
         for name, value in row.items():

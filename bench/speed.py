@@ -1,24 +1,22 @@
-"""Measure the speed tables of benchmark_te.py: shapes against plain PyTorch, FP8 formats, and the stack.
+"""The speed tables of benchmark_te.py: shapes against plain PyTorch, FP8 formats, and the stack.
 
 Each function takes the options of benchmark_te.py, the device and the command's arguments (for the report).
 """
 
-import dataclasses
-
 import torch
 
-from bench import arms, speed_report
-from bench.agreement import Agreement
-from bench.measure import attempt
-from bench.report import Rows
-from bench.timing import measure_ceilings
-from nanote import fp8, roofline
+from bench.measure import Agreement, attempt
+from bench.report import Rows, markdown
+from bench.step import BLACKWELL, SHAPES, free, make_config
+from nanote import models, recipes
 from nanote.config import PRESETS
-from nanote.models import make_model_config
 
 ROW_KEYS = ("shape", "block", "arm")
-GUIDE_SHAPE = (4, 768, 12, 8, 512)  # layers, width, heads, batch, sequence: arms.SHAPES["guide"]
+ARMS = ("plain", "bf16", "fp8", "bf16-eager", "fp8-eager", "fp8-e4m3", "fp8-current", "fp8-block")
+GUIDE_SHAPE = (4, 768, 12, 8, 512)  # layers, width, heads, batch, sequence
 TABLE_MODELS, TABLE_FORMATS = ("optimized", "fused", "custom"), ("bf16", "fp8-e4m3", "fp8")
+FORMATS = {"bf16": "BF16", "fp8-e4m3": "FP8 E4M3", "fp8": "FP8 HYBRID", "fp8-current": "FP8 current",
+           "fp8-block": "FP8 block", "fp8-mxfp8": "MXFP8", "fp8-nvfp4": "NVFP4"}
 MODERN_TOO = ("124m-b32", "350m-b16", "c4096")  # shapes that are measured with both blocks
 LLAMA = "llama3-8b"
 STACK = {  # what is added to the bar before -> arm
@@ -38,8 +36,6 @@ def print_row(row, label=""):
         line += f"  {row['ratio_to_plain']:.3f} x plain"
     if row["mfu"]:
         line += f"  MFU {100 * row['mfu']:.1f} %"
-    if row.get("roofline"):
-        line += f"  roofline {100 * row['roofline']:.1f} %"
     if row["peak_gib"]:
         line += f"  {row['peak_gib']:.1f} GiB"
     for name in ("forward", "backward", "optimizer"):
@@ -48,73 +44,36 @@ def print_row(row, label=""):
     print(line, flush=True)
 
 
-def floor_of(arm, config, model_config, ceilings) -> float | None:
-    """Return floor_ms of an arm; None without ceilings, and for NVFP4, whose GEMM rate is not among them."""
-    if ceilings is None or "nvfp4" in arm:
-        return None
-    config = arms.options_of(arm, config)
-    sequences, moved = config.micro_batch_size * config.grad_accum, arms.optimizer_bytes(arm, config)
-    in_fp8 = arm.startswith("fp8")
-    return roofline.floor_ms(model_config, sequences, config.seq_len, in_fp8, ceilings, moved)
-
-
-def roofline_figures(arm, config, figures, ceilings, device) -> dict:
-    """Return a row's least ms by the measured `ceilings`, and its share of the data sheet's roofline."""
-    model_config = make_model_config("optimized", figures["model_config"])
-    least_ms = floor_of(arm, config, model_config, roofline.peaks(device))
-    return {
-        "floor_ms": floor_of(arm, config, model_config, ceilings), "ceilings": ceilings,
-        "roofline": least_ms / figures["ms"] if least_ms else None,
-    }
-
-
-def measure_shape(name, shape, block, arm_names, options, device, ceilings, rows, phases=5):
+def measure_shape(name, shape, block, arms, options, device, rows, phases=5):
     """Measure all arms of a shape, plain first, and add a row for each."""
     torch._dynamo.reset()  # or torch.compile reaches its recompile limit, which counts models of one class
-    config, agreement = arms.make_config(shape, device, block), Agreement()
-    plain_step = None
-    queue = sorted(arm_names, key=lambda arm: arm != "plain")
+    config, agreement, plain = make_config(shape, device, block), Agreement(), None
+    queue = sorted(arms, key=lambda arm: arm != "plain")
     while queue:
         arm = queue.pop(0)
-        profiled = options.profile == "all" or options.profile == "main" and arm in ("fp8", "plain")
-        figures, step = attempt(
-            arm, config, device, options.steps, plain_step, agreement, profiled, phases=phases)
-        row = {"shape": name, "block": block} | figures
-        if "error" not in row:
-            row |= roofline_figures(arm, config, figures, ceilings, device)
-        elif "OutOfMemory" in row["error"] and config.preset == LLAMA and not arm.endswith("checkpointing"):
+        figures, step = attempt(arm, config, device, options.steps, plain, agreement, phases=phases)
+        out_of_memory = "OutOfMemory" in figures.get("error", "")
+        if out_of_memory and name == LLAMA and not arm.endswith("checkpointing"):
             queue.insert(0, f"{arm}-checkpointing")
         if arm == "plain":
-            plain_step = step
+            plain = step
         del step  # or its memory would be taken while the next arm is measured
-        print_row(row, f"{name} {block}")
-        rows.add(row)
+        rows.add({"shape": name, "block": block} | figures)
+        print_row(figures, f"{name} {block}")
 
 
-def chosen_shapes(options) -> dict:
-    """Return {name: options of train.py} of --shapes or --preset."""
-    names = arms.SHAPES if "all" in options.shapes else options.shapes
-    shapes = {name: arms.SHAPES[name] for name in names}
-    if options.preset:
-        shapes = {options.preset: {"preset": options.preset} | PRESETS[options.preset] | dict(grad_accum=1)}
-    return {name: shape | ({"preset": name} if name in PRESETS else {}) for name, shape in shapes.items()}
+def default_arms(name, shape) -> tuple:
+    if name == LLAMA:
+        return "fp8", "fp8-accum4"
+    # with few tokens, plain is bound by launching kernels from Python
+    small = shape["micro_batch_size"] * shape["seq_len"] <= 8192
+    return (*ARMS, "plain-graph") if small else ARMS
 
 
 def blocks_of(name, options) -> tuple:
     if name in PRESETS:
         return ("own",)  # a preset sets its block itself
     return options.blocks or (("gpt2", "modern") if name in MODERN_TOO else ("gpt2",))
-
-
-def default_arms(name, shape, block) -> tuple:
-    if name == LLAMA:
-        return "fp8", "fp8-accum4"
-    found = arms.ARMS
-    if block == "modern":
-        found += ("hf-llama",)
-    if shape["micro_batch_size"] * shape["seq_len"] <= 8192:
-        found += ("plain-graph",)  # with few tokens, plain is bound by launching kernels from Python
-    return found
 
 
 def numerics_failed(rows) -> int:
@@ -124,22 +83,22 @@ def numerics_failed(rows) -> int:
 
 def run_shapes(options, device, argv) -> int:
     """Measure each shape against plain PyTorch, compiled."""
-    ceilings = measure_ceilings(device)
-    print("ceilings: " + ", ".join(f"{name} {value}" for name, value in ceilings.items()))
+    names = SHAPES if "all" in options.shapes else options.shapes
+    shapes = {name: SHAPES[name] for name in names}
+    if options.preset:
+        shapes = {options.preset: PRESETS[options.preset] | dict(preset=options.preset, grad_accum=1)}
     rows = Rows(options.json, ROW_KEYS, "benchmark_te.py", argv)
-    for name, shape in chosen_shapes(options).items():
+    for name, shape in shapes.items():
         for block in blocks_of(name, options):
-            names = options.arms or default_arms(name, shape, block)
-            measure_shape(name, shape, block, names, options, device, ceilings, rows)
-            arms.free()
-    if options.png:
-        speed_report.draw_speed(rows, options.png)
+            arms = options.arms or default_arms(name, shape)
+            measure_shape(name, shape, block, arms, options, device, rows)
+            free()
     return numerics_failed(rows)
 
 
 def table_arms() -> list:
     """Return the arms of the table of formats: three models in BF16 and in the FP8 formats that run here."""
-    blackwell = [f"fp8-{recipe}" for recipe in arms.BLACKWELL if not fp8.unsupported_reason(recipe)]
+    blackwell = [f"fp8-{recipe}" for recipe in BLACKWELL if not recipes.unsupported_reason(recipe)]
     formats = [*TABLE_FORMATS, *blackwell]
     return [name if model == "optimized" else f"{name}-{model}" for model in TABLE_MODELS for name in formats]
 
@@ -148,22 +107,43 @@ def run_formats(options, device, argv) -> int:
     """Print the seed guide's table at one shape: forward, backward, total and FP8's speed-up, by format."""
     layers, width, heads, batch, length = options.shape or GUIDE_SHAPE
     shape = dict(n_layer=layers, n_embd=width, n_head=heads, micro_batch_size=batch, seq_len=length)
-    run = arms.make_config(shape, device)  # without a GPU, a smaller model than that of --shape
+    run = make_config(shape, device)  # without a GPU, a smaller model than that of --shape
     name = "x".join(str(getattr(run, field)) for field in shape) if options.shape else "guide"
-    if options.profile == "main":
-        options = dataclasses.replace(options, profile="none")
     rows = Rows(options.json, ROW_KEYS, "benchmark_te.py", argv)
-    ceilings = measure_ceilings(device)
-    names = options.arms or table_arms()
-    measure_shape(name, shape, "gpt2", names, options, device, ceilings, rows, phases=options.steps)
+    measure_shape(name, shape, "gpt2", options.arms or table_arms(), options, device, rows, options.steps)
     rows = [row for row in rows if row["shape"] == name]
     print(f"\n{run.n_layer} layers of width {run.n_embd}, {run.micro_batch_size} x {run.seq_len} tokens;"
-          f" ms, and speed-up over BF16\n{speed_report.formats_table(rows)}")
-    if device.type != "cuda" or fp8.IS_REFERENCE:
+          f" ms, and speed-up over BF16\n{formats_table(rows)}")
+    if device.type != "cuda" or recipes.IS_REFERENCE:
         print("FP8 is emulated here by te_reference: the times mean nothing")
     else:
         print_verdict({row["arm"]: row["ms"] for row in rows if "error" not in row})
     return numerics_failed(rows)
+
+
+def formats_table(rows) -> str:
+    """Return the table of models and formats: ms of forward, backward, both, and the training step."""
+    found = {}
+    for row in rows:
+        words = row["arm"].split("-")
+        model = next((word for word in words if word in models.MODELS), "optimized")
+        if "error" not in row and words[0] in ("bf16", "fp8"):
+            total = row["forward_ms"] + row["backward_ms"] if "forward_ms" in row else None
+            arm = "-".join(word for word in words if word != model)
+            found.setdefault(model, {})[arm] = row | {"total_ms": total}
+    lines = []
+    for model, formats in found.items():
+        bf16 = formats.get("bf16", {})
+        for arm in sorted(formats, key=[*FORMATS, *formats].index):
+            row = formats[arm]
+            speed_up = {part: bf16[part] / row[part] if bf16.get(part) and row[part] else None
+                        for part in ("total_ms", "ms")}
+            values = (row.get("forward_ms"), row.get("backward_ms"), row["total_ms"], speed_up["total_ms"],
+                      row["ms"], speed_up["ms"])
+            cells = ["" if value is None else f"{value:.2f}" for value in values]
+            lines.append([model, FORMATS.get(arm, arm), *cells])
+    titles = ["model", "precision", "forward", "backward", "total", "speed-up", "training step", "speed-up"]
+    return markdown(titles, lines, left=2)
 
 
 def print_verdict(ms):
@@ -171,22 +151,16 @@ def print_verdict(ms):
     if not {"bf16", "fp8"} <= set(ms):
         return
     ratio = ms["bf16"] / ms["fp8"]
-    verdict = "makes no difference"
-    if ratio > 1.02:
-        verdict = "pays"
-    elif ratio < 0.98:
-        verdict = "does not pay"
+    verdict = "pays" if ratio > 1.02 else "does not pay" if ratio < 0.98 else "makes no difference"
     print(f"optimized, as train.py runs it: FP8 {verdict}, {ratio:.2f} times BF16's tokens/s")
 
 
 def run_stack(options, device, argv):
     """Measure the way from plain PyTorch to the fast kernels, one change at a time."""
     name = next(iter(options.shapes), "124m-b32")
-    config, agreement = arms.make_config(arms.SHAPES[name], device), Agreement()
+    config, agreement = make_config(SHAPES[name], device), Agreement()
     rows = Rows(options.json, ("shape", "label"), "benchmark_te.py", argv)
     for label, arm in STACK.items():
         figures = attempt(arm, config, device, options.steps, None, agreement)[0]
         rows.add({"shape": name, "label": label} | figures)
         print_row(figures, label.replace("\n", " ")[:26])
-    if options.png:
-        speed_report.draw_stack([row for row in rows if row["shape"] == name], options.png)

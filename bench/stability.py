@@ -1,23 +1,26 @@
-"""Train a small model under an FP8 setting, and disturb one step (test_stability.py).
+"""Train a small model under an FP8 setting, disturb one step, and see how the loss recovers.
 
-`run_row` is what the command and its tests use: it trains one Setting undisturbed up to 40 % of the steps,
-saves the state, and continues from there once per disturbance. What the disturbances are is in the docstring
-of test_stability.py; the figures and the heat map are made in bench/stability_report.py.
+`run_row` trains one Setting undisturbed up to 40 % of the steps, saves the state, and continues from there
+once per disturbance. `cell_figures` compares the losses of one disturbance. What the disturbances are is in
+the docstring of test_stability.py.
 """
 
 import copy
+import math
+import re
 import time
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import product
+from pathlib import Path
 
 import torch
 
-from bench.stability_report import disturbed_from
 from model_te import TEConfig, TEGPT2Model
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from nanote import fp8
-from nanote.documents import stdlib_documents
+from nanote import recipes
+from nanote.config import TrainConfig
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -25,13 +28,78 @@ DISTURBANCES = ("none", "outlier", "outlier 1e6", "zeros", "weight", "lr", "loss
 FP8_RECIPES = ("delayed", "current", "block", "mxfp8")
 MODELS = {"optimized": (OptimizedConfig, OptimizedGPT2Model), "te": (TEConfig, TEGPT2Model)}
 LOSS_SCALES = {"loss up": 2.0**15, "loss down": 2.0**-15}
+CORPUS_BYTES = 2**21
 
+
+@dataclass(frozen=True)
+class Setting:
+    """A row of the table. `format` applies to FP8 recipes, `margin`, `history` and `algo` to "delayed"."""
+
+    recipe: str = "none"
+    format: str = "hybrid"
+    margin: int = 0
+    history: int = 1024
+    algo: str = "max"
+    model: str = "optimized"
+    size: str = "2x64"  # layers x width
+
+    def __str__(self):
+        name = "high precision" if self.recipe == "none" else f"{self.recipe} {self.format}"
+        if self.recipe == "delayed":
+            history = f"{self.algo} of {self.history}" if self.history > 1 else "most recent"
+            name += f", margin {self.margin}, {history}"
+        return f"{self.size} {name}"
+
+
+def disturbed_from(steps) -> int:
+    """Return the step at which a disturbance begins."""
+    return steps * 2 // 5
+
+
+def make_recipe(setting):
+    """Return the recipe object of a setting; ValueError if this machine does not support it."""
+    return recipes.make(TrainConfig(
+        fp8_recipe=setting.recipe, fp8_format=setting.format, fp8_margin=setting.margin,
+        fp8_amax_history_len=setting.history, fp8_amax_compute_algo=setting.algo))
+
+
+def settings_of(options):
+    """Return the rows, for each size high precision first; ValueError for options that cannot run."""
+    for name, given, known in (("recipes", options.recipes, FP8_RECIPES), ("model", [options.model], MODELS),
+                               ("disturbances", options.disturbances, DISTURBANCES)):
+        for unknown in set(given) - set(known):
+            raise ValueError(f"--{name} {unknown!r}: unknown; use {', '.join(map(repr, known))}")
+    for name, value, least in (("steps", options.steps, 20), ("jobs", options.jobs, 1),
+                               ("margins", min(options.margins), 0)):
+        if value < least:
+            raise ValueError(f"--{name} {value}: must be {least} or more")
+    formats, margins = options.formats, options.margins
+    if options.quick:
+        formats, margins = formats[:1], margins[:1]
+    rows = []
+    for size in options.sizes:
+        if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", size) or int(size.split("x")[1]) % 64:
+            raise ValueError(f"--sizes {size!r}: must be layers x width, a multiple of 64; 2x64 works")
+        rows.append(Setting(model=options.model, size=size))
+        for recipe, format in product(options.recipes, formats):
+            delayed = product(margins, options.histories) if recipe == "delayed" else [(0, 1024)]
+            for margin, history in delayed:
+                rows.append(Setting(recipe, format, margin, history, "max", options.model, size))
+                make_recipe(rows[-1])  # ValueError now, not in a process
+    return rows
+
+
+# ---------------------------------------------------------------- training
 
 @lru_cache
 def corpus():
-    """Return the first 200 files of the standard library, uint8 (n,)."""
-    text = "".join(islice(stdlib_documents()[0], 200))
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    """Return sources of Python's standard library, uint8 (n,)."""
+    data = bytearray()
+    for path in sorted(Path(copy.__file__).parent.glob("*.py")):
+        data += path.read_bytes()
+        if len(data) > CORPUS_BYTES:
+            break
+    return torch.frombuffer(data, dtype=torch.uint8)
 
 
 class Run:
@@ -42,22 +110,17 @@ class Run:
         layers, width = map(int, setting.size.split("x"))
         self.batch_size, self.seq_len = (8, 256) if HAS_GPU else (4, 64)
         config_class, model_class = MODELS[setting.model]
-        fp8.forget_models()
+        recipes.forget_models()
         torch.manual_seed(seed)
         config = config_class(vocab_size=288, n_positions=self.seq_len, n_embd=width, n_layer=layers,
                               n_head=width // (32 if width < 256 else 64), use_fp8=setting.recipe != "none")
         self.model = model_class(config).to(DEVICE)
         if setting.recipe != "none":
-            self.model.fp8_recipe = fp8.make_recipe(
-                setting.recipe, setting.format, setting.history, setting.algo, setting.margin
-            )
+            self.model.fp8_recipe = make_recipe(setting)
         self.parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
-        # As in train.py: delayed scaling starts with every scale at 1, which would flush the first gradients
-        # to zero.
-        self.loss(0).backward()
+            self.parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        self.loss(0).backward()  # the first scales are 1, which flushes gradients to zero
         self.optimizer.zero_grad()
 
     def loss(self, step):
@@ -90,13 +153,13 @@ class Run:
 
     def save(self):
         weights = [p.detach().clone() for p in self.parameters]
-        return weights, copy.deepcopy(self.optimizer.state_dict()), fp8.get_state(self.model)
+        return weights, copy.deepcopy(self.optimizer.state_dict()), recipes.get_state(self.model)
 
     def restore(self, saved):
         weights, optimizer, scales = saved
         torch._foreach_copy_([p.detach() for p in self.parameters], weights)
         self.optimizer.load_state_dict(copy.deepcopy(optimizer))
-        fp8.set_state(self.model, scales)
+        recipes.set_state(self.model, scales)
 
 
 @contextmanager
@@ -109,14 +172,12 @@ def disturbed(model, disturbance):
         factor[:, 0] = 1e6 if disturbance == "outlier 1e6" else 1e3
         return (args[0] * factor, *args[1:])
 
-    def zeros(module, args, output):
-        return output * 0
-
     undo = []
     if disturbance.startswith("outlier"):
         undo = [module.register_forward_pre_hook(outlier).remove for module in projections]
     elif disturbance == "zeros":
-        undo = [module.register_forward_hook(zeros).remove for module in (model.wte, model.wpe)]
+        undo = [module.register_forward_hook(lambda module, args, output: output * 0).remove
+                for module in (model.wte, model.wpe)]
     elif disturbance == "weight":
         weights = [module.weight.detach().view(-1) for module in projections]
         largest = [weight.narrow(0, int(weight.abs().argmax()), 1) for weight in weights]
@@ -144,3 +205,53 @@ def run_row(work):
         run.restore(saved)
         losses[disturbance] = torch.cat((before, run.train(at, steps, disturbance, at))).tolist()
     return setting, losses, time.time() - start
+
+
+# ---------------------------------------------------------------- figures
+
+def recovered_after(losses, undisturbed, at):
+    """Return the steps from the disturbance at step `at` until the loss stays within 5 % of the undisturbed
+    run's; None if it is outside at the end."""
+    outside = [step for step in range(at, len(losses)) if not losses[step] <= 1.05 * undisturbed[step]]
+    if outside and outside[-1] == len(losses) - 1:
+        return None
+    return outside[-1] + 1 - at if outside else 0
+
+
+def final(losses):
+    """Return the mean of the last tenth."""
+    last = losses[-max(1, len(losses) // 10):]
+    return float(sum(last) / len(last))
+
+
+def cell_figures(setting, disturbance, losses, baseline):
+    """Return the figures of a cell.
+
+    losses: {disturbance: losses} of its row. baseline: the same of high precision at the same size.
+    """
+    at, mine = disturbed_from(len(losses["none"])), losses[disturbance]
+    figures = {
+        "row": str(setting), **vars(setting), "disturbance": disturbance,
+        "finite": all(map(math.isfinite, mine)), "recovered_after": recovered_after(mine, losses["none"], at),
+    }
+    if not figures["finite"]:
+        return figures | {"worst_loss": None, "final_loss": None, "final_vs_high_precision": None}
+    versus = final(mine) / final(baseline[disturbance]) - 1
+    return figures | {
+        "worst_loss": max(mine[at:]), "final_loss": final(mine), "final_vs_high_precision": versus}
+
+
+def cell_text(cell):
+    """Return a cell of the printed table: steps to recover, and the final loss against high precision's.
+
+    In high precision's row, the loss itself.
+    """
+    if not cell["finite"]:
+        return "not finite"
+    value = f"{cell['final_loss']:.3f}"
+    if cell["recipe"] != "none":
+        value = f"{cell['final_vs_high_precision']:+.1%}"
+    if cell["disturbance"] == "none":
+        return value
+    after = cell["recovered_after"]
+    return ("never " if after is None else f"{after} ") + value

@@ -8,49 +8,37 @@ Use `generate` with any of the model files; sample.py is its command line. Two d
   n_positions / 2 tokens instead of one per token. The windows are the same with and without the cache.
 """
 import contextlib
-from collections.abc import Callable, Collection
+import math
 
 import torch
 
-from nanote import cli, fp8
+from nanote import recipes
 
 
 @torch.no_grad()
-def generate(
-    model,
-    ids: list[int],
-    max_new_tokens: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
-    vocab_size: int | None = None,
-    stop: int | Collection[int] | None = None,
-    use_cache: bool = True,
-    on_token: Callable[[int], None] | None = None,
-) -> list[int]:
-    """Return up to `max_new_tokens` token ids that continue `ids`.
+def generate(model, ids, max_new_tokens, *, temperature=1.0, top_k=None, top_p=None, generator=None,
+             vocab_size=None, stop=(), use_cache=True, on_token=None):
+    """Return up to `max_new_tokens` token ids that continue `ids`, a list of at least one.
 
     Args:
-        model: left in the mode and with the FP8 setting that it had. ids: at least one token id.
+        model: left in the mode and with the FP8 setting that it had.
+        temperature: 0 takes the most likely token. top_k, top_p: see sample.py. generator: torch.Generator.
         vocab_size: the tokenizer's, if the model's is padded above it.
-        stop: token id or ids that end the text; the last one returned is one of them.
+        stop: token ids that end the text; the last one returned is one of them.
         use_cache: use the model's key-value cache, if it has one.
         on_token: called with each new token id, such as to show the text as it comes.
-
-    Raises:
-        ValueError: sampling options out of range, no ids, or logits that are not finite.
     """
-    check_sampling(max_new_tokens, temperature, top_k, top_p)
-    if not ids:
-        raise ValueError("generate: ids is empty; start from the end-of-text token, as training does")
-    stop = {stop} if isinstance(stop, int) else set(stop or ())
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"--temperature {temperature}: must be 0 or more; 0.8 works")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"--top-k {top_k}: must be 1 or more; 50 works")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"--top-p {top_p}: must be above 0 and at most 1; 0.95 works")
     use_cache = use_cache and hasattr(model, "make_kv_cache")
     device, limit = next(model.parameters()).device, model.config.n_positions
     with contextlib.ExitStack() as restored:
         restored.callback(model.train, model.training)
-        restored.enter_context(fp8.turned_off(model))
+        restored.enter_context(recipes.turned_off(model))
         model.eval()
         ids, prompt_length = list(ids), len(ids)
         start, cache = max(0, len(ids) - limit), None  # the window is ids[start:]
@@ -73,7 +61,7 @@ def generate(
         return ids[prompt_length:]
 
 
-def pick(logits: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None, generator) -> int:
+def pick(logits, temperature, top_k, top_p, generator):
     """Sample one token id from logits (V,). ValueError for logits that are NaN or infinite."""
     highest = logits.max()
     if not highest.isfinite():
@@ -90,30 +78,3 @@ def pick(logits: torch.Tensor, temperature: float, top_k: int | None, top_p: flo
         beyond = probabilities.cumsum(0) - probabilities >= top_p * probabilities.sum()
         probabilities[1:][beyond[1:]] = 0
     return int(order[torch.multinomial(probabilities, 1, generator=generator)])
-
-
-def check_sampling(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Raise ValueError for sampling options out of range."""
-    rules = [("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1", 256),
-             ("temperature", temperature, 0 <= temperature < float("inf"), "0 or more", 0.8),
-             ("top_k", top_k, top_k is None or top_k >= 1, "at least 1", 50),
-             ("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1", 0.95)]
-    for name, value, holds, rule, example in rules:
-        if not holds:
-            raise ValueError(f"{cli.flag(name)} {value}: must be {rule}, such as {example}")
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the device that --device names: auto, cpu, cuda or cuda:N. ValueError if it does not exist."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type != "cuda" and name != "cpu":
-        raise ValueError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use "
-                         "--device auto")
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

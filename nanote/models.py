@@ -1,22 +1,19 @@
-"""Models by name or file: their classes, a config from options, a model on a device, its number of weights.
+"""Models by name or file: their classes, a config from options, and a model on a device.
 
-`--model` takes a name from MODELS, or path/to/file.py:Class for a model of your own. One of the five model
-files is imported only when it is used, so a checkout may keep any of them. What the trainer needs of your own
-model:
+`--model` takes a name from MODELS, or path/to/file.py:Class for a model of your own. What the trainer needs
+of your own model:
 
-- `Class(config)`, where config is a dataclass. It is found by the annotation of that argument, or as the only
-  dataclass in the file with the fields `vocab_size` and `n_positions`, which are required. Its fields that
-  have the name of a train.py option get that option's value, the others keep their defaults. `use_fp8` is
-  required to train in FP8.
-- `model.config` is that config, and `model.blocks` holds the transformer blocks (for --optimizer muon and
-  --parallel fsdp only).
-- `model(input_ids, labels)` returns the mean loss, a scalar, and `model(input_ids)` logits (B, S,
-  vocab_size), or a tuple that begins with them. Labels are shifted already; -100 means no label.
+- `Class(config)`, where config is a dataclass: that of the argument's annotation, or the only one in the file
+  with the fields `vocab_size` and `n_positions`, which are required. Its fields that have the name of an
+  option of train.py get its value, the others keep their defaults. `use_fp8` is required to train in FP8.
+- `model.config` is that config. `model.blocks` holds the transformer blocks, for --optimizer muon and
+  --parallel fsdp only.
+- `model(input_ids, labels)` returns the mean loss, a scalar; labels are shifted already, -100 means no label.
+  `model(input_ids)` returns logits (B, S, vocab_size), or a tuple that begins with them.
 - In FP8 the forward pass runs inside `te.autocast(enabled=self.config.use_fp8, recipe=self.fp8_recipe)`; the
   trainer sets `fp8_recipe`.
 - On a GPU a step is captured as CUDA graphs, which repeat what `forward` did on the GPU when it was captured.
-  Python in it does not run again: for a random choice, a counter or a schedule in Python, pass
-  --cuda-graph off.
+  Python in it does not run again: with a random choice or a counter in Python, pass --cuda-graph off.
 - A forward with an argument `is_first_microbatch` gets it with gradient accumulation, to cast weights to FP8
   once per step; one with `cu_seqlens` can train with --pack-documents.
 """
@@ -25,14 +22,13 @@ import dataclasses
 import importlib.util
 import inspect
 import json
-import os
 import sys
-import typing
 from pathlib import Path
 
 import torch
 
-from nanote import fp8, json_files
+from nanote import recipes
+from nanote.config import PRESETS, TrainConfig, in_a_line
 
 MODELS = {  # --model: (module, model class, config class)
     "optimized": ("model_te_optimized", "OptimizedGPT2Model", "OptimizedConfig"),
@@ -41,28 +37,137 @@ MODELS = {  # --model: (module, model class, config class)
     "custom": ("model_te_custom", "CustomGPT2Model", "CustomConfig"),
     "te": ("model_te", "TEGPT2Model", "TEConfig"),
 }
+# Options that a model may lack, since they are fields of its config.
+OPTIONS = """n_layer n_head n_kv_head head_dim n_embd n_inner activation use_rmsnorm use_rotary rope_theta
+    use_qk_norm bias tie_embeddings layernorm_epsilon dropout attn_dropout attention gradient_checkpointing
+    offload_activations loss_chunks fp8_lm_head fp8_skip_first fp8_skip_last""".split()
 
+
+# ---------------------------------------------------------------- the trainer's model
+
+def make_model(config, device, dtype, recipe, saved=None):
+    """Build the model of a TrainConfig on `device` in `dtype`, with `recipe` and the fast kernels.
+
+    `config` must have its vocab_size and n_positions.
+
+    Args:
+        saved: model_config of the checkpoint that the run continues. Fields of your own model that are no
+            options keep those values, whatever the file's defaults are now.
+    """
+    if is_file(config.model):
+        load_file(config.model)
+    _check_options(config)
+    options = saved if saved and is_file(config.model) else {}
+    options = options | dataclasses.asdict(config) | {"use_fp8": recipe is not None}
+    model_config = make_model_config(config.model, options)
+    if recipe is not None:
+        recipes.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
+    model = build_model(config.model, model_config, device=device, dtype=dtype,
+                        fp8_weights_recipe=recipe if config.fp8_param else None)
+    if recipe is not None:
+        model.fp8_recipe = recipe
+    model.kernels = _use_fast_kernels(model, config)
+    return model
+
+
+def _check_options(config):
+    """Raise ValueError for an option that the model would ignore, unless it is a default or the preset's."""
+    model_class, config_class = model_classes(config.model)
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    where = f"the config of --model {config.model}"
+    if config.fp8_recipe != "none" and "use_fp8" not in fields:
+        raise ValueError(f"--fp8-recipe {config.fp8_recipe}: {where} has no field use_fp8, so it does not "
+                         "train in FP8; pass --fp8-recipe none")
+    if config.fp8_recipe == "delayed" and config.compile:
+        raise ValueError("--compile: Transformer Engine does not support DelayedScaling under torch.compile; "
+                         "pass --fp8-recipe current or --fp8-recipe none")
+    if config.pack_documents and not takes_argument(model_class, "cu_seqlens"):
+        raise ValueError(f"--pack-documents: forward of --model {config.model} has no argument cu_seqlens; "
+                         "leave the option out, or use --model optimized")
+    defaults, preset = vars(TrainConfig()), PRESETS[config.preset]
+    for name in OPTIONS:
+        if name not in fields and getattr(config, name) not in (defaults[name], preset.get(name)):
+            raise ValueError(f"--{name.replace('_', '-')}: {where} has no field {name}; leave the option "
+                             "out, or use --model optimized")
+
+
+def _use_fast_kernels(model, config):
+    """Apply fast_kernels.accelerate to a model that it is made for; return which kernels run."""
+    if recipes.IS_REFERENCE:
+        return "modules of te_reference"
+    if not config.fast_kernels or config.model != "optimized" and not is_file(config.model):
+        return "modules of Transformer Engine"
+    import fast_kernels  # needs Triton
+
+    return str(fast_kernels.accelerate(model))
+
+
+def describe(model):
+    """Return a line about a model of `make_model`: its class and size, which kernels run, and why."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return f"{type(model).__name__}, {parameters:,} parameters; {model.kernels}"
+
+
+def check_first_pass(model, batch):
+    """Run a forward and backward pass, before a run writes anything, of your own or a compiled model.
+
+    ValueError, in one line, if it is not what the trainer needs. The FP8 state is left as it was.
+    """
+    name = type(model).__name__
+    if not hasattr(model, "config"):
+        raise ValueError(f"{name}: has no attribute config; add self.config = config to its constructor")
+    try:
+        with recipes.preserved_state(model):
+            loss = model(*batch)
+            if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+                raise ValueError(f"{name}: forward(input_ids, labels) returned a {type(loss).__name__}; it "
+                                 "must return the mean loss, a tensor without dimensions")
+            if not loss.requires_grad:
+                raise ValueError(f"{name}: the loss of forward(input_ids, labels) has no gradient; compute "
+                                 "it from the parameters, without torch.no_grad() or detach()")
+            loss.backward()
+    except torch._dynamo.exc.TorchDynamoException as error:
+        reason = in_a_line(getattr(error, "inner_exception", error))
+        raise ValueError(f"--compile: {name} does not compile: {reason}; leave it out") from error
+    finally:
+        model.zero_grad(set_to_none=True)
+
+
+# ---------------------------------------------------------------- by name
 
 _own_models = {}  # name: (model class, config class) of files that the command line named
 
 
-def is_file(name: str) -> bool:
-    """Whether a model's name is path/to/file.py:Class."""
+def is_file(name):
+    """Return whether a model's name is path/to/file.py:Class."""
     return ".py:" in name
 
 
-def load_file(name: str) -> None:
+def takes_argument(model_class, argument):
+    """Return whether the forward method of a model takes this argument."""
+    return argument in inspect.signature(model_class.forward).parameters
+
+
+def model_classes(name):
+    """Return (model class, config class). Raises ValueError for an unknown name."""
+    if is_file(name):
+        if name not in _own_models:
+            raise ValueError(f"the model is {name}, and code is never taken from a checkpoint; pass "
+                             f"--model {name} again")
+        return _own_models[name]
+    if name not in MODELS:
+        raise ValueError(f"--model {name}: unknown; use {', '.join(MODELS)}, or path/to/file.py:Class")
+    module_name, model_class, config_class = MODELS[name]
+    module = importlib.import_module(module_name)
+    return getattr(module, model_class), getattr(module, config_class)
+
+
+def load_file(name):
     """Import the model path/to/file.py:Class, for `model_classes`.
 
-    This runs the file: call it with what the user typed or wrote into a --config file, never with what a
-    checkpoint says.
-
-    Raises:
-        ValueError: there is no such file or class, it cannot be imported, or its config is not found.
+    This runs the file: call it with what the user typed, never with what a checkpoint or a config file says.
     """
     path, _, class_name = name.rpartition(":")
-    if not os.path.isfile(path):
-        raise ValueError(f"--model {name}: there is no file {path}; a name such as my_model.py:MyModel works")
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)  # for what the file imports from beside it
@@ -72,120 +177,50 @@ def load_file(name: str) -> None:
     sys.modules[spec.name] = module  # a dataclass looks its module up there
     try:
         spec.loader.exec_module(module)
+        model_class = getattr(module, class_name)
     except (Exception, SystemExit) as error:  # whatever the user's file raises
-        del sys.modules[spec.name]
-        raise ValueError(f"--model {name}: {path} cannot be imported ({type(error).__name__}: "
-                         f"{error})") from error
-    model_class = getattr(module, class_name, None)
-    if not (isinstance(model_class, type) and issubclass(model_class, torch.nn.Module)):
-        found = [key for key, value in vars(module).items()
-                 if isinstance(value, type) and issubclass(value, torch.nn.Module)]
-        raise ValueError(f"--model {name}: {path} has no torch.nn.Module {class_name}; it has "
-                         f"{', '.join(found) or 'none'}")
+        raise ValueError(f"--model {name}: cannot be imported ({type(error).__name__}: {error}); "
+                         "my_model.py:MyModel works, with a class MyModel in my_model.py") from error
     _own_models[name] = model_class, _config_class(name, model_class, module)
 
 
-def _config_class(name: str, model_class, module):
+def _config_class(name, model_class, module):
     """Return the dataclass that `model_class` takes; see the top of this file."""
-    argument = next(iter(inspect.signature(model_class).parameters), None)
-    hints = {}
-    with contextlib.suppress(Exception):  # an annotation that cannot be resolved
-        hints = typing.get_type_hints(model_class.__init__)
-    candidates = [hints[argument]] if argument in hints else list(vars(module).values())
+    parameter = next(iter(inspect.signature(model_class).parameters.values()), None)
+    annotation = getattr(parameter, "annotation", None)
+    candidates = [annotation] if dataclasses.is_dataclass(annotation) else list(vars(module).values())
     found = [value for value in candidates if isinstance(value, type) and dataclasses.is_dataclass(value)
              and {"vocab_size", "n_positions"} <= {field.name for field in dataclasses.fields(value)}]
-    if len(found) == 1:
-        return found[0]
-    names = " and ".join(value.__name__ for value in found)
-    problem = f"the file has {names}" if found else "no dataclass has the fields vocab_size and n_positions"
-    raise ValueError(f"--model {name}: its config is not found: {problem}; annotate the constructor with a "
-                     "dataclass that has them, such as def __init__(self, config: MyConfig)")
+    if len(found) != 1:
+        names = " and ".join(value.__name__ for value in found) or "none"
+        raise ValueError(f"--model {name}: one dataclass must have the fields vocab_size and n_positions, "
+                         f"but {names} has; annotate the constructor: def __init__(self, config: MyConfig)")
+    return found[0]
 
 
-def takes_argument(model_class, argument: str) -> bool:
-    """Whether the forward method of a model takes this argument."""
-    return argument in inspect.signature(model_class.forward).parameters
-
-
-def model_classes(name: str):
-    """Return (model class, config class). Raises ValueError for an unknown name or a missing model file."""
-    if is_file(name):
-        if name not in _own_models:
-            raise ValueError(f"the model is {name}, and code is never taken from a checkpoint: pass --model "
-                             f"{name} again, to train.py or sample.py")
-        return _own_models[name]
-    if name not in MODELS:
-        raise ValueError(f"unknown model {name!r}: one of {', '.join(MODELS)}, or path/to/file.py:Class")
-    module_name = MODELS[name][0]
-    if importlib.util.find_spec(module_name) is None:
-        present = [key for key, (module, *_) in MODELS.items() if importlib.util.find_spec(module)]
-        raise ValueError(
-            f"model {name!r}: there is no {module_name}.py here; models that are: {', '.join(present)}"
-        )
-    if name == "optimized":
-        from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-        return OptimizedGPT2Model, OptimizedConfig
-    if name == "advanced":
-        from model_te_advanced import AdvancedConfig, AdvancedGPT2Model
-        return AdvancedGPT2Model, AdvancedConfig
-    if name == "fused":
-        from model_te_fused import FusedConfig, FusedGPT2Model
-        return FusedGPT2Model, FusedConfig
-    if name == "custom":
-        from model_te_custom import CustomConfig, CustomGPT2Model
-        return CustomGPT2Model, CustomConfig
-    from model_te import TEConfig, TEGPT2Model
-    return TEGPT2Model, TEConfig
-
-
-def make_model_config(name: str, options: dict):
+def make_model_config(name, options):
     """Build the config of model `name` from the `options` it has fields for. None: the field's default."""
     config_class = model_classes(name)[1]
-    known = {field.name for field in dataclasses.fields(config_class)}
-    values = {key: value for key, value in options.items() if key in known and value is not None}
-    if not is_file(name):
-        return config_class(**values)
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    values = {key: value for key, value in options.items() if key in fields and value is not None}
     try:
         config = config_class(**values)
-    except Exception as error:  # whatever the user's class raises
-        raise ValueError(f"--model {name}: {config_class.__name__}: {json_files.reason(error)}") from error
-    try:  # as a checkpoint stores and reads it
-        stored = json.loads(json.dumps(dataclasses.asdict(config)))
-        json_files.check(stored, config_class, config_class.__name__, "")
-    except (TypeError, ValueError, NameError) as error:
-        raise ValueError(f"--model {name}: {config_class.__name__} cannot be stored as JSON in a checkpoint "
-                         f"({json_files.reason(error)}); use fields of int, float, bool, str or "
-                         "list") from error
+        stored = dataclasses.asdict(config)
+        is_storable = json.loads(json.dumps(stored)) == stored
+    except (TypeError, AssertionError) as error:  # of the user's own class; the five raise ValueError
+        raise ValueError(f"--model {name}: {config_class.__name__}: {in_a_line(error)}") from error
+    if not is_storable:
+        raise ValueError(f"--model {name}: {config_class.__name__} cannot be stored in a checkpoint as JSON; "
+                         "use fields of int, float, bool, str or list")
     return config
 
 
-def check_first_pass(name: str, model, batch) -> None:
-    """Run a forward pass of the user's own model. ValueError if it is not what the trainer needs.
-
-    The FP8 state is left as it was.
-    """
-    if not hasattr(model, "config"):
-        raise ValueError(f"--model {name}: the model has no attribute config; add self.config = config to "
-                         "its constructor")
-    with torch.no_grad(), fp8.preserved_state(model):
-        loss = model(*batch)
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-        shape = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
-        raise ValueError(f"--model {name}: forward(input_ids, labels) returned a {type(loss).__name__} "
-                         f"{shape}; it must return the mean loss, a tensor without dimensions")
-
-
-def has_fp8(name: str) -> bool:
-    """Whether the model's config has a switch for FP8."""
-    return "use_fp8" in {field.name for field in dataclasses.fields(model_classes(name)[1])}
-
-
-def build_model(name: str, config, *, device="cpu", dtype=torch.float32, fp8_weights_recipe=None):
+def build_model(name, config, *, device="cpu", dtype=torch.float32, fp8_weights_recipe=None):
     """Build a model with parameters on `device` in `dtype`, or in FP8 given a recipe for weights."""
     quantized = contextlib.nullcontext()
     if fp8_weights_recipe is not None:
-        quantized = fp8.te.quantized_model_init(enabled=True, recipe=fp8_weights_recipe,
-                                                preserve_high_precision_init_val=True)
+        quantized = recipes.te.quantized_model_init(enabled=True, recipe=fp8_weights_recipe,
+                                                    preserve_high_precision_init_val=True)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -195,14 +230,14 @@ def build_model(name: str, config, *, device="cpu", dtype=torch.float32, fp8_wei
         torch.set_default_dtype(before)
 
 
-def weight_count(config) -> int:
-    """Return the number of elements in the weight matrices of a model, without building it.
-
-    Biases and norm parameters are few and not counted. Only for the five models.
-    """
-    width, kv_width = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-    attention = config.n_embd * (2 * width + 2 * kv_width)  # queries, keys, values, projection
-    mlp = config.n_embd * config.n_inner * (3 if getattr(config, "activation", "gelu") == "swiglu" else 2)
-    rows = config.vocab_size * (1 if config.tie_embeddings else 2)
-    rows += 0 if getattr(config, "use_rotary", False) else config.n_positions
-    return config.n_layer * (attention + mlp) + rows * config.n_embd
+def pick_device(name):
+    """Return the device that --device names: auto, cpu, cuda or cuda:N. ValueError if it does not exist."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
+        raise ValueError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use "
+                         "--device auto")
+    return torch.device("cuda", int(number or 0)) if kind == "cuda" else torch.device("cpu")

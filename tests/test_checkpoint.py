@@ -1,12 +1,13 @@
-"""nanote/checkpoint.py: content of a checkpoint, damaged files, resuming, background saves."""
-import errno
+"""checkpoint: what comes back, which checkpoints are kept, damaged files, several ranks, runs of 0.1."""
 import json
+import multiprocessing
 import os
 import random
+import re
 import resource
 import shutil
-import threading
-import time
+import socket
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -15,480 +16,384 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-import train
-from nanote import checkpoint, fp8, models, safetensors_files
-from tools import hf_weights
+from nanote import checkpoint, models, parallel, recipes
+from nanote.config import TrainConfig
+from nanote.optimizers import Optimizer, make_optimizer
 
-CONFIG = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=288, n_positions=32, use_fp8=True)
+OLD_RUN = Path(__file__).parent / "data/run-0.1"  # 6 steps of version 0.1, and its checkpoint of step 3
+SIZE = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=288, n_positions=32)
+OPTIONS = dict(lr=1e-2, fp8_amax_history_len=4, device="cpu", micro_batch_size=2, seq_len=16)
 
 
-def make(seed=0, dtype=torch.float32, recipe=("delayed", "hybrid", 4), **changes):
+def make(seed=0, dtype=torch.float32, **changes):
     """Return a small (model, optimizer)."""
+    config = TrainConfig(**SIZE | OPTIONS | changes)
     torch.manual_seed(seed)
-    model = models.build_model(
-        "optimized", models.make_model_config("optimized", CONFIG | changes), dtype=dtype
-    )
-    model.fp8_recipe = fp8.make_recipe(*recipe)
-    return model, train.make_optimizer(model, train.TrainConfig(lr=1e-2))
+    recipe = recipes.make(config)
+    model = parallel.wrap(models.make_model(config, "cpu", dtype, recipe), config)
+    return model, make_optimizer(model, config)
 
 
 def step(model, optimizer, seed):
+    """Train a step on random tokens; return the loss."""
     ids = torch.randint(0, 257, (2, 17), generator=torch.Generator().manual_seed(seed))
     loss = model(ids[:, :-1], ids[:, 1:])
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    for parameter in model.parameters():
+        if parallel.local(parameter) is not parameter:
+            parallel.local(parameter).grad, parameter.grad = parameter.grad.to_local(), None
+    optimizer.step(skip=torch.tensor(False))
+    for parameter in parallel.local_parameters(model):
+        parameter.grad = None
     return loss.item()
 
 
-def save(run, number, model, optimizer, keep=9, saver=checkpoint, **config):
-    run.mkdir(exist_ok=True)
-    meta = {"config": config, "model": "optimized", "model_config": vars(model.config), "tokenizer": "byte"}
-    return saver.save(run, number, model=model, optimizer=optimizer, meta=meta, keep=keep)
-
-
-def load(folder, model, optimizer=None):
-    meta = checkpoint.read_meta(folder)
-    checkpoint.load(folder, meta, model, optimizer)
-    return meta
-
-
-def content(folder):
-    """Return {file name: content} of a checkpoint."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.fixture
-def one_process_group():
-    """torch.distributed with this process alone: saving uses the code path of several processes."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def trained():
-    model, optimizer = make()
-    for seed in range(3):
+def trained(steps=3, **options):
+    model, optimizer = make(**options)
+    for seed in range(steps):
         step(model, optimizer, seed)
     return model, optimizer
 
 
-@pytest.mark.parametrize(
-    "options", [dict(), dict(dtype=torch.bfloat16), dict(tie_embeddings=False), dict(recipe=("current",))]
-)
-def test_round_trip_is_exact(tmp_path, options):
-    model, optimizer = make(**options)
-    for seed in range(3):
-        step(model, optimizer, seed)
-    folder = save(tmp_path / "run", 3, model, optimizer)
-    expected = [step(model, optimizer, seed) for seed in range(3, 6)]
+def save(run, number, model, optimizer, keep=9, skipped=()):
+    Path(run).mkdir(exist_ok=True)
+    saver = checkpoint.Saver(run, keep)
+    meta = {"config": {}, "model": "optimized", "model_config": vars(model.config), "tokenizer": "byte"}
+    saver.save(number, model, optimizer, meta, skipped)
+    saver.wait()
+    if error := saver.error():
+        raise error
+    return Path(run, f"step-{number}")
 
+
+def shard(folder):
+    return next(Path(folder).glob("*.safetensors"))
+
+
+# ---------------------------------------------------------------- what comes back
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(dtype=torch.bfloat16), dict(tie_embeddings=False), dict(fp8_recipe="current"),
+    dict(fp8_param=True), dict(moment_dtype="bfloat16"), dict(optimizer="muon", dtype=torch.bfloat16)])
+def test_a_resumed_run_continues_exactly(tmp_path, options):
+    model, optimizer = trained(**options)
+    folder = save(tmp_path, 3, model, optimizer)
+    expected = [step(model, optimizer, seed) for seed in range(3, 6)]
     model, optimizer = make(seed=1, **options)
-    assert load(folder, model, optimizer)["step"] == 3
+    assert checkpoint.load(folder, model, optimizer)["step"] == 3
     assert [step(model, optimizer, seed) for seed in range(3, 6)] == expected
 
 
-def test_a_group_of_processes_writes_what_one_alone_does(tmp_path, trained, request):
-    alone = save(tmp_path / "alone", 3, *trained)
-    request.getfixturevalue("one_process_group")
-    group = save(tmp_path / "group", 3, *trained)
-    assert {path.name for path in alone.iterdir()} == {path.name for path in group.iterdir()}
-    alone, group = (load_file(next(folder.glob("*.safetensors"))) for folder in (alone, group))
-    assert alone.keys() == group.keys() and all(
-        torch.equal(value, group[name]) for name, value in alone.items()
-    )
+class Counting(torch.optim.AdamW):
+    """AdamW with numbers in its state."""
+
+    def step(self):
+        super().step()
+        for state in self.state.values():
+            state["calls"], state["mean"] = state.get("calls", 0) + 1, 0.1
 
 
-def test_random_generators_come_back(tmp_path, trained):
+def test_any_tensor_and_number_of_an_optimizer_comes_back(tmp_path):
+    model, _ = make()
+    optimizer = Optimizer(model, Counting(model.parameters(), lr=0.01))
+    step(model, optimizer, 0)
+    folder = save(tmp_path, 1, model, optimizer)
+    expected = step(model, optimizer, 1), step(model, optimizer, 2)
+    model, _ = make(seed=1)
+    optimizer = Optimizer(model, Counting(model.parameters(), lr=0.01))
+    checkpoint.load(folder, model, optimizer)
+    state = optimizer.state[model.wte.weight]
+    assert (state["calls"], state["mean"], state["step"].item()) == (1, 0.1, 1)
+    assert (step(model, optimizer, 1), step(model, optimizer, 2)) == expected
+
+
+def test_random_generators_come_back(tmp_path):
+    model, optimizer = make()
     random.seed(5), np.random.seed(6), torch.manual_seed(7)
-    random.gauss(0, 1)  # leaves a second number in store
-    folder = save(tmp_path / "run", 3, *trained)
+    random.gauss(0, 1)  # keeps a second number for the next call
+    folder = save(tmp_path, 3, model, optimizer)
     expected = [random.gauss(0, 1), random.random(), np.random.rand(), torch.rand(()).item()]
-    load(folder, *make(seed=1))
+    checkpoint.load(folder, model, optimizer)
     assert [random.gauss(0, 1), random.random(), np.random.rand(), torch.rand(()).item()] == expected
 
 
-def test_only_tensors_and_readable_json_are_stored(tmp_path, trained):
-    """No pickle anywhere: loading a checkpoint from elsewhere cannot run code."""
-    folder = save(tmp_path / "run", 3, *trained)
-    names = {path.suffix or path.name for path in folder.iterdir()}
-    assert names == {".safetensors", ".json", "SHA256SUMS"}
-    stored = {}
-    for path in folder.glob("*.safetensors"):
-        stored |= load_file(path)
-    assert not [name for name in stored if "_extra_state" in name]
-    assert {
-        "model.wte.weight", "optimizer.wte.weight.exp_avg", "fp8.blocks.0.attn.qkv.scaling_fwd.scale",
-    } <= set(stored)
-    assert "model.lm_head.weight" not in stored, "a tied weight is stored once"
+def test_files_hold_plain_tensors_and_json(tmp_path):
+    folder = save(tmp_path, 3, *trained())
+    assert {path.suffix or path.name for path in folder.iterdir()} == {".safetensors", ".json", "SHA256SUMS"}
+    stored = load_file(shard(folder))
+    assert {"model.wte.weight", "optimizer.wte.weight.exp_avg", "fp8.blocks.0.attn.qkv.scaling_fwd.scale",
+            "rng0.torch"} <= set(stored)
+    assert not [name for name in stored if "_extra_state" in name or name == "model.lm_head.weight"]
     assert json.loads((folder / "meta.json").read_text())["optimizer_groups"][0]["step"] == 3
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=folder, check=True)
+    assert shard(folder).stat().st_mode & 0o777 == 0o644, "colleagues can read it"
 
 
-def test_saving_and_loading_do_not_wait_for_extra_state(tmp_path, monkeypatch):
-    """And everything else of state_dict() is there: buffers, but for those that are not persistent."""
-    (model, optimizer), (other, _) = make(), make(seed=1)
-    for each, value in ((model, 2.0), (other, 0.0)):
-        for name, persistent in (("count", True), ("cache", False)):
-            each.blocks[1].register_buffer(name, torch.full((3,), value), persistent=persistent)
-    kind = type(model.blocks[0].attn.qkv)
-    before = kind.get_extra_state
-    with monkeypatch.context() as patched:
-        patched.setattr(kind, "get_extra_state", lambda module: pytest.fail("extra state is collected"))
-        load(save(tmp_path / "run", 1, model, optimizer), other)
-    assert kind.get_extra_state is before
-    assert other.blocks[1].count.tolist() == [2.0] * 3 and other.blocks[1].cache.tolist() == [0.0] * 3
-    assert "blocks.0.attn.qkv._extra_state" in model.state_dict()
+def test_weights_load_without_optimizer_and_without_fp8(tmp_path):
+    model, optimizer = trained()
+    other, _ = make(seed=1, fp8_recipe="none")
+    checkpoint.load(save(tmp_path, 3, model, optimizer), other)
+    assert all(torch.equal(value, other.get_parameter(name)) for name, value in model.named_parameters())
 
 
-def test_weights_load_without_an_optimizer_and_with_fp8_off(tmp_path, trained):
-    folder = save(tmp_path / "run", 3, *trained)
-    model, _ = make(seed=1, use_fp8=False, recipe=("current",))
-    load(folder, model)
-    for name, value in trained[0].named_parameters():
-        assert torch.equal(value, model.get_parameter(name))
-
-
-@pytest.mark.parametrize("length", [2, 16])
-def test_fp8_history_may_change_its_length(tmp_path, trained, length):
-    folder = save(tmp_path / "run", 3, *trained)
-    scales = {name: value for name, value in fp8.get_state(trained[0]).items() if name.endswith("scale")}
-    model, optimizer = make(seed=1, recipe=("delayed", "hybrid", length))
-    load(folder, model, optimizer)
-    state = fp8.get_state(model)
-    assert scales and all(torch.equal(state[name], value) for name, value in scales.items())
-    assert all(len(value) == length for name, value in state.items() if name.endswith("amax_history"))
-    step(model, optimizer, 3)
-
-
-def rewrite(folder, change):
-    """Change a checkpoint's tensors and meta.json, and sign it: change(tensors, meta)."""
-    path, listing = next(folder.glob("*.safetensors")), folder / "SHA256SUMS"
-    tensors, meta = load_file(path), json.loads((folder / "meta.json").read_text())
-    change(tensors, meta)
-    save_file(tensors, path, {"format": "pt"})
-    (folder / "meta.json").write_text(json.dumps(meta))
-    sums = checkpoint._checksums(folder)
-    listing.write_text("".join(f"{checksum}  {name}\n" for name, checksum in sums.items()))
-
-
-@pytest.mark.parametrize("names_fp8_weights", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masters_beside_float32_weights_are_not_read(tmp_path, dtype, names_fp8_weights):
-    """Earlier versions stored such masters after a resume and never updated them."""
-    def add_masters(tensors, meta):
-        for name in [name for name in tensors if name.endswith(".exp_avg")]:
-            tensors[name.replace("exp_avg", "master_param")] = torch.zeros_like(tensors[name])
-        assert meta["fp8_weights"] == []
-        if not names_fp8_weights:
-            del meta["fp8_weights"]
-
-    model, optimizer = make()
-    step(model, optimizer, 0)
-    folder = save(tmp_path / "run", 1, model, optimizer)
-    rewrite(folder, add_masters)
-    other, other_optimizer = make(seed=1, dtype=dtype)
-    meta = load(folder, other, other_optimizer)
-    for parameter, saved in zip(other.parameters(), model.parameters()):
-        assert torch.equal(parameter, saved.to(dtype))
-        assert torch.equal(other_optimizer.state[parameter].get("master_param", saved), saved)
-    exported = hf_weights.read_weights(folder, meta, masters=True)
-    assert torch.equal(exported["wte.weight"], model.wte.weight)
-
-
-def test_master_weights_appear_and_merge_when_the_precision_changes(tmp_path):
-    model, optimizer = make(dtype=torch.bfloat16)
-    step(model, optimizer, 0)
+def test_masters_merge_and_appear_when_the_dtype_changes(tmp_path):
+    model, optimizer = trained(dtype=torch.bfloat16)
     master = optimizer.state[model.wte.weight]["master_param"].clone()
-    folder = save(tmp_path / "run", 1, model, optimizer)
+    folder = save(tmp_path, 1, model, optimizer)
     model, optimizer = make(seed=1)
-    load(folder, model, optimizer)
-    assert torch.equal(model.wte.weight, master)  # not the rounded weight
+    checkpoint.load(folder, model, optimizer)
+    assert torch.equal(model.wte.weight, master), "not the rounded weight"
     assert "master_param" not in optimizer.state[model.wte.weight]
-
-    folder = save(tmp_path / "run", 2, model, optimizer)
+    folder = save(tmp_path, 2, model, optimizer)
     model, optimizer = make(seed=1, dtype=torch.bfloat16)
-    load(folder, model, optimizer)
+    checkpoint.load(folder, model, optimizer)
     assert torch.equal(model.wte.weight, master.bfloat16())
-    assert optimizer.state[model.wte.weight]["master_param"].dtype == torch.float32
-    step(model, optimizer, 1)
+    assert torch.equal(optimizer.state[model.wte.weight]["master_param"], master)
 
 
-def test_a_float32_weight_comes_back_though_its_master_was_never_updated(tmp_path):
-    """TE's FusedAdam allocates a master for a float32 parameter as well, and never updates it."""
-    model, optimizer = make(dtype=torch.float32)
-    step(model, optimizer, 0)
-    optimizer.state[model.wte.weight]["master_param"] = torch.zeros_like(model.wte.weight)
-    folder = save(tmp_path / "run", 1, model, optimizer)
-    again, _ = make(seed=1)
-    load(folder, again, _)
-    assert torch.equal(again.wte.weight, model.wte.weight)
+def test_remainders_restore_masters_bit_for_bit():
+    bits = torch.randint(-2**31, 2**31 - 1, (100_000,), dtype=torch.int64).int()
+    master = bits.view(torch.float32)[bits.view(torch.float32).isfinite()]
+    weight, remainder = checkpoint.split_remainder(master)
+    joined = checkpoint.join_remainder(weight, remainder)
+    assert torch.equal(joined.view(torch.int32), master.view(torch.int32)) and remainder.dtype == torch.int16
+    nearest = (weight.float() - master).abs() <= (master.bfloat16().float() - master).abs()
+    assert nearest.all(), "the weight is the rounded master"
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name, earlier", [("delayed", False), ("current", False), ("current", True)])
-def test_weights_kept_in_fp8_come_back_with_the_float32_ones_beside_them(tmp_path, device, name, earlier):
-    def make_in_fp8(seed):
-        torch.manual_seed(seed)
-        options = train.TrainConfig(lr=1e-2, fp8_param=True, fp8_recipe=name, fp8_amax_history_len=4)
-        config = models.make_model_config("optimized", CONFIG)
-        recipe = train.recipe_of(options)
-        model = models.build_model("optimized", config, device=device, fp8_weights_recipe=recipe)
-        model.fp8_recipe = recipe
-        return model, train.make_optimizer(model, options)
-
-    def steps(model, optimizer, numbers):
-        for number in numbers:
-            ids = torch.randint(0, 257, (2, 17), generator=torch.Generator().manual_seed(number)).to(device)
-            model(ids[:, :-1], ids[:, 1:]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    model, optimizer = make_in_fp8(0)
-    steps(model, optimizer, range(3))
-    folder = save(tmp_path / "run", 3, model, optimizer)
-    if earlier:  # versions that stored in the trainer's options that weights are kept in FP8
-        rewrite(folder, lambda _, meta: meta.pop("fp8_weights") and meta["config"].update(fp8_param=True))
-    again, other = make_in_fp8(1)
-    meta = load(folder, again, other)
-    exported = hf_weights.read_weights(folder, meta, masters=True)
-    for weight, value in model.named_parameters():
-        loaded = again.get_parameter(weight)
-        if checkpoint._in_fp8(value):
-            value, loaded = optimizer.state[value]["master_param"], other.state[loaded]["master_param"]
-        assert torch.equal(value, loaded) and torch.equal(exported[weight], value.cpu()), weight
-    steps(again, other, range(3, 4))
-    again = save(tmp_path / "again", 4, again, other)
-    steps(model, optimizer, range(3, 4))
-    whole = save(tmp_path / "whole", 4, model, optimizer)
-    whole, again = (load_file(next(folder.glob("*.safetensors"))) for folder in (whole, again))
-    assert whole.keys() == again.keys()
+def test_a_save_is_of_the_moment_it_was_asked_for(tmp_path):
+    model, optimizer = trained()
+    expected = load_file(shard(save(tmp_path / "before", 3, model, optimizer)))
+    saver = checkpoint.Saver(tmp_path, 3)
+    saver.save(3, model, optimizer, {})
+    step(model, optimizer, 3)
+    saver.save(4, model, optimizer, {})  # waits for the one before
+    saver.close()
+    found = load_file(shard(tmp_path / "step-3"))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_the_meta_of_a_resumed_checkpoint_may_be_saved_again(tmp_path, trained):
-    meta = checkpoint.read_meta(save(tmp_path / "run", 3, *trained)) | {"fp8_weights": ["wte.weight"]}
-    step(*trained, seed=3)
-    folder = checkpoint.save(tmp_path / "run", 4, model=trained[0], optimizer=trained[1], meta=meta, keep=2)
-    again = checkpoint.read_meta(folder)
-    assert (again["step"], again["optimizer_groups"][0]["step"], again["fp8_weights"]) == (4, 4, [])
+def test_a_run_of_version_0_1_is_read():
+    saved = checkpoint.read_meta(checkpoint.find(OLD_RUN))
+    architecture = "n_layer n_head n_embd n_inner n_positions activation use_rmsnorm use_rotary bias"
+    model, optimizer = make(**{name: saved["config"][name] for name in architecture.split()})
+    checkpoint.load(OLD_RUN / "step-3", model, optimizer)
+    stored, scales = load_file(shard(OLD_RUN / "step-3")), recipes.get_state(model)
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, stored[f"model.{name}"])
+        assert torch.equal(optimizer.state[weight]["exp_avg_sq"], stored[f"optimizer.{name}.exp_avg_sq"])
+    assert scales and all(torch.equal(value, stored[f"fp8.{name}"]) for name, value in scales.items())
+    assert [group["step"] for group in optimizer.param_groups] == [3, 3]
+    assert torch.equal(torch.get_rng_state(), stored["rng0.torch"])
 
 
-def damage(folder, name):
-    if name == "missing":
-        next(folder.glob("*.safetensors")).unlink()
-    elif name == "empty":
-        (folder / "SHA256SUMS").write_text("")
-    else:
-        path = next(folder.glob(name))
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+# ---------------------------------------------------------------- which ones are kept
+
+def names(run):
+    return sorted(path.name for path in Path(run).iterdir())
 
 
-@pytest.mark.parametrize("how", ["*.safetensors", "meta.json", "SHA256SUMS", "missing", "empty"])
-def test_a_damaged_checkpoint_is_refused_and_the_whole_one_before_it_named(tmp_path, trained, how):
-    for number in (1, 2, 3):
-        save(tmp_path / "run", number, *trained)
-    damage(tmp_path / "run/step-2", "*.safetensors")
-    damage(tmp_path / "run/step-3", how)
-    with pytest.raises(ValueError) as error:
-        checkpoint.read_meta(checkpoint.find(tmp_path / "run"))
-    message = str(error.value)
-    assert "\n" not in message and "run/step-3/" in message and "step-1, is whole" in message
-    if how in ("*.safetensors", "meta.json"):
-        file = next((tmp_path / "run/step-3").glob(how))
-        written = dict(
-            reversed(line.split("  "))
-            for line in (tmp_path / "run/step-3/SHA256SUMS").read_text().splitlines()
-        )
-        assert (
-            file.name in message
-            and written[file.name] in message
-            and checkpoint._checksums(file.parent)[file.name] in message
-        )
-    shutil.rmtree(tmp_path / "run/step-1")
-    with pytest.raises(ValueError, match="no other checkpoint of this run is whole"):
-        checkpoint.read_meta(tmp_path / "run/step-3")
-
-
-def test_a_stray_file_or_one_that_cannot_be_read_is_no_reason_to_remove_a_checkpoint(tmp_path, trained,
-                                                                                     monkeypatch):
-    for number in (1, 2):
-        save(tmp_path / "run", number, *trained)
-    folder = tmp_path / "run/step-2"
-    for name in ("zzz.safetensors", "._shard-00001-model-00001-of-00001.safetensors"):
-        save_file({"model.wte.weight": torch.zeros(288, 32)}, folder / name)
-        with pytest.raises(ValueError, match=f"step-2/{name}: is not listed.*; remove this file$"):
-            checkpoint.read_meta(folder)
-        (folder / name).unlink()
-
-    def sha256(path):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    monkeypatch.setattr(checkpoint, "sha256", sha256)
-    with pytest.raises(PermissionError):
-        checkpoint.read_meta(folder)
-
-
-@pytest.mark.parametrize(
-    "change, named",
-    [
-        (dict(n_layer=3), "blocks.2"), (dict(n_layer=1), "blocks.1"), (dict(vocab_size=320), r"\(288, 32\)"),
-        (dict(tie_embeddings=False), "lm_head.weight"), (dict(use_rotary=True), "wpe.weight"),
-    ],
-)
-def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, trained, change, named):
-    folder = save(tmp_path / "run", 3, *trained)
-    model, optimizer = make(seed=1, **change)
-    before = model.wte.weight.clone()
-    with pytest.raises(ValueError, match=f"another architecture.*{named}"):
-        load(folder, model, optimizer)
-    assert torch.equal(model.wte.weight, before)
-
-
-def test_the_last_ones_are_kept_and_leftovers_removed(tmp_path, trained):
-    run = tmp_path / "run"
+def test_the_last_ones_are_kept_and_leftovers_removed(tmp_path):
+    model, optimizer = make()
     for number in (9, 10, 11):
-        save(run, number, *trained, keep=2)
-    assert [path.name for path in checkpoint.list_checkpoints(run)] == ["step-10", "step-11"]
-    (run / ".saving-step-12").mkdir(), (run / ".removing-step-8").mkdir(), (run / "step-notes").mkdir()
-    assert checkpoint.latest(run).name == "step-11"
-    save(run, 100, *trained, keep=2)
-    assert sorted(path.name for path in run.iterdir()) == ["step-100", "step-11", "step-notes"]
+        save(tmp_path, number, model, optimizer, keep=2)
+    for leftover in (".saving-step-12", ".removing-step-8", "step-notes"):  # a run was killed
+        Path(tmp_path, leftover).mkdir()
+    assert checkpoint.find(tmp_path).name == "step-11"
+    save(tmp_path, 100, model, optimizer, keep=2)
+    assert names(tmp_path) == ["step-100", "step-11", "step-notes"]
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("where", ["write", "sync"])
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, trained, monkeypatch, where, background):
-    run, saver = tmp_path / "run", checkpoint.BackgroundSaver()
-    save(run, 1, *trained, keep=1)
-    limits, reason = resource.getrlimit(resource.RLIMIT_FSIZE), "No space left on device"
+def test_the_last_one_before_a_finite_step_is_kept(tmp_path):
+    """Weights that make every loss NaN may be saved: the step that made them was finite."""
+    model, optimizer = make()
+    for number, skipped, kept in ((3, [], ["step-3"]), (4, [], ["step-3", "step-4"]),
+                                  (6, [5], ["step-3", "step-6"]), (9, [5, 7], ["step-3", "step-9"]),
+                                  (10, [5, 7], ["step-10", "step-9"])):
+        save(tmp_path, number, model, optimizer, keep=1, skipped=skipped)
+        assert names(tmp_path) == sorted(kept)
+    assert checkpoint.last_good(tmp_path, 10, [5, 7]).name == "step-9"
+    assert checkpoint.last_good(tmp_path, 11, [5, 7, 11]).name == "step-9"
 
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
 
-    if where == "write":  # half a file is written
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-        reason = "File too large"
-    else:
-        monkeypatch.setattr(checkpoint, "_sync", full)
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    model, optimizer = make()
+    save(tmp_path, 1, model, optimizer, keep=1)
+    limits, saver = resource.getrlimit(resource.RLIMIT_FSIZE), checkpoint.Saver(tmp_path, 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # half of the file
     try:
-        if background:
-            save(run, 2, *trained, keep=1, saver=saver)
-            saver.wait()
-            error = saver.error()
-            assert saver.error() is None, "told once"
-        else:
-            with pytest.raises(OSError) as raised:
-                save(run, 2, *trained, keep=1)
-            error = raised.value
+        saver.save(2, model, optimizer, {})
+        saver.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert f"step-2 not written: {reason}" in str(error) and "step-1;" in str(error)
-    assert [path.name for path in run.iterdir()] == ["step-1"]
-    load(run / "step-1", *make(seed=1))
+    error = str(saver.error())
+    assert "step-2: not written: " in error and "File too large" in error and "\n" not in error
+    assert saver.error() is None, "told once" and names(tmp_path) == ["step-1"]
+    checkpoint.load(tmp_path / "step-1", model, optimizer)
+    saver.save(3, model, optimizer, {})
+    saver.close()
+    assert saver.error() is None and "step-3" in names(tmp_path)
 
-    monkeypatch.undo()
-    save(run, 3, *trained, keep=1, saver=saver)
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    with checkpoint.lock(tmp_path):
+        with pytest.raises(ValueError, match="another process trains there"), checkpoint.lock(tmp_path):
+            pass
+    checkpoint.lock(tmp_path).close()
+
+
+# ---------------------------------------------------------------- damaged and forged files
+
+def sign(folder):
+    """Write SHA256SUMS anew, as one who forges a checkpoint would."""
+    files = sorted(path.name for path in folder.iterdir() if path.name != "SHA256SUMS")
+    sums = subprocess.run(["sha256sum", *files], cwd=folder, capture_output=True, check=True).stdout
+    (folder / "SHA256SUMS").write_bytes(sums)
+
+
+def refusal(folder, model, optimizer):
+    """Return the line that refuses a checkpoint."""
+    with pytest.raises((ValueError, OSError)) as error:
+        checkpoint.read_meta(folder)
+        checkpoint.load(folder, model, optimizer)
+    assert str(folder) in str(error.value) and "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["*.safetensors", "meta.json", "SHA256SUMS"])
+@pytest.mark.parametrize("how", ["flipped", "cut", "empty", "missing"])
+def test_a_damaged_file_is_named(tmp_path, name, how):
+    model, optimizer = make()
+    folder = save(tmp_path, 3, model, optimizer)
+    path = next(folder.glob(name))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes({"flipped": content, "cut": content[:len(content) // 2]}.get(how, b""))
+    if how == "missing":
+        path.unlink()
+    message = refusal(folder, model, optimizer)
+    assert path.name in message or name == "SHA256SUMS"
+    shutil.copyfile(shard(save(tmp_path, 4, model, optimizer)), tmp_path / "step-4/._shard.safetensors")
+    assert "._shard.safetensors: " in refusal(tmp_path / "step-4", model, optimizer)
+
+
+@pytest.mark.parametrize("change", [
+    dict(step="3"), dict(config=[]), dict(model_config=None), dict(format=2), dict(format="x"),
+    dict(tokenizer=1), dict(optimizer_groups=7), dict(optimizer_groups=[0]), "null", "[" * 9999, "{"])
+def test_a_forged_meta_json_is_one_line(tmp_path, change):
+    model, optimizer = trained(steps=1)
+    folder = save(tmp_path, 3, model, optimizer)
+    path = folder / "meta.json"
+    text = change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change)
+    path.write_text(text)
+    sign(folder)
+    refusal(folder, model, optimizer)
+
+
+@pytest.mark.parametrize("name, value", [
+    ("model.wte.weight", None), ("model.wte.weight", torch.ones(5)), ("model.other", torch.ones(5)),
+    ("optimizer.wte.weight.exp_avg", torch.ones(5)),
+    ("fp8.blocks.0.attn.qkv.scaling_fwd.scale", torch.ones(7)),
+    ("rng0.host", torch.ones(9, dtype=torch.uint8)), ("rng0.torch", torch.ones(9, dtype=torch.uint8))])
+def test_a_forged_tensor_is_one_line(tmp_path, name, value):
+    model, optimizer = trained(steps=1)
+    folder = save(tmp_path, 3, model, optimizer)
+    stored = {key: tensor for key, tensor in load_file(shard(folder)).items() if key != name}
+    save_file(stored if value is None else stored | {name: value}, shard(folder))
+    sign(folder)
+    refusal(folder, model, optimizer)
+
+
+@pytest.mark.parametrize("change, named", [
+    (dict(n_layer=3), "blocks.2"), (dict(n_layer=1), "blocks.1"), (dict(vocab_size=320), r"\(288, 32\)"),
+    (dict(tie_embeddings=False), "lm_head.weight")])
+def test_another_architecture_is_refused(tmp_path, change, named):
+    folder = save(tmp_path, 3, *make())
+    assert re.search(named, refusal(folder, *make(**change)))
+
+
+def test_a_folder_without_a_checkpoint(tmp_path):
+    for folder in (tmp_path, tmp_path / "absent", tmp_path / "step-3"):
+        with pytest.raises(ValueError, match="holds no checkpoint"):
+            checkpoint.find(folder)
+
+
+# ---------------------------------------------------------------- several ranks
+
+def on_ranks(count, function, *arguments):
+    """Call function(*arguments) in `count` processes with torch.distributed."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")  # imports nothing again
+    processes = [context.Process(target=one_rank, args=(rank, count, port, function, arguments))
+                 for rank in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * count
+
+
+def one_rank(rank, count, port, function, arguments):
+    torch.set_num_threads(1)  # a fork has no threads of OpenMP
+    dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=count)
+    os.environ["LOCAL_WORLD_SIZE"] = str(count // 2)  # for hsdp: two machines
+    function(rank, *arguments)
+    dist.barrier()
+    os._exit(0)  # not gloo's clean-up, which can abort
+
+
+def save_from_ranks(rank, run, kind):
+    save(run, 2, *trained(2, parallel=kind, fp8_recipe="none"))
+
+
+def load_on_ranks(rank, source, run, kind):
+    model, optimizer = make(seed=1, parallel=kind, fp8_recipe="none")
+    checkpoint.load(source, model, optimizer)
+    save(run, 2, model, optimizer)
+
+
+def content(run):
+    """Return the tensors of a run's checkpoint, but for the random generators."""
+    return checkpoint.read_tensors(Path(run, "step-2"), ("model.", "optimizer."))
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_checkpoint_moves_between_numbers_of_ranks(tmp_path):
+    save(tmp_path / "one", 2, *trained(2, fp8_recipe="none"))
+    expected = content(tmp_path / "one")
+    on_ranks(2, load_on_ranks, tmp_path / "one/step-2", tmp_path / "fsdp", "fsdp")
+    on_ranks(4, load_on_ranks, tmp_path / "fsdp/step-2", tmp_path / "hsdp", "hsdp")
+    on_ranks(2, load_on_ranks, tmp_path / "hsdp/step-2", tmp_path / "ddp", "ddp")
+    for run in ("fsdp", "hsdp", "ddp"):
+        assert same(content(tmp_path / run), expected), run
+    sizes = [path.stat().st_size for path in sorted(Path(tmp_path, "ddp/step-2").glob("*.safetensors"))]
+    assert len(sizes) == 2 and 0.7 < sizes[0] / sizes[1] < 1.4, "the ranks divide the writing"
+    model, optimizer = make(seed=1, fp8_recipe="none")
+    checkpoint.load(tmp_path / "ddp/step-2", model, optimizer)
+    assert model.wte.weight.tolist() == expected["model.wte.weight"].tolist()
+
+
+def fill_disk_of_rank_1(rank, run):
+    model, optimizer = make()
+    run.mkdir(exist_ok=True)
+    saver = checkpoint.Saver(run, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, limits[1]))
+    saver.save(1, model, optimizer, {})
     saver.wait()
-    assert saver.error() is None and [path.name for path in run.iterdir()] == ["step-3"]
-
-
-@pytest.mark.parametrize("options", [dict(), dict(dtype=torch.bfloat16)])
-def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path, monkeypatch, options):
-    model, optimizer = make(**options)
-    step(model, optimizer, 0)
-    torch.manual_seed(5), random.seed(6)
-    expected = content(save(tmp_path / "synchronous", 1, model, optimizer))
-
-    model, optimizer = make(**options)
-    step(model, optimizer, 0)
-    torch.manual_seed(5), random.seed(6)
-    go_on, plain, saver = threading.Event(), checkpoint._write_parts, checkpoint.BackgroundSaver()
-    monkeypatch.setattr(checkpoint, "_write_parts", lambda *arguments: go_on.wait(60) and plain(*arguments))
-    save(tmp_path / "run", 1, model, optimizer, saver=saver)
-    torch.rand(3), random.random()
-    for seed in (1, 2):
-        step(model, optimizer, seed)
-    assert checkpoint.latest(tmp_path / "run") is None and saver.error() is None, (
-        "nothing is there before all is"
-    )
-    go_on.set()
+    assert "File too large" in str(saver.error()), "on both ranks"
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    saver.save(2, model, optimizer, {})
     saver.wait()
-    assert content(tmp_path / "run/step-1") == expected
+    assert saver.error() is None
 
 
-def test_background_saves_are_written_one_after_the_other(tmp_path, trained, monkeypatch):
-    plain, saver, expected = checkpoint._write_parts, checkpoint.BackgroundSaver(), []
-
-    def write_parts(parts, folder):
-        # slow: the next must not take its place in memory, nor be there before it
-        if folder == tmp_path / "run/.saving-step-3":
-            time.sleep(0.5)
-        plain(parts, folder)
-
-    monkeypatch.setattr(checkpoint, "_write_parts", write_parts)
-    for number in (3, 4, 5):
-        expected.append(content(save(tmp_path / "synchronous", number, *trained)))
-        save(tmp_path / "run", number, *trained, saver=saver)
-        assert [path.name for path in checkpoint.list_checkpoints(tmp_path / "run")] == [
-            f"step-{n}" for n in range(3, number)
-        ]
-        step(*trained, number)
-    saver.wait()
-    assert [content(tmp_path / f"run/step-{number}") for number in (3, 4, 5)] == expected
-
-
-def test_reserved_memory_is_what_is_saved_from(tmp_path, trained):
-    saver = checkpoint.BackgroundSaver()
-    saver.reserve(*trained)
-    reserved = {name: copy.data_ptr() for name, copy in saver.copies.items()}
-    step(*trained, 1)
-    expected = content(save(tmp_path / "synchronous", 1, *trained))
-    save(tmp_path / "run", 1, *trained, saver=saver)
-    saver.wait()
-    assert {name: copy.data_ptr() for name, copy in saver.copies.items()} == reserved
-    assert content(tmp_path / "run/step-1") == expected
-    waits = checkpoint.BackgroundSaver(background=False)
-    waits.reserve(*trained)
-    assert not waits.copies
-
-
-def test_without_host_memory_for_copies_it_writes_at_once(tmp_path, trained, monkeypatch):
-    def no_memory(*shape, **options):
-        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be …")
-
-    expected, saver, empty = (
-        content(save(tmp_path / "synchronous", 1, *trained)), checkpoint.BackgroundSaver(), torch.empty,
-    )
-    monkeypatch.setattr(torch, "empty", no_memory)
-    assert saver.reserve(*trained) == "CUDA error: out of memory" and not saver.copies
-    monkeypatch.setattr(torch, "empty", empty)
-    save(tmp_path / "run", 1, *trained, saver=saver)
-    assert content(tmp_path / "run/step-1") == expected and not saver.copies  # without waiting for it
-    assert checkpoint.BackgroundSaver().reserve(*trained) == ""
-
-
-def test_a_defect_in_the_background_is_raised(tmp_path, trained, monkeypatch):
-    saver = checkpoint.BackgroundSaver()
-    monkeypatch.setattr(checkpoint, "_checksums", lambda folder: 1 / 0)
-    save(tmp_path / "run", 1, *trained, saver=saver)
-    with pytest.raises(ZeroDivisionError):
-        saver.wait()
-
-
-def test_a_model_in_several_files_comes_back(tmp_path, trained, monkeypatch):
-    monkeypatch.setattr(safetensors_files, "SHARD_BYTES", 50_000)
-    folder = save(tmp_path / "run", 3, *trained)
-    assert len(list(folder.glob("*.safetensors"))) > 2
-    model, optimizer = make(seed=1)
-    load(folder, model, optimizer)
-    assert all(torch.equal(value, model.get_parameter(name)) for name, value in trained[0].named_parameters())
-
-
-def test_sha256sums_is_what_sha256sum_reads(tmp_path, trained):
-    import subprocess
-    folder = save(tmp_path / "run", 3, *trained)
-    if shutil.which("sha256sum"):
-        assert subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=folder).returncode == 0
-    assert len(Path(folder, "SHA256SUMS").read_text().splitlines()) == len(list(folder.iterdir())) - 1
+def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path):
+    on_ranks(2, fill_disk_of_rank_1, tmp_path / "run")
+    assert names(tmp_path / "run") == ["step-2"]

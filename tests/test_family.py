@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import json
 import math
 import re
 import shutil
@@ -10,12 +9,13 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-
-import sample
 from fork_server import run_python
-from nanote import fp8, models
+
+from nanote import models, recipes
+from nanote.checkpoint import read_meta
+from nanote.config import TrainConfig
 from tools.hf_weights import NAMES
-from trainer_tools import OPTIONS, ROOT, make_tokens, metrics, run_train
+from trainer_tools import OPTIONS, ROOT, make_tokens, metrics, run_script, run_train
 
 FAMILY = list(models.MODELS)  # optimized, advanced, fused, custom, te
 TINY = dict(vocab_size=96, n_positions=64, n_embd=64, n_layer=2, n_head=4)
@@ -73,7 +73,7 @@ def test_the_same_weights_give_the_same_logits(names, options):
     expected = logits.pop("optimized")
     assert expected.shape == (2, 64, 96)
     # TE runs float32 GEMMs in TF32: nine GEMMs in sequence
-    tolerance = 1e-5 if fp8.IS_REFERENCE else 9 * 2.0**-11
+    tolerance = 1e-5 if recipes.IS_REFERENCE else 9 * 2.0**-11
     for name, y in logits.items():
         error = ((y - expected).abs().max() / expected.abs().max()).item()
         assert error <= tolerance, f"{name}: {error:.1e}"
@@ -95,7 +95,7 @@ def test_the_same_weights_give_the_same_logits_in_low_precision(recipe):
     for name, model in make_alike(FAMILY).items():
         model.bfloat16()
         model.config.use_fp8 = recipe != "none"
-        model.fp8_recipe = fp8.make_recipe(recipe) or model.fp8_recipe
+        model.fp8_recipe = recipes.make(TrainConfig(fp8_recipe=recipe)) or model.fp8_recipe
         model(x, x).backward()  # a first step, because delayed scaling starts with scales of 1
         with torch.no_grad():
             logits[name] = model(x).float()
@@ -131,7 +131,7 @@ def test_attention_is_causal(name):
 )
 def test_each_model_learns_a_batch(name, options, use_fp8):
     model = make(name, **options, use_fp8=use_fp8)
-    optimizer = fp8.te.optimizers.FusedAdam(model.parameters(), lr=5e-3)
+    optimizer = recipes.te.optimizers.FusedAdam(model.parameters(), lr=5e-3)
     x, y = tokens(), tokens()
     losses = []
     for _ in range(12):
@@ -143,7 +143,7 @@ def test_each_model_learns_a_batch(name, options, use_fp8):
         losses.append(loss.item())
     assert abs(losses[0] - 4.56) < 0.3  # ln 96: nothing learned yet
     assert losses[-1] < losses[0] - 0.5
-    scaled = {key.rsplit(".scaling", 1)[0] for key in fp8.get_state(model)}
+    scaled = {key.rsplit(".scaling", 1)[0] for key in recipes.get_state(model)}
     modules = 2 * (4 if name == "custom" else 3) + model.config.fp8_lm_head
     assert len(scaled) == (modules if use_fp8 else 0)
 
@@ -184,7 +184,7 @@ def test_the_loss_is_the_mean_over_labels_that_are_not_ignored(name):
 @pytest.mark.parametrize("name", FAMILY)
 def test_later_micro_batches_use_the_weights_cast_in_the_first(name):
     model = make(name, use_fp8=True, tie_embeddings=False)
-    model.fp8_recipe = fp8.make_recipe("current")
+    model.fp8_recipe = recipes.make(TrainConfig(fp8_recipe="current"))
     x = tokens()
     with torch.no_grad():
         first = model(x, is_first_microbatch=True)
@@ -200,17 +200,15 @@ def test_train_py_trains_it_and_its_checkpoint_generates(name, tmp_path, capsys)
     corpus, run = make_tokens(tmp_path / "tokens"), str(tmp_path / "run")
     options = f"{OPTIONS} --device auto --model {name} --max-steps 4 --eval-interval 0 --out-dir {run}"
     assert run_train(options, corpus) == 0
-    printed = capsys.readouterr().out
-    assert "--- a sample ---" in printed and "FP8 delayed" in printed
+    assert "--fp8-recipe delayed" in capsys.readouterr().out
     losses = [record["loss"] for record in metrics(run)]
     assert len(losses) == 4 and losses[-1] < losses[0]
-    model, tokenizer, _ = sample.load_model(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    assert type(model) is models.model_classes(name)[0]
     # more tokens than the 64 positions
-    assert len(sample.generate(model, tokenizer.encode("line"), 70, temperature=0)) == 70
+    assert run_script("sample.py", [run, "--prompt", "line", "--max-new-tokens", "70"]) == 0
+    assert capsys.readouterr().out.startswith("line")
     assert run_train(f"--model {name} --resume --max-steps 6 --fp8-recipe none --out-dir {run}", corpus) == 0
     assert abs(metrics(run)[-1]["loss"] - losses[-1]) < 0.5
-    assert json.loads((tmp_path / "run" / "step-6" / "meta.json").read_text())["model"] == name
+    assert read_meta(tmp_path / "run" / "step-6")["model"] == name
 
 
 # ---- configurations and files
@@ -231,7 +229,7 @@ def test_a_bad_configuration_is_refused_in_one_line(name):
     for options, message in BAD:
         with pytest.raises(ValueError, match=f"^{config_class.__name__}.{message}[^\n]*$"):
             config_class(**{**TINY, **options})
-    fp8.check_shapes(config_class(**TINY), 2, 64, "mxfp8")
+    recipes.check_shapes(config_class(**TINY), 2, 64, "mxfp8")
     model = make(name, use_fp8=True)
     with pytest.raises(ValueError, match="3 x 9 = 27 tokens: FP8 needs a multiple of 16; 32 tokens work"):
         model(tokens(3, 9))

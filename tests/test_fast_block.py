@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import te_reference
-from bench import accumulation_bias
-from nanote import fp8
-from nanote.gradients import Gradients
+from nanote import recipes
+from nanote.ddp import Gradients
 
 pytest.importorskip("triton")
 import model_te_optimized  # noqa: E402
@@ -374,27 +373,6 @@ def test_which_gemms_may_use_fast_accumulation(monkeypatch, fast_k, either):
     assert backward["either"] == either and 32 in backward["precise"] and not backward["fast"]
 
 
-@pytest.mark.skipif(HAS_GPU, reason="the GEMMs there are cuBLASLt's")
-def test_the_study_of_accumulation_finds_every_dgrad(monkeypatch):
-    """One whose K is the number of tokens too, as those of proj and fc2 here; forward and wgrad never."""
-    asked, watched = [], []
-
-    def gemm(a, a_scale_inv, b, b_scale_inv, bias, accumulation, out, accumulate):
-        asked.append((a.shape[1], accumulation))
-
-    monkeypatch.setattr(fast_block.fast_gemm, "is_supported", lambda: True)
-    monkeypatch.setattr(fast_block.fast_gemm, "gemm", gemm)
-    monkeypatch.setattr(accumulation_bias, "gemm", gemm)
-    model, batch, config = make_model(**ONE), make_tokens(0), types.SimpleNamespace(grad_accum=1)
-    widths = {"head": 64, "fc2": 32, "fc1": 128, "proj": 32, "qkv": 96}
-    assert batch[0].numel() == widths["proj"]
-    accumulation_bias.backward(model, config, batch, 64, lambda a, *_: watched.append(a.shape[1]))
-    assert watched == [widths[name.split()[-1]] for name in accumulation_bias.dgrad_names(model)]
-    of_backward = asked[len(watched):]  # after as many forward GEMMs: dgrad and wgrad in turns
-    fast = [(k, "fast" if k <= 64 else "precise") for k in watched]
-    assert of_backward[::2] == fast and of_backward[1::2] == [(32, "precise")] * len(watched)
-
-
 def test_accelerate_refuses_a_negative_k():
     with pytest.raises(ValueError, match="dgrad_fast_accum_k=-1: must be 0 or more; 3072 works"):
         accelerate(make_model(), dgrad_fast_accum_k=-1)
@@ -454,8 +432,9 @@ def test_weight_gradients_are_added_up_where_they_are_reduced(monkeypatch):
         for name, parameter in plain.named_parameters():
             expected[name] = expected.get(name, 0) + parameter.grad.float()
         plain.zero_grad(set_to_none=True)
-        with gradients.micro_batch(first=number == 0, last=number == 2):
+        with gradients.accumulate(first=number == 0, last=number == 2):
             model(*make_tokens(number), is_first_microbatch=number == 0).backward()
+    gradients.attach()
     for name, parameter in model.named_parameters():
         assert parameter.grad.dtype == torch.float32
         error = (parameter.grad - expected[name]).norm() / expected[name].norm()
@@ -525,7 +504,7 @@ def test_a_head_with_a_bias():
 def test_another_device_gives_the_same():
     results = []
     for device in (0, 1):
-        fp8.forget_models()  # Transformer Engine reduces the amax of all models together, on one device
+        recipes.forget_models()  # Transformer Engine reduces the amax of all models together, on one device
         with torch.cuda.device(device):
             model = make_model().to(f"cuda:{device}")
             for _ in range(2):
@@ -534,7 +513,7 @@ def test_another_device_gives_the_same():
                 loss.backward()
             assert fast_support.unsupported_reason(model) == ""
         results.append([loss.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters())])
-    fp8.forget_models()
+    recipes.forget_models()
     for ours, others in zip(*results):
         assert (ours - others).norm() <= 0.02 * others.norm()
 
@@ -550,7 +529,7 @@ def test_packed_documents(monkeypatch):
     def loss(tokens, **options):
         only = torch.full_like(labels, -100)
         only[0, 10:] = labels[0, 10:]  # the second document's
-        with fp8.preserved_state(model):
+        with recipes.preserved_state(model):
             return model(tokens, only, **options).item()
 
     others = tokens.clone()

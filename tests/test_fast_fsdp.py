@@ -32,8 +32,7 @@ def one_process_group():
 
 def shard(model, reshard=True):
     config = TrainConfig(parallel="fsdp", reshard_after_forward=reshard)
-    parallel.shard(model, config, torch.device(DEVICE))
-    return model
+    return parallel.wrap(model, config)
 
 
 def whole(tensor):

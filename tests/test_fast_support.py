@@ -21,8 +21,7 @@ from fast_kernels import accelerate  # noqa: E402
 from fast_kernels import block as fast_block  # noqa: E402
 from fast_kernels import support as fast_support  # noqa: E402
 from kernel_tools import HAS_GPU, _casts_that_round, _instructions  # noqa: E402, F401
-from nanote import models, train_step  # noqa: E402
-from train import TrainConfig  # noqa: E402
+from nanote import models  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 
@@ -276,27 +275,21 @@ def test_a_second_pass_after_unfreezing_takes_the_kernels(monkeypatch):
 @pytest.mark.parametrize("reason, options, words", [
     ("", {}, "fast kernels: blocks, loss on; off: attention (sdpa is used, not FlashAttention); "
              "dgrad GEMMs with K up to 3,072 use fast accumulation where it is faster"),
-    ("", dict(fp8_dgrad_fast_accum_k=0),
+    ("", dict(dgrad_fast_accum_k=0),
      "fast kernels: blocks, loss on; off: attention (sdpa is used, not FlashAttention)"),
-    ("", dict(fp8_dgrad_fast_accum_k=0, fp8_logits_rounding="stochastic"),
+    ("", dict(dgrad_fast_accum_k=0, logits_rounding="stochastic"),
      "fast kernels: blocks, loss on; off: attention (sdpa is used, not FlashAttention); the FP8 gradient of "
      "the logits is rounded stochastically"),
     ("dropout is on", {},
      "fast kernels: loss on; off: blocks (dropout is on), attention (sdpa is used, not FlashAttention)"),
-    ("", dict(fused_block=False, fused_loss=False),
+    ("", dict(blocks=False, loss=False),
      "fast kernels: none on; off: blocks (not asked for), attention (sdpa is used, not FlashAttention), "
-     "loss (not asked for)"),
-    ("", dict(fast_kernels=False), "fast kernels are off: --no-fast-kernels"),
-    ("", dict(model="fused"), "")])
-def test_the_trainer_says_what_the_kernels_do(monkeypatch, reason, options, words):
-    config, model = TrainConfig(**options), make_model(attention="sdpa")
+     "loss (not asked for)")])
+def test_the_report_says_what_the_kernels_do(monkeypatch, reason, options, words):
+    model = make_model(attention="sdpa")
     monkeypatch.setattr(fast_kernels, "_replace_loss", lambda model: "")  # there is none on a CPU
-    monkeypatch.setattr(train_step.fp8, "IS_REFERENCE", False)
     monkeypatch.setattr(fast_support, "mode_reason", lambda model: reason)
-    assert train_step.apply_fast_kernels(model, config) == words
-    if words.startswith("fast kernels: blocks"):
-        assert model.dgrad_fast_accum_k == config.fp8_dgrad_fast_accum_k
-        assert model.logits_rounding == config.fp8_logits_rounding
+    assert str(accelerate(model, **options)) == words
 
 
 # accelerate

@@ -5,11 +5,12 @@ import pytest
 import torch
 
 import te_reference
-import train
 from fast_kernels import accelerate
 from model_te_optimized import DelayedScaling, OptimizedConfig, OptimizedGPT2Model, te
-from nanote import fp8, train_step
-from nanote.metrics import read_metrics
+from nanote import recipes
+from nanote.config import TrainConfig
+from nanote.graphs import is_graphable
+from nanote.logs import read_metrics
 from trainer_tools import OPTIONS, metrics, run_train
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,7 +51,8 @@ def run(steps=4, micro_batches=1, **options):
             loss.backward()
             losses.append(loss.item())
         optimizer.step()
-    return torch.tensor(losses), {name: p.grad for name, p in model.named_parameters()}, fp8.get_state(model)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return torch.tensor(losses), gradients, recipes.get_state(model)
 
 
 @pytest.mark.parametrize("use_fp8", [False, True])
@@ -199,7 +201,7 @@ def test_trains_and_resumes(tokens, tmp_path, recipe):
     assert run_train(f"{options} --out-dir {tmp_path}/plain", tokens) == 0
     for name, switch in (
         ("offloaded", "--offload-activations 1"),
-        ("parts", "--loss-chunks 3 --gradient-checkpointing --checkpoint-every 2"),
+        ("parts", "--loss-chunks 3 --gradient-checkpointing"),
     ):
         run = tmp_path / name
         assert run_train(f"{options} {switch} --out-dir {run}", tokens) == 0
@@ -223,13 +225,11 @@ def test_parts_and_fp8_health(tokens, tmp_path):
 @pytest.mark.parametrize(
     "options, told",
     [
-        ("--checkpoint-every 2", "--gradient-checkpointing"),
-        ("--checkpoint-every 0 --gradient-checkpointing", "at least 1"), ("--loss-chunks 0", "at least 1"),
-        ("--offload-activations 2", "from 0 to 1"),
-        ("--offload-activations 1 --gradient-checkpointing", "leave one"),
-        ("--offload-activations 1 --compile --fp8-recipe none", "--compile"),
-        ("--model te --loss-chunks 2", "no such switch"),
-        ("--model fused --offload-activations 1", "no such switch"),
+        ("--loss-chunks 0", "at least 1"),
+        ("--offload-activations 2", "offload_activations=2"),
+        ("--offload-activations 1 --gradient-checkpointing", "gradient_checkpointing"),
+        ("--model te --loss-chunks 2", "no field loss_chunks"),
+        ("--model fused --offload-activations 1", "no field offload_activations"),
     ],
 )
 def test_what_the_trainer_refuses_in_one_line(tokens, tmp_path, capsys, options, told):
@@ -239,9 +239,9 @@ def test_what_the_trainer_refuses_in_one_line(tokens, tmp_path, capsys, options,
 
 
 def test_offloading_is_no_graph():
-    config = train.TrainConfig(offload_activations=1)
-    reason = "--offload-activations" if torch.cuda.is_available() and not fp8.IS_REFERENCE else "no GPU"
-    assert reason in train_step.graph_unsupported_reason(config, torch.device(DEVICE))
+    reason = "there is no GPU" if recipes.IS_REFERENCE else "--offload-activations"
+    with pytest.raises(ValueError, match=f"--cuda-graph on: {reason}"):
+        is_graphable(TrainConfig(offload_activations=1, cuda_graph="on"), torch.device(DEVICE))
 
 
 # ---- on a GPU

@@ -1,21 +1,21 @@
-"""bench/nanogpt.py with a small stand-in for nanoGPT's model.py."""
+"""bench/nanogpt.py, bench/minimal.py and bench/trees.py, with a small stand-in for nanoGPT's model.py."""
 
 import json
+import sys
 
 import pytest
 import torch
 
-from bench import nanogpt
-from nanote import cli
+from bench import minimal, nanogpt, step, trees
+from nanote.config import run_command
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU")
+CPU = torch.device("cpu")
 STAND_IN = """
 from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn import functional as F
-
-BUILT = []
 
 @dataclass
 class GPTConfig:
@@ -30,78 +30,93 @@ class GPTConfig:
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
-        BUILT.append((config, self))
+        self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.fc = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.norm = nn.LayerNorm(config.n_embd)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        nn.init.normal_(self.head.weight, std=0.02)
+        nn.init.normal_(self.head.weight, std=0.002)
 
     def forward(self, idx, targets=None):
         logits = self.head(self.norm(self.fc(self.wte(idx))))
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        self.asked = weight_decay, learning_rate, betas, device_type
         return torch.optim.AdamW(self.parameters(), learning_rate, betas, weight_decay=weight_decay)
 """
 
 
-def run(arguments) -> int:
-    return cli.run(lambda: nanogpt.main(arguments.split()), "bench/nanogpt.py")
-
-
-def test_nanogpt_is_measured_in_turns_with_our_arms(tmp_path, capsys, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled.append(model) or model)
-    monkeypatch.setattr(nanogpt.measure, "WARMUP", 1)
-    monkeypatch.setattr(nanogpt, "ARMS", ("plain", "fp8"))  # bf16 is as slow as these
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)  # which would take a minute
     (tmp_path / "model.py").write_text(STAND_IN)
-    path = tmp_path / "nanogpt.json"
-    assert run(f"{tmp_path} --shapes 124m-b32 --steps 4 --json {path}") == 0
+    return tmp_path
+
+
+def test_nanogpt_is_measured_in_turns_with_our_arms(checkout, capsys):
+    path = checkout / "nanogpt.json"
+    assert run_command(lambda: nanogpt.main(
+        [str(checkout), "--shapes", "124m-b32", "--steps", "1", "--json", str(path)]), "bench/nanogpt.py") == 0
     rows = json.loads(path.read_text())
     assert [(row["block"], row["arm"]) for row in rows] == [
-        (block, arm) for block in ("bias=False", "bias=True") for arm in ("nanogpt", "plain", "fp8")]
+        (block, arm) for block in ("bias=False", "bias=True") for arm in ("nanogpt", *nanogpt.ARMS)]
     for row in rows:
         assert "error" not in row and row["ms"] > 0 and row["ratio_to_nanogpt"] > 0
         assert {"gpu", "driver", "torch", "te", "date", "command", "model_py_sha256"} <= set(row)
-        assert "ratio_to_plain" not in row
-        if row["arm"] == "nanogpt":
-            assert row["ratio_to_nanogpt"] == 1
-        else:
-            assert row["model_config"]["bias"] == (row["block"] == "bias=True") and "kernels" in row
-    (first, model), (second, _) = nanogpt.sys.modules["nanogpt_model"].BUILT
-    assert (first.bias, second.bias, first.block_size, first.vocab_size) == (False, True, 32, 512)
-    assert model.asked == (0.1, 6e-4, (0.9, 0.95), "cpu")  # those of nanoGPT's train.py
-    assert len(compiled) == 4 and compiled[0] is model  # nanoGPT and plain, twice
+    assert rows[0]["ratio_to_nanogpt"] == 1 and rows[-1]["model_config"]["bias"]
     assert "1.000 x nanoGPT" in capsys.readouterr().out
-    table = nanogpt.table(rows).splitlines()
-    assert table[0].startswith("| shape, nanoGPT's option | nanoGPT | plain PyTorch, compiled | ours, BF16 |")
-    assert table[2].startswith("| 124m-b32, bias=False |") and table[2].count("×") == 2
 
 
-def test_a_step_of_nanogpt_clips_and_updates(tmp_path):
-    (tmp_path / "model.py").write_text(STAND_IN)
-    module = nanogpt.load(tmp_path)
-    config = nanogpt.arms.make_config(nanogpt.arms.SHAPES["guide"], torch.device("cpu"))
-    model = module.GPT(module.GPTConfig(n_embd=8, vocab_size=512))
-    step = nanogpt.NanoGPTStep(model, model, torch.optim.SGD(model.parameters(), 1.0), config,
-                               torch.device("cpu"))
+def test_a_step_of_nanogpt_clips_and_updates(checkout):
+    config = step.make_config(step.SHAPES["guide"], CPU)
+    made = nanogpt.make_nanogpt(nanogpt.load(checkout), config, CPU)
+    made.optimizer = torch.optim.SGD(made.model.parameters(), 1.0)
     with torch.no_grad():
-        model.head.weight.mul_(1000)  # so that the norm is above 1
-    before = [p.detach().clone() for p in model.parameters()]
-    loss, norm = step(nanogpt.arms.make_batches(config, torch.device("cpu")), 0.5)
-    moved = torch.stack([(p - b).norm() for p, b in zip(model.parameters(), before)]).norm()
+        made.model.head.weight.mul_(10_000)  # so that the norm is above 1
+    before = [p.detach().clone() for p in made.model.parameters()]
+    loss, norm = made(step.make_batches(config, CPU), 0.5)
+    moved = torch.stack([(p - b).norm() for p, b in zip(made.model.parameters(), before)]).norm()
     assert norm > 2 and loss > 6 and moved.item() == pytest.approx(0.5, rel=1e-3)
 
 
+def test_train_py_can_use_the_model_of_a_checkout(checkout, monkeypatch):
+    monkeypatch.setenv("NANOGPT", str(checkout))
+    model = nanogpt.NanoGPT(nanogpt.NanoGPTConfig(vocab_size=64, n_positions=8, n_embd=16))
+    tokens = torch.randint(64, (2, 8))
+    labels = tokens.masked_fill(tokens > 32, -100)
+    assert model(tokens).shape == (2, 8, 64) and model(tokens, labels).dim() == 0
+    assert model(tokens, labels) != model(tokens, tokens)
+
+
 @pytest.mark.parametrize("content, complaint", [
-    (None, "there is no model.py; name the folder of a nanoGPT checkout"), ("x = 1", "it has no GPT; name")])
+    (None, "there is no model.py; name the folder of a nanoGPT checkout"), ("x = 1", "has no GPT; name")])
 def test_a_folder_that_is_no_checkout_is_one_line(content, complaint, tmp_path, capsys):
     if content:
         (tmp_path / "model.py").write_text(content)
-    assert run(str(tmp_path)) == 2
-    error = capsys.readouterr().err
-    assert complaint in error and error.count("\n") == 1
-    assert run(f"{tmp_path} --shapes 124m") == 2
-    assert "--shapes '124m' is unknown; use 124m-b32" in capsys.readouterr().err
+    assert run_command(lambda: nanogpt.main([str(tmp_path)]), "bench/nanogpt.py") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert complaint in line
+
+
+def test_own_loops_are_timed_beside_nanogpt(checkout):
+    path = checkout / "minimal.json"
+    minimal.main(["--layers", "1", "--width", "64", "--batch", "1", "--seq-len", "32", "--steps", "1",
+                  "--nanogpt", str(checkout), "--json", str(path)])
+    rows = json.loads(path.read_text())
+    assert [row["loop"] for row in rows] == ["readme", "example", "nanogpt_bf16", "nanogpt"]
+    for row in rows:
+        assert row["tokens_per_s"] == pytest.approx(32e3 / row["ms"], rel=1e-4)
+
+
+def test_two_trees_are_compared_in_turns(tmp_path, capsys):
+    path = tmp_path / "trees.json"
+    (tmp_path / "other").symlink_to(trees.ROOT)
+    trees.main(["--trees", str(trees.ROOT), str(tmp_path / "other"), "--shapes", "guide", "--arms", "bf16",
+                "--turns", "1", "--steps", "2", "--json", str(path), "--python", sys.executable])
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["loss"][0] == row["loss"][1] and row["ratio"] == row["ms"][0][0] / row["ms"][1][0]
+    assert "speed, last over first" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="is no checkout of this kit"):
+        trees.main(["--trees", str(tmp_path), str(tmp_path)])

@@ -1,7 +1,8 @@
-"""--pack-documents: no token attends to another document, a packed batch equals its documents run one by one,
-and the loader finds where they begin."""
-
+"""--pack-documents: no token attends to another document, and a packed batch equals its documents run one by
+one. tests/test_tokens.py holds what the Loader does."""
+import hashlib
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ import model_te_optimized
 import sample
 import train
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from nanote import dataset
+from nanote.corpus import write_tokens
+from nanote.tokens import Loader
 from trainer_tools import OPTIONS, metrics, run_script, run_train
 
 pytest.importorskip("triton")
@@ -177,7 +179,7 @@ def test_a_graph_packs_every_batch_anew(folder, tmp_path, attention, recipe):
         f"--n-layer 2 --n-head 2 --n-embd 128 --seq-len 256 --micro-batch-size 4 --max-steps 8 "
         "--log-interval 1 "
         "--eval-interval 4 "
-        f"--eval-steps 2 --pack-documents --attention {attention} --fp8-recipe {recipe}"
+        f"--pack-documents --attention {attention} --fp8-recipe {recipe}"
     )
     for name in ("on", "off"):
         assert run_train(f"{options} --cuda-graph {name} --out-dir {tmp_path}/{name}", str(folder)) == 0
@@ -185,58 +187,15 @@ def test_a_graph_packs_every_batch_anew(folder, tmp_path, attention, recipe):
     torch.testing.assert_close(on, off, rtol=5e-3, atol=0)
 
 
-# ---- the loader
+# ---- the trainer
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Documents of 1 to 60 tokens, each followed by an end-of-text token."""
     path = tmp_path_factory.mktemp("packing") / "tokens"
-    documents = ("abcdefghij"[i % 10] * (1 + i * 7 % 60) for i in range(300))
-    dataset.write_tokens(documents, path, val_fraction=0.2)
+    write_tokens(("abcdefghij"[i % 10] * (1 + i * 7 % 60) for i in range(300)), path, val_fraction=0.2)
     return path
 
-
-def loader(folder, split="train", **options):
-    return dataset.Loader(
-        folder, split, **{"seq_len": 48, "micro_batch_size": 3, "pack_documents": True, **options}
-    )
-
-
-def test_documents_begin_with_the_end_of_text_before_them(folder):
-    with_packing, without = loader(folder), loader(folder, pack_documents=False)
-    shapes = set()
-    for index in range(40):
-        inputs, labels, starts = with_packing.batch(index)
-        assert all(torch.equal(a, b) for a, b in zip((inputs, labels), without.batch(index)))
-        shapes.add(tuple(starts.shape))
-        assert (
-            starts.dtype == torch.int32
-            and starts[0] == 0
-            and starts[-1] == 3 * 48
-            and (starts.diff() >= 0).all()
-        )
-        begins = set(starts.tolist()) - {3 * 48}
-        assert begins == {
-            i for i, token in enumerate(inputs.flatten().tolist()) if token == 256 or i % 48 == 0
-        }
-        for a, b in zip(sorted(begins), [*sorted(begins)[1:], 3 * 48]):  # a document has one letter
-            assert len(set(inputs.flatten()[a:b].tolist()) - {256}) <= 1
-    assert len(shapes) == 1  # what a CUDA graph needs
-
-
-@pytest.mark.parametrize("piece", [1 << 20, 7])
-def test_the_shape_is_the_tightest_that_always_fits(folder, monkeypatch, piece):
-    monkeypatch.setattr(dataset, "CHUNK", piece)  # the file is read in pieces
-    tokens, _ = dataset.open_tokens(folder, "train")
-    for seq_len in (1, 2, 16, 48):
-        windows = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), seq_len)
-        begins = windows == 256
-        begins = begins[:, 1:].sum(1) + 1
-        assert dataset.most_documents(tokens, 256, seq_len) == begins.max()
-    assert dataset.most_documents(np.zeros(100, np.uint16), 256, 10) == 1
-
-
-# ---- the trainer
 
 @pytest.mark.parametrize("options", ["--fp8-recipe delayed", "--fp8-recipe none --use-rotary --attention te"])
 def test_trains_evaluates_and_resumes_exactly(folder, tmp_path, options):
@@ -252,42 +211,35 @@ def test_trains_evaluates_and_resumes_exactly(folder, tmp_path, options):
     assert metrics(tmp_path / "whole") == whole  # --pack-documents came from the checkpoint
 
 
-def test_the_score_of_a_packed_run_is_its_val_loss(folder, tmp_path, monkeypatch, capsys):
+def test_the_score_of_a_packed_run_is_its_val_loss(folder, tmp_path, capsys):
     """On the same tokens."""
     documents = ["abcdefghij"[i % 10] * length for i, length in enumerate([1, 9, 50, 70, 100, 21])]
     texts = tmp_path / "documents.jsonl"
     texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    ids = np.concatenate([[256, *text.encode()] for text in documents])
+    ids = np.concatenate([[256, *text.encode()] for text in documents]).astype(np.uint16)
     assert len(ids) == 4 * 64 + 1  # whole windows
+    ids.tofile(tmp_path / "val.bin")
+    meta = dict(dtype="uint16", tokenizer="byte", vocab_size=257, eot=256, val_tokens=len(ids),
+                val_sha256=hashlib.sha256(ids.tobytes()).hexdigest())
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
     run = str(tmp_path / "run")
     options = f"{OPTIONS} --n-layer 1 --grad-accum 1 --max-steps 12 --pack-documents --out-dir {run}"
     assert run_train(options, str(folder)) == 0
     capsys.readouterr()
     assert run_script("sample.py", [run, "--device", "cpu", "--score", str(texts)]) == 0
     score = float(capsys.readouterr().out.split()[1])
-    monkeypatch.setattr(dataset, "open_tokens", lambda *_, **__: (ids, {"eot": 256, "vocab_size": 257}))
-    model, _, _ = sample.load_model(run, torch.device("cpu"))
-    packed, unpacked = (
-        train.evaluate(model, loader(folder, "val", seq_len=64, pack_documents=pack),
-                       train.TrainConfig(eval_tokens=len(ids) - 1)) for pack in (True, False)
-    )
-    assert score == pytest.approx(packed, abs=1e-4) and abs(packed - unpacked) > 1e-3
+    model, _, _ = sample.load_model(sample.SampleConfig(run), torch.device("cpu"))
+    losses = []
+    for pack_documents in (True, False):
+        config = SimpleNamespace(data=tmp_path, seq_len=64, micro_batch_size=3, grad_accum=1, seed=0,
+                                 pack_documents=pack_documents)
+        val = Loader(config, "val", SimpleNamespace(rank=0, count=1))
+        losses.append(train.evaluate(model, val, len(ids) - 1))
+    assert score == pytest.approx(losses[0], abs=1e-4) and abs(losses[0] - losses[1]) > 1e-3
 
 
 @pytest.mark.parametrize("model", ["advanced", "te"])
-def test_other_models_refuse_in_one_line(tmp_path, capsys, model):
-    assert run_train(f"--model {model} --pack-documents --out-dir {tmp_path}/run", str(tmp_path)) == 2
+def test_other_models_refuse_in_one_line(folder, tmp_path, capsys, model):
+    assert run_train(f"--model {model} --pack-documents --out-dir {tmp_path}/run", str(folder)) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "--pack-documents" in error and model in error and "--model optimized" in error
-
-
-def test_a_step_takes_batches_as_the_loader_gives_them(folder):
-    config = train.TrainConfig(
-        n_layer=1, n_head=2, n_embd=64, vocab_size=288, n_positions=64, seq_len=64, grad_accum=2
-    )
-    model = make(n_layer=1)
-    step = train.TrainStep(model, model, train.make_optimizer(model, config), config, torch.device(DEVICE))
-    batches = [loader(folder, seq_len=64, micro_batch_size=2, device=DEVICE).batch(i) for i in range(2)]
-    expected = sum(model(*batch).detach() for batch in batches) / 2
-    assert expected != sum(model(*batch[:2]).detach() for batch in batches) / 2
-    torch.testing.assert_close(step(batches, 0.0)[0], expected)

@@ -185,16 +185,16 @@ def test_state_dicts_are_exchanged_with_their_fp8_state(monkeypatch):
 
 LOGITS = """
 import sys, torch
-from nanote import checkpoint, fp8, models
-from safetensors.torch import load_file
+from nanote import checkpoint, models, recipes
+from nanote.config import TrainConfig
 folder = checkpoint.find(sys.argv[1])
 meta = checkpoint.read_meta(folder)
 config = models.make_model_config(meta["model"], meta["model_config"])
 model = models.build_model(meta["model"], config, device=torch.device("cuda"), dtype=torch.bfloat16)
-model.fp8_recipe = fp8.make_recipe("delayed", amax_history_len=16)
-checkpoint.load(folder, meta, model)
-stored = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
-fp8.set_state(model, {k[4:]: v for k, v in stored.items() if k.startswith("fp8.")})
+model.fp8_recipe = recipes.make(TrainConfig(fp8_recipe="delayed", fp8_amax_history_len=16))
+checkpoint.load(folder, model)
+stored = checkpoint.read_tensors(folder, ("fp8.",))
+recipes.set_state(model, {name.removeprefix("fp8."): value for name, value in stored.items()})
 x = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0)).cuda()
 with torch.no_grad():
     torch.save(model.eval()(x).float().cpu(), sys.argv[2])
@@ -217,7 +217,7 @@ def test_a_checkpoint_of_one_loads_in_the_other(tmp_path, reference_first):
     run("data.py", "stdlib", "--out-dir", tmp_path / "data")
     options = [
         "--preset", "tiny", "--data", tmp_path / "data", "--out-dir", tmp_path / "run", "--n-layer", 2,
-        "--log-interval", 1, "--eval-steps", 2, "--fp8-amax-history-len", 16,
+        "--log-interval", 1, "--eval-tokens", 4096, "--fp8-amax-history-len", 16,
     ]
     run("train.py", *options, "--max-steps", 20, reference=reference_first)
     logits = []

@@ -3,18 +3,13 @@
     AutoModelForCausalLM.from_pretrained(DIR), AutoTokenizer.from_pretrained(DIR)
 
 - The architecture determines the class (GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM) for any of the
-  five model files; the folder contains no custom code. Weights equal the checkpoint's bit for bit, in
-  safetensors.
-- The embedding keeps its padding rows (50,257 → 50,304), which were trained like the others, so that
-  tools/import_hf.py restores the same model; generation_config.json excludes them from `generate`. A run that
-  began as an import gets the number of rows it was imported with.
+  five model files; there is no custom code. Weights equal the checkpoint's bit for bit.
+- The embedding keeps its padding rows (50,257 → 50,304), so that tools/import_hf.py restores the same model;
+  generation_config.json excludes them. A run that began as an import gets the rows it was imported with.
 - The tokenizer becomes a byte-level BPE of the `tokenizers` library with the same ids. As in training,
-  special tokens in a text are plain text, and no end-of-text token is prepended. Training starts every
-  document after one, so a prompt may begin with it. The files of a tokenizer hf:DIR, with its chat template,
-  are copied, and its generation config except for the ids that end a text.
-- The folder appears complete or not at all.
+  special tokens in a text are plain text, and no end-of-text token is prepended. Of a tokenizer hf:DIR, the
+  files are copied, with the chat template, and the generation config except for the ids that end a text.
 """
-import dataclasses
 import json
 import os
 import shutil
@@ -29,38 +24,32 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from nanote import checkpoint, cli, fp8, json_files, models, safetensors_files
-from nanote.config import saved_options
-from nanote.dataset import HfTokenizer, byte_characters, get_tokenizer
-from nanote.metrics import read_metrics
+from nanote import checkpoint, models, recipes
+from nanote.config import parse, run_command
+from nanote.logs import read_metrics
+from nanote.tokenizers import HfTokenizer, byte_characters, get_tokenizer, same_tokenizer
 from tools import hf_weights
+from tools.hf_weights import appearing, read_json
 
 
 @dataclass
 class ExportConfig:
-    run: tyro.conf.Positional[str]
-    """The folder of a run (its latest checkpoint is used), or one step-<n> folder in it."""
-    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    """The folder to create."""
+    run: tyro.conf.Positional[str]  # The folder of a run (its latest checkpoint), or a step-<n> folder in it.
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]  # The folder to create.
+    # Type of the weights: auto keeps the checkpoint's; float32 uses the optimizer's masters if there are any.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the weights: auto keeps that of the checkpoint; float32 uses the optimizer's master weights if
-    there are any."""
-    tokenizer: str | None = None
-    """hf:DIR, the folder of the run's tokenizer, if it has moved."""
+    tokenizer: str | None = None  # hf:DIR, the folder of the run's tokenizer, if it has moved.
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
                    "chat_template.jinja", "chat_template.json")
-GENERATION = {  # fields of config.json and generation_config.json
-    "bos_token_id?": int | None, "pad_token_id?": int | None, "suppress_tokens?": (type(None), [int])}
 NOT_KEPT = ("eos_token_id", "transformers_version", "_from_model_config")  # of generation_config.json
 
 
 # ---------------------------------------------------------------- tokenizer
 
 def token_strings(tokenizer) -> dict[str, int]:
-    """Return {string in a byte-level BPE vocabulary: id} for a nanote.dataset tokenizer; special tokens by
-    name."""
+    """Return the vocabulary {string: id} of a byte-level BPE that is equal to a Tokenizer of the kit."""
     characters, encoding = byte_characters(), tokenizer.encoding
     if encoding is None:
         byte_tokens = {character: byte for byte, character in enumerate(characters)}
@@ -77,7 +66,7 @@ def token_strings(tokenizer) -> dict[str, int]:
 
 
 def fast_tokenizer(tokenizer, n_positions: int):
-    """Convert a nanote.dataset tokenizer to a transformers tokenizer with the same ids."""
+    """Convert a Tokenizer of the kit to a transformers tokenizer with the same ids."""
     import tokenizers
     import transformers  # slow to import
     from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
@@ -98,21 +87,15 @@ def fast_tokenizer(tokenizer, n_positions: int):
     eot = next(token for token, number in tokens.items() if number == tokenizer.eot)
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=fast, bos_token=eot, eos_token=eot, model_max_length=n_positions,
-        split_special_tokens=True, clean_up_tokenization_spaces=False,
-    )
+        split_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def _merges(tokens: dict[str, int], special: list[str]) -> list[tuple[str, str]]:
     """Return BPE merges equivalent to tiktoken, which merges the neighbors whose joined token has the lowest
-    id.
-
-    These are all ways to split each token into two tokens, in the order of its id.
-    """
-    return [
-        (token[:cut], token[cut:])
-        for token in sorted(tokens, key=tokens.get) if token not in special
-        for cut in range(1, len(token)) if token[:cut] in tokens and token[cut:] in tokens
-    ]
+    id: all ways to split each token into two tokens, in the order of its id."""
+    return [(token[:cut], token[cut:])
+            for token in sorted(tokens, key=tokens.get) if token not in special
+            for cut in range(1, len(token)) if token[:cut] in tokens and token[cut:] in tokens]
 
 
 # ---------------------------------------------------------------- the folder
@@ -121,48 +104,30 @@ def export(run, folder, dtype: str = "auto", moved: str | None = None) -> Path:
     """Export a run or a checkpoint to `folder`, and return the checkpoint that was exported.
 
     dtype, moved: see ExportConfig's dtype and tokenizer.
-
-    Raises ValueError or OSError, in one line and with nothing written, if either is invalid or no class fits.
     """
-    from safetensors import SafetensorError
-
     source, folder = checkpoint.find(run), Path(folder)
     if os.path.lexists(folder):
-        raise ValueError(f"{folder} exists; name another folder")
+        raise ValueError(f"{folder}: exists; name another folder")
     meta = checkpoint.read_meta(source)
     if models.is_file(meta["model"]):
         raise ValueError(f"{source}: a run of {meta['model']}; only runs of the kit's own model files, "
                          "such as --model optimized, have a class in transformers")
-    config, imported = hf_weights.optimized_config(meta), meta.get("hf", {})
-    vocab_size = imported.get("vocab_size", config.vocab_size)
-    if vocab_size > config.vocab_size:
-        raise ValueError(f"{source / 'meta.json'}: hf.vocab_size is {vocab_size}, but the embedding has "
-                         f"{config.vocab_size} rows; {checkpoint.RESTORE}")
-    try:
-        kind = hf_weights.model_type(config)
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from error
-    tokenizer = get_tokenizer(meta["tokenizer"], vocab_size, moved)
-    weights = hf_weights.read_weights(source, meta, masters=dtype == "float32")
-    try:
-        weights = hf_weights.to_hf(weights, config, vocab_size)
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}; {checkpoint.RESTORE}") from error
+    checkpoint.verify(source)
+    config = models.make_model_config("optimized", meta["model_config"] | {"use_fp8": False})
+    vocab_size = meta.get("hf", {}).get("vocab_size", config.vocab_size)
+    tokenizer = get_tokenizer(moved or meta["tokenizer"], vocab_size)
+    if not same_tokenizer(tokenizer.name, meta["tokenizer"]):
+        raise ValueError(f"--tokenizer {moved}: is not {meta['tokenizer']}, which the model was trained "
+                         "with; name a folder with the same tokenizer.json")
+    kind = hf_weights.model_type(config)
+    weights = hf_weights.read_weights(source, meta["model"], masters=dtype == "float32")
+    weights = hf_weights.to_hf(weights, config, vocab_size)
     if dtype != "auto":
         weights = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
-
-    unfinished = folder.with_name(f".exporting-{folder.name}-{os.getpid()}")
-    try:
-        unfinished.mkdir(parents=True)
+    with appearing(folder, "exporting") as unfinished:
         write_folder(unfinished, weights, config, vocab_size, tokenizer)
         card = model_card(source, meta, kind, weights)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
-        os.rename(unfinished, folder)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise OSError(f"{folder} not written: {reason}; nothing is kept") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return source
 
 
@@ -171,22 +136,22 @@ def write_folder(folder: Path, weights: dict, config, vocab_size: int, tokenizer
     import transformers  # slow to import
     from huggingface_hub import save_torch_state_dict
 
-    save_torch_state_dict(weights, folder, max_shard_size=safetensors_files.SHARD_BYTES)
+    save_torch_state_dict(weights, folder, max_shard_size=4 * 2**30)
     is_hf = isinstance(tokenizer, HfTokenizer)
     ids, generation = {"bos_token_id": tokenizer.eot}, {"pad_token_id": tokenizer.eot}
     if is_hf:
-        ids, generation = generation_fields(tokenizer.folder)
+        theirs = read_json(tokenizer.folder / "config.json")
+        ids = {name: theirs.get(name) for name in ("bos_token_id", "pad_token_id")}
+        generation = ids | read_json(tokenizer.folder / "generation_config.json")
+        generation = {name: value for name, value in generation.items() if name not in NOT_KEPT}
     nanote = {"bias": config.bias} | ({} if is_hf else {"tokenizer": tokenizer.name})
-    hf_config = hf_weights.hf_config(config, vocab_size, dtype=main_dtype(weights), nanote=nanote,
-                                     eos_token_id=tokenizer.eot, **ids)
-    hf_config.save_pretrained(folder)
+    hf_weights.hf_config(config, vocab_size, dtype=main_dtype(weights), nanote=nanote,
+                         eos_token_id=tokenizer.eot, **ids).save_pretrained(folder)
     suppressed = {*(generation.pop("suppress_tokens", None) or ()), *range(tokenizer.vocab_size, vocab_size)}
-    # such as the end of a text, beside that of a turn
-    other_stops = sorted(tokenizer.stop_tokens - {tokenizer.eot})
+    stops = [tokenizer.eot, *sorted(tokenizer.stop_tokens - {tokenizer.eot})]  # end of a turn, end of a text
     transformers.GenerationConfig(
-        eos_token_id=[tokenizer.eot, *other_stops] if other_stops else tokenizer.eot,
-        suppress_tokens=sorted(suppressed) or None,
-    ).save_pretrained(folder)
+        eos_token_id=stops if len(stops) > 1 else tokenizer.eot,
+        suppress_tokens=sorted(suppressed) or None).save_pretrained(folder)
     add_fields(folder / "generation_config.json", **ids | generation)
     if is_hf:
         for name in TOKENIZER_FILES:
@@ -200,26 +165,6 @@ def write_folder(folder: Path, weights: dict, config, vocab_size: int, tokenizer
         add_fields(folder / "config.json", rope_theta=config.rope_theta)
 
 
-def generation_fields(folder: Path) -> tuple[dict, dict]:
-    """Return what the folder of a tokenizer hf:DIR says about generation.
-
-    The ids that end a text are left out: the tokenizer has them.
-
-    Returns:
-        bos_token_id and pad_token_id of config.json, None where it has none; these and the fields of
-        generation_config.json, such as temperature.
-    """
-
-    def read(name):
-        path = folder / name
-        return json_files.read(path, GENERATION, "copy the file again") if path.is_file() else {}
-
-    config = read("config.json")
-    ids = {name: config.get(name) for name in ("bos_token_id", "pad_token_id")}
-    generation = ids | read("generation_config.json")
-    return ids, {name: value for name, value in generation.items() if name not in NOT_KEPT}
-
-
 def main_dtype(weights: dict) -> str:
     return str(next(iter(weights.values())).dtype).removeprefix("torch.")
 
@@ -230,9 +175,8 @@ def add_fields(path: Path, **fields) -> None:
 
 def model_card(source: Path, meta: dict, kind: str, weights: dict) -> str:
     """Return the text of README.md, from the checkpoint and the run's metrics.jsonl alone."""
-    config = dataclasses.asdict(saved_options(source, meta))
-    config = {name: without_folder(value) for name, value in config.items()}
-    rows = card_rows(source, meta, kind, weights, config)
+    config = {name: without_folder(value) for name, value in meta["config"].items()}
+    rows = {"class": hf_weights.CLASSES[kind]} | card_rows(source, meta, config, weights)
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value is not None)
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [nanote, fp8]\n---\n"
@@ -244,27 +188,22 @@ def model_card(source: Path, meta: dict, kind: str, weights: dict) -> str:
     )
 
 
-def card_rows(source: Path, meta: dict, kind: str, weights: dict, config: dict) -> dict[str, str | None]:
+def card_rows(source: Path, meta: dict, config: dict, weights: dict) -> dict[str, str | None]:
     """Return {title: value} of the card's table; None: leave the row out."""
     step = meta["step"]
-    tokens = step * config["micro_batch_size"] * config["seq_len"] * config["grad_accum"] * processes(source)
+    ranks = sum(name.endswith(".torch") for name in checkpoint.read_tensors(source, ("rng",)))
+    tokens = step * config["micro_batch_size"] * config["seq_len"] * config["grad_accum"] * ranks
     measured = [record for record in read_metrics(source.parent / "metrics.jsonl") if record["step"] <= step]
     losses = [record for record in measured if "val_loss" in record]
     memory = max((record.get("peak_gib") or 0 for record in measured), default=0)
-    tokenizer, unit = meta["tokenizer"], "nats a byte"
-    if tokenizer.startswith("hf:"):
-        tokenizer = "tokenizer.json in this folder"
-    if tokenizer != "byte":
-        unit = f"nats a token ({tokenizer})"
-    fp8_format = fp8.resolve_format(config["fp8_recipe"], config["fp8_format"])
+    is_hf = meta["tokenizer"].startswith("hf:")
+    tokenizer = "tokenizer.json in this folder" if is_hf else meta["tokenizer"]
+    unit = "nats a byte" if tokenizer == "byte" else f"nats a token ({tokenizer})"
+    fp8_format = recipes.resolve_format(config["fp8_recipe"], config["fp8_format"])
     recipe = config["fp8_recipe"] + (f" ({fp8_format})" if fp8_format else "")
-    if recipe == "none":
-        recipe += ", trained without FP8"
-    val_loss = None
-    if losses:
-        val_loss = f"{losses[-1]['val_loss']:.4f} {unit}, after step {losses[-1]['step']:,}"
+    recipe += ", trained without FP8" if recipe == "none" else ""
+    val_loss = f"{losses[-1]['val_loss']:.4f} {unit}, after step {losses[-1]['step']:,}" if losses else None
     return {
-        "class": hf_weights.CLASSES[kind],
         "parameters": f"{sum(w.numel() for w in weights.values()):,} ({main_dtype(weights)})",
         "tokenizer": tokenizer,
         "data": config["data"],
@@ -285,14 +224,8 @@ def without_folder(value):
     return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
 
 
-def processes(source: Path) -> int:
-    """Return how many processes wrote a checkpoint; each stored its random generators."""
-    names = safetensors_files.stored_tensors(source)
-    return len({name.partition(".")[0] for name in names if name.startswith("rng")})
-
-
 def main(argv=None) -> None:
-    config = cli.parse(ExportConfig, argv, prog="tools/export_hf.py", description=__doc__)
+    config = parse(ExportConfig, argv, "tools/export_hf.py", __doc__)
     source = export(config.run, config.folder, config.dtype, config.tokenizer)
     class_name = json.loads((config.folder / "config.json").read_text())["architectures"][0]
     print(f"{config.folder}: {source} as {class_name}; "
@@ -301,4 +234,4 @@ def main(argv=None) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left behind
-    sys.exit(cli.run(main, "tools/export_hf.py"))
+    sys.exit(run_command(main, "tools/export_hf.py"))

@@ -1,0 +1,141 @@
+"""How fast is a training loop of your own? Loops at GPT-2 124M, 32 x 1,024 tokens, beside each other.
+
+    python bench/minimal.py --nanogpt nanoGPT --json results/minimal.json    # nanoGPT: a checkout
+
+- readme         README's loop with the copied file: BF16 weights, float32 masters in FusedAdam, the fastest
+                 attention installed, FP8 with delayed scaling
+- example        the parts of examples/minimal.py in its loop: also data, parameter groups, clipping, schedule
+- nanogpt_bf16   nanoGPT's model.py with BF16 weights, torch.compile and its fused AdamW: like with like
+- nanogpt        the same as its train.py has it: float32 weights under BF16 autocast, clipping
+
+Each step trains on a new batch of random tokens. The loops take turns, and a figure is the median of their
+steps, with its 95 % interval. Without --nanogpt the last two are left out.
+"""
+import runpy
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from bench import nanogpt, report, timing
+from model_te_optimized import OptimizedConfig, OptimizedGPT2Model, te
+from nanote.config import TrainConfig, parse, run_command
+from nanote.models import pick_device
+
+VOCAB_SIZE, LR = 50304, 1e-4
+WARMUP = 5 if torch.cuda.is_available() else 1  # first scales, compilation
+
+
+@dataclass
+class Options:
+    layers: int = 12
+    width: int = 768
+    batch: int = 32  # Sequences per step.
+    seq_len: int = 1024  # Tokens per sequence.
+    steps: int = 40  # Steps to time, of each loop.
+    nanogpt: Path | None = None  # Folder of a nanoGPT checkout, which has model.py.
+    json: Path | None = None  # Write the rows here.
+
+
+def random_tokens(options, device):
+    return torch.randint(VOCAB_SIZE, (options.batch, options.seq_len + 1), device=device)
+
+
+def readme_loop(options, device):
+    """Return a function that trains one step as README's loop does."""
+    config = OptimizedConfig(n_layer=options.layers, n_head=options.width // 64, n_embd=options.width,
+                             n_positions=options.seq_len, vocab_size=VOCAB_SIZE, use_fp8=True,
+                             attention="auto")
+    model = OptimizedGPT2Model(config).to(device, torch.bfloat16)
+    optimizer = te.optimizers.FusedAdam(model.parameters(), lr=LR, master_weights=True)
+
+    def step():
+        tokens = random_tokens(options, device)
+        loss = model(tokens[:, :-1], labels=tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def example_loop(options, device):
+    """Return a function that trains one step of examples/minimal.py, which --steps 0 makes the parts of."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "tokens.bin")
+        np.random.default_rng(0).integers(0, VOCAB_SIZE, 2**20, dtype=np.uint16).tofile(file)
+        arguments = [file, "--layers", options.layers, "--width", options.width, "--batch", options.batch,
+                     "--length", options.seq_len, "--steps", 0, "--lr", LR, "--out", f"{folder}/model.pt"]
+        with mock.patch.object(sys, "argv", ["minimal.py", *map(str, arguments)]):
+            parts = runpy.run_path(str(ROOT / "examples/minimal.py"))
+    net, model, optimizer, tokens = (parts[name] for name in ("net", "model", "optimizer", "tokens"))
+
+    def step():
+        for group in optimizer.param_groups:
+            group["lr"] = parts["learning_rate"](1)
+        loss = net(*parts["get_batch"](tokens[:parts["split"]]))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def nanogpt_loop(options, device, dtype):
+    """Return a function that trains one step of nanoGPT, with weights in `dtype`."""
+    config = TrainConfig(n_layer=options.layers, n_head=options.width // 64, n_embd=options.width,
+                         vocab_size=VOCAB_SIZE, seq_len=options.seq_len, lr=LR)
+    made = nanogpt.make_nanogpt(nanogpt.load(options.nanogpt), config, device, dtype=dtype)
+
+    def step():
+        tokens = random_tokens(options, device)
+        return made([(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())], LR)[0]
+
+    return step
+
+
+def make_loops(options, device) -> dict:
+    loops = {"readme": readme_loop(options, device), "example": example_loop(options, device)}
+    if options.nanogpt:
+        nanogpt.allow_tf32()
+        loops["nanogpt_bf16"] = nanogpt_loop(options, device, torch.bfloat16)
+        loops["nanogpt"] = nanogpt_loop(options, device, torch.float32)
+    return loops
+
+
+def main(argv=None) -> None:
+    options = parse(Options, argv, "bench/minimal.py", __doc__)
+    if options.nanogpt:
+        nanogpt.load(options.nanogpt)  # before anything is made
+    device = pick_device("auto")
+    rows = report.Rows(options.json, ["loop"], "bench/minimal.py", argv)
+    torch.manual_seed(0)
+    loops = make_loops(options, device)
+    for _ in range(WARMUP):
+        losses = {name: step().item() for name, step in loops.items()}
+    if max(losses.values()) - min(losses.values()) > 0.3:
+        raise ValueError(f"the loops do not train alike, so nothing is timed: losses {losses}")
+    for name, times in timing.in_turns(loops, options.steps, device).items():
+        ms = statistics.median(times)
+        tokens_per_s = options.batch * options.seq_len / ms * 1e3
+        row = {"loop": name, "ms": ms, "ms_interval": timing.interval_of_median(times),
+               "tokens_per_s": tokens_per_s, "batch": options.batch, "seq_len": options.seq_len,
+               "layers": options.layers, "width": options.width}
+        if name.startswith("nanogpt"):
+            row["model_py_sha256"] = nanogpt.checksum(options.nanogpt)
+        rows.add(row)
+        print(f"{name:14} {ms:8.2f} ms {tokens_per_s:12,.0f} tokens/s")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, "bench/minimal.py"))

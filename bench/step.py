@@ -1,0 +1,172 @@
+"""Shapes and arms of the benchmark, as options of train.py, and one training step of a configuration.
+
+An arm is one way to train the same network at the same shape: "plain", "bf16", "fp8", "fp8-current-eager" …
+(python benchmark_te.py --help lists them). Arms without Transformer Engine are in bench/plain_gpt.py; the
+others are `Step`, which does what the loop of train.py does, with the options that the words of the arm stand
+for.
+"""
+
+import dataclasses
+import gc
+import re
+
+import torch
+
+from bench.plain_gpt import ARMS as PLAIN_ARMS
+from nanote import models, parallel, recipes
+from nanote.config import PRESETS, TrainConfig
+from nanote.ddp import make_gradients
+from nanote.graphs import CudaGraph, is_graphable
+from nanote.optimizers import make_optimizer
+
+SHAPES = {  # options of train.py
+    "124m-b32": dict(n_layer=12, n_embd=768, n_head=12, micro_batch_size=32, seq_len=1024),
+    "350m-b16": dict(n_layer=24, n_embd=1024, n_head=16, micro_batch_size=16, seq_len=1024),
+    "c2048": dict(n_layer=8, n_embd=2048, n_head=16, micro_batch_size=8, seq_len=2048),
+    "c4096": dict(n_layer=4, n_embd=4096, n_head=32, micro_batch_size=4, seq_len=4096),
+    "124m-b4": dict(n_layer=12, n_embd=768, n_head=12, micro_batch_size=4, seq_len=1024),
+    "guide": dict(n_layer=4, n_embd=768, n_head=12, micro_batch_size=8, seq_len=512),
+    "llama3-8b": PRESETS["llama3-8b"] | dict(preset="llama3-8b", grad_accum=1),
+}
+# the block "modern"; its embeddings are tied, its MLP 8/3 as wide, its KV heads a quarter of the heads
+MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False)
+ON_CPU = dict(
+    n_layer=2, n_embd=64, n_head=4, n_kv_head=None, head_dim=None, n_inner=None, vocab_size=512,
+    micro_batch_size=2, seq_len=32,
+)
+BLACKWELL = ("mxfp8", "nvfp4")  # recipes that need a Blackwell GPU
+WORDS = {  # in the name of any arm with Transformer Engine -> options of train.py
+    "eager": {"cuda_graph": "off"},
+    "libraries": {"attention": "sdpa", "fast_kernels": False},  # keeps the optimizer
+    "te_modules": {"fast_kernels": False},
+    "sdpa": {"attention": "sdpa"},
+    "te_attention": {"attention": "te"},
+    "bf16_moments": {"moment_dtype": "bfloat16"},
+    "checkpointing": {"gradient_checkpointing": True},
+    "muon": {"optimizer": "muon"},
+}
+FP8_WORDS = {recipe: {"fp8_recipe": recipe} for recipe in ("current", "block", *BLACKWELL)} | {
+    name: {"fp8_format": name} for name in ("e4m3", "hybrid")}
+
+
+def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
+    """Return train.py's options for an arm with Transformer Engine; ValueError if the arm is unknown."""
+    kind, *words = arm.split("-")
+    changes = {"fp8_recipe": "delayed" if kind == "fp8" else "none"}
+    is_known = kind in ("bf16", "fp8")
+    for word in words:
+        if kind == "fp8" and word in FP8_WORDS:
+            changes |= FP8_WORDS[word]
+        elif word in WORDS:
+            changes |= WORDS[word]
+        elif word in models.MODELS:
+            changes["model"] = word
+        elif re.fullmatch("accum[1-9][0-9]*", word):
+            changes["grad_accum"] = int(word.removeprefix("accum"))
+        else:
+            is_known = False
+    if not is_known:
+        raise ValueError(f"--arms {arm!r}: unknown; use {', '.join(PLAIN_ARMS)}, or bf16 or fp8 with the "
+                         "words of benchmark_te.py --help, such as fp8-current")
+    return dataclasses.replace(config, **changes)
+
+
+def options_of(arm: str, config: TrainConfig) -> TrainConfig:
+    """Return train.py's options for any arm. Those without Transformer Engine use the options of bf16."""
+    return arm_config("bf16" if arm in PLAIN_ARMS else arm, config)
+
+
+def make_config(options: dict, device, block="gpt2") -> TrainConfig:
+    """Return train.py's options for a shape; without a GPU, those of a tiny model with the same block."""
+    fields = dict(preset="gpt2-124m", vocab_size=50304) | options
+    if block == "modern":
+        kv_heads = 4 if fields["n_head"] == 12 else max(1, fields["n_head"] // 4)
+        fields |= MODERN | dict(n_kv_head=kv_heads)
+    if device.type != "cuda":
+        fields |= ON_CPU | dict(n_kv_head=2 if block == "modern" else None)
+    return TrainConfig(**fields | dict(n_positions=fields["seq_len"]))
+
+
+def model_config_of(config: TrainConfig, model="optimized"):
+    """Return the model's configuration for options of train.py."""
+    options = dataclasses.asdict(config) | {"use_fp8": config.fp8_recipe != "none"}
+    return models.make_model_config(model, options)
+
+
+def make_batches(config, device) -> list:
+    """Return grad_accum micro-batches (inputs, labels) of random tokens, the same for every arm."""
+    random = torch.Generator().manual_seed(0)
+    size = (config.micro_batch_size, config.seq_len + 1)
+    windows = [torch.randint(config.vocab_size, size, generator=random) for _ in range(config.grad_accum)]
+    windows = [window.to(device) for window in windows]
+    return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
+
+
+def free() -> None:
+    """Release the memory of the last arm and reset the peak that PyTorch records."""
+    recipes.forget_models()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+class Step:
+    """One training step, as the loop of train.py makes it: `loss, norm = step(batches, lr)`.
+
+    Attributes:
+        model, optimizer, config: of the step.
+        is_graph: whether steps are replayed as CUDA graphs.
+        forward(*batch), update(): the parts of a step, launched from Python.
+    """
+
+    def __init__(self, config: TrainConfig, device: torch.device, batches: list):
+        """`batches`: micro-batches to find the first scales of delayed scaling with."""
+        torch.manual_seed(config.seed)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.config, self.divisor = config, config.grad_accum * parallel.world_size()
+        model = models.make_model(config, device, dtype, recipes.make(config))
+        self.kernels = models.describe(model)
+        self.model = self.forward = parallel.wrap(model, config)
+        self.optimizer = make_optimizer(self.model, config)
+        self.gradients = make_gradients(self.model, self.optimizer, config)
+        if recipes.uses_delayed_scaling(self.model):
+            recipes.find_first_scales(self.model, batches, self.divisor)
+        if config.compile:
+            self.model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
+        casts_once = config.grad_accum > 1 and not config.compile
+        self.casts_once = casts_once and models.takes_argument(type(self.model), "is_first_microbatch")
+        self.run_forward_backward, self.run_update = self.forward_backward, self.clip_and_step
+        self.is_graph = is_graphable(config, device)
+        if self.is_graph:
+            self.run_forward_backward = CudaGraph(self.forward_backward)
+            if self.optimizer.capturable:
+                self.run_update = CudaGraph(self.clip_and_step)
+
+    def forward_backward(self, batch, *, first: bool, last: bool):
+        """Accumulate the gradients of one micro-batch; return this rank's share of the loss."""
+        options = {"is_first_microbatch": first} if self.casts_once else {}
+        if self.config.compile and first:
+            torch.compiler.cudagraph_mark_step_begin()  # may overwrite the last step's tensors
+        with self.gradients.accumulate(first, last):
+            loss = self.forward(*batch, **options) / self.divisor
+            loss.backward(1 + 0 * loss.detach())
+        return loss.detach()
+
+    def clip_and_step(self):
+        """Clip the gradients and update the weights; return the gradient norm before."""
+        self.gradients.attach()
+        return self.update()
+
+    def update(self):
+        norm = self.optimizer.clip_gradients(self.config.grad_clip)
+        self.optimizer.step(skip=~norm.isfinite())
+        return norm
+
+    def __call__(self, batches, lr: float):
+        """Train one step; return the mean loss of this rank and the gradient norm, each () on the device."""
+        self.optimizer.set_lr(lr)
+        last = len(batches) - 1
+        losses = [self.run_forward_backward(batch, first=i == 0, last=i == last)
+                  for i, batch in enumerate(batches)]
+        return sum(losses) * parallel.world_size(), self.run_update()

@@ -1,0 +1,115 @@
+"""A whole training script for FP8: one model file, PyTorch and NumPy, nothing else.
+
+    python examples/minimal.py data/stdlib/train.bin                  # a token file (uint16)
+    python examples/minimal.py book.txt --recipe current --compile    # a text file: its bytes are the tokens
+
+To start a project of your own, copy this file and model_te_optimized.py (and te_reference.py for machines
+without a GPU) into a folder. The weights are BF16 on a GPU; the optimizer keeps float32 masters.
+"""
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # where the model file is; not needed in a copy
+from model_te_optimized import DelayedScaling, Format, OptimizedConfig, OptimizedGPT2Model, te  # noqa: E402
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("data", help="token file (.bin, uint16) or text file")
+parser.add_argument("--recipe", choices=["delayed", "current", "block", "none"], default="delayed")
+parser.add_argument("--format", choices=["HYBRID", "E4M3"], default="HYBRID", help="HYBRID: E5M2 gradients")
+parser.add_argument("--margin", type=int, default=0, help="delayed: divide scales by 2^margin")
+parser.add_argument("--history", type=int, default=1024, help="delayed: length of the amax history")
+parser.add_argument("--algorithm", choices=["max", "most_recent"], default="max", help="delayed: amax of it")
+parser.add_argument("--layers", type=int, default=12)
+parser.add_argument("--width", type=int, default=768)
+parser.add_argument("--batch", type=int, default=32, help="sequences a step")
+parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
+parser.add_argument("--steps", type=int, default=1000)
+parser.add_argument("--lr", type=float, default=6e-4)
+parser.add_argument("--compile", action="store_true", help="with --recipe current or none")
+parser.add_argument("--out", default="minimal.pt", help="checkpoint, written at the end")
+options = parser.parse_args()
+
+# ---------------------------------------------------------------- data
+
+if options.data.endswith(".bin"):
+    tokens = np.memmap(options.data, dtype=np.uint16, mode="r")
+else:
+    tokens = np.frombuffer(Path(options.data).read_bytes(), dtype=np.uint8)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+split = len(tokens) * 9 // 10
+random = np.random.default_rng(1337)
+
+
+def get_batch(part):
+    """Return (input_ids, labels), int64 (batch, length), from random places of a part of the tokens."""
+    starts = random.integers(0, len(part) - options.length, options.batch)
+    windows = torch.from_numpy(part[starts[:, None] + np.arange(options.length + 1)].astype(np.int64))
+    windows = windows.pin_memory().to(device, non_blocking=True) if device == "cuda" else windows
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+# ---------------------------------------------------------------- model, recipe, optimizer
+
+torch.manual_seed(1337)
+config = OptimizedConfig(
+    vocab_size=50304 if tokens.dtype == np.uint16 else 256, n_positions=options.length,
+    n_layer=options.layers, n_head=max(1, options.width // 64), n_embd=options.width,
+    attention="auto",  # the fastest one installed
+    use_fp8=options.recipe != "none")
+model = OptimizedGPT2Model(config).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+if options.recipe == "delayed":
+    model.fp8_recipe = DelayedScaling(
+        margin=options.margin, fp8_format=Format[options.format], amax_history_len=options.history,
+        amax_compute_algo=options.algorithm)
+elif options.recipe != "none":
+    recipes = sys.modules[DelayedScaling.__module__]
+    name = {"current": "Float8CurrentScaling", "block": "Float8BlockScaling"}[options.recipe]
+    model.fp8_recipe = getattr(recipes, name)(fp8_format=Format["E4M3" if name == "block" else
+    options.format])
+groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+          {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+optimizer = te.optimizers.FusedAdam(groups, lr=options.lr, betas=(0.9, 0.95), master_weights=device == "cuda")
+net = torch.compile(model) if options.compile else model
+
+
+# ---------------------------------------------------------------- training
+
+def learning_rate(step):
+    """Return the rate of a step: linear warm-up over a tenth of the steps, then cosine to a tenth of the
+    peak."""
+    warmup = max(1, options.steps // 10)
+    progress = max(0, step - warmup) / max(1, options.steps - warmup)
+    return options.lr * min(step / warmup, 0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+@torch.no_grad()
+def validation_loss(batches=8):
+    model.eval()
+    loss = sum(model(*get_batch(tokens[split:])).item() for _ in range(batches)) / batches
+    model.train()
+    return loss
+
+
+started = time.perf_counter()
+for step in range(1, options.steps + 1):
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step)
+    loss = net(*get_batch(tokens[:split]))  # logits and loss; FP8 inside te.autocast
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 100 == 0 or step == options.steps:
+        speed = step * options.batch * options.length / (time.perf_counter() - started)
+        print(f"step {step}  loss {loss.item():.4f}  norm {norm.item():.3f}  {speed:,.0f} tokens/s  "
+              f"validation {validation_loss():.4f}", flush=True)
+
+# without TE's pickled FP8 state, which its own load_state_dict refuses
+weights = {name: value for name, value in model.state_dict().items() if not name.endswith("_extra_state")}
+torch.save({"model": weights, "config": vars(config)}, options.out)

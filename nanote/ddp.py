@@ -1,0 +1,202 @@
+"""Gradients in flat buffers, summed over micro-batches and ranks.
+
+    gradients = make_gradients(model, optimizer, config)
+    for i, batch in enumerate(batches):
+        with gradients.accumulate(first=i == 0, last=i == len(batches) - 1):
+            (model(*batch) / (len(batches) * ranks.count)).backward()
+    gradients.attach()                      # parameter.grad is the sum over micro-batches and ranks
+    norm = optimizer.clip_gradients(1.0)
+
+Each parameter's gradient is a view of a buffer that is allocated once, so that a captured CUDA graph, a
+step without graphs and the optimizer all use the same memory. A wgrad GEMM writes or adds to the view
+itself, if it knows the attributes of Transformer Engine and Megatron-LM (`main_grad`, `overwrite_main_grad`,
+`grad_added_to_main_grad`); autograd's other gradients are copied or added. Ranks reduce a bucket of
+gradients on a CUDA stream of its own as soon as its last one is there (arXiv:2006.15704, section 3.2), or
+send it to the ranks that update its parts (nanote/peers.py).
+"""
+import contextlib
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from nanote import parallel
+from nanote.recipes import round_up
+
+ALIGNMENT = 128  # elements: each gradient starts at a multiple of 256 bytes
+# NCCL's kernels take SMs, so few large all-reduces cost less than many small ones; one would begin too late.
+BUCKET_BYTES = 128 * 2**20
+
+
+def make_gradients(model, optimizer, config):
+    """Return the gradients of a run, and divide its update among ranks where that is possible. Collective."""
+    if parallel.is_sharded(config):
+        from nanote.fsdp import ShardedGradients
+
+        return ShardedGradients(model)
+    one_pass = config.grad_accum == 1 and parallel.world_size() == 1
+    gradients = Gradients(model, dtype=None if one_pass else torch.float32)
+    if parallel.world_size() > 1:
+        from nanote import peers
+
+        gradients.undivided_reason = peers.divide_update(optimizer, gradients)
+    return gradients
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Consecutive parameters of the backward pass, whose gradients are reduced together."""
+
+    dtype: torch.dtype
+    buffer: torch.Tensor | None = None  # (size,)
+    size: int = 0
+    offsets: dict = field(default_factory=dict)  # parameter: its first element
+    missing: set = field(default_factory=set)  # parameters without a gradient in this backward pass
+    collected: list = field(default_factory=list)  # (view, gradient from autograd)
+
+
+class Gradients:
+    """The gradients of a model's parameters in flat buffers.
+
+    Parameters that no loss depends on have no gradient; on several ranks they must be the same in every step.
+
+    Args:
+        dtype: of the gradients; None: that of each parameter.
+    """
+
+    def __init__(self, model, dtype: torch.dtype | None = torch.float32):
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.active = self.first = self.last = False
+        self.buckets, self.bucket_of, self.views = [], {}, {}  # parameter: its Bucket; its part of the buffer
+        self.used, self.agreed, self.peers = set(), None, None
+        self._allocate(dtype)
+        device = self.parameters[0].device
+        several = parallel.world_size() > 1
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and several else None
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self._collect)
+            parameter.grad_dtype = None  # any: a float32 gradient of a BF16 parameter is not cast
+
+    def _allocate(self, dtype):
+        """Divide the parameters into buckets of one dtype, in about the order of the backward pass."""
+        for parameter in reversed(self.parameters):
+            kind, size = dtype or parameter.dtype, round_up(parameter.numel(), ALIGNMENT)
+            bucket = self.buckets[-1] if self.buckets else None
+            if bucket is None or bucket.dtype != kind or (bucket.size + size) * kind.itemsize > BUCKET_BYTES:
+                bucket = Bucket(kind)
+                self.buckets.append(bucket)
+            self.bucket_of[parameter], bucket.offsets[parameter] = bucket, bucket.size
+            bucket.size += size
+        for bucket in self.buckets:
+            bucket.buffer = torch.zeros(bucket.size, dtype=bucket.dtype, device=self.parameters[0].device)
+            for parameter, start in bucket.offsets.items():
+                self.views[parameter] = bucket.buffer[start:start + parameter.numel()].view_as(parameter)
+
+    @contextlib.contextmanager
+    def accumulate(self, first: bool, last: bool):
+        """Collect the gradients of the forward and backward pass of one micro-batch.
+
+        Args:
+            first: overwrite the gradients of the step before, instead of adding to them.
+            last: sum over ranks, or send the parts of a divided update to their ranks.
+        """
+        self.first, self.last, self.reduced_buckets = first, last, 0
+        if first:
+            self.used.clear()
+        for bucket in self.buckets:
+            bucket.missing, bucket.collected = set(bucket.offsets), []
+        for parameter in self.parameters:  # what another backward pass has left in `grad` is dropped
+            parameter.grad, parameter.main_grad = None, self.views[parameter]
+            parameter.overwrite_main_grad, parameter.grad_added_to_main_grad = first, False
+        self.active = True
+        try:
+            yield
+            for bucket in self.buckets:
+                if bucket.missing:  # no gradient reached these parameters
+                    self._complete(bucket)
+        finally:
+            self.active = False
+            for parameter in self.parameters:
+                del parameter.main_grad
+        if last:
+            self._reduce_in_order()
+            if self.stream is not None:
+                torch.cuda.current_stream().wait_stream(self.stream)
+            self._agree_on_used()
+
+    def attach(self) -> None:
+        """Set `grad` of each parameter that has a gradient; any other is left alone by the optimizer."""
+        for parameter in self.parameters:
+            parameter.grad = self.views[parameter] if parameter in self.used else None
+
+    def _agree_on_used(self):
+        """Check, in the first step, that all ranks have gradients of the same parameters."""
+        if self.agreed is None and parallel.world_size() > 1:
+            found = torch.tensor([p in self.used for p in self.parameters], dtype=torch.float)
+            if any(0 < count < parallel.world_size() for count in parallel.sum_over_ranks(found).tolist()):
+                raise ValueError("data-parallel training: some parameters have a gradient on some ranks "
+                                 "only; let every parameter take part in every loss, or freeze it")
+        self.agreed = True
+
+    def _collect(self, parameter):
+        """Take a parameter's gradient when autograd has it."""
+        if not self.active:  # a backward pass outside `accumulate`
+            return
+        bucket, gradient = self.bucket_of[parameter], parameter.grad
+        in_main_grad = parameter.grad_added_to_main_grad
+        parameter.grad, parameter.grad_added_to_main_grad = None, False
+        if parameter not in bucket.missing:
+            self._add_second(bucket, parameter, gradient, in_main_grad)
+            return
+        if not in_main_grad:
+            bucket.collected.append((parameter.main_grad, gradient))
+        bucket.missing.discard(parameter)
+        self.used.add(parameter)
+        if not bucket.missing:
+            self._complete(bucket)
+
+    @torch.no_grad()
+    def _add_second(self, bucket, parameter, gradient, in_main_grad: bool):
+        """Add a further gradient of the same backward pass: of a layer in two reentrant checkpoints."""
+        if self.last and parallel.world_size() > 1 and not bucket.missing:
+            raise ValueError("data-parallel training: a parameter has a gradient after its sum over ranks; "
+                             "pass use_reentrant=False to torch.utils.checkpoint.checkpoint")
+        for number, (view, earlier) in enumerate(bucket.collected):
+            if view is parameter.main_grad:
+                bucket.collected[number] = view, earlier + gradient
+                return
+        if not in_main_grad:
+            parameter.main_grad.add_(gradient)
+
+    @torch.no_grad()
+    def _complete(self, bucket):
+        """Copy or add what autograd has given to the bucket, and reduce the buckets that are ready."""
+        if self.first:
+            for parameter in bucket.missing:
+                parameter.main_grad.zero_()
+        if bucket.collected:
+            views, gradients = map(list, zip(*bucket.collected))
+            if self.first:
+                torch._foreach_copy_(views, gradients)
+            else:  # in one dtype, because PyTorch adds tensors of two dtypes one by one
+                same_dtype = [torch.empty_like(view) for view in views]
+                torch._foreach_copy_(same_dtype, gradients)
+                torch._foreach_add_(views, same_dtype)
+        bucket.missing, bucket.collected = set(), []
+        if self.last:
+            self._reduce_in_order()
+
+    @torch.no_grad()
+    def _reduce_in_order(self):
+        """Reduce the buckets that are complete, in the order that all ranks keep."""
+        while self.reduced_buckets < len(self.buckets) and not self.buckets[self.reduced_buckets].missing:
+            bucket = self.buckets[self.reduced_buckets]
+            self.reduced_buckets += 1
+            if self.stream is not None:
+                self.stream.wait_stream(torch.cuda.current_stream())
+            if parallel.world_size() > 1:
+                with torch.cuda.stream(self.stream):
+                    if self.peers is None:
+                        dist.all_reduce(bucket.buffer)
+                    else:
+                        self.peers.send(bucket)

@@ -1,0 +1,79 @@
+"""Sharding by PyTorch's fully_shard, known as FSDP2: --parallel fsdp and hsdp.
+
+Each rank keeps 1/N of every parameter, its gradient and its optimizer state. A block's weights are gathered
+when it runs, and its gradients are summed and divided among the ranks in the backward pass. With hsdp that is
+so on each machine, and machines sum their gradients.
+
+Reference: docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
+"""
+import contextlib
+import os
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from nanote.parallel import local
+
+
+def shard(model, config) -> None:
+    """Shard a model block by block, in place."""
+    if not len(getattr(model, "blocks", ())):
+        raise ValueError(f"--parallel {config.parallel}: shards block by block, and {type(model).__name__} "
+                         "has no model.blocks; name its list of blocks so, or pass --parallel ddp")
+    unsupported = {"--fp8-param": config.fp8_param, "--compile": config.compile,
+                   "--optimizer muon": config.optimizer == "muon",
+                   "--offload-activations": config.offload_activations}
+    for option, is_used in unsupported.items():
+        if is_used:
+            raise ValueError(f"--parallel {config.parallel}: does not go with {option}; leave it out, or "
+                             "pass --parallel ddp")
+    ranks, names = dist.get_world_size(), ("shard",)
+    sizes = (ranks,)
+    if config.parallel == "hsdp":
+        shards = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        sizes, names = (ranks // shards, shards), ("replicate", "shard")
+    options = dict(mesh=init_device_mesh(next(model.parameters()).device.type, sizes, mesh_dim_names=names),
+                   mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
+    fully_shard(model, **options)  # embeddings, final norm and lm_head, which backward needs first
+    for module in (model, *model.blocks):  # sum gradients; the loss is divided by the ranks instead
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    # the loss may be a view; nothing changes it in place
+    returned = rf"FSDP2-wrapped module \({type(model).__name__}\) returned a view"
+    warnings.filterwarnings("ignore", message=returned)
+
+
+class ShardedGradients:
+    """The gradients of a model that FSDP2 has sharded, with the interface of nanote.ddp.Gradients."""
+
+    def __init__(self, model):
+        self.model = model
+
+    @contextlib.contextmanager
+    def accumulate(self, first: bool, last: bool):
+        """Accumulate over micro-batches, in FSDP2's own memory; the last one reduces over ranks."""
+        if first:
+            for module in (self.model, *self.model.blocks):
+                module.reshard()  # an evaluation leaves weights gathered
+            self.model.zero_grad(set_to_none=True)  # of the sharded parameters
+        self.model.set_requires_gradient_sync(last)
+        yield
+        if last:
+            self.local = [(local(p), _aligned(p.grad.to_local())) for p in self.model.parameters()
+                          if p.grad is not None]
+
+    def attach(self) -> None:
+        """Set `grad` of this rank's parts, which the optimizer has."""
+        for parameter, gradient in self.local:
+            parameter.grad = gradient
+
+
+def _aligned(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient whose address is a multiple of 16 bytes: it may be a view into a block's
+    gradients."""
+    return gradient if gradient.data_ptr() % 16 == 0 else gradient.clone()

@@ -1,0 +1,156 @@
+"""CUDA graphs for a function that trains: `CudaGraph(function)` is called like the function.
+
+    forward_backward = CudaGraph(forward_backward)
+    loss = forward_backward((input_ids, labels), first=True, last=True)
+
+Python needs longer to launch the thousand kernels of a small model's step than the GPU needs to run them. A
+CUDA graph is one launch. Three ideas:
+
+- The first two calls run the function without a capture. They are real steps, so nothing has to be restored;
+  they allocate state, compile kernels and select algorithms, which a capture cannot.
+- Keyword arguments select a graph, and each combination has its own. So a step of 64 micro-batches is three
+  graphs: the first casts weights to FP8 and overwrites gradients, the last reduces them over ranks.
+- All memory that a replay reads or writes lives as long as the graphs. These calls and the capture allocate
+  from a private pool, and `keep` returns what was allocated before, such as Transformer Engine's FP8 state.
+  TE may drop its tensors or make new ones meanwhile; no other tensor gets the memory of the old ones.
+
+Reference: docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
+"""
+import contextlib
+import gc
+import warnings
+
+import torch
+
+from nanote import recipes
+
+EAGER_CALLS = 2  # before a capture
+
+
+class CudaGraph:
+    """Replay a function on the GPU as CUDA graphs.
+
+    The function takes tensors, or tuples of tensors, as positional arguments; they are copied to the memory
+    that the graph reads. It returns a tensor or None; each call returns a new tensor.
+
+    A capture fixes everything else: Python in the function does not run again, and neither do random
+    choices, counters or conditions in it. The shapes of the arguments, the settings of modules (dropout, an
+    activation, eps, train and eval), hooks, the recipe, which parameters require gradients, and where
+    parameters, gradients and optimizer state are in memory stay as they were. After a change of any of
+    these call `recapture()`. A learning rate has to be a tensor. The function must write gradients to
+    tensors of its own, as nanote.ddp.Gradients does: `parameter.grad` may be another tensor by the time of
+    a replay.
+
+    `function` is the function itself, to run a step without the graphs: it uses the same memory.
+    """
+
+    def __init__(self, function, keep=list):
+        """`keep`: returns objects whose tensors the graphs use; called before each capture."""
+        self.function, self.keep = function, keep
+        self.stream = torch.cuda.Stream()  # PyTorch needs the calls before a capture on the capturing stream
+        self.recapture()
+
+    def recapture(self) -> None:
+        """Forget the graphs: the next calls run the function again, and then capture it as it is by then."""
+        self.captured = {}  # keyword arguments: (graph, inputs, output, kept objects)
+        self.calls = {}  # keyword arguments: number of calls without a graph
+        self.shapes = {}  # keyword arguments: shapes and dtypes of the tensors
+        self.pool = torch.cuda.MemPool()
+        gc.collect()
+        torch.cuda.empty_cache()  # memory that other pools keep is of no use to this one
+
+    def __call__(self, *arguments, **options):
+        key, tensors = tuple(sorted(options.items())), list(_flatten(arguments))
+        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        if self.shapes.setdefault(key, shapes) != shapes:
+            raise ValueError(f"CUDA graph: tensors of {_describe(shapes)}, and the graph is for "
+                             f"{_describe(self.shapes[key])}; pass tensors of one shape, or call recapture()")
+        if key not in self.captured:
+            self.calls[key] = self.calls.get(key, 0) + 1
+            if self.calls[key] <= EAGER_CALLS:
+                return self._run(arguments, options)
+            self.captured[key] = self._capture(arguments, options)
+        graph, inputs, output, _ = self.captured[key]
+        for own, given in zip(inputs, tensors):
+            own.copy_(given, non_blocking=True)
+        graph.replay()
+        return None if output is None else output.clone()
+
+    @contextlib.contextmanager
+    def _on_stream(self):
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def _run(self, arguments, options):
+        """Run the function itself, with memory of the private pool."""
+        # PyTorch selects the pool for a thread, so the backward pass has to run on this one.
+        on_this_thread = torch.autograd.set_multithreading_enabled(False)
+        with self._on_stream(), torch.cuda.use_mem_pool(self.pool), on_this_thread:
+            output = self.function(*arguments, **options)
+        return None if output is None else output.clone()
+
+    def _capture(self, arguments, options):
+        """Capture the function; nothing runs on the GPU yet."""
+        arguments, kept, graph = _copy(arguments), self.keep(), torch.cuda.CUDAGraph()
+        gc.collect()  # freeing memory that ranks share waits for the GPU, which a capture must not
+        try:
+            with torch.cuda.graph(graph, pool=self.pool.id, stream=self.stream,
+                                  capture_error_mode="thread_local"):
+                output = self.function(*arguments, **options)
+        except RuntimeError as error:
+            _end_failed_capture(self.pool)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ValueError(f"CUDA graphs cannot capture this step: {str(error).splitlines()[0]}; pass "
+                             "--cuda-graph off") from error
+        return graph, list(_flatten(arguments)), output, kept
+
+
+def _end_failed_capture(pool) -> None:
+    """End a capture that failed: PyTorch 2.11 leaves the allocator and the random generator in it."""
+    with contextlib.suppress(AttributeError, RuntimeError):
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool.id)
+    with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the end of an empty graph's capture takes the generator out
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            pass
+
+
+def _flatten(arguments):
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        else:
+            yield from _flatten(argument)
+
+
+def _copy(arguments):
+    """Return the arguments with copies of their tensors."""
+    return tuple(argument.clone() if isinstance(argument, torch.Tensor) else _copy(argument)
+                 for argument in arguments)
+
+
+def _describe(shapes) -> str:
+    return ", ".join(f"{shape} {str(dtype).removeprefix('torch.')}" for shape, dtype in shapes) or "none"
+
+
+def is_graphable(config, device: torch.device) -> bool:
+    """Return whether --cuda-graph and the other options allow graphs; ValueError if "on" is impossible."""
+    reason = ""
+    if device.type != "cuda" or recipes.IS_REFERENCE:
+        reason = "there is no GPU with Transformer Engine here"
+    elif config.compile:
+        reason = "--compile makes its own, with --compile-mode reduce-overhead"
+    elif config.gradient_checkpointing:
+        reason = "--gradient-checkpointing reads random states on the host"
+    elif config.offload_activations:
+        reason = "--offload-activations allocates host memory in every step"
+    elif config.attn_dropout:
+        reason = "--attn-dropout's random numbers would repeat"
+    elif config.fp8_param:
+        reason = "FusedAdam updates --fp8-param's weights from Python"
+    if reason and config.cuda_graph == "on":
+        raise ValueError(f"--cuda-graph on: {reason}; leave the option out")
+    return config.cuda_graph != "off" and not reason

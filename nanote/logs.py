@@ -1,0 +1,250 @@
+"""The logs of a run: losses, speed and model FLOP utilization (MFU).
+
+A training loop calls `Log.add` after every step and, every few steps, `read`, `record` and `write`. Losses
+stay on the device until `read`: the host does not wait for the GPU between log lines. A log that cannot be
+written does not stop a run: its lines are kept and written later.
+"""
+import contextlib
+import json
+import math
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from nanote import health, parallel
+from nanote.config import in_a_line
+from nanote.profiling import flops_per_token, peak_flops  # noqa: F401  the first for callers
+
+MAX_SKIPPED = 10  # a run with more skipped steps has diverged
+MAX_EPOCHS = 10  # a run with more says so
+WARM_UP = 4  # steps that may compile and capture CUDA graphs, left out of the ETA
+VARYING_FIELDS = ("tokens_per_s", "mfu", "peak_gib", "seconds")  # differ between equal runs
+
+
+class Diverged(RuntimeError):
+    """Too many losses or gradient norms are not finite; the run stops."""
+
+
+def describe_corpus(config, meta: dict, tokens_per_step: int) -> str:
+    """Return the size of the corpus and how often the run reads it, with a warning if that is too often."""
+    tokens = meta["train_tokens"]
+    epochs = config.max_steps * tokens_per_step / tokens
+    line = f"{config.data}: {tokens:,} tokens, {epochs:.3g} epochs"
+    if epochs > MAX_EPOCHS:
+        line += (f", more than {MAX_EPOCHS}; make a larger corpus with data.py, or pass --max-steps "
+                 f"{max(1, tokens // tokens_per_step)} for one epoch")
+    return line
+
+
+def val_record(val_loss: float, meta: dict) -> dict:
+    """Return the fields of metrics.jsonl: nats per token and, if meta.json counts them, bits per byte."""
+    record = {"val_loss": val_loss}
+    if meta.get("val_bytes"):
+        record["val_bits_per_byte"] = val_loss * meta["val_tokens"] / meta["val_bytes"] / math.log(2)
+    return record
+
+
+def describe_val_loss(val_loss: float, meta: dict) -> str:
+    unit = "nats a byte" if meta["tokenizer"] == "byte" else f"nats a token ({meta['tokenizer']})"
+    bits = val_record(val_loss, meta).get("val_bits_per_byte")
+    return f"validation loss {val_loss:.4f} {unit}" + (f", {bits:.4f} bits a byte" if bits else "")
+
+
+def open_board(config, folder, first_step: int):
+    """Return the functions log(scalars, step) and close() of TensorBoard, or with --wandb of wandb."""
+    if config.wandb:
+        import wandb  # optional
+
+        run = wandb.init(project=config.wandb, name=Path(folder).name, dir=folder, config=vars(config))
+        return run.log, run.finish
+    from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+    writer = SummaryWriter(str(Path(folder, "tensorboard")), purge_step=first_step)
+
+    def log(scalars, step):
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, step)
+
+    return log, writer.close
+
+
+class Log:
+    """Collect losses and training time, and write them. Every rank has one; rank 0 alone writes."""
+
+    def __init__(self, config, folder, first_step: int, flops: float | None, device, ranks):
+        """`flops`: see `flops_per_token`; None for a model whose FLOPs are not known."""
+        self.config, self.folder, self.device, self.ranks = config, folder, device, ranks
+        self.flops, self.is_writer = flops, ranks.rank == 0
+        self.first_step, self.step = first_step, first_step - 1
+        self.pending = []  # (step, loss, gradient norm) of the steps since the last `read`, on the device
+        self.finite = None  # (loss, gradient norm) of the last step that was not skipped
+        self.skipped = []  # steps
+        self.seconds, self.steps = 0.0, 0  # training time and steps since the last `record`
+        self.started = self.clock = time.perf_counter()
+        self.eta_from = None  # (step, time) after the warm-up
+        self.waiting = {}  # {file name: lines that are not written yet}
+        self.bar = tqdm(total=config.max_steps, initial=self.step, unit="step", dynamic_ncols=True,
+                        disable=None if self.is_writer else True)  # None: no bar without a terminal
+        self.board = (lambda scalars, step: None, lambda: None)  # in case that there is none
+        if self.is_writer:
+            with self._reporting(f"--wandb {config.wandb}" if config.wandb else "tensorboard"):
+                self.board = open_board(config, folder, first_step)
+
+    def add(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        """Note a step. loss: this rank's share, (); norm: of all gradients, (), the same on every rank."""
+        self.pending.append((step, loss, norm))
+        self.step, self.steps = step, self.steps + 1
+        self.bar.update()
+
+    def read(self) -> list[int]:
+        """Wait for the device, and return the skipped steps since the last call. Collective.
+
+        Their loss or gradient norm is not finite, and they changed no weight. Raises Diverged after too many.
+        """
+        values = torch.stack([torch.stack((loss, norm / self.ranks.count)) for _, loss, norm in self.pending])
+        already_skipped = len(self.skipped)
+        for (step, *_), (loss, norm) in zip(self.pending, parallel.sum_over_ranks(values).tolist()):
+            if math.isfinite(loss + norm):
+                self.finite = loss, norm
+                continue
+            self.skipped.append(step)
+            count, reason = len(self.skipped), f"step {step}: loss {loss}, gradient norm {norm}"
+            if count > MAX_SKIPPED or step == self.config.max_steps and self.finite is None:
+                raise Diverged(f"{reason}, after {count - 1} skipped steps")
+            self.say(f"{reason}: skipped ({count} of {MAX_SKIPPED})")
+        self.pending.clear()
+        now = time.perf_counter()
+        self.seconds, self.clock = self.seconds + now - self.clock, now
+        return self.skipped[already_skipped:]
+
+    def record(self, step: int, lr: float) -> dict:
+        """Return the line of metrics.jsonl; call `read` first. The loss is None if no step was finite yet."""
+        loss, norm = self.finite or (None, None)
+        tokens_per_step = self.config.micro_batch_size * self.config.seq_len * self.config.grad_accum
+        tokens_per_s = tokens_per_step * self.ranks.count * self.steps / self.seconds
+        self.seconds, self.steps = 0.0, 0
+        peak, mfu, peak_gib = peak_flops(self.device), None, None
+        if peak and self.flops:
+            mfu = tokens_per_s * self.flops / (peak * self.ranks.count)
+        if self.device.type == "cuda":
+            peak_gib = torch.cuda.max_memory_allocated(self.device) / 2**30
+        return {"step": step, "loss": loss, "lr": lr, "grad_norm": norm, "skipped": len(self.skipped),
+                "tokens_per_s": tokens_per_s, "mfu": mfu, "peak_gib": peak_gib}
+
+    def restart_clock(self) -> None:
+        """Start the clock of training time again, after logging, evaluation and checkpoint."""
+        self.clock = time.perf_counter()
+        if self.eta_from is None and self.step - self.first_step + 1 >= WARM_UP:
+            self.eta_from = self.step, self.clock
+
+    def write(self, record: dict) -> None:
+        """Write a line of metrics.jsonl and show it, unless no step was finite yet."""
+        if not self.is_writer or record["loss"] is None:
+            return
+        step, max_steps, now = record["step"], self.config.max_steps, time.perf_counter()
+        record = record | {"seconds": now - self.started}
+        self._append("metrics.jsonl", record)
+        with self._reporting("the board"):
+            self.board[0]({name: value for name, value in record.items() if value is not None}, step=step)
+        line = (f"loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
+                f"{record['tokens_per_s']:,.0f} tokens/s")
+        for name, shown in (("mfu", "MFU {:.1%}"), ("val_loss", "val loss {:.4f}"),
+                            ("val_bits_per_byte", "({:.4f} bits a byte)"),
+                            ("val_loss_without_fp8", "val loss without FP8 {:.4f}")):
+            if record.get(name) is not None:
+                line += "  " + shown.format(record[name])
+        if self.eta_from and step < max_steps:
+            seconds_per_step = (now - self.eta_from[1]) / (step - self.eta_from[0])
+            line += f"  ETA {tqdm.format_interval(seconds_per_step * (max_steps - step))}"
+        self.say(f"step {step}/{max_steps}  {line}")
+
+    def write_health(self, step: int, statistics: dict) -> None:
+        """Log what health.health returns."""
+        if self.is_writer:
+            self._append("fp8_health.jsonl", {"step": step, "health": statistics})
+
+    def say(self, text: str) -> None:
+        if self.is_writer:
+            try:
+                tqdm.write(text)
+                sys.stdout.flush()
+            except BrokenPipeError:  # nobody reads stdout, as in `train.py | head`: stop as after a signal
+                signal.raise_signal(signal.SIGTERM)
+            except OSError:
+                pass  # a full disk does not stop a run
+
+    def close(self) -> None:
+        """Write what waits, and draw loss.png and fp8_health.png."""
+        self.bar.close()
+        if not self.is_writer:
+            return
+        for name in self.waiting:
+            self._append(name)
+        with self._reporting("the board"):
+            self.board[1]()
+        with self._reporting("loss.png"):
+            plot_losses(self.folder)
+        with self._reporting("fp8_health.png"):
+            if records := read_metrics(Path(self.folder, "fp8_health.jsonl")):
+                picture = Path(self.folder, "fp8_health.png")
+                health.plot(records, picture, str(self.folder), self.config.fp8_format)
+
+    def _append(self, name: str, *records: dict) -> None:
+        """Append records to a file, after those that could not be written before."""
+        self.waiting[name] = self.waiting.get(name, "") + "".join(json.dumps(r) + "\n" for r in records)
+        with self._reporting(name), open(Path(self.folder, name), "ab", buffering=0) as file:
+            size = file.tell()
+            if file.write(self.waiting[name].encode()) < len(self.waiting[name]):
+                file.truncate(size)  # else the next line would follow a partial one
+                raise OSError("no space left on the disk")
+            self.waiting[name] = ""
+
+    @contextlib.contextmanager
+    def _reporting(self, what: str):
+        try:
+            yield
+        except Exception as error:  # of many kinds; none of them is worth the run
+            self.say(f"step {self.step}: {what} is not written: {in_a_line(error)}; training continues")
+
+
+def read_metrics(path) -> list[dict]:
+    """Read metrics.jsonl or fp8_health.jsonl, without an incomplete last line; [] if there is no file."""
+    records, lines = [], Path(path).read_bytes().splitlines(keepends=True) if Path(path).exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            record["step"] + 0  # a number
+            records.append(record)
+        except (ValueError, TypeError, KeyError) as error:
+            if line.endswith(b"\n"):
+                raise ValueError(f"{path}:{number}: damaged ({in_a_line(error)}); remove this line") from None
+    return records
+
+
+def cut(folder, first_step: int) -> None:
+    """Remove `first_step` and later steps from a run's logs, before the run repeats these steps."""
+    paths = [Path(folder, name) for name in ("metrics.jsonl", "fp8_health.jsonl")]
+    for path, records in [(path, read_metrics(path)) for path in paths]:  # reads both before it writes
+        kept = [json.dumps(record) + "\n" for record in records if record["step"] < first_step]
+        if path.exists():
+            path.with_suffix(".tmp").write_text("".join(kept))
+            path.with_suffix(".tmp").replace(path)
+
+
+def plot_losses(folder) -> None:
+    """Draw metrics.jsonl as loss.png."""
+    from matplotlib.figure import Figure  # slow to import
+
+    records = read_metrics(Path(folder, "metrics.jsonl"))
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for name, label, style in (("loss", "training", "-"), ("val_loss", "validation", "o-")):
+        shown = [record for record in records if name in record]
+        axes.plot([r["step"] for r in shown], [r[name] for r in shown], style, lw=1.2, ms=4, label=label)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=str(folder))
+    axes.legend()
+    figure.savefig(Path(folder, "loss.png"), dpi=150)

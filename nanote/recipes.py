@@ -1,0 +1,274 @@
+"""FP8 recipes by name, the shapes that they need, and the FP8 state that a checkpoint keeps.
+
+`recipes.te` is Transformer Engine (TE), or te_reference where there is no GPU. `make` returns the recipe with
+which a model enters `te.autocast`. `get_state` and `set_state` are for checkpoints, `preserved_state` for an
+evaluation, and `find_first_scales` runs before the first step of delayed scaling.
+
+TE pickles its FP8 state into the state dict (`_extra_state`) and refuses to load such a pickle, which could
+run code from a file. Here the same values are plain tensors. A missing state or another history length is no
+error, so a run can change its precision when it resumes.
+"""
+import gc
+import importlib
+import itertools
+import os
+from contextlib import contextmanager
+
+import torch
+
+try:
+    if os.environ.get("NANOTE_REFERENCE") == "1" or not torch.cuda.is_available():
+        raise ImportError
+    import transformer_engine
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe as recipes
+
+    IS_REFERENCE = False
+except ImportError:  # no GPU: the same modules in plain PyTorch, with emulated FP8
+    import te_reference as recipes
+    import te_reference as te
+
+    IS_REFERENCE = True
+
+RECIPES = ("none", "delayed", "current", "block", "mxfp8", "nvfp4")  # and custom:module.function
+FORMATS = {"delayed": "hybrid", "current": "hybrid", "block": "e4m3", "mxfp8": "e4m3"}  # TE's defaults
+AVAILABLE = {"delayed": te.is_fp8_available, "current": te.is_fp8_available, "mxfp8": te.is_mxfp8_available,
+             "block": te.is_fp8_block_scaling_available, "nvfp4": te.is_nvfp4_available}
+
+
+def describe():
+    """Return the device and the FP8 implementation, in one line."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    if IS_REFERENCE:
+        return f"{device}, FP8 emulated by te_reference"
+    return f"{device}, Transformer Engine {transformer_engine.__version__}"
+
+
+def unsupported_reason(name):
+    """Return TE's reason why this machine does not support the recipe, "" if it does."""
+    if name.startswith("custom:"):
+        return "te_reference does not emulate the quantizers of a custom recipe." if IS_REFERENCE else ""
+    if name == "none":
+        return ""
+    available, reason = AVAILABLE[name](return_reason=True)
+    return "" if available else reason
+
+
+def resolve_format(name, fp8_format="auto"):
+    """Return the format of a recipe: "hybrid" (E4M3 forward, E5M2 backward), "e4m3", or "" if it is fixed."""
+    if name not in FORMATS:
+        return ""
+    return FORMATS[name] if fp8_format == "auto" else fp8_format
+
+
+def make(config):
+    """Return TE's recipe object for config.fp8_recipe, or None for "none".
+
+    - delayed: scale = FP8_MAX / amax / 2**margin, with the amax over a history of steps.
+    - current: the amax of the tensor itself.
+    - block: one scale per 1x128 activations or 128x128 weights.
+    - mxfp8: one power-of-two scale per 32 values (Blackwell).
+    - nvfp4: 4-bit values in blocks of 16 (Blackwell; arXiv:2509.25149).
+    - custom:module.function: TE's CustomRecipe; the function returns the quantizer of each tensor.
+    """
+    name = config.fp8_recipe
+    if name not in RECIPES and not name.startswith("custom:"):
+        raise ValueError(f"--fp8-recipe {name}: unknown; use {', '.join(RECIPES)} or custom:module.function")
+    if reason := unsupported_reason(name):
+        supported = ", ".join(recipe for recipe in RECIPES if not unsupported_reason(recipe))
+        raise ValueError(f"--fp8-recipe {name}: not supported on this machine ({describe()}): {reason} "
+                         f"Use one of {supported}")
+    if name == "none":
+        return None
+    if name == "nvfp4":
+        return recipes.NVFP4BlockScaling()
+    if name.startswith("custom:"):
+        return recipes.CustomRecipe(qfactory=_quantizer_factory(name))
+    format = recipes.Format[resolve_format(name, config.fp8_format).upper()]
+    if name == "current":
+        return recipes.Float8CurrentScaling(fp8_format=format)
+    if name == "block":
+        return recipes.Float8BlockScaling(fp8_format=format)
+    if name == "mxfp8":
+        return recipes.MXFP8BlockScaling(fp8_format=format)
+    return recipes.DelayedScaling(
+        margin=config.fp8_margin, fp8_format=format, amax_history_len=config.fp8_amax_history_len,
+        amax_compute_algo=config.fp8_amax_compute_algo)
+
+
+def _quantizer_factory(name):
+    """Return the function that custom:module.function names."""
+    module_name, _, function_name = name.removeprefix("custom:").rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), function_name)
+    except Exception as error:  # whatever the user's module raises
+        raise ValueError(f"--fp8-recipe {name}: cannot be imported ({type(error).__name__}: {error}); "
+                         "custom:my_recipe.quantizer_for works, with quantizer_for(role) in "
+                         "my_recipe.py") from error
+
+
+def round_up(size, multiple):
+    """Return the smallest multiple of `multiple` that is not below `size`."""
+    return (size + multiple - 1) // multiple * multiple
+
+
+def check_shapes(model_config, micro_batch_size, seq_len, name):
+    """Raise ValueError for a model or a micro-batch that the FP8 GEMMs of the recipe do not support.
+
+    TE requires multiples of 16 tokens, the K dimension of wgrad; the blocks of MXFP8 require 32 everywhere.
+    """
+    width, tokens = getattr(model_config, "n_embd", 0), micro_batch_size * seq_len
+    if name == "mxfp8" and width % 32:  # the model files check for multiples of 16
+        raise ValueError(f"--n-embd {width}: FP8 recipe mxfp8 needs a multiple of 32; {round_up(width, 32)} "
+                         "works")
+    multiple = {"none": 1, "mxfp8": 32}.get(name, 16)
+    if tokens % multiple:
+        better = next(n for n in itertools.count(micro_batch_size) if n * seq_len % multiple == 0)
+        raise ValueError(f"--micro-batch-size {micro_batch_size} x --seq-len {seq_len} = {tokens} tokens: "
+                         f"FP8 recipe {name} needs a multiple of {multiple}; --micro-batch-size {better} "
+                         "works, or --fp8-recipe none")
+
+
+# ---------------------------------------------------------------- the state of delayed scaling
+
+def _scaling_states(model):
+    """Yield (name, state) per module and direction, with state.scale (n,) and state.amax_history (length, n).
+
+    Only of modules with weights: TE has a state for attention too, which runs in high precision here.
+    """
+    for module_name, module in model.named_modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            for key in ("scaling_fwd", "scaling_bwd"):
+                state = getattr(module, "fp8_meta", {}).get(key)
+                if getattr(state, "amax_history", None) is not None:  # None in a custom recipe
+                    yield f"{module_name}.{key}", state
+
+
+def uses_delayed_scaling(model):
+    """Return whether the model trains in FP8 with delayed scaling."""
+    recipe = getattr(model, "fp8_recipe", None)
+    return recipe is not None and getattr(model.config, "use_fp8", False) and recipe.delayed()
+
+
+def is_fresh(model):
+    """Return whether delayed scaling has set no scale yet: there is no state, or every scale is 1."""
+    return all(bool((scaling.scale == 1).all()) for _, scaling in _scaling_states(model))
+
+
+def find_first_scales(model, batches, divisor):
+    """Find the first scales of delayed scaling: four forward and backward passes without an update.
+
+    Scales start at 1, which flushes small gradients to zero, and a GEMM whose gradient is zero passes no amax
+    to the next one. So the first pass finds the scale of lm_head; the second those of proj and fc2, which
+    receive the gradient of the residual; the third those of qkv and fc1 behind them; the fourth those of the
+    residual with the gradients of all branches. Without this a new run would lose its first steps.
+
+    `batches`: micro-batches of a step, of which the first is used; `divisor`: of its loss, as in the step.
+    """
+    for _ in range(4):
+        (model(*batches[0]) / divisor).backward()
+        model.zero_grad(set_to_none=True)
+
+
+def get_state(model):
+    """Return copies of the FP8 state, in float32; empty if delayed scaling has not run.
+
+    Keys: "<module>.scaling_fwd.scale" (n,), "<module>.scaling_fwd.amax_history" (length, n), and scaling_bwd.
+    """
+    state = {}
+    for name, scaling in _scaling_states(model):
+        state[f"{name}.scale"] = scaling.scale.detach().clone()
+        state[f"{name}.amax_history"] = scaling.amax_history.detach().clone()
+    return state
+
+
+def set_state(model, state):
+    """Restore the result of `get_state`. Does nothing unless the model runs with delayed scaling.
+
+    Histories are cut or padded to the recipe's `amax_history_len`; the newest rows are kept.
+    """
+    if not uses_delayed_scaling(model):
+        return
+    modules = dict(model.named_modules())
+    for module_name in sorted({key.rsplit(".scaling_", 1)[0] for key in state}):
+        module = modules.get(module_name)
+        if not hasattr(module, "init_fp8_meta_tensors"):
+            raise ValueError(f"FP8 state of {module_name}: this model has no such module; resume with the "
+                             "model that saved it")
+        module.fp8_meta["num_gemms"] = 2 if hasattr(module, "fc1_weight") else 1
+        module.fp8_meta["recipe"] = model.fp8_recipe
+        module.init_fp8_meta_tensors(model.fp8_recipe)
+    for name, scaling in _scaling_states(model):
+        scale, history = state.get(f"{name}.scale"), state.get(f"{name}.amax_history")
+        if scale is None or history is None:
+            continue
+        if not scale.shape == history.shape[1:] == scaling.scale.shape or not len(history):
+            raise ValueError(f"FP8 state of {name}: scales of shape {tuple(scale.shape)} do not fit this "
+                             f"model's {tuple(scaling.scale.shape)}; resume with the model that saved it")
+        scaling.scale.copy_(scale)
+        scaling.amax_history.zero_()
+        scaling.amax_history[0] = history[0]  # of the current step; of the other rows the last is the newest
+        kept = min(len(history), len(scaling.amax_history)) - 1
+        if kept:
+            scaling.amax_history[-kept:] = history[-kept:]
+
+
+def kept_state(model) -> list:
+    """Return what TE's modules keep between calls: a captured CUDA graph uses these objects' tensors, even if
+    the modules have new ones after a change of the recipe."""
+    names = ("fp8_meta", "quantizers", "_fp8_workspaces")
+    kept = [getattr(module, name, None) for module in model.modules() for name in names]
+    return [dict(state) for state in kept if isinstance(state, dict)]
+
+
+@contextmanager
+def preserved_state(model):
+    """Restore the FP8 state on exit: the amax of an evaluation would affect the next training step."""
+    before = get_state(model)
+    try:
+        yield
+    finally:
+        for name, scaling in _scaling_states(model):
+            scaling.scale.copy_(before.get(f"{name}.scale", torch.ones(())))
+            scaling.amax_history.copy_(before.get(f"{name}.amax_history", torch.zeros(())))
+
+
+@contextmanager
+def turned_off(model):
+    """Run the model in the dtype of its weights, without FP8."""
+    before = getattr(model.config, "use_fp8", False)
+    model.config.use_fp8 = False
+    try:
+        yield
+    finally:
+        model.config.use_fp8 = before
+
+
+def init_master_weights(model, optimizer):
+    """Initialize the float32 masters of FP8 weights with the high-precision initial values, and free those.
+
+    For models built under `quantized_model_init(preserve_high_precision_init_val=True)`. The masters would
+    otherwise start from the dequantized weights.
+    """
+    for parameter in model.parameters():
+        if hasattr(parameter, "get_high_precision_init_val"):
+            optimizer.initialize_state(parameter, False)
+            initial = parameter.get_high_precision_init_val().to(parameter.device).float()
+            optimizer.set_scaled_state(parameter, "master_param", initial)
+            parameter.clear_high_precision_init_val()
+
+
+def forget_models():
+    """Drop TE's global FP8 state of deleted models, between models in one process.
+
+    TE keeps their amax histories and would go on updating them. te_reference does so until Python's garbage
+    collection, which comes at another time on each rank.
+    """
+    gc.collect()
+    if not IS_REFERENCE:
+        from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+        FP8GlobalStateManager.reset()
+        for module in gc.get_objects():
+            if issubclass(type(module), TransformerEngineBaseModule):  # still in use: registers itself again
+                module.fp8_meta.pop(FP8GlobalStateManager.get_buffer_info(), None)

@@ -1,0 +1,280 @@
+"""Token files, and the Loader that reads batches from them.
+
+A token file holds nothing but token ids, uint16 or uint32, with an end-of-text token after each document:
+`data/<name>/{train,val}.bin`, described by `meta.json` with their SHA-256. `nanote/corpus.py` writes them.
+
+A batch is a pure function of (seed, step, rank). The Loader has no state to save, and a resumed run sees the
+same batches as an uninterrupted one; if it has another number of samples a step, the samples that follow.
+"""
+import ctypes
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+FILES = {"train.bin", "val.bin", "meta.json"}
+REMAKE = "make the token files again with data.py --force"
+
+
+# ---------------------------------------------------------------- files
+
+def sha256(path):
+    """Return the SHA-256 of a file in hexadecimal. The file may be larger than memory, but not empty."""
+    return hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
+
+
+def meta_checksum(meta):
+    """Return the SHA-256 of a meta dict without its own "sha256" entry."""
+    text = json.dumps({key: meta[key] for key in meta if key != "sha256"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def open_tokens(folder, split, verify=True):
+    """Return the tokens of `split` ("train" or "val") as a read-only memory map, and meta.json as a dict.
+
+    Raises ValueError unless its length and, with `verify`, its SHA-256 (a second per gigabyte) match.
+    """
+    path, meta_path = Path(folder, f"{split}.bin"), Path(folder, "meta.json")
+    if not meta_path.is_file():
+        raise ValueError(f"{folder}: no token files here (no meta.json); make some, for example with: "
+                         "python data.py stdlib")
+    try:
+        meta = json.loads(meta_path.read_text(encoding="utf-8"))
+        dtype, vocab_size = np.dtype(meta["dtype"]).newbyteorder("<"), meta["vocab_size"]
+        size, checksum = meta[f"{split}_tokens"] * dtype.itemsize, meta[f"{split}_sha256"]
+        has_checksum = "format" in meta or "sha256" in meta  # files of the first version have neither
+        if not 0 <= meta["eot"] < vocab_size or has_checksum and meta["sha256"] != meta_checksum(meta):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{meta_path}: damaged; {REMAKE}") from None
+    if not size or path.stat().st_size != size or verify and sha256(path) != checksum:
+        raise ValueError(f"{path}: empty, truncated or altered: {path.stat().st_size} bytes, but meta.json "
+                         f"says {size} bytes with SHA-256 {checksum}; {REMAKE}")
+    tokens = np.memmap(path, dtype, "r")
+    if verify and tokens.max() >= vocab_size:
+        raise ValueError(f"{path}: holds the token {tokens.max()}, but vocab_size in meta.json is "
+                         f"{vocab_size}; {REMAKE}")
+    return tokens, meta
+
+
+@contextmanager
+def new_folder(out_dir, force):
+    """Yield an empty folder that replaces `out_dir` when the block ends without an exception.
+
+    Kill -9 at any moment leaves the old folder or the new one. Where the file system cannot exchange two
+    folders, a kill between two renames leaves the old one in .<name>.tmp, and the next call puts it back.
+    """
+    target = Path(os.path.realpath(out_dir))  # a link stays, and the folder behind it is replaced
+    if target == Path.cwd() or target.is_mount():
+        raise ValueError(f"{out_dir}: cannot be replaced; name a folder in it, such as {out_dir}/tokens")
+    work = target.with_name(f".{target.name}.tmp")
+    new, old = work / "new", work / "old"
+    work.mkdir(parents=True, exist_ok=True)
+    with open(work / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{out_dir}: another process is writing it; wait for it") from None
+        try:
+            if old.exists() and not target.exists():
+                os.rename(old, target)
+            content = set(os.listdir(target)) if target.exists() else set()
+            if content - FILES:  # --force must not delete what data.py did not write
+                raise ValueError(f"{out_dir}: holds other files than token files; name another --out-dir")
+            if content and not force:
+                raise ValueError(f"{out_dir}: exists; overwrite it with --force, or name another --out-dir")
+            for stale in (new, old):
+                shutil.rmtree(stale, ignore_errors=True)
+            new.mkdir()
+            yield new
+            if not (content and exchange(new, target)):
+                if content:
+                    os.rename(target, old)
+                os.rename(new, target)
+        except OSError as error:
+            reason = error.strerror or error
+            raise OSError(f"{out_dir}: cannot be written ({reason}); name another --out-dir") from error
+        finally:
+            if old.exists() and not target.exists():
+                os.rename(old, target)
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def exchange(first, second):
+    """Exchange two folders in one system call. Return False where there is none."""
+    try:
+        return not ctypes.CDLL(None).renameat2(-100, os.fsencode(first), -100, os.fsencode(second), 2)
+    except AttributeError:  # not Linux, or an old C library
+        return False
+
+
+# ---------------------------------------------------------------- batches
+
+class Loader:
+    """Batches of micro_batch_size x seq_len tokens, as a pure function of (seed, step, rank, ranks.count).
+
+    An epoch visits each window of seq_len + 1 tokens once. Windows overlap by one token: the last label of a
+    window is the first input of the next. Philox with the key (seed, epoch) determines their order and, for
+    `train`, the starting offset. Samples are numbered from the run's first, over all ranks; a micro-batch
+    takes micro_batch_size of them for rank 0, then as many for rank 1, and so on. A thread prefetches the
+    next step's batches, into pinned memory for a GPU.
+
+    With `pack_documents` a batch also says where its documents begin (cu_seqlens), so that attention can be
+    confined to them. A document begins with the end-of-text token before it, as in generation: that token
+    predicts its first token, and its last token predicts the next end of text.
+
+    Args:
+        config: has data, seq_len, micro_batch_size, grad_accum, seed and pack_documents.
+        ranks: has rank and count. Rank 0 verifies the checksum, so that a shared disk is read once.
+
+    Raises ValueError if the files are damaged or the split holds fewer than seq_len + 1 tokens.
+    """
+
+    def __init__(self, config, split, ranks, device="cpu"):
+        self.tokens, self.meta = open_tokens(config.data, split, verify=ranks.rank == 0)
+        length, seq_len = len(self.tokens), config.seq_len
+        if length < seq_len + 1:
+            fitting = (length - 1) // 16 * 16  # FP8 needs a multiple of 16 tokens
+            shorter = f" or --seq-len {fitting}" if fitting else ""
+            raise ValueError(f"{Path(config.data, split)}.bin: {length} tokens, but a context of {seq_len} "
+                             f"needs {seq_len + 1}; use a larger corpus{shorter}")
+        self.split, self.seq_len, self.micro_batch_size = split, seq_len, config.micro_batch_size
+        self.grad_accum, self.seed, self.ranks = config.grad_accum, config.seed, ranks
+        self.max_documents = 0  # in a micro-batch
+        if config.pack_documents:
+            self.max_documents = self.micro_batch_size * max_documents(self.tokens, self.meta["eot"], seq_len)
+        self.device = torch.device(device)
+        # train: one window less, so that any starting offset gives the same number of windows
+        self.num_windows = max(length // seq_len - 1, 1) if split == "train" else (length - 1) // seq_len
+        self._epoch = lru_cache(2)(self._epoch)  # a step may span two epochs
+        self._prefetched = (None, None)  # step, future
+        self._resumed = (1, 0)  # first step and first sample since the last start_at
+        initializer = ()
+        if self.device.type == "cuda":
+            # a new thread starts on GPU 0, where pinning memory would create another CUDA context
+            index = torch.cuda.current_device() if self.device.index is None else self.device.index
+            initializer = (torch.cuda.set_device, (index,))
+        self._thread = ThreadPoolExecutor(1, "loader", *initializer)
+
+    def samples_before(self, step):
+        """Return the number of samples of all ranks before `step`, counted from the run's first."""
+        first_step, first_sample = self._resumed
+        samples_per_step = self.grad_accum * self.micro_batch_size * self.ranks.count
+        return first_sample + (step - first_step) * samples_per_step
+
+    def start_at(self, step, sample):
+        """Let `step` begin with this sample: a resumed run may have another number of samples a step."""
+        self._resumed, self._prefetched = (step, sample), (None, None)
+
+    def batches(self, step):
+        """Return the grad_accum micro-batches (input_ids, labels) of a step, counted from 1.
+
+        Both are int64 (micro_batch_size, seq_len); labels[:, t] is the token after input_ids[:, t]. With
+        pack_documents also cu_seqlens, int32 (max_documents + 1,): the start of each document or part of one
+        in input_ids.flatten(), padded with the length of that tensor, so that every batch has one shape.
+        """
+        prefetched_step, future = self._prefetched
+        if prefetched_step != step:
+            future = self._thread.submit(self._read, step)
+        micro_batches = future.result()
+        self._prefetched = (step + 1, self._thread.submit(self._read, step + 1))
+        batches = []
+        for windows, *packing in micro_batches:
+            windows, *packing = (tensor.to(self.device, non_blocking=True) for tensor in (windows, *packing))
+            batches.append((windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), *packing))
+        return batches
+
+    def evaluation(self, tokens):
+        """Yield (micro-batch, number of labels that count) for `tokens` tokens of the split.
+
+        They are whole windows, spread evenly over the split, or all of it if it holds no more than that. They
+        depend on seq_len and on nothing else: every seed, micro_batch_size and number of ranks evaluates the
+        same labels. Labels that do not count are -100. Every rank gets its part of the windows and the same
+        number of batches, perhaps some in which nothing counts.
+        """
+        total = (len(self.tokens) - 2) // self.seq_len + 1  # the last one may have fewer labels
+        count = min((tokens - 1) // self.seq_len + 1, total)
+        batches = (count - 1) // (self.micro_batch_size * self.ranks.count) + 1
+        for index in range(batches):
+            first = (index * self.ranks.count + self.ranks.rank) * self.micro_batch_size
+            numbers = range(first, first + self.micro_batch_size)
+            starts = [min(number, count - 1) * total // count * self.seq_len for number in numbers]
+            # The last window of the split ends with its last token; its first labels are another window's.
+            moved = [min(start, len(self.tokens) - 1 - self.seq_len) for start in starts]
+            windows, *packing = self._micro_batch(moved)
+            inputs, labels = windows[:, :-1].contiguous(), windows[:, 1:].clone()  # changed below
+            for row, number in enumerate(numbers):
+                labels[row, :starts[row] - moved[row] if number < count else None] = -100
+            batch = [tensor.to(self.device, non_blocking=True) for tensor in (inputs, labels, *packing)]
+            yield batch, int((labels != -100).sum())
+
+    def close(self):
+        self._thread.shutdown(cancel_futures=True)
+
+    def _read(self, step):
+        """Return the micro-batches of a step in host memory."""
+        first = self.samples_before(step) + self.ranks.rank * self.micro_batch_size
+        micro_batches = []
+        for _ in range(self.grad_accum):
+            samples = range(first, first + self.micro_batch_size)
+            micro_batches.append(self._micro_batch([self._window_start(sample) for sample in samples]))
+            first += self.micro_batch_size * self.ranks.count
+        return micro_batches
+
+    def _window_start(self, sample):
+        offset, order = self._epoch(sample // self.num_windows)
+        return offset + order[sample % self.num_windows] * self.seq_len
+
+    def _epoch(self, epoch):
+        """Return (starting offset in tokens, order of the windows).
+
+        Both come from raw bits: numpy guarantees the output of its bit generators, not of its shuffles.
+        """
+        bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64)).random_raw(self.num_windows + 1)
+        room = min(len(self.tokens) - self.num_windows * self.seq_len, self.seq_len)
+        offset = int(bits[0] % np.uint64(room)) if self.split == "train" else 0
+        return offset, np.argsort(bits[1:], kind="stable")
+
+    def _micro_batch(self, starts):
+        """Return the windows that begin with the tokens `starts`, int64 (len(starts), seq_len + 1), and with
+        pack_documents their cu_seqlens."""
+        positions = np.array(starts)[:, None] + np.arange(self.seq_len + 1)
+        windows = torch.from_numpy(self.tokens[positions].astype(np.int64))
+        tensors = [windows]
+        if self.max_documents:
+            documents = document_starts(windows[:, :-1], self.meta["eot"])
+            cu_seqlens = torch.full((self.max_documents + 1,), windows[:, :-1].numel(), dtype=torch.int32)
+            cu_seqlens[:len(documents)] = documents
+            tensors.append(cu_seqlens)
+        return [tensor.pin_memory() for tensor in tensors] if self.device.type == "cuda" else tensors
+
+
+# ---------------------------------------------------------------- packing
+
+def document_starts(input_ids, eot):
+    """Return where documents or parts of one begin in input_ids.flatten(), for input_ids (B, S)."""
+    is_start = input_ids == eot
+    is_start[:, 0] = True  # a row starts a sequence, even inside a document
+    return is_start.flatten().nonzero().flatten()
+
+
+def max_documents(tokens, eot, seq_len):
+    """Return the largest number of documents, whole or partial, in any seq_len consecutive tokens.
+
+    Reads the file once; takes 8 bytes of memory per document.
+    """
+    chunk = 1 << 20
+    ends = np.concatenate([start + np.flatnonzero(tokens[start : start + chunk] == eot)
+                           for start in range(0, len(tokens), chunk)])
+    # The first token of a window always starts a document or a part of one. Each end-of-text token among the
+    # seq_len - 1 tokens after it starts another.
+    counts = np.searchsorted(ends, ends + seq_len - 1) - np.arange(len(ends))
+    return 1 + int(counts.max(initial=0))

@@ -1,0 +1,172 @@
+"""The commands as a user types them: mistakes, signals, closed streams, and what a run records."""
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer_tools import OPTIONS, ROOT, make_tokens, metrics, run_script, run_train
+
+SHORT = f"{OPTIONS} --n-layer 1 --max-steps 2"
+TRAIN = f"{SHORT} --data tokens"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A folder with good token files, a good run, and one example of each kind of bad input."""
+    folder = tmp_path_factory.mktemp("world")
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        make_tokens("tokens")
+        assert run_train(f"{SHORT} --out-dir out/good", "tokens") == 0
+        for name in ("altered", "truncated", "no-val"):
+            shutil.copytree("tokens", name)
+        content = bytearray(Path("altered/train.bin").read_bytes())
+        content[99] ^= 1
+        Path("altered/train.bin").write_bytes(content)
+        os.truncate("truncated/val.bin", os.path.getsize("truncated/val.bin") - 2)
+        Path("no-val/val.bin").unlink()
+        Path("out/empty").mkdir()
+        Path("file.txt").write_text("some text\n")
+        Path("empty.txt").touch()
+        Path("binary.txt").write_bytes(b"\xff\xfe\x00")
+        Path("broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    finally:
+        os.chdir(before)
+    return folder
+
+
+def tree(folder=".") -> dict:
+    """Return all files with their modification times, and all folders."""
+    return {str(path): path.is_file() and path.stat().st_mtime_ns for path in Path(folder).rglob("*")}
+
+
+# ---------------------------------------------------------------- mistakes
+
+@pytest.mark.parametrize("script, arguments, words", [
+    # names and numbers
+    ("train.py", f"{TRAIN} --model best", "best optimized"),
+    ("train.py", f"{TRAIN} --fp8-recipe fp4", "fp4 delayed mxfp8"),
+    ("train.py", f"{TRAIN} --device tpu", "tpu cpu"),
+    ("train.py", f"{TRAIN} --lr 0", "--lr above"),
+    ("train.py", f"{TRAIN} --weight-decay 1e39", "--weight-decay float32"),
+    ("train.py", f"{TRAIN} --optimizer muon --lr 1e308", "--lr float32"),
+    ("train.py", f"{TRAIN} --fp8-margin -1", "--fp8-margin 0"),
+    ("train.py", f"{TRAIN} --fp8-amax-history-len 0", "fp8-amax-history-len 1"),
+    ("train.py", f"{TRAIN} --cuda-graph on", "--cuda-graph GPU"),
+    # shapes
+    ("train.py", f"{TRAIN} --vocab-size 256", "256 288"),
+    ("train.py", f"{TRAIN} --n-head 3", "n_head=3 64"),
+    ("train.py", f"{TRAIN} --n-embd 72", "n_embd 80"),
+    ("train.py", f"{TRAIN} --micro-batch-size 3 --seq-len 20", "60 4"),
+    ("train.py", f"{TRAIN} --seq-len 64 --n-positions 32", "64 32"),
+    ("train.py", f"{TRAIN} --compile", "--compile --fp8-recipe"),
+    # data
+    ("train.py", f"{SHORT} --data nowhere", "nowhere data.py"),
+    ("train.py", f"{SHORT} --data altered", "altered/train.bin"),
+    ("train.py", f"{SHORT} --data truncated", "truncated/val.bin"),
+    ("train.py", f"{SHORT} --data no-val", "no-val/val.bin"),
+    # runs
+    ("train.py", f"{TRAIN} --out-dir out/good", "out/good --resume"),
+    ("train.py", f"{TRAIN} --out-dir file.txt/run", "file.txt"),
+    ("train.py", "--resume --out-dir out/none", "out/none checkpoint"),
+    ("train.py", "--resume --out-dir out/empty", "out/empty checkpoint"),
+    ("train.py", "--resume --out-dir out/good --max-steps 1", "--max-steps 2"),
+    ("train.py", "--config missing.yaml", "missing.yaml"),
+    ("sample.py", "out/none", "out/none checkpoint"),
+    ("sample.py", "out/good --temperature -1", "--temperature -1"),
+    # text
+    ("data.py", "text nothing.txt", "nothing.txt"),
+    ("data.py", "text empty.txt", "empty"),
+    ("data.py", "text binary.txt", "binary.txt UTF-8"),
+    ("data.py", "text broken.jsonl", "broken.jsonl row"),
+    ("data.py", "text file.txt --tokenizer gpt9", "gpt9 byte"),
+    ("data.py", "text file.txt --out-dir tokens", "tokens --force"),
+], ids=lambda value: value.replace(OPTIONS, "")[:60])
+def test_a_mistake_is_one_line_and_writes_nothing(world, monkeypatch, capsys, script, arguments, words):
+    monkeypatch.chdir(world)
+    before = tree()
+    assert run_script(script, shlex.split(arguments)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"{script}: ") and error.count("\n") == 1, error
+    assert all(word in error for word in words.split()), error
+    assert tree() == before
+
+
+@pytest.mark.parametrize("script, arguments, words", [
+    ("train.py", f"{TRAIN} --max-step 1", ["--max-step", "--max-steps"]),
+    ("train.py", "--preset gpt3", ["gpt3", "llama3-8b"]), ("train.py", f"{TRAIN} stray", ["stray"]),
+    ("sample.py", "", ["run"]), ("data.py", "", ["stdlib", "text"])])
+def test_an_unknown_option_is_explained(world, monkeypatch, capsys, script, arguments, words):
+    monkeypatch.chdir(world)
+    before = tree()
+    assert run_script(script, shlex.split(arguments)) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error
+    assert tree() == before
+
+
+# ---------------------------------------------------------------- processes
+
+def start(arguments: str, cwd, **options) -> subprocess.Popen:
+    environment = os.environ | {"NANOTE_REFERENCE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, ROOT / "train.py", *arguments.split()], cwd=cwd, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, **options)
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.5, 1.5])
+def test_ctrl_c_while_importing_prints_no_traceback(world, tmp_path, seconds):
+    process = start(f"{TRAIN} --max-steps 100000 --out-dir {tmp_path}/run", world)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert "Traceback" not in out + error and process.returncode in (-signal.SIGINT, 130, 0)
+
+
+def test_training_goes_on_with_closed_streams(world, tmp_path):
+    command = f"exec {sys.executable} {ROOT}/train.py {TRAIN} --out-dir {tmp_path}/run >&- 2>&-"
+    assert subprocess.run(["bash", "-c", command], cwd=world).returncode == 0
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2]
+
+
+def test_a_reader_that_goes_away_stops_the_run_in_order(world, tmp_path):
+    process = start(f"{TRAIN} --max-steps 100000 --out-dir {tmp_path}/run", world)
+    process.stdout.readline()
+    process.stdout.close()
+    error = process.stderr.read()
+    assert process.wait(timeout=60) in (0, 141) and "Traceback" not in error
+    assert list((tmp_path / "run").glob("step-*/meta.json"))
+
+
+# ---------------------------------------------------------------- what a run records
+
+def test_a_run_is_repeated_from_its_config_json(world, tmp_path, monkeypatch):
+    monkeypatch.chdir(world)
+    assert json.loads(Path("out/good/config.json").read_text())["command"]
+    assert run_train(f"--config out/good/config.json --out-dir {tmp_path}/again") == 0
+    assert metrics(tmp_path / "again") == metrics("out/good")
+
+
+def test_eval_only_prints_the_loss_and_writes_nothing(world, monkeypatch, capsys):
+    monkeypatch.chdir(world)
+    before, logged = tree(), metrics("out/good")[-1]
+    assert run_train("--eval-only --out-dir out/good") == 0
+    assert f"validation loss {logged['val_loss']:.4f} nats a byte" in capsys.readouterr().out
+    assert run_train("--eval-only --out-dir out/good/step-2 --fp8-recipe none") == 0
+    assert f"loss {logged['val_loss_without_fp8']:.4f} nats" in capsys.readouterr().out
+    assert tree() == before
+
+
+def test_printed_commands_quote_paths_with_spaces(world, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(world)
+    assert run_script("train.py", [*shlex.split(TRAIN), "--out-dir", f"{tmp_path}/my run"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "sample.py" in line)
+    command = shlex.split(line[line.index("sample.py"):])
+    assert run_script("sample.py", [*command[1:], "--max-new-tokens", "2"]) == 0

@@ -1,0 +1,229 @@
+"""Options: presets, --config, the options of a checkpoint, numbers out of range; and how a command ends."""
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanote.config import PRESETS, TrainConfig, in_a_line, padded_vocab_size, read_options, run_command
+from trainer_tools import OPTIONS, ROOT, run_train
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tokens):
+    """The folder of a run with checkpoints of steps 2 and 4; copy it before changing it."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    options = "--n-layer 1 --max-steps 4 --checkpoint-interval 2 --eval-interval 0"
+    assert run_train(f"{OPTIONS} {options} --out-dir {run}", tokens) == 0
+    return run
+
+
+def options(text: str) -> TrainConfig:
+    return read_options(text.split())
+
+
+def error_of(text: str, *restarted) -> str:
+    with pytest.raises(ValueError) as error:
+        read_options(text.split(), *restarted)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def rewrite_options(step: Path, **changes) -> None:
+    """Change the options in a checkpoint's meta.json, and its checksum."""
+    path, sums = step / "meta.json", step / "SHA256SUMS"
+    before = hashlib.sha256(path.read_bytes()).hexdigest()
+    meta = json.loads(path.read_text())
+    meta["config"] |= changes
+    path.write_text(json.dumps(meta))
+    sums.write_text(sums.read_text().replace(before, hashlib.sha256(path.read_bytes()).hexdigest()))
+
+
+# ---------------------------------------------------------------- a new run
+
+def test_options_win_over_the_preset():
+    assert options("") == TrainConfig(**PRESETS["tiny"])
+    config = options("--preset gpt2-350m --lr 1e-3 --grad_accum=2 --no-bias --n-kv-head None")
+    expected = TrainConfig(preset="gpt2-350m", **PRESETS["gpt2-350m"])
+    assert config == dataclasses.replace(expected, lr=1e-3, grad_accum=2, bias=False)
+
+
+def test_help_explains_every_option_at_its_preset(capsys):
+    with pytest.raises(SystemExit) as stop:
+        options("--preset gpt2-350m --help")
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and "Peak learning rate. (default: 0.0003)" in text
+    for field in dataclasses.fields(TrainConfig):
+        _, _, after = text.partition(f" --{field.name.replace('_', '-')}")
+        assert "(default:" in after and after.index("(default:") < 400, field.name
+
+
+@pytest.mark.parametrize("name, text", [
+    ("a.yaml", "preset: gpt2-350m\nlr: 6e-5\nuse-qk-norm: true\nn_kv_head: null\ncuda_graph: 'off'\n"),
+    ("a.json", '{"preset": "gpt2-350m", "lr": 6e-5, "use_qk_norm": true, "n_kv_head": null, '
+               '"cuda_graph": "off"}')])
+def test_config_files_lie_between_preset_and_command_line(name, text):
+    Path(name).write_text(text)
+    config = options(f"--config {name} --seed 3 --cuda-graph on")
+    assert (config.preset, config.n_layer, config.lr, config.use_qk_norm, config.n_kv_head) == (
+        "gpt2-350m", 24, 6e-5, True, None)
+    assert (config.seed, config.cuda_graph) == (3, "on")
+    assert options(f"--config {name} --preset tiny").n_layer == 4
+
+
+@pytest.mark.parametrize("text, words", [
+    ("[1, 2]", "holds no options"), ("", "holds no options"), ("a: [", "neither JSON nor YAML"),
+    ("model: mine.py:Net", "pass --model mine.py:Net on the command line"),
+    ("fp8_recipe: custom:evil.f", "pass --fp8-recipe custom:evil.f on the command line"),
+    ("lr: 0", "--lr 0.0: must be above 0")])
+def test_config_files_are_refused_in_one_line(text, words):
+    Path("a.yaml").write_text(text)
+    assert words in error_of("--config a.yaml")
+
+
+def test_an_unknown_option_in_a_file_is_named(capsys):
+    Path("a.yaml").write_text("max_stepz: 3\n")
+    with pytest.raises(SystemExit) as stop:
+        options("--config a.yaml")
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "--max-stepz=3" in said and "--max-steps" in said
+
+
+def test_code_on_the_command_line_is_taken():
+    Path("a.yaml").write_text("model: mine.py:Net\nfp8_recipe: custom:mine.f\n")
+    config = options("--config a.yaml --model mine.py:Net --fp8-recipe=custom:mine.f")
+    assert (config.model, config.fp8_recipe) == ("mine.py:Net", "custom:mine.f")
+
+
+def test_config_json_of_a_run_repeats_it(finished, capsys):
+    config = options(f"--config {finished}/config.json --lr 1e-4")
+    assert (config.n_layer, config.n_embd, config.lr, config.out_dir) == (1, 64, 1e-4, None)
+    old = dataclasses.asdict(config) | {"out_dir": "out/old", "gc_interval": 0, "checkpoint_every": 2}
+    Path("old.json").write_text(json.dumps({"config": old, "command": "train.py", "resumed": []}))
+    capsys.readouterr()
+    assert options("--config old.json") == dataclasses.replace(config, config="old.json")
+    assert capsys.readouterr().out.splitlines() == [
+        "old.json: left out, since this version has no such options: checkpoint_every 2"]
+
+
+@pytest.mark.parametrize("given, words", [
+    ("--max-steps 0", "--max-steps 0: must be at least 1"), ("--lr nan", "--lr nan: must be a number"),
+    ("--weight-decay 1e39", "float32"), ("--optimizer muon --lr 1e308", "float32"),
+    ("--lr -1", "above 0"), ("--warmup-steps -1", "0 or more"), ("--beta2 1", "below 1"),
+    ("--decay-fraction 2", "from 0 to 1"), ("--n-positions 0", "at least 1"), ("--seed -1", "0 or more")])
+def test_numbers_out_of_range_are_refused(given, words):
+    message = error_of(given)
+    assert words in message and message.startswith(given.split()[-2])
+
+
+# ---------------------------------------------------------------- --resume, --eval-only
+
+def test_resume_keeps_the_options_of_the_run(finished):
+    config = options(f"--resume --out-dir {finished} --max-steps 9 --lr 1e-4")
+    assert (config.n_layer, config.dropout, config.max_steps, config.lr) == (1, 0.1, 9, 1e-4)
+    assert (config.resume, config.out_dir, config.config, config.profile) == (True, str(finished), None, None)
+    assert options(f"--eval-only --out-dir {finished}/step-2").out_dir == f"{finished}/step-2"
+
+
+@pytest.mark.parametrize("given, words", [
+    ("--n-layer 3", "--n-layer 3: RUN/step-4 has 1"), ("--optimizer muon", "RUN/step-4 has adamw"),
+    ("--no-bias --use-qk-norm", "--use-qk-norm True: RUN/step-4 has False"),
+    ("--preset gpt2-124m", "--preset gpt2-124m: RUN/step-4 has tiny"),
+    ("--max-steps 3", "--max-steps 3: RUN/step-4 has done 4 steps; pass 8"),
+    ("--out-dir RUN/step-2", "RUN has later checkpoints than step-2")])
+def test_resume_refuses_what_does_not_fit(finished, given, words):
+    message = error_of(f"--resume --out-dir {finished} {given}".replace("RUN", str(finished)))
+    assert words.replace("RUN", str(finished)) in message
+
+
+def test_resume_continues_the_newest_run_of_the_preset(finished):
+    with pytest.raises((ValueError, OSError), match="out/tiny"):
+        options("--resume")
+    for time, name in enumerate(("tiny", "tiny-2", "tiny-other")):
+        shutil.copytree(finished, f"out/{name}")
+        os.utime(f"out/{name}", (time, time))
+    assert options("--resume").out_dir == "out/tiny-2"
+
+
+def test_options_of_version_0_1_are_dropped_or_named(finished, capsys):
+    shutil.copytree(finished, "run")
+    rewrite_options(Path("run/step-4"), nsys=None, eval_steps=None, fused_block=False, max_skipped_steps=3)
+    assert options("--resume --out-dir run").n_layer == 1
+    assert capsys.readouterr().out == ("run/step-4: left out, since this version has no such options: "
+                                       "fused_block False, max_skipped_steps 3\n")
+
+
+@pytest.mark.parametrize("changes, flag", [
+    (dict(fp8_recipe="custom:evil.f"), "--fp8-recipe custom:evil.f"),
+    (dict(model="evil.py:Net"), "--model evil.py:Net")])
+def test_code_is_never_taken_from_a_checkpoint(finished, changes, flag):
+    shutil.copytree(finished, "run")
+    rewrite_options(Path("run/step-4"), **changes)
+    assert f"pass {flag} on the command line" in error_of("--resume --out-dir run")
+    assert f"pass {flag} on the command line" in error_of("--eval-only --out-dir run")
+    moved = flag.replace("evil.py", "moved/evil.py")
+    assert moved.split()[1] in vars(options(f"--resume --out-dir run {moved}")).values()
+
+
+def test_a_restart_by_torchrun_continues_the_same_run(finished):
+    command = "--n-layer 1 --preset tiny --max-steps 9".split()
+    Path("begun").mkdir()
+    assert read_options(command, "begun") == TrainConfig(
+        **PRESETS["tiny"] | {"n_layer": 1, "max_steps": 9, "out_dir": "begun"})
+    config = read_options(command, str(finished))
+    assert (config.resume, config.out_dir, config.n_embd) == (True, str(finished), 64)
+
+
+# ---------------------------------------------------------------- how a command ends
+
+def test_mistakes_are_one_line_and_exit_code_2(capsys):
+    def command(error=None):
+        if error:
+            raise error
+
+    for error, code, line in (
+            (None, 0, ""), (ValueError("a: wrong\nmore"), 2, "x.py: a: wrong\n"),
+            (ValueError(), 2, "x.py: ValueError\n"), (OSError(28, "No space", "f"), 2, "x.py: f: No space\n"),
+            (KeyboardInterrupt(), 130, "x.py: interrupted\n"), (BrokenPipeError(), 141, "")):
+        assert run_command(lambda error=error: command(error), "x.py") == code
+        assert capsys.readouterr().err == line
+    with pytest.raises(RuntimeError):  # not a user's mistake: the traceback is needed
+        run_command(lambda: command(RuntimeError()), "x.py")
+    assert in_a_line(FileNotFoundError(2, "No such file", "a.txt")) == "a.txt: No such file"
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, ROOT)
+from nanote.config import run_command
+def main():
+    print("text")
+    if len(sys.argv) > 1: raise ValueError("wrong")
+sys.exit(run_command(main, "x.py"))"""
+
+
+@pytest.mark.parametrize("command, code, said", [
+    ("x.py mistake 2>&-", 2, ""), ("x.py mistake >&-", 2, "x.py: wrong\n"), ("x.py 2>&- >&-", 0, ""),
+    ("x.py mistake 2>/dev/full", 2, ""), ("x.py mistake >/dev/full", 2, "x.py: wrong\n"),
+    ("x.py >/dev/full", 1, ""), ("-u x.py >/dev/full", 2, "x.py: No space left on device\n"),
+    ("x.py | sleep 0", 1, ""), ("-u x.py | sleep 0", 141, "")])
+def test_closed_or_full_streams_give_no_traceback(command, code, said):
+    Path("x.py").write_text(SCRIPT.replace("ROOT", repr(str(ROOT))))
+    shell = f"set -o pipefail; {sys.executable} {command}"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_vocabularies_are_padded_for_fp8():
+    assert [padded_vocab_size(n) for n in (257, 288, 1025, 50257)] == [288, 288, 1152, 50304]

@@ -1,0 +1,246 @@
+"""CUDA graphs of a training step: the numbers of steps without graphs, and no memory of others touched."""
+import copy
+
+import pytest
+import torch
+
+from nanote import models, recipes
+from nanote.config import TrainConfig
+from nanote.ddp import Gradients, make_gradients
+from nanote.graphs import CudaGraph, is_graphable
+from nanote.optimizers import make_optimizer
+
+gpu = pytest.mark.gpu
+SMALL = dict(n_layer=2, n_head=4, n_embd=256, vocab_size=512, n_positions=128, seq_len=128,
+             micro_batch_size=4)
+
+
+def batch(seed=0, seq_len=128, device="cuda"):
+    tokens = torch.randint(0, 512, (4, seq_len + 1), generator=torch.Generator().manual_seed(seed)).to(device)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+class Training:
+    """A model in training, as the loop of train.py does it."""
+
+    def __init__(self, graphs=True, **options):
+        self.config = TrainConfig(**SMALL | options)
+        torch.manual_seed(0)
+        recipe = recipes.make(self.config)
+        self.model = models.make_model(self.config, torch.device("cuda"), torch.bfloat16, recipe)
+        self.optimizer = make_optimizer(self.model, self.config)
+        self.gradients = make_gradients(self.model, self.optimizer, self.config)
+        if recipes.uses_delayed_scaling(self.model):
+            recipes.find_first_scales(self.model, [batch()], self.config.grad_accum)
+        self.graph, self.update = self.forward_backward, self.update_weights
+        if graphs:
+            self.graph = self.capture()
+            self.update = CudaGraph(self.update_weights) if self.optimizer.capturable else self.update_weights
+
+    def capture(self):
+        return CudaGraph(self.forward_backward, keep=lambda: recipes.kept_state(self.model))
+
+    def forward_backward(self, batch, *, first, last):
+        options = {"is_first_microbatch": first} if self.config.grad_accum > 1 else {}
+        with self.gradients.accumulate(first, last):
+            loss = self.model(*batch, **options) / self.config.grad_accum
+            loss.backward()
+        return loss.detach()
+
+    def update_weights(self):
+        self.gradients.attach()
+        norm = self.optimizer.clip_gradients(1.0)
+        self.optimizer.step(skip=~norm.isfinite())
+        return norm
+
+    def step(self, number, seq_len=128, run=None):
+        """Train one step; return (loss, norm)."""
+        run, count = run or self.graph, self.config.grad_accum
+        self.optimizer.set_lr(1e-3)
+        loss = sum(run(batch(100 * number + i, seq_len), first=i == 0, last=i == count - 1)
+                   for i in range(count))
+        return loss.item(), self.update().item()
+
+
+def trained(training, steps=8):
+    return [figure for number in range(steps) for figure in training.step(number)]
+
+
+RUNS = {
+    "delayed": {}, "bf16": {"fp8_recipe": "none"}, "current": {"fp8_recipe": "current"},
+    "accumulation": {"grad_accum": 5}, "muon": {"optimizer": "muon"}, "te_modules": {"fast_kernels": False},
+    "te_accumulation": {"fast_kernels": False, "grad_accum": 3},
+    "float32_masters": {"param_remainders": False},
+}
+
+
+@gpu
+@pytest.mark.parametrize("run", RUNS)
+def test_graphs_give_the_numbers_of_eager_steps(run):
+    eager, graphed = Training(graphs=False, **RUNS[run]), Training(**RUNS[run])
+    expected = trained(eager)
+    assert trained(graphed) == pytest.approx(expected, rel=2e-4)
+    assert expected[0] != expected[-1]
+
+
+@gpu
+def test_dropout_differs_between_replays():
+    training = Training(dropout=0.5)
+    training.optimizer.set_lr(0.0)
+    losses = {training.graph(batch(), first=True, last=True).item() for _ in range(6)}
+    assert len(losses) == 6
+
+
+@gpu
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_zero_grad_between_steps_changes_nothing(optimizer):
+    expected = trained(Training(optimizer=optimizer))
+    training, found = Training(optimizer=optimizer), []
+    for number in range(8):
+        found.extend(training.step(number))
+        training.model.zero_grad()
+    assert found == pytest.approx(expected, rel=2e-4)
+
+
+@gpu
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_steps_without_graphs_in_between_fit_in(optimizer):
+    expected = trained(Training(optimizer=optimizer))
+    training, found = Training(optimizer=optimizer), []
+    for number in range(8):
+        found.extend(training.step(number, run=training.forward_backward if number % 3 == 0 else None))
+    assert found == pytest.approx(expected, rel=2e-4)
+
+
+@gpu
+def test_steps_of_two_lengths_share_one_model():
+    eager, graphed = Training(graphs=False, optimizer="muon"), Training(optimizer="muon")
+    graphs = {length: graphed.capture() for length in (64, 128)}
+    for number in range(8):
+        length = 64 if number % 2 else 128
+        expected = eager.step(number, length)
+        assert graphed.step(number, length, graphs[length]) == pytest.approx(expected, rel=2e-4)
+
+
+@gpu
+def test_gradients_of_another_backward_pass_are_dropped():
+    expected = trained(Training())
+    training, found = Training(), []
+    for number in range(8):
+        with recipes.preserved_state(training.model):
+            (100 * training.model(*batch(7))).backward()
+        found.extend(training.step(number))
+    assert found == pytest.approx(expected, rel=2e-4)
+
+
+@gpu
+@pytest.mark.parametrize("fast_kernels", [True, False])
+def test_replays_write_no_memory_of_others(fast_kernels):
+    training = Training(grad_accum=3, fast_kernels=fast_kernels)
+    trained(training, 4)
+    model = training.model
+    delayed, model.fp8_recipe = model.fp8_recipe, recipes.make(TrainConfig(fp8_recipe="current"))
+    model.eval()
+    with torch.no_grad():
+        model(*batch())  # Transformer Engine frees what it keeps for the other recipe
+    model.train()
+    model.fp8_recipe = delayed
+    foreign = [torch.full((1 + 3001 * i % 200_000,), float(i), device="cuda") for i in range(1000)]
+    for number in range(4, 8):
+        training.step(number)
+    assert all((tensor == i).all() for i, tensor in enumerate(foreign))
+
+
+@gpu
+def test_a_setting_changed_after_capture_is_harmless():
+    training = Training(fast_kernels=False)
+    expected = trained(Training(fast_kernels=False))
+    found = trained(training, 4)
+    training.model.config.loss_chunks = 2
+    with torch.no_grad(), recipes.preserved_state(training.model):
+        training.model(*batch())
+    found += [figure for number in range(4, 8) for figure in training.step(number)]
+    assert found == pytest.approx(expected, rel=2e-4)
+
+
+@gpu
+def test_recapture_follows_a_change():
+    training = Training(fp8_recipe="none", dropout=0.0)
+    trained(training, 4)
+    for block in training.model.blocks:
+        block.dropout.p = 0.9
+    training.graph.recapture()
+    training.optimizer.set_lr(0.0)
+    losses = {training.graph(batch(), first=True, last=True).item() for _ in range(6)}
+    assert len(losses) == 6
+
+
+@gpu
+def test_another_shape_is_refused():
+    training = Training()
+    trained(training, 3)
+    with pytest.raises(ValueError, match=r"\(4, 64\) int64.*the graph is for.*\(4, 128\)"):
+        training.step(3, seq_len=64)
+
+
+@gpu
+def test_a_step_that_is_not_finite_changes_nothing():
+    training = Training(fp8_recipe="none")
+    trained(training, 4)
+    before = copy.deepcopy(training.model.state_dict())
+    for view in training.gradients.views.values():
+        view.fill_(float("nan"))
+    assert not torch.isfinite(training.update())
+    after = training.model.state_dict()
+    parameters = [name for name, _ in training.model.named_parameters()]
+    assert all(torch.equal(after[name], before[name]) for name in parameters)
+
+
+@gpu
+def test_a_capture_that_fails_names_the_option():
+    def waits(x):
+        return x * x.sum().item()
+
+    graph = CudaGraph(waits)
+    x = torch.ones(3, device="cuda")
+    graph(x), graph(x)
+    with pytest.raises(ValueError, match="pass --cuda-graph off"):
+        graph(x)
+    torch.nn.functional.dropout(x)  # the random generator still works
+
+
+@gpu
+def test_any_function_can_be_replayed():
+    def power(x, *, exponent):
+        return x**exponent
+
+    graph = CudaGraph(power)
+    for _ in range(4):
+        assert graph(torch.tensor([3.0], device="cuda"), exponent=2).item() == 9
+        assert graph(torch.tensor([2.0], device="cuda"), exponent=3).item() == 8
+
+
+def test_on_is_refused_where_graphs_are_impossible():
+    config = TrainConfig(cuda_graph="on")
+    with pytest.raises(ValueError, match="--cuda-graph on: .*leave the option out"):
+        is_graphable(config, torch.device("cpu"))
+    assert not is_graphable(TrainConfig(), torch.device("cpu"))
+
+
+def test_flat_gradients_equal_autograd_over_micro_batches():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
+    unused = torch.nn.Parameter(torch.ones(3))
+    net.register_parameter("unused", unused)
+    inputs = torch.randn(3, 5, 8)
+    for x in inputs:
+        net(x).mean().backward()
+    expected = [p.grad.clone() for p in net.parameters() if p is not unused]
+    gradients = Gradients(net, torch.float32)
+    for number, x in enumerate(inputs):
+        with gradients.accumulate(first=number == 0, last=number == 2):
+            net(x).mean().backward()
+    net.zero_grad()  # of a user's own: the gradients are in the buffers
+    gradients.attach()
+    found = [p.grad for p in net.parameters() if p is not unused]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected)) and unused.grad is None

@@ -1,0 +1,187 @@
+"""nanote/health.py: amax, scale, saturated and flushed shares of each FP8 tensor, and their picture."""
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanote import models, recipes
+from nanote.config import TrainConfig
+from nanote.health import LIMITS, health, plot, watch
+from nanote.logs import read_metrics
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TINY = dict(vocab_size=96, n_positions=64, n_embd=64, n_layer=3, n_head=4, use_fp8=True)
+TOKENS = torch.arange(64, device=DEVICE).view(2, 32) * 7 % 96
+CUSTOM = "custom:transformer_engine.pytorch.custom_recipes.quantizer_factories.current_scaling_factory"
+
+
+def make_recipe(name="delayed"):
+    if recipes.unsupported_reason(name):
+        pytest.skip("this machine does not run it")
+    return recipes.make(TrainConfig(fp8_recipe=name, fp8_amax_history_len=8))
+
+
+def make(name="optimized", recipe="delayed", fp8_param=False, **options):
+    torch.manual_seed(0)
+    recipe, model_config = make_recipe(recipe), models.make_model_config(name, TINY | options)
+    model = models.build_model(name, model_config, device=DEVICE, dtype=torch.float32,
+                               fp8_weights_recipe=recipe if fp8_param else None)
+    model.fp8_recipe = recipe
+    return model
+
+
+def step(model, times=1):
+    for _ in range(times):
+        with torch.autocast("cuda", torch.bfloat16, enabled=DEVICE == "cuda"):
+            loss = model(TOKENS, TOKENS)
+        loss.backward()
+
+
+def look(model):
+    with watch(model):
+        step(model)
+    return health(model)
+
+
+# ---------------------------------------------------------------- the numbers
+
+@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_every_gemm_in_fp8_is_seen(name, skipped):
+    model = make(name, fp8_skip_first=skipped)
+    step(model, 2)
+    found = look(model)
+    assert {module.split(".")[1] for module in found if module.startswith("blocks")} == set("012"[skipped:])
+    for tensors in found.values():
+        gemms = ("fc1_", "fc2_") if "fc1_input" in tensors else ("",)
+        kinds = ("input", "weight", "output_gradient")
+        assert set(tensors) == {gemm + kind for gemm in gemms for kind in kinds}
+        for tensor, values in tensors.items():
+            assert values["amax"] > 0 and values["scale"] > 0
+            assert (values["saturated"] is None) == (tensor in ("fc2_input", "fc1_output_gradient"))
+    assert len(found) >= 3 * (3 - skipped)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"gradient_checkpointing": True}, {"use_rmsnorm": True, "activation": "swiglu", "bias": False}])
+def test_amax_and_scale_are_those_of_delayed_scaling(options):
+    """The scale is that before the step. TE takes amax of a norm's BF16 output, the hook of float32."""
+    model = make(**options)
+    step(model, 2)
+    before = {name: value.clone() for name, value in recipes.get_state(model).items()}
+    found, after = look(model), recipes.get_state(model)
+    for module, tensors in found.items():
+        for tensor, values in tensors.items():
+            gemm, is_gradient = int(tensor.startswith("fc2_")), tensor.endswith("gradient")
+            index = 2 * gemm if is_gradient else 3 * gemm + tensor.endswith("weight")
+            state = f"{module}.scaling_{'bwd' if is_gradient else 'fwd'}"
+            assert values["scale"] == before[f"{state}.scale"][index].item()
+            amax = after[f"{state}.amax_history"][-1, index].item()
+            assert values["amax"] == pytest.approx(amax, rel=1e-6 if recipes.IS_REFERENCE else 2**-8)
+
+
+def test_shares_are_those_of_the_bytes():
+    x = torch.randn(16, 64, device=DEVICE)
+    x[0, :8], x[1, :16], x[2, :4], x[3, :2] = 1000.0, 1e-4, 0.0, 460.0  # scales start at 1; 460 becomes 448
+    model = torch.nn.Sequential(recipes.te.Linear(64, 32, bias=False)).to(DEVICE)
+    with watch(model), recipes.te.autocast(recipe=make_recipe()):
+        model(x)
+    values = health(model)["0"]["input"]
+    quantized = x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    zeroed = ((quantized == 0) & (x != 0)).sum().item()
+    assert (values["amax"], values["scale"], values["saturated"]) == (1000, 1, 8 / 1024)
+    assert zeroed >= 16 and values["flushed"] == pytest.approx(zeroed / (x != 0).sum().item())
+    assert "output_gradient" not in health(model)["0"], "there was no backward pass"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_limits_are_those_of_the_formats(dtype):
+    above, zero = LIMITS[int(torch.finfo(dtype).max)]
+    assert torch.tensor([zero, zero * 1.001]).to(dtype).float().ne(0).tolist() == [False, True]
+    below = torch.tensor(above).nextafter(torch.tensor(0.0))
+    assert below.to(dtype).float() == torch.finfo(dtype).max
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_an_outlier_in_a_weight_is_seen(recipe):
+    """Under delayed scaling it saturates; under current scaling others are flushed to zero."""
+    model = make(recipe=recipe)
+    step(model, 2)
+    quiet = look(model)["blocks.1.attn.proj"]["weight"]
+    with torch.no_grad():
+        weight = model.blocks[1].attn.proj.weight
+        weight[3, 5] = 1000 * weight.abs().max()
+    found = look(model)
+    loud = found["blocks.1.attn.proj"]["weight"]
+    assert found["blocks.0.attn.proj"]["weight"]["amax"] < 1
+    assert loud["amax"] == pytest.approx(1000 * quiet["amax"], rel=2**-7)
+    assert quiet["saturated"] == 0 and quiet["flushed"] < 0.001
+    if recipe == "delayed":
+        assert loud["saturated"] == 1 / 64**2
+    else:
+        assert loud["saturated"] == 0 and loud["flushed"] > 0.005
+
+
+def test_an_outlier_behind_a_norm_is_seen():
+    model = make()
+    step(model, 2)
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.layer_norm_weight[7] *= 1000
+    assert look(model)["blocks.0.attn.qkv"]["input"]["saturated"] > 0.005
+
+
+@pytest.mark.parametrize("recipe, saturated", [("block", 0.0), ("mxfp8", 0.0), (CUSTOM, None)])
+def test_other_recipes_have_an_amax_alone(recipe, saturated):
+    values = look(make(recipe=recipe))["lm_head"]["weight"]
+    assert values["amax"] > 0 and values["scale"] is values["flushed"] is None
+    assert values["saturated"] == saturated
+
+
+def test_weights_kept_in_fp8_have_no_shares():
+    values = look(make(fp8_param=True))["blocks.1.attn.proj"]["weight"]
+    assert values["amax"] > 0 and values["saturated"] is values["flushed"] is None
+
+
+# ---------------------------------------------------------------- what a look leaves behind
+
+def test_watching_changes_nothing():
+    states = []
+    for is_watched in (False, True):
+        model = make()
+        step(model)
+        if is_watched:
+            look(model)
+        else:
+            step(model)
+        states.append(recipes.get_state(model) | {name: p.grad for name, p in model.named_parameters()})
+    exact = 0 if DEVICE == "cpu" else 5e-3  # attention's backward pass sums in any order
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=exact, atol=exact)
+
+
+def test_hooks_go_also_after_an_error():
+    model = make()
+    assert health(model) == {}
+    with pytest.raises(RuntimeError, match="stop"), watch(model):
+        raise RuntimeError("stop")
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+# ---------------------------------------------------------------- the picture
+
+@pytest.mark.parametrize("recipe, value", [
+    ("delayed", None), ("current", None), ("block", None), ("mxfp8", math.nan),
+    ("block", 0.0), ("delayed", math.inf), ("delayed", math.nan), ("current", math.inf), ("current", 0.0)])
+def test_any_model_is_logged_read_and_drawn(tmp_path, recipe, value):
+    model = make(recipe=recipe, n_layer=1)
+    if value is not None:
+        with torch.no_grad():
+            model.blocks[0].attn.proj.weight.fill_(value)
+    records = [{"step": number, "health": look(model)} for number in (100, 200)]
+    log = Path(tmp_path, "fp8_health.jsonl")
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert read_metrics(log) == records
+    plot(read_metrics(log), tmp_path / "fp8_health.png", "run", "auto")
+    assert (tmp_path / "fp8_health.png").read_bytes().startswith(b"\x89PNG")

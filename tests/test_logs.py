@@ -1,0 +1,339 @@
+"""nanote/logs.py and nanote/profiling.py: what a run logs, how fast it is, and traces of its steps."""
+import gzip
+import json
+import math
+import os
+import resource
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanote import logs
+from nanote.parallel import Ranks
+from nanote.profiling import Profiler
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Config:
+    """The options that a log reads."""
+
+    max_steps: int = 100
+    micro_batch_size: int = 2
+    seq_len: int = 8
+    grad_accum: int = 3
+    data: str = "data/small"
+    wandb: str | None = None
+    fp8_format: str = "auto"
+
+
+@pytest.fixture(autouse=True)
+def start(tmp_path, monkeypatch):
+    """A function that starts a log in the folder run."""
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+
+    def start(first_step=1, ranks=Ranks(0, 0, 1), **options):
+        return logs.Log(Config(**options), str(tmp_path / "run"), first_step, None, CPU, ranks)
+
+    return start
+
+
+def train(log, losses, first_step=1, norm=1.0):
+    """Log each of the losses as a step of its own."""
+    for step, loss in enumerate(losses, first_step):
+        log.add(step, torch.tensor(loss), torch.tensor(norm))
+        log.read()
+        log.write(log.record(step, lr=1e-3))
+        log.restart_clock()
+
+
+def losses_of(folder="run"):
+    return [(record["step"], record["loss"]) for record in logs.read_metrics(Path(folder, "metrics.jsonl"))]
+
+
+# ---------------------------------------------------------------- records
+
+def test_a_line_has_the_fields_of_the_contract(start, capsys):
+    log = start()
+    train(log, [4.0, 3.0])
+    log.add(3, torch.tensor(2.0), torch.tensor(0.5))
+    assert log.read() == []
+    log.write(log.record(3, lr=2e-3) | logs.val_record(2.5, {"val_bytes": 100, "val_tokens": 50}))
+    log.close()
+    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [record["loss"] for record in records] == [4, 3, 2]
+    last = records[-1]
+    assert last["val_bits_per_byte"] == pytest.approx(2.5 * 50 / 100 / math.log(2))
+    assert (last["step"], last["lr"], last["grad_norm"], last["skipped"]) == (3, 2e-3, 0.5, 0)
+    assert last["tokens_per_s"] > 0 and last["seconds"] > 0 and last["mfu"] is last["peak_gib"] is None
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("step 3/100  loss 2.0000  grad norm 0.500  lr 2.00e-03  ")
+    assert line.endswith("val loss 2.5000  (1.8034 bits a byte)")
+    assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_rank_0_writes(start, capsys):
+    log = start(ranks=Ranks(1, 1, 2), wandb="project")
+    train(log, [4.0])
+    log.say("text")
+    log.close()
+    assert list(Path("run").iterdir()) == [] and capsys.readouterr().out == ""
+
+
+def test_speed_counts_the_tokens_of_all_ranks(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
+    log = logs.Log(Config(), str(tmp_path / "run"), 1, 1e9, torch.device("cuda"), Ranks(0, 0, 4))
+    for step in (1, 2):
+        log.add(step, torch.tensor(1.0), torch.tensor(1.0))
+        now[0] += 2.0
+    log.read()
+    record = log.record(2, 1e-3)
+    assert record["tokens_per_s"] == 2 * 8 * 3 * 4 * 2 / 4.0
+    assert record["mfu"] == pytest.approx(record["tokens_per_s"] * 1e9 / (4 * 989e12))
+    assert record["peak_gib"] == 3
+    now[0] += 60  # an evaluation
+    log.restart_clock()
+    log.add(3, torch.tensor(1.0), torch.tensor(1.0))
+    now[0] += 1.0
+    log.read()
+    assert log.record(3, 1e-3)["tokens_per_s"] == 2 * 8 * 3 * 4
+
+
+def test_the_time_left_excludes_compilation(start, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    log = start()
+    for step in range(1, 12):
+        now[0] += 1000.0 if step < 5 else 3.0  # capture
+        train(log, [1.0], first_step=step)
+    lines = capsys.readouterr().out.splitlines()
+    assert not any("ETA" in line for line in lines[:4]), "compilation and capture are no measure"
+    assert all(line.endswith("ETA 04:27") for line in lines[10:])  # 89 steps of 3 s
+
+
+# ---------------------------------------------------------------- steps that are not finite
+
+@pytest.mark.parametrize("loss, norm", [(math.nan, 1.0), (2.0, math.inf)])
+def test_a_skipped_step_is_counted_and_said(start, capsys, loss, norm):
+    log = start()
+    train(log, [4.0])
+    log.add(2, torch.tensor(loss), torch.tensor(norm))
+    log.add(3, torch.tensor(3.0), torch.tensor(1.0))
+    log.add(4, torch.tensor(loss), torch.tensor(norm))
+    assert log.read() == [2, 4]
+    record = log.record(4, 1e-3)
+    assert (record["loss"], record["skipped"]) == (3.0, 2)
+    log.add(5, torch.tensor(2.0), torch.tensor(1.0))
+    assert log.read() == [] and log.record(5, 1e-3)["skipped"] == 2
+    said = capsys.readouterr().out
+    assert "step 2: loss " in said and "skipped (2 of 10)" in said
+
+
+def test_more_than_ten_skipped_steps_end_a_run(start):
+    log = start()
+    for step in range(1, 12):
+        log.add(step, torch.tensor(math.nan), torch.tensor(1.0))
+    with pytest.raises(logs.Diverged, match="step 11: loss nan, gradient norm 1.0, after 10 skipped steps"):
+        log.read()
+
+
+def test_a_run_without_a_finite_step_has_diverged(start):
+    log = start(max_steps=2)
+    train(log, [math.nan])
+    assert not Path("run/metrics.jsonl").exists(), "there is no loss to log"
+    log.add(2, torch.tensor(math.nan), torch.tensor(1.0))
+    with pytest.raises(logs.Diverged, match="step 2"):
+        log.read()
+
+
+# ---------------------------------------------------------------- what fails
+
+@pytest.mark.parametrize("room", [0, 10])  # bytes
+def test_a_full_disk_does_not_stop_a_run(start, monkeypatch, capsys, room):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
+    log = start(wandb="mine")
+    train(log, [4.0])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (Path("run/metrics.jsonl").stat().st_size + room, limits[1]))
+    try:
+        train(log, [3.0], first_step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert losses_of() == [(1, 4.0)] and Path("run/metrics.jsonl").read_text().endswith("}\n")
+    train(log, [2.0], first_step=3)
+    assert "step 2: metrics.jsonl is not written: " in capsys.readouterr().out
+    assert losses_of() == [(1, 4.0), (2, 3.0), (3, 2.0)], "written later"
+
+
+def test_a_board_that_fails_does_not_stop_a_run(start, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(os.getcwd())
+    Path("wandb.py").write_text('def init(**options):\n    raise RuntimeError("no account\\nlog in")\n')
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    log = start(wandb="mine")
+    train(log, [4.0])
+    assert "--wandb mine is not written: no account; training continues" in capsys.readouterr().out
+    assert losses_of() == [(1, 4.0)]
+
+
+def test_wandb_gets_the_numbers_and_the_options(start, monkeypatch):
+    monkeypatch.syspath_prepend(os.getcwd())
+    Path("wandb.py").write_text("""
+import json
+class Run:
+    def log(self, scalars, step):
+        print(json.dumps([step, scalars]), file=open("logged", "a"))
+    def finish(self):
+        open("finished", "w")
+def init(**options):
+    json.dump(options, open("options", "w"))
+    return Run()
+""")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    log = start(wandb="mine")
+    train(log, [4.0])
+    log.close()
+    options = json.loads(Path("options").read_text())
+    assert (options["project"], options["name"], options["config"]["seq_len"]) == ("mine", "run", 8)
+    step, scalars = json.loads(Path("logged").read_text())
+    assert step == 1 and scalars["loss"] == 4 and "mfu" not in scalars and Path("finished").exists()
+
+
+def test_tensorboard_shows_the_curves(start):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log = start()
+    train(log, [4.0, 3.0])
+    log.close()
+    scalars = accumulator.EventAccumulator("run/tensorboard").Reload().Scalars("loss")
+    assert [(scalar.step, scalar.value) for scalar in scalars] == [(1, 4.0), (2, 3.0)]
+
+
+def test_a_reader_that_stops_reading_stops_the_run(start, monkeypatch):
+    log, received = start(), []
+    reader, writer = os.pipe()
+    os.close(reader)
+    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+        log.say("line")
+    assert received == [signal.SIGTERM], "as if the user had asked for it"
+
+
+@pytest.mark.parametrize("line, reason", [
+    ("{", "Expecting"), ("[1]", "list"), ('{"loss": 1}', "step"), ("\xff", "utf")])
+def test_a_damaged_log_names_file_and_line(start, line, reason):
+    Path("run/metrics.jsonl").write_bytes(b'{"step": 1, "loss": 4}\n' + line.encode("latin-1") + b"\n")
+    with pytest.raises(ValueError, match=r"^run/metrics\.jsonl:2: damaged .*; remove this line$") as error:
+        logs.read_metrics("run/metrics.jsonl")
+    assert reason in str(error.value)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2"):
+        logs.cut("run", 1)
+
+
+def test_an_incomplete_last_line_is_ignored(start):
+    Path("run/metrics.jsonl").write_text('{"step": 1, "loss": 4}\n{"step": 2, "lo')
+    assert losses_of() == [(1, 4)]
+    logs.cut("run", 2)
+    train(start(first_step=2), [3.0], first_step=2)
+    assert losses_of() == [(1, 4), (2, 3.0)]
+
+
+def test_a_resumed_run_repeats_no_line(start):
+    log = start()
+    train(log, [4.0, 3.0, 2.0])
+    log.write_health(3, {})
+    logs.cut("run", 3)
+    assert losses_of() == [(1, 4.0), (2, 3.0)] and logs.read_metrics("run/fp8_health.jsonl") == []
+    assert sorted(path.name for path in Path("run").glob("*.json*")) == ["fp8_health.jsonl", "metrics.jsonl"]
+    logs.cut("elsewhere", 1)  # a run without logs
+
+
+# ---------------------------------------------------------------- units
+
+def test_many_epochs_are_warned_of_in_one_line():
+    meta = {"train_tokens": 10_000}
+    assert logs.describe_corpus(Config(), meta, 1000) == "data/small: 10,000 tokens, 10 epochs"
+    line = logs.describe_corpus(Config(max_steps=200), meta, 1000)
+    assert "20 epochs" in line and "data.py" in line and "--max-steps 10 " in line and "\n" not in line
+
+
+def test_a_validation_loss_has_its_units():
+    meta = {"tokenizer": "gpt2", "val_tokens": 50, "val_bytes": 200}
+    assert logs.describe_val_loss(2.0, meta).endswith(" 2.0000 nats a token (gpt2), 0.7213 bits a byte")
+    assert logs.describe_val_loss(2.0, {"tokenizer": "byte"}) == "validation loss 2.0000 nats a byte"
+
+
+def test_flops_per_token_by_hand():
+    shape = dict(n_layer=12, n_head=12, n_embd=768, n_positions=1024, vocab_size=50304, tie_embeddings=True)
+    size = 124_475_904
+    found = logs.flops_per_token(SimpleNamespace(**shape), size, 1024)
+    assert found == 6 * (size - 1024 * 768) + 12 * 12 * 768 * 1024
+    shape |= dict(n_layer=2, n_head=4, n_embd=64, vocab_size=288, tie_embeddings=False)
+    llama = SimpleNamespace(**shape, use_rotary=True, head_dim=32)
+    assert logs.flops_per_token(llama, 100_000, 16) == 6 * (100_000 - 288 * 64) + 12 * 2 * 128 * 16
+
+
+@pytest.mark.parametrize("name, tflops", [
+    ("NVIDIA H200", 989), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA L40S", 362),
+    ("NVIDIA L4", 121), ("NVIDIA GB200", 2500)])
+def test_peak_flops_by_name(monkeypatch, name, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert logs.peak_flops(torch.device("cuda")) == tflops * 1e12
+    assert logs.peak_flops(CPU) is None
+
+
+# ---------------------------------------------------------------- --profile
+
+def profile(steps, count=6):
+    profiler = Profiler(steps, "run", CPU)
+    for step in range(1, count + 1):
+        with profiler.step(step):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+    profiler.close()
+
+
+def steps_of_trace():
+    with gzip.open("run/profile/trace.json.gz") as file:
+        names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+    steps = sorted({name for name in names if name.startswith("step ")})
+    assert names.count("aten::mm") == len(steps)
+    return steps
+
+
+def test_a_trace_has_its_steps_and_no_others(capsys):
+    profile("3:4")
+    assert steps_of_trace() == ["step 3", "step 4"]
+    assert "aten::mm" in Path("run/profile/table.txt").read_text()
+    assert "run/profile" in capsys.readouterr().out
+
+
+def test_a_run_that_ends_early_leaves_a_trace():
+    profile("5:90")
+    assert steps_of_trace() == ["step 5", "step 6"]
+
+
+def test_without_the_option_nothing_is_profiled():
+    profile(None)
+    profile("90")
+    assert list(Path("run").iterdir()) == []
+
+
+@pytest.mark.parametrize("steps", ["5:3", "0:3", "three", "3:", "3-5"])
+def test_a_bad_range_is_one_line(steps):
+    with pytest.raises(ValueError, match=f"^--profile {steps}: must be START:STOP, such as 10:12"):
+        Profiler(steps, "run", CPU)
+
+
+def test_a_full_disk_leaves_the_run_alone(capsys):
+    Path("run/profile").write_text("in the way")
+    profile("2")
+    assert "--profile 2: " in capsys.readouterr().out

@@ -1,0 +1,289 @@
+"""recipes: the switch between FP8 recipes, the shapes that they need, and the FP8 state that is saved."""
+import sys
+
+import pytest
+import torch
+
+from nanote import models, recipes
+from nanote.config import TrainConfig
+from nanote.optimizers import make_optimizer
+
+on_reference = pytest.mark.skipif(not recipes.IS_REFERENCE, reason="needs the reference's numbers")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TINY = dict(vocab_size=96, n_positions=64, n_embd=64, n_layer=3, n_head=4, use_fp8=True)
+TOKENS = torch.arange(64, device=DEVICE).view(2, 32) * 7 % 96
+TE_FACTORIES = "custom:transformer_engine.pytorch.custom_recipes.quantizer_factories."
+
+
+def make_recipe(name="delayed", history=8, **options):
+    return recipes.make(TrainConfig(fp8_recipe=name, fp8_amax_history_len=history, **options))
+
+
+def make(name="optimized", recipe="delayed", history=8, **options):
+    torch.manual_seed(0)
+    config = models.make_model_config(name, TINY | options)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    model = models.build_model(name, config, device=DEVICE, dtype=dtype)
+    model.fp8_recipe = make_recipe(recipe, history)
+    return model
+
+
+def step(model, times=1, **options):
+    for _ in range(times):
+        loss = model(TOKENS, TOKENS, **options)
+        loss.backward()
+    return loss.item()
+
+
+# ---- recipes
+
+@pytest.mark.parametrize("name, kind, fp8_format", [
+    ("delayed", "DelayedScaling", "HYBRID"), ("current", "Float8CurrentScaling", "HYBRID"),
+    ("block", "Float8BlockScaling", "E4M3"), ("mxfp8", "MXFP8BlockScaling", "E4M3")])
+def test_a_recipe_by_name(name, kind, fp8_format):
+    if recipes.unsupported_reason(name):
+        pytest.skip("this GPU does not run it")
+    recipe = make_recipe(name)
+    assert (type(recipe).__name__, recipe.fp8_format.name) == (kind, fp8_format)
+    assert type(recipe)().fp8_format == recipe.fp8_format  # TE's own default
+    assert recipes.resolve_format(name) == fp8_format.lower()
+    for chosen in ("hybrid", "e4m3"):
+        assert make_recipe(name, fp8_format=chosen).fp8_format.name.lower() == chosen
+
+
+def test_options_of_delayed_scaling():
+    recipe = make_recipe(history=3, fp8_margin=2, fp8_amax_compute_algo="most_recent")
+    assert (recipe.amax_history_len, recipe.margin, recipe.amax_compute_algo) == (3, 2, "most_recent")
+
+
+def test_none_is_no_recipe_and_has_no_format():
+    assert make_recipe("none") is None
+    assert recipes.resolve_format("none", "hybrid") == recipes.resolve_format("nvfp4", "hybrid") == ""
+
+
+@pytest.mark.parametrize("name", ["fp4", "DelayedScaling", ""])
+def test_an_unknown_recipe_names_those_that_exist(name):
+    with pytest.raises(ValueError, match=f"--fp8-recipe {name}: unknown; use none, delayed, .* or custom:"):
+        make_recipe(name)
+
+
+@on_reference
+@pytest.mark.parametrize("name, reason", [("nvfp4", "emulates FP8 only"), ("custom:math.exp", "quantizers")])
+def test_an_unsupported_recipe_gives_the_reason(name, reason):
+    with pytest.raises(ValueError, match=f"not supported on this machine .CPU.*{reason}.*Use one of none, "):
+        make_recipe(name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_an_unsupported_recipe_gives_tes_reason(name):
+    if not recipes.unsupported_reason(name):
+        pytest.skip("this GPU runs it")
+    with pytest.raises(ValueError, match=f"{torch.cuda.get_device_name()}.*10.0 or higher.*Use one of none"):
+        make_recipe(name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["custom:", "custom:factory", "custom:no_module.f", "custom:broken_module.f",
+                                  "custom:math.no_such_function"])
+def test_a_bad_custom_recipe_is_one_line(name, tmp_path, monkeypatch):
+    (tmp_path / "broken_module.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="cannot be imported.*quantizer_for works") as error:
+        make_recipe(name)
+    assert "\n" not in str(error.value)
+    sys.modules.pop("broken_module", None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("factory, built_in", [("current_scaling_factory", "current"),
+                                               ("float8_block_scaling_factory", "block")])
+def test_a_custom_recipe_trains_as_the_built_in_one(factory, built_in):
+    losses = []
+    for recipe in (TE_FACTORIES + factory, built_in):
+        model = make(recipe=recipe)
+        losses.append([step(model) for _ in range(3)])
+        assert all(p.grad.isfinite().all() for p in model.parameters()) and recipes.get_state(model) == {}
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+
+
+def test_describe_names_the_device_and_the_engine():
+    engine = "te_reference" if recipes.IS_REFERENCE else "Transformer Engine 2"
+    assert engine in recipes.describe() and "\n" not in recipes.describe()
+
+
+@pytest.mark.parametrize("recipe, batch, length, better", [
+    ("delayed", 1, 24, 2), ("current", 3, 8, 4), ("block", 1, 8, 2), ("mxfp8", 1, 16, 2)])
+def test_a_number_of_tokens_that_fp8_cannot_use(recipe, batch, length, better):
+    config = make().config
+    recipes.check_shapes(config, better, length, recipe)
+    recipes.check_shapes(config, batch, length, "none")
+    with pytest.raises(ValueError, match=f"= {batch * length} tokens.*--micro-batch-size {better} works"):
+        recipes.check_shapes(config, batch, length, recipe)
+
+
+def test_mxfp8_needs_a_width_divisible_by_32():
+    config = make(n_embd=48).config
+    recipes.check_shapes(config, 2, 32, "delayed")
+    with pytest.raises(ValueError, match="--n-embd 48: .*64 works"):
+        recipes.check_shapes(config, 2, 32, "mxfp8")
+
+
+# ---- the state of delayed scaling
+
+def test_the_state_goes_to_another_model_as_a_copy():
+    model = make()
+    assert recipes.is_fresh(model) and recipes.get_state(model) == {}
+    step(model, 3)
+    state = recipes.get_state(model)
+    kept = {name: value.clone() for name, value in state.items()}
+    assert set(state) >= {"lm_head.scaling_fwd.scale", "blocks.0.attn.qkv.scaling_bwd.amax_history"}
+    assert all(type(value) is torch.Tensor and value.dtype == torch.float32 for value in state.values())
+    other = make()
+    recipes.set_state(other, state)
+    assert not recipes.is_fresh(other)
+    assert all(torch.equal(value, recipes.get_state(other)[name]) for name, value in state.items())
+    assert step(model) == step(other)
+    assert all(torch.equal(value, kept[name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("length", [1, 3, 8, 12])
+def test_another_history_length_keeps_the_newest_rows(length):
+    model = make(history=8)
+    step(model, 5)
+    state = recipes.get_state(model)
+    other = make(history=length)
+    recipes.set_state(other, state)
+    for name, value in recipes.get_state(other).items():
+        if name.endswith("scale"):
+            assert torch.equal(value, state[name])
+        else:
+            kept = min(length, 8) - 1
+            assert value.shape[0] == length and torch.equal(value[0], state[name][0])
+            assert torch.equal(value[length - kept:], state[name][8 - kept:])
+            assert not value[1:length - kept].any()
+    step(other)
+
+
+def test_other_recipes_ignore_the_state_of_delayed_scaling():
+    model = make()
+    step(model)
+    for recipe, use_fp8 in (("current", True), ("delayed", False)):
+        other = make(recipe=recipe, use_fp8=use_fp8)
+        assert recipes.uses_delayed_scaling(model) and not recipes.uses_delayed_scaling(other)
+        recipes.set_state(other, recipes.get_state(model))
+        assert recipes.get_state(other) == {}
+
+
+@pytest.mark.parametrize("damage", [
+    {"blocks.7.attn.qkv.scaling_fwd.scale": (3,)}, {"lm_head.scaling_fwd.scale": (4,)},
+    {"lm_head.scaling_fwd.amax_history": (8, 2)}, {"lm_head.scaling_fwd.amax_history": (0, 3)}])
+def test_a_state_of_another_model_is_one_line(damage):
+    model = make()
+    step(model)
+    damage = {name: torch.ones(shape) for name, shape in damage.items()}
+    with pytest.raises(ValueError, match="FP8 state of .*; resume with the model that saved it"):
+        recipes.set_state(make(), recipes.get_state(model) | damage)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_preserved_state_restores_the_state(steps):
+    model = make()
+    step(model, steps) if steps else None
+    before = recipes.get_state(model)
+    with recipes.preserved_state(model):
+        step(model, 2)
+        assert not recipes.is_fresh(model)
+    after = recipes.get_state(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert recipes.is_fresh(model) == (steps == 0)
+    assert steps or not any(value.any() for name, value in after.items() if name.endswith("amax_history"))
+
+
+@on_reference
+def test_turned_off_runs_without_fp8_and_restores_it():
+    model, exact = make(), make(use_fp8=False)
+    with pytest.raises(RuntimeError, match="stop"), recipes.turned_off(model):
+        assert torch.equal(model(TOKENS), exact(TOKENS))
+        raise RuntimeError("stop")
+    assert model.config.use_fp8 and not torch.equal(model(TOKENS), exact(TOKENS))
+
+
+def test_first_scales_are_found_by_four_passes():
+    model, by_hand = make(), make()
+    recipes.find_first_scales(model, [(TOKENS, TOKENS), None], 6)
+    for _ in range(4):
+        (by_hand(TOKENS, TOKENS) / 6).backward()
+    expected = recipes.get_state(by_hand)
+    assert all(torch.equal(value, expected[name]) for name, value in recipes.get_state(model).items())
+    assert all(value.ne(1).any() for name, value in expected.items() if name.endswith("bwd.scale"))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_masters_start_from_the_values_before_fp8():
+    config, weights = make().config, []
+    for recipe in (None, make_recipe()):
+        torch.manual_seed(0)
+        model = models.build_model("optimized", config, device=DEVICE, fp8_weights_recipe=recipe)
+        weights.append(model.blocks[0].attn.qkv.weight)
+    state = make_optimizer(model, TrainConfig(fp8_param=True)).state[weights[1]]
+    assert state["master_param"].dtype == torch.float32 and not torch.equal(state["master_param"], weights[1])
+    assert torch.equal(state["master_param"], weights[0])
+
+
+@pytest.mark.gpu
+def test_forgetting_models_keeps_those_that_train():
+    states = []
+    for forget in (False, True):
+        model = make()
+        step(model, 2)
+        if forget:
+            recipes.forget_models()
+        step(model)
+        states.append(recipes.get_state(model))
+        del model
+        recipes.forget_models()
+    assert all(torch.equal(states[1][name], value) for name, value in states[0].items() if "_fwd." in name)
+
+
+# ---- blocks in high precision
+
+@pytest.mark.parametrize("name, options", [*((name, {}) for name in models.MODELS),
+                                           ("optimized", {"gradient_checkpointing": True})])
+def test_skipped_blocks_have_no_fp8_state(name, options):
+    model = make(name, fp8_skip_first=1, fp8_skip_last=1, **options)
+    step(model, 2, is_first_microbatch=True)
+    state = recipes.get_state(model)
+    names = {key.split(".scaling")[0] for key in state}
+    assert {key.split(".")[1] for key in names if key.startswith("blocks")} == {"1"}
+    assert any(key.startswith("lm_head") for key in names)
+    assert all(scale.ne(1).any() for key, scale in state.items() if key.endswith("bwd.scale"))
+
+
+def test_all_blocks_skipped_is_the_model_without_fp8():
+    model, exact = make(fp8_skip_first=3, fp8_lm_head=False), make(use_fp8=False)
+    assert torch.equal(model(TOKENS), exact(TOKENS))
+
+
+def test_checkpointing_changes_nothing_with_skipped_blocks():
+    plain, recomputed = make(fp8_skip_first=1), make(fp8_skip_first=1, gradient_checkpointing=True)
+    for _ in range(3):
+        assert step(plain) == step(recomputed)
+    if recipes.IS_REFERENCE:  # attention's backward pass sums in any order on a GPU
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), recomputed.parameters()))
+
+
+@on_reference
+def test_skipped_blocks_keep_weights_in_high_precision():
+    config = make(fp8_skip_last=1).config
+    model = models.build_model("optimized", config, fp8_weights_recipe=make_recipe())
+    assert [hasattr(block.attn.qkv.weight, "fp8_owner") for block in model.blocks] == [True, True, False]
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("skips, words", [
+    ((-1, 0), "fp8_skip_first=-1: must be from 0 to n_layer=3"), ((0, 4), "fp8_skip_last=4"),
+    ((2, 2), "fp8_skip_first=2: with fp8_skip_last=2 .*; 1 works")])
+def test_skips_out_of_range(name, skips, words):
+    with pytest.raises(ValueError, match=words):
+        make(name, fp8_skip_first=skips[0], fp8_skip_last=skips[1])

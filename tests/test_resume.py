@@ -1,0 +1,133 @@
+"""train.py --resume: after kill -9, with damaged files, from a run of version 0.1, after weights went bad."""
+import multiprocessing
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tqdm import tqdm
+
+from nanote import checkpoint
+from trainer_tools import OPTIONS, metrics, run_train
+
+OLD_RUN = Path(__file__).parent / "data/run-0.1"  # 6 steps of version 0.1, and its checkpoint of step 3
+SHORT = f"{OPTIONS} --max-steps 12 --checkpoint-interval 4 --eval-interval 6 --out-dir run"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, tokens):
+    """The folder of an undisturbed run."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert run_train(SHORT.replace("--out-dir run", f"--out-dir {folder / 'run'}"), tokens) == 0
+    return folder / "run"
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def error_line(capsys):
+    """error_line(): what a command has written to stderr, which must be one line."""
+    def line():
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "Traceback" not in error, error
+        return error
+    return line
+
+
+def tensors(run):
+    """Return the tensors of a run's last checkpoint."""
+    return load_file(next(checkpoint.latest(run).glob("*.safetensors")))
+
+
+def equals(run, whole):
+    one, other = tensors(run), tensors(whole)
+    return metrics(run) == metrics(whole) and all(
+        torch.equal(value, other[name]) for name, value in one.items() if name != "rng0.host")
+
+
+def train_in_fork(*arguments):
+    tqdm.set_lock(threading.RLock())  # processes share tqdm's: one that is killed may hold it
+    os._exit(run_train(*arguments))
+
+
+def logged(count):
+    log = Path("run/metrics.jsonl")
+    return log.exists() and log.read_bytes().count(b"\n") >= count
+
+
+@pytest.mark.parametrize("moment", [
+    lambda: Path("run/step-4").exists() and logged(6), lambda: Path("run/.saving-step-8").exists(),
+    lambda: Path("run/step-8").exists()], ids=["in a step", "in a save", "after a save"])
+def test_a_run_killed_by_kill_9_continues_exactly(tokens, whole, moment):
+    process = multiprocessing.get_context("fork").Process(target=train_in_fork, args=(SHORT, tokens))
+    process.start()
+    while process.is_alive() and not moment():
+        time.sleep(0.0005)
+    process.kill()
+    process.join()
+    assert process.exitcode == -9 and checkpoint.latest("run").name in ("step-4", "step-8")
+    assert run_train("--resume --out-dir run") == 0
+    assert equals("run", whole) and not list(Path("run").glob(".*ing-*"))
+
+
+@pytest.mark.parametrize("name", ["*.safetensors", "meta.json", "SHA256SUMS"])
+def test_a_damaged_file_stops_a_resume_in_one_line(whole, name, error_line):
+    for number in range(6):
+        shutil.copytree(whole, "run", dirs_exist_ok=True)
+        path = next(Path("run/step-12").glob(name))
+        content = bytearray(path.read_bytes())
+        content[len(content) * number // 6] ^= 1 << number
+        path.write_bytes(content if number % 2 else content[:len(content) * number // 6])
+        before = {file: file.read_bytes() for file in Path("run").rglob("*") if file.is_file()}
+        assert run_train("--resume --out-dir run --max-steps 13") == 2
+        assert "run/step-12" in error_line()
+        assert before == {file: file.read_bytes() for file in before}, "nothing has changed"
+    shutil.rmtree("run/step-12")  # as the message says
+    assert run_train("--resume --out-dir run") == 0
+    assert equals("run", whole)
+
+
+def test_a_run_of_version_0_1_continues():
+    shutil.copytree(OLD_RUN, "run")
+    expected = metrics("run")
+    assert run_train("--resume --out-dir run --data run/tokens") == 0
+    found = metrics("run")
+    assert [record["step"] for record in found] == [1, 2, 3, 4, 5, 6]
+    for field in ("loss", "grad_norm", "lr"):
+        assert [r[field] for r in found] == pytest.approx([r[field] for r in expected], rel=1e-5), field
+    assert found[-1]["val_loss"] == pytest.approx(expected[-1]["val_loss"], rel=1e-5)
+
+
+def test_good_weights_stay_when_a_learning_rate_ruins_them(tokens, error_line, capsys):
+    options = f"{OPTIONS} --checkpoint-interval 1 --keep-checkpoints 1 --eval-interval 0 --out-dir run"
+    assert run_train(f"{options} --max-steps 3", tokens) == 0
+    good = tensors("run")
+    capsys.readouterr()
+    assert run_train("--resume --out-dir run --lr 1e38 --max-steps 30") == 1
+    assert "run/step-3" in error_line(), "the last checkpoint after which a step was finite"
+    shutil.rmtree("run/step-4")
+    assert all(torch.equal(value, good[name]) for name, value in tensors("run").items())
+    assert run_train("--resume --out-dir run --lr 1e-3 --max-steps 5") == 0
+    assert metrics("run")[-1]["skipped"] == 0
+
+
+def test_a_run_is_trained_by_one_process(whole, error_line):
+    shutil.copytree(whole, "run")
+    with checkpoint.lock("run"):
+        assert run_train("--resume --out-dir run --max-steps 13") == 2
+        assert "another process trains there" in error_line()
+    assert run_train("--resume --out-dir run --max-steps 13") == 0
+
+
+def test_a_folder_without_a_checkpoint_is_not_resumed(error_line):
+    os.makedirs("run/tensorboard")
+    for folder in ("run", "absent"):
+        assert run_train(f"--resume --out-dir {folder}") == 2
+        assert f"{folder}: holds no checkpoint" in error_line()
