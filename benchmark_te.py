@@ -33,11 +33,10 @@ from typing import Literal
 
 import torch
 
-from bench.compile_modes import run_compile
-from bench.crossover import run_sweep
 from bench.report import check_output
 from bench.speed import run_formats, run_shapes, run_stack
 from bench.step import SHAPES, options_of
+from bench.sweeps import run_compile, run_sweep
 from nanote import recipes
 from nanote.config import PRESETS, TrainConfig, parse, run_command
 from nanote.models import pick_device

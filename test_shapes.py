@@ -9,6 +9,7 @@ pass. The configuration is stricter than TE in one place, on purpose: a vocabula
 where TE trains with any multiple of 16. It is one rule for every recipe, and padding costs little.
 """
 
+import itertools
 import os
 import sys
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if HAS_GPU else "cpu"
 if not HAS_GPU:
     os.environ["NANOTE_REFERENCE"] = "1"  # before the kit's modules choose
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -27,22 +27,19 @@ from bench.report import check_output, write_report
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from nanote import recipes
 from nanote.config import TrainConfig, parse, run_command
+from nanote.recipes import te
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []  # on a GPU these are tests of Transformer Engine
+DEVICE = "cuda" if HAS_GPU else "cpu"
 RECIPES = ("delayed", "current", "block", "mxfp8")
 # (micro-batch, sequence length, width, vocabulary); (7, 24) is what the last batch of an epoch may be
-BATCHES = [(1, 1), (1, 4), (1, 8), (1, 12), (1, 16), (1, 24), (1, 32), (1, 48), (2, 7), (2, 8), (2, 16),
-           (1, 64), (3, 64), (5, 48), (7, 24), (7, 32), (3, 1000), (4, 1000), (1, 1023), (1, 1024)]
-TOKENS = [(batch, length, 64, 96) for batch, length in BATCHES]
+TOKENS = [(batch, length, 64, 96) for batch, length in (
+    (1, 1), (1, 4), (1, 8), (1, 12), (1, 16), (1, 24), (1, 32), (1, 48), (2, 7), (2, 8), (2, 16), (1, 64),
+    (3, 64), (5, 48), (7, 24), (7, 32), (3, 1000), (4, 1000), (1, 1023), (1, 1024))]
 WIDTHS = [(2, 32, width, 96) for width in (8, 16, 24, 32, 40, 48, 72, 80, 96, 120, 128)]
-VOCAB_SIZES = (17, 24, 32, 48, 64, 72, 80, 88, 96, 256, 257, 272, 288, 50257, 50264, 50272, 50304)
-VOCABULARIES = [(2, 32, 64, vocab) for vocab in VOCAB_SIZES]
+VOCABULARIES = [(2, 32, 64, vocab) for vocab in (17, 24, 32, 48, 64, 72, 80, 88, 96, 256, 257, 272, 288,
+                                                 50257, 50264, 50272, 50304)]
 SHAPES = list(dict.fromkeys(TOKENS + WIDTHS + VOCABULARIES))
-
-
-@dataclass
-class Options:
-    json: Path | None = None  # Write the table here.
 
 
 def make_config(shape):
@@ -57,7 +54,7 @@ def refusal(recipe, shape, training):
     batch, length, *_ = shape
     try:
         config = make_config(shape)
-        if training:  # the trainer's check
+        if training:
             recipes.check_shapes(config, batch, length, recipe)
     except ValueError as error:
         return str(error)
@@ -67,8 +64,7 @@ def refusal(recipe, shape, training):
 def run_model(model, inputs, recipe, training):
     """Run forward and, for training, backward under autocast -> the loss."""
     with torch.set_grad_enabled(training):
-        with (torch.autocast(DEVICE, torch.bfloat16, enabled=HAS_GPU),
-              recipes.te.autocast(enabled=True, recipe=recipe)):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=HAS_GPU), te.autocast(True, recipe=recipe):
             loss = model(*inputs).float().square().mean()
         if training:
             loss.backward()
@@ -79,7 +75,6 @@ def failure(recipe, shape, training):
     """Run a shape without checks: return the error in one line, "" if it works."""
     batch, length, width, vocab = shape
     torch.manual_seed(0)
-    te = recipes.te
     try:
         modules = torch.nn.Sequential(
             te.LayerNormLinear(width, 3 * width), te.Linear(3 * width, width),
@@ -93,29 +88,32 @@ def failure(recipe, shape, training):
 
 def measure_row(recipe, shape):
     return dict(zip(("micro_batch", "sequence", "width", "vocab"), shape), recipe=recipe,
-                forward=failure(recipe, shape, training=False) or "works",
-                training=failure(recipe, shape, training=True) or "works",
-                configuration=refusal(recipe, shape, training=True) or "accepts")
+                forward=failure(recipe, shape, False) or "works",
+                training=failure(recipe, shape, True) or "works",
+                configuration=refusal(recipe, shape, True) or "accepts")
 
 
 def text_of(row):
     """Return a line of the printed table."""
     forward, training = ("works" if row[key] == "works" else "fails" for key in ("forward", "training"))
     configuration = "accepts" if row["configuration"] == "accepts" else "refuses"
-    error = row["training"] if training == "fails" else ""
     return (f"{row['micro_batch']:>7} x {row['sequence']:<6} {row['width']:>6} {row['vocab']:>6}  "
-            f"{row['recipe']:8} {forward:8} {training:9} {configuration}  {error[:120]}")
+            f"{row['recipe']:8} {forward:8} {training:9} {configuration}  {row['training'][:120]}")
+
+
+@dataclass
+class Options:
+    json: Path | None = None  # Write the table here.
 
 
 def main(argv=None):
     options = parse(Options, argv, "test_shapes.py", __doc__)
     check_output(options.json)
     print(f"{recipes.describe()}\n batch x sequence  width  vocab  recipe   forward  training  configuration")
-    rows = []
-    for shape in SHAPES:
-        for recipe in (name for name in RECIPES if not recipes.unsupported_reason(name)):
-            rows.append(measure_row(recipe, shape))
-            print(text_of(rows[-1]), flush=True)
+    rows, can_run = [], [name for name in RECIPES if not recipes.unsupported_reason(name)]
+    for shape, recipe in itertools.product(SHAPES, can_run):
+        rows.append(measure_row(recipe, shape))
+        print(text_of(rows[-1]), flush=True)
     write_report("test_shapes.py", argv, {"rows": rows}, options.json)
 
 
@@ -124,9 +122,9 @@ def main(argv=None):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_is_accepted_trains_and_what_is_refused_fails(recipe, shape):
-    if recipes.unsupported_reason(recipe):
-        pytest.skip(recipes.unsupported_reason(recipe))
-    refused, failed = refusal(recipe, shape, training=True), failure(recipe, shape, training=True)
+    if reason := recipes.unsupported_reason(recipe):
+        pytest.skip(reason)
+    refused, failed = refusal(recipe, shape, True), failure(recipe, shape, True)
     if recipe != "mxfp8" and shape[3] % 32 == 16:  # only the model's own rule refuses it
         assert "vocab_size" in refused and not failed
     else:
@@ -144,9 +142,8 @@ def test_what_is_accepted_trains_and_what_is_refused_fails(recipe, shape):
     ((2, 32, 40, 96), "; 48 works", (2, 32, 48, 96)),
     ((2, 32, 64, 50257), "50257 → 50304", (2, 32, 64, 50304))])
 def test_every_refusal_names_a_shape_that_trains(shape, advice, advised):
-    assert advice in refusal("delayed", shape, training=True)
-    assert not refusal("delayed", advised, training=True)
-    assert not failure("delayed", advised, training=True)
+    assert advice in refusal("delayed", shape, True)
+    assert not refusal("delayed", advised, True) and not failure("delayed", advised, True)
 
 
 if __name__ == "__main__":

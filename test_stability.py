@@ -10,7 +10,6 @@ batches. In a cell: how many steps until the loss is back for good within 5 % of
 how far the last tenth's mean loss is from high precision's (BF16 on a GPU, float32 on a CPU) after the same
 disturbance. The disturbances:
 
-- none      nothing, to the end.
 - outlier   one token of a sequence x1000, for one step, where each block's attention output enters its
             projection (the inputs of the other GEMMs come out of a norm). "outlier 1e6": x1,000,000.
 - zeros     a batch of zeros: both embeddings return zeros and all gradients are zero, for one step.
@@ -53,12 +52,13 @@ CAN_RUN = tuple(name for name in stability.FP8_RECIPES if not recipes.unsupporte
 @dataclass
 class Options:
     steps: int = 500 if HAS_GPU else 150  # Of each cell.
-    recipes: tuple[str, ...] = CAN_RUN
+    recipes: tuple[Literal[stability.FP8_RECIPES], ...] = CAN_RUN
     formats: tuple[Literal["hybrid", "e4m3"], ...] = ("hybrid", "e4m3")
     margins: tuple[int, ...] = (0, 1, 2)
     histories: tuple[int, ...] = (1, 16, 1024)  # With the algorithm max; 1 is most_recent, too.
-    disturbances: tuple[str, ...] = stability.DISTURBANCES  # "none" is always among them.
-    model: str = "optimized"  # optimized or te (te.TransformerLayer).
+    disturbances: tuple[Literal[stability.DISTURBANCES], ...] = stability.DISTURBANCES
+    """"none" is always among them."""
+    model: Literal[tuple(stability.MODELS)] = "optimized"  # optimized or te (te.TransformerLayer).
     sizes: tuple[str, ...] = ("4x256",) if HAS_GPU else ("2x64",)  # Layers x width.
     lr: float = 1e-3 if HAS_GPU else 2e-3
     seed: int = 0

@@ -6,8 +6,8 @@
 
 `main` builds the parts and loads a checkpoint; `train` is the loop. Decisions worth knowing:
 - Losses stay on the device between log lines, so that the host does not wait for the GPU.
-- A step whose loss or gradient norm is not finite changes no weight and is counted when losses are read;
-  after more than ten of them the run ends. No checkpoint is written right after such a step.
+- A step whose loss or gradient norm is not finite changes no weight; after more than ten of them the run
+  ends. No checkpoint is written right after such a step.
 - A checkpoint is the last thing that a step does, evaluation leaves the FP8 state as it was, and a resumed
   run cuts its log to the checkpoint. So it repeats the uninterrupted run exactly (bit for bit on the CPU).
 """
@@ -35,7 +35,6 @@ from nanote.ddp import make_gradients
 from nanote.graphs import CudaGraph, is_graphable
 from nanote.health import health, watch
 from nanote.optimizers import make_optimizer
-from nanote.profiling import Profiler
 from nanote.tokens import Loader
 
 
@@ -57,9 +56,6 @@ def main(config: TrainConfig) -> None:
     recipe = recipes.make(config)  # the switch: delayed | current | block | mxfp8 | nvfp4 | none
     model = models.make_model(config, device, dtype, recipe, saved.get("model_config"))
     model = parallel.wrap(model, config)  # ddp | fsdp | hsdp
-    if config.compile and config.fp8_recipe == "delayed":
-        raise ValueError("--compile: Transformer Engine does not support DelayedScaling under torch.compile; "
-                         "use --fp8-recipe current")
     if config.compile:
         model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
     optimizer = make_optimizer(model, config)  # adamw | muon
@@ -72,7 +68,7 @@ def main(config: TrainConfig) -> None:
         if "samples" in saved:  # a step may have another number of samples now
             loader.start_at(saved["step"] + 1, saved["samples"])
     if config.eval_only:
-        loss = evaluate(model, val, config.eval_tokens)
+        loss = evaluate(config, model, val)
         if ranks.rank == 0:
             print(f"{source} on {config.data}: {logs.describe_val_loss(loss, val.meta)}")
         return
@@ -110,18 +106,22 @@ def train(config, ranks, model, optimizer, gradients, loader, val, folder, saved
         update = CudaGraph(update) if optimizer.capturable else update
 
     step, skipped, postponed = saved.get("step", 0), set(), False
-    log = start_log(config, ranks, model, gradients, loader, folder, step + 1)
     saver, stop = checkpoint.Saver(folder, config.keep_checkpoints), parallel.StopRequest()
-    profiler = Profiler(config.profile, folder, loader.device)
+    log = start_log(config, ranks, model, gradients, loader, folder, step + 1)
     model.train()
     with contextlib.ExitStack() as at_end:
-        for part in (loader, val, log, profiler, stop, saver):  # closed in the reverse order
+        for part in (stop, loader, val, log, saver):  # closed in the reverse order
             at_end.callback(part.close)
+        profiled = contextlib.nullcontext
+        if config.profile:
+            from nanote.profiling import Profiler
+
+            profiled = at_end.enter_context(Profiler(config.profile, folder, loader.device)).step
         for step in range(step + 1, config.max_steps + 1):
             lr = learning_rate(step, config)
             optimizer.set_lr(lr)
             batches, measure = loader.batches(step), is_due(step, config.fp8_health_interval)
-            with profiler.step(step), watch(model) if measure else contextlib.nullcontext():
+            with profiled(step), watch(model) if measure else contextlib.nullcontext():
                 run = eager if measure else forward_backward
                 loss = sum(run(b, first=i == 0, last=i == len(batches) - 1) for i, b in enumerate(batches))
                 norm = update()
@@ -169,29 +169,27 @@ def what_is_due(config, step: int, is_stopped: bool) -> tuple[bool, bool, bool]:
 
 
 def learning_rate(step: int, config) -> float:
-    """Return the learning rate of a step, counted from 1: linear warm-up, then the schedule."""
-    height, left = 1.0, config.max_steps - step
-    if config.lr_schedule == "cosine":
-        progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
-        height = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    """Return the learning rate of a step, counted from 1: the lower of linear warm-up and schedule."""
+    height = 1.0
+    if config.lr_schedule == "cosine" and step > config.warmup_steps:
+        progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
+        height = 0.5 * (1 + math.cos(math.pi * progress))
     elif config.lr_schedule == "wsd":
-        height = min(1.0, max(0.0, left / (config.decay_fraction * config.max_steps)))
+        height = min(1.0, (config.max_steps - step) / (config.decay_fraction * config.max_steps))
     rate = config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
-    if step <= config.warmup_steps:  # the lower of both, where a decay begins during the warm-up
-        warm = config.lr * step / config.warmup_steps
-        rate = min(warm, rate) if config.lr_schedule == "wsd" else warm
-    return rate if config.lr_schedule != "constant" or step <= config.warmup_steps else config.lr
+    return min(rate, config.lr * step / max(1, config.warmup_steps))
 
 
 # ---------------------------------------------------------------- evaluation
 
 @torch.no_grad()
-def evaluate(model, loader: Loader, tokens: int) -> float:
-    """Return the mean validation loss in nats per token over `tokens` tokens. The FP8 state is preserved."""
+def evaluate(config, model, loader: Loader) -> float:
+    """Return the mean validation loss in nats per token over --eval-tokens. The FP8 state is preserved."""
     total = torch.zeros(2, dtype=torch.float64, device=loader.device)  # of nats, of tokens
     model.eval()
-    with recipes.preserved_state(model), torch.compiler.set_stance("force_eager"):
-        for batch, counted in loader.evaluation(tokens):
+    uncompiled = torch.compiler.set_stance("force_eager") if config.compile else contextlib.nullcontext()
+    with recipes.preserved_state(model), uncompiled:
+        for batch, counted in loader.evaluation(config.eval_tokens):
             loss = model(*batch)
             if counted:  # the mean over no label may be NaN
                 total[0] += loss.double() * counted
@@ -203,13 +201,13 @@ def evaluate(model, loader: Loader, tokens: int) -> float:
 
 def validation(config, model, loader: Loader, step: int) -> dict:
     """Return the fields of metrics.jsonl that an evaluation gives; after the last step also without FP8."""
-    val_loss = evaluate(model, loader, config.eval_tokens)
+    val_loss = evaluate(config, model, loader)
     if not math.isfinite(val_loss):
         raise logs.Diverged(f"step {step}: validation loss {val_loss}")
     record = logs.val_record(val_loss, loader.meta)
     if step == config.max_steps and config.fp8_recipe != "none" and not config.fp8_param:
         with recipes.turned_off(model):
-            record["val_loss_without_fp8"] = evaluate(model, loader, config.eval_tokens)
+            record["val_loss_without_fp8"] = evaluate(config, model, loader)
     return record
 
 
@@ -246,11 +244,8 @@ def fit_to_data(config, tokens: dict, saved: dict):
 
 
 def needs_first_scales(config, model, saved: dict) -> bool:
-    """Return whether delayed scaling has no scales, or those of a checkpoint do not fit.
-
-    That is so if FP8 has another format or other layers, or if gradients are larger: the loss is the mean
-    over the tokens of a step.
-    """
+    """Return whether delayed scaling has no scales, or those of a checkpoint do not fit: of another format or
+    other layers, or of smaller gradients, since the loss is the mean over the tokens of a step."""
     if not recipes.uses_delayed_scaling(model):
         return False
     now, before = dataclasses.asdict(config), dataclasses.asdict(config) | saved.get("config", {})
@@ -272,7 +267,8 @@ def open_folder(config, first_step: int) -> str:
     elif not config.resume and os.path.lexists(folder) and (
             checkpoint.latest(folder) or os.listdir(folder) and not os.path.exists(f"{folder}/config.json")):
         raise ValueError(f"--out-dir {folder}: exists; resume it with --resume, or name another")
-    logs.cut(folder, first_step)  # also of a run that was killed before its first checkpoint
+    if os.path.isdir(folder):
+        logs.cut(folder, first_step)  # also of a run that was killed before its first checkpoint
     os.makedirs(folder, exist_ok=True)
     options = dataclasses.asdict(config) | {"out_dir": folder, "command": shlex.join(sys.argv)}
     Path(folder, "config.json").write_text(json.dumps(options, indent=2) + "\n")
@@ -281,32 +277,28 @@ def open_folder(config, first_step: int) -> str:
 
 def start_log(config, ranks, model, gradients, loader, folder: str, first_step: int) -> logs.Log:
     """Start the logs of a run, and say what it trains, on what, and how a step runs."""
-    flops = None  # of a model of the user's own
-    if not models.is_file(config.model):
-        size = sum(parameter.numel() for parameter in model.parameters())
-        flops = logs.flops_per_token(model.config, size, config.seq_len)
+    is_own, size = models.is_file(config.model), sum(parameter.numel() for parameter in model.parameters())
+    flops = None if is_own else models.flops_per_token(model.config, size, config.seq_len)
     log = logs.Log(config, folder, first_step, flops, loader.device, ranks)
-    tokens = tokens_per_step(config)
     fp8_format = recipes.resolve_format(config.fp8_recipe, config.fp8_format)
     log.say(f"{folder} from step {first_step}: {config.preset} on {recipes.describe()}, --fp8-recipe "
             f"{config.fp8_recipe} {fp8_format}; {models.describe(model)}")
+    tokens = tokens_per_step(config)
     log.say(f"{logs.describe_corpus(config, loader.meta, tokens)}, {tokens:,} tokens a step")
-    reason = getattr(gradients, "undivided_reason", "")
-    if ranks.count > 1 and reason:
+    if reason := getattr(gradients, "undivided_reason", ""):
         log.say(f"every rank updates all weights, after an all-reduce of their gradients: {reason}")
     return log
 
 
 def describe_run(config, model, loader, step: int, saved: dict) -> dict:
     """Return the run's part of a checkpoint's meta.json. `saved`: that of the checkpoint it continued."""
-    tokens = loader.meta
     kept = {"hf": saved["hf"]} if "hf" in saved else {}  # the source of an imported model
     return kept | {
         "config": dataclasses.asdict(config),
         "model": config.model,
         "model_config": dataclasses.asdict(model.config),
-        "tokenizer": tokens["tokenizer"],
-        "corpus": {name: tokens[name] for name in ("train_sha256", "val_sha256")},
+        "tokenizer": loader.meta["tokenizer"],
+        "corpus": {name: loader.meta[name] for name in ("train_sha256", "val_sha256")},
         "device": recipes.describe(),
         "samples": loader.samples_before(step + 1),
         "tokens_per_step": tokens_per_step(config),
@@ -314,18 +306,21 @@ def describe_run(config, model, loader, step: int, saved: dict) -> dict:
 
 
 def summarize(config, folder: str, step: int) -> None:
-    """Print where everything is, or how to resume a run that was stopped."""
-    own_model = f" --model {shlex.quote(config.model)}" if models.is_file(config.model) else ""
-    place, last = shlex.quote(folder), checkpoint.latest(folder)
-    if step < config.max_steps:
-        print(f"stopped after step {step}; saved {last}; resume with: {torchrun.launcher()} train.py "
-              f"--resume --out-dir {place}{own_model}")
+    """Print how to continue the run, and where everything is."""
+    saved = checkpoint.latest(folder)
+    if saved is None:
+        print(f"{folder}: {step} steps are done, and nothing is saved: --checkpoint-interval 0")
         return
-    print(f"{step} steps are done; continue with: {torchrun.launcher()} train.py --resume "
-          f"--out-dir {place} --max-steps {2 * step}{own_model}\n"
-          f"loss curve   {folder}/loss.png\n"
+    own_model = f" --model {shlex.quote(config.model)}" if models.is_file(config.model) else ""
+    place = shlex.quote(folder)
+    command = f"{torchrun.launcher()} train.py --resume --out-dir {place}{own_model}"
+    if step < config.max_steps:
+        print(f"stopped after step {step}; saved {saved}; resume with: {command}")
+        return
+    print(f"{step} steps are done; continue with: {command} --max-steps {2 * step}\n"
+          f"loss curve   {folder}/loss.png, after the first evaluation\n"
           f"metrics      {folder}/metrics.jsonl, and: tensorboard --logdir {place}/tensorboard\n"
-          f"checkpoint   {last}\n"
+          f"checkpoint   {saved}\n"
           f"text         python sample.py {place}{own_model}")
 
 
@@ -337,7 +332,7 @@ def run(argv=None) -> int:
     try:
         main(config)
     except logs.Diverged as error:
-        print(f"train.py: {error}; the last checkpoint is good; try --lr {config.lr / 3:.1e}, --grad-clip "
+        print(f"train.py: {error}; try --lr {config.lr / 3:.1e}, --grad-clip "
               f"{config.grad_clip / 2 or 1.0} or --fp8-recipe current", file=sys.stderr)
         return 1
     except torch.OutOfMemoryError as error:

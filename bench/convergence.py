@@ -3,19 +3,16 @@
     python data.py packages --tokenizer r50k_base
     python bench/convergence.py --arms bf16 fp8 --seeds 1 2 3    # one run per GPU at a time
     python bench/convergence.py --arms nanogpt --nanogpt nanoGPT    # the folder of a checkout
-    python bench/convergence.py --draw                           # the summary from the runs in the JSON
 
 Arms are named in `ARMS`. Their prefix is the size: none for GPT-2 124M; modern- for its modern block; 350m-;
 small- trains in two minutes on a CPU. `nanogpt` is nanoGPT's model, compiled, with the data, schedule and
 optimizer of all. Every arm trains on the same batches for the same seed, and is evaluated on the same tokens.
-A run that was cut, by Ctrl-C or a machine that went away, continues from its last checkpoint
-in --out-dir. The exit code is 1 if a run failed.
+A run that was cut, by Ctrl-C or a machine that went away, continues from its last checkpoint in --out-dir.
+The exit code is 1 if a run failed.
 
 The JSON has in `command` all commands that added to it, in `corpora` their token files, and a list `runs`, a
-record per evaluation of each completed run: arm, seed, tokens, step, val_loss (nats a token), machine,
-corpus, more, and seconds, the time in training steps alone (without evaluations, checkpoints and the first
-step). Runs on other token files, or with another --more, are refused. From the last records follows the list
-`summary`:
+record per evaluation of each completed run; its seconds are those of training steps alone. Runs on other
+token files, or with another --more, are refused. From the last records follows the list `summary`:
 
 - mean, standard_error: of the final validation loss over the seeds
 - gap_percent, gap_standard_error, gap_interval: of the arm's loss over that of bf16, paired by seed; the last
@@ -47,8 +44,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from bench import convergence_report as report
-from bench.report import check_output, command_line, cpu_name, write_json, write_report
-from nanote.config import parse, read_options, run_command
+from bench.report import check_output, command_line, cpu_name, write_report
+from nanote.config import parse, run_command
 from nanote.logs import read_metrics
 from nanote.tokens import open_tokens
 
@@ -86,10 +83,8 @@ class Options:
     out_dir: Path = Path("out/convergence")  # The runs' folders.
     json: Path = Path("results/convergence.json")  # Read and written.
     evaluations: int = 10  # Of each run.
-    nanogpt: Path | None = None  # Folder of a nanoGPT checkout, for the arm nanogpt.
+    nanogpt: Path = Path("nanoGPT")  # Folder of a nanoGPT checkout, for the arm nanogpt.
     more: str = ""  # More options of train.py, for all arms: --more="--eval-tokens 1000000".
-    draw: bool = False  # Train nothing; summarize the runs of the JSON again.
-
 
 # ---------------------------------------------------------------- one run
 
@@ -107,7 +102,7 @@ def first_options(options: Options, arm: str, seed: int) -> list[str]:
     interval = str(max(1, steps_of(options, arm) // options.evaluations))
     return [*COMMON.split(), *ARMS[name].split(), "--lr", lr, "--seed", str(seed),
             "--max-steps", str(steps_of(options, arm)), "--eval-interval", interval,
-            "--checkpoint-interval", interval, "--data", str(Path(options.data)),
+            "--checkpoint-interval", interval, "--data", options.data,
             "--out-dir", str(folder_of(options, arm, seed)), *options.more.split()]
 
 
@@ -122,13 +117,8 @@ def command_of(options: Options, arm: str, seed: int) -> list[str]:
     return [sys.executable, "train.py", *words]
 
 
-def records_of(folder: Path) -> list[dict]:
-    path = folder / "metrics.jsonl"
-    return read_metrics(path) if path.exists() else []
-
-
 def is_complete(options: Options, arm: str, seed: int) -> bool:
-    records = records_of(folder_of(options, arm, seed))
+    records = read_metrics(folder_of(options, arm, seed) / "metrics.jsonl")
     return bool(records) and records[-1]["step"] >= steps_of(options, arm)
 
 
@@ -138,7 +128,7 @@ def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
     `seconds` sums the steps after the first. An interval at less than half the median speed holds a resume,
     which captures the CUDA graphs again: it counts at the median.
     """
-    records, tokens_per_step = records_of(folder), TOKENS_PER_STEP[report.size_of(arm)]
+    records, tokens_per_step = read_metrics(folder / "metrics.jsonl"), TOKENS_PER_STEP[report.size_of(arm)]
     found, seconds, last_step = [], 0.0, records[0]["step"]
     median = statistics.median(record["tokens_per_s"] for record in records)
     for record in records:
@@ -146,25 +136,12 @@ def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
         seconds += (step - last_step) * tokens_per_step / (speed if speed > median / 2 else median)
         last_step = step
         if "val_loss" in record:
+            losses = {name: record[name] for name in ("val_loss", "val_loss_without_fp8")
+                      if record.get(name) is not None}
             found.append({"arm": arm, "seed": seed, "run_tokens": records[-1]["step"] * tokens_per_step,
-                          "tokens": step * tokens_per_step, "step": step, "val_loss": record["val_loss"],
+                          "tokens": step * tokens_per_step, "step": step, **losses,
                           "seconds": round(seconds, 3)})
-            if record.get("val_loss_without_fp8") is not None:
-                found[-1]["val_loss_without_fp8"] = record["val_loss_without_fp8"]
     return found
-
-
-def check_run(options: Options, arm: str, seed: int) -> None:
-    """ValueError if train.py refuses a run's options, or if the run in its folder was started with others."""
-    words, folder = first_options(options, arm, seed), folder_of(options, arm, seed)
-    if arm.partition("@")[0] != "nanogpt":  # whose file wants NANOGPT
-        read_options(words)
-    note = Path(f"{folder}.options")
-    if any(folder.glob("step-*")) and note.exists() and note.read_text().split() != words:
-        raise ValueError(f"{folder}: was trained with other options, {note}; name another --out-dir and "
-                         "--json, or delete the folder")
-    note.parent.mkdir(parents=True, exist_ok=True)
-    note.write_text(" ".join(words) + "\n")
 
 
 # ---------------------------------------------------------------- all runs
@@ -180,9 +157,8 @@ def train_run(options: Options, arm: str, seed: int, gpu: str) -> str:
     folder = folder_of(options, arm, seed)
     if is_complete(options, arm, seed):
         return ""
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
-    if options.nanogpt:
-        environment["NANOGPT"] = str(options.nanogpt.resolve())
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "NANOGPT": str(options.nanogpt.resolve())}
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.log", "a") as log:
         code = subprocess.run(command_of(options, arm, seed), cwd=ROOT, env=environment, stdout=log,
                               stderr=subprocess.STDOUT).returncode
@@ -223,11 +199,9 @@ def check_options(options: Options) -> None:
     for arm in options.arms:
         if arm.partition("@")[0] not in ARMS:
             raise ValueError(f"--arms {arm}: unknown; the arms are {', '.join(ARMS)}")
-        if arm.startswith("nanogpt") and not (options.nanogpt and (options.nanogpt / "model.py").exists()):
+        if arm.startswith("nanogpt") and not (options.nanogpt / "model.py").exists():
             raise ValueError(f"--arms {arm}: needs a nanoGPT checkout, with its model.py; name its folder "
                              "with --nanogpt")
-    if options.draw and not options.json.exists():
-        raise ValueError(f"--json {options.json}: there is no such file to summarize; leave out --draw")
 
 
 def read_document(options: Options) -> dict:
@@ -236,28 +210,23 @@ def read_document(options: Options) -> dict:
 
 def corpus_of(options: Options) -> tuple[str, dict]:
     """Return the identifier of a corpus, from the checksums of its files, and its entry in `corpora`."""
-    meta = [open_tokens(ROOT / options.data, split, verify=False)[1] for split in ("train", "val")][0]
+    _, meta = open_tokens(ROOT / options.data, "train", verify=False)
     identifier = f"{meta['train_sha256'][:16]}-{meta['val_sha256'][:16]}"
     fields = ("source", "documents", "train_tokens", "val_tokens")
-    return identifier, {"data": str(Path(options.data)), **{name: meta.get(name) for name in fields}}
+    return identifier, {"data": options.data, **{name: meta.get(name) for name in fields}}
 
 
-def check_same_study(options: Options, runs: list[dict], corpus: str) -> None:
-    """ValueError if the arms' results would be averaged with those of another corpus or other options."""
-    others = {(run.get("corpus"), run.get("more", "")) for run in runs} - {(corpus, options.more)}
-    if others:
-        raise ValueError(f"--json {options.json}: has runs on another corpus or with another --more, "
-                         f"{others.pop()}; name another file")
-
-
-def train(options: Options, arms: list[str], argv) -> list[str]:
-    """Train all arms and seeds, and write the JSON after each run; return the errors."""
+def main(argv=None) -> int:
+    options = parse(Options, argv, "bench/convergence.py", __doc__)
+    check_options(options)
+    arms = [arm if "@" in arm else f"{arm}@{options.lr}" for arm in options.arms]
     # seeds outside, so that a study that was cut has all arms of its first seeds
     jobs = [(arm, seed) for seed in options.seeds for arm in arms]
     corpus, description = corpus_of(options)
-    check_same_study(options, read_document(options)["runs"], corpus)
-    for job in jobs:
-        check_run(options, *job)
+    others = {(run.get("corpus"), run.get("more", "")) for run in read_document(options)["runs"]}
+    if others - {(corpus, options.more)}:
+        raise ValueError(f"--json {options.json}: has runs on another corpus or with another --more; "
+                         "name another file")
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
 
     def record(arm: str, seed: int) -> None:
@@ -272,21 +241,9 @@ def train(options: Options, arms: list[str], argv) -> list[str]:
             "corpora": document.get("corpora", {}) | {corpus: description},
             "runs": runs, "summary": report.summarize(runs)}, options.json)
 
-    return train_all(options, jobs, record)
-
-
-def main(argv=None) -> int:
-    options = parse(Options, argv, "bench/convergence.py", __doc__)
-    check_options(options)
-    arms = [arm if "@" in arm else f"{arm}@{options.lr}" for arm in options.arms]
-    errors = [] if options.draw else train(options, arms, argv)
-    if not options.json.exists():
-        raise ValueError(f"{options.json}: no run is complete; see the logs in {options.out_dir}, or run the "
-                         "same command again to continue")
-    document = read_document(options)
-    document["summary"] = report.summarize(document["runs"])
-    write_json(options.json, document)
-    print(report.main_table(document))
+    errors = train_all(options, jobs, record)
+    if options.json.exists():
+        print(report.main_table(read_document(options)))
     for error in errors:
         print(error, file=sys.stderr)
     return 1 if errors else 0

@@ -48,11 +48,9 @@ def final_records(runs: list[dict]) -> dict:
     return final
 
 
-def changes_of(final: dict, arm: str, other: str, tokens: int, field="val_loss",
-               of_other="val_loss") -> list[float]:
-    """Return by how many percent a field of `arm` is above one of `other`, for each seed that both have."""
-    own, others = final[arm, tokens], final.get((other, tokens), {})
-    return [100 * (own[seed][field] / others[seed][of_other] - 1)
+def changes_of(own: dict, others: dict, field="val_loss") -> list[float]:
+    """Return by how many percent a field of a run is above the loss of another, for each seed of both."""
+    return [100 * (own[seed][field] / others[seed]["val_loss"] - 1)
             for seed in sorted(own.keys() & others.keys()) if own[seed].get(field) is not None]
 
 
@@ -63,8 +61,9 @@ def summarize(runs: list[dict]) -> list[dict]:
     final, rows = final_records(runs), []
     for (arm, tokens), by_seed in final.items():
         found = [record["val_loss"] for record in by_seed.values()]
-        changes = changes_of(final, arm, baseline_of(arm), tokens)
-        in_bf16 = changes_of(final, arm, baseline_of(arm), tokens, "val_loss_without_fp8")
+        baseline = final.get((baseline_of(arm), tokens), {})
+        changes = changes_of(by_seed, baseline)
+        in_bf16 = changes_of(by_seed, baseline, "val_loss_without_fp8")
         in_bf16 = in_bf16 if len(in_bf16) == len(changes) else []  # of the same seeds, for comparison
         rows.append({
             "arm": arm, "tokens": tokens, "seeds": len(found), "mean": statistics.mean(found),
@@ -73,28 +72,23 @@ def summarize(runs: list[dict]) -> list[dict]:
             "gap_standard_error": standard_error(changes), "gap_interval": interval_of(changes),
             "gap_without_fp8_percent": statistics.mean(in_bf16) if in_bf16 else None,
             "gap_without_fp8_interval": interval_of(in_bf16),
-            "seconds": median_seconds(by_seed.values(), machine_of(final, baseline_of(arm))),
+            "seconds": median_seconds(by_seed, final, baseline_of(arm)),
         })
     for row in rows:
-        baseline = baseline_of(row["arm"])
-        found = match(row, baseline, rows, final)
-        row["seconds_to_bf16_loss"], row["loss_matched_speedup"], row["loss_matched_interval"] = found
-        nanogpt = baseline.replace("bf16", "nanogpt")  # other sizes have none
-        (_, row["loss_matched_speedup_over_nanogpt"],
-         row["loss_matched_interval_over_nanogpt"]) = match(row, nanogpt, rows, final)
+        for arm, suffix in ((baseline_of(row["arm"]), ""),
+                            (baseline_of(row["arm"]).replace("bf16", "nanogpt"), "_over_nanogpt")):
+            seconds, speedup, interval = match(row, arm, rows, final)
+            row |= {} if suffix else {"seconds_to_bf16_loss": seconds}
+            row |= {f"loss_matched_speedup{suffix}": speedup, f"loss_matched_interval{suffix}": interval}
     return sorted(rows, key=lambda row: row["mean"])
 
 
-def machine_of(final: dict, arm: str) -> str | None:
-    """Return the model of GPU, or CPU, that trained most runs of an arm; None if it has none."""
-    machines = [record.get("machine") for (name, _), by_seed in final.items() if name == arm
-                for record in by_seed.values()]
-    return statistics.mode(machines) if machines else None
-
-
-def median_seconds(records, machine: str | None) -> float | None:
-    """Return the median training time of the runs on a model of GPU, None if there are none."""
-    seconds = [record["seconds"] for record in records if machine in (None, record.get("machine"))]
+def median_seconds(by_seed: dict, final: dict, baseline: str) -> float | None:
+    """Return the median training time of the runs on the machine that trained most runs of `baseline`."""
+    machines = [record.get("machine") for (name, _), records in final.items() if name == baseline
+                for record in records.values()]
+    seconds = [record["seconds"] for record in by_seed.values()
+               if not machines or record.get("machine") == statistics.mode(machines)]
     return statistics.median(seconds) if seconds else None
 
 
@@ -105,25 +99,25 @@ def match(row: dict, baseline: str, rows: list[dict], final: dict) -> tuple:
     The gap, over the seeds of both arms, is turned into tokens by how much the loss falls from one length of
     row's arm to its next, over the seeds of both lengths. None if the loss is not between these lengths.
     """
-    nothing = None, None, None
     other = next((r for r in rows if (r["arm"], r["tokens"]) == (baseline, row["tokens"])), None)
-    lengths = [r["tokens"] for r in rows if r["arm"] == row["arm"] and r["tokens"] != row["tokens"]]
-    is_switched = any("switch_step" in record for record in final[row["arm"], row["tokens"]].values())
-    if row["seconds"] is None or is_switched:  # of the part after the switch only
-        return nothing
+    own = final[row["arm"], row["tokens"]]
+    is_switched = any("switch_step" in record for record in own.values())  # seconds are of a part
+    if is_switched or not other or not row["seconds"] or not other["seconds"]:
+        return None, None, None
     if other is row:
         return row["seconds"], 1.0, None
-    if other is None or other["seconds"] is None or not lengths:
-        return nothing
+    lengths = [r["tokens"] for r in rows if r["arm"] == row["arm"] and r is not row]
+    if not lengths:
+        return None, None, None
     nearest = min(lengths, key=lambda tokens: abs(math.log(tokens / row["tokens"])))
 
     def above(arm, tokens):
-        own, others = final[row["arm"], row["tokens"]], final[arm, tokens]
+        others = final[arm, tokens]
         return [own[seed]["val_loss"] - others[seed]["val_loss"] for seed in own if seed in others]
 
     differences, falls = above(baseline, row["tokens"]), above(row["arm"], nearest)
     if not differences or not falls or not 0 <= statistics.mean(differences) / statistics.mean(falls) <= 1:
-        return nothing
+        return None, None, None
 
     def seconds(gap):
         return row["seconds"] * (nearest / row["tokens"]) ** (gap / statistics.mean(falls))
@@ -136,8 +130,7 @@ def match(row: dict, baseline: str, rows: list[dict], final: dict) -> tuple:
 def with_interval(mean, interval) -> str:
     if mean is None:
         return ""
-    numbers = [f"{round(value, 2) + 0.0:+.2f}" for value in (mean, *(interval or []))]  # no -0.00
-    return numbers[0] + (f" ({numbers[1]} to {numbers[2]})" if interval else "")
+    return f"{mean:+.2f}" + (f" ({interval[0]:+.2f} to {interval[1]:+.2f})" if interval else "")
 
 
 def main_table(result) -> str:

@@ -7,11 +7,12 @@ before is gone. A row has milliseconds per step (median and slowest of 20), the 
 the peak of memory that the allocator reserved on the GPU, which is what decides about an out-of-memory error.
 """
 
-import json
-import subprocess
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -33,13 +34,12 @@ SWITCHES = {  # name -> options of train.py
     "loss in 4 chunks": {"loss_chunks": 4},
     "Transformer Engine's modules": {"fast_kernels": False},
 }
-FIGURES = "figures: "  # starts the line with which the measuring process prints its row
 
 
 @dataclass
 class Options:
-    shapes: tuple[str, ...] = ("124m-b32", "c4096")  # Shapes of benchmark_te.py.
-    switches: tuple[str, ...] = tuple(SWITCHES)
+    shapes: tuple[Literal[tuple(step.SHAPES)], ...] = ("124m-b32", "c4096")  # Shapes of benchmark_te.py.
+    switches: tuple[Literal[tuple(SWITCHES)], ...] = tuple(SWITCHES)
     json: Path | None = None  # Write the rows here; those of other shapes and switches in the file stay.
 
 
@@ -49,21 +49,10 @@ def measure_switch(shape, switch) -> dict:
     config = step.make_config(step.SHAPES[shape] | SWITCHES[switch], device)
     if config.offload_activations == "half":
         config.offload_activations = config.n_layer // 2
-    figures, _ = measure.measure("fp8", config, device, 20, phases=0)
-    names = ("ms", "slowest_ms", "tokens_per_s", "cuda_graph", "peak_gib")
-    return {"shape": shape, "switch": switch, **{name: figures[name] for name in names},
+    figures, _ = measure.attempt("fp8", config, device, 20, phases=0)
+    names = ("ms", "slowest_ms", "tokens_per_s", "cuda_graph", "peak_gib", "error")
+    return {"shape": shape, "switch": switch, **{name: figures[name] for name in names if name in figures},
             "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
-
-
-def measure_in_process(shape, switch) -> dict:
-    """Measure one switch in a new process; return its row, with stderr's last line as the error."""
-    command = [sys.executable, __file__, "--one", shape, switch]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    for line in done.stdout.splitlines():
-        if line.startswith(FIGURES):
-            return json.loads(line.removeprefix(FIGURES))
-    reason = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
-    return {"shape": shape, "switch": switch, "error": reason}
 
 
 def print_row(row, base):
@@ -78,19 +67,14 @@ def print_row(row, base):
 
 
 def main(argv=None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["--one"]:
-        return print(FIGURES + json.dumps(measure_switch(*argv[1:])))
     options = parse(Options, argv, "bench/memory.py", __doc__)
-    for name, known in (("shapes", step.SHAPES), ("switches", SWITCHES)):
-        for unknown in set(getattr(options, name)) - set(known):
-            raise ValueError(f"--{name} {unknown!r}: unknown; use {', '.join(map(repr, known))}")
     rows = Rows(options.json, ("shape", "switch"), "bench/memory.py", argv)
     if recipes.IS_REFERENCE:
         raise ValueError("memory is measured on a GPU with Transformer Engine, and there is none here")
     for shape in options.shapes:
         for switch in dict.fromkeys(["defaults", *options.switches]):  # times are compared within a run
-            row = measure_in_process(shape, switch)
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                row = process.submit(measure_switch, shape, switch).result()
             if switch == "defaults":
                 base = None if "error" in row else row
             rows.add(row | {"defaults_ms": base and base["ms"]})

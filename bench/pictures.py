@@ -18,9 +18,11 @@ from bench.convergence_report import interval_of
 from nanote import health
 from nanote.config import run_command
 
-SHAPE_NAMES = {"124m-b32": "GPT-2 124M, 32 × 1,024 tokens a step"}
-LOSS_ARMS = {"bf16": ("BF16", "tab:blue"), "fp8": ("FP8, delayed scaling", "tab:orange"),
-             "nanogpt": ("nanoGPT, compiled", "tab:red")}
+LOSS_TOKENS = 100_007_936  # of the runs in the picture of the loss
+LOSS_ARMS = {  # arm -> label, color
+    "bf16@1.2e-3": ("BF16", "tab:blue"), "fp8@1.2e-3": ("FP8, delayed scaling", "tab:orange"),
+    "nanogpt@1.2e-3": ("nanoGPT, compiled", "tab:red"),
+}
 ATTENTION_KERNELS = {  # name of a row -> label, color
     "by hand": ("by hand", "silver"), "SDPA, FlashAttention 2": ("FlashAttention 2, of PyTorch", "tab:gray"),
     "SDPA, cuDNN": ("cuDNN, of PyTorch and TE", "tab:cyan"), "flash-attn 4": ("FlashAttention 4", "tab:blue"),
@@ -45,7 +47,6 @@ def draw_stack(rows, path):
     """Draw a bar per change of benchmark_te.py --stack: tokens per second."""
     from matplotlib.patches import Patch
 
-    rows = [row for row in rows if "error" not in row]
     figure, axes = make_figure(10, 4.6)
     bars = axes.bar([row["label"] for row in rows], [row["tokens_per_s"] / 1e3 for row in rows],
                     color=["tab:gray" if row["arm"].startswith("plain") else "tab:green" for row in rows])
@@ -56,25 +57,18 @@ def draw_stack(rows, path):
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(y=0.15)
     axes.set(ylabel="thousand tokens/s")
-    keys = {"tab:gray": "plain PyTorch", "tab:green": "with Transformer Engine"}
-    axes.legend(handles=[Patch(color=color, label=label) for color, label in keys.items()], frameon=False,
-                loc="upper left", title="+: added to the bar before")
-    axes.set_title(f"{SHAPE_NAMES[rows[0]['shape']]}; {origin(rows)}", fontsize=9, color="dimgray")
+    keys = [Patch(color="tab:gray", label="plain PyTorch"),
+            Patch(color="tab:green", label="with Transformer Engine")]
+    axes.legend(handles=keys, frameon=False, loc="upper left", title="+: added to the bar before")
+    axes.set_title(f"GPT-2 124M, 32 × 1,024 tokens a step; {origin(rows)}", fontsize=9, color="dimgray")
     figure.savefig(path, dpi=130)
 
 
-def best_rate(summary) -> str:
-    """Return the learning rate that is best for BF16 at 124M, such as "@1.2e-3", of its shortest runs."""
-    rows = [row for row in summary if row["arm"].startswith("bf16@")]
-    best = min(rows, key=lambda row: (row["tokens"], row["mean"]))["arm"]
-    return best.removeprefix("bf16")
-
-
-def evaluations_of(runs, arm, tokens) -> list[list[dict]]:
+def evaluations_of(runs, arm) -> list[list[dict]]:
     """Return the records of each evaluation that at least three seeds of an arm have, in order."""
     by_step = {}
     for record in runs:
-        if (record["arm"], record["run_tokens"]) == (arm, tokens) and record["step"] > 1:
+        if (record["arm"], record["run_tokens"]) == (arm, LOSS_TOKENS) and record["step"] > 1:
             by_step.setdefault(record["step"], []).append(record)
     return [by_step[step] for step in sorted(by_step) if len(by_step[step]) > 2]
 
@@ -83,20 +77,17 @@ def draw_loss(result, path):
     """Draw the validation loss against tokens and against seconds: mean over seeds, and its 95 % interval."""
     from matplotlib.patches import Patch
 
-    rate = best_rate(result["summary"])
-    tokens = min(row["tokens"] for row in result["summary"] if row["arm"] == f"bf16{rate}")
     figure, both = make_figure(11, 4.6, 1, 2, sharey=True)
     machines, seeds = set(), set()
     for arm, (label, color) in LOSS_ARMS.items():
-        evaluations = evaluations_of(result["runs"], arm + rate, tokens)
+        evaluations = evaluations_of(result["runs"], arm)
         machines |= {record["machine"] for records in evaluations for record in records}
         seeds.add(len(evaluations[-1]))
         losses = [[record["val_loss"] for record in records] for records in evaluations]
         for axes, unit, scale in zip(both, ("tokens", "seconds"), (1e-6, 1)):
             x = [scale * statistics.mean(record[unit] for record in records) for records in evaluations]
             # markers: between evaluations the loss falls less evenly than the line
-            axes.plot(x, [statistics.mean(values) for values in losses], marker="o", ms=4, color=color,
-                      label=label)
+            axes.plot(x, list(map(statistics.mean, losses)), marker="o", ms=4, color=color, label=label)
             axes.fill_between(x, *zip(*map(interval_of, losses)), color=color, alpha=0.25, lw=0)
     for axes, label in zip(both, ("million tokens", f"seconds of training on one {', '.join(machines)}")):
         axes.set_xlabel(label, fontsize=12)
@@ -105,8 +96,7 @@ def draw_loss(result, path):
     handles = both[0].get_legend_handles_labels()[0]
     handles.append(Patch(color="gray", alpha=0.3, label="95 % interval of the mean"))
     both[0].legend(handles=handles, fontsize=11, frameon=False, loc="upper right")
-    count = " to ".join(str(n) for n in sorted({min(seeds), max(seeds)}))
-    figure.suptitle(f"GPT-2 124M, mean of {count} seeds", fontsize=12)
+    figure.suptitle(f"GPT-2 124M, mean of {min(seeds)} to {max(seeds)} seeds", fontsize=12)
     figure.savefig(path, dpi=130)
 
 
@@ -116,20 +106,18 @@ def draw_crossover(rows, path):
     from matplotlib.colors import TwoSlopeNorm
 
     widths, tokens = (sorted({row[key] for row in rows}) for key in ("width", "tokens"))
-    values = [row[name] for row in rows for name in ("eager", "graph") if row[name]]
-    norm = TwoSlopeNorm(1.0, min(*values, 0.99), max(*values, 1.01))
+    values = [row[name] for row in rows for name in ("eager", "graph")]
+    norm = TwoSlopeNorm(1.0, min(values), max(values))
     figure, both = make_figure(12.5, 5.4, 1, 2, sharey=True)
     titles = {"eager": "Python launches every kernel", "graph": "each step is one CUDA graph"}
     for axes, (name, title) in zip(both, titles.items()):
-        ratio = np.full((len(widths), len(tokens)), np.nan)
+        ratio = np.empty((len(widths), len(tokens)))
         for row in rows:
-            ratio[widths.index(row["width"]), tokens.index(row["tokens"])] = row[name] or np.nan
+            ratio[widths.index(row["width"]), tokens.index(row["tokens"])] = row[name]
         image = axes.imshow(ratio, origin="lower", cmap="RdBu", norm=norm, aspect="auto")
-        for y, x in np.ndindex(ratio.shape):
-            value = ratio[y, x]
-            dark = not 0.15 < norm(1.0 if np.isnan(value) else value) < 0.85
-            axes.text(x, y, "" if np.isnan(value) else f"{value:.2f}", ha="center", va="center", fontsize=11,
-                      color="white" if dark else "black")
+        for (y, x), value in np.ndenumerate(ratio):
+            axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=11,
+                      color="black" if 0.15 < norm(value) < 0.85 else "white")
         axes.set_xticks(range(len(tokens)), [f"{count:,}" for count in tokens])
         axes.set_yticks(range(len(widths)), [f"{width:,}" for width in widths])
         axes.set_xlabel("tokens a step", fontsize=12)
@@ -152,35 +140,30 @@ def describe_shape(text) -> str:
 
 def draw_attention(result, path):
     """Draw the speed of the kernels of benchmark_attention.py alone: a group per shape, a bar per kernel."""
-    found = {(row["shape"], row["name"]): row for row in result["rows"] if row["part"] == "attention"}
+    found = {(row["shape"], row["name"]): row["both_tflops"] for row in result["rows"]
+             if row["part"] == "attention" and "both_tflops" in row}
     shapes = list(dict.fromkeys(shape for shape, _ in found))
-    kernels = {name: look for name, look in ATTENTION_KERNELS.items()
-               if any("both_tflops" in found.get((shape, name), ()) for shape in shapes)}
     figure, axes = make_figure(12, 5.2)
-    width = 0.85 / max(1, len(kernels))
-    for number, (name, (label, color)) in enumerate(kernels.items()):
-        x = [place + (number - (len(kernels) - 1) / 2) * width for place in range(len(shapes))]
-        speeds = [found.get((shape, name), {}).get("both_tflops", 0) for shape in shapes]
+    width = 0.85 / len(ATTENTION_KERNELS)
+    for number, (name, (label, color)) in enumerate(ATTENTION_KERNELS.items()):
+        x = [place + (number - (len(ATTENTION_KERNELS) - 1) / 2) * width for place in range(len(shapes))]
+        speeds = [found.get((shape, name), 0) for shape in shapes]
         bars = axes.bar(x, speeds, 0.94 * width, color=color, label=label)
         axes.bar_label(bars, [f"{speed:.0f}" if speed else "–" for speed in speeds], fontsize=9, padding=1)
     axes.set_xticks(range(len(shapes)), map(describe_shape, shapes), fontsize=11)
     axes.tick_params(axis="x", length=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_ylabel("TFLOP/s, forward and backward", fontsize=12)
-    figure.legend(ncols=len(kernels), loc="outside upper center", frameon=False, fontsize=11)
-    note = "" if result["times_mean_something"] else "; on a CPU the times mean nothing"
+    figure.legend(ncols=len(ATTENTION_KERNELS), loc="outside upper center", frameon=False, fontsize=11)
     figure.supxlabel(f"causal attention, in BF16 except the last kernel; –: does not run; "
-                     f"{result['machine']}{note}", fontsize=9, color="dimgray")
+                     f"{result['machine']}", fontsize=9, color="dimgray")
     figure.savefig(path, dpi=130)
 
 
-def draw_health(result, path):
-    """Draw the FP8 health of a run, as train.py does."""
-    health.plot(result["records"], path, result["title"])
-
-
-PICTURES = {"stack": draw_stack, "convergence": draw_loss, "crossover": draw_crossover,
-            "attention": draw_attention, "fp8_health": draw_health}
+PICTURES = {
+    "stack": draw_stack, "convergence": draw_loss, "crossover": draw_crossover, "attention": draw_attention,
+    "fp8_health": lambda result, path: health.plot(result["records"], path, result["title"]),
+}
 
 
 def main() -> None:

@@ -159,10 +159,8 @@ def make_plain(arm, model_config, config, device) -> PlainStep:
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
-    net = model
-    if arm in ("plain", "plain-graph"):
-        mode = "reduce-overhead" if arm == "plain-graph" else "default"
-        net = torch.compile(model, dynamic=False, mode=mode)
+    modes = {"plain": "default", "plain-graph": "reduce-overhead"}
+    net = torch.compile(model, dynamic=False, mode=modes[arm]) if arm in modes else model
     step = PlainStep(model, net, optimizer, config, device)
     step.is_graph = arm == "plain-graph"
     return step

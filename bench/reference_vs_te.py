@@ -19,6 +19,7 @@ import json
 import math
 import random
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,22 +47,13 @@ except ImportError as error:
 FP8 = {torch.float8_e4m3fn: tex.DType.kFloat8E4M3, torch.float8_e5m2: tex.DType.kFloat8E5M2}
 TE_DTYPE = {torch.bfloat16: tex.DType.kBFloat16, torch.float32: tex.DType.kFloat32}
 
-counts = dict(
-    cases=0, compared_bytes=0, mismatched_bytes=0, compared_scales=0, mismatched_scales=0,
-    compared_histories=0, mismatched_histories=0, compared_bytes_behind_norm=0,
-    mismatched_bytes_behind_norm=0,
-)
-worst = {}
+counts, worst = Counter(), {}  # {kind: the case that is closest to its bound}
 
 
 def record(kind, value, bound, case):
     """Record a case if it is the closest to its bound so far."""
-    def share(entry):
-        return entry["value"] / max(entry["bound"], 1e-30)
-
     entry = {"value": value, "bound": bound, "case": case}
-    if kind not in worst or share(entry) > share(worst[kind]):
-        worst[kind] = entry
+    worst[kind] = max(worst.get(kind, entry), entry, key=lambda e: e["value"] / max(e["bound"], 1e-30))
 
 
 def compare(what, ours, theirs, case):
@@ -70,6 +62,16 @@ def compare(what, ours, theirs, case):
     counts[f"compared_{what}"] += ours.numel()
     counts[f"mismatched_{what}"] += different
     record(what, different / ours.numel(), 0.0, case)
+
+
+def make_quantizer(fp8, scale=None, power_of_2=False):
+    """Return TE's quantizer of delayed scaling with a scale, of current scaling without one."""
+    if scale is None:
+        quantizer = Float8CurrentScalingQuantizer(FP8[fp8], device="cuda", force_pow_2_scales=power_of_2)
+    else:
+        quantizer = Float8Quantizer(scale, torch.zeros(1, device="cuda"), FP8[fp8])
+    quantizer.set_usage(rowwise=True, columnwise=False)
+    return quantizer
 
 
 def heavy_tailed(rng, *shape, dtype):
@@ -90,35 +92,27 @@ def tensor_case(rng):
     rows, columns = 16 * rng.randint(1, 40), 16 * rng.randint(1, 40)
     case = f"{recipe}, {fp8}, {dtype}, {rows}x{columns}"
     x = heavy_tailed(rng, rows, columns, dtype=dtype)
+    if recipe.startswith("block"):
+        return compare_block_scaling(rng, x, fp8, "128x128" in recipe, "columns" in recipe, case)
+    scale, power_of_2 = None, "two" in recipe
     if recipe == "delayed":
         scale = torch.tensor([math.exp(rng.uniform(-15, 15))], device="cuda")
-        quantizer = Float8Quantizer(scale, torch.zeros(1, device="cuda"), FP8[fp8])
-    elif recipe.startswith("current"):
-        scale = ref.current_scale(ref.amax_of(x), ref.FP8_MAX[fp8], "two" in recipe).view(1)
-        quantizer = Float8CurrentScalingQuantizer(FP8[fp8], device="cuda", force_pow_2_scales="two" in recipe)
-    if not recipe.startswith("block"):
-        quantizer.set_usage(rowwise=True, columnwise=False)
-        theirs = quantizer(x)
-        compare("bytes", ref.quantize(x, scale, fp8).view(torch.uint8), theirs._data, case)
-        compare("scales", scale.reciprocal(), theirs._scale_inv, case)
-        return
-    compare_block_scaling(rng, x, fp8, "128x128" in recipe, "columns" in recipe, case)
+    theirs = make_quantizer(fp8, scale, power_of_2)(x)
+    if scale is None:
+        scale = ref.current_scale(ref.amax_of(x), ref.FP8_MAX[fp8], power_of_2).view(1)
+    compare("bytes", ref.quantize(x, scale, fp8).view(torch.uint8), theirs._data, case)
+    compare("scales", scale.reciprocal(), theirs._scale_inv, case)
 
 
 def compare_block_scaling(rng, x, fp8, square, columnwise, case):
     """Compare block scaling of x, rowwise or columnwise, in blocks of 128x128 or 128 elements."""
     power_of_2 = rng.random() < 0.7
-    quantizer = Float8BlockQuantizer(
+    theirs = Float8BlockQuantizer(
         fp8_dtype=FP8[fp8], rowwise=not columnwise, columnwise=columnwise, force_pow_2_scales=power_of_2,
-        block_scaling_dim=2 if square else 1,
-    )
-    theirs = quantizer(x)
-    block = (128, 1) if columnwise else (1, 128)
-    if square:
-        block = (128, 128)
+        block_scaling_dim=2 if square else 1)(x)
+    block = (128, 128) if square else (128, 1) if columnwise else (1, 128)
     ours, scale, _ = ref.in_blocks(
-        x, block, lambda amax, fp8_max: ref.current_scale(amax, fp8_max, power_of_2), fp8
-    )
+        x, block, lambda amax, fp8_max: ref.current_scale(amax, fp8_max, power_of_2), fp8)
     # TE transposes columnwise data and 1x128 scales, and pads the last dimension of the scales for its GEMM
     if columnwise:
         data, scale_inv, ours = theirs._columnwise_data, theirs._columnwise_scale_inv, ours.T
@@ -132,8 +126,7 @@ def history_case(rng):
     """Update the scales of delayed scaling over several steps of random amaxes, in both."""
     fp8, algo = rng.choice(list(FP8)), rng.choice(["max", "most_recent"])
     recipe = ref.DelayedScaling(
-        margin=rng.randint(0, 2), amax_history_len=rng.choice([1, 2, 16, 1024]), amax_compute_algo=algo
-    )
+        margin=rng.randint(0, 2), amax_history_len=rng.choice([1, 2, 16, 1024]), amax_compute_algo=algo)
     case = f"{recipe}, {algo}, {fp8}"
     n = rng.randint(1, 2000)
     state = ref._ScalingState(recipe, n, "cuda")
@@ -145,8 +138,7 @@ def history_case(rng):
             amax[torch.rand(n, device="cuda") < 0.05] = value
         history[0] = state.amax_history[0] = amax
         tex.fused_amax_and_scale_update_after_reduction(
-            amax.clone(), [history], [scale], algo, FP8[fp8], recipe.margin
-        )
+            amax.clone(), [history], [scale], algo, FP8[fp8], recipe.margin)
         state.roll(recipe, ref.FP8_MAX[fp8])
         compare("scales", state.scale, scale, case)
         compare("histories", state.amax_history.nan_to_num(nan=-1), history.nan_to_num(nan=-1), case)
@@ -154,7 +146,7 @@ def history_case(rng):
 
 def norm_case(rng):
     """Compare the FP8 output of a fused norm."""
-    dtype, norm = rng.choice(list(TE_DTYPE)), rng.choice(["layernorm", "rmsnorm"])
+    dtype, norm = rng.choice(list(TE_DTYPE)), rng.choice(["LayerNorm", "RMSNorm"])
     zero_centered, delayed = rng.random() < 0.5, rng.random() < 0.5
     rows, columns = 16 * rng.randint(8, 64), 16 * rng.randint(4, 128)
     recipe = "delayed" if delayed else "current"
@@ -162,23 +154,19 @@ def norm_case(rng):
     x = heavy_tailed(rng, rows, columns, dtype=dtype)
     gamma = (torch.randn(columns, device="cuda") * 0.2 + (not zero_centered)).to(dtype)
     beta = (torch.randn(columns, device="cuda") * 0.1).to(dtype)
-    ours = ref._normalize(
-        x.float(), gamma, beta, 1e-5, "LayerNorm" if norm == "layernorm" else "RMSNorm", zero_centered
-    )
-    fp8 = torch.float8_e4m3fn
+    ours = ref._normalize(x.float(), gamma, beta, 1e-5, norm, zero_centered)
+    fp8, scale = torch.float8_e4m3fn, None
     if delayed:
         scale = torch.tensor([rng.uniform(5, 60)], device="cuda")
-        quantizer = Float8Quantizer(scale, torch.zeros(1, device="cuda"), FP8[fp8])
-    else:
+    quantizer = make_quantizer(fp8, scale)
+    if scale is None:
         ours = ours.to(dtype)
-        quantizer = Float8CurrentScalingQuantizer(FP8[fp8], device="cuda")
         scale = ref.current_scale(ref.amax_of(ours), ref.FP8_MAX[fp8])
-    quantizer.set_usage(rowwise=True, columnwise=False)
-    arguments = (
-        x, gamma, *([beta] if norm == "layernorm" else []), 1e-5, None, quantizer, TE_DTYPE[dtype], 0,
-        zero_centered,
-    )
-    theirs = getattr(tex, f"{norm}_fwd")(*arguments)[0]
+    rest = 1e-5, None, quantizer, TE_DTYPE[dtype], 0, zero_centered
+    if norm == "LayerNorm":
+        theirs, *_ = tex.layernorm_fwd(x, gamma, beta, *rest)
+    else:
+        theirs, *_ = tex.rmsnorm_fwd(x, gamma, *rest)
     ours = ref.quantize(ours, scale, fp8).view(torch.uint8).int()
     difference = (ours - theirs._data.int()).abs()
     counts["compared_bytes_behind_norm"] += ours.numel()
@@ -198,7 +186,7 @@ def bounds(recipe, dtype, behind_activation, inner):
     d = (2.0**-8 if dtype == torch.bfloat16 else 0.0) + 2.0**-13 * math.sqrt(inner)
     if not behind_activation:
         return d
-    step = 2.0**-2 if recipe is not None and recipe.fp8_format.name == "HYBRID" else 2.0**-3
+    step = 2.0**-2 if recipe.fp8_format.name == "HYBRID" else 2.0**-3
     return math.sqrt(2 * d * step)
 
 
@@ -221,55 +209,44 @@ def module_case(rng):
     """Run a random module for four steps in both, and compare outputs, gradients and FP8 state."""
     dtype = rng.choice([torch.bfloat16, torch.bfloat16, torch.float32])
     hidden, ffn, tokens = 128 * rng.randint(1, 6), 128 * rng.randint(1, 6), 128 * rng.randint(1, 4)
-    norm = rng.choice(["LayerNorm", "RMSNorm"])
-    activation = rng.choice(["gelu", "geglu", "relu", "srelu", "swiglu"])
     name = rng.choice(["Linear", "LayerNormLinear", "LayerNormMLP"])
-    options = {
-        "Linear": {}, "LayerNormLinear": dict(normalization=norm, zero_centered_gamma=rng.random() < 0.3),
-        "LayerNormMLP": dict(normalization=norm, activation=activation),
-    }[name] | {"bias": rng.random() < 0.7, "params_dtype": dtype}
-    kind, format = rng.choice(["delayed", "delayed", "current", "block"]), rng.choice(["HYBRID", "E4M3"])
-    delayed = dict(
-        margin=rng.randint(0, 2), amax_history_len=rng.choice([1, 3, 1024]),
-        amax_compute_algo=rng.choice(["max", "most_recent"]),
-    )
+    options = {"bias": rng.random() < 0.7, "params_dtype": dtype}
+    if name != "Linear":
+        options["normalization"] = rng.choice(["LayerNorm", "RMSNorm"])
+    if name == "LayerNormLinear":
+        options["zero_centered_gamma"] = rng.random() < 0.3
+    if name == "LayerNormMLP":
+        options["activation"] = rng.choice(["gelu", "geglu", "relu", "srelu", "swiglu"])
+    kind = rng.choice(["DelayedScaling", "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"])
+    format, is_delayed = rng.choice(["HYBRID", "E4M3"]), kind == "DelayedScaling"
+    delayed = dict(margin=rng.randint(0, 2), amax_history_len=rng.choice([1, 3, 1024]),
+                   amax_compute_algo=rng.choice(["max", "most_recent"])) if is_delayed else {}
 
-    def make_recipe(module):
-        format_ = getattr(module.Format, format)
-        if kind == "delayed":
-            return module.DelayedScaling(fp8_format=format_, **delayed)
-        return (module.Float8CurrentScaling if kind == "current" else module.Float8BlockScaling)(
-            fp8_format=format_
-        )
+    def make_recipe(library):
+        return getattr(library, kind)(fp8_format=getattr(library.Format, format), **delayed)
 
     case = f"{name} {hidden}->{ffn}, {tokens} tokens, {options}, {make_recipe(ref)}"
     sides = [  # (library, module, recipe): TE's, then te_reference's
         (te, getattr(te, name)(hidden, ffn, **options), make_recipe(te_recipe)),
         (ref, getattr(ref, name)(hidden, ffn, **options), make_recipe(ref)),
     ]
-    weights = {
-        k: v + 0.1 * torch.randn_like(v) if v.dim() == 1 else v
-        for k, v in sides[0][1].state_dict().items()
-        if "extra" not in k
-    }
+    weights = {k: v + 0.1 * torch.randn_like(v) if v.dim() == 1 else v
+               for k, v in sides[0][1].state_dict().items() if "extra" not in k}
     for _, module, _ in sides:
         module.load_state_dict(weights, strict=False)
     for step in range(4):
         x = torch.randn(tokens, hidden, device="cuda") * torch.exp(torch.randn(hidden, device="cuda"))
-        x = x.to(dtype)
-        results = train_step(sides, x)
+        results = train_step(sides, x.to(dtype))
         bound = bounds(sides[1][2], dtype, name == "LayerNormMLP", max(hidden, 2 * ffn, tokens))
         # not delayed scaling's first step: its first scales are 1, and most gradients subnormal
-        for key, theirs in results[0].items() if step or kind != "delayed" else ():
+        for key, theirs in results[0].items() if step or not is_delayed else ():
             error = ((theirs.float() - results[1][key].float()).norm() / theirs.float().norm()).item()
             record(f"{name}: {'output' if key == 'y' else 'gradients'}", error, bound, f"{key} of {case}")
-        if kind == "delayed" and name == "Linear":  # the quantized tensors themselves are the same
+        if is_delayed and name == "Linear":  # the quantized tensors themselves are the same
             for key in ("scaling_fwd", "scaling_bwd"):
-                compare(
-                    "histories", sides[1][1].fp8_meta[key].amax_history,
-                    sides[0][1].fp8_meta[key].amax_history, case,
-                )
-                compare("scales", sides[1][1].fp8_meta[key].scale, sides[0][1].fp8_meta[key].scale, case)
+                theirs, ours = (module.fp8_meta[key] for _, module, _ in sides)
+                compare("histories", ours.amax_history, theirs.amax_history, case)
+                compare("scales", ours.scale, theirs.scale, case)
 
 
 @dataclass

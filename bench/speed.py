@@ -18,7 +18,6 @@ TABLE_MODELS, TABLE_FORMATS = ("optimized", "fused", "custom"), ("bf16", "fp8-e4
 FORMATS = {"bf16": "BF16", "fp8-e4m3": "FP8 E4M3", "fp8": "FP8 HYBRID", "fp8-current": "FP8 current",
            "fp8-block": "FP8 block", "fp8-mxfp8": "MXFP8", "fp8-nvfp4": "NVFP4"}
 MODERN_TOO = ("124m-b32", "350m-b16", "c4096")  # shapes that are measured with both blocks
-LLAMA = "llama3-8b"
 STACK = {  # what is added to the bar before -> arm
     "plain PyTorch, eager": "plain-by-hand", "+ SDPA": "plain-eager", "+ torch.compile": "plain",
     "TE's fused modules,\nBF16, eager": "bf16-libraries-eager", "+ FP8": "fp8-libraries-eager",
@@ -48,13 +47,8 @@ def measure_shape(name, shape, block, arms, options, device, rows, phases=5):
     """Measure all arms of a shape, plain first, and add a row for each."""
     torch._dynamo.reset()  # or torch.compile reaches its recompile limit, which counts models of one class
     config, agreement, plain = make_config(shape, device, block), Agreement(), None
-    queue = sorted(arms, key=lambda arm: arm != "plain")
-    while queue:
-        arm = queue.pop(0)
+    for arm in sorted(arms, key=lambda arm: arm != "plain"):
         figures, step = attempt(arm, config, device, options.steps, plain, agreement, phases=phases)
-        out_of_memory = "OutOfMemory" in figures.get("error", "")
-        if out_of_memory and name == LLAMA and not arm.endswith("checkpointing"):
-            queue.insert(0, f"{arm}-checkpointing")
         if arm == "plain":
             plain = step
         del step  # or its memory would be taken while the next arm is measured
@@ -63,7 +57,7 @@ def measure_shape(name, shape, block, arms, options, device, rows, phases=5):
 
 
 def default_arms(name, shape) -> tuple:
-    if name == LLAMA:
+    if name == "llama3-8b":
         return "fp8", "fp8-accum4"
     # with few tokens, plain is bound by launching kernels from Python
     small = shape["micro_batch_size"] * shape["seq_len"] <= 8192
@@ -96,13 +90,6 @@ def run_shapes(options, device, argv) -> int:
     return numerics_failed(rows)
 
 
-def table_arms() -> list:
-    """Return the arms of the table of formats: three models in BF16 and in the FP8 formats that run here."""
-    blackwell = [f"fp8-{recipe}" for recipe in BLACKWELL if not recipes.unsupported_reason(recipe)]
-    formats = [*TABLE_FORMATS, *blackwell]
-    return [name if model == "optimized" else f"{name}-{model}" for model in TABLE_MODELS for name in formats]
-
-
 def run_formats(options, device, argv) -> int:
     """Print the seed guide's table at one shape: forward, backward, total and FP8's speed-up, by format."""
     layers, width, heads, batch, length = options.shape or GUIDE_SHAPE
@@ -110,14 +97,18 @@ def run_formats(options, device, argv) -> int:
     run = make_config(shape, device)  # without a GPU, a smaller model than that of --shape
     name = "x".join(str(getattr(run, field)) for field in shape) if options.shape else "guide"
     rows = Rows(options.json, ROW_KEYS, "benchmark_te.py", argv)
-    measure_shape(name, shape, "gpt2", options.arms or table_arms(), options, device, rows, options.steps)
+    formats = [*TABLE_FORMATS, *(f"fp8-{name}" for name in BLACKWELL if not recipes.unsupported_reason(name))]
+    arms = options.arms or [arm if model == "optimized" else f"{arm}-{model}"
+                            for model in TABLE_MODELS for arm in formats]
+    measure_shape(name, shape, "gpt2", arms, options, device, rows, phases=options.steps)
     rows = [row for row in rows if row["shape"] == name]
     print(f"\n{run.n_layer} layers of width {run.n_embd}, {run.micro_batch_size} x {run.seq_len} tokens;"
           f" ms, and speed-up over BF16\n{formats_table(rows)}")
+    ms = {row["arm"]: row["ms"] for row in rows if "error" not in row}
     if device.type != "cuda" or recipes.IS_REFERENCE:
         print("FP8 is emulated here by te_reference: the times mean nothing")
-    else:
-        print_verdict({row["arm"]: row["ms"] for row in rows if "error" not in row})
+    elif {"bf16", "fp8"} <= set(ms):
+        print(f"optimized, as train.py runs it: FP8 has {ms['bf16'] / ms['fp8']:.2f} times BF16's tokens/s")
     return numerics_failed(rows)
 
 
@@ -144,15 +135,6 @@ def formats_table(rows) -> str:
             lines.append([model, FORMATS.get(arm, arm), *cells])
     titles = ["model", "precision", "forward", "backward", "total", "speed-up", "training step", "speed-up"]
     return markdown(titles, lines, left=2)
-
-
-def print_verdict(ms):
-    """Say whether FP8 pays at this shape. ms: {arm: ms of its training step}."""
-    if not {"bf16", "fp8"} <= set(ms):
-        return
-    ratio = ms["bf16"] / ms["fp8"]
-    verdict = "pays" if ratio > 1.02 else "does not pay" if ratio < 0.98 else "makes no difference"
-    print(f"optimized, as train.py runs it: FP8 {verdict}, {ratio:.2f} times BF16's tokens/s")
 
 
 def run_stack(options, device, argv):

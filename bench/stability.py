@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from bench.step import forget_models
 from model_te import TEConfig, TEGPT2Model
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from nanote import recipes
@@ -65,17 +66,9 @@ def make_recipe(setting):
 
 def settings_of(options):
     """Return the rows, for each size high precision first; ValueError for options that cannot run."""
-    for name, given, known in (("recipes", options.recipes, FP8_RECIPES), ("model", [options.model], MODELS),
-                               ("disturbances", options.disturbances, DISTURBANCES)):
-        for unknown in set(given) - set(known):
-            raise ValueError(f"--{name} {unknown!r}: unknown; use {', '.join(map(repr, known))}")
-    for name, value, least in (("steps", options.steps, 20), ("jobs", options.jobs, 1),
-                               ("margins", min(options.margins), 0)):
-        if value < least:
-            raise ValueError(f"--{name} {value}: must be {least} or more")
-    formats, margins = options.formats, options.margins
-    if options.quick:
-        formats, margins = formats[:1], margins[:1]
+    if options.steps < 20:
+        raise ValueError(f"--steps {options.steps}: must be 20 or more")
+    formats, margins = (options.formats[:1], (0,)) if options.quick else (options.formats, options.margins)
     rows = []
     for size in options.sizes:
         if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", size) or int(size.split("x")[1]) % 64:
@@ -94,12 +87,8 @@ def settings_of(options):
 @lru_cache
 def corpus():
     """Return sources of Python's standard library, uint8 (n,)."""
-    data = bytearray()
-    for path in sorted(Path(copy.__file__).parent.glob("*.py")):
-        data += path.read_bytes()
-        if len(data) > CORPUS_BYTES:
-            break
-    return torch.frombuffer(data, dtype=torch.uint8)
+    data = b"".join(path.read_bytes() for path in sorted(Path(copy.__file__).parent.glob("*.py")))
+    return torch.frombuffer(bytearray(data[:CORPUS_BYTES]), dtype=torch.uint8)
 
 
 class Run:
@@ -110,7 +99,7 @@ class Run:
         layers, width = map(int, setting.size.split("x"))
         self.batch_size, self.seq_len = (8, 256) if HAS_GPU else (4, 64)
         config_class, model_class = MODELS[setting.model]
-        recipes.forget_models()
+        forget_models()
         torch.manual_seed(seed)
         config = config_class(vocab_size=288, n_positions=self.seq_len, n_embd=width, n_layer=layers,
                               n_head=width // (32 if width < 256 else 64), use_fp8=setting.recipe != "none")
@@ -213,9 +202,8 @@ def recovered_after(losses, undisturbed, at):
     """Return the steps from the disturbance at step `at` until the loss stays within 5 % of the undisturbed
     run's; None if it is outside at the end."""
     outside = [step for step in range(at, len(losses)) if not losses[step] <= 1.05 * undisturbed[step]]
-    if outside and outside[-1] == len(losses) - 1:
-        return None
-    return outside[-1] + 1 - at if outside else 0
+    after = outside[-1] + 1 - at if outside else 0
+    return None if after == len(losses) - at else after
 
 
 def final(losses):
@@ -230,15 +218,13 @@ def cell_figures(setting, disturbance, losses, baseline):
     losses: {disturbance: losses} of its row. baseline: the same of high precision at the same size.
     """
     at, mine = disturbed_from(len(losses["none"])), losses[disturbance]
-    figures = {
-        "row": str(setting), **vars(setting), "disturbance": disturbance,
-        "finite": all(map(math.isfinite, mine)), "recovered_after": recovered_after(mine, losses["none"], at),
+    finite = all(map(math.isfinite, mine))
+    return {
+        "row": str(setting), **vars(setting), "disturbance": disturbance, "finite": finite,
+        "recovered_after": recovered_after(mine, losses["none"], at),
+        "worst_loss": max(mine[at:]) if finite else None, "final_loss": final(mine) if finite else None,
+        "final_vs_high_precision": final(mine) / final(baseline[disturbance]) - 1 if finite else None,
     }
-    if not figures["finite"]:
-        return figures | {"worst_loss": None, "final_loss": None, "final_vs_high_precision": None}
-    versus = final(mine) / final(baseline[disturbance]) - 1
-    return figures | {
-        "worst_loss": max(mine[at:]), "final_loss": final(mine), "final_vs_high_precision": versus}
 
 
 def cell_text(cell):
@@ -248,10 +234,8 @@ def cell_text(cell):
     """
     if not cell["finite"]:
         return "not finite"
-    value = f"{cell['final_loss']:.3f}"
-    if cell["recipe"] != "none":
-        value = f"{cell['final_vs_high_precision']:+.1%}"
+    is_base = cell["recipe"] == "none"
+    value = f"{cell['final_loss']:.3f}" if is_base else f"{cell['final_vs_high_precision']:+.1%}"
     if cell["disturbance"] == "none":
         return value
-    after = cell["recovered_after"]
-    return ("never " if after is None else f"{after} ") + value
+    return f"{'never' if cell['recovered_after'] is None else cell['recovered_after']} {value}"

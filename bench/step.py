@@ -102,10 +102,25 @@ def make_batches(config, device) -> list:
     return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
 
 
+def forget_models() -> None:
+    """Drop TE's global FP8 state of deleted models, between models in one process.
+
+    TE keeps their amax histories and would go on updating them. te_reference does so until Python's garbage
+    collection, which comes at another time on each rank.
+    """
+    gc.collect()
+    if not recipes.IS_REFERENCE:
+        from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+        FP8GlobalStateManager.reset()
+        for module in gc.get_objects():
+            if issubclass(type(module), TransformerEngineBaseModule):  # still in use: registers itself again
+                module.fp8_meta.pop(FP8GlobalStateManager.get_buffer_info(), None)
+
+
 def free() -> None:
     """Release the memory of the last arm and reset the peak that PyTorch records."""
-    recipes.forget_models()
-    gc.collect()
+    forget_models()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -3,8 +3,8 @@
     python bench/trees.py --trees ../old . --shapes 124m-b32 350m-b16 c4096 --turns 5 --json trees.json
 
 Each tree has a process of its own, whose working directory and first import folder are that tree. It makes
-the step of train.py with that tree's parts and warms up. Then the two take turns of --steps steps, in an order
-that alternates; the median step is a turn's figure. Printed are the median over the turns with its 95 %
+the step of train.py with that tree's parts and warms up. Then the two take turns of --steps steps, in an
+order that alternates; the median step is a turn's figure. Printed are the median over the turns with its 95 %
 interval, and the median of the ratios of speed, the last tree over the first, paired by turn. Version 0.1 has
 the step in bench/arms.py, later ones in bench/step.py.
 """

@@ -21,8 +21,8 @@ from fast_kernels import support
 
 # The largest K of a dgrad GEMM that may use fast accumulation. Up to it, in the median GEMM of models in
 # training, the FP8 tensor-core accumulator adds less error than the rounding to BF16 after it, and about as
-# much in the worst (bench/accumulation.py). The K of a wgrad GEMM is the number of tokens, where it would add
-# about 3 %.
+# much in the worst (results/accumulation.json). The K of a wgrad GEMM is the number of tokens, where it would
+# add about 3 %.
 DGRAD_FAST_ACCUM_K = 3072
 
 

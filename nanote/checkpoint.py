@@ -79,7 +79,7 @@ class Saver:
     """
 
     def __init__(self, run_dir, keep: int):
-        self.run_dir, self.keep, self.failure, self.writing = Path(run_dir), keep, None, None
+        self.run_dir, self.keep, self.failures, self.writing = Path(run_dir), keep, [], None
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
@@ -107,9 +107,8 @@ class Saver:
     close = wait
 
     def error(self) -> OSError | None:
-        """Return why a checkpoint was not written, once. Does not wait."""
-        failure, self.failure = self.failure, None
-        return failure
+        """Return why a checkpoint was not written, each error once, if no later one was. Does not wait."""
+        return self.failures.pop(0) if self.failures else None
 
     def _write(self, tensors: dict, offsets: dict, meta: dict, skipped) -> None:
         folder = self.run_dir / f"step-{meta['step']}"
@@ -118,11 +117,12 @@ class Saver:
             parallel.on_rank0(lambda: self._prepare(unfinished), self.group)
             parallel.on_each_rank(lambda: _write_shard(unfinished, tensors, offsets), self.group)
             parallel.on_rank0(lambda: self._finish(unfinished, folder, meta, skipped), self.group)
+            self.failures.clear()
         except OSError as error:
             if parallel.rank() == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
-            self.failure = OSError(f"{folder}: not written: {error.strerror or error}; free some space, or "
-                                   "pass --out-dir on another disk")
+            self.failures.append(OSError(f"{folder}: not written: {error.strerror or error}; free some space "
+                                         "or pass --out-dir on another disk"))
 
     def _prepare(self, unfinished: Path) -> None:
         for stale in self.run_dir.glob(".*ing-step-*"):  # of a run that was killed

@@ -1,8 +1,7 @@
 """Options: TrainConfig and its presets, the command line of every script, and errors in one line.
 
-`read_options` parses train.py's command line, `parse` that of another script; `run_command` calls a script's
-main function. The options of a --config file, and those of the checkpoint to resume, become arguments in
-front of the typed ones. So tyro checks all of them alike, and the last value of an option wins.
+The options of a --config file, and those of the checkpoint to resume, become arguments in front of the typed
+ones. So tyro checks all of them alike, and the last value of an option wins.
 """
 import math
 import os
@@ -137,12 +136,21 @@ class TrainConfig:
 ARCHITECTURE = (
     "preset model n_layer n_head n_kv_head head_dim n_embd n_inner vocab_size n_positions activation "
     "use_rmsnorm use_rotary rope_theta use_qk_norm bias tie_embeddings layernorm_epsilon optimizer").split()
+RANGES = {  # {rule: (whether a value keeps it, options)}
+    "at least 1": (lambda v: v >= 1, "max_steps micro_batch_size seq_len grad_accum eval_tokens log_interval "
+                   "keep_checkpoints n_positions loss_chunks fp8_amax_history_len"),
+    "0 or more": (lambda v: v >= 0, "warmup_steps eval_interval checkpoint_interval fp8_health_interval seed "
+                  "weight_decay grad_clip offload_activations fp8_skip_first fp8_skip_last fp8_margin"),
+    "above 0": (lambda v: v > 0, "lr rope_theta decay_fraction"),
+    "from 0 to 1": (lambda v: 0 <= v <= 1, "min_lr_ratio decay_fraction layernorm_epsilon"),
+    "at least 0 and below 1": (lambda v: 0 <= v < 1, "beta1 beta2"),
+}
 OF_ONE_RUN = {"out_dir", "resume", "config", "eval_only", "profile"}  # another run or start has its own
 GONE = dict(  # options of version 0.1, with their defaults
-    checkpoint_every=1, fused_block=True, fused_loss=True, fp8_dgrad_fast_accum_k=3072,
-    fp8_logits_rounding="nearest", max_skipped_steps=10, hsdp_replicas=None, grad_accum_dtype="auto",
-    grad_reduce_dtype="auto", eval_steps=None, background_saves=True, nsys=None, memory_snapshot=None,
-    gc_interval=0, torch_deterministic=False, expandable_segments=False)
+    checkpoint_every=1, fused_block=True, fused_loss=True, fp8_dgrad_fast_accum_k=3072, hsdp_replicas=None,
+    fp8_logits_rounding="nearest", max_skipped_steps=10, grad_accum_dtype="auto", grad_reduce_dtype="auto",
+    eval_steps=None, background_saves=True, nsys=None, memory_snapshot=None, gc_interval=0,
+    torch_deterministic=False, expandable_segments=False)
 
 
 def parse(config_class, argv, prog, description=None, default=tyro.MISSING_NONPROP, **options):
@@ -225,7 +233,7 @@ def _flag(name: str) -> str:
 
 
 def _as_arguments(options: dict) -> list[str]:
-    """Return options as arguments: {"lr": 0.1, "use_rotary": True} -> ["--lr=0.1", "--use-rotary"]."""
+    """Return ["--lr=0.1", "--use-rotary"] for {"lr": 0.1, "use_rotary": True}."""
     return [_flag(name if value else f"no_{name}") if isinstance(value, bool) else f"{_flag(name)}={value}"
             for name, value in options.items()]
 
@@ -233,14 +241,14 @@ def _as_arguments(options: dict) -> list[str]:
 def _read_file(path: str) -> dict:
     """Return the options in a JSON or YAML file, or in the config.json of a run."""
     try:
-        document = yaml.safe_load(Path(path).read_text())  # JSON is YAML, too
+        options = yaml.safe_load(Path(path).read_text())  # JSON is YAML, too
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: neither JSON nor YAML: {in_a_line(error)}") from None
-    if not isinstance(document, dict):
+    if not isinstance(options, dict):
         raise ValueError(f"--config {path}: holds no options; write them by name, such as lr: 0.001")
-    is_of_run, options = document.pop("command", None), document.get("config")
-    options = options if isinstance(options, dict) else document  # version 0.1 has them in "config"
-    return _options_of_run(options, path) if is_of_run else options
+    if "command" not in options:
+        return options
+    return _options_of_run(options.get("config") or options, path)  # version 0.1 has them in "config"
 
 
 def _options_of_run(options: dict, source) -> dict:
@@ -256,7 +264,6 @@ def _options_of_run(options: dict, source) -> dict:
 def _checkpoint_to_continue(config: TrainConfig) -> tuple[Path, dict]:
     """Return the checkpoint of --resume or --eval-only, and its meta.json."""
     from nanote import checkpoint  # imports PyTorch, which --help need not wait for
-
     runs = [*Path("out").glob(config.preset), *Path("out").glob(f"{config.preset}-[0-9]*")]
     newest = max(runs, key=lambda run: run.stat().st_mtime, default=f"out/{config.preset}")
     folder = checkpoint.find(config.out_dir or newest)
@@ -277,21 +284,14 @@ def _check_resume(config: TrainConfig, saved: dict, folder: Path, step: int) -> 
 
 def _check_numbers(config: TrainConfig) -> None:
     """Raise ValueError for a number out of range."""
-    def require(names: str, holds, rule: str) -> None:
+    for name, value in vars(config).items():
+        if isinstance(value, float) and not abs(value) < 2.0**128:
+            raise ValueError(f"{_flag(name)} {value}: must be a number that float32 can hold")
+    for rule, (is_kept, names) in RANGES.items():
         for name in names.split():
             value = getattr(config, name)
-            if value is not None and not holds(value):
+            if value is not None and not is_kept(value):
                 raise ValueError(f"{_flag(name)} {value}: must be {rule}")
-
-    floats = " ".join(name for name, value in vars(config).items() if isinstance(value, float))
-    require(floats, lambda v: abs(v) < 2.0**128, "a number that float32 can hold")
-    require("max_steps micro_batch_size seq_len grad_accum eval_tokens keep_checkpoints log_interval "
-            "n_positions loss_chunks fp8_amax_history_len", lambda v: v >= 1, "at least 1")
-    require("warmup_steps eval_interval checkpoint_interval fp8_health_interval seed weight_decay grad_clip "
-            "offload_activations fp8_skip_first fp8_skip_last fp8_margin", lambda v: v >= 0, "0 or more")
-    require("lr rope_theta decay_fraction", lambda v: v > 0, "above 0")
-    require("min_lr_ratio decay_fraction layernorm_epsilon", lambda v: 0 <= v <= 1, "from 0 to 1")
-    require("beta1 beta2", lambda v: 0 <= v < 1, "at least 0 and below 1")
 
 
 def padded_vocab_size(needed: int) -> int:

@@ -49,31 +49,35 @@ def shard(model, config) -> None:
 
 
 class ShardedGradients:
-    """The gradients of a model that FSDP2 has sharded, with the interface of nanote.ddp.Gradients."""
+    """The gradients of a model that FSDP2 has sharded, with the interface of nanote.ddp.Gradients.
+
+    They are copied to tensors that are allocated once, so that a captured CUDA graph, a step without graphs
+    and the optimizer all use the same memory.
+    """
 
     def __init__(self, model):
-        self.model = model
+        self.model, self.units = model, [model, *model.blocks]
+        self.views, self.used = {}, []  # of this rank's parts: {part: gradient}; those with a gradient
 
     @contextlib.contextmanager
     def accumulate(self, first: bool, last: bool):
         """Accumulate over micro-batches, in FSDP2's own memory; the last one reduces over ranks."""
         if first:
-            for module in (self.model, *self.model.blocks):
-                module.reshard()  # an evaluation leaves weights gathered
-            self.model.zero_grad(set_to_none=True)  # of the sharded parameters
+            for unit in self.units:
+                unit.reshard()  # an evaluation leaves weights gathered
         self.model.set_requires_gradient_sync(last)
         yield
         if last:
-            self.local = [(local(p), _aligned(p.grad.to_local())) for p in self.model.parameters()
-                          if p.grad is not None]
+            self.used, gradients = [], []
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    self.used.append(local(parameter))
+                    gradients.append(parameter.grad.to_local())
+                    self.views.setdefault(self.used[-1], torch.empty_like(gradients[-1]))
+                    parameter.grad = None
+            torch._foreach_copy_([self.views[part] for part in self.used], gradients)
 
     def attach(self) -> None:
         """Set `grad` of this rank's parts, which the optimizer has."""
-        for parameter, gradient in self.local:
-            parameter.grad = gradient
-
-
-def _aligned(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient whose address is a multiple of 16 bytes: it may be a view into a block's
-    gradients."""
-    return gradient if gradient.data_ptr() % 16 == 0 else gradient.clone()
+        for part in self.used:
+            part.grad = self.views[part]

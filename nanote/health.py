@@ -147,7 +147,7 @@ def _statistics(module, tensor: str, x) -> dict:
 def plot(records: list[dict], path, title: str = "", fp8_format: str = "hybrid") -> None:
     """Draw records {"step", "health"} as heat maps, GEMMs x steps, one column for each of KINDS.
 
-    Rows: headroom (bits of range above amax) and flushed; where both are unknown (block scaling), amax.
+    Rows: headroom (bits of range above amax) and flushed; if both are unknown (block scaling), amax.
     """
     from matplotlib.colors import LogNorm, TwoSlopeNorm
     from matplotlib.figure import Figure
@@ -165,19 +165,19 @@ def plot(records: list[dict], path, title: str = "", fp8_format: str = "hybrid")
     styles = [("headroom (bits; red: saturated)", "RdBu", TwoSlopeNorm(0, -2, 6)),
               ("flushed to zero (%)", "viridis", LogNorm(1e-3, 100)), ("log2 amax", "viridis", None)]
     shown = [i for i in (0, 1) if maps[i].isfinite().any()] or [2]
-    figure = Figure(figsize=(13, 1 + max(2.2, 0.14 * len(gemms)) * len(shown)), layout="constrained")
+    figure = Figure(figsize=(12, 1 + max(2.2, 0.17 * len(gemms)) * len(shown)), layout="constrained")
     axes_grid = figure.subplots(len(shown), len(KINDS), squeeze=False, sharey=True)
     ticks = range(0, len(records), (len(records) + 7) // 8)  # at most eight
     for axes_row, (label, colors, norm), row_maps in zip(axes_grid, [styles[i] for i in shown], maps[shown]):
         for axes, kind, values in zip(axes_row, KINDS, row_maps):
             mesh = axes.pcolormesh(values, cmap=colors, norm=norm)
             axes.set_facecolor("lightgrey")  # unknown values
-            axes.set_title(kind.replace("_", " "), fontsize=9)
-            axes.set_xticks([i + 0.5 for i in ticks], [records[i]["step"] for i in ticks], fontsize=7)
-            axes.set_yticks([i + 0.5 for i in range(len(gemms))], list(gemms), fontsize=6)
+            axes.set_title(kind.replace("_", " "), fontsize=11)
+            axes.set_xticks([i + 0.5 for i in ticks], [records[i]["step"] for i in ticks], fontsize=9)
+            axes.set_yticks([i + 0.5 for i in range(len(gemms))], list(gemms), fontsize=9)
         figure.colorbar(mesh, ax=list(axes_row), label=label, extend="both")
     axes.invert_yaxis()  # shared by all axes: the first block is on top
-    figure.suptitle(f"{title}: FP8 health by step", fontsize=10)
+    figure.suptitle(f"{title}: FP8 health by step", fontsize=12)
     figure.savefig(path, dpi=130)
 
 

@@ -15,14 +15,16 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nanote import health, parallel
+from nanote import checkpoint, health, parallel
 from nanote.config import in_a_line
-from nanote.profiling import flops_per_token, peak_flops  # noqa: F401  the first for callers
 
-MAX_SKIPPED = 10  # a run with more skipped steps has diverged
-MAX_EPOCHS = 10  # a run with more says so
-WARM_UP = 4  # steps that may compile and capture CUDA graphs, left out of the ETA
+MAX_SKIPPED, MAX_EPOCHS = 10, 10  # a run with more skipped steps has diverged; one with more epochs says so
+SHOWN = {"mfu": "MFU {:.1%}", "val_loss": "val loss {:.4f}", "val_bits_per_byte": "({:.4f} bits a byte)",
+         "val_loss_without_fp8": "val loss without FP8 {:.4f}"}  # in a log line, where measured
 VARYING_FIELDS = ("tokens_per_s", "mfu", "peak_gib", "seconds")  # differ between equal runs
+# Dense BF16 peak in TFLOP/s by a part of the GPU's name, longer names first (NVIDIA's data sheets)
+PEAK_TFLOPS = {"GB200": 2500, "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
+               "A100": 312, "L40S": 362, "L4": 121, "RTX 6000 Ada": 364, "RTX 5090": 210, "RTX 4090": 165}
 
 
 class Diverged(RuntimeError):
@@ -30,14 +32,14 @@ class Diverged(RuntimeError):
 
 
 def describe_corpus(config, meta: dict, tokens_per_step: int) -> str:
-    """Return the size of the corpus and how often the run reads it, with a warning if that is too often."""
+    """Return the size of the corpus and how often the run reads it, and a warning if that is too often."""
     tokens = meta["train_tokens"]
     epochs = config.max_steps * tokens_per_step / tokens
     line = f"{config.data}: {tokens:,} tokens, {epochs:.3g} epochs"
-    if epochs > MAX_EPOCHS:
-        line += (f", more than {MAX_EPOCHS}; make a larger corpus with data.py, or pass --max-steps "
-                 f"{max(1, tokens // tokens_per_step)} for one epoch")
-    return line
+    if epochs <= MAX_EPOCHS:
+        return line
+    return (f"{line}, more than {MAX_EPOCHS}; make a larger corpus with data.py, or pass --max-steps "
+            f"{max(1, tokens // tokens_per_step)} for one epoch")
 
 
 def val_record(val_loss: float, meta: dict) -> dict:
@@ -54,15 +56,19 @@ def describe_val_loss(val_loss: float, meta: dict) -> str:
     return f"validation loss {val_loss:.4f} {unit}" + (f", {bits:.4f} bits a byte" if bits else "")
 
 
+def peak_flops(device: torch.device) -> float | None:
+    """Return the device's dense BF16 peak in FLOP/s; None if unknown. FP8 can exceed 100 % of it."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((1e12 * tflops for part, tflops in PEAK_TFLOPS.items() if part in name), None)
+
+
 def open_board(config, folder, first_step: int):
     """Return the functions log(scalars, step) and close() of TensorBoard, or with --wandb of wandb."""
     if config.wandb:
         import wandb  # optional
-
         run = wandb.init(project=config.wandb, name=Path(folder).name, dir=folder, config=vars(config))
         return run.log, run.finish
     from torch.utils.tensorboard import SummaryWriter  # slow to import
-
     writer = SummaryWriter(str(Path(folder, "tensorboard")), purge_step=first_step)
 
     def log(scalars, step):
@@ -76,7 +82,7 @@ class Log:
     """Collect losses and training time, and write them. Every rank has one; rank 0 alone writes."""
 
     def __init__(self, config, folder, first_step: int, flops: float | None, device, ranks):
-        """`flops`: see `flops_per_token`; None for a model whose FLOPs are not known."""
+        """`flops`: those of a token, if known."""
         self.config, self.folder, self.device, self.ranks = config, folder, device, ranks
         self.flops, self.is_writer = flops, ranks.rank == 0
         self.first_step, self.step = first_step, first_step - 1
@@ -85,10 +91,9 @@ class Log:
         self.skipped = []  # steps
         self.seconds, self.steps = 0.0, 0  # training time and steps since the last `record`
         self.started = self.clock = time.perf_counter()
-        self.eta_from = None  # (step, time) after the warm-up
         self.waiting = {}  # {file name: lines that are not written yet}
-        self.bar = tqdm(total=config.max_steps, initial=self.step, unit="step", dynamic_ncols=True,
-                        disable=None if self.is_writer else True)  # None: no bar without a terminal
+        is_disabled = None if self.is_writer else True  # None: no bar without a terminal
+        self.bar = tqdm(total=config.max_steps, initial=self.step, unit="step", disable=is_disabled)
         self.board = (lambda scalars, step: None, lambda: None)  # in case that there is none
         if self.is_writer:
             with self._reporting(f"--wandb {config.wandb}" if config.wandb else "tensorboard"):
@@ -101,9 +106,9 @@ class Log:
         self.bar.update()
 
     def read(self) -> list[int]:
-        """Wait for the device, and return the skipped steps since the last call. Collective.
+        """Wait for the device, and return the skipped steps since the last call, which changed no weight.
 
-        Their loss or gradient norm is not finite, and they changed no weight. Raises Diverged after too many.
+        Their loss or gradient norm is not finite. Collective. Raises Diverged after too many.
         """
         values = torch.stack([torch.stack((loss, norm / self.ranks.count)) for _, loss, norm in self.pending])
         already_skipped = len(self.skipped)
@@ -114,7 +119,8 @@ class Log:
             self.skipped.append(step)
             count, reason = len(self.skipped), f"step {step}: loss {loss}, gradient norm {norm}"
             if count > MAX_SKIPPED or step == self.config.max_steps and self.finite is None:
-                raise Diverged(f"{reason}, after {count - 1} skipped steps")
+                good = checkpoint.last_good(self.folder, step, self.skipped)
+                raise Diverged(f"{reason}, after {count - 1} skipped steps; last good checkpoint: {good}")
             self.say(f"{reason}: skipped ({count} of {MAX_SKIPPED})")
         self.pending.clear()
         now = time.perf_counter()
@@ -124,43 +130,41 @@ class Log:
     def record(self, step: int, lr: float) -> dict:
         """Return the line of metrics.jsonl; call `read` first. The loss is None if no step was finite yet."""
         loss, norm = self.finite or (None, None)
-        tokens_per_step = self.config.micro_batch_size * self.config.seq_len * self.config.grad_accum
-        tokens_per_s = tokens_per_step * self.ranks.count * self.steps / self.seconds
-        self.seconds, self.steps = 0.0, 0
-        peak, mfu, peak_gib = peak_flops(self.device), None, None
-        if peak and self.flops:
-            mfu = tokens_per_s * self.flops / (peak * self.ranks.count)
+        self.seconds_per_step = self.seconds / self.steps
+        tokens_of_rank = self.config.micro_batch_size * self.config.seq_len * self.config.grad_accum
+        tokens_per_s = tokens_of_rank * self.ranks.count / self.seconds_per_step
+        self.seconds, self.steps, mfu, peak_gib = 0.0, 0, None, None
         if self.device.type == "cuda":
             peak_gib = torch.cuda.max_memory_allocated(self.device) / 2**30
+            peak = peak_flops(self.device)
+            mfu = tokens_per_s * self.flops / (peak * self.ranks.count) if peak and self.flops else None
         return {"step": step, "loss": loss, "lr": lr, "grad_norm": norm, "skipped": len(self.skipped),
                 "tokens_per_s": tokens_per_s, "mfu": mfu, "peak_gib": peak_gib}
 
     def restart_clock(self) -> None:
         """Start the clock of training time again, after logging, evaluation and checkpoint."""
         self.clock = time.perf_counter()
-        if self.eta_from is None and self.step - self.first_step + 1 >= WARM_UP:
-            self.eta_from = self.step, self.clock
 
     def write(self, record: dict) -> None:
         """Write a line of metrics.jsonl and show it, unless no step was finite yet."""
         if not self.is_writer or record["loss"] is None:
             return
-        step, max_steps, now = record["step"], self.config.max_steps, time.perf_counter()
-        record = record | {"seconds": now - self.started}
+        step, left = record["step"], self.config.max_steps - record["step"]
+        record = record | {"seconds": time.perf_counter() - self.started}
         self._append("metrics.jsonl", record)
+        if "val_loss" in record:
+            with self._reporting("loss.png"):
+                plot_losses(self.folder)
         with self._reporting("the board"):
             self.board[0]({name: value for name, value in record.items() if value is not None}, step=step)
         line = (f"loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
                 f"{record['tokens_per_s']:,.0f} tokens/s")
-        for name, shown in (("mfu", "MFU {:.1%}"), ("val_loss", "val loss {:.4f}"),
-                            ("val_bits_per_byte", "({:.4f} bits a byte)"),
-                            ("val_loss_without_fp8", "val loss without FP8 {:.4f}")):
+        for name, shown in SHOWN.items():
             if record.get(name) is not None:
                 line += "  " + shown.format(record[name])
-        if self.eta_from and step < max_steps:
-            seconds_per_step = (now - self.eta_from[1]) / (step - self.eta_from[0])
-            line += f"  ETA {tqdm.format_interval(seconds_per_step * (max_steps - step))}"
-        self.say(f"step {step}/{max_steps}  {line}")
+        if left and step > self.first_step:  # the first step may compile
+            line += f"  ETA {tqdm.format_interval(left * self.seconds_per_step)}"
+        self.say(f"step {step}/{self.config.max_steps}  {line}")
 
     def write_health(self, step: int, statistics: dict) -> None:
         """Log what health.health returns."""
@@ -178,7 +182,7 @@ class Log:
                 pass  # a full disk does not stop a run
 
     def close(self) -> None:
-        """Write what waits, and draw loss.png and fp8_health.png."""
+        """Write what waits, and draw fp8_health.png."""
         self.bar.close()
         if not self.is_writer:
             return
@@ -186,12 +190,10 @@ class Log:
             self._append(name)
         with self._reporting("the board"):
             self.board[1]()
-        with self._reporting("loss.png"):
-            plot_losses(self.folder)
-        with self._reporting("fp8_health.png"):
-            if records := read_metrics(Path(self.folder, "fp8_health.jsonl")):
-                picture = Path(self.folder, "fp8_health.png")
-                health.plot(records, picture, str(self.folder), self.config.fp8_format)
+        if self.config.fp8_health_interval:
+            with self._reporting("fp8_health.png"):
+                health.plot(read_metrics(Path(self.folder, "fp8_health.jsonl")),
+                            Path(self.folder, "fp8_health.png"), self.folder, self.config.fp8_format)
 
     def _append(self, name: str, *records: dict) -> None:
         """Append records to a file, after those that could not be written before."""
@@ -238,7 +240,6 @@ def cut(folder, first_step: int) -> None:
 def plot_losses(folder) -> None:
     """Draw metrics.jsonl as loss.png."""
     from matplotlib.figure import Figure  # slow to import
-
     records = read_metrics(Path(folder, "metrics.jsonl"))
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()

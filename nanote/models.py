@@ -54,17 +54,16 @@ def make_model(config, device, dtype, recipe, saved=None):
         saved: model_config of the checkpoint that the run continues. Fields of your own model that are no
             options keep those values, whatever the file's defaults are now.
     """
+    options = dataclasses.asdict(config) | {"use_fp8": recipe is not None}
     if is_file(config.model):
         load_file(config.model)
+        options = (saved or {}) | options
     _check_options(config)
-    options = saved if saved and is_file(config.model) else {}
-    options = options | dataclasses.asdict(config) | {"use_fp8": recipe is not None}
     model_config = make_model_config(config.model, options)
-    if recipe is not None:
-        recipes.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
     model = build_model(config.model, model_config, device=device, dtype=dtype,
                         fp8_weights_recipe=recipe if config.fp8_param else None)
     if recipe is not None:
+        recipes.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
         model.fp8_recipe = recipe
     model.kernels = _use_fast_kernels(model, config)
     return model
@@ -74,10 +73,9 @@ def _check_options(config):
     """Raise ValueError for an option that the model would ignore, unless it is a default or the preset's."""
     model_class, config_class = model_classes(config.model)
     fields = {field.name for field in dataclasses.fields(config_class)}
-    where = f"the config of --model {config.model}"
     if config.fp8_recipe != "none" and "use_fp8" not in fields:
-        raise ValueError(f"--fp8-recipe {config.fp8_recipe}: {where} has no field use_fp8, so it does not "
-                         "train in FP8; pass --fp8-recipe none")
+        raise ValueError(f"--fp8-recipe {config.fp8_recipe}: the config of --model {config.model} has no "
+                         "field use_fp8, so it does not train in FP8; pass --fp8-recipe none")
     if config.fp8_recipe == "delayed" and config.compile:
         raise ValueError("--compile: Transformer Engine does not support DelayedScaling under torch.compile; "
                          "pass --fp8-recipe current or --fp8-recipe none")
@@ -87,8 +85,8 @@ def _check_options(config):
     defaults, preset = vars(TrainConfig()), PRESETS[config.preset]
     for name in OPTIONS:
         if name not in fields and getattr(config, name) not in (defaults[name], preset.get(name)):
-            raise ValueError(f"--{name.replace('_', '-')}: {where} has no field {name}; leave the option "
-                             "out, or use --model optimized")
+            raise ValueError(f"--{name.replace('_', '-')}: the config of --model {config.model} has no field "
+                             f"{name}; leave the option out, or use --model optimized")
 
 
 def _use_fast_kernels(model, config):
@@ -116,21 +114,36 @@ def check_first_pass(model, batch):
     name = type(model).__name__
     if not hasattr(model, "config"):
         raise ValueError(f"{name}: has no attribute config; add self.config = config to its constructor")
+    stored = dataclasses.asdict(model.config)
+    if json.loads(json.dumps(stored, default=str)) != stored:
+        raise ValueError(f"{name}: its config cannot be stored in a checkpoint as JSON; use fields of int, "
+                         "float, bool, str or list")
     try:
         with recipes.preserved_state(model):
             loss = model(*batch)
             if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
                 raise ValueError(f"{name}: forward(input_ids, labels) returned a {type(loss).__name__}; it "
                                  "must return the mean loss, a tensor without dimensions")
-            if not loss.requires_grad:
-                raise ValueError(f"{name}: the loss of forward(input_ids, labels) has no gradient; compute "
-                                 "it from the parameters, without torch.no_grad() or detach()")
             loss.backward()
     except torch._dynamo.exc.TorchDynamoException as error:
         reason = in_a_line(getattr(error, "inner_exception", error))
         raise ValueError(f"--compile: {name} does not compile: {reason}; leave it out") from error
     finally:
         model.zero_grad(set_to_none=True)
+
+
+def flops_per_token(model_config, parameters: int, seq_len: int) -> float:
+    """Return 6N + 12·L·C·T, the FLOPs per token of forward and backward (PaLM, arXiv:2204.02311, appendix B).
+
+    N: parameters used in GEMMs, so without the position table and, if untied, without the token embedding. L
+    layers, C = heads times head dimension, T = seq_len. Recomputed activations are not counted.
+    """
+    if not getattr(model_config, "use_rotary", False):
+        parameters -= model_config.n_positions * model_config.n_embd
+    if not model_config.tie_embeddings:
+        parameters -= model_config.vocab_size * model_config.n_embd
+    head_dim = getattr(model_config, "head_dim", None) or model_config.n_embd // model_config.n_head
+    return 6 * parameters + 12 * model_config.n_layer * model_config.n_head * head_dim * seq_len
 
 
 # ---------------------------------------------------------------- by name
@@ -204,15 +217,9 @@ def make_model_config(name, options):
     fields = {field.name for field in dataclasses.fields(config_class)}
     values = {key: value for key, value in options.items() if key in fields and value is not None}
     try:
-        config = config_class(**values)
-        stored = dataclasses.asdict(config)
-        is_storable = json.loads(json.dumps(stored)) == stored
+        return config_class(**values)
     except (TypeError, AssertionError) as error:  # of the user's own class; the five raise ValueError
         raise ValueError(f"--model {name}: {config_class.__name__}: {in_a_line(error)}") from error
-    if not is_storable:
-        raise ValueError(f"--model {name}: {config_class.__name__} cannot be stored in a checkpoint as JSON; "
-                         "use fields of int, float, bool, str or list")
-    return config
 
 
 def build_model(name, config, *, device="cpu", dtype=torch.float32, fp8_weights_recipe=None):
@@ -232,12 +239,8 @@ def build_model(name, config, *, device="cpu", dtype=torch.float32, fp8_weights_
 
 def pick_device(name):
     """Return the device that --device names: auto, cpu, cuda or cuda:N. ValueError if it does not exist."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, number = name.partition(":")
-    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
-        raise ValueError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
-    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use "
-                         "--device auto")
-    return torch.device("cuda", int(number or 0)) if kind == "cuda" else torch.device("cpu")
+    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    device = {"auto": (*gpus, "cpu")[0], "cuda": "cuda:0"}.get(name, name)
+    if device not in ("cpu", *gpus):
+        raise ValueError(f"--device {name}: this machine has {', '.join(('cpu', *gpus))}; use --device auto")
+    return torch.device(device)

@@ -14,7 +14,6 @@ reads the masters by this name.
 References: AdamW is algorithm 2 of arXiv:1711.05101; Muon's update is scaled as in arXiv:2502.16982,
 section 2.2.
 """
-import itertools
 import math
 
 import torch
@@ -63,8 +62,7 @@ class Optimizer:
                 part.write_options()
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their L2 norm is at most `max_norm`, 0: do not; return the norm
-        before, ()."""
+        """Scale all gradients to an L2 norm of at most `max_norm`, 0: of any; return the norm before, ()."""
         max_norm = max_norm or math.inf
         if self.adam is not None:  # multiplies gradients by the scale as it reads them
             norm = parallel.norm_over_shards(self.adam.gradient_norm(), self.mesh)
@@ -77,8 +75,7 @@ class Optimizer:
         return norm
 
     def step(self, skip: torch.Tensor) -> None:
-        """Update the parameters, unless `skip`, () bool, is true: then nothing changes, not even a step
-        count."""
+        """Update the parameters. If `skip`, () bool, is true, nothing changes, not even a step count."""
         if self.adam is not None:  # skips on the device where the scale is NaN
             self.adam.step(grad_scale=torch.where(skip, math.nan, self.gradient_scale))
         elif not skip:  # waits for the GPU, which costs little where Python launches every kernel
@@ -93,13 +90,13 @@ class Optimizer:
 
 # ---------------------------------------------------------------- AdamW
 
-def adamw(model, config) -> Optimizer:
-    """Return AdamW with weight decay of matrices only, and float32 masters of BF16 and FP8 weights."""
-    return Optimizer(model, _adamw(model, parallel.local_parameters(model), config))
+def adamw(model, config, parameters=None) -> Optimizer:
+    """Return AdamW with weight decay of matrices only, and float32 masters of BF16 and FP8 weights.
 
-
-def _adamw(model, parameters: list, config) -> torch.optim.Optimizer:
-    """Return fast_kernels' FastAdam on a GPU; TE's FusedAdam with --fp8-param and on the CPU."""
+    It is fast_kernels' FastAdam on a GPU; TE's FusedAdam with --fp8-param and on the CPU. `parameters`: those
+    to train; None: all that this rank keeps.
+    """
+    parameters = parameters or parallel.local_parameters(model)
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
     moments = getattr(torch, config.moment_dtype)
@@ -109,13 +106,27 @@ def _adamw(model, parameters: list, config) -> torch.optim.Optimizer:
     if parameters[0].is_cuda and not recipes.IS_REFERENCE and not config.fp8_param:
         from fast_kernels.adam import FastAdam  # needs Triton
 
-        return FastAdam(groups, moment_dtype=moments, **options)
+        return Optimizer(model, FastAdam(groups, moment_dtype=moments, **options))
     masters = any(p.dtype != torch.float32 for p in parameters) or config.fp8_param
     optimizer = recipes.te.optimizers.FusedAdam(
         groups, adam_w_mode=True, master_weights=masters, master_weight_dtype=torch.float32,
         exp_avg_dtype=moments, exp_avg_sq_dtype=moments, **options)
-    recipes.init_master_weights(model, optimizer)
-    return optimizer
+    if config.fp8_param:
+        init_master_weights(model, optimizer)
+    return Optimizer(model, optimizer)
+
+
+def init_master_weights(model, optimizer) -> None:
+    """Initialize the float32 masters of FP8 weights with the values before quantization, and free those.
+
+    For models built under `quantized_model_init(preserve_high_precision_init_val=True)`.
+    """
+    for parameter in model.parameters():
+        if hasattr(parameter, "get_high_precision_init_val"):
+            optimizer.initialize_state(parameter, False)
+            initial = parameter.get_high_precision_init_val().to(parameter.device).float()
+            optimizer.set_scaled_state(parameter, "master_param", initial)
+            parameter.clear_high_precision_init_val()
 
 
 # ---------------------------------------------------------------- Muon
@@ -134,34 +145,28 @@ def muon(model, config) -> Optimizer:
     chosen = set(map(id, matrices))
     rest = [p for p in model.parameters() if id(p) not in chosen]
     for_matrices = Muon(matrices, lr=config.lr, weight_decay=config.weight_decay)
-    return Optimizer(model, for_matrices, _adamw(model, rest, config))
+    return Optimizer(model, for_matrices, *adamw(model, config, rest).parts)
 
 
 class Muon(torch.optim.Optimizer):
-    """torch.optim.Muon on float32 master weights and momentum: momentum, orthogonalized by Newton-Schulz
-    steps.
-
-    torch.optim.Muon alone would round each update of a BF16 parameter to BF16.
-    """
+    """torch.optim.Muon on float32 masters: alone it would round each update of a BF16 weight to BF16."""
 
     def __init__(self, params, *, lr: float, weight_decay: float):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
-        self.of_master = {}  # parameter: the tensor that torch.optim.Muon updates
-        for parameter in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
-            master = parameter if parameter.dtype == torch.float32 else parameter.detach().float()
-            self.of_master[parameter] = master
-            self.state[parameter]["momentum_buffer"] = torch.zeros_like(master)
+        [group] = self.param_groups
+        self.of_master = {p: p if p.dtype == torch.float32 else p.detach().float() for p in group["params"]}
+        self.inner = torch.optim.Muon(self.of_master.values(), adjust_lr_fn="match_rms_adamw")
+        for parameter, master in self.of_master.items():
+            momentum = torch.zeros_like(master)
+            self.inner.state[master]["momentum_buffer"] = momentum
+            self.state[parameter]["momentum_buffer"] = momentum
             if master is not parameter:
                 self.state[parameter]["master_param"] = master
-        groups = [{"params": [self.of_master[p] for p in group["params"]]} for group in self.param_groups]
-        self.inner = torch.optim.Muon(groups, adjust_lr_fn="match_rms_adamw")
-        for parameter, master in self.of_master.items():
-            self.inner.state[master]["momentum_buffer"] = self.state[parameter]["momentum_buffer"]
 
     @torch.no_grad()
     def step(self):
-        for group, inner in zip(self.param_groups, self.inner.param_groups):
-            inner["lr"], inner["weight_decay"] = group["lr"], group["weight_decay"]
+        [group], [inner] = self.param_groups, self.inner.param_groups
+        inner["lr"], inner["weight_decay"] = group["lr"], group["weight_decay"]
         for parameter, master in self.of_master.items():
             if master is not parameter:
                 master.grad = None if parameter.grad is None else parameter.grad.float()

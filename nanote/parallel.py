@@ -1,15 +1,13 @@
 """Data parallelism: the ranks of a run, what they do together, and how a model is spread over them.
 
-Use it from a training script: `start()` first, `wrap` before the optimizer is made, a `StopRequest` to
-leave the loop on a signal. Without torchrun there is one rank, and nothing is distributed.
+Call `start()` first, and `wrap` before the optimizer is made. Without torchrun there is one rank.
 
 - --parallel ddp: each rank has the whole model; gradients are summed over ranks (nanote/ddp.py).
 - --parallel fsdp: each rank keeps 1/N of every parameter, its gradient and its optimizer state
   (nanote/fsdp.py); hsdp: on each machine, and gradients are summed over machines.
 
-A sharded parameter is a DTensor. AdamW treats each element by itself, so the optimizer gets this rank's
-part as a plain tensor in the same memory (`local`). Only checkpoints and the gradient norm have to know
-that it is a part.
+A sharded parameter is a DTensor. The optimizer gets this rank's part as a plain tensor in the same memory
+(`local`). Only checkpoints and the gradient norm have to know that it is a part.
 """
 import contextlib
 import os
@@ -35,8 +33,8 @@ class Ranks:
 
 def start() -> Ranks:
     """Read torchrun's environment variables and, with several processes, start torch.distributed."""
-    ranks = Ranks(*(int(os.environ.get(name, value))
-                    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))))
+    rank, local_rank, count = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    ranks = Ranks(rank, local_rank, max(1, count))
     if ranks.count == 1 or dist.is_initialized():
         return ranks
     store = torchrun.store_of_these_processes(ranks.rank, ranks.count)
@@ -54,8 +52,7 @@ def world_size() -> int:
 
 
 def exit(code: int) -> None:
-    """End this process. A rank ends at once, without Python's clean-up: gloo threads that DTensor keeps
-    sometimes abort a process that cleans up, and torchrun would report a failure."""
+    """End this process. A rank skips Python's clean-up, which DTensor's gloo threads sometimes abort."""
     if not dist.is_initialized():
         raise SystemExit(code)
     if code == 0:
@@ -84,8 +81,7 @@ def wrap(model, config):
 
 
 def local(parameter) -> torch.Tensor:
-    """Return this rank's part of a parameter as a plain parameter in the same memory: always the same object,
-    which the optimizer updates. A parameter that is not sharded is returned as it is."""
+    """Return this rank's part of a parameter, always the same plain parameter in the same memory."""
     if not isinstance(parameter, DTensor):
         return parameter
     if not hasattr(parameter, "local_part"):
@@ -114,8 +110,7 @@ def norm_over_shards(norm: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tenso
 
 
 def empty_like(parameter, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return host memory to load a tensor into, such as a parameter's optimizer state: of this rank's part
-    if the parameter is sharded and has that size."""
+    """Return host memory to load a tensor into; for this rank's part of a sharded parameter of that size."""
     if not isinstance(parameter, DTensor) or size != parameter.shape:
         return torch.empty(size, dtype=dtype)
     mesh = parameter.device_mesh
@@ -151,7 +146,7 @@ def on_rank0(function, group=None):
 
 
 def on_each_rank(function, group=None) -> None:
-    """Call `function` on every rank. If it raises on some, all raise: its error, or the first rank's."""
+    """Call `function` on every rank. If it raises on some, all raise: their own error, or the first one."""
     if not dist.is_initialized():
         return function()
     own, errors = None, [None] * dist.get_world_size()
@@ -174,21 +169,20 @@ def reason_of_any_rank(reason: str, group=None) -> str:
 
 
 class StopRequest:
-    """Turn SIGINT, SIGTERM and SIGUSR1 into a stop at the end of the current step; a second Ctrl-C stops at
-    once.
+    """Turn SIGINT, SIGTERM and SIGUSR1 into a stop after the current step; a second Ctrl-C stops at once.
 
-    A signal that was ignored when the process started stays ignored: nohup and shells ignore some for
-    background jobs. `close` puts the previous signal handlers back.
+    A signal that was ignored when the process started stays ignored, as under nohup. `close` puts the
+    previous signal handlers back.
     """
 
     def __init__(self):
-        self.name = ""  # of the signal that this process received
+        self.is_received = False
         self.previous = {number: signal.signal(number, self._note)
                          for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
                          if signal.getsignal(number) is not signal.SIG_IGN}
 
     def _note(self, number, frame):
-        self.name = signal.Signals(number).name
+        self.is_received = True
         if signal.SIGINT in self.previous:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if rank() == 0:
@@ -197,9 +191,7 @@ class StopRequest:
 
     def agreed(self) -> bool:
         """Return whether any rank received a signal. Collective: all ranks stop after the same step."""
-        if not dist.is_initialized():
-            return bool(self.name)
-        flag = torch.tensor(float(bool(self.name)))  # on the CPU, through gloo: no wait for the GPU
+        flag = torch.tensor(float(self.is_received))  # on the CPU, through gloo: no wait for the GPU
         return sum_over_ranks(flag).item() > 0
 
     def close(self) -> None:

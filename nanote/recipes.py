@@ -8,7 +8,6 @@ TE pickles its FP8 state into the state dict (`_extra_state`) and refuses to loa
 run code from a file. Here the same values are plain tensors. A missing state or another history length is no
 error, so a run can change its precision when it resumes.
 """
-import gc
 import importlib
 import itertools
 import os
@@ -30,10 +29,15 @@ except ImportError:  # no GPU: the same modules in plain PyTorch, with emulated 
 
     IS_REFERENCE = True
 
-RECIPES = ("none", "delayed", "current", "block", "mxfp8", "nvfp4")  # and custom:module.function
+CLASSES = {  # TE's recipe, and whether this machine supports it
+    "delayed": ("DelayedScaling", te.is_fp8_available),
+    "current": ("Float8CurrentScaling", te.is_fp8_available),
+    "block": ("Float8BlockScaling", te.is_fp8_block_scaling_available),
+    "mxfp8": ("MXFP8BlockScaling", te.is_mxfp8_available),
+    "nvfp4": ("NVFP4BlockScaling", te.is_nvfp4_available),
+}
+RECIPES = ("none", *CLASSES)  # and custom:module.function
 FORMATS = {"delayed": "hybrid", "current": "hybrid", "block": "e4m3", "mxfp8": "e4m3"}  # TE's defaults
-AVAILABLE = {"delayed": te.is_fp8_available, "current": te.is_fp8_available, "mxfp8": te.is_mxfp8_available,
-             "block": te.is_fp8_block_scaling_available, "nvfp4": te.is_nvfp4_available}
 
 
 def describe():
@@ -48,17 +52,14 @@ def unsupported_reason(name):
     """Return TE's reason why this machine does not support the recipe, "" if it does."""
     if name.startswith("custom:"):
         return "te_reference does not emulate the quantizers of a custom recipe." if IS_REFERENCE else ""
-    if name == "none":
-        return ""
-    available, reason = AVAILABLE[name](return_reason=True)
+    available, reason = (True, "") if name == "none" else CLASSES[name][1](return_reason=True)
     return "" if available else reason
 
 
 def resolve_format(name, fp8_format="auto"):
     """Return the format of a recipe: "hybrid" (E4M3 forward, E5M2 backward), "e4m3", or "" if it is fixed."""
-    if name not in FORMATS:
-        return ""
-    return FORMATS[name] if fp8_format == "auto" else fp8_format
+    default = FORMATS.get(name, "")
+    return fp8_format if default and fp8_format != "auto" else default
 
 
 def make(config):
@@ -80,20 +81,15 @@ def make(config):
                          f"Use one of {supported}")
     if name == "none":
         return None
-    if name == "nvfp4":
-        return recipes.NVFP4BlockScaling()
     if name.startswith("custom:"):
         return recipes.CustomRecipe(qfactory=_quantizer_factory(name))
-    format = recipes.Format[resolve_format(name, config.fp8_format).upper()]
-    if name == "current":
-        return recipes.Float8CurrentScaling(fp8_format=format)
-    if name == "block":
-        return recipes.Float8BlockScaling(fp8_format=format)
-    if name == "mxfp8":
-        return recipes.MXFP8BlockScaling(fp8_format=format)
-    return recipes.DelayedScaling(
-        margin=config.fp8_margin, fp8_format=format, amax_history_len=config.fp8_amax_history_len,
-        amax_compute_algo=config.fp8_amax_compute_algo)
+    options = {}
+    if name in FORMATS:
+        options["fp8_format"] = recipes.Format[resolve_format(name, config.fp8_format).upper()]
+    if name == "delayed":
+        options |= dict(margin=config.fp8_margin, amax_history_len=config.fp8_amax_history_len,
+                        amax_compute_algo=config.fp8_amax_compute_algo)
+    return getattr(recipes, CLASSES[name][0])(**options)
 
 
 def _quantizer_factory(name):
@@ -103,8 +99,7 @@ def _quantizer_factory(name):
         return getattr(importlib.import_module(module_name), function_name)
     except Exception as error:  # whatever the user's module raises
         raise ValueError(f"--fp8-recipe {name}: cannot be imported ({type(error).__name__}: {error}); "
-                         "custom:my_recipe.quantizer_for works, with quantizer_for(role) in "
-                         "my_recipe.py") from error
+                         "custom:my_recipe.quantizer_for works, if my_recipe.py has it") from error
 
 
 def round_up(size, multiple):
@@ -117,11 +112,11 @@ def check_shapes(model_config, micro_batch_size, seq_len, name):
 
     TE requires multiples of 16 tokens, the K dimension of wgrad; the blocks of MXFP8 require 32 everywhere.
     """
-    width, tokens = getattr(model_config, "n_embd", 0), micro_batch_size * seq_len
-    if name == "mxfp8" and width % 32:  # the model files check for multiples of 16
-        raise ValueError(f"--n-embd {width}: FP8 recipe mxfp8 needs a multiple of 32; {round_up(width, 32)} "
-                         "works")
-    multiple = {"none": 1, "mxfp8": 32}.get(name, 16)
+    multiple, tokens = 32 if name == "mxfp8" else 16, micro_batch_size * seq_len
+    width = getattr(model_config, "n_embd", 0)
+    if width % multiple:
+        raise ValueError(f"--n-embd {width}: FP8 recipe {name} needs a multiple of {multiple}; "
+                         f"{round_up(width, multiple)} works")
     if tokens % multiple:
         better = next(n for n in itertools.count(micro_batch_size) if n * seq_len % multiple == 0)
         raise ValueError(f"--micro-batch-size {micro_batch_size} x --seq-len {seq_len} = {tokens} tokens: "
@@ -242,33 +237,3 @@ def turned_off(model):
         yield
     finally:
         model.config.use_fp8 = before
-
-
-def init_master_weights(model, optimizer):
-    """Initialize the float32 masters of FP8 weights with the high-precision initial values, and free those.
-
-    For models built under `quantized_model_init(preserve_high_precision_init_val=True)`. The masters would
-    otherwise start from the dequantized weights.
-    """
-    for parameter in model.parameters():
-        if hasattr(parameter, "get_high_precision_init_val"):
-            optimizer.initialize_state(parameter, False)
-            initial = parameter.get_high_precision_init_val().to(parameter.device).float()
-            optimizer.set_scaled_state(parameter, "master_param", initial)
-            parameter.clear_high_precision_init_val()
-
-
-def forget_models():
-    """Drop TE's global FP8 state of deleted models, between models in one process.
-
-    TE keeps their amax histories and would go on updating them. te_reference does so until Python's garbage
-    collection, which comes at another time on each rank.
-    """
-    gc.collect()
-    if not IS_REFERENCE:
-        from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-        FP8GlobalStateManager.reset()
-        for module in gc.get_objects():
-            if issubclass(type(module), TransformerEngineBaseModule):  # still in use: registers itself again
-                module.fp8_meta.pop(FP8GlobalStateManager.get_buffer_info(), None)

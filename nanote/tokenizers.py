@@ -1,7 +1,4 @@
-"""Tokenizers: raw bytes, any tiktoken encoding, and the tokenizer.json of a Hugging Face model.
-
-All are byte-level: every text can be encoded, and decoding returns its bytes.
-"""
+"""Byte-level tokenizers: raw bytes, any tiktoken encoding, and the tokenizer.json of a Hugging Face model."""
 import hashlib
 import json
 import os
@@ -54,8 +51,7 @@ class Tokenizer:
 class HfTokenizer(Tokenizer):
     """The byte-level BPE in the tokenizer.json of a Hugging Face folder, such as Llama 3's or Qwen3's.
 
-    Special tokens in a text are plain text; added tokens that are not special, such as Qwen3's <think>, are
-    tokens. The name is hf:DIR@CHECKSUM, of tokenizer.json and the end-of-text id.
+    Special tokens in a text are plain text. The name is hf:DIR@CHECKSUM, of that file and the end-of-text id.
     """
 
     def __init__(self, folder):
@@ -66,8 +62,8 @@ class HfTokenizer(Tokenizer):
             self.encoding = tokenizers.Tokenizer.from_file(str(path))
             self._find_end_of_text()
         except Exception as error:  # tokenizers raises no other type
-            raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]}); name a folder "
-                             "that holds it with --tokenizer hf:DIR") from error
+            raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]}); name the "
+                             "folder that has it with --tokenizer hf:DIR") from error
         if not isinstance(self.encoding.decoder, tokenizers.decoders.ByteLevel):
             raise ValueError(f"{path}: not a byte-level tokenizer; use that of Llama 3 or Qwen3, for example")
         self.encoding.no_truncation()
@@ -80,8 +76,7 @@ class HfTokenizer(Tokenizer):
         self.name = f"hf:{self.folder}@{hashlib.sha256(f'{content} {self.eot}'.encode()).hexdigest()[:12]}"
 
     def _find_end_of_text(self):
-        """Set `eot`, the first of eos_token in tokenizer_config.json, eos_token_id in generation_config.json
-        and in config.json, and `stop_tokens`: also the other ids of generation_config.json."""
+        """Set `eot` from tokenizer_config.json, generation_config.json or config.json, and `stop_tokens`."""
         def read(name, field):
             path = self.folder / name
             value = json.loads(path.read_text(encoding="utf-8")).get(field) if path.is_file() else None
@@ -130,8 +125,8 @@ def without_checksum(name):
 def get_tokenizer(name, vocab_size=None):
     """Return the tokenizer `name`: "byte", any tiktoken encoding, or "hf:DIR" (see `HfTokenizer`).
 
-    Raises ValueError if it cannot be read, if the folder of hf:DIR@CHECKSUM holds another one, or if
-    `vocab_size`, the rows of an embedding, is too small for it.
+    Raises ValueError if it cannot be read or has changed, or if `vocab_size`, the rows of an embedding, is
+    too small for it.
     """
     if name == "byte":
         tokenizer = Tokenizer(name)

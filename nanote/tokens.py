@@ -77,6 +77,7 @@ def new_folder(out_dir, force):
         raise ValueError(f"{out_dir}: cannot be replaced; name a folder in it, such as {out_dir}/tokens")
     work = target.with_name(f".{target.name}.tmp")
     new, old = work / "new", work / "old"
+    is_new_parent = not target.parent.exists()
     work.mkdir(parents=True, exist_ok=True)
     with open(work / "lock", "w") as lock:
         try:
@@ -106,6 +107,8 @@ def new_folder(out_dir, force):
             if old.exists() and not target.exists():
                 os.rename(old, target)
             shutil.rmtree(work, ignore_errors=True)
+            if is_new_parent and not target.exists():
+                target.parent.rmdir()
 
 
 def exchange(first, second):
@@ -157,12 +160,7 @@ class Loader:
         self._epoch = lru_cache(2)(self._epoch)  # a step may span two epochs
         self._prefetched = (None, None)  # step, future
         self._resumed = (1, 0)  # first step and first sample since the last start_at
-        initializer = ()
-        if self.device.type == "cuda":
-            # a new thread starts on GPU 0, where pinning memory would create another CUDA context
-            index = torch.cuda.current_device() if self.device.index is None else self.device.index
-            initializer = (torch.cuda.set_device, (index,))
-        self._thread = ThreadPoolExecutor(1, "loader", *initializer)
+        self._thread = ThreadPoolExecutor(1, "loader")
 
     def samples_before(self, step):
         """Return the number of samples of all ranks before `step`, counted from the run's first."""
@@ -224,14 +222,13 @@ class Loader:
         first = self.samples_before(step) + self.ranks.rank * self.micro_batch_size
         micro_batches = []
         for _ in range(self.grad_accum):
-            samples = range(first, first + self.micro_batch_size)
-            micro_batches.append(self._micro_batch([self._window_start(sample) for sample in samples]))
+            starts = []
+            for sample in range(first, first + self.micro_batch_size):
+                offset, order = self._epoch(sample // self.num_windows)
+                starts.append(offset + order[sample % self.num_windows] * self.seq_len)
+            micro_batches.append(self._micro_batch(starts))
             first += self.micro_batch_size * self.ranks.count
         return micro_batches
-
-    def _window_start(self, sample):
-        offset, order = self._epoch(sample // self.num_windows)
-        return offset + order[sample % self.num_windows] * self.seq_len
 
     def _epoch(self, epoch):
         """Return (starting offset in tokens, order of the windows).
@@ -254,7 +251,10 @@ class Loader:
             cu_seqlens = torch.full((self.max_documents + 1,), windows[:, :-1].numel(), dtype=torch.int32)
             cu_seqlens[:len(documents)] = documents
             tensors.append(cu_seqlens)
-        return [tensor.pin_memory() for tensor in tensors] if self.device.type == "cuda" else tensors
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):  # a new thread's is the first GPU: another rank's
+                tensors = [tensor.pin_memory() for tensor in tensors]
+        return tensors
 
 
 # ---------------------------------------------------------------- packing

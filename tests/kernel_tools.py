@@ -130,5 +130,4 @@ def _instructions(monkeypatch):
         monkeypatch.setattr(fast_casts, "two_sums", two_sums)
         sizes = fast_casts._norm_backward_sizes  # several rows per program, not the same number for all
         monkeypatch.setattr(
-            fast_casts, "_norm_backward_sizes", lambda rows, columns: (min(rows, 3), sizes(rows, columns)[1])
-        )
+            fast_casts, "_norm_backward_sizes", lambda rows, columns: (min(rows, 3), sizes(rows, columns)[1]))

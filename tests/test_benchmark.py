@@ -19,8 +19,7 @@ BLOCKS = {"gpt2": {}, "modern": step.MODERN | dict(n_kv_head=2),
           "untied": dict(tie_embeddings=False, head_dim=32, n_inner=96)}
 NAMES = [  # ours, and PlainGPT's
     ("attn.qkv.layer_norm_", "norm1."), ("mlp.layer_norm_", "norm2."), ("lm_head.layer_norm_", "norm."),
-    ("attn.", ""), ("mlp.fc1_", "fc1."), ("mlp.fc2_", "fc2."),
-]
+    ("attn.", ""), ("mlp.fc1_", "fc1."), ("mlp.fc2_", "fc2.")]
 
 
 def run(arguments) -> int:
@@ -171,7 +170,7 @@ def test_a_file_of_other_figures_is_left_alone(content, tmp_path):
     assert path.read_text() == content
 
 
-def test_turns_count_every_step_and_the_interval_holds_the_median():
+def test_turns_count_every_step_of_each_function():
     calls = []
     times = timing.in_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 6, CPU)
     assert [len(values) for values in times.values()] == [6, 6]

@@ -35,9 +35,6 @@ def world(tmp_path_factory):
         Path("no-val/val.bin").unlink()
         Path("out/empty").mkdir()
         Path("file.txt").write_text("some text\n")
-        Path("empty.txt").touch()
-        Path("binary.txt").write_bytes(b"\xff\xfe\x00")
-        Path("broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     finally:
         os.chdir(before)
     return folder
@@ -84,9 +81,6 @@ def tree(folder=".") -> dict:
     ("sample.py", "out/good --temperature -1", "--temperature -1"),
     # text
     ("data.py", "text nothing.txt", "nothing.txt"),
-    ("data.py", "text empty.txt", "empty"),
-    ("data.py", "text binary.txt", "binary.txt UTF-8"),
-    ("data.py", "text broken.jsonl", "broken.jsonl row"),
     ("data.py", "text file.txt --tokenizer gpt9", "gpt9 byte"),
     ("data.py", "text file.txt --out-dir tokens", "tokens --force"),
 ], ids=lambda value: value.replace(OPTIONS, "")[:60])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import te_reference
+from bench.step import forget_models
 from nanote import models, recipes
 from nanote.config import TrainConfig
 from nanote.ddp import Gradients
@@ -46,9 +47,9 @@ def loss_and_gradients(net, model, batch):
 
 @ON_REFERENCE
 @pytest.mark.parametrize("name, recipe", [
-    *(("optimized", recipe) for recipe in RECIPES),
+    *(("optimized", recipe) for recipe in RECIPES), ("te", "current"),
     # the other recipes are te_reference's part, the same for every model, and take ten seconds each
-    *itertools.product(list(models.MODELS)[1:], ("none", "delayed", "current"))])
+    *itertools.product(list(models.MODELS)[1:], ("none", "delayed"))])
 def test_the_first_pass_of_a_compiled_model(name, recipe):
     """The compiled pass is the first: one graph, or under delayed scaling a warning and an uncompiled
     pass. How te_reference casts backward is compiled for one model, in which it is what it is in all."""
@@ -152,9 +153,7 @@ def test_autocast_without_a_recipe_is_delayed_scaling_under_torch_compile_too():
 @ON_REFERENCE
 @pytest.mark.parametrize("options, mode, full", [
     ("--fp8-recipe current", "default", False),
-    ("--fp8-recipe current --grad-accum 1 --compile-mode reduce-overhead", "reduce-overhead", False),
-    ("--fp8-recipe none --compile-mode max-autotune --compile-fullgraph", "max-autotune", True),
-    ("--fp8-recipe none --compile-mode max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs", False)])
+    ("--fp8-recipe none --compile-mode max-autotune --compile-fullgraph", "max-autotune", True)])
 def test_a_compiled_run_learns_what_an_uncompiled_one_does(tokens, tmp_path, compiles, options, mode, full):
     assert run_train(f"{TRAIN} {options} --compile --out-dir {tmp_path}/compiled", tokens) == 0
     assert compiles == [{"mode": mode, "fullgraph": full}]
@@ -182,15 +181,6 @@ def test_the_start_of_each_step_is_marked_for_cuda_graphs(tokens, tmp_path, comp
     options = f"{TRAIN} --fp8-recipe none --compile --compile-mode reduce-overhead"
     assert run_train(f"{options} --out-dir {tmp_path}/run", tokens) == 0
     assert len(marks) == 3  # steps
-
-
-@pytest.mark.parametrize("options, words", [
-    ("--compile", ["--compile", "DelayedScaling", "--fp8-recipe current", "--fp8-recipe none"])])
-def test_refused_in_one_line(tokens, tmp_path, capsys, options, words):
-    assert run_train(f"{TRAIN} {options} --out-dir {tmp_path}/run", tokens) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("train.py: ") and error.count("\n") == 1, error
-    assert all(word in error for word in words) and not Path(tmp_path, "run").exists(), error
 
 
 @ON_REFERENCE
@@ -228,11 +218,6 @@ def test_a_resumed_run_may_stop_compiling(tokens, tmp_path, compiles):
     assert len(compiles) == 1 and [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-def test_nothing_is_compiled_by_default():
-    config = TrainConfig()
-    assert (config.compile, config.compile_mode, config.compile_fullgraph) == (False, "default", False)
-
-
 # ---- on a GPU, with Transformer Engine
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=128, vocab_size=512, n_positions=128, seq_len=128, grad_accum=2)
@@ -256,8 +241,9 @@ assert abs(loss.item() - 10.98) < 0.5, loss
 def train_on_gpu(name, recipe, **options):
     """Train 4 steps of 2 micro-batches and return their losses and gradient norms, (4, 2)."""
     torch._dynamo.reset()
-    recipes.forget_models()
-    config = TrainConfig(**SMALL, model=name, fp8_recipe=recipe, **options)
+    forget_models()
+    # without the fast kernels, since DelayedScaling runs uncompiled by the modules
+    config = TrainConfig(**SMALL, model=name, fp8_recipe=recipe, fast_kernels=False, **options)
     torch.manual_seed(0)
     model = models.make_model(config, torch.device("cuda"), torch.bfloat16, recipes.make(config))
     if config.compile:

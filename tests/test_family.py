@@ -3,13 +3,15 @@
 import ast
 import dataclasses
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fork_server import run_python
 
 from nanote import models, recipes
 from nanote.checkpoint import read_meta
@@ -21,8 +23,7 @@ FAMILY = list(models.MODELS)  # optimized, advanced, fused, custom, te
 TINY = dict(vocab_size=96, n_positions=64, n_embd=64, n_layer=2, n_head=4)
 QWEN3 = dict(
     use_rmsnorm=True, use_rotary=True, rope_theta=5e4, use_qk_norm=True, activation="swiglu",
-    tie_embeddings=False, n_kv_head=2, head_dim=32,
-)
+    tie_embeddings=False, n_kv_head=2, head_dim=32)
 OTHER = dict(bias=False, tie_embeddings=False, n_inner=96, layernorm_epsilon=0.05)
 
 
@@ -63,8 +64,7 @@ def tokens(batch=2, length=64):
 
 @pytest.mark.parametrize(
     "names, options", [(FAMILY, {}), (FAMILY, OTHER), (["optimized", "advanced"], QWEN3)],
-    ids=["gpt2", "other", "all switches"],
-)
+    ids=["gpt2", "other", "all switches"])
 def test_the_same_weights_give_the_same_logits(names, options):
     x, logits = tokens(), {}
     for name, model in make_alike(names, **options).items():
@@ -125,10 +125,8 @@ def test_attention_is_causal(name):
     "name, options",
     [
         *((name, {}) for name in FAMILY), ("advanced", QWEN3), ("te", {"bias": False, "dropout": 0.1}),
-        ("custom", {"attn_dropout": 0.1, "fp8_lm_head": False}),
-    ],
-    ids=str,
-)
+        ("custom", {"attn_dropout": 0.1, "fp8_lm_head": False})],
+    ids=str)
 def test_each_model_learns_a_batch(name, options, use_fp8):
     model = make(name, **options, use_fp8=use_fp8)
     optimizer = recipes.te.optimizers.FusedAdam(model.parameters(), lr=5e-3)
@@ -246,16 +244,14 @@ def test_fields_that_two_configs_share_have_one_default():
     defaults = default_fields("optimized")
     common = (
         "vocab_size n_positions n_embd n_layer n_head dropout attn_dropout layernorm_epsilon use_fp8 "
-        "fp8_margin n_inner bias tie_embeddings fp8_lm_head"
-    )
+        "fp8_margin n_inner bias tie_embeddings fp8_lm_head")
     for name in FAMILY:
         fields = default_fields(name)
         assert set(common.split()) <= set(fields) and fields.items() <= defaults.items()
         model, recipe = make(name), make(name, fp8_margin=2).fp8_recipe
         assert model.lm_head.weight is model.wte.weight
         assert (recipe.margin, recipe.fp8_format.name, recipe.amax_history_len, recipe.amax_compute_algo) == (
-            2, "HYBRID", 1024, "max",
-        )
+            2, "HYBRID", 1024, "max")
 
 
 def test_the_files_read_alike():
@@ -295,7 +291,8 @@ def test_each_file_stands_alone(tmp_path):
         for file in (f"{module}.py", "te_reference.py"):
             shutil.copy(ROOT / file, tmp_path / name)
         arguments += [str(tmp_path / name), module, model, config]
-    environment = {"NANOTE_REFERENCE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = run_python("-c", STANDS_ALONE, *arguments, cwd=tmp_path, env=environment)
+    environment = os.environ | {"NANOTE_REFERENCE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", STANDS_ALONE, *arguments], cwd=tmp_path, env=environment,
+                          capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{module} True True" for module, *_ in models.MODELS.values()]

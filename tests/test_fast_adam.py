@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton")
 from fast_kernels import adam as fast_adam  # noqa: E402
 from fast_kernels.adam import FastAdam  # noqa: E402
 from kernel_tools import _casts_that_round  # noqa: E402, F401
-from nanote import checkpoint, ddp, models  # noqa: E402
+from nanote import checkpoint, ddp, models, peers  # noqa: E402
 from nanote.optimizers import Optimizer  # noqa: E402
 from nanote.recipes import round_up  # noqa: E402
 
@@ -49,13 +49,11 @@ def train(optimizer, params, steps, scale=None, dtype=None):
 def master(optimizer, parameter):
     value = optimizer.state[parameter].get("master_param", parameter.detach())
     return (
-        checkpoint.join_remainder(parameter.detach(), value) if value.dtype == torch.int16 else value.float()
-    )
+        checkpoint.join_remainder(parameter.detach(), value) if value.dtype == torch.int16 else value.float())
 
 
 @pytest.mark.parametrize(
-    "dtype, remainders", [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)]
-)
+    "dtype, remainders", [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)])
 @pytest.mark.parametrize("scale", [None, 0.25])
 def test_equals_adamw(dtype, remainders, scale):
     params = parameters(dtype)
@@ -184,6 +182,35 @@ def test_bfloat16_parameters_with_float32_gradients():
     params[0].grad = params[0].grad.bfloat16()
     with pytest.raises(ValueError, match="all must be float32, or all have the parameters' type"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("options, value", [
+    (dict(), math.nan), (dict(), math.inf), (dict(store_param_remainders=False), math.nan),
+    (dict(moment_dtype=torch.bfloat16), math.nan), (dict(dtype=torch.float32), math.nan)])
+def test_fast_adam_skips_a_step(options, value):
+    """A grad_scale that is not finite changes nothing, not even the step count."""
+    options = dict(options)
+    dtype = options.pop("dtype", torch.bfloat16)
+
+    def run(scales):
+        torch.manual_seed(0)
+        sizes = (fast_adam.CHUNK + 5, 7)
+        params = [torch.nn.Parameter(torch.randn(size, device=DEVICE).to(dtype)) for size in sizes]
+        optimizer = FastAdam(params, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, **options)
+        generator = torch.Generator().manual_seed(1)
+        for scale in scales:
+            for parameter in params:
+                if math.isfinite(scale):
+                    gradient = torch.randn(parameter.shape, generator=generator)
+                else:
+                    gradient = torch.full(parameter.shape, math.nan)
+                parameter.grad = gradient.to(DEVICE, dtype)
+            optimizer.step(grad_scale=torch.tensor(scale, device=DEVICE))
+        moments = [value for p in params for value in optimizer.state[p].values()]
+        return [*params, *moments, optimizer.param_groups[0]["step"]]
+
+    for with_skips, without in (([0.5, value, 1.0, value], [0.5, 1.0]), ([value], [])):
+        assert all(torch.equal(a, b) for a, b in zip(run(with_skips), run(without), strict=True))
 
 
 def test_mixed_dtypes_raise():
@@ -501,7 +528,7 @@ def divided_among(count, dtype, gradient_dtype, remainders):
     for rank in range(count):
         params, buckets = parameters(dtype), []
         for some in (params[:2], params[2:]):
-            bucket = ddp.Bucket()
+            bucket = ddp.Bucket(gradient_dtype)
             for parameter in some:
                 bucket.offsets[parameter] = bucket.size
                 bucket.size += round_up(parameter.numel(), ddp.ALIGNMENT)
@@ -513,7 +540,7 @@ def divided_among(count, dtype, gradient_dtype, remainders):
         bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.offsets}
         with unittest.mock.patch.multiple(torch.distributed, get_rank=lambda rank=rank: rank,
                                           get_world_size=lambda: count):
-            own = ddp.Peers(types.SimpleNamespace(buckets=buckets, bucket_of=bucket_of))
+            own = peers.Peers(types.SimpleNamespace(buckets=buckets, bucket_of=bucket_of))
         own.received = torch.zeros(own.count * own.width, dtype=gradient_dtype, device=DEVICE)
         own.stride, own.barrier = own.width * gradient_dtype.itemsize, lambda: None  # the ranks take turns
         own.weights = torch.zeros(sum(bucket.size for bucket in buckets), dtype=dtype, device=DEVICE)
@@ -600,7 +627,7 @@ def test_a_divided_update_is_not_done_or_saved_in_part():
 
 def test_gathered_state_is_the_whole_state(monkeypatch):
     ranks = divided_among(3, torch.bfloat16, torch.float32, True)
-    monkeypatch.setattr(ddp, "GATHERED_BYTES", 1024)  # bytes, so that there are several broadcasts
+    monkeypatch.setattr(peers, "GATHERED_BYTES", 1024)  # bytes, so that there are several broadcasts
     for rank, (params, optimizer, _) in enumerate(ranks):
         for parameter in params:
             for tensor in optimizer.state[parameter].values():

@@ -41,8 +41,7 @@ def reference(qkv, n_head, n_kv_head, rope, q_weight, k_weight):
         for x in (q, k.repeat_interleave(n_head // n_kv_head, 2), v.repeat_interleave(n_head // n_kv_head, 2))
     )
     scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(
-        torch.ones(length, length, device=q.device).triu(1).bool(), -torch.inf
-    )
+        torch.ones(length, length, device=q.device).triu(1).bool(), -torch.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
@@ -50,11 +49,9 @@ def make_inputs(batch, length, n_head, n_kv_head, dim, rope, norm, dtype=torch.f
     """Make qkv, (cos, sin), q_weight, k_weight and dout, in `dtype` except for cos and sin."""
     qkv = torch.randn(batch, length, (n_head + 2 * n_kv_head) * dim, device=device, dtype=dtype)
     angles = torch.arange(length, device=device).float()[:, None, None] * 1e4 ** (
-        -torch.arange(0, dim, 2, device=device).float() / dim
-    )
+        -torch.arange(0, dim, 2, device=device).float() / dim)
     weights = (
-        [(1 + 0.3 * torch.randn(dim, device=device)).to(dtype) for _ in range(2)] if norm else [None, None]
-    )
+        [(1 + 0.3 * torch.randn(dim, device=device)).to(dtype) for _ in range(2)] if norm else [None, None])
     dout = torch.randn(batch, length, n_head * dim, device=device, dtype=dtype)
     return qkv, (angles.cos(), angles.sin()) if rope else None, *weights, dout
 
@@ -62,8 +59,7 @@ def make_inputs(batch, length, n_head, n_kv_head, dim, rope, norm, dtype=torch.f
 def run(function, n_head, n_kv_head, qkv, rope, q_weight, k_weight, dout):
     """Return the output and the gradients of qkv and of the weights that are not None."""
     leaves = [
-        x.detach().clone().requires_grad_() if x is not None else None for x in (qkv, q_weight, k_weight)
-    ]
+        x.detach().clone().requires_grad_() if x is not None else None for x in (qkv, q_weight, k_weight)]
     out = function(leaves[0], n_head, n_kv_head, rope, *leaves[1:])
     out.backward(dout)
     return [out.detach()] + [x.grad for x in leaves if x is not None]
@@ -104,8 +100,7 @@ def test_other_layouts_of_the_inputs():
     with torch.no_grad():
         out = packed_attention(
             qkv.requires_grad_().view(2, 9, 4, 16), 2, 1,
-            (cos[:, 0].t().contiguous().t(), sin[:, 0].double()), q_weight, k_weight,
-        )
+            (cos[:, 0].t().contiguous().t(), sin[:, 0].double()), q_weight, k_weight)
     assert torch.equal(out, expected) and not out.requires_grad
 
 
@@ -124,8 +119,7 @@ def test_invalid_arguments_raise():
                                                 ((10, 0), (128, 256)), ((12, 0), (128, 256))])
 @pytest.mark.parametrize("dim", [20, 64, 96, 128, 136, 192, 256, 264])
 def test_flash_attention_is_picked_only_where_its_package_has_a_kernel(
-    monkeypatch, version, capability, widest, dim
-):
+    monkeypatch, version, capability, widest, dim):
     """attention="auto" of the model and the packed kernels follow what the packages document for compute
     capability and head size."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -142,8 +136,7 @@ def test_flash_attention_is_picked_only_where_its_package_has_a_kernel(
     runs = (
         dim % 8 == 0
         and dim <= widest[version == "fa2"]
-        or (version, capability, dim) == ("fa4", (10, 0), 256)
-    )
+        or (version, capability, dim) == ("fa4", (10, 0), 256))
     assert fast_attention._flash_version(dim) == (version if runs else None)
     config = OptimizedConfig(n_head=2, n_embd=2 * dim, head_dim=dim, vocab_size=64, attention="auto")
     assert (model_te_optimized.attention_kernel(config) == "flash") == runs
@@ -160,14 +153,12 @@ class Recorder:
 
     def fa4_forward(self, q, k, v, causal, return_lse, tile_mn=None):
         return self.fa2_forward(q, k, v, 0.0, q.shape[-1] ** -0.5, causal, -1, -1, 0.0, None, False)[:2] + (
-            None, None, None,
-        )
+            None, None, None)
 
     def fa4_backward(self, q, k, v, out, dout, lse, causal, deterministic, dq, dk, dv):
         self.fa2_backward(
             dout, q, k, v, out, lse, dq, dk, dv, 0.0, q.shape[-1] ** -0.5, causal, -1, -1, 0.0, None,
-            deterministic,
-        )
+            deterministic)
 
     def fa2_forward(
         self,
@@ -181,13 +172,11 @@ class Recorder:
         window_size_right,
         softcap,
         alibi_slopes,
-        return_softmax,
-    ):
+        return_softmax):
         assert (
             causal
             and softmax_scale == q.shape[-1] ** -0.5
-            and (dropout_p, window_size_left, window_size_right, softcap) == (0, -1, -1, 0)
-        )
+            and (dropout_p, window_size_left, window_size_right, softcap) == (0, -1, -1, 0))
         return fast_attention._sdpa(q, k, v), q.new_zeros(q.shape[0], q.shape[2], q.shape[1]), None, None
 
     def fa2_backward(
@@ -209,19 +198,16 @@ class Recorder:
         softcap,
         alibi_slopes,
         deterministic,
-        rng_state=None,
-    ):
+        rng_state=None):
         assert (
             causal
             and softmax_lse.shape == (q.shape[0], q.shape[2], q.shape[1])
-            and out.shape == dout.shape == q.shape
-        )
+            and out.shape == dout.shape == q.shape)
         self.dout, self.targets = dout, (dq, dk, dv)
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, v)]
             for target, gradient in zip(
-                self.targets, torch.autograd.grad(fast_attention._sdpa(*inputs), inputs, dout)
-            ):
+                self.targets, torch.autograd.grad(fast_attention._sdpa(*inputs), inputs, dout)):
                 target.copy_(gradient)
 
 
@@ -233,14 +219,12 @@ def test_flash_attention_writes_into_the_packed_gradient(monkeypatch, kernel, ro
     monkeypatch.setattr(fast_attention, "_pick_kernel", lambda q: kernel)
     for name in ("forward", "backward"):
         monkeypatch.setattr(
-            fast_attention, f"{kernel}_{name}", getattr(flash, f"{kernel}_{name}"), raising=False
-        )
+            fast_attention, f"{kernel}_{name}", getattr(flash, f"{kernel}_{name}"), raising=False)
     inputs = make_inputs(2, 11, 4, 2, 16, rope, norm)
     assert max(errors(4, 2, inputs)) < ROUNDING
     qkv = inputs[0].requires_grad_()
     packed_attention(qkv, 4, 2, *inputs[1:4]).backward(
-        inputs[-1].transpose(1, 2).contiguous().transpose(1, 2)
-    )
+        inputs[-1].transpose(1, 2).contiguous().transpose(1, 2))
     start, size = qkv.grad.data_ptr(), qkv.grad.element_size()
     assert [(x.data_ptr() - start) // size for x in flash.targets] == [0, 4 * 16, 6 * 16]
     assert flash.dout.is_contiguous() and all(x.stride() == (11 * 128, 128, 16, 1) for x in flash.targets)
@@ -251,9 +235,7 @@ def test_flash_attention_writes_into_the_packed_gradient(monkeypatch, kernel, ro
     [
         ((2, 1024, 4, 64), (9, 0), True, (128, 128)), ((2, 1040, 4, 64), (9, 0), True, None),
         ((2, 1024, 4, 96), (9, 0), True, None), ((2, 1024, 4, 64), (10, 0), True, None),
-        ((2, 1024, 4, 64), (9, 0), False, None),
-    ],
-)
+        ((2, 1024, 4, 64), (9, 0), False, None)])
 def test_smaller_tiles_for_short_sequences(monkeypatch, shape, capability, has_option, tile):
     monkeypatch.setattr(fast_attention, "FA4_HAS_TILE_OPTION", has_option)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
@@ -262,8 +244,7 @@ def test_smaller_tiles_for_short_sequences(monkeypatch, shape, capability, has_o
 
 gpu_shapes = pytest.mark.parametrize(
     "batch, length, n_head, n_kv_head, dim",
-    [(2, 512, 12, 12, 64), (1, 333, 6, 2, 64), (2, 384, 8, 8, 128), (1, 777, 8, 2, 128), (2, 256, 6, 2, 96)],
-)
+    [(2, 512, 12, 12, 64), (1, 333, 6, 2, 64), (2, 384, 8, 8, 128), (1, 777, 8, 2, 128), (2, 256, 6, 2, 96)])
 
 
 @pytest.mark.gpu

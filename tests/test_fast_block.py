@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import te_reference
+from bench.step import forget_models
 from nanote import recipes
 from nanote.ddp import Gradients
 
@@ -26,12 +27,10 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 SMALL = dict(
     vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, use_fp8=True,
-    attention="auto" if HAS_GPU else "sdpa",
-)
+    attention="auto" if HAS_GPU else "sdpa")
 MODERN = dict(
     use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_kv_head=1,
-    n_inner=48,
-)
+    n_inner=48)
 ONE = dict(n_layer=1)  # the interpreter takes seconds for each layer
 VARIANTS = {
     "GPT-2": {},
@@ -41,27 +40,22 @@ VARIANTS = {
     "no biases": ONE | dict(bias=False),
     "E4M3": ONE | dict(fp8_format="E4M3"),
     "head in BF16": ONE | dict(fp8_lm_head=False),
-    "loss in parts": ONE | dict(loss_chunks=2),
-}
+    "loss in parts": ONE | dict(loss_chunks=2)}
 WIDE = dict(n_layer=1, n_positions=1024)
 LARGE = (
     {  # options, rows and length of a batch: 8,208 tokens are no multiple of 32
         "large": (dict(n_embd=512, n_layer=6, n_head=8, n_positions=1024), (8, 1024)),
         "large and modern": (
             MODERN | dict(n_embd=512, n_layer=6, n_head=8, n_kv_head=2, n_inner=1024, n_positions=1024),
-            (8, 1024),
-        ),
+            (8, 1024)),
         "768 wide": (WIDE | dict(n_embd=768, n_head=12), (9, 912)),
         "4096 wide": (WIDE | dict(n_embd=4096, n_head=32), (9, 912)),
         "4096 wide and modern": (
             MODERN | WIDE | dict(n_embd=4096, n_head=32, n_kv_head=8, n_inner=10928),
-            (9, 912),
-        ),
-        "9216 wide": (WIDE | dict(n_embd=9216, n_head=72), (1, 1008)),
-    }
+            (9, 912)),
+        "9216 wide": (WIDE | dict(n_embd=9216, n_head=72), (1, 1008))}
     if HAS_GPU
-    else {}
-)
+    else {})
 
 
 class Float8Tensor(torch.Tensor):
@@ -71,8 +65,7 @@ class Float8Tensor(torch.Tensor):
     def __new__(cls, *, shape, dtype, data, data_transpose, fp8_scale_inv, fp8_dtype, quantizer, device):
         tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         tensor._data, tensor._transpose, tensor._scale_inv, tensor._fp8_dtype = (
-            data, data_transpose, fp8_scale_inv, fp8_dtype,
-        )
+            data, data_transpose, fp8_scale_inv, fp8_dtype)
         return tensor
 
     @classmethod
@@ -82,8 +75,7 @@ class Float8Tensor(torch.Tensor):
 
 def make_storage(*, data, data_transpose, fp8_scale_inv, fp8_dtype, fake_dtype):
     return types.SimpleNamespace(
-        _data=data, _transpose=data_transpose, _scale_inv=fp8_scale_inv, _fp8_dtype=fp8_dtype
-    )
+        _data=data, _transpose=data_transpose, _scale_inv=fp8_scale_inv, _fp8_dtype=fp8_dtype)
 
 
 class Quantizer(types.SimpleNamespace):
@@ -123,10 +115,8 @@ def modules_like_te(monkeypatch):
             return [
                 Quantizer(
                     scale=state.scale[i], amax=state.amax_history[0, i],
-                    dtype=recipe._dtype(forward=key == "scaling_fwd"),
-                )
-                for i in range(len(state.scale))
-            ]
+                    dtype=recipe._dtype(forward=key == "scaling_fwd"))
+                for i in range(len(state.scale))]
         return {key: of(key) for key in ("scaling_fwd", "scaling_bwd")}
 
     class FP8GlobalStateManager:
@@ -163,8 +153,7 @@ def modules_like_te(monkeypatch):
     monkeypatch.setattr(fast_support, "_runs_on_te", lambda model: True)
     package, stands_for = fast_support._package, {"te_reference": "transformer_engine"}
     monkeypatch.setattr(
-        fast_support, "_package", lambda module: stands_for.get(package(module), package(module))
-    )
+        fast_support, "_package", lambda module: stands_for.get(package(module), package(module)))
     folders = fast_support._library_folders()
     monkeypatch.setattr(fast_support, "_library_folders", lambda: (*folders, te_reference.__file__))
 
@@ -178,8 +167,7 @@ def make_model(fused=True, fp8_format="HYBRID", **options):
                 parameter.add_(0.3 * torch.randn_like(parameter))  # norms and biases that do something
     model.to(DEVICE, torch.bfloat16)
     model.fp8_recipe = model_te_optimized.DelayedScaling(
-        fp8_format=model_te_optimized.Format[fp8_format], amax_history_len=4
-    )
+        fp8_format=model_te_optimized.Format[fp8_format], amax_history_len=4)
     if fused:
         accelerate(model)
     return model
@@ -196,8 +184,7 @@ def state_of(model):
         f"{name}.{key}": (state.scale.clone(), state.amax_history.clone())
         for name, module in model.named_modules()
         for key, state in getattr(module, "fp8_meta", {}).items()
-        if key.startswith("scaling") and len(getattr(state, "scale", []))
-    }
+        if key.startswith("scaling") and len(getattr(state, "scale", []))}
 
 
 def train_steps(model, steps=2, microbatches=(None,)):
@@ -216,8 +203,7 @@ def train_steps(model, steps=2, microbatches=(None,)):
             loss = model(*make_tokens(10 * step + micro), is_first_microbatch=first)
             loss.backward()
         results.append(
-            (loss.item(), {name: p.grad.double() for name, p in model.named_parameters()}, state_of(model))
-        )
+            (loss.item(), {name: p.grad.double() for name, p in model.named_parameters()}, state_of(model)))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.05 * parameter.grad
@@ -344,8 +330,7 @@ def test_untimed_gemms_accumulate_as_in_transformer_engines_recipe():
     gemms.clear()
     make_model(**ONE)(*make_tokens(0)).backward()
     assert {(layout, k) for layout, k, _ in gemms} >= {
-        ("TN", 32), ("NN", 32), ("NN", 64), ("NN", 96), ("NT", 32),
-    }
+        ("TN", 32), ("NN", 32), ("NN", 64), ("NN", 96), ("NT", 32)}
     assert all(precise == (layout != "TN") for layout, _, precise in gemms)
 
 
@@ -368,8 +353,7 @@ def test_which_gemms_may_use_fast_accumulation(monkeypatch, fast_k, either):
     assert {accumulation for dtype, _, accumulation in asked if dtype == torch.float8_e4m3fn} == {"fast"}
     backward = {
         accumulation: {k for dtype, k, kind in asked if dtype == torch.float8_e5m2 and kind == accumulation}
-        for accumulation in ("either", "precise", "fast")
-    }
+        for accumulation in ("either", "precise", "fast")}
     assert backward["either"] == either and 32 in backward["precise"] and not backward["fast"]
 
 
@@ -405,16 +389,14 @@ def test_gradients_are_as_near_to_the_exact_ones(variant):
     exact = gradients(True, exact=True)
     ours, theirs = (
         torch.stack([(a - b).norm() / b.norm() for a, b in zip(gradients(fused), exact)])
-        for fused in (True, False)
-    )
+        for fused in (True, False))
     assert (ours <= 1.3 * theirs + 0.01).all() and ours.mean() <= 1.1 * theirs.mean()
 
 
 def test_microbatches_cast_weights_once(monkeypatch):
     casts, cast_all = [], fast_casts.cast_all
     monkeypatch.setattr(
-        fast_casts, "cast_all", lambda tensors: casts.append(len(tensors[0])) or cast_all(tensors)
-    )
+        fast_casts, "cast_all", lambda tensors: casts.append(len(tensors[0])) or cast_all(tensors))
     ours = train_steps(make_model(**ONE), 1, (True, False, False))
     assert casts == 2 * [5]  # the first pass and a step; the four linear layers of a block, and the head
     assert_same_training(ours, train_steps(make_model(fused=False, **ONE), 1, (True, False, False)))
@@ -504,7 +486,7 @@ def test_a_head_with_a_bias():
 def test_another_device_gives_the_same():
     results = []
     for device in (0, 1):
-        recipes.forget_models()  # Transformer Engine reduces the amax of all models together, on one device
+        forget_models()  # Transformer Engine reduces the amax of all models together, on one device
         with torch.cuda.device(device):
             model = make_model().to(f"cuda:{device}")
             for _ in range(2):
@@ -513,7 +495,7 @@ def test_another_device_gives_the_same():
                 loss.backward()
             assert fast_support.unsupported_reason(model) == ""
         results.append([loss.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters())])
-    recipes.forget_models()
+    forget_models()
     for ours, others in zip(*results):
         assert (ours - others).norm() <= 0.02 * others.norm()
 
@@ -546,7 +528,6 @@ def test_what_is_handed_over_must_not_be_touched(monkeypatch, touched):
     function = getattr(fast_block, touched)
     monkeypatch.setattr(
         fast_block, touched,
-        lambda *args, **options: tuple(t * 1.0 if t is not None else t for t in function(*args, **options)),
-    )
+        lambda *args, **options: tuple(t * 1.0 if t is not None else t for t in function(*args, **options)))
     with pytest.raises(ValueError, match="unchanged"):
         make_model(**ONE)(*make_tokens(0))

@@ -55,8 +55,7 @@ def assert_close(ours, exact, summed=1, equal_nan=False):
     """Assert equality up to rounding to BF16, and up to the float32 rounding of a sum of `summed` values."""
     assert ours.dtype == torch.bfloat16
     torch.testing.assert_close(
-        ours.double(), exact, rtol=1.01 * BF16, atol=2e-5 * summed**0.5, equal_nan=equal_nan
-    )
+        ours.double(), exact, rtol=1.01 * BF16, atol=2e-5 * summed**0.5, equal_nan=equal_nan)
 
 
 def on_gpu(*values):
@@ -69,8 +68,7 @@ SHAPES = [(64, 128), (64, 144), (48, 128), (16, 16), (80, 272), *LARGE]
 # Training sizes and sizes near them: rows that are not a multiple of 32, widths that are not a power of two
 TRAINING = [
     (8208, 16), (8208, 48), (8208, 768), (16400, 1040), (8208, 2064), (16400, 4080), (8208, 4096),
-    (32784, 4096), (8208, 5136), (8208, 9216), (8208, 12288), (8208, 16368),
-]
+    (32784, 4096), (8208, 5136), (8208, 9216), (8208, 12288), (8208, 16368)]
 KINDS = ["LayerNorm", "RMSNorm"]
 TYPES = [E4M3, E5M2]
 EPS = 1e-5
@@ -113,8 +111,7 @@ def assert_statistics(mean, rstd, residual, bias, equal_nan=False):
 def check_norm(x, branch, branch_bias, weight, bias, fp8=E4M3, scale=50.0):
     scale, amax = scale_and_amax(scale)
     residual, quantized, mean, rstd = fast_casts.norm(
-        x, branch, branch_bias, weight, bias, EPS, scale, amax, fp8
-    )
+        x, branch, branch_bias, weight, bias, EPS, scale, amax, fp8)
     if branch is None:
         assert residual is x
     else:
@@ -148,9 +145,7 @@ def test_norm_in_fp8(fp8, scale):
     before = amax.item()
     for more in (0.5, 2.0):  # a second micro-batch raises the first one's amax or leaves it
         scale_again = torch.tensor(scale, device=DEVICE)
-        fast_casts.norm(
-            x, branch, branch_bias, more * weight, more * bias, EPS, scale_again, amax, fp8
-        )
+        fast_casts.norm(x, branch, branch_bias, more * weight, more * bias, EPS, scale_again, amax, fp8)
         assert amax.item() == pytest.approx(max(1.0, more) * before, rel=1e-5)
 
 
@@ -207,8 +202,7 @@ def test_norm_backward(rows, columns, kind, with_dresidual, wanted):
     residual, _, mean, rstd = fast_casts.norm(x, None, None, weight, bias, EPS, scale, amax.clone(), E4M3)
     dx, quantized, dbranch_bias, dweight, dbias = fast_casts.norm_backward(
         dy, residual, mean, rstd, weight, dresidual, (scale, amax, E5M2) if "FP8" in wanted else None,
-        with_dbranch_bias="dbranch_bias" in wanted,
-    )
+        with_dbranch_bias="dbranch_bias" in wanted)
     exact, exact_dweight, exact_dbias = exact_norm_backward(dy, residual, weight, bias)
     assert_close(dx, exact + dresidual.double() if with_dresidual else exact)
     if "FP8" in wanted:
@@ -242,15 +236,13 @@ def test_norm_backward_of_nan(kind):
     dy[5, 130] = float("nan")
     residual, _, mean, rstd = fast_casts.norm(x, None, None, weight, bias, EPS, scale, amax.clone(), E4M3)
     dx, (rowwise, columnwise, _), dbranch_bias, dweight, _ = fast_casts.norm_backward(
-        dy, residual, mean, rstd, weight, None, (scale, amax, E5M2), True
-    )
+        dy, residual, mean, rstd, weight, None, (scale, amax, E5M2), True)
     assert (
         dx.isnan().sum()
         == dx[5].isnan().sum()
         == rowwise.float().isnan().sum()
         == columnwise.float()[:, 5].isnan().sum()
-        == 144
-    )
+        == 144)
     assert dbranch_bias.isnan().all() and dweight.isnan().nonzero().tolist() == [[130]]
     assert amax.item() == 100.0
 
@@ -365,15 +357,13 @@ def test_cast(rows, columns, fp8):
         quantized, dbias = fast_casts.cast(x, scale, amax, fp8, with_dbias=True)
         assert_fp8(quantized, x.double(), scale, amax, fp8, share=0)
         assert torch.equal(
-            quantized[0].view(torch.uint8), te_reference.quantize(x.float(), scale, fp8).view(torch.uint8)
-        )
+            quantized[0].view(torch.uint8), te_reference.quantize(x.float(), scale, fp8).view(torch.uint8))
         assert amax.item() == x.abs().max().item()
         assert_close(dbias, x.double().sum(0), rows)
     amax.fill_(1e5)
     without, none = fast_casts.cast(x, scale, amax, fp8)
     assert none is None and all(
-        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(without, quantized)
-    )
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(without, quantized))
     assert amax.item() == 1e5  # a larger amax from an earlier micro-batch stays
 
 
@@ -395,9 +385,7 @@ def test_cast_of_infinity_and_nan(fp8):
     "shapes",
     [
         [(64, 64)], [(48, 144), (16, 16), (80, 272)],
-        on_gpu([(2304, 768), (768, 768), (16, 4096), (3072, 1040)]),
-    ],
-)
+        on_gpu([(2304, 768), (768, 768), (16, 4096), (3072, 1040)])])
 def test_cast_all(shapes, fp8):
     """One launch equals a cast of each tensor."""
     tensors = [normal(*shape) for shape in shapes]
@@ -419,16 +407,14 @@ def test_cast_all(shapes, fp8):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "shape",
-    [(1, 5), (3, 40), (64, 2, 16), (65, 33), (130, 3, 48), on_gpu((128, 3, 4096)), on_gpu((5000, 1040))],
-)
+    [(1, 5), (3, 40), (64, 2, 16), (65, 33), (130, 3, 48), on_gpu((128, 3, 4096)), on_gpu((5000, 1040))])
 def test_reduce_rows(shape, dtype):
     x = torch.randn(shape, device=DEVICE)
     total, exact = fast_casts.reduce_rows(x, dtype), x.double().sum(0)
     assert total.dtype == dtype and total.shape == shape[1:]
     torch.testing.assert_close(
         total.double(), exact, rtol=1.01 * BF16 if dtype == torch.bfloat16 else 1e-6,
-        atol=1e-5 * shape[0] ** 0.5,
-    )
+        atol=1e-5 * shape[0] ** 0.5)
 
 
 # Training sizes
@@ -448,6 +434,7 @@ def test_training_sizes(rows, columns):
     for kind in KINDS:
         test_norm(rows, columns, kind, "branch and bias")
         test_norm_backward(rows, columns, kind, True, "FP8 and dbranch_bias")
+        torch.cuda.empty_cache()  # for other test processes on this GPU
     for activation in ACTIVATIONS:
         test_activate(rows, columns, activation, True)
     test_cast(rows, columns, E5M2)
@@ -459,19 +446,14 @@ def test_training_sizes(rows, columns):
     [
         (
             lambda x: fast_casts.norm(x[:24], None, None, x[0], x[0], EPS, *scale_and_amax(), E4M3),
-            r"\(32, 48\) works",
-        ),
+            r"\(32, 48\) works"),
         (lambda x: fast_casts.cast(x[:, :40].contiguous(), *scale_and_amax(), E4M3), r"\(32, 48\) works"),
         (lambda x: fast_casts.cast(x[:, :32], *scale_and_amax(), E4M3), "must be contiguous"),
         (lambda x: fast_casts.activate("gelu", x.float(), None, *scale_and_amax(), E4M3), "must be bfloat16"),
         (
             lambda x: fast_casts.norm(
-                normal(16, 16400), None, None, x[0], None, EPS, *scale_and_amax(), E4M3
-            ),
-            "at most 16384",
-        ),
-    ],
-)
+                normal(16, 16400), None, None, x[0], None, EPS, *scale_and_amax(), E4M3),
+            "at most 16384")])
 def test_unsupported_inputs_raise(call, problem):
     with pytest.raises(ValueError, match=problem):
         call(normal(32, 48))
@@ -511,8 +493,7 @@ def assert_as_transformer_engines(quantized, amax, theirs, quantizer, exact, fp8
     # some of TE's kernels take the amax of BF16 values
     torch.testing.assert_close(amax, quantizer.amax, rtol=1.01 * BF16, atol=0)
     ours, theirs = (
-        (data.view(fp8).double() * scale_inv.double() - exact).norm() for data in (rowwise, theirs._data)
-    )
+        (data.view(fp8).double() * scale_inv.double() - exact).norm() for data in (rowwise, theirs._data))
     assert ours <= 1.03 * theirs
 
 
@@ -530,11 +511,9 @@ def test_norm_is_transformer_engines(tex, rows, columns, kind):
     residual, quantized, mean, rstd = fast_casts.norm(x, branch, None, weight, bias, EPS, scale, amax, E4M3)
     quantizer = te_quantizer(tex, 50.0, E4M3, columnwise=False)
     parameters, forward = (
-        ((weight,), tex.rmsnorm_fwd) if bias is None else ((weight, bias), tex.layernorm_fwd)
-    )
+        ((weight,), tex.rmsnorm_fwd) if bias is None else ((weight, bias), tex.layernorm_fwd))
     y, te_mean, te_rstd = forward(
-        residual, *parameters, EPS, None, quantizer, TE_DType[torch.bfloat16], 0, False
-    )
+        residual, *parameters, EPS, None, quantizer, TE_DType[torch.bfloat16], 0, False)
     exact = exact_norm(residual.double(), weight.double(), None if bias is None else bias.double())
     assert_as_transformer_engines(quantized, amax, y, quantizer, exact, E4M3)
     torch.testing.assert_close(rstd, te_rstd, rtol=1e-5, atol=0)
@@ -557,8 +536,7 @@ def test_norm_backward_is_as_near_as_transformer_engines(tex, rows, columns, kin
         theirs = tex.layernorm_bwd(dy, residual, mean, rstd, weight, 0, False)
     dx, _, _, *ours = fast_casts.norm_backward(dy, residual, mean, rstd, weight, dresidual)
     for a, b, to in zip(
-        (dx, *ours), (theirs[0] + dresidual, *theirs[1:]), (exact[0] + dresidual.double(), *exact[1:])
-    ):
+        (dx, *ours), (theirs[0] + dresidual, *theirs[1:]), (exact[0] + dresidual.double(), *exact[1:])):
         assert (a is None) == (to is None)
         if to is not None:
             assert (a.double() - to).norm() <= 1.03 * (b.double() - to).norm()

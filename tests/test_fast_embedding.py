@@ -33,8 +33,7 @@ def make_tokens(kind, count, vocab_size):
 
 def exact(tokens, dy, vocab_size):
     return torch.zeros(vocab_size, dy.shape[1], dtype=torch.float64, device=DEVICE).index_add_(
-        0, tokens, dy.double()
-    )
+        0, tokens, dy.double())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -43,9 +42,7 @@ def exact(tokens, dy, vocab_size):
     "count, vocab_size, columns",
     [
         (64, 64, 256), (130, 200, 272), (31, 40, 16), (1, 3, 8), on_gpu(32768, 50304, 768),
-        on_gpu(4096, 50304, 4096), on_gpu(8208, 50304, 3088),
-    ],
-)
+        on_gpu(4096, 50304, 4096), on_gpu(8208, 50304, 3088)])
 def test_sum_by_index(count, vocab_size, columns, kind, dtype):
     tokens, dy = make_tokens(kind, count, vocab_size), torch.randn(count, columns, device=DEVICE).to(dtype)
     dweight = fast_embedding.sum_by_index(tokens, dy, vocab_size)
@@ -53,8 +50,7 @@ def test_sum_by_index(count, vocab_size, columns, kind, dtype):
     assert dweight.dtype == dtype and dweight.shape == (vocab_size, columns)
     torch.testing.assert_close(
         dweight.double(), expected, rtol=1.01 * 2**-8 if dtype == torch.bfloat16 else 1e-5,
-        atol=2e-5 * count**0.5,
-    )
+        atol=2e-5 * count**0.5)
     assert torch.equal(dweight.abs().sum(1) > 0, torch.bincount(tokens, minlength=vocab_size) > 0)
     if HAS_GPU:  # bit for bit; the interpreter runs one program after the other
         assert torch.equal(dweight, fast_embedding.sum_by_index(tokens, dy, vocab_size))
@@ -71,16 +67,14 @@ def test_embed_without_positions():
     ((x * dy).sum() + (weight * other_dweight).sum()).backward()
     torch.testing.assert_close(
         weight.grad.double(), exact(tokens.flatten(), dy.flatten(0, 1), 50) + other_dweight.double(),
-        rtol=1e-5, atol=1e-5,
-    )
+        rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(
     "batch, length, columns, more",
-    [(3, 20, 32, 5), (2, 33, 1040, 0), on_gpu(8, 1024, 768, 0), on_gpu(8, 1024, 768, 5)],
-)
+    [(3, 20, 32, 5), (2, 33, 1040, 0), on_gpu(8, 1024, 768, 0), on_gpu(8, 1024, 768, 5)])
 def test_with_positions(batch, length, columns, more, documents, dtype):
     """Equals the sum of PyTorch's two embeddings.
 
@@ -88,8 +82,7 @@ def test_with_positions(batch, length, columns, more, documents, dtype):
     torch.manual_seed(1)
     weight, position_weight = (
         torch.randn(rows, columns, dtype=dtype, device=DEVICE).requires_grad_()
-        for rows in (50, length + more)
-    )
+        for rows in (50, length + more))
     tokens = torch.randint(0, 50, (batch, length), device=DEVICE)
     if documents:
         positions = torch.randint(0, length, (batch, length), device=DEVICE)
@@ -102,8 +95,7 @@ def test_with_positions(batch, length, columns, more, documents, dtype):
     for leaf, rows in ((weight, tokens), (position_weight, positions.expand(batch, length))):
         torch.testing.assert_close(
             leaf.grad.double(), exact(rows.flatten(), dy.flatten(0, 1), len(leaf)), rtol=1.01 * 2**-8,
-            atol=1e-4,
-        )
+            atol=1e-4)
 
 
 @pytest.mark.parametrize("bad, rows", [(-1, 1), (-100, 2), (0x7fffffff, 1), (50, 2)])
@@ -119,8 +111,7 @@ def test_token_outside_the_vocabulary(bad, rows):
     dy = torch.randn_like(x)
     x.backward(dy)
     torch.testing.assert_close(
-        weight.grad.double(), exact(tokens[known], dy[known], 50), rtol=1e-5, atol=1e-5
-    )
+        weight.grad.double(), exact(tokens[known], dy[known], 50), rtol=1e-5, atol=1e-5)
 
 
 def test_tied_weight():

@@ -60,7 +60,7 @@ def train(model, microbatches, steps=2):
 
 
 @pytest.mark.parametrize("options, reshard, microbatches", [
-    ({}, True, 1), ({}, False, 2), ({}, True, 2), (MODERN, True, 1)])
+    ({}, True, 1), ({}, False, 2), (MODERN, True, 1)])
 def test_a_sharded_model_trains_as_one_that_is_not(monkeypatch, options, reshard, microbatches):
     passes, block_pass = [], fast_block.block_pass
     monkeypatch.setattr(fast_block, "block_pass", lambda *args: passes.append(args[0]) or block_pass(*args))
@@ -85,8 +85,7 @@ REFUSED = {
     "the model has hooks": lambda model: model.register_forward_hook(print),
     "wte.weight is frozen": lambda model: model.wte.weight.requires_grad_(False),
     "the forward method of blocks.0.mlp was replaced":
-        lambda model: setattr(model.blocks[0].mlp, "forward", lambda x: x),
-}
+        lambda model: setattr(model.blocks[0].mlp, "forward", lambda x: x)}
 
 
 @pytest.mark.parametrize("words", REFUSED)

@@ -35,6 +35,15 @@ def error(out, exact):
     return ((out.double() - exact).norm() / exact.norm()).item()
 
 
+def error_of_torch(operands, exact):
+    """Return the error of torch._scaled_mm with precise accumulation; that of fast accumulation is larger."""
+    a, a_scale, b, b_scale, _ = operands
+    precise, fast = (error(torch._scaled_mm(b, a.t(), b_scale, a_scale, out_dtype=torch.float32,
+                                            use_fast_accum=is_fast), exact) for is_fast in (False, True))
+    assert precise < fast / 4, (precise, fast)
+    return precise
+
+
 @pytest.mark.parametrize("a_type, b_type, with_bias, accumulation", FORWARD + BACKWARD)
 @pytest.mark.parametrize("m, k, n", SHAPES)
 def test_every_algorithm_is_correct(m, k, n, a_type, b_type, with_bias, accumulation):
@@ -58,11 +67,12 @@ def test_every_algorithm_is_correct(m, k, n, a_type, b_type, with_bias, accumula
 def test_a_result_is_written_or_added_to_memory_of_the_caller(m, k, n, dtype, accumulate):
     """As weight gradients are. Timing must not add the result more than once."""
     operands, exact = make(m, k, n, E4M3, E5M2)
+    limit = 1.5 * error_of_torch(operands, exact) if dtype == torch.float32 else 5e-3
     out = torch.full((n, m), 3.0, device="cuda", dtype=dtype)
     for times in (1, 2):
         assert fast_gemm.gemm(*operands, out=out, accumulate=accumulate) is out
         expected = 3 + times * exact if accumulate else exact
-        assert error(out, expected) < (1e-5 if dtype == torch.float32 else 5e-3)
+        assert error(out, expected) < limit
     shape, = fast_gemm._shapes.values()
     assert shape.is_tuned
 

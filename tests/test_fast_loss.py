@@ -53,8 +53,7 @@ def test_loss_and_gradient(rows, vocab_size, dtype, tolerance):
     # relative errors of small values, too
     small = exact.grad.abs() < exact.grad.abs().max() / 100
     torch.testing.assert_close(
-        gradient[small].double(), exact.grad[small], rtol=max(tolerance, 1e-5), atol=1e-12
-    )
+        gradient[small].double(), exact.grad[small], rtol=max(tolerance, 1e-5), atol=1e-12)
 
 
 @pytest.mark.parametrize("offset, size", [(0.0, 500.0), (3e4, 1.0), (-3e4, 1.0)])
@@ -113,9 +112,7 @@ def test_backward_overwrites_the_logits_and_runs_once():
         (torch.zeros(4, 32, dtype=torch.float16), torch.zeros(4, dtype=torch.int64)),
         (torch.zeros(0, 32), torch.zeros(0, dtype=torch.int64)),
         (torch.zeros(4, 32), torch.zeros(5, dtype=torch.int64)),
-        (torch.zeros(4, 32), torch.zeros(4, dtype=torch.int32)),
-    ],
-)
+        (torch.zeros(4, 32), torch.zeros(4, dtype=torch.int32))])
 def test_invalid_arguments_raise(logits, labels):
     with pytest.raises(ValueError, match="is needed"):
         cross_entropy(logits.to(DEVICE), labels.to(DEVICE))
@@ -129,9 +126,7 @@ def test_invalid_arguments_raise(logits, labels):
     "rows, vocab_size, factor, scale",
     [
         (48, 144, 1.0, 1.0), (32, 128, 2**-9, 3e4), (16, 48, 3.0, 1e9), (48, 64, 2**-12, 1e-3),
-        (64, 80, -1.0, 777.7),
-    ],
-)
+        (64, 80, -1.0, 777.7)])
 def test_fp8_gradient_is_the_cast_of_the_bf16_one(monkeypatch, rows, vocab_size, factor, scale, fp8):
     """Scales from all values flushed to zero to all saturated; rowwise and transposed; partial tiles."""
     monkeypatch.setitem(fast_loss.BACKWARD_FP8, "ROWS", 32)  # several tiles even in a small matrix
@@ -246,9 +241,7 @@ class FakeHead(torch.autograd.Function):
     [
         ("", True), ("no head", False), ("another head", False), ("not straight from it", False),
         ("bias", False), ("bf16", False), ("other recipe", False), ("hook", False), ("odd", False),
-        ("another GPU", False), ("stochastic", True),
-    ],
-)
+        ("another GPU", False), ("stochastic", True)])
 @pytest.mark.filterwarnings("ignore:fast kernels are not used")
 def test_which_gradients_are_in_fp8(monkeypatch, case, in_fp8):
     quantizer_class = type("Float8Quantizer", (SimpleNamespace,), {})
@@ -268,8 +261,7 @@ def test_which_gradients_are_in_fp8(monkeypatch, case, in_fp8):
     if case == "bf16":
         quantizer = None
     head = SimpleNamespace(
-        quantizers={"scaling_bwd": [quantizer_class(**state) if case == "another head" else quantizer, None]}
-    )
+        quantizers={"scaling_bwd": [quantizer_class(**state) if case == "another head" else quantizer, None]})
 
     rows, received = 24 if case == "odd" else 32, []
     x = torch.randn(rows, 16, dtype=torch.bfloat16, requires_grad=True)
@@ -311,8 +303,7 @@ def make_head(recipe="delayed", fp8_format="HYBRID", bias=False, dtype=torch.bfl
     recipe = (
         DelayedScaling(fp8_format=Format[fp8_format], amax_history_len=4)
         if recipe == "delayed"
-        else Float8CurrentScaling()
-    )
+        else Float8CurrentScaling())
     return head, lambda x: _in_fp8(te, recipe, head, x)
 
 
@@ -337,9 +328,7 @@ def train_steps(forward, head, loss_function, steps=3):
         results.append(
             [
                 loss.detach().reshape(()), x.grad, head.weight.grad.clone(),
-                head.layer_norm_weight.grad.clone(), *scaling,
-            ]
-        )
+                head.layer_norm_weight.grad.clone(), *scaling])
     return results
 
 
@@ -353,8 +342,7 @@ def count_fp8_gradients(monkeypatch):
 @pytest.mark.parametrize("fp8", FORMATS)
 @pytest.mark.parametrize(
     "rows, vocab_size, factor, scale",
-    [(4096, 50304, 1.0, 1e6), (272, 1040, 2**-10, 1e9), (64, 144, 1.0, 1.0)],
-)
+    [(4096, 50304, 1.0, 1e6), (272, 1040, 2**-10, 1e9), (64, 144, 1.0, 1.0)])
 def test_bytes_are_transformer_engines(rows, vocab_size, factor, scale, fp8):
     import transformer_engine.pytorch  # noqa: F401  puts transformer_engine_torch on the path
     import transformer_engine_torch as tex
@@ -429,8 +417,7 @@ def test_a_head_trains_the_same(monkeypatch, fp8_format, dtype):
     assert len(calls) == (3 if torch.cuda.get_device_capability() == (9, 0) else 0)
     unfused = run(lambda logits, labels, head: cross_entropy(logits, labels))
     reference = run(
-        lambda logits, labels, head: te.parallel_cross_entropy(logits[None], labels[None], reduce_loss=True)
-    )
+        lambda logits, labels, head: te.parallel_cross_entropy(logits[None], labels[None], reduce_loss=True))
     for ours, by_te, plain in zip(fused, unfused, reference):
         # the FP8 data are equal, so the results are equal bit for bit
         assert all(torch.equal(a, b) for a, b in zip(ours, by_te))
@@ -448,9 +435,7 @@ def test_other_heads_get_their_gradient_in_bf16(monkeypatch, options):
         results.append(
             train_steps(
                 forward, head,
-                lambda logits, labels: cross_entropy(logits, labels, head if with_head else None),
-            )
-        )
+                lambda logits, labels: cross_entropy(logits, labels, head if with_head else None)))
     assert not calls
     assert all(torch.equal(a, b) for with_head, without in zip(*results) for a, b in zip(with_head, without))
 
@@ -460,8 +445,7 @@ def test_second_backward_through_an_fp8_head_raises():
     head, forward = make_head()
     loss = cross_entropy(
         forward(torch.randn(32, 256, device="cuda", dtype=torch.bfloat16)), torch.arange(32, device="cuda"),
-        head,
-    )
+        head)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward"):
         loss.backward()

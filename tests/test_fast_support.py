@@ -171,8 +171,7 @@ EDITED = {  # words of the reason -> the edit
     "blocks.0.attn.qkv.layer_norm_weight is frozen": lambda model: model.blocks[0].requires_grad_(False),
     "wte.weight is not kept in BF16": lambda model: model.float(),
     "mlp.fc1_bias is not kept in BF16": put("blocks.1.mlp.fc1_bias", lambda mlp: widen(mlp.fc1_bias)),
-    "n_embd=16400 is over 16384": lambda model: setattr(model.config, "n_embd", 16400),
-}
+    "n_embd=16400 is over 16384": lambda model: setattr(model.config, "n_embd", 16400)}
 
 
 @pytest.mark.parametrize("words", EDITED)
@@ -220,11 +219,9 @@ MODES = {
     "high precision": (dict(fp8_skip_last=1), None),
     "blocks stay in high precision": (
         {},
-        lambda model: setattr(model.config, "in_fp8", lambda layer: layer != 1),
-    ),
+        lambda model: setattr(model.config, "in_fp8", lambda layer: layer != 1)),
     "recomputed or offloaded": (dict(gradient_checkpointing=True), None),
-    "dropout is on": (dict(dropout=0.1), None),
-}
+    "dropout is on": (dict(dropout=0.1), None)}
 
 
 @pytest.mark.parametrize("words", MODES)
@@ -321,8 +318,7 @@ def test_parts_that_are_not_asked_for_stay():
 @pytest.mark.parametrize("name", ["advanced", "fused", "custom", "te"])
 def test_other_models_are_left_alone(name):
     config = models.make_model_config(
-        name, dict(n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=16)
-    )
+        name, dict(n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=16))
     model = models.build_model(name, config)
     report = accelerate(model)
     assert "is not built like model_te_optimized.py" in str(report)
@@ -333,8 +329,7 @@ def test_a_forward_method_that_the_user_put_in_place_stays():
     model = make_model(fused=False)
     model.forward = mine = types.MethodType(scaled_forward, model)
     assert (
-        accelerate(model).blocks == "the forward method of the model was replaced" and model.forward is mine
-    )
+        accelerate(model).blocks == "the forward method of the model was replaced" and model.forward is mine)
 
 
 class OwnLoss(model_te_optimized.OptimizedGPT2Model):
@@ -392,8 +387,7 @@ def test_the_report_names_a_rounding_only_where_the_head_is_in_fp8(monkeypatch):
 BROKEN = {
     "Block has no attn": lambda model: vars(model.blocks[1])["_modules"].pop("attn"),
     "Attention has no kernel": lambda model: delattr(model.blocks[0].attn, "kernel"),
-    "OptimizedConfig has no use_rotary": lambda model: vars(model.config).pop("use_rotary"),
-}
+    "OptimizedConfig has no use_rotary": lambda model: vars(model.config).pop("use_rotary")}
 
 
 @pytest.mark.parametrize("words", BROKEN)
@@ -499,8 +493,7 @@ ATTENTION_EDITS = {
     "the source of Attention.attend cannot be read":
         lambda attention: vars(attention).update(attend=partial(attend_twice, attention)),
     "q_norm has hooks": lambda attention: attention.q_norm.register_forward_hook(lambda *_: None),
-    "k_norm is not Transformer Engine's": lambda attention: setattr(attention, "k_norm", torch.nn.Identity()),
-}
+    "k_norm is not Transformer Engine's": lambda attention: setattr(attention, "k_norm", torch.nn.Identity())}
 
 
 @pytest.mark.parametrize("words", ATTENTION_EDITS)

@@ -70,8 +70,7 @@ RUNS = {
     "delayed": {}, "bf16": {"fp8_recipe": "none"}, "current": {"fp8_recipe": "current"},
     "accumulation": {"grad_accum": 5}, "muon": {"optimizer": "muon"}, "te_modules": {"fast_kernels": False},
     "te_accumulation": {"fast_kernels": False, "grad_accum": 3},
-    "float32_masters": {"param_remainders": False},
-}
+    "float32_masters": {"param_remainders": False}}
 
 
 @gpu

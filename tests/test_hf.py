@@ -30,8 +30,7 @@ THEIRS = {
     "llama with biases": transformers.LlamaConfig(**ROTARY, attention_bias=True, mlp_bias=True,
                                                   tie_word_embeddings=True),
     "qwen3": transformers.Qwen3Config(**ROTARY, head_dim=32, rope_theta=1e6, tie_word_embeddings=True,
-                                      rms_norm_eps=1e-6),
-}
+                                      rms_norm_eps=1e-6)}
 
 
 def randomize(model):

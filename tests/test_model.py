@@ -52,8 +52,7 @@ def from_gpt2(hf):
     w = {
         "wte.weight": hf.transformer.wte.weight, "wpe.weight": hf.transformer.wpe.weight,
         "lm_head.weight": hf.lm_head.weight, "lm_head.layer_norm_weight": hf.transformer.ln_f.weight,
-        "lm_head.layer_norm_bias": hf.transformer.ln_f.bias,
-    }
+        "lm_head.layer_norm_bias": hf.transformer.ln_f.bias}
     for i, h in enumerate(hf.transformer.h):
         b = f"blocks.{i}."
         w |= {b + "attn.qkv.layer_norm_weight": h.ln_1.weight, b + "attn.qkv.layer_norm_bias": h.ln_1.bias,
@@ -69,8 +68,7 @@ def from_gpt2(hf):
 def from_llama(hf):
     w = {
         "wte.weight": hf.model.embed_tokens.weight, "lm_head.weight": hf.lm_head.weight,
-        "lm_head.layer_norm_weight": hf.model.norm.weight,
-    }
+        "lm_head.layer_norm_weight": hf.model.norm.weight}
     for i, h in enumerate(hf.model.layers):
         b, a = f"blocks.{i}.", h.self_attn
         w |= {
@@ -79,8 +77,7 @@ def from_llama(hf):
             b + "attn.proj.weight": a.o_proj.weight,
             b + "mlp.layer_norm_weight": h.post_attention_layernorm.weight,
             b + "mlp.fc1_weight": torch.cat((h.mlp.gate_proj.weight, h.mlp.up_proj.weight)),
-            b + "mlp.fc2_weight": h.mlp.down_proj.weight,
-        }
+            b + "mlp.fc2_weight": h.mlp.down_proj.weight}
         if hasattr(a, "q_norm"):  # Qwen3
             w |= {b + "attn.q_norm.weight": a.q_norm.weight, b + "attn.k_norm.weight": a.k_norm.weight}
     return w
@@ -95,8 +92,7 @@ def llama():
     config = transformers.LlamaConfig(
         vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=50000.0,
-        tie_word_embeddings=False,
-    )
+        tie_word_embeddings=False)
     hf = transformers.LlamaForCausalLM(config)
     return randomize(hf), make(**LLAMA, n_kv_head=2, n_inner=96, rope_theta=50000.0), from_llama
 
@@ -105,13 +101,11 @@ def qwen3():
     config = transformers.Qwen3Config(
         vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=64, rms_norm_eps=1e-6, rope_theta=1e6,
-        tie_word_embeddings=True,
-    )
+        tie_word_embeddings=True)
     hf = transformers.Qwen3ForCausalLM(config)
     switches = {
         **LLAMA, "tie_embeddings": True, "use_qk_norm": True, "head_dim": 32, "layernorm_epsilon": 1e-6,
-        "rope_theta": 1e6,
-    }
+        "rope_theta": 1e6}
     return randomize(hf), make(**switches, n_kv_head=2, n_inner=96), from_llama
 
 
@@ -146,8 +140,7 @@ SWITCHES = {
     "swiglu with bias": {"activation": "swiglu"}, "untied": {"tie_embeddings": False},
     "head in high precision": {"fp8_lm_head": False}, "te attention": {"use_pytorch_sdpa": False},
     "checkpointing": {"gradient_checkpointing": True}, "dropout": {"dropout": 0.1, "attn_dropout": 0.1},
-    "margin": {"fp8_margin": 1},
-}
+    "margin": {"fp8_margin": 1}}
 
 
 @pytest.mark.parametrize("use_fp8", [False, True])
@@ -237,8 +230,7 @@ def test_accumulated_micro_batches_equal_one_batch():
 
 
 @pytest.mark.parametrize(
-    "switches", [{}, {**LLAMA, "n_kv_head": 2, "use_qk_norm": True}], ids=["gpt2", "llama"]
-)
+    "switches", [{}, {**LLAMA, "n_kv_head": 2, "use_qk_norm": True}], ids=["gpt2", "llama"])
 def test_kv_cache_gives_the_same_logits(switches):
     model = make(**switches).eval()
     x = tokens(2, 24)
@@ -303,8 +295,7 @@ def test_compiles_without_a_graph_break(recipe):
     (dict(activation="relu6"), ("activation", "relu6", "gelu")),
     (dict(attention="fast"), ("attention", "fast", "sdpa")),
     (dict(dropout=1.0), ("dropout", "1.0", "less than 1")),
-    (dict(n_layer=0), ("n_layer", "0", "12 works")),
-])
+    (dict(n_layer=0), ("n_layer", "0", "12 works"))])
 def test_a_bad_configuration_says_what_works(fields, words):
     with pytest.raises(ValueError) as error:
         OptimizedConfig(**fields)
@@ -455,8 +446,7 @@ def test_the_guides_fp8_snippets(snippets):
     self = types.SimpleNamespace()
     names.update(
         self=self, hidden_size=64, q=torch.randn(1, 4, 32, 16), k=torch.randn(1, 4, 32, 16),
-        v=torch.randn(1, 4, 32, 16),
-    )
+        v=torch.randn(1, 4, 32, 16))
     snippets(MODULE_SELECTION)
     assert names["out"].shape == (1, 4, 32, 16)
     self.lm_head = names["te"].Linear(64, 96)

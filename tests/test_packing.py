@@ -12,6 +12,7 @@ import model_te_optimized
 import sample
 import train
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
+from nanote.config import TrainConfig
 from nanote.corpus import write_tokens
 from nanote.tokens import Loader
 from trainer_tools import OPTIONS, metrics, run_script, run_train
@@ -23,8 +24,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = dict(vocab_size=288, n_positions=64, n_embd=64, n_layer=2, n_head=4)
 GPT2, MODERN = (
     {},
-    dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_kv_head=2),
-)
+    dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_kv_head=2))
 # two rows of 32 tokens; a document of one token; one that fills the end of a row
 STARTS = [0, 5, 6, 30, 32, 48]
 PADDED = torch.tensor([*STARTS, 64, 64, 64], dtype=torch.int32, device=DEVICE)  # as a loader pads it
@@ -73,8 +73,7 @@ def test_no_token_sees_another_document(switches, attention, fp8):
             same = (
                 (model(x, cu_seqlens=PADDED) == model(changed.view(2, 32), cu_seqlens=PADDED))
                 .all(-1)
-                .flatten()
-            )
+                .flatten())
         inside = torch.zeros(64, dtype=torch.bool, device=DEVICE)
         inside[start:end] = True
         assert bool((same == ~inside).all())
@@ -88,8 +87,7 @@ def test_without_the_switch_it_does_see_it():
         assert not torch.equal(model(x)[0, 31], model(changed)[0, 31])
         # rows are documents
         assert torch.equal(
-            model(x), model(x, cu_seqlens=torch.tensor([0, 32, 64], dtype=torch.int32, device=DEVICE))
-        )
+            model(x), model(x, cu_seqlens=torch.tensor([0, 32, 64], dtype=torch.int32, device=DEVICE)))
 
 
 @every_model
@@ -97,8 +95,7 @@ def test_gradients_stay_inside_a_document(switches):
     model, x = make(**switches), tokens()
     seen = {}
     model.blocks[0].register_forward_pre_hook(
-        lambda module, inputs: seen.update(x=inputs[0]) or inputs[0].retain_grad()
-    )
+        lambda module, inputs: seen.update(x=inputs[0]) or inputs[0].retain_grad())
     model(x, cu_seqlens=PADDED).flatten(0, 1)[20].sum().backward()  # a token of the third document
     reached = seen["x"].grad.flatten(0, 1).abs().sum(-1) > 0
     assert reached[6:21].all() and not reached[:6].any() and not reached[21:].any()
@@ -118,21 +115,18 @@ def test_fast_attention_packs(rope, norm):
     torch.manual_seed(3)
     qkv = torch.randn(2, 32, 4, 16, device=DEVICE, requires_grad=True)
     positions = torch.cat([torch.arange(end - start) for start, end in zip(STARTS, [*STARTS[1:], 64])]).to(
-        DEVICE
-    )
+        DEVICE)
     angles = positions.float()[:, None] * 100 ** (-torch.arange(8, device=DEVICE) / 8)
     table = (angles.cos(), angles.sin()) if rope else None
     weights = [1 + 0.3 * torch.randn(16, device=DEVICE) for _ in range(2)] if norm else [None, None]
     dout = torch.randn(2, 32, 32, device=DEVICE)
     packed = fast_attention.packed_attention(
-        qkv, 2, 1, table and tuple(t.view(2, 32, 1, 8) for t in table), *weights, cu_seqlens=PADDED
-    )
+        qkv, 2, 1, table and tuple(t.view(2, 32, 1, 8) for t in table), *weights, cu_seqlens=PADDED)
     gradient, = torch.autograd.grad(packed, qkv, dout)
     for start, end in zip(STARTS, [*STARTS[1:], 64]):
         part = qkv.detach().flatten(0, 1)[None, start:end].clone().requires_grad_()
         alone = fast_attention.packed_attention(
-            part, 2, 1, table and tuple(t[start:end] for t in table), *weights
-        )
+            part, 2, 1, table and tuple(t[start:end] for t in table), *weights)
         torch.testing.assert_close(packed.flatten(0, 1)[start:end], alone[0], rtol=1e-5, atol=1e-5)
         dpart, = torch.autograd.grad(alone, part, dout.flatten(0, 1)[None, start:end])
         torch.testing.assert_close(gradient.flatten(0, 1)[start:end], dpart[0], rtol=1e-4, atol=1e-5)
@@ -179,8 +173,7 @@ def test_a_graph_packs_every_batch_anew(folder, tmp_path, attention, recipe):
         f"--n-layer 2 --n-head 2 --n-embd 128 --seq-len 256 --micro-batch-size 4 --max-steps 8 "
         "--log-interval 1 "
         "--eval-interval 4 "
-        f"--pack-documents --attention {attention} --fp8-recipe {recipe}"
-    )
+        f"--pack-documents --attention {attention} --fp8-recipe {recipe}")
     for name in ("on", "off"):
         assert run_train(f"{options} --cuda-graph {name} --out-dir {tmp_path}/{name}", str(folder)) == 0
     on, off = (torch.tensor([line["loss"] for line in metrics(tmp_path / name)]) for name in ("on", "off"))
@@ -234,7 +227,7 @@ def test_the_score_of_a_packed_run_is_its_val_loss(folder, tmp_path, capsys):
         config = SimpleNamespace(data=tmp_path, seq_len=64, micro_batch_size=3, grad_accum=1, seed=0,
                                  pack_documents=pack_documents)
         val = Loader(config, "val", SimpleNamespace(rank=0, count=1))
-        losses.append(train.evaluate(model, val, len(ids) - 1))
+        losses.append(train.evaluate(TrainConfig(eval_tokens=len(ids) - 1), model, val))
     assert score == pytest.approx(losses[0], abs=1e-4) and abs(losses[0] - losses[1]) > 1e-3
 
 

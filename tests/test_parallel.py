@@ -3,7 +3,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ import pytest
 
 from nanote import checkpoint, parallel
 from nanote.config import TrainConfig
-from trainer_tools import ROOT, metrics, run_train
+from trainer_tools import ROOT, finish, metrics, run_train, start_ranks
 
 STEPS = 8
 OPTIONS = (f"--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --max-steps {STEPS} --warmup-steps 2 --lr 1e-3 "
@@ -24,8 +23,7 @@ TOGETHER = {  # runs of two processes; the same samples a step as "one"
     "fsdp": "--micro-batch-size 4 --parallel fsdp", "hsdp": "--micro-batch-size 4 --parallel hsdp",
     "fsdp-accumulation": "--micro-batch-size 2 --grad-accum 2 --parallel fsdp --no-reshard-after-forward",
     "one-to-ddp": "--resume --micro-batch-size 4", "ddp-to-fsdp": "--resume --parallel fsdp",
-    "nan": "--micro-batch-size 4 --fp8-recipe none --model own.py:NanOnRank1",
-}
+    "nan": "--micro-batch-size 4 --fp8-recipe none --model own.py:NanOnRank1"}
 OWN_MODEL = """
 import os
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
@@ -43,29 +41,18 @@ import json, os, shutil, sys
 sys.path.insert(0, sys.argv[1])
 import torch.distributed as dist
 import train
-from nanote import parallel, recipes
+from bench.step import forget_models
+from nanote import parallel
 ranks = parallel.start()
 for name, options in json.loads(sys.argv[2]).items():
     source, _, goal = name.partition("-to-")
     if goal and ranks.rank == 0:
         shutil.copytree(source, name, ignore=shutil.ignore_patterns("step-8"))
     dist.barrier()
-    recipes.forget_models()
+    forget_models()
     assert train.run([*options.split(), "--out-dir", name]) == 0, name
 parallel.exit(0)
 """
-
-
-def start(command, count=2, **environment):
-    """Start the processes of a run, as torchrun does."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": "1",
-              "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-             for rank in range(count)]
-    return [subprocess.Popen(command, env=os.environ | rank | environment, stdout=subprocess.PIPE,
-                             stderr=subprocess.STDOUT, text=True) for rank in ranks]
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +65,7 @@ def runs(tmp_path_factory, tokens):
     assert run_train(f"{options} --micro-batch-size 8 --out-dir one") == 0
     all_options = {name: extra if "--resume" in extra else f"{options} {extra}"
                    for name, extra in TOGETHER.items()}
-    processes = start([sys.executable, "-c", WORKER, str(ROOT), json.dumps(all_options)])
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    finish(start_ranks([sys.executable, "-c", WORKER, str(ROOT), json.dumps(all_options)]))
     yield folder
     os.chdir(before)
 
@@ -111,11 +96,10 @@ def test_a_signal_to_one_rank_stops_all_after_a_step(tmp_path, tokens, monkeypat
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, str(ROOT / "train.py"), *OPTIONS.split(), "--max-steps", "4000",
                "--data", tokens, "--out-dir", "run"]
-    processes = start(command)
+    processes = start_ranks(command)
     wait_for(lambda: Path("run/step-4").exists())
     processes[1].send_signal(signal.SIGTERM)
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    outputs = finish(processes)
     assert "stopped after step" in outputs[0] and "resume with" in outputs[0]
     assert checkpoint.step_of(checkpoint.latest("run")) == metrics("run")[-1]["step"]
 

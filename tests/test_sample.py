@@ -30,8 +30,7 @@ def make_model(**options):
 
 LLAMA = dict(
     use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_kv_head=2,
-    tie_embeddings=False,
-)
+    tie_embeddings=False)
 
 
 @pytest.mark.parametrize("options", [dict(tie_embeddings=False), LLAMA], ids=["gpt2", "llama"])

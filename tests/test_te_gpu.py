@@ -53,8 +53,7 @@ def test_current_scaling_gives_the_same_bytes_and_scales(name, fp8, dtype, power
     for factor in (1e-30, 1e-4, 1.0, 77.7, 1e20):
         x = heavy_tailed(256, 128, dtype=dtype) * factor
         quantizer = Float8CurrentScalingQuantizer(
-            getattr(tex.DType, name), device="cuda", force_pow_2_scales=power_of_2
-        )
+            getattr(tex.DType, name), device="cuda", force_pow_2_scales=power_of_2)
         quantizer.set_usage(rowwise=True, columnwise=False)
         quantized = quantizer(x)
         scale = ref.current_scale(ref.amax_of(x), ref.FP8_MAX[fp8], power_of_2)
@@ -78,8 +77,7 @@ def test_scales_and_histories_roll_the_same(algo, margin, length, name, fp8):
         amax[8 + torch.randint(0, n - 8, (500,), device="cuda")] = 0.0  # tensors not used in this step
         theirs[0][0] = state.amax_history[0] = amax
         tex.fused_amax_and_scale_update_after_reduction(
-            amax.clone(), [theirs[0]], [theirs[1]], algo, getattr(tex.DType, name), margin
-        )
+            amax.clone(), [theirs[0]], [theirs[1]], algo, getattr(tex.DType, name), margin)
         state.roll(recipe, ref.FP8_MAX[fp8])
         assert torch.equal(state.scale, theirs[1])
         assert torch.equal(state.amax_history.nan_to_num(nan=-1), theirs[0].nan_to_num(nan=-1))
@@ -93,22 +91,17 @@ MODULES = {
     "Linear": lambda t, d: t.Linear(256, 512, params_dtype=d),
     "LayerNormLinear": lambda t, d: t.LayerNormLinear(256, 512, params_dtype=d),
     "LayerNormLinear RMSNorm": lambda t, d: t.LayerNormLinear(
-        256, 512, normalization="RMSNorm", zero_centered_gamma=True, bias=False, params_dtype=d
-    ),
+        256, 512, normalization="RMSNorm", zero_centered_gamma=True, bias=False, params_dtype=d),
     "LayerNormLinear returning": lambda t, d: t.LayerNormLinear(
-        256, 512, return_layernorm_output=True, return_bias=True, params_dtype=d
-    ),
-    **{f"LayerNormMLP {name}": make_mlp(name) for name in ("gelu", "geglu", "relu", "srelu", "swiglu")},
-}
+        256, 512, return_layernorm_output=True, return_bias=True, params_dtype=d),
+    **{f"LayerNormMLP {name}": make_mlp(name) for name in ("gelu", "geglu", "relu", "srelu", "swiglu")}}
 RECIPES = {
     "none": lambda r: None,
     "delayed": lambda r: r.DelayedScaling(amax_history_len=3),
     "delayed e4m3 most_recent": lambda r: r.DelayedScaling(
-        amax_history_len=3, margin=1, fp8_format=r.Format.E4M3, amax_compute_algo="most_recent"
-    ),
+        amax_history_len=3, margin=1, fp8_format=r.Format.E4M3, amax_compute_algo="most_recent"),
     "current": lambda r: r.Float8CurrentScaling(),
-    "current e4m3": lambda r: r.Float8CurrentScaling(fp8_format=r.Format.E4M3),
-}
+    "current e4m3": lambda r: r.Float8CurrentScaling(fp8_format=r.Format.E4M3)}
 
 
 @pytest.mark.parametrize("way", ["plain", "micro-batches", "checkpoint", "evaluation"])
@@ -127,8 +120,7 @@ def test_modules_agree_over_several_steps(module, recipe, way, dtype=torch.bfloa
     weights = {
         k: v + 0.1 * torch.randn_like(v) if v.dim() == 1 else v
         for k, v in theirs.state_dict().items()
-        if "extra" not in k
-    }
+        if "extra" not in k}
     theirs.load_state_dict(weights, strict=False)
     ours.load_state_dict(weights, strict=False)
     recipes = [RECIPES[recipe](r) for _, r in pairs]
@@ -206,8 +198,7 @@ def run(*arguments, reference=False):
     if reference:
         environment["NANOTE_REFERENCE"] = "1"
     done = subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+        [sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -217,8 +208,7 @@ def test_a_checkpoint_of_one_loads_in_the_other(tmp_path, reference_first):
     run("data.py", "stdlib", "--out-dir", tmp_path / "data")
     options = [
         "--preset", "tiny", "--data", tmp_path / "data", "--out-dir", tmp_path / "run", "--n-layer", 2,
-        "--log-interval", 1, "--eval-tokens", 4096, "--fp8-amax-history-len", 16,
-    ]
+        "--log-interval", 1, "--eval-tokens", 4096, "--fp8-amax-history-len", 16]
     run("train.py", *options, "--max-steps", 20, reference=reference_first)
     logits = []
     for reference in (reference_first, not reference_first):

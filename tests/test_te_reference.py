@@ -56,8 +56,7 @@ def bwd(module):
 
 @pytest.mark.parametrize("dtype, expected", [
     (E4M3, [127, 126, 254, 128, 0, 0, 126, 254, 126, 126, 0, 0, 2]),
-    (E5M2, [127, 123, 251, 128, 0, 0, 96, 251, 95, 95, 20, 20, 26]),
-])
+    (E5M2, [127, 123, 251, 128, 0, 0, 96, 251, 95, 95, 20, 20, 26])])
 def test_quantized_bytes(dtype, expected):
     x = torch.tensor([nan, inf, -inf, -0.0, 0.0, 1e-30, 500, -1e9, 464, 463.9, 2**-10, 2**-10, 1.5 * 2**-9])
     assert te.quantize(x, torch.tensor(1.0), dtype).view(torch.uint8).tolist() == expected
@@ -70,8 +69,7 @@ def test_quantized_bytes(dtype, expected):
     (1, "most_recent", 2, [65.88235473632812, 5, 5, 5, FP32_MAX, FP32_MAX]),
     (4, "max", 0, [49.77777862548828, 5, 5, 149.3333282470703, FP32_MAX, FP32_MAX]),
     (4, "max", 1, [24.88888931274414, 5, 5, 74.66666412353516, FP32_MAX, FP32_MAX]),
-    (4, "most_recent", 0, [263.5294189453125, 5, 5, 5, FP32_MAX, FP32_MAX]),
-])
+    (4, "most_recent", 0, [263.5294189453125, 5, 5, 5, FP32_MAX, FP32_MAX])])
 def test_delayed_scale_and_history_after_a_step(length, algo, margin, expected):
     this_step, older = [1.7, 0, inf, nan, 1e-38, 1e-44], [9.0, 0, 2, 3, 0, 0]
     recipe = delayed(length, amax_compute_algo=algo, margin=margin)
@@ -90,8 +88,7 @@ def test_delayed_scale_and_history_after_a_step(length, algo, margin, expected):
     ([nan, 0.5], 896.0, 0.0011160714784637094, [127, 126]),
     ([1e-38, 0.0], FP32_MAX, 2.938735877055719e-39, [70, 0]),  # 1e-38 · FP32_MAX = 3.403 -> 3.5
     ([1e-44, 0.0], FP32_MAX, 2.938735877055719e-39, [0, 0]),
-    ([1.7, 0.0], 263.5294189453125, 0.0037946428637951612, [126, 0]),
-])
+    ([1.7, 0.0], 263.5294189453125, 0.0037946428637951612, [126, 0])])
 def test_current_scaling(x, scale, scale_inv, expected):
     x = torch.tensor(x)
     s = te.current_scale(te.amax_of(x), 448.0)
@@ -114,8 +111,7 @@ def test_current_scaling_uses_this_steps_amax_and_has_no_state():
 @pytest.mark.parametrize("fp8_format, dx1, dw1, bwd_scale", [
     # dy = 0.28, 0.116. E5M2: 0.25, 0.109375. E4M3: 0.28125, 0.1171875.
     (te.Format.HYBRID, [0.078125, 0.0341796875], [0.28125, 0.0341796875], 204800.0),
-    (te.Format.E4M3, [0.087890625, 0.03662109375], [0.31640625, 0.03662109375], 1600.0),
-])
+    (te.Format.E4M3, [0.087890625, 0.03662109375], [0.31640625, 0.03662109375], 1600.0)])
 def test_all_three_gemms_are_quantized(fp8_format, dx1, dw1, bwd_scale):
     layer, x, dy = linear(diagonal(0.3, 0.3)), diagonal(1.1, 0.3), diagonal(0.28, 0.116)
     y, dx, dw = step(layer, x, dy, delayed(fp8_format=fp8_format))  # scale 1: 1.1 -> 1.125, 0.3 -> 0.3125
@@ -227,8 +223,7 @@ def test_checkpoint_changes_nothing(recipe):
     def train(use_checkpoint):
         torch.manual_seed(1)
         layers = torch.nn.ModuleList(
-            [te.LayerNormMLP(16, 32, device="cpu"), *(te.Linear(16, 16, device="cpu") for _ in range(2))]
-        )
+            [te.LayerNormMLP(16, 32, device="cpu"), *(te.Linear(16, 16, device="cpu") for _ in range(2))])
         blocks, seen = [lambda h: h + layers[1](F.dropout(layers[0](h), 0.5)), layers[2]], []
         for size in (1, 3, 9):  # growing inputs, so that the scales change in each forward pass
             inputs, outputs = [torch.randn(16, 16).mul(s * size).requires_grad_() for s in (1, 1.5)], []
@@ -256,8 +251,7 @@ def test_checkpoint_changes_nothing(recipe):
 def test_changing_the_recipe():
     layer, x, dy = linear(diagonal(0.3)), diagonal(1.1), diagonal(1.0)
     for length, expected in (
-        (4, [0, 0, 0, 1.1]), (4, [0, 0, 1.1, 1.1]), (6, [0, 1.1, 1.1, 0, 0, 1.1]), (3, [0, 1.1, 1.1]),
-    ):
+        (4, [0, 0, 0, 1.1]), (4, [0, 0, 1.1, 1.1]), (6, [0, 1.1, 1.1, 0, 0, 1.1]), (3, [0, 1.1, 1.1])):
         # TE keeps the first rows, although the newest row is the last
         step(layer, x, dy, delayed(length), is_first_microbatch=True)
         assert fwd(layer).amax_history[:, 0].tolist() == pytest.approx(expected)
@@ -311,8 +305,7 @@ def test_layernorm_linear_and_its_extra_outputs(normalization, bias):
 @pytest.mark.parametrize("activation", ["gelu", "geglu", "relu", "srelu", "swiglu"])
 def test_layernorm_mlp_equals_its_parts(normalization, bias, activation):
     module = te.LayerNormMLP(
-        16, 32, bias=bias, normalization=normalization, activation=activation, device="cpu"
-    )
+        16, 32, bias=bias, normalization=normalization, activation=activation, device="cpu")
     x = torch.randn(2, 3, 16)
     normed = norm_of(module, x)
     # a is activated; for a gated activation it is multiplied by b[0]
@@ -354,8 +347,7 @@ def test_attention():
         torch.testing.assert_close(bshd(q, k, v), expected)
         torch.testing.assert_close(sbhd(*(t.transpose(0, 1) for t in (q, k, v))), expected.transpose(0, 1))
         torch.testing.assert_close(
-            te.DotProductAttention(4, 8, qkv_format="bshd", attn_mask_type=mask)(q, *repeated), expected
-        )
+            te.DotProductAttention(4, 8, qkv_format="bshd", attn_mask_type=mask)(q, *repeated), expected)
 
 
 def test_cross_entropy():
@@ -378,15 +370,11 @@ def test_cross_entropy():
         (te.LayerNormLinear(16, 16, device="cpu"), "layer_norm_weight layer_norm_bias weight bias"),
         (
             te.LayerNormLinear(16, 16, normalization="RMSNorm", bias=False, device="cpu"),
-            "layer_norm_weight weight",
-        ),
+            "layer_norm_weight weight"),
         (
             te.LayerNormMLP(16, 32, device="cpu"),
-            "layer_norm_weight layer_norm_bias fc1_weight fc1_bias fc2_weight fc2_bias",
-        ),
-        (te.DotProductAttention(2, 8), ""),
-    ],
-)
+            "layer_norm_weight layer_norm_bias fc1_weight fc1_bias fc2_weight fc2_bias"),
+        (te.DotProductAttention(2, 8), "")])
 def test_state_dict_has_tes_keys(module, keys):
     state = module.state_dict()
     assert list(state) == keys.split() + ["_extra_state"]
@@ -402,8 +390,7 @@ def test_state_dict_restores_scales_and_histories(tmp_path):
         y.square().sum().backward()
         return [
             y, module.fc1_weight.grad,
-            *(t for state in (fwd(module), bwd(module)) for t in (state.scale, state.amax_history)),
-        ]
+            *(t for state in (fwd(module), bwd(module)) for t in (state.scale, state.amax_history))]
 
     old, new = (te.LayerNormMLP(16, 32, device="cpu") for _ in range(2))
     for size in (1, 2, 3):
@@ -462,8 +449,7 @@ def test_master_weights_keep_what_bfloat16_loses(tmp_path):
     restored.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
     for name, value in optimizer.state[p].items():
         assert restored.state[copied][name].dtype == torch.float32 and torch.equal(
-            restored.state[copied][name], value
-        )
+            restored.state[copied][name], value)
     assert torch.equal(train(p, optimizer), train(copied, restored))
     assert torch.equal(optimizer.state[p]["master_param"], restored.state[copied]["master_param"])
 
@@ -500,8 +486,7 @@ def test_parameters_kept_in_fp8():
 
 
 @pytest.mark.parametrize(
-    "recipe", [None, te.Float8CurrentScaling(), delayed()], ids=["no FP8", "current", "delayed"]
-)
+    "recipe", [None, te.Float8CurrentScaling(), delayed()], ids=["no FP8", "current", "delayed"])
 def test_compiles_into_one_graph(recipe):
     def run(module, x):
         with te.autocast(enabled=recipe is not None, recipe=recipe):

@@ -13,18 +13,14 @@ QKV = [f"{name}_{kind}" for kind in ("weight", "bias") for name in ("query", "ke
 KEYS = [
     *(
         f"self_attention.layernorm_qkv.{key}"
-        for key in ("layer_norm_weight", "layer_norm_bias", *QKV, "_extra_state")
-    ),
+        for key in ("layer_norm_weight", "layer_norm_bias", *QKV, "_extra_state")),
     "self_attention.core_attention._extra_state",
     *(f"self_attention.proj.{key}" for key in ("weight", "bias", "_extra_state")),
     *(
         f"layernorm_mlp.{key}"
         for key in (
             "layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias",
-            "_extra_state",
-        )
-    ),
-]
+            "_extra_state"))]
 LAYOUTS = {"split": {}, "groups": {"fuse_qkv_params": True},
                 "rows of q, k, v": {"fuse_qkv_params": True, "qkv_weight_interleaved": False}}
 SIZES, NO_DROPOUT = (64, 128, 4, 2), {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -92,8 +88,7 @@ def test_transformer_layer_equals_tes(way, use_fp8):
     backward = 2 * forward + 2 / 3 * use_fp8 * 4 * 2.0**-6
     layers = [
         t.TransformerLayer(*SIZES, **NO_DROPOUT, params_dtype=torch.bfloat16, **LAYOUTS[way])
-        for t in (te, ref)
-    ]
+        for t in (te, ref)]
     assert list(layers[0].state_dict()) == list(layers[1].state_dict())
     assert [n for n, _ in layers[0].named_parameters()] == [n for n, _ in layers[1].named_parameters()]
     weights = {

@@ -1,7 +1,7 @@
 """Shared by the trainer's tests: a small corpus, options of a short run, and ways to run commands."""
 import os
+import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import train
@@ -14,16 +14,14 @@ ROOT = Path(train.__file__).parent
 OPTIONS = (
     "--n-layer 2 --n-head 2 --n-embd 64 --dropout 0.1 --seq-len 64 --micro-batch-size 4 --grad-accum 2 "
     "--max-steps 24 --warmup-steps 4 --fp8-amax-history-len 8 --log-interval 1 "
-    "--eval-interval 8 --eval-tokens 512 --checkpoint-interval 12 --device cpu"
-)
+    "--eval-interval 8 --eval-tokens 512 --checkpoint-interval 12 --device cpu")
 
 
 def make_tokens(folder) -> str:
     """Write byte-level token files of about 40,000 tokens; return their folder."""
     documents = [
         "".join(f"line {i * j % 97} of document {i}: {'abc' * (j % 5)}\n" for j in range(20 + i))
-        for i in range(40)
-    ]
+        for i in range(40)]
     write_tokens(iter(documents), folder, val_fraction=0.2)
     return str(folder)
 
@@ -50,14 +48,23 @@ def exit_code(main, script: str) -> int:
         return stop.code
 
 
-def run_groups(*arguments: str, **environment: str) -> str:
-    """Run tests/parallel_worker.py; return what it printed."""
-    done = subprocess.run([sys.executable, str(ROOT / "tests" / "parallel_worker.py"), *arguments],
-                          capture_output=True, text=True, timeout=240,
-                          env=os.environ | {"NANOTE_REFERENCE": "1", "OMP_NUM_THREADS": "1"} | environment)
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr, done.stderr
-    return done.stdout
+def start_ranks(command, count=2, **environment) -> list[subprocess.Popen]:
+    """Start the processes of a run, as torchrun does."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": "1",
+              "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+             for rank in range(count)]
+    return [subprocess.Popen(command, env=os.environ | rank | environment, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT, text=True) for rank in ranks]
+
+
+def finish(processes) -> list[str]:
+    """Wait for the processes of a run; return what each has printed."""
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert not any(process.returncode for process in processes), outputs
+    return outputs
 
 
 def metrics(run) -> list[dict]:
