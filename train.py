@@ -7,7 +7,7 @@
 `main` builds the parts and loads a checkpoint; `train` is the loop. Decisions worth knowing:
 - Losses stay on the device between log lines, so that the host does not wait for the GPU.
 - A step whose loss or gradient norm is not finite changes no weight; after more than ten of them the run
-  ends. No checkpoint is written right after such a step.
+  ends. A checkpoint that is due after such a step waits for a finite one, unless the step is the last.
 - A checkpoint is the last thing that a step does, evaluation leaves the FP8 state as it was, and a resumed
   run cuts its log to the checkpoint. So it repeats the uninterrupted run exactly (bit for bit on the CPU).
 """
@@ -60,6 +60,7 @@ def main(config: TrainConfig) -> None:
         model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
     optimizer = make_optimizer(model, config)  # adamw | muon
     gradients = make_gradients(model, optimizer, config)  # in flat buffers
+    profiler(config, "", device)  # ValueError for a bad --profile
     if config.compile or models.is_file(config.model):
         models.check_first_pass(model, loader.batches(1)[0])
     torch.manual_seed(config.seed + ranks.rank)  # another dropout mask on each rank
@@ -82,20 +83,17 @@ def main(config: TrainConfig) -> None:
 
 def train(config, ranks, model, optimizer, gradients, loader, val, folder, saved) -> None:
     """Train until the last step or a stop request. `saved`: meta.json of the checkpoint, {} for a new run."""
-    casts_once = (config.grad_accum > 1 and not config.compile
-                  and models.takes_argument(type(model), "is_first_microbatch"))
-
     def forward_backward(batch, *, first: bool, last: bool):
-        options = {"is_first_microbatch": first} if casts_once else {}  # weights are cast to FP8 once a step
         if config.compile and first:
             torch.compiler.cudagraph_mark_step_begin()  # may overwrite the last step's tensors
         with gradients.accumulate(first, last):  # the last micro-batch reduces over ranks
-            loss = model(*batch, **options) / (config.grad_accum * ranks.count)
-            loss.backward(1 + 0 * loss.detach())  # NaN if the loss is: then so is the norm, on every rank
+            loss = model(*batch, **models.cast_options(config, model, first))
+            loss = loss / (config.grad_accum * ranks.count)
+            loss.backward(1 + 0 * loss.detach())  # NaN if the loss is not finite: the norm is, on every rank
         return loss.detach()
 
     def update():
-        gradients.attach()
+        gradients.set_grad()
         norm = optimizer.clip_gradients(config.grad_clip)
         optimizer.step(skip=~norm.isfinite())  # a step that is not finite changes nothing
         return norm
@@ -105,45 +103,37 @@ def train(config, ranks, model, optimizer, gradients, loader, val, folder, saved
         forward_backward = CudaGraph(forward_backward, keep=lambda: recipes.kept_state(model))
         update = CudaGraph(update) if optimizer.capturable else update
 
-    step, skipped, postponed = saved.get("step", 0), set(), False
+    step, postponed = saved.get("step", 0), False
     saver, stop = checkpoint.Saver(folder, config.keep_checkpoints), parallel.StopRequest()
     log = start_log(config, ranks, model, gradients, loader, folder, step + 1)
-    model.train()
     with contextlib.ExitStack() as at_end:
         for part in (stop, loader, val, log, saver):  # closed in the reverse order
             at_end.callback(part.close)
-        profiled = contextlib.nullcontext
-        if config.profile:
-            from nanote.profiling import Profiler
-
-            profiled = at_end.enter_context(Profiler(config.profile, folder, loader.device)).step
+        profiled = at_end.enter_context(profiler(config, folder, loader.device))
         for step in range(step + 1, config.max_steps + 1):
             lr = learning_rate(step, config)
             optimizer.set_lr(lr)
             batches, measure = loader.batches(step), is_due(step, config.fp8_health_interval)
+            micro_step = eager if measure else forward_backward
             with profiled(step), watch(model) if measure else contextlib.nullcontext():
-                run = eager if measure else forward_backward
-                loss = sum(run(b, first=i == 0, last=i == len(batches) - 1) for i, b in enumerate(batches))
+                loss = sum(micro_step(batch, first=i == 0, last=i == config.grad_accum - 1)
+                           for i, batch in enumerate(batches))
                 norm = update()
             log.add(step, loss, norm)
             if measure:
                 log.write_health(step, health(model))
-
-            is_stopped = stop.agreed()
-            should_log, should_eval, should_save = what_is_due(config, step, is_stopped)
+            should_log, should_eval, should_save = what_is_due(config, step, is_stopped := stop.agreed())
             if not (should_log or should_eval or should_save or postponed):
                 continue
-            skipped.update(log.read())  # waits for the GPU
+            log.read()  # waits for the GPU
+            record = log.record(step, lr)
+            log.write(record | validation(config, model, val, step) if should_eval else record)
+            should_save |= postponed
+            postponed = should_save and step in log.skipped and step < config.max_steps  # to a finite step
+            if should_save and not postponed:
+                saver.save(step, model, optimizer, run_meta(config, model, loader, step, saved), log.skipped)
             if failure := saver.error():
                 log.say(f"step {step}: {failure}; training continues")
-            record = log.record(step, lr)
-            if should_eval:
-                record |= validation(config, model, val, step)
-            log.write(record)
-            should_save |= postponed
-            postponed = should_save and step in skipped and step < config.max_steps  # to a finite step
-            if should_save and not postponed:
-                saver.save(step, model, optimizer, describe_run(config, model, loader, step, saved), skipped)
             log.restart_clock()
             if is_stopped and not postponed:
                 break
@@ -151,6 +141,15 @@ def train(config, ranks, model, optimizer, gradients, loader, val, folder, saved
         raise failure
     if ranks.rank == 0:
         summarize(config, folder, step)
+
+
+def profiler(config, folder: str, device):
+    """Return a context manager that gives a function (step): what is inside its context is profiled."""
+    if not config.profile:
+        return contextlib.nullcontext(lambda step: contextlib.nullcontext())
+    from nanote.profiling import Profiler
+
+    return Profiler(config.profile, folder, device)
 
 
 def is_due(step: int, interval: int) -> bool:
@@ -290,7 +289,7 @@ def start_log(config, ranks, model, gradients, loader, folder: str, first_step: 
     return log
 
 
-def describe_run(config, model, loader, step: int, saved: dict) -> dict:
+def run_meta(config, model, loader, step: int, saved: dict) -> dict:
     """Return the run's part of a checkpoint's meta.json. `saved`: that of the checkpoint it continued."""
     kept = {"hf": saved["hf"]} if "hf" in saved else {}  # the source of an imported model
     return kept | {
@@ -332,8 +331,9 @@ def run(argv=None) -> int:
     try:
         main(config)
     except logs.Diverged as error:
+        recipe = "current" if config.fp8_recipe == "delayed" else "none"
         print(f"train.py: {error}; try --lr {config.lr / 3:.1e}, --grad-clip "
-              f"{config.grad_clip / 2 or 1.0} or --fp8-recipe current", file=sys.stderr)
+              f"{config.grad_clip / 2 or 1.0} or --fp8-recipe {recipe}", file=sys.stderr)
         return 1
     except torch.OutOfMemoryError as error:
         peak = torch.cuda.max_memory_allocated() / 2**30

@@ -170,7 +170,7 @@ class Step:
 
     def clip_and_step(self):
         """Clip the gradients and update the weights; return the gradient norm before."""
-        self.gradients.attach()
+        self.gradients.set_grad()
         return self.update()
 
     def update(self):

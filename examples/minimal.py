@@ -7,6 +7,7 @@ To start a project of your own, copy this file and model_te_optimized.py (and te
 without a GPU) into a folder. The weights are BF16 on a GPU; the optimizer keeps float32 masters.
 """
 import argparse
+import json
 import math
 import sys
 import time
@@ -38,7 +39,9 @@ options = parser.parse_args()
 # ---------------------------------------------------------------- data
 
 if options.data.endswith(".bin"):
-    tokens = np.memmap(options.data, dtype=np.uint16, mode="r")
+    meta = Path(options.data).with_name("meta.json")  # of data.py; nanoGPT's token files have none
+    dtype = json.loads(meta.read_text())["dtype"] if meta.exists() else "uint16"
+    tokens = np.memmap(options.data, dtype=dtype, mode="r")
 else:
     tokens = np.frombuffer(Path(options.data).read_bytes(), dtype=np.uint8)
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,7 +61,7 @@ def get_batch(part):
 
 torch.manual_seed(1337)
 config = OptimizedConfig(
-    vocab_size=50304 if tokens.dtype == np.uint16 else 256, n_positions=options.length,
+    vocab_size=256 if tokens.dtype == np.uint8 else 50304, n_positions=options.length,
     n_layer=options.layers, n_head=max(1, options.width // 64), n_embd=options.width,
     attention="auto",  # the fastest one installed
     use_fp8=options.recipe != "none")
@@ -69,9 +72,10 @@ if options.recipe == "delayed":
         amax_compute_algo=options.algorithm)
 elif options.recipe != "none":
     recipes = sys.modules[DelayedScaling.__module__]
-    name = {"current": "Float8CurrentScaling", "block": "Float8BlockScaling"}[options.recipe]
-    model.fp8_recipe = getattr(recipes, name)(fp8_format=Format["E4M3" if name == "block" else
-    options.format])
+    if options.recipe == "block":
+        model.fp8_recipe = recipes.Float8BlockScaling()  # E4M3
+    else:
+        model.fp8_recipe = recipes.Float8CurrentScaling(fp8_format=Format[options.format])
 groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
           {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
 optimizer = te.optimizers.FusedAdam(groups, lr=options.lr, betas=(0.9, 0.95), master_weights=device == "cuda")

@@ -4,7 +4,7 @@
     for i, batch in enumerate(batches):
         with gradients.accumulate(first=i == 0, last=i == len(batches) - 1):
             (model(*batch) / (len(batches) * ranks.count)).backward()
-    gradients.attach()                      # parameter.grad is the sum over micro-batches and ranks
+    gradients.set_grad()                      # parameter.grad is the sum over micro-batches and ranks
     norm = optimizer.clip_gradients(1.0)
 
 Each parameter's gradient is a view of a buffer that is allocated once, so that a captured CUDA graph, a
@@ -124,7 +124,7 @@ class Gradients:
                 torch.cuda.current_stream().wait_stream(self.stream)
             self._agree_on_used()
 
-    def attach(self) -> None:
+    def set_grad(self) -> None:
         """Set `grad` of each parameter that has a gradient; any other is left alone by the optimizer."""
         for parameter in self.parameters:
             parameter.grad = self.views[parameter] if parameter in self.used else None

@@ -57,7 +57,7 @@ class ShardedGradients:
 
     def __init__(self, model):
         self.model, self.units = model, [model, *model.blocks]
-        self.views, self.used = {}, []  # of this rank's parts: {part: gradient}; those with a gradient
+        self.views, self.used = {}, set()  # {this rank's part: its gradient}; parts that have one now
 
     @contextlib.contextmanager
     def accumulate(self, first: bool, last: bool):
@@ -68,16 +68,17 @@ class ShardedGradients:
         self.model.set_requires_gradient_sync(last)
         yield
         if last:
-            self.used, gradients = [], []
+            found = {}  # {this rank's part: FSDP2's gradient}
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
-                    self.used.append(local(parameter))
-                    gradients.append(parameter.grad.to_local())
-                    self.views.setdefault(self.used[-1], torch.empty_like(gradients[-1]))
-                    parameter.grad = None
-            torch._foreach_copy_([self.views[part] for part in self.used], gradients)
+                    part, gradient = local(parameter), parameter.grad.to_local()
+                    found[part], parameter.grad = gradient, None
+                    if part not in self.views:
+                        self.views[part] = torch.empty_like(gradient)
+            torch._foreach_copy_([self.views[part] for part in found], list(found.values()))
+            self.used = set(found)
 
-    def attach(self) -> None:
-        """Set `grad` of this rank's parts, which the optimizer has."""
-        for part in self.used:
-            part.grad = self.views[part]
+    def set_grad(self) -> None:
+        """Set `grad` of this rank's parts, which the optimizer has; None where there is no gradient."""
+        for part in map(local, self.model.parameters()):
+            part.grad = self.views[part] if part in self.used else None

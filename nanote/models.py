@@ -156,6 +156,16 @@ def is_file(name):
     return ".py:" in name
 
 
+def cast_options(config, model, first):
+    """Return the arguments with which weights are cast to FP8 once a step, in its first micro-batch.
+
+    torch.compile cannot trace the cache that Transformer Engine keeps them in.
+    """
+    if config.grad_accum == 1 or config.compile or not takes_argument(type(model), "is_first_microbatch"):
+        return {}
+    return {"is_first_microbatch": first}
+
+
 def takes_argument(model_class, argument):
     """Return whether the forward method of a model takes this argument."""
     return argument in inspect.signature(model_class.forward).parameters

@@ -31,14 +31,14 @@ class Optimizer:
 
     Attributes:
         parts: the torch.optim.Optimizer objects.
+        fast_adam: the part, if it is a single fast_kernels.adam.FastAdam; else None.
         capturable: whether a CUDA graph can replay `clip_gradients` and `step`: they run without the host.
     """
 
-    def __init__(self, model, *parts):
+    def __init__(self, model, *parts, fast_adam=None):
         self.parts, self.mesh = list(parts), parallel.mesh(model)
         self.parameters = parallel.local_parameters(model)
-        self.adam = parts[0] if len(parts) == 1 and hasattr(parts[0], "gradient_norm") else None
-        self.capturable = self.adam is not None  # FastAdam
+        self.fast_adam, self.capturable = fast_adam, fast_adam is not None
         self.gradient_scale = None
 
     @property
@@ -62,10 +62,10 @@ class Optimizer:
                 part.write_options()
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients to an L2 norm of at most `max_norm`, 0: of any; return the norm before, ()."""
+        """Return the L2 norm of all gradients, (), and clip it to `max_norm` here or in `step`; 0: do not."""
         max_norm = max_norm or math.inf
-        if self.adam is not None:  # multiplies gradients by the scale as it reads them
-            norm = parallel.norm_over_shards(self.adam.gradient_norm(), self.mesh)
+        if self.fast_adam is not None:  # multiplies gradients by the scale as it reads them
+            norm = parallel.norm_over_shards(self.fast_adam.gradient_norm(), self.mesh)
             self.gradient_scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             return norm
         parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
@@ -76,16 +76,16 @@ class Optimizer:
 
     def step(self, skip: torch.Tensor) -> None:
         """Update the parameters. If `skip`, () bool, is true, nothing changes, not even a step count."""
-        if self.adam is not None:  # skips on the device where the scale is NaN
-            self.adam.step(grad_scale=torch.where(skip, math.nan, self.gradient_scale))
+        if self.fast_adam is not None:  # skips on the device where the scale is NaN
+            self.fast_adam.step(grad_scale=torch.where(skip, math.nan, self.gradient_scale))
         elif not skip:  # waits for the GPU, which costs little where Python launches every kernel
             for part in self.parts:
                 part.step()
 
     def gather_state(self) -> None:
         """Give every rank the whole state, where the update is divided among ranks. Collective."""
-        if self.adam is not None:
-            self.adam.gather_state()
+        if self.fast_adam is not None:
+            self.fast_adam.gather_state()
 
 
 # ---------------------------------------------------------------- AdamW
@@ -106,7 +106,8 @@ def adamw(model, config, parameters=None) -> Optimizer:
     if parameters[0].is_cuda and not recipes.IS_REFERENCE and not config.fp8_param:
         from fast_kernels.adam import FastAdam  # needs Triton
 
-        return Optimizer(model, FastAdam(groups, moment_dtype=moments, **options))
+        optimizer = FastAdam(groups, moment_dtype=moments, **options)
+        return Optimizer(model, optimizer, fast_adam=optimizer)
     masters = any(p.dtype != torch.float32 for p in parameters) or config.fp8_param
     optimizer = recipes.te.optimizers.FusedAdam(
         groups, adam_w_mode=True, master_weights=masters, master_weight_dtype=torch.float32,

@@ -50,14 +50,14 @@ def divide_update(optimizer, gradients) -> str:
         if reason:
             return reason
     gradients.peers = peers
-    optimizer.adam.divide(peers)
+    optimizer.fast_adam.divide(peers)
     return ""
 
 
 def _undivided_reason(optimizer, gradients) -> str:
     """Return why the update cannot be divided, as this rank sees it; "" if it can."""
     ranks, device = dist.get_world_size(), gradients.parameters[0].device
-    if optimizer.adam is None:
+    if optimizer.fast_adam is None:
         return "only FastAdam can divide the update"
     if len({parameter.dtype for parameter in gradients.parameters}) > 1:
         return "the parameters have several dtypes"

@@ -14,7 +14,7 @@ from nanote import parallel
 
 
 class Profiler:
-    """Write a trace and a table of some steps, on rank 0. A context manager, which writes them at the end."""
+    """Write a trace and a table of some steps, on rank 0. As a context manager it gives the method `step`."""
 
     def __init__(self, steps: str, folder, device: torch.device):
         """`steps`: START:STOP, or one number; both are included, and the first step is 1."""
@@ -25,7 +25,7 @@ class Profiler:
             raise ValueError(f"--profile {steps}: must be START:STOP, such as 10:12; the first step is 1")
 
     def __enter__(self):
-        return self
+        return self.step
 
     @contextlib.contextmanager
     def step(self, step: int):

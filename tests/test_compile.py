@@ -259,7 +259,7 @@ def train_on_gpu(name, recipe, **options):
                 loss = model(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) / 2
                 loss.backward()
             total += loss.item()
-        gradients.attach()
+        gradients.set_grad()
         norm = optimizer.clip_gradients(1.0)
         optimizer.step(skip=~norm.isfinite())
         results.append((total, norm.item()))

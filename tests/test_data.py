@@ -361,13 +361,3 @@ def test_a_mistake_is_one_line(capsys, arguments, message):
     before = sorted(os.listdir())
     assert message in refused(capsys, *arguments)
     assert sorted(set(os.listdir()) - {"data"}) == before
-
-
-@pytest.mark.parametrize("closed, code", [("2>&-", 2), (">&-", 0), ("| true", 0)])
-def test_a_closed_stream_is_no_traceback(closed, code):
-    write_files(".", {"a.txt": "some text"})
-    name = "absent.txt" if code else "a.txt"
-    command = f"{sys.executable} {SCRIPT} text {name} {closed}"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert "Traceback" not in done.stderr and done.returncode == code
-    assert code or open_tokens("data/a", "val")

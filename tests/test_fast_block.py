@@ -416,7 +416,7 @@ def test_weight_gradients_are_added_up_where_they_are_reduced(monkeypatch):
         plain.zero_grad(set_to_none=True)
         with gradients.accumulate(first=number == 0, last=number == 2):
             model(*make_tokens(number), is_first_microbatch=number == 0).backward()
-    gradients.attach()
+    gradients.set_grad()
     for name, parameter in model.named_parameters():
         assert parameter.grad.dtype == torch.float32
         error = (parameter.grad - expected[name]).norm() / expected[name].norm()

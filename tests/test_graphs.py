@@ -48,7 +48,7 @@ class Training:
         return loss.detach()
 
     def update_weights(self):
-        self.gradients.attach()
+        self.gradients.set_grad()
         norm = self.optimizer.clip_gradients(1.0)
         self.optimizer.step(skip=~norm.isfinite())
         return norm
@@ -240,6 +240,6 @@ def test_flat_gradients_equal_autograd_over_micro_batches():
         with gradients.accumulate(first=number == 0, last=number == 2):
             net(x).mean().backward()
     net.zero_grad()  # of a user's own: the gradients are in the buffers
-    gradients.attach()
+    gradients.set_grad()
     found = [p.grad for p in net.parameters() if p is not unused]
     assert all(torch.equal(a, b) for a, b in zip(found, expected)) and unused.grad is None

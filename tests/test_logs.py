@@ -295,9 +295,9 @@ def test_peak_flops_by_name(monkeypatch, name, tflops):
 # ---------------------------------------------------------------- --profile
 
 def profile(steps, count=6):
-    with Profiler(steps, "run", CPU) as profiler:
+    with Profiler(steps, "run", CPU) as profiled:
         for step in range(1, count + 1):
-            with profiler.step(step):
+            with profiled(step):
                 torch.ones(8, 8) @ torch.ones(8, 8)
 
 

@@ -55,7 +55,7 @@ def compare_ranks():
     def step(ids):
         with gradients.accumulate(first=True, last=True):
             (model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) / ranks.count).backward()
-        gradients.attach()
+        gradients.set_grad()
         norm = optimizer.clip_gradients(1.0)
         optimizer.step(skip=~norm.isfinite())
         return norm

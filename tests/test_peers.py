@@ -59,7 +59,8 @@ def train(steps):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(15, 15) for _ in range(8)])
     model[2].requires_grad_(False)
-    optimizer = Optimizer(model, FastAdam(list(model.parameters()), lr=1e-2))
+    adam = FastAdam(list(model.parameters()), lr=1e-2)
+    optimizer = Optimizer(model, adam, fast_adam=adam)
     gradients = ddp.make_gradients(model, optimizer, TrainConfig(grad_accum=2))
     random, reached = torch.Generator().manual_seed(ranks.rank), []
     for number in range(steps):
@@ -69,7 +70,7 @@ def train(steps):
             with gradients.accumulate(first=first, last=not first):
                 loss = factor * (torch.tanh(model(x)) - y).square().mean()
                 loss.backward()
-        gradients.attach()
+        gradients.set_grad()
         norm = optimizer.clip_gradients(0.5)
         optimizer.step(skip=~norm.isfinite())
         reached += [parallel.sum_over_ranks(loss.detach().float()), norm]
