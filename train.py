@@ -59,6 +59,12 @@ def main(config: TrainConfig) -> None:
     if config.compile:
         model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
     optimizer = make_optimizer(model, config)  # adamw | muon
+    if config.eval_only:
+        checkpoint.load(source, model, optimizer)
+        loss = evaluate(config, model, val)
+        if ranks.rank == 0:
+            print(f"{source} on {config.data}: {logs.describe_val_loss(loss, val.meta)}")
+        return
     gradients = make_gradients(model, optimizer, config)  # in flat buffers
     profiler(config, "", device)  # ValueError for a bad --profile
     if config.compile or models.is_file(config.model):
@@ -68,16 +74,13 @@ def main(config: TrainConfig) -> None:
         checkpoint.load(source, model, optimizer)
         if "samples" in saved:  # a step may have another number of samples now
             loader.start_at(saved["step"] + 1, saved["samples"])
-    if config.eval_only:
-        loss = evaluate(config, model, val)
-        if ranks.rank == 0:
-            print(f"{source} on {config.data}: {logs.describe_val_loss(loss, val.meta)}")
-        return
     if needs_first_scales(config, model, saved):
-        recipes.find_first_scales(model, loader.batches(1), config.grad_accum * ranks.count)
-    folder = parallel.on_rank0(lambda: open_folder(config, saved.get("step", 0) + 1))
+        batches = loader.batches(saved.get("step", 0) + 1)
+        recipes.find_first_scales(model, batches, config.grad_accum * ranks.count)
+    folder = parallel.on_rank0(lambda: open_folder(config))
     torchrun.remember_folder(folder)
     with checkpoint.lock(folder):
+        parallel.on_rank0(lambda: write_start(config, folder, source, saved))
         train(config, ranks, model, optimizer, gradients, loader, val, folder, saved)
 
 
@@ -126,14 +129,14 @@ def train(config, ranks, model, optimizer, gradients, loader, val, folder, saved
             if not (should_log or should_eval or should_save or postponed):
                 continue
             log.read()  # waits for the GPU
+            if failure := saver.error():  # of the checkpoint before
+                log.say(f"step {step}: {failure}; training continues")
             record = log.record(step, lr)
             log.write(record | validation(config, model, val, step) if should_eval else record)
             should_save |= postponed
             postponed = should_save and step in log.skipped and step < config.max_steps  # to a finite step
             if should_save and not postponed:
                 saver.save(step, model, optimizer, run_meta(config, model, loader, step, saved), log.skipped)
-            if failure := saver.error():
-                log.say(f"step {step}: {failure}; training continues")
             log.restart_clock()
             if is_stopped and not postponed:
                 break
@@ -178,8 +181,6 @@ def learning_rate(step: int, config) -> float:
     rate = config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
     return min(rate, config.lr * step / max(1, config.warmup_steps))
 
-
-# ---------------------------------------------------------------- evaluation
 
 @torch.no_grad()
 def evaluate(config, model, loader: Loader) -> float:
@@ -231,13 +232,12 @@ def fit_to_data(config, tokens: dict, saved: dict):
     """Return the config with vocab_size and n_positions filled in. `tokens`: meta.json of the token files."""
     checksums = [meta["tokenizer"].rpartition("@")[2] for meta in (tokens, saved or tokens)]
     if checksums[0] != checksums[1]:  # the folders of hf:DIR@CHECKSUM may differ
-        raise ValueError(f"--data {config.data}: holds {tokens['tokenizer']} tokens, and the run was trained "
-                         f"on {saved['tokenizer']} tokens; name a folder with these")
-    needed = tokens["vocab_size"]
-    vocab_size = config.vocab_size or padded_vocab_size(needed)
-    if vocab_size < needed:
-        raise ValueError(f"--vocab-size {vocab_size}: the tokens of {config.data} go up to {needed}; pass "
-                         f"{padded_vocab_size(needed)} or leave it out")
+        raise ValueError(f"--data {config.data}: its tokens are {tokens['tokenizer']}, and those of the run "
+                         f"{saved['tokenizer']}; name a folder with these")
+    padded = padded_vocab_size(tokens["vocab_size"])
+    vocab_size = config.vocab_size or padded
+    if vocab_size < tokens["vocab_size"]:
+        raise ValueError(f"--vocab-size {vocab_size}: the data needs more; pass {padded} or leave it out")
     n_positions = config.n_positions or config.seq_len
     return dataclasses.replace(config, vocab_size=vocab_size, n_positions=n_positions)
 
@@ -257,8 +257,8 @@ def tokens_per_step(config) -> int:
     return config.micro_batch_size * config.seq_len * config.grad_accum * parallel.world_size()
 
 
-def open_folder(config, first_step: int) -> str:
-    """Make the folder of a new run, or cut the logs of a resumed one; write config.json; return its path."""
+def open_folder(config) -> str:
+    """Make the folder of a new run, unless it is resumed; return its path."""
     folder = config.out_dir
     if folder is None:
         names = (f"out/{config.preset}" + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
@@ -266,12 +266,17 @@ def open_folder(config, first_step: int) -> str:
     elif not config.resume and os.path.lexists(folder) and (
             checkpoint.latest(folder) or os.listdir(folder) and not os.path.exists(f"{folder}/config.json")):
         raise ValueError(f"--out-dir {folder}: exists; resume it with --resume, or name another")
-    if os.path.isdir(folder):
-        logs.cut(folder, first_step)  # also of a run that was killed before its first checkpoint
     os.makedirs(folder, exist_ok=True)
+    return folder
+
+
+def write_start(config, folder: str, source: Path | None, saved: dict) -> None:
+    """Cut the logs of the run to the checkpoint that it continues, and write config.json."""
+    if source and checkpoint.latest(folder) != source:
+        raise ValueError(f"{folder}: another process has trained past {source} meanwhile; start again")
+    logs.cut(folder, saved.get("step", 0) + 1)  # also of a run that was killed before its first checkpoint
     options = dataclasses.asdict(config) | {"out_dir": folder, "command": shlex.join(sys.argv)}
     Path(folder, "config.json").write_text(json.dumps(options, indent=2) + "\n")
-    return folder
 
 
 def start_log(config, ranks, model, gradients, loader, folder: str, first_step: int) -> logs.Log:
@@ -306,24 +311,21 @@ def run_meta(config, model, loader, step: int, saved: dict) -> dict:
 
 def summarize(config, folder: str, step: int) -> None:
     """Print how to continue the run, and where everything is."""
-    saved = checkpoint.latest(folder)
+    saved, place = checkpoint.latest(folder), shlex.quote(folder)
+    own_model = f" --model {shlex.quote(config.model)}" if models.is_file(config.model) else ""
+    recipe = f" --fp8-recipe {config.fp8_recipe}" if config.fp8_recipe.startswith("custom:") else ""
+    command = f"{torchrun.launcher()} train.py --resume --out-dir {place}{own_model}{recipe}"
     if saved is None:
         print(f"{folder}: {step} steps are done, and nothing is saved: --checkpoint-interval 0")
-        return
-    own_model = f" --model {shlex.quote(config.model)}" if models.is_file(config.model) else ""
-    place = shlex.quote(folder)
-    command = f"{torchrun.launcher()} train.py --resume --out-dir {place}{own_model}"
-    if step < config.max_steps:
+    elif step < config.max_steps:
         print(f"stopped after step {step}; saved {saved}; resume with: {command}")
-        return
-    print(f"{step} steps are done; continue with: {command} --max-steps {2 * step}\n"
-          f"loss curve   {folder}/loss.png, after the first evaluation\n"
-          f"metrics      {folder}/metrics.jsonl, and: tensorboard --logdir {place}/tensorboard\n"
-          f"checkpoint   {saved}\n"
-          f"text         python sample.py {place}{own_model}")
+    else:
+        print(f"{step} steps are done; continue with: {command} --max-steps {2 * step}\n"
+              f"loss curve   {folder}/loss.png, after the first evaluation\n"
+              f"metrics      {folder}/metrics.jsonl, and: tensorboard --logdir {place}/tensorboard\n"
+              f"checkpoint   {saved}\n"
+              f"text         python sample.py {place}{own_model}")
 
-
-# ---------------------------------------------------------------- the command
 
 def run(argv=None) -> int:
     """Run a command line; return 0, or 1 for a run that diverged or ran out of memory."""

@@ -41,7 +41,8 @@ class CudaGraph:
     tensors of its own, as nanote.ddp.Gradients does: `parameter.grad` may be another tensor by the time of
     a replay.
 
-    `function` is the function itself, to run a step without the graphs: it uses the same memory.
+    `function` is the function itself, to run a step without the graphs; its activations are allocated beside
+    the graphs' pool.
     """
 
     def __init__(self, function, keep=list):

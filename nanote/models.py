@@ -79,6 +79,11 @@ def _check_options(config):
     if config.fp8_recipe == "delayed" and config.compile:
         raise ValueError("--compile: Transformer Engine does not support DelayedScaling under torch.compile; "
                          "pass --fp8-recipe current or --fp8-recipe none")
+    if config.fp8_recipe == "none" and (config.fp8_param or config.fp8_health_interval):
+        raise ValueError("--fp8-param, --fp8-health-interval: there is no FP8 with --fp8-recipe none; leave "
+                         "them out")
+    if not config.compile and (config.compile_mode != "default" or config.compile_fullgraph):
+        raise ValueError("--compile-mode, --compile-fullgraph: without effect; pass --compile too")
     if config.pack_documents and not takes_argument(model_class, "cu_seqlens"):
         raise ValueError(f"--pack-documents: forward of --model {config.model} has no argument cu_seqlens; "
                          "leave the option out, or use --model optimized")
