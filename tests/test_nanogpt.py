@@ -1,12 +1,11 @@
-"""bench/nanogpt.py, bench/minimal.py and bench/trees.py, with a small stand-in for nanoGPT's model.py."""
+"""bench/nanogpt.py and bench/minimal.py, with a small stand-in for nanoGPT's model.py."""
 
 import json
-import sys
 
 import pytest
 import torch
 
-from bench import minimal, nanogpt, step, trees
+from bench import minimal, nanogpt, step
 from nanote.config import run_command
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU")
@@ -107,15 +106,3 @@ def test_own_loops_are_timed_beside_nanogpt(checkout):
     assert [row["loop"] for row in rows] == ["readme", "example", "nanogpt_bf16", "nanogpt"]
     for row in rows:
         assert row["tokens_per_s"] == pytest.approx(32e3 / row["ms"], rel=1e-4)
-
-
-def test_two_trees_are_compared_in_turns(tmp_path, capsys):
-    path = tmp_path / "trees.json"
-    (tmp_path / "other").symlink_to(trees.ROOT)
-    trees.main(["--trees", str(trees.ROOT), str(tmp_path / "other"), "--shapes", "guide", "--arms", "bf16",
-                "--turns", "1", "--steps", "2", "--json", str(path), "--python", sys.executable])
-    (row,) = json.loads(path.read_text())["rows"]
-    assert row["loss"][0] == row["loss"][1] and row["ratio"] == row["ms"][0][0] / row["ms"][1][0]
-    assert "speed, last over first" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="is no checkout of this kit"):
-        trees.main(["--trees", str(tmp_path), str(tmp_path)])
