@@ -155,7 +155,7 @@ class Log:
         if "val_loss" in record:
             with self._reporting("loss.png"):
                 plot_losses(self.folder)
-        with self._reporting("the board"):
+        with self._reporting("tensorboard or wandb"):
             self.board[0]({name: value for name, value in record.items() if value is not None}, step=step)
         line = (f"loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
                 f"{record['tokens_per_s']:,.0f} tokens/s")
@@ -188,12 +188,13 @@ class Log:
             return
         for name in self.waiting:
             self._append(name)
-        with self._reporting("the board"):
+        with self._reporting("tensorboard or wandb"):
             self.board[1]()
         if self.config.fp8_health_interval:
             with self._reporting("fp8_health.png"):
-                health.plot(read_metrics(Path(self.folder, "fp8_health.jsonl")),
-                            Path(self.folder, "fp8_health.png"), self.folder, self.config.fp8_format)
+                if records := read_metrics(Path(self.folder, "fp8_health.jsonl")):
+                    picture = Path(self.folder, "fp8_health.png")
+                    health.plot(records, picture, self.folder, self.config.fp8_format)
 
     def _append(self, name: str, *records: dict) -> None:
         """Append records to a file, after those that could not be written before."""
