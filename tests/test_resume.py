@@ -120,10 +120,28 @@ def test_good_weights_stay_when_a_learning_rate_ruins_them(tokens, error_line, c
 
 def test_a_run_is_trained_by_one_process(whole, error_line):
     shutil.copytree(whole, "run")
+    files = [Path("run", name).read_bytes() for name in ("metrics.jsonl", "config.json")]
     with checkpoint.lock("run"):
-        assert run_train("--resume --out-dir run --max-steps 13") == 2
+        assert run_train("--resume --out-dir run --max-steps 13 --lr 0.5") == 2
         assert "another process trains there" in error_line()
+    assert files == [Path("run", name).read_bytes() for name in ("metrics.jsonl", "config.json")]
     assert run_train("--resume --out-dir run --max-steps 13") == 0
+
+
+def test_a_last_checkpoint_that_fails_is_an_error(tokens, error_line):
+    os.makedirs("run")
+    Path("run/.saving-step-4").touch()  # in the way of the folder of this name
+    Path("run/config.json").write_text("{}")
+    options = f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --out-dir run"
+    assert run_train(options, tokens) == 2 and "step-4: not written" in error_line()
+    assert checkpoint.latest("run").name == "step-2"
+
+
+def test_fp8_begins_in_a_resumed_run_with_larger_steps(tokens):
+    options = f"{OPTIONS} --max-steps 6 --checkpoint-interval 6 --fp8-recipe none --out-dir run"
+    assert run_train(options, tokens) == 0
+    assert run_train("--resume --out-dir run --fp8-recipe delayed --micro-batch-size 16 --max-steps 8") == 0
+    assert len(metrics("run")) == 8
 
 
 def test_a_folder_without_a_checkpoint_is_not_resumed(error_line):
