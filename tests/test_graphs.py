@@ -92,22 +92,18 @@ def test_dropout_differs_between_replays():
 
 @gpu
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_zero_grad_between_steps_changes_nothing(optimizer):
+@pytest.mark.parametrize("between", ["zero_grad", "a step without graphs", "another backward pass"])
+def test_what_happens_between_steps_changes_nothing(optimizer, between):
     expected = trained(Training(optimizer=optimizer))
     training, found = Training(optimizer=optimizer), []
     for number in range(8):
-        found.extend(training.step(number))
-        training.model.zero_grad()
-    assert found == pytest.approx(expected, rel=2e-4)
-
-
-@gpu
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_steps_without_graphs_in_between_fit_in(optimizer):
-    expected = trained(Training(optimizer=optimizer))
-    training, found = Training(optimizer=optimizer), []
-    for number in range(8):
-        found.extend(training.step(number, run=training.forward_backward if number % 3 == 0 else None))
+        run = training.forward_backward if between == "a step without graphs" and number % 3 == 0 else None
+        if between == "zero_grad":
+            training.model.zero_grad()
+        elif between == "another backward pass":
+            with recipes.preserved_state(training.model):
+                (100 * training.model(*batch(7))).backward()
+        found.extend(training.step(number, run=run))
     assert found == pytest.approx(expected, rel=2e-4)
 
 
@@ -119,17 +115,6 @@ def test_steps_of_two_lengths_share_one_model():
         length = 64 if number % 2 else 128
         expected = eager.step(number, length)
         assert graphed.step(number, length, graphs[length]) == pytest.approx(expected, rel=2e-4)
-
-
-@gpu
-def test_gradients_of_another_backward_pass_are_dropped():
-    expected = trained(Training())
-    training, found = Training(), []
-    for number in range(8):
-        with recipes.preserved_state(training.model):
-            (100 * training.model(*batch(7))).backward()
-        found.extend(training.step(number))
-    assert found == pytest.approx(expected, rel=2e-4)
 
 
 @gpu
