@@ -31,7 +31,7 @@ import torch
 
 from nanote import checkpoint, logs, models, parallel, recipes, torchrun
 from nanote.config import TrainConfig, in_a_line, padded_vocab_size, read_options, run_command
-from nanote.ddp import make_gradients
+from nanote.ddp import distribute, make_gradients
 from nanote.graphs import CudaGraph, is_graphable
 from nanote.health import health, watch
 from nanote.optimizers import make_optimizer
@@ -55,7 +55,7 @@ def main(config: TrainConfig) -> None:
     is_graphable(config, device)  # ValueError if --cuda-graph on is impossible
     recipe = recipes.make(config)  # the switch: delayed | current | block | mxfp8 | nvfp4 | none
     model = models.make_model(config, device, dtype, recipe, saved.get("model_config"))
-    model = parallel.wrap(model, config)  # ddp | fsdp | hsdp
+    model = distribute(model, config)  # ddp | fsdp | hsdp
     if config.compile:
         model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
     optimizer = make_optimizer(model, config)  # adamw | muon

@@ -15,7 +15,7 @@ import torch
 from bench.plain_gpt import ARMS as PLAIN_ARMS
 from nanote import models, parallel, recipes
 from nanote.config import PRESETS, TrainConfig
-from nanote.ddp import make_gradients
+from nanote.ddp import distribute, make_gradients
 from nanote.graphs import CudaGraph, is_graphable
 from nanote.optimizers import make_optimizer
 
@@ -142,7 +142,7 @@ class Step:
         self.config, self.divisor = config, config.grad_accum * parallel.world_size()
         model = models.make_model(config, device, dtype, recipes.make(config))
         self.kernels = models.describe(model)
-        self.model = self.forward = parallel.wrap(model, config)
+        self.model = self.forward = distribute(model, config)
         self.optimizer = make_optimizer(self.model, config)
         self.gradients = make_gradients(self.model, self.optimizer, config)
         if recipes.uses_delayed_scaling(self.model):

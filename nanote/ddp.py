@@ -1,5 +1,6 @@
-"""Gradients in flat buffers, summed over micro-batches and ranks.
+"""A model on several ranks, and its gradients in flat buffers, summed over micro-batches and ranks.
 
+    model = distribute(model, config)       # before the optimizer is made
     gradients = make_gradients(model, optimizer, config)
     for i, batch in enumerate(batches):
         with gradients.accumulate(first=i == 0, last=i == len(batches) - 1):
@@ -26,6 +27,19 @@ from nanote.recipes import round_up
 ALIGNMENT = 128  # elements: each gradient starts at a multiple of 256 bytes
 # NCCL's kernels take SMs, so few large all-reduces cost less than many small ones; one would begin too late.
 BUCKET_BYTES = 128 * 2**20
+
+
+def distribute(model, config):
+    """Give all ranks the weights of rank 0, and shard them unless --parallel is ddp; return the model."""
+    if dist.is_initialized():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+                dist.broadcast(tensor.data, src=0)
+    if parallel.is_sharded(config):
+        from nanote import fsdp
+
+        fsdp.shard(model, config)
+    return model
 
 
 def make_gradients(model, optimizer, config):

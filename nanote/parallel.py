@@ -1,6 +1,6 @@
 """Data parallelism: the ranks of a run, what they do together, and how a model is spread over them.
 
-Call `start()` first, and `wrap` before the optimizer is made. Without torchrun there is one rank.
+Call `start()` first. Without torchrun there is one rank. `distribute` (nanote/ddp.py) spreads a model:
 
 - --parallel ddp: each rank has the whole model; gradients are summed over ranks (nanote/ddp.py).
 - --parallel fsdp: each rank keeps 1/N of every parameter, its gradient and its optimizer state
@@ -65,19 +65,6 @@ def exit(code: int) -> None:
 def is_sharded(config) -> bool:
     """Return whether each rank keeps only a part of every parameter."""
     return dist.is_initialized() and config.parallel != "ddp"
-
-
-def wrap(model, config):
-    """Give all ranks the weights of rank 0, and shard them unless --parallel is ddp. In place."""
-    if dist.is_initialized():
-        for tensor in (*model.parameters(), *model.buffers()):
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-                dist.broadcast(tensor.data, src=0)
-    if is_sharded(config):
-        from nanote import fsdp
-
-        fsdp.shard(model, config)
-    return model
 
 
 def local(parameter) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from nanote import checkpoint, models, parallel, recipes
+from nanote import checkpoint, ddp, models, parallel, recipes
 from nanote.config import TrainConfig
 from nanote.optimizers import Optimizer, make_optimizer
 
@@ -30,7 +30,7 @@ def make(seed=0, dtype=torch.float32, device="cpu", **changes):
     config = TrainConfig(**SIZE | OPTIONS | changes)
     torch.manual_seed(seed)
     recipe = recipes.make(config)
-    model = parallel.wrap(models.make_model(config, device, dtype, recipe), config)
+    model = ddp.distribute(models.make_model(config, device, dtype, recipe), config)
     return model, make_optimizer(model, config)
 
 

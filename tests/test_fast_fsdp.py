@@ -13,7 +13,7 @@ from fast_kernels import accelerate  # noqa: E402
 from fast_kernels import block as fast_block  # noqa: E402
 from fast_kernels import support as fast_support  # noqa: E402
 from kernel_tools import HAS_GPU, _casts_that_round, _instructions, _poisoned_memory  # noqa: E402, F401
-from nanote import parallel  # noqa: E402
+from nanote import ddp  # noqa: E402
 from nanote.config import TrainConfig  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
@@ -32,7 +32,7 @@ def one_process_group():
 
 def shard(model, reshard=True):
     config = TrainConfig(parallel="fsdp", reshard_after_forward=reshard)
-    return parallel.wrap(model, config)
+    return ddp.distribute(model, config)
 
 
 def whole(tensor):

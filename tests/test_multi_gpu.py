@@ -36,7 +36,7 @@ import train
 from bench.step import forget_models
 from nanote import models, parallel, recipes
 from nanote.config import TrainConfig
-from nanote.ddp import make_gradients
+from nanote.ddp import distribute, make_gradients
 from nanote.graphs import CudaGraph
 from nanote.optimizers import make_optimizer
 
@@ -48,7 +48,7 @@ def compare_ranks():
     config = TrainConfig(n_layer=2, n_head=4, n_embd=256, vocab_size=512, n_positions=128, lr=1e-2)
     device, recipe = torch.device("cuda", ranks.local_rank), recipes.make(config)
     torch.manual_seed(ranks.rank)  # rank 0 gives its weights to the others
-    model = parallel.wrap(models.make_model(config, device, torch.bfloat16, recipe), config)
+    model = distribute(models.make_model(config, device, torch.bfloat16, recipe), config)
     optimizer = make_optimizer(model, config)
     gradients = make_gradients(model, optimizer, config)
 

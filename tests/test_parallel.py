@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanote import checkpoint, parallel
+from nanote import checkpoint, ddp, parallel
 from nanote.config import TrainConfig
 from trainer_tools import ROOT, finish, metrics, run_train, start_ranks
 
@@ -133,4 +133,4 @@ def test_a_model_without_blocks_is_not_sharded(monkeypatch):
     import torch
 
     with pytest.raises(ValueError, match="--parallel fsdp: shards block by block.*or pass --parallel ddp"):
-        parallel.wrap(torch.nn.Linear(3, 3), TrainConfig(parallel="fsdp"))
+        ddp.distribute(torch.nn.Linear(3, 3), TrainConfig(parallel="fsdp"))
