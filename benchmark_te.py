@@ -6,8 +6,8 @@
     python benchmark_te.py --sweep | --stack | --compile  # where FP8 pays; what each part adds; torch.compile
 
 The first two print one table of three models: forward, backward, their total and FP8's speed-up. Those passes
-are launched from Python, as in a training loop of your own. The training step beside them is the one that
-train.py runs, a CUDA graph where that is possible. MXFP8 and NVFP4 are in the table on a GPU that has them
+are launched from Python, as in a training loop of your own. The training step beside them is train.py's, a
+CUDA graph where that is possible. MXFP8 and NVFP4 are in the table on a GPU that has them
 (Blackwell).
 
 Arms:

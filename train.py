@@ -58,6 +58,8 @@ def main(config: TrainConfig) -> None:
     model = distribute(model, config)  # ddp | fsdp | hsdp
     if config.compile:
         model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
+    if config.compile or models.is_file(config.model):
+        models.check_first_pass(model, loader.batches(1)[0])
     optimizer = make_optimizer(model, config)  # adamw | muon
     if config.eval_only:
         checkpoint.load(source, model, optimizer)
@@ -67,8 +69,6 @@ def main(config: TrainConfig) -> None:
         return
     gradients = make_gradients(model, optimizer, config)  # in flat buffers
     profiler(config, "", device)  # ValueError for a bad --profile
-    if config.compile or models.is_file(config.model):
-        models.check_first_pass(model, loader.batches(1)[0])
     torch.manual_seed(config.seed + ranks.rank)  # another dropout mask on each rank
     if source:
         checkpoint.load(source, model, optimizer)

@@ -149,18 +149,17 @@ class Step:
             recipes.find_first_scales(self.model, batches, self.divisor)
         if config.compile:
             self.model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
-        casts_once = config.grad_accum > 1 and not config.compile
-        self.casts_once = casts_once and models.takes_argument(type(self.model), "is_first_microbatch")
         self.run_forward_backward, self.run_update = self.forward_backward, self.clip_and_step
         self.is_graph = is_graphable(config, device)
         if self.is_graph:
-            self.run_forward_backward = CudaGraph(self.forward_backward)
+            self.run_forward_backward = CudaGraph(
+                self.forward_backward, keep=lambda: recipes.kept_state(self.model))
             if self.optimizer.capturable:
                 self.run_update = CudaGraph(self.clip_and_step)
 
     def forward_backward(self, batch, *, first: bool, last: bool):
         """Accumulate the gradients of one micro-batch; return this rank's share of the loss."""
-        options = {"is_first_microbatch": first} if self.casts_once else {}
+        options = models.cast_options(self.config, self.model, first)
         if self.config.compile and first:
             torch.compiler.cudagraph_mark_step_begin()  # may overwrite the last step's tensors
         with self.gradients.accumulate(first, last):

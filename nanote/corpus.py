@@ -27,6 +27,7 @@ from nanote.tokenizers import get_tokenizer
 from nanote.tokens import meta_checksum, new_folder, sha256
 
 PIECE = 1 << 20  # characters; long files are read and tokenized in pieces of about this size
+LONGEST_LINE = 1 << 28  # bytes, in a compressed file of rows: `datasets` holds a line in memory
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 SOURCES = set(".py .pyi .pyx .pxd .c .cc .cpp .cxx .cu .h .hh .hpp .hxx .cuh .inl .md .rst .txt".split())
@@ -89,10 +90,15 @@ def dataset_documents(name, column, left_out, subset=None, split="train", data_f
     """Yield the texts in a column of a dataset. The options are those of datasets.load_dataset."""
     if name in (*BUILDERS.values(), "text") and not data_files:  # `datasets` would read the working folder
         raise ValueError(f"{name}: is the name of a format; name files with --data-files")
+    if os.path.isfile(name):
+        raise ValueError(f"{name}: is a file; read it with python data.py text")
     import datasets  # slow to import
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
     try:
+        for path in data_files or ():
+            if os.path.isfile(path) and path.endswith((".gz", ".zst")):
+                check_lines(path)
         rows = datasets.load_dataset(name, subset, split=split, data_files=data_files, streaming=streaming)
         for batch in rows.iter(1000):
             if column not in batch:
@@ -108,6 +114,14 @@ def dataset_documents(name, column, left_out, subset=None, split="train", data_f
             error = error.__cause__ or error
         where = data_files[0] if data_files and len(data_files) == 1 else name
         raise ValueError(f"{where}: {in_a_line(error)}") from error
+
+
+def check_lines(path):
+    """Raise ValueError for a line that does not fit in memory: 3 GB may compress to 3 MB."""
+    with io.BufferedReader(pyarrow.input_stream(path)) as file:
+        while line := file.readline(LONGEST_LINE):
+            if len(line) == LONGEST_LINE:
+                raise ValueError(f"holds a line of {LONGEST_LINE >> 20} MiB or more; split it")
 
 
 # ---------------------------------------------------------------- the standard library, installed packages

@@ -94,7 +94,7 @@ class Log:
         self.waiting = {}  # {file name: lines that are not written yet}
         is_disabled = None if self.is_writer else True  # None: no bar without a terminal
         self.bar = tqdm(total=config.max_steps, initial=self.step, unit="step", disable=is_disabled)
-        self.board = (lambda scalars, step: None, lambda: None)  # in case that there is none
+        self.board = (lambda scalars, step: None, lambda: None)  # until one opens
         if self.is_writer:
             with self._reporting(f"--wandb {config.wandb}" if config.wandb else "tensorboard"):
                 self.board = open_board(config, folder, first_step)

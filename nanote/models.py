@@ -129,6 +129,9 @@ def check_first_pass(model, batch):
             if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
                 raise ValueError(f"{name}: forward(input_ids, labels) returned a {type(loss).__name__}; it "
                                  "must return the mean loss, a tensor without dimensions")
+            if not loss.requires_grad:
+                raise ValueError(f"{name}: the loss of forward(input_ids, labels) has no gradient; compute "
+                                 "it from parameters that require one, without detach() or torch.no_grad()")
             loss.backward()
     except torch._dynamo.exc.TorchDynamoException as error:
         reason = in_a_line(getattr(error, "inner_exception", error))

@@ -43,8 +43,9 @@ def store_of_these_processes(rank: int, count: int) -> dist.Store | None:
 
 def remember_folder(folder: str) -> None:
     """Keep the run's folder for the processes that `torchrun --max-restarts` may start again."""
-    if store() is not None:
-        store().set("nanote-folder", folder)
+    common = store()
+    if common is not None:
+        common.set("nanote-folder", folder)
 
 
 def folder_before_restart() -> str | None:

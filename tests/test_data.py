@@ -338,7 +338,8 @@ def test_a_full_disk_leaves_nothing():
     (["text", "model.bin"], "model.bin: not UTF-8 text (holds a NUL character"),
     (["text", "bad.txt.gz"], "bad.txt.gz: not UTF-8 text (Truncated compressed stream)"),
     (["text", "bad.jsonl"], "bad.jsonl: JSON parse error"),
-    (["text", "bad.jsonl.gz"], "bad.jsonl.gz: Compressed file ended before"),
+    (["text", "bad.jsonl.gz"], "bad.jsonl.gz: Truncated compressed stream"),
+    (["hf", "null.jsonl"], "null.jsonl: is a file; read it with python data.py text"),
     (["text", "bad.parquet"], "bad.parquet: "),
     (["text", "rows.jsonl"], "rows.jsonl: no column 'text'; name one with --column: id, body"),
     (["text", "rows.jsonl", "--column", "id"], "rows.jsonl: column 'id' holds 1, not text"),
@@ -361,3 +362,11 @@ def test_a_mistake_is_one_line(capsys, arguments, message):
     before = sorted(os.listdir())
     assert message in refused(capsys, *arguments)
     assert sorted(set(os.listdir()) - {"data"}) == before
+
+
+def test_a_small_file_cannot_fill_the_memory():
+    """3 MB that expand to one line of 3 GB."""
+    write_files(".", {"bomb.jsonl.gz": gzip.compress(b'{"text": "') + 3000 * gzip.compress(b"a" * (1 << 20))})
+    limit = lambda: resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30))  # noqa: E731
+    done = spawn("text", "bomb.jsonl.gz", preexec_fn=limit)
+    assert done.returncode == 2 and "bomb.jsonl.gz: holds a line of 256 MiB or more" in done.stderr

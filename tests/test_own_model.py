@@ -169,6 +169,8 @@ def test_an_unedited_copy_trains_as_the_original(tokens):
     ("--model needs.py:Pair --fp8-recipe none", "PairConfig: "),
     ("--model pair.py:Pair --fp8-recipe none", "forward(input_ids, labels) returned a tuple; it must"),
     ("--model logits.py:Pair --fp8-recipe none", "must return the mean loss, a tensor without dimensions"),
+    ("--model detached.py:Pair --fp8-recipe none", "the loss of forward(input_ids, labels) has no gradient"),
+    ("--model frozen.py:Pair --fp8-recipe none", "the loss of forward(input_ids, labels) has no gradient"),
     ("--model bare.py:Pair --fp8-recipe none", "has no attribute config; add self.config = config")])
 def test_a_mistake_is_one_line_before_anything_is_written(tokens, arguments, message, capsys):
     Path("broken.py").write_text("class Pair(\n")
@@ -180,6 +182,8 @@ def test_a_mistake_is_one_line_before_anything_is_written(tokens, arguments, mes
             needs=(window, "window: int = dataclasses.field(kw_only=True)"),
             pair=("return nn.functional", "return logits, nn.functional"),
             logits=("if labels is None:", "if True:"),
+            detached=("(logits.flatten", "(logits.detach().flatten"),
+            frozen=("config.vocab_size)\n", "config.vocab_size)\n        self.requires_grad_(False)\n"),
             bare=("        self.config = config\n", ""))
     assert run_train(f"{RUN} {arguments} --out-dir run", tokens) == 2
     error = capsys.readouterr().err
