@@ -1,0 +1,259 @@
+"""The training pass of a GPT in FP8, fused across modules: what `model_te_fast.py` is built from.
+
+    stream = Stream(x)                                  # x (N, C): the embeddings of N tokens
+    stream, qkv = norm_linear(stream, qkv_module)       # te.LayerNormLinear
+    stream = stream.add(linear(y, proj_module))         # te.Linear
+    stream, hidden = norm_linear(stream, mlp, "fc1")    # te.LayerNormMLP
+    stream = stream.add(activation_linear(hidden, mlp))
+
+A module that works alone reads its input from memory and writes its output to memory in BF16. These functions
+leave to the next kernel what the next kernel can do as it reads. With FP8(x) for x quantized, rowwise and
+transposed:
+
+    residual += branch + bias                       by the norm that reads the sum
+    hidden = FP8(norm(residual)) @ FP8(weight)
+    branch = FP8(activation(hidden + bias)) @ FP8(weight)
+
+- A bias is added by the kernel that reads the GEMM's output; `Stream` and `Branch` carry what is still to be
+  added.
+- A gradient is quantized by the kernel that writes it, for the GEMMs that read it, and passed through autograd
+  as a `Float8Tensor`. A `Branch` knows how: `gradient`. Who changes a branch drops that (`Branch.value`).
+- Delayed scaling knows the scales before the values. That is what makes this possible.
+- Forward GEMMs use fast accumulation, as in Transformer Engine's recipe; wgrad accumulates in float32, and
+  dgrad too unless K is small and fast accumulation is faster (DGRAD_FAST_ACCUM_K).
+
+Without FP8 the same functions run in plain PyTorch, so a model on them evaluates in BF16 as well.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from fast_kernels import casts
+from fast_kernels.fp8 import Float8Tensor
+from fast_kernels.gemm import gemm
+
+# The largest K of a dgrad GEMM that may use fast accumulation. Up to it, in the median GEMM of models in
+# training, the FP8 tensor-core accumulator adds less error than the rounding to BF16 after it, and about as
+# much in the worst (results/accumulation.json). The K of a wgrad GEMM is the number of tokens, where it would
+# add about 3 %.
+DGRAD_FAST_ACCUM_K = 3072
+
+
+class Quantization(NamedTuple):
+    """How to quantize a tensor under delayed scaling: value · scale in `dtype`; `amax` is raised to its amax.
+
+    scale, amax: (1,) float32, in the memory of the module whose GEMM reads the tensor.
+    """
+
+    scale: torch.Tensor
+    amax: torch.Tensor
+    dtype: torch.dtype
+
+
+@dataclass
+class Layer:
+    """One linear layer of a module in one FP8 pass; `module.layer(…)` makes it."""
+
+    parameter: torch.nn.Parameter  # the weight (out, in), BF16
+    bias: torch.Tensor | None  # (out,)
+    weight: tuple  # the weight in FP8: rowwise (out, in), columnwise (in, out), scale_inv
+    input: Quantization
+    gradient: Quantization  # of the output
+    after_backward: Callable | None  # updates the scales of gradients, in the first module of the pass
+
+
+class Branch(NamedTuple):
+    """The output of a GEMM, to which its bias is still to be added: x (N, C) + bias (C,)."""
+
+    x: torch.Tensor
+    bias: torch.Tensor | None = None
+    gradient: Quantization | None = None  # how x's gradient is quantized; None: it is not
+
+    def value(self) -> torch.Tensor:
+        """Return x + bias, (N, C), for an operation that is not one of these."""
+        return self.x if self.bias is None else self.x + self.bias
+
+
+class Stream(NamedTuple):
+    """The residual (N, C), and the branch that is still to be added to it."""
+
+    residual: torch.Tensor
+    branch: Branch | None = None
+
+    def add(self, branch: Branch) -> "Stream":
+        """Add a branch, once the one before has been added by `norm_linear`."""
+        return Stream(self.value(), branch) if self.branch else Stream(self.residual, branch)
+
+    def value(self) -> torch.Tensor:
+        """Return the sum, (N, C)."""
+        return self.residual if self.branch is None else self.residual + self.branch.value()
+
+
+def norm_linear(stream: Stream, module, name="", tied_dweight=None, is_first_microbatch=None):
+    """Add the stream's branch to its residual; return (the sum as a Stream, norm(sum) @ weightᵀ).
+
+    Args:
+        module: LayerNormLinear, whose bias is added; or LayerNormMLP with the name "fc1", whose bias
+            `activation_linear` adds.
+        tied_dweight: a list to which the weight's gradient is appended instead of going through autograd;
+            see `fast_kernels.embedding.embed`.
+    """
+    layer = module.layer(name, stream.residual, is_first_microbatch)
+    bias = layer.bias if not name else None
+    weights = module.layer_norm_weight, module.layer_norm_bias
+    if layer.weight is None:
+        residual = stream.value()
+        y = F.linear(module.norm(residual), layer.parameter, bias)
+        return Stream(residual), Branch(y, layer.bias) if name else y
+    branch, branch_bias, gradient = stream.branch or Branch(None)
+    residual, y = _NormLinear.apply(
+        stream.residual, branch, branch_bias, *weights, layer.parameter, bias, module.eps, layer, gradient,
+        tied_dweight)
+    return Stream(residual), Branch(y, layer.bias, layer.gradient) if name else y
+
+
+def linear(x, module, is_first_microbatch=None, adds_bias=False) -> Branch:
+    """Return x @ weightᵀ of a Linear, x (N, inputs).
+
+    adds_bias: the GEMM adds the bias; else it is still to be added.
+    """
+    return _linear(Branch(x), module, "", None, is_first_microbatch, adds_bias)
+
+
+def activation_linear(hidden: Branch, module, is_first_microbatch=None, adds_bias=False) -> Branch:
+    """Return activation(hidden + bias) @ fc2_weightᵀ of a LayerNormMLP."""
+    return _linear(hidden, module, "fc2", module.activation, is_first_microbatch, adds_bias)
+
+
+def _linear(x: Branch, module, name, activation, is_first_microbatch, adds_bias):
+    layer = module.layer(name, x.x, is_first_microbatch)
+    own, later = (layer.bias, None) if adds_bias else (None, layer.bias)
+    if activation and (layer.weight is None or x.gradient is None):  # no FP8, or x was changed since its GEMM
+        x, activation = Branch(module.activate(x.value())), None
+    if layer.weight is None:
+        return Branch(F.linear(x.x, layer.parameter, own), later)
+    y = _Linear.apply(x.x, x.bias, layer.parameter, own, activation, layer, x.gradient)
+    if later is not None and dist.is_initialized():
+        later = later.clone()  # FSDP2 frees a block's parameters before the next block adds it
+    return Branch(y, later, layer.gradient)
+
+
+def dropout(branch: Branch, p: float, training: bool) -> Branch:
+    """Apply dropout to a branch and its bias; without dropout return it as it is."""
+    return Branch(F.dropout(branch.value(), p)) if p and training else branch
+
+
+# ---------------------------------------------------------------- GEMMs and their gradients
+
+def _forward_gemm(layer, x, bias):
+    """Return x @ weightᵀ + bias. x: FP8, rowwise and scale_inv."""
+    weight, _, weight_inv = layer.weight
+    return gemm(weight, weight_inv, *x, bias, "fast")
+
+
+def _backward_gemms(ctx, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
+    """Return the gradients of a linear layer's input, weight and bias, or None for each that is not needed.
+
+    dy: (N, out), BF16 or quantized by the kernel that computed it; weight: (in, out) and its scale_inv, x:
+    (in, N) and its scale_inv, both columnwise.
+    """
+    layer, dbias = ctx.layer, None
+    if isinstance(dy, Float8Tensor):
+        rowwise, columnwise, scale_inv = dy.rowwise, dy.columnwise, dy.scale_inv
+        if needs_dbias:
+            dbias = dy.dequantize().sum(0)
+    else:
+        (rowwise, columnwise, scale_inv), dbias = casts.cast(
+            dy.contiguous(), *layer.gradient, with_dbias=needs_dbias)
+    dx = dweight = None
+    if needs_dx:  # dgrad: dy @ weight
+        accumulation = "either" if rowwise.shape[1] <= DGRAD_FAST_ACCUM_K else "precise"
+        dx = gemm(*weight, rowwise, scale_inv, None, accumulation)
+    if needs_dweight:  # wgrad: dyᵀ @ x
+        dweight = _weight_gradient(layer.parameter, x, columnwise, scale_inv)
+    return dx, dweight, dbias
+
+
+def _weight_gradient(parameter, x, dy, dy_inv):
+    """Return dyᵀ @ x; in `main_grad` of a weight that has one, as Megatron-LM and TE do."""
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None or parameter._backward_hooks:  # a hook may change the gradient
+        return gemm(*x, dy, dy_inv)
+    gemm(*x, dy, dy_inv, out=main_grad, accumulate=not parameter.overwrite_main_grad)
+    parameter.overwrite_main_grad = False  # a second gradient of this backward pass is added
+    parameter.grad_added_to_main_grad = True
+    return main_grad.detach()  # autograd wants a gradient; this one is not copied
+
+
+class _NormLinear(torch.autograd.Function):
+    """`norm_linear`. The GEMM reads `layer.weight`; `weight` is an input only to receive a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, branch, branch_bias, norm_weight, norm_bias, weight, bias, eps, layer,
+                branch_gradient, tied_dweight):
+        residual, (rowwise, columnwise, scale_inv), mean, rstd = casts.norm(
+            x, branch, branch_bias, norm_weight, norm_bias, eps, *layer.input)
+        ctx.save_for_backward(
+            residual, mean, rstd, norm_weight, columnwise, scale_inv, *layer.weight[1:])
+        ctx.layer, ctx.branch_gradient, ctx.tied_dweight = layer, branch_gradient, tied_dweight
+        ctx.set_materialize_grads(False)
+        return residual, _forward_gemm(layer, (rowwise, scale_inv), bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dresidual, dy):
+        residual, mean, rstd, norm_weight, *operands = ctx.saved_tensors
+        needs_x, needs_branch, needs_branch_bias, *needs_norm, needs_weight, needs_bias = (
+            ctx.needs_input_grad[:7])
+        needs_dx = needs_x or needs_branch or any(needs_norm)
+        dnorm, dweight, dbias = _backward_gemms(
+            ctx, dy, operands[2:], operands[:2], needs_dx, needs_weight, needs_bias)
+        if ctx.tied_dweight is not None and needs_weight:
+            ctx.tied_dweight.append(dweight)
+            dweight = None
+        dx = dbranch = dbranch_bias = dnorm_weight = dnorm_bias = None
+        if needs_dx:
+            quantization = ctx.branch_gradient if needs_branch else None
+            dx, quantized, dbranch_bias, dnorm_weight, dnorm_bias = casts.norm_backward(
+                dnorm, residual, mean, rstd, norm_weight, dresidual, quantization,
+                with_dbranch_bias=needs_branch_bias)
+            dbranch = Float8Tensor(*quantized) if quantization else dx
+        if ctx.layer.after_backward:
+            ctx.layer.after_backward()
+        return (dx, dbranch if needs_branch else None, dbranch_bias, dnorm_weight, dnorm_bias, dweight, dbias,
+                None, None, None, None)
+
+
+class _Linear(torch.autograd.Function):
+    """`linear` and `activation_linear`. For `weight` see `_NormLinear`."""
+
+    @staticmethod
+    def forward(ctx, x, x_bias, weight, bias, activation, layer, x_gradient):
+        if activation:
+            rowwise, columnwise, scale_inv = casts.activate(activation, x, x_bias, *layer.input)
+        else:
+            (rowwise, columnwise, scale_inv), _ = casts.cast(x.contiguous(), *layer.input)
+        before = (x, x_bias) if activation else (None, None)
+        ctx.save_for_backward(*before, columnwise, scale_inv, *layer.weight[1:])
+        ctx.layer, ctx.activation, ctx.x_gradient = layer, activation, x_gradient
+        return _forward_gemm(layer, (rowwise, scale_inv), bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, x_bias, *operands = ctx.saved_tensors
+        needs_x, needs_x_bias, needs_weight, needs_bias = ctx.needs_input_grad[:4]
+        dx, dweight, dbias = _backward_gemms(
+            ctx, dy, operands[2:], operands[:2], needs_x or needs_x_bias, needs_weight, needs_bias)
+        dx_bias = None
+        if ctx.activation and dx is not None:
+            dx, dx_bias = casts.activate_backward(ctx.activation, dx, x, x_bias, *ctx.x_gradient)
+            dx = Float8Tensor(*dx)
+        if ctx.layer.after_backward:
+            ctx.layer.after_backward()
+        return dx, dx_bias, dweight, dbias, None, None, None

@@ -1,0 +1,600 @@
+"""Transformer Engine's modules on PyTorch and Triton: FP8 with delayed scaling on a Hopper GPU, or no FP8.
+
+    from fast_kernels import modules as te
+    from fast_kernels.modules import DelayedScaling, Format
+
+A model written for `transformer_engine.pytorch` (TE) runs on these without TE: same constructor arguments,
+parameter names, initialization and FP8 state, and the same bytes and scales. What is not here raises: an
+argument that TE does not know TypeError, one that only TE supports ValueError.
+
+How `DelayedScaling` keeps state: each module has the scales and amax histories of its tensors as buffers,
+which a state dict leaves out and `.to(dtype)` leaves in float32. Kernels raise row 0 of the history. When the
+outermost `autocast` ends (forward tensors), or the backward pass of the first module ends (gradients), one
+launch updates the scales of all modules that ran inside.
+
+References: TE 2.20 `quantization.py`, `module/*.py`; Micikevicius et al. 2022.
+"""
+
+import functools
+import os
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+import torch.utils.checkpoint
+
+from fast_kernels import casts, fused, scales
+from fast_kernels.fp8 import MAXIMUM
+from fast_kernels.fused import Layer, Quantization, Stream
+from fast_kernels.loss import cross_entropy
+
+_gelu = functools.partial(F.gelu, approximate="tanh")
+ACTIVATIONS = {  # of a LayerNormMLP, in PyTorch
+    "gelu": _gelu, "relu": F.relu, "srelu": lambda x: F.relu(x).square(), "silu": F.silu,
+    "geglu": lambda x: _gated(_gelu, x), "reglu": lambda x: _gated(F.relu, x),
+    "sreglu": lambda x: _gated(ACTIVATIONS["srelu"], x), "swiglu": lambda x: _gated(F.silu, x)}
+
+
+def _gated(activation, x):
+    gate, value = x.chunk(2, -1)
+    return activation(gate) * value
+
+
+# What TE's constructors take beyond the arguments here: these values are supported, and no others.
+ONLY = dict(
+    sequence_parallel=(False, None), fuse_wgrad_accumulation=(False,), tp_group=(None,), tp_size=(1,),
+    get_rng_state_tracker=(None,), rng_tracker_name=(None,), parallel_mode=(None,), parameters_split=(None,),
+    ub_overlap_ag=(False,), ub_overlap_rs=(False,), ub_overlap_rs_dgrad=(False,), ub_bulk_dgrad=(False,),
+    ub_bulk_wgrad=(False,), ub_name=(None,), delay_wgrad_compute=(False,), symmetric_ar_type=(None,),
+    save_original_input=(False,), return_bias=(False,), return_layernorm_output=(False,),
+    return_layernorm_output_gathered=(False,), zero_centered_gamma=(False,), activation_params=(None,),
+    set_parallel_mode=(False,), checkpoint=(False,))
+NO_EFFECT = {"name", "seq_length", "micro_batch_size", "layer_number"}
+
+
+def check_options(kind: str, options: dict, only=ONLY) -> None:
+    """Raise TypeError for an argument that TE does not have, ValueError for one that only TE supports."""
+    for name, value in options.items():
+        if name not in only and name not in NO_EFFECT:
+            raise TypeError(f"{kind}: unknown argument {name!r}")
+        if name in only and value not in only[name]:
+            raise ValueError(f"{kind}: {name}={value!r}: fast_kernels supports {only[name][0]!r}; "
+                             "Transformer Engine has the others")
+
+
+# ---------------------------------------------------------------- recipes
+
+class _Maximum(NamedTuple):
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(Enum):
+    """FP8 formats. HYBRID: E4M3 (largest value 448) forward, E5M2 (57,344) backward."""
+
+    E4M3 = _Maximum(448.0, 448.0)
+    E5M2 = _Maximum(57344.0, 57344.0)
+    HYBRID = _Maximum(448.0, 57344.0)
+
+
+@dataclass
+class DelayedScaling:
+    """Scale each tensor by its amax over the last `amax_history_len` steps: FP8_MAX / amax / 2**margin."""
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"  # max | most_recent
+    scaling_factor_compute_algo: None = None
+    reduce_amax: bool = True  # over the ranks of torch.distributed
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    def __post_init__(self):
+        for name, values in (("fp8_format", (Format.HYBRID, Format.E4M3)),
+                             ("amax_compute_algo", ("max", "most_recent")),
+                             ("scaling_factor_compute_algo", (None,)), ("fp8_dpa", (False,)),
+                             ("fp8_mha", (False,))):
+            if getattr(self, name) not in values:
+                raise ValueError(f"DelayedScaling.{name}={getattr(self, name)!r}: fast_kernels supports "
+                                 f"{', '.join(map(str, values))}; Transformer Engine has the others")
+
+    def dtypes(self):
+        """Return the FP8 dtypes of the forward and the backward pass."""
+        hybrid = self.fp8_format == Format.HYBRID
+        return torch.float8_e4m3fn, torch.float8_e5m2 if hybrid else torch.float8_e4m3fn
+
+    def delayed(self):
+        return True
+
+    def mxfp8(self):
+        return False
+
+    float8_current_scaling = float8_block_scaling = nvfp4 = custom = mxfp8
+
+
+def is_fp8_available(return_reason=False):
+    """Return whether this machine has a Hopper GPU. (Or Triton's interpreter, for tests.)"""
+    reason = unsupported_reason()
+    return (not reason, reason) if return_reason else not reason
+
+
+def is_fp8_block_scaling_available(return_reason=False):
+    reason = "fast_kernels has delayed scaling only; install Transformer Engine for other recipes."
+    return (False, reason) if return_reason else False
+
+
+is_mxfp8_available = is_nvfp4_available = is_fp8_block_scaling_available
+
+
+@functools.cache
+def unsupported_reason() -> str:
+    """Return why FP8 does not run here; "" if it does."""
+    if not torch.cuda.is_available():
+        return "" if os.environ.get("TRITON_INTERPRET") == "1" else "fast_kernels needs a Hopper GPU, and there is no GPU here."
+    if torch.cuda.get_device_capability() != (9, 0):
+        name = torch.cuda.get_device_name()
+        return f"fast_kernels was only run on Hopper, not on {name}; install Transformer Engine for it."
+    return ""
+
+
+# ---------------------------------------------------------------- the FP8 region
+
+_regions = []  # the open autocast regions, the outermost first
+_recompute = None  # inside `checkpoint`: the scales of the forward pass, recorded or replayed
+
+
+class autocast:
+    """Run the modules inside in FP8. Regions nest: `enabled=False` in an inner one turns FP8 off there."""
+
+    def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
+        if calibrating or (enabled and recipe is not None and not recipe.delayed()):
+            raise ValueError(f"autocast(recipe={type(recipe).__name__}, calibrating={calibrating}): "
+                             "fast_kernels has DelayedScaling; Transformer Engine has the others")
+        self.enabled, self.group = enabled, amax_reduction_group
+        self.recipe = DelayedScaling() if recipe is None else recipe
+        self.modules, self.is_first = {}, True  # that ran in FP8; until one of them has a backward pass
+
+    def __enter__(self):
+        _regions.append(self)
+        return self
+
+    def __exit__(self, *error):
+        _regions.pop()
+        if self.enabled and not _regions and torch.is_grad_enabled():
+            self.update("fwd")
+
+    def update(self, direction: str) -> None:
+        """Update the scales of the modules that ran in this region, after a pass in one direction."""
+        states = [module.fp8_meta[f"scaling_{direction}"] for module in self.modules]
+        if not states:
+            return
+        recipe = self.recipe
+        if recipe.reduce_amax and dist.is_initialized() and dist.get_world_size(self.group) > 1:
+            amax = torch.cat([state.amax_history[0] for state in states])
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
+            torch._foreach_copy_([state.amax_history[0] for state in states],
+                                 amax.split([state.scale.numel() for state in states]))
+        maximum = MAXIMUM[recipe.dtypes()[direction == "bwd"]]
+        scales.update([(state.scale, state.amax_history) for state in states], maximum, recipe.margin,
+                      recipe.amax_compute_algo)
+
+
+@contextmanager
+def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
+    """Create modules as without this context; weights in FP8 are Transformer Engine's."""
+    if enabled:
+        raise ValueError("quantized_model_init: fast_kernels keeps weights in BF16; Transformer Engine has FP8 "
+                         "weights")
+    yield
+
+
+def checkpoint(function, *args, use_reentrant=False, **kwargs):
+    """Run `function` without saving activations, and recompute it in the backward pass.
+
+    The recomputation quantizes with the scales of the first forward pass and leaves the FP8 state alone.
+    """
+    recorded, regions = [], list(_regions)
+    return torch.utils.checkpoint.checkpoint(
+        function, *args, use_reentrant=False, **kwargs,
+        context_fn=lambda: (_recording(recorded), _replaying(recorded, regions)))
+
+
+@contextmanager
+def _recording(recorded):
+    global _recompute
+    outer, _recompute = _recompute, (False, recorded.append)
+    try:
+        yield
+    finally:
+        _recompute = outer
+
+
+@contextmanager
+def _replaying(recorded, regions):
+    global _recompute
+    outer, outer_regions = _recompute, list(_regions)
+    _recompute, _regions[:] = (True, iter(recorded).__next__), regions
+    try:
+        yield
+    finally:
+        _recompute, _regions[:] = outer, outer_regions
+
+
+def get_cpu_offload_context(enabled=False, num_layers=1, model_layers=1, **options):
+    """Return (context for a block, function for its output) that do nothing; offloading is TE's."""
+    if enabled:
+        raise ValueError("get_cpu_offload_context: fast_kernels keeps activations on the GPU; use "
+                         "checkpoint, or Transformer Engine")
+    return nullcontext(), lambda x: x
+
+
+# ---------------------------------------------------------------- modules
+
+class ScalingState:
+    """Scales (n,) and amax history (length, n) of one module's tensors in one direction, both float32.
+
+    For each GEMM of the module, the tensors are [input, weight, output] forward or [output gradient, input
+    gradient] backward; the last of each is unused. The module has them as buffers.
+    """
+
+    def __init__(self, module, direction):
+        self.module, self.names = module, (f"scale_{direction}", f"amax_history_{direction}")
+
+    scale = property(lambda self: getattr(self.module, self.names[0]))
+    amax_history = property(lambda self: getattr(self.module, self.names[1]))
+
+
+class Module(nn.Module):
+    """Parameters as in TE, and the FP8 state of one or two linear layers."""
+
+    def __init__(self, num_gemms, kind, options, params_dtype, device):
+        super().__init__()
+        check_options(kind, options)
+        self.factory = dict(dtype=params_dtype or torch.get_default_dtype(),
+                            device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.fp8_meta = {"num_gemms": num_gemms, "fp8_checkpoint": False}
+        self._fp8_workspaces = {}  # FP8 weights, kept over the micro-batches of a step
+        self._quantizations = {}  # GEMM: how its input, weight and output gradient are quantized
+
+    def add_norm(self, size, eps, normalization):
+        if normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(f"normalization={normalization!r}: must be 'LayerNorm' or 'RMSNorm'")
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, False
+        self.layer_norm_weight = nn.Parameter(torch.ones(size, **self.factory))
+        self.layer_norm_bias = None
+        if normalization == "LayerNorm":
+            self.layer_norm_bias = nn.Parameter(torch.zeros(size, **self.factory))
+
+    def add_linear(self, prefix, out_features, in_features, bias, init_method):
+        weight = nn.Parameter(torch.empty(out_features, in_features, **self.factory))
+        with torch.no_grad():
+            (init_method or _normal_init)(weight)
+        self.register_parameter(f"{prefix}weight", weight)
+        self.use_bias = bias
+        if bias:
+            self.register_parameter(f"{prefix}bias", nn.Parameter(torch.zeros(out_features, **self.factory)))
+        else:  # as in TE
+            setattr(self, f"{prefix}bias", torch.empty(0, **self.factory))
+
+    def norm(self, x):
+        """Apply the norm, in x's dtype."""
+        if self.layer_norm_bias is None:
+            return F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps)
+        return F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.eps)
+
+    def layer(self, name, x, is_first_microbatch=None) -> Layer:
+        """Return what the GEMMs of "", "fc1" or "fc2" use in this pass; its `weight` is None without FP8.
+
+        Args:
+            is_first_microbatch: None quantizes the weight, True also keeps it in FP8, False takes that.
+        """
+        prefix, gemm = f"{name}_" if name else "", int(name == "fc2")
+        parameter = getattr(self, f"{prefix}weight")
+        bias = getattr(self, f"{prefix}bias") if self.use_bias else None
+        enabled = self.fp8_meta["fp8_checkpoint"] = bool(_regions) and _regions[-1].enabled
+        if not enabled:
+            return Layer(parameter, bias, None, None, None, None)
+        region = _regions[-1]
+        self._check(parameter, x)
+        self.init_fp8_meta_tensors(region.recipe)
+        after_backward, outermost = None, _regions[0]
+        replays, next_scale = _recompute or (False, None)
+        if not replays:
+            outermost.modules[self] = None
+            if outermost.is_first and torch.is_grad_enabled() and (
+                    x.requires_grad or any(p.requires_grad for p in self.parameters())):
+                outermost.is_first, after_backward = False, lambda: outermost.update("bwd")
+        of_input, of_weight, of_gradient = self._quantization(gemm)
+        if replays:
+            scale = next_scale()
+            amax = torch.zeros_like(scale)
+            of_input = Quantization(scale[0], amax[0], of_input.dtype)
+            of_weight = Quantization(scale[1], amax[1], of_weight.dtype)
+        elif next_scale:
+            next_scale(torch.stack((of_input.scale, of_weight.scale)))
+        weight = self._quantized_weight(f"{prefix}weight", of_weight, is_first_microbatch)
+        return Layer(parameter, bias, weight, of_input, of_gradient, after_backward)
+
+    def _check(self, parameter, x):
+        if reason := unsupported_reason():
+            raise ValueError(f"FP8: {reason}")
+        if x.dtype != torch.bfloat16 or parameter.dtype != torch.bfloat16:
+            raise ValueError(f"FP8: weights are {parameter.dtype}, and the input is {x.dtype}; both must be "
+                             "torch.bfloat16: model.to(torch.bfloat16)")
+
+    def init_fp8_meta_tensors(self, recipe):
+        """Create or resize scales and histories for `recipe`; keep the newest rows of a history."""
+        meta = self.fp8_meta
+        if meta.get("recipe") is recipe or meta.get("recipe") == recipe:
+            return
+        device = next(self.parameters()).device
+        for direction, tensors in (("fwd", 3), ("bwd", 2)):
+            history = torch.zeros(recipe.amax_history_len, tensors * meta["num_gemms"], device=device)
+            scale = torch.ones_like(history[0])
+            if f"scaling_{direction}" in meta:
+                scale, before = meta[f"scaling_{direction}"].scale, meta[f"scaling_{direction}"].amax_history
+                kept = min(len(history), len(before))
+                history[:kept] = before[:kept]  # as TE does, although the newest rows are at the end
+            self.register_buffer(f"scale_{direction}", scale, persistent=False)
+            self.register_buffer(f"amax_history_{direction}", history, persistent=False)
+            meta[f"scaling_{direction}"] = ScalingState(self, direction)
+        meta["recipe"] = recipe
+        self._quantizations.clear()
+
+    def _quantization(self, gemm):
+        """Return how the input, the weight and the output gradient of a GEMM are quantized."""
+        if gemm not in self._quantizations:
+            forward, backward = self.fp8_meta["recipe"].dtypes()
+            self._quantizations[gemm] = [
+                Quantization(scale[i:i + 1], history[0, i:i + 1], dtype)
+                for scale, history, i, dtype in (
+                    (self.scale_fwd, self.amax_history_fwd, 3 * gemm, forward),
+                    (self.scale_fwd, self.amax_history_fwd, 3 * gemm + 1, forward),
+                    (self.scale_bwd, self.amax_history_bwd, 2 * gemm, backward))]
+        return self._quantizations[gemm]
+
+    def gradient_quantization(self) -> Quantization | None:
+        """Return how the output's gradient is quantized; None if the last pass was not in FP8."""
+        return self._quantization(0)[2] if self.fp8_meta["fp8_checkpoint"] else None
+
+    @torch.no_grad()
+    def _quantized_weight(self, name, quantization, is_first_microbatch):
+        kept = self._fp8_workspaces.get(name)
+        if is_first_microbatch is False and kept is not None:
+            return kept
+        out = kept if is_first_microbatch else None
+        weight, _ = casts.cast(getattr(self, name).detach(), *quantization, out=out)
+        if is_first_microbatch is not None:
+            self._fp8_workspaces[name] = weight
+        return weight
+
+    def _apply(self, function, recurse=True):
+        """Move to another device or dtype; the FP8 state stays in float32."""
+        state, self._buffers = self._buffers, {}
+        super()._apply(function, recurse)
+        device = next(self.parameters()).device
+        self._buffers = {name: tensor.to(device) for name, tensor in state.items()}
+        self._quantizations, self._fp8_workspaces = {}, {}
+        return self
+
+    def __getstate__(self):  # for pickle and copy.deepcopy: views of tensors that are copied on their own
+        return self.__dict__ | {"_quantizations": {}, "_fp8_workspaces": {}}
+
+
+class Linear(Module):
+    """y = x @ weightᵀ + bias: (…, in_features) -> (…, out_features)."""
+
+    def __init__(self, in_features, out_features, init_method=None, bias=True, params_dtype=None, device=None,
+                 **options):
+        super().__init__(1, "Linear", options, params_dtype, device)
+        self.in_features, self.out_features = in_features, out_features
+        self.add_linear("", out_features, in_features, bias, init_method)
+
+    def forward(self, inp, is_first_microbatch=None):
+        branch = fused.linear(inp.flatten(0, -2), self, is_first_microbatch, adds_bias=True)
+        return branch.x.view(*inp.shape[:-1], -1)
+
+
+class LayerNormLinear(Module):
+    """Norm, then linear: (…, in_features) -> (…, out_features)."""
+
+    def __init__(self, in_features, out_features, eps=1e-5, init_method=None, bias=True,
+                 normalization="LayerNorm", params_dtype=None, device=None, **options):
+        super().__init__(1, "LayerNormLinear", options, params_dtype, device)
+        self.in_features, self.out_features = in_features, out_features
+        self.add_norm(in_features, eps, normalization)
+        self.add_linear("", out_features, in_features, bias, init_method)
+
+    def forward(self, inp, is_first_microbatch=None):
+        _, y = fused.norm_linear(
+            Stream(inp.flatten(0, -2)), self, is_first_microbatch=is_first_microbatch)
+        return y.view(*inp.shape[:-1], -1)
+
+
+class LayerNormMLP(Module):
+    """Norm, linear, activation, linear: (…, hidden_size) -> (…, hidden_size).
+
+    With a gated activation (swiglu, geglu …) `fc1_weight` has 2 · ffn_hidden_size rows: first the gate, which
+    is activated, then the values.
+    """
+
+    def __init__(self, hidden_size, ffn_hidden_size, eps=1e-5, init_method=None, bias=True,
+                 normalization="LayerNorm", activation="gelu", output_layer_init_method=None,
+                 params_dtype=None, device=None, **options):
+        super().__init__(2, "LayerNormMLP", options, params_dtype, device)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation={activation!r}: must be one of {', '.join(ACTIVATIONS)}")
+        self.activation, gated = activation, activation.endswith("glu")
+        self.add_norm(hidden_size, eps, normalization)
+        self.add_linear("fc1_", ffn_hidden_size * (1 + gated), hidden_size, bias, init_method)
+        self.add_linear("fc2_", hidden_size, ffn_hidden_size, bias, output_layer_init_method)
+
+    def forward(self, inp, is_first_microbatch=None):
+        _, hidden = fused.norm_linear(
+            Stream(inp.flatten(0, -2)), self, "fc1", is_first_microbatch=is_first_microbatch)
+        branch = fused.activation_linear(hidden, self, is_first_microbatch, adds_bias=True)
+        return branch.x.view(inp.shape)
+
+    def activate(self, x):
+        """Apply the activation in PyTorch."""
+        return ACTIVATIONS[self.activation](x)
+
+
+class RMSNorm(nn.Module):
+    """x · rsqrt(mean(x²) + eps) · weight over the last dimension."""
+
+    def __init__(self, normalized_shape, eps=1e-5, params_dtype=None, device=None, dtype=None, **options):
+        super().__init__()
+        check_options("RMSNorm", options)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(
+            normalized_shape, dtype=dtype or params_dtype,
+            device=device or ("cuda" if torch.cuda.is_available() else "cpu")))
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class LayerNorm(RMSNorm):
+    """(x - mean) · rsqrt(variance + eps) · weight + bias over the last dimension."""
+
+    def __init__(self, normalized_shape, *args, **options):
+        super().__init__(normalized_shape, *args, **options)
+        self.bias = nn.Parameter(torch.zeros_like(self.weight))
+
+    def forward(self, x):
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+
+
+def _normal_init(weight):
+    nn.init.normal_(weight, mean=0.0, std=0.023)  # TE's default
+
+
+class DotProductAttention(nn.Module):
+    """Causal softmax(q · kᵀ / √D) · v by PyTorch; keys and values have `num_gqa_groups` heads.
+
+    Format bshd: q (B, S, H, D) -> (B, S, H · D). Format thd with the mask padding_causal: packed sequences, q
+    (T, H, D) -> (T, H · D), where cu_seqlens_q (int32) has the start of each sequence, then T.
+    """
+
+    ONLY = dict(
+        window_size=(None,), softcap=(0.0,), sequence_parallel=(False,), tp_size=(1,), tp_group=(None,),
+        get_rng_state_tracker=(None,), attention_type=("self",), cp_group=(None,), cp_global_ranks=(None,),
+        cp_stream=(None,), softmax_type=("vanilla",), softmax_scale=(None,), attn_mask_type=("causal",),
+        qkv_format=("bshd",))
+
+    def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
+                 **options):
+        super().__init__()
+        check_options("DotProductAttention", {"qkv_format": "sbhd"} | options, self.ONLY)
+        self.attention_dropout = attention_dropout
+
+    def forward(self, query_layer, key_layer, value_layer, qkv_format="bshd", attn_mask_type="causal",
+                cu_seqlens_q=None, **lengths):
+        if (qkv_format, attn_mask_type) not in (("bshd", "causal"), ("thd", "padding_causal")):
+            raise ValueError(f"qkv_format={qkv_format!r}, attn_mask_type={attn_mask_type!r}: fast_kernels has "
+                             "'bshd' with 'causal' and 'thd' with 'padding_causal'")
+        mask, packed = None, qkv_format == "thd"
+        if packed:
+            tokens = torch.arange(len(query_layer), device=query_layer.device, dtype=torch.int32)
+            sequence = torch.searchsorted(cu_seqlens_q, tokens, right=True)
+            mask = (sequence[:, None] == sequence).tril()
+            query_layer, key_layer, value_layer = query_layer[None], key_layer[None], value_layer[None]
+        q, k, v = (x.transpose(1, 2) for x in (query_layer, key_layer, value_layer))
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1],
+            dropout_p=self.attention_dropout if self.training else 0.0)
+        y = y.transpose(1, 2).flatten(2)
+        return y[0] if packed else y
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm block: x + attention(x), then x + MLP(x). (B, S, hidden_size) -> (B, S, hidden_size)."""
+
+    ONLY = ONLY | dict(
+        self_attn_mask_type=("causal",), fuse_qkv_params=(True,), qkv_weight_interleaved=(False,),
+        attn_input_format=("bshd",), layer_type=("encoder",), window_size=(None,), softcap=(0.0,),
+        apply_residual_connection_post_layernorm=(False,), output_layernorm=(False,), drop_path_rate=(0.0,),
+        parallel_attention_mlp=(False,), qk_norm_type=(None,), softmax_type=("vanilla",))
+
+    def __init__(self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None,
+                 layernorm_epsilon=1e-5, hidden_dropout=0.1, attention_dropout=0.1, init_method=None,
+                 output_layer_init_method=None, kv_channels=None, params_dtype=None, bias=True,
+                 activation="gelu", normalization="LayerNorm", device=None, **options):
+        super().__init__()
+        defaults = dict(fuse_qkv_params=False, qkv_weight_interleaved=True, attn_input_format="sbhd")
+        check_options("TransformerLayer", defaults | options, self.ONLY)
+        self.heads, self.kv_heads = num_attention_heads, num_gqa_groups or num_attention_heads
+        self.head_size, self.hidden_dropout = kv_channels or hidden_size // self.heads, hidden_dropout
+        q_size, kv_size = self.heads * self.head_size, self.kv_heads * self.head_size
+        common = dict(bias=bias, params_dtype=params_dtype, device=device)
+        normed = dict(eps=layernorm_epsilon, normalization=normalization, init_method=init_method) | common
+        self.self_attention = nn.Module()  # TE's MultiheadAttention
+        self.self_attention.layernorm_qkv = LayerNormLinear(hidden_size, q_size + 2 * kv_size, **normed)
+        self.self_attention.core_attention = DotProductAttention(
+            self.heads, self.head_size, self.kv_heads, attention_dropout, qkv_format="bshd")
+        self.self_attention.proj = Linear(
+            q_size, hidden_size, init_method=output_layer_init_method, **common)
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size, ffn_hidden_size, activation=activation,
+            output_layer_init_method=output_layer_init_method, **normed)
+
+    def forward(self, hidden_states, is_first_microbatch=None):
+        attention, first = self.self_attention, dict(is_first_microbatch=is_first_microbatch)
+        qkv = attention.layernorm_qkv(hidden_states, **first).unflatten(-1, (-1, self.head_size))
+        y = attention.core_attention(*qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2))
+        x = hidden_states + self._dropout(attention.proj(y, **first))
+        return x + self._dropout(self.layernorm_mlp(x, **first))
+
+    def _dropout(self, x):
+        return F.dropout(x, self.hidden_dropout, self.training)
+
+
+def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None,
+                           ignore_idx=-100, is_cg_capturable=False, *, overwrite_input=False):
+    """Compute the cross-entropy in float32 over the labels that are not -100.
+
+    Args:
+        inp: logits (B, S, V); the backward pass overwrites them.
+        target: (B, S) int64.
+
+    Returns:
+        With reduce_loss the mean, (1,); else (B, S), 0 where a label is -100.
+    """
+    if dist_process_group is not None or ignore_idx != -100:
+        raise ValueError("parallel_cross_entropy: fast_kernels supports dist_process_group=None and "
+                         "ignore_idx=-100; Transformer Engine has the others")
+    logits, labels = inp.flatten(0, -2), target.flatten()
+    if reduce_loss:
+        return cross_entropy(logits, labels, label_smoothing=label_smoothing).view(1)
+    return F.cross_entropy(logits.float(), labels, label_smoothing=label_smoothing, reduction="none").view(
+        target.shape)
+
+
+@torch.no_grad()
+def quantize_weights(modules, previous=None):
+    """Quantize the weights of all `modules` in one launch, for passes with is_first_microbatch=False.
+
+    Call it inside `autocast`. Go backward before the next call with other weights: their memory is the same.
+
+    Args:
+        previous: what the last call returned, to be given to the next: the addresses that the kernel reads.
+    """
+    rows = []
+    for module in modules:
+        module.init_fp8_meta_tensors(_regions[-1].recipe)
+        for gemm, prefix in enumerate(("fc1_", "fc2_") if module.fp8_meta["num_gemms"] == 2 else ("",)):
+            weight, quantization = getattr(module, f"{prefix}weight"), module._quantization(gemm)[1]
+            if f"{prefix}weight" not in module._fp8_workspaces:
+                module._fp8_workspaces[f"{prefix}weight"] = casts.allocate_fp8(
+                    weight, *weight.shape, quantization.dtype)
+            rows.append((weight, module._fp8_workspaces[f"{prefix}weight"], *quantization[:2]))
+    table = casts.make_cast_table(rows, previous)
+    casts.cast_all(table)
+    return table

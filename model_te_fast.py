@@ -1,0 +1,258 @@
+"""GPT in FP8 for a Hopper GPU: `model_te_optimized.py`, fused across modules. It needs torch and Triton.
+
+Copy this file and the folder `fast_kernels`. The network, the config, the parameter names and the state dict
+are those of `model_te_optimized.py`, and their diff shows what is fused:
+
+- Blocks pass a `Stream` on: the residual, and the branch and bias that are still to be added to it. The kernel
+  of the next norm adds them, normalizes the sum and writes it in FP8.
+- A gradient is written in FP8 by the kernel that computes it, for the GEMMs that read it.
+- Attention reads the packed output of the QKV GEMM and writes one packed gradient. QK-norm and RoPE are one
+  kernel.
+- The gradient of the logits is written in FP8; with tied embeddings it is added to in place.
+
+To edit it: between these functions everything is a plain tensor. `branch.value()` and `stream.value()` are
+what is still to be added, added.
+
+References: those of `model_te_optimized.py`; the fusions are explained in `fast_kernels/fused.py`.
+"""
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+
+from fast_kernels import fused
+from fast_kernels import modules as te
+from fast_kernels.attention import packed_attention
+from fast_kernels.embedding import embed
+from fast_kernels.fused import Stream
+from fast_kernels.loss import cross_entropy
+from fast_kernels.modules import DelayedScaling, Format
+
+
+def round_up(n, multiple):
+    return (n + multiple - 1) // multiple * multiple
+
+
+@dataclass
+class FastConfig:
+    """The architecture. An invalid value raises ValueError: field, value, rule, and a value that works."""
+
+    vocab_size: int = 50304  # GPT-2's 50,257, padded
+    n_positions: int = 1024  # maximum sequence length
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    n_kv_head: int | None = None  # grouped-query attention: fewer key/value heads; None: n_head
+    dropout: float = 0.0
+    layernorm_epsilon: float = 1e-5
+    use_rmsnorm: bool = False
+    use_qk_norm: bool = False  # RMSNorm on each head's query and key, before RoPE
+    use_rotary: bool = False  # RoPE, in Llama's half-split convention; False: learned positions
+    rope_theta: float = 10000.0
+    use_fp8: bool = False
+    fp8_margin: int = 0
+    head_dim: int | None = None  # None: n_embd / n_head
+    n_inner: int | None = None  # MLP width; None: 4 n_embd, or 8/3 n_embd rounded up to 64s for swiglu
+    activation: str = "gelu"  # gelu (tanh approximation) | swiglu
+    bias: bool = True
+    tie_embeddings: bool = True  # lm_head and wte share one weight
+    gradient_checkpointing: bool = False  # recompute blocks in backward: less memory, a third more compute
+    fp8_lm_head: bool = True  # False: lm_head runs in high precision
+    fp8_skip_first: int = 0  # run this many blocks at the start in high precision
+    fp8_skip_last: int = 0  # run this many blocks at the end in high precision
+
+    def __post_init__(self):
+        self.n_kv_head = self.n_kv_head or self.n_head
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        if self.n_inner is None:
+            swiglu = self.activation == "swiglu"
+            self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
+
+    def in_fp8(self, layer):
+        return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
+
+
+def document_positions(cu_seqlens, batch, length):
+    """Return each token's position in its document, (B, S)."""
+    tokens = torch.arange(batch * length, device=cu_seqlens.device, dtype=torch.int32)
+    document = torch.searchsorted(cu_seqlens, tokens, right=True)  # its number, from 1
+    return (tokens - cu_seqlens[document - 1]).view(batch, length)
+
+
+def rope_tables(positions, head_dim, theta):
+    """Return cos and sin of position · theta^(-2i/head_dim), for positions (S,) or (B, S).
+
+    Each is float32, (S, 1, head_dim / 2) or (B, S, 1, head_dim / 2)."""
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
+    angles = positions.float()[..., None, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+class Attention(nn.Module):
+    """Norm, QKV, (QK-norm, RoPE,) causal attention, output projection: Stream -> Stream, N = B·S tokens."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        norm = "RMSNorm" if config.use_rmsnorm else "LayerNorm"
+        q_size, kv_size = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+        self.qkv = te.LayerNormLinear(
+            config.n_embd, q_size + 2 * kv_size, eps=config.layernorm_epsilon, normalization=norm,
+            bias=config.bias, init_method=normal_init,
+        )
+        if config.use_qk_norm:
+            self.q_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
+            self.k_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
+        self.proj = te.Linear(q_size, config.n_embd, bias=config.bias, init_method=residual_init(config))
+
+    def forward(self, stream, size, rope=None, cu_seqlens=None, is_first_microbatch=None):
+        config, first = self.config, dict(is_first_microbatch=is_first_microbatch)
+        norms = (self.q_norm.weight, self.k_norm.weight) if config.use_qk_norm else (None, None)
+        stream, qkv = fused.norm_linear(stream, self.qkv, **first)  # (B·S, (n_head + 2 n_kv_head) · D)
+        y = packed_attention(
+            qkv.view(*size, -1), config.n_head, config.n_kv_head, rope, *norms, config.layernorm_epsilon,
+            cu_seqlens=cu_seqlens)  # (B, S, n_head · D)
+        branch = fused.linear(y.flatten(0, 1), self.proj, **first)
+        return stream.add(fused.dropout(branch, config.dropout, self.training))
+
+
+class MLP(te.LayerNormMLP):
+    """Norm, linear, activation, linear: Stream -> Stream."""
+
+    def forward(self, stream, is_first_microbatch=None):
+        first = dict(is_first_microbatch=is_first_microbatch)
+        stream, hidden = fused.norm_linear(stream, self, "fc1", **first)
+        return stream, fused.activation_linear(hidden, self, **first)
+
+
+class Block(nn.Module):
+    """Residual block: x + attention(x), then x + MLP(x). Stream -> Stream."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.attn = Attention(config)
+        self.mlp = MLP(
+            config.n_embd, config.n_inner, eps=config.layernorm_epsilon, bias=config.bias,
+            activation=config.activation, normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm",
+            init_method=normal_init, output_layer_init_method=residual_init(config),
+        )
+
+    def forward(self, stream, size, rope=None, cu_seqlens=None, is_first_microbatch=None):
+        stream = self.attn(stream, size, rope, cu_seqlens, is_first_microbatch)
+        stream, branch = self.mlp(stream, is_first_microbatch)
+        return stream.add(fused.dropout(branch, self.config.dropout, self.training))
+
+
+class FastGPT2Model(nn.Module):
+    """GPT. `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy,
+    scalar float32.
+
+    input_ids and labels are (B, S) int64. Labels are already shifted; -100 is ignored. `fp8_recipe` may be
+    replaced before the first pass. In FP8, B·S must be divisible by 16, as FP8 GEMMs demand.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.fp8_recipe = DelayedScaling(
+            margin=config.fp8_margin, fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max"
+        )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd, device=device)
+        normal_init(self.wte.weight)
+        if not config.use_rotary:
+            self.wpe = nn.Embedding(config.n_positions, config.n_embd, device=device)
+            normal_init(self.wpe.weight)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.lm_head = te.LayerNormLinear(
+            config.n_embd, config.vocab_size, eps=config.layernorm_epsilon, bias=False,
+            normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm", init_method=normal_init,
+        )
+        if config.tie_embeddings:
+            self.lm_head.weight = self.wte.weight
+        self.weight_table = None  # of `te.quantize_weights`
+
+    def forward(self, input_ids, labels=None, cu_seqlens=None, is_first_microbatch=None):
+        """Compute logits, or the loss if labels are given.
+
+        Args:
+            cu_seqlens: int32, the start of each document of a packed batch in its B·S tokens, then B·S,
+                repeated as needed. No token sees another document, and positions restart in each. None: a row
+                is one document.
+            is_first_microbatch: with gradient accumulation, True for the first micro-batch of a step and
+                False for the others, so that weights are quantized once a step.
+        """
+        config, (batch, length) = self.config, input_ids.shape
+        self.check_input(batch, length)
+        positions = torch.arange(length, device=input_ids.device)
+        if cu_seqlens is not None:
+            positions = document_positions(cu_seqlens, batch, length)
+        rope = rope_tables(positions, config.head_dim, config.rope_theta) if config.use_rotary else None
+        # the gradient of a tied weight: lm_head's backward pass puts it here, and that of `embed` adds to it
+        tied_dweight = [] if config.tie_embeddings and config.fp8_lm_head and config.use_fp8 else None
+        table = (None, None) if config.use_rotary else (positions, self.wpe.weight)
+        x = self.dropout(embed(input_ids, self.wte.weight, *table, tied_dweight))  # (B, S, n_embd)
+        with self.autocast():
+            first = self.quantize_weights(is_first_microbatch)
+            stream = Stream(x.flatten(0, 1))
+            for layer, block in enumerate(self.blocks):
+                with nullcontext() if config.in_fp8(layer) else te.autocast(enabled=False):
+                    run = partial(te.checkpoint, block) if self.recomputes() else block
+                    stream = run(stream, input_ids.shape, rope, cu_seqlens, first)
+            return self.output(stream, labels, input_ids.shape, first, tied_dweight)
+
+    def autocast(self, enabled=True):
+        """Return the context in which GEMMs run in FP8."""
+        return te.autocast(enabled=self.config.use_fp8 and enabled, recipe=self.fp8_recipe)
+
+    def check_input(self, batch, length):
+        n_positions, tokens = self.config.n_positions, batch * length
+        if length > n_positions:
+            raise ValueError(
+                f"input_ids: {length} positions, but n_positions={n_positions}; shorten the sequence"
+            )
+        if self.config.use_fp8 and tokens % 16:
+            raise ValueError(
+                f"input_ids {batch} x {length} = {tokens} tokens: FP8 needs a multiple of 16; "
+                f"{round_up(tokens, 16)} tokens work, or use_fp8=False"
+            )
+
+    def recomputes(self):
+        return self.config.gradient_checkpointing and self.training and torch.is_grad_enabled()
+
+    def quantize_weights(self, is_first_microbatch):
+        """Quantize all FP8 weights in one launch, unless that was done in an earlier micro-batch; return what
+        the modules then take as is_first_microbatch."""
+        config = self.config
+        if not config.use_fp8 or isinstance(self, FSDPModule):  # FSDP2 gathers weights block by block
+            return is_first_microbatch
+        if is_first_microbatch is not False:
+            in_fp8 = [block for layer, block in enumerate(self.blocks) if config.in_fp8(layer)]
+            modules = [module for block in in_fp8 for module in (block.attn.qkv, block.attn.proj, block.mlp)]
+            modules += [self.lm_head] if config.fp8_lm_head else []
+            self.weight_table = te.quantize_weights(modules, self.weight_table)
+        return False
+
+    def output(self, stream, labels=None, size=None, is_first_microbatch=None, tied_dweight=None):
+        """Apply the final norm and lm_head: Stream -> logits (B, S, vocab_size), or with labels the loss."""
+        with self.autocast(self.config.fp8_lm_head):
+            _, logits = fused.norm_linear(
+                stream, self.lm_head, tied_dweight=tied_dweight, is_first_microbatch=is_first_microbatch)
+            if labels is None:
+                return logits.view(*size, -1)
+            return cross_entropy(logits, labels.flatten(), self.lm_head.gradient_quantization())
+
+
+normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
+
+
+def residual_init(config):
+    """Return GPT-2's initializer for the projections onto the residual: std 0.02 / sqrt(2 n_layer)."""
+    return partial(nn.init.normal_, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
