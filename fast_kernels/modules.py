@@ -104,11 +104,6 @@ class DelayedScaling:
                 raise ValueError(f"DelayedScaling.{name}={getattr(self, name)!r}: fast_kernels supports "
                                  f"{', '.join(map(str, values))}; Transformer Engine has the others")
 
-    def dtypes(self):
-        """Return the FP8 dtypes of the forward and the backward pass."""
-        hybrid = self.fp8_format == Format.HYBRID
-        return torch.float8_e4m3fn, torch.float8_e5m2 if hybrid else torch.float8_e4m3fn
-
     def delayed(self):
         return True
 
@@ -116,6 +111,12 @@ class DelayedScaling:
         return False
 
     float8_current_scaling = float8_block_scaling = nvfp4 = custom = mxfp8
+
+
+def fp8_dtypes(recipe):
+    """Return the FP8 dtypes of the forward and the backward pass. The recipe may be TE's."""
+    hybrid = recipe.fp8_format.name == "HYBRID"
+    return torch.float8_e4m3fn, torch.float8_e5m2 if hybrid else torch.float8_e4m3fn
 
 
 def is_fp8_available(return_reason=False):
@@ -180,7 +181,7 @@ class autocast:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
             torch._foreach_copy_([state.amax_history[0] for state in states],
                                  amax.split([state.scale.numel() for state in states]))
-        maximum = MAXIMUM[recipe.dtypes()[direction == "bwd"]]
+        maximum = MAXIMUM[fp8_dtypes(recipe)[direction == "bwd"]]
         scales.update([(state.scale, state.amax_history) for state in states], maximum, recipe.margin,
                       recipe.amax_compute_algo)
 
@@ -331,7 +332,8 @@ class Module(nn.Module):
     def init_fp8_meta_tensors(self, recipe):
         """Create or resize scales and histories for `recipe`; keep the newest rows of a history."""
         meta = self.fp8_meta
-        if meta.get("recipe") is recipe or meta.get("recipe") == recipe:
+        history = self._buffers.get("amax_history_fwd")
+        if history is not None and meta["recipe"] == recipe and len(history) == recipe.amax_history_len:
             return
         device = next(self.parameters()).device
         for direction, tensors in (("fwd", 3), ("bwd", 2)):
@@ -350,7 +352,7 @@ class Module(nn.Module):
     def _quantization(self, gemm):
         """Return how the input, the weight and the output gradient of a GEMM are quantized."""
         if gemm not in self._quantizations:
-            forward, backward = self.fp8_meta["recipe"].dtypes()
+            forward, backward = fp8_dtypes(self.fp8_meta["recipe"])
             self._quantizations[gemm] = [
                 Quantization(scale[i:i + 1], history[0, i:i + 1], dtype)
                 for scale, history, i, dtype in (

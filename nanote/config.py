@@ -48,7 +48,7 @@ class TrainConfig:
 
     # run
     preset: Literal[tuple(PRESETS)] = "tiny"  # Preset that gives the defaults of the other options.
-    model: str = "optimized"  # optimized, advanced, fused, custom, te, or your own: path/to/file.py:Class.
+    model: str = "auto"  # auto, fast, optimized, advanced, fused, custom, te, or path/to/file.py:Class.
     data: str = "data/stdlib"  # Folder of token files, as written by data.py.
     out_dir: str | None = None  # Folder of the run; None: out/<preset>, or the next out/<preset>-<n>.
     resume: bool = False  # Continue the run in --out-dir (None: the preset's newest) with its options.
@@ -75,7 +75,6 @@ class TrainConfig:
     dropout: float = 0.0  # Dropout of embeddings and residual branches.
     attn_dropout: float = 0.0  # Dropout of attention probabilities.
     attention: Literal["auto", "sdpa", "te", "flash"] | None = "auto"  # Attention kernel; auto: the fastest.
-    fast_kernels: bool = True  # Use the kernels of fast_kernels/ where they apply; no: plain TE modules.
     gradient_checkpointing: bool = False  # Recompute each block in the backward pass: less memory, slower.
     offload_activations: int = 0  # Keep the saved activations of the first k blocks in host memory.
     loss_chunks: int = 1  # Compute lm_head and loss in this many chunks of tokens: less memory.
@@ -147,7 +146,7 @@ RANGES = {  # {rule: (whether a value keeps it, options)}
 }
 OF_ONE_RUN = {"out_dir", "resume", "config", "eval_only", "profile"}  # another run or start has its own
 GONE = dict(  # options of version 0.1, with their defaults
-    checkpoint_every=1, fused_block=True, fused_loss=True, fp8_dgrad_fast_accum_k=3072, hsdp_replicas=None,
+    fast_kernels=True, checkpoint_every=1, fused_block=True, fused_loss=True, fp8_dgrad_fast_accum_k=3072, hsdp_replicas=None,
     fp8_logits_rounding="nearest", max_skipped_steps=10, grad_accum_dtype="auto", grad_reduce_dtype="auto",
     eval_steps=None, background_saves=True, nsys=None, memory_snapshot=None, gc_interval=0,
     torch_deterministic=False, expandable_segments=False)
@@ -276,7 +275,9 @@ def _check_resume(config: TrainConfig, saved: dict, folder: Path, step: int) -> 
     """Raise ValueError for options that do not fit the checkpoint, whose own are `saved`."""
     for name in ARCHITECTURE:
         value, before = getattr(config, name), saved.get(name, getattr(config, name))
-        if value != before and not (".py:" in str(value) and ".py:" in str(before)):  # a file may have moved
+        same_network = {value, before} <= {"auto", "fast", "optimized"} if name == "model" else False
+        if value != before and not same_network and not (
+                ".py:" in str(value) and ".py:" in str(before)):  # a file may have moved
             raise ValueError(f"{_flag(name)} {value}: {folder} has {before}; leave it out or start a new run")
     if config.max_steps < step and not config.eval_only:
         raise ValueError(f"--max-steps {config.max_steps}: {folder} has done {step} steps; pass {2 * step}")

@@ -32,11 +32,13 @@ from nanote.config import PRESETS, TrainConfig, in_a_line
 
 MODELS = {  # --model: (module, model class, config class)
     "optimized": ("model_te_optimized", "OptimizedGPT2Model", "OptimizedConfig"),
+    "fast": ("model_te_fast", "FastGPT2Model", "FastConfig"),
     "advanced": ("model_te_advanced", "AdvancedGPT2Model", "AdvancedConfig"),
     "fused": ("model_te_fused", "FusedGPT2Model", "FusedConfig"),
     "custom": ("model_te_custom", "CustomGPT2Model", "CustomConfig"),
     "te": ("model_te", "TEGPT2Model", "TEConfig"),
 }
+MAX_FAST_WIDTH = 16384  # of the norms of fast_kernels
 # Options that a model may lack, since they are fields of its config.
 OPTIONS = """n_layer n_head n_kv_head head_dim n_embd n_inner activation use_rmsnorm use_rotary rope_theta
     use_qk_norm bias tie_embeddings layernorm_epsilon dropout attn_dropout attention gradient_checkpointing
@@ -55,18 +57,42 @@ def make_model(config, device, dtype, recipe, saved=None):
             options keep those values, whatever the file's defaults are now.
     """
     options = dataclasses.asdict(config) | {"use_fp8": recipe is not None}
-    if is_file(config.model):
-        load_file(config.model)
+    name, reason = pick_model(config, device, dtype)
+    if is_file(name):
+        load_file(name)
         options = (saved or {}) | options
     _check_options(config)
-    model_config = make_model_config(config.model, options)
-    model = build_model(config.model, model_config, device=device, dtype=dtype,
+    model_config = make_model_config(name, options)
+    model = build_model(name, model_config, device=device, dtype=dtype,
                         fp8_weights_recipe=recipe if config.fp8_param else None)
     if recipe is not None:
         recipes.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
         model.fp8_recipe = recipe
-    model.kernels = _use_fast_kernels(model, config)
+    model.choice = f"not model_te_fast: {reason}" if reason else ""
     return model
+
+
+def pick_model(config, device, dtype) -> tuple[str, str]:
+    """Return the name of the model that config.model means, and why "auto" is not the fast one."""
+    if config.model != "auto":
+        return config.model, ""
+    reasons = {
+        "there is no GPU": device.type != "cuda",
+        f"--fp8-recipe {config.fp8_recipe} is not delayed": config.fp8_recipe not in ("delayed", "none"),
+        f"--dtype {config.dtype}": dtype != torch.bfloat16,
+        "--compile": config.compile,
+        "--fp8-param": config.fp8_param,
+        "--attn-dropout": config.attn_dropout > 0,
+        f"--attention {config.attention}": config.attention in ("sdpa", "te"),
+        "--offload-activations": config.offload_activations > 0,
+        f"--n-embd {config.n_embd}": config.n_embd > MAX_FAST_WIDTH,
+    }
+    reason = next((reason for reason, applies in reasons.items() if applies), "")
+    if not reason:
+        from fast_kernels import modules  # needs Triton
+
+        reason = modules.unsupported_reason()
+    return ("optimized", reason) if reason else ("fast", "")
 
 
 def _check_options(config):
@@ -94,21 +120,12 @@ def _check_options(config):
                              f"{name}; leave the option out, or use --model optimized")
 
 
-def _use_fast_kernels(model, config):
-    """Apply fast_kernels.accelerate to a model that it is made for; return which kernels run."""
-    if recipes.IS_REFERENCE:
-        return "modules of te_reference"
-    if not config.fast_kernels or config.model != "optimized" and not is_file(config.model):
-        return "modules of Transformer Engine"
-    import fast_kernels  # needs Triton
-
-    return str(fast_kernels.accelerate(model))
-
-
 def describe(model):
-    """Return a line about a model of `make_model`: its class and size, which kernels run, and why."""
+    """Return a line about a model of `make_model`: its class and size, which engine runs it, and why."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return f"{type(model).__name__}, {parameters:,} parameters; {model.kernels}"
+    engine = getattr(sys.modules[type(model).__module__], "te", recipes.te).__name__
+    reason = f" ({model.choice})" if model.choice else ""
+    return f"{type(model).__name__}, {parameters:,} parameters, on {engine.partition('.')[0]}{reason}"
 
 
 def check_first_pass(model, batch):
@@ -186,9 +203,9 @@ def model_classes(name):
             raise ValueError(f"the model is {name}, and code is never taken from a checkpoint; pass "
                              f"--model {name} again")
         return _own_models[name]
-    if name not in MODELS:
-        raise ValueError(f"--model {name}: unknown; use {', '.join(MODELS)}, or path/to/file.py:Class")
-    module_name, model_class, config_class = MODELS[name]
+    if name not in ("auto", *MODELS):
+        raise ValueError(f"--model {name}: unknown; use auto, {', '.join(MODELS)}, or path/to/file.py:Class")
+    module_name, model_class, config_class = MODELS["optimized" if name == "auto" else name]
     module = importlib.import_module(module_name)
     return getattr(module, model_class), getattr(module, config_class)
 

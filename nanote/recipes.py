@@ -1,6 +1,7 @@
 """FP8 recipes by name, the shapes that they need, and the FP8 state that a checkpoint keeps.
 
-`recipes.te` is Transformer Engine (TE), or te_reference where there is no GPU. `make` returns the recipe with
+`recipes.te` is the engine: Transformer Engine (TE), fast_kernels on a Hopper GPU without it, or te_reference
+without a GPU. `make` returns the recipe with
 which a model enters `te.autocast`. `get_state` and `set_state` are for checkpoints, `preserved_state` for an
 evaluation, and `find_first_scales` runs before the first step of delayed scaling.
 
@@ -10,24 +11,16 @@ error, so a run can change its precision when it resumes.
 """
 import importlib
 import itertools
-import os
+import sys
 from contextlib import contextmanager
 
 import torch
 
-try:
-    if os.environ.get("NANOTE_REFERENCE") == "1" or not torch.cuda.is_available():
-        raise ImportError
-    import transformer_engine
-    import transformer_engine.pytorch as te
-    from transformer_engine.common import recipe as recipes
+from model_te_optimized import te  # the engine of the models, as they pick it
 
-    IS_REFERENCE = False
-except ImportError:  # no GPU: the same modules in plain PyTorch, with emulated FP8
-    import te_reference as recipes
-    import te_reference as te
-
-    IS_REFERENCE = True
+IS_REFERENCE = te.__name__ == "te_reference"
+HAS_TE = te.__name__.startswith("transformer_engine")
+recipes = importlib.import_module("transformer_engine.common.recipe") if HAS_TE else te
 
 CLASSES = {  # TE's recipe, and whether this machine supports it
     "delayed": ("DelayedScaling", te.is_fp8_available),
@@ -45,7 +38,8 @@ def describe():
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     if IS_REFERENCE:
         return f"{device}, FP8 emulated by te_reference"
-    return f"{device}, Transformer Engine {transformer_engine.__version__}"
+    version = importlib.import_module("transformer_engine").__version__ if HAS_TE else ""
+    return f"{device}, Transformer Engine {version}" if HAS_TE else f"{device}, fast_kernels"
 
 
 def unsupported_reason(name):
@@ -209,11 +203,17 @@ def set_state(model, state):
 
 
 def kept_state(model) -> list:
-    """Return what TE's modules keep between calls: a captured CUDA graph uses these objects' tensors, even if
-    the modules have new ones after a change of the recipe."""
-    names = ("fp8_meta", "quantizers", "_fp8_workspaces")
+    """Return what an engine's modules keep between calls: a captured CUDA graph uses these objects' tensors,
+    even if the modules have new ones after a change of the recipe."""
+    names = ("fp8_meta", "quantizers", "_fp8_workspaces", "_buffers")
     kept = [getattr(module, name, None) for module in model.modules() for name in names]
-    return [dict(state) for state in kept if isinstance(state, dict)]
+    return [dict(state) for state in kept if isinstance(state, dict)] + kernel_tables()
+
+
+def kernel_tables() -> list:
+    """Return the tensors that fast_kernels keeps between calls."""
+    library = sys.modules.get("fast_kernels.library")
+    return library.kept_tensors() if library else []
 
 
 @contextmanager
