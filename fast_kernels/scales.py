@@ -46,7 +46,7 @@ def update(states, fp8_max, margin=0, algorithm="max"):
     Args:
         states: (scale, history) pairs: (n,) float32, and (length, n) float32, contiguous, row 0 the newest.
         fp8_max: the format's largest number, 448 for E4M3 and 57,344 for E5M2.
-        algorithm: "max": amax is the largest of the history, in which NaN does not count; "most_recent": row 0.
+        algorithm: "max": amax is the largest of the history, where NaN does not count; "most_recent": row 0.
     """
     if algorithm not in ("max", "most_recent"):
         raise ValueError(f"fast_kernels.scales.update: algorithm={algorithm!r}: must be max or most_recent")
@@ -58,8 +58,8 @@ def update(states, fp8_max, margin=0, algorithm="max"):
                              f"{tuple(history.shape)} {history.dtype}: must be (n,) and (length, n) float32, "
                              "contiguous")
         if scale.device != states[0][0].device or history.device != scale.device:
-            raise ValueError(f"fast_kernels.scales.update: tensors on {scale.device} and {history.device}: all "
-                             f"must be on {states[0][0].device}")
+            raise ValueError(f"fast_kernels.scales.update: tensors on {scale.device} and {history.device}: "
+                             f"all must be on {states[0][0].device}")
     if states:
         scales, histories = zip(*states)
         _update_scales(list(scales), list(histories), float(fp8_max), margin, algorithm)
@@ -71,8 +71,11 @@ def update(states, fp8_max, margin=0, algorithm="max"):
 def _update_scales(scales, histories, fp8_max, margin, algorithm):
     states = tuple((s.data_ptr(), h.data_ptr(), *h.shape) for s, h in zip(scales, histories))
     columns = TILE["COLUMNS"]
-    rows = lambda: [torch.tensor([(*state, first) for state in states for first in range(0, state[3], columns)])]
-    table, = device_tables(scales[0].device, states, rows)
+
+    def make():
+        return [torch.tensor([(*state, first) for state in states for first in range(0, state[3], columns)])]
+
+    table, = device_tables(scales[0].device, states, make)
     _update_kernel[(len(table),)](table, fp8_max * 2.0**-margin, IS_MAX=algorithm == "max", **TILE)
 
 
