@@ -19,8 +19,16 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from fast_kernels.library import operation
+
 CHUNK = 32  # tokens per program
 COLUMNS = 256  # columns per program: 8 per thread, 16 bytes
+
+
+def embed_reference(tokens, weight, positions=None, position_weight=None):
+    """`embed` in plain PyTorch, for tokens and positions inside the tables."""
+    x = F.embedding(tokens, weight)
+    return x if positions is None else x + F.embedding(positions, position_weight)
 
 
 def embed(tokens, weight, positions=None, position_weight=None, tied_dweight=None):
@@ -31,45 +39,85 @@ def embed(tokens, weight, positions=None, position_weight=None, tied_dweight=Non
     Args:
         tokens: (B, S) int64. With positions, an id outside the vocabulary gives NaN, so that the loss shows
             it, and adds nothing to a gradient. Without, PyTorch raises its own error.
-        weight: (vocab_size, C).
-        positions: int64, (B, S), or (S,) without duplicates.
-        position_weight: (number of positions, C).
+        weight: (vocab_size, C), contiguous.
+        positions: int64, (B, S), or (S,) without duplicates. One outside the table is like such a token.
+        position_weight: (number of positions, C), of weight's dtype, contiguous.
         tied_dweight: for a weight that the output head shares: an empty list, to which the head's backward
             pass appends its gradient of `weight` before this backward pass runs. That tensor is overwritten.
+            Not under torch.compile.
     """
-    return _Embed.apply(tokens, weight, positions, position_weight, tied_dweight)
+    _check(tokens, weight, positions, position_weight)
+    tokens = tokens.contiguous()
+    positions = None if positions is None else positions.contiguous()
+    if tied_dweight is None:
+        return _embed(tokens, weight, positions, position_weight)
+    return _TiedEmbed.apply(tokens, weight, positions, position_weight, tied_dweight)
 
 
-class _Embed(torch.autograd.Function):
+def _check(tokens, weight, positions, position_weight):
+    if (positions is None) != (position_weight is None):
+        raise ValueError("fast_kernels.embedding.embed: positions and position_weight: give both or neither")
+    tables = [weight] if positions is None else [weight, position_weight]
+    if any(x.dim() != 2 or not x.is_contiguous() or x.dtype != weight.dtype for x in tables):
+        raise ValueError("fast_kernels.embedding.embed: weight and position_weight: must be contiguous "
+                         "matrices of one dtype; call .contiguous()")
+    if weight.shape[1] != tables[-1].shape[1]:
+        raise ValueError(f"fast_kernels.embedding.embed: position_weight {tuple(position_weight.shape)}: "
+                         f"must have {weight.shape[1]} columns, as weight has")
+    if tokens.dtype != torch.int64 or positions is not None and positions.dtype != torch.int64:
+        raise ValueError("fast_kernels.embedding.embed: tokens, positions: must be torch.int64; use .long()")
+    if tokens.dim() != 2 or positions is not None and positions.shape not in (tokens.shape, tokens.shape[1:]):
+        raise ValueError(f"fast_kernels.embedding.embed: tokens {tuple(tokens.shape)}: must be (B, S), and "
+                         "positions (S,) or (B, S)")
+
+
+def _setup_context(ctx, inputs, output):
+    tokens, weight, positions, position_weight = inputs
+    ctx.save_for_backward(tokens, positions)
+    ctx.sizes = len(weight), 0 if positions is None else len(position_weight)
+
+
+def _embed_backward(ctx, dy, head_dweight=None):
+    """Return the arguments' gradients; weight's is added to head_dweight, if given."""
+    (tokens, positions), (vocab_size, num_positions) = ctx.saved_tensors, ctx.sizes
+    dy, dpositions = dy.contiguous(), None
+    rows = dy.flatten(0, -2)  # (B·S, C)
+    dweight = sum_by_index(tokens.flatten(), rows, vocab_size, head_dweight)
+    if positions is not None and positions.dim() == 1:
+        dpositions = sum_over_batch(dy, positions, num_positions)
+    elif positions is not None:
+        dpositions = sum_by_index(positions.flatten(), rows, num_positions)
+    return None, dweight, None, dpositions
+
+
+@operation(
+    "(Tensor tokens, Tensor weight, Tensor? positions, Tensor? position_weight) -> Tensor",
+    lambda tokens, weight, *_: weight.new_empty((*tokens.shape, weight.shape[1])), _setup_context,
+    _embed_backward)
+def _embed(tokens, weight, positions, position_weight):
+    if positions is None:
+        return F.embedding(tokens, weight)
+    columns = weight.shape[1]
+    out = torch.empty((*tokens.shape, columns), dtype=weight.dtype, device=weight.device)
+    _embed_kernel[tokens.numel(), triton.cdiv(columns, 4 * COLUMNS)](
+        tokens, weight, positions, position_weight, out, len(weight), len(position_weight), positions.numel(),
+        columns, COLUMNS=4 * COLUMNS, num_warps=4,
+    )
+    return out
+
+
+class _TiedEmbed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tokens, weight, positions, position_weight, tied_dweight):
-        ctx.save_for_backward(tokens, positions)
-        ctx.vocab_size, ctx.tied_dweight = len(weight), tied_dweight
-        ctx.num_positions = 0 if positions is None else len(position_weight)
-        if positions is None:
-            return F.embedding(tokens, weight)
-        columns = weight.shape[1]
-        out = torch.empty((*tokens.shape, columns), dtype=weight.dtype, device=weight.device)
-        _embed_kernel[tokens.numel(), triton.cdiv(columns, 4 * COLUMNS)](
-            tokens.contiguous(), weight, positions.contiguous(), position_weight, out, len(weight),
-            positions.numel(), columns, COLUMNS=4 * COLUMNS, num_warps=4,
-        )
-        return out
+    def forward(ctx, *arguments):
+        *inputs, ctx.tied_dweight = arguments
+        _setup_context(ctx, inputs, None)
+        return _embed(*inputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        tokens, positions = ctx.saved_tensors
-        dpositions = None
-        dy = dy.contiguous()
-        rows = dy.flatten(0, -2)  # (B·S, C)
         head_dweight = ctx.tied_dweight.pop() if ctx.tied_dweight else None
-        dweight = sum_by_index(tokens.flatten(), rows, ctx.vocab_size, head_dweight)
-        if positions is not None and positions.dim() == 1:
-            dpositions = sum_over_batch(dy, positions, ctx.num_positions)
-        elif positions is not None:
-            dpositions = sum_by_index(positions.flatten(), rows, ctx.num_positions)
-        return None, dweight, None, dpositions, None
+        return *_embed_backward(ctx, dy, head_dweight), None
 
 
 def sum_by_index(indices, dy, num_embeddings, out=None):
@@ -79,39 +127,56 @@ def sum_by_index(indices, dy, num_embeddings, out=None):
         indices: (N,), the rows' indices. Rows with an index out of range are left out.
         out: (num_embeddings, C), to which the sums are added in place. None: zeros.
     """
-    count, columns = dy.shape
-    indices, order = indices.to(torch.int32).sort(stable=True)  # int32 needs half as many passes as int64
     if out is None:
-        out = torch.zeros((num_embeddings, columns), dtype=dy.dtype, device=dy.device)
-    chunks = triton.cdiv(count, CHUNK)
-    partial_sums = torch.empty((chunks, 2, columns), dtype=torch.float32, device=dy.device)
-    grid = chunks, triton.cdiv(columns, COLUMNS)
-    _sum_by_index_kernel[grid](
-        dy, indices, order, out, partial_sums, num_embeddings, count, columns, CHUNK=CHUNK, COLUMNS=COLUMNS,
-        num_warps=1,
-    )
-    _join_index_sums_kernel[grid](
-        indices, out, partial_sums, num_embeddings, count, columns, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1
-    )
+        return _sum_by_index(indices, dy, num_embeddings)
+    if out.shape != (num_embeddings, dy.shape[1]) or not out.is_contiguous():
+        raise ValueError(f"fast_kernels.embedding.sum_by_index: out {tuple(out.shape)}: must be "
+                         f"({num_embeddings}, {dy.shape[1]}), contiguous")
+    _add_by_index(indices, dy, out)
     return out
 
 
+@operation(
+    "(Tensor indices, Tensor dy, SymInt num_embeddings) -> Tensor",
+    lambda indices, dy, num_embeddings: dy.new_empty((num_embeddings, dy.shape[1])))
+def _sum_by_index(indices, dy, num_embeddings):
+    out = torch.zeros((num_embeddings, dy.shape[1]), dtype=dy.dtype, device=dy.device)
+    _launch_sum(indices, dy, out)
+    return out
+
+
+@operation("(Tensor indices, Tensor dy, Tensor(a!) out) -> ()", lambda *_: None)
+def _add_by_index(indices, dy, out):
+    _launch_sum(indices, dy, out)
+
+
+def _launch_sum(indices, dy, out):
+    count, columns = dy.shape
+    indices, order = indices.to(torch.int32).sort(stable=True)  # int32 needs half as many passes as int64
+    chunks = triton.cdiv(count, CHUNK)
+    partial_sums = torch.empty((chunks, 2, columns), dtype=torch.float32, device=dy.device)
+    grid, sizes = (chunks, triton.cdiv(columns, COLUMNS)), dict(CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1)
+    _sum_by_index_kernel[grid](dy, indices, order, out, partial_sums, len(out), count, columns, **sizes)
+    _join_index_sums_kernel[grid](indices, out, partial_sums, len(out), count, columns, **sizes)
+
+
+@operation(
+    "(Tensor dy, Tensor positions, SymInt num_positions) -> Tensor",
+    lambda dy, positions, num_positions: dy.new_empty((num_positions, dy.shape[2])))
 def sum_over_batch(dy, positions, num_positions):
     """Sum dy (B, S, C) over B; return (num_positions, C) with sum i in row positions[i], zeros elsewhere.
 
-    positions: (S,), without duplicates.
+    positions: (S,), without duplicates. One out of range is left out.
     """
     batch, length, columns = dy.shape
-    allocate = torch.empty if num_positions == length else torch.zeros
-    out = allocate((num_positions, columns), dtype=dy.dtype, device=dy.device)
+    out = torch.zeros((num_positions, columns), dtype=dy.dtype, device=dy.device)
     _sum_over_batch_kernel[length, triton.cdiv(columns, COLUMNS)](
-        dy, positions.contiguous(), out, batch, columns, COLUMNS=COLUMNS, num_warps=1
-    )
+        dy, positions, out, batch, columns, num_positions, COLUMNS=COLUMNS, num_warps=1)
     return out
 
 
 @triton.jit
-def _sum_over_batch_kernel(dy_ptr, positions_ptr, out_ptr, B, C, COLUMNS: tl.constexpr):
+def _sum_over_batch_kernel(dy_ptr, positions_ptr, out_ptr, B, C, NUM_POSITIONS, COLUMNS: tl.constexpr):
     """Sum COLUMNS columns of one position."""
     row = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -120,13 +185,14 @@ def _sum_over_batch_kernel(dy_ptr, positions_ptr, out_ptr, B, C, COLUMNS: tl.con
     for _ in tl.range(B, num_stages=4):
         sums += tl.load(dy_ptr, mask=j < C, other=0.0).to(tl.float32)
         dy_ptr += tl.num_programs(0).to(tl.int64) * C
-    pointers = out_ptr + tl.load(positions_ptr + row) * C + j
-    tl.store(pointers, sums.to(out_ptr.dtype.element_ty), mask=j < C)
+    position = tl.load(positions_ptr + row)
+    mask = j < tl.where((position >= 0) & (position < NUM_POSITIONS), C, 0)
+    tl.store(out_ptr + position * C + j, sums.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _embed_kernel(tokens_ptr, weight_ptr, positions_ptr, position_weight_ptr, out_ptr, VOCAB_SIZE, POSITIONS,
-                  C, COLUMNS: tl.constexpr):
+def _embed_kernel(tokens_ptr, weight_ptr, positions_ptr, position_weight_ptr, out_ptr, VOCAB_SIZE,
+                  NUM_POSITIONS, POSITIONS, C, COLUMNS: tl.constexpr):
     """Compute COLUMNS columns of one token."""
     row = tl.program_id(0)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -135,7 +201,10 @@ def _embed_kernel(tokens_ptr, weight_ptr, positions_ptr, position_weight_ptr, ou
         weight_ptr + token * C + j, mask=j < tl.where((token >= 0) & (token < VOCAB_SIZE), C, 0),
         other=float("nan"),
     ).to(tl.float32)
-    x += tl.load(position_weight_ptr + position * C + j, mask=j < C, other=0.0).to(tl.float32)
+    x += tl.load(
+        position_weight_ptr + position * C + j,
+        mask=j < tl.where((position >= 0) & (position < NUM_POSITIONS), C, 0), other=float("nan"),
+    ).to(tl.float32)
     tl.store(out_ptr + row.to(tl.int64) * C + j, x.to(out_ptr.dtype.element_ty), mask=j < C)
 
 

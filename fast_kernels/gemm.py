@@ -10,8 +10,8 @@ fastest. On first use of a shape, this file times all candidates and caches the 
 - A caller may allow both fast accumulation (the FP8 tensor cores' accumulator) and precise (float32). Both
   are timed; fast accumulation is used only where it is faster.
 - Algorithms sum in different orders, so another choice rounds differently, and the next process may choose
-  otherwise. Under `torch.use_deterministic_algorithms`, `is_supported` returns False. Nothing can be timed
-  while a CUDA graph is captured.
+  otherwise. Under `torch.use_deterministic_algorithms`, and where cuBLASLt has no algorithm, torch._scaled_mm
+  computes the GEMM. Nothing can be timed while a CUDA graph is captured.
 - Calls are safe from any stream, thread or device. Each call allocates its workspace from PyTorch's caching
   allocator, which orders reuse by stream; a lock guards the descriptors.
 - cuBLASLt is called through ctypes, since no Python package offers its list of algorithms.
@@ -29,11 +29,13 @@ from collections import OrderedDict
 
 import torch
 
+from fast_kernels.library import check_aligned, operation
+
 ALGORITHMS, ROUNDS = 16, 8  # candidates requested, and timed runs of each
 MAX_TUNED = 256  # shapes timed per process; later ones use the heuristic's first algorithm
 MAX_CACHED = 1024  # shapes whose descriptors are kept; the least recently used one is dropped
 # Calls for which a shape waits for operands that are not mostly zeros. All blocks share a shape, and the
-# gradients of a new model are zeros in the first three of four passes (train_step.warm_up_scales).
+# gradients of a new model are zeros in the first passes that find scales.
 MAX_ATTEMPTS = 4096
 WORKSPACE_BYTES = 32 * 2**20  # the largest workspace of a candidate: what NVIDIA recommends for Hopper
 
@@ -69,9 +71,10 @@ def _library():
         return None
 
 
-def is_supported():
-    """Return whether `gemm` can be used: cuBLASLt is loaded, and results need not be deterministic."""
-    return _library() is not None and not torch.are_deterministic_algorithms_enabled()
+def gemm_reference(a, a_scale_inv, b, b_scale_inv, bias=None):
+    """`gemm` in float32."""
+    out = (b.float() * b_scale_inv) @ (a.float() * a_scale_inv).T
+    return out if bias is None else out + bias
 
 
 def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=None, accumulate=False):
@@ -87,22 +90,95 @@ def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=
         accumulate: add the result to `out`.
 
     Returns:
-        (N, M), or None if cuBLASLt has no algorithm for this GEMM.
+        (N, M), `out` if given.
+
+    Raises:
+        ValueError: sizes, dtypes, layouts, devices or alignment do not fit. All but the scales must start at
+            a multiple of 16 bytes.
     """
-    if bias is not None and bias.dtype != torch.bfloat16:
-        raise ValueError(f"fast_kernels.gemm: bias {bias.dtype}: must be torch.bfloat16")
-    with torch.cuda.device_of(a):
-        if out is None:
-            out = torch.empty((len(b), len(a)), dtype=torch.bfloat16, device=a.device)
-        operands = a, a_scale_inv, b, b_scale_inv, bias, out
-        shape = _find_shape((*a.shape, len(b), a.dtype, b.dtype, out.dtype, accumulate, bias is not None,
-                             accumulation, a.device.index))
-        if not shape.is_tuned and not torch.cuda.is_current_stream_capturing():
-            shape.tune(operands)
-        if shape.chosen is None:
-            return None
-        shape.run(shape.chosen, *operands)
+    if out is None:
+        return _gemm(a, a_scale_inv, b, b_scale_inv, bias, accumulation)
+    _gemm_into(a, a_scale_inv, b, b_scale_inv, bias, accumulation, out, accumulate)
     return out
+
+
+@operation(
+    "(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor? bias, str accumulation) -> Tensor",
+    lambda a, a_scale_inv, b, *_: a.new_empty((len(b), len(a)), dtype=torch.bfloat16))
+def _gemm(a, a_scale_inv, b, b_scale_inv, bias, accumulation):
+    out = torch.empty((b.shape[0], a.shape[0]), dtype=torch.bfloat16, device=a.device)
+    _launch((a, a_scale_inv, b, b_scale_inv, bias, out), accumulation, accumulate=False)
+    return out
+
+
+@operation(
+    "(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor? bias, str accumulation, "
+    "Tensor(a!) out, bool accumulate) -> ()", lambda *_: None)
+def _gemm_into(a, a_scale_inv, b, b_scale_inv, bias, accumulation, out, accumulate):
+    _launch((a, a_scale_inv, b, b_scale_inv, bias, out), accumulation, accumulate)
+
+
+def _launch(operands, accumulation, accumulate):
+    """Run the GEMM into the last of `operands`, with the fastest algorithm known."""
+    a, a_scale_inv, b, b_scale_inv, bias, out = operands
+    bias_key = bias is not None and (*bias.shape, bias.dtype, bias.is_contiguous())
+    key = (*a.shape, b.shape[0], a.dtype, b.dtype, out.dtype, accumulate, bias_key, accumulation,
+           a.get_device())
+    are_contiguous = a.is_contiguous() and b.is_contiguous() and out.is_contiguous()
+    fit = are_contiguous and b.shape[1] == key[1] and out.shape == (key[2], key[0])
+    if not fit or key not in _shapes:  # the rest was checked when the shape was new
+        _check(operands, accumulation)
+    if (a.data_ptr() | b.data_ptr() | out.data_ptr() | (0 if bias is None else bias.data_ptr())) % 16:
+        check_aligned("fast_kernels.gemm", a=a, b=b, bias=bias, out=out)
+    if _library() is None or not a.is_cuda or torch.are_deterministic_algorithms_enabled():
+        return _run_torch(operands, accumulation, accumulate)
+    shape = _find_shape(key)
+    if not shape.is_tuned and not torch.cuda.is_current_stream_capturing():
+        shape.tune(operands)
+    if shape.chosen is None:
+        return _run_torch(operands, accumulation, accumulate)
+    shape.run(shape.chosen, *operands)
+
+
+def _check(operands, accumulation):
+    """Raise ValueError unless cuBLASLt can run the GEMM."""
+    a, a_scale_inv, b, b_scale_inv, bias, out = operands
+    matrices = ", ".join(
+        f"{name} {tuple(x.shape)} {x.dtype}" for name, x in {"a": a, "b": b, "out": out}.items())
+    fp8 = {torch.float8_e4m3fn, torch.float8_e5m2}
+    problem = ""
+    if accumulation not in ("precise", "fast", "either"):
+        problem = f"accumulation={accumulation!r} must be precise, fast or either"
+    elif not {a.dtype, b.dtype} <= fp8 or a.dtype == b.dtype == torch.float8_e5m2:
+        problem = "a and b must be float8_e4m3fn or float8_e5m2, not both float8_e5m2"
+    elif a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1] or out.shape != (len(b), len(a)):
+        problem = "must be (M, K), (N, K) and (N, M)"
+    elif any(size % 16 or not size for size in (*a.shape, len(b))):
+        problem = "sizes must be multiples of 16; pad with zeros"
+    elif out.dtype not in (torch.bfloat16, torch.float32):
+        problem = "out must be torch.bfloat16 or torch.float32"
+    elif not all(x.is_contiguous() for x in (a, b, out)):
+        problem = "must be contiguous; call .contiguous()"
+    elif any(x.dtype != torch.float32 or x.numel() != 1 for x in (a_scale_inv, b_scale_inv)):
+        problem = "a_scale_inv and b_scale_inv must be torch.float32, one element"
+    elif bias is not None and (
+        bias.dtype != torch.bfloat16 or bias.shape != (len(a),) or not bias.is_contiguous()
+    ):
+        problem = f"bias {tuple(bias.shape)} {bias.dtype} must be ({len(a)},) torch.bfloat16, contiguous"
+    if problem:
+        raise ValueError(f"fast_kernels.gemm: {matrices}: {problem}")
+
+
+def _run_torch(operands, accumulation, accumulate):
+    """Run the GEMM with torch._scaled_mm, which takes the heuristic's first algorithm."""
+    a, a_scale_inv, b, b_scale_inv, bias, out = operands
+    is_fused = bias is not None and out.dtype == torch.bfloat16 and not accumulate
+    result = torch._scaled_mm(
+        b, a.t(), b_scale_inv.view(1), a_scale_inv.view(1), bias if is_fused else None, out_dtype=out.dtype,
+        use_fast_accum=accumulation == "fast")
+    if bias is not None and not is_fused:
+        result += bias
+    out.add_(result) if accumulate else out.copy_(result)
 
 
 _shapes = OrderedDict()  # the autotune cache: key -> _Shape, least recently used first
@@ -149,13 +225,13 @@ class _Shape:
         a, b, out = self.layouts
         library = _library()
         preference, size = _create("MatmulPreference"), ctypes.c_uint64(WORKSPACE_BYTES)
-        _check(library.cublasLtMatmulPreferenceSetAttribute(
+        _check_status(library.cublasLtMatmulPreferenceSetAttribute(
             preference, MAX_WORKSPACE_BYTES, ctypes.byref(size), ctypes.sizeof(size)))
         found, count = (_Algorithm * ALGORITHMS)(), ctypes.c_int(0)
         status = library.cublasLtMatmulAlgoGetHeuristic(
             _handle(device_index), descriptor, a, b, out, out, preference,
             ALGORITHMS, found, ctypes.byref(count))
-        _check(library.cublasLtMatmulPreferenceDestroy(preference))
+        _check_status(library.cublasLtMatmulPreferenceDestroy(preference))
         if status != 0:
             return []
         return [algorithm for algorithm in found[:count.value] if algorithm.state == 0]
@@ -209,7 +285,7 @@ class _Shape:
             _set(descriptor, B_SCALE_POINTER, _pointer(b_scale_inv))
             if bias is not None:
                 _set(descriptor, BIAS_POINTER, _pointer(bias))
-            _check(_library().cublasLtMatmul(
+            _check_status(_library().cublasLtMatmul(
                 _handle(a.device.index), descriptor,
                 ctypes.byref(one), _pointer(a), a_layout, _pointer(b), b_layout,
                 ctypes.byref(beta), _pointer(out), out_layout, _pointer(out), out_layout,
@@ -254,21 +330,21 @@ def _make_layout(cuda_type, rows, columns):
 
 def _set(descriptor, attribute, value):
     set_attribute = _library().cublasLtMatmulDescSetAttribute
-    _check(set_attribute(descriptor, attribute, ctypes.byref(value), ctypes.sizeof(value)))
+    _check_status(set_attribute(descriptor, attribute, ctypes.byref(value), ctypes.sizeof(value)))
 
 
 def _pointer(tensor):
     return ctypes.c_void_p(tensor.data_ptr())
 
 
-def _check(status):
+def _check_status(status):
     if status:
         raise RuntimeError(f"cuBLASLt: status {status} (cublasStatus_t)")
 
 
 def _create(kind, *arguments):
     handle = ctypes.c_void_p()
-    _check(getattr(_library(), f"cublasLt{kind}Create")(ctypes.byref(handle), *arguments))
+    _check_status(getattr(_library(), f"cublasLt{kind}Create")(ctypes.byref(handle), *arguments))
     return handle
 
 
@@ -276,5 +352,5 @@ def _create(kind, *arguments):
 def _handle(device_index):
     with torch.cuda.device(device_index):
         handle = ctypes.c_void_p()
-        _check(_library().cublasLtCreate(ctypes.byref(handle)))
+        _check_status(_library().cublasLtCreate(ctypes.byref(handle)))
         return handle

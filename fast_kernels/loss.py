@@ -6,24 +6,30 @@ tensor of a training step (32,768 tokens x 50,304 vocabulary entries in BF16: 3.
 bound by memory.
 
 - Forward reads the logits once (online softmax) and saves each row's log-sum-exp.
-- Backward computes softmax - onehot and overwrites the logits with it: no second tensor of that size.
+- Backward computes softmax - onehot and overwrites the logits with it: no second tensor of that size. A
+  compiled graph cannot express that, so under torch.compile the gradient is a new tensor.
 - FP8 GEMMs need the gradient in FP8, rowwise for dgrad and transposed for wgrad. Transformer Engine (TE)
   reads a BF16 gradient again to cast and transpose it. Here the backward kernel quantizes the values in its
   registers and returns a `Float8Tensor`: 4 bytes moved per logit instead of 8. It rounds to BF16 first, as
   TE's path does, and raises the same amax, so that data, scales and training are bit for bit TE's.
 - On request FP8 rounding is stochastic. To nearest, a probability that many tokens share is moved by the same
   amount in all of them, and the error does not average out over a batch (guide/evidence.md).
+- Label smoothing and soft-capped logits (Gemma 2) are part of the same kernels.
 - No host synchronization: it can be captured in a CUDA graph.
 
 References: online softmax (Milakov and Gimelshein 2018); delayed scaling (Micikevicius et al. 2022, and TE's
-`DelayedScaling`).
+`DelayedScaling`); label smoothing (Szegedy et al. 2016).
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from fast_kernels import casts, support
+from fast_kernels import cast_kernels as kernels
+from fast_kernels import casts
+from fast_kernels.fp8 import Float8Tensor
+from fast_kernels.library import is_tracing, operation
 
 # Launch parameters: 16 logits per thread, two 16-byte loads in BF16; for FP8 a tile with 32 logits per
 # thread. The fastest of those tried on an H200.
@@ -33,152 +39,177 @@ BACKWARD_FP8 = dict(ROWS=128, COLUMNS=64, num_warps=8)
 IGNORE_INDEX = tl.constexpr(-100)
 
 
-@torch.compiler.disable  # backward overwrites an input, which a compiled graph cannot express
-def cross_entropy(logits, labels, head=None, rounding="nearest"):
+def cross_entropy_reference(logits, labels, label_smoothing=0.0, softcap=None):
+    """`cross_entropy` in plain PyTorch, in float32."""
+    logits = logits.float() if softcap is None else softcap * (logits.float() / softcap).tanh()
+    loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing, reduction="sum")
+    return loss / (labels != -100).sum().clamp(min=1)
+
+
+def cross_entropy(logits, labels, quantization=None, rounding="nearest", label_smoothing=0.0, softcap=None):
     """Compute the mean cross-entropy over the labels that are not -100, () float32; 0 if all are -100.
 
+    Differentiable in the logits, once: backward may overwrite them, so do not use them afterwards.
+
     Args:
-        logits: (N, V) BF16 or float32, contiguous. Backward may overwrite them: do not use them afterwards.
+        logits: (N, V) BF16 or float32, contiguous.
         labels: (N,) int64.
-        head: the `te.LayerNormLinear` that computed `logits`. If it runs in FP8 under delayed scaling, its
-            backward pass gets the gradient in FP8. Then use the logits for nothing else: autograd would sum
-            two gradients of them dequantized.
-        rounding: of that gradient. "nearest", as in Transformer Engine; "stochastic": to one of the two FP8
-            neighbors, with the probabilities that make the mean exact.
+        quantization: (scale, amax, FP8 type) of the logits' gradient: backward then returns a `Float8Tensor`,
+            for an FP8 GEMM, and raises amax to the gradient's largest magnitude. N and V must be multiples
+            of 16. Use the logits for nothing else: autograd would sum two gradients of them dequantized.
+            None, or under torch.compile: the gradient has the logits' dtype.
+        rounding: of a gradient in FP8. "nearest", as in Transformer Engine; "stochastic": to one of the two
+            FP8 neighbors, with the probabilities that make the mean exact.
+        label_smoothing: the share of the target that is spread over the vocabulary, as in F.cross_entropy.
+        softcap: c, for the loss of c · tanh(logits / c); None: of the logits.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or rounding is unknown.
+        ValueError: shapes, dtypes or options do not fit.
         RuntimeError: in a second backward pass.
     """
-    dtype_fits = logits.dtype in (torch.bfloat16, torch.float32)
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"rounding={rounding!r}: must be nearest or stochastic")
+    if not 0 <= label_smoothing <= 1 or softcap is not None and not softcap > 0:
+        raise ValueError(f"label_smoothing={label_smoothing}, softcap={softcap}: must be in [0, 1], and "
+                         "positive or None; 0.1 and 30.0 work")
+    dtype_fits = logits.dtype in (torch.bfloat16, torch.float32)
     if logits.dim() != 2 or not logits.is_contiguous() or not dtype_fits or not logits.numel():
         raise ValueError(f"logits {tuple(logits.shape)} {logits.dtype}: (N, V), contiguous, bfloat16 or "
                          "float32, and not empty, is needed")
     if labels.shape != logits.shape[:1] or labels.dtype != torch.int64:
         raise ValueError(f"labels {tuple(labels.shape)} {labels.dtype}: ({logits.shape[0]},) int64 is "
                          "needed, one for each row of logits")
-    with torch.cuda.device_of(logits):  # Triton launches on the current device
-        quantizer = gradient_quantizer(logits, head)
-        return _CrossEntropy.apply(logits, labels.contiguous(), quantizer, rounding)
+    if quantization is not None and (logits.shape[0] % 16 or logits.shape[1] % 16):
+        raise ValueError(f"logits {tuple(logits.shape)}: a gradient in FP8 needs multiples of 16; pad them, "
+                         "or use quantization=None")
+    scale, amax, fp8 = quantization if quantization and not torch.compiler.is_compiling() else (None,) * 3
+    return _cross_entropy(
+        logits, labels.contiguous(), label_smoothing, softcap, scale, amax, fp8, rounding == "stochastic")[0]
 
 
-def gradient_quantizer(logits, head):
-    """Return the quantizer of `logits`' gradient in `head`'s backward pass; None where the gradient must be
-    BF16."""
-    node = logits.grad_fn  # the ctx of TE's backward pass, if TE computed the logits
-    quantizer = getattr(node, "grad_output_quantizer", None)  # None in BF16
-    if head is None or quantizer is None or quantizer is not head.quantizers["scaling_bwd"][0]:
-        return None  # the logits are not the unchanged output of an FP8 head
-    if support.environment_reason():
-        support.warn_once(support.environment_reason())
-        return None
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
-
-    if not isinstance(quantizer, Float8Quantizer):
-        return None  # not delayed scaling
-    if node.use_bias or node.debug or logits._backward_hooks or logits.retains_grad:
-        # dbias, TE's debug tools and hooks need the values in BF16
-        return None
-    if logits.shape[0] % 16 or logits.shape[1] % 16:
-        return None
-    return quantizer
+def _allocate_forward(logits, labels, *options):
+    loss = torch.empty((), dtype=torch.float32, device=logits.device)
+    return loss, loss.new_empty(logits.shape[0]), torch.empty((), dtype=torch.int64, device=logits.device)
 
 
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, labels, quantizer, rounding):
-        rows, vocab_size = logits.shape
-        losses, lse = torch.empty((2, rows), dtype=torch.float32, device=logits.device)
-        _forward_kernel[(rows,)](logits, labels, losses, lse, vocab_size, **FORWARD)
-        count = (labels != IGNORE_INDEX.value).sum().clamp(min=1)
-        ctx.save_for_backward(logits.detach(), labels, lse, count)
-        ctx.quantizer, ctx.rounding, ctx.did_backward = quantizer, rounding, False
-        return losses.sum() / count
+def _setup_context(ctx, inputs, output):
+    logits, labels, label_smoothing, softcap, *ctx.quantization, ctx.is_stochastic = inputs
+    _, lse, count = output
+    ctx.save_for_backward(logits, labels, lse, count)
+    ctx.mark_non_differentiable(lse, count)
+    ctx.set_materialize_grads(False)
+    ctx.options, ctx.did_backward = (label_smoothing, softcap), False
 
-    @staticmethod
-    def backward(ctx, grad_loss):
-        if ctx.did_backward:
-            raise RuntimeError("fast_kernels.loss.cross_entropy: a second backward pass, but the first one "
-                               "overwrote the logits with their gradient")
-        ctx.did_backward = True
-        logits, labels, lse, count = ctx.saved_tensors
-        factor = (grad_loss / count).float()
-        if ctx.quantizer is not None:
-            gradient = gradient_fp8(logits, labels, lse, factor, ctx.quantizer, ctx.rounding)
-            return gradient, None, None, None
-        rows, vocab_size = logits.shape
-        _backward_kernel[(rows * triton.cdiv(vocab_size, BACKWARD["BLOCK"]),)](
-            logits, labels, lse, factor, vocab_size, **BACKWARD
-        )
+
+def _cross_entropy_backward(ctx, grad_loss, *_):
+    if ctx.did_backward:
+        raise RuntimeError("fast_kernels.loss.cross_entropy: a second backward pass, but the first one "
+                           "overwrote the logits with their gradient")
+    ctx.did_backward = True
+    logits, labels, lse, count = ctx.saved_tensors
+    arguments = logits, labels, lse, (grad_loss / count).float(), *ctx.options
+    scale, amax, fp8 = ctx.quantization
+    if scale is not None:
+        gradient = Float8Tensor(
+            *cast_gradient(*arguments, scale, amax, fp8, ctx.is_stochastic), dtype=logits.dtype)
+    elif is_tracing():
+        gradient = logits_gradient(*arguments)
+    else:
+        overwrite_with_gradient(*arguments)
         # makes autograd raise an error where another function saved the logits for its backward pass
         torch.autograd.graph.increment_version(logits)
-        return logits, None, None, None
+        gradient = logits.detach()
+    return gradient, *[None] * 7
 
 
-def gradient_fp8(logits, labels, lse, factor, quantizer, rounding="nearest"):
-    """Compute (softmax(logits) - onehot) · factor as a `Float8Tensor` (N, V) with its transpose.
-
-    Raises `quantizer.amax`. Rounded to nearest, it equals `quantizer(gradient)` for that gradient in BF16.
-
-    Args:
-        labels: (N,) int64.
-        lse: (N,) float32, each row's log-sum-exp.
-        factor: () float32.
-    """
-    from transformer_engine.pytorch.constants import TE_DType_To_Torch
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
-
-    rowwise, columnwise = cast_gradient(
-        logits, labels, lse, factor, quantizer.scale, quantizer.amax, TE_DType_To_Torch[quantizer.dtype],
-        rounding,
-    )
-    # TE's backward pass reshapes the gradient to 2-D, which it already is; its `reshape` then gives the
-    # transposed copy the shape (N, V). This is harmless: GEMMs use the shape of the rowwise copy.
-    return Float8Tensor(
-        shape=logits.shape,
-        dtype=logits.dtype,
-        data=rowwise,
-        data_transpose=columnwise,
-        fp8_dtype=quantizer.dtype,
-        # computed now, since TE updates the scale at the end of this backward pass
-        fp8_scale_inv=quantizer.scale.reciprocal().reshape(1),
-        quantizer=quantizer,
-        device=logits.device,
-    )
-
-
-def cast_gradient(logits, labels, lse, factor, scale, amax, fp8, rounding="nearest"):
-    """Compute the gradient times `scale` in the FP8 type `fp8`; return data (N, V) and its transpose, uint8.
-
-    scale, amax: (1,) float32; amax is raised to the gradient's largest magnitude.
-    """
+@operation(
+    "(Tensor logits, Tensor labels, float label_smoothing, float? softcap, Tensor? scale, Tensor? amax, "
+    "ScalarType? fp8, bool is_stochastic) -> (Tensor loss, Tensor lse, Tensor count)",
+    _allocate_forward, _setup_context, _cross_entropy_backward)
+def _cross_entropy(logits, labels, label_smoothing, softcap, *quantization):
+    """Return the loss, each row's log-sum-exp (N,) float32, and the number of labels."""
     rows, vocab_size = logits.shape
-    rowwise = torch.empty((rows, vocab_size), dtype=torch.uint8, device=logits.device)
-    columnwise = torch.empty((vocab_size, rows), dtype=torch.uint8, device=logits.device)
+    losses, lse = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    _forward_kernel[(rows,)](
+        logits, labels, losses, lse, vocab_size, label_smoothing or None, softcap, **FORWARD)
+    count = (labels != IGNORE_INDEX.value).sum().clamp(min=1)
+    return losses.sum() / count, lse, count
+
+
+ARGUMENTS = "Tensor labels, Tensor lse, Tensor factor, float label_smoothing, float? softcap"
+
+
+@operation(
+    f"(Tensor logits, {ARGUMENTS}) -> Tensor",
+    lambda logits, *_: torch.empty_like(logits))
+def logits_gradient(logits, *arguments):
+    """Return the logits' gradient. factor: () float32, of the gradient of the sum over rows."""
+    out = torch.empty_like(logits)
+    _launch_backward(logits, out, *arguments)
+    return out
+
+
+@operation(f"(Tensor(a!) logits, {ARGUMENTS}) -> ()", lambda *_: None)
+def overwrite_with_gradient(logits, *arguments):
+    """Replace the logits by their gradient."""
+    _launch_backward(logits, logits, *arguments)
+
+
+def _launch_backward(logits, out, labels, lse, factor, label_smoothing, softcap):
+    rows, vocab_size = logits.shape
+    _backward_kernel[(rows * triton.cdiv(vocab_size, BACKWARD["BLOCK"]),)](
+        logits, out, labels, lse, factor, vocab_size, label_smoothing or None, softcap, **BACKWARD)
+
+
+@operation(
+    f"(Tensor logits, {ARGUMENTS}, "
+    "Tensor scale, Tensor(a!) amax, ScalarType fp8, bool is_stochastic) -> (Tensor, Tensor, Tensor)",
+    lambda logits, *arguments: casts.allocate_fp8(logits, *logits.shape, arguments[-2]))
+def cast_gradient(
+    logits, labels, lse, factor, label_smoothing, softcap, scale, amax, fp8, is_stochastic
+):
+    """Return the logits' gradient as an FP8 tensor, and raise amax to its largest magnitude."""
+    out = casts.allocate_fp8(logits, *logits.shape, fp8)
+    rows, vocab_size = logits.shape
     tiles = triton.cdiv(rows, BACKWARD_FP8["ROWS"]) * triton.cdiv(vocab_size, BACKWARD_FP8["COLUMNS"])
     _backward_fp8_kernel[(tiles,)](
-        logits, labels, lse, factor, scale, amax, rowwise.view(fp8), columnwise.view(fp8), rows, vocab_size,
-        STOCHASTIC=rounding == "stochastic", **BACKWARD_FP8,
-    )
-    return rowwise, columnwise
+        logits, labels, lse, factor, scale, amax, *out, rows, vocab_size, label_smoothing or None, softcap,
+        STOCHASTIC=is_stochastic, **BACKWARD_FP8)
+    return out
 
 
 @triton.jit
-def _forward_kernel(logits_ptr, labels_ptr, losses_ptr, lse_ptr, V, BLOCK: tl.constexpr):
-    """Compute loss and log-sum-exp of one row."""
+def _cap(x, softcap):
+    """Return c · tanh(x / c), with tanh u = (1 - e) / (1 + e) for u >= 0 and e = exp(-2u)."""
+    e = tl.exp(-2.0 / softcap * tl.abs(x))
+    size = softcap * ((1.0 - e) / (1.0 + e))
+    return tl.where(x < 0.0, -size, size)
+
+
+@triton.jit
+def _forward_kernel(
+    logits_ptr, labels_ptr, losses_ptr, lse_ptr, V, smoothing, softcap, BLOCK: tl.constexpr
+):
+    """Compute loss and log-sum-exp of one row. smoothing, softcap: None where they do nothing."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * V
     offsets = tl.arange(0, BLOCK)
     label = tl.load(labels_ptr + row)
     target = tl.load(logits_ptr + label, mask=(label >= 0) & (label < V), other=float("-inf")).to(tl.float32)
+    if softcap is not None:
+        target = tl.where((label >= 0) & (label < V), _cap(target, softcap), target)
     maximum = -3.4e38  # finite: a block of nothing but -inf must not give inf - inf
     # one partial sum per element of a block: only the maximum needs a reduction in every iteration
     sums = tl.zeros([BLOCK], tl.float32)
+    if smoothing is not None:
+        total = tl.zeros([BLOCK], tl.float32)
     prefetched = tl.load(logits_ptr + offsets, mask=offsets < V, other=float("-inf"))
     for start in range(0, V, BLOCK):
         x = prefetched.to(tl.float32)
+        if softcap is not None:
+            x = tl.where(start + offsets < V, _cap(x, softcap), float("-inf"))
+        if smoothing is not None:
+            total += tl.where(start + offsets < V, x, 0.0)
         columns = start + BLOCK + offsets
         prefetched = tl.load(logits_ptr + columns, mask=columns < V, other=float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(x))
@@ -186,35 +217,52 @@ def _forward_kernel(logits_ptr, labels_ptr, losses_ptr, lse_ptr, V, BLOCK: tl.co
         maximum = new_maximum
     log_sum = tl.log(tl.sum(sums))
     tl.store(lse_ptr + row, maximum + log_sum)
-    tl.store(losses_ptr + row, tl.where(label == IGNORE_INDEX, 0.0, maximum - target + log_sum))
+    loss = maximum - target + log_sum
+    if smoothing is not None:
+        loss += smoothing * (target - tl.sum(total) / V)
+    tl.store(losses_ptr + row, tl.where(label == IGNORE_INDEX, 0.0, loss))
 
 
 @triton.jit
-def _gradient(x, label, lse, columns, factor):
-    """Return (softmax - onehot) · factor in float32; 0 in ignored rows."""
+def _gradient(x, label, lse, columns, factor, V, smoothing, softcap):
+    """Return (softmax - target) · factor in float32; 0 in ignored rows. The target is onehot without
+    smoothing. With a softcap, the softmax is that of y = c · tanh(x / c), and dy/dx = 1 - (y / c)²."""
+    x = x.to(tl.float32)
+    if softcap is not None:
+        x = _cap(x, softcap)
     # 1.44 = log2(e). tl.exp takes three more instructions, for results below 2^-126.
-    p = tl.exp2((x.to(tl.float32) - lse) * 1.4426950409)
-    gradient = tl.where(columns == label, p - 1.0, p) * factor
+    p = tl.exp2((x - lse) * 1.4426950409)
+    if smoothing is None:
+        gradient = tl.where(columns == label, p - 1.0, p) * factor
+    else:
+        p -= smoothing / V
+        gradient = tl.where(columns == label, p - (1.0 - smoothing), p) * factor
+    if softcap is not None:
+        gradient *= 1.0 - (x / softcap) * (x / softcap)
+    if smoothing is not None or softcap is not None:
+        gradient = tl.where(columns < V, gradient, 0.0)  # counts in the amax
     return tl.where(label == IGNORE_INDEX, 0.0, gradient)
 
 
 @triton.jit
-def _backward_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, V, BLOCK: tl.constexpr):
-    """Replace one block of one row of the logits by its gradient."""
+def _backward_kernel(logits_ptr, out_ptr, labels_ptr, lse_ptr, factor_ptr, V, smoothing, softcap,
+                     BLOCK: tl.constexpr):
+    """Compute one block of one row of the gradient. out_ptr may be logits_ptr."""
     blocks = tl.cdiv(V, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     logits_ptr += row * V
     x = tl.load(logits_ptr + columns, mask=columns < V, other=float("-inf"))
     label = tl.load(labels_ptr + row).to(tl.int32)
-    gradient = _gradient(x, label, tl.load(lse_ptr + row), columns, tl.load(factor_ptr))
-    tl.store(logits_ptr + columns, gradient.to(x.dtype), mask=columns < V)
+    gradient = _gradient(
+        x, label, tl.load(lse_ptr + row), columns, tl.load(factor_ptr), V, smoothing, softcap)
+    tl.store(out_ptr + row * V + columns, gradient.to(x.dtype), mask=columns < V)
 
 
 @triton.jit
 def _backward_fp8_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, scale_ptr, amax_ptr, rowwise_ptr,
-                         columnwise_ptr, N, V, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
-                         COLUMNS: tl.constexpr):
+                         columnwise_ptr, scale_inv_ptr, N, V, smoothing, softcap, STOCHASTIC: tl.constexpr,
+                         ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Compute one tile (ROWS, COLUMNS) of the gradient; store it in FP8, rowwise and transposed."""
     tile_columns = tl.cdiv(V, COLUMNS)
     first_row, first_column = (
@@ -223,16 +271,20 @@ def _backward_fp8_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, scale_ptr,
     i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     rows, columns, factor = first_row + 4 * i, first_column + j, tl.load(factor_ptr)
     mask = (first_row // 4 + i < N // 4)[:, None] & (columns < V)[None, :]
-    x = casts.load_rows(
+    x = kernels.load_rows(
         logits_ptr + first_row.to(tl.int64) * V + first_column + 4 * i[:, None] * V + j[None, :], V, mask,
         float("-inf"),
     )
-    a = _rounded_gradient(x[0], labels_ptr, lse_ptr, rows, columns, factor, N)
-    b = _rounded_gradient(x[1], labels_ptr, lse_ptr, rows + 1, columns, factor, N)
-    c = _rounded_gradient(x[2], labels_ptr, lse_ptr, rows + 2, columns, factor, N)
-    d = _rounded_gradient(x[3], labels_ptr, lse_ptr, rows + 3, columns, factor, N)
-    tl.atomic_max(amax_ptr, tl.max(casts.abs_max(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
-    scale = tl.load(scale_ptr)
+    a = _rounded_gradient(
+        x[0], labels_ptr, lse_ptr, rows, columns, factor, N, V, smoothing, softcap)
+    b = _rounded_gradient(
+        x[1], labels_ptr, lse_ptr, rows + 1, columns, factor, N, V, smoothing, softcap)
+    c = _rounded_gradient(
+        x[2], labels_ptr, lse_ptr, rows + 2, columns, factor, N, V, smoothing, softcap)
+    d = _rounded_gradient(
+        x[3], labels_ptr, lse_ptr, rows + 3, columns, factor, N, V, smoothing, softcap)
+    tl.atomic_max(amax_ptr, tl.max(kernels.abs_max(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
+    scale = kernels.load_scale(scale_ptr, scale_inv_ptr)
     if STOCHASTIC:
         fp8: tl.constexpr = rowwise_ptr.dtype.element_ty
         bits = _random_bits(lse_ptr, rows, columns, N)
@@ -242,7 +294,7 @@ def _backward_fp8_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, scale_ptr,
         c = _round_stochastically(c * scale, bits << 16 | bits >> 16, fp8)
         d = _round_stochastically(d * scale, bits << 8 | bits >> 24, fp8)
         scale = 1.0
-    casts.store_fp8(
+    kernels.store_fp8(
         a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, V, mask, ROWS, COLUMNS
     )
 
@@ -284,10 +336,11 @@ def _cut_off(x, bits, DROPPED: tl.constexpr):
 
 
 @triton.jit
-def _rounded_gradient(x, labels_ptr, lse_ptr, rows, columns, factor, N):
+def _rounded_gradient(x, labels_ptr, lse_ptr, rows, columns, factor, N, V, smoothing, softcap):
     """Return the gradient of `rows`, every fourth row, rounded to the logits' dtype as in `_backward_kernel`.
     """
     label = tl.load(labels_ptr + rows, mask=rows < N, other=IGNORE_INDEX).to(tl.int32)
     lse = tl.load(lse_ptr + rows, mask=rows < N, other=0.0)
-    gradient = _gradient(x, label[:, None], lse[:, None], columns[None, :], factor)
-    return casts.widen(casts.round_bf16(gradient)) if x.dtype == tl.bfloat16 else gradient
+    gradient = _gradient(
+        x, label[:, None], lse[:, None], columns[None, :], factor, V, smoothing, softcap)
+    return kernels.widen(kernels.round_bf16(gradient)) if x.dtype == tl.bfloat16 else gradient

@@ -9,6 +9,7 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
+from fast_kernels import cast_kernels  # noqa: E402
 from fast_kernels import casts as fast_casts  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
@@ -123,11 +124,11 @@ def two_sums(a, b):
 def _instructions(monkeypatch):
     """Replace inline PTX, which Triton's interpreter cannot run, and a reduction that is slow in it."""
     if not HAS_GPU:
-        monkeypatch.setattr(fast_casts, "_reciprocal", _reciprocal)
-        monkeypatch.setattr(fast_casts, "round_bf16", round_bf16)
-        monkeypatch.setattr(fast_casts, "widen", widen)
-        monkeypatch.setattr(fast_casts, "_pack_fp8", _pack_fp8)
-        monkeypatch.setattr(fast_casts, "two_sums", two_sums)
+        monkeypatch.setattr(cast_kernels, "_reciprocal", _reciprocal)
+        monkeypatch.setattr(cast_kernels, "round_bf16", round_bf16)
+        monkeypatch.setattr(cast_kernels, "widen", widen)
+        monkeypatch.setattr(cast_kernels, "_pack_fp8", _pack_fp8)
+        monkeypatch.setattr(cast_kernels, "two_sums", two_sums)
         sizes = fast_casts._norm_backward_sizes  # several rows per program, not the same number for all
         monkeypatch.setattr(
             fast_casts, "_norm_backward_sizes", lambda rows, columns: (min(rows, 3), sizes(rows, columns)[1]))

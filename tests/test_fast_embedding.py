@@ -98,20 +98,65 @@ def test_with_positions(batch, length, columns, more, documents, dtype):
             atol=1e-4)
 
 
+@pytest.mark.parametrize("of", ["token", "position", "positions of documents"])
 @pytest.mark.parametrize("bad, rows", [(-1, 1), (-100, 2), (0x7fffffff, 1), (50, 2)])
-def test_token_outside_the_vocabulary(bad, rows):
+def test_token_or_position_outside_its_table(bad, rows, of):
     """It gives NaN in its row and changes no other row, and the kernels terminate, even if whole chunks
     consist of it."""
-    weight, position_weight = (torch.randn(rows, 32, device=DEVICE, requires_grad=True) for rows in (50, 70))
-    tokens, positions = torch.randint(0, 50, (2, 70), device=DEVICE), torch.arange(70, device=DEVICE)
-    tokens[:rows, 2 - rows:] = bad
-    x, known = fast_embedding.embed(tokens, weight, positions, position_weight), tokens != bad
-    assert x[~known].isnan().all()
-    assert torch.equal(x[known], (weight[tokens.where(known, 0)] + position_weight)[known])
+    weight, position_weight = (torch.randn(50, 32, device=DEVICE, requires_grad=True) for _ in range(2))
+    tokens = torch.randint(0, 50, (2, 50), device=DEVICE)
+    positions = torch.arange(50, device=DEVICE)
+    if of == "token":
+        tokens[:rows, 2 - rows:] = bad
+    elif of == "position":
+        positions[7] = bad
+    else:
+        positions = torch.randint(0, 50, (2, 50), device=DEVICE)
+        positions[:rows, 2 - rows:] = bad
+    x = fast_embedding.embed(tokens, weight, positions, position_weight)
+    known = tokens.ne(bad) & positions.ne(bad)
+    assert x[~known].isnan().all() and not known.all()
+    expected = weight[tokens.where(known, 0)] + position_weight[positions.expand(2, 50).where(known, 0)]
+    assert torch.equal(x[known], expected[known])
     dy = torch.randn_like(x)
     x.backward(dy)
-    torch.testing.assert_close(
-        weight.grad.double(), exact(tokens[known], dy[known], 50), rtol=1e-5, atol=1e-5)
+    for leaf, indices in ((weight, tokens), (position_weight, positions.expand(2, 50))):
+        inside = (indices >= 0) & (indices < 50)
+        torch.testing.assert_close(
+            leaf.grad.double(), exact(indices[inside], dy[inside], 50), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_operations_are_registered(documents):
+    weight, position_weight = (torch.randn(50, 32, device=DEVICE, requires_grad=True) for _ in range(2))
+    tokens, positions = torch.randint(0, 50, (2, 2, 33), device=DEVICE)
+    positions = positions if documents else torch.arange(33, device=DEVICE)
+    dy, ops = torch.randn(2, 33, 32, device=DEVICE), torch.ops.fast_kernels
+    arguments = tokens, weight, positions, position_weight
+    torch.library.opcheck(ops.embed.default, arguments)
+    torch.library.opcheck(ops.embed.default, (tokens, weight, None, None))
+    torch.library.opcheck(ops.sum_by_index.default, (tokens.flatten(), dy.flatten(0, 1), 50))
+    out = torch.ones(50, 32, device=DEVICE)
+    torch.library.opcheck(ops.add_by_index.default, (tokens.flatten(), dy.flatten(0, 1), out))
+    torch.library.opcheck(ops.sum_over_batch.default, (dy, torch.arange(33, device=DEVICE), 50))
+    graph = torch.compile(fast_embedding.embed, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for function in (fast_embedding.embed, graph):
+        gradients.append(torch.autograd.grad(function(*arguments), (weight, position_weight), dy))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda t, w, p, pw: (t, w, p, None), "both or neither"),
+    (lambda t, w, p, pw: (t.int(), w, p, pw), "int64"),
+    (lambda t, w, p, pw: (t, w.T, p, pw), "contiguous"),
+    (lambda t, w, p, pw: (t, w, p, pw.double()), "dtype"),
+    (lambda t, w, p, pw: (t, w, p, pw[:, :16].contiguous()), "32 columns"),
+    (lambda t, w, p, pw: (t, w, p[:5], pw), r"must be \(B, S\)")])
+def test_invalid_arguments_raise(change, message):
+    weight, tokens = torch.randn(50, 32, device=DEVICE), torch.zeros(2, 9, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match=message):
+        fast_embedding.embed(*change(tokens, weight, torch.arange(9, device=DEVICE), weight))
 
 
 def test_tied_weight():
@@ -143,3 +188,27 @@ def test_in_a_cuda_graph():
     tokens.copy_(make_tokens("as in text", 4096, 50304))
     graph.replay()
     assert torch.equal(dweight, fast_embedding.sum_by_index(tokens, dy, 50304))
+
+
+@pytest.mark.multigpu
+def test_on_a_device_that_is_not_the_current_one():
+    weight, tokens = torch.randn(50, 32, device="cuda:1"), torch.randint(0, 50, (2, 9), device="cuda:1")
+    x = fast_embedding.embed(tokens, weight, torch.arange(9, device="cuda:1"), weight)
+    assert torch.equal(x, weight[tokens] + weight[:9])
+    with pytest.raises(ValueError, match="cuda:0, cuda:1: all must be on one device"):
+        fast_embedding.embed(tokens.to("cuda:0"), weight)
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements():
+    """The last rows of a table, of the output and of both gradients."""
+    rows, columns = 2**20 + 16, 2048
+    weight = torch.zeros(rows, columns, device="cuda", dtype=torch.bfloat16)
+    weight[-50:].normal_()
+    tokens = torch.arange(rows, device="cuda").view(1, -1)
+    x = fast_embedding.embed(tokens, weight, tokens, weight)
+    assert torch.equal(x[0, -50:], 2 * weight[-50:])
+    del weight
+    for gradient in (fast_embedding.sum_by_index(tokens[0], x[0], rows),
+                     fast_embedding.sum_over_batch(x, tokens[0], rows)):
+        assert torch.equal(gradient[-50:], x[0, -50:])

@@ -7,7 +7,9 @@ import torch
 
 from fast_kernels import gemm as fast_gemm
 
-pytestmark = pytest.mark.gpu
+# without test_schema, which multiplies the inputs: PyTorch cannot in FP8
+OPCHECKS = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = [(2304, 768, 4096), (768, 3072, 8208), (768, 4096, 2304), (64, 32, 48), (50304, 768, 256)]  # M, K, N
 FORWARD = [(E4M3, E4M3, False, "fast"), (E4M3, E4M3, True, "fast")]
@@ -16,13 +18,13 @@ BACKWARD = [(E4M3, E5M2, False, "precise"), (E4M3, E5M2, False, "fast"), (E4M3, 
 
 @pytest.fixture(autouse=True)
 def empty_autotune_cache(monkeypatch):
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("FP8 GEMMs need compute capability 9.0 or higher")
     monkeypatch.setattr(fast_gemm, "_shapes", type(fast_gemm._shapes)())
     monkeypatch.setattr(fast_gemm._Shape, "tuned_count", 0)
 
 
-def make(m, k, n, a_type=E4M3, b_type=E4M3, with_bias=False, device="cuda"):
+def make(m, k, n, a_type=E4M3, b_type=E4M3, with_bias=False, device=DEVICE):
     """Make operands, and the expected output in float64."""
     a, b = (torch.randn(rows, k, device=device).to(dtype) for rows, dtype in ((m, a_type), (n, b_type)))
     scales = torch.tensor([0.5], device=device), torch.tensor([0.25], device=device)
@@ -44,6 +46,7 @@ def error_of_torch(operands, exact):
     return precise
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("a_type, b_type, with_bias, accumulation", FORWARD + BACKWARD)
 @pytest.mark.parametrize("m, k, n", SHAPES)
 def test_every_algorithm_is_correct(m, k, n, a_type, b_type, with_bias, accumulation):
@@ -61,10 +64,11 @@ def test_every_algorithm_is_correct(m, k, n, a_type, b_type, with_bias, accumula
     assert min(errors) < 2.5e-3 and max(errors) < (2.5e-3 if accumulation == "precise" else 6e-3), errors
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("m, k, n", [(768, 32768, 3072), (4096, 16384, 12288), (272, 8208, 16384)])
-def test_a_result_is_written_or_added_to_memory_of_the_caller(m, k, n, dtype, accumulate):
+def test_a_result_is_written_or_added_to_out(m, k, n, dtype, accumulate):
     """As weight gradients are. Timing must not add the result more than once."""
     operands, exact = make(m, k, n, E4M3, E5M2)
     limit = 1.5 * error_of_torch(operands, exact) if dtype == torch.float32 else 5e-3
@@ -77,7 +81,8 @@ def test_a_result_is_written_or_added_to_memory_of_the_caller(m, k, n, dtype, ac
     assert shape.is_tuned
 
 
-def test_either_times_both_kinds_of_accumulation_with_precise_as_the_default():
+@pytest.mark.gpu
+def test_either_times_both_kinds_of_accumulation():
     operands, _ = make(768, 3072, 4096, E4M3, E5M2)
     for accumulation in ("precise", "fast", "either"):
         fast_gemm.gemm(*operands, accumulation=accumulation)
@@ -87,6 +92,7 @@ def test_either_times_both_kinds_of_accumulation_with_precise_as_the_default():
     assert both.descriptors == [first, last]  # precise, then fast
 
 
+@pytest.mark.gpu
 def test_each_shape_is_timed_once(monkeypatch):
     tuned, tune = [], fast_gemm._Shape.tune
     monkeypatch.setattr(fast_gemm._Shape, "tune", lambda self, *_: tuned.append(1) or tune(self, *_))
@@ -96,6 +102,7 @@ def test_each_shape_is_timed_once(monkeypatch):
     assert len(tuned) == 2
 
 
+@pytest.mark.gpu
 def test_number_of_timed_and_cached_shapes_is_bounded(monkeypatch):
     """With many token counts, the first ones are timed, all are correct, and the oldest are dropped."""
     monkeypatch.setattr(fast_gemm, "MAX_TUNED", 2)
@@ -107,6 +114,7 @@ def test_number_of_timed_and_cached_shapes_is_bounded(monkeypatch):
     assert [key[2] for key in fast_gemm._shapes] == [176, 192, 128]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("b_type", [E4M3, E5M2])
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_timing_waits_for_operands_that_are_not_zeros(b_type, zero):
@@ -119,7 +127,8 @@ def test_timing_waits_for_operands_that_are_not_zeros(b_type, zero):
     assert error(fast_gemm.gemm(*operands), exact) < 1e-2 and shape.is_tuned
 
 
-def test_first_passes_of_a_deep_model_do_not_use_up_the_attempts():
+@pytest.mark.gpu
+def test_first_passes_do_not_use_up_the_attempts():
     """The gradients of a new model with 96 blocks are zeros in three passes."""
     operands, _ = make(256, 256, 128)
     for _ in range(3 * 96):
@@ -128,7 +137,8 @@ def test_first_passes_of_a_deep_model_do_not_use_up_the_attempts():
     assert fast_gemm._Shape.tuned_count == 1
 
 
-def test_operands_that_stay_zero_are_checked_a_limited_number_of_times(monkeypatch):
+@pytest.mark.gpu
+def test_zeros_are_checked_a_limited_number_of_times(monkeypatch):
     monkeypatch.setattr(fast_gemm, "MAX_ATTEMPTS", 4)
     operands, _ = make(256, 256, 128)
     checks, check = [], fast_gemm._is_mostly_nonzero
@@ -138,6 +148,7 @@ def test_operands_that_stay_zero_are_checked_a_limited_number_of_times(monkeypat
     assert len(checks) == fast_gemm.MAX_ATTEMPTS
 
 
+@pytest.mark.gpu
 def test_timing_copies_no_operand():
     """With a vocabulary of 50,304, the FP8 gradient of 65,536 tokens' logits takes 3.3 GB."""
     operands, _ = make(768, 16384, 50304, E4M3, E5M2)
@@ -149,22 +160,87 @@ def test_timing_copies_no_operand():
     assert extra <= fast_gemm.WORKSPACE_BYTES + 2**21
 
 
-def test_without_an_algorithm_gemm_returns_none(monkeypatch):
-    monkeypatch.setattr(fast_gemm._Shape, "_ask_heuristic", lambda *_: [])
-    operands, _ = make(256, 256, 128)
-    assert fast_gemm.gemm(*operands) is None
+def runs_on_torch(monkeypatch, reason):
+    """Make gemm use torch._scaled_mm, for one of its reasons."""
+    if reason == "no algorithm":
+        monkeypatch.setattr(fast_gemm._Shape, "_ask_heuristic", lambda *_: [])
+    elif reason == "none runs":
+        monkeypatch.setattr(fast_gemm._Shape, "_can_run", lambda *_: False)
+    elif reason == "no library":
+        monkeypatch.setattr(fast_gemm, "_library", lambda: None)
+    else:
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(fast_gemm._Shape, "run", None)
 
 
-def test_algorithms_that_do_not_run_are_skipped(monkeypatch):
-    operands, exact = make(256, 256, 128)
-    can_run = fast_gemm._Shape._can_run
-    monkeypatch.setattr(fast_gemm._Shape, "_can_run", lambda shape, candidate, operands: False)
-    assert fast_gemm.gemm(*operands) is None and fast_gemm.gemm(*operands) is None
-    fast_gemm._shapes.clear()
-    monkeypatch.setattr(fast_gemm._Shape, "_can_run", can_run)
-    assert error(fast_gemm.gemm(*operands), exact) < 1e-2
+on_gpu = [
+    pytest.param(reason, marks=pytest.mark.gpu) for reason in ("no algorithm", "none runs", "deterministic")]
 
 
+@pytest.mark.parametrize("reason", ["no library", *on_gpu])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_torch_runs_where_cublaslt_cannot(monkeypatch, reason, dtype, with_bias, accumulate):
+    runs_on_torch(monkeypatch, reason)
+    operands, exact = make(64, 96, 48, E4M3, E5M2, with_bias)
+    if dtype is None:
+        out = fast_gemm.gemm(*operands)
+        assert out.dtype == torch.bfloat16 and error(out, exact) < 5e-3
+    else:
+        out = torch.full((48, 64), 3.0, device=DEVICE, dtype=dtype)
+        assert fast_gemm.gemm(*operands, out=out, accumulate=accumulate) is out
+        assert error(out, exact + 3 if accumulate else exact) < (5e-3 if dtype == torch.bfloat16 else 1e-3)
+    assert error(fast_gemm.gemm_reference(*operands), exact) < 1e-6
+
+
+def test_operations_are_registered():
+    operands, _ = make(64, 96, 48, with_bias=True)
+    fast_gemm.gemm(*operands)  # chooses the algorithm
+    fast_gemm.gemm(*operands, out=torch.zeros(48, 64, device=DEVICE))
+    ops, out = torch.ops.fast_kernels, torch.zeros(48, 64, device=DEVICE)
+    for op, arguments in ((ops.gemm, (*operands, "precise")), (ops.gemm_into, (*operands, "precise", out, True))):
+        torch.library.opcheck(op.default, arguments, test_utils=OPCHECKS, atol=1e-2, rtol=1e-2)
+    graph = torch.compile(
+        lambda out: (fast_gemm.gemm(*operands), fast_gemm.gemm(*operands, out=out)), fullgraph=True,
+        backend="aot_eager")
+    new, written = graph(out)
+    assert written is out and error(new, out.double()) < 5e-3
+
+
+def shifted(x, elements):
+    """Return a copy of x whose address is `elements` elements past a multiple of 16 bytes."""
+    memory = torch.empty(x.numel() + elements, dtype=x.dtype, device=x.device)
+    return memory[elements:].view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(a=lambda x: shifted(x, 8)), "a starts 8 bytes after"),
+    (dict(b=lambda x: shifted(x, 1)), "b starts 1 bytes after"),
+    (dict(bias=lambda x: shifted(x, 1)), "bias starts 2 bytes after"),
+    (dict(out=lambda x: shifted(x, 2)), "out starts 8 bytes after"),
+    (dict(bias=lambda x: x.float()), r"must be \(64,\) torch.bfloat16"),
+    (dict(bias=lambda x: x[:32]), r"must be \(64,\) torch.bfloat16"),
+    (dict(bias=lambda x: x.repeat(2)[::2]), "contiguous"),
+    (dict(a=lambda x: x.to(E5M2), b=lambda x: x.to(E5M2)), "not both float8_e5m2"),
+    (dict(a=lambda x: x.bfloat16()), "a and b must be"),
+    (dict(b=lambda x: x[:, :64].contiguous()), r"must be \(M, K\), \(N, K\)"),
+    (dict(out=lambda x: x[:16]), r"must be \(M, K\), \(N, K\)"),
+    (dict(a=lambda x: x.T.contiguous().T), "call .contiguous()"),
+    (dict(out=lambda x: x.half()), "out must be"), (dict(accumulation=lambda x: "exact"), "precise, fast or"),
+    (dict(a_scale_inv=lambda x: x.double()), "must be torch.float32, one element"),
+    (dict(a=lambda x: x[:40], bias=lambda x: x[:40], out=lambda x: x[:, :40].contiguous()), "multiples of 16")])
+def test_invalid_arguments_raise(change, message):
+    """Also after a call of the same shape, whose checks are remembered."""
+    operands, _ = make(64, 96, 48, with_bias=True)
+    values = dict(zip(("a", "a_scale_inv", "b", "b_scale_inv", "bias"), operands), accumulation="precise")
+    values["out"] = torch.zeros(48, 64, device=DEVICE)
+    fast_gemm.gemm(**values)
+    with pytest.raises(ValueError, match=message):
+        fast_gemm.gemm(**values | {name: made(values[name]) for name, made in change.items()})
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tuned", [True, False])
 def test_in_a_cuda_graph(tuned):
     """The algorithm of a timed shape is captured; no shape is timed during a capture."""
@@ -183,6 +259,7 @@ def test_in_a_cuda_graph(tuned):
     assert error(out, exact) < 1e-2
 
 
+@pytest.mark.gpu
 def test_concurrent_streams_and_threads():
     """Two threads, each on its stream, use one shape with different operands."""
     errors = []
@@ -209,8 +286,11 @@ def test_on_a_device_that_is_not_the_current_one():
     operands, exact = make(768, 768, 512, device="cuda:1")
     out = fast_gemm.gemm(*operands)
     assert out.device.index == 1 and error(out, exact) < 1e-2 and torch.cuda.current_device() == 0
+    with pytest.raises(ValueError, match="all must be on one device"):
+        fast_gemm.gemm(*operands[:2], operands[2].to("cuda:0"), *operands[3:])
 
 
+@pytest.mark.gpu
 def test_more_than_2_to_the_31_elements():
     """The logits of 43,008 tokens with a vocabulary of 50,304."""
     a = torch.randn(50304, 128, device="cuda").to(E4M3)
@@ -220,18 +300,3 @@ def test_more_than_2_to_the_31_elements():
     assert out.numel() > 2**31
     for rows in (slice(0, 16), slice(21500, 21516), slice(-16, None)):
         assert error(out[rows], b[rows].double() @ a.double().T) < 1e-2
-
-
-def test_bias_must_be_bf16():
-    operands, _ = make(256, 256, 128, with_bias=True)
-    with pytest.raises(ValueError, match="bias torch.float32: must be torch.bfloat16"):
-        fast_gemm.gemm(*operands[:4], operands[4].float())
-
-
-def test_unsupported_under_deterministic_algorithms():
-    assert fast_gemm.is_supported()
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert not fast_gemm.is_supported()
-    finally:
-        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,462 @@
+"""Triton kernels of casts.py, and device functions that loss.py uses as well. `casts` says how they work."""
+
+import triton
+import triton.language as tl
+
+# ---------------------------------------------------------------- device functions
+
+@triton.jit
+def _reciprocal(x):
+    """Return 1/x in one instruction, with an error of at most one unit in the last place."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def round_bf16(x):
+    """Round float32 to BF16, two values per instruction."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def _gate(x, IS_SILU: tl.constexpr):
+    """Return activation(x) / x, a sigmoid for SiLU and GELU.
+
+    SiLU is x / (1 + exp(-x)). GELU is x · (1 + tanh u) / 2 with u = 0.798 x (1 + 0.0447 x²), which is
+    x / (1 + exp(-2u)): one exponential, no tanh. The constants are divided by log(2), since the GPU's
+    instruction is 2^x."""
+    exponent = -1.4426950409 * x if IS_SILU else x * (-2.3022081958 - 0.1029432394 * x * x)
+    return _reciprocal(1.0 + tl.exp2(exponent))
+
+
+@triton.jit
+def _load(pointer, mask):
+    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def widen(x):
+    """Convert BF16 to float32, two values per instruction.
+
+    With `x.to(tl.float32)`, Triton converts the layout first, and computes what follows once per layout.
+    """
+    return tl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _pack_fp8(a, b, c, d, FP8: tl.constexpr):
+    """Cast four values to FP8 and pack them into 32 bits, a lowest. Saturates; rounds ties to even."""
+    if FP8 == tl.float8e5:
+        return tl.inline_asm_elementwise(
+            "{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; "
+            "cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;mov.b32 $0, {low, high};}",
+            "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+        )
+    return tl.inline_asm_elementwise(
+        "{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+        "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;mov.b32 $0, {low, high};}",
+        "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+    )
+
+
+@triton.jit
+def load_rows(pointer, stride, mask, other: tl.constexpr = 0.0):
+    """Load four adjacent rows at each pointer. All loads come before any store, since the compiler would not
+    move a load across one."""
+    return (
+        tl.load(pointer, mask=mask, other=other), tl.load(pointer + stride, mask=mask, other=other),
+        tl.load(pointer + 2 * stride, mask=mask, other=other),
+        tl.load(pointer + 3 * stride, mask=mask, other=other),
+    )
+
+
+@triton.jit
+def abs_max(a, b, c, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the largest magnitude over four rows and every eight columns, which are in one thread. Ignores
+    NaN, as TE does."""
+    largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+    return tl.max(tl.reshape(largest, (ROWS // 4, COLUMNS // 8, 8)), 2)
+
+
+@triton.jit
+def store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask,
+              ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Quantize a tile of the (N, D) output and store it, rowwise and transposed.
+
+    a, b, c, d: (ROWS / 4, COLUMNS) float32: rows 0, 4, 8, … of the tile, rows 1, 5, 9, …, and so on."""
+    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
+    fp8: tl.constexpr = rowwise_ptr.dtype.element_ty
+    a, b, c, d = a * scale, b * scale, c * scale, d * scale
+    out = rowwise_ptr + first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :]
+    tl.store(out, a.to(fp8), mask=mask)
+    tl.store(out + D, b.to(fp8), mask=mask)
+    tl.store(out + 2 * D, c.to(fp8), mask=mask)
+    tl.store(out + 3 * D, d.to(fp8), mask=mask)
+    corner = (columnwise_ptr + (first_column * N.to(tl.int64) + first_row)).to(tl.pointer_type(tl.int32))
+    tl.store(
+        corner + j[:, None] * (N // 4) + i[None, :], tl.trans(_pack_fp8(a, b, c, d, fp8)), mask=tl.trans(mask)
+    )
+
+
+@triton.jit
+def load_scale(scale_ptr, scale_inv_ptr):
+    """Load the scale; the first program also stores its reciprocal."""
+    scale = tl.load(scale_ptr)
+    if tl.program_id(0) == 0:
+        tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
+    return scale
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def two_sums(a, b):
+    """Sum a and b in one reduction, with one synchronization of the threads."""
+    return tl.reduce((a, b), 0, _add_pairs)
+
+
+# ---------------------------------------------------------------- kernels
+
+@triton.jit
+def _transpose_kernel(x_ptr, out_ptr, N, D, FITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Transpose one tile (ROWS, COLUMNS) of bytes, four rows packed into 32 bits."""
+    tile_columns = tl.cdiv(D, COLUMNS)
+    first_row, first_column = (
+        tl.program_id(0) // tile_columns * ROWS, tl.program_id(0) % tile_columns * COLUMNS)
+    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
+    mask = ((first_row // 4 + i < N // 4) | FITS)[:, None] & ((first_column + j < D) | FITS)[None, :]
+    a, b, c, d = load_rows(
+        x_ptr + first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :], D, mask, 0
+    )
+    packed = a.to(tl.int32) | (b.to(tl.int32) << 8) | (c.to(tl.int32) << 16) | (d.to(tl.int32) << 24)
+    out_ptr += first_column * (N.to(tl.int64) // 4) + first_row // 4
+    tl.store(out_ptr + j[:, None] * (N // 4) + i[None, :], tl.trans(packed), mask=tl.trans(mask))
+
+
+@triton.jit
+def _norm_kernel(x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, residual_ptr, mean_ptr, rstd_ptr,
+                 scale_ptr, amax_ptr, rowwise_ptr, scale_inv_ptr, C, eps,
+                 ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
+    """Add and normalize ROWS rows, one at a time. y = x̂ · weight + bias, x̂ = rstd · (x - mean)."""
+    j = tl.arange(0, WIDTH)
+    mask = j < C
+    weight = _load(weight_ptr + j, mask)
+    if mean_ptr is not None:
+        bias = _load(bias_ptr + j, mask)
+    if branch_bias_ptr is not None:
+        branch_bias = _load(branch_bias_ptr + j, mask)
+    scale = load_scale(scale_ptr, scale_inv_ptr)
+    largest = tl.zeros((WIDTH,), tl.float32)
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    for i in tl.range(ROWS, num_stages=STAGES):  # prefetches the next STAGES - 1 rows
+        row = first_row + i
+        offsets = row * C + j
+        values = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        if branch_ptr is not None:
+            values += tl.load(branch_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            if branch_bias_ptr is not None:
+                values += branch_bias
+            rounded = round_bf16(values)
+            tl.store(residual_ptr + offsets, rounded, mask=mask)
+            values = rounded.to(tl.float32)
+        if mean_ptr is not None:
+            mean = tl.sum(values) / C
+            tl.store(mean_ptr + row, mean)
+            values = tl.where(mask, values - mean, 0.0)
+        rstd = tl.rsqrt(tl.sum(values * values) / C + eps)
+        tl.store(rstd_ptr + row, rstd)
+        y = values * rstd * weight
+        if mean_ptr is not None:
+            y += bias
+        largest = tl.maximum(largest, tl.abs(y))  # ignores NaN, as TE does
+        tl.store(rowwise_ptr + offsets, (y * scale).to(rowwise_ptr.dtype.element_ty), mask=mask)
+    tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+
+
+@triton.jit
+def _norm_backward_kernel(dy_ptr, residual_ptr, mean_ptr, rstd_ptr, weight_ptr, dresidual_ptr, dx_ptr,
+                          scale_ptr, amax_ptr, rowwise_ptr, scale_inv_ptr, partial_sums_ptr, N, C,
+                          WITH_DBRANCH_BIAS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
+    """Stride over the rows. With x̂ = rstd · (x - mean) and g = weight · dy, LayerNorm's gradients are
+    dx = rstd · (g - mean(g) - x̂ · mean(g · x̂)), dweight = Σ dy · x̂ and dbias = Σ dy. RMSNorm's have no mean
+    and no mean(g). partial_sums (programs, 1 to 3, C): each program's dweight, dbias, dbranch_bias."""
+    j = tl.arange(0, WIDTH)
+    mask = j < C
+    weight = _load(weight_ptr + j, mask)
+    if rowwise_ptr is not None:
+        scale = load_scale(scale_ptr, scale_inv_ptr)
+        largest = tl.zeros((WIDTH // 8,), tl.float32)
+    dweight = tl.zeros((WIDTH,), tl.float32)
+    dbias = tl.zeros((WIDTH,), tl.float32)
+    dbranch_bias = tl.zeros((WIDTH,), tl.float32)
+    programs = tl.num_programs(0)
+    first_row = tl.program_id(0).to(tl.int64)
+    # prefetches the next STAGES - 1 rows
+    for i in tl.range(tl.cdiv(N - tl.program_id(0), programs), num_stages=STAGES):
+        row = first_row + i * programs
+        offsets = row * C + j
+        x = tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        if dresidual_ptr is not None:
+            dresidual = tl.load(dresidual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row)
+        if mean_ptr is not None:
+            x = tl.where(mask, x - tl.load(mean_ptr + row), 0.0)
+        x *= rstd
+        dweight += dy * x
+        g = dy * weight
+        if mean_ptr is not None:
+            dbias += dy
+            along_x, mean = two_sums(g * x, g)
+            dx = rstd * (g - mean / C - x * (along_x / C))
+        else:
+            dx = rstd * (g - x * (tl.sum(g * x) / C))
+        if dresidual_ptr is not None:
+            dx += dresidual
+        rounded = round_bf16(dx)
+        tl.store(dx_ptr + offsets, rounded, mask=mask)
+        dx = tl.where(mask, rounded.to(tl.float32), 0.0)
+        if WITH_DBRANCH_BIAS:
+            dbranch_bias += dx
+        if rowwise_ptr is not None:
+            # ignores NaN, as TE does
+            largest = tl.maximum(largest, tl.max(tl.reshape(tl.abs(dx), (WIDTH // 8, 8)), 1))
+            tl.store(rowwise_ptr + offsets, (dx * scale).to(rowwise_ptr.dtype.element_ty), mask=mask)
+    if rowwise_ptr is not None:
+        tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+    width = C * (1 + (mean_ptr is not None) + WITH_DBRANCH_BIAS)
+    partial_sums_ptr += tl.program_id(0) * width + j
+    tl.store(partial_sums_ptr, dweight, mask=mask)
+    if mean_ptr is not None:
+        tl.store(partial_sums_ptr + C, dbias, mask=mask)
+    if WITH_DBRANCH_BIAS:
+        tl.store(partial_sums_ptr + width - C, dbranch_bias, mask=mask)
+
+
+@triton.jit
+def _activate(x, bias, up, up_bias, KIND: tl.constexpr, GATED: tl.constexpr):
+    x = widen(x)
+    if bias is not None:
+        x += bias
+    if KIND == "gelu" or KIND == "silu":
+        y = x * _gate(x, KIND == "silu")
+    else:
+        y = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
+        if KIND == "srelu":
+            y *= y
+    if GATED:
+        up = widen(up)
+        if bias is not None:
+            up += up_bias
+        y *= up
+    return y
+
+
+@triton.jit
+def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, N, D,
+                       KIND: tl.constexpr, GATED: tl.constexpr, FITS: tl.constexpr, ROWS: tl.constexpr,
+                       COLUMNS: tl.constexpr):
+    """Compute one tile (ROWS, COLUMNS) of the (N, D) output."""
+    tile_columns = tl.cdiv(D, COLUMNS)
+    first_row, first_column = (
+        tl.program_id(0) // tile_columns * ROWS, tl.program_id(0) % tile_columns * COLUMNS)
+    # offsets inside the tile: only the tile's own offset needs 64 bits
+    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
+    in_columns = (first_column + j < D) | FITS
+    mask = ((first_row // 4 + i < N // 4) | FITS)[:, None] & in_columns[None, :]
+    width = 2 * D if GATED else D
+    x_ptr += first_row.to(tl.int64) * width + first_column + 4 * i[:, None] * width + j[None, :]
+    x = load_rows(x_ptr, width, mask)
+    up = load_rows(x_ptr + D, width, mask) if GATED else x
+    bias = _load(bias_ptr + first_column + j, in_columns)[None, :] if bias_ptr is not None else None
+    up_bias = (
+        _load(bias_ptr + D + first_column + j, in_columns)[None, :]
+        if GATED and bias_ptr is not None
+        else None
+    )
+    a = _activate(x[0], bias, up[0], up_bias, KIND, GATED)
+    b = _activate(x[1], bias, up[1], up_bias, KIND, GATED)
+    c = _activate(x[2], bias, up[2], up_bias, KIND, GATED)
+    d = _activate(x[3], bias, up[3], up_bias, KIND, GATED)
+    if bias_ptr is not None and not FITS:  # outside the tensor, x + bias is the bias and not 0
+        a, b = tl.where(mask, a, 0.0), tl.where(mask, b, 0.0)
+        c, d = tl.where(mask, c, 0.0), tl.where(mask, d, 0.0)
+    tl.atomic_max(amax_ptr, tl.max(abs_max(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
+    scale = load_scale(scale_ptr, scale_inv_ptr)
+    store_fp8(
+        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS
+    )
+
+
+@triton.jit
+def _value_and_slope(x, KIND: tl.constexpr):
+    """Return activation(x), and its derivative.
+
+    GELU is x · gate with gate = sigmoid(2u) of `_gate`; the derivative is
+    gate + x · gate · (1 - gate) · 2u', and 2u' = 1.596 + 0.214 x²."""
+    if KIND == "gelu":
+        gate = _gate(x, False)
+        value = x * gate
+        slope = x * (gate - gate * gate) * (1.5957691216 + 0.2140644486 * (x * x)) + gate
+    elif KIND == "silu":
+        gate = _gate(x, True)
+        value = x * gate
+        slope = value * (1.0 - gate) + gate
+    else:
+        value = tl.where(x < 0.0, 0.0, x)
+        slope = tl.where(x > 0.0, 1.0, 0.0)
+        if KIND == "srelu":
+            slope = tl.where(x > 0.0, 2.0 * x, 0.0)
+            value *= value
+    return value, slope
+
+
+@triton.jit
+def _plain_backward(dy, x, bias, KIND: tl.constexpr):
+    """Return the gradient of x."""
+    x = widen(x)
+    if bias is not None:
+        x += bias
+    _, slope = _value_and_slope(x, KIND)
+    return slope * widen(dy)
+
+
+@triton.jit
+def _gated_backward(dy, x, bias, up, up_bias, KIND: tl.constexpr):
+    """Return the gradients of x, the activation's input, and of up, which activation(x) is multiplied by."""
+    x, up, dy = widen(x), widen(up), widen(dy)
+    if bias is not None:
+        x, up = x + bias, up + up_bias
+    value, slope = _value_and_slope(x, KIND)
+    return slope * dy * up, value * dy
+
+
+@triton.jit
+def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr,
+                                scale_inv_ptr, partial_sums_ptr, N, D, KIND: tl.constexpr,
+                                GATED: tl.constexpr, FITS: tl.constexpr, ROWS: tl.constexpr,
+                                COLUMNS: tl.constexpr):
+    """Read one tile (ROWS, COLUMNS) of dy (N, D); write that tile of dx, gated also the one D columns to
+    the right. partial_sums (rows of tiles, D or 2D): dbias of each row of tiles."""
+    tile_columns = tl.cdiv(D, COLUMNS)
+    tile_row, first_column = tl.program_id(0) // tile_columns, tl.program_id(0) % tile_columns * COLUMNS
+    first_row = tile_row * ROWS
+    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
+    in_columns = (first_column + j < D) | FITS
+    mask = ((first_row // 4 + i < N // 4) | FITS)[:, None] & in_columns[None, :]
+    width = 2 * D if GATED else D
+    x_ptr += first_row.to(tl.int64) * width + first_column + 4 * i[:, None] * width + j[None, :]
+    x = load_rows(x_ptr, width, mask)
+    dy = load_rows(
+        dy_ptr + first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :], D, mask
+    )
+    bias = _load(bias_ptr + first_column + j, in_columns)[None, :] if bias_ptr is not None else None
+    scale = load_scale(scale_ptr, scale_inv_ptr)
+    if GATED:
+        up = load_rows(x_ptr + D, width, mask)
+        up_bias = (
+            _load(bias_ptr + D + first_column + j, in_columns)[None, :] if bias_ptr is not None else None
+        )
+        a, e = _gated_backward(dy[0], x[0], bias, up[0], up_bias, KIND)
+        b, f = _gated_backward(dy[1], x[1], bias, up[1], up_bias, KIND)
+        c, g = _gated_backward(dy[2], x[2], bias, up[2], up_bias, KIND)
+        d, h = _gated_backward(dy[3], x[3], bias, up[3], up_bias, KIND)
+    else:
+        a, b = _plain_backward(dy[0], x[0], bias, KIND), _plain_backward(dy[1], x[1], bias, KIND)
+        c, d = _plain_backward(dy[2], x[2], bias, KIND), _plain_backward(dy[3], x[3], bias, KIND)
+    # a to d: gradients of x's four rows; e to h: of up's.
+    # The stores come before the reduction for the amax: faster here, but more registers in the other kernels
+    largest = abs_max(a, b, c, d, ROWS, COLUMNS)
+    if GATED:
+        largest = tl.maximum(largest, abs_max(e, f, g, h, ROWS, COLUMNS))
+        store_fp8(
+            e, f, g, h, scale, rowwise_ptr, columnwise_ptr, first_row, D + first_column, N, width, mask,
+            ROWS, COLUMNS,
+        )
+    store_fp8(
+        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, width, mask, ROWS, COLUMNS
+    )
+    tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+    if partial_sums_ptr is not None:
+        partial_sums_ptr += tile_row * width + first_column + j
+        tl.store(partial_sums_ptr, tl.sum((a + b) + (c + d), 0), mask=in_columns)
+        if GATED:
+            tl.store(partial_sums_ptr + D, tl.sum((e + f) + (g + h), 0), mask=in_columns)
+
+
+@triton.jit
+def _cast_kernel(x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, partial_sums_ptr,
+                 N, D, FITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Quantize one tile (ROWS, COLUMNS)."""
+    tile_columns = tl.cdiv(D, COLUMNS)
+    tile_row, first_column = tl.program_id(0) // tile_columns, tl.program_id(0) % tile_columns * COLUMNS
+    first_row = tile_row * ROWS
+    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
+    in_columns = (first_column + j < D) | FITS
+    mask = ((first_row // 4 + i < N // 4) | FITS)[:, None] & in_columns[None, :]
+    x = load_rows(
+        x_ptr + first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :], D, mask
+    )
+    a, b, c, d = widen(x[0]), widen(x[1]), widen(x[2]), widen(x[3])
+    tl.atomic_max(amax_ptr, tl.max(abs_max(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
+    scale = load_scale(scale_ptr, scale_inv_ptr)
+    store_fp8(
+        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS
+    )
+    if partial_sums_ptr is not None:
+        out = partial_sums_ptr + tile_row * D + first_column + j
+        tl.store(out, tl.sum((a + b) + (c + d), 0), mask=in_columns)
+
+
+@triton.jit
+def _cast_all_kernel(table_ptr, tiles_ptr, FP8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Quantize one tile (ROWS, COLUMNS) of one tensor.
+
+    tiles (programs, 2) int32: row of the table, tile of that tensor. table (tensors, 8) int64: the addresses
+    of x, rowwise data, columnwise data, scale_inv, scale and amax, then N and D."""
+    row_ptr = table_ptr + 8 * tl.load(tiles_ptr + 2 * tl.program_id(0))
+    tile = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1)
+    x_ptr = tl.multiple_of(tl.load(row_ptr).to(tl.pointer_type(tl.bfloat16)), 16)
+    rowwise_ptr = tl.multiple_of(tl.load(row_ptr + 1).to(tl.pointer_type(FP8)), 16)
+    columnwise_ptr = tl.multiple_of(tl.load(row_ptr + 2).to(tl.pointer_type(FP8)), 16)
+    N = tl.multiple_of(tl.load(row_ptr + 6).to(tl.int32), 16)
+    D = tl.multiple_of(tl.load(row_ptr + 7).to(tl.int32), 16)
+    tile_columns = tl.cdiv(D, COLUMNS)
+    first_row, first_column = tile // tile_columns * ROWS, tile % tile_columns * COLUMNS
+    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
+    mask = (first_row // 4 + i < N // 4)[:, None] & (first_column + j < D)[None, :]
+    x = load_rows(
+        x_ptr + first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :], D, mask
+    )
+    a, b, c, d = widen(x[0]), widen(x[1]), widen(x[2]), widen(x[3])
+    scale = tl.load(tl.load(row_ptr + 4).to(tl.pointer_type(tl.float32)))
+    if tile == 0:
+        tl.store(tl.load(row_ptr + 3).to(tl.pointer_type(tl.float32)), tl.div_rn(1.0, scale))
+    tl.atomic_max(
+        tl.load(row_ptr + 5).to(tl.pointer_type(tl.float32)), tl.max(abs_max(a, b, c, d, ROWS, COLUMNS)),
+        sem="relaxed",
+    )
+    store_fp8(
+        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS
+    )
+
+
+@triton.jit
+def _reduce_rows_kernel(x_ptr, total_ptr, P, W, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sum COLUMNS columns of x (P, W) over its rows, ROWS rows at a time."""
+    i, j = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for row in range(0, P, ROWS):
+        mask = (row + i < P)[:, None] & (j < W)[None, :]
+        pointers = x_ptr + (row + i)[:, None] * W + j[None, :]
+        total += tl.load(pointers, mask=mask, other=0.0)
+    tl.store(total_ptr + j, tl.sum(total, 0).to(total_ptr.dtype.element_ty), mask=j < W)

@@ -1,0 +1,114 @@
+"""Registration of kernels as PyTorch operations, `torch.ops.fast_kernels.*`, and what all of them share.
+
+`operation` registers a function with its schema and a fake version, so that torch.compile, FakeTensorMode and
+`torch.library.opcheck` know what it returns and which arguments it changes.
+
+- An operation never returns one of its arguments. An output that is not wanted is an empty tensor (0,).
+- The dispatcher takes about 4 us per call on the host, and a training step makes about 600 calls. So eager
+  code calls the function itself, and only a tracer or another dispatch mode gets the operation.
+- Kernels launch on the device of their arguments, which need not be the current one.
+- Kernels that work on many tensors read a table of addresses. It is kept on the device, because a CUDA graph
+  cannot record a copy from the host.
+"""
+
+import functools
+from collections import OrderedDict
+
+import torch
+
+LIBRARY = torch.library.Library("fast_kernels", "DEF")
+MAX_TABLES = 256
+
+
+def is_tracing():
+    """Return whether a tracer or another dispatch mode must see each operation."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def operation(schema, fake, setup_context=None, backward=None):
+    """Decorate a function `_name` to register it as the operation `name`.
+
+    Args:
+        schema: arguments and results, in PyTorch's notation; arguments that are changed are marked (a!).
+        fake: takes the same arguments and allocates the results.
+        setup_context, backward: the autograd formula, see `torch.library.register_autograd`.
+
+    Returns:
+        The function to call, with positional arguments. Its attribute `op` is the operation.
+    """
+
+    def register(function):
+        name = function.__name__.lstrip("_")
+        qualified_name = f"fast_kernels::{name}"
+        launch = _on_one_device(function, qualified_name)
+        LIBRARY.define(name + schema)
+        for key in ("CPU", "CUDA"):
+            LIBRARY.impl(name, launch, key)
+        torch.library.register_fake(qualified_name, fake, lib=LIBRARY)
+        op = getattr(torch.ops.fast_kernels, name).default
+        if backward is not None:
+            torch.library.register_autograd(
+                qualified_name, backward, setup_context=setup_context, lib=LIBRARY)
+
+        @functools.wraps(function)
+        def call(*args):
+            return op(*args) if backward is not None or is_tracing() else launch(*args)
+
+        call.op = op
+        return call
+
+    return register
+
+
+def _on_one_device(function, name):
+    """Return `function`, which checks that its tensors share a device and makes that the current one."""
+
+    def launch(*args):
+        index = None
+        for tensor in args:
+            if isinstance(tensor, torch.Tensor):
+                if index is None:
+                    index = tensor.get_device()
+                elif tensor.get_device() != index:
+                    devices = ", ".join(sorted({str(x.device) for x in args if isinstance(x, torch.Tensor)}))
+                    raise ValueError(f"{name}: tensors on {devices}: all must be on one device; use .to()")
+        if index is None or index < 0 or index == torch.cuda.current_device():
+            return function(*args)
+        with torch.cuda.device(index):
+            return function(*args)
+
+    return launch
+
+
+def check_aligned(name, **tensors):
+    """Raise ValueError unless every tensor (None is skipped) starts at a multiple of 16 bytes."""
+    for argument, tensor in tensors.items():
+        if tensor is not None and tensor.data_ptr() % 16:
+            raise ValueError(f"{name}: {argument} starts {tensor.data_ptr() % 16} bytes after a multiple of "
+                             "16, and must start at one; .clone() works")
+
+
+_tables = OrderedDict()  # (device, addresses and sizes) -> tensors, least recently used first
+
+
+def device_tables(device, key, make):
+    """Return `make()`, tensors that are a function of `key` alone, on `device`. Copied once per key.
+
+    The key has addresses and sizes as numbers, so that no tensor is kept alive, and equal keys mean equal
+    tables whatever the memory holds now.
+    """
+    tables = _tables.get((device, key))
+    if tables is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("fast_kernels: these tensors are new, and a CUDA graph cannot record the copy "
+                               "of their addresses; run the function once before the capture")
+        tables = _tables[device, key] = [table.to(device) for table in make()]
+        if len(_tables) > MAX_TABLES:
+            _tables.popitem(last=False)
+    _tables.move_to_end((device, key))
+    return tables
+
+
+def kept_tensors():
+    """Return the tensors that are kept between calls. A CUDA graph that was captured must hold them."""
+    return [table for tables in _tables.values() for table in tables]

@@ -1,0 +1,111 @@
+"""Update of all FP8 scales of a model under delayed scaling, in one launch.
+
+Use `update` at the end of a pass: of the forward pass for the scales of inputs and weights, of the backward
+pass for those of gradients. Between two updates the kernels of casts.py raise row 0 of the histories to the
+largest magnitudes that they see.
+
+The formula, and with it every bit, is that of Transformer Engine 2.20 (recipe/delayed_scaling.cu). The kernel
+reads addresses and sizes from a table, since a model has one state per module and direction.
+
+Reference: delayed scaling (Micikevicius et al. 2022).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fast_kernels.library import device_tables, operation
+
+# A program's tile of a history, 32 values per thread: a history of 1,024 rows takes two.
+TILE = dict(ROWS=512, COLUMNS=8, num_warps=4)
+LARGEST = torch.finfo(torch.float32).max
+
+
+def update_reference(states, fp8_max, margin=0, algorithm="max"):
+    """`update` in plain PyTorch."""
+    for scale, history in states:
+        is_used = history[0] != 0
+        amax = history.nan_to_num(nan=0.0, posinf=float("inf")).amax(0) if algorithm == "max" else history[0]
+        # a tensor as the numerator: PyTorch computes number / tensor with the reciprocal, which rounds twice
+        quotient = (torch.full_like(amax, fp8_max * 2.0**-margin) / amax).clamp(max=LARGEST)
+        scale.copy_(torch.where(is_used & (amax > 0) & amax.isfinite(), quotient, scale))
+        rolled = history.roll(-1, 0)
+        rolled[0] = 0
+        history.copy_(torch.where(is_used, rolled, history))
+
+
+def update(states, fp8_max, margin=0, algorithm="max"):
+    """Compute new scales from the amax histories, and roll these by one row, all in place.
+
+    scale = fp8_max / amax / 2^margin. An amax of 0, infinity or NaN keeps the old scale; a quotient that
+    overflows gives the largest float32. Row i of a history takes row i + 1, the last row takes row 0, and row
+    0 is zeroed. A slot whose row 0 is zero was not used since the last update, and stays as it is.
+
+    In a CUDA graph, it must have run before the capture with the same tensors.
+
+    Args:
+        states: (scale, history) pairs: (n,) float32, and (length, n) float32, contiguous, row 0 the newest.
+        fp8_max: the format's largest number, 448 for E4M3 and 57,344 for E5M2.
+        algorithm: "max": amax is the largest of the history, where NaN does not count; "most_recent": row 0.
+    """
+    if algorithm not in ("max", "most_recent"):
+        raise ValueError(f"fast_kernels.scales.update: algorithm={algorithm!r}: must be max or most_recent")
+    for scale, history in states:
+        fits = history.dim() == 2 and scale.shape == history.shape[1:] and len(history) > 0
+        are_float32 = scale.dtype == history.dtype == torch.float32
+        if not fits or not are_float32 or not (scale.is_contiguous() and history.is_contiguous()):
+            raise ValueError(f"fast_kernels.scales.update: scale {tuple(scale.shape)} {scale.dtype}, history "
+                             f"{tuple(history.shape)} {history.dtype}: must be (n,) and (length, n) float32, "
+                             "contiguous")
+        if scale.device != states[0][0].device or history.device != scale.device:
+            raise ValueError(f"fast_kernels.scales.update: tensors on {scale.device} and {history.device}: "
+                             f"all must be on {states[0][0].device}")
+    if states:
+        scales, histories = zip(*states)
+        _update_scales(list(scales), list(histories), float(fp8_max), margin, algorithm)
+
+
+@operation(
+    "(Tensor(a!)[] scales, Tensor(b!)[] histories, float fp8_max, int margin, str algorithm) -> ()",
+    lambda *_: None)
+def _update_scales(scales, histories, fp8_max, margin, algorithm):
+    states = tuple((s.data_ptr(), h.data_ptr(), *h.shape) for s, h in zip(scales, histories))
+    columns = TILE["COLUMNS"]
+
+    def make():
+        return [torch.tensor([(*state, first) for state in states for first in range(0, state[3], columns)])]
+
+    table, = device_tables(scales[0].device, states, make)
+    _update_kernel[(len(table),)](table, fp8_max * 2.0**-margin, IS_MAX=algorithm == "max", **TILE)
+
+
+@triton.jit
+def _update_kernel(table_ptr, numerator, IS_MAX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Update COLUMNS slots of one state.
+
+    table (programs, 5) int64: addresses of scale and history, rows and columns of the history, first slot."""
+    row_ptr = table_ptr + 5 * tl.program_id(0)
+    scale_ptr = tl.load(row_ptr).to(tl.pointer_type(tl.float32))
+    history_ptr = tl.load(row_ptr + 1).to(tl.pointer_type(tl.float32))
+    length, slots = tl.load(row_ptr + 2), tl.load(row_ptr + 3)
+    i, j = tl.arange(0, ROWS), tl.load(row_ptr + 4) + tl.arange(0, COLUMNS)
+    scale = tl.load(scale_ptr + j, mask=j < slots, other=1.0)
+    newest = tl.load(history_ptr + j, mask=j < slots, other=0.0)
+    is_used = newest != 0.0  # also NaN
+    largest = tl.zeros((COLUMNS,), tl.float32)
+    for first in range(0, length, ROWS):
+        row = first + i
+        pointers = history_ptr + row[:, None] * slots + j[None, :]
+        values = tl.load(pointers, mask=(row < length)[:, None] & is_used[None, :], other=0.0)
+        largest = tl.maximum(largest, tl.max(tl.where(values == values, values, 0.0), 0))
+        tl.debug_barrier()  # all rows are loaded before one is overwritten
+        is_moved = (row > 1) & (row < length)
+        tl.store(pointers - slots, values, mask=is_moved[:, None] & is_used[None, :])
+    amax = largest if IS_MAX else newest
+    quotient = tl.div_rn(numerator, amax)
+    quotient = tl.where(quotient == float("inf"), 3.4028234663852886e38, quotient)
+    is_valid = is_used & (amax > 0.0) & (amax < float("inf"))
+    tl.store(scale_ptr + j, tl.where(is_valid, quotient, scale), mask=is_used)
+    tl.store(history_ptr + (length - 1) * slots + j, newest, mask=is_used)
+    tl.debug_barrier()  # with one row, it is the first one
+    tl.store(history_ptr + j, 0.0, mask=is_used)
