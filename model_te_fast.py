@@ -3,7 +3,7 @@
 Copy this file and the folder `fast_kernels`. The network, the config, the parameter names and the state dict
 are those of `model_te_optimized.py`, and their diff shows what is fused:
 
-- Blocks pass a `Stream` on: the residual, and the branch and bias that are still to be added to it. The kernel
+- Blocks pass a `Stream` on: the residual, and the branch and bias still to be added to it. The kernel
   of the next norm adds them, normalizes the sum and writes it in FP8.
 - A gradient is written in FP8 by the kernel that computes it, for the GEMMs that read it.
 - Attention reads the packed output of the QKV GEMM and writes one packed gradient. QK-norm and RoPE are one
@@ -177,7 +177,6 @@ class FastGPT2Model(nn.Module):
         )
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.weight_table = None  # of `te.quantize_weights`
 
     def forward(self, input_ids, labels=None, cu_seqlens=None, is_first_microbatch=None):
         """Compute logits, or the loss if labels are given.
@@ -237,7 +236,7 @@ class FastGPT2Model(nn.Module):
             in_fp8 = [block for layer, block in enumerate(self.blocks) if config.in_fp8(layer)]
             modules = [module for block in in_fp8 for module in (block.attn.qkv, block.attn.proj, block.mlp)]
             modules += [self.lm_head] if config.fp8_lm_head else []
-            self.weight_table = te.quantize_weights(modules, self.weight_table)
+            te.quantize_weights(modules)
         return False
 
     def output(self, stream, labels=None, size=None, is_first_microbatch=None, tied_dweight=None):

@@ -1,7 +1,7 @@
 """FP8 tensors that pass through autograd: a `torch.Tensor` subclass with its data in both layouts.
 
-A kernel that computes a gradient can write it in FP8 at once, rowwise and transposed, for the two GEMMs of the
-backward pass that read it. `Float8Tensor` is what autograd then hands from one operation to the next. To
+A kernel that computes a gradient can write it in FP8 at once, rowwise and transposed, for the two GEMMs of
+the backward pass that read it. `Float8Tensor` is what autograd then hands from one operation to the next. To
 every other operation it is the BF16 tensor that it stands for: it dequantizes, so that an edited branch of a
 model gets a BF16 gradient instead of an error.
 

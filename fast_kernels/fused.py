@@ -16,8 +16,8 @@ transposed:
 
 - A bias is added by the kernel that reads the GEMM's output; `Stream` and `Branch` carry what is still to be
   added.
-- A gradient is quantized by the kernel that writes it, for the GEMMs that read it, and passed through autograd
-  as a `Float8Tensor`. A `Branch` knows how: `gradient`. Who changes a branch drops that (`Branch.value`).
+- A gradient is quantized by the kernel that writes it, for the GEMMs that read it, and passed through
+  autograd as a `Float8Tensor`. A `Branch` knows how: `gradient`. Who changes a branch drops that.
 - Delayed scaling knows the scales before the values. That is what makes this possible.
 - Forward GEMMs use fast accumulation, as in Transformer Engine's recipe; wgrad accumulates in float32, and
   dgrad too unless K is small and fast accumulation is faster (DGRAD_FAST_ACCUM_K).

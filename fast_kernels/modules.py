@@ -137,7 +137,8 @@ is_mxfp8_available = is_nvfp4_available = is_fp8_block_scaling_available
 def unsupported_reason() -> str:
     """Return why FP8 does not run here; "" if it does."""
     if not torch.cuda.is_available():
-        return "" if os.environ.get("TRITON_INTERPRET") == "1" else "fast_kernels needs a Hopper GPU, and there is no GPU here."
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # in tests
+        return "" if interpreted else "fast_kernels needs a Hopper GPU, and there is no GPU here."
     if torch.cuda.get_device_capability() != (9, 0):
         name = torch.cuda.get_device_name()
         return f"fast_kernels was only run on Hopper, not on {name}; install Transformer Engine for it."
@@ -190,8 +191,8 @@ class autocast:
 def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
     """Create modules as without this context; weights in FP8 are Transformer Engine's."""
     if enabled:
-        raise ValueError("quantized_model_init: fast_kernels keeps weights in BF16; Transformer Engine has FP8 "
-                         "weights")
+        raise ValueError("quantized_model_init: fast_kernels keeps weights in BF16; Transformer Engine has "
+                         "FP8 weights")
     yield
 
 
@@ -500,8 +501,8 @@ class DotProductAttention(nn.Module):
     def forward(self, query_layer, key_layer, value_layer, qkv_format="bshd", attn_mask_type="causal",
                 cu_seqlens_q=None, **lengths):
         if (qkv_format, attn_mask_type) not in (("bshd", "causal"), ("thd", "padding_causal")):
-            raise ValueError(f"qkv_format={qkv_format!r}, attn_mask_type={attn_mask_type!r}: fast_kernels has "
-                             "'bshd' with 'causal' and 'thd' with 'padding_causal'")
+            raise ValueError(f"qkv_format={qkv_format!r}, attn_mask_type={attn_mask_type!r}: fast_kernels "
+                             "has 'bshd' with 'causal' and 'thd' with 'padding_causal'")
         mask, packed = None, qkv_format == "thd"
         if packed:
             tokens = torch.arange(len(query_layer), device=query_layer.device, dtype=torch.int32)
@@ -580,23 +581,19 @@ def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False, 
 
 
 @torch.no_grad()
-def quantize_weights(modules, previous=None):
+def quantize_weights(modules):
     """Quantize the weights of all `modules` in one launch, for passes with is_first_microbatch=False.
 
     Call it inside `autocast`. Go backward before the next call with other weights: their memory is the same.
-
-    Args:
-        previous: what the last call returned, to be given to the next: the addresses that the kernel reads.
     """
     rows = []
     for module in modules:
         module.init_fp8_meta_tensors(_regions[-1].recipe)
         for gemm, prefix in enumerate(("fc1_", "fc2_") if module.fp8_meta["num_gemms"] == 2 else ("",)):
             weight, quantization = getattr(module, f"{prefix}weight"), module._quantization(gemm)[1]
+            module._check(weight, weight)
             if f"{prefix}weight" not in module._fp8_workspaces:
                 module._fp8_workspaces[f"{prefix}weight"] = casts.allocate_fp8(
                     weight, *weight.shape, quantization.dtype)
             rows.append((weight, module._fp8_workspaces[f"{prefix}weight"], *quantization[:2]))
-    table = casts.make_cast_table(rows, previous)
-    casts.cast_all(table)
-    return table
+    casts.cast_all(casts.make_cast_table(rows))

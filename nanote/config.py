@@ -146,10 +146,10 @@ RANGES = {  # {rule: (whether a value keeps it, options)}
 }
 OF_ONE_RUN = {"out_dir", "resume", "config", "eval_only", "profile"}  # another run or start has its own
 GONE = dict(  # options of version 0.1, with their defaults
-    fast_kernels=True, checkpoint_every=1, fused_block=True, fused_loss=True, fp8_dgrad_fast_accum_k=3072, hsdp_replicas=None,
-    fp8_logits_rounding="nearest", max_skipped_steps=10, grad_accum_dtype="auto", grad_reduce_dtype="auto",
-    eval_steps=None, background_saves=True, nsys=None, memory_snapshot=None, gc_interval=0,
-    torch_deterministic=False, expandable_segments=False)
+    checkpoint_every=1, fast_kernels=True, fused_block=True, fused_loss=True, fp8_dgrad_fast_accum_k=3072,
+    hsdp_replicas=None, fp8_logits_rounding="nearest", max_skipped_steps=10, grad_accum_dtype="auto",
+    grad_reduce_dtype="auto", eval_steps=None, background_saves=True, nsys=None, memory_snapshot=None,
+    gc_interval=0, torch_deterministic=False, expandable_segments=False)
 
 
 def parse(config_class, argv, prog, description=None, default=tyro.MISSING_NONPROP, **options):
