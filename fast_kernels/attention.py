@@ -1,12 +1,13 @@
 """Causal attention on a GPT's packed QKV projection: QK-norm, RoPE and FlashAttention; one packed gradient.
 
 Use `packed_attention` on the output of one QKV GEMM, in which each token has its query heads, then its key
-heads, then its value heads. Attention is FlashAttention 4 (Hopper, Blackwell: `pip install flash-attn-4`),
-else FlashAttention 2, else PyTorch's SDPA (correct, not fast).
+heads, then its value heads. The kernel is the first of these that supports the inputs: FlashAttention 4
+(Hopper, Blackwell: `pip install flash-attn-4`), FlashAttention 2 (`flash-attn`), cuDNN's (Hopper, Blackwell)
+and FlashAttention 2 as parts of PyTorch, and SDPA (any machine, dtype and head size; not fast).
 
 - After a `split`, autograd concatenates the gradients of q, k and v, which takes a large part of attention's
-  time at GPT-2's size. Here FlashAttention reads slices of qkv and writes dq, dk and dv into slices of one
-  gradient: nothing is copied.
+  time at GPT-2's size. Here all kernels read slices of qkv, and FlashAttention's packages write dq, dk and dv
+  into slices of one gradient: nothing is copied. PyTorch's kernels allocate them, which costs one copy.
 - QK-norm and RoPE are one Triton kernel forward and one, in place, backward. Both are bound by memory. Bytes
   per BF16 element of q and k: 2 read and 2 written forward; the same backward, and 2 more read with QK-norm,
   which needs its input again.
@@ -26,11 +27,18 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from fast_kernels.library import is_tracing, operation
+
 try:
     from flash_attn.cute.interface import _flash_attn_bwd as fa4_backward
     from flash_attn.cute.interface import _flash_attn_fwd as fa4_forward
 except ImportError:
     fa4_forward = None
+try:  # on Hopper, only newer versions have a backward kernel for windows
+    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
+    FA4_HAS_WINDOW_ON_HOPPER = "is_local" in inspect.signature(FlashAttentionBackwardSm90).parameters
+except ImportError:
+    FA4_HAS_WINDOW_ON_HOPPER = False
 try:
     from flash_attn.flash_attn_interface import _flash_attn_backward as fa2_backward  # 2.7 or newer
     from flash_attn.flash_attn_interface import _flash_attn_forward as fa2_forward
@@ -39,6 +47,7 @@ try:
 except ImportError:
     fa2_forward = None
 
+aten = torch.ops.aten
 FA4_HAS_TILE_OPTION = fa4_forward is not None and "tile_mn" in inspect.signature(fa4_forward).parameters
 # Programs of the backward kernel, 8 per SM of a Hopper GPU; each writes one row of partial weight gradients.
 PROGRAMS = 1056
@@ -46,13 +55,27 @@ PROGRAMS = 1056
 TILE = 1024
 
 
-@torch.compiler.disable  # FlashAttention compiles its own kernels and cannot be traced
+def packed_attention_reference(
+    qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=None, eps=1e-5, cu_seqlens=None, window=None
+):
+    """`packed_attention` in plain PyTorch."""
+    qkv = qkv.flatten(2).unflatten(2, (n_head + 2 * n_kv_head, -1))
+    q, k, v = qkv.split([n_head, n_kv_head, n_kv_head], dim=2)
+    if q_weight is not None:
+        q, k = (F.rms_norm(x, x.shape[-1:], weight, eps) for x, weight in ((q, q_weight), (k, k_weight)))
+    if rope is not None:
+        cos, sin = (table.reshape(-1, qkv.shape[1], 1, q.shape[-1] // 2) for table in rope)
+        halves = [x.chunk(2, dim=-1) for x in (q, k)]
+        q, k = (torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(v.dtype) for a, b in halves)
+    return _sdpa(q, k, v, cu_seqlens, window).flatten(2)
+
+
 def packed_attention(
-    qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=None, eps=1e-5, cu_seqlens=None
+    qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=None, eps=1e-5, cu_seqlens=None, window=None
 ):
     """Compute causal softmax(q · kᵀ / √D) · v, (B, S, n_head · D), differentiable in qkv and both weights.
 
-    FlashAttention supports BF16 and FP16, and D divisible by 8 and at most 256; other inputs use SDPA.
+    The fast kernels support BF16 and FP16, and D divisible by 8 and at most 256; other inputs use SDPA.
 
     Args:
         qkv: (B, S, (n_head + 2 n_kv_head) · D) or (B, S, n_head + 2 n_kv_head, D): the heads of q, then of k,
@@ -62,8 +85,11 @@ def packed_attention(
             the pairs (x[i], x[i + D/2]) of q and k (Llama's convention).
         q_weight, k_weight: (D,), both or neither: QK-norm, an RMSNorm of each head with `eps`, before RoPE.
         cu_seqlens: int32, the start of each document in the packed batch of B·S tokens, then B·S. A token
-            attends to its own document only. Padding with more B·S means empty documents, so that a CUDA
-            graph can replay batches with fewer documents. None: each sequence is one document.
+            attends to its own document only, of at most S tokens. Padding with more B·S means empty
+            documents, so that a CUDA graph can replay batches with fewer documents. None: each sequence is
+            one document. On the host, a document that crosses a row is refused; on a GPU, it is one document
+            of the flattened batch, whichever the kernel.
+        window: a token attends to itself and the window - 1 tokens before it. None: to all before it.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -75,12 +101,7 @@ def packed_attention(
                          "heads, n_kv_head dividing n_head")
     qkv = qkv.contiguous().view(batch, length, heads, -1)
     dim = qkv.shape[-1]
-    if q_weight is None or k_weight is None:
-        weights_fit = q_weight is k_weight
-    else:
-        weights_fit = q_weight.shape == k_weight.shape == (dim,)
-    if not weights_fit:
-        raise ValueError(f"q_weight and k_weight: give both, of shape ({dim},), or neither")
+    _check_weights(q_weight, k_weight, dim)
     if dim % 2 and (rope is not None or q_weight is not None):
         raise ValueError(f"head dimension {dim}: RoPE and QK-norm need an even one")
     cos, sin = None, None
@@ -89,42 +110,107 @@ def packed_attention(
         if cos.numel() != sin.numel() or cos.numel() not in (length * dim // 2, batch * length * dim // 2):
             raise ValueError(f"rope tables {tuple(cos.shape)} and {tuple(sin.shape)}: ({length}, {dim // 2}) "
                              "fit qkv")
+        if cos.numel() >= 2**31:
+            raise ValueError(f"rope tables {tuple(cos.shape)}: 2^31 elements or more; give (S, D/2)")
         cos, sin = cos.float().contiguous(), sin.float().contiguous()
-    with torch.cuda.device_of(qkv):  # Triton and FlashAttention launch on the current device
-        return _PackedAttention.apply(
-            qkv, cos, sin, q_weight, k_weight, n_head, n_kv_head, eps, cu_seqlens
-        ).flatten(2)
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: must be None or at least 1, the token itself")
+    if cu_seqlens is not None:
+        _check_documents(cu_seqlens, batch, length)
+        cu_seqlens = cu_seqlens.to(qkv.device).contiguous()
+    out, _, _ = _attention(
+        qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window)
+    return out.flatten(2)
 
 
-class _PackedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, qkv, cos, sin, q_weight, k_weight, n_head, n_kv_head, eps, cu_seqlens):
-        ctx.sizes, ctx.eps = (n_head, n_kv_head, n_kv_head), eps
-        q, k, v = qkv.split(ctx.sizes, dim=2)
-        qk = None
-        if cos is not None or q_weight is not None:
-            qk = _norm_rope(qkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, eps)
-            q, k = qk[:, :, :n_head], qk[:, :, n_head:]
-        out, lse = _attend(q, k, v, cu_seqlens)
-        ctx.save_for_backward(qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens)
-        return out
+def _check_weights(q_weight, k_weight, dim):
+    if q_weight is None or k_weight is None:
+        weights_fit = q_weight is k_weight
+    else:
+        weights_fit = q_weight.shape == k_weight.shape == (dim,)
+    if not weights_fit:
+        raise ValueError(f"q_weight and k_weight: give both, of shape ({dim},), or neither")
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout):
-        qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens = ctx.saved_tensors
-        n_head, n_kv_head, _ = ctx.sizes
-        q, k, v = qkv.split(ctx.sizes, dim=2)
-        if qk is not None:
-            q, k = qk[:, :, :n_head], qk[:, :, n_head:]
-        dqkv = torch.empty_like(qkv)
-        _attend_backward(dout.contiguous(), q, k, v, out, lse, *dqkv.split(ctx.sizes, dim=2), cu_seqlens)
-        dq_weight = dk_weight = None
-        if qk is not None:
-            dq_weight, dk_weight = _norm_rope_backward(
-                qkv, dqkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, ctx.eps
-            )
-        return dqkv, None, None, dq_weight, dk_weight, None, None, None, None
+
+def _check_documents(cu_seqlens, batch, length):
+    """Raise ValueError for documents that cross a row, if that needs no host synchronization."""
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+        raise ValueError(f"cu_seqlens {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}: must be an int32 vector")
+    if not cu_seqlens.is_cpu or is_tracing():
+        return
+    start, end = cu_seqlens[:-1], cu_seqlens[1:]
+    if cu_seqlens[0] != 0 or cu_seqlens[-1] != batch * length or (end < start).any():
+        raise ValueError(f"cu_seqlens: must rise from 0 to B · S = {batch * length}")
+    crosses = (end > start) & (start // length != (end - 1) // length)
+    if crosses.any():
+        i = int(crosses.nonzero()[0])
+        raise ValueError(f"cu_seqlens: the document from {int(start[i])} to {int(end[i])} crosses a row of "
+                         f"{length} tokens; split it where the row ends")
+
+
+def _allocate_attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window):
+    batch, length, _, dim = qkv.shape
+    out = qkv.new_empty(batch, length, n_head, dim)
+    is_changed = cos is not None or q_weight is not None
+    qk = qkv.new_empty((batch, length, n_head + n_kv_head, dim) if is_changed else 0)
+    shape = (batch, n_head, length) if cu_seqlens is None else (n_head, batch * length)
+    has_lse = _pick_kernel(qkv, cu_seqlens, window) != "sdpa"
+    return out, qk, qkv.new_empty(shape if has_lse else 0, dtype=torch.float32)
+
+
+def _setup_context(ctx, inputs, output):
+    qkv, cos, sin, q_weight, k_weight, cu_seqlens, *ctx.options = inputs
+    out, qk, lse = output
+    ctx.save_for_backward(qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens)
+    ctx.mark_non_differentiable(qk, lse)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dout, *_):
+    dqkv, dq_weight, dk_weight = _attention_backward(dout.contiguous(), *ctx.saved_tensors, *ctx.options)
+    has_weights = ctx.saved_tensors[6] is not None
+    return dqkv, None, None, *((dq_weight, dk_weight) if has_weights else (None, None)), *[None] * 5
+
+
+@operation(
+    "(Tensor qkv, Tensor? cos, Tensor? sin, Tensor? q_weight, Tensor? k_weight, Tensor? cu_seqlens, "
+    "int n_head, int n_kv_head, float eps, int? window) -> (Tensor out, Tensor qk, Tensor lse)",
+    _allocate_attention, _setup_context, _differentiate)
+def _attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window):
+    """Return the output (B, S, n_head, D), q and k after norm and rotation, and the log-sum-exp, float32,
+    (B, n_head, S), or (n_head, B·S) with documents. SDPA has none."""
+    q, k, v = qkv.split((n_head, n_kv_head, n_kv_head), dim=2)
+    qk = qkv.new_empty(0)
+    if cos is not None or q_weight is not None:
+        qk = _norm_rope(qkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, eps)
+        q, k = qk[:, :, :n_head], qk[:, :, n_head:]
+    out, lse = _attend(q, k, v, cu_seqlens, window)
+    return out, qk, lse
+
+
+def _allocate_backward(dout, qkv, qk, out, lse, cos, sin, q_weight, *_):
+    dim = 0 if q_weight is None else qkv.shape[-1]
+    dtype = qkv.dtype if q_weight is None else q_weight.dtype
+    return torch.empty_like(qkv), qkv.new_empty(dim, dtype=dtype), qkv.new_empty(dim, dtype=dtype)
+
+
+@operation(
+    "(Tensor dout, Tensor qkv, Tensor qk, Tensor out, Tensor lse, Tensor? cos, Tensor? sin, "
+    "Tensor? q_weight, Tensor? k_weight, Tensor? cu_seqlens, int n_head, int n_kv_head, float eps, "
+    "int? window) -> (Tensor dqkv, Tensor dq_weight, Tensor dk_weight)", _allocate_backward)
+def _attention_backward(
+    dout, qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window
+):
+    sizes = n_head, n_kv_head, n_kv_head
+    q, k, v = qkv.split(sizes, dim=2)
+    if qk.numel():
+        q, k = qk[:, :, :n_head], qk[:, :, n_head:]
+    dqkv = _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window)
+    dweights = None
+    if qk.numel():
+        dweights = _norm_rope_backward(
+            qkv, dqkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, eps)
+    return dqkv, *(dweights or (qkv.new_empty(0), qkv.new_empty(0)))
 
 
 # Attention. q is (B, S, n_head, D), k and v are (B, S, n_kv_head, D); only the last dimension is contiguous.
@@ -142,31 +228,54 @@ def _flash_version(head_dim):
     return "fa2" if fa2_forward is not None and major >= 8 else None
 
 
-def _pick_kernel(q):
-    """Return "fa4", "fa2" or "sdpa"."""
+def _pick_kernel(q, cu_seqlens, window):
+    """Return "fa4", "fa2", "cudnn", "flash" (as part of PyTorch) or "sdpa"."""
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
         return "sdpa"
-    return _flash_version(q.shape[-1]) or "sdpa"
+    head_dim, major = q.shape[-1], torch.cuda.get_device_capability()[0]
+    version = _flash_version(head_dim)
+    if version == "fa4" and window is not None and major == 9 and not FA4_HAS_WINDOW_ON_HOPPER:
+        version = "fa2" if fa2_forward is not None else None
+    if version is not None:
+        return version
+    if head_dim % 8 or head_dim > 256 or major < 8:
+        return "sdpa"
+    has_cudnn = torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
+    fits_cudnn = major in (9, 10) and head_dim <= 128 and cu_seqlens is None and window is None
+    if has_cudnn and fits_cudnn and not torch.are_deterministic_algorithms_enabled():
+        return "cudnn"
+    return "flash"
 
 
-def _fa2_options(q):
-    return dict(
-        dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=True, window_size_left=-1,
-        window_size_right=-1, softcap=0.0, alibi_slopes=None,
-    )
-
-
-def _sdpa(q, k, v, cu_seqlens=None):
+def _sdpa(q, k, v, cu_seqlens=None, window=None):
+    shape = q.shape
+    if cu_seqlens is not None:  # a document of the flattened batch
+        q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
     mask = None
+    if cu_seqlens is not None or window is not None:
+        token = torch.arange(q.shape[1], device=q.device, dtype=torch.int32)
+        distance = token[:, None] - token[None, :]
+        mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     if cu_seqlens is not None:
-        tokens = torch.arange(q.shape[0] * q.shape[1], device=q.device, dtype=torch.int32)
-        document = torch.searchsorted(cu_seqlens, tokens, right=True).view(q.shape[:2])
-        mask = (document[:, :, None] == document[:, None, :]).tril()[:, None]
+        document = torch.searchsorted(cu_seqlens, token, right=True)
+        mask &= document[:, None] == document[None, :]
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None,
         enable_gqa=q.shape[2] != k.shape[2],
     )
-    return y.transpose(1, 2).contiguous()
+    return y.transpose(1, 2).contiguous().view(shape)
+
+
+def _fa4_options(window):
+    return {} if window is None else dict(window_size_left=window - 1, window_size_right=0)
+
+
+def _fa2_options(q, window):
+    return dict(
+        dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=True,
+        window_size_left=-1 if window is None else window - 1, window_size_right=-1 if window is None else 0,
+        softcap=0.0, alibi_slopes=None,
+    )
 
 
 def _varlen_options(q, cu_seqlens):
@@ -192,50 +301,72 @@ def _tile_option(q):
     return {}
 
 
-def _attend(q, k, v, cu_seqlens):
-    """Return the output (B, S, n_head, D) and, except for SDPA, the log-sum-exp for the backward pass."""
-    kernel = _pick_kernel(q)
+def _attend(q, k, v, cu_seqlens, window):
+    """Return the output (B, S, n_head, D), and the log-sum-exp for the backward pass."""
+    kernel, shape = _pick_kernel(q, cu_seqlens, window), q.shape
     if kernel == "sdpa":
-        return _sdpa(q, k, v, cu_seqlens), None
+        return _sdpa(q, k, v, cu_seqlens, window), q.new_empty(0, dtype=torch.float32)
+    if kernel == "cudnn":
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, True)
+        return out.transpose(1, 2).contiguous(), lse.view(shape[0], shape[2], shape[1])
+    varlen = {} if cu_seqlens is None else _varlen_options(q, cu_seqlens)
     if cu_seqlens is not None:
-        qkv = [x.flatten(0, 1) for x in (q, k, v)]  # each (B·S, heads, D)
-        if kernel == "fa4":
-            out, lse = fa4_forward(*qkv, **_varlen_options(q, cu_seqlens), causal=True, return_lse=True)[:2]
-        else:
-            out, lse = fa2_varlen_forward(
-                *qkv, **_varlen_options(q, cu_seqlens), **_fa2_options(q), return_softmax=False
-            )[:2]
-        return out.view(q.shape), lse
-    if kernel == "fa4":
-        return fa4_forward(q, k, v, causal=True, return_lse=True, **_tile_option(q))[:2]
-    return fa2_forward(q, k, v, **_fa2_options(q), return_softmax=False)[:2]
-
-
-def _attend_backward(dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens):
-    """Write the gradients to dq, dk and dv, slices of one tensor."""
-    kernel, deterministic = _pick_kernel(q), torch.are_deterministic_algorithms_enabled()
-    if cu_seqlens is not None and kernel != "sdpa":
-        varlen = _varlen_options(q, cu_seqlens)
-        dout, q, k, v, out, dq, dk, dv = (x.flatten(0, 1) for x in (dout, q, k, v, out, dq, dk, dv))  # views
-        if kernel == "fa4":
-            fa4_backward(
-                q, k, v, out, dout, lse, **varlen, causal=True, deterministic=deterministic, dq=dq, dk=dk,
-                dv=dv,
-            )
-        else:
-            fa2_varlen_backward(
-                dout, q, k, v, out, lse, dq, dk, dv, **varlen, **_fa2_options(q), deterministic=deterministic
-            )
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # each (B·S, heads, D)
+    if kernel == "flash":
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, cu_seqlens, cu_seqlens, shape[1], shape[1], 0.0, True, False,
+            **_fa4_options(window))
     elif kernel == "fa4":
-        fa4_backward(q, k, v, out, dout, lse, causal=True, deterministic=deterministic, dq=dq, dk=dk, dv=dv)
-    elif kernel == "fa2":
-        fa2_backward(dout, q, k, v, out, lse, dq, dk, dv, **_fa2_options(q), deterministic=deterministic)
+        tile = _tile_option(q) if cu_seqlens is None else {}
+        out, lse = fa4_forward(
+            q, k, v, **varlen, causal=True, return_lse=True, **_fa4_options(window), **tile)[:2]
     else:
+        forward = fa2_forward if cu_seqlens is None else fa2_varlen_forward
+        out, lse = forward(q, k, v, **varlen, **_fa2_options(q, window), return_softmax=False)[:2]
+    return out.contiguous().view(shape), lse
+
+
+def _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window):
+    """Return the gradient of q, k and v as one tensor (B, S, heads, D)."""
+    kernel = _pick_kernel(q, cu_seqlens, window)
+    if kernel == "sdpa":
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            gradients = torch.autograd.grad(_sdpa(*inputs, cu_seqlens), inputs, dout)
-        for target, gradient in zip((dq, dk, dv), gradients):
-            target.copy_(gradient)
+            return torch.cat(torch.autograd.grad(_sdpa(*inputs, cu_seqlens, window), inputs, dout), dim=2)
+    if kernel == "cudnn":
+        length, nothing = q.shape[1], torch.empty((), dtype=torch.int64, device=q.device)  # seed of dropout
+        q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out, dout))
+        gradients = aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse.unsqueeze(-1), nothing, nothing, None, None, None, length, length, 0.0,
+            True)
+        return torch.cat([x.transpose(1, 2) for x in gradients], dim=2)
+    sizes, varlen = (q.shape[2], k.shape[2], v.shape[2]), {}
+    length, dqkv = q.shape[1], None
+    if kernel != "flash":
+        dqkv = q.new_empty(*q.shape[:2], sum(sizes), q.shape[3])
+    if cu_seqlens is not None:
+        varlen = _varlen_options(q, cu_seqlens)
+        dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))  # views
+    if kernel == "flash":
+        nothing = torch.empty(2, dtype=torch.int64, device=q.device)  # seed of dropout
+        gradients = aten._flash_attention_backward(
+            dout, q, k, v, out, lse, cu_seqlens, cu_seqlens, length, length, 0.0, True, nothing, nothing,
+            **_fa4_options(window))
+        return torch.cat(gradients, dim=-2).view(-1, length, sum(sizes), q.shape[-1])
+    # slices of dqkv, which the kernels write to
+    dq, dk, dv = (dqkv if cu_seqlens is None else dqkv.flatten(0, 1)).split(sizes, dim=-2)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if kernel == "fa4":
+        fa4_backward(
+            q, k, v, out, dout, lse, **varlen, causal=True, **_fa4_options(window),
+            deterministic=deterministic, dq=dq, dk=dk, dv=dv)
+    else:
+        backward = fa2_backward if cu_seqlens is None else fa2_varlen_backward
+        backward(
+            dout, q, k, v, out, lse, dq, dk, dv, **varlen, **_fa2_options(q, window),
+            deterministic=deterministic)
+    return dqkv
 
 
 # QK-norm and RoPE. A row is one head of one token. A tile is several rows, held as two halves, a = x[:D/2]

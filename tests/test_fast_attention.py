@@ -1,6 +1,7 @@
 """Packed attention, forward and backward, against QK-norm, RoPE and attention in float64."""
 
 import os
+import types
 
 import pytest
 import torch
@@ -13,36 +14,35 @@ if not HAS_GPU:
 pytest.importorskip("triton")
 import model_te_optimized  # noqa: E402
 from fast_kernels import attention as fast_attention  # noqa: E402
-from fast_kernels.attention import packed_attention  # noqa: E402
+from fast_kernels.attention import packed_attention, packed_attention_reference  # noqa: E402
 from model_te_optimized import OptimizedConfig  # noqa: E402
 
 EPS = 1e-5
+# of a batch of two rows with 11 tokens: one token, empty ones at the end
+DOCUMENTS = torch.tensor([0, 4, 5, 11, 22, 22], dtype=torch.int32, device=DEVICE)
 ROUNDING = 1e-5  # float32 rounding error of these small shapes
 
 
-def rms_norm(x, weight):
-    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
+def reference(
+    qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=None, eps=EPS, cu_seqlens=None, window=None
+):
+    """The reference beside the operation, whose mask and softmax are checked against explicit ones."""
+    return packed_attention_reference(
+        qkv, n_head, n_kv_head, rope, q_weight, k_weight, eps, cu_seqlens, window)
 
 
-def apply_rope(x, cos, sin):
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-
-def reference(qkv, n_head, n_kv_head, rope, q_weight, k_weight):
-    batch, length = qkv.shape[:2]
-    q, k, v = qkv.view(batch, length, n_head + 2 * n_kv_head, -1).split([n_head, n_kv_head, n_kv_head], dim=2)
-    if q_weight is not None:
-        q, k = rms_norm(q, q_weight), rms_norm(k, k_weight)
-    if rope is not None:
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-    q, k, v = (
-        x.transpose(1, 2)
-        for x in (q, k.repeat_interleave(n_head // n_kv_head, 2), v.repeat_interleave(n_head // n_kv_head, 2))
-    )
-    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(
-        torch.ones(length, length, device=q.device).triu(1).bool(), -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize("starts", [None, [0, 5, 6, 22, 24, 40, 48, 48], [0, 30, 48]])  # one crosses the row
+def test_reference_is_softmax_attention(starts, window):
+    q, k, v = qkv = torch.randn(3, 2, 24, 2, 16, dtype=torch.float64)
+    cu_seqlens = None if starts is None else torch.tensor(starts, dtype=torch.int32)
+    out = fast_attention._sdpa(*qkv, cu_seqlens, window).flatten(0, 1)
+    for token in range(48):
+        first = max(start for start in starts or (0, 24) if start <= token)
+        seen = slice(max(first, token + 1 - (window or 48)), token + 1)
+        scores = torch.einsum("hd,thd->ht", q.flatten(0, 1)[token], k.flatten(0, 1)[seen]) / 4
+        expected = torch.einsum("ht,thd->hd", scores.softmax(-1), v.flatten(0, 1)[seen])
+        torch.testing.assert_close(out[token], expected)
 
 
 def make_inputs(batch, length, n_head, n_kv_head, dim, rope, norm, dtype=torch.float32, device=DEVICE):
@@ -56,11 +56,11 @@ def make_inputs(batch, length, n_head, n_kv_head, dim, rope, norm, dtype=torch.f
     return qkv, (angles.cos(), angles.sin()) if rope else None, *weights, dout
 
 
-def run(function, n_head, n_kv_head, qkv, rope, q_weight, k_weight, dout):
+def run(function, n_head, n_kv_head, qkv, rope, q_weight, k_weight, dout, **options):
     """Return the output and the gradients of qkv and of the weights that are not None."""
     leaves = [
         x.detach().clone().requires_grad_() if x is not None else None for x in (qkv, q_weight, k_weight)]
-    out = function(leaves[0], n_head, n_kv_head, rope, *leaves[1:])
+    out = function(leaves[0], n_head, n_kv_head, rope, *leaves[1:], **options)
     out.backward(dout)
     return [out.detach()] + [x.grad for x in leaves if x is not None]
 
@@ -69,14 +69,16 @@ def double(x):
     return tuple(map(double, x)) if isinstance(x, tuple) else x.double() if x is not None else None
 
 
-def errors(n_head, n_kv_head, inputs):
+def errors(n_head, n_kv_head, inputs, **options):
     """Return ||ours - reference|| / ||reference|| of the output and of each gradient."""
-    ours = run(packed_attention, n_head, n_kv_head, *inputs)
-    exact = run(reference, n_head, n_kv_head, *map(double, inputs))
+    ours = run(packed_attention, n_head, n_kv_head, *inputs, **options)
+    exact = run(reference, n_head, n_kv_head, *map(double, inputs), **options)
     assert all(x.dtype == inputs[0].dtype and x.shape == y.shape for x, y in zip(ours, exact))
     return [float((x.double() - y).norm() / y.norm()) for x, y in zip(ours, exact)]
 
 
+every_mask = pytest.mark.parametrize(
+    "options", [{}, {"window": 3}, {"cu_seqlens": DOCUMENTS}], ids=["", "window", "packed"])
 features = pytest.mark.parametrize("rope, norm", [(False, False), (True, False), (False, True), (True, True)],
                                    ids=["plain", "rope", "qk-norm", "both"])
 
@@ -112,6 +114,17 @@ def test_invalid_arguments_raise():
                                ((qkv.view(1, 4, 16, 8), 4, 2), "does not hold")):
         with pytest.raises(ValueError, match=message):
             packed_attention(*arguments)
+    qkv = torch.cat((qkv, qkv))
+    for options, message in (({"window": 0}, "at least 1"),
+                             ({"cu_seqlens": [0, 2, 6, 8]}, "from 2 to 6 crosses"),
+                             ({"cu_seqlens": [0, 4]}, "from 0 to B · S = 8"),
+                             ({"cu_seqlens": [0, 3, 2, 8]}, "from 0 to B · S = 8")):
+        if "cu_seqlens" in options:  # on the host, where looking at them costs no synchronization
+            options["cu_seqlens"] = torch.tensor(options["cu_seqlens"], dtype=torch.int32)
+        with pytest.raises(ValueError, match=message):
+            packed_attention(qkv, 4, 2, **options)
+    with pytest.raises(ValueError, match="must be an int32 vector"):
+        packed_attention(qkv, 4, 2, cu_seqlens=torch.tensor([0, 4, 8]))
 
 
 @pytest.mark.parametrize("version", ["fa4", "fa2"])
@@ -151,64 +164,48 @@ def test_flash_attention_is_picked_only_where_its_package_has_a_kernel(
 class Recorder:
     """Stands in for FlashAttention 4 and 2, with their signatures: runs SDPA and records its arguments."""
 
-    def fa4_forward(self, q, k, v, causal, return_lse, tile_mn=None):
-        return self.fa2_forward(q, k, v, 0.0, q.shape[-1] ** -0.5, causal, -1, -1, 0.0, None, False)[:2] + (
-            None, None, None)
+    def fa4_forward(self, q, k, v, causal, return_lse, tile_mn=None, window_size_left=None,
+                    window_size_right=None, **varlen):
+        assert (window_size_left is None) == (window_size_right is None)
+        self.window = None if window_size_left is None else window_size_left + 1
+        return self.attend(q, k, v, **varlen), self.lse(q), None, None
 
-    def fa4_backward(self, q, k, v, out, dout, lse, causal, deterministic, dq, dk, dv):
-        self.fa2_backward(
-            dout, q, k, v, out, lse, dq, dk, dv, 0.0, q.shape[-1] ** -0.5, causal, -1, -1, 0.0, None,
-            deterministic)
+    def fa4_backward(self, q, k, v, out, dout, lse, causal, deterministic, dq, dk, dv, window_size_left=None,
+                     window_size_right=None, **varlen):
+        assert self.window == (None if window_size_left is None else window_size_left + 1)
+        self.differentiate(q, k, v, out, dout, lse, (dq, dk, dv), **varlen)
 
-    def fa2_forward(
-        self,
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes,
-        return_softmax):
-        assert (
-            causal
-            and softmax_scale == q.shape[-1] ** -0.5
-            and (dropout_p, window_size_left, window_size_right, softcap) == (0, -1, -1, 0))
-        return fast_attention._sdpa(q, k, v), q.new_zeros(q.shape[0], q.shape[2], q.shape[1]), None, None
+    def fa2_forward(self, q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
+                    softcap, alibi_slopes, return_softmax, **varlen):
+        assert causal and softmax_scale == q.shape[-1] ** -0.5 and dropout_p == softcap == 0
+        self.window = None if window_size_left == -1 else window_size_left + 1
+        return self.attend(q, k, v, **varlen), self.lse(q), None, None
 
-    def fa2_backward(
-        self,
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        dq,
-        dk,
-        dv,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        rng_state=None):
-        assert (
-            causal
-            and softmax_lse.shape == (q.shape[0], q.shape[2], q.shape[1])
-            and out.shape == dout.shape == q.shape)
-        self.dout, self.targets = dout, (dq, dk, dv)
+    def fa2_backward(self, dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
+                     window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+                     rng_state=None, **varlen):
+        assert self.window == (None if window_size_left == -1 else window_size_left + 1)
+        self.differentiate(q, k, v, out, dout, softmax_lse, (dq, dk, dv), **varlen)
+
+    fa2_varlen_forward, fa2_varlen_backward = fa2_forward, fa2_backward
+
+    def lse(self, q):
+        return q.new_zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
+
+    def attend(self, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None):
+        if cu_seqlens_q is not None:
+            q, k, v = q[None], k[None], v[None]
+        y = fast_attention._sdpa(q, k, v, cu_seqlens_q, self.window)
+        return y if cu_seqlens_q is None else y[0]
+
+    def differentiate(self, q, k, v, out, dout, lse, targets, **varlen):
+        assert lse.shape == self.lse(q).shape and out.shape == dout.shape == q.shape
+        self.dout, self.targets = dout, targets
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            for target, gradient in zip(
-                self.targets, torch.autograd.grad(fast_attention._sdpa(*inputs), inputs, dout)):
-                target.copy_(gradient)
+            gradients = torch.autograd.grad(self.attend(*inputs, **varlen), inputs, dout)
+        for target, gradient in zip(targets, gradients):
+            target.copy_(gradient)
 
 
 @features
@@ -216,18 +213,111 @@ class Recorder:
 def test_flash_attention_writes_into_the_packed_gradient(monkeypatch, kernel, rope, norm):
     """dq, dk and dv are adjacent slices of the gradient of qkv: nothing is copied."""
     flash = Recorder()
-    monkeypatch.setattr(fast_attention, "_pick_kernel", lambda q: kernel)
-    for name in ("forward", "backward"):
-        monkeypatch.setattr(
-            fast_attention, f"{kernel}_{name}", getattr(flash, f"{kernel}_{name}"), raising=False)
+    monkeypatch.setattr(fast_attention, "_pick_kernel", lambda *_: kernel)
+    for name in ("forward", "backward", "varlen_forward", "varlen_backward"):
+        function = getattr(flash, f"{kernel}_{name}", None)
+        monkeypatch.setattr(fast_attention, f"{kernel}_{name}", function, raising=False)
     inputs = make_inputs(2, 11, 4, 2, 16, rope, norm)
-    assert max(errors(4, 2, inputs)) < ROUNDING
+    for options in ({}, {"window": 3}, {"cu_seqlens": DOCUMENTS}, {"window": 3, "cu_seqlens": DOCUMENTS}):
+        assert max(errors(4, 2, inputs, **options)) < ROUNDING
+        assert flash.window == options.get("window")
     qkv = inputs[0].requires_grad_()
     packed_attention(qkv, 4, 2, *inputs[1:4]).backward(
         inputs[-1].transpose(1, 2).contiguous().transpose(1, 2))
     start, size = qkv.grad.data_ptr(), qkv.grad.element_size()
     assert [(x.data_ptr() - start) // size for x in flash.targets] == [0, 4 * 16, 6 * 16]
     assert flash.dout.is_contiguous() and all(x.stride() == (11 * 128, 128, 16, 1) for x in flash.targets)
+
+
+class Aten:
+    """Stands in for torch.ops.aten, with the layouts of its operations for cuDNN and FlashAttention."""
+
+    def _scaled_dot_product_cudnn_attention(self, q, k, v, bias, has_lse, dropout, causal):
+        assert has_lse and causal and bias is None and dropout == 0 and q.shape[3] == 16
+        y = fast_attention._sdpa(*(x.transpose(1, 2) for x in (q, k, v)))
+        return y.transpose(1, 2), q.new_zeros(*q.shape[:3], 1), None, None, 0, 0, None, None, None
+
+    def _scaled_dot_product_cudnn_attention_backward(
+        self, dout, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, dropout, causal
+    ):
+        assert lse.shape == (*q.shape[:3], 1) and dout.stride() == out.stride() and max_q == q.shape[2]
+        q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))
+        return [x.transpose(1, 2) for x in self.differentiate(q, k, v, None, None, dout)]
+
+    def _flash_attention_forward(
+        self, q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, window_size_left=None,
+        window_size_right=None
+    ):
+        assert causal and not debug and cu_q is cu_k and window_size_right in (None, 0)
+        out = self.attend(q, k, v, cu_q, window_size_left)
+        return out, q.new_zeros(*q.shape[:-3], q.shape[-2], q.shape[-3]), None, None, None
+
+    def _flash_attention_backward(
+        self, dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, offset,
+        window_size_left=None, window_size_right=None
+    ):
+        assert causal and dout.shape == out.shape == q.shape
+        return self.differentiate(q, k, v, cu_q, window_size_left, dout)
+
+    def attend(self, q, k, v, cu_seqlens, left):
+        if cu_seqlens is not None:
+            q, k, v = q[None], k[None], v[None]
+        y = fast_attention._sdpa(q, k, v, cu_seqlens, None if left is None else left + 1)
+        return y if cu_seqlens is None else y[0]
+
+    def differentiate(self, q, k, v, cu_seqlens, left, dout):
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            return torch.autograd.grad(self.attend(*inputs, cu_seqlens, left), inputs, dout)
+
+
+@features
+@every_mask
+@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
+def test_kernels_of_pytorch(monkeypatch, kernel, options, rope, norm):
+    if kernel == "cudnn" and options:
+        pytest.skip("cuDNN's kernel takes neither")
+    monkeypatch.setattr(fast_attention, "_pick_kernel", lambda *_: kernel)
+    monkeypatch.setattr(fast_attention, "aten", Aten())
+    assert max(errors(4, 2, make_inputs(2, 11, 4, 2, 16, rope, norm), **options)) < ROUNDING
+
+
+@pytest.mark.parametrize("changes, kernel", [
+    ({}, "cudnn"), ({"dim": 256}, "flash"), ({"window": 4}, "flash"), ({"cu_seqlens": DOCUMENTS}, "flash"),
+    ({"dim": 20}, "sdpa"), ({"dim": 264}, "sdpa"), ({"dtype": torch.float32}, "sdpa"),
+    ({"capability": (8, 0)}, "flash"), ({"capability": (7, 5)}, "sdpa"), ({"deterministic": True}, "flash"),
+    ({"package": "fa4"}, "fa4"), ({"package": "fa4", "window": 4}, "flash"),
+    ({"package": "fa4", "window": 4, "has_window": True}, "fa4"),
+    ({"package": "fa2", "window": 4}, "fa2")])
+def test_kernel_without_and_with_packages(monkeypatch, changes, kernel):
+    case = dict(dim=64, dtype=torch.bfloat16, capability=(9, 0), deterministic=False, package=None, window=None,
+                cu_seqlens=None, has_window=False) | changes
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: case["capability"])
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: case["deterministic"])
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(fast_attention, "FA4_HAS_WINDOW_ON_HOPPER", case["has_window"])
+    for name in ("fa4", "fa2"):
+        monkeypatch.setattr(fast_attention, f"{name}_forward", print if name == case["package"] else None)
+    q = types.SimpleNamespace(is_cuda=True, dtype=case["dtype"], shape=(2, 8, 4, case["dim"]))
+    assert fast_attention._pick_kernel(q, case["cu_seqlens"], case["window"]) == kernel
+
+
+@features
+@every_mask
+def test_operations_are_registered(options, rope, norm):
+    torch._dynamo.reset()
+    qkv, tables, q_weight, k_weight, dout = make_inputs(2, 11, 4, 2, 16, rope, norm)
+    qkv, (cos, sin) = qkv.view(2, 11, 8, 16).requires_grad_(), tables or (None, None)
+    inputs = qkv, cos, sin, q_weight, k_weight, options.get("cu_seqlens")
+    torch.library.opcheck(
+        torch.ops.fast_kernels.attention.default, (*inputs, 4, 2, EPS, options.get("window")), atol=1e-5,
+        rtol=1e-5)
+    graph = torch.compile(packed_attention, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (packed_attention, graph):
+        out = function(qkv, 4, 2, tables, q_weight, k_weight, EPS, **options)
+        results.append([out, *torch.autograd.grad(out, qkv, dout)])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +340,7 @@ gpu_shapes = pytest.mark.parametrize(
 @pytest.mark.gpu
 @features
 @gpu_shapes
-def test_bf16_on_a_gpu(batch, length, n_head, n_kv_head, dim, rope, norm):
+def test_bf16_on_a_gpu(installed, batch, length, n_head, n_kv_head, dim, rope, norm):
     """Rounding to BF16 has an error of at most 2^-9 = 2e-3, about 1e-3 in the norm. Probabilities, output and
     qk are each rounded once."""
     inputs = make_inputs(batch, length, n_head, n_kv_head, dim, rope, norm, torch.bfloat16)
@@ -259,9 +349,45 @@ def test_bf16_on_a_gpu(batch, length, n_head, n_kv_head, dim, rope, norm):
     assert max(errors(n_head, n_kv_head, inputs)) < 1e-2
 
 
+@pytest.fixture(params=["as installed", "of PyTorch"])
+def installed(request, monkeypatch):
+    """Run with the packages that are installed, and without."""
+    if request.param == "of PyTorch":
+        monkeypatch.setattr(fast_attention, "fa4_forward", None)
+        monkeypatch.setattr(fast_attention, "fa2_forward", None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [
+    {}, {"window": 100}, {"cu_seqlens": [0, 1, 200, 333, 600, 666, 666]}, {"cu_seqlens": [0, 200, 500, 666]},
+    {"window": 50, "cu_seqlens": [0, 200, 333, 666]}], ids=["", "window", "packed", "crossing", "both"])
+@pytest.mark.parametrize("n_head, n_kv_head, dim", [(6, 2, 64), (4, 4, 128), (2, 1, 256)])
+def test_windows_and_documents_on_a_gpu(installed, n_head, n_kv_head, dim, options):
+    """All kernels agree on documents that cross a row: one document of the flattened batch."""
+    options = {name: torch.tensor(value, dtype=torch.int32, device="cuda") if name == "cu_seqlens" else value
+               for name, value in options.items()}
+    inputs = make_inputs(2, 333, n_head, n_kv_head, dim, True, True, torch.bfloat16)
+    assert max(errors(n_head, n_kv_head, inputs, **options)) < 1e-2
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements():
+    """The last row of a batch equals that row without the others."""
+    inputs = [x if x is None or isinstance(x, tuple) else x[-1:] if x.dim() > 1 else x
+              for x in make_inputs(2, 2048, 12, 12, 64, True, True, torch.bfloat16)]
+    row, rope, q_weight, k_weight, dout = inputs
+    batch = 2**31 // row.numel() + 1
+    qkv = row.expand(batch, -1, -1).contiguous()
+    assert qkv.numel() > 2**31
+    ours = run(packed_attention, 12, 12, qkv, rope, q_weight, k_weight, dout.expand(batch, -1, -1))
+    alone = run(packed_attention, 12, 12, *inputs)
+    assert torch.equal(ours[0][-1:], alone[0])
+    assert float((ours[1][-1:] - alone[1]).norm() / alone[1].norm()) < 5e-3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("n_kv_head, dim", [(4, 64), (2, 128)])
-def test_in_a_cuda_graph(n_kv_head, dim):
+def test_in_a_cuda_graph(installed, n_kv_head, dim):
     qkv, rope, q_weight, k_weight, dout = make_inputs(2, 256, 4, n_kv_head, dim, True, True, torch.bfloat16)
     leaves = [x.requires_grad_() for x in (qkv, q_weight, k_weight)]
 
@@ -288,7 +414,7 @@ def test_in_a_cuda_graph(n_kv_head, dim):
 
 
 @pytest.mark.gpu
-def test_deterministic_algorithms_give_equal_gradients():
+def test_deterministic_algorithms_give_equal_gradients(installed):
     inputs = make_inputs(2, 1024, 8, 2, 64, True, True, torch.bfloat16)
     torch.use_deterministic_algorithms(True)
     try:
