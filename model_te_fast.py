@@ -234,9 +234,7 @@ class FastGPT2Model(nn.Module):
             return is_first_microbatch
         if is_first_microbatch is not False:
             in_fp8 = [block for layer, block in enumerate(self.blocks) if config.in_fp8(layer)]
-            modules = [module for block in in_fp8 for module in (block.attn.qkv, block.attn.proj, block.mlp)]
-            modules += [self.lm_head] if config.fp8_lm_head else []
-            te.quantize_weights(modules)
+            te.quantize_weights(in_fp8 + [self.lm_head] if config.fp8_lm_head else in_fp8)
         return False
 
     def output(self, stream, labels=None, size=None, is_first_microbatch=None, tied_dweight=None):

@@ -294,7 +294,8 @@ class Module(nn.Module):
         """Return what the GEMMs of "", "fc1" or "fc2" use in this pass; its `weight` is None without FP8.
 
         Args:
-            is_first_microbatch: None quantizes the weight, True also keeps it in FP8, False takes that.
+            is_first_microbatch: None quantizes the weight, True also keeps it in FP8, False takes what was
+                kept.
         """
         prefix, gemm = f"{name}_" if name else "", int(name == "fc2")
         parameter = getattr(self, f"{prefix}weight")
@@ -373,7 +374,7 @@ class Module(nn.Module):
             return kept
         out = kept if is_first_microbatch else None
         weight, _ = casts.cast(getattr(self, name).detach(), *quantization, out=out)
-        if is_first_microbatch is not None:
+        if is_first_microbatch:
             self._fp8_workspaces[name] = weight
         return weight
 
@@ -582,12 +583,13 @@ def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False, 
 
 @torch.no_grad()
 def quantize_weights(modules):
-    """Quantize the weights of all `modules` in one launch, for passes with is_first_microbatch=False.
+    """Quantize the weights of `modules` and all modules in them, for passes with is_first_microbatch=False.
 
-    Call it inside `autocast`. Go backward before the next call with other weights: their memory is the same.
+    One launch. Call it inside `autocast`. Go backward before the next call with other weights: the memory of
+    the quantized weights is the same.
     """
     rows = []
-    for module in modules:
+    for module in (inner for module in modules for inner in module.modules() if isinstance(inner, Module)):
         module.init_fp8_meta_tensors(_regions[-1].recipe)
         for gemm, prefix in enumerate(("fc1_", "fc2_") if module.fp8_meta["num_gemms"] == 2 else ("",)):
             weight, quantization = getattr(module, f"{prefix}weight"), module._quantization(gemm)[1]

@@ -1,0 +1,131 @@
+"""examples/edits: each diff applies to a clean copy of its model file, trains in FP8 and does what it says."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+from kernel_tools import HAS_GPU, _casts_that_round, _instructions  # noqa: E402, F401
+from nanote import checkpoint  # noqa: E402
+from trainer_tools import make_tokens as make_corpus  # noqa: E402
+from trainer_tools import run_script, run_train  # noqa: E402
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+pytestmark = [pytest.mark.gpu] if HAS_GPU else []
+ROOT = Path(__file__).resolve().parent.parent
+DIFFS = sorted((ROOT / "examples" / "edits").glob("*/*.diff"))
+MODELS = sorted({path.parent.name for path in DIFFS})
+EDITS = sorted({path.stem for path in DIFFS})
+CLASSES = {"fast": ("FastGPT2Model", "FastConfig"), "optimized": ("OptimizedGPT2Model", "OptimizedConfig")}
+SMALL = dict(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, use_fp8=True)
+
+
+def edited(model, edit, folder):
+    """Apply a diff to a copy of the model file, as the page says; return the module."""
+    path, diff = folder / "my_model.py", ROOT / "examples" / "edits" / model / f"{edit}.diff"
+    path.write_text((ROOT / f"model_te_{model}.py").read_text())
+    done = subprocess.run(["git", "apply", str(diff)], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    spec = importlib.util.spec_from_file_location("my_model", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["my_model"] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "my_model", None)  # put back what was there
+
+    def build(model, edit, **options):
+        module = edited(model, edit, tmp_path)
+        model_class, config_class = (getattr(module, name) for name in CLASSES[model])
+        torch.manual_seed(1)
+        options = SMALL | options
+        dtype = torch.bfloat16 if model == "fast" or HAS_GPU else torch.float32
+        return model_class(config_class(**options)).to(DEVICE, dtype)
+
+    return build
+
+
+def make_batch():
+    tokens = torch.randint(64, (2, 17), device=DEVICE)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def test_both_models_have_every_edit():
+    assert {(path.parent.name, path.stem) for path in DIFFS} == {(m, e) for m in CLASSES for e in EDITS}
+    assert len(EDITS) >= 9
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("edit", EDITS)
+def test_the_edited_model_trains_in_fp8(edit, model, build):
+    """`model(input_ids, labels)` returns the loss, which is what train.py calls."""
+    net, batch = build(model, edit), make_batch()
+    before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = net(*batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.02
+    assert net.blocks[-1].mlp.fp8_meta["recipe"].delayed()  # it ran in FP8
+    for name, parameter in net.named_parameters():
+        learns = parameter.requires_grad and not name.startswith("value_head")
+        assert (parameter.grad is not None) == learns, name
+        if parameter.dim() > 1:  # a step of 0.01 may be too small for a norm's weight in BF16
+            assert torch.equal(parameter, before[name]) != learns, name
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_each_edit_does(model, build):
+    batch, plain = make_batch(), dict(use_fp8=False, n_layer=1)
+    ids, labels = batch
+    frozen = {name for name, p in build(model, "freeze").named_parameters() if not p.requires_grad}
+    assert {name.partition(".attn")[0].partition(".mlp")[0] for name in frozen} == {"wte.weight", "blocks.0"}
+    learns = {name for name, p in build(model, "lora").named_parameters() if p.requires_grad}
+    assert learns == {f"blocks.{i}.attn.lora_{ab}.weight" for i in (0, 1) for ab in "ab"}
+    with torch.no_grad():
+        logits, values = build(model, "second_head", **plain)(ids)
+        assert values.shape == ids.shape and logits.shape == (*ids.shape, 64)
+        capped = build(model, "soft_cap", **plain, softcap=0.125)
+        assert capped(ids).abs().max() <= 0.125
+        expected = F.cross_entropy(capped(ids).float().flatten(0, 1), labels.flatten())
+        torch.testing.assert_close(capped(ids, labels), expected, rtol=2e-3, atol=0)
+        smoothed = build(model, "label_smoothing", **plain)
+        flat = smoothed(ids).float().flatten(0, 1)
+        expected = F.cross_entropy(flat, labels.flatten(), label_smoothing=0.1)
+        torch.testing.assert_close(smoothed(ids, labels), expected, rtol=2e-3, atol=0)
+        window = build(model, "window", **plain, window=4).eval()
+        other = ids[:1].clone()
+        other[0, 2] = (other[0, 2] + 1) % 64
+        seen = (window(ids[:1]) - window(other)).abs().amax(-1)[0] > 1e-4
+        assert seen.nonzero().flatten().tolist() == [2, 3, 4, 5]
+    for edit, activation in (("relu_squared", "srelu"), ("geglu", "geglu")):
+        assert build(model, edit).blocks[0].mlp.activation == activation
+    assert build(model, "new_field", embedding_scale=2.0).config.embedding_scale == 2.0
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_train_py_takes_every_edit(edit, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "my_model", None)
+    tokens, name = make_corpus("tokens"), "my_model.py:OptimizedGPT2Model"
+    edited("optimized", edit, tmp_path)
+    options = (f"--model {name} --n-layer 2 --n-head 2 --n-embd 32 --seq-len 32 --micro-batch-size 2 "
+               f"--max-steps 2 --eval-tokens 64 --device {DEVICE} --out-dir run")
+    assert run_train(options, tokens) == 0
+    if edit == "relu_squared":  # whatever train.py's --activation is
+        assert checkpoint.read_meta(checkpoint.find("run"))["model_config"]["activation"] == "srelu"
+    if edit == "second_head":
+        argv = ["run", "--model", name, "--max-new-tokens", "4", "--device", DEVICE]
+        assert run_script("sample.py", argv) == 0
