@@ -313,9 +313,9 @@ def _value_and_slope(x, KIND: tl.constexpr):
         slope = value * (1.0 - gate) + gate
     else:
         value = tl.where(x < 0.0, 0.0, x)
-        slope = tl.where(x > 0.0, 1.0, 0.0)
+        slope = tl.where(x <= 0.0, 0.0, 1.0)  # of NaN as in PyTorch
         if KIND == "srelu":
-            slope = tl.where(x > 0.0, 2.0 * x, 0.0)
+            slope = tl.where(x <= 0.0, 0.0, 2.0 * x)
             value *= value
     return value, slope
 

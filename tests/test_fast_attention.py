@@ -290,8 +290,8 @@ def test_kernels_of_pytorch(monkeypatch, kernel, options, rope, norm):
     ({"package": "fa4", "window": 4, "has_window": True}, "fa4"),
     ({"package": "fa2", "window": 4}, "fa2")])
 def test_kernel_without_and_with_packages(monkeypatch, changes, kernel):
-    case = dict(dim=64, dtype=torch.bfloat16, capability=(9, 0), deterministic=False, package=None, window=None,
-                cu_seqlens=None, has_window=False) | changes
+    case = dict(dim=64, dtype=torch.bfloat16, capability=(9, 0), deterministic=False, package=None,
+                window=None, cu_seqlens=None, has_window=False) | changes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: case["capability"])
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: case["deterministic"])
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)

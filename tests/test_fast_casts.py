@@ -1,4 +1,5 @@
-"""The fused kernels between FP8 GEMMs, each against float64 and against Transformer Engine's kernels.
+"""The fused kernels between FP8 GEMMs, each against its plain PyTorch version in float64, and against Transformer
+Engine's kernels.
 
 Without a GPU they run in Triton's interpreter, on small shapes only.
 """
@@ -16,46 +17,9 @@ from kernel_tools import HAS_GPU, _casts_that_round, _instructions, _poisoned_me
 DEVICE = "cuda" if HAS_GPU else "cpu"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = 2**-8  # largest relative error of rounding to BF16
-
-
-def normal(*shape, size=1.0, mean=0.0):
-    return (mean + size * torch.randn(*shape)).to(DEVICE, torch.bfloat16)
-
-
-def scale_and_amax(scale=50.0, amax=0.0):
-    return torch.tensor(scale, device=DEVICE), torch.full((1,), amax, device=DEVICE)
-
-
-def assert_same_bytes(ours, theirs, fp8, share, noise=0.0):
-    """Compare FP8 data. A `share` of the values may be the next FP8 number, and all may differ by `noise`,
-    since float32 rounding differs."""
-    a, b = ours.view(fp8).float(), theirs.view(fp8).float()
-    assert torch.equal(a.isnan(), b.isnan())
-    differs = (a - b).abs() > noise  # 0 equals -0
-    assert differs.float().mean() <= share
-    assert (ours.view(torch.uint8).int() - theirs.view(torch.uint8).int()).abs()[differs].le(1).all()
-
-
-def assert_fp8(quantized, exact, scale, amax, fp8, share=1e-3):
-    """Assert that an FP8 tensor and amax are those of `exact`, float64."""
-    rowwise, columnwise, scale_inv = quantized
-    assert rowwise.dtype == columnwise.dtype == fp8 and rowwise.shape == exact.shape
-    assert rowwise.is_contiguous() and columnwise.is_contiguous()
-    assert torch.equal(columnwise.view(torch.uint8), rowwise.view(torch.uint8).T)
-    # float32 cancellation; with an extreme scale, less than FP8's smallest number
-    noise = min(5e-6 * scale.item(), 5e-4)
-    assert_same_bytes(rowwise, te_reference.quantize(exact.float(), scale, fp8), fp8, share, noise)
-    expected_amax = exact.nan_to_num().abs().max().item()  # NaN does not count
-    assert amax.shape == (1,) and amax.item() == pytest.approx(expected_amax, rel=1e-5)
-    assert scale_inv.shape == (1,) and scale_inv.dtype == torch.float32
-    assert scale_inv.item() == scale.reciprocal().item()
-
-
-def assert_close(ours, exact, summed=1, equal_nan=False):
-    """Assert equality up to rounding to BF16, and up to the float32 rounding of a sum of `summed` values."""
-    assert ours.dtype == torch.bfloat16
-    torch.testing.assert_close(
-        ours.double(), exact, rtol=1.01 * BF16, atol=2e-5 * summed**0.5, equal_nan=equal_nan)
+KINDS, TYPES, EPS = ["LayerNorm", "RMSNorm"], [E4M3, E5M2], 1e-5
+# as in training; all saturated; all flushed to zero; many subnormal in E4M3; many subnormal in E5M2
+SCALES = [50.0, 1e9, 1e-6, 0.01, 2e-5]
 
 
 def on_gpu(*values):
@@ -69,11 +33,76 @@ SHAPES = [(64, 128), (64, 144), (48, 128), (16, 16), (80, 272), *LARGE]
 TRAINING = [
     (8208, 16), (8208, 48), (8208, 768), (16400, 1040), (8208, 2064), (16400, 4080), (8208, 4096),
     (32784, 4096), (8208, 5136), (8208, 9216), (8208, 12288), (8208, 16368)]
-KINDS = ["LayerNorm", "RMSNorm"]
-TYPES = [E4M3, E5M2]
-EPS = 1e-5
-# as in training; all saturated; all flushed to zero; many subnormal in E4M3; many subnormal in E5M2
-SCALES = [50.0, 1e9, 1e-6, 0.01, 2e-5]
+
+
+def normal(*shape, size=1.0, mean=0.0):
+    return (mean + size * torch.randn(*shape)).to(DEVICE, torch.bfloat16)
+
+
+def scale_and_amax(scale=50.0, amax=0.0):
+    return torch.tensor(scale, device=DEVICE), torch.full((1,), amax, device=DEVICE)
+
+
+def bytes_of(x):
+    return x.view(torch.uint8)
+
+
+def assert_same_bytes(ours, theirs, fp8, share, noise=0.0):
+    """Compare FP8 data. A `share` of the values may be the next FP8 number, and all may differ by `noise`,
+    since float32 rounding differs."""
+    a, b = ours.view(fp8).float(), theirs.view(fp8).float()
+    assert torch.equal(a.isnan(), b.isnan())
+    differs = (a - b).abs() > noise  # 0 equals -0
+    assert differs.float().mean() <= share
+    assert (bytes_of(ours).int() - bytes_of(theirs).int()).abs()[differs].le(1).all()
+
+
+def assert_fp8(quantized, amax, expected, expected_amax, scale, share=1e-3):
+    """Assert that an FP8 tensor and amax are those of the reference."""
+    rowwise, columnwise, scale_inv = quantized
+    assert rowwise.dtype == columnwise.dtype == expected[0].dtype and rowwise.shape == expected[0].shape
+    assert rowwise.is_contiguous() and columnwise.is_contiguous()
+    assert torch.equal(bytes_of(columnwise), bytes_of(rowwise).T)
+    # float32 cancellation; with an extreme scale, less than FP8's smallest number
+    noise = min(5e-6 * scale.item(), 5e-4)
+    assert_same_bytes(rowwise, expected[0], rowwise.dtype, share, noise)
+    assert amax.shape == (1,) and amax.item() == pytest.approx(expected_amax.item(), rel=1e-5)
+    assert scale_inv.shape == (1,) and torch.equal(scale_inv, expected[2])
+
+
+def assert_close(ours, exact, summed=1):
+    """Assert equality up to rounding to BF16, and up to the float32 rounding of a sum of `summed` values."""
+    assert (ours is None) == (exact is None)
+    if exact is not None:
+        assert ours.dtype == torch.bfloat16
+        torch.testing.assert_close(
+            ours.double(), exact.double(), rtol=1.01 * BF16, atol=2e-5 * summed**0.5, equal_nan=True)
+
+
+def test_references():
+    """They equal te_reference's quantization, and PyTorch's norms and their gradients."""
+    for fp8, value in zip(TYPES, SCALES):
+        x, (scale, amax) = normal(48, 80), scale_and_amax(value)
+        rowwise, _, scale_inv = fast_casts.quantize_reference(x, scale, amax, fp8)
+        assert torch.equal(bytes_of(rowwise), bytes_of(te_reference.quantize(x, scale, fp8)))
+        assert scale_inv.item() == 1 / value or scale_inv == scale.reciprocal()
+        assert amax.item() == te_reference.amax_of(x).item()
+    for kind in KINDS:
+        x, dy, (weight, bias) = normal(48, 80), normal(48, 80), make_norm(kind, 80)
+        quantization = (*scale_and_amax(), E4M3)
+        _, quantized, mean, rstd = fast_casts.norm_reference(x, None, None, weight, bias, EPS, *quantization)
+        leaves = [t.double().requires_grad_() for t in (x, weight, bias) if t is not None]
+        if bias is None:
+            y = F.rms_norm(leaves[0], (80,), leaves[1], EPS)
+        else:
+            y = F.layer_norm(leaves[0], (80,), leaves[1], leaves[2], EPS)
+        expected = fast_casts.quantize_reference(y.detach(), *quantization)
+        assert_same_bytes(quantized[0], expected[0], E4M3, 0.0)
+        dx, _, _, *gradients = fast_casts.norm_backward_reference(dy, x, mean, rstd, weight, None)
+        exact = torch.autograd.grad(y, leaves, dy.double())
+        assert_close(dx, exact[0])
+        for ours, theirs in zip(gradients, exact[1:]):
+            torch.testing.assert_close(ours, theirs)
 
 
 # The norm
@@ -84,43 +113,23 @@ def make_norm(kind, columns):
     return normal(columns, size=0.3, mean=1.0), normal(columns) if kind == "LayerNorm" else None
 
 
-def exact_norm(residual, weight, bias):
-    if bias is None:
-        return F.rms_norm(residual, residual.shape[1:], weight, EPS)
-    return F.layer_norm(residual, residual.shape[1:], weight, bias, EPS)
+def assert_statistics(ours, exact):
+    for a, b in zip(ours, exact):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.dtype == torch.float32
+            torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-def exact_statistics(residual, bias):
-    """Compute mean (None for RMSNorm) and reciprocal standard deviation in float64."""
-    residual = residual.double()
-    if bias is None:
-        return None, (residual.square().mean(1) + EPS).rsqrt().float()
-    return residual.mean(1).float(), (residual.var(1, correction=0) + EPS).rsqrt().float()
-
-
-def assert_statistics(mean, rstd, residual, bias, equal_nan=False):
-    exact_mean, exact_rstd = exact_statistics(residual, bias)
-    assert rstd.shape == residual.shape[:1] and rstd.dtype == torch.float32
-    torch.testing.assert_close(rstd, exact_rstd, rtol=1e-5, atol=0, equal_nan=equal_nan)
-    if bias is None:
-        assert mean is None
-    else:
-        torch.testing.assert_close(mean, exact_mean, rtol=1e-6, atol=1e-6, equal_nan=equal_nan)
-
-
-def check_norm(x, branch, branch_bias, weight, bias, fp8=E4M3, scale=50.0):
-    scale, amax = scale_and_amax(scale)
-    residual, quantized, mean, rstd = fast_casts.norm(
-        x, branch, branch_bias, weight, bias, EPS, scale, amax, fp8)
-    if branch is None:
-        assert residual is x
-    else:
-        added = x.float() + branch.float() + (0.0 if branch_bias is None else branch_bias.float())
-        torch.testing.assert_close(residual, added.bfloat16(), rtol=0, atol=0, equal_nan=True)
-    nan = bool(residual.isnan().any())
-    assert_statistics(mean, rstd, residual, bias, equal_nan=nan)
-    exact = exact_norm(residual.double(), weight.double(), None if bias is None else bias.double())
-    assert_fp8(quantized, exact, scale, amax, fp8)
+def check_norm(x, branch, branch_bias, weight, bias, fp8=E4M3, scale=50.0, share=1e-3):
+    inputs, (scale, amax) = (x, branch, branch_bias, weight, bias, EPS), scale_and_amax(scale)
+    expected_amax = amax.clone()
+    residual, quantized, *statistics = fast_casts.norm(*inputs, scale, amax, fp8)
+    expected, of_reference, *exact = fast_casts.norm_reference(*inputs, scale, expected_amax, fp8)
+    assert (residual is x) == (branch is None)
+    torch.testing.assert_close(residual, expected, rtol=0, atol=0, equal_nan=True)
+    assert_statistics(statistics, exact)
+    assert_fp8(quantized, amax, of_reference, expected_amax, scale, share)
     return residual, quantized, amax
 
 
@@ -152,22 +161,16 @@ def test_norm_in_fp8(fp8, scale):
 @pytest.mark.parametrize("ratio", [100.0, -100.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_norm_far_from_zero(kind, ratio):
-    """The variance is accurate with a mean of 100 standard deviations; E[x²] - E[x]² would not be."""
-    x, (weight, bias) = normal(48, 272, mean=ratio), make_norm(kind, 272)
-    scale, amax = scale_and_amax()
-    residual, quantized, mean, rstd = fast_casts.norm(x, None, None, weight, bias, EPS, scale, amax, E4M3)
-    assert_statistics(mean, rstd, x, bias)
-    exact = exact_norm(x.double(), weight.double(), None if bias is None else bias.double())
-    # y is the difference of numbers 100 times larger
-    assert_fp8(quantized, exact, scale, amax, E4M3, share=0.01)
+    """The variance is accurate with a mean of 100 standard deviations; E[x²] - E[x]² would not be. y is the
+    difference of numbers 100 times larger."""
+    check_norm(normal(48, 272, mean=ratio), None, None, *make_norm(kind, 272), share=0.01)
 
 
 def test_norm_of_constant_rows():
     """LayerNorm of a constant row is the bias."""
     x, (weight, bias) = normal(48, 1, size=100.0).expand(48, 272).contiguous(), make_norm("LayerNorm", 272)
     scale, amax = scale_and_amax()
-    _, (rowwise, _, _), mean, rstd = fast_casts.norm(x, None, None, weight, bias, EPS, scale, amax, E4M3)
-    assert_statistics(mean, rstd, x, bias)
+    _, (rowwise, _, _), _, _ = fast_casts.norm(x, None, None, weight, bias, EPS, scale, amax, E4M3)
     # E4M3's precision; rstd is 316
     torch.testing.assert_close(rowwise.float() / scale, bias.float().expand(48, 272), rtol=0.07, atol=0.03)
 
@@ -184,48 +187,33 @@ def test_norm_of_nan(kind, where):
     assert rows_of_nan[37] == 144 and rows_of_nan.sum() == 144 and amax.item() > 1
 
 
-def exact_norm_backward(dy, residual, weight, bias):
-    """Compute the gradients of residual, weight and bias (None for RMSNorm) in float64."""
-    inputs = [t.double().requires_grad_() for t in (residual, weight, bias) if t is not None]
-    exact_norm(*inputs, *([None] if bias is None else [])).backward(dy.double())
-    return [t.grad for t in inputs] + ([None] if bias is None else [])
-
-
 @pytest.mark.parametrize("wanted", ["dx", "FP8", "FP8 and dbranch_bias"])
 @pytest.mark.parametrize("with_dresidual", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows, columns", SHAPES[4:])
+@pytest.mark.parametrize("rows, columns", SHAPES)
 def test_norm_backward(rows, columns, kind, with_dresidual, wanted):
+    if rows == 64 and wanted != "FP8 and dbranch_bias":
+        pytest.skip("all outputs at once")
     x, (weight, bias) = normal(rows, columns, size=2.0, mean=1.0), make_norm(kind, columns)
-    dy = normal(rows, columns)
     dresidual, (scale, amax) = normal(rows, columns) if with_dresidual else None, scale_and_amax()
-    residual, _, mean, rstd = fast_casts.norm(x, None, None, weight, bias, EPS, scale, amax.clone(), E4M3)
-    dx, quantized, dbranch_bias, dweight, dbias = fast_casts.norm_backward(
-        dy, residual, mean, rstd, weight, dresidual, (scale, amax, E5M2) if "FP8" in wanted else None,
-        with_dbranch_bias="dbranch_bias" in wanted)
-    exact, exact_dweight, exact_dbias = exact_norm_backward(dy, residual, weight, bias)
-    assert_close(dx, exact + dresidual.double() if with_dresidual else exact)
-    if "FP8" in wanted:
-        # Triton computes wide rows in two layouts, for the BF16 and for the FP8 copy, and RMSNorm's mean may
-        # differ in its last bit. Then one value in 10^8 rounds differently to BF16, at a tie of FP8.
-        assert_fp8(quantized, dx.double(), scale, amax, E5M2, share=1e-6)
+    _, _, mean, rstd = fast_casts.norm(x, None, None, weight, bias, EPS, scale, amax.clone(), E4M3)
+    inputs = normal(rows, columns), x, mean, rstd, weight, dresidual
+    quantization = (scale, amax, E5M2) if "FP8" in wanted else None
+    with_dbranch_bias = "dbranch_bias" in wanted
+    dx, quantized, dbranch_bias, *gradients = fast_casts.norm_backward(*inputs, quantization, with_dbranch_bias)
+    exact, _, _, *exact_gradients = fast_casts.norm_backward_reference(*inputs)
+    assert_close(dx, exact)
+    if quantization:
+        # of the dx that was computed. Triton computes wide rows in two layouts, for the BF16 and for the FP8
+        # copy, and RMSNorm's mean may differ in its last bit: one value in 10^8 then rounds differently.
+        expected_amax = torch.zeros_like(amax)
+        expected = fast_casts.quantize_reference(dx, scale, expected_amax, E5M2)
+        assert_fp8(quantized, amax, expected, expected_amax, scale, share=1e-6)
     else:
         assert quantized is None and amax.item() == 0
-    if "dbranch_bias" in wanted:
-        assert_close(dbranch_bias, dx.double().sum(0), summed=rows)
-    else:
-        assert dbranch_bias is None
-    assert_close(dweight, exact_dweight, summed=rows)
-    if bias is None:
-        assert dbias is None
-    else:
-        assert_close(dbias, exact_dbias, summed=rows)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows, columns", SHAPES[:4])
-def test_norm_backward_with_all_outputs(rows, columns, kind):
-    test_norm_backward(rows, columns, kind, True, "FP8 and dbranch_bias")
+    assert_close(dbranch_bias, dx.double().sum(0) if with_dbranch_bias else None, summed=rows)
+    for ours, theirs in zip(gradients, exact_gradients):
+        assert_close(ours, theirs, summed=rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -237,12 +225,8 @@ def test_norm_backward_of_nan(kind):
     residual, _, mean, rstd = fast_casts.norm(x, None, None, weight, bias, EPS, scale, amax.clone(), E4M3)
     dx, (rowwise, columnwise, _), dbranch_bias, dweight, _ = fast_casts.norm_backward(
         dy, residual, mean, rstd, weight, None, (scale, amax, E5M2), True)
-    assert (
-        dx.isnan().sum()
-        == dx[5].isnan().sum()
-        == rowwise.float().isnan().sum()
-        == columnwise.float()[:, 5].isnan().sum()
-        == 144)
+    for values in (dx, dx[5], rowwise.float(), columnwise.float()[:, 5]):
+        assert values.isnan().sum() == 144
     assert dbranch_bias.isnan().all() and dweight.isnan().nonzero().tolist() == [[130]]
     assert amax.item() == 100.0
 
@@ -250,98 +234,67 @@ def test_norm_backward_of_nan(kind):
 # The activation
 
 
-ACTIVATIONS = ["gelu", "swiglu"]
-
-
 def make_activation(activation, rows, columns, size=2.0, with_bias=True):
     """Make x, bias or None, and the gradient of the output."""
-    width = columns * (2 if activation == "swiglu" else 1)
+    width = columns * (2 if activation in fast_casts.GATED else 1)
     return normal(rows, width, size=size), normal(width) if with_bias else None, normal(rows, columns)
 
 
-def exact_activation(activation, x, bias, dy):
-    """Compute the output and the gradients of x and bias (also if bias is None) in float64."""
-    x = x.double().requires_grad_()
-    bias = torch.zeros_like(x[0]) if bias is None else bias.double()
-    bias = bias.detach().requires_grad_()
-    if activation == "gelu":
-        y = F.gelu(x + bias, approximate="tanh")
-    else:
-        a, b = (x + bias).chunk(2, 1)
-        y = F.silu(a) * b
-    y.backward(dy.double())
-    return y.detach(), x.grad, bias.grad
+def check_activation(activation, x, bias, dy, fp8s=(E4M3, E5M2), scale=50.0):
+    """Compare output and gradients with the reference's; return the FP8 data of output and dx."""
+    scale, amax = scale_and_amax(scale)
+    y = fast_casts.activate(activation, x, bias, scale, amax, fp8s[0])
+    expected_amax = torch.zeros_like(amax)
+    expected = fast_casts.activate_reference(activation, x, bias, scale, expected_amax, fp8s[0])
+    assert_fp8(y, amax, expected, expected_amax, scale)
+    if len(x) > 16:  # smaller values of a second micro-batch leave the amax as it is
+        fast_casts.activate(activation, x[:16] / 4, None, scale, amax.clamp_(min=1e3), fp8s[0])
+        assert amax.item() == max(1e3, amax.item())
+    dx, dbias = fast_casts.activate_backward(activation, dy, x, bias, scale, amax.zero_(), fp8s[1])
+    expected, exact_dbias = fast_casts.activate_backward_reference(
+        activation, dy, x, bias, scale, expected_amax.zero_(), fp8s[1])
+    assert_fp8(dx, amax, expected, expected_amax, scale)
+    assert_close(dbias, exact_dbias, len(x))
+    return y[0].float(), dx[0].float()
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", fast_casts.ACTIVATIONS)
 @pytest.mark.parametrize("rows, columns", SHAPES)
 def test_activate(rows, columns, activation, with_bias):
-    x, bias, dy = make_activation(activation, rows, columns, with_bias=with_bias)
-    y, dx, dbias = exact_activation(activation, x, bias, dy)
-    scale, amax = scale_and_amax()
-    assert_fp8(fast_casts.activate(activation, x, bias, scale, amax, E4M3), y, scale, amax, E4M3)
-    quantized, our_dbias = fast_casts.activate_backward(activation, dy, x, bias, scale, amax.zero_(), E5M2)
-    assert_fp8(quantized, dx, scale, amax, E5M2)
-    if with_bias:
-        assert_close(our_dbias, dbias, rows)
-    else:
-        assert our_dbias is None
+    check_activation(activation, *make_activation(activation, rows, columns, with_bias=with_bias))
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("fp8", TYPES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu", "srelu"])
 def test_activate_in_fp8(activation, fp8, scale):
-    x, bias, dy = make_activation(activation, 48, 80)
-    y, dx, dbias = exact_activation(activation, x, bias, dy)
-    scale, amax = scale_and_amax(scale)
-    assert_fp8(fast_casts.activate(activation, x, bias, scale, amax, fp8), y, scale, amax, fp8)
-    fast_casts.activate(activation, x[:16] / 4, None, scale, amax, fp8)
-    # smaller values of a second micro-batch leave the amax as it is
-    assert amax.item() == pytest.approx(y.abs().max().item(), rel=1e-5)
-    quantized, our_dbias = fast_casts.activate_backward(activation, dy, x, bias, scale, amax.zero_(), fp8)
-    assert_fp8(quantized, dx, scale, amax, fp8)
-    assert_close(our_dbias, dbias, len(x))  # independent of the scale
-    fast_casts.activate_backward(activation, dy[:16] / 4, x[:16], None, scale, amax, fp8)
-    assert amax.item() == pytest.approx(dx.abs().max().item(), rel=1e-5)
+    check_activation(activation, *make_activation(activation, 48, 80), (fp8, fp8), scale)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", fast_casts.ACTIVATIONS)
 def test_activate_partial_tile(activation):
     """Rows of a tile outside the tensor, where x + bias would be the bias, do not count in the amax."""
-    x, bias, dy = make_activation(activation, 16, 48)
+    x, bias, dy = make_activation(activation, 16, 48, size=1.0)
     bias.fill_(32.0)
     x -= bias
-    y, _, _ = exact_activation(activation, x, bias, dy)
-    scale, amax = scale_and_amax()
-    assert_fp8(fast_casts.activate(activation, x, bias, scale, amax, E4M3), y, scale, amax, E4M3)
-    assert y.abs().max() < 32
+    y, _ = check_activation(activation, x, bias, dy)
+    assert y.abs().max() / 50 < 32
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # in the interpreter; 1/(1 + inf) = 0 is correct
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("fp8", TYPES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", fast_casts.ACTIVATIONS)
 def test_large_values_and_nan(activation, fp8, with_bias):
-    """Far from zero an activation is 0 or the identity, without an overflow; NaN stays NaN and does not count
-    in the amax."""
+    """Far from zero an activation is 0 or the identity (squared), without an overflow; NaN stays NaN and does
+    not count in the amax."""
     x, bias, dy = make_activation(activation, 16, 32, with_bias=with_bias)
     x[0, :8] = torch.tensor([1e4, -1e4, 1e18, -1e18, 12.0, -12.0, 90.0, -90.0], device=DEVICE)
     x[1, 3] = float("nan")
-    y, dx, dbias = exact_activation(activation, x, bias, dy)
-    scale, amax = scale_and_amax(1e-3)
-    quantized = fast_casts.activate(activation, x, bias, scale, amax, fp8)
-    assert_fp8(quantized, y, scale, amax, fp8)
-    rowwise = quantized[0].float()
-    assert rowwise[1, 3].isnan() and rowwise.isnan().sum() == 1
-    assert not rowwise[0, [1, 3]].any() and rowwise[0, 2].abs() == torch.finfo(fp8).max
-    scale, amax = scale_and_amax(1.0)
-    quantized, our_dbias = fast_casts.activate_backward(activation, dy, x, bias, scale, amax, fp8)
-    assert_fp8(quantized, dx, scale, amax, fp8)
-    assert quantized[0].float().isnan().sum() == dx.isnan().sum() == (2 if activation == "swiglu" else 1)
-    if with_bias:
-        assert_close(our_dbias, dbias, len(x), equal_nan=True)
+    y, _ = check_activation(activation, x, bias, dy, (fp8, fp8), 1e-3)
+    assert y[1, 3].isnan() and y.isnan().sum() == 1
+    assert not y[0, [1, 3]].any() and y[0, 2].abs() == torch.finfo(fp8).max
 
 
 # Casts and sums over rows
@@ -350,21 +303,23 @@ def test_large_values_and_nan(activation, fp8, with_bias):
 @pytest.mark.parametrize("fp8", TYPES)
 @pytest.mark.parametrize("rows, columns", SHAPES)
 def test_cast(rows, columns, fp8):
-    """The input is BF16, so all bytes are equal."""
+    """The input is BF16, so all bytes are equal. `out` is written as new memory is."""
     x = normal(rows, columns, size=2.0)
     for value in SCALES[::1 if rows == 48 else 5]:
         scale, amax = scale_and_amax(value)
         quantized, dbias = fast_casts.cast(x, scale, amax, fp8, with_dbias=True)
-        assert_fp8(quantized, x.double(), scale, amax, fp8, share=0)
-        assert torch.equal(
-            quantized[0].view(torch.uint8), te_reference.quantize(x.float(), scale, fp8).view(torch.uint8))
-        assert amax.item() == x.abs().max().item()
+        expected_amax = torch.zeros_like(amax)
+        expected = fast_casts.quantize_reference(x, scale, expected_amax, fp8)
+        assert torch.equal(bytes_of(quantized[0]), bytes_of(expected[0]))
+        assert_fp8(quantized, amax, expected, expected_amax, scale, share=0)
         assert_close(dbias, x.double().sum(0), rows)
     amax.fill_(1e5)
-    without, none = fast_casts.cast(x, scale, amax, fp8)
-    assert none is None and all(
-        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(without, quantized))
-    assert amax.item() == 1e5  # a larger amax from an earlier micro-batch stays
+    out = fast_casts.allocate_fp8(x, rows, columns, fp8)
+    for given in (None, out):
+        written, none = fast_casts.cast(x, scale, amax, fp8, out=given)
+        assert none is None and (given is None or all(a is b for a, b in zip(written, out)))
+        assert all(torch.equal(bytes_of(a), bytes_of(b)) for a, b in zip(written, quantized))
+        assert amax.item() == 1e5  # a larger amax from an earlier micro-batch stays
 
 
 @pytest.mark.parametrize("fp8", TYPES)
@@ -376,7 +331,7 @@ def test_cast_of_infinity_and_nan(fp8):
     assert_same_bytes(rowwise, te_reference.quantize(x, scale, fp8), fp8, share=0)
     assert rowwise.float().isnan().sum() == 1
     assert rowwise[5, 6].float() == -rowwise[7, 8].float() == torch.finfo(fp8).max
-    assert torch.equal(columnwise.view(torch.uint8), rowwise.view(torch.uint8).T)
+    assert torch.equal(bytes_of(columnwise), bytes_of(rowwise).T)
     assert amax.item() == float("inf")
 
 
@@ -396,7 +351,7 @@ def test_cast_all(shapes, fp8):
     for number, (x, out, (scale, amax)) in enumerate(zip(tensors, outputs, places)):
         expected_amax = torch.full((1,), float(number), device=DEVICE)
         expected, _ = fast_casts.cast(x, scale, expected_amax, fp8)
-        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(out, expected))
+        assert all(torch.equal(bytes_of(a), bytes_of(b)) for a, b in zip(out, expected))
         assert torch.equal(amax, expected_amax)
     again = [(x, out, *place) for x, out, place in zip(tensors, outputs, places)]
     assert fast_casts.make_cast_table(again, table) is table
@@ -417,6 +372,54 @@ def test_reduce_rows(shape, dtype):
         atol=1e-5 * shape[0] ** 0.5)
 
 
+# As operations
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_operations_are_registered(kind):
+    """Without test_schema where inputs are in FP8, which it multiplies: PyTorch cannot."""
+    x, (weight, bias), quantization, ops = normal(16, 32), make_norm(kind, 32), (*scale_and_amax(), E4M3), (
+        torch.ops.fast_kernels)
+    _, _, mean, rstd = fast_casts.norm(x, x, None, weight, bias, EPS, *quantization)
+    out = fast_casts.allocate_fp8(x, 16, 32, E4M3)
+    into = (x, *quantization[:2], *out, True)
+    for op, arguments in (
+        (ops.norm, (x, x, x[0], weight, bias, EPS, *quantization)),
+        (ops.norm, (x, None, None, weight, bias, EPS, *quantization)),
+        (ops.norm_backward, (x, x, mean, rstd, weight, x, *quantization, True)),
+        (ops.norm_backward, (x, x, mean, rstd, weight, None, None, None, None, False)),
+        (ops.activate, ("swiglu", x, x[0], *quantization)),
+        (ops.activate_backward, ("swiglu", x[:, :16].contiguous(), x, x[0], *quantization)),
+        (ops.activate_backward, ("gelu", x, x, None, *quantization)), (ops.cast, (x, *quantization, True)),
+        (ops.cast_into, into), (ops.cast_all, tuple([t] for t in (x, *out, *quantization[:2])))):
+        checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+        if op not in (ops.cast_into, ops.cast_all):
+            checks.append("test_schema")
+        torch.library.opcheck(op.default, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize(
+    "call, problem",
+    [
+        (lambda x, q: fast_casts.norm(x[:24], None, None, x[0], x[0], EPS, *q), r"\(32, 48\) works"),
+        (lambda x, q: fast_casts.norm(x, x[:16], None, x[0], x[0], EPS, *q), r"branch: .* must be \(32, 48\)"),
+        (lambda x, q: fast_casts.norm(x, x, x[0, :16], x[0], x[0], EPS, *q), r"branch_bias .* \(48,\)"),
+        (lambda x, q: fast_casts.norm(normal(16, 16400), None, None, x[0], None, EPS, *q), "at most 16384"),
+        (lambda x, q: fast_casts.norm_backward(x, x, None, x[0], x[0], x.T), "dresidual: .* must be"),
+        (lambda x, q: fast_casts.cast(x[:, :40].contiguous(), *q), r"\(32, 48\) works"),
+        (lambda x, q: fast_casts.cast(x[:, :32], *q), "must be contiguous"),
+        (lambda x, q: fast_casts.cast(x, *q, out=fast_casts.allocate_fp8(x, 32, 32, E4M3)), "allocate_fp8 for"),
+        (lambda x, q: fast_casts.cast(x, *q, out=fast_casts.allocate_fp8(x, 32, 48, E5M2)), "allocate_fp8 for"),
+        (lambda x, q: fast_casts.activate("gelu", x.float(), None, *q), "must be bfloat16"),
+        (lambda x, q: fast_casts.activate("tanh", x, None, *q), "must be one of gelu, relu"),
+        (lambda x, q: fast_casts.activate("swiglu", x, None, *q), "64 works"),
+        (lambda x, q: fast_casts.activate("gelu", x, x[0, :16], *q), r"bias .* \(48,\)"),
+        (lambda x, q: fast_casts.activate_backward("gelu", x[:16], x, None, *q), "gelu's output for x")])
+def test_unsupported_inputs_raise(call, problem):
+    with pytest.raises(ValueError, match=problem):
+        call(normal(32, 48), (*scale_and_amax(), E4M3))
+
+
 # Training sizes
 
 
@@ -435,28 +438,43 @@ def test_training_sizes(rows, columns):
         test_norm(rows, columns, kind, "branch and bias")
         test_norm_backward(rows, columns, kind, True, "FP8 and dbranch_bias")
         torch.cuda.empty_cache()  # for other test processes on this GPU
-    for activation in ACTIVATIONS:
+    for activation in fast_casts.ACTIVATIONS:
         test_activate(rows, columns, activation, True)
+        torch.cuda.empty_cache()
     test_cast(rows, columns, E5M2)
     test_cast_all([(rows, columns), (48, 144)], E4M3)
 
 
-@pytest.mark.parametrize(
-    "call, problem",
-    [
-        (
-            lambda x: fast_casts.norm(x[:24], None, None, x[0], x[0], EPS, *scale_and_amax(), E4M3),
-            r"\(32, 48\) works"),
-        (lambda x: fast_casts.cast(x[:, :40].contiguous(), *scale_and_amax(), E4M3), r"\(32, 48\) works"),
-        (lambda x: fast_casts.cast(x[:, :32], *scale_and_amax(), E4M3), "must be contiguous"),
-        (lambda x: fast_casts.activate("gelu", x.float(), None, *scale_and_amax(), E4M3), "must be bfloat16"),
-        (
-            lambda x: fast_casts.norm(
-                normal(16, 16400), None, None, x[0], None, EPS, *scale_and_amax(), E4M3),
-            "at most 16384")])
-def test_unsupported_inputs_raise(call, problem):
-    with pytest.raises(ValueError, match=problem):
-        call(normal(32, 48))
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["norm", "norm_backward", "gelu", "swiglu", "cast", "cast_all"])
+def test_more_than_2_to_the_31_elements(name):
+    """The last rows equal these rows without the others."""
+    rows, columns = 131_200, 16_384
+    few = normal(128, columns)
+    x = torch.zeros(rows, columns, device="cuda", dtype=torch.bfloat16)
+    x[-128:] = few
+    assert x.numel() > 2**31
+
+    def run(x):
+        quantization = (*scale_and_amax(), E4M3)
+        if name == "norm":
+            return [fast_casts.norm(x, None, None, few[0], few[1], EPS, *quantization)[1]]
+        if name == "norm_backward":
+            rstd = torch.ones(len(x), device="cuda")
+            return [fast_casts.norm_backward(x, x, None, rstd, few[0], None, quantization)[1]]
+        if name == "cast":
+            return [fast_casts.cast(x, *quantization)[0]]
+        if name == "cast_all":
+            out = fast_casts.allocate_fp8(x, *x.shape, E4M3)
+            fast_casts.cast_all(fast_casts.make_cast_table([(x, out, *quantization[:2])]))
+            return [out]
+        dy = x[:, :columns // 2].contiguous() if name == "swiglu" else x
+        return [fast_casts.activate(name, x, None, *quantization),
+                fast_casts.activate_backward(name, dy, x, None, *quantization)[0]]
+
+    for (rowwise, columnwise, _), (expected, _, _) in zip(run(x), run(few)):
+        assert torch.equal(bytes_of(rowwise[-128:]), bytes_of(expected)) and expected.float().any()
+        assert torch.equal(bytes_of(columnwise[:, -128:].contiguous()), bytes_of(expected).T)
 
 
 # With Transformer Engine
@@ -488,7 +506,7 @@ def assert_as_transformer_engines(quantized, amax, theirs, quantizer, exact, fp8
     rowwise, columnwise, scale_inv = quantized
     assert rowwise.shape == theirs._data.shape
     assert_same_bytes(rowwise, theirs._data, fp8, 0.05, noise)
-    assert torch.equal(columnwise.view(torch.uint8), rowwise.view(torch.uint8).T)
+    assert torch.equal(bytes_of(columnwise), bytes_of(rowwise).T)
     torch.testing.assert_close(scale_inv, theirs._scale_inv.reshape(1), rtol=2e-7, atol=0)
     # some of TE's kernels take the amax of BF16 values
     torch.testing.assert_close(amax, quantizer.amax, rtol=1.01 * BF16, atol=0)
@@ -514,7 +532,11 @@ def test_norm_is_transformer_engines(tex, rows, columns, kind):
         ((weight,), tex.rmsnorm_fwd) if bias is None else ((weight, bias), tex.layernorm_fwd))
     y, te_mean, te_rstd = forward(
         residual, *parameters, EPS, None, quantizer, TE_DType[torch.bfloat16], 0, False)
-    exact = exact_norm(residual.double(), weight.double(), None if bias is None else bias.double())
+    values = residual.double()
+    if bias is None:
+        exact = F.rms_norm(values, (columns,), weight.double(), EPS)
+    else:
+        exact = F.layer_norm(values, (columns,), weight.double(), bias.double(), EPS)
     assert_as_transformer_engines(quantized, amax, y, quantizer, exact, E4M3)
     torch.testing.assert_close(rstd, te_rstd, rtol=1e-5, atol=0)
     if bias is not None:
@@ -529,26 +551,29 @@ def test_norm_backward_is_as_near_as_transformer_engines(tex, rows, columns, kin
     x, (weight, bias) = normal(rows, columns), make_norm(kind, columns)
     dy, dresidual = normal(rows, columns), normal(rows, columns)
     residual, _, mean, rstd = fast_casts.norm(x, None, None, weight, bias, EPS, *scale_and_amax(), E4M3)
-    exact = exact_norm_backward(dy, residual, weight, bias)
+    exact = fast_casts.norm_backward_reference(dy, residual, mean, rstd, weight, dresidual)
     if bias is None:
         theirs = [*tex.rmsnorm_bwd(dy, residual, rstd, weight, 0, False), None]
     else:
         theirs = tex.layernorm_bwd(dy, residual, mean, rstd, weight, 0, False)
     dx, _, _, *ours = fast_casts.norm_backward(dy, residual, mean, rstd, weight, dresidual)
-    for a, b, to in zip(
-        (dx, *ours), (theirs[0] + dresidual, *theirs[1:]), (exact[0] + dresidual.double(), *exact[1:])):
+    assert (dx.double() - exact[0]).norm() <= 1.03 * (theirs[0] + dresidual - exact[0].double()).norm()
+    for a, b, to in zip(ours, theirs[1:], exact[3:]):
         assert (a is None) == (to is None)
         if to is not None:
             assert (a.double() - to).norm() <= 1.03 * (b.double() - to).norm()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("rows, columns", TE_SHAPES)
 def test_activation_is_transformer_engines(tex, rows, columns, activation):
     x, _, dy = make_activation(activation, rows, columns)
     bias = torch.zeros_like(x[0])  # TE's GEMM has added the bias to x
-    y, dx, _ = exact_activation(activation, x, None, dy)
+    leaf = x.double().requires_grad_()
+    y = fast_casts._activation(activation, leaf)
+    dx, = torch.autograd.grad(y, leaf, dy.double())
+    y = y.detach()
     scale, amax = scale_and_amax(40.0)
     quantized = fast_casts.activate(activation, x, bias, scale, amax, E4M3)
     quantizer = te_quantizer(tex, 40.0, E4M3, columnwise=False)
