@@ -4,6 +4,8 @@
 
 - readme         README's loop with the copied file: BF16 weights, float32 masters in FusedAdam, the fastest
                  attention installed, FP8 with delayed scaling
+- fast           README's second loop: model_te_fast.py, FastAdam and CUDA graphs
+- fast_eager     the same, launched from Python
 - example        the parts of examples/minimal.py in its loop: also data, parameter groups, clipping, schedule
 - nanogpt_bf16   nanoGPT's model.py with BF16 weights, torch.compile and its fused AdamW: like with like
 - nanogpt        the same as its train.py has it: float32 weights under BF16 autocast, clipping
@@ -25,8 +27,11 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from bench import nanogpt, report, timing
+from fast_kernels.adam import FastAdam
+from model_te_fast import FastConfig, FastGPT2Model
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model, te
 from nanote.config import TrainConfig, parse, run_command
+from nanote.graphs import CudaGraph
 from nanote.models import pick_device
 
 VOCAB_SIZE, LR = 50304, 1e-4
@@ -65,6 +70,24 @@ def readme_loop(options, device):
         return loss
 
     return step
+
+
+def fast_loop(options, device, graphed=True):
+    """Return a function that trains one step as README's second loop does."""
+    config = FastConfig(n_layer=options.layers, n_head=options.width // 64, n_embd=options.width,
+                        n_positions=options.seq_len, vocab_size=VOCAB_SIZE, use_fp8=True)
+    model = FastGPT2Model(config).to(device, torch.bfloat16)
+    optimizer = FastAdam(model.parameters(), lr=LR)
+
+    def train(tokens):
+        loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return loss.detach()
+
+    train = CudaGraph(train) if graphed else train
+    return lambda: train(random_tokens(options, device))
 
 
 def example_loop(options, device):
@@ -106,6 +129,9 @@ def nanogpt_loop(options, device, dtype):
 
 def make_loops(options, device) -> dict:
     loops = {"readme": readme_loop(options, device), "example": example_loop(options, device)}
+    if device.type == "cuda":
+        loops["fast"] = fast_loop(options, device)
+        loops["fast_eager"] = fast_loop(options, device, graphed=False)
     if options.nanogpt:
         nanogpt.allow_tf32()
         loops["nanogpt_bf16"] = nanogpt_loop(options, device, torch.bfloat16)

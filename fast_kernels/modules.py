@@ -17,6 +17,7 @@ References: TE 2.20 `quantization.py`, `module/*.py`; Micikevicius et al. 2022.
 
 import functools
 import os
+import types
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -29,6 +30,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 
 from fast_kernels import casts, fused, scales
+from fast_kernels.adam import FastAdam
 from fast_kernels.fp8 import MAXIMUM
 from fast_kernels.fused import Layer, Quantization, Stream
 from fast_kernels.loss import cross_entropy
@@ -579,6 +581,23 @@ def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False, 
         return cross_entropy(logits, labels, label_smoothing=label_smoothing).view(1)
     return F.cross_entropy(logits.float(), labels, label_smoothing=label_smoothing, reduction="none").view(
         target.shape)
+
+
+class FusedAdam(FastAdam):
+    """AdamW with float32 master weights, with the arguments of TE's FusedAdam."""
+
+    ONLY = dict(amsgrad=(False,), bias_correction=(True,), adam_w_mode=(True,), capturable=(False, True),
+                master_weights=(True, False), master_weight_dtype=(torch.float32,), set_grad_none=(None,),
+                use_decoupled_grad=(False,), exp_avg_sq_dtype=(torch.float32, torch.bfloat16))
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, *,
+                 exp_avg_dtype=torch.float32, store_param_remainders=False, **options):
+        check_options("FusedAdam", options, self.ONLY)
+        super().__init__(params, lr, betas, eps, weight_decay, moment_dtype=exp_avg_dtype,
+                         store_param_remainders=store_param_remainders)
+
+
+optimizers = types.SimpleNamespace(FusedAdam=FusedAdam)
 
 
 @torch.no_grad()
