@@ -88,7 +88,7 @@ class Rows(list):
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "driver": driver(),
             "torch": torch.__version__,
-            "te": "te_reference" if recipes.IS_REFERENCE else recipes.transformer_engine.__version__,
+            "te": "te_reference" if recipes.IS_REFERENCE else recipes.TE_VERSION,
             "date": datetime.date.today().isoformat(),
             "command": command_line(program, argv),
         }

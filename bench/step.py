@@ -109,7 +109,7 @@ def forget_models() -> None:
     collection, which comes at another time on each rank.
     """
     gc.collect()
-    if not recipes.IS_REFERENCE:
+    if recipes.HAS_TE:
         from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
         FP8GlobalStateManager.reset()

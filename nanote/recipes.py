@@ -20,6 +20,7 @@ from model_te_optimized import te  # the engine of the models, as they pick it
 
 IS_REFERENCE = te.__name__ == "te_reference"
 HAS_TE = te.__name__.startswith("transformer_engine")
+TE_VERSION = importlib.import_module("transformer_engine").__version__ if HAS_TE else None
 recipes = importlib.import_module("transformer_engine.common.recipe") if HAS_TE else te
 
 CLASSES = {  # TE's recipe, and whether this machine supports it
@@ -38,8 +39,7 @@ def describe():
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     if IS_REFERENCE:
         return f"{device}, FP8 emulated by te_reference"
-    version = importlib.import_module("transformer_engine").__version__ if HAS_TE else ""
-    return f"{device}, Transformer Engine {version}" if HAS_TE else f"{device}, fast_kernels"
+    return f"{device}, Transformer Engine {TE_VERSION}" if HAS_TE else f"{device}, fast_kernels"
 
 
 def unsupported_reason(name):
