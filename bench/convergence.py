@@ -65,7 +65,7 @@ RECIPES = {  # name of an arm: options of its precision
     "fp8-current": "--fp8-recipe current", "fp8-block": "--fp8-recipe block",
     "fp8-most_recent": "--fp8-amax-compute-algo most_recent --fp8-amax-history-len 16",
     "fp8-bf16_head": "--no-fp8-lm-head", "fp8-skip_first": "--fp8-skip-first 1",
-    "fp8-te_modules": "--no-fast-kernels",
+    "fp8-te_modules": "--model optimized",
 }
 ARMS = {f"{prefix}{name}": f"{size} {options}" for prefix, size in SIZES.items()
         for name, options in RECIPES.items()}

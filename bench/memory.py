@@ -32,7 +32,7 @@ SWITCHES = {  # name -> options of train.py
     "float32 masters": {"param_remainders": False},
     "weights in FP8": {"fp8_param": True},
     "loss in 4 chunks": {"loss_chunks": 4},
-    "Transformer Engine's modules": {"fast_kernels": False},
+    "Transformer Engine's modules": {"model": "optimized"},
 }
 
 

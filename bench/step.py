@@ -37,8 +37,8 @@ ON_CPU = dict(
 BLACKWELL = ("mxfp8", "nvfp4")  # recipes that need a Blackwell GPU
 WORDS = {  # in the name of any arm with Transformer Engine -> options of train.py
     "eager": {"cuda_graph": "off"},
-    "libraries": {"attention": "sdpa", "fast_kernels": False},  # keeps the optimizer
-    "te_modules": {"fast_kernels": False},
+    "libraries": {"attention": "sdpa", "model": "optimized"},  # keeps the optimizer
+    "te_modules": {"model": "optimized"},
     "sdpa": {"attention": "sdpa"},
     "te_attention": {"attention": "te"},
     "bf16_moments": {"moment_dtype": "bfloat16"},

@@ -243,7 +243,7 @@ def train_on_gpu(name, recipe, **options):
     torch._dynamo.reset()
     forget_models()
     # without the fast kernels, since DelayedScaling runs uncompiled by the modules
-    config = TrainConfig(**SMALL, model=name, fp8_recipe=recipe, fast_kernels=False, **options)
+    config = TrainConfig(**SMALL, model=name, fp8_recipe=recipe, **options)
     torch.manual_seed(0)
     model = models.make_model(config, torch.device("cuda"), torch.bfloat16, recipes.make(config))
     if config.compile:

@@ -68,8 +68,8 @@ def trained(training, steps=8):
 
 RUNS = {
     "delayed": {}, "bf16": {"fp8_recipe": "none"}, "current": {"fp8_recipe": "current"},
-    "accumulation": {"grad_accum": 5}, "muon": {"optimizer": "muon"}, "te_modules": {"fast_kernels": False},
-    "te_accumulation": {"fast_kernels": False, "grad_accum": 3},
+    "accumulation": {"grad_accum": 5}, "muon": {"optimizer": "muon"}, "te_modules": {"model": "optimized"},
+    "te_accumulation": {"model": "optimized", "grad_accum": 3},
     "float32_masters": {"param_remainders": False}}
 
 
@@ -118,9 +118,9 @@ def test_steps_of_two_lengths_share_one_model():
 
 
 @gpu
-@pytest.mark.parametrize("fast_kernels", [True, False])
-def test_replays_write_no_memory_of_others(fast_kernels):
-    training = Training(grad_accum=3, fast_kernels=fast_kernels)
+@pytest.mark.parametrize("name", ["auto", "optimized"])
+def test_replays_write_no_memory_of_others(name):
+    training = Training(grad_accum=3, model=name)
     trained(training, 4)
     model = training.model
     delayed, model.fp8_recipe = model.fp8_recipe, recipes.make(TrainConfig(fp8_recipe="current"))
@@ -137,8 +137,8 @@ def test_replays_write_no_memory_of_others(fast_kernels):
 
 @gpu
 def test_a_setting_changed_after_capture_is_harmless():
-    training = Training(fast_kernels=False)
-    expected = trained(Training(fast_kernels=False))
+    training = Training(model="optimized")
+    expected = trained(Training(model="optimized"))
     found = trained(training, 4)
     training.model.config.loss_chunks = 2
     with torch.no_grad(), recipes.preserved_state(training.model):
