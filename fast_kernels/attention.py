@@ -27,7 +27,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from fast_kernels.library import is_tracing, operation
+from fast_kernels.library import is_fake, is_tracing, operation
 
 try:
     from flash_attn.cute.interface import _flash_attn_bwd as fa4_backward
@@ -148,16 +148,6 @@ def _check_documents(cu_seqlens, batch, length):
                          f"{length} tokens; split it where the row ends")
 
 
-def _allocate_attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window):
-    batch, length, _, dim = qkv.shape
-    out = qkv.new_empty(batch, length, n_head, dim)
-    is_changed = cos is not None or q_weight is not None
-    qk = qkv.new_empty((batch, length, n_head + n_kv_head, dim) if is_changed else 0)
-    shape = (batch, n_head, length) if cu_seqlens is None else (n_head, batch * length)
-    has_lse = _pick_kernel(qkv, cu_seqlens, window) != "sdpa"
-    return out, qk, qkv.new_empty(shape if has_lse else 0, dtype=torch.float32)
-
-
 def _setup_context(ctx, inputs, output):
     qkv, cos, sin, q_weight, k_weight, cu_seqlens, *ctx.options = inputs
     out, qk, lse = output
@@ -175,7 +165,7 @@ def _differentiate(ctx, dout, *_):
 @operation(
     "(Tensor qkv, Tensor? cos, Tensor? sin, Tensor? q_weight, Tensor? k_weight, Tensor? cu_seqlens, "
     "int n_head, int n_kv_head, float eps, int? window) -> (Tensor out, Tensor qk, Tensor lse)",
-    _allocate_attention, _setup_context, _differentiate)
+    _setup_context, _differentiate)
 def _attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window):
     """Return the output (B, S, n_head, D), q and k after norm and rotation, and the log-sum-exp, float32,
     (B, n_head, S), or (n_head, B·S) with documents. SDPA has none."""
@@ -188,29 +178,26 @@ def _attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head,
     return out, qk, lse
 
 
-def _allocate_backward(dout, qkv, qk, out, lse, cos, sin, q_weight, *_):
-    dim = 0 if q_weight is None else qkv.shape[-1]
-    dtype = qkv.dtype if q_weight is None else q_weight.dtype
-    return torch.empty_like(qkv), qkv.new_empty(dim, dtype=dtype), qkv.new_empty(dim, dtype=dtype)
-
-
 @operation(
     "(Tensor dout, Tensor qkv, Tensor qk, Tensor out, Tensor lse, Tensor? cos, Tensor? sin, "
     "Tensor? q_weight, Tensor? k_weight, Tensor? cu_seqlens, int n_head, int n_kv_head, float eps, "
-    "int? window) -> (Tensor dqkv, Tensor dq_weight, Tensor dk_weight)", _allocate_backward)
+    "int? window) -> (Tensor dqkv, Tensor dq_weight, Tensor dk_weight)")
 def _attention_backward(
     dout, qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window
 ):
-    sizes = n_head, n_kv_head, n_kv_head
-    q, k, v = qkv.split(sizes, dim=2)
-    if qk.numel():
+    q, k, v = qkv.split((n_head, n_kv_head, n_kv_head), dim=2)
+    is_changed = cos is not None or q_weight is not None
+    if is_changed:
         q, k = qk[:, :, :n_head], qk[:, :, n_head:]
-    dqkv = _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window)
-    dweights = None
-    if qk.numel():
+    if is_fake(qkv):
+        dqkv = torch.empty_like(qkv)
+    else:
+        dqkv = _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window)
+    dweights = qkv.new_empty(0), qkv.new_empty(0)
+    if is_changed:
         dweights = _norm_rope_backward(
             qkv, dqkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, eps)
-    return dqkv, *(dweights or (qkv.new_empty(0), qkv.new_empty(0)))
+    return dqkv, *dweights
 
 
 # Attention. q is (B, S, n_head, D), k and v are (B, S, n_kv_head, D); only the last dimension is contiguous.
@@ -304,6 +291,9 @@ def _tile_option(q):
 def _attend(q, k, v, cu_seqlens, window):
     """Return the output (B, S, n_head, D), and the log-sum-exp for the backward pass."""
     kernel, shape = _pick_kernel(q, cu_seqlens, window), q.shape
+    if is_fake(q):
+        lse_shape = (shape[0], shape[2], shape[1]) if cu_seqlens is None else (shape[2], shape[0] * shape[1])
+        return q.new_empty(shape), q.new_empty(0 if kernel == "sdpa" else lse_shape, dtype=torch.float32)
     if kernel == "sdpa":
         return _sdpa(q, k, v, cu_seqlens, window), q.new_empty(0, dtype=torch.float32)
     if kernel == "cudnn":
@@ -377,6 +367,8 @@ def _norm_rope(qkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
     batch, length, _, dim = qkv.shape
     positions = cos.numel() // (dim // 2) if cos is not None else length  # rows of cos and sin: S or B·S
     qk = qkv.new_empty(batch, length, qk_heads, dim)
+    if is_fake(qkv):
+        return qk
     half = triton.next_power_of_2(dim // 2)
     rows, tile_rows = batch * length * qk_heads, max(TILE // half, 1)
     _norm_rope_kernel[(triton.cdiv(rows, tile_rows),)](
@@ -388,8 +380,12 @@ def _norm_rope(qkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
 
 def _norm_rope_backward(qkv, dqkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
     """Replace the first `qk_heads` heads of dqkv, the gradient of `_norm_rope`'s output, by the gradient of
-    its input; return the gradients of q_weight and k_weight."""
+    its input; return the gradients of q_weight and k_weight, (0,) without them."""
     batch, length, _, dim = qkv.shape
+    weights = (qkv.new_empty(0),) * 2 if q_weight is None else (q_weight, k_weight)
+    dweights = [torch.empty_like(weight) for weight in weights]
+    if is_fake(qkv):
+        return dweights
     positions = cos.numel() // (dim // 2) if cos is not None else length
     half = triton.next_power_of_2(dim // 2)
     rows, tile_rows = batch * length * qk_heads, max(TILE // half, 1)
@@ -401,10 +397,10 @@ def _norm_rope_backward(qkv, dqkv, n_head, qk_heads, cos, sin, q_weight, k_weigh
         qkv, dqkv, cos, sin, q_weight, k_weight, partial_sums, rows, positions, n_head, qk_heads,
         qkv.stride(1), eps, D=dim, HALF=half, ROWS=tile_rows, NORM=q_weight is not None, ROPE=cos is not None,
     )
-    if partial_sums is None:
-        return None, None
-    dq_weight, dk_weight = partial_sums.sum(0)
-    return dq_weight.to(q_weight.dtype), dk_weight.to(k_weight.dtype)
+    if q_weight is not None:
+        for dweight, total in zip(dweights, partial_sums.sum(0)):
+            dweight.copy_(total)
+    return dweights
 
 
 @triton.jit
