@@ -224,7 +224,6 @@ class FastAdam(torch.optim.Optimizer):
     """
 
     capturable = True
-    used_by = None  # set by the training step that used it last, to whose gradients the tables point
 
     def __init__(
         self,
@@ -388,6 +387,11 @@ class FastAdam(torch.optim.Optimizer):
                 continue
             if not (p.is_contiguous() and p.grad.is_contiguous()):
                 raise ValueError("FastAdam: parameters and gradients must be contiguous")
+            devices = {tensor.device for tensor in (p, p.grad, *self.state[p].values(), tables.lr)}
+            if len(devices) > 1:
+                names = ", ".join(sorted(map(str, devices)))
+                raise ValueError(f"FastAdam: tensors of a group on {names}: all must be on one device; make "
+                                 "the optimizer after the model is moved")
         if any(address % 16 for row in rows for address in row[:5]):
             raise ValueError("FastAdam: a tensor does not start at a multiple of 16 bytes")
 
@@ -416,9 +420,10 @@ class FastAdam(torch.optim.Optimizer):
             programs = len(tables.chunks)
             sums.append(torch.empty(programs, device=tables.lr.device))
             if programs:
-                _squares[(programs,)](tables.pointers, tables.chunks, sums[-1], self.peers.stride,
-                                      TYPES[self.gradient_dtype], self.peers.count, CHUNK, BLOCK=1024,
-                                      num_warps=4)
+                with torch.cuda.device_of(tables.lr):  # Triton launches on the current device
+                    _squares[(programs,)](
+                        tables.pointers, tables.chunks, sums[-1], self.peers.stride,
+                        TYPES[self.gradient_dtype], self.peers.count, CHUNK, BLOCK=1024, num_warps=4)
         total = torch.cat(sums).sum()
         self.peers.all_reduce(total)
         self.is_summed = True
@@ -434,7 +439,9 @@ class FastAdam(torch.optim.Optimizer):
                 finite, the step is skipped on the device, without a host synchronization: weights, state and
                 step count do not change.
         """
-        loss = None
+        loss, device = None, self.tables[0].lr.device
+        if grad_scale is not None and grad_scale.device != device:
+            raise ValueError(f"FastAdam: grad_scale on {grad_scale.device}: must be on {device}; use .to()")
         if closure is not None and self.peers.count:
             raise ValueError("FastAdam: a closure's gradients would not be summed over GPUs; call it before "
                              "gradient_norm(), and step() without it")
@@ -454,10 +461,11 @@ class FastAdam(torch.optim.Optimizer):
                 continue
             corrections = (1 - tables.options[:2] ** group["step"]).float()
             scale = torch.ones((), device=tables.lr.device) if grad_scale is None else grad_scale
-            _adam[(programs,)](tables.pointers, tables.chunks, corrections, tables.lr, scale, tables.options,
-                               self.peers.distances, TYPES[self.dtype], TYPES[self.gradient_dtype],
-                               self.master, TYPES[self.moment_dtype], self.peers.count, CHUNK, BLOCK=1024,
-                               num_warps=4)
+            with torch.cuda.device_of(tables.lr):
+                _adam[(programs,)](
+                    tables.pointers, tables.chunks, corrections, tables.lr, scale, tables.options,
+                    self.peers.distances, TYPES[self.dtype], TYPES[self.gradient_dtype], self.master,
+                    TYPES[self.moment_dtype], self.peers.count, CHUNK, BLOCK=1024, num_warps=4)
         self.peers.barrier()  # the weights of all ranks are there
         return loss
 

@@ -2,12 +2,12 @@
 
 Use `packed_attention` on the output of one QKV GEMM, in which each token has its query heads, then its key
 heads, then its value heads. The kernel is the first of these that supports the inputs: FlashAttention 4
-(Hopper, Blackwell: `pip install flash-attn-4`), FlashAttention 2 (`flash-attn`), cuDNN's (Hopper, Blackwell)
-and FlashAttention 2 as parts of PyTorch, and SDPA (any machine, dtype and head size; not fast).
+(Hopper, Blackwell: `pip install flash-attn-4`), cuDNN's (Hopper, Blackwell) and FlashAttention 2, both parts of
+PyTorch, and SDPA (any machine, dtype and head size; not fast).
 
 - After a `split`, autograd concatenates the gradients of q, k and v, which takes a large part of attention's
-  time at GPT-2's size. Here all kernels read slices of qkv, and FlashAttention's packages write dq, dk and dv
-  into slices of one gradient: nothing is copied. PyTorch's kernels allocate them, which costs one copy.
+  time at GPT-2's size. Here all kernels read slices of qkv, and FlashAttention 4 writes dq, dk and dv into
+  slices of one gradient: nothing is copied. PyTorch's kernels allocate them, which costs one copy.
 - QK-norm and RoPE are one Triton kernel forward and one, in place, backward. Both are bound by memory. Bytes
   per BF16 element of q and k: 2 read and 2 written forward; the same backward, and 2 more read with QK-norm,
   which needs its input again.
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from fast_kernels.library import is_tracing, operation
+from fast_kernels.library import is_fake, is_tracing, operation
 
 try:
     from flash_attn.cute.interface import _flash_attn_bwd as fa4_backward
@@ -39,13 +39,6 @@ try:  # on Hopper, only newer versions have a backward kernel for windows
     FA4_HAS_WINDOW_ON_HOPPER = "is_local" in inspect.signature(FlashAttentionBackwardSm90).parameters
 except ImportError:
     FA4_HAS_WINDOW_ON_HOPPER = False
-try:
-    from flash_attn.flash_attn_interface import _flash_attn_backward as fa2_backward  # 2.7 or newer
-    from flash_attn.flash_attn_interface import _flash_attn_forward as fa2_forward
-    from flash_attn.flash_attn_interface import _flash_attn_varlen_backward as fa2_varlen_backward
-    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward as fa2_varlen_forward
-except ImportError:
-    fa2_forward = None
 
 aten = torch.ops.aten
 FA4_HAS_TILE_OPTION = fa4_forward is not None and "tile_mn" in inspect.signature(fa4_forward).parameters
@@ -148,16 +141,6 @@ def _check_documents(cu_seqlens, batch, length):
                          f"{length} tokens; split it where the row ends")
 
 
-def _allocate_attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window):
-    batch, length, _, dim = qkv.shape
-    out = qkv.new_empty(batch, length, n_head, dim)
-    is_changed = cos is not None or q_weight is not None
-    qk = qkv.new_empty((batch, length, n_head + n_kv_head, dim) if is_changed else 0)
-    shape = (batch, n_head, length) if cu_seqlens is None else (n_head, batch * length)
-    has_lse = _pick_kernel(qkv, cu_seqlens, window) != "sdpa"
-    return out, qk, qkv.new_empty(shape if has_lse else 0, dtype=torch.float32)
-
-
 def _setup_context(ctx, inputs, output):
     qkv, cos, sin, q_weight, k_weight, cu_seqlens, *ctx.options = inputs
     out, qk, lse = output
@@ -175,7 +158,7 @@ def _differentiate(ctx, dout, *_):
 @operation(
     "(Tensor qkv, Tensor? cos, Tensor? sin, Tensor? q_weight, Tensor? k_weight, Tensor? cu_seqlens, "
     "int n_head, int n_kv_head, float eps, int? window) -> (Tensor out, Tensor qk, Tensor lse)",
-    _allocate_attention, _setup_context, _differentiate)
+    _setup_context, _differentiate)
 def _attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window):
     """Return the output (B, S, n_head, D), q and k after norm and rotation, and the log-sum-exp, float32,
     (B, n_head, S), or (n_head, B·S) with documents. SDPA has none."""
@@ -188,63 +171,52 @@ def _attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head,
     return out, qk, lse
 
 
-def _allocate_backward(dout, qkv, qk, out, lse, cos, sin, q_weight, *_):
-    dim = 0 if q_weight is None else qkv.shape[-1]
-    dtype = qkv.dtype if q_weight is None else q_weight.dtype
-    return torch.empty_like(qkv), qkv.new_empty(dim, dtype=dtype), qkv.new_empty(dim, dtype=dtype)
-
-
 @operation(
     "(Tensor dout, Tensor qkv, Tensor qk, Tensor out, Tensor lse, Tensor? cos, Tensor? sin, "
     "Tensor? q_weight, Tensor? k_weight, Tensor? cu_seqlens, int n_head, int n_kv_head, float eps, "
-    "int? window) -> (Tensor dqkv, Tensor dq_weight, Tensor dk_weight)", _allocate_backward)
+    "int? window) -> (Tensor dqkv, Tensor dq_weight, Tensor dk_weight)")
 def _attention_backward(
     dout, qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window
 ):
-    sizes = n_head, n_kv_head, n_kv_head
-    q, k, v = qkv.split(sizes, dim=2)
-    if qk.numel():
+    q, k, v = qkv.split((n_head, n_kv_head, n_kv_head), dim=2)
+    is_changed = cos is not None or q_weight is not None
+    if is_changed:
         q, k = qk[:, :, :n_head], qk[:, :, n_head:]
-    dqkv = _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window)
-    dweights = None
-    if qk.numel():
+    if is_fake(qkv):
+        dqkv = torch.empty_like(qkv)
+    else:
+        dqkv = _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window)
+    dweights = qkv.new_empty(0), qkv.new_empty(0)
+    if is_changed:
         dweights = _norm_rope_backward(
             qkv, dqkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, eps)
-    return dqkv, *(dweights or (qkv.new_empty(0), qkv.new_empty(0)))
+    return dqkv, *dweights
 
 
 # Attention. q is (B, S, n_head, D), k and v are (B, S, n_kv_head, D); only the last dimension is contiguous.
 
-def _flash_version(head_dim):
-    """Return "fa4", "fa2" or None: the FlashAttention whose documentation lists this head size and GPU."""
-    major = torch.cuda.get_device_capability()[0]
-    if head_dim % 8 or head_dim > 256:
-        return None
-    if fa4_forward is not None:
-        on_hopper = major == 9
-        on_blackwell = major in (10, 11, 12) and head_dim <= 128 or major in (10, 11) and head_dim == 256
-        if on_hopper or on_blackwell:
-            return "fa4"
-    return "fa2" if fa2_forward is not None and major >= 8 else None
+def _fa4_supports(head_dim, major, window):
+    """Return whether FlashAttention 4's documentation lists this head size and GPU generation."""
+    if fa4_forward is None or head_dim % 8 or head_dim > 256:
+        return False
+    if major == 9:
+        return window is None or FA4_HAS_WINDOW_ON_HOPPER
+    return major in (10, 11, 12) and head_dim <= 128 or major in (10, 11) and head_dim == 256
 
 
 def _pick_kernel(q, cu_seqlens, window):
-    """Return "fa4", "fa2", "cudnn", "flash" (as part of PyTorch) or "sdpa"."""
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
+    """Return "fa4", "cudnn", "flash" (FlashAttention 2 in PyTorch) or "sdpa"."""
+    head_dim, is_half = q.shape[-1], q.dtype in (torch.bfloat16, torch.float16)
+    if not q.is_cuda or not is_half or head_dim % 8 or head_dim > 256:
         return "sdpa"
-    head_dim, major = q.shape[-1], torch.cuda.get_device_capability()[0]
-    version = _flash_version(head_dim)
-    if version == "fa4" and window is not None and major == 9 and not FA4_HAS_WINDOW_ON_HOPPER:
-        version = "fa2" if fa2_forward is not None else None
-    if version is not None:
-        return version
-    if head_dim % 8 or head_dim > 256 or major < 8:
-        return "sdpa"
+    major = torch.cuda.get_device_capability()[0]
+    if _fa4_supports(head_dim, major, window):
+        return "fa4"
     has_cudnn = torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
     fits_cudnn = major in (9, 10) and head_dim <= 128 and cu_seqlens is None and window is None
     if has_cudnn and fits_cudnn and not torch.are_deterministic_algorithms_enabled():
         return "cudnn"
-    return "flash"
+    return "flash" if major >= 8 else "sdpa"
 
 
 def _sdpa(q, k, v, cu_seqlens=None, window=None):
@@ -266,16 +238,8 @@ def _sdpa(q, k, v, cu_seqlens=None, window=None):
     return y.transpose(1, 2).contiguous().view(shape)
 
 
-def _fa4_options(window):
+def _window_options(window):
     return {} if window is None else dict(window_size_left=window - 1, window_size_right=0)
-
-
-def _fa2_options(q, window):
-    return dict(
-        dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=True,
-        window_size_left=-1 if window is None else window - 1, window_size_right=-1 if window is None else 0,
-        softcap=0.0, alibi_slopes=None,
-    )
 
 
 def _varlen_options(q, cu_seqlens):
@@ -304,6 +268,9 @@ def _tile_option(q):
 def _attend(q, k, v, cu_seqlens, window):
     """Return the output (B, S, n_head, D), and the log-sum-exp for the backward pass."""
     kernel, shape = _pick_kernel(q, cu_seqlens, window), q.shape
+    if is_fake(q):
+        lse_shape = (shape[0], shape[2], shape[1]) if cu_seqlens is None else (shape[2], shape[0] * shape[1])
+        return q.new_empty(shape), q.new_empty(0 if kernel == "sdpa" else lse_shape, dtype=torch.float32)
     if kernel == "sdpa":
         return _sdpa(q, k, v, cu_seqlens, window), q.new_empty(0, dtype=torch.float32)
     if kernel == "cudnn":
@@ -316,14 +283,11 @@ def _attend(q, k, v, cu_seqlens, window):
     if kernel == "flash":
         out, lse, *_ = aten._flash_attention_forward(
             q, k, v, cu_seqlens, cu_seqlens, shape[1], shape[1], 0.0, True, False,
-            **_fa4_options(window))
-    elif kernel == "fa4":
-        tile = _tile_option(q) if cu_seqlens is None else {}
-        out, lse = fa4_forward(
-            q, k, v, **varlen, causal=True, return_lse=True, **_fa4_options(window), **tile)[:2]
+            **_window_options(window))
     else:
-        forward = fa2_forward if cu_seqlens is None else fa2_varlen_forward
-        out, lse = forward(q, k, v, **varlen, **_fa2_options(q, window), return_softmax=False)[:2]
+        options = _tile_option(q) if cu_seqlens is None else varlen
+        out, lse = fa4_forward(
+            q, k, v, causal=True, return_lse=True, **_window_options(window), **options)[:2]
     return out.contiguous().view(shape), lse
 
 
@@ -341,10 +305,8 @@ def _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window):
             dout, q, k, v, out, lse.unsqueeze(-1), nothing, nothing, None, None, None, length, length, 0.0,
             True)
         return torch.cat([x.transpose(1, 2) for x in gradients], dim=2)
-    sizes, varlen = (q.shape[2], k.shape[2], v.shape[2]), {}
-    length, dqkv = q.shape[1], None
-    if kernel != "flash":
-        dqkv = q.new_empty(*q.shape[:2], sum(sizes), q.shape[3])
+    sizes, varlen, length = (q.shape[2], k.shape[2], v.shape[2]), {}, q.shape[1]
+    dqkv = q.new_empty(*q.shape[:2], sum(sizes), q.shape[3]) if kernel == "fa4" else None
     if cu_seqlens is not None:
         varlen = _varlen_options(q, cu_seqlens)
         dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))  # views
@@ -352,20 +314,13 @@ def _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window):
         nothing = torch.empty(2, dtype=torch.int64, device=q.device)  # seed of dropout
         gradients = aten._flash_attention_backward(
             dout, q, k, v, out, lse, cu_seqlens, cu_seqlens, length, length, 0.0, True, nothing, nothing,
-            **_fa4_options(window))
+            **_window_options(window))
         return torch.cat(gradients, dim=-2).view(-1, length, sum(sizes), q.shape[-1])
-    # slices of dqkv, which the kernels write to
+    # slices of dqkv, which the kernel writes to
     dq, dk, dv = (dqkv if cu_seqlens is None else dqkv.flatten(0, 1)).split(sizes, dim=-2)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    if kernel == "fa4":
-        fa4_backward(
-            q, k, v, out, dout, lse, **varlen, causal=True, **_fa4_options(window),
-            deterministic=deterministic, dq=dq, dk=dk, dv=dv)
-    else:
-        backward = fa2_backward if cu_seqlens is None else fa2_varlen_backward
-        backward(
-            dout, q, k, v, out, lse, dq, dk, dv, **varlen, **_fa2_options(q, window),
-            deterministic=deterministic)
+    fa4_backward(
+        q, k, v, out, dout, lse, **varlen, causal=True, **_window_options(window),
+        deterministic=torch.are_deterministic_algorithms_enabled(), dq=dq, dk=dk, dv=dv)
     return dqkv
 
 
@@ -377,6 +332,8 @@ def _norm_rope(qkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
     batch, length, _, dim = qkv.shape
     positions = cos.numel() // (dim // 2) if cos is not None else length  # rows of cos and sin: S or B·S
     qk = qkv.new_empty(batch, length, qk_heads, dim)
+    if is_fake(qkv):
+        return qk
     half = triton.next_power_of_2(dim // 2)
     rows, tile_rows = batch * length * qk_heads, max(TILE // half, 1)
     _norm_rope_kernel[(triton.cdiv(rows, tile_rows),)](
@@ -388,8 +345,12 @@ def _norm_rope(qkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
 
 def _norm_rope_backward(qkv, dqkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
     """Replace the first `qk_heads` heads of dqkv, the gradient of `_norm_rope`'s output, by the gradient of
-    its input; return the gradients of q_weight and k_weight."""
+    its input; return the gradients of q_weight and k_weight, (0,) without them."""
     batch, length, _, dim = qkv.shape
+    weights = (qkv.new_empty(0),) * 2 if q_weight is None else (q_weight, k_weight)
+    dweights = [torch.empty_like(weight) for weight in weights]
+    if is_fake(qkv):
+        return dweights
     positions = cos.numel() // (dim // 2) if cos is not None else length
     half = triton.next_power_of_2(dim // 2)
     rows, tile_rows = batch * length * qk_heads, max(TILE // half, 1)
@@ -401,10 +362,10 @@ def _norm_rope_backward(qkv, dqkv, n_head, qk_heads, cos, sin, q_weight, k_weigh
         qkv, dqkv, cos, sin, q_weight, k_weight, partial_sums, rows, positions, n_head, qk_heads,
         qkv.stride(1), eps, D=dim, HALF=half, ROWS=tile_rows, NORM=q_weight is not None, ROPE=cos is not None,
     )
-    if partial_sums is None:
-        return None, None
-    dq_weight, dk_weight = partial_sums.sum(0)
-    return dq_weight.to(q_weight.dtype), dk_weight.to(k_weight.dtype)
+    if q_weight is not None:
+        for dweight, total in zip(dweights, partial_sums.sum(0)):
+            dweight.copy_(total)
+    return dweights
 
 
 @triton.jit

@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from fast_kernels import cast_kernels as kernels
-from fast_kernels.library import check_aligned, device_tables, operation
+from fast_kernels.library import check_aligned, device_tables, is_fake, operation
 
 # A program's tile: 16-byte accesses in both layouts, 32 or 64 values per thread. These sizes and those of
 # `_norm_sizes` are the fastest of those tried on an H200.
@@ -142,20 +142,19 @@ def norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8):
             None if bias is None else mean, rstd)
 
 
-def _allocate_norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8):
-    residual = x.new_empty(0) if branch is None else torch.empty_like(x)
-    mean = torch.empty(0 if bias is None else len(x), dtype=torch.float32, device=x.device)
-    rstd = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    return residual, *allocate_fp8(x, *x.shape, fp8), mean, rstd
-
-
 @operation(
     "(Tensor x, Tensor? branch, Tensor? branch_bias, Tensor weight, Tensor? bias, float eps, Tensor scale, "
-    "Tensor(a!) amax, ScalarType fp8) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _allocate_norm)
+    "Tensor(a!) amax, ScalarType fp8) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 def _norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8):
-    out = _allocate_norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8)
-    residual, rowwise, columnwise, scale_inv, mean, rstd = out
-    (rows, columns), sizes = x.shape, _norm_sizes(*x.shape)
+    rows, columns = x.shape
+    residual = x.new_empty(0) if branch is None else torch.empty_like(x)
+    rowwise, columnwise, scale_inv = allocate_fp8(x, rows, columns, fp8)
+    mean = torch.empty(0 if bias is None else rows, dtype=torch.float32, device=x.device)
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    out = residual, rowwise, columnwise, scale_inv, mean, rstd
+    if is_fake(x):
+        return out
+    sizes = _norm_sizes(rows, columns)
     kernels._norm_kernel[(rows // sizes["ROWS"],)](
         x, branch, branch_bias, weight, bias, x if branch is None else residual,
         None if bias is None else mean, rstd, scale, amax, rowwise, scale_inv, columns, eps, **sizes)
@@ -189,29 +188,20 @@ def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization=None
     return dx, tuple(quantized) if quantization else None, dbranch_bias, dweight, dbias
 
 
-def _allocate_norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8, with_dbranch_bias):
-    if scale is None:
-        quantized = [dy.new_empty(0) for _ in range(3)]
-    else:
-        quantized = allocate_fp8(dy, *dy.shape, fp8)
-    count = 1 + (mean is not None) + with_dbranch_bias
-    return torch.empty_like(dy), *quantized, weight.new_empty(count, dy.shape[1])
-
-
 @operation(
     "(Tensor dy, Tensor residual, Tensor? mean, Tensor rstd, Tensor weight, Tensor? dresidual, "
     "Tensor? scale, Tensor(a!)? amax, ScalarType? fp8, bool with_dbranch_bias) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _allocate_norm_backward)
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8, with_dbranch_bias):
     """Return dx, its FP8 tensor, and the totals dweight, dbias if there is a mean, dbranch_bias if wanted."""
-    out = _allocate_norm_backward(
-        dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8, with_dbranch_bias)
-    dx, rowwise, columnwise, scale_inv, totals = out
-    rows, columns = dy.shape
+    (rows, columns), is_quantized = dy.shape, scale is not None
+    quantized = allocate_fp8(dy, rows, columns, fp8) if is_quantized else [dy.new_empty(0) for _ in range(3)]
+    totals = weight.new_empty(1 + (mean is not None) + with_dbranch_bias, columns)
+    out = dx, rowwise, columnwise, scale_inv, _ = torch.empty_like(dy), *quantized, totals
+    if is_fake(dy):
+        return out
     programs, sizes = _norm_backward_sizes(rows, columns)
     partial_sums = torch.empty((programs, *totals.shape), dtype=torch.float32, device=dy.device)
-    is_quantized = scale is not None
     kernels._norm_backward_kernel[(programs,)](
         dy, residual, mean, rstd, weight, dresidual, dx, scale, amax, rowwise if is_quantized else None,
         scale_inv if is_quantized else None, partial_sums, rows, columns,
@@ -240,16 +230,14 @@ def activate(activation, x, bias, scale, amax, fp8):
     return _activate(activation, x, bias, scale, amax, fp8)
 
 
-def _allocate_activate(activation, x, bias, scale, amax, fp8):
-    return allocate_fp8(x, x.shape[0], x.shape[1] // (1 + (activation in GATED)), fp8)
-
-
 @operation(
     "(str activation, Tensor x, Tensor? bias, Tensor scale, Tensor(a!) amax, ScalarType fp8) "
-    "-> (Tensor, Tensor, Tensor)", _allocate_activate)
+    "-> (Tensor, Tensor, Tensor)")
 def _activate(activation, x, bias, scale, amax, fp8):
-    out = _allocate_activate(activation, x, bias, scale, amax, fp8)
-    rows, columns = out[0].shape
+    rows, columns = x.shape[0], x.shape[1] // (1 + (activation in GATED))
+    out = allocate_fp8(x, rows, columns, fp8)
+    if is_fake(x):
+        return out
     _, programs = _count_tiles(TILE, rows, columns)
     kernels._activation_kernel[(programs,)](
         x, bias, scale, amax, *out, rows, columns, KIND=GATED.get(activation, activation),
@@ -274,17 +262,15 @@ def activate_backward(activation, dy, x, bias, scale, amax, fp8):
     return tuple(out), None if bias is None else dbias
 
 
-def _allocate_activate_backward(activation, dy, x, bias, scale, amax, fp8):
-    return *allocate_fp8(x, *x.shape, fp8), x.new_empty(0) if bias is None else torch.empty_like(bias)
-
-
 @operation(
     "(str activation, Tensor dy, Tensor x, Tensor? bias, Tensor scale, Tensor(a!) amax, ScalarType fp8) "
-    "-> (Tensor, Tensor, Tensor, Tensor)", _allocate_activate_backward)
+    "-> (Tensor, Tensor, Tensor, Tensor)")
 def _activate_backward(activation, dy, x, bias, scale, amax, fp8):
-    *out, dbias = _allocate_activate_backward(activation, dy, x, bias, scale, amax, fp8)
-    rows, columns = dy.shape
-    is_gated = activation in GATED
+    out = allocate_fp8(x, *x.shape, fp8)
+    dbias = x.new_empty(0) if bias is None else torch.empty_like(bias)
+    if is_fake(x):
+        return *out, dbias
+    (rows, columns), is_gated = dy.shape, activation in GATED
     sizes = TILE if is_gated else DBIAS_TILE
     tile_rows, programs = _count_tiles(sizes, rows, columns)
     partial_sums = None
@@ -320,9 +306,7 @@ def cast(x, scale, amax, fp8, with_dbias=False, out=None):
 
 @operation(
     "(Tensor x, Tensor scale, Tensor(a!) amax, ScalarType fp8, bool with_dbias) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    lambda x, scale, amax, fp8, with_dbias: (
-        *allocate_fp8(x, *x.shape, fp8), x.new_empty(x.shape[1] if with_dbias else 0)))
+    "-> (Tensor, Tensor, Tensor, Tensor)")
 def _cast(x, scale, amax, fp8, with_dbias):
     out = allocate_fp8(x, *x.shape, fp8)
     return *out, _launch_cast(x, scale, amax, *out, with_dbias)
@@ -330,38 +314,34 @@ def _cast(x, scale, amax, fp8, with_dbias):
 
 @operation(
     "(Tensor x, Tensor scale, Tensor(a!) amax, Tensor(b!) rowwise, Tensor(c!) columnwise, "
-    "Tensor(d!) scale_inv, bool with_dbias) -> Tensor",
-    lambda x, *rest: x.new_empty(x.shape[1] if rest[-1] else 0))
+    "Tensor(d!) scale_inv, bool with_dbias) -> Tensor")
 def _cast_into(*arguments):
     return _launch_cast(*arguments)
 
 
 def _launch_cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
+    dbias, partial_sums = x.new_empty(x.shape[1] if with_dbias else 0), None
+    if is_fake(x):
+        return dbias
     sizes = DBIAS_TILE if with_dbias else TILE
     tile_rows, programs = _count_tiles(sizes, *x.shape)
-    partial_sums = None
     if with_dbias:
         partial_sums = torch.empty((tile_rows, x.shape[1]), dtype=torch.float32, device=x.device)
     kernels._cast_kernel[(programs,)](
         x, scale, amax, rowwise, columnwise, scale_inv, partial_sums, *x.shape, FITS=_fits(sizes, *x.shape),
         **sizes)
-    return reduce_rows(partial_sums, x.dtype) if with_dbias else x.new_empty(0)
+    return reduce_rows(partial_sums, x.dtype, dbias) if with_dbias else dbias
 
 
 def make_cast_table(casts, previous=None):
-    """Check the casts of `cast_all`.
+    """Check and list the casts of `cast_all`.
 
     Args:
         casts: (x, FP8 tensor to write, scale, amax) of each tensor; x (N, D) BF16, N and D multiples of 16.
-        previous: the last table; nothing is checked again if it is the same.
-
-    Returns:
-        (x, rowwise, columnwise, scale_inv, scale, amax): six lists.
+        previous: the last table, which is returned if it lists the same tensors.
     """
     columns = [list(column) for column in zip(*((x, *out, scale, amax) for x, out, scale, amax in casts))]
-    is_same = previous is not None and len(previous[0]) == len(casts) and all(
-        a is b for new, old in zip(columns, previous) for a, b in zip(new, old))
-    if is_same:
+    if previous is not None and [*map(id, sum(columns, []))] == [*map(id, sum(previous, []))]:
         return previous
     for x, out, *_ in casts:
         check_input("fast_kernels.casts.cast_all: x", x)
@@ -379,9 +359,11 @@ def cast_all(cast_table):
 
 @operation(
     "(Tensor[] x, Tensor(a!)[] rowwise, Tensor(b!)[] columnwise, Tensor(c!)[] scale_inv, Tensor[] scale, "
-    "Tensor(d!)[] amax) -> ()", lambda *_: None)
+    "Tensor(d!)[] amax) -> ()")
 def _cast_all(*tensors):
     x, rowwise, *_ = tensors
+    if is_fake(x[0]):
+        return
     rows = tuple((*(t.data_ptr() for t in of_one), *of_one[0].shape) for of_one in zip(*tensors))
 
     def make():

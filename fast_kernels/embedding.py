@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from fast_kernels.library import operation
+from fast_kernels.library import is_fake, operation
 
 CHUNK = 32  # tokens per program
 COLUMNS = 256  # columns per program: 8 per thread, 16 bytes
@@ -91,14 +91,15 @@ def _embed_backward(ctx, dy, head_dweight=None):
 
 
 @operation(
-    "(Tensor tokens, Tensor weight, Tensor? positions, Tensor? position_weight) -> Tensor",
-    lambda tokens, weight, *_: weight.new_empty((*tokens.shape, weight.shape[1])), _setup_context,
+    "(Tensor tokens, Tensor weight, Tensor? positions, Tensor? position_weight) -> Tensor", _setup_context,
     _embed_backward)
 def _embed(tokens, weight, positions, position_weight):
     if positions is None:
         return F.embedding(tokens, weight)
     columns = weight.shape[1]
     out = torch.empty((*tokens.shape, columns), dtype=weight.dtype, device=weight.device)
+    if is_fake(out):
+        return out
     _embed_kernel[tokens.numel(), triton.cdiv(columns, 4 * COLUMNS)](
         tokens, weight, positions, position_weight, out, len(weight), len(position_weight), positions.numel(),
         columns, COLUMNS=4 * COLUMNS, num_warps=4,
@@ -136,21 +137,21 @@ def sum_by_index(indices, dy, num_embeddings, out=None):
     return out
 
 
-@operation(
-    "(Tensor indices, Tensor dy, SymInt num_embeddings) -> Tensor",
-    lambda indices, dy, num_embeddings: dy.new_empty((num_embeddings, dy.shape[1])))
+@operation("(Tensor indices, Tensor dy, SymInt num_embeddings) -> Tensor")
 def _sum_by_index(indices, dy, num_embeddings):
     out = torch.zeros((num_embeddings, dy.shape[1]), dtype=dy.dtype, device=dy.device)
     _launch_sum(indices, dy, out)
     return out
 
 
-@operation("(Tensor indices, Tensor dy, Tensor(a!) out) -> ()", lambda *_: None)
+@operation("(Tensor indices, Tensor dy, Tensor(a!) out) -> ()")
 def _add_by_index(indices, dy, out):
     _launch_sum(indices, dy, out)
 
 
 def _launch_sum(indices, dy, out):
+    if is_fake(out):
+        return
     count, columns = dy.shape
     indices, order = indices.to(torch.int32).sort(stable=True)  # int32 needs half as many passes as int64
     chunks = triton.cdiv(count, CHUNK)
@@ -160,9 +161,7 @@ def _launch_sum(indices, dy, out):
     _join_index_sums_kernel[grid](indices, out, partial_sums, len(out), count, columns, **sizes)
 
 
-@operation(
-    "(Tensor dy, Tensor positions, SymInt num_positions) -> Tensor",
-    lambda dy, positions, num_positions: dy.new_empty((num_positions, dy.shape[2])))
+@operation("(Tensor dy, Tensor positions, SymInt num_positions) -> Tensor")
 def sum_over_batch(dy, positions, num_positions):
     """Sum dy (B, S, C) over B; return (num_positions, C) with sum i in row positions[i], zeros elsewhere.
 
@@ -170,6 +169,8 @@ def sum_over_batch(dy, positions, num_positions):
     """
     batch, length, columns = dy.shape
     out = torch.zeros((num_positions, columns), dtype=dy.dtype, device=dy.device)
+    if is_fake(out):
+        return out
     _sum_over_batch_kernel[length, triton.cdiv(columns, COLUMNS)](
         dy, positions, out, batch, columns, num_positions, COLUMNS=COLUMNS, num_warps=1)
     return out

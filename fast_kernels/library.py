@@ -4,6 +4,7 @@
 `torch.library.opcheck` know what it returns and which arguments it changes.
 
 - An operation never returns one of its arguments. An output that is not wanted is an empty tensor (0,).
+- The fake version is the function itself, which returns after it has allocated its outputs: `is_fake`.
 - The dispatcher takes about 4 us per call on the host, and a training step makes about 600 calls. So eager
   code calls the function itself, and only a tracer or another dispatch mode gets the operation.
 - Kernels launch on the device of their arguments, which need not be the current one.
@@ -15,6 +16,7 @@ import functools
 from collections import OrderedDict
 
 import torch
+from torch._subclasses import FakeTensor
 
 LIBRARY = torch.library.Library("fast_kernels", "DEF")
 MAX_TABLES = 256
@@ -25,12 +27,16 @@ def is_tracing():
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def operation(schema, fake, setup_context=None, backward=None):
+def is_fake(tensor):
+    """Return whether a tensor has no data, so that no kernel can be launched."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def operation(schema, setup_context=None, backward=None):
     """Decorate a function `_name` to register it as the operation `name`.
 
     Args:
         schema: arguments and results, in PyTorch's notation; arguments that are changed are marked (a!).
-        fake: takes the same arguments and allocates the results.
         setup_context, backward: the autograd formula, see `torch.library.register_autograd`.
 
     Returns:
@@ -44,7 +50,7 @@ def operation(schema, fake, setup_context=None, backward=None):
         LIBRARY.define(name + schema)
         for key in ("CPU", "CUDA"):
             LIBRARY.impl(name, launch, key)
-        torch.library.register_fake(qualified_name, fake, lib=LIBRARY)
+        torch.library.register_fake(qualified_name, function, lib=LIBRARY)
         op = getattr(torch.ops.fast_kernels, name).default
         if backward is not None:
             torch.library.register_autograd(

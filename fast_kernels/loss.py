@@ -29,7 +29,7 @@ import triton.language as tl
 from fast_kernels import cast_kernels as kernels
 from fast_kernels import casts
 from fast_kernels.fp8 import Float8Tensor
-from fast_kernels.library import is_tracing, operation
+from fast_kernels.library import is_fake, is_tracing, operation
 
 # Launch parameters: 16 logits per thread, two 16-byte loads in BF16; for FP8 a tile with 32 logits per
 # thread. The fastest of those tried on an H200.
@@ -87,11 +87,6 @@ def cross_entropy(logits, labels, quantization=None, rounding="nearest", label_s
         logits, labels.contiguous(), label_smoothing, softcap, scale, amax, fp8, rounding == "stochastic")[0]
 
 
-def _allocate_forward(logits, labels, *options):
-    loss = torch.empty((), dtype=torch.float32, device=logits.device)
-    return loss, loss.new_empty(logits.shape[0]), torch.empty((), dtype=torch.int64, device=logits.device)
-
-
 def _setup_context(ctx, inputs, output):
     logits, labels, label_smoothing, softcap, *ctx.quantization, ctx.is_stochastic = inputs
     _, lse, count = output
@@ -125,13 +120,14 @@ def _cross_entropy_backward(ctx, grad_loss, *_):
 @operation(
     "(Tensor logits, Tensor labels, float label_smoothing, float? softcap, Tensor? scale, Tensor? amax, "
     "ScalarType? fp8, bool is_stochastic) -> (Tensor loss, Tensor lse, Tensor count)",
-    _allocate_forward, _setup_context, _cross_entropy_backward)
+    _setup_context, _cross_entropy_backward)
 def _cross_entropy(logits, labels, label_smoothing, softcap, *quantization):
     """Return the loss, each row's log-sum-exp (N,) float32, and the number of labels."""
     rows, vocab_size = logits.shape
     losses, lse = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
-    _forward_kernel[(rows,)](
-        logits, labels, losses, lse, vocab_size, label_smoothing or None, softcap, **FORWARD)
+    if not is_fake(logits):
+        _forward_kernel[(rows,)](
+            logits, labels, losses, lse, vocab_size, label_smoothing or None, softcap, **FORWARD)
     count = (labels != IGNORE_INDEX.value).sum().clamp(min=1)
     return losses.sum() / count, lse, count
 
@@ -139,9 +135,7 @@ def _cross_entropy(logits, labels, label_smoothing, softcap, *quantization):
 ARGUMENTS = "Tensor labels, Tensor lse, Tensor factor, float label_smoothing, float? softcap"
 
 
-@operation(
-    f"(Tensor logits, {ARGUMENTS}) -> Tensor",
-    lambda logits, *_: torch.empty_like(logits))
+@operation(f"(Tensor logits, {ARGUMENTS}) -> Tensor")
 def logits_gradient(logits, *arguments):
     """Return the logits' gradient. factor: () float32, of the gradient of the sum over rows."""
     out = torch.empty_like(logits)
@@ -149,7 +143,7 @@ def logits_gradient(logits, *arguments):
     return out
 
 
-@operation(f"(Tensor(a!) logits, {ARGUMENTS}) -> ()", lambda *_: None)
+@operation(f"(Tensor(a!) logits, {ARGUMENTS}) -> ()")
 def overwrite_with_gradient(logits, *arguments):
     """Replace the logits by their gradient."""
     _launch_backward(logits, logits, *arguments)
@@ -157,20 +151,22 @@ def overwrite_with_gradient(logits, *arguments):
 
 def _launch_backward(logits, out, labels, lse, factor, label_smoothing, softcap):
     rows, vocab_size = logits.shape
-    _backward_kernel[(rows * triton.cdiv(vocab_size, BACKWARD["BLOCK"]),)](
-        logits, out, labels, lse, factor, vocab_size, label_smoothing or None, softcap, **BACKWARD)
+    if not is_fake(logits):
+        _backward_kernel[(rows * triton.cdiv(vocab_size, BACKWARD["BLOCK"]),)](
+            logits, out, labels, lse, factor, vocab_size, label_smoothing or None, softcap, **BACKWARD)
 
 
 @operation(
     f"(Tensor logits, {ARGUMENTS}, "
-    "Tensor scale, Tensor(a!) amax, ScalarType fp8, bool is_stochastic) -> (Tensor, Tensor, Tensor)",
-    lambda logits, *arguments: casts.allocate_fp8(logits, *logits.shape, arguments[-2]))
+    "Tensor scale, Tensor(a!) amax, ScalarType fp8, bool is_stochastic) -> (Tensor, Tensor, Tensor)")
 def cast_gradient(
     logits, labels, lse, factor, label_smoothing, softcap, scale, amax, fp8, is_stochastic
 ):
     """Return the logits' gradient as an FP8 tensor, and raise amax to its largest magnitude."""
-    out = casts.allocate_fp8(logits, *logits.shape, fp8)
     rows, vocab_size = logits.shape
+    out = casts.allocate_fp8(logits, rows, vocab_size, fp8)
+    if is_fake(logits):
+        return out
     tiles = triton.cdiv(rows, BACKWARD_FP8["ROWS"]) * triton.cdiv(vocab_size, BACKWARD_FP8["COLUMNS"])
     _backward_fp8_kernel[(tiles,)](
         logits, labels, lse, factor, scale, amax, *out, rows, vocab_size, label_smoothing or None, softcap,

@@ -350,6 +350,40 @@ def test_invalid_options_raise(options, complaint):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("grad, complaint", [
+    (lambda p: torch.zeros(p.numel() + 2, device=DEVICE)[2:].view_as(p), "multiple of 16 bytes"),
+    (lambda p: torch.zeros(100, 96, device=DEVICE).T, "must be contiguous"),
+    (lambda p: torch.zeros_like(p, device="cpu"), "cpu, cuda:0: all must be on one device")])
+def test_gradients_that_the_kernel_cannot_read_raise(grad, complaint):
+    if DEVICE == "cpu" and "cuda" in complaint:
+        pytest.skip("needs a second device")
+    parameter = torch.nn.Parameter(torch.zeros(96, 100, device=DEVICE))
+    optimizer = FastAdam([parameter])
+    if "cuda" in complaint:  # autograd refuses such a gradient
+        optimizer.state[parameter]["exp_avg"] = grad(parameter)
+        parameter.grad = torch.zeros_like(parameter)
+    else:
+        parameter.grad = grad(parameter)
+    with pytest.raises(ValueError, match=complaint):
+        optimizer.step()
+
+
+@pytest.mark.multigpu
+def test_on_a_device_that_is_not_the_current_one():
+    outcomes = []
+    for device in ("cuda:0", "cuda:1"):
+        params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters(torch.bfloat16)]
+        optimizer = FastAdam(groups(params), lr=1e-2)
+        for parameter, gradient in zip(params, gradients(0, torch.bfloat16)):
+            parameter.grad = gradient.to(device)
+        norm = optimizer.gradient_norm()
+        optimizer.step(grad_scale=1 / norm)
+        outcomes.append([x.detach().cpu() for x in (norm, *params)])
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes))
+    with pytest.raises(ValueError, match="grad_scale on cuda:0: must be on cuda:1"):
+        optimizer.step(grad_scale=torch.ones((), device="cuda:0"))
+
+
 def addresses(optimizer):
     tensors = [tensor for group in optimizer.param_groups for tensor in (group["lr"], group["step"])]
     tensors += [value for state in optimizer.state.values() for value in state.values()]

@@ -131,14 +131,12 @@ def test_invalid_arguments_raise():
 @pytest.mark.parametrize("capability, widest", [((7, 5), (0, 0)), ((8, 0), (0, 256)), ((9, 0), (256, 256)),
                                                 ((10, 0), (128, 256)), ((12, 0), (128, 256))])
 @pytest.mark.parametrize("dim", [20, 64, 96, 128, 136, 192, 256, 264])
-def test_flash_attention_is_picked_only_where_its_package_has_a_kernel(
-    monkeypatch, version, capability, widest, dim):
-    """attention="auto" of the model and the packed kernels follow what the packages document for compute
+def test_flash_attention_is_picked_where_it_has_a_kernel(monkeypatch, version, capability, widest, dim):
+    """attention="auto" of the model and FlashAttention 4 here follow what the packages document for compute
     capability and head size."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    for name in ("fa4", "fa2"):
-        monkeypatch.setattr(fast_attention, f"{name}_forward", print if name == version else None)
+    monkeypatch.setattr(fast_attention, "fa4_forward", print if version == "fa4" else None)
 
     def flash_attn_func():
         pass
@@ -150,7 +148,7 @@ def test_flash_attention_is_picked_only_where_its_package_has_a_kernel(
         dim % 8 == 0
         and dim <= widest[version == "fa2"]
         or (version, capability, dim) == ("fa4", (10, 0), 256))
-    assert fast_attention._flash_version(dim) == (version if runs else None)
+    assert fast_attention._fa4_supports(dim, capability[0], None) == (runs and version == "fa4")
     config = OptimizedConfig(n_head=2, n_embd=2 * dim, head_dim=dim, vocab_size=64, attention="auto")
     assert (model_te_optimized.attention_kernel(config) == "flash") == runs
     config.attention = "flash"
@@ -161,64 +159,53 @@ def test_flash_attention_is_picked_only_where_its_package_has_a_kernel(
         model_te_optimized.attention_kernel(config)
 
 
+def attend(q, k, v, cu_seqlens, window):
+    """Run SDPA on (B, S, heads, D), or with documents on (B·S, heads, D)."""
+    if cu_seqlens is None:
+        return fast_attention._sdpa(q, k, v, None, window)
+    return fast_attention._sdpa(q[None], k[None], v[None], cu_seqlens, window)[0]
+
+
+def differentiate(q, k, v, cu_seqlens, window, dout):
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(attend(*inputs, cu_seqlens, window), inputs, dout)
+
+
+def lse_of(q):
+    return q.new_zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
+
+
 class Recorder:
-    """Stands in for FlashAttention 4 and 2, with their signatures: runs SDPA and records its arguments."""
+    """Stands in for FlashAttention 4, with its signatures: runs SDPA and records its arguments."""
 
-    def fa4_forward(self, q, k, v, causal, return_lse, tile_mn=None, window_size_left=None,
-                    window_size_right=None, **varlen):
-        assert (window_size_left is None) == (window_size_right is None)
+    def forward(self, q, k, v, causal, return_lse, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+                max_seqlen_k=None, tile_mn=None, window_size_left=None, window_size_right=None):
+        assert causal and return_lse and (window_size_left is None) == (window_size_right is None)
         self.window = None if window_size_left is None else window_size_left + 1
-        return self.attend(q, k, v, **varlen), self.lse(q), None, None
+        return attend(q, k, v, cu_seqlens_q, self.window), lse_of(q), None, None
 
-    def fa4_backward(self, q, k, v, out, dout, lse, causal, deterministic, dq, dk, dv, window_size_left=None,
-                     window_size_right=None, **varlen):
+    def backward(self, q, k, v, out, dout, lse, causal, deterministic, dq, dk, dv, cu_seqlens_q=None,
+                 cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, window_size_left=None,
+                 window_size_right=None):
         assert self.window == (None if window_size_left is None else window_size_left + 1)
-        self.differentiate(q, k, v, out, dout, lse, (dq, dk, dv), **varlen)
-
-    def fa2_forward(self, q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
-                    softcap, alibi_slopes, return_softmax, **varlen):
-        assert causal and softmax_scale == q.shape[-1] ** -0.5 and dropout_p == softcap == 0
-        self.window = None if window_size_left == -1 else window_size_left + 1
-        return self.attend(q, k, v, **varlen), self.lse(q), None, None
-
-    def fa2_backward(self, dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
-                     window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
-                     rng_state=None, **varlen):
-        assert self.window == (None if window_size_left == -1 else window_size_left + 1)
-        self.differentiate(q, k, v, out, dout, softmax_lse, (dq, dk, dv), **varlen)
-
-    fa2_varlen_forward, fa2_varlen_backward = fa2_forward, fa2_backward
-
-    def lse(self, q):
-        return q.new_zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
-
-    def attend(self, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None):
-        if cu_seqlens_q is not None:
-            q, k, v = q[None], k[None], v[None]
-        y = fast_attention._sdpa(q, k, v, cu_seqlens_q, self.window)
-        return y if cu_seqlens_q is None else y[0]
-
-    def differentiate(self, q, k, v, out, dout, lse, targets, **varlen):
-        assert lse.shape == self.lse(q).shape and out.shape == dout.shape == q.shape
-        self.dout, self.targets = dout, targets
-        with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            gradients = torch.autograd.grad(self.attend(*inputs, **varlen), inputs, dout)
-        for target, gradient in zip(targets, gradients):
+        assert lse.shape == lse_of(q).shape and out.shape == dout.shape == q.shape
+        self.dout, self.targets = dout, (dq, dk, dv)
+        for target, gradient in zip(
+            self.targets, differentiate(q, k, v, cu_seqlens_q, self.window, dout)
+        ):
             target.copy_(gradient)
 
 
 @features
-@pytest.mark.parametrize("kernel", ["fa4", "fa2"])
-def test_flash_attention_writes_into_the_packed_gradient(monkeypatch, kernel, rope, norm):
+def test_flash_attention_writes_into_the_packed_gradient(monkeypatch, rope, norm):
     """dq, dk and dv are adjacent slices of the gradient of qkv: nothing is copied."""
     flash = Recorder()
-    monkeypatch.setattr(fast_attention, "_pick_kernel", lambda *_: kernel)
-    for name in ("forward", "backward", "varlen_forward", "varlen_backward"):
-        function = getattr(flash, f"{kernel}_{name}", None)
-        monkeypatch.setattr(fast_attention, f"{kernel}_{name}", function, raising=False)
+    monkeypatch.setattr(fast_attention, "_pick_kernel", lambda *_: "fa4")
+    monkeypatch.setattr(fast_attention, "fa4_forward", flash.forward)
+    monkeypatch.setattr(fast_attention, "fa4_backward", flash.backward, raising=False)
     inputs = make_inputs(2, 11, 4, 2, 16, rope, norm)
-    for options in ({}, {"window": 3}, {"cu_seqlens": DOCUMENTS}, {"window": 3, "cu_seqlens": DOCUMENTS}):
+    for options in ({"window": 3}, {"cu_seqlens": DOCUMENTS}, {"window": 3, "cu_seqlens": DOCUMENTS}, {}):
         assert max(errors(4, 2, inputs, **options)) < ROUNDING
         assert flash.window == options.get("window")
     qkv = inputs[0].requires_grad_()
@@ -242,33 +229,23 @@ class Aten:
     ):
         assert lse.shape == (*q.shape[:3], 1) and dout.stride() == out.stride() and max_q == q.shape[2]
         q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))
-        return [x.transpose(1, 2) for x in self.differentiate(q, k, v, None, None, dout)]
+        return [x.transpose(1, 2) for x in differentiate(q, k, v, None, None, dout)]
 
     def _flash_attention_forward(
         self, q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, window_size_left=None,
         window_size_right=None
     ):
         assert causal and not debug and cu_q is cu_k and window_size_right in (None, 0)
-        out = self.attend(q, k, v, cu_q, window_size_left)
-        return out, q.new_zeros(*q.shape[:-3], q.shape[-2], q.shape[-3]), None, None, None
+        window = None if window_size_left is None else window_size_left + 1
+        return attend(q, k, v, cu_q, window), lse_of(q), None, None, None
 
     def _flash_attention_backward(
         self, dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, offset,
         window_size_left=None, window_size_right=None
     ):
         assert causal and dout.shape == out.shape == q.shape
-        return self.differentiate(q, k, v, cu_q, window_size_left, dout)
-
-    def attend(self, q, k, v, cu_seqlens, left):
-        if cu_seqlens is not None:
-            q, k, v = q[None], k[None], v[None]
-        y = fast_attention._sdpa(q, k, v, cu_seqlens, None if left is None else left + 1)
-        return y if cu_seqlens is None else y[0]
-
-    def differentiate(self, q, k, v, cu_seqlens, left, dout):
-        with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            return torch.autograd.grad(self.attend(*inputs, cu_seqlens, left), inputs, dout)
+        window = None if window_size_left is None else window_size_left + 1
+        return differentiate(q, k, v, cu_q, window, dout)
 
 
 @features
@@ -287,17 +264,15 @@ def test_kernels_of_pytorch(monkeypatch, kernel, options, rope, norm):
     ({"dim": 20}, "sdpa"), ({"dim": 264}, "sdpa"), ({"dtype": torch.float32}, "sdpa"),
     ({"capability": (8, 0)}, "flash"), ({"capability": (7, 5)}, "sdpa"), ({"deterministic": True}, "flash"),
     ({"package": "fa4"}, "fa4"), ({"package": "fa4", "window": 4}, "flash"),
-    ({"package": "fa4", "window": 4, "has_window": True}, "fa4"),
-    ({"package": "fa2", "window": 4}, "fa2")])
-def test_kernel_without_and_with_packages(monkeypatch, changes, kernel):
+    ({"package": "fa4", "window": 4, "has_window": True}, "fa4")])
+def test_which_kernel_is_picked(monkeypatch, changes, kernel):
     case = dict(dim=64, dtype=torch.bfloat16, capability=(9, 0), deterministic=False, package=None,
                 window=None, cu_seqlens=None, has_window=False) | changes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: case["capability"])
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: case["deterministic"])
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(fast_attention, "FA4_HAS_WINDOW_ON_HOPPER", case["has_window"])
-    for name in ("fa4", "fa2"):
-        monkeypatch.setattr(fast_attention, f"{name}_forward", print if name == case["package"] else None)
+    monkeypatch.setattr(fast_attention, "fa4_forward", print if case["package"] else None)
     q = types.SimpleNamespace(is_cuda=True, dtype=case["dtype"], shape=(2, 8, 4, case["dim"]))
     assert fast_attention._pick_kernel(q, case["cu_seqlens"], case["window"]) == kernel
 
@@ -354,7 +329,6 @@ def installed(request, monkeypatch):
     """Run with the packages that are installed, and without."""
     if request.param == "of PyTorch":
         monkeypatch.setattr(fast_attention, "fa4_forward", None)
-        monkeypatch.setattr(fast_attention, "fa2_forward", None)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,5 @@
-"""The fused kernels between FP8 GEMMs, each against its plain PyTorch version in float64, and against Transformer
-Engine's kernels.
+"""The fused kernels between FP8 GEMMs, each against its plain PyTorch version in float64, and against
+Transformer Engine's kernels.
 
 Without a GPU they run in Triton's interpreter, on small shapes only.
 """
@@ -200,7 +200,8 @@ def test_norm_backward(rows, columns, kind, with_dresidual, wanted):
     inputs = normal(rows, columns), x, mean, rstd, weight, dresidual
     quantization = (scale, amax, E5M2) if "FP8" in wanted else None
     with_dbranch_bias = "dbranch_bias" in wanted
-    dx, quantized, dbranch_bias, *gradients = fast_casts.norm_backward(*inputs, quantization, with_dbranch_bias)
+    dx, quantized, dbranch_bias, *gradients = fast_casts.norm_backward(
+        *inputs, quantization, with_dbranch_bias)
     exact, _, _, *exact_gradients = fast_casts.norm_backward_reference(*inputs)
     assert_close(dx, exact)
     if quantization:
