@@ -228,6 +228,12 @@ def preserved_state(model):
             scaling.amax_history.copy_(before.get(f"{name}.amax_history", torch.zeros(())))
 
 
+def can_be_turned_off(model):
+    """Return whether the model trains in FP8 with weights in high precision."""
+    in_fp8 = any(hasattr(p, "_quantizer") or hasattr(p, "fp8_owner") for p in model.parameters())
+    return getattr(model.config, "use_fp8", False) and not in_fp8
+
+
 @contextmanager
 def turned_off(model):
     """Run the model in the dtype of its weights, without FP8."""

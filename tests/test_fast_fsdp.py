@@ -14,7 +14,6 @@ from fast_kernels import block as fast_block  # noqa: E402
 from fast_kernels import support as fast_support  # noqa: E402
 from kernel_tools import HAS_GPU, _casts_that_round, _instructions, _poisoned_memory  # noqa: E402, F401
 from nanote import ddp  # noqa: E402
-from nanote.config import TrainConfig  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 MODERN = dict(
@@ -30,9 +29,8 @@ def one_process_group():
     dist.destroy_process_group()
 
 
-def shard(model, reshard=True):
-    config = TrainConfig(parallel="fsdp", reshard_after_forward=reshard)
-    return ddp.distribute(model, config)
+def shard(model):
+    return ddp.distribute(model, "fsdp")
 
 
 def whole(tensor):
@@ -59,13 +57,12 @@ def train(model, microbatches, steps=2):
     return losses, gradients, state_of(model)
 
 
-@pytest.mark.parametrize("options, reshard, microbatches", [
-    ({}, True, 1), ({}, False, 2), (MODERN, True, 1)])
-def test_a_sharded_model_trains_as_one_that_is_not(monkeypatch, options, reshard, microbatches):
+@pytest.mark.parametrize("options, microbatches", [({}, 1), ({}, 2), (MODERN, 1)])
+def test_a_sharded_model_trains_as_one_that_is_not(monkeypatch, options, microbatches):
     passes, block_pass = [], fast_block.block_pass
     monkeypatch.setattr(fast_block, "block_pass", lambda *args: passes.append(args[0]) or block_pass(*args))
     expected = train(make_model(**options), microbatches)
-    model, count = shard(make_model(**options), reshard), len(passes)
+    model, count = shard(make_model(**options)), len(passes)
     losses, gradients, state = train(model, microbatches)
     assert len(passes) == 2 * count > 0 and passes[-1] is model.blocks[1]
     # autograd sums micro-batches in BF16, FSDP2 in float32; a GPU sums attention's gradients in any order
