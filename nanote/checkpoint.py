@@ -222,8 +222,7 @@ def _weights(model) -> dict[int, tuple[str, torch.Tensor]]:
 
 def _has_master(parameter) -> bool:
     """Return whether a float32 master is trained: not of float32 weights, for which TE allocates one too."""
-    in_fp8 = hasattr(parameter, "_quantizer") or hasattr(parameter, "fp8_owner")  # TE; te_reference
-    return in_fp8 or parameter.dtype != torch.float32
+    return recipes.is_stored_in_fp8(parameter) or parameter.dtype != torch.float32
 
 
 def join_remainder(weight, remainder) -> torch.Tensor:

@@ -232,10 +232,8 @@ class Loader:
         return micro_batches
 
     def _epoch(self, epoch):
-        """Return (starting offset in tokens, order of the windows).
-
-        Both come from raw bits: numpy guarantees the output of its bit generators, not of its shuffles.
-        """
+        """Return (starting offset in tokens, order of the windows), both from raw bits: numpy guarantees the
+        output of its bit generators, not of its shuffles."""
         bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64)).random_raw(self.num_windows + 1)
         room = min(len(self.tokens) - self.num_windows * self.seq_len, self.seq_len)
         offset = int(bits[0] % np.uint64(room)) if self.split == "train" else 0
