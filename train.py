@@ -73,7 +73,7 @@ def main(config: TrainConfig) -> None:
     optimizer = make_optimizer(model, config)  # adamw | muon
     if config.eval_only:
         checkpoint.load(source, model, optimizer)
-        loss = evaluate(model, val, config.eval_tokens)
+        loss = evaluate(model, val, config.eval_tokens, config.compile)
         if ranks.rank == 0:
             print(f"{source} on {config.data}: {logs.describe_val_loss(loss, val.meta)}")
         return
@@ -147,7 +147,9 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
             if failure := saver.error():  # of the checkpoint before
                 log.say(f"step {step}: {failure}; training continues")
             record = log.record(step, optimizer.lr)
-            log.write(record | validation(model, val, config.eval_tokens, is_last) if should_eval else record)
+            if should_eval:
+                record |= validation(model, val, config.eval_tokens, is_last, config.compile)
+            log.write(record)
             postponed = should_save and step in log.skipped and not is_last  # to a finite step
             if should_save and not postponed:
                 meta = run_meta(asdict(config), model, loader, step, saved)
@@ -185,11 +187,12 @@ def learning_rate(step: int, config) -> float:
 
 
 @torch.no_grad()
-def evaluate(model, loader: Loader, tokens: int) -> float:
+def evaluate(model, loader: Loader, tokens: int, is_compiled: bool = False) -> float:
     """Return the mean validation loss in nats per token, over `tokens` tokens. The FP8 state is preserved."""
     total = torch.zeros(2, dtype=torch.float64, device=loader.device)  # of nats, of tokens
     model.eval()
-    with recipes.preserved_state(model), torch.compiler.set_stance("force_eager"):
+    uncompiled = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    with recipes.preserved_state(model), uncompiled:
         for batch, counted in loader.evaluation(tokens):
             loss = model(*batch)
             if counted:  # the mean over no label may be NaN
@@ -200,12 +203,12 @@ def evaluate(model, loader: Loader, tokens: int) -> float:
     return nats / counted
 
 
-def validation(model, loader: Loader, tokens: int, is_last: bool) -> dict:
+def validation(model, loader: Loader, tokens: int, is_last: bool, is_compiled: bool) -> dict:
     """Return the fields of metrics.jsonl that an evaluation gives; after the last step also without FP8."""
-    record = logs.val_record(evaluate(model, loader, tokens), loader.meta)
+    record = logs.val_record(evaluate(model, loader, tokens, is_compiled), loader.meta)
     if is_last and recipes.can_be_turned_off(model):
         with recipes.turned_off(model):
-            record["val_loss_without_fp8"] = evaluate(model, loader, tokens)
+            record["val_loss_without_fp8"] = evaluate(model, loader, tokens, is_compiled)
     return record
 
 
