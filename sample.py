@@ -25,34 +25,20 @@ from nanote.tokens import document_starts
 
 @dataclass
 class SampleConfig:
-    run: tyro.conf.Positional[str]
-    """Folder of a run (its latest checkpoint) or one step-<n> folder in it."""
-    prompt: str = ""
-    """Text to continue; empty: the start of a document."""
-    chat: bool = False
-    """Chat: each line of stdin is a turn, put into the chat template of the run's tokenizer."""
-    score: str | None = None
-    """Measure the loss on this text file, or on the documents of a .jsonl file, as training does."""
-    model: str | None = None
-    """path/to/file.py:Class, if the run's model is one of your own: code is never taken from a checkpoint."""
-    tokenizer: str | None = None
-    """hf:DIR, the folder of the run's tokenizer, if it has moved."""
-    max_new_tokens: int = 256
-    """Tokens to generate, in a chat for each answer (fewer if the text ends)."""
-    temperature: float = 0.8
-    """0 always takes the most likely token; 1 samples from the model's own distribution."""
-    top_k: int | None = None
-    """Sample only from the k most likely tokens."""
-    top_p: float | None = None
-    """Sample only from the fewest tokens whose probabilities sum to p."""
-    seed: int = 1337
-    """The same seed gives the same text."""
-    num_samples: int = 1
-    """Number of texts."""
-    kv_cache: bool = True
-    """Cache the keys and values of past tokens; --no-kv-cache recomputes them for every token."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
+    run: tyro.conf.Positional[str]  # Folder of a run (its latest checkpoint) or one step-<n> folder in it.
+    prompt: str = ""  # Text to continue; empty: the start of a document.
+    chat: bool = False  # Each line of stdin is a turn, put into the chat template of the run's tokenizer.
+    score: str | None = None  # Measure the loss on this text file, or on the documents of a .jsonl file.
+    model: str | None = None  # path/to/file.py:Class, if it is your own: a checkpoint holds no code.
+    tokenizer: str | None = None  # hf:DIR, the folder of the run's tokenizer, if it has moved.
+    max_new_tokens: int = 256  # Tokens to generate, in a chat for each answer (fewer if the text ends).
+    temperature: float = 0.8  # 0 takes the most likely token; 1 samples from the model's own distribution.
+    top_k: int | None = None  # Sample only from the k most likely tokens.
+    top_p: float | None = None  # Sample only from the fewest tokens whose probabilities sum to p.
+    seed: int = 1337  # The same seed gives the same text.
+    num_samples: int = 1  # Number of texts.
+    kv_cache: bool = True  # Cache the keys and values of past tokens; no: recompute them for every token.
+    device: str = "auto"  # auto, cpu, cuda or cuda:N.
 
 
 def load_model(options, device):

@@ -16,8 +16,6 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
 
-import contextlib
-import dataclasses
 import itertools
 import json
 import math
@@ -25,15 +23,16 @@ import os
 import random
 import shlex
 import sys
+from contextlib import closing, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from nanote import checkpoint, logs, models, parallel, recipes, torchrun
-from nanote.config import TrainConfig, in_a_line, padded_vocab_size, read_options, run_command
+from nanote import checkpoint, logs, models, parallel, recipes
+from nanote.config import TrainConfig, in_a_line, read_options, run_command
 from nanote.ddp import distribute, make_gradients
-from nanote.graphs import CudaGraph, is_graphable
-from nanote.health import health, watch
+from nanote.models import takes_argument
 from nanote.optimizers import make_optimizer
 from nanote.tokens import Loader
 
@@ -46,16 +45,27 @@ def main(config: TrainConfig) -> None:
     ranks = parallel.start()  # torchrun, or one process
     source = checkpoint.find(config.out_dir) if config.resume or config.eval_only else None
     saved = checkpoint.read_meta(source) if source else {}
-    device, dtype = pick_device_and_dtype(config, ranks)
+    first_step = saved.get("step", 0) + 1
+    device = models.pick_device(config.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", ranks.local_rank) if ranks.count > 1 else device
+        torch.cuda.set_device(device)
+    else:
+        prepare_cpu(config.micro_batch_size * config.seq_len * config.n_embd)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     loader, val = (Loader(config, split, ranks, device) for split in ("train", "val"))
-    config = fit_to_data(config, loader.meta, saved)
+    if saved:
+        check_tokenizer(config.data, loader.meta["tokenizer"], saved["tokenizer"])
+    config.vocab_size = fit_vocab_size(config.vocab_size, loader.meta["vocab_size"])
+    config.n_positions = config.n_positions or config.seq_len
 
     torch.manual_seed(config.seed)  # the same weights on every rank
     random.seed(config.seed + ranks.rank)
-    is_graphable(config, device)  # ValueError if --cuda-graph on is impossible
+    config.is_graphable(not recipes.IS_REFERENCE)  # ValueError if --cuda-graph on is impossible
     recipe = recipes.make(config)  # the switch: delayed | current | block | mxfp8 | nvfp4 | none
     model = models.make_model(config, device, dtype, recipe, saved.get("model_config"))
-    model = distribute(model, config)  # ddp | fsdp | hsdp
+    model = distribute(model, config.parallel)  # ddp | fsdp | hsdp
     if config.compile:
         model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
     if config.compile or models.is_file(config.model):
@@ -63,35 +73,42 @@ def main(config: TrainConfig) -> None:
     optimizer = make_optimizer(model, config)  # adamw | muon
     if config.eval_only:
         checkpoint.load(source, model, optimizer)
-        loss = evaluate(config, model, val)
+        loss = evaluate(model, val, config.eval_tokens, config.compile)
         if ranks.rank == 0:
             print(f"{source} on {config.data}: {logs.describe_val_loss(loss, val.meta)}")
         return
-    gradients = make_gradients(model, optimizer, config)  # in flat buffers
-    profiler(config, "", device)  # ValueError for a bad --profile
+    gradients = make_gradients(model, optimizer, config.grad_accum)  # in flat buffers
+    make_profiler(config.profile, "", device)  # ValueError for a bad --profile
     torch.manual_seed(config.seed + ranks.rank)  # another dropout mask on each rank
     if source:
         checkpoint.load(source, model, optimizer)
         if "samples" in saved:  # a step may have another number of samples now
-            loader.start_at(saved["step"] + 1, saved["samples"])
-    if needs_first_scales(config, model, saved):
-        batches = loader.batches(saved.get("step", 0) + 1)
-        recipes.find_first_scales(model, batches, config.grad_accum * ranks.count)
-    folder = parallel.on_rank0(lambda: open_folder(config))
-    torchrun.remember_folder(folder)
-    with checkpoint.lock(folder):
-        parallel.on_rank0(lambda: write_start(config, folder, source, saved))
-        train(config, ranks, model, optimizer, gradients, loader, val, folder, saved)
+            loader.start_at(first_step, saved["samples"])
+    if needs_first_scales(model, asdict(config), loader.tokens_per_step, saved):
+        recipes.find_first_scales(model, loader.batches(first_step), config.grad_accum * ranks.count)
+    config.out_dir = parallel.on_rank0(lambda: open_folder(config.out_dir, config.preset, config.resume))
+    parallel.remember_folder(config.out_dir)
+    saver = checkpoint.Saver(config.out_dir, config.keep_checkpoints)
+    with checkpoint.lock(config.out_dir), closing(loader), closing(val), closing(saver):
+        options = asdict(config) | {"command": shlex.join(sys.argv)}
+        parallel.on_rank0(lambda: write_start(config.out_dir, options, source, first_step))
+        step = train(config, model, optimizer, gradients, loader, val, saver, saved)
+    if failure := saver.error():  # of the last checkpoint
+        raise failure
+    if ranks.rank == 0:
+        summarize(config.out_dir, step, config.max_steps, config.model, config.fp8_recipe)
 
 
-def train(config, ranks, model, optimizer, gradients, loader, val, folder, saved) -> None:
-    """Train until the last step or a stop request. `saved`: meta.json of the checkpoint, {} for a new run."""
+def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int:
+    """Train to the last step or a stop request, and return that step. `saved`: the checkpoint's meta.json."""
+    casts_once = config.grad_accum > 1 and not config.compile and takes_argument(model, "is_first_microbatch")
+
     def forward_backward(batch, *, first: bool, last: bool):
         if config.compile and first:
             torch.compiler.cudagraph_mark_step_begin()  # may overwrite the last step's tensors
+        options = {"is_first_microbatch": first} if casts_once else {}  # cast weights to FP8 once a step
         with gradients.accumulate(first, last):  # the last micro-batch reduces over ranks
-            loss = model(*batch, **models.cast_options(config, model, first))
-            loss = loss / (config.grad_accum * ranks.count)
+            loss = model(*batch, **options) / (config.grad_accum * loader.ranks.count)
             loss.backward(1 + 0 * loss.detach())  # NaN if the loss is not finite: the norm is, on every rank
         return loss.detach()
 
@@ -102,72 +119,59 @@ def train(config, ranks, model, optimizer, gradients, loader, val, folder, saved
         return norm
 
     eager = forward_backward
-    if is_graphable(config, loader.device):  # without these lines everything still trains
+    if config.is_graphable(not recipes.IS_REFERENCE):  # without these lines everything still trains
+        from nanote.graphs import CudaGraph
         forward_backward = CudaGraph(forward_backward, keep=lambda: recipes.kept_state(model))
         update = CudaGraph(update) if optimizer.capturable else update
 
-    step, postponed = saved.get("step", 0), False
-    saver, stop = checkpoint.Saver(folder, config.keep_checkpoints), parallel.StopRequest()
-    log = start_log(config, ranks, model, gradients, loader, folder, step + 1)
-    with contextlib.ExitStack() as at_end:
-        for part in (stop, loader, val, log, saver):  # closed in the reverse order
-            at_end.callback(part.close)
-        profiled = at_end.enter_context(profiler(config, folder, loader.device))
+    step, postponed, stop = saved.get("step", 0), False, parallel.StopRequest()
+    log = logs.Log(config, loader, first_step=step + 1)
+    log.start(model, gradients.undivided_reason)
+    with closing(stop), closing(log), make_profiler(config.profile, config.out_dir, loader.device) as profile:
         for step in range(step + 1, config.max_steps + 1):
-            lr = learning_rate(step, config)
-            optimizer.set_lr(lr)
+            optimizer.set_lr(learning_rate(step, config))
             batches, measure = loader.batches(step), is_due(step, config.fp8_health_interval)
             micro_step = eager if measure else forward_backward
-            with profiled(step), watch(model) if measure else contextlib.nullcontext():
+            with profile(step), log.fp8_health(step, model) if measure else nullcontext():
                 loss = sum(micro_step(batch, first=i == 0, last=i == config.grad_accum - 1)
                            for i, batch in enumerate(batches))
                 norm = update()
             log.add(step, loss, norm)
-            if measure:
-                log.write_health(step, health(model))
-            should_log, should_eval, should_save = what_is_due(config, step, is_stopped := stop.agreed())
-            if not (should_log or should_eval or should_save or postponed):
+            is_last, is_stopped = step == config.max_steps, stop.agreed()
+            should_log = is_due(step, config.log_interval, step == 1 or is_last or is_stopped)
+            should_eval = is_due(step, config.eval_interval, step == 1 or is_last)
+            should_save = is_due(step, config.checkpoint_interval, is_last or is_stopped or postponed)
+            if not (should_log or should_eval or should_save):
                 continue
             log.read()  # waits for the GPU
             if failure := saver.error():  # of the checkpoint before
                 log.say(f"step {step}: {failure}; training continues")
-            record = log.record(step, lr)
-            log.write(record | validation(config, model, val, step) if should_eval else record)
-            should_save |= postponed
-            postponed = should_save and step in log.skipped and step < config.max_steps  # to a finite step
+            record = log.record(step, optimizer.lr)
+            if should_eval:
+                record |= validation(model, val, config.eval_tokens, is_last, config.compile)
+            log.write(record)
+            postponed = should_save and step in log.skipped and not is_last  # to a finite step
             if should_save and not postponed:
-                saver.save(step, model, optimizer, run_meta(config, model, loader, step, saved), log.skipped)
+                meta = run_meta(asdict(config), model, loader, step, saved)
+                saver.save(step, model, optimizer, meta, log.skipped)
             log.restart_clock()
             if is_stopped and not postponed:
                 break
-    if failure := saver.error():  # of the last checkpoint
-        raise failure
-    if ranks.rank == 0:
-        summarize(config, folder, step)
+    return step
 
 
-def profiler(config, folder: str, device):
+def make_profiler(steps: str | None, folder: str, device):
     """Return a context manager that gives a function (step): what is inside its context is profiled."""
-    if not config.profile:
-        return contextlib.nullcontext(lambda step: contextlib.nullcontext())
+    if not steps:
+        return nullcontext(lambda step: nullcontext())
     from nanote.profiling import Profiler
 
-    return Profiler(config.profile, folder, device)
+    return Profiler(steps, folder, device)
 
 
-def is_due(step: int, interval: int) -> bool:
-    """Return whether `step` is a multiple of `interval`; never if that is 0."""
-    return interval > 0 and step % interval == 0
-
-
-def what_is_due(config, step: int, is_stopped: bool) -> tuple[bool, bool, bool]:
-    """Return whether to log, to evaluate and to save after a step."""
-    is_last = step == config.max_steps
-    should_log = step == 1 or is_last or is_stopped or is_due(step, config.log_interval)
-    should_eval = config.eval_interval > 0 and (step == 1 or is_last or is_due(step, config.eval_interval))
-    should_save = config.checkpoint_interval > 0 and (
-        is_last or is_stopped or is_due(step, config.checkpoint_interval))
-    return should_log, should_eval, should_save
+def is_due(step: int, interval: int, otherwise: bool = False) -> bool:
+    """Return whether a step is a multiple of `interval`, or `otherwise` is true; never if that is 0."""
+    return interval > 0 and (step % interval == 0 or otherwise)
 
 
 def learning_rate(step: int, config) -> float:
@@ -183,13 +187,13 @@ def learning_rate(step: int, config) -> float:
 
 
 @torch.no_grad()
-def evaluate(config, model, loader: Loader) -> float:
-    """Return the mean validation loss in nats per token over --eval-tokens. The FP8 state is preserved."""
+def evaluate(model, loader: Loader, tokens: int, is_compiled: bool = False) -> float:
+    """Return the mean validation loss in nats per token, over `tokens` tokens. The FP8 state is preserved."""
     total = torch.zeros(2, dtype=torch.float64, device=loader.device)  # of nats, of tokens
     model.eval()
-    uncompiled = torch.compiler.set_stance("force_eager") if config.compile else contextlib.nullcontext()
+    uncompiled = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
     with recipes.preserved_state(model), uncompiled:
-        for batch, counted in loader.evaluation(config.eval_tokens):
+        for batch, counted in loader.evaluation(tokens):
             loss = model(*batch)
             if counted:  # the mean over no label may be NaN
                 total[0] += loss.double() * counted
@@ -199,125 +203,97 @@ def evaluate(config, model, loader: Loader) -> float:
     return nats / counted
 
 
-def validation(config, model, loader: Loader, step: int) -> dict:
+def validation(model, loader: Loader, tokens: int, is_last: bool, is_compiled: bool) -> dict:
     """Return the fields of metrics.jsonl that an evaluation gives; after the last step also without FP8."""
-    val_loss = evaluate(config, model, loader)
-    if not math.isfinite(val_loss):
-        raise logs.Diverged(f"step {step}: validation loss {val_loss}")
-    record = logs.val_record(val_loss, loader.meta)
-    if step == config.max_steps and config.fp8_recipe != "none" and not config.fp8_param:
+    record = logs.val_record(evaluate(model, loader, tokens, is_compiled), loader.meta)
+    if is_last and recipes.can_be_turned_off(model):
         with recipes.turned_off(model):
-            record["val_loss_without_fp8"] = evaluate(config, model, loader)
+            record["val_loss_without_fp8"] = evaluate(model, loader, tokens, is_compiled)
     return record
 
 
 # ---------------------------------------------------------------- the parts of a run
 
-def pick_device_and_dtype(config, ranks) -> tuple[torch.device, torch.dtype]:
-    """Return this rank's device, and the dtype of weights and of all that is not in FP8."""
-    device = models.pick_device(config.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", ranks.local_rank) if ranks.count > 1 else device
-        torch.cuda.set_device(device)
-    elif not recipes.IS_REFERENCE:
+def prepare_cpu(activation: int) -> None:
+    """Raise ValueError unless FP8 is emulated, and use fewer threads if an activation has few values."""
+    if not recipes.IS_REFERENCE:
         raise ValueError("--device cpu: Transformer Engine needs a GPU; set NANOTE_REFERENCE=1")
-    elif "OMP_NUM_THREADS" not in os.environ:  # threads that wait for each other are slower than one
-        activation = config.micro_batch_size * config.seq_len * config.n_embd
+    if "OMP_NUM_THREADS" not in os.environ:  # threads that wait for each other are slower than one
         torch.set_num_threads(max(1, min(torch.get_num_threads(), activation // 2**19)))
-    auto = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return device, auto if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
-def fit_to_data(config, tokens: dict, saved: dict):
-    """Return the config with vocab_size and n_positions filled in. `tokens`: meta.json of the token files."""
-    checksums = [meta["tokenizer"].rpartition("@")[2] for meta in (tokens, saved or tokens)]
-    if checksums[0] != checksums[1]:  # the folders of hf:DIR@CHECKSUM may differ
-        raise ValueError(f"--data {config.data}: its tokens are {tokens['tokenizer']}, and those of the run "
-                         f"{saved['tokenizer']}; name a folder with these")
-    padded = padded_vocab_size(tokens["vocab_size"])
-    vocab_size = config.vocab_size or padded
-    if vocab_size < tokens["vocab_size"]:
+def check_tokenizer(data: str, tokenizer: str, expected: str) -> None:
+    """Raise ValueError unless the tokens of `data` are those of the run."""
+    if tokenizer.rpartition("@")[2] != expected.rpartition("@")[2]:  # hf:DIR@CHECKSUM may have moved
+        raise ValueError(f"--data {data}: its tokens are {tokenizer}, and those of the run {expected}; name "
+                         "a folder with these")
+
+
+def fit_vocab_size(vocab_size: int | None, needed: int) -> int:
+    """Return the rows of the embedding: --vocab-size, or those that the data needs, padded for FP8."""
+    padded = models.padded_vocab_size(needed)
+    if (vocab_size or padded) < needed:
         raise ValueError(f"--vocab-size {vocab_size}: the data needs more; pass {padded} or leave it out")
-    n_positions = config.n_positions or config.seq_len
-    return dataclasses.replace(config, vocab_size=vocab_size, n_positions=n_positions)
+    return vocab_size or padded
 
 
-def needs_first_scales(config, model, saved: dict) -> bool:
+def needs_first_scales(model, options: dict, tokens_per_step: int, saved: dict) -> bool:
     """Return whether delayed scaling has no scales, or those of a checkpoint do not fit: of another format or
     other layers, or of smaller gradients, since the loss is the mean over the tokens of a step."""
     if not recipes.uses_delayed_scaling(model):
         return False
-    now, before = dataclasses.asdict(config), dataclasses.asdict(config) | saved.get("config", {})
+    if not saved or recipes.is_fresh(model):
+        return True
     names = ("fp8_format", "fp8_margin", "fp8_lm_head", "fp8_skip_first", "fp8_skip_last")
-    return (recipes.is_fresh(model) or any(now[name] != before[name] for name in names)
-            or tokens_per_step(config) < saved.get("tokens_per_step", 0))
+    before = options | saved["config"]
+    return (any(options[name] != before[name] for name in names)
+            or tokens_per_step < saved.get("tokens_per_step", 0))
 
 
-def tokens_per_step(config) -> int:
-    return config.micro_batch_size * config.seq_len * config.grad_accum * parallel.world_size()
-
-
-def open_folder(config) -> str:
+def open_folder(folder: str | None, preset: str, is_resumed: bool) -> str:
     """Make the folder of a new run, unless it is resumed; return its path."""
-    folder = config.out_dir
     if folder is None:
-        names = (f"out/{config.preset}" + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
+        names = (f"out/{preset}" + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
         folder = next(name for name in names if not os.path.lexists(name))
-    elif not config.resume and os.path.lexists(folder) and (
+    elif not is_resumed and os.path.lexists(folder) and (
             checkpoint.latest(folder) or os.listdir(folder) and not os.path.exists(f"{folder}/config.json")):
         raise ValueError(f"--out-dir {folder}: exists; resume it with --resume, or name another")
     os.makedirs(folder, exist_ok=True)
     return folder
 
 
-def write_start(config, folder: str, source: Path | None, saved: dict) -> None:
+def write_start(folder: str, options: dict, source: Path | None, first_step: int) -> None:
     """Cut the logs of the run to the checkpoint that it continues, and write config.json."""
     if source and checkpoint.latest(folder) != source:
         raise ValueError(f"{folder}: another process has trained past {source} meanwhile; start again")
-    logs.cut(folder, saved.get("step", 0) + 1)  # also of a run that was killed before its first checkpoint
-    options = dataclasses.asdict(config) | {"out_dir": folder, "command": shlex.join(sys.argv)}
+    logs.cut(folder, first_step)  # also of a run that was killed before its first checkpoint
     Path(folder, "config.json").write_text(json.dumps(options, indent=2) + "\n")
 
 
-def start_log(config, ranks, model, gradients, loader, folder: str, first_step: int) -> logs.Log:
-    """Start the logs of a run, and say what it trains, on what, and how a step runs."""
-    is_own, size = models.is_file(config.model), sum(parameter.numel() for parameter in model.parameters())
-    flops = None if is_own else models.flops_per_token(model.config, size, config.seq_len)
-    log = logs.Log(config, folder, first_step, flops, loader.device, ranks)
-    fp8_format = recipes.resolve_format(config.fp8_recipe, config.fp8_format)
-    log.say(f"{folder} from step {first_step}: {config.preset} on {recipes.describe()}, --fp8-recipe "
-            f"{config.fp8_recipe} {fp8_format}; {models.describe(model)}")
-    tokens = tokens_per_step(config)
-    log.say(f"{logs.describe_corpus(config, loader.meta, tokens)}, {tokens:,} tokens a step")
-    if reason := getattr(gradients, "undivided_reason", ""):
-        log.say(f"every rank updates all weights, after an all-reduce of their gradients: {reason}")
-    return log
-
-
-def run_meta(config, model, loader, step: int, saved: dict) -> dict:
+def run_meta(options: dict, model, loader, step: int, saved: dict) -> dict:
     """Return the run's part of a checkpoint's meta.json. `saved`: that of the checkpoint it continued."""
     kept = {"hf": saved["hf"]} if "hf" in saved else {}  # the source of an imported model
     return kept | {
-        "config": dataclasses.asdict(config),
-        "model": config.model,
-        "model_config": dataclasses.asdict(model.config),
+        "config": options,
+        "model": options["model"],
+        "model_config": asdict(model.config),
         "tokenizer": loader.meta["tokenizer"],
         "corpus": {name: loader.meta[name] for name in ("train_sha256", "val_sha256")},
         "device": recipes.describe(),
         "samples": loader.samples_before(step + 1),
-        "tokens_per_step": tokens_per_step(config),
+        "tokens_per_step": loader.tokens_per_step,
     }
 
 
-def summarize(config, folder: str, step: int) -> None:
-    """Print how to continue the run, and where everything is."""
+def summarize(folder: str, step: int, max_steps: int, model: str, fp8_recipe: str) -> None:
+    """Print how to continue the run, and where everything is. The user's own code has to be named again."""
     saved, place = checkpoint.latest(folder), shlex.quote(folder)
-    own_model = f" --model {shlex.quote(config.model)}" if models.is_file(config.model) else ""
-    recipe = f" --fp8-recipe {config.fp8_recipe}" if config.fp8_recipe.startswith("custom:") else ""
-    command = f"{torchrun.launcher()} train.py --resume --out-dir {place}{own_model}{recipe}"
+    own_model = f" --model {shlex.quote(model)}" if models.is_file(model) else ""
+    own_recipe = f" --fp8-recipe {fp8_recipe}" if fp8_recipe.startswith("custom:") else ""
+    command = f"{parallel.launcher()} train.py --resume --out-dir {place}{own_model}{own_recipe}"
     if saved is None:
         print(f"{folder}: {step} steps are done, and nothing is saved: --checkpoint-interval 0")
-    elif step < config.max_steps:
+    elif step < max_steps:
         print(f"stopped after step {step}; saved {saved}; resume with: {command}")
     else:
         print(f"{step} steps are done; continue with: {command} --max-steps {2 * step}\n"
@@ -329,7 +305,7 @@ def summarize(config, folder: str, step: int) -> None:
 
 def run(argv=None) -> int:
     """Run a command line; return 0, or 1 for a run that diverged or ran out of memory."""
-    config = read_options(argv, torchrun.folder_before_restart())
+    config = read_options(argv, parallel.folder_before_restart())
     try:
         main(config)
     except logs.Diverged as error:

@@ -17,8 +17,7 @@ from bench.plain_gpt import make_plain
 from bench.timing import in_turns, spans_ms, stamp
 from nanote import recipes
 from nanote.config import in_a_line
-from nanote.logs import peak_flops
-from nanote.models import flops_per_token
+from nanote.models import flops_per_token, peak_flops
 
 WARMUP = 10  # steps before anything is timed
 LR = 1e-5  # so small that the weights hardly change while steps are timed

@@ -7,7 +7,7 @@ the same micro-batch; both steps take turns, and a figure is the median of their
 
 - ddp               gradients in float32, the update divided among the GPUs (nanote/ddp.py): the default
 - ddp-eager         launched from Python, not as CUDA graphs
-- fsdp, fsdp-keep   FSDP2; with --no-reshard-after-forward; both also with -eager
+- fsdp, fsdp-eager  FSDP2
 - nanogpt           nanoGPT's model as its train.py trains it, in BF16: DistributedDataParallel around the
                     compiled model. Pass --nanogpt with a checkout, of which model.py alone is read
 
@@ -40,9 +40,8 @@ SHAPES = {name: step.SHAPES[name] for name in ("124m-b32", "350m-b16", "c4096", 
     "124m-b16": step.SHAPES["124m-b32"] | {"micro_batch_size": 16}}
 LAYOUTS = {
     "ddp": {}, "ddp-eager": {"cuda_graph": "off"},
-    "fsdp": {"parallel": "fsdp"}, "fsdp-keep": {"parallel": "fsdp", "reshard_after_forward": False},
+    "fsdp": {"parallel": "fsdp"},
     "fsdp-eager": {"parallel": "fsdp", "cuda_graph": "off"},
-    "fsdp-keep-eager": {"parallel": "fsdp", "cuda_graph": "off", "reshard_after_forward": False},
     "nanogpt": {},
 }
 RECIPES = ("delayed", "none", "current", "block")

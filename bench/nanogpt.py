@@ -128,7 +128,7 @@ def make_nanogpt(module, config, device, ddp=False, dtype=torch.float32) -> Nano
     """
     torch.manual_seed(config.seed)
     model = make_gpt(module, config, config.seq_len, dropout=0.0).to(device, dtype)
-    betas = (config.beta1, config.beta2)
+    betas = config.betas
     optimizer = model.configure_optimizers(config.weight_decay, config.lr, betas, device.type)
     net = torch.compile(model)
     if ddp:

@@ -16,7 +16,7 @@ from bench.plain_gpt import ARMS as PLAIN_ARMS
 from nanote import models, parallel, recipes
 from nanote.config import PRESETS, TrainConfig
 from nanote.ddp import distribute, make_gradients
-from nanote.graphs import CudaGraph, is_graphable
+from nanote.graphs import CudaGraph
 from nanote.optimizers import make_optimizer
 
 SHAPES = {  # options of train.py
@@ -142,15 +142,17 @@ class Step:
         self.config, self.divisor = config, config.grad_accum * parallel.world_size()
         model = models.make_model(config, device, dtype, recipes.make(config))
         self.kernels = models.describe(model)
-        self.model = self.forward = distribute(model, config)
+        self.model = self.forward = distribute(model, config.parallel)
+        self.casts_once = config.grad_accum > 1 and not config.compile and models.takes_argument(
+            model, "is_first_microbatch")
         self.optimizer = make_optimizer(self.model, config)
-        self.gradients = make_gradients(self.model, self.optimizer, config)
+        self.gradients = make_gradients(self.model, self.optimizer, config.grad_accum)
         if recipes.uses_delayed_scaling(self.model):
             recipes.find_first_scales(self.model, batches, self.divisor)
         if config.compile:
             self.model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
         self.run_forward_backward, self.run_update = self.forward_backward, self.clip_and_step
-        self.is_graph = is_graphable(config, device)
+        self.is_graph = config.is_graphable(not recipes.IS_REFERENCE)
         if self.is_graph:
             self.run_forward_backward = CudaGraph(
                 self.forward_backward, keep=lambda: recipes.kept_state(self.model))
@@ -159,7 +161,7 @@ class Step:
 
     def forward_backward(self, batch, *, first: bool, last: bool):
         """Accumulate the gradients of one micro-batch; return this rank's share of the loss."""
-        options = models.cast_options(self.config, self.model, first)
+        options = {"is_first_microbatch": first} if self.casts_once else {}
         if self.config.compile and first:
             torch.compiler.cudagraph_mark_step_begin()  # may overwrite the last step's tensors
         with self.gradients.accumulate(first, last):

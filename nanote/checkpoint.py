@@ -194,7 +194,7 @@ def _tensors(model, optimizer):
     """Yield (name, tensor, whole) of all that is stored; whole: the DTensor of which it is a part."""
     weights = _weights(model)
     for name, value in weights.values():
-        own = parallel.local(value)
+        own = parallel.local_part(value)
         yield f"model.{name}", own.dequantize() if hasattr(own, "_quantizer") else own, value
     for parameter, state in optimizer.state.items():
         name, whole = weights[id(parameter)]
@@ -216,14 +216,13 @@ def _weights(model) -> dict[int, tuple[str, torch.Tensor]]:
     weights = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
-            weights.setdefault(id(parallel.local(value)), (name, value))
+            weights.setdefault(id(parallel.local_part(value)), (name, value))
     return weights
 
 
 def _has_master(parameter) -> bool:
     """Return whether a float32 master is trained: not of float32 weights, for which TE allocates one too."""
-    in_fp8 = hasattr(parameter, "_quantizer") or hasattr(parameter, "fp8_owner")  # TE; te_reference
-    return in_fp8 or parameter.dtype != torch.float32
+    return recipes.is_stored_in_fp8(parameter) or parameter.dtype != torch.float32
 
 
 def join_remainder(weight, remainder) -> torch.Tensor:
@@ -259,7 +258,7 @@ def read_meta(folder) -> dict:
     """Return meta.json of a checkpoint. ValueError if it is damaged, or of a newer format."""
     path = Path(folder, "meta.json")
     verify(path.parent, [path.name])
-    with _naming(path):
+    with _errors_naming(path):
         meta = json.loads(path.read_text())
         if meta.get("format", 0) > FORMAT:
             raise ValueError(f"format {meta['format']} is of a newer version of nanoTE; update it")
@@ -283,13 +282,13 @@ def load(folder, model, optimizer=None) -> dict:
         if needed.get(name) != found.get(name):
             raise ValueError(f"{folder}: {name} is {found.get(name, 'absent')} there and "
                              f"{needed.get(name, 'absent')} in the model; build the model of its meta.json")
-    stored = {name: parallel.local(value) for name, value in stored.items()}
-    with torch.no_grad(), _naming(folder):
+    stored = {name: parallel.local_part(value) for name, value in stored.items()}
+    with torch.no_grad(), _errors_naming(folder):
         if optimizer is not None:
             # before the weights: weights kept in FP8 are quantized with its scales
             recipes.set_state(model, _with_prefix(stored, "fp8."))
         for name, value in weights.values():
-            target, weight = parallel.local(value), stored[f"model.{name}"]
+            target, weight = parallel.local_part(value), stored[f"model.{name}"]
             # a float32 run has no masters: its weights are those of a BF16 or FP8 run
             master = weight if _has_master(target) else stored.get(f"optimizer.{name}.master_param", weight)
             target.copy_(master)
@@ -303,13 +302,13 @@ def load(folder, model, optimizer=None) -> dict:
 def read_tensors(folder, prefixes=("model.",), like={}) -> dict[str, torch.Tensor]:
     """Read the tensors whose names begin with one of `prefixes` to host memory. Every rank must call it.
     `like`: {parameter: tensor of a model}; of a sharded one, only this rank's part is read."""
-    with _naming(f"{folder}/*.safetensors"), warnings.catch_warnings():
+    with _errors_naming(f"{folder}/*.safetensors"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         reader, tensors = dcp.HuggingFaceStorageReader(str(folder)), {}
         for name, entry in reader.read_metadata().state_dict_metadata.items():
             if name.startswith(prefixes):
                 weight = like.get(re.sub(r"^model\.(.*)|optimizer\.(.*)\.[^.]*$", r"\1\2", name))
-                tensors[name] = parallel.empty_like(weight, entry.size, entry.properties.dtype)
+                tensors[name] = parallel.empty_on_host(weight, entry.size, entry.properties.dtype)
         dcp.load(tensors, storage_reader=reader)
     return tensors
 
@@ -371,7 +370,7 @@ def verify(folder: Path, names=None) -> None:
 
 
 @contextlib.contextmanager
-def _naming(path):
+def _errors_naming(path):
     """Turn what a malformed file leads to, here or in a library, into a ValueError that names the file."""
     try:
         yield

@@ -1,9 +1,8 @@
-"""Options: TrainConfig and its presets, the command line of every script, and errors in one line.
+"""Options: TrainConfig, the command line of every script, and errors in one line.
 
 The options of a --config file, and those of the checkpoint to resume, become arguments in front of the typed
 ones. So tyro checks all of them alike, and the last value of an option wins.
 """
-import math
 import os
 import signal
 import sys
@@ -15,31 +14,9 @@ from typing import Literal
 import tyro
 import yaml
 
+from nanote.presets import PRESETS
+
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-GPT2 = dict(micro_batch_size=16, grad_accum=32, max_steps=20_000, warmup_steps=200)  # 0.5 M tokens per step
-LLAMA = dict(activation="swiglu", use_rmsnorm=True, use_rotary=True, bias=False)
-LLAMA3 = GPT2 | LLAMA | dict(n_head=32, n_kv_head=8, vocab_size=128256, rope_theta=5e5, grad_accum=64)
-PRESETS = {
-    # Byte-level language model of Python sources: about three minutes on two cores.
-    "tiny": LLAMA | dict(
-        n_layer=4, n_head=4, n_embd=128, seq_len=128, micro_batch_size=16, max_steps=500, lr=3e-3,
-        warmup_steps=50, eval_interval=100, eval_tokens=320 * 128, checkpoint_interval=100),
-    # Radford et al. 2019, table 2; Brown et al. 2020, table 2.1 (lr); JackFram/llama-160m; Llama 3 cards.
-    "gpt2-124m": GPT2 | dict(n_layer=12, n_head=12, n_embd=768, lr=6e-4),
-    "gpt2-350m": GPT2 | dict(n_layer=24, n_head=16, n_embd=1024, lr=3e-4),
-    "gpt2-774m": GPT2 | dict(
-        n_layer=36, n_head=20, n_embd=1280, lr=2.5e-4, micro_batch_size=8, grad_accum=64),
-    "gpt2-1.5b": GPT2 | dict(n_layer=48, n_head=25, n_embd=1600, lr=2e-4, micro_batch_size=8, grad_accum=64),
-    "llama-160m": GPT2 | LLAMA | dict(
-        n_layer=12, n_head=12, n_embd=768, n_inner=3072, tie_embeddings=False, layernorm_epsilon=1e-6,
-        seq_len=2048, grad_accum=16, lr=6e-4),
-    "llama3-1b": LLAMA3 | dict(
-        n_layer=16, head_dim=64, n_embd=2048, n_inner=8192, seq_len=2048, micro_batch_size=4, lr=3e-4),
-    "llama3-8b": LLAMA3 | dict(
-        n_layer=32, head_dim=128, n_embd=4096, n_inner=14336, tie_embeddings=False, seq_len=8192,
-        micro_batch_size=1, lr=3e-4, moment_dtype="bfloat16"),
-    "hf": {},  # a model that tools/import_hf.py imported: its checkpoint has all options
-}
 
 
 @dataclass
@@ -104,8 +81,7 @@ class TrainConfig:
     decay_fraction: float = 0.2  # wsd: the fraction of all steps over which the learning rate decays.
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of the blocks, AdamW for the rest.
     weight_decay: float = 0.1  # Weight decay, of matrices only.
-    beta1: float = 0.9  # AdamW's beta1.
-    beta2: float = 0.95  # AdamW's beta2.
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's beta1 and beta2.
     grad_clip: float = 1.0  # Maximum gradient norm; 0: no clipping.
     seed: int = 1337  # Seed of weights, data order and dropout.
     moment_dtype: Literal["float32", "bfloat16"] = "float32"  # Type of AdamW's two moments.
@@ -115,10 +91,7 @@ class TrainConfig:
     compile_mode: CompileMode = "default"  # torch.compile's mode.
     compile_fullgraph: bool = False  # With --compile: one graph, or an error that names the graph break.
     device: str = "auto"  # auto, cpu, cuda or cuda:N.
-
-    # parallelism
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"  # fsdp: sharded over all GPUs; hsdp: in each machine.
-    reshard_after_forward: bool = True  # fsdp, hsdp: free a block's gathered weights until its backward pass.
 
     # evaluation, checkpoints, logs and diagnostics
     eval_interval: int = 250  # Steps between evaluations (also after the first and last step); 0: never.
@@ -130,26 +103,63 @@ class TrainConfig:
     fp8_health_interval: int = 0  # Steps between measurements of amax, saturation and underflow; 0: never.
     profile: str | None = None  # START:STOP: trace these steps with PyTorch's profiler.
 
+    def check(self) -> None:
+        """Raise ValueError for a number out of range, and for options that exclude each other."""
+        for rule, (is_kept, names) in RANGES.items():
+            for name in names.split():
+                value = getattr(self, name)
+                if value is not None and not is_kept(value):
+                    raise ValueError(f"{_flag(name)} {value}: must be {rule}")
+        if self.fp8_recipe == "delayed" and self.compile:
+            raise ValueError("--compile: Transformer Engine does not support DelayedScaling under "
+                             "torch.compile; pass --fp8-recipe current or --fp8-recipe none")
+        if self.fp8_recipe == "none" and (self.fp8_param or self.fp8_health_interval):
+            raise ValueError("--fp8-param, --fp8-health-interval: there is no FP8 with --fp8-recipe none; "
+                             "leave them out")
+        if not self.compile and (self.compile_mode != "default" or self.compile_fullgraph):
+            raise ValueError("--compile-mode, --compile-fullgraph: without effect; pass --compile too")
+        unsupported = [name for name in NOT_SHARDABLE if getattr(self, name)]
+        if self.parallel != "ddp" and unsupported:
+            raise ValueError(f"--parallel {self.parallel}: does not go with {_flag(unsupported[0])}; leave "
+                             "it out, or pass --parallel ddp")
+
+    def is_graphable(self, has_te_gpu: bool) -> bool:
+        """Return whether a step is replayed as CUDA graphs; ValueError if --cuda-graph on is impossible."""
+        reason = next((why for name, why in NOT_GRAPHABLE.items() if getattr(self, name)), "")
+        reason = reason if has_te_gpu else "there is no GPU with Transformer Engine here"
+        if reason and self.cuda_graph == "on":
+            raise ValueError(f"--cuda-graph on: {reason}; leave the option out")
+        return self.cuda_graph != "off" and not reason
+
 
 # These decide which tensors the model and the optimizer have: on --resume they must equal the checkpoint's.
 ARCHITECTURE = (
     "preset model n_layer n_head n_kv_head head_dim n_embd n_inner vocab_size n_positions activation "
     "use_rmsnorm use_rotary rope_theta use_qk_norm bias tie_embeddings layernorm_epsilon optimizer").split()
 RANGES = {  # {rule: (whether a value keeps it, options)}
+    "a number that float32 can hold": (lambda v: abs(v) < 2.0**128, "rope_theta lr weight_decay grad_clip"),
     "at least 1": (lambda v: v >= 1, "max_steps micro_batch_size seq_len grad_accum eval_tokens log_interval "
                    "keep_checkpoints n_positions vocab_size loss_chunks fp8_amax_history_len"),
     "0 or more": (lambda v: v >= 0, "warmup_steps eval_interval checkpoint_interval fp8_health_interval seed "
                   "weight_decay grad_clip offload_activations fp8_skip_first fp8_skip_last fp8_margin"),
     "above 0": (lambda v: v > 0, "lr rope_theta decay_fraction"),
     "from 0 to 1": (lambda v: 0 <= v <= 1, "min_lr_ratio decay_fraction layernorm_epsilon"),
-    "at least 0 and below 1": (lambda v: 0 <= v < 1, "beta1 beta2"),
+    "at least 0 and below 1 each": (lambda v: all(0 <= beta < 1 for beta in v), "betas"),
+}
+NOT_SHARDABLE = ("fp8_param", "compile", "offload_activations")  # Muon says so itself
+NOT_GRAPHABLE = {  # options with which no CUDA graph of a step can be captured, and why
+    "compile": "--compile makes its own, with --compile-mode reduce-overhead",
+    "gradient_checkpointing": "--gradient-checkpointing reads random states on the host",
+    "offload_activations": "--offload-activations allocates host memory in every step",
+    "attn_dropout": "--attn-dropout's random numbers would repeat",
+    "fp8_param": "FusedAdam updates --fp8-param's weights from Python",
 }
 OF_ONE_RUN = {"out_dir", "resume", "config", "eval_only", "profile"}  # another run or start has its own
-GONE = dict(  # options of version 0.1, with their defaults
+GONE = dict(  # options of earlier versions, with their defaults
     checkpoint_every=1, fast_kernels=True, fused_block=True, fused_loss=True, fp8_dgrad_fast_accum_k=3072,
-    hsdp_replicas=None, fp8_logits_rounding="nearest", max_skipped_steps=10, grad_accum_dtype="auto",
-    grad_reduce_dtype="auto", eval_steps=None, background_saves=True, nsys=None, memory_snapshot=None,
-    gc_interval=0, torch_deterministic=False, expandable_segments=False)
+    hsdp_replicas=None, fp8_logits_rounding="nearest", max_skipped_steps=10, grad_accum_dtype="auto", grad_reduce_dtype="auto",
+    eval_steps=None, background_saves=True, nsys=None, memory_snapshot=None, gc_interval=0,
+    torch_deterministic=False, expandable_segments=False, beta1=0.9, beta2=0.95, reshard_after_forward=True)
 
 
 def parse(config_class, argv, prog, description=None, default=tyro.MISSING_NONPROP, **options):
@@ -210,19 +220,20 @@ def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
     arguments = [*_as_arguments(_read_file(file)), *typed] if file else typed
     early, folder = glance(arguments), None
     if early.resume or early.eval_only:
-        folder, meta = _checkpoint_to_continue(early)
+        folder, meta = _checkpoint_to_continue(early.out_dir, early.preset, early.eval_only)
         saved = _options_of_run(meta["config"], folder)
         arguments = [*_as_arguments(saved), *arguments]
     default = TrainConfig(**PRESETS[glance(arguments).preset])
     config = parse(TrainConfig, arguments, "train.py", default=default)
-    _check_numbers(config)
-    for name in ("model", "fp8_recipe"):
-        value = getattr(config, name)
-        if (".py:" in value or value.startswith("custom:")) and value != getattr(glance(typed), name):
-            raise ValueError(f"{_flag(name)} {value}: code is never taken from a file of options or a "
-                             f"checkpoint; pass {_flag(name)} {value} on the command line")
+    config.check()
+    if arguments != typed:
+        for name in ("model", "fp8_recipe"):
+            value = getattr(config, name)
+            if (".py:" in value or value.startswith("custom:")) and value != getattr(glance(typed), name):
+                raise ValueError(f"{_flag(name)} {value}: code is never taken from a file of options or a "
+                                 f"checkpoint; pass {_flag(name)} {value} on the command line")
     if folder:
-        _check_resume(config, saved, folder, meta["step"])
+        _check_resume(vars(config), saved, folder, meta["step"])
         config.out_dir = str(folder if config.eval_only else folder.parent)
     return config
 
@@ -231,10 +242,15 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _as_arguments(options: dict) -> list[str]:
-    """Return ["--lr=0.1", "--use-rotary"] for {"lr": 0.1, "use_rotary": True}."""
-    return [_flag(name if value else f"no_{name}") if isinstance(value, bool) else f"{_flag(name)}={value}"
-            for name, value in options.items()]
+def _as_arguments(options: dict):
+    """Yield "--lr=0.1" and "--use-rotary" for {"lr": 0.1, "use_rotary": True}."""
+    for name, value in options.items():
+        if isinstance(value, bool):
+            yield _flag(name if value else f"no_{name}")
+        elif isinstance(value, list | tuple):
+            yield from (_flag(name), *map(str, value))
+        else:
+            yield f"{_flag(name)}={value}"
 
 
 def _read_file(path: str) -> dict:
@@ -260,42 +276,26 @@ def _options_of_run(options: dict, source) -> dict:
     return {name: value for name, value in options.items() if name in known - OF_ONE_RUN}
 
 
-def _checkpoint_to_continue(config: TrainConfig) -> tuple[Path, dict]:
+def _checkpoint_to_continue(out_dir: str | None, preset: str, eval_only: bool) -> tuple[Path, dict]:
     """Return the checkpoint of --resume or --eval-only, and its meta.json."""
     from nanote import checkpoint  # imports PyTorch, which --help need not wait for
-    runs = [*Path("out").glob(config.preset), *Path("out").glob(f"{config.preset}-[0-9]*")]
-    newest = max(runs, key=lambda run: run.stat().st_mtime, default=f"out/{config.preset}")
-    folder = checkpoint.find(config.out_dir or newest)
-    if folder != checkpoint.latest(folder.parent) and not config.eval_only:
+    runs = [*Path("out").glob(preset), *Path("out").glob(f"{preset}-[0-9]*")]
+    newest = max(runs, key=lambda run: run.stat().st_mtime, default=f"out/{preset}")
+    folder = checkpoint.find(out_dir or newest)
+    if folder != checkpoint.latest(folder.parent) and not eval_only:
         raise ValueError(f"--resume: {folder.parent} has later checkpoints than {folder.name}; remove those")
     return folder, checkpoint.read_meta(folder)
 
 
-def _check_resume(config: TrainConfig, saved: dict, folder: Path, step: int) -> None:
-    """Raise ValueError for options that do not fit the checkpoint, whose own are `saved`."""
+def _check_resume(options: dict, saved: dict, folder: Path, step: int) -> None:
+    """Raise ValueError for options that do not fit the checkpoint of a step, whose own are `saved`."""
     for name in ARCHITECTURE:
-        value, before = getattr(config, name), saved.get(name, getattr(config, name))
-        same_network = {value, before} <= {"auto", "fast", "optimized"} if name == "model" else False
-        if value != before and not same_network and not (
-                ".py:" in str(value) and ".py:" in str(before)):  # a file may have moved
+        value, before = options[name], saved.get(name, options[name])
+        is_same = value == before or name == "model" and (
+            {value, before} <= {"auto", "fast", "optimized"}  # one network
+            or ".py:" in value and ".py:" in before)  # a file may have moved
+        if not is_same:
             raise ValueError(f"{_flag(name)} {value}: {folder} has {before}; leave it out or start a new run")
-    if config.max_steps < step and not config.eval_only:
-        raise ValueError(f"--max-steps {config.max_steps}: {folder} has done {step} steps; pass {2 * step}")
-
-
-def _check_numbers(config: TrainConfig) -> None:
-    """Raise ValueError for a number out of range."""
-    for name, value in vars(config).items():
-        if isinstance(value, float) and not abs(value) < 2.0**128:
-            raise ValueError(f"{_flag(name)} {value}: must be a number that float32 can hold")
-    for rule, (is_kept, names) in RANGES.items():
-        for name in names.split():
-            value = getattr(config, name)
-            if value is not None and not is_kept(value):
-                raise ValueError(f"{_flag(name)} {value}: must be {rule}")
-
-
-def padded_vocab_size(needed: int) -> int:
-    """Round a vocabulary up to a multiple of 32, which FP8 GEMMs need; above 1024 of 128, which is faster."""
-    multiple = 32 if needed <= 1024 else 128
-    return math.ceil(needed / multiple) * multiple
+    max_steps = options["max_steps"]
+    if max_steps < step and not options["eval_only"]:
+        raise ValueError(f"--max-steps {max_steps}: {folder} has done {step} steps; pass {2 * step}")

@@ -1,7 +1,7 @@
 """A model on several ranks, and its gradients in flat buffers, summed over micro-batches and ranks.
 
-    model = distribute(model, config)       # before the optimizer is made
-    gradients = make_gradients(model, optimizer, config)
+    model = distribute(model, "ddp")        # before the optimizer is made
+    gradients = make_gradients(model, optimizer, grad_accum)
     for i, batch in enumerate(batches):
         with gradients.accumulate(first=i == 0, last=i == len(batches) - 1):
             (model(*batch) / (len(batches) * ranks.count)).backward()
@@ -29,27 +29,27 @@ ALIGNMENT = 128  # elements: each gradient starts at a multiple of 256 bytes
 BUCKET_BYTES = 128 * 2**20
 
 
-def distribute(model, config):
-    """Give all ranks the weights of rank 0, and shard them unless --parallel is ddp; return the model."""
+def distribute(model, kind: str):
+    """Give all ranks the weights of rank 0, and shard them unless `kind` is "ddp"; return the model."""
     if dist.is_initialized():
         for tensor in (*model.parameters(), *model.buffers()):
             if type(tensor) in (torch.Tensor, torch.nn.Parameter):
                 dist.broadcast(tensor.data, src=0)
-    if parallel.is_sharded(config):
-        from nanote import fsdp
+        if kind != "ddp":
+            from nanote import fsdp
 
-        fsdp.shard(model, config)
+            fsdp.shard(model, kind)
     return model
 
 
-def make_gradients(model, optimizer, config):
+def make_gradients(model, optimizer, grad_accum: int):
     """Return the gradients of a run, and divide its update among ranks where that is possible. Collective."""
-    if parallel.is_sharded(config):
+    if parallel.mesh(model) is not None:
         from nanote.fsdp import ShardedGradients
 
         return ShardedGradients(model)
-    one_pass = config.grad_accum == 1 and parallel.world_size() == 1
-    gradients = Gradients(model, dtype=None if one_pass else torch.float32)
+    are_summed = grad_accum > 1 or parallel.world_size() > 1
+    gradients = Gradients(model, dtype=torch.float32 if are_summed else None)
     if parallel.world_size() > 1:
         from nanote import peers
 
@@ -80,13 +80,13 @@ class Gradients:
 
     def __init__(self, model, dtype: torch.dtype | None = torch.float32):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.active = self.first = self.last = False
+        self.active = self.first = self.reduces = False
         self.buckets, self.bucket_of, self.views = [], {}, {}  # parameter: its Bucket; its part of the buffer
-        self.used, self.agreed, self.peers = set(), None, None
+        self.used, self.is_agreed, self.ranks, self.peers = set(), False, parallel.world_size(), None
+        self.undivided_reason = ""  # why each rank updates all parameters
         self._allocate(dtype)
         device = self.parameters[0].device
-        several = parallel.world_size() > 1
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and several else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and self.ranks > 1 else None
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._collect)
             parameter.grad_dtype = None  # any: a float32 gradient of a BF16 parameter is not cast
@@ -112,9 +112,9 @@ class Gradients:
 
         Args:
             first: overwrite the gradients of the step before, instead of adding to them.
-            last: sum over ranks, or send the parts of a divided update to their ranks.
+            last: then sum over ranks, or send the parts of a divided update to their ranks.
         """
-        self.first, self.last, self.reduced_buckets = first, last, 0
+        self.first, self.reduces, self.reduced_buckets = first, last and self.ranks > 1, 0
         if first:
             self.used.clear()
         for bucket in self.buckets:
@@ -132,7 +132,7 @@ class Gradients:
             self.active = False
             for parameter in self.parameters:
                 del parameter.main_grad
-        if last:
+        if self.reduces:
             self._reduce_in_order()
             if self.stream is not None:
                 torch.cuda.current_stream().wait_stream(self.stream)
@@ -145,12 +145,12 @@ class Gradients:
 
     def _agree_on_used(self):
         """Check, in the first step, that all ranks have gradients of the same parameters."""
-        if self.agreed is None and parallel.world_size() > 1:
+        if not self.is_agreed:
             found = torch.tensor([p in self.used for p in self.parameters], dtype=torch.float)
-            if any(0 < count < parallel.world_size() for count in parallel.sum_over_ranks(found).tolist()):
+            if any(0 < count < self.ranks for count in parallel.sum_over_ranks(found).tolist()):
                 raise ValueError("data-parallel training: some parameters have a gradient on some ranks "
                                  "only; let every parameter take part in every loss, or freeze it")
-        self.agreed = True
+        self.is_agreed = True
 
     def _collect(self, parameter):
         """Take a parameter's gradient when autograd has it."""
@@ -172,7 +172,7 @@ class Gradients:
     @torch.no_grad()
     def _add_second(self, bucket, parameter, gradient, in_main_grad: bool):
         """Add a further gradient of the same backward pass: of a layer in two reentrant checkpoints."""
-        if self.last and parallel.world_size() > 1 and not bucket.missing:
+        if self.reduces and not bucket.missing:
             raise ValueError("data-parallel training: a parameter has a gradient after its sum over ranks; "
                              "pass use_reentrant=False to torch.utils.checkpoint.checkpoint")
         for number, (view, earlier) in enumerate(bucket.collected):
@@ -197,7 +197,7 @@ class Gradients:
                 torch._foreach_copy_(same_dtype, gradients)
                 torch._foreach_add_(views, same_dtype)
         bucket.missing, bucket.collected = set(), []
-        if self.last:
+        if self.reduces:
             self._reduce_in_order()
 
     @torch.no_grad()
@@ -208,9 +208,8 @@ class Gradients:
             self.reduced_buckets += 1
             if self.stream is not None:
                 self.stream.wait_stream(torch.cuda.current_stream())
-            if parallel.world_size() > 1:
-                with torch.cuda.stream(self.stream):
-                    if self.peers is None:
-                        dist.all_reduce(bucket.buffer)
-                    else:
-                        self.peers.send(bucket)
+            with torch.cuda.stream(self.stream):
+                if self.peers is None:
+                    dist.all_reduce(bucket.buffer)
+                else:
+                    self.peers.send(bucket)

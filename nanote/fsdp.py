@@ -15,33 +15,24 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from nanote.parallel import local
+from nanote.parallel import local_part
 
 
-def shard(model, config) -> None:
-    """Shard a model block by block, in place."""
+def shard(model, kind: str) -> None:
+    """Shard a model block by block, in place. `kind`: "fsdp", or "hsdp" to shard on each machine."""
     if not len(getattr(model, "blocks", ())):
-        raise ValueError(f"--parallel {config.parallel}: shards block by block, and {type(model).__name__} "
-                         "has no model.blocks; name its list of blocks so, or pass --parallel ddp")
-    unsupported = {"--fp8-param": config.fp8_param, "--compile": config.compile,
-                   "--optimizer muon": config.optimizer == "muon",
-                   "--offload-activations": config.offload_activations}
-    for option, is_used in unsupported.items():
-        if is_used:
-            raise ValueError(f"--parallel {config.parallel}: does not go with {option}; leave it out, or "
-                             "pass --parallel ddp")
+        raise ValueError(f"--parallel {kind}: shards block by block, and {type(model).__name__} has no "
+                         "model.blocks; name its list of blocks so, or pass --parallel ddp")
     ranks, names = dist.get_world_size(), ("shard",)
     sizes = (ranks,)
-    if config.parallel == "hsdp":
+    if kind == "hsdp":
         shards = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
         sizes, names = (ranks // shards, shards), ("replicate", "shard")
     options = dict(mesh=init_device_mesh(next(model.parameters()).device.type, sizes, mesh_dim_names=names),
                    mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-    for block in model.blocks:
-        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
-    fully_shard(model, **options)  # embeddings, final norm and lm_head, which backward needs first
-    for module in (model, *model.blocks):  # sum gradients; the loss is divided by the ranks instead
-        module.set_gradient_divide_factor(1.0)
+    for module in (*model.blocks, model):  # the last: embeddings, final norm and lm_head
+        fully_shard(module, **options)
+        module.set_gradient_divide_factor(1.0)  # sum gradients; the loss is divided by the ranks instead
         module.set_force_sum_reduction_for_comms(True)
     # the loss may be a view; nothing changes it in place
     returned = rf"FSDP2-wrapped module \({type(model).__name__}\) returned a view"
@@ -57,6 +48,7 @@ class ShardedGradients:
 
     def __init__(self, model):
         self.model, self.units = model, [model, *model.blocks]
+        self.undivided_reason = ""  # each rank updates its part
         self.views, self.used = {}, set()  # {this rank's part: its gradient}; parts that have one now
 
     @contextlib.contextmanager
@@ -71,7 +63,7 @@ class ShardedGradients:
             found = {}  # {this rank's part: FSDP2's gradient}
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
-                    part, gradient = local(parameter), parameter.grad.to_local()
+                    part, gradient = local_part(parameter), parameter.grad.to_local()
                     found[part], parameter.grad = gradient, None
                     if part not in self.views:
                         self.views[part] = torch.empty_like(gradient)
@@ -80,5 +72,5 @@ class ShardedGradients:
 
     def set_grad(self) -> None:
         """Set `grad` of this rank's parts, which the optimizer has; None where there is no gradient."""
-        for part in map(local, self.model.parameters()):
+        for part in map(local_part, self.model.parameters()):
             part.grad = self.views[part] if part in self.used else None

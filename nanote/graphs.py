@@ -22,8 +22,6 @@ import warnings
 
 import torch
 
-from nanote import recipes
-
 EAGER_CALLS = 2  # before a capture
 
 
@@ -135,23 +133,3 @@ def _copy(arguments):
 
 def _describe(shapes) -> str:
     return ", ".join(f"{shape} {str(dtype).removeprefix('torch.')}" for shape, dtype in shapes) or "none"
-
-
-def is_graphable(config, device: torch.device) -> bool:
-    """Return whether --cuda-graph and the other options allow graphs; ValueError if "on" is impossible."""
-    reason = ""
-    if device.type != "cuda" or recipes.IS_REFERENCE:
-        reason = "there is no GPU with Transformer Engine here"
-    elif config.compile:
-        reason = "--compile makes its own, with --compile-mode reduce-overhead"
-    elif config.gradient_checkpointing:
-        reason = "--gradient-checkpointing reads random states on the host"
-    elif config.offload_activations:
-        reason = "--offload-activations allocates host memory in every step"
-    elif config.attn_dropout:
-        reason = "--attn-dropout's random numbers would repeat"
-    elif config.fp8_param:
-        reason = "FusedAdam updates --fp8-param's weights from Python"
-    if reason and config.cuda_graph == "on":
-        raise ValueError(f"--cuda-graph on: {reason}; leave the option out")
-    return config.cuda_graph != "off" and not reason

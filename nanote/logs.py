@@ -15,31 +15,17 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nanote import checkpoint, health, parallel
+from nanote import checkpoint, health, models, parallel, recipes
 from nanote.config import in_a_line
 
 MAX_SKIPPED, MAX_EPOCHS = 10, 10  # a run with more skipped steps has diverged; one with more epochs says so
 SHOWN = {"mfu": "MFU {:.1%}", "val_loss": "val loss {:.4f}", "val_bits_per_byte": "({:.4f} bits a byte)",
          "val_loss_without_fp8": "val loss without FP8 {:.4f}"}  # in a log line, where measured
 VARYING_FIELDS = ("tokens_per_s", "mfu", "peak_gib", "seconds")  # differ between equal runs
-# Dense BF16 peak in TFLOP/s by a part of the GPU's name, longer names first (NVIDIA's data sheets)
-PEAK_TFLOPS = {"GB200": 2500, "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
-               "A100": 312, "L40S": 362, "L4": 121, "RTX 6000 Ada": 364, "RTX 5090": 210, "RTX 4090": 165}
 
 
 class Diverged(RuntimeError):
     """Too many losses or gradient norms are not finite; the run stops."""
-
-
-def describe_corpus(config, meta: dict, tokens_per_step: int) -> str:
-    """Return the size of the corpus and how often the run reads it, and a warning if that is too often."""
-    tokens = meta["train_tokens"]
-    epochs = config.max_steps * tokens_per_step / tokens
-    line = f"{config.data}: {tokens:,} tokens, {epochs:.3g} epochs"
-    if epochs <= MAX_EPOCHS:
-        return line
-    return (f"{line}, more than {MAX_EPOCHS}; make a larger corpus with data.py, or pass --max-steps "
-            f"{max(1, tokens // tokens_per_step)} for one epoch")
 
 
 def val_record(val_loss: float, meta: dict) -> dict:
@@ -56,17 +42,11 @@ def describe_val_loss(val_loss: float, meta: dict) -> str:
     return f"validation loss {val_loss:.4f} {unit}" + (f", {bits:.4f} bits a byte" if bits else "")
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Return the device's dense BF16 peak in FLOP/s; None if unknown. FP8 can exceed 100 % of it."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((1e12 * tflops for part, tflops in PEAK_TFLOPS.items() if part in name), None)
-
-
-def open_board(config, folder, first_step: int):
+def open_board(folder: str, options: dict, first_step: int):
     """Return the functions log(scalars, step) and close() of TensorBoard, or with --wandb of wandb."""
-    if config.wandb:
+    if options["wandb"]:
         import wandb  # optional
-        run = wandb.init(project=config.wandb, name=Path(folder).name, dir=folder, config=vars(config))
+        run = wandb.init(project=options["wandb"], name=Path(folder).name, dir=folder, config=options)
         return run.log, run.finish
     from torch.utils.tensorboard import SummaryWriter  # slow to import
     writer = SummaryWriter(str(Path(folder, "tensorboard")), purge_step=first_step)
@@ -81,10 +61,10 @@ def open_board(config, folder, first_step: int):
 class Log:
     """Collect losses and training time, and write them. Every rank has one; rank 0 alone writes."""
 
-    def __init__(self, config, folder, first_step: int, flops: float | None, device, ranks):
-        """`flops`: those of a token, if known."""
-        self.config, self.folder, self.device, self.ranks = config, folder, device, ranks
-        self.flops, self.is_writer = flops, ranks.rank == 0
+    def __init__(self, config, loader, first_step: int):
+        """`loader`: has meta, device, ranks and tokens_per_step."""
+        self.config, self.folder, self.loader, self.ranks = config, config.out_dir, loader, loader.ranks
+        self.is_writer, self.flops = self.ranks.rank == 0, None  # of a token, if known
         self.first_step, self.step = first_step, first_step - 1
         self.pending = []  # (step, loss, gradient norm) of the steps since the last `read`, on the device
         self.finite = None  # (loss, gradient norm) of the last step that was not skipped
@@ -92,12 +72,31 @@ class Log:
         self.seconds, self.steps = 0.0, 0  # training time and steps since the last `record`
         self.started = self.clock = time.perf_counter()
         self.waiting = {}  # {file name: lines that are not written yet}
-        is_disabled = None if self.is_writer else True  # None: no bar without a terminal
-        self.bar = tqdm(total=config.max_steps, initial=self.step, unit="step", disable=is_disabled)
+        self.bar = tqdm(total=config.max_steps, initial=self.step, unit="step",
+                        disable=None if self.is_writer else True)  # None: no bar without a terminal
         self.board = (lambda scalars, step: None, lambda: None)  # until one opens
         if self.is_writer:
             with self._reporting(f"--wandb {config.wandb}" if config.wandb else "tensorboard"):
-                self.board = open_board(config, folder, first_step)
+                self.board = open_board(self.folder, vars(config), first_step)
+
+    def start(self, model, reason: str) -> None:
+        """Say what is trained, on what and how. reason: why each rank updates all weights, if it does."""
+        config, loader = self.config, self.loader
+        if loader.device.type == "cuda" and not models.is_file(config.model):
+            size = sum(parameter.numel() for parameter in model.parameters())
+            self.flops = models.flops_per_token(model.config, size, config.seq_len)
+        fp8_format = recipes.resolve_format(config.fp8_recipe, config.fp8_format)
+        self.say(f"{self.folder} from step {self.first_step}: {config.preset} on {recipes.describe()}, "
+                 f"--fp8-recipe {config.fp8_recipe} {fp8_format}; {models.describe(model)}")
+        tokens, tokens_per_step = loader.meta["train_tokens"], loader.tokens_per_step
+        epochs = config.max_steps * tokens_per_step / tokens
+        line = f"{config.data}: {tokens:,} tokens, {epochs:.3g} epochs"
+        if epochs > MAX_EPOCHS:
+            line += (f", more than {MAX_EPOCHS}; make a larger corpus with data.py, or pass --max-steps "
+                     f"{max(1, tokens // tokens_per_step)} for one epoch")
+        self.say(f"{line}, {tokens_per_step:,} tokens a step")
+        if reason:
+            self.say(f"every rank updates all weights, after an all-reduce of their gradients: {reason}")
 
     def add(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Note a step. loss: this rank's share, (); norm: of all gradients, (), the same on every rank."""
@@ -105,13 +104,10 @@ class Log:
         self.step, self.steps = step, self.steps + 1
         self.bar.update()
 
-    def read(self) -> list[int]:
-        """Wait for the device, and return the skipped steps since the last call, which changed no weight.
-
-        Their loss or gradient norm is not finite. Collective. Raises Diverged after too many.
-        """
+    def read(self) -> None:
+        """Wait for the device, and note the steps whose loss or gradient norm is not finite, which changed no
+        weight. Collective. Raises Diverged after too many of them."""
         values = torch.stack([torch.stack((loss, norm / self.ranks.count)) for _, loss, norm in self.pending])
-        already_skipped = len(self.skipped)
         for (step, *_), (loss, norm) in zip(self.pending, parallel.sum_over_ranks(values).tolist()):
             if math.isfinite(loss + norm):
                 self.finite = loss, norm
@@ -125,18 +121,16 @@ class Log:
         self.pending.clear()
         now = time.perf_counter()
         self.seconds, self.clock = self.seconds + now - self.clock, now
-        return self.skipped[already_skipped:]
 
     def record(self, step: int, lr: float) -> dict:
         """Return the line of metrics.jsonl; call `read` first. The loss is None if no step was finite yet."""
         loss, norm = self.finite or (None, None)
         self.seconds_per_step = self.seconds / self.steps
-        tokens_of_rank = self.config.micro_batch_size * self.config.seq_len * self.config.grad_accum
-        tokens_per_s = tokens_of_rank * self.ranks.count / self.seconds_per_step
+        tokens_per_s = self.loader.tokens_per_step / self.seconds_per_step
         self.seconds, self.steps, mfu, peak_gib = 0.0, 0, None, None
-        if self.device.type == "cuda":
-            peak_gib = torch.cuda.max_memory_allocated(self.device) / 2**30
-            peak = peak_flops(self.device)
+        if self.loader.device.type == "cuda":
+            peak_gib = torch.cuda.max_memory_allocated(self.loader.device) / 2**30
+            peak = models.peak_flops(self.loader.device)
             mfu = tokens_per_s * self.flops / (peak * self.ranks.count) if peak and self.flops else None
         return {"step": step, "loss": loss, "lr": lr, "grad_norm": norm, "skipped": len(self.skipped),
                 "tokens_per_s": tokens_per_s, "mfu": mfu, "peak_gib": peak_gib}
@@ -147,6 +141,8 @@ class Log:
 
     def write(self, record: dict) -> None:
         """Write a line of metrics.jsonl and show it, unless no step was finite yet."""
+        if not math.isfinite(record.get("val_loss", 0)):
+            raise Diverged(f"step {record['step']}: validation loss {record['val_loss']}")
         if not self.is_writer or record["loss"] is None:
             return
         step, left = record["step"], self.config.max_steps - record["step"]
@@ -166,10 +162,13 @@ class Log:
             line += f"  ETA {tqdm.format_interval(left * self.seconds_per_step)}"
         self.say(f"step {step}/{self.config.max_steps}  {line}")
 
-    def write_health(self, step: int, statistics: dict) -> None:
-        """Log what health.health returns."""
+    @contextlib.contextmanager
+    def fp8_health(self, step: int, model):
+        """Write the FP8 health of the step inside."""
+        with health.watch(model):
+            yield
         if self.is_writer:
-            self._append("fp8_health.jsonl", {"step": step, "health": statistics})
+            self._append("fp8_health.jsonl", {"step": step, "health": health.health(model)})
 
     def say(self, text: str) -> None:
         if self.is_writer:
@@ -190,11 +189,10 @@ class Log:
             self._append(name)
         with self._reporting("tensorboard or wandb"):
             self.board[1]()
-        if self.config.fp8_health_interval:
+        if "fp8_health.jsonl" in self.waiting:  # something was measured
             with self._reporting("fp8_health.png"):
-                if records := read_metrics(Path(self.folder, "fp8_health.jsonl")):
-                    picture = Path(self.folder, "fp8_health.png")
-                    health.plot(records, picture, self.folder, self.config.fp8_format)
+                records = read_metrics(Path(self.folder, "fp8_health.jsonl"))
+                health.plot(records, Path(self.folder, "fp8_health.png"), self.folder, self.config.fp8_format)
 
     def _append(self, name: str, *records: dict) -> None:
         """Append records to a file, after those that could not be written before."""
@@ -231,11 +229,11 @@ def read_metrics(path) -> list[dict]:
 def cut(folder, first_step: int) -> None:
     """Remove `first_step` and later steps from a run's logs, before the run repeats these steps."""
     paths = [Path(folder, name) for name in ("metrics.jsonl", "fp8_health.jsonl")]
-    for path, records in [(path, read_metrics(path)) for path in paths]:  # reads both before it writes
-        kept = [json.dumps(record) + "\n" for record in records if record["step"] < first_step]
-        if path.exists():
-            path.with_suffix(".tmp").write_text("".join(kept))
-            path.with_suffix(".tmp").replace(path)
+    records = {path: read_metrics(path) for path in paths if path.exists()}  # both, before one is written
+    for path, of_path in records.items():
+        kept = [json.dumps(record) + "\n" for record in of_path if record["step"] < first_step]
+        path.with_suffix(".tmp").write_text("".join(kept))
+        path.with_suffix(".tmp").replace(path)
 
 
 def plot_losses(folder) -> None:

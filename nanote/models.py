@@ -57,11 +57,23 @@ def make_model(config, device, dtype, recipe, saved=None):
             options keep those values, whatever the file's defaults are now.
     """
     options = dataclasses.asdict(config) | {"use_fp8": recipe is not None}
-    name, reason = pick_model(config, device, dtype)
+    name, reason = pick_model(options, device, dtype)
     if is_file(name):
         load_file(name)
         options = (saved or {}) | options
-    _check_options(config)
+    model_class, config_class = model_classes(name)
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    if recipe is not None and "use_fp8" not in fields:
+        raise ValueError(f"--fp8-recipe {config.fp8_recipe}: the config of --model {config.model} has no "
+                         "field use_fp8, so it does not train in FP8; pass --fp8-recipe none")
+    if config.pack_documents and not takes_argument(model_class, "cu_seqlens"):
+        raise ValueError(f"--pack-documents: forward of --model {config.model} has no argument cu_seqlens; "
+                         "leave the option out, or use --model optimized")
+    defaults, preset = vars(TrainConfig()), PRESETS[config.preset]
+    for option in OPTIONS:  # the model would ignore it; a default or the preset's is no wish of the user
+        if option not in fields and getattr(config, option) not in (defaults[option], preset.get(option)):
+            raise ValueError(f"--{option.replace('_', '-')}: the config of --model {config.model} has no "
+                             f"field {option}; leave the option out, or use --model optimized")
     model_config = make_model_config(name, options)
     model = build_model(name, model_config, device=device, dtype=dtype,
                         fp8_weights_recipe=recipe if config.fp8_param else None)
@@ -72,52 +84,27 @@ def make_model(config, device, dtype, recipe, saved=None):
     return model
 
 
-def pick_model(config, device, dtype) -> tuple[str, str]:
-    """Return the name of the model that config.model means, and why "auto" is not the fast one."""
-    if config.model != "auto":
-        return config.model, ""
-    reasons = {
+def pick_model(options: dict, device, dtype) -> tuple[str, str]:
+    """Return the name of the model that --model means, and why "auto" is not the fast one."""
+    if options["model"] != "auto":
+        return options["model"], ""
+    recipe, dtype_name = options["fp8_recipe"], str(dtype).removeprefix("torch.")
+    reason = next((reason for reason, applies in {
         "there is no GPU": device.type != "cuda",
-        f"--fp8-recipe {config.fp8_recipe} is not delayed": config.fp8_recipe not in ("delayed", "none"),
-        f"--dtype {config.dtype}": dtype != torch.bfloat16,
-        "--compile": config.compile,
-        "--fp8-param": config.fp8_param,
-        "--attn-dropout": config.attn_dropout > 0,
-        f"--attention {config.attention}": config.attention in ("sdpa", "te"),
-        "--offload-activations": config.offload_activations > 0,
-        f"--n-embd {config.n_embd}": config.n_embd > MAX_FAST_WIDTH,
-    }
-    reason = next((reason for reason, applies in reasons.items() if applies), "")
+        f"--fp8-recipe {recipe}": recipe not in ("delayed", "none"),
+        f"weights in {dtype_name}": dtype != torch.bfloat16,
+        "--compile": options["compile"],
+        "--fp8-param": options["fp8_param"],
+        "--attn-dropout": options["attn_dropout"] > 0,
+        f"--attention {options['attention']}": options["attention"] in ("sdpa", "te"),
+        "--offload-activations": options["offload_activations"] > 0,
+        f"--n-embd {options['n_embd']}": options["n_embd"] > MAX_FAST_WIDTH,
+    }.items() if applies), "")
     if not reason:
         from fast_kernels import modules  # needs Triton
 
         reason = modules.unsupported_reason()
     return ("optimized", reason) if reason else ("fast", "")
-
-
-def _check_options(config):
-    """Raise ValueError for an option that the model would ignore, unless it is a default or the preset's."""
-    model_class, config_class = model_classes(config.model)
-    fields = {field.name for field in dataclasses.fields(config_class)}
-    if config.fp8_recipe != "none" and "use_fp8" not in fields:
-        raise ValueError(f"--fp8-recipe {config.fp8_recipe}: the config of --model {config.model} has no "
-                         "field use_fp8, so it does not train in FP8; pass --fp8-recipe none")
-    if config.fp8_recipe == "delayed" and config.compile:
-        raise ValueError("--compile: Transformer Engine does not support DelayedScaling under torch.compile; "
-                         "pass --fp8-recipe current or --fp8-recipe none")
-    if config.fp8_recipe == "none" and (config.fp8_param or config.fp8_health_interval):
-        raise ValueError("--fp8-param, --fp8-health-interval: there is no FP8 with --fp8-recipe none; leave "
-                         "them out")
-    if not config.compile and (config.compile_mode != "default" or config.compile_fullgraph):
-        raise ValueError("--compile-mode, --compile-fullgraph: without effect; pass --compile too")
-    if config.pack_documents and not takes_argument(model_class, "cu_seqlens"):
-        raise ValueError(f"--pack-documents: forward of --model {config.model} has no argument cu_seqlens; "
-                         "leave the option out, or use --model optimized")
-    defaults, preset = vars(TrainConfig()), PRESETS[config.preset]
-    for name in OPTIONS:
-        if name not in fields and getattr(config, name) not in (defaults[name], preset.get(name)):
-            raise ValueError(f"--{name.replace('_', '-')}: the config of --model {config.model} has no field "
-                             f"{name}; leave the option out, or use --model optimized")
 
 
 def describe(model):
@@ -171,6 +158,22 @@ def flops_per_token(model_config, parameters: int, seq_len: int) -> float:
     return 6 * parameters + 12 * model_config.n_layer * model_config.n_head * head_dim * seq_len
 
 
+def padded_vocab_size(needed: int) -> int:
+    """Round a vocabulary up to a multiple of 32, which FP8 GEMMs need; above 1024 of 128, which is faster."""
+    return recipes.round_up(needed, 32 if needed <= 1024 else 128)
+
+
+# Dense BF16 peak in TFLOP/s by a part of the GPU's name, longer names first (NVIDIA's data sheets)
+PEAK_TFLOPS = {"GB200": 2500, "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
+               "A100": 312, "L40S": 362, "L4": 121, "RTX 6000 Ada": 364, "RTX 5090": 210, "RTX 4090": 165}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the device's dense BF16 peak in FLOP/s; None if unknown. FP8 can exceed 100 % of it."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((1e12 * tflops for part, tflops in PEAK_TFLOPS.items() if part in name), None)
+
+
 # ---------------------------------------------------------------- by name
 
 _own_models = {}  # name: (model class, config class) of files that the command line named
@@ -181,19 +184,9 @@ def is_file(name):
     return ".py:" in name
 
 
-def cast_options(config, model, first):
-    """Return the arguments with which weights are cast to FP8 once a step, in its first micro-batch.
-
-    torch.compile cannot trace the cache that Transformer Engine keeps them in.
-    """
-    if config.grad_accum == 1 or config.compile or not takes_argument(type(model), "is_first_microbatch"):
-        return {}
-    return {"is_first_microbatch": first}
-
-
-def takes_argument(model_class, argument):
-    """Return whether the forward method of a model takes this argument."""
-    return argument in inspect.signature(model_class.forward).parameters
+def takes_argument(model, argument):
+    """Return whether the forward method of a model, or of a class of models, takes this argument."""
+    return argument in inspect.signature(model.forward).parameters
 
 
 def model_classes(name):
@@ -257,7 +250,7 @@ def make_model_config(name, options):
         raise ValueError(f"--model {name}: {config_class.__name__}: {in_a_line(error)}") from error
 
 
-def build_model(name, config, *, device="cpu", dtype=torch.float32, fp8_weights_recipe=None):
+def build_model(name, model_config, *, device="cpu", dtype=torch.float32, fp8_weights_recipe=None):
     """Build a model with parameters on `device` in `dtype`, or in FP8 given a recipe for weights."""
     quantized = contextlib.nullcontext()
     if fp8_weights_recipe is not None:
@@ -267,7 +260,7 @@ def build_model(name, config, *, device="cpu", dtype=torch.float32, fp8_weights_
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device), quantized:
-            return model_classes(name)[0](config).to(device)  # .to: a model may choose a device itself
+            return model_classes(name)[0](model_config).to(device)  # .to: a model may choose a device itself
     finally:
         torch.set_default_dtype(before)
 

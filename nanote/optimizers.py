@@ -1,4 +1,4 @@
-"""Optimizers by name: AdamW, and Muon for the matrices of the blocks with AdamW for the rest.
+"""Optimizers: AdamW, and Muon for the matrices of the blocks with AdamW for the rest.
 
 `make_optimizer(model, config)` returns an `Optimizer`, which is what a training step uses:
 
@@ -6,24 +6,18 @@
     norm = optimizer.clip_gradients(1.0)
     optimizer.step(skip=~norm.isfinite())
 
-To train with an optimizer of your own, add a function (model, config) -> Optimizer to OPTIMIZERS.
+To train with an optimizer of your own, call a function of yours in train.py, in place of `make_optimizer`.
 Parameters are BF16 on a GPU, and an update rounded to BF16 is mostly lost, so keep a float32 copy as
-state["master_param"], as `Muon` does: checkpoints store every tensor and number of `state`, and sample.py
-reads the masters by this name.
+state["master_param"], as nanote/muon.py does: checkpoints store every tensor and number of `state`, and
+sample.py reads the masters by this name.
 
-References: AdamW is algorithm 2 of arXiv:1711.05101; Muon's update is scaled as in arXiv:2502.16982,
-section 2.2.
+Reference: AdamW is algorithm 2 of arXiv:1711.05101.
 """
 import math
 
 import torch
 
 from nanote import parallel, recipes
-
-
-def make_optimizer(model, config) -> "Optimizer":
-    """Return the optimizer that config.optimizer names, over all parameters of the model."""
-    return OPTIMIZERS[config.optimizer](model, config)
 
 
 class Optimizer:
@@ -51,6 +45,7 @@ class Optimizer:
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every group, times its "lr_factor" if it has one."""
+        self.lr = lr
         for group in self.param_groups:
             group_lr = lr * group.get("lr_factor", 1.0)
             if isinstance(group["lr"], torch.Tensor):
@@ -88,33 +83,40 @@ class Optimizer:
             self.fast_adam.gather_state()
 
 
-# ---------------------------------------------------------------- AdamW
+def make_optimizer(model, config) -> Optimizer:
+    """Return the optimizer of a run: AdamW, or Muon for the matrices of model.blocks and AdamW for the rest.
 
-def adamw(model, config, parameters=None) -> Optimizer:
-    """Return AdamW with weight decay of matrices only, and float32 masters of BF16 and FP8 weights.
-
-    It is fast_kernels' FastAdam on a GPU; TE's FusedAdam with --fp8-param and on the CPU. `parameters`: those
-    to train; None: all that this rank keeps.
+    Both use the same learning rate, decay matrices only and update float32 masters of BF16 and FP8 weights.
+    AdamW is fast_kernels' FastAdam on a GPU; TE's FusedAdam with --fp8-param and on the CPU. Muon takes the
+    fused QKV weight as one matrix.
     """
-    parameters = parameters or parallel.local_parameters(model)
+    matrices = []
+    if config.optimizer == "muon":
+        from nanote.muon import Muon, matrices_of_blocks
+        matrices = matrices_of_blocks(model, config.fp8_param)
+    of_muon = set(map(id, matrices))
+    parameters = [p for p in parallel.local_parameters(model) if id(p) not in of_muon]
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
     moments = getattr(torch, config.moment_dtype)
     # FP8 weights have no BF16 bits that a remainder could complete
-    options = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8,
+    options = dict(lr=config.lr, betas=config.betas, eps=1e-8,
                    store_param_remainders=config.param_remainders and not config.fp8_param)
+    fast_adam = None
     if parameters[0].is_cuda and not recipes.IS_REFERENCE and not config.fp8_param:
         from fast_kernels.adam import FastAdam  # needs Triton
 
-        optimizer = FastAdam(groups, moment_dtype=moments, **options)
-        return Optimizer(model, optimizer, fast_adam=optimizer)
-    masters = any(p.dtype != torch.float32 for p in parameters) or config.fp8_param
-    optimizer = recipes.te.optimizers.FusedAdam(
-        groups, adam_w_mode=True, master_weights=masters, master_weight_dtype=torch.float32,
-        exp_avg_dtype=moments, exp_avg_sq_dtype=moments, **options)
+        adamw = fast_adam = FastAdam(groups, moment_dtype=moments, **options)
+    else:
+        adamw = recipes.te.optimizers.FusedAdam(
+            groups, adam_w_mode=True, exp_avg_dtype=moments, exp_avg_sq_dtype=moments,
+            master_weights=config.fp8_param or any(p.dtype != torch.float32 for p in parameters),
+            master_weight_dtype=torch.float32, **options)
     if config.fp8_param:
-        init_master_weights(model, optimizer)
-    return Optimizer(model, optimizer)
+        init_master_weights(model, adamw)
+    if matrices:
+        return Optimizer(model, Muon(matrices, lr=config.lr, weight_decay=config.weight_decay), adamw)
+    return Optimizer(model, adamw, fast_adam=fast_adam)
 
 
 def init_master_weights(model, optimizer) -> None:
@@ -128,54 +130,3 @@ def init_master_weights(model, optimizer) -> None:
             initial = parameter.get_high_precision_init_val().to(parameter.device).float()
             optimizer.set_scaled_state(parameter, "master_param", initial)
             parameter.clear_high_precision_init_val()
-
-
-# ---------------------------------------------------------------- Muon
-
-def muon(model, config) -> Optimizer:
-    """Return Muon for the matrices of model.blocks, and AdamW for embeddings, lm_head, norms and biases.
-
-    Both use the same learning rate and weight decay. The fused QKV weight counts as one matrix.
-    """
-    matrices = [p for p in model.blocks.parameters() if p.dim() == 2] if hasattr(model, "blocks") else []
-    if not matrices:
-        raise ValueError(f"--optimizer muon: trains the matrices of model.blocks, and {type(model).__name__} "
-                         "has none there; pass --optimizer adamw")
-    if config.fp8_param:
-        raise ValueError("--optimizer muon: does not update weights stored in FP8; leave --fp8-param out")
-    chosen = set(map(id, matrices))
-    rest = [p for p in model.parameters() if id(p) not in chosen]
-    for_matrices = Muon(matrices, lr=config.lr, weight_decay=config.weight_decay)
-    return Optimizer(model, for_matrices, *adamw(model, config, rest).parts)
-
-
-class Muon(torch.optim.Optimizer):
-    """torch.optim.Muon on float32 masters: alone it would round each update of a BF16 weight to BF16."""
-
-    def __init__(self, params, *, lr: float, weight_decay: float):
-        super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
-        [group] = self.param_groups
-        self.of_master = {p: p if p.dtype == torch.float32 else p.detach().float() for p in group["params"]}
-        self.inner = torch.optim.Muon(self.of_master.values(), adjust_lr_fn="match_rms_adamw")
-        for parameter, master in self.of_master.items():
-            momentum = torch.zeros_like(master)
-            self.inner.state[master]["momentum_buffer"] = momentum
-            self.state[parameter]["momentum_buffer"] = momentum
-            if master is not parameter:
-                self.state[parameter]["master_param"] = master
-
-    @torch.no_grad()
-    def step(self):
-        [group], [inner] = self.param_groups, self.inner.param_groups
-        inner["lr"], inner["weight_decay"] = group["lr"], group["weight_decay"]
-        for parameter, master in self.of_master.items():
-            if master is not parameter:
-                master.grad = None if parameter.grad is None else parameter.grad.float()
-        self.inner.step()
-        for parameter, master in self.of_master.items():
-            if master is not parameter:
-                parameter.copy_(master)
-                master.grad = None
-
-
-OPTIMIZERS = {"adamw": adamw, "muon": muon}

@@ -1,25 +1,29 @@
 """Data parallelism: the ranks of a run, what they do together, and how a model is spread over them.
 
-Call `start()` first. Without torchrun there is one rank. `distribute` (nanote/ddp.py) spreads a model:
+Call `start()` first. Without torchrun there is one rank. With --max-restarts, torchrun starts all processes
+again after one has died, with the same command line; its key-value store, which outlives them, says which run
+they continue. `distribute` (nanote/ddp.py) spreads a model:
 
 - --parallel ddp: each rank has the whole model; gradients are summed over ranks (nanote/ddp.py).
 - --parallel fsdp: each rank keeps 1/N of every parameter, its gradient and its optimizer state
   (nanote/fsdp.py); hsdp: on each machine, and gradients are summed over machines.
 
 A sharded parameter is a DTensor. The optimizer gets this rank's part as a plain tensor in the same memory
-(`local`). Only checkpoints and the gradient norm have to know that it is a part.
+(`local_part`). Only checkpoints and the gradient norm have to know that it is a part.
+
+References: docs.pytorch.org/docs/stable/distributed.html and docs.pytorch.org/docs/stable/elastic/run.html.
 """
 import contextlib
 import os
 import signal
+import time
+import uuid
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-
-from nanote import torchrun
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ def start() -> Ranks:
     ranks = Ranks(rank, local_rank, max(1, count))
     if ranks.count == 1 or dist.is_initialized():
         return ranks
-    store = torchrun.store_of_these_processes(ranks.rank, ranks.count)
+    store = store_of_these_processes(ranks.rank, ranks.count)
     options = {"store": store, "rank": ranks.rank, "world_size": ranks.count} if store is not None else {}
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", **options)
     return ranks
@@ -60,14 +64,64 @@ def exit(code: int) -> None:
     os._exit(code)
 
 
+# ---------------------------------------------------------------- torchrun
+
+def torchrun_store() -> dist.Store | None:
+    """Return torchrun's key-value store; None without torchrun."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+def store_of_these_processes(rank: int, count: int) -> dist.Store | None:
+    """Return a part of torchrun's store that only the processes running now use.
+
+    After a restart the store has the keys of processes that died; PyTorch 2.13 numbers them with a count of
+    restarts that differs between machines. Rank 0 proposes a prefix and lists the processes that answer.
+    """
+    common, name = torchrun_store(), uuid.uuid4().hex
+    if common is None:
+        return None
+    if rank == 0:
+        common.set("nanote-prefix", name)
+        answers = [common.get(f"{name}/{other}").decode() for other in range(1, count)]
+        common.set(f"{name}/members", " ".join(answers))
+        return dist.PrefixStore(name, common)
+    while True:
+        prefix = common.get("nanote-prefix").decode()
+        common.set(f"{prefix}/{rank}", name)
+        time.sleep(0.2)
+        if common.check([f"{prefix}/members"]) and name in common.get(f"{prefix}/members").decode():
+            return dist.PrefixStore(prefix, common)
+
+
+def remember_folder(folder: str) -> None:
+    """Keep the run's folder for the processes that `torchrun --max-restarts` may start again."""
+    common = torchrun_store()
+    if common is not None:
+        common.set("nanote-folder", folder)
+
+
+def folder_before_restart() -> str | None:
+    """Return the folder of the run that torchrun has started again; None in a first start."""
+    common = torchrun_store()
+    is_restarted = common is not None and common.check(["nanote-folder"])
+    return common.get("nanote-folder").decode() if is_restarted else None
+
+
+def launcher() -> str:
+    """Return how the processes of this run were started, as in a shell."""
+    count, on_this_machine = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if count == 1:
+        return "python"
+    machines = count // on_this_machine
+    meet = f"--nnodes {machines} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if machines > 1 else ""
+    return f"torchrun {meet}--nproc-per-node {on_this_machine}"
+
+
 # ---------------------------------------------------------------- the model on several ranks
 
-def is_sharded(config) -> bool:
-    """Return whether each rank keeps only a part of every parameter."""
-    return dist.is_initialized() and config.parallel != "ddp"
-
-
-def local(parameter) -> torch.Tensor:
+def local_part(parameter) -> torch.Tensor:
     """Return this rank's part of a parameter, always the same plain parameter in the same memory."""
     if not isinstance(parameter, DTensor):
         return parameter
@@ -79,7 +133,7 @@ def local(parameter) -> torch.Tensor:
 
 def local_parameters(model) -> list:
     """Return what this rank keeps of the parameters of a model; all of them if it is not sharded."""
-    return [local(parameter) for parameter in model.parameters()]
+    return [local_part(parameter) for parameter in model.parameters()]
 
 
 def mesh(model) -> DeviceMesh | None:
@@ -96,13 +150,13 @@ def norm_over_shards(norm: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tenso
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def empty_like(parameter, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def empty_on_host(parameter, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Return host memory to load a tensor into; for this rank's part of a sharded parameter of that size."""
     if not isinstance(parameter, DTensor) or size != parameter.shape:
         return torch.empty(size, dtype=dtype)
     mesh = parameter.device_mesh
     on_host = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
-    part = torch.empty(local(parameter).shape, dtype=dtype)
+    part = torch.empty(local_part(parameter).shape, dtype=dtype)
     return DTensor.from_local(part, on_host, parameter.placements, run_check=False,
                               shape=parameter.shape, stride=parameter.stride())
 
@@ -178,8 +232,8 @@ class StopRequest:
 
     def agreed(self) -> bool:
         """Return whether any rank received a signal. Collective: all ranks stop after the same step."""
-        flag = torch.tensor(float(self.is_received))  # on the CPU, through gloo: no wait for the GPU
-        return sum_over_ranks(flag).item() > 0
+        # on the CPU, through gloo: no wait for the GPU
+        return sum_over_ranks(torch.tensor(float(self.is_received))).item() > 0
 
     def close(self) -> None:
         for number, handler in self.previous.items():

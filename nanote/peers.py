@@ -12,7 +12,6 @@ every bucket of parameters (nanote/ddp.py):
 NCCL's kernels need SMs, and slow down the GEMMs beside them; copy engines need none. This is stage 1 of ZeRO
 (arXiv:1910.02054), except that each rank has memory for all of the optimizer state.
 """
-import itertools
 import math
 import os
 
@@ -23,7 +22,6 @@ from nanote import parallel
 from nanote.recipes import round_up
 
 ALIGNMENT = 128  # elements: each part starts at a multiple of 256 bytes
-GATHERED_BYTES = 2**28  # of optimizer state, in one broadcast
 
 
 def divide_update(optimizer, gradients) -> str:
@@ -172,17 +170,7 @@ class Peers:
             tensors: (tensor, parameter) pairs; a tensor has as many elements as its parameter.
         """
         for rank in range(self.ranks):
-            parts = []
             for tensor, parameter in tensors:
                 first, size = self.part(parameter, rank)
                 if size:  # as bytes, since NCCL has no 16-bit integers
-                    parts.append(tensor.view(-1)[first:first + size].view(torch.uint8))
-            # many in one broadcast, since launching one takes longer than copying a small part
-            ends = itertools.accumulate(map(len, parts))
-            for _, group in itertools.groupby(zip(parts, ends), lambda part: part[1] // GATHERED_BYTES):
-                group = [part for part, _ in group]
-                together = torch.cat(group) if len(group) > 1 else group[0]
-                dist.broadcast(together, src=rank)
-                if rank != self.rank and len(group) > 1:
-                    torch._foreach_copy_(group, together.split([len(part) for part in group]))
-                del together  # before the next is allocated
+                    dist.broadcast(tensor.view(-1)[first:first + size].view(torch.uint8), src=rank)

@@ -228,6 +228,16 @@ def preserved_state(model):
             scaling.amax_history.copy_(before.get(f"{name}.amax_history", torch.zeros(())))
 
 
+def is_stored_in_fp8(parameter):
+    """Return whether a weight is stored in FP8, by TE or by te_reference."""
+    return hasattr(parameter, "_quantizer") or hasattr(parameter, "fp8_owner")
+
+
+def can_be_turned_off(model):
+    """Return whether the model trains in FP8 with weights in high precision."""
+    return getattr(model.config, "use_fp8", False) and not any(map(is_stored_in_fp8, model.parameters()))
+
+
 @contextmanager
 def turned_off(model):
     """Run the model in the dtype of its weights, without FP8."""

@@ -151,6 +151,8 @@ class Loader:
                              f"needs {seq_len + 1}; use a larger corpus{shorter}")
         self.split, self.seq_len, self.micro_batch_size = split, seq_len, config.micro_batch_size
         self.grad_accum, self.seed, self.ranks = config.grad_accum, config.seed, ranks
+        self.samples_per_step = self.grad_accum * self.micro_batch_size * ranks.count
+        self.tokens_per_step = self.samples_per_step * seq_len
         self.max_documents = 0  # in a micro-batch
         if config.pack_documents:
             self.max_documents = self.micro_batch_size * max_documents(self.tokens, self.meta["eot"], seq_len)
@@ -165,8 +167,7 @@ class Loader:
     def samples_before(self, step):
         """Return the number of samples of all ranks before `step`, counted from the run's first."""
         first_step, first_sample = self._resumed
-        samples_per_step = self.grad_accum * self.micro_batch_size * self.ranks.count
-        return first_sample + (step - first_step) * samples_per_step
+        return first_sample + (step - first_step) * self.samples_per_step
 
     def start_at(self, step, sample):
         """Let `step` begin with this sample: a resumed run may have another number of samples a step."""
@@ -231,10 +232,8 @@ class Loader:
         return micro_batches
 
     def _epoch(self, epoch):
-        """Return (starting offset in tokens, order of the windows).
-
-        Both come from raw bits: numpy guarantees the output of its bit generators, not of its shuffles.
-        """
+        """Return (starting offset in tokens, order of the windows), both from raw bits: numpy guarantees the
+        output of its bit generators, not of its shuffles."""
         bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64)).random_raw(self.num_windows + 1)
         room = min(len(self.tokens) - self.num_windows * self.seq_len, self.seq_len)
         offset = int(bits[0] % np.uint64(room)) if self.split == "train" else 0

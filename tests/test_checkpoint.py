@@ -30,7 +30,7 @@ def make(seed=0, dtype=torch.float32, device="cpu", **changes):
     config = TrainConfig(**SIZE | OPTIONS | changes)
     torch.manual_seed(seed)
     recipe = recipes.make(config)
-    model = ddp.distribute(models.make_model(config, device, dtype, recipe), config)
+    model = ddp.distribute(models.make_model(config, device, dtype, recipe), config.parallel)
     return model, make_optimizer(model, config)
 
 
@@ -41,8 +41,8 @@ def step(model, optimizer, seed):
     loss = model(ids[:, :-1], ids[:, 1:])
     loss.backward()
     for parameter in model.parameters():
-        if parallel.local(parameter) is not parameter:
-            parallel.local(parameter).grad, parameter.grad = parameter.grad.to_local(), None
+        if parallel.local_part(parameter) is not parameter:
+            parallel.local_part(parameter).grad, parameter.grad = parameter.grad.to_local(), None
     norm = optimizer.clip_gradients(1.0)
     optimizer.step(skip=~norm.isfinite())
     for parameter in parallel.local_parameters(model):

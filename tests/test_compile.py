@@ -268,7 +268,7 @@ def train_on_gpu(name, recipe, **options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("recipe", ["none", "delayed", "current"])
+@pytest.mark.parametrize("recipe", ["none", "current"])
 @pytest.mark.parametrize("name", models.MODELS)
 def test_a_compiled_step_on_a_gpu(name, recipe, mode):
     """First steps with gradient accumulation: no tensor that the backward pass needs is overwritten."""

@@ -659,9 +659,8 @@ def test_a_divided_update_is_not_done_or_saved_in_part():
         optimizer.gradient_norm()
 
 
-def test_gathered_state_is_the_whole_state(monkeypatch):
+def test_gathered_state_is_the_whole_state():
     ranks = divided_among(3, torch.bfloat16, torch.float32, True)
-    monkeypatch.setattr(peers, "GATHERED_BYTES", 1024)  # bytes, so that there are several broadcasts
     for rank, (params, optimizer, _) in enumerate(ranks):
         for parameter in params:
             for tensor in optimizer.state[parameter].values():

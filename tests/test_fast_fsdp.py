@@ -5,13 +5,13 @@ import torch
 import torch.distributed as dist
 
 pytest.importorskip("triton")
+from test_fast_model import MODERN, make_model, make_tokens  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from kernel_tools import HAS_GPU, _casts_that_round, _instructions  # noqa: E402, F401
 from nanote import ddp, recipes  # noqa: E402
 from nanote.config import TrainConfig  # noqa: E402
-from test_fast_model import MODERN, make_model, make_tokens  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 

@@ -7,7 +7,7 @@ import torch
 from nanote import models, recipes
 from nanote.config import TrainConfig
 from nanote.ddp import Gradients, make_gradients
-from nanote.graphs import CudaGraph, is_graphable
+from nanote.graphs import CudaGraph
 from nanote.optimizers import make_optimizer
 
 gpu = pytest.mark.gpu
@@ -29,7 +29,7 @@ class Training:
         recipe = recipes.make(self.config)
         self.model = models.make_model(self.config, torch.device("cuda"), torch.bfloat16, recipe)
         self.optimizer = make_optimizer(self.model, self.config)
-        self.gradients = make_gradients(self.model, self.optimizer, self.config)
+        self.gradients = make_gradients(self.model, self.optimizer, self.config.grad_accum)
         if recipes.uses_delayed_scaling(self.model):
             recipes.find_first_scales(self.model, [batch()], self.config.grad_accum)
         self.graph, self.update = self.forward_backward, self.update_weights
@@ -205,10 +205,12 @@ def test_any_function_can_be_replayed():
 
 
 def test_on_is_refused_where_graphs_are_impossible():
-    config = TrainConfig(cuda_graph="on")
-    with pytest.raises(ValueError, match="--cuda-graph on: .*leave the option out"):
-        is_graphable(config, torch.device("cpu"))
-    assert not is_graphable(TrainConfig(), torch.device("cpu"))
+    with pytest.raises(ValueError, match="--cuda-graph on: there is no GPU.*leave the option out"):
+        TrainConfig(cuda_graph="on").is_graphable(has_te_gpu=False)
+    with pytest.raises(ValueError, match="--cuda-graph on: --compile makes its own.*leave the option out"):
+        TrainConfig(cuda_graph="on", compile=True).is_graphable(has_te_gpu=True)
+    assert not TrainConfig().is_graphable(has_te_gpu=False) and TrainConfig().is_graphable(has_te_gpu=True)
+    assert not TrainConfig(attn_dropout=0.1).is_graphable(has_te_gpu=True)
 
 
 def test_flat_gradients_equal_autograd_over_micro_batches():

@@ -22,7 +22,7 @@ ALONE = [{"one": ONE, "halves": f"{HALF} --grad-accum 2"},
 TOGETHER = {  # "ddp-to-X": resumed from the checkpoint of step 100
     "ddp": HALF, "ddp-bf16": f"{HALF} {BF16}", "ddp-accum": f"{QUARTER} --grad-accum 2",
     "fsdp": f"{HALF} --parallel fsdp",
-    "fsdp-accum": f"{QUARTER} --grad-accum 2 --parallel fsdp --no-reshard-after-forward",
+    "fsdp-accum": f"{QUARTER} --grad-accum 2 --parallel fsdp",
     "ddp-to-ddp": "--resume --parallel ddp", "ddp-to-fsdp": "--resume --parallel fsdp",
     "ddp-health": f"{HALF} --fp8-health-interval 50",  # steps without graphs among those with
 }
@@ -48,9 +48,9 @@ def compare_ranks():
     config = TrainConfig(n_layer=2, n_head=4, n_embd=256, vocab_size=512, n_positions=128, lr=1e-2)
     device, recipe = torch.device("cuda", ranks.local_rank), recipes.make(config)
     torch.manual_seed(ranks.rank)  # rank 0 gives its weights to the others
-    model = distribute(models.make_model(config, device, torch.bfloat16, recipe), config)
+    model = distribute(models.make_model(config, device, torch.bfloat16, recipe), config.parallel)
     optimizer = make_optimizer(model, config)
-    gradients = make_gradients(model, optimizer, config)
+    gradients = make_gradients(model, optimizer, config.grad_accum)
 
     def step(ids):
         with gradients.accumulate(first=True, last=True):

@@ -12,7 +12,6 @@ import model_te_optimized
 import sample
 import train
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from nanote.config import TrainConfig
 from nanote.corpus import write_tokens
 from nanote.tokens import Loader
 from trainer_tools import OPTIONS, metrics, run_script, run_train
@@ -227,7 +226,7 @@ def test_the_score_of_a_packed_run_is_its_val_loss(folder, tmp_path, capsys):
         config = SimpleNamespace(data=tmp_path, seq_len=64, micro_batch_size=3, grad_accum=1, seed=0,
                                  pack_documents=pack_documents)
         val = Loader(config, "val", SimpleNamespace(rank=0, count=1))
-        losses.append(train.evaluate(TrainConfig(eval_tokens=len(ids) - 1), model, val))
+        losses.append(train.evaluate(model, val, len(ids) - 1))
     assert score == pytest.approx(losses[0], abs=1e-4) and abs(losses[0] - losses[1]) > 1e-3
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from nanote import checkpoint, ddp, parallel
-from nanote.config import TrainConfig
 from trainer_tools import ROOT, finish, metrics, run_train, start_ranks
 
 STEPS = 8
@@ -21,7 +20,7 @@ OPTIONS = (f"--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --max-steps {STEPS}
 TOGETHER = {  # runs of two processes; the same samples a step as "one"
     "ddp": "--micro-batch-size 4", "ddp-accumulation": "--micro-batch-size 2 --grad-accum 2",
     "fsdp": "--micro-batch-size 4 --parallel fsdp", "hsdp": "--micro-batch-size 4 --parallel hsdp",
-    "fsdp-accumulation": "--micro-batch-size 2 --grad-accum 2 --parallel fsdp --no-reshard-after-forward",
+    "fsdp-accumulation": "--micro-batch-size 2 --grad-accum 2 --parallel fsdp",
     "one-to-ddp": "--resume --micro-batch-size 4", "ddp-to-fsdp": "--resume --parallel fsdp",
     "nan": "--micro-batch-size 4 --fp8-recipe none --model own.py:NanOnRank1"}
 OWN_MODEL = """
@@ -133,4 +132,4 @@ def test_a_model_without_blocks_is_not_sharded(monkeypatch):
     import torch
 
     with pytest.raises(ValueError, match="--parallel fsdp: shards block by block.*or pass --parallel ddp"):
-        ddp.distribute(torch.nn.Linear(3, 3), TrainConfig(parallel="fsdp"))
+        ddp.distribute(torch.nn.Linear(3, 3), "fsdp")

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from fast_kernels.adam import FastAdam
 from nanote import ddp, parallel, peers
-from nanote.config import TrainConfig
 from nanote.optimizers import Optimizer
 
 ranks, names = parallel.start(), {}
@@ -61,7 +60,7 @@ def train(steps):
     model[2].requires_grad_(False)
     adam = FastAdam(list(model.parameters()), lr=1e-2)
     optimizer = Optimizer(model, adam, fast_adam=adam)
-    gradients = ddp.make_gradients(model, optimizer, TrainConfig(grad_accum=2))
+    gradients = ddp.make_gradients(model, optimizer, grad_accum=2)
     random, reached = torch.Generator().manual_seed(ranks.rank), []
     for number in range(steps):
         for first in (True, False):

@@ -136,11 +136,13 @@ def test_scales_are_found_again_where_they_do_not_fit(changes, is_needed):
                          micro_batch_size=4, grad_accum=2, fp8_skip_first=1, fp8_recipe="delayed")
     device = models.pick_device("auto")
     model = models.make_model(config, device, torch.bfloat16, recipes.make(config))
-    assert train.needs_first_scales(config, model, {})
+    assert train.needs_first_scales(model, dataclasses.asdict(config), 256, {})
     batch = torch.zeros(2, 4, 32, dtype=torch.int64, device=device)
     recipes.find_first_scales(model, [batch], 2)
-    saved = {"config": dataclasses.asdict(config), "tokens_per_step": train.tokens_per_step(config)}
-    assert train.needs_first_scales(dataclasses.replace(config, **changes), model, saved) == is_needed
+    saved = {"config": dataclasses.asdict(config), "tokens_per_step": 4 * 32 * 2}
+    now = dataclasses.replace(config, **changes)
+    tokens_per_step = now.micro_batch_size * now.seq_len * now.grad_accum
+    assert train.needs_first_scales(model, dataclasses.asdict(now), tokens_per_step, saved) == is_needed
 
 
 # ---------------------------------------------------------------- what a run says and leaves

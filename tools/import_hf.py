@@ -31,7 +31,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nanote import checkpoint, models, optimizers
-from nanote.config import TrainConfig, in_a_line, padded_vocab_size, parse, run_command
+from nanote.config import TrainConfig, in_a_line, parse, run_command
 from nanote.tokenizers import get_tokenizer, without_checksum
 from tools import hf_weights
 from tools.export_hf import token_strings
@@ -63,7 +63,7 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
     hf = read_config(folder)
     options = hf_weights.from_hf_config(hf, folder / "config.json")
     known = get_tokenizer(tokenizer or recognize_tokenizer(folder, hf), hf.vocab_size)
-    rows = hf.vocab_size if hf.vocab_size % 32 == 0 else padded_vocab_size(hf.vocab_size)
+    rows = hf.vocab_size if hf.vocab_size % 32 == 0 else models.padded_vocab_size(hf.vocab_size)
     config = TrainConfig(**options, vocab_size=rows, preset="hf", out_dir=str(run),
                          seq_len=min(1024, hf.max_position_embeddings))
     model_config = models.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": False})
