@@ -220,7 +220,7 @@ def pick_device_and_dtype(config, ranks) -> tuple[torch.device, torch.dtype]:
         device = torch.device("cuda", ranks.local_rank) if ranks.count > 1 else device
         torch.cuda.set_device(device)
     elif not recipes.IS_REFERENCE:
-        raise ValueError("--device cpu: Transformer Engine needs a GPU; set NANOTE_REFERENCE=1")
+        raise ValueError("--device cpu: Transformer Engine needs a GPU; set NANOTE_ENGINE=reference")
     elif "OMP_NUM_THREADS" not in os.environ:  # threads that wait for each other are slower than one
         activation = config.micro_batch_size * config.seq_len * config.n_embd
         torch.set_num_threads(max(1, min(torch.get_num_threads(), activation // 2**19)))

@@ -291,7 +291,7 @@ def test_each_file_stands_alone(tmp_path):
         for file in (f"{module}.py", "te_reference.py"):
             shutil.copy(ROOT / file, tmp_path / name)
         arguments += [str(tmp_path / name), module, model, config]
-    environment = os.environ | {"NANOTE_REFERENCE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"NANOTE_ENGINE": "reference", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", STANDS_ALONE, *arguments], cwd=tmp_path, env=environment,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
