@@ -44,8 +44,8 @@ try:
         import te_reference as te
         from te_reference import DelayedScaling, Format
 except ImportError as error:
-    raise ImportError(f"engine {ENGINE}: {error}; install Transformer Engine (te), or copy fast_kernels/ "
-                      "(fast) or te_reference.py (reference) beside this file; NANOTE_ENGINE selects") from error
+    raise ImportError(f"NANOTE_ENGINE={ENGINE}: {error}; install Transformer Engine (te), or put "
+                      "fast_kernels/ (fast; Hopper) or te_reference.py (reference) beside it") from error
 
 try:  # FlashAttention 4 (Hopper, Blackwell): pip install flash-attn-4
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
@@ -313,14 +313,11 @@ class OptimizedGPT2Model(nn.Module):
     def forward(self, input_ids, labels=None, cu_seqlens=None, is_first_microbatch=None, kv_cache=None):
         """Return logits, or the loss if labels are given.
 
-        Args:
-            cu_seqlens: int32, the start of each document of a packed batch in its B·S tokens, then B·S,
-                repeated as needed. No token sees another document, and positions restart in each. None: a row
-                is one document.
-            is_first_microbatch: with gradient accumulation, True for the first micro-batch of a step and
-                False for the others: weights are then quantized once per step.
-            kv_cache: from `make_kv_cache`; input_ids are then the tokens that follow it.
-        """
+        is_first_microbatch: with gradient accumulation, True for the first micro-batch of a step and False
+            for the others, so that weights are quantized once per step.
+        cu_seqlens: int32, the start of each document of a packed batch in its B·S tokens, then B·S, repeated
+            as needed. No token sees another document, and positions restart in each.
+        kv_cache: from `make_kv_cache`; input_ids are then the tokens that follow it."""
         config = self.config
         if torch.compiler.is_compiling() and config.use_fp8 and self.fp8_recipe.delayed():
             return run_uncompiled(self, input_ids, labels, cu_seqlens, is_first_microbatch, kv_cache)
@@ -385,45 +382,35 @@ class OptimizedGPT2Model(nn.Module):
                 module.init_fp8_meta_tensors(module.fp8_meta["recipe"])
 
 
-def fp8_state(model):
-    """Return the state of delayed scaling, {} before it has run: {"<module>.scaling_fwd.scale": (n,),
-    "<module>.scaling_fwd.amax_history": (length, n), and scaling_bwd for gradients}, in float32."""
-    state = {}
+def save_fp8_state(model, state_dict, prefix="", metadata=None):
+    """Write scales (n,) and amax histories (length, n), in place of pickles that TE does not load."""
     for name, module in model.named_modules():
-        for direction in ("scaling_fwd", "scaling_bwd"):
+        state_dict.pop(f"{prefix}{name}._extra_state", None)
+        for direction in ("scaling_fwd", "scaling_bwd") if module._parameters else ():  # not of TE's attention
             scaling = getattr(module, "fp8_meta", {}).get(direction)
-            if module._parameters and getattr(scaling, "scale", None) is not None:  # not TE's attention
-                state[f"{name}.{direction}.scale"] = scaling.scale
-                state[f"{name}.{direction}.amax_history"] = scaling.amax_history
-    return state
+            if getattr(scaling, "scale", None) is not None:  # delayed scaling has run
+                state_dict[f"{prefix}{name}.{direction}.scale"] = scaling.scale
+                state_dict[f"{prefix}{name}.{direction}.amax_history"] = scaling.amax_history
 
 
-def save_fp8_state(model, state_dict, prefix, metadata):
-    """Put that state into a state dict in place of TE's pickles, which TE refuses to load."""
-    for name, _ in model.named_modules():
-        state_dict.pop(f"{prefix}{name}._extra_state", None)
-    state_dict.update({prefix + name: tensor for name, tensor in fp8_state(model).items()})
-
-
-def load_fp8_state(model, state_dict, prefix, *unused):
-    """Take that state out of a state dict, and set it if the model runs with delayed scaling."""
-    keys = [key for key in state_dict if ".scaling_fwd." in key or ".scaling_bwd." in key]
-    saved = {key.removeprefix(prefix): state_dict.pop(key) for key in keys}
+def load_fp8_state(model, state_dict, prefix="", *unused):
+    """Take these out of a state dict, and set them if the model runs with delayed scaling."""
     for name, module in model.named_modules():
         state_dict.pop(f"{prefix}{name}._extra_state", None)
-        if type(module).get_extra_state is not nn.Module.get_extra_state:  # required, may be empty
+        if type(module).get_extra_state is not nn.Module.get_extra_state:  # required, but may be empty
             state_dict[f"{prefix}{name}._extra_state"] = torch.empty(0, dtype=torch.uint8)
-        if f"{name}.scaling_fwd.scale" in saved and model.config.use_fp8 and model.fp8_recipe.delayed():
-            module.fp8_meta |= {"num_gemms": 1 + hasattr(module, "fc2_weight"), "recipe": model.fp8_recipe}
-            module.init_fp8_meta_tensors(model.fp8_recipe)
-    for name, tensor in fp8_state(model).items():
-        old, new = saved.get(name, tensor), torch.zeros_like(tensor)
-        if old.shape[-1] != new.shape[-1] or not len(old):
-            raise ValueError(f"FP8 state of {name}: {tuple(old.shape)} does not fit {tuple(new.shape)}; load "
-                             "it into the model that saved it")
-        kept = min(len(old), len(new)) - 1  # row 0 is of the current step, the last row is the newest
-        new[0], new[len(new) - kept:] = old[0], old[len(old) - kept:]
-        tensor.copy_(new)
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
+            history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
+            if scale is not None and model.config.use_fp8 and model.fp8_recipe.delayed():
+                module.fp8_meta["num_gemms"] = 2 if hasattr(module, "fc2_weight") else 1
+                module.fp8_meta["recipe"] = model.fp8_recipe
+                module.init_fp8_meta_tensors(model.fp8_recipe)
+                module.fp8_meta[direction].scale.copy_(scale)
+                own = module.fp8_meta[direction].amax_history
+                kept = min(len(own), len(history)) - 1  # row 0 is of the current step, the last is the newest
+                padding = history.new_zeros(len(own) - 1 - kept, own.shape[1])
+                own.copy_(torch.cat([history[:1], padding, history[len(history) - kept:]]))
 
 
 @torch.compiler.disable(reason="Transformer Engine cannot trace DelayedScaling")

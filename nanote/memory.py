@@ -4,7 +4,7 @@ Both are applied to a model from outside and change no result but for rounding. 
 --offload-activations and --loss-chunks:
 
     offload_activations(model, 4)    # needs model.blocks
-    chunk_loss(model, 8)             # needs model.output(x, labels, is_first_microbatch), as the model files have
+    chunk_loss(model, 8)             # needs model.output(x, labels, is_first_microbatch)
 """
 from functools import partial
 
@@ -22,8 +22,8 @@ def offload_activations(model, blocks) -> None:
     """
     n_layer = len(getattr(model, "blocks", ()))
     if not blocks < n_layer or getattr(model.config, "gradient_checkpointing", False):
-        raise ValueError(f"--offload-activations {blocks}: must be less than the model's {n_layer} blocks, and "
-                         "0 with --gradient-checkpointing; leave it out")
+        raise ValueError(f"--offload-activations {blocks}: must be less than the model's {n_layer} blocks, "
+                         "and 0 with --gradient-checkpointing; leave it out")
     context, wait = te.get_cpu_offload_context(True, blocks, n_layer)
 
     def enter(block, inputs):
@@ -43,12 +43,12 @@ def offload_activations(model, blocks) -> None:
 def chunk_loss(model, chunks) -> None:
     """Compute `model.output` in `chunks` chunks of the tokens if labels are given.
 
-    Each chunk goes forward and at once backward, so that only one chunk of logits exists at a time and nothing
-    is computed twice. This takes memory for a gradient of the hidden states, and for the gradients of the
-    parameters in float32. To delayed scaling the chunks are one pass: their amax values meet in the same row
-    of the histories, and weights are quantized for the first chunk only.
+    Each chunk goes forward and at once backward, so that only one chunk of logits exists at a time and
+    nothing is computed twice. This takes memory for a gradient of the hidden states, and for the gradients of
+    the parameters in float32. To delayed scaling the chunks are one pass: their amax values meet in the same
+    row of the histories, and weights are quantized for the first chunk only.
     """
-    if not hasattr(model, "output"):
+    if not hasattr(type(model), "output"):
         raise ValueError(f"--loss-chunks {chunks}: {type(model).__name__} has no method output(x, labels, "
                          "is_first_microbatch), as the model files have; leave it out")
     model.output = partial(_chunked_output, model, type(model).output, chunks)
@@ -60,8 +60,10 @@ def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=N
     if labels is None:
         return output(model, x, labels, is_first_microbatch)
     hidden, labels, needs_grad = x.flatten(0, 1), labels.flatten(), torch.is_grad_enabled()
-    rows = round_up((len(hidden) + chunks - 1) // chunks, 32)  # FP8 GEMMs need multiples of 16 rows, MXFP8's of 32
-    count, total, parameters, sums, d_hidden = (labels != -100).sum().clamp(min=1), 0.0, None, [], []
+    # FP8 GEMMs need multiples of 16 rows, MXFP8's of 32
+    rows = round_up((len(hidden) + chunks - 1) // chunks, 32)
+    count, total = (labels != -100).sum().clamp(min=1), 0.0
+    parameters, sums, d_hidden = None, [], []
     for i, (chunk, y) in enumerate(zip(hidden.split(rows), labels.split(rows))):
         # Evaluation leaves the FP8 weights of training as they are
         first = i == 0 and is_first_microbatch is not False if needs_grad else None

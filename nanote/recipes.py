@@ -1,12 +1,12 @@
 """FP8 recipes by name, the shapes that they need, and the FP8 state that a checkpoint keeps.
 
-`recipes.te` is the engine that the model files chose: Transformer Engine (TE), fast_kernels or te_reference.
+`recipes.te` is the engine that the model files chose: Transformer Engine (TE), fast_kernels, te_reference.
 `make` returns the recipe with which a model enters `te.autocast`. `get_state` and `set_state` are for
-checkpoints, `preserved_state` for an evaluation, and `find_first_scales` runs before the first step of delayed
-scaling.
+checkpoints, `preserved_state` for an evaluation, and `find_first_scales` runs before the first step of
+delayed scaling.
 
-The FP8 state consists of plain tensors, which the model files find and set. A missing state or another history
-length is no error, so a run can change its precision when it resumes.
+The FP8 state consists of plain tensors, read and written as in the model's state dict. A missing state or
+another history length is no error, so a run can change its precision when it resumes.
 """
 import importlib
 import itertools
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from model_te_optimized import ENGINE, fp8_state, load_fp8_state, te
+from model_te_optimized import ENGINE, load_fp8_state, save_fp8_state, te
 
 recipes = te
 if ENGINE == "te":
@@ -46,7 +46,7 @@ def unsupported_reason(name):
     if name == "none" or name == "delayed" and ENGINE == "fast":
         return ""
     if ENGINE == "fast":
-        return "fast_kernels has delayed scaling only; install Transformer Engine, or set NANOTE_ENGINE=reference."
+        return "fast_kernels has delayed scaling only; Transformer Engine has the others."
     if name.startswith("custom:"):
         return "te_reference does not emulate the quantizers of a custom recipe." if IS_REFERENCE else ""
     available, reason = getattr(te, CLASSES[name][1])(return_reason=True)
@@ -131,7 +131,7 @@ def uses_delayed_scaling(model):
 
 def is_fresh(model):
     """Return whether delayed scaling has set no scale yet: there is no state, or every scale is 1."""
-    return all(bool((value == 1).all()) for name, value in fp8_state(model).items() if name.endswith(".scale"))
+    return all(bool((value == 1).all()) for name, value in _state(model).items() if name.endswith(".scale"))
 
 
 def find_first_scales(model, batches, divisor):
@@ -149,12 +149,19 @@ def find_first_scales(model, batches, divisor):
         model.zero_grad(set_to_none=True)
 
 
+def _state(model):
+    """Return the FP8 state itself; see `get_state`."""
+    state = {}
+    save_fp8_state(model, state)
+    return state
+
+
 def get_state(model):
     """Return copies of the FP8 state, in float32; empty if delayed scaling has not run.
 
     Keys: "<module>.scaling_fwd.scale" (n,), "<module>.scaling_fwd.amax_history" (length, n), and scaling_bwd.
     """
-    return {name: value.detach().clone() for name, value in fp8_state(model).items()}
+    return {name: value.detach().clone() for name, value in _state(model).items()}
 
 
 def set_state(model, state):
@@ -162,11 +169,16 @@ def set_state(model, state):
 
     Histories are cut or padded to the recipe's `amax_history_len`; the newest rows are kept.
     """
-    if uses_delayed_scaling(model):
-        load_fp8_state(model, dict(state), "")
-        if missing := state.keys() - fp8_state(model).keys():
-            raise ValueError(f"FP8 state of {min(missing)}: this model has no such module; load it into the "
-                             "model that saved it")
+    if not uses_delayed_scaling(model):
+        return
+    foreign = dict(state)
+    try:
+        load_fp8_state(model, foreign)  # takes what it sets
+    except (RuntimeError, IndexError, TypeError) as error:  # other shapes, or a tensor is missing
+        raise ValueError(f"FP8 state of other shapes: {error}; resume with the model that saved it") from None
+    for name in foreign.keys() & state.keys():
+        raise ValueError(f"FP8 state of {name}: this model has no such module; resume with the model that "
+                         "saved it")
 
 
 def kept_state(model) -> list:
@@ -184,7 +196,7 @@ def preserved_state(model):
     try:
         yield
     finally:
-        for name, value in fp8_state(model).items():
+        for name, value in _state(model).items():
             value.copy_(before.get(name, torch.ones(()) if name.endswith(".scale") else torch.zeros(())))
 
 
