@@ -36,9 +36,11 @@ try:
     elif ENGINE == "fast":
         from fast_kernels import modules as te
         from fast_kernels.modules import DelayedScaling, Format
-    else:
+    elif ENGINE == "reference":
         import te_reference as te
         from te_reference import DelayedScaling, Format
+    else:
+        raise ImportError("use te, fast or reference")
 except ImportError as error:
     raise ImportError(f"NANOTE_ENGINE={ENGINE}: {error}; install Transformer Engine (te), or put "
                       "fast_kernels/ (fast; Hopper) or te_reference.py (reference) beside it") from error
@@ -78,7 +80,8 @@ class FusedConfig:
             multiples += [("n_embd", 16), ("n_inner", 16)]
         for field, multiple in multiples:
             works = round_up(getattr(self, field), 128 if field == "vocab_size" else multiple)
-            self.check(field, getattr(self, field) % multiple == 0, f"a multiple of {multiple}", works)
+            rule = f"a multiple of {multiple}" + " in FP8" * self.use_fp8
+            self.check(field, getattr(self, field) % multiple == 0, rule, works)
 
     def check(self, field, is_valid, rule, works):
         if not is_valid:
@@ -220,12 +223,12 @@ class FusedGPT2Model(nn.Module):
 
 
 def save_fp8_state(model, state_dict, prefix="", metadata=None):
-    """Write scales (n,) and amax histories (length, n), in place of pickles that TE does not load."""
+    """Write scales (n,) and amax histories (length, n) as tensors, in place of pickles of TE."""
     for name, module in model.named_modules():
         state_dict.pop(f"{prefix}{name}._extra_state", None)
-        for direction in ("scaling_fwd", "scaling_bwd") if module._parameters else ():  # not of TE's attention
+        for direction in ("scaling_fwd", "scaling_bwd"):
             scaling = getattr(module, "fp8_meta", {}).get(direction)
-            if getattr(scaling, "scale", None) is not None:  # delayed scaling has run
+            if module._parameters and getattr(scaling, "scale", None) is not None:  # not of TE's attention
                 state_dict[f"{prefix}{name}.{direction}.scale"] = scaling.scale
                 state_dict[f"{prefix}{name}.{direction}.amax_history"] = scaling.amax_history
 

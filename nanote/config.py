@@ -138,12 +138,13 @@ ARCHITECTURE = (
     "use_rmsnorm use_rotary rope_theta use_qk_norm bias tie_embeddings layernorm_epsilon optimizer").split()
 RANGES = {  # {rule: (whether a value keeps it, options)}
     "at least 1": (lambda v: v >= 1, "max_steps micro_batch_size seq_len grad_accum eval_tokens log_interval "
-                   "keep_checkpoints n_positions vocab_size loss_chunks fp8_amax_history_len"),
+                   "keep_checkpoints n_positions vocab_size n_layer n_head n_embd loss_chunks "
+                   "fp8_amax_history_len"),
     "0 or more": (lambda v: v >= 0, "warmup_steps eval_interval checkpoint_interval fp8_health_interval seed "
                   "weight_decay grad_clip offload_activations fp8_skip_first fp8_skip_last fp8_margin"),
     "above 0": (lambda v: v > 0, "lr rope_theta decay_fraction"),
     "from 0 to 1": (lambda v: 0 <= v <= 1, "min_lr_ratio decay_fraction layernorm_epsilon"),
-    "at least 0 and below 1": (lambda v: 0 <= v < 1, "beta1 beta2"),
+    "at least 0 and below 1": (lambda v: 0 <= v < 1, "beta1 beta2 dropout attn_dropout"),
 }
 OF_ONE_RUN = {"out_dir", "resume", "config", "eval_only", "profile"}  # another run or start has its own
 GONE = dict(  # options of version 0.1, with their defaults
