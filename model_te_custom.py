@@ -183,6 +183,8 @@ class CustomGPT2Model(nn.Module):
             self.lm_head.weight = self.wte.weight
         self.register_state_dict_post_hook(save_fp8_state)
         self.register_load_state_dict_pre_hook(load_fp8_state)
+        for module in self.modules():  # of TE's attention: needless then, and local functions do not pickle
+            module._load_state_dict_post_hooks.clear()
 
     def forward(self, input_ids, labels=None, is_first_microbatch=None):
         """Return logits, or the loss if labels are given.
@@ -229,7 +231,7 @@ class CustomGPT2Model(nn.Module):
         """Finish a copy or a pickle: TE must use and update the scales of the copy."""
         super().__setstate__(state)
         for module in self.modules():
-            if getattr(module, "fp8_meta_tensors_initialized", False):  # in TE only
+            if getattr(module, "fp8_meta_tensors_initialized", False):  # TE's names: register it as if new
                 module.fp8_meta.pop("buffer_index_and_autocast_key", None)
                 module.fp8_meta.pop("global_fp8_buffer_pos_fwd_recompute", None)
                 module.fp8_meta_tensors_initialized = False
@@ -251,7 +253,7 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
     """Take these out of a state dict, and set them if the model runs with delayed scaling."""
     for name, module in model.named_modules():
         state_dict.pop(f"{prefix}{name}._extra_state", None)
-        if type(module).get_extra_state is not nn.Module.get_extra_state:  # required, but may be empty
+        if type(module).set_extra_state is not nn.Module.set_extra_state:  # required, but may be empty
             state_dict[f"{prefix}{name}._extra_state"] = torch.empty(0, dtype=torch.uint8)
         for direction in ("scaling_fwd", "scaling_bwd"):
             scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
