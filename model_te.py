@@ -1,7 +1,7 @@
 """GPT in FP8 on NVIDIA Transformer Engine (TE), built from `te.TransformerLayer`: the shortest of the models.
 
-Copy this file into your project to use the model. It needs torch and TE. Without TE or a GPU,
-`te_reference.py` beside it provides the same modules in plain PyTorch.
+Copy this file into your project to use the model. It needs torch and an engine: TE, or `te_reference.py`
+(plain PyTorch, FP8 emulated).
 
 - A block is one TE module: both norms, QKV, attention (TE chooses the backend), output projection, MLP,
   dropout and both residual additions.
@@ -19,18 +19,30 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 import torch.nn as nn
 
+# The engine: TE on a GPU; without TE, Triton kernels on Hopper; else plain PyTorch, which emulates FP8
+GPU = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+BEST = "te" if GPU > (0, 0) and find_spec("transformer_engine") else "fast" if GPU == (9, 0) else "reference"
+ENGINE = os.environ.get("NANOTE_ENGINE") or BEST
 try:
-    if os.environ.get("NANOTE_REFERENCE") == "1" or not torch.cuda.is_available():
-        raise ImportError
-    import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import DelayedScaling, Format
-except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8 emulated
-    import te_reference as te
-    from te_reference import DelayedScaling, Format
+    if ENGINE == "te":
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import DelayedScaling, Format
+    elif ENGINE == "fast":
+        from fast_kernels import modules as te
+        from fast_kernels.modules import DelayedScaling, Format
+    elif ENGINE == "reference":
+        import te_reference as te
+        from te_reference import DelayedScaling, Format
+    else:
+        raise ImportError("use te, fast or reference")
+except ImportError as error:
+    raise ImportError(f"NANOTE_ENGINE={ENGINE}: {error}; install Transformer Engine (te), or put "
+                      "fast_kernels/ (fast; Hopper) or te_reference.py (reference) beside it") from error
 
 
 def round_up(n, multiple):
@@ -59,37 +71,21 @@ class TEConfig:
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        for field in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
-            default = type(self).__dataclass_fields__[field].default
-            self.check(getattr(self, field) >= 1, field, "must be 1 or more", default)
-        for field in ("dropout", "attn_dropout"):
-            self.check(0 <= getattr(self, field) < 1, field, "must be at least 0 and less than 1", 0.0)
-        padded, fast = round_up(self.vocab_size, 32), round_up(self.vocab_size, 128)
-        works = f"{self.vocab_size} → {fast} (a multiple of 128, which multiplies fastest)"
-        if padded != fast:
-            works += f" or {padded}"
-        self.check(self.vocab_size % 32 == 0, "vocab_size", "must be a multiple of 32", works)
-        rule, works = f"must be a multiple of n_head={self.n_head}", round_up(self.n_embd, self.n_head)
-        self.check(self.n_embd % self.n_head == 0, "n_embd", rule, works)
-        self.n_kv_head, self.head_dim = self.n_head, self.n_embd // self.n_head
         if self.n_inner is None:
             self.n_inner = 4 * self.n_embd
-        self.check(self.n_inner >= 1, "n_inner", "must be 1 or more", 4 * self.n_embd)
-        for field in ("fp8_skip_first", "fp8_skip_last"):
-            in_range = 0 <= getattr(self, field) <= self.n_layer
-            self.check(in_range, field, f"must be from 0 to n_layer={self.n_layer}", 1)
-        most = self.n_layer - self.fp8_skip_last
-        rule = f"with fp8_skip_last={self.fp8_skip_last} more blocks than n_layer={self.n_layer}"
-        self.check(self.fp8_skip_first <= most, "fp8_skip_first", rule, most)
-        if self.use_fp8:
-            for field, size in (("n_embd", self.n_embd), ("n_inner", self.n_inner)):
-                rule = f"FP8 needs dimensions divisible by 16, not {size}"
-                self.check(size % 16 == 0, field, rule, round_up(getattr(self, field), 16))
+        multiples = [("vocab_size", 32), ("n_embd", self.n_head)]
+        self.n_kv_head, self.head_dim = self.n_head, self.n_embd // self.n_head
+        if self.use_fp8:  # its GEMMs need multiples of 16
+            multiples += [("n_embd", 16), ("n_inner", 16)]
+        for field, multiple in multiples:
+            works = round_up(getattr(self, field), 128 if field == "vocab_size" else multiple)
+            rule = f"a multiple of {multiple}" + " in FP8" * self.use_fp8
+            self.check(field, getattr(self, field) % multiple == 0, rule, works)
 
-    def check(self, ok, field, rule, works):
-        if not ok:
+    def check(self, field, is_valid, rule, works):
+        if not is_valid:
             value = getattr(self, field)
-            raise ValueError(f"{type(self).__name__}.{field}={value!r}: {rule}; {works} works")
+            raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be {rule}; {works!r} works")
 
     def in_fp8(self, layer):
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
@@ -103,10 +99,9 @@ class Block(te.TransformerLayer):
             config.n_embd, config.n_inner, config.n_head, layernorm_epsilon=config.layernorm_epsilon,
             bias=config.bias, hidden_dropout=config.dropout, attention_dropout=config.attn_dropout,
             attn_input_format="bshd", fuse_qkv_params=True, qkv_weight_interleaved=False,
-            init_method=normal_init, output_layer_init_method=residual_init(config),
-        )
+            init_method=normal_init, output_layer_init_method=residual_init(config))
 
-    if te.__name__ != "te_reference":  # torch.compile fails on a comparison of two tuples in TE's attention
+    if ENGINE == "te":  # torch.compile fails on a comparison of two tuples in TE's attention
         forward = torch.compiler.disable(te.TransformerLayer.forward, reason="TE's attention does not trace")
 
 
@@ -114,9 +109,7 @@ class TEGPT2Model(nn.Module):
     """GPT: `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
 
     input_ids and labels are (B, S) int64. Labels are already shifted, and -100 is ignored. The loss is a
-    float32 scalar. `fp8_recipe` may be replaced before the first forward pass. In FP8, B·S must be divisible
-    by 16 for training and by 8 otherwise, which TE's FP8 GEMMs require.
-    """
+    float32 scalar. `fp8_recipe` and `output` may be replaced from outside before the first forward pass."""
 
     def __init__(self, config):
         super().__init__()
@@ -139,59 +132,102 @@ class TEGPT2Model(nn.Module):
         with nullcontext() if fp8_weight else te.quantized_model_init(enabled=False):
             self.lm_head = te.LayerNormLinear(
                 config.n_embd, config.vocab_size, eps=config.layernorm_epsilon, bias=False,
-                init_method=normal_init,
-            )
+                init_method=normal_init)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
+        self.register_state_dict_post_hook(save_fp8_state)
+        self.register_load_state_dict_pre_hook(load_fp8_state)
+        for module in self.modules():  # of TE's attention: needless then, and local functions do not pickle
+            module._load_state_dict_post_hooks.clear()
 
     def forward(self, input_ids, labels=None, is_first_microbatch=None):
         """Return logits, or the loss if labels are given.
 
-        Args:
-            is_first_microbatch: with gradient accumulation, True for the first micro-batch of a step and
-                False for the others: weights are then cast to FP8 once per step.
-        """
-        config, recipe = self.config, self.fp8_recipe
-        if torch.compiler.is_compiling() and config.use_fp8 and recipe.delayed():
+        is_first_microbatch: with gradient accumulation, True for the first micro-batch of a step and False
+            for the others, so that weights are quantized once per step."""
+        config = self.config
+        if torch.compiler.is_compiling() and config.use_fp8 and self.fp8_recipe.delayed():
             return run_uncompiled(self, input_ids, labels, is_first_microbatch)
         batch, length = input_ids.shape
         self.check_input(batch, length)
         positions = torch.arange(length, device=input_ids.device)
 
-        x = self.wte(input_ids) + self.wpe(positions)
-        x = self.dropout(x)
-        with te.autocast(enabled=config.use_fp8, recipe=recipe):
+        x = self.dropout(self.wte(input_ids) + self.wpe(positions))  # (B, S, n_embd)
+        with self.autocast():
             for layer, block in enumerate(self.blocks):
-                with nullcontext() if config.in_fp8(layer) else te.autocast(enabled=False, recipe=recipe):
+                with nullcontext() if config.in_fp8(layer) else self.autocast(False):
                     x = block(x, is_first_microbatch=is_first_microbatch)
-            with te.autocast(enabled=config.use_fp8 and config.fp8_lm_head, recipe=recipe):
-                logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
+            return self.output(x, labels, is_first_microbatch)
+
+    def output(self, x, labels=None, is_first_microbatch=None):
+        """Apply the final norm and lm_head: x (B, S, n_embd) -> logits, or the loss if labels are given."""
+        with nullcontext() if self.config.fp8_lm_head else self.autocast(False):
+            logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
         if labels is None:
             return logits
         return te.parallel_cross_entropy(logits, labels, reduce_loss=True).reshape(())
 
+    def autocast(self, enabled=True):
+        """Return the context in which TE's GEMMs run in FP8."""
+        return te.autocast(enabled=self.config.use_fp8 and enabled, recipe=self.fp8_recipe)
+
     def check_input(self, batch, length):
         n_positions, tokens = self.config.n_positions, batch * length
         if length > n_positions:
-            raise ValueError(
-                f"input_ids: {length} positions, but n_positions={n_positions}; shorten the sequence"
-            )
+            raise ValueError(f"input_ids: {length} positions, but n_positions={n_positions}; shorten "
+                             "the sequence")
         multiple = 16 if torch.is_grad_enabled() else 8  # tokens are the K dimension of wgrad
         if self.config.use_fp8 and tokens % multiple:
-            raise ValueError(
-                f"input_ids {batch} x {length} = {tokens} tokens: FP8 needs a multiple of {multiple}; "
-                f"{round_up(tokens, multiple)} tokens work, or use_fp8=False"
-            )
+            raise ValueError(f"input_ids {batch} x {length} = {tokens} tokens: FP8 needs a multiple of "
+                             f"{multiple}; {round_up(tokens, multiple)} tokens work, or use_fp8=False")
+
+    def __setstate__(self, state):
+        """Finish a copy or a pickle: TE must use and update the scales of the copy."""
+        super().__setstate__(state)
+        for module in self.modules():
+            if getattr(module, "fp8_meta_tensors_initialized", False):  # TE's names: register it as if new
+                module.fp8_meta.pop("buffer_index_and_autocast_key", None)
+                module.fp8_meta.pop("global_fp8_buffer_pos_fwd_recompute", None)
+                module.fp8_meta_tensors_initialized = False
+                module.init_fp8_meta_tensors(module.fp8_meta["recipe"])
+
+
+def save_fp8_state(model, state_dict, prefix="", metadata=None):
+    """Write scales (n,) and amax histories (length, n) as tensors, in place of pickles of TE."""
+    for name, module in model.named_modules():
+        state_dict.pop(f"{prefix}{name}._extra_state", None)
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            scaling = getattr(module, "fp8_meta", {}).get(direction)
+            if module._parameters and getattr(scaling, "scale", None) is not None:  # not of TE's attention
+                state_dict[f"{prefix}{name}.{direction}.scale"] = scaling.scale
+                state_dict[f"{prefix}{name}.{direction}.amax_history"] = scaling.amax_history
+
+
+def load_fp8_state(model, state_dict, prefix="", *unused):
+    """Take these out of a state dict, and set them if the model runs with delayed scaling."""
+    for name, module in model.named_modules():
+        state_dict.pop(f"{prefix}{name}._extra_state", None)
+        if type(module).set_extra_state is not nn.Module.set_extra_state:  # required, but may be empty
+            state_dict[f"{prefix}{name}._extra_state"] = torch.empty(0, dtype=torch.uint8)
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
+            history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
+            if scale is not None and model.config.use_fp8 and model.fp8_recipe.delayed():
+                module.fp8_meta["num_gemms"] = 2 if hasattr(module, "fc2_weight") else 1
+                module.fp8_meta["recipe"] = model.fp8_recipe
+                module.init_fp8_meta_tensors(model.fp8_recipe)
+                module.fp8_meta[direction].scale.copy_(scale)
+                own = module.fp8_meta[direction].amax_history
+                kept = min(len(own), len(history)) - 1  # row 0 is of the current step, the last is the newest
+                padding = history.new_zeros(len(own) - 1 - kept, own.shape[1])
+                own.copy_(torch.cat([history[:1], padding, history[len(history) - kept:]]))
 
 
 @torch.compiler.disable(reason="Transformer Engine cannot trace DelayedScaling")
 def run_uncompiled(model, *args):
     """Run forward eagerly: torch.compile does not see TE update scales and amax histories."""
-    warnings.warn(
-        "torch.compile: Transformer Engine cannot trace DelayedScaling, so the model runs uncompiled; "
-        "set model.fp8_recipe = Float8CurrentScaling() to compile it",
-        stacklevel=2,
-    )
+    warnings.warn("torch.compile: Transformer Engine cannot trace DelayedScaling, so the model runs "
+                  "uncompiled; set model.fp8_recipe = Float8CurrentScaling() to compile it", stacklevel=2)
     return TEGPT2Model.forward(model, *args)  # not model.forward, which a subclass may override
 
 

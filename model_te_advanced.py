@@ -1,16 +1,14 @@
-"""GPT in FP8 on NVIDIA Transformer Engine (TE), built from fused layers, with options from GPT-2 to Llama and
-Qwen3.
+"""GPT in FP8 on NVIDIA Transformer Engine (TE), built from fused modules, with options of Llama and Qwen3.
 
-Copy this file into your project to use the model. It needs torch and TE. Without TE or a GPU,
-`te_reference.py` beside it provides the same modules in plain PyTorch.
+Copy this file into your project to use the model. It needs torch and an engine: TE, `fast_kernels/` (Hopper,
+without TE), or `te_reference.py` (plain PyTorch, FP8 emulated).
 
 - The defaults are GPT-2's. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False,
-  tie_embeddings=False, n_kv_head=…`; Qwen3 adds `use_qk_norm` and `head_dim`. `diff model_te_fused.py
-  model_te_advanced.py` shows the code of each option.
+  tie_embeddings=False, n_kv_head=…`. Qwen3 adds `use_qk_norm` and `head_dim`.
 - Norm and activation are arguments of TE's fused modules. Grouped-query attention is a narrower QKV
   projection. RoPE and QK-norm come between that projection and attention, in high precision.
 - Attention is PyTorch's SDPA, which never stores the S x S probabilities. `model_te_optimized.py` adds other
-  attention kernels, generation with a KV cache and gradient checkpointing.
+  attention kernels, packed documents, generation with a key-value cache and gradient checkpointing.
 
 References: RMSNorm (Zhang and Sennrich 2019), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), GQA (Ainslie et
 al. 2023), QK-norm (Henry et al. 2020; here as in Qwen3).
@@ -22,19 +20,31 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+# The engine: TE on a GPU; without TE, Triton kernels on Hopper; else plain PyTorch, which emulates FP8
+GPU = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+BEST = "te" if GPU > (0, 0) and find_spec("transformer_engine") else "fast" if GPU == (9, 0) else "reference"
+ENGINE = os.environ.get("NANOTE_ENGINE") or BEST
 try:
-    if os.environ.get("NANOTE_REFERENCE") == "1" or not torch.cuda.is_available():
-        raise ImportError
-    import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import DelayedScaling, Format
-except ImportError:  # no GPU build here: the same modules in plain PyTorch, FP8 emulated
-    import te_reference as te
-    from te_reference import DelayedScaling, Format
+    if ENGINE == "te":
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import DelayedScaling, Format
+    elif ENGINE == "fast":
+        from fast_kernels import modules as te
+        from fast_kernels.modules import DelayedScaling, Format
+    elif ENGINE == "reference":
+        import te_reference as te
+        from te_reference import DelayedScaling, Format
+    else:
+        raise ImportError("use te, fast or reference")
+except ImportError as error:
+    raise ImportError(f"NANOTE_ENGINE={ENGINE}: {error}; install Transformer Engine (te), or put "
+                      "fast_kernels/ (fast; Hopper) or te_reference.py (reference) beside it") from error
 
 
 def round_up(n, multiple):
@@ -70,60 +80,41 @@ class AdvancedConfig:
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        for field in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
-            default = type(self).__dataclass_fields__[field].default
-            self.check(getattr(self, field) >= 1, field, "must be 1 or more", default)
-        for field in ("dropout", "attn_dropout"):
-            self.check(0 <= getattr(self, field) < 1, field, "must be at least 0 and less than 1", 0.0)
-        padded, fast = round_up(self.vocab_size, 32), round_up(self.vocab_size, 128)
-        works = f"{self.vocab_size} → {fast} (a multiple of 128, which multiplies fastest)"
-        if padded != fast:
-            works += f" or {padded}"
-        self.check(self.vocab_size % 32 == 0, "vocab_size", "must be a multiple of 32", works)
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
-        if self.head_dim is None:
-            rule, works = f"must be a multiple of n_head={self.n_head}", round_up(self.n_embd, self.n_head)
-            self.check(self.n_embd % self.n_head == 0, "n_embd", f"{rule}, unless head_dim is set", works)
-            self.head_dim = self.n_embd // self.n_head
-        divides = self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0
-        at_most = max(1, min(self.n_head, self.n_kv_head, 4096))
-        works = next(k for k in range(at_most, 0, -1) if self.n_head % k == 0)
-        self.check(divides, "n_kv_head", f"must divide n_head={self.n_head}", works)
-        even = self.head_dim % 2 == 0 or not self.use_rotary
-        self.check(self.head_dim >= 1 and even, "head_dim", "must be even, for use_rotary", 64)
-        known = self.activation in ("gelu", "swiglu")
-        self.check(known, "activation", "must be 'gelu' or 'swiglu'", "'gelu'")
         if self.n_inner is None:
             swiglu = self.activation == "swiglu"
             self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
-        self.check(self.n_inner >= 1, "n_inner", "must be 1 or more", 4 * self.n_embd)
-        for field in ("fp8_skip_first", "fp8_skip_last"):
-            in_range = 0 <= getattr(self, field) <= self.n_layer
-            self.check(in_range, field, f"must be from 0 to n_layer={self.n_layer}", 1)
-        most = self.n_layer - self.fp8_skip_last
-        rule = f"with fp8_skip_last={self.fp8_skip_last} more blocks than n_layer={self.n_layer}"
-        self.check(self.fp8_skip_first <= most, "fp8_skip_first", rule, most)
-        if self.use_fp8:
-            widths = [("n_embd", self.n_embd), ("n_inner", self.n_inner)]
-            widths += [("head_dim", heads * self.head_dim) for heads in (self.n_head, self.n_kv_head)]
-            for field, size in widths:
-                rule = f"FP8 needs dimensions divisible by 16, not {size}"
-                self.check(size % 16 == 0, field, rule, round_up(getattr(self, field), 16))
+        multiples = [("vocab_size", 32)]
+        if self.head_dim is None:
+            multiples.append(("n_embd", self.n_head))
+            self.head_dim = self.n_embd // self.n_head
+        if self.use_rotary:
+            multiples.append(("head_dim", 2))
+        if self.use_fp8:  # its GEMMs need multiples of 16
+            multiples += [("n_embd", 16), ("n_inner", 16), ("head_dim", 16 // math.gcd(16, self.n_kv_head))]
+        for field, multiple in multiples:
+            works = round_up(getattr(self, field), 128 if field == "vocab_size" else multiple)
+            rule = f"a multiple of {multiple}" + " in FP8" * self.use_fp8
+            self.check(field, getattr(self, field) % multiple == 0, rule, works)
+        choices = {"activation": ["gelu", "swiglu"]}
+        choices["n_kv_head"] = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
+        for field, values in choices.items():
+            self.check(field, getattr(self, field) in values, f"one of {values}", values[0])
 
-    def check(self, ok, field, rule, works):
-        if not ok:
+    def check(self, field, is_valid, rule, works):
+        if not is_valid:
             value = getattr(self, field)
-            raise ValueError(f"{type(self).__name__}.{field}={value!r}: {rule}; {works} works")
+            raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be {rule}; {works!r} works")
 
     def in_fp8(self, layer):
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
 
 
 def rope_tables(positions, head_dim, theta):
-    """Return cos and sin of position · theta^(-2i/head_dim): (S,) -> two of (S, 1, head_dim/2), float32."""
+    """Return cos and sin of position · theta^(-2i/head_dim), float32: (…, S) -> (…, S, 1, head_dim/2)."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
-    angles = positions.float()[:, None, None] * frequencies
+    angles = positions.float()[..., None, None] * frequencies
     return angles.cos(), angles.sin()
 
 
@@ -139,22 +130,18 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        width, bias = config.n_embd, config.bias
         q_size, kv_size = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
         self.qkv = te.LayerNormLinear(
-            width, q_size + 2 * kv_size, eps=config.layernorm_epsilon, bias=bias,
-            normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm", init_method=normal_init,
-        )
+            config.n_embd, q_size + 2 * kv_size, eps=config.layernorm_epsilon, bias=config.bias,
+            normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm", init_method=normal_init)
         if config.use_qk_norm:
             self.q_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
             self.k_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
-        self.proj = te.Linear(q_size, width, bias=bias, init_method=residual_init(config))
+        self.proj = te.Linear(q_size, config.n_embd, bias=config.bias, init_method=residual_init(config))
 
     def forward(self, x, rope=None, is_first_microbatch=None):
-        config = self.config
-        batch, length, _ = x.shape
-        qkv = self.qkv(x, is_first_microbatch=is_first_microbatch)
-        qkv = qkv.view(batch, length, -1, config.head_dim)
+        config, shape = self.config, x.shape[:2]
+        qkv = self.qkv(x, is_first_microbatch=is_first_microbatch).view(*shape, -1, config.head_dim)
         heads = (config.n_head, config.n_kv_head, config.n_kv_head)
         q, k, v = qkv.split(heads, dim=2)  # each (B, S, heads, D)
         if config.use_qk_norm:
@@ -162,7 +149,7 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         y = self.attend(q, k, v)
-        return self.proj(y.reshape(batch, length, -1), is_first_microbatch=is_first_microbatch)
+        return self.proj(y.reshape(*shape, -1), is_first_microbatch=is_first_microbatch)
 
     def attend(self, q, k, v):
         """Compute softmax(q·kᵀ / √D)·v with a causal mask. q and the result: (B, S, n_head, D); k and v:
@@ -184,8 +171,7 @@ class Block(nn.Module):
         self.mlp = te.LayerNormMLP(
             config.n_embd, config.n_inner, eps=config.layernorm_epsilon, bias=config.bias,
             activation=config.activation, normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm",
-            init_method=normal_init, output_layer_init_method=residual_init(config),
-        )
+            init_method=normal_init, output_layer_init_method=residual_init(config))
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, is_first_microbatch=None):
@@ -197,9 +183,7 @@ class AdvancedGPT2Model(nn.Module):
     """GPT: `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
 
     input_ids and labels are (B, S) int64. Labels are already shifted, and -100 is ignored. The loss is a
-    float32 scalar. `fp8_recipe` may be replaced before the first forward pass. In FP8, B·S must be divisible
-    by 16 for training and by 8 otherwise, which TE's FP8 GEMMs require.
-    """
+    float32 scalar. `fp8_recipe` and `output` may be replaced from outside before the first forward pass."""
 
     def __init__(self, config):
         super().__init__()
@@ -223,62 +207,106 @@ class AdvancedGPT2Model(nn.Module):
         with nullcontext() if fp8_weight else te.quantized_model_init(enabled=False):
             self.lm_head = te.LayerNormLinear(
                 config.n_embd, config.vocab_size, eps=config.layernorm_epsilon, bias=False,
-                normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm", init_method=normal_init,
-            )
+                normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm", init_method=normal_init)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
+        self.register_state_dict_post_hook(save_fp8_state)
+        self.register_load_state_dict_pre_hook(load_fp8_state)
+        for module in self.modules():  # of TE's attention: needless then, and local functions do not pickle
+            module._load_state_dict_post_hooks.clear()
 
     def forward(self, input_ids, labels=None, is_first_microbatch=None):
         """Return logits, or the loss if labels are given.
 
-        Args:
-            is_first_microbatch: with gradient accumulation, True for the first micro-batch of a step and
-                False for the others: weights are then cast to FP8 once per step.
-        """
-        config, recipe = self.config, self.fp8_recipe
-        if torch.compiler.is_compiling() and config.use_fp8 and recipe.delayed():
+        is_first_microbatch: with gradient accumulation, True for the first micro-batch of a step and False
+            for the others, so that weights are quantized once per step."""
+        config = self.config
+        if torch.compiler.is_compiling() and config.use_fp8 and self.fp8_recipe.delayed():
             return run_uncompiled(self, input_ids, labels, is_first_microbatch)
         batch, length = input_ids.shape
         self.check_input(batch, length)
         positions = torch.arange(length, device=input_ids.device)
         rope = rope_tables(positions, config.head_dim, config.rope_theta) if config.use_rotary else None
 
-        x = self.wte(input_ids)
+        x = self.wte(input_ids)  # (B, S, n_embd)
         if not config.use_rotary:
             x = x + self.wpe(positions)
         x = self.dropout(x)
-        with te.autocast(enabled=config.use_fp8, recipe=recipe):
+        with self.autocast():
             for layer, block in enumerate(self.blocks):
-                with nullcontext() if config.in_fp8(layer) else te.autocast(enabled=False, recipe=recipe):
+                with nullcontext() if config.in_fp8(layer) else self.autocast(False):
                     x = block(x, rope, is_first_microbatch)
-            with te.autocast(enabled=config.use_fp8 and config.fp8_lm_head, recipe=recipe):
-                logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
+            return self.output(x, labels, is_first_microbatch)
+
+    def output(self, x, labels=None, is_first_microbatch=None):
+        """Apply the final norm and lm_head: x (B, S, n_embd) -> logits, or the loss if labels are given."""
+        with nullcontext() if self.config.fp8_lm_head else self.autocast(False):
+            logits = self.lm_head(x, is_first_microbatch=is_first_microbatch)
         if labels is None:
             return logits
         return te.parallel_cross_entropy(logits, labels, reduce_loss=True).reshape(())
 
+    def autocast(self, enabled=True):
+        """Return the context in which TE's GEMMs run in FP8."""
+        return te.autocast(enabled=self.config.use_fp8 and enabled, recipe=self.fp8_recipe)
+
     def check_input(self, batch, length):
         n_positions, tokens = self.config.n_positions, batch * length
         if length > n_positions:
-            raise ValueError(
-                f"input_ids: {length} positions, but n_positions={n_positions}; shorten the sequence"
-            )
+            raise ValueError(f"input_ids: {length} positions, but n_positions={n_positions}; shorten "
+                             "the sequence")
         multiple = 16 if torch.is_grad_enabled() else 8  # tokens are the K dimension of wgrad
         if self.config.use_fp8 and tokens % multiple:
-            raise ValueError(
-                f"input_ids {batch} x {length} = {tokens} tokens: FP8 needs a multiple of {multiple}; "
-                f"{round_up(tokens, multiple)} tokens work, or use_fp8=False"
-            )
+            raise ValueError(f"input_ids {batch} x {length} = {tokens} tokens: FP8 needs a multiple of "
+                             f"{multiple}; {round_up(tokens, multiple)} tokens work, or use_fp8=False")
+
+    def __setstate__(self, state):
+        """Finish a copy or a pickle: TE must use and update the scales of the copy."""
+        super().__setstate__(state)
+        for module in self.modules():
+            if getattr(module, "fp8_meta_tensors_initialized", False):  # TE's names: register it as if new
+                module.fp8_meta.pop("buffer_index_and_autocast_key", None)
+                module.fp8_meta.pop("global_fp8_buffer_pos_fwd_recompute", None)
+                module.fp8_meta_tensors_initialized = False
+                module.init_fp8_meta_tensors(module.fp8_meta["recipe"])
+
+
+def save_fp8_state(model, state_dict, prefix="", metadata=None):
+    """Write scales (n,) and amax histories (length, n) as tensors, in place of pickles of TE."""
+    for name, module in model.named_modules():
+        state_dict.pop(f"{prefix}{name}._extra_state", None)
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            scaling = getattr(module, "fp8_meta", {}).get(direction)
+            if module._parameters and getattr(scaling, "scale", None) is not None:  # not of TE's attention
+                state_dict[f"{prefix}{name}.{direction}.scale"] = scaling.scale
+                state_dict[f"{prefix}{name}.{direction}.amax_history"] = scaling.amax_history
+
+
+def load_fp8_state(model, state_dict, prefix="", *unused):
+    """Take these out of a state dict, and set them if the model runs with delayed scaling."""
+    for name, module in model.named_modules():
+        state_dict.pop(f"{prefix}{name}._extra_state", None)
+        if type(module).set_extra_state is not nn.Module.set_extra_state:  # required, but may be empty
+            state_dict[f"{prefix}{name}._extra_state"] = torch.empty(0, dtype=torch.uint8)
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
+            history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
+            if scale is not None and model.config.use_fp8 and model.fp8_recipe.delayed():
+                module.fp8_meta["num_gemms"] = 2 if hasattr(module, "fc2_weight") else 1
+                module.fp8_meta["recipe"] = model.fp8_recipe
+                module.init_fp8_meta_tensors(model.fp8_recipe)
+                module.fp8_meta[direction].scale.copy_(scale)
+                own = module.fp8_meta[direction].amax_history
+                kept = min(len(own), len(history)) - 1  # row 0 is of the current step, the last is the newest
+                padding = history.new_zeros(len(own) - 1 - kept, own.shape[1])
+                own.copy_(torch.cat([history[:1], padding, history[len(history) - kept:]]))
 
 
 @torch.compiler.disable(reason="Transformer Engine cannot trace DelayedScaling")
 def run_uncompiled(model, *args):
     """Run forward eagerly: torch.compile does not see TE update scales and amax histories."""
-    warnings.warn(
-        "torch.compile: Transformer Engine cannot trace DelayedScaling, so the model runs uncompiled; "
-        "set model.fp8_recipe = Float8CurrentScaling() to compile it",
-        stacklevel=2,
-    )
+    warnings.warn("torch.compile: Transformer Engine cannot trace DelayedScaling, so the model runs "
+                  "uncompiled; set model.fp8_recipe = Float8CurrentScaling() to compile it", stacklevel=2)
     return AdvancedGPT2Model.forward(model, *args)  # not model.forward, which a subclass may override
 
 

@@ -67,11 +67,30 @@ class FastConfig:
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        self.n_kv_head = self.n_kv_head or self.n_head
-        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        if self.n_kv_head is None:
+            self.n_kv_head = self.n_head
         if self.n_inner is None:
             swiglu = self.activation == "swiglu"
             self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
+        multiples = [("vocab_size", 32)]
+        if self.head_dim is None:
+            multiples.append(("n_embd", self.n_head))
+            self.head_dim = self.n_embd // self.n_head
+        if self.use_rotary:
+            multiples.append(("head_dim", 2))
+        if self.use_fp8:  # its GEMMs need multiples of 16
+            multiples += [("n_embd", 16), ("n_inner", 16), ("head_dim", 16 // math.gcd(16, self.n_kv_head))]
+        for field, multiple in multiples:
+            works = round_up(getattr(self, field), 128 if field == "vocab_size" else multiple)
+            rule = f"a multiple of {multiple}" + " in FP8" * self.use_fp8
+            self.check(field, getattr(self, field) % multiple == 0, rule, works)
+        heads = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
+        self.check("n_kv_head", self.n_kv_head in heads, f"one of {heads}", heads[0])
+
+    def check(self, field, is_valid, rule, works):
+        if not is_valid:
+            value = getattr(self, field)
+            raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be {rule}; {works!r} works")
 
     def in_fp8(self, layer):
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
@@ -177,6 +196,8 @@ class FastGPT2Model(nn.Module):
         )
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
+        self.register_state_dict_post_hook(te.save_fp8_state)
+        self.register_load_state_dict_pre_hook(te.load_fp8_state)
 
     def forward(self, input_ids, labels=None, cu_seqlens=None, is_first_microbatch=None):
         """Compute logits, or the loss if labels are given.
@@ -205,7 +226,7 @@ class FastGPT2Model(nn.Module):
                 with nullcontext() if config.in_fp8(layer) else te.autocast(enabled=False):
                     run = partial(te.checkpoint, block) if self.recomputes() else block
                     stream = run(stream, input_ids.shape, rope, cu_seqlens, first)
-            return self.output(stream, labels, input_ids.shape, first, tied_dweight)
+            return self.output(stream, labels, first, input_ids.shape, tied_dweight)
 
     def autocast(self, enabled=True):
         """Return the context in which GEMMs run in FP8."""
@@ -237,14 +258,14 @@ class FastGPT2Model(nn.Module):
             te.quantize_weights(in_fp8 + [self.lm_head] if config.fp8_lm_head else in_fp8)
         return False
 
-    def output(self, stream, labels=None, size=None, is_first_microbatch=None, tied_dweight=None):
+    def output(self, stream, labels=None, is_first_microbatch=None, size=None, tied_dweight=None):
         """Apply the final norm and lm_head: Stream -> logits (B, S, vocab_size), or with labels the loss."""
-        with self.autocast(self.config.fp8_lm_head):
+        with nullcontext() if self.config.fp8_lm_head else self.autocast(False):
             _, logits = fused.norm_linear(
                 stream, self.lm_head, tied_dweight=tied_dweight, is_first_microbatch=is_first_microbatch)
-            if labels is None:
-                return logits.view(*size, -1)
-            return cross_entropy(logits, labels.flatten(), self.lm_head.gradient_quantization())
+        if labels is None:
+            return logits.view(*size, -1)
+        return cross_entropy(logits, labels.flatten(), self.lm_head.gradient_quantization())
 
 
 normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2

@@ -1,9 +1,8 @@
 """The part of `transformer_engine.pytorch` that the models use, in plain PyTorch with FP8 emulated.
 
 Transformer Engine (TE) cannot even be imported without an NVIDIA GPU. This file replaces it: the same
-modules, constructor arguments, parameter names, `state_dict` keys and FP8 state as TE 2.20. Use it to run a
-model file on a laptop, or to compare it with TE on one GPU. It is written to be read next to TE's sources,
-not to be fast.
+modules, constructor arguments, parameter names and FP8 state as TE 2.20. Use it to run a model file on a
+laptop, or to compare it with TE on one GPU. It is written to be read next to TE's sources, not to be fast.
 
 How FP8 is emulated: a linear layer has three GEMMs, and TE quantizes both operands of each.
 
@@ -27,9 +26,7 @@ TF32 must stay off (PyTorch's default): its 10-bit mantissa cannot hold the dequ
 References: TE 2.20 `quantization.py`, `module/base.py`, `recipe/delayed_scaling.cu`.
 """
 
-import io
 import math
-import pickle
 import types
 import warnings
 import weakref
@@ -290,8 +287,17 @@ class _ScalingState:
     """
 
     def __init__(self, recipe, n, device):
+        self.is_registered = False  # whether `_roll_histories` finds it
         self.scale = torch.ones(n, dtype=torch.float32, device=device)
         self.amax_history = torch.zeros(recipe.amax_history_len, n, dtype=torch.float32, device=device)
+
+    def __getstate__(self):  # to copy or to pickle: the other one is not registered
+        return self.__dict__ | {"is_registered": False}
+
+    def register(self, forward, key):
+        if not self.is_registered:
+            _fp8.states.setdefault((forward, key), []).append(weakref.ref(self))
+            self.is_registered = True
 
     @torch.no_grad()
     def roll(self, recipe, fp8_max):
@@ -484,6 +490,27 @@ def _round(x, dtype, grad_dtype):
 # Modules
 
 
+# Arguments of TE's modules that this file does not support, with TE's defaults, which are accepted
+_PARALLEL = dict(
+    sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, parallel_mode=None,
+    set_parallel_mode=False, get_rng_state_tracker=None, rng_tracker_name=None, parameters_split=None,
+    ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False,
+    ub_bulk_wgrad=False, ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None,
+)
+
+
+def _check_options(name, options, defaults):
+    """Raise TypeError for an argument that TE does not have, ValueError for one that has no effect here."""
+    for option, value in options.items():
+        if option not in defaults:
+            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
+        if value != defaults[option]:
+            raise ValueError(
+                f"{name}({option}={value!r}): te_reference supports {defaults[option]!r} only; "
+                "use Transformer Engine"
+            )
+
+
 def _default_device():
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -493,8 +520,7 @@ def _normal_init(weight):
 
 
 class _Module(nn.Module):
-    """TransformerEngineBaseModule: the FP8 state in `fp8_meta`, its updates in a forward pass, and
-    `_extra_state` in the state dict."""
+    """TransformerEngineBaseModule: the FP8 state in `fp8_meta`, and its updates in a forward pass."""
 
     def __init__(self, num_gemms=0):
         super().__init__()
@@ -530,6 +556,13 @@ class _Module(nn.Module):
             with torch.no_grad():
                 parameter.copy_(_fp8_parameter_value(parameter, parameter))
 
+    def __setstate__(self, state):  # of a copy, whose parameters have lost their attributes
+        super().__setstate__(state)
+        if self.primary_weights_in_fp8 and self.fp8_meta["num_gemms"]:
+            names = [name for name in ("weight", "fc1_weight", "fc2_weight") if name in self._parameters]
+            for gemm, name in enumerate(names):
+                getattr(self, name).fp8_owner = (weakref.ref(self), gemm)
+
     def _norm_parameters(self, names, size, normalization, zero_centered_gamma, dtype, device):
         if normalization not in ("LayerNorm", "RMSNorm"):
             raise ValueError(f"normalization={normalization!r} is not known; use 'LayerNorm' or 'RMSNorm'")
@@ -557,7 +590,6 @@ class _Module(nn.Module):
         for key, n in (("scaling_fwd", 3 * meta["num_gemms"]), ("scaling_bwd", 2 * meta["num_gemms"])):
             if not recipe.delayed():
                 meta.pop(key, None)
-                meta.pop("registered", None)
             elif key in meta:
                 meta[key].resize(recipe.amax_history_len)
             else:
@@ -585,14 +617,9 @@ class _Module(nn.Module):
             if self.fp8:
                 self.init_fp8_meta_tensors(_fp8.recipe)
                 if self._delayed():
-                    if "registered" not in self.fp8_meta:
-                        key = self.fp8_meta["registered"] = _region_key(_fp8.recipe, _fp8.group)
-                        _fp8.states.setdefault((True, key), []).append(
-                            weakref.ref(self.fp8_meta["scaling_fwd"])
-                        )
-                        _fp8.states.setdefault((False, key), []).append(
-                            weakref.ref(self.fp8_meta["scaling_bwd"])
-                        )
+                    key = _region_key(_fp8.recipe, _fp8.group)
+                    self.fp8_meta["scaling_fwd"].register(True, key)
+                    self.fp8_meta["scaling_bwd"].register(False, key)
                     if _fp8.recompute == "forward":
                         fwd = self.fp8_meta["scaling_fwd"]
                         self._stash.append((fwd.amax_history.clone(), fwd.scale.clone()))
@@ -678,53 +705,13 @@ class _Module(nn.Module):
             )
         return y
 
-    # -- state dict
+    # -- state dict: TE's keys. TE pickles `fp8_meta` here, but loads no such pickle; the model files save it
 
     def get_extra_state(self):
-        """Return the FP8 state in TE's format, a pickle in a uint8 tensor, or an empty tensor.
-
-        TE loads it as a TE 1.x state if `NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1` is set. Such a state
-        contains no recipe, so that loading it does not need this file, and has 1,024 rows of history.
-        """
-        if not (self.fp8_meta.get("fp8_checkpoint") and self._delayed()):
-            return torch.empty(0, dtype=torch.uint8)
-        state = {"extra_fp8_variables": {"num_gemms": self.fp8_meta["num_gemms"], "fp8_checkpoint": True}}
-        for key, suffix in (("scaling_fwd", "fwd"), ("scaling_bwd", "bwd")):
-            history = self.fp8_meta[key].amax_history.cpu()
-            state[f"scale_{suffix}"] = self.fp8_meta[key].scale.cpu()
-            state[f"amax_history_{suffix}"] = F.pad(history, (0, 0, 0, max(0, 1024 - len(history))))
-        return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state):
-        if state is None or state.numel() == 0:
-            return
-        state = _StateUnpickler(io.BytesIO(state.cpu().numpy().tobytes())).load()
-        if "scale_fwd" not in state:
-            return
-        recipe = state.get("recipe") or DelayedScaling()
-        recipe.amax_history_len = len(state["amax_history_fwd"])
-        self.init_fp8_meta_tensors(recipe)
-        self.fp8_meta["fp8_checkpoint"] = True  # save it again even if no FP8 forward pass follows
-        for key, suffix in (("scaling_fwd", "fwd"), ("scaling_bwd", "bwd")):
-            self.fp8_meta[key].scale.copy_(state[f"scale_{suffix}"])
-            self.fp8_meta[key].amax_history.copy_(state[f"amax_history_{suffix}"])
-
-
-class _StateUnpickler(pickle.Unpickler):
-    """Load TE's pickled FP8 state without executing code: tensors, plain containers and recipes only."""
-
-    def find_class(self, module, name):
-        if (module, name) == ("transformer_engine.common.recipe", "DelayedScaling"):
-            return DelayedScaling
-        if (module, name) == ("transformer_engine.common.recipe", "Format"):
-            return lambda value: Format(_FormatMax(*value))
-        if (module, name) == ("transformer_engine.common.recipe", "_FormatHelper"):
-            return _FormatMax
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
-            return lambda data: torch.load(io.BytesIO(data), weights_only=True)
-        if (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"FP8 state refers to {module}.{name}, which is not loaded from a file")
+        pass
 
 
 def _check_fp8_shapes(x, weight, recipe):
@@ -800,9 +787,11 @@ class LayerNorm(_Module):
 
     def __init__(
         self, normalized_shape, eps=1e-5, sequence_parallel=None, params_dtype=None,
-        zero_centered_gamma=False, hidden_size=None, device=None, dtype=None, **unused,
+        zero_centered_gamma=False, hidden_size=None, *, device=None, dtype=None, **options,
     ):
         super().__init__()
+        options |= dict(sequence_parallel=sequence_parallel or False, hidden_size=hidden_size)
+        _check_options(type(self).__name__, options, _PARALLEL | dict(hidden_size=None, sm_margin=0))
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self._norm_parameters(("weight", "bias"), normalized_shape, self.normalization, zero_centered_gamma,
                               dtype or params_dtype or torch.get_default_dtype(), device or _default_device())
@@ -825,11 +814,14 @@ class Linear(_Module):
     """y = x · weightᵀ + bias: (…, in_features) -> (…, out_features). With `return_bias`, return y without the
     bias, and the bias."""
 
+    NOT_EMULATED = _PARALLEL | dict(save_original_input=False)
+
     def __init__(
-        self, in_features, out_features, init_method=None, bias=True, return_bias=False, params_dtype=None,
-        device=None, name=None, **unused,
+        self, in_features, out_features, *, init_method=None, bias=True, return_bias=False,
+        params_dtype=None, device=None, name=None, **options,
     ):
         super().__init__(num_gemms=1)
+        _check_options("Linear", options, self.NOT_EMULATED)
         self.in_features, self.out_features, self.use_bias, self.return_bias = (
             in_features, out_features, bias, return_bias,
         )
@@ -855,12 +847,15 @@ class LayerNormLinear(_Module):
     """Norm, then linear: (…, in_features) -> (…, out_features). With `return_bias` or
     `return_layernorm_output`, return the bias or the norm's output as well."""
 
+    NOT_EMULATED = _PARALLEL | dict(return_layernorm_output_gathered=False)
+
     def __init__(
-        self, in_features, out_features, eps=1e-5, init_method=None, bias=True, normalization="LayerNorm",
+        self, in_features, out_features, eps=1e-5, *, init_method=None, bias=True, normalization="LayerNorm",
         return_bias=False, params_dtype=None, return_layernorm_output=False, zero_centered_gamma=False,
-        device=None, name=None, **unused,
+        device=None, name=None, **options,
     ):
         super().__init__(num_gemms=1)
+        _check_options("LayerNormLinear", options, self.NOT_EMULATED)
         dtype, device = params_dtype or torch.get_default_dtype(), device or _default_device()
         self.in_features, self.out_features, self.use_bias, self.return_bias = (
             in_features, out_features, bias, return_bias,
@@ -936,15 +931,21 @@ class LayerNormMLP(LayerNormLinear):
     """Norm, linear, activation, linear: (…, hidden_size) -> (…, hidden_size). With a gated activation (geglu,
     swiglu …) `fc1_weight` has 2·ffn_hidden_size rows: first the gate, which is activated, then the values."""
 
+    NOT_EMULATED = _PARALLEL | dict(
+        activation_params=None, return_layernorm_output_gathered=False, checkpoint=False
+    )
+
     def __init__(
-        self, hidden_size, ffn_hidden_size, eps=1e-5, return_bias=False, init_method=None, bias=True,
+        self, hidden_size, ffn_hidden_size, eps=1e-5, *, return_bias=False, init_method=None, bias=True,
         normalization="LayerNorm", activation="gelu", output_layer_init_method=None, params_dtype=None,
-        return_layernorm_output=False, zero_centered_gamma=False, device=None, name=None, **unused,
+        return_layernorm_output=False, zero_centered_gamma=False, device=None, name=None, seq_length=None,
+        micro_batch_size=None, **options,
     ):
         _Module.__init__(self, num_gemms=2)
+        _check_options("LayerNormMLP", options, self.NOT_EMULATED)
         if activation not in ACTIVATIONS:
-            raise NotImplementedError(
-                f"Activation type {activation} is not supported! (te_reference has {', '.join(ACTIVATIONS)})"
+            raise ValueError(
+                f"LayerNormMLP(activation={activation!r}): te_reference supports {', '.join(ACTIVATIONS)}"
             )
         dtype, device = params_dtype or torch.get_default_dtype(), device or _default_device()
         self.use_bias, self.return_bias, self.activation = bias, return_bias, activation
@@ -1002,12 +1003,18 @@ class DotProductAttention(_Module):
     (T, H, D) -> (T, H·D); `cu_seqlens_q` (int32) holds the start of each, then T.
     """
 
+    NOT_EMULATED = _PARALLEL | dict(
+        window_size=None, bottom_right_diagonal=None, softcap=0.0, attention_type="self", cp_group=None,
+        cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p", softmax_type="vanilla",
+        return_max_logit=False,
+    )
+
     def __init__(
         self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
-        attn_mask_type="causal", softmax_scale=None, layer_number=None, attention_type="self", name=None,
-        **unused,
+        attn_mask_type="causal", *, softmax_scale=None, layer_number=None, name=None, **options,
     ):
         super().__init__()
+        _check_options("DotProductAttention", options, self.NOT_EMULATED)
         self.num_attention_heads, self.num_gqa_groups = (
             num_attention_heads, num_gqa_groups or num_attention_heads
         )
@@ -1017,9 +1024,14 @@ class DotProductAttention(_Module):
         self.softmax_scale = softmax_scale
 
     def forward(
-        self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, attn_mask_type=None,
-        cu_seqlens_q=None, **unused,
+        self, query_layer, key_layer, value_layer, *, qkv_format=None, attn_mask_type=None, cu_seqlens_q=None,
+        cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None, **options,
     ):
+        _check_options("DotProductAttention.forward", options, dict(
+            attention_mask=None, window_size=None, bottom_right_diagonal=None, softcap=None,
+            checkpoint_core_attention=False, core_attention_bias_type="no_bias", core_attention_bias=None,
+            alibi_slopes=None, fast_zero_fill=True, inference_params=None, pad_between_seqs=None,
+        ))
         qkv_format, mask_type = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
         if (qkv_format, mask_type) == ("thd", "padding_causal"):
             sequence = torch.searchsorted(
@@ -1090,15 +1102,17 @@ class TransformerLayer(nn.Module):
     With `fuse_qkv_params` QKV has one weight. By default its rows are grouped by KV head: queries, key,
     value. With `qkv_weight_interleaved=False`, and with separate QKV parameters, all queries come first, then
     all keys, then all values. Decoder layers, post-norm and parallel layouts, QK-norm and sliding windows are
-    not emulated and raise NotImplementedError.
+    not emulated.
     """
 
-    NOT_EMULATED = {
-        "apply_residual_connection_post_layernorm": False, "output_layernorm": False,
-        "parallel_attention_mlp": False, "layer_type": "encoder", "drop_path_rate": 0.0,
-        "rotary_pos_interleaved": False, "window_size": None, "softcap": 0.0, "activation_params": None,
-        "qk_norm_type": None, "softmax_type": "vanilla", "tp_size": 1,
-    }
+    NOT_EMULATED = _PARALLEL | dict(
+        apply_residual_connection_post_layernorm=False, output_layernorm=False, parallel_attention_mlp=False,
+        layer_type="encoder", drop_path_rate=0.0, rotary_pos_interleaved=False, window_size=None,
+        bottom_right_diagonal=None, softcap=0.0, activation_params=None, qk_norm_type=None, qk_norm_eps=1e-6,
+        qk_norm_before_rope=False, softmax_type="vanilla", enc_dec_attn_mask_type="no_mask",
+        enc_dec_bottom_right_diagonal=None, enc_dec_window_size=None, ub_tp_comm_overlap=False,
+        ub_overlap_ag=True, ub_overlap_rs=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True,
+    )
 
     def __init__(
         self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None, layernorm_epsilon=1e-5,
@@ -1106,14 +1120,10 @@ class TransformerLayer(nn.Module):
         layer_number=None, kv_channels=None, self_attn_mask_type="causal", *, params_dtype=None,
         fuse_qkv_params=False, zero_centered_gamma=False, qkv_weight_interleaved=True, bias=True,
         activation="gelu", normalization="LayerNorm", device=None, attn_input_format="sbhd", name=None,
-        **options,
+        seq_length=None, micro_batch_size=None, **options,
     ):
         super().__init__()
-        for option, only in self.NOT_EMULATED.items():
-            if options.get(option, only) != only:
-                raise NotImplementedError(
-                    f"TransformerLayer({option}={options[option]!r}): te_reference emulates {only!r} only"
-                )
+        _check_options("TransformerLayer", options, self.NOT_EMULATED)
         dtype, device = params_dtype or torch.get_default_dtype(), device or _default_device()
         self.groups, self.head_size = (
             num_gqa_groups or num_attention_heads, kv_channels or hidden_size // num_attention_heads

@@ -20,7 +20,7 @@ import torch
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
-    os.environ["NANOTE_REFERENCE"] = "1"  # before the kit's modules choose
+    os.environ["NANOTE_ENGINE"] = "reference"  # before the kit's modules choose
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from bench.report import check_output, write_report

@@ -35,7 +35,7 @@ import torch
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
-    os.environ["NANOTE_REFERENCE"] = "1"  # before the kit's modules choose; processes inherit it
+    os.environ["NANOTE_ENGINE"] = "reference"  # before the kit's modules choose; processes inherit it
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from bench import stability

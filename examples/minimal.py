@@ -114,6 +114,5 @@ for step in range(1, options.steps + 1):
         print(f"step {step}  loss {loss.item():.4f}  norm {norm.item():.3f}  {speed:,.0f} tokens/s  "
               f"validation {validation_loss():.4f}", flush=True)
 
-# without TE's pickled FP8 state, which its own load_state_dict refuses
-weights = {name: value for name, value in model.state_dict().items() if not name.endswith("_extra_state")}
-torch.save({"model": weights, "config": vars(config)}, options.out)
+# plain tensors, the FP8 scales included: model.load_state_dict(torch.load(out, weights_only=True)["model"])
+torch.save({"model": model.state_dict(), "config": vars(config)}, options.out)

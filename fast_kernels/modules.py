@@ -618,3 +618,31 @@ def quantize_weights(modules):
                     weight, *weight.shape, quantization.dtype)
             rows.append((weight, module._fp8_workspaces[f"{prefix}weight"], *quantization[:2]))
     casts.cast_all(casts.make_cast_table(rows))
+
+
+def save_fp8_state(model, state_dict, prefix="", metadata=None):
+    """Add scales (n,) and amax histories (length, n) to a state dict; a hook of the model."""
+    for name, module in model.named_modules():
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            scaling = getattr(module, "fp8_meta", {}).get(direction)
+            if scaling is not None:
+                state_dict[f"{prefix}{name}.{direction}.scale"] = scaling.scale
+                state_dict[f"{prefix}{name}.{direction}.amax_history"] = scaling.amax_history
+
+
+def load_fp8_state(model, state_dict, prefix="", *unused):
+    """Take these out of a state dict, and set them if the model runs in FP8; a hook of the model.
+
+    A history is cut or padded to the recipe's length, and keeps its newest rows.
+    """
+    for name, module in model.named_modules():
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
+            history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
+            if scale is not None and model.config.use_fp8:
+                module.init_fp8_meta_tensors(model.fp8_recipe)
+                module.fp8_meta[direction].scale.copy_(scale)
+                own = module.fp8_meta[direction].amax_history.zero_()
+                own[0] = history[0]  # of the current step; of the other rows the last is the newest
+                if kept := min(len(own), len(history)) - 1:
+                    own[-kept:] = history[-kept:]

@@ -215,7 +215,8 @@ def _weights(model) -> dict[int, tuple[str, torch.Tensor]]:
     """Return {id of this rank's part: (name, tensor)} of parameters and buffers, tied ones once."""
     weights = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
+        is_fp8_state = re.search(r"\.(_extra_state$|scaling_(fwd|bwd)\.)", name)  # see recipes.get_state
+        if isinstance(value, torch.Tensor) and not is_fp8_state:
             weights.setdefault(id(parallel.local_part(value)), (name, value))
     return weights
 

@@ -139,12 +139,14 @@ ARCHITECTURE = (
 RANGES = {  # {rule: (whether a value keeps it, options)}
     "a number that float32 can hold": (lambda v: abs(v) < 2.0**128, "rope_theta lr weight_decay grad_clip"),
     "at least 1": (lambda v: v >= 1, "max_steps micro_batch_size seq_len grad_accum eval_tokens log_interval "
-                   "keep_checkpoints n_positions vocab_size loss_chunks fp8_amax_history_len"),
+                   "keep_checkpoints n_positions vocab_size n_layer n_head n_embd loss_chunks "
+                   "fp8_amax_history_len"),
     "0 or more": (lambda v: v >= 0, "warmup_steps eval_interval checkpoint_interval fp8_health_interval seed "
                   "weight_decay grad_clip offload_activations fp8_skip_first fp8_skip_last fp8_margin"),
     "above 0": (lambda v: v > 0, "lr rope_theta decay_fraction"),
     "from 0 to 1": (lambda v: 0 <= v <= 1, "min_lr_ratio decay_fraction layernorm_epsilon"),
     "at least 0 and below 1 each": (lambda v: all(0 <= beta < 1 for beta in v), "betas"),
+    "at least 0 and below 1": (lambda v: 0 <= v < 1, "dropout attn_dropout"),
 }
 NOT_SHARDABLE = ("fp8_param", "compile", "offload_activations")  # Muon says so itself
 NOT_GRAPHABLE = {  # options with which no CUDA graph of a step can be captured, and why

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from nanote import recipes
+from nanote import memory, recipes
 from nanote.config import PRESETS, TrainConfig, in_a_line
 
 MODELS = {  # --model: (module, model class, config class)
@@ -42,13 +42,13 @@ MAX_FAST_WIDTH = 16384  # of the norms of fast_kernels
 # Options that a model may lack, since they are fields of its config.
 OPTIONS = """n_layer n_head n_kv_head head_dim n_embd n_inner activation use_rmsnorm use_rotary rope_theta
     use_qk_norm bias tie_embeddings layernorm_epsilon dropout attn_dropout attention gradient_checkpointing
-    offload_activations loss_chunks fp8_lm_head fp8_skip_first fp8_skip_last""".split()
+    fp8_lm_head fp8_skip_first fp8_skip_last""".split()
 
 
 # ---------------------------------------------------------------- the trainer's model
 
 def make_model(config, device, dtype, recipe, saved=None):
-    """Build the model of a TrainConfig on `device` in `dtype`, with `recipe` and the fast kernels.
+    """Build the model of a TrainConfig on `device` in `dtype`, with `recipe` and what saves memory.
 
     `config` must have its vocab_size and n_positions.
 
@@ -80,6 +80,10 @@ def make_model(config, device, dtype, recipe, saved=None):
     if recipe is not None:
         recipes.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
         model.fp8_recipe = recipe
+    if config.offload_activations:
+        memory.offload_activations(model, config.offload_activations)
+    if config.loss_chunks > 1:
+        memory.chunk_loss(model, config.loss_chunks)
     model.choice = f"not model_te_fast: {reason}" if reason else ""
     return model
 

@@ -1,13 +1,12 @@
 """FP8 recipes by name, the shapes that they need, and the FP8 state that a checkpoint keeps.
 
-`recipes.te` is the engine: Transformer Engine (TE), fast_kernels on a Hopper GPU without it, or te_reference
-without a GPU. `make` returns the recipe with
-which a model enters `te.autocast`. `get_state` and `set_state` are for checkpoints, `preserved_state` for an
-evaluation, and `find_first_scales` runs before the first step of delayed scaling.
+`recipes.te` is the engine that the model files chose: Transformer Engine (TE), fast_kernels, te_reference.
+`make` returns the recipe with which a model enters `te.autocast`. `get_state` and `set_state` are for
+checkpoints, `preserved_state` for an evaluation, and `find_first_scales` runs before the first step of
+delayed scaling.
 
-TE pickles its FP8 state into the state dict (`_extra_state`) and refuses to load such a pickle, which could
-run code from a file. Here the same values are plain tensors. A missing state or another history length is no
-error, so a run can change its precision when it resumes.
+The FP8 state consists of plain tensors, read and written as in the model's state dict. A missing state or
+another history length is no error, so a run can change its precision when it resumes.
 """
 import importlib
 import itertools
@@ -16,19 +15,18 @@ from contextlib import contextmanager
 
 import torch
 
-from model_te_optimized import te  # the engine of the models, as they pick it
+from model_te_optimized import ENGINE, load_fp8_state, save_fp8_state, te
 
-IS_REFERENCE = te.__name__ == "te_reference"
-HAS_TE = te.__name__.startswith("transformer_engine")
+IS_REFERENCE, HAS_TE = ENGINE == "reference", ENGINE == "te"
 TE_VERSION = importlib.import_module("transformer_engine").__version__ if HAS_TE else None
 recipes = importlib.import_module("transformer_engine.common.recipe") if HAS_TE else te
 
-CLASSES = {  # TE's recipe, and whether this machine supports it
-    "delayed": ("DelayedScaling", te.is_fp8_available),
-    "current": ("Float8CurrentScaling", te.is_fp8_available),
-    "block": ("Float8BlockScaling", te.is_fp8_block_scaling_available),
-    "mxfp8": ("MXFP8BlockScaling", te.is_mxfp8_available),
-    "nvfp4": ("NVFP4BlockScaling", te.is_nvfp4_available),
+CLASSES = {  # TE's recipe, and its function that says whether this machine supports it
+    "delayed": ("DelayedScaling", "is_fp8_available"),
+    "current": ("Float8CurrentScaling", "is_fp8_available"),
+    "block": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
+    "mxfp8": ("MXFP8BlockScaling", "is_mxfp8_available"),
+    "nvfp4": ("NVFP4BlockScaling", "is_nvfp4_available"),
 }
 RECIPES = ("none", *CLASSES)  # and custom:module.function
 FORMATS = {"delayed": "hybrid", "current": "hybrid", "block": "e4m3", "mxfp8": "e4m3"}  # TE's defaults
@@ -37,16 +35,20 @@ FORMATS = {"delayed": "hybrid", "current": "hybrid", "block": "e4m3", "mxfp8": "
 def describe():
     """Return the device and the FP8 implementation, in one line."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    if IS_REFERENCE:
-        return f"{device}, FP8 emulated by te_reference"
-    return f"{device}, Transformer Engine {TE_VERSION}" if HAS_TE else f"{device}, fast_kernels"
+    if ENGINE != "te":
+        return f"{device}, FP8 " + ("emulated by te_reference" if IS_REFERENCE else "by fast_kernels")
+    return f"{device}, Transformer Engine {TE_VERSION}"
 
 
 def unsupported_reason(name):
     """Return TE's reason why this machine does not support the recipe, "" if it does."""
+    if name == "none" or name == "delayed" and ENGINE == "fast":
+        return ""
+    if ENGINE == "fast":
+        return "fast_kernels has delayed scaling only; Transformer Engine has the others."
     if name.startswith("custom:"):
         return "te_reference does not emulate the quantizers of a custom recipe." if IS_REFERENCE else ""
-    available, reason = (True, "") if name == "none" else CLASSES[name][1](return_reason=True)
+    available, reason = getattr(te, CLASSES[name][1])(return_reason=True)
     return "" if available else reason
 
 
@@ -120,19 +122,6 @@ def check_shapes(model_config, micro_batch_size, seq_len, name):
 
 # ---------------------------------------------------------------- the state of delayed scaling
 
-def _scaling_states(model):
-    """Yield (name, state) per module and direction, with state.scale (n,) and state.amax_history (length, n).
-
-    Only of modules with weights: TE has a state for attention too, which runs in high precision here.
-    """
-    for module_name, module in model.named_modules():
-        if any(True for _ in module.parameters(recurse=False)):
-            for key in ("scaling_fwd", "scaling_bwd"):
-                state = getattr(module, "fp8_meta", {}).get(key)
-                if getattr(state, "amax_history", None) is not None:  # None in a custom recipe
-                    yield f"{module_name}.{key}", state
-
-
 def uses_delayed_scaling(model):
     """Return whether the model trains in FP8 with delayed scaling."""
     recipe = getattr(model, "fp8_recipe", None)
@@ -141,7 +130,7 @@ def uses_delayed_scaling(model):
 
 def is_fresh(model):
     """Return whether delayed scaling has set no scale yet: there is no state, or every scale is 1."""
-    return all(bool((scaling.scale == 1).all()) for _, scaling in _scaling_states(model))
+    return all(bool((value == 1).all()) for name, value in _state(model).items() if name.endswith(".scale"))
 
 
 def find_first_scales(model, batches, divisor):
@@ -159,16 +148,19 @@ def find_first_scales(model, batches, divisor):
         model.zero_grad(set_to_none=True)
 
 
+def _state(model):
+    """Return the FP8 state itself; see `get_state`."""
+    state = {}
+    save_fp8_state(model, state)
+    return state
+
+
 def get_state(model):
     """Return copies of the FP8 state, in float32; empty if delayed scaling has not run.
 
     Keys: "<module>.scaling_fwd.scale" (n,), "<module>.scaling_fwd.amax_history" (length, n), and scaling_bwd.
     """
-    state = {}
-    for name, scaling in _scaling_states(model):
-        state[f"{name}.scale"] = scaling.scale.detach().clone()
-        state[f"{name}.amax_history"] = scaling.amax_history.detach().clone()
-    return state
+    return {name: value.detach().clone() for name, value in _state(model).items()}
 
 
 def set_state(model, state):
@@ -178,28 +170,14 @@ def set_state(model, state):
     """
     if not uses_delayed_scaling(model):
         return
-    modules = dict(model.named_modules())
-    for module_name in sorted({key.rsplit(".scaling_", 1)[0] for key in state}):
-        module = modules.get(module_name)
-        if not hasattr(module, "init_fp8_meta_tensors"):
-            raise ValueError(f"FP8 state of {module_name}: this model has no such module; resume with the "
-                             "model that saved it")
-        module.fp8_meta["num_gemms"] = 2 if hasattr(module, "fc1_weight") else 1
-        module.fp8_meta["recipe"] = model.fp8_recipe
-        module.init_fp8_meta_tensors(model.fp8_recipe)
-    for name, scaling in _scaling_states(model):
-        scale, history = state.get(f"{name}.scale"), state.get(f"{name}.amax_history")
-        if scale is None or history is None:
-            continue
-        if not scale.shape == history.shape[1:] == scaling.scale.shape or not len(history):
-            raise ValueError(f"FP8 state of {name}: scales of shape {tuple(scale.shape)} do not fit this "
-                             f"model's {tuple(scaling.scale.shape)}; resume with the model that saved it")
-        scaling.scale.copy_(scale)
-        scaling.amax_history.zero_()
-        scaling.amax_history[0] = history[0]  # of the current step; of the other rows the last is the newest
-        kept = min(len(history), len(scaling.amax_history)) - 1
-        if kept:
-            scaling.amax_history[-kept:] = history[-kept:]
+    foreign = dict(state)
+    try:
+        load_fp8_state(model, foreign)  # takes what it sets
+    except (RuntimeError, IndexError, TypeError) as error:  # other shapes, or a tensor is missing
+        raise ValueError(f"FP8 state of other shapes: {error}; resume with the model that saved it") from None
+    for name in foreign.keys() & state.keys():
+        raise ValueError(f"FP8 state of {name}: this model has no such module; resume with the model that "
+                         "saved it")
 
 
 def kept_state(model) -> list:
@@ -223,9 +201,8 @@ def preserved_state(model):
     try:
         yield
     finally:
-        for name, scaling in _scaling_states(model):
-            scaling.scale.copy_(before.get(f"{name}.scale", torch.ones(())))
-            scaling.amax_history.copy_(before.get(f"{name}.amax_history", torch.zeros(())))
+        for name, value in _state(model).items():
+            value.copy_(before.get(name, torch.ones(()) if name.endswith(".scale") else torch.zeros(())))
 
 
 def is_stored_in_fp8(parameter):

@@ -18,7 +18,7 @@ if " " in tempfile.gettempdir():  # tests write commands as one text, with paths
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
-    os.environ["NANOTE_REFERENCE"] = "1"  # for subprocesses, too
+    os.environ["NANOTE_ENGINE"] = "reference"  # for subprocesses, too
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 

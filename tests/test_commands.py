@@ -110,7 +110,7 @@ def test_an_unknown_option_is_explained(world, monkeypatch, capsys, script, argu
 # ---------------------------------------------------------------- processes
 
 def start(arguments: str, cwd, **options) -> subprocess.Popen:
-    environment = os.environ | {"NANOTE_REFERENCE": "1", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"NANOTE_ENGINE": "reference", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, ROOT / "train.py", *arguments.split()], cwd=cwd, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, **options)
 

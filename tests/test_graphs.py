@@ -4,7 +4,7 @@ import copy
 import pytest
 import torch
 
-from nanote import models, recipes
+from nanote import memory, models, recipes
 from nanote.config import TrainConfig
 from nanote.ddp import Gradients, make_gradients
 from nanote.graphs import CudaGraph
@@ -140,7 +140,7 @@ def test_a_setting_changed_after_capture_is_harmless():
     training = Training(model="optimized")
     expected = trained(Training(model="optimized"))
     found = trained(training, 4)
-    training.model.config.loss_chunks = 2
+    memory.chunk_loss(training.model, 2)
     with torch.no_grad(), recipes.preserved_state(training.model):
         training.model(*batch())
     found += [figure for number in range(4, 8) for figure in training.step(number)]

@@ -21,7 +21,8 @@ def test_layouts_are_timed_beside_one_process_and_nanogpt(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT,
                *"--layouts ddp nanogpt --shapes 124m-b16 --recipes none --steps 4 --nanogpt .".split(),
                "--json", "rows.json"]
-    variables = os.environ | {"NANOTE_REFERENCE": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    variables = os.environ | {
+        "NANOTE_ENGINE": "reference", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     other, ours = json.loads((tmp_path / "rows.json").read_text())

@@ -177,7 +177,7 @@ def test_other_recipes_ignore_the_state_of_delayed_scaling():
 
 @pytest.mark.parametrize("damage", [
     {"blocks.7.attn.qkv.scaling_fwd.scale": (3,)}, {"lm_head.scaling_fwd.scale": (4,)},
-    {"lm_head.scaling_fwd.amax_history": (8, 2)}, {"lm_head.scaling_fwd.amax_history": (0, 3)}])
+    {"lm_head.scaling_fwd.amax_history": (8, 2)}])
 def test_a_state_of_another_model_is_one_line(damage):
     model = make()
     step(model)
@@ -280,10 +280,7 @@ def test_skipped_blocks_keep_weights_in_high_precision():
     assert [hasattr(block.attn.qkv.weight, "fp8_owner") for block in model.blocks] == [True, True, False]
 
 
-@pytest.mark.parametrize("name", models.MODELS)
-@pytest.mark.parametrize("skips, words", [
-    ((-1, 0), "fp8_skip_first=-1: must be from 0 to n_layer=3"), ((0, 4), "fp8_skip_last=4"),
-    ((2, 2), "fp8_skip_first=2: with fp8_skip_last=2 .*; 1 works")])
-def test_skips_out_of_range(name, skips, words):
-    with pytest.raises(ValueError, match=words):
-        make(name, fp8_skip_first=skips[0], fp8_skip_last=skips[1])
+@pytest.mark.parametrize("skips", [(4, 0), (0, 4), (2, 2)])
+def test_more_skipped_blocks_than_there_are_skip_all(skips):
+    config = make(fp8_skip_first=skips[0], fp8_skip_last=skips[1]).config
+    assert not any(config.in_fp8(layer) for layer in range(config.n_layer))

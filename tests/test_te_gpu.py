@@ -194,9 +194,9 @@ with torch.no_grad():
 
 
 def run(*arguments, reference=False):
-    environment = {k: v for k, v in os.environ.items() if k != "NANOTE_REFERENCE"}
+    environment = {k: v for k, v in os.environ.items() if k != "NANOTE_ENGINE"}
     if reference:
-        environment["NANOTE_REFERENCE"] = "1"
+        environment["NANOTE_ENGINE"] = "reference"
     done = subprocess.run(
         [sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

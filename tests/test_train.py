@@ -200,7 +200,7 @@ def test_training_needs_no_triton_and_no_kernels(tokens):
         sys.modules["triton"] = sys.modules["fast_kernels"] = None
         import train
         sys.exit(train.run({f"{SHORT} --max-steps 1 --out-dir run --data {tokens}".split()}))"""
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"NANOTE_REFERENCE": "1"})
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"NANOTE_ENGINE": "reference"})
     assert done.returncode == 0 and len(metrics("run")) == 1
 
 

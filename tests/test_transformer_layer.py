@@ -66,7 +66,7 @@ def test_transformer_layer_has_tes_defaults_and_refuses_the_rest():
     q = torch.randn(32, 2, 4, 16)
     expected = apply_rope(q.transpose(0, 1), *rope_tables(torch.arange(32), 16, 1e4)).transpose(0, 1)
     torch.testing.assert_close(layer._rotate(q, angles), expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(NotImplementedError, match="layer_type='decoder'"):
+    with pytest.raises(ValueError, match="layer_type='decoder'"):
         ref.TransformerLayer(64, 128, 4, layer_type="decoder")
     with pytest.raises(RuntimeError, match="Splitting QuantizedTensor"), ref.quantized_model_init():
         ref.TransformerLayer(64, 128, 4)

@@ -1,0 +1,113 @@
+"""Save memory in training: keep activations on the host, compute the loss in chunks.
+
+Both are applied to a model from outside and change no result but for rounding. `make_model` calls them for
+--offload-activations and --loss-chunks:
+
+    offload_activations(model, 4)    # needs model.blocks
+    chunk_loss(model, 8)             # needs model.output(x, labels, is_first_microbatch)
+"""
+from functools import partial
+
+import torch
+
+from nanote.recipes import round_up, te
+
+
+def offload_activations(model, blocks) -> None:
+    """Keep what the first `blocks` blocks save for the backward pass in host memory.
+
+    The copies are Transformer Engine's. torch.autograd.graph.save_on_cpu would also copy weights, convert FP8
+    tensors to BF16, and make the GPU wait for each copy. TE counts the blocks of a training pass, so its
+    context is around each of them, and around none in evaluation.
+    """
+    n_layer = len(getattr(model, "blocks", ()))
+    if not blocks < n_layer or getattr(model.config, "gradient_checkpointing", False):
+        raise ValueError(f"--offload-activations {blocks}: must be less than the model's {n_layer} blocks, "
+                         "and 0 with --gradient-checkpointing; leave it out")
+    context, wait = te.get_cpu_offload_context(True, blocks, n_layer)
+
+    def enter(block, inputs):
+        if block.training and torch.is_grad_enabled():
+            context.__enter__()
+
+    def leave(block, inputs, output):
+        if block.training and torch.is_grad_enabled():
+            context.__exit__(None, None, None)
+            return wait(output)
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(enter)
+        block.register_forward_hook(leave)
+
+
+def chunk_loss(model, chunks) -> None:
+    """Compute `model.output` in `chunks` chunks of the tokens if labels are given.
+
+    Each chunk goes forward and at once backward, so that only one chunk of logits exists at a time and
+    nothing is computed twice. This takes memory for a gradient of the hidden states, and for the gradients of
+    the parameters in float32. To delayed scaling the chunks are one pass: their amax values meet in the same
+    row of the histories, and weights are quantized for the first chunk only.
+    """
+    if not hasattr(type(model), "output"):
+        raise ValueError(f"--loss-chunks {chunks}: {type(model).__name__} has no method output(x, labels, "
+                         "is_first_microbatch), as the model files have; leave it out")
+    model.output = partial(_chunked_output, model, type(model).output, chunks)
+
+
+@torch.compiler.disable  # it goes backward inside a forward pass
+def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=None, *others):
+    """Return output(model, x, labels, …): logits, or the loss, computed in chunks."""
+    if labels is None:
+        return output(model, x, labels, is_first_microbatch, *others)
+    is_tensor, labels, needs_grad = torch.is_tensor(x), labels.flatten(), torch.is_grad_enabled()
+    hidden = x.flatten(0, 1) if is_tensor else x.value()  # of the stream of model_te_fast
+    # FP8 GEMMs need multiples of 16 rows, MXFP8's of 32
+    rows = round_up((len(hidden) + chunks - 1) // chunks, 32)
+    count, total = (labels != -100).sum().clamp(min=1), 0.0
+    parameters, sums, d_hidden = None, [], []
+    for i, (chunk, y) in enumerate(zip(hidden.split(rows), labels.split(rows))):
+        # Evaluation leaves the FP8 weights of training as they are
+        first = i == 0 and is_first_microbatch is not False if needs_grad else None
+        chunk = chunk.detach().requires_grad_(needs_grad)
+        part = chunk[None] if is_tensor else type(x)(chunk)
+        loss = output(model, part, y[None], first) * ((y != -100).sum() / count)
+        if needs_grad:
+            if parameters is None:
+                parameters = _leaves(loss.grad_fn, chunk)
+                sums = [torch.zeros(p.shape, dtype=torch.float32, device=p.device) for p in parameters]
+            d_chunk, *gradients = torch.autograd.grad(loss, [chunk, *parameters])
+            d_hidden.append(d_chunk)
+            for sum_, gradient in zip(sums, gradients):
+                sum_.add_(gradient)
+        total = total + loss.detach()
+    if not needs_grad:
+        return total
+    gradients = [torch.cat(d_hidden), *(sum_.to(p.dtype) for sum_, p in zip(sums, parameters))]
+    return _WithGradients.apply(total, gradients, hidden, *parameters)
+
+
+def _leaves(node, excluded) -> list:
+    """Return the leaf tensors, other than `excluded`, that the graph of `node` has gradients for."""
+    found, seen, nodes = [], set(), [node]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        if getattr(node, "variable", excluded) is not excluded:
+            found.append(node.variable)
+    return found
+
+
+class _WithGradients(torch.autograd.Function):
+    """Return the loss; its gradients of the inputs are known already, and are only multiplied by its own."""
+
+    @staticmethod
+    def forward(ctx, loss, gradients, *inputs):
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        return None, None, *(gradient * d_loss for gradient in ctx.saved_tensors)
