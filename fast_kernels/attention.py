@@ -2,7 +2,7 @@
 
 Use `packed_attention` on the output of one QKV GEMM, in which each token has its query heads, then its key
 heads, then its value heads. The kernel is the first of these that supports the inputs: FlashAttention 4
-(Hopper, Blackwell: `pip install flash-attn-4`), cuDNN's (Hopper, Blackwell) and FlashAttention 2, both parts of
+(Hopper, Blackwell: `pip install flash-attn-4`), cuDNN's (Hopper, Blackwell) and FlashAttention 2, both in
 PyTorch, and SDPA (any machine, dtype and head size; not fast).
 
 - After a `split`, autograd concatenates the gradients of q, k and v, which takes a large part of attention's

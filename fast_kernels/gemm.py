@@ -173,7 +173,7 @@ def _check(operands, accumulation):
 def _run_torch(operands, accumulation, accumulate):
     """Run the GEMM with torch._scaled_mm, which takes the heuristic's first algorithm."""
     a, a_scale_inv, b, b_scale_inv, bias, out = operands
-    is_fused = bias is not None and out.dtype == torch.bfloat16 and not accumulate
+    is_fused = bias is not None and out.dtype == torch.bfloat16
     result = torch._scaled_mm(
         b, a.t(), b_scale_inv.view(1), a_scale_inv.view(1), bias if is_fused else None, out_dtype=out.dtype,
         use_fast_accum=accumulation == "fast")

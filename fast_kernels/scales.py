@@ -98,7 +98,7 @@ def _update_kernel(table_ptr, numerator, IS_MAX: tl.constexpr, ROWS: tl.constexp
         row = first + i
         pointers = history_ptr + row[:, None] * slots + j[None, :]
         values = tl.load(pointers, mask=(row < length)[:, None] & is_used[None, :], other=0.0)
-        largest = tl.maximum(largest, tl.max(tl.where(values == values, values, 0.0), 0))
+        largest = tl.maximum(largest, tl.max(values, 0))  # ignores NaN
         tl.debug_barrier()  # all rows are loaded before one is overwritten
         is_moved = (row > 1) & (row < length)
         tl.store(pointers - slots, values, mask=is_moved[:, None] & is_used[None, :])

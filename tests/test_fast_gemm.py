@@ -199,8 +199,9 @@ def test_operations_are_registered():
     fast_gemm.gemm(*operands)  # chooses the algorithm
     fast_gemm.gemm(*operands, out=torch.zeros(48, 64, device=DEVICE))
     ops, out = torch.ops.fast_kernels, torch.zeros(48, 64, device=DEVICE)
-    for op, arguments in ((ops.gemm, (*operands, "precise")), (ops.gemm_into, (*operands, "precise", out, True))):
-        torch.library.opcheck(op.default, arguments, test_utils=OPCHECKS, atol=1e-2, rtol=1e-2)
+    for op, more in ((ops.gemm, ()), (ops.gemm_into, (out, True))):
+        torch.library.opcheck(
+            op.default, (*operands, "precise", *more), test_utils=OPCHECKS, atol=1e-2, rtol=1e-2)
     graph = torch.compile(
         lambda out: (fast_gemm.gemm(*operands), fast_gemm.gemm(*operands, out=out)), fullgraph=True,
         backend="aot_eager")
@@ -229,7 +230,7 @@ def shifted(x, elements):
     (dict(a=lambda x: x.T.contiguous().T), "call .contiguous()"),
     (dict(out=lambda x: x.half()), "out must be"), (dict(accumulation=lambda x: "exact"), "precise, fast or"),
     (dict(a_scale_inv=lambda x: x.double()), "must be torch.float32, one element"),
-    (dict(a=lambda x: x[:40], bias=lambda x: x[:40], out=lambda x: x[:, :40].contiguous()), "multiples of 16")])
+    (dict(a=lambda x: x[:40], bias=lambda x: x[:40], out=lambda x: x[:, :40].contiguous()), "with zeros")])
 def test_invalid_arguments_raise(change, message):
     """Also after a call of the same shape, whose checks are remembered."""
     operands, _ = make(64, 96, 48, with_bias=True)

@@ -105,9 +105,10 @@ def test_invalid_arguments_raise(scale, history, options, message):
 @pytest.mark.gpu
 def test_in_a_cuda_graph():
     states = make_states(LENGTHS)
+    others = make_states([7])
     with pytest.raises(RuntimeError, match="run the function once before the capture"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            scales.update(make_states([7])[:1], 448.0)
+            scales.update(others, 448.0)
     scales.update(states, 448.0)
     graph, kept = torch.cuda.CUDAGraph(), library.kept_tensors()
     with torch.cuda.graph(graph):
