@@ -150,8 +150,9 @@ def _setup_context(ctx, inputs, output):
 
 
 def _differentiate(ctx, dout, *_):
-    dqkv, dq_weight, dk_weight = _attention_backward(dout.contiguous(), *ctx.saved_tensors, *ctx.options)
-    has_weights = ctx.saved_tensors[6] is not None
+    saved = ctx.saved_tensors  # read once: under checkpointing a second read fails
+    dqkv, dq_weight, dk_weight = _attention_backward(dout.contiguous(), *saved, *ctx.options)
+    has_weights = saved[6] is not None
     return dqkv, None, None, *((dq_weight, dk_weight) if has_weights else (None, None)), *[None] * 5
 
 
