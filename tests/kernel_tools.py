@@ -11,6 +11,7 @@ import triton.language as tl  # noqa: E402
 
 from fast_kernels import cast_kernels  # noqa: E402
 from fast_kernels import casts as fast_casts  # noqa: E402
+from fast_kernels import scales as fast_scales  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -132,3 +133,41 @@ def _instructions(monkeypatch):
         sizes = fast_casts._norm_backward_sizes  # several rows per program, not the same number for all
         monkeypatch.setattr(
             fast_casts, "_norm_backward_sizes", lambda rows, columns: (min(rows, 3), sizes(rows, columns)[1]))
+
+
+@pytest.fixture(autouse=True)
+def _plain_casts(monkeypatch):
+    """On a CPU run casts by their plain PyTorch versions: the interpreter takes seconds for each layer, and
+    the kernels have their own tests."""
+    if HAS_GPU:
+        return
+
+    def in_bf16(*tensors):
+        return [None if x is None else x.bfloat16() if x.dtype == torch.float64 else x for x in tensors]
+
+    def norm(*arguments):
+        residual, quantized, mean, rstd = fast_casts.norm_reference(*arguments)
+        return residual, quantized, None if mean is None else mean.float(), rstd.float()
+
+    def norm_backward(*arguments, **options):
+        dx, quantized, *sums = fast_casts.norm_backward_reference(*arguments, **options)
+        return dx, quantized, *in_bf16(*sums)
+
+    def activate_backward(*arguments):
+        quantized, dbias = fast_casts.activate_backward_reference(*arguments)
+        return quantized, *in_bf16(dbias)
+
+    def cast(x, scale, amax, fp8, with_dbias=False, out=None):
+        quantized = fast_casts.quantize_reference(x, scale, amax, fp8)
+        for written, tensor in zip(out or (), quantized):
+            written.copy_(tensor)
+        return out or quantized, x.double().sum(0).bfloat16() if with_dbias else None
+
+    def cast_all(table):
+        for x, *out, scale, amax in zip(*table):
+            cast(x, scale, amax, out[0].dtype, out=out)
+
+    for function in (norm, norm_backward, activate_backward, cast, cast_all):
+        monkeypatch.setattr(fast_casts, function.__name__, function)
+    monkeypatch.setattr(fast_casts, "activate", fast_casts.activate_reference)
+    monkeypatch.setattr(fast_scales, "update", fast_scales.update_reference)
