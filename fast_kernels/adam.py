@@ -24,6 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fast_kernels.library import ceil_div
+
 # The largest beta with which a BF16 moment can decrease: a change of less than half of its last bit rounds
 # back to the old value.
 LARGEST_BF16_BETA = 1 - torch.finfo(torch.bfloat16).eps / 2
@@ -270,7 +272,7 @@ class FastAdam(torch.optim.Optimizer):
 
     def _make_chunks(self, parameters):
         """Return `_Tables.chunks`, on the host."""
-        counts = [triton.cdiv(self.peers.part(p)[1], CHUNK) for p in parameters]
+        counts = [ceil_div(self.peers.part(p)[1], CHUNK) for p in parameters]
         chunks = [[number, chunk] for number, count in enumerate(counts) for chunk in range(count)]
         return torch.tensor(chunks, dtype=torch.int32).view(-1, 2)
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from fast_kernels.library import is_fake, is_tracing, operation
+from fast_kernels.library import ceil_div, is_fake, is_tracing, next_power_of_2, operation
 
 try:
     from flash_attn.cute.interface import _flash_attn_bwd as fa4_backward
@@ -335,9 +335,9 @@ def _norm_rope(qkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
     qk = qkv.new_empty(batch, length, qk_heads, dim)
     if is_fake(qkv):
         return qk
-    half = triton.next_power_of_2(dim // 2)
+    half = next_power_of_2(dim // 2)
     rows, tile_rows = batch * length * qk_heads, max(TILE // half, 1)
-    _norm_rope_kernel[(triton.cdiv(rows, tile_rows),)](
+    _norm_rope_kernel[(ceil_div(rows, tile_rows),)](
         qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_head, qk_heads, qkv.stride(1), eps,
         D=dim, HALF=half, ROWS=tile_rows, NORM=q_weight is not None, ROPE=cos is not None,
     )
@@ -353,9 +353,9 @@ def _norm_rope_backward(qkv, dqkv, n_head, qk_heads, cos, sin, q_weight, k_weigh
     if is_fake(qkv):
         return dweights
     positions = cos.numel() // (dim // 2) if cos is not None else length
-    half = triton.next_power_of_2(dim // 2)
+    half = next_power_of_2(dim // 2)
     rows, tile_rows = batch * length * qk_heads, max(TILE // half, 1)
-    programs = min(triton.cdiv(rows, tile_rows), PROGRAMS)
+    programs = min(ceil_div(rows, tile_rows), PROGRAMS)
     partial_sums = None
     if q_weight is not None:
         partial_sums = qkv.new_empty(programs, 2, dim, dtype=torch.float32)

@@ -32,11 +32,10 @@ of an input whose rows hold gate, then up; ReLU² (So et al. 2021).
 
 import torch
 import torch.nn.functional as F
-import triton
 import triton.language as tl
 
 from fast_kernels import cast_kernels as kernels
-from fast_kernels.library import check_aligned, device_tables, is_fake, operation
+from fast_kernels.library import ceil_div, check_aligned, device_tables, is_fake, next_power_of_2, operation
 
 # A program's tile: 16-byte accesses in both layouts, 32 or 64 values per thread. These sizes and those of
 # `_norm_sizes` are the fastest of those tried on an H200.
@@ -380,7 +379,7 @@ def _cast_all(*tensors):
 def reduce_rows(x, dtype, out=None):
     """Sum x (P, …) float32 over its first dimension; return (…) in `dtype`, in `out` if given."""
     total = torch.empty(x.shape[1:], dtype=dtype, device=x.device) if out is None else out
-    kernels._reduce_rows_kernel[(triton.cdiv(total.numel(), 16),)](
+    kernels._reduce_rows_kernel[(ceil_div(total.numel(), 16),)](
         x, total, x.shape[0], total.numel(), ROWS=256, COLUMNS=16, num_warps=8)
     return total
 
@@ -417,7 +416,7 @@ def _find_problem(x, max_columns):
     if not x.is_contiguous():
         return "must be contiguous; call .contiguous()"
     if x.shape[0] % 16 or x.shape[1] % 16:
-        works = tuple(triton.cdiv(size, 16) * 16 for size in x.shape)
+        works = tuple(ceil_div(size, 16) * 16 for size in x.shape)
         return f"rows and columns must be multiples of 16; {works} works"
     if max_columns and x.shape[1] > max_columns:
         return f"a norm takes at most {max_columns} columns; wider models need Transformer Engine's modules"
@@ -457,14 +456,14 @@ def check_activation(name, activation, x, bias):
     check_input(f"{name}: x", x)
     if activation in GATED and x.shape[1] % 32:
         raise ValueError(f"{name}: x {tuple(x.shape)}: {activation} needs columns in multiples of 32; "
-                         f"{triton.cdiv(x.shape[1], 32) * 32} works")
+                         f"{ceil_div(x.shape[1], 32) * 32} works")
     check_vectors(name, x.shape[1], bias=bias)
 
 
 def _count_tiles(sizes, rows, columns):
     """Return how many rows of tiles cover a matrix, and how many tiles."""
-    tile_rows = triton.cdiv(rows, sizes["ROWS"])
-    return tile_rows, tile_rows * triton.cdiv(columns, sizes["COLUMNS"])
+    tile_rows = ceil_div(rows, sizes["ROWS"])
+    return tile_rows, tile_rows * ceil_div(columns, sizes["COLUMNS"])
 
 
 def _fits(sizes, rows, columns):
@@ -476,7 +475,7 @@ def _norm_sizes(rows, columns):
     """Return launch parameters of the norm: ROWS rows per program, STAGES - 1 of them prefetched.
 
     ROWS divides `rows`, a multiple of 16: the kernel has no partial last program."""
-    width = triton.next_power_of_2(columns)
+    width = next_power_of_2(columns)
     if rows < 8192:
         rows_per_program = 4
     else:
@@ -488,7 +487,7 @@ def _norm_sizes(rows, columns):
 def _norm_backward_sizes(rows, columns):
     """Return (programs, launch parameters) of the norm's backward kernel, a persistent kernel that strides
     over the rows."""
-    width = triton.next_power_of_2(columns)
+    width = next_power_of_2(columns)
     warps = min(16, max(1, width // 256))
     stages = 4 if width <= 8192 else 2  # one stage is 96 KiB of shared memory at width 16,384
     if width == 4096:

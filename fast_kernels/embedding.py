@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from fast_kernels.library import is_fake, operation
+from fast_kernels.library import ceil_div, is_fake, operation
 
 CHUNK = 32  # tokens per program
 COLUMNS = 256  # columns per program: 8 per thread, 16 bytes
@@ -100,7 +100,7 @@ def _embed(tokens, weight, positions, position_weight):
     out = torch.empty((*tokens.shape, columns), dtype=weight.dtype, device=weight.device)
     if is_fake(out):
         return out
-    _embed_kernel[tokens.numel(), triton.cdiv(columns, 4 * COLUMNS)](
+    _embed_kernel[tokens.numel(), ceil_div(columns, 4 * COLUMNS)](
         tokens, weight, positions, position_weight, out, len(weight), len(position_weight), positions.numel(),
         columns, COLUMNS=4 * COLUMNS, num_warps=4,
     )
@@ -154,9 +154,9 @@ def _launch_sum(indices, dy, out):
         return
     count, columns = dy.shape
     indices, order = indices.to(torch.int32).sort(stable=True)  # int32 needs half as many passes as int64
-    chunks = triton.cdiv(count, CHUNK)
+    chunks = ceil_div(count, CHUNK)
     partial_sums = torch.empty((chunks, 2, columns), dtype=torch.float32, device=dy.device)
-    grid, sizes = (chunks, triton.cdiv(columns, COLUMNS)), dict(CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1)
+    grid, sizes = (chunks, ceil_div(columns, COLUMNS)), dict(CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=1)
     _sum_by_index_kernel[grid](dy, indices, order, out, partial_sums, len(out), count, columns, **sizes)
     _join_index_sums_kernel[grid](indices, out, partial_sums, len(out), count, columns, **sizes)
 
@@ -171,7 +171,7 @@ def sum_over_batch(dy, positions, num_positions):
     out = torch.zeros((num_positions, columns), dtype=dy.dtype, device=dy.device)
     if is_fake(out):
         return out
-    _sum_over_batch_kernel[length, triton.cdiv(columns, COLUMNS)](
+    _sum_over_batch_kernel[length, ceil_div(columns, COLUMNS)](
         dy, positions, out, batch, columns, num_positions, COLUMNS=COLUMNS, num_warps=1)
     return out
 

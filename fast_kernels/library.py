@@ -22,6 +22,16 @@ LIBRARY = torch.library.Library("fast_kernels", "DEF")
 MAX_TABLES = 256
 
 
+def ceil_div(a, b):
+    """Return a / b, rounded up. (triton.cdiv takes 6 us on the host, since kernels can call it, too.)"""
+    return (a + b - 1) // b
+
+
+def next_power_of_2(n):
+    """Return the smallest power of 2 that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
 def is_tracing():
     """Return whether a tracer or another dispatch mode must see each operation."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0

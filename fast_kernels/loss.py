@@ -29,7 +29,7 @@ import triton.language as tl
 from fast_kernels import cast_kernels as kernels
 from fast_kernels import casts
 from fast_kernels.fp8 import Float8Tensor
-from fast_kernels.library import is_fake, is_tracing, operation
+from fast_kernels.library import ceil_div, is_fake, is_tracing, operation
 
 # Launch parameters: 16 logits per thread, two 16-byte loads in BF16; for FP8 a tile with 32 logits per
 # thread. The fastest of those tried on an H200.
@@ -152,7 +152,7 @@ def overwrite_with_gradient(logits, *arguments):
 def _launch_backward(logits, out, labels, lse, factor, label_smoothing, softcap):
     rows, vocab_size = logits.shape
     if not is_fake(logits):
-        _backward_kernel[(rows * triton.cdiv(vocab_size, BACKWARD["BLOCK"]),)](
+        _backward_kernel[(rows * ceil_div(vocab_size, BACKWARD["BLOCK"]),)](
             logits, out, labels, lse, factor, vocab_size, label_smoothing or None, softcap, **BACKWARD)
 
 
@@ -167,7 +167,7 @@ def cast_gradient(
     out = casts.allocate_fp8(logits, rows, vocab_size, fp8)
     if is_fake(logits):
         return out
-    tiles = triton.cdiv(rows, BACKWARD_FP8["ROWS"]) * triton.cdiv(vocab_size, BACKWARD_FP8["COLUMNS"])
+    tiles = ceil_div(rows, BACKWARD_FP8["ROWS"]) * ceil_div(vocab_size, BACKWARD_FP8["COLUMNS"])
     _backward_fp8_kernel[(tiles,)](
         logits, labels, lse, factor, scale, amax, *out, rows, vocab_size, label_smoothing or None, softcap,
         STOCHASTIC=is_stochastic, **BACKWARD_FP8)

@@ -23,14 +23,6 @@ DOCUMENTS = torch.tensor([0, 4, 5, 11, 22, 22], dtype=torch.int32, device=DEVICE
 ROUNDING = 1e-5  # float32 rounding error of these small shapes
 
 
-def reference(
-    qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=None, eps=EPS, cu_seqlens=None, window=None
-):
-    """The reference beside the operation, whose mask and softmax are checked against explicit ones."""
-    return packed_attention_reference(
-        qkv, n_head, n_kv_head, rope, q_weight, k_weight, eps, cu_seqlens, window)
-
-
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize("starts", [None, [0, 5, 6, 22, 24, 40, 48, 48], [0, 30, 48]])  # one crosses the row
 def test_reference_is_softmax_attention(starts, window):
@@ -72,7 +64,7 @@ def double(x):
 def errors(n_head, n_kv_head, inputs, **options):
     """Return ||ours - reference|| / ||reference|| of the output and of each gradient."""
     ours = run(packed_attention, n_head, n_kv_head, *inputs, **options)
-    exact = run(reference, n_head, n_kv_head, *map(double, inputs), **options)
+    exact = run(packed_attention_reference, n_head, n_kv_head, *map(double, inputs), **options)
     assert all(x.dtype == inputs[0].dtype and x.shape == y.shape for x, y in zip(ours, exact))
     return [float((x.double() - y).norm() / y.norm()) for x, y in zip(ours, exact)]
 
