@@ -183,8 +183,6 @@ class CustomGPT2Model(nn.Module):
             self.lm_head.weight = self.wte.weight
         self.register_state_dict_post_hook(save_fp8_state)
         self.register_load_state_dict_pre_hook(load_fp8_state)
-        for module in self.modules():  # of TE's attention: needless then, and local functions do not pickle
-            module._load_state_dict_post_hooks.clear()
 
     def forward(self, input_ids, labels=None, is_first_microbatch=None):
         """Return logits, or the loss if labels are given.

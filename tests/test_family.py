@@ -322,8 +322,11 @@ def test_histories_of_another_length_keep_the_newest_rows():
     model = make("optimized", use_fp8=True)
     model.fp8_recipe = DelayedScaling(amax_history_len=8)
     step(model, 5)
-    key = "blocks.0.mlp.scaling_bwd.amax_history"
+    with torch.no_grad():
+        model(tokens())  # stays in row 0
+    key = "blocks.0.mlp.scaling_fwd.amax_history"
     saved = model.state_dict()[key]
+    assert saved[0].any()
     for length in (3, 12):
         other = make("optimized", use_fp8=True)
         other.fp8_recipe = DelayedScaling(amax_history_len=length)
