@@ -13,6 +13,14 @@ import torch
 from nanote.recipes import round_up, te
 
 
+def save_memory(model, offloaded_blocks: int, loss_chunks: int) -> None:
+    """Apply --offload-activations and --loss-chunks to a model."""
+    if offloaded_blocks:
+        offload_activations(model, offloaded_blocks)
+    if loss_chunks > 1:
+        chunk_loss(model, loss_chunks)
+
+
 def offload_activations(model, blocks) -> None:
     """Keep what the first `blocks` blocks save for the backward pass in host memory.
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from nanote import memory, recipes
+from nanote import recipes
 from nanote.config import PRESETS, TrainConfig, in_a_line
 
 MODELS = {  # --model: (module, model class, config class)
@@ -80,11 +80,11 @@ def make_model(config, device, dtype, recipe, saved=None):
     if recipe is not None:
         recipes.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
         model.fp8_recipe = recipe
-    if config.offload_activations:
-        memory.offload_activations(model, config.offload_activations)
-    if config.loss_chunks > 1:
-        memory.chunk_loss(model, config.loss_chunks)
-    model.choice = f"not model_te_fast: {reason}" if reason else ""
+    if config.offload_activations or config.loss_chunks > 1:
+        from nanote import memory
+
+        memory.save_memory(model, config.offload_activations, config.loss_chunks)
+    model.choice = f" (not model_te_fast: {reason})" if reason else ""
     return model
 
 
@@ -92,9 +92,10 @@ def pick_model(options: dict, device, dtype) -> tuple[str, str]:
     """Return the name of the model that --model means, and why "auto" is not the fast one."""
     if options["model"] != "auto":
         return options["model"], ""
+    if device.type != "cuda":
+        return "optimized", "there is no GPU"
     recipe, dtype_name = options["fp8_recipe"], str(dtype).removeprefix("torch.")
     reason = next((reason for reason, applies in {
-        "there is no GPU": device.type != "cuda",
         f"--fp8-recipe {recipe}": recipe not in ("delayed", "none"),
         f"weights in {dtype_name}": dtype != torch.bfloat16,
         "--compile": options["compile"],
@@ -115,8 +116,7 @@ def describe(model):
     """Return a line about a model of `make_model`: its class and size, which engine runs it, and why."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     engine = getattr(sys.modules[type(model).__module__], "te", recipes.te).__name__
-    reason = f" ({model.choice})" if model.choice else ""
-    return f"{type(model).__name__}, {parameters:,} parameters, on {engine.partition('.')[0]}{reason}"
+    return f"{type(model).__name__}, {parameters:,} parameters, on {engine.partition('.')[0]}{model.choice}"
 
 
 def check_first_pass(model, batch):

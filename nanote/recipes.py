@@ -21,6 +21,8 @@ IS_REFERENCE, HAS_TE = ENGINE == "reference", ENGINE == "te"
 TE_VERSION = importlib.import_module("transformer_engine").__version__ if HAS_TE else None
 recipes = importlib.import_module("transformer_engine.common.recipe") if HAS_TE else te
 
+DESCRIPTIONS = {"te": f"Transformer Engine {TE_VERSION}", "fast": "FP8 by fast_kernels",
+                "reference": "FP8 emulated by te_reference"}
 CLASSES = {  # TE's recipe, and its function that says whether this machine supports it
     "delayed": ("DelayedScaling", "is_fp8_available"),
     "current": ("Float8CurrentScaling", "is_fp8_available"),
@@ -35,19 +37,13 @@ FORMATS = {"delayed": "hybrid", "current": "hybrid", "block": "e4m3", "mxfp8": "
 def describe():
     """Return the device and the FP8 implementation, in one line."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    if ENGINE != "te":
-        return f"{device}, FP8 " + ("emulated by te_reference" if IS_REFERENCE else "by fast_kernels")
-    return f"{device}, Transformer Engine {TE_VERSION}"
+    return f"{device}, {DESCRIPTIONS[ENGINE]}"
 
 
 def unsupported_reason(name):
-    """Return TE's reason why this machine does not support the recipe, "" if it does."""
-    if name == "none" or name == "delayed" and ENGINE == "fast":
-        return ""
-    if ENGINE == "fast":
-        return "fast_kernels has delayed scaling only; Transformer Engine has the others."
-    if name.startswith("custom:"):
-        return "te_reference does not emulate the quantizers of a custom recipe." if IS_REFERENCE else ""
+    """Return the engine's reason why the recipe does not run on this machine, "" if it does."""
+    if name == "none" or name.startswith("custom:"):
+        return "" if name == "none" or HAS_TE else "only Transformer Engine runs a custom recipe's quantizers."
     available, reason = getattr(te, CLASSES[name][1])(return_reason=True)
     return "" if available else reason
 
