@@ -85,17 +85,18 @@ class AdvancedConfig:
         if self.n_inner is None:
             swiglu = self.activation == "swiglu"
             self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
-        multiples = [("vocab_size", 32)]
+        multiples = [("vocab_size", 32, "")]
         if self.head_dim is None:
-            multiples.append(("n_embd", self.n_head))
+            multiples.append(("n_embd", self.n_head, f" for n_head={self.n_head}"))
             self.head_dim = self.n_embd // self.n_head
         if self.use_rotary:
-            multiples.append(("head_dim", 2))
-        if self.use_fp8:  # its GEMMs need multiples of 16
-            multiples += [("n_embd", 16), ("n_inner", 16), ("head_dim", 16 // math.gcd(16, self.n_kv_head))]
-        for field, multiple in multiples:
+            multiples.append(("head_dim", 2, " for use_rotary"))
+        if self.use_fp8:
+            multiples += [("n_embd", 16, " in FP8"), ("n_inner", 16, " in FP8")]
+            multiples.append(("head_dim", 16 // math.gcd(16, self.n_kv_head), " in FP8"))
+        for field, multiple, reason in multiples:
             works = round_up(getattr(self, field), 128 if field == "vocab_size" else multiple)
-            rule = f"a multiple of {multiple}" + " in FP8" * self.use_fp8
+            rule = f"a multiple of {multiple}{reason}"
             self.check(field, getattr(self, field) % multiple == 0, rule, works)
         choices = {"activation": ["gelu", "swiglu"]}
         choices["n_kv_head"] = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]

@@ -75,13 +75,13 @@ class CustomConfig:
     def __post_init__(self):
         if self.n_inner is None:
             self.n_inner = 4 * self.n_embd
-        multiples = [("vocab_size", 32), ("n_embd", self.n_head)]
+        multiples = [("vocab_size", 32, ""), ("n_embd", self.n_head, f" for n_head={self.n_head}")]
         self.n_kv_head, self.head_dim = self.n_head, self.n_embd // self.n_head
-        if self.use_fp8:  # its GEMMs need multiples of 16
-            multiples += [("n_embd", 16), ("n_inner", 16)]
-        for field, multiple in multiples:
+        if self.use_fp8:
+            multiples += [("n_embd", 16, " in FP8"), ("n_inner", 16, " in FP8")]
+        for field, multiple, reason in multiples:
             works = round_up(getattr(self, field), 128 if field == "vocab_size" else multiple)
-            rule = f"a multiple of {multiple}" + " in FP8" * self.use_fp8
+            rule = f"a multiple of {multiple}{reason}"
             self.check(field, getattr(self, field) % multiple == 0, rule, works)
 
     def check(self, field, is_valid, rule, works):

@@ -140,7 +140,7 @@ def test_what_is_accepted_trains_and_what_is_refused_fails(recipe, shape):
 @pytest.mark.parametrize("shape, advice, advised", [
     ((3, 100, 64, 96), "--micro-batch-size 4 works", (4, 100, 64, 96)),
     ((2, 32, 40, 96), "; 48 works", (2, 32, 48, 96)),
-    ((2, 32, 64, 50257), "50257 → 50304", (2, 32, 64, 50304))])
+    ((2, 32, 64, 50257), "50304 works", (2, 32, 64, 50304))])
 def test_every_refusal_names_a_shape_that_trains(shape, advice, advised):
     assert advice in refusal("delayed", shape, True)
     assert not refusal("delayed", advised, True) and not failure("delayed", advised, True)

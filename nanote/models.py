@@ -32,12 +32,12 @@ from nanote.config import PRESETS, TrainConfig, in_a_line
 
 MODELS = {  # --model: (module, model class, config class)
     "optimized": ("model_te_optimized", "OptimizedGPT2Model", "OptimizedConfig"),
-    "fast": ("model_te_fast", "FastGPT2Model", "FastConfig"),
     "advanced": ("model_te_advanced", "AdvancedGPT2Model", "AdvancedConfig"),
     "fused": ("model_te_fused", "FusedGPT2Model", "FusedConfig"),
     "custom": ("model_te_custom", "CustomGPT2Model", "CustomConfig"),
     "te": ("model_te", "TEGPT2Model", "TEConfig"),
 }
+FAST = ("model_te_fast", "FastGPT2Model", "FastConfig")  # the network of optimized, for a Hopper GPU
 MAX_FAST_WIDTH = 16384  # of the norms of fast_kernels
 # Options that a model may lack, since they are fields of its config.
 OPTIONS = """n_layer n_head n_kv_head head_dim n_embd n_inner activation use_rmsnorm use_rotary rope_theta
@@ -92,7 +92,7 @@ def pick_model(options: dict, device, dtype) -> tuple[str, str]:
     """Return the name of the model that --model means, and why "auto" is not the fast one."""
     if options["model"] != "auto":
         return options["model"], ""
-    if device.type != "cuda":
+    if torch.device(device).type != "cuda":
         return "optimized", "there is no GPU"
     recipe, dtype_name = options["fp8_recipe"], str(dtype).removeprefix("torch.")
     reason = next((reason for reason, applies in {
@@ -200,9 +200,10 @@ def model_classes(name):
             raise ValueError(f"the model is {name}, and code is never taken from a checkpoint; pass "
                              f"--model {name} again")
         return _own_models[name]
-    if name not in ("auto", *MODELS):
-        raise ValueError(f"--model {name}: unknown; use auto, {', '.join(MODELS)}, or path/to/file.py:Class")
-    module_name, model_class, config_class = MODELS["optimized" if name == "auto" else name]
+    known = MODELS | {"auto": MODELS["optimized"], "fast": FAST}
+    if name not in known:
+        raise ValueError(f"--model {name}: unknown; use {', '.join(known)}, or path/to/file.py:Class")
+    module_name, model_class, config_class = known[name]
     module = importlib.import_module(module_name)
     return getattr(module, model_class), getattr(module, config_class)
 
