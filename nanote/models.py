@@ -115,8 +115,8 @@ def pick_model(options: dict, device, dtype) -> tuple[str, str]:
 def describe(model):
     """Return a line about a model of `make_model`: its class and size, which engine runs it, and why."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    engine = getattr(sys.modules[type(model).__module__], "te", recipes.te).__name__
-    return f"{type(model).__name__}, {parameters:,} parameters, on {engine.partition('.')[0]}{model.choice}"
+    engine = getattr(sys.modules[type(model).__module__], "te", recipes.te).__name__.partition(".")[0]
+    return f"{type(model).__name__}, {parameters:,} parameters, on {engine}{getattr(model, 'choice', '')}"
 
 
 def check_first_pass(model, batch):
