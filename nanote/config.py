@@ -159,7 +159,8 @@ NOT_GRAPHABLE = {  # options with which no CUDA graph of a step can be captured,
 OF_ONE_RUN = {"out_dir", "resume", "config", "eval_only", "profile"}  # another run or start has its own
 GONE = dict(  # options of earlier versions, with their defaults
     checkpoint_every=1, fast_kernels=True, fused_block=True, fused_loss=True, fp8_dgrad_fast_accum_k=3072,
-    hsdp_replicas=None, fp8_logits_rounding="nearest", max_skipped_steps=10, grad_accum_dtype="auto", grad_reduce_dtype="auto",
+    hsdp_replicas=None, fp8_logits_rounding="nearest", max_skipped_steps=10, grad_accum_dtype="auto",
+    grad_reduce_dtype="auto",
     eval_steps=None, background_saves=True, nsys=None, memory_snapshot=None, gc_interval=0,
     torch_deterministic=False, expandable_segments=False, beta1=0.9, beta2=0.95, reshard_after_forward=True)
 
