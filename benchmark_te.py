@@ -17,8 +17,8 @@ Arms:
 - bf16, fp8 exactly as train.py trains, on Hopper model_te_fast.py: without FP8, and with delayed scaling
             (HYBRID). Suffixes change it: -e4m3, -current, -block, -mxfp8, -nvfp4 (another format or recipe;
             the last two need Blackwell), -block-hybrid (E5M2 gradients), -fused, -te, -custom, -advanced
-            (another model file), -eager (no CUDA graph), -te_modules (model_te_optimized), -sdpa, -te_attention
-            (another attention), -libraries (that, and SDPA), -accum4 (micro-batches per step),
+            (another model file), -eager (no CUDA graph), -te_modules (model_te_optimized), -sdpa,
+            -te_attention (another attention), -libraries (that, and SDPA), -accum4 (micro-batches per step),
             -checkpointing (gradient checkpointing), -bf16_moments, -muon.
 
 The baseline, plain, stays in memory, and an arm's steps are timed in turns with its steps: `ratio_to_plain`

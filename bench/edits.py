@@ -56,7 +56,7 @@ def warm(name: str, config, device, batches):
     for _ in range(8):
         loss, norm = training(batches, 1e-5)
     if not (0 < loss.item() < LARGEST_LOSS and norm.isfinite()):
-        raise ValueError(f"{name}: loss {loss.item()}, norm {norm.item()} after the warm-up: nothing is timed")
+        raise ValueError(f"{name}: loss {loss.item()}, norm {norm.item()} after the warm-up: nothing timed")
     return lambda: training(batches, 1e-5)
 
 

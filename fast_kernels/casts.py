@@ -82,14 +82,15 @@ def _normed(x, mean, rstd):
 def norm_backward_reference(
     dy, residual, mean, rstd, weight, dresidual, quantization=None, with_dbranch_bias=False
 ):
-    """`norm_backward`, in float64."""
+    """`norm_backward`, in float64; dx is not rounded to BF16, but its FP8 tensor is of the rounded values."""
     dy, normed = dy.double(), _normed(residual.double(), mean, rstd)
     g = dy * weight
     along_mean = 0 if mean is None else g.mean(1, keepdim=True)
     dx = rstd[:, None] * (g - along_mean - normed * (g * normed).mean(1, keepdim=True))
-    dx = (dx if dresidual is None else dx + dresidual).bfloat16()
-    quantized = quantization and quantize_reference(dx, *quantization)
-    dbranch_bias = dx.double().sum(0) if with_dbranch_bias else None
+    dx = dx if dresidual is None else dx + dresidual
+    rounded = dx.bfloat16()
+    quantized = quantization and quantize_reference(rounded, *quantization)
+    dbranch_bias = rounded.double().sum(0) if with_dbranch_bias else None
     return dx, quantized, dbranch_bias, (dy * normed).sum(0), None if mean is None else dy.sum(0)
 
 

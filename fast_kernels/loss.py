@@ -231,7 +231,8 @@ def _gradient(x, label, lse, columns, factor, V, smoothing, softcap):
     if smoothing is None:
         gradient = tl.where(columns == label, p - 1.0, p) * factor
     else:
-        p -= smoothing / V
+        # div_rn: ptxas may fuse p - smoothing / V into one FMA, and did so in one of the two kernels
+        p -= tl.div_rn(smoothing, V.to(tl.float32))
         gradient = tl.where(columns == label, p - (1.0 - smoothing), p) * factor
     if softcap is not None:
         gradient *= 1.0 - (x / softcap) * (x / softcap)

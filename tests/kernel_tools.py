@@ -16,6 +16,22 @@ from fast_kernels import scales as fast_scales  # noqa: E402
 HAS_GPU = torch.cuda.is_available()
 
 
+def needs_memory(gib):
+    """Skip a test if the GPU, which other test processes may share, has too little free memory for it."""
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free < gib:
+        pytest.skip(f"needs {gib} GiB of GPU memory, and {free:.1f} GiB are free")
+
+
+@pytest.fixture(autouse=True)
+def _released_memory():
+    """Give the memory of a large test back to the GPU, for other test processes."""
+    yield
+    if HAS_GPU and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
+
+
 def _speed_up(interpreter):
     """Replace Triton's functions once per launch, and look up the dtype of each type once.
 
@@ -151,7 +167,7 @@ def _plain_casts(monkeypatch):
 
     def norm_backward(*arguments, **options):
         dx, quantized, *sums = fast_casts.norm_backward_reference(*arguments, **options)
-        return dx, quantized, *in_bf16(*sums)
+        return dx.bfloat16(), quantized, *in_bf16(*sums)
 
     def activate_backward(*arguments):
         quantized, dbias = fast_casts.activate_backward_reference(*arguments)

@@ -1,4 +1,4 @@
-"""examples/edits: each diff applies to a clean copy of its model file, trains in FP8 and does what it says."""
+"""examples/edits: each diff applies to a copy of its model file, trains in FP8 and does what it says."""
 
 import importlib.util
 import subprocess

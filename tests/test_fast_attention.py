@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 import model_te_optimized  # noqa: E402
 from fast_kernels import attention as fast_attention  # noqa: E402
 from fast_kernels.attention import packed_attention, packed_attention_reference  # noqa: E402
+from kernel_tools import _released_memory, needs_memory  # noqa: E402, F401
 from model_te_optimized import OptimizedConfig  # noqa: E402
 
 EPS = 1e-5
@@ -339,16 +340,28 @@ def test_windows_and_documents_on_a_gpu(installed, n_head, n_kv_head, dim, optio
 @pytest.mark.gpu
 def test_more_than_2_to_the_31_elements():
     """The last row of a batch equals that row without the others."""
-    inputs = [x if x is None or isinstance(x, tuple) else x[-1:] if x.dim() > 1 else x
-              for x in make_inputs(2, 2048, 12, 12, 64, True, True, torch.bfloat16)]
-    row, rope, q_weight, k_weight, dout = inputs
-    batch = 2**31 // row.numel() + 1
-    qkv = row.expand(batch, -1, -1).contiguous()
-    assert qkv.numel() > 2**31
-    ours = run(packed_attention, 12, 12, qkv, rope, q_weight, k_weight, dout.expand(batch, -1, -1))
-    alone = run(packed_attention, 12, 12, *inputs)
-    for x, y in zip(ours[:2], alone):
-        assert float((x[-1:] - y).norm() / y.norm()) < 5e-3
+    needs_memory(20)
+    row, (cos, sin), q_weight, k_weight, dout = make_inputs(
+        1, 2048, 12, 12, 64, True, True, torch.bfloat16)
+    batch, row = 2**31 // row.numel() + 1, row.view(1, 2048, 36, 64)
+
+    def attend(qkv, dout):
+        out = packed_attention(qkv.requires_grad_(), 12, 12)
+        return out.detach()[-1:], torch.autograd.grad(out, qkv, dout)[0][-1:]
+
+    def norm_rope(qkv, dout):  # its backward replaces the gradient that it is given, here a copy of qkv
+        dqkv, options = qkv.clone(), (12, 24, cos, sin, q_weight, k_weight, EPS)
+        fast_attention._norm_rope_backward(qkv, dqkv, *options)
+        return fast_attention._norm_rope(qkv, *options)[-1:], dqkv[-1:]
+
+    for function in (attend, norm_rope):
+        qkv = row.repeat(batch, 1, 1, 1)
+        assert qkv.numel() > 2**31
+        ours, alone = function(qkv, dout.expand(batch, -1, -1)), function(row.clone(), dout)
+        for x, y in zip(ours, alone):
+            assert float((x - y).norm() / y.norm()) < 5e-3
+        del qkv, ours
+        torch.cuda.empty_cache()
 
 
 @pytest.mark.gpu

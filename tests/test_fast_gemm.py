@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fast_kernels import gemm as fast_gemm
+from kernel_tools import _released_memory, needs_memory  # noqa: F401
 
 # without test_schema, which multiplies the inputs: PyTorch cannot in FP8
 OPCHECKS = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
@@ -60,7 +61,7 @@ def test_every_algorithm_is_correct(m, k, n, a_type, b_type, with_bias, accumula
         out = torch.full((n, m), float("nan"), device="cuda", dtype=torch.bfloat16)
         shape.run(algorithm, *operands, out)
         errors.append(error(out, exact))
-    # The error of rounding to BF16 is 0.17 %. Fast accumulation accumulate 0.3 % at K = 4,096.
+    # The error of rounding to BF16 is 0.17 %. Fast accumulation adds 0.3 % at K = 4,096.
     assert min(errors) < 2.5e-3 and max(errors) < (2.5e-3 if accumulation == "precise" else 6e-3), errors
 
 
@@ -151,6 +152,7 @@ def test_zeros_are_checked_a_limited_number_of_times(monkeypatch):
 @pytest.mark.gpu
 def test_timing_copies_no_operand():
     """With a vocabulary of 50,304, the FP8 gradient of 65,536 tokens' logits takes 3.3 GB."""
+    needs_memory(12)
     operands, _ = make(768, 16384, 50304, E4M3, E5M2)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -294,6 +296,7 @@ def test_on_a_device_that_is_not_the_current_one():
 @pytest.mark.gpu
 def test_more_than_2_to_the_31_elements():
     """The logits of 43,008 tokens with a vocabulary of 50,304."""
+    needs_memory(6)
     a = torch.randn(50304, 128, device="cuda").to(E4M3)
     b = torch.randn(43008, 128, device="cuda").to(E4M3)
     one = torch.ones(1, device="cuda")

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 import te_reference  # noqa: E402
 from fast_kernels import fused, modules  # noqa: E402
 from fast_kernels.fused import Branch, Stream  # noqa: E402
-from kernel_tools import HAS_GPU, _casts_that_round, _instructions, _plain_casts  # noqa: E402, F401
+from kernel_tools import HAS_GPU, _casts_that_round, _instructions, _plain_casts, _released_memory  # noqa: E402, F401
 from model_te_fast import FastConfig, FastGPT2Model  # noqa: E402
 from model_te_optimized import DelayedScaling, Format, OptimizedConfig, OptimizedGPT2Model  # noqa: E402
 
@@ -41,14 +41,14 @@ LARGE = {  # options, rows and length of a batch: 8,208 tokens are no multiple o
     "4096 wide": (WIDE | dict(n_embd=4096, n_head=32), (9, 912)),
     "4096 wide and modern": (
         MODERN | WIDE | dict(n_embd=4096, n_head=32, n_kv_head=8, n_inner=10928), (9, 912)),
-    "9216 wide": (WIDE | dict(n_embd=9216, n_head=72), (1, 1008)),
-    "16384 wide": (WIDE | dict(n_embd=16384, n_head=128), (1, 1008)),
+    "9216 wide": (WIDE | dict(n_embd=9216, n_head=16, head_dim=128, n_inner=4096), (1, 1008)),
+    "16384 wide": (WIDE | dict(n_embd=16384, n_head=16, head_dim=128, n_inner=4096), (1, 1008)),
     "16 wide": (dict(n_embd=16, n_head=1), (8, 16)),
     "heads of 16": (dict(n_embd=64, n_head=4, n_positions=64), (4, 64)),
     "heads of 256": (dict(n_embd=512, n_head=2, n_positions=64), (4, 64)),
     "12 heads, 1 key head": (dict(n_embd=768, n_head=12, n_kv_head=1, n_positions=128), (4, 128)),
     "one token a row": (dict(n_positions=1), (32, 1)),
-    "32768 tokens a row": (MODERN | dict(n_positions=32768), (1, 32768)),
+    "16384 tokens a row": (MODERN | dict(n_positions=16384), (1, 16384)),
     "262144 tokens in the vocabulary": (dict(vocab_size=262144), (4, 16)),
 }
 
