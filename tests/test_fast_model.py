@@ -47,7 +47,7 @@ LARGE = {  # options, rows and length of a batch: 8,208 tokens are no multiple o
     "heads of 16": (dict(n_embd=64, n_head=4, n_positions=64), (4, 64)),
     "heads of 256": (dict(n_embd=512, n_head=2, n_positions=64), (4, 64)),
     "12 heads, 1 key head": (dict(n_embd=768, n_head=12, n_kv_head=1, n_positions=128), (4, 128)),
-    "one token a row": (dict(n_positions=1), (32, 1)),
+    "one token a row": (dict(n_positions=1), (8192, 1)),
     "16384 tokens a row": (MODERN | dict(n_positions=16384), (1, 16384)),
     "262144 tokens in the vocabulary": (dict(vocab_size=262144), (4, 16)),
 }
