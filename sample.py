@@ -47,7 +47,7 @@ def load_model(options, device):
     meta = checkpoint.read_meta(folder)
     if options.model is not None:
         models.load_file(options.model)
-    name = options.model or meta["model"]
+    name = models.network(options.model or meta["model"])
     config = models.make_model_config(name, meta["model_config"] | {"use_fp8": False})
     tokenizer = get_tokenizer(options.tokenizer or meta["tokenizer"], config.vocab_size)
     if not same_tokenizer(tokenizer.name, meta["tokenizer"]):

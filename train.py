@@ -275,7 +275,7 @@ def run_meta(options: dict, model, loader, step: int, saved: dict) -> dict:
     kept = {"hf": saved["hf"]} if "hf" in saved else {}  # the source of an imported model
     return kept | {
         "config": options,
-        "model": options["model"],
+        "model": models.network(options["model"]),
         "model_config": asdict(model.config),
         "tokenizer": loader.meta["tokenizer"],
         "corpus": {name: loader.meta[name] for name in ("train_sha256", "val_sha256")},

@@ -101,6 +101,7 @@ def pick_model(options: dict, device, dtype) -> tuple[str, str]:
         "--compile": options["compile"],
         "--fp8-param": options["fp8_param"],
         "--attn-dropout": options["attn_dropout"] > 0,
+        "--fp8-health-interval": options["fp8_health_interval"] > 0,  # its hooks are of modules
         f"--attention {options['attention']}": options["attention"] in ("sdpa", "te"),
         "--offload-activations": options["offload_activations"] > 0,
         f"--n-embd {options['n_embd']}": options["n_embd"] > MAX_FAST_WIDTH,
@@ -191,6 +192,11 @@ def is_file(name):
 def takes_argument(model, argument):
     """Return whether the forward method of a model, or of a class of models, takes this argument."""
     return argument in inspect.signature(model.forward).parameters
+
+
+def network(name: str) -> str:
+    """Return the name of the model file that runs on any machine with the weights of model `name`."""
+    return "optimized" if name in ("auto", "fast") else name
 
 
 def model_classes(name):

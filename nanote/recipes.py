@@ -36,16 +36,15 @@ FORMATS = {"delayed": "hybrid", "current": "hybrid", "block": "e4m3", "mxfp8": "
 
 def describe():
     """Return the device and the FP8 implementation, in one line."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return f"{device}, {DESCRIPTIONS[ENGINE]}"
+    return f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}, {DESCRIPTIONS[ENGINE]}"
 
 
 def unsupported_reason(name):
     """Return the engine's reason why the recipe does not run on this machine, "" if it does."""
     if name == "none" or name.startswith("custom:"):
-        return "" if name == "none" or HAS_TE else "only Transformer Engine runs a custom recipe's quantizers."
-    available, reason = getattr(te, CLASSES[name][1])(return_reason=True)
-    return "" if available else reason
+        works = name == "none" or HAS_TE
+        return "" if works else "only Transformer Engine runs a custom recipe's quantizers."
+    return getattr(te, CLASSES[name][1])(return_reason=True)[1]  # "" if it runs
 
 
 def resolve_format(name, fp8_format="auto"):

@@ -88,7 +88,7 @@ def test_fp8_param_builds_weights_in_fp8():
 
 
 @pytest.mark.parametrize("options, message", [
-    (dict(model="none"), "--model none: unknown; use optimized, advanced, fused, custom, te, auto, fast, or path"),
+    (dict(model="none"), "--model none: unknown; use optimized, advanced, fused, custom, te, auto, fast, or"),
     (dict(model="te", pack_documents=True), "--pack-documents: forward of --model te has no argument cu_"),
     (dict(model="custom", use_qk_norm=True), "--use-qk-norm: the config of --model custom has no field use"),
     (dict(seq_len=31), "x --seq-len 31 = 248 tokens: FP8 recipe delayed needs a multiple of 16")])

@@ -71,7 +71,7 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
     sizes = {name: getattr(model_config, name) for name in ("n_kv_head", "head_dim", "n_inner")}
     config = dataclasses.replace(config, **sizes)
     model = build_imported(folder, config, model_config, hf.vocab_size)
-    meta = {"config": dataclasses.asdict(config), "model": config.model,
+    meta = {"config": dataclasses.asdict(config), "model": models.network(config.model),
             "model_config": dataclasses.asdict(model_config), "tokenizer": known.name,
             "hf": {"folder": str(folder), "vocab_size": hf.vocab_size}}
     with appearing(run, "importing") as unfinished:

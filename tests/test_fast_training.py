@@ -1,0 +1,68 @@
+"""60 steps of training with model_te_fast and with model_te_optimized end at the same weights, within what
+the order of sums changes."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from bench.step import Step, forget_models
+from nanote.config import TrainConfig
+
+pytestmark = pytest.mark.gpu
+SMALL = TrainConfig(
+    n_layer=4, n_head=4, n_embd=256, vocab_size=512, n_positions=128, seq_len=128, micro_batch_size=32,
+    lr=1e-3, fp8_amax_history_len=16)
+
+
+def make_batches():
+    """Tokens that can be learned: each row counts up from a random start in steps of 1 to 3."""
+    random = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        start, stride = torch.randint(512, (32, 1), generator=random), torch.randint(1, 4, (32, 1),
+                                                                                     generator=random)
+        tokens = ((start + stride * torch.arange(129)) % 512).to("cuda")
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def train(permuted=False, without=None, **options):
+    """Return the loss of the last step, and how far each parameter has moved. permuted: the rows of a batch
+    come in another order, so that only the order of sums differs; without: a parameter without gradient."""
+    forget_models()
+    batches = list(make_batches())
+    if permuted:
+        batches = [tuple(part.flip(0) for part in batch) for batch in batches]
+    step = Step(dataclasses.replace(SMALL, **options), torch.device("cuda"), batches[:1])
+    parameters = dict(step.model.named_parameters())
+    if without:
+        parameters[without].register_hook(torch.zeros_like)
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    for batch in batches:
+        loss, _ = step([batch], 1e-3)
+    return loss.item(), {name: (p.detach() - before[name]).double() for name, p in parameters.items()}
+
+
+def distances(moved, expected):
+    """Return {matrix: relative distance of two updates}."""
+    return {name: ((moved[name] - other).norm() / other.norm()).item()
+            for name, other in expected.items() if other.dim() > 1}
+
+
+@pytest.mark.parametrize("options", [{}, {"cuda_graph": "off"}, {"optimizer": "muon"}],
+                         ids=["adamw in a graph", "adamw eager", "muon"])
+def test_60_steps_end_where_the_optimized_model_ends(options):
+    loss, expected = train(model="optimized", **options)
+    noise = max(distances(train(model="optimized", permuted=True, **options)[1], expected).values())
+    bound = 1.5 * noise + 0.05
+    assert bound < 0.8  # a matrix that does not move at all is at 1
+    found, moved = train(model="fast", **options)
+    assert found == pytest.approx(loss, rel=0.1) and loss < 4.0  # from 6.2
+    too_far = {name: far for name, far in distances(moved, expected).items() if far > bound}
+    assert not too_far, f"bound {bound}"
+
+
+def test_a_block_without_a_gradient_is_noticed():
+    _, expected = train(model="optimized")
+    name = "blocks.1.mlp.fc2_weight"
+    _, moved = train(model="fast", cuda_graph="off", without=name)
+    assert distances(moved, expected)[name] > 0.8
