@@ -344,3 +344,16 @@ def test_what_it_cannot_do_is_one_line(call, error, message):
     with pytest.raises(error, match=message) as raised:
         call()
     assert "\n" not in str(raised.value)
+
+
+def test_a_gpu_that_it_never_ran_on_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA L4")
+    modules.unsupported_reason.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="only run on Hopper, not on NVIDIA L4; install Transformer Engine"):
+            with modules.autocast():
+                modules.Linear(32, 32, device="cpu")(torch.ones(32, 32))
+    finally:
+        modules.unsupported_reason.cache_clear()
