@@ -82,6 +82,8 @@ def _on_one_device(function, name):
     def launch(*args):
         index = None
         for tensor in args:
+            if isinstance(tensor, list) and tensor:  # of tensors on one device, which the function checks
+                tensor = tensor[0]
             if isinstance(tensor, torch.Tensor):
                 if index is None:
                     index = tensor.get_device()

@@ -13,7 +13,6 @@ bound by memory.
   registers and returns a `Float8Tensor`: 4 bytes moved per logit instead of 8. It rounds to BF16 first, as
   TE's path does, and raises the same amax, so that data, scales and training are bit for bit TE's.
 - Label smoothing and soft-capped logits (Gemma 2) are part of the same kernels.
-- No host synchronization: it can be captured in a CUDA graph.
 
 References: online softmax (Milakov and Gimelshein 2018); delayed scaling (Micikevicius et al. 2022, and TE's
 `DelayedScaling`); label smoothing (Szegedy et al. 2016).
@@ -58,10 +57,6 @@ def cross_entropy(logits, labels, quantization=None, label_smoothing=0.0, softca
             None, or under torch.compile: the gradient has the logits' dtype.
         label_smoothing: the share of the target that is spread over the vocabulary, as in F.cross_entropy.
         softcap: c, for the loss of c · tanh(logits / c); None: of the logits.
-
-    Raises:
-        ValueError: shapes, dtypes or options do not fit.
-        RuntimeError: in a second backward pass.
     """
     if not 0 <= label_smoothing <= 1 or softcap is not None and not softcap > 0:
         raise ValueError(f"label_smoothing={label_smoothing}, softcap={softcap}: must be in [0, 1], and "
@@ -173,9 +168,7 @@ def _cap(x, softcap):
 
 
 @triton.jit
-def _forward_kernel(
-    logits_ptr, labels_ptr, losses_ptr, lse_ptr, V, smoothing, softcap, BLOCK: tl.constexpr
-):
+def _forward_kernel(logits_ptr, labels_ptr, losses_ptr, lse_ptr, V, smoothing, softcap, BLOCK: tl.constexpr):
     """Compute loss and log-sum-exp of one row. smoothing, softcap: None where they do nothing."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * V
@@ -251,30 +244,20 @@ def _backward_fp8_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, scale_ptr,
                          columnwise_ptr, scale_inv_ptr, N, V, smoothing, softcap, ROWS: tl.constexpr,
                          COLUMNS: tl.constexpr):
     """Compute one tile (ROWS, COLUMNS) of the gradient; store it in FP8, rowwise and transposed."""
-    tile_columns = tl.cdiv(V, COLUMNS)
-    first_row, first_column = (
-        tl.program_id(0) // tile_columns * ROWS, tl.program_id(0) % tile_columns * COLUMNS)
-    # offsets inside the tile: only the tile's own offset needs 64 bits
-    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
-    rows, columns, factor = first_row + 4 * i, first_column + j, tl.load(factor_ptr)
-    mask = (first_row // 4 + i < N // 4)[:, None] & (columns < V)[None, :]
-    x = kernels.load_rows(
-        logits_ptr + first_row.to(tl.int64) * V + first_column + 4 * i[:, None] * V + j[None, :], V, mask,
-        float("-inf"),
-    )
-    a = _rounded_gradient(
-        x[0], labels_ptr, lse_ptr, rows, columns, factor, N, V, smoothing, softcap)
-    b = _rounded_gradient(
-        x[1], labels_ptr, lse_ptr, rows + 1, columns, factor, N, V, smoothing, softcap)
-    c = _rounded_gradient(
-        x[2], labels_ptr, lse_ptr, rows + 2, columns, factor, N, V, smoothing, softcap)
-    d = _rounded_gradient(
-        x[3], labels_ptr, lse_ptr, rows + 3, columns, factor, N, V, smoothing, softcap)
+    first_row, first_column = kernels.tile_corner(tl.program_id(0), V, ROWS, COLUMNS)
+    rows, columns = first_row + 4 * tl.arange(0, ROWS // 4), first_column + tl.arange(0, COLUMNS)
+    factor = tl.load(factor_ptr)
+    mask, _ = kernels.tile_mask(first_row, first_column, N, V, False, ROWS, COLUMNS)
+    logits_ptr += kernels.tile_offsets(first_row, first_column, V, ROWS, COLUMNS)
+    x = kernels.load_rows(logits_ptr, V, mask, float("-inf"))
+    a = _rounded_gradient(x[0], labels_ptr, lse_ptr, rows, columns, factor, N, V, smoothing, softcap)
+    b = _rounded_gradient(x[1], labels_ptr, lse_ptr, rows + 1, columns, factor, N, V, smoothing, softcap)
+    c = _rounded_gradient(x[2], labels_ptr, lse_ptr, rows + 2, columns, factor, N, V, smoothing, softcap)
+    d = _rounded_gradient(x[3], labels_ptr, lse_ptr, rows + 3, columns, factor, N, V, smoothing, softcap)
     tl.atomic_max(amax_ptr, tl.max(kernels.abs_max(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
     scale = kernels.load_scale(scale_ptr, scale_inv_ptr)
     kernels.store_fp8(
-        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, V, mask, ROWS, COLUMNS
-    )
+        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, V, mask, ROWS, COLUMNS)
 
 
 @triton.jit
