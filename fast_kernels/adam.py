@@ -352,8 +352,8 @@ class FastAdam(torch.optim.Optimizer):
         first, size = self.peers.part(parameter)
         if gradient is None or not size:
             return [0] * 7
-        tensors = [parameter, gradient, state["exp_avg"], state["exp_avg_sq"]]
-        tensors.append(state.get("master_param", parameter))
+        master = state.get("master_param", parameter)  # without one, not read
+        tensors = parameter, gradient, state["exp_avg"], state["exp_avg_sq"], master
         addresses = [tensor.data_ptr() + first * tensor.element_size() for tensor in tensors]
         return [*addresses, size, self.peers.received_at(parameter)]
 
@@ -374,11 +374,9 @@ class FastAdam(torch.optim.Optimizer):
         if any(address % 16 for row in rows for address in row[:5]):
             raise ValueError("FastAdam: a tensor does not start at a multiple of 16 bytes")
 
-    def _is_capturing(self):
-        return self.tables[0].lr.is_cuda and torch.cuda.is_current_stream_capturing()
-
     def _refuse_while_capturing(self):
-        if self._is_capturing():  # a copy from pageable host memory cannot be captured
+        # a copy from pageable host memory cannot be captured
+        if self.tables[0].lr.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("FastAdam: gradients or options have changed since the last prepare(); "
                                "call prepare() before the CUDA graph is captured")
 
@@ -416,9 +414,6 @@ class FastAdam(torch.optim.Optimizer):
         loss, device = None, self.tables[0].lr.device
         if grad_scale is not None and grad_scale.device != device:
             raise ValueError(f"FastAdam: grad_scale on {grad_scale.device}: must be on {device}; use .to()")
-        if closure is not None and self.peers.count:
-            raise ValueError("FastAdam: a closure's gradients would not be summed over GPUs; call it before "
-                             "gradient_norm(), and step() without it")
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -447,10 +442,8 @@ class FastAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         """Copy a saved state into the existing tensors, whose addresses captured CUDA graphs have.
 
-        Moments missing from the state are set to zero, master weights to the parameters.
-
-        Raises:
-            ValueError: the state does not fit. Nothing has been changed then.
+        Moments missing from the state are set to zero, master weights to the parameters. A state that does
+        not fit raises ValueError before anything is changed.
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
         saved_ids = [saved_id for group in state_dict["param_groups"] for saved_id in group["params"]]
@@ -479,8 +472,7 @@ class FastAdam(torch.optim.Optimizer):
 
 
 def _check_saved(name, value, own):
-    """Raise ValueError unless a saved tensor has the shape of the optimizer's own and, if it is a master
-    weight, the same format (float32 or remainder)."""
+    """Raise ValueError unless a saved tensor has the own one's shape, and a master weight its format."""
     if value.shape != own.shape:
         raise ValueError(f"FastAdam: {name} is {tuple(value.shape)} in the state, {tuple(own.shape)} here; "
                          "load the state of a model of the same architecture")

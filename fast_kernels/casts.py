@@ -297,29 +297,17 @@ def cast(x, scale, amax, fp8, with_dbias=False, out=None):
     """
     check_input("fast_kernels.casts.cast: x", x)
     if out is None:
-        *out, dbias = _cast(x, scale, amax, fp8, with_dbias)
+        out = allocate_fp8(x, *x.shape, fp8)
     else:
         check_output("fast_kernels.casts.cast", x, out, fp8)
-        dbias = _cast_into(x, scale, amax, *out, with_dbias)
+    dbias = _cast(x, scale, amax, *out, with_dbias)
     return tuple(out), dbias if with_dbias else None
-
-
-@operation(
-    "(Tensor x, Tensor scale, Tensor(a!) amax, ScalarType fp8, bool with_dbias) "
-    "-> (Tensor, Tensor, Tensor, Tensor)")
-def _cast(x, scale, amax, fp8, with_dbias):
-    out = allocate_fp8(x, *x.shape, fp8)
-    return *out, _launch_cast(x, scale, amax, *out, with_dbias)
 
 
 @operation(
     "(Tensor x, Tensor scale, Tensor(a!) amax, Tensor(b!) rowwise, Tensor(c!) columnwise, "
     "Tensor(d!) scale_inv, bool with_dbias) -> Tensor")
-def _cast_into(*arguments):
-    return _launch_cast(*arguments)
-
-
-def _launch_cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
+def _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
     dbias, partial_sums = x.new_empty(x.shape[1] if with_dbias else 0), None
     if is_fake(x):
         return dbias

@@ -127,7 +127,7 @@ def sum_by_index(indices, dy, num_embeddings, out=None):
         out: (num_embeddings, C), to which the sums are added in place. None: zeros.
     """
     if out is None:
-        return _sum_by_index(indices, dy, num_embeddings)
+        out = torch.zeros((num_embeddings, dy.shape[1]), dtype=dy.dtype, device=dy.device)
     if out.shape != (num_embeddings, dy.shape[1]) or not out.is_contiguous():
         raise ValueError(f"fast_kernels.embedding.sum_by_index: out {tuple(out.shape)}: must be "
                          f"({num_embeddings}, {dy.shape[1]}), contiguous")
@@ -135,19 +135,8 @@ def sum_by_index(indices, dy, num_embeddings, out=None):
     return out
 
 
-@operation("(Tensor indices, Tensor dy, SymInt num_embeddings) -> Tensor")
-def _sum_by_index(indices, dy, num_embeddings):
-    out = torch.zeros((num_embeddings, dy.shape[1]), dtype=dy.dtype, device=dy.device)
-    _launch_sum(indices, dy, out)
-    return out
-
-
 @operation("(Tensor indices, Tensor dy, Tensor(a!) out) -> ()")
 def _add_by_index(indices, dy, out):
-    _launch_sum(indices, dy, out)
-
-
-def _launch_sum(indices, dy, out):
     if is_fake(out):
         return
     count, columns = dy.shape

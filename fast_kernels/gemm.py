@@ -85,31 +85,19 @@ def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=
     All but the scales must start at a multiple of 16 bytes. Returns (N, M), `out` if given.
     """
     if out is None:
-        return _gemm(a, a_scale_inv, b, b_scale_inv, bias, accumulation)
-    _gemm_into(a, a_scale_inv, b, b_scale_inv, bias, accumulation, out, accumulate)
+        out = torch.empty((b.shape[0], a.shape[0]), dtype=torch.bfloat16, device=a.device)
+    _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate)
     return out
 
 
 @operation(
-    "(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor? bias, str accumulation) -> Tensor")
-def _gemm(a, a_scale_inv, b, b_scale_inv, bias, accumulation):
-    out = torch.empty((b.shape[0], a.shape[0]), dtype=torch.bfloat16, device=a.device)
-    _launch((a, a_scale_inv, b, b_scale_inv, bias, out), accumulation, accumulate=False)
-    return out
-
-
-@operation(
-    "(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor? bias, str accumulation, "
-    "Tensor(a!) out, bool accumulate) -> ()")
-def _gemm_into(a, a_scale_inv, b, b_scale_inv, bias, accumulation, out, accumulate):
-    _launch((a, a_scale_inv, b, b_scale_inv, bias, out), accumulation, accumulate)
-
-
-def _launch(operands, accumulation, accumulate):
-    """Run the GEMM into the last of `operands`, with the fastest algorithm known."""
-    a, a_scale_inv, b, b_scale_inv, bias, out = operands
+    "(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor? bias, Tensor(a!) out, "
+    "str accumulation, bool accumulate) -> ()")
+def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
+    """Run the GEMM with the fastest algorithm known."""
     if is_fake(a):
         return
+    operands = a, a_scale_inv, b, b_scale_inv, bias, out
     bias_key = bias is not None and (*bias.shape, bias.dtype, bias.is_contiguous())
     key = (*a.shape, b.shape[0], a.dtype, b.dtype, out.dtype, accumulate, bias_key, accumulation,
            a.get_device())
