@@ -5,14 +5,12 @@ same: a checkpoint written with one loads in the other.
 
 - Adam is bound by memory, and each byte is moved once. Per parameter: 28 bytes with a BF16 weight and
   gradient, a float32 master weight and two float32 moments; 26 if the master is stored as a remainder, the 16
-  bits that the BF16 weight lacks; 18 with BF16 moments as well. Transformer Engine's capturable kernel takes
-  twice the time of this one (`results/optimizer.json`), and does not support remainders.
-- One launch per parameter group. One table holds the addresses of each parameter's tensors, a second one the
-  parameter and chunk of each program. Their sizes do not depend on which parameters have gradients, so that a
-  captured launch stays valid.
+  bits that the BF16 weight lacks; 18 with BF16 moments as well.
+- One launch per parameter group. Tables hold the addresses of each parameter's tensors, and the parameter and
+  chunk of each program. A captured launch stays valid whichever parameters have gradients.
 - Gradient clipping is a factor applied as the kernel reads the gradients, not another pass over them.
-- `divide` divides the update among GPUs that can access each other's memory. Each sums its part of the
-  gradients, its own and those received, as it computes their norm, and writes its updated weights to all.
+- `divide` divides the update among GPUs: each sums its part of the gradients, its own and those received, as
+  it computes their norm, and writes its updated weights to all.
 
 References: AdamW is algorithm 2 of Loshchilov and Hutter, arXiv:1711.05101. The split of a float32 master
 into a BF16 weight and a 16-bit remainder is Transformer Engine's.
@@ -29,9 +27,14 @@ from fast_kernels.library import ceil_div
 # The largest beta with which a BF16 moment can decrease: a change of less than half of its last bit rounds
 # back to the old value.
 LARGEST_BF16_BETA = 1 - torch.finfo(torch.bfloat16).eps / 2
-# Elements per program: enough to keep an SM's memory pipeline full, few enough to spread small tensors.
-CHUNK = 8192
+CHUNK = 8192  # elements per program
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+@triton.jit
+def _pointer(address, dtype: tl.constexpr):
+    """Load an address, a multiple of 16 bytes: the hint allows accesses of that width."""
+    return tl.multiple_of(tl.load(address).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
@@ -58,16 +61,11 @@ def _adam(pointers, chunks, corrections, lr, grad_scale, settings, distances, we
     eps, weight_decay = tl.load(settings + 2).to(tl.float32), tl.load(settings + 3).to(tl.float32)
     # a scale that is not finite skips the step: no elements
     size = tl.where(tl.abs(scale) < float("inf"), tl.load(row + 5), 0)
-    # The hint allows 16-byte loads and stores. A mask would prevent them, so full chunks are not masked.
-    weight = tl.multiple_of(
-        tl.load(row).to(tl.pointer_type(tl.int16 if master == "remainder" else weight_type)), 16
-    )
-    gradient = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(gradient_type)), 16)
-    exp_avg = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(moment_type)), 16)
-    exp_avg_sq = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(moment_type)), 16)
-    master_weight = tl.multiple_of(
-        tl.load(row + 4).to(tl.pointer_type(tl.int16 if master == "remainder" else tl.float32)), 16
-    )
+    # A mask would prevent 16-byte loads and stores, so full chunks are not masked.
+    weight = _pointer(row, tl.int16 if master == "remainder" else weight_type)
+    gradient = _pointer(row + 1, gradient_type)
+    exp_avg, exp_avg_sq = _pointer(row + 2, moment_type), _pointer(row + 3, moment_type)
+    master_weight = _pointer(row + 4, tl.int16 if master == "remainder" else tl.float32)
     if start + CHUNK <= size:
         for block in range(CHUNK // BLOCK):
             offsets = start + block * BLOCK + tl.arange(0, BLOCK)
@@ -131,8 +129,7 @@ def _squares(pointers, chunks, sums, stride, gradient_type: tl.constexpr, PEERS:
     program = tl.program_id(0)
     row = pointers + 7 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
-    gradient, size = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(gradient_type)), 16), tl.load(row + 5)
-    received = tl.load(row + 6)
+    gradient, size, received = _pointer(row + 1, gradient_type), tl.load(row + 5), tl.load(row + 6)
     squares = tl.zeros((BLOCK,), tl.float32)
     if start + CHUNK <= size:
         for block in range(CHUNK // BLOCK):
@@ -162,8 +159,7 @@ def _sum_over_gpus(gradient, received, stride, offsets, mask, PEERS: tl.constexp
 
 @dataclass
 class _Tables:
-    """Kernel arguments of one parameter group. The tensors are updated in place, because a captured CUDA
-    graph reads this memory at every replay; `FastAdam.divide` alone allocates `chunks` again."""
+    """Kernel arguments of one parameter group, updated in place: replays of a CUDA graph read this memory."""
 
     pointers: torch.Tensor  # (parameters, 7) int64, see `_adam`; zeros skip a parameter without a gradient
     chunks: torch.Tensor  # (programs, 2) int32, of all parameters: the launch is always the same
@@ -175,23 +171,23 @@ class _Tables:
 
 
 class NoPeers:
-    """The peers of a process that updates everything itself. For several GPUs see nanote.peers.Peers."""
+    """What `FastAdam.divide` takes, for a process that updates everything itself."""
 
-    count, distances, stride = 0, None, 0  # of the other GPUs
+    count, distances, stride = 0, None, 0  # the other GPUs; see `_adam` and `_squares`
 
     def part(self, parameter):
         """Return the first element and the number of elements of a parameter that this rank updates."""
         return 0, parameter.numel()
 
     def received_at(self, parameter):
-        """Return the address of the gradients of that part which other ranks have sent."""
+        """Return the address of that part's gradients from the next rank."""
         return 0
 
     def barrier(self):
-        """Do nothing: there is no rank to wait for."""
+        """Wait for all ranks."""
 
     def all_reduce(self, tensor):
-        """Do nothing: there is no rank to sum over."""
+        """Sum a tensor over ranks, in place."""
 
 
 def _check_options(group, moment_dtype):
@@ -202,42 +198,28 @@ def _check_options(group, moment_dtype):
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"FastAdam: betas {betas}: must be at least 0 and below 1; (0.9, 0.95) works")
     if moment_dtype == torch.bfloat16 and max(betas) > LARGEST_BF16_BETA:
-        raise ValueError(
-            f"FastAdam: betas {betas}: must be at most {LARGEST_BF16_BETA:.3f} with "
-            "moment_dtype=torch.bfloat16, else the moments never decrease; (0.9, 0.95) works, or "
-            "moment_dtype=torch.float32"
-        )
+        raise ValueError(f"FastAdam: betas {betas}: must be at most {LARGEST_BF16_BETA:.3f} with BF16 "
+                         "moments, else they never decrease; (0.9, 0.95) works, or float32 moments")
 
 
 class FastAdam(torch.optim.Optimizer):
     """AdamW for parameters that are all BF16 (with float32 master weights) or all float32. Gradients have the
     same type, or are all float32.
 
-    With CUDA graphs, call `prepare` before `step` or `gradient_norm` is captured. A replay runs no Python and
-    reads everything from device memory. `group["lr"].fill_(…)` changes its learning rate, `write_options`
-    also the groups' other options, and `prepare` all of these and the gradients' addresses.
+    With CUDA graphs, call `prepare` before `step` or `gradient_norm` is captured. A replay reads everything
+    from device memory: `write_options` puts the groups' options there, `prepare` also the gradients'
+    addresses.
 
     Args:
-        moment_dtype: dtype of both moments. torch.bfloat16 needs betas of at most 0.996: a step multiplies
-            a moment by beta, and if 1 - beta is below 2^-8, half of the last bit, the product rounds back to
-            the old value, so that the moment never decreases.
+        moment_dtype: dtype of both moments. torch.bfloat16 needs betas of at most 0.996.
         store_param_remainders: store a BF16 parameter's float32 master weight as a remainder, the 16 bits
             that the parameter lacks.
     """
 
     capturable = True
 
-    def __init__(
-        self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=0.0,
-        *,
-        moment_dtype=torch.float32,
-        store_param_remainders=True,
-    ):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, *,
+                 moment_dtype=torch.float32, store_param_remainders=True):
         if moment_dtype not in TYPES:
             raise ValueError(f"FastAdam: moment_dtype {moment_dtype}: use torch.float32 or torch.bfloat16")
         self.moment_dtype, self.store_param_remainders = moment_dtype, store_param_remainders
@@ -279,14 +261,13 @@ class FastAdam(torch.optim.Optimizer):
     def divide(self, peers):
         """Divide the update among GPUs that can access each other's memory; all ranks must call this.
 
-        Args:
-            peers: the other ranks, see nanote.peers.Peers for its attributes count, distances and stride, and
-                its methods part, received_at, barrier, all_reduce and gather. None: do not divide.
-
         From then on `gradient_norm` must come before each `step`. It sums this rank's part of the gradients
         over all ranks, in place, and returns the norm of all. `step` updates this rank's part of the
-        parameters, here and on the other GPUs. Of the state each rank then has its part only, so call
+        parameters, here and on the other GPUs. Of the state each rank then has its part only: call
         `gather_state` on all ranks before `state_dict`.
+
+        peers: the other ranks, with the attributes and methods of `NoPeers` and `gather` (see
+        nanote.peers.Peers); None: do not divide.
         """
         self.gather_state()
         self.peers, self.is_summed = peers or NoPeers(), False
@@ -311,21 +292,18 @@ class FastAdam(torch.optim.Optimizer):
         types = {p.dtype for p in parameters} | ({self.dtype} if self.dtype else set())
         if len(types) != 1 or not types <= set(TYPES):
             raise ValueError(
-                f"FastAdam: parameters of types {types}: all must be torch.bfloat16, or all torch.float32"
-            )
+                f"FastAdam: parameters of types {types}: all must be torch.bfloat16, or all torch.float32")
         self.dtype, = types
-        self.master_weights = self.dtype == torch.bfloat16
-        self.store_param_remainders = self.store_param_remainders and self.master_weights
+        self.store_param_remainders = self.store_param_remainders and self.dtype == torch.bfloat16
         self.master = "none"
-        if self.master_weights:
+        if self.dtype == torch.bfloat16:
             self.master = "remainder" if self.store_param_remainders else "float32"
 
     def initialize_state(self, param):
         state = self.state[param]
-        state["exp_avg"] = torch.zeros_like(
-            param, dtype=self.moment_dtype, memory_format=torch.contiguous_format
-        )
-        state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(
+                param, dtype=self.moment_dtype, memory_format=torch.contiguous_format)
         if self.master == "remainder":
             state["master_param"] = torch.zeros_like(state["exp_avg"], dtype=torch.int16)
         elif self.master == "float32":
@@ -374,11 +352,10 @@ class FastAdam(torch.optim.Optimizer):
         first, size = self.peers.part(parameter)
         if gradient is None or not size:
             return [0] * 7
-        tensors = [parameter, gradient, state["exp_avg"], state["exp_avg_sq"]]
-        if self.master_weights:
-            tensors.append(state["master_param"])
+        master = state.get("master_param", parameter)  # without one, not read
+        tensors = parameter, gradient, state["exp_avg"], state["exp_avg_sq"], master
         addresses = [tensor.data_ptr() + first * tensor.element_size() for tensor in tensors]
-        return addresses + [0] * (5 - len(addresses)) + [size, self.peers.received_at(parameter)]
+        return [*addresses, size, self.peers.received_at(parameter)]
 
     def _check_layout(self, parameters, rows, tables):
         if [p.numel() for p in parameters] != tables.sizes:
@@ -397,21 +374,15 @@ class FastAdam(torch.optim.Optimizer):
         if any(address % 16 for row in rows for address in row[:5]):
             raise ValueError("FastAdam: a tensor does not start at a multiple of 16 bytes")
 
-    def _is_capturing(self):
-        return self.tables[0].lr.is_cuda and torch.cuda.is_current_stream_capturing()
-
     def _refuse_while_capturing(self):
-        if self._is_capturing():  # a copy from pageable host memory cannot be captured
+        # a copy from pageable host memory cannot be captured
+        if self.tables[0].lr.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("FastAdam: gradients or options have changed since the last prepare(); "
                                "call prepare() before the CUDA graph is captured")
 
     @torch.no_grad()
     def gradient_norm(self):
-        """Return the total L2 norm of all gradients, () float32.
-
-        Unlike torch.nn.utils.get_total_norm, it does not round each tensor's norm to the gradients' dtype.
-        After `divide`, all ranks must call this; it then sums gradients over ranks, too.
-        """
+        """Return the total L2 norm of all gradients, () float32. After `divide` it sums these over ranks."""
         self.prepare()
         if self.peers.count and self.is_summed:
             raise ValueError("FastAdam: these gradients are summed over GPUs already; call step() between "
@@ -438,15 +409,11 @@ class FastAdam(torch.optim.Optimizer):
         Args:
             closure: recomputes loss and gradients. It is called once, before the update.
             grad_scale: () float32 on the device, multiplies the gradients as they are read. If it is not
-                finite, the step is skipped on the device, without a host synchronization: weights, state and
-                step count do not change.
+                finite, weights, state and step count do not change; no host synchronization.
         """
         loss, device = None, self.tables[0].lr.device
         if grad_scale is not None and grad_scale.device != device:
             raise ValueError(f"FastAdam: grad_scale on {grad_scale.device}: must be on {device}; use .to()")
-        if closure is not None and self.peers.count:
-            raise ValueError("FastAdam: a closure's gradients would not be summed over GPUs; call it before "
-                             "gradient_norm(), and step() without it")
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -475,10 +442,8 @@ class FastAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         """Copy a saved state into the existing tensors, whose addresses captured CUDA graphs have.
 
-        Moments missing from the state are set to zero, master weights to the parameters.
-
-        Raises:
-            ValueError: the state does not fit. Nothing has been changed then.
+        Moments missing from the state are set to zero, master weights to the parameters. A state that does
+        not fit raises ValueError before anything is changed.
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
         saved_ids = [saved_id for group in state_dict["param_groups"] for saved_id in group["params"]]
@@ -507,8 +472,7 @@ class FastAdam(torch.optim.Optimizer):
 
 
 def _check_saved(name, value, own):
-    """Raise ValueError unless a saved tensor has the shape of the optimizer's own and, if it is a master
-    weight, the same format (float32 or remainder)."""
+    """Raise ValueError unless a saved tensor has the own one's shape, and a master weight its format."""
     if value.shape != own.shape:
         raise ValueError(f"FastAdam: {name} is {tuple(value.shape)} in the state, {tuple(own.shape)} here; "
                          "load the state of a model of the same architecture")

@@ -12,9 +12,8 @@ PyTorch, and SDPA (any machine, dtype and head size; not fast).
   per BF16 element of q and k: 2 read and 2 written forward; the same backward, and 2 more read with QK-norm,
   which needs its input again.
 - Norm and rotation are computed in float32 and rounded once.
-- No host synchronization, no data-dependent shapes: it can be captured in a CUDA graph. The kernels here use
-  no atomics and are deterministic; FlashAttention's backward pass is under
-  `torch.use_deterministic_algorithms`.
+- It can be captured in a CUDA graph. The kernels here are deterministic; FlashAttention's backward pass is
+  under `torch.use_deterministic_algorithms`.
 
 References: FlashAttention (Dao et al. 2022, Shah et al. 2024); RoPE (Su et al. 2021); QK-norm (Henry et al.
 2020).
@@ -48,9 +47,8 @@ PROGRAMS = 1056
 TILE = 1024
 
 
-def packed_attention_reference(
-    qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=None, eps=1e-5, cu_seqlens=None, window=None
-):
+def packed_attention_reference(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=None, eps=1e-5,
+                               cu_seqlens=None, window=None):
     """`packed_attention` in plain PyTorch."""
     qkv = qkv.flatten(2).unflatten(2, (n_head + 2 * n_kv_head, -1))
     q, k, v = qkv.split([n_head, n_kv_head, n_kv_head], dim=2)
@@ -60,12 +58,11 @@ def packed_attention_reference(
         cos, sin = (table.reshape(-1, qkv.shape[1], 1, q.shape[-1] // 2) for table in rope)
         halves = [x.chunk(2, dim=-1) for x in (q, k)]
         q, k = (torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(v.dtype) for a, b in halves)
-    return _sdpa(q, k, v, cu_seqlens, window).flatten(2)
+    return sdpa(q, k, v, cu_seqlens, window).flatten(2)
 
 
-def packed_attention(
-    qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=None, eps=1e-5, cu_seqlens=None, window=None
-):
+def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=None, eps=1e-5,
+                     cu_seqlens=None, window=None):
     """Compute causal softmax(q · kᵀ / √D) · v, (B, S, n_head · D), differentiable in qkv and both weights.
 
     The fast kernels support BF16 and FP16, and D divisible by 8 and at most 256; other inputs use SDPA.
@@ -79,13 +76,9 @@ def packed_attention(
         q_weight, k_weight: (D,), both or neither: QK-norm, an RMSNorm of each head with `eps`, before RoPE.
         cu_seqlens: int32, the start of each document in the packed batch of B·S tokens, then B·S. A token
             attends to its own document only, of at most S tokens. Padding with more B·S means empty
-            documents, so that a CUDA graph can replay batches with fewer documents. None: each sequence is
-            one document. On the host, a document that crosses a row is refused; on a GPU, it is one document
-            of the flattened batch, whichever the kernel.
+            documents, for CUDA graphs. None: each sequence is one document. On the host, a document that
+            crosses a row is refused; on a GPU, it is one document of the flattened batch.
         window: a token attends to itself and the window - 1 tokens before it. None: to all before it.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     batch, length = qkv.shape[:2]
     heads = n_head + 2 * n_kv_head
@@ -94,7 +87,9 @@ def packed_attention(
                          "heads, n_kv_head dividing n_head")
     qkv = qkv.contiguous().view(batch, length, heads, -1)
     dim = qkv.shape[-1]
-    _check_weights(q_weight, k_weight, dim)
+    if (q_weight is None) != (k_weight is None) or (
+            q_weight is not None and not q_weight.shape == k_weight.shape == (dim,)):
+        raise ValueError(f"q_weight and k_weight: give both, of shape ({dim},), or neither")
     if dim % 2 and (rope is not None or q_weight is not None):
         raise ValueError(f"head dimension {dim}: RoPE and QK-norm need an even one")
     cos, sin = None, None
@@ -103,26 +98,14 @@ def packed_attention(
         if cos.numel() != sin.numel() or cos.numel() not in (length * dim // 2, batch * length * dim // 2):
             raise ValueError(f"rope tables {tuple(cos.shape)} and {tuple(sin.shape)}: ({length}, {dim // 2}) "
                              "fit qkv")
-        if cos.numel() >= 2**31:
-            raise ValueError(f"rope tables {tuple(cos.shape)}: 2^31 elements or more; give (S, D/2)")
         cos, sin = cos.float().contiguous(), sin.float().contiguous()
     if window is not None and window < 1:
         raise ValueError(f"window={window}: must be None or at least 1, the token itself")
     if cu_seqlens is not None:
         _check_documents(cu_seqlens, batch, length)
         cu_seqlens = cu_seqlens.to(qkv.device).contiguous()
-    out, _, _ = _attention(
-        qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window)
-    return out.flatten(2)
-
-
-def _check_weights(q_weight, k_weight, dim):
-    if q_weight is None or k_weight is None:
-        weights_fit = q_weight is k_weight
-    else:
-        weights_fit = q_weight.shape == k_weight.shape == (dim,)
-    if not weights_fit:
-        raise ValueError(f"q_weight and k_weight: give both, of shape ({dim},), or neither")
+    arguments = qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window
+    return _attention(*arguments)[0].flatten(2)
 
 
 def _check_documents(cu_seqlens, batch, length):
@@ -176,17 +159,14 @@ def _attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head,
     "(Tensor dout, Tensor qkv, Tensor qk, Tensor out, Tensor lse, Tensor? cos, Tensor? sin, "
     "Tensor? q_weight, Tensor? k_weight, Tensor? cu_seqlens, int n_head, int n_kv_head, float eps, "
     "int? window) -> (Tensor dqkv, Tensor dq_weight, Tensor dk_weight)")
-def _attention_backward(
-    dout, qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window
-):
+def _attention_backward(dout, qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head,
+                        eps, window):
     q, k, v = qkv.split((n_head, n_kv_head, n_kv_head), dim=2)
     is_changed = cos is not None or q_weight is not None
     if is_changed:
         q, k = qk[:, :, :n_head], qk[:, :, n_head:]
-    if is_fake(qkv):
-        dqkv = torch.empty_like(qkv)
-    else:
-        dqkv = _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window)
+    dqkv = torch.empty_like(qkv) if is_fake(qkv) else _attend_backward(
+        dout, q, k, v, out, lse, cu_seqlens, window)
     dweights = qkv.new_empty(0), qkv.new_empty(0)
     if is_changed:
         dweights = _norm_rope_backward(
@@ -220,7 +200,8 @@ def _pick_kernel(q, cu_seqlens, window):
     return "flash" if major >= 8 else "sdpa"
 
 
-def _sdpa(q, k, v, cu_seqlens=None, window=None):
+def sdpa(q, k, v, cu_seqlens=None, window=None, dropout_p=0.0):
+    """Return causal attention of q (B, S, heads, D) by PyTorch. k and v may have fewer heads."""
     shape = q.shape
     if cu_seqlens is not None:  # a document of the flattened batch
         q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
@@ -234,8 +215,7 @@ def _sdpa(q, k, v, cu_seqlens=None, window=None):
         mask &= document[:, None] == document[None, :]
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
+        enable_gqa=q.shape[2] != k.shape[2], dropout_p=dropout_p)
     return y.transpose(1, 2).contiguous().view(shape)
 
 
@@ -247,8 +227,7 @@ def _varlen_options(q, cu_seqlens):
     """Return FlashAttention's variable-length options. max_seqlen is an upper bound: the real one would need
     a host synchronization."""
     return dict(
-        cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=q.shape[1], max_seqlen_k=q.shape[1]
-    )
+        cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=q.shape[1], max_seqlen_k=q.shape[1])
 
 
 def _tile_option(q):
@@ -256,14 +235,8 @@ def _tile_option(q):
 
     Its default there, 192 x 128, is for long sequences. With a causal mask and at most 1,024 tokens, it
     computes 50 % more than needed, 128 x 128 computes 12.5 % more."""
-    if (
-        FA4_HAS_TILE_OPTION
-        and q.shape[1] <= 1024
-        and q.shape[-1] <= 64
-        and torch.cuda.get_device_capability()[0] == 9
-    ):
-        return dict(tile_mn=(128, 128))
-    return {}
+    is_small = FA4_HAS_TILE_OPTION and q.shape[1] <= 1024 and q.shape[-1] <= 64
+    return dict(tile_mn=(128, 128)) if is_small and torch.cuda.get_device_capability()[0] == 9 else {}
 
 
 def _attend(q, k, v, cu_seqlens, window):
@@ -273,7 +246,7 @@ def _attend(q, k, v, cu_seqlens, window):
         lse_shape = (shape[0], shape[2], shape[1]) if cu_seqlens is None else (shape[2], shape[0] * shape[1])
         return q.new_empty(shape), q.new_empty(0 if kernel == "sdpa" else lse_shape, dtype=torch.float32)
     if kernel == "sdpa":
-        return _sdpa(q, k, v, cu_seqlens, window), q.new_empty(0, dtype=torch.float32)
+        return sdpa(q, k, v, cu_seqlens, window), q.new_empty(0, dtype=torch.float32)
     if kernel == "cudnn":
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, True)
@@ -298,7 +271,7 @@ def _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window):
     if kernel == "sdpa":
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            return torch.cat(torch.autograd.grad(_sdpa(*inputs, cu_seqlens, window), inputs, dout), dim=2)
+            return torch.cat(torch.autograd.grad(sdpa(*inputs, cu_seqlens, window), inputs, dout), dim=2)
     if kernel == "cudnn":
         length, nothing = q.shape[1], torch.empty((), dtype=torch.int64, device=q.device)  # seed of dropout
         q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out, dout))
@@ -330,39 +303,39 @@ def _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window):
 
 def _norm_rope(qkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
     """Normalize and rotate the first `qk_heads` heads of qkv (B, S, all heads, D): (B, S, qk_heads, D)."""
-    batch, length, _, dim = qkv.shape
-    positions = cos.numel() // (dim // 2) if cos is not None else length  # rows of cos and sin: S or B·S
-    qk = qkv.new_empty(batch, length, qk_heads, dim)
+    qk = qkv.new_empty(*qkv.shape[:2], qk_heads, qkv.shape[3])
     if is_fake(qkv):
         return qk
+    rows, tiles, positions, sizes = _norm_rope_sizes(qkv, qk_heads, cos, q_weight)
+    _norm_rope_kernel[(tiles,)](
+        qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_head, qk_heads, qkv.stride(1), eps, **sizes)
+    return qk
+
+
+def _norm_rope_sizes(qkv, qk_heads, cos, q_weight):
+    """Return rows, tiles, rows of cos and sin (S or B·S), and the kernels' compile-time arguments."""
+    batch, length, _, dim = qkv.shape
+    positions = cos.numel() // (dim // 2) if cos is not None else length
     half = next_power_of_2(dim // 2)
     rows, tile_rows = batch * length * qk_heads, max(TILE // half, 1)
-    _norm_rope_kernel[(ceil_div(rows, tile_rows),)](
-        qkv, qk, cos, sin, q_weight, k_weight, rows, positions, n_head, qk_heads, qkv.stride(1), eps,
-        D=dim, HALF=half, ROWS=tile_rows, NORM=q_weight is not None, ROPE=cos is not None,
-    )
-    return qk
+    return rows, ceil_div(rows, tile_rows), positions, dict(
+        D=dim, HALF=half, ROWS=tile_rows, NORM=q_weight is not None, ROPE=cos is not None)
 
 
 def _norm_rope_backward(qkv, dqkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
     """Replace the first `qk_heads` heads of dqkv, the gradient of `_norm_rope`'s output, by the gradient of
     its input; return the gradients of q_weight and k_weight, (0,) without them."""
-    batch, length, _, dim = qkv.shape
     weights = (qkv.new_empty(0),) * 2 if q_weight is None else (q_weight, k_weight)
     dweights = [torch.empty_like(weight) for weight in weights]
     if is_fake(qkv):
         return dweights
-    positions = cos.numel() // (dim // 2) if cos is not None else length
-    half = next_power_of_2(dim // 2)
-    rows, tile_rows = batch * length * qk_heads, max(TILE // half, 1)
-    programs = min(ceil_div(rows, tile_rows), PROGRAMS)
-    partial_sums = None
+    rows, tiles, positions, sizes = _norm_rope_sizes(qkv, qk_heads, cos, q_weight)
+    programs, partial_sums = min(tiles, PROGRAMS), None
     if q_weight is not None:
-        partial_sums = qkv.new_empty(programs, 2, dim, dtype=torch.float32)
+        partial_sums = qkv.new_empty(programs, 2, qkv.shape[3], dtype=torch.float32)
     _norm_rope_backward_kernel[(programs,)](
         qkv, dqkv, cos, sin, q_weight, k_weight, partial_sums, rows, positions, n_head, qk_heads,
-        qkv.stride(1), eps, D=dim, HALF=half, ROWS=tile_rows, NORM=q_weight is not None, ROPE=cos is not None,
-    )
+        qkv.stride(1), eps, **sizes)
     if q_weight is not None:
         for dweight, total in zip(dweights, partial_sums.sum(0)):
             dweight.copy_(total)

@@ -9,16 +9,14 @@ import triton.language as tl
 def _reciprocal(x):
     """Return 1/x in one instruction, with an error of at most one unit in the last place."""
     return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def round_bf16(x):
     """Round float32 to BF16, two values per instruction."""
     return tl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
-    )
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -45,8 +43,7 @@ def widen(x):
     """
     return tl.inline_asm_elementwise(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True,
-        pack=2,
-    )
+        pack=2)
 
 
 @triton.jit
@@ -56,13 +53,11 @@ def _pack_fp8(a, b, c, d, FP8: tl.constexpr):
         return tl.inline_asm_elementwise(
             "{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; "
             "cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;mov.b32 $0, {low, high};}",
-            "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
-        )
+            "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
     return tl.inline_asm_elementwise(
         "{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
         "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;mov.b32 $0, {low, high};}",
-        "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
-    )
+        "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -72,8 +67,29 @@ def load_rows(pointer, stride, mask, other: tl.constexpr = 0.0):
     return (
         tl.load(pointer, mask=mask, other=other), tl.load(pointer + stride, mask=mask, other=other),
         tl.load(pointer + 2 * stride, mask=mask, other=other),
-        tl.load(pointer + 3 * stride, mask=mask, other=other),
-    )
+        tl.load(pointer + 3 * stride, mask=mask, other=other))
+
+
+@triton.jit
+def tile_corner(tile, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the first row and column of a tile (ROWS, COLUMNS) of a matrix with D columns."""
+    tile_columns = tl.cdiv(D, COLUMNS)
+    return tile // tile_columns * ROWS, tile % tile_columns * COLUMNS
+
+
+@triton.jit
+def tile_offsets(first_row, first_column, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the offsets of every fourth row of a tile. Only the tile's own offset needs 64 bits."""
+    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
+    return first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :]
+
+
+@triton.jit
+def tile_mask(first_row, first_column, N, D, FITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return which of these elements, and which columns, are in the matrix (N, D)."""
+    in_rows = (first_row // 4 + tl.arange(0, ROWS // 4) < N // 4) | FITS
+    in_columns = (first_column + tl.arange(0, COLUMNS) < D) | FITS
+    return in_rows[:, None] & in_columns[None, :], in_columns
 
 
 @triton.jit
@@ -93,15 +109,14 @@ def store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_c
     i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     fp8: tl.constexpr = rowwise_ptr.dtype.element_ty
     a, b, c, d = a * scale, b * scale, c * scale, d * scale
-    out = rowwise_ptr + first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :]
+    out = rowwise_ptr + tile_offsets(first_row, first_column, D, ROWS, COLUMNS)
     tl.store(out, a.to(fp8), mask=mask)
     tl.store(out + D, b.to(fp8), mask=mask)
     tl.store(out + 2 * D, c.to(fp8), mask=mask)
     tl.store(out + 3 * D, d.to(fp8), mask=mask)
     corner = (columnwise_ptr + (first_column * N.to(tl.int64) + first_row)).to(tl.pointer_type(tl.int32))
-    tl.store(
-        corner + j[:, None] * (N // 4) + i[None, :], tl.trans(_pack_fp8(a, b, c, d, fp8)), mask=tl.trans(mask)
-    )
+    packed = _pack_fp8(a, b, c, d, fp8)
+    tl.store(corner + j[:, None] * (N // 4) + i[None, :], tl.trans(packed), mask=tl.trans(mask))
 
 
 @triton.jit
@@ -129,14 +144,10 @@ def two_sums(a, b):
 @triton.jit
 def _transpose_kernel(x_ptr, out_ptr, N, D, FITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Transpose one tile (ROWS, COLUMNS) of bytes, four rows packed into 32 bits."""
-    tile_columns = tl.cdiv(D, COLUMNS)
-    first_row, first_column = (
-        tl.program_id(0) // tile_columns * ROWS, tl.program_id(0) % tile_columns * COLUMNS)
+    first_row, first_column = tile_corner(tl.program_id(0), D, ROWS, COLUMNS)
     i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
-    mask = ((first_row // 4 + i < N // 4) | FITS)[:, None] & ((first_column + j < D) | FITS)[None, :]
-    a, b, c, d = load_rows(
-        x_ptr + first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :], D, mask, 0
-    )
+    mask, _ = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)
+    a, b, c, d = load_rows(x_ptr + tile_offsets(first_row, first_column, D, ROWS, COLUMNS), D, mask, 0)
     packed = a.to(tl.int32) | (b.to(tl.int32) << 8) | (c.to(tl.int32) << 16) | (d.to(tl.int32) << 24)
     out_ptr += first_column * (N.to(tl.int64) // 4) + first_row // 4
     tl.store(out_ptr + j[:, None] * (N // 4) + i[None, :], tl.trans(packed), mask=tl.trans(mask))
@@ -262,27 +273,29 @@ def _activate(x, bias, up, up_bias, KIND: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
+def _load_biases(bias_ptr, first_column, D, mask, GATED: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the biases of x and of up (1, COLUMNS) for a tile, None where there are none."""
+    bias, up_bias = None, None
+    if bias_ptr is not None:
+        bias_ptr += first_column + tl.arange(0, COLUMNS)
+        bias = _load(bias_ptr, mask)[None, :]
+        if GATED:
+            up_bias = _load(bias_ptr + D, mask)[None, :]
+    return bias, up_bias
+
+
+@triton.jit
 def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, N, D,
                        KIND: tl.constexpr, GATED: tl.constexpr, FITS: tl.constexpr, ROWS: tl.constexpr,
                        COLUMNS: tl.constexpr):
     """Compute one tile (ROWS, COLUMNS) of the (N, D) output."""
-    tile_columns = tl.cdiv(D, COLUMNS)
-    first_row, first_column = (
-        tl.program_id(0) // tile_columns * ROWS, tl.program_id(0) % tile_columns * COLUMNS)
-    # offsets inside the tile: only the tile's own offset needs 64 bits
-    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
-    in_columns = (first_column + j < D) | FITS
-    mask = ((first_row // 4 + i < N // 4) | FITS)[:, None] & in_columns[None, :]
+    first_row, first_column = tile_corner(tl.program_id(0), D, ROWS, COLUMNS)
+    mask, in_columns = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)
     width = 2 * D if GATED else D
-    x_ptr += first_row.to(tl.int64) * width + first_column + 4 * i[:, None] * width + j[None, :]
+    x_ptr += tile_offsets(first_row, first_column, width, ROWS, COLUMNS)
     x = load_rows(x_ptr, width, mask)
     up = load_rows(x_ptr + D, width, mask) if GATED else x
-    bias = _load(bias_ptr + first_column + j, in_columns)[None, :] if bias_ptr is not None else None
-    up_bias = (
-        _load(bias_ptr + D + first_column + j, in_columns)[None, :]
-        if GATED and bias_ptr is not None
-        else None
-    )
+    bias, up_bias = _load_biases(bias_ptr, first_column, D, in_columns, GATED, COLUMNS)
     a = _activate(x[0], bias, up[0], up_bias, KIND, GATED)
     b = _activate(x[1], bias, up[1], up_bias, KIND, GATED)
     c = _activate(x[2], bias, up[2], up_bias, KIND, GATED)
@@ -293,8 +306,7 @@ def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, column
     tl.atomic_max(amax_ptr, tl.max(abs_max(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
     scale = load_scale(scale_ptr, scale_inv_ptr)
     store_fp8(
-        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS
-    )
+        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
 
 
 @triton.jit
@@ -347,25 +359,16 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
                                 COLUMNS: tl.constexpr):
     """Read one tile (ROWS, COLUMNS) of dy (N, D); write that tile of dx, gated also the one D columns to
     the right. partial_sums (rows of tiles, D or 2D): dbias of each row of tiles."""
-    tile_columns = tl.cdiv(D, COLUMNS)
-    tile_row, first_column = tl.program_id(0) // tile_columns, tl.program_id(0) % tile_columns * COLUMNS
-    first_row = tile_row * ROWS
-    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
-    in_columns = (first_column + j < D) | FITS
-    mask = ((first_row // 4 + i < N // 4) | FITS)[:, None] & in_columns[None, :]
+    first_row, first_column = tile_corner(tl.program_id(0), D, ROWS, COLUMNS)
+    mask, in_columns = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)
     width = 2 * D if GATED else D
-    x_ptr += first_row.to(tl.int64) * width + first_column + 4 * i[:, None] * width + j[None, :]
+    x_ptr += tile_offsets(first_row, first_column, width, ROWS, COLUMNS)
     x = load_rows(x_ptr, width, mask)
-    dy = load_rows(
-        dy_ptr + first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :], D, mask
-    )
-    bias = _load(bias_ptr + first_column + j, in_columns)[None, :] if bias_ptr is not None else None
+    dy = load_rows(dy_ptr + tile_offsets(first_row, first_column, D, ROWS, COLUMNS), D, mask)
+    bias, up_bias = _load_biases(bias_ptr, first_column, D, in_columns, GATED, COLUMNS)
     scale = load_scale(scale_ptr, scale_inv_ptr)
     if GATED:
         up = load_rows(x_ptr + D, width, mask)
-        up_bias = (
-            _load(bias_ptr + D + first_column + j, in_columns)[None, :] if bias_ptr is not None else None
-        )
         a, e = _gated_backward(dy[0], x[0], bias, up[0], up_bias, KIND)
         b, f = _gated_backward(dy[1], x[1], bias, up[1], up_bias, KIND)
         c, g = _gated_backward(dy[2], x[2], bias, up[2], up_bias, KIND)
@@ -378,16 +381,13 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
     largest = abs_max(a, b, c, d, ROWS, COLUMNS)
     if GATED:
         largest = tl.maximum(largest, abs_max(e, f, g, h, ROWS, COLUMNS))
-        store_fp8(
-            e, f, g, h, scale, rowwise_ptr, columnwise_ptr, first_row, D + first_column, N, width, mask,
-            ROWS, COLUMNS,
-        )
-    store_fp8(
-        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, width, mask, ROWS, COLUMNS
-    )
+        store_fp8(e, f, g, h, scale, rowwise_ptr, columnwise_ptr, first_row, D + first_column, N, width, mask,
+                  ROWS, COLUMNS)
+    store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, width, mask, ROWS,
+              COLUMNS)
     tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
     if partial_sums_ptr is not None:
-        partial_sums_ptr += tile_row * width + first_column + j
+        partial_sums_ptr += first_row // ROWS * width + first_column + tl.arange(0, COLUMNS)
         tl.store(partial_sums_ptr, tl.sum((a + b) + (c + d), 0), mask=in_columns)
         if GATED:
             tl.store(partial_sums_ptr + D, tl.sum((e + f) + (g + h), 0), mask=in_columns)
@@ -397,23 +397,16 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
 def _cast_kernel(x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, partial_sums_ptr,
                  N, D, FITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Quantize one tile (ROWS, COLUMNS)."""
-    tile_columns = tl.cdiv(D, COLUMNS)
-    tile_row, first_column = tl.program_id(0) // tile_columns, tl.program_id(0) % tile_columns * COLUMNS
-    first_row = tile_row * ROWS
-    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
-    in_columns = (first_column + j < D) | FITS
-    mask = ((first_row // 4 + i < N // 4) | FITS)[:, None] & in_columns[None, :]
-    x = load_rows(
-        x_ptr + first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :], D, mask
-    )
+    first_row, first_column = tile_corner(tl.program_id(0), D, ROWS, COLUMNS)
+    mask, in_columns = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)
+    x = load_rows(x_ptr + tile_offsets(first_row, first_column, D, ROWS, COLUMNS), D, mask)
     a, b, c, d = widen(x[0]), widen(x[1]), widen(x[2]), widen(x[3])
     tl.atomic_max(amax_ptr, tl.max(abs_max(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
     scale = load_scale(scale_ptr, scale_inv_ptr)
     store_fp8(
-        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS
-    )
+        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
     if partial_sums_ptr is not None:
-        out = partial_sums_ptr + tile_row * D + first_column + j
+        out = partial_sums_ptr + first_row // ROWS * D + first_column + tl.arange(0, COLUMNS)
         tl.store(out, tl.sum((a + b) + (c + d), 0), mask=in_columns)
 
 
@@ -430,24 +423,18 @@ def _cast_all_kernel(table_ptr, tiles_ptr, FP8: tl.constexpr, ROWS: tl.constexpr
     columnwise_ptr = tl.multiple_of(tl.load(row_ptr + 2).to(tl.pointer_type(FP8)), 16)
     N = tl.multiple_of(tl.load(row_ptr + 6).to(tl.int32), 16)
     D = tl.multiple_of(tl.load(row_ptr + 7).to(tl.int32), 16)
-    tile_columns = tl.cdiv(D, COLUMNS)
-    first_row, first_column = tile // tile_columns * ROWS, tile % tile_columns * COLUMNS
-    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
-    mask = (first_row // 4 + i < N // 4)[:, None] & (first_column + j < D)[None, :]
-    x = load_rows(
-        x_ptr + first_row.to(tl.int64) * D + first_column + 4 * i[:, None] * D + j[None, :], D, mask
-    )
+    first_row, first_column = tile_corner(tile, D, ROWS, COLUMNS)
+    mask, _ = tile_mask(first_row, first_column, N, D, False, ROWS, COLUMNS)
+    x = load_rows(x_ptr + tile_offsets(first_row, first_column, D, ROWS, COLUMNS), D, mask)
     a, b, c, d = widen(x[0]), widen(x[1]), widen(x[2]), widen(x[3])
     scale = tl.load(tl.load(row_ptr + 4).to(tl.pointer_type(tl.float32)))
     if tile == 0:
         tl.store(tl.load(row_ptr + 3).to(tl.pointer_type(tl.float32)), tl.div_rn(1.0, scale))
     tl.atomic_max(
         tl.load(row_ptr + 5).to(tl.pointer_type(tl.float32)), tl.max(abs_max(a, b, c, d, ROWS, COLUMNS)),
-        sem="relaxed",
-    )
+        sem="relaxed")
     store_fp8(
-        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS
-    )
+        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
 
 
 @triton.jit

@@ -22,8 +22,8 @@ All of these operations are bound by memory, so the design counts reads and writ
   norms write rowwise data, and a second kernel transposes it, mostly from the L2 cache.
 - Instructions and registers matter as much as bytes. A thread holds the same columns of four adjacent rows.
   It stores rowwise data directly, and packs a column's four FP8 values into one 32-bit number for the
-  transpose. (Triton 3.6 transposes single bytes incorrectly on Hopper.) Reciprocal, rounding, widening and
-  the cast are inline PTX of one or two instructions, where Triton's own take several.
+  transpose. (Triton 3.6 transposes single bytes incorrectly on Hopper.) Where Triton takes several
+  instructions, inline PTX takes one or two.
 
 Formulas: LayerNorm (Ba et al. 2016), with the variance from differences from the mean; RMSNorm (Zhang and
 Sennrich 2019); GELU, tanh approximation (Hendrycks and Gimpel 2016); SwiGLU (Shazeer 2020), SiLU(gate) · up
@@ -79,9 +79,8 @@ def _normed(x, mean, rstd):
     return (x if mean is None else x - mean[:, None]) * rstd[:, None]
 
 
-def norm_backward_reference(
-    dy, residual, mean, rstd, weight, dresidual, quantization=None, with_dbranch_bias=False
-):
+def norm_backward_reference(dy, residual, mean, rstd, weight, dresidual, quantization=None,
+                            with_dbranch_bias=False):
     """`norm_backward`, in float64; dx is not rounded to BF16, but its FP8 tensor is of the rounded values."""
     dy, normed = dy.double(), _normed(residual.double(), mean, rstd)
     g = dy * weight
@@ -94,24 +93,25 @@ def norm_backward_reference(
     return dx, quantized, dbranch_bias, (dy * normed).sum(0), None if mean is None else dy.sum(0)
 
 
-def _activation(activation, x):
+def activation_reference(activation, x):
+    """Apply an activation in PyTorch. A gated one takes [gate, up] in the last dimension."""
     if activation in FUNCTIONS:
         return FUNCTIONS[activation](x)
-    gate, up = x.chunk(2, dim=1)
+    gate, up = x.chunk(2, dim=-1)
     return FUNCTIONS[GATED[activation]](gate) * up
 
 
 def activate_reference(activation, x, bias, scale, amax, fp8):
     """`activate`, in float64."""
     x = x.double() if bias is None else x.double() + bias
-    return quantize_reference(_activation(activation, x), scale, amax, fp8)
+    return quantize_reference(activation_reference(activation, x), scale, amax, fp8)
 
 
 def activate_backward_reference(activation, dy, x, bias, scale, amax, fp8):
     """`activate_backward`, in float64."""
     with torch.enable_grad():
         x = (x.double() if bias is None else x.double() + bias).detach().requires_grad_()
-        dx, = torch.autograd.grad(_activation(activation, x), x, dy.double())
+        dx, = torch.autograd.grad(activation_reference(activation, x), x, dy.double())
     return quantize_reference(dx, scale, amax, fp8), None if bias is None else dx.sum(0)
 
 
@@ -297,29 +297,17 @@ def cast(x, scale, amax, fp8, with_dbias=False, out=None):
     """
     check_input("fast_kernels.casts.cast: x", x)
     if out is None:
-        *out, dbias = _cast(x, scale, amax, fp8, with_dbias)
+        out = allocate_fp8(x, *x.shape, fp8)
     else:
         check_output("fast_kernels.casts.cast", x, out, fp8)
-        dbias = _cast_into(x, scale, amax, *out, with_dbias)
+    dbias = _cast(x, scale, amax, *out, with_dbias)
     return tuple(out), dbias if with_dbias else None
-
-
-@operation(
-    "(Tensor x, Tensor scale, Tensor(a!) amax, ScalarType fp8, bool with_dbias) "
-    "-> (Tensor, Tensor, Tensor, Tensor)")
-def _cast(x, scale, amax, fp8, with_dbias):
-    out = allocate_fp8(x, *x.shape, fp8)
-    return *out, _launch_cast(x, scale, amax, *out, with_dbias)
 
 
 @operation(
     "(Tensor x, Tensor scale, Tensor(a!) amax, Tensor(b!) rowwise, Tensor(c!) columnwise, "
     "Tensor(d!) scale_inv, bool with_dbias) -> Tensor")
-def _cast_into(*arguments):
-    return _launch_cast(*arguments)
-
-
-def _launch_cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
+def _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
     dbias, partial_sums = x.new_empty(x.shape[1] if with_dbias else 0), None
     if is_fake(x):
         return dbias
@@ -333,45 +321,41 @@ def _launch_cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
     return reduce_rows(partial_sums, x.dtype, dbias) if with_dbias else dbias
 
 
-def make_cast_table(casts, previous=None):
-    """Check and list the casts of `cast_all`.
+def cast_all(casts):
+    """Quantize many BF16 tensors in one launch.
+
+    In a CUDA graph, it must have run before the capture with the same tensors.
 
     Args:
         casts: (x, FP8 tensor to write, scale, amax) of each tensor; x (N, D) BF16, N and D multiples of 16.
-        previous: the last table, which is returned if it lists the same tensors.
     """
-    columns = [list(column) for column in zip(*((x, *out, scale, amax) for x, out, scale, amax in casts))]
-    if previous is not None and [*map(id, sum(columns, []))] == [*map(id, sum(previous, []))]:
-        return previous
-    for x, out, *_ in casts:
-        check_input("fast_kernels.casts.cast_all: x", x)
-        check_output("fast_kernels.casts.cast_all", x, out, casts[0][1][0].dtype)
-        check_aligned("fast_kernels.casts.cast_all", x=x)
-    return columns
-
-
-def cast_all(cast_table):
-    """Quantize many BF16 tensors in one launch, as listed by `make_cast_table`.
-
-    In a CUDA graph, it must have run before the capture with the same tensors."""
-    _cast_all(*cast_table)
+    if casts:
+        x, outputs, scale, amax = zip(*casts)
+        _cast_all(list(x), *map(list, zip(*outputs)), list(scale), list(amax))
 
 
 @operation(
     "(Tensor[] x, Tensor(a!)[] rowwise, Tensor(b!)[] columnwise, Tensor(c!)[] scale_inv, Tensor[] scale, "
     "Tensor(d!)[] amax) -> ()")
 def _cast_all(*tensors):
-    x, rowwise, *_ = tensors
+    x, rowwise, columnwise, scale_inv, scale, amax = tensors
     if is_fake(x[0]):
         return
-    rows = tuple((*(t.data_ptr() for t in of_one), *of_one[0].shape) for of_one in zip(*tensors))
+    key = tuple(
+        (x.data_ptr(), *(tensor.data_ptr() for tensor in others), x.shape, x.dtype)
+        for x, *others in zip(*tensors))
 
     def make():
-        counts = [_count_tiles(TILE, n, d)[1] for *_, n, d in rows]
+        for own_x, *out in zip(x, rowwise, columnwise, scale_inv):
+            check_input("fast_kernels.casts.cast_all: x", own_x)
+            check_output("fast_kernels.casts.cast_all", own_x, out, rowwise[0].dtype)
+            check_aligned("fast_kernels.casts.cast_all", x=own_x)
+        counts = [_count_tiles(TILE, *own_x.shape)[1] for own_x in x]
         tiles = [[number, tile] for number, count in enumerate(counts) for tile in range(count)]
+        rows = [(*addresses, *shape) for *addresses, shape, _ in key]
         return torch.tensor(rows), torch.tensor(tiles, dtype=torch.int32)
 
-    table, tiles = device_tables(x[0].device, rows, make)
+    table, tiles = device_tables(x[0].device, key, make)
     kernels._cast_all_kernel[(len(tiles),)](table, tiles, TRITON_TYPES[rowwise[0].dtype], **TILE)
 
 
@@ -395,42 +379,31 @@ def transpose(rowwise, columnwise):
 
 def allocate_fp8(x, rows, columns, fp8):
     """Allocate an FP8 tensor on x's device: rowwise data, transposed data and scale_inv."""
-    return (
-        torch.empty((rows, columns), dtype=fp8, device=x.device),
-        torch.empty((columns, rows), dtype=fp8, device=x.device),
-        torch.empty(1, dtype=torch.float32, device=x.device),
-    )
+    rowwise = torch.empty((rows, columns), dtype=fp8, device=x.device)
+    columnwise = torch.empty((columns, rows), dtype=fp8, device=x.device)
+    return rowwise, columnwise, torch.empty(1, dtype=torch.float32, device=x.device)
 
 
 def check_input(name, x, max_columns=None):
     """Raise ValueError unless x is a contiguous BF16 matrix, its dimensions multiples of 16."""
-    problem = _find_problem(x, max_columns)
+    problem = ""
+    if x.dim() != 2 or x.dtype != torch.bfloat16 or not x.is_contiguous():
+        problem = "must be a contiguous bfloat16 matrix; call .bfloat16() or .contiguous()"
+    elif x.shape[0] % 16 or x.shape[1] % 16:
+        works = tuple(ceil_div(size, 16) * 16 for size in x.shape)
+        problem = f"rows and columns must be multiples of 16; {works} works"
+    elif max_columns and x.shape[1] > max_columns:
+        problem = f"a norm takes at most {max_columns} columns; Transformer Engine has wider ones"
     if problem:
         raise ValueError(f"{name}: {tuple(x.shape)} {x.dtype}: {problem}")
 
 
-def _find_problem(x, max_columns):
-    if x.dim() != 2:
-        return "must be a matrix"
-    if x.dtype != torch.bfloat16:
-        return "must be bfloat16"
-    if not x.is_contiguous():
-        return "must be contiguous; call .contiguous()"
-    if x.shape[0] % 16 or x.shape[1] % 16:
-        works = tuple(ceil_div(size, 16) * 16 for size in x.shape)
-        return f"rows and columns must be multiples of 16; {works} works"
-    if max_columns and x.shape[1] > max_columns:
-        return f"a norm takes at most {max_columns} columns; wider models need Transformer Engine's modules"
-    return ""
-
-
 def check_like(name, tensor, x):
     """Raise ValueError unless `tensor` is None or has x's shape, dtype and layout."""
-    if tensor is not None and not (
-        tensor.shape == x.shape and tensor.dtype == x.dtype and tensor.is_contiguous()
-    ):
-        raise ValueError(f"{name}: {tuple(tensor.shape)} {tensor.dtype}: must be {tuple(x.shape)} {x.dtype}, "
-                         "contiguous")
+    if tensor is None or tensor.shape == x.shape and tensor.dtype == x.dtype and tensor.is_contiguous():
+        return
+    raise ValueError(f"{name}: {tuple(tensor.shape)} {tensor.dtype}: must be {tuple(x.shape)} {x.dtype}, "
+                     "contiguous")
 
 
 def check_vectors(name, size, **vectors):
@@ -476,10 +449,8 @@ def _norm_sizes(rows, columns):
     """Return launch parameters of the norm: ROWS rows per program, STAGES - 1 of them prefetched.
 
     ROWS divides `rows`, a multiple of 16: the kernel has no partial last program."""
-    width = next_power_of_2(columns)
-    if rows < 8192:
-        rows_per_program = 4
-    else:
+    width, rows_per_program = next_power_of_2(columns), 4
+    if rows >= 8192:
         rows_per_program = 32 if width == 4096 and rows % 32 == 0 else 16
     stages = 2 if width > 8192 else 3  # one stage is 64 KiB of shared memory at width 16,384
     return dict(ROWS=rows_per_program, WIDTH=width, STAGES=stages, num_warps=min(16, max(1, width // 512)))
@@ -490,7 +461,5 @@ def _norm_backward_sizes(rows, columns):
     over the rows."""
     width = next_power_of_2(columns)
     warps = min(16, max(1, width // 256))
-    stages = 4 if width <= 8192 else 2  # one stage is 96 KiB of shared memory at width 16,384
-    if width == 4096:
-        stages = 5
+    stages = 5 if width == 4096 else 4 if width <= 8192 else 2  # a stage at width 16,384 is 96 KiB
     return min(rows, SMS * 16 // warps), dict(WIDTH=width, STAGES=stages, num_warps=warps)

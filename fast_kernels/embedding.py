@@ -3,15 +3,14 @@
 Use `embed` in place of two `F.embedding` calls and an addition. On its own, `sum_by_index` is the gradient of
 an embedding table: it sums the rows of dy that have the same index.
 
-PyTorch also sorts the tokens for that sum, but then loads two bytes at a time. Here a program takes CHUNK
-tokens in sorted order, loads rows with 16 bytes per thread, and accumulates in float32:
+PyTorch sorts the tokens for that sum, then loads two bytes at a time. Here a program takes CHUNK tokens in
+sorted order, loads 16 bytes per thread, and accumulates in float32:
 
 - A token id whose positions all lie in one chunk is written at once.
-- A token id that spans chunks writes one partial sum per chunk, and a second kernel sums these. So a frequent
-  token is spread over many programs, and no program waits for another.
-- With tied embeddings, the output head's gradient comes first and the sums are added to it in place. Adding
+- A token id that spans chunks writes one partial sum per chunk, and a second kernel sums these.
+- With tied embeddings, the sums are added to the output head's gradient in place, which comes first. Adding
   two gradients of that size would take longer than everything else here.
-- No atomics: the order of summation is that of the tokens, so equal inputs give equal bits.
+- No atomics: equal inputs give equal bits.
 """
 
 import torch
@@ -102,8 +101,7 @@ def _embed(tokens, weight, positions, position_weight):
         return out
     _embed_kernel[tokens.numel(), ceil_div(columns, 4 * COLUMNS)](
         tokens, weight, positions, position_weight, out, len(weight), len(position_weight), positions.numel(),
-        columns, COLUMNS=4 * COLUMNS, num_warps=4,
-    )
+        columns, COLUMNS=4 * COLUMNS, num_warps=4)
     return out
 
 
@@ -129,7 +127,7 @@ def sum_by_index(indices, dy, num_embeddings, out=None):
         out: (num_embeddings, C), to which the sums are added in place. None: zeros.
     """
     if out is None:
-        return _sum_by_index(indices, dy, num_embeddings)
+        out = torch.zeros((num_embeddings, dy.shape[1]), dtype=dy.dtype, device=dy.device)
     if out.shape != (num_embeddings, dy.shape[1]) or not out.is_contiguous():
         raise ValueError(f"fast_kernels.embedding.sum_by_index: out {tuple(out.shape)}: must be "
                          f"({num_embeddings}, {dy.shape[1]}), contiguous")
@@ -137,19 +135,8 @@ def sum_by_index(indices, dy, num_embeddings, out=None):
     return out
 
 
-@operation("(Tensor indices, Tensor dy, SymInt num_embeddings) -> Tensor")
-def _sum_by_index(indices, dy, num_embeddings):
-    out = torch.zeros((num_embeddings, dy.shape[1]), dtype=dy.dtype, device=dy.device)
-    _launch_sum(indices, dy, out)
-    return out
-
-
 @operation("(Tensor indices, Tensor dy, Tensor(a!) out) -> ()")
 def _add_by_index(indices, dy, out):
-    _launch_sum(indices, dy, out)
-
-
-def _launch_sum(indices, dy, out):
     if is_fake(out):
         return
     count, columns = dy.shape
@@ -192,20 +179,21 @@ def _sum_over_batch_kernel(dy_ptr, positions_ptr, out_ptr, B, C, NUM_POSITIONS, 
 
 
 @triton.jit
+def _load_row(table_ptr, index, ROWS, j, C):
+    """Load columns j of row `index` in float32; NaN if there is no such row."""
+    mask = j < tl.where((index >= 0) & (index < ROWS), C, 0)
+    return tl.load(table_ptr + index * C + j, mask=mask, other=float("nan")).to(tl.float32)
+
+
+@triton.jit
 def _embed_kernel(tokens_ptr, weight_ptr, positions_ptr, position_weight_ptr, out_ptr, VOCAB_SIZE,
                   NUM_POSITIONS, POSITIONS, C, COLUMNS: tl.constexpr):
     """Compute COLUMNS columns of one token."""
     row = tl.program_id(0)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     token, position = tl.load(tokens_ptr + row), tl.load(positions_ptr + row % POSITIONS)
-    x = tl.load(
-        weight_ptr + token * C + j, mask=j < tl.where((token >= 0) & (token < VOCAB_SIZE), C, 0),
-        other=float("nan"),
-    ).to(tl.float32)
-    x += tl.load(
-        position_weight_ptr + position * C + j,
-        mask=j < tl.where((position >= 0) & (position < NUM_POSITIONS), C, 0), other=float("nan"),
-    ).to(tl.float32)
+    x = _load_row(weight_ptr, token, VOCAB_SIZE, j, C) + _load_row(
+        position_weight_ptr, position, NUM_POSITIONS, j, C)
     tl.store(out_ptr + row.to(tl.int64) * C + j, x.to(out_ptr.dtype.element_ty), mask=j < C)
 
 

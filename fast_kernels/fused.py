@@ -6,8 +6,7 @@
     stream, hidden = norm_linear(stream, mlp, "fc1")    # te.LayerNormMLP
     stream = stream.add(activation_linear(hidden, mlp))
 
-A module that works alone reads its input from memory and writes its output to memory in BF16. These functions
-leave to the next kernel what the next kernel can do as it reads. With FP8(x) for x quantized, rowwise and
+These functions leave to the next kernel what it can do as it reads. With FP8(x) for x quantized, rowwise and
 transposed:
 
     residual += branch + bias                       by the norm that reads the sum
@@ -18,7 +17,7 @@ transposed:
   added.
 - A gradient is quantized by the kernel that writes it, for the GEMMs that read it, and passed through
   autograd as a `Float8Tensor`. A `Branch` knows how: `gradient`. Who changes a branch drops that.
-- Delayed scaling knows the scales before the values. That is what makes this possible.
+- Delayed scaling knows the scales before the values, which makes this possible.
 - Forward GEMMs use fast accumulation, as in Transformer Engine's recipe; wgrad accumulates in float32, and
   dgrad too unless K is small and fast accumulation is faster (DGRAD_FAST_ACCUM_K).
 

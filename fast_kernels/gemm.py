@@ -7,14 +7,11 @@ fastest. On first use of a shape, this file times all candidates and caches the 
 - Large GEMMs run at the GPU's power limit, where the clock depends on the operands: zeros take less power
   than other values. So candidates are timed round-robin on the operands of the call, and timing waits until
   these are not mostly zeros, as gradients are in a first step.
-- A caller may allow both fast accumulation (the FP8 tensor cores' accumulator) and precise (float32). Both
-  are timed; fast accumulation is used only where it is faster.
 - Algorithms sum in different orders, so another choice rounds differently, and the next process may choose
   otherwise. Under `torch.use_deterministic_algorithms`, and where cuBLASLt has no algorithm, torch._scaled_mm
   computes the GEMM. Nothing can be timed while a CUDA graph is captured.
-- Calls are safe from any stream, thread or device. Each call allocates its workspace from PyTorch's caching
-  allocator, which orders reuse by stream; a lock guards the descriptors.
-- cuBLASLt is called through ctypes, since no Python package offers its list of algorithms.
+- Calls are safe from any stream, thread or device: PyTorch's allocator orders reuse of a workspace by stream,
+  and a lock guards the descriptors.
 
 Reference: "Using the cuBLASLt API" in cuBLAS's documentation. Constants and structures are those of
 `cublasLt.h`, the same in CUDA 12 and 13.
@@ -53,12 +50,8 @@ class _Algorithm(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = [
-        ("algorithm", ctypes.c_uint64 * 8),
-        ("workspace_bytes", ctypes.c_size_t),
-        ("state", ctypes.c_int),
-        ("waves", ctypes.c_float),
-        ("reserved", ctypes.c_int * 4),
-    ]
+        ("algorithm", ctypes.c_uint64 * 8), ("workspace_bytes", ctypes.c_size_t), ("state", ctypes.c_int),
+        ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
 
 
 @functools.cache
@@ -89,39 +82,22 @@ def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=
         out: (N, M) BF16 or float32, contiguous, which the result is written to. None: new memory, BF16.
         accumulate: add the result to `out`.
 
-    Returns:
-        (N, M), `out` if given.
-
-    Raises:
-        ValueError: sizes, dtypes, layouts, devices or alignment do not fit. All but the scales must start at
-            a multiple of 16 bytes.
+    All but the scales must start at a multiple of 16 bytes. Returns (N, M), `out` if given.
     """
     if out is None:
-        return _gemm(a, a_scale_inv, b, b_scale_inv, bias, accumulation)
-    _gemm_into(a, a_scale_inv, b, b_scale_inv, bias, accumulation, out, accumulate)
+        out = torch.empty((b.shape[0], a.shape[0]), dtype=torch.bfloat16, device=a.device)
+    _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate)
     return out
 
 
 @operation(
-    "(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor? bias, str accumulation) -> Tensor")
-def _gemm(a, a_scale_inv, b, b_scale_inv, bias, accumulation):
-    out = torch.empty((b.shape[0], a.shape[0]), dtype=torch.bfloat16, device=a.device)
-    _launch((a, a_scale_inv, b, b_scale_inv, bias, out), accumulation, accumulate=False)
-    return out
-
-
-@operation(
-    "(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor? bias, str accumulation, "
-    "Tensor(a!) out, bool accumulate) -> ()")
-def _gemm_into(a, a_scale_inv, b, b_scale_inv, bias, accumulation, out, accumulate):
-    _launch((a, a_scale_inv, b, b_scale_inv, bias, out), accumulation, accumulate)
-
-
-def _launch(operands, accumulation, accumulate):
-    """Run the GEMM into the last of `operands`, with the fastest algorithm known."""
-    a, a_scale_inv, b, b_scale_inv, bias, out = operands
+    "(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor? bias, Tensor(a!) out, "
+    "str accumulation, bool accumulate) -> ()")
+def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
+    """Run the GEMM with the fastest algorithm known."""
     if is_fake(a):
         return
+    operands = a, a_scale_inv, b, b_scale_inv, bias, out
     bias_key = bias is not None and (*bias.shape, bias.dtype, bias.is_contiguous())
     key = (*a.shape, b.shape[0], a.dtype, b.dtype, out.dtype, accumulate, bias_key, accumulation,
            a.get_device())
@@ -202,22 +178,18 @@ class _Shape:
 
     tuned_count = 0  # shapes timed in this process
 
-    def __init__(self, m, k, n, a_type, b_type, out_type, accumulate, has_bias, accumulation,
-                 device_index):
+    def __init__(self, m, k, n, a_type, b_type, out_type, accumulate, has_bias, accumulation, device_index):
         self.accumulate = accumulate
         self.descriptor_lock, self.tuning_lock = threading.Lock(), threading.Lock()
         self.is_tuned = False
         self.attempts = 0  # calls that wanted to time this shape
         sizes = (a_type, k, m), (b_type, k, n), (out_type, m, n)
         self.layouts = [_make_layout(TYPES[dtype], rows, columns) for dtype, rows, columns in sizes]
-        self.descriptors = []
-        self.candidates = []  # (descriptor, _Algorithm), in the heuristic's order
         kinds = {"precise": (False,), "fast": (True,), "either": (False, True)}
-        for fast in kinds[accumulation]:
-            descriptor = _make_descriptor(fast, has_bias)
-            self.descriptors.append(descriptor)
-            found = self._ask_heuristic(descriptor, device_index)
-            self.candidates += [(descriptor, algorithm) for algorithm in found]
+        self.descriptors = [_make_descriptor(fast, has_bias) for fast in kinds[accumulation]]
+        self.candidates = [  # (descriptor, _Algorithm), in the heuristic's order
+            (descriptor, algorithm) for descriptor in self.descriptors
+            for algorithm in self._ask_heuristic(descriptor, device_index)]
         self.chosen = self.candidates[0] if self.candidates else None
         weakref.finalize(self, _destroy, self.descriptors, self.layouts).atexit = False
 
@@ -230,8 +202,8 @@ class _Shape:
             preference, MAX_WORKSPACE_BYTES, ctypes.byref(size), ctypes.sizeof(size)))
         found, count = (_Algorithm * ALGORITHMS)(), ctypes.c_int(0)
         status = library.cublasLtMatmulAlgoGetHeuristic(
-            _handle(device_index), descriptor, a, b, out, out, preference,
-            ALGORITHMS, found, ctypes.byref(count))
+            _handle(device_index), descriptor, a, b, out, out, preference, ALGORITHMS, found,
+            ctypes.byref(count))
         _check_status(library.cublasLtMatmulPreferenceDestroy(preference))
         if status != 0:
             return []
@@ -287,9 +259,8 @@ class _Shape:
             if bias is not None:
                 _set(descriptor, BIAS_POINTER, _pointer(bias))
             _check_status(_library().cublasLtMatmul(
-                _handle(a.device.index), descriptor,
-                ctypes.byref(one), _pointer(a), a_layout, _pointer(b), b_layout,
-                ctypes.byref(beta), _pointer(out), out_layout, _pointer(out), out_layout,
+                _handle(a.device.index), descriptor, ctypes.byref(one), _pointer(a), a_layout, _pointer(b),
+                b_layout, ctypes.byref(beta), _pointer(out), out_layout, _pointer(out), out_layout,
                 ctypes.byref(algorithm), _pointer(workspace), ctypes.c_size_t(algorithm.workspace_bytes),
                 ctypes.c_void_p(torch.cuda.current_stream(a.device).cuda_stream)))
 

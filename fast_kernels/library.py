@@ -82,6 +82,8 @@ def _on_one_device(function, name):
     def launch(*args):
         index = None
         for tensor in args:
+            if isinstance(tensor, list) and tensor:  # of tensors on one device, which the function checks
+                tensor = tensor[0]
             if isinstance(tensor, torch.Tensor):
                 if index is None:
                     index = tensor.get_device()
@@ -108,10 +110,9 @@ _tables = OrderedDict()  # (device, addresses and sizes) -> tensors, least recen
 
 
 def device_tables(device, key, make):
-    """Return `make()`, tensors that are a function of `key` alone, on `device`. Copied once per key.
+    """Return `make()`, tensors that are a function of `key` alone, on `device`. Made once per key.
 
-    The key has addresses and sizes as numbers, so that no tensor is kept alive, and equal keys mean equal
-    tables whatever the memory holds now.
+    The key has addresses and sizes, so that no tensor is kept alive, and memory that moves has another key.
     """
     tables = _tables.get((device, key))
     if tables is None:

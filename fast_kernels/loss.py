@@ -12,10 +12,7 @@ bound by memory.
   reads a BF16 gradient again to cast and transpose it. Here the backward kernel quantizes the values in its
   registers and returns a `Float8Tensor`: 4 bytes moved per logit instead of 8. It rounds to BF16 first, as
   TE's path does, and raises the same amax, so that data, scales and training are bit for bit TE's.
-- On request FP8 rounding is stochastic. To nearest, a probability that many tokens share is moved by the same
-  amount in all of them, and the error does not average out over a batch (guide/evidence.md).
 - Label smoothing and soft-capped logits (Gemma 2) are part of the same kernels.
-- No host synchronization: it can be captured in a CUDA graph.
 
 References: online softmax (Milakov and Gimelshein 2018); delayed scaling (Micikevicius et al. 2022, and TE's
 `DelayedScaling`); label smoothing (Szegedy et al. 2016).
@@ -46,7 +43,7 @@ def cross_entropy_reference(logits, labels, label_smoothing=0.0, softcap=None):
     return loss / (labels != -100).sum().clamp(min=1)
 
 
-def cross_entropy(logits, labels, quantization=None, rounding="nearest", label_smoothing=0.0, softcap=None):
+def cross_entropy(logits, labels, quantization=None, label_smoothing=0.0, softcap=None):
     """Compute the mean cross-entropy over the labels that are not -100, () float32; 0 if all are -100.
 
     Differentiable in the logits, once: backward may overwrite them, so do not use them afterwards.
@@ -58,17 +55,9 @@ def cross_entropy(logits, labels, quantization=None, rounding="nearest", label_s
             for an FP8 GEMM, and raises amax to the gradient's largest magnitude. N and V must be multiples
             of 16. Use the logits for nothing else: autograd would sum two gradients of them dequantized.
             None, or under torch.compile: the gradient has the logits' dtype.
-        rounding: of a gradient in FP8. "nearest", as in Transformer Engine; "stochastic": to one of the two
-            FP8 neighbors, with the probabilities that make the mean exact.
         label_smoothing: the share of the target that is spread over the vocabulary, as in F.cross_entropy.
         softcap: c, for the loss of c · tanh(logits / c); None: of the logits.
-
-    Raises:
-        ValueError: shapes, dtypes or options do not fit.
-        RuntimeError: in a second backward pass.
     """
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"rounding={rounding!r}: must be nearest or stochastic")
     if not 0 <= label_smoothing <= 1 or softcap is not None and not softcap > 0:
         raise ValueError(f"label_smoothing={label_smoothing}, softcap={softcap}: must be in [0, 1], and "
                          "positive or None; 0.1 and 30.0 work")
@@ -83,12 +72,11 @@ def cross_entropy(logits, labels, quantization=None, rounding="nearest", label_s
         raise ValueError(f"logits {tuple(logits.shape)}: a gradient in FP8 needs multiples of 16; pad them, "
                          "or use quantization=None")
     scale, amax, fp8 = quantization if quantization and not torch.compiler.is_compiling() else (None,) * 3
-    return _cross_entropy(
-        logits, labels.contiguous(), label_smoothing, softcap, scale, amax, fp8, rounding == "stochastic")[0]
+    return _cross_entropy(logits, labels.contiguous(), label_smoothing, softcap, scale, amax, fp8)[0]
 
 
 def _setup_context(ctx, inputs, output):
-    logits, labels, label_smoothing, softcap, *ctx.quantization, ctx.is_stochastic = inputs
+    logits, labels, label_smoothing, softcap, *ctx.quantization = inputs
     _, lse, count = output
     ctx.save_for_backward(logits, labels, lse, count)
     ctx.mark_non_differentiable(lse, count)
@@ -105,8 +93,7 @@ def _cross_entropy_backward(ctx, grad_loss, *_):
     arguments = logits, labels, lse, (grad_loss / count).float(), *ctx.options
     scale, amax, fp8 = ctx.quantization
     if scale is not None:
-        gradient = Float8Tensor(
-            *cast_gradient(*arguments, scale, amax, fp8, ctx.is_stochastic), dtype=logits.dtype)
+        gradient = Float8Tensor(*cast_gradient(*arguments, scale, amax, fp8), dtype=logits.dtype)
     elif is_tracing():
         gradient = logits_gradient(*arguments)
     else:
@@ -114,12 +101,12 @@ def _cross_entropy_backward(ctx, grad_loss, *_):
         # makes autograd raise an error where another function saved the logits for its backward pass
         torch.autograd.graph.increment_version(logits)
         gradient = logits.detach()
-    return gradient, *[None] * 7
+    return gradient, *[None] * 6
 
 
 @operation(
     "(Tensor logits, Tensor labels, float label_smoothing, float? softcap, Tensor? scale, Tensor? amax, "
-    "ScalarType? fp8, bool is_stochastic) -> (Tensor loss, Tensor lse, Tensor count)",
+    "ScalarType? fp8) -> (Tensor loss, Tensor lse, Tensor count)",
     _setup_context, _cross_entropy_backward)
 def _cross_entropy(logits, labels, label_smoothing, softcap, *quantization):
     """Return the loss, each row's log-sum-exp (N,) float32, and the number of labels."""
@@ -157,11 +144,9 @@ def _launch_backward(logits, out, labels, lse, factor, label_smoothing, softcap)
 
 
 @operation(
-    f"(Tensor logits, {ARGUMENTS}, "
-    "Tensor scale, Tensor(a!) amax, ScalarType fp8, bool is_stochastic) -> (Tensor, Tensor, Tensor)")
-def cast_gradient(
-    logits, labels, lse, factor, label_smoothing, softcap, scale, amax, fp8, is_stochastic
-):
+    f"(Tensor logits, {ARGUMENTS}, Tensor scale, Tensor(a!) amax, ScalarType fp8) "
+    "-> (Tensor, Tensor, Tensor)")
+def cast_gradient(logits, labels, lse, factor, label_smoothing, softcap, scale, amax, fp8):
     """Return the logits' gradient as an FP8 tensor, and raise amax to its largest magnitude."""
     rows, vocab_size = logits.shape
     out = casts.allocate_fp8(logits, rows, vocab_size, fp8)
@@ -170,7 +155,7 @@ def cast_gradient(
     tiles = ceil_div(rows, BACKWARD_FP8["ROWS"]) * ceil_div(vocab_size, BACKWARD_FP8["COLUMNS"])
     _backward_fp8_kernel[(tiles,)](
         logits, labels, lse, factor, scale, amax, *out, rows, vocab_size, label_smoothing or None, softcap,
-        STOCHASTIC=is_stochastic, **BACKWARD_FP8)
+        **BACKWARD_FP8)
     return out
 
 
@@ -183,9 +168,7 @@ def _cap(x, softcap):
 
 
 @triton.jit
-def _forward_kernel(
-    logits_ptr, labels_ptr, losses_ptr, lse_ptr, V, smoothing, softcap, BLOCK: tl.constexpr
-):
+def _forward_kernel(logits_ptr, labels_ptr, losses_ptr, lse_ptr, V, smoothing, softcap, BLOCK: tl.constexpr):
     """Compute loss and log-sum-exp of one row. smoothing, softcap: None where they do nothing."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * V
@@ -258,78 +241,23 @@ def _backward_kernel(logits_ptr, out_ptr, labels_ptr, lse_ptr, factor_ptr, V, sm
 
 @triton.jit
 def _backward_fp8_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, scale_ptr, amax_ptr, rowwise_ptr,
-                         columnwise_ptr, scale_inv_ptr, N, V, smoothing, softcap, STOCHASTIC: tl.constexpr,
-                         ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+                         columnwise_ptr, scale_inv_ptr, N, V, smoothing, softcap, ROWS: tl.constexpr,
+                         COLUMNS: tl.constexpr):
     """Compute one tile (ROWS, COLUMNS) of the gradient; store it in FP8, rowwise and transposed."""
-    tile_columns = tl.cdiv(V, COLUMNS)
-    first_row, first_column = (
-        tl.program_id(0) // tile_columns * ROWS, tl.program_id(0) % tile_columns * COLUMNS)
-    # offsets inside the tile: only the tile's own offset needs 64 bits
-    i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
-    rows, columns, factor = first_row + 4 * i, first_column + j, tl.load(factor_ptr)
-    mask = (first_row // 4 + i < N // 4)[:, None] & (columns < V)[None, :]
-    x = kernels.load_rows(
-        logits_ptr + first_row.to(tl.int64) * V + first_column + 4 * i[:, None] * V + j[None, :], V, mask,
-        float("-inf"),
-    )
-    a = _rounded_gradient(
-        x[0], labels_ptr, lse_ptr, rows, columns, factor, N, V, smoothing, softcap)
-    b = _rounded_gradient(
-        x[1], labels_ptr, lse_ptr, rows + 1, columns, factor, N, V, smoothing, softcap)
-    c = _rounded_gradient(
-        x[2], labels_ptr, lse_ptr, rows + 2, columns, factor, N, V, smoothing, softcap)
-    d = _rounded_gradient(
-        x[3], labels_ptr, lse_ptr, rows + 3, columns, factor, N, V, smoothing, softcap)
+    first_row, first_column = kernels.tile_corner(tl.program_id(0), V, ROWS, COLUMNS)
+    rows, columns = first_row + 4 * tl.arange(0, ROWS // 4), first_column + tl.arange(0, COLUMNS)
+    factor = tl.load(factor_ptr)
+    mask, _ = kernels.tile_mask(first_row, first_column, N, V, False, ROWS, COLUMNS)
+    logits_ptr += kernels.tile_offsets(first_row, first_column, V, ROWS, COLUMNS)
+    x = kernels.load_rows(logits_ptr, V, mask, float("-inf"))
+    a = _rounded_gradient(x[0], labels_ptr, lse_ptr, rows, columns, factor, N, V, smoothing, softcap)
+    b = _rounded_gradient(x[1], labels_ptr, lse_ptr, rows + 1, columns, factor, N, V, smoothing, softcap)
+    c = _rounded_gradient(x[2], labels_ptr, lse_ptr, rows + 2, columns, factor, N, V, smoothing, softcap)
+    d = _rounded_gradient(x[3], labels_ptr, lse_ptr, rows + 3, columns, factor, N, V, smoothing, softcap)
     tl.atomic_max(amax_ptr, tl.max(kernels.abs_max(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
     scale = kernels.load_scale(scale_ptr, scale_inv_ptr)
-    if STOCHASTIC:
-        fp8: tl.constexpr = rowwise_ptr.dtype.element_ty
-        bits = _random_bits(lse_ptr, rows, columns, N)
-        # each row has its own bits in the high places, which decide
-        a = _round_stochastically(a * scale, bits, fp8)
-        b = _round_stochastically(b * scale, bits << 24 | bits >> 8, fp8)
-        c = _round_stochastically(c * scale, bits << 16 | bits >> 16, fp8)
-        d = _round_stochastically(d * scale, bits << 8 | bits >> 24, fp8)
-        scale = 1.0
     kernels.store_fp8(
-        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, V, mask, ROWS, COLUMNS
-    )
-
-
-@triton.jit
-def _random_bits(lse_ptr, rows, columns, N):
-    """Return 32 random bits for every fourth row and each column: a hash of row, column and log-sum-exp,
-    which differs from step to step. So nothing has to be kept, and a run that resumes draws the same bits."""
-    lse = tl.load(lse_ptr + rows, mask=rows < N, other=0.0).to(tl.uint32, bitcast=True)
-    bits = (lse ^ _hash(rows.to(tl.uint32)))[:, None] ^ (columns.to(tl.uint32) * 0x9E3779B9)[None, :]
-    return _hash(bits)
-
-
-@triton.jit
-def _hash(x):
-    """Mix 32 bits; the constants of lowbias32 (Wellons 2018)."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _round_stochastically(x, bits, FP8: tl.constexpr):
-    """Round x to one of its two neighbors in FP8, in float32: random low bits are added to its significand,
-    and what FP8 cannot hold is cut off. A value that FP8 holds stays; the cast that follows saturates."""
-    if FP8 == tl.float8e5:  # values below its normal range are 2^-30 of the largest, and rounded to nearest
-        return _cut_off(x, bits, 21)
-    # Subnormal values of E4M3 have the spacing of the smallest normal ones: move them there and back.
-    shift = tl.where(tl.abs(x) < 2.0**-6, tl.where(x < 0.0, -(2.0**-6), 2.0**-6), 0.0)
-    return _cut_off(x + shift, bits, 20) - shift
-
-
-@triton.jit
-def _cut_off(x, bits, DROPPED: tl.constexpr):
-    """Drop low bits of float32's significand, after random ones were added."""
-    rounded = x.to(tl.uint32, bitcast=True) + (bits >> (32 - DROPPED))
-    rounded = (rounded >> DROPPED << DROPPED).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, x)  # a GPU's NaN has all bits set: the sum would overflow to -0
+        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, V, mask, ROWS, COLUMNS)
 
 
 @triton.jit

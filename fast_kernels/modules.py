@@ -5,12 +5,12 @@
 
 A model written for `transformer_engine.pytorch` (TE) runs on these without TE: same constructor arguments,
 parameter names, initialization and FP8 state, and the same bytes and scales. What is not here raises: an
-argument that TE does not know TypeError, one that only TE supports ValueError.
+argument TypeError, a value ValueError.
 
-How `DelayedScaling` keeps state: each module has the scales and amax histories of its tensors as buffers,
-which a state dict leaves out and `.to(dtype)` leaves in float32. Kernels raise row 0 of the history. When the
-outermost `autocast` ends (forward tensors), or the backward pass of the first module ends (gradients), one
-launch updates the scales of all modules that ran inside.
+Each module has the scales and amax histories of its tensors as buffers, which a state dict leaves out and
+`.to(dtype)` leaves in float32. Kernels raise row 0 of the history. When the outermost `autocast` ends
+(forward tensors), or the backward pass of the first module ends (gradients), one launch updates the scales of
+all modules that ran inside.
 
 References: TE 2.20 `quantization.py`, `module/*.py`; Micikevicius et al. 2022.
 """
@@ -18,10 +18,10 @@ References: TE 2.20 `quantization.py`, `module/*.py`; Micikevicius et al. 2022.
 import functools
 import os
 import types
+from collections import namedtuple
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,56 +31,40 @@ import torch.utils.checkpoint
 
 from fast_kernels import casts, fused, scales
 from fast_kernels.adam import FastAdam
+from fast_kernels.attention import sdpa
 from fast_kernels.fp8 import MAXIMUM
 from fast_kernels.fused import Layer, Quantization, Stream
 from fast_kernels.loss import cross_entropy
 
-_gelu = functools.partial(F.gelu, approximate="tanh")
-ACTIVATIONS = {  # of a LayerNormMLP, in PyTorch
-    "gelu": _gelu, "relu": F.relu, "srelu": lambda x: F.relu(x).square(), "silu": F.silu,
-    "geglu": lambda x: _gated(_gelu, x), "reglu": lambda x: _gated(F.relu, x),
-    "sreglu": lambda x: _gated(ACTIVATIONS["srelu"], x), "swiglu": lambda x: _gated(F.silu, x)}
+# Further arguments of TE's constructors: these values are supported, and no others.
+OPTIONS = dict(
+    sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1,
+    get_rng_state_tracker=None, parallel_mode=None, return_bias=False, return_layernorm_output=False,
+    zero_centered_gamma=False, attention_type="self", attn_mask_type="causal", self_attn_mask_type="causal",
+    window_size=None, softmax_scale=None, layer_type="encoder", amsgrad=False, bias_correction=True,
+    adam_w_mode=True, master_weight_dtype=torch.float32)
+NO_EFFECT = {"name", "layer_number", "capturable", "master_weights", "set_grad_none"}
 
 
-def _gated(activation, x):
-    gate, value = x.chunk(2, -1)
-    return activation(gate) * value
-
-
-# What TE's constructors take beyond the arguments here: these values are supported, and no others.
-ONLY = dict(
-    sequence_parallel=(False, None), fuse_wgrad_accumulation=(False,), tp_group=(None,), tp_size=(1,),
-    get_rng_state_tracker=(None,), rng_tracker_name=(None,), parallel_mode=(None,), parameters_split=(None,),
-    ub_overlap_ag=(False,), ub_overlap_rs=(False,), ub_overlap_rs_dgrad=(False,), ub_bulk_dgrad=(False,),
-    ub_bulk_wgrad=(False,), ub_name=(None,), delay_wgrad_compute=(False,), symmetric_ar_type=(None,),
-    save_original_input=(False,), return_bias=(False,), return_layernorm_output=(False,),
-    return_layernorm_output_gathered=(False,), zero_centered_gamma=(False,), activation_params=(None,),
-    set_parallel_mode=(False,), checkpoint=(False,))
-NO_EFFECT = {"name", "seq_length", "micro_batch_size", "layer_number"}
-
-
-def check_options(kind: str, options: dict, only=ONLY) -> None:
-    """Raise TypeError for an argument that TE does not have, ValueError for one that only TE supports."""
+def check_options(kind: str, options: dict, only=OPTIONS) -> None:
+    """Raise TypeError for an unknown argument, ValueError for a value that only TE supports."""
     for name, value in options.items():
         if name not in only and name not in NO_EFFECT:
-            raise TypeError(f"{kind}: unknown argument {name!r}")
-        if name in only and value not in only[name]:
-            raise ValueError(f"{kind}: {name}={value!r}: fast_kernels supports {only[name][0]!r}; "
+            raise TypeError(f"{kind}: unknown argument {name!r}; Transformer Engine may have it")
+        if name not in NO_EFFECT and value != only[name]:
+            raise ValueError(f"{kind}: {name}={value!r}: fast_kernels supports {only[name]!r}; "
                              "Transformer Engine has the others")
 
 
 # ---------------------------------------------------------------- recipes
 
-class _Maximum(NamedTuple):
-    max_fwd: float
-    max_bwd: float
+_Maximum = namedtuple("_Maximum", "max_fwd max_bwd")
 
 
 class Format(Enum):
     """FP8 formats. HYBRID: E4M3 (largest value 448) forward, E5M2 (57,344) backward."""
 
-    E4M3 = _Maximum(448.0, 448.0)
-    E5M2 = _Maximum(57344.0, 57344.0)
+    E4M3, E5M2 = _Maximum(448.0, 448.0), _Maximum(57344.0, 57344.0)
     HYBRID = _Maximum(448.0, 57344.0)
 
 
@@ -98,10 +82,9 @@ class DelayedScaling:
     fp8_mha: bool = False
 
     def __post_init__(self):
-        for name, values in (("fp8_format", (Format.HYBRID, Format.E4M3)),
-                             ("amax_compute_algo", ("max", "most_recent")),
-                             ("scaling_factor_compute_algo", (None,)), ("fp8_dpa", (False,)),
-                             ("fp8_mha", (False,))):
+        supported = dict(fp8_format=(Format.HYBRID, Format.E4M3), amax_compute_algo=("max", "most_recent"),
+                         scaling_factor_compute_algo=(None,), fp8_dpa=(False,), fp8_mha=(False,))
+        for name, values in supported.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"DelayedScaling.{name}={getattr(self, name)!r}: fast_kernels supports "
                                  f"{', '.join(map(str, values))}; Transformer Engine has the others")
@@ -127,12 +110,12 @@ def is_fp8_available(return_reason=False):
     return (not reason, reason) if return_reason else not reason
 
 
-def is_fp8_block_scaling_available(return_reason=False):
+def is_mxfp8_available(return_reason=False):
     reason = "fast_kernels has delayed scaling only; install Transformer Engine for other recipes."
     return (False, reason) if return_reason else False
 
 
-is_mxfp8_available = is_nvfp4_available = is_fp8_block_scaling_available
+is_fp8_block_scaling_available = is_nvfp4_available = is_mxfp8_available
 
 
 @functools.cache
@@ -150,7 +133,7 @@ def unsupported_reason() -> str:
 # ---------------------------------------------------------------- the FP8 region
 
 _regions = []  # the open autocast regions, the outermost first
-_recompute = None  # inside `checkpoint`: the scales of the forward pass, recorded or replayed
+_recompute = None  # inside `checkpoint`: (whether scales are replayed, function that records or replays them)
 
 
 class autocast:
@@ -206,24 +189,15 @@ def checkpoint(function, *args, use_reentrant=False, **kwargs):
     recorded, regions = [], list(_regions)
     return torch.utils.checkpoint.checkpoint(
         function, *args, use_reentrant=False, **kwargs,
-        context_fn=lambda: (_recording(recorded), _replaying(recorded, regions)))
+        context_fn=lambda: (_recomputing((False, recorded.append), regions),
+                            _recomputing((True, iter(recorded).__next__), regions)))
 
 
 @contextmanager
-def _recording(recorded):
-    global _recompute
-    outer, _recompute = _recompute, (False, recorded.append)
-    try:
-        yield
-    finally:
-        _recompute = outer
-
-
-@contextmanager
-def _replaying(recorded, regions):
+def _recomputing(state, regions):
     global _recompute
     outer, outer_regions = _recompute, list(_regions)
-    _recompute, _regions[:] = (True, iter(recorded).__next__), regions
+    _recompute, _regions[:] = state, regions
     try:
         yield
     finally:
@@ -250,8 +224,9 @@ class ScalingState:
     def __init__(self, module, direction):
         self.module, self.names = module, (f"scale_{direction}", f"amax_history_{direction}")
 
-    scale = property(lambda self: getattr(self.module, self.names[0]))
-    amax_history = property(lambda self: getattr(self.module, self.names[1]))
+    # from `_buffers`, since nn.Module's lookup of an attribute is slow
+    scale = property(lambda self: self.module._buffers[self.names[0]])
+    amax_history = property(lambda self: self.module._buffers[self.names[1]])
 
 
 class Module(nn.Module):
@@ -265,6 +240,7 @@ class Module(nn.Module):
         self.fp8_meta = {"num_gemms": num_gemms, "fp8_checkpoint": False}
         self._fp8_workspaces = {}  # FP8 weights, kept over the micro-batches of a step
         self._quantizations = {}  # GEMM: how its input, weight and output gradient are quantized
+        self.weight_names = []
 
     def add_norm(self, size, eps, normalization):
         if normalization not in ("LayerNorm", "RMSNorm"):
@@ -280,6 +256,7 @@ class Module(nn.Module):
         with torch.no_grad():
             (init_method or _normal_init)(weight)
         self.register_parameter(f"{prefix}weight", weight)
+        self.weight_names.append(f"{prefix}weight")
         self.use_bias = bias
         if bias:
             self.register_parameter(f"{prefix}bias", nn.Parameter(torch.zeros(out_features, **self.factory)))
@@ -337,7 +314,8 @@ class Module(nn.Module):
         """Create or resize scales and histories for `recipe`; keep the newest rows of a history."""
         meta = self.fp8_meta
         history = self._buffers.get("amax_history_fwd")
-        if history is not None and meta["recipe"] == recipe and len(history) == recipe.amax_history_len:
+        is_same = history is not None and (meta["recipe"] is recipe or meta["recipe"] == recipe)
+        if is_same and history.shape[0] == recipe.amax_history_len:
             return
         device = next(self.parameters()).device
         for direction, tensors in (("fwd", 3), ("bwd", 2)):
@@ -434,9 +412,9 @@ class LayerNormMLP(Module):
                  normalization="LayerNorm", activation="gelu", output_layer_init_method=None,
                  params_dtype=None, device=None, **options):
         super().__init__(2, "LayerNormMLP", options, params_dtype, device)
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation!r}: must be one of {', '.join(ACTIVATIONS)}")
-        self.activation, gated = activation, activation.endswith("glu")
+        if activation not in casts.ACTIVATIONS:
+            raise ValueError(f"activation={activation!r}: must be one of {', '.join(casts.ACTIVATIONS)}")
+        self.activation, gated = activation, activation in casts.GATED
         self.add_norm(hidden_size, eps, normalization)
         self.add_linear("fc1_", ffn_hidden_size * (1 + gated), hidden_size, bias, init_method)
         self.add_linear("fc2_", hidden_size, ffn_hidden_size, bias, output_layer_init_method)
@@ -449,7 +427,7 @@ class LayerNormMLP(Module):
 
     def activate(self, x):
         """Apply the activation in PyTorch."""
-        return ACTIVATIONS[self.activation](x)
+        return casts.activation_reference(self.activation, x)
 
 
 class RMSNorm(nn.Module):
@@ -483,22 +461,17 @@ def _normal_init(weight):
 
 
 class DotProductAttention(nn.Module):
-    """Causal softmax(q · kᵀ / √D) · v by PyTorch; keys and values have `num_gqa_groups` heads.
+    """Causal softmax(q · kᵀ / √D) · v by PyTorch; keys and values may have fewer heads.
 
     Format bshd: q (B, S, H, D) -> (B, S, H · D). Format thd with the mask padding_causal: packed sequences, q
     (T, H, D) -> (T, H · D), where cu_seqlens_q (int32) has the start of each sequence, then T.
     """
 
-    ONLY = dict(
-        window_size=(None,), softcap=(0.0,), sequence_parallel=(False,), tp_size=(1,), tp_group=(None,),
-        get_rng_state_tracker=(None,), attention_type=("self",), cp_group=(None,), cp_global_ranks=(None,),
-        cp_stream=(None,), softmax_type=("vanilla",), softmax_scale=(None,), attn_mask_type=("causal",),
-        qkv_format=("bshd",))
-
     def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
-                 **options):
+                 qkv_format="sbhd", **options):
         super().__init__()
-        check_options("DotProductAttention", {"qkv_format": "sbhd"} | options, self.ONLY)
+        check_options("DotProductAttention", {"qkv_format": qkv_format} | options,
+                      OPTIONS | dict(qkv_format="bshd"))
         self.attention_dropout = attention_dropout
 
     def forward(self, query_layer, key_layer, value_layer, qkv_format="bshd", attn_mask_type="causal",
@@ -506,36 +479,25 @@ class DotProductAttention(nn.Module):
         if (qkv_format, attn_mask_type) not in (("bshd", "causal"), ("thd", "padding_causal")):
             raise ValueError(f"qkv_format={qkv_format!r}, attn_mask_type={attn_mask_type!r}: fast_kernels "
                              "has 'bshd' with 'causal' and 'thd' with 'padding_causal'")
-        mask, packed = None, qkv_format == "thd"
-        if packed:
-            tokens = torch.arange(len(query_layer), device=query_layer.device, dtype=torch.int32)
-            sequence = torch.searchsorted(cu_seqlens_q, tokens, right=True)
-            mask = (sequence[:, None] == sequence).tril()
-            query_layer, key_layer, value_layer = query_layer[None], key_layer[None], value_layer[None]
-        q, k, v = (x.transpose(1, 2) for x in (query_layer, key_layer, value_layer))
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1],
-            dropout_p=self.attention_dropout if self.training else 0.0)
-        y = y.transpose(1, 2).flatten(2)
-        return y[0] if packed else y
+        qkv = query_layer, key_layer, value_layer
+        if qkv_format == "thd":
+            qkv = [x[None] for x in qkv]
+        dropout_p = self.attention_dropout if self.training else 0.0
+        y = sdpa(*qkv, cu_seqlens_q, dropout_p=dropout_p).flatten(2)
+        return y[0] if qkv_format == "thd" else y
 
 
 class TransformerLayer(nn.Module):
     """Pre-norm block: x + attention(x), then x + MLP(x). (B, S, hidden_size) -> (B, S, hidden_size)."""
-
-    ONLY = ONLY | dict(
-        self_attn_mask_type=("causal",), fuse_qkv_params=(True,), qkv_weight_interleaved=(False,),
-        attn_input_format=("bshd",), layer_type=("encoder",), window_size=(None,), softcap=(0.0,),
-        apply_residual_connection_post_layernorm=(False,), output_layernorm=(False,), drop_path_rate=(0.0,),
-        parallel_attention_mlp=(False,), qk_norm_type=(None,), softmax_type=("vanilla",))
 
     def __init__(self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None,
                  layernorm_epsilon=1e-5, hidden_dropout=0.1, attention_dropout=0.1, init_method=None,
                  output_layer_init_method=None, kv_channels=None, params_dtype=None, bias=True,
                  activation="gelu", normalization="LayerNorm", device=None, **options):
         super().__init__()
-        defaults = dict(fuse_qkv_params=False, qkv_weight_interleaved=True, attn_input_format="sbhd")
-        check_options("TransformerLayer", defaults | options, self.ONLY)
+        of_te = dict(fuse_qkv_params=False, qkv_weight_interleaved=True, attn_input_format="sbhd")  # defaults
+        check_options("TransformerLayer", of_te | options, OPTIONS | dict(
+            fuse_qkv_params=True, qkv_weight_interleaved=False, attn_input_format="bshd"))
         self.heads, self.kv_heads = num_attention_heads, num_gqa_groups or num_attention_heads
         self.head_size, self.hidden_dropout = kv_channels or hidden_size // self.heads, hidden_dropout
         q_size, kv_size = self.heads * self.head_size, self.kv_heads * self.head_size
@@ -544,9 +506,8 @@ class TransformerLayer(nn.Module):
         self.self_attention = nn.Module()  # TE's MultiheadAttention
         self.self_attention.layernorm_qkv = LayerNormLinear(hidden_size, q_size + 2 * kv_size, **normed)
         self.self_attention.core_attention = DotProductAttention(
-            self.heads, self.head_size, self.kv_heads, attention_dropout, qkv_format="bshd")
-        self.self_attention.proj = Linear(
-            q_size, hidden_size, init_method=output_layer_init_method, **common)
+            self.heads, self.head_size, self.kv_heads, attention_dropout, "bshd")
+        self.self_attention.proj = Linear(q_size, hidden_size, output_layer_init_method, **common)
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, activation=activation,
             output_layer_init_method=output_layer_init_method, **normed)
@@ -555,44 +516,33 @@ class TransformerLayer(nn.Module):
         attention, first = self.self_attention, dict(is_first_microbatch=is_first_microbatch)
         qkv = attention.layernorm_qkv(hidden_states, **first).unflatten(-1, (-1, self.head_size))
         y = attention.core_attention(*qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2))
-        x = hidden_states + self._dropout(attention.proj(y, **first))
-        return x + self._dropout(self.layernorm_mlp(x, **first))
-
-    def _dropout(self, x):
-        return F.dropout(x, self.hidden_dropout, self.training)
+        x = hidden_states + F.dropout(attention.proj(y, **first), self.hidden_dropout, self.training)
+        return x + F.dropout(self.layernorm_mlp(x, **first), self.hidden_dropout, self.training)
 
 
-def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None,
-                           ignore_idx=-100, is_cg_capturable=False, *, overwrite_input=False):
+def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False):
     """Compute the cross-entropy in float32 over the labels that are not -100.
 
     Args:
-        inp: logits (B, S, V); the backward pass overwrites them.
+        inp: logits (B, S, V); with reduce_loss the backward pass overwrites them.
         target: (B, S) int64.
 
     Returns:
         With reduce_loss the mean, (1,); else (B, S), 0 where a label is -100.
     """
-    if dist_process_group is not None or ignore_idx != -100:
-        raise ValueError("parallel_cross_entropy: fast_kernels supports dist_process_group=None and "
-                         "ignore_idx=-100; Transformer Engine has the others")
     logits, labels = inp.flatten(0, -2), target.flatten()
     if reduce_loss:
         return cross_entropy(logits, labels, label_smoothing=label_smoothing).view(1)
-    return F.cross_entropy(logits.float(), labels, label_smoothing=label_smoothing, reduction="none").view(
-        target.shape)
+    loss = F.cross_entropy(logits.float(), labels, label_smoothing=label_smoothing, reduction="none")
+    return loss.view(target.shape)
 
 
 class FusedAdam(FastAdam):
     """AdamW with float32 master weights, with the arguments of TE's FusedAdam."""
 
-    ONLY = dict(amsgrad=(False,), bias_correction=(True,), adam_w_mode=(True,), capturable=(False, True),
-                master_weights=(True, False), master_weight_dtype=(torch.float32,), set_grad_none=(None,),
-                use_decoupled_grad=(False,), exp_avg_sq_dtype=(torch.float32, torch.bfloat16))
-
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, *,
                  exp_avg_dtype=torch.float32, store_param_remainders=False, **options):
-        check_options("FusedAdam", options, self.ONLY)
+        check_options("FusedAdam", options, OPTIONS | dict(exp_avg_sq_dtype=exp_avg_dtype))
         super().__init__(params, lr, betas, eps, weight_decay, moment_dtype=exp_avg_dtype,
                          store_param_remainders=store_param_remainders)
 
@@ -607,17 +557,16 @@ def quantize_weights(modules):
     One launch. Call it inside `autocast`. Go backward before the next call with other weights: the memory of
     the quantized weights is the same.
     """
-    rows = []
+    weights = []
     for module in (inner for module in modules for inner in module.modules() if isinstance(inner, Module)):
         module.init_fp8_meta_tensors(_regions[-1].recipe)
-        for gemm, prefix in enumerate(("fc1_", "fc2_") if module.fp8_meta["num_gemms"] == 2 else ("",)):
-            weight, quantization = getattr(module, f"{prefix}weight"), module._quantization(gemm)[1]
+        for gemm, name in enumerate(module.weight_names):
+            weight, (scale, amax, fp8) = module._parameters[name], module._quantization(gemm)[1]
             module._check(weight, weight)
-            if f"{prefix}weight" not in module._fp8_workspaces:
-                module._fp8_workspaces[f"{prefix}weight"] = casts.allocate_fp8(
-                    weight, *weight.shape, quantization.dtype)
-            rows.append((weight, module._fp8_workspaces[f"{prefix}weight"], *quantization[:2]))
-    casts.cast_all(casts.make_cast_table(rows))
+            if name not in module._fp8_workspaces:
+                module._fp8_workspaces[name] = casts.allocate_fp8(weight, *weight.shape, fp8)
+            weights.append((weight, module._fp8_workspaces[name], scale, amax))
+    casts.cast_all(weights)
 
 
 def save_fp8_state(model, state_dict, prefix="", metadata=None):

@@ -50,16 +50,6 @@ def update(states, fp8_max, margin=0, algorithm="max"):
     """
     if algorithm not in ("max", "most_recent"):
         raise ValueError(f"fast_kernels.scales.update: algorithm={algorithm!r}: must be max or most_recent")
-    for scale, history in states:
-        fits = history.dim() == 2 and scale.shape == history.shape[1:] and len(history) > 0
-        are_float32 = scale.dtype == history.dtype == torch.float32
-        if not fits or not are_float32 or not (scale.is_contiguous() and history.is_contiguous()):
-            raise ValueError(f"fast_kernels.scales.update: scale {tuple(scale.shape)} {scale.dtype}, history "
-                             f"{tuple(history.shape)} {history.dtype}: must be (n,) and (length, n) float32, "
-                             "contiguous")
-        if scale.device != states[0][0].device or history.device != scale.device:
-            raise ValueError(f"fast_kernels.scales.update: tensors on {scale.device} and {history.device}: "
-                             f"all must be on {states[0][0].device}")
     if states:
         scales, histories = zip(*states)
         _update_scales(list(scales), list(histories), float(fp8_max), margin, algorithm)
@@ -70,14 +60,32 @@ def update(states, fp8_max, margin=0, algorithm="max"):
 def _update_scales(scales, histories, fp8_max, margin, algorithm):
     if is_fake(scales[0]):
         return
-    states = tuple((s.data_ptr(), h.data_ptr(), *h.shape) for s, h in zip(scales, histories))
-    columns = TILE["COLUMNS"]
+    key = tuple(
+        (s.data_ptr(), s.shape, s.dtype, h.data_ptr(), h.shape, h.dtype, h.is_contiguous())
+        for s, h in zip(scales, histories))
 
     def make():
-        return [torch.tensor([(*state, first) for state in states for first in range(0, state[3], columns)])]
+        rows = []
+        for scale, history in zip(scales, histories):
+            _check(scale, history, scales[0].device)
+            address, (length, slots) = (scale.data_ptr(), history.data_ptr()), history.shape
+            rows += [(*address, length, slots, first) for first in range(0, slots, TILE["COLUMNS"])]
+        return [torch.tensor(rows)]
 
-    table, = device_tables(scales[0].device, states, make)
+    table, = device_tables(scales[0].device, key, make)
     _update_kernel[(len(table),)](table, fp8_max * 2.0**-margin, IS_MAX=algorithm == "max", **TILE)
+
+
+def _check(scale, history, device):
+    fits = history.dim() == 2 and scale.shape == history.shape[1:] and len(history) > 0
+    are_float32 = scale.dtype == history.dtype == torch.float32
+    if not fits or not are_float32 or not (scale.is_contiguous() and history.is_contiguous()):
+        raise ValueError(f"fast_kernels.scales.update: scale {tuple(scale.shape)} {scale.dtype}, history "
+                         f"{tuple(history.shape)} {history.dtype}: must be (n,) and (length, n) float32, "
+                         "contiguous")
+    if scale.device != device or history.device != device:
+        raise ValueError(f"fast_kernels.scales.update: tensors on {scale.device} and {history.device}: all "
+                         f"must be on {device}")
 
 
 @triton.jit

@@ -179,8 +179,8 @@ def _plain_casts(monkeypatch):
             written.copy_(tensor)
         return out or quantized, x.double().sum(0).bfloat16() if with_dbias else None
 
-    def cast_all(table):
-        for x, *out, scale, amax in zip(*table):
+    def cast_all(casts):
+        for x, out, scale, amax in casts:
             cast(x, scale, amax, out[0].dtype, out=out)
 
     for function in (norm, norm_backward, activate_backward, cast, cast_all):

@@ -29,7 +29,7 @@ ROUNDING = 1e-5  # float32 rounding error of these small shapes
 def test_reference_is_softmax_attention(starts, window):
     q, k, v = qkv = torch.randn(3, 2, 24, 2, 16, dtype=torch.float64)
     cu_seqlens = None if starts is None else torch.tensor(starts, dtype=torch.int32)
-    out = fast_attention._sdpa(*qkv, cu_seqlens, window).flatten(0, 1)
+    out = fast_attention.sdpa(*qkv, cu_seqlens, window).flatten(0, 1)
     for token in range(48):
         first = max(start for start in starts or (0, 24) if start <= token)
         seen = slice(max(first, token + 1 - (window or 48)), token + 1)
@@ -155,8 +155,8 @@ def test_flash_attention_is_picked_where_it_has_a_kernel(monkeypatch, version, c
 def attend(q, k, v, cu_seqlens, window):
     """Run SDPA on (B, S, heads, D), or with documents on (B·S, heads, D)."""
     if cu_seqlens is None:
-        return fast_attention._sdpa(q, k, v, None, window)
-    return fast_attention._sdpa(q[None], k[None], v[None], cu_seqlens, window)[0]
+        return fast_attention.sdpa(q, k, v, None, window)
+    return fast_attention.sdpa(q[None], k[None], v[None], cu_seqlens, window)[0]
 
 
 def differentiate(q, k, v, cu_seqlens, window, dout):
@@ -214,7 +214,7 @@ class Aten:
 
     def _scaled_dot_product_cudnn_attention(self, q, k, v, bias, has_lse, dropout, causal):
         assert has_lse and causal and bias is None and dropout == 0 and q.shape[3] == 16
-        y = fast_attention._sdpa(*(x.transpose(1, 2) for x in (q, k, v)))
+        y = fast_attention.sdpa(*(x.transpose(1, 2) for x in (q, k, v)))
         return y.transpose(1, 2), q.new_zeros(*q.shape[:3], 1), None, None, 0, 0, None, None, None
 
     def _scaled_dot_product_cudnn_attention_backward(
