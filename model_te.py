@@ -1,15 +1,12 @@
 """GPT in FP8 on NVIDIA Transformer Engine (TE), built from `te.TransformerLayer`: the shortest of the models.
 
-Copy this file into your project to use the model. It needs torch and an engine: TE, or `te_reference.py`
-(plain PyTorch, FP8 emulated).
+Copy this file and an engine: TE, or `te_reference.py` (plain PyTorch, FP8 emulated).
 
 - A block is one TE module: both norms, QKV, attention (TE chooses the backend), output projection, MLP,
-  dropout and both residual additions.
-- Several arguments override TE's defaults: dropout 0.1 in two places, sequence-first layout, weights
-  initialized with std 0.023, and three QKV parameters. `fuse_qkv_params=True, qkv_weight_interleaved=False`
-  gives one QKV weight whose rows are q, then k, then v, as in the other models; only a single weight can be
-  an FP8 parameter.
-- `model_te_fused.py` spells out what happens inside the block. Start from there to change it.
+  dropout and both residual additions. `model_te_fused.py` spells it out; start from there to change it.
+- Some arguments override TE's defaults: dropout 0.1, sequence-first layout, weights of std 0.023, three QKV
+  parameters. `fuse_qkv_params=True, qkv_weight_interleaved=False` gives one QKV weight whose rows are q, then
+  k, then v, as in the other models; only a single weight can be an FP8 parameter.
 - The architecture is GPT-2's (Radford et al. 2019): learned positions, pre-norm LayerNorm, GELU.
 """
 
@@ -19,30 +16,24 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
 import torch.nn as nn
 
 # The engine: TE on a GPU; without TE, Triton kernels on Hopper; else plain PyTorch, which emulates FP8
+MODULES = {"te": "transformer_engine.pytorch", "fast": "fast_kernels.modules", "reference": "te_reference"}
 GPU = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 BEST = "te" if GPU > (0, 0) and find_spec("transformer_engine") else "fast" if GPU == (9, 0) else "reference"
 ENGINE = os.environ.get("NANOTE_ENGINE") or BEST
 try:
-    if ENGINE == "te":
-        import transformer_engine.pytorch as te
-        from transformer_engine.common.recipe import DelayedScaling, Format
-    elif ENGINE == "fast":
-        from fast_kernels import modules as te
-        from fast_kernels.modules import DelayedScaling, Format
-    elif ENGINE == "reference":
-        import te_reference as te
-        from te_reference import DelayedScaling, Format
-    else:
-        raise ImportError("use te, fast or reference")
-except ImportError as error:
-    raise ImportError(f"NANOTE_ENGINE={ENGINE}: {error}; install Transformer Engine (te), or put "
-                      "fast_kernels/ (fast; Hopper) or te_reference.py (reference) beside it") from error
+    te = import_module(MODULES[ENGINE])
+    recipes = import_module("transformer_engine.common.recipe") if ENGINE == "te" else te
+    DelayedScaling, Format = recipes.DelayedScaling, recipes.Format
+except Exception as error:  # a broken TE raises more than ImportError
+    raise ImportError(f"NANOTE_ENGINE={ENGINE}: {error!r}; te needs Transformer Engine, fast the folder "
+                      "fast_kernels and a Hopper GPU, reference te_reference.py") from error
 
 
 def round_up(n, multiple):
@@ -78,14 +69,11 @@ class TEConfig:
         if self.use_fp8:
             multiples += [("n_embd", 16, " in FP8"), ("n_inner", 16, " in FP8")]
         for field, multiple, reason in multiples:
-            works = round_up(getattr(self, field), 128 if field == "vocab_size" else multiple)
-            rule = f"a multiple of {multiple}{reason}"
-            self.check(field, getattr(self, field) % multiple == 0, rule, works)
-
-    def check(self, field, is_valid, rule, works):
-        if not is_valid:
             value = getattr(self, field)
-            raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be {rule}; {works!r} works")
+            if value % multiple:
+                works = round_up(value, 128 if field == "vocab_size" else multiple)
+                rule = f"must be a multiple of {multiple}{reason}; {works} works"
+                raise ValueError(f"{type(self).__name__}.{field}={value!r}: {rule}")
 
     def in_fp8(self, layer):
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
@@ -108,15 +96,14 @@ class Block(te.TransformerLayer):
 class TEGPT2Model(nn.Module):
     """GPT: `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
 
-    input_ids and labels are (B, S) int64. Labels are already shifted, and -100 is ignored. The loss is a
-    float32 scalar. `fp8_recipe` and `output` may be replaced from outside before the first forward pass."""
+    input_ids and labels are (B, S) int64; labels are already shifted, and -100 is ignored. `fp8_recipe` and
+    `output` may be replaced before the first forward pass."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
         self.fp8_recipe = DelayedScaling(
-            margin=config.fp8_margin, fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max"
-        )
+            config.fp8_margin, fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max")
         device = "cuda" if torch.cuda.is_available() else "cpu"  # where TE creates its parameters
         self.wte = nn.Embedding(config.vocab_size, config.n_embd, device=device)
         normal_init(self.wte.weight)
@@ -137,21 +124,20 @@ class TEGPT2Model(nn.Module):
             self.lm_head.weight = self.wte.weight
         self.register_state_dict_post_hook(save_fp8_state)
         self.register_load_state_dict_pre_hook(load_fp8_state)
-        for module in self.modules():  # of TE's attention: needless then, and local functions do not pickle
+        for module in self.modules():  # TE's local functions do not pickle: initializers, hooks, masks
+            vars(module).pop("param_init_meta", None)
             module._load_state_dict_post_hooks.clear()
+            if hasattr(module, "mask_func"):
+                module.mask_func = te.utils.attention_mask_func
 
     def forward(self, input_ids, labels=None, is_first_microbatch=None):
-        """Return logits, or the loss if labels are given.
-
-        is_first_microbatch: with gradient accumulation, True for the first micro-batch of a step and False
-            for the others, so that weights are quantized once per step."""
+        """Return logits, or the loss if labels are given. With gradient accumulation, is_first_microbatch is
+        True for the first micro-batch of a step and False for the others, which reuse its FP8 weights."""
         config = self.config
         if torch.compiler.is_compiling() and config.use_fp8 and self.fp8_recipe.delayed():
             return run_uncompiled(self, input_ids, labels, is_first_microbatch)
-        batch, length = input_ids.shape
-        self.check_input(batch, length)
-        positions = torch.arange(length, device=input_ids.device)
-
+        self.check_input(*input_ids.shape)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.dropout(self.wte(input_ids) + self.wpe(positions))  # (B, S, n_embd)
         with self.autocast():
             for layer, block in enumerate(self.blocks):
@@ -167,15 +153,13 @@ class TEGPT2Model(nn.Module):
             return logits
         return te.parallel_cross_entropy(logits, labels, reduce_loss=True).reshape(())
 
-    def autocast(self, enabled=True):
-        """Return the context in which TE's GEMMs run in FP8."""
+    def autocast(self, enabled=True):  # in this context TE's GEMMs run in FP8
         return te.autocast(enabled=self.config.use_fp8 and enabled, recipe=self.fp8_recipe)
 
     def check_input(self, batch, length):
         n_positions, tokens = self.config.n_positions, batch * length
         if length > n_positions:
-            raise ValueError(f"input_ids: {length} positions, but n_positions={n_positions}; shorten "
-                             "the sequence")
+            raise ValueError(f"input_ids: {length} positions, but n_positions={n_positions}: too long")
         multiple = 16 if torch.is_grad_enabled() else 8  # tokens are the K dimension of wgrad
         if self.config.use_fp8 and tokens % multiple:
             raise ValueError(f"input_ids {batch} x {length} = {tokens} tokens: FP8 needs a multiple of "
@@ -225,15 +209,12 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
 
 @torch.compiler.disable(reason="Transformer Engine cannot trace DelayedScaling")
 def run_uncompiled(model, *args):
-    """Run forward eagerly: torch.compile does not see TE update scales and amax histories."""
-    warnings.warn("torch.compile: Transformer Engine cannot trace DelayedScaling, so the model runs "
-                  "uncompiled; set model.fp8_recipe = Float8CurrentScaling() to compile it", stacklevel=2)
+    warnings.warn("DelayedScaling runs uncompiled; use fp8_recipe = Float8CurrentScaling()", stacklevel=2)
     return TEGPT2Model.forward(model, *args)  # not model.forward, which a subclass may override
 
 
 normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
 
 
-def residual_init(config):
-    """Return GPT-2's initializer for the projections onto the residual: std 0.02 / sqrt(2 n_layer)."""
+def residual_init(config):  # of the projections onto the residual
     return partial(nn.init.normal_, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))

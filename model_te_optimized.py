@@ -1,20 +1,19 @@
 """GPT in FP8 on NVIDIA Transformer Engine (TE): the model to use.
 
-Copy this file and you have the model. It needs torch and an engine: TE, `fast_kernels/` (Hopper, without TE),
-or `te_reference.py` (plain PyTorch, FP8 emulated). Four ideas:
+Copy this file and an engine: TE, `fast_kernels/` (Hopper, without TE), or `te_reference.py` (FP8 emulated).
 
 - A block is three TE modules: norm and QKV in one (`te.LayerNormLinear`), the output projection
   (`te.Linear`), and norm and both MLP layers in one (`te.LayerNormMLP`). A norm inside the module of its GEMM
   writes FP8 at once. The final norm and lm_head are one module too.
 - FP8 is a region, not a dtype. Parameters stay in BF16 (or float32). Inside `te.autocast`, TE quantizes both
   operands of every GEMM. Attention, norms, residuals and the loss stay in high precision.
-- GPT-2 is the default. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False,
+- The defaults are GPT-2's. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False,
   tie_embeddings=False, n_kv_head=…`. Qwen3 adds `use_qk_norm` and `head_dim`.
-- What is no architecture is applied from outside: `nanote/memory.py` offloads activations with hooks on
-  `blocks` and computes the loss in chunks by replacing `output`.
+- What is no architecture is applied from outside: `nanote/memory.py` offloads activations, chunks the loss.
 
-References: GPT-2 (Radford et al. 2019), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), GQA (Ainslie et al.
-2023), QK-norm (Henry et al. 2020; here as in Qwen3), FP8 (Micikevicius et al. 2022).
+References: GPT-2 (Radford et al. 2019), RoPE (Su et al. 2021), RMSNorm (Zhang and Sennrich 2019), SwiGLU
+(Shazeer 2020), GQA (Ainslie et al. 2023), QK-norm (Henry et al. 2020; here as in Qwen3), FP8 (Micikevicius
+et al. 2022).
 """
 
 import math
@@ -23,6 +22,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -30,24 +30,17 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 # The engine: TE on a GPU; without TE, Triton kernels on Hopper; else plain PyTorch, which emulates FP8
+MODULES = {"te": "transformer_engine.pytorch", "fast": "fast_kernels.modules", "reference": "te_reference"}
 GPU = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 BEST = "te" if GPU > (0, 0) and find_spec("transformer_engine") else "fast" if GPU == (9, 0) else "reference"
 ENGINE = os.environ.get("NANOTE_ENGINE") or BEST
 try:
-    if ENGINE == "te":
-        import transformer_engine.pytorch as te
-        from transformer_engine.common.recipe import DelayedScaling, Format
-    elif ENGINE == "fast":
-        from fast_kernels import modules as te
-        from fast_kernels.modules import DelayedScaling, Format
-    elif ENGINE == "reference":
-        import te_reference as te
-        from te_reference import DelayedScaling, Format
-    else:
-        raise ImportError("use te, fast or reference")
-except ImportError as error:
-    raise ImportError(f"NANOTE_ENGINE={ENGINE}: {error}; install Transformer Engine (te), or put "
-                      "fast_kernels/ (fast; Hopper) or te_reference.py (reference) beside it") from error
+    te = import_module(MODULES[ENGINE])
+    recipes = import_module("transformer_engine.common.recipe") if ENGINE == "te" else te
+    DelayedScaling, Format = recipes.DelayedScaling, recipes.Format
+except Exception as error:  # a broken TE raises more than ImportError
+    raise ImportError(f"NANOTE_ENGINE={ENGINE}: {error!r}; te needs Transformer Engine, fast the folder "
+                      "fast_kernels and a Hopper GPU, reference te_reference.py") from error
 
 try:  # FlashAttention 4 (Hopper, Blackwell): pip install flash-attn-4
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
@@ -110,18 +103,17 @@ class OptimizedConfig:
             multiples += [("n_embd", 16, " in FP8"), ("n_inner", 16, " in FP8")]
             multiples.append(("head_dim", 16 // math.gcd(16, self.n_kv_head), " in FP8"))
         for field, multiple, reason in multiples:
-            works = round_up(getattr(self, field), 128 if field == "vocab_size" else multiple)
-            rule = f"a multiple of {multiple}{reason}"
-            self.check(field, getattr(self, field) % multiple == 0, rule, works)
+            value = getattr(self, field)
+            if value % multiple:
+                works = round_up(value, 128 if field == "vocab_size" else multiple)
+                rule = f"must be a multiple of {multiple}{reason}; {works} works"
+                raise ValueError(f"{type(self).__name__}.{field}={value!r}: {rule}")
         choices = {"activation": ["gelu", "swiglu"], "attention": ["sdpa", "te", "flash", "auto"]}
         choices["n_kv_head"] = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
         for field, values in choices.items():
-            self.check(field, getattr(self, field) in values, f"one of {values}", values[0])
-
-    def check(self, field, is_valid, rule, works):
-        if not is_valid:
             value = getattr(self, field)
-            raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be {rule}; {works!r} works")
+            if value not in values:
+                raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be one of {values}")
 
     def in_fp8(self, layer):
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
@@ -143,9 +135,8 @@ class KVCache:
 
 
 def locate_documents(cu_seqlens, batch, length, with_mask):
-    """Return each token's position in its document, (B, S), and (cu_seqlens, mask) for attention.
-
-    The mask is for PyTorch's SDPA: (B, 1, S, S) bool. No shape depends on data, as CUDA graphs require."""
+    """Return each token's position in its document, (B, S), and (cu_seqlens, mask) for attention: SDPA takes
+    a mask, (B, 1, S, S) bool. No shape depends on data, as CUDA graphs require."""
     tokens = torch.arange(batch * length, device=cu_seqlens.device, dtype=torch.int32)
     document = torch.searchsorted(cu_seqlens, tokens, right=True)  # its number, from 1
     positions = (tokens - cu_seqlens[document - 1]).view(batch, length)
@@ -193,10 +184,9 @@ def flash_attention(q, k, v, cu_seqlens=None):
     if cu_seqlens is None:
         y = flash_attn_func(q, k, v, causal=True)
     else:
-        length = q.shape[1]
-        y = flash_attn_varlen_func(
-            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_q=cu_seqlens,
-            cu_seqlens_k=cu_seqlens, max_seqlen_q=length, max_seqlen_k=length, causal=True)
+        tokens, length = [x.flatten(0, 1) for x in (q, k, v)], q.shape[1]
+        y = flash_attn_varlen_func(*tokens, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+                                   max_seqlen_q=length, max_seqlen_k=length, causal=True)
     return y[0] if isinstance(y, tuple) else y  # version 4 also returns the log-sum-exp
 
 
@@ -249,18 +239,16 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, D)
         dropout = config.attn_dropout if self.training else 0.0
         grouped = config.n_kv_head != config.n_head
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped)
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped)
         return y.transpose(1, 2)
 
     def attend_te(self, q, k, v, cu_seqlens):
         if cu_seqlens is None:
             return self.attention(q, k, v)
-        length = q.shape[1]
+        tokens, length = [x.flatten(0, 1) for x in (q, k, v)], q.shape[1]
         return self.attention(
-            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), qkv_format="thd",
-            attn_mask_type="padding_causal", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=length, max_seqlen_kv=length)
+            *tokens, qkv_format="thd", attn_mask_type="padding_causal", cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens, max_seqlen_q=length, max_seqlen_kv=length)
 
 
 class Block(nn.Module):
@@ -283,15 +271,14 @@ class Block(nn.Module):
 class OptimizedGPT2Model(nn.Module):
     """GPT: `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
 
-    input_ids and labels are (B, S) int64. Labels are already shifted, and -100 is ignored. The loss is a
-    float32 scalar. `fp8_recipe` and `output` may be replaced from outside before the first forward pass."""
+    input_ids and labels are (B, S) int64; labels are already shifted, and -100 is ignored. `fp8_recipe` and
+    `output` may be replaced before the first forward pass."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
         self.fp8_recipe = DelayedScaling(
-            margin=config.fp8_margin, fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max"
-        )
+            config.fp8_margin, fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max")
         device = "cuda" if torch.cuda.is_available() else "cpu"  # where TE creates its parameters
         self.wte = nn.Embedding(config.vocab_size, config.n_embd, device=device)
         normal_init(self.wte.weight)
@@ -313,17 +300,17 @@ class OptimizedGPT2Model(nn.Module):
             self.lm_head.weight = self.wte.weight
         self.register_state_dict_post_hook(save_fp8_state)
         self.register_load_state_dict_pre_hook(load_fp8_state)
-        for module in self.modules():  # of TE's attention: needless then, and local functions do not pickle
+        for module in self.modules():  # TE's local functions do not pickle: initializers, hooks, masks
+            vars(module).pop("param_init_meta", None)
             module._load_state_dict_post_hooks.clear()
+            if hasattr(module, "mask_func"):
+                module.mask_func = te.utils.attention_mask_func
 
     def forward(self, input_ids, labels=None, cu_seqlens=None, is_first_microbatch=None, kv_cache=None):
-        """Return logits, or the loss if labels are given.
-
-        is_first_microbatch: with gradient accumulation, True for the first micro-batch of a step and False
-            for the others, so that weights are quantized once per step.
+        """Return logits, or the loss if labels are given. With gradient accumulation, is_first_microbatch is
+        True for the first micro-batch of a step and False for the others, which reuse its FP8 weights.
         cu_seqlens: int32, the start of each document of a packed batch in its B·S tokens, then B·S, repeated
-            as needed. No token sees another document, and positions restart in each.
-        kv_cache: from `make_kv_cache`; input_ids are then the tokens that follow it."""
+        as needed. kv_cache: from `make_kv_cache`; input_ids are then the tokens that follow it."""
         config = self.config
         if torch.compiler.is_compiling() and config.use_fp8 and self.fp8_recipe.delayed():
             return run_uncompiled(self, input_ids, labels, cu_seqlens, is_first_microbatch, kv_cache)
@@ -336,7 +323,6 @@ class OptimizedGPT2Model(nn.Module):
             with_mask = self.blocks[0].attn.kernel == "sdpa" or self.wte.weight.dtype == torch.float32
             positions, documents = locate_documents(cu_seqlens, batch, length, with_mask)
         rope = rope_tables(positions, config.head_dim, config.rope_theta) if config.use_rotary else None
-
         x = self.wte(input_ids)  # (B, S, n_embd)
         if not config.use_rotary:
             x = x + self.wpe(positions)
@@ -361,15 +347,13 @@ class OptimizedGPT2Model(nn.Module):
             return logits
         return te.parallel_cross_entropy(logits, labels, reduce_loss=True).reshape(())
 
-    def autocast(self, enabled=True):
-        """Return the context in which TE's GEMMs run in FP8."""
+    def autocast(self, enabled=True):  # in this context TE's GEMMs run in FP8
         return te.autocast(enabled=self.config.use_fp8 and enabled, recipe=self.fp8_recipe)
 
     def check_input(self, batch, length, past):
         n_positions, tokens = self.config.n_positions, batch * length
         if past + length > n_positions:
-            raise ValueError(f"input_ids: {past + length} positions, but n_positions={n_positions}; shorten "
-                             "the sequence")
+            raise ValueError(f"input_ids: {past + length} positions, but n_positions={n_positions}: too long")
         multiple = 16 if torch.is_grad_enabled() else 8  # tokens are the K dimension of wgrad
         if self.config.use_fp8 and tokens % multiple:
             raise ValueError(f"input_ids {batch} x {length} = {tokens} tokens: FP8 needs a multiple of "
@@ -423,15 +407,12 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
 
 @torch.compiler.disable(reason="Transformer Engine cannot trace DelayedScaling")
 def run_uncompiled(model, *args):
-    """Run forward eagerly: torch.compile does not see TE update scales and amax histories."""
-    warnings.warn("torch.compile: Transformer Engine cannot trace DelayedScaling, so the model runs "
-                  "uncompiled; set model.fp8_recipe = Float8CurrentScaling() to compile it", stacklevel=2)
+    warnings.warn("DelayedScaling runs uncompiled; use fp8_recipe = Float8CurrentScaling()", stacklevel=2)
     return OptimizedGPT2Model.forward(model, *args)  # not model.forward, which a subclass may override
 
 
 normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
 
 
-def residual_init(config):
-    """Return GPT-2's initializer for the projections onto the residual: std 0.02 / sqrt(2 n_layer)."""
+def residual_init(config):  # of the projections onto the residual
     return partial(nn.init.normal_, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
