@@ -1,17 +1,19 @@
 """GPT in FP8 for a Hopper GPU: `model_te_optimized.py`, fused across modules. It needs torch and Triton.
 
-Copy this file and the folder `fast_kernels`. The network, the config, the parameter names and the state dict
-are those of `model_te_optimized.py`, and their diff shows what is fused:
+Copy this file and the folder `fast_kernels`. The network, the parameter names and the state dict are those of
+`model_te_optimized.py`, without dropout of attention, other attention kernels and the KV cache: generate with
+that file. Their diff shows what is fused:
 
 - Blocks pass a `Stream` on: the residual, and the branch and bias still to be added to it. The kernel
   of the next norm adds them, normalizes the sum and writes it in FP8.
 - A gradient is written in FP8 by the kernel that computes it, for the GEMMs that read it.
 - Attention reads the packed output of the QKV GEMM and writes one packed gradient. QK-norm and RoPE are one
   kernel.
-- The gradient of the logits is written in FP8; with tied embeddings it is added to in place.
+- The gradient of the logits is written in FP8. With tied embeddings, the backward pass of the embedding adds
+  to lm_head's weight gradient in place.
 
-To edit it: between these functions everything is a plain tensor. `branch.value()` and `stream.value()` are
-what is still to be added, added.
+To edit it: between these functions everything is a plain tensor. `branch.value()` is a GEMM's output plus its
+bias; `stream.value()` is the residual plus the branch.
 
 References: those of `model_te_optimized.py`; the fusions are explained in `fast_kernels/fused.py`.
 """
@@ -72,25 +74,23 @@ class FastConfig:
         if self.n_inner is None:
             swiglu = self.activation == "swiglu"
             self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
-        multiples = [("vocab_size", 32)]
+        fp8, in_fp8 = (16, " in FP8") if self.use_fp8 else (1, "")
+        width, reason = fp8, in_fp8
         if self.head_dim is None:
-            multiples.append(("n_embd", self.n_head))
+            width, reason = math.lcm(fp8, self.n_head), f" for n_head={self.n_head}{in_fp8}"
             self.head_dim = self.n_embd // self.n_head
-        if self.use_rotary:
-            multiples.append(("head_dim", 2))
-        if self.use_fp8:  # its GEMMs need multiples of 16
-            multiples += [("n_embd", 16), ("n_inner", 16), ("head_dim", 16 // math.gcd(16, self.n_kv_head))]
-        for field, multiple in multiples:
-            works = round_up(getattr(self, field), 128 if field == "vocab_size" else multiple)
-            rule = f"a multiple of {multiple}" + " in FP8" * self.use_fp8
-            self.check(field, getattr(self, field) % multiple == 0, rule, works)
-        heads = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
-        self.check("n_kv_head", self.n_kv_head in heads, f"one of {heads}", heads[0])
-
-    def check(self, field, is_valid, rule, works):
-        if not is_valid:
+        head = math.lcm(2 if self.use_rotary else 1, fp8 // math.gcd(fp8, self.n_kv_head))
+        rules = dict(vocab_size=(32, ""), n_embd=(width, reason), n_inner=(fp8, in_fp8),
+                     head_dim=(head, " for use_rotary" if self.use_rotary else in_fp8))
+        for field, (multiple, reason) in rules.items():
             value = getattr(self, field)
-            raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be {rule}; {works!r} works")
+            if value % multiple:
+                works = round_up(value, 128 if field == "vocab_size" else multiple)
+                rule = f"must be a multiple of {multiple}{reason}; {works} works"
+                raise ValueError(f"{type(self).__name__}.{field}={value!r}: {rule}")
+        heads = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
+        if self.n_kv_head not in heads:
+            raise ValueError(f"{type(self).__name__}.n_kv_head={self.n_kv_head!r}: must be one of {heads}")
 
     def in_fp8(self, layer):
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
@@ -113,7 +113,7 @@ def rope_tables(positions, head_dim, theta):
 
 
 class Attention(nn.Module):
-    """Norm, QKV, (QK-norm, RoPE,) causal attention, output projection: Stream -> Stream, N = B·S tokens."""
+    """Norm, QKV, (QK-norm, RoPE,) causal attention, output projection: Stream -> Stream."""
 
     def __init__(self, config):
         super().__init__()
@@ -141,7 +141,7 @@ class Attention(nn.Module):
 
 
 class MLP(te.LayerNormMLP):
-    """Norm, linear, activation, linear: Stream -> Stream."""
+    """Norm, linear, activation, linear: Stream -> (Stream, Branch)."""
 
     def forward(self, stream, is_first_microbatch=None):
         first = dict(is_first_microbatch=is_first_microbatch)
@@ -215,7 +215,7 @@ class FastGPT2Model(nn.Module):
         if cu_seqlens is not None:
             positions = document_positions(cu_seqlens, batch, length)
         rope = rope_tables(positions, config.head_dim, config.rope_theta) if config.use_rotary else None
-        # the gradient of a tied weight: lm_head's backward pass puts it here, and that of `embed` adds to it
+        # a list that passes the gradient of a tied weight from lm_head's backward pass to that of `embed`
         tied_dweight = [] if config.tie_embeddings and config.fp8_lm_head and config.use_fp8 else None
         table = (None, None) if config.use_rotary else (positions, self.wpe.weight)
         x = self.dropout(embed(input_ids, self.wte.weight, *table, tied_dweight))  # (B, S, n_embd)
@@ -248,8 +248,8 @@ class FastGPT2Model(nn.Module):
         return self.config.gradient_checkpointing and self.training and torch.is_grad_enabled()
 
     def quantize_weights(self, is_first_microbatch):
-        """Quantize all FP8 weights in one launch, unless that was done in an earlier micro-batch; return what
-        the modules then take as is_first_microbatch."""
+        """Quantize all FP8 weights in one launch, unless an earlier micro-batch has. Return what modules take
+        as is_first_microbatch: False, since their weights are quantized."""
         config = self.config
         if not config.use_fp8 or isinstance(self, FSDPModule):  # FSDP2 gathers weights block by block
             return is_first_microbatch

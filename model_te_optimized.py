@@ -93,16 +93,15 @@ class OptimizedConfig:
             swiglu = self.activation == "swiglu"
             self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
         self.attention = self.attention or ("sdpa" if self.use_pytorch_sdpa else "te")
-        multiples = [("vocab_size", 32, "")]
+        fp8, in_fp8 = (16, " in FP8") if self.use_fp8 else (1, "")
+        width, reason = fp8, in_fp8
         if self.head_dim is None:
-            multiples.append(("n_embd", self.n_head, f" for n_head={self.n_head}"))
+            width, reason = math.lcm(fp8, self.n_head), f" for n_head={self.n_head}{in_fp8}"
             self.head_dim = self.n_embd // self.n_head
-        if self.use_rotary:
-            multiples.append(("head_dim", 2, " for use_rotary"))
-        if self.use_fp8:
-            multiples += [("n_embd", 16, " in FP8"), ("n_inner", 16, " in FP8")]
-            multiples.append(("head_dim", 16 // math.gcd(16, self.n_kv_head), " in FP8"))
-        for field, multiple, reason in multiples:
+        head = math.lcm(2 if self.use_rotary else 1, fp8 // math.gcd(fp8, self.n_kv_head))
+        rules = dict(vocab_size=(32, ""), n_embd=(width, reason), n_inner=(fp8, in_fp8),
+                     head_dim=(head, " for use_rotary" if self.use_rotary else in_fp8))
+        for field, (multiple, reason) in rules.items():
             value = getattr(self, field)
             if value % multiple:
                 works = round_up(value, 128 if field == "vocab_size" else multiple)

@@ -109,13 +109,13 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
         options = {"is_first_microbatch": first} if casts_once else {}  # cast weights to FP8 once a step
         with gradients.accumulate(first, last):  # the last micro-batch reduces over ranks
             loss = model(*batch, **options) / (config.grad_accum * loader.ranks.count)
-            loss.backward(1 + 0 * loss.detach())  # NaN if the loss is not finite: the norm is, on every rank
+            loss.backward(1 + 0 * loss.detach())  # a NaN loss makes every gradient NaN: all ranks skip
         return loss.detach()
 
     def update():
         gradients.set_grad()
         norm = optimizer.clip_gradients(config.grad_clip)
-        optimizer.step(skip=~norm.isfinite())  # a step that is not finite changes nothing
+        optimizer.step(skip=~norm.isfinite())  # then weights, moments and step count stay
         return norm
 
     eager = forward_backward

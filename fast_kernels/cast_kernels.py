@@ -273,18 +273,6 @@ def _activate(x, bias, up, up_bias, KIND: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _load_biases(bias_ptr, first_column, D, mask, GATED: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the biases of x and of up (1, COLUMNS) for a tile, None where there are none."""
-    bias, up_bias = None, None
-    if bias_ptr is not None:
-        bias_ptr += first_column + tl.arange(0, COLUMNS)
-        bias = _load(bias_ptr, mask)[None, :]
-        if GATED:
-            up_bias = _load(bias_ptr + D, mask)[None, :]
-    return bias, up_bias
-
-
-@triton.jit
 def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, N, D,
                        KIND: tl.constexpr, GATED: tl.constexpr, FITS: tl.constexpr, ROWS: tl.constexpr,
                        COLUMNS: tl.constexpr):
@@ -295,7 +283,11 @@ def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, column
     x_ptr += tile_offsets(first_row, first_column, width, ROWS, COLUMNS)
     x = load_rows(x_ptr, width, mask)
     up = load_rows(x_ptr + D, width, mask) if GATED else x
-    bias, up_bias = _load_biases(bias_ptr, first_column, D, in_columns, GATED, COLUMNS)
+    columns = first_column + tl.arange(0, COLUMNS)
+    # not in a function of its own: Triton 3.6 cannot return None from one
+    bias = _load(bias_ptr + columns, in_columns)[None, :] if bias_ptr is not None else None
+    up_bias = (
+        _load(bias_ptr + D + columns, in_columns)[None, :] if GATED and bias_ptr is not None else None)
     a = _activate(x[0], bias, up[0], up_bias, KIND, GATED)
     b = _activate(x[1], bias, up[1], up_bias, KIND, GATED)
     c = _activate(x[2], bias, up[2], up_bias, KIND, GATED)
@@ -365,7 +357,10 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
     x_ptr += tile_offsets(first_row, first_column, width, ROWS, COLUMNS)
     x = load_rows(x_ptr, width, mask)
     dy = load_rows(dy_ptr + tile_offsets(first_row, first_column, D, ROWS, COLUMNS), D, mask)
-    bias, up_bias = _load_biases(bias_ptr, first_column, D, in_columns, GATED, COLUMNS)
+    columns = first_column + tl.arange(0, COLUMNS)
+    bias = _load(bias_ptr + columns, in_columns)[None, :] if bias_ptr is not None else None
+    up_bias = (
+        _load(bias_ptr + D + columns, in_columns)[None, :] if GATED and bias_ptr is not None else None)
     scale = load_scale(scale_ptr, scale_inv_ptr)
     if GATED:
         up = load_rows(x_ptr + D, width, mask)

@@ -3,7 +3,7 @@
 A kernel that computes a gradient can write it in FP8 at once, rowwise and transposed, for the two GEMMs of
 the backward pass that read it. `Float8Tensor` is what autograd then hands from one operation to the next. To
 every other operation it is the BF16 tensor that it stands for: it dequantizes, so that an edited branch of a
-model gets a BF16 gradient instead of an error.
+model gets a BF16 gradient instead of an error. Operations in place raise.
 
 Reference: docs.pytorch.org/docs/stable/notes/extending.html#extending-torch-python-api.
 """
@@ -49,5 +49,7 @@ class Float8Tensor(torch.Tensor):
                 tensor.shape, device="meta").view(args[1]).shape
             if shape[-1] == tensor.shape[-1]:
                 return cls(tensor.rowwise, tensor.columnwise, tensor.scale_inv, shape, tensor.dtype)
+        if function._schema.is_mutable and isinstance(args[0], cls):
+            raise RuntimeError(f"{function}: an FP8 gradient is read-only; do not change it in place")
         args, kwargs = pytree.tree_map_only(cls, cls.dequantize, (args, kwargs or {}))
         return function(*args, **kwargs)

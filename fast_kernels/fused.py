@@ -102,14 +102,14 @@ def norm_linear(stream: Stream, module, name="", tied_dweight=None, is_first_mic
         tied_dweight: a list to which the weight's gradient is appended instead of going through autograd;
             see `fast_kernels.embedding.embed`.
     """
-    layer = module.layer(name, stream.residual, is_first_microbatch)
-    bias = layer.bias if not name else None
     weights = module.layer_norm_weight, module.layer_norm_bias
+    branch, branch_bias, gradient = stream.branch or Branch(None)
+    layer = module.layer(name, (stream.residual, branch, branch_bias, *weights), is_first_microbatch)
+    bias = layer.bias if not name else None
     if layer.weight is None:
         residual = stream.value()
         y = F.linear(module.norm(residual), layer.parameter, bias)
         return Stream(residual), Branch(y, layer.bias) if name else y
-    branch, branch_bias, gradient = stream.branch or Branch(None)
     residual, y = _NormLinear.apply(
         stream.residual, branch, branch_bias, *weights, layer.parameter, bias, module.eps, layer, gradient,
         tied_dweight)
@@ -130,7 +130,7 @@ def activation_linear(hidden: Branch, module, is_first_microbatch=None, adds_bia
 
 
 def _linear(x: Branch, module, name, activation, is_first_microbatch, adds_bias):
-    layer = module.layer(name, x.x, is_first_microbatch)
+    layer = module.layer(name, (x.x, x.bias), is_first_microbatch)
     own, later = (layer.bias, None) if adds_bias else (None, layer.bias)
     if activation and (layer.weight is None or x.gradient is None):  # no FP8, or x was changed since its GEMM
         x, activation = Branch(module.activate(x.value())), None
@@ -148,6 +148,8 @@ def dropout(branch: Branch, p: float, training: bool) -> Branch:
 
 
 # ---------------------------------------------------------------- GEMMs and their gradients
+
+# gemm(a, b) is b @ aᵀ, the order of cuBLAS: a forward GEMM is gemm(weight, x).
 
 def _forward_gemm(layer, x, bias):
     """Return x @ weightᵀ + bias. x: FP8, rowwise and scale_inv."""
@@ -183,7 +185,7 @@ def _weight_gradient(parameter, x, dy, dy_inv):
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None or parameter._backward_hooks:  # a hook may change the gradient
         return gemm(*x, dy, dy_inv)
-    gemm(*x, dy, dy_inv, out=main_grad, accumulate=not parameter.overwrite_main_grad)
+    gemm(*x, dy, dy_inv, out=main_grad, accumulate=not getattr(parameter, "overwrite_main_grad", False))
     parameter.overwrite_main_grad = False  # a second gradient of this backward pass is added
     parameter.grad_added_to_main_grad = True
     return main_grad.detach()  # autograd wants a gradient; this one is not copied
@@ -209,6 +211,8 @@ class _NormLinear(torch.autograd.Function):
         residual, mean, rstd, norm_weight, *operands = ctx.saved_tensors
         needs_x, needs_branch, needs_branch_bias, *needs_norm, needs_weight, needs_bias = (
             ctx.needs_input_grad[:7])
+        if dy is None:  # only the sum was used
+            return _sum_backward(ctx, dresidual, needs_branch_bias)
         needs_dx = needs_x or needs_branch or any(needs_norm)
         dnorm, dweight, dbias = _backward_gemms(
             ctx, dy, operands[2:], operands[:2], needs_dx, needs_weight, needs_bias)
@@ -226,6 +230,13 @@ class _NormLinear(torch.autograd.Function):
             ctx.layer.after_backward()
         return (dx, dbranch if needs_branch else None, dbranch_bias, dnorm_weight, dnorm_bias, dweight, dbias,
                 None, None, None, None)
+
+
+def _sum_backward(ctx, dresidual, needs_branch_bias):
+    """Return the gradients of `_NormLinear`'s inputs where nothing uses its GEMM."""
+    if ctx.layer.after_backward:
+        ctx.layer.after_backward()
+    return (dresidual, dresidual, dresidual.sum(0) if needs_branch_bias else None, *[None] * 8)
 
 
 class _Linear(torch.autograd.Function):

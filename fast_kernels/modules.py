@@ -145,7 +145,8 @@ class autocast:
                              "fast_kernels has DelayedScaling; Transformer Engine has the others")
         self.enabled, self.group = enabled, amax_reduction_group
         self.recipe = DelayedScaling() if recipe is None else recipe
-        self.modules, self.is_first = {}, True  # that ran in FP8; until one of them has a backward pass
+        self.recipes = {}  # {module that ran in FP8: its recipe}; of the outermost region
+        self.is_updated_backward = False  # whether a layer's backward pass updates the scales of gradients
 
     def __enter__(self):
         _regions.append(self)
@@ -153,15 +154,19 @@ class autocast:
 
     def __exit__(self, *error):
         _regions.pop()
-        if self.enabled and not _regions and torch.is_grad_enabled():
+        if not _regions and torch.is_grad_enabled():
             self.update("fwd")
 
     def update(self, direction: str) -> None:
         """Update the scales of the modules that ran in this region, after a pass in one direction."""
-        states = [module.fp8_meta[f"scaling_{direction}"] for module in self.modules]
-        if not states:
-            return
-        recipe = self.recipe
+        of_recipe = {}  # an inner region may have another recipe
+        for module, recipe in self.recipes.items():
+            state = module.fp8_meta[f"scaling_{direction}"]
+            of_recipe.setdefault(id(recipe), (recipe, []))[1].append(state)
+        for recipe, states in of_recipe.values():
+            self._update(direction, recipe, states)
+
+    def _update(self, direction, recipe, states):
         if recipe.reduce_amax and dist.is_initialized() and dist.get_world_size(self.group) > 1:
             amax = torch.cat([state.amax_history[0] for state in states])
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
@@ -189,19 +194,24 @@ def checkpoint(function, *args, use_reentrant=False, **kwargs):
     recorded, regions = [], list(_regions)
     return torch.utils.checkpoint.checkpoint(
         function, *args, use_reentrant=False, **kwargs,
-        context_fn=lambda: (_recomputing((False, recorded.append), regions),
-                            _recomputing((True, iter(recorded).__next__), regions)))
+        context_fn=lambda: (_Recompute(recorded, regions, False), _Recompute(recorded, regions, True)))
 
 
-@contextmanager
-def _recomputing(state, regions):
-    global _recompute
-    outer, outer_regions = _recompute, list(_regions)
-    _recompute, _regions[:] = state, regions
-    try:
-        yield
-    finally:
-        _recompute, _regions[:] = outer, outer_regions
+class _Recompute:
+    """Context of a forward pass that records scales, or of each recomputation, which takes them in turn."""
+
+    def __init__(self, recorded, regions, replays):
+        self.recorded, self.regions, self.replays = recorded, regions, replays
+
+    def __enter__(self):
+        global _recompute
+        self.outer = _recompute, list(_regions)
+        next_scale = iter(self.recorded).__next__ if self.replays else self.recorded.append
+        _recompute, _regions[:] = (self.replays, next_scale), self.regions
+
+    def __exit__(self, *error):
+        global _recompute
+        _recompute, _regions[:] = self.outer
 
 
 def get_cpu_offload_context(enabled=False, num_layers=1, model_layers=1, **options):
@@ -269,10 +279,14 @@ class Module(nn.Module):
             return F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps)
         return F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.eps)
 
-    def layer(self, name, x, is_first_microbatch=None) -> Layer:
-        """Return what the GEMMs of "", "fc1" or "fc2" use in this pass; its `weight` is None without FP8.
+    def layer(self, name, inputs, is_first_microbatch=None) -> Layer:
+        """Prepare the linear layer "", "fc1" or "fc2" for a pass, and return what its GEMMs use.
+
+        In FP8 this quantizes the weight and lets the region update the scales; else `weight` is None.
 
         Args:
+            inputs: tensors that the layer's backward pass gives gradients to, the first one its input; None
+                is skipped.
             is_first_microbatch: None quantizes the weight, True also keeps it in FP8, False takes what was
                 kept.
         """
@@ -283,15 +297,16 @@ class Module(nn.Module):
         if not enabled:
             return Layer(parameter, bias, None, None, None, None)
         region = _regions[-1]
-        self._check(parameter, x)
+        self._check(parameter, inputs[0])
         self.init_fp8_meta_tensors(region.recipe)
         after_backward, outermost = None, _regions[0]
         replays, next_scale = _recompute or (False, None)
         if not replays:
-            outermost.modules[self] = None
-            if outermost.is_first and torch.is_grad_enabled() and (
-                    x.requires_grad or any(p.requires_grad for p in self.parameters())):
-                outermost.is_first, after_backward = False, lambda: outermost.update("bwd")
+            outermost.recipes[self] = region.recipe
+            has_backward = torch.is_grad_enabled() and any(
+                tensor is not None and tensor.requires_grad for tensor in (*inputs, parameter))
+            if has_backward and not outermost.is_updated_backward:  # the first layer's is the last one
+                outermost.is_updated_backward, after_backward = True, lambda: outermost.update("bwd")
         of_input, of_weight, of_gradient = self._quantization(gemm)
         if replays:
             scale = next_scale()
@@ -311,13 +326,19 @@ class Module(nn.Module):
                              "torch.bfloat16: model.to(torch.bfloat16)")
 
     def init_fp8_meta_tensors(self, recipe):
-        """Create or resize scales and histories for `recipe`; keep the newest rows of a history."""
+        """Create or resize scales and histories for `recipe`; keep the first rows of a history, as TE."""
         meta = self.fp8_meta
         history = self._buffers.get("amax_history_fwd")
         is_same = history is not None and (meta["recipe"] is recipe or meta["recipe"] == recipe)
         if is_same and history.shape[0] == recipe.amax_history_len:
             return
-        device = next(self.parameters()).device
+        with torch.inference_mode(False):  # training goes on with this state
+            self._allocate_scales(recipe, next(self.parameters()).device)
+        meta["recipe"] = recipe
+        self._quantizations.clear()
+
+    def _allocate_scales(self, recipe, device):
+        meta = self.fp8_meta
         for direction, tensors in (("fwd", 3), ("bwd", 2)):
             history = torch.zeros(recipe.amax_history_len, tensors * meta["num_gemms"], device=device)
             scale = torch.ones_like(history[0])
@@ -328,25 +349,25 @@ class Module(nn.Module):
             self.register_buffer(f"scale_{direction}", scale, persistent=False)
             self.register_buffer(f"amax_history_{direction}", history, persistent=False)
             meta[f"scaling_{direction}"] = ScalingState(self, direction)
-        meta["recipe"] = recipe
-        self._quantizations.clear()
 
     def _quantization(self, gemm):
         """Return how the input, the weight and the output gradient of a GEMM are quantized."""
-        if gemm not in self._quantizations:
+        key = gemm, self.fp8_meta["recipe"].fp8_format.name  # a recipe may change in place
+        if key not in self._quantizations:
             forward, backward = fp8_dtypes(self.fp8_meta["recipe"])
-            self._quantizations[gemm] = [
+            self._quantizations[key] = [
                 Quantization(scale[i:i + 1], history[0, i:i + 1], dtype)
                 for scale, history, i, dtype in (
                     (self.scale_fwd, self.amax_history_fwd, 3 * gemm, forward),
                     (self.scale_fwd, self.amax_history_fwd, 3 * gemm + 1, forward),
                     (self.scale_bwd, self.amax_history_bwd, 2 * gemm, backward))]
-        return self._quantizations[gemm]
+        return self._quantizations[key]
 
     def gradient_quantization(self) -> Quantization | None:
         """Return how the output's gradient is quantized; None if the last pass was not in FP8."""
         return self._quantization(0)[2] if self.fp8_meta["fp8_checkpoint"] else None
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _quantized_weight(self, name, quantization, is_first_microbatch):
         kept = self._fp8_workspaces.get(name)
@@ -474,8 +495,8 @@ class DotProductAttention(nn.Module):
                       OPTIONS | dict(qkv_format="bshd"))
         self.attention_dropout = attention_dropout
 
-    def forward(self, query_layer, key_layer, value_layer, qkv_format="bshd", attn_mask_type="causal",
-                cu_seqlens_q=None, **lengths):
+    def forward(self, query_layer, key_layer, value_layer, *, qkv_format="bshd", attn_mask_type="causal",
+                cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None):
         if (qkv_format, attn_mask_type) not in (("bshd", "causal"), ("thd", "padding_causal")):
             raise ValueError(f"qkv_format={qkv_format!r}, attn_mask_type={attn_mask_type!r}: fast_kernels "
                              "has 'bshd' with 'causal' and 'thd' with 'padding_causal'")
@@ -550,6 +571,7 @@ class FusedAdam(FastAdam):
 optimizers = types.SimpleNamespace(FusedAdam=FusedAdam)
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def quantize_weights(modules):
     """Quantize the weights of `modules` and all modules in them, for passes with is_first_microbatch=False.

@@ -158,6 +158,9 @@ class Gradients:
             return
         bucket, gradient = self.bucket_of[parameter], parameter.grad
         in_main_grad = parameter.grad_added_to_main_grad
+        if in_main_grad and gradient is not None and gradient.data_ptr() != parameter.main_grad.data_ptr():
+            with torch.no_grad():  # of a tied weight: autograd has added the embedding's to main_grad's
+                parameter.main_grad.copy_(gradient)
         parameter.grad, parameter.grad_added_to_main_grad = None, False
         if parameter not in bucket.missing:
             self._add_second(bucket, parameter, gradient, in_main_grad)

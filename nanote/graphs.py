@@ -35,9 +35,8 @@ class CudaGraph:
     choices, counters or conditions in it. The shapes of the arguments, the settings of modules (dropout, an
     activation, eps, train and eval), hooks, the recipe, which parameters require gradients, and where
     parameters, gradients and optimizer state are in memory stay as they were. After a change of any of
-    these call `recapture()`. A learning rate has to be a tensor. The function must write gradients to
-    tensors of its own, as nanote.ddp.Gradients does: `parameter.grad` may be another tensor by the time of
-    a replay.
+    these call `recapture()`. A learning rate has to be a tensor. Gradients must keep their memory: use
+    zero_grad(set_to_none=False), or tensors of your own as nanote.ddp.Gradients does.
 
     `function` is the function itself, to run a step without the graphs; its activations are allocated beside
     the graphs' pool.

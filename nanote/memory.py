@@ -6,6 +6,7 @@ Both are applied to a model from outside and change no result but for rounding. 
     offload_activations(model, 4)    # needs model.blocks
     chunk_loss(model, 8)             # needs model.output(x, labels, is_first_microbatch)
 """
+import contextlib
 from functools import partial
 
 import torch
@@ -83,7 +84,8 @@ def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=N
             if parameters is None:
                 parameters = _leaves(loss.grad_fn, chunk)
                 sums = [torch.zeros(p.shape, dtype=torch.float32, device=p.device) for p in parameters]
-            d_chunk, *gradients = torch.autograd.grad(loss, [chunk, *parameters])
+            with _without_main_grad(parameters):
+                d_chunk, *gradients = torch.autograd.grad(loss, [chunk, *parameters])
             d_hidden.append(d_chunk)
             for sum_, gradient in zip(sums, gradients):
                 sum_.add_(gradient)
@@ -92,6 +94,16 @@ def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=N
         return total
     gradients = [torch.cat(d_hidden), *(sum_.to(p.dtype) for sum_, p in zip(sums, parameters))]
     return _WithGradients.apply(total, gradients, hidden, *parameters)
+
+
+@contextlib.contextmanager
+def _without_main_grad(parameters):
+    """Let wgrad GEMMs return gradients: those of a chunk are not yet those of the step."""
+    kept = [(parameter, vars(parameter).pop("main_grad")) for parameter in parameters
+            if hasattr(parameter, "main_grad")]
+    yield
+    for parameter, main_grad in kept:
+        parameter.main_grad = main_grad
 
 
 def _leaves(node, excluded) -> list:

@@ -22,6 +22,7 @@ import dataclasses
 import importlib.util
 import inspect
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -90,27 +91,38 @@ def make_model(config, device, dtype, recipe, saved=None):
 
 def pick_model(options: dict, device, dtype) -> tuple[str, str]:
     """Return the name of the model that --model means, and why "auto" is not the fast one."""
-    if options["model"] != "auto":
-        return options["model"], ""
-    if torch.device(device).type != "cuda":
+    if options["model"] == "auto" and torch.device(device).type != "cuda":
         return "optimized", "there is no GPU"
-    recipe, dtype_name = options["fp8_recipe"], str(dtype).removeprefix("torch.")
-    reason = next((reason for reason, applies in {
-        f"--fp8-recipe {recipe}": recipe not in ("delayed", "none"),
-        f"weights in {dtype_name}": dtype != torch.bfloat16,
-        "--compile": options["compile"],
-        "--fp8-param": options["fp8_param"],
-        "--attn-dropout": options["attn_dropout"] > 0,
-        "--fp8-health-interval": options["fp8_health_interval"] > 0,  # its hooks are of modules
-        f"--attention {options['attention']}": options["attention"] in ("sdpa", "te"),
-        "--offload-activations": options["offload_activations"] > 0,
-        f"--n-embd {options['n_embd']}": options["n_embd"] > MAX_FAST_WIDTH,
-    }.items() if applies), "")
+    if options["model"] not in ("auto", "fast"):
+        return options["model"], ""
+    reason = _reason_against_fast(options, dtype)
+    if reason and options["model"] == "fast":
+        raise ValueError(f"--model fast: {reason}; pass --model optimized")
+    return ("optimized", reason) if reason else ("fast", "")
+
+
+def _reason_against_fast(options: dict, dtype) -> str:
+    """Return why model_te_fast.py cannot train with these options on this GPU; "" if it can."""
+    recipe = options["fp8_recipe"]
+    unsupported = {
+        "there is no GPU": not torch.cuda.is_available(),
+        f"NANOTE_ENGINE={recipes.ENGINE} is set": os.environ.get("NANOTE_ENGINE", "fast") != "fast",
+        f"it has no --fp8-recipe {recipe}": recipe not in ("delayed", "none"),
+        f"it has no weights in {str(dtype).removeprefix('torch.')}": dtype != torch.bfloat16,
+        "it does not compile": options["compile"],
+        "it has no --fp8-param": options["fp8_param"],
+        "it has no --attn-dropout": options["attn_dropout"] > 0,
+        "it has no modules for --fp8-health-interval": options["fp8_health_interval"] > 0,
+        f"it has no --attention {options['attention']}": options["attention"] in ("sdpa", "te"),
+        "it has no --offload-activations": options["offload_activations"] > 0,
+        f"--n-embd {options['n_embd']} is over {MAX_FAST_WIDTH}": options["n_embd"] > MAX_FAST_WIDTH,
+    }
+    reason = next((reason for reason, applies in unsupported.items() if applies), "")
     if not reason:
         from fast_kernels import modules  # needs Triton
 
         reason = modules.unsupported_reason()
-    return ("optimized", reason) if reason else ("fast", "")
+    return reason
 
 
 def describe(model):

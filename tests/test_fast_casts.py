@@ -223,7 +223,12 @@ def test_norm_backward(rows, columns, kind, with_dresidual, wanted):
         assert_fp8(quantized, amax, expected, expected_amax, scale, share=1e-6)
     else:
         assert quantized is None and amax.item() == 0
-    assert_close(dbranch_bias, dx.double().sum(0) if with_dbranch_bias else None, summed=rows)
+    if with_dbranch_bias:  # of the same two layouts: one value of a column may round differently
+        one_rounding = BF16 * dx.abs().amax(0).double()
+        difference = (dbranch_bias.double() - dx.double().sum(0)).abs()
+        assert (difference <= 1.01 * BF16 * dbranch_bias.abs() + 2e-5 * rows**0.5 + one_rounding).all()
+    else:
+        assert dbranch_bias is None
     for ours, theirs in zip(gradients, exact_gradients):
         assert_close(ours, theirs, summed=rows)
 

@@ -2,18 +2,21 @@
 on a GPU. And what users do with the modules of fast_kernels: freeze, edit, copy, save, checkpoint."""
 
 import copy
+import importlib.util
 import math
 import pickle
 import re
+import sys
 
 import pytest
 import torch
 
 from bench.step import forget_models
-from nanote import recipes
+from nanote import memory, recipes
 from nanote.ddp import Gradients
 
 pytest.importorskip("triton")
+import model_te_optimized  # noqa: E402
 import te_reference  # noqa: E402
 from fast_kernels import fused, modules  # noqa: E402
 from fast_kernels.fused import Branch, Stream  # noqa: E402
@@ -352,8 +355,95 @@ def test_a_gpu_that_it_never_ran_on_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA L4")
     modules.unsupported_reason.cache_clear()
     try:
-        with pytest.raises(ValueError, match="only run on Hopper, not on NVIDIA L4; install Transformer Engine"):
+        with pytest.raises(ValueError, match="only run on Hopper, not on NVIDIA L4; install"):
             with modules.autocast():
                 modules.Linear(32, 32, device="cpu")(torch.ones(32, 32))
     finally:
         modules.unsupported_reason.cache_clear()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("name", ["fast", "optimized"])
+def test_the_trainers_buffers_get_what_autograd_gives(name, chunks, tied, monkeypatch):
+    """Also of a tied weight, of chunks of the loss, and of a loss that is divided."""
+    if name == "fast":
+        def make():
+            return make_model(tie_embeddings=tied)
+    else:  # TE's modules in plain PyTorch style, on this engine
+        spec = importlib.util.spec_from_file_location("optimized_on_fast", model_te_optimized.__file__)
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        monkeypatch.setenv("NANOTE_ENGINE", "fast")
+        spec.loader.exec_module(module)
+
+        def make():
+            torch.manual_seed(1)
+            config = module.OptimizedConfig(**SMALL, tie_embeddings=tied)
+            return module.OptimizedGPT2Model(config).to(DEVICE, torch.bfloat16)
+    plain, model = make(), make()
+    for net in (plain, model):
+        find_scales(net, make_tokens(0))
+        if chunks > 1:
+            memory.chunk_loss(net, chunks)
+    gradients = Gradients(model)
+    (plain(*make_tokens(0)) / 4).backward()
+    with gradients.accumulate(first=True, last=True):
+        (model(*make_tokens(0)) / 4).backward()
+    gradients.set_grad()
+    for (parameter_name, a), b in zip(plain.named_parameters(), model.parameters()):
+        error = (a.grad.float() - b.grad).norm() / a.grad.float().norm()
+        assert error < 2.0**-7, f"{parameter_name}: {error}"
+
+
+def test_scales_follow_the_recipe_of_the_region_that_a_module_ran_in():
+    recipe = DelayedScaling(margin=2, fp8_format=Format.E4M3, amax_history_len=4)
+    for outer in (modules.autocast(), modules.autocast(enabled=False)):
+        linear = modules.Linear(32, 32).to(DEVICE, torch.bfloat16)
+        x = torch.randn(16, 32, device=DEVICE, dtype=torch.bfloat16)
+        with outer, modules.autocast(recipe=recipe):
+            y = linear(x)
+        y.sum().backward()
+        state = recipes.get_state(torch.nn.ModuleList([linear]))
+        for direction in ("fwd", "bwd"):
+            scale, history = (state[f"0.scaling_{direction}.{name}"] for name in ("scale", "amax_history"))
+            assert (scale[0] * history[-1, 0]).item() == pytest.approx(448 / 4)
+
+
+@pytest.mark.parametrize("trained", ["blocks.0.mlp.fc2_weight", "blocks.0.attn.proj.bias"])
+def test_gradient_scales_are_found_when_only_one_part_is_trained(trained):
+    model = make_model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == trained)
+    find_scales(model, make_tokens(0))
+    assert (recipes.get_state(model)["lm_head.scaling_bwd.scale"][0] != 1).all()
+
+
+def test_evaluation_in_inference_mode_before_the_first_step():
+    model, other = make_model(), make_model()
+    with torch.inference_mode():
+        model(*make_tokens(0))
+    with torch.no_grad():
+        other(*make_tokens(0))
+    ours, theirs = train_steps(model, 1, find=False), train_steps(other, 1, find=False)
+    assert ours[0][0] == theirs[0][0]
+
+
+def test_two_backward_passes_through_recomputed_blocks():
+    gradients = []
+    for recomputes in (False, True):
+        model = make_model(gradient_checkpointing=recomputes)
+        find_scales(model, make_tokens(0))
+        loss = model(make_tokens(0)[0]).float().square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        gradients.append(model.blocks[0].attn.qkv.weight.grad.double())
+    assert (gradients[0] - gradients[1]).norm() <= 0.02 * gradients[0].norm() > 0
+
+
+def test_a_loss_on_the_stream_alone():
+    head = modules.LayerNormLinear(32, 64).to(DEVICE, torch.bfloat16)
+    x = torch.randn(16, 32, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    with modules.autocast(recipe=DelayedScaling()):
+        stream, _ = fused.norm_linear(Stream(x).add(Branch(x * 2)), head)
+        stream.value().sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))
