@@ -85,7 +85,8 @@ def make_model(config, device, dtype, recipe, saved=None):
         from nanote import memory
 
         memory.save_memory(model, config.offload_activations, config.loss_chunks)
-    model.choice = f" (not model_te_fast: {reason})" if reason else ""
+    engine = getattr(sys.modules[type(model).__module__], "te", recipes.te).__name__.partition(".")[0]
+    model.choice = f"on {engine}" + (f" (not model_te_fast: {reason})" if reason else "")
     return model
 
 
@@ -128,8 +129,7 @@ def _reason_against_fast(options: dict, dtype) -> str:
 def describe(model):
     """Return a line about a model of `make_model`: its class and size, which engine runs it, and why."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    engine = getattr(sys.modules[type(model).__module__], "te", recipes.te).__name__.partition(".")[0]
-    return f"{type(model).__name__}, {parameters:,} parameters, on {engine}{getattr(model, 'choice', '')}"
+    return f"{type(model).__name__}, {parameters:,} parameters, {getattr(model, 'choice', '')}"
 
 
 def check_first_pass(model, batch):

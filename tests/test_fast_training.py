@@ -53,8 +53,9 @@ def distances(moved, expected):
 def test_60_steps_end_where_the_optimized_model_ends(options):
     loss, expected = train(model="optimized", **options)
     noise = max(distances(train(model="optimized", permuted=True, **options)[1], expected).values())
-    bound = 1.5 * noise + 0.05
-    assert bound < 0.8  # a matrix that does not move at all is at 1
+    # the fast model rounds to BF16 at fewer places, which every value sees; another order of sums flips few
+    bound = 4 * noise
+    assert bound < 0.5  # a matrix that does not move at all is at 1
     found, moved = train(model="fast", **options)
     assert found == pytest.approx(loss, rel=0.1) and loss < 4.0  # from 6.2
     too_far = {name: far for name, far in distances(moved, expected).items() if far > bound}

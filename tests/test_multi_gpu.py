@@ -116,7 +116,8 @@ def test_two_gpus_train_as_one(printed, run):
     losses = [record["loss"] for record in metrics(run)]
     assert losses[-1] < 0.7 * losses[0] and losses[0] == pytest.approx(metrics(one)[0]["loss"], rel=1e-4)
     assert distance(run, one) <= 3 * distance(halves, one)
-    assert "fast kernels: " in printed[run] and "every rank updates all weights" not in printed[run]
+    assert ("FastGPT2Model" in printed[run]) == (run != "ddp-health")
+    assert "every rank updates all weights" not in printed[run]
 
 
 def test_steps_without_graphs_give_statistics(printed):
