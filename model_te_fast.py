@@ -113,7 +113,7 @@ def rope_tables(positions, head_dim, theta):
 
 
 class Attention(nn.Module):
-    """Norm, QKV, (QK-norm, RoPE,) causal attention, output projection: Stream -> Stream."""
+    """Norm, QKV, (QK-norm, RoPE,) causal attention, projection: Stream -> (Stream, Branch)."""
 
     def __init__(self, config):
         super().__init__()
@@ -136,8 +136,7 @@ class Attention(nn.Module):
         y = packed_attention(
             qkv.view(*size, -1), config.n_head, config.n_kv_head, rope, *norms, config.layernorm_epsilon,
             cu_seqlens=cu_seqlens)  # (B, S, n_head · D)
-        branch = fused.linear(y.flatten(0, 1), self.proj, **first)
-        return stream.add(fused.dropout(branch, config.dropout, self.training))
+        return stream, fused.linear(y.flatten(0, 1), self.proj, **first)
 
 
 class MLP(te.LayerNormMLP):
@@ -163,7 +162,8 @@ class Block(nn.Module):
         )
 
     def forward(self, stream, size, rope=None, cu_seqlens=None, is_first_microbatch=None):
-        stream = self.attn(stream, size, rope, cu_seqlens, is_first_microbatch)
+        stream, branch = self.attn(stream, size, rope, cu_seqlens, is_first_microbatch)
+        stream = stream.add(fused.dropout(branch, self.config.dropout, self.training))
         stream, branch = self.mlp(stream, is_first_microbatch)
         return stream.add(fused.dropout(branch, self.config.dropout, self.training))
 
