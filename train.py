@@ -101,12 +101,12 @@ def main(config: TrainConfig) -> None:
 
 def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int:
     """Train to the last step or a stop request, and return that step. `saved`: the checkpoint's meta.json."""
-    casts_once = config.grad_accum > 1 and not config.compile and takes_argument(model, "is_first_microbatch")
+    quantizes_once = config.grad_accum > 1 and not config.compile and takes_argument(model, "is_first_microbatch")
 
     def forward_backward(batch, *, first: bool, last: bool):
         if config.compile and first:
             torch.compiler.cudagraph_mark_step_begin()  # may overwrite the last step's tensors
-        options = {"is_first_microbatch": first} if casts_once else {}  # cast weights to FP8 once a step
+        options = {"is_first_microbatch": first} if quantizes_once else {}  # quantize weights once a step
         with gradients.accumulate(first, last):  # the last micro-batch reduces over ranks
             loss = model(*batch, **options) / (config.grad_accum * loader.ranks.count)
             loss.backward(1 + 0 * loss.detach())  # a NaN loss makes every gradient NaN: all ranks skip
@@ -155,13 +155,13 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
                 meta = run_meta(asdict(config), model, loader, step, saved)
                 saver.save(step, model, optimizer, meta, log.skipped)
             log.restart_clock()
-            if is_stopped and not postponed:
+            if is_stopped and not postponed:  # a stop waits for a finite step: its checkpoint is good
                 break
     return step
 
 
 def make_profiler(steps: str | None, folder: str, device):
-    """Return a context manager that gives a function (step): what is inside its context is profiled."""
+    """Return a context manager of a function: `with profile(step):` profiles the steps of `steps`."""
     if not steps:
         return nullcontext(lambda step: nullcontext())
     from nanote.profiling import Profiler
@@ -169,9 +169,9 @@ def make_profiler(steps: str | None, folder: str, device):
     return Profiler(steps, folder, device)
 
 
-def is_due(step: int, interval: int, otherwise: bool = False) -> bool:
-    """Return whether a step is a multiple of `interval`, or `otherwise` is true; never if that is 0."""
-    return interval > 0 and (step % interval == 0 or otherwise)
+def is_due(step: int, interval: int, at_any_step: bool = False) -> bool:
+    """Return whether a step is a multiple of `interval`, or `at_any_step`. An interval of 0 disables it."""
+    return interval > 0 and (step % interval == 0 or at_any_step)
 
 
 def learning_rate(step: int, config) -> float:
