@@ -101,12 +101,12 @@ def main(config: TrainConfig) -> None:
 
 def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int:
     """Train to the last step or a stop request, and return that step. `saved`: the checkpoint's meta.json."""
-    quantizes_once = config.grad_accum > 1 and not config.compile and takes_argument(model, "is_first_microbatch")
+    caches_fp8 = config.grad_accum > 1 and not config.compile and takes_argument(model, "is_first_microbatch")
 
     def forward_backward(batch, *, first: bool, last: bool):
         if config.compile and first:
             torch.compiler.cudagraph_mark_step_begin()  # may overwrite the last step's tensors
-        options = {"is_first_microbatch": first} if quantizes_once else {}  # quantize weights once a step
+        options = {"is_first_microbatch": first} if caches_fp8 else {}  # quantize weights once a step
         with gradients.accumulate(first, last):  # the last micro-batch reduces over ranks
             loss = model(*batch, **options) / (config.grad_accum * loader.ranks.count)
             loss.backward(1 + 0 * loss.detach())  # a NaN loss makes every gradient NaN: all ranks skip
