@@ -126,21 +126,19 @@ class TrainConfig:
     def is_graphable(self, has_te_gpu: bool) -> bool:
         """Return whether a step is replayed as CUDA graphs; ValueError if --cuda-graph on is impossible."""
         reason = next((why for name, why in NOT_GRAPHABLE.items() if getattr(self, name)), "")
-        reason = reason if has_te_gpu else "there is no GPU with Transformer Engine here"
+        reason = reason if has_te_gpu else "there is no GPU with an FP8 engine here"
         if reason and self.cuda_graph == "on":
             raise ValueError(f"--cuda-graph on: {reason}; leave the option out")
         return self.cuda_graph != "off" and not reason
 
 
 # These decide which tensors the model and the optimizer have: on --resume they must equal the checkpoint's.
-ARCHITECTURE = (
-    "preset model n_layer n_head n_kv_head head_dim n_embd n_inner vocab_size n_positions activation "
-    "use_rmsnorm use_rotary rope_theta use_qk_norm bias tie_embeddings layernorm_epsilon optimizer").split()
+ARCHITECTURE = """preset model n_layer n_head n_kv_head head_dim n_embd n_inner vocab_size n_positions
+    optimizer activation use_rmsnorm use_rotary rope_theta use_qk_norm bias tie_embeddings layernorm_epsilon""".split()
 RANGES = {  # {rule: (whether a value keeps it, options)}
     "a number that float32 can hold": (lambda v: abs(v) < 2.0**128, "rope_theta lr weight_decay grad_clip"),
     "at least 1": (lambda v: v >= 1, "max_steps micro_batch_size seq_len grad_accum eval_tokens log_interval "
-                   "keep_checkpoints n_positions vocab_size n_layer n_head n_embd loss_chunks "
-                   "fp8_amax_history_len"),
+        "keep_checkpoints n_positions vocab_size n_layer n_head n_embd loss_chunks fp8_amax_history_len"),
     "0 or more": (lambda v: v >= 0, "warmup_steps eval_interval checkpoint_interval fp8_health_interval seed "
                   "weight_decay grad_clip offload_activations fp8_skip_first fp8_skip_last fp8_margin"),
     "above 0": (lambda v: v > 0, "lr rope_theta decay_fraction"),
@@ -160,9 +158,9 @@ OF_ONE_RUN = {"out_dir", "resume", "config", "eval_only", "profile"}  # another 
 GONE = dict(  # options of earlier versions, with their defaults
     checkpoint_every=1, fast_kernels=True, fused_block=True, fused_loss=True, fp8_dgrad_fast_accum_k=3072,
     hsdp_replicas=None, fp8_logits_rounding="nearest", max_skipped_steps=10, grad_accum_dtype="auto",
-    grad_reduce_dtype="auto",
-    eval_steps=None, background_saves=True, nsys=None, memory_snapshot=None, gc_interval=0,
-    torch_deterministic=False, expandable_segments=False, beta1=0.9, beta2=0.95, reshard_after_forward=True)
+    grad_reduce_dtype="auto", eval_steps=None, background_saves=True, nsys=None, memory_snapshot=None,
+    gc_interval=0, torch_deterministic=False, expandable_segments=False, beta1=0.9, beta2=0.95,
+    reshard_after_forward=True)
 
 
 def parse(config_class, argv, prog, description=None, default=tyro.MISSING_NONPROP, **options):
@@ -294,10 +292,8 @@ def _check_resume(options: dict, saved: dict, folder: Path, step: int) -> None:
     """Raise ValueError for options that do not fit the checkpoint of a step, whose own are `saved`."""
     for name in ARCHITECTURE:
         value, before = options[name], saved.get(name, options[name])
-        is_same = value == before or name == "model" and (
-            {value, before} <= {"auto", "fast", "optimized"}  # one network
-            or ".py:" in value and ".py:" in before)  # a file may have moved
-        if not is_same:
+        is_file = ".py:" in str(value) and ".py:" in str(before)  # it may have moved
+        if value != before and not is_file and not {value, before} <= {"auto", "fast", "optimized"}:
             raise ValueError(f"{_flag(name)} {value}: {folder} has {before}; leave it out or start a new run")
     max_steps = options["max_steps"]
     if max_steps < step and not options["eval_only"]:
