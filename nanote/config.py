@@ -134,7 +134,8 @@ class TrainConfig:
 
 # These decide which tensors the model and the optimizer have: on --resume they must equal the checkpoint's.
 ARCHITECTURE = """preset model n_layer n_head n_kv_head head_dim n_embd n_inner vocab_size n_positions
-    optimizer activation use_rmsnorm use_rotary rope_theta use_qk_norm bias tie_embeddings layernorm_epsilon""".split()
+    activation use_rmsnorm use_rotary rope_theta use_qk_norm bias tie_embeddings layernorm_epsilon
+    optimizer""".split()
 RANGES = {  # {rule: (whether a value keeps it, options)}
     "a number that float32 can hold": (lambda v: abs(v) < 2.0**128, "rope_theta lr weight_decay grad_clip"),
     "at least 1": (lambda v: v >= 1, "max_steps micro_batch_size seq_len grad_accum eval_tokens log_interval "
@@ -295,6 +296,5 @@ def _check_resume(options: dict, saved: dict, folder: Path, step: int) -> None:
         is_file = ".py:" in str(value) and ".py:" in str(before)  # it may have moved
         if value != before and not is_file and not {value, before} <= {"auto", "fast", "optimized"}:
             raise ValueError(f"{_flag(name)} {value}: {folder} has {before}; leave it out or start a new run")
-    max_steps = options["max_steps"]
-    if max_steps < step and not options["eval_only"]:
-        raise ValueError(f"--max-steps {max_steps}: {folder} has done {step} steps; pass {2 * step}")
+    if options["max_steps"] < step and not options["eval_only"]:
+        raise ValueError(f"--max-steps {options['max_steps']}: {folder} has done {step} steps; pass {2 * step}")
