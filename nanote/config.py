@@ -289,12 +289,12 @@ def _checkpoint_to_continue(out_dir: str | None, preset: str, eval_only: bool) -
     return folder, checkpoint.read_meta(folder)
 
 
-def _check_resume(options: dict, saved: dict, folder: Path, step: int) -> None:
+def _check_resume(now: dict, saved: dict, folder: Path, step: int) -> None:
     """Raise ValueError for options that do not fit the checkpoint of a step, whose own are `saved`."""
     for name in ARCHITECTURE:
-        value, before = options[name], saved.get(name, options[name])
+        value, before = now[name], saved.get(name, now[name])
         is_file = ".py:" in str(value) and ".py:" in str(before)  # it may have moved
         if value != before and not is_file and not {value, before} <= {"auto", "fast", "optimized"}:
             raise ValueError(f"{_flag(name)} {value}: {folder} has {before}; leave it out or start a new run")
-    if options["max_steps"] < step and not options["eval_only"]:
-        raise ValueError(f"--max-steps {options['max_steps']}: {folder} has done {step} steps; pass {2 * step}")
+    if now["max_steps"] < step and not now["eval_only"]:
+        raise ValueError(f"--max-steps {now['max_steps']}: {folder} has done {step} steps; pass {2 * step}")
