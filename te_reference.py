@@ -286,6 +286,7 @@ class _ScalingState:
     gradient] backward. `scale`: (n,) float32; `amax_history`: (amax_history_len, n) float32.
     """
 
+    @torch.inference_mode(False)  # an evaluation may be the first pass, and training goes on with this state
     def __init__(self, recipe, n, device):
         self.is_registered = False  # whether `_roll_histories` finds it
         self.scale = torch.ones(n, dtype=torch.float32, device=device)
