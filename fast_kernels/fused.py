@@ -157,13 +157,13 @@ def _forward_gemm(layer, x, bias):
     return gemm(weight, weight_inv, *x, bias, "fast")
 
 
-def _backward_gemms(ctx, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
+def _backward_gemms(layer, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
     """Return the gradients of a linear layer's input, weight and bias, or None for each that is not needed.
 
     dy: (N, out), BF16 or quantized by the kernel that computed it; weight: (in, out) and its scale_inv, x:
     (in, N) and its scale_inv, both columnwise.
     """
-    layer, dbias = ctx.layer, None
+    dbias = None
     if isinstance(dy, Float8Tensor):
         rowwise, columnwise, scale_inv = dy.rowwise, dy.columnwise, dy.scale_inv
         if needs_dbias:
@@ -215,7 +215,7 @@ class _NormLinear(torch.autograd.Function):
             return _sum_backward(ctx, dresidual, needs_branch_bias)
         needs_dx = needs_x or needs_branch or any(needs_norm)
         dnorm, dweight, dbias = _backward_gemms(
-            ctx, dy, operands[2:], operands[:2], needs_dx, needs_weight, needs_bias)
+            ctx.layer, dy, operands[2:], operands[:2], needs_dx, needs_weight, needs_bias)
         if ctx.tied_dweight is not None and needs_weight:
             ctx.tied_dweight.append(dweight)
             dweight = None
@@ -259,7 +259,7 @@ class _Linear(torch.autograd.Function):
         x, x_bias, *operands = ctx.saved_tensors
         needs_x, needs_x_bias, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         dx, dweight, dbias = _backward_gemms(
-            ctx, dy, operands[2:], operands[:2], needs_x or needs_x_bias, needs_weight, needs_bias)
+            ctx.layer, dy, operands[2:], operands[:2], needs_x or needs_x_bias, needs_weight, needs_bias)
         dx_bias = None
         if ctx.activation and dx is not None:
             dx, dx_bias = casts.activate_backward(ctx.activation, dx, x, x_bias, *ctx.x_gradient)

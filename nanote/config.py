@@ -123,10 +123,10 @@ class TrainConfig:
             raise ValueError(f"--parallel {self.parallel}: does not go with {_flag(unsupported[0])}; leave "
                              "it out, or pass --parallel ddp")
 
-    def is_graphable(self, has_te_gpu: bool) -> bool:
+    def is_graphable(self, has_fp8_gpu: bool) -> bool:
         """Return whether a step is replayed as CUDA graphs; ValueError if --cuda-graph on is impossible."""
         reason = next((why for name, why in NOT_GRAPHABLE.items() if getattr(self, name)), "")
-        reason = reason if has_te_gpu else "there is no GPU with an FP8 engine here"
+        reason = reason if has_fp8_gpu else "there is no GPU with an FP8 engine here"
         if reason and self.cuda_graph == "on":
             raise ValueError(f"--cuda-graph on: {reason}; leave the option out")
         return self.cuda_graph != "off" and not reason

@@ -101,9 +101,11 @@ def _without_main_grad(parameters):
     """Let wgrad GEMMs return gradients: those of a chunk are not yet those of the step."""
     kept = [(parameter, vars(parameter).pop("main_grad")) for parameter in parameters
             if hasattr(parameter, "main_grad")]
-    yield
-    for parameter, main_grad in kept:
-        parameter.main_grad = main_grad
+    try:
+        yield
+    finally:  # an error, such as running out of memory, is the user's to see
+        for parameter, main_grad in kept:
+            parameter.main_grad = main_grad
 
 
 def _leaves(node, excluded) -> list:
