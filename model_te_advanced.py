@@ -70,26 +70,21 @@ class AdvancedConfig:
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        if self.n_kv_head is None:
-            self.n_kv_head = self.n_head
+        self.n_kv_head = self.n_kv_head or self.n_head
         if self.n_inner is None:
             swiglu = self.activation == "swiglu"
             self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
-        multiples = [("vocab_size", 32, "")]
-        if self.head_dim is None:
-            multiples.append(("n_embd", self.n_head, f" for n_head={self.n_head}"))
-            self.head_dim = self.n_embd // self.n_head
-        if self.use_rotary:
-            multiples.append(("head_dim", 2, " for use_rotary"))
-        if self.use_fp8:
-            multiples += [("n_embd", 16, " in FP8"), ("n_inner", 16, " in FP8")]
-            multiples.append(("head_dim", 16 // math.gcd(16, self.n_kv_head), " in FP8"))
-        for field, multiple, reason in multiples:
+        fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
+        width = fp8 if self.head_dim else math.lcm(fp8, self.n_head)
+        multiples = dict(vocab_size=32, n_embd=width, n_inner=fp8)
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        multiples["head_dim"] = math.lcm(1 + self.use_rotary, fp8 // math.gcd(fp8, self.n_kv_head))
+        for field, multiple in multiples.items():
             value = getattr(self, field)
             if value % multiple:
                 works = round_up(value, 128 if field == "vocab_size" else multiple)
-                rule = f"must be a multiple of {multiple}{reason}; {works} works"
-                raise ValueError(f"{type(self).__name__}.{field}={value!r}: {rule}")
+                rule = f"{multiple} (n_head={self.n_head}, use_fp8={self.use_fp8}); {works} works"
+                raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be a multiple of {rule}")
         choices = {"activation": ["gelu", "swiglu"]}
         choices["n_kv_head"] = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
         for field, values in choices.items():

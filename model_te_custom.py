@@ -66,16 +66,15 @@ class CustomConfig:
     def __post_init__(self):
         if self.n_inner is None:
             self.n_inner = 4 * self.n_embd
-        multiples = [("vocab_size", 32, ""), ("n_embd", self.n_head, f" for n_head={self.n_head}")]
+        fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
+        multiples = dict(vocab_size=32, n_inner=fp8, n_embd=math.lcm(fp8, self.n_head))
         self.n_kv_head, self.head_dim = self.n_head, self.n_embd // self.n_head
-        if self.use_fp8:
-            multiples += [("n_embd", 16, " in FP8"), ("n_inner", 16, " in FP8")]
-        for field, multiple, reason in multiples:
+        for field, multiple in multiples.items():
             value = getattr(self, field)
             if value % multiple:
                 works = round_up(value, 128 if field == "vocab_size" else multiple)
-                rule = f"must be a multiple of {multiple}{reason}; {works} works"
-                raise ValueError(f"{type(self).__name__}.{field}={value!r}: {rule}")
+                rule = f"{multiple} (n_head={self.n_head}, use_fp8={self.use_fp8}); {works} works"
+                raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be a multiple of {rule}")
 
     def in_fp8(self, layer):
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last

@@ -69,25 +69,21 @@ class FastConfig:
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        if self.n_kv_head is None:
-            self.n_kv_head = self.n_head
+        self.n_kv_head = self.n_kv_head or self.n_head
         if self.n_inner is None:
             swiglu = self.activation == "swiglu"
             self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
-        fp8, in_fp8 = (16, " in FP8") if self.use_fp8 else (1, "")
-        width, reason = fp8, in_fp8
-        if self.head_dim is None:
-            width, reason = math.lcm(fp8, self.n_head), f" for n_head={self.n_head}{in_fp8}"
-            self.head_dim = self.n_embd // self.n_head
-        head = math.lcm(2 if self.use_rotary else 1, fp8 // math.gcd(fp8, self.n_kv_head))
-        rules = dict(vocab_size=(32, ""), n_embd=(width, reason), n_inner=(fp8, in_fp8),
-                     head_dim=(head, " for use_rotary" if self.use_rotary else in_fp8))
-        for field, (multiple, reason) in rules.items():
+        fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
+        width = fp8 if self.head_dim else math.lcm(fp8, self.n_head)
+        multiples = dict(vocab_size=32, n_embd=width, n_inner=fp8)
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        multiples["head_dim"] = math.lcm(1 + self.use_rotary, fp8 // math.gcd(fp8, self.n_kv_head))
+        for field, multiple in multiples.items():
             value = getattr(self, field)
             if value % multiple:
                 works = round_up(value, 128 if field == "vocab_size" else multiple)
-                rule = f"must be a multiple of {multiple}{reason}; {works} works"
-                raise ValueError(f"{type(self).__name__}.{field}={value!r}: {rule}")
+                rule = f"{multiple} (n_head={self.n_head}, use_fp8={self.use_fp8}); {works} works"
+                raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be a multiple of {rule}")
         heads = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
         if self.n_kv_head not in heads:
             raise ValueError(f"{type(self).__name__}.n_kv_head={self.n_kv_head!r}: must be one of {heads}")

@@ -87,26 +87,22 @@ class OptimizedConfig:
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        if self.n_kv_head is None:
-            self.n_kv_head = self.n_head
+        self.n_kv_head = self.n_kv_head or self.n_head
         if self.n_inner is None:
             swiglu = self.activation == "swiglu"
             self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
         self.attention = self.attention or ("sdpa" if self.use_pytorch_sdpa else "te")
-        fp8, in_fp8 = (16, " in FP8") if self.use_fp8 else (1, "")
-        width, reason = fp8, in_fp8
-        if self.head_dim is None:
-            width, reason = math.lcm(fp8, self.n_head), f" for n_head={self.n_head}{in_fp8}"
-            self.head_dim = self.n_embd // self.n_head
-        head = math.lcm(2 if self.use_rotary else 1, fp8 // math.gcd(fp8, self.n_kv_head))
-        rules = dict(vocab_size=(32, ""), n_embd=(width, reason), n_inner=(fp8, in_fp8),
-                     head_dim=(head, " for use_rotary" if self.use_rotary else in_fp8))
-        for field, (multiple, reason) in rules.items():
+        fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
+        width = fp8 if self.head_dim else math.lcm(fp8, self.n_head)
+        multiples = dict(vocab_size=32, n_embd=width, n_inner=fp8)
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        multiples["head_dim"] = math.lcm(1 + self.use_rotary, fp8 // math.gcd(fp8, self.n_kv_head))
+        for field, multiple in multiples.items():
             value = getattr(self, field)
             if value % multiple:
                 works = round_up(value, 128 if field == "vocab_size" else multiple)
-                rule = f"must be a multiple of {multiple}{reason}; {works} works"
-                raise ValueError(f"{type(self).__name__}.{field}={value!r}: {rule}")
+                rule = f"{multiple} (n_head={self.n_head}, use_fp8={self.use_fp8}); {works} works"
+                raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be a multiple of {rule}")
         choices = {"activation": ["gelu", "swiglu"], "attention": ["sdpa", "te", "flash", "auto"]}
         choices["n_kv_head"] = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
         for field, values in choices.items():
@@ -160,21 +156,17 @@ def apply_rope(x, cos, sin):
 def attention_kernel(config):
     """Return what `config.attention` means on this machine: sdpa, te or flash."""
     major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
-    dim, reason = config.head_dim, ""
-    if flash_attn_func is None:
-        reason = "neither flash-attn-4 nor flash-attn is installed"
-    elif config.attn_dropout > 0 or dim % 8:
-        reason = "FlashAttention needs attn_dropout=0 and head_dim a multiple of 8"
-    else:
-        widest = {9: 256, 10: 128, 11: 128, 12: 128}.get(major, 0) + 128 * (dim == 256 and major in (10, 11))
-        if "cute" not in flash_attn_func.__module__:  # FlashAttention 2
-            widest = 256 if major >= 8 else 0
-        if dim > widest:
-            reason = f"{flash_attn_func.__module__} has no kernel for head_dim={dim} on this GPU"
-    if config.attention == "flash" and reason:
-        raise ValueError(f"attention='flash': {reason}; 'sdpa' works")
+    dim = config.head_dim
+    widest = {9: 256, 10: 128, 11: 128, 12: 128}.get(major, 0)  # head_dim of FlashAttention 4
+    if flash_attn_func is not None and "cute" not in flash_attn_func.__module__:  # FlashAttention 2
+        widest = 256 if major >= 8 else 0
+    fits = dim <= widest or dim == 256 and major in (10, 11)
+    fits = fits and flash_attn_func is not None and config.attn_dropout == 0 and dim % 8 == 0
+    if config.attention == "flash" and not fits:
+        raise ValueError("attention='flash': needs flash-attn-4 or flash-attn, attn_dropout=0 and a head_dim "
+                         f"in multiples of 8 up to {widest} on this GPU; 'sdpa' works")
     if config.attention == "auto":
-        return "flash" if not reason else "te" if ENGINE == "te" else "sdpa"
+        return "flash" if fits else "te" if ENGINE == "te" else "sdpa"
     return config.attention
 
 

@@ -166,7 +166,7 @@ class _Tables:
     lr: torch.Tensor  # () float32
     options: torch.Tensor  # (4,) float64: beta1, beta2, eps, weight_decay
     sizes: list  # elements of each parameter, for which `chunks` was made
-    rows: list | None = None  # host copy of `pointers`
+    addresses: list | None = None  # of the tensors for which `pointers` was made
     values: list | None = None  # host copy of `options`
 
 
@@ -272,7 +272,7 @@ class FastAdam(torch.optim.Optimizer):
         self.gather_state()
         self.peers, self.is_summed = peers or NoPeers(), False
         for group, tables in zip(self.param_groups, self.tables):
-            tables.chunks, tables.rows = self._make_chunks(group["params"]).to(tables.lr.device), None
+            tables.chunks, tables.addresses = self._make_chunks(group["params"]).to(tables.lr.device), None
 
     def gather_state(self):
         """Give every rank the whole state after steps of a divided update. All ranks must call this."""
@@ -309,9 +309,14 @@ class FastAdam(torch.optim.Optimizer):
         elif self.master == "float32":
             state["master_param"] = param.detach().float().clone()
 
+    @torch.no_grad()
     def zero_grad(self, set_to_none=True):
         self.is_summed = False
-        super().zero_grad(set_to_none)
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if set_to_none or not gradients:
+            super().zero_grad()
+        else:  # in place, in one call
+            torch._foreach_zero_(gradients)
 
     @torch.no_grad()
     def write_options(self):
@@ -339,12 +344,14 @@ class FastAdam(torch.optim.Optimizer):
                              f"parameters' type, {self.dtype}")
         self.gradient_dtype = types.pop() if types else self.dtype
         for group, tables in zip(self.param_groups, self.tables):
-            rows = [self._pointer_row(parameter) for parameter in group["params"]]
-            if rows != tables.rows:
+            tensors = [x for p in group["params"] for x in (p, p.grad, *self.state[p].values())]
+            addresses = [0 if x is None else x.data_ptr() for x in tensors]
+            if addresses != tables.addresses:
                 self._refuse_while_capturing()
+                rows = [self._pointer_row(parameter) for parameter in group["params"]]
                 self._check_layout(group["params"], rows, tables)
                 tables.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, 7))
-                tables.rows = rows
+                tables.addresses = addresses
 
     def _pointer_row(self, parameter):
         """Return the parameter's row of `_Tables.pointers`."""

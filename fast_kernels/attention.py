@@ -194,7 +194,8 @@ def _pick_kernel(q, cu_seqlens, window):
     if _fa4_supports(head_dim, major, window):
         return "fa4"
     has_cudnn = torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
-    fits_cudnn = major in (9, 10) and head_dim <= 128 and cu_seqlens is None and window is None
+    fits_cudnn = (
+        major in (9, 10) and head_dim <= 128 and q.shape[1] > 1 and cu_seqlens is None and window is None)
     if has_cudnn and fits_cudnn and not torch.are_deterministic_algorithms_enabled():
         return "cudnn"
     return "flash" if major >= 8 else "sdpa"

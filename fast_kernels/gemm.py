@@ -25,6 +25,7 @@ import weakref
 from collections import OrderedDict
 
 import torch
+from triton.runtime import driver
 
 from fast_kernels.library import check_aligned, is_fake, operation
 
@@ -45,6 +46,8 @@ TRANSA, TRANSB, EPILOGUE, BIAS_POINTER = 3, 4, 7, 8  # cublasLtMatmulDescAttribu
 A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, BIAS_DATA_TYPE = 17, 18, 25, 26
 MAX_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 
+ONE, ZERO = (ctypes.byref(ctypes.c_float(value)) for value in (1, 0))  # alpha and beta
+
 
 class _Algorithm(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
@@ -59,9 +62,14 @@ def _library():
     """Return the cuBLASLt library that PyTorch has loaded, or None."""
     try:
         major = (torch.version.cuda or "none").split(".")[0]
-        return ctypes.CDLL(f"libcublasLt.so.{major}")
+        library = ctypes.CDLL(f"libcublasLt.so.{major}")
     except OSError:
         return None
+    # with these, ctypes takes addresses as plain numbers: half of the host's time per call
+    library.cublasLtMatmul.argtypes = [ctypes.c_void_p] * 14 + [ctypes.c_size_t, ctypes.c_void_p]
+    library.cublasLtMatmulDescSetAttribute.argtypes = [
+        ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
+    return library
 
 
 def gemm_reference(a, a_scale_inv, b, b_scale_inv, bias=None):
@@ -250,19 +258,19 @@ class _Shape:
     def run(self, candidate, a, a_scale_inv, b, b_scale_inv, bias, out):
         """Launch the GEMM with one of `candidates` on the current stream."""
         descriptor, algorithm = candidate
-        workspace = torch.empty(algorithm.workspace_bytes, dtype=torch.uint8, device=a.device)
-        one, beta = ctypes.c_float(1), ctypes.c_float(self.accumulate)
+        size, device_index, address = algorithm.workspace_bytes, a.get_device(), out.data_ptr()
+        workspace = a.new_empty(size, dtype=torch.uint8) if size else None
         a_layout, b_layout, out_layout = self.layouts
         with self.descriptor_lock:  # cuBLASLt reads the descriptor before it returns
-            _set(descriptor, A_SCALE_POINTER, _pointer(a_scale_inv))
-            _set(descriptor, B_SCALE_POINTER, _pointer(b_scale_inv))
+            _set(descriptor, A_SCALE_POINTER, ctypes.c_void_p(a_scale_inv.data_ptr()))
+            _set(descriptor, B_SCALE_POINTER, ctypes.c_void_p(b_scale_inv.data_ptr()))
             if bias is not None:
-                _set(descriptor, BIAS_POINTER, _pointer(bias))
+                _set(descriptor, BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
             _check_status(_library().cublasLtMatmul(
-                _handle(a.device.index), descriptor, ctypes.byref(one), _pointer(a), a_layout, _pointer(b),
-                b_layout, ctypes.byref(beta), _pointer(out), out_layout, _pointer(out), out_layout,
-                ctypes.byref(algorithm), _pointer(workspace), ctypes.c_size_t(algorithm.workspace_bytes),
-                ctypes.c_void_p(torch.cuda.current_stream(a.device).cuda_stream)))
+                _handle(device_index), descriptor, ONE, a.data_ptr(), a_layout, b.data_ptr(), b_layout,
+                ONE if self.accumulate else ZERO, address, out_layout, address, out_layout,
+                ctypes.byref(algorithm), workspace.data_ptr() if size else None, size,
+                driver.active.get_current_stream(device_index)))
 
 
 def _make_descriptor(fast, has_bias):
@@ -303,10 +311,6 @@ def _make_layout(cuda_type, rows, columns):
 def _set(descriptor, attribute, value):
     set_attribute = _library().cublasLtMatmulDescSetAttribute
     _check_status(set_attribute(descriptor, attribute, ctypes.byref(value), ctypes.sizeof(value)))
-
-
-def _pointer(tensor):
-    return ctypes.c_void_p(tensor.data_ptr())
 
 
 def _check_status(status):

@@ -80,17 +80,13 @@ def _on_one_device(function, name):
     """Return `function`, which checks that its tensors share a device and makes that the current one."""
 
     def launch(*args):
-        index = None
-        for tensor in args:
-            if isinstance(tensor, list) and tensor:  # of tensors on one device, which the function checks
-                tensor = tensor[0]
-            if isinstance(tensor, torch.Tensor):
-                if index is None:
-                    index = tensor.get_device()
-                elif tensor.get_device() != index:
-                    devices = ", ".join(sorted({str(x.device) for x in args if isinstance(x, torch.Tensor)}))
-                    raise ValueError(f"{name}: tensors on {devices}: all must be on one device; use .to()")
-        if index is None or index < 0 or index == torch.cuda.current_device():
+        tensors = [x[0] if isinstance(x, list) else x for x in args if isinstance(x, (torch.Tensor, list))]
+        devices = {x.get_device() for x in tensors}  # of a list, the function checks the others
+        if len(devices) > 1:
+            names = ", ".join(sorted({str(x.device) for x in tensors}))
+            raise ValueError(f"{name}: tensors on {names}: all must be on one device; use .to()")
+        index, = devices
+        if index < 0 or index == torch.cuda.current_device():
             return function(*args)
         with torch.cuda.device(index):
             return function(*args)
