@@ -23,6 +23,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version as find_version
 from importlib.util import find_spec
 
 import torch
@@ -38,6 +39,8 @@ try:
     te = import_module(MODULES[ENGINE])
     recipes = import_module("transformer_engine.common.recipe") if ENGINE == "te" else te
     DelayedScaling, Format = recipes.DelayedScaling, recipes.Format
+    if ENGINE == "te" and [*map(int, find_version("transformer_engine").split(".")[:2])] < [2, 18]:
+        raise ImportError("before Transformer Engine 2.18 the loss or its gradient is wrong")
 except Exception as error:  # a broken TE raises more than ImportError
     raise ImportError(f"NANOTE_ENGINE={ENGINE}: {error!r}; te needs Transformer Engine, fast the folder "
                       "fast_kernels and a Hopper GPU, reference te_reference.py") from error
@@ -303,6 +306,9 @@ class OptimizedGPT2Model(nn.Module):
         cu_seqlens: int32, the start of each document of a packed batch in its B·S tokens, then B·S, repeated
         as needed. kv_cache: from `make_kv_cache`; input_ids are then the tokens that follow it."""
         config = self.config
+        if torch.is_inference_mode_enabled():  # training goes on with the FP8 state that is made here
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(input_ids, labels, cu_seqlens, is_first_microbatch, kv_cache)
         if torch.compiler.is_compiling() and config.use_fp8 and self.fp8_recipe.delayed():
             return run_uncompiled(self, input_ids, labels, cu_seqlens, is_first_microbatch, kv_cache)
         (batch, length), past = input_ids.shape, kv_cache.length if kv_cache is not None else 0

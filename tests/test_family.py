@@ -288,6 +288,20 @@ def test_the_files_read_alike():
         assert its_block == block and its_names == [n for n in names if n in its_names]
 
 
+@pytest.mark.parametrize("name", FAMILY)
+def test_an_engine_with_wrong_losses_is_refused(name, tmp_path):
+    package = tmp_path / "transformer_engine"
+    for file, text in {"__init__.py": "", "pytorch.py": "", "common/__init__.py": "",
+                       "common/recipe.py": "DelayedScaling = Format = None",
+                       "../transformer_engine-2.11.0.dist-info/METADATA": "Version: 2.11.0\n"}.items():
+        (package / file).parent.mkdir(parents=True, exist_ok=True)
+        (package / file).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {models.MODELS[name][0]}"], capture_output=True, text=True, cwd=ROOT,
+        env=os.environ | {"NANOTE_ENGINE": "te", "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1 and "Transformer Engine 2.18" in done.stderr.splitlines()[-1]
+
+
 # ---- the state dict, copies
 
 
