@@ -183,7 +183,8 @@ def test_explain_reads_a_file_or_stdin(tmp_path):
 # ---------------------------------------------------------------- --install
 
 def test_a_dry_run_prints_the_commands(hopper):
-    write(hopper, "transformer_engine-2.18.0.dist-info/METADATA", "Name: transformer_engine\nVersion: 2.18.0\n")
+    metadata = "Name: transformer_engine\nVersion: 2.18.0\n"
+    write(hopper, "transformer_engine-2.18.0.dist-info/METADATA", metadata)
     code, shown = run("--install", "--dry-run", machine=hopper)
     lines = shown.splitlines()
     assert code == 0 and f"export CPATH={hopper}/nvidia/cudnn/include" in lines
