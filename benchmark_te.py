@@ -34,9 +34,8 @@ from typing import Literal
 import torch
 
 from bench.report import check_output
-from bench.speed import run_formats, run_shapes, run_stack
-from bench.step import SHAPES, options_of
-from bench.sweeps import run_compile, run_sweep
+from bench.speed import run_compile, run_formats, run_shapes, run_stack, run_sweep
+from bench.step import SHAPES, arm_config
 from nanote import recipes
 from nanote.config import PRESETS, TrainConfig, parse, run_command
 from nanote.models import pick_device
@@ -93,7 +92,7 @@ def check_options(options) -> str:
     if options.shape:
         check_shape(options.shape)
     for arm in options.arms:
-        options_of(arm, TrainConfig())
+        arm_config(arm, TrainConfig())
     check_output(options.json)
     return modes[0] if modes else "shape"
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.measure import spans_ms, stamp
 from bench.plain_gpt import attention_by_hand
-from bench.timing import spans_ms, stamp
 from model_te_optimized import DelayedScaling, te
 from nanote import recipes
 

@@ -22,8 +22,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from bench import step
+from bench.measure import interval_of_median, timed
 from bench.report import Rows
-from bench.timing import interval_of_median, timed
 from nanote import recipes
 from nanote.config import parse, run_command
 
@@ -60,32 +60,33 @@ def warm(name: str, config, device, batches):
     return lambda: training(batches, 1e-5)
 
 
+def time_edit(unedited, edited, options, device) -> dict:
+    """Time the steps of both in turns -> the figures of a row."""
+    ms = {"unedited": [], "edited": []}
+    for _ in range(options.turns):
+        for name, function in (("unedited", unedited), ("edited", edited)):
+            ms[name].append(statistics.median(timed([function] * options.steps, device)))
+    ratios = [before / after for before, after in zip(*ms.values())]
+    return {"unedited_ms": statistics.median(ms["unedited"]), "ms": statistics.median(ms["edited"]),
+            "ratio": statistics.median(ratios), "ratio_interval": interval_of_median(ratios)}
+
+
 def main(argv=None) -> None:
     options = parse(Options, argv, "bench/edits.py", __doc__)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = step.make_config(step.SHAPES[options.shape], device)
-    batches, rows = step.make_batches(config, device), Rows(options.json, ["model", "edit", "shape"],
-                                                           "bench/edits.py", argv)
+    batches = step.make_batches(config, device)
+    rows = Rows(options.json, ["model", "edit", "shape"], "bench/edits.py", argv)
     unedited = warm(options.model, config, device, batches)
     diffs = sorted((ROOT / "examples" / "edits" / options.model).glob("*.diff"))
+    engine = "fast" if options.model == "fast" else recipes.ENGINE
     with tempfile.TemporaryDirectory() as folder:
         for edit in options.edits or [path.stem for path in diffs]:
             path = edited_file(options.model, edit, Path(folder))
-            changed = warm(f"{path}:{CLASSES[options.model]}", config, device, batches)
-            ms = {"unedited": [], "edited": []}
-            for _ in range(options.turns):
-                for name, function in (("unedited", unedited), ("edited", changed)):
-                    ms[name].append(statistics.median(timed([function] * options.steps, device)))
-            ratios = [before / after for before, after in zip(*ms.values())]
-            engine = "fast" if options.model == "fast" else recipes.ENGINE
-            row = {"model": options.model, "edit": edit, "shape": options.shape, "engine": engine,
-                   "unedited_ms": statistics.median(ms["unedited"]), "ms": statistics.median(ms["edited"]),
-                   "ratio": statistics.median(ratios), "ratio_interval": interval_of_median(ratios)}
-            rows.add(row)
-            print(f"{options.model} {edit:16} {row['ms']:8.2f} ms, unedited {row['unedited_ms']:8.2f} ms: "
-                  f"{row['ratio']:.3f} [{row['ratio_interval'][0]:.3f}, {row['ratio_interval'][1]:.3f}]",
-                  flush=True)
-            del changed
+            edited = warm(f"{path}:{CLASSES[options.model]}", config, device, batches)
+            rows.add({"model": options.model, "edit": edit, "shape": options.shape, "engine": engine}
+                     | time_edit(unedited, edited, options, device))
+            del edited
             step.free()
 
 

@@ -1,29 +1,79 @@
 """Measure one arm: check what it computes, then time its training step in turns with the baseline's.
 
 `measure` raises what the arm raises; `attempt` returns it as a row with an error, so that a study continues
-with the next arm.
+with the next arm. Times are those between CUDA events; on a CPU, of the host's clock.
 """
 
 import dataclasses
 import math
+import random
 import statistics
+import time
 import traceback
 
 import torch
 
-from bench import step as steps_of_arms
 from bench.plain_gpt import ARMS as PLAIN_ARMS
 from bench.plain_gpt import make_plain
-from bench.timing import in_turns, spans_ms, stamp
+from bench.step import Step, arm_config, free, make_batches
 from nanote import recipes
 from nanote.config import in_a_line
-from nanote.models import flops_per_token, peak_flops
+from nanote.models import flops_per_token, make_model_config, peak_flops
 
+TURNS = 4  # in which the timed steps of an arm and of its baseline alternate
 WARMUP = 10  # steps before anything is timed
 LR = 1e-5  # so small that the weights hardly change while steps are timed
 CHECKED_LR = 2.0**-13  # BF16 weights below 2^-5 take such a step exactly
 CLOSE = 0.2  # relative difference of the gradient norms of two arms; tiny models scatter by 0.1
 
+
+# ---------------------------------------------------------------- time
+
+def stamp(device):
+    """Return a point in time: on a GPU, an event in the current stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def spans_ms(stamps) -> list[float]:
+    """Return ms between each stamp and the next."""
+    if isinstance(stamps[0], float):
+        return [1e3 * (b - a) for a, b in zip(stamps, stamps[1:])]
+    stamps[-1].synchronize()
+    return [a.elapsed_time(b) for a, b in zip(stamps, stamps[1:])]
+
+
+def timed(functions, device) -> list[float]:
+    """Return ms of each of `functions`, called one after the other without waiting for the GPU."""
+    stamps = [stamp(device)]
+    for function in functions:
+        function()
+        stamps.append(stamp(device))
+    return spans_ms(stamps)
+
+
+def in_turns(functions: dict, steps: int, device) -> dict:
+    """Return {name: ms of `steps` calls}: TURNS turns of each function, so that all see the same clock and
+    temperature of the GPU. The first call of a turn follows another function's, and is not counted."""
+    times = {name: [] for name in functions}
+    for turn in range(TURNS):
+        count = len(range(turn, steps, TURNS))  # the turns differ by one step at most
+        for name, function in functions.items() if count else ():
+            times[name] += timed([function] * (count + 1), device)[1:]
+    return times
+
+
+def interval_of_median(values, seed=0) -> list[float]:
+    """Return the 95 % interval [low, high] of the median: percentile bootstrap with 2,000 resamples."""
+    draw = random.Random(seed)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
+    return [medians[50], medians[1949]]
+
+
+# ---------------------------------------------------------------- one arm
 
 class Agreement:
     """Checks what an arm computes before it is timed, and compares it with the first arm of its shape.
@@ -104,15 +154,15 @@ def measure(arm, config, device, steps, baseline=None, agreement=None, warmup=No
         agreement: compares this arm with the shape's first one; None: with none.
         phases: passes of phases_ms; 0 skips it.
     """
-    config = steps_of_arms.options_of(arm, config)
-    model_config = steps_of_arms.model_config_of(config)
-    batches = steps_of_arms.make_batches(config, device)
-    steps_of_arms.free()
+    config = arm_config(arm, config)
+    options = dataclasses.asdict(config) | {"use_fp8": config.fp8_recipe != "none"}
+    model_config, batches = make_model_config("optimized", options), make_batches(config, device)
+    free()
     occupied = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     if arm in PLAIN_ARMS:
         step = make_plain(arm, model_config, config, device)
     else:
-        step = steps_of_arms.Step(config, device, batches)
+        step = Step(config, device, batches)
     checked = (agreement or Agreement()).verify(arm, step, batches)
     figures = time_step(arm, step, batches, device, steps, baseline, warmup, occupied)
     flops, peak = flops_per_token(model_config, figures["parameters"], config.seq_len), peak_flops(device)

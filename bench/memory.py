@@ -3,8 +3,9 @@
     python bench/memory.py --json results/memory.json
 
 Each switch is measured alone against the defaults, in a separate process, so that the memory of the one
-before is gone. A row has milliseconds per step (median and slowest of 20), the peak of allocated memory, and
-the peak of memory that the allocator reserved on the GPU, which is what decides about an out-of-memory error.
+before is gone. A row has milliseconds per step (median and slowest of 20, `defaults_ms` those of the
+defaults), the peak of allocated memory, and the peak of memory that the allocator reserved on the GPU, which
+is what decides about an out-of-memory error.
 """
 
 import multiprocessing
@@ -16,8 +17,7 @@ from typing import Literal
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import measure, step
 from bench.report import Rows
 from nanote import recipes
@@ -55,17 +55,6 @@ def measure_switch(shape, switch) -> dict:
             "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
 
 
-def print_row(row, base):
-    """Print a row in one line, against the row of the defaults (None: not measured)."""
-    start = f"{row['shape']:9} {row['switch']:44} "
-    if "error" in row:
-        return print(start + row["error"], flush=True)
-    line = f"{row['ms']:8.2f} ms  {row['peak_gib']:6.1f} GiB, {row['peak_reserved_gib']:6.1f} reserved"
-    if base:
-        line += f"  {row['ms'] / base['ms'] - 1:+.1%} time, {row['peak_gib'] - base['peak_gib']:+.1f} GiB"
-    print(start + line, flush=True)
-
-
 def main(argv=None) -> None:
     options = parse(Options, argv, "bench/memory.py", __doc__)
     rows = Rows(options.json, ("shape", "switch"), "bench/memory.py", argv)
@@ -76,9 +65,10 @@ def main(argv=None) -> None:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 row = process.submit(measure_switch, shape, switch).result()
             if switch == "defaults":
-                base = None if "error" in row else row
-            rows.add(row | {"defaults_ms": base and base["ms"]})
-            print_row(row, base)
+                defaults_ms = row.get("ms")
+            is_comparable = defaults_ms and "ms" in row
+            rows.add(row | {"defaults_ms": defaults_ms,
+                            "ms_over_defaults": row["ms"] / defaults_ms if is_comparable else None})
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ median of nanoGPT's steps over the median of theirs.
 
 import hashlib
 import importlib.util
+import itertools
 import os
 import sys
 from dataclasses import dataclass
@@ -28,11 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench import measure
+from bench import measure, step
 from bench.plain_gpt import PlainStep
 from bench.report import Rows
-from bench.step import SHAPES as STEP_SHAPES
-from bench.step import free, make_batches, make_config
 from nanote.config import parse, run_command
 from nanote.models import pick_device
 
@@ -138,33 +137,26 @@ def make_nanogpt(module, config, device, ddp=False, dtype=torch.float32) -> Nano
 
 def measure_nanogpt(module, config, device, steps):
     """Check and time nanoGPT alone -> (the figures of its row, its step)."""
-    free()
-    batches, step = make_batches(config, device), make_nanogpt(module, config, device)
-    loss = step(batches, 0.0)[0].item()
+    step.free()
+    batches, nanogpt = step.make_batches(config, device), make_nanogpt(module, config, device)
+    loss = nanogpt(batches, 0.0)[0].item()
     measure.check_loss(loss, config)
-    figures = measure.time_step("nanogpt", step, batches, device, steps)
-    return figures | {"ratio_to_plain": 1.0, "loss": loss}, step
+    figures = measure.time_step("nanogpt", nanogpt, batches, device, steps)
+    return figures | {"ratio_to_plain": 1.0, "loss": loss}, nanogpt
 
 
-def measure_shape(module, shape, block, steps, device, add):
-    """Measure nanoGPT at a shape, then this kit's arms in turns with it. `add` takes each arm's figures."""
+def measure_shape(module, shape, block, steps, device):
+    """Measure nanoGPT at a shape, then this kit's arms in turns with it. Yields the figures of each arm."""
     torch._dynamo.reset()  # or torch.compile reaches its recompile limit
-    config = make_config(STEP_SHAPES[shape] | {"bias": BLOCKS[block]}, device)
+    config = step.make_config(step.SHAPES[shape] | {"bias": BLOCKS[block]}, device)
     try:
         figures, nanogpt = measure_nanogpt(module, config, device, steps)
     except torch.OutOfMemoryError as error:
-        return add({"arm": "nanogpt", "error": measure.error_text(error)})
-    add(figures)
+        yield {"arm": "nanogpt", "error": measure.error_text(error)}
+        return
+    yield figures
     for arm in ARMS:
-        add(measure.attempt(arm, config, device, steps, nanogpt, phases=0)[0])
-
-
-def print_row(row):
-    line = f"{row['shape']} {row['block']:10} {row['arm']:8}"
-    if "error" in row:
-        return print(f"{line} {row['error']}", flush=True)
-    print(f"{line} {row['ms']:8.2f} ms  {row['tokens_per_s']:>9,.0f} tokens/s  "
-          f"{row['ratio_to_nanogpt']:.3f} x nanoGPT", flush=True)
+        yield measure.attempt(arm, config, device, steps, nanogpt, phases=0)[0]
 
 
 def main(argv=None) -> None:
@@ -179,15 +171,10 @@ def main(argv=None) -> None:
     else:
         print("no GPU: tiny shapes, and the times mean nothing")
     rows = Rows(path, ("shape", "block", "arm"), "bench/nanogpt.py", argv)
-    for shape in options.shapes:
-        for block in BLOCKS:
-            def add(figures, shape=shape, block=block):
-                row = {"shape": shape, "block": block, "model_py_sha256": source} | figures
-                row["ratio_to_nanogpt"] = row.pop("ratio_to_plain", None)
-                print_row(row)
-                rows.add(row)
-
-            measure_shape(module, shape, block, options.steps, device, add)
+    for shape, block in itertools.product(options.shapes, BLOCKS):
+        for figures in measure_shape(module, shape, block, options.steps, device):
+            figures["ratio_to_nanogpt"] = figures.pop("ratio_to_plain", None)
+            rows.add({"shape": shape, "block": block, "model_py_sha256": source} | figures)
 
 
 if __name__ == "__main__":

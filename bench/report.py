@@ -1,7 +1,7 @@
-"""Write the JSON of the studies and Markdown tables.
+"""Write the JSON of the studies, print their rows and Markdown tables.
 
-- `Rows`: a list of measurements, written to its file after each one. Running a study again replaces only the
-  rows that it measures again.
+- `Rows`: a list of measurements, printed and written to its file after each one. Running a study again
+  replaces only the rows that it measures again.
 - `write_report`: one document with the machine, versions, date and command beside the figures.
 - `markdown`: a table.
 """
@@ -11,13 +11,25 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from torch.utils import collect_env
 
 from nanote import recipes
+
+PRINTED = {  # field of a row -> its text on the screen
+    "ms": "{:8.2f} ms", "tokens_per_s": "{:>9,.0f} tokens/s",
+    "ratio_to_plain": "{:.3f} x plain", "ratio_to_nanogpt": "{:.3f} x nanoGPT", "ratio": "{:.3f} x unedited",
+    "mfu": "MFU {:.1%}", "peak_gib": "{:.1f} GiB", "peak_reserved_gib": "{:.1f} GiB reserved",
+    "ms_over_defaults": "{:.3f} x the time of the defaults",
+    "forward_ms": "forward {:.2f}", "backward_ms": "backward {:.2f}", "optimizer_ms": "optimizer {:.2f}",
+    "eager": "eager {:.2f} x BF16", "graph": "graph {:.2f} x BF16",
+    "graph_breaks": "{} graph breaks", "graphs": "{} graphs", "compile_s": "compiled in {:.0f} s",
+    "tokens_per_s_per_gpu": "{:,.0f} tokens/s per GPU", "efficiency": "efficiency {:.3f}",
+    "fp8_over_bf16": "FP8 / BF16 {:.3f}", "over_nanogpt": "{:.3f} x nanoGPT",
+}
 
 
 def check_output(*paths) -> None:
@@ -64,18 +76,8 @@ def write_report(program, argv, figures, path=None) -> dict:
     return result
 
 
-def driver() -> str | None:
-    """Return the version of NVIDIA's driver; None without nvidia-smi."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError:
-        return None
-    return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
-
-
 class Rows(list):
-    """Measured rows, kept in a JSON file (path, or None) that is rewritten after each one.
+    """Measured rows, printed and kept in a JSON file (path, or None) that is rewritten after each one.
 
     A new row replaces an earlier one with the same values of `keys`. Every row records the GPU, driver,
     versions, date and command that it was measured with. ValueError if the file holds something else, or GPU
@@ -86,7 +88,7 @@ class Rows(list):
         self.path, self.keys = path, keys
         self.origin = {
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-            "driver": driver(),
+            "driver": collect_env.get_nvidia_driver_version(collect_env.run),  # None without nvidia-smi
             "torch": torch.__version__,
             "te": "te_reference" if recipes.IS_REFERENCE else recipes.TE_VERSION,
             "date": datetime.date.today().isoformat(),
@@ -115,8 +117,12 @@ class Rows(list):
         """Return whether a row with these keys was measured without an error."""
         return any(self._key(other) == self._key(row) and "error" not in other for other in self)
 
-    def add(self, row) -> None:
-        """Append a row, floats rounded to six digits, and write the file."""
+    def add(self, row, label=None) -> None:
+        """Print a row behind a label (None: the values of its keys); append it, floats rounded to six digits,
+        and write the file."""
+        figures = [text.format(row[name]) for name, text in PRINTED.items() if row.get(name) is not None]
+        label = label or " ".join(f"{value:<12}" for value in self._key(row))
+        print(f"{label:36}", row.get("error") or "  ".join(figures), flush=True)
         row = row | self.origin
         for name, value in row.items():
             if isinstance(value, float):

@@ -1,47 +1,58 @@
-"""The speed tables of benchmark_te.py: shapes against plain PyTorch, FP8 formats, and the stack.
+"""The tables of benchmark_te.py: shapes against plain PyTorch, FP8 formats, the stack, and two maps.
 
-Each function takes the options of benchmark_te.py, the device and the command's arguments (for the report).
+Each `run_…` takes the options of benchmark_te.py, the device and the command's arguments (for the report).
+The two maps have many rows, which are measured as far as --time-budget goes:
+
+- --sweep: where FP8 pays, against BF16 over width and tokens per step.
+- --compile: torch.compile's modes on the models, by recipe. Each row is one training step, beside the same
+  step uncompiled and as a CUDA graph: its speed, the graph breaks and their reasons, the number of graphs and
+  the seconds of compiling. An error of the compiler is a result like any other.
 """
+
+import dataclasses
+import itertools
+import statistics
+import time
 
 import torch
 
-from bench.measure import Agreement, attempt
+from bench.measure import LR, Agreement, attempt, error_text, timed
 from bench.report import Rows, markdown
-from bench.step import BLACKWELL, SHAPES, free, make_config
+from bench.step import BLACKWELL, SHAPES, Step, free, make_batches, make_config
 from nanote import models, recipes
 from nanote.config import PRESETS
 
 ROW_KEYS = ("shape", "block", "arm")
 ARMS = ("plain", "bf16", "fp8", "bf16-eager", "fp8-eager", "fp8-e4m3", "fp8-current", "fp8-block")
+MODERN_TOO = ("124m-b32", "350m-b16", "c4096")  # shapes that are measured with both blocks
+
 GUIDE_SHAPE = (4, 768, 12, 8, 512)  # layers, width, heads, batch, sequence
 TABLE_MODELS, TABLE_FORMATS = ("optimized", "fused", "custom"), ("bf16", "fp8-e4m3", "fp8")
 FORMATS = {"bf16": "BF16", "fp8-e4m3": "FP8 E4M3", "fp8": "FP8 HYBRID", "fp8-current": "FP8 current",
            "fp8-block": "FP8 block", "fp8-mxfp8": "MXFP8", "fp8-nvfp4": "NVFP4"}
-MODERN_TOO = ("124m-b32", "350m-b16", "c4096")  # shapes that are measured with both blocks
+
 STACK = {  # what is added to the bar before -> arm
     "plain PyTorch, eager": "plain-by-hand", "+ SDPA": "plain-eager", "+ torch.compile": "plain",
     "TE's fused modules,\nBF16, eager": "bf16-libraries-eager", "+ FP8": "fp8-libraries-eager",
     "+ CUDA graph": "fp8-libraries", "+ fast kernels": "fp8",
 }
 
+WIDTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)
+TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)  # per step
+SWEEP_STEPS = 8  # timed, of each arm
+COMPILE_RECIPES = ("none", "current", "delayed", "block")
+COMPILE_MODES = {  # row of the table -> options of train.py
+    "cuda-graph": dict(cuda_graph="auto"),
+    "eager": {},
+    "default": dict(compile=True),
+    "fullgraph": dict(compile=True, compile_fullgraph=True),
+    "reduce-overhead": dict(compile=True, compile_mode="reduce-overhead"),
+    "max-autotune": dict(compile=True, compile_mode="max-autotune"),
+    "max-autotune-no-cudagraphs": dict(compile=True, compile_mode="max-autotune-no-cudagraphs"),
+}
 
-def print_row(row, label=""):
-    """Print a measured row in one line."""
-    start = f"{label:18} {row['arm']:18}"
-    if "error" in row:
-        return print(f"{start} {row['error']}", flush=True)
-    line = f"{start} {row['ms']:8.2f} ms  {row['tokens_per_s']:>9,.0f} tokens/s"
-    if row["ratio_to_plain"]:
-        line += f"  {row['ratio_to_plain']:.3f} x plain"
-    if row["mfu"]:
-        line += f"  MFU {100 * row['mfu']:.1f} %"
-    if row["peak_gib"]:
-        line += f"  {row['peak_gib']:.1f} GiB"
-    for name in ("forward", "backward", "optimizer"):
-        if f"{name}_ms" in row:
-            line += f"  {name} {row[f'{name}_ms']:.2f}"
-    print(line, flush=True)
 
+# ---------------------------------------------------------------- shapes
 
 def measure_shape(name, shape, block, arms, options, device, rows, phases=5):
     """Measure all arms of a shape, plain first, and add a row for each."""
@@ -53,7 +64,11 @@ def measure_shape(name, shape, block, arms, options, device, rows, phases=5):
             plain = step
         del step  # or its memory would be taken while the next arm is measured
         rows.add({"shape": name, "block": block} | figures)
-        print_row(figures, f"{name} {block}")
+
+
+def numerics_failed(rows) -> int:
+    """Return the exit code: 1 if an arm did not compute what the others did."""
+    return int(any("numerics" in row.get("error", "") for row in rows))
 
 
 def default_arms(name, shape) -> tuple:
@@ -70,11 +85,6 @@ def blocks_of(name, options) -> tuple:
     return options.blocks or (("gpt2", "modern") if name in MODERN_TOO else ("gpt2",))
 
 
-def numerics_failed(rows) -> int:
-    """Return the exit code: 1 if an arm did not compute what the others did."""
-    return int(any("numerics" in row.get("error", "") for row in rows))
-
-
 def run_shapes(options, device, argv) -> int:
     """Measure each shape against plain PyTorch, compiled."""
     names = SHAPES if "all" in options.shapes else options.shapes
@@ -89,6 +99,8 @@ def run_shapes(options, device, argv) -> int:
             free()
     return numerics_failed(rows)
 
+
+# ---------------------------------------------------------------- formats
 
 def run_formats(options, device, argv) -> int:
     """Print the seed guide's table at one shape: forward, backward, total and FP8's speed-up, by format."""
@@ -137,6 +149,8 @@ def formats_table(rows) -> str:
     return markdown(titles, lines, left=2)
 
 
+# ---------------------------------------------------------------- stack
+
 def run_stack(options, device, argv):
     """Measure the way from plain PyTorch to the fast kernels, one change at a time."""
     name = next(iter(options.shapes), "124m-b32")
@@ -144,5 +158,80 @@ def run_stack(options, device, argv):
     rows = Rows(options.json, ("shape", "label"), "benchmark_te.py", argv)
     for label, arm in STACK.items():
         figures = attempt(arm, config, device, options.steps, None, agreement)[0]
-        rows.add({"shape": name, "label": label} | figures)
-        print_row(figures, label.replace("\n", " ")[:26])
+        rows.add({"shape": name, "label": label} | figures, label.replace("\n", " "))
+
+
+# ---------------------------------------------------------------- maps
+
+def measure_rows(measure, keys: dict, options, argv):
+    """Call measure(*values) -> figures for each combination of the values in `keys`.
+
+    Skips those that options.json holds already, and marks those for which options.time_budget has no time.
+    """
+    start, rows = time.time(), Rows(options.json, tuple(keys), "benchmark_te.py", argv)
+    for values in itertools.product(*keys.values()):
+        row = dict(zip(keys, values))
+        if not rows.has(row):
+            late = time.time() - start > options.time_budget
+            rows.add(row | ({"error": "not run: time budget"} if late else measure(*values)))
+
+
+def run_sweep(options, device, argv):
+    """Measure FP8 and BF16 at each width and number of tokens per step."""
+    def measure(width, tokens):
+        # two layers and a small vocabulary, so that the blocks dominate
+        shape = dict(n_layer=2, n_embd=width, n_head=width // 64, micro_batch_size=tokens // 1024,
+                     seq_len=1024, vocab_size=1024)
+        config, agreement, row = make_config(shape, device), Agreement(), {}
+        for arm in ("bf16-eager", "fp8-eager", "bf16", "fp8"):
+            figures, _ = attempt(arm, config, device, SWEEP_STEPS, None, agreement, warmup=3, phases=0)
+            row[f"{arm}_ms"] = figures.get("ms")
+            if "error" in figures:
+                row["error"] = figures["error"]
+        for name, suffix in (("eager", "-eager"), ("graph", "")):
+            fp8_ms, bf16_ms = row[f"fp8{suffix}_ms"], row[f"bf16{suffix}_ms"]
+            row[name] = bf16_ms / fp8_ms if fp8_ms and bf16_ms else None
+        return row
+
+    count = None if device.type == "cuda" else 2
+    measure_rows(measure, {"width": WIDTHS[:count], "tokens": TOKENS[:count]}, options, argv)
+
+
+def measure_compiled(name, config, device, agreement) -> dict:
+    """Make a step, run and verify it, and time it -> the figures of its row."""
+    from torch._dynamo.utils import counters  # imports the compiler, which is slow
+
+    torch._dynamo.reset()
+    counters.clear()
+    batches, began = make_batches(config, device), time.time()
+    step = Step(config, device, batches)
+    loss = agreement.verify(name, step, batches)["loss"]  # five steps, in which graphs are recorded
+    seconds = time.time() - began
+    ms = statistics.median(timed([lambda: step(batches, LR)] * 11, device)[3:])
+    reasons = {reason.splitlines()[0][:150]: count for reason, count in counters["graph_break"].items()}
+    return {
+        "ms": ms,
+        "tokens_per_s": 1e3 * config.micro_batch_size * config.seq_len / ms,
+        "loss": loss,
+        "graph_breaks": sum(reasons.values()),
+        "reasons": reasons,
+        "graphs": counters["stats"].get("unique_graphs", 0),
+        "compile_s": max(0.0, seconds - 5 * ms / 1e3) if config.compile else 0.0,
+    }
+
+
+def run_compile(options, device, argv):
+    """Measure each mode of torch.compile, recipe and model."""
+    base, agreement = make_config(SHAPES["guide"], device), Agreement()
+
+    def measure(recipe, mode, model):
+        changes = dict(model=model, fp8_recipe=recipe, cuda_graph="off") | COMPILE_MODES[mode]
+        free()  # also what a row that failed left behind
+        try:
+            config = dataclasses.replace(base, **changes)
+            return measure_compiled(f"{mode}, {recipe}, {model}", config, device, agreement)
+        except Exception as error:  # whatever the compiler raises is the result
+            return {"error": error_text(error)}
+
+    keys = {"recipe": COMPILE_RECIPES, "mode": COMPILE_MODES, "model": models.MODELS}
+    measure_rows(measure, keys, options, argv)

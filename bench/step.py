@@ -50,8 +50,8 @@ FP8_WORDS = {recipe: {"fp8_recipe": recipe} for recipe in ("current", "block", *
 
 
 def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
-    """Return train.py's options for an arm with Transformer Engine; ValueError if the arm is unknown."""
-    kind, *words = arm.split("-")
+    """Return train.py's options for an arm, those of bf16 for plain arms; ValueError if it is unknown."""
+    kind, *words = ("bf16" if arm in PLAIN_ARMS else arm).split("-")
     changes = {"fp8_recipe": "delayed" if kind == "fp8" else "none"}
     is_known = kind in ("bf16", "fp8")
     for word in words:
@@ -71,11 +71,6 @@ def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, **changes)
 
 
-def options_of(arm: str, config: TrainConfig) -> TrainConfig:
-    """Return train.py's options for any arm. Those without Transformer Engine use the options of bf16."""
-    return arm_config("bf16" if arm in PLAIN_ARMS else arm, config)
-
-
 def make_config(options: dict, device, block="gpt2") -> TrainConfig:
     """Return train.py's options for a shape; without a GPU, those of a tiny model with the same block."""
     fields = dict(preset="gpt2-124m", vocab_size=50304) | options
@@ -85,12 +80,6 @@ def make_config(options: dict, device, block="gpt2") -> TrainConfig:
     if device.type != "cuda":
         fields |= ON_CPU | dict(n_kv_head=2 if block == "modern" else None)
     return TrainConfig(**fields | dict(n_positions=fields["seq_len"]))
-
-
-def model_config_of(config: TrainConfig, model="optimized"):
-    """Return the model's configuration for options of train.py."""
-    options = dataclasses.asdict(config) | {"use_fp8": config.fp8_recipe != "none"}
-    return models.make_model_config(model, options)
 
 
 def make_batches(config, device) -> list:
