@@ -30,6 +30,7 @@ import json
 import math
 import os
 import queue
+import re
 import shutil
 import statistics
 import subprocess
@@ -43,8 +44,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench import convergence_report as report
-from bench.report import check_output, command_line, cpu_name, write_report
+from bench.report import check_output, command_line, cpu_name, markdown, write_report
 from nanote.config import parse, run_command
 from nanote.logs import read_metrics
 from nanote.tokens import open_tokens
@@ -61,15 +61,16 @@ SIZES = {  # prefix of an arm: options of its architecture
 }
 TOKENS_PER_STEP = dict.fromkeys(SIZES, 131_072) | {"small-": 8_192}
 RECIPES = {  # name of an arm: options of its precision
-    "bf16": "--fp8-recipe none", "fp8": "", "fp8-e4m3": "--fp8-format e4m3",
-    "fp8-current": "--fp8-recipe current", "fp8-block": "--fp8-recipe block",
-    "fp8-most_recent": "--fp8-amax-compute-algo most_recent --fp8-amax-history-len 16",
-    "fp8-bf16_head": "--no-fp8-lm-head", "fp8-skip_first": "--fp8-skip-first 1",
-    "fp8-te_modules": "--model optimized",
+    "bf16": "--fp8-recipe none", "fp8": "", "fp8-current": "--fp8-recipe current",
+    "fp8-block": "--fp8-recipe block",
 }
 ARMS = {f"{prefix}{name}": f"{size} {options}" for prefix, size in SIZES.items()
         for name, options in RECIPES.items()}
 ARMS["nanogpt"] = f"{GPT2} --fp8-recipe none --model bench/nanogpt.py:NanoGPT --dtype float32 --compile"
+
+ALL_PREFIXES = r"(?:small-modern-|modern-|350m-|small-|bpe-|)"  # of stored runs too, longest first
+# of Student's t, 1, 2… degrees of freedom
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
 
 
 @dataclass
@@ -86,10 +87,136 @@ class Options:
     nanogpt: Path = Path("nanoGPT")  # Folder of a nanoGPT checkout, for the arm nanogpt.
     more: str = ""  # More options of train.py, for all arms: --more="--eval-tokens 1000000".
 
+
+# ---------------------------------------------------------------- summary
+
+def size_of(arm: str) -> str:
+    """Return the prefix of an arm, such as "modern-"; "" for GPT-2 124M."""
+    return re.match(ALL_PREFIXES, arm)[0]
+
+
+def baseline_of(arm: str) -> str:
+    """Return the BF16 arm of the same architecture and learning rate."""
+    name, at, lr = arm.partition("@")
+    return f"{size_of(name)}bf16{at}{lr}"
+
+
+def standard_error(values: list[float]) -> float | None:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def interval_of(values: list[float]) -> list[float] | None:
+    """Return the 95 % interval of the mean, of the t distribution."""
+    if len(values) < 2:
+        return None
+    mean = statistics.mean(values)
+    half = T_975[min(len(values) - 1, len(T_975)) - 1] * standard_error(values)
+    return [mean - half, mean + half]
+
+
+def final_records(runs: list[dict]) -> dict:
+    """Return the last record of each run: {(arm, tokens): {seed: record}}."""
+    final = {}
+    for record in runs:
+        if record["tokens"] == record["run_tokens"]:
+            final.setdefault((record["arm"], record["tokens"]), {})[record["seed"]] = record
+    return final
+
+
+def changes_of(own: dict, others: dict, field="val_loss") -> list[float]:
+    """Return by how many percent a field of a run is above the loss of another, for each seed of both."""
+    return [100 * (own[seed][field] / others[seed]["val_loss"] - 1)
+            for seed in sorted(own.keys() & others.keys()) if own[seed].get(field) is not None]
+
+
+def summarize(runs: list[dict]) -> list[dict]:
+    """Return a row per arm and number of tokens, with the fields of `summary` that --help describes."""
+    final, rows = final_records(runs), []
+    for (arm, tokens), by_seed in final.items():
+        found = [record["val_loss"] for record in by_seed.values()]
+        baseline = final.get((baseline_of(arm), tokens), {})
+        changes = changes_of(by_seed, baseline)
+        in_bf16 = changes_of(by_seed, baseline, "val_loss_without_fp8")
+        in_bf16 = in_bf16 if len(in_bf16) == len(changes) else []  # of the same seeds, for comparison
+        rows.append({
+            "arm": arm, "tokens": tokens, "seeds": len(found), "mean": statistics.mean(found),
+            "standard_error": standard_error(found),
+            "gap_percent": statistics.mean(changes) if changes else None,
+            "gap_standard_error": standard_error(changes), "gap_interval": interval_of(changes),
+            "gap_without_fp8_percent": statistics.mean(in_bf16) if in_bf16 else None,
+            "gap_without_fp8_interval": interval_of(in_bf16),
+            "seconds": median_seconds(by_seed, final, baseline_of(arm)),
+        })
+    for row in rows:
+        for arm, suffix in ((baseline_of(row["arm"]), ""),
+                            (baseline_of(row["arm"]).replace("bf16", "nanogpt"), "_over_nanogpt")):
+            seconds, speedup, interval = match(row, arm, rows, final)
+            row |= {} if suffix else {"seconds_to_bf16_loss": seconds}
+            row |= {f"loss_matched_speedup{suffix}": speedup, f"loss_matched_interval{suffix}": interval}
+    return sorted(rows, key=lambda row: row["mean"])
+
+
+def median_seconds(by_seed: dict, final: dict, baseline: str) -> float | None:
+    """Return the median training time of the runs on the machine that trained most runs of `baseline`."""
+    machines = [record.get("machine") for (name, _), records in final.items() if name == baseline
+                for record in records.values()]
+    seconds = [record["seconds"] for record in by_seed.values()
+               if not machines or record.get("machine") == statistics.mode(machines)]
+    return statistics.median(seconds) if seconds else None
+
+
+def match(row: dict, baseline: str, rows: list[dict], final: dict) -> tuple:
+    """Return the training time after which row's arm ends at the loss of the arm `baseline`, the time of
+    `baseline` over it, and the 95 % interval of that; None for what is not known.
+
+    The gap, over the seeds of both arms, is turned into tokens by how much the loss falls from one length of
+    row's arm to its next, over the seeds of both lengths. None if the loss is not between these lengths.
+    """
+    other = next((r for r in rows if (r["arm"], r["tokens"]) == (baseline, row["tokens"])), None)
+    own = final[row["arm"], row["tokens"]]
+    is_switched = any("switch_step" in record for record in own.values())  # seconds are of a part
+    if is_switched or not other or not row["seconds"] or not other["seconds"]:
+        return None, None, None
+    if other is row:
+        return row["seconds"], 1.0, None
+    lengths = [r["tokens"] for r in rows if r["arm"] == row["arm"] and r is not row]
+    if not lengths:
+        return None, None, None
+    nearest = min(lengths, key=lambda tokens: abs(math.log(tokens / row["tokens"])))
+
+    def above(arm, tokens):
+        others = final[arm, tokens]
+        return [own[seed]["val_loss"] - others[seed]["val_loss"] for seed in own if seed in others]
+
+    differences, falls = above(baseline, row["tokens"]), above(row["arm"], nearest)
+    if not differences or not falls or not 0 <= statistics.mean(differences) / statistics.mean(falls) <= 1:
+        return None, None, None
+
+    def seconds(gap):
+        return row["seconds"] * (nearest / row["tokens"]) ** (gap / statistics.mean(falls))
+
+    found, bounds = seconds(statistics.mean(differences)), interval_of(differences)
+    interval = bounds and sorted(other["seconds"] / seconds(gap) for gap in bounds)
+    return found, other["seconds"] / found, interval
+
+
+def main_table(result) -> str:
+    """Return the Markdown table of the summary."""
+    columns = {  # title: (field, its text)
+        "arm": ("arm", "`{}`"), "tokens": ("tokens", "{:,}"), "seeds": ("seeds", "{}"),
+        "loss": ("mean", "{:.4f}"), "± standard error": ("standard_error", "{:.4f}"),
+        "behind BF16, %": ("gap_percent", "{:+.2f}"),
+        "95 % interval": ("gap_interval", "{0[0]:+.2f} to {0[1]:+.2f}"),
+        "seconds": ("seconds", "{:.0f}"), "× BF16 at its loss": ("loss_matched_speedup", "{:.2f}")}
+    lines = [["" if row[name] is None else text.format(row[name]) for name, text in columns.values()]
+             for row in result["summary"]]
+    return markdown(list(columns), lines)
+
+
 # ---------------------------------------------------------------- one run
 
 def steps_of(options: Options, arm: str) -> int:
-    return math.ceil(options.tokens / TOKENS_PER_STEP[report.size_of(arm)])
+    return math.ceil(options.tokens / TOKENS_PER_STEP[size_of(arm)])
 
 
 def folder_of(options: Options, arm: str, seed: int) -> Path:
@@ -128,7 +255,7 @@ def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
     `seconds` sums the steps after the first. An interval at less than half the median speed holds a resume,
     which captures the CUDA graphs again: it counts at the median.
     """
-    records, tokens_per_step = read_metrics(folder / "metrics.jsonl"), TOKENS_PER_STEP[report.size_of(arm)]
+    records, tokens_per_step = read_metrics(folder / "metrics.jsonl"), TOKENS_PER_STEP[size_of(arm)]
     found, seconds, last_step = [], 0.0, records[0]["step"]
     median = statistics.median(record["tokens_per_s"] for record in records)
     for record in records:
@@ -204,8 +331,8 @@ def check_options(options: Options) -> None:
                              "with --nanogpt")
 
 
-def read_document(options: Options) -> dict:
-    return json.loads(options.json.read_text()) if options.json.exists() else {"runs": []}
+def read_document(path: Path) -> dict:
+    return json.loads(path.read_text()) if path.exists() else {"runs": []}
 
 
 def corpus_of(options: Options) -> tuple[str, dict]:
@@ -223,27 +350,27 @@ def main(argv=None) -> int:
     # seeds outside, so that a study that was cut has all arms of its first seeds
     jobs = [(arm, seed) for seed in options.seeds for arm in arms]
     corpus, description = corpus_of(options)
-    others = {(run.get("corpus"), run.get("more", "")) for run in read_document(options)["runs"]}
+    others = {(run.get("corpus"), run.get("more", "")) for run in read_document(options.json)["runs"]}
     if others - {(corpus, options.more)}:
         raise ValueError(f"--json {options.json}: has runs on another corpus or with another --more; "
                          "name another file")
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
 
     def record(arm: str, seed: int) -> None:
-        document = read_document(options)  # another command may have added to it
-        more = {"machine": machine, "corpus": corpus, "more": options.more}
-        found = [record | more for record in evaluations_of(arm, seed, folder_of(options, arm, seed))]
+        document = read_document(options.json)  # another command may have added to it
+        origin = {"machine": machine, "corpus": corpus, "more": options.more}
+        found = [record | origin for record in evaluations_of(arm, seed, folder_of(options, arm, seed))]
         run = arm, seed, found[0]["run_tokens"]
         runs = [r for r in document["runs"] if (r["arm"], r["seed"], r["run_tokens"]) != run] + found
         commands = [*document.get("command", "").split("; "), command_line("bench/convergence.py", argv)]
         write_report("bench/convergence.py", argv, {
             "command": "; ".join(dict.fromkeys(filter(None, commands))),
             "corpora": document.get("corpora", {}) | {corpus: description},
-            "runs": runs, "summary": report.summarize(runs)}, options.json)
+            "runs": runs, "summary": summarize(runs)}, options.json)
 
     errors = train_all(options, jobs, record)
     if options.json.exists():
-        print(report.main_table(read_document(options)))
+        print(main_table(read_document(options.json)))
     for error in errors:
         print(error, file=sys.stderr)
     return 1 if errors else 0

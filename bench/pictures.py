@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench.convergence_report import interval_of
+from bench.convergence import interval_of
 from nanote import health
 from nanote.config import run_command
 
