@@ -7,7 +7,6 @@ heads, D) -> (B, S, heads, D).
 import math
 import re
 import time
-import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +20,12 @@ from bench.measure import spans_ms, stamp
 from bench.plain_gpt import attention_by_hand
 from model_te_optimized import DelayedScaling, te
 from nanote import recipes
+from nanote.config import in_a_line
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 # relative errors above these are mistakes, not rounding (FP8 values are up to 12 % apart)
-LIMITS = {"kernel": 0.02, "fp8": 0.1}
+LIMITS = {"kernel": 0.02, "fp8": 0.2}
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,7 @@ def sdpa(shape, backend=None):
 def te_attention(shape, recipe=None):
     module = te.DotProductAttention(
         shape.heads, shape.head_dim, num_gqa_groups=shape.kv_heads, attention_dropout=0.0, qkv_format="bshd",
-        attn_mask_type="causal",
-    )
+        attn_mask_type="causal")
 
     def attend(q, k, v):
         with te.autocast(enabled=True, recipe=recipe) if recipe else nullcontext():
@@ -92,11 +91,6 @@ def te_attention(shape, recipe=None):
 def te_attention_fp8(shape):
     """Both GEMMs in FP8 (cuDNN), the casts of q, k, v and of the gradient included."""
     return te_attention(shape, DelayedScaling(amax_history_len=16, fp8_dpa=True))
-
-
-def flash_2(shape):
-    from flash_attn import flash_attn_func  # optional package
-    return lambda q, k, v: flash_attn_func(q, k, v, causal=True)
 
 
 def flash_4(shape):
@@ -111,9 +105,7 @@ KERNELS = {
 if HAS_GPU:
     KERNELS |= {
         "SDPA, FlashAttention 2": partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
-        "SDPA, memory-efficient": partial(sdpa, backend=SDPBackend.EFFICIENT_ATTENTION),
         "SDPA, cuDNN": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
-        "flash-attn 2": flash_2,
         "flash-attn 4": flash_4,
         "te.DotProductAttention, FP8": te_attention_fp8,
     }
@@ -155,12 +147,10 @@ def time_passes(attend, sets):
 
     Returns a row's fields: medians in ms, and the GiB that a pass needs beyond its inputs.
     """
-    synchronize = torch.cuda.synchronize if HAS_GPU else lambda: None
     start, warm = time.perf_counter(), 0
     # the first passes compile, autotune and allocate, and the clock rises
     while warm < 3 or HAS_GPU and time.perf_counter() - start < 0.1:
-        one_pass(attend, *sets[warm % len(sets)])
-        synchronize()
+        spans_ms(one_pass(attend, *sets[warm % len(sets)])[1])  # waits for the GPU
         warm += 1
     if HAS_GPU:
         torch.cuda.reset_peak_memory_stats()
@@ -170,7 +160,6 @@ def time_passes(attend, sets):
         if HAS_GPU:
             torch.cuda._sleep(4_000_000)  # cycles, about 2 ms, in which Python queues the pass
         stamps.append(one_pass(attend, *sets[i % len(sets)])[1])
-    synchronize()
     forward, backward = (median(column) for column in zip(*map(spans_ms, stamps)))
     both = median(spans_ms([first, last])[0] for first, _, last in stamps)
     gib = (torch.cuda.max_memory_allocated() - before) / 2**30 if HAS_GPU else None
@@ -194,16 +183,11 @@ def random_sets(shapes):
 def row_of(measure, **fields):
     """Return `fields` and what `measure()` returns, or {"why_not": the reason in a line} if it raises."""
     torch.cuda.empty_cache()  # does nothing without a GPU
-    with warnings.catch_warnings(record=True) as notes:  # PyTorch explains "No available kernel" in warnings
-        warnings.simplefilter("always")
-        try:
-            return fields | measure()
-        except Exception as error:  # whatever a kernel raises concerns its row only
-            reason = "not installed: " if isinstance(error, ImportError) else ""
-            reason += str(error) or type(error).__name__
-            for note in notes:
-                reason += " " + str(note.message).partition("(Triggered")[0]
-    return fields | {"why_not": " ".join(reason.split())[:300]}
+    try:
+        return fields | measure()
+    except Exception as error:  # whatever a kernel raises concerns its row only
+        reason = f"{'not installed: ' if isinstance(error, ImportError) else ''}{in_a_line(error)}"
+    return fields | {"why_not": reason}
 
 
 def measure_kernel(make, shape, sets, expected):
@@ -232,7 +216,5 @@ def text_of(row):
     worst = max(math.inf if error is None else error for error in row["errors"].values())
     gib = f"{row['peak_gib']:8.2f}" if row["peak_gib"] is not None else " " * 8
     times = f"{row['forward_ms']:9.3f}{row['backward_ms']:10.3f}{row['both_ms']:9.3f}"
-    verdict = "" if row["agrees"] else "WRONG"
-    if verdict and row["name"] == "te.DotProductAttention, FP8" and worst < 0.2:
-        verdict = f"errs by {worst:.0%}"
-    return f"{row['name']:32}{times}{row['both_tflops']:9.1f}{gib}{worst:10.1e}  {verdict}".rstrip()
+    verdict = "" if row["agrees"] else "  WRONG"
+    return f"{row['name']:32}{times}{row['both_tflops']:9.1f}{gib}{worst:10.1e}{verdict}"

@@ -10,6 +10,7 @@ import random
 import statistics
 import time
 import traceback
+from functools import partial
 
 import torch
 
@@ -90,7 +91,9 @@ class Agreement:
         """Return loss, grad_norm and loss_fall for the row of an arm; RuntimeError if one is wrong."""
         config = step.config
         loss, norm = (value.item() for value in step(batches, 0.0))
-        check_loss(loss, config)
+        expected = math.log(config.vocab_size) + 0.02**2 * config.n_embd / 2
+        if not abs(loss - expected) < 0.3:
+            raise RuntimeError(f"numerics: a loss of {loss:.3f} at initialization, not about {expected:.3f}")
         first, expected = self.first.setdefault(config.grad_accum, (arm, norm))
         if not (norm > 0 and abs(norm / expected - 1) < CLOSE):
             raise RuntimeError(f"numerics: a gradient norm of {norm:.5g}, and {expected:.5g} in {first}")
@@ -98,13 +101,6 @@ class Agreement:
         if not last < loss:
             raise RuntimeError(f"numerics: the loss is {last:.5g} after three steps, from {loss:.5g}")
         return {"loss": loss, "grad_norm": norm, "loss_fall": loss - last}
-
-
-def check_loss(loss, config) -> None:
-    """Raise RuntimeError unless the loss is that of random tokens at initialization."""
-    expected = math.log(config.vocab_size) + 0.02**2 * config.n_embd / 2
-    if not abs(loss - expected) < 0.3:
-        raise RuntimeError(f"numerics: a loss of {loss:.3f} at initialization, not about {expected:.3f}")
 
 
 def phases_ms(step, batch, device, passes=5) -> dict:
@@ -124,49 +120,59 @@ def phases_ms(step, batch, device, passes=5) -> dict:
     return {f"{name}_ms": statistics.median(column) for name, column in columns}
 
 
-def time_step(arm, step, batches, device, steps, baseline=None, warmup=None, occupied=0) -> dict:
+def time_step(step, batches, device, steps, baseline, ratio, warmup, occupied) -> dict:
     """Warm a step up and time it in turns with a baseline -> figures of speed and memory of its row.
 
-    occupied: bytes that are not the step's. warmup: steps that are not timed; None: WARMUP, and 1 on a CPU.
+    occupied: bytes that are not the step's. The other arguments are those of `measure`.
     """
     config, on_gpu = step.config, device.type == "cuda"
     for _ in range(warmup if warmup is not None else WARMUP if on_gpu else 1):
         step(batches, LR)
     peak = (torch.cuda.max_memory_allocated() - occupied) / 2**30 if on_gpu else None
-    functions = {"step": lambda: step(batches, LR)}
-    if baseline is not None:
-        functions = {"baseline": lambda: baseline(batches, LR)} | functions
+    steps_of = {"baseline": baseline, "step": step} if baseline is not None else {"step": step}
+    functions = {name: partial(function, batches, LR) for name, function in steps_of.items()}
     times = in_turns(functions, steps, device)
     ms = statistics.median(times["step"])
-    tokens_per_s = 1e3 * config.micro_batch_size * config.seq_len * config.grad_accum / ms
-    return {
-        "arm": arm, "ms": ms, "slowest_ms": max(times["step"]), "tokens_per_s": tokens_per_s,
-        "ratio_to_plain": statistics.median(times["baseline"]) / ms if baseline is not None else None,
-        "peak_gib": peak, "parameters": sum(p.numel() for p in step.model.parameters())}
+    figures = {
+        "ms": ms, "slowest_ms": max(times["step"]),
+        "tokens_per_s": 1e3 * config.micro_batch_size * config.seq_len * config.grad_accum / ms,
+        ratio: None, "peak_gib": peak, "parameters": sum(p.numel() for p in step.model.parameters())}
+    if baseline is not None:
+        ratios = [a / b for a, b in zip(times["baseline"], times["step"])]
+        figures[ratio] = statistics.median(times["baseline"]) / ms
+        figures[f"{ratio}_interval"] = interval_of_median(ratios)
+    return figures
 
 
-def measure(arm, config, device, steps, baseline=None, agreement=None, warmup=None, phases=5):
+def measure(arm, config, device, steps, baseline=None, agreement=None, warmup=None, phases=5, make=None,
+            ratio="ratio_to_plain"):
     """Measure one arm -> (the figures of its row, its step).
 
     Args:
         config: the TrainConfig of the shape; the arm's words change it.
         baseline: the step of the arm plain, or another baseline, timed in turns with this one.
         agreement: compares this arm with the shape's first one; None: with none.
+        warmup: steps that are not timed; None: WARMUP, and 1 on a CPU.
         phases: passes of phases_ms; 0 skips it.
+        make: returns the step of an arm that is none of this kit's, from (config, device).
+        ratio: the field that gets the speed over that of the baseline.
     """
-    config = arm_config(arm, config)
+    config = arm_config(arm, config) if make is None else config
     options = dataclasses.asdict(config) | {"use_fp8": config.fp8_recipe != "none"}
     model_config, batches = make_model_config("optimized", options), make_batches(config, device)
     free()
     occupied = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    if arm in PLAIN_ARMS:
+    if make is not None:
+        step = make(config, device)
+    elif arm in PLAIN_ARMS:
         step = make_plain(arm, model_config, config, device)
     else:
         step = Step(config, device, batches)
     checked = (agreement or Agreement()).verify(arm, step, batches)
-    figures = time_step(arm, step, batches, device, steps, baseline, warmup, occupied)
+    figures = time_step(step, batches, device, steps, baseline, ratio, warmup, occupied)
     flops, peak = flops_per_token(model_config, figures["parameters"], config.seq_len), peak_flops(device)
     figures |= {
+        "arm": arm,
         "mfu": figures["tokens_per_s"] * flops / peak if peak else None,
         "cuda_graph": step.is_graph,
         "kernels": getattr(step, "kernels", ""),
@@ -175,8 +181,8 @@ def measure(arm, config, device, steps, baseline=None, agreement=None, warmup=No
         **checked,
         "model_config": dataclasses.asdict(model_config),
     }
-    if arm == "plain":
-        figures["ratio_to_plain"] = 1.0
+    if arm in ("plain", "nanogpt"):  # the baselines
+        figures[ratio] = 1.0
     if phases:
         try:
             figures |= phases_ms(step, batches[0], device, phases)

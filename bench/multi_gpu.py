@@ -58,7 +58,7 @@ class Options:
 
 def alone():
     """Let this process train as if it were the only one."""
-    return mock.patch("torch.distributed.is_initialized", return_value=False)
+    return mock.patch("torch.distributed.is_initialized", lambda: False)
 
 
 def check(options) -> None:
@@ -105,15 +105,21 @@ def measure_row(layout, config, options, device) -> dict:
     batches = step.make_batches(config, device)
     step.free()
     together = make_step(layout, config, options, device, batches)
+    warmup = measure.WARMUP if device.type == "cuda" else 1
     loss, norm = (value.item() for value in together(batches, 0.0))
-    for _ in range(measure.WARMUP if device.type == "cuda" else 1):
+    for _ in range(warmup):
         together(batches, 0.0)
     peak = peak_gib(together, device)
     with alone():
         single = make_step(layout, dataclasses.replace(config, parallel="ddp"), options, device, batches)
         expected = [value.item() for value in single(batches, 0.0)]
+        for _ in range(warmup):
+            single(batches, 0.0)
     check_agreement((loss, norm), expected, config)
-    ms_one, ms_all = time_in_turns(single, together, batches, options.steps, device)
+    functions = {"one": alone()(lambda: single(batches, measure.LR)),
+                 "all": lambda: together(batches, measure.LR)}
+    times = measure.in_turns(functions, options.steps, device)
+    ms_one, ms_all = map(statistics.median, times.values())
     tokens = config.micro_batch_size * config.seq_len * config.grad_accum
     on_one = [1e3 * tokens / ms for ms in over_ranks(ms_one)]
     on_all, mean = 1e3 * tokens / max(over_ranks(ms_all)), statistics.mean(on_one)
@@ -131,17 +137,6 @@ def check_agreement(found, expected, config) -> None:
     if not error <= CLOSE.get(config.fp8_recipe, 0.02):
         raise ValueError(f"loss or gradient norm on {dist.get_world_size()} GPUs differ from one GPU's by "
                          f"{error:.3g}")
-
-
-def time_in_turns(single, together, batches, steps, device) -> tuple[float, float]:
-    """Return the median ms of a step on this GPU alone and on all GPUs."""
-    ms_one, ms_all, count = [], [], max(1, steps // measure.TURNS)
-    for _ in range(1 + measure.TURNS):
-        with alone():
-            ms_one.append(measure.timed([lambda: single(batches, measure.LR)] * count, device))
-        dist.barrier()
-        ms_all.append(measure.timed([lambda: together(batches, measure.LR)] * count, device))
-    return tuple(statistics.median(sum(turns[1:], [])) for turns in (ms_one, ms_all))  # the first warms up
 
 
 def ratios(row: dict, rows: list[dict]) -> dict:

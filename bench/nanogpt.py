@@ -21,6 +21,7 @@ import itertools
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ from nanote.models import pick_device
 
 SHAPES = ("124m-b32", "124m-b4", "350m-b16", "c4096")
 ARMS = ("plain", "bf16", "fp8")
-BLOCKS = {"bias=False": False, "bias=True": True}
+BLOCKS = {"bias=False": {"bias": False}, "bias=True": {"bias": True}}  # options of train.py
 
 
 @dataclass
@@ -135,28 +136,15 @@ def make_nanogpt(module, config, device, ddp=False, dtype=torch.float32) -> Nano
     return NanoGPTStep(model, net, optimizer, config, device)
 
 
-def measure_nanogpt(module, config, device, steps):
-    """Check and time nanoGPT alone -> (the figures of its row, its step)."""
-    step.free()
-    batches, nanogpt = step.make_batches(config, device), make_nanogpt(module, config, device)
-    loss = nanogpt(batches, 0.0)[0].item()
-    measure.check_loss(loss, config)
-    figures = measure.time_step("nanogpt", nanogpt, batches, device, steps)
-    return figures | {"ratio_to_plain": 1.0, "loss": loss}, nanogpt
-
-
-def measure_shape(module, shape, block, steps, device):
-    """Measure nanoGPT at a shape, then this kit's arms in turns with it. Yields the figures of each arm."""
+def measure_shape(module, config, steps, device):
+    """Measure nanoGPT, then this kit's arms in turns with it. Yields the figures of each arm."""
     torch._dynamo.reset()  # or torch.compile reaches its recompile limit
-    config = step.make_config(step.SHAPES[shape] | {"bias": BLOCKS[block]}, device)
-    try:
-        figures, nanogpt = measure_nanogpt(module, config, device, steps)
-    except torch.OutOfMemoryError as error:
-        yield {"arm": "nanogpt", "error": measure.error_text(error)}
-        return
+    attempt = partial(measure.attempt, config=config, device=device, steps=steps, phases=0,
+                      ratio="ratio_to_nanogpt")
+    figures, nanogpt = attempt("nanogpt", make=partial(make_nanogpt, module))
     yield figures
-    for arm in ARMS:
-        yield measure.attempt(arm, config, device, steps, nanogpt, phases=0)[0]
+    for arm in ARMS if nanogpt else ():  # None: it does not fit into memory
+        yield attempt(arm, baseline=nanogpt)[0]
 
 
 def main(argv=None) -> None:
@@ -172,8 +160,8 @@ def main(argv=None) -> None:
         print("no GPU: tiny shapes, and the times mean nothing")
     rows = Rows(path, ("shape", "block", "arm"), "bench/nanogpt.py", argv)
     for shape, block in itertools.product(options.shapes, BLOCKS):
-        for figures in measure_shape(module, shape, block, options.steps, device):
-            figures["ratio_to_nanogpt"] = figures.pop("ratio_to_plain", None)
+        config = step.make_config(step.SHAPES[shape] | BLOCKS[block] | {"fp8_recipe": "none"}, device)
+        for figures in measure_shape(module, config, options.steps, device):
             rows.add({"shape": shape, "block": block, "model_py_sha256": source} | figures)
 
 
