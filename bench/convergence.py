@@ -35,7 +35,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -292,10 +291,12 @@ def train_run(options: Options, arm: str, seed: int, gpu: str) -> str:
     return "" if is_complete(options, arm, seed) else f"{folder.name}: exit code {code}, see {folder}.log"
 
 
-def train_all(options: Options, jobs: list, record) -> list[str]:
-    """Train the jobs, (arm, seed), one per GPU at a time, and call record(arm, seed) after each that is
-    complete; return the errors. Ctrl-C, which train.py gets too, ends the runs after a checkpoint."""
-    gpus, lock = queue.SimpleQueue(), threading.Lock()
+def train_all(options: Options, jobs: list):
+    """Train the jobs, (arm, seed), one per GPU at a time. Yields each job and its error, in order.
+
+    Ctrl-C, which train.py gets too, ends the runs after a checkpoint.
+    """
+    gpus = queue.SimpleQueue()
     for gpu in visible_gpus():
         gpus.put(gpu)
 
@@ -303,14 +304,11 @@ def train_all(options: Options, jobs: list, record) -> list[str]:
         gpu = gpus.get()
         error = train_run(options, *job, gpu)
         gpus.put(gpu)
-        if not error:
-            with lock:
-                record(*job)
-        return error
+        return job, error
 
     with ThreadPoolExecutor(len(visible_gpus())) as pool:
         try:
-            return list(filter(None, pool.map(work, jobs)))
+            yield from pool.map(work, jobs)
         except KeyboardInterrupt:
             pool.shutdown(cancel_futures=True)
             raise
@@ -355,20 +353,20 @@ def main(argv=None) -> int:
         raise ValueError(f"--json {options.json}: has runs on another corpus or with another --more; "
                          "name another file")
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
-
-    def record(arm: str, seed: int) -> None:
-        document = read_document(options.json)  # another command may have added to it
-        origin = {"machine": machine, "corpus": corpus, "more": options.more}
+    origin, errors = {"machine": machine, "corpus": corpus, "more": options.more}, []
+    for (arm, seed), error in train_all(options, jobs):
+        if error:
+            errors.append(error)
+            continue
         found = [record | origin for record in evaluations_of(arm, seed, folder_of(options, arm, seed))]
         run = arm, seed, found[0]["run_tokens"]
+        document = read_document(options.json)  # another command may have added to it
         runs = [r for r in document["runs"] if (r["arm"], r["seed"], r["run_tokens"]) != run] + found
         commands = [*document.get("command", "").split("; "), command_line("bench/convergence.py", argv)]
         write_report("bench/convergence.py", argv, {
             "command": "; ".join(dict.fromkeys(filter(None, commands))),
             "corpora": document.get("corpora", {}) | {corpus: description},
             "runs": runs, "summary": summarize(runs)}, options.json)
-
-    errors = train_all(options, jobs, record)
     if options.json.exists():
         print(main_table(read_document(options.json)))
     for error in errors:

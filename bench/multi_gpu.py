@@ -13,8 +13,7 @@ the same micro-batch; both steps take turns, and a figure is the median of their
 
 Layout nanogpt is timed first; `over_nanogpt` of a row of ddp is its tokens/s per GPU over nanoGPT's with as
 many GPUs. Before anything is timed, the step on all GPUs, with one GPU's tokens on each of them, must have
-the loss and gradient norm that this GPU has alone. NVLink multicast is off if NCCL_NVLS_ENABLE=0 is set; rows
-say so.
+the loss and gradient norm that this GPU has alone.
 """
 import dataclasses
 import itertools
@@ -100,21 +99,24 @@ def peak_gib(made, device) -> float | None:
     return (torch.cuda.max_memory_allocated() + shared) / 2**30
 
 
+def warm(made, batches, device) -> list[float]:
+    """Run steps that change nothing; return loss and gradient norm of the first."""
+    first = [value.item() for value in made(batches, 0.0)]
+    for _ in range(measure.WARMUP if device.type == "cuda" else 1):
+        made(batches, 0.0)
+    return first
+
+
 def measure_row(layout, config, options, device) -> dict:
     """Check and time one layout; return the figures of its row."""
     batches = step.make_batches(config, device)
     step.free()
     together = make_step(layout, config, options, device, batches)
-    warmup = measure.WARMUP if device.type == "cuda" else 1
-    loss, norm = (value.item() for value in together(batches, 0.0))
-    for _ in range(warmup):
-        together(batches, 0.0)
+    loss, norm = warm(together, batches, device)
     peak = peak_gib(together, device)
     with alone():
         single = make_step(layout, dataclasses.replace(config, parallel="ddp"), options, device, batches)
-        expected = [value.item() for value in single(batches, 0.0)]
-        for _ in range(warmup):
-            single(batches, 0.0)
+        expected = warm(single, batches, device)
     check_agreement((loss, norm), expected, config)
     functions = {"one": alone()(lambda: single(batches, measure.LR)),
                  "all": lambda: together(batches, measure.LR)}
@@ -139,20 +141,12 @@ def check_agreement(found, expected, config) -> None:
                          f"{error:.3g}")
 
 
-def ratios(row: dict, rows: list[dict]) -> dict:
-    """Return the ratios of a row to the BF16 row of its layout and, for ddp, to nanoGPT's, if measured."""
-    def find(**fields):
-        wanted = {key: row[key] for key in ("gpus", "gpu", "parallel", "shape", "grad_accum")} | fields
-        matching = (other for other in rows if "error" not in other and wanted.items() <= other.items())
-        return next(matching, None)
-
-    found = {}
-    if row["recipe"] != "none" and (plain := find(recipe="none")):
-        for name, key in {"": "tokens_per_s_per_gpu", "_one_gpu": "tokens_per_s_one_gpu"}.items():
-            found[f"fp8_over_bf16{name}"] = row[key] / plain[key]
-    if row["parallel"].startswith("ddp") and (other := find(parallel="nanogpt", recipe="none")):
-        found["over_nanogpt"] = row["tokens_per_s_per_gpu"] / other["tokens_per_s_per_gpu"]
-    return found
+def over_nanogpt(row: dict, rows: list[dict]) -> dict:
+    """Return the ratio of a row of ddp to that of nanoGPT on as many GPUs, if it was measured."""
+    wanted = {"parallel": "nanogpt"} | {key: row[key] for key in ("gpus", "gpu", "shape", "grad_accum")}
+    speeds = [other["tokens_per_s_per_gpu"] for other in rows if wanted.items() <= other.items()]
+    is_comparable = speeds and row["parallel"].startswith("ddp")
+    return {"over_nanogpt": row["tokens_per_s_per_gpu"] / speeds[0]} if is_comparable else {}
 
 
 def main(argv=None) -> None:
@@ -182,7 +176,7 @@ def main(argv=None) -> None:
             row["model_py_sha256"] = nanogpt.checksum(options.nanogpt)
         row |= measure_row(layout, config, options, device)
         if ranks.rank == 0:
-            rows.add(row | ratios(row, rows), f"{ranks.count} GPUs  {layout} {shape} {recipe}")
+            rows.add(row | over_nanogpt(row, rows), f"{ranks.count} GPUs  {layout} {shape} {recipe}")
     step.free()  # NCCL waits for CUDA graphs that hold its kernels
 
 
