@@ -28,8 +28,6 @@ CHECKED_LR = 2.0**-13  # BF16 weights below 2^-5 take such a step exactly
 CLOSE = 0.2  # relative difference of the gradient norms of two arms; tiny models scatter by 0.1
 
 
-# ---------------------------------------------------------------- time
-
 def stamp(device):
     """Return a point in time: on a GPU, an event in the current stream."""
     if device.type != "cuda":
@@ -74,8 +72,6 @@ def interval_of_median(values, seed=0) -> list[float]:
     return [medians[50], medians[1949]]
 
 
-# ---------------------------------------------------------------- one arm
-
 class Agreement:
     """Checks what an arm computes before it is timed, and compares it with the first arm of its shape.
 
@@ -108,16 +104,15 @@ def phases_ms(step, batch, device, passes=5) -> dict:
     spans = []
     for _ in range(2 + passes):
         step.model.zero_grad(set_to_none=True)
-        stamps = [stamp(device)]
-        loss = step.forward(*batch)
-        stamps.append(stamp(device))
+        start, loss = stamp(device), step.forward(*batch)
+        after_forward = stamp(device)
         loss.backward()
-        stamps.append(stamp(device))
+        after_backward = stamp(device)
         step.update()
-        spans.append(spans_ms([*stamps, stamp(device)]))
+        spans.append(spans_ms([start, after_forward, after_backward, stamp(device)]))
     step.model.zero_grad(set_to_none=True)
-    columns = zip(("forward", "backward", "optimizer"), zip(*spans[2:]))
-    return {f"{name}_ms": statistics.median(column) for name, column in columns}
+    names = ("forward_ms", "backward_ms", "optimizer_ms")
+    return dict(zip(names, map(statistics.median, zip(*spans[2:]))))
 
 
 def time_step(step, batches, device, steps, baseline, ratio, warmup, occupied) -> dict:
@@ -172,15 +167,10 @@ def measure(arm, config, device, steps, baseline=None, agreement=None, warmup=No
     figures = time_step(step, batches, device, steps, baseline, ratio, warmup, occupied)
     flops, peak = flops_per_token(model_config, figures["parameters"], config.seq_len), peak_flops(device)
     figures |= {
-        "arm": arm,
-        "mfu": figures["tokens_per_s"] * flops / peak if peak else None,
-        "cuda_graph": step.is_graph,
-        "kernels": getattr(step, "kernels", ""),
+        "arm": arm, "mfu": figures["tokens_per_s"] * flops / peak if peak else None,
+        "cuda_graph": step.is_graph, "kernels": getattr(step, "kernels", ""),
         "fp8_format": recipes.resolve_format(config.fp8_recipe, config.fp8_format) or None,
-        "grad_accum": config.grad_accum,
-        **checked,
-        "model_config": dataclasses.asdict(model_config),
-    }
+        "grad_accum": config.grad_accum, **checked, "model_config": dataclasses.asdict(model_config)}
     if arm in ("plain", "nanogpt"):  # the baselines
         figures[ratio] = 1.0
     if phases:

@@ -60,17 +60,12 @@ def record(kind, value, bound, case):
     worst[kind] = max(worst.get(kind, entry), entry, key=lambda e: e["value"] / max(e["bound"], 1e-30))
 
 
-def count_different(what, ours, theirs) -> float:
-    """Count the elements that differ; return their share."""
+def compare(what, ours, theirs, case, bound=0.0):
+    """Count the elements that differ, and record their share."""
     different = int((ours != theirs).sum())
     counts[f"compared_{what}"] += ours.numel()
     counts[f"mismatched_{what}"] += different
-    return different / ours.numel()
-
-
-def compare(what, ours, theirs, case):
-    """Record a case whose elements must be equal."""
-    record(what, count_different(what, ours, theirs), 0.0, case)
+    record(what, different / ours.numel(), bound, case)
 
 
 def make_quantizer(fp8, scale=None, power_of_2=False):
@@ -164,11 +159,10 @@ def norm_case(rng):
     gamma = (torch.randn(columns, device="cuda") * 0.2 + (not zero_centered)).to(dtype)
     beta = (torch.randn(columns, device="cuda") * 0.1).to(dtype)
     ours = ref._normalize(x.float(), gamma, beta, 1e-5, norm, zero_centered)
-    fp8, scale = torch.float8_e4m3fn, None
-    if delayed:
-        scale = torch.tensor([rng.uniform(5, 60)], device="cuda")
+    fp8 = torch.float8_e4m3fn
+    scale = torch.tensor([rng.uniform(5, 60)], device="cuda") if delayed else None
     quantizer = make_quantizer(fp8, scale)
-    if scale is None:
+    if not delayed:
         ours = ours.to(dtype)
         scale = ref.current_scale(ref.amax_of(ours), ref.FP8_MAX[fp8])
     rest = 1e-5, None, quantizer, TE_DTYPE[dtype], 0, zero_centered
@@ -177,7 +171,7 @@ def norm_case(rng):
     else:
         theirs, *_ = tex.rmsnorm_fwd(x, gamma, *rest)
     ours, theirs = ref.quantize(ours, scale, fp8).view(torch.uint8).int(), theirs._data.int()
-    count_different("bytes_behind_norm", ours, theirs)
+    compare("bytes_behind_norm", ours, theirs, case, bound=1.0)  # `main` bounds their sum
     record("FP8 steps behind a norm", int((ours - theirs).abs().max()), 1.0, case)
 
 
@@ -264,11 +258,8 @@ def main(argv=None):
     for number in range(options.cases):
         (tensor_case, history_case, norm_case, module_case)[number % 4](rng)
         counts["cases"] += 1
-    passed = (
-        not (counts["mismatched_bytes"] or counts["mismatched_scales"] or counts["mismatched_histories"])
-        and counts["mismatched_bytes_behind_norm"] <= counts["compared_bytes_behind_norm"] / 10_000
-        and all(entry["value"] <= entry["bound"] for entry in worst.values())
-    )
+    passed = counts["mismatched_bytes_behind_norm"] <= counts["compared_bytes_behind_norm"] / 10_000
+    passed = passed and all(entry["value"] <= entry["bound"] for entry in worst.values())
     result = write_report("bench/reference_vs_te.py", argv, {"passed": passed, **counts, "worst": worst},
                           ROOT / "results/reference_vs_te.json")
     print(json.dumps(result, indent=1))

@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -55,22 +56,16 @@ def command_line(program, argv) -> str:
 
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.machine()
 
 
 def write_report(program, argv, figures, path=None) -> dict:
     """Return `figures` with machine, versions, date and command before them; write it to `path` if given."""
     result = {
-        "machine": recipes.describe(),
-        "cpu": cpu_name(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
-        "command": command_line(program, argv),
-        **figures,
-    }
+        "machine": recipes.describe(), "cpu": cpu_name(), "torch": torch.__version__,
+        "python": platform.python_version(), "date": datetime.date.today().isoformat(),
+        "command": command_line(program, argv), **figures}
     if path:
         write_json(path, result)
     return result
@@ -95,19 +90,15 @@ class Rows(list):
             "command": command_line(program, argv),
         }
         check_output(path)
-        if path and path.exists():
-            self._read()
-
-    def _read(self):
         try:
-            self += json.loads(self.path.read_text())
+            self += json.loads(path.read_text()) if path and path.exists() else []
             for row in self:
                 self._key(row)
         except (TypeError, KeyError, ValueError) as error:
-            raise ValueError(f"--json {self.path}: holds something else than rows with "
-                             f"{', '.join(self.keys)}; name another file") from error
+            raise ValueError(f"--json {path}: holds something else than rows with "
+                             f"{', '.join(keys)}; name another file") from error
         if self.origin["gpu"] == "CPU" and any(row.get("gpu", "CPU") != "CPU" for row in self):
-            raise ValueError(f"--json {self.path}: holds GPU measurements, and there is no GPU here; "
+            raise ValueError(f"--json {path}: holds GPU measurements, and there is no GPU here; "
                              "name another file")
 
     def _key(self, row) -> list:

@@ -52,8 +52,6 @@ COMPILE_MODES = {  # row of the table -> options of train.py
 }
 
 
-# ---------------------------------------------------------------- shapes
-
 def measure_shape(name, shape, block, arms, options, device, rows, phases=5):
     """Measure all arms of a shape, plain first, and add a row for each."""
     torch._dynamo.reset()  # or torch.compile reaches its recompile limit, which counts models of one class
@@ -79,12 +77,6 @@ def default_arms(name, shape) -> tuple:
     return (*ARMS, "plain-graph") if small else ARMS
 
 
-def blocks_of(name, options) -> tuple:
-    if name in PRESETS:
-        return ("own",)  # a preset sets its block itself
-    return options.blocks or (("gpt2", "modern") if name in MODERN_TOO else ("gpt2",))
-
-
 def run_shapes(options, device, argv) -> int:
     """Measure each shape against plain PyTorch, compiled."""
     names = SHAPES if "all" in options.shapes else options.shapes
@@ -93,14 +85,13 @@ def run_shapes(options, device, argv) -> int:
         shapes = {options.preset: PRESETS[options.preset] | dict(preset=options.preset, grad_accum=1)}
     rows = Rows(options.json, ROW_KEYS, "benchmark_te.py", argv)
     for name, shape in shapes.items():
-        for block in blocks_of(name, options):
+        blocks = options.blocks or (("gpt2", "modern") if name in MODERN_TOO else ("gpt2",))
+        for block in ("own",) if name in PRESETS else blocks:  # a preset sets its block itself
             arms = options.arms or default_arms(name, shape)
             measure_shape(name, shape, block, arms, options, device, rows)
             free()
     return numerics_failed(rows)
 
-
-# ---------------------------------------------------------------- formats
 
 def run_formats(options, device, argv) -> int:
     """Print the seed guide's table at one shape: forward, backward, total and FP8's speed-up, by format."""
@@ -126,7 +117,7 @@ def run_formats(options, device, argv) -> int:
 
 def formats_table(rows) -> str:
     """Return the table of models and formats: ms of forward, backward, both, and the training step."""
-    found = {}
+    found, lines = {}, []
     for row in rows:
         words = row["arm"].split("-")
         model = next((word for word in words if word in models.MODELS), "optimized")
@@ -134,22 +125,18 @@ def formats_table(rows) -> str:
             total = row["forward_ms"] + row["backward_ms"] if "forward_ms" in row else None
             arm = "-".join(word for word in words if word != model)
             found.setdefault(model, {})[arm] = row | {"total_ms": total}
-    lines = []
     for model, formats in found.items():
         bf16 = formats.get("bf16", {})
         for arm in sorted(formats, key=[*FORMATS, *formats].index):
             row = formats[arm]
-            speed_up = {part: bf16[part] / row[part] if bf16.get(part) and row[part] else None
-                        for part in ("total_ms", "ms")}
-            values = (row.get("forward_ms"), row.get("backward_ms"), row["total_ms"], speed_up["total_ms"],
-                      row["ms"], speed_up["ms"])
+            total, step = (bf16[part] / row[part] if bf16.get(part) and row[part] else None
+                           for part in ("total_ms", "ms"))
+            values = (row.get("forward_ms"), row.get("backward_ms"), row["total_ms"], total, row["ms"], step)
             cells = ["" if value is None else f"{value:.2f}" for value in values]
             lines.append([model, FORMATS.get(arm, arm), *cells])
     titles = ["model", "precision", "forward", "backward", "total", "speed-up", "training step", "speed-up"]
     return markdown(titles, lines, left=2)
 
-
-# ---------------------------------------------------------------- stack
 
 def run_stack(options, device, argv):
     """Measure the way from plain PyTorch to the fast kernels, one change at a time."""
@@ -160,8 +147,6 @@ def run_stack(options, device, argv):
         figures = attempt(arm, config, device, options.steps, None, agreement)[0]
         rows.add({"shape": name, "label": label} | figures, label.replace("\n", " "))
 
-
-# ---------------------------------------------------------------- maps
 
 def measure_rows(measure, keys: dict, options, argv):
     """Call measure(*values) -> figures for each combination of the values in `keys`.
@@ -183,12 +168,11 @@ def run_sweep(options, device, argv):
         shape = dict(n_layer=2, n_embd=width, n_head=width // 64, micro_batch_size=tokens // 1024,
                      seq_len=1024, vocab_size=1024)
         config, agreement, row = make_config(shape, device), Agreement(), {}
-        for arm in ("bf16-eager", "fp8-eager", "bf16", "fp8"):
-            figures, _ = attempt(arm, config, device, SWEEP_STEPS, None, agreement, warmup=3, phases=0)
-            row[f"{arm}_ms"] = figures.get("ms")
-            if "error" in figures:
-                row["error"] = figures["error"]
         for name, suffix in (("eager", "-eager"), ("graph", "")):
+            for arm in (f"bf16{suffix}", f"fp8{suffix}"):
+                figures = attempt(arm, config, device, SWEEP_STEPS, None, agreement, warmup=3, phases=0)[0]
+                row[f"{arm}_ms"] = figures.get("ms")
+                row |= {"error": figures["error"]} if "error" in figures else {}
             fp8_ms, bf16_ms = row[f"fp8{suffix}_ms"], row[f"bf16{suffix}_ms"]
             row[name] = bf16_ms / fp8_ms if fp8_ms and bf16_ms else None
         return row
@@ -210,14 +194,10 @@ def measure_compiled(name, config, device, agreement) -> dict:
     ms = statistics.median(timed([lambda: step(batches, LR)] * 11, device)[3:])
     reasons = {reason.splitlines()[0][:150]: count for reason, count in counters["graph_break"].items()}
     return {
-        "ms": ms,
-        "tokens_per_s": 1e3 * config.micro_batch_size * config.seq_len / ms,
-        "loss": loss,
-        "graph_breaks": sum(reasons.values()),
-        "reasons": reasons,
+        "ms": ms, "tokens_per_s": 1e3 * config.micro_batch_size * config.seq_len / ms, "loss": loss,
+        "graph_breaks": sum(reasons.values()), "reasons": reasons,
         "graphs": counters["stats"].get("unique_graphs", 0),
-        "compile_s": max(0.0, seconds - 5 * ms / 1e3) if config.compile else 0.0,
-    }
+        "compile_s": max(0.0, seconds - 5 * ms / 1e3) if config.compile else 0.0}
 
 
 def run_compile(options, device, argv):

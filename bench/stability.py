@@ -82,8 +82,6 @@ def settings_of(options):
     return rows
 
 
-# ---------------------------------------------------------------- training
-
 @lru_cache
 def corpus():
     """Return sources of Python's standard library, uint8 (n,)."""
@@ -195,8 +193,6 @@ def run_row(work):
         losses[disturbance] = torch.cat((before, run.train(at, steps, disturbance, at))).tolist()
     return setting, losses, time.time() - start
 
-
-# ---------------------------------------------------------------- figures
 
 def recovered_after(losses, undisturbed, at):
     """Return the steps from the disturbance at step `at` until the loss stays within 5 % of the undisturbed
