@@ -4,15 +4,14 @@
     python bench/convergence.py --arms bf16 fp8 --seeds 1 2 3    # one run per GPU at a time
     python bench/convergence.py --arms nanogpt --nanogpt nanoGPT    # the folder of a checkout
 
-Arms are named in `ARMS`. Their prefix is the size: none for GPT-2 124M; modern- for its modern block; 350m-;
-small- trains in two minutes on a CPU. `nanogpt` is nanoGPT's model, compiled, with the data, schedule and
-optimizer of all. Every arm trains on the same batches for the same seed, and is evaluated on the same tokens.
-A run that was cut, by Ctrl-C or a machine that went away, continues from its last checkpoint in --out-dir.
-The exit code is 1 if a run failed.
+The prefix of an arm is the size: none for GPT-2 124M; modern- for its modern block; 350m-; small- trains in
+two minutes on a CPU. `nanogpt` is nanoGPT's model, compiled. Every arm trains on the same batches for the
+same seed, and is evaluated on the same tokens. A run that was cut continues from its last checkpoint in
+--out-dir. The exit code is 1 if a run failed.
 
-The JSON has in `command` all commands that added to it, in `corpora` their token files, and a list `runs`, a
+The JSON has in `command` all commands that added to it, in `corpora` their token files, and in `runs` a
 record per evaluation of each completed run; its seconds are those of training steps alone. Runs on other
-token files, or with another --more, are refused. From the last records follows the list `summary`:
+token files, or with another --more, are refused. From the last records follows `summary`:
 
 - mean, standard_error: of the final validation loss over the seeds
 - gap_percent, gap_standard_error, gap_interval: of the arm's loss over that of bf16, paired by seed; the last
@@ -20,9 +19,8 @@ token files, or with another --more, are refused. From the last records follows 
 - gap_without_fp8_percent, gap_without_fp8_interval: the same, with the final weights evaluated in BF16
 - seconds: training time, median over the runs on the machine that trained most runs of bf16
 - seconds_to_bf16_loss, loss_matched_speedup, loss_matched_interval: training time after which a run of this
-  arm ends at the loss of bf16, interpolated in the logarithm of the tokens between runs of two lengths;
-  bf16's time over it, and its 95 % interval from that of the gap. A run of another length has its own
-  learning-rate schedule
+  arm ends at the loss of bf16, interpolated in the logarithm of the tokens between runs of two lengths, each
+  with its own learning-rate schedule; bf16's time over it, and its 95 % interval from that of the gap
 - loss_matched_speedup_over_nanogpt, loss_matched_interval_over_nanogpt: the same for the arm nanogpt
 """
 
@@ -243,11 +241,6 @@ def command_of(options: Options, arm: str, seed: int) -> list[str]:
     return [sys.executable, "train.py", *words]
 
 
-def is_complete(options: Options, arm: str, seed: int) -> bool:
-    records = read_metrics(folder_of(options, arm, seed) / "metrics.jsonl")
-    return bool(records) and records[-1]["step"] >= steps_of(options, arm)
-
-
 def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
     """Return the records of a run for `runs`.
 
@@ -261,9 +254,9 @@ def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
         step, speed = record["step"], record["tokens_per_s"]
         seconds += (step - last_step) * tokens_per_step / (speed if speed > median / 2 else median)
         last_step = step
-        if "val_loss" in record:
-            losses = {name: record[name] for name in ("val_loss", "val_loss_without_fp8")
-                      if record.get(name) is not None}
+        losses = {name: record[name] for name in ("val_loss", "val_loss_without_fp8")
+                  if record.get(name) is not None}
+        if losses:
             found.append({"arm": arm, "seed": seed, "run_tokens": records[-1]["step"] * tokens_per_step,
                           "tokens": step * tokens_per_step, "step": step, **losses,
                           "seconds": round(seconds, 3)})
@@ -281,14 +274,19 @@ def visible_gpus() -> list[str]:
 def train_run(options: Options, arm: str, seed: int, gpu: str) -> str:
     """Train one run, or the rest of it; return an error in a line, or ""."""
     folder = folder_of(options, arm, seed)
-    if is_complete(options, arm, seed):
+
+    def is_complete():
+        records = read_metrics(folder / "metrics.jsonl")
+        return bool(records) and records[-1]["step"] >= steps_of(options, arm)
+
+    if is_complete():
         return ""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "NANOGPT": str(options.nanogpt.resolve())}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.log", "a") as log:
         code = subprocess.run(command_of(options, arm, seed), cwd=ROOT, env=environment, stdout=log,
                               stderr=subprocess.STDOUT).returncode
-    return "" if is_complete(options, arm, seed) else f"{folder.name}: exit code {code}, see {folder}.log"
+    return "" if is_complete() else f"{folder.name}: exit code {code}, see {folder}.log"
 
 
 def train_all(options: Options, jobs: list):

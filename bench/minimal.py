@@ -136,7 +136,6 @@ def make_loops(options, device) -> dict:
         loops["fast"] = fast_loop(options, device)
         loops["fast_eager"] = fast_loop(options, device, graphed=False)
     if options.nanogpt:
-        nanogpt.allow_tf32()
         loops["nanogpt_bf16"] = nanogpt_loop(options, device, torch.bfloat16)
         loops["nanogpt"] = nanogpt_loop(options, device, torch.float32)
     return loops

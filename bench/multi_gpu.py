@@ -78,7 +78,6 @@ def make_step(layout, config, options, device, batches):
     """Make the step of a layout for all ranks, or within `alone()` for this one."""
     if layout != "nanogpt":
         return step.Step(config, device, batches)
-    nanogpt.allow_tf32()
     # Load it for each step: torch.compile splits the graph for DDP, has no guard on DDP, and would run the
     # graphs of one step in the other, too
     return nanogpt.make_nanogpt(nanogpt.load(options.nanogpt), config, device, ddp=dist.is_initialized())

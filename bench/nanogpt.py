@@ -79,18 +79,6 @@ def checksum(folder) -> str:
     return hashlib.sha256((folder / "model.py").read_bytes()).hexdigest()
 
 
-def allow_tf32() -> None:
-    """Set what nanoGPT's train.py sets."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-
-
-def make_gpt(module, config, block_size: int, dropout: float):
-    """Return nanoGPT's model. `config` has the other sizes, and bias."""
-    return module.GPT(module.GPTConfig(
-        block_size=block_size, vocab_size=config.vocab_size, n_layer=config.n_layer, n_head=config.n_head,
-        n_embd=config.n_embd, dropout=dropout, bias=config.bias))
-
-
 @dataclass
 class NanoGPTConfig:
     vocab_size: int = 50304
@@ -100,6 +88,12 @@ class NanoGPTConfig:
     n_embd: int = 768
     dropout: float = 0.0
     bias: bool = True  # In linear layers and norms, as GPT-2 has it.
+
+    def make(self, module):
+        """Return the GPT of a module that `load` returned."""
+        sizes = vars(self) | {"block_size": self.n_positions}
+        del sizes["n_positions"]
+        return module.GPT(module.GPTConfig(**sizes))
 
 
 class NanoGPT(torch.nn.Module):
@@ -111,7 +105,7 @@ class NanoGPT(torch.nn.Module):
         if not folder:
             raise ValueError("NANOGPT is not set; name the folder of a nanoGPT checkout, which has model.py")
         self.config = config
-        self.gpt = make_gpt(load(Path(folder)), config, config.n_positions, config.dropout)
+        self.gpt = config.make(load(Path(folder)))
 
     def forward(self, input_ids, labels=None):
         if labels is not None:
@@ -126,10 +120,11 @@ def make_nanogpt(module, config, device, ddp=False, dtype=torch.float32) -> Nano
 
     ddp: train on all ranks, as nanoGPT's train.py does. dtype: of the weights.
     """
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.manual_seed(config.seed)
-    model = make_gpt(module, config, config.seq_len, dropout=0.0).to(device, dtype)
-    betas = config.betas
-    optimizer = model.configure_optimizers(config.weight_decay, config.lr, betas, device.type)
+    sizes = {name: getattr(config, name) for name in ("vocab_size", "n_layer", "n_head", "n_embd", "bias")}
+    model = NanoGPTConfig(**sizes, n_positions=config.seq_len).make(module).to(device, dtype)
+    optimizer = model.configure_optimizers(config.weight_decay, config.lr, config.betas, device.type)
     net = torch.compile(model)
     if ddp:
         net = DistributedDataParallel(net, device_ids=[device.index] if device.type == "cuda" else None)
@@ -154,7 +149,6 @@ def main(argv=None) -> None:
     module, device = load(options.path), pick_device("auto")
     source, path = checksum(options.path), options.json
     if device.type == "cuda":
-        allow_tf32()
         path = path or ROOT / "results/nanogpt.json"
     else:
         print("no GPU: tiny shapes, and the times mean nothing")

@@ -1,9 +1,8 @@
 """Shapes and arms of the benchmark, as options of train.py, and one training step of a configuration.
 
 An arm is one way to train the same network at the same shape: "plain", "bf16", "fp8", "fp8-current-eager" …
-(python benchmark_te.py --help lists them). Arms without Transformer Engine are in bench/plain_gpt.py; the
-others are `Step`, which does what the loop of train.py does, with the options that the words of the arm stand
-for.
+(python benchmark_te.py --help lists them). The plain arms are in bench/plain_gpt.py; the others are `Step`,
+which does what the loop of train.py does, with the options that the words of the arm stand for.
 """
 
 import dataclasses
@@ -30,10 +29,8 @@ SHAPES = {  # options of train.py
 }
 # the block "modern"; its embeddings are tied, its MLP 8/3 as wide, its KV heads a quarter of the heads
 MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False)
-ON_CPU = dict(
-    n_layer=2, n_embd=64, n_head=4, n_kv_head=None, head_dim=None, n_inner=None, vocab_size=512,
-    micro_batch_size=2, seq_len=32,
-)
+ON_CPU = dict(n_layer=2, n_embd=64, n_head=4, n_kv_head=None, head_dim=None, n_inner=None, vocab_size=512,
+              micro_batch_size=2, seq_len=32)
 BLACKWELL = ("mxfp8", "nvfp4")  # recipes that need a Blackwell GPU
 WORDS = {  # in the name of any arm with Transformer Engine -> options of train.py
     "eager": {"cuda_graph": "off"},
@@ -52,22 +49,17 @@ FP8_WORDS = {recipe: {"fp8_recipe": recipe} for recipe in ("current", "block", *
 def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
     """Return train.py's options for an arm, those of bf16 for plain arms; ValueError if it is unknown."""
     kind, *words = ("bf16" if arm in PLAIN_ARMS else arm).split("-")
-    changes = {"fp8_recipe": "delayed" if kind == "fp8" else "none"}
-    is_known = kind in ("bf16", "fp8")
-    for word in words:
-        if kind == "fp8" and word in FP8_WORDS:
-            changes |= FP8_WORDS[word]
-        elif word in WORDS:
-            changes |= WORDS[word]
-        elif word in models.MODELS:
-            changes["model"] = word
-        elif re.fullmatch("accum[1-9][0-9]*", word):
-            changes["grad_accum"] = int(word.removeprefix("accum"))
-        else:
-            is_known = False
-    if not is_known:
+    known = WORDS | {model: {"model": model} for model in models.MODELS} | {
+        word: {"grad_accum": int(word.removeprefix("accum"))}
+        for word in words if re.fullmatch("accum[1-9][0-9]*", word)}
+    if kind == "fp8":
+        known |= FP8_WORDS
+    if kind not in ("bf16", "fp8") or not known.keys() >= set(words):
         raise ValueError(f"--arms {arm!r}: unknown; use {', '.join(PLAIN_ARMS)}, or bf16 or fp8 with the "
                          "words of benchmark_te.py --help, such as fp8-current")
+    changes = {"fp8_recipe": "delayed" if kind == "fp8" else "none"}
+    for word in words:
+        changes |= known[word]
     return dataclasses.replace(config, **changes)
 
 
