@@ -192,10 +192,9 @@ def measure_kernel(make, shape, sets, expected):
     agrees = all(error <= limit for error in errors.values())  # NaN is beyond every limit, and null in JSON
     errors = {name: error if math.isfinite(error) else None for name, error in errors.items()}
     del found, ours, difference  # or they would count as memory that the kernel needs
-    figures = time_passes(attend, sets)
-    row = {"errors": errors, "agrees": agrees} | figures
+    row = {"errors": errors, "agrees": agrees} | time_passes(attend, sets)
     for name, flops in zip(("forward", "backward", "both"), shape.flops()):
-        row[f"{name}_tflops"] = flops / figures[f"{name}_ms"] / 1e9
+        row[f"{name}_tflops"] = flops / row[f"{name}_ms"] / 1e9
     return row
 
 

@@ -68,9 +68,8 @@ def train_rank(arguments: str, variables: dict) -> None:
 
 def start(arguments: str, ranks: int) -> list:
     """Start train.py in a fork for each rank; return the processes."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+    with socket.create_server(("localhost", 0)) as server:
+        port = str(server.getsockname()[1])
     common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     variables = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     processes = [FORK.Process(target=train_rank, args=(arguments, own)) for own in variables]
@@ -104,33 +103,32 @@ def result(run) -> tuple[list, dict]:
     return lines, {name: value for name, value in stored.items() if not name.endswith(".host")}
 
 
-def is_undisturbed(run) -> bool:
-    """Return whether a run ended like the one in the folder `whole`."""
-    (lines, stored), (expected_lines, expected) = result(run), result("whole")
+def is_undisturbed() -> bool:
+    """Return whether the run in the folder `run` ended like the one in the folder `whole`."""
+    (lines, stored), (expected_lines, expected) = result("run"), result("whole")
     return lines == expected_lines and stored.keys() == expected.keys() and all(
         torch.equal(stored[name], value) for name, value in expected.items())
 
 
-def resume_or_start(options: str, ranks: int) -> list:
-    return start("--resume --out-dir run" if checkpoint.latest("run") else f"{options} --out-dir run", ranks)
-
-
 def kill_chain(options: str, ranks: int, seconds: float, draw) -> Counter:
     """Kill a chain of runs, and let the last one end."""
+    def resume_or_start():
+        return start(f"{'--resume' if checkpoint.latest('run') else options} --out-dir run", ranks)
+
     outcome = Counter(chains=1)
     while outcome["kills"] < KILLS:
-        processes = resume_or_start(options, ranks)
+        processes = resume_or_start()
         if kill(processes, draw.uniform(0, 0.7 * seconds)):
             outcome["died_of_it"] += wait(processes) == -9
             outcome["kills"] += 1
             outcome["in_a_save"] += any(Path("run").glob(".saving-*"))
             for folder in checkpoint.list_checkpoints("run"):
                 checkpoint.verify(folder)
-        elif wait(processes) or not is_undisturbed("run"):
+        elif wait(processes) or not is_undisturbed():
             outcome["failed"] += 1
         else:  # it has ended before: kill a new run
             shutil.rmtree("run")
-    is_equal = wait(resume_or_start(options, ranks)) == 0 and is_undisturbed("run")
+    is_equal = wait(resume_or_start()) == 0 and is_undisturbed()
     outcome["equal_chains"] = int(is_equal)
     outcome["equal_to_the_uninterrupted_run"] = KILLS if is_equal else 0
     shutil.rmtree("run")

@@ -24,7 +24,7 @@ PRINTED = {  # field of a row -> its text on the screen
     "ms": "{:8.2f} ms", "tokens_per_s": "{:>9,.0f} tokens/s",
     "ratio_to_plain": "{:.3f} x plain", "ratio_to_nanogpt": "{:.3f} x nanoGPT", "ratio": "{:.3f} x unedited",
     "mfu": "MFU {:.1%}", "peak_gib": "{:.1f} GiB", "peak_reserved_gib": "{:.1f} GiB reserved",
-    "ms_over_defaults": "{:.3f} x the time of the defaults",
+    "defaults_ms": "defaults {:8.2f} ms",
     "forward_ms": "forward {:.2f}", "backward_ms": "backward {:.2f}", "optimizer_ms": "optimizer {:.2f}",
     "eager": "eager {:.2f} x BF16", "graph": "graph {:.2f} x BF16",
     "graph_breaks": "{} graph breaks", "graphs": "{} graphs", "compile_s": "compiled in {:.0f} s",
