@@ -110,9 +110,9 @@ if HAS_GPU:
 
 
 def reference(q, k, v, grad):
-    """Compute causal attention of the last sequence and the last KV head in float64.
+    """Compute causal attention in float64, of the last sequence and the last KV head, where a kernel that
+    mixes up heads or sequences is wrong.
 
-    A kernel that mixes up heads or sequences is wrong there; checking more would only cost time and memory.
     Returns that slice of (out, dq, dk, dv): (S, query heads, D) twice and (S, 1, D) twice.
     """
     group = q.shape[2] // k.shape[2]
@@ -159,10 +159,8 @@ def time_passes(attend, sets):
 
 
 def random_sets(shapes):
-    """Draw inputs of these shapes and the gradient of an output of the first one's shape, in BF16.
-
-    Returns as many sets as fill the L2 cache twice, so that no pass finds its inputs there.
-    """
+    """Draw inputs of these shapes and the gradient of an output of the first one's shape, in BF16: as many
+    sets as fill the L2 cache twice, so that no pass finds its inputs there."""
     cache = torch.cuda.get_device_properties().L2_cache_size if HAS_GPU else 0
     count = min(32, 2 + 2 * cache // (2 * sum(map(math.prod, shapes))))
     torch.manual_seed(0)

@@ -210,7 +210,7 @@ def main_table(result) -> str:
     return markdown(list(columns), lines)
 
 
-# ---------------------------------------------------------------- one run
+# ---------------------------------------------------------------- runs
 
 def steps_of(options: Options, arm: str) -> int:
     return math.ceil(options.tokens / TOKENS_PER_STEP[size_of(arm)])
@@ -248,12 +248,11 @@ def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
     which captures the CUDA graphs again: it counts at the median.
     """
     records, tokens_per_step = read_metrics(folder / "metrics.jsonl"), TOKENS_PER_STEP[size_of(arm)]
-    found, seconds, last_step = [], 0.0, records[0]["step"]
+    found, seconds = [], 0.0
     median = statistics.median(record["tokens_per_s"] for record in records)
-    for record in records:
+    for before, record in zip([records[0], *records], records):
         step, speed = record["step"], record["tokens_per_s"]
-        seconds += (step - last_step) * tokens_per_step / (speed if speed > median / 2 else median)
-        last_step = step
+        seconds += (step - before["step"]) * tokens_per_step / (speed if speed > median / 2 else median)
         losses = {name: record[name] for name in ("val_loss", "val_loss_without_fp8")
                   if record.get(name) is not None}
         if losses:
@@ -262,8 +261,6 @@ def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
                           "seconds": round(seconds, 3)})
     return found
 
-
-# ---------------------------------------------------------------- all runs
 
 def visible_gpus() -> list[str]:
     """Return the value of CUDA_VISIBLE_DEVICES for each GPU; one for the CPU."""
@@ -316,9 +313,9 @@ def train_all(options: Options, jobs: list):
 
 def check_options(options: Options) -> None:
     check_output(options.json)
-    for name, value in (("tokens", options.tokens), ("evaluations", options.evaluations)):
-        if not value >= 1:
-            raise ValueError(f"--{name} {value}: must be 1 or more")
+    for name in ("tokens", "evaluations"):
+        if not getattr(options, name) >= 1:
+            raise ValueError(f"--{name} {getattr(options, name)}: must be 1 or more")
     for arm in options.arms:
         if arm.partition("@")[0] not in ARMS:
             raise ValueError(f"--arms {arm}: unknown; the arms are {', '.join(ARMS)}")
@@ -327,16 +324,11 @@ def check_options(options: Options) -> None:
                              "with --nanogpt")
 
 
-def read_document(path: Path) -> dict:
-    return json.loads(path.read_text()) if path.exists() else {"runs": []}
-
-
 def corpus_of(options: Options) -> tuple[str, dict]:
     """Return the identifier of a corpus, from the checksums of its files, and its entry in `corpora`."""
-    _, meta = open_tokens(ROOT / options.data, "train", verify=False)
-    identifier = f"{meta['train_sha256'][:16]}-{meta['val_sha256'][:16]}"
-    fields = ("source", "documents", "train_tokens", "val_tokens")
-    return identifier, {"data": options.data, **{name: meta.get(name) for name in fields}}
+    meta = open_tokens(ROOT / options.data, "train", verify=False)[1]
+    entry = {name: meta.get(name) for name in ("source", "documents", "train_tokens", "val_tokens")}
+    return f"{meta['train_sha256'][:16]}-{meta['val_sha256'][:16]}", {"data": options.data, **entry}
 
 
 def main(argv=None) -> int:
@@ -346,7 +338,11 @@ def main(argv=None) -> int:
     # seeds outside, so that a study that was cut has all arms of its first seeds
     jobs = [(arm, seed) for seed in options.seeds for arm in arms]
     corpus, description = corpus_of(options)
-    others = {(run.get("corpus"), run.get("more", "")) for run in read_document(options.json)["runs"]}
+
+    def read_document() -> dict:
+        return json.loads(options.json.read_text()) if options.json.exists() else {"runs": []}
+
+    others = {(run.get("corpus"), run.get("more", "")) for run in read_document()["runs"]}
     if others - {(corpus, options.more)}:
         raise ValueError(f"--json {options.json}: has runs on another corpus or with another --more; "
                          "name another file")
@@ -358,7 +354,7 @@ def main(argv=None) -> int:
             continue
         found = [record | origin for record in evaluations_of(arm, seed, folder_of(options, arm, seed))]
         run = arm, seed, found[0]["run_tokens"]
-        document = read_document(options.json)  # another command may have added to it
+        document = read_document()  # another command may have added to it
         runs = [r for r in document["runs"] if (r["arm"], r["seed"], r["run_tokens"]) != run] + found
         commands = [*document.get("command", "").split("; "), command_line("bench/convergence.py", argv)]
         write_report("bench/convergence.py", argv, {
@@ -366,7 +362,7 @@ def main(argv=None) -> int:
             "corpora": document.get("corpora", {}) | {corpus: description},
             "runs": runs, "summary": summarize(runs)}, options.json)
     if options.json.exists():
-        print(main_table(read_document(options.json)))
+        print(main_table(read_document()))
     for error in errors:
         print(error, file=sys.stderr)
     return 1 if errors else 0

@@ -129,8 +129,7 @@ def kill_chain(options: str, ranks: int, seconds: float, draw) -> Counter:
         else:  # it has ended before: kill a new run
             shutil.rmtree("run")
     is_equal = wait(resume_or_start()) == 0 and is_undisturbed()
-    outcome["equal_chains"] = int(is_equal)
-    outcome["equal_to_the_uninterrupted_run"] = KILLS if is_equal else 0
+    outcome.update(equal_chains=is_equal, equal_to_the_uninterrupted_run=KILLS * is_equal)
     shutil.rmtree("run")
     return outcome
 

@@ -77,7 +77,7 @@ class Agreement:
 
     At initialization the loss on random tokens is about ln V + 0.02²·C/2, all arms have about the same
     gradient norm, and the first steps lower the loss. So a gradient that is zero, scaled or not seen by the
-    optimizer is refused. That the models are one network is what tests/test_benchmark.py tests.
+    optimizer is refused.
     """
 
     def __init__(self):

@@ -2,8 +2,7 @@
 
     python bench/minimal.py --nanogpt nanoGPT --json results/minimal.json    # nanoGPT: a checkout
 
-- readme         README's loop with the copied file: BF16 weights, float32 masters in FusedAdam, the fastest
-                 attention installed, FP8 with delayed scaling
+- readme         README's loop with the copied file: delayed scaling, float32 masters in FusedAdam
 - fast           README's second loop: model_te_fast.py, FastAdam and CUDA graphs
 - fast_eager     the same, launched from Python
 - example        the parts of examples/minimal.py in its loop: also data, parameter groups, clipping, schedule
@@ -49,11 +48,8 @@ class Options:
     nanogpt: Path | None = None  # Folder of a nanoGPT checkout, which has model.py.
     json: Path | None = None  # Write the rows here.
 
-
-def sizes(options) -> dict:
-    """Return the fields of a model's configuration that the loops share."""
-    return dict(n_layer=options.layers, n_head=options.width // 64, n_embd=options.width,
-                vocab_size=VOCAB_SIZE)
+    def sizes(self) -> dict:
+        return dict(n_layer=self.layers, n_head=self.width // 64, n_embd=self.width, vocab_size=VOCAB_SIZE)
 
 
 def random_tokens(options, device):
@@ -62,7 +58,7 @@ def random_tokens(options, device):
 
 def readme_loop(options, device):
     """Return a function that trains one step as README's loop does."""
-    config = OptimizedConfig(**sizes(options), n_positions=options.seq_len, use_fp8=True, attention="auto")
+    config = OptimizedConfig(**options.sizes(), n_positions=options.seq_len, use_fp8=True, attention="auto")
     model = OptimizedGPT2Model(config).to(device, torch.bfloat16)
     optimizer = te.optimizers.FusedAdam(model.parameters(), lr=LR, master_weights=True)
 
@@ -79,7 +75,7 @@ def readme_loop(options, device):
 
 def fast_loop(options, device, graphed=True):
     """Return a function that trains one step as README's second loop does."""
-    config = FastConfig(**sizes(options), n_positions=options.seq_len, use_fp8=True)
+    config = FastConfig(**options.sizes(), n_positions=options.seq_len, use_fp8=True)
     model = FastGPT2Model(config).to(device, torch.bfloat16)
     optimizer = FastAdam(model.parameters(), lr=LR)
 
@@ -120,7 +116,7 @@ def example_loop(options, device):
 
 def nanogpt_loop(options, device, dtype):
     """Return a function that trains one step of nanoGPT, with weights in `dtype`."""
-    config = TrainConfig(**sizes(options), seq_len=options.seq_len, lr=LR)
+    config = TrainConfig(**options.sizes(), seq_len=options.seq_len, lr=LR)
     made = nanogpt.make_nanogpt(nanogpt.load(options.nanogpt), config, device, dtype=dtype)
 
     def step():

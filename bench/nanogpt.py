@@ -44,10 +44,8 @@ BLOCKS = {"bias=False": {"bias": False}, "bias=True": {"bias": True}}  # options
 
 @dataclass
 class Options:
-    path: tyro.conf.Positional[Path]
-    """Folder of a nanoGPT checkout, which has model.py."""
-    shapes: tuple[Literal[SHAPES], ...] = SHAPES
-    """Shapes of benchmark_te.py; one that does not fit into memory is a row with an error."""
+    path: tyro.conf.Positional[Path]  # Folder of a nanoGPT checkout, which has model.py.
+    shapes: tuple[Literal[SHAPES], ...] = SHAPES  # Shapes of benchmark_te.py.
     steps: int = 60  # Steps to time, of each arm.
     json: Path | None = None
     """Write the rows here; those of other shapes in the file stay. Default on a GPU: results/nanogpt.json."""
@@ -146,12 +144,10 @@ def measure_shape(module, config, steps, device):
 def main(argv=None) -> None:
     options = parse(Options, argv, "bench/nanogpt.py", __doc__)
     module, device = load(options.path), pick_device("auto")
-    path = options.json
-    if device.type == "cuda":
-        path = path or ROOT / "results/nanogpt.json"
-    else:
+    if device.type != "cuda":
         print("no GPU: tiny shapes, and the times mean nothing")
-    rows = Rows(path, ("shape", "block", "arm"), "bench/nanogpt.py", argv)
+    default = ROOT / "results/nanogpt.json" if device.type == "cuda" else None
+    rows = Rows(options.json or default, ("shape", "block", "arm"), "bench/nanogpt.py", argv)
     for shape, block in itertools.product(options.shapes, BLOCKS):
         config = step.make_config(step.SHAPES[shape] | BLOCKS[block] | {"fp8_recipe": "none"}, device)
         for figures in measure_shape(module, config, options.steps, device):

@@ -2,16 +2,12 @@
 
     python bench/reference_vs_te.py     # 400 random cases; writes results/reference_vs_te.json
 
-The exit code is 1 if anything is out of bounds. There are four kinds of case, drawn at random with
-heavy-tailed data, zeros and outliers:
+The exit code is 1 if anything is out of bounds. There are four kinds of random case:
 
-- tensor: one tensor, quantized by both. Bytes and scales must be equal, for delayed, current and block
-  scaling.
+- tensor: heavy-tailed data, quantized by both. Bytes and scales must be equal, for all recipes of Hopper.
 - history: amaxes of many tensors over several steps. Scales and amax histories must be equal.
-- norm: the output of a fused norm. Its sums have another order, so at most one byte in 10,000 may differ, by
-  one FP8 step.
-- module: forward and backward over several steps, from the same weights. Outputs and gradients must be within
-  the rounding that `bounds` derives.
+- norm: its sums have another order, so at most one byte in 10,000 may differ, by one FP8 step.
+- module: outputs and gradients must be within the rounding that `bounds` derives.
 """
 
 import json

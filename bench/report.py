@@ -23,8 +23,7 @@ from nanote import recipes
 PRINTED = {  # field of a row -> its text on the screen
     "ms": "{:8.2f} ms", "tokens_per_s": "{:>9,.0f} tokens/s",
     "ratio_to_plain": "{:.3f} x plain", "ratio_to_nanogpt": "{:.3f} x nanoGPT", "ratio": "{:.3f} x unedited",
-    "mfu": "MFU {:.1%}", "peak_gib": "{:.1f} GiB", "peak_reserved_gib": "{:.1f} GiB reserved",
-    "defaults_ms": "defaults {:8.2f} ms",
+    "mfu": "MFU {:.1%}", "peak_gib": "{:.1f} GiB",
     "forward_ms": "forward {:.2f}", "backward_ms": "backward {:.2f}", "optimizer_ms": "optimizer {:.2f}",
     "eager": "eager {:.2f} x BF16", "graph": "graph {:.2f} x BF16",
     "graph_breaks": "{} graph breaks", "graphs": "{} graphs", "compile_s": "compiled in {:.0f} s",
@@ -112,8 +111,8 @@ class Rows(list):
         """Print a row behind a label (None: the values of its keys); append it, floats rounded to six digits,
         and write the file."""
         figures = [text.format(row[name]) for name, text in PRINTED.items() if row.get(name) is not None]
-        label = label or " ".join(f"{value:<12}" for value in self._key(row))
-        print(f"{label:36}", row.get("error") or "  ".join(figures), flush=True)
+        label = label or " ".join(f"{value:<14}" for value in self._key(row))
+        print(f"{label:44}", row.get("error") or "  ".join(figures), flush=True)
         row = row | self.origin
         for name, value in row.items():
             if isinstance(value, float):

@@ -25,18 +25,15 @@ from nanote.config import PRESETS
 ROW_KEYS = ("shape", "block", "arm")
 ARMS = ("plain", "bf16", "fp8", "bf16-eager", "fp8-eager", "fp8-e4m3", "fp8-current", "fp8-block")
 MODERN_TOO = ("124m-b32", "350m-b16", "c4096")  # shapes that are measured with both blocks
-
 GUIDE_SHAPE = (4, 768, 12, 8, 512)  # layers, width, heads, batch, sequence
 TABLE_MODELS, TABLE_FORMATS = ("optimized", "fused", "custom"), ("bf16", "fp8-e4m3", "fp8")
 FORMATS = {"bf16": "BF16", "fp8-e4m3": "FP8 E4M3", "fp8": "FP8 HYBRID", "fp8-current": "FP8 current",
            "fp8-block": "FP8 block", "fp8-mxfp8": "MXFP8", "fp8-nvfp4": "NVFP4"}
-
 STACK = {  # what is added to the bar before -> arm
     "plain PyTorch, eager": "plain-by-hand", "+ SDPA": "plain-eager", "+ torch.compile": "plain",
     "TE's fused modules,\nBF16, eager": "bf16-libraries-eager", "+ FP8": "fp8-libraries-eager",
     "+ CUDA graph": "fp8-libraries", "+ fast kernels": "fp8",
 }
-
 WIDTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)  # per step
 SWEEP_STEPS = 8  # timed, of each arm
@@ -72,9 +69,8 @@ def numerics_failed(rows) -> int:
 def default_arms(name, shape) -> tuple:
     if name == "llama3-8b":
         return "fp8", "fp8-accum4"
-    # with few tokens, plain is bound by launching kernels from Python
-    small = shape["micro_batch_size"] * shape["seq_len"] <= 8192
-    return (*ARMS, "plain-graph") if small else ARMS
+    is_small = shape["micro_batch_size"] * shape["seq_len"] <= 8192  # plain is bound by Python
+    return (*ARMS, "plain-graph") if is_small else ARMS
 
 
 def run_shapes(options, device, argv) -> int:

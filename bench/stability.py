@@ -1,8 +1,7 @@
 """Train a small model under an FP8 setting, disturb one step, and see how the loss recovers.
 
 `run_row` trains one Setting undisturbed up to 40 % of the steps, saves the state, and continues from there
-once per disturbance. `cell_figures` compares the losses of one disturbance. What the disturbances are is in
-the docstring of test_stability.py.
+once per disturbance, which test_stability.py describes. `cell_figures` compares the losses of one.
 """
 
 import copy

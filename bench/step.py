@@ -39,19 +39,22 @@ WORDS = {  # in the name of any arm with Transformer Engine -> options of train.
     "sdpa": {"attention": "sdpa"},
     "te_attention": {"attention": "te"},
     "bf16_moments": {"moment_dtype": "bfloat16"},
+    "float32_masters": {"param_remainders": False},
     "checkpointing": {"gradient_checkpointing": True},
     "muon": {"optimizer": "muon"},
 }
+NUMBERS = {"accum": "grad_accum", "loss": "loss_chunks", "offload": "offload_activations"}  # accum4 …
 FP8_WORDS = {recipe: {"fp8_recipe": recipe} for recipe in ("current", "block", *BLACKWELL)} | {
-    name: {"fp8_format": name} for name in ("e4m3", "hybrid")}
+    name: {"fp8_format": name} for name in ("e4m3", "hybrid")} | {"fp8_param": {"fp8_param": True}}
 
 
 def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
     """Return train.py's options for an arm, those of bf16 for plain arms; ValueError if it is unknown."""
     kind, *words = ("bf16" if arm in PLAIN_ARMS else arm).split("-")
-    known = WORDS | {model: {"model": model} for model in models.MODELS} | {
-        word: {"grad_accum": int(word.removeprefix("accum"))}
-        for word in words if re.fullmatch("accum[1-9][0-9]*", word)}
+    known = WORDS | {model: {"model": model} for model in models.MODELS}
+    for word in words:
+        if number := re.fullmatch(f"({'|'.join(NUMBERS)})([1-9][0-9]*)", word):
+            known[word] = {NUMBERS[number[1]]: int(number[2])}
     if kind == "fp8":
         known |= FP8_WORDS
     if kind not in ("bf16", "fp8") or not known.keys() >= set(words):
@@ -76,10 +79,8 @@ def make_config(options: dict, device, block="gpt2") -> TrainConfig:
 
 def make_batches(config, device) -> list:
     """Return grad_accum micro-batches (inputs, labels) of random tokens, the same for every arm."""
-    random = torch.Generator().manual_seed(0)
-    size = (config.micro_batch_size, config.seq_len + 1)
-    windows = [torch.randint(config.vocab_size, size, generator=random) for _ in range(config.grad_accum)]
-    windows = [window.to(device) for window in windows]
+    size = (config.grad_accum, config.micro_batch_size, config.seq_len + 1)
+    windows = torch.randint(config.vocab_size, size, generator=torch.Generator().manual_seed(0)).to(device)
     return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
 
 
@@ -110,10 +111,7 @@ def free() -> None:
 class Step:
     """One training step, as the loop of train.py makes it: `loss, norm = step(batches, lr)`.
 
-    Attributes:
-        model, optimizer, config: of the step.
-        is_graph: whether steps are replayed as CUDA graphs.
-        forward(*batch), update(): the parts of a step, launched from Python.
+    forward(*batch) and update() are its parts, launched from Python. is_graph: it is replayed as CUDA graphs.
     """
 
     def __init__(self, config: TrainConfig, device: torch.device, batches: list):
