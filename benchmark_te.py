@@ -19,7 +19,8 @@ Arms:
             the last two need Blackwell), -block-hybrid (E5M2 gradients), -fused, -te, -custom, -advanced
             (another model file), -eager (no CUDA graph), -te_modules (model_te_optimized), -sdpa,
             -te_attention (another attention), -libraries (that, and SDPA), -accum4 (micro-batches per step),
-            -checkpointing (gradient checkpointing), -bf16_moments, -muon.
+            -muon. To save memory: -bf16_moments, -float32_masters, -fp8_param, -loss4 (chunks of the loss),
+            -checkpointing (gradient checkpointing), -offload6 (activations of 6 blocks to the host).
 
 The baseline, plain, stays in memory, and an arm's steps are timed in turns with its steps: `ratio_to_plain`
 comes from these. Times are medians between CUDA events. Before anything is timed, an arm's loss, gradient
@@ -34,9 +35,8 @@ from typing import Literal
 import torch
 
 from bench.report import check_output
-from bench.speed import run_formats, run_shapes, run_stack
-from bench.step import SHAPES, options_of
-from bench.sweeps import run_compile, run_sweep
+from bench.speed import run_compile, run_formats, run_shapes, run_stack, run_sweep
+from bench.step import SHAPES, arm_config
 from nanote import recipes
 from nanote.config import PRESETS, TrainConfig, parse, run_command
 from nanote.models import pick_device
@@ -93,7 +93,7 @@ def check_options(options) -> str:
     if options.shape:
         check_shape(options.shape)
     for arm in options.arms:
-        options_of(arm, TrainConfig())
+        arm_config(arm, TrainConfig())
     check_output(options.json)
     return modes[0] if modes else "shape"
 

@@ -7,7 +7,6 @@ heads, D) -> (B, S, heads, D).
 import math
 import re
 import time
-import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,15 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.measure import spans_ms, stamp
 from bench.plain_gpt import attention_by_hand
-from bench.timing import spans_ms, stamp
 from model_te_optimized import DelayedScaling, te
 from nanote import recipes
+from nanote.config import in_a_line
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 # relative errors above these are mistakes, not rounding (FP8 values are up to 12 % apart)
-LIMITS = {"kernel": 0.02, "fp8": 0.1}
+LIMITS = {"kernel": 0.02, "fp8": 0.2}
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,6 @@ class Shape:
         return forward, forward * 5 // 2, forward * 7 // 2
 
 
-# ---------------------------------------------------------------- kernels
-
 def by_hand(shape):
     """Textbook attention, which stores the S x S matrices of all heads."""
     return lambda q, k, v: attention_by_hand(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
@@ -80,8 +78,7 @@ def sdpa(shape, backend=None):
 def te_attention(shape, recipe=None):
     module = te.DotProductAttention(
         shape.heads, shape.head_dim, num_gqa_groups=shape.kv_heads, attention_dropout=0.0, qkv_format="bshd",
-        attn_mask_type="causal",
-    )
+        attn_mask_type="causal")
 
     def attend(q, k, v):
         with te.autocast(enabled=True, recipe=recipe) if recipe else nullcontext():
@@ -92,11 +89,6 @@ def te_attention(shape, recipe=None):
 def te_attention_fp8(shape):
     """Both GEMMs in FP8 (cuDNN), the casts of q, k, v and of the gradient included."""
     return te_attention(shape, DelayedScaling(amax_history_len=16, fp8_dpa=True))
-
-
-def flash_2(shape):
-    from flash_attn import flash_attn_func  # optional package
-    return lambda q, k, v: flash_attn_func(q, k, v, causal=True)
 
 
 def flash_4(shape):
@@ -111,35 +103,27 @@ KERNELS = {
 if HAS_GPU:
     KERNELS |= {
         "SDPA, FlashAttention 2": partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
-        "SDPA, memory-efficient": partial(sdpa, backend=SDPBackend.EFFICIENT_ATTENTION),
         "SDPA, cuDNN": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
-        "flash-attn 2": flash_2,
         "flash-attn 4": flash_4,
         "te.DotProductAttention, FP8": te_attention_fp8,
     }
 
 
-# ---------------------------------------------------------------- correctness
-
 def reference(q, k, v, grad):
-    """Compute causal attention of the last sequence and the last KV head in float64.
+    """Compute causal attention in float64, of the last sequence and the last KV head, where a kernel that
+    mixes up heads or sequences is wrong.
 
-    A kernel that mixes up heads or sequences is wrong there; checking more would only cost time and memory.
     Returns that slice of (out, dq, dk, dv): (S, query heads, D) twice and (S, 1, D) twice.
     """
     group = q.shape[2] // k.shape[2]
     q, grad = q[-1, :, -group:].detach().double().requires_grad_(), grad[-1, :, -group:].double()
     k, v = (t[-1, :, -1].detach().double().requires_grad_() for t in (k, v))
-    future = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
     outs = []
     for head in range(group):  # one at a time: in float64 an S x S matrix is large
-        weights = (q[:, head] @ k.T / math.sqrt(q.shape[-1])).masked_fill(future, -torch.inf).softmax(dim=-1)
-        outs.append(weights @ v)
+        outs.append(attention_by_hand(*(t[None, None] for t in (q[:, head], k, v)))[0, 0])
         outs[-1].backward(grad[:, head])
     return torch.stack([out.detach() for out in outs], dim=1), q.grad, k.grad[:, None], v.grad[:, None]
 
-
-# ---------------------------------------------------------------- time
 
 def one_pass(attend, inputs, grad):
     """Run forward and backward -> ((out, dq, dk, dv), three stamps)."""
@@ -155,12 +139,10 @@ def time_passes(attend, sets):
 
     Returns a row's fields: medians in ms, and the GiB that a pass needs beyond its inputs.
     """
-    synchronize = torch.cuda.synchronize if HAS_GPU else lambda: None
     start, warm = time.perf_counter(), 0
     # the first passes compile, autotune and allocate, and the clock rises
     while warm < 3 or HAS_GPU and time.perf_counter() - start < 0.1:
-        one_pass(attend, *sets[warm % len(sets)])
-        synchronize()
+        spans_ms(one_pass(attend, *sets[warm % len(sets)])[1])  # waits for the GPU
         warm += 1
     if HAS_GPU:
         torch.cuda.reset_peak_memory_stats()
@@ -170,7 +152,6 @@ def time_passes(attend, sets):
         if HAS_GPU:
             torch.cuda._sleep(4_000_000)  # cycles, about 2 ms, in which Python queues the pass
         stamps.append(one_pass(attend, *sets[i % len(sets)])[1])
-    synchronize()
     forward, backward = (median(column) for column in zip(*map(spans_ms, stamps)))
     both = median(spans_ms([first, last])[0] for first, _, last in stamps)
     gib = (torch.cuda.max_memory_allocated() - before) / 2**30 if HAS_GPU else None
@@ -178,10 +159,8 @@ def time_passes(attend, sets):
 
 
 def random_sets(shapes):
-    """Draw inputs of these shapes and the gradient of an output of the first one's shape, in BF16.
-
-    Returns as many sets as fill the L2 cache twice, so that no pass finds its inputs there.
-    """
+    """Draw inputs of these shapes and the gradient of an output of the first one's shape, in BF16: as many
+    sets as fill the L2 cache twice, so that no pass finds its inputs there."""
     cache = torch.cuda.get_device_properties().L2_cache_size if HAS_GPU else 0
     count = min(32, 2 + 2 * cache // (2 * sum(map(math.prod, shapes))))
     torch.manual_seed(0)
@@ -189,21 +168,14 @@ def random_sets(shapes):
     return [([draw(shape, requires_grad=True) for shape in shapes], draw(shapes[0])) for _ in range(count)]
 
 
-# ---------------------------------------------------------------- rows
-
 def row_of(measure, **fields):
     """Return `fields` and what `measure()` returns, or {"why_not": the reason in a line} if it raises."""
     torch.cuda.empty_cache()  # does nothing without a GPU
-    with warnings.catch_warnings(record=True) as notes:  # PyTorch explains "No available kernel" in warnings
-        warnings.simplefilter("always")
-        try:
-            return fields | measure()
-        except Exception as error:  # whatever a kernel raises concerns its row only
-            reason = "not installed: " if isinstance(error, ImportError) else ""
-            reason += str(error) or type(error).__name__
-            for note in notes:
-                reason += " " + str(note.message).partition("(Triggered")[0]
-    return fields | {"why_not": " ".join(reason.split())[:300]}
+    try:
+        return fields | measure()
+    except Exception as error:  # whatever a kernel raises concerns its row only
+        reason = f"{'not installed: ' if isinstance(error, ImportError) else ''}{in_a_line(error)}"
+    return fields | {"why_not": reason}
 
 
 def measure_kernel(make, shape, sets, expected):
@@ -218,10 +190,9 @@ def measure_kernel(make, shape, sets, expected):
     agrees = all(error <= limit for error in errors.values())  # NaN is beyond every limit, and null in JSON
     errors = {name: error if math.isfinite(error) else None for name, error in errors.items()}
     del found, ours, difference  # or they would count as memory that the kernel needs
-    figures = time_passes(attend, sets)
-    row = {"errors": errors, "agrees": agrees} | figures
+    row = {"errors": errors, "agrees": agrees} | time_passes(attend, sets)
     for name, flops in zip(("forward", "backward", "both"), shape.flops()):
-        row[f"{name}_tflops"] = flops / figures[f"{name}_ms"] / 1e9
+        row[f"{name}_tflops"] = flops / row[f"{name}_ms"] / 1e9
     return row
 
 
@@ -232,7 +203,5 @@ def text_of(row):
     worst = max(math.inf if error is None else error for error in row["errors"].values())
     gib = f"{row['peak_gib']:8.2f}" if row["peak_gib"] is not None else " " * 8
     times = f"{row['forward_ms']:9.3f}{row['backward_ms']:10.3f}{row['both_ms']:9.3f}"
-    verdict = "" if row["agrees"] else "WRONG"
-    if verdict and row["name"] == "te.DotProductAttention, FP8" and worst < 0.2:
-        verdict = f"errs by {worst:.0%}"
-    return f"{row['name']:32}{times}{row['both_tflops']:9.1f}{gib}{worst:10.1e}  {verdict}".rstrip()
+    verdict = "" if row["agrees"] else "  WRONG"
+    return f"{row['name']:32}{times}{row['both_tflops']:9.1f}{gib}{worst:10.1e}{verdict}"

@@ -4,15 +4,14 @@
     python bench/convergence.py --arms bf16 fp8 --seeds 1 2 3    # one run per GPU at a time
     python bench/convergence.py --arms nanogpt --nanogpt nanoGPT    # the folder of a checkout
 
-Arms are named in `ARMS`. Their prefix is the size: none for GPT-2 124M; modern- for its modern block; 350m-;
-small- trains in two minutes on a CPU. `nanogpt` is nanoGPT's model, compiled, with the data, schedule and
-optimizer of all. Every arm trains on the same batches for the same seed, and is evaluated on the same tokens.
-A run that was cut, by Ctrl-C or a machine that went away, continues from its last checkpoint in --out-dir.
-The exit code is 1 if a run failed.
+The prefix of an arm is the size: none for GPT-2 124M; modern- for its modern block; 350m-; small- trains in
+two minutes on a CPU. `nanogpt` is nanoGPT's model, compiled. Every arm trains on the same batches for the
+same seed, and is evaluated on the same tokens. A run that was cut continues from its last checkpoint in
+--out-dir. The exit code is 1 if a run failed.
 
-The JSON has in `command` all commands that added to it, in `corpora` their token files, and a list `runs`, a
+The JSON has in `command` all commands that added to it, in `corpora` their token files, and in `runs` a
 record per evaluation of each completed run; its seconds are those of training steps alone. Runs on other
-token files, or with another --more, are refused. From the last records follows the list `summary`:
+token files, or with another --more, are refused. From the last records follows `summary`:
 
 - mean, standard_error: of the final validation loss over the seeds
 - gap_percent, gap_standard_error, gap_interval: of the arm's loss over that of bf16, paired by seed; the last
@@ -20,9 +19,8 @@ token files, or with another --more, are refused. From the last records follows 
 - gap_without_fp8_percent, gap_without_fp8_interval: the same, with the final weights evaluated in BF16
 - seconds: training time, median over the runs on the machine that trained most runs of bf16
 - seconds_to_bf16_loss, loss_matched_speedup, loss_matched_interval: training time after which a run of this
-  arm ends at the loss of bf16, interpolated in the logarithm of the tokens between runs of two lengths;
-  bf16's time over it, and its 95 % interval from that of the gap. A run of another length has its own
-  learning-rate schedule
+  arm ends at the loss of bf16, interpolated in the logarithm of the tokens between runs of two lengths, each
+  with its own learning-rate schedule; bf16's time over it, and its 95 % interval from that of the gap
 - loss_matched_speedup_over_nanogpt, loss_matched_interval_over_nanogpt: the same for the arm nanogpt
 """
 
@@ -30,11 +28,11 @@ import json
 import math
 import os
 import queue
+import re
 import shutil
 import statistics
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,8 +41,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench import convergence_report as report
-from bench.report import check_output, command_line, cpu_name, write_report
+from bench.report import check_output, command_line, cpu_name, markdown, write_report
 from nanote.config import parse, run_command
 from nanote.logs import read_metrics
 from nanote.tokens import open_tokens
@@ -61,15 +58,16 @@ SIZES = {  # prefix of an arm: options of its architecture
 }
 TOKENS_PER_STEP = dict.fromkeys(SIZES, 131_072) | {"small-": 8_192}
 RECIPES = {  # name of an arm: options of its precision
-    "bf16": "--fp8-recipe none", "fp8": "", "fp8-e4m3": "--fp8-format e4m3",
-    "fp8-current": "--fp8-recipe current", "fp8-block": "--fp8-recipe block",
-    "fp8-most_recent": "--fp8-amax-compute-algo most_recent --fp8-amax-history-len 16",
-    "fp8-bf16_head": "--no-fp8-lm-head", "fp8-skip_first": "--fp8-skip-first 1",
-    "fp8-te_modules": "--model optimized",
+    "bf16": "--fp8-recipe none", "fp8": "", "fp8-current": "--fp8-recipe current",
+    "fp8-block": "--fp8-recipe block",
 }
 ARMS = {f"{prefix}{name}": f"{size} {options}" for prefix, size in SIZES.items()
         for name, options in RECIPES.items()}
 ARMS["nanogpt"] = f"{GPT2} --fp8-recipe none --model bench/nanogpt.py:NanoGPT --dtype float32 --compile"
+
+ALL_PREFIXES = r"(?:small-modern-|modern-|350m-|small-|bpe-|)"  # of stored runs too, longest first
+# of Student's t, 1, 2… degrees of freedom
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
 
 
 @dataclass
@@ -86,10 +84,136 @@ class Options:
     nanogpt: Path = Path("nanoGPT")  # Folder of a nanoGPT checkout, for the arm nanogpt.
     more: str = ""  # More options of train.py, for all arms: --more="--eval-tokens 1000000".
 
-# ---------------------------------------------------------------- one run
+
+# ---------------------------------------------------------------- summary
+
+def size_of(arm: str) -> str:
+    """Return the prefix of an arm, such as "modern-"; "" for GPT-2 124M."""
+    return re.match(ALL_PREFIXES, arm)[0]
+
+
+def baseline_of(arm: str) -> str:
+    """Return the BF16 arm of the same architecture and learning rate."""
+    name, at, lr = arm.partition("@")
+    return f"{size_of(name)}bf16{at}{lr}"
+
+
+def standard_error(values: list[float]) -> float | None:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def interval_of(values: list[float]) -> list[float] | None:
+    """Return the 95 % interval of the mean, of the t distribution."""
+    if len(values) < 2:
+        return None
+    mean = statistics.mean(values)
+    half = T_975[min(len(values) - 1, len(T_975)) - 1] * standard_error(values)
+    return [mean - half, mean + half]
+
+
+def final_records(runs: list[dict]) -> dict:
+    """Return the last record of each run: {(arm, tokens): {seed: record}}."""
+    final = {}
+    for record in runs:
+        if record["tokens"] == record["run_tokens"]:
+            final.setdefault((record["arm"], record["tokens"]), {})[record["seed"]] = record
+    return final
+
+
+def changes_of(own: dict, others: dict, field="val_loss") -> list[float]:
+    """Return by how many percent a field of a run is above the loss of another, for each seed of both."""
+    return [100 * (own[seed][field] / others[seed]["val_loss"] - 1)
+            for seed in sorted(own.keys() & others.keys()) if own[seed].get(field) is not None]
+
+
+def summarize(runs: list[dict]) -> list[dict]:
+    """Return a row per arm and number of tokens, with the fields of `summary` that --help describes."""
+    final, rows = final_records(runs), []
+    for (arm, tokens), by_seed in final.items():
+        found = [record["val_loss"] for record in by_seed.values()]
+        baseline = final.get((baseline_of(arm), tokens), {})
+        changes = changes_of(by_seed, baseline)
+        in_bf16 = changes_of(by_seed, baseline, "val_loss_without_fp8")
+        in_bf16 = in_bf16 if len(in_bf16) == len(changes) else []  # of the same seeds, for comparison
+        rows.append({
+            "arm": arm, "tokens": tokens, "seeds": len(found), "mean": statistics.mean(found),
+            "standard_error": standard_error(found),
+            "gap_percent": statistics.mean(changes) if changes else None,
+            "gap_standard_error": standard_error(changes), "gap_interval": interval_of(changes),
+            "gap_without_fp8_percent": statistics.mean(in_bf16) if in_bf16 else None,
+            "gap_without_fp8_interval": interval_of(in_bf16),
+            "seconds": median_seconds(by_seed, final, baseline_of(arm)),
+        })
+    for row in rows:
+        for arm, suffix in ((baseline_of(row["arm"]), ""),
+                            (baseline_of(row["arm"]).replace("bf16", "nanogpt"), "_over_nanogpt")):
+            seconds, speedup, interval = match(row, arm, rows, final)
+            row |= {} if suffix else {"seconds_to_bf16_loss": seconds}
+            row |= {f"loss_matched_speedup{suffix}": speedup, f"loss_matched_interval{suffix}": interval}
+    return sorted(rows, key=lambda row: row["mean"])
+
+
+def median_seconds(by_seed: dict, final: dict, baseline: str) -> float | None:
+    """Return the median training time of the runs on the machine that trained most runs of `baseline`."""
+    machines = [record.get("machine") for (name, _), records in final.items() if name == baseline
+                for record in records.values()]
+    seconds = [record["seconds"] for record in by_seed.values()
+               if not machines or record.get("machine") == statistics.mode(machines)]
+    return statistics.median(seconds) if seconds else None
+
+
+def match(row: dict, baseline: str, rows: list[dict], final: dict) -> tuple:
+    """Return the training time after which row's arm ends at the loss of the arm `baseline`, the time of
+    `baseline` over it, and the 95 % interval of that; None for what is not known.
+
+    The gap, over the seeds of both arms, is turned into tokens by how much the loss falls from one length of
+    row's arm to its next, over the seeds of both lengths. None if the loss is not between these lengths.
+    """
+    other = next((r for r in rows if (r["arm"], r["tokens"]) == (baseline, row["tokens"])), None)
+    own = final[row["arm"], row["tokens"]]
+    is_switched = any("switch_step" in record for record in own.values())  # seconds are of a part
+    if is_switched or not other or not row["seconds"] or not other["seconds"]:
+        return None, None, None
+    if other is row:
+        return row["seconds"], 1.0, None
+    lengths = [r["tokens"] for r in rows if r["arm"] == row["arm"] and r is not row]
+    if not lengths:
+        return None, None, None
+    nearest = min(lengths, key=lambda tokens: abs(math.log(tokens / row["tokens"])))
+
+    def above(arm, tokens):
+        others = final[arm, tokens]
+        return [own[seed]["val_loss"] - others[seed]["val_loss"] for seed in own if seed in others]
+
+    differences, falls = above(baseline, row["tokens"]), above(row["arm"], nearest)
+    if not differences or not falls or not 0 <= statistics.mean(differences) / statistics.mean(falls) <= 1:
+        return None, None, None
+
+    def seconds(gap):
+        return row["seconds"] * (nearest / row["tokens"]) ** (gap / statistics.mean(falls))
+
+    found, bounds = seconds(statistics.mean(differences)), interval_of(differences)
+    interval = bounds and sorted(other["seconds"] / seconds(gap) for gap in bounds)
+    return found, other["seconds"] / found, interval
+
+
+def main_table(result) -> str:
+    """Return the Markdown table of the summary."""
+    columns = {  # title: (field, its text)
+        "arm": ("arm", "`{}`"), "tokens": ("tokens", "{:,}"), "seeds": ("seeds", "{}"),
+        "loss": ("mean", "{:.4f}"), "± standard error": ("standard_error", "{:.4f}"),
+        "behind BF16, %": ("gap_percent", "{:+.2f}"),
+        "95 % interval": ("gap_interval", "{0[0]:+.2f} to {0[1]:+.2f}"),
+        "seconds": ("seconds", "{:.0f}"), "× BF16 at its loss": ("loss_matched_speedup", "{:.2f}")}
+    lines = [["" if row[name] is None else text.format(row[name]) for name, text in columns.values()]
+             for row in result["summary"]]
+    return markdown(list(columns), lines)
+
+
+# ---------------------------------------------------------------- runs
 
 def steps_of(options: Options, arm: str) -> int:
-    return math.ceil(options.tokens / TOKENS_PER_STEP[report.size_of(arm)])
+    return math.ceil(options.tokens / TOKENS_PER_STEP[size_of(arm)])
 
 
 def folder_of(options: Options, arm: str, seed: int) -> Path:
@@ -117,34 +241,26 @@ def command_of(options: Options, arm: str, seed: int) -> list[str]:
     return [sys.executable, "train.py", *words]
 
 
-def is_complete(options: Options, arm: str, seed: int) -> bool:
-    records = read_metrics(folder_of(options, arm, seed) / "metrics.jsonl")
-    return bool(records) and records[-1]["step"] >= steps_of(options, arm)
-
-
 def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
     """Return the records of a run for `runs`.
 
     `seconds` sums the steps after the first. An interval at less than half the median speed holds a resume,
     which captures the CUDA graphs again: it counts at the median.
     """
-    records, tokens_per_step = read_metrics(folder / "metrics.jsonl"), TOKENS_PER_STEP[report.size_of(arm)]
-    found, seconds, last_step = [], 0.0, records[0]["step"]
+    records, tokens_per_step = read_metrics(folder / "metrics.jsonl"), TOKENS_PER_STEP[size_of(arm)]
+    found, seconds = [], 0.0
     median = statistics.median(record["tokens_per_s"] for record in records)
-    for record in records:
+    for before, record in zip([records[0], *records], records):
         step, speed = record["step"], record["tokens_per_s"]
-        seconds += (step - last_step) * tokens_per_step / (speed if speed > median / 2 else median)
-        last_step = step
-        if "val_loss" in record:
-            losses = {name: record[name] for name in ("val_loss", "val_loss_without_fp8")
-                      if record.get(name) is not None}
+        seconds += (step - before["step"]) * tokens_per_step / (speed if speed > median / 2 else median)
+        losses = {name: record[name] for name in ("val_loss", "val_loss_without_fp8")
+                  if record.get(name) is not None}
+        if losses:
             found.append({"arm": arm, "seed": seed, "run_tokens": records[-1]["step"] * tokens_per_step,
                           "tokens": step * tokens_per_step, "step": step, **losses,
                           "seconds": round(seconds, 3)})
     return found
 
-
-# ---------------------------------------------------------------- all runs
 
 def visible_gpus() -> list[str]:
     """Return the value of CUDA_VISIBLE_DEVICES for each GPU; one for the CPU."""
@@ -155,20 +271,27 @@ def visible_gpus() -> list[str]:
 def train_run(options: Options, arm: str, seed: int, gpu: str) -> str:
     """Train one run, or the rest of it; return an error in a line, or ""."""
     folder = folder_of(options, arm, seed)
-    if is_complete(options, arm, seed):
+
+    def is_complete():
+        records = read_metrics(folder / "metrics.jsonl")
+        return bool(records) and records[-1]["step"] >= steps_of(options, arm)
+
+    if is_complete():
         return ""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "NANOGPT": str(options.nanogpt.resolve())}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.log", "a") as log:
         code = subprocess.run(command_of(options, arm, seed), cwd=ROOT, env=environment, stdout=log,
                               stderr=subprocess.STDOUT).returncode
-    return "" if is_complete(options, arm, seed) else f"{folder.name}: exit code {code}, see {folder}.log"
+    return "" if is_complete() else f"{folder.name}: exit code {code}, see {folder}.log"
 
 
-def train_all(options: Options, jobs: list, record) -> list[str]:
-    """Train the jobs, (arm, seed), one per GPU at a time, and call record(arm, seed) after each that is
-    complete; return the errors. Ctrl-C, which train.py gets too, ends the runs after a checkpoint."""
-    gpus, lock = queue.SimpleQueue(), threading.Lock()
+def train_all(options: Options, jobs: list):
+    """Train the jobs, (arm, seed), one per GPU at a time. Yields each job and its error, in order.
+
+    Ctrl-C, which train.py gets too, ends the runs after a checkpoint.
+    """
+    gpus = queue.SimpleQueue()
     for gpu in visible_gpus():
         gpus.put(gpu)
 
@@ -176,14 +299,11 @@ def train_all(options: Options, jobs: list, record) -> list[str]:
         gpu = gpus.get()
         error = train_run(options, *job, gpu)
         gpus.put(gpu)
-        if not error:
-            with lock:
-                record(*job)
-        return error
+        return job, error
 
     with ThreadPoolExecutor(len(visible_gpus())) as pool:
         try:
-            return list(filter(None, pool.map(work, jobs)))
+            yield from pool.map(work, jobs)
         except KeyboardInterrupt:
             pool.shutdown(cancel_futures=True)
             raise
@@ -193,9 +313,9 @@ def train_all(options: Options, jobs: list, record) -> list[str]:
 
 def check_options(options: Options) -> None:
     check_output(options.json)
-    for name, value in (("tokens", options.tokens), ("evaluations", options.evaluations)):
-        if not value >= 1:
-            raise ValueError(f"--{name} {value}: must be 1 or more")
+    for name in ("tokens", "evaluations"):
+        if not getattr(options, name) >= 1:
+            raise ValueError(f"--{name} {getattr(options, name)}: must be 1 or more")
     for arm in options.arms:
         if arm.partition("@")[0] not in ARMS:
             raise ValueError(f"--arms {arm}: unknown; the arms are {', '.join(ARMS)}")
@@ -204,16 +324,11 @@ def check_options(options: Options) -> None:
                              "with --nanogpt")
 
 
-def read_document(options: Options) -> dict:
-    return json.loads(options.json.read_text()) if options.json.exists() else {"runs": []}
-
-
 def corpus_of(options: Options) -> tuple[str, dict]:
     """Return the identifier of a corpus, from the checksums of its files, and its entry in `corpora`."""
-    _, meta = open_tokens(ROOT / options.data, "train", verify=False)
-    identifier = f"{meta['train_sha256'][:16]}-{meta['val_sha256'][:16]}"
-    fields = ("source", "documents", "train_tokens", "val_tokens")
-    return identifier, {"data": options.data, **{name: meta.get(name) for name in fields}}
+    meta = open_tokens(ROOT / options.data, "train", verify=False)[1]
+    entry = {name: meta.get(name) for name in ("source", "documents", "train_tokens", "val_tokens")}
+    return f"{meta['train_sha256'][:16]}-{meta['val_sha256'][:16]}", {"data": options.data, **entry}
 
 
 def main(argv=None) -> int:
@@ -223,27 +338,31 @@ def main(argv=None) -> int:
     # seeds outside, so that a study that was cut has all arms of its first seeds
     jobs = [(arm, seed) for seed in options.seeds for arm in arms]
     corpus, description = corpus_of(options)
-    others = {(run.get("corpus"), run.get("more", "")) for run in read_document(options)["runs"]}
+
+    def read_document() -> dict:
+        return json.loads(options.json.read_text()) if options.json.exists() else {"runs": []}
+
+    others = {(run.get("corpus"), run.get("more", "")) for run in read_document()["runs"]}
     if others - {(corpus, options.more)}:
         raise ValueError(f"--json {options.json}: has runs on another corpus or with another --more; "
                          "name another file")
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
-
-    def record(arm: str, seed: int) -> None:
-        document = read_document(options)  # another command may have added to it
-        more = {"machine": machine, "corpus": corpus, "more": options.more}
-        found = [record | more for record in evaluations_of(arm, seed, folder_of(options, arm, seed))]
+    origin, errors = {"machine": machine, "corpus": corpus, "more": options.more}, []
+    for (arm, seed), error in train_all(options, jobs):
+        if error:
+            errors.append(error)
+            continue
+        found = [record | origin for record in evaluations_of(arm, seed, folder_of(options, arm, seed))]
         run = arm, seed, found[0]["run_tokens"]
+        document = read_document()  # another command may have added to it
         runs = [r for r in document["runs"] if (r["arm"], r["seed"], r["run_tokens"]) != run] + found
         commands = [*document.get("command", "").split("; "), command_line("bench/convergence.py", argv)]
         write_report("bench/convergence.py", argv, {
             "command": "; ".join(dict.fromkeys(filter(None, commands))),
             "corpora": document.get("corpora", {}) | {corpus: description},
-            "runs": runs, "summary": report.summarize(runs)}, options.json)
-
-    errors = train_all(options, jobs, record)
+            "runs": runs, "summary": summarize(runs)}, options.json)
     if options.json.exists():
-        print(report.main_table(read_document(options)))
+        print(main_table(read_document()))
     for error in errors:
         print(error, file=sys.stderr)
     return 1 if errors else 0

@@ -10,16 +10,15 @@ checkpoint. Damaged files, full disks and SIGTERM are in tests/.
 Linux only: runs are forked, so that Python's imports run once.
 """
 import json
+import multiprocessing
 import os
 import random
 import shutil
-import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +47,7 @@ SETTINGS = {  # name: (options, ranks)
     "FSDP2 on two ranks": ("--parallel fsdp", 2),
 }
 KILLS = 5  # in each chain
+FORK = multiprocessing.get_context("fork")
 
 
 @dataclass
@@ -56,46 +56,42 @@ class Options:
     json: Path | None = None  # Write the figures here.
 
 
-def start(arguments: str, ranks: int) -> list[int]:
-    """Run train.py in a fork for each rank; return their process ids. The file `log` gets what they print."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    children = []
-    for rank in range(ranks):
-        children.append(os.fork())
-        if children[-1]:
-            continue
-        code = 99  # an unexpected error
-        try:
-            output = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(output, 1), os.dup2(output, 2)
-            sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
-            torch.set_num_threads(1)
-            tqdm.set_lock(threading.RLock())  # processes share tqdm's: one that is killed may hold it
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                           "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-            code = run_command(lambda: train.run(arguments.split()), "train.py")
-        except BaseException:
-            traceback.print_exc()
-        os._exit(code)
-    return children
+def train_rank(arguments: str, variables: dict) -> None:
+    """Run train.py in this process. The file `log` gets what it prints."""
+    log = sys.stdout = sys.stderr = open("log", "a", buffering=1)
+    os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
+    torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # processes share tqdm's: one that is killed may hold it
+    os.environ |= variables
+    sys.exit(run_command(lambda: train.run(arguments.split()), "train.py"))
 
 
-def wait(children) -> int:
+def start(arguments: str, ranks: int) -> list:
+    """Start train.py in a fork for each rank; return the processes."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = str(server.getsockname()[1])
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    variables = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    processes = [FORK.Process(target=train_rank, args=(arguments, own)) for own in variables]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def wait(processes) -> int:
     """Return the first exit code that is not 0, or 0; -9 after kill -9."""
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    return next((code for code in codes if code), 0)
+    for process in processes:
+        process.join()
+    return next((process.exitcode for process in processes if process.exitcode), 0)
 
 
-def kill(children, seconds: float) -> bool:
+def kill(processes, seconds: float) -> bool:
     """Kill the ranks after some seconds; return whether the run was still going on."""
     time.sleep(seconds)
-    for child in children:
-        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            return False
-    for child in children:
-        os.kill(child, signal.SIGKILL)
+    if not all(process.is_alive() for process in processes):
+        return False
+    for process in processes:
+        process.kill()
     return True
 
 
@@ -107,35 +103,33 @@ def result(run) -> tuple[list, dict]:
     return lines, {name: value for name, value in stored.items() if not name.endswith(".host")}
 
 
-def is_undisturbed(run) -> bool:
-    """Return whether a run ended like the one in the folder `whole`."""
-    (lines, stored), (expected_lines, expected) = result(run), result("whole")
+def is_undisturbed() -> bool:
+    """Return whether the run in the folder `run` ended like the one in the folder `whole`."""
+    (lines, stored), (expected_lines, expected) = result("run"), result("whole")
     return lines == expected_lines and stored.keys() == expected.keys() and all(
         torch.equal(stored[name], value) for name, value in expected.items())
 
 
-def resume_or_start(options: str, ranks: int) -> list[int]:
-    return start("--resume --out-dir run" if checkpoint.latest("run") else f"{options} --out-dir run", ranks)
-
-
 def kill_chain(options: str, ranks: int, seconds: float, draw) -> Counter:
     """Kill a chain of runs, and let the last one end."""
+    def resume_or_start():
+        return start(f"{'--resume' if checkpoint.latest('run') else options} --out-dir run", ranks)
+
     outcome = Counter(chains=1)
     while outcome["kills"] < KILLS:
-        children = resume_or_start(options, ranks)
-        if kill(children, draw.uniform(0, 0.7 * seconds)):
-            outcome["died_of_it"] += wait(children) == -9
+        processes = resume_or_start()
+        if kill(processes, draw.uniform(0, 0.7 * seconds)):
+            outcome["died_of_it"] += wait(processes) == -9
             outcome["kills"] += 1
             outcome["in_a_save"] += any(Path("run").glob(".saving-*"))
             for folder in checkpoint.list_checkpoints("run"):
                 checkpoint.verify(folder)
-        elif wait(children) or not is_undisturbed("run"):
+        elif wait(processes) or not is_undisturbed():
             outcome["failed"] += 1
         else:  # it has ended before: kill a new run
             shutil.rmtree("run")
-    is_equal = wait(resume_or_start(options, ranks)) == 0 and is_undisturbed("run")
-    outcome["equal_chains"] = int(is_equal)
-    outcome["equal_to_the_uninterrupted_run"] = KILLS if is_equal else 0
+    is_equal = wait(resume_or_start()) == 0 and is_undisturbed()
+    outcome.update(equal_chains=is_equal, equal_to_the_uninterrupted_run=KILLS * is_equal)
     shutil.rmtree("run")
     return outcome
 
@@ -168,7 +162,6 @@ def main(argv=None):
     figures = {"options": OPTIONS, "settings": SETTINGS, "seconds": round(time.perf_counter() - began),
                "killed": {"counts": total}}
     write_report("bench/faults.py", argv, figures, options.json)
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,28 +1,75 @@
 """Measure one arm: check what it computes, then time its training step in turns with the baseline's.
 
 `measure` raises what the arm raises; `attempt` returns it as a row with an error, so that a study continues
-with the next arm.
+with the next arm. Times are those between CUDA events; on a CPU, of the host's clock.
 """
 
 import dataclasses
 import math
+import random
 import statistics
+import time
 import traceback
+from functools import partial
 
 import torch
 
-from bench import step as steps_of_arms
 from bench.plain_gpt import ARMS as PLAIN_ARMS
 from bench.plain_gpt import make_plain
-from bench.timing import in_turns, spans_ms, stamp
+from bench.step import Step, arm_config, free, make_batches
 from nanote import recipes
 from nanote.config import in_a_line
-from nanote.models import flops_per_token, peak_flops
+from nanote.models import flops_per_token, make_model_config, peak_flops
 
+TURNS = 4  # in which the timed steps of an arm and of its baseline alternate
 WARMUP = 10  # steps before anything is timed
 LR = 1e-5  # so small that the weights hardly change while steps are timed
 CHECKED_LR = 2.0**-13  # BF16 weights below 2^-5 take such a step exactly
 CLOSE = 0.2  # relative difference of the gradient norms of two arms; tiny models scatter by 0.1
+
+
+def stamp(device):
+    """Return a point in time: on a GPU, an event in the current stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def spans_ms(stamps) -> list[float]:
+    """Return ms between each stamp and the next."""
+    if isinstance(stamps[0], float):
+        return [1e3 * (b - a) for a, b in zip(stamps, stamps[1:])]
+    stamps[-1].synchronize()
+    return [a.elapsed_time(b) for a, b in zip(stamps, stamps[1:])]
+
+
+def timed(functions, device) -> list[float]:
+    """Return ms of each of `functions`, called one after the other without waiting for the GPU."""
+    stamps = [stamp(device)]
+    for function in functions:
+        function()
+        stamps.append(stamp(device))
+    return spans_ms(stamps)
+
+
+def in_turns(functions: dict, steps: int, device) -> dict:
+    """Return {name: ms of `steps` calls}: TURNS turns of each function, so that all see the same clock and
+    temperature of the GPU. The first call of a turn follows another function's, and is not counted."""
+    times = {name: [] for name in functions}
+    for turn in range(TURNS):
+        count = len(range(turn, steps, TURNS))  # the turns differ by one step at most
+        for name, function in functions.items() if count else ():
+            times[name] += timed([function] * (count + 1), device)[1:]
+    return times
+
+
+def interval_of_median(values, seed=0) -> list[float]:
+    """Return the 95 % interval [low, high] of the median: percentile bootstrap with 2,000 resamples."""
+    draw = random.Random(seed)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
+    return [medians[50], medians[1949]]
 
 
 class Agreement:
@@ -30,7 +77,7 @@ class Agreement:
 
     At initialization the loss on random tokens is about ln V + 0.02²·C/2, all arms have about the same
     gradient norm, and the first steps lower the loss. So a gradient that is zero, scaled or not seen by the
-    optimizer is refused. That the models are one network is what tests/test_benchmark.py tests.
+    optimizer is refused.
     """
 
     def __init__(self):
@@ -40,7 +87,9 @@ class Agreement:
         """Return loss, grad_norm and loss_fall for the row of an arm; RuntimeError if one is wrong."""
         config = step.config
         loss, norm = (value.item() for value in step(batches, 0.0))
-        check_loss(loss, config)
+        expected = math.log(config.vocab_size) + 0.02**2 * config.n_embd / 2
+        if not abs(loss - expected) < 0.3:
+            raise RuntimeError(f"numerics: a loss of {loss:.3f} at initialization, not about {expected:.3f}")
         first, expected = self.first.setdefault(config.grad_accum, (arm, norm))
         if not (norm > 0 and abs(norm / expected - 1) < CLOSE):
             raise RuntimeError(f"numerics: a gradient norm of {norm:.5g}, and {expected:.5g} in {first}")
@@ -50,83 +99,80 @@ class Agreement:
         return {"loss": loss, "grad_norm": norm, "loss_fall": loss - last}
 
 
-def check_loss(loss, config) -> None:
-    """Raise RuntimeError unless the loss is that of random tokens at initialization."""
-    expected = math.log(config.vocab_size) + 0.02**2 * config.n_embd / 2
-    if not abs(loss - expected) < 0.3:
-        raise RuntimeError(f"numerics: a loss of {loss:.3f} at initialization, not about {expected:.3f}")
-
-
 def phases_ms(step, batch, device, passes=5) -> dict:
     """Time forward, backward and update on one micro-batch, launched from Python: medians of `passes`."""
     spans = []
     for _ in range(2 + passes):
         step.model.zero_grad(set_to_none=True)
-        stamps = [stamp(device)]
-        loss = step.forward(*batch)
-        stamps.append(stamp(device))
+        start, loss = stamp(device), step.forward(*batch)
+        after_forward = stamp(device)
         loss.backward()
-        stamps.append(stamp(device))
+        after_backward = stamp(device)
         step.update()
-        spans.append(spans_ms([*stamps, stamp(device)]))
+        spans.append(spans_ms([start, after_forward, after_backward, stamp(device)]))
     step.model.zero_grad(set_to_none=True)
-    columns = zip(("forward", "backward", "optimizer"), zip(*spans[2:]))
-    return {f"{name}_ms": statistics.median(column) for name, column in columns}
+    names = ("forward_ms", "backward_ms", "optimizer_ms")
+    return dict(zip(names, map(statistics.median, zip(*spans[2:]))))
 
 
-def time_step(arm, step, batches, device, steps, baseline=None, warmup=None, occupied=0) -> dict:
+def time_step(step, batches, device, steps, baseline, ratio, warmup, occupied) -> dict:
     """Warm a step up and time it in turns with a baseline -> figures of speed and memory of its row.
 
-    occupied: bytes that are not the step's. warmup: steps that are not timed; None: WARMUP, and 1 on a CPU.
+    occupied: bytes that are not the step's. The other arguments are those of `measure`.
     """
     config, on_gpu = step.config, device.type == "cuda"
     for _ in range(warmup if warmup is not None else WARMUP if on_gpu else 1):
         step(batches, LR)
     peak = (torch.cuda.max_memory_allocated() - occupied) / 2**30 if on_gpu else None
-    functions = {"step": lambda: step(batches, LR)}
-    if baseline is not None:
-        functions = {"baseline": lambda: baseline(batches, LR)} | functions
+    steps_of = {"baseline": baseline, "step": step} if baseline is not None else {"step": step}
+    functions = {name: partial(function, batches, LR) for name, function in steps_of.items()}
     times = in_turns(functions, steps, device)
     ms = statistics.median(times["step"])
-    tokens_per_s = 1e3 * config.micro_batch_size * config.seq_len * config.grad_accum / ms
-    return {
-        "arm": arm, "ms": ms, "slowest_ms": max(times["step"]), "tokens_per_s": tokens_per_s,
-        "ratio_to_plain": statistics.median(times["baseline"]) / ms if baseline is not None else None,
-        "peak_gib": peak, "parameters": sum(p.numel() for p in step.model.parameters())}
+    figures = {
+        "ms": ms, "slowest_ms": max(times["step"]),
+        "tokens_per_s": 1e3 * config.micro_batch_size * config.seq_len * config.grad_accum / ms,
+        ratio: None, "peak_gib": peak, "parameters": sum(p.numel() for p in step.model.parameters())}
+    if baseline is not None:
+        ratios = [a / b for a, b in zip(times["baseline"], times["step"])]
+        figures[ratio] = statistics.median(times["baseline"]) / ms
+        figures[f"{ratio}_interval"] = interval_of_median(ratios)
+    return figures
 
 
-def measure(arm, config, device, steps, baseline=None, agreement=None, warmup=None, phases=5):
+def measure(arm, config, device, steps, baseline=None, agreement=None, warmup=None, phases=5, make=None,
+            ratio="ratio_to_plain"):
     """Measure one arm -> (the figures of its row, its step).
 
     Args:
         config: the TrainConfig of the shape; the arm's words change it.
         baseline: the step of the arm plain, or another baseline, timed in turns with this one.
         agreement: compares this arm with the shape's first one; None: with none.
+        warmup: steps that are not timed; None: WARMUP, and 1 on a CPU.
         phases: passes of phases_ms; 0 skips it.
+        make: returns the step of an arm that is none of this kit's, from (config, device).
+        ratio: the field that gets the speed over that of the baseline.
     """
-    config = steps_of_arms.options_of(arm, config)
-    model_config = steps_of_arms.model_config_of(config)
-    batches = steps_of_arms.make_batches(config, device)
-    steps_of_arms.free()
+    config = arm_config(arm, config) if make is None else config
+    options = dataclasses.asdict(config) | {"use_fp8": config.fp8_recipe != "none"}
+    model_config, batches = make_model_config("optimized", options), make_batches(config, device)
+    free()
     occupied = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    if arm in PLAIN_ARMS:
+    if make is not None:
+        step = make(config, device)
+    elif arm in PLAIN_ARMS:
         step = make_plain(arm, model_config, config, device)
     else:
-        step = steps_of_arms.Step(config, device, batches)
+        step = Step(config, device, batches)
     checked = (agreement or Agreement()).verify(arm, step, batches)
-    figures = time_step(arm, step, batches, device, steps, baseline, warmup, occupied)
+    figures = time_step(step, batches, device, steps, baseline, ratio, warmup, occupied)
     flops, peak = flops_per_token(model_config, figures["parameters"], config.seq_len), peak_flops(device)
     figures |= {
-        "mfu": figures["tokens_per_s"] * flops / peak if peak else None,
-        "cuda_graph": step.is_graph,
-        "kernels": getattr(step, "kernels", ""),
+        "arm": arm, "mfu": figures["tokens_per_s"] * flops / peak if peak else None,
+        "cuda_graph": step.is_graph, "kernels": getattr(step, "kernels", ""),
         "fp8_format": recipes.resolve_format(config.fp8_recipe, config.fp8_format) or None,
-        "grad_accum": config.grad_accum,
-        **checked,
-        "model_config": dataclasses.asdict(model_config),
-    }
-    if arm == "plain":
-        figures["ratio_to_plain"] = 1.0
+        "grad_accum": config.grad_accum, **checked, "model_config": dataclasses.asdict(model_config)}
+    if arm in ("plain", "nanogpt"):  # the baselines
+        figures[ratio] = 1.0
     if phases:
         try:
             figures |= phases_ms(step, batches[0], device, phases)

@@ -2,8 +2,7 @@
 
     python bench/minimal.py --nanogpt nanoGPT --json results/minimal.json    # nanoGPT: a checkout
 
-- readme         README's loop with the copied file: BF16 weights, float32 masters in FusedAdam, the fastest
-                 attention installed, FP8 with delayed scaling
+- readme         README's loop with the copied file: delayed scaling, float32 masters in FusedAdam
 - fast           README's second loop: model_te_fast.py, FastAdam and CUDA graphs
 - fast_eager     the same, launched from Python
 - example        the parts of examples/minimal.py in its loop: also data, parameter groups, clipping, schedule
@@ -26,7 +25,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench import nanogpt, report, timing
+from bench import measure, nanogpt
+from bench.report import Rows
 from fast_kernels.adam import FastAdam
 from model_te_fast import FastConfig, FastGPT2Model
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model, te
@@ -48,6 +48,9 @@ class Options:
     nanogpt: Path | None = None  # Folder of a nanoGPT checkout, which has model.py.
     json: Path | None = None  # Write the rows here.
 
+    def sizes(self) -> dict:
+        return dict(n_layer=self.layers, n_head=self.width // 64, n_embd=self.width, vocab_size=VOCAB_SIZE)
+
 
 def random_tokens(options, device):
     return torch.randint(VOCAB_SIZE, (options.batch, options.seq_len + 1), device=device)
@@ -55,9 +58,7 @@ def random_tokens(options, device):
 
 def readme_loop(options, device):
     """Return a function that trains one step as README's loop does."""
-    config = OptimizedConfig(n_layer=options.layers, n_head=options.width // 64, n_embd=options.width,
-                             n_positions=options.seq_len, vocab_size=VOCAB_SIZE, use_fp8=True,
-                             attention="auto")
+    config = OptimizedConfig(**options.sizes(), n_positions=options.seq_len, use_fp8=True, attention="auto")
     model = OptimizedGPT2Model(config).to(device, torch.bfloat16)
     optimizer = te.optimizers.FusedAdam(model.parameters(), lr=LR, master_weights=True)
 
@@ -74,8 +75,7 @@ def readme_loop(options, device):
 
 def fast_loop(options, device, graphed=True):
     """Return a function that trains one step as README's second loop does."""
-    config = FastConfig(n_layer=options.layers, n_head=options.width // 64, n_embd=options.width,
-                        n_positions=options.seq_len, vocab_size=VOCAB_SIZE, use_fp8=True)
+    config = FastConfig(**options.sizes(), n_positions=options.seq_len, use_fp8=True)
     model = FastGPT2Model(config).to(device, torch.bfloat16)
     optimizer = FastAdam(model.parameters(), lr=LR)
 
@@ -116,8 +116,7 @@ def example_loop(options, device):
 
 def nanogpt_loop(options, device, dtype):
     """Return a function that trains one step of nanoGPT, with weights in `dtype`."""
-    config = TrainConfig(n_layer=options.layers, n_head=options.width // 64, n_embd=options.width,
-                         vocab_size=VOCAB_SIZE, seq_len=options.seq_len, lr=LR)
+    config = TrainConfig(**options.sizes(), seq_len=options.seq_len, lr=LR)
     made = nanogpt.make_nanogpt(nanogpt.load(options.nanogpt), config, device, dtype=dtype)
 
     def step():
@@ -133,7 +132,6 @@ def make_loops(options, device) -> dict:
         loops["fast"] = fast_loop(options, device)
         loops["fast_eager"] = fast_loop(options, device, graphed=False)
     if options.nanogpt:
-        nanogpt.allow_tf32()
         loops["nanogpt_bf16"] = nanogpt_loop(options, device, torch.bfloat16)
         loops["nanogpt"] = nanogpt_loop(options, device, torch.float32)
     return loops
@@ -144,23 +142,21 @@ def main(argv=None) -> None:
     if options.nanogpt:
         nanogpt.load(options.nanogpt)  # before anything is made
     device = pick_device("auto")
-    rows = report.Rows(options.json, ["loop"], "bench/minimal.py", argv)
+    rows = Rows(options.json, ["loop"], "bench/minimal.py", argv)
     torch.manual_seed(0)
     loops = make_loops(options, device)
     for _ in range(WARMUP):
         losses = {name: step().item() for name, step in loops.items()}
     if max(losses.values()) - min(losses.values()) > 0.3:
         raise ValueError(f"the loops do not train alike, so nothing is timed: losses {losses}")
-    for name, times in timing.in_turns(loops, options.steps, device).items():
+    for name, times in measure.in_turns(loops, options.steps, device).items():
         ms = statistics.median(times)
-        tokens_per_s = options.batch * options.seq_len / ms * 1e3
-        row = {"loop": name, "ms": ms, "ms_interval": timing.interval_of_median(times),
-               "tokens_per_s": tokens_per_s, "batch": options.batch, "seq_len": options.seq_len,
-               "layers": options.layers, "width": options.width}
+        row = {"loop": name, "ms": ms, "ms_interval": measure.interval_of_median(times),
+               "tokens_per_s": options.batch * options.seq_len / ms * 1e3, "batch": options.batch,
+               "seq_len": options.seq_len, "layers": options.layers, "width": options.width}
         if name.startswith("nanogpt"):
             row["model_py_sha256"] = nanogpt.checksum(options.nanogpt)
         rows.add(row)
-        print(f"{name:14} {ms:8.2f} ms {tokens_per_s:12,.0f} tokens/s")
 
 
 if __name__ == "__main__":

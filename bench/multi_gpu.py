@@ -5,16 +5,15 @@
 `efficiency` is tokens/s per GPU in a layout, divided by the mean over the GPUs of what each reaches alone at
 the same micro-batch; both steps take turns, and a figure is the median of their steps. Layouts:
 
-- ddp               gradients in float32, the update divided among the GPUs (nanote/ddp.py): the default
-- ddp-eager         launched from Python, not as CUDA graphs
-- fsdp, fsdp-eager  FSDP2
-- nanogpt           nanoGPT's model as its train.py trains it, in BF16: DistributedDataParallel around the
-                    compiled model. Pass --nanogpt with a checkout, of which model.py alone is read
+- ddp        gradients in float32, the update divided among the GPUs (nanote/ddp.py): the default
+- ddp-eager  launched from Python, not as CUDA graphs
+- fsdp       FSDP2; fsdp-eager
+- nanogpt    nanoGPT's model as its train.py trains it, in BF16: DistributedDataParallel around the compiled
+             model. Pass --nanogpt with a checkout, of which model.py alone is read
 
 Layout nanogpt is timed first; `over_nanogpt` of a row of ddp is its tokens/s per GPU over nanoGPT's with as
 many GPUs. Before anything is timed, the step on all GPUs, with one GPU's tokens on each of them, must have
-the loss and gradient norm that this GPU has alone. NVLink multicast is off if NCCL_NVLS_ENABLE=0 is set; rows
-say so.
+the loss and gradient norm that this GPU has alone.
 """
 import dataclasses
 import itertools
@@ -29,19 +28,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from bench import measure, nanogpt, report, step, timing
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench import measure, nanogpt, report, step
 from nanote import parallel
 from nanote.config import parse, run_command
 
 SHAPES = {name: step.SHAPES[name] for name in ("124m-b32", "350m-b16", "c4096", "llama3-8b")} | {
     "124m-b16": step.SHAPES["124m-b32"] | {"micro_batch_size": 16}}
-LAYOUTS = {
+LAYOUTS = {  # options of train.py
     "ddp": {}, "ddp-eager": {"cuda_graph": "off"},
-    "fsdp": {"parallel": "fsdp"},
-    "fsdp-eager": {"parallel": "fsdp", "cuda_graph": "off"},
+    "fsdp": {"parallel": "fsdp"}, "fsdp-eager": {"parallel": "fsdp", "cuda_graph": "off"},
     "nanogpt": {},
 }
 RECIPES = ("delayed", "none", "current", "block")
@@ -61,30 +57,27 @@ class Options:
 
 def alone():
     """Let this process train as if it were the only one."""
-    return mock.patch("torch.distributed.is_initialized", return_value=False)
+    return mock.patch("torch.distributed.is_initialized", lambda: False)
 
 
-def check(options) -> str | None:
-    """Return the SHA-256 of nanoGPT's model.py, None without layout nanogpt; ValueError for a mistake."""
+def check(options) -> None:
+    """Raise ValueError or OSError for a mistake, before the processes meet."""
     for name, known in {"shapes": SHAPES, "layouts": LAYOUTS, "recipes": RECIPES}.items():
         for value in set(getattr(options, name)) - set(known):
             raise ValueError(f"--{name} {value!r}: unknown; use {', '.join(known)}")
     report.check_output(options.json)
-    if "nanogpt" not in options.layouts:
-        return None
-    if options.nanogpt is None:
-        raise ValueError("--layouts nanogpt: needs a nanoGPT checkout; name its folder with --nanogpt")
-    if options.accum > 1 or "llama3-8b" in options.shapes:
-        raise ValueError("--layouts nanogpt: has no gradient accumulation and no Llama; leave it out")
-    nanogpt.load(options.nanogpt)
-    return nanogpt.checksum(options.nanogpt)
+    if "nanogpt" in options.layouts:
+        if options.nanogpt is None:
+            raise ValueError("--layouts nanogpt: needs a nanoGPT checkout; name its folder with --nanogpt")
+        if options.accum > 1 or "llama3-8b" in options.shapes:
+            raise ValueError("--layouts nanogpt: has no gradient accumulation and no Llama; leave it out")
+        nanogpt.load(options.nanogpt)
 
 
 def make_step(layout, config, options, device, batches):
     """Make the step of a layout for all ranks, or within `alone()` for this one."""
     if layout != "nanogpt":
         return step.Step(config, device, batches)
-    nanogpt.allow_tf32()
     # Load it for each step: torch.compile splits the graph for DDP, has no guard on DDP, and would run the
     # graphs of one step in the other, too
     return nanogpt.make_nanogpt(nanogpt.load(options.nanogpt), config, device, ddp=dist.is_initialized())
@@ -105,27 +98,36 @@ def peak_gib(made, device) -> float | None:
     return (torch.cuda.max_memory_allocated() + shared) / 2**30
 
 
+def warm(made, batches, device) -> list[float]:
+    """Run steps that change nothing; return loss and gradient norm of the first."""
+    first = [value.item() for value in made(batches, 0.0)]
+    for _ in range(measure.WARMUP if device.type == "cuda" else 1):
+        made(batches, 0.0)
+    return first
+
+
 def measure_row(layout, config, options, device) -> dict:
     """Check and time one layout; return the figures of its row."""
     batches = step.make_batches(config, device)
     step.free()
     together = make_step(layout, config, options, device, batches)
-    loss, norm = (value.item() for value in together(batches, 0.0))
-    for _ in range(measure.WARMUP if device.type == "cuda" else 1):
-        together(batches, 0.0)
+    loss, norm = warm(together, batches, device)
     peak = peak_gib(together, device)
     with alone():
         single = make_step(layout, dataclasses.replace(config, parallel="ddp"), options, device, batches)
-        expected = [value.item() for value in single(batches, 0.0)]
+        expected = warm(single, batches, device)
     check_agreement((loss, norm), expected, config)
-    row = time_in_turns(single, together, batches, options.steps, device)
+    functions = {"one": alone()(lambda: single(batches, measure.LR)),
+                 "all": lambda: together(batches, measure.LR)}
+    times = measure.in_turns(functions, options.steps, device)
+    ms_one, ms_all = map(statistics.median, times.values())
     tokens = config.micro_batch_size * config.seq_len * config.grad_accum
-    on_one = [1e3 * tokens / ms for ms in over_ranks(row["ms_one"])]
-    on_all, mean = 1e3 * tokens / max(over_ranks(row["ms_all"])), statistics.mean(on_one)
-    return row | {
-        "tokens_per_s_per_gpu": on_all, "tokens_per_s_one_gpu": mean, "slowest_gpu": min(on_one) / mean,
-        "efficiency": on_all / mean, "peak_gib": peak, "loss": loss, "grad_norm": norm,
-        "graphed": together.is_graph, "kernels": getattr(together, "kernels", None)}
+    on_one = [1e3 * tokens / ms for ms in over_ranks(ms_one)]
+    on_all, mean = 1e3 * tokens / max(over_ranks(ms_all)), statistics.mean(on_one)
+    return {
+        "ms_one": ms_one, "ms_all": ms_all, "tokens_per_s_per_gpu": on_all, "tokens_per_s_one_gpu": mean,
+        "slowest_gpu": min(on_one) / mean, "efficiency": on_all / mean, "peak_gib": peak, "loss": loss,
+        "grad_norm": norm, "graphed": together.is_graph, "kernels": getattr(together, "kernels", None)}
 
 
 def check_agreement(found, expected, config) -> None:
@@ -138,46 +140,17 @@ def check_agreement(found, expected, config) -> None:
                          f"{error:.3g}")
 
 
-def time_in_turns(single, together, batches, steps, device) -> dict:
-    """Return the median ms of a step on this GPU alone and on all GPUs."""
-    ms_one, ms_all, count = [], [], max(1, steps // timing.TURNS)
-    for turn in range(1 + timing.TURNS):
-        with alone():
-            one = timing.timed([lambda: single(batches, measure.LR)] * count, device)
-        dist.barrier()
-        every = timing.timed([lambda: together(batches, measure.LR)] * count, device)
-        if turn:  # the first turn warms up
-            ms_one += one
-            ms_all += every
-    return {"ms_one": statistics.median(ms_one), "ms_all": statistics.median(ms_all)}
-
-
-def ratios(row: dict, rows: list[dict]) -> dict:
-    """Return the ratios of a row to the BF16 row of its layout and, for ddp, to nanoGPT's, if measured."""
-    def find(**fields):
-        wanted = {key: row[key] for key in ("gpus", "gpu", "parallel", "shape", "grad_accum")} | fields
-        matching = (other for other in rows if "error" not in other and wanted.items() <= other.items())
-        return next(matching, None)
-
-    found = {}
-    if row["recipe"] != "none" and (plain := find(recipe="none")):
-        for name, key in {"": "tokens_per_s_per_gpu", "_one_gpu": "tokens_per_s_one_gpu"}.items():
-            found[f"fp8_over_bf16{name}"] = row[key] / plain[key]
-    if row["parallel"].startswith("ddp") and (other := find(parallel="nanogpt", recipe="none")):
-        found["over_nanogpt"] = row["tokens_per_s_per_gpu"] / other["tokens_per_s_per_gpu"]
-    return found
-
-
-def describe(row: dict) -> str:
-    name = f"{row['gpus']} GPUs  {row['parallel']:16} {row['shape']:9} {row['recipe']:8}"
-    return (f"{name} {row['tokens_per_s_per_gpu'] / 1e3:8.1f} k tokens/s per GPU, one "
-            f"{row['tokens_per_s_one_gpu'] / 1e3:8.1f} k, efficiency {row['efficiency']:.3f}, peak "
-            f"{row['peak_gib'] or 0:.1f} GiB, FP8 / BF16 {row.get('fp8_over_bf16', float('nan')):.3f}")
+def over_nanogpt(row: dict, rows: list[dict]) -> dict:
+    """Return the ratio of a row of ddp to that of nanoGPT on as many GPUs, if it was measured."""
+    wanted = {"parallel": "nanogpt"} | {key: row[key] for key in ("gpus", "gpu", "shape", "grad_accum")}
+    speeds = [other["tokens_per_s_per_gpu"] for other in rows if wanted.items() <= other.items()]
+    is_comparable = speeds and row["parallel"].startswith("ddp")
+    return {"over_nanogpt": row["tokens_per_s_per_gpu"] / speeds[0]} if is_comparable else {}
 
 
 def main(argv=None) -> None:
     options = parse(Options, argv, "bench/multi_gpu.py", __doc__)
-    source = check(options)
+    check(options)
     ranks = parallel.start()
     if ranks.count < 2:
         raise ValueError("bench/multi_gpu.py: one process; start it with torchrun --nproc-per-node 2")
@@ -186,25 +159,23 @@ def main(argv=None) -> None:
         torch.cuda.set_device(device)
     keys = ("gpus", "gpu", "parallel", "shape", "recipe", "grad_accum", "nccl_max_ctas")
     rows = report.Rows(options.json if ranks.rank == 0 else None, keys, "bench/multi_gpu.py", argv)
+    common = {
+        "gpus": ranks.count, "gpu": rows.origin["gpu"], "grad_accum": options.accum,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None,
+        "nccl_max_ctas": os.environ.get("NCCL_MAX_CTAS"),
+        "nvlink_multicast": os.environ.get("NCCL_NVLS_ENABLE") != "0"}
     layouts = sorted(options.layouts, key=lambda layout: layout != "nanogpt")  # first, for over_nanogpt
-    for shape, layout, recipe in itertools.product(options.shapes, layouts, options.recipes):
-        if layout == "nanogpt" and recipe != options.recipes[0]:
-            continue
-        recipe = "none" if layout == "nanogpt" else recipe
+    runs = [(shape, layout, recipe if layout != "nanogpt" else "none")  # nanoGPT has one precision
+            for shape, layout, recipe in itertools.product(options.shapes, layouts, options.recipes)]
+    for shape, layout, recipe in dict.fromkeys(runs):
         config = dataclasses.replace(step.make_config(SHAPES[shape], device), fp8_recipe=recipe,
                                      grad_accum=options.accum, **LAYOUTS[layout])
-        row = {"gpus": ranks.count, "gpu": rows.origin["gpu"], "parallel": layout, "shape": shape,
-               "recipe": recipe, "grad_accum": options.accum,
-               "nccl_max_ctas": os.environ.get("NCCL_MAX_CTAS")}
-        row |= measure_row(layout, config, options, device)
-        row |= ratios(row, rows)
+        row = common | {"parallel": layout, "shape": shape, "recipe": recipe}
         if layout == "nanogpt":
-            row["model_py_sha256"] = source
-        row["nvlink_multicast"] = os.environ.get("NCCL_NVLS_ENABLE") != "0"
-        row["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None
-        rows.add(row)
+            row["model_py_sha256"] = nanogpt.checksum(options.nanogpt)
+        row |= measure_row(layout, config, options, device)
         if ranks.rank == 0:
-            print(describe(row), flush=True)
+            rows.add(row | over_nanogpt(row, rows), f"{ranks.count} GPUs  {layout} {shape} {recipe}")
     step.free()  # NCCL waits for CUDA graphs that hold its kernels
 
 

@@ -17,10 +17,13 @@ median of nanoGPT's steps over the median of theirs.
 
 import hashlib
 import importlib.util
+import itertools
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 import tyro
@@ -28,25 +31,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench import measure
+from bench import measure, step
 from bench.plain_gpt import PlainStep
 from bench.report import Rows
-from bench.step import SHAPES as STEP_SHAPES
-from bench.step import free, make_batches, make_config
 from nanote.config import parse, run_command
 from nanote.models import pick_device
 
 SHAPES = ("124m-b32", "124m-b4", "350m-b16", "c4096")
 ARMS = ("plain", "bf16", "fp8")
-BLOCKS = {"bias=False": False, "bias=True": True}
+BLOCKS = {"bias=False": {"bias": False}, "bias=True": {"bias": True}}  # options of train.py
 
 
 @dataclass
 class Options:
-    path: tyro.conf.Positional[Path]
-    """Folder of a nanoGPT checkout, which has model.py."""
-    shapes: tuple[str, ...] = SHAPES
-    """Shapes of benchmark_te.py; one that does not fit into memory is a row with an error."""
+    path: tyro.conf.Positional[Path]  # Folder of a nanoGPT checkout, which has model.py.
+    shapes: tuple[Literal[SHAPES], ...] = SHAPES  # Shapes of benchmark_te.py.
     steps: int = 60  # Steps to time, of each arm.
     json: Path | None = None
     """Write the rows here; those of other shapes in the file stay. Default on a GPU: results/nanogpt.json."""
@@ -79,18 +78,6 @@ def checksum(folder) -> str:
     return hashlib.sha256((folder / "model.py").read_bytes()).hexdigest()
 
 
-def allow_tf32() -> None:
-    """Set what nanoGPT's train.py sets."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-
-
-def make_gpt(module, config, block_size: int, dropout: float):
-    """Return nanoGPT's model. `config` has the other sizes, and bias."""
-    return module.GPT(module.GPTConfig(
-        block_size=block_size, vocab_size=config.vocab_size, n_layer=config.n_layer, n_head=config.n_head,
-        n_embd=config.n_embd, dropout=dropout, bias=config.bias))
-
-
 @dataclass
 class NanoGPTConfig:
     vocab_size: int = 50304
@@ -100,6 +87,12 @@ class NanoGPTConfig:
     n_embd: int = 768
     dropout: float = 0.0
     bias: bool = True  # In linear layers and norms, as GPT-2 has it.
+
+    def make(self, module):
+        """Return the GPT of a module that `load` returned."""
+        sizes = vars(self) | {"block_size": self.n_positions}
+        del sizes["n_positions"]
+        return module.GPT(module.GPTConfig(**sizes))
 
 
 class NanoGPT(torch.nn.Module):
@@ -111,7 +104,7 @@ class NanoGPT(torch.nn.Module):
         if not folder:
             raise ValueError("NANOGPT is not set; name the folder of a nanoGPT checkout, which has model.py")
         self.config = config
-        self.gpt = make_gpt(load(Path(folder)), config, config.n_positions, config.dropout)
+        self.gpt = config.make(load(Path(folder)))
 
     def forward(self, input_ids, labels=None):
         if labels is not None:
@@ -126,68 +119,39 @@ def make_nanogpt(module, config, device, ddp=False, dtype=torch.float32) -> Nano
 
     ddp: train on all ranks, as nanoGPT's train.py does. dtype: of the weights.
     """
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.manual_seed(config.seed)
-    model = make_gpt(module, config, config.seq_len, dropout=0.0).to(device, dtype)
-    betas = config.betas
-    optimizer = model.configure_optimizers(config.weight_decay, config.lr, betas, device.type)
+    sizes = {name: getattr(config, name) for name in ("vocab_size", "n_layer", "n_head", "n_embd", "bias")}
+    model = NanoGPTConfig(**sizes, n_positions=config.seq_len).make(module).to(device, dtype)
+    optimizer = model.configure_optimizers(config.weight_decay, config.lr, config.betas, device.type)
     net = torch.compile(model)
     if ddp:
         net = DistributedDataParallel(net, device_ids=[device.index] if device.type == "cuda" else None)
     return NanoGPTStep(model, net, optimizer, config, device)
 
 
-def measure_nanogpt(module, config, device, steps):
-    """Check and time nanoGPT alone -> (the figures of its row, its step)."""
-    free()
-    batches, step = make_batches(config, device), make_nanogpt(module, config, device)
-    loss = step(batches, 0.0)[0].item()
-    measure.check_loss(loss, config)
-    figures = measure.time_step("nanogpt", step, batches, device, steps)
-    return figures | {"ratio_to_plain": 1.0, "loss": loss}, step
-
-
-def measure_shape(module, shape, block, steps, device, add):
-    """Measure nanoGPT at a shape, then this kit's arms in turns with it. `add` takes each arm's figures."""
+def measure_shape(module, config, steps, device):
+    """Measure nanoGPT, then this kit's arms in turns with it. Yields the figures of each arm."""
     torch._dynamo.reset()  # or torch.compile reaches its recompile limit
-    config = make_config(STEP_SHAPES[shape] | {"bias": BLOCKS[block]}, device)
-    try:
-        figures, nanogpt = measure_nanogpt(module, config, device, steps)
-    except torch.OutOfMemoryError as error:
-        return add({"arm": "nanogpt", "error": measure.error_text(error)})
-    add(figures)
-    for arm in ARMS:
-        add(measure.attempt(arm, config, device, steps, nanogpt, phases=0)[0])
-
-
-def print_row(row):
-    line = f"{row['shape']} {row['block']:10} {row['arm']:8}"
-    if "error" in row:
-        return print(f"{line} {row['error']}", flush=True)
-    print(f"{line} {row['ms']:8.2f} ms  {row['tokens_per_s']:>9,.0f} tokens/s  "
-          f"{row['ratio_to_nanogpt']:.3f} x nanoGPT", flush=True)
+    attempt = partial(measure.attempt, config=config, device=device, steps=steps, phases=0,
+                      ratio="ratio_to_nanogpt")
+    figures, nanogpt = attempt("nanogpt", make=partial(make_nanogpt, module))
+    yield figures
+    for arm in ARMS if nanogpt else ():  # None: it does not fit into memory
+        yield attempt(arm, baseline=nanogpt)[0]
 
 
 def main(argv=None) -> None:
     options = parse(Options, argv, "bench/nanogpt.py", __doc__)
-    for shape in set(options.shapes) - set(SHAPES):
-        raise ValueError(f"--shapes {shape!r}: unknown; use {', '.join(SHAPES)}")
     module, device = load(options.path), pick_device("auto")
-    source, path = checksum(options.path), options.json
-    if device.type == "cuda":
-        allow_tf32()
-        path = path or ROOT / "results/nanogpt.json"
-    else:
+    if device.type != "cuda":
         print("no GPU: tiny shapes, and the times mean nothing")
-    rows = Rows(path, ("shape", "block", "arm"), "bench/nanogpt.py", argv)
-    for shape in options.shapes:
-        for block in BLOCKS:
-            def add(figures, shape=shape, block=block):
-                row = {"shape": shape, "block": block, "model_py_sha256": source} | figures
-                row["ratio_to_nanogpt"] = row.pop("ratio_to_plain", None)
-                print_row(row)
-                rows.add(row)
-
-            measure_shape(module, shape, block, options.steps, device, add)
+    default = ROOT / "results/nanogpt.json" if device.type == "cuda" else None
+    rows = Rows(options.json or default, ("shape", "block", "arm"), "bench/nanogpt.py", argv)
+    for shape, block in itertools.product(options.shapes, BLOCKS):
+        config = step.make_config(step.SHAPES[shape] | BLOCKS[block] | {"fp8_recipe": "none"}, device)
+        for figures in measure_shape(module, config, options.steps, device):
+            rows.add({"shape": shape, "block": block, "model_py_sha256": checksum(options.path)} | figures)
 
 
 if __name__ == "__main__":

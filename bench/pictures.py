@@ -1,10 +1,6 @@
 """Draw the pictures of the pages from the JSON in results/, five in all. Nothing is measured.
 
     python bench/pictures.py
-
-stack.png: from plain PyTorch to the fast kernels. convergence.png: loss against tokens and time.
-crossover.png: where FP8 pays. attention.png: attention kernels. fp8_health.png: headroom and flushed values
-of a small run.
 """
 
 import json
@@ -14,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench.convergence_report import interval_of
+from bench.convergence import interval_of
 from nanote import health
 from nanote.config import run_command
 
@@ -57,9 +53,9 @@ def draw_stack(rows, path):
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(y=0.15)
     axes.set(ylabel="thousand tokens/s")
-    keys = [Patch(color="tab:gray", label="plain PyTorch"),
-            Patch(color="tab:green", label="with Transformer Engine")]
-    axes.legend(handles=keys, frameon=False, loc="upper left", title="+: added to the bar before")
+    keys = {"plain PyTorch": "tab:gray", "with Transformer Engine": "tab:green"}
+    axes.legend(handles=[Patch(color=color, label=label) for label, color in keys.items()], frameon=False,
+                loc="upper left", title="+: added to the bar before")
     axes.set_title(f"GPT-2 124M, 32 × 1,024 tokens a step; {origin(rows)}", fontsize=9, color="dimgray")
     figure.savefig(path, dpi=130)
 

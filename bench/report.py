@@ -1,7 +1,7 @@
-"""Write the JSON of the studies and Markdown tables.
+"""Write the JSON of the studies, print their rows and Markdown tables.
 
-- `Rows`: a list of measurements, written to its file after each one. Running a study again replaces only the
-  rows that it measures again.
+- `Rows`: a list of measurements, printed and written to its file after each one. Running a study again
+  replaces only the rows that it measures again.
 - `write_report`: one document with the machine, versions, date and command beside the figures.
 - `markdown`: a table.
 """
@@ -10,14 +10,26 @@ import datetime
 import json
 import os
 import platform
+import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from torch.utils import collect_env
 
 from nanote import recipes
+
+PRINTED = {  # field of a row -> its text on the screen
+    "ms": "{:8.2f} ms", "tokens_per_s": "{:>9,.0f} tokens/s",
+    "ratio_to_plain": "{:.3f} x plain", "ratio_to_nanogpt": "{:.3f} x nanoGPT", "ratio": "{:.3f} x unedited",
+    "mfu": "MFU {:.1%}", "peak_gib": "{:.1f} GiB",
+    "forward_ms": "forward {:.2f}", "backward_ms": "backward {:.2f}", "optimizer_ms": "optimizer {:.2f}",
+    "eager": "eager {:.2f} x BF16", "graph": "graph {:.2f} x BF16",
+    "graph_breaks": "{} graph breaks", "graphs": "{} graphs", "compile_s": "compiled in {:.0f} s",
+    "tokens_per_s_per_gpu": "{:,.0f} tokens/s per GPU", "over_nanogpt": "{:.3f} x nanoGPT",
+    "efficiency": "efficiency {:.3f}",
+}
 
 
 def check_output(*paths) -> None:
@@ -43,39 +55,23 @@ def command_line(program, argv) -> str:
 
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.machine()
 
 
 def write_report(program, argv, figures, path=None) -> dict:
     """Return `figures` with machine, versions, date and command before them; write it to `path` if given."""
     result = {
-        "machine": recipes.describe(),
-        "cpu": cpu_name(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
-        "command": command_line(program, argv),
-        **figures,
-    }
+        "machine": recipes.describe(), "cpu": cpu_name(), "torch": torch.__version__,
+        "python": platform.python_version(), "date": datetime.date.today().isoformat(),
+        "command": command_line(program, argv), **figures}
     if path:
         write_json(path, result)
     return result
 
 
-def driver() -> str | None:
-    """Return the version of NVIDIA's driver; None without nvidia-smi."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError:
-        return None
-    return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
-
-
 class Rows(list):
-    """Measured rows, kept in a JSON file (path, or None) that is rewritten after each one.
+    """Measured rows, printed and kept in a JSON file (path, or None) that is rewritten after each one.
 
     A new row replaces an earlier one with the same values of `keys`. Every row records the GPU, driver,
     versions, date and command that it was measured with. ValueError if the file holds something else, or GPU
@@ -86,26 +82,22 @@ class Rows(list):
         self.path, self.keys = path, keys
         self.origin = {
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-            "driver": driver(),
+            "driver": collect_env.get_nvidia_driver_version(collect_env.run),  # None without nvidia-smi
             "torch": torch.__version__,
             "te": "te_reference" if recipes.IS_REFERENCE else recipes.TE_VERSION,
             "date": datetime.date.today().isoformat(),
             "command": command_line(program, argv),
         }
         check_output(path)
-        if path and path.exists():
-            self._read()
-
-    def _read(self):
         try:
-            self += json.loads(self.path.read_text())
+            self += json.loads(path.read_text()) if path and path.exists() else []
             for row in self:
                 self._key(row)
         except (TypeError, KeyError, ValueError) as error:
-            raise ValueError(f"--json {self.path}: holds something else than rows with "
-                             f"{', '.join(self.keys)}; name another file") from error
+            raise ValueError(f"--json {path}: holds something else than rows with "
+                             f"{', '.join(keys)}; name another file") from error
         if self.origin["gpu"] == "CPU" and any(row.get("gpu", "CPU") != "CPU" for row in self):
-            raise ValueError(f"--json {self.path}: holds GPU measurements, and there is no GPU here; "
+            raise ValueError(f"--json {path}: holds GPU measurements, and there is no GPU here; "
                              "name another file")
 
     def _key(self, row) -> list:
@@ -115,8 +107,12 @@ class Rows(list):
         """Return whether a row with these keys was measured without an error."""
         return any(self._key(other) == self._key(row) and "error" not in other for other in self)
 
-    def add(self, row) -> None:
-        """Append a row, floats rounded to six digits, and write the file."""
+    def add(self, row, label=None) -> None:
+        """Print a row behind a label (None: the values of its keys); append it, floats rounded to six digits,
+        and write the file."""
+        figures = [text.format(row[name]) for name, text in PRINTED.items() if row.get(name) is not None]
+        label = label or " ".join(f"{value:<14}" for value in self._key(row))
+        print(f"{label:44}", row.get("error") or "  ".join(figures), flush=True)
         row = row | self.origin
         for name, value in row.items():
             if isinstance(value, float):

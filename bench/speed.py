@@ -1,46 +1,52 @@
-"""The speed tables of benchmark_te.py: shapes against plain PyTorch, FP8 formats, and the stack.
+"""The tables of benchmark_te.py: shapes against plain PyTorch, FP8 formats, the stack, and two maps.
 
-Each function takes the options of benchmark_te.py, the device and the command's arguments (for the report).
+Each `run_…` takes the options of benchmark_te.py, the device and the command's arguments (for the report).
+The two maps have many rows, which are measured as far as --time-budget goes:
+
+- --sweep: where FP8 pays, against BF16 over width and tokens per step.
+- --compile: torch.compile's modes on the models, by recipe. Each row is one training step, beside the same
+  step uncompiled and as a CUDA graph: its speed, the graph breaks and their reasons, the number of graphs and
+  the seconds of compiling. An error of the compiler is a result like any other.
 """
+
+import dataclasses
+import itertools
+import statistics
+import time
 
 import torch
 
-from bench.measure import Agreement, attempt
+from bench.measure import LR, Agreement, attempt, error_text, timed
 from bench.report import Rows, markdown
-from bench.step import BLACKWELL, SHAPES, free, make_config
+from bench.step import BLACKWELL, SHAPES, Step, free, make_batches, make_config
 from nanote import models, recipes
 from nanote.config import PRESETS
 
 ROW_KEYS = ("shape", "block", "arm")
 ARMS = ("plain", "bf16", "fp8", "bf16-eager", "fp8-eager", "fp8-e4m3", "fp8-current", "fp8-block")
+MODERN_TOO = ("124m-b32", "350m-b16", "c4096")  # shapes that are measured with both blocks
 GUIDE_SHAPE = (4, 768, 12, 8, 512)  # layers, width, heads, batch, sequence
 TABLE_MODELS, TABLE_FORMATS = ("optimized", "fused", "custom"), ("bf16", "fp8-e4m3", "fp8")
 FORMATS = {"bf16": "BF16", "fp8-e4m3": "FP8 E4M3", "fp8": "FP8 HYBRID", "fp8-current": "FP8 current",
            "fp8-block": "FP8 block", "fp8-mxfp8": "MXFP8", "fp8-nvfp4": "NVFP4"}
-MODERN_TOO = ("124m-b32", "350m-b16", "c4096")  # shapes that are measured with both blocks
 STACK = {  # what is added to the bar before -> arm
     "plain PyTorch, eager": "plain-by-hand", "+ SDPA": "plain-eager", "+ torch.compile": "plain",
     "TE's fused modules,\nBF16, eager": "bf16-libraries-eager", "+ FP8": "fp8-libraries-eager",
     "+ CUDA graph": "fp8-libraries", "+ fast kernels": "fp8",
 }
-
-
-def print_row(row, label=""):
-    """Print a measured row in one line."""
-    start = f"{label:18} {row['arm']:18}"
-    if "error" in row:
-        return print(f"{start} {row['error']}", flush=True)
-    line = f"{start} {row['ms']:8.2f} ms  {row['tokens_per_s']:>9,.0f} tokens/s"
-    if row["ratio_to_plain"]:
-        line += f"  {row['ratio_to_plain']:.3f} x plain"
-    if row["mfu"]:
-        line += f"  MFU {100 * row['mfu']:.1f} %"
-    if row["peak_gib"]:
-        line += f"  {row['peak_gib']:.1f} GiB"
-    for name in ("forward", "backward", "optimizer"):
-        if f"{name}_ms" in row:
-            line += f"  {name} {row[f'{name}_ms']:.2f}"
-    print(line, flush=True)
+WIDTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)
+TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)  # per step
+SWEEP_STEPS = 8  # timed, of each arm
+COMPILE_RECIPES = ("none", "current", "delayed", "block")
+COMPILE_MODES = {  # row of the table -> options of train.py
+    "cuda-graph": dict(cuda_graph="auto"),
+    "eager": {},
+    "default": dict(compile=True),
+    "fullgraph": dict(compile=True, compile_fullgraph=True),
+    "reduce-overhead": dict(compile=True, compile_mode="reduce-overhead"),
+    "max-autotune": dict(compile=True, compile_mode="max-autotune"),
+    "max-autotune-no-cudagraphs": dict(compile=True, compile_mode="max-autotune-no-cudagraphs"),
+}
 
 
 def measure_shape(name, shape, block, arms, options, device, rows, phases=5):
@@ -53,26 +59,18 @@ def measure_shape(name, shape, block, arms, options, device, rows, phases=5):
             plain = step
         del step  # or its memory would be taken while the next arm is measured
         rows.add({"shape": name, "block": block} | figures)
-        print_row(figures, f"{name} {block}")
-
-
-def default_arms(name, shape) -> tuple:
-    if name == "llama3-8b":
-        return "fp8", "fp8-accum4"
-    # with few tokens, plain is bound by launching kernels from Python
-    small = shape["micro_batch_size"] * shape["seq_len"] <= 8192
-    return (*ARMS, "plain-graph") if small else ARMS
-
-
-def blocks_of(name, options) -> tuple:
-    if name in PRESETS:
-        return ("own",)  # a preset sets its block itself
-    return options.blocks or (("gpt2", "modern") if name in MODERN_TOO else ("gpt2",))
 
 
 def numerics_failed(rows) -> int:
     """Return the exit code: 1 if an arm did not compute what the others did."""
     return int(any("numerics" in row.get("error", "") for row in rows))
+
+
+def default_arms(name, shape) -> tuple:
+    if name == "llama3-8b":
+        return "fp8", "fp8-accum4"
+    is_small = shape["micro_batch_size"] * shape["seq_len"] <= 8192  # plain is bound by Python
+    return (*ARMS, "plain-graph") if is_small else ARMS
 
 
 def run_shapes(options, device, argv) -> int:
@@ -83,7 +81,8 @@ def run_shapes(options, device, argv) -> int:
         shapes = {options.preset: PRESETS[options.preset] | dict(preset=options.preset, grad_accum=1)}
     rows = Rows(options.json, ROW_KEYS, "benchmark_te.py", argv)
     for name, shape in shapes.items():
-        for block in blocks_of(name, options):
+        blocks = options.blocks or (("gpt2", "modern") if name in MODERN_TOO else ("gpt2",))
+        for block in ("own",) if name in PRESETS else blocks:  # a preset sets its block itself
             arms = options.arms or default_arms(name, shape)
             measure_shape(name, shape, block, arms, options, device, rows)
             free()
@@ -114,7 +113,7 @@ def run_formats(options, device, argv) -> int:
 
 def formats_table(rows) -> str:
     """Return the table of models and formats: ms of forward, backward, both, and the training step."""
-    found = {}
+    found, lines = {}, []
     for row in rows:
         words = row["arm"].split("-")
         model = next((word for word in words if word in models.MODELS), "optimized")
@@ -122,15 +121,13 @@ def formats_table(rows) -> str:
             total = row["forward_ms"] + row["backward_ms"] if "forward_ms" in row else None
             arm = "-".join(word for word in words if word != model)
             found.setdefault(model, {})[arm] = row | {"total_ms": total}
-    lines = []
     for model, formats in found.items():
         bf16 = formats.get("bf16", {})
         for arm in sorted(formats, key=[*FORMATS, *formats].index):
             row = formats[arm]
-            speed_up = {part: bf16[part] / row[part] if bf16.get(part) and row[part] else None
-                        for part in ("total_ms", "ms")}
-            values = (row.get("forward_ms"), row.get("backward_ms"), row["total_ms"], speed_up["total_ms"],
-                      row["ms"], speed_up["ms"])
+            total, step = (bf16[part] / row[part] if bf16.get(part) and row[part] else None
+                           for part in ("total_ms", "ms"))
+            values = (row.get("forward_ms"), row.get("backward_ms"), row["total_ms"], total, row["ms"], step)
             cells = ["" if value is None else f"{value:.2f}" for value in values]
             lines.append([model, FORMATS.get(arm, arm), *cells])
     titles = ["model", "precision", "forward", "backward", "total", "speed-up", "training step", "speed-up"]
@@ -144,5 +141,73 @@ def run_stack(options, device, argv):
     rows = Rows(options.json, ("shape", "label"), "benchmark_te.py", argv)
     for label, arm in STACK.items():
         figures = attempt(arm, config, device, options.steps, None, agreement)[0]
-        rows.add({"shape": name, "label": label} | figures)
-        print_row(figures, label.replace("\n", " ")[:26])
+        rows.add({"shape": name, "label": label} | figures, label.replace("\n", " "))
+
+
+def measure_rows(measure, keys: dict, options, argv):
+    """Call measure(*values) -> figures for each combination of the values in `keys`.
+
+    Skips those that options.json holds already, and marks those for which options.time_budget has no time.
+    """
+    start, rows = time.time(), Rows(options.json, tuple(keys), "benchmark_te.py", argv)
+    for values in itertools.product(*keys.values()):
+        row = dict(zip(keys, values))
+        if not rows.has(row):
+            late = time.time() - start > options.time_budget
+            rows.add(row | ({"error": "not run: time budget"} if late else measure(*values)))
+
+
+def run_sweep(options, device, argv):
+    """Measure FP8 and BF16 at each width and number of tokens per step."""
+    def measure(width, tokens):
+        # two layers and a small vocabulary, so that the blocks dominate
+        shape = dict(n_layer=2, n_embd=width, n_head=width // 64, micro_batch_size=tokens // 1024,
+                     seq_len=1024, vocab_size=1024)
+        config, agreement, row = make_config(shape, device), Agreement(), {}
+        for name, suffix in (("eager", "-eager"), ("graph", "")):
+            for arm in (f"bf16{suffix}", f"fp8{suffix}"):
+                figures = attempt(arm, config, device, SWEEP_STEPS, None, agreement, warmup=3, phases=0)[0]
+                row[f"{arm}_ms"] = figures.get("ms")
+                row |= {"error": figures["error"]} if "error" in figures else {}
+            fp8_ms, bf16_ms = row[f"fp8{suffix}_ms"], row[f"bf16{suffix}_ms"]
+            row[name] = bf16_ms / fp8_ms if fp8_ms and bf16_ms else None
+        return row
+
+    count = None if device.type == "cuda" else 2
+    measure_rows(measure, {"width": WIDTHS[:count], "tokens": TOKENS[:count]}, options, argv)
+
+
+def measure_compiled(name, config, device, agreement) -> dict:
+    """Make a step, run and verify it, and time it -> the figures of its row."""
+    from torch._dynamo.utils import counters  # imports the compiler, which is slow
+
+    torch._dynamo.reset()
+    counters.clear()
+    batches, began = make_batches(config, device), time.time()
+    step = Step(config, device, batches)
+    loss = agreement.verify(name, step, batches)["loss"]  # five steps, in which graphs are recorded
+    seconds = time.time() - began
+    ms = statistics.median(timed([lambda: step(batches, LR)] * 11, device)[3:])
+    reasons = {reason.splitlines()[0][:150]: count for reason, count in counters["graph_break"].items()}
+    return {
+        "ms": ms, "tokens_per_s": 1e3 * config.micro_batch_size * config.seq_len / ms, "loss": loss,
+        "graph_breaks": sum(reasons.values()), "reasons": reasons,
+        "graphs": counters["stats"].get("unique_graphs", 0),
+        "compile_s": max(0.0, seconds - 5 * ms / 1e3) if config.compile else 0.0}
+
+
+def run_compile(options, device, argv):
+    """Measure each mode of torch.compile, recipe and model."""
+    base, agreement = make_config(SHAPES["guide"], device), Agreement()
+
+    def measure(recipe, mode, model):
+        changes = dict(model=model, fp8_recipe=recipe, cuda_graph="off") | COMPILE_MODES[mode]
+        free()  # also what a row that failed left behind
+        try:
+            config = dataclasses.replace(base, **changes)
+            return measure_compiled(f"{mode}, {recipe}, {model}", config, device, agreement)
+        except Exception as error:  # whatever the compiler raises is the result
+            return {"error": error_text(error)}
+
+    keys = {"recipe": COMPILE_RECIPES, "mode": COMPILE_MODES, "model": models.MODELS}
+    measure_rows(measure, keys, options, argv)

@@ -1,8 +1,7 @@
 """Train a small model under an FP8 setting, disturb one step, and see how the loss recovers.
 
 `run_row` trains one Setting undisturbed up to 40 % of the steps, saves the state, and continues from there
-once per disturbance. `cell_figures` compares the losses of one disturbance. What the disturbances are is in
-the docstring of test_stability.py.
+once per disturbance, which test_stability.py describes. `cell_figures` compares the losses of one.
 """
 
 import copy
@@ -29,7 +28,6 @@ DISTURBANCES = ("none", "outlier", "outlier 1e6", "zeros", "weight", "lr", "loss
 FP8_RECIPES = ("delayed", "current", "block", "mxfp8")
 MODELS = {"optimized": (OptimizedConfig, OptimizedGPT2Model), "te": (TEConfig, TEGPT2Model)}
 LOSS_SCALES = {"loss up": 2.0**15, "loss down": 2.0**-15}
-CORPUS_BYTES = 2**21
 
 
 @dataclass(frozen=True)
@@ -82,13 +80,11 @@ def settings_of(options):
     return rows
 
 
-# ---------------------------------------------------------------- training
-
 @lru_cache
 def corpus():
     """Return sources of Python's standard library, uint8 (n,)."""
     data = b"".join(path.read_bytes() for path in sorted(Path(copy.__file__).parent.glob("*.py")))
-    return torch.frombuffer(bytearray(data[:CORPUS_BYTES]), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data[:2**21]), dtype=torch.uint8)
 
 
 class Run:
@@ -144,8 +140,7 @@ class Run:
         weights = [p.detach().clone() for p in self.parameters]
         return weights, copy.deepcopy(self.optimizer.state_dict()), recipes.get_state(self.model)
 
-    def restore(self, saved):
-        weights, optimizer, scales = saved
+    def restore(self, weights, optimizer, scales):
         torch._foreach_copy_([p.detach() for p in self.parameters], weights)
         self.optimizer.load_state_dict(copy.deepcopy(optimizer))
         recipes.set_state(self.model, scales)
@@ -179,11 +174,8 @@ def disturbed(model, disturbance):
 
 
 def run_row(work):
-    """Train one setting under every disturbance.
-
-    work: (setting, steps, disturbances, seed, lr). Returns (setting, {disturbance: list of all losses},
-    seconds).
-    """
+    """Train one setting under every disturbance; work: (setting, steps, disturbances, seed, lr). Returns
+    (setting, {disturbance: list of all losses}, seconds)."""
     setting, steps, disturbances, seed, lr = work
     start, at = time.time(), disturbed_from(steps)
     if not HAS_GPU:
@@ -191,12 +183,10 @@ def run_row(work):
     run = Run(setting, steps, seed, lr)
     before, saved, losses = run.train(0, at), run.save(), {}
     for disturbance in disturbances:
-        run.restore(saved)
+        run.restore(*saved)
         losses[disturbance] = torch.cat((before, run.train(at, steps, disturbance, at))).tolist()
     return setting, losses, time.time() - start
 
-
-# ---------------------------------------------------------------- figures
 
 def recovered_after(losses, undisturbed, at):
     """Return the steps from the disturbance at step `at` until the loss stays within 5 % of the undisturbed
@@ -223,19 +213,14 @@ def cell_figures(setting, disturbance, losses, baseline):
         "row": str(setting), **vars(setting), "disturbance": disturbance, "finite": finite,
         "recovered_after": recovered_after(mine, losses["none"], at),
         "worst_loss": max(mine[at:]) if finite else None, "final_loss": final(mine) if finite else None,
-        "final_vs_high_precision": final(mine) / final(baseline[disturbance]) - 1 if finite else None,
-    }
+        "final_vs_high_precision": final(mine) / final(baseline[disturbance]) - 1 if finite else None}
 
 
 def cell_text(cell):
-    """Return a cell of the printed table: steps to recover, and the final loss against high precision's.
-
-    In high precision's row, the loss itself.
-    """
+    """Return a cell of the printed table: steps to recover, and the final loss against high precision's (in
+    its own row, the loss)."""
     if not cell["finite"]:
         return "not finite"
-    is_base = cell["recipe"] == "none"
+    is_base, after = cell["recipe"] == "none", cell["recovered_after"]
     value = f"{cell['final_loss']:.3f}" if is_base else f"{cell['final_vs_high_precision']:+.1%}"
-    if cell["disturbance"] == "none":
-        return value
-    return f"{'never' if cell['recovered_after'] is None else cell['recovered_after']} {value}"
+    return value if cell["disturbance"] == "none" else f"{'never' if after is None else after} {value}"

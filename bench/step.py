@@ -1,9 +1,8 @@
 """Shapes and arms of the benchmark, as options of train.py, and one training step of a configuration.
 
 An arm is one way to train the same network at the same shape: "plain", "bf16", "fp8", "fp8-current-eager" …
-(python benchmark_te.py --help lists them). Arms without Transformer Engine are in bench/plain_gpt.py; the
-others are `Step`, which does what the loop of train.py does, with the options that the words of the arm stand
-for.
+(python benchmark_te.py --help lists them). The plain arms are in bench/plain_gpt.py; the others are `Step`,
+which does what the loop of train.py does, with the options that the words of the arm stand for.
 """
 
 import dataclasses
@@ -30,10 +29,8 @@ SHAPES = {  # options of train.py
 }
 # the block "modern"; its embeddings are tied, its MLP 8/3 as wide, its KV heads a quarter of the heads
 MODERN = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False)
-ON_CPU = dict(
-    n_layer=2, n_embd=64, n_head=4, n_kv_head=None, head_dim=None, n_inner=None, vocab_size=512,
-    micro_batch_size=2, seq_len=32,
-)
+ON_CPU = dict(n_layer=2, n_embd=64, n_head=4, n_kv_head=None, head_dim=None, n_inner=None, vocab_size=512,
+              micro_batch_size=2, seq_len=32)
 BLACKWELL = ("mxfp8", "nvfp4")  # recipes that need a Blackwell GPU
 WORDS = {  # in the name of any arm with Transformer Engine -> options of train.py
     "eager": {"cuda_graph": "off"},
@@ -42,38 +39,31 @@ WORDS = {  # in the name of any arm with Transformer Engine -> options of train.
     "sdpa": {"attention": "sdpa"},
     "te_attention": {"attention": "te"},
     "bf16_moments": {"moment_dtype": "bfloat16"},
+    "float32_masters": {"param_remainders": False},
     "checkpointing": {"gradient_checkpointing": True},
     "muon": {"optimizer": "muon"},
 }
+NUMBERS = {"accum": "grad_accum", "loss": "loss_chunks", "offload": "offload_activations"}  # accum4 …
 FP8_WORDS = {recipe: {"fp8_recipe": recipe} for recipe in ("current", "block", *BLACKWELL)} | {
-    name: {"fp8_format": name} for name in ("e4m3", "hybrid")}
+    name: {"fp8_format": name} for name in ("e4m3", "hybrid")} | {"fp8_param": {"fp8_param": True}}
 
 
 def arm_config(arm: str, config: TrainConfig) -> TrainConfig:
-    """Return train.py's options for an arm with Transformer Engine; ValueError if the arm is unknown."""
-    kind, *words = arm.split("-")
-    changes = {"fp8_recipe": "delayed" if kind == "fp8" else "none"}
-    is_known = kind in ("bf16", "fp8")
+    """Return train.py's options for an arm, those of bf16 for plain arms; ValueError if it is unknown."""
+    kind, *words = ("bf16" if arm in PLAIN_ARMS else arm).split("-")
+    known = WORDS | {model: {"model": model} for model in models.MODELS}
     for word in words:
-        if kind == "fp8" and word in FP8_WORDS:
-            changes |= FP8_WORDS[word]
-        elif word in WORDS:
-            changes |= WORDS[word]
-        elif word in models.MODELS:
-            changes["model"] = word
-        elif re.fullmatch("accum[1-9][0-9]*", word):
-            changes["grad_accum"] = int(word.removeprefix("accum"))
-        else:
-            is_known = False
-    if not is_known:
+        if number := re.fullmatch(f"({'|'.join(NUMBERS)})([1-9][0-9]*)", word):
+            known[word] = {NUMBERS[number[1]]: int(number[2])}
+    if kind == "fp8":
+        known |= FP8_WORDS
+    if kind not in ("bf16", "fp8") or not known.keys() >= set(words):
         raise ValueError(f"--arms {arm!r}: unknown; use {', '.join(PLAIN_ARMS)}, or bf16 or fp8 with the "
                          "words of benchmark_te.py --help, such as fp8-current")
+    changes = {"fp8_recipe": "delayed" if kind == "fp8" else "none"}
+    for word in words:
+        changes |= known[word]
     return dataclasses.replace(config, **changes)
-
-
-def options_of(arm: str, config: TrainConfig) -> TrainConfig:
-    """Return train.py's options for any arm. Those without Transformer Engine use the options of bf16."""
-    return arm_config("bf16" if arm in PLAIN_ARMS else arm, config)
 
 
 def make_config(options: dict, device, block="gpt2") -> TrainConfig:
@@ -87,18 +77,10 @@ def make_config(options: dict, device, block="gpt2") -> TrainConfig:
     return TrainConfig(**fields | dict(n_positions=fields["seq_len"]))
 
 
-def model_config_of(config: TrainConfig, model="optimized"):
-    """Return the model's configuration for options of train.py."""
-    options = dataclasses.asdict(config) | {"use_fp8": config.fp8_recipe != "none"}
-    return models.make_model_config(model, options)
-
-
 def make_batches(config, device) -> list:
     """Return grad_accum micro-batches (inputs, labels) of random tokens, the same for every arm."""
-    random = torch.Generator().manual_seed(0)
-    size = (config.micro_batch_size, config.seq_len + 1)
-    windows = [torch.randint(config.vocab_size, size, generator=random) for _ in range(config.grad_accum)]
-    windows = [window.to(device) for window in windows]
+    size = (config.grad_accum, config.micro_batch_size, config.seq_len + 1)
+    windows = torch.randint(config.vocab_size, size, generator=torch.Generator().manual_seed(0)).to(device)
     return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
 
 
@@ -129,10 +111,7 @@ def free() -> None:
 class Step:
     """One training step, as the loop of train.py makes it: `loss, norm = step(batches, lr)`.
 
-    Attributes:
-        model, optimizer, config: of the step.
-        is_graph: whether steps are replayed as CUDA graphs.
-        forward(*batch), update(): the parts of a step, launched from Python.
+    forward(*batch) and update() are its parts, launched from Python. is_graph: it is replayed as CUDA graphs.
     """
 
     def __init__(self, config: TrainConfig, device: torch.device, batches: list):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import benchmark_te
-from bench import pictures, plain_gpt, speed, step, timing
+from bench import measure, pictures, plain_gpt, speed, step
 from bench.measure import Agreement
 from bench.report import Rows
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
@@ -172,10 +172,10 @@ def test_a_file_of_other_figures_is_left_alone(content, tmp_path):
 
 def test_turns_count_every_step_of_each_function():
     calls = []
-    times = timing.in_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 6, CPU)
+    times = measure.in_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 6, CPU)
     assert [len(values) for values in times.values()] == [6, 6]
-    assert calls.count("a") == calls.count("b") == 6 + timing.TURNS  # the first of a turn is not counted
-    low, high = timing.interval_of_median([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert calls.count("a") == calls.count("b") == 6 + measure.TURNS  # the first of a turn is not counted
+    low, high = measure.interval_of_median([1.0, 2.0, 3.0, 4.0, 100.0])
     assert 1 <= low <= 3 <= high <= 100
 
 

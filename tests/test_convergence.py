@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from bench import convergence
-from bench import convergence_report as report
 from nanote.config import read_options, run_command
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="trains on a CPU")
@@ -23,7 +22,7 @@ def run_of(arm, seed, loss, seconds=100.0, tokens=1000, **more) -> list[dict]:
 
 
 def summary_of(*runs) -> dict:
-    return {row["arm"]: row for row in report.summarize([record for run in runs for record in run])
+    return {row["arm"]: row for row in convergence.summarize([record for run in runs for record in run])
             if row["tokens"] == 1000}
 
 
@@ -39,8 +38,8 @@ def test_gaps_are_paired_by_seed_and_have_an_interval():
 
 
 def test_arms_are_compared_with_bf16_of_their_size_and_rate():
-    assert report.baseline_of("fp8-current@1e-3") == "bf16@1e-3"
-    assert report.baseline_of("small-modern-emulated-all@4e-3") == "small-modern-bf16@4e-3"
+    assert convergence.baseline_of("fp8-current@1e-3") == "bf16@1e-3"
+    assert convergence.baseline_of("small-modern-emulated-all@4e-3") == "small-modern-bf16@4e-3"
     rows = summary_of(run_of("bf16@1", 1, 2.0), run_of("bf16@2", 1, 8.0), run_of("fp8@2", 1, 8.8))
     assert rows["fp8@2"]["gap_percent"] == pytest.approx(10.0)
 
@@ -64,8 +63,8 @@ def test_seconds_of_another_machine_are_not_compared():
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("convergence*.json")), ids=lambda path: path.stem)
 def test_stored_summaries_follow_from_the_stored_runs(path):
     result = json.loads(path.read_text())
-    assert report.summarize(result["runs"]) == result["summary"]
-    assert report.main_table(result).count("\n") == 1 + len(result["summary"])
+    assert convergence.summarize(result["runs"]) == result["summary"]
+    assert convergence.main_table(result).count("\n") == 1 + len(result["summary"])
 
 
 def test_every_arm_is_a_command_that_train_py_takes(tmp_path):
@@ -74,7 +73,7 @@ def test_every_arm_is_a_command_that_train_py_takes(tmp_path):
         if arm != "nanogpt":  # whose file wants a checkout
             config = read_options(convergence.first_options(options, f"{arm}@1e-3", 1))
             tokens = config.micro_batch_size * config.grad_accum * config.seq_len
-            assert tokens == convergence.TOKENS_PER_STEP[report.size_of(arm)], arm
+            assert tokens == convergence.TOKENS_PER_STEP[convergence.size_of(arm)], arm
 
 
 def test_time_is_that_of_steps_alone(tmp_path):
