@@ -25,7 +25,7 @@ from nanote.config import in_a_line
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 # relative errors above these are mistakes, not rounding (FP8 values are up to 12 % apart)
-LIMITS = {"kernel": 0.02, "fp8": 0.2}
+LIMITS = {"kernel": 0.02, "fp8": 0.1}
 
 
 @dataclass(frozen=True)
