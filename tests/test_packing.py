@@ -16,9 +16,6 @@ from nanote.corpus import write_tokens
 from nanote.tokens import Loader
 from trainer_tools import OPTIONS, metrics, run_script, run_train
 
-pytest.importorskip("triton")
-from fast_kernels import attention as fast_attention  # noqa: E402
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = dict(vocab_size=288, n_positions=64, n_embd=64, n_layer=2, n_head=4)
 GPT2, MODERN = (
@@ -105,30 +102,6 @@ def test_generation_knows_one_document():
     with pytest.raises(ValueError, match="drop cu_seqlens"):
         model(tokens(), cu_seqlens=PADDED, kv_cache=model.make_kv_cache(2, 64))
 
-
-# ---- fast_attention, whose kernels run interpreted without a GPU
-
-@pytest.mark.parametrize("rope, norm", [(False, False), (True, False), (True, True)])
-def test_fast_attention_packs(rope, norm):
-    """Forward and backward, with tables for every token: the documents one by one."""
-    torch.manual_seed(3)
-    qkv = torch.randn(2, 32, 4, 16, device=DEVICE, requires_grad=True)
-    positions = torch.cat([torch.arange(end - start) for start, end in zip(STARTS, [*STARTS[1:], 64])]).to(
-        DEVICE)
-    angles = positions.float()[:, None] * 100 ** (-torch.arange(8, device=DEVICE) / 8)
-    table = (angles.cos(), angles.sin()) if rope else None
-    weights = [1 + 0.3 * torch.randn(16, device=DEVICE) for _ in range(2)] if norm else [None, None]
-    dout = torch.randn(2, 32, 32, device=DEVICE)
-    packed = fast_attention.packed_attention(
-        qkv, 2, 1, table and tuple(t.view(2, 32, 1, 8) for t in table), *weights, cu_seqlens=PADDED)
-    gradient, = torch.autograd.grad(packed, qkv, dout)
-    for start, end in zip(STARTS, [*STARTS[1:], 64]):
-        part = qkv.detach().flatten(0, 1)[None, start:end].clone().requires_grad_()
-        alone = fast_attention.packed_attention(
-            part, 2, 1, table and tuple(t[start:end] for t in table), *weights)
-        torch.testing.assert_close(packed.flatten(0, 1)[start:end], alone[0], rtol=1e-5, atol=1e-5)
-        dpart, = torch.autograd.grad(alone, part, dout.flatten(0, 1)[None, start:end])
-        torch.testing.assert_close(gradient.flatten(0, 1)[start:end], dpart[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu
