@@ -1,21 +1,15 @@
 """Packed attention, forward and backward, against QK-norm, RoPE and attention in float64."""
 
-import os
 import types
 
 import pytest
 import torch
 
-HAS_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if HAS_GPU else "cpu"
-if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-
 pytest.importorskip("triton")
 import model_te_optimized  # noqa: E402
 from fast_kernels import attention as fast_attention  # noqa: E402
 from fast_kernels.attention import packed_attention, packed_attention_reference  # noqa: E402
-from kernel_tools import _released_memory, needs_memory  # noqa: E402, F401
+from kernel_tools import DEVICE, _free_memory, capture, needs_memory  # noqa: E402, F401
 from model_te_optimized import OptimizedConfig  # noqa: E402
 
 EPS = 1e-5
@@ -267,14 +261,7 @@ def test_in_a_cuda_graph(installed, n_kv_head, dim):
         out = packed_attention(leaves[0], 4, n_kv_head, rope, *leaves[1:], EPS)
         return [out, *torch.autograd.grad(out, leaves, dout)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compiles the kernels, which is not possible during a capture
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     with torch.no_grad():
         qkv.copy_(torch.randn_like(qkv))
     graph.replay()

@@ -12,25 +12,13 @@ import te_reference
 
 pytest.importorskip("triton")
 from fast_kernels import casts as fast_casts  # noqa: E402
-from kernel_tools import (  # noqa: E402, F401
-    HAS_GPU,
-    _casts_that_round,
-    _instructions,
-    _poisoned_memory,
-    _released_memory,
-    needs_memory,
-)
+from kernel_tools import DEVICE, _as_on_a_gpu, _free_memory, _poisoned_memory, needs_memory, on_gpu  # noqa: E402, F401
 
-DEVICE = "cuda" if HAS_GPU else "cpu"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = 2**-8  # largest relative error of rounding to BF16
 KINDS, TYPES, EPS = ["LayerNorm", "RMSNorm"], [E4M3, E5M2], 1e-5
 # as in training; all saturated; all flushed to zero; many subnormal in E4M3; many subnormal in E5M2
 SCALES = [50.0, 1e9, 1e-6, 0.01, 2e-5]
-
-
-def on_gpu(*values):
-    return pytest.param(*values, marks=pytest.mark.gpu)
 
 
 LARGE = [on_gpu(4096, 768), on_gpu(272, 1040), on_gpu(2048, 4096)]

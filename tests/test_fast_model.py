@@ -20,7 +20,7 @@ import model_te_optimized  # noqa: E402
 import te_reference  # noqa: E402
 from fast_kernels import fused, modules  # noqa: E402
 from fast_kernels.fused import Branch, Stream  # noqa: E402
-from kernel_tools import HAS_GPU, _casts_that_round, _instructions, _plain_casts, _released_memory  # noqa: E402, F401
+from kernel_tools import HAS_GPU, _as_on_a_gpu, _free_memory, _plain_casts  # noqa: E402, F401
 from model_te_fast import FastConfig, FastGPT2Model  # noqa: E402
 from model_te_optimized import DelayedScaling, Format, OptimizedConfig, OptimizedGPT2Model  # noqa: E402
 
