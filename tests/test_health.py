@@ -137,11 +137,8 @@ def test_other_recipes_have_an_amax_alone(recipe, saturated):
     values = look(make(recipe=recipe))["lm_head"]["weight"]
     assert values["amax"] > 0 and values["scale"] is values["flushed"] is None
     assert values["saturated"] == saturated
-
-
-def test_weights_kept_in_fp8_have_no_shares():
-    values = look(make(fp8_param=True))["blocks.1.attn.proj"]["weight"]
-    assert values["amax"] > 0 and values["saturated"] is values["flushed"] is None
+    of_fp8 = look(make(fp8_param=True))["blocks.1.attn.proj"]["weight"]  # nothing is quantized
+    assert of_fp8["amax"] > 0 and of_fp8["saturated"] is of_fp8["flushed"] is None
 
 
 # ---------------------------------------------------------------- what a look leaves behind
