@@ -60,30 +60,19 @@ def test_a_packed_batch_is_its_documents_run_alone(switches, attention):
 @every_kernel
 @pytest.mark.parametrize("fp8", [False, True])
 def test_no_token_sees_another_document(switches, attention, fp8):
-    """Bit for bit; in FP8 as well, whose scales under delayed scaling do not depend on the batch."""
+    """Bit for bit; in FP8 as well, whose scales under delayed scaling do not depend on the batch. Without
+    cu_seqlens, rows are documents."""
     model, x = make(attention=attention, use_fp8=fp8, **switches).eval(), tokens()
-    for start, end in zip(STARTS, [*STARTS[1:], 64]):
-        changed = x.clone().flatten()
-        changed[start:end] = (changed[start:end] + 7) % 288
-        with torch.no_grad():
-            same = (
-                (model(x, cu_seqlens=PADDED) == model(changed.view(2, 32), cu_seqlens=PADDED))
-                .all(-1)
-                .flatten())
-        inside = torch.zeros(64, dtype=torch.bool, device=DEVICE)
-        inside[start:end] = True
-        assert bool((same == ~inside).all())
-
-
-def test_without_the_switch_it_does_see_it():
-    model, x = make().eval(), tokens()
-    changed = x.clone()
-    changed[0, 0] = (x[0, 0] + 7) % 288
+    rows = torch.tensor([0, 32, 64], dtype=torch.int32, device=DEVICE)
     with torch.no_grad():
-        assert not torch.equal(model(x)[0, 31], model(changed)[0, 31])
-        # rows are documents
-        assert torch.equal(
-            model(x), model(x, cu_seqlens=torch.tensor([0, 32, 64], dtype=torch.int32, device=DEVICE)))
+        packed, of_rows = model(x, cu_seqlens=PADDED), model(x)
+        for start, end in zip(STARTS, [*STARTS[1:], 64]):
+            changed = x.clone().flatten()
+            changed[start:end] = (changed[start:end] + 7) % 288
+            same = (packed == model(changed.view(2, 32), cu_seqlens=PADDED)).all(-1).flatten()
+            assert not same[start:end].any() and same[:start].all() and same[end:].all()
+        assert not torch.equal(of_rows[0], packed[0])
+        torch.testing.assert_close(model(x, cu_seqlens=rows), of_rows, rtol=0, atol=1e-5)
 
 
 @every_model
