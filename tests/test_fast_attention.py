@@ -228,8 +228,7 @@ def test_windows_and_documents_on_a_gpu(installed, n_head, n_kv_head, dim, optio
 def test_more_than_2_to_the_31_elements():
     """The last row of a batch equals that row without the others."""
     needs_memory(20)
-    row, (cos, sin), q_weight, k_weight, dout = make_inputs(
-        1, 2048, 12, 12, 64, True, True, torch.bfloat16)
+    row, (cos, sin), q_weight, k_weight, dout = make_inputs(1, 2048, 12, 12, 64, True, True, torch.bfloat16)
     batch, row = 2**31 // row.numel() + 1, row.view(1, 2048, 36, 64)
 
     def attend(qkv, dout):

@@ -331,11 +331,9 @@ def test_cast_of_infinity_and_nan(fp8):
 
 
 @pytest.mark.parametrize("fp8", TYPES)
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        [(64, 64)], [(48, 144), (16, 16), (80, 272)],
-        on_gpu([(2304, 768), (768, 768), (16, 4096), (3072, 1040)])])
+@pytest.mark.parametrize("shapes", [
+    [(64, 64)], [(48, 144), (16, 16), (80, 272)],
+    on_gpu([(2304, 768), (768, 768), (16, 4096), (3072, 1040)])])
 def test_cast_all(shapes, fp8):
     """One launch equals a cast of each tensor."""
     tensors = [normal(*shape) for shape in shapes]
@@ -350,9 +348,8 @@ def test_cast_all(shapes, fp8):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 5), (3, 40), (64, 2, 16), (65, 33), (130, 3, 48), on_gpu((128, 3, 4096)), on_gpu((5000, 1040))])
+@pytest.mark.parametrize("shape", [
+    (1, 5), (3, 40), (64, 2, 16), (65, 33), (130, 3, 48), on_gpu((128, 3, 4096)), on_gpu((5000, 1040))])
 def test_reduce_rows(shape, dtype):
     x = torch.randn(shape, device=DEVICE)
     total, exact = fast_casts.reduce_rows(x, dtype), x.double().sum(0)
@@ -393,25 +390,23 @@ def fp8(*shape, dtype=E4M3):
     return fast_casts.allocate_fp8(torch.empty(0, device=DEVICE), *shape, dtype)
 
 
-@pytest.mark.parametrize(
-    "call, problem",
-    [
-        (lambda x, q: fast_casts.norm(x[:24], None, None, x[0], x[0], EPS, *q), r"\(32, 48\) works"),
-        (lambda x, q: fast_casts.norm(x, x[:16], None, x[0], x[0], EPS, *q), r"branch: .* be \(32, 48\)"),
-        (lambda x, q: fast_casts.norm(x, x, x[0, :16], x[0], x[0], EPS, *q), r"branch_bias .* \(48,\)"),
-        (lambda x, q: fast_casts.norm(normal(16, 16400), None, None, x[0], None, EPS, *q), "at most 16384"),
-        (lambda x, q: fast_casts.norm_backward(x, x, None, x[0], x[0], x.T), "dresidual: .* must be"),
-        (lambda x, q: fast_casts.cast(x[:, :40].contiguous(), *q), r"\(32, 48\) works"),
-        (lambda x, q: fast_casts.cast(x[:, :32], *q), "must be a contiguous"),
-        (lambda x, q: fast_casts.cast(x, *q, out=fp8(32, 32)), "allocate_fp8 for"),
-        (lambda x, q: fast_casts.cast(x, *q, out=fp8(32, 48, dtype=E5M2)), "allocate_fp8 for"),
-        (lambda x, q: fast_casts.cast_all([(x, fp8(32, 32), *q[:2])]), "allocate_fp8 for"),
-        (lambda x, q: fast_casts.cast_all([(x.float(), fp8(32, 48), *q[:2])]), "contiguous bfloat16 matrix"),
-        (lambda x, q: fast_casts.activate("gelu", x.float(), None, *q), "contiguous bfloat16 matrix"),
-        (lambda x, q: fast_casts.activate("tanh", x, None, *q), "must be one of gelu, relu"),
-        (lambda x, q: fast_casts.activate("swiglu", x, None, *q), "64 works"),
-        (lambda x, q: fast_casts.activate("gelu", x, x[0, :16], *q), r"bias .* \(48,\)"),
-        (lambda x, q: fast_casts.activate_backward("gelu", x[:16], x, None, *q), "gelu's output for x")])
+@pytest.mark.parametrize("call, problem", [
+    (lambda x, q: fast_casts.norm(x[:24], None, None, x[0], x[0], EPS, *q), r"\(32, 48\) works"),
+    (lambda x, q: fast_casts.norm(x, x[:16], None, x[0], x[0], EPS, *q), r"branch: .* be \(32, 48\)"),
+    (lambda x, q: fast_casts.norm(x, x, x[0, :16], x[0], x[0], EPS, *q), r"branch_bias .* \(48,\)"),
+    (lambda x, q: fast_casts.norm(normal(16, 16400), None, None, x[0], None, EPS, *q), "at most 16384"),
+    (lambda x, q: fast_casts.norm_backward(x, x, None, x[0], x[0], x.T), "dresidual: .* must be"),
+    (lambda x, q: fast_casts.cast(x[:, :40].contiguous(), *q), r"\(32, 48\) works"),
+    (lambda x, q: fast_casts.cast(x[:, :32], *q), "must be a contiguous"),
+    (lambda x, q: fast_casts.cast(x, *q, out=fp8(32, 32)), "allocate_fp8 for"),
+    (lambda x, q: fast_casts.cast(x, *q, out=fp8(32, 48, dtype=E5M2)), "allocate_fp8 for"),
+    (lambda x, q: fast_casts.cast_all([(x, fp8(32, 32), *q[:2])]), "allocate_fp8 for"),
+    (lambda x, q: fast_casts.cast_all([(x.float(), fp8(32, 48), *q[:2])]), "contiguous bfloat16 matrix"),
+    (lambda x, q: fast_casts.activate("gelu", x.float(), None, *q), "contiguous bfloat16 matrix"),
+    (lambda x, q: fast_casts.activate("tanh", x, None, *q), "must be one of gelu, relu"),
+    (lambda x, q: fast_casts.activate("swiglu", x, None, *q), "64 works"),
+    (lambda x, q: fast_casts.activate("gelu", x, x[0, :16], *q), r"bias .* \(48,\)"),
+    (lambda x, q: fast_casts.activate_backward("gelu", x[:16], x, None, *q), "gelu's output for x")])
 def test_unsupported_inputs_raise(call, problem):
     with pytest.raises(ValueError, match=problem):
         call(normal(32, 48), (*scale_and_amax(), E4M3))

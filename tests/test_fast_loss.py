@@ -87,8 +87,7 @@ def test_loss_and_gradient(rows, vocab_size, dtype, tolerance, options):
     # relative errors of small values, too; with smoothing, they are differences of larger ones
     small = exact.abs() < exact.abs().max() / 100
     atol = 1e-8 if options else 1e-12
-    torch.testing.assert_close(
-        gradient[small].double(), exact[small], rtol=max(tolerance, 1e-5), atol=atol)
+    torch.testing.assert_close(gradient[small].double(), exact[small], rtol=max(tolerance, 1e-5), atol=atol)
 
 
 @every_option
@@ -167,8 +166,7 @@ def test_invalid_arguments_raise(logits, labels, options, message):
 @pytest.mark.parametrize("rows, vocab_size, factor, scale", [
     (48, 144, 1.0, 1.0), (32, 128, 2**-9, 3e4), (16, 48, 3.0, 1e9), (48, 64, 2**-12, 1e-3),
     (64, 80, -1.0, 777.7), on_gpu(4096, 50304, 1.0, 1e6)])
-def test_fp8_gradient_is_the_cast_of_the_bf16_one(
-        monkeypatch, rows, vocab_size, factor, scale, fp8, options):
+def test_fp8_gradient_is_the_cast_of_the_bf16_one(monkeypatch, rows, vocab_size, factor, scale, fp8, options):
     """Scales from all values flushed to zero to all saturated; rowwise and transposed; partial tiles."""
     monkeypatch.setitem(fast_loss.BACKWARD_FP8, "ROWS", 32 if rows < 128 else 128)  # several tiles
     logits, labels = make_inputs(rows, vocab_size)
