@@ -249,6 +249,16 @@ def test_weights_are_quantized_once_for_all_micro_batches():
     assert_same_training(ours, theirs)
 
 
+def test_a_gpu_that_it_never_ran_on_is_refused_in_one_line(monkeypatch):
+    for name, value in (("is_available", True), ("get_device_capability", (8, 9)),
+                        ("get_device_name", "NVIDIA L4")):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(modules, "unsupported_reason", modules.unsupported_reason.__wrapped__)
+    with pytest.raises(ValueError, match="only run on Hopper, not on NVIDIA L4; install"):
+        with modules.autocast():
+            modules.Linear(32, 32, device="cpu")(torch.ones(32, 32))
+
+
 @pytest.mark.parametrize("tied, chunks, microbatches", [
     (True, 1, 1), (False, 1, 1), (True, 3, 1), (False, 3, 1), (True, 1, 3)])
 @pytest.mark.parametrize("name", ["fast", "optimized"])
@@ -288,6 +298,15 @@ def test_the_trainers_buffers_get_what_autograd_gives(name, tied, chunks, microb
         error = (parameter.grad - expected[parameter_name]).norm() / expected[parameter_name].norm()
         # BF16's rounding, of `expected`
         assert error < 2.0**(-8 if microbatches > 1 else -7), f"{parameter_name}: {error}"
+
+
+@pytest.mark.parametrize("trained", ["blocks.0.mlp.fc2_weight", "blocks.0.attn.proj.bias"])
+def test_gradient_scales_are_found_when_only_one_part_is_trained(trained):
+    model = make_model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == trained)
+    find_scales(model, make_tokens(0))
+    assert (recipes.get_state(model)["lm_head.scaling_bwd.scale"][0] != 1).all()
 
 
 def test_frozen_parts_get_no_gradient_and_the_others_keep_theirs():
@@ -334,6 +353,11 @@ def test_an_edited_branch_gets_its_gradient():
     twice = gradient(lambda branch: Branch(branch.value() * 2))
     kept = gradient(lambda branch: Branch(branch.x * 2, 2 * branch.bias, branch.gradient))
     assert twice.norm() > 0 and (twice - kept).norm() / kept.norm() < 0.1
+    x.requires_grad_()
+    with modules.autocast(recipe=DelayedScaling()):
+        stream, _ = fused.norm_linear(Stream(x).add(Branch(x * 2)), head)
+        stream.value().sum().backward()  # of the stream alone
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))
 
 
 def test_two_models_do_not_change_each_others_scales():
@@ -383,19 +407,6 @@ def test_what_it_cannot_do_is_one_line(call, error, message):
     assert "\n" not in str(raised.value)
 
 
-def test_a_gpu_that_it_never_ran_on_is_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA L4")
-    modules.unsupported_reason.cache_clear()
-    try:
-        with pytest.raises(ValueError, match="only run on Hopper, not on NVIDIA L4; install"):
-            with modules.autocast():
-                modules.Linear(32, 32, device="cpu")(torch.ones(32, 32))
-    finally:
-        modules.unsupported_reason.cache_clear()
-
-
 def test_scales_follow_the_recipe_of_the_region_that_a_module_ran_in():
     recipe = DelayedScaling(margin=2, fp8_format=Format.E4M3, amax_history_len=4)
     for outer in (modules.autocast(), modules.autocast(enabled=False)):
@@ -410,15 +421,6 @@ def test_scales_follow_the_recipe_of_the_region_that_a_module_ran_in():
             assert (scale[0] * history[-1, 0]).item() == pytest.approx(448 / 4)
 
 
-@pytest.mark.parametrize("trained", ["blocks.0.mlp.fc2_weight", "blocks.0.attn.proj.bias"])
-def test_gradient_scales_are_found_when_only_one_part_is_trained(trained):
-    model = make_model()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name == trained)
-    find_scales(model, make_tokens(0))
-    assert (recipes.get_state(model)["lm_head.scaling_bwd.scale"][0] != 1).all()
-
-
 def test_evaluation_in_inference_mode_before_the_first_step():
     model, other = make_model(), make_model()
     with torch.inference_mode():
@@ -426,12 +428,3 @@ def test_evaluation_in_inference_mode_before_the_first_step():
     with torch.no_grad():
         other(*make_tokens(0))
     assert_equal(train_steps(model, 1, find=False), train_steps(other, 1, find=False))
-
-
-def test_a_loss_on_the_stream_alone():
-    head = modules.LayerNormLinear(32, 64).to(DEVICE, torch.bfloat16)
-    x = torch.randn(16, 32, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    with modules.autocast(recipe=DelayedScaling()):
-        stream, _ = fused.norm_linear(Stream(x).add(Branch(x * 2)), head)
-        stream.value().sum().backward()
-    assert torch.equal(x.grad, torch.full_like(x, 3.0))

@@ -1,6 +1,6 @@
 """What saves memory changes no result: gradient checkpointing, activation offloading, the loss in chunks."""
 
-import contextlib
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -150,16 +150,18 @@ def test_in_parts_all_labels_may_be_ignored_and_weights_frozen():
 
 def test_evaluation_is_not_counted_for_offloading(monkeypatch):
     """Transformer Engine counts the blocks of a training pass."""
-    events = []
-    monkeypatch.setattr(te, "get_cpu_offload_context", lambda *options: (
-        contextlib.nullcontext(), lambda x: events.append(options) or x))
+    context, ends = MagicMock(), []
+    monkeypatch.setattr(
+        te, "get_cpu_offload_context", lambda *options: (context, lambda x: ends.append(options) or x))
     model = make(offload_activations=3)
-    model(*batch(0))
-    assert events == [(True, 3, 4)] * 4  # after each block
-    with torch.no_grad():
+    for _ in range(2):
         model(*batch(0))
-    model.eval()(*batch(0))
-    assert len(events) == 4
+        assert ends == [(True, 3, 4)] * 4 and context.__enter__.call_count == 4  # once a block
+        assert context.__exit__.call_count == 4
+        model.eval()
+    with torch.no_grad():
+        model.train()(*batch(0))
+    assert len(ends) == context.__enter__.call_count == 4
 
 
 @pytest.mark.parametrize("options", [

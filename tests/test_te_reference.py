@@ -184,6 +184,14 @@ def test_backward_histories_roll_once_after_the_first_modules_backward():
     assert bwd(first).scale.tolist() == [28672, 1]
 
 
+def test_a_frozen_first_module_leaves_the_backward_roll_to_the_next():
+    first, second = linear(diagonal(0.5)).requires_grad_(False), linear(diagonal(0.5))
+    with te.autocast(recipe=delayed()):
+        y = second(first(diagonal(1.0)))
+    y.backward(diagonal(4.0))
+    assert bwd(second).amax_history[:, 0].tolist() == [0, 0, 0, 4] and bwd(second).scale[0] == 14336
+
+
 def test_is_first_microbatch_caches_the_quantized_weight():
     layer = linear(diagonal(0.3))
 
@@ -461,14 +469,6 @@ def test_parameters_kept_in_fp8():
     assert (error <= master.abs() / 16 * 1.001 + 1e-6).all() and error.mean() > 20e-6
 
 
-def test_a_frozen_first_module_leaves_the_backward_roll_to_the_next():
-    first, second = linear(diagonal(0.5)).requires_grad_(False), linear(diagonal(0.5))
-    with te.autocast(recipe=delayed()):
-        y = second(first(diagonal(1.0)))
-    y.backward(diagonal(4.0))
-    assert bwd(second).amax_history[:, 0].tolist() == [0, 0, 0, 4] and bwd(second).scale[0] == 14336
-
-
 def test_checkpoint_recomputes_under_the_same_torch_autocast():
     grads = []
     layer, x = linear(torch.randn(16, 16)), torch.randn(16, 16)
@@ -486,8 +486,7 @@ def test_checkpoint_without_a_backward_stashes_nothing():
     layer = linear(diagonal(0.5))
     with te.autocast(recipe=delayed()):
         te.checkpoint(layer, diagonal(100.0))  # the input needs no gradient, so nothing is recomputed
-        h = diagonal(3.0).requires_grad_()
-        y = te.checkpoint(layer, h)
+        y = te.checkpoint(layer, diagonal(3.0).requires_grad_())
     y.backward(diagonal(1.0))
     assert not layer._stash
 
@@ -513,13 +512,10 @@ def test_block_scales_are_powers_of_two_that_follow_each_block():
     assert (value[0, 5], value[0, 200], value[1, 299]) == (3.5, -1024, 0.3125)  # 250 -> 256, 307.2 -> 320
     exact = te.in_blocks(x, (1, 128), te.current_scale, E4M3)[1]
     assert exact[0, 1] == torch.tensor(0.448)
-
-
-def test_square_blocks_share_a_scale():
     x = torch.zeros(130, 256)
     x[127, 127], x[128, 0], x[0, 128] = 448.0, 224.0, 4480.0
-    scale = te.in_blocks(x, (128, 128), lambda a, m: te.current_scale(a, m, True), E4M3)[1]
-    assert scale.tolist() == [[1, 0.0625], [2, 1]]
+    squares = te.in_blocks(x, (128, 128), lambda a, m: te.current_scale(a, m, True), E4M3)[1]
+    assert squares.tolist() == [[1, 0.0625], [2, 1]]
 
 
 def test_mxfp8_follows_the_ocp_specification():
