@@ -190,10 +190,3 @@ def test_the_score_of_a_packed_run_is_its_val_loss(folder, tmp_path, capsys):
         val = Loader(config, "val", SimpleNamespace(rank=0, count=1))
         losses.append(train.evaluate(model, val, len(ids) - 1))
     assert score == pytest.approx(losses[0], abs=1e-4) and abs(losses[0] - losses[1]) > 1e-3
-
-
-@pytest.mark.parametrize("model", ["advanced", "te"])
-def test_other_models_refuse_in_one_line(folder, tmp_path, capsys, model):
-    assert run_train(f"--model {model} --pack-documents --out-dir {tmp_path}/run", str(folder)) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "--pack-documents" in error and model in error and "--model optimized" in error

@@ -432,8 +432,8 @@ def test_master_weights_keep_what_bfloat16_loses(tmp_path):
     restored = te.optimizers.FusedAdam([copied], lr=1.0, master_weights=True)
     restored.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
     for name, value in optimizer.state[p].items():
-        assert restored.state[copied][name].dtype == torch.float32 and torch.equal(
-            restored.state[copied][name], value)
+        found = restored.state[copied][name]
+        assert found.dtype == torch.float32 and torch.equal(found, value)
     assert torch.equal(train(p, optimizer), train(copied, restored))
     assert torch.equal(optimizer.state[p]["master_param"], restored.state[copied]["master_param"])
 
