@@ -83,7 +83,7 @@ def test_new_shapes_compile_to_one_graph(name, recipe, options):
 
 @ON_REFERENCE
 @pytest.mark.parametrize("name", models.MODELS)
-def test_the_forward_of_a_subclass_runs_once_under_torch_compile(name):
+def test_the_forward_of_a_subclass_runs_once_if_compiled(name):
     """Under delayed scaling the base class's forward runs uncompiled and the subclass's forward runs only
     once, whatever its arguments are."""
     base = type(make_model(name, "delayed"))
@@ -135,7 +135,7 @@ def test_a_module_of_te_reference_under_delayed_scaling(name, sizes):
 
 
 @ON_REFERENCE
-def test_autocast_without_a_recipe_is_delayed_scaling_under_torch_compile_too():
+def test_a_default_recipe_is_not_compiled():
     layer = te_reference.Linear(16, 16, device="cpu")
 
     def run(x):

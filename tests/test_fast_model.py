@@ -301,7 +301,7 @@ def test_the_trainers_buffers_get_what_autograd_gives(name, tied, chunks, microb
 
 
 @pytest.mark.parametrize("trained", ["blocks.0.mlp.fc2_weight", "blocks.0.attn.proj.bias"])
-def test_gradient_scales_are_found_when_only_one_part_is_trained(trained):
+def test_gradient_scales_are_found_if_one_part_is_trained(trained):
     model = make_model()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name == trained)
@@ -309,7 +309,7 @@ def test_gradient_scales_are_found_when_only_one_part_is_trained(trained):
     assert (recipes.get_state(model)["lm_head.scaling_bwd.scale"][0] != 1).all()
 
 
-def test_frozen_parts_get_no_gradient_and_the_others_keep_theirs():
+def test_frozen_parts_get_no_gradient_the_others_keep_theirs():
     everything, model = make_model(), make_model()
     frozen = [model.wte, model.blocks[0].attn, model.blocks[0].mlp.fc1_weight]
     for part in frozen:
@@ -407,7 +407,7 @@ def test_what_it_cannot_do_is_one_line(call, error, message):
     assert "\n" not in str(raised.value)
 
 
-def test_scales_follow_the_recipe_of_the_region_that_a_module_ran_in():
+def test_scales_follow_the_recipe_of_the_modules_region():
     recipe = DelayedScaling(margin=2, fp8_format=Format.E4M3, amax_history_len=4)
     for outer in (modules.autocast(), modules.autocast(enabled=False)):
         linear = modules.Linear(32, 32).to(DEVICE, torch.bfloat16)

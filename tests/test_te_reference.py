@@ -124,7 +124,7 @@ def test_all_three_gemms_are_quantized(fp8_format, dx1, dw1, bwd_scale):
     assert dw.diagonal()[:2].tolist() == pytest.approx([0.308, 0.12 * 0.2946428571], rel=1e-6)
 
 
-def test_both_layers_of_the_mlp_are_quantized_and_biases_are_not():
+def test_both_layers_of_the_mlp_are_quantized_not_biases():
     mlp = te.LayerNormMLP(16, 16, normalization="RMSNorm", activation="relu", device="cpu")
     for weight in (mlp.fc1_weight, mlp.fc2_weight):
         weight.data = 0.3 * torch.eye(16) + 0.04 * torch.eye(16).roll(1, 1)  # E4M3: 0.3125 and 0.0390625
@@ -154,7 +154,7 @@ def test_amax_is_a_running_maximum_within_a_region():
     assert fwd(layer).scale.tolist() == [1, 896, 1]
 
 
-def test_forward_histories_roll_at_the_end_of_the_outermost_region_when_training():
+def test_forward_histories_roll_after_the_outermost_region():
     layer, recipe = linear(diagonal(0.5)), delayed()
     with te.autocast(recipe=recipe):
         with te.autocast(recipe=recipe):
@@ -170,7 +170,7 @@ def test_forward_histories_roll_at_the_end_of_the_outermost_region_when_training
     assert fwd(layer).amax_history[:, 0].tolist() == [0, 0, 2, 7] and fwd(layer).scale[0] == 64
 
 
-def test_backward_histories_roll_once_after_the_first_modules_backward():
+def test_backward_histories_roll_once_after_backward():
     first, second, seen = linear(diagonal(0.5)), linear(diagonal(0.5)), []
     with te.autocast(recipe=delayed()):
         hidden = first(diagonal(1.0).requires_grad_())
@@ -184,7 +184,7 @@ def test_backward_histories_roll_once_after_the_first_modules_backward():
     assert bwd(first).scale.tolist() == [28672, 1]
 
 
-def test_a_frozen_first_module_leaves_the_backward_roll_to_the_next():
+def test_the_module_after_a_frozen_one_rolls_histories():
     first, second = linear(diagonal(0.5)).requires_grad_(False), linear(diagonal(0.5))
     with te.autocast(recipe=delayed()):
         y = second(first(diagonal(1.0)))
@@ -560,7 +560,7 @@ def test_each_gemm_has_blocks_along_its_k_dimension(recipe, block):
     assert block == 128 or not torch.equal(held(x, 0), held(x, 1))
 
 
-def test_block_recipes_cache_weights_over_micro_batches_and_check_shapes():
+def test_block_recipes_cache_weights_and_check_shapes():
     layer, x = te.Linear(64, 32, bias=False, device="cpu"), torch.randn(32, 64)
     for recipe in (te.Float8BlockScaling(), te.MXFP8BlockScaling()):
         with te.autocast(recipe=recipe):

@@ -50,7 +50,7 @@ def test_transformer_layers_qkv_layouts_and_formats_agree(use_fp8):
                 assert (y - expected).norm() <= 1e-5 * expected.norm(), (way, form)
 
 
-def test_transformer_layer_has_tes_defaults_and_refuses_the_rest():
+def test_transformer_layer_has_tes_names_and_defaults():
     layer = ref.TransformerLayer(64, 128, 4)
     assert list(layer.state_dict()) == [
         f"{module}.{key}" for module, keys in KEYS.items() for key in [*keys, "_extra_state"]]
