@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -14,6 +15,11 @@ from fast_kernels import casts as fast_casts  # noqa: E402
 from fast_kernels import scales as fast_scales  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+
+
+def on_gpu(*values):
+    return pytest.param(*values, marks=pytest.mark.gpu)
 
 
 def needs_memory(gib):
@@ -24,8 +30,20 @@ def needs_memory(gib):
         pytest.skip(f"needs {gib} GiB of GPU memory, and {free:.1f} GiB are free")
 
 
+def capture(step):
+    """Run a step once, which compiles its kernels, then capture it; return the graph and what it returned."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        return graph, step()
+
+
 @pytest.fixture(autouse=True)
-def _released_memory():
+def _free_memory():
     """Give the memory of a large test back to the GPU, for other test processes."""
     yield
     if HAS_GPU and torch.cuda.memory_reserved() > 2**30:
@@ -58,27 +76,19 @@ if not HAS_GPU:
     from triton.runtime import interpreter
 
     _speed_up(interpreter)
+    _truncate = interpreter._convert_float
 
 
-@pytest.fixture(autouse=True)
-def _casts_that_round(monkeypatch):
-    """Cast with PyTorch in Triton's interpreter, which truncates instead of rounding: to nearest even and, to
-    FP8, with saturation, as a GPU does."""
-    if HAS_GPU:
-        return
+def _convert(x, source, target, rounding):
+    """Cast with PyTorch: to nearest even and, to FP8, with saturation, as a GPU does."""
     narrow = {"bf16": torch.bfloat16, "fp8e5": torch.float8_e5m2, "fp8e4nv": torch.float8_e4m3fn}
-    convert = interpreter._convert_float
-
-    def cast(x, source, target, rounding):
-        if str(source) != "fp32" or str(target) not in narrow:
-            return convert(x, source, target, rounding)
-        values, dtype = torch.from_numpy(x.copy()), narrow[str(target)]
-        if dtype.itemsize == 1:
-            values = values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
-        values = values.to(dtype)
-        return values.view(torch.uint16 if values.itemsize == 2 else torch.uint8).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", cast)
+    if str(source) != "fp32" or str(target) not in narrow:
+        return _truncate(x, source, target, rounding)
+    values, dtype = torch.from_numpy(x.copy()), narrow[str(target)]
+    if dtype.itemsize == 1:
+        values = values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    values = values.to(dtype)
+    return values.view(torch.uint16 if values.itemsize == 2 else torch.uint8).numpy()
 
 
 class _PoisonedTorch:
@@ -138,17 +148,17 @@ def two_sums(a, b):
 
 
 @pytest.fixture(autouse=True)
-def _instructions(monkeypatch):
-    """Replace inline PTX, which Triton's interpreter cannot run, and a reduction that is slow in it."""
-    if not HAS_GPU:
-        monkeypatch.setattr(cast_kernels, "_reciprocal", _reciprocal)
-        monkeypatch.setattr(cast_kernels, "round_bf16", round_bf16)
-        monkeypatch.setattr(cast_kernels, "widen", widen)
-        monkeypatch.setattr(cast_kernels, "_pack_fp8", _pack_fp8)
-        monkeypatch.setattr(cast_kernels, "two_sums", two_sums)
-        sizes = fast_casts._norm_backward_sizes  # several rows per program, not the same number for all
-        monkeypatch.setattr(
-            fast_casts, "_norm_backward_sizes", lambda rows, columns: (min(rows, 3), sizes(rows, columns)[1]))
+def _as_on_a_gpu(monkeypatch):
+    """Replace in Triton's interpreter casts, which truncate, inline PTX, which it cannot run, and a reduction
+    that is slow in it."""
+    if HAS_GPU:
+        return
+    monkeypatch.setattr(interpreter, "_convert_float", _convert)
+    for function in (_reciprocal, round_bf16, widen, _pack_fp8, two_sums):
+        monkeypatch.setattr(cast_kernels, function.fn.__name__, function)
+    sizes = fast_casts._norm_backward_sizes  # several rows per program, not the same number for all
+    monkeypatch.setattr(
+        fast_casts, "_norm_backward_sizes", lambda rows, columns: (min(rows, 3), sizes(rows, columns)[1]))
 
 
 @pytest.fixture(autouse=True)
@@ -158,20 +168,11 @@ def _plain_casts(monkeypatch):
     if HAS_GPU:
         return
 
-    def in_bf16(*tensors):
-        return [None if x is None else x.bfloat16() if x.dtype == torch.float64 else x for x in tensors]
+    def narrowed(reference, dtype):
+        def to_dtype(x):
+            return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float64 else x
 
-    def norm(*arguments):
-        residual, quantized, mean, rstd = fast_casts.norm_reference(*arguments)
-        return residual, quantized, None if mean is None else mean.float(), rstd.float()
-
-    def norm_backward(*arguments, **options):
-        dx, quantized, *sums = fast_casts.norm_backward_reference(*arguments, **options)
-        return dx.bfloat16(), quantized, *in_bf16(*sums)
-
-    def activate_backward(*arguments):
-        quantized, dbias = fast_casts.activate_backward_reference(*arguments)
-        return quantized, *in_bf16(dbias)
+        return lambda *arguments, **options: tree_map(to_dtype, reference(*arguments, **options))
 
     def cast(x, scale, amax, fp8, with_dbias=False, out=None):
         quantized = fast_casts.quantize_reference(x, scale, amax, fp8)
@@ -183,7 +184,10 @@ def _plain_casts(monkeypatch):
         for x, out, scale, amax in casts:
             cast(x, scale, amax, out[0].dtype, out=out)
 
-    for function in (norm, norm_backward, activate_backward, cast, cast_all):
-        monkeypatch.setattr(fast_casts, function.__name__, function)
-    monkeypatch.setattr(fast_casts, "activate", fast_casts.activate_reference)
+    for name in ("norm", "norm_backward", "activate", "activate_backward"):
+        reference = getattr(fast_casts, f"{name}_reference")
+        dtype = torch.float32 if name == "norm" else torch.bfloat16  # of its statistics, or of gradients
+        monkeypatch.setattr(fast_casts, name, narrowed(reference, dtype))
+    monkeypatch.setattr(fast_casts, "cast", cast)
+    monkeypatch.setattr(fast_casts, "cast_all", cast_all)
     monkeypatch.setattr(fast_scales, "update", fast_scales.update_reference)

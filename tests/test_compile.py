@@ -10,11 +10,9 @@ import pytest
 import torch
 
 import te_reference
-from bench.step import forget_models
+from bench.step import Step, forget_models, make_batches
 from nanote import models, recipes
 from nanote.config import TrainConfig
-from nanote.ddp import Gradients
-from nanote.optimizers import make_optimizer
 from trainer_tools import OPTIONS, ROOT, metrics, run_train
 
 ON_REFERENCE = pytest.mark.skipif(not recipes.IS_REFERENCE, reason="TE's modules are not traceable")
@@ -22,12 +20,13 @@ HAS_COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++"))), re
 DEVICE = "cpu" if recipes.IS_REFERENCE else "cuda"
 RECIPES = ("none", "delayed", "current", "block", "mxfp8")
 TINY = dict(vocab_size=96, n_positions=32, n_embd=64, n_layer=1, n_head=4)
+LLAMA = dict(use_rmsnorm=True, use_rotary=True, activation="swiglu", bias=False, n_kv_head=2)
 TRAIN = f"{OPTIONS} --n-layer 1 --dropout 0 --eval-interval 0 --checkpoint-interval 0 --max-steps 3"
 
 
-def make_model(name, recipe):
+def make_model(name, recipe, **options):
     torch.manual_seed(0)
-    options = TINY | {"use_fp8": recipe != "none"}
+    options = TINY | {"use_fp8": recipe != "none"} | options
     model = models.build_model(name, models.make_model_config(name, options), device=DEVICE)
     if recipe != "none":
         model.fp8_recipe = recipes.make(TrainConfig(fp8_recipe=recipe))
@@ -69,12 +68,13 @@ def test_the_first_pass_of_a_compiled_model(name, recipe):
 
 
 @ON_REFERENCE
-@pytest.mark.parametrize("name, recipe",
-                         [("optimized", "current"), *((name, "none") for name in models.MODELS)])
-def test_new_shapes_compile_to_one_graph(name, recipe):
+@pytest.mark.parametrize("name, recipe, options", [
+    ("optimized", "current", {}), ("optimized", "current", LLAMA), ("optimized", "none", LLAMA),
+    *((name, "none", {}) for name in models.MODELS)])
+def test_new_shapes_compile_to_one_graph(name, recipe, options):
     """From the second shape on PyTorch compiles with symbolic sizes."""
     torch._dynamo.reset()
-    model = make_model(name, recipe)
+    model = make_model(name, recipe, **options)
     net = torch.compile(model, backend="eager", fullgraph=True)
     for batch, length in ((2, 16), (4, 24), (6, 32)):
         x = torch.randint(96, (batch, length), device=DEVICE)
@@ -83,7 +83,7 @@ def test_new_shapes_compile_to_one_graph(name, recipe):
 
 @ON_REFERENCE
 @pytest.mark.parametrize("name", models.MODELS)
-def test_the_forward_of_a_subclass_runs_once_under_torch_compile(name):
+def test_the_forward_of_a_subclass_runs_once_if_compiled(name):
     """Under delayed scaling the base class's forward runs uncompiled and the subclass's forward runs only
     once, whatever its arguments are."""
     base = type(make_model(name, "delayed"))
@@ -135,7 +135,7 @@ def test_a_module_of_te_reference_under_delayed_scaling(name, sizes):
 
 
 @ON_REFERENCE
-def test_autocast_without_a_recipe_is_delayed_scaling_under_torch_compile_too():
+def test_a_default_recipe_is_not_compiled():
     layer = te_reference.Linear(16, 16, device="cpu")
 
     def run(x):
@@ -174,16 +174,6 @@ def test_a_run_with_the_compiler_itself(tokens, tmp_path):
 
 
 @ON_REFERENCE
-def test_the_start_of_each_step_is_marked_for_cuda_graphs(tokens, tmp_path, compiles, monkeypatch):
-    """Without the marks PyTorch guesses, and overwrites tensors that the backward pass needs."""
-    marks = []
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
-    options = f"{TRAIN} --fp8-recipe none --compile --compile-mode reduce-overhead"
-    assert run_train(f"{options} --out-dir {tmp_path}/run", tokens) == 0
-    assert len(marks) == 3  # steps
-
-
-@ON_REFERENCE
 @pytest.mark.parametrize("option, words", [
     ("--compile-fullgraph", ["graph_break", "leave it out"]), ("--compile", ["first line", "leave it out"])])
 def test_what_cannot_be_compiled_is_one_line(tokens, tmp_path, capsys, monkeypatch, option, words):
@@ -210,9 +200,13 @@ def test_what_cannot_be_compiled_is_one_line(tokens, tmp_path, capsys, monkeypat
 
 
 @ON_REFERENCE
-def test_a_resumed_run_may_stop_compiling(tokens, tmp_path, compiles):
+def test_cuda_graphs_know_the_steps_and_a_resumed_run_may_stop(tokens, tmp_path, compiles, monkeypatch):
+    """Without the marks PyTorch guesses, and overwrites tensors that the backward pass needs."""
+    marks = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
     options = f"{TRAIN} --fp8-recipe none --compile --compile-mode reduce-overhead --checkpoint-interval 3"
     assert run_train(f"{options} --out-dir {tmp_path}/run", tokens) == 0
+    assert len(marks) == 3  # steps
     resumed = f"--resume --out-dir {tmp_path}/run --max-steps 4 --no-compile --compile-mode default"
     assert run_train(f"{resumed} --fp8-recipe delayed", tokens) == 0
     assert len(compiles) == 1 and [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4]
@@ -220,7 +214,8 @@ def test_a_resumed_run_may_stop_compiling(tokens, tmp_path, compiles):
 
 # ---- on a GPU, with Transformer Engine
 
-SMALL = dict(n_layer=2, n_head=2, n_embd=128, vocab_size=512, n_positions=128, seq_len=128, grad_accum=2)
+SMALL = dict(n_layer=2, n_head=2, n_embd=128, vocab_size=512, n_positions=128, seq_len=128,
+             micro_batch_size=4, grad_accum=2)
 SNIPPET = """
 import torch
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
@@ -243,27 +238,10 @@ def train_on_gpu(name, recipe, **options):
     torch._dynamo.reset()
     forget_models()
     # without the fast kernels, since DelayedScaling runs uncompiled by the modules
-    config = TrainConfig(**SMALL, model=name, fp8_recipe=recipe, **options)
-    torch.manual_seed(0)
-    model = models.make_model(config, torch.device("cuda"), torch.bfloat16, recipes.make(config))
-    if config.compile:
-        model.compile(mode=config.compile_mode)
-    optimizer, gradients, results = make_optimizer(model, config), Gradients(model), []
-    random = torch.Generator("cuda").manual_seed(0)
-    tokens = [torch.randint(512, (4, 129), device="cuda", generator=random) for _ in range(2)]
-    for _ in range(4):
-        torch.compiler.cudagraph_mark_step_begin()
-        total = 0.0
-        for number, batch in enumerate(tokens):
-            with gradients.accumulate(first=number == 0, last=number == 1):
-                loss = model(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) / 2
-                loss.backward()
-            total += loss.item()
-        gradients.set_grad()
-        norm = optimizer.clip_gradients(1.0)
-        optimizer.step(skip=~norm.isfinite())
-        results.append((total, norm.item()))
-    return torch.tensor(results)
+    config = TrainConfig(**SMALL, model=name, fp8_recipe=recipe, cuda_graph="off", **options)
+    batches = make_batches(config, torch.device(DEVICE))
+    step = Step(config, torch.device(DEVICE), batches)
+    return torch.tensor([[value.item() for value in step(batches, config.lr)] for _ in range(4)])
 
 
 @pytest.mark.gpu

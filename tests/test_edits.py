@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton")
-from kernel_tools import HAS_GPU, _casts_that_round, _instructions, _plain_casts  # noqa: E402, F401
+from kernel_tools import HAS_GPU, _as_on_a_gpu, _plain_casts  # noqa: E402, F401
 from nanote import checkpoint  # noqa: E402
 from trainer_tools import make_tokens as make_corpus  # noqa: E402
 from trainer_tools import run_script, run_train  # noqa: E402

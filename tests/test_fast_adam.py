@@ -1,26 +1,21 @@
 """FastAdam against torch.optim.AdamW in float64. Without a GPU it runs in Triton's interpreter."""
 
 import copy
-import itertools
 import math
-import os
 import types
 import unittest.mock
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-triton = pytest.importorskip("triton")
-
+pytest.importorskip("triton")
 from fast_kernels import adam as fast_adam  # noqa: E402
 from fast_kernels.adam import FastAdam  # noqa: E402
-from kernel_tools import _casts_that_round  # noqa: E402, F401
+from kernel_tools import DEVICE, _as_on_a_gpu  # noqa: E402, F401
 from nanote import checkpoint, ddp, peers  # noqa: E402
 from nanote.recipes import round_up  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LARGEST = fast_adam.LARGEST_BF16_BETA
 SHAPES = [(96, 100), (7,), (8192 + 5,), (1,)]  # several chunks, less than one, a partial last one
 
 
@@ -38,11 +33,19 @@ def groups(params):
     return [{"params": params[:1], "weight_decay": 0.1}, {"params": params[1:], "weight_decay": 0.0}]
 
 
-def train(optimizer, params, steps, scale=None, dtype=None):
+def give_gradients(params, step=0):
+    for parameter, gradient in zip(params, gradients(step, params[0].dtype)):
+        parameter.grad = gradient
+
+
+def train(optimizer, params, steps):
     for step in range(steps):
-        for parameter, gradient in zip(params, gradients(step, dtype or params[0].dtype)):
-            parameter.grad = gradient.to(parameter.dtype)
-        optimizer.step(**({} if scale is None else {"grad_scale": torch.tensor(scale, device=DEVICE)}))
+        give_gradients(params, step)
+        optimizer.step()
+
+
+def assert_equal(ours, expected):
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
 def master(optimizer, parameter):
@@ -55,6 +58,7 @@ def master(optimizer, parameter):
     "dtype, remainders", [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)])
 @pytest.mark.parametrize("scale", [None, 0.25])
 def test_equals_adamw(dtype, remainders, scale):
+    """Changed options apply from the next step."""
     params = parameters(dtype)
     exact = [torch.nn.Parameter(p.detach().double()) for p in params]
     start = [p.detach().double() for p in params]
@@ -63,6 +67,9 @@ def test_equals_adamw(dtype, remainders, scale):
     for step in range(5):
         for parameter, reference, gradient in zip(params, exact, gradients(step, dtype)):
             parameter.grad, reference.grad = gradient, gradient.double() * (scale or 1)
+        if step == 3:
+            for optimizer in (ours, theirs):
+                optimizer.param_groups[1].update(betas=(0.5, 0.6), weight_decay=0.1, eps=1e-2)
         ours.step(**({} if scale is None else {"grad_scale": torch.tensor(scale, device=DEVICE)}))
         theirs.step()
     for parameter, reference, before in zip(params, exact, start):
@@ -72,80 +79,33 @@ def test_equals_adamw(dtype, remainders, scale):
             assert (parameter.double() - reference).abs().max() <= 2.0**-8 * reference.abs().max()
 
 
-def test_remainders_equal_float32_masters_bit_for_bit():
-    outcomes = []
-    for remainders in (True, False):
+@pytest.mark.parametrize("change, close", [
+    (dict(store_param_remainders=False), 0), (dict(moment_dtype=torch.bfloat16), 0.02)])
+def test_how_state_is_stored_changes_little(change, close):
+    """A remainder is a float32 master bit for bit; BF16 moments are close to float32 moments."""
+    updates, before = [], torch.cat([p.detach().float().flatten() for p in parameters(torch.bfloat16)])
+    for options in ({}, change):
         params = parameters(torch.bfloat16)
-        optimizer = FastAdam(groups(params), lr=1e-2, store_param_remainders=remainders)
+        optimizer = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95), **options)
         train(optimizer, params, 4)
-        outcomes.append([master(optimizer, p) for p in params])
-    assert all(torch.equal(a, b) for a, b in zip(*outcomes))
-
-
-def test_bfloat16_moments_are_close_to_float32_moments():
-    outcomes = []
-    for dtype in (torch.float32, torch.bfloat16):
-        params = parameters(torch.bfloat16)
-        optimizer = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95), moment_dtype=dtype)
-        train(optimizer, params, 6)
-        assert optimizer.state[params[0]]["exp_avg"].dtype == dtype
-        pairs = zip(params, parameters(torch.bfloat16))
-        updates = [(master(optimizer, p) - before.detach().float()).flatten() for p, before in pairs]
-        outcomes.append(torch.cat(updates))
-    assert 0 < (outcomes[0] - outcomes[1]).norm() < 0.02 * outcomes[0].norm()
-
-
-@pytest.mark.parametrize("beta, decreases", [(0.996, True), (0.999, False)])
-def test_bfloat16_moments_decrease_with_betas_up_to_0_996(monkeypatch, beta, decreases):
-    """The reason for the limit: with zero gradients, both moments must decay to zero."""
-    monkeypatch.setattr(fast_adam, "LARGEST_BF16_BETA", 1.0)
-    parameter = torch.nn.Parameter(torch.ones(64, device=DEVICE, dtype=torch.bfloat16))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = FastAdam([parameter], betas=(beta, beta), moment_dtype=torch.bfloat16)
-    start = torch.linspace(0.5, 8, 64, device=DEVICE).bfloat16()
-    moments = [optimizer.state[parameter][name].copy_(start) for name in ("exp_avg", "exp_avg_sq")]
-    for _ in range(100 if decreases else 2):  # every step casts the same values
-        optimizer.step()
-    for moment in moments:
-        assert (moment < 0.8 * start).all() if decreases else torch.equal(moment, start)
-
-
-def test_bfloat16_moments_have_a_largest_beta():
-    largest, options = fast_adam.LARGEST_BF16_BETA, dict(moment_dtype=torch.bfloat16)
-    FastAdam(parameters(torch.bfloat16), betas=(0.9, largest), **options)
-    with pytest.raises(ValueError, match="at most 0.996"):
-        FastAdam(parameters(torch.bfloat16), betas=(0.9, math.nextafter(largest, 1)), **options)
-
-
-def test_a_parameter_without_gradient_is_not_changed():
-    params = parameters(torch.bfloat16)
-    optimizer = FastAdam(groups(params), lr=1e-2)
-    before = params[1].detach().clone()
-    for parameter, gradient in zip(params, gradients(0, torch.bfloat16)):
-        parameter.grad = None if parameter is params[1] else gradient
-    optimizer.step()
-    assert torch.equal(params[1], before)
-    assert not torch.equal(params[3].detach(), parameters(torch.bfloat16)[3].detach())
+        assert optimizer.state[params[0]]["exp_avg"].dtype == options.get("moment_dtype", torch.float32)
+        updates.append(torch.cat([master(optimizer, p).flatten() for p in params]) - before)
+    difference = (updates[0] - updates[1]).norm()
+    assert difference <= close * updates[0].norm() and (difference > 0) == (close > 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradient_norm(dtype):
     params = parameters(dtype)
     optimizer = FastAdam(groups(params))
-    for parameter, gradient in zip(params, gradients(0, dtype)):
-        parameter.grad = gradient
+    give_gradients(params)
+    params[2].grad[-1] = 1e3  # in the partial chunk
     norm = optimizer.gradient_norm()
     exact = torch.cat([p.grad.double().flatten() for p in params]).norm()
     assert norm.dtype == torch.float32 and norm.shape == ()
     assert norm.item() == pytest.approx(exact.item(), rel=1e-6)
-    params[2].grad[-1] = 1e3  # in the partial chunk
-    expected = (exact**2 + 1e6 - gradients(0, dtype)[2][-1].double() ** 2).sqrt()
-    assert optimizer.gradient_norm().item() == pytest.approx(expected.item(), rel=1e-6)
     params[2].grad[-1] = float("nan")
     assert optimizer.gradient_norm().isnan()
-    params[2].grad = None
-    rest = torch.cat([p.grad.double().flatten() for p in params if p.grad is not None]).norm()
-    assert optimizer.gradient_norm().item() == pytest.approx(rest.item(), rel=1e-6)
 
 
 def test_bfloat16_parameters_with_float32_gradients():
@@ -160,7 +120,7 @@ def test_bfloat16_parameters_with_float32_gradients():
         norm = optimizer.gradient_norm()
         optimizer.step()
         results.append([norm, *params, *(optimizer.state[p]["exp_avg"] for p in params)])
-    assert all(torch.equal(of_bf16, of_float32) for of_bf16, of_float32 in zip(*results))
+    assert_equal(*results)
     params[0].grad = params[0].grad.bfloat16()
     with pytest.raises(ValueError, match="all must be float32, or all have the parameters' type"):
         optimizer.step()
@@ -171,28 +131,21 @@ def test_bfloat16_parameters_with_float32_gradients():
     (dict(moment_dtype=torch.bfloat16), math.nan), (dict(dtype=torch.float32), math.nan)])
 def test_fast_adam_skips_a_step(options, value):
     """A grad_scale that is not finite changes nothing, not even the step count."""
-    options = dict(options)
-    dtype = options.pop("dtype", torch.bfloat16)
+    dtype = options.get("dtype", torch.bfloat16)
+    options = {name: option for name, option in options.items() if name != "dtype"}
 
     def run(scales):
-        torch.manual_seed(0)
-        sizes = (fast_adam.CHUNK + 5, 7)
-        params = [torch.nn.Parameter(torch.randn(size, device=DEVICE).to(dtype)) for size in sizes]
+        params = parameters(dtype)
         optimizer = FastAdam(params, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, **options)
-        generator = torch.Generator().manual_seed(1)
         for scale in scales:
-            for parameter in params:
-                if math.isfinite(scale):
-                    gradient = torch.randn(parameter.shape, generator=generator)
-                else:
-                    gradient = torch.full(parameter.shape, math.nan)
-                parameter.grad = gradient.to(DEVICE, dtype)
+            for parameter, gradient in zip(params, gradients(0, dtype)):
+                parameter.grad = gradient if math.isfinite(scale) else gradient * math.nan
             optimizer.step(grad_scale=torch.tensor(scale, device=DEVICE))
         moments = [value for p in params for value in optimizer.state[p].values()]
         return [*params, *moments, optimizer.param_groups[0]["step"]]
 
-    for with_skips, without in (([0.5, value, 1.0, value], [0.5, 1.0]), ([value], [])):
-        assert all(torch.equal(a, b) for a, b in zip(run(with_skips), run(without), strict=True))
+    assert_equal(run([0.5, value, 1.0, value]), run([0.5, 1.0]))
+    assert_equal(run([value]), run([]))
 
 
 def test_the_set_of_parameters_with_gradients_may_change():
@@ -231,7 +184,7 @@ def test_a_group_can_be_added_after_a_step():
     for parameter, gradient in zip(fresh, gradients(0, torch.bfloat16)[1:]):
         parameter.grad = gradient
     alone.step()
-    assert all(torch.equal(p, q) for p, q in zip(params[1:], fresh))
+    assert_equal(params[1:], fresh)
 
 
 @pytest.mark.parametrize("group, complaint", [(dict(dtype=torch.float32), "all must be"),
@@ -247,58 +200,31 @@ def test_an_invalid_group_is_not_added(group, complaint):
     optimizer.param_groups[0]["betas"] = (0.9, 0.999)
     with pytest.raises(ValueError, match="0.996"):
         optimizer.step()
-
-
-def test_changing_the_parameters_of_a_group_raises():
-    params = parameters(torch.bfloat16)
-    optimizer = FastAdam(params, lr=1e-2)
-    train(optimizer, params, 1)
-    optimizer.param_groups[0]["params"] = params[:1]
+    optimizer.param_groups[0].update(betas=(0.9, 0.95), params=params)
     with pytest.raises(ValueError, match="use add_param_group"):
         optimizer.step()
 
 
 def test_a_learning_rate_may_be_a_number():
-    """A number set before or after a step is copied to the memory that a captured CUDA graph reads."""
+    """A number, also a scheduler's, is copied to the memory that a captured CUDA graph reads."""
     outcomes = []
-    for as_number in (True, False):
+    for way in ("tensor", "number", "scheduler"):
         params = parameters(torch.bfloat16)
-        optimizer = FastAdam(params, lr=5e-2)
-        memory = optimizer.param_groups[0]["lr"].data_ptr()
-        for rate in (1e-2, 3e-2):
-            if as_number:
-                optimizer.param_groups[0]["lr"] = rate
-            else:
-                optimizer.param_groups[0]["lr"].fill_(rate)
+        optimizer = FastAdam(params, lr=4e-2)
+        group, memory = optimizer.param_groups[0], optimizer.param_groups[0]["lr"].data_ptr()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for rate in (4e-2, 2e-2, 1e-2):
+            if way == "tensor":
+                group["lr"].fill_(rate)
+            if way == "number":
+                group["lr"] = rate
             train(optimizer, params, 1)
-        assert optimizer.param_groups[0]["lr"].data_ptr() == memory
-        outcomes.append([p.detach().clone() for p in params])
-    assert all(torch.equal(a, b) for a, b in zip(*outcomes))
-
-
-def test_a_scheduler_sets_the_learning_rate():
-    params = parameters(torch.bfloat16)[:1]
-    optimizer = FastAdam(params, lr=4e-2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    for rate in (4e-2, 2e-2, 1e-2):
-        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(rate)
-        train(optimizer, params, 1)
-        scheduler.step()
-
-
-def test_changed_options_apply_from_the_next_step():
-    params, fresh = parameters(torch.float32), parameters(torch.float32)
-    options = dict(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
-    ours, theirs = FastAdam(params, **options), torch.optim.AdamW(fresh, **options)
-    for step in range(4):
-        for optimizer, own in ((ours, params), (theirs, fresh)):
-            if step == 2:
-                optimizer.param_groups[0].update(betas=(0.5, 0.6), weight_decay=0.1, eps=1e-2)
-            for parameter, gradient in zip(own, gradients(step, torch.float32)):
-                parameter.grad = gradient
-            optimizer.step()
-    for parameter, reference in zip(params, fresh):
-        torch.testing.assert_close(parameter, reference, rtol=1e-5, atol=1e-6)
+            assert float(group["lr"]) == pytest.approx(rate) and group["lr"].data_ptr() == memory
+            if way == "scheduler":
+                scheduler.step()
+        outcomes.append(params)
+    assert_equal(outcomes[0], outcomes[1])
+    assert_equal(outcomes[0], outcomes[2])
 
 
 def test_a_closure_is_called_with_gradients_enabled():
@@ -316,15 +242,16 @@ def test_a_closure_is_called_with_gradients_enabled():
 
 @pytest.mark.parametrize("options, complaint", [
     (dict(moment_dtype=torch.bfloat16), r"betas \(0.9, 0.999\)"),
-    (dict(betas=(0.999, 0.95), moment_dtype=torch.bfloat16), "0.996"),
+    (dict(betas=(math.nextafter(LARGEST, 1), 0.95), moment_dtype=torch.bfloat16), "at most 0.996"),
     (dict(moment_dtype=torch.float16), "moment_dtype"), (dict(betas=(0.9, 1.0)), "betas"),
     (dict(lr=-1.0), "lr")])
 def test_invalid_options_raise(options, complaint):
     with pytest.raises(ValueError, match=complaint) as error:
-        FastAdam([torch.nn.Parameter(torch.zeros(4, device=DEVICE))], **options)
+        FastAdam(parameters(torch.float32), **options)
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="all must be"):
         FastAdam([parameters(torch.float32)[0], parameters(torch.bfloat16)[0]])
+    FastAdam(parameters(torch.float32), betas=(LARGEST, LARGEST), moment_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("grad, complaint", [
@@ -388,10 +315,9 @@ def test_a_state_is_loaded_into_the_existing_tensors(dtype, options):
     train(optimizer, params, 2)
     train(other, others, 2)
     assert other.param_groups[0]["step"].item() == 5
+    assert_equal(params, others)
     for parameter, own in zip(params, others):
-        assert torch.equal(parameter, own)
-        for name, value in optimizer.state[parameter].items():
-            assert torch.equal(value, other.state[own][name])
+        assert_equal(optimizer.state[parameter].values(), other.state[own].values())
 
 
 def test_loading_an_invalid_state_changes_nothing():
@@ -430,34 +356,6 @@ def test_float32_weights_have_no_masters():
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_reads_the_learning_rate_from_its_tensor():
-    outcomes = []
-    for graphed in (False, True):
-        params = parameters(torch.bfloat16)
-        optimizer = FastAdam(groups(params), lr=1e-2)
-        for parameter, gradient in zip(params, gradients(0, torch.bfloat16)):
-            parameter.grad = gradient
-        if graphed:
-            optimizer.prepare()
-            optimizer.step()  # compiles
-            for parameter, fresh in zip(params, parameters(torch.bfloat16)):
-                parameter.data.copy_(fresh)
-                for value in optimizer.state[parameter].values():
-                    value.zero_()
-            for group in optimizer.param_groups:
-                group["step"].zero_()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                optimizer.step()
-        for rate in (1e-2, 3e-2, 1e-3):
-            for group in optimizer.param_groups:
-                group["lr"].fill_(rate)
-            graph.replay() if graphed else optimizer.step()
-        outcomes.append([p.detach().clone() for p in params])
-    assert all(torch.equal(a, b) for a, b in zip(*outcomes))
-
-
-@pytest.mark.gpu
 def test_a_replay_follows_gradients_and_options():
     """After `prepare`, a captured step uses the current options and the parameters with gradients now."""
     outcomes = []
@@ -484,6 +382,8 @@ def test_a_replay_follows_gradients_and_options():
             optimizer.param_groups[0].update(lr=1e-2 * step, weight_decay=0.1 * step)
             if graphed:
                 optimizer.prepare()
+            optimizer.param_groups[1]["lr"].fill_(3e-2 / step)  # no other call between it and a replay
+            if graphed:
                 graph.replay()
             else:
                 norm = optimizer.gradient_norm()
@@ -625,43 +525,3 @@ def test_a_divided_update_is_not_done_or_saved_in_part():
     optimizer.gradient_norm()
     with pytest.raises(ValueError, match="summed over GPUs already"):
         optimizer.gradient_norm()
-
-
-def test_gathered_state_is_the_whole_state():
-    ranks = divided_among(3, torch.bfloat16, torch.float32, True)
-    for rank, (params, optimizer, _) in enumerate(ranks):
-        for parameter in params:
-            for tensor in optimizer.state[parameter].values():
-                tensor.fill_(rank + 1)
-        optimizer.write_options()
-    sent = {}
-    for rank, (_, optimizer, _) in [*enumerate(ranks), *enumerate(ranks)]:  # in the second round, all is sent
-        numbers = itertools.count()
-
-        def broadcast(tensor, src, rank=rank, numbers=numbers):
-            number = next(numbers)
-            if src == rank:
-                sent[number] = tensor.clone()
-            elif number in sent:
-                tensor.copy_(sent[number])
-
-        with unittest.mock.patch.object(torch.distributed, "broadcast", broadcast):
-            optimizer.is_gathered = False
-            optimizer.gather_state()
-    assert len(sent) > 3
-    for number in range(len(SHAPES)):
-        owners = [optimizer.peers.part(params[number])[1] for params, optimizer, _ in ranks]
-        expected = torch.cat([torch.full((size,), rank + 1) for rank, size in enumerate(owners)]).to(DEVICE)
-        for params, optimizer, _ in ranks:
-            for state in optimizer.state[params[number]].values():
-                assert torch.equal(state.view(-1), expected.to(state.dtype))
-
-
-def test_a_frozen_parameter_is_not_part_of_a_divided_update():
-    ranks = divided_among(2, torch.float32, torch.float32, False)
-    _, optimizer, _ = ranks[0]
-    frozen = torch.nn.Parameter(torch.ones(16, device=DEVICE), requires_grad=False)
-    optimizer.add_param_group({"params": [frozen]})
-    optimizer.peers.all_reduce = lambda total: None
-    optimizer.step(grad_scale=optimizer.gradient_norm() * 0 + 1)
-    assert torch.equal(frozen, torch.ones(16, device=DEVICE))

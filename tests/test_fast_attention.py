@@ -1,21 +1,15 @@
 """Packed attention, forward and backward, against QK-norm, RoPE and attention in float64."""
 
-import os
 import types
 
 import pytest
 import torch
 
-HAS_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if HAS_GPU else "cpu"
-if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-
 pytest.importorskip("triton")
 import model_te_optimized  # noqa: E402
 from fast_kernels import attention as fast_attention  # noqa: E402
 from fast_kernels.attention import packed_attention, packed_attention_reference  # noqa: E402
-from kernel_tools import _released_memory, needs_memory  # noqa: E402, F401
+from kernel_tools import DEVICE, _free_memory, capture, needs_memory  # noqa: E402, F401
 from model_te_optimized import OptimizedConfig  # noqa: E402
 
 EPS = 1e-5
@@ -77,20 +71,25 @@ features = pytest.mark.parametrize("rope, norm", [(False, False), (True, False),
 
 
 @features
-@pytest.mark.parametrize("n_head, n_kv_head, length, dim", [(2, 2, 37, 16), (4, 2, 19, 64), (3, 1, 8, 24)])
-def test_equals_reference(monkeypatch, n_head, n_kv_head, length, dim, rope, norm):
+@pytest.mark.parametrize("n_head, n_kv_head, length, dim, options", [
+    (2, 2, 37, 16, {}), (4, 2, 19, 64, {}), (3, 1, 8, 24, {}), (4, 2, 11, 16, {"window": 3}),
+    (4, 2, 11, 16, {"cu_seqlens": DOCUMENTS}), (4, 2, 11, 16, {"cu_seqlens": DOCUMENTS, "window": 3})])
+def test_equals_reference(monkeypatch, n_head, n_kv_head, length, dim, options, rope, norm):
     monkeypatch.setattr(fast_attention, "TILE", 256)
     # so that a program has several tiles, and not all programs the same number
     monkeypatch.setattr(fast_attention, "PROGRAMS", 3)
     inputs = make_inputs(2, length, n_head, n_kv_head, dim, rope, norm)
-    assert max(errors(n_head, n_kv_head, inputs)) < ROUNDING
+    assert max(errors(n_head, n_kv_head, inputs, **options)) < ROUNDING
 
 
 def test_other_layouts_of_the_inputs():
-    """qkv with four dimensions; cos and sin with two, strided or float64; an expanded dout; no_grad."""
+    """qkv with four dimensions; cos and sin with two, strided or float64, or of each token; an expanded dout;
+    no_grad."""
     qkv, (cos, sin), q_weight, k_weight, _ = make_inputs(2, 9, 2, 1, 16, True, True)
     dout = torch.tensor(0.5, device=DEVICE).expand(2, 9, 32)
-    assert max(errors(2, 1, (qkv, (cos, sin), q_weight, k_weight, dout))) < ROUNDING
+    of_each_token = [table[torch.randint(9, (2, 9))] for table in (cos, sin)]
+    for tables in ((cos, sin), tuple(of_each_token)):
+        assert max(errors(2, 1, (qkv, tables, q_weight, k_weight, dout))) < ROUNDING
     expected = packed_attention(qkv, 2, 1, (cos, sin), q_weight, k_weight)
     with torch.no_grad():
         out = packed_attention(
@@ -152,106 +151,6 @@ def test_flash_attention_is_picked_where_it_has_a_kernel(monkeypatch, version, c
         model_te_optimized.attention_kernel(config)
 
 
-def attend(q, k, v, cu_seqlens, window):
-    """Run SDPA on (B, S, heads, D), or with documents on (B·S, heads, D)."""
-    if cu_seqlens is None:
-        return fast_attention.sdpa(q, k, v, None, window)
-    return fast_attention.sdpa(q[None], k[None], v[None], cu_seqlens, window)[0]
-
-
-def differentiate(q, k, v, cu_seqlens, window, dout):
-    with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        return torch.autograd.grad(attend(*inputs, cu_seqlens, window), inputs, dout)
-
-
-def lse_of(q):
-    return q.new_zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
-
-
-class Recorder:
-    """Stands in for FlashAttention 4, with its signatures: runs SDPA and records its arguments."""
-
-    def forward(self, q, k, v, causal, return_lse, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
-                max_seqlen_k=None, tile_mn=None, window_size_left=None, window_size_right=None):
-        assert causal and return_lse and (window_size_left is None) == (window_size_right is None)
-        self.window = None if window_size_left is None else window_size_left + 1
-        return attend(q, k, v, cu_seqlens_q, self.window), lse_of(q), None, None
-
-    def backward(self, q, k, v, out, dout, lse, causal, deterministic, dq, dk, dv, cu_seqlens_q=None,
-                 cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, window_size_left=None,
-                 window_size_right=None):
-        assert self.window == (None if window_size_left is None else window_size_left + 1)
-        assert lse.shape == lse_of(q).shape and out.shape == dout.shape == q.shape
-        self.dout, self.targets = dout, (dq, dk, dv)
-        for target, gradient in zip(
-            self.targets, differentiate(q, k, v, cu_seqlens_q, self.window, dout)
-        ):
-            target.copy_(gradient)
-
-
-@features
-def test_flash_attention_writes_into_the_packed_gradient(monkeypatch, rope, norm):
-    """dq, dk and dv are adjacent slices of the gradient of qkv: nothing is copied."""
-    flash = Recorder()
-    monkeypatch.setattr(fast_attention, "_pick_kernel", lambda *_: "fa4")
-    monkeypatch.setattr(fast_attention, "fa4_forward", flash.forward)
-    monkeypatch.setattr(fast_attention, "fa4_backward", flash.backward, raising=False)
-    inputs = make_inputs(2, 11, 4, 2, 16, rope, norm)
-    for options in ({"window": 3}, {"cu_seqlens": DOCUMENTS}, {"window": 3, "cu_seqlens": DOCUMENTS}, {}):
-        assert max(errors(4, 2, inputs, **options)) < ROUNDING
-        assert flash.window == options.get("window")
-    qkv = inputs[0].requires_grad_()
-    packed_attention(qkv, 4, 2, *inputs[1:4]).backward(
-        inputs[-1].transpose(1, 2).contiguous().transpose(1, 2))
-    start, size = qkv.grad.data_ptr(), qkv.grad.element_size()
-    assert [(x.data_ptr() - start) // size for x in flash.targets] == [0, 4 * 16, 6 * 16]
-    assert flash.dout.is_contiguous() and all(x.stride() == (11 * 128, 128, 16, 1) for x in flash.targets)
-
-
-class Aten:
-    """Stands in for torch.ops.aten, with the layouts of its operations for cuDNN and FlashAttention."""
-
-    def _scaled_dot_product_cudnn_attention(self, q, k, v, bias, has_lse, dropout, causal):
-        assert has_lse and causal and bias is None and dropout == 0 and q.shape[3] == 16
-        y = fast_attention.sdpa(*(x.transpose(1, 2) for x in (q, k, v)))
-        return y.transpose(1, 2), q.new_zeros(*q.shape[:3], 1), None, None, 0, 0, None, None, None
-
-    def _scaled_dot_product_cudnn_attention_backward(
-        self, dout, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, dropout, causal
-    ):
-        assert lse.shape == (*q.shape[:3], 1) and dout.stride() == out.stride() and max_q == q.shape[2]
-        q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))
-        return [x.transpose(1, 2) for x in differentiate(q, k, v, None, None, dout)]
-
-    def _flash_attention_forward(
-        self, q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, window_size_left=None,
-        window_size_right=None
-    ):
-        assert causal and not debug and cu_q is cu_k and window_size_right in (None, 0)
-        window = None if window_size_left is None else window_size_left + 1
-        return attend(q, k, v, cu_q, window), lse_of(q), None, None, None
-
-    def _flash_attention_backward(
-        self, dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, offset,
-        window_size_left=None, window_size_right=None
-    ):
-        assert causal and dout.shape == out.shape == q.shape
-        window = None if window_size_left is None else window_size_left + 1
-        return differentiate(q, k, v, cu_q, window, dout)
-
-
-@features
-@every_mask
-@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
-def test_kernels_of_pytorch(monkeypatch, kernel, options, rope, norm):
-    if kernel == "cudnn" and options:
-        pytest.skip("cuDNN's kernel takes neither")
-    monkeypatch.setattr(fast_attention, "_pick_kernel", lambda *_: kernel)
-    monkeypatch.setattr(fast_attention, "aten", Aten())
-    assert max(errors(4, 2, make_inputs(2, 11, 4, 2, 16, rope, norm), **options)) < ROUNDING
-
-
 @pytest.mark.parametrize("changes, kernel", [
     ({}, "cudnn"), ({"length": 1}, "flash"), ({"dim": 256}, "flash"), ({"window": 4}, "flash"),
     ({"cu_seqlens": DOCUMENTS}, "flash"),
@@ -287,18 +186,6 @@ def test_operations_are_registered(options, rope, norm):
         out = function(qkv, 4, 2, tables, q_weight, k_weight, EPS, **options)
         results.append([out, *torch.autograd.grad(out, qkv, dout)])
     assert all(torch.equal(a, b) for a, b in zip(*results))
-
-
-@pytest.mark.parametrize(
-    "shape, capability, has_option, tile",
-    [
-        ((2, 1024, 4, 64), (9, 0), True, (128, 128)), ((2, 1040, 4, 64), (9, 0), True, None),
-        ((2, 1024, 4, 96), (9, 0), True, None), ((2, 1024, 4, 64), (10, 0), True, None),
-        ((2, 1024, 4, 64), (9, 0), False, None)])
-def test_smaller_tiles_for_short_sequences(monkeypatch, shape, capability, has_option, tile):
-    monkeypatch.setattr(fast_attention, "FA4_HAS_TILE_OPTION", has_option)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    assert fast_attention._tile_option(torch.empty(shape)).get("tile_mn") == tile
 
 
 gpu_shapes = pytest.mark.parametrize(
@@ -342,8 +229,7 @@ def test_windows_and_documents_on_a_gpu(installed, n_head, n_kv_head, dim, optio
 def test_more_than_2_to_the_31_elements():
     """The last row of a batch equals that row without the others."""
     needs_memory(20)
-    row, (cos, sin), q_weight, k_weight, dout = make_inputs(
-        1, 2048, 12, 12, 64, True, True, torch.bfloat16)
+    row, (cos, sin), q_weight, k_weight, dout = make_inputs(1, 2048, 12, 12, 64, True, True, torch.bfloat16)
     batch, row = 2**31 // row.numel() + 1, row.view(1, 2048, 36, 64)
 
     def attend(qkv, dout):
@@ -375,14 +261,7 @@ def test_in_a_cuda_graph(installed, n_kv_head, dim):
         out = packed_attention(leaves[0], 4, n_kv_head, rope, *leaves[1:], EPS)
         return [out, *torch.autograd.grad(out, leaves, dout)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compiles the kernels, which is not possible during a capture
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     with torch.no_grad():
         qkv.copy_(torch.randn_like(qkv))
     graph.replay()

@@ -8,13 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 from fast_kernels import embedding as fast_embedding  # noqa: E402
-from kernel_tools import HAS_GPU, _casts_that_round, _poisoned_memory, _released_memory, needs_memory  # noqa: E402, F401
-
-DEVICE = "cuda" if HAS_GPU else "cpu"
-
-
-def on_gpu(*values):
-    return pytest.param(*values, marks=pytest.mark.gpu)
+from kernel_tools import DEVICE, _as_on_a_gpu, _free_memory, _poisoned_memory, capture, needs_memory, on_gpu  # noqa: E402, F401
 
 
 def make_tokens(kind, count, vocab_size):
@@ -38,11 +32,9 @@ def exact(tokens, dy, vocab_size):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["any", "one token", "two in halves", "as in text", "each once"])
-@pytest.mark.parametrize(
-    "count, vocab_size, columns",
-    [
-        (64, 64, 256), (130, 200, 272), (31, 40, 16), (1, 3, 8), on_gpu(32768, 50304, 768),
-        on_gpu(4096, 50304, 4096), on_gpu(8208, 50304, 3088)])
+@pytest.mark.parametrize("count, vocab_size, columns", [
+    (64, 64, 256), (130, 200, 272), (31, 40, 16), (1, 3, 8), on_gpu(32768, 50304, 768),
+    on_gpu(4096, 50304, 4096), on_gpu(8208, 50304, 3088)])
 def test_sum_by_index(count, vocab_size, columns, kind, dtype):
     tokens, dy = make_tokens(kind, count, vocab_size), torch.randn(count, columns, device=DEVICE).to(dtype)
     dweight = fast_embedding.sum_by_index(tokens, dy, vocab_size)
@@ -52,29 +44,34 @@ def test_sum_by_index(count, vocab_size, columns, kind, dtype):
             ours.double(), exact(tokens, own_dy, vocab_size), atol=2e-5 * count**0.5,
             rtol=1.01 * 2**-8 if dtype == torch.bfloat16 else 1e-5)
     assert torch.equal(dweight.abs().sum(1) > 0, torch.bincount(tokens, minlength=vocab_size) > 0)
-    if HAS_GPU:  # bit for bit; the interpreter runs one program after the other
+    if DEVICE == "cuda":  # bit for bit; the interpreter runs one program after the other
         assert torch.equal(dweight, fast_embedding.sum_by_index(tokens, dy, vocab_size))
 
 
-def test_embed_without_positions():
-    """The output equals PyTorch's, and autograd adds the gradient to others of the weight."""
+@pytest.mark.parametrize("tied", [False, True])
+def test_without_positions(tied):
+    """Autograd adds the gradient to the output head's; with tied_dweight it is added in place, once."""
     torch.manual_seed(1)
     weight = torch.randn(50, 32, device=DEVICE, requires_grad=True)
     tokens = torch.randint(0, 50, (3, 20), device=DEVICE)
-    dy, other_dweight = torch.randn(3, 20, 32, device=DEVICE), torch.randn(50, 32, device=DEVICE)
-    x = fast_embedding.embed(tokens, weight)
+    dy, head_dweight = torch.randn(3, 20, 32, device=DEVICE), torch.randn(50, 32, device=DEVICE)
+    expected = exact(tokens.flatten(), dy.flatten(0, 1), 50) + head_dweight.double()
+    tied_dweight = [] if tied else None
+    x = fast_embedding.embed(tokens, weight, tied_dweight=tied_dweight)
     assert torch.equal(x, weight[tokens])
-    ((x * dy).sum() + (weight * other_dweight).sum()).backward()
-    torch.testing.assert_close(
-        weight.grad.double(), exact(tokens.flatten(), dy.flatten(0, 1), 50) + other_dweight.double(),
-        rtol=1e-5, atol=1e-5)
+    if tied:
+        tied_dweight.append(head_dweight)
+        x.backward(dy)
+        assert not tied_dweight and torch.equal(weight.grad, head_dweight)
+    else:
+        ((x * dy).sum() + (weight * head_dweight).sum()).backward()
+    torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize(
-    "batch, length, columns, more",
-    [(3, 20, 32, 5), (2, 33, 1040, 0), on_gpu(8, 1024, 768, 0), on_gpu(8, 1024, 768, 5)])
+@pytest.mark.parametrize("batch, length, columns, more", [
+    (3, 20, 32, 5), (2, 33, 1040, 0), on_gpu(8, 1024, 768, 0), on_gpu(8, 1024, 768, 5)])
 def test_with_positions(batch, length, columns, more, documents, dtype):
     """Equals the sum of PyTorch's two embeddings.
 
@@ -158,32 +155,12 @@ def test_invalid_arguments_raise(change, message):
         fast_embedding.embed(*change(tokens, weight, torch.arange(9, device=DEVICE), weight))
 
 
-def test_tied_weight():
-    """The gradient is added to the output head's in place, once."""
-    torch.manual_seed(1)
-    weight = torch.randn(50, 32, device=DEVICE, requires_grad=True)
-    tokens = torch.randint(0, 50, (3, 20), device=DEVICE)
-    dy, head_dweight = torch.randn(3, 20, 32, device=DEVICE), torch.randn(50, 32, device=DEVICE)
-    tied_dweight = []
-    expected = exact(tokens.flatten(), dy.flatten(0, 1), 50) + head_dweight.double()
-    x = fast_embedding.embed(tokens, weight, tied_dweight=tied_dweight)
-    tied_dweight.append(head_dweight)
-    x.backward(dy)
-    assert not tied_dweight and torch.equal(weight.grad, head_dweight)
-    torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(not HAS_GPU, reason="no GPU")
 def test_in_a_cuda_graph():
     """A replay reads new tokens from the same memory."""
     tokens = make_tokens("any", 4096, 50304)
     dy = torch.randn(4096, 768, device=DEVICE, dtype=torch.bfloat16)
-    fast_embedding.sum_by_index(tokens, dy, 50304)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        dweight = fast_embedding.sum_by_index(tokens, dy, 50304)
+    graph, dweight = capture(lambda: fast_embedding.sum_by_index(tokens, dy, 50304))
     tokens.copy_(make_tokens("as in text", 4096, 50304))
     graph.replay()
     assert torch.equal(dweight, fast_embedding.sum_by_index(tokens, dy, 50304))

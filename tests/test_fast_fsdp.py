@@ -9,7 +9,7 @@ from test_fast_model import MODERN, make_model, make_tokens  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
-from kernel_tools import HAS_GPU, _casts_that_round, _instructions, _plain_casts  # noqa: E402, F401
+from kernel_tools import HAS_GPU, _as_on_a_gpu, _plain_casts  # noqa: E402, F401
 from nanote import ddp, recipes  # noqa: E402
 from nanote.config import TrainConfig  # noqa: E402
 

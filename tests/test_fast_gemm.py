@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from fast_kernels import gemm as fast_gemm
-from kernel_tools import _released_memory, needs_memory  # noqa: F401
+from kernel_tools import DEVICE, _free_memory, needs_memory, on_gpu  # noqa: F401
 
 # without test_schema, which multiplies the inputs: PyTorch cannot in FP8
 OPCHECKS = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = [(2304, 768, 4096), (768, 3072, 8208), (768, 4096, 2304), (64, 32, 48), (50304, 768, 256)]  # M, K, N
 FORWARD = [(E4M3, E4M3, False, "fast"), (E4M3, E4M3, True, "fast")]
@@ -175,11 +174,8 @@ def runs_on_torch(monkeypatch, reason):
     monkeypatch.setattr(fast_gemm._Shape, "run", None)
 
 
-on_gpu = [
-    pytest.param(reason, marks=pytest.mark.gpu) for reason in ("no algorithm", "none runs", "deterministic")]
-
-
-@pytest.mark.parametrize("reason", ["no library", *on_gpu])
+@pytest.mark.parametrize("reason", [
+    "no library", on_gpu("no algorithm"), on_gpu("none runs"), on_gpu("deterministic")])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])

@@ -11,16 +11,8 @@ pytest.importorskip("triton")
 from fast_kernels import loss as fast_loss  # noqa: E402
 from fast_kernels.fp8 import Float8Tensor  # noqa: E402
 from fast_kernels.loss import cross_entropy, cross_entropy_reference  # noqa: E402
-from kernel_tools import (  # noqa: E402, F401
-    HAS_GPU,
-    _casts_that_round,
-    _instructions,
-    _poisoned_memory,
-    _released_memory,
-    needs_memory,
-)
+from kernel_tools import DEVICE, _as_on_a_gpu, _free_memory, _poisoned_memory, capture, needs_memory, on_gpu  # noqa: E402, F401
 
-DEVICE = "cuda" if HAS_GPU else "cpu"
 FORMATS = [torch.float8_e5m2, torch.float8_e4m3fn]
 every_option = pytest.mark.parametrize(
     "options", [{}, {"label_smoothing": 0.1}, {"softcap": 5.0}, {"label_smoothing": 0.2, "softcap": 30.0}],
@@ -82,8 +74,7 @@ def fp8_gradient(logits, labels, scale, amax, fp8, factor=1.0, **options):
 @every_option
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2**-8)])
 @pytest.mark.parametrize("rows, vocab_size", [
-    (5, 96), (3, 4096), (4, 5000), (2, 12289), pytest.param(2048, 50304, marks=pytest.mark.gpu),
-    pytest.param(33, 262144, marks=pytest.mark.gpu)])
+    (5, 96), (3, 4096), (4, 5000), (2, 12289), on_gpu(2048, 50304), on_gpu(33, 262144)])
 def test_loss_and_gradient(rows, vocab_size, dtype, tolerance, options):
     logits, labels = make_inputs(rows, vocab_size, dtype)
     loss, gradient = loss_and_gradient(logits, labels, factor=-2.5, **options)
@@ -96,8 +87,7 @@ def test_loss_and_gradient(rows, vocab_size, dtype, tolerance, options):
     # relative errors of small values, too; with smoothing, they are differences of larger ones
     small = exact.abs() < exact.abs().max() / 100
     atol = 1e-8 if options else 1e-12
-    torch.testing.assert_close(
-        gradient[small].double(), exact[small], rtol=max(tolerance, 1e-5), atol=atol)
+    torch.testing.assert_close(gradient[small].double(), exact[small], rtol=max(tolerance, 1e-5), atol=atol)
 
 
 @every_option
@@ -175,10 +165,8 @@ def test_invalid_arguments_raise(logits, labels, options, message):
 @pytest.mark.parametrize("fp8", FORMATS)
 @pytest.mark.parametrize("rows, vocab_size, factor, scale", [
     (48, 144, 1.0, 1.0), (32, 128, 2**-9, 3e4), (16, 48, 3.0, 1e9), (48, 64, 2**-12, 1e-3),
-    (64, 80, -1.0, 777.7), pytest.param(4096, 50304, 1.0, 1e6, marks=pytest.mark.gpu)])
-def test_fp8_gradient_is_the_cast_of_the_bf16_one(
-    monkeypatch, rows, vocab_size, factor, scale, fp8, options
-):
+    (64, 80, -1.0, 777.7), on_gpu(4096, 50304, 1.0, 1e6)])
+def test_fp8_gradient_is_the_cast_of_the_bf16_one(monkeypatch, rows, vocab_size, factor, scale, fp8, options):
     """Scales from all values flushed to zero to all saturated; rowwise and transposed; partial tiles."""
     monkeypatch.setitem(fast_loss.BACKWARD_FP8, "ROWS", 32 if rows < 128 else 128)  # several tiles
     logits, labels = make_inputs(rows, vocab_size)
@@ -295,13 +283,7 @@ def test_in_a_cuda_graph(fp8):
         gradient, = received
         return loss.detach(), gradient.rowwise.float() if fp8 else gradient.clone()
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()  # compiles
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     with torch.no_grad():
         inputs.mul_(-1.5)
         labels.add_(1).remainder_(1040)

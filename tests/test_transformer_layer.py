@@ -10,19 +10,12 @@ import te_reference as ref
 from model_te_advanced import apply_rope, rope_tables
 
 QKV = [f"{name}_{kind}" for kind in ("weight", "bias") for name in ("query", "key", "value")]
-KEYS = [
-    *(
-        f"self_attention.layernorm_qkv.{key}"
-        for key in ("layer_norm_weight", "layer_norm_bias", *QKV, "_extra_state")),
-    "self_attention.core_attention._extra_state",
-    *(f"self_attention.proj.{key}" for key in ("weight", "bias", "_extra_state")),
-    *(
-        f"layernorm_mlp.{key}"
-        for key in (
-            "layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias",
-            "_extra_state"))]
+NORM, FC = ("layer_norm_weight", "layer_norm_bias"), ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+KEYS = {
+    "self_attention.layernorm_qkv": [*NORM, *QKV], "self_attention.core_attention": [],
+    "self_attention.proj": ["weight", "bias"], "layernorm_mlp": [*NORM, *FC]}
 LAYOUTS = {"split": {}, "groups": {"fuse_qkv_params": True},
-                "rows of q, k, v": {"fuse_qkv_params": True, "qkv_weight_interleaved": False}}
+           "rows of q, k, v": {"fuse_qkv_params": True, "qkv_weight_interleaved": False}}
 SIZES, NO_DROPOUT = (64, 128, 4, 2), {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
@@ -57,9 +50,10 @@ def test_transformer_layers_qkv_layouts_and_formats_agree(use_fp8):
                 assert (y - expected).norm() <= 1e-5 * expected.norm(), (way, form)
 
 
-def test_transformer_layer_has_tes_defaults_and_refuses_the_rest():
+def test_transformer_layer_has_tes_names_and_defaults():
     layer = ref.TransformerLayer(64, 128, 4)
-    assert list(layer.state_dict()) == KEYS
+    assert list(layer.state_dict()) == [
+        f"{module}.{key}" for module, keys in KEYS.items() for key in [*keys, "_extra_state"]]
     assert (layer.hidden_dropout, layer.self_attention.core_attention.attention_dropout) == (0.1, 0.1)
     assert abs(layer.layernorm_mlp.fc2_weight.std().item() - 0.023) < 0.001
     angles = torch.outer(torch.arange(40.0), 1e4 ** (-torch.arange(8) / 8.0)).repeat(1, 2)[:, None, None]
