@@ -1,6 +1,6 @@
 """Run folders and token files from elsewhere may be damaged or hostile: nothing in them is run as code."""
-import hashlib
 import io
+import json
 import pickle
 import re
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer_tools import OPTIONS, ROOT, make_tokens, run_script, run_train
+from trainer_tools import OPTIONS, ROOT, make_tokens, run_script, run_train, sign
 
 SMALL = f"{OPTIONS} --n-layer 1 --n-embd 32 --seq-len 16 --micro-batch-size 2 --grad-accum 1"
 COMMANDS = {"train.py": "--resume --out-dir run --max-steps 3", "sample.py": "run --max-new-tokens 2"}
@@ -37,13 +37,6 @@ def world(tmp_path_factory):
         make_tokens("tokens")
         assert run_train(f"{SMALL} --max-steps 2 --out-dir run", "tokens") == 0
     return folder
-
-
-def sign(folder) -> None:
-    """Write a valid SHA256SUMS, as an attacker would."""
-    paths = [path for path in sorted(Path(folder).iterdir()) if path.name != "SHA256SUMS"]
-    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in paths]
-    Path(folder, "SHA256SUMS").write_text("".join(lines))
 
 
 @pytest.mark.parametrize("script", COMMANDS)
@@ -77,3 +70,22 @@ def test_nothing_here_unpickles():
                      r"weights_only=False", r"add_safe_globals"):
             assert not re.search(call, source), (path, call)
         assert "Unpickler" not in source, path
+
+
+@pytest.mark.parametrize("script, arguments", [*COMMANDS.items(), ("train.py", "--eval-only --out-dir run")])
+@pytest.mark.parametrize("option, code", [("model", "evil.py:Net"), ("fp8_recipe", "custom:evil.f")])
+def test_a_checkpoint_names_no_code(world, tmp_path, monkeypatch, capsys, script, arguments, option, code):
+    shutil.copytree(world, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    Path("evil.py").write_text("open('ran', 'w')")
+    path = Path("run/step-2/meta.json")
+    meta = json.loads(path.read_text())
+    meta["config"][option] = code
+    if option in meta:
+        meta[option] = code
+    path.write_text(json.dumps(meta))
+    sign(path.parent)
+    is_refused = script == "train.py" or option == "model"  # sample.py generates without FP8
+    assert run_script(script, arguments.split()) == (2 if is_refused else 0)
+    error, flag = capsys.readouterr().err, "--" + option.replace("_", "-")
+    assert (f"pass {flag} {code}" in error) == is_refused and not Path("ran").exists()

@@ -2,13 +2,13 @@
 import dataclasses
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,11 +18,12 @@ from nanote.config import TrainConfig, read_options
 from nanote.logs import read_metrics
 from nanote.parallel import Ranks
 from nanote.tokens import Loader
-from trainer_tools import OPTIONS, ROOT, metrics, run_train
+from trainer_tools import OPTIONS, ROOT, largest_file, losses, metrics, run_train
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 SHORT = f"{OPTIONS} --n-layer 1 --grad-accum 1 --max-steps 6 --checkpoint-interval 3"
 OWN_MODEL = """
-import random, signal
+import random, signal, numpy
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 class Model(OptimizedGPT2Model):
     step = -1  # the first pass is a check
@@ -37,19 +38,10 @@ class Model(OptimizedGPT2Model):
 """
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def model_where(event: str) -> str:
     """Return the options that train a model in which `event` happens in every training pass."""
     Path("own.py").write_text(OWN_MODEL.replace("EVENT", event))
     return f"--fp8-recipe none --model {Path.cwd()}/own.py:Model"
-
-
-def losses(run, key="loss"):
-    return [record[key] for record in metrics(run) if key in record]
 
 
 def saved_steps(run):
@@ -67,9 +59,6 @@ def test_learning_rate_schedules():
     assert [0.1, 0.5, 1.0, 0.55, 0.1] == rates([1, 5, 10, 60, 110])  # cosine
     assert [0.5, 1, 1, 0.55, 0.1] == rates([5, 11, 88, 99, 110], lr_schedule="wsd", decay_fraction=0.2)
     assert [0.5, 1] == rates([5, 110], lr_schedule="constant")
-
-
-def test_a_decay_may_begin_during_the_warm_up():
     found = rates(range(111), lr_schedule="wsd", decay_fraction=0.8, warmup_steps=60, min_lr_ratio=0.0)
     assert [min(1, step / 60, (110 - step) / 88) for step in range(111)] == found, "the lower of both"
 
@@ -103,16 +92,19 @@ def test_a_step_that_is_not_finite_changes_nothing(tokens, capsys):
     assert run_train(f"{options} --out-dir run", tokens) == 0
     assert "step 3: loss nan" in capsys.readouterr().out
     val_losses = losses("run", "val_loss")
+    assert losses("run")[2] == losses("run")[1], "the log has the last finite loss"
     assert val_losses[1] == val_losses[2] and len(set(val_losses)) == 5
     assert losses("run", "skipped") == [0, 0, 1, 1, 1, 1]
     assert saved_steps("run") == [4, 6], "a checkpoint waits for a finite step"
 
 
-def test_pythons_random_repeats_and_resumes(tokens):
-    own = model_where("loss = loss * random.random()")
+def test_random_generators_repeat_and_resume(tokens):
+    """An odd number of gauss() before the checkpoint: Python keeps another number for the next call."""
+    own = model_where("loss = loss * (9 + random.gauss(0, 1)) * numpy.random.rand()")
     for run in ("one", "other"):
+        np.random.seed(5)
         assert run_train(f"{SHORT} {own} --out-dir {run}", tokens) == 0
-    assert metrics("one") == metrics("other") and losses("one")[1] < 0.9 * losses("one")[0]
+    assert metrics("one") == metrics("other")
     shutil.rmtree("other/step-6")
     assert run_train(f"--resume --out-dir other {own}") == 0
     assert metrics("one") == metrics("other")
@@ -154,15 +146,11 @@ def test_what_a_run_says_and_leaves(tokens, capsys):
     engine, corpus, *_ = out.splitlines()
     assert engine.startswith("run from step 1: tiny on ") and "--fp8-recipe block e4m3" in engine
     assert corpus.startswith(f"{tokens}: ") and corpus.endswith(" epochs, 512 tokens a step")
-    assert "every rank" not in out
     for wanted in ("6 steps are done", "run/loss.png", "run/metrics.jsonl", "run/step-6", "sample.py run"):
         assert wanted in out
-    assert saved_steps("run") == [4, 6]
-    assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG") and os.listdir("run/tensorboard")
+    assert saved_steps("run") == [4, 6] and os.listdir("run/tensorboard") and Path("run/loss.png").exists()
     records = read_metrics("run/metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 4, 6]  # 2 is saved
-    assert all({"loss", "lr", "grad_norm", "skipped", "tokens_per_s", "mfu", "peak_gib", "seconds"} <= set(r)
-               for r in records)
     assert {"val_loss", "val_bits_per_byte", "val_loss_without_fp8"} <= set(records[-1])
     config = json.loads(Path("run/config.json").read_text())
     assert (config["n_embd"], config["vocab_size"], config["n_positions"]) == (64, 288, 64)
@@ -242,14 +230,10 @@ def test_sigint_stays_ignored_in_the_background(tokens):
 
 
 def test_a_full_disk_does_not_stop_a_run(tokens, capsys):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))  # smaller than a checkpoint
-    try:
-        code = run_train(f"{SHORT} --out-dir run", tokens)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with largest_file(200_000):  # smaller than a checkpoint
+        assert run_train(f"{SHORT} --out-dir run", tokens) == 2
     out, error = capsys.readouterr()
-    assert code == 2 and "step-6: not written: " in error and error.count("\n") == 1
+    assert "step-6: not written: " in error and error.count("\n") == 1
     assert "step-3: not written: " in out and "; training continues" in out
     assert len(losses("run")) == 6 and saved_steps("run") == []
 
