@@ -9,14 +9,9 @@ import torch.nn.functional as F
 import benchmark_attention
 from bench import attention
 from bench.attention import Shape
-from nanote.config import run_command
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU")
 SHAPE = Shape(2, 64, 4, 2, 16)
-
-
-def run(arguments) -> int:
-    return run_command(lambda: benchmark_attention.main(arguments.split()), "benchmark_attention.py")
 
 
 def measure(make):
@@ -64,16 +59,7 @@ def test_a_kernel_that_is_wrong_or_fails_says_so():
 
 def test_the_script_writes_a_row_for_each_kernel(tmp_path, capsys):
     path = tmp_path / "attention.json"
-    assert run(f"--shapes 1x16x2x1x16 --json {path}") == 0
+    benchmark_attention.main(f"--shapes 1x16x2x1x16 --json {path}".split())
     rows = json.loads(path.read_text())["rows"]
     assert [row["name"] for row in rows] == list(attention.KERNELS) and rows[0]["part"] == "attention"
     assert "these times mean nothing" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("arguments, complaint", [
-    ("--shapes 2x128x4", "8x2048x12x12x64 works"), ("--shapes 2x128x4x3x32", "KV heads must divide 4 heads"),
-    ("--json results", "results: is a folder; name a file in it")])
-def test_a_mistake_is_one_line(arguments, complaint, capsys):
-    assert run(arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("benchmark_attention.py: ") and complaint in line

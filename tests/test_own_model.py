@@ -1,13 +1,11 @@
-"""Models by name, and a model of your own in the trainer: --model path/to/file.py:Class."""
+"""A model of your own in the trainer: --model path/to/file.py:Class."""
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 import train
-from nanote import checkpoint, models, recipes
-from nanote.config import TrainConfig
+from nanote import checkpoint
 from trainer_tools import OPTIONS, ROOT, losses, metrics, run_script, run_train
 
 PLAIN = '''
@@ -55,38 +53,6 @@ def changed(**changes) -> str:
         assert old in PLAIN
         Path(f"{name}.py").write_text(PLAIN.replace(old, new))
 
-
-# ---- models by name
-
-def build(**options):
-    small = dict(n_layer=2, n_head=2, n_embd=64, vocab_size=288, n_positions=32, seq_len=32)
-    config = TrainConfig(**small | options)
-    return models.make_model(config, torch.device("cpu"), torch.float32, recipes.make(config))
-
-
-@pytest.mark.skipif(not recipes.IS_REFERENCE, reason="builds on the CPU")
-@pytest.mark.parametrize("name", models.MODELS)
-def test_each_model_is_built_by_its_name(name):
-    model = build(model=name, fp8_recipe="block", n_inner=192)
-    assert type(model) is models.model_classes(name)[0] and model.fp8_recipe.float8_block_scaling()
-    assert model.config.use_fp8 and (model.config.n_layer, model.config.n_inner) == (2, 192)
-    line = models.describe(model)
-    assert line.startswith(type(model).__name__) and "te_reference" in line
-    assert not build(model=name, fp8_recipe="none").config.use_fp8
-
-
-@pytest.mark.parametrize("options, message", [
-    (dict(model="none"), "--model none: unknown; use optimized, advanced, fused, custom, te, auto, fast, or"),
-    (dict(model="te", pack_documents=True), "--pack-documents: forward of --model te has no argument cu_"),
-    (dict(model="custom", use_qk_norm=True), "--use-qk-norm: the config of --model custom has no field use"),
-    (dict(seq_len=31), "x --seq-len 31 = 248 tokens: FP8 recipe delayed needs a multiple of 16")])
-def test_options_that_a_model_cannot_have_are_one_line(options, message):
-    with pytest.raises(ValueError) as error:
-        build(**options)
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
-# ---- a model of your own
 
 def test_a_plain_pytorch_model_trains_resumes_and_samples(tokens):
     assert run_train(f"{RUN} {PAIR} --n-embd 48 --max-steps 12 --lr 1e-2 --out-dir whole", tokens) == 0
