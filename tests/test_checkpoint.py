@@ -107,13 +107,6 @@ def test_files_hold_plain_tensors_and_json(tmp_path):
     assert shard(folder).stat().st_mode & 0o777 == 0o644, "colleagues can read it"
 
 
-def test_weights_load_without_optimizer_and_without_fp8(tmp_path):
-    model, optimizer = trained()
-    other, _ = make(seed=1, fp8_recipe="none")
-    checkpoint.load(save(tmp_path, 3, model, optimizer), other)
-    assert all(torch.equal(value, other.get_parameter(name)) for name, value in model.named_parameters())
-
-
 def test_masters_merge_and_appear_when_the_dtype_changes(tmp_path):
     model, optimizer = trained(dtype=torch.bfloat16)
     master = optimizer.state[model.wte.weight]["master_param"].clone()
@@ -220,15 +213,8 @@ def test_a_forged_file_is_one_line(tmp_path, meta, tensors):
     stored = load_file(shard(folder)) | tensors
     save_file({name: value for name, value in stored.items() if value is not None}, shard(folder))
     sign(folder)
-    refused(folder, model, optimizer)
-
-
-@pytest.mark.parametrize("change, named", [
-    (dict(n_layer=3), "blocks.2"), (dict(n_layer=1), "blocks.1"), (dict(vocab_size=320), "(288, 32)"),
-    (dict(tie_embeddings=False), "lm_head.weight")])
-def test_another_architecture_is_refused(tmp_path, change, named):
-    folder = save(tmp_path, 3, *make())
-    assert named in refused(folder, *make(**change))
+    line = refused(folder, model, optimizer)
+    assert all(name.removeprefix("model.") in line for name in tensors if name.startswith("model."))
 
 
 # ---------------------------------------------------------------- several ranks

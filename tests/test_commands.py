@@ -1,6 +1,10 @@
-"""The commands as a user types them: mistakes, signals, closed streams, and what a run records."""
+"""The commands as a user types them: mistakes, signals, closed streams, what a run records; and that nothing
+in damaged or hostile run folders and token files is run as code."""
+import io
 import json
 import os
+import pickle
+import re
 import shlex
 import shutil
 import signal
@@ -10,13 +14,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import sample
 import train
-from trainer_tools import OPTIONS, ROOT, make_tokens, metrics, run_script, run_train, tree
+from trainer_tools import OPTIONS, ROOT, make_tokens, metrics, run_script, run_train, sign, tree
 
 SHORT = f"{OPTIONS} --n-layer 1 --max-steps 2"
 TRAIN = f"{SHORT} --data tokens"
+READERS = {"train.py": "--resume --out-dir run --max-steps 3", "sample.py": "run --max-new-tokens 2"}
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +151,72 @@ def test_printed_commands_quote_paths_with_spaces(world, tmp_path, monkeypatch, 
     line = next(line for line in capsys.readouterr().out.splitlines() if "sample.py" in line)
     command = shlex.split(line[line.index("sample.py"):])
     assert run_script("sample.py", [*command[1:], "--max-new-tokens", "2"]) == 0
+
+
+# ---------------------------------------------------------------- files from elsewhere
+
+@pytest.fixture
+def copied(world, in_tmp_path):
+    """In a copy of the world."""
+    shutil.copytree(world, ".", dirs_exist_ok=True)
+
+
+class Hostile:
+    """Creates the file `ran` when it is unpickled."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("ran").absolute(),)
+
+
+def hostile_contents() -> list[bytes]:
+    archive = io.BytesIO()
+    torch.save({"model.wte.weight": Hostile()}, archive)
+    return [pickle.dumps(Hostile()), archive.getvalue()]
+
+
+@pytest.mark.parametrize("script", READERS)
+@pytest.mark.parametrize("name", ["meta.json", "*.safetensors", "model.pt", ".metadata"])
+def test_no_code_in_a_checkpoint_is_run(copied, capsys, script, name):
+    for content in hostile_contents():
+        shutil.copytree("out/good", "run")
+        replaced = next(Path("run/step-2").glob(name), None)
+        (replaced or Path("run/step-2", name)).write_bytes(content)
+        sign("run/step-2")
+        assert run_script(script, READERS[script].split()) == (2 if replaced else 0)
+        assert capsys.readouterr().err.count("\n") == bool(replaced) and not Path("ran").exists()
+        shutil.rmtree("run")
+
+
+@pytest.mark.parametrize("name", ["meta.json", "train.bin", "train.npy"])
+def test_no_code_in_token_files_is_run(copied, name):
+    Path("tokens", name).write_bytes(pickle.dumps(Hostile()))
+    assert run_train(f"{TRAIN} --out-dir run") == (0 if name == "train.npy" else 2)
+    assert not Path("ran").exists()
+
+
+def test_nothing_here_unpickles():
+    folders = (ROOT, *(ROOT / name for name in ("nanote", "fast_kernels", "tools", "bench", "examples")))
+    for path in [path for folder in folders for path in folder.glob("*.py")]:
+        source = path.read_text()
+        assert all("weights_only=True" in line for line in re.findall(r"torch\.load\(.*", source)), path
+        for call in (r"pickle\.loads?\(", r"allow_pickle=True", r"trust_remote_code=True", r"joblib",
+                     r"weights_only=False", r"add_safe_globals"):
+            assert not re.search(call, source), (path, call)
+        assert "Unpickler" not in source, path
+
+
+@pytest.mark.parametrize("script, arguments", [*READERS.items(), ("train.py", "--eval-only --out-dir run")])
+@pytest.mark.parametrize("option, code", [("model", "evil.py:Net"), ("fp8_recipe", "custom:evil.f")])
+def test_a_checkpoint_names_no_code(copied, capsys, script, arguments, option, code):
+    shutil.copytree("out/good", "run")
+    Path("evil.py").write_text("open('ran', 'w')")
+    path = Path("run/step-2/meta.json")
+    meta = json.loads(path.read_text())
+    meta["config"][option] = code
+    meta["model"] = code if option == "model" else meta["model"]
+    path.write_text(json.dumps(meta))
+    sign(path.parent)
+    is_refused = script == "train.py" or option == "model"  # sample.py generates without FP8
+    assert run_script(script, arguments.split()) == (2 if is_refused else 0)
+    error, flag = capsys.readouterr().err, "--" + option.replace("_", "-")
+    assert (f"pass {flag} {code}" in error) == is_refused and not Path("ran").exists()

@@ -56,15 +56,16 @@ def test_help_explains_every_option_at_its_preset(capsys):
 
 
 @pytest.mark.parametrize("name, text", [
-    ("a.yaml", "preset: gpt2-350m\nlr: 6e-5\nuse-qk-norm: true\nn_kv_head: null\ncuda_graph: 'off'\n"),
+    ("a.yaml", "preset: gpt2-350m\nlr: 6e-5\nuse-qk-norm: true\nn_kv_head: null\ncuda_graph: 'off'\n"
+               "betas: [0.8, 0.99]\n"),
     ("a.json", '{"preset": "gpt2-350m", "lr": 6e-5, "use_qk_norm": true, "n_kv_head": null, '
-               '"cuda_graph": "off"}')])
+               '"cuda_graph": "off", "betas": [0.8, 0.99]}')])
 def test_config_files_lie_between_preset_and_command_line(name, text):
     Path(name).write_text(text)
     config = options(f"--config {name} --seed 3 --cuda-graph on")
     assert (config.preset, config.n_layer, config.lr, config.use_qk_norm, config.n_kv_head) == (
         "gpt2-350m", 24, 6e-5, True, None)
-    assert (config.seed, config.cuda_graph) == (3, "on")
+    assert (config.seed, config.cuda_graph, config.betas) == (3, "on", (0.8, 0.99))
     assert options(f"--config {name} --preset tiny").n_layer == 4
 
 
@@ -119,12 +120,6 @@ def test_config_json_of_a_run_repeats_it(finished, capsys):
     ("--parallel fsdp --offload-activations 2", "does not go with --offload-activations")])
 def test_options_that_are_impossible_are_refused(given, words):
     assert words in error_of(given)
-
-
-def test_betas_are_two_numbers():
-    assert options("--betas 0.8 0.99").betas == (0.8, 0.99)
-    Path("a.yaml").write_text("betas: [0.8, 0.99]\n")
-    assert options("--config a.yaml").betas == (0.8, 0.99)
 
 
 # ---------------------------------------------------------------- --resume, --eval-only

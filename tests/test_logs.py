@@ -64,14 +64,6 @@ def test_a_line_has_the_fields_of_the_contract(start, capsys):
     assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_only_rank_0_writes(start, capsys):
-    log = start(ranks=Ranks(1, 1, 2), wandb="project")
-    train(log, [4.0])
-    log.say("text")
-    log.close()
-    assert list(Path("run").iterdir()) == [] and capsys.readouterr().out == ""
-
-
 def test_speed_counts_the_tokens_of_all_ranks(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])

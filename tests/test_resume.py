@@ -121,15 +121,6 @@ def test_a_run_is_trained_by_one_process(whole, refuse):
     assert run_train("--resume --out-dir run --max-steps 13") == 0
 
 
-def test_a_last_checkpoint_that_fails_is_an_error(tokens, capsys):
-    os.makedirs("run")
-    Path("run/.saving-step-4").touch()  # in the way of the folder of this name
-    Path("run/config.json").write_text("{}")
-    options = f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --out-dir run"
-    assert run_train(options, tokens) == 2 and "step-4: not written" in capsys.readouterr().err
-    assert checkpoint.latest("run").name == "step-2"
-
-
 def test_fp8_begins_in_a_resumed_run_with_larger_steps(tokens):
     options = f"{OPTIONS} --max-steps 6 --checkpoint-interval 6 --fp8-recipe none --out-dir run"
     assert run_train(options, tokens) == 0
