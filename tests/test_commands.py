@@ -33,15 +33,17 @@ def world(tmp_path_factory):
         patch.chdir(folder)
         make_tokens("tokens")
         assert run_train(f"{SHORT} --out-dir out/good", "tokens") == 0
-        for name in ("altered", "truncated", "no-val"):
+        for name in ("altered", "truncated", "zero", "no-val"):
             shutil.copytree("tokens", name)
         content = bytearray(Path("altered/train.bin").read_bytes())
         content[99] ^= 1
         Path("altered/train.bin").write_bytes(content)
         os.truncate("truncated/val.bin", os.path.getsize("truncated/val.bin") - 2)
+        os.truncate("zero/train.bin", 0)
         Path("no-val/val.bin").unlink()
         Path("out/empty").mkdir()
         Path("file.txt").write_text("some text\n")
+        Path("unknown.yaml").write_text("max_stepz: 3\n")
     return folder
 
 
@@ -63,8 +65,9 @@ def world(tmp_path_factory):
     ("train.py", f"{TRAIN} --seq-len 64 --n-positions 32", "64 32"),
     # data
     ("train.py", f"{SHORT} --data nowhere", "nowhere data.py"),
-    ("train.py", f"{SHORT} --data altered", "altered/train.bin"),
-    ("train.py", f"{SHORT} --data truncated", "truncated/val.bin"),
+    ("train.py", f"{SHORT} --data altered", "altered/train.bin --force"),
+    ("train.py", f"{SHORT} --data truncated", "truncated/val.bin --force"),
+    ("train.py", f"{SHORT} --data zero", "zero/train.bin --force"),
     ("train.py", f"{SHORT} --data no-val", "no-val/val.bin"),
     # runs
     ("train.py", f"{TRAIN} --out-dir out/good", "out/good --resume"),
@@ -84,6 +87,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(world, monkeypatch, refused, s
 @pytest.mark.parametrize("script, arguments, words", [
     ("train.py", f"{TRAIN} --max-step 1", "--max-step --max-steps"),
     ("train.py", "--preset gpt3", "gpt3 llama3-8b"), ("train.py", f"{TRAIN} stray", "stray"),
+    ("train.py", "--config unknown.yaml", "--max-stepz=3 --max-steps"),
     ("sample.py", "", "run"), ("data.py", "", "stdlib text")])
 def test_an_unknown_option_is_explained(world, monkeypatch, capsys, script, arguments, words):
     monkeypatch.chdir(world)

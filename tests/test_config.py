@@ -79,14 +79,6 @@ def test_config_files_are_refused_in_one_line(text, words):
     assert words in error_of("--config a.yaml")
 
 
-def test_an_unknown_option_in_a_file_is_named(capsys):
-    Path("a.yaml").write_text("max_stepz: 3\n")
-    with pytest.raises(SystemExit) as stop:
-        options("--config a.yaml")
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and "--max-stepz=3" in said and "--max-steps" in said
-
-
 def test_code_on_the_command_line_is_taken():
     Path("a.yaml").write_text("model: mine.py:Net\nfp8_recipe: custom:mine.f\n")
     config = options("--config a.yaml --model mine.py:Net --fp8-recipe=custom:mine.f")

@@ -64,11 +64,6 @@ def whole_text(folder):
     return tokens[tokens < 256].astype(np.uint8).tobytes().decode()
 
 
-def spawn(*arguments, **options):
-    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True,
-                          timeout=120, **options)
-
-
 # What becomes a document
 
 def as_csv(rows):
@@ -348,5 +343,6 @@ def test_a_small_file_cannot_fill_the_memory():
     """3 MB that expand to one line of 3 GB."""
     write_files(".", {"bomb.jsonl.gz": gzip.compress(b'{"text": "') + 3000 * gzip.compress(b"a" * (1 << 20))})
     limit = lambda: resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30))  # noqa: E731
-    done = spawn("text", "bomb.jsonl.gz", preexec_fn=limit)
+    done = subprocess.run([sys.executable, SCRIPT, "text", "bomb.jsonl.gz"], capture_output=True, text=True,
+                          timeout=120, preexec_fn=limit)
     assert done.returncode == 2 and "bomb.jsonl.gz: holds a line of 256 MiB or more" in done.stderr

@@ -1,5 +1,4 @@
 """nanote/logs.py and nanote/profiling.py: what a run logs, how fast it is, and traces of its steps."""
-import functools
 import gzip
 import json
 import math
@@ -20,18 +19,17 @@ from trainer_tools import largest_file, losses
 CPU = torch.device("cpu")
 
 
-def make_log(folder, first_step=1, ranks=Ranks(), device=CPU, tokens_per_step=1000, **options):
-    loader = SimpleNamespace(meta={"train_tokens": 10_000}, device=device, ranks=ranks,
-                             tokens_per_step=tokens_per_step)
-    config = dict(max_steps=100, model="own.py:Model", data="data/small", fp8_recipe="none") | options
-    return logs.Log(TrainConfig(out_dir=str(folder), **config), loader, first_step)
-
-
 @pytest.fixture(autouse=True)
-def start(tmp_path, in_tmp_path):
+def start(in_tmp_path):
     """A function that starts a log in the folder run."""
+    def start(first_step=1, ranks=Ranks(), device=CPU, tokens_per_step=1000, **options):
+        loader = SimpleNamespace(meta={"train_tokens": 10_000}, device=device, ranks=ranks,
+                                 tokens_per_step=tokens_per_step)
+        config = dict(max_steps=100, model="own.py:Model", data="data/small", fp8_recipe="none") | options
+        return logs.Log(TrainConfig(out_dir=os.path.abspath("run"), **config), loader, first_step)
+
     Path("run").mkdir()
-    return functools.partial(make_log, tmp_path / "run")
+    return start
 
 
 def train(log, values, first_step=1):
@@ -64,12 +62,12 @@ def test_a_line_has_the_fields_of_the_contract(start, capsys):
     assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_speed_counts_the_tokens_of_all_ranks(tmp_path, monkeypatch):
+def test_speed_counts_the_tokens_of_all_ranks(start, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
-    log = make_log(tmp_path / "run", ranks=Ranks(0, 0, 4), device=torch.device("cuda"), tokens_per_step=192)
+    log = start(ranks=Ranks(0, 0, 4), device=torch.device("cuda"), tokens_per_step=192)
     log.flops = 1e9
     for step in (1, 2):
         log.add(step, torch.tensor(1.0), torch.tensor(1.0))
@@ -129,18 +127,9 @@ def test_a_full_disk_does_not_stop_a_run(start, monkeypatch, capsys, room):
         train(log, [3.0], first_step=2)
     assert losses("run") == [4.0] and Path("run/metrics.jsonl").read_text().endswith("}\n")
     train(log, [2.0], first_step=3)
-    assert "step 2: metrics.jsonl is not written: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "--wandb mine is not written: " in said and "step 2: metrics.jsonl is not written: " in said
     assert losses("run") == [4.0, 3.0, 2.0], "written later"
-
-
-def test_a_board_that_fails_does_not_stop_a_run(start, capsys, monkeypatch):
-    monkeypatch.syspath_prepend(os.getcwd())
-    Path("wandb.py").write_text('def init(**options):\n    raise RuntimeError("no account\\nlog in")\n')
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    log = start(wandb="mine")
-    train(log, [4.0])
-    assert "--wandb mine is not written: no account; training continues" in capsys.readouterr().out
-    assert losses("run") == [4.0]
 
 
 def test_wandb_gets_the_numbers_and_the_options(start, monkeypatch):
@@ -186,22 +175,17 @@ def test_a_damaged_log_names_file_and_line(start, line, reason):
         logs.cut("run", 1)
 
 
-def test_an_incomplete_last_line_is_ignored(start):
-    Path("run/metrics.jsonl").write_text('{"step": 1, "loss": 4}\n{"step": 2, "lo')
-    assert losses("run") == [4]
-    logs.cut("run", 2)
-    train(start(first_step=2), [3.0], first_step=2)
-    assert losses("run") == [4, 3.0]
-
-
 def test_a_resumed_run_repeats_no_line(start):
-    log = start()
-    train(log, [4.0, 3.0, 2.0])
-    with log.fp8_health(3, torch.nn.Linear(2, 2)):
-        pass
-    logs.cut("run", 3)
-    assert losses("run") == [4.0, 3.0] and logs.read_metrics("run/fp8_health.jsonl") == []
-    assert sorted(path.name for path in Path("run").glob("*.json*")) == ["fp8_health.jsonl", "metrics.jsonl"]
+    """Nor one that is incomplete."""
+    train(start(), [4.0, 3.0])
+    Path("run/fp8_health.jsonl").write_text('{"step": 2}\n{"step": 3}\n')
+    with open("run/metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "lo')
+    assert losses("run") == [4.0, 3.0]
+    logs.cut("run", 2)
+    assert losses("run") == [4.0] and logs.read_metrics("run/fp8_health.jsonl") == []
+    train(start(first_step=2), [2.0], first_step=2)
+    assert losses("run") == [4.0, 2.0]
     logs.cut("elsewhere", 1)  # a run without logs
 
 

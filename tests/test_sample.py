@@ -44,6 +44,10 @@ def test_greedy_text_is_the_same_without_the_cache(options, prompt_length):
     assert with_cache == without and len(without) == 80 and len(set(without)) > 5
 
 
+def test_the_cache_is_no_longer_than_the_text():
+    assert len(generate(make_model(use_rotary=True, n_positions=2**40), [1, 2, 3], 5)) == 5
+
+
 def test_generation_runs_without_fp8_and_restores_the_model():
     model = make_model().train()
     generate(model, [1, 2, 3], 3)
@@ -114,11 +118,6 @@ def test_a_stop_token_ends_the_text():
 def test_logits_that_are_not_finite_are_one_line(logits, temperature):
     with pytest.raises(ValueError, match="not finite"):
         pick(torch.tensor(logits), temperature, None, None, None)
-
-
-def test_the_cache_is_no_longer_than_the_text():
-    model = make_model(use_rotary=True, n_positions=2**40)
-    assert len(generate(model, [1, 2, 3], 5, temperature=0)) == 5
 
 
 @pytest.mark.parametrize("options", [

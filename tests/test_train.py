@@ -230,12 +230,14 @@ def test_sigint_stays_ignored_in_the_background(tokens):
 
 
 def test_a_full_disk_does_not_stop_a_run(tokens, capsys):
+    assert run_train(f"{SHORT} --max-steps 2 --keep-checkpoints 1 --out-dir run", tokens) == 0
     with largest_file(200_000):  # smaller than a checkpoint
-        assert run_train(f"{SHORT} --out-dir run", tokens) == 2
+        assert run_train("--resume --out-dir run --max-steps 6") == 2
     out, error = capsys.readouterr()
     assert "step-6: not written: " in error and error.count("\n") == 1
     assert "step-3: not written: " in out and "; training continues" in out
-    assert len(losses("run")) == 6 and saved_steps("run") == []
+    assert len(losses("run")) == 6 and saved_steps("run") == [2]
+    assert run_train("--resume --out-dir run --max-steps 7") == 0 and saved_steps("run") == [6, 7]
 
 
 @pytest.mark.parametrize("before, after", [
