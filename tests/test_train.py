@@ -1,16 +1,21 @@
 """train.py: what a step does, what a run says and leaves behind, and how it stops and goes on."""
 import dataclasses
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from tqdm import tqdm
 
 import train
 from nanote import checkpoint, models, recipes
@@ -22,6 +27,8 @@ from trainer_tools import OPTIONS, ROOT, largest_file, losses, metrics, run_trai
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 SHORT = f"{OPTIONS} --n-layer 1 --grad-accum 1 --max-steps 6 --checkpoint-interval 3"
+WHOLE = f"{OPTIONS} --max-steps 12 --checkpoint-interval 4 --eval-interval 6 --out-dir run"
+OLD_RUN = Path(__file__).parent / "data/run-0.1"  # 6 steps of version 0.1, and its checkpoint of step 3
 OWN_MODEL = """
 import random, signal, numpy
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
@@ -99,8 +106,9 @@ def test_a_step_that_is_not_finite_changes_nothing(tokens, capsys):
 
 
 def test_random_generators_repeat_and_resume(tokens):
-    """An odd number of gauss() before the checkpoint: Python keeps another number for the next call."""
+    """The checkpoint of step 4 is after five gauss(), with the first pass: Python keeps the sixth number."""
     own = model_where("loss = loss * (9 + random.gauss(0, 1)) * numpy.random.rand()")
+    own += " --checkpoint-interval 2"
     for run in ("one", "other"):
         np.random.seed(5)
         assert run_train(f"{SHORT} {own} --out-dir {run}", tokens) == 0
@@ -274,3 +282,110 @@ def test_a_resumed_run_reads_the_next_samples(tokens, monkeypatch):
     expected = [inputs[0].tolist() for inputs, _ in loader.batches(1)]
     loader.close()
     assert read == expected
+
+
+# ---------------------------------------------------------------- kills, damage, old runs, bad weights
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, tokens):
+    """The folder of an undisturbed run."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert run_train(WHOLE.replace("--out-dir run", f"--out-dir {folder / 'run'}"), tokens) == 0
+    return folder / "run"
+
+
+def tensors(run):
+    """Return the tensors of a run's last checkpoint."""
+    return load_file(next(checkpoint.latest(run).glob("*.safetensors")))
+
+
+def equals(run, whole):
+    one, other = tensors(run), tensors(whole)
+    return metrics(run) == metrics(whole) and all(
+        torch.equal(value, other[name]) for name, value in one.items() if name != "rng0.host")
+
+
+def train_in_fork(*arguments):
+    tqdm.set_lock(threading.RLock())  # processes share tqdm's: one that is killed may hold it
+    os._exit(run_train(*arguments))
+
+
+def logged(count):
+    log = Path("run/metrics.jsonl")
+    return log.exists() and log.read_bytes().count(b"\n") >= count
+
+
+@pytest.mark.parametrize("moment", [
+    lambda: Path("run/step-4").exists() and logged(6), lambda: Path("run/.saving-step-8").exists(),
+    lambda: Path("run/step-8").exists()], ids=["in a step", "in a save", "after a save"])
+def test_a_run_killed_by_kill_9_continues_exactly(tokens, whole, moment):
+    process = multiprocessing.get_context("fork").Process(target=train_in_fork, args=(WHOLE, tokens))
+    process.start()
+    while process.is_alive() and not moment():
+        time.sleep(0.0005)
+    process.kill()
+    process.join()
+    assert process.exitcode == -9 and checkpoint.latest("run").name in ("step-4", "step-8")
+    assert run_train("--resume --out-dir run") == 0
+    assert equals("run", whole) and not list(Path("run").glob(".*ing-*"))
+
+
+@pytest.mark.parametrize("name", ["*.safetensors", "meta.json", "SHA256SUMS"])
+def test_a_damaged_file_stops_a_resume_in_one_line(whole, name, refused):
+    resume = "--resume --out-dir run --max-steps 13"
+    for number in range(7):
+        shutil.copytree(whole, "run", dirs_exist_ok=True)
+        path = next(Path("run/step-12").glob(name))
+        content = bytearray(path.read_bytes())
+        content[len(content) * number // 7] ^= 1 << number
+        path.write_bytes(content if number % 2 else content[:len(content) * number // 7])
+        if number == 6:
+            path.unlink()
+        named = "run/step-12" if name == "SHA256SUMS" else f"run/step-12/{path.name}: "
+        assert named in refused(train.run, resume)
+    shutil.copytree(whole, "run", dirs_exist_ok=True)
+    Path("run/step-12/._shard.safetensors").write_bytes(b"of another system")
+    assert "/._shard.safetensors: " in refused(train.run, resume)
+    shutil.rmtree("run/step-12")  # as the message says
+    assert run_train("--resume --out-dir run") == 0
+    assert equals("run", whole)
+
+
+def test_a_run_of_version_0_1_continues():
+    shutil.copytree(OLD_RUN, "run")
+    expected = metrics("run")
+    assert run_train("--resume --out-dir run --data run/tokens") == 0
+    found = metrics("run")
+    assert [record["step"] for record in found] == [1, 2, 3, 4, 5, 6]
+    for field in ("loss", "grad_norm", "lr"):
+        assert [r[field] for r in found] == pytest.approx([r[field] for r in expected], rel=1e-5), field
+    assert found[-1]["val_loss"] == pytest.approx(expected[-1]["val_loss"], rel=1e-5)
+
+
+def test_good_weights_stay_when_a_learning_rate_ruins_them(tokens, capsys):
+    options = f"{OPTIONS} --checkpoint-interval 1 --keep-checkpoints 1 --eval-interval 0 --out-dir run"
+    assert run_train(f"{options} --max-steps 3", tokens) == 0
+    good = tensors("run")
+    capsys.readouterr()
+    assert run_train("--resume --out-dir run --lr 1e38 --max-steps 30") == 1
+    error = capsys.readouterr().err
+    assert "run/step-3" in error and error.count("\n") == 1, "the last one after which a step was finite"
+    shutil.rmtree("run/step-4")
+    assert all(torch.equal(value, good[name]) for name, value in tensors("run").items())
+    assert run_train("--resume --out-dir run --lr 1e-3 --max-steps 5") == 0
+    assert metrics("run")[-1]["skipped"] == 0
+
+
+def test_a_run_is_trained_by_one_process(whole, refused):
+    shutil.copytree(whole, "run")
+    resume = "--resume --out-dir run --max-steps 13 --lr 0.5"
+    with checkpoint.lock("run"):
+        assert "another process trains there" in refused(train.run, resume)
+    assert run_train(resume) == 0
+
+
+def test_fp8_begins_in_a_resumed_run_with_larger_steps(tokens):
+    options = f"{OPTIONS} --max-steps 6 --checkpoint-interval 6 --fp8-recipe none --out-dir run"
+    assert run_train(options, tokens) == 0
+    assert run_train("--resume --out-dir run --fp8-recipe delayed --micro-batch-size 16 --max-steps 8") == 0
+    assert len(metrics("run")) == 8
