@@ -1,4 +1,4 @@
-"""train.py on two processes that communicate by gloo, as torchrun starts them."""
+"""train.py on two processes that communicate by gloo, as torchrun starts them; an update divided among three."""
 import json
 import os
 import shutil
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanote import checkpoint, ddp, parallel
-from trainer_tools import ROOT, finish, metrics, run_train, start_ranks
+from trainer_tools import ROOT, RUN_ALL, finish, losses, metrics, run_train, start_ranks
 
 STEPS = 8
 OPTIONS = (f"--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --max-steps {STEPS} --warmup-steps 2 --lr 1e-3 "
@@ -35,25 +35,6 @@ class NanOnRank1(OptimizedGPT2Model):
         self.passes += self.training
         return loss * float("nan") if os.environ["RANK"] == "1" and self.passes == 4 else loss
 """
-WORKER = """
-import json, os, shutil, sys
-sys.path.insert(0, sys.argv[1])
-import torch.distributed as dist
-import train
-from bench.step import forget_models
-from nanote import parallel
-ranks = parallel.start()
-for name, options in json.loads(sys.argv[2]).items():
-    source, _, goal = name.partition("-to-")
-    if goal and ranks.rank == 0:
-        shutil.copytree(source, name, ignore=shutil.ignore_patterns("step-8"))
-    dist.barrier()
-    forget_models()
-    assert train.run([*options.split(), "--out-dir", name]) == 0, name
-parallel.exit(0)
-"""
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, tokens):
     """The folder of the runs of TOGETHER, and of "one" with the same samples in one process."""
@@ -64,13 +45,10 @@ def runs(tmp_path_factory, tokens):
     assert run_train(f"{options} --micro-batch-size 8 --out-dir one") == 0
     all_options = {name: extra if "--resume" in extra else f"{options} {extra}"
                    for name, extra in TOGETHER.items()}
-    finish(start_ranks([sys.executable, "-c", WORKER, str(ROOT), json.dumps(all_options)]))
+    program = f"{RUN_ALL}\nparallel.exit(0)"
+    finish(start_ranks([sys.executable, "-c", program, str(ROOT), json.dumps(all_options), f"step-{STEPS}"]))
     yield folder
     os.chdir(before)
-
-
-def losses(run, key="loss"):
-    return [record[key] for record in metrics(run) if key in record]
 
 
 @pytest.mark.parametrize("run", [name for name in TOGETHER if name != "nan"])

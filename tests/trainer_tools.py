@@ -67,6 +67,27 @@ def start_ranks(command, count=2, **environment) -> list[subprocess.Popen]:
                              stderr=subprocess.STDOUT, text=True) for rank in ranks]
 
 
+# A program that makes runs {name: options} one after the other, since a process takes longer to start than to
+# train. "A-to-B" is resumed in a copy of run A without its last checkpoint, which is named, too.
+RUN_ALL = """
+import json, shutil, sys
+sys.path.insert(0, sys.argv[1])
+import train
+from bench.step import forget_models
+from nanote import parallel
+
+ranks = parallel.start()
+for name, options in json.loads(sys.argv[2]).items():
+    source, _, goal = name.partition("-to-")
+    if goal:
+        parallel.on_rank0(lambda: shutil.copytree(source, name, ignore=shutil.ignore_patterns(sys.argv[3])))
+    if ranks.rank == 0:
+        print(f"\\n=== {name} ===", flush=True)
+    forget_models()
+    assert train.run([*options.split(), "--out-dir", name]) == 0, name
+"""
+
+
 def finish(processes) -> list[str]:
     """Wait for the processes of a run; return what each has printed."""
     outputs = [process.communicate(timeout=300)[0] for process in processes]
