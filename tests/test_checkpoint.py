@@ -118,6 +118,17 @@ def test_masters_merge_and_appear_when_the_dtype_changes(tmp_path):
     assert torch.equal(optimizer.state[model.wte.weight]["master_param"], master)
 
 
+def test_remainders_restore_masters_bit_for_bit():
+    """Which only optimizers on a GPU keep."""
+    bits = torch.randint(-2**31, 2**31 - 1, (100_000,), dtype=torch.int64).int()
+    master = bits.view(torch.float32)[bits.view(torch.float32).isfinite()]
+    weight, remainder = checkpoint.split_remainder(master)
+    joined = checkpoint.join_remainder(weight, remainder)
+    assert torch.equal(joined.view(torch.int32), master.view(torch.int32)) and remainder.dtype == torch.int16
+    nearest = (weight.float() - master).abs() <= (master.bfloat16().float() - master).abs()
+    assert nearest.all(), "the weight is the rounded master"
+
+
 def test_a_save_is_of_the_moment_it_was_asked_for(tmp_path):
     model, optimizer = trained()
     expected = load_file(shard(save(tmp_path / "before", 3, model, optimizer)))
