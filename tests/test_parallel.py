@@ -69,8 +69,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(runs):
     assert len(metrics("nan")) == STEPS
 
 
-def test_a_signal_to_one_rank_stops_all_after_a_step(tmp_path, tokens, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_signal_to_one_rank_stops_all_after_a_step(in_tmp_path, tokens):
     command = [sys.executable, str(ROOT / "train.py"), *OPTIONS.split(), "--max-steps", "4000",
                "--data", tokens, "--out-dir", "run"]
     processes = start_ranks(command)
@@ -81,8 +80,7 @@ def test_a_signal_to_one_rank_stops_all_after_a_step(tmp_path, tokens, monkeypat
     assert checkpoint.step_of(checkpoint.latest("run")) == metrics("run")[-1]["step"]
 
 
-def test_torchrun_restarts_a_killed_rank_from_a_checkpoint(tmp_path, tokens, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_torchrun_restarts_a_killed_rank_from_a_checkpoint(in_tmp_path, tokens):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                "--max-restarts", "1", str(ROOT / "train.py"), *OPTIONS.split(), "--max-steps", "120",
                "--checkpoint-interval", "20", "--eval-interval", "0", "--micro-batch-size", "2",
@@ -211,10 +209,9 @@ parallel.exit(0)
 """
 
 
-def test_a_divided_update_trains_as_an_all_reduce(tmp_path, monkeypatch):
+def test_a_divided_update_trains_as_an_all_reduce(in_tmp_path):
     """With a frozen layer, accumulation and a skipped step; or memory that one rank cannot share."""
     pytest.importorskip("triton")
-    monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-c", DIVIDED, str(ROOT)]
     outputs = finish(start_ranks(command, 3, TRITON_INTERPRET="1", LOCAL_WORLD_SIZE="3",
                                  CUDA_VISIBLE_DEVICES=""))
