@@ -55,6 +55,27 @@ def tokens(tmp_path_factory):
 
 
 @pytest.fixture
+def in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def refused(capsys):
+    """A function that runs a command with a mistake: exit code 2, one line, which it returns, and no file."""
+    from trainer_tools import exit_code, tree
+
+    def refused(main, arguments, script="command"):
+        argv, before = arguments.split() if isinstance(arguments, str) else arguments, tree()
+        capsys.readouterr()
+        assert exit_code(lambda: main(argv), script) == 2
+        line = capsys.readouterr().err
+        assert line.startswith(f"{script}: ") and line.count("\n") == 1, line
+        assert tree() == before
+        return line
+    return refused
+
+
+@pytest.fixture
 def compiles(monkeypatch):
     """The arguments of each torch.compile call. Traced graphs run uncompiled, since compiling is slow."""
     calls, compile_ = [], torch.compile

@@ -1,16 +1,21 @@
-"""benchmark_te.py and what it measures with: the baseline is the same network, and every mode runs."""
-
+"""benchmark_te.py and benchmark_attention.py: the baseline is the same network, errors are those against
+float64, a wrong kernel is marked, every mode runs. Mistakes of all benchmarks are here."""
+import importlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import benchmark_attention
 import benchmark_te
-from bench import measure, pictures, plain_gpt, speed, step
+from bench import attention, measure, pictures, plain_gpt, speed, step
+from bench.attention import Shape
 from bench.measure import Agreement
 from bench.report import Rows
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from nanote.config import TrainConfig, run_command
+from nanote.config import TrainConfig
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU")
 CPU = torch.device("cpu")
@@ -20,10 +25,6 @@ BLOCKS = {"gpt2": {}, "modern": step.MODERN | dict(n_kv_head=2),
 NAMES = [  # ours, and PlainGPT's
     ("attn.qkv.layer_norm_", "norm1."), ("mlp.layer_norm_", "norm2."), ("lm_head.layer_norm_", "norm."),
     ("attn.", ""), ("mlp.fc1_", "fc1."), ("mlp.fc2_", "fc2.")]
-
-
-def run(arguments) -> int:
-    return run_command(lambda: benchmark_te.main(arguments.split()), "benchmark_te.py")
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -102,7 +103,7 @@ FIELDS = "shape block arm ms tokens_per_s ratio_to_plain mfu peak_gib gpu torch 
 def test_shapes_write_rows_and_keep_those_of_other_arms(tmp_path, capsys):
     path = tmp_path / "speed.json"
     command = f"--shapes 124m-b32 --blocks gpt2 --steps 4 --json {path} --arms"
-    assert run(f"{command} plain-eager bf16 fp8") == 0
+    benchmark_te.main(f"{command} plain-eager bf16 fp8".split())
     assert "the times mean nothing" in capsys.readouterr().out
     rows = json.loads(path.read_text())
     assert [row["arm"] for row in rows] == ["plain-eager", "bf16", "fp8"]
@@ -110,7 +111,7 @@ def test_shapes_write_rows_and_keep_those_of_other_arms(tmp_path, capsys):
         assert set(FIELDS.split()) <= set(row) and row["ms"] > 0
         assert row["tokens_per_s"] == pytest.approx(1e3 * 2 * 32 / row["ms"], rel=1e-4)
         assert all(row[f"{phase}_ms"] > 0 for phase in ("forward", "backward", "optimizer"))
-    assert run(f"{command} bf16 fp8-nvfp4") == 0
+    benchmark_te.main(f"{command} bf16 fp8-nvfp4".split())
     again = {row["arm"]: row for row in json.loads(path.read_text())}
     assert list(again) == ["plain-eager", "fp8", "bf16", "fp8-nvfp4"] and again["fp8"] == rows[2]
     assert "fp8-recipe nvfp4" in again["fp8-nvfp4"]["error"]
@@ -118,7 +119,8 @@ def test_shapes_write_rows_and_keep_those_of_other_arms(tmp_path, capsys):
 
 def test_without_a_mode_it_prints_the_table_of_formats(tmp_path, capsys):
     arms = "bf16-custom fp8-custom"
-    assert run(f"--shape 4 768 12 8 256 --steps 4 --arms {arms} --json {tmp_path}/formats.json") == 0
+    arguments = f"--shape 4 768 12 8 256 --steps 4 --arms {arms} --json {tmp_path}/formats.json"
+    benchmark_te.main(arguments.split())
     out = capsys.readouterr().out
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line[:1] == "|"]
     rows = {row["arm"]: row for row in json.loads((tmp_path / "formats.json").read_text())}
@@ -140,25 +142,48 @@ def test_a_missing_figure_is_an_empty_cell():
 
 @pytest.mark.parametrize("mode, count", [("--sweep", 4), ("--compile", 140)])
 def test_what_does_not_fit_the_time_budget_is_said(mode, count, tmp_path):
-    assert run(f"{mode} --time-budget -1 --json {tmp_path}/rows.json") == 0
+    benchmark_te.main(f"{mode} --time-budget -1 --json {tmp_path}/rows.json".split())
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert len(rows) == count and all(row["error"] == "not run: time budget" for row in rows)
 
 
-@pytest.mark.parametrize("arguments, complaint", [
-    ("--shapes nothing", "--shapes 'nothing': unknown; use 124m-b32"),
-    ("--steps 1", "--steps 1: must be 4 or more"),
-    ("--arms plain fp16", "--arms 'fp16': unknown"),
-    ("--sweep --stack", "one at a time"),
-    ("--shape 4 768 13 8 512", "4 768 12 8 512 works"),
-    ("--preset gpt5", "--preset 'gpt5': unknown; use tiny"),
-    ("--blocks modern", "--blocks: the table of formats has none; add --shapes guide, for example"),
-    ("--stack --shapes all", "--shapes 'all': unknown; use 124m"),
-    ("--json nowhere/x.json", "there is no folder nowhere"), ("--json results", "results: is a folder")])
-def test_a_mistake_is_one_line(arguments, complaint, capsys):
-    assert run(arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("benchmark_te.py: ") and complaint in line
+MISTAKES = {  # {command: (arguments, what its line says)}
+    "benchmark_te.py": [
+        ("--shapes nothing", "--shapes 'nothing': unknown; use 124m-b32"),
+        ("--steps 1", "--steps 1: must be 4 or more"), ("--arms plain fp16", "--arms 'fp16': unknown"),
+        ("--sweep --stack", "one at a time"), ("--shape 4 768 13 8 512", "4 768 12 8 512 works"),
+        ("--preset gpt5", "--preset 'gpt5': unknown; use tiny"),
+        ("--blocks modern", "--blocks: the table of formats has none; add --shapes guide, for example"),
+        ("--stack --shapes all", "--shapes 'all': unknown; use 124m"),
+        ("--json none/x.json", "there is no folder none"), ("--json results", "results: is a folder")],
+    "benchmark_attention.py": [
+        ("--shapes 2x128x4", "8x2048x12x12x64 works"),
+        ("--shapes 2x128x4x3x32", "KV heads must divide 4 heads"),
+        ("--json results", "results: is a folder; name a file in it")],
+    "bench/multi_gpu.py": [
+        ("", "one process; start it with torchrun --nproc-per-node 2"),
+        ("--layouts nanogpt", "--layouts nanogpt: needs a nanoGPT checkout; name its folder with --nanogpt"),
+        ("--layouts nanogpt --nanogpt .", "there is no model.py; name the folder of a nanoGPT checkout"),
+        ("--layouts nanogpt --nanogpt . --accum 2", "has no gradient accumulation and no Llama"),
+        ("--layouts ddp2", "--layouts 'ddp2': unknown; use ddp, ddp-eager")],
+    "bench/convergence.py": [
+        ("--arms fp9", "--arms fp9: unknown; the arms are bf16"),
+        ("--arms nanogpt", "needs a nanoGPT checkout"), ("--tokens 0", "--tokens 0.0: must be 1 or more"),
+        ("--json none/x.json", "there is no folder none")],
+    "bench/nanogpt.py": [
+        (".", "there is no model.py; name the folder of a nanoGPT checkout"),
+        ("other", "has no GPT; name")],
+}
+
+
+@pytest.mark.parametrize("command, arguments, complaint", [
+    (command, *mistake) for command, mistakes in MISTAKES.items() for mistake in mistakes])
+def test_a_mistake_is_one_line(command, arguments, complaint, in_tmp_path, refused):
+    Path("results").mkdir()
+    Path("other").mkdir()
+    Path("other/model.py").write_text("x = 1")
+    module = importlib.import_module(command.removesuffix(".py").replace("/", "."))
+    assert complaint in refused(module.main, arguments, command)
 
 
 @pytest.mark.parametrize("content", ['{"cells": []}', '[{"shape": "a", "arm": "b", "gpu": "NVIDIA H200"}]'])
@@ -184,3 +209,59 @@ def test_pictures_are_drawn_from_the_results(name, tmp_path):
     content = json.loads((pictures.ROOT / f"results/{name}.json").read_text())
     pictures.PICTURES[name](content, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 20_000
+
+
+# ---------------------------------------------------------------- benchmark_attention.py
+
+SHAPE = Shape(2, 64, 4, 2, 16)
+
+
+def measure_attention(make):
+    query, key = (SHAPE.batch, SHAPE.length, 4, 16), (SHAPE.batch, SHAPE.length, 2, 16)
+    sets = attention.random_sets([query, key, key])
+    return attention.measure_kernel(make, SHAPE, sets, attention.reference(*sets[0][0], sets[0][1]))
+
+
+def not_causal(shape):
+    def attend(q, k, v):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+    return attend
+
+
+def test_the_reference_is_causal_attention_of_the_last_head():
+    q, k, v = (torch.randn(1, 8, heads, 4, requires_grad=True, dtype=torch.float64) for heads in (2, 1, 1))
+    grad = torch.randn(1, 8, 2, 4, dtype=torch.float64)
+    heads_first = (t.transpose(1, 2) for t in (q, k, v))
+    expected = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+    grads = torch.autograd.grad(expected, (q, k, v), grad)
+    for found, wanted in zip(attention.reference(q, k, v, grad), (expected, *grads)):
+        torch.testing.assert_close(found, wanted[0].detach())
+
+
+@pytest.mark.parametrize("name", attention.KERNELS)
+def test_every_kernel_agrees_with_float64(name):
+    row = measure(attention.KERNELS[name])
+    assert row["agrees"] and max(row["errors"].values()) < 0.01
+    both = SHAPE.flops()[2] / row["both_ms"] / 1e9
+    assert row["both_tflops"] == pytest.approx(both) and row["forward_ms"] > 0
+
+
+def test_a_kernel_that_is_wrong_or_fails_says_so():
+    row = {"name": "all tokens", "part": "attention"} | measure(not_causal)
+    assert not row["agrees"] and attention.text_of(row).endswith("WRONG")
+
+    def fails():
+        raise ImportError("No module named 'flash_attn'")
+
+    row = attention.row_of(fails, name="flash")
+    assert row == {"name": "flash", "why_not": "not installed: No module named 'flash_attn'"}
+    assert "not installed" in attention.text_of(row)
+
+
+def test_the_script_writes_a_row_for_each_kernel(tmp_path, capsys):
+    path = tmp_path / "attention.json"
+    benchmark_attention.main(f"--shapes 1x16x2x1x16 --json {path}".split())
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["name"] for row in rows] == list(attention.KERNELS) and rows[0]["part"] == "attention"
+    assert "these times mean nothing" in capsys.readouterr().out

@@ -4,62 +4,38 @@ import copy
 import pytest
 import torch
 
-from nanote import memory, models, recipes
+from bench.step import Step
+from nanote import memory, recipes
 from nanote.config import TrainConfig
-from nanote.ddp import Gradients, make_gradients
 from nanote.graphs import CudaGraph
-from nanote.optimizers import make_optimizer
 
 gpu = pytest.mark.gpu
 SMALL = dict(n_layer=2, n_head=4, n_embd=256, vocab_size=512, n_positions=128, seq_len=128,
              micro_batch_size=4)
 
 
-def batch(seed=0, seq_len=128, device="cuda"):
-    tokens = torch.randint(0, 512, (4, seq_len + 1), generator=torch.Generator().manual_seed(seed)).to(device)
+def batch(seed=0, seq_len=128):
+    tokens = torch.randint(0, 512, (4, seq_len + 1), generator=torch.Generator().manual_seed(seed)).to("cuda")
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-class Training:
-    """A model in training, as the loop of train.py does it."""
+class Training(Step):
+    """A training step on random tokens, as the loop of train.py makes it, with CUDA graphs or without."""
 
     def __init__(self, graphs=True, **options):
-        self.config = TrainConfig(**SMALL | options)
-        torch.manual_seed(0)
-        recipe = recipes.make(self.config)
-        self.model = models.make_model(self.config, torch.device("cuda"), torch.bfloat16, recipe)
-        self.optimizer = make_optimizer(self.model, self.config)
-        self.gradients = make_gradients(self.model, self.optimizer, self.config.grad_accum)
-        if recipes.uses_delayed_scaling(self.model):
-            recipes.find_first_scales(self.model, [batch()], self.config.grad_accum)
-        self.graph, self.update = self.forward_backward, self.update_weights
-        if graphs:
-            self.graph = self.capture()
-            self.update = CudaGraph(self.update_weights) if self.optimizer.capturable else self.update_weights
+        options["cuda_graph"] = "on" if graphs else "off"
+        super().__init__(TrainConfig(seed=0, **SMALL | options), torch.device("cuda"), [batch()])
 
     def capture(self):
         return CudaGraph(self.forward_backward, keep=lambda: recipes.kept_state(self.model))
 
-    def forward_backward(self, batch, *, first, last):
-        options = {"is_first_microbatch": first} if self.config.grad_accum > 1 else {}
-        with self.gradients.accumulate(first, last):
-            loss = self.model(*batch, **options) / self.config.grad_accum
-            loss.backward()
-        return loss.detach()
-
-    def update_weights(self):
-        self.gradients.set_grad()
-        norm = self.optimizer.clip_gradients(1.0)
-        self.optimizer.step(skip=~norm.isfinite())
-        return norm
-
     def step(self, number, seq_len=128, run=None):
         """Train one step; return (loss, norm)."""
-        run, count = run or self.graph, self.config.grad_accum
+        run, count = run or self.run_forward_backward, self.config.grad_accum
         self.optimizer.set_lr(1e-3)
         loss = sum(run(batch(100 * number + i, seq_len), first=i == 0, last=i == count - 1)
                    for i in range(count))
-        return loss.item(), self.update().item()
+        return loss.item(), self.run_update().item()
 
 
 def trained(training, steps=8):
@@ -86,7 +62,7 @@ def test_graphs_give_the_numbers_of_eager_steps(run):
 def test_dropout_differs_between_replays():
     training = Training(dropout=0.5)
     training.optimizer.set_lr(0.0)
-    losses = {training.graph(batch(), first=True, last=True).item() for _ in range(6)}
+    losses = {training.run_forward_backward(batch(), first=True, last=True).item() for _ in range(6)}
     assert len(losses) == 6
 
 
@@ -154,9 +130,9 @@ def test_recapture_follows_a_change():
     trained(training, 4)
     for block in training.model.blocks:
         block.dropout.p = 0.9
-    training.graph.recapture()
+    training.run_forward_backward.recapture()
     training.optimizer.set_lr(0.0)
-    losses = {training.graph(batch(), first=True, last=True).item() for _ in range(6)}
+    losses = {training.run_forward_backward(batch(), first=True, last=True).item() for _ in range(6)}
     assert len(losses) == 6
 
 
@@ -175,7 +151,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
     before = copy.deepcopy(training.model.state_dict())
     for view in training.gradients.views.values():
         view.fill_(float("nan"))
-    assert not torch.isfinite(training.update())
+    assert not torch.isfinite(training.run_update())
     after = training.model.state_dict()
     parameters = [name for name, _ in training.model.named_parameters()]
     assert all(torch.equal(after[name], before[name]) for name in parameters)
@@ -206,28 +182,7 @@ def test_any_function_can_be_replayed():
 
 
 def test_on_is_refused_where_graphs_are_impossible():
-    with pytest.raises(ValueError, match="--cuda-graph on: there is no GPU.*leave the option out"):
-        TrainConfig(cuda_graph="on").is_graphable(has_fp8_gpu=False)
     with pytest.raises(ValueError, match="--cuda-graph on: --compile makes its own.*leave the option out"):
         TrainConfig(cuda_graph="on", compile=True).is_graphable(has_fp8_gpu=True)
     assert not TrainConfig().is_graphable(has_fp8_gpu=False) and TrainConfig().is_graphable(has_fp8_gpu=True)
     assert not TrainConfig(attn_dropout=0.1).is_graphable(has_fp8_gpu=True)
-
-
-def test_flat_gradients_equal_autograd_over_micro_batches():
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
-    unused = torch.nn.Parameter(torch.ones(3))
-    net.register_parameter("unused", unused)
-    inputs = torch.randn(3, 5, 8)
-    for x in inputs:
-        net(x).mean().backward()
-    expected = [p.grad.clone() for p in net.parameters() if p is not unused]
-    gradients = Gradients(net, torch.float32)
-    for number, x in enumerate(inputs):
-        with gradients.accumulate(first=number == 0, last=number == 2):
-            net(x).mean().backward()
-    net.zero_grad()  # of a user's own: the gradients are in the buffers
-    gradients.set_grad()
-    found = [p.grad for p in net.parameters() if p is not unused]
-    assert all(torch.equal(a, b) for a, b in zip(found, expected)) and unused.grad is None

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import hf_folders
 from nanote import checkpoint, models, optimizers
-from nanote.config import TrainConfig, run_command
+from nanote.config import TrainConfig
 from nanote.tokenizers import get_tokenizer, same_tokenizer
 from tools import export_hf, hf_weights, import_hf
-from trainer_tools import ROOT, make_tokens, metrics, run_train
+from trainer_tools import ROOT, losses, run_train
 
 transformers = pytest.importorskip("transformers")
 LLAMA = dict(use_rmsnorm=True, use_rotary=True, rope_theta=5e4, activation="swiglu", bias=False,
@@ -61,7 +62,7 @@ def make_run(run, model="optimized", dtype=torch.float32, **options):
     saver = checkpoint.Saver(Path(run), keep=1)
     saver.save(7, net, optimizers.Optimizer(net, adamw), {
         "config": vars(config), "model": model, "model_config": vars(model_config), "tokenizer": "byte"})
-    saver.wait()
+    saver.close()
 
 
 def load_run(run):
@@ -78,7 +79,6 @@ def weights(run):
 
 
 def tensors(folder):
-    from safetensors.torch import load_file
     return load_file(Path(folder, "model.safetensors"))
 
 
@@ -159,16 +159,16 @@ def test_masters_start_from_the_folders_values(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3"])
-def test_training_goes_on_in_fp8(kind, tmp_path):
+def test_training_goes_on_in_fp8(kind, tokens, tmp_path):
     """And its export has the number of rows that was imported."""
     make_folder(tmp_path / "theirs", kind)
     run = tmp_path / "run"
     import_hf.import_(tmp_path / "theirs", run)
     options = (f"--resume --out-dir {run} --seq-len 64 --max-steps 3 --warmup-steps 0 --lr 1e-3 --device cpu "
                "--log-interval 1 --eval-interval 0 --micro-batch-size 4")
-    assert run_train(options, make_tokens(tmp_path / "tokens")) == 0
-    losses = [record["loss"] for record in metrics(run)]
-    assert len(losses) == 3 and losses[2] < losses[0]
+    assert run_train(options, tokens) == 0
+    first, _, last = losses(run)
+    assert last < first
     export_hf.export(run, tmp_path / "back")
     assert_same_logits(load_run(run), tmp_path / "back", 300)
     assert "| FP8 recipe | delayed (hybrid) |" in (tmp_path / "back" / "README.md").read_text()
@@ -241,34 +241,17 @@ def test_a_model_keeps_its_own_tokenizer(tmp_path):
 
 # ---------------------------------------------------------------- bad input: one line, nothing written
 
-def refused(main, arguments, capsys):
-    before = sorted(Path.cwd().rglob("*"))
-    capsys.readouterr()
-    assert run_command(lambda: main(arguments), "tool") == 2
-    line = capsys.readouterr().err
-    assert line.startswith("tool: ") and line.count("\n") == 1
-    assert sorted(Path.cwd().rglob("*")) == before, "something was left behind"
-    return line
-
-
-@pytest.mark.parametrize("options, field", [
-    (dict(use_rmsnorm=True), "use_rmsnorm True"), (dict(n_kv_head=2), "n_kv_head 2"),
-    (dict(use_rotary=True), "use_rmsnorm False"), (LLAMA | dict(activation="gelu"), "activation gelu"),
-    (LLAMA | dict(use_qk_norm=True, bias=True), "bias True: Qwen3ForCausalLM")], ids=str)
-def test_a_model_without_a_class_is_refused(options, field, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("options, arguments, words", [
+    (dict(use_rmsnorm=True), "run folder", "use_rmsnorm True"),
+    (dict(n_kv_head=2), "run folder", "n_kv_head 2"),
+    (dict(use_rotary=True), "run folder", "use_rmsnorm False"),
+    (LLAMA | dict(activation="gelu"), "run folder", "activation gelu"),
+    (LLAMA | dict(use_qk_norm=True, bias=True), "run folder", "bias True: Qwen3ForCausalLM"),
+    ({}, "run taken", "taken: exists"), ({}, "nothing folder", "nothing: holds no checkpoint")], ids=str)
+def test_export_refuses_what_it_cannot_write(options, arguments, words, in_tmp_path, refused):
     make_run("run", **options)
-    assert field in refused(export_hf.main, ["run", "folder"], capsys)
-
-
-def test_export_refuses_bad_input(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    make_run("run")
     Path("taken").mkdir()
-    assert "taken: exists" in refused(export_hf.main, ["run", "taken"], capsys)
-    assert "nothing: holds no checkpoint" in refused(export_hf.main, ["nothing", "folder"], capsys)
-    next(Path("run/step-7").glob("*.safetensors")).write_bytes(b"damage")
-    assert "damaged" in refused(export_hf.main, ["run", "folder"], capsys)
+    assert words in refused(export_hf.main, arguments)
 
 
 @pytest.mark.parametrize("kind, fields, words", [
@@ -282,33 +265,30 @@ def test_export_refuses_bad_input(tmp_path, monkeypatch, capsys):
     ("llama", {"num_hidden_layers": 1}, "nanoTE's model has no place"),
     ("llama", {"num_hidden_layers": "many"}, "config.json: "),
     ("qwen3", {"use_sliding_window": True}, "use_sliding_window True")], ids=str)
-def test_import_refuses_another_architecture(kind, fields, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_import_refuses_another_architecture(kind, fields, words, in_tmp_path, refused):
     make_folder("hf", kind)
     path = Path("hf/config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    assert words in refused(import_hf.main, ["hf", "run"], capsys)
+    assert words in refused(import_hf.main, "hf run")
 
 
-def test_import_refuses_bad_files(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_damaged_and_missing_files_are_refused(in_tmp_path, refused):
     make_folder("hf")
-
-    def line(*arguments):
-        return refused(import_hf.main, arguments, capsys)
-
-    assert "no config.json" in line("nothing", "run")
-    assert "hf: exists" in line("hf", "hf")
-    assert "step-<n> is the name of a checkpoint" in line("hf", "out/step-3")
-    assert "'other'" in line("hf", "run", "--tokenizer", "other")
+    make_run("run")
+    next(Path("run/step-7").glob("*.safetensors")).write_bytes(b"damage")
+    assert "damaged" in refused(export_hf.main, "run folder")
+    for arguments, words in (("nothing new", "no config.json"), ("hf hf", "hf: exists"),
+                             ("hf out/step-3", "step-<n> is the name of a checkpoint"),
+                             ("hf new --tokenizer other", "'other'")):
+        assert words in refused(import_hf.main, arguments)
     Path("hf/model.safetensors").write_bytes(b"\x99")
-    assert "model.safetensors: not readable" in line("hf", "run")
+    assert "model.safetensors: not readable" in refused(import_hf.main, "hf new")
     Path("hf/model.safetensors").rename("hf/pytorch_model.bin")
-    assert "a pickle (*.bin) is not read" in line("hf", "run")
+    assert "a pickle (*.bin) is not read" in refused(import_hf.main, "hf new")
     Path("hf/tokenizer.json").unlink()
-    assert "its tokenizer" in line("hf", "run")
+    assert "its tokenizer" in refused(import_hf.main, "hf new")
     Path("hf/config.json").write_text("{")
-    assert "config.json: not JSON" in line("hf", "run")
+    assert "config.json: not JSON" in refused(import_hf.main, "hf new")
 
 
 def test_a_killed_tool_leaves_nothing_for_ever(tmp_path):

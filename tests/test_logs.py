@@ -1,13 +1,9 @@
 """nanote/logs.py and nanote/profiling.py: what a run logs, how fast it is, and traces of its steps."""
-import functools
 import gzip
 import json
 import math
 import os
-import resource
-import signal
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,52 +11,34 @@ import pytest
 import torch
 
 from nanote import logs, models
+from nanote.config import TrainConfig
 from nanote.parallel import Ranks
 from nanote.profiling import Profiler
+from trainer_tools import largest_file, losses
 
 CPU = torch.device("cpu")
 
 
-@dataclass
-class Config:
-    """The options that a log reads."""
-
-    out_dir: str
-    max_steps: int = 100
-    preset: str = "tiny"
-    model: str = "own.py:Model"
-    data: str = "data/small"
-    wandb: str | None = None
-    fp8_recipe: str = "none"
-    fp8_format: str = "auto"
-
-
-def make_log(folder, first_step=1, ranks=Ranks(0, 0, 1), device=CPU, tokens_per_step=1000, **options):
-    loader = SimpleNamespace(meta={"train_tokens": 10_000}, device=device, ranks=ranks,
-                             tokens_per_step=tokens_per_step)
-    return logs.Log(Config(str(folder), **options), loader, first_step)
-
-
 @pytest.fixture(autouse=True)
-def start(tmp_path, monkeypatch):
+def start(in_tmp_path):
     """A function that starts a log in the folder run."""
-    monkeypatch.chdir(tmp_path)
+    def start(first_step=1, ranks=Ranks(), device=CPU, tokens_per_step=1000, **options):
+        loader = SimpleNamespace(meta={"train_tokens": 10_000}, device=device, ranks=ranks,
+                                 tokens_per_step=tokens_per_step)
+        config = dict(max_steps=100, model="own.py:Model", data="data/small", fp8_recipe="none") | options
+        return logs.Log(TrainConfig(out_dir=os.path.abspath("run"), **config), loader, first_step)
+
     Path("run").mkdir()
+    return start
 
-    return functools.partial(make_log, tmp_path / "run")
 
-
-def train(log, losses, first_step=1, norm=1.0):
+def train(log, values, first_step=1):
     """Log each of the losses as a step of its own."""
-    for step, loss in enumerate(losses, first_step):
-        log.add(step, torch.tensor(loss), torch.tensor(norm))
+    for step, loss in enumerate(values, first_step):
+        log.add(step, torch.tensor(loss), torch.tensor(1.0))
         log.read()
         log.write(log.record(step, lr=1e-3))
         log.restart_clock()
-
-
-def losses_of(folder="run"):
-    return [(record["step"], record["loss"]) for record in logs.read_metrics(Path(folder, "metrics.jsonl"))]
 
 
 # ---------------------------------------------------------------- records
@@ -84,20 +62,12 @@ def test_a_line_has_the_fields_of_the_contract(start, capsys):
     assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_only_rank_0_writes(start, capsys):
-    log = start(ranks=Ranks(1, 1, 2), wandb="project")
-    train(log, [4.0])
-    log.say("text")
-    log.close()
-    assert list(Path("run").iterdir()) == [] and capsys.readouterr().out == ""
-
-
-def test_speed_counts_the_tokens_of_all_ranks(tmp_path, monkeypatch):
+def test_speed_counts_the_tokens_of_all_ranks(start, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
-    log = make_log(tmp_path / "run", ranks=Ranks(0, 0, 4), device=torch.device("cuda"), tokens_per_step=192)
+    log = start(ranks=Ranks(0, 0, 4), device=torch.device("cuda"), tokens_per_step=192)
     log.flops = 1e9
     for step in (1, 2):
         log.add(step, torch.tensor(1.0), torch.tensor(1.0))
@@ -127,40 +97,23 @@ def test_the_time_left_is_at_the_speed_of_the_last_steps(start, monkeypatch, cap
     assert lines[1].endswith("ETA 04:54") and lines[10].endswith("ETA 04:27")  # 98, 89 steps of 3 s
 
 
-# ---------------------------------------------------------------- steps that are not finite
-
 @pytest.mark.parametrize("loss, norm", [(math.nan, 1.0), (2.0, math.inf)])
-def test_a_skipped_step_is_counted_and_said(start, capsys, loss, norm):
+def test_more_than_ten_skipped_steps_end_a_run(start, capsys, loss, norm):
     log = start()
     train(log, [4.0])
-    log.add(2, torch.tensor(loss), torch.tensor(norm))
-    log.add(3, torch.tensor(3.0), torch.tensor(1.0))
-    log.add(4, torch.tensor(loss), torch.tensor(norm))
-    log.read()
-    record = log.record(4, 1e-3)
-    assert (record["loss"], record["skipped"], log.skipped) == (3.0, 2, [2, 4])
-    log.add(5, torch.tensor(2.0), torch.tensor(1.0))
-    log.read()
-    assert log.record(5, 1e-3)["skipped"] == 2
-    said = capsys.readouterr().out
-    assert "step 2: loss " in said and "skipped (2 of 10)" in said
-
-
-def test_more_than_ten_skipped_steps_end_a_run(start):
-    log = start()
-    for step in range(1, 12):
-        log.add(step, torch.tensor(math.nan), torch.tensor(1.0))
-    with pytest.raises(logs.Diverged, match="step 11: loss nan, gradient norm 1.0, after 10 skipped steps"):
+    for step in range(2, 13):
+        log.add(step, torch.tensor(loss), torch.tensor(norm))
+    with pytest.raises(logs.Diverged, match=f"step 12: loss {loss}, .*{norm}, after 10 skipped steps"):
         log.read()
+    said = capsys.readouterr().out
+    assert f"step 2: loss {loss}" in said and "skipped (1 of 10)" in said
 
 
 def test_a_run_without_a_finite_step_has_diverged(start):
     log = start(max_steps=2)
-    train(log, [math.nan])
-    assert not Path("run/metrics.jsonl").exists(), "there is no loss to log"
-    log.add(2, torch.tensor(math.nan), torch.tensor(1.0))
     with pytest.raises(logs.Diverged, match="step 2"):
-        log.read()
+        train(log, [math.nan, math.nan])
+    assert not Path("run/metrics.jsonl").exists(), "there is no loss to log"
 
 
 # ---------------------------------------------------------------- what fails
@@ -170,26 +123,13 @@ def test_a_full_disk_does_not_stop_a_run(start, monkeypatch, capsys, room):
     monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
     log = start(wandb="mine")
     train(log, [4.0])
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (Path("run/metrics.jsonl").stat().st_size + room, limits[1]))
-    try:
+    with largest_file(Path("run/metrics.jsonl").stat().st_size + room):
         train(log, [3.0], first_step=2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert losses_of() == [(1, 4.0)] and Path("run/metrics.jsonl").read_text().endswith("}\n")
+    assert losses("run") == [4.0] and Path("run/metrics.jsonl").read_text().endswith("}\n")
     train(log, [2.0], first_step=3)
-    assert "step 2: metrics.jsonl is not written: " in capsys.readouterr().out
-    assert losses_of() == [(1, 4.0), (2, 3.0), (3, 2.0)], "written later"
-
-
-def test_a_board_that_fails_does_not_stop_a_run(start, capsys, monkeypatch):
-    monkeypatch.syspath_prepend(os.getcwd())
-    Path("wandb.py").write_text('def init(**options):\n    raise RuntimeError("no account\\nlog in")\n')
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    log = start(wandb="mine")
-    train(log, [4.0])
-    assert "--wandb mine is not written: no account; training continues" in capsys.readouterr().out
-    assert losses_of() == [(1, 4.0)]
+    said = capsys.readouterr().out
+    assert "--wandb mine is not written: " in said and "step 2: metrics.jsonl is not written: " in said
+    assert losses("run") == [4.0, 3.0, 2.0], "written later"
 
 
 def test_wandb_gets_the_numbers_and_the_options(start, monkeypatch):
@@ -224,17 +164,6 @@ def test_tensorboard_shows_the_curves(start):
     assert [(scalar.step, scalar.value) for scalar in scalars] == [(1, 4.0), (2, 3.0)]
 
 
-def test_a_reader_that_stops_reading_stops_the_run(start, monkeypatch):
-    log, received = start(), []
-    reader, writer = os.pipe()
-    os.close(reader)
-    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", os.fdopen(writer, "w"))
-        log.say("line")
-    assert received == [signal.SIGTERM], "as if the user had asked for it"
-
-
 @pytest.mark.parametrize("line, reason", [
     ("{", "Expecting"), ("[1]", "list"), ('{"loss": 1}', "step"), ("\xff", "utf")])
 def test_a_damaged_log_names_file_and_line(start, line, reason):
@@ -246,22 +175,17 @@ def test_a_damaged_log_names_file_and_line(start, line, reason):
         logs.cut("run", 1)
 
 
-def test_an_incomplete_last_line_is_ignored(start):
-    Path("run/metrics.jsonl").write_text('{"step": 1, "loss": 4}\n{"step": 2, "lo')
-    assert losses_of() == [(1, 4)]
-    logs.cut("run", 2)
-    train(start(first_step=2), [3.0], first_step=2)
-    assert losses_of() == [(1, 4), (2, 3.0)]
-
-
 def test_a_resumed_run_repeats_no_line(start):
-    log = start()
-    train(log, [4.0, 3.0, 2.0])
-    with log.fp8_health(3, torch.nn.Linear(2, 2)):
-        pass
-    logs.cut("run", 3)
-    assert losses_of() == [(1, 4.0), (2, 3.0)] and logs.read_metrics("run/fp8_health.jsonl") == []
-    assert sorted(path.name for path in Path("run").glob("*.json*")) == ["fp8_health.jsonl", "metrics.jsonl"]
+    """Nor one that is incomplete."""
+    train(start(), [4.0, 3.0])
+    Path("run/fp8_health.jsonl").write_text('{"step": 2}\n{"step": 3}\n')
+    with open("run/metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "lo')
+    assert losses("run") == [4.0, 3.0]
+    logs.cut("run", 2)
+    assert losses("run") == [4.0] and logs.read_metrics("run/fp8_health.jsonl") == []
+    train(start(first_step=2), [2.0], first_step=2)
+    assert losses("run") == [4.0, 2.0]
     logs.cut("elsewhere", 1)  # a run without logs
 
 
@@ -313,29 +237,19 @@ def profile(steps, count=6):
                 torch.ones(8, 8) @ torch.ones(8, 8)
 
 
-def steps_of_trace():
-    with gzip.open("run/profile/trace.json.gz") as file:
-        names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
-    steps = sorted({name for name in names if name.startswith("step ")})
-    assert names.count("aten::mm") == len(steps)
-    return steps
-
-
-def test_a_trace_has_its_steps_and_no_others(capsys):
-    profile("3:4")
-    assert steps_of_trace() == ["step 3", "step 4"]
-    assert "aten::mm" in Path("run/profile/table.txt").read_text()
-    assert "run/profile" in capsys.readouterr().out
-
-
-def test_a_run_that_ends_early_leaves_a_trace():
-    profile("5:90")
-    assert steps_of_trace() == ["step 5", "step 6"]
-
-
-def test_steps_after_the_last_one_leave_no_trace():
-    profile("90")
-    assert list(Path("run").iterdir()) == []
+@pytest.mark.parametrize("steps, traced", [
+    ("3:4", ["step 3", "step 4"]), ("5:90", ["step 5", "step 6"]), ("90", [])])
+def test_a_trace_has_its_steps_and_no_others(capsys, steps, traced):
+    """Also of a run that ends before."""
+    profile(steps)
+    names = []
+    if Path("run/profile/trace.json.gz").exists():
+        with gzip.open("run/profile/trace.json.gz") as file:
+            names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+        assert "aten::mm" in Path("run/profile/table.txt").read_text()
+        assert "run/profile" in capsys.readouterr().out
+    assert sorted({name for name in names if name.startswith("step ")}) == traced
+    assert names.count("aten::mm") == len(traced)
 
 
 @pytest.mark.parametrize("steps", ["5:3", "0:3", "three", "3:", "3-5"])

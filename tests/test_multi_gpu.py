@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from nanote.logs import read_metrics
-from trainer_tools import ROOT, finish, metrics, start_ranks
+from trainer_tools import ROOT, RUN_ALL, finish, metrics, start_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
 STEPS = 200
@@ -26,21 +26,14 @@ TOGETHER = {  # "ddp-to-X": resumed from the checkpoint of step 100
     "ddp-to-ddp": "--resume --parallel ddp", "ddp-to-fsdp": "--resume --parallel fsdp",
     "ddp-health": f"{HALF} --fp8-health-interval 50",  # steps without graphs among those with
 }
-# Runs one after the other in the same processes, since a process takes longer to start than to train.
-WORKER = """
-import json, shutil, sys
-sys.path.insert(0, sys.argv[1])
+WORKER = RUN_ALL + """
 import torch
 import torch.distributed as dist
-import train
-from bench.step import forget_models
-from nanote import models, parallel, recipes
+from nanote import models, recipes
 from nanote.config import TrainConfig
 from nanote.ddp import distribute, make_gradients
 from nanote.graphs import CudaGraph
 from nanote.optimizers import make_optimizer
-
-ranks = parallel.start()
 
 
 def compare_ranks():
@@ -69,14 +62,6 @@ def compare_ranks():
     print(f"rank {ranks.rank}: {json.dumps(found)}", flush=True)
 
 
-for name, options in json.loads(sys.argv[2]).items():
-    source, _, goal = name.partition("-to-")
-    if goal:
-        parallel.on_rank0(lambda: shutil.copytree(source, name, ignore=shutil.ignore_patterns("step-200")))
-    if ranks.rank == 0:
-        print(f"\\n=== {name} ===", flush=True)
-    forget_models()
-    assert train.run([*options.split(), "--out-dir", name]) == 0, name
 if ranks.count > 1:
     forget_models()
     compare_ranks()
@@ -87,8 +72,9 @@ parallel.exit(0)
 def start(runs, options, gpus):
     """Start train.py's runs on some of the machine's GPUs."""
     runs = {name: extra if "--resume" in extra else f"{options} {extra}" for name, extra in runs.items()}
-    return start_ranks([sys.executable, "-c", WORKER, str(ROOT), json.dumps(runs)], len(gpus.split(",")),
-                       CUDA_VISIBLE_DEVICES=gpus, LOCAL_WORLD_SIZE=str(len(gpus.split(","))))
+    command = [sys.executable, "-c", WORKER, str(ROOT), json.dumps(runs), f"step-{STEPS}"]
+    return start_ranks(command, len(gpus.split(",")), CUDA_VISIBLE_DEVICES=gpus,
+                       LOCAL_WORLD_SIZE=str(len(gpus.split(","))))
 
 
 @pytest.fixture(scope="module")

@@ -3,18 +3,19 @@ import io
 import json
 import math
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import hf_folders
+import sample
 from nanote import models, recipes
 from nanote.generate import generate, pick
-from nanote.models import pick_device
 from nanote.tokenizers import get_tokenizer
 from tools import import_hf
-from trainer_tools import OPTIONS, make_tokens, run_script, run_train
+from trainer_tools import OPTIONS, run_script, run_train
 
 
 def make_model(**options):
@@ -41,6 +42,10 @@ def test_greedy_text_is_the_same_without_the_cache(options, prompt_length):
     # 80 tokens: the window of 32 slides
     with_cache, without = (generate(model, prompt, 80, temperature=0, use_cache=use) for use in (True, False))
     assert with_cache == without and len(without) == 80 and len(set(without)) > 5
+
+
+def test_the_cache_is_no_longer_than_the_text():
+    assert len(generate(make_model(use_rotary=True, n_positions=2**40), [1, 2, 3], 5)) == 5
 
 
 def test_generation_runs_without_fp8_and_restores_the_model():
@@ -108,49 +113,35 @@ def test_a_stop_token_ends_the_text():
     assert generate(Counter(), [3], 5, **options) == seen == [4, 5]
 
 
-def test_logits_that_are_not_finite_are_one_line():
-    for logits in ([1.0, float("nan")], [1.0, float("inf")]):
-        for temperature in (0, 1.0):
-            with pytest.raises(ValueError, match="not finite"):
-                pick(torch.tensor(logits), temperature, None, None, None)
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("logits", [[1.0, math.nan], [1.0, math.inf]])
+def test_logits_that_are_not_finite_are_one_line(logits, temperature):
+    with pytest.raises(ValueError, match="not finite"):
+        pick(torch.tensor(logits), temperature, None, None, None)
 
 
-def test_the_cache_is_no_longer_than_the_text():
-    model = make_model(use_rotary=True, n_positions=2**40)
-    assert len(generate(model, [1, 2, 3], 5, temperature=0)) == 5
-
-
-@pytest.mark.parametrize("options", [dict(temperature=-1), dict(temperature=math.nan), dict(top_k=0),
-                                     dict(top_p=1.5)])
+@pytest.mark.parametrize("options", [
+    dict(temperature=-1), dict(temperature=math.nan), dict(top_k=0), dict(top_p=1.5)])
 def test_an_option_out_of_range_is_one_line(options):
     with pytest.raises(ValueError, match="must be .* works$"):
         generate(Counter(), [1], 3, **options)
 
 
-@pytest.mark.parametrize("name", ["gpu", "cuda:x", "cuda:99"])
-def test_a_device_that_is_not_there_is_one_line(name):
-    with pytest.raises(ValueError, match=f"--device {name}: "):
-        pick_device(name)
-    assert pick_device("cpu") == torch.device("cpu")
-
-
-def test_the_command_line_reads_a_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    tokens = make_tokens(tmp_path / "tokens")
+def test_the_command_line_reads_a_run(tokens, in_tmp_path, capsys):
     assert run_train(f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --out-dir run", tokens) == 0
     capsys.readouterr()
 
-    def text(*argv):
-        assert run_script("sample.py", ["--max-new-tokens", "90", *argv]) == 0
+    def text(arguments):
+        assert run_script("sample.py", ["--max-new-tokens", "90", *arguments.split()]) == 0
         return capsys.readouterr().out
 
-    greedy = text("run", "--prompt", "line ", "--temperature", "0")
-    assert greedy.startswith("line ") and len(greedy) > 20
-    assert greedy == text("run", "--prompt", "line ", "--temperature", "0", "--no-kv-cache")
-    assert greedy == text("run/step-4", "--prompt", "line ", "--temperature", "0")
-    assert text("run", "--seed", "1") != text("run/step-2", "--seed", "1")
-    assert text("run", "--seed", "1") == text("run", "--seed", "1") != text("run", "--seed", "2")
-    assert text("run", "--num-samples", "3").count("\n---\n") == 2
+    greedy = text("run --prompt line --temperature 0")
+    assert greedy.startswith("line") and len(greedy) > 20
+    assert greedy == text("run --prompt line --temperature 0 --no-kv-cache")
+    assert greedy == text("run/step-4 --prompt line --temperature 0")
+    assert text("run --seed 1") != text("run/step-2 --seed 1")
+    assert text("run --seed 1") == text("run --seed 1") != text("run --seed 2")
+    assert text("run --num-samples 3").count("\n---\n") == 2
 
 
 # ---- chat and score: a tiny Qwen3 with its tokenizer and chat template
@@ -200,18 +191,6 @@ def test_a_chat_answers_as_transformers_does(instruct, monkeypatch, capsys):
     assert code == 0 and out == "".join(answer + "\n" for answer in expected) and expected[0] != expected[1]
 
 
-def test_a_chat_without_a_template_is_one_line(instruct, tmp_path, monkeypatch, capsys):
-    hf_folders.make_tokenizer(tmp_path / "base", template=None)
-    place = ["--tokenizer", f"hf:{tmp_path / 'base'}"]
-    code, _, err = say(monkeypatch, capsys, b"hello", instruct.run, "--chat", *place)
-    assert code == 2 and "has no chat template; pass --prompt" in err and err.count("\n") == 1
-
-
-def test_another_tokenizer_than_the_runs_is_one_line(instruct, monkeypatch, capsys):
-    code, _, err = say(monkeypatch, capsys, b"", instruct.run, "--tokenizer", "byte")
-    assert code == 2 and "--tokenizer byte: the model was trained with hf:" in err and err.count("\n") == 1
-
-
 @pytest.mark.parametrize("name", ["file.txt", "rows.jsonl"])
 def test_the_score_counts_each_token_once(instruct, name, tmp_path, monkeypatch, capsys):
     texts = ["the cat sat on the mat 🙂 <|im_end|>\r\n" * 9, "the dog"]
@@ -235,10 +214,14 @@ def test_the_score_counts_each_token_once(instruct, name, tmp_path, monkeypatch,
     assert bits == pytest.approx(sum(losses) / math.log(2) / size, abs=tolerance)
 
 
-def test_a_file_without_a_score_is_one_line(instruct, tmp_path, monkeypatch, capsys):
-    for name, content, words in (("empty.txt", b"", "holds no text"), ("latin.txt", b"caf\xe9", "UTF-8"),
-                                 ("missing.txt", None, "no such file")):
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
-        code, out, err = say(monkeypatch, capsys, b"", instruct.run, "--score", str(tmp_path / name))
-        assert code == 2 and not out and f"{name}: " in err and words in err and err.count("\n") == 1
+@pytest.mark.parametrize("arguments, words", [
+    ("--chat --tokenizer hf:base", "has no chat template; pass --prompt"),
+    ("--tokenizer byte", "--tokenizer byte: the model was trained with hf:"),
+    ("--score empty.txt", "empty.txt: holds no text"), ("--score latin.txt", "latin.txt: not UTF-8"),
+    ("--score missing.txt", "missing.txt: no such file"), ("--device cuda:99", "--device cuda:99: "),
+    ("--device cuda:x", "--device cuda:x: "), ("--device gpu", "--device gpu: ")])
+def test_a_mistake_is_one_line(instruct, in_tmp_path, refused, arguments, words):
+    hf_folders.make_tokenizer("base", template=None)
+    Path("empty.txt").touch()
+    Path("latin.txt").write_bytes(b"caf\xe9")
+    assert words in refused(sample.main, f"{instruct.run} {arguments}", "sample.py")

@@ -1,5 +1,8 @@
 """Shared by the trainer's tests: a small corpus, options of a short run, and ways to run commands."""
+import contextlib
+import hashlib
 import os
+import resource
 import socket
 import subprocess
 from pathlib import Path
@@ -48,16 +51,41 @@ def exit_code(main, script: str) -> int:
         return stop.code
 
 
-def start_ranks(command, count=2, **environment) -> list[subprocess.Popen]:
-    """Start the processes of a run, as torchrun does."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def start_ranks(command, count=2, **environment) -> list[subprocess.Popen]:
+    """Start the processes of a run, as torchrun does."""
+    port = free_port()
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": "1",
               "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
              for rank in range(count)]
     return [subprocess.Popen(command, env=os.environ | rank | environment, stdout=subprocess.PIPE,
                              stderr=subprocess.STDOUT, text=True) for rank in ranks]
+
+
+# A program that makes runs {name: options} one after the other, since a process takes longer to start than to
+# train. "A-to-B" is resumed in a copy of run A without its last checkpoint, which is named, too.
+RUN_ALL = """
+import json, shutil, sys
+sys.path.insert(0, sys.argv[1])
+import train
+from bench.step import forget_models
+from nanote import parallel
+
+ranks = parallel.start()
+for name, options in json.loads(sys.argv[2]).items():
+    source, _, goal = name.partition("-to-")
+    if goal:
+        parallel.on_rank0(lambda: shutil.copytree(source, name, ignore=shutil.ignore_patterns(sys.argv[3])))
+    if ranks.rank == 0:
+        print(f"\\n=== {name} ===", flush=True)
+    forget_models()
+    assert train.run([*options.split(), "--out-dir", name]) == 0, name
+"""
 
 
 def finish(processes) -> list[str]:
@@ -71,3 +99,31 @@ def metrics(run) -> list[dict]:
     """Return metrics.jsonl without the fields that differ between equal runs."""
     return [{k: v for k, v in record.items() if k not in VARYING_FIELDS}
             for record in read_metrics(Path(run, "metrics.jsonl"))]
+
+
+def losses(run, key="loss") -> list[float]:
+    return [record[key] for record in metrics(run) if key in record]
+
+
+def tree(folder=".") -> dict:
+    """Return all files with their modification times, and all folders."""
+    return {str(path): path.is_file() and path.stat().st_mtime_ns for path in Path(folder).rglob("*")
+            if path.name != ".lock"}
+
+
+def sign(folder) -> None:
+    """Write SHA256SUMS of a checkpoint anew, as one who forges it would."""
+    paths = [path for path in sorted(Path(folder).iterdir()) if path.name != "SHA256SUMS"]
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in paths]
+    Path(folder, "SHA256SUMS").write_text("".join(lines))
+
+
+@contextlib.contextmanager
+def largest_file(size: int):
+    """Let writes beyond `size` bytes of a file fail, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
