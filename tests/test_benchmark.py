@@ -241,14 +241,14 @@ def test_the_reference_is_causal_attention_of_the_last_head():
 
 @pytest.mark.parametrize("name", attention.KERNELS)
 def test_every_kernel_agrees_with_float64(name):
-    row = measure(attention.KERNELS[name])
+    row = measure_attention(attention.KERNELS[name])
     assert row["agrees"] and max(row["errors"].values()) < 0.01
     both = SHAPE.flops()[2] / row["both_ms"] / 1e9
     assert row["both_tflops"] == pytest.approx(both) and row["forward_ms"] > 0
 
 
 def test_a_kernel_that_is_wrong_or_fails_says_so():
-    row = {"name": "all tokens", "part": "attention"} | measure(not_causal)
+    row = {"name": "all tokens", "part": "attention"} | measure_attention(not_causal)
     assert not row["agrees"] and attention.text_of(row).endswith("WRONG")
 
     def fails():
