@@ -1,12 +1,11 @@
-"""Token files, and the Loader that reads batches from them.
+"""Token files: `write_tokens` makes them from documents, and a Loader reads batches from them.
 
 A token file holds nothing but token ids, uint16 or uint32, with an end-of-text token after each document:
-`data/<name>/{train,val}.bin`, described by `meta.json` with their SHA-256. `nanote/corpus.py` writes them.
+`data/<name>/{train,val}.bin`, described by `meta.json` with their SHA-256.
 
 A batch is a pure function of (seed, step, rank). The Loader has no state to save, and a resumed run sees the
 same batches as an uninterrupted one; if it has another number of samples a step, the samples that follow.
 """
-import ctypes
 import fcntl
 import hashlib
 import json
@@ -15,10 +14,14 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
+
+from nanote.tokenizers import get_tokenizer
 
 FILES = {"train.bin", "val.bin", "meta.json"}
 REMAKE = "make the token files again with data.py --force"
@@ -69,15 +72,14 @@ def open_tokens(folder, split, verify=True):
 def new_folder(out_dir, force):
     """Yield an empty folder that replaces `out_dir` when the block ends without an exception.
 
-    Kill -9 at any moment leaves the old folder or the new one. Where the file system cannot exchange two
-    folders, a kill between two renames leaves the old one in .<name>.tmp, and the next call puts it back.
+    Kill -9 leaves the old folder or the new one. Between two renames the old one is in .<name>.tmp, and the
+    next call puts it back.
     """
     target = Path(os.path.realpath(out_dir))  # a link stays, and the folder behind it is replaced
     if target == Path.cwd() or target.is_mount():
         raise ValueError(f"{out_dir}: cannot be replaced; name a folder in it, such as {out_dir}/tokens")
-    work = target.with_name(f".{target.name}.tmp")
+    work, is_new_parent = target.with_name(f".{target.name}.tmp"), not target.parent.exists()
     new, old = work / "new", work / "old"
-    is_new_parent = not target.parent.exists()
     work.mkdir(parents=True, exist_ok=True)
     with open(work / "lock", "w") as lock:
         try:
@@ -96,10 +98,9 @@ def new_folder(out_dir, force):
                 shutil.rmtree(stale, ignore_errors=True)
             new.mkdir()
             yield new
-            if not (content and exchange(new, target)):
-                if content:
-                    os.rename(target, old)
-                os.rename(new, target)
+            if content:
+                os.rename(target, old)
+            os.rename(new, target)
         except OSError as error:
             reason = error.strerror or error
             raise OSError(f"{out_dir}: cannot be written ({reason}); name another --out-dir") from error
@@ -111,12 +112,92 @@ def new_folder(out_dir, force):
                 target.parent.rmdir()
 
 
-def exchange(first, second):
-    """Exchange two folders in one system call. Return False where there is none."""
-    try:
-        return not ctypes.CDLL(None).renameat2(-100, os.fsencode(first), -100, os.fsencode(second), 2)
-    except AttributeError:  # not Linux, or an old C library
-        return False
+def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, force=False, num_workers=None,
+                 source="", left_out=None):
+    """Tokenize `documents` into `out_dir`/{train,val}.bin and meta.json, and return the meta dict.
+
+    A document goes to `val` if the hash of its text (of its first piece) as a number in [0, 1) is below
+    `val_fraction`: the same document has the same split in every corpus. If that leaves a split empty, the
+    last `val_fraction` of the tokens are `val`. ValueError for bad input, OSError if writing fails: nothing
+    is left behind then.
+
+    Args:
+        num_workers: threads that tokenize. None: one per core.
+        source, left_out: for meta.json, what the documents are and what was skipped.
+    """
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"--val-fraction {val_fraction}: must be above 0 and below 1, for example 0.01")
+    encoder = get_tokenizer(tokenizer)
+    dtype = np.dtype("<u2" if encoder.vocab_size <= 1 << 16 else "<u4")
+    counts = dict(documents=0, train_tokens=0, val_tokens=0, train_bytes=0, val_bytes=0)
+    pool = ThreadPoolExecutor(os.cpu_count() if num_workers is None else num_workers)
+    with pool, new_folder(out_dir, force) as folder:
+        with (open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val,
+              tqdm(unit="B", unit_scale=True, disable=None, leave=False) as bar):
+            for split, tokens, size in encoded(documents, encoder, val_fraction, pool):
+                (val if split == "val" else train).write(tokens.astype(dtype))
+                counts["documents"] += not size  # the end of text
+                counts[f"{split}_tokens"] += len(tokens)
+                counts[f"{split}_bytes"] += size
+                bar.update(size)
+        if not counts["documents"]:
+            raise ValueError("the corpus is empty: no document holds any text; left out: "
+                             f"{dict(left_out or {})}; name files that do")
+        if not (counts["train_tokens"] and counts["val_tokens"]):
+            cut_end(folder / f"{split}.bin", folder, dtype, val_fraction, encoder, counts)
+        meta = {"format": 1, "source": source, "tokenizer": encoder.name, "vocab_size": encoder.vocab_size,
+                "eot": encoder.eot, "dtype": dtype.name, "val_fraction": val_fraction, **counts,
+                "left_out": dict(left_out or {}), "train_sha256": sha256(folder / "train.bin"),
+                "val_sha256": sha256(folder / "val.bin")}
+        meta["sha256"] = meta_checksum(meta)
+        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    return meta
+
+
+def hash_fraction(raw):
+    """Return the hash of bytes as a number in [0, 1)."""
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=6).digest(), "big") / 2**48
+
+
+def encoded(documents, encoder, val_fraction, pool):
+    """Yield (split, tokens, bytes of text) of each piece of each document, in order, and of its end of text.
+
+    The threads of `pool` encode a few pieces at a time: tiktoken and tokenizers release Python's lock.
+    """
+    def encode(piece):
+        split, raw = piece
+        return split, encoder.encode_bytes(raw) if raw else np.array([encoder.eot]), len(raw)
+
+    pieces = pieces_of(documents, val_fraction)
+    while some := list(islice(pieces, 4 * os.cpu_count())):
+        yield from pool.map(encode, some)
+
+
+def pieces_of(documents, val_fraction):
+    """Yield (split, bytes) of each piece of each document, and no bytes for its end."""
+    for document in documents:
+        text, fraction = document if isinstance(document, tuple) else (document, None)
+        split = None
+        for piece in filter(None, [text] if isinstance(text, str) else text):
+            raw = piece.encode("utf-8", errors="replace")
+            if split is None:
+                fraction = hash_fraction(raw) if fraction is None else fraction
+                split = "val" if fraction < val_fraction else "train"
+            yield split, raw
+        if split is not None:
+            yield split, b""
+
+
+def cut_end(path, folder, dtype, val_fraction, encoder, counts):
+    """Move the last tokens of `path`, which holds all of them, to val.bin, and adjust `counts`."""
+    os.replace(path, folder / "train.bin")
+    tokens = np.memmap(folder / "train.bin", dtype, "r")
+    start = len(tokens) - min(max(round(len(tokens) * val_fraction), 1), len(tokens) - 1)
+    tokens[start:].tofile(folder / "val.bin")
+    total, val_bytes = counts["train_bytes"] + counts["val_bytes"], len(encoder.decode_bytes(tokens[start:]))
+    os.truncate(folder / "train.bin", start * dtype.itemsize)
+    counts |= {"train_tokens": start, "val_tokens": len(tokens) - start,
+               "train_bytes": total - val_bytes, "val_bytes": val_bytes}
 
 
 # ---------------------------------------------------------------- batches
