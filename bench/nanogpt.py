@@ -128,8 +128,7 @@ def make_nanogpt(module, config, device, ddp=False, dtype=torch.float32) -> Nano
     """
     torch.manual_seed(config.seed)
     model = make_gpt(module, config, config.seq_len, dropout=0.0).to(device, dtype)
-    betas = config.betas
-    optimizer = model.configure_optimizers(config.weight_decay, config.lr, betas, device.type)
+    optimizer = model.configure_optimizers(config.weight_decay, config.lr, (0.9, 0.95), device.type)
     net = torch.compile(model)
     if ddp:
         net = DistributedDataParallel(net, device_ids=[device.index] if device.type == "cuda" else None)

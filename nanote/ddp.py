@@ -151,8 +151,8 @@ class Gradients:
             parameter.main_grad.copy_(gradient)  # a tied weight: autograd has added the embedding's
         parameter.grad, parameter.grad_added_to_main_grad = None, False
         if parameter not in bucket.missing:
-            raise ValueError("a parameter has two gradients in one backward pass; pass use_reentrant=False to "
-                             "torch.utils.checkpoint.checkpoint")
+            raise ValueError("a parameter has two gradients in one backward pass; pass use_reentrant=False "
+                             "to torch.utils.checkpoint.checkpoint")
         if not in_main_grad:
             bucket.collected.append((parameter.main_grad, gradient))
         bucket.missing.discard(parameter)

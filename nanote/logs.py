@@ -1,4 +1,4 @@
-"""The logs of a run: losses, speed and model FLOP utilization (MFU).
+"""The logs of a run: losses, speed and model FLOP utilization (MFU); traces of steps for --profile.
 
 A training loop calls `Log.add` after every step and, every few steps, `read`, `record` and `write`. Losses
 stay on the device until `read`: the host does not wait for the GPU between log lines. A log that cannot be
@@ -7,6 +7,7 @@ written does not stop a run: its lines are kept and written later.
 import contextlib
 import json
 import math
+import re
 import signal
 import sys
 import time
@@ -248,3 +249,61 @@ def plot_losses(folder) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=str(folder))
     axes.legend()
     figure.savefig(Path(folder, "loss.png"), dpi=150)
+
+
+# ---------------------------------------------------------------- --profile
+
+class Profiler:
+    """Write a trace and a table of some steps, on rank 0. As a context manager it gives the method `step`.
+
+    A trace has the kernels of CUDA graphs, too, but no launches from Python, since a replay has none. The device
+    is synchronized before and after the steps, so a trace holds all of them, and no others.
+    """
+
+    def __init__(self, steps: str, folder, device: torch.device):
+        """`steps`: START:STOP, or one number; both are included, and the first step is 1."""
+        self.steps, self.folder, self.device, self.profiler = steps, folder, device, None
+        found = re.fullmatch(r"(\d+)(?::(\d+))?", steps)
+        self.first, self.last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= self.first <= self.last:
+            raise ValueError(f"--profile {steps}: must be START:STOP, such as 10:12; the first step is 1")
+
+    def __enter__(self):
+        return self.step
+
+    @contextlib.contextmanager
+    def step(self, step: int):
+        """Profile the step inside, if it is one of those."""
+        if parallel.rank() != 0 or not self.first <= step <= self.last:
+            yield
+            return
+        if self.profiler is None:
+            self._synchronize()
+            self.profiler = torch.profiler.profile()
+            self.profiler.start()
+        with torch.profiler.record_function(f"step {step}"):
+            yield
+        if step == self.last:
+            self.__exit__()
+
+    def __exit__(self, *error):
+        """Write the files, also if the run has ended before the last of the steps."""
+        if self.profiler is None:
+            return
+        self._synchronize()
+        profiler, self.profiler = self.profiler, None
+        profiler.stop()
+        order = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        folder = Path(self.folder, "profile")
+        try:
+            folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(folder / "trace.json.gz"))
+            table = profiler.key_averages().table(sort_by=order, row_limit=50, max_name_column_width=80)
+            (folder / "table.txt").write_text(table)
+            print(f"--profile {self.steps}: {folder} has a table, and a trace for ui.perfetto.dev")
+        except (OSError, RuntimeError) as problem:  # must not hide why a run failed
+            print(f"--profile {self.steps}: {problem}; training continues")
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,10 +1,6 @@
-"""Save memory in training: keep activations on the host, compute the loss in chunks.
+"""Save memory in training: keep activations on the host (--offload-activations), compute the loss in chunks.
 
-Both are applied to a model from outside and change no result but for rounding. `make_model` calls them for
---offload-activations and --loss-chunks:
-
-    offload_activations(model, 4)    # needs model.blocks
-    chunk_loss(model, 8)             # needs model.output(x, labels, is_first_microbatch)
+Both are applied to a model from outside and change no result but for rounding.
 """
 import contextlib
 from functools import partial
@@ -14,20 +10,11 @@ import torch
 from nanote.recipes import round_up, te
 
 
-def save_memory(model, offloaded_blocks: int, loss_chunks: int) -> None:
-    """Apply --offload-activations and --loss-chunks to a model."""
-    if offloaded_blocks:
-        offload_activations(model, offloaded_blocks)
-    if loss_chunks > 1:
-        chunk_loss(model, loss_chunks)
-
-
 def offload_activations(model, blocks) -> None:
-    """Keep what the first `blocks` blocks save for the backward pass in host memory.
+    """Keep what the first `blocks` of model.blocks save for the backward pass in host memory.
 
-    The copies are Transformer Engine's. torch.autograd.graph.save_on_cpu would also copy weights, convert FP8
-    tensors to BF16, and make the GPU wait for each copy. TE counts the blocks of a training pass, so its
-    context is around each of them, and around none in evaluation.
+    The copies are Transformer Engine's, since torch.autograd.graph.save_on_cpu makes the GPU wait for each. TE
+    counts the blocks of a training pass, so its context is around each of them, and around none in evaluation.
     """
     n_layer = len(getattr(model, "blocks", ()))
     if not blocks < n_layer or getattr(model.config, "gradient_checkpointing", False):
@@ -54,8 +41,7 @@ def chunk_loss(model, chunks) -> None:
 
     Each chunk goes forward and at once backward, so that only one chunk of logits exists at a time and
     nothing is computed twice. This takes memory for a gradient of the hidden states, and for the gradients of
-    the parameters in float32. To delayed scaling the chunks are one pass: their amax values meet in the same
-    row of the histories, and weights are quantized for the first chunk only.
+    the parameters in float32. To delayed scaling the chunks are one pass, with one row of the amax history.
     """
     if not hasattr(type(model), "output"):
         raise ValueError(f"--loss-chunks {chunks}: {type(model).__name__} has no method output(x, labels, "

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from nanote import recipes
+from nanote import memory, recipes
 from nanote.config import PRESETS, TrainConfig, in_a_line
 
 MODELS = {  # --model: (module, model class, config class)
@@ -49,13 +49,10 @@ OPTIONS = """n_layer n_head n_kv_head head_dim n_embd n_inner activation use_rms
 # ---------------------------------------------------------------- the trainer's model
 
 def make_model(config, device, dtype, recipe, saved=None):
-    """Build the model of a TrainConfig on `device` in `dtype`, with `recipe` and what saves memory.
+    """Build the model of a TrainConfig, with vocab_size and n_positions, and with `recipe`.
 
-    `config` must have its vocab_size and n_positions.
-
-    Args:
-        saved: model_config of the checkpoint that the run continues. Fields of your own model that are no
-            options keep those values, whatever the file's defaults are now.
+    `saved`: model_config of the checkpoint that the run continues. Fields of your own model that are no
+    options keep those values, whatever the file's defaults are now.
     """
     options = dataclasses.asdict(config) | {"use_fp8": recipe is not None}
     name, reason = pick_model(options, device, dtype)
@@ -81,10 +78,10 @@ def make_model(config, device, dtype, recipe, saved=None):
     if recipe is not None:
         recipes.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
         model.fp8_recipe = recipe
-    if config.offload_activations or config.loss_chunks > 1:
-        from nanote import memory
-
-        memory.save_memory(model, config.offload_activations, config.loss_chunks)
+    if config.offload_activations:
+        memory.offload_activations(model, config.offload_activations)
+    if config.loss_chunks > 1:
+        memory.chunk_loss(model, config.loss_chunks)
     engine = getattr(sys.modules[type(model).__module__], "te", recipes.te).__name__.partition(".")[0]
     model.choice = f"on {engine}" + (f" (not model_te_fast: {reason})" if reason else "")
     return model

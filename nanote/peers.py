@@ -30,7 +30,7 @@ def divide_update(optimizer, gradients) -> str:
     Return "", or the reason why each rank updates all parameters, after an all-reduce of `gradients`
     (nanote.ddp.Gradients).
     """
-    reason, peers = parallel.reason_of_any_rank(_undivided_reason(optimizer, gradients)), Peers(gradients)
+    reason, peers = parallel.first_of_ranks(_undivided_reason(optimizer, gradients)), Peers(gradients)
     torch.cuda.empty_cache()  # shared memory cannot reuse what PyTorch's allocator keeps
     for share in (peers.allocate, peers.connect):  # no rank waits for memory that another lacks
         if not reason:
@@ -38,7 +38,7 @@ def divide_update(optimizer, gradients) -> str:
                 share()
             except RuntimeError as error:  # a container may not let processes share the memory of GPUs
                 reason = f"memory could not be shared: {str(error).splitlines()[0]}"
-            reason = parallel.reason_of_any_rank(reason)
+            reason = parallel.first_of_ranks(reason)
     if not reason:
         gradients.peers = peers
         optimizer.fast_adam.divide(peers)
@@ -149,7 +149,7 @@ class Peers:
         return self.received[self.received_starts[bucket] + first:].data_ptr()
 
     def gather(self, tensors: list) -> None:
-        """Copy each rank's parts of tensors to all ranks. `tensors`: (tensor, parameter) pairs of one size."""
+        """Copy each rank's parts of tensors to all ranks. `tensors`: pairs (tensor, parameter)."""
         for rank in range(self.ranks):
             for tensor, parameter in tensors:
                 first, size = self.part(parameter, rank)

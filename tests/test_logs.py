@@ -1,4 +1,4 @@
-"""nanote/logs.py and nanote/profiling.py: what a run logs, how fast it is, and traces of its steps."""
+"""nanote/logs.py: what a run logs, how fast it is, and traces of its steps."""
 import functools
 import gzip
 import json
@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from nanote import logs, models
+from nanote.logs import Profiler
 from nanote.parallel import Ranks
-from nanote.profiling import Profiler
 
 CPU = torch.device("cpu")
 
