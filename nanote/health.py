@@ -9,9 +9,9 @@
 above it, the largest values saturate. `saturated` is their fraction, `flushed` the fraction of the non-zero
 values that become zero. What is unknown is None.
 
-Hooks read the tensors before they are quantized, and the scales in TE's `fp8_meta`. They change nothing. They
-work with TE and te_reference, in eager steps: neither CUDA graphs nor compiled code run hooks. Between the
-GEMMs of a `LayerNormMLP` (fc2_input, fc1_output_gradient) only delayed scaling tells amax and scale.
+Hooks read the tensors before they are quantized, and the scales in TE's `fp8_meta`. They work with TE and
+te_reference, in eager steps: neither CUDA graphs nor compiled code run hooks. Between the GEMMs of a
+`LayerNormMLP` (fc2_input, fc1_output_gradient) only delayed scaling tells amax and scale.
 """
 import math
 from contextlib import contextmanager
@@ -166,20 +166,19 @@ def plot(records: list[dict], path, title: str = "", fp8_format: str = "hybrid")
         maps[:, kind, row, column] = torch.tensor(quantities)
     styles = [("headroom (bits; red: saturated)", "RdBu", TwoSlopeNorm(0, -2, 6)),
               ("flushed to zero (%)", "viridis", LogNorm(1e-3, 100)), ("log2 amax", "viridis", None)]
-    shown = [i for i in (0, 1) if maps[i].isfinite().any()] or [2]
+    shown = [0, 1] if maps[:2].isfinite().any() else [2]
     figure = Figure(figsize=(12, 1 + max(2.2, 0.17 * len(gemms)) * len(shown)), layout="constrained")
-    axes_grid = figure.subplots(len(shown), len(KINDS), squeeze=False, sharey=True)
-    ticks = range(0, len(records), (len(records) + 7) // 8)  # at most eight
+    figure.suptitle(f"{title}: FP8 health by step", fontsize=12)
+    axes_grid = figure.subplots(len(shown), len(KINDS), squeeze=False, sharex=True, sharey=True)
     for axes_row, (label, colors, norm), row_maps in zip(axes_grid, [styles[i] for i in shown], maps[shown]):
         for axes, kind, values in zip(axes_row, KINDS, row_maps):
-            mesh = axes.pcolormesh(values, cmap=colors, norm=norm)
+            image = axes.imshow(values, cmap=colors, norm=norm, aspect="auto", interpolation="nearest")
             axes.set_facecolor("lightgrey")  # unknown values
             axes.set_title(kind.replace("_", " "), fontsize=11)
-            axes.set_xticks([i + 0.5 for i in ticks], [records[i]["step"] for i in ticks], fontsize=9)
-            axes.set_yticks([i + 0.5 for i in range(len(gemms))], list(gemms), fontsize=9)
-        figure.colorbar(mesh, ax=list(axes_row), label=label, extend="both")
-    axes.invert_yaxis()  # shared by all axes: the first block is on top
-    figure.suptitle(f"{title}: FP8 health by step", fontsize=12)
+        figure.colorbar(image, ax=list(axes_row), label=label, extend="both")
+    ticks = range(0, len(records), (len(records) + 7) // 8)  # at most eight
+    axes.set_xticks(ticks, [records[i]["step"] for i in ticks], fontsize=9)
+    axes.set_yticks(range(len(gemms)), list(gemms), fontsize=9)
     figure.savefig(path, dpi=130)
 
 

@@ -256,8 +256,8 @@ def plot_losses(folder) -> None:
 class Profiler:
     """Write a trace and a table of some steps, on rank 0. As a context manager it gives the method `step`.
 
-    A trace has the kernels of CUDA graphs, too, but no launches from Python, since a replay has none. The device
-    is synchronized before and after the steps, so a trace holds all of them, and no others.
+    A trace has the kernels of CUDA graphs, too; a replay has no launches from Python. The device is
+    synchronized before and after the steps, so the trace holds them completely, and no others.
     """
 
     def __init__(self, steps: str, folder, device: torch.device):

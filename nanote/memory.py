@@ -13,8 +13,8 @@ from nanote.recipes import round_up, te
 def offload_activations(model, blocks) -> None:
     """Keep what the first `blocks` of model.blocks save for the backward pass in host memory.
 
-    The copies are Transformer Engine's, since torch.autograd.graph.save_on_cpu makes the GPU wait for each. TE
-    counts the blocks of a training pass, so its context is around each of them, and around none in evaluation.
+    The copies are Transformer Engine's: with torch.autograd.graph.save_on_cpu the GPU waits for each. TE
+    counts the blocks of a training pass, so its context is around each of them, and not in evaluation.
     """
     n_layer = len(getattr(model, "blocks", ()))
     if not blocks < n_layer or getattr(model.config, "gradient_checkpointing", False):

@@ -1,12 +1,9 @@
 """FP8 recipes by name, the shapes that they need, and the FP8 state that a checkpoint keeps.
 
 `recipes.te` is the engine that the model files chose: Transformer Engine (TE), fast_kernels, te_reference.
-`make` returns the recipe with which a model enters `te.autocast`. `get_state` and `set_state` are for
-checkpoints, `preserved_state` for an evaluation, and `find_first_scales` runs before the first step of
-delayed scaling.
-
-The FP8 state consists of plain tensors, read and written as in the model's state dict. A missing state or
-another history length is no error, so a run can change its precision when it resumes.
+`make` returns the recipe with which a model enters `te.autocast`. The FP8 state consists of plain tensors,
+read and written as in the model's state dict. A missing state or another history length is no error, so a
+run can change its precision when it resumes.
 """
 import importlib
 import itertools
@@ -63,8 +60,8 @@ def make(config):
     - nvfp4: 4-bit values in blocks of 16 (Blackwell; arXiv:2509.25149).
     - custom:module.function: TE's CustomRecipe; the function returns the quantizer of each tensor.
     """
-    name = config.fp8_recipe
-    if name not in RECIPES and not name.startswith("custom:"):
+    name, custom = config.fp8_recipe, config.fp8_recipe.startswith("custom:")
+    if name not in RECIPES and not custom:
         raise ValueError(f"--fp8-recipe {name}: unknown; use {', '.join(RECIPES)} or custom:module.function")
     if reason := unsupported_reason(name):
         supported = ", ".join(recipe for recipe in RECIPES if not unsupported_reason(recipe))
@@ -72,8 +69,13 @@ def make(config):
                          f"Use one of {supported}")
     if name == "none":
         return None
-    if name.startswith("custom:"):
-        return recipes.CustomRecipe(qfactory=_quantizer_factory(name))
+    if custom:
+        module_name, _, function_name = name.removeprefix("custom:").rpartition(".")
+        try:
+            return recipes.CustomRecipe(qfactory=getattr(importlib.import_module(module_name), function_name))
+        except Exception as error:  # whatever the user's module raises
+            raise ValueError(f"--fp8-recipe {name}: cannot be imported ({type(error).__name__}: {error}); "
+                             "custom:my_recipe.quantizer_for works, if my_recipe.py has it") from error
     options = {}
     if name in FORMATS:
         options["fp8_format"] = recipes.Format[resolve_format(name, config.fp8_format).upper()]
@@ -81,16 +83,6 @@ def make(config):
         options |= dict(margin=config.fp8_margin, amax_history_len=config.fp8_amax_history_len,
                         amax_compute_algo=config.fp8_amax_compute_algo)
     return getattr(recipes, CLASSES[name][0])(**options)
-
-
-def _quantizer_factory(name):
-    """Return the function that custom:module.function names."""
-    module_name, _, function_name = name.removeprefix("custom:").rpartition(".")
-    try:
-        return getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # whatever the user's module raises
-        raise ValueError(f"--fp8-recipe {name}: cannot be imported ({type(error).__name__}: {error}); "
-                         "custom:my_recipe.quantizer_for works, if my_recipe.py has it") from error
 
 
 def round_up(size, multiple):
@@ -134,9 +126,7 @@ def find_first_scales(model, batches, divisor):
     Scales start at 1, which flushes small gradients to zero, and a GEMM whose gradient is zero passes no amax
     to the next one. So the first pass finds the scale of lm_head; the second those of proj and fc2, which
     receive the gradient of the residual; the third those of qkv and fc1 behind them; the fourth those of the
-    residual with the gradients of all branches. Without this a new run would lose its first steps.
-
-    `batches`: micro-batches of a step, of which the first is used; `divisor`: of its loss, as in the step.
+    residual with the gradients of all branches. `divisor`: of the loss of a micro-batch, as in the step.
     """
     for _ in range(4):
         (model(*batches[0]) / divisor).backward()
@@ -144,17 +134,17 @@ def find_first_scales(model, batches, divisor):
 
 
 def _state(model):
-    """Return the FP8 state itself; see `get_state`."""
+    """Return the FP8 state itself; empty if delayed scaling has not run.
+
+    Keys: "<module>.scaling_fwd.scale" (n,), "<module>.scaling_fwd.amax_history" (length, n), and scaling_bwd.
+    """
     state = {}
     save_fp8_state(model, state)
     return state
 
 
 def get_state(model):
-    """Return copies of the FP8 state, in float32; empty if delayed scaling has not run.
-
-    Keys: "<module>.scaling_fwd.scale" (n,), "<module>.scaling_fwd.amax_history" (length, n), and scaling_bwd.
-    """
+    """Return copies of the FP8 state."""
     return {name: value.detach().clone() for name, value in _state(model).items()}
 
 
@@ -176,17 +166,13 @@ def set_state(model, state):
 
 
 def kept_state(model) -> list:
-    """Return what an engine's modules keep between calls: a captured CUDA graph uses these objects' tensors,
-    even if the modules have new ones after a change of the recipe."""
+    """Return what the engine keeps between calls: a captured CUDA graph uses these objects' tensors, even if
+    the modules have new ones after a change of the recipe."""
     names = ("fp8_meta", "quantizers", "_fp8_workspaces", "_buffers")
     kept = [getattr(module, name, None) for module in model.modules() for name in names]
-    return [dict(state) for state in kept if isinstance(state, dict)] + kernel_tables()
-
-
-def kernel_tables() -> list:
-    """Return the tensors that fast_kernels keeps between calls."""
     library = sys.modules.get("fast_kernels.library")
-    return library.kept_tensors() if library else []
+    tables = library.kept_tensors() if library else []
+    return [dict(state) for state in kept if isinstance(state, dict)] + tables
 
 
 @contextmanager

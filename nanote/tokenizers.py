@@ -61,11 +61,11 @@ class HfTokenizer(Tokenizer):
         try:
             self.encoding = tokenizers.Tokenizer.from_file(str(path))
             self._find_end_of_text()
+            if not isinstance(self.encoding.decoder, tokenizers.decoders.ByteLevel):
+                raise ValueError("not a byte-level tokenizer, as those of Llama 3 and Qwen3 are")
         except Exception as error:  # tokenizers raises no other type
             raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]}); name the "
                              "folder that has it with --tokenizer hf:DIR") from error
-        if not isinstance(self.encoding.decoder, tokenizers.decoders.ByteLevel):
-            raise ValueError(f"{path}: not a byte-level tokenizer; use that of Llama 3 or Qwen3, for example")
         self.encoding.no_truncation()
         self.encoding.no_padding()
         self.encoding.add_special_tokens([self.encoding.id_to_token(self.eot)])  # never found in a text
@@ -125,8 +125,7 @@ def without_checksum(name):
 def get_tokenizer(name, vocab_size=None):
     """Return the tokenizer `name`: "byte", any tiktoken encoding, or "hf:DIR" (see `HfTokenizer`).
 
-    Raises ValueError if it cannot be read or has changed, or if `vocab_size`, the rows of an embedding, is
-    too small for it.
+    ValueError if it cannot be read, has changed, or does not fit into `vocab_size` rows of an embedding.
     """
     if name == "byte":
         tokenizer = Tokenizer(name)

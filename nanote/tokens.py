@@ -30,7 +30,7 @@ REMAKE = "make the token files again with data.py --force"
 # ---------------------------------------------------------------- files
 
 def sha256(path):
-    """Return the SHA-256 of a file in hexadecimal. The file may be larger than memory, but not empty."""
+    """Return the SHA-256 of a file that is not empty, in hexadecimal."""
     return hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
 
 
@@ -43,12 +43,11 @@ def meta_checksum(meta):
 def open_tokens(folder, split, verify=True):
     """Return the tokens of `split` ("train" or "val") as a read-only memory map, and meta.json as a dict.
 
-    Raises ValueError unless its length and, with `verify`, its SHA-256 (a second per gigabyte) match.
+    ValueError unless its length and, with `verify`, its SHA-256 (a second per gigabyte) match.
     """
     path, meta_path = Path(folder, f"{split}.bin"), Path(folder, "meta.json")
     if not meta_path.is_file():
-        raise ValueError(f"{folder}: no token files here (no meta.json); make some, for example with: "
-                         "python data.py stdlib")
+        raise ValueError(f"{folder}: no token files here; make some, for example with: python data.py stdlib")
     try:
         meta = json.loads(meta_path.read_text(encoding="utf-8"))
         dtype, vocab_size = np.dtype(meta["dtype"]).newbyteorder("<"), meta["vocab_size"]
@@ -72,8 +71,7 @@ def open_tokens(folder, split, verify=True):
 def new_folder(out_dir, force):
     """Yield an empty folder that replaces `out_dir` when the block ends without an exception.
 
-    Kill -9 leaves the old folder or the new one. Between two renames the old one is in .<name>.tmp, and the
-    next call puts it back.
+    After kill -9 between two renames the old one is in .<name>.tmp, and the next call puts it back.
     """
     target = Path(os.path.realpath(out_dir))  # a link stays, and the folder behind it is replaced
     if target == Path.cwd() or target.is_mount():
@@ -118,8 +116,7 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
 
     A document goes to `val` if the hash of its text (of its first piece) as a number in [0, 1) is below
     `val_fraction`: the same document has the same split in every corpus. If that leaves a split empty, the
-    last `val_fraction` of the tokens are `val`. ValueError for bad input, OSError if writing fails: nothing
-    is left behind then.
+    last `val_fraction` of the tokens are `val`. After ValueError or OSError nothing is left behind.
 
     Args:
         num_workers: threads that tokenize. None: one per core.
@@ -205,31 +202,23 @@ def cut_end(path, folder, dtype, val_fraction, encoder, counts):
 class Loader:
     """Batches of micro_batch_size x seq_len tokens, as a pure function of (seed, step, rank, ranks.count).
 
-    An epoch visits each window of seq_len + 1 tokens once. Windows overlap by one token: the last label of a
-    window is the first input of the next. Philox with the key (seed, epoch) determines their order and, for
-    `train`, the starting offset. Samples are numbered from the run's first, over all ranks; a micro-batch
-    takes micro_batch_size of them for rank 0, then as many for rank 1, and so on. A thread prefetches the
-    next step's batches, into pinned memory for a GPU.
+    An epoch visits each window of seq_len + 1 tokens once. The last label of a window is the first input of
+    the next. Philox with the key (seed, epoch) determines their order and, for `train`, the starting offset.
+    Samples are numbered from the run's first, over all ranks; a micro-batch takes micro_batch_size of them
+    for rank 0, then as many for rank 1, and so on. A thread prefetches the next step's batches.
 
     With `pack_documents` a batch also says where its documents begin (cu_seqlens), so that attention can be
-    confined to them. A document begins with the end-of-text token before it, as in generation: that token
-    predicts its first token, and its last token predicts the next end of text.
-
-    Args:
-        config: has data, seq_len, micro_batch_size, grad_accum, seed and pack_documents.
-        ranks: has rank and count. Rank 0 verifies the checksum, so that a shared disk is read once.
-
-    Raises ValueError if the files are damaged or the split holds fewer than seq_len + 1 tokens.
+    confined to them. A document begins with the end-of-text token before it, as in generation. Rank 0
+    verifies the checksum, so that a shared disk is read once.
     """
 
     def __init__(self, config, split, ranks, device="cpu"):
         self.tokens, self.meta = open_tokens(config.data, split, verify=ranks.rank == 0)
         length, seq_len = len(self.tokens), config.seq_len
         if length < seq_len + 1:
-            fitting = (length - 1) // 16 * 16  # FP8 needs a multiple of 16 tokens
-            shorter = f" or --seq-len {fitting}" if fitting else ""
+            fitting = max(1, (length - 1) // 16 * 16)  # FP8 needs a multiple of 16 tokens
             raise ValueError(f"{Path(config.data, split)}.bin: {length} tokens, but a context of {seq_len} "
-                             f"needs {seq_len + 1}; use a larger corpus{shorter}")
+                             f"needs {seq_len + 1}; use a larger corpus or --seq-len {fitting}")
         self.split, self.seq_len, self.micro_batch_size = split, seq_len, config.micro_batch_size
         self.grad_accum, self.seed, self.ranks = config.grad_accum, config.seed, ranks
         self.samples_per_step = self.grad_accum * self.micro_batch_size * ranks.count
@@ -257,9 +246,8 @@ class Loader:
     def batches(self, step):
         """Return the grad_accum micro-batches (input_ids, labels) of a step, counted from 1.
 
-        Both are int64 (micro_batch_size, seq_len); labels[:, t] is the token after input_ids[:, t]. With
-        pack_documents also cu_seqlens, int32 (max_documents + 1,): the start of each document or part of one
-        in input_ids.flatten(), padded with the length of that tensor, so that every batch has one shape.
+        Both are int64 (micro_batch_size, seq_len). With pack_documents also cu_seqlens, int32 (max_documents
+        + 1,): the start of each document or part of one in input_ids.flatten(), padded with its length.
         """
         prefetched_step, future = self._prefetched
         if prefetched_step != step:
@@ -275,10 +263,8 @@ class Loader:
     def evaluation(self, tokens):
         """Yield (micro-batch, number of labels that count) for `tokens` tokens of the split.
 
-        They are whole windows, spread evenly over the split, or all of it if it holds no more than that. They
-        depend on seq_len and on nothing else: every seed, micro_batch_size and number of ranks evaluates the
-        same labels. Labels that do not count are -100. Every rank gets its part of the windows and the same
-        number of batches, perhaps some in which nothing counts.
+        They are whole windows, spread evenly over the split, or all of it, and depend on seq_len only. Labels
+        that do not count are -100. Every rank gets its part of the windows and the same number of batches.
         """
         total = (len(self.tokens) - 2) // self.seq_len + 1  # the last one may have fewer labels
         count = min((tokens - 1) // self.seq_len + 1, total)
@@ -313,8 +299,7 @@ class Loader:
         return micro_batches
 
     def _epoch(self, epoch):
-        """Return (starting offset in tokens, order of the windows), both from raw bits: numpy guarantees the
-        output of its bit generators, not of its shuffles."""
+        """Return (starting offset in tokens, order of the windows), from raw bits that numpy guarantees."""
         bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64)).random_raw(self.num_windows + 1)
         room = min(len(self.tokens) - self.num_windows * self.seq_len, self.seq_len)
         offset = int(bits[0] % np.uint64(room)) if self.split == "train" else 0
@@ -347,14 +332,10 @@ def document_starts(input_ids, eot):
 
 
 def max_documents(tokens, eot, seq_len):
-    """Return the largest number of documents, whole or partial, in any seq_len consecutive tokens.
-
-    Reads the file once; takes 8 bytes of memory per document.
-    """
+    """Return the largest number of documents, whole or partial, in any seq_len consecutive tokens."""
     chunk = 1 << 20
     ends = np.concatenate([start + np.flatnonzero(tokens[start : start + chunk] == eot)
                            for start in range(0, len(tokens), chunk)])
-    # The first token of a window always starts a document or a part of one. Each end-of-text token among the
-    # seq_len - 1 tokens after it starts another.
+    # The first token of a window starts a document or a part of one, each end-of-text token after it another.
     counts = np.searchsorted(ends, ends + seq_len - 1) - np.arange(len(ends))
     return 1 + int(counts.max(initial=0))
