@@ -71,10 +71,8 @@ def find(path) -> Path:
 # ---------------------------------------------------------------- saving
 
 class Saver:
-    """Save checkpoints in a thread while training continues. Every rank makes one and calls its methods.
-
-    Kept are the last `keep` checkpoints, and `last_good` if it is older.
-    """
+    """Save checkpoints in a thread while training continues. Every rank makes one and calls its methods. Kept
+    are the last `keep` checkpoints, and `last_good` if it is older."""
 
     def __init__(self, run_dir, keep: int):
         self.run_dir, self.keep, self.failures, self.writing = Path(run_dir), keep, [], None

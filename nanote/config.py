@@ -189,10 +189,8 @@ def parse(config_class, argv, prog, description=None, default=tyro.MISSING_NONPR
 
 
 def run_command(main, prog: str) -> int:
-    """Call `main()`; return its result or 0, 2 after a user's mistake, 130 after Ctrl-C.
-
-    ValueError and OSError are mistakes that the user can correct: they become one line on stderr.
-    """
+    """Call `main()`; return its result or 0, 2 after a user's mistake, 130 after Ctrl-C. ValueError and
+    OSError are mistakes that the user can correct: they become one line on stderr."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None: closed by the shell, as in >&-
     sys.stderr = sys.stderr or open(os.devnull, "w")
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have every character
@@ -227,9 +225,7 @@ def in_a_line(error: BaseException) -> str:
 
 def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
     """Parse train.py's command line over the options of --config, of the checkpoint, and of the preset.
-
-    `restarted`: folder of the run whose processes torchrun has started again.
-    """
+    `restarted`: folder of the run whose processes torchrun has started again."""
     def glance(arguments) -> TrainConfig:  # at what decides which defaults the others have
         return parse(TrainConfig, arguments, "train.py", add_help=False, return_unknown_args=True)[0]
 

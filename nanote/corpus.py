@@ -26,10 +26,8 @@ NO_LETTERS = bytes(byte for byte in range(128) if not chr(byte).isalpha())
 
 
 def text_documents(paths, column, left_out):
-    """Yield a document per text file, and per row of a .json, .jsonl, .csv or Parquet file (its `column`).
-
-    A folder stands for the files below it. Any file may be compressed: .gz or .zst.
-    """
+    """Yield a document per text file, and per row of a .json, .jsonl, .csv or Parquet file (its `column`); of
+    those below a folder, too. Any file may be compressed: .gz or .zst."""
     for path in paths:
         if not os.path.exists(path):
             raise ValueError(f"{path}: no such file; name files or folders that exist")
@@ -78,7 +76,6 @@ def dataset_documents(path, column, left_out, data_files=None, **options):
     if os.path.isfile(path):
         raise ValueError(f"{path}: is a file; read it with python data.py text")
     import datasets  # slow to import
-
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
     try:
         for file in data_files or ():
@@ -126,13 +123,11 @@ def stdlib_documents():
 def package_documents(left_out):
     """Yield the sources and documentation of the installed packages and of the standard library.
 
-    A hash of its name assigns a package, with every document in it, to train or val. Documents come in
-    descending order of that hash, and one that repeats an earlier one is dropped: that in train stays.
-    Near-duplicates have an estimated Jaccard similarity of at least 0.7 over sequences of 5 words; MinHash
-    finds 99 % of them (25 bands of 5 hashes).
+    A hash of its name assigns a package to train or val. Documents come in descending order of that hash, and
+    one that repeats an earlier one is dropped: that in train stays. Near-duplicates have a Jaccard similarity
+    of at least 0.7 over sequences of 5 words; MinHash finds 99 % of them (25 bands of 5 hashes).
     """
     from datasketch import MinHash, MinHashLSH
-
     index, minhashes = MinHashLSH(params=(25, 5), num_perm=125), []
     for fraction, _, path in sorted(package_files(), key=lambda file: (-file[0], file[1])):
         try:

@@ -35,23 +35,18 @@ def distribute(model, kind: str):
             if type(tensor) in (torch.Tensor, torch.nn.Parameter):
                 dist.broadcast(tensor.data, src=0)
         if kind != "ddp":
-            from nanote import fsdp
-
-            fsdp.shard(model, kind)
+            parallel.shard(model, kind)
     return model
 
 
 def make_gradients(model, optimizer, grad_accum: int):
     """Return the gradients of a run, and divide its update among ranks where that is possible. Collective."""
     if parallel.mesh(model) is not None:
-        from nanote.fsdp import ShardedGradients
-
-        return ShardedGradients(model)
+        return parallel.ShardedGradients(model)
     are_summed = grad_accum > 1 or parallel.world_size() > 1
     gradients = Gradients(model, dtype=torch.float32 if are_summed else None)
     if parallel.world_size() > 1:
         from nanote import peers
-
         gradients.undivided_reason = peers.divide_update(optimizer, gradients)
     return gradients
 
@@ -69,10 +64,8 @@ class Bucket:
 
 
 class Gradients:
-    """The gradients of a model's parameters in flat buffers.
-
-    Parameters that no loss depends on have no gradient; on several ranks they must be the same in every step.
-    """
+    """The gradients of a model's parameters in flat buffers. Parameters that no loss depends on have no
+    gradient; on several ranks they must be the same in every step."""
 
     def __init__(self, model, dtype: torch.dtype | None = torch.float32):
         """`dtype`: of the gradients; None: that of each parameter."""

@@ -147,13 +147,10 @@ def _statistics(module, tensor: str, x) -> dict:
 
 
 def plot(records: list[dict], path, title: str = "", fp8_format: str = "hybrid") -> None:
-    """Draw records {"step", "health"} as heat maps, GEMMs x steps, one column for each of KINDS.
-
-    Rows: headroom (bits of range above amax) and flushed; if both are unknown (block scaling), amax.
-    """
+    """Draw records {"step", "health"} as heat maps, GEMMs x steps, one column for each of KINDS. Rows:
+    headroom (bits of range above amax) and flushed; if both are unknown (block scaling), amax."""
     from matplotlib.colors import LogNorm, TwoSlopeNorm
     from matplotlib.figure import Figure
-
     gemms, cells = {}, []  # {name: row}, [(kind, row, column, quantities)]
     for column, record in enumerate(records):
         for module, tensors in record["health"].items():

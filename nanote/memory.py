@@ -11,11 +11,8 @@ from nanote.recipes import round_up, te
 
 
 def offload_activations(model, blocks) -> None:
-    """Keep what the first `blocks` of model.blocks save for the backward pass in host memory.
-
-    The copies are Transformer Engine's: with torch.autograd.graph.save_on_cpu the GPU waits for each. TE
-    counts the blocks of a training pass, so its context is around each of them, and not in evaluation.
-    """
+    """Keep what the first `blocks` of model.blocks save for the backward pass in host memory. Transformer
+    Engine counts the blocks of a training pass, so its context is around each, in training only."""
     n_layer = len(getattr(model, "blocks", ()))
     if not blocks < n_layer or getattr(model.config, "gradient_checkpointing", False):
         raise ValueError(f"--offload-activations {blocks}: must be less than the model's {n_layer} blocks, "
@@ -59,7 +56,8 @@ def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=N
     # FP8 GEMMs need multiples of 16 rows, MXFP8's of 32
     rows = round_up((len(hidden) + chunks - 1) // chunks, 32)
     count, total = (labels != -100).sum().clamp(min=1), 0.0
-    parameters, sums, d_hidden = None, [], []
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    sums, d_hidden = {}, []  # {parameter of the head: its gradient in float32}
     for i, (chunk, y) in enumerate(zip(hidden.split(rows), labels.split(rows))):
         # Evaluation leaves the FP8 weights of training as they are
         first = i == 0 and is_first_microbatch is not False if needs_grad else None
@@ -67,19 +65,20 @@ def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=N
         part = chunk[None] if is_tensor else type(x)(chunk)
         loss = output(model, part, y[None], first) * ((y != -100).sum() / count)
         if needs_grad:
-            if parameters is None:
-                parameters = _leaves(loss.grad_fn, chunk)
-                sums = [torch.zeros(p.shape, dtype=torch.float32, device=p.device) for p in parameters]
             with _without_main_grad(parameters):
-                d_chunk, *gradients = torch.autograd.grad(loss, [chunk, *parameters])
+                inputs = [chunk, *(sums or parameters)]
+                d_chunk, *gradients = torch.autograd.grad(loss, inputs, allow_unused=not sums)
             d_hidden.append(d_chunk)
-            for sum_, gradient in zip(sums, gradients):
-                sum_.add_(gradient)
+            for parameter, gradient in zip(inputs[1:], gradients):
+                if parameter in sums:
+                    sums[parameter].add_(gradient)
+                elif gradient is not None:
+                    sums[parameter] = gradient.to(torch.float32, copy=True)
         total = total + loss.detach()
     if not needs_grad:
         return total
-    gradients = [torch.cat(d_hidden), *(sum_.to(p.dtype) for sum_, p in zip(sums, parameters))]
-    return _WithGradients.apply(total, gradients, hidden, *parameters)
+    gradients = [torch.cat(d_hidden), *(sum_.to(parameter.dtype) for parameter, sum_ in sums.items())]
+    return _WithGradients.apply(total, gradients, hidden, *sums)
 
 
 @contextlib.contextmanager
@@ -89,23 +88,9 @@ def _without_main_grad(parameters):
             if hasattr(parameter, "main_grad")]
     try:
         yield
-    finally:  # an error, such as running out of memory, is the user's to see
+    finally:
         for parameter, main_grad in kept:
             parameter.main_grad = main_grad
-
-
-def _leaves(node, excluded) -> list:
-    """Return the leaf tensors, other than `excluded`, that the graph of `node` has gradients for."""
-    found, seen, nodes = [], set(), [node]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes += [following for following, _ in node.next_functions]
-        if getattr(node, "variable", excluded) is not excluded:
-            found.append(node.variable)
-    return found
 
 
 class _WithGradients(torch.autograd.Function):

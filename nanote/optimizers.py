@@ -21,19 +21,13 @@ from nanote import parallel, recipes
 
 
 class Optimizer:
-    """One optimizer, or several for different parameters of a model, as a training step uses them.
-
-    Attributes:
-        parts: the torch.optim.Optimizer objects.
-        fast_adam: the part, if it is a single fast_kernels.adam.FastAdam; else None.
-        capturable: whether a CUDA graph can replay `clip_gradients` and `step`: they run without the host.
-    """
+    """One optimizer, or several for different parameters of a model, as a training step uses them."""
 
     def __init__(self, model, *parts, fast_adam=None):
+        """`parts`: torch.optim.Optimizer objects; `fast_adam`: a single one that is a FastAdam."""
         self.parts, self.mesh = list(parts), parallel.mesh(model)
         self.parameters = parallel.local_parameters(model)
-        self.fast_adam, self.capturable = fast_adam, fast_adam is not None
-        self.gradient_scale = None
+        self.fast_adam, self.capturable = fast_adam, fast_adam is not None  # by a CUDA graph
 
     @property
     def param_groups(self) -> list[dict]:
@@ -101,7 +95,6 @@ def make_optimizer(model, config) -> Optimizer:
     fast_adam = None
     if parameters[0].is_cuda and not recipes.IS_REFERENCE and not config.fp8_param:
         from fast_kernels.adam import FastAdam  # needs Triton
-
         adamw = fast_adam = FastAdam(groups, moment_dtype=moments, **options)
     else:
         adamw = recipes.te.optimizers.FusedAdam(
@@ -116,10 +109,7 @@ def make_optimizer(model, config) -> Optimizer:
 
 
 def init_master_weights(model, optimizer) -> None:
-    """Initialize the float32 masters of FP8 weights with the values before quantization, and free those.
-
-    For models built under `quantized_model_init(preserve_high_precision_init_val=True)`.
-    """
+    """Initialize the float32 masters of FP8 weights with the values before quantization, and free those."""
     for parameter in model.parameters():
         if hasattr(parameter, "get_high_precision_init_val"):
             optimizer.initialize_state(parameter, False)
@@ -144,10 +134,8 @@ def matrices_of_blocks(model, fp8_param: bool) -> list:
 
 
 class Muon(torch.optim.Optimizer):
-    """torch.optim.Muon on float32 masters: alone it would round each update of a BF16 weight to BF16.
-
-    Its update is scaled as in arXiv:2502.16982, section 2.2, so that AdamW's learning rate and decay fit.
-    """
+    """torch.optim.Muon on float32 masters: alone it would round each update of a BF16 weight to BF16. Its
+    update is scaled as in arXiv:2502.16982, section 2.2, so that AdamW's learning rate and decay fit."""
 
     def __init__(self, params, *, lr: float, weight_decay: float):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay))

@@ -1,22 +1,24 @@
-"""The ranks of a run, what they do together, and the parts of a sharded model.
+"""The ranks of a run, what they do together, and a model sharded over them: --parallel fsdp and hsdp.
 
 Call `start()` first. Without torchrun there is one rank. With --max-restarts, torchrun starts all processes
 again after one has died, with the same command line; its key-value store, which outlives them, says which run
-they continue. `distribute` (nanote/ddp.py) spreads a model over ranks. A sharded parameter is a DTensor: the
-optimizer gets this rank's part as a plain tensor in the same memory (`local_part`).
+they continue. PyTorch's fully_shard, known as FSDP2, keeps 1/N of every parameter, its gradient and its
+optimizer state on each rank. A sharded parameter is a DTensor: the optimizer gets this rank's part as a plain
+tensor in the same memory (`local_part`).
 
-References: docs.pytorch.org/docs/stable/distributed.html and docs.pytorch.org/docs/stable/elastic/run.html.
+References: docs.pytorch.org/docs/stable/elastic/run.html and distributed.fsdp.fully_shard.html.
 """
 import contextlib
 import os
 import signal
 import time
 import uuid
+import warnings
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 
@@ -104,7 +106,30 @@ def launcher() -> str:
     return f"torchrun {meet}--nproc-per-node {on_this_machine}" if count > 1 else "python"
 
 
-# ---------------------------------------------------------------- the model on several ranks
+# ---------------------------------------------------------------- a sharded model
+
+def shard(model, kind: str) -> None:
+    """Shard a model block by block, in place. `kind`: "fsdp", or "hsdp" to shard on each machine.
+
+    A block's weights are gathered when it runs, and its gradients are summed and divided among the ranks in
+    the backward pass. With hsdp each machine does so, and machines sum their gradients.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # slow to import
+    if not len(getattr(model, "blocks", ())):
+        raise ValueError(f"--parallel {kind}: shards block by block, and {type(model).__name__} has no "
+                         "model.blocks; name its list of blocks so, or pass --parallel ddp")
+    ranks = dist.get_world_size()
+    shards = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if kind == "hsdp" else ranks
+    names = ("replicate", "shard") if kind == "hsdp" else ("shard",)
+    sizes = (ranks // shards, shards)[-len(names):]
+    mesh = init_device_mesh(next(model.parameters()).device.type, sizes, mesh_dim_names=names)
+    for module in (*model.blocks, model):  # the last: embeddings, final norm and lm_head
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        module.set_gradient_divide_factor(1.0)  # sum gradients; the loss is divided by the ranks instead
+        module.set_force_sum_reduction_for_comms(True)
+    # the loss may be a view; nothing changes it in place
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view")
+
 
 def local_part(parameter) -> torch.Tensor:
     """Return this rank's part of a parameter, always the same plain parameter in the same memory."""
@@ -141,6 +166,35 @@ def empty_on_host(parameter, size: torch.Size, dtype: torch.dtype) -> torch.Tens
     on_host = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
     return DTensor.from_local(part, on_host, parameter.placements, run_check=False,
                               shape=size, stride=parameter.stride())
+
+
+class ShardedGradients:
+    """As nanote.ddp.Gradients, for a model that FSDP2 has sharded: its gradients, in the same memory."""
+
+    def __init__(self, model):
+        self.model, self.undivided_reason = model, ""  # each rank updates its part
+        self.views, self.used = {}, set()  # {this rank's part: its gradient}; parts that have one now
+
+    @contextlib.contextmanager
+    def accumulate(self, first: bool, last: bool):
+        """Accumulate over micro-batches, in FSDP2's own memory; the last one reduces over ranks."""
+        if first:
+            for unit in (self.model, *self.model.blocks):
+                unit.reshard()  # an evaluation leaves weights gathered
+        self.model.set_requires_gradient_sync(last)
+        yield
+        if last:
+            found = {local_part(p): p.grad.to_local() for p in self.model.parameters() if p.grad is not None}
+            for part in found.keys() - self.views.keys():
+                self.views[part] = torch.empty_like(found[part])
+            torch._foreach_copy_([self.views[part] for part in found], list(found.values()))
+            self.model.zero_grad(set_to_none=True)  # frees FSDP2's gradients
+            self.used = set(found)
+
+    def set_grad(self) -> None:
+        """Set `grad` of this rank's parts, which the optimizer has; None where there is no gradient."""
+        for part in map(local_part, self.model.parameters()):
+            part.grad = self.views[part] if part in self.used else None
 
 
 # ---------------------------------------------------------------- what ranks do together

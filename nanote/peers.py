@@ -25,11 +25,8 @@ from nanote.recipes import round_up
 
 
 def divide_update(optimizer, gradients) -> str:
-    """Divide the update of a model among the ranks, if they can. Collective.
-
-    Return "", or the reason why each rank updates all parameters, after an all-reduce of `gradients`
-    (nanote.ddp.Gradients).
-    """
+    """Divide the update of a model among the ranks, if they can. Collective. Return "", or the reason why
+    each rank updates all parameters, after an all-reduce of `gradients` (nanote.ddp.Gradients)."""
     reason, peers = parallel.first_of_ranks(_undivided_reason(optimizer, gradients)), Peers(gradients)
     torch.cuda.empty_cache()  # shared memory cannot reuse what PyTorch's allocator keeps
     for share in (peers.allocate, peers.connect):  # no rank waits for memory that another lacks
@@ -77,12 +74,8 @@ def rendezvous(tensor: torch.Tensor):
 class Peers:
     """The other ranks, as FastAdam.divide takes them. Each bucket has a part of equal width for each rank.
 
-    Attributes:
-        count: number of other ranks.
-        distances: (count,) int64: bytes from an address in this rank's weights to the same one of each other.
-        stride: bytes from a received gradient to the same one of the next rank.
-        barrier(): makes the GPU, not the host, wait until all ranks have come here.
-        all_reduce(tensor): sums a tensor over ranks, in place.
+    `distances`: (count,) int64, bytes from an address in this rank's weights to the same one of each other;
+    `stride`: bytes from a received gradient to the same one of the next rank; `barrier`: the GPU waits there.
     """
 
     def __init__(self, gradients):

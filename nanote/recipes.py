@@ -91,10 +91,8 @@ def round_up(size, multiple):
 
 
 def check_shapes(model_config, micro_batch_size, seq_len, name):
-    """Raise ValueError for a model or a micro-batch that the FP8 GEMMs of the recipe do not support.
-
-    TE requires multiples of 16 tokens, the K dimension of wgrad; the blocks of MXFP8 require 32 everywhere.
-    """
+    """Raise ValueError for a model or a micro-batch that the FP8 GEMMs of the recipe do not support. TE
+    requires multiples of 16 tokens, the K dimension of wgrad; the blocks of MXFP8 require 32 everywhere."""
     multiple, tokens = 32 if name == "mxfp8" else 16, micro_batch_size * seq_len
     width = getattr(model_config, "n_embd", 0)
     if width % multiple:
@@ -134,10 +132,8 @@ def find_first_scales(model, batches, divisor):
 
 
 def _state(model):
-    """Return the FP8 state itself; empty if delayed scaling has not run.
-
-    Keys: "<module>.scaling_fwd.scale" (n,), "<module>.scaling_fwd.amax_history" (length, n), and scaling_bwd.
-    """
+    """Return the FP8 state itself; empty if delayed scaling has not run. Keys: "<module>.scaling_fwd.scale"
+    (n,), "<module>.scaling_fwd.amax_history" (length, n), and scaling_bwd."""
     state = {}
     save_fp8_state(model, state)
     return state
@@ -149,10 +145,8 @@ def get_state(model):
 
 
 def set_state(model, state):
-    """Restore the result of `get_state`. Does nothing unless the model runs with delayed scaling.
-
-    Histories are cut or padded to the recipe's `amax_history_len`; the newest rows are kept.
-    """
+    """Restore the result of `get_state`. Does nothing unless the model runs with delayed scaling. Histories
+    are cut or padded to the recipe's `amax_history_len`; the newest rows are kept."""
     if not uses_delayed_scaling(model):
         return
     foreign = dict(state)

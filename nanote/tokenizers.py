@@ -9,10 +9,8 @@ import numpy as np
 
 
 class Tokenizer:
-    """Byte-level tokenizer (ids 0-255 are bytes, 256 is end-of-text) or a tiktoken encoding.
-
-    `vocab_size` counts every id, with the end-of-text token `eot`. Generation ends at any of `stop_tokens`.
-    """
+    """Byte-level tokenizer (ids 0-255 are bytes, 256 is end-of-text) or a tiktoken encoding. `vocab_size`
+    counts every id, with the end-of-text token `eot`. Generation ends at any of `stop_tokens`."""
 
     def __init__(self, name, encoding=None):
         self.name, self.encoding = name, encoding
@@ -49,14 +47,11 @@ class Tokenizer:
 
 
 class HfTokenizer(Tokenizer):
-    """The byte-level BPE in the tokenizer.json of a Hugging Face folder, such as Llama 3's or Qwen3's.
-
-    Special tokens in a text are plain text. The name is hf:DIR@CHECKSUM, of that file and the end-of-text id.
-    """
+    """The byte-level BPE in the tokenizer.json of a Hugging Face folder, such as Llama 3's or Qwen3's. Its
+    name is hf:DIR@CHECKSUM, of that file and the end-of-text id. Special tokens in a text are plain text."""
 
     def __init__(self, folder):
         import tokenizers
-
         self.folder, path = Path(os.path.abspath(folder)), Path(os.path.abspath(folder), "tokenizer.json")
         try:
             self.encoding = tokenizers.Tokenizer.from_file(str(path))
@@ -123,10 +118,8 @@ def without_checksum(name):
 
 
 def get_tokenizer(name, vocab_size=None):
-    """Return the tokenizer `name`: "byte", any tiktoken encoding, or "hf:DIR" (see `HfTokenizer`).
-
-    ValueError if it cannot be read, has changed, or does not fit into `vocab_size` rows of an embedding.
-    """
+    """Return the tokenizer `name`: "byte", any tiktoken encoding, or "hf:DIR" (see `HfTokenizer`). ValueError
+    if it cannot be read, has changed, or does not fit into `vocab_size` rows of an embedding."""
     if name == "byte":
         tokenizer = Tokenizer(name)
     elif name.startswith("hf:"):
@@ -137,7 +130,6 @@ def get_tokenizer(name, vocab_size=None):
                              "with --tokenizer hf:DIR")
     else:
         import tiktoken
-
         try:
             tokenizer = Tokenizer(name, tiktoken.get_encoding(name))  # downloads its table on first use
         except (OSError, ValueError) as error:

@@ -6,7 +6,6 @@ A token file holds nothing but token ids, uint16 or uint32, with an end-of-text 
 A batch is a pure function of (seed, step, rank). The Loader has no state to save, and a resumed run sees the
 same batches as an uninterrupted one; if it has another number of samples a step, the samples that follow.
 """
-import fcntl
 import hashlib
 import json
 import os
@@ -42,9 +41,7 @@ def meta_checksum(meta):
 
 def open_tokens(folder, split, verify=True):
     """Return the tokens of `split` ("train" or "val") as a read-only memory map, and meta.json as a dict.
-
-    ValueError unless its length and, with `verify`, its SHA-256 (a second per gigabyte) match.
-    """
+    ValueError unless its length and, with `verify`, its SHA-256 (a second per gigabyte) match."""
     path, meta_path = Path(folder, f"{split}.bin"), Path(folder, "meta.json")
     if not meta_path.is_file():
         raise ValueError(f"{folder}: no token files here; make some, for example with: python data.py stdlib")
@@ -69,45 +66,36 @@ def open_tokens(folder, split, verify=True):
 
 @contextmanager
 def new_folder(out_dir, force):
-    """Yield an empty folder that replaces `out_dir` when the block ends without an exception.
-
-    After kill -9 between two renames the old one is in .<name>.tmp, and the next call puts it back.
-    """
+    """Yield an empty folder that replaces `out_dir` when the block ends without an exception. After kill -9
+    between two renames the old one is in .<name>.tmp, and the next call puts it back."""
     target = Path(os.path.realpath(out_dir))  # a link stays, and the folder behind it is replaced
     if target == Path.cwd() or target.is_mount():
         raise ValueError(f"{out_dir}: cannot be replaced; name a folder in it, such as {out_dir}/tokens")
     work, is_new_parent = target.with_name(f".{target.name}.tmp"), not target.parent.exists()
     new, old = work / "new", work / "old"
-    work.mkdir(parents=True, exist_ok=True)
-    with open(work / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{out_dir}: another process is writing it; wait for it") from None
-        try:
-            if old.exists() and not target.exists():
-                os.rename(old, target)
-            content = set(os.listdir(target)) if target.exists() else set()
-            if content - FILES:  # --force must not delete what data.py did not write
-                raise ValueError(f"{out_dir}: holds other files than token files; name another --out-dir")
-            if content and not force:
-                raise ValueError(f"{out_dir}: exists; overwrite it with --force, or name another --out-dir")
-            for stale in (new, old):
-                shutil.rmtree(stale, ignore_errors=True)
-            new.mkdir()
-            yield new
-            if content:
-                os.rename(target, old)
-            os.rename(new, target)
-        except OSError as error:
-            reason = error.strerror or error
-            raise OSError(f"{out_dir}: cannot be written ({reason}); name another --out-dir") from error
-        finally:
-            if old.exists() and not target.exists():
-                os.rename(old, target)
-            shutil.rmtree(work, ignore_errors=True)
-            if is_new_parent and not target.exists():
-                target.parent.rmdir()
+    try:
+        if old.exists() and not target.exists():
+            os.rename(old, target)
+        content = set(os.listdir(target)) if target.exists() else set()
+        if content - FILES:  # --force must not delete what data.py did not write
+            raise ValueError(f"{out_dir}: holds other files than token files; name another --out-dir")
+        if content and not force:
+            raise ValueError(f"{out_dir}: exists; overwrite it with --force, or name another --out-dir")
+        shutil.rmtree(work, ignore_errors=True)
+        new.mkdir(parents=True)
+        yield new
+        if content:
+            os.rename(target, old)
+        os.rename(new, target)
+    except OSError as error:
+        reason = error.strerror or error
+        raise OSError(f"{out_dir}: cannot be written ({reason}); name another --out-dir") from error
+    finally:
+        if old.exists() and not target.exists():
+            os.rename(old, target)
+        shutil.rmtree(work, ignore_errors=True)
+        if is_new_parent and not target.exists() and target.parent.exists():
+            target.parent.rmdir()
 
 
 def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, force=False, num_workers=None,
@@ -158,9 +146,7 @@ def hash_fraction(raw):
 
 def encoded(documents, encoder, val_fraction, pool):
     """Yield (split, tokens, bytes of text) of each piece of each document, in order, and of its end of text.
-
-    The threads of `pool` encode a few pieces at a time: tiktoken and tokenizers release Python's lock.
-    """
+    The threads of `pool` encode a few pieces at a time: tiktoken and tokenizers release Python's lock."""
     def encode(piece):
         split, raw = piece
         return split, encoder.encode_bytes(raw) if raw else np.array([encoder.eot]), len(raw)
