@@ -1,9 +1,5 @@
 """Save and resume a run: weights, optimizer, FP8 state and random number generators.
 
-    saver = Saver(run_dir, keep=3)
-    saver.save(step, model, optimizer, meta)     # returns once the tensors are copied to host memory
-    meta = load(latest(run_dir), model, optimizer)
-
 - A checkpoint is a folder step-<n> of shard-*.safetensors, meta.json (step, options, model) and SHA256SUMS,
   written to a hidden folder, synced and renamed: it is always complete. No pickle is read or written.
 - Tensors are named "model.<parameter>", "optimizer.<parameter>.exp_avg", "fp8.<module>…", "rng<rank>.torch".
@@ -71,8 +67,7 @@ def find(path) -> Path:
 # ---------------------------------------------------------------- saving
 
 class Saver:
-    """Save checkpoints in a thread while training continues. Every rank makes one and calls its methods. Kept
-    are the last `keep` checkpoints, and `last_good` if it is older."""
+    """Save checkpoints in a thread, on every rank. Kept are the last `keep`, and an older `last_good`."""
 
     def __init__(self, run_dir, keep: int):
         self.run_dir, self.keep, self.failures, self.writing = Path(run_dir), keep, [], None
@@ -81,8 +76,7 @@ class Saver:
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     def save(self, step: int, model, optimizer, meta: dict, skipped=()) -> None:
-        """Save a checkpoint after the previous one. `meta`: the run's part of meta.json; `skipped`: its steps
-        that were not finite. An OSError is kept for `error`."""
+        """Save a checkpoint. `meta`: of the run, for meta.json; `skipped`: its steps that were not finite."""
         self.wait()
         groups = [{key: value.item() if isinstance(value, torch.Tensor) else value
                    for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -143,8 +137,7 @@ class Saver:
 
 
 def _write_shard(folder: Path, tensors: dict, offsets: dict) -> None:
-    """Write and sync this rank's file, in DCP's format (torch/distributed/checkpoint/_hf_utils.py). DCP's own
-    writer would copy all tensors in memory twice, and hold the GIL meanwhile."""
+    """Write this rank's file in DCP's format, whose own writer copies all tensors twice and holds the GIL."""
     path = folder / f"shard-{parallel.rank() + 1:05}-model-00001-of-00001.safetensors"
     places = json.dumps({name: {"saved_offsets": offset} for name, offset in offsets.items()})
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": places}
@@ -220,8 +213,7 @@ def _has_master(parameter) -> bool:
 
 
 def join_remainder(weight, remainder) -> torch.Tensor:
-    """Return the float32 master of a BF16 weight, which is the master rounded, and its int16 remainder: the
-    lower half of the master's bits as a signed number (TE's `store_param_remainders`)."""
+    """Return the float32 master of a BF16 weight and its int16 remainder (TE's `store_param_remainders`)."""
     return ((weight.view(torch.int16).int() << 16) + remainder).view(torch.float32)
 
 
@@ -263,8 +255,7 @@ def read_meta(folder) -> dict:
 
 
 def load(folder, model, optimizer=None) -> dict:
-    """Check all files of a checkpoint and load the weights; with an optimizer also its state, the FP8 state
-    and the random number generators. Return meta.json. Collective."""
+    """Load the weights, and with an optimizer everything; return meta.json. Checks all files. Collective."""
     folder = Path(folder)
     parallel.on_rank0(lambda: verify(folder))
     meta, weights, rng = read_meta(folder), _weights(model), f"rng{parallel.rank()}."
@@ -359,8 +350,7 @@ def verify(folder: Path, names=None) -> None:
         found = pool.map(lambda path: path.is_file() and path.stat().st_size and sha256(path), paths)
     for path, checksum in zip(paths, found):
         if not checksum or checksum != expected.get(path.name):
-            raise ValueError(f"{path}: damaged, missing or not listed in SHA256SUMS; restore it, or remove "
-                             f"{folder} to use the checkpoint before it")
+            raise ValueError(f"{path}: damaged, or not in SHA256SUMS; restore it, or remove {folder}")
 
 
 @contextlib.contextmanager

@@ -134,8 +134,7 @@ class TrainConfig:
             raise ValueError("--compile: Transformer Engine does not support DelayedScaling under "
                              "torch.compile; pass --fp8-recipe current or --fp8-recipe none")
         if self.fp8_recipe == "none" and (self.fp8_param or self.fp8_health_interval):
-            raise ValueError("--fp8-param, --fp8-health-interval: there is no FP8 with --fp8-recipe none; "
-                             "leave them out")
+            raise ValueError("--fp8-param, --fp8-health-interval: there is no FP8 with --fp8-recipe none")
         if not self.compile and (self.compile_mode != "default" or self.compile_fullgraph):
             raise ValueError("--compile-mode, --compile-fullgraph: without effect; pass --compile too")
         unsupported = [name for name in NOT_SHARDABLE if getattr(self, name)]
@@ -189,8 +188,7 @@ def parse(config_class, argv, prog, description=None, default=tyro.MISSING_NONPR
 
 
 def run_command(main, prog: str) -> int:
-    """Call `main()`; return its result or 0, 2 after a user's mistake, 130 after Ctrl-C. ValueError and
-    OSError are mistakes that the user can correct: they become one line on stderr."""
+    """Call `main()`; return its result or 0; 2 and one line for ValueError and OSError, 130 after Ctrl-C."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None: closed by the shell, as in >&-
     sys.stderr = sys.stderr or open(os.devnull, "w")
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have every character

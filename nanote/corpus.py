@@ -26,8 +26,7 @@ NO_LETTERS = bytes(byte for byte in range(128) if not chr(byte).isalpha())
 
 
 def text_documents(paths, column, left_out):
-    """Yield a document per text file, and per row of a .json, .jsonl, .csv or Parquet file (its `column`); of
-    those below a folder, too. Any file may be compressed: .gz or .zst."""
+    """Yield a document per text file, and per row (its `column`) of files of BUILDERS; also in folders."""
     for path in paths:
         if not os.path.exists(path):
             raise ValueError(f"{path}: no such file; name files or folders that exist")
@@ -65,8 +64,7 @@ def text_pieces(path):
                     raise ValueError("holds a NUL character, as binary and UTF-16 files do")
                 yield piece + file.readline(PIECE)
     except (ValueError, OSError) as error:
-        raise ValueError(f"{path}: not UTF-8 text ({in_a_line(error)}); leave it out, or convert it with "
-                         "iconv -t utf-8") from error
+        raise ValueError(f"{path}: not UTF-8 text ({in_a_line(error)}); use iconv -t utf-8") from error
 
 
 def dataset_documents(path, column, left_out, data_files=None, **options):

@@ -1,13 +1,5 @@
 """A model on several ranks, and its gradients in flat buffers, summed over micro-batches and ranks.
 
-    model = distribute(model, "ddp")        # before the optimizer is made
-    gradients = make_gradients(model, optimizer, grad_accum)
-    for i, batch in enumerate(batches):
-        with gradients.accumulate(first=i == 0, last=i == len(batches) - 1):
-            (model(*batch) / (len(batches) * ranks.count)).backward()
-    gradients.set_grad()                      # parameter.grad is the sum over micro-batches and ranks
-    norm = optimizer.clip_gradients(1.0)
-
 Each parameter's gradient is a view of a buffer that is allocated once: CUDA graphs, steps without graphs and
 the optimizer use the same memory. A wgrad GEMM writes or adds to the view itself, if it knows the attributes
 of Transformer Engine and Megatron-LM (`main_grad`, `overwrite_main_grad`, `grad_added_to_main_grad`);
@@ -98,8 +90,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def accumulate(self, first: bool, last: bool):
-        """Collect the gradients of one micro-batch. `first`: overwrite those of the step before, do not add;
-        `last`: then sum over ranks, or send the parts of a divided update to their ranks."""
+        """Collect the gradients of a micro-batch. The first overwrites; after the last, ranks reduce them."""
         self.first, self.reduces, self.reduced_buckets = first, last and self.ranks > 1, 0
         if first:
             self.used.clear()
@@ -117,7 +108,7 @@ class Gradients:
         finally:
             self.active = False
             for parameter in self.parameters:
-                del parameter.main_grad
+                vars(parameter).pop("main_grad", None)  # absent after an error in a chunk of the loss
         if self.reduces:
             if self.stream is not None:
                 torch.cuda.current_stream().wait_stream(self.stream)

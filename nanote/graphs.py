@@ -15,7 +15,6 @@ CUDA graph is one launch. Three ideas:
 
 Reference: docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
-import contextlib
 import gc
 
 import torch
@@ -70,19 +69,14 @@ class CudaGraph:
         graph.replay()
         return None if output is None else output.clone()
 
-    @contextlib.contextmanager
-    def _on_stream(self):
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            yield
-        torch.cuda.current_stream().wait_stream(self.stream)
-
     def _run(self, arguments, options):
         """Run the function itself, with memory of the private pool."""
         # PyTorch selects the pool for a thread, so the backward pass has to run on this one.
         on_this_thread = torch.autograd.set_multithreading_enabled(False)
-        with self._on_stream(), torch.cuda.use_mem_pool(self.pool), on_this_thread:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(self.pool), on_this_thread:
             output = self.function(*arguments, **options)
+        torch.cuda.current_stream().wait_stream(self.stream)
         return None if output is None else output.clone()
 
     def _capture(self, arguments, options):

@@ -251,8 +251,6 @@ def plot_losses(folder) -> None:
     figure.savefig(Path(folder, "loss.png"), dpi=150)
 
 
-# ---------------------------------------------------------------- --profile
-
 class Profiler:
     """Write a trace and a table of some steps, on rank 0. As a context manager it gives the method `step`.
 

@@ -2,7 +2,6 @@
 
 Both are applied to a model from outside and change no result but for rounding.
 """
-import contextlib
 from functools import partial
 
 import torch
@@ -11,8 +10,7 @@ from nanote.recipes import round_up, te
 
 
 def offload_activations(model, blocks) -> None:
-    """Keep what the first `blocks` of model.blocks save for the backward pass in host memory. Transformer
-    Engine counts the blocks of a training pass, so its context is around each, in training only."""
+    """Keep what the first `blocks` blocks save in host memory, by Transformer Engine, which counts blocks."""
     n_layer = len(getattr(model, "blocks", ()))
     if not blocks < n_layer or getattr(model.config, "gradient_checkpointing", False):
         raise ValueError(f"--offload-activations {blocks}: must be less than the model's {n_layer} blocks, "
@@ -57,6 +55,8 @@ def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=N
     rows = round_up((len(hidden) + chunks - 1) // chunks, 32)
     count, total = (labels != -100).sum().clamp(min=1), 0.0
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # wgrad GEMMs must return gradients: those of a chunk are not yet those of the step
+    main_grads = {p: vars(p).pop("main_grad") for p in parameters if needs_grad and hasattr(p, "main_grad")}
     sums, d_hidden = {}, []  # {parameter of the head: its gradient in float32}
     for i, (chunk, y) in enumerate(zip(hidden.split(rows), labels.split(rows))):
         # Evaluation leaves the FP8 weights of training as they are
@@ -65,9 +65,8 @@ def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=N
         part = chunk[None] if is_tensor else type(x)(chunk)
         loss = output(model, part, y[None], first) * ((y != -100).sum() / count)
         if needs_grad:
-            with _without_main_grad(parameters):
-                inputs = [chunk, *(sums or parameters)]
-                d_chunk, *gradients = torch.autograd.grad(loss, inputs, allow_unused=not sums)
+            inputs = [chunk, *(sums or parameters)]
+            d_chunk, *gradients = torch.autograd.grad(loss, inputs, allow_unused=not sums)
             d_hidden.append(d_chunk)
             for parameter, gradient in zip(inputs[1:], gradients):
                 if parameter in sums:
@@ -77,20 +76,10 @@ def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=N
         total = total + loss.detach()
     if not needs_grad:
         return total
+    for parameter, main_grad in main_grads.items():
+        parameter.main_grad = main_grad
     gradients = [torch.cat(d_hidden), *(sum_.to(parameter.dtype) for parameter, sum_ in sums.items())]
     return _WithGradients.apply(total, gradients, hidden, *sums)
-
-
-@contextlib.contextmanager
-def _without_main_grad(parameters):
-    """Let wgrad GEMMs return gradients: those of a chunk are not yet those of the step."""
-    kept = [(parameter, vars(parameter).pop("main_grad")) for parameter in parameters
-            if hasattr(parameter, "main_grad")]
-    try:
-        yield
-    finally:
-        for parameter, main_grad in kept:
-            parameter.main_grad = main_grad
 
 
 class _WithGradients(torch.autograd.Function):

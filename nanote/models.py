@@ -45,8 +45,6 @@ OPTIONS = """n_layer n_head n_kv_head head_dim n_embd n_inner activation use_rms
     fp8_lm_head fp8_skip_first fp8_skip_last""".split()
 
 
-# ---------------------------------------------------------------- the trainer's model
-
 def make_model(config, device, dtype, recipe, saved=None):
     """Build the model of a TrainConfig, with vocab_size and n_positions, and with `recipe`.
 
@@ -128,8 +126,7 @@ def describe(model):
 
 
 def check_first_pass(model, batch):
-    """Raise ValueError, before a run writes anything, unless your own or a compiled model can train. Runs a
-    forward and backward pass. The FP8 state is left as it was."""
+    """Raise ValueError unless your own or a compiled model can train. The FP8 state is left as it was."""
     name = type(model).__name__
     if not hasattr(model, "config"):
         raise ValueError(f"{name}: has no attribute config; add self.config = config to its constructor")
@@ -220,14 +217,12 @@ def model_classes(name):
 
 
 def load_file(name):
-    """Import the model path/to/file.py:Class, for `model_classes`. This runs the file: call it with what the
-    user typed, never with what a checkpoint or a config file says."""
+    """Import the model path/to/file.py:Class. This runs code: only what the user has typed may be loaded."""
     path, _, class_name = name.rpartition(":")
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)  # for what the file imports from beside it
-    # another name than the file's, which may be a copy of one of the five
-    spec = importlib.util.spec_from_file_location(f"own_model_{Path(path).stem}", path)
+    spec = importlib.util.spec_from_file_location(f"own_model_{Path(path).stem}", path)  # may be a copy
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # a dataclass looks its module up there
     try:

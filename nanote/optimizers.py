@@ -1,11 +1,5 @@
 """Optimizers: AdamW, and Muon for the matrices of the blocks with AdamW for the rest.
 
-`make_optimizer(model, config)` returns an `Optimizer`, which is what a training step uses:
-
-    optimizer.set_lr(6e-4)
-    norm = optimizer.clip_gradients(1.0)
-    optimizer.step(skip=~norm.isfinite())
-
 To train with an optimizer of your own, call a function of yours in train.py, in place of `make_optimizer`.
 Parameters are BF16 on a GPU, and an update rounded to BF16 is mostly lost, so keep a float32 copy as
 state["master_param"], as `Muon` does: checkpoints store every tensor and number of `state`, and sample.py
@@ -118,8 +112,6 @@ def init_master_weights(model, optimizer) -> None:
             parameter.clear_high_precision_init_val()
 
 
-# ---------------------------------------------------------------- Muon
-
 def matrices_of_blocks(model, fp8_param: bool) -> list:
     """Return the parameters that Muon trains, with the fused QKV weight as one matrix."""
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2] if hasattr(model, "blocks") else []
@@ -134,8 +126,7 @@ def matrices_of_blocks(model, fp8_param: bool) -> list:
 
 
 class Muon(torch.optim.Optimizer):
-    """torch.optim.Muon on float32 masters: alone it would round each update of a BF16 weight to BF16. Its
-    update is scaled as in arXiv:2502.16982, section 2.2, so that AdamW's learning rate and decay fit."""
+    """torch.optim.Muon on float32 masters, scaled for AdamW's learning rate (arXiv:2502.16982, 2.2)."""
 
     def __init__(self, params, *, lr: float, weight_decay: float):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay))

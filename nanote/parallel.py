@@ -127,7 +127,6 @@ def shard(model, kind: str) -> None:
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
         module.set_gradient_divide_factor(1.0)  # sum gradients; the loss is divided by the ranks instead
         module.set_force_sum_reduction_for_comms(True)
-    # the loss may be a view; nothing changes it in place
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view")
 
 

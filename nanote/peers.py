@@ -1,7 +1,6 @@
 """An update divided among the GPUs of one machine: --parallel ddp, where they can access each other's memory.
 
-After an all-reduce of gradients, every rank would update all parameters. Here each rank updates a part of
-every bucket of parameters (nanote/ddp.py):
+Each rank updates a part of every bucket of parameters (nanote/ddp.py):
 
     backward pass     copy each bucket's gradients to the ranks whose parts they are, by the copy engines
     barrier           the gradients of all ranks are there
@@ -125,8 +124,7 @@ class Peers:
             received[place:place + end - start].copy_(bucket.buffer[start:end])
 
     def part(self, parameter, rank: int | None = None) -> tuple[int, int]:
-        """Return the first element and the number of elements of a parameter that a rank (None: this one)
-        updates; (0, 0) for a parameter that is not trained."""
+        """Return the first and the number of elements of a parameter that a rank (None: this one) updates."""
         if parameter not in self.bucket_of:
             return 0, 0
         bucket, size = self.bucket_of[parameter], parameter.numel()

@@ -53,10 +53,8 @@ def resolve_format(name, fp8_format="auto"):
 def make(config):
     """Return TE's recipe object for config.fp8_recipe, or None for "none".
 
-    - delayed: scale = FP8_MAX / amax / 2**margin, with the amax over a history of steps.
-    - current: the amax of the tensor itself.
-    - block: one scale per 1x128 activations or 128x128 weights.
-    - mxfp8: one power-of-two scale per 32 values (Blackwell).
+    - delayed: scale = FP8_MAX / amax / 2**margin, the amax over a history of steps; current: of the tensor.
+    - block: a scale per 1x128 activations or 128x128 weights; mxfp8: a power of two per 32 values.
     - nvfp4: 4-bit values in blocks of 16 (Blackwell; arXiv:2509.25149).
     - custom:module.function: TE's CustomRecipe; the function returns the quantizer of each tensor.
     """
@@ -132,8 +130,7 @@ def find_first_scales(model, batches, divisor):
 
 
 def _state(model):
-    """Return the FP8 state itself; empty if delayed scaling has not run. Keys: "<module>.scaling_fwd.scale"
-    (n,), "<module>.scaling_fwd.amax_history" (length, n), and scaling_bwd."""
+    """Return the FP8 state itself: "<module>.scaling_fwd.scale" (n,), ".amax_history" (length, n), …"""
     state = {}
     save_fp8_state(model, state)
     return state
@@ -145,8 +142,7 @@ def get_state(model):
 
 
 def set_state(model, state):
-    """Restore the result of `get_state`. Does nothing unless the model runs with delayed scaling. Histories
-    are cut or padded to the recipe's `amax_history_len`; the newest rows are kept."""
+    """Restore the result of `get_state` for delayed scaling; of another history length, the newest rows."""
     if not uses_delayed_scaling(model):
         return
     foreign = dict(state)
@@ -155,13 +151,11 @@ def set_state(model, state):
     except (RuntimeError, IndexError, TypeError) as error:  # other shapes, or a tensor is missing
         raise ValueError(f"FP8 state of other shapes: {error}; resume with the model that saved it") from None
     for name in foreign.keys() & state.keys():
-        raise ValueError(f"FP8 state of {name}: this model has no such module; resume with the model that "
-                         "saved it")
+        raise ValueError(f"FP8 state of {name}: no such module here; resume with the model that saved it")
 
 
 def kept_state(model) -> list:
-    """Return what the engine keeps between calls: a captured CUDA graph uses these objects' tensors, even if
-    the modules have new ones after a change of the recipe."""
+    """Return what the engine keeps between calls: a captured CUDA graph uses the tensors of these objects."""
     names = ("fp8_meta", "quantizers", "_fp8_workspaces", "_buffers")
     kept = [getattr(module, name, None) for module in model.modules() for name in names]
     library = sys.modules.get("fast_kernels.library")

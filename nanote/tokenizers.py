@@ -9,8 +9,7 @@ import numpy as np
 
 
 class Tokenizer:
-    """Byte-level tokenizer (ids 0-255 are bytes, 256 is end-of-text) or a tiktoken encoding. `vocab_size`
-    counts every id, with the end-of-text token `eot`. Generation ends at any of `stop_tokens`."""
+    """Byte-level tokenizer (ids 0-255 are bytes, 256 is end-of-text) or a tiktoken encoding."""
 
     def __init__(self, name, encoding=None):
         self.name, self.encoding = name, encoding
@@ -118,8 +117,7 @@ def without_checksum(name):
 
 
 def get_tokenizer(name, vocab_size=None):
-    """Return the tokenizer `name`: "byte", any tiktoken encoding, or "hf:DIR" (see `HfTokenizer`). ValueError
-    if it cannot be read, has changed, or does not fit into `vocab_size` rows of an embedding."""
+    """Return the tokenizer `name`: "byte", a tiktoken encoding, or "hf:DIR". vocab_size: of an embedding."""
     if name == "byte":
         tokenizer = Tokenizer(name)
     elif name.startswith("hf:"):

@@ -26,8 +26,6 @@ FILES = {"train.bin", "val.bin", "meta.json"}
 REMAKE = "make the token files again with data.py --force"
 
 
-# ---------------------------------------------------------------- files
-
 def sha256(path):
     """Return the SHA-256 of a file that is not empty, in hexadecimal."""
     return hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
@@ -40,8 +38,7 @@ def meta_checksum(meta):
 
 
 def open_tokens(folder, split, verify=True):
-    """Return the tokens of `split` ("train" or "val") as a read-only memory map, and meta.json as a dict.
-    ValueError unless its length and, with `verify`, its SHA-256 (a second per gigabyte) match."""
+    """Return the tokens of `split` as a memory map, and meta.json. verify: SHA-256, a second a gigabyte."""
     path, meta_path = Path(folder, f"{split}.bin"), Path(folder, "meta.json")
     if not meta_path.is_file():
         raise ValueError(f"{folder}: no token files here; make some, for example with: python data.py stdlib")
@@ -145,8 +142,7 @@ def hash_fraction(raw):
 
 
 def encoded(documents, encoder, val_fraction, pool):
-    """Yield (split, tokens, bytes of text) of each piece of each document, in order, and of its end of text.
-    The threads of `pool` encode a few pieces at a time: tiktoken and tokenizers release Python's lock."""
+    """Yield (split, tokens, bytes of text) of each piece of each document, and of its end of text."""
     def encode(piece):
         split, raw = piece
         return split, encoder.encode_bytes(raw) if raw else np.array([encoder.eot]), len(raw)
@@ -292,8 +288,7 @@ class Loader:
         return offset, np.argsort(bits[1:], kind="stable")
 
     def _micro_batch(self, starts):
-        """Return the windows that begin with the tokens `starts`, int64 (len(starts), seq_len + 1), and with
-        pack_documents their cu_seqlens."""
+        """Return the windows that begin at `starts`, int64 (len(starts), seq_len + 1), perhaps cu_seqlens."""
         positions = np.array(starts)[:, None] + np.arange(self.seq_len + 1)
         windows = torch.from_numpy(self.tokens[positions].astype(np.int64))
         tensors = [windows]
@@ -307,8 +302,6 @@ class Loader:
                 tensors = [tensor.pin_memory() for tensor in tensors]
         return tensors
 
-
-# ---------------------------------------------------------------- packing
 
 def document_starts(input_ids, eot):
     """Return where documents or parts of one begin in input_ids.flatten(), for input_ids (B, S)."""
