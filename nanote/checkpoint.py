@@ -4,7 +4,7 @@
   written to a hidden folder, synced and renamed: it is always complete. No pickle is read or written.
 - Tensors are named "model.<parameter>", "optimizer.<parameter>.exp_avg", "fp8.<module>…", "rng<rank>.torch".
 - A run may resume with another FP8 recipe, since weights are stored in high precision, and on another number
-  of ranks: each writes its part of sharded tensors, and torch.distributed.checkpoint (DCP) reads any parts.
+  of ranks: each writes its part, and torch.distributed.checkpoint (DCP) reads any parts.
 """
 import contextlib
 import fcntl
@@ -63,8 +63,6 @@ def find(path) -> Path:
         raise ValueError(f"{path}: holds no checkpoint; name another run, or train without --resume")
     return folder
 
-
-# ---------------------------------------------------------------- saving
 
 class Saver:
     """Save checkpoints in a thread, on every rank. Kept are the last `keep`, and an older `last_good`."""

@@ -14,12 +14,11 @@ from typing import Literal
 import tyro
 import yaml
 
-# Presets: options that differ from the defaults of TrainConfig.
-# Radford et al. 2019, table 2; Brown et al. 2020, table 2.1 (lr); JackFram/llama-160m; Llama 3 cards.
+# Sources: Radford et al. 2019, table 2; Brown et al. 2020, table 2.1 (lr); JackFram/llama-160m; Llama 3.
 GPT2 = dict(micro_batch_size=16, grad_accum=32, max_steps=20_000, warmup_steps=200)  # 0.5 M tokens per step
 LLAMA = dict(activation="swiglu", use_rmsnorm=True, use_rotary=True, bias=False)
 LLAMA3 = GPT2 | LLAMA | dict(n_head=32, n_kv_head=8, vocab_size=128256, rope_theta=5e5, grad_accum=64)
-PRESETS = {
+PRESETS = {  # options that differ from the defaults of TrainConfig
     # Byte-level language model of Python sources: about three minutes on two cores.
     "tiny": LLAMA | dict(
         n_layer=4, n_head=4, n_embd=128, seq_len=128, micro_batch_size=16, max_steps=500, lr=3e-3,

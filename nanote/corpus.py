@@ -1,8 +1,8 @@
 """Text corpora: the documents that `data.py` hands to `write_tokens` (nanote/tokens.py).
 
-Each function yields documents and counts what it skips in `left_out`. A document is a str, an iterator of str
-pieces where a file is long, or a tuple (str, number in [0, 1) that replaces its hash). Documents are
-streamed: rows by the `datasets` library, whose memory a line can fill, so a compressed one is checked first.
+A document is a str, an iterator of str pieces where a file is long, or a tuple (str, number in [0, 1) that
+replaces its hash). `left_out` counts what is skipped. The `datasets` library reads rows; it holds a line in
+memory, so the length of compressed ones is checked first.
 """
 import importlib.metadata
 import io
@@ -102,8 +102,6 @@ def check_lines(path):
             if len(line) == LONGEST_LINE:
                 raise ValueError(f"holds a line of {LONGEST_LINE >> 20} MiB or more; split it")
 
-
-# ---------------------------------------------------------------- the standard library, installed packages
 
 def stdlib_files(*skipped):
     """Return the files of the running Python's standard library, without the folders `skipped`."""

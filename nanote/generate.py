@@ -1,11 +1,10 @@
 """Generate tokens from a trained model.
 
-Use `generate` with any of the model files; sample.py is its command line. Two decisions:
 - FP8 is off. With a key-value cache each step has one row per GEMM, and FP8 GEMMs need multiples of 8 rows;
   padding costs more than FP8 saves. Checkpoints store weights in high precision, so nothing is lost.
 - When the context is full (n_positions tokens), the window restarts from its last n_positions / 2 tokens, and
-  their keys and values are recomputed, because every position changes. That is one such pass per
-  n_positions / 2 tokens instead of one per token. The windows are the same with and without the cache.
+  their keys and values are recomputed, because every position changes: not for each token, with or without
+  the cache.
 """
 import contextlib
 import math

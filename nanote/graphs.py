@@ -29,12 +29,11 @@ class CudaGraph:
     The function takes tensors, or tuples of tensors, as positional arguments; they are copied to the memory
     that the graph reads. It returns a tensor or None; each call returns a new tensor.
 
-    A capture fixes everything else: Python in the function does not run again, and neither do random
-    choices, counters or conditions in it. The shapes of the arguments, the settings of modules (dropout, an
-    activation, eps, train and eval), hooks, the recipe, which parameters require gradients, and where
-    parameters, gradients and optimizer state are in memory stay as they were. After a change of any of
-    these call `recapture()`. A learning rate has to be a tensor. Gradients must keep their memory: use
-    zero_grad(set_to_none=False), or tensors of your own as nanote.ddp.Gradients does.
+    A capture fixes everything else: Python in the function does not run again. The shapes of the arguments,
+    the settings of modules (dropout, an activation, eps, train and eval), hooks, the recipe, which parameters
+    require gradients, and where parameters, gradients and optimizer state are in memory stay as they were.
+    After a change of any of these call `recapture()`. A learning rate has to be a tensor. Gradients must keep
+    their memory: use zero_grad(set_to_none=False), or tensors of your own as nanote.ddp.Gradients does.
     """
 
     def __init__(self, function, keep=list):

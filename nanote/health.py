@@ -5,9 +5,8 @@
     health(model)["blocks.0.attn.qkv"]["input"]
     # {"amax": 4.51, "scale": 74.7, "saturated": 0.0, "flushed": 0.0004}
 
-`scale` is the factor before the cast. If amax * scale is far below the format's maximum, range is unused;
-above it, the largest values saturate. `saturated` is their fraction, `flushed` the fraction of the non-zero
-values that become zero. What is unknown is None.
+`scale` is the factor before the cast. If amax * scale is above the format's maximum, the largest values
+saturate. `flushed` is the fraction of the non-zero values that become zero. What is unknown is None.
 
 Hooks read the tensors before they are quantized, and the scales in TE's `fp8_meta`: in eager steps, since
 neither CUDA graphs nor compiled code run hooks. Between the GEMMs of a `LayerNormMLP` (fc2_input,
@@ -65,11 +64,9 @@ def _gemms(module) -> dict:
 
 
 def _delayed(module, tensor: str) -> dict:
-    """Return the newest amax and the scale of a tensor under delayed scaling.
-
-    TE's order in fp8_meta is input, weight, output of each GEMM in the forward pass; output gradient, input
-    gradient in backward. The newest amax is in row 0 of the history; after an update of scales, in the last.
-    """
+    """Return the newest amax and the scale of a tensor under delayed scaling. TE's order in fp8_meta is
+    input, weight, output of each GEMM in the forward pass; output gradient, input gradient in backward. The
+    newest amax is in row 0 of the history; after an update of scales, in the last."""
     gemm, is_gradient = int(tensor.startswith("fc2_")), tensor.endswith("gradient")
     state = module.fp8_meta["scaling_bwd" if is_gradient else "scaling_fwd"]
     index = 2 * gemm if is_gradient else 3 * gemm + tensor.endswith("weight")

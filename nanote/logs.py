@@ -68,8 +68,7 @@ class Log:
         self.is_writer, self.flops = self.ranks.rank == 0, None  # of a token, if known
         self.first_step, self.step = first_step, first_step - 1
         self.pending = []  # (step, loss, gradient norm) of the steps since the last `read`, on the device
-        self.finite = None  # (loss, gradient norm) of the last step that was not skipped
-        self.skipped = []  # steps
+        self.skipped, self.finite = [], None  # steps; (loss, gradient norm) of the last that was not skipped
         self.seconds, self.steps = 0.0, 0  # training time and steps since the last `record`
         self.started = self.clock = time.perf_counter()
         self.waiting = {}  # {file name: lines that are not written yet}
@@ -251,57 +250,53 @@ def plot_losses(folder) -> None:
     figure.savefig(Path(folder, "loss.png"), dpi=150)
 
 
-class Profiler:
-    """Write a trace and a table of some steps, on rank 0. As a context manager it gives the method `step`.
-
-    A trace has the kernels of CUDA graphs, too; a replay has no launches from Python. The device is
-    synchronized before and after the steps, so the trace holds them completely, and no others.
-    """
-
-    def __init__(self, steps: str, folder, device: torch.device):
-        """`steps`: START:STOP, or one number; both are included, and the first step is 1."""
-        self.steps, self.folder, self.device, self.profiler = steps, folder, device, None
-        found = re.fullmatch(r"(\d+)(?::(\d+))?", steps)
-        self.first, self.last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-        if not 1 <= self.first <= self.last:
-            raise ValueError(f"--profile {steps}: must be START:STOP, such as 10:12; the first step is 1")
-
-    def __enter__(self):
-        return self.step
+def profiler(steps: str, folder, device: torch.device):
+    """Return a context manager of `step`: `with step(number):` traces the steps START:STOP, on rank 0. The
+    device is synchronized before and after them, so the trace holds them completely, and no others."""
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", steps)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(f"--profile {steps}: must be START:STOP, such as 10:12; the first step is 1")
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    profile, is_running = torch.profiler.profile(), False
 
     @contextlib.contextmanager
-    def step(self, step: int):
-        """Profile the step inside, if it is one of those."""
-        if parallel.rank() != 0 or not self.first <= step <= self.last:
+    def step(number: int):
+        nonlocal is_running
+        if parallel.rank() != 0 or not first <= number <= last:
             yield
             return
-        if self.profiler is None:
-            self._synchronize()
-            self.profiler = torch.profiler.profile()
-            self.profiler.start()
-        with torch.profiler.record_function(f"step {step}"):
+        if not is_running:
+            synchronize()
+            profile.start()
+            is_running = True
+        with torch.profiler.record_function(f"step {number}"):
             yield
-        if step == self.last:
-            self.__exit__()
+        if number == last:
+            write()
 
-    def __exit__(self, *error):
-        """Write the files, also if the run has ended before the last of the steps."""
-        if self.profiler is None:
-            return
-        self._synchronize()
-        profiler, self.profiler = self.profiler, None
-        profiler.stop()
-        order = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
-        folder = Path(self.folder, "profile")
+    def write() -> None:
+        nonlocal is_running
+        is_running = False
+        synchronize()
+        profile.stop()
+        path = Path(folder, "profile")
         try:
-            folder.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(folder / "trace.json.gz"))
-            table = profiler.key_averages().table(sort_by=order, row_limit=50, max_name_column_width=80)
-            (folder / "table.txt").write_text(table)
-            print(f"--profile {self.steps}: {folder} has a table, and a trace for ui.perfetto.dev")
+            path.mkdir(exist_ok=True)
+            profile.export_chrome_trace(str(path / "trace.json.gz"))
+            order = f"self_{device.type}_time_total"
+            table = profile.key_averages().table(sort_by=order, row_limit=50, max_name_column_width=80)
+            (path / "table.txt").write_text(table)
+            print(f"--profile {steps}: {path} has a table, and a trace for ui.perfetto.dev")
         except (OSError, RuntimeError) as problem:  # must not hide why a run failed
-            print(f"--profile {self.steps}: {problem}; training continues")
+            print(f"--profile {steps}: {problem}; training continues")
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    @contextlib.contextmanager
+    def steps_of_run():
+        try:
+            yield step
+        finally:
+            if is_running:  # the run has ended before the last of the steps
+                write()
+
+    return steps_of_run()

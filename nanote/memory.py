@@ -35,8 +35,7 @@ def chunk_loss(model, chunks) -> None:
     """Compute `model.output` in `chunks` chunks of the tokens if labels are given.
 
     Each chunk goes forward and at once backward, so that only one chunk of logits exists at a time and
-    nothing is computed twice. This takes memory for a gradient of the hidden states, and for the gradients of
-    the parameters in float32. To delayed scaling the chunks are one pass, with one row of the amax history.
+    nothing is computed twice. To delayed scaling the chunks are one pass, with one row of the amax history.
     """
     if not hasattr(type(model), "output"):
         raise ValueError(f"--loss-chunks {chunks}: {type(model).__name__} has no method output(x, labels, "

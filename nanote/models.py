@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from nanote import memory, recipes
+from nanote import recipes
 from nanote.config import PRESETS, TrainConfig, in_a_line
 
 MODELS = {  # --model: (module, model class, config class)
@@ -39,18 +39,15 @@ MODELS = {  # --model: (module, model class, config class)
     "te": ("model_te", "TEGPT2Model", "TEConfig"),
 }
 FAST = ("model_te_fast", "FastGPT2Model", "FastConfig")  # the network of optimized, for a Hopper GPU
-# Options that a model may lack, since they are fields of its config.
+# fields of a model's config, which it may lack
 OPTIONS = """n_layer n_head n_kv_head head_dim n_embd n_inner activation use_rmsnorm use_rotary rope_theta
     use_qk_norm bias tie_embeddings layernorm_epsilon dropout attn_dropout attention gradient_checkpointing
     fp8_lm_head fp8_skip_first fp8_skip_last""".split()
 
 
 def make_model(config, device, dtype, recipe, saved=None):
-    """Build the model of a TrainConfig, with vocab_size and n_positions, and with `recipe`.
-
-    `saved`: model_config of the checkpoint that the run continues. Fields of your own model that are no
-    options keep those values, whatever the file's defaults are now.
-    """
+    """Build the model of a TrainConfig. `saved`: model_config of the checkpoint that the run continues, whose
+    values the fields of your own model that are no options keep."""
     options = dataclasses.asdict(config) | {"use_fp8": recipe is not None}
     name, reason = pick_model(options, device, dtype)
     if is_file(name):
@@ -76,9 +73,11 @@ def make_model(config, device, dtype, recipe, saved=None):
         recipes.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
         model.fp8_recipe = recipe
     if config.offload_activations:
-        memory.offload_activations(model, config.offload_activations)
+        from nanote.memory import offload_activations
+        offload_activations(model, config.offload_activations)
     if config.loss_chunks > 1:
-        memory.chunk_loss(model, config.loss_chunks)
+        from nanote.memory import chunk_loss
+        chunk_loss(model, config.loss_chunks)
     engine = getattr(sys.modules[type(model).__module__], "te", recipes.te).__name__.partition(".")[0]
     model.choice = f"on {engine}" + (f" (not model_te_fast: {reason})" if reason else "")
     return model
@@ -153,10 +152,8 @@ def check_first_pass(model, batch):
 
 def flops_per_token(model_config, parameters: int, seq_len: int) -> float:
     """Return 6N + 12·L·C·T, the FLOPs per token of forward and backward (PaLM, arXiv:2204.02311, appendix B).
-
     N: parameters used in GEMMs, so without the position table and, if untied, without the token embedding. L
-    layers, C = heads times head dimension, T = seq_len.
-    """
+    layers, C = heads times head dimension, T = seq_len."""
     if not getattr(model_config, "use_rotary", False):
         parameters -= model_config.n_positions * model_config.n_embd
     if not model_config.tie_embeddings:

@@ -73,10 +73,8 @@ class Optimizer:
 
 def make_optimizer(model, config) -> Optimizer:
     """Return the optimizer of a run: AdamW, or Muon for the matrices of model.blocks and AdamW for the rest.
-
     Both use one learning rate, decay matrices only and update float32 masters of BF16 and FP8 weights. AdamW
-    is fast_kernels' FastAdam on a GPU; TE's FusedAdam with --fp8-param and on the CPU.
-    """
+    is fast_kernels' FastAdam on a GPU; TE's FusedAdam with --fp8-param and on the CPU."""
     matrices = matrices_of_blocks(model, config.fp8_param) if config.optimizer == "muon" else []
     of_muon = set(map(id, matrices))
     parameters = [p for p in parallel.local_parameters(model) if id(p) not in of_muon]

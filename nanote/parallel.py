@@ -56,8 +56,6 @@ def exit(code: int) -> None:
     os._exit(code)
 
 
-# ---------------------------------------------------------------- torchrun
-
 def torchrun_store() -> dist.Store | None:
     """Return torchrun's key-value store; None without torchrun."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -65,11 +63,9 @@ def torchrun_store() -> dist.Store | None:
 
 
 def store_of_these_processes(rank: int, count: int) -> dist.Store | None:
-    """Return a part of torchrun's store without the keys of processes that died; None without torchrun.
-
-    Rank 0 proposes a prefix, and lists the processes that answer. PyTorch 2.13 has a count of restarts
-    instead, which differs between machines.
-    """
+    """Return a part of torchrun's store without the keys of processes that died; None without torchrun. Rank
+    0 proposes a prefix, and lists the processes that answer. PyTorch 2.13 has a count of restarts instead,
+    which differs between machines."""
     common, name = torchrun_store(), uuid.uuid4().hex
     if common is None:
         return None
@@ -101,19 +97,19 @@ def folder_before_restart() -> str | None:
 def launcher() -> str:
     """Return how the processes of this run were started, as in a shell."""
     count, on_this_machine = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if count == 1:
+        return "python"
     machines = count // on_this_machine
     meet = f"--nnodes {machines} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if machines > 1 else ""
-    return f"torchrun {meet}--nproc-per-node {on_this_machine}" if count > 1 else "python"
+    return f"torchrun {meet}--nproc-per-node {on_this_machine}"
 
 
 # ---------------------------------------------------------------- a sharded model
 
 def shard(model, kind: str) -> None:
-    """Shard a model block by block, in place. `kind`: "fsdp", or "hsdp" to shard on each machine.
-
-    A block's weights are gathered when it runs, and its gradients are summed and divided among the ranks in
-    the backward pass. With hsdp each machine does so, and machines sum their gradients.
-    """
+    """Shard a model block by block, in place. `kind`: "fsdp", or "hsdp" to shard on each machine. A block's
+    weights are gathered when it runs, and its gradients are summed and divided among the ranks in the
+    backward pass. With hsdp each machine does so, and machines sum their gradients."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # slow to import
     if not len(getattr(model, "blocks", ())):
         raise ValueError(f"--parallel {kind}: shards block by block, and {type(model).__name__} has no "

@@ -71,11 +71,8 @@ def rendezvous(tensor: torch.Tensor):
 
 
 class Peers:
-    """The other ranks, as FastAdam.divide takes them. Each bucket has a part of equal width for each rank.
-
-    `distances`: (count,) int64, bytes from an address in this rank's weights to the same one of each other;
-    `stride`: bytes from a received gradient to the same one of the next rank; `barrier`: the GPU waits there.
-    """
+    """The other ranks, as FastAdam.divide takes them: its NoPeers says what their attributes are. Each bucket
+    has a part of equal width for each rank."""
 
     def __init__(self, gradients):
         self.buckets, self.bucket_of = gradients.buckets, gradients.bucket_of

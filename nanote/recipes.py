@@ -120,9 +120,8 @@ def find_first_scales(model, batches, divisor):
     """Find the first scales of delayed scaling: four forward and backward passes without an update.
 
     Scales start at 1, which flushes small gradients to zero, and a GEMM whose gradient is zero passes no amax
-    to the next one. So the first pass finds the scale of lm_head; the second those of proj and fc2, which
-    receive the gradient of the residual; the third those of qkv and fc1 behind them; the fourth those of the
-    residual with the gradients of all branches. `divisor`: of the loss of a micro-batch, as in the step.
+    to the next one. So the passes find the scales of lm_head; of proj and fc2, which receive the gradient of
+    the residual; of qkv and fc1 behind them; of the residual with the gradients of all branches.
     """
     for _ in range(4):
         (model(*batches[0]) / divisor).backward()

@@ -20,8 +20,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanote.tokenizers import get_tokenizer
-
 FILES = {"train.bin", "val.bin", "meta.json"}
 REMAKE = "make the token files again with data.py --force"
 
@@ -102,13 +100,11 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
     A document goes to `val` if the hash of its text (of its first piece) as a number in [0, 1) is below
     `val_fraction`: the same document has the same split in every corpus. If that leaves a split empty, the
     last `val_fraction` of the tokens are `val`. After ValueError or OSError nothing is left behind.
-
-    Args:
-        num_workers: threads that tokenize. None: one per core.
-        source, left_out: for meta.json, what the documents are and what was skipped.
+    `source`, `left_out`: for meta.json, what the documents are and what was skipped.
     """
     if not 0 < val_fraction < 1:
         raise ValueError(f"--val-fraction {val_fraction}: must be above 0 and below 1, for example 0.01")
+    from nanote.tokenizers import get_tokenizer  # training needs none
     encoder = get_tokenizer(tokenizer)
     dtype = np.dtype("<u2" if encoder.vocab_size <= 1 << 16 else "<u4")
     counts = dict(documents=0, train_tokens=0, val_tokens=0, train_bytes=0, val_bytes=0)
@@ -179,8 +175,6 @@ def cut_end(path, folder, dtype, val_fraction, encoder, counts):
                "train_bytes": total - val_bytes, "val_bytes": val_bytes}
 
 
-# ---------------------------------------------------------------- batches
-
 class Loader:
     """Batches of micro_batch_size x seq_len tokens, as a pure function of (seed, step, rank, ranks.count).
 
@@ -189,9 +183,8 @@ class Loader:
     Samples are numbered from the run's first, over all ranks; a micro-batch takes micro_batch_size of them
     for rank 0, then as many for rank 1, and so on. A thread prefetches the next step's batches.
 
-    With `pack_documents` a batch also says where its documents begin (cu_seqlens), so that attention can be
-    confined to them. A document begins with the end-of-text token before it, as in generation. Rank 0
-    verifies the checksum, so that a shared disk is read once.
+    With `pack_documents` a batch also says where its documents begin (cu_seqlens): each with the end-of-text
+    token before it, as in generation. Rank 0 verifies the checksum, so that a shared disk is read once.
     """
 
     def __init__(self, config, split, ranks, device="cpu"):
@@ -212,8 +205,7 @@ class Loader:
         # train: one window less, so that any starting offset gives the same number of windows
         self.num_windows = max(length // seq_len - 1, 1) if split == "train" else (length - 1) // seq_len
         self._epoch = lru_cache(2)(self._epoch)  # a step may span two epochs
-        self._prefetched = (None, None)  # step, future
-        self._resumed = (1, 0)  # first step and first sample since the last start_at
+        self.start_at(1, 0)
         self._thread = ThreadPoolExecutor(1, "loader")
 
     def samples_before(self, step):
@@ -223,14 +215,12 @@ class Loader:
 
     def start_at(self, step, sample):
         """Let `step` begin with this sample: a resumed run may have another number of samples a step."""
-        self._resumed, self._prefetched = (step, sample), (None, None)
+        self._resumed, self._prefetched = (step, sample), (None, None)  # the latter: step, future
 
     def batches(self, step):
-        """Return the grad_accum micro-batches (input_ids, labels) of a step, counted from 1.
-
-        Both are int64 (micro_batch_size, seq_len). With pack_documents also cu_seqlens, int32 (max_documents
-        + 1,): the start of each document or part of one in input_ids.flatten(), padded with its length.
-        """
+        """Return the grad_accum micro-batches (input_ids, labels) of a step, counted from 1. Both are int64
+        (micro_batch_size, seq_len). With pack_documents also cu_seqlens, int32 (max_documents + 1,): the
+        start of each document or part of one in input_ids.flatten(), padded with its length."""
         prefetched_step, future = self._prefetched
         if prefetched_step != step:
             future = self._thread.submit(self._read, step)
@@ -243,11 +233,9 @@ class Loader:
         return batches
 
     def evaluation(self, tokens):
-        """Yield (micro-batch, number of labels that count) for `tokens` tokens of the split.
-
-        They are whole windows, spread evenly over the split, or all of it, and depend on seq_len only. Labels
-        that do not count are -100. Every rank gets its part of the windows and the same number of batches.
-        """
+        """Yield (micro-batch, number of labels that count) for `tokens` tokens of the split. They are whole
+        windows, spread evenly over the split, or all of it, and depend on seq_len only. Labels that do not
+        count are -100. Every rank gets its part of the windows and the same number of batches."""
         total = (len(self.tokens) - 2) // self.seq_len + 1  # the last one may have fewer labels
         count = min((tokens - 1) // self.seq_len + 1, total)
         batches = (count - 1) // (self.micro_batch_size * self.ranks.count) + 1

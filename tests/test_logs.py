@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nanote import logs, models
-from nanote.logs import Profiler
+from nanote.logs import profiler
 from nanote.parallel import Ranks
 
 CPU = torch.device("cpu")
@@ -307,7 +307,7 @@ def test_peak_flops_by_name(monkeypatch, name, tflops):
 # ---------------------------------------------------------------- --profile
 
 def profile(steps, count=6):
-    with Profiler(steps, "run", CPU) as profiled:
+    with profiler(steps, "run", CPU) as profiled:
         for step in range(1, count + 1):
             with profiled(step):
                 torch.ones(8, 8) @ torch.ones(8, 8)
@@ -341,7 +341,7 @@ def test_steps_after_the_last_one_leave_no_trace():
 @pytest.mark.parametrize("steps", ["5:3", "0:3", "three", "3:", "3-5"])
 def test_a_bad_range_is_one_line(steps):
     with pytest.raises(ValueError, match=f"^--profile {steps}: must be START:STOP, such as 10:12"):
-        Profiler(steps, "run", CPU)
+        profiler(steps, "run", CPU)
 
 
 def test_a_full_disk_leaves_the_run_alone(capsys):
