@@ -8,13 +8,11 @@
 import platform
 import signal
 import sys
-import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
 from nanote.config import parse, run_command
 
@@ -35,15 +33,14 @@ class Stdlib(Options):
 
 
 @dataclass(kw_only=True)
-class Packages(Options):
+class Packages(Stdlib):
     """Sources and documentation of the installed packages, without duplicates; no download."""
-    val_fraction: float = 0.05  # Fraction of the packages kept for validation.
 
 
 @dataclass(kw_only=True)
 class Text(Options):
     """Files: text, a document each; .json, .jsonl, .csv or Parquet, a document per row; folders of these."""
-    files: Positional[Annotated[list[str], arg(metavar="FILE ...")]]  # Also .gz or .zst; folders.
+    files: Positional[list[str]]  # Also .gz or .zst; folders.
     column: str = "text"  # Field of a row that holds the text.
 
 
@@ -61,33 +58,32 @@ class Hf(Options):
 def main(argv=None):
     """Run the command line `argv` (None: sys.argv[1:])."""
     options = parse(Stdlib | Packages | Text | Hf, argv, "data.py", __doc__)
-    from nanote import corpus  # not above: --help is quick
+    from nanote import corpus, tokens  # not above: --help is quick
 
-    start, left_out = time.time(), Counter()
+    left_out = Counter()
     match options:
-        case Stdlib():
-            name, documents = "stdlib", corpus.stdlib_documents(left_out)
         case Packages():
             name, documents = "packages", corpus.package_documents(left_out)
+        case Stdlib():
+            name, documents = "stdlib", corpus.stdlib_documents()
         case Text(files=files):
             name = Path(files[0]).resolve().name.split(".")[0] if len(files) == 1 else "text"
             documents = corpus.text_documents(files, options.column, left_out)
         case Hf():
             name = Path(options.name).resolve().name
             documents = corpus.dataset_documents(
-                name=options.name, column=options.column, left_out=left_out, subset=options.subset,
-                split=options.split, data_files=options.data_files, streaming=options.streaming)
+                options.name, options.column, left_out, name=options.subset, split=options.split,
+                data_files=options.data_files, streaming=options.streaming)
     tokenizer = Path(options.tokenizer.removeprefix("hf:")).resolve().name
     out_dir = options.out_dir or f"data/{name}" + f"-{tokenizer}" * (options.tokenizer != "byte")
     source = f"{' '.join(sys.argv[1:] if argv is None else argv)} (Python {platform.python_version()})"
-    meta = corpus.write_tokens(
+    meta = tokens.write_tokens(
         documents, out_dir, tokenizer=options.tokenizer, val_fraction=options.val_fraction,
         force=options.force, num_workers=options.num_workers, source=source, left_out=left_out)
     for reason, count in sorted(left_out.items()):
         print(f"left out: {count:,} {reason}")
     print(f"{out_dir}: {meta['documents']:,} documents, {meta['train_tokens']:,} train and "
-          f"{meta['val_tokens']:,} validation tokens ({options.tokenizer}, {meta['dtype']}) in "
-          f"{time.time() - start:.1f} s")
+          f"{meta['val_tokens']:,} validation tokens ({options.tokenizer}, {meta['dtype']})")
 
 
 if __name__ == "__main__":

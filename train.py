@@ -162,11 +162,7 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
 
 def make_profiler(steps: str | None, folder: str, device):
     """Return a context manager of a function: `with profile(step):` profiles the steps of `steps`."""
-    if not steps:
-        return nullcontext(lambda step: nullcontext())
-    from nanote.profiling import Profiler
-
-    return Profiler(steps, folder, device)
+    return logs.profiler(steps, folder, device) if steps else nullcontext(lambda step: nullcontext())
 
 
 def is_due(step: int, interval: int, at_any_step: bool = False) -> bool:
@@ -175,14 +171,17 @@ def is_due(step: int, interval: int, at_any_step: bool = False) -> bool:
 
 
 def learning_rate(step: int, config) -> float:
-    """Return the learning rate of a step, counted from 1: the lower of linear warm-up and schedule."""
+    """Return the learning rate of a step, counted from 1: the lower of linear warm-up and schedule.
+
+    Both decays end at a tenth of the peak; wsd begins its own in the last fifth of the steps.
+    """
     height = 1.0
     if config.lr_schedule == "cosine" and step > config.warmup_steps:
         progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
         height = 0.5 * (1 + math.cos(math.pi * progress))
     elif config.lr_schedule == "wsd":
-        height = min(1.0, (config.max_steps - step) / (config.decay_fraction * config.max_steps))
-    rate = config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
+        height = min(1.0, (config.max_steps - step) / (0.2 * config.max_steps))
+    rate = config.lr * (0.1 + 0.9 * height)
     return min(rate, config.lr * step / max(1, config.warmup_steps))
 
 

@@ -31,8 +31,8 @@ import train
 from bench.report import check_output, write_report
 from nanote import checkpoint
 from nanote.config import parse, run_command
-from nanote.corpus import write_tokens
 from nanote.logs import VARYING_FIELDS, read_metrics
+from nanote.tokens import write_tokens
 
 OPTIONS = (
     "--n-layer 1 --n-head 2 --n-embd 64 --dropout 0.1 --seq-len 64 --micro-batch-size 2 --grad-accum 2 "

@@ -123,7 +123,7 @@ def make_nanogpt(module, config, device, ddp=False, dtype=torch.float32) -> Nano
     torch.manual_seed(config.seed)
     sizes = {name: getattr(config, name) for name in ("vocab_size", "n_layer", "n_head", "n_embd", "bias")}
     model = NanoGPTConfig(**sizes, n_positions=config.seq_len).make(module).to(device, dtype)
-    optimizer = model.configure_optimizers(config.weight_decay, config.lr, config.betas, device.type)
+    optimizer = model.configure_optimizers(config.weight_decay, config.lr, (0.9, 0.95), device.type)
     net = torch.compile(model)
     if ddp:
         net = DistributedDataParallel(net, device_ids=[device.index] if device.type == "cuda" else None)

@@ -158,7 +158,7 @@ def make_plain(arm, model_config, config, device) -> PlainStep:
     parameters = list(model.parameters())
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
     modes = {"plain": "default", "plain-graph": "reduce-overhead"}
     net = torch.compile(model, dynamic=False, mode=modes[arm]) if arm in modes else model
     step = PlainStep(model, net, optimizer, config, device)

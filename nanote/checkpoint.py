@@ -1,15 +1,10 @@
 """Save and resume a run: weights, optimizer, FP8 state and random number generators.
 
-    saver = Saver(run_dir, keep=3)
-    saver.save(step, model, optimizer, meta)     # returns once the tensors are copied to host memory
-    meta = load(latest(run_dir), model, optimizer)
-
 - A checkpoint is a folder step-<n> of shard-*.safetensors, meta.json (step, options, model) and SHA256SUMS,
-  written to a hidden folder, synced and renamed: it is always complete.
+  written to a hidden folder, synced and renamed: it is always complete. No pickle is read or written.
 - Tensors are named "model.<parameter>", "optimizer.<parameter>.exp_avg", "fp8.<module>…", "rng<rank>.torch".
-  There is no pickle, so loading runs no code; TE's `_extra_state`, which is one, is left out.
 - A run may resume with another FP8 recipe, since weights are stored in high precision, and on another number
-  of ranks: each writes its part of sharded tensors, and torch.distributed.checkpoint (DCP) reads any parts.
+  of ranks: each writes its part, and torch.distributed.checkpoint (DCP) reads any parts.
 """
 import contextlib
 import fcntl
@@ -69,23 +64,17 @@ def find(path) -> Path:
     return folder
 
 
-# ---------------------------------------------------------------- saving
-
 class Saver:
-    """Save checkpoints in a thread while training continues. Every rank makes one and calls its methods.
-
-    Kept are the last `keep` checkpoints, and `last_good` if it is older. The ranks write in a process group
-    of their own: in the training's, a thread's collectives could come in another order on each rank.
-    """
+    """Save checkpoints in a thread, on every rank. Kept are the last `keep`, and an older `last_good`."""
 
     def __init__(self, run_dir, keep: int):
         self.run_dir, self.keep, self.failures, self.writing = Path(run_dir), keep, [], None
         self.thread = ThreadPoolExecutor(1, "checkpoint")
+        # in the training's group, a thread's collectives could come in another order on each rank
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     def save(self, step: int, model, optimizer, meta: dict, skipped=()) -> None:
-        """Save a checkpoint, after the previous one is written. An OSError is kept for `error`.
-        `meta`: the run's part of meta.json; `skipped`: the run's steps that were not finite."""
+        """Save a checkpoint. `meta`: of the run, for meta.json; `skipped`: its steps that were not finite."""
         self.wait()
         groups = [{key: value.item() if isinstance(value, torch.Tensor) else value
                    for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -146,10 +135,7 @@ class Saver:
 
 
 def _write_shard(folder: Path, tensors: dict, offsets: dict) -> None:
-    """Write and sync this rank's file, in DCP's format (torch/distributed/checkpoint/_hf_utils.py).
-
-    DCP's own writer would copy all tensors in memory twice, and hold the GIL meanwhile.
-    """
+    """Write this rank's file in DCP's format, whose own writer copies all tensors twice and holds the GIL."""
     path = folder / f"shard-{parallel.rank() + 1:05}-model-00001-of-00001.safetensors"
     places = json.dumps({name: {"saved_offsets": offset} for name, offset in offsets.items()})
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": places}
@@ -164,10 +150,8 @@ def _write_shard(folder: Path, tensors: dict, offsets: dict) -> None:
 def _sync(path: Path) -> None:
     """Flush the content of a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def _own_parts(model, optimizer):
@@ -227,8 +211,7 @@ def _has_master(parameter) -> bool:
 
 
 def join_remainder(weight, remainder) -> torch.Tensor:
-    """Return the float32 master of a BF16 weight and its int16 remainder (TE's `store_param_remainders`): the
-    lower half of the master's bits as a signed number, so that the weight is the master rounded."""
+    """Return the float32 master of a BF16 weight and its int16 remainder (TE's `store_param_remainders`)."""
     return ((weight.view(torch.int16).int() << 16) + remainder).view(torch.float32)
 
 
@@ -270,8 +253,7 @@ def read_meta(folder) -> dict:
 
 
 def load(folder, model, optimizer=None) -> dict:
-    """Check all files of a checkpoint and load the weights; with an optimizer also its state, the FP8 state
-    and the random number generators. Return meta.json. Every rank must call it."""
+    """Load the weights, and with an optimizer everything; return meta.json. Checks all files. Collective."""
     folder = Path(folder)
     parallel.on_rank0(lambda: verify(folder))
     meta, weights, rng = read_meta(folder), _weights(model), f"rng{parallel.rank()}."
@@ -301,7 +283,7 @@ def load(folder, model, optimizer=None) -> dict:
 
 
 def read_tensors(folder, prefixes=("model.",), like={}) -> dict[str, torch.Tensor]:
-    """Read the tensors whose names begin with one of `prefixes` to host memory. Every rank must call it.
+    """Read the tensors whose names begin with one of `prefixes` to host memory. Collective.
     `like`: {parameter: tensor of a model}; of a sharded one, only this rank's part is read."""
     with _errors_naming(f"{folder}/*.safetensors"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -366,8 +348,7 @@ def verify(folder: Path, names=None) -> None:
         found = pool.map(lambda path: path.is_file() and path.stat().st_size and sha256(path), paths)
     for path, checksum in zip(paths, found):
         if not checksum or checksum != expected.get(path.name):
-            raise ValueError(f"{path}: damaged, missing or not listed in SHA256SUMS; restore it, or remove "
-                             f"{folder} to use the checkpoint before it")
+            raise ValueError(f"{path}: damaged, or not in SHA256SUMS; restore it, or remove {folder}")
 
 
 @contextlib.contextmanager
@@ -384,15 +365,14 @@ def _errors_naming(path):
 
 
 def lock(run_dir):
-    """Lock a run's folder for this process until the returned file is closed. Every rank must call it."""
+    """Lock a run's folder for this process until the returned file is closed. Collective."""
     file = open(Path(run_dir, ".lock"), "w")
 
     def take():
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{run_dir}: another process trains there; stop it, or pass another "
-                             "--out-dir") from None
+            raise ValueError(f"{run_dir}: another process trains there; stop it, or pass --out-dir") from None
         except OSError:  # a file system without locks
             pass
 

@@ -1,4 +1,4 @@
-"""Options: TrainConfig, the command line of every script, and errors in one line.
+"""Options: TrainConfig, presets, the command line of every script, and errors in one line.
 
 The options of a --config file, and those of the checkpoint to resume, become arguments in front of the typed
 ones. So tyro checks all of them alike, and the last value of an option wins.
@@ -14,8 +14,30 @@ from typing import Literal
 import tyro
 import yaml
 
-from nanote.presets import PRESETS
-
+# Sources: Radford et al. 2019, table 2; Brown et al. 2020, table 2.1 (lr); JackFram/llama-160m; Llama 3.
+GPT2 = dict(micro_batch_size=16, grad_accum=32, max_steps=20_000, warmup_steps=200)  # 0.5 M tokens per step
+LLAMA = dict(activation="swiglu", use_rmsnorm=True, use_rotary=True, bias=False)
+LLAMA3 = GPT2 | LLAMA | dict(n_head=32, n_kv_head=8, vocab_size=128256, rope_theta=5e5, grad_accum=64)
+PRESETS = {  # options that differ from the defaults of TrainConfig
+    # Byte-level language model of Python sources: about three minutes on two cores.
+    "tiny": LLAMA | dict(
+        n_layer=4, n_head=4, n_embd=128, seq_len=128, micro_batch_size=16, max_steps=500, lr=3e-3,
+        warmup_steps=50, eval_interval=100, eval_tokens=320 * 128, checkpoint_interval=100),
+    "gpt2-124m": GPT2 | dict(n_layer=12, n_head=12, n_embd=768, lr=6e-4),
+    "gpt2-350m": GPT2 | dict(n_layer=24, n_head=16, n_embd=1024, lr=3e-4),
+    "gpt2-774m": GPT2 | dict(
+        n_layer=36, n_head=20, n_embd=1280, lr=2.5e-4, micro_batch_size=8, grad_accum=64),
+    "gpt2-1.5b": GPT2 | dict(n_layer=48, n_head=25, n_embd=1600, lr=2e-4, micro_batch_size=8, grad_accum=64),
+    "llama-160m": GPT2 | LLAMA | dict(
+        n_layer=12, n_head=12, n_embd=768, n_inner=3072, tie_embeddings=False, layernorm_epsilon=1e-6,
+        seq_len=2048, grad_accum=16, lr=6e-4),
+    "llama3-1b": LLAMA3 | dict(
+        n_layer=16, head_dim=64, n_embd=2048, n_inner=8192, seq_len=2048, micro_batch_size=4, lr=3e-4),
+    "llama3-8b": LLAMA3 | dict(
+        n_layer=32, head_dim=128, n_embd=4096, n_inner=14336, tie_embeddings=False, seq_len=8192,
+        micro_batch_size=1, lr=3e-4, moment_dtype="bfloat16"),
+    "hf": {},  # a model that tools/import_hf.py imported: its checkpoint has all options
+}
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
@@ -75,13 +97,10 @@ class TrainConfig:
     pack_documents: bool = False  # Restart attention and positions at each document.
     grad_accum: int = 1  # Micro-batches per step.
     lr: float = 6e-4  # Peak learning rate.
-    lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: constant, then linear decay.
+    lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # To a tenth of lr; wsd: in the last fifth.
     warmup_steps: int = 100  # Steps of linear warm-up.
-    min_lr_ratio: float = 0.1  # Final learning rate divided by the peak (cosine, wsd).
-    decay_fraction: float = 0.2  # wsd: the fraction of all steps over which the learning rate decays.
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of the blocks, AdamW for the rest.
     weight_decay: float = 0.1  # Weight decay, of matrices only.
-    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's beta1 and beta2.
     grad_clip: float = 1.0  # Maximum gradient norm; 0: no clipping.
     seed: int = 1337  # Seed of weights, data order and dropout.
     moment_dtype: Literal["float32", "bfloat16"] = "float32"  # Type of AdamW's two moments.
@@ -114,8 +133,7 @@ class TrainConfig:
             raise ValueError("--compile: Transformer Engine does not support DelayedScaling under "
                              "torch.compile; pass --fp8-recipe current or --fp8-recipe none")
         if self.fp8_recipe == "none" and (self.fp8_param or self.fp8_health_interval):
-            raise ValueError("--fp8-param, --fp8-health-interval: there is no FP8 with --fp8-recipe none; "
-                             "leave them out")
+            raise ValueError("--fp8-param, --fp8-health-interval: there is no FP8 with --fp8-recipe none")
         if not self.compile and (self.compile_mode != "default" or self.compile_fullgraph):
             raise ValueError("--compile-mode, --compile-fullgraph: without effect; pass --compile too")
         unsupported = [name for name in NOT_SHARDABLE if getattr(self, name)]
@@ -142,9 +160,8 @@ RANGES = {  # {rule: (whether a value keeps it, options)}
         "keep_checkpoints n_positions vocab_size n_layer n_head n_embd loss_chunks fp8_amax_history_len"),
     "0 or more": (lambda v: v >= 0, "warmup_steps eval_interval checkpoint_interval fp8_health_interval seed "
                   "weight_decay grad_clip offload_activations fp8_skip_first fp8_skip_last fp8_margin"),
-    "above 0": (lambda v: v > 0, "lr rope_theta decay_fraction"),
-    "from 0 to 1": (lambda v: 0 <= v <= 1, "min_lr_ratio decay_fraction layernorm_epsilon"),
-    "at least 0 and below 1 each": (lambda v: all(0 <= beta < 1 for beta in v), "betas"),
+    "above 0": (lambda v: v > 0, "lr rope_theta"),
+    "from 0 to 1": (lambda v: 0 <= v <= 1, "layernorm_epsilon"),
     "at least 0 and below 1": (lambda v: 0 <= v < 1, "dropout attn_dropout"),
 }
 NOT_SHARDABLE = ("fp8_param", "compile", "offload_activations")  # Muon says so itself
@@ -161,7 +178,7 @@ GONE = dict(  # options of earlier versions, with their defaults
     hsdp_replicas=None, fp8_logits_rounding="nearest", max_skipped_steps=10, grad_accum_dtype="auto",
     grad_reduce_dtype="auto", eval_steps=None, background_saves=True, nsys=None, memory_snapshot=None,
     gc_interval=0, torch_deterministic=False, expandable_segments=False, beta1=0.9, beta2=0.95,
-    reshard_after_forward=True)
+    betas=[0.9, 0.95], min_lr_ratio=0.1, decay_fraction=0.2, reshard_after_forward=True)
 
 
 def parse(config_class, argv, prog, description=None, default=tyro.MISSING_NONPROP, **options):
@@ -170,10 +187,7 @@ def parse(config_class, argv, prog, description=None, default=tyro.MISSING_NONPR
 
 
 def run_command(main, prog: str) -> int:
-    """Call `main()`; return its result or 0, 2 after a user's mistake, 130 after Ctrl-C.
-
-    ValueError and OSError are mistakes that the user can correct: they become one line on stderr.
-    """
+    """Call `main()`; return its result or 0; 2 and one line for ValueError and OSError, 130 after Ctrl-C."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None: closed by the shell, as in >&-
     sys.stderr = sys.stderr or open(os.devnull, "w")
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have every character
@@ -208,9 +222,7 @@ def in_a_line(error: BaseException) -> str:
 
 def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
     """Parse train.py's command line over the options of --config, of the checkpoint, and of the preset.
-
-    `restarted`: folder of the run whose processes torchrun has started again.
-    """
+    `restarted`: folder of the run whose processes torchrun has started again."""
     def glance(arguments) -> TrainConfig:  # at what decides which defaults the others have
         return parse(TrainConfig, arguments, "train.py", add_help=False, return_unknown_args=True)[0]
 
@@ -249,8 +261,6 @@ def _as_arguments(options: dict):
     for name, value in options.items():
         if isinstance(value, bool):
             yield _flag(name if value else f"no_{name}")
-        elif isinstance(value, list | tuple):
-            yield from (_flag(name), *map(str, value))
         else:
             yield f"{_flag(name)}={value}"
 

@@ -1,19 +1,10 @@
 """A model on several ranks, and its gradients in flat buffers, summed over micro-batches and ranks.
 
-    model = distribute(model, "ddp")        # before the optimizer is made
-    gradients = make_gradients(model, optimizer, grad_accum)
-    for i, batch in enumerate(batches):
-        with gradients.accumulate(first=i == 0, last=i == len(batches) - 1):
-            (model(*batch) / (len(batches) * ranks.count)).backward()
-    gradients.set_grad()                      # parameter.grad is the sum over micro-batches and ranks
-    norm = optimizer.clip_gradients(1.0)
-
-Each parameter's gradient is a view of a buffer that is allocated once, so that a captured CUDA graph, a
-step without graphs and the optimizer all use the same memory. A wgrad GEMM writes or adds to the view
-itself, if it knows the attributes of Transformer Engine and Megatron-LM (`main_grad`, `overwrite_main_grad`,
-`grad_added_to_main_grad`); autograd's other gradients are copied or added. Ranks reduce a bucket of
-gradients on a CUDA stream of its own as soon as its last one is there (arXiv:2006.15704, section 3.2), or
-send it to the ranks that update its parts (nanote/peers.py).
+Each parameter's gradient is a view of a buffer that is allocated once: CUDA graphs, steps without graphs and
+the optimizer use the same memory. A wgrad GEMM writes or adds to the view itself, if it knows the attributes
+of Transformer Engine and Megatron-LM (`main_grad`, `overwrite_main_grad`, `grad_added_to_main_grad`);
+autograd's other gradients are copied or added. Ranks reduce a bucket of gradients on a CUDA stream of its own
+as soon as its last one is there (arXiv:2006.15704, section 3.2), or send it to peers (nanote/peers.py).
 """
 import contextlib
 from dataclasses import dataclass, field
@@ -36,23 +27,18 @@ def distribute(model, kind: str):
             if type(tensor) in (torch.Tensor, torch.nn.Parameter):
                 dist.broadcast(tensor.data, src=0)
         if kind != "ddp":
-            from nanote import fsdp
-
-            fsdp.shard(model, kind)
+            parallel.shard(model, kind)
     return model
 
 
 def make_gradients(model, optimizer, grad_accum: int):
     """Return the gradients of a run, and divide its update among ranks where that is possible. Collective."""
     if parallel.mesh(model) is not None:
-        from nanote.fsdp import ShardedGradients
-
-        return ShardedGradients(model)
+        return parallel.ShardedGradients(model)
     are_summed = grad_accum > 1 or parallel.world_size() > 1
     gradients = Gradients(model, dtype=torch.float32 if are_summed else None)
     if parallel.world_size() > 1:
         from nanote import peers
-
         gradients.undivided_reason = peers.divide_update(optimizer, gradients)
     return gradients
 
@@ -61,7 +47,7 @@ def make_gradients(model, optimizer, grad_accum: int):
 class Bucket:
     """Consecutive parameters of the backward pass, whose gradients are reduced together."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     buffer: torch.Tensor | None = None  # (size,)
     size: int = 0
     offsets: dict = field(default_factory=dict)  # parameter: its first element
@@ -70,20 +56,16 @@ class Bucket:
 
 
 class Gradients:
-    """The gradients of a model's parameters in flat buffers.
-
-    Parameters that no loss depends on have no gradient; on several ranks they must be the same in every step.
-
-    Args:
-        dtype: of the gradients; None: that of each parameter.
-    """
+    """The gradients of a model's parameters in flat buffers. Parameters that no loss depends on have no
+    gradient; on several ranks they must be the same in every step."""
 
     def __init__(self, model, dtype: torch.dtype | None = torch.float32):
+        """`dtype`: of the gradients; None: that of each parameter."""
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.active = self.first = self.reduces = False
         self.buckets, self.bucket_of, self.views = [], {}, {}  # parameter: its Bucket; its part of the buffer
-        self.used, self.is_agreed, self.ranks, self.peers = set(), False, parallel.world_size(), None
-        self.undivided_reason = ""  # why each rank updates all parameters
+        self.used, self.is_agreed, self.ranks = set(), False, parallel.world_size()
+        self.peers, self.undivided_reason = None, ""  # why each rank updates all parameters
         self._allocate(dtype)
         device = self.parameters[0].device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and self.ranks > 1 else None
@@ -95,8 +77,8 @@ class Gradients:
         """Divide the parameters into buckets of one dtype, in about the order of the backward pass."""
         for parameter in reversed(self.parameters):
             kind, size = dtype or parameter.dtype, round_up(parameter.numel(), ALIGNMENT)
-            bucket = self.buckets[-1] if self.buckets else None
-            if bucket is None or bucket.dtype != kind or (bucket.size + size) * kind.itemsize > BUCKET_BYTES:
+            bucket = self.buckets[-1] if self.buckets else Bucket(None)
+            if bucket.dtype != kind or (bucket.size + size) * kind.itemsize > BUCKET_BYTES:
                 bucket = Bucket(kind)
                 self.buckets.append(bucket)
             self.bucket_of[parameter], bucket.offsets[parameter] = bucket, bucket.size
@@ -108,12 +90,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def accumulate(self, first: bool, last: bool):
-        """Collect the gradients of the forward and backward pass of one micro-batch.
-
-        Args:
-            first: overwrite the gradients of the step before, instead of adding to them.
-            last: then sum over ranks, or send the parts of a divided update to their ranks.
-        """
+        """Collect the gradients of a micro-batch. The first overwrites; after the last, ranks reduce them."""
         self.first, self.reduces, self.reduced_buckets = first, last and self.ranks > 1, 0
         if first:
             self.used.clear()
@@ -131,27 +108,23 @@ class Gradients:
         finally:
             self.active = False
             for parameter in self.parameters:
-                del parameter.main_grad
+                vars(parameter).pop("main_grad", None)  # absent after an error in a chunk of the loss
         if self.reduces:
-            self._reduce_in_order()
             if self.stream is not None:
                 torch.cuda.current_stream().wait_stream(self.stream)
-            self._agree_on_used()
+            if not self.is_agreed:  # in the first step
+                found = torch.tensor([p in self.used for p in self.parameters], dtype=torch.float)
+                if any(0 < count < self.ranks for count in parallel.sum_over_ranks(found).tolist()):
+                    raise ValueError("data-parallel training: some parameters have a gradient on some ranks "
+                                     "only; let every parameter take part in every loss, or freeze it")
+            self.is_agreed = True
 
     def set_grad(self) -> None:
-        """Set `grad` of each parameter that has a gradient; any other is left alone by the optimizer."""
+        """Set `grad` of each parameter that has a gradient; the optimizer leaves any other as it is."""
         for parameter in self.parameters:
             parameter.grad = self.views[parameter] if parameter in self.used else None
 
-    def _agree_on_used(self):
-        """Check, in the first step, that all ranks have gradients of the same parameters."""
-        if not self.is_agreed:
-            found = torch.tensor([p in self.used for p in self.parameters], dtype=torch.float)
-            if any(0 < count < self.ranks for count in parallel.sum_over_ranks(found).tolist()):
-                raise ValueError("data-parallel training: some parameters have a gradient on some ranks "
-                                 "only; let every parameter take part in every loss, or freeze it")
-        self.is_agreed = True
-
+    @torch.no_grad()
     def _collect(self, parameter):
         """Take a parameter's gradient when autograd has it."""
         if not self.active:  # a backward pass outside `accumulate`
@@ -159,31 +132,17 @@ class Gradients:
         bucket, gradient = self.bucket_of[parameter], parameter.grad
         in_main_grad = parameter.grad_added_to_main_grad
         if in_main_grad and gradient is not None and gradient.data_ptr() != parameter.main_grad.data_ptr():
-            with torch.no_grad():  # of a tied weight: autograd has added the embedding's to main_grad's
-                parameter.main_grad.copy_(gradient)
+            parameter.main_grad.copy_(gradient)  # a tied weight: autograd has added the embedding's
         parameter.grad, parameter.grad_added_to_main_grad = None, False
         if parameter not in bucket.missing:
-            self._add_second(bucket, parameter, gradient, in_main_grad)
-            return
+            raise ValueError("a parameter has two gradients in one backward pass; pass use_reentrant=False "
+                             "to torch.utils.checkpoint.checkpoint")
         if not in_main_grad:
             bucket.collected.append((parameter.main_grad, gradient))
         bucket.missing.discard(parameter)
         self.used.add(parameter)
         if not bucket.missing:
             self._complete(bucket)
-
-    @torch.no_grad()
-    def _add_second(self, bucket, parameter, gradient, in_main_grad: bool):
-        """Add a further gradient of the same backward pass: of a layer in two reentrant checkpoints."""
-        if self.reduces and not bucket.missing:
-            raise ValueError("data-parallel training: a parameter has a gradient after its sum over ranks; "
-                             "pass use_reentrant=False to torch.utils.checkpoint.checkpoint")
-        for number, (view, earlier) in enumerate(bucket.collected):
-            if view is parameter.main_grad:
-                bucket.collected[number] = view, earlier + gradient
-                return
-        if not in_main_grad:
-            parameter.main_grad.add_(gradient)
 
     @torch.no_grad()
     def _complete(self, bucket):
@@ -193,12 +152,11 @@ class Gradients:
                 parameter.main_grad.zero_()
         if bucket.collected:
             views, gradients = map(list, zip(*bucket.collected))
-            if self.first:
-                torch._foreach_copy_(views, gradients)
-            else:  # in one dtype, because PyTorch adds tensors of two dtypes one by one
-                same_dtype = [torch.empty_like(view) for view in views]
-                torch._foreach_copy_(same_dtype, gradients)
-                torch._foreach_add_(views, same_dtype)
+            # in one dtype, because PyTorch adds tensors of two dtypes one by one
+            copies = views if self.first else [torch.empty_like(view) for view in views]
+            torch._foreach_copy_(copies, gradients)
+            if not self.first:
+                torch._foreach_add_(views, copies)
         bucket.missing, bucket.collected = set(), []
         if self.reduces:
             self._reduce_in_order()

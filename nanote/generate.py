@@ -1,11 +1,10 @@
-"""Generate tokens from a trained model, and choose the device.
+"""Generate tokens from a trained model.
 
-Use `generate` with any of the model files; sample.py is its command line. Two decisions:
 - FP8 is off. With a key-value cache each step has one row per GEMM, and FP8 GEMMs need multiples of 8 rows;
   padding costs more than FP8 saves. Checkpoints store weights in high precision, so nothing is lost.
 - When the context is full (n_positions tokens), the window restarts from its last n_positions / 2 tokens, and
-  their keys and values are recomputed, because every position changes. That is one such pass per
-  n_positions / 2 tokens instead of one per token. The windows are the same with and without the cache.
+  their keys and values are recomputed, because every position changes: not for each token, with or without
+  the cache.
 """
 import contextlib
 import math
@@ -21,11 +20,9 @@ def generate(model, ids, max_new_tokens, *, temperature=1.0, top_k=None, top_p=N
     """Return up to `max_new_tokens` token ids that continue `ids`, a list of at least one.
 
     Args:
-        model: left in the mode and with the FP8 setting that it had.
         temperature: 0 takes the most likely token. top_k, top_p: see sample.py. generator: torch.Generator.
         vocab_size: the tokenizer's, if the model's is padded above it.
         stop: token ids that end the text; the last one returned is one of them.
-        use_cache: use the model's key-value cache, if it has one.
         on_token: called with each new token id, such as to show the text as it comes.
     """
     if not 0 <= temperature < math.inf:
@@ -65,8 +62,7 @@ def pick(logits, temperature, top_k, top_p, generator):
     """Sample one token id from logits (V,). ValueError for logits that are NaN or infinite."""
     highest = logits.max()
     if not highest.isfinite():
-        raise ValueError("the model's logits are not finite: its weights are damaged or diverged; take an "
-                         "earlier checkpoint")
+        raise ValueError("the logits are not finite: the model's weights diverged; use an earlier checkpoint")
     if temperature == 0:
         return int(logits.argmax())
     # Subtracting first keeps the highest logit at 0 for any temperature; 1e-30 since float32 ends at 1e-45.

@@ -12,15 +12,13 @@ CUDA graph is one launch. Three ideas:
   graphs: the first casts weights to FP8 and overwrites gradients, the last reduces them over ranks.
 - All memory that a replay reads or writes lives as long as the graphs. These calls and the capture allocate
   from a private pool, and `keep` returns what was allocated before, such as Transformer Engine's FP8 state.
-  TE may drop its tensors or make new ones meanwhile; no other tensor gets the memory of the old ones.
 
 Reference: docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
-import contextlib
 import gc
-import warnings
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 EAGER_CALLS = 2  # before a capture
 
@@ -31,15 +29,11 @@ class CudaGraph:
     The function takes tensors, or tuples of tensors, as positional arguments; they are copied to the memory
     that the graph reads. It returns a tensor or None; each call returns a new tensor.
 
-    A capture fixes everything else: Python in the function does not run again, and neither do random
-    choices, counters or conditions in it. The shapes of the arguments, the settings of modules (dropout, an
-    activation, eps, train and eval), hooks, the recipe, which parameters require gradients, and where
-    parameters, gradients and optimizer state are in memory stay as they were. After a change of any of
-    these call `recapture()`. A learning rate has to be a tensor. Gradients must keep their memory: use
-    zero_grad(set_to_none=False), or tensors of your own as nanote.ddp.Gradients does.
-
-    `function` is the function itself, to run a step without the graphs; its activations are allocated beside
-    the graphs' pool.
+    A capture fixes everything else: Python in the function does not run again. The shapes of the arguments,
+    the settings of modules (dropout, an activation, eps, train and eval), hooks, the recipe, which parameters
+    require gradients, and where parameters, gradients and optimizer state are in memory stay as they were.
+    After a change of any of these call `recapture()`. A learning rate has to be a tensor. Gradients must keep
+    their memory: use zero_grad(set_to_none=False), or tensors of your own as nanote.ddp.Gradients does.
     """
 
     def __init__(self, function, keep=list):
@@ -52,17 +46,17 @@ class CudaGraph:
         """Forget the graphs: the next calls run the function again, and then capture it as it is by then."""
         self.captured = {}  # keyword arguments: (graph, inputs, output, kept objects)
         self.calls = {}  # keyword arguments: number of calls without a graph
-        self.shapes = {}  # keyword arguments: shapes and dtypes of the tensors
+        self.shapes = {}  # keyword arguments: shapes and dtypes of the tensors, as text
         self.pool = torch.cuda.MemPool()
         gc.collect()
         torch.cuda.empty_cache()  # memory that other pools keep is of no use to this one
 
     def __call__(self, *arguments, **options):
-        key, tensors = tuple(sorted(options.items())), list(_flatten(arguments))
-        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        key, tensors = tuple(sorted(options.items())), tree_leaves(arguments)
+        shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
         if self.shapes.setdefault(key, shapes) != shapes:
-            raise ValueError(f"CUDA graph: tensors of {_describe(shapes)}, and the graph is for "
-                             f"{_describe(self.shapes[key])}; pass tensors of one shape, or call recapture()")
+            raise ValueError(f"CUDA graph: tensors of {shapes}, and the graph is for {self.shapes[key]}; "
+                             "pass tensors of one shape, or call recapture()")
         if key not in self.captured:
             self.calls[key] = self.calls.get(key, 0) + 1
             if self.calls[key] <= EAGER_CALLS:
@@ -74,61 +68,27 @@ class CudaGraph:
         graph.replay()
         return None if output is None else output.clone()
 
-    @contextlib.contextmanager
-    def _on_stream(self):
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            yield
-        torch.cuda.current_stream().wait_stream(self.stream)
-
     def _run(self, arguments, options):
         """Run the function itself, with memory of the private pool."""
         # PyTorch selects the pool for a thread, so the backward pass has to run on this one.
         on_this_thread = torch.autograd.set_multithreading_enabled(False)
-        with self._on_stream(), torch.cuda.use_mem_pool(self.pool), on_this_thread:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(self.pool), on_this_thread:
             output = self.function(*arguments, **options)
+        torch.cuda.current_stream().wait_stream(self.stream)
         return None if output is None else output.clone()
 
     def _capture(self, arguments, options):
         """Capture the function; nothing runs on the GPU yet."""
-        arguments, kept, graph = _copy(arguments), self.keep(), torch.cuda.CUDAGraph()
+        arguments, kept, graph = tree_map(torch.clone, arguments), self.keep(), torch.cuda.CUDAGraph()
         gc.collect()  # freeing memory that ranks share waits for the GPU, which a capture must not
         try:
             with torch.cuda.graph(graph, pool=self.pool.id, stream=self.stream,
                                   capture_error_mode="thread_local"):
                 output = self.function(*arguments, **options)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            _end_failed_capture(self.pool)
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
             raise ValueError(f"CUDA graphs cannot capture this step: {str(error).splitlines()[0]}; pass "
                              "--cuda-graph off") from error
-        return graph, list(_flatten(arguments)), output, kept
-
-
-def _end_failed_capture(pool) -> None:
-    """End a capture that failed: PyTorch 2.11 leaves the allocator and the random generator in it."""
-    with contextlib.suppress(AttributeError, RuntimeError):
-        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool.id)
-    with contextlib.suppress(RuntimeError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the end of an empty graph's capture takes the generator out
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-            pass
-
-
-def _flatten(arguments):
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            yield argument
-        else:
-            yield from _flatten(argument)
-
-
-def _copy(arguments):
-    """Return the arguments with copies of their tensors."""
-    return tuple(argument.clone() if isinstance(argument, torch.Tensor) else _copy(argument)
-                 for argument in arguments)
-
-
-def _describe(shapes) -> str:
-    return ", ".join(f"{shape} {str(dtype).removeprefix('torch.')}" for shape, dtype in shapes) or "none"
+        return graph, tree_leaves(arguments), output, kept

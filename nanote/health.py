@@ -5,13 +5,12 @@
     health(model)["blocks.0.attn.qkv"]["input"]
     # {"amax": 4.51, "scale": 74.7, "saturated": 0.0, "flushed": 0.0004}
 
-`scale` is the factor before the cast. If amax * scale is far below the format's maximum, range is unused;
-above it, the largest values saturate. `saturated` is their fraction, `flushed` the fraction of the non-zero
-values that become zero. What is unknown is None.
+`scale` is the factor before the cast. If amax * scale is above the format's maximum, the largest values
+saturate. `flushed` is the fraction of the non-zero values that become zero. What is unknown is None.
 
-Hooks read the tensors before they are quantized, and the scales in TE's `fp8_meta`. They change nothing. They
-work with TE and te_reference, in eager steps: neither CUDA graphs nor compiled code run hooks. Between the
-GEMMs of a `LayerNormMLP` (fc2_input, fc1_output_gradient) only delayed scaling tells amax and scale.
+Hooks read the tensors before they are quantized, and the scales in TE's `fp8_meta`: in eager steps, since
+neither CUDA graphs nor compiled code run hooks. Between the GEMMs of a `LayerNormMLP` (fc2_input,
+fc1_output_gradient) only delayed scaling tells amax and scale.
 """
 import math
 from contextlib import contextmanager
@@ -65,11 +64,9 @@ def _gemms(module) -> dict:
 
 
 def _delayed(module, tensor: str) -> dict:
-    """Return the newest amax and the scale of a tensor under delayed scaling.
-
-    TE's order in fp8_meta is input, weight, output of each GEMM in the forward pass; output gradient, input
-    gradient in backward. The newest amax is in row 0 of the history; after an update of scales, in the last.
-    """
+    """Return the newest amax and the scale of a tensor under delayed scaling. TE's order in fp8_meta is
+    input, weight, output of each GEMM in the forward pass; output gradient, input gradient in backward. The
+    newest amax is in row 0 of the history; after an update of scales, in the last."""
     gemm, is_gradient = int(tensor.startswith("fc2_")), tensor.endswith("gradient")
     state = module.fp8_meta["scaling_bwd" if is_gradient else "scaling_fwd"]
     index = 2 * gemm if is_gradient else 3 * gemm + tensor.endswith("weight")
@@ -123,10 +120,9 @@ def _normed(module, x):
 def _statistics(module, tensor: str, x) -> dict:
     """Return the statistics of x (any shape), the values of `tensor` before quantization."""
     recipe, chunks = module.fp8_meta["recipe"], x.reshape(-1).split(CHUNK)
-    # ignore NaN, as TE does
     amax = torch.stack([c.abs().nan_to_num(nan=0.0, posinf=math.inf).amax().float() for c in chunks]).amax()
     if not (recipe.delayed() or recipe.float8_current_scaling()):
-        # block scaling: a scale per block from its own amax, so nothing saturates; custom recipe: unknown
+        # with a scale per block nothing saturates; what a custom recipe does is unknown
         return {"amax": amax, "scale": None, "saturated": None if recipe.custom() else 0.0, "flushed": None}
     formats = recipe.fp8_format.value
     fp8_max = formats.max_bwd if tensor.endswith("gradient") else formats.max_fwd
@@ -147,13 +143,10 @@ def _statistics(module, tensor: str, x) -> dict:
 
 
 def plot(records: list[dict], path, title: str = "", fp8_format: str = "hybrid") -> None:
-    """Draw records {"step", "health"} as heat maps, GEMMs x steps, one column for each of KINDS.
-
-    Rows: headroom (bits of range above amax) and flushed; if both are unknown (block scaling), amax.
-    """
+    """Draw records {"step", "health"} as heat maps of GEMMs x steps: headroom (bits above amax), and flushed.
+    What is unknown, as with block scaling, is grey."""
     from matplotlib.colors import LogNorm, TwoSlopeNorm
     from matplotlib.figure import Figure
-
     gemms, cells = {}, []  # {name: row}, [(kind, row, column, quantities)]
     for column, record in enumerate(records):
         for module, tensors in record["health"].items():
@@ -161,32 +154,29 @@ def plot(records: list[dict], path, title: str = "", fp8_format: str = "hybrid")
                 kind = next(kind for kind in KINDS if tensor.endswith(kind))
                 row = gemms.setdefault(f"{module} {tensor.removesuffix(kind)}".rstrip("_ "), len(gemms))
                 cells.append((KINDS.index(kind), row, column, _quantities(values, kind, fp8_format)))
-    maps = torch.full((3, len(KINDS), len(gemms), len(records)), math.nan)
+    maps = torch.full((2, len(KINDS), len(gemms), len(records)), math.nan)
     for kind, row, column, quantities in cells:
         maps[:, kind, row, column] = torch.tensor(quantities)
     styles = [("headroom (bits; red: saturated)", "RdBu", TwoSlopeNorm(0, -2, 6)),
-              ("flushed to zero (%)", "viridis", LogNorm(1e-3, 100)), ("log2 amax", "viridis", None)]
-    shown = [i for i in (0, 1) if maps[i].isfinite().any()] or [2]
-    figure = Figure(figsize=(12, 1 + max(2.2, 0.17 * len(gemms)) * len(shown)), layout="constrained")
-    axes_grid = figure.subplots(len(shown), len(KINDS), squeeze=False, sharey=True)
-    ticks = range(0, len(records), (len(records) + 7) // 8)  # at most eight
-    for axes_row, (label, colors, norm), row_maps in zip(axes_grid, [styles[i] for i in shown], maps[shown]):
-        for axes, kind, values in zip(axes_row, KINDS, row_maps):
-            mesh = axes.pcolormesh(values, cmap=colors, norm=norm)
-            axes.set_facecolor("lightgrey")  # unknown values
-            axes.set_title(kind.replace("_", " "), fontsize=11)
-            axes.set_xticks([i + 0.5 for i in ticks], [records[i]["step"] for i in ticks], fontsize=9)
-            axes.set_yticks([i + 0.5 for i in range(len(gemms))], list(gemms), fontsize=9)
-        figure.colorbar(mesh, ax=list(axes_row), label=label, extend="both")
-    axes.invert_yaxis()  # shared by all axes: the first block is on top
+              ("flushed to zero (%)", "viridis", LogNorm(1e-3, 100))]
+    figure = Figure(figsize=(12, 1 + 2 * max(2.2, 0.17 * len(gemms))), layout="constrained")
     figure.suptitle(f"{title}: FP8 health by step", fontsize=12)
+    grid = figure.subplots(2, len(KINDS), sharex=True, sharey=True)
+    for axes_row, (label, colors, norm), row_maps in zip(grid, styles, maps):
+        for axes, kind, values in zip(axes_row, KINDS, row_maps):
+            image = axes.imshow(values, cmap=colors, norm=norm, aspect="auto", interpolation="nearest")
+            axes.set_facecolor("lightgrey")
+            axes.set_title(kind.replace("_", " "), fontsize=11)
+        figure.colorbar(image, ax=list(axes_row), label=label, extend="both")
+    ticks = range(0, len(records), (len(records) + 7) // 8)  # at most eight
+    axes.set_xticks(ticks, [records[i]["step"] for i in ticks], fontsize=9)
+    axes.set_yticks(range(len(gemms)), list(gemms), fontsize=9)
     figure.savefig(path, dpi=130)
 
 
 def _quantities(values: dict, kind: str, fp8_format: str) -> list[float]:
-    """Return headroom in bits, flushed in percent, log2 of amax; NaN if unknown."""
+    """Return headroom in bits and flushed in percent; NaN if unknown."""
     fp8_max = 57344 if kind == "output_gradient" and fp8_format != "e4m3" else 448
-    amax, used = values["amax"], values["amax"] * (values["scale"] or 0)
+    used = values["amax"] * (values["scale"] or 0)
     return [math.log2(fp8_max / used) if 0 < used < math.inf else math.nan,
-            math.nan if values["flushed"] is None else max(100 * values["flushed"], 1e-3),  # log axis
-            math.log2(amax) if 0 < amax < math.inf else math.nan]
+            math.nan if values["flushed"] is None else max(100 * values["flushed"], 1e-3)]  # log axis

@@ -1,4 +1,4 @@
-"""The logs of a run: losses, speed and model FLOP utilization (MFU).
+"""The logs of a run: losses, speed and model FLOP utilization (MFU); traces of steps for --profile.
 
 A training loop calls `Log.add` after every step and, every few steps, `read`, `record` and `write`. Losses
 stay on the device until `read`: the host does not wait for the GPU between log lines. A log that cannot be
@@ -7,6 +7,7 @@ written does not stop a run: its lines are kept and written later.
 import contextlib
 import json
 import math
+import re
 import signal
 import sys
 import time
@@ -67,8 +68,7 @@ class Log:
         self.is_writer, self.flops = self.ranks.rank == 0, None  # of a token, if known
         self.first_step, self.step = first_step, first_step - 1
         self.pending = []  # (step, loss, gradient norm) of the steps since the last `read`, on the device
-        self.finite = None  # (loss, gradient norm) of the last step that was not skipped
-        self.skipped = []  # steps
+        self.skipped, self.finite = [], None  # steps; (loss, gradient norm) of the last that was not skipped
         self.seconds, self.steps = 0.0, 0  # training time and steps since the last `record`
         self.started = self.clock = time.perf_counter()
         self.waiting = {}  # {file name: lines that are not written yet}
@@ -248,3 +248,55 @@ def plot_losses(folder) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=str(folder))
     axes.legend()
     figure.savefig(Path(folder, "loss.png"), dpi=150)
+
+
+def profiler(steps: str, folder, device: torch.device):
+    """Return a context manager of `step`: `with step(number):` traces the steps START:STOP, on rank 0. The
+    device is synchronized before and after them, so the trace holds them completely, and no others."""
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", steps)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(f"--profile {steps}: must be START:STOP, such as 10:12; the first step is 1")
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    profile, is_running = torch.profiler.profile(), False
+
+    @contextlib.contextmanager
+    def step(number: int):
+        nonlocal is_running
+        if parallel.rank() != 0 or not first <= number <= last:
+            yield
+            return
+        if not is_running:
+            synchronize()
+            profile.start()
+            is_running = True
+        with torch.profiler.record_function(f"step {number}"):
+            yield
+        if number == last:
+            write()
+
+    def write() -> None:
+        nonlocal is_running
+        is_running = False
+        synchronize()
+        profile.stop()
+        path = Path(folder, "profile")
+        try:
+            path.mkdir(exist_ok=True)
+            profile.export_chrome_trace(str(path / "trace.json.gz"))
+            order = f"self_{device.type}_time_total"
+            table = profile.key_averages().table(sort_by=order, row_limit=50, max_name_column_width=80)
+            (path / "table.txt").write_text(table)
+            print(f"--profile {steps}: {path} has a table, and a trace for ui.perfetto.dev")
+        except (OSError, RuntimeError) as problem:  # must not hide why a run failed
+            print(f"--profile {steps}: {problem}; training continues")
+
+    @contextlib.contextmanager
+    def steps_of_run():
+        try:
+            yield step
+        finally:
+            if is_running:  # the run has ended before the last of the steps
+                write()
+
+    return steps_of_run()

@@ -1,12 +1,7 @@
-"""Save memory in training: keep activations on the host, compute the loss in chunks.
+"""Save memory in training: keep activations on the host (--offload-activations), compute the loss in chunks.
 
-Both are applied to a model from outside and change no result but for rounding. `make_model` calls them for
---offload-activations and --loss-chunks:
-
-    offload_activations(model, 4)    # needs model.blocks
-    chunk_loss(model, 8)             # needs model.output(x, labels, is_first_microbatch)
+Both are applied to a model from outside and change no result but for rounding.
 """
-import contextlib
 from functools import partial
 
 import torch
@@ -14,21 +9,8 @@ import torch
 from nanote.recipes import round_up, te
 
 
-def save_memory(model, offloaded_blocks: int, loss_chunks: int) -> None:
-    """Apply --offload-activations and --loss-chunks to a model."""
-    if offloaded_blocks:
-        offload_activations(model, offloaded_blocks)
-    if loss_chunks > 1:
-        chunk_loss(model, loss_chunks)
-
-
 def offload_activations(model, blocks) -> None:
-    """Keep what the first `blocks` blocks save for the backward pass in host memory.
-
-    The copies are Transformer Engine's. torch.autograd.graph.save_on_cpu would also copy weights, convert FP8
-    tensors to BF16, and make the GPU wait for each copy. TE counts the blocks of a training pass, so its
-    context is around each of them, and around none in evaluation.
-    """
+    """Keep what the first `blocks` blocks save in host memory, by Transformer Engine, which counts blocks."""
     n_layer = len(getattr(model, "blocks", ()))
     if not blocks < n_layer or getattr(model.config, "gradient_checkpointing", False):
         raise ValueError(f"--offload-activations {blocks}: must be less than the model's {n_layer} blocks, "
@@ -53,9 +35,7 @@ def chunk_loss(model, chunks) -> None:
     """Compute `model.output` in `chunks` chunks of the tokens if labels are given.
 
     Each chunk goes forward and at once backward, so that only one chunk of logits exists at a time and
-    nothing is computed twice. This takes memory for a gradient of the hidden states, and for the gradients of
-    the parameters in float32. To delayed scaling the chunks are one pass: their amax values meet in the same
-    row of the histories, and weights are quantized for the first chunk only.
+    nothing is computed twice. To delayed scaling the chunks are one pass, with one row of the amax history.
     """
     if not hasattr(type(model), "output"):
         raise ValueError(f"--loss-chunks {chunks}: {type(model).__name__} has no method output(x, labels, "
@@ -73,7 +53,10 @@ def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=N
     # FP8 GEMMs need multiples of 16 rows, MXFP8's of 32
     rows = round_up((len(hidden) + chunks - 1) // chunks, 32)
     count, total = (labels != -100).sum().clamp(min=1), 0.0
-    parameters, sums, d_hidden = None, [], []
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # wgrad GEMMs must return gradients: those of a chunk are not yet those of the step
+    main_grads = {p: vars(p).pop("main_grad") for p in parameters if needs_grad and hasattr(p, "main_grad")}
+    sums, d_hidden = {}, []  # {parameter of the head: its gradient in float32}
     for i, (chunk, y) in enumerate(zip(hidden.split(rows), labels.split(rows))):
         # Evaluation leaves the FP8 weights of training as they are
         first = i == 0 and is_first_microbatch is not False if needs_grad else None
@@ -81,45 +64,21 @@ def _chunked_output(model, output, chunks, x, labels=None, is_first_microbatch=N
         part = chunk[None] if is_tensor else type(x)(chunk)
         loss = output(model, part, y[None], first) * ((y != -100).sum() / count)
         if needs_grad:
-            if parameters is None:
-                parameters = _leaves(loss.grad_fn, chunk)
-                sums = [torch.zeros(p.shape, dtype=torch.float32, device=p.device) for p in parameters]
-            with _without_main_grad(parameters):
-                d_chunk, *gradients = torch.autograd.grad(loss, [chunk, *parameters])
+            inputs = [chunk, *(sums or parameters)]
+            d_chunk, *gradients = torch.autograd.grad(loss, inputs, allow_unused=not sums)
             d_hidden.append(d_chunk)
-            for sum_, gradient in zip(sums, gradients):
-                sum_.add_(gradient)
+            for parameter, gradient in zip(inputs[1:], gradients):
+                if parameter in sums:
+                    sums[parameter].add_(gradient)
+                elif gradient is not None:
+                    sums[parameter] = gradient.to(torch.float32, copy=True)
         total = total + loss.detach()
     if not needs_grad:
         return total
-    gradients = [torch.cat(d_hidden), *(sum_.to(p.dtype) for sum_, p in zip(sums, parameters))]
-    return _WithGradients.apply(total, gradients, hidden, *parameters)
-
-
-@contextlib.contextmanager
-def _without_main_grad(parameters):
-    """Let wgrad GEMMs return gradients: those of a chunk are not yet those of the step."""
-    kept = [(parameter, vars(parameter).pop("main_grad")) for parameter in parameters
-            if hasattr(parameter, "main_grad")]
-    try:
-        yield
-    finally:  # an error, such as running out of memory, is the user's to see
-        for parameter, main_grad in kept:
-            parameter.main_grad = main_grad
-
-
-def _leaves(node, excluded) -> list:
-    """Return the leaf tensors, other than `excluded`, that the graph of `node` has gradients for."""
-    found, seen, nodes = [], set(), [node]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes += [following for following, _ in node.next_functions]
-        if getattr(node, "variable", excluded) is not excluded:
-            found.append(node.variable)
-    return found
+    for parameter, main_grad in main_grads.items():
+        parameter.main_grad = main_grad
+    gradients = [torch.cat(d_hidden), *(sum_.to(parameter.dtype) for parameter, sum_ in sums.items())]
+    return _WithGradients.apply(total, gradients, hidden, *sums)
 
 
 class _WithGradients(torch.autograd.Function):

@@ -39,24 +39,15 @@ MODELS = {  # --model: (module, model class, config class)
     "te": ("model_te", "TEGPT2Model", "TEConfig"),
 }
 FAST = ("model_te_fast", "FastGPT2Model", "FastConfig")  # the network of optimized, for a Hopper GPU
-MAX_FAST_WIDTH = 16384  # of the norms of fast_kernels
-# Options that a model may lack, since they are fields of its config.
+# fields of a model's config, which it may lack
 OPTIONS = """n_layer n_head n_kv_head head_dim n_embd n_inner activation use_rmsnorm use_rotary rope_theta
     use_qk_norm bias tie_embeddings layernorm_epsilon dropout attn_dropout attention gradient_checkpointing
     fp8_lm_head fp8_skip_first fp8_skip_last""".split()
 
 
-# ---------------------------------------------------------------- the trainer's model
-
 def make_model(config, device, dtype, recipe, saved=None):
-    """Build the model of a TrainConfig on `device` in `dtype`, with `recipe` and what saves memory.
-
-    `config` must have its vocab_size and n_positions.
-
-    Args:
-        saved: model_config of the checkpoint that the run continues. Fields of your own model that are no
-            options keep those values, whatever the file's defaults are now.
-    """
+    """Build the model of a TrainConfig. `saved`: model_config of the checkpoint that the run continues, whose
+    values the fields of your own model that are no options keep."""
     options = dataclasses.asdict(config) | {"use_fp8": recipe is not None}
     name, reason = pick_model(options, device, dtype)
     if is_file(name):
@@ -81,10 +72,12 @@ def make_model(config, device, dtype, recipe, saved=None):
     if recipe is not None:
         recipes.check_shapes(model_config, config.micro_batch_size, config.seq_len, config.fp8_recipe)
         model.fp8_recipe = recipe
-    if config.offload_activations or config.loss_chunks > 1:
-        from nanote import memory
-
-        memory.save_memory(model, config.offload_activations, config.loss_chunks)
+    if config.offload_activations:
+        from nanote.memory import offload_activations
+        offload_activations(model, config.offload_activations)
+    if config.loss_chunks > 1:
+        from nanote.memory import chunk_loss
+        chunk_loss(model, config.loss_chunks)
     engine = getattr(sys.modules[type(model).__module__], "te", recipes.te).__name__.partition(".")[0]
     model.choice = f"on {engine}" + (f" (not model_te_fast: {reason})" if reason else "")
     return model
@@ -92,10 +85,10 @@ def make_model(config, device, dtype, recipe, saved=None):
 
 def pick_model(options: dict, device, dtype) -> tuple[str, str]:
     """Return the name of the model that --model means, and why "auto" is not the fast one."""
-    if options["model"] == "auto" and torch.device(device).type != "cuda":
-        return "optimized", "there is no GPU"
     if options["model"] not in ("auto", "fast"):
         return options["model"], ""
+    if options["model"] == "auto" and torch.device(device).type != "cuda":
+        return "optimized", "there is no GPU"
     reason = _reason_against_fast(options, dtype)
     if reason and options["model"] == "fast":
         raise ValueError(f"--model fast: {reason}; pass --model optimized")
@@ -116,14 +109,13 @@ def _reason_against_fast(options: dict, dtype) -> str:
         "it has no modules for --fp8-health-interval": options["fp8_health_interval"] > 0,
         f"it has no --attention {options['attention']}": options["attention"] in ("sdpa", "te"),
         "it has no --offload-activations": options["offload_activations"] > 0,
-        f"--n-embd {options['n_embd']} is over {MAX_FAST_WIDTH}": options["n_embd"] > MAX_FAST_WIDTH,
+        f"--n-embd {options['n_embd']} is over 16384": options["n_embd"] > 16384,  # the norms' limit
     }
-    reason = next((reason for reason, applies in unsupported.items() if applies), "")
-    if not reason:
-        from fast_kernels import modules  # needs Triton
-
-        reason = modules.unsupported_reason()
-    return reason
+    for reason, applies in unsupported.items():
+        if applies:
+            return reason
+    from fast_kernels import modules  # needs Triton
+    return modules.unsupported_reason()
 
 
 def describe(model):
@@ -133,10 +125,7 @@ def describe(model):
 
 
 def check_first_pass(model, batch):
-    """Run a forward and backward pass, before a run writes anything, of your own or a compiled model.
-
-    ValueError, in one line, if it is not what the trainer needs. The FP8 state is left as it was.
-    """
+    """Raise ValueError unless your own or a compiled model can train. The FP8 state is left as it was."""
     name = type(model).__name__
     if not hasattr(model, "config"):
         raise ValueError(f"{name}: has no attribute config; add self.config = config to its constructor")
@@ -163,10 +152,8 @@ def check_first_pass(model, batch):
 
 def flops_per_token(model_config, parameters: int, seq_len: int) -> float:
     """Return 6N + 12·L·C·T, the FLOPs per token of forward and backward (PaLM, arXiv:2204.02311, appendix B).
-
     N: parameters used in GEMMs, so without the position table and, if untied, without the token embedding. L
-    layers, C = heads times head dimension, T = seq_len. Recomputed activations are not counted.
-    """
+    layers, C = heads times head dimension, T = seq_len."""
     if not getattr(model_config, "use_rotary", False):
         parameters -= model_config.n_positions * model_config.n_embd
     if not model_config.tie_embeddings:
@@ -227,16 +214,12 @@ def model_classes(name):
 
 
 def load_file(name):
-    """Import the model path/to/file.py:Class, for `model_classes`.
-
-    This runs the file: call it with what the user typed, never with what a checkpoint or a config file says.
-    """
+    """Import the model path/to/file.py:Class. This runs code: only what the user has typed may be loaded."""
     path, _, class_name = name.rpartition(":")
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)  # for what the file imports from beside it
-    # another name than the file's, which may be a copy of one of the five
-    spec = importlib.util.spec_from_file_location(f"own_model_{Path(path).stem}", path)
+    spec = importlib.util.spec_from_file_location(f"own_model_{Path(path).stem}", path)  # may be a copy
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # a dataclass looks its module up there
     try:
@@ -252,7 +235,7 @@ def _config_class(name, model_class, module):
     """Return the dataclass that `model_class` takes; see the top of this file."""
     parameter = next(iter(inspect.signature(model_class).parameters.values()), None)
     annotation = getattr(parameter, "annotation", None)
-    candidates = [annotation] if dataclasses.is_dataclass(annotation) else list(vars(module).values())
+    candidates = [annotation] if dataclasses.is_dataclass(annotation) else vars(module).values()
     found = [value for value in candidates if isinstance(value, type) and dataclasses.is_dataclass(value)
              and {"vocab_size", "n_positions"} <= {field.name for field in dataclasses.fields(value)}]
     if len(found) != 1:

@@ -1,15 +1,9 @@
 """Optimizers: AdamW, and Muon for the matrices of the blocks with AdamW for the rest.
 
-`make_optimizer(model, config)` returns an `Optimizer`, which is what a training step uses:
-
-    optimizer.set_lr(6e-4)
-    norm = optimizer.clip_gradients(1.0)
-    optimizer.step(skip=~norm.isfinite())
-
 To train with an optimizer of your own, call a function of yours in train.py, in place of `make_optimizer`.
 Parameters are BF16 on a GPU, and an update rounded to BF16 is mostly lost, so keep a float32 copy as
-state["master_param"], as nanote/muon.py does: checkpoints store every tensor and number of `state`, and
-sample.py reads the masters by this name.
+state["master_param"], as `Muon` does: checkpoints store every tensor and number of `state`, and sample.py
+reads the masters by this name.
 
 Reference: AdamW is algorithm 2 of arXiv:1711.05101.
 """
@@ -21,19 +15,13 @@ from nanote import parallel, recipes
 
 
 class Optimizer:
-    """One optimizer, or several for different parameters of a model, as a training step uses them.
-
-    Attributes:
-        parts: the torch.optim.Optimizer objects.
-        fast_adam: the part, if it is a single fast_kernels.adam.FastAdam; else None.
-        capturable: whether a CUDA graph can replay `clip_gradients` and `step`: they run without the host.
-    """
+    """One optimizer, or several for different parameters of a model, as a training step uses them."""
 
     def __init__(self, model, *parts, fast_adam=None):
+        """`parts`: torch.optim.Optimizer objects; `fast_adam`: a single one that is a FastAdam."""
         self.parts, self.mesh = list(parts), parallel.mesh(model)
         self.parameters = parallel.local_parameters(model)
-        self.fast_adam, self.capturable = fast_adam, fast_adam is not None
-        self.gradient_scale = None
+        self.fast_adam, self.capturable = fast_adam, fast_adam is not None  # by a CUDA graph
 
     @property
     def param_groups(self) -> list[dict]:
@@ -85,27 +73,20 @@ class Optimizer:
 
 def make_optimizer(model, config) -> Optimizer:
     """Return the optimizer of a run: AdamW, or Muon for the matrices of model.blocks and AdamW for the rest.
-
-    Both use the same learning rate, decay matrices only and update float32 masters of BF16 and FP8 weights.
-    AdamW is fast_kernels' FastAdam on a GPU; TE's FusedAdam with --fp8-param and on the CPU. Muon takes the
-    fused QKV weight as one matrix.
-    """
-    matrices = []
-    if config.optimizer == "muon":
-        from nanote.muon import Muon, matrices_of_blocks
-        matrices = matrices_of_blocks(model, config.fp8_param)
+    Both use one learning rate, decay matrices only and update float32 masters of BF16 and FP8 weights. AdamW
+    is fast_kernels' FastAdam on a GPU; TE's FusedAdam with --fp8-param and on the CPU."""
+    matrices = matrices_of_blocks(model, config.fp8_param) if config.optimizer == "muon" else []
     of_muon = set(map(id, matrices))
     parameters = [p for p in parallel.local_parameters(model) if id(p) not in of_muon]
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
     moments = getattr(torch, config.moment_dtype)
     # FP8 weights have no BF16 bits that a remainder could complete
-    options = dict(lr=config.lr, betas=config.betas, eps=1e-8,
+    options = dict(lr=config.lr, betas=(0.9, 0.95), eps=1e-8,
                    store_param_remainders=config.param_remainders and not config.fp8_param)
     fast_adam = None
     if parameters[0].is_cuda and not recipes.IS_REFERENCE and not config.fp8_param:
         from fast_kernels.adam import FastAdam  # needs Triton
-
         adamw = fast_adam = FastAdam(groups, moment_dtype=moments, **options)
     else:
         adamw = recipes.te.optimizers.FusedAdam(
@@ -120,13 +101,49 @@ def make_optimizer(model, config) -> Optimizer:
 
 
 def init_master_weights(model, optimizer) -> None:
-    """Initialize the float32 masters of FP8 weights with the values before quantization, and free those.
-
-    For models built under `quantized_model_init(preserve_high_precision_init_val=True)`.
-    """
+    """Initialize the float32 masters of FP8 weights with the values before quantization, and free those."""
     for parameter in model.parameters():
         if hasattr(parameter, "get_high_precision_init_val"):
             optimizer.initialize_state(parameter, False)
             initial = parameter.get_high_precision_init_val().to(parameter.device).float()
             optimizer.set_scaled_state(parameter, "master_param", initial)
             parameter.clear_high_precision_init_val()
+
+
+def matrices_of_blocks(model, fp8_param: bool) -> list:
+    """Return the parameters that Muon trains, with the fused QKV weight as one matrix."""
+    matrices = [p for p in model.blocks.parameters() if p.dim() == 2] if hasattr(model, "blocks") else []
+    if not matrices:
+        raise ValueError(f"--optimizer muon: trains the matrices of model.blocks, and {type(model).__name__} "
+                         "has none there; pass --optimizer adamw")
+    if fp8_param:
+        raise ValueError("--optimizer muon: does not update weights stored in FP8; leave --fp8-param out")
+    if parallel.mesh(model) is not None:
+        raise ValueError("--parallel fsdp, hsdp: does not go with --optimizer muon; pass --parallel ddp")
+    return matrices
+
+
+class Muon(torch.optim.Optimizer):
+    """torch.optim.Muon on float32 masters, scaled for AdamW's learning rate (arXiv:2502.16982, 2.2)."""
+
+    def __init__(self, params, *, lr: float, weight_decay: float):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
+        params = self.param_groups[0]["params"]
+        self.of_master = {p: p if p.dtype == torch.float32 else p.detach().float() for p in params}
+        self.inner = torch.optim.Muon(self.of_master.values(), adjust_lr_fn="match_rms_adamw")
+        for parameter, master in self.of_master.items():
+            state = self.inner.state[master] = {"momentum_buffer": torch.zeros_like(master)}
+            self.state[parameter] = state | ({} if master is parameter else {"master_param": master})
+
+    @torch.no_grad()
+    def step(self):
+        [group], [inner] = self.param_groups, self.inner.param_groups
+        inner["lr"], inner["weight_decay"] = group["lr"], group["weight_decay"]
+        for parameter, master in self.of_master.items():
+            if master is not parameter:
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+        self.inner.step()
+        for parameter, master in self.of_master.items():
+            if master is not parameter:
+                parameter.copy_(master)
+                master.grad = None

@@ -1,35 +1,30 @@
-"""Data parallelism: the ranks of a run, what they do together, and how a model is spread over them.
+"""The ranks of a run, what they do together, and a model sharded over them: --parallel fsdp and hsdp.
 
 Call `start()` first. Without torchrun there is one rank. With --max-restarts, torchrun starts all processes
 again after one has died, with the same command line; its key-value store, which outlives them, says which run
-they continue. `distribute` (nanote/ddp.py) spreads a model:
+they continue. PyTorch's fully_shard, known as FSDP2, keeps 1/N of every parameter, its gradient and its
+optimizer state on each rank. A sharded parameter is a DTensor: the optimizer gets this rank's part as a plain
+tensor in the same memory (`local_part`).
 
-- --parallel ddp: each rank has the whole model; gradients are summed over ranks (nanote/ddp.py).
-- --parallel fsdp: each rank keeps 1/N of every parameter, its gradient and its optimizer state
-  (nanote/fsdp.py); hsdp: on each machine, and gradients are summed over machines.
-
-A sharded parameter is a DTensor. The optimizer gets this rank's part as a plain tensor in the same memory
-(`local_part`). Only checkpoints and the gradient norm have to know that it is a part.
-
-References: docs.pytorch.org/docs/stable/distributed.html and docs.pytorch.org/docs/stable/elastic/run.html.
+References: docs.pytorch.org/docs/stable/elastic/run.html and distributed.fsdp.fully_shard.html.
 """
 import contextlib
 import os
 import signal
 import time
 import uuid
+import warnings
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
 class Ranks:
     """This process's place among those that torchrun started. Rank 0 alone prints and logs."""
-
     rank: int = 0
     local_rank: int = 0  # on this machine: the number of its GPU
     count: int = 1
@@ -38,13 +33,10 @@ class Ranks:
 def start() -> Ranks:
     """Read torchrun's environment variables and, with several processes, start torch.distributed."""
     rank, local_rank, count = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    ranks = Ranks(rank, local_rank, max(1, count))
-    if ranks.count == 1 or dist.is_initialized():
-        return ranks
-    store = store_of_these_processes(ranks.rank, ranks.count)
-    options = {"store": store, "rank": ranks.rank, "world_size": ranks.count} if store is not None else {}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", **options)
-    return ranks
+    if count > 1 and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", rank=rank,
+                                world_size=count, store=store_of_these_processes(rank, count))
+    return Ranks(rank, local_rank, max(1, count))
 
 
 def rank() -> int:
@@ -64,21 +56,16 @@ def exit(code: int) -> None:
     os._exit(code)
 
 
-# ---------------------------------------------------------------- torchrun
-
 def torchrun_store() -> dist.Store | None:
     """Return torchrun's key-value store; None without torchrun."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
 def store_of_these_processes(rank: int, count: int) -> dist.Store | None:
-    """Return a part of torchrun's store that only the processes running now use.
-
-    After a restart the store has the keys of processes that died; PyTorch 2.13 numbers them with a count of
-    restarts that differs between machines. Rank 0 proposes a prefix and lists the processes that answer.
-    """
+    """Return a part of torchrun's store without the keys of processes that died; None without torchrun. Rank
+    0 proposes a prefix, and lists the processes that answer. PyTorch 2.13 has a count of restarts instead,
+    which differs between machines."""
     common, name = torchrun_store(), uuid.uuid4().hex
     if common is None:
         return None
@@ -97,16 +84,14 @@ def store_of_these_processes(rank: int, count: int) -> dist.Store | None:
 
 def remember_folder(folder: str) -> None:
     """Keep the run's folder for the processes that `torchrun --max-restarts` may start again."""
-    common = torchrun_store()
-    if common is not None:
+    if common := torchrun_store():
         common.set("nanote-folder", folder)
 
 
 def folder_before_restart() -> str | None:
     """Return the folder of the run that torchrun has started again; None in a first start."""
     common = torchrun_store()
-    is_restarted = common is not None and common.check(["nanote-folder"])
-    return common.get("nanote-folder").decode() if is_restarted else None
+    return common.get("nanote-folder").decode() if common and common.check(["nanote-folder"]) else None
 
 
 def launcher() -> str:
@@ -119,16 +104,34 @@ def launcher() -> str:
     return f"torchrun {meet}--nproc-per-node {on_this_machine}"
 
 
-# ---------------------------------------------------------------- the model on several ranks
+# ---------------------------------------------------------------- a sharded model
+
+def shard(model, kind: str) -> None:
+    """Shard a model block by block, in place. `kind`: "fsdp", or "hsdp" to shard on each machine. A block's
+    weights are gathered when it runs, and its gradients are summed and divided among the ranks in the
+    backward pass. With hsdp each machine does so, and machines sum their gradients."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # slow to import
+    if not len(getattr(model, "blocks", ())):
+        raise ValueError(f"--parallel {kind}: shards block by block, and {type(model).__name__} has no "
+                         "model.blocks; name its list of blocks so, or pass --parallel ddp")
+    ranks = dist.get_world_size()
+    shards = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if kind == "hsdp" else ranks
+    names = ("replicate", "shard") if kind == "hsdp" else ("shard",)
+    sizes = (ranks // shards, shards)[-len(names):]
+    mesh = init_device_mesh(next(model.parameters()).device.type, sizes, mesh_dim_names=names)
+    for module in (*model.blocks, model):  # the last: embeddings, final norm and lm_head
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        module.set_gradient_divide_factor(1.0)  # sum gradients; the loss is divided by the ranks instead
+        module.set_force_sum_reduction_for_comms(True)
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view")
+
 
 def local_part(parameter) -> torch.Tensor:
     """Return this rank's part of a parameter, always the same plain parameter in the same memory."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    if not hasattr(parameter, "local_part"):
+    if isinstance(parameter, DTensor) and not hasattr(parameter, "local_part"):
         part = parameter.detach().to_local()
         parameter.local_part = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
-    return parameter.local_part
+    return getattr(parameter, "local_part", parameter)
 
 
 def local_parameters(model) -> list:
@@ -154,11 +157,39 @@ def empty_on_host(parameter, size: torch.Size, dtype: torch.dtype) -> torch.Tens
     """Return host memory to load a tensor into; for this rank's part of a sharded parameter of that size."""
     if not isinstance(parameter, DTensor) or size != parameter.shape:
         return torch.empty(size, dtype=dtype)
-    mesh = parameter.device_mesh
+    mesh, part = parameter.device_mesh, torch.empty(local_part(parameter).shape, dtype=dtype)
     on_host = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
-    part = torch.empty(local_part(parameter).shape, dtype=dtype)
     return DTensor.from_local(part, on_host, parameter.placements, run_check=False,
-                              shape=parameter.shape, stride=parameter.stride())
+                              shape=size, stride=parameter.stride())
+
+
+class ShardedGradients:
+    """As nanote.ddp.Gradients, for a model that FSDP2 has sharded: its gradients, in the same memory."""
+
+    def __init__(self, model):
+        self.model, self.undivided_reason = model, ""  # each rank updates its part
+        self.views, self.used = {}, set()  # {this rank's part: its gradient}; parts that have one now
+
+    @contextlib.contextmanager
+    def accumulate(self, first: bool, last: bool):
+        """Accumulate over micro-batches, in FSDP2's own memory; the last one reduces over ranks."""
+        if first:
+            for unit in (self.model, *self.model.blocks):
+                unit.reshard()  # an evaluation leaves weights gathered
+        self.model.set_requires_gradient_sync(last)
+        yield
+        if last:
+            found = {local_part(p): p.grad.to_local() for p in self.model.parameters() if p.grad is not None}
+            for part in found.keys() - self.views.keys():
+                self.views[part] = torch.empty_like(found[part])
+            torch._foreach_copy_([self.views[part] for part in found], list(found.values()))
+            self.model.zero_grad(set_to_none=True)  # frees FSDP2's gradients
+            self.used = set(found)
+
+    def set_grad(self) -> None:
+        """Set `grad` of this rank's parts, which the optimizer has; None where there is no gradient."""
+        for part in map(local_part, self.model.parameters()):
+            part.grad = self.views[part] if part in self.used else None
 
 
 # ---------------------------------------------------------------- what ranks do together
@@ -170,19 +201,24 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def first_of_ranks(value, group=None):
+    """Return the value of the first rank that has one, which is neither None nor empty; else `value`."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return next(filter(None, values), value)
+
+
 def on_rank0(function, group=None):
     """Call `function` on rank 0 only. Every rank returns its result, or raises its ValueError or OSError."""
     if not dist.is_initialized():
         return function()
-    outcome = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = function()
-        except (ValueError, OSError) as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, group=group)
-    if outcome[1] is not None:
-        raise outcome[1]
+    try:
+        outcome = [function()] if rank() == 0 else None
+    except (ValueError, OSError) as error:
+        outcome = error
+    outcome = first_of_ranks(outcome, group)
+    if isinstance(outcome, Exception):
+        raise outcome
     return outcome[0]
 
 
@@ -190,34 +226,21 @@ def on_each_rank(function, group=None) -> None:
     """Call `function` on every rank. If it raises on some, all raise: their own error, or the first one."""
     if not dist.is_initialized():
         return function()
-    own, errors = None, [None] * dist.get_world_size()
+    own = None
     try:
         function()
     except Exception as error:
-        own = error
-    shown = own if own is None or isinstance(own, OSError) else RuntimeError(f"rank {rank()}: {own!r}")
-    dist.all_gather_object(errors, shown, group=group)
-    first = own or next(filter(None, errors), None)
+        own = error if isinstance(error, OSError) else RuntimeError(f"rank {rank()}: {error!r}")
+    first = first_of_ranks(own, group)
     if first is not None:
-        raise first
-
-
-def reason_of_any_rank(reason: str, group=None) -> str:
-    """Return the reason of the first rank that has one, or "": the same on all ranks. Collective."""
-    reasons = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason, group=group)
-    return next(filter(None, reasons), "")
+        raise own or first
 
 
 class StopRequest:
-    """Turn SIGINT, SIGTERM and SIGUSR1 into a stop after the current step; a second Ctrl-C stops at once.
-
-    A signal that was ignored when the process started stays ignored, as under nohup. `close` puts the
-    previous signal handlers back.
-    """
+    """Turn SIGINT, SIGTERM and SIGUSR1 into a stop after the current step; a second Ctrl-C stops at once."""
 
     def __init__(self):
-        self.is_received = False
+        self.is_received = False  # what is ignored from the start, as under nohup, stays ignored
         self.previous = {number: signal.signal(number, self._note)
                          for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
                          if signal.getsignal(number) is not signal.SIG_IGN}
@@ -232,9 +255,9 @@ class StopRequest:
 
     def agreed(self) -> bool:
         """Return whether any rank received a signal. Collective: all ranks stop after the same step."""
-        # on the CPU, through gloo: no wait for the GPU
-        return sum_over_ranks(torch.tensor(float(self.is_received))).item() > 0
+        return sum_over_ranks(torch.tensor(float(self.is_received))).item() > 0  # by gloo: on the host
 
     def close(self) -> None:
+        """Restore the previous signal handlers."""
         for number, handler in self.previous.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that Python did not install

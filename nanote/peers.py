@@ -1,7 +1,6 @@
 """An update divided among the GPUs of one machine: --parallel ddp, where they can access each other's memory.
 
-After an all-reduce of gradients, every rank would update all parameters. Here each rank updates a part of
-every bucket of parameters (nanote/ddp.py):
+Each rank updates a part of every bucket of parameters (nanote/ddp.py):
 
     backward pass     copy each bucket's gradients to the ranks whose parts they are, by the copy engines
     barrier           the gradients of all ranks are there
@@ -17,39 +16,29 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _symmetric_memory
 
 from nanote import parallel
+from nanote.ddp import ALIGNMENT
 from nanote.recipes import round_up
-
-ALIGNMENT = 128  # elements: each part starts at a multiple of 256 bytes
 
 
 def divide_update(optimizer, gradients) -> str:
-    """Divide the update of a model among the ranks, if they can. Collective.
-
-    Args:
-        gradients: nanote.ddp.Gradients of the model.
-
-    Returns:
-        "", or the reason why each rank updates all parameters, after an all-reduce of gradients.
-    """
-    reason = parallel.reason_of_any_rank(_undivided_reason(optimizer, gradients))
-    if reason:
-        return reason
+    """Divide the update of a model among the ranks, if they can. Collective. Return "", or the reason why
+    each rank updates all parameters, after an all-reduce of `gradients` (nanote.ddp.Gradients)."""
+    reason, peers = parallel.first_of_ranks(_undivided_reason(optimizer, gradients)), Peers(gradients)
     torch.cuda.empty_cache()  # shared memory cannot reuse what PyTorch's allocator keeps
-    peers = Peers(gradients)
-    for function in (peers.allocate, peers.connect):  # no rank waits for memory that another lacks
-        reason = ""
-        try:
-            function()
-        except RuntimeError as error:  # a container may not let processes share the memory of GPUs
-            reason = f"memory could not be shared: {str(error).splitlines()[0]}"
-        reason = parallel.reason_of_any_rank(reason)
-        if reason:
-            return reason
-    gradients.peers = peers
-    optimizer.fast_adam.divide(peers)
-    return ""
+    for share in (peers.allocate, peers.connect):  # no rank waits for memory that another lacks
+        if not reason:
+            try:
+                share()
+            except RuntimeError as error:  # a container may not let processes share the memory of GPUs
+                reason = f"memory could not be shared: {str(error).splitlines()[0]}"
+            reason = parallel.first_of_ranks(reason)
+    if not reason:
+        gradients.peers = peers
+        optimizer.fast_adam.divide(peers)
+    return reason
 
 
 def _undivided_reason(optimizer, gradients) -> str:
@@ -64,45 +53,31 @@ def _undivided_reason(optimizer, gradients) -> str:
     if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
         return "NCCL_P2P_DISABLE is set"
     others = [number for number in range(ranks) if number != device.index]
-    if torch.cuda.device_count() < ranks or not all(
-            torch.cuda.can_device_access_peer(device, other) for other in others):
-        return "the GPUs cannot access each other's memory"
-    return ""
+    has_access = torch.cuda.device_count() >= ranks and all(
+        torch.cuda.can_device_access_peer(device, other) for other in others)
+    return "" if has_access else "the GPUs cannot access each other's memory"
 
 
 def allocate_shared(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor (size,) in memory that all ranks can access after a rendezvous."""
-    from torch.distributed import _symmetric_memory
-
-    # No multicast; and no pool, where ranks could pair different blocks after one was freed.
+    # no multicast; and no pool, where ranks could pair different blocks after one was freed
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     os.environ.setdefault("TORCH_SYMMMEM_IMPLICIT_POOL", "0")
     return _symmetric_memory.empty(size, dtype=dtype, device=device)
 
 
 def rendezvous(tensor: torch.Tensor):
-    from torch.distributed import _symmetric_memory
-
     return _symmetric_memory.rendezvous(tensor, dist.group.WORLD.group_name)
 
 
 class Peers:
-    """The other ranks, as FastAdam.divide takes them. Each bucket has a part of equal width for each rank.
-
-    Attributes:
-        count: number of other ranks.
-        distances: (count,) int64: bytes from an address in this rank's weights to the same one of each other.
-        stride: bytes from a received gradient to the same one of the next rank.
-        barrier(): makes the GPU, not the host, wait until all ranks have come here.
-        all_reduce(tensor): sums a tensor over ranks, in place.
-    """
+    """The other ranks, as FastAdam.divide takes them: its NoPeers says what their attributes are. Each bucket
+    has a part of equal width for each rank."""
 
     def __init__(self, gradients):
         self.buckets, self.bucket_of = gradients.buckets, gradients.bucket_of
         self.rank, self.ranks, self.all_reduce = dist.get_rank(), dist.get_world_size(), dist.all_reduce
         self.count = self.ranks - 1
-        # the next rank first, so that not all copy to the same GPU at a time
-        self.others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
         self.widths, self.received_starts, self.width = {}, {}, 0  # in elements; the last is of all buckets
         for bucket in self.buckets:
             self.widths[bucket] = round_up(math.ceil(bucket.size / self.ranks), ALIGNMENT)
@@ -120,17 +95,17 @@ class Peers:
         """Give the other ranks access to this memory, and move the parameters there. Collective."""
         handle, self.weights_handle = rendezvous(self.received), rendezvous(self.weights)
         self.stride, self.barrier = self.width * self.received.element_size(), handle.barrier
+        # the next rank first, so that not all copy to the same GPU at a time
+        others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
         self.of_others = [(other, handle.get_buffer(other, self.received.shape, self.received.dtype))
-                          for other in self.others]
-        start = 0
-        for bucket in self.buckets:
-            for parameter, offset in bucket.offsets.items():
-                place = self.weights[start + offset:start + offset + parameter.numel()].view_as(parameter)
+                          for other in others]
+        for bucket, weights in zip(self.buckets, self.weights.split([b.size for b in self.buckets])):
+            for parameter, start in bucket.offsets.items():
+                place = weights[start:start + parameter.numel()].view_as(parameter)
                 parameter.data = place.copy_(parameter.detach())
-            start += bucket.size
         addresses = self.weights_handle.buffer_ptrs
-        self.distances = torch.tensor([addresses[other] - addresses[self.rank] for other in self.others],
-                                      dtype=torch.int64, device=self.received.device)
+        self.distances = torch.tensor([addresses[other] - addresses[self.rank] for other in others],
+                                      device=self.received.device)
 
     def _bounds(self, bucket, rank: int) -> tuple[int, int]:
         """Return where a rank's part of a bucket starts and ends, in elements of the bucket."""
@@ -146,8 +121,7 @@ class Peers:
             received[place:place + end - start].copy_(bucket.buffer[start:end])
 
     def part(self, parameter, rank: int | None = None) -> tuple[int, int]:
-        """Return the first element and the number of elements of a parameter that a rank updates, by default
-        this one; (0, 0) for a parameter that is not trained."""
+        """Return the first and the number of elements of a parameter that a rank (None: this one) updates."""
         if parameter not in self.bucket_of:
             return 0, 0
         bucket, size = self.bucket_of[parameter], parameter.numel()
@@ -160,15 +134,10 @@ class Peers:
         """Return the address at which the first other rank's gradients of this rank's part are received."""
         bucket = self.bucket_of[parameter]
         first = bucket.offsets[parameter] + self.part(parameter)[0] - self._bounds(bucket, self.rank)[0]
-        place = self.received_starts[bucket] + first
-        return self.received.data_ptr() + place * self.received.element_size()
+        return self.received[self.received_starts[bucket] + first:].data_ptr()
 
     def gather(self, tensors: list) -> None:
-        """Copy each rank's parts of tensors to all ranks.
-
-        Args:
-            tensors: (tensor, parameter) pairs; a tensor has as many elements as its parameter.
-        """
+        """Copy each rank's parts of tensors to all ranks. `tensors`: pairs (tensor, parameter)."""
         for rank in range(self.ranks):
             for tensor, parameter in tensors:
                 first, size = self.part(parameter, rank)

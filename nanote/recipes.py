@@ -1,12 +1,9 @@
 """FP8 recipes by name, the shapes that they need, and the FP8 state that a checkpoint keeps.
 
 `recipes.te` is the engine that the model files chose: Transformer Engine (TE), fast_kernels, te_reference.
-`make` returns the recipe with which a model enters `te.autocast`. `get_state` and `set_state` are for
-checkpoints, `preserved_state` for an evaluation, and `find_first_scales` runs before the first step of
-delayed scaling.
-
-The FP8 state consists of plain tensors, read and written as in the model's state dict. A missing state or
-another history length is no error, so a run can change its precision when it resumes.
+`make` returns the recipe with which a model enters `te.autocast`. The FP8 state consists of plain tensors,
+read and written as in the model's state dict. A missing state or another history length is no error, so a
+run can change its precision when it resumes.
 """
 import importlib
 import itertools
@@ -56,15 +53,13 @@ def resolve_format(name, fp8_format="auto"):
 def make(config):
     """Return TE's recipe object for config.fp8_recipe, or None for "none".
 
-    - delayed: scale = FP8_MAX / amax / 2**margin, with the amax over a history of steps.
-    - current: the amax of the tensor itself.
-    - block: one scale per 1x128 activations or 128x128 weights.
-    - mxfp8: one power-of-two scale per 32 values (Blackwell).
+    - delayed: scale = FP8_MAX / amax / 2**margin, the amax over a history of steps; current: of the tensor.
+    - block: a scale per 1x128 activations or 128x128 weights; mxfp8: a power of two per 32 values.
     - nvfp4: 4-bit values in blocks of 16 (Blackwell; arXiv:2509.25149).
     - custom:module.function: TE's CustomRecipe; the function returns the quantizer of each tensor.
     """
-    name = config.fp8_recipe
-    if name not in RECIPES and not name.startswith("custom:"):
+    name, custom = config.fp8_recipe, config.fp8_recipe.startswith("custom:")
+    if name not in RECIPES and not custom:
         raise ValueError(f"--fp8-recipe {name}: unknown; use {', '.join(RECIPES)} or custom:module.function")
     if reason := unsupported_reason(name):
         supported = ", ".join(recipe for recipe in RECIPES if not unsupported_reason(recipe))
@@ -72,8 +67,13 @@ def make(config):
                          f"Use one of {supported}")
     if name == "none":
         return None
-    if name.startswith("custom:"):
-        return recipes.CustomRecipe(qfactory=_quantizer_factory(name))
+    if custom:
+        module_name, _, function_name = name.removeprefix("custom:").rpartition(".")
+        try:
+            return recipes.CustomRecipe(qfactory=getattr(importlib.import_module(module_name), function_name))
+        except Exception as error:  # whatever the user's module raises
+            raise ValueError(f"--fp8-recipe {name}: cannot be imported ({type(error).__name__}: {error}); "
+                             "custom:my_recipe.quantizer_for works, if my_recipe.py has it") from error
     options = {}
     if name in FORMATS:
         options["fp8_format"] = recipes.Format[resolve_format(name, config.fp8_format).upper()]
@@ -83,26 +83,14 @@ def make(config):
     return getattr(recipes, CLASSES[name][0])(**options)
 
 
-def _quantizer_factory(name):
-    """Return the function that custom:module.function names."""
-    module_name, _, function_name = name.removeprefix("custom:").rpartition(".")
-    try:
-        return getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # whatever the user's module raises
-        raise ValueError(f"--fp8-recipe {name}: cannot be imported ({type(error).__name__}: {error}); "
-                         "custom:my_recipe.quantizer_for works, if my_recipe.py has it") from error
-
-
 def round_up(size, multiple):
     """Return the smallest multiple of `multiple` that is not below `size`."""
     return (size + multiple - 1) // multiple * multiple
 
 
 def check_shapes(model_config, micro_batch_size, seq_len, name):
-    """Raise ValueError for a model or a micro-batch that the FP8 GEMMs of the recipe do not support.
-
-    TE requires multiples of 16 tokens, the K dimension of wgrad; the blocks of MXFP8 require 32 everywhere.
-    """
+    """Raise ValueError for a model or a micro-batch that the FP8 GEMMs of the recipe do not support. TE
+    requires multiples of 16 tokens, the K dimension of wgrad; the blocks of MXFP8 require 32 everywhere."""
     multiple, tokens = 32 if name == "mxfp8" else 16, micro_batch_size * seq_len
     width = getattr(model_config, "n_embd", 0)
     if width % multiple:
@@ -132,11 +120,8 @@ def find_first_scales(model, batches, divisor):
     """Find the first scales of delayed scaling: four forward and backward passes without an update.
 
     Scales start at 1, which flushes small gradients to zero, and a GEMM whose gradient is zero passes no amax
-    to the next one. So the first pass finds the scale of lm_head; the second those of proj and fc2, which
-    receive the gradient of the residual; the third those of qkv and fc1 behind them; the fourth those of the
-    residual with the gradients of all branches. Without this a new run would lose its first steps.
-
-    `batches`: micro-batches of a step, of which the first is used; `divisor`: of its loss, as in the step.
+    to the next one. So the passes find the scales of lm_head; of proj and fc2, which receive the gradient of
+    the residual; of qkv and fc1 behind them; of the residual with the gradients of all branches.
     """
     for _ in range(4):
         (model(*batches[0]) / divisor).backward()
@@ -144,25 +129,19 @@ def find_first_scales(model, batches, divisor):
 
 
 def _state(model):
-    """Return the FP8 state itself; see `get_state`."""
+    """Return the FP8 state itself: "<module>.scaling_fwd.scale" (n,), ".amax_history" (length, n), …"""
     state = {}
     save_fp8_state(model, state)
     return state
 
 
 def get_state(model):
-    """Return copies of the FP8 state, in float32; empty if delayed scaling has not run.
-
-    Keys: "<module>.scaling_fwd.scale" (n,), "<module>.scaling_fwd.amax_history" (length, n), and scaling_bwd.
-    """
+    """Return copies of the FP8 state."""
     return {name: value.detach().clone() for name, value in _state(model).items()}
 
 
 def set_state(model, state):
-    """Restore the result of `get_state`. Does nothing unless the model runs with delayed scaling.
-
-    Histories are cut or padded to the recipe's `amax_history_len`; the newest rows are kept.
-    """
+    """Restore the result of `get_state` for delayed scaling; of another history length, the newest rows."""
     if not uses_delayed_scaling(model):
         return
     foreign = dict(state)
@@ -171,22 +150,16 @@ def set_state(model, state):
     except (RuntimeError, IndexError, TypeError) as error:  # other shapes, or a tensor is missing
         raise ValueError(f"FP8 state of other shapes: {error}; resume with the model that saved it") from None
     for name in foreign.keys() & state.keys():
-        raise ValueError(f"FP8 state of {name}: this model has no such module; resume with the model that "
-                         "saved it")
+        raise ValueError(f"FP8 state of {name}: no such module here; resume with the model that saved it")
 
 
 def kept_state(model) -> list:
-    """Return what an engine's modules keep between calls: a captured CUDA graph uses these objects' tensors,
-    even if the modules have new ones after a change of the recipe."""
+    """Return what the engine keeps between calls: a captured CUDA graph uses the tensors of these objects."""
     names = ("fp8_meta", "quantizers", "_fp8_workspaces", "_buffers")
     kept = [getattr(module, name, None) for module in model.modules() for name in names]
-    return [dict(state) for state in kept if isinstance(state, dict)] + kernel_tables()
-
-
-def kernel_tables() -> list:
-    """Return the tensors that fast_kernels keeps between calls."""
     library = sys.modules.get("fast_kernels.library")
-    return library.kept_tensors() if library else []
+    tables = library.kept_tensors() if library else []
+    return [dict(state) for state in kept if isinstance(state, dict)] + tables
 
 
 @contextmanager

@@ -9,10 +9,7 @@ import numpy as np
 
 
 class Tokenizer:
-    """Byte-level tokenizer (ids 0-255 are bytes, 256 is end-of-text) or a tiktoken encoding.
-
-    `vocab_size` counts every id, with the end-of-text token `eot`. Generation ends at any of `stop_tokens`.
-    """
+    """Byte-level tokenizer (ids 0-255 are bytes, 256 is end-of-text) or a tiktoken encoding."""
 
     def __init__(self, name, encoding=None):
         self.name, self.encoding = name, encoding
@@ -49,23 +46,20 @@ class Tokenizer:
 
 
 class HfTokenizer(Tokenizer):
-    """The byte-level BPE in the tokenizer.json of a Hugging Face folder, such as Llama 3's or Qwen3's.
-
-    Special tokens in a text are plain text. The name is hf:DIR@CHECKSUM, of that file and the end-of-text id.
-    """
+    """The byte-level BPE in the tokenizer.json of a Hugging Face folder, such as Llama 3's or Qwen3's. Its
+    name is hf:DIR@CHECKSUM, of that file and the end-of-text id. Special tokens in a text are plain text."""
 
     def __init__(self, folder):
         import tokenizers
-
         self.folder, path = Path(os.path.abspath(folder)), Path(os.path.abspath(folder), "tokenizer.json")
         try:
             self.encoding = tokenizers.Tokenizer.from_file(str(path))
             self._find_end_of_text()
+            if not isinstance(self.encoding.decoder, tokenizers.decoders.ByteLevel):
+                raise ValueError("not a byte-level tokenizer, as those of Llama 3 and Qwen3 are")
         except Exception as error:  # tokenizers raises no other type
             raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]}); name the "
                              "folder that has it with --tokenizer hf:DIR") from error
-        if not isinstance(self.encoding.decoder, tokenizers.decoders.ByteLevel):
-            raise ValueError(f"{path}: not a byte-level tokenizer; use that of Llama 3 or Qwen3, for example")
         self.encoding.no_truncation()
         self.encoding.no_padding()
         self.encoding.add_special_tokens([self.encoding.id_to_token(self.eot)])  # never found in a text
@@ -123,11 +117,7 @@ def without_checksum(name):
 
 
 def get_tokenizer(name, vocab_size=None):
-    """Return the tokenizer `name`: "byte", any tiktoken encoding, or "hf:DIR" (see `HfTokenizer`).
-
-    Raises ValueError if it cannot be read or has changed, or if `vocab_size`, the rows of an embedding, is
-    too small for it.
-    """
+    """Return the tokenizer `name`: "byte", a tiktoken encoding, or "hf:DIR". vocab_size: of an embedding."""
     if name == "byte":
         tokenizer = Tokenizer(name)
     elif name.startswith("hf:"):
@@ -138,7 +128,6 @@ def get_tokenizer(name, vocab_size=None):
                              "with --tokenizer hf:DIR")
     else:
         import tiktoken
-
         try:
             tokenizer = Tokenizer(name, tiktoken.get_encoding(name))  # downloads its table on first use
         except (OSError, ValueError) as error:

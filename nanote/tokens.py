@@ -1,13 +1,11 @@
-"""Token files, and the Loader that reads batches from them.
+"""Token files: `write_tokens` makes them from documents, and a Loader reads batches from them.
 
 A token file holds nothing but token ids, uint16 or uint32, with an end-of-text token after each document:
-`data/<name>/{train,val}.bin`, described by `meta.json` with their SHA-256. `nanote/corpus.py` writes them.
+`data/<name>/{train,val}.bin`, described by `meta.json` with their SHA-256.
 
 A batch is a pure function of (seed, step, rank). The Loader has no state to save, and a resumed run sees the
 same batches as an uninterrupted one; if it has another number of samples a step, the samples that follow.
 """
-import ctypes
-import fcntl
 import hashlib
 import json
 import os
@@ -15,19 +13,19 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 FILES = {"train.bin", "val.bin", "meta.json"}
 REMAKE = "make the token files again with data.py --force"
 
 
-# ---------------------------------------------------------------- files
-
 def sha256(path):
-    """Return the SHA-256 of a file in hexadecimal. The file may be larger than memory, but not empty."""
+    """Return the SHA-256 of a file that is not empty, in hexadecimal."""
     return hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
 
 
@@ -38,14 +36,10 @@ def meta_checksum(meta):
 
 
 def open_tokens(folder, split, verify=True):
-    """Return the tokens of `split` ("train" or "val") as a read-only memory map, and meta.json as a dict.
-
-    Raises ValueError unless its length and, with `verify`, its SHA-256 (a second per gigabyte) match.
-    """
+    """Return the tokens of `split` as a memory map, and meta.json. verify: SHA-256, a second a gigabyte."""
     path, meta_path = Path(folder, f"{split}.bin"), Path(folder, "meta.json")
     if not meta_path.is_file():
-        raise ValueError(f"{folder}: no token files here (no meta.json); make some, for example with: "
-                         "python data.py stdlib")
+        raise ValueError(f"{folder}: no token files here; make some, for example with: python data.py stdlib")
     try:
         meta = json.loads(meta_path.read_text(encoding="utf-8"))
         dtype, vocab_size = np.dtype(meta["dtype"]).newbyteorder("<"), meta["vocab_size"]
@@ -67,88 +61,139 @@ def open_tokens(folder, split, verify=True):
 
 @contextmanager
 def new_folder(out_dir, force):
-    """Yield an empty folder that replaces `out_dir` when the block ends without an exception.
-
-    Kill -9 at any moment leaves the old folder or the new one. Where the file system cannot exchange two
-    folders, a kill between two renames leaves the old one in .<name>.tmp, and the next call puts it back.
-    """
+    """Yield an empty folder that replaces `out_dir` when the block ends without an exception. After kill -9
+    between two renames the old one is in .<name>.tmp, and the next call puts it back."""
     target = Path(os.path.realpath(out_dir))  # a link stays, and the folder behind it is replaced
     if target == Path.cwd() or target.is_mount():
         raise ValueError(f"{out_dir}: cannot be replaced; name a folder in it, such as {out_dir}/tokens")
-    work = target.with_name(f".{target.name}.tmp")
+    work, is_new_parent = target.with_name(f".{target.name}.tmp"), not target.parent.exists()
     new, old = work / "new", work / "old"
-    is_new_parent = not target.parent.exists()
-    work.mkdir(parents=True, exist_ok=True)
-    with open(work / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{out_dir}: another process is writing it; wait for it") from None
-        try:
-            if old.exists() and not target.exists():
-                os.rename(old, target)
-            content = set(os.listdir(target)) if target.exists() else set()
-            if content - FILES:  # --force must not delete what data.py did not write
-                raise ValueError(f"{out_dir}: holds other files than token files; name another --out-dir")
-            if content and not force:
-                raise ValueError(f"{out_dir}: exists; overwrite it with --force, or name another --out-dir")
-            for stale in (new, old):
-                shutil.rmtree(stale, ignore_errors=True)
-            new.mkdir()
-            yield new
-            if not (content and exchange(new, target)):
-                if content:
-                    os.rename(target, old)
-                os.rename(new, target)
-        except OSError as error:
-            reason = error.strerror or error
-            raise OSError(f"{out_dir}: cannot be written ({reason}); name another --out-dir") from error
-        finally:
-            if old.exists() and not target.exists():
-                os.rename(old, target)
-            shutil.rmtree(work, ignore_errors=True)
-            if is_new_parent and not target.exists():
-                target.parent.rmdir()
-
-
-def exchange(first, second):
-    """Exchange two folders in one system call. Return False where there is none."""
     try:
-        return not ctypes.CDLL(None).renameat2(-100, os.fsencode(first), -100, os.fsencode(second), 2)
-    except AttributeError:  # not Linux, or an old C library
-        return False
+        if old.exists() and not target.exists():
+            os.rename(old, target)
+        content = set(os.listdir(target)) if target.exists() else set()
+        if content - FILES:  # --force must not delete what data.py did not write
+            raise ValueError(f"{out_dir}: holds other files than token files; name another --out-dir")
+        if content and not force:
+            raise ValueError(f"{out_dir}: exists; overwrite it with --force, or name another --out-dir")
+        shutil.rmtree(work, ignore_errors=True)
+        new.mkdir(parents=True)
+        yield new
+        if content:
+            os.rename(target, old)
+        os.rename(new, target)
+    except OSError as error:
+        reason = error.strerror or error
+        raise OSError(f"{out_dir}: cannot be written ({reason}); name another --out-dir") from error
+    finally:
+        if old.exists() and not target.exists():
+            os.rename(old, target)
+        shutil.rmtree(work, ignore_errors=True)
+        if is_new_parent and not target.exists() and target.parent.exists():
+            target.parent.rmdir()
 
 
-# ---------------------------------------------------------------- batches
+def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, force=False, num_workers=None,
+                 source="", left_out=None):
+    """Tokenize `documents` into `out_dir`/{train,val}.bin and meta.json, and return the meta dict.
+
+    A document goes to `val` if the hash of its text (of its first piece) as a number in [0, 1) is below
+    `val_fraction`: the same document has the same split in every corpus. If that leaves a split empty, the
+    last `val_fraction` of the tokens are `val`. After ValueError or OSError nothing is left behind.
+    `source`, `left_out`: for meta.json, what the documents are and what was skipped.
+    """
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"--val-fraction {val_fraction}: must be above 0 and below 1, for example 0.01")
+    from nanote.tokenizers import get_tokenizer  # training needs none
+    encoder = get_tokenizer(tokenizer)
+    dtype = np.dtype("<u2" if encoder.vocab_size <= 1 << 16 else "<u4")
+    counts = dict(documents=0, train_tokens=0, val_tokens=0, train_bytes=0, val_bytes=0)
+    pool = ThreadPoolExecutor(os.cpu_count() if num_workers is None else num_workers)
+    with pool, new_folder(out_dir, force) as folder:
+        with (open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val,
+              tqdm(unit="B", unit_scale=True, disable=None, leave=False) as bar):
+            for split, tokens, size in encoded(documents, encoder, val_fraction, pool):
+                (val if split == "val" else train).write(tokens.astype(dtype))
+                counts["documents"] += not size  # the end of text
+                counts[f"{split}_tokens"] += len(tokens)
+                counts[f"{split}_bytes"] += size
+                bar.update(size)
+        if not counts["documents"]:
+            raise ValueError("the corpus is empty: no document holds any text; left out: "
+                             f"{dict(left_out or {})}; name files that do")
+        if not (counts["train_tokens"] and counts["val_tokens"]):
+            cut_end(folder / f"{split}.bin", folder, dtype, val_fraction, encoder, counts)
+        meta = {"format": 1, "source": source, "tokenizer": encoder.name, "vocab_size": encoder.vocab_size,
+                "eot": encoder.eot, "dtype": dtype.name, "val_fraction": val_fraction, **counts,
+                "left_out": dict(left_out or {}), "train_sha256": sha256(folder / "train.bin"),
+                "val_sha256": sha256(folder / "val.bin")}
+        meta["sha256"] = meta_checksum(meta)
+        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    return meta
+
+
+def hash_fraction(raw):
+    """Return the hash of bytes as a number in [0, 1)."""
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=6).digest(), "big") / 2**48
+
+
+def encoded(documents, encoder, val_fraction, pool):
+    """Yield (split, tokens, bytes of text) of each piece of each document, and of its end of text."""
+    def encode(piece):
+        split, raw = piece
+        return split, encoder.encode_bytes(raw) if raw else np.array([encoder.eot]), len(raw)
+
+    pieces = pieces_of(documents, val_fraction)
+    while some := list(islice(pieces, 4 * os.cpu_count())):
+        yield from pool.map(encode, some)
+
+
+def pieces_of(documents, val_fraction):
+    """Yield (split, bytes) of each piece of each document, and no bytes for its end."""
+    for document in documents:
+        text, fraction = document if isinstance(document, tuple) else (document, None)
+        split = None
+        for piece in filter(None, [text] if isinstance(text, str) else text):
+            raw = piece.encode("utf-8", errors="replace")
+            if split is None:
+                fraction = hash_fraction(raw) if fraction is None else fraction
+                split = "val" if fraction < val_fraction else "train"
+            yield split, raw
+        if split is not None:
+            yield split, b""
+
+
+def cut_end(path, folder, dtype, val_fraction, encoder, counts):
+    """Move the last tokens of `path`, which holds all of them, to val.bin, and adjust `counts`."""
+    os.replace(path, folder / "train.bin")
+    tokens = np.memmap(folder / "train.bin", dtype, "r")
+    start = len(tokens) - min(max(round(len(tokens) * val_fraction), 1), len(tokens) - 1)
+    tokens[start:].tofile(folder / "val.bin")
+    total, val_bytes = counts["train_bytes"] + counts["val_bytes"], len(encoder.decode_bytes(tokens[start:]))
+    os.truncate(folder / "train.bin", start * dtype.itemsize)
+    counts |= {"train_tokens": start, "val_tokens": len(tokens) - start,
+               "train_bytes": total - val_bytes, "val_bytes": val_bytes}
+
 
 class Loader:
     """Batches of micro_batch_size x seq_len tokens, as a pure function of (seed, step, rank, ranks.count).
 
-    An epoch visits each window of seq_len + 1 tokens once. Windows overlap by one token: the last label of a
-    window is the first input of the next. Philox with the key (seed, epoch) determines their order and, for
-    `train`, the starting offset. Samples are numbered from the run's first, over all ranks; a micro-batch
-    takes micro_batch_size of them for rank 0, then as many for rank 1, and so on. A thread prefetches the
-    next step's batches, into pinned memory for a GPU.
+    An epoch visits each window of seq_len + 1 tokens once. The last label of a window is the first input of
+    the next. Philox with the key (seed, epoch) determines their order and, for `train`, the starting offset.
+    Samples are numbered from the run's first, over all ranks; a micro-batch takes micro_batch_size of them
+    for rank 0, then as many for rank 1, and so on. A thread prefetches the next step's batches.
 
-    With `pack_documents` a batch also says where its documents begin (cu_seqlens), so that attention can be
-    confined to them. A document begins with the end-of-text token before it, as in generation: that token
-    predicts its first token, and its last token predicts the next end of text.
-
-    Args:
-        config: has data, seq_len, micro_batch_size, grad_accum, seed and pack_documents.
-        ranks: has rank and count. Rank 0 verifies the checksum, so that a shared disk is read once.
-
-    Raises ValueError if the files are damaged or the split holds fewer than seq_len + 1 tokens.
+    With `pack_documents` a batch also says where its documents begin (cu_seqlens): each with the end-of-text
+    token before it, as in generation. Rank 0 verifies the checksum, so that a shared disk is read once.
     """
 
     def __init__(self, config, split, ranks, device="cpu"):
         self.tokens, self.meta = open_tokens(config.data, split, verify=ranks.rank == 0)
         length, seq_len = len(self.tokens), config.seq_len
         if length < seq_len + 1:
-            fitting = (length - 1) // 16 * 16  # FP8 needs a multiple of 16 tokens
-            shorter = f" or --seq-len {fitting}" if fitting else ""
+            fitting = max(1, (length - 1) // 16 * 16)  # FP8 needs a multiple of 16 tokens
             raise ValueError(f"{Path(config.data, split)}.bin: {length} tokens, but a context of {seq_len} "
-                             f"needs {seq_len + 1}; use a larger corpus{shorter}")
+                             f"needs {seq_len + 1}; use a larger corpus or --seq-len {fitting}")
         self.split, self.seq_len, self.micro_batch_size = split, seq_len, config.micro_batch_size
         self.grad_accum, self.seed, self.ranks = config.grad_accum, config.seed, ranks
         self.samples_per_step = self.grad_accum * self.micro_batch_size * ranks.count
@@ -160,8 +205,7 @@ class Loader:
         # train: one window less, so that any starting offset gives the same number of windows
         self.num_windows = max(length // seq_len - 1, 1) if split == "train" else (length - 1) // seq_len
         self._epoch = lru_cache(2)(self._epoch)  # a step may span two epochs
-        self._prefetched = (None, None)  # step, future
-        self._resumed = (1, 0)  # first step and first sample since the last start_at
+        self.start_at(1, 0)
         self._thread = ThreadPoolExecutor(1, "loader")
 
     def samples_before(self, step):
@@ -171,15 +215,12 @@ class Loader:
 
     def start_at(self, step, sample):
         """Let `step` begin with this sample: a resumed run may have another number of samples a step."""
-        self._resumed, self._prefetched = (step, sample), (None, None)
+        self._resumed, self._prefetched = (step, sample), (None, None)  # the latter: step, future
 
     def batches(self, step):
-        """Return the grad_accum micro-batches (input_ids, labels) of a step, counted from 1.
-
-        Both are int64 (micro_batch_size, seq_len); labels[:, t] is the token after input_ids[:, t]. With
-        pack_documents also cu_seqlens, int32 (max_documents + 1,): the start of each document or part of one
-        in input_ids.flatten(), padded with the length of that tensor, so that every batch has one shape.
-        """
+        """Return the grad_accum micro-batches (input_ids, labels) of a step, counted from 1. Both are int64
+        (micro_batch_size, seq_len). With pack_documents also cu_seqlens, int32 (max_documents + 1,): the
+        start of each document or part of one in input_ids.flatten(), padded with its length."""
         prefetched_step, future = self._prefetched
         if prefetched_step != step:
             future = self._thread.submit(self._read, step)
@@ -192,13 +233,9 @@ class Loader:
         return batches
 
     def evaluation(self, tokens):
-        """Yield (micro-batch, number of labels that count) for `tokens` tokens of the split.
-
-        They are whole windows, spread evenly over the split, or all of it if it holds no more than that. They
-        depend on seq_len and on nothing else: every seed, micro_batch_size and number of ranks evaluates the
-        same labels. Labels that do not count are -100. Every rank gets its part of the windows and the same
-        number of batches, perhaps some in which nothing counts.
-        """
+        """Yield (micro-batch, number of labels that count) for `tokens` tokens of the split. They are whole
+        windows, spread evenly over the split, or all of it, and depend on seq_len only. Labels that do not
+        count are -100. Every rank gets its part of the windows and the same number of batches."""
         total = (len(self.tokens) - 2) // self.seq_len + 1  # the last one may have fewer labels
         count = min((tokens - 1) // self.seq_len + 1, total)
         batches = (count - 1) // (self.micro_batch_size * self.ranks.count) + 1
@@ -232,16 +269,14 @@ class Loader:
         return micro_batches
 
     def _epoch(self, epoch):
-        """Return (starting offset in tokens, order of the windows), both from raw bits: numpy guarantees the
-        output of its bit generators, not of its shuffles."""
+        """Return (starting offset in tokens, order of the windows), from raw bits that numpy guarantees."""
         bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64)).random_raw(self.num_windows + 1)
         room = min(len(self.tokens) - self.num_windows * self.seq_len, self.seq_len)
         offset = int(bits[0] % np.uint64(room)) if self.split == "train" else 0
         return offset, np.argsort(bits[1:], kind="stable")
 
     def _micro_batch(self, starts):
-        """Return the windows that begin with the tokens `starts`, int64 (len(starts), seq_len + 1), and with
-        pack_documents their cu_seqlens."""
+        """Return the windows that begin at `starts`, int64 (len(starts), seq_len + 1), perhaps cu_seqlens."""
         positions = np.array(starts)[:, None] + np.arange(self.seq_len + 1)
         windows = torch.from_numpy(self.tokens[positions].astype(np.int64))
         tensors = [windows]
@@ -256,8 +291,6 @@ class Loader:
         return tensors
 
 
-# ---------------------------------------------------------------- packing
-
 def document_starts(input_ids, eot):
     """Return where documents or parts of one begin in input_ids.flatten(), for input_ids (B, S)."""
     is_start = input_ids == eot
@@ -266,14 +299,10 @@ def document_starts(input_ids, eot):
 
 
 def max_documents(tokens, eot, seq_len):
-    """Return the largest number of documents, whole or partial, in any seq_len consecutive tokens.
-
-    Reads the file once; takes 8 bytes of memory per document.
-    """
+    """Return the largest number of documents, whole or partial, in any seq_len consecutive tokens."""
     chunk = 1 << 20
     ends = np.concatenate([start + np.flatnonzero(tokens[start : start + chunk] == eot)
                            for start in range(0, len(tokens), chunk)])
-    # The first token of a window always starts a document or a part of one. Each end-of-text token among the
-    # seq_len - 1 tokens after it starts another.
+    # The first token of a window starts a document or a part of one, each end-of-text token after it another.
     counts = np.searchsorted(ends, ends + seq_len - 1) - np.arange(len(ends))
     return 1 + int(counts.max(initial=0))

@@ -140,7 +140,7 @@ def test_recapture_follows_a_change():
 def test_another_shape_is_refused():
     training = Training()
     trained(training, 3)
-    with pytest.raises(ValueError, match=r"\(4, 64\) int64.*the graph is for.*\(4, 128\)"):
+    with pytest.raises(ValueError, match=r"\(4, 64\) torch.int64.*the graph is for.*\(4, 128\)"):
         training.step(3, seq_len=64)
 
 
@@ -167,7 +167,6 @@ def test_a_capture_that_fails_names_the_option():
     graph(x), graph(x)
     with pytest.raises(ValueError, match="pass --cuda-graph off"):
         graph(x)
-    torch.nn.functional.dropout(x)  # the random generator still works
 
 
 @gpu

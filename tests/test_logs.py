@@ -1,4 +1,4 @@
-"""nanote/logs.py and nanote/profiling.py: what a run logs, how fast it is, and traces of its steps."""
+"""nanote/logs.py: what a run logs, how fast it is, and traces of its steps."""
 import gzip
 import json
 import math
@@ -12,8 +12,8 @@ import torch
 
 from nanote import logs, models
 from nanote.config import TrainConfig
+from nanote.logs import profiler
 from nanote.parallel import Ranks
-from nanote.profiling import Profiler
 from trainer_tools import largest_file, losses
 
 CPU = torch.device("cpu")
@@ -231,7 +231,7 @@ def test_peak_flops_by_name(monkeypatch, name, tflops):
 # ---------------------------------------------------------------- --profile
 
 def profile(steps, count=6):
-    with Profiler(steps, "run", CPU) as profiled:
+    with profiler(steps, "run", CPU) as profiled:
         for step in range(1, count + 1):
             with profiled(step):
                 torch.ones(8, 8) @ torch.ones(8, 8)
@@ -255,7 +255,7 @@ def test_a_trace_has_its_steps_and_no_others(capsys, steps, traced):
 @pytest.mark.parametrize("steps", ["5:3", "0:3", "three", "3:", "3-5"])
 def test_a_bad_range_is_one_line(steps):
     with pytest.raises(ValueError, match=f"^--profile {steps}: must be START:STOP, such as 10:12"):
-        Profiler(steps, "run", CPU)
+        profiler(steps, "run", CPU)
 
 
 def test_a_full_disk_leaves_the_run_alone(capsys):

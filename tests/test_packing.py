@@ -12,8 +12,7 @@ import model_te_optimized
 import sample
 import train
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from nanote.corpus import write_tokens
-from nanote.tokens import Loader
+from nanote.tokens import Loader, write_tokens
 from trainer_tools import OPTIONS, metrics, run_script, run_train
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanote.corpus import write_tokens
-from nanote.tokens import Loader, max_documents, open_tokens
+from nanote.tokens import Loader, max_documents, open_tokens, write_tokens
 
 ONE = SimpleNamespace(rank=0, count=1)
 

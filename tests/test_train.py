@@ -58,16 +58,20 @@ def saved_steps(run):
 # ---------------------------------------------------------------- steps
 
 def rates(steps, **options):
-    config = TrainConfig(lr=1.0, max_steps=110, **{"warmup_steps": 10, "min_lr_ratio": 0.1} | options)
+    config = TrainConfig(lr=1.0, max_steps=110, **{"warmup_steps": 10} | options)
     return pytest.approx([train.learning_rate(step, config) for step in steps])
 
 
 def test_learning_rate_schedules():
     assert [0.1, 0.5, 1.0, 0.55, 0.1] == rates([1, 5, 10, 60, 110])  # cosine
-    assert [0.5, 1, 1, 0.55, 0.1] == rates([5, 11, 88, 99, 110], lr_schedule="wsd", decay_fraction=0.2)
+    assert [0.5, 1, 1, 0.55, 0.1] == rates([5, 11, 88, 99, 110], lr_schedule="wsd")
     assert [0.5, 1] == rates([5, 110], lr_schedule="constant")
-    found = rates(range(111), lr_schedule="wsd", decay_fraction=0.8, warmup_steps=60, min_lr_ratio=0.0)
-    assert [min(1, step / 60, (110 - step) / 88) for step in range(111)] == found, "the lower of both"
+
+
+def test_a_decay_may_begin_during_the_warm_up():
+    found = rates(range(111), lr_schedule="wsd", warmup_steps=105)
+    expected = [min(step / 105, 0.1 + 0.9 * (110 - step) / 22) for step in range(111)]
+    assert expected == found, "the lower of both"
 
 
 @pytest.mark.parametrize("options", ["", "--fp8-recipe none --dtype bfloat16"])

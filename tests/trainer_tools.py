@@ -9,8 +9,8 @@ from pathlib import Path
 
 import train
 from nanote.config import run_command
-from nanote.corpus import write_tokens
 from nanote.logs import VARYING_FIELDS, read_metrics
+from nanote.tokens import write_tokens
 
 ROOT = Path(train.__file__).parent
 # 24 steps of 2 micro-batches of 4 x 64 tokens; with dropout, so that the random state matters
