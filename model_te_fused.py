@@ -33,8 +33,8 @@ try:
     recipes = import_module("transformer_engine.common.recipe") if ENGINE == "te" else te
     DelayedScaling, Format = recipes.DelayedScaling, recipes.Format
 except Exception as error:  # a broken TE raises more than ImportError
-    raise ImportError(f"NANOTE_ENGINE={ENGINE}: {error!r}; te needs Transformer Engine, fast the folder "
-                      "fast_kernels and a Hopper GPU, reference te_reference.py") from error
+    raise ImportError(f"engine {ENGINE}: {error!r}; copy te_reference.py (any machine) or fast_kernels "
+                      "(Hopper) beside this file, or install TE; NANOTE_ENGINE=te|fast|reference") from error
 
 
 def round_up(n, multiple):
