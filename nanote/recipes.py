@@ -60,7 +60,7 @@ def make(config):
     - current: the amax of the tensor itself.
     - block: one scale per 1x128 activations or 128x128 weights.
     - mxfp8: one power-of-two scale per 32 values (Blackwell).
-    - nvfp4: 4-bit values in blocks of 16 (Blackwell; arXiv:2509.25149).
+    - nvfp4: 4-bit values in blocks of 16 (Blackwell; 12.x: see guide/install.md; arXiv:2509.25149).
     - custom:module.function: TE's CustomRecipe; the function returns the quantizer of each tensor.
     """
     name = config.fp8_recipe
