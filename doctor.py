@@ -35,57 +35,24 @@ FLASH, FLASH_CAPABILITY = "flash-attn-4", (9, 0)  # Hopper and later
 INSTALL = "python doctor.py --install"
 REQUIREMENTS = "pip install -r requirements.txt"
 CUDA_TORCH = f"install a PyTorch with CUDA (pytorch.org, Get Started), then {INSTALL}"
-TOOLKIT = "install NVIDIA's CUDA toolkit of PyTorch's CUDA version, and point CUDA_HOME to it"
 LIBRARIES_FIRST = f"export CUDNN_HOME={NVIDIA}/cudnn LD_LIBRARY_PATH={NVIDIA}/cudnn/lib:{NVIDIA}/nccl/lib"
-# (pattern of a line, cause, fix): causes before their consequences, specific patterns before general ones
-ANSWERS = (
-    (r"No space left on device", "The disk is full.", "free some, or set TMPDIR to another disk"),
-    (r"Killed signal terminated|compiler error: Killed|died due to signal 9|^\s*(/bin/sh: .*)?Killed\s*$"
-     r"|virtual memory exhausted|Cannot allocate memory|(LLVM|nvcc|cc1plus).*out of memory|std::bad_alloc",
-     "The machine ran out of memory while compiling.", f"MAX_JOBS=1 {INSTALL}"),
-    (r"crt/host_(config|defines)\.h: No such file|Failed to find nvcc|Could (not|neither) find NVCC"
-     r"|nvcc: (command )?not found|directory: '[^']*nvcc'|CUDA_HOME environment variable is not set"
-     r"|detected CUDA version .*mismatches|CUDA version \([\d.]+\) mismatches",
-     "The CUDA toolkit is missing, incomplete or of another version than PyTorch's CUDA.", TOOLKIT),
-    (r"(nccl|cu\w+|nv\w+|(library|driver)_types)\.h(pp)?: No such file|CUDA not found|find cudnn_LIBRARY",
-     "The compiler does not find the headers of PyTorch's CUDA libraries.", f"{INSTALL} (sets CPATH)"),
-    (r"CMAKE_CXX_COMPILER|(c\+\+|g\+\+|gcc): (command )?not found|directory: '[\w.-]*(c\+\+|g\+\+|gcc)"
-     r"|command '[^']*(c\+\+|g\+\+|gcc)[^']*' failed: No such file",
-     "There is no C++ compiler.", f"apt install build-essential, then {INSTALL}"),
-    (r"Invalid version: '?None|got 'NoneType'|Torch not compiled with CUDA|Unsupported cuda version",
-     "PyTorch is a CPU build, or of a CUDA that Transformer Engine does not support.", CUDA_TORCH),
-    (r"needs Torch to build|No module named '?(torch|setuptools|wheel|packaging|pybind11|ninja)\b|Ninja is",
-     "PyTorch or a build tool is missing, or hidden from the build.", f"{REQUIREMENTS}, then {INSTALL}"),
-    (r"flash_attn\S*\.so.*undefined symbol", "flash-attn 2, which Transformer Engine loads, is broken.",
-     "pip uninstall -y flash-attn, or pip install --no-build-isolation --no-cache-dir flash-attn"),
-    (r"symbol: (nccl|cublas)", "An older NCCL or cuBLAS is loaded than PyTorch's.", LIBRARIES_FIRST),
-    (r"undefined symbol", "Transformer Engine was built for another PyTorch.", INSTALL),
-    (r"No module named '?transformer_engine|'transformer_engine\S* has no attribute|^\s*StopIteration\s*$"
-     r"|empty .transformer-engine. meta|shared object file for Transformer|metadata was found for transformer"
-     r"|package version mismatch|Could not find (.transformer[-_]engine|TE core)|Multiple files found",
-     "Transformer Engine is not installed, too old, or there are parts of several.",
-     f"{INSTALL}; without a GPU, import te_reference as te, as the model files do"),
-    (r"CUDNN_STATUS_\w*VERSION_MISMATCH|cuDNN version incompatib|requires cuDNN [\d.]+ or later",
-     "The system's cuDNN is loaded beside PyTorch's, or it is too old.", LIBRARIES_FIRST),
-    (r"libcuda\.so\.1: cannot open|Found no NVIDIA driver", "There is no NVIDIA driver.", "install it"),
-    (r"lib(cu|nv)\w+\.so[\d.]*: cannot open|(cudnn|nvrtc|curand|cublas|cudart) shared object not found",
-     "Transformer Engine is for another CUDA (12, 13) than PyTorch.", INSTALL),
-    (r"driver on your system is too old|driver version is insufficient",
-     "The driver is too old for PyTorch's CUDA.", "update it, or install a PyTorch for the driver's CUDA"),
-    (r"communicate with the NVIDIA driver|Failed to initialize NVML|[Dd]river/library version mismatch",
-     "The driver does not run.", "reboot; start a container with GPUs (docker run --gpus all)"),
-    (r"no kernel image is available", "PyTorch or Transformer Engine has no kernels for this GPU.",
-     f"install PyTorch's newest build, or for GPUs before Turing that for CUDA 12.6; then {INSTALL}"),
-    (r"Unable to find (any )?suitable (cuBLAS )?(GEMM )?algorithm|dimension requirement on .*GEMM"
-     r"|requires the product of all dim", "A dimension of this FP8 GEMM is not a multiple of 16.",
-     "pad it, such as a vocabulary of 50257 to 50304; python test_shapes.py prints which shapes run"),
-)
+DISABLE_RHT = "export NVTE_NVFP4_DISABLE_RHT=1 NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1"
+FIXES = {"CUDA_TORCH": CUDA_TORCH, "LIBRARIES_FIRST": LIBRARIES_FIRST, "DISABLE_RHT": DISABLE_RHT}
+
+
+def read_answers():
+    """Return [(pattern, cause, fix)] of guide/errors.txt."""
+    answers = []
+    for entry in (HERE / "guide" / "errors.txt").read_text().split("\n\n")[1:]:  # the first explains the file
+        cause, fix, *patterns = (line.strip() for line in entry.strip().splitlines())
+        answers.append(("|".join(patterns), cause, fix.removeprefix("fix: ").format(**FIXES)))
+    return answers
 
 
 def explain(text):
     """Return [(cause, fix, the line of `text` that shows it)], the likeliest cause first."""
     lines, found = text.splitlines(), []
-    for pattern, cause, fix in ANSWERS:
+    for pattern, cause, fix in read_answers():
         matches = [line for line in lines if re.search(pattern, line)]
         if matches:
             found.append((cause, fix, " ".join(matches[0].split())))
@@ -174,19 +141,31 @@ def check_torch():
 def check_fp8():
     """Check Transformer Engine, the recipes that this machine supports, and their GEMMs."""
     import torch
+    capability = (0, 0)
     if torch.cuda.is_available():
         torch.backends.cudnn.version()  # loads PyTorch's cuDNN: Transformer Engine looks for one itself
-        yield from check_te(torch.version.cuda, torch.cuda.get_device_capability())
+        capability = torch.cuda.get_device_capability()
+        yield from check_te(torch.version.cuda, capability)
     from nanote import recipes
-    reasons = {name: recipes.unsupported_reason(name) for name in recipes.RECIPES if name != "none"}
-    names = [name for name, reason in reasons.items() if not reason]
-    if names:
-        yield "ok", f"FP8 recipes ({recipes.describe()}): {', '.join(names)}", ""
-    else:
-        yield "warn", "no FP8 on this GPU: it needs Ada (8.9) or later", "train.py --fp8-recipe none"
-    yield from (("info", f"{name} not here: {reason}", "") for name, reason in reasons.items() if reason)
+    names, results = check_recipes(recipes, capability)
+    yield from results
     # the rounding error of NVFP4 has no simple bound
     yield from (check_gemm(recipes, name) for name in names if name != "nvfp4")
+
+
+def check_recipes(recipes, capability):
+    """Return the recipes that the engine supports, and the results that say so."""
+    reasons = {name: recipes.unsupported_reason(name) for name in recipes.RECIPES if name != "none"}
+    names = [name for name, reason in reasons.items() if not reason]
+    results = [("ok", f"FP8 recipes ({recipes.describe()}): {', '.join(names)}", "")]
+    if not names:
+        results = [("warn", "no FP8 on this GPU: it needs Ada (8.9) or later", "train.py --fp8-recipe none")]
+    if "nvfp4" in names and capability >= (12, 0):  # Transformer Engine supports it by its rules
+        line = ("nvfp4 on compute capability 12.x: not measured here; TransformerEngine issue 3062 reports "
+                "'invalid argument' from its random Hadamard transform, which is on by default")
+        results.append(("warn", line, DISABLE_RHT))
+    results += [("info", f"{name} not here: {reason}", "") for name, reason in reasons.items() if reason]
+    return names, results
 
 
 def check_te(cuda, capability):

@@ -36,8 +36,8 @@ try:
     if ENGINE == "te" and [*map(int, find_version("transformer_engine").split(".")[:2])] < [2, 18]:
         raise ImportError("before Transformer Engine 2.18 the loss or its gradient is wrong")
 except Exception as error:  # a broken TE raises more than ImportError
-    raise ImportError(f"NANOTE_ENGINE={ENGINE}: {error!r}; te needs Transformer Engine, fast the folder "
-                      "fast_kernels and a Hopper GPU, reference te_reference.py") from error
+    raise ImportError(f"engine {ENGINE}: {error!r}; copy te_reference.py (any machine) or fast_kernels "
+                      "(Hopper) beside this file, or install TE; NANOTE_ENGINE=te|fast|reference") from error
 
 
 def round_up(n, multiple):

@@ -55,7 +55,7 @@ def make(config):
 
     - delayed: scale = FP8_MAX / amax / 2**margin, the amax over a history of steps; current: of the tensor.
     - block: a scale per 1x128 activations or 128x128 weights; mxfp8: a power of two per 32 values.
-    - nvfp4: 4-bit values in blocks of 16 (Blackwell; arXiv:2509.25149).
+    - nvfp4: 4-bit values in blocks of 16 (Blackwell; 12.x: see guide/install.md; arXiv:2509.25149).
     - custom:module.function: TE's CustomRecipe; the function returns the quantizer of each tensor.
     """
     name, custom = config.fp8_recipe, config.fp8_recipe.startswith("custom:")

@@ -415,15 +415,29 @@ def test_each_file_stands_alone(tmp_path):
     assert done.stdout.splitlines() == [f"{module} True True" for module, *_ in models.MODELS.values()]
 
 
+WHAT_TO_COPY = "copy te_reference.py (any machine) or fast_kernels (Hopper) beside this file, or install TE"
+
+
+def import_error(folder, module, engine=""):
+    """Import a file where there is neither Transformer Engine nor a GPU, and return the last line."""
+    code = f"import sys; sys.modules['transformer_engine'] = None; import {module}"
+    environment = os.environ | {"NANOTE_ENGINE": engine, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+    return done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("engine, words", [
     ("reference", "No module named 'te_reference'"), ("te", "transformer_engine"), ("fast", "fast_kernels"),
     ("tee", "KeyError('tee')")])
 def test_a_bare_copy_says_what_is_missing(tmp_path, engine, words):
     shutil.copy(ROOT / "model_te_optimized.py", tmp_path)
-    code = "import sys; sys.modules['transformer_engine'] = None; import model_te_optimized"
-    environment = os.environ | {"NANOTE_ENGINE": engine}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    line = done.stderr.splitlines()[-1]
-    assert line.startswith(f"ImportError: NANOTE_ENGINE={engine}: ") and words in line
-    assert "te needs Transformer Engine" in line and "reference te_reference.py" in line
+    line = import_error(tmp_path, "model_te_optimized", engine)
+    assert line.startswith(f"ImportError: engine {engine}: ") and words in line and WHAT_TO_COPY in line
+
+
+@pytest.mark.parametrize("module", [module for module, *_ in models.MODELS.values()])
+def test_a_bare_copy_says_what_to_copy(tmp_path, module):
+    shutil.copy(ROOT / f"{module}.py", tmp_path)
+    line = import_error(tmp_path, module)
+    assert "No module named 'te_reference'" in line and WHAT_TO_COPY in line and len(line) < 250

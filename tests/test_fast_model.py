@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from bench.step import forget_models
 from nanote import memory, recipes
@@ -234,6 +235,24 @@ def test_recomputed_blocks_give_the_same_bits():
         loss.backward()
         gradients.append(model.blocks[0].attn.qkv.weight.grad.double())
     assert (gradients[0] - gradients[1]).norm() <= 0.02 * gradients[0].norm() > 0
+
+
+def test_torchs_own_checkpoint_recomputes_without_fp8():
+    def run(forward):
+        torch.manual_seed(0)
+        layer = modules.LayerNormMLP(32, 64).to(DEVICE, torch.bfloat16)
+        x = torch.randn(32, 32, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        with modules.autocast(recipe=DelayedScaling()):
+            y = forward(layer, x)
+        y.float().square().sum().backward()
+        return y, x.grad
+    own = torch.utils.checkpoint.checkpoint
+    plain, recomputed = run(lambda layer, x: layer(x)), run(modules.checkpoint)
+    reentrant = run(lambda layer, x: own(layer, x, use_reentrant=True))
+    assert torch.equal(recomputed[0], plain[0]) and torch.equal(recomputed[1], plain[1])
+    assert torch.equal(reentrant[0], plain[0]) and not torch.equal(reentrant[1], plain[1])
+    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+        run(lambda layer, x: own(layer, x, use_reentrant=False))
 
 
 def test_weights_are_quantized_once_for_all_micro_batches():

@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 import te_reference as te
 
@@ -33,14 +34,14 @@ def linear(weight, bias=False):
     return layer
 
 
-def step(module, x, dy, recipe, **kwargs):
-    """Run one forward and backward pass in FP8 and return (y, dx, dw)."""
-    x = x.clone().requires_grad_()
-    module.zero_grad()
+def step(module, x, dy, recipe, of=None, **kwargs):
+    """Run a forward and backward pass in FP8 and return (y, dx, dw). `of`: the layer that `module` calls."""
+    x, layer = x.clone().requires_grad_(), of or module
+    layer.zero_grad()
     with te.autocast(recipe=recipe):
         y = module(x, **kwargs)
     y.backward(dy)
-    return y.detach(), x.grad, module.weight.grad
+    return y.detach(), x.grad, layer.weight.grad
 
 
 def fwd(module):
@@ -467,6 +468,20 @@ def test_parameters_kept_in_fp8():
     error = (weight - master).abs()
     # at most half of E4M3's spacing
     assert (error <= master.abs() / 16 * 1.001 + 1e-6).all() and error.mean() > 20e-6
+
+
+def test_torchs_own_checkpoint_recomputes_without_fp8():
+    torch.manual_seed(0)
+    layer, x, dy = te.Linear(32, 32, device="cpu"), torch.randn(16, 32), torch.randn(16, 32)
+    def run(checkpoint, **options):
+        return step(lambda h: checkpoint(layer, h, **options), x, dy, te.Float8CurrentScaling(), of=layer)
+    plain, exact = step(layer, x, dy, te.Float8CurrentScaling()), (dy @ layer.weight, dy.T @ x)
+    assert all(map(torch.equal, run(te.checkpoint), plain))
+    y, *gradients = run(torch.utils.checkpoint.checkpoint, use_reentrant=True)
+    assert torch.equal(y, plain[0]) and not torch.allclose(plain[1], exact[0], rtol=1e-3)
+    assert all(map(torch.allclose, gradients, exact))
+    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+        run(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 
 
 def test_checkpoint_recomputes_under_the_same_torch_autocast():
