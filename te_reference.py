@@ -477,7 +477,7 @@ def _scale_for(x, recipe, state, index, dtype):
 
 
 def _sum_over_ranks(x, group):
-    x = x.clone()
+    x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=group)
     return x
 

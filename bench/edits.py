@@ -69,7 +69,7 @@ def main(argv=None) -> None:
     unedited = warm(options.model, config, device, batches)
     diffs = sorted((ROOT / "examples" / "edits" / options.model).glob("*.diff"))
     with tempfile.TemporaryDirectory() as folder:
-        for edit in options.edits or [path.stem for path in diffs]:
+        for edit in options.edits or [path.stem for path in diffs if path.stem != "tensor_parallel"]:
             path = edited_file(options.model, edit, Path(folder))
             changed = warm(f"{path}:{CLASSES[options.model]}", config, device, batches)
             ms = {"unedited": [], "edited": []}
