@@ -200,10 +200,8 @@ class autocast:
 
     def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
         if calibrating:
-            raise ValueError(
-                "autocast(calibrating=True) is not emulated by te_reference; "
-                "run it on a GPU with Transformer Engine"
-            )
+            raise ValueError("autocast(calibrating=True): te_reference emulates no calibration; use "
+                             "Transformer Engine")
         self.enabled, self.recipe, self.group = enabled, recipe, amax_reduction_group
 
     def __enter__(self):
@@ -265,12 +263,8 @@ def _roll_histories(forward):
         if is_forward != forward or not states:
             continue
         recipe, group = _fp8.regions[key]
-        if (
-            recipe.reduce_amax
-            and dist.is_available()
-            and dist.is_initialized()
-            and dist.get_world_size(group) > 1
-        ):
+        is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+        if recipe.reduce_amax and is_distributed:
             amax = torch.cat([s.amax_history[0] for s in states])
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
             for state, part in zip(states, amax.split([s.scale.numel() for s in states])):
@@ -482,6 +476,38 @@ def _scale_for(x, recipe, state, index, dtype):
     return state.scale[index].clone()  # clone: the state changes before the backward pass reads it
 
 
+def _sum_over_ranks(x, group):
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group)
+    return x
+
+
+class _RowParallelOutput(torch.autograd.Function):
+    """Forward: sum y over the ranks, each of which has a part of the K dimension. Backward: identity."""
+
+    @staticmethod
+    def forward(ctx, y, group):
+        return _sum_over_ranks(y, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _ColumnParallelInput(torch.autograd.Function):
+    """Forward: identity. Backward: sum dgrad over the ranks in `dtype`, the output precision of its GEMM."""
+
+    @staticmethod
+    def forward(ctx, x, group, dtype):
+        ctx.args = (group, dtype)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        group, dtype = ctx.args
+        return _sum_over_ranks(grad.to(dtype), group).to(grad.dtype), None, None
+
+
 def _round(x, dtype, grad_dtype):
     """Round x to `dtype` but keep it in float32; round its gradient to `grad_dtype`."""
     return _StraightThrough.apply(x, x.detach().to(dtype).float(), grad_dtype)
@@ -491,7 +517,8 @@ def _round(x, dtype, grad_dtype):
 # Modules
 
 
-# Arguments of TE's modules that this file does not support, with TE's defaults, which are accepted
+# Arguments of TE's modules that this file does not support, with TE's defaults, which are accepted. Where a
+# constructor names one of them, as the linear modules do for tensor parallelism, it is supported.
 _PARALLEL = dict(
     sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, parallel_mode=None,
     set_parallel_mode=False, get_rng_state_tracker=None, rng_tracker_name=None, parameters_split=None,
@@ -506,18 +533,19 @@ def _check_options(name, options, defaults):
         if option not in defaults:
             raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
         if value != defaults[option]:
-            raise ValueError(
-                f"{name}({option}={value!r}): te_reference supports {defaults[option]!r} only; "
-                "use Transformer Engine"
-            )
+            raise ValueError(f"{name}({option}={value!r}): te_reference supports {defaults[option]!r} only; "
+                             "use Transformer Engine")
 
 
 def _default_device():
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _normal_init(weight):
-    nn.init.normal_(weight, mean=0.0, std=0.023)  # TE's default
+def _factory(dtype, device):
+    return dict(dtype=dtype or torch.get_default_dtype(), device=device or _default_device())
+
+
+_normal_init = partial(nn.init.normal_, mean=0.0, std=0.023)  # TE's default
 
 
 class _Module(nn.Module):
@@ -530,22 +558,38 @@ class _Module(nn.Module):
         self._fp8_workspaces = {}  # FP8 weights, cached over the micro-batches of a step
         self._stash = []  # histories and scales for checkpoint() to recompute with
         self.primary_weights_in_fp8 = _fp8.weights_in_fp8
+        self._set_parallel(None, 1, column=False, row=False)
+
+    # -- tensor parallelism: each rank has a part of every weight
+
+    def _set_parallel(self, tp_group, tp_size, column, row):
+        """Split the output features of the first GEMM (`column`), the input features of the last (`row`)."""
+        self.tp_group, self.tp_size = tp_group, tp_size if tp_group is None else dist.get_world_size(tp_group)
+        self.column_parallel, self.row_parallel = column, row
+
+    def set_tensor_parallel_group(self, tp_group):
+        self.tp_group = tp_group
+
+    def _per_rank(self, features, is_split=True):
+        if is_split and features % self.tp_size:
+            raise ValueError(f"{features} features: not divisible by tp_size={self.tp_size}")
+        return features // self.tp_size if is_split else features
+
+    def _column_input(self, x, dtype):
+        is_split = self.column_parallel and self.tp_size > 1
+        return _ColumnParallelInput.apply(x, self.tp_group, dtype) if is_split else x
 
     # -- parameters
 
-    def _linear_parameters(
-        self, weight, bias, out_features, in_features, use_bias, init_method, gemm, dtype, device
-    ):
+    def _linear_parameters(self, weight, bias, out_features, in_features, init_method, gemm, factory):
         """Register `weight` (out, in) and `bias` (out,). Without a bias it is an empty tensor, as in TE."""
-        self.register_parameter(
-            weight, nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
-        )
+        self.register_parameter(weight, nn.Parameter(torch.empty(out_features, in_features, **factory)))
         with torch.no_grad():
             (init_method or _normal_init)(getattr(self, weight))
-        if use_bias:
-            self.register_parameter(bias, nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)))
+        if self.use_bias:
+            self.register_parameter(bias, nn.Parameter(torch.zeros(out_features, **factory)))
         else:
-            setattr(self, bias, torch.empty(0, dtype=dtype, device=device))
+            setattr(self, bias, torch.empty(0, **factory))
         if self.primary_weights_in_fp8:
             self.init_fp8_meta_tensors(_fp8.recipe)
             parameter = getattr(self, weight)
@@ -564,15 +608,19 @@ class _Module(nn.Module):
             for gemm, name in enumerate(names):
                 getattr(self, name).fp8_owner = (weakref.ref(self), gemm)
 
-    def _norm_parameters(self, names, size, normalization, zero_centered_gamma, dtype, device):
+    def _norm_parameters(self, prefix, size, eps, normalization, zero_centered_gamma, factory):
         if normalization not in ("LayerNorm", "RMSNorm"):
             raise ValueError(f"normalization={normalization!r} is not known; use 'LayerNorm' or 'RMSNorm'")
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         gamma = torch.zeros if zero_centered_gamma else torch.ones
-        self.register_parameter(names[0], nn.Parameter(gamma(size, dtype=dtype, device=device)))
+        self.register_parameter(f"{prefix}weight", nn.Parameter(gamma(size, **factory)))
         if normalization == "LayerNorm":
-            self.register_parameter(names[1], nn.Parameter(torch.zeros(size, dtype=dtype, device=device)))
-        elif names[1] != "bias":  # TE's fused modules always have the attribute
-            setattr(self, names[1], None)
+            self.register_parameter(f"{prefix}bias", nn.Parameter(torch.zeros(size, **factory)))
+        elif prefix:  # TE's fused modules always have the attribute
+            setattr(self, f"{prefix}bias", None)
+
+    def _normalize(self, x, gamma, beta):
+        return _normalize(x, gamma, beta, self.eps, self.normalization, self.zero_centered_gamma)
 
     # -- FP8 state
 
@@ -606,6 +654,9 @@ class _Module(nn.Module):
 
     def _begin(self, x):
         """Prepare the FP8 state for a forward pass and return the dtype of the activations."""
+        if self.tp_size > 1 and self.tp_group is None:
+            raise RuntimeError("Tensor parallel group not initialized. Call set_tensor_parallel_group() "
+                               "before forward pass when tp_size > 1.")
         if self.fp8 and _fp8.recompute == "recompute":
             if self._delayed():  # quantize exactly as in the original forward pass
                 fwd = self.fp8_meta["scaling_fwd"]
@@ -647,10 +698,8 @@ class _Module(nn.Module):
         In a recomputed region every module returns True, as in TE. That is harmless, because a roll changes
         only tensors quantized since the last one.
         """
-        needs_backward = torch.is_grad_enabled() and (
-            x.requires_grad or any(p.requires_grad for p in self.parameters())
-        )
-        first = _fp8.first_module and needs_backward
+        is_trained = x.requires_grad or any(p.requires_grad for p in self.parameters())
+        first = _fp8.first_module and torch.is_grad_enabled() and is_trained
         if first and _fp8.recompute != "recompute":
             _fp8.first_module = False
         return first
@@ -690,21 +739,30 @@ class _Module(nn.Module):
         w = self._fp8_weight(weight, 3 * gemm + 1, dtype, is_first_microbatch)
         if recipe.float8_per_tensor_scaling():
             fp8_dtype = recipe._dtype(forward=True)
-            scale = _scale_for(
-                x if unrounded is None else unrounded, recipe, meta.get("scaling_fwd"), 3 * gemm, fp8_dtype
-            )
+            measured = x if unrounded is None else unrounded
+            scale = _scale_for(measured, recipe, meta.get("scaling_fwd"), 3 * gemm, fp8_dtype)
             x = _StraightThrough.apply(x, dequantize(quantize(x, scale, fp8_dtype), scale), dtype)
             y = _QuantizeGrad.apply(F.linear(x, w), recipe, meta.get("scaling_bwd"), 2 * gemm, roll)
         else:
-            y = _BlockLinear.apply(x.flatten(0, -2), getattr(self, weight), w, recipe, dtype).view(
-                *x.shape[:-1], -1
-            )
-        if bias is not None:  # cuBLAS has no FP8 GEMM with a float32 bias, so TE rounds it to bfloat16
-            y = y + (
-                _round(bias.float(), torch.bfloat16, torch.float32)
-                if dtype == torch.float32 else bias.float()
-            )
-        return y
+            y = _BlockLinear.apply(x.flatten(0, -2), getattr(self, weight), w, recipe, dtype)
+            y = y.view(*x.shape[:-1], -1)
+        if bias is not None and dtype == torch.float32:  # cuBLAS has no FP8 GEMM with a float32 bias
+            bias = _round(bias, torch.bfloat16, torch.float32)
+        return y if bias is None else y + bias.float()
+
+    def _last_gemm(self, gemm, x, weight, bias, dtype, is_first_microbatch, roll, unrounded=None):
+        """Run the module's last linear layer: (…, in) -> (…, out) in `dtype`. Row-parallel: sum over the
+        ranks, then add the bias."""
+        bias = getattr(self, bias) if self.use_bias and not self.return_bias else None
+        fused_bias = None if self.row_parallel else bias
+        if self.fp8:
+            y = self._fp8_linear(gemm, x, weight, fused_bias, dtype, is_first_microbatch, roll, unrounded)
+            y = y.to(dtype)
+        else:
+            y = _plain_linear(x, getattr(self, weight), fused_bias, dtype)
+        if self.row_parallel and self.tp_size > 1:
+            y = _RowParallelOutput.apply(y, self.tp_group)
+        return y + bias.to(dtype) if self.row_parallel and bias is not None else y
 
     # -- state dict: TE's keys. TE pickles `fp8_meta` here, but loads no such pickle; the model files save it
 
@@ -719,10 +777,8 @@ def _check_fp8_shapes(x, weight, recipe):
     """Check TE's rules: rows divisible by 8 and columns by 16; for wgrad, rows and output features by 16;
     for MXFP8, all dimensions by 32."""
     if recipe.mxfp8() and (x.numel() // x.shape[-1] % 32 or x.shape[-1] % 32 or weight.shape[0] % 32):
-        raise ValueError(
-            "MXFP8 requires all dimensions to be divisible by 32, but got input with "
-            f"dims={list(x.shape)} and weight with dims={list(weight.shape)}"
-        )
+        raise ValueError("MXFP8 requires all dimensions to be divisible by 32, but got input with "
+                         f"dims={list(x.shape)} and weight with dims={list(weight.shape)}")
     for name, tensor in (("input", x), ("weight", weight)):
         rows = tensor.numel() // tensor.shape[-1]
         if rows % 8 or tensor.shape[-1] % 16:
@@ -747,9 +803,7 @@ def _fp8_parameter_value(parameter, master):
 
 
 def _plain_linear(x, weight, bias, dtype):
-    return F.linear(
-        x.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None and bias.numel() else None
-    )
+    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def _normalize(x, gamma, beta, eps, normalization, zero_centered_gamma):
@@ -761,11 +815,8 @@ def _normalize(x, gamma, beta, eps, normalization, zero_centered_gamma):
 
 
 def _no_torch_autocast(x):
-    return (
-        torch.autocast(x.device.type, enabled=False)
-        if torch.is_autocast_enabled(x.device.type)
-        else nullcontext()
-    )
+    is_enabled = torch.is_autocast_enabled(x.device.type)
+    return torch.autocast(x.device.type, enabled=False) if is_enabled else nullcontext()
 
 
 def _not_compiled_when_delayed(forward):
@@ -793,16 +844,12 @@ class LayerNorm(_Module):
         super().__init__()
         options |= dict(sequence_parallel=sequence_parallel or False, hidden_size=hidden_size)
         _check_options(type(self).__name__, options, _PARALLEL | dict(hidden_size=None, sm_margin=0))
-        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        self._norm_parameters(("weight", "bias"), normalized_shape, self.normalization, zero_centered_gamma,
-                              dtype or params_dtype or torch.get_default_dtype(), device or _default_device())
+        self._norm_parameters("", normalized_shape, eps, self.normalization, zero_centered_gamma,
+                              _factory(dtype or params_dtype, device))
 
     def forward(self, x):
         y = x.float() if self.zero_centered_gamma else x  # keep 1 + gamma in float32
-        return _normalize(
-            y, self.weight, getattr(self, "bias", None), self.eps, self.normalization,
-            self.zero_centered_gamma,
-        ).to(x.dtype)
+        return self._normalize(y, self.weight, getattr(self, "bias", None)).to(x.dtype)
 
 
 class RMSNorm(LayerNorm):
@@ -813,80 +860,76 @@ class RMSNorm(LayerNorm):
 
 class Linear(_Module):
     """y = x · weightᵀ + bias: (…, in_features) -> (…, out_features). With `return_bias`, return y without the
-    bias, and the bias."""
+    bias, and the bias. `parallel_mode="column"` splits out_features over the ranks of `tp_group`, "row"
+    splits in_features."""
 
     NOT_EMULATED = _PARALLEL | dict(save_original_input=False)
 
     def __init__(
-        self, in_features, out_features, *, init_method=None, bias=True, return_bias=False,
-        params_dtype=None, device=None, name=None, **options,
+        self, in_features, out_features, *, tp_group=None, tp_size=1, init_method=None, bias=True,
+        return_bias=False, params_dtype=None, parallel_mode=None, device=None, name=None, **options,
     ):
         super().__init__(num_gemms=1)
         _check_options("Linear", options, self.NOT_EMULATED)
-        self.in_features, self.out_features, self.use_bias, self.return_bias = (
-            in_features, out_features, bias, return_bias,
-        )
-        self._linear_parameters("weight", "bias", out_features, in_features, bias, init_method, 0,
-                                params_dtype or torch.get_default_dtype(), device or _default_device())
+        if parallel_mode not in ("column", "row", None):
+            raise ValueError(f"Linear(parallel_mode={parallel_mode!r}): use 'column', 'row' or None")
+        self.use_bias, self.return_bias = bias, return_bias
+        self._set_parallel(tp_group, tp_size, column=parallel_mode == "column", row=parallel_mode == "row")
+        self.in_features = self._per_rank(in_features, self.row_parallel)
+        self.out_features = self._per_rank(out_features, self.column_parallel)
+        self._linear_parameters("weight", "bias", self.out_features, self.in_features, init_method, 0,
+                                _factory(params_dtype, device))
 
     @_not_compiled_when_delayed
     def forward(self, inp, is_first_microbatch=None):
         dtype = self._begin(inp)
-        bias = self.bias if self.use_bias and not self.return_bias else None
         with _no_torch_autocast(inp):
-            if self.fp8:
-                y = self._fp8_linear(
-                    0, inp, "weight", bias, dtype, is_first_microbatch, self._rolls_backward(inp)
-                ).to(dtype)
-            else:
-                y = _plain_linear(inp, self.weight, bias, dtype)
+            roll = self.fp8 and self._rolls_backward(inp)
+            x = self._column_input(inp, dtype)
+            y = self._last_gemm(0, x, "weight", "bias", dtype, is_first_microbatch, roll)
         self._end()
         return (y, self.bias.to(dtype)) if self.return_bias else y
 
 
 class LayerNormLinear(_Module):
     """Norm, then linear: (…, in_features) -> (…, out_features). With `return_bias` or
-    `return_layernorm_output`, return the bias or the norm's output as well."""
+    `return_layernorm_output`, return the bias or the norm's output as well. No `parallel_mode="row"`."""
 
     NOT_EMULATED = _PARALLEL | dict(return_layernorm_output_gathered=False)
 
     def __init__(
-        self, in_features, out_features, eps=1e-5, *, init_method=None, bias=True, normalization="LayerNorm",
-        return_bias=False, params_dtype=None, return_layernorm_output=False, zero_centered_gamma=False,
-        device=None, name=None, **options,
+        self, in_features, out_features, eps=1e-5, *, tp_group=None, tp_size=1, init_method=None, bias=True,
+        normalization="LayerNorm", return_bias=False, params_dtype=None, parallel_mode=None,
+        return_layernorm_output=False, zero_centered_gamma=False, device=None, name=None, **options,
     ):
         super().__init__(num_gemms=1)
         _check_options("LayerNormLinear", options, self.NOT_EMULATED)
-        dtype, device = params_dtype or torch.get_default_dtype(), device or _default_device()
-        self.in_features, self.out_features, self.use_bias, self.return_bias = (
-            in_features, out_features, bias, return_bias,
-        )
-        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        if parallel_mode not in ("column", None):
+            raise ValueError(f"LayerNormLinear(parallel_mode={parallel_mode!r}): use 'column' or None")
+        self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output = return_layernorm_output
-        self._norm_parameters(
-            ("layer_norm_weight", "layer_norm_bias"), in_features, normalization, zero_centered_gamma, dtype,
-            device,
-        )
-        self._linear_parameters(
-            "weight", "bias", out_features, in_features, bias, init_method, 0, dtype, device
-        )
+        factory = _factory(params_dtype, device)
+        self._set_parallel(tp_group, tp_size, column=parallel_mode == "column", row=False)
+        self.in_features = in_features
+        self.out_features = self._per_rank(out_features, self.column_parallel)
+        self._norm_parameters("layer_norm_", in_features, eps, normalization, zero_centered_gamma, factory)
+        self._linear_parameters("weight", "bias", self.out_features, in_features, init_method, 0, factory)
 
     @_not_compiled_when_delayed
     def forward(self, inp, is_first_microbatch=None):
         dtype = self._begin(inp)
-        bias = self.bias if self.use_bias and not self.return_bias else None
         with _no_torch_autocast(inp):
             normed = self._norm(inp, dtype)
-            if self.fp8:
-                y = self._fp8_linear(
-                    0, normed, "weight", bias, dtype, is_first_microbatch, self._rolls_backward(inp)
-                ).to(dtype)
-            else:
-                y = _plain_linear(normed, self.weight, bias, dtype)
+            roll = self.fp8 and self._rolls_backward(inp)
+            x = self._column_input(normed, dtype)
+            y = self._last_gemm(0, x, "weight", "bias", dtype, is_first_microbatch, roll)
         self._end()
+        return self._outputs(y, self.bias, normed, dtype)
+
+    def _outputs(self, y, bias, normed, dtype):
         out = [y]
         if self.return_bias:
-            out.append(self.bias.to(dtype))
+            out.append(bias.to(dtype))
         if self.return_layernorm_output:
             out.append(normed.to(dtype))
         return out[0] if len(out) == 1 else tuple(out)
@@ -894,14 +937,8 @@ class LayerNormLinear(_Module):
     def _norm(self, x, dtype):
         """Return the norm's output in `dtype`, or unrounded in float32 where TE's norm kernel writes FP8
         directly (delayed scaling)."""
-        x = x.to(dtype)
-        args = (
-            self.layer_norm_weight, self.layer_norm_bias, self.eps, self.normalization,
-            self.zero_centered_gamma,
-        )
-        if not self.fp8 and not self.zero_centered_gamma:
-            return _normalize(x, *args)
-        y = _normalize(x.float(), *args)
+        x = x.to(dtype).float() if self.fp8 or self.zero_centered_gamma else x.to(dtype)
+        y = self._normalize(x, self.layer_norm_weight, self.layer_norm_bias)
         straight_to_fp8 = self.fp8 and self._delayed() and not self.return_layernorm_output
         return y if straight_to_fp8 else y.to(dtype)
 
@@ -914,8 +951,7 @@ def _gated(activation):
     return gate
 
 
-def _gelu(x):
-    return F.gelu(x, approximate="tanh")
+_gelu = partial(F.gelu, approximate="tanh")
 
 
 def _squared_relu(x):
@@ -930,16 +966,18 @@ ACTIVATIONS = {
 
 class LayerNormMLP(LayerNormLinear):
     """Norm, linear, activation, linear: (…, hidden_size) -> (…, hidden_size). With a gated activation (geglu,
-    swiglu …) `fc1_weight` has 2·ffn_hidden_size rows: first the gate, which is activated, then the values."""
+    swiglu …) `fc1_weight` has 2·ffn_hidden_size rows: first the gate, which is activated, then the values.
+    `set_parallel_mode` splits ffn_hidden_size over the ranks of `tp_group`: fc1 by column, fc2 by row."""
 
     NOT_EMULATED = _PARALLEL | dict(
         activation_params=None, return_layernorm_output_gathered=False, checkpoint=False
     )
 
     def __init__(
-        self, hidden_size, ffn_hidden_size, eps=1e-5, *, return_bias=False, init_method=None, bias=True,
-        normalization="LayerNorm", activation="gelu", output_layer_init_method=None, params_dtype=None,
-        return_layernorm_output=False, zero_centered_gamma=False, device=None, name=None, seq_length=None,
+        self, hidden_size, ffn_hidden_size, eps=1e-5, *, return_bias=False, tp_group=None, tp_size=1,
+        init_method=None, bias=True, normalization="LayerNorm", activation="gelu",
+        output_layer_init_method=None, params_dtype=None, return_layernorm_output=False,
+        set_parallel_mode=False, zero_centered_gamma=False, device=None, name=None, seq_length=None,
         micro_batch_size=None, **options,
     ):
         _Module.__init__(self, num_gemms=2)
@@ -948,52 +986,38 @@ class LayerNormMLP(LayerNormLinear):
             raise ValueError(
                 f"LayerNormMLP(activation={activation!r}): te_reference supports {', '.join(ACTIVATIONS)}"
             )
-        dtype, device = params_dtype or torch.get_default_dtype(), device or _default_device()
         self.use_bias, self.return_bias, self.activation = bias, return_bias, activation
-        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output
-        fc1_features = ffn_hidden_size * (2 if activation.endswith("glu") else 1)
-        self._norm_parameters(
-            ("layer_norm_weight", "layer_norm_bias"), hidden_size, normalization, zero_centered_gamma, dtype,
-            device,
-        )
-        self._linear_parameters(
-            "fc1_weight", "fc1_bias", fc1_features, hidden_size, bias, init_method, 0, dtype, device
-        )
-        self._linear_parameters(
-            "fc2_weight", "fc2_bias", hidden_size, ffn_hidden_size, bias, output_layer_init_method, 1, dtype,
-            device,
-        )
+        self._set_parallel(tp_group, tp_size, column=set_parallel_mode, row=set_parallel_mode)
+        width = self._per_rank(ffn_hidden_size)
+        fc1_features = width * (2 if activation.endswith("glu") else 1)
+        factory = _factory(params_dtype, device)
+        self._norm_parameters("layer_norm_", hidden_size, eps, normalization, zero_centered_gamma, factory)
+        self._linear_parameters("fc1_weight", "fc1_bias", fc1_features, hidden_size, init_method, 0, factory)
+        self._linear_parameters("fc2_weight", "fc2_bias", hidden_size, width, output_layer_init_method, 1,
+                                factory)
 
     @_not_compiled_when_delayed
     def forward(self, inp, is_first_microbatch=None):
         dtype = self._begin(inp)
         fc1_bias = self.fc1_bias if self.use_bias else None
-        fc2_bias = self.fc2_bias if self.use_bias and not self.return_bias else None
         activation = ACTIVATIONS[self.activation]
         with _no_torch_autocast(inp):
             normed = self._norm(inp, dtype)
+            x = self._column_input(normed, dtype)
             if self.fp8:
                 roll = self._rolls_backward(inp)
-                h = self._fp8_linear(0, normed, "fc1_weight", fc1_bias, dtype, is_first_microbatch, roll)
+                h = self._fp8_linear(0, x, "fc1_weight", fc1_bias, dtype, is_first_microbatch, roll)
                 # With delayed scaling, TE's activation kernels read the rounded fc1 output and write FP8, and
                 # the backward kernels of ungated activations write FP8 too. All else is rounded to `dtype`.
                 fused_backward = self._delayed() and not self.activation.endswith("glu")
                 unrounded = activation(_round(h, dtype, torch.float32 if fused_backward else dtype))
                 h = unrounded if self._delayed() else _round(unrounded, dtype, torch.float32)
-                y = self._fp8_linear(
-                    1, h, "fc2_weight", fc2_bias, dtype, is_first_microbatch, False, unrounded
-                ).to(dtype)
             else:
-                h = activation(_plain_linear(normed, self.fc1_weight, fc1_bias, dtype))
-                y = _plain_linear(h, self.fc2_weight, fc2_bias, dtype)
+                h = unrounded = activation(_plain_linear(x, self.fc1_weight, fc1_bias, dtype))
+            y = self._last_gemm(1, h, "fc2_weight", "fc2_bias", dtype, is_first_microbatch, False, unrounded)
         self._end()
-        out = [y]
-        if self.return_bias:
-            out.append(self.fc2_bias.to(dtype))
-        if self.return_layernorm_output:
-            out.append(normed.to(dtype))
-        return out[0] if len(out) == 1 else tuple(out)
+        return self._outputs(y, self.fc2_bias, normed, dtype)
 
 
 class DotProductAttention(_Module):
@@ -1016,13 +1040,10 @@ class DotProductAttention(_Module):
     ):
         super().__init__()
         _check_options("DotProductAttention", options, self.NOT_EMULATED)
-        self.num_attention_heads, self.num_gqa_groups = (
-            num_attention_heads, num_gqa_groups or num_attention_heads
-        )
-        self.attention_dropout, self.qkv_format, self.attn_mask_type = (
-            attention_dropout, qkv_format, attn_mask_type
-        )
-        self.softmax_scale = softmax_scale
+        self.num_attention_heads = num_attention_heads
+        self.num_gqa_groups = num_gqa_groups or num_attention_heads
+        self.attention_dropout, self.softmax_scale = attention_dropout, softmax_scale
+        self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
 
     def forward(
         self, query_layer, key_layer, value_layer, *, qkv_format=None, attn_mask_type=None, cu_seqlens_q=None,
@@ -1035,20 +1056,12 @@ class DotProductAttention(_Module):
         ))
         qkv_format, mask_type = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
         if (qkv_format, mask_type) == ("thd", "padding_causal"):
-            sequence = torch.searchsorted(
-                cu_seqlens_q, torch.arange(len(query_layer), device=query_layer.device, dtype=torch.int32),
-                right=True,
-            )
+            tokens = torch.arange(len(query_layer), device=query_layer.device, dtype=torch.int32)
+            sequence = torch.searchsorted(cu_seqlens_q, tokens, right=True)
             q, k, v = (t.transpose(0, 1)[None] for t in (query_layer, key_layer, value_layer))
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=(sequence[:, None] == sequence).tril(), scale=self.softmax_scale,
-                dropout_p=self.attention_dropout if self.training else 0.0,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-            return out[0].transpose(0, 1).flatten(1)
-        if qkv_format not in ("bshd", "sbhd") or mask_type not in (
-            "causal", "causal_bottom_right", "no_mask",
-        ):
+            return self._attend(q, k, v, (sequence[:, None] == sequence).tril())[0].transpose(0, 1).flatten(1)
+        masks = ("causal", "causal_bottom_right", "no_mask")
+        if qkv_format not in ("bshd", "sbhd") or mask_type not in masks:
             raise ValueError(
                 f"qkv_format={qkv_format!r}, attn_mask_type={mask_type!r}: te_reference has bshd and sbhd, "
                 "causal, causal_bottom_right and no_mask, and thd with padding_causal"
@@ -1057,36 +1070,35 @@ class DotProductAttention(_Module):
         q, k, v = (t.permute(to_bhsd) for t in (query_layer, key_layer, value_layer))
         mask = None
         if mask_type == "causal_bottom_right" and q.shape[2] != k.shape[2]:
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(
-                k.shape[2] - q.shape[2]
-            )
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None and mask_type != "no_mask",
-            scale=self.softmax_scale, dropout_p=self.attention_dropout if self.training else 0.0,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+            mask = mask.tril(k.shape[2] - q.shape[2])
+        out = self._attend(q, k, v, mask, is_causal=mask is None and mask_type != "no_mask")
         out = out.permute((0, 2, 1, 3) if qkv_format == "bshd" else (2, 0, 1, 3))
         return out.reshape(*out.shape[:2], -1)
+
+    def _attend(self, q, k, v, mask, is_causal=False):
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, self.attention_dropout if self.training else 0.0, is_causal,
+            scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1],
+        )
 
 
 class _SplitQKV(LayerNormLinear):
     """LayerNormLinear with separate query, key and value parameters, concatenated (and quantized) as one."""
 
     def __init__(
-        self, in_features, sizes, eps, init_method, bias, normalization, zero_centered_gamma, dtype, device
+        self, in_features, sizes, *, eps, init_method, bias, normalization, zero_centered_gamma, params_dtype,
+        device,
     ):
         if _fp8.weights_in_fp8:
             raise RuntimeError("Splitting QuantizedTensor into multiple params is not supported")  # as TE
         _Module.__init__(self, num_gemms=1)
         self.use_bias, self.return_bias, self.return_layernorm_output = bias, False, False
-        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
-        self._norm_parameters(
-            ("layer_norm_weight", "layer_norm_bias"), in_features, normalization, zero_centered_gamma, dtype,
-            device,
-        )
+        factory = _factory(params_dtype, device)
+        self._norm_parameters("layer_norm_", in_features, eps, normalization, zero_centered_gamma, factory)
         for name, size in zip(("query", "key", "value"), sizes):
             self._linear_parameters(
-                f"{name}_weight", f"{name}_bias", size, in_features, bias, init_method, 0, dtype, device
+                f"{name}_weight", f"{name}_bias", size, in_features, init_method, 0, factory
             )
         for name in ("query_bias", "key_bias", "value_bias") if bias else ():
             # TE's parameter order, on which the optimizer state depends: weights first
@@ -1125,36 +1137,31 @@ class TransformerLayer(nn.Module):
     ):
         super().__init__()
         _check_options("TransformerLayer", options, self.NOT_EMULATED)
-        dtype, device = params_dtype or torch.get_default_dtype(), device or _default_device()
-        self.groups, self.head_size = (
-            num_gqa_groups or num_attention_heads, kv_channels or hidden_size // num_attention_heads
-        )
+        self.groups = num_gqa_groups or num_attention_heads
+        self.head_size = kv_channels or hidden_size // num_attention_heads
         self.heads_per_group = num_attention_heads // self.groups
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
         self.hidden_dropout, self.self_attn_mask_type = hidden_dropout, self_attn_mask_type
         q_size, kv_size = num_attention_heads * self.head_size, self.groups * self.head_size
         common = dict(
             eps=layernorm_epsilon, normalization=normalization, zero_centered_gamma=zero_centered_gamma,
-            bias=bias, init_method=init_method, device=device,
+            bias=bias, init_method=init_method, params_dtype=params_dtype, device=device,
         )
         self.self_attention = nn.Module()  # TE's MultiheadAttention
         if fuse_qkv_params:
-            self.self_attention.layernorm_qkv = LayerNormLinear(
-                hidden_size, q_size + 2 * kv_size, params_dtype=dtype, **common
-            )
+            qkv = LayerNormLinear(hidden_size, q_size + 2 * kv_size, **common)
         else:
-            self.self_attention.layernorm_qkv = _SplitQKV(
-                hidden_size, (q_size, kv_size, kv_size), dtype=dtype, **common
-            )
+            qkv = _SplitQKV(hidden_size, (q_size, kv_size, kv_size), **common)
+        self.self_attention.layernorm_qkv = qkv
         self.self_attention.core_attention = DotProductAttention(
             num_attention_heads, self.head_size, self.groups, attention_dropout, qkv_format=attn_input_format
         )
         self.self_attention.proj = Linear(
             q_size, hidden_size, init_method=output_layer_init_method, bias=bias, return_bias=True,
-            params_dtype=dtype, device=device,
+            params_dtype=params_dtype, device=device,
         )
         self.layernorm_mlp = LayerNormMLP(
-            hidden_size, ffn_hidden_size, activation=activation, return_bias=True, params_dtype=dtype,
+            hidden_size, ffn_hidden_size, activation=activation, return_bias=True,
             output_layer_init_method=output_layer_init_method, **common,
         )
 
@@ -1184,9 +1191,8 @@ class TransformerLayer(nn.Module):
         context = attention.core_attention(
             q, k, v, attn_mask_type=self_attn_mask_type or self.self_attn_mask_type
         )
-        x = self._bias_dropout_add(
-            *attention.proj(context, is_first_microbatch=is_first_microbatch), hidden_states
-        )
+        projected = attention.proj(context, is_first_microbatch=is_first_microbatch)
+        x = self._bias_dropout_add(*projected, hidden_states)
         return self._bias_dropout_add(*self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), x)
 
     def _rotate(self, x, angles):
@@ -1205,9 +1211,8 @@ class TransformerLayer(nn.Module):
         if bias.numel() == 0:
             return residual + F.dropout(x, self.hidden_dropout, self.training)
         with _no_torch_autocast(x):
-            return (
-                residual.float() + F.dropout(x.float() + bias.float(), self.hidden_dropout, self.training)
-            ).to(x.dtype)
+            y = F.dropout(x.float() + bias.float(), self.hidden_dropout, self.training)
+            return (residual.float() + y).to(x.dtype)
 
 
 # ------------------------------------------------------------------------------
@@ -1322,10 +1327,9 @@ class FusedAdam(torch.optim.Optimizer):
                 "te_reference's FusedAdam keeps moments in float32 or bfloat16 and masters in float32 only: "
                 "leave master_weight_dtype, exp_avg_dtype and exp_avg_sq_dtype at torch.float32"
             )
-        super().__init__(
-            params,
-            dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay),
-        )
+        super().__init__(params, dict(
+            lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay
+        ))
         self.adam_w_mode, self.master_weights, self.capturable = adam_w_mode, master_weights, capturable
         self.moment_dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
 
@@ -1338,9 +1342,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     def set_scaled_state(self, param, name, value):
         """Replace one state tensor, for example the master weight by its value before quantization."""
-        self.state[param][name] = value.detach().to(
-            device=param.device, dtype=self.moment_dtypes.get(name, torch.float32), copy=True
-        )
+        dtype = self.moment_dtypes.get(name, torch.float32)
+        self.state[param][name] = value.detach().to(param.device, dtype, copy=True)
 
     @torch.no_grad()
     def step(self, closure=None, grad_scaler=None):
@@ -1359,10 +1362,8 @@ class FusedAdam(torch.optim.Optimizer):
                 w = state.get("master_param")
                 in_fp8 = hasattr(p, "fp8_owner")
                 if in_fp8 and w is None and not p.fp8_owner[0]()._delayed():
-                    raise RuntimeError(
-                        "FusedAdam without master_weights does not support FP8 parameters under this recipe. "
-                        "Use master_weights=True."
-                    )
+                    raise RuntimeError("FusedAdam without master_weights does not support FP8 parameters "
+                                       "under this recipe. Use master_weights=True.")
                 if w is None:
                     w = p.float().clone() if in_fp8 or p.dtype != torch.float32 else p
                 if not self.adam_w_mode:

@@ -55,7 +55,7 @@ def main(argv=None) -> None:
     common = {"model": options.model, "shape": options.shape,
               "engine": "fast" if options.model == "fast" else recipes.ENGINE}
     with tempfile.TemporaryDirectory() as folder:
-        for edit in options.edits or [path.stem for path in diffs]:
+        for edit in options.edits or [path.stem for path in diffs if path.stem != "tensor_parallel"]:
             path = edited_file(options.model, edit, Path(folder))
             changed = dataclasses.replace(config, model=f"{path}:{CLASSES[options.model]}")
             figures = attempt("fp8", changed, device, options.steps, unedited, phases=0, ratio="ratio")[0]

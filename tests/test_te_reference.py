@@ -340,8 +340,33 @@ def test_arguments_that_have_no_effect_are_refused(name, sizes, defaults):
     module(*sizes, sequence_parallel=False, **defaults)  # TE's
     with pytest.raises(TypeError, match=f"{name}.*biass"):
         module(*sizes, biass=False)
-    with pytest.raises(ValueError, match=f"^{name}.tp_size=2.: te_reference supports 1 only"):
-        module(*sizes, tp_size=2, parallel_mode="column")
+    for option in ("sequence_parallel", "fuse_wgrad_accumulation"):
+        with pytest.raises(ValueError, match=f"^{name}.{option}=True.: te_reference supports False only"):
+            module(*sizes, **{option: True})
+
+
+def test_tensor_parallel_shapes():
+    column, row = (te.Linear(64, 48, tp_size=2, parallel_mode=mode) for mode in ("column", "row"))
+    assert column.weight.shape == (24, 64) and column.bias.shape == (24,) and column.out_features == 24
+    assert row.weight.shape == (48, 32) and row.bias.shape == (48,) and row.in_features == 32
+    assert te.LayerNormLinear(64, 48, tp_size=2, parallel_mode="column").weight.shape == (24, 64)
+    mlp = te.LayerNormMLP(64, 96, tp_size=2, set_parallel_mode=True, activation="swiglu")
+    assert mlp.fc1_weight.shape == (96, 64) and mlp.fc2_weight.shape == (64, 48)
+    assert mlp.fc1_bias.shape == (96,) and mlp.fc2_bias.shape == (64,)
+    with pytest.raises(RuntimeError, match="set_tensor_parallel_group"):
+        column(torch.zeros(16, 64))
+    with pytest.raises(ValueError, match="ub_bulk_wgrad"):
+        te.Linear(64, 64, tp_size=2, parallel_mode="column", ub_bulk_wgrad=True)
+    with pytest.raises(ValueError, match="50 features: not divisible by tp_size=4"):
+        te.Linear(50, 50, tp_size=4, parallel_mode="row")
+    for module, sizes in MODULES[:2]:
+        with pytest.raises(ValueError, match=f"{module}.parallel_mode='both'"):
+            getattr(te, module)(*sizes, parallel_mode="both")
+    with pytest.raises(ValueError, match="parallel_mode='row'"):
+        te.LayerNormLinear(64, 64, parallel_mode="row")
+    for module, sizes in MODULES[3:]:
+        with pytest.raises(ValueError, match=f"{module}.tp_size=2.: te_reference supports 1 only"):
+            getattr(te, module)(*sizes, tp_size=2)
 
 
 def test_fp8_shape_rules():
