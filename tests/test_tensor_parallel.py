@@ -128,6 +128,6 @@ def test_two_processes_train_as_one(on_cpu, case):
 def test_two_gpus_train_as_one(tmp_path):
     """With Transformer Engine and NCCL; FP8 with BF16 weights. TE's float32 GEMMs may round to TF32."""
     for case, found in train_as_one_and_two(tmp_path, NANOTE_ENGINE="te").items():
-        # rounding to E5M2 errs by 7 % (rms), so two runs that round apart differ by 10 %; without a sum, by 90 %
+        # rounding to E5M2 errs by 7 % (rms): two runs that round apart differ by 10 %, without a sum by 90 %
         of_losses, of_gradients = (5e-3, 0.2) if case.endswith("fp8") else (1e-4, 5e-3)
         compare(case, *found, of_losses, of_gradients)
