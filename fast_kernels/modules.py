@@ -4,8 +4,7 @@
     from fast_kernels.modules import DelayedScaling, Format
 
 A model written for `transformer_engine.pytorch` (TE) runs on these without TE: same constructor arguments,
-parameter names, initialization and FP8 state, and the same bytes and scales. What is not here raises: an
-argument TypeError, a value ValueError.
+parameter names, initialization and FP8 state, and the same bytes and scales.
 
 Each module has the scales and amax histories of its tensors as buffers, which a state dict leaves out and
 `.to(dtype)` leaves in float32. Kernels raise row 0 of the history. When the outermost `autocast` ends
@@ -19,7 +18,7 @@ import functools
 import os
 import types
 from collections import namedtuple
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -32,27 +31,27 @@ import torch.utils.checkpoint
 from fast_kernels import casts, fused, scales
 from fast_kernels.adam import FastAdam
 from fast_kernels.attention import sdpa
-from fast_kernels.fp8 import MAXIMUM
 from fast_kernels.fused import Layer, Quantization, Stream
 from fast_kernels.loss import cross_entropy
 
-# Further arguments of TE's constructors: these values are supported, and no others.
+# Further arguments of TE's constructors and the one value supported; `...` is any value, without an effect.
 OPTIONS = dict(
-    sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1,
+    sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, ub_name=None,
     get_rng_state_tracker=None, parallel_mode=None, return_bias=False, return_layernorm_output=False,
     zero_centered_gamma=False, attention_type="self", attn_mask_type="causal", self_attn_mask_type="causal",
     window_size=None, softmax_scale=None, layer_type="encoder", amsgrad=False, bias_correction=True,
-    adam_w_mode=True, master_weight_dtype=torch.float32)
-NO_EFFECT = {"name", "layer_number", "capturable", "master_weights", "set_grad_none"}
+    adam_w_mode=True, master_weight_dtype=torch.float32, delay_wgrad_compute=False, parameters_split=None,
+    name=..., layer_number=..., capturable=..., master_weights=..., set_grad_none=...)
 
 
-def check_options(kind: str, options: dict, only=OPTIONS) -> None:
+def check_options(kind: str, options: dict, **others) -> None:
     """Raise TypeError for an unknown argument, ValueError for a value that only TE supports."""
+    supported = OPTIONS | others
     for name, value in options.items():
-        if name not in only and name not in NO_EFFECT:
+        if name not in supported:
             raise TypeError(f"{kind}: unknown argument {name!r}; Transformer Engine may have it")
-        if name not in NO_EFFECT and value != only[name]:
-            raise ValueError(f"{kind}: {name}={value!r}: fast_kernels supports {only[name]!r}; "
+        if supported[name] is not ... and value != supported[name]:
+            raise ValueError(f"{kind}: {name}={value!r}: fast_kernels supports {supported[name]!r}; "
                              "Transformer Engine has the others")
 
 
@@ -76,14 +75,10 @@ class DelayedScaling:
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"  # max | most_recent
-    scaling_factor_compute_algo: None = None
     reduce_amax: bool = True  # over the ranks of torch.distributed
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
 
     def __post_init__(self):
-        supported = dict(fp8_format=(Format.HYBRID, Format.E4M3), amax_compute_algo=("max", "most_recent"),
-                         scaling_factor_compute_algo=(None,), fp8_dpa=(False,), fp8_mha=(False,))
+        supported = dict(fp8_format=(Format.HYBRID, Format.E4M3), amax_compute_algo=("max", "most_recent"))
         for name, values in supported.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"DelayedScaling.{name}={getattr(self, name)!r}: fast_kernels supports "
@@ -98,14 +93,7 @@ class DelayedScaling:
     float8_current_scaling = float8_block_scaling = nvfp4 = custom = mxfp8
 
 
-def fp8_dtypes(recipe):
-    """Return the FP8 dtypes of the forward and the backward pass. The recipe may be TE's."""
-    hybrid = recipe.fp8_format.name == "HYBRID"
-    return torch.float8_e4m3fn, torch.float8_e5m2 if hybrid else torch.float8_e4m3fn
-
-
 def is_fp8_available(return_reason=False):
-    """Return whether this machine has a Hopper GPU. (Or Triton's interpreter, for tests.)"""
     reason = unsupported_reason()
     return (not reason, reason) if return_reason else not reason
 
@@ -139,7 +127,7 @@ _recompute = None  # inside `checkpoint`: (whether scales are replayed, function
 class autocast:
     """Run the modules inside in FP8. Regions nest: `enabled=False` in an inner one turns FP8 off there."""
 
-    def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
+    def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None):
         if calibrating or (enabled and recipe is not None and not recipe.delayed()):
             raise ValueError(f"autocast(recipe={type(recipe).__name__}, calibrating={calibrating}): "
                              "fast_kernels has DelayedScaling; Transformer Engine has the others")
@@ -164,22 +152,19 @@ class autocast:
             state = module.fp8_meta[f"scaling_{direction}"]
             of_recipe.setdefault(id(recipe), (recipe, []))[1].append(state)
         for recipe, states in of_recipe.values():
-            self._update(direction, recipe, states)
-
-    def _update(self, direction, recipe, states):
-        if recipe.reduce_amax and dist.is_initialized() and dist.get_world_size(self.group) > 1:
-            amax = torch.cat([state.amax_history[0] for state in states])
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
-            torch._foreach_copy_([state.amax_history[0] for state in states],
-                                 amax.split([state.scale.numel() for state in states]))
-        maximum = MAXIMUM[fp8_dtypes(recipe)[direction == "bwd"]]
-        scales.update([(state.scale, state.amax_history) for state in states], maximum, recipe.margin,
-                      recipe.amax_compute_algo)
+            if recipe.reduce_amax and dist.is_initialized() and dist.get_world_size(self.group) > 1:
+                amax = torch.cat([state.amax_history[0] for state in states])
+                dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
+                torch._foreach_copy_([state.amax_history[0] for state in states],
+                                     amax.split([state.scale.numel() for state in states]))
+            maximum = getattr(recipe.fp8_format.value, f"max_{direction}")
+            scales.update([(state.scale, state.amax_history) for state in states], maximum, recipe.margin,
+                          recipe.amax_compute_algo)
 
 
 @contextmanager
 def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
-    """Create modules as without this context; weights in FP8 are Transformer Engine's."""
+    """Create modules as without this context. It must not be enabled."""
     if enabled:
         raise ValueError("quantized_model_init: fast_kernels keeps weights in BF16; Transformer Engine has "
                          "FP8 weights")
@@ -214,12 +199,9 @@ class _Recompute:
         _recompute, _regions[:] = self.outer
 
 
-def get_cpu_offload_context(enabled=False, num_layers=1, model_layers=1, **options):
-    """Return (context for a block, function for its output) that do nothing; offloading is TE's."""
-    if enabled:
-        raise ValueError("get_cpu_offload_context: fast_kernels keeps activations on the GPU; use "
-                         "checkpoint, or Transformer Engine")
-    return nullcontext(), lambda x: x
+def get_cpu_offload_context(*args, **options):
+    raise ValueError("get_cpu_offload_context: fast_kernels keeps activations on the GPU; use checkpoint, or "
+                     "Transformer Engine")
 
 
 # ---------------------------------------------------------------- modules
@@ -264,7 +246,7 @@ class Module(nn.Module):
     def add_linear(self, prefix, out_features, in_features, bias, init_method):
         weight = nn.Parameter(torch.empty(out_features, in_features, **self.factory))
         with torch.no_grad():
-            (init_method or _normal_init)(weight)
+            (init_method or functools.partial(nn.init.normal_, std=0.023))(weight)  # TE's default
         self.register_parameter(f"{prefix}weight", weight)
         self.weight_names.append(f"{prefix}weight")
         self.use_bias = bias
@@ -352,9 +334,11 @@ class Module(nn.Module):
 
     def _quantization(self, gemm):
         """Return how the input, the weight and the output gradient of a GEMM are quantized."""
-        key = gemm, self.fp8_meta["recipe"].fp8_format.name  # a recipe may change in place
+        key = gemm, self.fp8_meta["recipe"].fp8_format.name  # a recipe may change in place, or be TE's
         if key not in self._quantizations:
-            forward, backward = fp8_dtypes(self.fp8_meta["recipe"])
+            forward = backward = torch.float8_e4m3fn
+            if key[1] == "HYBRID":
+                backward = torch.float8_e5m2
             self._quantizations[key] = [
                 Quantization(scale[i:i + 1], history[0, i:i + 1], dtype)
                 for scale, history, i, dtype in (
@@ -477,10 +461,6 @@ class LayerNorm(RMSNorm):
         return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
 
 
-def _normal_init(weight):
-    nn.init.normal_(weight, mean=0.0, std=0.023)  # TE's default
-
-
 class DotProductAttention(nn.Module):
     """Causal softmax(q · kᵀ / √D) · v by PyTorch; keys and values may have fewer heads.
 
@@ -491,8 +471,7 @@ class DotProductAttention(nn.Module):
     def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
                  qkv_format="sbhd", **options):
         super().__init__()
-        check_options("DotProductAttention", {"qkv_format": qkv_format} | options,
-                      OPTIONS | dict(qkv_format="bshd"))
+        check_options("DotProductAttention", {"qkv_format": qkv_format} | options, qkv_format="bshd")
         self.attention_dropout = attention_dropout
 
     def forward(self, query_layer, key_layer, value_layer, *, qkv_format="bshd", attn_mask_type="causal",
@@ -517,8 +496,8 @@ class TransformerLayer(nn.Module):
                  activation="gelu", normalization="LayerNorm", device=None, **options):
         super().__init__()
         of_te = dict(fuse_qkv_params=False, qkv_weight_interleaved=True, attn_input_format="sbhd")  # defaults
-        check_options("TransformerLayer", of_te | options, OPTIONS | dict(
-            fuse_qkv_params=True, qkv_weight_interleaved=False, attn_input_format="bshd"))
+        check_options("TransformerLayer", of_te | options, fuse_qkv_params=True, qkv_weight_interleaved=False,
+                      attn_input_format="bshd")
         self.heads, self.kv_heads = num_attention_heads, num_gqa_groups or num_attention_heads
         self.head_size, self.hidden_dropout = kv_channels or hidden_size // self.heads, hidden_dropout
         q_size, kv_size = self.heads * self.head_size, self.kv_heads * self.head_size
@@ -563,7 +542,7 @@ class FusedAdam(FastAdam):
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, *,
                  exp_avg_dtype=torch.float32, store_param_remainders=False, **options):
-        check_options("FusedAdam", options, OPTIONS | dict(exp_avg_sq_dtype=exp_avg_dtype))
+        check_options("FusedAdam", options, exp_avg_sq_dtype=exp_avg_dtype)
         super().__init__(params, lr, betas, eps, weight_decay, moment_dtype=exp_avg_dtype,
                          store_param_remainders=store_param_remainders)
 
@@ -589,31 +568,3 @@ def quantize_weights(modules):
                 module._fp8_workspaces[name] = casts.allocate_fp8(weight, *weight.shape, fp8)
             weights.append((weight, module._fp8_workspaces[name], scale, amax))
     casts.cast_all(weights)
-
-
-def save_fp8_state(model, state_dict, prefix="", metadata=None):
-    """Add scales (n,) and amax histories (length, n) to a state dict; a hook of the model."""
-    for name, module in model.named_modules():
-        for direction in ("scaling_fwd", "scaling_bwd"):
-            scaling = getattr(module, "fp8_meta", {}).get(direction)
-            if scaling is not None:
-                state_dict[f"{prefix}{name}.{direction}.scale"] = scaling.scale
-                state_dict[f"{prefix}{name}.{direction}.amax_history"] = scaling.amax_history
-
-
-def load_fp8_state(model, state_dict, prefix="", *unused):
-    """Take these out of a state dict, and set them if the model runs in FP8; a hook of the model.
-
-    A history is cut or padded to the recipe's length, and keeps its newest rows.
-    """
-    for name, module in model.named_modules():
-        for direction in ("scaling_fwd", "scaling_bwd"):
-            scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
-            history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
-            if scale is not None and model.config.use_fp8:
-                module.init_fp8_meta_tensors(model.fp8_recipe)
-                module.fp8_meta[direction].scale.copy_(scale)
-                own = module.fp8_meta[direction].amax_history.zero_()
-                own[0] = history[0]  # of the current step; of the other rows the last is the newest
-                if kept := min(len(own), len(history)) - 1:
-                    own[-kept:] = history[-kept:]
