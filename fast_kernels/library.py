@@ -94,6 +94,15 @@ def _on_one_device(function, name):
     return launch
 
 
+def check_shape(name, shape, dtype=None, **tensors):
+    """Raise ValueError unless every tensor (None is skipped) is contiguous, of this shape, and of this dtype
+    if one is given."""
+    for argument, x in tensors.items():
+        if x is not None and (x.shape != shape or dtype not in (None, x.dtype) or not x.is_contiguous()):
+            raise ValueError(f"{name}: {argument} {tuple(x.shape)} {x.dtype}: must be {tuple(shape)} "
+                             f"{dtype or x.dtype}, contiguous")
+
+
 def check_aligned(name, **tensors):
     """Raise ValueError unless every tensor (None is skipped) starts at a multiple of 16 bytes."""
     for argument, tensor in tensors.items():
