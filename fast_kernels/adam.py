@@ -52,34 +52,31 @@ def _adam(pointers, chunks, corrections, lr, grad_scale, settings, distances, we
     program = tl.program_id(0)
     row = pointers + 7 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
-    correction1, correction2 = tl.load(corrections), tl.load(corrections + 1)
-    rate, scale = tl.load(lr), tl.load(grad_scale)
-    beta1, beta2 = tl.load(settings).to(tl.float32), tl.load(settings + 1).to(tl.float32)
-    eps, weight_decay = tl.load(settings + 2).to(tl.float32), tl.load(settings + 3).to(tl.float32)
+    numbers = (
+        tl.load(corrections), tl.load(corrections + 1), tl.load(lr), tl.load(grad_scale),
+        tl.load(settings).to(tl.float32), tl.load(settings + 1).to(tl.float32),
+        tl.load(settings + 2).to(tl.float32), tl.load(settings + 3).to(tl.float32))
     # a scale that is not finite skips the step: no elements
-    size = tl.where(tl.abs(scale) < float("inf"), tl.load(row + 5), 0)
-    # A mask would prevent 16-byte loads and stores, so full chunks are not masked.
-    weight = _pointer(row, tl.int16 if master == "remainder" else weight_type)
-    gradient = _pointer(row + 1, gradient_type)
-    exp_avg, exp_avg_sq = _pointer(row + 2, moment_type), _pointer(row + 3, moment_type)
-    master_weight = _pointer(row + 4, tl.int16 if master == "remainder" else tl.float32)
-    if start + CHUNK <= size:
+    size = tl.where(tl.abs(numbers[3]) < float("inf"), tl.load(row + 5), 0)
+    tensors = (
+        _pointer(row, tl.int16 if master == "remainder" else weight_type), _pointer(row + 1, gradient_type),
+        _pointer(row + 2, moment_type), _pointer(row + 3, moment_type),
+        _pointer(row + 4, tl.int16 if master == "remainder" else tl.float32))
+    if start + CHUNK <= size:  # without a mask, which would prevent 16-byte loads and stores
         for block in range(CHUNK // BLOCK):
             offsets = start + block * BLOCK + tl.arange(0, BLOCK)
-            _update(offsets, None, weight, gradient, exp_avg, exp_avg_sq, master_weight, correction1,
-                    correction2, rate, scale, beta1, beta2, eps, weight_decay, distances, master, PEERS)
+            _update(offsets, None, tensors, numbers, distances, master, PEERS)
     else:
         for block in range(CHUNK // BLOCK):
             offsets = start + block * BLOCK + tl.arange(0, BLOCK)
-            _update(offsets, offsets < size, weight, gradient, exp_avg, exp_avg_sq, master_weight,
-                    correction1, correction2, rate, scale, beta1, beta2, eps, weight_decay, distances, master,
-                    PEERS)
+            _update(offsets, offsets < size, tensors, numbers, distances, master, PEERS)
 
 
 @triton.jit
-def _update(offsets, mask, weight, gradient, exp_avg, exp_avg_sq, master_weight, correction1, correction2, lr,
-            scale, beta1, beta2, eps, weight_decay, distances, master: tl.constexpr, PEERS: tl.constexpr):
+def _update(offsets, mask, tensors, numbers, distances, master: tl.constexpr, PEERS: tl.constexpr):
     """Update moments and weight of the elements at `offsets`, where `mask` is true or None."""
+    weight, gradient, exp_avg, exp_avg_sq, master_weight = tensors
+    correction1, correction2, lr, scale, beta1, beta2, eps, weight_decay = numbers
     g = tl.load(gradient + offsets, mask).to(tl.float32) * scale
     m = tl.load(exp_avg + offsets, mask).to(tl.float32)
     v = tl.load(exp_avg_sq + offsets, mask).to(tl.float32)
@@ -128,7 +125,7 @@ def _squares(pointers, chunks, sums, stride, gradient_type: tl.constexpr, PEERS:
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
     gradient, size, received = _pointer(row + 1, gradient_type), tl.load(row + 5), tl.load(row + 6)
     squares = tl.zeros((BLOCK,), tl.float32)
-    if start + CHUNK <= size:
+    if start + CHUNK <= size:  # as in `_adam`
         for block in range(CHUNK // BLOCK):
             offsets = start + block * BLOCK + tl.arange(0, BLOCK)
             g = _sum_over_gpus(gradient, received, stride, offsets, None, PEERS)
