@@ -261,7 +261,9 @@ def _activate(x, bias, up, up_bias, KIND: tl.constexpr, GATED: tl.constexpr):
     x = widen(x)
     if bias is not None:
         x += bias
-    if KIND == "gelu" or KIND == "silu":
+    if KIND == "identity":
+        y = x
+    elif KIND == "gelu" or KIND == "silu":
         y = x * _gate(x, KIND == "silu")
     else:
         y = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
@@ -276,10 +278,11 @@ def _activate(x, bias, up, up_bias, KIND: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, N, D,
-                       KIND: tl.constexpr, GATED: tl.constexpr, FITS: tl.constexpr, ROWS: tl.constexpr,
-                       COLUMNS: tl.constexpr):
-    """Compute one tile (ROWS, COLUMNS) of the (N, D) output."""
+def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
+                       partial_sums_ptr, N, D, KIND: tl.constexpr, GATED: tl.constexpr, FITS: tl.constexpr,
+                       ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Compute one tile (ROWS, COLUMNS) of the (N, D) output; KIND "identity" is a cast.
+    partial_sums (rows of tiles, D) or None: the output summed over each row of tiles."""
     first_row, first_column = tile_corner(tl.program_id(0), D, ROWS, COLUMNS)
     mask, in_columns = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)
     width = 2 * D if GATED else D
@@ -301,6 +304,9 @@ def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, column
     scale = load_scale(scale_ptr, scale_inv_ptr)
     store_fp8(
         a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
+    if partial_sums_ptr is not None:
+        out = partial_sums_ptr + first_row // ROWS * D + first_column + tl.arange(0, COLUMNS)
+        tl.store(out, tl.sum((a + b) + (c + d), 0), mask=in_columns)
 
 
 @triton.jit
@@ -380,23 +386,6 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
         tl.store(partial_sums_ptr, tl.sum((a + b) + (c + d), 0), mask=in_columns)
         if GATED:
             tl.store(partial_sums_ptr + D, tl.sum((e + f) + (g + h), 0), mask=in_columns)
-
-
-@triton.jit
-def _cast_kernel(x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, partial_sums_ptr,
-                 N, D, FITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Quantize one tile (ROWS, COLUMNS)."""
-    first_row, first_column = tile_corner(tl.program_id(0), D, ROWS, COLUMNS)
-    mask, in_columns = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)
-    x = load_rows(x_ptr + tile_offsets(first_row, first_column, D, ROWS, COLUMNS), D, mask)
-    a, b, c, d = widen(x[0]), widen(x[1]), widen(x[2]), widen(x[3])
-    tl.atomic_max(amax_ptr, tl.max(abs_max(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
-    scale = load_scale(scale_ptr, scale_inv_ptr)
-    store_fp8(
-        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
-    if partial_sums_ptr is not None:
-        out = partial_sums_ptr + first_row // ROWS * D + first_column + tl.arange(0, COLUMNS)
-        tl.store(out, tl.sum((a + b) + (c + d), 0), mask=in_columns)
 
 
 @triton.jit

@@ -165,13 +165,12 @@ def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization=None
 
     Args:
         dy: (N, C) BF16, gradient of y.
-        residual, mean, rstd: as returned by `norm`.
         dresidual: (N, C) BF16, gradient from the other uses of the residual, or None.
         quantization: (scale, amax, FP8 type) with which dx is quantized, or None.
 
     Returns:
-        dx (N, C) BF16, the gradient of x and of branch; dx as an FP8 tensor, or None; dbranch_bias (C,), the
-        columns' sums of dx, or None; dweight (C,); dbias (C,), None for RMSNorm.
+        dx (N, C) BF16, the gradient of x and of branch; dx as an FP8 tensor, or None; dbranch_bias (C,) or
+        None; dweight (C,); dbias (C,), None for RMSNorm.
     """
     check_input("fast_kernels.casts.norm_backward: dy", dy, MAX_WIDTH)
     check_shape(
@@ -189,7 +188,6 @@ def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization=None
     "Tensor? scale, Tensor(a!)? amax, ScalarType? fp8, bool with_dbranch_bias) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8, with_dbranch_bias):
-    """Return dx, its FP8 tensor, and the totals dweight, dbias if there is a mean, dbranch_bias if wanted."""
     (rows, columns), is_quantized = dy.shape, scale is not None
     quantized = allocate_fp8(dy, rows, columns, fp8) if is_quantized else [dy.new_empty(0) for _ in range(3)]
     totals = weight.new_empty(1 + (mean is not None) + with_dbranch_bias, columns)
@@ -231,7 +229,7 @@ def activate(activation, x, bias, scale, amax, fp8):
         return out
     _, programs, options = _tile(TILE, rows, columns)
     kernels._activation_kernel[(programs,)](
-        x, bias, scale, amax, *out, rows, columns, KIND=GATED.get(activation, activation),
+        x, bias, scale, amax, *out, None, rows, columns, KIND=GATED.get(activation, activation),
         GATED=activation in GATED, **options)
     return out
 
@@ -244,10 +242,8 @@ def activate_backward(activation, dy, x, bias, scale, amax, fp8):
     dy: (N, D) BF16, the gradient of its output. x and bias are those of `activate`, scale and amax dx's.
     """
     check_activation("fast_kernels.casts.activate_backward", activation, x, bias)
-    check_input("fast_kernels.casts.activate_backward: dy", dy)
-    if dy.shape[0] != x.shape[0] or dy.shape[1] * (1 + (activation in GATED)) != x.shape[1]:
-        raise ValueError(f"fast_kernels.casts.activate_backward: dy {tuple(dy.shape)}: must be the gradient "
-                         f"of {activation}'s output for x {tuple(x.shape)}")
+    output_shape = x.shape[0], x.shape[1] // (1 + (activation in GATED))
+    check_shape("fast_kernels.casts.activate_backward", output_shape, torch.bfloat16, dy=dy)
     *out, dbias = _activate_backward(activation, dy, x, bias, scale, amax, fp8)
     return tuple(out), None if bias is None else dbias
 
@@ -299,18 +295,16 @@ def _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
     tile_rows, programs, options = _tile(DBIAS_TILE if with_dbias else TILE, *x.shape)
     if with_dbias:
         partial_sums = torch.empty((tile_rows, x.shape[1]), dtype=torch.float32, device=x.device)
-    kernels._cast_kernel[(programs,)](
-        x, scale, amax, rowwise, columnwise, scale_inv, partial_sums, *x.shape, **options)
+    kernels._activation_kernel[(programs,)](
+        x, None, scale, amax, rowwise, columnwise, scale_inv, partial_sums, *x.shape, KIND="identity",
+        GATED=False, **options)
     return reduce_rows(partial_sums, x.dtype, dbias) if with_dbias else dbias
 
 
 def cast_all(casts):
     """Quantize many BF16 tensors in one launch.
 
-    In a CUDA graph, it must have run before the capture with the same tensors.
-
-    Args:
-        casts: (x, FP8 tensor to write, scale, amax) of each tensor; x (N, D) BF16, N and D multiples of 16.
+    casts: (x, FP8 tensor to write, scale, amax) of each tensor; x (N, D) BF16, N and D multiples of 16.
     """
     if casts:
         x, outputs, scale, amax = zip(*casts)
@@ -410,9 +404,7 @@ def _tile(sizes, rows, columns):
 
 
 def _norm_sizes(rows, columns):
-    """Return launch parameters of the norm: ROWS rows per program, STAGES - 1 of them prefetched.
-
-    ROWS divides `rows`, a multiple of 16: the kernel has no partial last program."""
+    """Return launch parameters of the norm. ROWS divides `rows`, a multiple of 16."""
     width, rows_per_program = next_power_of_2(columns), 4
     if rows >= 8192:
         rows_per_program = 32 if width == 4096 and rows % 32 == 0 else 16
@@ -421,8 +413,7 @@ def _norm_sizes(rows, columns):
 
 
 def _norm_backward_sizes(rows, columns):
-    """Return (programs, launch parameters) of the norm's backward kernel, a persistent kernel that strides
-    over the rows."""
+    """Return (programs, launch parameters) of the norm's backward kernel, which strides over the rows."""
     width = next_power_of_2(columns)
     warps = min(16, max(1, width // 256))
     stages = 5 if width == 4096 else 4 if width <= 8192 else 2  # a stage at width 16,384 is 96 KiB

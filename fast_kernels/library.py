@@ -1,13 +1,9 @@
 """Registration of kernels as PyTorch operations, `torch.ops.fast_kernels.*`, and what all of them share.
 
-`operation` registers a function with its schema and a fake version, so that torch.compile, FakeTensorMode and
-`torch.library.opcheck` know what it returns and which arguments it changes.
-
 - An operation never returns one of its arguments. An output that is not wanted is an empty tensor (0,).
 - The fake version is the function itself, which returns after it has allocated its outputs: `is_fake`.
 - The dispatcher takes about 4 us per call on the host, and a training step makes about 600 calls. So eager
   code calls the function itself, and only a tracer or another dispatch mode gets the operation.
-- Kernels launch on the device of their arguments, which need not be the current one.
 - Kernels that work on many tensors read a table of addresses. It is kept on the device, because a CUDA graph
   cannot record a copy from the host.
 """
@@ -43,15 +39,8 @@ def is_fake(tensor):
 
 
 def operation(schema, setup_context=None, backward=None):
-    """Decorate a function `_name` to register it as the operation `name`.
-
-    Args:
-        schema: arguments and results, in PyTorch's notation; arguments that are changed are marked (a!).
-        setup_context, backward: the autograd formula, see `torch.library.register_autograd`.
-
-    Returns:
-        The function to call, with positional arguments. Its attribute `op` is the operation.
-    """
+    """Decorate a function `name` or `_name`, called with positional arguments, to register it as the operation
+    `name`. For setup_context and backward see `torch.library.register_autograd`."""
 
     def register(function):
         name = function.__name__.lstrip("_")
@@ -70,7 +59,6 @@ def operation(schema, setup_context=None, backward=None):
         def call(*args):
             return op(*args) if backward is not None or is_tracing() else launch(*args)
 
-        call.op = op
         return call
 
     return register
@@ -100,7 +88,7 @@ def check_shape(name, shape, dtype=None, **tensors):
     for argument, x in tensors.items():
         if x is not None and (x.shape != shape or dtype not in (None, x.dtype) or not x.is_contiguous()):
             raise ValueError(f"{name}: {argument} {tuple(x.shape)} {x.dtype}: must be {tuple(shape)} "
-                             f"{dtype or x.dtype}, contiguous")
+                             f"{dtype or x.dtype}, contiguous; call .contiguous()")
 
 
 def check_aligned(name, **tensors):

@@ -6,10 +6,9 @@
 A model written for `transformer_engine.pytorch` (TE) runs on these without TE: same constructor arguments,
 parameter names, initialization and FP8 state, and the same bytes and scales.
 
-Each module has the scales and amax histories of its tensors as buffers, which a state dict leaves out and
-`.to(dtype)` leaves in float32. Kernels raise row 0 of the history. When the outermost `autocast` ends
-(forward tensors), or the backward pass of the first module ends (gradients), one launch updates the scales of
-all modules that ran inside.
+Each module has the scales and amax histories of its tensors as buffers. Kernels raise row 0 of the history.
+When the outermost `autocast` ends (forward tensors), or the backward pass of the first module ends
+(gradients), one launch updates the scales of all modules that ran inside.
 
 References: TE 2.20 `quantization.py`, `module/*.py`; Micikevicius et al. 2022.
 """
@@ -150,16 +149,15 @@ class autocast:
         of_recipe = {}  # an inner region may have another recipe
         for module, recipe in self.recipes.items():
             state = module.fp8_meta[f"scaling_{direction}"]
-            of_recipe.setdefault(id(recipe), (recipe, []))[1].append(state)
+            of_recipe.setdefault(id(recipe), (recipe, []))[1].append((state.scale, state.amax_history))
         for recipe, states in of_recipe.values():
             if recipe.reduce_amax and dist.is_initialized() and dist.get_world_size(self.group) > 1:
-                amax = torch.cat([state.amax_history[0] for state in states])
+                newest = [history[0] for _, history in states]
+                amax = torch.cat(newest)
                 dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
-                torch._foreach_copy_([state.amax_history[0] for state in states],
-                                     amax.split([state.scale.numel() for state in states]))
+                torch._foreach_copy_(newest, amax.split([len(own) for own in newest]))
             maximum = getattr(recipe.fp8_format.value, f"max_{direction}")
-            scales.update([(state.scale, state.amax_history) for state in states], maximum, recipe.margin,
-                          recipe.amax_compute_algo)
+            scales.update(states, maximum, recipe.margin, recipe.amax_compute_algo)
 
 
 @contextmanager
@@ -267,10 +265,8 @@ class Module(nn.Module):
         In FP8 this quantizes the weight and lets the region update the scales; else `weight` is None.
 
         Args:
-            inputs: tensors that the layer's backward pass gives gradients to, the first one its input; None
-                is skipped.
-            is_first_microbatch: None quantizes the weight, True also keeps it in FP8, False takes what was
-                kept.
+            inputs: the layer's input, then other tensors that its backward pass gives gradients to, or None.
+            is_first_microbatch: None quantizes the weight, True also keeps it, False takes what was kept.
         """
         prefix, gemm = f"{name}_" if name else "", int(name == "fc2")
         parameter = getattr(self, f"{prefix}weight")
@@ -314,11 +310,11 @@ class Module(nn.Module):
         is_same = history is not None and (meta["recipe"] is recipe or meta["recipe"] == recipe)
         if is_same and history.shape[0] == recipe.amax_history_len:
             return
-        with torch.inference_mode(False):  # training goes on with this state
-            self._allocate_scales(recipe, next(self.parameters()).device)
+        self._allocate_scales(recipe, next(self.parameters()).device)
         meta["recipe"] = recipe
         self._quantizations.clear()
 
+    @torch.inference_mode(False)  # training goes on with this state
     def _allocate_scales(self, recipe, device):
         meta = self.fp8_meta
         for direction, tensors in (("fwd", 3), ("bwd", 2)):
@@ -336,15 +332,13 @@ class Module(nn.Module):
         """Return how the input, the weight and the output gradient of a GEMM are quantized."""
         key = gemm, self.fp8_meta["recipe"].fp8_format.name  # a recipe may change in place, or be TE's
         if key not in self._quantizations:
-            forward = backward = torch.float8_e4m3fn
-            if key[1] == "HYBRID":
-                backward = torch.float8_e5m2
+            backward = torch.float8_e5m2 if key[1] == "HYBRID" else torch.float8_e4m3fn
             self._quantizations[key] = [
-                Quantization(scale[i:i + 1], history[0, i:i + 1], dtype)
-                for scale, history, i, dtype in (
-                    (self.scale_fwd, self.amax_history_fwd, 3 * gemm, forward),
-                    (self.scale_fwd, self.amax_history_fwd, 3 * gemm + 1, forward),
-                    (self.scale_bwd, self.amax_history_bwd, 2 * gemm, backward))]
+                Quantization(state.scale[i:i + 1], state.amax_history[0, i:i + 1], dtype)
+                for state, i, dtype in (
+                    (self.fp8_meta["scaling_fwd"], 3 * gemm, torch.float8_e4m3fn),
+                    (self.fp8_meta["scaling_fwd"], 3 * gemm + 1, torch.float8_e4m3fn),
+                    (self.fp8_meta["scaling_bwd"], 2 * gemm, backward))]
         return self._quantizations[key]
 
     def gradient_quantization(self) -> Quantization | None:
@@ -465,7 +459,7 @@ class DotProductAttention(nn.Module):
     """Causal softmax(q · kᵀ / √D) · v by PyTorch; keys and values may have fewer heads.
 
     Format bshd: q (B, S, H, D) -> (B, S, H · D). Format thd with the mask padding_causal: packed sequences, q
-    (T, H, D) -> (T, H · D), where cu_seqlens_q (int32) has the start of each sequence, then T.
+    (T, H, D) -> (T, H · D), with cu_seqlens_q as in `packed_attention`.
     """
 
     def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
@@ -521,15 +515,8 @@ class TransformerLayer(nn.Module):
 
 
 def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False):
-    """Compute the cross-entropy in float32 over the labels that are not -100.
-
-    Args:
-        inp: logits (B, S, V); with reduce_loss the backward pass overwrites them.
-        target: (B, S) int64.
-
-    Returns:
-        With reduce_loss the mean, (1,); else (B, S), 0 where a label is -100.
-    """
+    """Compute the cross-entropy of logits (B, S, V) in float32 over the labels (B, S) that are not -100: with
+    reduce_loss the mean, (1,), whose backward pass overwrites the logits; else (B, S)."""
     logits, labels = inp.flatten(0, -2), target.flatten()
     if reduce_loss:
         return cross_entropy(logits, labels, label_smoothing=label_smoothing).view(1)
@@ -553,10 +540,9 @@ optimizers = types.SimpleNamespace(FusedAdam=FusedAdam)
 @torch.inference_mode(False)
 @torch.no_grad()
 def quantize_weights(modules):
-    """Quantize the weights of `modules` and all modules in them, for passes with is_first_microbatch=False.
+    """Quantize all weights in `modules` in one launch, for passes with is_first_microbatch=False.
 
-    One launch. Call it inside `autocast`. Go backward before the next call with other weights: the memory of
-    the quantized weights is the same.
+    Call it inside `autocast`, and go backward before the next call: the quantized weights are overwritten.
     """
     weights = []
     for module in (inner for module in modules for inner in module.modules() if isinstance(inner, Module)):
