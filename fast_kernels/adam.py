@@ -197,16 +197,13 @@ class FastAdam(torch.optim.Optimizer):
     """AdamW for parameters that are all BF16 (with float32 master weights) or all float32. Gradients have the
     same type, or are all float32.
 
-    With CUDA graphs, call `prepare` before `step` or `gradient_norm` is captured. A replay reads everything
-    from device memory: `write_options` puts the groups' options there, `prepare` also the gradients'
-    addresses.
+    With CUDA graphs, call `prepare` before `step` or `gradient_norm` is captured, and `write_options` before a
+    replay, which reads everything from device memory.
 
     Args:
         moment_dtype: dtype of both moments. torch.bfloat16 needs betas of at most 0.996.
         store_param_remainders: store a BF16 parameter's float32 master weight as a remainder.
     """
-
-    capturable = True
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, *,
                  moment_dtype=torch.float32, store_param_remainders=True):
@@ -300,8 +297,7 @@ class FastAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def write_options(self):
         """Copy changed learning rates, betas, eps and weight decays to the device, also for replays."""
-        # here, because this is the only method that runs before every step, replayed ones included
-        self.is_gathered = self.peers.count == 0
+        self.is_gathered = self.peers.count == 0  # this method runs before every step, replayed ones included
         for group, tables in zip(self.param_groups, self.tables):
             values = [*group["betas"], group["eps"], group["weight_decay"]]
             if group["lr"] is tables.lr and values == tables.values:
@@ -366,11 +362,10 @@ class FastAdam(torch.optim.Optimizer):
         self.peers.barrier()  # the gradients of all ranks are there
         sums = []
         for tables in self.tables:
-            programs = len(tables.chunks)
-            sums.append(torch.empty(programs, device=tables.lr.device))
-            if programs:
+            sums.append(torch.empty(len(tables.chunks), device=tables.lr.device))
+            if len(tables.chunks):
                 with torch.cuda.device_of(tables.lr):  # Triton launches on the current device
-                    _squares[(programs,)](
+                    _squares[(len(tables.chunks),)](
                         tables.pointers, tables.chunks, sums[-1], self.peers.stride,
                         TYPES[self.gradient_dtype], self.peers.count, CHUNK, BLOCK=1024, num_warps=4)
         total = torch.cat(sums).sum()
@@ -382,10 +377,8 @@ class FastAdam(torch.optim.Optimizer):
     def step(self, closure=None, grad_scale=None):
         """Update every parameter that has a gradient; return what `closure` returned, or None.
 
-        Args:
-            closure: recomputes loss and gradients. It is called once, before the update.
-            grad_scale: () float32 on the device, multiplies the gradients as they are read. If it is not
-                finite, weights, state and step count do not change; no host synchronization.
+        grad_scale: () float32 on the device, multiplies the gradients as they are read. If it is not finite,
+        weights, state and step count do not change; no host synchronization.
         """
         loss, device = None, self.tables[0].lr.device
         if grad_scale is not None and grad_scale.device != device:
@@ -401,13 +394,12 @@ class FastAdam(torch.optim.Optimizer):
         is_counted = 1 if grad_scale is None else torch.isfinite(grad_scale)
         for group, tables in zip(self.param_groups, self.tables):
             group["step"] += is_counted
-            programs = len(tables.chunks)
-            if not programs:
+            if not len(tables.chunks):
                 continue
             corrections = (1 - tables.options[:2] ** group["step"]).float()
             scale = torch.ones((), device=tables.lr.device) if grad_scale is None else grad_scale
             with torch.cuda.device_of(tables.lr):
-                _adam[(programs,)](
+                _adam[(len(tables.chunks),)](
                     tables.pointers, tables.chunks, corrections, tables.lr, scale, tables.options,
                     self.peers.distances, TYPES[self.dtype], TYPES[self.gradient_dtype], self.master,
                     TYPES[self.moment_dtype], self.peers.count, CHUNK, BLOCK=1024, num_warps=4)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from fast_kernels.library import ceil_div, is_fake, is_tracing, next_power_of_2, operation
+from fast_kernels.library import ceil_div, is_fake, is_tracing, operation
 
 try:
     from flash_attn.cute.interface import _flash_attn_bwd as fa4_backward
@@ -305,7 +305,7 @@ def _norm_rope_sizes(qkv, qk_heads, cos, q_weight):
     """Return rows, tiles, rows of cos and sin (S or B·S), and the kernels' compile-time arguments."""
     batch, length, _, dim = qkv.shape
     positions = cos.numel() // (dim // 2) if cos is not None else length
-    half = next_power_of_2(dim // 2)
+    half = 1 << (dim // 2 - 1).bit_length()  # the next power of 2
     rows, tile_rows = batch * length * qk_heads, max(TILE // half, 1)
     return rows, ceil_div(rows, tile_rows), positions, dict(
         D=dim, HALF=half, ROWS=tile_rows, NORM=q_weight is not None, ROPE=cos is not None)

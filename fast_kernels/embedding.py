@@ -34,12 +34,12 @@ def embed(tokens, weight, positions=None, position_weight=None, tied_dweight=Non
         tokens: (B, S) int64. With positions, an id outside the vocabulary gives NaN, so that the loss shows
             it, and adds nothing to a gradient. Without, PyTorch raises its own error.
         weight: (vocab_size, C), contiguous.
-        positions: int64, (B, S), or (S,) without duplicates. One outside the table is like such a token.
-            None: only weight[tokens].
+        positions: int64, (B, S), or (S,) without duplicates; outside the table as tokens are. None: only
+            weight[tokens].
         position_weight: (number of positions, C), of weight's dtype, contiguous.
         tied_dweight: for a weight that the output head shares: an empty list, to which the head's backward
-            pass appends its gradient of `weight` before this backward pass runs. That tensor is overwritten.
-            Not under torch.compile.
+            pass, which runs first, appends its gradient of `weight`. That tensor is overwritten. Not under
+            torch.compile.
     """
     _check(tokens, weight, positions, position_weight)
     tokens = tokens.contiguous()
@@ -74,12 +74,11 @@ def _embed_backward(ctx, dy, head_dweight=None):
     """Return the arguments' gradients; weight's is added to head_dweight, if given."""
     (tokens, positions), (vocab_size, num_positions) = ctx.saved_tensors, ctx.sizes
     dy, dpositions = dy.contiguous(), None
-    rows = dy.flatten(0, -2)  # (B·S, C)
-    dweight = sum_by_index(tokens.flatten(), rows, vocab_size, head_dweight)
+    dweight = sum_by_index(tokens.flatten(), dy.flatten(0, 1), vocab_size, head_dweight)
     if positions is not None and positions.dim() == 1:
         dpositions = sum_over_batch(dy, positions, num_positions)
     elif positions is not None:
-        dpositions = sum_by_index(positions.flatten(), rows, num_positions)
+        dpositions = sum_by_index(positions.flatten(), dy.flatten(0, 1), num_positions)
     return None, dweight, None, dpositions
 
 
@@ -101,8 +100,8 @@ def _embed(tokens, weight, positions, position_weight):
 
 class _TiedEmbed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *arguments):
-        *inputs, ctx.tied_dweight = arguments
+    def forward(ctx, *inputs):
+        *inputs, ctx.tied_dweight = inputs
         _setup_context(ctx, inputs, None)
         return _embed(*inputs)
 
@@ -114,8 +113,8 @@ class _TiedEmbed(torch.autograd.Function):
 
 
 def sum_by_index(indices, dy, num_embeddings, out=None):
-    """Add the rows of dy (N, C) that have the same index in `indices` (N,) to that row of `out`, (num_embeddings,
-    C), by default zeros. Rows with an index out of range are left out."""
+    """Add each row of dy (N, C) to the row of `out` (num_embeddings, C), by default zeros, that is its index.
+    indices (N,) out of range are left out."""
     if out is None:
         out = torch.zeros((num_embeddings, dy.shape[1]), dtype=dy.dtype, device=dy.device)
     check_shape("fast_kernels.embedding.sum_by_index", (num_embeddings, dy.shape[1]), out=out)

@@ -21,8 +21,6 @@ import ctypes
 import functools
 import statistics
 import threading
-import weakref
-from collections import OrderedDict
 
 import torch
 from triton.runtime import driver
@@ -31,7 +29,7 @@ from fast_kernels.library import check_aligned, check_shape, is_fake, operation
 
 ALGORITHMS, ROUNDS = 16, 8  # candidates requested, and timed runs of each
 MAX_TUNED = 256  # shapes timed per process; later ones use the heuristic's first algorithm
-MAX_CACHED = 1024  # shapes whose descriptors are kept; the least recently used one is dropped
+MAX_CACHED = 1024  # shapes with descriptors; later ones run in PyTorch
 # Calls for which a shape waits for operands that are not mostly zeros. All blocks share a shape, and the
 # gradients of a new model are zeros in the first passes that find scales.
 MAX_ATTEMPTS = 4096
@@ -118,10 +116,13 @@ def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
         check_aligned("fast_kernels.gemm", a=a, b=b, bias=bias, out=out)
     if _library() is None or not a.is_cuda or torch.are_deterministic_algorithms_enabled():
         return _run_torch(operands, accumulation, accumulate)
-    shape = _find_shape(key)
-    if not shape.is_tuned and not torch.cuda.is_current_stream_capturing():
+    shape = _shapes.get(key)
+    if shape is None and len(_shapes) < MAX_CACHED:
+        with _shapes_lock:
+            shape = _shapes[key] = _shapes.get(key) or _Shape(*key)
+    if shape and not shape.is_tuned and not torch.cuda.is_current_stream_capturing():
         shape.tune(operands)
-    if shape.chosen is None:
+    if shape is None or shape.chosen is None:
         return _run_torch(operands, accumulation, accumulate)
     shape.run(shape.chosen, *operands)
 
@@ -161,19 +162,7 @@ def _run_torch(operands, accumulation, accumulate):
     out.add_(result) if accumulate else out.copy_(result)
 
 
-_shapes = OrderedDict()  # the autotune cache: key -> _Shape, least recently used first
-_shapes_lock = threading.Lock()
-
-
-def _find_shape(key):
-    with _shapes_lock:
-        shape = _shapes.get(key)
-        if shape is None:
-            shape = _shapes[key] = _Shape(*key)
-        _shapes.move_to_end(key)
-        if len(_shapes) > MAX_CACHED:
-            _shapes.popitem(last=False)
-    return shape
+_shapes, _shapes_lock = {}, threading.Lock()  # the autotune cache: key -> _Shape
 
 
 class _Shape:
@@ -193,7 +182,6 @@ class _Shape:
             (descriptor, algorithm) for descriptor in self.descriptors
             for algorithm in self._ask_heuristic(descriptor, device_index)]
         self.chosen = self.candidates[0] if self.candidates else None
-        weakref.finalize(self, _destroy, self.descriptors, self.layouts).atexit = False
 
     def _ask_heuristic(self, descriptor, device_index):
         """Return cuBLASLt's candidates in the heuristic's order; none if it does not support the GEMM."""
@@ -221,8 +209,7 @@ class _Shape:
             if not self.candidates or _Shape.tuned_count >= MAX_TUNED or self.attempts > MAX_ATTEMPTS:
                 self.is_tuned = True  # keep the heuristic's first algorithm
             elif _is_mostly_nonzero(a) and _is_mostly_nonzero(b):
-                self.chosen = self._find_fastest(operands)
-                self.is_tuned = True
+                self.chosen, self.is_tuned = self._find_fastest(operands), True
 
     def _find_fastest(self, operands):
         """Return the candidate with the shortest median time; None if none runs."""
@@ -287,13 +274,6 @@ def _is_mostly_nonzero(x):
     """Return whether at least half of a sample of x's elements is not zero. Synchronizes with the device."""
     sample = x.view(torch.uint8).flatten()[::max(1, x.numel() // 2**16)]
     return 2 * (sample & 0x7F).count_nonzero().item() >= sample.numel()  # 0x7F: -0 is zero as well
-
-
-def _destroy(descriptors, layouts):
-    for descriptor in descriptors:
-        _library().cublasLtMatmulDescDestroy(descriptor)
-    for layout in layouts:
-        _library().cublasLtMatrixLayoutDestroy(layout)
 
 
 def _set(descriptor, attribute, value):

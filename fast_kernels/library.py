@@ -23,11 +23,6 @@ def ceil_div(a, b):
     return (a + b - 1) // b
 
 
-def next_power_of_2(n):
-    """Return the smallest power of 2 that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
 def is_tracing():
     """Return whether a tracer or another dispatch mode must see each operation."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
@@ -39,7 +34,7 @@ def is_fake(tensor):
 
 
 def operation(schema, setup_context=None, backward=None):
-    """Decorate a function `name` or `_name`, called with positional arguments, to register it as the operation
+    """Decorate a function `name` or `_name`, called with positional arguments, to register the operation
     `name`. For setup_context and backward see `torch.library.register_autograd`."""
 
     def register(function):

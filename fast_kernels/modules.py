@@ -17,7 +17,7 @@ import functools
 import os
 import types
 from collections import namedtuple
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 
@@ -160,13 +160,11 @@ class autocast:
             scales.update(states, maximum, recipe.margin, recipe.amax_compute_algo)
 
 
-@contextmanager
 def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
-    """Create modules as without this context. It must not be enabled."""
+    """Return a context in which modules are created as without it. It must not be enabled."""
     if enabled:
-        raise ValueError("quantized_model_init: fast_kernels keeps weights in BF16; Transformer Engine has "
-                         "FP8 weights")
-    yield
+        raise ValueError("quantized_model_init: fast_kernels keeps weights in BF16; use Transformer Engine")
+    return nullcontext()
 
 
 def checkpoint(function, *args, use_reentrant=False, **kwargs):
@@ -219,14 +217,17 @@ class ScalingState:
     amax_history = property(lambda self: self.module._buffers[self.names[1]])
 
 
+def _device():
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 class Module(nn.Module):
     """Parameters as in TE, and the FP8 state of one or two linear layers."""
 
-    def __init__(self, num_gemms, kind, options, params_dtype, device):
+    def __init__(self, num_gemms, kind, params_dtype=None, device=None, **options):
         super().__init__()
         check_options(kind, options)
-        self.factory = dict(dtype=params_dtype or torch.get_default_dtype(),
-                            device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.factory = dict(dtype=params_dtype or torch.get_default_dtype(), device=device or _device())
         self.fp8_meta = {"num_gemms": num_gemms, "fp8_checkpoint": False}
         self._fp8_workspaces = {}  # FP8 weights, kept over the micro-batches of a step
         self._quantizations = {}  # GEMM: how its input, weight and output gradient are quantized
@@ -373,9 +374,8 @@ class Module(nn.Module):
 class Linear(Module):
     """y = x @ weightᵀ + bias: (…, in_features) -> (…, out_features)."""
 
-    def __init__(self, in_features, out_features, init_method=None, bias=True, params_dtype=None, device=None,
-                 **options):
-        super().__init__(1, "Linear", options, params_dtype, device)
+    def __init__(self, in_features, out_features, init_method=None, bias=True, **options):
+        super().__init__(1, "Linear", **options)
         self.in_features, self.out_features = in_features, out_features
         self.add_linear("", out_features, in_features, bias, init_method)
 
@@ -388,8 +388,8 @@ class LayerNormLinear(Module):
     """Norm, then linear: (…, in_features) -> (…, out_features)."""
 
     def __init__(self, in_features, out_features, eps=1e-5, init_method=None, bias=True,
-                 normalization="LayerNorm", params_dtype=None, device=None, **options):
-        super().__init__(1, "LayerNormLinear", options, params_dtype, device)
+                 normalization="LayerNorm", **options):
+        super().__init__(1, "LayerNormLinear", **options)
         self.in_features, self.out_features = in_features, out_features
         self.add_norm(in_features, eps, normalization)
         self.add_linear("", out_features, in_features, bias, init_method)
@@ -408,9 +408,8 @@ class LayerNormMLP(Module):
     """
 
     def __init__(self, hidden_size, ffn_hidden_size, eps=1e-5, init_method=None, bias=True,
-                 normalization="LayerNorm", activation="gelu", output_layer_init_method=None,
-                 params_dtype=None, device=None, **options):
-        super().__init__(2, "LayerNormMLP", options, params_dtype, device)
+                 normalization="LayerNorm", activation="gelu", output_layer_init_method=None, **options):
+        super().__init__(2, "LayerNormMLP", **options)
         if activation not in casts.ACTIVATIONS:
             raise ValueError(f"activation={activation!r}: must be one of {', '.join(casts.ACTIVATIONS)}")
         self.activation, gated = activation, activation in casts.GATED
@@ -436,9 +435,8 @@ class RMSNorm(nn.Module):
         super().__init__()
         check_options("RMSNorm", options)
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(
-            normalized_shape, dtype=dtype or params_dtype,
-            device=device or ("cuda" if torch.cuda.is_available() else "cpu")))
+        self.weight = nn.Parameter(
+            torch.ones(normalized_shape, dtype=dtype or params_dtype, device=device or _device()))
 
     def forward(self, x):
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
