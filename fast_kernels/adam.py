@@ -197,8 +197,8 @@ class FastAdam(torch.optim.Optimizer):
     """AdamW for parameters that are all BF16 (with float32 master weights) or all float32. Gradients have the
     same type, or are all float32.
 
-    With CUDA graphs, call `prepare` before `step` or `gradient_norm` is captured, and `write_options` before a
-    replay, which reads everything from device memory.
+    With CUDA graphs, call `prepare` before `step` or `gradient_norm` is captured, and `write_options` before
+    a replay, which reads everything from device memory.
 
     Args:
         moment_dtype: dtype of both moments. torch.bfloat16 needs betas of at most 0.996.
@@ -226,8 +226,7 @@ class FastAdam(torch.optim.Optimizer):
             _check_options(group, self.moment_dtype)
             types = {p.dtype for p in parameters} | ({self.dtype} if self.dtype else set())
             if len(types) != 1 or not types <= set(TYPES):
-                raise ValueError(f"FastAdam: parameters of types {types}: all must be torch.bfloat16, or all "
-                                 "torch.float32")
+                raise ValueError(f"FastAdam: parameters of {types}: all must be BF16, or all float32")
         except ValueError:
             self.param_groups.pop()
             raise
@@ -281,8 +280,7 @@ class FastAdam(torch.optim.Optimizer):
 
     def state_dict(self):
         if not self.is_gathered:
-            raise ValueError("FastAdam: this rank has a part of the optimizer state only; call "
-                             "optimizer.gather_state() on all ranks before state_dict()")
+            raise ValueError("FastAdam: this rank has a part of the state; call gather_state() on all ranks")
         return super().state_dict()
 
     @torch.no_grad()
@@ -340,15 +338,13 @@ class FastAdam(torch.optim.Optimizer):
         tensors = parameter, gradient, state["exp_avg"], state["exp_avg_sq"], master
         addresses = [tensor.data_ptr() + first * tensor.element_size() for tensor in tensors]
         if not all(tensor.is_contiguous() for tensor in tensors) or any(x % 16 for x in addresses):
-            raise ValueError("FastAdam: parameters and gradients must be contiguous and start at a multiple "
-                             "of 16 bytes; .clone() works")
+            raise ValueError("FastAdam: tensors must be contiguous and start at a multiple of 16 bytes")
         if devices := {str(tensor.device) for tensor in tensors} - {str(device)}:
             raise ValueError(f"FastAdam: tensors of a group on {', '.join(sorted(devices))}, {device}: all "
                              "must be on one device; make the optimizer after the model is moved")
         return [*addresses, size, self.peers.received_at(parameter)]
 
-    def _refuse_while_capturing(self):
-        # a copy from pageable host memory cannot be captured
+    def _refuse_while_capturing(self):  # a copy from pageable host memory cannot be captured
         if self.tables[0].lr.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("FastAdam: gradients or options have changed since the last prepare(); "
                                "call prepare() before the CUDA graph is captured")
@@ -388,8 +384,7 @@ class FastAdam(torch.optim.Optimizer):
                 loss = closure()
         self.prepare()
         if self.peers.count and not self.is_summed:
-            raise ValueError("FastAdam: the update is divided among GPUs; call gradient_norm() on all ranks "
-                             "before step()")
+            raise ValueError("FastAdam: the update is divided: call gradient_norm() on all ranks first")
         self.is_summed = False
         is_counted = 1 if grad_scale is None else torch.isfinite(grad_scale)
         for group, tables in zip(self.param_groups, self.tables):
@@ -422,9 +417,8 @@ class FastAdam(torch.optim.Optimizer):
             for name, own in self.state[parameter].items():
                 value = values.get(name, own)
                 if value.shape != own.shape or (value.dtype == torch.int16) != (own.dtype == torch.int16):
-                    raise ValueError(f"FastAdam: {name} is {tuple(value.shape)} {value.dtype} in the state, "
-                                     f"{tuple(own.shape)} {own.dtype} here; make model and optimizer as they "
-                                     "were (int16: store_param_remainders=True)")
+                    raise ValueError(f"FastAdam: saved {name} {tuple(value.shape)} {value.dtype}, own one "
+                                     f"{tuple(own.shape)} {own.dtype}; int16: store_param_remainders=True")
         state, kept = self.state, [(group["lr"], group["step"]) for group in self.param_groups]
         # only the groups: PyTorch would cast the moments of BF16 parameters to BF16
         super().load_state_dict({**state_dict, "state": {}})

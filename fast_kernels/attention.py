@@ -90,8 +90,7 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
     if rope is not None:
         cos, sin = rope
         if cos.numel() != sin.numel() or cos.numel() not in (length * dim // 2, batch * length * dim // 2):
-            raise ValueError(f"rope tables {tuple(cos.shape)} and {tuple(sin.shape)}: ({length}, {dim // 2}) "
-                             "fit qkv")
+            raise ValueError(f"rope tables {tuple(cos.shape)}: ({length}, {dim // 2}) fit qkv")
         cos, sin = cos.float().contiguous(), sin.float().contiguous()
     if window is not None and window < 1:
         raise ValueError(f"window={window}: must be None or at least 1, the token itself")

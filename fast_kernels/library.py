@@ -39,8 +39,7 @@ def operation(schema, setup_context=None, backward=None):
 
     def register(function):
         name = function.__name__.lstrip("_")
-        qualified_name = f"fast_kernels::{name}"
-        launch = _on_one_device(function, qualified_name)
+        qualified_name, launch = f"fast_kernels::{name}", _on_one_device(function)
         LIBRARY.define(name + schema)
         for key in ("CPU", "CUDA"):
             LIBRARY.impl(name, launch, key)
@@ -59,7 +58,7 @@ def operation(schema, setup_context=None, backward=None):
     return register
 
 
-def _on_one_device(function, name):
+def _on_one_device(function):
     """Return `function`, which checks that its tensors share a device and makes that the current one."""
 
     def launch(*args):
@@ -67,7 +66,7 @@ def _on_one_device(function, name):
         devices = {x.get_device() for x in tensors}  # of a list, the function checks the others
         if len(devices) > 1:
             names = ", ".join(sorted({str(x.device) for x in tensors}))
-            raise ValueError(f"{name}: tensors on {names}: all must be on one device; use .to()")
+            raise ValueError(f"fast_kernels: tensors on {names}: all must be on one device; use .to()")
         index, = devices
         if index < 0 or index == torch.cuda.current_device():
             return function(*args)
@@ -90,8 +89,8 @@ def check_aligned(name, **tensors):
     """Raise ValueError unless every tensor (None is skipped) starts at a multiple of 16 bytes."""
     for argument, tensor in tensors.items():
         if tensor is not None and tensor.data_ptr() % 16:
-            raise ValueError(f"{name}: {argument} starts {tensor.data_ptr() % 16} bytes after a multiple of "
-                             "16, and must start at one; .clone() works")
+            offset = tensor.data_ptr() % 16
+            raise ValueError(f"{name}: {argument} starts {offset} bytes after a multiple of 16; use .clone()")
 
 
 _tables = OrderedDict()  # (device, addresses and sizes) -> tensors, least recently used first
@@ -105,8 +104,8 @@ def device_tables(device, key, make):
     tables = _tables.get((device, key))
     if tables is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("fast_kernels: these tensors are new, and a CUDA graph cannot record the copy "
-                               "of their addresses; run the function once before the capture")
+            raise RuntimeError("fast_kernels: a CUDA graph cannot record the copy of new tensors' addresses; "
+                               "run the function once before the capture")
         tables = _tables[device, key] = [table.to(device) for table in make()]
         if len(_tables) > MAX_TABLES:
             _tables.popitem(last=False)

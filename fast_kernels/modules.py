@@ -6,7 +6,7 @@
 A model written for `transformer_engine.pytorch` (TE) runs on these without TE: same constructor arguments,
 parameter names, initialization and FP8 state, and the same bytes and scales.
 
-Each module has the scales and amax histories of its tensors as buffers. Kernels raise row 0 of the history.
+A module has the scales and amax histories of its tensors in `fp8_meta`. Kernels raise row 0 of a history.
 When the outermost `autocast` ends (forward tensors), or the backward pass of the first module ends
 (gradients), one launch updates the scales of all modules that ran inside.
 
@@ -50,8 +50,7 @@ def check_options(kind: str, options: dict, **others) -> None:
         if name not in supported:
             raise TypeError(f"{kind}: unknown argument {name!r}; Transformer Engine may have it")
         if supported[name] is not ... and value != supported[name]:
-            raise ValueError(f"{kind}: {name}={value!r}: fast_kernels supports {supported[name]!r}; "
-                             "Transformer Engine has the others")
+            raise ValueError(f"{kind}: {name}={value!r}: fast_kernels supports {supported[name]!r} only")
 
 
 # ---------------------------------------------------------------- recipes
@@ -81,7 +80,7 @@ class DelayedScaling:
         for name, values in supported.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"DelayedScaling.{name}={getattr(self, name)!r}: fast_kernels supports "
-                                 f"{', '.join(map(str, values))}; Transformer Engine has the others")
+                                 f"{', '.join(map(str, values))} only")
 
     def delayed(self):
         return True
@@ -129,7 +128,7 @@ class autocast:
     def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None):
         if calibrating or (enabled and recipe is not None and not recipe.delayed()):
             raise ValueError(f"autocast(recipe={type(recipe).__name__}, calibrating={calibrating}): "
-                             "fast_kernels has DelayedScaling; Transformer Engine has the others")
+                             "fast_kernels has DelayedScaling; use Transformer Engine")
         self.enabled, self.group = enabled, amax_reduction_group
         self.recipe = DelayedScaling() if recipe is None else recipe
         self.recipes = {}  # {module that ran in FP8: its recipe}; of the outermost region
@@ -196,25 +195,18 @@ class _Recompute:
 
 
 def get_cpu_offload_context(*args, **options):
-    raise ValueError("get_cpu_offload_context: fast_kernels keeps activations on the GPU; use checkpoint, or "
-                     "Transformer Engine")
+    raise ValueError("get_cpu_offload_context: fast_kernels has none; use Transformer Engine")
 
 
 # ---------------------------------------------------------------- modules
 
+@dataclass
 class ScalingState:
-    """Scales (n,) and amax history (length, n) of one module's tensors in one direction, both float32.
+    """State of one module's tensors in one direction: for each GEMM [input, weight, output] forward, or
+    [output gradient, input gradient] backward; the last of each is unused."""
 
-    For each GEMM of the module, the tensors are [input, weight, output] forward or [output gradient, input
-    gradient] backward; the last of each is unused. The module has them as buffers.
-    """
-
-    def __init__(self, module, direction):
-        self.module, self.names = module, (f"scale_{direction}", f"amax_history_{direction}")
-
-    # from `_buffers`, since nn.Module's lookup of an attribute is slow
-    scale = property(lambda self: self.module._buffers[self.names[0]])
-    amax_history = property(lambda self: self.module._buffers[self.names[1]])
+    scale: torch.Tensor  # (n,) float32
+    amax_history: torch.Tensor  # (length, n) float32; row 0 is of the current step
 
 
 def _device():
@@ -307,9 +299,8 @@ class Module(nn.Module):
     def init_fp8_meta_tensors(self, recipe):
         """Create or resize scales and histories for `recipe`; keep the first rows of a history, as TE."""
         meta = self.fp8_meta
-        history = self._buffers.get("amax_history_fwd")
-        is_same = history is not None and (meta["recipe"] is recipe or meta["recipe"] == recipe)
-        if is_same and history.shape[0] == recipe.amax_history_len:
+        is_same = "scaling_fwd" in meta and (meta["recipe"] is recipe or meta["recipe"] == recipe)
+        if is_same and meta["scaling_fwd"].amax_history.shape[0] == recipe.amax_history_len:
             return
         self._allocate_scales(recipe, next(self.parameters()).device)
         meta["recipe"] = recipe
@@ -317,17 +308,14 @@ class Module(nn.Module):
 
     @torch.inference_mode(False)  # training goes on with this state
     def _allocate_scales(self, recipe, device):
-        meta = self.fp8_meta
-        for direction, tensors in (("fwd", 3), ("bwd", 2)):
-            history = torch.zeros(recipe.amax_history_len, tensors * meta["num_gemms"], device=device)
+        for direction, tensors in (("scaling_fwd", 3), ("scaling_bwd", 2)):
+            slots, before = tensors * self.fp8_meta["num_gemms"], self.fp8_meta.get(direction)
+            history = torch.zeros(recipe.amax_history_len, slots, device=device)
             scale = torch.ones_like(history[0])
-            if f"scaling_{direction}" in meta:
-                scale, before = meta[f"scaling_{direction}"].scale, meta[f"scaling_{direction}"].amax_history
-                kept = min(len(history), len(before))
-                history[:kept] = before[:kept]  # as TE does, although the newest rows are at the end
-            self.register_buffer(f"scale_{direction}", scale, persistent=False)
-            self.register_buffer(f"amax_history_{direction}", history, persistent=False)
-            meta[f"scaling_{direction}"] = ScalingState(self, direction)
+            if before is not None:
+                scale, kept = before.scale, min(len(history), len(before.amax_history))
+                history[:kept] = before.amax_history[:kept]  # as TE does, although the newest are at the end
+            self.fp8_meta[direction] = ScalingState(scale, history)
 
     def _quantization(self, gemm):
         """Return how the input, the weight and the output gradient of a GEMM are quantized."""
@@ -360,10 +348,11 @@ class Module(nn.Module):
 
     def _apply(self, function, recurse=True):
         """Move to another device or dtype; the FP8 state stays in float32."""
-        state, self._buffers = self._buffers, {}
         super()._apply(function, recurse)
         device = next(self.parameters()).device
-        self._buffers = {name: tensor.to(device) for name, tensor in state.items()}
+        for state in (self.fp8_meta.get("scaling_fwd"), self.fp8_meta.get("scaling_bwd")):
+            if state is not None:
+                state.scale, state.amax_history = state.scale.to(device), state.amax_history.to(device)
         self._quantizations, self._fp8_workspaces = {}, {}
         return self
 
@@ -422,10 +411,6 @@ class LayerNormMLP(Module):
             Stream(inp.flatten(0, -2)), self, "fc1", is_first_microbatch=is_first_microbatch)
         branch = fused.activation_linear(hidden, self, is_first_microbatch, adds_bias=True)
         return branch.x.view(inp.shape)
-
-    def activate(self, x):
-        """Apply the activation in PyTorch."""
-        return casts.activation_reference(self.activation, x)
 
 
 class RMSNorm(nn.Module):

@@ -76,9 +76,8 @@ def _check(scale, history, device):
     for x in (scale, history):
         fits = fits and x.dtype == torch.float32 and x.is_contiguous() and x.device == device
     if not fits:
-        raise ValueError(f"fast_kernels.scales.update: scale {tuple(scale.shape)} {scale.dtype}, history "
-                         f"{tuple(history.shape)} {history.dtype}: must be (n,) and (length, n) float32, "
-                         f"contiguous, and must be on {device}")
+        raise ValueError(f"fast_kernels.scales.update: {tuple(scale.shape)} and {tuple(history.shape)}: must "
+                         f"be (n,) and (length, n) float32, contiguous, and must be on {device}")
 
 
 @triton.jit
