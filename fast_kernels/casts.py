@@ -105,7 +105,7 @@ def activate_backward_reference(activation, dy, x, bias, scale, amax, fp8):
     return quantize_reference(dx, scale, amax, fp8), None if bias is None else dx.sum(0)
 
 
-# ---------------------------------------------------------------- norm
+# ---------------------------------------------------------------- the operations
 
 def norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8):
     """Add a branch to the residual, normalize the sum, and quantize the result.
@@ -198,8 +198,6 @@ def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8
     return out
 
 
-# ---------------------------------------------------------------- activation
-
 @operation(
     "(str activation, Tensor x, Tensor? bias, Tensor scale, Tensor(a!) amax, ScalarType fp8) "
     "-> (Tensor, Tensor, Tensor)")
@@ -260,8 +258,6 @@ def _activate_backward(activation, dy, x, bias, scale, amax, fp8):
         reduce_rows(partial_sums, bias.dtype, dbias)
     return *out, dbias
 
-
-# ---------------------------------------------------------------- cast
 
 def cast(x, scale, amax, fp8, with_dbias=False, out=None):
     """Quantize x (N, D) BF16; return an FP8 tensor, in `out` if given, and dbias or None.
@@ -354,16 +350,13 @@ def allocate_fp8(x, rows, columns, fp8):
 
 def check_input(name, x, max_columns=None):
     """Raise ValueError unless x is a contiguous BF16 matrix, its dimensions multiples of 16."""
-    problem = ""
-    if x.dim() != 2 or x.dtype != torch.bfloat16 or not x.is_contiguous():
-        problem = "must be a contiguous bfloat16 matrix; call .bfloat16() or .contiguous()"
-    elif x.shape[0] % 16 or x.shape[1] % 16:
+    is_matrix = x.dim() == 2 and x.dtype == torch.bfloat16 and x.is_contiguous()
+    if not is_matrix or x.shape[0] % 16 or x.shape[1] % 16:
         works = tuple(ceil_div(size, 16) * 16 for size in x.shape)
-        problem = f"rows and columns must be multiples of 16; {works} works"
-    elif max_columns and x.shape[1] > max_columns:
-        problem = f"a norm takes at most {max_columns} columns; Transformer Engine has wider ones"
-    if problem:
-        raise ValueError(f"{name}: {tuple(x.shape)} {x.dtype}: {problem}")
+        raise ValueError(f"{name}: {tuple(x.shape)} {x.dtype}: must be a contiguous bfloat16 matrix, both "
+                         f"sizes multiples of 16; {works} works")
+    if max_columns and x.shape[1] > max_columns:
+        raise ValueError(f"{name}: {tuple(x.shape)}: a norm takes at most {max_columns} columns")
 
 
 def check_output(name, x, out, fp8):

@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensor
 
 LIBRARY = torch.library.Library("fast_kernels", "DEF")
 MAX_TABLES = 256
+TENSORS = torch.Tensor, list
 
 
 def ceil_div(a, b):
@@ -38,8 +39,21 @@ def operation(schema, setup_context=None, backward=None):
     `name`. For setup_context and backward see `torch.library.register_autograd`."""
 
     def register(function):
+        def launch(*args):  # on the device of the arguments, which need not be the current one
+            # of a list, the function checks the others
+            tensors = [x[0] if isinstance(x, list) else x for x in args if isinstance(x, TENSORS)]
+            devices = {x.get_device() for x in tensors}
+            if len(devices) > 1:
+                names = ", ".join(sorted({str(x.device) for x in tensors}))
+                raise ValueError(f"{name}: tensors on {names}: all must be on one device; use .to()")
+            index, = devices
+            if index < 0 or index == torch.cuda.current_device():
+                return function(*args)
+            with torch.cuda.device(index):
+                return function(*args)
+
         name = function.__name__.lstrip("_")
-        qualified_name, launch = f"fast_kernels::{name}", _on_one_device(function)
+        qualified_name = f"fast_kernels::{name}"
         LIBRARY.define(name + schema)
         for key in ("CPU", "CUDA"):
             LIBRARY.impl(name, launch, key)
@@ -56,24 +70,6 @@ def operation(schema, setup_context=None, backward=None):
         return call
 
     return register
-
-
-def _on_one_device(function):
-    """Return `function`, which checks that its tensors share a device and makes that the current one."""
-
-    def launch(*args):
-        tensors = [x[0] if isinstance(x, list) else x for x in args if isinstance(x, (torch.Tensor, list))]
-        devices = {x.get_device() for x in tensors}  # of a list, the function checks the others
-        if len(devices) > 1:
-            names = ", ".join(sorted({str(x.device) for x in tensors}))
-            raise ValueError(f"fast_kernels: tensors on {names}: all must be on one device; use .to()")
-        index, = devices
-        if index < 0 or index == torch.cuda.current_device():
-            return function(*args)
-        with torch.cuda.device(index):
-            return function(*args)
-
-    return launch
 
 
 def check_shape(name, shape, dtype=None, **tensors):
