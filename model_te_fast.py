@@ -192,8 +192,8 @@ class FastGPT2Model(nn.Module):
         )
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.register_state_dict_post_hook(te.save_fp8_state)
-        self.register_load_state_dict_pre_hook(te.load_fp8_state)
+        self.register_state_dict_post_hook(save_fp8_state)
+        self.register_load_state_dict_pre_hook(load_fp8_state)
 
     def forward(self, input_ids, labels=None, cu_seqlens=None, is_first_microbatch=None):
         """Compute logits, or the loss if labels are given.
@@ -262,6 +262,31 @@ class FastGPT2Model(nn.Module):
         if labels is None:
             return logits.view(*size, -1)
         return cross_entropy(logits, labels.flatten(), self.lm_head.gradient_quantization())
+
+
+def save_fp8_state(model, state_dict, prefix="", metadata=None):
+    """Write scales (n,) and amax histories (length, n) of the modules as tensors."""
+    for name, module in model.named_modules():
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            scaling = getattr(module, "fp8_meta", {}).get(direction)
+            if scaling is not None:
+                state_dict[f"{prefix}{name}.{direction}.scale"] = scaling.scale
+                state_dict[f"{prefix}{name}.{direction}.amax_history"] = scaling.amax_history
+
+
+def load_fp8_state(model, state_dict, prefix="", *unused):
+    """Take these out of a state dict, and set them if the model runs in FP8."""
+    for name, module in model.named_modules():
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
+            history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
+            if scale is not None and model.config.use_fp8:
+                module.init_fp8_meta_tensors(model.fp8_recipe)
+                module.fp8_meta[direction].scale.copy_(scale)
+                own = module.fp8_meta[direction].amax_history.zero_()
+                own[0] = history[0]  # of the current step; of the other rows the last is the newest
+                if kept := min(len(own), len(history)) - 1:
+                    own[-kept:] = history[-kept:]
 
 
 normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2

@@ -1,7 +1,6 @@
 """AdamW as one multi-tensor kernel, for steps that are captured in a CUDA graph.
 
-Use `FastAdam` in place of Transformer Engine's FusedAdam. Optimizer state, its names and its meaning are the
-same: a checkpoint written with one loads in the other.
+Use `FastAdam` in place of Transformer Engine's FusedAdam: a checkpoint written with one loads in the other.
 
 - Adam is bound by memory, and each byte is moved once. Per parameter: 28 bytes with a BF16 weight and
   gradient, a float32 master weight and two float32 moments; 26 if the master is stored as a remainder, the 16
@@ -9,8 +8,6 @@ same: a checkpoint written with one loads in the other.
 - One launch per parameter group. Tables hold the addresses of each parameter's tensors, and the parameter and
   chunk of each program. A captured launch stays valid whichever parameters have gradients.
 - Gradient clipping is a factor applied as the kernel reads the gradients, not another pass over them.
-- `divide` divides the update among GPUs: each sums its part of the gradients, its own and those received, as
-  it computes their norm, and writes its updated weights to all.
 
 References: AdamW is algorithm 2 of Loshchilov and Hutter, arXiv:1711.05101. The split of a float32 master
 into a BF16 weight and a 16-bit remainder is Transformer Engine's.
@@ -55,34 +52,31 @@ def _adam(pointers, chunks, corrections, lr, grad_scale, settings, distances, we
     program = tl.program_id(0)
     row = pointers + 7 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
-    correction1, correction2 = tl.load(corrections), tl.load(corrections + 1)
-    rate, scale = tl.load(lr), tl.load(grad_scale)
-    beta1, beta2 = tl.load(settings).to(tl.float32), tl.load(settings + 1).to(tl.float32)
-    eps, weight_decay = tl.load(settings + 2).to(tl.float32), tl.load(settings + 3).to(tl.float32)
+    numbers = (
+        tl.load(corrections), tl.load(corrections + 1), tl.load(lr), tl.load(grad_scale),
+        tl.load(settings).to(tl.float32), tl.load(settings + 1).to(tl.float32),
+        tl.load(settings + 2).to(tl.float32), tl.load(settings + 3).to(tl.float32))
     # a scale that is not finite skips the step: no elements
-    size = tl.where(tl.abs(scale) < float("inf"), tl.load(row + 5), 0)
-    # A mask would prevent 16-byte loads and stores, so full chunks are not masked.
-    weight = _pointer(row, tl.int16 if master == "remainder" else weight_type)
-    gradient = _pointer(row + 1, gradient_type)
-    exp_avg, exp_avg_sq = _pointer(row + 2, moment_type), _pointer(row + 3, moment_type)
-    master_weight = _pointer(row + 4, tl.int16 if master == "remainder" else tl.float32)
-    if start + CHUNK <= size:
+    size = tl.where(tl.abs(numbers[3]) < float("inf"), tl.load(row + 5), 0)
+    tensors = (
+        _pointer(row, tl.int16 if master == "remainder" else weight_type), _pointer(row + 1, gradient_type),
+        _pointer(row + 2, moment_type), _pointer(row + 3, moment_type),
+        _pointer(row + 4, tl.int16 if master == "remainder" else tl.float32))
+    if start + CHUNK <= size:  # without a mask, which would prevent 16-byte loads and stores
         for block in range(CHUNK // BLOCK):
             offsets = start + block * BLOCK + tl.arange(0, BLOCK)
-            _update(offsets, None, weight, gradient, exp_avg, exp_avg_sq, master_weight, correction1,
-                    correction2, rate, scale, beta1, beta2, eps, weight_decay, distances, master, PEERS)
+            _update(offsets, None, tensors, numbers, distances, master, PEERS)
     else:
         for block in range(CHUNK // BLOCK):
             offsets = start + block * BLOCK + tl.arange(0, BLOCK)
-            _update(offsets, offsets < size, weight, gradient, exp_avg, exp_avg_sq, master_weight,
-                    correction1, correction2, rate, scale, beta1, beta2, eps, weight_decay, distances, master,
-                    PEERS)
+            _update(offsets, offsets < size, tensors, numbers, distances, master, PEERS)
 
 
 @triton.jit
-def _update(offsets, mask, weight, gradient, exp_avg, exp_avg_sq, master_weight, correction1, correction2, lr,
-            scale, beta1, beta2, eps, weight_decay, distances, master: tl.constexpr, PEERS: tl.constexpr):
+def _update(offsets, mask, tensors, numbers, distances, master: tl.constexpr, PEERS: tl.constexpr):
     """Update moments and weight of the elements at `offsets`, where `mask` is true or None."""
+    weight, gradient, exp_avg, exp_avg_sq, master_weight = tensors
+    correction1, correction2, lr, scale, beta1, beta2, eps, weight_decay = numbers
     g = tl.load(gradient + offsets, mask).to(tl.float32) * scale
     m = tl.load(exp_avg + offsets, mask).to(tl.float32)
     v = tl.load(exp_avg_sq + offsets, mask).to(tl.float32)
@@ -131,7 +125,7 @@ def _squares(pointers, chunks, sums, stride, gradient_type: tl.constexpr, PEERS:
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
     gradient, size, received = _pointer(row + 1, gradient_type), tl.load(row + 5), tl.load(row + 6)
     squares = tl.zeros((BLOCK,), tl.float32)
-    if start + CHUNK <= size:
+    if start + CHUNK <= size:  # as in `_adam`
         for block in range(CHUNK // BLOCK):
             offsets = start + block * BLOCK + tl.arange(0, BLOCK)
             g = _sum_over_gpus(gradient, received, stride, offsets, None, PEERS)
@@ -171,52 +165,45 @@ class _Tables:
 
 
 class NoPeers:
-    """What `FastAdam.divide` takes, for a process that updates everything itself."""
+    """What `FastAdam.divide` takes (see nanote.peers.Peers), where one process updates all parameters."""
 
-    count, distances, stride = 0, None, 0  # the other GPUs; see `_adam` and `_squares`
+    count, distances, stride = 0, None, 0
 
     def part(self, parameter):
-        """Return the first element and the number of elements of a parameter that this rank updates."""
         return 0, parameter.numel()
 
     def received_at(self, parameter):
-        """Return the address of that part's gradients from the next rank."""
         return 0
 
     def barrier(self):
-        """Wait for all ranks."""
+        pass
 
     def all_reduce(self, tensor):
-        """Sum a tensor over ranks, in place."""
+        pass
 
 
 def _check_options(group, moment_dtype):
-    """Raise ValueError for options with which AdamW does not train, or BF16 moments never decrease."""
+    """Raise ValueError for options with which AdamW does not train."""
     betas, lr = tuple(group["betas"]), float(group["lr"])
     if not lr >= 0:
         raise ValueError(f"FastAdam: lr {lr}: must be 0 or more; 1e-3 works")
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"FastAdam: betas {betas}: must be at least 0 and below 1; (0.9, 0.95) works")
-    if moment_dtype == torch.bfloat16 and max(betas) > LARGEST_BF16_BETA:
-        raise ValueError(f"FastAdam: betas {betas}: must be at most {LARGEST_BF16_BETA:.3f} with BF16 "
-                         "moments, else they never decrease; (0.9, 0.95) works, or float32 moments")
+    are_betas = all(0 <= beta < 1 for beta in betas)
+    if not are_betas or moment_dtype == torch.bfloat16 and max(betas) > LARGEST_BF16_BETA:
+        raise ValueError(f"FastAdam: betas {betas}: must be in [0, 1), at most {LARGEST_BF16_BETA:.3f} with "
+                         "BF16 moments, else these never decrease; (0.9, 0.95) works")
 
 
 class FastAdam(torch.optim.Optimizer):
     """AdamW for parameters that are all BF16 (with float32 master weights) or all float32. Gradients have the
     same type, or are all float32.
 
-    With CUDA graphs, call `prepare` before `step` or `gradient_norm` is captured. A replay reads everything
-    from device memory: `write_options` puts the groups' options there, `prepare` also the gradients'
-    addresses.
+    With CUDA graphs, call `prepare` before `step` or `gradient_norm` is captured, and `write_options` before
+    a replay, which reads everything from device memory.
 
     Args:
         moment_dtype: dtype of both moments. torch.bfloat16 needs betas of at most 0.996.
-        store_param_remainders: store a BF16 parameter's float32 master weight as a remainder, the 16 bits
-            that the parameter lacks.
+        store_param_remainders: store a BF16 parameter's float32 master weight as a remainder.
     """
-
-    capturable = True
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, *,
                  moment_dtype=torch.float32, store_param_remainders=True):
@@ -234,13 +221,19 @@ class FastAdam(torch.optim.Optimizer):
         """Add parameters, also after the first step; their moments and step count start at zero."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        parameters = group["params"]
         try:
-            self._set_types(group["params"])
             _check_options(group, self.moment_dtype)
+            types = {p.dtype for p in parameters} | ({self.dtype} if self.dtype else set())
+            if len(types) != 1 or not types <= set(TYPES):
+                raise ValueError(f"FastAdam: parameters of {types}: all must be BF16, or all float32")
         except ValueError:
             self.param_groups.pop()
             raise
-        parameters = group["params"]
+        self.dtype, = types
+        self.master = "none"
+        if self.dtype == torch.bfloat16:
+            self.master = "remainder" if self.store_param_remainders else "float32"
         device = next(p.device for group in reversed(self.param_groups) for p in group["params"])
         group["lr"] = torch.tensor(float(group["lr"]), device=device)
         group["step"] = torch.zeros(1, dtype=torch.int, device=device)
@@ -250,7 +243,13 @@ class FastAdam(torch.optim.Optimizer):
             options=torch.zeros(4, dtype=torch.float64, device=device),
             sizes=[p.numel() for p in parameters]))
         for parameter in parameters:
-            self.initialize_state(parameter)
+            state = self.state[parameter]
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = parameter.new_zeros(parameter.shape, dtype=self.moment_dtype)
+            if self.master == "remainder":
+                state["master_param"] = parameter.new_zeros(parameter.shape, dtype=torch.int16)
+            elif self.master == "float32":
+                state["master_param"] = parameter.detach().float().clone()
 
     def _make_chunks(self, parameters):
         """Return `_Tables.chunks`, on the host."""
@@ -261,13 +260,11 @@ class FastAdam(torch.optim.Optimizer):
     def divide(self, peers):
         """Divide the update among GPUs that can access each other's memory; all ranks must call this.
 
-        From then on `gradient_norm` must come before each `step`. It sums this rank's part of the gradients
-        over all ranks, in place, and returns the norm of all. `step` updates this rank's part of the
-        parameters, here and on the other GPUs. Of the state each rank then has its part only: call
-        `gather_state` on all ranks before `state_dict`.
+        From then on `gradient_norm` must come before each `step`: it sums this rank's part of the gradients
+        over all ranks, in place. `step` updates this rank's part of the parameters, here and on the other
+        GPUs. Each rank then has its part of the state only: call `gather_state` before `state_dict`.
 
-        peers: the other ranks, with the attributes and methods of `NoPeers` and `gather` (see
-        nanote.peers.Peers); None: do not divide.
+        peers: the other ranks, a nanote.peers.Peers; None: do not divide.
         """
         self.gather_state()
         self.peers, self.is_summed = peers or NoPeers(), False
@@ -283,31 +280,8 @@ class FastAdam(torch.optim.Optimizer):
 
     def state_dict(self):
         if not self.is_gathered:
-            raise ValueError("FastAdam: this rank has a part of the optimizer state only; call "
-                             "optimizer.gather_state() on all ranks before state_dict()")
+            raise ValueError("FastAdam: this rank has a part of the state; call gather_state() on all ranks")
         return super().state_dict()
-
-    def _set_types(self, parameters):
-        """Set the optimizer's dtypes from the parameters. Raise ValueError if these have several."""
-        types = {p.dtype for p in parameters} | ({self.dtype} if self.dtype else set())
-        if len(types) != 1 or not types <= set(TYPES):
-            raise ValueError(
-                f"FastAdam: parameters of types {types}: all must be torch.bfloat16, or all torch.float32")
-        self.dtype, = types
-        self.store_param_remainders = self.store_param_remainders and self.dtype == torch.bfloat16
-        self.master = "none"
-        if self.dtype == torch.bfloat16:
-            self.master = "remainder" if self.store_param_remainders else "float32"
-
-    def initialize_state(self, param):
-        state = self.state[param]
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros_like(
-                param, dtype=self.moment_dtype, memory_format=torch.contiguous_format)
-        if self.master == "remainder":
-            state["master_param"] = torch.zeros_like(state["exp_avg"], dtype=torch.int16)
-        elif self.master == "float32":
-            state["master_param"] = param.detach().float().clone()
 
     @torch.no_grad()
     def zero_grad(self, set_to_none=True):
@@ -321,8 +295,7 @@ class FastAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def write_options(self):
         """Copy changed learning rates, betas, eps and weight decays to the device, also for replays."""
-        # here, because this is the only method that runs before every step, replayed ones included
-        self.is_gathered = self.peers.count == 0
+        self.is_gathered = self.peers.count == 0  # this method runs before every step, replayed ones included
         for group, tables in zip(self.param_groups, self.tables):
             values = [*group["betas"], group["eps"], group["weight_decay"]]
             if group["lr"] is tables.lr and values == tables.values:
@@ -348,12 +321,14 @@ class FastAdam(torch.optim.Optimizer):
             addresses = [0 if x is None else x.data_ptr() for x in tensors]
             if addresses != tables.addresses:
                 self._refuse_while_capturing()
-                rows = [self._pointer_row(parameter) for parameter in group["params"]]
-                self._check_layout(group["params"], rows, tables)
+                if [p.numel() for p in group["params"]] != tables.sizes:
+                    raise ValueError("FastAdam: the parameters of a group were changed after it was created; "
+                                     "use add_param_group, or requires_grad_(False) to leave one out")
+                rows = [self._pointer_row(parameter, tables.lr.device) for parameter in group["params"]]
                 tables.pointers.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, 7))
                 tables.addresses = addresses
 
-    def _pointer_row(self, parameter):
+    def _pointer_row(self, parameter, device):
         """Return the parameter's row of `_Tables.pointers`."""
         gradient, state = parameter.grad, self.state[parameter]
         first, size = self.peers.part(parameter)
@@ -362,27 +337,14 @@ class FastAdam(torch.optim.Optimizer):
         master = state.get("master_param", parameter)  # without one, not read
         tensors = parameter, gradient, state["exp_avg"], state["exp_avg_sq"], master
         addresses = [tensor.data_ptr() + first * tensor.element_size() for tensor in tensors]
+        if not all(tensor.is_contiguous() for tensor in tensors) or any(x % 16 for x in addresses):
+            raise ValueError("FastAdam: tensors must be contiguous and start at a multiple of 16 bytes")
+        if devices := {str(tensor.device) for tensor in tensors} - {str(device)}:
+            raise ValueError(f"FastAdam: tensors of a group on {', '.join(sorted(devices))}, {device}: all "
+                             "must be on one device; make the optimizer after the model is moved")
         return [*addresses, size, self.peers.received_at(parameter)]
 
-    def _check_layout(self, parameters, rows, tables):
-        if [p.numel() for p in parameters] != tables.sizes:
-            raise ValueError("FastAdam: the parameters of a group were changed after it was created; use "
-                             "add_param_group, or requires_grad_(False) to leave one out")
-        for p in parameters:
-            if p.grad is None:
-                continue
-            if not (p.is_contiguous() and p.grad.is_contiguous()):
-                raise ValueError("FastAdam: parameters and gradients must be contiguous")
-            devices = {tensor.device for tensor in (p, p.grad, *self.state[p].values(), tables.lr)}
-            if len(devices) > 1:
-                names = ", ".join(sorted(map(str, devices)))
-                raise ValueError(f"FastAdam: tensors of a group on {names}: all must be on one device; make "
-                                 "the optimizer after the model is moved")
-        if any(address % 16 for row in rows for address in row[:5]):
-            raise ValueError("FastAdam: a tensor does not start at a multiple of 16 bytes")
-
-    def _refuse_while_capturing(self):
-        # a copy from pageable host memory cannot be captured
+    def _refuse_while_capturing(self):  # a copy from pageable host memory cannot be captured
         if self.tables[0].lr.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("FastAdam: gradients or options have changed since the last prepare(); "
                                "call prepare() before the CUDA graph is captured")
@@ -392,16 +354,14 @@ class FastAdam(torch.optim.Optimizer):
         """Return the total L2 norm of all gradients, () float32. After `divide` it sums these over ranks."""
         self.prepare()
         if self.peers.count and self.is_summed:
-            raise ValueError("FastAdam: these gradients are summed over GPUs already; call step() between "
-                             "two calls of gradient_norm()")
+            raise ValueError("FastAdam: these gradients are summed over GPUs already; call step() first")
         self.peers.barrier()  # the gradients of all ranks are there
         sums = []
         for tables in self.tables:
-            programs = len(tables.chunks)
-            sums.append(torch.empty(programs, device=tables.lr.device))
-            if programs:
+            sums.append(torch.empty(len(tables.chunks), device=tables.lr.device))
+            if len(tables.chunks):
                 with torch.cuda.device_of(tables.lr):  # Triton launches on the current device
-                    _squares[(programs,)](
+                    _squares[(len(tables.chunks),)](
                         tables.pointers, tables.chunks, sums[-1], self.peers.stride,
                         TYPES[self.gradient_dtype], self.peers.count, CHUNK, BLOCK=1024, num_warps=4)
         total = torch.cat(sums).sum()
@@ -413,10 +373,8 @@ class FastAdam(torch.optim.Optimizer):
     def step(self, closure=None, grad_scale=None):
         """Update every parameter that has a gradient; return what `closure` returned, or None.
 
-        Args:
-            closure: recomputes loss and gradients. It is called once, before the update.
-            grad_scale: () float32 on the device, multiplies the gradients as they are read. If it is not
-                finite, weights, state and step count do not change; no host synchronization.
+        grad_scale: () float32 on the device, multiplies the gradients as they are read. If it is not finite,
+        weights, state and step count do not change; no host synchronization.
         """
         loss, device = None, self.tables[0].lr.device
         if grad_scale is not None and grad_scale.device != device:
@@ -426,19 +384,17 @@ class FastAdam(torch.optim.Optimizer):
                 loss = closure()
         self.prepare()
         if self.peers.count and not self.is_summed:
-            raise ValueError("FastAdam: the update is divided among GPUs; call gradient_norm() on all ranks "
-                             "before step(), which sums the gradients")
+            raise ValueError("FastAdam: the update is divided: call gradient_norm() on all ranks first")
         self.is_summed = False
         is_counted = 1 if grad_scale is None else torch.isfinite(grad_scale)
         for group, tables in zip(self.param_groups, self.tables):
             group["step"] += is_counted
-            programs = len(tables.chunks)
-            if not programs:
+            if not len(tables.chunks):
                 continue
             corrections = (1 - tables.options[:2] ** group["step"]).float()
             scale = torch.ones((), device=tables.lr.device) if grad_scale is None else grad_scale
             with torch.cuda.device_of(tables.lr):
-                _adam[(programs,)](
+                _adam[(len(tables.chunks),)](
                     tables.pointers, tables.chunks, corrections, tables.lr, scale, tables.options,
                     self.peers.distances, TYPES[self.dtype], TYPES[self.gradient_dtype], self.master,
                     TYPES[self.moment_dtype], self.peers.count, CHUNK, BLOCK=1024, num_warps=4)
@@ -459,8 +415,10 @@ class FastAdam(torch.optim.Optimizer):
             _check_options(group, self.moment_dtype)
         for parameter, values in saved.items():
             for name, own in self.state[parameter].items():
-                _check_saved(name, values.get(name, own), own)
-
+                value = values.get(name, own)
+                if value.shape != own.shape or (value.dtype == torch.int16) != (own.dtype == torch.int16):
+                    raise ValueError(f"FastAdam: saved {name} {tuple(value.shape)} {value.dtype}, own one "
+                                     f"{tuple(own.shape)} {own.dtype}; int16: store_param_remainders=True")
         state, kept = self.state, [(group["lr"], group["step"]) for group in self.param_groups]
         # only the groups: PyTorch would cast the moments of BF16 parameters to BF16
         super().load_state_dict({**state_dict, "state": {}})
@@ -476,13 +434,3 @@ class FastAdam(torch.optim.Optimizer):
                     own.copy_(parameter)
                 else:
                     own.zero_()
-
-
-def _check_saved(name, value, own):
-    """Raise ValueError unless a saved tensor has the own one's shape, and a master weight its format."""
-    if value.shape != own.shape:
-        raise ValueError(f"FastAdam: {name} is {tuple(value.shape)} in the state, {tuple(own.shape)} here; "
-                         "load the state of a model of the same architecture")
-    if name == "master_param" and (value.dtype == torch.int16) != (own.dtype == torch.int16):
-        raise ValueError(f"FastAdam: master_param is {value.dtype} in the state and {own.dtype} here; "
-                         f"make the optimizer with store_param_remainders={value.dtype == torch.int16}")

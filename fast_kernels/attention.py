@@ -1,19 +1,16 @@
 """Causal attention on a GPT's packed QKV projection: QK-norm, RoPE and FlashAttention; one packed gradient.
 
-Use `packed_attention` on the output of one QKV GEMM, in which each token has its query heads, then its key
-heads, then its value heads. The kernel is the first of these that supports the inputs: FlashAttention 4
-(Hopper, Blackwell: `pip install flash-attn-4`), cuDNN's (Hopper, Blackwell) and FlashAttention 2, both in
-PyTorch, and SDPA (any machine, dtype and head size; not fast).
+Use `packed_attention` on the output of one QKV GEMM. The kernel is the first of these that supports the
+inputs: FlashAttention 4 (Hopper, Blackwell: `pip install flash-attn-4`), cuDNN's (Hopper, Blackwell) and
+FlashAttention 2, both in PyTorch, and SDPA (any machine, dtype and head size; not fast).
 
 - After a `split`, autograd concatenates the gradients of q, k and v, which takes a large part of attention's
   time at GPT-2's size. Here all kernels read slices of qkv, and FlashAttention 4 writes dq, dk and dv into
   slices of one gradient: nothing is copied. PyTorch's kernels allocate them, which costs one copy.
-- QK-norm and RoPE are one Triton kernel forward and one, in place, backward. Both are bound by memory. Bytes
-  per BF16 element of q and k: 2 read and 2 written forward; the same backward, and 2 more read with QK-norm,
-  which needs its input again.
-- Norm and rotation are computed in float32 and rounded once.
-- It can be captured in a CUDA graph. The kernels here are deterministic; FlashAttention's backward pass is
-  under `torch.use_deterministic_algorithms`.
+- QK-norm and RoPE are one Triton kernel forward and one, in place, backward, bound by memory. They compute in
+  float32 and round once.
+- The kernels here are deterministic; FlashAttention's backward pass is under
+  `torch.use_deterministic_algorithms`.
 
 References: FlashAttention (Dao et al. 2022, Shah et al. 2024); RoPE (Su et al. 2021); QK-norm (Henry et al.
 2020).
@@ -26,7 +23,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from fast_kernels.library import ceil_div, is_fake, is_tracing, next_power_of_2, operation
+from fast_kernels.library import ceil_div, is_fake, is_tracing, operation
 
 try:
     from flash_attn.cute.interface import _flash_attn_bwd as fa4_backward
@@ -41,10 +38,8 @@ except ImportError:
 
 aten = torch.ops.aten
 FA4_HAS_TILE_OPTION = fa4_forward is not None and "tile_mn" in inspect.signature(fa4_forward).parameters
-# Programs of the backward kernel, 8 per SM of a Hopper GPU; each writes one row of partial weight gradients.
-PROGRAMS = 1056
-# Pairs (x[i], x[i + D/2]) of a program's tile: per thread 8 of each half, 16 bytes of BF16.
-TILE = 1024
+PROGRAMS = 1056  # of the backward kernel, 8 per SM of a Hopper GPU; each writes partial weight gradients
+TILE = 1024  # pairs (x[i], x[i + D/2]) of a program: per thread 8 of each half, 16 bytes of BF16
 
 
 def packed_attention_reference(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=None, eps=1e-5,
@@ -74,14 +69,13 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
         rope: (cos, sin) float32, (S, D/2) or (S, 1, D/2), or with one angle per token (B, S, 1, D/2). Rotates
             the pairs (x[i], x[i + D/2]) of q and k (Llama's convention).
         q_weight, k_weight: (D,), both or neither: QK-norm, an RMSNorm of each head with `eps`, before RoPE.
-        cu_seqlens: int32, the start of each document in the packed batch of B·S tokens, then B·S. A token
-            attends to its own document only, of at most S tokens. Padding with more B·S means empty
-            documents, for CUDA graphs. None: each sequence is one document. On the host, a document that
-            crosses a row is refused; on a GPU, it is one document of the flattened batch.
+        cu_seqlens: int32, the start of each document in the packed batch of B·S tokens, then B·S, repeated as
+            needed. A token attends to its own document only, of at most S tokens. None: each sequence is one
+            document. On the host, a document that crosses a row is refused; on a GPU, it is one document of
+            the flattened batch.
         window: a token attends to itself and the window - 1 tokens before it. None: to all before it.
     """
-    batch, length = qkv.shape[:2]
-    heads = n_head + 2 * n_kv_head
+    (batch, length), heads = qkv.shape[:2], n_head + 2 * n_kv_head
     if n_head % n_kv_head or qkv.shape[2:].numel() % heads or (qkv.dim() == 4 and qkv.shape[2] != heads):
         raise ValueError(f"qkv {tuple(qkv.shape)} does not hold n_head={n_head} + 2 · n_kv_head={n_kv_head} "
                          "heads, n_kv_head dividing n_head")
@@ -96,16 +90,16 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
     if rope is not None:
         cos, sin = rope
         if cos.numel() != sin.numel() or cos.numel() not in (length * dim // 2, batch * length * dim // 2):
-            raise ValueError(f"rope tables {tuple(cos.shape)} and {tuple(sin.shape)}: ({length}, {dim // 2}) "
-                             "fit qkv")
+            raise ValueError(f"rope tables {tuple(cos.shape)}: ({length}, {dim // 2}) fit qkv")
         cos, sin = cos.float().contiguous(), sin.float().contiguous()
     if window is not None and window < 1:
         raise ValueError(f"window={window}: must be None or at least 1, the token itself")
     if cu_seqlens is not None:
         _check_documents(cu_seqlens, batch, length)
         cu_seqlens = cu_seqlens.to(qkv.device).contiguous()
-    arguments = qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window
-    return _attention(*arguments)[0].flatten(2)
+    out, _, _ = _attention(
+        qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window)
+    return out.flatten(2)
 
 
 def _check_documents(cu_seqlens, batch, length):
@@ -134,9 +128,8 @@ def _setup_context(ctx, inputs, output):
 
 def _differentiate(ctx, dout, *_):
     saved = ctx.saved_tensors  # read once: under checkpointing a second read fails
-    dqkv, dq_weight, dk_weight = _attention_backward(dout.contiguous(), *saved, *ctx.options)
-    has_weights = saved[6] is not None
-    return dqkv, None, None, *((dq_weight, dk_weight) if has_weights else (None, None)), *[None] * 5
+    dqkv, *dweights = _attention_backward(dout.contiguous(), *saved, *ctx.options)
+    return dqkv, None, None, *(dweights if saved[6] is not None else (None, None)), *[None] * 5
 
 
 @operation(
@@ -225,42 +218,36 @@ def _window_options(window):
 
 
 def _varlen_options(q, cu_seqlens):
-    """Return FlashAttention's variable-length options. max_seqlen is an upper bound: the real one would need
-    a host synchronization."""
-    return dict(
-        cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=q.shape[1], max_seqlen_k=q.shape[1])
+    length = q.shape[1]  # an upper bound of a document's: the maximum would need a host synchronization
+    return dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=length, max_seqlen_k=length)
 
 
 def _tile_option(q):
-    """Return FlashAttention 4's tile option: 128 x 128 for small heads and short sequences on Hopper.
-
-    Its default there, 192 x 128, is for long sequences. With a causal mask and at most 1,024 tokens, it
-    computes 50 % more than needed, 128 x 128 computes 12.5 % more."""
+    """Return FlashAttention 4's tile option: 128 x 128 for small heads and short sequences on Hopper, where
+    the default, 192 x 128, computes 50 % more than a causal mask of 1,024 tokens needs, not 12.5 %."""
     is_small = FA4_HAS_TILE_OPTION and q.shape[1] <= 1024 and q.shape[-1] <= 64
     return dict(tile_mn=(128, 128)) if is_small and torch.cuda.get_device_capability()[0] == 9 else {}
 
 
 def _attend(q, k, v, cu_seqlens, window):
     """Return the output (B, S, n_head, D), and the log-sum-exp for the backward pass."""
-    kernel, shape = _pick_kernel(q, cu_seqlens, window), q.shape
+    kernel, shape, (batch, length, heads, _) = _pick_kernel(q, cu_seqlens, window), q.shape, q.shape
     if is_fake(q):
-        lse_shape = (shape[0], shape[2], shape[1]) if cu_seqlens is None else (shape[2], shape[0] * shape[1])
+        lse_shape = (batch, heads, length) if cu_seqlens is None else (heads, batch * length)
         return q.new_empty(shape), q.new_empty(0 if kernel == "sdpa" else lse_shape, dtype=torch.float32)
     if kernel == "sdpa":
         return sdpa(q, k, v, cu_seqlens, window), q.new_empty(0, dtype=torch.float32)
     if kernel == "cudnn":
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, True)
-        return out.transpose(1, 2).contiguous(), lse.view(shape[0], shape[2], shape[1])
-    varlen = {} if cu_seqlens is None else _varlen_options(q, cu_seqlens)
+        return out.transpose(1, 2).contiguous(), lse.view(batch, heads, length)
+    options = _tile_option(q) if cu_seqlens is None else _varlen_options(q, cu_seqlens)
     if cu_seqlens is not None:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # each (B·S, heads, D)
     if kernel == "flash":
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, cu_seqlens, cu_seqlens, shape[1], shape[1], 0.0, True, False,
-            **_window_options(window))
+            q, k, v, cu_seqlens, cu_seqlens, length, length, 0.0, True, False, **_window_options(window))
     else:
-        options = _tile_option(q) if cu_seqlens is None else varlen
         out, lse = fa4_forward(
             q, k, v, causal=True, return_lse=True, **_window_options(window), **options)[:2]
     return out.contiguous().view(shape), lse
@@ -317,7 +304,7 @@ def _norm_rope_sizes(qkv, qk_heads, cos, q_weight):
     """Return rows, tiles, rows of cos and sin (S or B·S), and the kernels' compile-time arguments."""
     batch, length, _, dim = qkv.shape
     positions = cos.numel() // (dim // 2) if cos is not None else length
-    half = next_power_of_2(dim // 2)
+    half = 1 << (dim // 2 - 1).bit_length()  # the next power of 2
     rows, tile_rows = batch * length * qk_heads, max(TILE // half, 1)
     return rows, ceil_div(rows, tile_rows), positions, dict(
         D=dim, HALF=half, ROWS=tile_rows, NORM=q_weight is not None, ROPE=cos is not None)

@@ -1,4 +1,10 @@
-"""Triton kernels of casts.py, and device functions that loss.py uses as well. `casts` says how they work."""
+"""Triton kernels of casts.py, and device functions that loss.py uses as well.
+
+Instructions and registers matter as much as bytes. A thread holds the same columns of four adjacent rows. It
+stores rowwise data directly, and packs a column's four FP8 values into one 32-bit number for the transpose.
+(Triton 3.6 transposes single bytes incorrectly on Hopper.) Inline PTX takes one or two instructions where
+Triton takes several.
+"""
 
 import triton
 import triton.language as tl
@@ -46,28 +52,27 @@ def widen(x):
         pack=2)
 
 
+PACK_E5M2 = tl.constexpr("{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; "
+                         "cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;mov.b32 $0, {low, high};}")
+PACK_E4M3 = tl.constexpr(PACK_E5M2.value.replace("e5m2", "e4m3"))
+
+
 @triton.jit
 def _pack_fp8(a, b, c, d, FP8: tl.constexpr):
     """Cast four values to FP8 and pack them into 32 bits, a lowest. Saturates; rounds ties to even."""
-    if FP8 == tl.float8e5:
-        return tl.inline_asm_elementwise(
-            "{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; "
-            "cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;mov.b32 $0, {low, high};}",
-            "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    pack: tl.constexpr = PACK_E5M2 if FP8 == tl.float8e5 else PACK_E4M3
     return tl.inline_asm_elementwise(
-        "{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
-        "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;mov.b32 $0, {low, high};}",
-        "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+        pack, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def load_rows(pointer, stride, mask, other: tl.constexpr = 0.0):
     """Load four adjacent rows at each pointer. All loads come before any store, since the compiler would not
     move a load across one."""
-    return (
-        tl.load(pointer, mask=mask, other=other), tl.load(pointer + stride, mask=mask, other=other),
-        tl.load(pointer + 2 * stride, mask=mask, other=other),
-        tl.load(pointer + 3 * stride, mask=mask, other=other))
+    a = tl.load(pointer, mask=mask, other=other)
+    b = tl.load(pointer + stride, mask=mask, other=other)
+    c = tl.load(pointer + 2 * stride, mask=mask, other=other)
+    return a, b, c, tl.load(pointer + 3 * stride, mask=mask, other=other)
 
 
 @triton.jit
@@ -157,7 +162,7 @@ def _transpose_kernel(x_ptr, out_ptr, N, D, FITS: tl.constexpr, ROWS: tl.constex
 def _norm_kernel(x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, residual_ptr, mean_ptr, rstd_ptr,
                  scale_ptr, amax_ptr, rowwise_ptr, scale_inv_ptr, C, eps,
                  ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
-    """Add and normalize ROWS rows, one at a time. y = x̂ · weight + bias, x̂ = rstd · (x - mean)."""
+    """Add and normalize ROWS rows, one at a time."""
     j = tl.arange(0, WIDTH)
     mask = j < C
     weight = _load(weight_ptr + j, mask)
@@ -171,9 +176,9 @@ def _norm_kernel(x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, resid
     for i in tl.range(ROWS, num_stages=STAGES):  # prefetches the next STAGES - 1 rows
         row = first_row + i
         offsets = row * C + j
-        values = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        values = _load(x_ptr + offsets, mask)
         if branch_ptr is not None:
-            values += tl.load(branch_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            values += _load(branch_ptr + offsets, mask)
             if branch_bias_ptr is not None:
                 values += branch_bias
             rounded = round_bf16(values)
@@ -197,9 +202,8 @@ def _norm_kernel(x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, resid
 def _norm_backward_kernel(dy_ptr, residual_ptr, mean_ptr, rstd_ptr, weight_ptr, dresidual_ptr, dx_ptr,
                           scale_ptr, amax_ptr, rowwise_ptr, scale_inv_ptr, partial_sums_ptr, N, C,
                           WITH_DBRANCH_BIAS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
-    """Stride over the rows. With x̂ = rstd · (x - mean) and g = weight · dy, LayerNorm's gradients are
-    dx = rstd · (g - mean(g) - x̂ · mean(g · x̂)), dweight = Σ dy · x̂ and dbias = Σ dy. RMSNorm's have no mean
-    and no mean(g). partial_sums (programs, 1 to 3, C): each program's dweight, dbias, dbranch_bias."""
+    """Stride over the rows; see `casts.norm_backward`. partial_sums (programs, 1 to 3, C): each program's
+    dweight = Σ dy · x̂, dbias = Σ dy and dbranch_bias = Σ dx."""
     j = tl.arange(0, WIDTH)
     mask = j < C
     weight = _load(weight_ptr + j, mask)
@@ -215,10 +219,9 @@ def _norm_backward_kernel(dy_ptr, residual_ptr, mean_ptr, rstd_ptr, weight_ptr, 
     for i in tl.range(tl.cdiv(N - tl.program_id(0), programs), num_stages=STAGES):
         row = first_row + i * programs
         offsets = row * C + j
-        x = tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        x, dy = _load(residual_ptr + offsets, mask), _load(dy_ptr + offsets, mask)
         if dresidual_ptr is not None:
-            dresidual = tl.load(dresidual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            dresidual = _load(dresidual_ptr + offsets, mask)
         rstd = tl.load(rstd_ptr + row)
         if mean_ptr is not None:
             x = tl.where(mask, x - tl.load(mean_ptr + row), 0.0)
@@ -258,7 +261,9 @@ def _activate(x, bias, up, up_bias, KIND: tl.constexpr, GATED: tl.constexpr):
     x = widen(x)
     if bias is not None:
         x += bias
-    if KIND == "gelu" or KIND == "silu":
+    if KIND == "identity":
+        y = x
+    elif KIND == "gelu" or KIND == "silu":
         y = x * _gate(x, KIND == "silu")
     else:
         y = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
@@ -273,10 +278,11 @@ def _activate(x, bias, up, up_bias, KIND: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, N, D,
-                       KIND: tl.constexpr, GATED: tl.constexpr, FITS: tl.constexpr, ROWS: tl.constexpr,
-                       COLUMNS: tl.constexpr):
-    """Compute one tile (ROWS, COLUMNS) of the (N, D) output."""
+def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
+                       partial_sums_ptr, N, D, KIND: tl.constexpr, GATED: tl.constexpr, FITS: tl.constexpr,
+                       ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Compute one tile (ROWS, COLUMNS) of the (N, D) output; KIND "identity" is a cast.
+    partial_sums (rows of tiles, D) or None: the output summed over each row of tiles."""
     first_row, first_column = tile_corner(tl.program_id(0), D, ROWS, COLUMNS)
     mask, in_columns = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)
     width = 2 * D if GATED else D
@@ -286,8 +292,7 @@ def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, column
     columns = first_column + tl.arange(0, COLUMNS)
     # not in a function of its own: Triton 3.6 cannot return None from one
     bias = _load(bias_ptr + columns, in_columns)[None, :] if bias_ptr is not None else None
-    up_bias = (
-        _load(bias_ptr + D + columns, in_columns)[None, :] if GATED and bias_ptr is not None else None)
+    up_bias = _load(bias_ptr + D + columns, in_columns)[None, :] if GATED and bias_ptr is not None else None
     a = _activate(x[0], bias, up[0], up_bias, KIND, GATED)
     b = _activate(x[1], bias, up[1], up_bias, KIND, GATED)
     c = _activate(x[2], bias, up[2], up_bias, KIND, GATED)
@@ -299,6 +304,9 @@ def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, column
     scale = load_scale(scale_ptr, scale_inv_ptr)
     store_fp8(
         a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
+    if partial_sums_ptr is not None:
+        out = partial_sums_ptr + first_row // ROWS * D + first_column + tl.arange(0, COLUMNS)
+        tl.store(out, tl.sum((a + b) + (c + d), 0), mask=in_columns)
 
 
 @triton.jit
@@ -325,23 +333,20 @@ def _value_and_slope(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _plain_backward(dy, x, bias, KIND: tl.constexpr):
-    """Return the gradient of x."""
+def _activation_backward(dy, x, bias, up, up_bias, KIND: tl.constexpr, GATED: tl.constexpr):
+    """Return the gradients of x, the activation's input, and of up, which activation(x) is multiplied by if
+    GATED."""
     x = widen(x)
+    if GATED:
+        up, dy = widen(up), widen(dy)
     if bias is not None:
         x += bias
-    _, slope = _value_and_slope(x, KIND)
-    return slope * widen(dy)
-
-
-@triton.jit
-def _gated_backward(dy, x, bias, up, up_bias, KIND: tl.constexpr):
-    """Return the gradients of x, the activation's input, and of up, which activation(x) is multiplied by."""
-    x, up, dy = widen(x), widen(up), widen(dy)
-    if bias is not None:
-        x, up = x + bias, up + up_bias
+    if GATED and bias is not None:
+        up += up_bias
     value, slope = _value_and_slope(x, KIND)
-    return slope * dy * up, value * dy
+    if GATED:
+        return slope * dy * up, value * dy
+    return slope * widen(dy), value
 
 
 @triton.jit
@@ -359,19 +364,14 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
     dy = load_rows(dy_ptr + tile_offsets(first_row, first_column, D, ROWS, COLUMNS), D, mask)
     columns = first_column + tl.arange(0, COLUMNS)
     bias = _load(bias_ptr + columns, in_columns)[None, :] if bias_ptr is not None else None
-    up_bias = (
-        _load(bias_ptr + D + columns, in_columns)[None, :] if GATED and bias_ptr is not None else None)
+    up_bias = _load(bias_ptr + D + columns, in_columns)[None, :] if GATED and bias_ptr is not None else None
     scale = load_scale(scale_ptr, scale_inv_ptr)
-    if GATED:
-        up = load_rows(x_ptr + D, width, mask)
-        a, e = _gated_backward(dy[0], x[0], bias, up[0], up_bias, KIND)
-        b, f = _gated_backward(dy[1], x[1], bias, up[1], up_bias, KIND)
-        c, g = _gated_backward(dy[2], x[2], bias, up[2], up_bias, KIND)
-        d, h = _gated_backward(dy[3], x[3], bias, up[3], up_bias, KIND)
-    else:
-        a, b = _plain_backward(dy[0], x[0], bias, KIND), _plain_backward(dy[1], x[1], bias, KIND)
-        c, d = _plain_backward(dy[2], x[2], bias, KIND), _plain_backward(dy[3], x[3], bias, KIND)
-    # a to d: gradients of x's four rows; e to h: of up's.
+    up = load_rows(x_ptr + D, width, mask) if GATED else x
+    # a to d: gradients of x's four rows; e to h: of up's
+    a, e = _activation_backward(dy[0], x[0], bias, up[0], up_bias, KIND, GATED)
+    b, f = _activation_backward(dy[1], x[1], bias, up[1], up_bias, KIND, GATED)
+    c, g = _activation_backward(dy[2], x[2], bias, up[2], up_bias, KIND, GATED)
+    d, h = _activation_backward(dy[3], x[3], bias, up[3], up_bias, KIND, GATED)
     # The stores come before the reduction for the amax: faster here, but more registers in the other kernels
     largest = abs_max(a, b, c, d, ROWS, COLUMNS)
     if GATED:
@@ -386,23 +386,6 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
         tl.store(partial_sums_ptr, tl.sum((a + b) + (c + d), 0), mask=in_columns)
         if GATED:
             tl.store(partial_sums_ptr + D, tl.sum((e + f) + (g + h), 0), mask=in_columns)
-
-
-@triton.jit
-def _cast_kernel(x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, partial_sums_ptr,
-                 N, D, FITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Quantize one tile (ROWS, COLUMNS)."""
-    first_row, first_column = tile_corner(tl.program_id(0), D, ROWS, COLUMNS)
-    mask, in_columns = tile_mask(first_row, first_column, N, D, FITS, ROWS, COLUMNS)
-    x = load_rows(x_ptr + tile_offsets(first_row, first_column, D, ROWS, COLUMNS), D, mask)
-    a, b, c, d = widen(x[0]), widen(x[1]), widen(x[2]), widen(x[3])
-    tl.atomic_max(amax_ptr, tl.max(abs_max(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
-    scale = load_scale(scale_ptr, scale_inv_ptr)
-    store_fp8(
-        a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
-    if partial_sums_ptr is not None:
-        out = partial_sums_ptr + first_row // ROWS * D + first_column + tl.arange(0, COLUMNS)
-        tl.store(out, tl.sum((a + b) + (c + d), 0), mask=in_columns)
 
 
 @triton.jit

@@ -1,14 +1,13 @@
 """Fused kernels between the GEMMs of an FP8 GPT: norm, activation, bias and cast, each writing FP8 rowwise
 and transposed.
 
-Use them under delayed scaling, where the scale is known before the values are: `norm`, `activate` and `cast`
-forward, `norm_backward` and `activate_backward` backward, and `cast_all` for all weights in one launch.
-`fast_kernels/fused.py` shows how they fit together; cast_kernels.py has the Triton kernels.
+Use them under delayed scaling, where the scale is known before the values are; `fast_kernels/fused.py` shows
+how they fit together.
 
 An FP8 tensor is a tuple (rowwise, columnwise, scale_inv): data (N, D) and its transpose (D, N) in a torch FP8
-type, and 1/scale, (1,) float32. FP8 values are saturate(x · scale) with `scale`, one float32 on the device;
-the kernels raise `amax` to the largest |x| that they see. NaN does not count in an amax, as in Transformer
-Engine (TE).
+type, and 1/scale, (1,) float32. FP8 values are saturate(x · scale). `scale` and `amax` are one float32 each,
+on the device; the kernels raise `amax` to the largest magnitude that they quantize. NaN does not count, as in
+Transformer Engine (TE).
 
 All of these operations are bound by memory, so the design counts reads and writes:
 
@@ -20,14 +19,9 @@ All of these operations are bound by memory, so the design counts reads and writ
   gradient of that output reduces dbias as well.
 - A norm needs whole rows, and a kernel that holds whole rows cannot write a transposed copy fast. So the
   norms write rowwise data, and a second kernel transposes it, mostly from the L2 cache.
-- Instructions and registers matter as much as bytes. A thread holds the same columns of four adjacent rows.
-  It stores rowwise data directly, and packs a column's four FP8 values into one 32-bit number for the
-  transpose. (Triton 3.6 transposes single bytes incorrectly on Hopper.) Where Triton takes several
-  instructions, inline PTX takes one or two.
 
-Formulas: LayerNorm (Ba et al. 2016), with the variance from differences from the mean; RMSNorm (Zhang and
-Sennrich 2019); GELU, tanh approximation (Hendrycks and Gimpel 2016); SwiGLU (Shazeer 2020), SiLU(gate) · up
-of an input whose rows hold gate, then up; ReLU² (So et al. 2021).
+References: LayerNorm (Ba et al. 2016); RMSNorm (Zhang and Sennrich 2019); GELU (Hendrycks and Gimpel 2016);
+SwiGLU (Shazeer 2020); ReLU² (So et al. 2021).
 """
 
 import torch
@@ -35,7 +29,7 @@ import torch.nn.functional as F
 import triton.language as tl
 
 from fast_kernels import cast_kernels as kernels
-from fast_kernels.library import ceil_div, check_aligned, device_tables, is_fake, next_power_of_2, operation
+from fast_kernels.library import ceil_div, check_aligned, check_shape, device_tables, is_fake, operation
 
 # A program's tile: 16-byte accesses in both layouts, 32 or 64 values per thread. These sizes and those of
 # `_norm_sizes` are the fastest of those tried on an H200.
@@ -56,7 +50,7 @@ ACTIVATIONS = (*FUNCTIONS, *GATED)
 # ---------------------------------------------------------------- the operations in plain PyTorch
 
 def quantize_reference(x, scale, amax, fp8):
-    """Return rowwise data, transposed data and 1/scale of x (N, D); raise amax to the largest |x|."""
+    """Return x (N, D) as an FP8 tensor, and raise amax."""
     amax.copy_(torch.maximum(amax, x.nan_to_num(nan=0.0, posinf=float("inf")).abs().max()))
     largest = torch.finfo(fp8).max
     rowwise = (x.float() * scale).clamp(-largest, largest).to(fp8)
@@ -68,22 +62,18 @@ def norm_reference(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8):
     residual = x
     if branch is not None:
         residual = (x.float() + branch + (0 if branch_bias is None else branch_bias)).bfloat16()
-    values = residual.double()
-    mean = None if bias is None else values.mean(1)
-    rstd = ((values if bias is None else values - mean[:, None]).square().mean(1) + eps).rsqrt()
-    normed = _normed(values, mean, rstd) * weight + (0 if bias is None else bias)
+    mean = None if bias is None else residual.double().mean(1)
+    centered = residual.double() if bias is None else residual.double() - mean[:, None]
+    rstd = (centered.square().mean(1) + eps).rsqrt()
+    normed = centered * rstd[:, None] * weight + (0 if bias is None else bias)
     return residual, quantize_reference(normed, scale, amax, fp8), mean, rstd
-
-
-def _normed(x, mean, rstd):
-    return (x if mean is None else x - mean[:, None]) * rstd[:, None]
 
 
 def norm_backward_reference(dy, residual, mean, rstd, weight, dresidual, quantization=None,
                             with_dbranch_bias=False):
     """`norm_backward`, in float64; dx is not rounded to BF16, but its FP8 tensor is of the rounded values."""
-    dy, normed = dy.double(), _normed(residual.double(), mean, rstd)
-    g = dy * weight
+    dy, centered = dy.double(), residual.double() if mean is None else residual.double() - mean[:, None]
+    g, normed = dy * weight, centered * rstd[:, None]
     along_mean = 0 if mean is None else g.mean(1, keepdim=True)
     dx = rstd[:, None] * (g - along_mean - normed * (g * normed).mean(1, keepdim=True))
     dx = dx if dresidual is None else dx + dresidual
@@ -115,7 +105,7 @@ def activate_backward_reference(activation, dy, x, bias, scale, amax, fp8):
     return quantize_reference(dx, scale, amax, fp8), None if bias is None else dx.sum(0)
 
 
-# ---------------------------------------------------------------- norm
+# ---------------------------------------------------------------- the operations
 
 def norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8):
     """Add a branch to the residual, normalize the sum, and quantize the result.
@@ -127,15 +117,13 @@ def norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8):
         x, branch: (N, C) BF16, N a multiple of 16. branch None: the residual is x itself.
         branch_bias: (C,) BF16 or None, the bias of the GEMM that computed `branch`.
         weight, bias: the norm's, (C,) BF16. bias None: RMSNorm.
-        scale, amax: one float32 each; amax is raised to the largest |y|.
 
     Returns:
-        residual (N, C); y as an FP8 tensor; mean (None for RMSNorm) and rstd (reciprocal standard deviation),
-        (N,) float32.
+        residual (N, C); y as an FP8 tensor; mean (None for RMSNorm) and rstd, (N,) float32.
     """
     check_input("fast_kernels.casts.norm: x", x, MAX_WIDTH)
-    check_like("fast_kernels.casts.norm: branch", branch, x)
-    check_vectors("fast_kernels.casts.norm", x.shape[1], branch_bias=branch_bias, weight=weight, bias=bias)
+    check_shape("fast_kernels.casts.norm", x.shape, x.dtype, branch=branch)
+    check_shape("fast_kernels.casts.norm", x.shape[1:], branch_bias=branch_bias, weight=weight, bias=bias)
     residual, rowwise, columnwise, scale_inv, mean, rstd = _norm(
         x, branch, branch_bias, weight, bias, eps, scale, amax, fp8)
     return (x if branch is None else residual, (rowwise, columnwise, scale_inv),
@@ -169,17 +157,16 @@ def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization=None
 
     Args:
         dy: (N, C) BF16, gradient of y.
-        residual, mean, rstd: as returned by `norm`.
         dresidual: (N, C) BF16, gradient from the other uses of the residual, or None.
         quantization: (scale, amax, FP8 type) with which dx is quantized, or None.
 
     Returns:
-        dx (N, C) BF16, the gradient of x and of branch; dx as an FP8 tensor, or None; dbranch_bias (C,), the
-        columns' sums of dx, or None; dweight (C,); dbias (C,), None for RMSNorm.
+        dx (N, C) BF16, the gradient of x and of branch; dx as an FP8 tensor, or None; dbranch_bias (C,) or
+        None; dweight (C,); dbias (C,), None for RMSNorm.
     """
     check_input("fast_kernels.casts.norm_backward: dy", dy, MAX_WIDTH)
-    check_like("fast_kernels.casts.norm_backward: residual", residual, dy)
-    check_like("fast_kernels.casts.norm_backward: dresidual", dresidual, dy)
+    check_shape(
+        "fast_kernels.casts.norm_backward", dy.shape, dy.dtype, residual=residual, dresidual=dresidual)
     dx, *quantized, totals = _norm_backward(
         dy, residual, mean, rstd, weight, dresidual, *quantization or (None, None, None), with_dbranch_bias)
     dweight, *others = totals.unbind()
@@ -193,7 +180,6 @@ def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization=None
     "Tensor? scale, Tensor(a!)? amax, ScalarType? fp8, bool with_dbranch_bias) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8, with_dbranch_bias):
-    """Return dx, its FP8 tensor, and the totals dweight, dbias if there is a mean, dbranch_bias if wanted."""
     (rows, columns), is_quantized = dy.shape, scale is not None
     quantized = allocate_fp8(dy, rows, columns, fp8) if is_quantized else [dy.new_empty(0) for _ in range(3)]
     totals = weight.new_empty(1 + (mean is not None) + with_dbranch_bias, columns)
@@ -212,8 +198,9 @@ def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8
     return out
 
 
-# ---------------------------------------------------------------- activation
-
+@operation(
+    "(str activation, Tensor x, Tensor? bias, Tensor scale, Tensor(a!) amax, ScalarType fp8) "
+    "-> (Tensor, Tensor, Tensor)")
 def activate(activation, x, bias, scale, amax, fp8):
     """Compute activation(x + bias) as an FP8 tensor (N, D).
 
@@ -224,24 +211,16 @@ def activate(activation, x, bias, scale, amax, fp8):
             sreglu, swiglu.
         x: BF16, (N, D), or (N, 2D) for a gated activation.
         bias: BF16, (D,) or (2D,), or None.
-        scale, amax: one float32 each; amax is raised to the result's largest magnitude.
     """
     check_activation("fast_kernels.casts.activate", activation, x, bias)
-    return _activate(activation, x, bias, scale, amax, fp8)
-
-
-@operation(
-    "(str activation, Tensor x, Tensor? bias, Tensor scale, Tensor(a!) amax, ScalarType fp8) "
-    "-> (Tensor, Tensor, Tensor)")
-def _activate(activation, x, bias, scale, amax, fp8):
     rows, columns = x.shape[0], x.shape[1] // (1 + (activation in GATED))
     out = allocate_fp8(x, rows, columns, fp8)
     if is_fake(x):
         return out
-    _, programs = _count_tiles(TILE, rows, columns)
+    _, programs, options = _tile(TILE, rows, columns)
     kernels._activation_kernel[(programs,)](
-        x, bias, scale, amax, *out, rows, columns, KIND=GATED.get(activation, activation),
-        GATED=activation in GATED, FITS=_fits(TILE, rows, columns), **TILE)
+        x, bias, scale, amax, *out, None, rows, columns, KIND=GATED.get(activation, activation),
+        GATED=activation in GATED, **options)
     return out
 
 
@@ -250,14 +229,11 @@ def activate_backward(activation, dy, x, bias, scale, amax, fp8):
 
     dx = dy · f'(x + bias); gated, dx holds dy · up · f'(gate), then dy · f(gate).
 
-    dy: (N, D) BF16, the gradient of its output. The other arguments are those of `activate`; scale and amax
-    are those of dx.
+    dy: (N, D) BF16, the gradient of its output. x and bias are those of `activate`, scale and amax dx's.
     """
     check_activation("fast_kernels.casts.activate_backward", activation, x, bias)
-    check_input("fast_kernels.casts.activate_backward: dy", dy)
-    if dy.shape[0] != x.shape[0] or dy.shape[1] * (1 + (activation in GATED)) != x.shape[1]:
-        raise ValueError(f"fast_kernels.casts.activate_backward: dy {tuple(dy.shape)}: must be the gradient "
-                         f"of {activation}'s output for x {tuple(x.shape)}")
+    output_shape = x.shape[0], x.shape[1] // (1 + (activation in GATED))
+    check_shape("fast_kernels.casts.activate_backward", output_shape, torch.bfloat16, dy=dy)
     *out, dbias = _activate_backward(activation, dy, x, bias, scale, amax, fp8)
     return tuple(out), None if bias is None else dbias
 
@@ -271,29 +247,22 @@ def _activate_backward(activation, dy, x, bias, scale, amax, fp8):
     if is_fake(x):
         return *out, dbias
     (rows, columns), is_gated = dy.shape, activation in GATED
-    sizes = TILE if is_gated else DBIAS_TILE
-    tile_rows, programs = _count_tiles(sizes, rows, columns)
+    tile_rows, programs, options = _tile(TILE if is_gated else DBIAS_TILE, rows, columns)
     partial_sums = None
     if bias is not None:
         partial_sums = torch.empty((tile_rows, x.shape[1]), dtype=torch.float32, device=x.device)
     kernels._activation_backward_kernel[(programs,)](
         dy, x, bias, scale, amax, *out, partial_sums, rows, columns, KIND=GATED.get(activation, activation),
-        GATED=is_gated, FITS=_fits(sizes, rows, columns), **sizes)
+        GATED=is_gated, **options)
     if bias is not None:
         reduce_rows(partial_sums, bias.dtype, dbias)
     return *out, dbias
 
 
-# ---------------------------------------------------------------- cast
-
 def cast(x, scale, amax, fp8, with_dbias=False, out=None):
-    """Quantize x (N, D) BF16; return an FP8 tensor, and the columns' sums (D,) or None.
+    """Quantize x (N, D) BF16; return an FP8 tensor, in `out` if given, and dbias or None.
 
-    Args:
-        scale, amax: one float32 each; amax is raised to the largest |x|.
-        with_dbias: also return those sums, which are the bias's gradient if x is the gradient of a GEMM's
-            output.
-        out: the FP8 tensor to write. None: new memory.
+    with_dbias: sum the columns, (D,); the bias's gradient if x is the gradient of a GEMM's output.
     """
     check_input("fast_kernels.casts.cast: x", x)
     if out is None:
@@ -311,23 +280,19 @@ def _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
     dbias, partial_sums = x.new_empty(x.shape[1] if with_dbias else 0), None
     if is_fake(x):
         return dbias
-    sizes = DBIAS_TILE if with_dbias else TILE
-    tile_rows, programs = _count_tiles(sizes, *x.shape)
+    tile_rows, programs, options = _tile(DBIAS_TILE if with_dbias else TILE, *x.shape)
     if with_dbias:
         partial_sums = torch.empty((tile_rows, x.shape[1]), dtype=torch.float32, device=x.device)
-    kernels._cast_kernel[(programs,)](
-        x, scale, amax, rowwise, columnwise, scale_inv, partial_sums, *x.shape, FITS=_fits(sizes, *x.shape),
-        **sizes)
+    kernels._activation_kernel[(programs,)](
+        x, None, scale, amax, rowwise, columnwise, scale_inv, partial_sums, *x.shape, KIND="identity",
+        GATED=False, **options)
     return reduce_rows(partial_sums, x.dtype, dbias) if with_dbias else dbias
 
 
 def cast_all(casts):
     """Quantize many BF16 tensors in one launch.
 
-    In a CUDA graph, it must have run before the capture with the same tensors.
-
-    Args:
-        casts: (x, FP8 tensor to write, scale, amax) of each tensor; x (N, D) BF16, N and D multiples of 16.
+    casts: (x, FP8 tensor to write, scale, amax) of each tensor; x (N, D) BF16, N and D multiples of 16.
     """
     if casts:
         x, outputs, scale, amax = zip(*casts)
@@ -350,7 +315,7 @@ def _cast_all(*tensors):
             check_input("fast_kernels.casts.cast_all: x", own_x)
             check_output("fast_kernels.casts.cast_all", own_x, out, rowwise[0].dtype)
             check_aligned("fast_kernels.casts.cast_all", x=own_x)
-        counts = [_count_tiles(TILE, *own_x.shape)[1] for own_x in x]
+        counts = [_tile(TILE, *own_x.shape)[1] for own_x in x]
         tiles = [[number, tile] for number, count in enumerate(counts) for tile in range(count)]
         rows = [(*addresses, *shape) for *addresses, shape, _ in key]
         return torch.tensor(rows), torch.tensor(tiles, dtype=torch.int32)
@@ -371,10 +336,9 @@ def reduce_rows(x, dtype, out=None):
 
 def transpose(rowwise, columnwise):
     """Write the transpose of FP8 data (N, D) to columnwise (D, N), N and D multiples of 16."""
-    rows, columns = rowwise.shape
-    kernels._transpose_kernel[(_count_tiles(TRANSPOSE_TILE, rows, columns)[1],)](
-        rowwise.view(torch.uint8), columnwise.view(torch.int32), rows, columns,
-        FITS=_fits(TRANSPOSE_TILE, rows, columns), **TRANSPOSE_TILE)
+    _, programs, options = _tile(TRANSPOSE_TILE, *rowwise.shape)
+    kernels._transpose_kernel[(programs,)](
+        rowwise.view(torch.uint8), columnwise.view(torch.int32), *rowwise.shape, **options)
 
 
 def allocate_fp8(x, rows, columns, fp8):
@@ -386,31 +350,13 @@ def allocate_fp8(x, rows, columns, fp8):
 
 def check_input(name, x, max_columns=None):
     """Raise ValueError unless x is a contiguous BF16 matrix, its dimensions multiples of 16."""
-    problem = ""
-    if x.dim() != 2 or x.dtype != torch.bfloat16 or not x.is_contiguous():
-        problem = "must be a contiguous bfloat16 matrix; call .bfloat16() or .contiguous()"
-    elif x.shape[0] % 16 or x.shape[1] % 16:
+    is_matrix = x.dim() == 2 and x.dtype == torch.bfloat16 and x.is_contiguous()
+    if not is_matrix or x.shape[0] % 16 or x.shape[1] % 16:
         works = tuple(ceil_div(size, 16) * 16 for size in x.shape)
-        problem = f"rows and columns must be multiples of 16; {works} works"
-    elif max_columns and x.shape[1] > max_columns:
-        problem = f"a norm takes at most {max_columns} columns; Transformer Engine has wider ones"
-    if problem:
-        raise ValueError(f"{name}: {tuple(x.shape)} {x.dtype}: {problem}")
-
-
-def check_like(name, tensor, x):
-    """Raise ValueError unless `tensor` is None or has x's shape, dtype and layout."""
-    if tensor is None or tensor.shape == x.shape and tensor.dtype == x.dtype and tensor.is_contiguous():
-        return
-    raise ValueError(f"{name}: {tuple(tensor.shape)} {tensor.dtype}: must be {tuple(x.shape)} {x.dtype}, "
-                     "contiguous")
-
-
-def check_vectors(name, size, **vectors):
-    """Raise ValueError unless each vector is None or (size,) and contiguous."""
-    for argument, vector in vectors.items():
-        if vector is not None and not (vector.shape == (size,) and vector.is_contiguous()):
-            raise ValueError(f"{name}: {argument} {tuple(vector.shape)}: must be ({size},), contiguous")
+        raise ValueError(f"{name}: {tuple(x.shape)} {x.dtype}: must be a contiguous bfloat16 matrix, both "
+                         f"sizes multiples of 16; {works} works")
+    if max_columns and x.shape[1] > max_columns:
+        raise ValueError(f"{name}: {tuple(x.shape)}: a norm takes at most {max_columns} columns")
 
 
 def check_output(name, x, out, fp8):
@@ -431,25 +377,20 @@ def check_activation(name, activation, x, bias):
     if activation in GATED and x.shape[1] % 32:
         raise ValueError(f"{name}: x {tuple(x.shape)}: {activation} needs columns in multiples of 32; "
                          f"{ceil_div(x.shape[1], 32) * 32} works")
-    check_vectors(name, x.shape[1], bias=bias)
+    check_shape(name, x.shape[1:], bias=bias)
 
 
-def _count_tiles(sizes, rows, columns):
-    """Return how many rows of tiles cover a matrix, and how many tiles."""
-    tile_rows = ceil_div(rows, sizes["ROWS"])
-    return tile_rows, tile_rows * ceil_div(columns, sizes["COLUMNS"])
-
-
-def _fits(sizes, rows, columns):
-    """Return whether the tiles cover a matrix exactly, so that the kernel is compiled without masks."""
-    return rows % sizes["ROWS"] == 0 and columns % sizes["COLUMNS"] == 0
+def _tile(sizes, rows, columns):
+    """Return how many rows of tiles cover a matrix, how many tiles, and the launch parameters. If the tiles
+    fit exactly, the kernel is compiled without masks."""
+    tile_rows, tile_columns = ceil_div(rows, sizes["ROWS"]), ceil_div(columns, sizes["COLUMNS"])
+    fits = tile_rows * sizes["ROWS"] == rows and tile_columns * sizes["COLUMNS"] == columns
+    return tile_rows, tile_rows * tile_columns, dict(sizes, FITS=fits)
 
 
 def _norm_sizes(rows, columns):
-    """Return launch parameters of the norm: ROWS rows per program, STAGES - 1 of them prefetched.
-
-    ROWS divides `rows`, a multiple of 16: the kernel has no partial last program."""
-    width, rows_per_program = next_power_of_2(columns), 4
+    """Return launch parameters of the norm. ROWS divides `rows`, a multiple of 16."""
+    width, rows_per_program = 1 << (columns - 1).bit_length(), 4  # width: the next power of 2
     if rows >= 8192:
         rows_per_program = 32 if width == 4096 and rows % 32 == 0 else 16
     stages = 2 if width > 8192 else 3  # one stage is 64 KiB of shared memory at width 16,384
@@ -457,9 +398,8 @@ def _norm_sizes(rows, columns):
 
 
 def _norm_backward_sizes(rows, columns):
-    """Return (programs, launch parameters) of the norm's backward kernel, a persistent kernel that strides
-    over the rows."""
-    width = next_power_of_2(columns)
+    """Return (programs, launch parameters) of the norm's backward kernel, which strides over the rows."""
+    width = 1 << (columns - 1).bit_length()
     warps = min(16, max(1, width // 256))
     stages = 5 if width == 4096 else 4 if width <= 8192 else 2  # a stage at width 16,384 is 96 KiB
     return min(rows, SMS * 16 // warps), dict(WIDTH=width, STAGES=stages, num_warps=warps)

@@ -1,16 +1,13 @@
 """Token and position embedding in one kernel, and the gradients of both tables.
 
-Use `embed` in place of two `F.embedding` calls and an addition. On its own, `sum_by_index` is the gradient of
-an embedding table: it sums the rows of dy that have the same index.
+Use `embed` in place of two `F.embedding` calls and an addition.
 
-PyTorch sorts the tokens for that sum, then loads two bytes at a time. Here a program takes CHUNK tokens in
-sorted order, loads 16 bytes per thread, and accumulates in float32:
+For a table's gradient, PyTorch sorts the tokens, then loads two bytes at a time. Here a program takes CHUNK
+tokens in sorted order, loads 16 bytes per thread, and accumulates in float32. A token id that spans chunks
+writes one partial sum per chunk, and a second kernel sums these. No atomics: equal inputs give equal bits.
 
-- A token id whose positions all lie in one chunk is written at once.
-- A token id that spans chunks writes one partial sum per chunk, and a second kernel sums these.
-- With tied embeddings, the sums are added to the output head's gradient in place, which comes first. Adding
-  two gradients of that size would take longer than everything else here.
-- No atomics: equal inputs give equal bits.
+With tied embeddings, the sums are added to the output head's gradient in place, which comes first. Adding two
+gradients of that size would take longer than everything else here.
 """
 
 import torch
@@ -18,7 +15,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from fast_kernels.library import ceil_div, is_fake, operation
+from fast_kernels.library import ceil_div, check_shape, is_fake, operation
 
 CHUNK = 32  # tokens per program
 COLUMNS = 256  # columns per program: 8 per thread, 16 bytes
@@ -33,17 +30,16 @@ def embed_reference(tokens, weight, positions=None, position_weight=None):
 def embed(tokens, weight, positions=None, position_weight=None, tied_dweight=None):
     """Compute weight[tokens] + position_weight[positions], (B, S, C), differentiable in both weights.
 
-    Without positions, only the first term.
-
     Args:
         tokens: (B, S) int64. With positions, an id outside the vocabulary gives NaN, so that the loss shows
             it, and adds nothing to a gradient. Without, PyTorch raises its own error.
         weight: (vocab_size, C), contiguous.
-        positions: int64, (B, S), or (S,) without duplicates. One outside the table is like such a token.
+        positions: int64, (B, S), or (S,) without duplicates; outside the table as tokens are. None: only
+            weight[tokens].
         position_weight: (number of positions, C), of weight's dtype, contiguous.
         tied_dweight: for a weight that the output head shares: an empty list, to which the head's backward
-            pass appends its gradient of `weight` before this backward pass runs. That tensor is overwritten.
-            Not under torch.compile.
+            pass, which runs first, appends its gradient of `weight`. That tensor is overwritten. Not under
+            torch.compile.
     """
     _check(tokens, weight, positions, position_weight)
     tokens = tokens.contiguous()
@@ -56,18 +52,16 @@ def embed(tokens, weight, positions=None, position_weight=None, tied_dweight=Non
 def _check(tokens, weight, positions, position_weight):
     if (positions is None) != (position_weight is None):
         raise ValueError("fast_kernels.embedding.embed: positions and position_weight: give both or neither")
-    tables = [weight] if positions is None else [weight, position_weight]
-    if any(x.dim() != 2 or not x.is_contiguous() or x.dtype != weight.dtype for x in tables):
-        raise ValueError("fast_kernels.embedding.embed: weight and position_weight: must be contiguous "
-                         "matrices of one dtype; call .contiguous()")
-    if weight.shape[1] != tables[-1].shape[1]:
-        raise ValueError(f"fast_kernels.embedding.embed: position_weight {tuple(position_weight.shape)}: "
-                         f"must have {weight.shape[1]} columns, as weight has")
-    if tokens.dtype != torch.int64 or positions is not None and positions.dtype != torch.int64:
-        raise ValueError("fast_kernels.embedding.embed: tokens, positions: must be torch.int64; use .long()")
-    if tokens.dim() != 2 or positions is not None and positions.shape not in (tokens.shape, tokens.shape[1:]):
+    if positions is None:
+        positions, position_weight = tokens, weight
+    for x in (weight, position_weight):
+        if x.dim() != 2 or not x.is_contiguous() or x.dtype != weight.dtype or x.shape[1] != weight.shape[1]:
+            raise ValueError("fast_kernels.embedding.embed: weight and position_weight: must be contiguous "
+                             f"matrices of one dtype, with {weight.shape[-1]} columns")
+    are_int64 = tokens.dtype == positions.dtype == torch.int64
+    if not are_int64 or tokens.dim() != 2 or positions.shape not in (tokens.shape, tokens.shape[1:]):
         raise ValueError(f"fast_kernels.embedding.embed: tokens {tuple(tokens.shape)}: must be (B, S), and "
-                         "positions (S,) or (B, S)")
+                         "positions (S,) or (B, S), all torch.int64")
 
 
 def _setup_context(ctx, inputs, output):
@@ -80,12 +74,11 @@ def _embed_backward(ctx, dy, head_dweight=None):
     """Return the arguments' gradients; weight's is added to head_dweight, if given."""
     (tokens, positions), (vocab_size, num_positions) = ctx.saved_tensors, ctx.sizes
     dy, dpositions = dy.contiguous(), None
-    rows = dy.flatten(0, -2)  # (B·S, C)
-    dweight = sum_by_index(tokens.flatten(), rows, vocab_size, head_dweight)
+    dweight = sum_by_index(tokens.flatten(), dy.flatten(0, 1), vocab_size, head_dweight)
     if positions is not None and positions.dim() == 1:
         dpositions = sum_over_batch(dy, positions, num_positions)
     elif positions is not None:
-        dpositions = sum_by_index(positions.flatten(), rows, num_positions)
+        dpositions = sum_by_index(positions.flatten(), dy.flatten(0, 1), num_positions)
     return None, dweight, None, dpositions
 
 
@@ -107,8 +100,8 @@ def _embed(tokens, weight, positions, position_weight):
 
 class _TiedEmbed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *arguments):
-        *inputs, ctx.tied_dweight = arguments
+    def forward(ctx, *inputs):
+        *inputs, ctx.tied_dweight = inputs
         _setup_context(ctx, inputs, None)
         return _embed(*inputs)
 
@@ -120,17 +113,11 @@ class _TiedEmbed(torch.autograd.Function):
 
 
 def sum_by_index(indices, dy, num_embeddings, out=None):
-    """Sum the rows of dy (N, C) that have the same index, into (num_embeddings, C) of dy's dtype.
-
-    Args:
-        indices: (N,), the rows' indices. Rows with an index out of range are left out.
-        out: (num_embeddings, C), to which the sums are added in place. None: zeros.
-    """
+    """Add each row of dy (N, C) to the row of `out` (num_embeddings, C), by default zeros, that is its index.
+    indices (N,) out of range are left out."""
     if out is None:
         out = torch.zeros((num_embeddings, dy.shape[1]), dtype=dy.dtype, device=dy.device)
-    if out.shape != (num_embeddings, dy.shape[1]) or not out.is_contiguous():
-        raise ValueError(f"fast_kernels.embedding.sum_by_index: out {tuple(out.shape)}: must be "
-                         f"({num_embeddings}, {dy.shape[1]}), contiguous")
+    check_shape("fast_kernels.embedding.sum_by_index", (num_embeddings, dy.shape[1]), out=out)
     _add_by_index(indices, dy, out)
     return out
 
@@ -150,10 +137,7 @@ def _add_by_index(indices, dy, out):
 
 @operation("(Tensor dy, Tensor positions, SymInt num_positions) -> Tensor")
 def sum_over_batch(dy, positions, num_positions):
-    """Sum dy (B, S, C) over B; return (num_positions, C) with sum i in row positions[i], zeros elsewhere.
-
-    positions: (S,), without duplicates. One out of range is left out.
-    """
+    """Sum dy (B, S, C) over B; return (num_positions, C) with sum i in row positions[i], zeros elsewhere."""
     batch, length, columns = dy.shape
     out = torch.zeros((num_positions, columns), dtype=dy.dtype, device=dy.device)
     if is_fake(out):

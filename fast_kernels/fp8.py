@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 aten = torch.ops.aten
 KEPT = {aten.detach.default, aten.alias.default}  # the same tensor, outside autograd's graph
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
-MAXIMUM = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 class Float8Tensor(torch.Tensor):

@@ -6,15 +6,8 @@
     stream, hidden = norm_linear(stream, mlp, "fc1")    # te.LayerNormMLP
     stream = stream.add(activation_linear(hidden, mlp))
 
-These functions leave to the next kernel what it can do as it reads. With FP8(x) for x quantized, rowwise and
-transposed:
-
-    residual += branch + bias                       by the norm that reads the sum
-    hidden = FP8(norm(residual)) @ FP8(weight)
-    branch = FP8(activation(hidden + bias)) @ FP8(weight)
-
-- A bias is added by the kernel that reads the GEMM's output; `Stream` and `Branch` carry what is still to be
-  added.
+- The residual and a bias are added by the kernel that reads the GEMM's output; `Stream` and `Branch` carry
+  what is still to be added.
 - A gradient is quantized by the kernel that writes it, for the GEMMs that read it, and passed through
   autograd as a `Float8Tensor`. A `Branch` knows how: `gradient`. Who changes a branch drops that.
 - Delayed scaling knows the scales before the values, which makes this possible.
@@ -37,9 +30,8 @@ from fast_kernels.fp8 import Float8Tensor
 from fast_kernels.gemm import gemm
 
 # The largest K of a dgrad GEMM that may use fast accumulation. Up to it, in the median GEMM of models in
-# training, the FP8 tensor-core accumulator adds less error than the rounding to BF16 after it, and about as
-# much in the worst (results/accumulation.json). The K of a wgrad GEMM is the number of tokens, where it would
-# add about 3 %.
+# training, the FP8 tensor-core accumulator adds less error than the rounding to BF16 after it
+# (results/accumulation.json). The K of a wgrad GEMM is the number of tokens, where it would add about 3 %.
 DGRAD_FAST_ACCUM_K = 3072
 
 
@@ -117,10 +109,7 @@ def norm_linear(stream: Stream, module, name="", tied_dweight=None, is_first_mic
 
 
 def linear(x, module, is_first_microbatch=None, adds_bias=False) -> Branch:
-    """Return x @ weightᵀ of a Linear, x (N, inputs).
-
-    adds_bias: the GEMM adds the bias; else it is still to be added.
-    """
+    """Return x @ weightᵀ of a Linear, x (N, inputs), to which the GEMM adds the bias if `adds_bias`."""
     return _linear(Branch(x), module, "", None, is_first_microbatch, adds_bias)
 
 
@@ -133,7 +122,7 @@ def _linear(x: Branch, module, name, activation, is_first_microbatch, adds_bias)
     layer = module.layer(name, (x.x, x.bias), is_first_microbatch)
     own, later = (layer.bias, None) if adds_bias else (None, layer.bias)
     if activation and (layer.weight is None or x.gradient is None):  # no FP8, or x was changed since its GEMM
-        x, activation = Branch(module.activate(x.value())), None
+        x, activation = Branch(casts.activation_reference(activation, x.value())), None
     if layer.weight is None:
         return Branch(F.linear(x.x, layer.parameter, own), later)
     y = _Linear.apply(x.x, x.bias, layer.parameter, own, activation, layer, x.gradient)
@@ -151,17 +140,10 @@ def dropout(branch: Branch, p: float, training: bool) -> Branch:
 
 # gemm(a, b) is b @ aᵀ, the order of cuBLAS: a forward GEMM is gemm(weight, x).
 
-def _forward_gemm(layer, x, bias):
-    """Return x @ weightᵀ + bias. x: FP8, rowwise and scale_inv."""
-    weight, _, weight_inv = layer.weight
-    return gemm(weight, weight_inv, *x, bias, "fast")
-
-
 def _backward_gemms(layer, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
     """Return the gradients of a linear layer's input, weight and bias, or None for each that is not needed.
 
-    dy: (N, out), BF16 or quantized by the kernel that computed it; weight: (in, out) and its scale_inv, x:
-    (in, N) and its scale_inv, both columnwise.
+    dy: (N, out), BF16 or FP8; weight (in, out) and x (in, N): columnwise, with their scale_inv.
     """
     dbias = None
     if isinstance(dy, Float8Tensor):
@@ -203,7 +185,8 @@ class _NormLinear(torch.autograd.Function):
             residual, mean, rstd, norm_weight, columnwise, scale_inv, *layer.weight[1:])
         ctx.layer, ctx.branch_gradient, ctx.tied_dweight = layer, branch_gradient, tied_dweight
         ctx.set_materialize_grads(False)
-        return residual, _forward_gemm(layer, (rowwise, scale_inv), bias)
+        weight, _, weight_inv = layer.weight
+        return residual, gemm(weight, weight_inv, rowwise, scale_inv, bias, "fast")
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -212,7 +195,7 @@ class _NormLinear(torch.autograd.Function):
         needs_x, needs_branch, needs_branch_bias, *needs_norm, needs_weight, needs_bias = (
             ctx.needs_input_grad[:7])
         if dy is None:  # only the sum was used
-            return _sum_backward(ctx, dresidual, needs_branch_bias)
+            dy = residual.new_zeros(len(residual), len(ctx.layer.parameter))
         needs_dx = needs_x or needs_branch or any(needs_norm)
         dnorm, dweight, dbias = _backward_gemms(
             ctx.layer, dy, operands[2:], operands[:2], needs_dx, needs_weight, needs_bias)
@@ -232,13 +215,6 @@ class _NormLinear(torch.autograd.Function):
                 None, None, None, None)
 
 
-def _sum_backward(ctx, dresidual, needs_branch_bias):
-    """Return the gradients of `_NormLinear`'s inputs where nothing uses its GEMM."""
-    if ctx.layer.after_backward:
-        ctx.layer.after_backward()
-    return (dresidual, dresidual, dresidual.sum(0) if needs_branch_bias else None, *[None] * 8)
-
-
 class _Linear(torch.autograd.Function):
     """`linear` and `activation_linear`. For `weight` see `_NormLinear`."""
 
@@ -251,7 +227,8 @@ class _Linear(torch.autograd.Function):
         before = (x, x_bias) if activation else (None, None)
         ctx.save_for_backward(*before, columnwise, scale_inv, *layer.weight[1:])
         ctx.layer, ctx.activation, ctx.x_gradient = layer, activation, x_gradient
-        return _forward_gemm(layer, (rowwise, scale_inv), bias)
+        weight, _, weight_inv = layer.weight
+        return gemm(weight, weight_inv, rowwise, scale_inv, bias, "fast")
 
     @staticmethod
     @torch.autograd.function.once_differentiable

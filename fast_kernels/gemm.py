@@ -1,8 +1,8 @@
 """FP8 GEMMs through cuBLASLt, autotuned: the fastest candidate algorithm of each shape, chosen by timing.
 
-Use `gemm` where the same shapes run many times, as in training. For every GEMM, cuBLASLt offers several
-algorithms, ordered by a heuristic. PyTorch and Transformer Engine (TE) take the first, which need not be the
-fastest. On first use of a shape, this file times all candidates and caches the fastest for the process.
+Use `gemm` where the same shapes run many times, as in training. cuBLASLt offers several algorithms, ordered
+by a heuristic. PyTorch and Transformer Engine take the first. On first use of a shape, this file times all
+and caches the fastest for the process.
 
 - Large GEMMs run at the GPU's power limit, where the clock depends on the operands: zeros take less power
   than other values. So candidates are timed round-robin on the operands of the call, and timing waits until
@@ -21,17 +21,15 @@ import ctypes
 import functools
 import statistics
 import threading
-import weakref
-from collections import OrderedDict
 
 import torch
 from triton.runtime import driver
 
-from fast_kernels.library import check_aligned, is_fake, operation
+from fast_kernels.library import check_aligned, check_shape, is_fake, operation
 
 ALGORITHMS, ROUNDS = 16, 8  # candidates requested, and timed runs of each
 MAX_TUNED = 256  # shapes timed per process; later ones use the heuristic's first algorithm
-MAX_CACHED = 1024  # shapes whose descriptors are kept; the least recently used one is dropped
+MAX_CACHED = 1024  # shapes with descriptors; later ones run in PyTorch
 # Calls for which a shape waits for operands that are not mostly zeros. All blocks share a shape, and the
 # gradients of a new model are zeros in the first passes that find scales.
 MAX_ATTEMPTS = 4096
@@ -47,6 +45,7 @@ A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, BIAS_DATA_TYPE = 17, 18, 25, 26
 MAX_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 
 ONE, ZERO = (ctypes.byref(ctypes.c_float(value)) for value in (1, 0))  # alpha and beta
+KINDS = {"precise": (False,), "fast": (True,), "either": (False, True)}  # of accumulation: is it fast?
 
 
 class _Algorithm(ctypes.Structure):
@@ -86,7 +85,7 @@ def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=
         a_scale_inv, b_scale_inv: float32, one element, on the device.
         bias: (M,) BF16 or None.
         accumulation: "precise" (float32), "fast" (the FP8 tensor cores' accumulator), or "either" (the
-            faster of the two by timing; precise where nothing can be timed).
+            faster of the two; precise where nothing can be timed).
         out: (N, M) BF16 or float32, contiguous, which the result is written to. None: new memory, BF16.
         accumulate: add the result to `out`.
 
@@ -117,10 +116,13 @@ def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
         check_aligned("fast_kernels.gemm", a=a, b=b, bias=bias, out=out)
     if _library() is None or not a.is_cuda or torch.are_deterministic_algorithms_enabled():
         return _run_torch(operands, accumulation, accumulate)
-    shape = _find_shape(key)
-    if not shape.is_tuned and not torch.cuda.is_current_stream_capturing():
+    shape = _shapes.get(key)
+    if shape is None and len(_shapes) < MAX_CACHED:
+        with _shapes_lock:
+            shape = _shapes[key] = _shapes.get(key) or _Shape(*key)
+    if shape and not shape.is_tuned and not torch.cuda.is_current_stream_capturing():
         shape.tune(operands)
-    if shape.chosen is None:
+    if shape is None or shape.chosen is None:
         return _run_torch(operands, accumulation, accumulate)
     shape.run(shape.chosen, *operands)
 
@@ -128,30 +130,24 @@ def _gemm(a, a_scale_inv, b, b_scale_inv, bias, out, accumulation, accumulate):
 def _check(operands, accumulation):
     """Raise ValueError unless cuBLASLt can run the GEMM."""
     a, a_scale_inv, b, b_scale_inv, bias, out = operands
-    matrices = ", ".join(
-        f"{name} {tuple(x.shape)} {x.dtype}" for name, x in {"a": a, "b": b, "out": out}.items())
-    fp8 = {torch.float8_e4m3fn, torch.float8_e5m2}
-    problem = ""
-    if accumulation not in ("precise", "fast", "either"):
-        problem = f"accumulation={accumulation!r} must be precise, fast or either"
-    elif not {a.dtype, b.dtype} <= fp8 or a.dtype == b.dtype == torch.float8_e5m2:
-        problem = "a and b must be float8_e4m3fn or float8_e5m2, not both float8_e5m2"
-    elif a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1] or out.shape != (len(b), len(a)):
-        problem = "must be (M, K), (N, K) and (N, M)"
-    elif any(size % 16 or not size for size in (*a.shape, len(b))):
-        problem = "sizes must be multiples of 16; pad with zeros"
-    elif out.dtype not in (torch.bfloat16, torch.float32):
-        problem = "out must be torch.bfloat16 or torch.float32"
-    elif not all(x.is_contiguous() for x in (a, b, out)):
-        problem = "must be contiguous; call .contiguous()"
-    elif any(x.dtype != torch.float32 or x.numel() != 1 for x in (a_scale_inv, b_scale_inv)):
-        problem = "a_scale_inv and b_scale_inv must be torch.float32, one element"
-    elif bias is not None and (
-        bias.dtype != torch.bfloat16 or bias.shape != (len(a),) or not bias.is_contiguous()
-    ):
-        problem = f"bias {tuple(bias.shape)} {bias.dtype} must be ({len(a)},) torch.bfloat16, contiguous"
-    if problem:
-        raise ValueError(f"fast_kernels.gemm: {matrices}: {problem}")
+    fp8, scales = {torch.float8_e4m3fn, torch.float8_e5m2}, (a_scale_inv, b_scale_inv)
+    rules = {
+        f"accumulation={accumulation!r} must be precise, fast or either": accumulation in KINDS,
+        "a and b must be float8_e4m3fn or float8_e5m2, not both float8_e5m2":
+            {a.dtype, b.dtype} <= fp8 and not a.dtype == b.dtype == torch.float8_e5m2,
+        "sizes must be multiples of 16; pad with zeros":
+            a.dim() == 2 and all(size and size % 16 == 0 for size in (*a.shape, len(b))),
+        "out must be torch.bfloat16 or torch.float32": out.dtype in (torch.bfloat16, torch.float32),
+        "a_scale_inv and b_scale_inv must be torch.float32, one element":
+            all(x.dtype == torch.float32 and x.numel() == 1 for x in scales)}
+    for rule, is_met in rules.items():
+        if not is_met:
+            raise ValueError(f"fast_kernels.gemm: a {tuple(a.shape)} {a.dtype}, b {tuple(b.shape)} "
+                             f"{b.dtype}, out {out.dtype}: {rule}")
+    check_shape("fast_kernels.gemm", a.shape, a=a)
+    check_shape("fast_kernels.gemm", (len(b), a.shape[1]), b=b)
+    check_shape("fast_kernels.gemm", (len(b), len(a)), out=out)
+    check_shape("fast_kernels.gemm", (len(a),), torch.bfloat16, bias=bias)
 
 
 def _run_torch(operands, accumulation, accumulate):
@@ -166,19 +162,7 @@ def _run_torch(operands, accumulation, accumulate):
     out.add_(result) if accumulate else out.copy_(result)
 
 
-_shapes = OrderedDict()  # the autotune cache: key -> _Shape, least recently used first
-_shapes_lock = threading.Lock()
-
-
-def _find_shape(key):
-    with _shapes_lock:
-        shape = _shapes.get(key)
-        if shape is None:
-            shape = _shapes[key] = _Shape(*key)
-        _shapes.move_to_end(key)
-        if len(_shapes) > MAX_CACHED:
-            _shapes.popitem(last=False)
-    return shape
+_shapes, _shapes_lock = {}, threading.Lock()  # the autotune cache: key -> _Shape
 
 
 class _Shape:
@@ -189,17 +173,15 @@ class _Shape:
     def __init__(self, m, k, n, a_type, b_type, out_type, accumulate, has_bias, accumulation, device_index):
         self.accumulate = accumulate
         self.descriptor_lock, self.tuning_lock = threading.Lock(), threading.Lock()
-        self.is_tuned = False
-        self.attempts = 0  # calls that wanted to time this shape
-        sizes = (a_type, k, m), (b_type, k, n), (out_type, m, n)
-        self.layouts = [_make_layout(TYPES[dtype], rows, columns) for dtype, rows, columns in sizes]
-        kinds = {"precise": (False,), "fast": (True,), "either": (False, True)}
-        self.descriptors = [_make_descriptor(fast, has_bias) for fast in kinds[accumulation]]
+        self.is_tuned, self.attempts = False, 0  # attempts: calls that wanted to time this shape
+        self.layouts = [  # contiguous, column-major
+            _create("MatrixLayout", TYPES[dtype], *map(ctypes.c_uint64, (rows, columns, rows)))
+            for dtype, rows, columns in ((a_type, k, m), (b_type, k, n), (out_type, m, n))]
+        self.descriptors = [_make_descriptor(fast, has_bias) for fast in KINDS[accumulation]]
         self.candidates = [  # (descriptor, _Algorithm), in the heuristic's order
             (descriptor, algorithm) for descriptor in self.descriptors
             for algorithm in self._ask_heuristic(descriptor, device_index)]
         self.chosen = self.candidates[0] if self.candidates else None
-        weakref.finalize(self, _destroy, self.descriptors, self.layouts).atexit = False
 
     def _ask_heuristic(self, descriptor, device_index):
         """Return cuBLASLt's candidates in the heuristic's order; none if it does not support the GEMM."""
@@ -227,8 +209,7 @@ class _Shape:
             if not self.candidates or _Shape.tuned_count >= MAX_TUNED or self.attempts > MAX_ATTEMPTS:
                 self.is_tuned = True  # keep the heuristic's first algorithm
             elif _is_mostly_nonzero(a) and _is_mostly_nonzero(b):
-                self.chosen = self._find_fastest(operands)
-                self.is_tuned = True
+                self.chosen, self.is_tuned = self._find_fastest(operands), True
 
     def _find_fastest(self, operands):
         """Return the candidate with the shortest median time; None if none runs."""
@@ -295,19 +276,6 @@ def _is_mostly_nonzero(x):
     return 2 * (sample & 0x7F).count_nonzero().item() >= sample.numel()  # 0x7F: -0 is zero as well
 
 
-def _destroy(descriptors, layouts):
-    for descriptor in descriptors:
-        _library().cublasLtMatmulDescDestroy(descriptor)
-    for layout in layouts:
-        _library().cublasLtMatrixLayoutDestroy(layout)
-
-
-def _make_layout(cuda_type, rows, columns):
-    """Create the layout of a contiguous column-major matrix."""
-    sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
-    return _create("MatrixLayout", cuda_type, *sizes)
-
-
 def _set(descriptor, attribute, value):
     set_attribute = _library().cublasLtMatmulDescSetAttribute
     _check_status(set_attribute(descriptor, attribute, ctypes.byref(value), ctypes.sizeof(value)))
@@ -327,6 +295,4 @@ def _create(kind, *arguments):
 @functools.cache
 def _handle(device_index):
     with torch.cuda.device(device_index):
-        handle = ctypes.c_void_p()
-        _check_status(_library().cublasLtCreate(ctypes.byref(handle)))
-        return handle
+        return _create("")

@@ -1,13 +1,9 @@
 """Registration of kernels as PyTorch operations, `torch.ops.fast_kernels.*`, and what all of them share.
 
-`operation` registers a function with its schema and a fake version, so that torch.compile, FakeTensorMode and
-`torch.library.opcheck` know what it returns and which arguments it changes.
-
 - An operation never returns one of its arguments. An output that is not wanted is an empty tensor (0,).
 - The fake version is the function itself, which returns after it has allocated its outputs: `is_fake`.
 - The dispatcher takes about 4 us per call on the host, and a training step makes about 600 calls. So eager
   code calls the function itself, and only a tracer or another dispatch mode gets the operation.
-- Kernels launch on the device of their arguments, which need not be the current one.
 - Kernels that work on many tensors read a table of addresses. It is kept on the device, because a CUDA graph
   cannot record a copy from the host.
 """
@@ -20,16 +16,12 @@ from torch._subclasses import FakeTensor
 
 LIBRARY = torch.library.Library("fast_kernels", "DEF")
 MAX_TABLES = 256
+TENSORS = torch.Tensor, list
 
 
 def ceil_div(a, b):
     """Return a / b, rounded up. (triton.cdiv takes 6 us on the host, since kernels can call it, too.)"""
     return (a + b - 1) // b
-
-
-def next_power_of_2(n):
-    """Return the smallest power of 2 that is at least n."""
-    return 1 << (n - 1).bit_length()
 
 
 def is_tracing():
@@ -43,20 +35,25 @@ def is_fake(tensor):
 
 
 def operation(schema, setup_context=None, backward=None):
-    """Decorate a function `_name` to register it as the operation `name`.
-
-    Args:
-        schema: arguments and results, in PyTorch's notation; arguments that are changed are marked (a!).
-        setup_context, backward: the autograd formula, see `torch.library.register_autograd`.
-
-    Returns:
-        The function to call, with positional arguments. Its attribute `op` is the operation.
-    """
+    """Decorate a function `name` or `_name`, called with positional arguments, to register the operation
+    `name`. For setup_context and backward see `torch.library.register_autograd`."""
 
     def register(function):
+        def launch(*args):  # on the device of the arguments, which need not be the current one
+            # of a list, the function checks the others
+            tensors = [x[0] if isinstance(x, list) else x for x in args if isinstance(x, TENSORS)]
+            devices = {x.get_device() for x in tensors}
+            if len(devices) > 1:
+                names = ", ".join(sorted({str(x.device) for x in tensors}))
+                raise ValueError(f"{name}: tensors on {names}: all must be on one device; use .to()")
+            index, = devices
+            if index < 0 or index == torch.cuda.current_device():
+                return function(*args)
+            with torch.cuda.device(index):
+                return function(*args)
+
         name = function.__name__.lstrip("_")
         qualified_name = f"fast_kernels::{name}"
-        launch = _on_one_device(function, qualified_name)
         LIBRARY.define(name + schema)
         for key in ("CPU", "CUDA"):
             LIBRARY.impl(name, launch, key)
@@ -70,36 +67,26 @@ def operation(schema, setup_context=None, backward=None):
         def call(*args):
             return op(*args) if backward is not None or is_tracing() else launch(*args)
 
-        call.op = op
         return call
 
     return register
 
 
-def _on_one_device(function, name):
-    """Return `function`, which checks that its tensors share a device and makes that the current one."""
-
-    def launch(*args):
-        tensors = [x[0] if isinstance(x, list) else x for x in args if isinstance(x, (torch.Tensor, list))]
-        devices = {x.get_device() for x in tensors}  # of a list, the function checks the others
-        if len(devices) > 1:
-            names = ", ".join(sorted({str(x.device) for x in tensors}))
-            raise ValueError(f"{name}: tensors on {names}: all must be on one device; use .to()")
-        index, = devices
-        if index < 0 or index == torch.cuda.current_device():
-            return function(*args)
-        with torch.cuda.device(index):
-            return function(*args)
-
-    return launch
+def check_shape(name, shape, dtype=None, **tensors):
+    """Raise ValueError unless every tensor (None is skipped) is contiguous, of this shape, and of this dtype
+    if one is given."""
+    for argument, x in tensors.items():
+        if x is not None and (x.shape != shape or dtype not in (None, x.dtype) or not x.is_contiguous()):
+            raise ValueError(f"{name}: {argument} {tuple(x.shape)} {x.dtype}: must be {tuple(shape)} "
+                             f"{dtype or x.dtype}, contiguous; call .contiguous()")
 
 
 def check_aligned(name, **tensors):
     """Raise ValueError unless every tensor (None is skipped) starts at a multiple of 16 bytes."""
     for argument, tensor in tensors.items():
         if tensor is not None and tensor.data_ptr() % 16:
-            raise ValueError(f"{name}: {argument} starts {tensor.data_ptr() % 16} bytes after a multiple of "
-                             "16, and must start at one; .clone() works")
+            offset = tensor.data_ptr() % 16
+            raise ValueError(f"{name}: {argument} starts {offset} bytes after a multiple of 16; use .clone()")
 
 
 _tables = OrderedDict()  # (device, addresses and sizes) -> tensors, least recently used first
@@ -113,8 +100,8 @@ def device_tables(device, key, make):
     tables = _tables.get((device, key))
     if tables is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("fast_kernels: these tensors are new, and a CUDA graph cannot record the copy "
-                               "of their addresses; run the function once before the capture")
+            raise RuntimeError("fast_kernels: a CUDA graph cannot record the copy of new tensors' addresses; "
+                               "run the function once before the capture")
         tables = _tables[device, key] = [table.to(device) for table in make()]
         if len(_tables) > MAX_TABLES:
             _tables.popitem(last=False)

@@ -8,14 +8,12 @@ bound by memory.
 - Forward reads the logits once (online softmax) and saves each row's log-sum-exp.
 - Backward computes softmax - onehot and overwrites the logits with it: no second tensor of that size. A
   compiled graph cannot express that, so under torch.compile the gradient is a new tensor.
-- FP8 GEMMs need the gradient in FP8, rowwise for dgrad and transposed for wgrad. Transformer Engine (TE)
-  reads a BF16 gradient again to cast and transpose it. Here the backward kernel quantizes the values in its
-  registers and returns a `Float8Tensor`: 4 bytes moved per logit instead of 8. It rounds to BF16 first, as
+- For an FP8 GEMM, the backward kernel quantizes the values in its registers, rowwise and transposed: 4 bytes
+  moved per logit. Transformer Engine (TE) reads a BF16 gradient again: 8 bytes. It rounds to BF16 first, as
   TE's path does, and raises the same amax, so that data, scales and training are bit for bit TE's.
-- Label smoothing and soft-capped logits (Gemma 2) are part of the same kernels.
 
-References: online softmax (Milakov and Gimelshein 2018); delayed scaling (Micikevicius et al. 2022, and TE's
-`DelayedScaling`); label smoothing (Szegedy et al. 2016).
+References: online softmax (Milakov and Gimelshein 2018); label smoothing (Szegedy et al. 2016); soft-capped
+logits (Gemma 2, 2024).
 """
 
 import torch
@@ -30,8 +28,7 @@ from fast_kernels.library import ceil_div, is_fake, is_tracing, operation
 
 # Launch parameters: 16 logits per thread, two 16-byte loads in BF16; for FP8 a tile with 32 logits per
 # thread. The fastest of those tried on an H200.
-FORWARD = dict(BLOCK=2048, num_warps=4)
-BACKWARD = dict(BLOCK=2048, num_warps=4)
+LAUNCH = dict(BLOCK=2048, num_warps=4)
 BACKWARD_FP8 = dict(ROWS=128, COLUMNS=64, num_warps=8)
 IGNORE_INDEX = tl.constexpr(-100)
 
@@ -51,26 +48,22 @@ def cross_entropy(logits, labels, quantization=None, label_smoothing=0.0, softca
     Args:
         logits: (N, V) BF16 or float32, contiguous.
         labels: (N,) int64.
-        quantization: (scale, amax, FP8 type) of the logits' gradient: backward then returns a `Float8Tensor`,
-            for an FP8 GEMM, and raises amax to the gradient's largest magnitude. N and V must be multiples
-            of 16. Use the logits for nothing else: autograd would sum two gradients of them dequantized.
-            None, or under torch.compile: the gradient has the logits' dtype.
+        quantization: (scale, amax, FP8 type) of the logits' gradient: backward then returns a `Float8Tensor`
+            and raises amax to the gradient's largest magnitude. N and V must be multiples of 16. None, or
+            under torch.compile: the gradient has the logits' dtype.
         label_smoothing: the share of the target that is spread over the vocabulary, as in F.cross_entropy.
         softcap: c, for the loss of c · tanh(logits / c); None: of the logits.
     """
     if not 0 <= label_smoothing <= 1 or softcap is not None and not softcap > 0:
-        raise ValueError(f"label_smoothing={label_smoothing}, softcap={softcap}: must be in [0, 1], and "
-                         "positive or None; 0.1 and 30.0 work")
+        raise ValueError(f"label_smoothing={label_smoothing}, softcap={softcap}: 0.1 and 30.0 work")
     dtype_fits = logits.dtype in (torch.bfloat16, torch.float32)
     if logits.dim() != 2 or not logits.is_contiguous() or not dtype_fits or not logits.numel():
         raise ValueError(f"logits {tuple(logits.shape)} {logits.dtype}: (N, V), contiguous, bfloat16 or "
                          "float32, and not empty, is needed")
     if labels.shape != logits.shape[:1] or labels.dtype != torch.int64:
-        raise ValueError(f"labels {tuple(labels.shape)} {labels.dtype}: ({logits.shape[0]},) int64 is "
-                         "needed, one for each row of logits")
+        raise ValueError(f"labels {tuple(labels.shape)} {labels.dtype}: ({len(logits)},) int64 is needed")
     if quantization is not None and (logits.shape[0] % 16 or logits.shape[1] % 16):
-        raise ValueError(f"logits {tuple(logits.shape)}: a gradient in FP8 needs multiples of 16; pad them, "
-                         "or use quantization=None")
+        raise ValueError(f"logits {tuple(logits.shape)}: a gradient in FP8 needs multiples of 16; pad them")
     scale, amax, fp8 = quantization if quantization and not torch.compiler.is_compiling() else (None,) * 3
     return _cross_entropy(logits, labels.contiguous(), label_smoothing, softcap, scale, amax, fp8)[0]
 
@@ -86,8 +79,7 @@ def _setup_context(ctx, inputs, output):
 
 def _cross_entropy_backward(ctx, grad_loss, *_):
     if ctx.did_backward:
-        raise RuntimeError("fast_kernels.loss.cross_entropy: a second backward pass, but the first one "
-                           "overwrote the logits with their gradient")
+        raise RuntimeError("cross_entropy: a second backward pass; the first one overwrote the logits")
     ctx.did_backward = True
     logits, labels, lse, count = ctx.saved_tensors
     arguments = logits, labels, lse, (grad_loss / count).float(), *ctx.options
@@ -95,12 +87,13 @@ def _cross_entropy_backward(ctx, grad_loss, *_):
     if scale is not None:
         gradient = Float8Tensor(*cast_gradient(*arguments, scale, amax, fp8), dtype=logits.dtype)
     elif is_tracing():
-        gradient = logits_gradient(*arguments)
+        gradient = torch.empty_like(logits)
+        logits_gradient(*arguments, gradient)
     else:
-        overwrite_with_gradient(*arguments)
+        gradient = logits.detach()
+        logits_gradient(*arguments, gradient)
         # makes autograd raise an error where another function saved the logits for its backward pass
         torch.autograd.graph.increment_version(logits)
-        gradient = logits.detach()
     return gradient, *[None] * 6
 
 
@@ -114,7 +107,7 @@ def _cross_entropy(logits, labels, label_smoothing, softcap, *quantization):
     losses, lse = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     if not is_fake(logits):
         _forward_kernel[(rows,)](
-            logits, labels, losses, lse, vocab_size, label_smoothing or None, softcap, **FORWARD)
+            logits, labels, losses, lse, vocab_size, label_smoothing or None, softcap, **LAUNCH)
     count = (labels != IGNORE_INDEX.value).sum().clamp(min=1)
     return losses.sum() / count, lse, count
 
@@ -122,25 +115,14 @@ def _cross_entropy(logits, labels, label_smoothing, softcap, *quantization):
 ARGUMENTS = "Tensor labels, Tensor lse, Tensor factor, float label_smoothing, float? softcap"
 
 
-@operation(f"(Tensor logits, {ARGUMENTS}) -> Tensor")
-def logits_gradient(logits, *arguments):
-    """Return the logits' gradient. factor: () float32, of the gradient of the sum over rows."""
-    out = torch.empty_like(logits)
-    _launch_backward(logits, out, *arguments)
-    return out
-
-
-@operation(f"(Tensor(a!) logits, {ARGUMENTS}) -> ()")
-def overwrite_with_gradient(logits, *arguments):
-    """Replace the logits by their gradient."""
-    _launch_backward(logits, logits, *arguments)
-
-
-def _launch_backward(logits, out, labels, lse, factor, label_smoothing, softcap):
+@operation(f"(Tensor logits, {ARGUMENTS}, Tensor(a!) out) -> ()")
+def logits_gradient(logits, labels, lse, factor, label_smoothing, softcap, out):
+    """Write the logits' gradient to `out`, outside a tracer also to the logits. factor: () float32, of the
+    gradient of the sum over rows."""
     rows, vocab_size = logits.shape
     if not is_fake(logits):
-        _backward_kernel[(rows * ceil_div(vocab_size, BACKWARD["BLOCK"]),)](
-            logits, out, labels, lse, factor, vocab_size, label_smoothing or None, softcap, **BACKWARD)
+        _backward_kernel[(rows * ceil_div(vocab_size, LAUNCH["BLOCK"]),)](
+            logits, out, labels, lse, factor, vocab_size, label_smoothing or None, softcap, **LAUNCH)
 
 
 @operation(
@@ -262,8 +244,7 @@ def _backward_fp8_kernel(logits_ptr, labels_ptr, lse_ptr, factor_ptr, scale_ptr,
 
 @triton.jit
 def _rounded_gradient(x, labels_ptr, lse_ptr, rows, columns, factor, N, V, smoothing, softcap):
-    """Return the gradient of `rows`, every fourth row, rounded to the logits' dtype as in `_backward_kernel`.
-    """
+    """Return the gradient of every fourth row, rounded to the logits' dtype as in `_backward_kernel`."""
     label = tl.load(labels_ptr + rows, mask=rows < N, other=IGNORE_INDEX).to(tl.int32)
     lse = tl.load(lse_ptr + rows, mask=rows < N, other=0.0)
     gradient = _gradient(

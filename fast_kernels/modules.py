@@ -4,13 +4,11 @@
     from fast_kernels.modules import DelayedScaling, Format
 
 A model written for `transformer_engine.pytorch` (TE) runs on these without TE: same constructor arguments,
-parameter names, initialization and FP8 state, and the same bytes and scales. What is not here raises: an
-argument TypeError, a value ValueError.
+parameter names, initialization and FP8 state, and the same bytes and scales.
 
-Each module has the scales and amax histories of its tensors as buffers, which a state dict leaves out and
-`.to(dtype)` leaves in float32. Kernels raise row 0 of the history. When the outermost `autocast` ends
-(forward tensors), or the backward pass of the first module ends (gradients), one launch updates the scales of
-all modules that ran inside.
+A module has the scales and amax histories of its tensors in `fp8_meta`. Kernels raise row 0 of a history.
+When the outermost `autocast` ends (forward tensors), or the backward pass of the first module ends
+(gradients), one launch updates the scales of all modules that ran inside.
 
 References: TE 2.20 `quantization.py`, `module/*.py`; Micikevicius et al. 2022.
 """
@@ -19,7 +17,7 @@ import functools
 import os
 import types
 from collections import namedtuple
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 
@@ -32,28 +30,27 @@ import torch.utils.checkpoint
 from fast_kernels import casts, fused, scales
 from fast_kernels.adam import FastAdam
 from fast_kernels.attention import sdpa
-from fast_kernels.fp8 import MAXIMUM
 from fast_kernels.fused import Layer, Quantization, Stream
 from fast_kernels.loss import cross_entropy
 
-# Further arguments of TE's constructors: these values are supported, and no others.
+# Further arguments of TE's constructors and the one value supported; `...` is any value, without an effect.
 OPTIONS = dict(
-    sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1,
+    sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, ub_name=None,
     get_rng_state_tracker=None, parallel_mode=None, return_bias=False, return_layernorm_output=False,
     zero_centered_gamma=False, attention_type="self", attn_mask_type="causal", self_attn_mask_type="causal",
     window_size=None, softmax_scale=None, layer_type="encoder", amsgrad=False, bias_correction=True,
-    adam_w_mode=True, master_weight_dtype=torch.float32)
-NO_EFFECT = {"name", "layer_number", "capturable", "master_weights", "set_grad_none"}
+    adam_w_mode=True, master_weight_dtype=torch.float32, delay_wgrad_compute=False, parameters_split=None,
+    name=..., layer_number=..., capturable=..., master_weights=..., set_grad_none=...)
 
 
-def check_options(kind: str, options: dict, only=OPTIONS) -> None:
+def check_options(kind: str, options: dict, **others) -> None:
     """Raise TypeError for an unknown argument, ValueError for a value that only TE supports."""
+    supported = OPTIONS | others
     for name, value in options.items():
-        if name not in only and name not in NO_EFFECT:
+        if name not in supported:
             raise TypeError(f"{kind}: unknown argument {name!r}; Transformer Engine may have it")
-        if name not in NO_EFFECT and value != only[name]:
-            raise ValueError(f"{kind}: {name}={value!r}: fast_kernels supports {only[name]!r}; "
-                             "Transformer Engine has the others")
+        if supported[name] is not ... and value != supported[name]:
+            raise ValueError(f"{kind}: {name}={value!r}: fast_kernels supports {supported[name]!r} only")
 
 
 # ---------------------------------------------------------------- recipes
@@ -76,18 +73,14 @@ class DelayedScaling:
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"  # max | most_recent
-    scaling_factor_compute_algo: None = None
     reduce_amax: bool = True  # over the ranks of torch.distributed
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
 
     def __post_init__(self):
-        supported = dict(fp8_format=(Format.HYBRID, Format.E4M3), amax_compute_algo=("max", "most_recent"),
-                         scaling_factor_compute_algo=(None,), fp8_dpa=(False,), fp8_mha=(False,))
+        supported = dict(fp8_format=(Format.HYBRID, Format.E4M3), amax_compute_algo=("max", "most_recent"))
         for name, values in supported.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"DelayedScaling.{name}={getattr(self, name)!r}: fast_kernels supports "
-                                 f"{', '.join(map(str, values))}; Transformer Engine has the others")
+                                 f"{', '.join(map(str, values))} only")
 
     def delayed(self):
         return True
@@ -98,14 +91,7 @@ class DelayedScaling:
     float8_current_scaling = float8_block_scaling = nvfp4 = custom = mxfp8
 
 
-def fp8_dtypes(recipe):
-    """Return the FP8 dtypes of the forward and the backward pass. The recipe may be TE's."""
-    hybrid = recipe.fp8_format.name == "HYBRID"
-    return torch.float8_e4m3fn, torch.float8_e5m2 if hybrid else torch.float8_e4m3fn
-
-
 def is_fp8_available(return_reason=False):
-    """Return whether this machine has a Hopper GPU. (Or Triton's interpreter, for tests.)"""
     reason = unsupported_reason()
     return (not reason, reason) if return_reason else not reason
 
@@ -139,10 +125,10 @@ _recompute = None  # inside `checkpoint`: (whether scales are replayed, function
 class autocast:
     """Run the modules inside in FP8. Regions nest: `enabled=False` in an inner one turns FP8 off there."""
 
-    def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
+    def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None):
         if calibrating or (enabled and recipe is not None and not recipe.delayed()):
             raise ValueError(f"autocast(recipe={type(recipe).__name__}, calibrating={calibrating}): "
-                             "fast_kernels has DelayedScaling; Transformer Engine has the others")
+                             "fast_kernels has DelayedScaling; use Transformer Engine")
         self.enabled, self.group = enabled, amax_reduction_group
         self.recipe = DelayedScaling() if recipe is None else recipe
         self.recipes = {}  # {module that ran in FP8: its recipe}; of the outermost region
@@ -162,28 +148,22 @@ class autocast:
         of_recipe = {}  # an inner region may have another recipe
         for module, recipe in self.recipes.items():
             state = module.fp8_meta[f"scaling_{direction}"]
-            of_recipe.setdefault(id(recipe), (recipe, []))[1].append(state)
+            of_recipe.setdefault(id(recipe), (recipe, []))[1].append((state.scale, state.amax_history))
         for recipe, states in of_recipe.values():
-            self._update(direction, recipe, states)
-
-    def _update(self, direction, recipe, states):
-        if recipe.reduce_amax and dist.is_initialized() and dist.get_world_size(self.group) > 1:
-            amax = torch.cat([state.amax_history[0] for state in states])
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
-            torch._foreach_copy_([state.amax_history[0] for state in states],
-                                 amax.split([state.scale.numel() for state in states]))
-        maximum = MAXIMUM[fp8_dtypes(recipe)[direction == "bwd"]]
-        scales.update([(state.scale, state.amax_history) for state in states], maximum, recipe.margin,
-                      recipe.amax_compute_algo)
+            if recipe.reduce_amax and dist.is_initialized() and dist.get_world_size(self.group) > 1:
+                newest = [history[0] for _, history in states]
+                amax = torch.cat(newest)
+                dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
+                torch._foreach_copy_(newest, amax.split([len(own) for own in newest]))
+            maximum = getattr(recipe.fp8_format.value, f"max_{direction}")
+            scales.update(states, maximum, recipe.margin, recipe.amax_compute_algo)
 
 
-@contextmanager
 def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
-    """Create modules as without this context; weights in FP8 are Transformer Engine's."""
+    """Return a context in which modules are created as without it. It must not be enabled."""
     if enabled:
-        raise ValueError("quantized_model_init: fast_kernels keeps weights in BF16; Transformer Engine has "
-                         "FP8 weights")
-    yield
+        raise ValueError("quantized_model_init: fast_kernels keeps weights in BF16; use Transformer Engine")
+    return nullcontext()
 
 
 def checkpoint(function, *args, use_reentrant=False, **kwargs):
@@ -214,39 +194,32 @@ class _Recompute:
         _recompute, _regions[:] = self.outer
 
 
-def get_cpu_offload_context(enabled=False, num_layers=1, model_layers=1, **options):
-    """Return (context for a block, function for its output) that do nothing; offloading is TE's."""
-    if enabled:
-        raise ValueError("get_cpu_offload_context: fast_kernels keeps activations on the GPU; use "
-                         "checkpoint, or Transformer Engine")
-    return nullcontext(), lambda x: x
+def get_cpu_offload_context(*args, **options):
+    raise ValueError("get_cpu_offload_context: fast_kernels has none; use Transformer Engine")
 
 
 # ---------------------------------------------------------------- modules
 
+@dataclass
 class ScalingState:
-    """Scales (n,) and amax history (length, n) of one module's tensors in one direction, both float32.
+    """State of one module's tensors in one direction: for each GEMM [input, weight, output] forward, or
+    [output gradient, input gradient] backward; the last of each is unused."""
 
-    For each GEMM of the module, the tensors are [input, weight, output] forward or [output gradient, input
-    gradient] backward; the last of each is unused. The module has them as buffers.
-    """
+    scale: torch.Tensor  # (n,) float32
+    amax_history: torch.Tensor  # (length, n) float32; row 0 is of the current step
 
-    def __init__(self, module, direction):
-        self.module, self.names = module, (f"scale_{direction}", f"amax_history_{direction}")
 
-    # from `_buffers`, since nn.Module's lookup of an attribute is slow
-    scale = property(lambda self: self.module._buffers[self.names[0]])
-    amax_history = property(lambda self: self.module._buffers[self.names[1]])
+def _device():
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Module(nn.Module):
     """Parameters as in TE, and the FP8 state of one or two linear layers."""
 
-    def __init__(self, num_gemms, kind, options, params_dtype, device):
+    def __init__(self, num_gemms, kind, params_dtype=None, device=None, **options):
         super().__init__()
         check_options(kind, options)
-        self.factory = dict(dtype=params_dtype or torch.get_default_dtype(),
-                            device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.factory = dict(dtype=params_dtype or torch.get_default_dtype(), device=device or _device())
         self.fp8_meta = {"num_gemms": num_gemms, "fp8_checkpoint": False}
         self._fp8_workspaces = {}  # FP8 weights, kept over the micro-batches of a step
         self._quantizations = {}  # GEMM: how its input, weight and output gradient are quantized
@@ -264,7 +237,7 @@ class Module(nn.Module):
     def add_linear(self, prefix, out_features, in_features, bias, init_method):
         weight = nn.Parameter(torch.empty(out_features, in_features, **self.factory))
         with torch.no_grad():
-            (init_method or _normal_init)(weight)
+            (init_method or functools.partial(nn.init.normal_, std=0.023))(weight)  # TE's default
         self.register_parameter(f"{prefix}weight", weight)
         self.weight_names.append(f"{prefix}weight")
         self.use_bias = bias
@@ -285,10 +258,8 @@ class Module(nn.Module):
         In FP8 this quantizes the weight and lets the region update the scales; else `weight` is None.
 
         Args:
-            inputs: tensors that the layer's backward pass gives gradients to, the first one its input; None
-                is skipped.
-            is_first_microbatch: None quantizes the weight, True also keeps it in FP8, False takes what was
-                kept.
+            inputs: the layer's input, then other tensors that its backward pass gives gradients to, or None.
+            is_first_microbatch: None quantizes the weight, True also keeps it, False takes what was kept.
         """
         prefix, gemm = f"{name}_" if name else "", int(name == "fc2")
         parameter = getattr(self, f"{prefix}weight")
@@ -328,39 +299,35 @@ class Module(nn.Module):
     def init_fp8_meta_tensors(self, recipe):
         """Create or resize scales and histories for `recipe`; keep the first rows of a history, as TE."""
         meta = self.fp8_meta
-        history = self._buffers.get("amax_history_fwd")
-        is_same = history is not None and (meta["recipe"] is recipe or meta["recipe"] == recipe)
-        if is_same and history.shape[0] == recipe.amax_history_len:
+        is_same = "scaling_fwd" in meta and (meta["recipe"] is recipe or meta["recipe"] == recipe)
+        if is_same and meta["scaling_fwd"].amax_history.shape[0] == recipe.amax_history_len:
             return
-        with torch.inference_mode(False):  # training goes on with this state
-            self._allocate_scales(recipe, next(self.parameters()).device)
+        self._allocate_scales(recipe, next(self.parameters()).device)
         meta["recipe"] = recipe
         self._quantizations.clear()
 
+    @torch.inference_mode(False)  # training goes on with this state
     def _allocate_scales(self, recipe, device):
-        meta = self.fp8_meta
-        for direction, tensors in (("fwd", 3), ("bwd", 2)):
-            history = torch.zeros(recipe.amax_history_len, tensors * meta["num_gemms"], device=device)
+        for direction, tensors in (("scaling_fwd", 3), ("scaling_bwd", 2)):
+            slots, before = tensors * self.fp8_meta["num_gemms"], self.fp8_meta.get(direction)
+            history = torch.zeros(recipe.amax_history_len, slots, device=device)
             scale = torch.ones_like(history[0])
-            if f"scaling_{direction}" in meta:
-                scale, before = meta[f"scaling_{direction}"].scale, meta[f"scaling_{direction}"].amax_history
-                kept = min(len(history), len(before))
-                history[:kept] = before[:kept]  # as TE does, although the newest rows are at the end
-            self.register_buffer(f"scale_{direction}", scale, persistent=False)
-            self.register_buffer(f"amax_history_{direction}", history, persistent=False)
-            meta[f"scaling_{direction}"] = ScalingState(self, direction)
+            if before is not None:
+                scale, kept = before.scale, min(len(history), len(before.amax_history))
+                history[:kept] = before.amax_history[:kept]  # as TE does, although the newest are at the end
+            self.fp8_meta[direction] = ScalingState(scale, history)
 
     def _quantization(self, gemm):
         """Return how the input, the weight and the output gradient of a GEMM are quantized."""
-        key = gemm, self.fp8_meta["recipe"].fp8_format.name  # a recipe may change in place
+        key = gemm, self.fp8_meta["recipe"].fp8_format.name  # a recipe may change in place, or be TE's
         if key not in self._quantizations:
-            forward, backward = fp8_dtypes(self.fp8_meta["recipe"])
+            backward = torch.float8_e5m2 if key[1] == "HYBRID" else torch.float8_e4m3fn
             self._quantizations[key] = [
-                Quantization(scale[i:i + 1], history[0, i:i + 1], dtype)
-                for scale, history, i, dtype in (
-                    (self.scale_fwd, self.amax_history_fwd, 3 * gemm, forward),
-                    (self.scale_fwd, self.amax_history_fwd, 3 * gemm + 1, forward),
-                    (self.scale_bwd, self.amax_history_bwd, 2 * gemm, backward))]
+                Quantization(state.scale[i:i + 1], state.amax_history[0, i:i + 1], dtype)
+                for state, i, dtype in (
+                    (self.fp8_meta["scaling_fwd"], 3 * gemm, torch.float8_e4m3fn),
+                    (self.fp8_meta["scaling_fwd"], 3 * gemm + 1, torch.float8_e4m3fn),
+                    (self.fp8_meta["scaling_bwd"], 2 * gemm, backward))]
         return self._quantizations[key]
 
     def gradient_quantization(self) -> Quantization | None:
@@ -381,10 +348,11 @@ class Module(nn.Module):
 
     def _apply(self, function, recurse=True):
         """Move to another device or dtype; the FP8 state stays in float32."""
-        state, self._buffers = self._buffers, {}
         super()._apply(function, recurse)
         device = next(self.parameters()).device
-        self._buffers = {name: tensor.to(device) for name, tensor in state.items()}
+        for state in (self.fp8_meta.get("scaling_fwd"), self.fp8_meta.get("scaling_bwd")):
+            if state is not None:
+                state.scale, state.amax_history = state.scale.to(device), state.amax_history.to(device)
         self._quantizations, self._fp8_workspaces = {}, {}
         return self
 
@@ -395,9 +363,8 @@ class Module(nn.Module):
 class Linear(Module):
     """y = x @ weightᵀ + bias: (…, in_features) -> (…, out_features)."""
 
-    def __init__(self, in_features, out_features, init_method=None, bias=True, params_dtype=None, device=None,
-                 **options):
-        super().__init__(1, "Linear", options, params_dtype, device)
+    def __init__(self, in_features, out_features, init_method=None, bias=True, **options):
+        super().__init__(1, "Linear", **options)
         self.in_features, self.out_features = in_features, out_features
         self.add_linear("", out_features, in_features, bias, init_method)
 
@@ -410,8 +377,8 @@ class LayerNormLinear(Module):
     """Norm, then linear: (…, in_features) -> (…, out_features)."""
 
     def __init__(self, in_features, out_features, eps=1e-5, init_method=None, bias=True,
-                 normalization="LayerNorm", params_dtype=None, device=None, **options):
-        super().__init__(1, "LayerNormLinear", options, params_dtype, device)
+                 normalization="LayerNorm", **options):
+        super().__init__(1, "LayerNormLinear", **options)
         self.in_features, self.out_features = in_features, out_features
         self.add_norm(in_features, eps, normalization)
         self.add_linear("", out_features, in_features, bias, init_method)
@@ -430,9 +397,8 @@ class LayerNormMLP(Module):
     """
 
     def __init__(self, hidden_size, ffn_hidden_size, eps=1e-5, init_method=None, bias=True,
-                 normalization="LayerNorm", activation="gelu", output_layer_init_method=None,
-                 params_dtype=None, device=None, **options):
-        super().__init__(2, "LayerNormMLP", options, params_dtype, device)
+                 normalization="LayerNorm", activation="gelu", output_layer_init_method=None, **options):
+        super().__init__(2, "LayerNormMLP", **options)
         if activation not in casts.ACTIVATIONS:
             raise ValueError(f"activation={activation!r}: must be one of {', '.join(casts.ACTIVATIONS)}")
         self.activation, gated = activation, activation in casts.GATED
@@ -446,10 +412,6 @@ class LayerNormMLP(Module):
         branch = fused.activation_linear(hidden, self, is_first_microbatch, adds_bias=True)
         return branch.x.view(inp.shape)
 
-    def activate(self, x):
-        """Apply the activation in PyTorch."""
-        return casts.activation_reference(self.activation, x)
-
 
 class RMSNorm(nn.Module):
     """x · rsqrt(mean(x²) + eps) · weight over the last dimension."""
@@ -458,9 +420,8 @@ class RMSNorm(nn.Module):
         super().__init__()
         check_options("RMSNorm", options)
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(
-            normalized_shape, dtype=dtype or params_dtype,
-            device=device or ("cuda" if torch.cuda.is_available() else "cpu")))
+        self.weight = nn.Parameter(
+            torch.ones(normalized_shape, dtype=dtype or params_dtype, device=device or _device()))
 
     def forward(self, x):
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
@@ -477,22 +438,17 @@ class LayerNorm(RMSNorm):
         return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
 
 
-def _normal_init(weight):
-    nn.init.normal_(weight, mean=0.0, std=0.023)  # TE's default
-
-
 class DotProductAttention(nn.Module):
     """Causal softmax(q · kᵀ / √D) · v by PyTorch; keys and values may have fewer heads.
 
     Format bshd: q (B, S, H, D) -> (B, S, H · D). Format thd with the mask padding_causal: packed sequences, q
-    (T, H, D) -> (T, H · D), where cu_seqlens_q (int32) has the start of each sequence, then T.
+    (T, H, D) -> (T, H · D), with cu_seqlens_q as in `packed_attention`.
     """
 
     def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
                  qkv_format="sbhd", **options):
         super().__init__()
-        check_options("DotProductAttention", {"qkv_format": qkv_format} | options,
-                      OPTIONS | dict(qkv_format="bshd"))
+        check_options("DotProductAttention", {"qkv_format": qkv_format} | options, qkv_format="bshd")
         self.attention_dropout = attention_dropout
 
     def forward(self, query_layer, key_layer, value_layer, *, qkv_format="bshd", attn_mask_type="causal",
@@ -517,8 +473,8 @@ class TransformerLayer(nn.Module):
                  activation="gelu", normalization="LayerNorm", device=None, **options):
         super().__init__()
         of_te = dict(fuse_qkv_params=False, qkv_weight_interleaved=True, attn_input_format="sbhd")  # defaults
-        check_options("TransformerLayer", of_te | options, OPTIONS | dict(
-            fuse_qkv_params=True, qkv_weight_interleaved=False, attn_input_format="bshd"))
+        check_options("TransformerLayer", of_te | options, fuse_qkv_params=True, qkv_weight_interleaved=False,
+                      attn_input_format="bshd")
         self.heads, self.kv_heads = num_attention_heads, num_gqa_groups or num_attention_heads
         self.head_size, self.hidden_dropout = kv_channels or hidden_size // self.heads, hidden_dropout
         q_size, kv_size = self.heads * self.head_size, self.kv_heads * self.head_size
@@ -542,15 +498,8 @@ class TransformerLayer(nn.Module):
 
 
 def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False):
-    """Compute the cross-entropy in float32 over the labels that are not -100.
-
-    Args:
-        inp: logits (B, S, V); with reduce_loss the backward pass overwrites them.
-        target: (B, S) int64.
-
-    Returns:
-        With reduce_loss the mean, (1,); else (B, S), 0 where a label is -100.
-    """
+    """Compute the cross-entropy of logits (B, S, V) in float32 over the labels (B, S) that are not -100: with
+    reduce_loss the mean, (1,), whose backward pass overwrites the logits; else (B, S)."""
     logits, labels = inp.flatten(0, -2), target.flatten()
     if reduce_loss:
         return cross_entropy(logits, labels, label_smoothing=label_smoothing).view(1)
@@ -563,7 +512,7 @@ class FusedAdam(FastAdam):
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, *,
                  exp_avg_dtype=torch.float32, store_param_remainders=False, **options):
-        check_options("FusedAdam", options, OPTIONS | dict(exp_avg_sq_dtype=exp_avg_dtype))
+        check_options("FusedAdam", options, exp_avg_sq_dtype=exp_avg_dtype)
         super().__init__(params, lr, betas, eps, weight_decay, moment_dtype=exp_avg_dtype,
                          store_param_remainders=store_param_remainders)
 
@@ -574,10 +523,9 @@ optimizers = types.SimpleNamespace(FusedAdam=FusedAdam)
 @torch.inference_mode(False)
 @torch.no_grad()
 def quantize_weights(modules):
-    """Quantize the weights of `modules` and all modules in them, for passes with is_first_microbatch=False.
+    """Quantize all weights in `modules` in one launch, for passes with is_first_microbatch=False.
 
-    One launch. Call it inside `autocast`. Go backward before the next call with other weights: the memory of
-    the quantized weights is the same.
+    Call it inside `autocast`, and go backward before the next call: the quantized weights are overwritten.
     """
     weights = []
     for module in (inner for module in modules for inner in module.modules() if isinstance(inner, Module)):
@@ -589,31 +537,3 @@ def quantize_weights(modules):
                 module._fp8_workspaces[name] = casts.allocate_fp8(weight, *weight.shape, fp8)
             weights.append((weight, module._fp8_workspaces[name], scale, amax))
     casts.cast_all(weights)
-
-
-def save_fp8_state(model, state_dict, prefix="", metadata=None):
-    """Add scales (n,) and amax histories (length, n) to a state dict; a hook of the model."""
-    for name, module in model.named_modules():
-        for direction in ("scaling_fwd", "scaling_bwd"):
-            scaling = getattr(module, "fp8_meta", {}).get(direction)
-            if scaling is not None:
-                state_dict[f"{prefix}{name}.{direction}.scale"] = scaling.scale
-                state_dict[f"{prefix}{name}.{direction}.amax_history"] = scaling.amax_history
-
-
-def load_fp8_state(model, state_dict, prefix="", *unused):
-    """Take these out of a state dict, and set them if the model runs in FP8; a hook of the model.
-
-    A history is cut or padded to the recipe's length, and keeps its newest rows.
-    """
-    for name, module in model.named_modules():
-        for direction in ("scaling_fwd", "scaling_bwd"):
-            scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
-            history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
-            if scale is not None and model.config.use_fp8:
-                module.init_fp8_meta_tensors(model.fp8_recipe)
-                module.fp8_meta[direction].scale.copy_(scale)
-                own = module.fp8_meta[direction].amax_history.zero_()
-                own[0] = history[0]  # of the current step; of the other rows the last is the newest
-                if kept := min(len(own), len(history)) - 1:
-                    own[-kept:] = history[-kept:]

@@ -1,12 +1,9 @@
 """Update of all FP8 scales of a model under delayed scaling, in one launch.
 
 Use `update` at the end of a pass: of the forward pass for the scales of inputs and weights, of the backward
-pass for those of gradients. Between two updates the kernels of casts.py raise row 0 of the histories to the
-largest magnitudes that they see.
+pass for those of gradients. Between two updates the kernels of casts.py raise row 0 of the histories.
 
-The formula, and with it every bit, is that of Transformer Engine 2.20 (recipe/delayed_scaling.cu). The kernel
-reads addresses and sizes from a table, since a model has one state per module and direction.
-
+The formula, and with it every bit, is that of Transformer Engine 2.20 (recipe/delayed_scaling.cu).
 Reference: delayed scaling (Micikevicius et al. 2022).
 """
 
@@ -18,7 +15,6 @@ from fast_kernels.library import device_tables, is_fake, operation
 
 # A program's tile of a history, 32 values per thread: a history of 1,024 rows takes two.
 TILE = dict(ROWS=512, COLUMNS=8, num_warps=4)
-LARGEST = torch.finfo(torch.float32).max
 
 
 def update_reference(states, fp8_max, margin=0, algorithm="max"):
@@ -27,7 +23,8 @@ def update_reference(states, fp8_max, margin=0, algorithm="max"):
         is_used = history[0] != 0
         amax = history.nan_to_num(nan=0.0, posinf=float("inf")).amax(0) if algorithm == "max" else history[0]
         # a tensor as the numerator: PyTorch computes number / tensor with the reciprocal, which rounds twice
-        quotient = (torch.full_like(amax, fp8_max * 2.0**-margin) / amax).clamp(max=LARGEST)
+        quotient = torch.full_like(amax, fp8_max * 2.0**-margin) / amax
+        quotient = quotient.clamp(max=torch.finfo(torch.float32).max)
         scale.copy_(torch.where(is_used & (amax > 0) & amax.isfinite(), quotient, scale))
         rolled = history.roll(-1, 0)
         rolled[0] = 0
@@ -40,8 +37,6 @@ def update(states, fp8_max, margin=0, algorithm="max"):
     scale = fp8_max / amax / 2^margin. An amax of 0, infinity or NaN keeps the old scale; a quotient that
     overflows gives the largest float32. Row i of a history takes row i + 1, the last row takes row 0, and row
     0 is zeroed. A slot whose row 0 is zero was not used since the last update, and stays as it is.
-
-    In a CUDA graph, it must have run before the capture with the same tensors.
 
     Args:
         states: (scale, history) pairs: (n,) float32, and (length, n) float32, contiguous, row 0 the newest.
@@ -78,14 +73,11 @@ def _update_scales(scales, histories, fp8_max, margin, algorithm):
 
 def _check(scale, history, device):
     fits = history.dim() == 2 and scale.shape == history.shape[1:] and len(history) > 0
-    are_float32 = scale.dtype == history.dtype == torch.float32
-    if not fits or not are_float32 or not (scale.is_contiguous() and history.is_contiguous()):
-        raise ValueError(f"fast_kernels.scales.update: scale {tuple(scale.shape)} {scale.dtype}, history "
-                         f"{tuple(history.shape)} {history.dtype}: must be (n,) and (length, n) float32, "
-                         "contiguous")
-    if scale.device != device or history.device != device:
-        raise ValueError(f"fast_kernels.scales.update: tensors on {scale.device} and {history.device}: all "
-                         f"must be on {device}")
+    for x in (scale, history):
+        fits = fits and x.dtype == torch.float32 and x.is_contiguous() and x.device == device
+    if not fits:
+        raise ValueError(f"fast_kernels.scales.update: {tuple(scale.shape)} and {tuple(history.shape)}: must "
+                         f"be (n,) and (length, n) float32, contiguous, and must be on {device}")
 
 
 @triton.jit

@@ -386,10 +386,10 @@ def fp8(*shape, dtype=E4M3):
 
 @pytest.mark.parametrize("call, problem", [
     (lambda x, q: fast_casts.norm(x[:24], None, None, x[0], x[0], EPS, *q), r"\(32, 48\) works"),
-    (lambda x, q: fast_casts.norm(x, x[:16], None, x[0], x[0], EPS, *q), r"branch: .* be \(32, 48\)"),
+    (lambda x, q: fast_casts.norm(x, x[:16], None, x[0], x[0], EPS, *q), r"branch .* be \(32, 48\)"),
     (lambda x, q: fast_casts.norm(x, x, x[0, :16], x[0], x[0], EPS, *q), r"branch_bias .* \(48,\)"),
     (lambda x, q: fast_casts.norm(normal(16, 16400), None, None, x[0], None, EPS, *q), "at most 16384"),
-    (lambda x, q: fast_casts.norm_backward(x, x, None, x[0], x[0], x.T), "dresidual: .* must be"),
+    (lambda x, q: fast_casts.norm_backward(x, x, None, x[0], x[0], x.T), "dresidual .* must be"),
     (lambda x, q: fast_casts.cast(x[:, :40].contiguous(), *q), r"\(32, 48\) works"),
     (lambda x, q: fast_casts.cast(x[:, :32], *q), "must be a contiguous"),
     (lambda x, q: fast_casts.cast(x, *q, out=fp8(32, 32)), "allocate_fp8 for"),
@@ -400,7 +400,7 @@ def fp8(*shape, dtype=E4M3):
     (lambda x, q: fast_casts.activate("tanh", x, None, *q), "must be one of gelu, relu"),
     (lambda x, q: fast_casts.activate("swiglu", x, None, *q), "64 works"),
     (lambda x, q: fast_casts.activate("gelu", x, x[0, :16], *q), r"bias .* \(48,\)"),
-    (lambda x, q: fast_casts.activate_backward("gelu", x[:16], x, None, *q), "gelu's output for x")])
+    (lambda x, q: fast_casts.activate_backward("gelu", x[:16], x, None, *q), r"dy .* be \(32, 48\)")])
 def test_unsupported_inputs_raise(call, problem):
     with pytest.raises(ValueError, match=problem):
         call(normal(32, 48), (*scale_and_amax(), E4M3))

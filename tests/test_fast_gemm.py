@@ -104,14 +104,14 @@ def test_each_shape_is_timed_once(monkeypatch):
 
 @pytest.mark.gpu
 def test_number_of_timed_and_cached_shapes_is_bounded(monkeypatch):
-    """With many token counts, the first ones are timed, all are correct, and the oldest are dropped."""
+    """With many token counts, the first ones are timed and kept, and all are correct."""
     monkeypatch.setattr(fast_gemm, "MAX_TUNED", 2)
     monkeypatch.setattr(fast_gemm, "MAX_CACHED", 3)
     for tokens in (128, 144, 160, 176, 192, 128):
         operands, exact = make(256, 256, tokens)
         assert error(fast_gemm.gemm(*operands), exact) < 1e-2
     assert fast_gemm._Shape.tuned_count == 2
-    assert [key[2] for key in fast_gemm._shapes] == [176, 192, 128]
+    assert [key[2] for key in fast_gemm._shapes] == [128, 144, 160]
 
 
 @pytest.mark.gpu
@@ -222,8 +222,8 @@ def shifted(x, elements):
     (dict(bias=lambda x: x.repeat(2)[::2]), "contiguous"),
     (dict(a=lambda x: x.to(E5M2), b=lambda x: x.to(E5M2)), "not both float8_e5m2"),
     (dict(a=lambda x: x.bfloat16()), "a and b must be"),
-    (dict(b=lambda x: x[:, :64].contiguous()), r"must be \(M, K\), \(N, K\)"),
-    (dict(out=lambda x: x[:16]), r"must be \(M, K\), \(N, K\)"),
+    (dict(b=lambda x: x[:, :64].contiguous()), r"b \(48, 64\) .* must be \(48, 96\)"),
+    (dict(out=lambda x: x[:16]), r"out \(16, 64\) .* must be \(48, 64\)"),
     (dict(a=lambda x: x.T.contiguous().T), "call .contiguous()"),
     (dict(out=lambda x: x.half()), "out must be"), (dict(accumulation=lambda x: "exact"), "precise, fast or"),
     (dict(a_scale_inv=lambda x: x.double()), "must be torch.float32, one element"),
