@@ -196,6 +196,7 @@ class _NormLinear(torch.autograd.Function):
             ctx.needs_input_grad[:7])
         if dy is None:  # only the sum was used
             dy = residual.new_zeros(len(residual), len(ctx.layer.parameter))
+        dresidual = None if dresidual is None else dresidual.contiguous()
         needs_dx = needs_x or needs_branch or any(needs_norm)
         dnorm, dweight, dbias = _backward_gemms(
             ctx.layer, dy, operands[2:], operands[:2], needs_dx, needs_weight, needs_bias)

@@ -15,7 +15,9 @@ CUDA graph is one launch. Three ideas:
 
 Reference: docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
+import contextlib
 import gc
+import warnings
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -86,9 +88,21 @@ class CudaGraph:
             with torch.cuda.graph(graph, pool=self.pool.id, stream=self.stream,
                                   capture_error_mode="thread_local"):
                 output = self.function(*arguments, **options)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            _end_failed_capture(self.pool)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             raise ValueError(f"CUDA graphs cannot capture this step: {str(error).splitlines()[0]}; pass "
                              "--cuda-graph off") from error
         return graph, tree_leaves(arguments), output, kept
+
+
+def _end_failed_capture(pool) -> None:
+    """End a capture that failed: PyTorch 2.11 leaves the allocator and the random generator in it, and a later
+    capture in this process would abort."""
+    with contextlib.suppress(AttributeError, RuntimeError):
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool.id)
+    with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the end of an empty graph's capture takes the generator out
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            pass
