@@ -98,8 +98,8 @@ class CudaGraph:
 
 
 def _end_failed_capture(pool) -> None:
-    """End a capture that failed: PyTorch 2.11 leaves the allocator and the random generator in it, and a later
-    capture in this process would abort."""
+    """End a capture that failed: PyTorch 2.11 leaves the allocator and the random generator in it, and a
+    later capture in this process would abort."""
     with contextlib.suppress(AttributeError, RuntimeError):
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool.id)
     with contextlib.suppress(RuntimeError), warnings.catch_warnings():
