@@ -1,7 +1,4 @@
-"""Byte-level tokenizers: raw bytes, any tiktoken encoding, and the tokenizer.json of a Hugging Face model.
-
-A document begins with `start`: the token that its tokenizer puts before a text (`bos`), else end-of-text.
-"""
+"""Byte-level tokenizers: raw bytes, any tiktoken encoding, and the tokenizer.json of a Hugging Face model."""
 import hashlib
 import json
 import math
@@ -13,7 +10,8 @@ import numpy as np
 
 
 class Tokenizer:
-    """Byte-level tokenizer (ids 0-255 are bytes, 256 is end-of-text) or a tiktoken encoding."""
+    """Byte-level tokenizer (0-255 are bytes, 256 is end-of-text) or a tiktoken encoding. A document begins
+    with `start`: the token that the tokenizer puts before a text (`bos`), else end-of-text."""
 
     def __init__(self, name, encoding=None):
         self.name, self.encoding = name, encoding
@@ -139,17 +137,12 @@ def same_tokenizer(name, other):
     return name.rpartition("@")[2] == other.rpartition("@")[2]
 
 
-def without_checksum(name):
-    """Return a tokenizer's name as data.py takes it: hf:DIR for hf:DIR@CHECKSUM."""
-    return re.sub("@[0-9a-f]{12}$", "", name)
-
-
 def get_tokenizer(name, vocab_size=None):
     """Return the tokenizer `name`: "byte", a tiktoken encoding, or "hf:DIR". vocab_size: of an embedding."""
     if name == "byte":
         tokenizer = Tokenizer(name)
     elif name.startswith("hf:"):
-        folder = without_checksum(name)
+        folder = re.sub("@[0-9a-f]{12}$", "", name)
         tokenizer = HfTokenizer(folder[3:])
         if name != folder and not same_tokenizer(name, tokenizer.name):
             raise ValueError(f"tokenizer {folder}: has changed; put the old files back, or pass their hf:DIR")

@@ -207,8 +207,7 @@ def model_card(source: Path, meta: dict, tokenizer) -> str:
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [nanote, fp8]\n---\n"
         f"# {source.parent.name}\n\nTrained with nanoTE, FP8 GPT training on NVIDIA Transformer Engine.\n\n"
         f"| | |\n| --- | --- |\n{table}\n\n"
-        f"Documents began with token {tokenizer.start} in training; put it before a prompt to start one"
-        f"{'' if tokenizer.bos is None else ', as the tokenizer does'}.\n\n"
+        f"Documents began with token {tokenizer.start}: a prompt that starts one has it first.\n\n"
         f"Options of the run:\n\n```json\n{json.dumps(config, indent=2)}\n```\n"
     )
 

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nanote import checkpoint, models, optimizers
 from nanote.config import TrainConfig, in_a_line, parse, run_command
-from nanote.tokenizers import get_tokenizer, without_checksum
+from nanote.tokenizers import get_tokenizer
 from tools import hf_weights
 from tools.export_hf import token_strings
 from tools.hf_weights import appearing, read_json
@@ -47,8 +47,7 @@ class ImportConfig:
     # The Hugging Face folder: config.json, model.safetensors or its shards and index, tokenizer.json.
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     run: tyro.conf.Positional[Path]  # The run folder to create, such as out/mine.
-    # Name of its tokenizer for data.py; None: recognized. Another one gives the token ids new meanings.
-    tokenizer: str | None = None
+    tokenizer: str | None = None  # Its name for data.py; None: recognized. Another gives ids new meanings.
 
 
 def import_(folder, run, tokenizer: str | None = None) -> Path:
@@ -165,7 +164,8 @@ def new_optimizer(model):
 def main(argv=None) -> None:
     config = parse(ImportConfig, argv, "tools/import_hf.py", __doc__)
     folder = import_(config.folder, config.run, config.tokenizer)
-    name = without_checksum(checkpoint.read_meta(folder)["tokenizer"])
+    stored = checkpoint.read_meta(folder)["tokenizer"]
+    name = stored.rpartition("@")[0] or stored  # hf:DIR of hf:DIR@CHECKSUM
     run, tokenizer = shlex.quote(str(config.run)), shlex.quote(name)
     print(f"{folder}: {config.folder}, tokenizer {name}; continue with:\n"
           f"  python sample.py {run} --temperature 0")
