@@ -19,7 +19,6 @@ from nanote import checkpoint, memory, models
 from nanote.config import parse, run_command
 from nanote.corpus import text_documents
 from nanote.generate import generate
-from nanote.tokenizers import get_tokenizer, same_tokenizer
 from nanote.tokens import document_starts
 
 
@@ -45,17 +44,9 @@ def load_model(options, device):
     """Return the model of a checkpoint, with FP8 off, its tokenizer, and whether it trains packed."""
     folder = checkpoint.find(options.run)
     meta = checkpoint.read_meta(folder)
-    if options.model is not None:
-        models.load_file(options.model)
-    name = models.network(options.model or meta["model"])
-    config = models.make_model_config(name, meta["model_config"] | {"use_fp8": False})
-    tokenizer = get_tokenizer(options.tokenizer or meta["tokenizer"], config.vocab_size)
-    if not same_tokenizer(tokenizer.name, meta["tokenizer"]):
-        raise ValueError(f"--tokenizer {options.tokenizer}: the model was trained with {meta['tokenizer']}; "
-                         "name a folder with the same tokenizer.json")
+    tokenizer = models.load_tokenizer(meta, options.tokenizer)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = models.build_model(name, config, device=device, dtype=dtype).eval()
-    checkpoint.load(folder, model)
+    model = models.load_run(folder, meta, options.model, device, dtype)
     return model, tokenizer, bool(meta["config"].get("pack_documents"))
 
 
@@ -89,12 +80,15 @@ def chat(model, tokenizer, max_new_tokens, **sampling):
 def score(model, tokenizer, path, pack_documents=False):
     """Return the loss on a file as a line of text.
 
-    The tokens are those of training: an end-of-text token before each document. Each token after the first is
-    scored once, in windows of n_positions tokens that do not overlap.
+    The tokens are those of token files: each document begins with the token that the tokenizer puts before a
+    text, if there is one, and end-of-text lies between two; without one, end-of-text is the first token, too.
+    Each token after the first is scored once, in windows of n_positions tokens that do not overlap.
     """
     documents = list(filter(None, map("".join, text_documents([path], "text", Counter()))))
     size = sum(len(document.encode()) for document in documents)
-    tokens = [token for document in documents for token in (tokenizer.eot, *tokenizer.encode(document))]
+    before = [tokenizer.eot] if tokenizer.bos is None else [tokenizer.eot, tokenizer.bos]
+    tokens = [token for document in documents for token in (*before, *tokenizer.encode(document))]
+    tokens = tokens[len(before) - 1:]
     if not size:
         raise ValueError(f"{path}: holds no text; name a file that does")
     limit, device, total = model.config.n_positions, next(model.parameters()).device, 0.0
@@ -105,7 +99,7 @@ def score(model, tokenizer, path, pack_documents=False):
         inputs, packing = ids[:, :-1], {}
         if pack_documents:
             end = torch.tensor([inputs.numel()], device=device)
-            packing["cu_seqlens"] = torch.cat([document_starts(inputs, tokenizer.eot), end]).to(torch.int32)
+            packing["cu_seqlens"] = torch.cat([document_starts(inputs, tokenizer.start), end]).to(torch.int32)
         total += model(inputs, ids[:, 1:], **packing).item() * inputs.numel()
     if not math.isfinite(total):
         raise ValueError("the model's loss is not finite: its weights diverged; take an earlier checkpoint")
@@ -127,7 +121,7 @@ def main(argv=None):
     if options.chat:
         chat(model, tokenizer, options.max_new_tokens, **sampling)
         return
-    ids = [tokenizer.eot, *tokenizer.encode(options.prompt)]
+    ids = [tokenizer.start, *tokenizer.encode(options.prompt)]
     for number in range(options.num_samples):
         new = generate(model, ids, options.max_new_tokens, stop=tokenizer.stop_tokens, **sampling)
         print(("\n---\n" if number else "") + options.prompt + tokenizer.decode(new))

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from nanote import recipes
+from nanote import checkpoint, recipes
 from nanote.config import PRESETS, TrainConfig, in_a_line
 
 MODELS = {  # --model: (module, model class, config class)
@@ -269,6 +269,28 @@ def build_model(name, model_config, *, device="cpu", dtype=torch.float32, fp8_we
             return model_classes(name)[0](model_config).to(device)  # .to: a model may choose a device itself
     finally:
         torch.set_default_dtype(before)
+
+
+def load_tokenizer(meta, moved=None):
+    """Return the tokenizer of a checkpoint's meta.json. moved: hf:DIR, the folder where it is now."""
+    from nanote.tokenizers import get_tokenizer, same_tokenizer  # training needs none
+    vocab_size = meta.get("hf", {}).get("vocab_size", meta["model_config"]["vocab_size"])
+    tokenizer = get_tokenizer(moved or meta["tokenizer"], vocab_size)
+    if not same_tokenizer(tokenizer.name, meta["tokenizer"]):
+        raise ValueError(f"--tokenizer {moved}: the model was trained with {meta['tokenizer']}; name a "
+                         "folder with the same tokenizer.json")
+    return tokenizer
+
+
+def load_run(folder, meta, own=None, device="cpu", dtype=torch.float32):
+    """Return the model of a checkpoint, with FP8 off. own: path/to/file.py:Class, if it is your own."""
+    if own is not None:
+        load_file(own)
+    name = network(own or meta["model"])
+    config = make_model_config(name, meta["model_config"] | {"use_fp8": False})
+    model = build_model(name, config, device=device, dtype=dtype).eval()
+    checkpoint.load(folder, model)
+    return model
 
 
 def pick_device(name):

@@ -1,6 +1,7 @@
 """Byte-level tokenizers: raw bytes, any tiktoken encoding, and the tokenizer.json of a Hugging Face model."""
 import hashlib
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -9,13 +10,14 @@ import numpy as np
 
 
 class Tokenizer:
-    """Byte-level tokenizer (ids 0-255 are bytes, 256 is end-of-text) or a tiktoken encoding."""
+    """Byte-level tokenizer (0-255 are bytes, 256 is end-of-text) or a tiktoken encoding. A document begins
+    with `start`: the token that the tokenizer puts before a text (`bos`), else end-of-text."""
 
     def __init__(self, name, encoding=None):
         self.name, self.encoding = name, encoding
         self.vocab_size = encoding.n_vocab if encoding else 257
         self.eot = encoding.eot_token if encoding else 256
-        self.stop_tokens = {self.eot}
+        self.stop_tokens, self.bos, self.start = {self.eot}, None, self.eot
 
     def encode_bytes(self, raw):
         """Encode UTF-8 bytes as a numpy array of ids. Special tokens in the text are plain text."""
@@ -24,7 +26,7 @@ class Tokenizer:
         return self.encoding.encode_to_numpy(raw.decode("utf-8"), disallowed_special=())
 
     def encode(self, text):
-        """Encode a str as a list of ids, without an end-of-text token."""
+        """Encode a str as a list of ids, without tokens before or after it."""
         return self.encode_bytes(text.encode("utf-8", errors="replace")).tolist()
 
     def token_bytes(self, token):
@@ -32,14 +34,14 @@ class Tokenizer:
         return self.encoding.decode_single_token_bytes(token) if self.encoding else bytes((token,))
 
     def decode(self, ids):
-        """Decode ids to str. Invalid UTF-8 becomes U+FFFD, a stop token the empty string."""
+        """Decode ids to str. Invalid UTF-8 becomes U+FFFD, BOS or a stop token the empty string."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids):
-        parts = []
+        parts, hidden = [], {self.bos, *self.stop_tokens}
         for token in map(int, ids):
             try:
-                parts.append(b"" if token in self.stop_tokens else self.token_bytes(token))
+                parts.append(b"" if token in hidden else self.token_bytes(token))
             except (KeyError, OverflowError, ValueError):  # padded vocabulary, or an unused id
                 parts.append("\ufffd".encode())
         return b"".join(parts)
@@ -53,37 +55,50 @@ class HfTokenizer(Tokenizer):
         import tokenizers
         self.folder, path = Path(os.path.abspath(folder)), Path(os.path.abspath(folder), "tokenizer.json")
         try:
-            self.encoding = tokenizers.Tokenizer.from_file(str(path))
-            self._find_end_of_text()
+            raw = path.read_bytes()
+            steps = json.loads(raw)
+            if expansion([steps.get("normalizer"), steps.get("pre_tokenizer")]) > 64:  # Llama 3's: 4
+                raise ValueError("its normalizer or pre_tokenizer may make over 64 characters of one")
+            self.encoding = tokenizers.Tokenizer.from_buffer(raw)
+            self.encoding.no_truncation()
+            self.encoding.no_padding()
+            self._find_special_tokens()
             if not isinstance(self.encoding.decoder, tokenizers.decoders.ByteLevel):
                 raise ValueError("not a byte-level tokenizer, as those of Llama 3 and Qwen3 are")
         except Exception as error:  # tokenizers raises no other type
             raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]}); name the "
                              "folder that has it with --tokenizer hf:DIR") from error
-        self.encoding.no_truncation()
-        self.encoding.no_padding()
-        self.encoding.add_special_tokens([self.encoding.id_to_token(self.eot)])  # never found in a text
+        for token in {self.start, self.eot}:
+            self.encoding.add_special_tokens([self.encoding.id_to_token(token)])  # never found in a text
         self.vocab_size = max(self.encoding.get_vocab(with_added_tokens=True).values()) + 1
         self.added = self.encoding.get_added_tokens_decoder()
         self.byte_of = {character: byte for byte, character in enumerate(byte_characters())}
-        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        content = hashlib.sha256(raw).hexdigest()
         self.name = f"hf:{self.folder}@{hashlib.sha256(f'{content} {self.eot}'.encode()).hexdigest()[:12]}"
 
-    def _find_end_of_text(self):
-        """Set `eot` from tokenizer_config.json, generation_config.json or config.json, and `stop_tokens`."""
-        def read(name, field):
-            path = self.folder / name
-            value = json.loads(path.read_text(encoding="utf-8")).get(field) if path.is_file() else None
-            return value if isinstance(value, list) else [value]
+    def _find_special_tokens(self):
+        """Set `eot`, which the first of three files names, and `bos`: the token that the post-processor puts
+        before a text, or bos_token if add_bos_token is true."""
+        paths = [self.folder / f"{name}.json" for name in ("tokenizer_config", "generation_config", "config")]
+        names, *configs = [json.loads(path.read_bytes()) if path.is_file() else {} for path in paths]
 
-        [token] = read("tokenizer_config.json", "eos_token")
-        token = token["content"] if isinstance(token, dict) else token
-        generation = read("generation_config.json", "eos_token_id")
-        ids = [self.encoding.token_to_id(token or ""), *generation, *read("config.json", "eos_token_id")]
-        self.eot = next((number for number in ids if number is not None), None)
+        def named(field):
+            token = names.get(field)
+            return self.encoding.token_to_id((token["content"] if isinstance(token, dict) else token) or "")
+
+        ids = [config.get("eos_token_id") for config in configs]
+        generation, model = (number if isinstance(number, list) else [number] for number in ids)
+        self.eot = next((n for n in (named("eos_token"), *generation, *model) if n is not None), None)
         if self.eot is None or self.encoding.id_to_token(self.eot) is None:
             raise ValueError("no end-of-text token; name it as eos_token in tokenizer_config.json")
         self.stop_tokens = {self.eot, *generation} - {None}
+        text = self.encoding.encode("a")
+        before = text.ids[:text.special_tokens_mask.index(0)]
+        if len(before) > 1:
+            raise ValueError(f"puts {len(before)} tokens before a text; the kit's token files have one")
+        bos = before[0] if before else named("bos_token") if names.get("add_bos_token") else None
+        self.bos = None if bos == self.eot else bos
+        self.start = self.eot if self.bos is None else self.bos
 
     def encode_bytes(self, raw, special_tokens=False):
         """Encode UTF-8 bytes. With `special_tokens`, special tokens in the text become tokens."""
@@ -99,6 +114,17 @@ class HfTokenizer(Tokenizer):
         return text.encode() if token in self.added else bytes(self.byte_of[character] for character in text)
 
 
+def expansion(step):
+    """Return how many characters a normalizer or pre-tokenizer (its JSON) makes of one, at most."""
+    if not isinstance(step, dict):
+        return math.prod(map(expansion, step)) if isinstance(step, list) else 1
+    factor = {"ByteLevel": 4, "Precompiled": 20}.get(step.get("type"), 1)  # of UTF-8; of NFKC
+    if "content" in step:  # Replace; a regular expression may match nothing
+        length = len(step["pattern"].get("String", ""))
+        factor = max(1, len(step["content"]) / length) if length else 1 + len(step["content"])
+    return factor * expansion([*step.values()])
+
+
 def byte_characters():
     """Return the printable character of each byte in a byte-level BPE (GPT-2's bytes_to_unicode)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
@@ -111,21 +137,15 @@ def same_tokenizer(name, other):
     return name.rpartition("@")[2] == other.rpartition("@")[2]
 
 
-def without_checksum(name):
-    """Return a tokenizer's name as data.py takes it: hf:DIR for hf:DIR@CHECKSUM."""
-    return re.sub("@[0-9a-f]{12}$", "", name)
-
-
 def get_tokenizer(name, vocab_size=None):
     """Return the tokenizer `name`: "byte", a tiktoken encoding, or "hf:DIR". vocab_size: of an embedding."""
     if name == "byte":
         tokenizer = Tokenizer(name)
     elif name.startswith("hf:"):
-        folder = without_checksum(name)
+        folder = re.sub("@[0-9a-f]{12}$", "", name)
         tokenizer = HfTokenizer(folder[3:])
         if name != folder and not same_tokenizer(name, tokenizer.name):
-            raise ValueError(f"tokenizer {folder}: has changed; put the old files back, or name their folder "
-                             "with --tokenizer hf:DIR")
+            raise ValueError(f"tokenizer {folder}: has changed; put the old files back, or pass their hf:DIR")
     else:
         import tiktoken
         try:

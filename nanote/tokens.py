@@ -1,7 +1,8 @@
 """Token files: `write_tokens` makes them from documents, and a Loader reads batches from them.
 
-A token file holds nothing but token ids, uint16 or uint32, with an end-of-text token after each document:
-`data/<name>/{train,val}.bin`, described by `meta.json` with their SHA-256.
+A token file holds nothing but token ids, uint16 or uint32, with an end-of-text token after each document, and
+the tokenizer's beginning-of-text token (BOS) before it if there is one: `data/<name>/{train,val}.bin`,
+described by `meta.json` with their SHA-256.
 
 A batch is a pure function of (seed, step, rank). The Loader has no state to save, and a resumed run sees the
 same batches as an uninterrupted one; if it has another number of samples a step, the samples that follow.
@@ -127,6 +128,7 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
                 "eot": encoder.eot, "dtype": dtype.name, "val_fraction": val_fraction, **counts,
                 "left_out": dict(left_out or {}), "train_sha256": sha256(folder / "train.bin"),
                 "val_sha256": sha256(folder / "val.bin")}
+        meta |= {} if encoder.bos is None else {"bos": encoder.bos}
         meta["sha256"] = meta_checksum(meta)
         (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
     return meta
@@ -143,9 +145,12 @@ def encoded(documents, encoder, val_fraction, pool):
         split, raw = piece
         return split, encoder.encode_bytes(raw) if raw else np.array([encoder.eot]), len(raw)
 
-    pieces = pieces_of(documents, val_fraction)
+    pieces, is_start = pieces_of(documents, val_fraction), True
     while some := list(islice(pieces, 4 * os.cpu_count())):
-        yield from pool.map(encode, some)
+        for split, tokens, size in pool.map(encode, some):
+            has_bos = is_start and encoder.bos is not None
+            yield split, np.append(encoder.bos, tokens) if has_bos else tokens, size
+            is_start = not size
 
 
 def pieces_of(documents, val_fraction):
@@ -183,8 +188,8 @@ class Loader:
     Samples are numbered from the run's first, over all ranks; a micro-batch takes micro_batch_size of them
     for rank 0, then as many for rank 1, and so on. A thread prefetches the next step's batches.
 
-    With `pack_documents` a batch also says where its documents begin (cu_seqlens): each with the end-of-text
-    token before it, as in generation. Rank 0 verifies the checksum, so that a shared disk is read once.
+    With `pack_documents` a batch also says where its documents begin (cu_seqlens): each with BOS, else with
+    the end-of-text token before it, as in generation. Rank 0 verifies the checksum: a disk is read once.
     """
 
     def __init__(self, config, split, ranks, device="cpu"):
@@ -198,9 +203,10 @@ class Loader:
         self.grad_accum, self.seed, self.ranks = config.grad_accum, config.seed, ranks
         self.samples_per_step = self.grad_accum * self.micro_batch_size * ranks.count
         self.tokens_per_step = self.samples_per_step * seq_len
+        self.start_token = self.meta.get("bos", self.meta["eot"])  # of a document
         self.max_documents = 0  # in a micro-batch
         if config.pack_documents:
-            self.max_documents = self.micro_batch_size * max_documents(self.tokens, self.meta["eot"], seq_len)
+            self.max_documents = self.micro_batch_size * max_documents(self.tokens, self.start_token, seq_len)
         self.device = torch.device(device)
         # train: one window less, so that any starting offset gives the same number of windows
         self.num_windows = max(length // seq_len - 1, 1) if split == "train" else (length - 1) // seq_len
@@ -281,7 +287,7 @@ class Loader:
         windows = torch.from_numpy(self.tokens[positions].astype(np.int64))
         tensors = [windows]
         if self.max_documents:
-            documents = document_starts(windows[:, :-1], self.meta["eot"])
+            documents = document_starts(windows[:, :-1], self.start_token)
             cu_seqlens = torch.full((self.max_documents + 1,), windows[:, :-1].numel(), dtype=torch.int32)
             cu_seqlens[:len(documents)] = documents
             tensors.append(cu_seqlens)
@@ -291,18 +297,18 @@ class Loader:
         return tensors
 
 
-def document_starts(input_ids, eot):
+def document_starts(input_ids, start_token):
     """Return where documents or parts of one begin in input_ids.flatten(), for input_ids (B, S)."""
-    is_start = input_ids == eot
+    is_start = input_ids == start_token
     is_start[:, 0] = True  # a row starts a sequence, even inside a document
     return is_start.flatten().nonzero().flatten()
 
 
-def max_documents(tokens, eot, seq_len):
+def max_documents(tokens, start_token, seq_len):
     """Return the largest number of documents, whole or partial, in any seq_len consecutive tokens."""
     chunk = 1 << 20
-    ends = np.concatenate([start + np.flatnonzero(tokens[start : start + chunk] == eot)
-                           for start in range(0, len(tokens), chunk)])
-    # The first token of a window starts a document or a part of one, each end-of-text token after it another.
-    counts = np.searchsorted(ends, ends + seq_len - 1) - np.arange(len(ends))
+    starts = np.concatenate([first + np.flatnonzero(tokens[first : first + chunk] == start_token)
+                             for first in range(0, len(tokens), chunk)])
+    # The first token of a window starts a document or a part of one, each start token after it another.
+    counts = np.searchsorted(starts, starts + seq_len - 1) - np.arange(len(starts))
     return 1 + int(counts.max(initial=0))

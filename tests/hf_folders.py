@@ -33,6 +33,11 @@ def make_tokenizer(folder, text="the cat sat on the mat, the dog too. ", templat
     return bpe
 
 
+def edit_json(path, **fields):
+    """Replace fields of a JSON file."""
+    Path(path).write_text(json.dumps(json.loads(Path(path).read_text()) | fields))
+
+
 def make_model(folder, n_positions=96, eos_token_id=(2, 0)):
     """Write a random Qwen3 whose greedy text varies, and return it."""
     import torch

@@ -11,15 +11,16 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import data
-from hf_folders import make_tokenizer
+from hf_folders import edit_json, make_tokenizer
 from nanote import corpus
 from nanote.tokenizers import get_tokenizer, same_tokenizer
-from nanote.tokens import open_tokens, write_tokens
+from nanote.tokens import Loader, open_tokens, write_tokens
 from trainer_tools import largest_file
 
 SCRIPT = Path(data.__file__)
@@ -237,6 +238,45 @@ def test_a_hugging_face_tokenizer_that_moved_or_changed():
     write_files(".", {"a.txt": "the cat"})
     data.main(["text", "a.txt", "--tokenizer", "hf:bpe"])
     assert open_tokens("data/a-bpe", "val")[1]["tokenizer"].startswith(f"hf:{Path('bpe').absolute()}@")
+
+
+@pytest.mark.parametrize("fields, start", [  # of tokenizer_config.json; 0 is <|endoftext|>, 1 <|im_start|>
+    (None, 0), ({}, None), ({"bos_token": "<|im_start|>"}, None),
+    ({"bos_token": "<|im_start|>", "add_bos_token": True}, 1),
+    ({"bos_token": {"content": "<|im_end|>"}, "add_bos_token": True}, None)], ids=str)
+def test_a_document_begins_as_the_tokenizer_begins_a_text(fields, start):
+    """With the token of the post-processor or add_bos_token, and packing follows it; not with end-of-text."""
+    make_tokenizer("bpe")
+    if fields is not None:
+        edit_json("bpe/tokenizer.json", post_processor=None)
+        edit_json("bpe/tokenizer_config.json", **fields)
+    tokenizer = get_tokenizer("hf:bpe")
+    meta = write_tokens(["the dog", iter(["the cat\n", "the mat\n" * 9])], "set", tokenizer="hf:bpe")
+    begin, long = [] if start is None else [start], "the cat\n" + "the mat\n" * 9
+    expected = [*begin, *tokenizer.encode("the dog"), 2, *begin, *tokenizer.encode(long), 2]
+    train, val = open_tokens("set", "train")[0], open_tokens("set", "val")[0]
+    assert [*train, *val] == expected and meta.get("bos") == start
+    assert tokenizer.decode(expected) == "the dog" + long
+    assert meta["train_bytes"] + meta["val_bytes"] == len("the dog" + long)
+    config = SimpleNamespace(data="set", micro_batch_size=1, seq_len=16, grad_accum=1, seed=0,
+                             pack_documents=True)
+    loader = Loader(config, "train", SimpleNamespace(rank=0, count=1))
+    [inputs, _, starts], _ = next(loader.evaluation(16))
+    loader.close()
+    assert starts.tolist()[:3] == [0, expected.index(2) + (start is not None), 16]
+
+
+@pytest.mark.parametrize("steps", [
+    {"normalizer": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}]},
+    {"normalizer": [{"type": "Replace", "pattern": {"Regex": "(?=b)|a"}, "content": "a"}]},
+    {"pre_tokenizer": [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}]}], ids=str)
+def test_a_tokenizer_that_expands_without_end_is_refused(refuse, steps):
+    write_files(".", {"good.txt": "a cat é"})
+    make_tokenizer("bpe")
+    [(part, step)] = steps.items()
+    names = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}
+    edit_json("bpe/tokenizer.json", **{part: {"type": "Sequence", names[part]: 40 * step}})
+    assert "may make over 64 characters of one" in refuse("text", "good.txt", "--tokenizer", "hf:bpe")
 
 
 # Replacing a folder

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import hf_folders
+import model_te_optimized
 from nanote import checkpoint, models, optimizers
 from nanote.config import TrainConfig
 from nanote.tokenizers import get_tokenizer, same_tokenizer
@@ -53,6 +54,8 @@ def make_folder(folder, kind="gpt2", dtype=torch.float32):
 def make_run(run, model="optimized", dtype=torch.float32, **options):
     """Write a run with one checkpoint of random weights; in BF16, masters are 0.1 % larger."""
     shape = dict(n_layer=2, n_head=4, n_embd=64, vocab_size=288, n_positions=64)
+    if models.is_file(model):
+        models.load_file(model)
     config = TrainConfig(**shape | dict(model=model) | options)
     model_config = models.make_model_config(model, vars(config) | {"use_fp8": False})
     net = randomize(models.build_model(model, model_config, dtype=dtype))
@@ -74,8 +77,7 @@ def load_run(run):
 
 
 def weights(run):
-    meta = checkpoint.read_meta(checkpoint.find(run))
-    return hf_weights.read_weights(checkpoint.find(run), meta["model"])
+    return hf_weights.read_weights(checkpoint.find(run))
 
 
 def tensors(folder):
@@ -239,6 +241,64 @@ def test_a_model_keeps_its_own_tokenizer(tmp_path):
     assert same_tokenizer(checkpoint.read_meta(again)["tokenizer"], name)
 
 
+OWN = """
+import torch
+import model_te_custom
+import model_te_optimized
+
+class Same(model_te_optimized.OptimizedGPT2Model):
+    def __init__(self, config: model_te_optimized.OptimizedConfig):
+        super().__init__(config)
+        self.unused = torch.nn.Parameter(torch.ones(3))
+
+class Custom(model_te_custom.CustomGPT2Model):
+    def __init__(self, config: model_te_custom.CustomConfig):
+        super().__init__(config)
+
+class Capped(Same):
+    def forward(self, input_ids):
+        return 2 * torch.tanh(super().forward(input_ids) / 2)
+
+class Window(Same):
+    def forward(self, input_ids):
+        logits = super().forward(input_ids)
+        return torch.cat((logits[:, :60], 1.1 * logits[:, 60:]), dim=1)
+
+class Other(torch.nn.Module):
+    def __init__(self, config: model_te_optimized.OptimizedConfig):
+        super().__init__()
+        self.config, self.wte = config, torch.nn.Embedding(config.vocab_size, config.n_embd)
+"""
+
+
+@pytest.mark.parametrize("name, dtype", [("Same", "auto"), ("Custom", "float32"), ("Same", "bfloat16")])
+def test_an_own_model_with_the_same_logits_exports(name, dtype, in_tmp_path):
+    Path("mine.py").write_text(OWN)
+    make_run("run", f"mine.py:{name}", dtype=torch.bfloat16)
+    export_hf.main(["run", "folder", "--model", f"mine.py:{name}", "--dtype", dtype])
+    if dtype == "auto":
+        assert_same_logits(load_run("run"), "folder", 288)
+        code, _, error = tool("export_hf.py", "run", "second")
+        assert code == 2 and f"never taken from a checkpoint; pass --model mine.py:{name} again" in error
+
+
+@pytest.mark.parametrize("name, words", [
+    ("Capped", "run/step-7: its logits and those of GPT2LMHeadModel differ by up to "),
+    ("Window", "differ by up to "), ("Other", "the run has no wpe.weight of shape (64, 64)")])
+def test_a_model_with_other_logits_is_refused(name, words, in_tmp_path, refused):
+    Path("mine.py").write_text(OWN)
+    make_run("run", f"mine.py:{name}")
+    assert words in refused(export_hf.main, f"run folder --model mine.py:{name}")
+
+
+def test_an_edit_of_the_kits_file_is_refused(in_tmp_path, refused, monkeypatch):
+    make_run("run")
+    forward = model_te_optimized.OptimizedGPT2Model.forward
+    monkeypatch.setattr(model_te_optimized.OptimizedGPT2Model, "forward",
+                        lambda self, ids: 30 * torch.tanh(forward(self, ids) / 30))
+    assert "differ by up to " in refused(export_hf.main, "run folder")
+
+
 # ---------------------------------------------------------------- bad input: one line, nothing written
 
 @pytest.mark.parametrize("options, arguments, words", [
@@ -285,8 +345,11 @@ def test_damaged_and_missing_files_are_refused(in_tmp_path, refused):
     assert "model.safetensors: not readable" in refused(import_hf.main, "hf new")
     Path("hf/model.safetensors").rename("hf/pytorch_model.bin")
     assert "a pickle (*.bin) is not read" in refused(import_hf.main, "hf new")
+    steps = 40 * [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}]
+    hf_folders.edit_json("hf/tokenizer.json", normalizer={"type": "Sequence", "normalizers": steps})
+    assert "may make over 64 characters of one" in refused(import_hf.main, "hf new")
     Path("hf/tokenizer.json").unlink()
-    assert "its tokenizer" in refused(import_hf.main, "hf new")
+    assert "tokenizer.json: cannot be read" in refused(import_hf.main, "hf new")
     Path("hf/config.json").write_text("{")
     assert "config.json: not JSON" in refused(import_hf.main, "hf new")
 

@@ -4,6 +4,8 @@
 
 - The architecture determines the class (GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM) for any of the
   five model files; there is no custom code. Weights equal the checkpoint's bit for bit.
+- The logits of what was written must be those of the model file (model_te_optimized.py for a fast run): an
+  edit such as a cap on the logits is refused, and your own model (--model) exports where they agree.
 - The embedding keeps its padding rows (50,257 → 50,304), so that tools/import_hf.py restores the same model;
   generation_config.json excludes them. A run that began as an import gets the rows it was imported with.
 - The tokenizer becomes a byte-level BPE of the `tokenizers` library with the same ids. As in training,
@@ -24,10 +26,14 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+if __name__ == "__main__":  # the logits are compared in float32, which TE on a GPU replaces by TF32
+    os.environ.setdefault("NANOTE_ENGINE", "reference")
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+
 from nanote import checkpoint, models, recipes
 from nanote.config import parse, run_command
 from nanote.logs import read_metrics
-from nanote.tokenizers import HfTokenizer, byte_characters, get_tokenizer, same_tokenizer
+from nanote.tokenizers import HfTokenizer, byte_characters
 from tools import hf_weights
 from tools.hf_weights import appearing, read_json
 
@@ -39,6 +45,7 @@ class ExportConfig:
     # Type of the weights: auto keeps the checkpoint's; float32 uses the optimizer's masters if there are any.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     tokenizer: str | None = None  # hf:DIR, the folder of the run's tokenizer, if it has moved.
+    model: str | None = None  # path/to/file.py:Class, if it is your own: a checkpoint holds no code.
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -100,35 +107,54 @@ def _merges(tokens: dict[str, int], special: list[str]) -> list[tuple[str, str]]
 
 # ---------------------------------------------------------------- the folder
 
-def export(run, folder, dtype: str = "auto", moved: str | None = None) -> Path:
-    """Export a run or a checkpoint to `folder`, and return the checkpoint that was exported.
-
-    dtype, moved: see ExportConfig's dtype and tokenizer.
-    """
+def export(run, folder, dtype: str = "auto", moved: str | None = None, own: str | None = None) -> Path:
+    """Export a run or a checkpoint to `folder`; return the checkpoint. moved, own: tokenizer, model above."""
     source, folder = checkpoint.find(run), Path(folder)
     if os.path.lexists(folder):
         raise ValueError(f"{folder}: exists; name another folder")
     meta = checkpoint.read_meta(source)
-    if models.is_file(meta["model"]):
-        raise ValueError(f"{source}: a run of {meta['model']}; only runs of the kit's own model files, "
-                         "such as --model optimized, have a class in transformers")
     checkpoint.verify(source)
     config = models.make_model_config("optimized", meta["model_config"] | {"use_fp8": False})
     vocab_size = meta.get("hf", {}).get("vocab_size", config.vocab_size)
-    tokenizer = get_tokenizer(moved or meta["tokenizer"], vocab_size)
-    if not same_tokenizer(tokenizer.name, meta["tokenizer"]):
-        raise ValueError(f"--tokenizer {moved}: is not {meta['tokenizer']}, which the model was trained "
-                         "with; name a folder with the same tokenizer.json")
-    kind = hf_weights.model_type(config)
-    weights = hf_weights.read_weights(source, meta["model"], masters=dtype == "float32")
-    weights = hf_weights.to_hf(weights, config, vocab_size)
+    tokenizer = models.load_tokenizer(meta, moved)
+    weights = hf_weights.read_weights(source, masters=dtype == "float32")
     if dtype != "auto":
         weights = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
+    theirs = hf_weights.to_hf(weights, config, vocab_size)
     with appearing(folder, "exporting") as unfinished:
-        write_folder(unfinished, weights, config, vocab_size, tokenizer)
-        card = model_card(source, meta, kind, weights)
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
+        write_folder(unfinished, theirs, config, vocab_size, tokenizer)
+        (unfinished / "README.md").write_text(model_card(source, meta, tokenizer), encoding="utf-8")
+        check_logits(unfinished, source, own, weights, vocab_size)
     return source
+
+
+@torch.no_grad()
+def check_logits(folder: Path, source: Path, own: str | None, weights: dict, vocab_size: int) -> None:
+    """Raise ValueError unless the model in `folder` has the logits of the run's, on 1,024 random tokens.
+
+    In float32 (up to 4 billion parameters, 16 GB) they may differ by 0.1 % of the largest: rounding makes
+    0.001 % after 12 layers, 0.014 % where the weights are ten times GPT-2's. In BF16, by 10 %: it makes 2 %.
+    """
+    import transformers  # slow to import
+
+    transformers.logging.disable_progress_bar()
+    is_small = sum(weight.numel() for weight in weights.values()) <= 4e9
+    dtype, tolerance = (torch.float32, 1e-3) if is_small and recipes.IS_REFERENCE else (torch.bfloat16, 0.1)
+    device = models.pick_device("auto")
+    model = models.load_run(source, checkpoint.read_meta(source), own, device, dtype)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights[hf_weights.optimized_name(name)])  # in the type that was written
+    random, length = torch.Generator().manual_seed(0), min(model.config.n_positions, 1024)
+    ids = torch.randint(vocab_size, (1, length), generator=random).to(device)
+    logits = model(ids)
+    logits = (logits[0] if isinstance(logits, tuple) else logits)[..., :vocab_size]
+    del model  # one at a time
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    difference, largest = (logits - model(ids).logits).abs().max().item(), logits.abs().max().item()
+    if not difference <= tolerance * largest:  # NaN, too
+        raise ValueError(f"{source}: its logits and those of {type(model).__name__} differ by up to "
+                         f"{difference:.3g}, and the largest is {largest:.3g}: transformers has no class for "
+                         "an edited model; share the run with its model file")
 
 
 def write_folder(folder: Path, weights: dict, config, vocab_size: int, tokenizer) -> None:
@@ -137,6 +163,7 @@ def write_folder(folder: Path, weights: dict, config, vocab_size: int, tokenizer
     from huggingface_hub import save_torch_state_dict
 
     save_torch_state_dict(weights, folder, max_shard_size=4 * 2**30)
+    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     is_hf = isinstance(tokenizer, HfTokenizer)
     ids, generation = {"bos_token_id": tokenizer.eot}, {"pad_token_id": tokenizer.eot}
     if is_hf:
@@ -145,7 +172,7 @@ def write_folder(folder: Path, weights: dict, config, vocab_size: int, tokenizer
         generation = ids | read_json(tokenizer.folder / "generation_config.json")
         generation = {name: value for name, value in generation.items() if name not in NOT_KEPT}
     nanote = {"bias": config.bias} | ({} if is_hf else {"tokenizer": tokenizer.name})
-    hf_weights.hf_config(config, vocab_size, dtype=main_dtype(weights), nanote=nanote,
+    hf_weights.hf_config(config, vocab_size, dtype=dtype, nanote=nanote,
                          eos_token_id=tokenizer.eot, **ids).save_pretrained(folder)
     suppressed = {*(generation.pop("suppress_tokens", None) or ()), *range(tokenizer.vocab_size, vocab_size)}
     stops = [tokenizer.eot, *sorted(tokenizer.stop_tokens - {tokenizer.eot})]  # end of a turn, end of a text
@@ -165,71 +192,53 @@ def write_folder(folder: Path, weights: dict, config, vocab_size: int, tokenizer
         add_fields(folder / "config.json", rope_theta=config.rope_theta)
 
 
-def main_dtype(weights: dict) -> str:
-    return str(next(iter(weights.values())).dtype).removeprefix("torch.")
-
-
 def add_fields(path: Path, **fields) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields, indent=2) + "\n")
 
 
-def model_card(source: Path, meta: dict, kind: str, weights: dict) -> str:
+def model_card(source: Path, meta: dict, tokenizer) -> str:
     """Return the text of README.md, from the checkpoint and the run's metrics.jsonl alone."""
-    config = {name: without_folder(value) for name, value in meta["config"].items()}
-    rows = {"class": hf_weights.CLASSES[kind]} | card_rows(source, meta, config, weights)
+    # a card names no local folder
+    config = {name: Path(value).name if os.path.isabs(str(value)) else value
+              for name, value in meta["config"].items()}
+    rows = card_rows(source, meta, config)
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value is not None)
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [nanote, fp8]\n---\n"
         f"# {source.parent.name}\n\nTrained with nanoTE, FP8 GPT training on NVIDIA Transformer Engine.\n\n"
         f"| | |\n| --- | --- |\n{table}\n\n"
-        "Documents began after an end-of-text token in training; put `model.config.eos_token_id` before a "
-        "prompt to start one.\n\n"
+        f"Documents began with token {tokenizer.start}: a prompt that starts one has it first.\n\n"
         f"Options of the run:\n\n```json\n{json.dumps(config, indent=2)}\n```\n"
     )
 
 
-def card_rows(source: Path, meta: dict, config: dict, weights: dict) -> dict[str, str | None]:
+def card_rows(source: Path, meta: dict, config: dict) -> dict[str, str | None]:
     """Return {title: value} of the card's table; None: leave the row out."""
     step = meta["step"]
     ranks = sum(name.endswith(".torch") for name in checkpoint.read_tensors(source, ("rng",)))
     tokens = step * config["micro_batch_size"] * config["seq_len"] * config["grad_accum"] * ranks
-    measured = [record for record in read_metrics(source.parent / "metrics.jsonl") if record["step"] <= step]
-    losses = [record for record in measured if "val_loss" in record]
-    memory = max((record.get("peak_gib") or 0 for record in measured), default=0)
-    is_hf = meta["tokenizer"].startswith("hf:")
-    tokenizer = "tokenizer.json in this folder" if is_hf else meta["tokenizer"]
+    losses = [record for record in read_metrics(source.parent / "metrics.jsonl")
+              if record["step"] <= step and "val_loss" in record]
+    tokenizer = "tokenizer.json in this folder" if ":" in meta["tokenizer"] else meta["tokenizer"]
     unit = "nats a byte" if tokenizer == "byte" else f"nats a token ({tokenizer})"
     fp8_format = recipes.resolve_format(config["fp8_recipe"], config["fp8_format"])
     recipe = config["fp8_recipe"] + (f" ({fp8_format})" if fp8_format else "")
-    recipe += ", trained without FP8" if recipe == "none" else ""
     val_loss = f"{losses[-1]['val_loss']:.4f} {unit}, after step {losses[-1]['step']:,}" if losses else None
     return {
-        "parameters": f"{sum(w.numel() for w in weights.values()):,} ({main_dtype(weights)})",
         "tokenizer": tokenizer,
-        "data": config["data"],
-        "steps": f"{step:,}",
-        "tokens": f"{tokens:,}",
+        "tokens": f"{tokens:,} in {step:,} steps",
         "FP8 recipe": recipe if step else None,
         "validation loss": val_loss,
-        "learning rate": f"{config['lr']:g}, {config['lr_schedule']}, of {config['max_steps']:,} steps",
         "trained on": meta.get("device"),
-        "GPU memory": f"{memory:.1f} GiB at most" if memory else None,
-        "imported from": without_folder(meta.get("hf", {}).get("folder")),
-        "PyTorch": meta.get("torch"),
+        "imported from": Path(meta["hf"]["folder"]).name if "hf" in meta else None,
     }
-
-
-def without_folder(value):
-    """Return the last part of an absolute path, any other value as it is: a card names no local folder."""
-    return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
 
 
 def main(argv=None) -> None:
     config = parse(ExportConfig, argv, "tools/export_hf.py", __doc__)
-    source = export(config.run, config.folder, config.dtype, config.tokenizer)
-    class_name = json.loads((config.folder / "config.json").read_text())["architectures"][0]
-    print(f"{config.folder}: {source} as {class_name}; "
-          f"load it with AutoModelForCausalLM.from_pretrained({str(config.folder)!r})")
+    source = export(config.run, config.folder, config.dtype, config.tokenizer, config.model)
+    print(f"{config.folder}: {source}, with the same logits in transformers; load it with "
+          f"AutoModelForCausalLM.from_pretrained({str(config.folder)!r})")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,30 +23,29 @@ from nanote import checkpoint
 from nanote.config import in_a_line
 
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# Parameter names of two model files that differ from the optimized model: (its name, theirs).
-NAMES = {
-    "te": [("attn.qkv.", "self_attention.layernorm_qkv."), ("attn.proj.", "self_attention.proj."),
-           ("mlp.", "layernorm_mlp.")],
-    "custom": [("attn.qkv.layer_norm_", "attn.norm."), ("mlp.layer_norm_", "mlp.norm."),
-               ("mlp.fc1_", "mlp.fc1."), ("mlp.fc2_", "mlp.fc2."), ("lm_head.layer_norm_", "norm.")],
-}
+# Parameter names of model_te.py and model_te_custom.py, and those of the optimized model.
+NAMES = {"self_attention.layernorm_qkv.": "attn.qkv.", "self_attention.proj.": "attn.proj.",
+         "layernorm_mlp.": "mlp.", "attn.norm.": "attn.qkv.layer_norm_", "mlp.norm.": "mlp.layer_norm_",
+         "mlp.fc1.": "mlp.fc1_", "mlp.fc2.": "mlp.fc2_"}
 
 
 # ---------------------------------------------------------------- folders
 
-def read_weights(folder, model: str, masters: bool = False) -> dict[str, torch.Tensor]:
+def read_weights(folder, masters: bool = False) -> dict[str, torch.Tensor]:
     """Return a checkpoint's weights, or their float32 `masters`, under the names of the optimized model."""
     stored = {name.removeprefix("model."): tensor for name, tensor in checkpoint.read_tensors(folder).items()}
     if masters:
         names = {f"optimizer.{name}.master_param": name for name in stored}
         masters = checkpoint.read_tensors(folder, tuple(names))
         stored |= {names[name]: master for name, master in masters.items()}
-    weights = {}
-    for name, tensor in stored.items():
-        for ours, theirs in NAMES.get(model, []):
-            name = name.replace(theirs, ours)
-        weights[name] = tensor
-    return weights
+    return {optimized_name(name): tensor for name, tensor in stored.items()}
+
+
+def optimized_name(name: str) -> str:
+    """Return the optimized model's name for a weight of any model file."""
+    for theirs, ours in NAMES.items():
+        name = name.replace(theirs, ours)
+    return re.sub("^norm.", "lm_head.layer_norm_", name)
 
 
 def read_json(path: Path) -> dict:
@@ -222,12 +222,14 @@ def _llama_table(config):
 def to_hf(weights: dict[str, torch.Tensor], config, vocab_size: int) -> dict[str, torch.Tensor]:
     """Return the optimized model's weights under Hugging Face's names, with `vocab_size` rows."""
     theirs = {}
-    for ours, parts, _, is_transposed in table(config, vocab_size):
+    for ours, parts, columns, is_transposed in table(config, vocab_size):
         sizes = [rows for _, rows in parts]
-        if ours in weights:
-            weight = weights[ours][:sum(sizes)]  # without padding of the vocabulary
-        else:  # GPT2LMHeadModel has biases, this model has none
-            weight = torch.zeros(sizes, dtype=weights["wte.weight"].dtype)
+        shape = (sum(sizes),) if columns is None else (sum(sizes), columns)
+        # GPT2LMHeadModel has biases: zeros, if this model has none
+        absent = torch.zeros(shape if ours.endswith("bias") else 0, dtype=weights["wte.weight"].dtype)
+        weight = weights.get(ours, absent)[:sum(sizes)]  # without padding of the vocabulary
+        if weight.shape != shape:
+            raise ValueError(f"the run has no {ours} of shape {shape}, as {CLASSES[model_type(config)]} has")
         for (name, _), part in zip(parts, weight.split(sizes)):
             # safetensors does not accept views
             theirs[name] = (part.T if is_transposed else part).clone(memory_format=torch.contiguous_format)

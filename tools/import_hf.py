@@ -7,13 +7,12 @@
   the files that model.safetensors.index.json names): no download, no pickle (pytorch_model.bin), no code.
 - The run is a checkpoint of step 0 with a new optimizer. Its float32 master weights are the values of the
   folder, so nothing is lost if training rounds the weights to BF16 or FP8.
-- FP8 needs a vocabulary that is a multiple of 32 (50,257 → 50,304). Rows of zeros would have logit 0, the
-  highest of all where the others are negative. Each new row is the mean of the old rows, whose logit is at
-  most the logarithm of their mean exponential (Jensen): the new tokens start with a probability of at most
-  padding / vocabulary of the others'. tools/export_hf.py removes these rows again.
-- Token files must use the ids of the model. Its tokenizer is byte or a tiktoken encoding, recognized by its
-  tokens, or hf:DIR: the folder's own tokenizer.json, which must stay where it is (any with a chat template).
-  `--tokenizer NAME` imports the weights and assigns new meanings to the ids.
+- FP8 needs a vocabulary that is a multiple of 32 (50,257 → 50,304). Each new row is the mean of the old rows,
+  whose logit is at most the logarithm of their mean exponential (Jensen): the new tokens start with a
+  probability of at most padding / vocabulary of the others'. tools/export_hf.py removes these rows again.
+- Token files must use the ids of the model. Its tokenizer.json is that of byte or a tiktoken encoding,
+  recognized by its tokens, or hf:DIR, which must stay where it is (any with a chat template).
+  `--tokenizer NAME` imports without it: the tokenizer that it is, or new meanings for the ids.
 """
 import dataclasses
 import functools
@@ -32,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nanote import checkpoint, models, optimizers
 from nanote.config import TrainConfig, in_a_line, parse, run_command
-from nanote.tokenizers import get_tokenizer, without_checksum
+from nanote.tokenizers import get_tokenizer
 from tools import hf_weights
 from tools.export_hf import token_strings
 from tools.hf_weights import appearing, read_json
@@ -48,9 +47,7 @@ class ImportConfig:
     # The Hugging Face folder: config.json, model.safetensors or its shards and index, tokenizer.json.
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     run: tyro.conf.Positional[Path]  # The run folder to create, such as out/mine.
-    # Name of the folder's tokenizer for data.py; recognized by default, and hf:DIR where data.py has no name
-    # for it. Another one gives the token ids new meanings.
-    tokenizer: str | None = None
+    tokenizer: str | None = None  # Its name for data.py; None: recognized. Another gives ids new meanings.
 
 
 def import_(folder, run, tokenizer: str | None = None) -> Path:
@@ -100,30 +97,22 @@ def read_config(folder: Path):
 
 
 def recognize_tokenizer(folder: Path, hf) -> str:
-    """Return data.py's name for the folder's tokenizer.
-
-    This is what tools/export_hf.py left in config.json, or the tokenizer of BY_SIZE, if it has the
-    same tokens and encodes PROBE to the same ids; else, and with a chat template, hf:DIR, its tokenizer.json.
-    """
-    import transformers  # slow to import
-
-    try:
-        theirs = transformers.AutoTokenizer.from_pretrained(folder, config=hf, local_files_only=True,
-                                                            trust_remote_code=False)
-        vocabulary, ids = theirs.get_vocab(), theirs(PROBE, add_special_tokens=False, verbose=False).input_ids
-    except Exception as error:  # whatever transformers raises for damaged files
-        raise ValueError(f"{folder}: its tokenizer cannot be read ({in_a_line(error)[:300]}); "
-                         "name the one it was trained with: --tokenizer byte, gpt2 …") from error
-    has_file = (folder / "tokenizer.json").is_file()
+    """Return data.py's name for the folder's tokenizer.json: the one in config.json (of export_hf.py) or
+    BY_SIZE, if it has the same tokens and ids of PROBE; else, and with a chat template, hf:DIR."""
+    theirs = get_tokenizer(f"hf:{folder}")
+    vocabulary = theirs.encoding.get_vocab(with_added_tokens=True)
     name = getattr(hf, "nanote", {}).get("tokenizer") or BY_SIZE.get(len(vocabulary))
-    if name and not (has_file and theirs.chat_template):
+    if name and not has_chat_template(folder):
         ours = get_tokenizer(name)
-        if vocabulary == token_strings(ours) and ids == ours.encode(PROBE):
+        if vocabulary == token_strings(ours) and theirs.encode(PROBE) == ours.encode(PROBE):
             return name
-    if has_file:
-        return get_tokenizer(f"hf:{folder}").name
-    raise ValueError(f"{folder}: data.py does not have its tokenizer ({len(vocabulary):,} tokens), and there "
-                     "is no tokenizer.json; --tokenizer byte trains the weights on bytes")
+    return theirs.name
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Return whether the folder's tokenizer has a chat template, for sample.py --chat."""
+    is_file = (folder / "chat_template.jinja").is_file()
+    return is_file or "chat_template" in read_json(folder / "tokenizer_config.json")
 
 
 def build_imported(folder: Path, config, model_config, vocab_size: int):
@@ -175,12 +164,12 @@ def new_optimizer(model):
 def main(argv=None) -> None:
     config = parse(ImportConfig, argv, "tools/import_hf.py", __doc__)
     folder = import_(config.folder, config.run, config.tokenizer)
-    name = without_checksum(checkpoint.read_meta(folder)["tokenizer"])
+    stored = checkpoint.read_meta(folder)["tokenizer"]
+    name = stored.rpartition("@")[0] or stored  # hf:DIR of hf:DIR@CHECKSUM
     run, tokenizer = shlex.quote(str(config.run)), shlex.quote(name)
     print(f"{folder}: {config.folder}, tokenizer {name}; continue with:\n"
           f"  python sample.py {run} --temperature 0")
-    has_template = "chat_template" in read_json(config.folder / "tokenizer_config.json")
-    if name.startswith("hf:") and (has_template or (config.folder / "chat_template.jinja").is_file()):
+    if name.startswith("hf:") and has_chat_template(config.folder):
         print(f"  python sample.py {run} --chat")
     print(f"  python data.py text FILE --tokenizer {tokenizer} --out-dir data/mine\n"
           f"  python train.py --resume --out-dir {run} --data data/mine --lr 1e-5 --fp8-recipe delayed")
