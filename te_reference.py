@@ -41,8 +41,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+import torch.utils.checkpoint as torch_checkpoint
 
 __version__ = "2.20"  # the TE release whose behavior this file follows
 
@@ -188,12 +187,12 @@ class _Fp8State:
         self.depth = 0
         self.weights_in_fp8 = False  # inside quantized_model_init
         self.keep_init_value = False
-        self.checkpoint = None  # inside checkpoint(): "forward", then "recompute", or "compiled"
-        self.checkpoint_scales = {}  # (_ScalingState, index) -> scales with which to recompute
+        # in checkpoint(): "forward", then "recompute", or "compiled"; {(_ScalingState, index): scales}
+        self.checkpoint = (None, None)
         self.regions = {}  # key -> (recipe, group) of the region entered last
         # is_forward -> weak references to the _ScalingState of every module that ran
         self.states = {True: [], False: []}
-        # every module with GEMMs -> {direction: _ScalingState} that torch.compile needs before it first runs
+        # module -> {direction: _ScalingState} that torch.compile needs before the module first runs
         self.modules = weakref.WeakKeyDictionary()
 
 
@@ -212,8 +211,6 @@ class autocast:
     def __enter__(self):
         recipe = _fp8.default_recipe if self.recipe is None else self.recipe
         self.outer = (_fp8.enabled, _fp8.recipe, _fp8.group, _fp8.first_module)
-        if self.enabled and recipe.delayed():
-            _register_region(recipe, self.group)
         _fp8.enabled, _fp8.recipe, _fp8.group = self.enabled, recipe, self.group
         if _fp8.depth == 0:
             _fp8.first_module = True
@@ -253,29 +250,21 @@ def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init
 fp8_model_init = quantized_model_init  # the deprecated name
 
 
-@torch.compiler.assume_constant_result
-def _register_region(recipe, group):
-    """Register the recipe of a region for `_roll_histories` and return the region's key."""
-    key = f"recipe={recipe},group={id(group) if group is not None else None}"
-    _fp8.regions[key] = (recipe, group)
-    return key
-
-
 @torch.compiler.assume_constant_result  # torch.compile calls it while it traces, and keeps the result
 def _prepare(module, recipe, group, is_traced):
     """Create, resize and register the FP8 state of a module that runs in a region.
 
-    torch.compile traces the backward pass of the first module, which rolls all histories, before it meets the
-    other modules, and a graph cannot create state. So the first one prepares all. Of a module that does not
-    run the amax is zero, and a roll changes nothing.
+    A graph of torch.compile cannot, and the first module's backward pass, which rolls all histories, is
+    traced before the others. So the first prepares all. A roll changes nothing of those that do not run.
     """
     before = module.fp8_meta.get("recipe")
     module.init_fp8_meta_tensors(recipe)
     if not recipe.delayed():
         return
-    key = _register_region(recipe, group)
+    key = f"recipe={recipe},group={id(group) if group is not None else None}"
+    _fp8.regions[key] = (recipe, group)
     module._register(key, runs=True)
-    for other in list(_fp8.modules) if is_traced else ():
+    for other in [m for m in _fp8.modules if m.fp8_meta["num_gemms"]] if is_traced else ():
         if other.fp8_meta.get("recipe") is None and other._device() == module._device():
             other._make_states(recipe, _fp8.modules[other])
             other._register(key, runs=False)
@@ -290,18 +279,15 @@ def _prepare(module, recipe, group, is_traced):
 @torch.compiler.assume_constant_result
 def _allocate_workspaces(module):
     """Create the cache of a module's FP8 weights, which a graph of torch.compile can only write to."""
-    per_tensor = module.fp8_meta["recipe"].float8_per_tensor_scaling()
+    count = 1 if module.fp8_meta["recipe"].float8_per_tensor_scaling() else 2  # rowwise and columnwise
     for name in ("weight", "fc1_weight", "fc2_weight"):
         if hasattr(module, name) and name not in module._fp8_workspaces:
-            kept = [torch.empty_like(getattr(module, name).detach(), dtype=torch.float32) for _ in range(2)]
-            for tensor in kept:
-                torch._dynamo.mark_static_address(tensor)
-            module._fp8_workspaces[name] = kept[0] if per_tensor else tuple(kept)
+            kept = module._fp8_workspaces[name] = getattr(module, name).detach().float().repeat(count, 1, 1)
+            torch._dynamo.mark_static_address(kept)
 
 
 def _roll_histories(forward, only=None):
-    """At the end of a forward (or backward) pass: reduce amaxes over ranks, roll histories, update scales; of
-    one state if `only` is given."""
+    """At the end of a forward (or backward) pass: reduce amaxes over ranks, roll histories, update scales."""
     alive = [s for s in (r() for r in _fp8.states[forward]) if s is not None and only in (None, s)]
     for key, (recipe, group) in _fp8.regions.items():
         states = [s for s in alive if s.key == key]
@@ -487,7 +473,7 @@ class _StraightThrough(torch.autograd.Function):
 
 class _QuantizeGrad(torch.autograd.Function):
     """Forward: identity. Backward: quantize and dequantize the gradient; if `roll`, which is set for the
-    first module, roll the backward histories, or only the module's own if `roll` is "own"."""
+    first module, roll the backward histories; if it is "own", roll this one."""
 
     @staticmethod
     def forward(ctx, y, recipe, state, index, roll):
@@ -514,14 +500,15 @@ def _scale_for(x, recipe, state, index, dtype):
     amax = amax_of(x)
     if isinstance(recipe, Float8CurrentScaling):
         return current_scale(amax, FP8_MAX[dtype], recipe.use_power_2_scales)
-    if _fp8.checkpoint == "recompute":
-        return _fp8.checkpoint_scales[state, index].pop(0)
+    phase, scales = _fp8.checkpoint
+    if phase == "recompute":
+        return scales[state, index].pop(0)
     with torch.no_grad():
         slot = state.amax_history[0, index]
         slot.copy_(torch.maximum(slot, amax))
     scale = state.scale[index].clone()  # clone: the state changes before the backward pass reads it
-    if _fp8.checkpoint == "forward":
-        _fp8.checkpoint_scales.setdefault((state, index), []).append(scale)
+    if phase == "forward":
+        scales.setdefault((state, index), []).append(scale)
     return scale
 
 
@@ -586,12 +573,9 @@ def _check_options(name, options, defaults):
                              "use Transformer Engine")
 
 
-def _default_device():
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def _factory(dtype, device):
-    return dict(dtype=dtype or torch.get_default_dtype(), device=device or _default_device())
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return dict(dtype=dtype or torch.get_default_dtype(), device=device)
 
 
 _normal_init = partial(nn.init.normal_, mean=0.0, std=0.023)  # TE's default
@@ -606,8 +590,7 @@ class _Module(nn.Module):
         self._fp8_workspaces = {}  # FP8 weights, cached over the micro-batches of a step
         self.primary_weights_in_fp8 = _fp8.weights_in_fp8
         self._set_parallel(None, 1, column=False, row=False)
-        if num_gemms:
-            _fp8.modules[self] = {}
+        _fp8.modules[self] = {}
 
     # -- tensor parallelism: each rank has a part of every weight
 
@@ -652,8 +635,7 @@ class _Module(nn.Module):
 
     def __setstate__(self, state):  # of a copy, whose parameters have lost their attributes
         super().__setstate__(state)
-        if self.fp8_meta["num_gemms"]:
-            _fp8.modules[self] = {}
+        _fp8.modules[self] = {}
         if self.primary_weights_in_fp8 and self.fp8_meta["num_gemms"]:
             names = [name for name in ("weight", "fc1_weight", "fc2_weight") if name in self._parameters]
             for gemm, name in enumerate(names):
@@ -674,10 +656,6 @@ class _Module(nn.Module):
         return _normalize(x, gamma, beta, self.eps, self.normalization, self.zero_centered_gamma)
 
     # -- FP8 state
-
-    @property
-    def fp8(self):
-        return _fp8.enabled
 
     def init_fp8_meta_tensors(self, recipe):
         """Create or resize the scales and histories for `recipe`; keep existing values."""
@@ -728,10 +706,10 @@ class _Module(nn.Module):
         if self.tp_size > 1 and self.tp_group is None:
             raise RuntimeError("Tensor parallel group not initialized. Call set_tensor_parallel_group() "
                                "before forward pass when tp_size > 1.")
-        if self.fp8:  # first: torch.compile must not have seen what this changes
+        if _fp8.enabled:  # first: torch.compile must not have seen what this changes
             _prepare(self, _fp8.recipe, _fp8.group, torch.compiler.is_compiling())
         if not torch.compiler.is_compiling():
-            self.fp8_meta["fp8_checkpoint"] = self.fp8
+            self.fp8_meta["fp8_checkpoint"] = _fp8.enabled
         if torch.is_autocast_enabled(x.device.type):
             return torch.get_autocast_dtype(x.device.type)
         for name, parameter in self.named_parameters():
@@ -746,12 +724,11 @@ class _Module(nn.Module):
     def _rolls_backward(self, x):
         """Return True for the first module of the region that has a backward pass.
 
-        Every module in a checkpointed function returns "own" under torch.compile, which permits no assignment
-        there.
+        Under torch.compile, which permits no assignment in a checkpointed function, all return "own" there.
         """
         is_trained = x.requires_grad or any(p.requires_grad for p in self.parameters())
         first = _fp8.first_module and torch.is_grad_enabled() and is_trained
-        if first and _fp8.checkpoint == "compiled":
+        if first and _fp8.checkpoint[0] == "compiled":
             return "own"
         if first:
             _fp8.first_module = False
@@ -772,22 +749,22 @@ class _Module(nn.Module):
             value = self._quantize_weight(weight, index)
             if is_first_microbatch and torch.compiler.is_compiling():
                 _allocate_workspaces(self)
-                kept = self._fp8_workspaces[name]
-                for old, new in zip(kept, value) if isinstance(value, tuple) else [(kept, value)]:
-                    old.copy_(new)
+                for kept, new in zip(self._fp8_workspaces[name], value):
+                    kept.copy_(new)
             elif is_first_microbatch is not None and not torch.compiler.is_compiling():
                 self._fp8_workspaces[name] = value
-        return value if isinstance(value, tuple) else _StraightThrough.apply(weight, value, dtype)
+        per_tensor = self.fp8_meta["recipe"].float8_per_tensor_scaling()
+        return _StraightThrough.apply(weight, value[0], dtype) if per_tensor else value
 
     def _quantize_weight(self, weight, index):
-        """Quantize a weight and dequantize it to float32; return a (rowwise, columnwise) pair under block
-        scaling."""
+        """Quantize a weight and dequantize it to float32: a (rowwise, columnwise) pair."""
         recipe = self.fp8_meta["recipe"]
         fp8_dtype = recipe._dtype(forward=True)
         if not recipe.float8_per_tensor_scaling():
             return _quantize_rowwise_and_columnwise(weight, recipe, fp8_dtype, weight=True)
         scale = _scale_for(weight, recipe, self.fp8_meta.get("scaling_fwd"), index, fp8_dtype)
-        return dequantize(quantize(weight, scale, fp8_dtype), scale)
+        value = dequantize(quantize(weight, scale, fp8_dtype), scale)
+        return value, value
 
     def _fp8_linear(self, gemm, x, weight, bias, dtype, is_first_microbatch, roll, unrounded=None):
         """Run the module's linear layer number `gemm` in FP8: (…, in) -> (…, out), float32, not yet rounded
@@ -813,7 +790,7 @@ class _Module(nn.Module):
         ranks, then add the bias."""
         bias = getattr(self, bias) if self.use_bias and not self.return_bias else None
         fused_bias = None if self.row_parallel else bias
-        if self.fp8:
+        if _fp8.enabled:
             y = self._fp8_linear(gemm, x, weight, fused_bias, dtype, is_first_microbatch, roll, unrounded)
             y = y.to(dtype)
         else:
@@ -856,8 +833,7 @@ def _fp8_parameter_value(parameter, master):
     """Quantize and dequantize a master weight with the module's scale, and record its amax. This is the value
     of an FP8 parameter after an update."""
     module, gemm = parameter.fp8_owner[0](), parameter.fp8_owner[1]
-    value = module._quantize_weight(master, 3 * gemm + 1)
-    return value[0] if isinstance(value, tuple) else value
+    return module._quantize_weight(master, 3 * gemm + 1)[0]
 
 
 def _plain_linear(x, weight, bias, dtype):
@@ -928,7 +904,7 @@ class Linear(_Module):
     def forward(self, inp, is_first_microbatch=None):
         dtype = self._begin(inp)
         with _no_torch_autocast(inp):
-            roll = self.fp8 and self._rolls_backward(inp)
+            roll = _fp8.enabled and self._rolls_backward(inp)
             x = self._column_input(inp, dtype)
             y = self._last_gemm(0, x, "weight", "bias", dtype, is_first_microbatch, roll)
         return (y, self.bias.to(dtype)) if self.return_bias else y
@@ -962,7 +938,7 @@ class LayerNormLinear(_Module):
         dtype = self._begin(inp)
         with _no_torch_autocast(inp):
             normed = self._norm(inp, dtype)
-            roll = self.fp8 and self._rolls_backward(inp)
+            roll = _fp8.enabled and self._rolls_backward(inp)
             x = self._column_input(normed, dtype)
             y = self._last_gemm(0, x, "weight", "bias", dtype, is_first_microbatch, roll)
         return self._outputs(y, self.bias, normed, dtype)
@@ -978,9 +954,9 @@ class LayerNormLinear(_Module):
     def _norm(self, x, dtype):
         """Return the norm's output in `dtype`, or unrounded in float32 where TE's norm kernel writes FP8
         directly (delayed scaling)."""
-        x = x.to(dtype).float() if self.fp8 or self.zero_centered_gamma else x.to(dtype)
+        x = x.to(dtype).float() if _fp8.enabled or self.zero_centered_gamma else x.to(dtype)
         y = self._normalize(x, self.layer_norm_weight, self.layer_norm_bias)
-        straight_to_fp8 = self.fp8 and self._delayed() and not self.return_layernorm_output
+        straight_to_fp8 = _fp8.enabled and self._delayed() and not self.return_layernorm_output
         return y if straight_to_fp8 else y.to(dtype)
 
 
@@ -1045,7 +1021,7 @@ class LayerNormMLP(LayerNormLinear):
         with _no_torch_autocast(inp):
             normed = self._norm(inp, dtype)
             x = self._column_input(normed, dtype)
-            if self.fp8:
+            if _fp8.enabled:
                 roll = self._rolls_backward(inp)
                 h = self._fp8_linear(0, x, "fc1_weight", fc1_bias, dtype, is_first_microbatch, roll)
                 # With delayed scaling, TE's activation kernels read the rounded fc1 output and write FP8, and
@@ -1260,13 +1236,12 @@ class TransformerLayer(nn.Module):
 
 @contextmanager
 def _checkpoint_phase(phase, scales, region):
-    outer = (_fp8.checkpoint, _fp8.checkpoint_scales)
-    _fp8.checkpoint, _fp8.checkpoint_scales = phase, scales
+    outer, _fp8.checkpoint = _fp8.checkpoint, (phase, scales)
     try:
         with region:
             yield
     finally:
-        _fp8.checkpoint, _fp8.checkpoint_scales = outer
+        _fp8.checkpoint = outer
 
 
 def _checkpoint_contexts():
@@ -1276,16 +1251,16 @@ def _checkpoint_contexts():
 
 
 def _save_scales(ctx, op, *args, **kwargs):
-    """Recompute all but the copies of scales, which change before the backward pass."""
-    is_scale = op is torch.ops.aten.clone.default and args[0].dim() == 0
-    return CheckpointPolicy.MUST_SAVE if is_scale else CheckpointPolicy.PREFER_RECOMPUTE
+    """Return True, to save and not to recompute it, for the copy of a scale, which changes before the
+    backward pass."""
+    return op is torch.ops.aten.clone.default and args[0].dim() == 0
 
 
 def checkpoint(function, *args, use_reentrant=True, **kwargs):
     """Run `function` without saving activations and recompute it in the backward pass.
 
     The recomputation quantizes with the scales of the original forward pass and does not change the FP8
-    state. It is never reentrant, which is not TE's default, because torch.compile traces no other.
+    state. Unlike TE's it is never reentrant, since torch.compile traces no reentrant one.
     """
     for name in ("distribute_saved_activations", "get_rng_state_tracker", "tp_group"):
         kwargs.pop(name, None)
@@ -1293,9 +1268,9 @@ def checkpoint(function, *args, use_reentrant=True, **kwargs):
         return function(*args, **kwargs)
     outer, contexts = _fp8.checkpoint, _checkpoint_contexts
     if torch.compiler.is_compiling():
-        _fp8.checkpoint = "compiled"
-        contexts = partial(create_selective_checkpoint_contexts, _save_scales)
-    result = torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        _fp8.checkpoint = ("compiled", None)
+        contexts = partial(torch_checkpoint.create_selective_checkpoint_contexts, _save_scales)
+    result = torch_checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     _fp8.checkpoint = outer
     return result
 
