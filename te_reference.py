@@ -34,13 +34,14 @@ from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial, wraps
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+import torch.utils.checkpoint as torch_checkpoint
 
 __version__ = "2.20"  # the TE release whose behavior this file follows
 
@@ -179,17 +180,20 @@ class _Fp8State:
     def __init__(self):
         self.enabled = False
         self.recipe = None
+        self.default_recipe = DelayedScaling()
         self.group = None
         # True until the first module of an autocast region has run; its backward pass rolls the histories
         self.first_module = False
         self.depth = 0
         self.weights_in_fp8 = False  # inside quantized_model_init
         self.keep_init_value = False
-        self.recompute = None  # inside checkpoint(): "forward", then "recompute" in the backward pass
-        self.recompute_first_module = []
+        # in checkpoint(): "forward", then "recompute", or "compiled"; {(_ScalingState, index): scales}
+        self.checkpoint = (None, None)
         self.regions = {}  # key -> (recipe, group) of the region entered last
-        # (is_forward, key) -> weak references to the _ScalingState of every module that ran in the region
-        self.states = {}
+        # is_forward -> weak references to the _ScalingState of every module that ran
+        self.states = {True: [], False: []}
+        # module -> {direction: _ScalingState} that torch.compile needs before the module first runs
+        self.modules = weakref.WeakKeyDictionary()
 
 
 _fp8 = _Fp8State()
@@ -205,14 +209,8 @@ class autocast:
         self.enabled, self.recipe, self.group = enabled, recipe, amax_reduction_group
 
     def __enter__(self):
-        if self.enabled and torch.compiler.is_compiling() and (self.recipe is None or self.recipe.delayed()):
-            raise RuntimeError(  # TE's message
-                "DelayedScaling is not supported under torch.compile. Please use other recipes instead."
-            )
-        recipe = DelayedScaling() if self.recipe is None else self.recipe
+        recipe = _fp8.default_recipe if self.recipe is None else self.recipe
         self.outer = (_fp8.enabled, _fp8.recipe, _fp8.group, _fp8.first_module)
-        if self.enabled and recipe.delayed():
-            _fp8.regions[_region_key(recipe, self.group)] = (recipe, self.group)
         _fp8.enabled, _fp8.recipe, _fp8.group = self.enabled, recipe, self.group
         if _fp8.depth == 0:
             _fp8.first_module = True
@@ -252,19 +250,49 @@ def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init
 fp8_model_init = quantized_model_init  # the deprecated name
 
 
-def _region_key(recipe, group):
-    return f"recipe={recipe},group={id(group) if group is not None else None}"
+@torch.compiler.assume_constant_result  # torch.compile calls it while it traces, and keeps the result
+def _prepare(module, recipe, group, is_traced):
+    """Create, resize and register the FP8 state of a module that runs in a region.
+
+    A graph of torch.compile cannot, and the first module's backward pass, which rolls all histories, is
+    traced before the others. So the first prepares all. A roll changes nothing of those that do not run.
+    """
+    before = module.fp8_meta.get("recipe")
+    module.init_fp8_meta_tensors(recipe)
+    if not recipe.delayed():
+        return
+    key = f"recipe={recipe},group={id(group) if group is not None else None}"
+    _fp8.regions[key] = (recipe, group)
+    module._register(key, runs=True)
+    for other in [m for m in _fp8.modules if m.fp8_meta["num_gemms"]] if is_traced else ():
+        if other.fp8_meta.get("recipe") is None and other._device() == module._device():
+            other._make_states(recipe, _fp8.modules[other])
+            other._register(key, runs=False)
+        elif other.fp8_meta.get("recipe") in (recipe, before):  # of the same model
+            other.init_fp8_meta_tensors(recipe)
+            other._register(key, runs=False)
+        for state in other._states().values():  # CUDA graphs of torch.compile update static inputs only
+            torch._dynamo.mark_static_address(state.scale)
+            torch._dynamo.mark_static_address(state.amax_history)
 
 
-def _roll_histories(forward):
+@torch.compiler.assume_constant_result
+def _allocate_workspaces(module):
+    """Create the cache of a module's FP8 weights, which a graph of torch.compile can only write to."""
+    count = 1 if module.fp8_meta["recipe"].float8_per_tensor_scaling() else 2  # rowwise and columnwise
+    for name in ("weight", "fc1_weight", "fc2_weight"):
+        if hasattr(module, name) and name not in module._fp8_workspaces:
+            kept = module._fp8_workspaces[name] = getattr(module, name).detach().float().repeat(count, 1, 1)
+            torch._dynamo.mark_static_address(kept)
+
+
+def _roll_histories(forward, only=None):
     """At the end of a forward (or backward) pass: reduce amaxes over ranks, roll histories, update scales."""
-    for (is_forward, key), references in _fp8.states.items():
-        states = [s for s in (r() for r in references) if s is not None]
-        if is_forward != forward or not states:
-            continue
-        recipe, group = _fp8.regions[key]
+    alive = [s for s in (r() for r in _fp8.states[forward]) if s is not None and only in (None, s)]
+    for key, (recipe, group) in _fp8.regions.items():
+        states = [s for s in alive if s.key == key]
         is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-        if recipe.reduce_amax and is_distributed:
+        if recipe.reduce_amax and is_distributed and states:
             amax = torch.cat([s.amax_history[0] for s in states])
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
             for state, part in zip(states, amax.split([s.scale.numel() for s in states])):
@@ -282,17 +310,19 @@ class _ScalingState:
 
     @torch.inference_mode(False)  # an evaluation may be the first pass, and training goes on with this state
     def __init__(self, recipe, n, device):
-        self.is_registered = False  # whether `_roll_histories` finds it
+        self.key, self.has_run = None, False  # the region that rolls it: the first in which its module ran
         self.scale = torch.ones(n, dtype=torch.float32, device=device)
         self.amax_history = torch.zeros(recipe.amax_history_len, n, dtype=torch.float32, device=device)
 
     def __getstate__(self):  # to copy or to pickle: the other one is not registered
-        return self.__dict__ | {"is_registered": False}
+        return self.__dict__ | {"key": None, "has_run": False}
 
-    def register(self, forward, key):
-        if not self.is_registered:
-            _fp8.states.setdefault((forward, key), []).append(weakref.ref(self))
-            self.is_registered = True
+    def register(self, forward, key, runs):
+        if self.key is None:
+            _fp8.states[forward].append(weakref.ref(self))
+        if not self.has_run:
+            self.key = key
+        self.has_run |= runs
 
     @torch.no_grad()
     def roll(self, recipe, fp8_max):
@@ -443,7 +473,7 @@ class _StraightThrough(torch.autograd.Function):
 
 class _QuantizeGrad(torch.autograd.Function):
     """Forward: identity. Backward: quantize and dequantize the gradient; if `roll`, which is set for the
-    first module, roll the backward histories."""
+    first module, roll the backward histories; if it is "own", roll this one."""
 
     @staticmethod
     def forward(ctx, y, recipe, state, index, roll):
@@ -457,7 +487,7 @@ class _QuantizeGrad(torch.autograd.Function):
         scale = _scale_for(grad, recipe, state, index, dtype)
         grad = dequantize(quantize(grad, scale, dtype), scale)
         if roll:
-            _roll_histories(forward=False)
+            _roll_histories(forward=False, only=state if roll == "own" else None)
         return grad, None, None, None, None
 
 
@@ -470,10 +500,16 @@ def _scale_for(x, recipe, state, index, dtype):
     amax = amax_of(x)
     if isinstance(recipe, Float8CurrentScaling):
         return current_scale(amax, FP8_MAX[dtype], recipe.use_power_2_scales)
+    phase, scales = _fp8.checkpoint
+    if phase == "recompute":
+        return scales[state, index].pop(0)
     with torch.no_grad():
         slot = state.amax_history[0, index]
         slot.copy_(torch.maximum(slot, amax))
-    return state.scale[index].clone()  # clone: the state changes before the backward pass reads it
+    scale = state.scale[index].clone()  # clone: the state changes before the backward pass reads it
+    if phase == "forward":
+        scales.setdefault((state, index), []).append(scale)
+    return scale
 
 
 def _sum_over_ranks(x, group):
@@ -537,12 +573,9 @@ def _check_options(name, options, defaults):
                              "use Transformer Engine")
 
 
-def _default_device():
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def _factory(dtype, device):
-    return dict(dtype=dtype or torch.get_default_dtype(), device=device or _default_device())
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return dict(dtype=dtype or torch.get_default_dtype(), device=device)
 
 
 _normal_init = partial(nn.init.normal_, mean=0.0, std=0.023)  # TE's default
@@ -553,12 +586,11 @@ class _Module(nn.Module):
 
     def __init__(self, num_gemms=0):
         super().__init__()
-        self.fp8 = False
         self.fp8_meta = {"num_gemms": num_gemms, "fp8_checkpoint": False}
         self._fp8_workspaces = {}  # FP8 weights, cached over the micro-batches of a step
-        self._stash = []  # histories and scales for checkpoint() to recompute with
         self.primary_weights_in_fp8 = _fp8.weights_in_fp8
         self._set_parallel(None, 1, column=False, row=False)
+        _fp8.modules[self] = {}
 
     # -- tensor parallelism: each rank has a part of every weight
 
@@ -603,6 +635,7 @@ class _Module(nn.Module):
 
     def __setstate__(self, state):  # of a copy, whose parameters have lost their attributes
         super().__setstate__(state)
+        _fp8.modules[self] = {}
         if self.primary_weights_in_fp8 and self.fp8_meta["num_gemms"]:
             names = [name for name in ("weight", "fc1_weight", "fc2_weight") if name in self._parameters]
             for gemm, name in enumerate(names):
@@ -636,20 +669,36 @@ class _Module(nn.Module):
             )
             self._fp8_workspaces.clear()
         meta["recipe"] = recipe
-        for key, n in (("scaling_fwd", 3 * meta["num_gemms"]), ("scaling_bwd", 2 * meta["num_gemms"])):
-            if not recipe.delayed():
-                meta.pop(key, None)
-            elif key in meta:
-                meta[key].resize(recipe.amax_history_len)
-            else:
-                meta[key] = _ScalingState(recipe, n, next(self.parameters()).device)
+        if recipe.delayed():
+            meta |= _fp8.modules[self]
+            _fp8.modules[self] = {}
+            self._make_states(recipe, meta)
+        else:
+            meta.pop("scaling_fwd", None), meta.pop("scaling_bwd", None)
+
+    def _make_states(self, recipe, states):
+        for direction, tensors in (("scaling_fwd", 3), ("scaling_bwd", 2)):
+            if direction not in states:
+                n = tensors * self.fp8_meta["num_gemms"]
+                states[direction] = _ScalingState(recipe, n, self._device())
+            states[direction].resize(recipe.amax_history_len)
+
+    def _device(self):
+        return next(self.parameters()).device
+
+    def _states(self):
+        states = self.fp8_meta | _fp8.modules.get(self, {})
+        return {name: states[name] for name in ("scaling_fwd", "scaling_bwd") if name in states}
+
+    def _register(self, key, runs):
+        for direction, state in self._states().items():
+            state.register(direction == "scaling_fwd", key, runs)
 
     def _apply(self, fn, recurse=True):  # .to(), .cuda(): move the FP8 state but keep its dtype
         super()._apply(fn, recurse)
-        for key in ("scaling_fwd", "scaling_bwd"):
-            if key in self.fp8_meta:
-                state, device = self.fp8_meta[key], next(self.parameters()).device
-                state.scale, state.amax_history = state.scale.to(device), state.amax_history.to(device)
+        for state in self._states().values():
+            state.scale = state.scale.to(self._device())
+            state.amax_history = state.amax_history.to(self._device())
         return self
 
     def _begin(self, x):
@@ -657,24 +706,10 @@ class _Module(nn.Module):
         if self.tp_size > 1 and self.tp_group is None:
             raise RuntimeError("Tensor parallel group not initialized. Call set_tensor_parallel_group() "
                                "before forward pass when tp_size > 1.")
-        if self.fp8 and _fp8.recompute == "recompute":
-            if self._delayed():  # quantize exactly as in the original forward pass
-                fwd = self.fp8_meta["scaling_fwd"]
-                self._after_first = (fwd.amax_history.clone(), fwd.scale.clone())
-                history, scale = self._stash.pop(0)
-                fwd.amax_history.copy_(history)
-                fwd.scale.copy_(scale)
-        else:
-            self.fp8 = self.fp8_meta["fp8_checkpoint"] = _fp8.enabled
-            if self.fp8:
-                self.init_fp8_meta_tensors(_fp8.recipe)
-                if self._delayed():
-                    key = _region_key(_fp8.recipe, _fp8.group)
-                    self.fp8_meta["scaling_fwd"].register(True, key)
-                    self.fp8_meta["scaling_bwd"].register(False, key)
-                    if _fp8.recompute == "forward":
-                        fwd = self.fp8_meta["scaling_fwd"]
-                        self._stash.append((fwd.amax_history.clone(), fwd.scale.clone()))
+        if _fp8.enabled:  # first: torch.compile must not have seen what this changes
+            _prepare(self, _fp8.recipe, _fp8.group, torch.compiler.is_compiling())
+        if not torch.compiler.is_compiling():
+            self.fp8_meta["fp8_checkpoint"] = _fp8.enabled
         if torch.is_autocast_enabled(x.device.type):
             return torch.get_autocast_dtype(x.device.type)
         for name, parameter in self.named_parameters():
@@ -683,24 +718,19 @@ class _Module(nn.Module):
                                 f"Found input dtype: {x.dtype} and {name!r} dtype: {parameter.dtype}")
         return x.dtype
 
-    def _end(self):
-        if self.fp8 and _fp8.recompute == "recompute" and self._delayed():
-            history, scale = self._after_first
-            self.fp8_meta["scaling_fwd"].amax_history.copy_(history)
-            self.fp8_meta["scaling_fwd"].scale.copy_(scale)
-
     def _delayed(self):
         return isinstance(self.fp8_meta.get("recipe"), DelayedScaling)
 
     def _rolls_backward(self, x):
         """Return True for the first module of the region that has a backward pass.
 
-        In a recomputed region every module returns True, as in TE. That is harmless, because a roll changes
-        only tensors quantized since the last one.
+        Under torch.compile, which permits no assignment in a checkpointed function, all return "own" there.
         """
         is_trained = x.requires_grad or any(p.requires_grad for p in self.parameters())
         first = _fp8.first_module and torch.is_grad_enabled() and is_trained
-        if first and _fp8.recompute != "recompute":
+        if first and _fp8.checkpoint[0] == "compiled":
+            return "own"
+        if first:
             _fp8.first_module = False
         return first
 
@@ -717,19 +747,24 @@ class _Module(nn.Module):
         value = self._fp8_workspaces.get(name) if is_first_microbatch is False else None
         if value is None:
             value = self._quantize_weight(weight, index)
-            if is_first_microbatch is not None:
+            if is_first_microbatch and torch.compiler.is_compiling():
+                _allocate_workspaces(self)
+                for kept, new in zip(self._fp8_workspaces[name], value):
+                    kept.copy_(new)
+            elif is_first_microbatch is not None and not torch.compiler.is_compiling():
                 self._fp8_workspaces[name] = value
-        return value if isinstance(value, tuple) else _StraightThrough.apply(weight, value, dtype)
+        per_tensor = self.fp8_meta["recipe"].float8_per_tensor_scaling()
+        return _StraightThrough.apply(weight, value[0], dtype) if per_tensor else value
 
     def _quantize_weight(self, weight, index):
-        """Quantize a weight and dequantize it to float32; return a (rowwise, columnwise) pair under block
-        scaling."""
+        """Quantize a weight and dequantize it to float32: a (rowwise, columnwise) pair."""
         recipe = self.fp8_meta["recipe"]
         fp8_dtype = recipe._dtype(forward=True)
         if not recipe.float8_per_tensor_scaling():
             return _quantize_rowwise_and_columnwise(weight, recipe, fp8_dtype, weight=True)
         scale = _scale_for(weight, recipe, self.fp8_meta.get("scaling_fwd"), index, fp8_dtype)
-        return dequantize(quantize(weight, scale, fp8_dtype), scale)
+        value = dequantize(quantize(weight, scale, fp8_dtype), scale)
+        return value, value
 
     def _fp8_linear(self, gemm, x, weight, bias, dtype, is_first_microbatch, roll, unrounded=None):
         """Run the module's linear layer number `gemm` in FP8: (…, in) -> (…, out), float32, not yet rounded
@@ -755,7 +790,7 @@ class _Module(nn.Module):
         ranks, then add the bias."""
         bias = getattr(self, bias) if self.use_bias and not self.return_bias else None
         fused_bias = None if self.row_parallel else bias
-        if self.fp8:
+        if _fp8.enabled:
             y = self._fp8_linear(gemm, x, weight, fused_bias, dtype, is_first_microbatch, roll, unrounded)
             y = y.to(dtype)
         else:
@@ -798,8 +833,7 @@ def _fp8_parameter_value(parameter, master):
     """Quantize and dequantize a master weight with the module's scale, and record its amax. This is the value
     of an FP8 parameter after an update."""
     module, gemm = parameter.fp8_owner[0](), parameter.fp8_owner[1]
-    value = module._quantize_weight(master, 3 * gemm + 1)
-    return value[0] if isinstance(value, tuple) else value
+    return module._quantize_weight(master, 3 * gemm + 1)[0]
 
 
 def _plain_linear(x, weight, bias, dtype):
@@ -817,19 +851,6 @@ def _normalize(x, gamma, beta, eps, normalization, zero_centered_gamma):
 def _no_torch_autocast(x):
     is_enabled = torch.is_autocast_enabled(x.device.type)
     return torch.autocast(x.device.type, enabled=False) if is_enabled else nullcontext()
-
-
-def _not_compiled_when_delayed(forward):
-    """Decorate a module's forward to run uncompiled with delayed scaling, as TE's does under torch.compile:
-    scales and histories are Python objects that other modules update."""
-    uncompiled = torch.compiler.disable(forward, reason="DelayedScaling is not supported under torch.compile")
-
-    @wraps(forward)
-    def choose(*args, **kwargs):
-        delayed = torch.compiler.is_compiling() and _fp8.enabled and _fp8.recipe.delayed()
-        return (uncompiled if delayed else forward)(*args, **kwargs)
-
-    return choose
 
 
 class LayerNorm(_Module):
@@ -880,14 +901,12 @@ class Linear(_Module):
         self._linear_parameters("weight", "bias", self.out_features, self.in_features, init_method, 0,
                                 _factory(params_dtype, device))
 
-    @_not_compiled_when_delayed
     def forward(self, inp, is_first_microbatch=None):
         dtype = self._begin(inp)
         with _no_torch_autocast(inp):
-            roll = self.fp8 and self._rolls_backward(inp)
+            roll = _fp8.enabled and self._rolls_backward(inp)
             x = self._column_input(inp, dtype)
             y = self._last_gemm(0, x, "weight", "bias", dtype, is_first_microbatch, roll)
-        self._end()
         return (y, self.bias.to(dtype)) if self.return_bias else y
 
 
@@ -915,15 +934,13 @@ class LayerNormLinear(_Module):
         self._norm_parameters("layer_norm_", in_features, eps, normalization, zero_centered_gamma, factory)
         self._linear_parameters("weight", "bias", self.out_features, in_features, init_method, 0, factory)
 
-    @_not_compiled_when_delayed
     def forward(self, inp, is_first_microbatch=None):
         dtype = self._begin(inp)
         with _no_torch_autocast(inp):
             normed = self._norm(inp, dtype)
-            roll = self.fp8 and self._rolls_backward(inp)
+            roll = _fp8.enabled and self._rolls_backward(inp)
             x = self._column_input(normed, dtype)
             y = self._last_gemm(0, x, "weight", "bias", dtype, is_first_microbatch, roll)
-        self._end()
         return self._outputs(y, self.bias, normed, dtype)
 
     def _outputs(self, y, bias, normed, dtype):
@@ -937,9 +954,9 @@ class LayerNormLinear(_Module):
     def _norm(self, x, dtype):
         """Return the norm's output in `dtype`, or unrounded in float32 where TE's norm kernel writes FP8
         directly (delayed scaling)."""
-        x = x.to(dtype).float() if self.fp8 or self.zero_centered_gamma else x.to(dtype)
+        x = x.to(dtype).float() if _fp8.enabled or self.zero_centered_gamma else x.to(dtype)
         y = self._normalize(x, self.layer_norm_weight, self.layer_norm_bias)
-        straight_to_fp8 = self.fp8 and self._delayed() and not self.return_layernorm_output
+        straight_to_fp8 = _fp8.enabled and self._delayed() and not self.return_layernorm_output
         return y if straight_to_fp8 else y.to(dtype)
 
 
@@ -997,7 +1014,6 @@ class LayerNormMLP(LayerNormLinear):
         self._linear_parameters("fc2_weight", "fc2_bias", hidden_size, width, output_layer_init_method, 1,
                                 factory)
 
-    @_not_compiled_when_delayed
     def forward(self, inp, is_first_microbatch=None):
         dtype = self._begin(inp)
         fc1_bias = self.fc1_bias if self.use_bias else None
@@ -1005,7 +1021,7 @@ class LayerNormMLP(LayerNormLinear):
         with _no_torch_autocast(inp):
             normed = self._norm(inp, dtype)
             x = self._column_input(normed, dtype)
-            if self.fp8:
+            if _fp8.enabled:
                 roll = self._rolls_backward(inp)
                 h = self._fp8_linear(0, x, "fc1_weight", fc1_bias, dtype, is_first_microbatch, roll)
                 # With delayed scaling, TE's activation kernels read the rounded fc1 output and write FP8, and
@@ -1016,7 +1032,6 @@ class LayerNormMLP(LayerNormLinear):
             else:
                 h = unrounded = activation(_plain_linear(x, self.fc1_weight, fc1_bias, dtype))
             y = self._last_gemm(1, h, "fc2_weight", "fc2_bias", dtype, is_first_microbatch, False, unrounded)
-        self._end()
         return self._outputs(y, self.fc2_bias, normed, dtype)
 
 
@@ -1220,61 +1235,44 @@ class TransformerLayer(nn.Module):
 
 
 @contextmanager
-def _recompute(phase):
-    outer, _fp8.recompute = _fp8.recompute, phase
-    if phase == "forward":
-        _fp8.recompute_first_module.append(_fp8.first_module)
-    else:
-        _fp8.first_module = _fp8.recompute_first_module.pop(0)
+def _checkpoint_phase(phase, scales, region):
+    outer, _fp8.checkpoint = _fp8.checkpoint, (phase, scales)
     try:
-        yield
+        with region:
+            yield
     finally:
-        _fp8.recompute = outer
+        _fp8.checkpoint = outer
 
 
-class _Checkpoint(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, function, kwargs, *args):
-        ctx.function, ctx.kwargs, ctx.args = function, kwargs, args
-        ctx.fp8 = (_fp8.enabled, _fp8.recipe)
-        ctx.rng = (torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
-        device = next((a.device.type for a in args if torch.is_tensor(a)), "cpu")
-        ctx.autocast = dict(
-            device_type=device, dtype=torch.get_autocast_dtype(device),
-            enabled=torch.is_autocast_enabled(device),
-        )
-        with torch.no_grad(), _recompute("forward") if any(ctx.needs_input_grad) else nullcontext():
-            return function(*args, **kwargs)
+def _checkpoint_contexts():
+    """Return the contexts of the forward pass, which keeps its scales, and of the recomputation."""
+    scales, region = {}, autocast(_fp8.enabled, recipe=_fp8.recipe)
+    return _checkpoint_phase("forward", scales, nullcontext()), _checkpoint_phase("recompute", scales, region)
 
-    @staticmethod
-    def backward(ctx, *grads):
-        with torch.random.fork_rng(enabled=True):
-            torch.set_rng_state(ctx.rng[0])
-            if ctx.rng[1] is not None:
-                torch.cuda.set_rng_state(ctx.rng[1])
-            args = [a.detach().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a for a in ctx.args]
-            with (
-                torch.enable_grad(), torch.autocast(**ctx.autocast), _recompute("recompute"),
-                autocast(ctx.fp8[0], recipe=ctx.fp8[1]),
-            ):
-                outputs = ctx.function(*args, **ctx.kwargs)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        pairs = [(o, g) for o, g in zip(outputs, grads) if torch.is_tensor(o) and o.requires_grad]
-        torch.autograd.backward(*zip(*pairs))
-        return None, None, *(a.grad if torch.is_tensor(a) else None for a in args)
+
+def _save_scales(ctx, op, *args, **kwargs):
+    """Return True, to save and not to recompute it, for the copy of a scale, which changes before the
+    backward pass."""
+    return op is torch.ops.aten.clone.default and args[0].dim() == 0
 
 
 def checkpoint(function, *args, use_reentrant=True, **kwargs):
     """Run `function` without saving activations and recompute it in the backward pass.
 
     The recomputation quantizes with the scales of the original forward pass and does not change the FP8
-    state. It is always reentrant, which is TE's default.
+    state. Unlike TE's it is never reentrant, since torch.compile traces no reentrant one.
     """
     for name in ("distribute_saved_activations", "get_rng_state_tracker", "tp_group"):
         kwargs.pop(name, None)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    return _Checkpoint.apply(function, kwargs, *args)
+    outer, contexts = _fp8.checkpoint, _checkpoint_contexts
+    if torch.compiler.is_compiling():
+        _fp8.checkpoint = ("compiled", None)
+        contexts = partial(torch_checkpoint.create_selective_checkpoint_contexts, _save_scales)
+    result = torch_checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    _fp8.checkpoint = outer
+    return result
 
 
 def get_cpu_offload_context(enabled=False, num_layers=1, model_layers=1, **unused):

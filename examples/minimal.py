@@ -32,7 +32,7 @@ parser.add_argument("--batch", type=int, default=32, help="sequences a step")
 parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
 parser.add_argument("--steps", type=int, default=1000)
 parser.add_argument("--lr", type=float, default=6e-4)
-parser.add_argument("--compile", action="store_true", help="with --recipe current or none")
+parser.add_argument("--compile", action="store_true", help="TE: with --recipe current or none")
 parser.add_argument("--out", default="minimal.pt", help="checkpoint, written at the end")
 options = parser.parse_args()
 

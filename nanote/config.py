@@ -106,7 +106,7 @@ class TrainConfig:
     moment_dtype: Literal["float32", "bfloat16"] = "float32"  # Type of AdamW's two moments.
     param_remainders: bool = True  # Of float32 masters, store only the 16 bits that the BF16 weights lack.
     cuda_graph: Literal["auto", "on", "off"] = "auto"  # Replay steps as CUDA graphs; auto: where possible.
-    compile: bool = False  # torch.compile the model; not with --fp8-recipe delayed.
+    compile: bool = False  # torch.compile the model; see guide/compile.md.
     compile_mode: CompileMode = "default"  # torch.compile's mode.
     compile_fullgraph: bool = False  # With --compile: one graph, or an error that names the graph break.
     device: str = "auto"  # auto, cpu, cuda or cuda:N.
@@ -129,9 +129,6 @@ class TrainConfig:
                 value = getattr(self, name)
                 if value is not None and not is_kept(value):
                     raise ValueError(f"{_flag(name)} {value}: must be {rule}")
-        if self.fp8_recipe == "delayed" and self.compile:
-            raise ValueError("--compile: Transformer Engine does not support DelayedScaling under "
-                             "torch.compile; pass --fp8-recipe current or --fp8-recipe none")
         if self.fp8_recipe == "none" and (self.fp8_param or self.fp8_health_interval):
             raise ValueError("--fp8-param, --fp8-health-interval: there is no FP8 with --fp8-recipe none")
         if not self.compile and (self.compile_mode != "default" or self.compile_fullgraph):

@@ -1,5 +1,4 @@
 """torch.compile: the first pass of every model under every recipe, and train.py's options and errors."""
-import contextlib
 import itertools
 import shutil
 import subprocess
@@ -44,107 +43,122 @@ def loss_and_gradients(net, model, batch):
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
 
+def assert_equal(found, expected):
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
 @ON_REFERENCE
 @pytest.mark.parametrize("name, recipe", [
     *(("optimized", recipe) for recipe in RECIPES), ("te", "current"),
     # the other recipes are te_reference's part, the same for every model, and take ten seconds each
     *itertools.product(list(models.MODELS)[1:], ("none", "delayed"))])
 def test_the_first_pass_of_a_compiled_model(name, recipe):
-    """The compiled pass is the first: one graph, or under delayed scaling a warning and an uncompiled
-    pass. How te_reference casts backward is compiled for one model, in which it is what it is in all."""
+    """The compiled pass is the first, which creates the FP8 state, and is one graph."""
     torch._dynamo.reset()
     compiled, plain, batch = make_model(name, recipe), make_model(name, recipe), make_batch()
-    delayed = recipe == "delayed"
     backend = "eager" if recipe == "current" and name != "optimized" else "aot_eager"
-    net = torch.compile(compiled, backend=backend, fullgraph=not delayed)
-    warned = pytest.warns(UserWarning, match="DelayedScaling.*runs uncompiled.*Float8CurrentScaling")
-    with warned if delayed else contextlib.nullcontext():
-        found = loss_and_gradients(net, compiled, batch)
-    for one, other in zip(found, loss_and_gradients(plain, plain, batch)):
-        torch.testing.assert_close(one, other, rtol=0 if delayed else 1e-3, atol=0 if delayed else 1e-5)
+    found = loss_and_gradients(torch.compile(compiled, backend=backend, fullgraph=True), compiled, batch)
+    assert_equal(found, loss_and_gradients(plain, plain, batch))
     found, expected = recipes.get_state(compiled), recipes.get_state(plain)
     assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_equal(found.values(), expected.values())
+
+
+SETTINGS = {  # with these fields of the model
+    "accumulation": {}, "packing": {}, "evaluation": {}, "dropout": dict(dropout=0.1, attn_dropout=0.1),
+    "checkpointing": dict(gradient_checkpointing=True, dropout=0.1), "two models": dict(fp8_margin=1),
+    # a tied weight sums its four gradients in another order
+    "two passes": dict(tie_embeddings=False),
+    "parts in FP8": dict(fp8_lm_head=False, n_layer=2, fp8_skip_last=1)}
+
+
+def train(nets, setting):
+    """Train three steps of each (compiled, model); return losses, gradients and FP8 states."""
+    results = []
+    torch.manual_seed(1)
+    for (net, model), step in itertools.product(nets, range(3)):
+        options = {"cu_seqlens": torch.tensor([0, 5, 16, 20 + step, 32, 32], dtype=torch.int32)}
+        options = options if setting == "packing" else {}
+        if setting == "evaluation":  # also as the very first pass
+            with torch.no_grad():
+                results.append(net.eval()(*make_batch()))
+            net.train()
+        if setting == "two passes":
+            losses = [sum(net(*make_batch()) for _ in range(2))]
+        elif setting == "accumulation":
+            losses = (net(*make_batch(), is_first_microbatch=first) for first in (True, False, False))
+        else:
+            losses = [net(*make_batch(), **options)]
+        for loss in losses:
+            loss.backward()
+            results.append(loss.detach())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                results.append(parameter.grad)
+                parameter -= 0.1 * parameter.grad
+        model.zero_grad()
+        results += recipes.get_state(model).values()
+    return results
+
+
+@ON_REFERENCE
+@pytest.mark.parametrize("setting, recipe", [
+    *((setting, "delayed") for setting in SETTINGS), ("accumulation", "current"),
+    ("checkpointing", "current"), ("checkpointing", "none"), ("accumulation", "block")])
+def test_compiled_steps_equal_uncompiled_ones(setting, recipe):
+    """Bit for bit, in one graph per kind of pass."""
+    torch._dynamo.reset()
+    results = []
+    for compiles in (False, True):
+        pairs = []
+        for _ in range(2 if setting == "two models" else 1):
+            model = make_model("optimized", recipe, **SETTINGS[setting])
+            net = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+            pairs.append((net, model))
+        results.append(train(pairs, setting))
+    assert_equal(*results)
 
 
 @ON_REFERENCE
 @pytest.mark.parametrize("name, recipe, options", [
-    ("optimized", "current", {}), ("optimized", "current", LLAMA), ("optimized", "none", LLAMA),
+    ("optimized", "delayed", {}), ("optimized", "current", LLAMA), ("optimized", "none", LLAMA),
     *((name, "none", {}) for name in models.MODELS)])
-def test_new_shapes_compile_to_one_graph(name, recipe, options):
+def test_new_batch_sizes_compile_once_more(name, recipe, options):
     """From the second shape on PyTorch compiles with symbolic sizes."""
     torch._dynamo.reset()
-    model = make_model(name, recipe, **options)
-    net = torch.compile(model, backend="eager", fullgraph=True)
-    for batch, length in ((2, 16), (4, 24), (6, 32)):
+    torch._dynamo.utils.counters.clear()
+    compiled, plain = (make_model(name, recipe, **options) for _ in range(2))
+    net = torch.compile(compiled, backend="eager", fullgraph=True)
+    for batch, length in ((2, 16), (4, 24), (6, 32), (8, 16)):
         x = torch.randint(96, (batch, length), device=DEVICE)
-        torch.testing.assert_close(net(x, x), model(x, x))
-
-
-@ON_REFERENCE
-@pytest.mark.parametrize("name", models.MODELS)
-def test_the_forward_of_a_subclass_runs_once_if_compiled(name):
-    """Under delayed scaling the base class's forward runs uncompiled and the subclass's forward runs only
-    once, whatever its arguments are."""
-    base = type(make_model(name, "delayed"))
-
-    class Scaled(base):
-        def forward(self, input_ids, labels=None, *rest):
-            return 10 * super().forward(input_ids, labels, *rest)
-
-    class OfOneTensor(base):
-        def forward(self, tokens):
-            return super().forward(tokens[:, :-1], tokens[:, 1:])
-
-    tokens = torch.randint(96, (2, 17), device=DEVICE)
-    for subclass, batch in ((Scaled, (tokens[:, :-1], tokens[:, 1:])), (OfOneTensor, (tokens,))):
-        torch._dynamo.reset()
-        compiled, plain = make_model(name, "delayed"), make_model(name, "delayed")
-        compiled.__class__ = plain.__class__ = subclass
-        with pytest.warns(UserWarning, match="runs uncompiled"):
-            found = torch.compile(compiled, backend="eager")(*batch)
-        assert torch.equal(found, plain(*batch)), subclass
-
-
-@pytest.mark.parametrize("name", models.MODELS)
-def test_fullgraph_says_why_delayed_scaling_cannot_be_compiled(name):
-    torch._dynamo.reset()
-    net = torch.compile(make_model(name, "delayed"), backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot trace DelayedScaling"):
-        net(*make_batch())
+        torch.testing.assert_close(net(x, x), plain(x, x))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 @ON_REFERENCE
 @pytest.mark.parametrize("name, sizes", [("Linear", (64, 64)), ("LayerNormLinear", (64, 64)),
                                          ("LayerNormMLP", (64, 128)), ("TransformerLayer", (64, 128, 4))])
 def test_a_module_of_te_reference_under_delayed_scaling(name, sizes):
-    """A module in the user's own model runs uncompiled, as Transformer Engine's does, and updates its FP8
-    state."""
+    """The user's own model enters the region, inside or outside what is compiled."""
     results, x = [], torch.randn(8, 4, 64)
-    for compiles in (False, True):
+    for kind in ("plain", "inside", "outside"):
         torch._dynamo.reset()
         torch.manual_seed(0)
         module = getattr(te_reference, name)(*sizes, device="cpu").eval()
-        net = torch.compile(module, backend="aot_eager") if compiles else module
-        with te_reference.autocast(recipe=te_reference.DelayedScaling(amax_history_len=4)):
-            y = net(x)
+
+        def run(x, module=module):
+            with te_reference.autocast():  # the default recipe
+                return module(x)
+
+        if kind == "outside":
+            with te_reference.autocast():
+                y = torch.compile(module, backend="aot_eager", fullgraph=True)(x)
+        else:
+            y = (torch.compile(run, backend="aot_eager", fullgraph=True) if kind == "inside" else run)(x)
         y.square().mean().backward()
         results.append([y, *(p.grad for p in module.parameters()), *recipes.get_state(module).values()])
-    plain, compiled = results
-    assert len(plain) == len(compiled) and all(torch.equal(a, b) for a, b in zip(plain, compiled))
-
-
-@ON_REFERENCE
-def test_a_default_recipe_is_not_compiled():
-    layer = te_reference.Linear(16, 16, device="cpu")
-
-    def run(x):
-        with te_reference.autocast():
-            return layer(x)
-
-    torch._dynamo.reset()
-    with pytest.raises(RuntimeError, match="DelayedScaling is not supported under torch.compile"):
-        torch.compile(run, backend="eager", fullgraph=True)(torch.randn(16, 16))
+    assert_equal(results[1], results[0])
+    assert_equal(results[2], results[0])
 
 
 # ---- train.py
@@ -152,7 +166,7 @@ def test_a_default_recipe_is_not_compiled():
 
 @ON_REFERENCE
 @pytest.mark.parametrize("options, mode, full", [
-    ("--fp8-recipe current", "default", False),
+    ("--fp8-recipe current", "default", False), ("--fp8-recipe delayed --grad-accum 1", "default", False),
     ("--fp8-recipe none --compile-mode max-autotune --compile-fullgraph", "max-autotune", True)])
 def test_a_compiled_run_learns_what_an_uncompiled_one_does(tokens, tmp_path, compiles, options, mode, full):
     assert run_train(f"{TRAIN} {options} --compile --out-dir {tmp_path}/compiled", tokens) == 0
@@ -237,7 +251,6 @@ def train_on_gpu(name, recipe, **options):
     """Train 4 steps of 2 micro-batches and return their losses and gradient norms, (4, 2)."""
     torch._dynamo.reset()
     forget_models()
-    # without the fast kernels, since DelayedScaling runs uncompiled by the modules
     config = TrainConfig(**SMALL, model=name, fp8_recipe=recipe, cuda_graph="off", **options)
     batches = make_batches(config, torch.device(DEVICE))
     step = Step(config, torch.device(DEVICE), batches)
@@ -258,12 +271,10 @@ def test_a_compiled_step_on_a_gpu(name, recipe, mode):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_the_guides_compiled_model_in_a_new_process(recipe):
-    code = SNIPPET.format(recipe=recipe)
+def test_the_guides_compiled_model_in_a_new_process():
+    code = SNIPPET.format(recipe="current")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert ("runs uncompiled" in done.stderr) == (recipe == "delayed")
 
 
 @pytest.mark.gpu

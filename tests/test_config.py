@@ -103,7 +103,6 @@ def test_config_json_of_a_run_repeats_it(finished, capsys):
     ("--layernorm-epsilon 2", "--layernorm-epsilon 2.0: must be from 0 to 1"),
     ("--n-positions 0", "--n-positions 0: must be at least 1"), ("--seed -1", "--seed -1: must be 0 or more"),
     ("--fp8-margin -1", "--fp8-margin -1: "), ("--fp8-amax-history-len 0", "--fp8-amax-history-len 0: "),
-    ("--compile", "--compile: Transformer Engine does not support DelayedScaling"),
     ("--fp8-recipe none --fp8-param", "--fp8-param, --fp8-health-interval: there is no FP8"),
     ("--compile-fullgraph", "without effect; pass --compile too"),
     ("--parallel hsdp --fp8-param", "--parallel hsdp: does not go with --fp8-param; leave it out"),
