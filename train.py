@@ -103,12 +103,13 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
     """Train to the last step or a stop request, and return that step. `saved`: the checkpoint's meta.json."""
     caches_fp8 = config.grad_accum > 1 and not config.compile and takes_argument(model, "is_first_microbatch")
 
-    def forward_backward(batch, *, first: bool, last: bool):
+    def forward_backward(batch, divisor, *, first: bool, last: bool):
         if config.compile and first:
             torch.compiler.cudagraph_mark_step_begin()  # may overwrite the last step's tensors
         options = {"is_first_microbatch": first} if caches_fp8 else {}  # quantize weights once a step
         with gradients.accumulate(first, last):  # the last micro-batch reduces over ranks
-            loss = model(*batch, **options) / (config.grad_accum * loader.ranks.count)
+            loss = model(*batch, **options)
+            loss = loss / (divisor[0] if divisor else config.grad_accum * loader.ranks.count)
             loss.backward(1 + 0 * loss.detach())  # a NaN loss makes every gradient NaN: all ranks skip
         return loss.detach()
 
@@ -133,8 +134,8 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
             batches, measure = loader.batches(step), is_due(step, config.fp8_health_interval)
             micro_step = eager if measure else forward_backward
             with profile(step), log.fp8_health(step, model) if measure else nullcontext():
-                loss = sum(micro_step(batch, first=i == 0, last=i == config.grad_accum - 1)
-                           for i, batch in enumerate(batches))
+                loss = sum(micro_step(*batch, first=i == 0, last=i == config.grad_accum - 1)
+                           for i, batch in enumerate(zip(batches, loader.divisors(step))))
                 norm = update()
             log.add(step, loss, norm)
             is_last, is_stopped = step == config.max_steps, stop.agreed()
@@ -199,6 +200,8 @@ def evaluate(model, loader: Loader, tokens: int, is_compiled: bool = False) -> f
                 total[1] += counted
     model.train()
     nats, counted = parallel.sum_over_ranks(total).tolist()
+    if not counted:
+        raise ValueError(f"--eval-tokens {tokens}: no answer is among these tokens; pass more")
     return nats / counted
 
 
@@ -287,12 +290,13 @@ def run_meta(options: dict, model, loader, step: int, saved: dict) -> dict:
 def summarize(folder: str, step: int, max_steps: int, model: str, fp8_recipe: str) -> None:
     """Print how to continue the run, and where everything is. The user's own code has to be named again."""
     saved, place = checkpoint.latest(folder), shlex.quote(folder)
+    if saved is None:
+        print(f"{folder}: {step} steps are done, and nothing is saved: --checkpoint-interval 0")
+        return
     own_model = f" --model {shlex.quote(model)}" if models.is_file(model) else ""
     own_recipe = f" --fp8-recipe {fp8_recipe}" if fp8_recipe.startswith("custom:") else ""
     command = f"{parallel.launcher()} train.py --resume --out-dir {place}{own_model}{own_recipe}"
-    if saved is None:
-        print(f"{folder}: {step} steps are done, and nothing is saved: --checkpoint-interval 0")
-    elif step < max_steps:
+    if step < max_steps:
         print(f"stopped after step {step}; saved {saved}; resume with: {command}")
     else:
         print(f"{step} steps are done; continue with: {command} --max-steps {2 * step}\n"
