@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from nanote import checkpoint, logs, models, parallel, recipes
+from nanote import checkpoint, logs, models, parallel, recipes, transfer
 from nanote.config import TrainConfig, in_a_line, read_options, run_command
 from nanote.ddp import distribute, make_gradients
 from nanote.models import takes_argument
@@ -84,7 +84,8 @@ def main(config: TrainConfig) -> None:
         checkpoint.load(source, model, optimizer)
         if "samples" in saved:  # a step may have another number of samples now
             loader.start_at(first_step, saved["samples"])
-    if needs_first_scales(model, asdict(config), loader.tokens_per_step, saved):
+    started = start_from(config, model, optimizer, loader.meta) if config.init_from and not source else saved
+    if needs_first_scales(model, asdict(config), loader.tokens_per_step, started):
         recipes.find_first_scales(model, loader.batches(first_step), config.grad_accum * ranks.count)
     config.out_dir = parallel.on_rank0(lambda: open_folder(config.out_dir, config.preset, config.resume))
     parallel.remember_folder(config.out_dir)
@@ -237,6 +238,20 @@ def fit_vocab_size(vocab_size: int | None, needed: int) -> int:
     if (vocab_size or padded) < needed:
         raise ValueError(f"--vocab-size {vocab_size}: the data needs more; pass {padded} or leave it out")
     return vocab_size or padded
+
+
+def start_from(config, model, optimizer, data: dict) -> dict:
+    """Copy the weights that --init-from names to a new run's model. Return the meta.json that belongs to its
+    FP8 scales, {} without any. `data`: meta.json of the token files."""
+    folder = Path(config.init_from)
+    if checkpoint.step_of(folder) is not None or checkpoint.latest(folder):
+        tensors, meta = None, checkpoint.read_meta(checkpoint.find(folder))
+        check_tokenizer(config.data, data["tokenizer"], meta["tokenizer"])
+    else:
+        from tools.import_hf import read_model  # needs transformers
+        weights = read_model(folder, rows=config.vocab_size)
+        tensors, meta = {f"model.{name}": tensor for name, tensor in weights.items()}, {}
+    return meta if transfer.start_from(config.init_from, model, optimizer, tensors) else {}
 
 
 def needs_first_scales(model, options: dict, tokens_per_step: int, saved: dict) -> bool:

@@ -52,6 +52,7 @@ class TrainConfig:
     data: str = "data/stdlib"  # Folder of token files, as written by data.py.
     out_dir: str | None = None  # Folder of the run; None: out/<preset>, or the next out/<preset>-<n>.
     resume: bool = False  # Continue the run in --out-dir (None: the preset's newest) with its options.
+    init_from: str | None = None  # Start from the weights of this run, step-<n> or Hugging Face folder.
     config: str | None = None  # JSON or YAML file with options by name, or another run's config.json.
     eval_only: bool = False  # Print the validation loss of the last checkpoint in --out-dir and stop.
 
@@ -238,6 +239,8 @@ def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
     arguments = [*_as_arguments(_read_file(file)), *typed] if file else typed
     early, folder = glance(arguments), None
     if early.resume or early.eval_only:
+        if early.init_from and not restarted:
+            raise ValueError("--init-from: is for a new run; --resume and --eval-only have their own weights")
         folder, meta = _checkpoint_to_continue(early.out_dir, early.preset, early.eval_only)
         saved = _options_of_run(meta["config"], folder)
         arguments = [*_as_arguments(saved), *arguments]
