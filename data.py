@@ -4,6 +4,8 @@
     python data.py packages                            # sources and docs of what is installed, no download
     python data.py text *.md notes.jsonl --tokenizer gpt2
     python data.py hf roneneldan/TinyStories --streaming
+    python data.py sft pairs.jsonl --tokenizer gpt2    # prompts and answers; the loss is that of the answers
+    python data.py tokens train.bin val.bin --tokenizer gpt2    # token files of nanoGPT or modded-nanogpt
 """
 import platform
 import signal
@@ -12,9 +14,13 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from tyro.conf import Positional
 
 from nanote.config import parse, run_command
+
+HEADER, MAGIC = 256, 20240520  # of modded-nanogpt's files: int32 values, and the first one
+CHUNK = 1 << 24  # tokens to look at at once
 
 
 @dataclass(kw_only=True)
@@ -55,9 +61,71 @@ class Hf(Options):
     data_files: list[str] | None = None  # Files of the dataset, or your own.
 
 
+@dataclass(kw_only=True)
+class Sft(Options):
+    """Prompts and answers for finetuning, one of each per row; only answers and their ends are learned."""
+    files: Positional[list[str]]  # .jsonl, .json, .csv or Parquet, also .gz or .zst; folders of these.
+    column: tuple[str, str] = ("prompt", "answer")  # Fields of a row that hold the two.
+
+
+@dataclass(kw_only=True)
+class Tokens:
+    """Token files of nanoGPT (uint16 without a header) or modded-nanogpt (with one)."""
+    files: Positional[list[str]]  # The last one becomes val.bin, the others train.bin.
+    out_dir: str | None = None  # Folder to write; None: data/<name of the folder of the last file>.
+    tokenizer: str  # The one that made the files, such as gpt2.
+    force: bool = False  # Overwrite the folder if it exists.
+
+
+def convert(files, out_dir, tokenizer, force, source):
+    """Copy token files of nanoGPT or modded-nanogpt to `out_dir`, the last one as `val`; return meta.json."""
+    from nanote import tokenizers, tokens
+
+    encoder = tokenizers.get_tokenizer(tokenizer)
+    sources = [foreign_tokens(path, encoder) for path in files]
+    with tokens.new_folder(out_dir, force) as folder:
+        for ids in sources:
+            with open(folder / ("val.bin" if ids is sources[-1] else "train.bin"), "ab") as file:
+                ids.tofile(file)
+        parts = [part for ids in sources for part in np.array_split(ids, 1 + len(ids) // CHUNK)]
+        counts = {"documents": sum(int((part == encoder.eot).sum()) for part in parts),
+                  "train_tokens": sum(map(len, sources[:-1])), "val_tokens": len(sources[-1])}
+        return tokens.write_meta(folder, encoder, np.dtype("<u2"), source=source, **counts)
+
+
+def foreign_tokens(path, encoder):
+    """Return the uint16 tokens of a file with modded-nanogpt's header, or nanoGPT's without one."""
+    header = np.fromfile(path, "<i4", HEADER)
+    has_header = len(header) == HEADER and header[0] == MAGIC
+    try:
+        tokens = np.memmap(path, "<u2", "r", offset=header.nbytes * has_header)
+    except ValueError as error:
+        raise ValueError(f"{path}: not a file of uint16 tokens: {error}") from None
+    if has_header and len(tokens) != header[2]:
+        raise ValueError(f"{path}: {len(tokens):,} tokens, but its header says {header[2]:,}; copy it again")
+    if tokens.max() >= encoder.vocab_size:
+        raise ValueError(f"{path}: holds the token {tokens.max()}, but {encoder.name} has "
+                         f"{encoder.vocab_size:,}; name the tokenizer that made the file")
+    return tokens
+
+
 def main(argv=None):
     """Run the command line `argv` (None: sys.argv[1:])."""
-    options = parse(Stdlib | Packages | Text | Hf, argv, "data.py", __doc__)
+    options = parse(Stdlib | Packages | Text | Hf | Sft | Tokens, argv, "data.py", __doc__)
+    source = f"{' '.join(sys.argv[1:] if argv is None else argv)} (Python {platform.python_version()})"
+    if isinstance(options, Tokens):
+        if len(options.files) < 2:
+            raise ValueError("tokens: name two files or more, of which the last one is for validation")
+        out_dir = options.out_dir or f"data/{Path(options.files[-1]).resolve().parent.name}"
+        meta = convert(options.files, out_dir, options.tokenizer, options.force, source)
+    else:
+        out_dir, meta = tokenize(options, source)
+    print(f"{out_dir}: {meta['documents']:,} documents, {meta['train_tokens']:,} train and "
+          f"{meta['val_tokens']:,} validation tokens ({options.tokenizer}, {meta['dtype']})")
+
+
+def tokenize(options, source):
+    """Write the token files of a corpus. Return their folder and meta.json."""
     from nanote import corpus, tokens  # not above: --help is quick
 
     left_out = Counter()
@@ -67,7 +135,10 @@ def main(argv=None):
         case Stdlib():
             name, documents = "stdlib", corpus.stdlib_documents()
         case Text(files=files):
-            name = Path(files[0]).resolve().name.split(".")[0] if len(files) == 1 else "text"
+            name = name_of(files, "text")
+            documents = corpus.text_documents(files, options.column, left_out)
+        case Sft(files=files):
+            name = name_of(files, "sft")
             documents = corpus.text_documents(files, options.column, left_out)
         case Hf():
             name = Path(options.name).resolve().name
@@ -76,14 +147,18 @@ def main(argv=None):
                 data_files=options.data_files, streaming=options.streaming)
     tokenizer = Path(options.tokenizer.removeprefix("hf:")).resolve().name
     out_dir = options.out_dir or f"data/{name}" + f"-{tokenizer}" * (options.tokenizer != "byte")
-    source = f"{' '.join(sys.argv[1:] if argv is None else argv)} (Python {platform.python_version()})"
     meta = tokens.write_tokens(
         documents, out_dir, tokenizer=options.tokenizer, val_fraction=options.val_fraction,
-        force=options.force, num_workers=options.num_workers, source=source, left_out=left_out)
+        force=options.force, num_workers=options.num_workers, source=source, left_out=left_out,
+        answers_only=isinstance(options, Sft))
     for reason, count in sorted(left_out.items()):
         print(f"left out: {count:,} {reason}")
-    print(f"{out_dir}: {meta['documents']:,} documents, {meta['train_tokens']:,} train and "
-          f"{meta['val_tokens']:,} validation tokens ({options.tokenizer}, {meta['dtype']})")
+    return out_dir, meta
+
+
+def name_of(files, several):
+    """Return the name of a corpus: that of its only file, or `several`."""
+    return Path(files[0]).resolve().name.split(".")[0] if len(files) == 1 else several
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from nanote import checkpoint, logs, models, parallel, recipes
+from nanote import checkpoint, logs, models, parallel, recipes, transfer
 from nanote.config import TrainConfig, in_a_line, read_options, run_command
 from nanote.ddp import distribute, make_gradients
 from nanote.models import takes_argument
@@ -38,10 +38,8 @@ from nanote.tokens import Loader
 
 
 def main(config: TrainConfig) -> None:
-    """Build the parts of a run, load the checkpoint that it continues, and train.
-
-    Everything that can be wrong is found before anything is written.
-    """
+    """Build the parts of a run, load the checkpoint that it continues, and train. Everything that can be
+    wrong is found before anything is written."""
     ranks = parallel.start()  # torchrun, or one process
     source = checkpoint.find(config.out_dir) if config.resume or config.eval_only else None
     saved = checkpoint.read_meta(source) if source else {}
@@ -84,7 +82,8 @@ def main(config: TrainConfig) -> None:
         checkpoint.load(source, model, optimizer)
         if "samples" in saved:  # a step may have another number of samples now
             loader.start_at(first_step, saved["samples"])
-    if needs_first_scales(model, asdict(config), loader.tokens_per_step, saved):
+    started = start_from(config, model, optimizer, loader.meta) if config.init_from and not source else saved
+    if needs_first_scales(model, asdict(config), loader.tokens_per_step, started):
         recipes.find_first_scales(model, loader.batches(first_step), config.grad_accum * ranks.count)
     config.out_dir = parallel.on_rank0(lambda: open_folder(config.out_dir, config.preset, config.resume))
     parallel.remember_folder(config.out_dir)
@@ -103,12 +102,13 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
     """Train to the last step or a stop request, and return that step. `saved`: the checkpoint's meta.json."""
     caches_fp8 = config.grad_accum > 1 and not config.compile and takes_argument(model, "is_first_microbatch")
 
-    def forward_backward(batch, *, first: bool, last: bool):
+    def forward_backward(batch, divisor, *, first: bool, last: bool):
         if config.compile and first:
             torch.compiler.cudagraph_mark_step_begin()  # may overwrite the last step's tensors
         options = {"is_first_microbatch": first} if caches_fp8 else {}  # quantize weights once a step
         with gradients.accumulate(first, last):  # the last micro-batch reduces over ranks
-            loss = model(*batch, **options) / (config.grad_accum * loader.ranks.count)
+            loss = model(*batch, **options)
+            loss = loss / (divisor[0] if divisor else config.grad_accum * loader.ranks.count)
             loss.backward(1 + 0 * loss.detach())  # a NaN loss makes every gradient NaN: all ranks skip
         return loss.detach()
 
@@ -133,8 +133,8 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
             batches, measure = loader.batches(step), is_due(step, config.fp8_health_interval)
             micro_step = eager if measure else forward_backward
             with profile(step), log.fp8_health(step, model) if measure else nullcontext():
-                loss = sum(micro_step(batch, first=i == 0, last=i == config.grad_accum - 1)
-                           for i, batch in enumerate(batches))
+                loss = sum(micro_step(*batch, first=i == 0, last=i == config.grad_accum - 1)
+                           for i, batch in enumerate(zip(batches, loader.divisors(step))))
                 norm = update()
             log.add(step, loss, norm)
             is_last, is_stopped = step == config.max_steps, stop.agreed()
@@ -199,6 +199,8 @@ def evaluate(model, loader: Loader, tokens: int, is_compiled: bool = False) -> f
                 total[1] += counted
     model.train()
     nats, counted = parallel.sum_over_ranks(total).tolist()
+    if not counted:
+        raise ValueError(f"--eval-tokens {tokens}: no answer is among these tokens; pass more")
     return nats / counted
 
 
@@ -234,6 +236,20 @@ def fit_vocab_size(vocab_size: int | None, needed: int) -> int:
     if (vocab_size or padded) < needed:
         raise ValueError(f"--vocab-size {vocab_size}: the data needs more; pass {padded} or leave it out")
     return vocab_size or padded
+
+
+def start_from(config, model, optimizer, data: dict) -> dict:
+    """Copy the weights that --init-from names to a new run's model. Return the meta.json that belongs to its
+    FP8 scales, {} without any. `data`: meta.json of the token files."""
+    folder = Path(config.init_from)
+    if checkpoint.step_of(folder) is not None or checkpoint.latest(folder):
+        tensors, meta = None, checkpoint.read_meta(checkpoint.find(folder))
+        check_tokenizer(config.data, data["tokenizer"], meta["tokenizer"])
+    else:
+        from tools.import_hf import read_model  # needs transformers
+        weights = read_model(folder, rows=config.vocab_size)
+        tensors, meta = {f"model.{name}": tensor for name, tensor in weights.items()}, {}
+    return meta if transfer.start_from(config.init_from, model, optimizer, tensors) else {}
 
 
 def needs_first_scales(model, options: dict, tokens_per_step: int, saved: dict) -> bool:
@@ -287,12 +303,13 @@ def run_meta(options: dict, model, loader, step: int, saved: dict) -> dict:
 def summarize(folder: str, step: int, max_steps: int, model: str, fp8_recipe: str) -> None:
     """Print how to continue the run, and where everything is. The user's own code has to be named again."""
     saved, place = checkpoint.latest(folder), shlex.quote(folder)
+    if saved is None:
+        print(f"{folder}: {step} steps are done, and nothing is saved: --checkpoint-interval 0")
+        return
     own_model = f" --model {shlex.quote(model)}" if models.is_file(model) else ""
     own_recipe = f" --fp8-recipe {fp8_recipe}" if fp8_recipe.startswith("custom:") else ""
     command = f"{parallel.launcher()} train.py --resume --out-dir {place}{own_model}{own_recipe}"
-    if saved is None:
-        print(f"{folder}: {step} steps are done, and nothing is saved: --checkpoint-interval 0")
-    elif step < max_steps:
+    if step < max_steps:
         print(f"stopped after step {step}; saved {saved}; resume with: {command}")
     else:
         print(f"{step} steps are done; continue with: {command} --max-steps {2 * step}\n"

@@ -176,7 +176,7 @@ def _own_parts(model, optimizer):
 
 def _tensors(model, optimizer):
     """Yield (name, tensor, whole) of all that is stored; whole: the DTensor of which it is a part."""
-    weights = _weights(model)
+    weights = weights_of(model)
     for name, value in weights.values():
         own = parallel.local_part(value)
         yield f"model.{name}", own.dequantize() if hasattr(own, "_quantizer") else own, value
@@ -195,7 +195,7 @@ def _tensors(model, optimizer):
     yield from ((f"rng{parallel.rank()}.{name}", value, None) for name, value in _rng_state().items())
 
 
-def _weights(model) -> dict[int, tuple[str, torch.Tensor]]:
+def weights_of(model) -> dict[int, tuple[str, torch.Tensor]]:
     """Return {id of this rank's part: (name, tensor)} of parameters and buffers, tied ones once."""
     weights = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -256,11 +256,11 @@ def load(folder, model, optimizer=None) -> dict:
     """Load the weights, and with an optimizer everything; return meta.json. Checks all files. Collective."""
     folder = Path(folder)
     parallel.on_rank0(lambda: verify(folder))
-    meta, weights, rng = read_meta(folder), _weights(model), f"rng{parallel.rank()}."
+    meta, weights, rng = read_meta(folder), weights_of(model), f"rng{parallel.rank()}."
     prefixes = ("model.",) if optimizer is None else ("model.", "optimizer.", "fp8.", rng)
     stored = read_tensors(folder, prefixes, dict(weights.values()))
     needed = {name: tuple(value.shape) for name, value in weights.values()}
-    found = {name: tuple(value.shape) for name, value in _with_prefix(stored, "model.").items()}
+    found = {name: tuple(value.shape) for name, value in with_prefix(stored, "model.").items()}
     for name in sorted(needed.keys() | found.keys()):
         if needed.get(name) != found.get(name):
             raise ValueError(f"{folder}: {name} is {found.get(name, 'absent')} there and "
@@ -269,16 +269,16 @@ def load(folder, model, optimizer=None) -> dict:
     with torch.no_grad(), _errors_naming(folder):
         if optimizer is not None:
             # before the weights: weights kept in FP8 are quantized with its scales
-            recipes.set_state(model, _with_prefix(stored, "fp8."))
+            recipes.set_state(model, with_prefix(stored, "fp8."))
         for name, value in weights.values():
             target, weight = parallel.local_part(value), stored[f"model.{name}"]
             # a float32 run has no masters: its weights are those of a BF16 or FP8 run
             master = weight if _has_master(target) else stored.get(f"optimizer.{name}.master_param", weight)
             target.copy_(master)
         if optimizer is not None:
-            _load_optimizer(optimizer, meta["optimizer_groups"], stored, weights)
+            load_optimizer(optimizer, meta["optimizer_groups"], stored, weights)
             if f"{rng}torch" in stored:  # unless there are more ranks now
-                _set_rng_state(_with_prefix(stored, rng))
+                _set_rng_state(with_prefix(stored, rng))
     return meta
 
 
@@ -296,8 +296,8 @@ def read_tensors(folder, prefixes=("model.",), like={}) -> dict[str, torch.Tenso
     return tensors
 
 
-def _load_optimizer(optimizer, stored_groups: list, tensors: dict, weights: dict) -> None:
-    """Restore step counts and optimizer state, in place. weights: see `_weights`."""
+def load_optimizer(optimizer, stored_groups: list, tensors: dict, weights: dict) -> None:
+    """Restore step counts and optimizer state, in place. weights: see `weights_of`."""
     optimizer.gather_state()
     for group, stored in zip(optimizer.param_groups, stored_groups):
         if isinstance(group.get("step"), torch.Tensor):
@@ -307,7 +307,7 @@ def _load_optimizer(optimizer, stored_groups: list, tensors: dict, weights: dict
     for part in optimizer.parts:
         for parameter in itertools.chain.from_iterable(group["params"] for group in part.param_groups):
             name, _ = weights[id(parameter)]
-            stored = _with_prefix(tensors, f"optimizer.{name}.")
+            stored = with_prefix(tensors, f"optimizer.{name}.")
             _load_state(part, parameter, stored, tensors[f"model.{name}"])
 
 
@@ -334,7 +334,7 @@ def _load_state(part, parameter, stored: dict, weight) -> None:
             own.copy_(value)
 
 
-def _with_prefix(tensors: dict, prefix: str) -> dict:
+def with_prefix(tensors: dict, prefix: str) -> dict:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 

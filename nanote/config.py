@@ -3,6 +3,7 @@
 The options of a --config file, and those of the checkpoint to resume, become arguments in front of the typed
 ones. So tyro checks all of them alike, and the last value of an option wins.
 """
+import json
 import os
 import signal
 import sys
@@ -51,6 +52,7 @@ class TrainConfig:
     data: str = "data/stdlib"  # Folder of token files, as written by data.py.
     out_dir: str | None = None  # Folder of the run; None: out/<preset>, or the next out/<preset>-<n>.
     resume: bool = False  # Continue the run in --out-dir (None: the preset's newest) with its options.
+    init_from: str | None = None  # Start from the weights of this run, step-<n> or Hugging Face folder.
     config: str | None = None  # JSON or YAML file with options by name, or another run's config.json.
     eval_only: bool = False  # Print the validation loss of the last checkpoint in --out-dir and stop.
 
@@ -77,6 +79,9 @@ class TrainConfig:
     gradient_checkpointing: bool = False  # Recompute each block in the backward pass: less memory, slower.
     offload_activations: int = 0  # Keep the saved activations of the first k blocks in host memory.
     loss_chunks: int = 1  # Compute lm_head and loss in this many chunks of tokens: less memory.
+
+    # FIELD=VALUE …: fields of the config of --model that are no options of train.py, such as window=32.
+    set: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
 
     # precision
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # Outside FP8 GEMMs; auto: BF16 on a GPU.
@@ -231,6 +236,8 @@ def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
     arguments = [*_as_arguments(_read_file(file)), *typed] if file else typed
     early, folder = glance(arguments), None
     if early.resume or early.eval_only:
+        if early.init_from and not restarted:
+            raise ValueError("--init-from: is for a new run; --resume and --eval-only have their own weights")
         folder, meta = _checkpoint_to_continue(early.out_dir, early.preset, early.eval_only)
         saved = _options_of_run(meta["config"], folder)
         arguments = [*_as_arguments(saved), *arguments]
@@ -256,7 +263,11 @@ def _flag(name: str) -> str:
 def _as_arguments(options: dict):
     """Yield "--lr=0.1" and "--use-rotary" for {"lr": 0.1, "use_rotary": True}."""
     for name, value in options.items():
-        if isinstance(value, bool):
+        if isinstance(value, dict):  # --set in a file
+            yield from (_flag(name), *(f"{field}={json.dumps(value[field])}" for field in value))
+        elif isinstance(value, list | tuple):  # --set as a run stores it
+            yield from (_flag(name), *(text for some in value for text in some))
+        elif isinstance(value, bool):
             yield _flag(name if value else f"no_{name}")
         else:
             yield f"{_flag(name)}={value}"
@@ -270,9 +281,10 @@ def _read_file(path: str) -> dict:
         raise ValueError(f"--config {path}: neither JSON nor YAML: {in_a_line(error)}") from None
     if not isinstance(options, dict):
         raise ValueError(f"--config {path}: holds no options; write them by name, such as lr: 0.001")
-    if "command" not in options:
+    if options.pop("command", None) is None:
         return options
-    return _options_of_run(options.get("config") or options, path)  # version 0.1 has them in "config"
+    of_0_1 = options.get("config")  # version 0.1 has them there; now it is the name of a file
+    return _options_of_run(of_0_1 if isinstance(of_0_1, dict) else options, path)
 
 
 def _options_of_run(options: dict, source) -> dict:

@@ -1,8 +1,8 @@
 """Text corpora: the documents that `data.py` hands to `write_tokens` (nanote/tokens.py).
 
-A document is a str, an iterator of str pieces where a file is long, or a tuple (str, number in [0, 1) that
-replaces its hash). `left_out` counts what is skipped. The `datasets` library reads rows; it holds a line in
-memory, so the length of compressed ones is checked first.
+A document is a str, an iterator of str pieces where a file is long, [prompt, answer], or a tuple (str, number
+in [0, 1) that replaces its hash). `left_out` counts what is skipped. The `datasets` library reads rows; it
+holds a line in memory, so the length of compressed ones is checked first.
 """
 import importlib.metadata
 import io
@@ -36,6 +36,8 @@ def text_documents(paths, column, left_out):
                 if builder and os.path.getsize(file):  # `datasets` refuses an empty file
                     yield from dataset_documents(builder, column, left_out, data_files=[file],
                                                  split="train", streaming=True)
+                elif not isinstance(column, str):
+                    raise ValueError(f"{file}: holds no rows; name .jsonl, .json, .csv or .parquet files")
                 else:
                     pieces = text_pieces(file)
                     yield chain([next(pieces, "")], pieces)  # the first one shows most binary files
@@ -68,7 +70,8 @@ def text_pieces(path):
 
 
 def dataset_documents(path, column, left_out, data_files=None, **options):
-    """Yield the texts in a column of a dataset. The arguments are those of datasets.load_dataset."""
+    """Yield the text in a column of each row; of a tuple of columns, the list of texts. The other arguments
+    are those of datasets.load_dataset."""
     if path in (*BUILDERS.values(), "text") and not data_files:  # `datasets` would read the working folder
         raise ValueError(f"{path}: is the name of a format; name files with --data-files")
     if os.path.isfile(path):
@@ -80,16 +83,18 @@ def dataset_documents(path, column, left_out, data_files=None, **options):
             if os.path.isfile(file) and file.endswith((".gz", ".zst")):
                 check_lines(file)
         rows = datasets.load_dataset(path, data_files=data_files, **options)
+        names = (column,) if isinstance(column, str) else column
         for batch in rows.iter(1000):
-            if column not in batch:
-                raise ValueError(f"no column {column!r}; name one with --column: {', '.join(batch)}")
-            for text in batch[column]:
-                if not text:
+            if missing := [name for name in names if name not in batch]:
+                raise ValueError(f"no column {missing[0]!r}; name one with --column: {', '.join(batch)}")
+            for texts in zip(*(batch[name] for name in names)):
+                if not all(texts):
                     left_out["rows without text"] += 1
-                elif isinstance(text, str):
-                    yield text
+                elif wrong := [(n, text) for n, text in zip(names, texts) if not isinstance(text, str)]:
+                    name, value = wrong[0]
+                    raise ValueError(f"column {name!r} holds {str(value)[:40]}, not text; name another one")
                 else:
-                    raise ValueError(f"column {column!r} holds {str(text)[:40]}, not text; name another one")
+                    yield texts[0] if isinstance(column, str) else list(texts)
     except Exception as error:  # whatever the hub, pyarrow, pandas or the builder raises
         where = data_files[0] if data_files and len(data_files) == 1 else path
         raise ValueError(f"{where}: {in_a_line(error.__cause__ or error)}") from error

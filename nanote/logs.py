@@ -32,7 +32,7 @@ class Diverged(RuntimeError):
 def val_record(val_loss: float, meta: dict) -> dict:
     """Return the fields of metrics.jsonl: nats per token and, if meta.json counts them, bits per byte."""
     record = {"val_loss": val_loss}
-    if meta.get("val_bytes"):
+    if meta.get("val_bytes") and "val_mask_sha256" not in meta:  # the loss is that of all bytes
         record["val_bits_per_byte"] = val_loss * meta["val_tokens"] / meta["val_bytes"] / math.log(2)
     return record
 

@@ -5,7 +5,7 @@ of your own model:
 
 - `Class(config)`, where config is a dataclass: that of the argument's annotation, or the only one in the file
   with the fields `vocab_size` and `n_positions`, which are required. Its fields that have the name of an
-  option of train.py get its value, the others keep their defaults. `use_fp8` is required to train in FP8.
+  option of train.py get its value, --set gives that of others. `use_fp8` is required to train in FP8.
 - `model.config` is that config. `model.blocks` holds the transformer blocks, for --optimizer muon and
   --parallel fsdp only.
 - `model(input_ids, labels)` returns the mean loss, a scalar; labels are shifted already, -100 means no label.
@@ -24,6 +24,8 @@ import inspect
 import json
 import os
 import sys
+import types
+import typing
 from pathlib import Path
 
 import torch
@@ -55,6 +57,8 @@ def make_model(config, device, dtype, recipe, saved=None):
         options = (saved or {}) | options
     model_class, config_class = model_classes(name)
     fields = {field.name for field in dataclasses.fields(config_class)}
+    if config.set:
+        options |= read_fields(config.set, config_class, saved)
     if recipe is not None and "use_fp8" not in fields:
         raise ValueError(f"--fp8-recipe {config.fp8_recipe}: the config of --model {config.model} has no "
                          "field use_fp8, so it does not train in FP8; pass --fp8-recipe none")
@@ -81,6 +85,40 @@ def make_model(config, device, dtype, recipe, saved=None):
     engine = getattr(sys.modules[type(model).__module__], "te", recipes.te).__name__.partition(".")[0]
     model.choice = f"on {engine}" + (f" (not model_te_fast: {reason})" if reason else "")
     return model
+
+
+def read_fields(texts, config_class, saved: dict | None) -> dict:
+    """Return {field: value} of --set FIELD=VALUE: JSON or else text. `saved`: fields that may not change."""
+    kinds, of_train, values = typing.get_type_hints(config_class), {*vars(TrainConfig()), "use_fp8"}, {}
+    names = ", ".join(name for name in kinds if name not in of_train)
+    last = {text.partition("=")[0]: text for some in texts for text in some}  # --set may be repeated
+    for name, text in last.items():
+        _, sign, value = text.partition("=")
+        if name in of_train:
+            option = name.replace("_", "-").replace("use-fp8", "fp8-recipe")
+            raise ValueError(f"--set {text}: is an option of train.py; pass --{option}")
+        if name not in kinds or not sign:
+            raise ValueError(f"--set {text}: must be FIELD=VALUE; {config_class.__name__} has {names}")
+        with contextlib.suppress(ValueError):  # not JSON
+            parsed = json.loads(value)
+            value = parsed if is_of_kind(parsed, kinds[name]) else value
+        if not is_of_kind(value, kinds[name]):
+            raise ValueError(f"--set {text}: must be of type {getattr(kinds[name], '__name__', kinds[name])}")
+        if saved and saved.get(name) != value:
+            raise ValueError(f"--set {text}: the checkpoint has {saved.get(name)}; leave it out or start a "
+                             "new run")
+        values[name] = value
+    return values
+
+
+def is_of_kind(value, kind) -> bool:
+    """Return whether a JSON value fits an annotation: a class, list[…], a Literal, or a union of these."""
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(is_of_kind(value, part) for part in typing.get_args(kind))
+    if origin is typing.Literal:
+        return value in typing.get_args(kind)
+    return type(value) is (origin or kind) or kind is float and type(value) is int
 
 
 def pick_model(options: dict, device, dtype) -> tuple[str, str]:

@@ -2,8 +2,8 @@
 
 To train with an optimizer of your own, call a function of yours in train.py, in place of `make_optimizer`.
 Parameters are BF16 on a GPU, and an update rounded to BF16 is mostly lost, so keep a float32 copy as
-state["master_param"], as `Muon` does: checkpoints store every tensor and number of `state`, and sample.py
-reads the masters by this name.
+state["master_param"], as nanote/muon.py does: checkpoints store every tensor and number of `state`, and
+sample.py reads the masters by this name.
 
 Reference: AdamW is algorithm 2 of arXiv:1711.05101.
 """
@@ -96,6 +96,7 @@ def make_optimizer(model, config) -> Optimizer:
     if config.fp8_param:
         init_master_weights(model, adamw)
     if matrices:
+        from nanote.muon import Muon
         return Optimizer(model, Muon(matrices, lr=config.lr, weight_decay=config.weight_decay), adamw)
     return Optimizer(model, adamw, fast_adam=fast_adam)
 
@@ -121,29 +122,3 @@ def matrices_of_blocks(model, fp8_param: bool) -> list:
     if parallel.mesh(model) is not None:
         raise ValueError("--parallel fsdp, hsdp: does not go with --optimizer muon; pass --parallel ddp")
     return matrices
-
-
-class Muon(torch.optim.Optimizer):
-    """torch.optim.Muon on float32 masters, scaled for AdamW's learning rate (arXiv:2502.16982, 2.2)."""
-
-    def __init__(self, params, *, lr: float, weight_decay: float):
-        super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
-        params = self.param_groups[0]["params"]
-        self.of_master = {p: p if p.dtype == torch.float32 else p.detach().float() for p in params}
-        self.inner = torch.optim.Muon(self.of_master.values(), adjust_lr_fn="match_rms_adamw")
-        for parameter, master in self.of_master.items():
-            state = self.inner.state[master] = {"momentum_buffer": torch.zeros_like(master)}
-            self.state[parameter] = state | ({} if master is parameter else {"master_param": master})
-
-    @torch.no_grad()
-    def step(self):
-        [group], [inner] = self.param_groups, self.inner.param_groups
-        inner["lr"], inner["weight_decay"] = group["lr"], group["weight_decay"]
-        for parameter, master in self.of_master.items():
-            if master is not parameter:
-                master.grad = None if parameter.grad is None else parameter.grad.float()
-        self.inner.step()
-        for parameter, master in self.of_master.items():
-            if master is not parameter:
-                parameter.copy_(master)
-                master.grad = None

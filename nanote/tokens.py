@@ -2,7 +2,8 @@
 
 A token file holds nothing but token ids, uint16 or uint32, with an end-of-text token after each document, and
 the tokenizer's beginning-of-text token (BOS) before it if there is one: `data/<name>/{train,val}.bin`,
-described by `meta.json` with their SHA-256.
+described by `meta.json` with their SHA-256. Of prompts with answers there is also `{train,val}.mask`: a byte
+per token, 1 where the token is a label, so in an answer or at its end.
 
 A batch is a pure function of (seed, step, rank). The Loader has no state to save, and a resumed run sees the
 same batches as an uninterrupted one; if it has another number of samples a step, the samples that follow.
@@ -12,7 +13,7 @@ import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-FILES = {"train.bin", "val.bin", "meta.json"}
+FILES = {"train.bin", "val.bin", "train.mask", "val.mask", "meta.json"}
 REMAKE = "make the token files again with data.py --force"
 
 
@@ -50,14 +51,19 @@ def open_tokens(folder, split, verify=True):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{meta_path}: damaged; {REMAKE}") from None
-    if not size or path.stat().st_size != size or verify and sha256(path) != checksum:
-        raise ValueError(f"{path}: empty, truncated or altered: {path.stat().st_size} bytes, but meta.json "
-                         f"says {size} bytes with SHA-256 {checksum}; {REMAKE}")
+    check_file(path, size, checksum, verify)
     tokens = np.memmap(path, dtype, "r")
     if verify and tokens.max() >= vocab_size:
         raise ValueError(f"{path}: holds the token {tokens.max()}, but vocab_size in meta.json is "
                          f"{vocab_size}; {REMAKE}")
     return tokens, meta
+
+
+def check_file(path, size, checksum, verify):
+    """Raise ValueError unless a file has the size and, if `verify`, the SHA-256 that meta.json says."""
+    if not size or path.stat().st_size != size or verify and sha256(path) != checksum:
+        raise ValueError(f"{path}: empty, truncated or altered: {path.stat().st_size} bytes, but meta.json "
+                         f"says {size} bytes with SHA-256 {checksum}; {REMAKE}")
 
 
 @contextmanager
@@ -95,13 +101,14 @@ def new_folder(out_dir, force):
 
 
 def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, force=False, num_workers=None,
-                 source="", left_out=None):
+                 source="", left_out=None, answers_only=False):
     """Tokenize `documents` into `out_dir`/{train,val}.bin and meta.json, and return the meta dict.
 
     A document goes to `val` if the hash of its text (of its first piece) as a number in [0, 1) is below
     `val_fraction`: the same document has the same split in every corpus. If that leaves a split empty, the
     last `val_fraction` of the tokens are `val`. After ValueError or OSError nothing is left behind.
     `source`, `left_out`: for meta.json, what the documents are and what was skipped.
+    `answers_only`: documents are prompts and answers; write masks.
     """
     if not 0 < val_fraction < 1:
         raise ValueError(f"--val-fraction {val_fraction}: must be above 0 and below 1, for example 0.01")
@@ -111,10 +118,13 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
     counts = dict(documents=0, train_tokens=0, val_tokens=0, train_bytes=0, val_bytes=0)
     pool = ThreadPoolExecutor(os.cpu_count() if num_workers is None else num_workers)
     with pool, new_folder(out_dir, force) as folder:
-        with (open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val,
-              tqdm(unit="B", unit_scale=True, disable=None, leave=False) as bar):
-            for split, tokens, size in encoded(documents, encoder, val_fraction, pool):
-                (val if split == "val" else train).write(tokens.astype(dtype))
+        with ExitStack() as stack, tqdm(unit="B", unit_scale=True, disable=None, leave=False) as bar:
+            names = FILES - {"meta.json"} if answers_only else {"train.bin", "val.bin"}
+            files = {name: stack.enter_context(open(folder / name, "wb")) for name in names}
+            for split, is_label, tokens, size in encoded(documents, encoder, val_fraction, pool):
+                files[f"{split}.bin"].write(tokens.astype(dtype))
+                if answers_only:
+                    files[f"{split}.mask"].write(np.full(len(tokens), is_label, np.uint8))
                 counts["documents"] += not size  # the end of text
                 counts[f"{split}_tokens"] += len(tokens)
                 counts[f"{split}_bytes"] += size
@@ -123,14 +133,19 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
             raise ValueError("the corpus is empty: no document holds any text; left out: "
                              f"{dict(left_out or {})}; name files that do")
         if not (counts["train_tokens"] and counts["val_tokens"]):
-            cut_end(folder / f"{split}.bin", folder, dtype, val_fraction, encoder, counts)
-        meta = {"format": 1, "source": source, "tokenizer": encoder.name, "vocab_size": encoder.vocab_size,
-                "eot": encoder.eot, "dtype": dtype.name, "val_fraction": val_fraction, **counts,
-                "left_out": dict(left_out or {}), "train_sha256": sha256(folder / "train.bin"),
-                "val_sha256": sha256(folder / "val.bin")}
-        meta |= {} if encoder.bos is None else {"bos": encoder.bos}
-        meta["sha256"] = meta_checksum(meta)
-        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+            cut_end(folder, split, dtype, val_fraction, encoder, counts, answers_only)
+        return write_meta(folder, encoder, dtype, source=source, val_fraction=val_fraction, **counts,
+                          left_out=dict(left_out or {}))
+
+
+def write_meta(folder, encoder, dtype, **others):
+    """Write meta.json of the files in `folder`, and return the meta dict."""
+    meta = {"format": 1, "tokenizer": encoder.name, "vocab_size": encoder.vocab_size, "eot": encoder.eot,
+            "dtype": dtype.name, **({} if encoder.bos is None else {"bos": encoder.bos}), **others}
+    for path in sorted(folder.iterdir()):
+        meta[f"{path.name.removesuffix('.bin').replace('.', '_')}_sha256"] = sha256(path)
+    meta["sha256"] = meta_checksum(meta)
+    (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
     return meta
 
 
@@ -140,43 +155,46 @@ def hash_fraction(raw):
 
 
 def encoded(documents, encoder, val_fraction, pool):
-    """Yield (split, tokens, bytes of text) of each piece of each document, and of its end of text."""
+    """Yield (split, is_later, tokens, bytes of text) of each piece of each document, and of its end."""
     def encode(piece):
-        split, raw = piece
-        return split, encoder.encode_bytes(raw) if raw else np.array([encoder.eot]), len(raw)
+        split, is_later, raw = piece
+        return split, is_later, encoder.encode_bytes(raw) if raw else np.array([encoder.eot]), len(raw)
 
     pieces, is_start = pieces_of(documents, val_fraction), True
     while some := list(islice(pieces, 4 * os.cpu_count())):
-        for split, tokens, size in pool.map(encode, some):
+        for split, is_later, tokens, size in pool.map(encode, some):
             has_bos = is_start and encoder.bos is not None
-            yield split, np.append(encoder.bos, tokens) if has_bos else tokens, size
+            yield split, is_later, np.append(encoder.bos, tokens) if has_bos else tokens, size
             is_start = not size
 
 
 def pieces_of(documents, val_fraction):
-    """Yield (split, bytes) of each piece of each document, and no bytes for its end."""
+    """Yield (split, is_later: not the first, bytes) of each piece of each document; b"" for its end."""
     for document in documents:
         text, fraction = document if isinstance(document, tuple) else (document, None)
         split = None
         for piece in filter(None, [text] if isinstance(text, str) else text):
-            raw = piece.encode("utf-8", errors="replace")
-            if split is None:
+            raw, is_later = piece.encode("utf-8", errors="replace"), split is not None
+            if not is_later:
                 fraction = hash_fraction(raw) if fraction is None else fraction
                 split = "val" if fraction < val_fraction else "train"
-            yield split, raw
+            yield split, is_later, raw
         if split is not None:
-            yield split, b""
+            yield split, True, b""
 
 
-def cut_end(path, folder, dtype, val_fraction, encoder, counts):
-    """Move the last tokens of `path`, which holds all of them, to val.bin, and adjust `counts`."""
-    os.replace(path, folder / "train.bin")
-    tokens = np.memmap(folder / "train.bin", dtype, "r")
-    start = len(tokens) - min(max(round(len(tokens) * val_fraction), 1), len(tokens) - 1)
-    tokens[start:].tofile(folder / "val.bin")
-    total, val_bytes = counts["train_bytes"] + counts["val_bytes"], len(encoder.decode_bytes(tokens[start:]))
-    os.truncate(folder / "train.bin", start * dtype.itemsize)
-    counts |= {"train_tokens": start, "val_tokens": len(tokens) - start,
+def cut_end(folder, split, dtype, val_fraction, encoder, counts, has_mask):
+    """Move the last tokens of a split, which holds all of them, to val.bin, and adjust `counts`."""
+    length = counts[f"{split}_tokens"]
+    start = length - min(max(round(length * val_fraction), 1), length - 1)
+    for suffix, kind in (("bin", dtype), ("mask", np.dtype(np.uint8)))[:1 + has_mask]:
+        os.replace(folder / f"{split}.{suffix}", folder / f"train.{suffix}")
+        values = np.memmap(folder / f"train.{suffix}", kind, "r")
+        values[start:].tofile(folder / f"val.{suffix}")
+        os.truncate(folder / f"train.{suffix}", start * kind.itemsize)
+    val_tokens = np.fromfile(folder / "val.bin", dtype)
+    total, val_bytes = counts["train_bytes"] + counts["val_bytes"], len(encoder.decode_bytes(val_tokens))
+    counts |= {"train_tokens": start, "val_tokens": length - start,
                "train_bytes": total - val_bytes, "val_bytes": val_bytes}
 
 
@@ -194,7 +212,12 @@ class Loader:
 
     def __init__(self, config, split, ranks, device="cpu"):
         self.tokens, self.meta = open_tokens(config.data, split, verify=ranks.rank == 0)
+        self.mask = None  # every token is a label
         length, seq_len = len(self.tokens), config.seq_len
+        if checksum := self.meta.get(f"{split}_mask_sha256"):
+            path = Path(config.data, f"{split}.mask")
+            check_file(path, length, checksum, verify=ranks.rank == 0)
+            self.mask = np.memmap(path, np.uint8, "r")
         if length < seq_len + 1:
             fitting = max(1, (length - 1) // 16 * 16)  # FP8 needs a multiple of 16 tokens
             raise ValueError(f"{Path(config.data, split)}.bin: {length} tokens, but a context of {seq_len} "
@@ -230,13 +253,21 @@ class Loader:
         prefetched_step, future = self._prefetched
         if prefetched_step != step:
             future = self._thread.submit(self._read, step)
-        micro_batches = future.result()
+        batches = future.result()
         self._prefetched = (step + 1, self._thread.submit(self._read, step + 1))
-        batches = []
-        for windows, *packing in micro_batches:
-            windows, *packing = (tensor.to(self.device, non_blocking=True) for tensor in (windows, *packing))
-            batches.append((windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), *packing))
-        return batches
+        return [tuple(tensor.to(self.device, non_blocking=True) for tensor in batch) for batch in batches]
+
+    def divisors(self, step):
+        """Return (divisor,) of the mean loss of each micro-batch of a step: the sum of all micro-batches of
+        all ranks is then the mean over the step's labels. () without a mask: all have as many labels."""
+        if self.mask is None:
+            return [()] * self.grad_accum
+        first = self.samples_before(step)
+        starts = self._starts(range(first, first + self.samples_per_step))
+        labels = self.mask[starts[:, None] + np.arange(1, self.seq_len + 1)].sum(1, dtype=np.int64)
+        counts = labels.reshape(self.grad_accum, self.ranks.count, self.micro_batch_size).sum(-1)
+        divisors = [max(1, counts.sum()) / own if own else np.inf for own in counts[:, self.ranks.rank]]
+        return [(torch.tensor(value).float().to(self.device, non_blocking=True),) for value in divisors]
 
     def evaluation(self, tokens):
         """Yield (micro-batch, number of labels that count) for `tokens` tokens of the split. They are whole
@@ -251,8 +282,7 @@ class Loader:
             starts = [min(number, count - 1) * total // count * self.seq_len for number in numbers]
             # The last window of the split ends with its last token; its first labels are another window's.
             moved = [min(start, len(self.tokens) - 1 - self.seq_len) for start in starts]
-            windows, *packing = self._micro_batch(moved)
-            inputs, labels = windows[:, :-1].contiguous(), windows[:, 1:].clone()  # changed below
+            inputs, labels, *packing = self._micro_batch(np.array(moved))
             for row, number in enumerate(numbers):
                 labels[row, :starts[row] - moved[row] if number < count else None] = -100
             batch = [tensor.to(self.device, non_blocking=True) for tensor in (inputs, labels, *packing)]
@@ -263,16 +293,19 @@ class Loader:
 
     def _read(self, step):
         """Return the micro-batches of a step in host memory."""
-        first = self.samples_before(step) + self.ranks.rank * self.micro_batch_size
-        micro_batches = []
-        for _ in range(self.grad_accum):
-            starts = []
-            for sample in range(first, first + self.micro_batch_size):
-                offset, order = self._epoch(sample // self.num_windows)
-                starts.append(offset + order[sample % self.num_windows] * self.seq_len)
-            micro_batches.append(self._micro_batch(starts))
-            first += self.micro_batch_size * self.ranks.count
+        first, micro_batches = self.samples_before(step), []
+        for number in range(self.ranks.rank, self.grad_accum * self.ranks.count, self.ranks.count):
+            sample = first + number * self.micro_batch_size
+            tensors = self._micro_batch(self._starts(range(sample, sample + self.micro_batch_size)))
+            if self.mask is not None and (tensors[1] == -100).all():
+                tensors[1][0, 0] = 0  # the mean over no label is NaN; `divisors` gives this one no weight
+            micro_batches.append(tensors)
         return micro_batches
+
+    def _starts(self, samples):
+        """Return where the windows of these samples begin."""
+        epochs = [(self._epoch(sample // self.num_windows), sample % self.num_windows) for sample in samples]
+        return np.array([offset + order[window] * self.seq_len for (offset, order), window in epochs])
 
     def _epoch(self, epoch):
         """Return (starting offset in tokens, order of the windows), from raw bits that numpy guarantees."""
@@ -282,13 +315,15 @@ class Loader:
         return offset, np.argsort(bits[1:], kind="stable")
 
     def _micro_batch(self, starts):
-        """Return the windows that begin at `starts`, int64 (len(starts), seq_len + 1), perhaps cu_seqlens."""
-        positions = np.array(starts)[:, None] + np.arange(self.seq_len + 1)
-        windows = torch.from_numpy(self.tokens[positions].astype(np.int64))
-        tensors = [windows]
+        """Return input_ids, labels and perhaps cu_seqlens of the windows that begin at `starts`."""
+        positions = starts[:, None] + np.arange(self.seq_len + 1)
+        windows = self.tokens[positions]
+        tensors = [torch.from_numpy(part.astype(np.int64)) for part in (windows[:, :-1], windows[:, 1:])]
+        if self.mask is not None:
+            tensors[1][torch.from_numpy(self.mask[positions[:, 1:]] == 0)] = -100
         if self.max_documents:
-            documents = document_starts(windows[:, :-1], self.start_token)
-            cu_seqlens = torch.full((self.max_documents + 1,), windows[:, :-1].numel(), dtype=torch.int32)
+            documents = document_starts(tensors[0], self.start_token)
+            cu_seqlens = torch.full((self.max_documents + 1,), tensors[0].numel(), dtype=torch.int32)
             cu_seqlens[:len(documents)] = documents
             tensors.append(cu_seqlens)
         if self.device.type == "cuda":

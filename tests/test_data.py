@@ -20,7 +20,7 @@ import data
 from hf_folders import edit_json, make_tokenizer
 from nanote import corpus
 from nanote.tokenizers import get_tokenizer, same_tokenizer
-from nanote.tokens import Loader, open_tokens, write_tokens
+from nanote.tokens import Loader, open_tokens, sha256, write_tokens
 from trainer_tools import largest_file
 
 SCRIPT = Path(data.__file__)
@@ -139,6 +139,48 @@ def test_hf_reads_local_files_and_folders(streaming):
     datasets.Dataset.from_dict({"story": texts(30)}).save_to_disk("saved")
     data.main(["text", "saved", "--column", "story", "--val-fraction", "0.2"])
     assert sorted(documents_of("data/saved")) == sorted(texts(30))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.jsonl.gz"])
+def test_prompts_and_answers(name, capsys):
+    rows = [(f"ask {i}: ", f"answer {i}") for i in range(30)]
+    text = "prompt,answer\n" + "".join(f"{p},{a}\n" for p, a in rows) if name == "a.csv" else "".join(
+        json.dumps({"prompt": p, "answer": a, "id": 1}) + "\n" for p, a in [*rows, ("no answer", "")])
+    write_files(".", {name: compressed(text.encode(), name)})
+    data.main(["sft", name, "--val-fraction", "0.2"])
+    assert ("1 rows without text" in capsys.readouterr().out) == (name != "a.csv")
+    assert sorted(documents_of("data/a")) == sorted(p + a for p, a in rows)
+    for split in ("train", "val"):
+        tokens, meta = open_tokens("data/a", split)
+        mask = np.fromfile(f"data/a/{split}.mask", np.uint8)
+        answers = get_tokenizer("byte").decode(np.where(mask, tokens, ord("|")))
+        assert re.sub(r"\|+", "|", answers).strip("|").split("|") == [
+            document.split(": ")[1] for document in documents_of("data/a", split)]
+        assert meta[f"{split}_mask_sha256"] == sha256(f"data/a/{split}.mask")
+
+
+@pytest.mark.parametrize("has_header", [True, False])
+def test_token_files_of_other_programs(has_header, refuse):
+    parts = [np.array([256, *f"part {i}".encode()], np.uint16) for i in range(3)]
+    for number, tokens in enumerate(parts):
+        header = np.zeros(256, np.int32)
+        header[:3] = 20240520, 1, len(tokens)
+        Path(f"{number}.bin").write_bytes(has_header * header.tobytes() + tokens.tobytes())
+    files = ["0.bin", "1.bin", "2.bin"]
+    data.main(["tokens", *files, "--tokenizer", "byte", "--out-dir", "set"])
+    assert open_tokens("set", "train")[0].tolist() == [*parts[0], *parts[1]]
+    assert open_tokens("set", "val")[0].tolist() == parts[2].tolist()
+
+    tokenizer = ["--tokenizer", "byte", "--out-dir", "other"]
+    assert "name two files or more" in refuse("tokens", "0.bin", *tokenizer)
+    raw = Path("2.bin").read_bytes()
+    Path("2.bin").write_bytes(raw[:-3])
+    assert "2.bin: not a file of uint16 tokens" in refuse("tokens", *files, *tokenizer)
+    Path("2.bin").write_bytes(raw[:-2] + b"\x01\x01")
+    assert "2.bin: holds the token 257, but byte has 257" in refuse("tokens", *files, *tokenizer)
+    if has_header:
+        Path("2.bin").write_bytes(raw[:-2])
+        assert "2.bin: 6 tokens, but its header says 7" in refuse("tokens", *files, *tokenizer)
 
 
 def test_the_standard_library(capsys):
@@ -360,6 +402,10 @@ def test_a_full_disk_leaves_nothing(refuse):
     (["text", "rows.jsonl"], "rows.jsonl: no column 'text'; name one with --column: id, body"),
     (["text", "rows.jsonl", "--column", "id"], "rows.jsonl: column 'id' holds 1, not text"),
     (["text", "null.jsonl"], "the corpus is empty: no document holds any text; left out: {'rows"),
+    (["sft", "rows.jsonl"], "rows.jsonl: no column 'prompt'; name one with --column: id, body"),
+    (["sft", "rows.jsonl", "--column", "id", "body"], "rows.jsonl: column 'id' holds 1, not text"),
+    (["sft", "good.txt"], "good.txt: holds no rows; name .jsonl"),
+    (["tokens", "--tokenizer", "byte"], "name two files or more"),
     (["text", "good.txt", "--tokenizer", "gpt5"], "tokenizer 'gpt5': unknown"),
     (["text", "good.txt", "--tokenizer", "hf:absent"], "absent/tokenizer.json: cannot be read"),
     (["text", "good.txt", "--val-fraction", "1"], "--val-fraction 1.0: must be above 0 and below 1"),

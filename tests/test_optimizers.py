@@ -7,7 +7,8 @@ import torch
 import train
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
 from nanote.config import TrainConfig
-from nanote.optimizers import Muon, Optimizer, make_optimizer
+from nanote.muon import Muon
+from nanote.optimizers import Optimizer, make_optimizer
 from trainer_tools import OPTIONS, losses, metrics, run_train
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")

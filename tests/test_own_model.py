@@ -145,3 +145,43 @@ def test_a_model_that_reads_the_gpu_trains_without_graphs(tokens):
     changed(host=("logits = ", "logits = float(self.head.weight.norm() > 0) * "))
     options = f"{RUN.replace('--device cpu', '')} --model host.py:Pair --fp8-recipe none --max-steps 4"
     assert run_train(f"{options} --cuda-graph off --out-dir run", tokens) == 0
+
+
+# ---------------------------------------------------------------- --set
+
+def model_config(step):
+    return checkpoint.read_meta(step)["model_config"]
+
+
+def test_fields_that_are_no_options_are_set_and_stored(tokens, refused):
+    more = 'window: int = 8\n    name: str = "a"\n    scale: float | None = None\n    sizes: list[int] = None'
+    changed(mine=("window: int = 8", more))
+    Path("a.yaml").write_text('set: {window: 9, name: "7", sizes: [1, 2]}\n')
+    options = f"{RUN} {PAIR} --max-steps 4 --config a.yaml --set scale=2 window=16 --set scale=0.5"
+    assert run_train(f"{options} --out-dir run", tokens) == 0
+    expected = dict(window=16, name="7", scale=0.5, sizes=[1, 2])
+    assert model_config("run/step-4").items() >= expected.items()
+
+    again = f"{PAIR} --config run/config.json --set window=4"
+    assert run_train(f"{again} --out-dir other", tokens) == 0
+    assert model_config("other/step-4").items() >= (expected | {"window": 4}).items()
+
+    resume = "--resume --out-dir run --max-steps 8 --model mine.py:Pair"
+    message = "--set window=4: the checkpoint has 16; leave it out or start a new run"
+    assert message in refused(train.run, f"{resume} --set window=4", "train.py")
+    assert run_train(f"{resume} --set window=16") == 0
+    assert model_config("run/step-8").items() >= expected.items()
+    sampling = ["run", "--device", "cpu", "--max-new-tokens", "4", "--model", "mine.py:Pair"]
+    assert run_script("sample.py", sampling) == 0
+
+
+@pytest.mark.parametrize("given, message", [
+    ("size=3", "--set size=3: must be FIELD=VALUE; PairConfig has window"),
+    ("window", "--set window: must be FIELD=VALUE; PairConfig has window"),
+    ("window=wide", "--set window=wide: must be of type int"),
+    ("window=2.5", "must be of type int"), ("window=true", "must be of type int"),
+    ("n_embd=32", "--set n_embd=32: is an option of train.py; pass --n-embd"),
+    ("use_fp8=true", "is an option of train.py; pass --fp8-recipe")])
+def test_a_wrong_field_is_one_line(tokens, refused, given, message):
+    arguments = f"{RUN} {PAIR} --set {given} --out-dir run --data {tokens}"
+    assert message in refused(train.run, arguments, "train.py")

@@ -153,3 +153,41 @@ def test_the_packed_shape_is_the_tightest_that_fits(folder, seq_len):
     windows = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), seq_len) == 256
     assert max_documents(tokens, 256, seq_len) == windows[:, 1:].sum(1).max() + 1
     assert max_documents(np.zeros(100, np.uint16), 256, 10) == 1
+
+
+def make_answers(path, examples):
+    """Write token files of (prompt, answer); return (token, whether it is a label) of each token."""
+    write_tokens(map(list, examples), path, val_fraction=0.2, answers_only=True)
+    splits = [loader(path, split, seq_len=1) for split in ("train", "val")]
+    return [pair for split in splits for pair in zip(split.tokens.tolist(), split.mask.tolist())]
+
+
+@pytest.mark.parametrize("examples", [20, 1])  # one: its end is `val`
+def test_a_mask_marks_answers_and_their_ends(tmp_path, examples):
+    pairs = [("q" * (1 + i % 9), "a" * (200 + i)) for i in range(examples)]
+    found = make_answers(tmp_path / "set", pairs)
+    assert {token for token, is_label in found if is_label} == {ord("a"), 256}
+    assert {token for token, is_label in found if not is_label} == {ord("q")}
+    assert len(found) == sum(len(prompt + answer) + 1 for prompt, answer in pairs)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_only_answers_are_labels_and_all_of_them_count_alike(tmp_path, packed):
+    """In a step, over micro-batches and ranks; a micro-batch without a label has no weight."""
+    make_answers(tmp_path / "set", [("q" * (5 + i % 60), "abc"[:1 + i % 3]) for i in range(99)])
+    steps = {}
+    for count, rows, accum in ((1, 8, 1), (1, 1, 8), (2, 1, 4), (4, 2, 1)):
+        options = dict(micro_batch_size=rows, grad_accum=accum, pack_documents=packed)
+        ranks = [loader(tmp_path / "set", ranks=SimpleNamespace(rank=rank, count=count), **options)
+                 for rank in range(count)]
+        for step in range(1, 9):
+            labels = []
+            for rank in ranks:
+                for (_, targets, *_), [divisor] in zip(rank.batches(step), rank.divisors(step)):
+                    kept = targets[targets != -100].tolist()
+                    assert kept, "the mean over no label would be NaN"
+                    weight = 1 / (float(divisor) * len(kept))
+                    labels += [(token, pytest.approx(weight, rel=1e-5)) for token in kept if weight]
+            assert all(token in (*b"abc", 256) for token, _ in labels)
+            steps.setdefault(step, len(labels))
+            assert len(labels) == steps[step] and all(weight == 1 / len(labels) for _, weight in labels)

@@ -22,7 +22,7 @@ from nanote import checkpoint, models, recipes
 from nanote.config import TrainConfig, read_options
 from nanote.logs import read_metrics
 from nanote.parallel import Ranks
-from nanote.tokens import Loader
+from nanote.tokens import Loader, write_tokens
 from trainer_tools import OPTIONS, ROOT, largest_file, losses, metrics, run_train
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -87,6 +87,19 @@ def test_gradient_accumulation_equals_a_larger_batch(tokens):
     assert run_train(f"{options} --micro-batch-size 8 --out-dir large", tokens) == 0
     assert losses("small") == pytest.approx(losses("large"), rel=1e-5)
     assert losses("small", "grad_norm") == pytest.approx(losses("large", "grad_norm"), rel=1e-4)
+
+
+@pytest.mark.parametrize("options", ["", "--pack-documents"])
+def test_every_answer_token_counts_alike(options):
+    """In a step as in an evaluation, however they are divided into micro-batches; some have none."""
+    pairs = [["q" * (9 + 7 * i % 120), "answer"[:1 + i % 6]] for i in range(200)]
+    write_tokens(pairs, "pairs", val_fraction=0.2, answers_only=True)
+    options = f"{SHORT} --dropout 0 --fp8-recipe none --eval-interval 2 {options}"
+    assert run_train(f"{options} --micro-batch-size 1 --grad-accum 8 --out-dir small", "pairs") == 0
+    assert run_train(f"{options} --micro-batch-size 8 --out-dir large", "pairs") == 0
+    for key in ("loss", "val_loss", "grad_norm"):
+        assert losses("small", key) == pytest.approx(losses("large", key), rel=1e-4)
+    assert not losses("small", "val_bits_per_byte"), "the loss is not that of all bytes"
 
 
 def test_evaluation_and_logging_leave_training_as_it_was(tokens):

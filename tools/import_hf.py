@@ -115,13 +115,26 @@ def has_chat_template(folder: Path) -> bool:
     return is_file or "chat_template" in read_json(folder / "tokenizer_config.json")
 
 
-def build_imported(folder: Path, config, model_config, vocab_size: int):
-    """Build the optimized model with the weights of the folder, in their widest dtype."""
+def read_model(folder: Path, rows: int) -> dict[str, torch.Tensor]:
+    """Return the weights of the folder under the optimized model's names, its embeddings padded to `rows`."""
+    hf = read_config(folder)
+    options = hf_weights.from_hf_config(hf, folder / "config.json") | {"vocab_size": rows}
+    model_config = models.make_model_config("optimized", options | {"use_fp8": False})
+    return read_weights(folder, model_config, hf.vocab_size, rows)
+
+
+def read_weights(folder: Path, model_config, vocab_size: int, rows: int) -> dict[str, torch.Tensor]:
     weights = hf_weights.from_hf(read_tensors(folder), model_config, vocab_size, folder)
     for embedding in {"wte.weight", "lm_head.weight"} & set(weights):
-        weight, padding = weights[embedding], config.vocab_size - vocab_size
+        weight, padding = weights[embedding], max(0, rows - vocab_size)
         mean = weight.float().mean(0, keepdim=True).to(weight.dtype)
         weights[embedding] = torch.cat((weight, mean.expand(padding, -1)))
+    return weights
+
+
+def build_imported(folder: Path, config, model_config, vocab_size: int):
+    """Build the optimized model with the weights of the folder, in their widest dtype."""
+    weights = read_weights(folder, model_config, vocab_size, config.vocab_size)
     dtype = functools.reduce(torch.promote_types, {weight.dtype for weight in weights.values()})
     # the checkpoint stores the state of the random generator: the same for every import
     torch.manual_seed(config.seed)

@@ -1,0 +1,125 @@
+"""--init-from: a new run that starts from the weights of another run or of a Hugging Face folder."""
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import train
+from nanote import checkpoint
+from nanote.config import read_options
+from nanote.tokens import meta_checksum
+from trainer_tools import OPTIONS, ROOT, RUN_ALL, finish, losses, metrics, run_train, sign, start_ranks
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+SHORT = f"{OPTIONS} --n-layer 1 --grad-accum 1 --max-steps 4 --checkpoint-interval 4"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, tokens):
+    """The folder of a run in BF16 and FP8, whose float32 masters are in its checkpoint."""
+    run = tmp_path_factory.mktemp("source") / "run"
+    assert run_train(f"{SHORT} --max-steps 12 --dtype bfloat16 --lr 1e-2 --out-dir {run}", tokens) == 0
+    return run
+
+
+def stored(run, prefix="model."):
+    return checkpoint.read_tensors(checkpoint.find(run), (prefix,))
+
+
+def frozen(source, tokens, options=""):
+    """Return the tensors of a run from `source` whose learning rate changes nothing."""
+    again = f"--config {source}/config.json --init-from {source} --max-steps 1 --lr 1e-30 --weight-decay 0"
+    assert run_train(f"{again} {options} --out-dir frozen", tokens) == 0
+    return stored("frozen")
+
+
+@pytest.mark.parametrize("options", ["", "--dtype float32", "--optimizer muon", "--fp8-param"])
+def test_a_run_starts_where_another_one_ended(tokens, source, capsys, options):
+    weights = frozen(source, tokens, options)
+    masters = stored(source, "optimizer.")
+    for name, weight in stored(source).items():
+        master = masters.get(f"optimizer.{name.removeprefix('model.')}.master_param", weight)
+        found = weights[name] if "float32" in options else stored("frozen", "optimizer.").get(
+            f"optimizer.{name.removeprefix('model.')}.master_param")
+        assert found is None or torch.equal(found, master.float()), name
+    assert losses("frozen", "val_loss")[0] == pytest.approx(losses(source, "val_loss")[-1], abs=0.02)
+    said = capsys.readouterr().out
+    assert f"--init-from {source}: {len(weights)} tensors found: blocks.*.attn.proj.weight, " in said
+    assert "0 of the model not found" in said and "0 of the source not used" in said
+    assert json.loads(Path("frozen/config.json").read_text())["init_from"] == str(source)
+
+
+def test_fp8_scales_are_taken_over(tokens, source):
+    assert run_train(f"--config {source}/config.json --init-from {source}/step-12 --max-steps 1 --out-dir a "
+                     "--checkpoint-interval 1", tokens) == 0
+    before, after = stored(source, "fp8."), stored("a", "fp8.")
+    for name in before:
+        if name.endswith("amax_history"):  # a step has moved it by a row
+            assert torch.equal(after[name][1:-1], before[name][2:]), name
+
+
+def test_adapters_start_from_a_trained_model(tokens, source, capsys):
+    shutil.copy(ROOT / "model_te_optimized.py", "my_model.py")
+    diff = (ROOT / "examples/edits/optimized/lora.diff").read_text()
+    subprocess.run(["patch", "-p1", "-s"], input=diff, text=True, check=True)
+    weights = frozen(source, tokens, "--model my_model.py:OptimizedGPT2Model --set lora_rank=32 --lr 1e-2")
+    said = capsys.readouterr().out
+    assert "  2 of the model not found, so as initialized: blocks.*.attn.lora_a.weight, " in said
+    assert weights["model.blocks.0.attn.lora_a.weight"].shape[0] == 32
+    assert weights["model.blocks.0.attn.lora_b.weight"].any(), "they learn"
+    assert all(torch.equal(weights[name], weight) for name, weight in stored(source).items())
+    assert losses("frozen", "loss")[0] == pytest.approx(losses(source, "loss")[-1], abs=0.5)
+
+
+def test_a_resumed_run_does_not_read_the_source_again(tokens, source, refused):
+    shutil.copytree(source, "source")
+    assert run_train(f"{SHORT} --checkpoint-interval 2 --init-from source --out-dir whole", tokens) == 0
+    assert "--init-from: is for a new run" in refused(
+        train.run, "--resume --out-dir whole --init-from source", "train.py")
+    assert read_options(f"{SHORT} --init-from source".split(), "whole").resume, "as torchrun restarts it"
+    shutil.rmtree("source")
+    shutil.copytree("whole", "cut")
+    shutil.rmtree("cut/step-4")
+    assert run_train("--resume --out-dir cut", tokens) == 0
+    assert metrics("cut") == metrics("whole")
+    assert checkpoint.read_meta("cut/step-4")["config"]["init_from"] == "source"
+
+
+@pytest.mark.parametrize("given, message", [
+    ("--n-embd 128", "proj.weight is (64, 64) there and (128, 128) in the model; pass the source's sizes"),
+    ("--model te --init-from pair", "none of its tensors (other) is in the model"),
+    ("--init-from absent", "absent: no config.json"),
+    ("--data other", "its tokens are other, and those of the run byte")])
+def test_a_source_that_does_not_fit_is_one_line(tokens, source, refused, given, message):
+    shutil.copytree(source, "pair")
+    [shard] = Path("pair/step-12").glob("*.safetensors")
+    shard.unlink()
+    save_file({"model.other": torch.zeros(3)}, shard, {"format": "pt"})
+    sign("pair/step-12")
+    shutil.copytree(tokens, "other")
+    meta = json.loads(Path("other/meta.json").read_text())
+    meta["tokenizer"] = "other"
+    Path("other/meta.json").write_text(json.dumps(meta | {"sha256": meta_checksum(meta)}))
+    arguments = f"{SHORT} --data {tokens} --init-from {source} --out-dir run {given}"
+    assert message in refused(train.run, arguments, "train.py")
+
+
+def test_a_hugging_face_folder_on_sharded_ranks(tokens):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=257, n_positions=64, n_embd=64, n_layer=2, n_head=2)
+    torch.manual_seed(1)
+    transformers.GPT2LMHeadModel(config).save_pretrained("hf")
+    gpt2 = "--activation gelu --no-use-rmsnorm --no-use-rotary --bias --dropout 0"
+    options = f"{OPTIONS} {gpt2} --grad-accum 1 --max-steps 2 --data {tokens} --init-from hf"
+    runs = {"ddp": options, "fsdp": f"{options} --parallel fsdp"}
+    command = [sys.executable, "-c", RUN_ALL, str(ROOT), json.dumps(runs), ""]
+    said, _ = finish(start_ranks(command))
+    assert said.count("--init-from hf: 28 tensors found") == 2
+    assert losses("ddp") == pytest.approx(losses("fsdp"), rel=1e-5)
+    assert run_train(f"{options} --micro-batch-size 8 --out-dir one", tokens) == 0
+    assert losses("one") == pytest.approx(losses("ddp"), rel=1e-2)
