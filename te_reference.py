@@ -573,9 +573,12 @@ def _check_options(name, options, defaults):
                              "use Transformer Engine")
 
 
+def _default_device():
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _factory(dtype, device):
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return dict(dtype=dtype or torch.get_default_dtype(), device=device)
+    return dict(dtype=dtype or torch.get_default_dtype(), device=device or _default_device())
 
 
 _normal_init = partial(nn.init.normal_, mean=0.0, std=0.023)  # TE's default
