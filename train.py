@@ -38,10 +38,8 @@ from nanote.tokens import Loader
 
 
 def main(config: TrainConfig) -> None:
-    """Build the parts of a run, load the checkpoint that it continues, and train.
-
-    Everything that can be wrong is found before anything is written.
-    """
+    """Build the parts of a run, load the checkpoint that it continues, and train. Everything that can be
+    wrong is found before anything is written."""
     ranks = parallel.start()  # torchrun, or one process
     source = checkpoint.find(config.out_dir) if config.resume or config.eval_only else None
     saved = checkpoint.read_meta(source) if source else {}
