@@ -13,6 +13,7 @@ Copy this file and an engine: TE, `fast_kernels/` (Hopper, without TE), or `te_r
 
 import math
 import os
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -181,6 +182,9 @@ class CustomGPT2Model(nn.Module):
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # training goes on with this FP8 state
                 return self.forward(input_ids, labels, is_first_microbatch)
+        traces = ENGINE == "reference" or not (config.use_fp8 and self.fp8_recipe.delayed())
+        if torch.compiler.is_compiling() and not traces:
+            return run_uncompiled(self, input_ids, labels, is_first_microbatch)
         self.check_input(*input_ids.shape)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.dropout(self.wte(input_ids) + self.wpe(positions))  # (B, S, n_embd)
@@ -250,6 +254,12 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
                 kept = min(len(own), len(history)) - 1  # row 0 is of the current step, the last is the newest
                 padding = history.new_zeros(len(own) - 1 - kept, own.shape[1])
                 own.copy_(torch.cat([history[:1], padding, history[len(history) - kept:]]))
+
+
+@torch.compiler.disable(reason="this engine's DelayedScaling does not trace")
+def run_uncompiled(model, *args):
+    warnings.warn("DelayedScaling runs uncompiled; use fp8_recipe = Float8CurrentScaling()", stacklevel=2)
+    return CustomGPT2Model.forward(model, *args)  # not model.forward, which a subclass may override
 
 
 normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2

@@ -19,7 +19,7 @@ from model_te_optimized import DelayedScaling
 from nanote import models, recipes
 from nanote.checkpoint import read_meta
 from nanote.config import TrainConfig
-from tools.hf_weights import NAMES
+from tools.hf_weights import optimized_name
 from trainer_tools import OPTIONS, ROOT, make_tokens, metrics, run_script, run_train
 
 FAMILY = list(models.MODELS)  # optimized, advanced, fused, custom, te
@@ -42,12 +42,9 @@ def make_alike(names, **options):
     with torch.no_grad():
         for p in original.parameters():
             p.normal_(0.0, 0.2) if p.dim() > 1 else p.add_(0.2 * torch.randn_like(p))
-    for name, model in models.items():
-        weights = {key: value for key, value in original.state_dict().items() if "_extra_state" not in key}
-        for ours, theirs in NAMES.get(name, []):
-            weights = {key.replace(ours, theirs): value for key, value in weights.items()}
-        missing, unexpected = model.load_state_dict(weights, strict=False)
-        assert not unexpected and all("_extra_state" in key for key in missing), (name, missing, unexpected)
+    for model in models.values():
+        weights = original.state_dict()
+        model.load_state_dict({name: weights[optimized_name(name)] for name in model.state_dict()})
         model.eval()
     return models
 
