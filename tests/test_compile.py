@@ -271,8 +271,9 @@ def test_a_compiled_step_on_a_gpu(name, recipe, mode):
 
 
 @pytest.mark.gpu
-def test_the_guides_compiled_model_in_a_new_process():
-    code = SNIPPET.format(recipe="current")
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_the_guides_compiled_model_in_a_new_process(recipe):
+    code = SNIPPET.format(recipe=recipe)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 
