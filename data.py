@@ -19,7 +19,7 @@ from tyro.conf import Positional
 
 from nanote.config import parse, run_command
 
-HEADER, MAGIC = 256, 20240520  # of modded-nanogpt's files: int32 values, and the first one
+HEADER, MAGIC = 256, 20240520  # modded-nanogpt's header: int32 values, the first of which is MAGIC
 CHUNK = 1 << 24  # tokens to look at at once
 
 

@@ -237,7 +237,7 @@ def save_fp8_state(model, state_dict, prefix="", metadata=None):
 
 
 def load_fp8_state(model, state_dict, prefix="", *unused):
-    """Take these out of a state dict, and set them if the model runs with delayed scaling."""
+    """Take scales and histories out of a state dict, and set them if the model has delayed scaling."""
     for name, module in model.named_modules():
         state_dict.pop(f"{prefix}{name}._extra_state", None)
         if type(module).set_extra_state is not nn.Module.set_extra_state:  # required, but may be empty

@@ -12,8 +12,8 @@ that file. Their diff shows what is fused:
 - The gradient of the logits is written in FP8. With tied embeddings, the backward pass of the embedding adds
   to lm_head's weight gradient in place.
 
-To edit it: between these functions everything is a plain tensor. `branch.value()` is a GEMM's output plus its
-bias; `stream.value()` is the residual plus the branch.
+To edit it: `branch.value()` is a GEMM's output plus its bias, a plain tensor; `stream.value()` is the
+residual plus the branch.
 
 References: those of `model_te_optimized.py`; the fusions are explained in `fast_kernels/fused.py`.
 """
@@ -275,7 +275,7 @@ def save_fp8_state(model, state_dict, prefix="", metadata=None):
 
 
 def load_fp8_state(model, state_dict, prefix="", *unused):
-    """Take these out of a state dict, and set them if the model runs in FP8."""
+    """Take scales and histories out of a state dict, and set them if the model runs in FP8."""
     for name, module in model.named_modules():
         for direction in ("scaling_fwd", "scaling_bwd"):
             scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)

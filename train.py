@@ -6,8 +6,8 @@
 
 `main` builds the parts and loads a checkpoint; `train` is the loop. Decisions worth knowing:
 - Losses stay on the device between log lines, so that the host does not wait for the GPU.
-- A step whose loss or gradient norm is not finite changes no weight; after more than ten of them the run
-  ends. A checkpoint that is due after such a step waits for a finite one, unless the step is the last.
+- A step whose loss or gradient norm is not finite changes no weight; the eleventh of a process ends the run.
+  A checkpoint that is due after such a step waits for a finite one, unless the step is the last.
 - A checkpoint is the last thing that a step does, evaluation leaves the FP8 state as it was, and a resumed
   run cuts its log to the checkpoint. So it repeats the uninterrupted run exactly (bit for bit on the CPU).
 """
@@ -82,8 +82,9 @@ def main(config: TrainConfig) -> None:
         checkpoint.load(source, model, optimizer)
         if "samples" in saved:  # a step may have another number of samples now
             loader.start_at(first_step, saved["samples"])
-    started = start_from(config, model, optimizer, loader.meta) if config.init_from and not source else saved
-    if needs_first_scales(model, asdict(config), loader.tokens_per_step, started):
+    starts_new = config.init_from and not source
+    of_scales = init_from(config, model, optimizer, loader.meta) if starts_new else saved
+    if needs_first_scales(model, asdict(config), loader.tokens_per_step, of_scales):
         recipes.find_first_scales(model, loader.batches(first_step), config.grad_accum * ranks.count)
     config.out_dir = parallel.on_rank0(lambda: open_folder(config.out_dir, config.preset, config.resume))
     parallel.remember_folder(config.out_dir)
@@ -109,7 +110,7 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
         with gradients.accumulate(first, last):  # the last micro-batch reduces over ranks
             loss = model(*batch, **options)
             loss = loss / (divisor[0] if divisor else config.grad_accum * loader.ranks.count)
-            loss.backward(1 + 0 * loss.detach())  # a NaN loss makes every gradient NaN: all ranks skip
+            loss.backward(1 + 0 * loss.detach())  # NaN if the loss is not finite: all ranks skip
         return loss.detach()
 
     def update():
@@ -144,7 +145,7 @@ def train(config, model, optimizer, gradients, loader, val, saver, saved) -> int
             if not (should_log or should_eval or should_save):
                 continue
             log.read()  # waits for the GPU
-            if failure := saver.error():  # of the checkpoint before
+            if failure := saver.error():  # of the previous checkpoint
                 log.say(f"step {step}: {failure}; training continues")
             record = log.record(step, optimizer.lr)
             if should_eval:
@@ -226,8 +227,8 @@ def prepare_cpu(activation: int) -> None:
 def check_tokenizer(data: str, tokenizer: str, expected: str) -> None:
     """Raise ValueError unless the tokens of `data` are those of the run."""
     if tokenizer.rpartition("@")[2] != expected.rpartition("@")[2]:  # hf:DIR@CHECKSUM may have moved
-        raise ValueError(f"--data {data}: its tokens are {tokenizer}, and those of the run {expected}; name "
-                         "a folder with these")
+        raise ValueError(f"--data {data}: tokenized with {tokenizer}, but the run uses {expected}; name a "
+                         "folder tokenized with that")
 
 
 def fit_vocab_size(vocab_size: int | None, needed: int) -> int:
@@ -238,9 +239,9 @@ def fit_vocab_size(vocab_size: int | None, needed: int) -> int:
     return vocab_size or padded
 
 
-def start_from(config, model, optimizer, data: dict) -> dict:
-    """Copy the weights that --init-from names to a new run's model. Return the meta.json that belongs to its
-    FP8 scales, {} without any. `data`: meta.json of the token files."""
+def init_from(config, model, optimizer, data: dict) -> dict:
+    """Copy the weights that --init-from names to a new run's model. Return the source's meta.json if its FP8
+    scales were copied too, else {}. `data`: meta.json of the token files."""
     folder = Path(config.init_from)
     if checkpoint.step_of(folder) is not None or checkpoint.latest(folder):
         tensors, meta = None, checkpoint.read_meta(checkpoint.find(folder))
@@ -253,8 +254,8 @@ def start_from(config, model, optimizer, data: dict) -> dict:
 
 
 def needs_first_scales(model, options: dict, tokens_per_step: int, saved: dict) -> bool:
-    """Return whether delayed scaling has no scales, or those of a checkpoint do not fit: of another format or
-    other layers, or of smaller gradients, since the loss is the mean over the tokens of a step."""
+    """Return whether first scales must be found: delayed scaling has none, or a checkpoint's are for another
+    format, for other layers, or for smaller gradients (more tokens a step)."""
     if not recipes.uses_delayed_scaling(model):
         return False
     if not saved or recipes.is_fresh(model):

@@ -262,7 +262,7 @@ def _activate_backward(activation, dy, x, bias, scale, amax, fp8):
 def cast(x, scale, amax, fp8, with_dbias=False, out=None):
     """Quantize x (N, D) BF16; return an FP8 tensor, in `out` if given, and dbias or None.
 
-    with_dbias: sum the columns, (D,); the bias's gradient if x is the gradient of a GEMM's output.
+    with_dbias: also sum x over its rows, (D,); the bias's gradient if x is the gradient of a GEMM's output.
     """
     check_input("fast_kernels.casts.cast: x", x)
     if out is None:

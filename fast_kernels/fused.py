@@ -9,7 +9,8 @@
 - The residual and a bias are added by the kernel that reads the GEMM's output; `Stream` and `Branch` carry
   what is still to be added.
 - A gradient is quantized by the kernel that writes it, for the GEMMs that read it, and passed through
-  autograd as a `Float8Tensor`. A `Branch` knows how: `gradient`. Who changes a branch drops that.
+  autograd as a `Float8Tensor`. `Branch.gradient` says how. A branch whose
+  value was changed is made anew as `Branch(x)`, without it.
 - Delayed scaling knows the scales before the values, which makes this possible.
 - Forward GEMMs use fast accumulation, as in Transformer Engine's recipe; wgrad accumulates in float32, and
   dgrad too unless K is small and fast accumulation is faster (DGRAD_FAST_ACCUM_K).
@@ -77,7 +78,7 @@ class Stream(NamedTuple):
     branch: Branch | None = None
 
     def add(self, branch: Branch) -> "Stream":
-        """Add a branch, once the one before has been added by `norm_linear`."""
+        """Add a branch; one that is still to be added is added to the residual first."""
         return Stream(self.value(), branch) if self.branch else Stream(self.residual, branch)
 
     def value(self) -> torch.Tensor:

@@ -160,7 +160,7 @@ class autocast:
 
 
 def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
-    """Return a context in which modules are created as without it. It must not be enabled."""
+    """Return a context without effect; ValueError if enabled, since weights stay in BF16."""
     if enabled:
         raise ValueError("quantized_model_init: fast_kernels keeps weights in BF16; use Transformer Engine")
     return nullcontext()
@@ -276,7 +276,7 @@ class Module(nn.Module):
             outermost.recipes[self] = region.recipe
             has_backward = torch.is_grad_enabled() and any(
                 tensor is not None and tensor.requires_grad for tensor in (*inputs, parameter))
-            if has_backward and not outermost.is_updated_backward:  # the first layer's is the last one
+            if has_backward and not outermost.is_updated_backward:  # the first layer's comes last
                 outermost.is_updated_backward, after_backward = True, lambda: outermost.update("bwd")
         of_input, of_weight, of_gradient = self._quantization(gemm)
         if replays:

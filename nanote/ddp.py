@@ -57,7 +57,7 @@ class Bucket:
 
 class Gradients:
     """The gradients of a model's parameters in flat buffers. Parameters that no loss depends on have no
-    gradient; on several ranks they must be the same in every step."""
+    gradient; on several ranks these must be the same parameters on each rank and in every step."""
 
     def __init__(self, model, dtype: torch.dtype | None = torch.float32):
         """`dtype`: of the gradients; None: that of each parameter."""

@@ -51,7 +51,7 @@ class CudaGraph:
         self.shapes = {}  # keyword arguments: shapes and dtypes of the tensors, as text
         self.pool = torch.cuda.MemPool()
         gc.collect()
-        torch.cuda.empty_cache()  # memory that other pools keep is of no use to this one
+        torch.cuda.empty_cache()  # a private pool cannot reuse memory that other pools cache
 
     def __call__(self, *arguments, **options):
         key, tensors = tuple(sorted(options.items())), tree_leaves(arguments)
@@ -65,8 +65,8 @@ class CudaGraph:
                 return self._run(arguments, options)
             self.captured[key] = self._capture(arguments, options)
         graph, inputs, output, _ = self.captured[key]
-        for own, given in zip(inputs, tensors):
-            own.copy_(given, non_blocking=True)
+        for static, tensor in zip(inputs, tensors):
+            static.copy_(tensor, non_blocking=True)
         graph.replay()
         return None if output is None else output.clone()
 

@@ -4,8 +4,8 @@
 of your own model:
 
 - `Class(config)`, where config is a dataclass: that of the argument's annotation, or the only one in the file
-  with the fields `vocab_size` and `n_positions`, which are required. Its fields that have the name of an
-  option of train.py get its value, --set gives that of others. `use_fp8` is required to train in FP8.
+  with the fields `vocab_size` and `n_positions`, which are required. A field with the name of an option of
+  train.py gets its value; --set FIELD=VALUE sets the others. `use_fp8` is required to train in FP8.
 - `model.config` is that config. `model.blocks` holds the transformer blocks, for --optimizer muon and
   --parallel fsdp only.
 - `model(input_ids, labels)` returns the mean loss, a scalar; labels are shifted already, -100 means no label.
@@ -66,7 +66,7 @@ def make_model(config, device, dtype, recipe, saved=None):
         raise ValueError(f"--pack-documents: forward of --model {config.model} has no argument cu_seqlens; "
                          "leave the option out, or use --model optimized")
     defaults, preset = vars(TrainConfig()), PRESETS[config.preset]
-    for option in OPTIONS:  # the model would ignore it; a default or the preset's is no wish of the user
+    for option in OPTIONS:  # the model would ignore it; a default or the preset's was not chosen by the user
         if option not in fields and getattr(config, option) not in (defaults[option], preset.get(option)):
             raise ValueError(f"--{option.replace('_', '-')}: the config of --model {config.model} has no "
                              f"field {option}; leave the option out, or use --model optimized")

@@ -202,7 +202,7 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def first_of_ranks(value, group=None):
-    """Return the value of the first rank that has one, which is neither None nor empty; else `value`."""
+    """Return the first rank's value that is neither None nor empty; else `value`."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return next(filter(None, values), value)

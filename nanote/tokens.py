@@ -5,8 +5,8 @@ the tokenizer's beginning-of-text token (BOS) before it if there is one: `data/<
 described by `meta.json` with their SHA-256. Of prompts with answers there is also `{train,val}.mask`: a byte
 per token, 1 where the token is a label, so in an answer or at its end.
 
-A batch is a pure function of (seed, step, rank). The Loader has no state to save, and a resumed run sees the
-same batches as an uninterrupted one; if it has another number of samples a step, the samples that follow.
+A batch depends only on the seed, the position in the samples and the rank. A checkpoint stores the number of
+samples seen, so that a resumed run goes on with the next one, also with another batch size.
 """
 import hashlib
 import json
@@ -327,7 +327,7 @@ class Loader:
             cu_seqlens[:len(documents)] = documents
             tensors.append(cu_seqlens)
         if self.device.type == "cuda":
-            with torch.cuda.device(self.device):  # a new thread's is the first GPU: another rank's
+            with torch.cuda.device(self.device):  # a new thread starts on GPU 0, another rank's
                 tensors = [tensor.pin_memory() for tensor in tensors]
         return tensors
 

@@ -94,7 +94,7 @@ def test_a_resumed_run_does_not_read_the_source_again(tokens, source, refused):
     ("--n-embd 128", "proj.weight is (64, 64) there and (128, 128) in the model; pass the source's sizes"),
     ("--model te --init-from pair", "none of its tensors (other) is in the model"),
     ("--init-from absent", "absent: no config.json"),
-    ("--data other", "its tokens are other, and those of the run byte")])
+    ("--data other", "tokenized with other, but the run uses byte")])
 def test_a_source_that_does_not_fit_is_one_line(tokens, source, refused, given, message):
     shutil.copytree(source, "pair")
     [shard] = Path("pair/step-12").glob("*.safetensors")

@@ -108,7 +108,7 @@ def _merges(tokens: dict[str, int], special: list[str]) -> list[tuple[str, str]]
 # ---------------------------------------------------------------- the folder
 
 def export(run, folder, dtype: str = "auto", moved: str | None = None, own: str | None = None) -> Path:
-    """Export a run or a checkpoint to `folder`; return the checkpoint. moved, own: tokenizer, model above."""
+    """Export a run or a checkpoint to `folder`; return the checkpoint. moved, own: --tokenizer, --model."""
     source, folder = checkpoint.find(run), Path(folder)
     if os.path.lexists(folder):
         raise ValueError(f"{folder}: exists; name another folder")
@@ -205,9 +205,9 @@ def model_card(source: Path, meta: dict, tokenizer) -> str:
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value is not None)
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [nanote, fp8]\n---\n"
-        f"# {source.parent.name}\n\nTrained with nanoTE, FP8 GPT training on NVIDIA Transformer Engine.\n\n"
+        f"# {source.parent.name}\n\nTrained with nanoTE.\n\n"
         f"| | |\n| --- | --- |\n{table}\n\n"
-        f"Documents began with token {tokenizer.start}: a prompt that starts one has it first.\n\n"
+        f"Training documents begin with token {tokenizer.start}: put it before a prompt that starts one.\n\n"
         f"Options of the run:\n\n```json\n{json.dumps(config, indent=2)}\n```\n"
     )
 
