@@ -73,7 +73,7 @@ class AdvancedConfig:
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        self.n_kv_head = self.n_kv_head or self.n_head
+        self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
         if self.n_inner is None:
             swiglu = self.activation == "swiglu"
             self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
@@ -209,8 +209,8 @@ class AdvancedGPT2Model(nn.Module):
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # training goes on with this FP8 state
                 return self.forward(input_ids, labels, is_first_microbatch)
-        traces = ENGINE == "reference" or not (config.use_fp8 and self.fp8_recipe.delayed())
-        if torch.compiler.is_compiling() and not traces:
+        if torch.compiler.is_compiling() and ENGINE != "reference" and (
+                config.use_fp8 and self.fp8_recipe.delayed()):
             return run_uncompiled(self, input_ids, labels, is_first_microbatch)
         self.check_input(*input_ids.shape)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)

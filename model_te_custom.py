@@ -182,8 +182,8 @@ class CustomGPT2Model(nn.Module):
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # training goes on with this FP8 state
                 return self.forward(input_ids, labels, is_first_microbatch)
-        traces = ENGINE == "reference" or not (config.use_fp8 and self.fp8_recipe.delayed())
-        if torch.compiler.is_compiling() and not traces:
+        if torch.compiler.is_compiling() and ENGINE != "reference" and (
+                config.use_fp8 and self.fp8_recipe.delayed()):
             return run_uncompiled(self, input_ids, labels, is_first_microbatch)
         self.check_input(*input_ids.shape)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)

@@ -69,7 +69,7 @@ class FastConfig:
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        self.n_kv_head = self.n_kv_head or self.n_head
+        self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
         if self.n_inner is None:
             swiglu = self.activation == "swiglu"
             self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd

@@ -246,10 +246,12 @@ def init_from(config, model, optimizer, data: dict) -> dict:
     if checkpoint.step_of(folder) is not None or checkpoint.latest(folder):
         tensors, meta = None, checkpoint.read_meta(checkpoint.find(folder))
         check_tokenizer(config.data, data["tokenizer"], meta["tokenizer"])
+        theirs = meta["model_config"]
     else:
         from tools.import_hf import read_model  # needs transformers
-        weights = read_model(folder, rows=config.vocab_size)
+        weights, theirs = read_model(folder, rows=config.vocab_size)
         tensors, meta = {f"model.{name}": tensor for name, tensor in weights.items()}, {}
+    transfer.print_differences(config.init_from, vars(model.config), theirs)
     return meta if transfer.start_from(config.init_from, model, optimizer, tensors) else {}
 
 

@@ -236,7 +236,7 @@ def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
     arguments = [*_as_arguments(_read_file(file)), *typed] if file else typed
     early, folder = glance(arguments), None
     if early.resume or early.eval_only:
-        if early.init_from and not restarted:
+        if glance(typed).init_from and not restarted:
             raise ValueError("--init-from: is for a new run; --resume and --eval-only have their own weights")
         folder, meta = _checkpoint_to_continue(early.out_dir, early.preset, early.eval_only)
         saved = _options_of_run(meta["config"], folder)
@@ -265,8 +265,9 @@ def _as_arguments(options: dict):
     for name, value in options.items():
         if isinstance(value, dict):  # --set in a file
             yield from (_flag(name), *(f"{field}={json.dumps(value[field])}" for field in value))
-        elif isinstance(value, list | tuple):  # --set as a run stores it
-            yield from (_flag(name), *(text for some in value for text in some))
+        elif name == "set":  # a list, or a list of lists as a run stores it
+            lists = ([some] if isinstance(some, str) else some for some in value)
+            yield from (_flag(name), *(text for some in lists for text in some))
         elif isinstance(value, bool):
             yield _flag(name if value else f"no_{name}")
         else:

@@ -86,7 +86,8 @@ def dataset_documents(path, column, left_out, data_files=None, **options):
         names = (column,) if isinstance(column, str) else column
         for batch in rows.iter(1000):
             if missing := [name for name in names if name not in batch]:
-                raise ValueError(f"no column {missing[0]!r}; name one with --column: {', '.join(batch)}")
+                raise ValueError(f"no column {missing[0]!r} in {', '.join(batch)}; name one with data.py's "
+                                 "--column")
             for texts in zip(*(batch[name] for name in names)):
                 if not all(texts):
                     left_out["rows without text"] += 1

@@ -218,6 +218,8 @@ class Loader:
             path = Path(config.data, f"{split}.mask")
             check_file(path, length, checksum, verify=ranks.rank == 0)
             self.mask = np.memmap(path, np.uint8, "r")
+            if not self.mask[1:].any():
+                raise ValueError(f"{path}: no token is a label; name more examples for data.py sft")
         if length < seq_len + 1:
             fitting = max(1, (length - 1) // 16 * 16)  # FP8 needs a multiple of 16 tokens
             raise ValueError(f"{Path(config.data, split)}.bin: {length} tokens, but a context of {seq_len} "

@@ -1,7 +1,7 @@
 """--init-from: start a new run from the weights of another model, whose tensors are found by name.
 
 What the source lacks, such as an adapter, stays as it was initialized. The optimizer starts anew, from the
-source's float32 masters, and FP8 scales are taken over if every tensor was found.
+source's float32 masters, and FP8 scales are taken over if both have the same tensors.
 """
 import re
 
@@ -13,7 +13,8 @@ from nanote import checkpoint, parallel, recipes
 
 @torch.no_grad()
 def start_from(source: str, model, optimizer, tensors: dict | None = None) -> bool:
-    """Copy a run's tensors, or `tensors`, to a model. Print and return whether all were found. Collective."""
+    """Copy a run's tensors, or `tensors`, to a model. Print what was found, and return whether both
+    have the same tensors. Collective."""
     weights = checkpoint.weights_of(model)
     needed = dict(weights.values())
     if tensors is None:
@@ -35,7 +36,7 @@ def start_from(source: str, model, optimizer, tensors: dict | None = None) -> bo
         print(f"--init-from {source}: {len(found)} tensors found: {shortened(found)}\n"
               f"  {len(missing)} of the model not found, so as initialized: {shortened(missing)}\n"
               f"  {len(unused)} of the source not used: {shortened(unused)}")
-    if not missing:  # before the weights: weights kept in FP8 are quantized with its scales
+    if not missing and not unused:  # before the weights: weights kept in FP8 are quantized with its scales
         recipes.set_state(model, checkpoint.with_prefix(tensors, "fp8."))
     parts = {key: parallel.local_part(tensor) for key, tensor in tensors.items()}
     for name, value in needed.items():
@@ -45,10 +46,20 @@ def start_from(source: str, model, optimizer, tensors: dict | None = None) -> bo
             tensor = distribute_tensor(tensor, on_host.device_mesh, on_host.placements, src_data_rank=None)
         parts[f"model.{name}"] = parallel.local_part(tensor)
         if name in found:
-            master = parts.get(f"optimizer.{name}.master_param", parts[f"model.{name}"])
-            parallel.local_part(value).copy_(master)
+            key = f"optimizer.{name}.master_param"
+            if value.dtype != torch.float32:  # the source's own bits, before they are rounded
+                parts.setdefault(key, parts[f"model.{name}"].float())
+            parallel.local_part(value).copy_(parts.get(key, parts[f"model.{name}"]))
     checkpoint.load_optimizer(optimizer, [], parts, weights)
-    return not missing
+    return not missing and not unused
+
+
+def print_differences(source: str, ours: dict, theirs: dict) -> None:
+    """Print the fields of two model configs in which tensors of equal shapes compute something else."""
+    for name in ("n_head", "n_kv_head", "head_dim", "activation", "use_rmsnorm", "use_qk_norm", "use_rotary",
+                 "rope_theta", "layernorm_epsilon"):
+        if parallel.rank() == 0 and name in ours and ours[name] != theirs.get(name, ours[name]):
+            print(f"--init-from {source}: {name} is {theirs[name]} there and {ours[name]} in the model")
 
 
 def shortened(names) -> str:

@@ -76,6 +76,23 @@ def test_adapters_start_from_a_trained_model(tokens, source, capsys):
     assert losses("frozen", "loss")[0] == pytest.approx(losses(source, "loss")[-1], abs=0.5)
 
 
+def test_tensors_that_the_model_lacks_are_left_out(tokens, source, capsys):
+    assert run_train(f"{SHORT} --n-layer 2 --max-steps 1 --out-dir two", tokens) == 0
+    arguments = f"{SHORT} --n-head 4 --max-steps 1 --init-from two --out-dir one"
+    assert run_train(arguments, tokens) == 0
+    said = capsys.readouterr().out
+    assert "of the source not used: blocks" in said and "n_head is 2 there and 4 in the model" in said
+    assert run_train("--resume --config one/config.json --max-steps 2 --out-dir one", tokens) == 0
+
+
+def test_masters_are_those_of_a_float32_source(tokens, capsys):
+    assert run_train(f"{SHORT} --max-steps 1 --dtype float32 --out-dir exact", tokens) == 0
+    frozen("exact", tokens, "--dtype bfloat16")
+    masters = stored("frozen", "optimizer.")
+    for name, weight in stored("exact").items():
+        assert torch.equal(masters[f"optimizer.{name.removeprefix('model.')}.master_param"], weight), name
+
+
 def test_a_resumed_run_does_not_read_the_source_again(tokens, source, refused):
     shutil.copytree(source, "source")
     assert run_train(f"{SHORT} --checkpoint-interval 2 --init-from source --out-dir whole", tokens) == 0

@@ -140,7 +140,7 @@ def check_logits(folder: Path, source: Path, own: str | None, weights: dict, voc
     transformers.logging.disable_progress_bar()
     is_small = sum(weight.numel() for weight in weights.values()) <= 4e9
     dtype, tolerance = (torch.float32, 1e-3) if is_small and recipes.IS_REFERENCE else (torch.bfloat16, 0.1)
-    device = models.pick_device("auto")
+    device = models.pick_device("cpu" if recipes.IS_REFERENCE else "auto")  # a run may train on the GPU
     model = models.load_run(source, checkpoint.read_meta(source), own, device, dtype)
     for name, parameter in model.named_parameters():
         parameter.copy_(weights[hf_weights.optimized_name(name)])  # in the type that was written

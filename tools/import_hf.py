@@ -115,12 +115,13 @@ def has_chat_template(folder: Path) -> bool:
     return is_file or "chat_template" in read_json(folder / "tokenizer_config.json")
 
 
-def read_model(folder: Path, rows: int) -> dict[str, torch.Tensor]:
-    """Return the weights of the folder under the optimized model's names, its embeddings padded to `rows`."""
+def read_model(folder: Path, rows: int):
+    """Return the weights of the folder under the optimized model's names, its embeddings padded to `rows`,
+    and the fields of its architecture."""
     hf = read_config(folder)
     options = hf_weights.from_hf_config(hf, folder / "config.json") | {"vocab_size": rows}
     model_config = models.make_model_config("optimized", options | {"use_fp8": False})
-    return read_weights(folder, model_config, hf.vocab_size, rows)
+    return read_weights(folder, model_config, hf.vocab_size, rows), vars(model_config)
 
 
 def read_weights(folder: Path, model_config, vocab_size: int, rows: int) -> dict[str, torch.Tensor]:
