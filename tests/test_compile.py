@@ -65,8 +65,8 @@ def test_the_first_pass_of_a_compiled_model(name, recipe):
 
 
 SETTINGS = {  # with these fields of the model
-    "accumulation": {}, "packing": {}, "evaluation": {}, "dropout": dict(dropout=0.1, attn_dropout=0.1),
-    "checkpointing": dict(gradient_checkpointing=True, dropout=0.1), "two models": dict(fp8_margin=1),
+    "accumulation": {}, "packing": {}, "evaluation": {}, "two models": dict(fp8_margin=1),
+    "checkpointing": dict(gradient_checkpointing=True, dropout=0.1, attn_dropout=0.1),
     # a tied weight sums its four gradients in another order
     "two passes": dict(tie_embeddings=False),
     "parts in FP8": dict(fp8_lm_head=False, n_layer=2, fp8_skip_last=1)}
@@ -103,8 +103,7 @@ def train(nets, setting):
 
 @ON_REFERENCE
 @pytest.mark.parametrize("setting, recipe", [
-    *((setting, "delayed") for setting in SETTINGS),
-    ("checkpointing", "current"), ("checkpointing", "none")])
+    *((setting, "delayed") for setting in SETTINGS), ("checkpointing", "none")])
 def test_compiled_steps_equal_uncompiled_ones(setting, recipe):
     """Bit for bit, in one graph per kind of pass."""
     torch._dynamo.reset()
@@ -121,7 +120,7 @@ def test_compiled_steps_equal_uncompiled_ones(setting, recipe):
 
 @ON_REFERENCE
 @pytest.mark.parametrize("name, recipe, options", [
-    ("optimized", "delayed", {}), ("optimized", "current", LLAMA), ("optimized", "none", LLAMA),
+    ("optimized", "delayed", {}), ("optimized", "current", LLAMA),
     *((name, "none", {}) for name in models.MODELS)])
 def test_new_batch_sizes_compile_once_more(name, recipe, options):
     """From the second shape on PyTorch compiles with symbolic sizes."""
@@ -136,14 +135,13 @@ def test_new_batch_sizes_compile_once_more(name, recipe, options):
 
 
 @ON_REFERENCE
-@pytest.mark.parametrize("name, sizes", [("Linear", (64, 64)), ("LayerNormMLP", (64, 128))])
-def test_a_module_of_te_reference_under_delayed_scaling(name, sizes):
+def test_a_module_of_te_reference_under_delayed_scaling():
     """The user's own model enters the region, inside or outside what is compiled."""
     results, x = [], torch.randn(8, 4, 64)
     for kind in ("plain", "inside", "outside"):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        module = getattr(te_reference, name)(*sizes, device="cpu").eval()
+        module = te_reference.Linear(64, 64, device="cpu")
 
         def run(x, module=module):
             with te_reference.autocast():  # the default recipe
