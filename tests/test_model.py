@@ -3,6 +3,7 @@
 The network and its options: tests/test_family.py. The logits of Hugging Face's models: tests/test_hf.py.
 """
 
+import functools
 import math
 import sys
 import types
@@ -161,7 +162,8 @@ def test_the_guides_training_snippet(snippets):
 
 
 def test_the_guides_production_snippet(snippets, compiles):
-    names = snippets(PRODUCTION, n_head=12)
+    shallow = functools.partial(OptimizedConfig, n_layer=2)  # tracing 12 blocks takes half a minute
+    names = snippets(PRODUCTION, n_head=12, OptimizedConfig=shallow)
     assert names["config"].n_kv_head == 3
     x = torch.randint(0, 50304, (1, 16), device=DEVICE)
     loss = names["model"](x, x.roll(-1, 1))
