@@ -195,8 +195,11 @@ class _NormLinear(torch.autograd.Function):
         residual, mean, rstd, norm_weight, *operands = ctx.saved_tensors
         needs_x, needs_branch, needs_branch_bias, *needs_norm, needs_weight, needs_bias = (
             ctx.needs_input_grad[:7])
-        if dy is None:  # only the sum was used
-            dy = residual.new_zeros(len(residual), len(ctx.layer.parameter))
+        if dy is None:  # only the sum was used: no GEMM
+            if ctx.layer.after_backward:
+                ctx.layer.after_backward()
+            dbranch_bias = dresidual.sum(0) if needs_branch_bias else None
+            return dresidual, dresidual if needs_branch else None, dbranch_bias, *[None] * 8
         dresidual = None if dresidual is None else dresidual.contiguous()
         needs_dx = needs_x or needs_branch or any(needs_norm)
         dnorm, dweight, dbias = _backward_gemms(

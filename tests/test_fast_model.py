@@ -373,10 +373,12 @@ def test_an_edited_branch_gets_its_gradient():
     kept = gradient(lambda branch: Branch(branch.x * 2, 2 * branch.bias, branch.gradient))
     assert twice.norm() > 0 and (twice - kept).norm() / kept.norm() < 0.1
     x.requires_grad_()
+    head.zero_grad()
     with modules.autocast(recipe=DelayedScaling()):
         stream, _ = fused.norm_linear(Stream(x).add(Branch(x * 2)), head)
         stream.value().sum().backward()  # of the stream alone
     assert torch.equal(x.grad, torch.full_like(x, 3.0))
+    assert head.weight.grad is None  # as in PyTorch, so that no optimizer decays it
 
 
 def test_two_models_do_not_change_each_others_scales():
