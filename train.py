@@ -226,7 +226,8 @@ def prepare_cpu(activation: int) -> None:
 
 def check_tokenizer(data: str, tokenizer: str, expected: str) -> None:
     """Raise ValueError unless the tokens of `data` are those of the run."""
-    if tokenizer.rpartition("@")[2] != expected.rpartition("@")[2]:  # hf:DIR@CHECKSUM may have moved
+    from nanote.tokenizers import same_tokenizer  # a new run needs none
+    if not same_tokenizer(tokenizer, expected):
         raise ValueError(f"--data {data}: tokenized with {tokenizer}, but the run uses {expected}; name a "
                          "folder tokenized with that")
 

@@ -27,7 +27,6 @@ CLASSES = {  # TE's recipe, and its function that says whether this machine supp
     "mxfp8": ("MXFP8BlockScaling", "is_mxfp8_available"),
     "nvfp4": ("NVFP4BlockScaling", "is_nvfp4_available"),
 }
-COMPILES_DELAYED = IS_REFERENCE  # whether the engine's DelayedScaling traces under torch.compile
 RECIPES = ("none", *CLASSES)  # and custom:module.function
 FORMATS = {"delayed": "hybrid", "current": "hybrid", "block": "e4m3", "mxfp8": "e4m3"}  # TE's defaults
 
@@ -68,7 +67,7 @@ def make(config):
                          f"Use one of {supported}")
     if name == "none":
         return None
-    if name == "delayed" and config.compile and not COMPILES_DELAYED:
+    if name == "delayed" and config.compile and not IS_REFERENCE:  # only te_reference's traces
         raise ValueError(f"--compile: {DESCRIPTIONS[ENGINE]} does not support DelayedScaling under "
                          "torch.compile; set NANOTE_ENGINE=reference, or pass --fp8-recipe current or none")
     if custom:
