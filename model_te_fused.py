@@ -168,7 +168,7 @@ class FusedGPT2Model(nn.Module):
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # training goes on with this FP8 state
                 return self.forward(input_ids, labels, is_first_microbatch)
-        if torch.compiler.is_compiling() and ENGINE != "reference" and (
+        if torch.compiler.is_compiling() and ENGINE == "te" and (
                 config.use_fp8 and self.fp8_recipe.delayed()):
             return run_uncompiled(self, input_ids, labels, is_first_microbatch)
         self.check_input(*input_ids.shape)
@@ -242,9 +242,9 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
                 own.copy_(torch.cat([history[:1], padding, history[len(history) - kept:]]))
 
 
-@torch.compiler.disable(reason="this engine's DelayedScaling does not trace")
+@torch.compiler.disable(reason="TE's DelayedScaling does not trace")
 def run_uncompiled(model, *args):
-    warnings.warn("DelayedScaling runs uncompiled; use fp8_recipe = Float8CurrentScaling()", stacklevel=2)
+    warnings.warn("TE's DelayedScaling runs uncompiled; NANOTE_ENGINE=fast compiles it", stacklevel=2)
     return FusedGPT2Model.forward(model, *args)  # not model.forward, which a subclass may override
 
 

@@ -169,7 +169,7 @@ def attention_kernel(config):
         raise ValueError("attention='flash': needs flash-attn-4 or flash-attn, attn_dropout=0 and a head_dim "
                          f"in multiples of 8 up to {widest} on this GPU; 'sdpa' works")
     if config.attention == "auto":
-        return "flash" if fits else "te" if ENGINE == "te" else "sdpa"
+        return "te" if ENGINE == "fast" else "flash" if fits else "te" if ENGINE == "te" else "sdpa"
     return config.attention
 
 
@@ -309,7 +309,7 @@ class OptimizedGPT2Model(nn.Module):
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # training goes on with this FP8 state
                 return self.forward(input_ids, labels, cu_seqlens, is_first_microbatch, kv_cache)
-        if torch.compiler.is_compiling() and ENGINE != "reference" and (
+        if torch.compiler.is_compiling() and ENGINE == "te" and (
                 config.use_fp8 and self.fp8_recipe.delayed()):
             return run_uncompiled(self, input_ids, labels, cu_seqlens, is_first_microbatch, kv_cache)
         (batch, length), past = input_ids.shape, kv_cache.length if kv_cache is not None else 0
@@ -403,9 +403,9 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
                 own.copy_(torch.cat([history[:1], padding, history[len(history) - kept:]]))
 
 
-@torch.compiler.disable(reason="this engine's DelayedScaling does not trace")
+@torch.compiler.disable(reason="TE's DelayedScaling does not trace")
 def run_uncompiled(model, *args):
-    warnings.warn("DelayedScaling runs uncompiled; use fp8_recipe = Float8CurrentScaling()", stacklevel=2)
+    warnings.warn("TE's DelayedScaling runs uncompiled; NANOTE_ENGINE=fast compiles it", stacklevel=2)
     return OptimizedGPT2Model.forward(model, *args)  # not model.forward, which a subclass may override
 
 

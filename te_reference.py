@@ -90,6 +90,10 @@ class Recipe:
 
     custom = nvfp4
 
+    @torch.compiler.assume_constant_result  # torch.compile calls it while it traces; constants are arguments
+    def _prepare(self, module_id, group):
+        _prepare(next(module for module in _fp8.modules if id(module) == module_id), self, group, True)
+
     def _dtype(self, forward):
         e4m3 = self.fp8_format == Format.E4M3 or (self.fp8_format == Format.HYBRID and forward)
         return torch.float8_e4m3fn if e4m3 else torch.float8_e5m2
@@ -250,7 +254,6 @@ def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init
 fp8_model_init = quantized_model_init  # the deprecated name
 
 
-@torch.compiler.assume_constant_result  # torch.compile calls it while it traces, and keeps the result
 def _prepare(module, recipe, group, is_traced):
     """Create, resize and register the FP8 state of a module that runs in a region.
 
@@ -274,16 +277,6 @@ def _prepare(module, recipe, group, is_traced):
         for state in other._states().values():  # CUDA graphs of torch.compile update static inputs only
             torch._dynamo.mark_static_address(state.scale)
             torch._dynamo.mark_static_address(state.amax_history)
-
-
-@torch.compiler.assume_constant_result
-def _allocate_workspaces(module):
-    """Create the cache of a module's FP8 weights, which a graph of torch.compile can only write to."""
-    count = 1 if module.fp8_meta["recipe"].float8_per_tensor_scaling() else 2  # rowwise and columnwise
-    for name in ("weight", "fc1_weight", "fc2_weight"):
-        if hasattr(module, name) and name not in module._fp8_workspaces:
-            kept = module._fp8_workspaces[name] = getattr(module, name).detach().float().repeat(count, 1, 1)
-            torch._dynamo.mark_static_address(kept)
 
 
 def _roll_histories(forward, only=None):
@@ -710,7 +703,10 @@ class _Module(nn.Module):
             raise RuntimeError("Tensor parallel group not initialized. Call set_tensor_parallel_group() "
                                "before forward pass when tp_size > 1.")
         if _fp8.enabled:  # first: torch.compile must not have seen what this changes
-            _prepare(self, _fp8.recipe, _fp8.group, torch.compiler.is_compiling())
+            if torch.compiler.is_compiling():
+                _fp8.recipe._prepare(id(self), _fp8.group)
+            else:
+                _prepare(self, _fp8.recipe, _fp8.group, is_traced=False)
         if not torch.compiler.is_compiling():
             self.fp8_meta["fp8_checkpoint"] = _fp8.enabled
         if torch.is_autocast_enabled(x.device.type):
@@ -751,13 +747,22 @@ class _Module(nn.Module):
         if value is None:
             value = self._quantize_weight(weight, index)
             if is_first_microbatch and torch.compiler.is_compiling():
-                _allocate_workspaces(self)
+                self._allocate_workspaces()
                 for kept, new in zip(self._fp8_workspaces[name], value):
                     kept.copy_(new)
             elif is_first_microbatch is not None and not torch.compiler.is_compiling():
                 self._fp8_workspaces[name] = value
         per_tensor = self.fp8_meta["recipe"].float8_per_tensor_scaling()
         return _StraightThrough.apply(weight, value[0], dtype) if per_tensor else value
+
+    @torch.compiler.assume_constant_result
+    def _allocate_workspaces(self):
+        """Create the cache of FP8 weights, which a graph of torch.compile can only write to."""
+        count = 1 if self.fp8_meta["recipe"].float8_per_tensor_scaling() else 2  # rowwise and columnwise
+        for name in ("weight", "fc1_weight", "fc2_weight"):
+            if hasattr(self, name) and name not in self._fp8_workspaces:
+                kept = self._fp8_workspaces[name] = getattr(self, name).detach().float().repeat(count, 1, 1)
+                torch._dynamo.mark_static_address(kept)
 
     def _quantize_weight(self, weight, index):
         """Quantize a weight and dequantize it to float32: a (rowwise, columnwise) pair."""

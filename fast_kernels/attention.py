@@ -158,13 +158,47 @@ def _attention_backward(dout, qkv, qk, out, lse, cos, sin, q_weight, k_weight, c
     is_changed = cos is not None or q_weight is not None
     if is_changed:
         q, k = qk[:, :, :n_head], qk[:, :, n_head:]
-    dqkv = torch.empty_like(qkv) if is_fake(qkv) else _attend_backward(
-        dout, q, k, v, out, lse, cu_seqlens, window)
+    dqkv = torch.empty_like(qkv)
+    if not is_fake(qkv):
+        gradients = _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window, dqkv)
+        if gradients[0].data_ptr() != dqkv.data_ptr():
+            torch.cat(gradients, dim=2, out=dqkv)
     dweights = qkv.new_empty(0), qkv.new_empty(0)
     if is_changed:
         dweights = _norm_rope_backward(
             qkv, dqkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, eps)
     return dqkv, *dweights
+
+
+def attention(q, k, v, cu_seqlens=None):
+    """Compute causal softmax(q · kᵀ / √D) · v, (B, S, n_head, D), of q (B, S, n_head, D) and k and v
+    (B, S, n_kv_head, D), with the kernels of `packed_attention`; cu_seqlens as there."""
+    return _separate_attention(q, k, v, cu_seqlens)[0]
+
+
+def _setup_separate(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_separate(ctx, dout, _):
+    return *_separate_attention_backward(dout.contiguous(), *ctx.saved_tensors), None
+
+
+@operation("(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens) -> (Tensor out, Tensor lse)",
+           _setup_separate, _differentiate_separate)
+def _separate_attention(q, k, v, cu_seqlens):
+    return _attend(q, k, v, cu_seqlens, None)
+
+
+@operation(
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, Tensor out, Tensor lse) "
+    "-> (Tensor, Tensor, Tensor)")
+def _separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse):
+    if is_fake(q):
+        return tuple(x.new_empty(x.shape) for x in (q, k, v))
+    return tuple(x.contiguous() for x in _attend_backward(dout, q, k, v, out, lse, cu_seqlens, None))
 
 
 # Attention. q is (B, S, n_head, D), k and v are (B, S, n_kv_head, D); only the last dimension is contiguous.
@@ -253,22 +287,25 @@ def _attend(q, k, v, cu_seqlens, window):
     return out.contiguous().view(shape), lse
 
 
-def _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window):
-    """Return the gradient of q, k and v as one tensor (B, S, heads, D)."""
+def _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window, dqkv=None):
+    """Return the gradients of q, k and v. FlashAttention 4 writes them to slices of dqkv, if given."""
     kernel = _pick_kernel(q, cu_seqlens, window)
     if kernel == "sdpa":
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            return torch.cat(torch.autograd.grad(sdpa(*inputs, cu_seqlens, window), inputs, dout), dim=2)
+            return torch.autograd.grad(sdpa(*inputs, cu_seqlens, window), inputs, dout)
     if kernel == "cudnn":
         length, nothing = q.shape[1], torch.empty((), dtype=torch.int64, device=q.device)  # seed of dropout
         q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out, dout))
         gradients = aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse.unsqueeze(-1), nothing, nothing, None, None, None, length, length, 0.0,
             True)
-        return torch.cat([x.transpose(1, 2) for x in gradients], dim=2)
-    sizes, varlen, length = (q.shape[2], k.shape[2], v.shape[2]), {}, q.shape[1]
-    dqkv = q.new_empty(*q.shape[:2], sum(sizes), q.shape[3]) if kernel == "fa4" else None
+        return [x.transpose(1, 2) for x in gradients]
+    varlen, length, shapes = {}, q.shape[1], [x.shape for x in (q, k, v)]
+    if kernel == "fa4" and dqkv is None:
+        gradients = [x.new_empty(x.shape) for x in (q, k, v)]
+    elif kernel == "fa4":
+        gradients = dqkv.split([shape[2] for shape in shapes], dim=2)
     if cu_seqlens is not None:
         varlen = _varlen_options(q, cu_seqlens)
         dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))  # views
@@ -277,13 +314,12 @@ def _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window):
         gradients = aten._flash_attention_backward(
             dout, q, k, v, out, lse, cu_seqlens, cu_seqlens, length, length, 0.0, True, nothing, nothing,
             **_window_options(window))
-        return torch.cat(gradients, dim=-2).view(-1, length, sum(sizes), q.shape[-1])
-    # slices of dqkv, which the kernel writes to
-    dq, dk, dv = (dqkv if cu_seqlens is None else dqkv.flatten(0, 1)).split(sizes, dim=-2)
+        return [x.view(shape) for x, shape in zip(gradients, shapes)]
+    dq, dk, dv = gradients if cu_seqlens is None else [x.flatten(0, 1) for x in gradients]  # views
     fa4_backward(
         q, k, v, out, dout, lse, **varlen, causal=True, **_window_options(window),
         deterministic=torch.are_deterministic_algorithms_enabled(), dq=dq, dk=dk, dv=dv)
-    return dqkv
+    return gradients
 
 
 # QK-norm and RoPE. A row is one head of one token. A tile is several rows, held as two halves, a = x[:D/2]

@@ -144,27 +144,32 @@ def dropout(branch: Branch, p: float, training: bool) -> Branch:
 def _backward_gemms(layer, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
     """Return the gradients of a linear layer's input, weight and bias, or None for each that is not needed.
 
-    dy: (N, out), BF16 or FP8; weight (in, out) and x (in, N): columnwise, with their scale_inv.
+    dy: (N, out), BF16 or FP8; weight and x: see `input_gradient` and `_weight_gradient`.
     """
-    dbias = None
+    dbias = dx = dweight = None
     if isinstance(dy, Float8Tensor):
-        rowwise, columnwise, scale_inv = dy.rowwise, dy.columnwise, dy.scale_inv
+        quantized = dy.rowwise, dy.columnwise, dy.scale_inv
         if needs_dbias:
             dbias = dy.dequantize().sum(0)
     else:
-        (rowwise, columnwise, scale_inv), dbias = casts.cast(
-            dy.contiguous(), *layer.gradient, with_dbias=needs_dbias)
-    dx = dweight = None
-    if needs_dx:  # dgrad: dy @ weight
-        accumulation = "either" if rowwise.shape[1] <= DGRAD_FAST_ACCUM_K else "precise"
-        dx = gemm(*weight, rowwise, scale_inv, None, accumulation)
-    if needs_dweight:  # wgrad: dyᵀ @ x
-        dweight = _weight_gradient(layer.parameter, x, columnwise, scale_inv)
+        quantized, dbias = casts.cast(dy.contiguous(), *layer.gradient, with_dbias=needs_dbias)
+    if needs_dx:
+        dx = input_gradient(quantized, weight)
+    if needs_dweight:
+        dweight = _weight_gradient(layer.parameter, x, *quantized[1:])
     return dx, dweight, dbias
 
 
+def input_gradient(dy, weight):
+    """Return dgrad, dy @ weight, of an FP8 tensor dy; weight (in, out): columnwise, with its scale_inv."""
+    rowwise, _, scale_inv = dy
+    accumulation = "either" if rowwise.shape[1] <= DGRAD_FAST_ACCUM_K else "precise"
+    return gemm(*weight, rowwise, scale_inv, None, accumulation)
+
+
 def _weight_gradient(parameter, x, dy, dy_inv):
-    """Return dyᵀ @ x; in `main_grad` of a weight that has one, as Megatron-LM and TE do."""
+    """Return wgrad, dyᵀ @ x, of dy (out, N) and x (in, N), columnwise; in `main_grad` of a weight that has
+    one, as Megatron-LM and TE do."""
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None or parameter._backward_hooks:  # a hook may change the gradient
         return gemm(*x, dy, dy_inv)

@@ -27,9 +27,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
-from fast_kernels import casts, fused, scales
+from fast_kernels import casts, fused, scales, traced
 from fast_kernels.adam import FastAdam
-from fast_kernels.attention import sdpa
+from fast_kernels.attention import attention, sdpa
 from fast_kernels.fused import Layer, Quantization, Stream
 from fast_kernels.loss import cross_entropy
 
@@ -171,6 +171,9 @@ def checkpoint(function, *args, use_reentrant=False, **kwargs):
 
     The recomputation quantizes with the scales of the first forward pass and leaves the FP8 state alone.
     """
+    if torch.compiler.is_compiling():
+        return torch.utils.checkpoint.checkpoint(
+            function, *args, use_reentrant=False, context_fn=traced.checkpoint_contexts, **kwargs)
     recorded, regions = [], list(_regions)
     return torch.utils.checkpoint.checkpoint(
         function, *args, use_reentrant=False, **kwargs,
@@ -246,6 +249,14 @@ class Module(nn.Module):
         else:  # as in TE
             setattr(self, f"{prefix}bias", torch.empty(0, **self.factory))
 
+    def forward(self, inp, is_first_microbatch=None):
+        x = inp.flatten(0, -2)
+        if torch.compiler.is_compiling() and _regions and _regions[-1].enabled:
+            y = traced.run(self, x, _regions[-1], is_first_microbatch)
+        else:
+            y = self.run(x, is_first_microbatch)
+        return y.view(*inp.shape[:-1], -1)
+
     def norm(self, x):
         """Apply the norm, in x's dtype."""
         if self.layer_norm_bias is None:
@@ -292,6 +303,10 @@ class Module(nn.Module):
     def _check(self, parameter, x):
         if reason := unsupported_reason():
             raise ValueError(f"FP8: {reason}")
+        self.check_dtype(x)
+
+    def check_dtype(self, x):
+        parameter = getattr(self, self.weight_names[0])
         if x.dtype != torch.bfloat16 or parameter.dtype != torch.bfloat16:
             raise ValueError(f"FP8: weights are {parameter.dtype}, and the input is {x.dtype}; both must be "
                              "torch.bfloat16: model.to(torch.bfloat16)")
@@ -305,6 +320,23 @@ class Module(nn.Module):
         self._allocate_scales(recipe, next(self.parameters()).device)
         meta["recipe"] = recipe
         self._quantizations.clear()
+
+    @torch.compiler.assume_constant_result  # torch.compile runs it while it traces; arguments are constants
+    def prepare(self, margin, format_name, history_length, algorithm, reduces_amax, keeps_weights):
+        """Create or resize what a compiled graph can only change: scales, histories, kept FP8 weights."""
+        recipe = DelayedScaling(margin, Format[format_name], history_length, algorithm, reduces_amax)
+        if reason := unsupported_reason():
+            raise ValueError(f"FP8: {reason}")
+        self.init_fp8_meta_tensors(recipe)
+        states = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
+        kept = [tensor for state in states for tensor in (state.scale, state.amax_history)]
+        for gemm, name in enumerate(self.weight_names if keeps_weights else ()):
+            weight, (_, _, fp8) = getattr(self, name), self._quantization(gemm)[1]
+            if name not in self._fp8_workspaces:
+                self._fp8_workspaces[name] = casts.allocate_fp8(weight, *weight.shape, fp8)
+            kept += self._fp8_workspaces[name]
+        for tensor in kept:  # CUDA graphs of torch.compile change only such inputs
+            torch._dynamo.mark_static_address(tensor)
 
     @torch.inference_mode(False)  # training goes on with this state
     def _allocate_scales(self, recipe, device):
@@ -368,9 +400,8 @@ class Linear(Module):
         self.in_features, self.out_features = in_features, out_features
         self.add_linear("", out_features, in_features, bias, init_method)
 
-    def forward(self, inp, is_first_microbatch=None):
-        branch = fused.linear(inp.flatten(0, -2), self, is_first_microbatch, adds_bias=True)
-        return branch.x.view(*inp.shape[:-1], -1)
+    def run(self, x, is_first_microbatch):
+        return fused.linear(x, self, is_first_microbatch, adds_bias=True).x
 
 
 class LayerNormLinear(Module):
@@ -383,10 +414,8 @@ class LayerNormLinear(Module):
         self.add_norm(in_features, eps, normalization)
         self.add_linear("", out_features, in_features, bias, init_method)
 
-    def forward(self, inp, is_first_microbatch=None):
-        _, y = fused.norm_linear(
-            Stream(inp.flatten(0, -2)), self, is_first_microbatch=is_first_microbatch)
-        return y.view(*inp.shape[:-1], -1)
+    def run(self, x, is_first_microbatch):
+        return fused.norm_linear(Stream(x), self, is_first_microbatch=is_first_microbatch)[1]
 
 
 class LayerNormMLP(Module):
@@ -406,11 +435,9 @@ class LayerNormMLP(Module):
         self.add_linear("fc1_", ffn_hidden_size * (1 + gated), hidden_size, bias, init_method)
         self.add_linear("fc2_", hidden_size, ffn_hidden_size, bias, output_layer_init_method)
 
-    def forward(self, inp, is_first_microbatch=None):
-        _, hidden = fused.norm_linear(
-            Stream(inp.flatten(0, -2)), self, "fc1", is_first_microbatch=is_first_microbatch)
-        branch = fused.activation_linear(hidden, self, is_first_microbatch, adds_bias=True)
-        return branch.x.view(inp.shape)
+    def run(self, x, is_first_microbatch):
+        _, hidden = fused.norm_linear(Stream(x), self, "fc1", is_first_microbatch=is_first_microbatch)
+        return fused.activation_linear(hidden, self, is_first_microbatch, adds_bias=True).x
 
 
 class RMSNorm(nn.Module):
@@ -439,7 +466,7 @@ class LayerNorm(RMSNorm):
 
 
 class DotProductAttention(nn.Module):
-    """Causal softmax(q · kᵀ / √D) · v by PyTorch; keys and values may have fewer heads.
+    """Causal softmax(q · kᵀ / √D) · v; keys and values may have fewer heads.
 
     Format bshd: q (B, S, H, D) -> (B, S, H · D). Format thd with the mask padding_causal: packed sequences, q
     (T, H, D) -> (T, H · D), with cu_seqlens_q as in `packed_attention`.
@@ -460,7 +487,10 @@ class DotProductAttention(nn.Module):
         if qkv_format == "thd":
             qkv = [x[None] for x in qkv]
         dropout_p = self.attention_dropout if self.training else 0.0
-        y = sdpa(*qkv, cu_seqlens_q, dropout_p=dropout_p).flatten(2)
+        if query_layer.dtype == torch.float32 or dropout_p:
+            y = sdpa(*qkv, cu_seqlens_q, dropout_p=dropout_p).flatten(2)
+        else:
+            y = attention(*qkv, cu_seqlens_q).flatten(2)
         return y[0] if qkv_format == "thd" else y
 
 
@@ -490,10 +520,10 @@ class TransformerLayer(nn.Module):
             output_layer_init_method=output_layer_init_method, **normed)
 
     def forward(self, hidden_states, is_first_microbatch=None):
-        attention, first = self.self_attention, dict(is_first_microbatch=is_first_microbatch)
-        qkv = attention.layernorm_qkv(hidden_states, **first).unflatten(-1, (-1, self.head_size))
-        y = attention.core_attention(*qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2))
-        x = hidden_states + F.dropout(attention.proj(y, **first), self.hidden_dropout, self.training)
+        layer, first = self.self_attention, dict(is_first_microbatch=is_first_microbatch)
+        qkv = layer.layernorm_qkv(hidden_states, **first).unflatten(-1, (-1, self.head_size))
+        y = layer.core_attention(*qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2))
+        x = hidden_states + F.dropout(layer.proj(y, **first), self.hidden_dropout, self.training)
         return x + F.dropout(self.layernorm_mlp(x, **first), self.hidden_dropout, self.training)
 
 

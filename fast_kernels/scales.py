@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fast_kernels.library import device_tables, is_fake, operation
+from fast_kernels.library import ceil_div, device_tables, is_fake, operation
 
 # A program's tile of a history, 32 values per thread: a history of 1,024 rows takes two.
 TILE = dict(ROWS=512, COLUMNS=8, num_warps=4)
@@ -80,16 +80,41 @@ def _check(scale, history, device):
                          f"be (n,) and (length, n) float32, contiguous, and must be on {device}")
 
 
+@operation("(Tensor(a!) scale, Tensor(b!) history, float fp8_max, int margin, str algorithm) -> ()")
+def update_one(scale, history, fp8_max, margin, algorithm):
+    """Update one state, whose addresses are arguments of the kernel. CUDA graphs of torch.compile allow an
+    operation to keep no tensor, such as the table of `update`."""
+    if is_fake(scale):
+        return
+    _check(scale, history, scale.device)
+    length, slots = history.shape
+    _update_one_kernel[(ceil_div(slots, TILE["COLUMNS"]),)](
+        scale, history, length, slots, fp8_max * 2.0**-margin, IS_MAX=algorithm == "max", **TILE)
+
+
+@triton.jit
+def _update_one_kernel(scale_ptr, history_ptr, length, slots, numerator, IS_MAX: tl.constexpr,
+                       ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    first = COLUMNS * tl.program_id(0)
+    _update_slots(scale_ptr, history_ptr, length, slots, first, numerator, IS_MAX, ROWS, COLUMNS)
+
+
 @triton.jit
 def _update_kernel(table_ptr, numerator, IS_MAX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Update COLUMNS slots of one state.
-
-    table (programs, 5) int64: addresses of scale and history, rows and columns of the history, first slot."""
+    """table (programs, 5) int64: addresses of scale and history, rows and columns of the history, first slot
+    of a program."""
     row_ptr = table_ptr + 5 * tl.program_id(0)
     scale_ptr = tl.load(row_ptr).to(tl.pointer_type(tl.float32))
     history_ptr = tl.load(row_ptr + 1).to(tl.pointer_type(tl.float32))
-    length, slots = tl.load(row_ptr + 2), tl.load(row_ptr + 3)
-    i, j = tl.arange(0, ROWS), tl.load(row_ptr + 4) + tl.arange(0, COLUMNS)
+    length, slots, first = tl.load(row_ptr + 2), tl.load(row_ptr + 3), tl.load(row_ptr + 4)
+    _update_slots(scale_ptr, history_ptr, length, slots, first, numerator, IS_MAX, ROWS, COLUMNS)
+
+
+@triton.jit
+def _update_slots(scale_ptr, history_ptr, length, slots, first_slot, numerator, IS_MAX: tl.constexpr,
+                  ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Update COLUMNS slots of one state."""
+    i, j = tl.arange(0, ROWS), first_slot + tl.arange(0, COLUMNS)
     scale = tl.load(scale_ptr + j, mask=j < slots, other=1.0)
     newest = tl.load(history_ptr + j, mask=j < slots, other=0.0)
     is_used = newest != 0.0  # also NaN

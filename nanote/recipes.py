@@ -67,9 +67,10 @@ def make(config):
                          f"Use one of {supported}")
     if name == "none":
         return None
-    if name == "delayed" and config.compile and not IS_REFERENCE:  # only te_reference's traces
+    if name == "delayed" and config.compile and HAS_TE:
         raise ValueError(f"--compile: {DESCRIPTIONS[ENGINE]} does not support DelayedScaling under "
-                         "torch.compile; set NANOTE_ENGINE=reference, or pass --fp8-recipe current or none")
+                         "torch.compile; set NANOTE_ENGINE=fast (Hopper) or reference, or pass --fp8-recipe "
+                         "current or none")
     if custom:
         module_name, _, function_name = name.removeprefix("custom:").rpartition(".")
         try:

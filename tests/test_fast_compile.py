@@ -1,0 +1,140 @@
+"""torch.compile on the modules of fast_kernels: one graph, and the bits of uncompiled passes."""
+
+import functools
+import importlib.util
+import sys
+
+import pytest
+import torch
+from test_compile import SETTINGS, assert_equal, loss_and_gradients, make_batch, train
+
+from nanote import models, recipes
+from trainer_tools import ROOT
+
+pytest.importorskip("triton")
+from fast_kernels import modules  # noqa: E402
+from fast_kernels.attention import attention, packed_attention_reference  # noqa: E402
+from kernel_tools import HAS_GPU, _as_on_a_gpu, _free_memory  # noqa: E402, F401
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+pytestmark = [pytest.mark.gpu] if HAS_GPU else []
+SMALL = dict(vocab_size=96, n_positions=32, n_embd=32, n_layer=1, n_head=2, use_fp8=True)
+
+
+@functools.cache
+def load(name):
+    """A model file of the kit on this engine, and its classes of model and config."""
+    file, *classes = models.MODELS[name]
+    spec = importlib.util.spec_from_file_location(f"{file}_on_fast", ROOT / f"{file}.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOTE_ENGINE", "fast")
+        spec.loader.exec_module(module)
+    return [getattr(module, each) for each in classes]
+
+
+def make_model(name="optimized", **options):
+    torch.manual_seed(0)
+    build, configure = load(name)
+    model = build(configure(**SMALL | options)).to(DEVICE, torch.bfloat16)
+    model.fp8_recipe = modules.DelayedScaling(amax_history_len=3)
+    return model
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_the_first_pass_of_a_compiled_model(name):
+    """The compiled pass is the first, which creates the FP8 state, and is one graph."""
+    torch._dynamo.reset()
+    compiled, plain, batch = make_model(name), make_model(name), make_batch()
+    backend = "aot_eager" if name == "optimized" else "eager"
+    net = torch.compile(compiled, backend=backend, fullgraph=True)
+    found = loss_and_gradients(net, compiled, batch)
+    assert_equal(found, loss_and_gradients(plain, plain, batch))
+    found, expected = recipes.get_state(compiled), recipes.get_state(plain)
+    assert found.keys() == expected.keys() and len(found) > 4
+    assert_equal(found.values(), expected.values())
+
+
+LLAMA = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_inner=48)
+
+
+@pytest.mark.parametrize("setting", [*SETTINGS, "no fp8"])
+def test_compiled_steps_equal_uncompiled_ones(setting):
+    """Bit for bit, in one graph per kind of pass."""
+    torch._dynamo.reset()
+    options = SETTINGS.get(setting, {"use_fp8": False}) | (LLAMA if setting == "packing" else {})
+    options |= {"dropout": 0.0}  # its mask is the same; its rounding in BF16 is not
+    results = []
+    for compiles in (False, True):
+        pairs = []
+        for _ in range(2 if setting == "two models" else 1):
+            model = make_model(attention="te" if setting == "packing" else "sdpa", **options)
+            net = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+            pairs.append((net, model))
+        results.append(train(pairs, setting))
+    assert_equal(*results)
+
+
+def test_frozen_parts_and_new_batch_sizes():
+    """Frozen parts get no gradient; from the second shape on PyTorch compiles with symbolic sizes."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled, plain = make_model(attention="te"), make_model(attention="te")
+    for model in (compiled, plain):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("fc1" in name or "proj.bias" in name)
+    net = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    for batch, length in ((2, 16), (4, 24), (6, 32), (8, 16)):
+        x = torch.randint(96, (batch, length), device=DEVICE)
+        for model, forward in ((compiled, net), (plain, plain)):
+            model.zero_grad()
+            forward(x, x).backward()
+        found, expected = ({n: p.grad for n, p in model.named_parameters()} for model in (compiled, plain))
+        assert {name for name in found if found[name] is not None} == {
+            name for name in found if "fc1" in name or "proj.bias" in name}
+        assert_equal(*([g for g in each.values() if g is not None] for each in (found, expected)))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_another_history_compiles_anew():
+    """The recipe may be replaced between passes; the newest rows of a history stay as they do uncompiled."""
+    torch._dynamo.reset()
+    results = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = make_model()
+        net = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+        for recipe in (model.fp8_recipe, modules.DelayedScaling(1, modules.Format.E4M3, 5, "most_recent")):
+            model.fp8_recipe = recipe
+            net(*make_batch()).backward()
+        results.append([*(p.grad for p in model.parameters()), *recipes.get_state(model).values()])
+    assert_equal(*results)
+
+
+def test_operations_are_registered():
+    scale, history = (torch.ones(size, device=DEVICE) for size in (3, (4, 3)))
+    torch.library.opcheck(torch.ops.fast_kernels.read_scales.default, (scale,))
+    torch.library.opcheck(torch.ops.fast_kernels.update_one.default, (scale, history, 448.0, 0, "max"))
+    q, k = (torch.randn(2, 16, heads, 16, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+            for heads in (4, 2))
+    torch.library.opcheck(torch.ops.fast_kernels.separate_attention.default, (q, k, k.detach(), None))
+
+
+@pytest.mark.parametrize("documents", [None, [0, 5, 16, 20, 32, 32]])
+def test_attention_of_separate_tensors(documents):
+    """Equals that of packed ones, with its gradients."""
+    torch.manual_seed(0)
+    heads = (4, 2, 2)
+    qkv = torch.randn(2, 16, sum(heads), 16, device=DEVICE, dtype=torch.bfloat16)
+    cu_seqlens = documents and torch.tensor(documents, dtype=torch.int32, device=DEVICE)
+    results = []
+    for packed in (True, False):
+        x = qkv.clone().requires_grad_()
+        if packed:
+            y = packed_attention_reference(x, 4, 2, cu_seqlens=cu_seqlens)
+        else:
+            y = attention(*x.split(heads, dim=2), cu_seqlens).flatten(2)
+        y.float().square().sum().backward()
+        results.append((y, x.grad))
+    for found, expected in zip(*results):
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
