@@ -40,7 +40,7 @@ class Options:
 def edited_file(model: str, edit: str, folder: Path) -> Path:
     """Write a copy of the model file with the diff applied."""
     path = folder / f"{edit}.py"
-    shutil.copy(ROOT / f"model_te_{model}.py", path)
+    shutil.copy(ROOT / f"model_te_{model.replace('compiled', 'optimized')}.py", path)
     diff = ROOT / "examples" / "edits" / model / f"{edit}.diff"
     subprocess.run(["patch", "-s", str(path), str(diff)], check=True)
     return path

@@ -1,0 +1,132 @@
+"""Time compiled training steps: FP8 by fast_kernels and edits in plain PyTorch, plain BF16, other FP8.
+
+    NANOTE_ENGINE=fast NANOCHAT=DIR python bench/compiled.py --json results/compiled.json
+
+All arms train the network of model_te_optimized.py in one torch.compile graph, with the optimizer, masters and
+clipping of train.py, BF16 weights and the same random tokens. They take turns with `bf16`, and the edits with
+`fp8`: ratios are medians over their steps, with 95 % intervals.
+
+- bf16       bench/plain_gpt.py: nn.Linear, PyTorch's attention and cross-entropy
+- fp8        model_te_optimized.py on fast_kernels, delayed scaling; edits: examples/edits/compiled
+- graph      the same, not compiled, in CUDA graphs
+- torchao-tensorwise, torchao-rowwise     bf16 with the blocks' layers converted by torchao, as its README
+             recommends: all linear layers but the last
+- nanochat   bf16 converted by nanochat's fp8.py, as its training script does: all linear layers
+"""
+import dataclasses
+import functools
+import importlib.util
+import os
+import sys
+import tempfile
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from bench import step
+from bench.edits import edited_file
+from bench.measure import Agreement, attempt
+from bench.plain_gpt import PlainGPT
+from bench.report import Rows
+from model_te_optimized import OptimizedConfig
+from nanote.config import parse, run_command
+from nanote.models import pick_device
+
+EDITS = sorted(path.stem for path in (ROOT / "examples" / "edits" / "compiled").glob("*.diff"))
+ARMS = ("bf16", "fp8", "graph", "nanochat", "torchao-tensorwise", "torchao-rowwise", *EDITS)
+
+
+class Bf16(PlainGPT):
+    def __init__(self, config: OptimizedConfig):
+        super().__init__(config)
+
+
+class Nanochat(Bf16):
+    def __init__(self, config: OptimizedConfig):
+        super().__init__(config)
+        nanochat = types.ModuleType("nanochat.common")  # of which fp8.py uses one name
+        nanochat.COMPUTE_DTYPE = torch.bfloat16
+        sys.modules |= {"nanochat": nanochat, "nanochat.common": nanochat}
+        spec = importlib.util.spec_from_file_location("nanochat_fp8", Path(os.environ["NANOCHAT"]) / "fp8.py")
+        fp8 = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(fp8)
+        fp8.convert_to_float8_training(self)
+
+
+class Torchao(Bf16):
+    def __init__(self, config: OptimizedConfig, recipe):
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        super().__init__(config)
+        convert_to_float8_training(
+            self, config=Float8LinearConfig.from_recipe_name(recipe),
+            module_filter_fn=lambda module, name: name != "lm_head")
+
+
+class Tensorwise(Torchao):
+    def __init__(self, config: OptimizedConfig):
+        super().__init__(config, "tensorwise")
+
+
+class Rowwise(Torchao):
+    def __init__(self, config: OptimizedConfig):
+        super().__init__(config, "rowwise")
+
+
+CLASSES = {"bf16": "Bf16", "nanochat": "Nanochat", "torchao-tensorwise": "Tensorwise",
+           "torchao-rowwise": "Rowwise"}
+
+
+@dataclass
+class Options:
+    shapes: tuple[str, ...] = ("124m-b32", "c2048", "c4096")  # Of benchmark_te.py.
+    arms: tuple[str, ...] = ARMS
+    mode: str = "default"  # torch.compile's mode.
+    steps: int = 20  # Steps to time, of each.
+    json: Path | None = None  # Write the rows here; those of other shapes and arms in the file stay.
+
+
+def arm_model(arm: str, folder: Path) -> str:
+    """Return --model of an arm."""
+    if arm in CLASSES:
+        return f"{Path(__file__)}:{CLASSES[arm]}"
+    return f"{edited_file('compiled', arm, folder)}:OptimizedGPT2Model" if arm in EDITS else "optimized"
+
+
+def measure_shape(shape, options, device, rows, folder):
+    torch._dynamo.reset()
+    config = dataclasses.replace(
+        step.make_config(step.SHAPES[shape], device), compile=True, cuda_graph="off", compile_mode=options.mode)
+    measure = functools.partial(attempt, device=device, steps=options.steps, warmup=4, phases=0)
+    agreement, baselines = Agreement(), {}
+    for arm in dict.fromkeys(("bf16", "fp8", *options.arms)):
+        changed = dataclasses.replace(config, model=arm_model(arm, folder))
+        if arm == "graph":
+            changed = dataclasses.replace(changed, compile=False, compile_mode="default", cuda_graph="auto")
+        of_edit = arm in EDITS
+        figures, made = measure(
+            "bf16" if arm in CLASSES else "fp8", changed, baseline=baselines.get("fp8" if of_edit else "bf16"),
+            agreement=None if of_edit else agreement, ratio="ratio" if of_edit else "over_bf16")
+        rows.add(figures | {"shape": shape, "arm": arm, "mode": options.mode})
+        if arm in ("bf16", "fp8"):
+            baselines[arm] = made
+        del made
+    baselines.clear()
+    step.free()
+
+
+def main(argv=None) -> None:
+    options, device = parse(Options, argv, "bench/compiled.py", __doc__), pick_device("auto")
+    if unknown := {*options.arms} - {*ARMS}:
+        raise ValueError(f"--arms {' '.join(sorted(unknown))}: unknown; use {', '.join(ARMS)}")
+    rows = Rows(options.json, ["shape", "arm", "mode"], "bench/compiled.py", argv)
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in options.shapes:
+            measure_shape(shape, options, device, rows, Path(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, "bench/compiled.py"))
