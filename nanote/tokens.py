@@ -67,7 +67,7 @@ def check_file(path, size, checksum, verify):
 
 
 @contextmanager
-def new_folder(out_dir, force):
+def new_folder(out_dir, force=False, advice="name another --out-dir"):
     """Yield an empty folder that replaces `out_dir` when the block ends without an exception. After kill -9
     between two renames the old one is in .<name>.tmp, and the next call puts it back."""
     target = Path(os.path.realpath(out_dir))  # a link stays, and the folder behind it is replaced
@@ -91,7 +91,7 @@ def new_folder(out_dir, force):
         os.rename(new, target)
     except OSError as error:
         reason = error.strerror or error
-        raise OSError(f"{out_dir}: cannot be written ({reason}); name another --out-dir") from error
+        raise OSError(f"{out_dir}: cannot be written ({reason}); {advice}") from error
     finally:
         if old.exists() and not target.exists():
             os.rename(old, target)

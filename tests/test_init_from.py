@@ -153,8 +153,9 @@ def test_data_of_another_tokenizer_than_a_folders(tokens, refused):
     for name in ("hf", "other"):
         write_tokens(documents, f"data-{name}", tokenizer=f"hf:{name}", val_fraction=0.3)
     edit_json("hf/tokenizer_config.json", eos_token="<|endoftext|>")  # ids of text stay
-    qwen3 = "--n-head 4 --n-kv-head 2 --head-dim 16 --n-inner 96 --no-tie-embeddings --vocab-size 288 --no-bias"
-    options = f"{OPTIONS} {qwen3} --use-rotary --use-rmsnorm --use-qk-norm --activation swiglu --max-steps 1"
+    qwen3 = "--n-head 4 --n-kv-head 2 --head-dim 16 --n-inner 96 --no-tie-embeddings --vocab-size 288"
+    options = (f"{OPTIONS} {qwen3} --no-bias --use-rotary --use-rmsnorm --use-qk-norm --activation swiglu "
+               "--max-steps 1")
     for data in ("data-other", tokens):
         line = refused(train.run, f"{options} --init-from hf --data {data} --out-dir run", "train.py")
         assert f"--init-from hf: its tokenizer.json has other ids than --data {data}" in line

@@ -34,8 +34,9 @@ from nanote import checkpoint, models, recipes
 from nanote.config import parse, run_command
 from nanote.logs import read_metrics
 from nanote.tokenizers import HfTokenizer, byte_characters
+from nanote.tokens import new_folder
 from tools import hf_weights
-from tools.hf_weights import appearing, read_json
+from tools.hf_weights import read_json
 
 
 @dataclass
@@ -121,7 +122,7 @@ def export(run, folder, dtype: str = "auto", moved: str | None = None, own: str 
     if dtype != "auto":
         weights = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
     theirs = hf_weights.to_hf(weights, config, vocab_size)
-    with appearing(folder, "exporting") as unfinished:
+    with new_folder(folder, advice="name another folder") as unfinished:
         write_folder(unfinished, theirs, config, vocab_size, tokenizer)
         (unfinished / "README.md").write_text(model_card(source, meta, tokenizer), encoding="utf-8")
         check_logits(unfinished, source, own, weights, vocab_size)

@@ -7,12 +7,8 @@
 - GPT2LMHeadModel always has biases. A model without biases gets zeros, and the entry "nanote" in config.json
   records that for the import.
 """
-import contextlib
-import fcntl
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -54,32 +50,6 @@ def read_json(path: Path) -> dict:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({in_a_line(error)}); copy the file again") from error
-
-
-@contextlib.contextmanager
-def appearing(folder: Path, verb: str):
-    """Yield a hidden folder to write to. It becomes `folder` at the end, and is removed after an error.
-
-    It is locked meanwhile. Those that are not were left by killed processes, and are removed, too.
-    """
-    def lock(path):  # until this process ends; BlockingIOError if another one has locked it
-        fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for path in folder.parent.glob(f".{verb}-*"):
-        with contextlib.suppress(OSError):
-            lock(path)
-            shutil.rmtree(path)
-    unfinished = folder.with_name(f".{verb}-{folder.name}-{os.getpid()}")
-    try:
-        unfinished.mkdir()
-        lock(unfinished)
-        yield unfinished
-        os.rename(unfinished, folder)
-    except OSError as error:
-        raise OSError(f"{folder}: not written, nothing is kept: {in_a_line(error)}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- configurations

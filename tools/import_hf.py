@@ -32,9 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanote import checkpoint, models, optimizers
 from nanote.config import TrainConfig, in_a_line, parse, run_command
 from nanote.tokenizers import get_tokenizer
+from nanote.tokens import new_folder
 from tools import hf_weights
 from tools.export_hf import token_strings
-from tools.hf_weights import appearing, read_json
+from tools.hf_weights import read_json
 
 # {number of tokens: the tokenizer of the kit to compare a folder's tokenizer with}
 BY_SIZE = {257: "byte", 50257: "gpt2", 50281: "p50k_base", 100277: "cl100k_base", 200019: "o200k_base"}
@@ -71,7 +72,7 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
     meta = {"config": dataclasses.asdict(config), "model": models.network(config.model),
             "model_config": dataclasses.asdict(model_config), "tokenizer": known.name,
             "hf": {"folder": str(folder), "vocab_size": hf.vocab_size}}
-    with appearing(run, "importing") as unfinished:
+    with new_folder(run, advice="name another folder") as unfinished:
         saver = checkpoint.Saver(unfinished, keep=1)
         saver.save(0, model, new_optimizer(model), meta)
         saver.wait()
