@@ -9,8 +9,6 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nanote import checkpoint, parallel, recipes
-from nanote.tokenizers import get_tokenizer
-from nanote.tokens import open_tokens
 
 
 @torch.no_grad()
@@ -59,12 +57,13 @@ def start_from(source: str, model, optimizer, tensors: dict | None = None) -> bo
 def check_tokenizer(source: str, data: str) -> None:
     """Raise ValueError if the tokenizer.json of the Hugging Face folder `source` encodes the first text of
     token files to other ids than the tokenizer that made them. Both must be readable, or nothing is said."""
-    tokens, meta = open_tokens(data, "val", verify=False)
+    from nanote import tokenizers, tokens  # another run needs no tokenizer
+    ids, meta = tokens.open_tokens(data, "val", verify=False)
     try:
-        theirs, ours = get_tokenizer(f"hf:{source}"), get_tokenizer(meta["tokenizer"])
-    except ValueError:  # moved, not byte-level, or cannot be downloaded: none is needed to train
+        theirs, ours = map(tokenizers.get_tokenizer, (f"hf:{source}", meta["tokenizer"]))
+    except ValueError:  # moved, not byte-level, or cannot be downloaded
         return
-    text = ours.decode(tokens[:1000])
+    text = ours.decode(ids[:1000])
     if theirs.encode(text) != ours.encode(text):
         raise ValueError(f"--init-from {source}: its tokenizer.json has other ids than --data {data}, made "
                          f"with {ours.name}; make the data with data.py --tokenizer hf:{source}")
