@@ -7,7 +7,6 @@
     python data.py sft pairs.jsonl --tokenizer gpt2    # prompts and answers; the loss is that of the answers
     python data.py tokens train.bin val.bin --tokenizer gpt2    # token files of nanoGPT or modded-nanogpt
 """
-import platform
 import signal
 import sys
 from collections import Counter
@@ -18,9 +17,6 @@ import numpy as np
 from tyro.conf import Positional
 
 from nanote.config import parse, run_command
-
-HEADER, MAGIC = 256, 20240520  # modded-nanogpt's header: int32 values, the first of which is MAGIC
-CHUNK = 1 << 24  # tokens to look at at once
 
 
 @dataclass(kw_only=True)
@@ -62,9 +58,8 @@ class Hf(Options):
 
 
 @dataclass(kw_only=True)
-class Sft(Options):
+class Sft(Text):
     """Prompts and answers for finetuning, one of each per row; only answers and their ends are learned."""
-    files: Positional[list[str]]  # .jsonl, .json, .csv or Parquet, also .gz or .zst; folders of these.
     column: tuple[str, str] = ("prompt", "answer")  # Fields of a row that hold the two.
 
 
@@ -80,7 +75,7 @@ class Tokens:
 def main(argv=None):
     """Run the command line `argv` (None: sys.argv[1:])."""
     options = parse(Stdlib | Packages | Text | Hf | Sft | Tokens, argv, "data.py", __doc__)
-    source = f"{' '.join(sys.argv[1:] if argv is None else argv)} (Python {platform.python_version()})"
+    source = f"{' '.join(sys.argv[1:] if argv is None else argv)} (Python {sys.version.split()[0]})"
     out_dir, meta = (convert if isinstance(options, Tokens) else tokenize)(options, source)
     print(f"{out_dir}: {meta['documents']:,} documents, {meta['train_tokens']:,} train and "
           f"{meta['val_tokens']:,} validation tokens ({options.tokenizer}, {meta['dtype']})")
@@ -91,7 +86,8 @@ def tokenize(options, source):
     from nanote import corpus, tokens  # not above: --help is quick
     left_out, name = Counter(), type(options).__name__.lower()
     if isinstance(options, Packages):
-        documents = corpus.package_documents(left_out)
+        from tools.packages import package_documents
+        documents = package_documents(left_out)
     elif isinstance(options, Stdlib):
         documents = corpus.stdlib_documents()
     elif isinstance(options, Hf):
@@ -128,15 +124,15 @@ def convert(options, source):
         for ids in (*train, val):
             with open(folder / ("val.bin" if ids is val else "train.bin"), "ab") as file:
                 ids.tofile(file)
-            for part in np.array_split(ids, 1 + len(ids) // CHUNK):
+            for part in np.array_split(ids, 1 + len(ids) // 2**24):  # a mask of all may not fit in memory
                 counts["documents"] += int((part == encoder.eot).sum())
         return out_dir, tokens.write_meta(folder, encoder, np.dtype("<u2"), source=source, **counts)
 
 
 def foreign_tokens(path, encoder):
     """Return the uint16 tokens of a file with modded-nanogpt's header, or nanoGPT's without one."""
-    header = np.fromfile(path, "<i4", HEADER)
-    has_header = len(header) == HEADER and header[0] == MAGIC
+    header = np.fromfile(path, "<i4", 256)  # a magic number, the version, the number of tokens, zeros
+    has_header = len(header) == 256 and header[0] == 20240520
     try:
         tokens = np.memmap(path, "<u2", "r", offset=header.nbytes * has_header)
     except ValueError as error:

@@ -3,24 +3,18 @@
 A document is a str, str pieces (a long file, or prompt and answer), or a tuple (str, number in [0, 1) that
 replaces its hash). `left_out` counts what is skipped. The `datasets` library reads rows.
 """
-import importlib.metadata
 import io
 import os
-import re
 import sysconfig
 from itertools import chain
 from pathlib import Path
-from zlib import crc32
 
 import pyarrow
 
 from nanote.config import in_a_line
-from nanote.tokens import hash_fraction
 
 PIECE = 1 << 20  # characters; long files are read and tokenized in pieces of about this size
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-SOURCES = set(".py .pyi .pyx .pxd .c .cc .cpp .cxx .cu .h .hh .hpp .hxx .cuh .inl .md .rst .txt".split())
-NO_LETTERS = bytes(byte for byte in range(128) if not chr(byte).isalpha())
 
 
 def text_documents(paths, columns, left_out):
@@ -77,10 +71,9 @@ def dataset_documents(path, columns, left_out, data_files=None, split="train", *
     try:
         rows = datasets.load_dataset(path, data_files=data_files, split=split, **options)
         for batch in rows.iter(1000):
-            for name in columns:
-                if name not in batch:
-                    raise ValueError(f"no column {name!r} in {', '.join(batch)}; name one with data.py's "
-                                     "--column")
+            if missing := [name for name in columns if name not in batch]:
+                raise ValueError(f"no column {missing[0]!r} in {', '.join(batch)}; name one with data.py's "
+                                 "--column")
             for texts in zip(*(batch[name] for name in columns)):
                 if not all(texts):
                     left_out["rows without text"] += 1
@@ -90,7 +83,7 @@ def dataset_documents(path, columns, left_out, data_files=None, split="train", *
                         raise ValueError(f"column {name!r} holds {str(text)[:40]}, not text; name another")
                 yield list(texts)
     except Exception as error:  # whatever the hub, pyarrow, pandas or the builder raises
-        where = data_files[0] if data_files and len(data_files) == 1 else path
+        where = ", ".join(data_files or [path])
         raise ValueError(f"{where}: {in_a_line(error.__cause__ or error)}") from error
 
 
@@ -105,43 +98,3 @@ def stdlib_documents():
     for path in stdlib_files("test", "tests", "idle_test"):
         if path.suffix == ".py":
             yield path.read_bytes().decode("utf-8", errors="replace")
-
-
-def package_documents(left_out):
-    """Yield the sources and documentation of the installed packages and of the standard library.
-
-    A hash of its name assigns a package to train or val. Documents come in descending order of that hash, and
-    one that repeats an earlier one is dropped: that in train stays. Near-duplicates have a Jaccard similarity
-    of at least 0.7 over sequences of 5 words; MinHash finds 99 % of them (25 bands of 5 hashes).
-    """
-    from datasketch import MinHash, MinHashLSH
-    index, minhashes = MinHashLSH(params=(25, 5), num_perm=125), []
-    for fraction, _, path in sorted(package_files(), key=lambda file: (-file[0], file[1])):
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except (OSError, UnicodeDecodeError):
-            text = ""
-        words = text.encode().split()
-        visible = b"".join(words)
-        is_table = len(visible.translate(None, NO_LETTERS)) < 0.4 * len(visible)
-        if not words or len(text) > 2 << 20 or max(map(len, words)) > 1000 or is_table:
-            left_out["files that are no text, empty, over 2 MiB or mostly numbers"] += 1
-            continue
-        minhash = MinHash(num_perm=125, hashfunc=crc32)
-        minhash.update_batch({b" ".join(words[start:start + 5]) for start in range(max(len(words) - 4, 1))})
-        if any(minhash.jaccard(minhashes[other]) >= 0.7 for other in index.query(minhash)):
-            left_out["duplicates or near-duplicates"] += 1
-            continue
-        index.insert(len(minhashes), minhash)
-        minhashes.append(minhash)
-        yield text, fraction
-
-
-def package_files():
-    """Yield (hash of the package's name, relative path, path) of each file to read."""
-    for package in importlib.metadata.distributions():
-        name = re.sub(r"[-_.]+", "-", package.metadata["Name"] or "").lower()
-        for file in package.files or ():
-            if file.suffix in SOURCES and ".dist-info" not in file.parts[0]:
-                yield hash_fraction(name.encode()), str(file), Path(package.locate_file(file))
-    yield from ((1.0, str(path), path) for path in stdlib_files() if path.suffix in SOURCES)

@@ -17,7 +17,6 @@ import pytest
 
 import data
 from hf_folders import edit_json, make_tokenizer
-from nanote import corpus
 from nanote.tokenizers import get_tokenizer, same_tokenizer
 from nanote.tokens import Loader, open_tokens, sha256, write_tokens
 from trainer_tools import largest_file
@@ -194,6 +193,7 @@ def test_the_standard_library(capsys):
 def test_packages_are_held_out_whole_and_share_nothing(monkeypatch):
     """The hashes of pkg-1, pkg-4 and pkg-6 are below 0.3. Of a copy in both splits the one in train stays."""
     pytest.importorskip("datasketch")
+    from tools.packages import package_documents
 
     def prose(seed, words=300):
         return " ".join(f"word{word}" for word in np.random.default_rng(seed).integers(0, 5000, words))
@@ -212,7 +212,7 @@ def test_packages_are_held_out_whole_and_share_nothing(monkeypatch):
     monkeypatch.setattr(sys, "path", ["site"])
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": "stdlib"})
     left_out = Counter()
-    write_tokens(corpus.package_documents(left_out), "set", val_fraction=0.3, left_out=left_out)
+    write_tokens(package_documents(left_out), "set", val_fraction=0.3, left_out=left_out)
     train, val = documents_of("set", "train"), documents_of("set", "val")
     assert {name for text in val for name in re.findall(r"pkg\d", text)} == {"pkg1", "pkg4", "pkg6"}
     assert not re.findall("pkg[146]", " ".join(train)) and len(train) + len(val) == 60 + 10 + 1 + 1
