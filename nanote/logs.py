@@ -1,8 +1,7 @@
 """The logs of a run: losses, speed and model FLOP utilization (MFU); traces of steps for --profile.
 
-A training loop calls `Log.add` after every step and, every few steps, `read`, `record` and `write`. Losses
-stay on the device until `read`: the host does not wait for the GPU between log lines. A log that cannot be
-written does not stop a run: its lines are kept and written later.
+A training loop calls `Log.add` after every step and, every few steps, `read`, `record` and `write`. A log
+that cannot be written does not stop a run: its lines are kept and written later.
 """
 import contextlib
 import json
