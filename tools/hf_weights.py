@@ -25,8 +25,6 @@ NAMES = {"self_attention.layernorm_qkv.": "attn.qkv.", "self_attention.proj.": "
          "mlp.fc1.": "mlp.fc1_", "mlp.fc2.": "mlp.fc2_"}
 
 
-# ---------------------------------------------------------------- folders
-
 def read_weights(folder, masters: bool = False) -> dict[str, torch.Tensor]:
     """Return a checkpoint's weights, or their float32 `masters`, under the names of the optimized model."""
     stored = {name.removeprefix("model."): tensor for name, tensor in checkpoint.read_tensors(folder).items()}
@@ -195,7 +193,6 @@ def to_hf(weights: dict[str, torch.Tensor], config, vocab_size: int) -> dict[str
     for ours, parts, columns, is_transposed in table(config, vocab_size):
         sizes = [rows for _, rows in parts]
         shape = (sum(sizes),) if columns is None else (sum(sizes), columns)
-        # GPT2LMHeadModel has biases: zeros, if this model has none
         absent = torch.zeros(shape if ours.endswith("bias") else 0, dtype=weights["wte.weight"].dtype)
         weight = weights.get(ours, absent)[:sum(sizes)]  # without padding of the vocabulary
         if weight.shape != shape:
