@@ -76,7 +76,10 @@ def main(argv=None):
     """Run the command line `argv` (None: sys.argv[1:])."""
     options = parse(Stdlib | Packages | Text | Hf | Sft | Tokens, argv, "data.py", __doc__)
     source = f"{' '.join(sys.argv[1:] if argv is None else argv)} (Python {sys.version.split()[0]})"
-    out_dir, meta = (convert if isinstance(options, Tokens) else tokenize)(options, source)
+    write = convert if isinstance(options, Tokens) else tokenize
+    out_dir, meta = write(options, source)
+    for reason, count in sorted(meta.get("left_out", {}).items()):
+        print(f"left out: {count:,} {reason}")
     print(f"{out_dir}: {meta['documents']:,} documents, {meta['train_tokens']:,} train and "
           f"{meta['val_tokens']:,} validation tokens ({options.tokenizer}, {meta['dtype']})")
 
@@ -102,13 +105,10 @@ def tokenize(options, source):
             name = Path(options.files[0]).resolve().name.split(".")[0]
     tokenizer = Path(options.tokenizer.removeprefix("hf:")).resolve().name
     out_dir = options.out_dir or f"data/{name}" + f"-{tokenizer}" * (options.tokenizer != "byte")
-    meta = tokens.write_tokens(
+    return out_dir, tokens.write_tokens(
         documents, out_dir, tokenizer=options.tokenizer, val_fraction=options.val_fraction,
         force=options.force, num_workers=options.num_workers, source=source, left_out=left_out,
         answers_only=isinstance(options, Sft))
-    for reason, count in sorted(left_out.items()):
-        print(f"left out: {count:,} {reason}")
-    return out_dir, meta
 
 
 def convert(options, source):

@@ -101,7 +101,7 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
 
     A document goes to `val` if the hash of its text (of its first piece) as a number in [0, 1) is below
     `val_fraction`: the same document has the same split in every corpus. If that leaves a split empty, the
-    last `val_fraction` of the tokens are `val`. After ValueError or OSError nothing is left behind.
+    last `val_fraction` of the tokens are `val`. After ValueError or OSError `out_dir` is as it was.
     `source`, `left_out`: for meta.json, what the documents are and what was skipped.
     `answers_only`: documents are prompts and answers; write masks.
     """
