@@ -7,7 +7,6 @@
     python data.py sft pairs.jsonl --tokenizer gpt2    # prompts and answers; the loss is that of the answers
     python data.py tokens train.bin val.bin --tokenizer gpt2    # token files of nanoGPT or modded-nanogpt
 """
-import platform
 import signal
 import sys
 from collections import Counter
@@ -18,9 +17,6 @@ import numpy as np
 from tyro.conf import Positional
 
 from nanote.config import parse, run_command
-
-HEADER, MAGIC = 256, 20240520  # modded-nanogpt's header: int32 values, the first of which is MAGIC
-CHUNK = 1 << 24  # tokens to look at at once
 
 
 @dataclass(kw_only=True)
@@ -62,9 +58,8 @@ class Hf(Options):
 
 
 @dataclass(kw_only=True)
-class Sft(Options):
+class Sft(Text):
     """Prompts and answers for finetuning, one of each per row; only answers and their ends are learned."""
-    files: Positional[list[str]]  # .jsonl, .json, .csv or Parquet, also .gz or .zst; folders of these.
     column: tuple[str, str] = ("prompt", "answer")  # Fields of a row that hold the two.
 
 
@@ -77,26 +72,67 @@ class Tokens:
     force: bool = False  # Overwrite the folder if it exists.
 
 
-def convert(files, out_dir, tokenizer, force, source):
-    """Copy token files of nanoGPT or modded-nanogpt to `out_dir`, the last one as `val`; return meta.json."""
-    from nanote import tokenizers, tokens
+def main(argv=None):
+    """Run the command line `argv` (None: sys.argv[1:])."""
+    options = parse(Stdlib | Packages | Text | Hf | Sft | Tokens, argv, "data.py", __doc__)
+    source = f"{' '.join(sys.argv[1:] if argv is None else argv)} (Python {sys.version.split()[0]})"
+    write = convert if isinstance(options, Tokens) else tokenize
+    out_dir, meta = write(options, source)
+    for reason, count in sorted(meta.get("left_out", {}).items()):
+        print(f"left out: {count:,} {reason}")
+    print(f"{out_dir}: {meta['documents']:,} documents, {meta['train_tokens']:,} train and "
+          f"{meta['val_tokens']:,} validation tokens ({options.tokenizer}, {meta['dtype']})")
 
-    encoder = tokenizers.get_tokenizer(tokenizer)
-    sources = [foreign_tokens(path, encoder) for path in files]
-    with tokens.new_folder(out_dir, force) as folder:
-        for ids in sources:
-            with open(folder / ("val.bin" if ids is sources[-1] else "train.bin"), "ab") as file:
+
+def tokenize(options, source):
+    """Write the token files of a corpus. Return their folder and meta.json."""
+    from nanote import corpus, tokens  # not above: --help is quick
+    left_out, name = Counter(), type(options).__name__.lower()
+    if isinstance(options, Packages):
+        from tools.packages import package_documents
+        documents = package_documents(left_out)
+    elif isinstance(options, Stdlib):
+        documents = corpus.stdlib_documents()
+    elif isinstance(options, Hf):
+        name = Path(options.name).resolve().name
+        documents = corpus.dataset_documents(
+            options.name, [options.column], left_out, options.data_files, options.split,
+            name=options.subset, streaming=options.streaming)
+    else:
+        columns = options.column if isinstance(options, Sft) else [options.column]
+        documents = corpus.text_documents(options.files, columns, left_out)
+        if len(options.files) == 1:
+            name = Path(options.files[0]).resolve().name.split(".")[0]
+    tokenizer = Path(options.tokenizer.removeprefix("hf:")).resolve().name
+    out_dir = options.out_dir or f"data/{name}" + f"-{tokenizer}" * (options.tokenizer != "byte")
+    return out_dir, tokens.write_tokens(
+        documents, out_dir, tokenizer=options.tokenizer, val_fraction=options.val_fraction,
+        force=options.force, num_workers=options.num_workers, source=source, left_out=left_out,
+        answers_only=isinstance(options, Sft))
+
+
+def convert(options, source):
+    """Copy token files of other programs, the last one as val.bin. Return their folder and meta.json."""
+    from nanote import tokenizers, tokens
+    if len(options.files) < 2:
+        raise ValueError("tokens: name two files or more, of which the last one is for validation")
+    out_dir = options.out_dir or f"data/{Path(options.files[-1]).resolve().parent.name}"
+    encoder = tokenizers.get_tokenizer(options.tokenizer)
+    *train, val = [foreign_tokens(path, encoder) for path in options.files]
+    counts = {"documents": 0, "train_tokens": sum(map(len, train)), "val_tokens": len(val)}
+    with tokens.new_folder(out_dir, options.force) as folder:
+        for ids in (*train, val):
+            with open(folder / ("val.bin" if ids is val else "train.bin"), "ab") as file:
                 ids.tofile(file)
-        parts = [part for ids in sources for part in np.array_split(ids, 1 + len(ids) // CHUNK)]
-        counts = {"documents": sum(int((part == encoder.eot).sum()) for part in parts),
-                  "train_tokens": sum(map(len, sources[:-1])), "val_tokens": len(sources[-1])}
-        return tokens.write_meta(folder, encoder, np.dtype("<u2"), source=source, **counts)
+            for part in np.array_split(ids, 1 + len(ids) // 2**24):  # a mask of all may not fit in memory
+                counts["documents"] += int((part == encoder.eot).sum())
+        return out_dir, tokens.write_meta(folder, encoder, np.dtype("<u2"), source=source, **counts)
 
 
 def foreign_tokens(path, encoder):
     """Return the uint16 tokens of a file with modded-nanogpt's header, or nanoGPT's without one."""
-    header = np.fromfile(path, "<i4", HEADER)
-    has_header = len(header) == HEADER and header[0] == MAGIC
+    header = np.fromfile(path, "<i4", 256)  # a magic number, the version, the number of tokens, zeros
+    has_header = len(header) == 256 and header[0] == 20240520
     try:
         tokens = np.memmap(path, "<u2", "r", offset=header.nbytes * has_header)
     except ValueError as error:
@@ -107,58 +143,6 @@ def foreign_tokens(path, encoder):
         raise ValueError(f"{path}: holds the token {tokens.max()}, but {encoder.name} has "
                          f"{encoder.vocab_size:,}; name the tokenizer that made the file")
     return tokens
-
-
-def main(argv=None):
-    """Run the command line `argv` (None: sys.argv[1:])."""
-    options = parse(Stdlib | Packages | Text | Hf | Sft | Tokens, argv, "data.py", __doc__)
-    source = f"{' '.join(sys.argv[1:] if argv is None else argv)} (Python {platform.python_version()})"
-    if isinstance(options, Tokens):
-        if len(options.files) < 2:
-            raise ValueError("tokens: name two files or more, of which the last one is for validation")
-        out_dir = options.out_dir or f"data/{Path(options.files[-1]).resolve().parent.name}"
-        meta = convert(options.files, out_dir, options.tokenizer, options.force, source)
-    else:
-        out_dir, meta = tokenize(options, source)
-    print(f"{out_dir}: {meta['documents']:,} documents, {meta['train_tokens']:,} train and "
-          f"{meta['val_tokens']:,} validation tokens ({options.tokenizer}, {meta['dtype']})")
-
-
-def tokenize(options, source):
-    """Write the token files of a corpus. Return their folder and meta.json."""
-    from nanote import corpus, tokens  # not above: --help is quick
-
-    left_out = Counter()
-    match options:
-        case Packages():
-            name, documents = "packages", corpus.package_documents(left_out)
-        case Stdlib():
-            name, documents = "stdlib", corpus.stdlib_documents()
-        case Text(files=files):
-            name = name_of(files, "text")
-            documents = corpus.text_documents(files, options.column, left_out)
-        case Sft(files=files):
-            name = name_of(files, "sft")
-            documents = corpus.text_documents(files, options.column, left_out)
-        case Hf():
-            name = Path(options.name).resolve().name
-            documents = corpus.dataset_documents(
-                options.name, options.column, left_out, name=options.subset, split=options.split,
-                data_files=options.data_files, streaming=options.streaming)
-    tokenizer = Path(options.tokenizer.removeprefix("hf:")).resolve().name
-    out_dir = options.out_dir or f"data/{name}" + f"-{tokenizer}" * (options.tokenizer != "byte")
-    meta = tokens.write_tokens(
-        documents, out_dir, tokenizer=options.tokenizer, val_fraction=options.val_fraction,
-        force=options.force, num_workers=options.num_workers, source=source, left_out=left_out,
-        answers_only=isinstance(options, Sft))
-    for reason, count in sorted(left_out.items()):
-        print(f"left out: {count:,} {reason}")
-    return out_dir, meta
-
-
-def name_of(files, several):
-    """Return the name of a corpus: that of its only file, or `several`."""
-    return Path(files[0]).resolve().name.split(".")[0] if len(files) == 1 else several
 
 
 if __name__ == "__main__":

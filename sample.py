@@ -84,7 +84,7 @@ def score(model, tokenizer, path, pack_documents=False):
     text, if there is one, and end-of-text lies between two; without one, end-of-text is the first token, too.
     Each token after the first is scored once, in windows of n_positions tokens that do not overlap.
     """
-    documents = list(filter(None, map("".join, text_documents([path], "text", Counter()))))
+    documents = list(filter(None, map("".join, text_documents([path], ["text"], Counter()))))
     size = sum(len(document.encode()) for document in documents)
     before = [tokenizer.eot] if tokenizer.bos is None else [tokenizer.eot, tokenizer.bos]
     tokens = [token for document in documents for token in (*before, *tokenizer.encode(document))]

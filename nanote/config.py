@@ -253,6 +253,9 @@ def read_options(argv=None, restarted: str | None = None) -> TrainConfig:
     if folder:
         _check_resume(vars(config), saved, folder, meta["step"])
         config.out_dir = str(folder if config.eval_only else folder.parent)
+    elif config.init_from and Path(config.init_from, "tokenizer.json").is_file():
+        from nanote.transfer import check_tokenizer  # imports PyTorch
+        check_tokenizer(config.init_from, config.data)
     return config
 
 

@@ -1,32 +1,24 @@
 """Text corpora: the documents that `data.py` hands to `write_tokens` (nanote/tokens.py).
 
-A document is a str, an iterator of str pieces where a file is long, [prompt, answer], or a tuple (str, number
-in [0, 1) that replaces its hash). `left_out` counts what is skipped. The `datasets` library reads rows; it
-holds a line in memory, so the length of compressed ones is checked first.
+A document is a str, str pieces (a long file, or prompt and answer), or a tuple (str, number in [0, 1) that
+replaces its hash). `left_out` counts what is skipped. The `datasets` library reads rows.
 """
-import importlib.metadata
 import io
 import os
-import re
 import sysconfig
 from itertools import chain
 from pathlib import Path
-from zlib import crc32
 
 import pyarrow
 
 from nanote.config import in_a_line
-from nanote.tokens import hash_fraction
 
 PIECE = 1 << 20  # characters; long files are read and tokenized in pieces of about this size
-LONGEST_LINE = 1 << 28  # bytes, in a compressed file of rows: `datasets` holds a line in memory
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-SOURCES = set(".py .pyi .pyx .pxd .c .cc .cpp .cxx .cu .h .hh .hpp .hxx .cuh .inl .md .rst .txt".split())
-NO_LETTERS = bytes(byte for byte in range(128) if not chr(byte).isalpha())
 
 
-def text_documents(paths, column, left_out):
-    """Yield a document per text file, and per row (its `column`) of files of BUILDERS; also in folders."""
+def text_documents(paths, columns, left_out):
+    """Yield a document per text file, and per row (its `columns`) of files of BUILDERS; also in folders."""
     for path in paths:
         if not os.path.exists(path):
             raise ValueError(f"{path}: no such file; name files or folders that exist")
@@ -34,9 +26,8 @@ def text_documents(paths, column, left_out):
             builder = BUILDERS.get(Path(file.removesuffix(".gz").removesuffix(".zst")).suffix)
             try:
                 if builder and os.path.getsize(file):  # `datasets` refuses an empty file
-                    yield from dataset_documents(builder, column, left_out, data_files=[file],
-                                                 split="train", streaming=True)
-                elif not isinstance(column, str):
+                    yield from dataset_documents(builder, columns, left_out, [file], streaming=True)
+                elif len(columns) > 1:
                     raise ValueError(f"{file}: holds no rows; name .jsonl, .json, .csv or .parquet files")
                 else:
                     pieces = text_pieces(file)
@@ -44,7 +35,7 @@ def text_documents(paths, column, left_out):
             except ValueError:
                 if file == path:
                     raise
-                left_out[f"files that are damaged, or no UTF-8 text, or have no column {column!r}"] += 1
+                left_out[f"files that are damaged, or no UTF-8 text, or have no column {columns[0]!r}"] += 1
 
 
 def files_below(folder, skipped=()):
@@ -69,9 +60,8 @@ def text_pieces(path):
         raise ValueError(f"{path}: not UTF-8 text ({in_a_line(error)}); use iconv -t utf-8") from error
 
 
-def dataset_documents(path, column, left_out, data_files=None, **options):
-    """Yield the text in a column of each row; of a tuple of columns, the list of texts. The other arguments
-    are those of datasets.load_dataset."""
+def dataset_documents(path, columns, left_out, data_files=None, split="train", **options):
+    """Yield the texts in `columns` of each row. The other arguments are those of datasets.load_dataset."""
     if path in (*BUILDERS.values(), "text") and not data_files:  # `datasets` would read the working folder
         raise ValueError(f"{path}: is the name of a format; name files with --data-files")
     if os.path.isfile(path):
@@ -79,40 +69,28 @@ def dataset_documents(path, column, left_out, data_files=None, **options):
     import datasets  # slow to import
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
     try:
-        for file in data_files or ():
-            if os.path.isfile(file) and file.endswith((".gz", ".zst")):
-                check_lines(file)
-        rows = datasets.load_dataset(path, data_files=data_files, **options)
-        names = (column,) if isinstance(column, str) else column
+        rows = datasets.load_dataset(path, data_files=data_files, split=split, **options)
         for batch in rows.iter(1000):
-            if missing := [name for name in names if name not in batch]:
+            if missing := [name for name in columns if name not in batch]:
                 raise ValueError(f"no column {missing[0]!r} in {', '.join(batch)}; name one with data.py's "
                                  "--column")
-            for texts in zip(*(batch[name] for name in names)):
+            for texts in zip(*(batch[name] for name in columns)):
                 if not all(texts):
                     left_out["rows without text"] += 1
-                elif wrong := [(n, text) for n, text in zip(names, texts) if not isinstance(text, str)]:
-                    name, value = wrong[0]
-                    raise ValueError(f"column {name!r} holds {str(value)[:40]}, not text; name another one")
-                else:
-                    yield texts[0] if isinstance(column, str) else list(texts)
+                    continue
+                for name, text in zip(columns, texts):
+                    if not isinstance(text, str):
+                        raise ValueError(f"column {name!r} holds {str(text)[:40]}, not text; name another")
+                yield list(texts)
     except Exception as error:  # whatever the hub, pyarrow, pandas or the builder raises
-        where = data_files[0] if data_files and len(data_files) == 1 else path
+        where = ", ".join(data_files or [path])
         raise ValueError(f"{where}: {in_a_line(error.__cause__ or error)}") from error
-
-
-def check_lines(path):
-    """Raise ValueError for a line that does not fit in memory: 3 GB may compress to 3 MB."""
-    with io.BufferedReader(pyarrow.input_stream(path)) as file:
-        while line := file.readline(LONGEST_LINE):
-            if len(line) == LONGEST_LINE:
-                raise ValueError(f"holds a line of {LONGEST_LINE >> 20} MiB or more; split it")
 
 
 def stdlib_files(*skipped):
     """Return the files of the running Python's standard library, without the folders `skipped`."""
-    no_stdlib = {"site-packages", "dist-packages", "__pycache__", *skipped}
-    return map(Path, files_below(sysconfig.get_paths()["stdlib"], no_stdlib))
+    folder = sysconfig.get_paths()["stdlib"]
+    return map(Path, files_below(folder, ("site-packages", "dist-packages", "__pycache__", *skipped)))
 
 
 def stdlib_documents():
@@ -120,43 +98,3 @@ def stdlib_documents():
     for path in stdlib_files("test", "tests", "idle_test"):
         if path.suffix == ".py":
             yield path.read_bytes().decode("utf-8", errors="replace")
-
-
-def package_documents(left_out):
-    """Yield the sources and documentation of the installed packages and of the standard library.
-
-    A hash of its name assigns a package to train or val. Documents come in descending order of that hash, and
-    one that repeats an earlier one is dropped: that in train stays. Near-duplicates have a Jaccard similarity
-    of at least 0.7 over sequences of 5 words; MinHash finds 99 % of them (25 bands of 5 hashes).
-    """
-    from datasketch import MinHash, MinHashLSH
-    index, minhashes = MinHashLSH(params=(25, 5), num_perm=125), []
-    for fraction, _, path in sorted(package_files(), key=lambda file: (-file[0], file[1])):
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except (OSError, UnicodeDecodeError):
-            text = ""
-        words = text.encode().split()
-        visible = b"".join(words)
-        is_table = len(visible.translate(None, NO_LETTERS)) < 0.4 * len(visible)
-        if not words or len(text) > 2 << 20 or max(map(len, words)) > 1000 or is_table:
-            left_out["files that are no text, empty, over 2 MiB or mostly numbers"] += 1
-            continue
-        minhash = MinHash(num_perm=125, hashfunc=crc32)
-        minhash.update_batch({b" ".join(words[start:start + 5]) for start in range(max(len(words) - 4, 1))})
-        if any(minhash.jaccard(minhashes[other]) >= 0.7 for other in index.query(minhash)):
-            left_out["duplicates or near-duplicates"] += 1
-            continue
-        index.insert(len(minhashes), minhash)
-        minhashes.append(minhash)
-        yield text, fraction
-
-
-def package_files():
-    """Yield (hash of the package's name, relative path, path) of each file to read."""
-    for package in importlib.metadata.distributions():
-        name = re.sub(r"[-_.]+", "-", package.metadata["Name"] or "").lower()
-        for file in package.files or ():
-            if file.suffix in SOURCES and ".dist-info" not in file.parts[0]:
-                yield hash_fraction(name.encode()), str(file), Path(package.locate_file(file))
-    yield from ((1.0, str(path), path) for path in stdlib_files() if path.suffix in SOURCES)

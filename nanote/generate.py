@@ -3,8 +3,7 @@
 - FP8 is off. With a key-value cache each step has one row per GEMM, and FP8 GEMMs need multiples of 8 rows;
   padding costs more than FP8 saves. Checkpoints store weights in high precision, so nothing is lost.
 - When the context is full (n_positions tokens), the window restarts from its last n_positions / 2 tokens, and
-  their keys and values are recomputed, because every position changes: not for each token, with or without
-  the cache.
+  their keys and values are recomputed, because every position changes.
 """
 import contextlib
 import math

@@ -1,8 +1,7 @@
 """The logs of a run: losses, speed and model FLOP utilization (MFU); traces of steps for --profile.
 
-A training loop calls `Log.add` after every step and, every few steps, `read`, `record` and `write`. Losses
-stay on the device until `read`: the host does not wait for the GPU between log lines. A log that cannot be
-written does not stop a run: its lines are kept and written later.
+A training loop calls `Log.add` after every step and, every few steps, `read`, `record` and `write`. A log
+that cannot be written does not stop a run: its lines are kept and written later.
 """
 import contextlib
 import json
@@ -258,7 +257,18 @@ def profiler(steps: str, folder, device: torch.device):
     if not 1 <= first <= last:
         raise ValueError(f"--profile {steps}: must be START:STOP, such as 10:12; the first step is 1")
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    profile, is_running = torch.profiler.profile(), False
+    traced, is_running = contextlib.ExitStack(), False
+
+    def write(profile) -> None:
+        path, order = Path(folder, "profile"), f"self_{device.type}_time_total"
+        try:
+            path.mkdir(exist_ok=True)
+            profile.export_chrome_trace(str(path / "trace.json.gz"))
+            table = profile.key_averages().table(sort_by=order, row_limit=50, max_name_column_width=80)
+            (path / "table.txt").write_text(table)
+            print(f"--profile {steps}: {path} has a table, and a trace for ui.perfetto.dev")
+        except (OSError, RuntimeError) as problem:  # must not hide why a run failed
+            print(f"--profile {steps}: {problem}; training continues")
 
     @contextlib.contextmanager
     def step(number: int):
@@ -268,35 +278,17 @@ def profiler(steps: str, folder, device: torch.device):
             return
         if not is_running:
             synchronize()
-            profile.start()
+            traced.enter_context(torch.profiler.profile(on_trace_ready=write))
+            traced.callback(synchronize)
             is_running = True
         with torch.profiler.record_function(f"step {number}"):
             yield
         if number == last:
-            write()
-
-    def write() -> None:
-        nonlocal is_running
-        is_running = False
-        synchronize()
-        profile.stop()
-        path = Path(folder, "profile")
-        try:
-            path.mkdir(exist_ok=True)
-            profile.export_chrome_trace(str(path / "trace.json.gz"))
-            order = f"self_{device.type}_time_total"
-            table = profile.key_averages().table(sort_by=order, row_limit=50, max_name_column_width=80)
-            (path / "table.txt").write_text(table)
-            print(f"--profile {steps}: {path} has a table, and a trace for ui.perfetto.dev")
-        except (OSError, RuntimeError) as problem:  # must not hide why a run failed
-            print(f"--profile {steps}: {problem}; training continues")
+            traced.close()
 
     @contextlib.contextmanager
     def steps_of_run():
-        try:
+        with traced:  # the run may end before the last of the steps
             yield step
-        finally:
-            if is_running:  # the run has ended before the last of the steps
-                write()
 
     return steps_of_run()

@@ -4,9 +4,6 @@ A token file holds nothing but token ids, uint16 or uint32, with an end-of-text 
 the tokenizer's beginning-of-text token (BOS) before it if there is one: `data/<name>/{train,val}.bin`,
 described by `meta.json` with their SHA-256. Of prompts with answers there is also `{train,val}.mask`: a byte
 per token, 1 where the token is a label, so in an answer or at its end.
-
-A batch depends only on the seed, the position in the samples and the rank. A checkpoint stores the number of
-samples seen, so that a resumed run goes on with the next one, also with another batch size.
 """
 import hashlib
 import json
@@ -67,13 +64,13 @@ def check_file(path, size, checksum, verify):
 
 
 @contextmanager
-def new_folder(out_dir, force):
+def new_folder(out_dir, force=False, advice="name another --out-dir"):
     """Yield an empty folder that replaces `out_dir` when the block ends without an exception. After kill -9
     between two renames the old one is in .<name>.tmp, and the next call puts it back."""
     target = Path(os.path.realpath(out_dir))  # a link stays, and the folder behind it is replaced
     if target == Path.cwd() or target.is_mount():
         raise ValueError(f"{out_dir}: cannot be replaced; name a folder in it, such as {out_dir}/tokens")
-    work, is_new_parent = target.with_name(f".{target.name}.tmp"), not target.parent.exists()
+    work = target.with_name(f".{target.name}.tmp")
     new, old = work / "new", work / "old"
     try:
         if old.exists() and not target.exists():
@@ -91,13 +88,11 @@ def new_folder(out_dir, force):
         os.rename(new, target)
     except OSError as error:
         reason = error.strerror or error
-        raise OSError(f"{out_dir}: cannot be written ({reason}); name another --out-dir") from error
+        raise OSError(f"{out_dir}: cannot be written ({reason}); {advice}") from error
     finally:
         if old.exists() and not target.exists():
             os.rename(old, target)
         shutil.rmtree(work, ignore_errors=True)
-        if is_new_parent and not target.exists() and target.parent.exists():
-            target.parent.rmdir()
 
 
 def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, force=False, num_workers=None,
@@ -106,7 +101,7 @@ def write_tokens(documents, out_dir, *, tokenizer="byte", val_fraction=0.01, for
 
     A document goes to `val` if the hash of its text (of its first piece) as a number in [0, 1) is below
     `val_fraction`: the same document has the same split in every corpus. If that leaves a split empty, the
-    last `val_fraction` of the tokens are `val`. After ValueError or OSError nothing is left behind.
+    last `val_fraction` of the tokens are `val`. After ValueError or OSError `out_dir` is as it was.
     `source`, `left_out`: for meta.json, what the documents are and what was skipped.
     `answers_only`: documents are prompts and answers; write masks.
     """

@@ -54,6 +54,21 @@ def start_from(source: str, model, optimizer, tensors: dict | None = None) -> bo
     return not missing and not unused
 
 
+def check_tokenizer(source: str, data: str) -> None:
+    """Raise ValueError if the tokenizer.json of the Hugging Face folder `source` encodes the first text of
+    token files to other ids than the tokenizer that made them. Both must be readable, or nothing is said."""
+    from nanote import tokenizers, tokens  # another run needs no tokenizer
+    ids, meta = tokens.open_tokens(data, "val", verify=False)
+    try:
+        theirs, ours = map(tokenizers.get_tokenizer, (f"hf:{source}", meta["tokenizer"]))
+    except ValueError:  # moved, not byte-level, or cannot be downloaded
+        return
+    text = ours.decode(ids[:1000])
+    if theirs.encode(text) != ours.encode(text):
+        raise ValueError(f"--init-from {source}: its tokenizer.json has other ids than --data {data}, made "
+                         f"with {ours.name}; make the data with data.py --tokenizer hf:{source}")
+
+
 def print_differences(source: str, ours: dict, theirs: dict) -> None:
     """Print the fields of two model configs in which tensors of equal shapes compute something else."""
     for name in ("n_head", "n_kv_head", "head_dim", "activation", "use_rmsnorm", "use_qk_norm", "use_rotary",

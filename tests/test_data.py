@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -18,7 +17,6 @@ import pytest
 
 import data
 from hf_folders import edit_json, make_tokenizer
-from nanote import corpus
 from nanote.tokenizers import get_tokenizer, same_tokenizer
 from nanote.tokens import Loader, open_tokens, sha256, write_tokens
 from trainer_tools import largest_file
@@ -195,6 +193,7 @@ def test_the_standard_library(capsys):
 def test_packages_are_held_out_whole_and_share_nothing(monkeypatch):
     """The hashes of pkg-1, pkg-4 and pkg-6 are below 0.3. Of a copy in both splits the one in train stays."""
     pytest.importorskip("datasketch")
+    from tools.packages import package_documents
 
     def prose(seed, words=300):
         return " ".join(f"word{word}" for word in np.random.default_rng(seed).integers(0, 5000, words))
@@ -213,7 +212,7 @@ def test_packages_are_held_out_whole_and_share_nothing(monkeypatch):
     monkeypatch.setattr(sys, "path", ["site"])
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": "stdlib"})
     left_out = Counter()
-    write_tokens(corpus.package_documents(left_out), "set", val_fraction=0.3, left_out=left_out)
+    write_tokens(package_documents(left_out), "set", val_fraction=0.3, left_out=left_out)
     train, val = documents_of("set", "train"), documents_of("set", "val")
     assert {name for text in val for name in re.findall(r"pkg\d", text)} == {"pkg1", "pkg4", "pkg6"}
     assert not re.findall("pkg[146]", " ".join(train)) and len(train) + len(val) == 60 + 10 + 1 + 1
@@ -308,19 +307,6 @@ def test_a_document_begins_as_the_tokenizer_begins_a_text(fields, start):
     assert starts.tolist()[:3] == [0, expected.index(2) + (start is not None), 16]
 
 
-@pytest.mark.parametrize("steps", [
-    {"normalizer": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}]},
-    {"normalizer": [{"type": "Replace", "pattern": {"Regex": "(?=b)|a"}, "content": "a"}]},
-    {"pre_tokenizer": [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}]}], ids=str)
-def test_a_tokenizer_that_expands_without_end_is_refused(refuse, steps):
-    write_files(".", {"good.txt": "a cat é"})
-    make_tokenizer("bpe")
-    [(part, step)] = steps.items()
-    names = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}
-    edit_json("bpe/tokenizer.json", **{part: {"type": "Sequence", names[part]: 40 * step}})
-    assert "may make over 64 characters of one" in refuse("text", "good.txt", "--tokenizer", "hf:bpe")
-
-
 # Replacing a folder
 
 def test_force_replaces_token_files_and_nothing_else(refuse):
@@ -396,7 +382,7 @@ def test_a_full_disk_leaves_nothing(refuse):
     (["text", "model.bin"], "model.bin: not UTF-8 text (holds a NUL character"),
     (["text", "bad.txt.gz"], "bad.txt.gz: not UTF-8 text (Truncated compressed stream)"),
     (["text", "bad.jsonl"], "bad.jsonl: JSON parse error"),
-    (["text", "bad.jsonl.gz"], "bad.jsonl.gz: Truncated compressed stream"),
+    (["text", "bad.jsonl.gz"], "bad.jsonl.gz: Compressed file ended before"),
     (["hf", "null.jsonl"], "null.jsonl: is a file; read it with python data.py text"),
     (["text", "bad.parquet"], "bad.parquet: "),
     (["text", "rows.jsonl"], "rows.jsonl: no column 'text' in id, body; name one with data.py's --column"),
@@ -423,12 +409,3 @@ def test_a_mistake_is_one_line(refuse, arguments, message):
         "bad.jsonl.gz": gzip.compress(b'{"text": "a"}\n')[:-9]})
     Path("data").mkdir()
     assert message in refuse(*arguments)
-
-
-def test_a_small_file_cannot_fill_the_memory():
-    """3 MB that expand to one line of 3 GB."""
-    write_files(".", {"bomb.jsonl.gz": gzip.compress(b'{"text": "') + 3000 * gzip.compress(b"a" * (1 << 20))})
-    limit = lambda: resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30))  # noqa: E731
-    done = subprocess.run([sys.executable, SCRIPT, "text", "bomb.jsonl.gz"], capture_output=True, text=True,
-                          timeout=120, preexec_fn=limit)
-    assert done.returncode == 2 and "bomb.jsonl.gz: holds a line of 256 MiB or more" in done.stderr

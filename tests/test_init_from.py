@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 import train
+from hf_folders import edit_json, make_model, make_tokenizer
 from nanote import checkpoint
 from nanote.config import read_options
-from nanote.tokens import meta_checksum
+from nanote.tokens import meta_checksum, write_tokens
 from trainer_tools import OPTIONS, ROOT, RUN_ALL, finish, losses, metrics, run_train, sign, start_ranks
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -140,3 +141,25 @@ def test_a_hugging_face_folder_on_sharded_ranks(tokens):
     assert losses("ddp") == pytest.approx(losses("fsdp"), rel=1e-5)
     assert run_train(f"{options} --micro-batch-size 8 --out-dir one", tokens) == 0
     assert losses("one") == pytest.approx(losses("ddp"), rel=1e-2)
+
+
+def test_data_of_another_tokenizer_than_a_folders(tokens, refused):
+    """Refused if its tokenizer.json gives other ids; what cannot be read is not compared."""
+    pytest.importorskip("transformers")
+    make_model("hf")
+    make_tokenizer("hf")
+    make_tokenizer("other", text="a cat is no dog and a mat is no hat. ")
+    documents = [f"the cat sat on mat {number}, no dog too. " for number in range(99)]
+    for name in ("hf", "other"):
+        write_tokens(documents, f"data-{name}", tokenizer=f"hf:{name}", val_fraction=0.3)
+    edit_json("hf/tokenizer_config.json", eos_token="<|endoftext|>")  # ids of text stay
+    qwen3 = "--n-head 4 --n-kv-head 2 --head-dim 16 --n-inner 96 --no-tie-embeddings --vocab-size 288"
+    options = (f"{OPTIONS} {qwen3} --no-bias --use-rotary --use-rmsnorm --use-qk-norm --activation swiglu "
+               "--max-steps 1")
+    for data in ("data-other", tokens):
+        line = refused(train.run, f"{options} --init-from hf --data {data} --out-dir run", "train.py")
+        assert f"--init-from hf: its tokenizer.json has other ids than --data {data}" in line
+        assert "--tokenizer hf:hf" in line
+    assert run_train(f"{options} --init-from hf --out-dir same", "data-hf") == 0
+    shutil.rmtree("other")
+    assert run_train(f"{options} --init-from hf --out-dir unknown", "data-other") == 0

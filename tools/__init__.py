@@ -1,1 +1,1 @@
-"""Commands beside the trainer: Hugging Face import and export, installing Transformer Engine."""
+"""Beside the trainer: Hugging Face import and export, and the corpus of data.py packages."""

@@ -2,15 +2,11 @@
 
     AutoModelForCausalLM.from_pretrained(DIR), AutoTokenizer.from_pretrained(DIR)
 
-- The architecture determines the class (GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM) for any of the
-  five model files; there is no custom code. Weights equal the checkpoint's bit for bit.
-- The logits of what was written must be those of the model file (model_te_optimized.py for a fast run): an
+- The class is GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM, with the logits of the model file: an
   edit such as a cap on the logits is refused, and your own model (--model) exports where they agree.
-- The embedding keeps its padding rows (50,257 → 50,304), so that tools/import_hf.py restores the same model;
-  generation_config.json excludes them. A run that began as an import gets the rows it was imported with.
-- The tokenizer becomes a byte-level BPE of the `tokenizers` library with the same ids. As in training,
-  special tokens in a text are plain text, and no end-of-text token is prepended. Of a tokenizer hf:DIR, the
-  files are copied, with the chat template, and the generation config except for the ids that end a text.
+- The embedding keeps its padding rows (50,257 → 50,304), unless the run began as an import.
+- The tokenizer becomes a byte-level BPE of the `tokenizers` library with the same ids. Of a tokenizer hf:DIR,
+  the files are copied, with the chat template, and the generation config but for the ids that end a text.
 """
 import json
 import os
@@ -34,8 +30,9 @@ from nanote import checkpoint, models, recipes
 from nanote.config import parse, run_command
 from nanote.logs import read_metrics
 from nanote.tokenizers import HfTokenizer, byte_characters
+from nanote.tokens import new_folder
 from tools import hf_weights
-from tools.hf_weights import appearing, read_json
+from tools.hf_weights import read_json
 
 
 @dataclass
@@ -121,7 +118,7 @@ def export(run, folder, dtype: str = "auto", moved: str | None = None, own: str 
     if dtype != "auto":
         weights = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
     theirs = hf_weights.to_hf(weights, config, vocab_size)
-    with appearing(folder, "exporting") as unfinished:
+    with new_folder(folder, advice="name another folder") as unfinished:
         write_folder(unfinished, theirs, config, vocab_size, tokenizer)
         (unfinished / "README.md").write_text(model_card(source, meta, tokenizer), encoding="utf-8")
         check_logits(unfinished, source, own, weights, vocab_size)
@@ -197,41 +194,22 @@ def add_fields(path: Path, **fields) -> None:
 
 
 def model_card(source: Path, meta: dict, tokenizer) -> str:
-    """Return the text of README.md, from the checkpoint and the run's metrics.jsonl alone."""
-    # a card names no local folder
+    """Return the text of README.md, from the checkpoint and the run's metrics.jsonl. It names no folder."""
     config = {name: Path(value).name if os.path.isabs(str(value)) else value
               for name, value in meta["config"].items()}
-    rows = card_rows(source, meta, config)
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value is not None)
+    rows, fp8_format = {}, recipes.resolve_format(config["fp8_recipe"], config["fp8_format"])
+    if meta["step"]:  # else it was imported, and not trained
+        rows["trained on"] = f"{meta.get('device', 'unknown')}, {meta['step']:,} steps"
+        rows["FP8 recipe"] = config["fp8_recipe"] + (f" ({fp8_format})" if fp8_format else "")
+    for record in read_metrics(source.parent / "metrics.jsonl"):
+        if record["step"] <= meta["step"] and "val_loss" in record:
+            rows["validation loss"] = f"{record['val_loss']:.4f} nats a token, after step {record['step']:,}"
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [nanote, fp8]\n---\n"
-        f"# {source.parent.name}\n\nTrained with nanoTE.\n\n"
-        f"| | |\n| --- | --- |\n{table}\n\n"
+        f"# {source.parent.name}\n\nTrained with nanoTE.\n\n| | |\n| --- | --- |\n{table}\n\n"
         f"Training documents begin with token {tokenizer.start}: put it before a prompt that starts one.\n\n"
-        f"Options of the run:\n\n```json\n{json.dumps(config, indent=2)}\n```\n"
-    )
-
-
-def card_rows(source: Path, meta: dict, config: dict) -> dict[str, str | None]:
-    """Return {title: value} of the card's table; None: leave the row out."""
-    step = meta["step"]
-    ranks = sum(name.endswith(".torch") for name in checkpoint.read_tensors(source, ("rng",)))
-    tokens = step * config["micro_batch_size"] * config["seq_len"] * config["grad_accum"] * ranks
-    losses = [record for record in read_metrics(source.parent / "metrics.jsonl")
-              if record["step"] <= step and "val_loss" in record]
-    tokenizer = "tokenizer.json in this folder" if ":" in meta["tokenizer"] else meta["tokenizer"]
-    unit = "nats a byte" if tokenizer == "byte" else f"nats a token ({tokenizer})"
-    fp8_format = recipes.resolve_format(config["fp8_recipe"], config["fp8_format"])
-    recipe = config["fp8_recipe"] + (f" ({fp8_format})" if fp8_format else "")
-    val_loss = f"{losses[-1]['val_loss']:.4f} {unit}, after step {losses[-1]['step']:,}" if losses else None
-    return {
-        "tokenizer": tokenizer,
-        "tokens": f"{tokens:,} in {step:,} steps",
-        "FP8 recipe": recipe if step else None,
-        "validation loss": val_loss,
-        "trained on": meta.get("device"),
-        "imported from": Path(meta["hf"]["folder"]).name if "hf" in meta else None,
-    }
+        f"Options of the run:\n\n```json\n{json.dumps(config, indent=2)}\n```\n")
 
 
 def main(argv=None) -> None:

@@ -7,12 +7,8 @@
 - GPT2LMHeadModel always has biases. A model without biases gets zeros, and the entry "nanote" in config.json
   records that for the import.
 """
-import contextlib
-import fcntl
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -28,8 +24,6 @@ NAMES = {"self_attention.layernorm_qkv.": "attn.qkv.", "self_attention.proj.": "
          "layernorm_mlp.": "mlp.", "attn.norm.": "attn.qkv.layer_norm_", "mlp.norm.": "mlp.layer_norm_",
          "mlp.fc1.": "mlp.fc1_", "mlp.fc2.": "mlp.fc2_"}
 
-
-# ---------------------------------------------------------------- folders
 
 def read_weights(folder, masters: bool = False) -> dict[str, torch.Tensor]:
     """Return a checkpoint's weights, or their float32 `masters`, under the names of the optimized model."""
@@ -54,32 +48,6 @@ def read_json(path: Path) -> dict:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({in_a_line(error)}); copy the file again") from error
-
-
-@contextlib.contextmanager
-def appearing(folder: Path, verb: str):
-    """Yield a hidden folder to write to. It becomes `folder` at the end, and is removed after an error.
-
-    It is locked meanwhile. Those that are not were left by killed processes, and are removed, too.
-    """
-    def lock(path):  # until this process ends; BlockingIOError if another one has locked it
-        fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for path in folder.parent.glob(f".{verb}-*"):
-        with contextlib.suppress(OSError):
-            lock(path)
-            shutil.rmtree(path)
-    unfinished = folder.with_name(f".{verb}-{folder.name}-{os.getpid()}")
-    try:
-        unfinished.mkdir()
-        lock(unfinished)
-        yield unfinished
-        os.rename(unfinished, folder)
-    except OSError as error:
-        raise OSError(f"{folder}: not written, nothing is kept: {in_a_line(error)}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- configurations
@@ -225,7 +193,6 @@ def to_hf(weights: dict[str, torch.Tensor], config, vocab_size: int) -> dict[str
     for ours, parts, columns, is_transposed in table(config, vocab_size):
         sizes = [rows for _, rows in parts]
         shape = (sum(sizes),) if columns is None else (sum(sizes), columns)
-        # GPT2LMHeadModel has biases: zeros, if this model has none
         absent = torch.zeros(shape if ours.endswith("bias") else 0, dtype=weights["wte.weight"].dtype)
         weight = weights.get(ours, absent)[:sum(sizes)]  # without padding of the vocabulary
         if weight.shape != shape:

@@ -5,17 +5,13 @@
 
 - Reads a local folder, and only its JSON files and the weights that transformers reads (model.safetensors, or
   the files that model.safetensors.index.json names): no download, no pickle (pytorch_model.bin), no code.
-- The run is a checkpoint of step 0 with a new optimizer. Its float32 master weights are the values of the
-  folder, so nothing is lost if training rounds the weights to BF16 or FP8.
+- The run is a checkpoint of step 0. Its float32 master weights are the values of the folder.
 - FP8 needs a vocabulary that is a multiple of 32 (50,257 → 50,304). Each new row is the mean of the old rows,
-  whose logit is at most the logarithm of their mean exponential (Jensen): the new tokens start with a
-  probability of at most padding / vocabulary of the others'. tools/export_hf.py removes these rows again.
+  so the new tokens are unlikely (Jensen). tools/export_hf.py removes these rows again.
 - Token files must use the ids of the model. Its tokenizer.json is that of byte or a tiktoken encoding,
   recognized by its tokens, or hf:DIR, which must stay where it is (any with a chat template).
-  `--tokenizer NAME` imports without it: the tokenizer that it is, or new meanings for the ids.
 """
 import dataclasses
-import functools
 import os
 import shlex
 import signal
@@ -32,9 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanote import checkpoint, models, optimizers
 from nanote.config import TrainConfig, in_a_line, parse, run_command
 from nanote.tokenizers import get_tokenizer
+from nanote.tokens import new_folder
 from tools import hf_weights
 from tools.export_hf import token_strings
-from tools.hf_weights import appearing, read_json
+from tools.hf_weights import read_json
 
 # {number of tokens: the tokenizer of the kit to compare a folder's tokenizer with}
 BY_SIZE = {257: "byte", 50257: "gpt2", 50281: "p50k_base", 100277: "cl100k_base", 200019: "o200k_base"}
@@ -64,16 +61,19 @@ def import_(folder, run, tokenizer: str | None = None) -> Path:
     config = TrainConfig(**options, vocab_size=rows, preset="hf", out_dir=str(run),
                          seq_len=min(1024, hf.max_position_embeddings))
     model_config = models.make_model_config("optimized", dataclasses.asdict(config) | {"use_fp8": False})
-    # the sizes that the model derives where they are None
-    sizes = {name: getattr(model_config, name) for name in ("n_kv_head", "head_dim", "n_inner")}
-    config = dataclasses.replace(config, **sizes)
+    for name in ("n_kv_head", "head_dim", "n_inner"):  # the model derives those that are None
+        setattr(config, name, getattr(model_config, name))
     model = build_imported(folder, config, model_config, hf.vocab_size)
     meta = {"config": dataclasses.asdict(config), "model": models.network(config.model),
             "model_config": dataclasses.asdict(model_config), "tokenizer": known.name,
             "hf": {"folder": str(folder), "vocab_size": hf.vocab_size}}
-    with appearing(run, "importing") as unfinished:
+    adamw = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.zeros(parameter.shape))
+        adamw.state[parameter] = moments | {"master_param": parameter.detach().float()}
+    with new_folder(run, advice="name another folder") as unfinished:
         saver = checkpoint.Saver(unfinished, keep=1)
-        saver.save(0, model, new_optimizer(model), meta)
+        saver.save(0, model, optimizers.Optimizer(model, adamw), meta)
         saver.wait()
         if error := saver.error():
             raise error
@@ -136,7 +136,7 @@ def read_weights(folder: Path, model_config, vocab_size: int, rows: int) -> dict
 def build_imported(folder: Path, config, model_config, vocab_size: int):
     """Build the optimized model with the weights of the folder, in their widest dtype."""
     weights = read_weights(folder, model_config, vocab_size, config.vocab_size)
-    dtype = functools.reduce(torch.promote_types, {weight.dtype for weight in weights.values()})
+    dtype = max((weight.dtype for weight in weights.values()), key=lambda dtype: dtype.itemsize)
     # the checkpoint stores the state of the random generator: the same for every import
     torch.manual_seed(config.seed)
     model = models.build_model(config.model, model_config, dtype=dtype)
@@ -166,20 +166,10 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
             for name, tensor in tensors.items()}
 
 
-def new_optimizer(model):
-    """Return an AdamW with the state that the trainer's optimizer has before the first step."""
-    adamw = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        moments = {name: torch.zeros(parameter.shape) for name in ("exp_avg", "exp_avg_sq")}
-        adamw.state[parameter] = moments | {"master_param": parameter.detach().float().clone()}
-    return optimizers.Optimizer(model, adamw)
-
-
 def main(argv=None) -> None:
     config = parse(ImportConfig, argv, "tools/import_hf.py", __doc__)
     folder = import_(config.folder, config.run, config.tokenizer)
-    stored = checkpoint.read_meta(folder)["tokenizer"]
-    name = stored.rpartition("@")[0] or stored  # hf:DIR of hf:DIR@CHECKSUM
+    name = checkpoint.read_meta(folder)["tokenizer"].rsplit("@", 1)[0]  # hf:DIR of hf:DIR@CHECKSUM
     run, tokenizer = shlex.quote(str(config.run)), shlex.quote(name)
     print(f"{folder}: {config.folder}, tokenizer {name}; continue with:\n"
           f"  python sample.py {run} --temperature 0")
