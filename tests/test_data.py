@@ -307,6 +307,19 @@ def test_a_document_begins_as_the_tokenizer_begins_a_text(fields, start):
     assert starts.tolist()[:3] == [0, expected.index(2) + (start is not None), 16]
 
 
+@pytest.mark.parametrize("steps", [
+    {"normalizer": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}]},
+    {"normalizer": [{"type": "Replace", "pattern": {"Regex": "(?=b)|a"}, "content": "a"}]},
+    {"pre_tokenizer": [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}]}], ids=str)
+def test_a_tokenizer_that_expands_without_end_is_refused(refuse, steps):
+    write_files(".", {"good.txt": "a cat é"})
+    make_tokenizer("bpe")
+    [(part, step)] = steps.items()
+    names = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}
+    edit_json("bpe/tokenizer.json", **{part: {"type": "Sequence", names[part]: 40 * step}})
+    assert "may make over 64 characters of one" in refuse("text", "good.txt", "--tokenizer", "hf:bpe")
+
+
 # Replacing a folder
 
 def test_force_replaces_token_files_and_nothing_else(refuse):
