@@ -2,9 +2,9 @@
 
     NANOTE_ENGINE=fast NANOCHAT=DIR python bench/compiled.py --json results/compiled.json
 
-All arms train the network of model_te_optimized.py in one torch.compile graph, with the optimizer, masters and
-clipping of train.py, BF16 weights and the same random tokens. They take turns with `bf16`, and the edits with
-`fp8`: ratios are medians over their steps, with 95 % intervals.
+All arms train the network of model_te_optimized.py in one torch.compile graph, with the optimizer, masters
+and clipping of train.py, BF16 weights and the same random tokens. They take turns with `bf16`, and the edits
+with `fp8`: ratios are medians over their steps, with 95 % intervals.
 
 - bf16       bench/plain_gpt.py: nn.Linear, PyTorch's attention and cross-entropy
 - fp8        model_te_optimized.py on fast_kernels, delayed scaling; edits: examples/edits/compiled
@@ -52,7 +52,7 @@ class Nanochat(Bf16):
         nanochat.COMPUTE_DTYPE = torch.bfloat16
         sys.modules |= {"nanochat": nanochat, "nanochat.common": nanochat}
         spec = importlib.util.spec_from_file_location("nanochat_fp8", Path(os.environ["NANOCHAT"]) / "fp8.py")
-        fp8 = importlib.util.module_from_spec(spec)
+        fp8 = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(fp8)
         fp8.convert_to_float8_training(self)
 
@@ -99,16 +99,18 @@ def arm_model(arm: str, folder: Path) -> str:
 def measure_shape(shape, options, device, rows, folder):
     torch._dynamo.reset()
     config = dataclasses.replace(
-        step.make_config(step.SHAPES[shape], device), compile=True, cuda_graph="off", compile_mode=options.mode)
+        step.make_config(step.SHAPES[shape], device), compile=True, compile_fullgraph=True, cuda_graph="off",
+        compile_mode=options.mode)
     measure = functools.partial(attempt, device=device, steps=options.steps, warmup=4, phases=0)
     agreement, baselines = Agreement(), {}
     for arm in dict.fromkeys(("bf16", "fp8", *options.arms)):
         changed = dataclasses.replace(config, model=arm_model(arm, folder))
         if arm == "graph":
-            changed = dataclasses.replace(changed, compile=False, compile_mode="default", cuda_graph="auto")
-        of_edit = arm in EDITS
+            changed = dataclasses.replace(
+                changed, compile=False, compile_fullgraph=False, compile_mode="default", cuda_graph="auto")
+        of_edit, kind = arm in EDITS, "bf16" if arm in CLASSES else "fp8"
         figures, made = measure(
-            "bf16" if arm in CLASSES else "fp8", changed, baseline=baselines.get("fp8" if of_edit else "bf16"),
+            kind, changed, baseline=baselines.get("fp8" if of_edit else "bf16"),
             agreement=None if of_edit else agreement, ratio="ratio" if of_edit else "over_bf16")
         rows.add(figures | {"shape": shape, "arm": arm, "mode": options.mode})
         if arm in ("bf16", "fp8"):

@@ -169,10 +169,9 @@ def norm_backward(dy, residual, mean, rstd, weight, dresidual, quantization=None
         "fast_kernels.casts.norm_backward", dy.shape, dy.dtype, residual=residual, dresidual=dresidual)
     dx, *quantized, totals = _norm_backward(
         dy, residual, mean, rstd, weight, dresidual, *quantization or (None, None, None), with_dbranch_bias)
-    dweight, *others = totals.unbind()
-    dbias = others.pop(0) if mean is not None else None
-    dbranch_bias = others.pop() if with_dbranch_bias else None
-    return dx, tuple(quantized) if quantization else None, dbranch_bias, dweight, dbias
+    dbias = None if mean is None else totals[1]
+    dbranch_bias = totals[-1] if with_dbranch_bias else None
+    return dx, tuple(quantized) if quantization else None, dbranch_bias, totals[0], dbias
 
 
 @operation(

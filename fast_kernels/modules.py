@@ -275,7 +275,7 @@ class Module(nn.Module):
         prefix, gemm = f"{name}_" if name else "", int(name == "fc2")
         parameter = getattr(self, f"{prefix}weight")
         bias = getattr(self, f"{prefix}bias") if self.use_bias else None
-        enabled = self.fp8_meta["fp8_checkpoint"] = bool(_regions) and _regions[-1].enabled
+        enabled = self.fp8_meta["fp8_checkpoint"] = len(_regions) > 0 and _regions[-1].enabled
         if not enabled:
             return Layer(parameter, bias, None, None, None, None)
         region = _regions[-1]

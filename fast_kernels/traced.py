@@ -80,16 +80,16 @@ def run(module, x, region, is_first_microbatch):
     of_output = torch.float8_e5m2 if maximum.max_bwd > maximum.max_fwd else FP8  # its gradient
     absent = [None] * (2 - len(names))
     y = _Module.apply(
-        x, *norm, *weights, *absent, *biases, *absent, mean, rstd, hidden, of_gradients.scale,
-        of_gradients.amax_history, of_output, getattr(module, "activation", None),
-        (maximum.max_bwd, *update), *operands)
+        x, *norm, *weights, *absent, *biases, *absent, mean, rstd, hidden, of_gradients, of_output,
+        getattr(module, "activation", None), (maximum.max_bwd, *update), *operands)
     if torch.is_grad_enabled():
-        update_scales(state.scale, state.amax_history, maximum.max_fwd, *update)
+        update_scales(state, maximum.max_fwd, *update)
     return y
 
 
-def update_scales(scale, history, fp8_max, margin, algorithm, reduces_amax, group):
+def update_scales(state, fp8_max, margin, algorithm, reduces_amax, group):
     """Update the scales of one module after a pass in one direction; over the ranks of a group ("": all)."""
+    scale, history = state.scale, state.amax_history
     if reduces_amax and dist.is_initialized() and dist.get_world_size() > 1:
         functional = torch.ops._c10d_functional
         amax = functional.all_reduce(history[0].clone(), "max", group or dist.group.WORLD.group_name)
@@ -104,15 +104,15 @@ def _forward_gemm(bias, rowwise, columnwise, scale_inv, weight, weight_columnwis
 class _Module(torch.autograd.Function):
     """LayerNormLinear, Linear or LayerNormMLP, whose FP8 operands are known: input and weight of each GEMM.
 
-    x, before the norm, and the parameters are inputs to receive gradients. The backward pass changes `scale`
-    and `history` of the gradients, so `save_for_backward` must not have them.
+    x, before the norm, and the parameters are inputs to receive gradients. The backward pass changes `state`,
+    the ScalingState of the gradients, so `save_for_backward` must not have its tensors.
     """
 
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, fc2_weight, bias, fc2_bias, mean, rstd, hidden, scale,
-                history, fp8, activation, update, *operands):
+    def forward(ctx, x, norm_weight, norm_bias, weight, fc2_weight, bias, fc2_bias, mean, rstd, hidden, state,
+                fp8, activation, update, *operands):
         ctx.has_norm, ctx.is_mlp = norm_weight is not None, hidden is not None
-        ctx.state, ctx.fp8, ctx.activation, ctx.update = (scale, history), fp8, activation, update
+        ctx.state, ctx.fp8, ctx.activation, ctx.update = state, fp8, activation, update
         ctx.optional = [tensor is not None for tensor in (mean, bias)]
         saved = [operands[1], operands[2], *operands[4:6]]
         if ctx.is_mlp:
@@ -126,7 +126,8 @@ class _Module(torch.autograd.Function):
     def backward(ctx, dy):
         (needs_x, needs_norm, needs_norm_bias, needs_weight, needs_fc2, needs_bias,
          needs_fc2_bias) = ctx.needs_input_grad[:7]
-        (has_mean, has_bias), (scale, history), saved = ctx.optional, ctx.state, list(ctx.saved_tensors)
+        (has_mean, has_bias), saved = ctx.optional, list(ctx.saved_tensors)
+        scale, history = ctx.state.scale, ctx.state.amax_history
         x, x_inv, weight, weight_inv = saved[:4]
         needs_input = needs_x or needs_norm or needs_norm_bias
         dx = dnorm = dnorm_bias = dweight = dbias = dfc2 = dfc2_bias = None
@@ -153,6 +154,6 @@ class _Module(torch.autograd.Function):
                 residual, norm_weight, rstd = saved[:3]
                 dx, _, _, dnorm, dnorm_bias = casts.norm_backward(
                     dx, residual, saved[3] if has_mean else None, rstd, norm_weight, None)
-        update_scales(scale, history, *ctx.update)
+        update_scales(ctx.state, *ctx.update)
         gradients = dx, dnorm, dnorm_bias, dweight, dfc2, dbias, dfc2_bias
-        return *gradients, *[None] * (8 + (12 if ctx.is_mlp else 6))
+        return *gradients, *[None] * (7 + (12 if ctx.is_mlp else 6))
