@@ -64,6 +64,8 @@ def test_compiled_steps_equal_uncompiled_ones(setting):
     torch._dynamo.reset()
     options = SETTINGS.get(setting, {"use_fp8": False}) | (LLAMA if setting == "packing" else {})
     options |= {"dropout": 0.0}  # its mask is the same; its rounding in BF16 is not
+    if HAS_GPU:
+        options |= {"attn_dropout": 0.0}  # compiled, a GPU draws other random numbers
     results = []
     for compiles in (False, True):
         pairs = []
