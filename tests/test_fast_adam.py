@@ -54,9 +54,8 @@ def master(optimizer, parameter):
         checkpoint.join_remainder(parameter.detach(), value) if value.dtype == torch.int16 else value.float())
 
 
-@pytest.mark.parametrize(
-    "dtype, remainders", [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)])
-@pytest.mark.parametrize("scale", [None, 0.25])
+@pytest.mark.parametrize("dtype, remainders, scale", [
+    (torch.bfloat16, True, None), (torch.bfloat16, False, 0.25), (torch.float32, False, 0.25)])
 def test_equals_adamw(dtype, remainders, scale):
     """Changed options apply from the next step."""
     params = parameters(dtype)
@@ -94,9 +93,8 @@ def test_how_state_is_stored_changes_little(change, close):
     assert difference <= close * updates[0].norm() and (difference > 0) == (close > 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_gradient_norm(dtype):
-    params = parameters(dtype)
+def test_gradient_norm():
+    params = parameters(torch.bfloat16)
     optimizer = FastAdam(groups(params))
     give_gradients(params)
     params[2].grad[-1] = 1e3  # in the partial chunk
@@ -127,8 +125,8 @@ def test_bfloat16_parameters_with_float32_gradients():
 
 
 @pytest.mark.parametrize("options, value", [
-    (dict(), math.nan), (dict(), math.inf), (dict(store_param_remainders=False), math.nan),
-    (dict(moment_dtype=torch.bfloat16), math.nan), (dict(dtype=torch.float32), math.nan)])
+    (dict(), math.inf), (dict(moment_dtype=torch.bfloat16), math.nan),
+    (dict(dtype=torch.float32), math.nan)])
 def test_fast_adam_skips_a_step(options, value):
     """A grad_scale that is not finite changes nothing, not even the step count."""
     dtype = options.get("dtype", torch.bfloat16)
@@ -209,7 +207,7 @@ def test_a_learning_rate_may_be_a_number():
     """A number, also a scheduler's, is copied to the memory that a captured CUDA graph reads."""
     outcomes = []
     for way in ("tensor", "number", "scheduler"):
-        params = parameters(torch.bfloat16)
+        params = parameters(torch.bfloat16)[1:2]
         optimizer = FastAdam(params, lr=4e-2)
         group, memory = optimizer.param_groups[0], optimizer.param_groups[0]["lr"].data_ptr()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -218,7 +216,8 @@ def test_a_learning_rate_may_be_a_number():
                 group["lr"].fill_(rate)
             if way == "number":
                 group["lr"] = rate
-            train(optimizer, params, 1)
+            params[0].grad = gradients(0, torch.bfloat16)[1]
+            optimizer.step()
             assert float(group["lr"]) == pytest.approx(rate) and group["lr"].data_ptr() == memory
             if way == "scheduler":
                 scheduler.step()
@@ -295,14 +294,13 @@ def addresses(optimizer):
 
 
 @pytest.mark.parametrize("dtype, options", [
-    (torch.bfloat16, {}), (torch.bfloat16, dict(store_param_remainders=False)), (torch.float32, {}),
-    (torch.bfloat16, dict(betas=(0.9, 0.95), moment_dtype=torch.bfloat16))])
+    (torch.bfloat16, {}), (torch.float32, dict(betas=(0.9, 0.95), moment_dtype=torch.bfloat16))])
 def test_a_state_is_loaded_into_the_existing_tensors(dtype, options):
     """Captured CUDA graphs have their addresses. An optimizer that has already made steps continues exactly
     as the saved one."""
     params = parameters(dtype)
     optimizer = FastAdam(groups(params), **options | dict(lr=1e-2))
-    train(optimizer, params, 3)
+    train(optimizer, params, 2)
     others = parameters(dtype)
     other = FastAdam(groups(others), **options | dict(lr=5e-2))
     train(other, others, 1)
@@ -312,9 +310,9 @@ def test_a_state_is_loaded_into_the_existing_tensors(dtype, options):
             parameter.copy_(trained)
     other.load_state_dict(saved)
     assert addresses(other) == before
-    train(optimizer, params, 2)
-    train(other, others, 2)
-    assert other.param_groups[0]["step"].item() == 5
+    train(optimizer, params, 1)
+    train(other, others, 1)
+    assert other.param_groups[0]["step"].item() == 3
     assert_equal(params, others)
     for parameter, own in zip(params, others):
         assert_equal(optimizer.state[parameter].values(), other.state[own].values())
@@ -461,16 +459,15 @@ def divided_among(count, dtype, gradient_dtype, remainders):
     return [rank[:3] for rank in ranks]
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("dtype, gradient_dtype, remainders", [
-    (torch.bfloat16, torch.float32, True), (torch.bfloat16, torch.float32, False),
-    (torch.bfloat16, torch.bfloat16, True), (torch.float32, torch.float32, False)])
+@pytest.mark.parametrize("count, dtype, gradient_dtype, remainders", [
+    (2, torch.bfloat16, torch.float32, True), (2, torch.float32, torch.float32, False),
+    (4, torch.bfloat16, torch.bfloat16, True)])
 def test_a_divided_update_equals_one_of_summed_gradients(count, dtype, gradient_dtype, remainders):
     """Gradients are multiples of 1/64, so that their sums are exact in any order and dtype."""
     ranks = divided_among(count, dtype, gradient_dtype, remainders)
     params = parameters(dtype)
     alone = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95), store_param_remainders=remainders)
-    for step in range(3):
+    for step in range(2):
         for parameter in params:
             parameter.grad_dtype = None
             parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype)

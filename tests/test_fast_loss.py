@@ -74,7 +74,7 @@ def fp8_gradient(logits, labels, scale, amax, fp8, factor=1.0, **options):
 @every_option
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2**-8)])
 @pytest.mark.parametrize("rows, vocab_size", [
-    (5, 96), (3, 4096), (4, 5000), (2, 12289), on_gpu(2048, 50304), on_gpu(33, 262144)])
+    (5, 96), (4, 5000), on_gpu(2048, 50304), on_gpu(33, 262144)])
 def test_loss_and_gradient(rows, vocab_size, dtype, tolerance, options):
     logits, labels = make_inputs(rows, vocab_size, dtype)
     loss, gradient = loss_and_gradient(logits, labels, factor=-2.5, **options)
@@ -91,7 +91,7 @@ def test_loss_and_gradient(rows, vocab_size, dtype, tolerance, options):
 
 
 @every_option
-@pytest.mark.parametrize("offset, size", [(0.0, 500.0), (3e4, 1.0), (-3e4, 1.0)])
+@pytest.mark.parametrize("offset, size", [(0.0, 500.0), (-3e4, 1.0)])
 def test_large_logits(offset, size, options):
     logits, labels = make_inputs(4, 5000, torch.float32, size)
     logits += offset
@@ -162,10 +162,9 @@ def test_invalid_arguments_raise(logits, labels, options, message):
 
 
 @every_option
-@pytest.mark.parametrize("fp8", FORMATS)
-@pytest.mark.parametrize("rows, vocab_size, factor, scale", [
-    (48, 144, 1.0, 1.0), (32, 128, 2**-9, 3e4), (16, 48, 3.0, 1e9), (48, 64, 2**-12, 1e-3),
-    (64, 80, -1.0, 777.7), on_gpu(4096, 50304, 1.0, 1e6)])
+@pytest.mark.parametrize("rows, vocab_size, factor, scale, fp8", [
+    (48, 144, 1.0, 1.0, FORMATS[0]), (16, 48, 3.0, 1e9, FORMATS[0]), (48, 64, 2**-12, 1e-3, FORMATS[1]),
+    (64, 80, -1.0, 777.7, FORMATS[1]), *(on_gpu(4096, 50304, 1.0, 1e6, fp8) for fp8 in FORMATS)])
 def test_fp8_gradient_is_the_cast_of_the_bf16_one(monkeypatch, rows, vocab_size, factor, scale, fp8, options):
     """Scales from all values flushed to zero to all saturated; rowwise and transposed; partial tiles."""
     monkeypatch.setitem(fast_loss.BACKWARD_FP8, "ROWS", 32 if rows < 128 else 128)  # several tiles
@@ -203,10 +202,9 @@ def test_nan_stays_nan(fp8):
 # As operations
 
 
-@every_option
-def test_operations_are_registered(options):
+def test_operations_are_registered():
     logits, labels = make_inputs(32, 48, torch.float32)
-    ops, own = torch.ops.fast_kernels, (options.get("label_smoothing", 0.0), options.get("softcap"))
+    ops, own = torch.ops.fast_kernels, (0.2, 30.0)  # label_smoothing, softcap
     for leaf in (logits, logits.clone().requires_grad_()):
         torch.library.opcheck(
             ops.cross_entropy.default, (leaf, labels, *own, None, None, None), atol=1e-6, rtol=1e-5)

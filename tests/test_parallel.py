@@ -13,16 +13,18 @@ import pytest
 from nanote import checkpoint, ddp, parallel
 from trainer_tools import ROOT, RUN_ALL, finish, losses, metrics, run_train, start_ranks
 
-STEPS = 8
+STEPS = 6
 OPTIONS = (f"--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --max-steps {STEPS} --warmup-steps 2 --lr 1e-3 "
-           "--fp8-amax-history-len 4 --log-interval 1 --eval-interval 4 --eval-tokens 1024 "
-           "--checkpoint-interval 4 --keep-checkpoints 9 --device cpu")
+           "--fp8-amax-history-len 4 --log-interval 1 --eval-interval 3 --eval-tokens 1024 "
+           "--checkpoint-interval 3 --keep-checkpoints 9 --device cpu")
+HF = ("--activation gelu --no-use-rmsnorm --no-use-rotary --bias --fp8-recipe none --init-from hf "
+      "--max-steps 2 --checkpoint-interval 0 --eval-interval 0")
 TOGETHER = {  # runs of two processes; the same samples a step as "one"
-    "ddp": "--micro-batch-size 4", "ddp-accumulation": "--micro-batch-size 2 --grad-accum 2",
-    "fsdp": "--micro-batch-size 4 --parallel fsdp", "hsdp": "--micro-batch-size 4 --parallel hsdp",
-    "fsdp-accumulation": "--micro-batch-size 2 --grad-accum 2 --parallel fsdp",
-    "one-to-ddp": "--resume --micro-batch-size 4", "ddp-to-fsdp": "--resume --parallel fsdp",
-    "nan": "--micro-batch-size 4 --fp8-recipe none --model own.py:NanOnRank1"}
+    "ddp": "--micro-batch-size 4", "hsdp": "--micro-batch-size 4 --parallel hsdp",
+    "fsdp": "--micro-batch-size 2 --grad-accum 2 --parallel fsdp",
+    "one-to-ddp": "--resume --micro-batch-size 2 --grad-accum 2", "ddp-to-fsdp": "--resume --parallel fsdp",
+    "nan": "--micro-batch-size 4 --fp8-recipe none --model own.py:NanOnRank1",
+    "hf": f"--micro-batch-size 4 --parallel fsdp {HF}"}
 OWN_MODEL = """
 import os
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
@@ -33,16 +35,20 @@ class NanOnRank1(OptimizedGPT2Model):
     def forward(self, input_ids, labels=None):
         loss = super().forward(input_ids, labels)
         self.passes += self.training
-        return loss * float("nan") if os.environ["RANK"] == "1" and self.passes == 4 else loss
+        return loss * float("nan") if os.environ["RANK"] == "1" and self.passes == 3 else loss
 """
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, tokens):
     """The folder of the runs of TOGETHER, and of "one" with the same samples in one process."""
+    transformers = pytest.importorskip("transformers")
     folder, before = tmp_path_factory.mktemp("runs"), os.getcwd()
     os.chdir(folder)
     Path("own.py").write_text(OWN_MODEL)
     options = f"{OPTIONS} --data {tokens}"
     assert run_train(f"{options} --micro-batch-size 8 --out-dir one") == 0
+    config = transformers.GPT2Config(vocab_size=257, n_positions=64, n_embd=64, n_layer=2, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained("hf")
+    assert run_train(f"{options} --micro-batch-size 8 {HF} --out-dir hf-in-one") == 0
     all_options = {name: extra if "--resume" in extra else f"{options} {extra}"
                    for name, extra in TOGETHER.items()}
     program = f"{RUN_ALL}\nparallel.exit(0)"
@@ -51,7 +57,7 @@ def runs(tmp_path_factory, tokens):
     os.chdir(before)
 
 
-@pytest.mark.parametrize("run", [name for name in TOGETHER if name != "nan"])
+@pytest.mark.parametrize("run", [name for name in TOGETHER if name not in ("nan", "hf")])
 def test_two_processes_train_as_one(runs, run):
     assert losses(run) == pytest.approx(losses("one"), rel=2e-3)
     assert losses(run, "grad_norm") == pytest.approx(losses("one", "grad_norm"), rel=0.02)
@@ -59,9 +65,13 @@ def test_two_processes_train_as_one(runs, run):
 
 
 def test_a_sharded_run_continues_in_one_process(runs):
-    shutil.copytree("fsdp", "fsdp-to-one", ignore=shutil.ignore_patterns("step-8"))
-    assert run_train("--resume --parallel ddp --micro-batch-size 8 --out-dir fsdp-to-one") == 0
+    shutil.copytree("fsdp", "fsdp-to-one", ignore=shutil.ignore_patterns(f"step-{STEPS}"))
+    assert run_train("--resume --parallel ddp --micro-batch-size 8 --grad-accum 1 --out-dir fsdp-to-one") == 0
     assert losses("fsdp-to-one") == pytest.approx(losses("one"), rel=2e-3)
+
+
+def test_a_hugging_face_folder_starts_sharded_ranks(runs):
+    assert losses("hf") == pytest.approx(losses("hf-in-one"), rel=1e-4) and len(losses("hf")) == 2
 
 
 def test_a_nan_on_one_rank_skips_the_step_on_all(runs):
@@ -69,36 +79,32 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(runs):
     assert len(metrics("nan")) == STEPS
 
 
-def test_a_signal_to_one_rank_stops_all_after_a_step(in_tmp_path, tokens):
-    command = [sys.executable, str(ROOT / "train.py"), *OPTIONS.split(), "--max-steps", "4000",
-               "--data", tokens, "--out-dir", "run"]
-    processes = start_ranks(command)
-    wait_for(lambda: Path("run/step-4").exists())
-    processes[1].send_signal(signal.SIGTERM)
-    outputs = finish(processes)
-    assert "stopped after step" in outputs[0] and "resume with" in outputs[0]
-    assert checkpoint.step_of(checkpoint.latest("run")) == metrics("run")[-1]["step"]
-
-
-def test_torchrun_restarts_a_killed_rank_from_a_checkpoint(in_tmp_path, tokens):
+def test_torchrun_restarts_a_killed_rank_and_a_signal_to_one_stops_all(in_tmp_path, tokens):
+    """The restart continues from the last checkpoint; SIGTERM to one rank finishes the step on both."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               "--max-restarts", "1", str(ROOT / "train.py"), *OPTIONS.split(), "--max-steps", "120",
-               "--checkpoint-interval", "20", "--eval-interval", "0", "--micro-batch-size", "2",
-               "--data", tokens]
+               "--max-restarts", "1", str(ROOT / "train.py"), *OPTIONS.split(), "--max-steps", "9000",
+               "--checkpoint-interval", "5", "--eval-interval", "0",
+               "--micro-batch-size", "2", "--n-layer", "1", "--data", tokens]
     with open("log", "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    wait_for(lambda: Path("out/tiny/step-20").exists())
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGKILL)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_for(lambda: checkpoint.list_checkpoints("out/tiny"))
+    os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
+    wait_for(lambda: Path("log").read_text().count("tiny from step") == 2)
+    begun = checkpoint.latest("out/tiny")
+    wait_for(lambda: checkpoint.latest("out/tiny") != begun)
+    os.kill(int(children.read_text().split()[-1]), signal.SIGTERM)
     assert process.wait(timeout=240) == 0, Path("log").read_text()
-    assert os.listdir("out") == ["tiny"]
-    assert [record["step"] for record in metrics("out/tiny")] == list(range(1, 121))
+    said = Path("log").read_text()
+    assert "stopped after step" in said and "resume with" in said and os.listdir("out") == ["tiny"]
+    last = checkpoint.step_of(checkpoint.latest("out/tiny"))
+    assert [record["step"] for record in metrics("out/tiny")] == list(range(1, last + 1))
 
 
 def wait_for(condition, seconds=120):
     until = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until
+        assert time.monotonic() < until, Path("log").read_text()
         time.sleep(0.05)
 
 
@@ -124,7 +130,7 @@ from nanote import ddp, parallel, peers
 from nanote.optimizers import Optimizer
 
 ranks, names = parallel.start(), {}
-ddp.BUCKET_BYTES = 4096  # several buckets in a small model
+ddp.BUCKET_BYTES = 1024  # several buckets in a small model
 torch.cuda.device_count = lambda: ranks.count
 torch.cuda.can_device_access_peer = lambda *devices: True
 
@@ -158,7 +164,7 @@ class SharedFiles:
 def train(steps):
     '''Return the reason why the update is not divided, losses and norms, the weights and first moments.'''
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(15, 15) for _ in range(8)])
+    model = torch.nn.Sequential(*[torch.nn.Linear(15, 15) for _ in range(4)])
     model[2].requires_grad_(False)
     adam = FastAdam(list(model.parameters()), lr=1e-2)
     optimizer = Optimizer(model, adam, fast_adam=adam)
