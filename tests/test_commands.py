@@ -106,7 +106,7 @@ def start(arguments: str, cwd, **options) -> subprocess.Popen:
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, **options)
 
 
-@pytest.mark.parametrize("seconds", [0.1, 0.5, 1.5])
+@pytest.mark.parametrize("seconds", [0.1, 1.0])
 def test_ctrl_c_while_importing_prints_no_traceback(world, tmp_path, seconds):
     process = start(f"{TRAIN} --max-steps 100000 --out-dir {tmp_path}/run", world)
     time.sleep(seconds)
@@ -115,9 +115,14 @@ def test_ctrl_c_while_importing_prints_no_traceback(world, tmp_path, seconds):
     assert "Traceback" not in out + error and process.returncode in (-signal.SIGINT, 130, 0)
 
 
-def test_training_goes_on_with_closed_streams(world, tmp_path):
-    command = f"exec {sys.executable} {ROOT}/train.py {TRAIN} --out-dir {tmp_path}/run >&- 2>&-"
-    assert subprocess.run(["bash", "-c", command], cwd=world).returncode == 0
+def test_training_needs_no_streams_and_no_triton(world, tmp_path):
+    """As after the terminal was closed, on a machine without Triton and fast_kernels."""
+    program = tmp_path / "program.py"
+    program.write_text("import runpy, sys\nsys.modules['triton'] = sys.modules['fast_kernels'] = None\n"
+                       f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')")
+    command = f"PYTHONPATH={ROOT} exec {sys.executable} {program} {TRAIN} --out-dir {tmp_path}/run >&- 2>&-"
+    environment = os.environ | {"NANOTE_ENGINE": "reference"}
+    assert subprocess.run(["bash", "-c", command], cwd=world, env=environment).returncode == 0
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2]
 
 

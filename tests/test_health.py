@@ -48,8 +48,7 @@ def look(model):
 # ---------------------------------------------------------------- the numbers
 
 @pytest.mark.parametrize("name", models.MODELS)
-@pytest.mark.parametrize("skipped", [0, 1])
-def test_every_gemm_in_fp8_is_seen(name, skipped):
+def test_every_gemm_in_fp8_is_seen(name, skipped=1):
     model = make(name, fp8_skip_first=skipped)
     step(model, 2)
     found = look(model)
@@ -166,8 +165,7 @@ def test_hooks_go_also_after_an_error():
 # ---------------------------------------------------------------- the picture
 
 @pytest.mark.parametrize("recipe, value", [
-    ("delayed", None), ("current", None), ("block", None), ("mxfp8", math.nan),
-    ("block", 0.0), ("delayed", math.inf), ("delayed", math.nan), ("current", math.inf), ("current", 0.0)])
+    ("delayed", None), ("mxfp8", math.nan), ("delayed", math.inf), ("current", 0.0)])
 def test_any_model_is_logged_read_and_drawn(tmp_path, recipe, value):
     model = make(recipe=recipe, n_layer=1)
     if value is not None:

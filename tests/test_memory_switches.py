@@ -56,16 +56,17 @@ def run(steps=4, micro_batches=1, **options):
 
 
 @pytest.mark.parametrize("use_fp8", [False, True])
-@pytest.mark.parametrize("switch", ["checkpointing", "offload"])
-def test_recomputed_or_moved_the_loss_is_the_same_bit_for_bit(switch, use_fp8):
-    (plain, gradients, _), (losses, ours, _) = run(use_fp8=use_fp8), run(use_fp8=use_fp8, **SWITCHES[switch])
-    assert torch.equal(losses, plain) and all(torch.equal(ours[name], gradients[name]) for name in gradients)
+def test_recomputed_or_moved_the_loss_is_the_same_bit_for_bit(use_fp8):
+    plain, gradients, _ = run(use_fp8=use_fp8)
+    for switch in ("checkpointing", "offload"):
+        losses, ours, _ = run(use_fp8=use_fp8, **SWITCHES[switch])
+        assert torch.equal(losses, plain)
+        assert all(torch.equal(ours[name], gradients[name]) for name in gradients)
 
 
 @pytest.mark.parametrize("switch, micro_batches, options", [
     *(("three parts", 1, dict(name=name)) for name in models.MODELS), ("three parts", 2, {}),
-    ("three parts", 1, dict(tie_embeddings=False)), ("three parts", 2, dict(tie_embeddings=False)),
-    ("more parts than fit", 1, {}), ("more parts than fit", 2, dict(tie_embeddings=False))])
+    ("three parts", 2, dict(tie_embeddings=False)), ("more parts than fit", 1, {})])
 def test_in_parts_the_loss_is_the_same_but_for_rounding(switch, micro_batches, options):
     (plain, gradients, _), (losses, ours, _) = (
         run(micro_batches=micro_batches, **options, **s) for s in ({}, SWITCHES[switch]))
@@ -78,7 +79,7 @@ def test_in_parts_the_loss_is_the_same_but_for_rounding(switch, micro_batches, o
 def test_in_parts_delayed_scaling_sees_one_pass(micro_batches):
     """The first pass's maxima and scales are equal bit for bit, forward; histories roll once a pass, forward
     and backward."""
-    for steps in (1, 8):
+    for steps in (1, 5):
         (of_plain, _, plain), (losses, _, ours) = (
             run(steps, micro_batches, use_fp8=True, **switch) for switch in ({}, {"loss_chunks": 3}))
         torch.testing.assert_close(losses, of_plain, rtol=2e-3, atol=0)
@@ -160,11 +161,10 @@ def test_evaluation_is_not_counted_for_offloading(monkeypatch):
     assert len(ends) == context.__enter__.call_count == 4
 
 
-@pytest.mark.parametrize("options", [
-    dict(offload_activations=4), dict(offload_activations=1, gradient_checkpointing=True)])
-def test_an_impossible_combination_is_one_line(options):
-    with pytest.raises(ValueError, match="offload-activations .*less than the model's 4 blocks, and 0 with"):
-        make(**options)
+def test_an_impossible_combination_is_one_line():
+    for options in (dict(offload_activations=4), dict(offload_activations=1, gradient_checkpointing=True)):
+        with pytest.raises(ValueError, match="offload-activations .*less than the model's 4 blocks, and 0"):
+            make(**options)
     with pytest.raises(ValueError, match="--loss-chunks 2: Linear has no method output"):
         memory.chunk_loss(torch.nn.Linear(2, 2), 2)
     with pytest.raises(ValueError, match="--cuda-graph on: --offload-activations"):
@@ -178,7 +178,7 @@ def losses_of(run):
 
 
 def test_trains_and_resumes(tokens, tmp_path):
-    options = f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --eval-interval 2"
+    options = f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --eval-interval 4 --fp8-health-interval 4"
     assert run_train(f"{options} --out-dir {tmp_path}/plain", tokens) == 0
     for name, switch in (
         ("offloaded", "--offload-activations 1"),
@@ -191,13 +191,7 @@ def test_trains_and_resumes(tokens, tmp_path):
         (run / "step-4").rename(tmp_path / f"{name}-step-4")
         assert run_train(f"--resume --out-dir {run}") == 0  # the switches come from the checkpoint
         assert metrics(run) == whole
-
-
-def test_parts_and_fp8_health(tokens, tmp_path):
-    """What is watched in the head is the first part."""
-    options = f"{OPTIONS} --max-steps 2 --fp8-health-interval 1 --eval-interval 0 --loss-chunks 3"
-    assert run_train(f"{options} --out-dir {tmp_path}/run", tokens) == 0
-    looks = read_metrics(tmp_path / "run" / "fp8_health.jsonl")
+    looks = read_metrics(tmp_path / "parts" / "fp8_health.jsonl")  # the first part of the head is watched
     assert {"input", "weight", "output_gradient"} <= looks[-1]["health"]["lm_head"].keys()
 
 
