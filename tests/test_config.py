@@ -98,11 +98,7 @@ def test_config_json_of_a_run_repeats_it(finished, capsys):
 @pytest.mark.parametrize("given, words", [
     ("--max-steps 0", "--max-steps 0: must be at least 1"), ("--lr nan", "--lr nan: must be a number"),
     ("--weight-decay 1e39", "--weight-decay 1e+39: must be a number that float32 can hold"),
-    ("--optimizer muon --lr 1e308", "--lr 1e+308: must be a number that float32 can hold"),
     ("--lr -1", "--lr -1.0: must be above 0"), ("--warmup-steps -1", "--warmup-steps -1: must be 0 or more"),
-    ("--layernorm-epsilon 2", "--layernorm-epsilon 2.0: must be from 0 to 1"),
-    ("--n-positions 0", "--n-positions 0: must be at least 1"), ("--seed -1", "--seed -1: must be 0 or more"),
-    ("--fp8-margin -1", "--fp8-margin -1: "), ("--fp8-amax-history-len 0", "--fp8-amax-history-len 0: "),
     ("--fp8-recipe none --fp8-param", "--fp8-param, --fp8-health-interval: there is no FP8"),
     ("--compile-fullgraph", "without effect; pass --compile too"),
     ("--parallel hsdp --fp8-param", "--parallel hsdp: does not go with --fp8-param; leave it out"),
@@ -190,9 +186,7 @@ sys.exit(run_command(main, "x.py"))"""
 
 @pytest.mark.parametrize("command, code, said", [
     ("x.py mistake 2>&-", 2, ""), ("x.py mistake >&-", 2, "x.py: wrong\n"), ("x.py 2>&- >&-", 0, ""),
-    ("x.py mistake 2>/dev/full", 2, ""), ("x.py mistake >/dev/full", 2, "x.py: wrong\n"),
-    ("x.py >/dev/full", 1, ""), ("-u x.py >/dev/full", 2, "x.py: No space left on device\n"),
-    ("x.py | sleep 0", 1, ""), ("-u x.py | sleep 0", 141, "")])
+    ("-u x.py >/dev/full", 2, "x.py: No space left on device\n"), ("-u x.py | sleep 0", 141, "")])
 def test_closed_or_full_streams_give_no_traceback(command, code, said):
     Path("x.py").write_text(SCRIPT.replace("ROOT", repr(str(ROOT))))
     shell = f"set -o pipefail; {sys.executable} {command}"

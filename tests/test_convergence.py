@@ -55,11 +55,6 @@ def test_speed_at_equal_loss_is_interpolated_between_lengths():
     assert rows["fp8@1"]["loss_matched_speedup"] is None  # not between the two lengths
 
 
-def test_seconds_of_another_machine_are_not_compared():
-    rows = summary_of(run_of("bf16@1", 1, 2.0), run_of("fp8@1", 1, 2.1, machine="another"))
-    assert rows["fp8@1"]["seconds"] is None and rows["fp8@1"]["gap_percent"] == pytest.approx(5.0)
-
-
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("convergence*.json")), ids=lambda path: path.stem)
 def test_stored_summaries_follow_from_the_stored_runs(path):
     result = json.loads(path.read_text())

@@ -106,24 +106,6 @@ def test_gradient_norm():
     assert optimizer.gradient_norm().isnan()
 
 
-def test_bfloat16_parameters_with_float32_gradients():
-    """Gradients of nanote/ddp.py. Values that BF16 can hold train as BF16 gradients do, bit for bit."""
-    results = []
-    for dtype in (torch.bfloat16, torch.float32):
-        params = parameters(torch.bfloat16)
-        optimizer = FastAdam(groups(params), lr=0.1)
-        for parameter, gradient in zip(params, gradients(0, torch.bfloat16)):
-            parameter.grad_dtype = None  # any
-            parameter.grad = gradient.to(dtype)
-        norm = optimizer.gradient_norm()
-        optimizer.step()
-        results.append([norm, *params, *(optimizer.state[p]["exp_avg"] for p in params)])
-    assert_equal(*results)
-    params[0].grad = params[0].grad.bfloat16()
-    with pytest.raises(ValueError, match="all must be float32, or all have the parameters' type"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("options, value", [
     (dict(), math.inf), (dict(moment_dtype=torch.bfloat16), math.nan),
     (dict(dtype=torch.float32), math.nan)])
@@ -224,19 +206,6 @@ def test_a_learning_rate_may_be_a_number():
         outcomes.append(params)
     assert_equal(outcomes[0], outcomes[1])
     assert_equal(outcomes[0], outcomes[2])
-
-
-def test_a_closure_is_called_with_gradients_enabled():
-    parameter = torch.nn.Parameter(torch.ones(8, device=DEVICE))
-    optimizer = FastAdam([parameter], lr=0.1, betas=(0.9, 0.95))
-
-    def closure():
-        optimizer.zero_grad()
-        loss = parameter.square().sum()
-        loss.backward()
-        return loss
-
-    assert [optimizer.step(closure).item() for _ in range(2)] == [8.0, pytest.approx(8 * 0.9**2, rel=1e-5)]
 
 
 @pytest.mark.parametrize("options, complaint", [
@@ -340,17 +309,6 @@ def test_loading_an_invalid_state_changes_nothing():
         for number, values in before["state"].items():
             assert all(torch.equal(value, after["state"][number][name]) for name, value in values.items())
         assert after["param_groups"][0]["betas"] == (0.9, 0.95)
-
-
-def test_float32_weights_have_no_masters():
-    """Nor after a state is loaded: masters would never be updated, but saved and loaded as weights."""
-    params = parameters(torch.float32)
-    optimizer = FastAdam(params)
-    state = copy.deepcopy(optimizer.state_dict())
-    state["state"][0]["master_param"] = torch.zeros(SHAPES[0], device=DEVICE)
-    optimizer.load_state_dict(state)
-    train(optimizer, params, 1)
-    assert all(set(state) == {"exp_avg", "exp_avg_sq"} for state in optimizer.state.values())
 
 
 @pytest.mark.gpu

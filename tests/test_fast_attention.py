@@ -1,6 +1,5 @@
 """Packed attention, forward and backward, against QK-norm, RoPE and attention in float64."""
 
-import types
 
 import pytest
 import torch
@@ -147,25 +146,6 @@ def test_flash_attention_is_picked_where_it_has_a_kernel(monkeypatch, version, c
         config.attn_dropout = 0.1
     with pytest.raises(ValueError, match="attention='flash': .*; 'sdpa' works"):
         model_te_optimized.attention_kernel(config)
-
-
-@pytest.mark.parametrize("changes, kernel", [
-    ({}, "cudnn"), ({"length": 1}, "flash"), ({"dim": 256}, "flash"), ({"window": 4}, "flash"),
-    ({"cu_seqlens": DOCUMENTS}, "flash"),
-    ({"dim": 20}, "sdpa"), ({"dim": 264}, "sdpa"), ({"dtype": torch.float32}, "sdpa"),
-    ({"capability": (8, 0)}, "flash"), ({"capability": (7, 5)}, "sdpa"), ({"deterministic": True}, "flash"),
-    ({"package": "fa4"}, "fa4"), ({"package": "fa4", "window": 4}, "flash"),
-    ({"package": "fa4", "window": 4, "has_window": True}, "fa4")])
-def test_which_kernel_is_picked(monkeypatch, changes, kernel):
-    case = dict(length=8, dim=64, dtype=torch.bfloat16, capability=(9, 0), deterministic=False, package=None,
-                window=None, cu_seqlens=None, has_window=False) | changes
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: case["capability"])
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: case["deterministic"])
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    monkeypatch.setattr(fast_attention, "FA4_HAS_WINDOW_ON_HOPPER", case["has_window"])
-    monkeypatch.setattr(fast_attention, "fa4_forward", print if case["package"] else None)
-    q = types.SimpleNamespace(is_cuda=True, dtype=case["dtype"], shape=(2, case["length"], 4, case["dim"]))
-    assert fast_attention._pick_kernel(q, case["cu_seqlens"], case["window"]) == kernel
 
 
 @pytest.mark.parametrize("options, rope, norm", [

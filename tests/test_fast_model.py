@@ -174,17 +174,6 @@ def test_it_trains_as_the_optimized_model(variant):
     assert_same_training(train_steps(ours, 1), train_steps(theirs, 1), **options)
 
 
-def test_a_gradient_that_is_off_is_not_the_same_training():
-    ours = train_steps(make_model(fast=False, n_layer=2), steps=1)
-    assert_same_training(ours, ours)
-    loss, grads, state = ours[0]
-    for name, factor in (("blocks.0.mlp.fc1_weight", 1.15), ("blocks.1.attn.qkv.weight", 0.85),
-                         ("blocks.1.attn.proj.weight", 1.13), ("blocks.0.mlp.fc2_weight", 0.0),
-                         ("wte.weight", 1.06), ("blocks.0.attn.qkv.layer_norm_weight", 1.2)):
-        with pytest.raises(AssertionError, match=name):
-            assert_same_training([(loss, grads | {name: factor * grads[name]}, state)], ours)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", [*VARIANTS, *LARGE])
 def test_gradients_are_as_near_to_the_exact_ones(variant):

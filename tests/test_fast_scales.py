@@ -73,15 +73,6 @@ def test_memory_that_is_used_again():
         assert torch.equal(memory[64 + length * slots:], before[64 + length * slots:])
 
 
-def test_number_of_kept_tables_is_bounded(monkeypatch):
-    monkeypatch.setattr(library, "MAX_TABLES", 2)
-    monkeypatch.setattr(library, "_tables", type(library._tables)())
-    states = make_states([3] * 5)
-    for state in [*states, states[-1]]:
-        scales.update([state], 448.0)
-    assert len(library.kept_tensors()) == 2
-
-
 def test_operation_is_registered():
     (scale, history), = make_states([16])
     op = torch.ops.fast_kernels.update_scales.default

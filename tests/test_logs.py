@@ -85,18 +85,6 @@ def test_speed_counts_the_tokens_of_all_ranks(start, monkeypatch):
     assert log.record(3, 1e-3)["tokens_per_s"] == 192
 
 
-def test_the_time_left_is_at_the_speed_of_the_last_steps(start, monkeypatch, capsys):
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    log = start()
-    for step in range(1, 12):
-        now[0] += 1000.0 if step == 1 else 3.0
-        train(log, [1.0], first_step=step)
-    lines = capsys.readouterr().out.splitlines()
-    assert "ETA" not in lines[0], "the first step may compile"
-    assert lines[1].endswith("ETA 04:54") and lines[10].endswith("ETA 04:27")  # 98, 89 steps of 3 s
-
-
 @pytest.mark.parametrize("loss, norm", [(math.nan, 1.0), (2.0, math.inf)])
 def test_more_than_ten_skipped_steps_end_a_run(start, capsys, loss, norm):
     log = start()
@@ -217,15 +205,6 @@ def test_flops_per_token_by_hand():
     shape |= dict(n_layer=2, n_head=4, n_embd=64, vocab_size=288, tie_embeddings=False)
     llama = SimpleNamespace(**shape, use_rotary=True, head_dim=32)
     assert models.flops_per_token(llama, 100_000, 16) == 6 * (100_000 - 288 * 64) + 12 * 2 * 128 * 16
-
-
-@pytest.mark.parametrize("name, tflops", [
-    ("NVIDIA H200", 989), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA L40S", 362),
-    ("NVIDIA L4", 121), ("NVIDIA GB200", 2500)])
-def test_peak_flops_by_name(monkeypatch, name, tflops):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert models.peak_flops(torch.device("cuda")) == tflops * 1e12
-    assert models.peak_flops(CPU) is None
 
 
 # ---------------------------------------------------------------- --profile

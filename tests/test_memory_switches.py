@@ -1,6 +1,5 @@
 """What saves memory changes no result: gradient checkpointing, activation offloading, the loss in chunks."""
 
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -143,22 +142,6 @@ def test_in_parts_all_labels_may_be_ignored_and_weights_frozen():
     model(x, torch.full_like(y, -100)).backward()
     assert all(not p.grad.any() for p in model.parameters() if p.requires_grad)
     assert model.lm_head.layer_norm_weight.grad is None
-
-
-def test_evaluation_is_not_counted_for_offloading(monkeypatch):
-    """Transformer Engine counts the blocks of a training pass."""
-    context, ends = MagicMock(), []
-    monkeypatch.setattr(
-        te, "get_cpu_offload_context", lambda *options: (context, lambda x: ends.append(options) or x))
-    model = make(offload_activations=3)
-    for _ in range(2):
-        model(*batch(0))
-        assert ends == [(True, 3, 4)] * 4 and context.__enter__.call_count == 4  # once a block
-        assert context.__exit__.call_count == 4
-        model.eval()
-    with torch.no_grad():
-        model.train()(*batch(0))
-    assert len(ends) == context.__enter__.call_count == 4
 
 
 def test_an_impossible_combination_is_one_line():

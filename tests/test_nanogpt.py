@@ -1,13 +1,11 @@
 """bench/nanogpt.py, minimal.py and multi_gpu.py, with a small stand-in for nanoGPT's model.py."""
 
 import json
-import sys
 
 import pytest
 import torch
 
-from bench import minimal, multi_gpu, nanogpt, step
-from trainer_tools import finish, start_ranks
+from bench import minimal, nanogpt, step
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU")
 CPU = torch.device("cpu")
@@ -97,20 +95,3 @@ def test_own_loops_are_timed_beside_nanogpt(checkout):
     assert [row["loop"] for row in rows] == ["readme", "example", "nanogpt_bf16", "nanogpt"]
     for row in rows:
         assert row["tokens_per_s"] == pytest.approx(32e3 / row["ms"], rel=1e-4)
-
-
-def test_layouts_are_timed_beside_one_process_and_nanogpt(tmp_path):
-    (tmp_path / "model.py").write_text(STAND_IN)
-    options = "--layouts ddp nanogpt --shapes 124m-b16 --recipes none --steps 4 --nanogpt . --json rows.json"
-    command = [sys.executable, multi_gpu.__file__, *options.split()]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        printed = finish(start_ranks(command, TORCHDYNAMO_DISABLE="1", LOCAL_WORLD_SIZE="2"))
-    other, ours = json.loads((tmp_path / "rows.json").read_text())
-    assert (other["parallel"], ours["parallel"]) == ("nanogpt", "ddp")
-    assert len(other["model_py_sha256"]) == 64 and "model_py_sha256" not in ours
-    for row in (other, ours):
-        assert row["gpus"] == 2 and row["recipe"] == "none" and row["efficiency"] > 0
-    ratio = ours["tokens_per_s_per_gpu"] / other["tokens_per_s_per_gpu"]
-    assert ours["over_nanogpt"] == pytest.approx(ratio, rel=1e-4) and "over_nanogpt" not in other
-    assert printed[0].count("2 GPUs") == 2 and "2 GPUs" not in printed[1]

@@ -91,11 +91,3 @@ def test_contributing_names_code_that_exists():
         for name in re.findall(r"`([A-Za-z_][\w.]*)`", description):
             if not name.endswith(".py"):
                 assert re.search(rf"\b{name.split('.')[-1]}\b", source), f"{name} in {file}"
-
-
-def test_the_table_of_files_names_files():
-    section = README.split("## What is where")[1]
-    rows = re.findall(r"^\| (`[^|]*`) \|", section, re.M)
-    names = [name for row in rows for name in re.findall(r"[\w./]+", row)]
-    assert len(names) > 15
-    assert [name for name in names if not (ROOT / name).exists()] == []

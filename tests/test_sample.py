@@ -44,10 +44,6 @@ def test_greedy_text_is_the_same_without_the_cache(options, prompt_length):
     assert with_cache == without and len(without) == 40 and len(set(without)) > 5
 
 
-def test_the_cache_is_no_longer_than_the_text():
-    assert len(generate(make_model(use_rotary=True, n_positions=2**40), [1, 2, 3], 5)) == 5
-
-
 def test_generation_runs_without_fp8_and_restores_the_model():
     model = make_model().train()
     generate(model, [1, 2, 3], 3)
@@ -76,12 +72,6 @@ LOGITS = torch.tensor([0.2, 0.5, 0.3]).log().tolist()
 ])
 def test_sampling_options(options, expected):
     assert draws(LOGITS, **options) == pytest.approx(expected, abs=0.05)
-
-
-@pytest.mark.parametrize("options", [dict(temperature=1e-45), dict(temperature=1e-300), dict(top_p=1e-300)])
-def test_extreme_options_take_the_most_likely_token(options):
-    for logits in (LOGITS, [1e4, 1e4 + 1, 0.0], [-1e30, 1e30, 0.0]):
-        assert draws(logits, 20, **options) == [0, 1, 0]
 
 
 class Counter(torch.nn.Module):

@@ -185,14 +185,6 @@ def test_backward_histories_roll_once_after_backward():
     assert bwd(first).scale.tolist() == [28672, 1]
 
 
-def test_the_module_after_a_frozen_one_rolls_histories():
-    first, second = linear(diagonal(0.5)).requires_grad_(False), linear(diagonal(0.5))
-    with te.autocast(recipe=delayed()):
-        y = second(first(diagonal(1.0)))
-    y.backward(diagonal(4.0))
-    assert bwd(second).amax_history[:, 0].tolist() == [0, 0, 0, 4] and bwd(second).scale[0] == 14336
-
-
 def test_is_first_microbatch_caches_the_quantized_weight():
     layer = linear(diagonal(0.3))
 
@@ -306,9 +298,9 @@ def test_layernorm_linear_and_its_extra_outputs(normalization, bias):
     torch.testing.assert_close(module(x), (F.linear(normed, module.weight), module.bias, normed))
 
 
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("activation", ["gelu", "geglu", "relu", "srelu", "swiglu"])
+@pytest.mark.parametrize("normalization, bias, activation", [
+    ("LayerNorm", True, "gelu"), ("RMSNorm", False, "geglu"), ("RMSNorm", True, "relu"),
+    ("LayerNorm", False, "srelu"), ("RMSNorm", True, "swiglu")])
 def test_layernorm_mlp_equals_its_parts(normalization, bias, activation):
     module = te.LayerNormMLP(
         16, 32, bias=bias, normalization=normalization, activation=activation, device="cpu")
@@ -325,8 +317,6 @@ def test_layernorm_mlp_equals_its_parts(normalization, bias, activation):
     torch.testing.assert_close(module(x), expected, **close)
     module.return_bias = module.return_layernorm_output = True
     torch.testing.assert_close(module(x), (F.linear(h, module.fc2_weight), module.fc2_bias, normed), **close)
-
-
 
 
 @pytest.mark.parametrize("name, sizes, defaults", [
@@ -509,39 +499,6 @@ def test_torchs_own_checkpoint_recomputes_without_fp8():
         run(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 
 
-def test_checkpoint_recomputes_under_the_same_torch_autocast():
-    grads = []
-    layer, x = linear(torch.randn(16, 16)), torch.randn(16, 16)
-    for run in (layer, lambda x: te.checkpoint(layer, x)):
-        layer.zero_grad()
-        h = x.clone().requires_grad_()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = run(h)
-        y.float().square().sum().backward()
-        grads.append((h.grad, layer.weight.grad.clone()))
-    assert all(torch.equal(a, b) for a, b in zip(*grads))
-
-
-def test_a_checkpoint_without_a_backward_disturbs_no_other():
-    grads = []
-    for run in (te.checkpoint, lambda function, x: function(x)):
-        layer, x = linear(diagonal(0.5)), diagonal(3.0).requires_grad_()
-        with te.autocast(recipe=delayed()):
-            run(layer, diagonal(100.0))
-            y = run(layer, x)
-        y.backward(diagonal(1.0))
-        grads.append((x.grad, layer.weight.grad))
-    assert all(map(torch.equal, *grads))
-
-
-def test_float32_parameters_in_fp8_stay_in_fp8_without_a_master():
-    with te.quantized_model_init(recipe=delayed()):
-        layer = te.Linear(16, 16, bias=False, device="cpu")
-    layer.weight.grad = torch.ones(16, 16)
-    te.optimizers.FusedAdam(layer.parameters(), lr=1e-3).step()
-    assert torch.equal(layer.weight, layer.weight.to(E4M3).float())  # scale is still 1
-
-
 # ---- block scaling
 
 
@@ -601,16 +558,3 @@ def test_each_gemm_has_blocks_along_its_k_dimension(recipe, block):
     torch.testing.assert_close(layer.bias.grad, grad.sum(0))
     assert (y - x @ layer.weight.T).norm() < 0.06 * y.norm()
     assert block == 128 or not torch.equal(held(x, 0), held(x, 1))
-
-
-def test_block_recipes_cache_weights_and_check_shapes():
-    layer, x = te.Linear(64, 32, bias=False, device="cpu"), torch.randn(32, 64)
-    for recipe in (te.Float8BlockScaling(), te.MXFP8BlockScaling()):
-        with te.autocast(recipe=recipe):
-            first = layer(x, is_first_microbatch=True)
-            with torch.no_grad():
-                layer.weight.mul_(2)
-            assert torch.equal(layer(x, is_first_microbatch=False), first)
-            assert not torch.equal(layer(x), first)
-    with pytest.raises(ValueError, match="divisible by 32"), te.autocast(recipe=te.MXFP8BlockScaling()):
-        layer(torch.randn(48, 64))

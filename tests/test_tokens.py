@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanote.tokens import Loader, max_documents, open_tokens, write_tokens
+from nanote.tokens import Loader, open_tokens, write_tokens
 
 ONE = SimpleNamespace(rank=0, count=1)
 
@@ -145,14 +145,6 @@ def test_packed_batches_say_where_documents_begin(folder):
     assert len(shapes) == 1  # what a CUDA graph needs
     for (_, _, starts), _ in loader(folder, "val", pack_documents=True, **options).evaluation(1000):
         assert starts[0] == 0 and starts[-1] == 3 * 48
-
-
-@pytest.mark.parametrize("seq_len", [1, 2, 16, 48])
-def test_the_packed_shape_is_the_tightest_that_fits(folder, seq_len):
-    tokens, _ = open_tokens(folder, "train")
-    windows = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), seq_len) == 256
-    assert max_documents(tokens, 256, seq_len) == windows[:, 1:].sum(1).max() + 1
-    assert max_documents(np.zeros(100, np.uint16), 256, 10) == 1
 
 
 def make_answers(path, examples):

@@ -1,5 +1,4 @@
 """train.py: what a step does, what a run says and leaves behind, and how it stops and goes on."""
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 import train
-from nanote import checkpoint, models, recipes
+from nanote import checkpoint, models
 from nanote.config import TrainConfig, read_options
 from nanote.logs import read_metrics
 from nanote.parallel import Ranks
@@ -64,12 +63,6 @@ def test_learning_rate_schedules():
     assert [0.1, 0.5, 1.0, 0.55, 0.1] == rates([1, 5, 10, 60, 110])  # cosine
     assert [0.5, 1, 1, 0.55, 0.1] == rates([5, 11, 88, 99, 110], lr_schedule="wsd")
     assert [0.5, 1] == rates([5, 110], lr_schedule="constant")
-
-
-def test_a_decay_may_begin_during_the_warm_up():
-    found = rates(range(111), lr_schedule="wsd", warmup_steps=105)
-    expected = [min(step / 105, 0.1 + 0.9 * (110 - step) / 22) for step in range(111)]
-    assert expected == found, "the lower of both"
 
 
 def test_the_loss_falls(tokens):
@@ -140,23 +133,6 @@ def test_the_first_step_loses_no_gradient(tokens):
     assert run_train(f"{options} --out-dir fp8", tokens) == 0
     assert run_train(f"{options} --fp8-recipe none --out-dir exact", tokens) == 0
     assert losses("fp8", "grad_norm") == pytest.approx(losses("exact", "grad_norm"), rel=0.05)
-
-
-@pytest.mark.parametrize("changes, is_needed", [
-    (dict(), False), (dict(grad_accum=4), False), (dict(micro_batch_size=8, grad_accum=1), False),
-    (dict(grad_accum=1), True), (dict(fp8_format="e4m3"), True), (dict(fp8_skip_first=0), True)])
-def test_scales_are_found_again_where_they_do_not_fit(changes, is_needed):
-    config = TrainConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=288, n_positions=32, seq_len=32,
-                         micro_batch_size=4, grad_accum=2, fp8_skip_first=1, fp8_recipe="delayed")
-    device = models.pick_device("auto")
-    model = models.make_model(config, device, torch.bfloat16, recipes.make(config))
-    assert train.needs_first_scales(model, dataclasses.asdict(config), 256, {})
-    batch = torch.zeros(2, 4, 32, dtype=torch.int64, device=device)
-    recipes.find_first_scales(model, [batch], 2)
-    saved = {"config": dataclasses.asdict(config), "tokens_per_step": 4 * 32 * 2}
-    now = dataclasses.replace(config, **changes)
-    tokens_per_step = now.micro_batch_size * now.seq_len * now.grad_accum
-    assert train.needs_first_scales(model, dataclasses.asdict(now), tokens_per_step, saved) == is_needed
 
 
 # ---------------------------------------------------------------- what a run says and leaves
