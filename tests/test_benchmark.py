@@ -12,10 +12,7 @@ import benchmark_attention
 import benchmark_te
 from bench import attention, pictures, plain_gpt, step
 from bench.attention import Shape
-from bench.measure import Agreement
-from bench.report import Rows
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from nanote.config import TrainConfig
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU")
 CPU = torch.device("cpu")
@@ -46,18 +43,6 @@ def test_plain_gpt_is_the_same_network(block, by_hand):
     torch.testing.assert_close(plain(x, y), ours(x, y), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("arm, changes", [
-    ("bf16", dict(fp8_recipe="none", cuda_graph="auto")),
-    ("fp8", dict(fp8_recipe="delayed", fp8_format="auto")),
-    ("fp8-block-hybrid", dict(fp8_recipe="block", fp8_format="hybrid")),
-    ("fp8-current-eager", dict(fp8_recipe="current", cuda_graph="off")),
-    ("fp8-mxfp8-fused", dict(fp8_recipe="mxfp8", model="fused")),
-    ("fp8-fused-accum4-checkpointing", dict(model="fused", grad_accum=4, gradient_checkpointing=True))])
-def test_words_of_an_arm_are_options_of_train_py(arm, changes):
-    config = step.arm_config(arm, TrainConfig())
-    assert {name: getattr(config, name) for name in changes} == changes
-
-
 @pytest.mark.parametrize("arm", ["bf16", "fp8-accum2"])
 def test_a_step_trains_and_skips_a_loss_that_is_not_finite(arm):
     config = step.arm_config(arm, step.make_config(step.SHAPES["guide"], CPU))
@@ -71,30 +56,6 @@ def test_a_step_trains_and_skips_a_loss_that_is_not_finite(arm):
     handle.remove()
     assert all(torch.equal(a, b) for a, b in zip(before, made.model.parameters()))
     assert made(batches, 0.0)[1].isfinite()
-
-
-class Training:
-    """A step whose loss falls by `fall` a step, after the first one."""
-
-    config = step.make_config(step.SHAPES["guide"], CPU)
-
-    def __init__(self, loss=6.25, norm=2.0, fall=0.1):
-        self.loss, self.norm, self.fall = loss + fall, norm, fall
-
-    def __call__(self, batches, lr):
-        self.loss -= self.fall
-        return torch.tensor(self.loss), torch.tensor(self.norm)
-
-
-@pytest.mark.parametrize("wrong, complaint", [
-    (dict(fall=0.0), "after three steps"), (dict(norm=4.0), "a gradient norm of 4, and 2 in fp8"),
-    (dict(norm=0.0), "a gradient norm of 0"), (dict(norm=float("nan")), "a gradient norm of nan"),
-    (dict(loss=5.0), "a loss of 5.000 at initialization, not about 6.251")])
-def test_an_arm_that_does_not_train_is_refused(wrong, complaint):
-    agreement = Agreement()
-    assert agreement.verify("fp8", Training(), [])["loss_fall"] == pytest.approx(0.4, rel=1e-3)
-    with pytest.raises(RuntimeError, match=complaint):
-        agreement.verify("other", Training(**wrong), [])
 
 
 FIELDS = "shape block arm ms tokens_per_s ratio_to_plain mfu peak_gib gpu torch te date command model_config"
@@ -165,15 +126,6 @@ def test_a_mistake_is_one_line(command, arguments, complaint, in_tmp_path, refus
     Path("other/model.py").write_text("x = 1")
     module = importlib.import_module(command.removesuffix(".py").replace("/", "."))
     assert complaint in refused(module.main, arguments, command)
-
-
-@pytest.mark.parametrize("content", ['{"cells": []}', '[{"shape": "a", "arm": "b", "gpu": "NVIDIA H200"}]'])
-def test_a_file_of_other_figures_is_left_alone(content, tmp_path):
-    path = tmp_path / "other.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match="name another file"):
-        Rows(path, ("shape", "arm"), "benchmark_te.py", [])
-    assert path.read_text() == content
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from nanote.config import PRESETS, TrainConfig, in_a_line, read_options, run_command
-from nanote.models import padded_vocab_size
 from trainer_tools import OPTIONS, ROOT, run_train, sign
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -76,12 +75,6 @@ def test_config_files_lie_between_preset_and_command_line(name, text):
 def test_config_files_are_refused_in_one_line(text, words):
     Path("a.yaml").write_text(text)
     assert words in error_of("--config a.yaml")
-
-
-def test_code_on_the_command_line_is_taken():
-    Path("a.yaml").write_text("model: mine.py:Net\nfp8_recipe: custom:mine.f\n")
-    config = options("--config a.yaml --model mine.py:Net --fp8-recipe=custom:mine.f")
-    assert (config.model, config.fp8_recipe) == ("mine.py:Net", "custom:mine.f")
 
 
 def test_config_json_of_a_run_repeats_it(finished, capsys):
@@ -193,7 +186,3 @@ def test_closed_or_full_streams_give_no_traceback(command, code, said):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (code, said)
-
-
-def test_vocabularies_are_padded_for_fp8():
-    assert [padded_vocab_size(n) for n in (257, 288, 1025, 50257)] == [288, 288, 1152, 50304]

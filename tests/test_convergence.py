@@ -37,13 +37,6 @@ def test_gaps_are_paired_by_seed_and_have_an_interval():
     assert summary_of(run_of("fp8@1", 1, 2.0))["fp8@1"]["gap_percent"] is None
 
 
-def test_arms_are_compared_with_bf16_of_their_size_and_rate():
-    assert convergence.baseline_of("fp8-current@1e-3") == "bf16@1e-3"
-    assert convergence.baseline_of("small-modern-emulated-all@4e-3") == "small-modern-bf16@4e-3"
-    rows = summary_of(run_of("bf16@1", 1, 2.0), run_of("bf16@2", 1, 8.0), run_of("fp8@2", 1, 8.8))
-    assert rows["fp8@2"]["gap_percent"] == pytest.approx(10.0)
-
-
 def test_speed_at_equal_loss_is_interpolated_between_lengths():
     """FP8 is 0.1 behind, and 0.2 better with twice the tokens: it needs √2 times as long."""
     rows = summary_of(run_of("bf16@1", 1, 2.0, 300.0), run_of("fp8@1", 1, 2.1, 100.0),
@@ -69,16 +62,6 @@ def test_every_arm_is_a_command_that_train_py_takes(tmp_path):
             config = read_options(convergence.first_options(options, f"{arm}@1e-3", 1))
             tokens = config.micro_batch_size * config.grad_accum * config.seq_len
             assert tokens == convergence.TOKENS_PER_STEP[convergence.size_of(arm)], arm
-
-
-def test_time_is_that_of_steps_alone(tmp_path):
-    """One interval at a tenth of the speed holds a resume, and counts at the median speed."""
-    speeds = {1: 10.0, 2: 8192.0, 3: 8192.0, 4: 819.2, 5: 8192.0}
-    lines = [{"step": step, "loss": 1.0, "tokens_per_s": speed, **({"val_loss": 3.0} if step == 5 else {})}
-             for step, speed in speeds.items()]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (record,) = convergence.evaluations_of("small-fp8@1", 7, tmp_path)
-    assert record["seconds"] == 4.0 and record["tokens"] == record["run_tokens"] == 5 * 8192
 
 
 def test_a_study_trains_and_continues(tmp_path, tokens, capsys):

@@ -124,28 +124,21 @@ def test_a_broken_driver_fails(hopper):
 # ---------------------------------------------------------------- --explain
 
 @pytest.mark.parametrize("message, answer", [
-    ("OSError: [Errno 28] No space left on device", "disk is full"),
     ("c++: fatal error: Killed signal terminated program cc1plus", "MAX_JOBS=1"),
     ("cudnn-wrapper.h:3:10: fatal error: cudnn.h: No such file or directory", "sets CPATH"),
     ("cuda_runtime.h:82:10: fatal error: crt/host_config.h: No such file or directory", "CUDA_HOME"),
-    ("FileNotFoundError: [Errno 2] No such file or directory: 'c++'", "build-essential"),
     ("TypeError: expected string or bytes-like object, got 'NoneType'", "PyTorch with CUDA"),
     ("ModuleNotFoundError: No module named 'pybind11'", "build tool is missing"),
     ("/x/flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEi", "pip uninstall -y flash-attn"),
-    ("ImportError: /x/libtorch_cuda.so: undefined symbol: ncclCommWindowRegister", "LD_LIBRARY_PATH="),
     (OTHER_TORCH, "built for another PyTorch"),
     ("ModuleNotFoundError: No module named 'transformer_engine'", "is not installed"),
     ("ModuleNotFoundError: No module named 'transformer_engine_torch'", "parts of several"),
     ("RuntimeError: cuDNN error: CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH", "CUDNN_HOME="),
     ("OSError: libcuda.so.1: cannot open shared object file", "no NVIDIA driver"),
     ("The NVIDIA driver on your system is too old (found version 11040).", "driver's CUDA"),
-    ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", "docker run"),
     ("RuntimeError: CUDA error: no kernel image is available for execution on the device", "no kernels"),
     ("cublaslt_gemm.cu:397 in function cublas_gemm: Unable to find any suitable algorithms", "50304"),
     ("Device compute capability 8.9 or higher required for FP8 execution.", "--fp8-recipe none"),
-    ("FSDP2 FP8 param gather is not supported yet in TE 2.0, will fallback to bf16", "gathers in BF16"),
-    ("RuntimeWarning: Detected a Jax installation but could not find the shared object file for the "
-     "Transformer Engine Jax extension library.", "NVTE_FRAMEWORK=pytorch"),
     ("step 40: loss nan", "--fp8-recipe none"),
     ("x.cu:1200 in function row_col_rht_gemm_ntt_w_sfc: CUDA Error: invalid argument", DISABLE_RHT),
     ("torch.utils.checkpoint.CheckpointError: torch.utils.checkpoint: A different number of tensors was "

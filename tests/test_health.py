@@ -95,31 +95,6 @@ def test_shares_are_those_of_the_bytes():
     assert "output_gradient" not in health(model)["0"], "there was no backward pass"
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_an_outlier_is_seen(recipe):
-    """In a weight, or behind a norm: under delayed scaling it saturates; under current scaling others are
-    flushed to zero."""
-    model = make(recipe=recipe)
-    step(model, 2)
-    quiet = look(model)["blocks.1.attn.proj"]["weight"]
-    with torch.no_grad():
-        weight = model.blocks[1].attn.proj.weight
-        weight[3, 5] = 1000 * weight.abs().max()
-    found = look(model)
-    loud = found["blocks.1.attn.proj"]["weight"]
-    assert found["blocks.0.attn.proj"]["weight"]["amax"] < 1
-    assert loud["amax"] == pytest.approx(1000 * quiet["amax"], rel=2**-7)
-    assert quiet["saturated"] == 0 and quiet["flushed"] < 0.001
-    if recipe == "delayed":
-        assert loud["saturated"] == 1 / 64**2
-    else:
-        assert loud["saturated"] == 0 and loud["flushed"] > 0.005
-        return
-    with torch.no_grad():
-        model.blocks[0].attn.qkv.layer_norm_weight[7] *= 1000
-    assert look(model)["blocks.0.attn.qkv"]["input"]["saturated"] > 0.005
-
-
 @pytest.mark.parametrize("recipe, saturated", [("block", 0.0), ("mxfp8", 0.0), (CUSTOM, None)])
 def test_other_recipes_have_an_amax_alone(recipe, saturated):
     values = look(make(recipe=recipe))["lm_head"]["weight"]

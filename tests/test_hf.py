@@ -1,7 +1,6 @@
 """tools/import_hf.py and export_hf.py: the same weights, logits and token ids as transformers, both ways, and
 training goes on in FP8."""
 import json
-import math
 import multiprocessing
 import os
 import shlex
@@ -109,21 +108,6 @@ def test_an_import_is_the_same_model_and_exports_back(kind, tmp_path):
     assert_same_tensors(tensors(tmp_path / "back"), tensors(tmp_path / "theirs"))
     import_hf.import_(tmp_path / "back", tmp_path / "run again")
     assert_same_tensors(weights(tmp_path / "run"), weights(tmp_path / "run again"))
-
-
-def test_padding_is_unlikely_where_logits_are_low(tmp_path):
-    hf = make_folder(tmp_path)
-    with torch.no_grad():
-        hf.transformer.ln_f.weight.zero_()
-        hf.transformer.ln_f.bias.fill_(1.0)
-        hf.transformer.wte.weight -= 0.5  # 64 times: every logit is near -32
-    hf.save_pretrained(tmp_path)
-    import_hf.import_(tmp_path, tmp_path / "run")
-    model, x = load_run(tmp_path / "run"), torch.randint(0, 257, (2, 64))
-    with torch.no_grad():
-        ours, theirs = model(x[:, :-1], x[:, 1:]).item(), hf(x, labels=x).loss.item()
-    # 20 rows of padding take at most 20 / 300 of what the others have
-    assert theirs - 1e-2 < ours <= theirs + math.log(1 + 20 / 300) + 1e-2
 
 
 @pytest.mark.parametrize("stored, dtype", [(torch.bfloat16,) * 2, (torch.float16, torch.float32)], ids=str)

@@ -84,14 +84,6 @@ def test_tensors_that_the_model_lacks_are_left_out(tokens, source, capsys):
     assert run_train("--resume --config one/config.json --max-steps 2 --out-dir one", tokens) == 0
 
 
-def test_masters_are_those_of_a_float32_source(tokens, capsys):
-    assert run_train(f"{SHORT} --max-steps 1 --dtype float32 --out-dir exact", tokens) == 0
-    frozen("exact", tokens, "--dtype bfloat16")
-    masters = stored("frozen", "optimizer.")
-    for name, weight in stored("exact").items():
-        assert torch.equal(masters[f"optimizer.{name.removeprefix('model.')}.master_param"], weight), name
-
-
 def test_a_resumed_run_does_not_read_the_source_again(tokens, source, refused):
     shutil.copytree(source, "source")
     assert run_train(f"{SHORT} --checkpoint-interval 2 --init-from source --out-dir whole", tokens) == 0

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from bench import minimal, nanogpt, step
+from bench import minimal, nanogpt
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU")
 CPU = torch.device("cpu")
@@ -64,27 +64,6 @@ def test_nanogpt_is_measured_in_turns_with_our_arms(checkout, capsys):
         assert {"gpu", "driver", "torch", "te", "date", "command", "model_py_sha256"} <= set(row)
     assert rows[0]["ratio_to_nanogpt"] == 1 and rows[-1]["model_config"]["bias"]
     assert "1.000 x nanoGPT" in capsys.readouterr().out
-
-
-def test_a_step_of_nanogpt_clips_and_updates(checkout):
-    config = step.make_config(step.SHAPES["guide"], CPU)
-    made = nanogpt.make_nanogpt(nanogpt.load(checkout), config, CPU)
-    made.optimizer = torch.optim.SGD(made.model.parameters(), 1.0)
-    with torch.no_grad():
-        made.model.head.weight.mul_(10_000)  # so that the norm is above 1
-    before = [p.detach().clone() for p in made.model.parameters()]
-    loss, norm = made(step.make_batches(config, CPU), 0.5)
-    moved = torch.stack([(p - b).norm() for p, b in zip(made.model.parameters(), before)]).norm()
-    assert norm > 2 and loss > 6 and moved.item() == pytest.approx(0.5, rel=1e-3)
-
-
-def test_train_py_can_use_the_model_of_a_checkout(checkout, monkeypatch):
-    monkeypatch.setenv("NANOGPT", str(checkout))
-    model = nanogpt.NanoGPT(nanogpt.NanoGPTConfig(vocab_size=64, n_positions=8, n_embd=16))
-    tokens = torch.randint(64, (2, 8))
-    labels = tokens.masked_fill(tokens > 32, -100)
-    assert model(tokens).shape == (2, 8, 64) and model(tokens, labels).dim() == 0
-    assert model(tokens, labels) != model(tokens, tokens)
 
 
 def test_own_loops_are_timed_beside_nanogpt(checkout):

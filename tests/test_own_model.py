@@ -6,7 +6,7 @@ import pytest
 
 import train
 from nanote import checkpoint
-from trainer_tools import OPTIONS, ROOT, losses, metrics, run_script, run_train
+from trainer_tools import OPTIONS, losses, metrics, run_script, run_train
 
 PLAIN = '''
 import dataclasses
@@ -81,13 +81,6 @@ def test_a_subclass_of_a_model_file_trains_in_fp8_with_muon(tokens):
     options = f"{OPTIONS} --max-steps 12 --model wider.py:Wider --optimizer muon"
     assert run_train(f"{options} --out-dir run", tokens) == 0
     assert losses("run")[-1] < losses("run")[0] - 0.5
-
-
-def test_an_unedited_copy_trains_as_the_original(tokens):
-    shutil.copy(ROOT / "model_te_optimized.py", "copy.py")
-    for model, out in (("optimized", "one"), ("copy.py:OptimizedGPT2Model", "two")):
-        assert run_train(f"{OPTIONS} --max-steps 4 --model {model} --out-dir {out}", tokens) == 0
-    assert metrics("one") == metrics("two")
 
 
 @pytest.mark.parametrize("arguments, message", [

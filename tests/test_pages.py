@@ -84,17 +84,6 @@ def test_a_number_typed_in_is_found(site, text, found):
     assert complaints == ([found] if found else [])
 
 
-@pytest.mark.parametrize("line, complaint", [
-    ("Within 6 %", "Within 6 %: it stands 0 times on the page"), ("ms", "ms: it stands 2 times"),
-    ("takes {:.1f}\n    speed(4).ms", "0 rows have 4"), ("takes {:.1f}\n    fp8.watts", "watts")])
-def test_an_error_names_the_entry_and_writes_nothing(site, line, complaint):
-    figures, before = site / "guide" / "figures.txt", (site / "README.md").read_text()
-    figures.write_text(figures.read_text().replace("Within 5 %", line))
-    with pytest.raises(ValueError, match="guide/figures.txt: README.md") as error:
-        pages.update(site, write=True)
-    assert complaint in str(error.value) and (site / "README.md").read_text() == before
-
-
 def test_a_page_is_plain_text_and_not_too_long():
     for page in PAGES:
         assert "<!--" not in page.read_text(), page.name

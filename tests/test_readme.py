@@ -81,13 +81,3 @@ def test_make_has_the_targets_that_pages_name():
     assert len(targets) >= 5
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.M), target
-
-
-def test_contributing_names_code_that_exists():
-    rows = re.findall(r"^\|(?:[^|`]*\|)? `([\w/]+\.py)` \| (.*) \|$", CONTRIBUTING, re.M)
-    assert len(rows) > 12
-    for file, description in rows:
-        source = (ROOT / file).read_text()
-        for name in re.findall(r"`([A-Za-z_][\w.]*)`", description):
-            if not name.endswith(".py"):
-                assert re.search(rf"\b{name.split('.')[-1]}\b", source), f"{name} in {file}"

@@ -156,16 +156,6 @@ def test_another_history_length_keeps_the_newest_rows(length):
     step(other)
 
 
-def test_other_recipes_ignore_the_state_of_delayed_scaling():
-    model = make()
-    step(model)
-    for recipe, use_fp8 in (("current", True), ("delayed", False)):
-        other = make(recipe=recipe, use_fp8=use_fp8)
-        assert recipes.uses_delayed_scaling(model) and not recipes.uses_delayed_scaling(other)
-        recipes.set_state(other, recipes.get_state(model))
-        assert recipes.get_state(other) == {}
-
-
 @pytest.mark.parametrize("damage", [
     {"blocks.7.attn.qkv.scaling_fwd.scale": (3,)}, {"lm_head.scaling_fwd.scale": (4,)},
     {"lm_head.scaling_fwd.amax_history": (8, 2)}])
