@@ -4,7 +4,6 @@ import io
 import json
 import os
 import pickle
-import re
 import shlex
 import shutil
 import signal
@@ -196,17 +195,6 @@ def test_no_code_in_token_files_is_run(copied, name):
     Path("tokens", name).write_bytes(pickle.dumps(Hostile()))
     assert run_train(f"{TRAIN} --out-dir run") == (0 if name == "train.npy" else 2)
     assert not Path("ran").exists()
-
-
-def test_nothing_here_unpickles():
-    folders = (ROOT, *(ROOT / name for name in ("nanote", "fast_kernels", "tools", "bench", "examples")))
-    for path in [path for folder in folders for path in folder.glob("*.py")]:
-        source = path.read_text()
-        assert all("weights_only=True" in line for line in re.findall(r"torch\.load\(.*", source)), path
-        for call in (r"pickle\.loads?\(", r"allow_pickle=True", r"trust_remote_code=True", r"joblib",
-                     r"weights_only=False", r"add_safe_globals"):
-            assert not re.search(call, source), (path, call)
-        assert "Unpickler" not in source, path
 
 
 @pytest.mark.parametrize("script, arguments", [*READERS.items(), ("train.py", "--eval-only --out-dir run")])

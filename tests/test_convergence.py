@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from bench import convergence
-from nanote.config import read_options
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="trains on a CPU")
 RESULTS = Path(convergence.ROOT, "results")
@@ -53,15 +52,6 @@ def test_stored_summaries_follow_from_the_stored_runs(path):
     result = json.loads(path.read_text())
     assert convergence.summarize(result["runs"]) == result["summary"]
     assert convergence.main_table(result).count("\n") == 1 + len(result["summary"])
-
-
-def test_every_arm_is_a_command_that_train_py_takes(tmp_path):
-    options = convergence.Options(out_dir=tmp_path, tokens=1e6)
-    for arm in convergence.ARMS:
-        if arm != "nanogpt":  # whose file wants a checkout
-            config = read_options(convergence.first_options(options, f"{arm}@1e-3", 1))
-            tokens = config.micro_batch_size * config.grad_accum * config.seq_len
-            assert tokens == convergence.TOKENS_PER_STEP[convergence.size_of(arm)], arm
 
 
 def test_a_study_trains_and_continues(tmp_path, tokens, capsys):

@@ -110,15 +110,6 @@ def test_a_text_file_is_a_document(suffix):
     assert whole_text("data/a") == text and open_tokens("data/a", "val")[1]["documents"] == 1
 
 
-def test_rows_of_several_files_and_rows_without_text(capsys):
-    write_files(".", {"a.jsonl": '{"body": "a"}\n{"body": null}\n{"id": 1}\n{"body": "b"}\n',
-                      "b.csv": 'body,id\n"c\nd",1\ne,2\n', "c.json": '[{"body": "f"}]'})
-    data.main(["text", "a.jsonl", "b.csv", "c.json", "--column", "body"])
-    assert "left out: 2 rows without text\ndata/text: 5 documents" in capsys.readouterr().out
-    assert sorted(whole_text("data/text")) == sorted("abc\ndef")
-    assert open_tokens("data/text", "val")[1]["left_out"] == {"rows without text": 2}
-
-
 def test_a_folder_is_its_text_files_and_rows(capsys):
     write_files("notes", {
         "b.txt": "\ufeffb", "a/z.md": "a/z", "rows.jsonl": '{"text": "row 1"}\n{"text": "row 2"}',

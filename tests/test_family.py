@@ -1,7 +1,6 @@
 """The five models: the same weights give the same logits, each trains, and each file works on its own."""
 
 import copy
-import dataclasses
 import json
 import math
 import os
@@ -216,25 +215,6 @@ def test_a_bad_configuration_is_refused_in_one_line(name):
         model(tokens(3, 9))
     with pytest.raises(ValueError, match="65 positions, but n_positions=64"):
         model(tokens(1, 65))
-
-
-def default_fields(name):
-    config_class = models.model_classes(name)[1]
-    return {field.name: field.default for field in dataclasses.fields(config_class)}
-
-
-def test_fields_that_two_configs_share_have_one_default():
-    defaults = default_fields("optimized")
-    common = (
-        "vocab_size n_positions n_embd n_layer n_head dropout attn_dropout layernorm_epsilon use_fp8 "
-        "fp8_margin n_inner bias tie_embeddings fp8_lm_head")
-    for name in FAMILY:
-        fields = default_fields(name)
-        assert set(common.split()) <= set(fields) and fields.items() <= defaults.items()
-        model, recipe = make(name), make(name, fp8_margin=2).fp8_recipe
-        assert model.lm_head.weight is model.wte.weight
-        assert (recipe.margin, recipe.fp8_format.name, recipe.amax_history_len, recipe.amax_compute_algo) == (
-            2, "HYBRID", 1024, "max")
 
 
 def test_an_engine_with_wrong_losses_is_refused(tmp_path):

@@ -150,23 +150,6 @@ def test_the_set_of_parameters_with_gradients_may_change():
             torch.testing.assert_close(parameter.double(), w, rtol=1e-6, atol=1e-6)
 
 
-def test_a_group_can_be_added_after_a_step():
-    params = parameters(torch.bfloat16)
-    optimizer = FastAdam(params[:1], lr=1e-2, betas=(0.9, 0.95))
-    train(optimizer, params[:1], 2)
-    optimizer.add_param_group({"params": params[1:], "lr": 2e-2, "weight_decay": 0.1})
-    before = [p.detach().clone() for p in params]
-    train(optimizer, params, 1)
-    assert not any(torch.equal(p, q) for p, q in zip(params, before))
-    assert [group["step"].item() for group in optimizer.param_groups] == [3, 1]
-    fresh = parameters(torch.bfloat16)[1:]
-    alone = FastAdam(fresh, lr=2e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    for parameter, gradient in zip(fresh, gradients(0, torch.bfloat16)[1:]):
-        parameter.grad = gradient
-    alone.step()
-    assert_equal(params[1:], fresh)
-
-
 def test_a_learning_rate_may_be_a_number():
     """A number, also a scheduler's, is copied to the memory that a captured CUDA graph reads."""
     outcomes = []

@@ -402,26 +402,3 @@ def test_what_it_cannot_do_is_one_line(call, error, message):
     with pytest.raises(error, match=message) as raised:
         call()
     assert "\n" not in str(raised.value)
-
-
-def test_scales_follow_the_recipe_of_the_modules_region():
-    recipe = DelayedScaling(margin=2, fp8_format=Format.E4M3, amax_history_len=4)
-    for outer in (modules.autocast(), modules.autocast(enabled=False)):
-        linear = modules.Linear(32, 32).to(DEVICE, torch.bfloat16)
-        x = torch.randn(16, 32, device=DEVICE, dtype=torch.bfloat16)
-        with outer, modules.autocast(recipe=recipe):
-            y = linear(x)
-        y.sum().backward()
-        state = recipes.get_state(torch.nn.ModuleList([linear]))
-        for direction in ("fwd", "bwd"):
-            scale, history = (state[f"0.scaling_{direction}.{name}"] for name in ("scale", "amax_history"))
-            assert (scale[0] * history[-1, 0]).item() == pytest.approx(448 / 4)
-
-
-def test_evaluation_in_inference_mode_before_the_first_step():
-    model, other = make_model(), make_model()
-    with torch.inference_mode():
-        model(*make_tokens(0))
-    with torch.no_grad():
-        other(*make_tokens(0))
-    assert_equal(train_steps(model, 1, find=False), train_steps(other, 1, find=False))

@@ -172,24 +172,6 @@ def test_a_resumed_run_repeats_no_line(start):
 
 # ---------------------------------------------------------------- units
 
-def test_many_epochs_are_warned_of_in_one_line(start, capsys):
-    model = torch.nn.Linear(2, 2)
-    model.kernels = "modules"
-    start().start(model, "")
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "data/small: 10,000 tokens, 10 epochs, 1,000 tokens a step"]
-    start(max_steps=200).start(model, "NCCL_P2P_DISABLE is set")
-    _, line, undivided = capsys.readouterr().out.splitlines()
-    assert "20 epochs" in line and "data.py" in line and "--max-steps 10 " in line
-    assert undivided.endswith(": NCCL_P2P_DISABLE is set")
-
-
-def test_a_validation_loss_has_its_units():
-    meta = {"tokenizer": "gpt2", "val_tokens": 50, "val_bytes": 200}
-    assert logs.describe_val_loss(2.0, meta).endswith(" 2.0000 nats a token (gpt2), 0.7213 bits a byte")
-    assert logs.describe_val_loss(2.0, {"tokenizer": "byte"}) == "validation loss 2.0000 nats a byte"
-
-
 def test_flops_per_token_by_hand():
     shape = dict(n_layer=12, n_head=12, n_embd=768, n_positions=1024, vocab_size=50304, tie_embeddings=True)
     size = 124_475_904
@@ -228,9 +210,3 @@ def test_a_trace_has_its_steps_and_no_others(capsys, steps, traced):
 def test_a_bad_range_is_one_line(steps):
     with pytest.raises(ValueError, match=f"^--profile {steps}: must be START:STOP, such as 10:12"):
         profiler(steps, "run", CPU)
-
-
-def test_a_full_disk_leaves_the_run_alone(capsys):
-    Path("run/profile").write_text("in the way")
-    profile("2")
-    assert "--profile 2: " in capsys.readouterr().out

@@ -6,7 +6,7 @@ import pytest
 
 import train
 from nanote import checkpoint
-from trainer_tools import OPTIONS, losses, metrics, run_script, run_train
+from trainer_tools import losses, metrics, run_script, run_train
 
 PLAIN = '''
 import dataclasses
@@ -68,19 +68,6 @@ def test_a_plain_pytorch_model_trains_resumes_and_samples(tokens):
     assert metrics("cut")[-4:] == metrics("whole")[-4:]
     sampling = ["cut", "--device", "cpu", "--max-new-tokens", "4", "--model", "elsewhere/moved.py:Pair"]
     assert run_script("sample.py", sampling) == 0
-
-
-def test_a_subclass_of_a_model_file_trains_in_fp8_with_muon(tokens):
-    Path("wider.py").write_text(
-        "from model_te_optimized import OptimizedConfig, OptimizedGPT2Model\n"
-        "import torch\n"
-        "class Wider(OptimizedGPT2Model):\n"
-        "    def __init__(self, config: OptimizedConfig):\n"
-        "        super().__init__(config)\n"
-        "        self.extra = torch.nn.Parameter(torch.zeros(config.n_embd))\n")
-    options = f"{OPTIONS} --max-steps 12 --model wider.py:Wider --optimizer muon"
-    assert run_train(f"{options} --out-dir run", tokens) == 0
-    assert losses("run")[-1] < losses("run")[0] - 0.5
 
 
 @pytest.mark.parametrize("arguments, message", [

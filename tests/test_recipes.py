@@ -7,7 +7,6 @@ import torch
 from bench.step import forget_models
 from nanote import models, recipes
 from nanote.config import TrainConfig
-from nanote.optimizers import make_optimizer
 
 on_reference = pytest.mark.skipif(not recipes.IS_REFERENCE, reason="needs the reference's numbers")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -165,51 +164,6 @@ def test_a_state_of_another_model_is_one_line(damage):
     damage = {name: torch.ones(shape) for name, shape in damage.items()}
     with pytest.raises(ValueError, match="FP8 state of .*; resume with the model that saved it"):
         recipes.set_state(make(), recipes.get_state(model) | damage)
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-def test_preserved_state_restores_the_state(steps):
-    model = make()
-    step(model, steps) if steps else None
-    before = recipes.get_state(model)
-    with recipes.preserved_state(model):
-        step(model, 2)
-        assert not recipes.is_fresh(model)
-    after = recipes.get_state(model)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    assert recipes.is_fresh(model) == (steps == 0)
-    assert steps or not any(value.any() for name, value in after.items() if name.endswith("amax_history"))
-
-
-@on_reference
-def test_turned_off_runs_without_fp8_and_restores_it():
-    model, exact = make(), make(use_fp8=False)
-    with pytest.raises(RuntimeError, match="stop"), recipes.turned_off(model):
-        assert torch.equal(model(TOKENS), exact(TOKENS))
-        raise RuntimeError("stop")
-    assert model.config.use_fp8 and not torch.equal(model(TOKENS), exact(TOKENS))
-
-
-def test_first_scales_are_found_by_four_passes():
-    model, by_hand = make(), make()
-    recipes.find_first_scales(model, [(TOKENS, TOKENS), None], 6)
-    for _ in range(4):
-        (by_hand(TOKENS, TOKENS) / 6).backward()
-    expected = recipes.get_state(by_hand)
-    assert all(torch.equal(value, expected[name]) for name, value in recipes.get_state(model).items())
-    assert all(value.ne(1).any() for name, value in expected.items() if name.endswith("bwd.scale"))
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_masters_start_from_the_values_before_fp8():
-    config, weights = make().config, []
-    for recipe in (None, make_recipe()):
-        torch.manual_seed(0)
-        model = models.build_model("optimized", config, device=DEVICE, fp8_weights_recipe=recipe)
-        weights.append(model.blocks[0].attn.qkv.weight)
-    state = make_optimizer(model, TrainConfig(fp8_param=True)).state[weights[1]]
-    assert state["master_param"].dtype == torch.float32 and not torch.equal(state["master_param"], weights[1])
-    assert torch.equal(state["master_param"], weights[0])
 
 
 @pytest.mark.gpu

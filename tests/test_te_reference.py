@@ -226,19 +226,6 @@ def test_checkpoint_changes_nothing(recipe):
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(plain, checkpointed))
 
 
-@pytest.mark.parametrize("zero_centered", [False, True])
-def test_norms(zero_centered):
-    x, gamma, beta = torch.randn(4, 16) * 3, torch.rand(16), torch.randn(16)
-    layer_norm = te.LayerNorm(16, zero_centered_gamma=zero_centered, device="cpu")
-    rms_norm = te.RMSNorm(16, eps=1e-3, zero_centered_gamma=zero_centered, device="cpu")
-    torch.testing.assert_close(layer_norm(x), F.layer_norm(x, (16,)))  # as initialized
-    for norm in (layer_norm, rms_norm):
-        norm.weight.data = gamma - 1 if zero_centered else gamma
-    layer_norm.bias.data = beta
-    torch.testing.assert_close(layer_norm(x), F.layer_norm(x, (16,), gamma, beta))
-    torch.testing.assert_close(rms_norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * gamma)
-
-
 def norm_of(module, x):
     """Randomize the module's parameters and return the expected output of its norm."""
     for parameter in module.parameters():
@@ -297,30 +284,6 @@ def test_arguments_that_have_no_effect_are_refused(name, sizes, defaults):
     for option in ("sequence_parallel", "fuse_wgrad_accumulation"):
         with pytest.raises(ValueError, match=f"^{name}.{option}=True.: te_reference supports False only"):
             module(*sizes, **{option: True})
-
-
-def test_tensor_parallel_shapes():
-    column, row = (te.Linear(64, 48, tp_size=2, parallel_mode=mode) for mode in ("column", "row"))
-    assert column.weight.shape == (24, 64) and column.bias.shape == (24,) and column.out_features == 24
-    assert row.weight.shape == (48, 32) and row.bias.shape == (48,) and row.in_features == 32
-    assert te.LayerNormLinear(64, 48, tp_size=2, parallel_mode="column").weight.shape == (24, 64)
-    mlp = te.LayerNormMLP(64, 96, tp_size=2, set_parallel_mode=True, activation="swiglu")
-    assert mlp.fc1_weight.shape == (96, 64) and mlp.fc2_weight.shape == (64, 48)
-    assert mlp.fc1_bias.shape == (96,) and mlp.fc2_bias.shape == (64,)
-    with pytest.raises(RuntimeError, match="set_tensor_parallel_group"):
-        column(torch.zeros(16, 64))
-    with pytest.raises(ValueError, match="ub_bulk_wgrad"):
-        te.Linear(64, 64, tp_size=2, parallel_mode="column", ub_bulk_wgrad=True)
-    with pytest.raises(ValueError, match="50 features: not divisible by tp_size=4"):
-        te.Linear(50, 50, tp_size=4, parallel_mode="row")
-    with pytest.raises(ValueError, match="Linear.parallel_mode='both'"):
-        te.Linear(64, 64, parallel_mode="both")
-    with pytest.raises(ValueError, match="parallel_mode='row'"):
-        te.LayerNormLinear(64, 64, parallel_mode="row")
-    for module, sizes in (te.LayerNorm, (64,)), (te.DotProductAttention, (4, 16)), (
-            te.TransformerLayer, (64, 64, 4)):
-        with pytest.raises(ValueError, match="tp_size=2.: te_reference supports 1 only"):
-            module(*sizes, tp_size=2)
 
 
 def test_fp8_shape_rules():

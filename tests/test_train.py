@@ -192,14 +192,6 @@ def test_ctrl_c_finishes_the_step_and_saves(tokens, capfd):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_stop_in_a_skipped_step_waits_for_a_finite_one(tokens):
-    own = model_where("""if self.step in (3, 4):
-                loss = loss * float('inf')
-                signal.raise_signal(signal.SIGTERM)""")
-    assert run_train(f"{SHORT} {own} --out-dir run", tokens) == 0
-    assert saved_steps("run") == [5] and len(losses("run")) == 5
-
-
 def test_a_second_ctrl_c_stops_at_once(tokens, capsys):
     own = model_where("""if self.step == 5:
                 signal.raise_signal(signal.SIGINT)
