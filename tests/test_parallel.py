@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanote import checkpoint, ddp, parallel
-from trainer_tools import ROOT, RUN_ALL, finish, losses, metrics, run_train, start_ranks
+from trainer_tools import ROOT, RUN_ALL, fork_ranks, losses, metrics, run_train
 
 STEPS = 6
 OPTIONS = (f"--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --max-steps {STEPS} --warmup-steps 2 --lr 1e-3 "
@@ -52,7 +52,7 @@ def runs(tmp_path_factory, tokens):
     all_options = {name: extra if "--resume" in extra else f"{options} {extra}"
                    for name, extra in TOGETHER.items()}
     program = f"{RUN_ALL}\nparallel.exit(0)"
-    finish(start_ranks([sys.executable, "-c", program, str(ROOT), json.dumps(all_options), f"step-{STEPS}"]))
+    fork_ranks(program, [str(ROOT), json.dumps(all_options), f"step-{STEPS}"])
     yield folder
     os.chdir(before)
 
@@ -165,9 +165,8 @@ def test_without_shared_memory_all_ranks_update_all_weights(in_tmp_path):
     """Where peer access is off, or where one rank cannot share its memory. A step that is not finite on one
     rank is skipped on all."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-c", UNDIVIDED, str(ROOT)]
-    for output in finish(start_ranks(command, TRITON_INTERPRET="1", LOCAL_WORLD_SIZE="2",
-                                     CUDA_VISIBLE_DEVICES="")):
+    environment = dict(LOCAL_WORLD_SIZE="2", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    for output in fork_ranks(UNDIVIDED, [str(ROOT)], **environment):
         found = [line.removeprefix("found ") for line in output.splitlines() if line.startswith("found ")]
         assert [line.rpartition(", ")[2] for line in found] == ["True", "True"]
         assert found[0].startswith("NCCL_P2P_DISABLE is set, ") and "inf" not in found[0].split(", ")[0]
