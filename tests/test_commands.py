@@ -131,13 +131,6 @@ def test_a_reader_that_goes_away_stops_the_run_in_order(world, tmp_path):
 
 # ---------------------------------------------------------------- what a run records
 
-def test_a_run_is_repeated_from_its_config_json(world, tmp_path, monkeypatch):
-    monkeypatch.chdir(world)
-    assert json.loads(Path("out/good/config.json").read_text())["command"]
-    assert run_train(f"--config out/good/config.json --out-dir {tmp_path}/again") == 0
-    assert metrics(tmp_path / "again") == metrics("out/good")
-
-
 def test_eval_only_prints_the_loss_and_writes_nothing(world, monkeypatch, capsys):
     monkeypatch.chdir(world)
     before, logged = tree(), metrics("out/good")[-1]

@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 DIFFS = sorted((ROOT / "examples" / "edits").glob("*/*.diff"))
 MODELS = sorted({path.parent.name for path in DIFFS})
 EDITS = sorted({path.stem for path in DIFFS})
-OF_ONE = {("fast", "tensor_parallel")}  # fast_kernels has no tensor parallelism
 CLASSES = {"fast": ("FastGPT2Model", "FastConfig"), "optimized": ("OptimizedGPT2Model", "OptimizedConfig")}
 SMALL = dict(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, use_fp8=True)
 
@@ -57,12 +56,6 @@ def build(tmp_path, monkeypatch):
 def make_batch():
     tokens = torch.randint(64, (2, 17), device=DEVICE)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def test_both_models_have_every_edit():
-    found = {(path.parent.name, path.stem) for path in DIFFS}
-    assert found == {(m, e) for m in CLASSES for e in EDITS} - OF_ONE
-    assert len(EDITS) >= 9
 
 
 @pytest.mark.parametrize("edit, model", sorted((path.stem, path.parent.name) for path in DIFFS))

@@ -73,11 +73,3 @@ def test_a_command_that_trains_has_valid_options(command):
     _, arguments = split(command)
     config = read_options(arguments)
     assert "--preset" not in arguments or config.preset == arguments[arguments.index("--preset") + 1]
-
-
-def test_make_has_the_targets_that_pages_name():
-    makefile = (ROOT / "Makefile").read_text()
-    targets = {word for command in COMMANDS for word in re.findall(r"\bmake ([a-z-]+)", command)}
-    assert len(targets) >= 5
-    for target in targets:
-        assert re.search(rf"^{target}:", makefile, re.M), target

@@ -118,22 +118,6 @@ def test_shapes_that_fp8_cannot_use(recipe, batch, length, better):
 
 # ---- the state of delayed scaling
 
-def test_the_state_goes_to_another_model_as_a_copy():
-    model = make()
-    assert recipes.is_fresh(model) and recipes.get_state(model) == {}
-    step(model, 3)
-    state = recipes.get_state(model)
-    kept = {name: value.clone() for name, value in state.items()}
-    assert set(state) >= {"lm_head.scaling_fwd.scale", "blocks.0.attn.qkv.scaling_bwd.amax_history"}
-    assert all(type(value) is torch.Tensor and value.dtype == torch.float32 for value in state.values())
-    other = make()
-    recipes.set_state(other, state)
-    assert not recipes.is_fresh(other)
-    assert all(torch.equal(value, recipes.get_state(other)[name]) for name, value in state.items())
-    assert step(model) == step(other)
-    assert all(torch.equal(value, kept[name]) for name, value in state.items())
-
-
 @pytest.mark.parametrize("length", [1, 3, 8, 12])
 def test_another_history_length_keeps_the_newest_rows(length):
     model = make(history=8)

@@ -93,12 +93,6 @@ def test_padding_rows_are_never_sampled():
     assert generate(Counter(), [3], 1, temperature=0) == [12]
 
 
-def test_a_stop_token_ends_the_text():
-    seen = []
-    options = dict(temperature=0, vocab_size=12, stop={5, 9}, on_token=seen.append)
-    assert generate(Counter(), [3], 5, **options) == seen == [4, 5]
-
-
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("logits", [[1.0, math.nan], [1.0, math.inf]])
 def test_logits_that_are_not_finite_are_one_line(logits, temperature):

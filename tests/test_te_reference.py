@@ -183,19 +183,6 @@ def test_is_first_microbatch_caches_the_quantized_weight():
     assert [y(100, None), y(100, True)] == pytest.approx([0.3, 100])
 
 
-def test_a_disabled_region_inside_an_enabled_one():
-    outer, inner, after = (linear(torch.randn(16, 16)) for _ in range(3))
-    x = torch.randn(16, 16)
-    with te.autocast(recipe=delayed()):
-        h = outer(x)
-        with te.autocast(enabled=False):
-            y = inner(h)
-        z = after(y)
-    assert torch.equal(y, h @ inner.weight.T) and "scaling_fwd" not in inner.fp8_meta
-    assert not torch.equal(h, x @ outer.weight.T) and not torch.equal(z, y @ after.weight.T)
-    assert torch.equal(outer(x), x @ outer.weight.T)  # FP8 is off again outside
-
-
 @pytest.mark.parametrize("recipe", [delayed(), te.Float8CurrentScaling()])
 def test_checkpoint_changes_nothing(recipe):
     def train(use_checkpoint):
@@ -410,20 +397,6 @@ def test_parameters_kept_in_fp8():
     error = (weight - master).abs()
     # at most half of E4M3's spacing
     assert (error <= master.abs() / 16 * 1.001 + 1e-6).all() and error.mean() > 20e-6
-
-
-def test_torchs_own_checkpoint_recomputes_without_fp8():
-    torch.manual_seed(0)
-    layer, x, dy = te.Linear(32, 32, device="cpu"), torch.randn(16, 32), torch.randn(16, 32)
-    def run(checkpoint, **options):
-        return step(lambda h: checkpoint(layer, h, **options), x, dy, te.Float8CurrentScaling(), of=layer)
-    plain, exact = step(layer, x, dy, te.Float8CurrentScaling()), (dy @ layer.weight, dy.T @ x)
-    assert all(map(torch.equal, run(te.checkpoint), plain))
-    y, *gradients = run(torch.utils.checkpoint.checkpoint, use_reentrant=True)
-    assert torch.equal(y, plain[0]) and not torch.allclose(plain[1], exact[0], rtol=1e-3)
-    assert all(map(torch.allclose, gradients, exact))
-    with pytest.raises(torch.utils.checkpoint.CheckpointError):
-        run(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 
 
 # ---- block scaling

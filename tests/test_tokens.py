@@ -154,15 +154,6 @@ def make_answers(path, examples):
     return [pair for split in splits for pair in zip(split.tokens.tolist(), split.mask.tolist())]
 
 
-@pytest.mark.parametrize("examples", [20, 1])  # one: its end is `val`
-def test_a_mask_marks_answers_and_their_ends(tmp_path, examples):
-    pairs = [("q" * (1 + i % 9), "a" * (200 + i)) for i in range(examples)]
-    found = make_answers(tmp_path / "set", pairs)
-    assert {token for token, is_label in found if is_label} == {ord("a"), 256}
-    assert {token for token, is_label in found if not is_label} == {ord("q")}
-    assert len(found) == sum(len(prompt + answer) + 1 for prompt, answer in pairs)
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_only_answers_are_labels_and_all_of_them_count_alike(tmp_path, packed):
     """In a step, over micro-batches and ranks; a micro-batch without a label has no weight."""
