@@ -1,5 +1,5 @@
 """benchmark_te.py and benchmark_attention.py: the baseline is the same network, errors are those against
-float64, a wrong kernel is marked, every mode runs. Mistakes of all benchmarks are here."""
+float64. Mistakes of all benchmarks are here."""
 import importlib
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""train.py on two processes that communicate by gloo, as torchrun starts them; an update divided by three."""
+"""train.py on two processes that communicate by gloo, as torchrun starts them."""
 import json
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What the pages tell a user to run: README's loop trains, commands have their options, make its targets."""
+"""What the pages tell a user to run: README's loop trains, commands have their options."""
 
 import re
 import runpy

@@ -1,5 +1,4 @@
-"""te_reference.TransformerLayer: TE's parameter names and defaults, every layout of QKV, and on a GPU
-equality with TE's module."""
+"""te_reference.TransformerLayer: TE's parameter names and defaults, and on a GPU equality with TE's module."""
 
 import math
 
