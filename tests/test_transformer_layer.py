@@ -1,4 +1,4 @@
-"""te_reference.TransformerLayer: TE's parameter names and defaults, and on a GPU equality with TE's module."""
+"""te_reference.TransformerLayer: TE's parameter names and defaults; on a GPU equality with TE's module."""
 
 import math
 
