@@ -143,11 +143,11 @@ def losses_of(run):
 
 
 def test_trains_and_resumes(tokens, tmp_path):
-    options = f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --eval-interval 4 --fp8-health-interval 4"
+    options = f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --eval-interval 4"
     assert run_train(f"{options} --out-dir {tmp_path}/plain", tokens) == 0
     for name, switch in (
         ("offloaded", "--offload-activations 1"),
-        ("parts", "--loss-chunks 3 --gradient-checkpointing")):
+        ("parts", "--loss-chunks 3 --gradient-checkpointing --fp8-health-interval 4")):
         run = tmp_path / name
         assert run_train(f"{options} {switch} --out-dir {run}", tokens) == 0
         whole = metrics(run)
