@@ -124,8 +124,7 @@ def test_fast_adam_skips_a_step(options, value):
         moments = [value for p in params for value in optimizer.state[p].values()]
         return [*params, *moments, optimizer.param_groups[0]["step"]]
 
-    assert_equal(run([0.5, value, 1.0, value]), run([0.5, 1.0]))
-    assert_equal(run([value]), run([]))
+    assert_equal(run([value, 0.5, value]), run([0.5]))
 
 
 def test_the_set_of_parameters_with_gradients_may_change():

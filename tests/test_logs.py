@@ -97,6 +97,12 @@ def test_more_than_ten_skipped_steps_end_a_run(start, capsys, loss, norm):
     assert f"step 2: loss {loss}" in said and "skipped (1 of 10)" in said
 
 
+def test_a_run_without_a_finite_step_has_diverged(start):
+    log = start(max_steps=2)
+    with pytest.raises(logs.Diverged, match="step 2"):
+        train(log, [math.nan, math.nan])
+
+
 # ---------------------------------------------------------------- what fails
 
 @pytest.mark.parametrize("room", [0, 10])  # bytes
