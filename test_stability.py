@@ -103,8 +103,8 @@ high_precision = lru_cache(lambda: stability.final(losses_of()["none"]))
 
 
 @pytest.mark.parametrize("recipe, format, margin, model", [
-    ("delayed", "hybrid", 0, "optimized"), ("delayed", "e4m3", 2, "optimized"), ("current", "e4m3", 0, "te"),
-    ("block", "e4m3", 0, "optimized"), ("mxfp8", "e4m3", 0, "optimized")])
+    ("delayed", "hybrid", 0, "optimized"), ("current", "e4m3", 0, "te"), ("block", "e4m3", 0, "optimized"),
+    ("mxfp8", "e4m3", 0, "optimized")])
 def test_fp8_trains_as_well_as_high_precision(recipe, format, margin, model):
     losses = losses_of(recipe=recipe, format=format, margin=margin, model=model)["none"]
     assert losses.isfinite().all() and losses[0] > 5
@@ -113,16 +113,16 @@ def test_fp8_trains_as_well_as_high_precision(recipe, format, margin, model):
 
 @pytest.mark.parametrize("recipe", stability.FP8_RECIPES)
 def test_every_disturbance_leaves_the_loss_finite(recipe):
-    found = losses_of(stability.DISTURBANCES, 25, recipe=recipe, format="e4m3")
+    found = losses_of(stability.DISTURBANCES, 25 if HAS_GPU else 12, recipe=recipe, format="e4m3")
     assert all(losses.isfinite().all() for losses in found.values())
 
 
 def one_step(disturbance, after, **setting):
     """Train, disturb a step, train `after` more -> (FP8 state before, FP8 state after)."""
-    run = Run(Setting("delayed", **setting), steps=60)
-    run.train(0, 20)
+    run, at = Run(Setting("delayed", **setting), steps=60), 20 if HAS_GPU else 6
+    run.train(0, at)
     before = recipes.get_state(run.model)
-    run.train(20, 21 + after, disturbance, at=20)
+    run.train(at, at + 1 + after, disturbance, at=at)
     return before, recipes.get_state(run.model)
 
 

@@ -13,6 +13,7 @@ import pyarrow
 
 from nanote.config import in_a_line
 
+LONGEST_LINE = 1 << 28  # bytes, in a compressed file of rows: `datasets` holds a line in memory
 PIECE = 1 << 20  # characters; long files are read and tokenized in pieces of about this size
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 
@@ -69,6 +70,9 @@ def dataset_documents(path, columns, left_out, data_files=None, split="train", *
     import datasets  # slow to import
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
     try:
+        for file in data_files or ():
+            if os.path.isfile(file) and file.endswith((".gz", ".zst")):
+                check_lines(file)
         rows = datasets.load_dataset(path, data_files=data_files, split=split, **options)
         for batch in rows.iter(1000):
             if missing := [name for name in columns if name not in batch]:
@@ -85,6 +89,14 @@ def dataset_documents(path, columns, left_out, data_files=None, split="train", *
     except Exception as error:  # whatever the hub, pyarrow, pandas or the builder raises
         where = ", ".join(data_files or [path])
         raise ValueError(f"{where}: {in_a_line(error.__cause__ or error)}") from error
+
+
+def check_lines(path):
+    """Raise ValueError for a line that does not fit in memory: 3 GB may compress to 3 MB."""
+    with io.BufferedReader(pyarrow.input_stream(path)) as file:
+        while line := file.readline(LONGEST_LINE):
+            if len(line) == LONGEST_LINE:
+                raise ValueError(f"holds a line of {LONGEST_LINE >> 20} MiB or more; split it")
 
 
 def stdlib_files(*skipped):

@@ -1,21 +1,17 @@
 """benchmark_te.py and benchmark_attention.py: the baseline is the same network, errors are those against
-float64, a wrong kernel is marked, every mode runs. Mistakes of all benchmarks are here."""
+float64. Mistakes of all benchmarks are here."""
 import importlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import benchmark_attention
 import benchmark_te
-from bench import attention, measure, pictures, plain_gpt, speed, step
+from bench import attention, minimal, pictures, plain_gpt, step
 from bench.attention import Shape
-from bench.measure import Agreement
-from bench.report import Rows
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from nanote.config import TrainConfig
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tiny shapes are of a CPU")
 CPU = torch.device("cpu")
@@ -44,57 +40,6 @@ def test_plain_gpt_is_the_same_network(block, by_hand):
     expected = ours(x)
     torch.testing.assert_close(plain(x), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
     torch.testing.assert_close(plain(x, y), ours(x, y), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("arm, changes", [
-    ("bf16", dict(fp8_recipe="none", cuda_graph="auto")),
-    ("fp8", dict(fp8_recipe="delayed", fp8_format="auto")),
-    ("fp8-block-hybrid", dict(fp8_recipe="block", fp8_format="hybrid")),
-    ("fp8-current-eager", dict(fp8_recipe="current", cuda_graph="off")),
-    ("fp8-mxfp8-fused", dict(fp8_recipe="mxfp8", model="fused")),
-    ("fp8-fused-accum4-checkpointing", dict(model="fused", grad_accum=4, gradient_checkpointing=True))])
-def test_words_of_an_arm_are_options_of_train_py(arm, changes):
-    config = step.arm_config(arm, TrainConfig())
-    assert {name: getattr(config, name) for name in changes} == changes
-
-
-@pytest.mark.parametrize("arm", ["bf16", "fp8-accum2", "fp8-muon"])
-def test_a_step_trains_and_skips_a_loss_that_is_not_finite(arm):
-    config = step.arm_config(arm, step.make_config(step.SHAPES["guide"], CPU))
-    batches = step.make_batches(config, CPU)
-    made = step.Step(config, CPU, batches)
-    losses = [made(batches, 1e-3)[0].item() for _ in range(4)]
-    assert losses[-1] < losses[0] - 0.1
-    before = [p.detach().clone() for p in made.model.parameters()]
-    handle = made.model.register_forward_hook(lambda module, args, loss: loss * float("nan"))
-    assert not made(batches, 1e-3)[1].isfinite()
-    handle.remove()
-    assert all(torch.equal(a, b) for a, b in zip(before, made.model.parameters()))
-    assert made(batches, 0.0)[1].isfinite()
-
-
-class Training:
-    """A step whose loss falls by `fall` a step, after the first one."""
-
-    config = step.make_config(step.SHAPES["guide"], CPU)
-
-    def __init__(self, loss=6.25, norm=2.0, fall=0.1):
-        self.loss, self.norm, self.fall = loss + fall, norm, fall
-
-    def __call__(self, batches, lr):
-        self.loss -= self.fall
-        return torch.tensor(self.loss), torch.tensor(self.norm)
-
-
-@pytest.mark.parametrize("wrong, complaint", [
-    (dict(fall=0.0), "after three steps"), (dict(norm=4.0), "a gradient norm of 4, and 2 in fp8"),
-    (dict(norm=0.0), "a gradient norm of 0"), (dict(norm=float("nan")), "a gradient norm of nan"),
-    (dict(loss=5.0), "a loss of 5.000 at initialization, not about 6.251")])
-def test_an_arm_that_does_not_train_is_refused(wrong, complaint):
-    agreement = Agreement()
-    assert agreement.verify("fp8", Training(), [])["loss_fall"] == pytest.approx(0.4, rel=1e-3)
-    with pytest.raises(RuntimeError, match=complaint):
-        agreement.verify("other", Training(**wrong), [])
 
 
 FIELDS = "shape block arm ms tokens_per_s ratio_to_plain mfu peak_gib gpu torch te date command model_config"
@@ -132,29 +77,12 @@ def test_without_a_mode_it_prints_the_table_of_formats(tmp_path, capsys):
     assert table[-1] == ["custom", "FP8 HYBRID", *(f"{value:.2f}" for value in expected)]
 
 
-def test_a_missing_figure_is_an_empty_cell():
-    rows = [{"arm": "fp8-fused", "ms": 10.0}, {"arm": "fp8-e4m3-fused", "error": "out of memory"},
-            {"arm": "bf16-fused", "forward_ms": 4.4, "backward_ms": 9.51, "ms": 14.0}]
-    assert speed.formats_table(rows).splitlines()[2:] == [
-        "| fused | BF16 | 4.40 | 9.51 | 13.91 | 1.00 | 14.00 | 1.00 |",
-        "| fused | FP8 HYBRID |  |  |  |  | 10.00 | 1.40 |"]
-
-
-@pytest.mark.parametrize("mode, count", [("--sweep", 4), ("--compile", 140)])
-def test_what_does_not_fit_the_time_budget_is_said(mode, count, tmp_path):
-    benchmark_te.main(f"{mode} --time-budget -1 --json {tmp_path}/rows.json".split())
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert len(rows) == count and all(row["error"] == "not run: time budget" for row in rows)
-
-
 MISTAKES = {  # {command: (arguments, what its line says)}
     "benchmark_te.py": [
         ("--shapes nothing", "--shapes 'nothing': unknown; use 124m-b32"),
         ("--steps 1", "--steps 1: must be 4 or more"), ("--arms plain fp16", "--arms 'fp16': unknown"),
         ("--sweep --stack", "one at a time"), ("--shape 4 768 13 8 512", "4 768 12 8 512 works"),
-        ("--preset gpt5", "--preset 'gpt5': unknown; use tiny"),
         ("--blocks modern", "--blocks: the table of formats has none; add --shapes guide, for example"),
-        ("--stack --shapes all", "--shapes 'all': unknown; use 124m"),
         ("--json none/x.json", "there is no folder none"), ("--json results", "results: is a folder")],
     "benchmark_attention.py": [
         ("--shapes 2x128x4", "8x2048x12x12x64 works"),
@@ -163,8 +91,6 @@ MISTAKES = {  # {command: (arguments, what its line says)}
     "bench/multi_gpu.py": [
         ("", "one process; start it with torchrun --nproc-per-node 2"),
         ("--layouts nanogpt", "--layouts nanogpt: needs a nanoGPT checkout; name its folder with --nanogpt"),
-        ("--layouts nanogpt --nanogpt .", "there is no model.py; name the folder of a nanoGPT checkout"),
-        ("--layouts nanogpt --nanogpt . --accum 2", "has no gradient accumulation and no Llama"),
         ("--layouts ddp2", "--layouts 'ddp2': unknown; use ddp, ddp-eager")],
     "bench/convergence.py": [
         ("--arms fp9", "--arms fp9: unknown; the arms are bf16"),
@@ -186,22 +112,14 @@ def test_a_mistake_is_one_line(command, arguments, complaint, in_tmp_path, refus
     assert complaint in refused(module.main, arguments, command)
 
 
-@pytest.mark.parametrize("content", ['{"cells": []}', '[{"shape": "a", "arm": "b", "gpu": "NVIDIA H200"}]'])
-def test_a_file_of_other_figures_is_left_alone(content, tmp_path):
-    path = tmp_path / "other.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match="name another file"):
-        Rows(path, ("shape", "arm"), "benchmark_te.py", [])
-    assert path.read_text() == content
-
-
-def test_turns_count_every_step_of_each_function():
-    calls = []
-    times = measure.in_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 6, CPU)
-    assert [len(values) for values in times.values()] == [6, 6]
-    assert calls.count("a") == calls.count("b") == 6 + measure.TURNS  # the first of a turn is not counted
-    low, high = measure.interval_of_median([1.0, 2.0, 3.0, 4.0, 100.0])
-    assert 1 <= low <= 3 <= high <= 100
+def test_own_loops_are_timed(tmp_path):
+    """README's, and examples/minimal.py."""
+    path = tmp_path / "minimal.json"
+    minimal.main(f"--layers 1 --width 64 --batch 1 --seq-len 32 --steps 1 --json {path}".split())
+    rows = json.loads(path.read_text())
+    assert [row["loop"] for row in rows] == ["readme", "example"]
+    for row in rows:
+        assert row["tokens_per_s"] == pytest.approx(32e3 / row["ms"], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
@@ -222,41 +140,12 @@ def measure_attention(make):
     return attention.measure_kernel(make, SHAPE, sets, attention.reference(*sets[0][0], sets[0][1]))
 
 
-def not_causal(shape):
-    def attend(q, k, v):
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
-    return attend
-
-
-def test_the_reference_is_causal_attention_of_the_last_head():
-    q, k, v = (torch.randn(1, 8, heads, 4, requires_grad=True, dtype=torch.float64) for heads in (2, 1, 1))
-    grad = torch.randn(1, 8, 2, 4, dtype=torch.float64)
-    heads_first = (t.transpose(1, 2) for t in (q, k, v))
-    expected = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
-    grads = torch.autograd.grad(expected, (q, k, v), grad)
-    for found, wanted in zip(attention.reference(q, k, v, grad), (expected, *grads)):
-        torch.testing.assert_close(found, wanted[0].detach())
-
-
 @pytest.mark.parametrize("name", attention.KERNELS)
 def test_every_kernel_agrees_with_float64(name):
     row = measure_attention(attention.KERNELS[name])
     assert row["agrees"] and max(row["errors"].values()) < 0.01
     both = SHAPE.flops()[2] / row["both_ms"] / 1e9
     assert row["both_tflops"] == pytest.approx(both) and row["forward_ms"] > 0
-
-
-def test_a_kernel_that_is_wrong_or_fails_says_so():
-    row = {"name": "all tokens", "part": "attention"} | measure_attention(not_causal)
-    assert not row["agrees"] and attention.text_of(row).endswith("WRONG")
-
-    def fails():
-        raise ImportError("No module named 'flash_attn'")
-
-    row = attention.row_of(fails, name="flash")
-    assert row == {"name": "flash", "why_not": "not installed: No module named 'flash_attn'"}
-    assert "not installed" in attention.text_of(row)
 
 
 def test_the_script_writes_a_row_for_each_kernel(tmp_path, capsys):

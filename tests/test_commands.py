@@ -4,7 +4,6 @@ import io
 import json
 import os
 import pickle
-import re
 import shlex
 import shutil
 import signal
@@ -33,15 +32,13 @@ def world(tmp_path_factory):
         patch.chdir(folder)
         make_tokens("tokens")
         assert run_train(f"{SHORT} --out-dir out/good", "tokens") == 0
-        for name in ("altered", "truncated", "zero", "no-val"):
+        for name in ("altered", "truncated", "no-val"):
             shutil.copytree("tokens", name)
         content = bytearray(Path("altered/train.bin").read_bytes())
         content[99] ^= 1
         Path("altered/train.bin").write_bytes(content)
         os.truncate("truncated/val.bin", os.path.getsize("truncated/val.bin") - 2)
-        os.truncate("zero/train.bin", 0)
         Path("no-val/val.bin").unlink()
-        Path("out/empty").mkdir()
         Path("file.txt").write_text("some text\n")
         Path("unknown.yaml").write_text("max_stepz: 3\n")
     return folder
@@ -59,7 +56,6 @@ def world(tmp_path_factory):
     ("train.py", f"{TRAIN} --cuda-graph on", "--cuda-graph GPU"),
     # shapes
     ("train.py", f"{TRAIN} --vocab-size 256", "256 288"),
-    ("train.py", f"{TRAIN} --n-head 3", "n_head=3 64"),
     ("train.py", f"{TRAIN} --n-embd 72", "n_embd 80"),
     ("train.py", f"{TRAIN} --micro-batch-size 3 --seq-len 20", "60 4"),
     ("train.py", f"{TRAIN} --seq-len 64 --n-positions 32", "64 32"),
@@ -67,13 +63,11 @@ def world(tmp_path_factory):
     ("train.py", f"{SHORT} --data nowhere", "nowhere data.py"),
     ("train.py", f"{SHORT} --data altered", "altered/train.bin --force"),
     ("train.py", f"{SHORT} --data truncated", "truncated/val.bin --force"),
-    ("train.py", f"{SHORT} --data zero", "zero/train.bin --force"),
     ("train.py", f"{SHORT} --data no-val", "no-val/val.bin"),
     # runs
     ("train.py", f"{TRAIN} --out-dir out/good", "out/good --resume"),
     ("train.py", f"{TRAIN} --out-dir file.txt/run", "file.txt"),
     ("train.py", "--resume --out-dir out/none", "out/none checkpoint"),
-    ("train.py", "--resume --out-dir out/empty", "out/empty checkpoint"),
     ("train.py", "--config missing.yaml", "missing.yaml"),
     ("sample.py", "out/none", "out/none checkpoint"),
     ("sample.py", "out/good --temperature -1", "--temperature -1"),
@@ -106,7 +100,7 @@ def start(arguments: str, cwd, **options) -> subprocess.Popen:
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, **options)
 
 
-@pytest.mark.parametrize("seconds", [0.1, 0.5, 1.5])
+@pytest.mark.parametrize("seconds", [0.1, 1.0])
 def test_ctrl_c_while_importing_prints_no_traceback(world, tmp_path, seconds):
     process = start(f"{TRAIN} --max-steps 100000 --out-dir {tmp_path}/run", world)
     time.sleep(seconds)
@@ -115,9 +109,14 @@ def test_ctrl_c_while_importing_prints_no_traceback(world, tmp_path, seconds):
     assert "Traceback" not in out + error and process.returncode in (-signal.SIGINT, 130, 0)
 
 
-def test_training_goes_on_with_closed_streams(world, tmp_path):
-    command = f"exec {sys.executable} {ROOT}/train.py {TRAIN} --out-dir {tmp_path}/run >&- 2>&-"
-    assert subprocess.run(["bash", "-c", command], cwd=world).returncode == 0
+def test_training_needs_no_streams_and_no_triton(world, tmp_path):
+    """As after the terminal was closed, on a machine without Triton and fast_kernels."""
+    program = tmp_path / "program.py"
+    program.write_text("import runpy, sys\nsys.modules['triton'] = sys.modules['fast_kernels'] = None\n"
+                       f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')")
+    command = f"PYTHONPATH={ROOT} exec {sys.executable} {program} {TRAIN} --out-dir {tmp_path}/run >&- 2>&-"
+    environment = os.environ | {"NANOTE_ENGINE": "reference"}
+    assert subprocess.run(["bash", "-c", command], cwd=world, env=environment).returncode == 0
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2]
 
 
@@ -131,13 +130,6 @@ def test_a_reader_that_goes_away_stops_the_run_in_order(world, tmp_path):
 
 
 # ---------------------------------------------------------------- what a run records
-
-def test_a_run_is_repeated_from_its_config_json(world, tmp_path, monkeypatch):
-    monkeypatch.chdir(world)
-    assert json.loads(Path("out/good/config.json").read_text())["command"]
-    assert run_train(f"--config out/good/config.json --out-dir {tmp_path}/again") == 0
-    assert metrics(tmp_path / "again") == metrics("out/good")
-
 
 def test_eval_only_prints_the_loss_and_writes_nothing(world, monkeypatch, capsys):
     monkeypatch.chdir(world)
@@ -196,17 +188,6 @@ def test_no_code_in_token_files_is_run(copied, name):
     Path("tokens", name).write_bytes(pickle.dumps(Hostile()))
     assert run_train(f"{TRAIN} --out-dir run") == (0 if name == "train.npy" else 2)
     assert not Path("ran").exists()
-
-
-def test_nothing_here_unpickles():
-    folders = (ROOT, *(ROOT / name for name in ("nanote", "fast_kernels", "tools", "bench", "examples")))
-    for path in [path for folder in folders for path in folder.glob("*.py")]:
-        source = path.read_text()
-        assert all("weights_only=True" in line for line in re.findall(r"torch\.load\(.*", source)), path
-        for call in (r"pickle\.loads?\(", r"allow_pickle=True", r"trust_remote_code=True", r"joblib",
-                     r"weights_only=False", r"add_safe_globals"):
-            assert not re.search(call, source), (path, call)
-        assert "Unpickler" not in source, path
 
 
 @pytest.mark.parametrize("script, arguments", [*READERS.items(), ("train.py", "--eval-only --out-dir run")])

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from nanote.config import PRESETS, TrainConfig, in_a_line, read_options, run_command
-from nanote.models import padded_vocab_size
 from trainer_tools import OPTIONS, ROOT, run_train, sign
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -78,12 +77,6 @@ def test_config_files_are_refused_in_one_line(text, words):
     assert words in error_of("--config a.yaml")
 
 
-def test_code_on_the_command_line_is_taken():
-    Path("a.yaml").write_text("model: mine.py:Net\nfp8_recipe: custom:mine.f\n")
-    config = options("--config a.yaml --model mine.py:Net --fp8-recipe=custom:mine.f")
-    assert (config.model, config.fp8_recipe) == ("mine.py:Net", "custom:mine.f")
-
-
 def test_config_json_of_a_run_repeats_it(finished, capsys):
     config = options(f"--config {finished}/config.json --lr 1e-4")
     assert (config.n_layer, config.n_embd, config.lr, config.out_dir) == (1, 64, 1e-4, None)
@@ -98,11 +91,7 @@ def test_config_json_of_a_run_repeats_it(finished, capsys):
 @pytest.mark.parametrize("given, words", [
     ("--max-steps 0", "--max-steps 0: must be at least 1"), ("--lr nan", "--lr nan: must be a number"),
     ("--weight-decay 1e39", "--weight-decay 1e+39: must be a number that float32 can hold"),
-    ("--optimizer muon --lr 1e308", "--lr 1e+308: must be a number that float32 can hold"),
     ("--lr -1", "--lr -1.0: must be above 0"), ("--warmup-steps -1", "--warmup-steps -1: must be 0 or more"),
-    ("--layernorm-epsilon 2", "--layernorm-epsilon 2.0: must be from 0 to 1"),
-    ("--n-positions 0", "--n-positions 0: must be at least 1"), ("--seed -1", "--seed -1: must be 0 or more"),
-    ("--fp8-margin -1", "--fp8-margin -1: "), ("--fp8-amax-history-len 0", "--fp8-amax-history-len 0: "),
     ("--fp8-recipe none --fp8-param", "--fp8-param, --fp8-health-interval: there is no FP8"),
     ("--compile-fullgraph", "without effect; pass --compile too"),
     ("--parallel hsdp --fp8-param", "--parallel hsdp: does not go with --fp8-param; leave it out"),
@@ -190,16 +179,10 @@ sys.exit(run_command(main, "x.py"))"""
 
 @pytest.mark.parametrize("command, code, said", [
     ("x.py mistake 2>&-", 2, ""), ("x.py mistake >&-", 2, "x.py: wrong\n"), ("x.py 2>&- >&-", 0, ""),
-    ("x.py mistake 2>/dev/full", 2, ""), ("x.py mistake >/dev/full", 2, "x.py: wrong\n"),
-    ("x.py >/dev/full", 1, ""), ("-u x.py >/dev/full", 2, "x.py: No space left on device\n"),
-    ("x.py | sleep 0", 1, ""), ("-u x.py | sleep 0", 141, "")])
+    ("-u x.py >/dev/full", 2, "x.py: No space left on device\n"), ("-u x.py | sleep 0", 141, "")])
 def test_closed_or_full_streams_give_no_traceback(command, code, said):
     Path("x.py").write_text(SCRIPT.replace("ROOT", repr(str(ROOT))))
     shell = f"set -o pipefail; {sys.executable} {command}"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (code, said)
-
-
-def test_vocabularies_are_padded_for_fp8():
-    assert [padded_vocab_size(n) for n in (257, 288, 1025, 50257)] == [288, 288, 1152, 50304]

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from bench import convergence
-from nanote.config import read_options
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="trains on a CPU")
 RESULTS = Path(convergence.ROOT, "results")
@@ -37,13 +36,6 @@ def test_gaps_are_paired_by_seed_and_have_an_interval():
     assert summary_of(run_of("fp8@1", 1, 2.0))["fp8@1"]["gap_percent"] is None
 
 
-def test_arms_are_compared_with_bf16_of_their_size_and_rate():
-    assert convergence.baseline_of("fp8-current@1e-3") == "bf16@1e-3"
-    assert convergence.baseline_of("small-modern-emulated-all@4e-3") == "small-modern-bf16@4e-3"
-    rows = summary_of(run_of("bf16@1", 1, 2.0), run_of("bf16@2", 1, 8.0), run_of("fp8@2", 1, 8.8))
-    assert rows["fp8@2"]["gap_percent"] == pytest.approx(10.0)
-
-
 def test_speed_at_equal_loss_is_interpolated_between_lengths():
     """FP8 is 0.1 behind, and 0.2 better with twice the tokens: it needs √2 times as long."""
     rows = summary_of(run_of("bf16@1", 1, 2.0, 300.0), run_of("fp8@1", 1, 2.1, 100.0),
@@ -55,35 +47,11 @@ def test_speed_at_equal_loss_is_interpolated_between_lengths():
     assert rows["fp8@1"]["loss_matched_speedup"] is None  # not between the two lengths
 
 
-def test_seconds_of_another_machine_are_not_compared():
-    rows = summary_of(run_of("bf16@1", 1, 2.0), run_of("fp8@1", 1, 2.1, machine="another"))
-    assert rows["fp8@1"]["seconds"] is None and rows["fp8@1"]["gap_percent"] == pytest.approx(5.0)
-
-
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("convergence*.json")), ids=lambda path: path.stem)
 def test_stored_summaries_follow_from_the_stored_runs(path):
     result = json.loads(path.read_text())
     assert convergence.summarize(result["runs"]) == result["summary"]
     assert convergence.main_table(result).count("\n") == 1 + len(result["summary"])
-
-
-def test_every_arm_is_a_command_that_train_py_takes(tmp_path):
-    options = convergence.Options(out_dir=tmp_path, tokens=1e6)
-    for arm in convergence.ARMS:
-        if arm != "nanogpt":  # whose file wants a checkout
-            config = read_options(convergence.first_options(options, f"{arm}@1e-3", 1))
-            tokens = config.micro_batch_size * config.grad_accum * config.seq_len
-            assert tokens == convergence.TOKENS_PER_STEP[convergence.size_of(arm)], arm
-
-
-def test_time_is_that_of_steps_alone(tmp_path):
-    """One interval at a tenth of the speed holds a resume, and counts at the median speed."""
-    speeds = {1: 10.0, 2: 8192.0, 3: 8192.0, 4: 819.2, 5: 8192.0}
-    lines = [{"step": step, "loss": 1.0, "tokens_per_s": speed, **({"val_loss": 3.0} if step == 5 else {})}
-             for step, speed in speeds.items()]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (record,) = convergence.evaluations_of("small-fp8@1", 7, tmp_path)
-    assert record["seconds"] == 4.0 and record["tokens"] == record["run_tokens"] == 5 * 8192
 
 
 def test_a_study_trains_and_continues(tmp_path, tokens, capsys):

@@ -107,37 +107,6 @@ def test_a_broken_transformer_engine_is_named(body, words, hopper):
     assert code == 1 and words in shown and "fix: python doctor.py --install\n" in shown
 
 
-def test_engines_for_two_cuda_versions_are_named(hopper):
-    for name in ("transformer_engine", "transformer_engine_cu12"):
-        write(hopper, f"{name}-2.20.0.dist-info/METADATA", f"Name: {name}\nVersion: 2.20.0\n")
-    assert "not of one version for PyTorch's CUDA 13.0" in run(machine=hopper)[1]
-
-
-class Engine:
-    """A stand-in for nanote.recipes where Transformer Engine supports the recipes of `names`."""
-
-    RECIPES = ("none", "delayed", "mxfp8", "nvfp4")
-
-    def __init__(self, *names):
-        self.names = names
-
-    def describe(self):
-        return "RTX 5090"
-
-    def unsupported_reason(self, name):
-        return "" if name in self.names else "not supported yet."
-
-
-@pytest.mark.parametrize("capability, is_reported", [((10, 0), False), ((12, 0), True), ((12, 1), True)])
-def test_nvfp4_is_in_doubt_on_capability_12(capability, is_reported):
-    names, results = doctor.check_recipes(Engine("delayed", "nvfp4"), capability)
-    assert names == ["delayed", "nvfp4"] and ("info", "mxfp8 not here: not supported yet.", "") in results
-    warnings = [(line, fix) for status, line, fix in results if status == "warn"]
-    assert len(warnings) == is_reported
-    for line, fix in warnings:
-        assert "not measured here" in line and "issue 3062" in line and fix == DISABLE_RHT
-
-
 def test_a_cpu_pytorch_beside_a_gpu_fails(tmp_path):
     write(tmp_path, "nvidia-smi", SMI.format(capability="9.0"))
     if not torch.version.cuda:
@@ -145,69 +114,31 @@ def test_a_cpu_pytorch_beside_a_gpu_fails(tmp_path):
         assert code == 1 and "without CUDA, but there is a GPU" in shown and "PyTorch with CUDA" in shown
 
 
-def test_a_broken_driver_fails(hopper):
-    message = "Failed to initialize NVML: Driver/library version mismatch"
-    write(hopper, "nvidia-smi", f"#!/bin/sh\necho '{message}'\nexit 18\n")
-    code, shown = run(machine=hopper)
-    assert code == 1 and "fail  NVIDIA driver: The driver does not run." in shown and "fix: reboot" in shown
-
-
 # ---------------------------------------------------------------- --explain
 
 @pytest.mark.parametrize("message, answer", [
-    ("OSError: [Errno 28] No space left on device", "disk is full"),
     ("c++: fatal error: Killed signal terminated program cc1plus", "MAX_JOBS=1"),
     ("cudnn-wrapper.h:3:10: fatal error: cudnn.h: No such file or directory", "sets CPATH"),
-    ("extensions.h:10:10: fatal error: nccl.h: No such file or directory", "sets CPATH"),
     ("cuda_runtime.h:82:10: fatal error: crt/host_config.h: No such file or directory", "CUDA_HOME"),
-    ("RuntimeError: Could neither find NVCC executable nor CUDA runtime Python package", "CUDA_HOME"),
-    ("The detected CUDA version (12.2) mismatches the version that was used to compile", "CUDA_HOME"),
-    ("FileNotFoundError: [Errno 2] No such file or directory: 'c++'", "build-essential"),
     ("TypeError: expected string or bytes-like object, got 'NoneType'", "PyTorch with CUDA"),
-    ("RuntimeError: This package needs Torch to build.", "requirements.txt"),
     ("ModuleNotFoundError: No module named 'pybind11'", "build tool is missing"),
     ("/x/flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEi", "pip uninstall -y flash-attn"),
-    ("ImportError: /x/libtorch_cuda.so: undefined symbol: ncclCommWindowRegister", "LD_LIBRARY_PATH="),
     (OTHER_TORCH, "built for another PyTorch"),
     ("ModuleNotFoundError: No module named 'transformer_engine'", "is not installed"),
     ("ModuleNotFoundError: No module named 'transformer_engine_torch'", "parts of several"),
-    ("AssertionError: Could not find `transformer-engine` PyPI package.", "parts of several"),
     ("RuntimeError: cuDNN error: CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH", "CUDNN_HOME="),
     ("OSError: libcuda.so.1: cannot open shared object file", "no NVIDIA driver"),
-    ("OSError: libcublas.so.13: cannot open shared object file", "another CUDA (12, 13)"),
     ("The NVIDIA driver on your system is too old (found version 11040).", "driver's CUDA"),
-    ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", "docker run"),
     ("RuntimeError: CUDA error: no kernel image is available for execution on the device", "no kernels"),
     ("cublaslt_gemm.cu:397 in function cublas_gemm: Unable to find any suitable algorithms", "50304"),
-    ("AssertionError: FP8 execution requires the product of all dimensions except the last", "50304"),
-    ("RuntimeError: Unable to find suitable cuBLAS GEMM algorithm", "50304"),
     ("Device compute capability 8.9 or higher required for FP8 execution.", "--fp8-recipe none"),
-    ("RuntimeError: FP8 training is only supported on Hopper (H100/H200) and Ada (RTX 4090) GPUs",
-     "--fp8-recipe none"),
-    ("FSDP2 FP8 param gather is not supported yet in TE 2.0, will fallback to bf16", "gathers in BF16"),
-    ("AssertionError: --tp-comm-overlap requires --transformer-impl transformer_engine", "--parallel fsdp"),
-    ("AssertionError: delay_wgrad_compute requires TE >= 2.7.0 for gradient accumulation fusion",
-     "no such option"),
-    ("Warning: TE version 1.8 is older than recommended 2.9+. Some features may not work.", "too old"),
-    ("RuntimeWarning: Detected a PyTorch installation but could not find the shared object file for the "
-     "Transformer Engine PyTorch extension library.", "parts of several"),
-    ("RuntimeWarning: Detected a Jax installation but could not find the shared object file for the "
-     "Transformer Engine Jax extension library.", "NVTE_FRAMEWORK=pytorch"),
     ("step 40: loss nan", "--fp8-recipe none"),
     ("x.cu:1200 in function row_col_rht_gemm_ntt_w_sfc: CUDA Error: invalid argument", DISABLE_RHT),
-    ("torch.AcceleratorError: CUDA error: invalid argument", DISABLE_RHT),
     ("torch.utils.checkpoint.CheckpointError: torch.utils.checkpoint: A different number of tensors was "
-     "saved during the original forward and recomputation.", "te.checkpoint(block, x)"),
-    ("torch.utils.checkpoint: Recomputed values for the following tensors have different metadata than "
-     "during the forward pass.", "te.checkpoint(block, x)")])
+     "saved during the original forward and recomputation.", "te.checkpoint(block, x)")])
 def test_an_error_message_has_its_answer(message, answer):
     found = doctor.explain(f"  building an extension\n   {message}\n  ERROR: Failed building wheel\n")
     assert len(found) == 1 and answer in " ".join(found[0])
-
-
-def test_the_cause_comes_before_its_consequence():
-    log = "No module named 'transformer_engine_torch'\nfatal error: cudnn.h: No such file or directory\n"
-    assert ["headers" in cause for cause, _, _ in doctor.explain(log)] == [True, False]
 
 
 def test_explain_reads_a_file_or_stdin(tmp_path):

@@ -54,9 +54,8 @@ def master(optimizer, parameter):
         checkpoint.join_remainder(parameter.detach(), value) if value.dtype == torch.int16 else value.float())
 
 
-@pytest.mark.parametrize(
-    "dtype, remainders", [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)])
-@pytest.mark.parametrize("scale", [None, 0.25])
+@pytest.mark.parametrize("dtype, remainders, scale", [
+    (torch.bfloat16, True, None), (torch.bfloat16, False, 0.25), (torch.float32, False, 0.25)])
 def test_equals_adamw(dtype, remainders, scale):
     """Changed options apply from the next step."""
     params = parameters(dtype)
@@ -94,9 +93,8 @@ def test_how_state_is_stored_changes_little(change, close):
     assert difference <= close * updates[0].norm() and (difference > 0) == (close > 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_gradient_norm(dtype):
-    params = parameters(dtype)
+def test_gradient_norm():
+    params = parameters(torch.bfloat16)
     optimizer = FastAdam(groups(params))
     give_gradients(params)
     params[2].grad[-1] = 1e3  # in the partial chunk
@@ -108,27 +106,9 @@ def test_gradient_norm(dtype):
     assert optimizer.gradient_norm().isnan()
 
 
-def test_bfloat16_parameters_with_float32_gradients():
-    """Gradients of nanote/ddp.py. Values that BF16 can hold train as BF16 gradients do, bit for bit."""
-    results = []
-    for dtype in (torch.bfloat16, torch.float32):
-        params = parameters(torch.bfloat16)
-        optimizer = FastAdam(groups(params), lr=0.1)
-        for parameter, gradient in zip(params, gradients(0, torch.bfloat16)):
-            parameter.grad_dtype = None  # any
-            parameter.grad = gradient.to(dtype)
-        norm = optimizer.gradient_norm()
-        optimizer.step()
-        results.append([norm, *params, *(optimizer.state[p]["exp_avg"] for p in params)])
-    assert_equal(*results)
-    params[0].grad = params[0].grad.bfloat16()
-    with pytest.raises(ValueError, match="all must be float32, or all have the parameters' type"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("options, value", [
-    (dict(), math.nan), (dict(), math.inf), (dict(store_param_remainders=False), math.nan),
-    (dict(moment_dtype=torch.bfloat16), math.nan), (dict(dtype=torch.float32), math.nan)])
+    (dict(), math.inf), (dict(moment_dtype=torch.bfloat16), math.nan),
+    (dict(dtype=torch.float32), math.nan)])
 def test_fast_adam_skips_a_step(options, value):
     """A grad_scale that is not finite changes nothing, not even the step count."""
     dtype = options.get("dtype", torch.bfloat16)
@@ -144,8 +124,7 @@ def test_fast_adam_skips_a_step(options, value):
         moments = [value for p in params for value in optimizer.state[p].values()]
         return [*params, *moments, optimizer.param_groups[0]["step"]]
 
-    assert_equal(run([0.5, value, 1.0, value]), run([0.5, 1.0]))
-    assert_equal(run([value]), run([]))
+    assert_equal(run([value, 0.5, value]), run([0.5]))
 
 
 def test_the_set_of_parameters_with_gradients_may_change():
@@ -170,46 +149,11 @@ def test_the_set_of_parameters_with_gradients_may_change():
             torch.testing.assert_close(parameter.double(), w, rtol=1e-6, atol=1e-6)
 
 
-def test_a_group_can_be_added_after_a_step():
-    params = parameters(torch.bfloat16)
-    optimizer = FastAdam(params[:1], lr=1e-2, betas=(0.9, 0.95))
-    train(optimizer, params[:1], 2)
-    optimizer.add_param_group({"params": params[1:], "lr": 2e-2, "weight_decay": 0.1})
-    before = [p.detach().clone() for p in params]
-    train(optimizer, params, 1)
-    assert not any(torch.equal(p, q) for p, q in zip(params, before))
-    assert [group["step"].item() for group in optimizer.param_groups] == [3, 1]
-    fresh = parameters(torch.bfloat16)[1:]
-    alone = FastAdam(fresh, lr=2e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    for parameter, gradient in zip(fresh, gradients(0, torch.bfloat16)[1:]):
-        parameter.grad = gradient
-    alone.step()
-    assert_equal(params[1:], fresh)
-
-
-@pytest.mark.parametrize("group, complaint", [(dict(dtype=torch.float32), "all must be"),
-                                              (dict(betas=(0.9, 0.999)), "0.996")])
-def test_an_invalid_group_is_not_added(group, complaint):
-    params = parameters(torch.bfloat16)
-    optimizer = FastAdam(params[:1], betas=(0.9, 0.95), moment_dtype=torch.bfloat16)
-    other = torch.nn.Parameter(torch.zeros(8, device=DEVICE, dtype=group.pop("dtype", torch.bfloat16)))
-    with pytest.raises(ValueError, match=complaint):
-        optimizer.add_param_group({"params": [other], **group})
-    assert len(optimizer.param_groups) == 1 and other not in optimizer.state
-    train(optimizer, params[:1], 1)
-    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
-    with pytest.raises(ValueError, match="0.996"):
-        optimizer.step()
-    optimizer.param_groups[0].update(betas=(0.9, 0.95), params=params)
-    with pytest.raises(ValueError, match="use add_param_group"):
-        optimizer.step()
-
-
 def test_a_learning_rate_may_be_a_number():
     """A number, also a scheduler's, is copied to the memory that a captured CUDA graph reads."""
     outcomes = []
     for way in ("tensor", "number", "scheduler"):
-        params = parameters(torch.bfloat16)
+        params = parameters(torch.bfloat16)[1:2]
         optimizer = FastAdam(params, lr=4e-2)
         group, memory = optimizer.param_groups[0], optimizer.param_groups[0]["lr"].data_ptr()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -218,26 +162,14 @@ def test_a_learning_rate_may_be_a_number():
                 group["lr"].fill_(rate)
             if way == "number":
                 group["lr"] = rate
-            train(optimizer, params, 1)
+            params[0].grad = gradients(0, torch.bfloat16)[1]
+            optimizer.step()
             assert float(group["lr"]) == pytest.approx(rate) and group["lr"].data_ptr() == memory
             if way == "scheduler":
                 scheduler.step()
         outcomes.append(params)
     assert_equal(outcomes[0], outcomes[1])
     assert_equal(outcomes[0], outcomes[2])
-
-
-def test_a_closure_is_called_with_gradients_enabled():
-    parameter = torch.nn.Parameter(torch.ones(8, device=DEVICE))
-    optimizer = FastAdam([parameter], lr=0.1, betas=(0.9, 0.95))
-
-    def closure():
-        optimizer.zero_grad()
-        loss = parameter.square().sum()
-        loss.backward()
-        return loss
-
-    assert [optimizer.step(closure).item() for _ in range(2)] == [8.0, pytest.approx(8 * 0.9**2, rel=1e-5)]
 
 
 @pytest.mark.parametrize("options, complaint", [
@@ -295,14 +227,13 @@ def addresses(optimizer):
 
 
 @pytest.mark.parametrize("dtype, options", [
-    (torch.bfloat16, {}), (torch.bfloat16, dict(store_param_remainders=False)), (torch.float32, {}),
-    (torch.bfloat16, dict(betas=(0.9, 0.95), moment_dtype=torch.bfloat16))])
+    (torch.bfloat16, {}), (torch.float32, dict(betas=(0.9, 0.95), moment_dtype=torch.bfloat16))])
 def test_a_state_is_loaded_into_the_existing_tensors(dtype, options):
     """Captured CUDA graphs have their addresses. An optimizer that has already made steps continues exactly
     as the saved one."""
     params = parameters(dtype)
     optimizer = FastAdam(groups(params), **options | dict(lr=1e-2))
-    train(optimizer, params, 3)
+    train(optimizer, params, 2)
     others = parameters(dtype)
     other = FastAdam(groups(others), **options | dict(lr=5e-2))
     train(other, others, 1)
@@ -312,9 +243,9 @@ def test_a_state_is_loaded_into_the_existing_tensors(dtype, options):
             parameter.copy_(trained)
     other.load_state_dict(saved)
     assert addresses(other) == before
-    train(optimizer, params, 2)
-    train(other, others, 2)
-    assert other.param_groups[0]["step"].item() == 5
+    train(optimizer, params, 1)
+    train(other, others, 1)
+    assert other.param_groups[0]["step"].item() == 3
     assert_equal(params, others)
     for parameter, own in zip(params, others):
         assert_equal(optimizer.state[parameter].values(), other.state[own].values())
@@ -342,17 +273,6 @@ def test_loading_an_invalid_state_changes_nothing():
         for number, values in before["state"].items():
             assert all(torch.equal(value, after["state"][number][name]) for name, value in values.items())
         assert after["param_groups"][0]["betas"] == (0.9, 0.95)
-
-
-def test_float32_weights_have_no_masters():
-    """Nor after a state is loaded: masters would never be updated, but saved and loaded as weights."""
-    params = parameters(torch.float32)
-    optimizer = FastAdam(params)
-    state = copy.deepcopy(optimizer.state_dict())
-    state["state"][0]["master_param"] = torch.zeros(SHAPES[0], device=DEVICE)
-    optimizer.load_state_dict(state)
-    train(optimizer, params, 1)
-    assert all(set(state) == {"exp_avg", "exp_avg_sq"} for state in optimizer.state.values())
 
 
 @pytest.mark.gpu
@@ -461,16 +381,15 @@ def divided_among(count, dtype, gradient_dtype, remainders):
     return [rank[:3] for rank in ranks]
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("dtype, gradient_dtype, remainders", [
-    (torch.bfloat16, torch.float32, True), (torch.bfloat16, torch.float32, False),
-    (torch.bfloat16, torch.bfloat16, True), (torch.float32, torch.float32, False)])
+@pytest.mark.parametrize("count, dtype, gradient_dtype, remainders", [
+    (2, torch.bfloat16, torch.float32, True), (2, torch.float32, torch.float32, False),
+    (4, torch.bfloat16, torch.bfloat16, True)])
 def test_a_divided_update_equals_one_of_summed_gradients(count, dtype, gradient_dtype, remainders):
     """Gradients are multiples of 1/64, so that their sums are exact in any order and dtype."""
     ranks = divided_among(count, dtype, gradient_dtype, remainders)
     params = parameters(dtype)
     alone = FastAdam(groups(params), lr=1e-2, betas=(0.9, 0.95), store_param_remainders=remainders)
-    for step in range(3):
+    for step in range(2):
         for parameter in params:
             parameter.grad_dtype = None
             parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype)

@@ -1,6 +1,5 @@
 """Packed attention, forward and backward, against QK-norm, RoPE and attention in float64."""
 
-import types
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ DOCUMENTS = torch.tensor([0, 4, 5, 11, 22, 22], dtype=torch.int32, device=DEVICE
 ROUNDING = 1e-5  # float32 rounding error of these small shapes
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("starts", [None, [0, 5, 6, 22, 24, 40, 48, 48], [0, 30, 48]])  # one crosses the row
 def test_reference_is_softmax_attention(starts, window):
     q, k, v = qkv = torch.randn(3, 2, 24, 2, 16, dtype=torch.float64)
@@ -64,16 +63,14 @@ def errors(n_head, n_kv_head, inputs, **options):
     return [float((x.double() - y).norm() / y.norm()) for x, y in zip(ours, exact)]
 
 
-every_mask = pytest.mark.parametrize(
-    "options", [{}, {"window": 3}, {"cu_seqlens": DOCUMENTS}], ids=["", "window", "packed"])
 features = pytest.mark.parametrize("rope, norm", [(False, False), (True, False), (False, True), (True, True)],
                                    ids=["plain", "rope", "qk-norm", "both"])
 
 
-@features
-@pytest.mark.parametrize("n_head, n_kv_head, length, dim, options", [
-    (2, 2, 37, 16, {}), (4, 2, 19, 64, {}), (3, 1, 8, 24, {}), (4, 2, 11, 16, {"window": 3}),
-    (4, 2, 11, 16, {"cu_seqlens": DOCUMENTS}), (4, 2, 11, 16, {"cu_seqlens": DOCUMENTS, "window": 3})])
+@pytest.mark.parametrize("n_head, n_kv_head, length, dim, options, rope, norm", [
+    (2, 2, 37, 16, {}, True, False), (4, 2, 19, 64, {}, False, True), (3, 1, 8, 24, {}, True, True),
+    (4, 2, 11, 16, {"window": 3}, True, True), (4, 2, 11, 16, {"cu_seqlens": DOCUMENTS}, True, True),
+    (4, 2, 11, 16, {"cu_seqlens": DOCUMENTS, "window": 3}, False, False)])
 def test_equals_reference(monkeypatch, n_head, n_kv_head, length, dim, options, rope, norm):
     monkeypatch.setattr(fast_attention, "TILE", 256)
     # so that a program has several tiles, and not all programs the same number
@@ -122,7 +119,7 @@ def test_invalid_arguments_raise():
 @pytest.mark.parametrize("version", ["fa4", "fa2"])
 @pytest.mark.parametrize("capability, widest", [((7, 5), (0, 0)), ((8, 0), (0, 256)), ((9, 0), (256, 256)),
                                                 ((10, 0), (128, 256)), ((12, 0), (128, 256))])
-@pytest.mark.parametrize("dim", [20, 64, 96, 128, 136, 192, 256, 264])
+@pytest.mark.parametrize("dim", [20, 128, 136, 256, 264])
 def test_flash_attention_is_picked_where_it_has_a_kernel(monkeypatch, version, capability, widest, dim):
     """attention="auto" of the model and FlashAttention 4 here follow what the packages document for compute
     capability and head size."""
@@ -151,27 +148,8 @@ def test_flash_attention_is_picked_where_it_has_a_kernel(monkeypatch, version, c
         model_te_optimized.attention_kernel(config)
 
 
-@pytest.mark.parametrize("changes, kernel", [
-    ({}, "cudnn"), ({"length": 1}, "flash"), ({"dim": 256}, "flash"), ({"window": 4}, "flash"),
-    ({"cu_seqlens": DOCUMENTS}, "flash"),
-    ({"dim": 20}, "sdpa"), ({"dim": 264}, "sdpa"), ({"dtype": torch.float32}, "sdpa"),
-    ({"capability": (8, 0)}, "flash"), ({"capability": (7, 5)}, "sdpa"), ({"deterministic": True}, "flash"),
-    ({"package": "fa4"}, "fa4"), ({"package": "fa4", "window": 4}, "flash"),
-    ({"package": "fa4", "window": 4, "has_window": True}, "fa4")])
-def test_which_kernel_is_picked(monkeypatch, changes, kernel):
-    case = dict(length=8, dim=64, dtype=torch.bfloat16, capability=(9, 0), deterministic=False, package=None,
-                window=None, cu_seqlens=None, has_window=False) | changes
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: case["capability"])
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: case["deterministic"])
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    monkeypatch.setattr(fast_attention, "FA4_HAS_WINDOW_ON_HOPPER", case["has_window"])
-    monkeypatch.setattr(fast_attention, "fa4_forward", print if case["package"] else None)
-    q = types.SimpleNamespace(is_cuda=True, dtype=case["dtype"], shape=(2, case["length"], 4, case["dim"]))
-    assert fast_attention._pick_kernel(q, case["cu_seqlens"], case["window"]) == kernel
-
-
-@features
-@every_mask
+@pytest.mark.parametrize("options, rope, norm", [
+    ({}, True, False), ({"window": 3}, False, True), ({"cu_seqlens": DOCUMENTS}, True, True)])
 def test_operations_are_registered(options, rope, norm):
     torch._dynamo.reset()
     qkv, tables, q_weight, k_weight, dout = make_inputs(2, 11, 4, 2, 16, rope, norm)

@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 from fast_kernels import embedding as fast_embedding  # noqa: E402
 from kernel_tools import DEVICE, _as_on_a_gpu, _free_memory, _poisoned_memory, capture, needs_memory, on_gpu  # noqa: E402, F401
 
+KINDS = ["any", "one token", "two in halves", "as in text", "each once"]
+
 
 def make_tokens(kind, count, vocab_size):
     torch.manual_seed(1)
@@ -30,11 +32,11 @@ def exact(tokens, dy, vocab_size):
         0, tokens, dy.double())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", ["any", "one token", "two in halves", "as in text", "each once"])
-@pytest.mark.parametrize("count, vocab_size, columns", [
-    (64, 64, 256), (130, 200, 272), (31, 40, 16), (1, 3, 8), on_gpu(32768, 50304, 768),
-    on_gpu(4096, 50304, 4096), on_gpu(8208, 50304, 3088)])
+@pytest.mark.parametrize("count, vocab_size, columns, kind, dtype", [
+    *((130, 200, 272, kind, torch.bfloat16) for kind in KINDS), (64, 64, 256, "any", torch.float32),
+    (31, 40, 16, "two in halves", torch.float32), (1, 3, 8, "one token", torch.float32),
+    *(on_gpu(*shape, kind, dtype) for kind in KINDS for dtype in (torch.bfloat16, torch.float32)
+      for shape in ((32768, 50304, 768), (4096, 50304, 4096), (8208, 50304, 3088)))])
 def test_sum_by_index(count, vocab_size, columns, kind, dtype):
     tokens, dy = make_tokens(kind, count, vocab_size), torch.randn(count, columns, device=DEVICE).to(dtype)
     dweight = fast_embedding.sum_by_index(tokens, dy, vocab_size)
@@ -68,10 +70,11 @@ def test_without_positions(tied):
     torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("batch, length, columns, more", [
-    (3, 20, 32, 5), (2, 33, 1040, 0), on_gpu(8, 1024, 768, 0), on_gpu(8, 1024, 768, 5)])
+@pytest.mark.parametrize("batch, length, columns, more, documents, dtype", [
+    (3, 20, 32, 5, True, torch.float32), (3, 20, 32, 5, False, torch.bfloat16),
+    (2, 9, 1040, 0, True, torch.bfloat16), (2, 9, 1040, 0, False, torch.float32),
+    *(on_gpu(8, 1024, 768, more, documents, dtype) for more in (0, 5) for documents in (False, True)
+      for dtype in (torch.bfloat16, torch.float32))])
 def test_with_positions(batch, length, columns, more, documents, dtype):
     """Equals the sum of PyTorch's two embeddings.
 
@@ -95,8 +98,9 @@ def test_with_positions(batch, length, columns, more, documents, dtype):
             atol=1e-4)
 
 
-@pytest.mark.parametrize("of", ["token", "position", "positions of documents"])
-@pytest.mark.parametrize("bad, rows", [(-1, 1), (-100, 2), (0x7fffffff, 1), (50, 2)])
+@pytest.mark.parametrize("of, bad, rows", [
+    ("token", -1, 1), ("token", 50, 2), ("position", -100, 1), ("position", 50, 1),
+    ("positions of documents", 0x7fffffff, 1), ("positions of documents", -1, 2)])
 def test_token_or_position_outside_its_table(bad, rows, of):
     """It gives NaN in its row and changes no other row, and the kernels terminate, even if whole chunks
     consist of it."""
@@ -123,11 +127,9 @@ def test_token_or_position_outside_its_table(bad, rows, of):
             leaf.grad.double(), exact(indices[inside], dy[inside], 50), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("documents", [False, True])
-def test_operations_are_registered(documents):
+def test_operations_are_registered():
     weight, position_weight = (torch.randn(50, 32, device=DEVICE, requires_grad=True) for _ in range(2))
     tokens, positions = torch.randint(0, 50, (2, 2, 33), device=DEVICE)
-    positions = positions if documents else torch.arange(33, device=DEVICE)
     dy, ops = torch.randn(2, 33, 32, device=DEVICE), torch.ops.fast_kernels
     arguments = tokens, weight, positions, position_weight
     torch.library.opcheck(ops.embed.default, arguments)

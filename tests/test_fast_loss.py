@@ -14,9 +14,8 @@ from fast_kernels.loss import cross_entropy, cross_entropy_reference  # noqa: E4
 from kernel_tools import DEVICE, _as_on_a_gpu, _free_memory, _poisoned_memory, capture, needs_memory, on_gpu  # noqa: E402, F401
 
 FORMATS = [torch.float8_e5m2, torch.float8_e4m3fn]
-every_option = pytest.mark.parametrize(
-    "options", [{}, {"label_smoothing": 0.1}, {"softcap": 5.0}, {"label_smoothing": 0.2, "softcap": 30.0}],
-    ids=["plain", "smoothing", "softcap", "both"])
+OPTIONS = [{}, {"label_smoothing": 0.1}, {"softcap": 5.0}, {"label_smoothing": 0.2, "softcap": 30.0}]
+every_option = pytest.mark.parametrize("options", OPTIONS, ids=["plain", "smoothing", "softcap", "both"])
 
 
 def make_inputs(rows, vocab_size, dtype=torch.bfloat16, size=3.0, ignored=0.3):
@@ -74,7 +73,7 @@ def fp8_gradient(logits, labels, scale, amax, fp8, factor=1.0, **options):
 @every_option
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2**-8)])
 @pytest.mark.parametrize("rows, vocab_size", [
-    (5, 96), (3, 4096), (4, 5000), (2, 12289), on_gpu(2048, 50304), on_gpu(33, 262144)])
+    (5, 96), (4, 5000), on_gpu(2048, 50304), on_gpu(33, 262144)])
 def test_loss_and_gradient(rows, vocab_size, dtype, tolerance, options):
     logits, labels = make_inputs(rows, vocab_size, dtype)
     loss, gradient = loss_and_gradient(logits, labels, factor=-2.5, **options)
@@ -91,7 +90,7 @@ def test_loss_and_gradient(rows, vocab_size, dtype, tolerance, options):
 
 
 @every_option
-@pytest.mark.parametrize("offset, size", [(0.0, 500.0), (3e4, 1.0), (-3e4, 1.0)])
+@pytest.mark.parametrize("offset, size", [(0.0, 500.0), (-3e4, 1.0)])
 def test_large_logits(offset, size, options):
     logits, labels = make_inputs(4, 5000, torch.float32, size)
     logits += offset
@@ -161,11 +160,10 @@ def test_invalid_arguments_raise(logits, labels, options, message):
 # The gradient in FP8
 
 
-@every_option
-@pytest.mark.parametrize("fp8", FORMATS)
-@pytest.mark.parametrize("rows, vocab_size, factor, scale", [
-    (48, 144, 1.0, 1.0), (32, 128, 2**-9, 3e4), (16, 48, 3.0, 1e9), (48, 64, 2**-12, 1e-3),
-    (64, 80, -1.0, 777.7), on_gpu(4096, 50304, 1.0, 1e6)])
+@pytest.mark.parametrize("rows, vocab_size, factor, scale, fp8, options", [
+    (48, 144, 1.0, 1.0, FORMATS[0], OPTIONS[3]), (16, 48, 3.0, 1e9, FORMATS[0], OPTIONS[0]),
+    (48, 64, 2**-12, 1e-3, FORMATS[1], OPTIONS[1]), (64, 80, -1.0, 777.7, FORMATS[1], OPTIONS[2]),
+    *(on_gpu(4096, 50304, 1.0, 1e6, fp8, options) for fp8 in FORMATS for options in OPTIONS)])
 def test_fp8_gradient_is_the_cast_of_the_bf16_one(monkeypatch, rows, vocab_size, factor, scale, fp8, options):
     """Scales from all values flushed to zero to all saturated; rowwise and transposed; partial tiles."""
     monkeypatch.setitem(fast_loss.BACKWARD_FP8, "ROWS", 32 if rows < 128 else 128)  # several tiles
@@ -182,15 +180,6 @@ def test_fp8_gradient_is_the_cast_of_the_bf16_one(monkeypatch, rows, vocab_size,
     assert amax.item() == 1e5  # a larger amax from an earlier micro-batch stays
 
 
-def test_columns_outside_a_tile_do_not_count_in_the_amax():
-    """At the optimum of a smoothed loss the gradient is zero, and softmax - target is not outside."""
-    labels = torch.arange(16, device=DEVICE)
-    logits = (0.1 / 48 + 0.9 * F.one_hot(labels, 48)).log()
-    scale, amax = torch.ones(1, device=DEVICE), torch.zeros(1, device=DEVICE)
-    fp8_gradient(logits, labels, scale, amax, FORMATS[0], label_smoothing=0.1)
-    assert amax.item() < 1e-6
-
-
 @pytest.mark.parametrize("fp8", FORMATS)
 def test_nan_stays_nan(fp8):
     """The step is skipped then. The bits are those that a GPU gives NaN."""
@@ -203,36 +192,17 @@ def test_nan_stays_nan(fp8):
 # As operations
 
 
-@every_option
-def test_operations_are_registered(options):
+def test_operations_are_registered():
     logits, labels = make_inputs(32, 48, torch.float32)
-    ops, own = torch.ops.fast_kernels, (options.get("label_smoothing", 0.0), options.get("softcap"))
-    for leaf in (logits, logits.clone().requires_grad_()):
-        torch.library.opcheck(
-            ops.cross_entropy.default, (leaf, labels, *own, None, None, None), atol=1e-6, rtol=1e-5)
+    ops, own = torch.ops.fast_kernels, (0.2, 30.0)  # label_smoothing, softcap
+    torch.library.opcheck(
+        ops.cross_entropy.default, (logits.clone().requires_grad_(), labels, *own, None, None, None),
+        atol=1e-6, rtol=1e-5)
     _, lse, count = ops.cross_entropy(logits, labels, *own, None, None, None)
     arguments = logits, labels, lse, 1 / count, *own
     scale, amax = torch.ones(1, device=DEVICE), torch.zeros(1, device=DEVICE)
     torch.library.opcheck(ops.logits_gradient.default, (*arguments, torch.empty_like(logits)))
     torch.library.opcheck(ops.cast_gradient.default, (*arguments, scale, amax, FORMATS[0]))
-
-
-def test_under_torch_compile():
-    """The gradient is a new tensor, and in the logits' dtype."""
-    logits, labels = make_inputs(32, 48)
-    weight = torch.randn(48, 48, device=DEVICE, dtype=torch.bfloat16)
-    quantization = torch.ones(1, device=DEVICE), torch.zeros(1, device=DEVICE), FORMATS[0]
-
-    def step(leaf, **options):
-        return cross_entropy(leaf @ weight, labels, label_smoothing=0.1, **options)
-
-    leaves = [logits.clone().requires_grad_() for _ in range(2)]
-    losses = step(leaves[0]), torch.compile(step, fullgraph=True, backend="aot_eager")(
-        leaves[1], quantization=quantization)
-    for loss in losses:
-        loss.backward()
-    assert torch.equal(*losses) and torch.equal(leaves[0].grad, leaves[1].grad)
-    assert quantization[1].item() == 0
 
 
 # On a GPU only

@@ -21,7 +21,7 @@ import model_te_optimized  # noqa: E402
 import te_reference  # noqa: E402
 from fast_kernels import fused, modules  # noqa: E402
 from fast_kernels.fused import Branch, Stream  # noqa: E402
-from kernel_tools import HAS_GPU, _as_on_a_gpu, _free_memory, _plain_casts  # noqa: E402, F401
+from kernel_tools import HAS_GPU, _as_on_a_gpu, _free_memory, _plain_casts, on_gpu  # noqa: E402, F401
 from model_te_fast import FastConfig, FastGPT2Model  # noqa: E402
 from model_te_optimized import DelayedScaling, Format, OptimizedConfig, OptimizedGPT2Model  # noqa: E402
 
@@ -77,7 +77,7 @@ def make_tokens(step, rows=2, length=16, vocab_size=64):
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def find_scales(model, batch, passes=4):
+def find_scales(model, batch, passes=4 if HAS_GPU else 2):
     for _ in range(passes):
         model(*batch).backward()
     model.zero_grad()
@@ -174,17 +174,6 @@ def test_it_trains_as_the_optimized_model(variant):
     assert_same_training(train_steps(ours, 1), train_steps(theirs, 1), **options)
 
 
-def test_a_gradient_that_is_off_is_not_the_same_training():
-    ours = train_steps(make_model(fast=False, n_layer=2), steps=1)
-    assert_same_training(ours, ours)
-    loss, grads, state = ours[0]
-    for name, factor in (("blocks.0.mlp.fc1_weight", 1.15), ("blocks.1.attn.qkv.weight", 0.85),
-                         ("blocks.1.attn.proj.weight", 1.13), ("blocks.0.mlp.fc2_weight", 0.0),
-                         ("wte.weight", 1.06), ("blocks.0.attn.qkv.layer_norm_weight", 1.2)):
-        with pytest.raises(AssertionError, match=name):
-            assert_same_training([(loss, grads | {name: factor * grads[name]}, state)], ours)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", [*VARIANTS, *LARGE])
 def test_gradients_are_as_near_to_the_exact_ones(variant):
@@ -268,19 +257,10 @@ def test_weights_are_quantized_once_for_all_micro_batches():
     assert_same_training(ours, theirs)
 
 
-def test_a_gpu_that_it_never_ran_on_is_refused_in_one_line(monkeypatch):
-    for name, value in (("is_available", True), ("get_device_capability", (8, 9)),
-                        ("get_device_name", "NVIDIA L4")):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(modules, "unsupported_reason", modules.unsupported_reason.__wrapped__)
-    with pytest.raises(ValueError, match="only run on Hopper, not on NVIDIA L4; install"):
-        with modules.autocast():
-            modules.Linear(32, 32, device="cpu")(torch.ones(32, 32))
-
-
-@pytest.mark.parametrize("tied, chunks, microbatches", [
-    (True, 1, 1), (False, 1, 1), (True, 3, 1), (False, 3, 1), (True, 1, 3)])
-@pytest.mark.parametrize("name", ["fast", "optimized"])
+@pytest.mark.parametrize("name, tied, chunks, microbatches", [
+    ("fast", False, 3, 1), ("fast", True, 1, 3), ("optimized", True, 3, 1),
+    *(on_gpu(name, *options) for name in ("fast", "optimized") for options in (
+        (True, 1, 1), (False, 1, 1), (True, 3, 1), (False, 3, 1), (True, 1, 3)))])
 def test_the_trainers_buffers_get_what_autograd_gives(name, tied, chunks, microbatches, monkeypatch):
     """GEMMs write to main_grad and add to it in float32; also of a tied weight, of chunks of the loss, and of
     a loss that is divided."""
@@ -319,9 +299,8 @@ def test_the_trainers_buffers_get_what_autograd_gives(name, tied, chunks, microb
         assert error < 2.0**(-8 if microbatches > 1 else -7), f"{parameter_name}: {error}"
 
 
-@pytest.mark.parametrize("trained", ["blocks.0.mlp.fc2_weight", "blocks.0.attn.proj.bias"])
-def test_gradient_scales_are_found_if_one_part_is_trained(trained):
-    model = make_model()
+def test_gradient_scales_are_found_if_one_part_is_trained():
+    model, trained = make_model(), "blocks.0.mlp.fc2_weight"
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name == trained)
     find_scales(model, make_tokens(0))
@@ -338,20 +317,17 @@ def test_frozen_parts_get_no_gradient_the_others_keep_theirs():
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_trains_on_as_the_original(how):
+def test_a_copy_trains_on_as_the_original():
+    """Scales stay in float32, whatever the model is cast to."""
     model = make_model()
     train_steps(model, 1)
-    other = how(model)
-    assert_equal(train_steps(model, 2, find=False), train_steps(other, 2, find=False))
-
-
-def test_scales_stay_in_float32_and_move_with_the_model():
-    model = make_model()
-    train_steps(model, 1)
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     before = recipes.get_state(model)
     after = recipes.get_state(model.to(torch.float32).to(torch.bfloat16))
     assert before and all(torch.equal(before[name], after[name]) for name in before)
+    expected = train_steps(model, 1, find=False)
+    for other in copies:
+        assert_equal(train_steps(other, 1, find=False), expected)
 
 
 def test_an_edited_branch_gets_its_gradient():
@@ -383,8 +359,8 @@ def test_an_edited_branch_gets_its_gradient():
 
 def test_two_models_do_not_change_each_others_scales():
     alone, beside, other = make_model(), make_model(), make_model(use_rmsnorm=True)
-    find_scales(alone, make_tokens(0))
-    for _ in range(4):
+    find_scales(alone, make_tokens(0), passes=2)
+    for _ in range(2):
         beside(*make_tokens(0)).backward()
         other(*make_tokens(3)).backward()
     state, expected = recipes.get_state(beside), recipes.get_state(alone)
@@ -426,26 +402,3 @@ def test_what_it_cannot_do_is_one_line(call, error, message):
     with pytest.raises(error, match=message) as raised:
         call()
     assert "\n" not in str(raised.value)
-
-
-def test_scales_follow_the_recipe_of_the_modules_region():
-    recipe = DelayedScaling(margin=2, fp8_format=Format.E4M3, amax_history_len=4)
-    for outer in (modules.autocast(), modules.autocast(enabled=False)):
-        linear = modules.Linear(32, 32).to(DEVICE, torch.bfloat16)
-        x = torch.randn(16, 32, device=DEVICE, dtype=torch.bfloat16)
-        with outer, modules.autocast(recipe=recipe):
-            y = linear(x)
-        y.sum().backward()
-        state = recipes.get_state(torch.nn.ModuleList([linear]))
-        for direction in ("fwd", "bwd"):
-            scale, history = (state[f"0.scaling_{direction}.{name}"] for name in ("scale", "amax_history"))
-            assert (scale[0] * history[-1, 0]).item() == pytest.approx(448 / 4)
-
-
-def test_evaluation_in_inference_mode_before_the_first_step():
-    model, other = make_model(), make_model()
-    with torch.inference_mode():
-        model(*make_tokens(0))
-    with torch.no_grad():
-        other(*make_tokens(0))
-    assert_equal(train_steps(model, 1, find=False), train_steps(other, 1, find=False))

@@ -1,11 +1,10 @@
 """tools/import_hf.py and export_hf.py: the same weights, logits and token ids as transformers, both ways, and
 training goes on in FP8."""
 import json
-import math
+import multiprocessing
+import os
 import shlex
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 import hf_folders
-import model_te_optimized
 from nanote import checkpoint, models, optimizers
 from nanote.config import TrainConfig
 from nanote.tokenizers import get_tokenizer, same_tokenizer
+from nanote.tokens import new_folder
 from tools import export_hf, hf_weights, import_hf
-from trainer_tools import ROOT, losses, run_train
+from trainer_tools import losses, run_train, sign
 
 transformers = pytest.importorskip("transformers")
 LLAMA = dict(use_rmsnorm=True, use_rotary=True, rope_theta=5e4, activation="swiglu", bias=False,
@@ -98,13 +97,6 @@ def assert_same_logits(model, folder, vocab_size):
     assert (logits - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
-def tool(name, *arguments):
-    """Run a tool as a user does; return its exit code, standard output and standard error."""
-    done = subprocess.run([sys.executable, str(ROOT / "tools" / name), *map(str, arguments)],
-                          capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
-
-
 # ---------------------------------------------------------------- import
 
 @pytest.mark.parametrize("kind", THEIRS)
@@ -119,21 +111,6 @@ def test_an_import_is_the_same_model_and_exports_back(kind, tmp_path):
     assert_same_tensors(weights(tmp_path / "run"), weights(tmp_path / "run again"))
 
 
-def test_padding_is_unlikely_where_logits_are_low(tmp_path):
-    hf = make_folder(tmp_path)
-    with torch.no_grad():
-        hf.transformer.ln_f.weight.zero_()
-        hf.transformer.ln_f.bias.fill_(1.0)
-        hf.transformer.wte.weight -= 0.5  # 64 times: every logit is near -32
-    hf.save_pretrained(tmp_path)
-    import_hf.import_(tmp_path, tmp_path / "run")
-    model, x = load_run(tmp_path / "run"), torch.randint(0, 257, (2, 64))
-    with torch.no_grad():
-        ours, theirs = model(x[:, :-1], x[:, 1:]).item(), hf(x, labels=x).loss.item()
-    # 20 rows of padding take at most 20 / 300 of what the others have
-    assert theirs - 1e-2 < ours <= theirs + math.log(1 + 20 / 300) + 1e-2
-
-
 @pytest.mark.parametrize("stored, dtype", [(torch.bfloat16,) * 2, (torch.float16, torch.float32)], ids=str)
 def test_shards_are_read_in_their_precision(stored, dtype, tmp_path):
     hf = make_folder(tmp_path, "llama", stored)
@@ -146,9 +123,8 @@ def test_shards_are_read_in_their_precision(stored, dtype, tmp_path):
     assert torch.equal(ours["wte.weight"][:300], hf.model.embed_tokens.weight.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_masters_start_from_the_folders_values(dtype, tmp_path):
-    make_folder(tmp_path / "theirs", dtype=dtype)
+def test_masters_start_from_the_folders_values(tmp_path):
+    make_folder(tmp_path / "theirs")
     folder = import_hf.import_(tmp_path / "theirs", tmp_path / "run")
     meta = checkpoint.read_meta(folder)
     config = models.make_model_config("optimized", meta["model_config"])
@@ -160,10 +136,9 @@ def test_masters_start_from_the_folders_values(dtype, tmp_path):
         assert torch.equal(optimizer.state[parameter]["master_param"], exact[name].float()), name
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "qwen3"])
-def test_training_goes_on_in_fp8(kind, tokens, tmp_path):
+def test_training_goes_on_in_fp8(tokens, tmp_path):
     """And its export has the number of rows that was imported."""
-    make_folder(tmp_path / "theirs", kind)
+    make_folder(tmp_path / "theirs", "qwen3")
     run = tmp_path / "run"
     import_hf.import_(tmp_path / "theirs", run)
     options = (f"--resume --out-dir {run} --seq-len 64 --max-steps 3 --warmup-steps 0 --lr 1e-3 --device cpu "
@@ -179,7 +154,7 @@ def test_training_goes_on_in_fp8(kind, tokens, tmp_path):
 # ---------------------------------------------------------------- export
 
 @pytest.mark.parametrize("model, options", [
-    *((name, {}) for name in models.MODELS), ("te", {"bias": False}), ("advanced", LLAMA),
+    *((name, {}) for name in models.MODELS if name != "optimized"), ("te", {"bias": False}),
     ("optimized", LLAMA | {"bias": True, "tie_embeddings": True}),
     ("optimized", LLAMA | {"use_qk_norm": True, "head_dim": 32})], ids=str)
 def test_every_model_file_exports_and_imports(model, options, tmp_path):
@@ -209,28 +184,27 @@ def test_the_tokenizer_gives_the_same_ids(name, tmp_path):
     assert len(theirs) == ours.vocab_size and theirs.eos_token_id == theirs.bos_token_id == ours.eot
     for text in ("", "a  \n\n  b\n c  ", "<|endoftext|> is text <|fim_prefix|>", "1234567 ½ ² Ⅷ",
                  "naïve café 東京 🤖🏳️‍🌈 \u200b\u00a0\u3000x\u0085y", " \t\t\r\n\r\n \x00\x1c ſſ 'S 'll",
-                 import_hf.PROBE, Path(export_hf.__file__).read_text()):
+                 import_hf.PROBE, Path(export_hf.__file__).read_text()[:2000]):
         ids = ours.encode(text)
         assert theirs(text, verbose=False).input_ids == ids, text
         assert theirs.decode([ours.eot, *ids], skip_special_tokens=True) == text
 
 
-def test_a_model_keeps_its_own_tokenizer(tmp_path):
+def test_a_model_keeps_its_own_tokenizer(tmp_path, capsys, refused):
     """Import a chat model into paths with spaces, export it from another place, and import that again."""
     theirs, run, back = (tmp_path / name for name in ("chat model", "my run", "back"))
     hf_folders.make_tokenizer(theirs)
     hf_folders.make_model(theirs)
-    code, printed, _ = tool("import_hf.py", theirs, run)
-    assert code == 0
-    commands = [shlex.split(line) for line in printed.splitlines()[1:]]
+    import_hf.main([str(theirs), str(run)])
+    commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()[1:]]
     assert commands[1] == ["python", "sample.py", str(run), "--chat"]
     assert f"hf:{theirs}" in commands[2] and str(run) in commands[3]
     name = checkpoint.read_meta(checkpoint.find(run))["tokenizer"]
     assert name == get_tokenizer(f"hf:{theirs}").name
 
     moved = theirs.rename(tmp_path / "moved")
-    assert "hf:DIR" in tool("export_hf.py", run, back)[2]
-    assert tool("export_hf.py", run, back, "--tokenizer", f"hf:{moved}")[0] == 0
+    assert "hf:DIR" in refused(export_hf.main, [str(run), str(back)])
+    export_hf.main([str(run), str(back), "--tokenizer", f"hf:{moved}"])
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (back / file).read_bytes() == (moved / file).read_bytes()
     generation = json.loads((back / "generation_config.json").read_text())
@@ -259,11 +233,6 @@ class Capped(Same):
     def forward(self, input_ids):
         return 2 * torch.tanh(super().forward(input_ids) / 2)
 
-class Window(Same):
-    def forward(self, input_ids):
-        logits = super().forward(input_ids)
-        return torch.cat((logits[:, :60], 1.1 * logits[:, 60:]), dim=1)
-
 class Other(torch.nn.Module):
     def __init__(self, config: model_te_optimized.OptimizedConfig):
         super().__init__()
@@ -272,31 +241,26 @@ class Other(torch.nn.Module):
 
 
 @pytest.mark.parametrize("name, dtype", [("Same", "auto"), ("Custom", "float32"), ("Same", "bfloat16")])
-def test_an_own_model_with_the_same_logits_exports(name, dtype, in_tmp_path):
+def test_an_own_model_with_the_same_logits_exports(name, dtype, in_tmp_path, refused):
     Path("mine.py").write_text(OWN)
     make_run("run", f"mine.py:{name}", dtype=torch.bfloat16)
     export_hf.main(["run", "folder", "--model", f"mine.py:{name}", "--dtype", dtype])
     if dtype == "auto":
         assert_same_logits(load_run("run"), "folder", 288)
-        code, _, error = tool("export_hf.py", "run", "second")
-        assert code == 2 and f"never taken from a checkpoint; pass --model mine.py:{name} again" in error
+        path = Path("run/step-7/meta.json")  # of a file that this process has not imported
+        path.write_text(path.read_text().replace("mine.py:Same", "other.py:Same"))
+        sign(path.parent)
+        error = refused(export_hf.main, "run second")
+        assert "never taken from a checkpoint; pass --model other.py:Same again" in error
 
 
 @pytest.mark.parametrize("name, words", [
     ("Capped", "run/step-7: its logits and those of GPT2LMHeadModel differ by up to "),
-    ("Window", "differ by up to "), ("Other", "the run has no wpe.weight of shape (64, 64)")])
+    ("Other", "the run has no wpe.weight of shape (64, 64)")])
 def test_a_model_with_other_logits_is_refused(name, words, in_tmp_path, refused):
     Path("mine.py").write_text(OWN)
     make_run("run", f"mine.py:{name}")
     assert words in refused(export_hf.main, f"run folder --model mine.py:{name}")
-
-
-def test_an_edit_of_the_kits_file_is_refused(in_tmp_path, refused, monkeypatch):
-    make_run("run")
-    forward = model_te_optimized.OptimizedGPT2Model.forward
-    monkeypatch.setattr(model_te_optimized.OptimizedGPT2Model, "forward",
-                        lambda self, ids: 30 * torch.tanh(forward(self, ids) / 30))
-    assert "differ by up to " in refused(export_hf.main, "run folder")
 
 
 # ---------------------------------------------------------------- bad input: one line, nothing written
@@ -305,7 +269,6 @@ def test_an_edit_of_the_kits_file_is_refused(in_tmp_path, refused, monkeypatch):
     (dict(use_rmsnorm=True), "run folder", "use_rmsnorm True"),
     (dict(n_kv_head=2), "run folder", "n_kv_head 2"),
     (dict(use_rotary=True), "run folder", "use_rmsnorm False"),
-    (LLAMA | dict(activation="gelu"), "run folder", "activation gelu"),
     (LLAMA | dict(use_qk_norm=True, bias=True), "run folder", "bias True: Qwen3ForCausalLM"),
     ({}, "run taken", "taken: exists"), ({}, "nothing folder", "nothing: holds no checkpoint")], ids=str)
 def test_export_refuses_what_it_cannot_write(options, arguments, words, in_tmp_path, refused):
@@ -318,12 +281,9 @@ def test_export_refuses_what_it_cannot_write(options, arguments, words, in_tmp_p
     ("gpt2", {"model_type": "opt"}, "model_type 'opt': nanoTE reads gpt2, llama, qwen3"),
     ("gpt2", {"activation_function": "relu"}, "activation_function 'relu'"),
     ("gpt2", {"nanote": {"bias": False, "tokenizer": "byte"}}, "is not zero"),
-    ("gpt2", {"n_positions": 32}, "transformer.wpe.weight has shape (64, 64)"),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type"),
-    ("llama", {"attention_bias": True}, "mlp_bias False"),
     ("llama", {"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
     ("llama", {"num_hidden_layers": 1}, "nanoTE's model has no place"),
-    ("llama", {"num_hidden_layers": "many"}, "config.json: "),
     ("qwen3", {"use_sliding_window": True}, "use_sliding_window True")], ids=str)
 def test_import_refuses_another_architecture(kind, fields, words, in_tmp_path, refused):
     make_folder("hf", kind)
@@ -358,11 +318,16 @@ def test_a_killed_tool_leaves_nothing_for_ever(tmp_path):
     """The next one that makes the folder removes it."""
     make_folder(tmp_path / "hf")
     make_run(tmp_path / "run")
-    code = ("import os, signal, sys; from nanote.tokens import new_folder\n"
-            "with new_folder(sys.argv[1]): os.kill(os.getpid(), signal.SIGKILL)")
+
+    def killed(folder):
+        with new_folder(folder):
+            os.kill(os.getpid(), signal.SIGKILL)
+
     for name in ("imported", "exported"):
-        killed = subprocess.run([sys.executable, "-c", code, tmp_path / name], cwd=ROOT)
-        assert killed.returncode == -signal.SIGKILL and (tmp_path / f".{name}.tmp").exists()
+        process = multiprocessing.get_context("fork").Process(target=killed, args=(tmp_path / name,))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL and (tmp_path / f".{name}.tmp").exists()
     import_hf.import_(tmp_path / "hf", tmp_path / "imported")
     export_hf.export(tmp_path / "run", tmp_path / "exported")
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "run", "imported", "exported"}

@@ -2,7 +2,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from hf_folders import edit_json, make_model, make_tokenizer
 from nanote import checkpoint
 from nanote.config import read_options
 from nanote.tokens import meta_checksum, write_tokens
-from trainer_tools import OPTIONS, ROOT, RUN_ALL, finish, losses, metrics, run_train, sign, start_ranks
+from trainer_tools import OPTIONS, ROOT, losses, metrics, run_train, sign
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 SHORT = f"{OPTIONS} --n-layer 1 --grad-accum 1 --max-steps 4 --checkpoint-interval 4"
@@ -86,14 +85,6 @@ def test_tensors_that_the_model_lacks_are_left_out(tokens, source, capsys):
     assert run_train("--resume --config one/config.json --max-steps 2 --out-dir one", tokens) == 0
 
 
-def test_masters_are_those_of_a_float32_source(tokens, capsys):
-    assert run_train(f"{SHORT} --max-steps 1 --dtype float32 --out-dir exact", tokens) == 0
-    frozen("exact", tokens, "--dtype bfloat16")
-    masters = stored("frozen", "optimizer.")
-    for name, weight in stored("exact").items():
-        assert torch.equal(masters[f"optimizer.{name.removeprefix('model.')}.master_param"], weight), name
-
-
 def test_a_resumed_run_does_not_read_the_source_again(tokens, source, refused):
     shutil.copytree(source, "source")
     assert run_train(f"{SHORT} --checkpoint-interval 2 --init-from source --out-dir whole", tokens) == 0
@@ -125,22 +116,6 @@ def test_a_source_that_does_not_fit_is_one_line(tokens, source, refused, given, 
     Path("other/meta.json").write_text(json.dumps(meta | {"sha256": meta_checksum(meta)}))
     arguments = f"{SHORT} --data {tokens} --init-from {source} --out-dir run {given}"
     assert message in refused(train.run, arguments, "train.py")
-
-
-def test_a_hugging_face_folder_on_sharded_ranks(tokens):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=257, n_positions=64, n_embd=64, n_layer=2, n_head=2)
-    torch.manual_seed(1)
-    transformers.GPT2LMHeadModel(config).save_pretrained("hf")
-    gpt2 = "--activation gelu --no-use-rmsnorm --no-use-rotary --bias --dropout 0"
-    options = f"{OPTIONS} {gpt2} --grad-accum 1 --max-steps 2 --data {tokens} --init-from hf"
-    runs = {"ddp": options, "fsdp": f"{options} --parallel fsdp"}
-    command = [sys.executable, "-c", RUN_ALL, str(ROOT), json.dumps(runs), ""]
-    said, _ = finish(start_ranks(command))
-    assert said.count("--init-from hf: 28 tensors found") == 2
-    assert losses("ddp") == pytest.approx(losses("fsdp"), rel=1e-5)
-    assert run_train(f"{options} --micro-batch-size 8 --out-dir one", tokens) == 0
-    assert losses("one") == pytest.approx(losses("ddp"), rel=1e-2)
 
 
 def test_data_of_another_tokenizer_than_a_folders(tokens, refused):

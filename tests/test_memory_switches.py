@@ -1,14 +1,12 @@
 """What saves memory changes no result: gradient checkpointing, activation offloading, the loss in chunks."""
 
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from model_te_optimized import DelayedScaling, OptimizedGPT2Model, te
+from model_te_optimized import DelayedScaling, te
 from nanote import memory, models, recipes
 from nanote.config import TrainConfig
-from nanote.ddp import Gradients
 from nanote.logs import read_metrics
 from trainer_tools import OPTIONS, metrics, run_train
 
@@ -56,16 +54,17 @@ def run(steps=4, micro_batches=1, **options):
 
 
 @pytest.mark.parametrize("use_fp8", [False, True])
-@pytest.mark.parametrize("switch", ["checkpointing", "offload"])
-def test_recomputed_or_moved_the_loss_is_the_same_bit_for_bit(switch, use_fp8):
-    (plain, gradients, _), (losses, ours, _) = run(use_fp8=use_fp8), run(use_fp8=use_fp8, **SWITCHES[switch])
-    assert torch.equal(losses, plain) and all(torch.equal(ours[name], gradients[name]) for name in gradients)
+def test_recomputed_or_moved_the_loss_is_the_same_bit_for_bit(use_fp8):
+    plain, gradients, _ = run(use_fp8=use_fp8)
+    for switch in ("checkpointing", "offload"):
+        losses, ours, _ = run(use_fp8=use_fp8, **SWITCHES[switch])
+        assert torch.equal(losses, plain)
+        assert all(torch.equal(ours[name], gradients[name]) for name in gradients)
 
 
 @pytest.mark.parametrize("switch, micro_batches, options", [
     *(("three parts", 1, dict(name=name)) for name in models.MODELS), ("three parts", 2, {}),
-    ("three parts", 1, dict(tie_embeddings=False)), ("three parts", 2, dict(tie_embeddings=False)),
-    ("more parts than fit", 1, {}), ("more parts than fit", 2, dict(tie_embeddings=False))])
+    ("three parts", 2, dict(tie_embeddings=False)), ("more parts than fit", 1, {})])
 def test_in_parts_the_loss_is_the_same_but_for_rounding(switch, micro_batches, options):
     (plain, gradients, _), (losses, ours, _) = (
         run(micro_batches=micro_batches, **options, **s) for s in ({}, SWITCHES[switch]))
@@ -78,7 +77,7 @@ def test_in_parts_the_loss_is_the_same_but_for_rounding(switch, micro_batches, o
 def test_in_parts_delayed_scaling_sees_one_pass(micro_batches):
     """The first pass's maxima and scales are equal bit for bit, forward; histories roll once a pass, forward
     and backward."""
-    for steps in (1, 8):
+    for steps in (1, 5):
         (of_plain, _, plain), (losses, _, ours) = (
             run(steps, micro_batches, use_fp8=True, **switch) for switch in ({}, {"loss_chunks": 3}))
         torch.testing.assert_close(losses, of_plain, rtol=2e-3, atol=0)
@@ -118,23 +117,6 @@ def test_only_one_part_of_the_logits_exists():
         torch.testing.assert_close(parts, model(*batch(0)))
 
 
-def test_in_parts_an_edited_output_keeps_its_gradients():
-    class Scaled(OptimizedGPT2Model):
-        def output(self, x, labels=None, is_first_microbatch=None):
-            return self.scale * super().output(x, labels, is_first_microbatch)
-
-    gradients = []
-    for chunks in (1, 3):
-        model = make(dropout=0.0)
-        model.__class__ = Scaled
-        model.scale = torch.nn.Parameter(torch.ones((), device=DEVICE))
-        if chunks > 1:
-            memory.chunk_loss(model, chunks)
-        model(*batch(0)).backward()
-        gradients.append(model.scale.grad)
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=0)
-
-
 def test_in_parts_all_labels_may_be_ignored_and_weights_frozen():
     model = make(loss_chunks=3)
     model.lm_head.layer_norm_weight.requires_grad_(False)
@@ -144,27 +126,10 @@ def test_in_parts_all_labels_may_be_ignored_and_weights_frozen():
     assert model.lm_head.layer_norm_weight.grad is None
 
 
-def test_evaluation_is_not_counted_for_offloading(monkeypatch):
-    """Transformer Engine counts the blocks of a training pass."""
-    context, ends = MagicMock(), []
-    monkeypatch.setattr(
-        te, "get_cpu_offload_context", lambda *options: (context, lambda x: ends.append(options) or x))
-    model = make(offload_activations=3)
-    for _ in range(2):
-        model(*batch(0))
-        assert ends == [(True, 3, 4)] * 4 and context.__enter__.call_count == 4  # once a block
-        assert context.__exit__.call_count == 4
-        model.eval()
-    with torch.no_grad():
-        model.train()(*batch(0))
-    assert len(ends) == context.__enter__.call_count == 4
-
-
-@pytest.mark.parametrize("options", [
-    dict(offload_activations=4), dict(offload_activations=1, gradient_checkpointing=True)])
-def test_an_impossible_combination_is_one_line(options):
-    with pytest.raises(ValueError, match="offload-activations .*less than the model's 4 blocks, and 0 with"):
-        make(**options)
+def test_an_impossible_combination_is_one_line():
+    for options in (dict(offload_activations=4), dict(offload_activations=1, gradient_checkpointing=True)):
+        with pytest.raises(ValueError, match="offload-activations .*less than the model's 4 blocks, and 0"):
+            make(**options)
     with pytest.raises(ValueError, match="--loss-chunks 2: Linear has no method output"):
         memory.chunk_loss(torch.nn.Linear(2, 2), 2)
     with pytest.raises(ValueError, match="--cuda-graph on: --offload-activations"):
@@ -178,11 +143,11 @@ def losses_of(run):
 
 
 def test_trains_and_resumes(tokens, tmp_path):
-    options = f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --eval-interval 2"
+    options = f"{OPTIONS} --max-steps 4 --checkpoint-interval 2 --eval-interval 4"
     assert run_train(f"{options} --out-dir {tmp_path}/plain", tokens) == 0
     for name, switch in (
         ("offloaded", "--offload-activations 1"),
-        ("parts", "--loss-chunks 3 --gradient-checkpointing")):
+        ("parts", "--loss-chunks 3 --gradient-checkpointing --fp8-health-interval 4")):
         run = tmp_path / name
         assert run_train(f"{options} {switch} --out-dir {run}", tokens) == 0
         whole = metrics(run)
@@ -191,13 +156,7 @@ def test_trains_and_resumes(tokens, tmp_path):
         (run / "step-4").rename(tmp_path / f"{name}-step-4")
         assert run_train(f"--resume --out-dir {run}") == 0  # the switches come from the checkpoint
         assert metrics(run) == whole
-
-
-def test_parts_and_fp8_health(tokens, tmp_path):
-    """What is watched in the head is the first part."""
-    options = f"{OPTIONS} --max-steps 2 --fp8-health-interval 1 --eval-interval 0 --loss-chunks 3"
-    assert run_train(f"{options} --out-dir {tmp_path}/run", tokens) == 0
-    looks = read_metrics(tmp_path / "run" / "fp8_health.jsonl")
+    looks = read_metrics(tmp_path / "parts" / "fp8_health.jsonl")  # the first part of the head is watched
     assert {"input", "weight", "output_gradient"} <= looks[-1]["health"]["lm_head"].keys()
 
 
@@ -255,24 +214,3 @@ def test_in_parts_as_a_cuda_graph(tokens, tmp_path, use_fp8):
     for name in ("graph", "python"):
         torch.testing.assert_close(
             losses_of(tmp_path / name), losses_of(tmp_path / "plain"), rtol=5e-3, atol=0)
-
-
-def test_an_error_in_a_chunk_is_not_hidden():
-    """Such as running out of memory: it passes through the trainer's buffers, and the next step works."""
-    model, fails = make(loss_chunks=2), [True]
-    gradients = Gradients(model)
-
-    def fail_once(gradient):
-        if fails.pop():
-            raise torch.OutOfMemoryError("in a chunk")
-
-    ids, labels = batch(0)
-    handle = model.lm_head.weight.register_hook(fail_once)
-    with pytest.raises(torch.OutOfMemoryError, match="in a chunk"):
-        with gradients.accumulate(first=True, last=True):
-            model(ids, labels).backward()
-    handle.remove()
-    with gradients.accumulate(first=True, last=True):
-        model(ids, labels).backward()
-    gradients.set_grad()
-    assert all(parameter.grad is not None for parameter in model.parameters())

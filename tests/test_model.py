@@ -155,14 +155,15 @@ def test_the_guides_module_and_fp8_snippets(snippets):
 
 def test_the_guides_training_snippet(snippets):
     x = torch.randint(0, 50304, (1, 16), device=DEVICE)
-    names = snippets(TRAINING, dataloader=[{"input_ids": x, "labels": x.roll(-1, 1)}] * 2)
+    code = TRAINING if DEVICE == "cuda" else TRAINING.replace("n_layer=12", "n_layer=1")
+    names = snippets(code, dataloader=[{"input_ids": x, "labels": x.roll(-1, 1)}] * 2)
     assert names["loss"].item() < 10.5  # less than the initial ln 50304 = 10.8
     assert names["model"].wte.weight.dtype == torch.bfloat16
     assert "scaling_fwd" in names["model"].lm_head.fp8_meta
 
 
 def test_the_guides_production_snippet(snippets, compiles):
-    shallow = functools.partial(OptimizedConfig, n_layer=2)  # tracing 12 blocks takes half a minute
+    shallow = functools.partial(OptimizedConfig, n_layer=1)  # tracing 12 blocks takes half a minute
     names = snippets(PRODUCTION, n_head=12, OptimizedConfig=shallow)
     assert names["config"].n_kv_head == 3
     x = torch.randint(0, 50304, (1, 16), device=DEVICE)

@@ -1,19 +1,13 @@
 """--pack-documents: no token attends to another document, and a packed batch equals its documents run one by
 one. tests/test_tokens.py holds what the Loader does."""
-import hashlib
-import json
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 import model_te_optimized
-import sample
-import train
 from model_te_optimized import OptimizedConfig, OptimizedGPT2Model
-from nanote.tokens import Loader, write_tokens
-from trainer_tools import OPTIONS, metrics, run_script, run_train
+from nanote.tokens import write_tokens
+from trainer_tools import OPTIONS, metrics, run_train
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = dict(vocab_size=288, n_positions=64, n_embd=64, n_layer=2, n_head=4)
@@ -162,30 +156,3 @@ def test_trains_evaluates_and_resumes_exactly(folder, tmp_path, options):
     (tmp_path / "whole" / "step-4").rename(tmp_path / "step-4")
     assert run_train(f"--resume --out-dir {tmp_path}/whole") == 0
     assert metrics(tmp_path / "whole") == whole  # --pack-documents came from the checkpoint
-
-
-def test_the_score_of_a_packed_run_is_its_val_loss(folder, tmp_path, capsys):
-    """On the same tokens."""
-    documents = ["abcdefghij"[i % 10] * length for i, length in enumerate([1, 9, 50, 70, 100, 21])]
-    texts = tmp_path / "documents.jsonl"
-    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    ids = np.concatenate([[256, *text.encode()] for text in documents]).astype(np.uint16)
-    assert len(ids) == 4 * 64 + 1  # whole windows
-    ids.tofile(tmp_path / "val.bin")
-    meta = dict(dtype="uint16", tokenizer="byte", vocab_size=257, eot=256, val_tokens=len(ids),
-                val_sha256=hashlib.sha256(ids.tobytes()).hexdigest())
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    run = str(tmp_path / "run")
-    options = f"{OPTIONS} --n-layer 1 --grad-accum 1 --max-steps 12 --pack-documents --out-dir {run}"
-    assert run_train(options, str(folder)) == 0
-    capsys.readouterr()
-    assert run_script("sample.py", [run, "--device", "cpu", "--score", str(texts)]) == 0
-    score = float(capsys.readouterr().out.split()[1])
-    model, _, _ = sample.load_model(sample.SampleConfig(run), torch.device("cpu"))
-    losses = []
-    for pack_documents in (True, False):
-        config = SimpleNamespace(data=tmp_path, seq_len=64, micro_batch_size=3, grad_accum=1, seed=0,
-                                 pack_documents=pack_documents)
-        val = Loader(config, "val", SimpleNamespace(rank=0, count=1))
-        losses.append(train.evaluate(model, val, len(ids) - 1))
-    assert score == pytest.approx(losses[0], abs=1e-4) and abs(losses[0] - losses[1]) > 1e-3

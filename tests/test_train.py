@@ -1,12 +1,9 @@
 """train.py: what a step does, what a run says and leaves behind, and how it stops and goes on."""
-import dataclasses
 import json
 import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,12 +15,12 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 import train
-from nanote import checkpoint, models, recipes
+from nanote import checkpoint, models
 from nanote.config import TrainConfig, read_options
 from nanote.logs import read_metrics
 from nanote.parallel import Ranks
 from nanote.tokens import Loader, write_tokens
-from trainer_tools import OPTIONS, ROOT, largest_file, losses, metrics, run_train
+from trainer_tools import OPTIONS, largest_file, losses, metrics, run_train
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 SHORT = f"{OPTIONS} --n-layer 1 --grad-accum 1 --max-steps 6 --checkpoint-interval 3"
@@ -68,21 +65,14 @@ def test_learning_rate_schedules():
     assert [0.5, 1] == rates([5, 110], lr_schedule="constant")
 
 
-def test_a_decay_may_begin_during_the_warm_up():
-    found = rates(range(111), lr_schedule="wsd", warmup_steps=105)
-    expected = [min(step / 105, 0.1 + 0.9 * (110 - step) / 22) for step in range(111)]
-    assert expected == found, "the lower of both"
-
-
-@pytest.mark.parametrize("options", ["", "--fp8-recipe none --dtype bfloat16"])
-def test_the_loss_falls(tokens, options):
-    assert run_train(f"{OPTIONS} --n-layer 1 --lr 1e-2 {options} --out-dir run", tokens) == 0
+def test_the_loss_falls(tokens):
+    assert run_train(f"{OPTIONS} --n-layer 1 --lr 1e-2 --out-dir run", tokens) == 0
     assert losses("run")[0] > 5 and losses("run")[-1] < 3.5
     assert losses("run", "val_loss")[-1] == pytest.approx(losses("run")[-1], abs=0.5)
 
 
 def test_gradient_accumulation_equals_a_larger_batch(tokens):
-    options = f"{SHORT} --dropout 0 --fp8-recipe none"
+    options = f"{SHORT} --dropout 0 --fp8-recipe none --max-steps 3 --eval-interval 0"
     assert run_train(f"{options} --micro-batch-size 2 --grad-accum 4 --out-dir small", tokens) == 0
     assert run_train(f"{options} --micro-batch-size 8 --out-dir large", tokens) == 0
     assert losses("small") == pytest.approx(losses("large"), rel=1e-5)
@@ -94,7 +84,7 @@ def test_every_answer_token_counts_alike(options):
     """In a step as in an evaluation, however they are divided into micro-batches; some have none."""
     pairs = [["q" * (9 + 7 * i % 120), "answer"[:1 + i % 6]] for i in range(200)]
     write_tokens(pairs, "pairs", val_fraction=0.2, answers_only=True)
-    options = f"{SHORT} --dropout 0 --fp8-recipe none --eval-interval 2 {options}"
+    options = f"{SHORT} --dropout 0 --fp8-recipe none --max-steps 3 --eval-interval 2 {options}"
     assert run_train(f"{options} --micro-batch-size 1 --grad-accum 8 --out-dir small", "pairs") == 0
     assert run_train(f"{options} --micro-batch-size 8 --out-dir large", "pairs") == 0
     for key in ("loss", "val_loss", "grad_norm"):
@@ -103,7 +93,7 @@ def test_every_answer_token_counts_alike(options):
 
 
 def test_evaluation_and_logging_leave_training_as_it_was(tokens):
-    often = "--eval-interval 2 --fp8-health-interval 2 --checkpoint-interval 2"
+    often = "--eval-interval 2 --fp8-health-interval 3 --checkpoint-interval 2"
     assert run_train(f"{SHORT} {often} --out-dir often", tokens) == 0
     assert run_train(f"{SHORT} --eval-interval 0 --checkpoint-interval 0 --out-dir never", tokens) == 0
     assert losses("often") == losses("never")
@@ -143,23 +133,6 @@ def test_the_first_step_loses_no_gradient(tokens):
     assert run_train(f"{options} --out-dir fp8", tokens) == 0
     assert run_train(f"{options} --fp8-recipe none --out-dir exact", tokens) == 0
     assert losses("fp8", "grad_norm") == pytest.approx(losses("exact", "grad_norm"), rel=0.05)
-
-
-@pytest.mark.parametrize("changes, is_needed", [
-    (dict(), False), (dict(grad_accum=4), False), (dict(micro_batch_size=8, grad_accum=1), False),
-    (dict(grad_accum=1), True), (dict(fp8_format="e4m3"), True), (dict(fp8_skip_first=0), True)])
-def test_scales_are_found_again_where_they_do_not_fit(changes, is_needed):
-    config = TrainConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=288, n_positions=32, seq_len=32,
-                         micro_batch_size=4, grad_accum=2, fp8_skip_first=1, fp8_recipe="delayed")
-    device = models.pick_device("auto")
-    model = models.make_model(config, device, torch.bfloat16, recipes.make(config))
-    assert train.needs_first_scales(model, dataclasses.asdict(config), 256, {})
-    batch = torch.zeros(2, 4, 32, dtype=torch.int64, device=device)
-    recipes.find_first_scales(model, [batch], 2)
-    saved = {"config": dataclasses.asdict(config), "tokens_per_step": 4 * 32 * 2}
-    now = dataclasses.replace(config, **changes)
-    tokens_per_step = now.micro_batch_size * now.seq_len * now.grad_accum
-    assert train.needs_first_scales(model, dataclasses.asdict(now), tokens_per_step, saved) == is_needed
 
 
 # ---------------------------------------------------------------- what a run says and leaves
@@ -206,17 +179,6 @@ def test_presets_have_the_published_shapes(preset):
     assert sum(p.numel() for p in model.parameters()) == COUNTS[preset]
 
 
-def test_training_needs_no_triton_and_no_kernels(tokens):
-    code = f"""if True:
-        import sys
-        sys.path.insert(0, {str(ROOT)!r})
-        sys.modules["triton"] = sys.modules["fast_kernels"] = None
-        import train
-        sys.exit(train.run({f"{SHORT} --max-steps 1 --out-dir run --data {tokens}".split()}))"""
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"NANOTE_ENGINE": "reference"})
-    assert done.returncode == 0 and len(metrics("run")) == 1
-
-
 # ---------------------------------------------------------------- stopping, and going on
 
 def test_ctrl_c_finishes_the_step_and_saves(tokens, capfd):
@@ -228,14 +190,6 @@ def test_ctrl_c_finishes_the_step_and_saves(tokens, capfd):
     command = "python train.py --resume --out-dir run"
     assert f"stopped after step 4; saved run/step-4; resume with: {command}" in out
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_stop_in_a_skipped_step_waits_for_a_finite_one(tokens):
-    own = model_where("""if self.step in (3, 4):
-                loss = loss * float('inf')
-                signal.raise_signal(signal.SIGTERM)""")
-    assert run_train(f"{SHORT} {own} --out-dir run", tokens) == 0
-    assert saved_steps("run") == [5] and len(losses("run")) == 5
 
 
 def test_a_second_ctrl_c_stops_at_once(tokens, capsys):
@@ -350,7 +304,7 @@ def test_a_run_killed_by_kill_9_continues_exactly(tokens, whole, moment):
 @pytest.mark.parametrize("name", ["*.safetensors", "meta.json", "SHA256SUMS"])
 def test_a_damaged_file_stops_a_resume_in_one_line(whole, name, refused):
     resume = "--resume --out-dir run --max-steps 13"
-    for number in range(7):
+    for number in (1, 3, 4, 6):
         shutil.copytree(whole, "run", dirs_exist_ok=True)
         path = next(Path("run/step-12").glob(name))
         content = bytearray(path.read_bytes())
@@ -402,7 +356,7 @@ def test_a_run_is_trained_by_one_process(whole, refused):
 
 
 def test_fp8_begins_in_a_resumed_run_with_larger_steps(tokens):
-    options = f"{OPTIONS} --max-steps 6 --checkpoint-interval 6 --fp8-recipe none --out-dir run"
+    options = f"{SHORT} --max-steps 2 --eval-interval 0 --fp8-recipe none --out-dir run"
     assert run_train(options, tokens) == 0
-    assert run_train("--resume --out-dir run --fp8-recipe delayed --micro-batch-size 16 --max-steps 8") == 0
-    assert len(metrics("run")) == 8
+    assert run_train("--resume --out-dir run --fp8-recipe delayed --micro-batch-size 16 --max-steps 4") == 0
+    assert len(metrics("run")) == 4

@@ -1,11 +1,17 @@
 """Shared by the trainer's tests: a small corpus, options of a short run, and ways to run commands."""
 import contextlib
 import hashlib
+import multiprocessing
 import os
 import resource
 import socket
 import subprocess
+import sys
+import tempfile
+import traceback
 from pathlib import Path
+
+import torch
 
 import train
 from nanote.config import run_command
@@ -57,14 +63,49 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+def rank_environment(rank: int, count: int, port: int) -> dict[str, str]:
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+
+
 def start_ranks(command, count=2, **environment) -> list[subprocess.Popen]:
     """Start the processes of a run, as torchrun does."""
-    port = free_port()
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": "1",
-              "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-             for rank in range(count)]
-    return [subprocess.Popen(command, env=os.environ | rank | environment, stdout=subprocess.PIPE,
-                             stderr=subprocess.STDOUT, text=True) for rank in ranks]
+    ranks, port = range(count), free_port()
+    return [subprocess.Popen(command, env=os.environ | rank_environment(rank, count, port) | environment,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in ranks]
+
+
+def fork_ranks(program: str, argv: list[str], count=2, **environment) -> list[str]:
+    """Run a program on several ranks; return what each has printed. Without a GPU they are forks of this
+    process, which have imported everything."""
+    if torch.cuda.is_available():  # a fork cannot use it
+        return finish(start_ranks([sys.executable, "-c", program, *argv], count, **environment))
+
+    def run(rank, log):
+        for number in (1, 2):
+            os.dup2(log.fileno(), number)
+        sys.stdout = sys.stderr = open(1, "w", closefd=False)
+        os.environ.update(rank_environment(rank, count, port) | environment)
+        sys.argv = ["-c", *argv]
+        torch.set_num_threads(1)  # a fork has no threads of OpenMP
+        try:
+            exec(program, {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+    context, port, logs = multiprocessing.get_context("fork"), free_port(), []
+    processes = []
+    for rank in range(count):
+        logs.append(tempfile.TemporaryFile("w+"))
+        processes.append(context.Process(target=run, args=(rank, logs[rank])))
+        processes[rank].start()
+    for process in processes:
+        process.join(300)
+    outputs = [log.seek(0) or log.read() for log in logs]
+    assert [process.exitcode for process in processes] == [0] * count, "\n".join(outputs)
+    return outputs
 
 
 # A program that makes runs {name: options} one after the other, since a process takes longer to start than to
