@@ -182,15 +182,13 @@ class _Fp8State:
     """TE's FP8GlobalStateManager: whether FP8 is on, the recipe, and the amax histories to roll."""
 
     def __init__(self):
-        self.enabled = False
-        self.recipe = None
+        # (enabled, recipe, group) of open regions; torch.compile loses attributes set after flex_attention
+        self.open = []
         self.default_recipe = DelayedScaling()
-        self.group = None
         # True until the first module of an autocast region has run; its backward pass rolls the histories
         self.first_module = False
-        self.depth = 0
-        self.weights_in_fp8 = False  # inside quantized_model_init
-        self.keep_init_value = False
+        self.weights_in_fp8 = False  # inside quantized_model_init, with init_recipe
+        self.init_recipe, self.keep_init_value = None, False
         # in checkpoint(): "forward", then "recompute", or "compiled"; {(_ScalingState, index): scales}
         self.checkpoint = (None, None)
         self.regions = {}  # key -> (recipe, group) of the region entered last
@@ -198,6 +196,10 @@ class _Fp8State:
         self.states = {True: [], False: []}
         # module -> {direction: _ScalingState} that torch.compile needs before the module first runs
         self.modules = weakref.WeakKeyDictionary()
+
+    enabled = property(lambda self: len(self.open) > 0 and self.open[-1][0])
+    recipe = property(lambda self: self.open[-1][1])
+    group = property(lambda self: self.open[-1][2])
 
 
 _fp8 = _Fp8State()
@@ -214,19 +216,18 @@ class autocast:
 
     def __enter__(self):
         recipe = _fp8.default_recipe if self.recipe is None else self.recipe
-        self.outer = (_fp8.enabled, _fp8.recipe, _fp8.group, _fp8.first_module)
-        _fp8.enabled, _fp8.recipe, _fp8.group = self.enabled, recipe, self.group
-        if _fp8.depth == 0:
+        self.outer_first_module = _fp8.first_module
+        if not _fp8.open:
             _fp8.first_module = True
-        _fp8.depth += 1
+        _fp8.open.append((self.enabled, recipe, self.group))
         return self
 
     def __exit__(self, *exc):
-        _fp8.enabled, _fp8.recipe, _fp8.group, _fp8.first_module = self.outer
-        _fp8.depth -= 1
+        _fp8.open.pop()
+        _fp8.first_module = self.outer_first_module
         # Only for the outermost region and with gradients enabled: evaluation changes no scale, but its amax
         # stays in row 0 and counts in the next training step.
-        if self.enabled and _fp8.depth == 0 and torch.is_grad_enabled():
+        if self.enabled and not _fp8.open and torch.is_grad_enabled():
             _roll_histories(forward=True)
 
 
@@ -242,13 +243,13 @@ def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init
     Here such a parameter is a plain tensor of dequantized FP8 values (exact in float32; rounded again in
     bfloat16). `FusedAdam` updates float32 master weights and quantizes them back, as TE's does.
     """
-    outer = (_fp8.weights_in_fp8, _fp8.recipe, _fp8.keep_init_value)
-    _fp8.weights_in_fp8, _fp8.recipe = enabled, DelayedScaling() if recipe is None else recipe
+    outer = (_fp8.weights_in_fp8, _fp8.init_recipe, _fp8.keep_init_value)
+    _fp8.weights_in_fp8, _fp8.init_recipe = enabled, DelayedScaling() if recipe is None else recipe
     _fp8.keep_init_value = preserve_high_precision_init_val
     try:
         yield
     finally:
-        _fp8.weights_in_fp8, _fp8.recipe, _fp8.keep_init_value = outer
+        _fp8.weights_in_fp8, _fp8.init_recipe, _fp8.keep_init_value = outer
 
 
 fp8_model_init = quantized_model_init  # the deprecated name
@@ -619,7 +620,7 @@ class _Module(nn.Module):
         else:
             setattr(self, bias, torch.empty(0, **factory))
         if self.primary_weights_in_fp8:
-            self.init_fp8_meta_tensors(_fp8.recipe)
+            self.init_fp8_meta_tensors(_fp8.init_recipe)
             parameter = getattr(self, weight)
             if _fp8.keep_init_value:
                 value = parameter.detach().cpu().clone()
@@ -659,10 +660,8 @@ class _Module(nn.Module):
         if meta.get("recipe") == recipe and ("scaling_fwd" in meta) == recipe.delayed():
             return
         if meta.get("recipe") is not None and type(meta["recipe"]) is not type(recipe):
-            warnings.warn(
-                f"Recipe type changed from {type(meta['recipe']).__name__} to {type(recipe).__name__}. "
-                "This may affect model behavior."
-            )
+            warnings.warn(f"Recipe type changed from {type(meta['recipe']).__name__} to "
+                          f"{type(recipe).__name__}. This may affect model behavior.")
             self._fp8_workspaces.clear()
         meta["recipe"] = recipe
         if recipe.delayed():
@@ -826,15 +825,12 @@ def _check_fp8_shapes(x, weight, recipe):
         rows = tensor.numel() // tensor.shape[-1]
         if rows % 8 or tensor.shape[-1] % 16:
             raise ValueError(
-                "FP8 execution requires the product of all dimensions except the last to be divisible by 8 "
-                "and the last dimension to be divisible by 16, "
-                f"but got {name} with dims={list(tensor.shape)}"
-            )
+                "FP8 execution requires the product of all dimensions except the last to be divisible by 8 and "
+                f"the last dimension to be divisible by 16, but got {name} with dims={list(tensor.shape)}")
         if rows % 16 and torch.is_grad_enabled() and weight.requires_grad:
             raise ValueError(
                 "FP8 training requires the product of all dimensions except the last to be divisible by 16 "
-                f"(the weight gradient), but got {name} with dims={list(tensor.shape)}"
-            )
+                f"(the weight gradient), but got {name} with dims={list(tensor.shape)}")
 
 
 def _fp8_parameter_value(parameter, master):
@@ -1009,8 +1005,7 @@ class LayerNormMLP(LayerNormLinear):
         _check_options("LayerNormMLP", options, self.NOT_EMULATED)
         if activation not in ACTIVATIONS:
             raise ValueError(
-                f"LayerNormMLP(activation={activation!r}): te_reference supports {', '.join(ACTIVATIONS)}"
-            )
+                f"LayerNormMLP(activation={activation!r}): te_reference supports {', '.join(ACTIVATIONS)}")
         self.use_bias, self.return_bias, self.activation = bias, return_bias, activation
         self.return_layernorm_output = return_layernorm_output
         self._set_parallel(tp_group, tp_size, column=set_parallel_mode, row=set_parallel_mode)
@@ -1254,7 +1249,8 @@ def _checkpoint_phase(phase, scales, region):
 
 def _checkpoint_contexts():
     """Return the contexts of the forward pass, which keeps its scales, and of the recomputation."""
-    scales, region = {}, autocast(_fp8.enabled, recipe=_fp8.recipe)
+    enabled, recipe, _ = _fp8.open[-1] if _fp8.open else (False, None, None)
+    scales, region = {}, autocast(enabled, recipe=recipe)
     return _checkpoint_phase("forward", scales, nullcontext()), _checkpoint_phase("recompute", scales, region)
 
 

@@ -65,6 +65,8 @@ def main(config: TrainConfig) -> None:
     model = models.make_model(config, device, dtype, recipe, saved.get("model_config"))
     model = distribute(model, config.parallel)  # ddp | fsdp | hsdp
     if config.compile:
+        if ranks.rank == 0:
+            print("compiling, usually 30 to 70 s", flush=True)
         model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
     if config.compile or models.is_file(config.model):
         models.check_first_pass(model, loader.batches(1)[0])

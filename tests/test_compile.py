@@ -72,11 +72,11 @@ SETTINGS = {  # with these fields of the model
     "two passes": dict(tie_embeddings=False, fp8_lm_head=False)}
 
 
-def train(nets, setting):
-    """Train three steps of each (compiled, model); return losses, gradients and FP8 states."""
+def train(nets, setting, steps=3):
+    """Train some steps of each (compiled, model); return losses, gradients and FP8 states."""
     results = []
     torch.manual_seed(1)
-    for (net, model), step in itertools.product(nets, range(3)):
+    for (net, model), step in itertools.product(nets, range(steps)):
         starts = torch.tensor([0, 5, 16, 20 + step, 32, 32], dtype=torch.int32, device=DEVICE)
         options = {"cu_seqlens": starts} if setting == "packing" else {}
         if setting == "evaluation":  # also as the very first pass

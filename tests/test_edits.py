@@ -18,17 +18,19 @@ from trainer_tools import run_script, run_train  # noqa: E402
 DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 ROOT = Path(__file__).resolve().parent.parent
-DIFFS = sorted((ROOT / "examples" / "edits").glob("*/*.diff"))
-MODELS = sorted({path.parent.name for path in DIFFS})
+MODELS = ("fast", "optimized")
+DIFFS = sorted(path for model in MODELS for path in (ROOT / "examples" / "edits" / model).glob("*.diff"))
+COMPILED = sorted(path.stem for path in (ROOT / "examples" / "edits" / "compiled").glob("*.diff"))
 EDITS = sorted({path.stem for path in DIFFS})
 CLASSES = {"fast": ("FastGPT2Model", "FastConfig"), "optimized": ("OptimizedGPT2Model", "OptimizedConfig")}
+CLASSES["compiled"] = CLASSES["optimized"]
 SMALL = dict(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, use_fp8=True)
 
 
 def edited(model, edit, folder):
     """Apply a diff to a copy of the model file, as the page says; return the module."""
     path, diff = folder / "my_model.py", ROOT / "examples" / "edits" / model / f"{edit}.diff"
-    path.write_text((ROOT / f"model_te_{model}.py").read_text())
+    path.write_text((ROOT / f"model_te_{model.replace('compiled', 'optimized')}.py").read_text())
     done = subprocess.run(["git", "apply", str(diff)], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     spec = importlib.util.spec_from_file_location("my_model", path)
@@ -107,6 +109,58 @@ def test_what_each_edit_does(model, build):
     for edit, activation in (("relu_squared", "srelu"), ("geglu", "geglu")):
         assert build(model, edit).blocks[0].mlp.activation == activation
     assert build(model, "new_field", embedding_scale=2.0).config.embedding_scale == 2.0
+
+
+@pytest.mark.parametrize("edit", COMPILED)
+def test_an_edit_in_plain_pytorch_is_one_graph(edit, build):
+    """The compiled model trains as the uncompiled one. On a CPU PyTorch's flex_attention has no gradient."""
+    torch._dynamo.reset()
+    batch, losses = make_batch(), []
+    for compiles in (False, True):
+        net = build("compiled", edit, n_layer=1)
+        run, losses = torch.compile(net, backend="eager", fullgraph=True) if compiles else net, [[], *losses]
+        for _ in range(2):
+            with torch.set_grad_enabled(edit != "window" or HAS_GPU):
+                loss = run(*batch)
+            losses[0].append(loss.item())
+            if loss.requires_grad:
+                loss.backward()
+                with torch.no_grad():
+                    for parameter in net.parameters():
+                        parameter -= 0.1 * parameter.grad
+                net.zero_grad()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][1] < losses[0][0] or edit == "window"
+
+
+@torch.no_grad()
+def test_what_each_edit_in_plain_pytorch_does(build):
+    (ids, labels), plain = make_batch(), dict(use_fp8=False, n_layer=1)
+    for edit in ("relu_squared", "geglu"):
+        mlp, x = build("compiled", edit, **plain).blocks[0].mlp, torch.randn(2, 16, 32, device=DEVICE)
+        x = x.to(mlp.fc1.weight.dtype)
+        hidden = F.linear(F.layer_norm(x, (32,)), mlp.fc1.weight)
+        gate, value = hidden.chunk(2, dim=-1)
+        hidden = hidden.relu() ** 2 if edit == "relu_squared" else F.gelu(gate, approximate="tanh") * value
+        torch.testing.assert_close(mlp(x), F.linear(hidden, mlp.fc2.weight), rtol=3e-2, atol=3e-3)
+    capped = build("compiled", "soft_cap", **plain, softcap=0.125)
+    assert 0.02 < capped(ids).abs().max() <= 0.125
+    smoothed = build("compiled", "label_smoothing", **plain)
+    flat, expected = smoothed(ids).float().flatten(0, 1), {}
+    for smoothing in (0.1, 0.0):
+        smoothed.train(smoothing > 0)
+        expected = F.cross_entropy(flat, labels.flatten(), label_smoothing=smoothing)
+        torch.testing.assert_close(smoothed(ids, labels), expected, rtol=2e-3, atol=0)
+    scaled = build("compiled", "residual_scale", **plain)
+    scaled.blocks[0].scale.zero_()
+    before = scaled(ids)
+    scaled.blocks[0].mlp.fc2_weight.add_(1)
+    assert torch.equal(scaled(ids), before)
+    window = build("compiled", "window", **plain, window=4)
+    other = ids[:1].clone()
+    other[0, 2] = (other[0, 2] + 1) % 64
+    seen = (window(ids[:1]) - window(other)).abs().amax(-1)[0] > 1e-4
+    assert seen.nonzero().flatten().tolist() == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("edit", EDITS if HAS_GPU else ("relu_squared", "second_head", "lora", "new_field"))

@@ -18,7 +18,7 @@ from kernel_tools import HAS_GPU, _as_on_a_gpu, _free_memory  # noqa: E402, F401
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
-SMALL = dict(vocab_size=96, n_positions=32, n_embd=32, n_layer=1, n_head=2, use_fp8=True)
+SMALL = dict(vocab_size=96, n_positions=32, n_embd=32, n_inner=32, n_layer=1, n_head=2, use_fp8=True)
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def test_the_first_pass_of_a_compiled_model(name):
     assert_equal(found.values(), expected.values())
 
 
-LLAMA = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_inner=48)
+LLAMA = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False)
 
 
 @pytest.mark.parametrize("setting", [*SETTINGS, "no fp8"])
@@ -71,9 +71,10 @@ def test_compiled_steps_equal_uncompiled_ones(setting):
         pairs = []
         for _ in range(2 if setting == "two models" else 1):
             model = make_model(attention="te" if setting == "packing" else "sdpa", **options)
-            net = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+            backend = "eager" if setting in ("accumulation", "evaluation", "two models") else "aot_eager"
+            net = torch.compile(model, backend=backend, fullgraph=True) if compiles else model
             pairs.append((net, model))
-        results.append(train(pairs, setting))
+        results.append(train(pairs, setting, steps=1 if setting == "accumulation" else 2))
     assert_equal(*results)
 
 
@@ -86,7 +87,7 @@ def test_frozen_parts_and_new_batch_sizes():
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("fc1" in name or "proj.bias" in name)
     net = torch.compile(compiled, backend="aot_eager", fullgraph=True)
-    for batch, length in ((2, 16), (4, 24), (6, 32), (8, 16)):
+    for batch, length in ((1, 16), (2, 24), (3, 16)):
         x = torch.randint(96, (batch, length), device=DEVICE)
         for model, forward in ((compiled, net), (plain, plain)):
             model.zero_grad()
@@ -105,7 +106,7 @@ def test_another_history_compiles_anew():
     for compiles in (False, True):
         torch.manual_seed(0)
         model = make_model()
-        net = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+        net = torch.compile(model, backend="eager", fullgraph=True) if compiles else model
         for recipe in (model.fp8_recipe, modules.DelayedScaling(1, modules.Format.E4M3, 5, "most_recent")):
             model.fp8_recipe = recipe
             net(*make_batch()).backward()
@@ -140,3 +141,13 @@ def test_attention_of_separate_tensors(documents):
         results.append((y, x.grad))
     for found, expected in zip(*results):
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_gpu_that_it_never_ran_on_is_refused_in_one_line(monkeypatch):
+    for name, value in (("is_available", True), ("get_device_capability", (8, 9)),
+                        ("get_device_name", "NVIDIA L4")):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(modules, "unsupported_reason", modules.unsupported_reason.__wrapped__)
+    with pytest.raises(ValueError, match="only run on Hopper, not on NVIDIA L4; install"):
+        with modules.autocast():
+            modules.Linear(32, 32, device="cpu")(torch.ones(32, 32))

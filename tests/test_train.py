@@ -65,6 +65,12 @@ def test_learning_rate_schedules():
     assert [0.5, 1] == rates([5, 110], lr_schedule="constant")
 
 
+def test_a_decay_may_begin_during_the_warm_up():
+    found = rates(range(111), lr_schedule="wsd", warmup_steps=105)
+    expected = [min(step / 105, 0.1 + 0.9 * (110 - step) / 22) for step in range(111)]
+    assert expected == found, "the lower of both"
+
+
 def test_the_loss_falls(tokens):
     assert run_train(f"{OPTIONS} --n-layer 1 --lr 1e-2 --out-dir run", tokens) == 0
     assert losses("run")[0] > 5 and losses("run")[-1] < 3.5
