@@ -117,11 +117,9 @@ class DelayedScaling(Recipe):
             raise ValueError("fp8_format=E5M2: pure E5M2 training is not supported; use Format.HYBRID")
 
     def __repr__(self):  # TE identifies a recipe by this string, which omits the amax algorithm
-        return (
-            f"recipe_type=DelayedScaling, margin={self.margin}, format={self.fp8_format.name}, "
-            f"amax_history_len={self.amax_history_len}, reduce_amax={self.reduce_amax}, "
-            f"fp8_dpa={self.fp8_dpa}, fp8_mha={self.fp8_mha}"
-        )
+        return (f"recipe_type=DelayedScaling, margin={self.margin}, format={self.fp8_format.name}, "
+                f"amax_history_len={self.amax_history_len}, reduce_amax={self.reduce_amax}, "
+                f"fp8_dpa={self.fp8_dpa}, fp8_mha={self.fp8_mha}")
 
 
 @dataclass
@@ -825,8 +823,9 @@ def _check_fp8_shapes(x, weight, recipe):
         rows = tensor.numel() // tensor.shape[-1]
         if rows % 8 or tensor.shape[-1] % 16:
             raise ValueError(
-                "FP8 execution requires the product of all dimensions except the last to be divisible by 8 and "
-                f"the last dimension to be divisible by 16, but got {name} with dims={list(tensor.shape)}")
+                "FP8 execution requires the product of all dimensions except the last to be divisible by 8 "
+                "and the last dimension to be divisible by 16, "
+                f"but got {name} with dims={list(tensor.shape)}")
         if rows % 16 and torch.is_grad_enabled() and weight.requires_grad:
             raise ValueError(
                 "FP8 training requires the product of all dimensions except the last to be divisible by 16 "

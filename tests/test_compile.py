@@ -72,7 +72,7 @@ SETTINGS = {  # with these fields of the model
     "two passes": dict(tie_embeddings=False, fp8_lm_head=False)}
 
 
-def train(nets, setting, steps=3):
+def train(nets, setting, steps=2):
     """Train some steps of each (compiled, model); return losses, gradients and FP8 states."""
     results = []
     torch.manual_seed(1)
