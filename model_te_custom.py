@@ -258,7 +258,7 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
 
 @torch.compiler.disable(reason="TE's DelayedScaling does not trace")
 def run_uncompiled(model, *args):
-    warnings.warn("TE's DelayedScaling runs uncompiled; NANOTE_ENGINE=fast compiles it", stacklevel=2)
+    warnings.warn("TE's DelayedScaling runs uncompiled; NANOTE_ENGINE=fast (Hopper) traces", stacklevel=2)
     return CustomGPT2Model.forward(model, *args)  # not model.forward, which a subclass may override
 
 

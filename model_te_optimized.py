@@ -169,7 +169,7 @@ def attention_kernel(config):
         raise ValueError("attention='flash': needs flash-attn-4 or flash-attn, attn_dropout=0 and a head_dim "
                          f"in multiples of 8 up to {widest} on this GPU; 'sdpa' works")
     if config.attention == "auto":
-        return "te" if ENGINE == "fast" else "flash" if fits else "te" if ENGINE == "te" else "sdpa"
+        return "flash" if fits and ENGINE != "fast" else "sdpa" if ENGINE == "reference" else "te"
     return config.attention
 
 
@@ -405,7 +405,7 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
 
 @torch.compiler.disable(reason="TE's DelayedScaling does not trace")
 def run_uncompiled(model, *args):
-    warnings.warn("TE's DelayedScaling runs uncompiled; NANOTE_ENGINE=fast compiles it", stacklevel=2)
+    warnings.warn("TE's DelayedScaling runs uncompiled; NANOTE_ENGINE=fast (Hopper) traces", stacklevel=2)
     return OptimizedGPT2Model.forward(model, *args)  # not model.forward, which a subclass may override
 
 

@@ -90,7 +90,7 @@ class Recipe:
 
     custom = nvfp4
 
-    @torch.compiler.assume_constant_result  # torch.compile calls it while it traces; constants are arguments
+    @torch.compiler.assume_constant_result  # Dynamo calls it while tracing; its arguments must be constants
     def _prepare(self, module_id, group):
         _prepare(next(module for module in _fp8.modules if id(module) == module_id), self, group, True)
 
@@ -256,7 +256,7 @@ fp8_model_init = quantized_model_init  # the deprecated name
 def _prepare(module, recipe, group, is_traced):
     """Create, resize and register the FP8 state of a module that runs in a region.
 
-    A graph of torch.compile cannot, and the first module's backward pass, which rolls all histories, is
+    A compiled graph cannot, and the first module's backward pass, which rolls all histories, is
     traced before the others. So the first prepares all. A roll changes nothing of those that do not run.
     """
     before = module.fp8_meta.get("recipe")

@@ -161,7 +161,7 @@ def _attention_backward(dout, qkv, qk, out, lse, cos, sin, q_weight, k_weight, c
     dqkv = torch.empty_like(qkv)
     if not is_fake(qkv):
         gradients = _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window, dqkv)
-        if gradients[0].data_ptr() != dqkv.data_ptr():
+        if gradients[0].data_ptr() != dqkv.data_ptr():  # not FlashAttention 4, which writes there
             torch.cat(gradients, dim=2, out=dqkv)
     dweights = qkv.new_empty(0), qkv.new_empty(0)
     if is_changed:

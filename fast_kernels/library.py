@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensor
 
 LIBRARY = torch.library.Library("fast_kernels", "DEF")
 MAX_TABLES = 256
+TENSORS = torch.Tensor, list
 
 
 def ceil_div(a, b):
@@ -40,8 +41,7 @@ def operation(schema, setup_context=None, backward=None):
     def register(function):
         def launch(*args):  # on the device of the arguments, which need not be the current one
             # of a list, the function checks the others
-            tensors = [x[0] if isinstance(x, list) else x
-                       for x in args if isinstance(x, torch.Tensor) or isinstance(x, list) and x]
+            tensors = [x[0] if isinstance(x, list) else x for x in args if isinstance(x, TENSORS)]
             devices = {x.get_device() for x in tensors}
             if len(devices) > 1:
                 names = ", ".join(sorted({str(x.device) for x in tensors}))
@@ -83,7 +83,9 @@ def check_shape(name, shape, dtype=None, **tensors):
 
 def check_aligned(name, **tensors):
     """Raise ValueError unless every tensor (None is skipped) starts at a multiple of 16 bytes."""
-    for argument, tensor in tensors.items() if not torch.compiler.is_compiling() else ():  # no address yet
+    if torch.compiler.is_compiling():
+        return  # tensors have no address yet
+    for argument, tensor in tensors.items():
         if tensor is not None and tensor.data_ptr() % 16:
             offset = tensor.data_ptr() % 16
             raise ValueError(f"{name}: {argument} starts {offset} bytes after a multiple of 16; use .clone()")

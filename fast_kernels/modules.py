@@ -321,9 +321,9 @@ class Module(nn.Module):
         meta["recipe"] = recipe
         self._quantizations.clear()
 
-    @torch.compiler.assume_constant_result  # torch.compile runs it while it traces; arguments are constants
+    @torch.compiler.assume_constant_result  # Dynamo calls it while tracing; its arguments must be constants
     def prepare(self, margin, format_name, history_length, algorithm, reduces_amax, keeps_weights):
-        """Create or resize what a compiled graph can only change: scales, histories, kept FP8 weights."""
+        """Allocate or resize scales, histories and kept FP8 weights, which a graph can only update."""
         recipe = DelayedScaling(margin, Format[format_name], history_length, algorithm, reduces_amax)
         if reason := unsupported_reason():
             raise ValueError(f"FP8: {reason}")
@@ -335,7 +335,7 @@ class Module(nn.Module):
             if name not in self._fp8_workspaces:
                 self._fp8_workspaces[name] = casts.allocate_fp8(weight, *weight.shape, fp8)
             kept += self._fp8_workspaces[name]
-        for tensor in kept:  # CUDA graphs of torch.compile change only such inputs
+        for tensor in kept:  # CUDA graphs of torch.compile update no other inputs
             torch._dynamo.mark_static_address(tensor)
 
     @torch.inference_mode(False)  # training goes on with this state

@@ -82,8 +82,8 @@ def _check(scale, history, device):
 
 @operation("(Tensor(a!) scale, Tensor(b!) history, float fp8_max, int margin, str algorithm) -> ()")
 def update_one(scale, history, fp8_max, margin, algorithm):
-    """Update one state, whose addresses are arguments of the kernel. CUDA graphs of torch.compile allow an
-    operation to keep no tensor, such as the table of `update`."""
+    """Update one state, whose addresses are arguments of the kernel: under CUDA graphs of torch.compile an
+    operation must not keep a tensor, as `update` keeps its table."""
     if is_fake(scale):
         return
     _check(scale, history, scale.device)

@@ -1,14 +1,14 @@
-"""The modules' passes under torch.compile, as one graph: FP8 operations that the compiler does not look into,
-and between them what Inductor fuses.
+"""The modules of modules.py under torch.compile. FP8 kernels are opaque operations in one graph; Inductor
+fuses the PyTorch code between them. `Module.forward` calls `run` while it is traced inside an FP8 region.
 
-A graph can neither create state nor hand an FP8 gradient from module to module. So here
-- `Module.prepare` creates the FP8 state of a module while the compiler traces it;
-- the FP8 operands of a module's GEMMs are computed outside autograd, and `_Module` has the gradient of the
-  module as a whole;
-- each module updates its own scales, forward and backward, in place of one launch for all. The scales are
-  the same unless a module runs twice in one `autocast` region.
+A graph cannot create state, and autograd cannot pass FP8 gradients between modules. So here
+- `Module.prepare` allocates the FP8 state at trace time;
+- `_Module` is one autograd function per module, whose FP8 operands are inputs without a gradient;
+- each module updates its own scales after its forward and its backward pass. Uncompiled, one launch updates
+  all scales, so a module that runs twice in a region gets different ones.
 
-Kernels, and with them all bits, are those of the passes that are not compiled (fast_kernels/fused.py).
+The kernels are those of fused.py, so outputs, gradients and scales equal an uncompiled pass bit for bit, as
+long as PyTorch's own operations do (under Inductor sums have another order, and so has dropout's rounding).
 """
 
 from functools import partial
@@ -22,49 +22,50 @@ from fast_kernels.fused import input_gradient
 from fast_kernels.gemm import gemm
 from fast_kernels.library import operation
 
-FP8 = torch.float8_e4m3fn  # of the forward pass
+FORWARD_FP8 = torch.float8_e4m3fn
 
 
 @operation("(Tensor scale) -> Tensor")
 def read_scales(scale):
-    """Return a copy: scales change before the backward pass, and a recomputation needs those of the first
-    pass (`checkpoint_contexts`)."""
+    """Copy the scales. An operation, so that selective checkpointing can name it: a recomputation quantizes
+    with the scales of the first pass, and these have changed by then."""
     return scale.clone()
 
 
-def _saves(context, op, *args, **kwargs):
+def _must_save(context, op, *args, **kwargs):
     return op is torch.ops.fast_kernels.read_scales.default
 
 
-checkpoint_contexts = partial(create_selective_checkpoint_contexts, _saves)
+# A recomputation changes no FP8 state: autograd's graph recomputes only what gradients depend on.
+checkpoint_contexts = partial(create_selective_checkpoint_contexts, _must_save)
 
 
 def run(module, x, region, is_first_microbatch):
     """Return the output of a module, (N, out), for x (N, in), BF16, and update the module's scales."""
-    recipe, names = region.recipe, module.weight_names
+    recipe, names, x = region.recipe, module.weight_names, x.contiguous()
     module.check_dtype(x)
     module.prepare(recipe.margin, recipe.fp8_format.name, recipe.amax_history_len, recipe.amax_compute_algo,
                    recipe.reduce_amax, bool(is_first_microbatch))
     norm = [getattr(module, f"layer_norm_{name}", None) for name in ("weight", "bias")]
     weights = [getattr(module, name) for name in names]
     biases = [getattr(module, name.replace("weight", "bias")) if module.use_bias else None for name in names]
-    state, of_gradients = module.fp8_meta["scaling_fwd"], module.fp8_meta["scaling_bwd"]
+    state, gradient_state = module.fp8_meta["scaling_fwd"], module.fp8_meta["scaling_bwd"]
     scale = read_scales(state.scale)
 
-    def quantization(slot):
-        return scale[slot:slot + 1], state.amax_history[0, slot:slot + 1], FP8
+    def quantization(slot):  # 0, 1: input and weight of the first GEMM; 3, 4: of the second; see ScalingState
+        return scale[slot:slot + 1], state.amax_history[0, slot:slot + 1], FORWARD_FP8
 
-    def quantize_weight(number):
-        kept = module._fp8_workspaces.get(names[number])
-        if is_first_microbatch is False and kept is not None:
-            return kept
-        out = kept if is_first_microbatch else None
-        return casts.cast(weights[number].detach(), *quantization(3 * number + 1), out=out)[0]
+    def quantize_weight(gemm_index):  # as Module._quantized_weight; `prepare` has allocated the workspace
+        workspace = module._fp8_workspaces.get(names[gemm_index])
+        if is_first_microbatch is False and workspace is not None:
+            return workspace
+        out = workspace if is_first_microbatch else None
+        return casts.cast(weights[gemm_index].detach(), *quantization(3 * gemm_index + 1), out=out)[0]
 
     mean = rstd = hidden = None
     with torch.no_grad():
         if norm[0] is None:
-            quantized, _ = casts.cast(x.detach().contiguous(), *quantization(0))
+            quantized, _ = casts.cast(x.detach(), *quantization(0))
         else:
             _, quantized, mean, rstd = casts.norm(
                 x.detach(), None, None, *(w if w is None else w.detach() for w in norm), module.eps,
@@ -75,20 +76,23 @@ def run(module, x, region, is_first_microbatch):
             bias = None if biases[0] is None else biases[0].detach()
             quantized = casts.activate(module.activation, hidden, bias, *quantization(3))
             operands += [*quantized, *quantize_weight(1)]
-    maximum, group = recipe.fp8_format.value, region.group.group_name if region.group is not None else ""
-    update = recipe.margin, recipe.amax_compute_algo, recipe.reduce_amax, group
-    of_output = torch.float8_e5m2 if maximum.max_bwd > maximum.max_fwd else FP8  # its gradient
-    absent = [None] * (2 - len(names))
+    fp8_max = recipe.fp8_format.value
+    group = "" if region.group is None else region.group.group_name
+    options = recipe.margin, recipe.amax_compute_algo, recipe.reduce_amax, group
+    gradient_dtype = torch.float8_e5m2 if fp8_max.max_bwd > fp8_max.max_fwd else FORWARD_FP8
+    absent = [None] * (2 - len(names))  # of a module with one GEMM: the second weight and bias
     y = _Module.apply(
-        x, *norm, *weights, *absent, *biases, *absent, mean, rstd, hidden, of_gradients, of_output,
-        getattr(module, "activation", None), (maximum.max_bwd, *update), *operands)
+        x, *norm, *weights, *absent, *biases, *absent, mean, rstd,
+        hidden, gradient_state, gradient_dtype, getattr(module, "activation", None),
+        (fp8_max.max_bwd, *options), *operands)
     if torch.is_grad_enabled():
-        update_scales(state, maximum.max_fwd, *update)
+        update_scales(state, fp8_max.max_fwd, *options)
     return y
 
 
 def update_scales(state, fp8_max, margin, algorithm, reduces_amax, group):
-    """Update the scales of one module after a pass in one direction; over the ranks of a group ("": all)."""
+    """Update one module's scales after its forward or backward pass; with reduces_amax, after taking the
+    largest amax over the ranks of the group of that name ("": all ranks)."""
     scale, history = state.scale, state.amax_history
     if reduces_amax and dist.is_initialized() and dist.get_world_size() > 1:
         functional = torch.ops._c10d_functional
@@ -102,23 +106,24 @@ def _forward_gemm(bias, rowwise, columnwise, scale_inv, weight, weight_columnwis
 
 
 class _Module(torch.autograd.Function):
-    """LayerNormLinear, Linear or LayerNormMLP, whose FP8 operands are known: input and weight of each GEMM.
+    """Linear, LayerNormLinear and LayerNormMLP.
 
-    x, before the norm, and the parameters are inputs to receive gradients. The backward pass changes `state`,
-    the ScalingState of the gradients, so `save_for_backward` must not have its tensors.
+    operands: for each GEMM its input and its weight, quantized: rowwise, columnwise, scale_inv. x, before the
+    norm, and the parameters are arguments to receive gradients. `state`, the ScalingState of gradients, is
+    not saved with save_for_backward, because the backward pass changes it in place.
     """
 
     @staticmethod
     def forward(ctx, x, norm_weight, norm_bias, weight, fc2_weight, bias, fc2_bias, mean, rstd, hidden, state,
-                fp8, activation, update, *operands):
+                fp8, activation, update_options, *operands):
         ctx.has_norm, ctx.is_mlp = norm_weight is not None, hidden is not None
-        ctx.state, ctx.fp8, ctx.activation, ctx.update = state, fp8, activation, update
-        ctx.optional = [tensor is not None for tensor in (mean, bias)]
-        saved = [operands[1], operands[2], *operands[4:6]]
+        ctx.has_mean, ctx.has_bias, ctx.operand_count = mean is not None, bias is not None, len(operands)
+        ctx.state, ctx.fp8, ctx.activation, ctx.update_options = state, fp8, activation, update_options
+        saved = [*operands[1:3], *operands[4:6]]  # columnwise, for wgrad and dgrad
         if ctx.is_mlp:
-            saved += [operands[7], operands[8], *operands[10:], hidden, *([bias] if bias is not None else [])]
+            saved += [*operands[7:9], *operands[10:], hidden, *([bias] if ctx.has_bias else [])]
         if ctx.has_norm:
-            saved += [x, norm_weight, rstd, *([mean] if mean is not None else [])]
+            saved += [x, norm_weight, rstd, *([mean] if ctx.has_mean else [])]
         ctx.save_for_backward(*saved)
         return _forward_gemm(fc2_bias if ctx.is_mlp else bias, *operands[-6:])
 
@@ -126,34 +131,33 @@ class _Module(torch.autograd.Function):
     def backward(ctx, dy):
         (needs_x, needs_norm, needs_norm_bias, needs_weight, needs_fc2, needs_bias,
          needs_fc2_bias) = ctx.needs_input_grad[:7]
-        (has_mean, has_bias), saved = ctx.optional, list(ctx.saved_tensors)
-        scale, history = ctx.state.scale, ctx.state.amax_history
+        scale, history, saved = ctx.state.scale, ctx.state.amax_history, list(ctx.saved_tensors)
         x, x_inv, weight, weight_inv = saved[:4]
         needs_input = needs_x or needs_norm or needs_norm_bias
         dx = dnorm = dnorm_bias = dweight = dbias = dfc2 = dfc2_bias = None
-        quantization = scale[:1], history[0, :1], ctx.fp8
+        quantization = scale[:1], history[0, :1], ctx.fp8  # slot 0: the first GEMM's output gradient
         if ctx.is_mlp:
             act, act_inv, fc2, fc2_inv, hidden = saved[4:9]
             saved = saved[9:]
-            bias = saved.pop(0) if has_bias else None
-            dy, dfc2_bias = casts.cast(
+            bias = saved.pop(0) if ctx.has_bias else None
+            dy_fp8, dfc2_bias = casts.cast(  # slot 2: the second one's
                 dy.contiguous(), scale[2:3], history[0, 2:3], ctx.fp8, with_dbias=needs_fc2_bias)
-            if needs_fc2:
-                dfc2 = gemm(act, act_inv, *dy[1:])
+            if needs_fc2:  # wgrad; without `main_grad`, since a graph returns its gradients
+                dfc2 = gemm(act, act_inv, *dy_fp8[1:])
             if needs_input or needs_weight or needs_bias:
-                dact = input_gradient(dy, (fc2, fc2_inv))
-                dy, dbias = casts.activate_backward(ctx.activation, dact, hidden, bias, *quantization)
+                dact = input_gradient(dy_fp8, (fc2, fc2_inv))
+                dy_fp8, dbias = casts.activate_backward(ctx.activation, dact, hidden, bias, *quantization)
         else:
             saved = saved[4:]
-            dy, dbias = casts.cast(dy.contiguous(), *quantization, with_dbias=needs_bias)
+            dy_fp8, dbias = casts.cast(dy.contiguous(), *quantization, with_dbias=needs_bias)
         if needs_weight:
-            dweight = gemm(x, x_inv, *dy[1:])
+            dweight = gemm(x, x_inv, *dy_fp8[1:])
         if needs_input:
-            dx = input_gradient(dy, (weight, weight_inv))
+            dx = input_gradient(dy_fp8, (weight, weight_inv))
             if ctx.has_norm:
                 residual, norm_weight, rstd = saved[:3]
                 dx, _, _, dnorm, dnorm_bias = casts.norm_backward(
-                    dx, residual, saved[3] if has_mean else None, rstd, norm_weight, None)
-        update_scales(ctx.state, *ctx.update)
+                    dx, residual, saved[3] if ctx.has_mean else None, rstd, norm_weight, None)
+        update_scales(ctx.state, *ctx.update_options)
         gradients = dx, dnorm, dnorm_bias, dweight, dfc2, dbias, dfc2_bias
-        return *gradients, *[None] * (7 + (12 if ctx.is_mlp else 6))
+        return *gradients, *[None] * (7 + ctx.operand_count)
