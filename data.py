@@ -59,8 +59,8 @@ class Hf(Options):
 
 @dataclass(kw_only=True)
 class Sft(Text):
-    """Prompts and answers for finetuning, one of each per row; only answers and their ends are learned."""
-    column: tuple[str, str] = ("prompt", "answer")  # Fields of a row that hold the two.
+    """A prompt and an answer per row, for finetuning: only the answer and its end are learned."""
+    column: tuple[str, str] = ("prompt", "answer")  # Fields of the prompt and the answer.
 
 
 @dataclass(kw_only=True)

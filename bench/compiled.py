@@ -1,6 +1,6 @@
-"""Time compiled training steps: FP8 by fast_kernels and edits in plain PyTorch, plain BF16, other FP8.
+"""Time compiled training steps: fast_kernels' FP8, edits of it, plain BF16, torchao's and nanochat's FP8.
 
-    NANOTE_ENGINE=fast NANOCHAT=DIR python bench/compiled.py --json results/compiled.json
+    NANOTE_ENGINE=fast NANOCHAT=FOLDER_OF_FP8_PY python bench/compiled.py --json results/compiled.json
 
 All arms train the network of model_te_optimized.py in one torch.compile graph, with the optimizer, masters
 and clipping of train.py, BF16 weights and the same random tokens. They take turns with `bf16`, and the edits
@@ -8,7 +8,7 @@ with `fp8`: ratios are medians over their steps, with 95 % intervals.
 
 - bf16       bench/plain_gpt.py: nn.Linear, PyTorch's attention and cross-entropy
 - fp8        model_te_optimized.py on fast_kernels, delayed scaling; edits: examples/edits/compiled
-- graph      the same, not compiled, in CUDA graphs
+- graph      model_te_optimized.py on fast_kernels, uncompiled, in CUDA graphs
 - torchao-tensorwise, torchao-rowwise     bf16 with the blocks' layers converted by torchao, as its README
              recommends: all linear layers but the last
 - nanochat   bf16 converted by nanochat's fp8.py, as its training script does: all linear layers
@@ -40,7 +40,7 @@ EDITS = sorted(path.stem for path in (ROOT / "examples" / "edits" / "compiled").
 ARMS = ("bf16", "fp8", "graph", "nanochat", "torchao-tensorwise", "torchao-rowwise", *EDITS)
 
 
-class Bf16(PlainGPT):
+class Bf16(PlainGPT):  # --model takes a class that annotates its config
     def __init__(self, config: OptimizedConfig):
         super().__init__(config)
 

@@ -30,7 +30,7 @@ def package_documents(left_out):
         visible = b"".join(words)
         is_table = len(visible.translate(None, NO_LETTERS)) < 0.4 * len(visible)
         if not words or len(text) > 2 << 20 or max(map(len, words)) > 1000 or is_table:
-            left_out["files that are no text, empty, over 2 MiB or mostly numbers"] += 1
+            left_out["files that are no text, empty, over 2 MiB, or mostly numbers or long words"] += 1
             continue
         minhash = MinHash(num_perm=125, hashfunc=crc32)
         minhash.update_batch({b" ".join(words[start:start + 5]) for start in range(max(len(words) - 4, 1))})
