@@ -136,6 +136,7 @@ class autocast:
 
     def __enter__(self):
         _regions.append(self)
+        self.is_training = torch.is_grad_enabled()  # of the outermost region: inside, parts may be frozen
         return self
 
     def __exit__(self, *error):
@@ -251,11 +252,13 @@ class Module(nn.Module):
 
     def forward(self, inp, is_first_microbatch=None):
         x = inp.flatten(0, -2)
-        if torch.compiler.is_compiling() and _regions and _regions[-1].enabled:
-            y = traced.run(self, x, _regions[-1], is_first_microbatch)
+        if torch.compiler.is_compiling() and len(_regions) > 0 and _regions[-1].enabled:
+            if _recompute is not None:
+                raise ValueError("te.checkpoint around a compiled module: compile the model that calls it")
+            y = traced.run(self, x, _regions[-1], _regions[0].is_training, is_first_microbatch)
         else:
             y = self.run(x, is_first_microbatch)
-        return y.view(*inp.shape[:-1], -1)
+        return y.view(*inp.shape[:-1], y.shape[-1])
 
     def norm(self, x):
         """Apply the norm, in x's dtype."""
@@ -303,10 +306,9 @@ class Module(nn.Module):
     def _check(self, parameter, x):
         if reason := unsupported_reason():
             raise ValueError(f"FP8: {reason}")
-        self.check_dtype(x)
+        self.check_dtype(parameter, x)
 
-    def check_dtype(self, x):
-        parameter = getattr(self, self.weight_names[0])
+    def check_dtype(self, parameter, x):
         if x.dtype != torch.bfloat16 or parameter.dtype != torch.bfloat16:
             raise ValueError(f"FP8: weights are {parameter.dtype}, and the input is {x.dtype}; both must be "
                              "torch.bfloat16: model.to(torch.bfloat16)")
@@ -328,6 +330,7 @@ class Module(nn.Module):
         if reason := unsupported_reason():
             raise ValueError(f"FP8: {reason}")
         self.init_fp8_meta_tensors(recipe)
+        self.fp8_meta["fp8_checkpoint"] = True
         states = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
         kept = [tensor for state in states for tensor in (state.scale, state.amax_history)]
         for gemm, name in enumerate(self.weight_names if keeps_weights else ()):

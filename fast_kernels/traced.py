@@ -7,6 +7,7 @@ A graph cannot create state, and autograd cannot pass FP8 gradients between modu
 - each module updates its own scales after its forward and its backward pass. Uncompiled, one launch updates
   all scales, so a module that runs twice in a region gets different ones.
 
+`main_grad` is not used: a graph returns its gradients.
 The kernels are those of fused.py, so outputs, gradients and scales equal an uncompiled pass bit for bit, as
 long as PyTorch's own operations do (under Inductor sums have another order, and so has dropout's rounding).
 """
@@ -40,14 +41,15 @@ def _must_save(context, op, *args, **kwargs):
 checkpoint_contexts = partial(create_selective_checkpoint_contexts, _must_save)
 
 
-def run(module, x, region, is_first_microbatch):
-    """Return the output of a module, (N, out), for x (N, in), BF16, and update the module's scales."""
+def run(module, x, region, is_training, is_first_microbatch):
+    """Return the output of a module, (N, out), for x (N, in), BF16, and in training update its scales."""
     recipe, names, x = region.recipe, module.weight_names, x.contiguous()
-    module.check_dtype(x)
     module.prepare(recipe.margin, recipe.fp8_format.name, recipe.amax_history_len, recipe.amax_compute_algo,
                    recipe.reduce_amax, bool(is_first_microbatch))
     norm = [getattr(module, f"layer_norm_{name}", None) for name in ("weight", "bias")]
     weights = [getattr(module, name) for name in names]
+    for weight in weights:
+        module.check_dtype(weight, x)
     biases = [getattr(module, name.replace("weight", "bias")) if module.use_bias else None for name in names]
     state, gradient_state = module.fp8_meta["scaling_fwd"], module.fp8_meta["scaling_bwd"]
     scale = read_scales(state.scale)
@@ -85,7 +87,7 @@ def run(module, x, region, is_first_microbatch):
         x, *norm, *weights, *absent, *biases, *absent, mean, rstd,
         hidden, gradient_state, gradient_dtype, getattr(module, "activation", None),
         (fp8_max.max_bwd, *options), *operands)
-    if torch.is_grad_enabled():
+    if is_training:
         update_scales(state, fp8_max.max_fwd, *options)
     return y
 

@@ -136,6 +136,8 @@ class TrainConfig:
                     raise ValueError(f"{_flag(name)} {value}: must be {rule}")
         if self.fp8_recipe == "none" and (self.fp8_param or self.fp8_health_interval):
             raise ValueError("--fp8-param, --fp8-health-interval: there is no FP8 with --fp8-recipe none")
+        if self.compile and self.fp8_health_interval:
+            raise ValueError("--fp8-health-interval: compiled code runs no hooks; leave --compile out")
         if not self.compile and (self.compile_mode != "default" or self.compile_fullgraph):
             raise ValueError("--compile-mode, --compile-fullgraph: without effect; pass --compile too")
         unsupported = [name for name in NOT_SHARDABLE if getattr(self, name)]

@@ -94,6 +94,8 @@ class HfTokenizer(Tokenizer):
         self.stop_tokens = {self.eot, *generation} - {None}
         text = self.encoding.encode("a")
         before = text.ids[:text.special_tokens_mask.index(0)]
+        if len(before) > 1:
+            raise ValueError(f"puts {len(before)} tokens before a text; the kit's token files have one")
         bos = before[0] if before else named("bos_token") if names.get("add_bos_token") else None
         self.bos = None if bos == self.eot else bos
         self.start = self.eot if self.bos is None else self.bos

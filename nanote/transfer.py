@@ -61,7 +61,7 @@ def check_tokenizer(source: str, data: str) -> None:
     ids, meta = tokens.open_tokens(data, "val", verify=False)
     try:
         theirs, ours = map(tokenizers.get_tokenizer, (f"hf:{source}", meta["tokenizer"]))
-    except ValueError:  # moved, not byte-level, or cannot be downloaded
+    except (ValueError, ImportError):  # moved, not byte-level, not installed, or cannot be downloaded
         return
     text = ours.decode(ids[:1000])
     if theirs.encode(text) != ours.encode(text):

@@ -94,6 +94,7 @@ def test_config_json_of_a_run_repeats_it(finished, capsys):
     ("--lr -1", "--lr -1.0: must be above 0"), ("--warmup-steps -1", "--warmup-steps -1: must be 0 or more"),
     ("--fp8-recipe none --fp8-param", "--fp8-param, --fp8-health-interval: there is no FP8"),
     ("--compile-fullgraph", "without effect; pass --compile too"),
+    ("--compile --fp8-health-interval 9", "--fp8-health-interval: compiled code runs no hooks"),
     ("--parallel hsdp --fp8-param", "--parallel hsdp: does not go with --fp8-param; leave it out"),
     ("--parallel fsdp --offload-activations 2", "does not go with --offload-activations")])
 def test_options_that_are_impossible_are_refused(given, words):

@@ -183,6 +183,55 @@ def test_is_first_microbatch_caches_the_quantized_weight():
     assert [y(100, None), y(100, True)] == pytest.approx([0.3, 100])
 
 
+def test_the_module_after_a_frozen_one_rolls_histories():
+    first, second = linear(diagonal(0.5)).requires_grad_(False), linear(diagonal(0.5))
+    with te.autocast(recipe=delayed()):
+        y = second(first(diagonal(1.0)))
+    y.backward(diagonal(4.0))
+    assert bwd(second).amax_history[:, 0].tolist() == [0, 0, 0, 4] and bwd(second).scale[0] == 14336
+
+
+def test_a_disabled_region_inside_an_enabled_one():
+    outer, inner, after = (linear(torch.randn(16, 16)) for _ in range(3))
+    x = torch.randn(16, 16)
+    with te.autocast(recipe=delayed()):
+        h = outer(x)
+        with te.autocast(enabled=False):
+            y = inner(h)
+        z = after(y)
+    assert torch.equal(y, h @ inner.weight.T) and "scaling_fwd" not in inner.fp8_meta
+    assert not torch.equal(h, x @ outer.weight.T) and not torch.equal(z, y @ after.weight.T)
+    assert torch.equal(outer(x), x @ outer.weight.T)  # FP8 is off again outside
+
+
+def test_changing_the_recipe():
+    layer, x, dy = linear(diagonal(0.3)), diagonal(1.1), diagonal(1.0)
+    for length, expected in (
+        (4, [0, 0, 0, 1.1]), (4, [0, 0, 1.1, 1.1]), (6, [0, 1.1, 1.1, 0, 0, 1.1]), (3, [0, 1.1, 1.1])):
+        # TE keeps the first rows, although the newest row is the last
+        step(layer, x, dy, delayed(length), is_first_microbatch=True)
+        assert fwd(layer).amax_history[:, 0].tolist() == pytest.approx(expected)
+    layer.weight.data = diagonal(0.25)
+    with pytest.warns(UserWarning, match="Recipe type changed from DelayedScaling to Float8CurrentScaling"):
+        # the cached weight is dropped
+        y = [step(layer, x, dy, te.Float8CurrentScaling(), is_first_microbatch=False)[0][0, 0].item()]
+    with pytest.warns(UserWarning, match="Recipe type changed"):
+        y += [step(layer, x, dy, delayed())[0][0, 0].item() for _ in range(2)]  # starts at scale 1 again
+    assert y == pytest.approx([1.1 * 0.25, 1.125 * 0.25, 1.1 * 0.25])
+
+
+def test_a_checkpoint_without_a_backward_disturbs_no_other():
+    grads = []
+    for run in (te.checkpoint, lambda function, x: function(x)):
+        layer, x = linear(diagonal(0.5)), diagonal(3.0).requires_grad_()
+        with te.autocast(recipe=delayed()):
+            run(layer, diagonal(100.0))
+            y = run(layer, x)
+        y.backward(diagonal(1.0))
+        grads.append((x.grad, layer.weight.grad))
+    assert all(map(torch.equal, *grads))
+
+
 @pytest.mark.parametrize("recipe", [delayed(), te.Float8CurrentScaling()])
 def test_checkpoint_changes_nothing(recipe):
     def train(use_checkpoint):

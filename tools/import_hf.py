@@ -12,6 +12,7 @@
   recognized by its tokens, or hf:DIR, which must stay where it is (any with a chat template).
 """
 import dataclasses
+import functools
 import os
 import shlex
 import signal
@@ -136,7 +137,7 @@ def read_weights(folder: Path, model_config, vocab_size: int, rows: int) -> dict
 def build_imported(folder: Path, config, model_config, vocab_size: int):
     """Build the optimized model with the weights of the folder, in their widest dtype."""
     weights = read_weights(folder, model_config, vocab_size, config.vocab_size)
-    dtype = max((weight.dtype for weight in weights.values()), key=lambda dtype: dtype.itemsize)
+    dtype = functools.reduce(torch.promote_types, {weight.dtype for weight in weights.values()})
     # the checkpoint stores the state of the random generator: the same for every import
     torch.manual_seed(config.seed)
     model = models.build_model(config.model, model_config, dtype=dtype)
