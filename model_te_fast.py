@@ -195,6 +195,7 @@ class FastGPT2Model(nn.Module):
         self.register_state_dict_post_hook(save_fp8_state)
         self.register_load_state_dict_pre_hook(load_fp8_state)
 
+    @torch.compiler.disable(reason="model_te_fast.py runs uncompiled, fastest in CUDA graphs")
     def forward(self, input_ids, labels=None, cu_seqlens=None, is_first_microbatch=None):
         """Compute logits, or the loss if labels are given.
 

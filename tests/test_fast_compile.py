@@ -74,7 +74,7 @@ def test_compiled_steps_equal_uncompiled_ones(setting):
             backend = "eager" if is_quick else "aot_eager"
             net = torch.compile(model, backend=backend, fullgraph=True) if compiles else model
             pairs.append((net, model))
-        results.append(train(pairs, setting, steps=2 if setting in ("two passes", "packing") else 1))
+        results.append(train(pairs, setting))
     assert_equal(*results)
 
 
@@ -181,6 +181,17 @@ def test_attention_of_separate_tensors(documents):
         results.append((y, x.grad))
     for found, expected in zip(*results):
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_the_fast_model_runs_uncompiled_or_is_refused():
+    torch._dynamo.reset()
+    model_te_fast = importlib.import_module("model_te_fast")
+    model = model_te_fast.FastGPT2Model(model_te_fast.FastConfig(**SMALL)).to(DEVICE, torch.bfloat16)
+    ids, labels = make_batch()
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model)(ids, labels), model(ids, labels))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="fastest in CUDA graphs"):
+        torch.compile(model, fullgraph=True)(ids, labels)
 
 
 def test_a_gpu_that_it_never_ran_on_is_refused_in_one_line(monkeypatch):
