@@ -8,7 +8,7 @@ parameter names, initialization and FP8 state, and the same bytes and scales.
 
 A module has the scales and amax histories of its tensors in `fp8_meta`. Kernels raise row 0 of a history.
 When the outermost `autocast` ends (forward tensors), or the backward pass of the first module ends
-(gradients), one launch updates the scales of all modules that ran inside.
+(gradients), one launch updates the scales of all modules that ran inside; under torch.compile see traced.py.
 
 References: TE 2.20 `quantization.py`, `module/*.py`; Micikevicius et al. 2022.
 """
