@@ -20,7 +20,7 @@ train: $(VENV)/.train data/stdlib/meta.json
 	$(RUN) sample.py "$$(ls -dt out/tiny* | head -1)"
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
 
 lint: $(VENV)/.dev
 	$(RUN) -m ruff check .
