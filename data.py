@@ -68,7 +68,7 @@ class Tokens:
     """Token files of nanoGPT (uint16 without a header) or modded-nanogpt (with one)."""
     files: Positional[list[str]]  # The last one becomes val.bin, the others train.bin.
     out_dir: str | None = None  # Folder to write; None: data/<name of the folder of the last file>.
-    tokenizer: str  # The one that made the files, such as gpt2.
+    tokenizer: str  # Tokenizer of the files, such as gpt2.
     force: bool = False  # Overwrite the folder if it exists.
 
 

@@ -40,12 +40,7 @@ EDITS = sorted(path.stem for path in (ROOT / "examples" / "edits" / "compiled").
 ARMS = ("bf16", "fp8", "graph", "nanochat", "torchao-tensorwise", "torchao-rowwise", *EDITS)
 
 
-class Bf16(PlainGPT):  # --model takes a class that annotates its config
-    def __init__(self, config: OptimizedConfig):
-        super().__init__(config)
-
-
-class Nanochat(Bf16):
+class Nanochat(PlainGPT):
     def __init__(self, config: OptimizedConfig):
         super().__init__(config)
         nanochat = types.ModuleType("nanochat.common")  # of which fp8.py uses one name
@@ -57,26 +52,22 @@ class Nanochat(Bf16):
         fp8.convert_to_float8_training(self)
 
 
-class Torchao(Bf16):
-    def __init__(self, config: OptimizedConfig, recipe):
+class Tensorwise(PlainGPT):
+    recipe = "tensorwise"
+
+    def __init__(self, config: OptimizedConfig):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         super().__init__(config)
         convert_to_float8_training(
-            self, config=Float8LinearConfig.from_recipe_name(recipe),
+            self, config=Float8LinearConfig.from_recipe_name(self.recipe),
             module_filter_fn=lambda module, name: name != "lm_head")
 
 
-class Tensorwise(Torchao):
-    def __init__(self, config: OptimizedConfig):
-        super().__init__(config, "tensorwise")
+class Rowwise(Tensorwise):
+    recipe = "rowwise"
 
 
-class Rowwise(Torchao):
-    def __init__(self, config: OptimizedConfig):
-        super().__init__(config, "rowwise")
-
-
-CLASSES = {"bf16": "Bf16", "nanochat": "Nanochat", "torchao-tensorwise": "Tensorwise",
+CLASSES = {"bf16": "PlainGPT", "nanochat": "Nanochat", "torchao-tensorwise": "Tensorwise",
            "torchao-rowwise": "Rowwise"}
 
 

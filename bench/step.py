@@ -42,9 +42,6 @@ WORDS = {  # in the name of any arm with Transformer Engine -> options of train.
     "float32_masters": {"param_remainders": False},
     "checkpointing": {"gradient_checkpointing": True},
     "muon": {"optimizer": "muon"},
-    "compiled": {"compile": True, "cuda_graph": "off", "model": "optimized"},
-    "reduce_overhead": {"compile_mode": "reduce-overhead"},  # with compiled, and the next one too
-    "max_autotune": {"compile_mode": "max-autotune"},
 }
 NUMBERS = {"accum": "grad_accum", "loss": "loss_chunks", "offload": "offload_activations"}  # accum4 …
 FP8_WORDS = {recipe: {"fp8_recipe": recipe} for recipe in ("current", "block", *BLACKWELL)} | {

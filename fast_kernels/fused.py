@@ -9,8 +9,8 @@
 - The residual and a bias are added by the kernel that reads the GEMM's output; `Stream` and `Branch` carry
   what is still to be added.
 - A gradient is quantized by the kernel that writes it, for the GEMMs that read it, and passed through
-  autograd as a `Float8Tensor`. `Branch.gradient` says how. A branch whose
-  value was changed is made anew as `Branch(x)`, without it.
+  autograd as a `Float8Tensor`. `Branch.gradient` says how. A branch whose value was changed is made anew as
+  `Branch(x)`, without it.
 - Delayed scaling knows the scales before the values, which makes this possible.
 - Forward GEMMs use fast accumulation, as in Transformer Engine's recipe; wgrad accumulates in float32, and
   dgrad too unless K is small and fast accumulation is faster (DGRAD_FAST_ACCUM_K).
