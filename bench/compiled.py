@@ -4,7 +4,8 @@
 
 All arms train the network of model_te_optimized.py in one torch.compile graph, with the optimizer, masters
 and clipping of train.py, BF16 weights and the same random tokens. They take turns with `bf16`, and the edits
-with `fp8`: ratios are medians over their steps, with 95 % intervals.
+with `fp8`: ratios are medians over their steps, with 95 % intervals. `fa4` in a row: whether FlashAttention 4
+is installed, which fast_kernels then uses.
 
 - bf16       bench/plain_gpt.py: nn.Linear, PyTorch's attention and cross-entropy
 - fp8        model_te_optimized.py on fast_kernels, delayed scaling; edits: examples/edits/compiled
@@ -32,6 +33,7 @@ from bench.edits import edited_file
 from bench.measure import Agreement, attempt
 from bench.plain_gpt import PlainGPT
 from bench.report import Rows
+from fast_kernels.attention import fa4_forward
 from model_te_optimized import OptimizedConfig
 from nanote.config import parse, run_command
 from nanote.models import pick_device
@@ -103,7 +105,7 @@ def measure_shape(shape, options, device, rows, folder):
         figures, made = measure(
             kind, changed, baseline=baselines.get("fp8" if of_edit else "bf16"),
             agreement=None if of_edit else agreement, ratio="ratio" if of_edit else "over_bf16")
-        rows.add(figures | {"shape": shape, "arm": arm, "mode": options.mode})
+        rows.add(figures | {"shape": shape, "arm": arm, "mode": options.mode, "fa4": fa4_forward is not None})
         if arm in ("bf16", "fp8"):
             baselines[arm] = made
         del made
@@ -115,7 +117,7 @@ def main(argv=None) -> None:
     options, device = parse(Options, argv, "bench/compiled.py", __doc__), pick_device("auto")
     if unknown := {*options.arms} - {*ARMS}:
         raise ValueError(f"--arms {' '.join(sorted(unknown))}: unknown; use {', '.join(ARMS)}")
-    rows = Rows(options.json, ["shape", "arm", "mode"], "bench/compiled.py", argv)
+    rows = Rows(options.json, ["shape", "arm", "mode", "fa4"], "bench/compiled.py", argv)
     with tempfile.TemporaryDirectory() as folder:
         for shape in options.shapes:
             measure_shape(shape, options, device, rows, Path(folder))

@@ -21,7 +21,7 @@ from nanote import recipes
 from nanote.config import in_a_line
 from nanote.models import flops_per_token, make_model_config, peak_flops
 
-TURNS = 4  # in which the timed steps of an arm and of its baseline alternate
+TURNS = 5  # in which the timed steps of an arm and of its baseline alternate
 WARMUP = 10  # steps before anything is timed
 LR = 1e-5  # so small that the weights hardly change while steps are timed
 CHECKED_LR = 2.0**-13  # BF16 weights below 2^-5 take such a step exactly

@@ -23,6 +23,7 @@ from nanote import recipes
 PRINTED = {  # field of a row -> its text on the screen
     "ms": "{:8.2f} ms", "tokens_per_s": "{:>9,.0f} tokens/s",
     "ratio_to_plain": "{:.3f} x plain", "ratio_to_nanogpt": "{:.3f} x nanoGPT", "ratio": "{:.3f} x unedited",
+    "over_bf16": "{:.3f} x BF16",
     "mfu": "MFU {:.1%}", "peak_gib": "{:.1f} GiB",
     "forward_ms": "forward {:.2f}", "backward_ms": "backward {:.2f}", "optimizer_ms": "optimizer {:.2f}",
     "eager": "eager {:.2f} x BF16", "graph": "graph {:.2f} x BF16",
