@@ -126,10 +126,10 @@ class Step:
             model, "is_first_microbatch")
         self.optimizer = make_optimizer(self.model, config)
         self.gradients = make_gradients(self.model, self.optimizer, config.grad_accum)
-        if recipes.uses_delayed_scaling(self.model):
-            recipes.find_first_scales(self.model, batches, self.divisor)
         if config.compile:
             self.model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
+        if recipes.uses_delayed_scaling(self.model):
+            recipes.find_first_scales(self.model, batches, self.divisor)
         self.run_forward_backward, self.run_update = self.forward_backward, self.clip_and_step
         self.is_graph = config.is_graphable(not recipes.IS_REFERENCE)
         if self.is_graph:
