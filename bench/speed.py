@@ -4,9 +4,9 @@ Each `run_…` takes the options of benchmark_te.py, the device and the command'
 The two maps have many rows, which are measured as far as --time-budget goes:
 
 - --sweep: where FP8 pays, against BF16 over width and tokens per step.
-- --compile: torch.compile's modes on the models, by recipe. Each row is one training step, beside the same
-  step uncompiled and as a CUDA graph: its speed, the graph breaks and their reasons, the number of graphs and
-  the seconds of compiling. An error of the compiler is a result like any other.
+- --compile: torch.compile's modes on the models, by recipe, on the engine that NANOTE_ENGINE names. Each row
+  is one training step, beside the same step uncompiled and as a CUDA graph: its speed, the graph breaks and
+  their reasons, the number of graphs and the seconds of compiling. An error of the compiler is a result, too.
 """
 
 import dataclasses
@@ -209,5 +209,6 @@ def run_compile(options, device, argv):
         except Exception as error:  # whatever the compiler raises is the result
             return {"error": error_text(error)}
 
-    keys = {"recipe": COMPILE_RECIPES, "mode": COMPILE_MODES, "model": models.MODELS}
+    supported = [recipe for recipe in COMPILE_RECIPES if not recipes.unsupported_reason(recipe)]
+    keys = {"engine": (recipes.ENGINE,), "recipe": supported, "mode": COMPILE_MODES, "model": models.MODELS}
     measure_rows(measure, keys, options, argv)

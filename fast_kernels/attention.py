@@ -194,7 +194,8 @@ def _separate_attention(q, k, v, cu_seqlens):
     return _attend(q, k, v, cu_seqlens, None)
 
 
-@operation("(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, Tensor out, Tensor lse) -> Tensor")
+@operation(
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, Tensor out, Tensor lse) -> Tensor")
 def _separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse):
     """Return the gradients in one tensor, (B, S, heads, D): where q, k and v are parts of one, Inductor drops
     the split and the concatenation of them, a copy that takes 2 to 4 % of a training step."""

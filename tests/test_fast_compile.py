@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from test_compile import SETTINGS, assert_equal, loss_and_gradients, make_batch, train
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanote import models, recipes
 from trainer_tools import ROOT
@@ -161,6 +162,34 @@ def test_operations_are_registered():
     q, k = (torch.randn(2, 16, heads, 16, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
             for heads in (4, 2))
     torch.library.opcheck(torch.ops.fast_kernels.separate_attention.default, (q, k, k.detach(), None))
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="the kernels run on a GPU")
+def test_inductor_losses_lie_within_the_scatter_of_sums():
+    """30 steps of training, against the same model whose attention sums in another order."""
+    torch._dynamo.reset()
+    random = torch.Generator().manual_seed(0)
+    start, stride = (torch.randint(*ends, (30, 16, 1), generator=random) for ends in ((0, 96), (1, 4)))
+    tokens = ((start + stride * torch.arange(129)) % 96).to(DEVICE)
+
+    def train(compiles, attention):
+        sizes = dict(n_layer=2, n_embd=256, n_inner=1024, n_head=4, n_positions=128)
+        model = make_model(attention=attention, **sizes)
+        net = torch.compile(model, fullgraph=True) if compiles else model
+        optimizer, losses = modules.FusedAdam(model.parameters(), lr=1e-3), []
+        for rows in tokens:
+            loss = net(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return torch.tensor(losses)
+
+    expected, compiled = train(False, "te"), train(True, "te")
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        other = train(False, "sdpa")
+    assert expected[-1] < expected[0] - 0.5
+    assert (compiled - expected).abs().max() <= 2 * (other - expected).abs().max()
 
 
 @pytest.mark.parametrize("documents", [None, [0, 5, 16, 20, 32, 32]])
