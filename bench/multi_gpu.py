@@ -89,13 +89,14 @@ def over_ranks(value: float) -> list[float]:
     return values
 
 
-def peak_gib(made, device) -> float | None:
-    """Return the peak of this GPU's memory, with what it shares, which PyTorch's allocator does not count."""
+def peak_gib(made, device, occupied) -> float | None:
+    """Return the peak of this GPU's memory without `occupied` bytes, with what it shares, which PyTorch's
+    allocator does not count."""
     if device.type != "cuda":
         return None
     peers = getattr(getattr(made, "gradients", None), "peers", None)
     shared = peers.received.nbytes + peers.weights.nbytes if peers else 0
-    return (torch.cuda.max_memory_allocated() + shared) / 2**30
+    return (torch.cuda.max_memory_allocated() - occupied + shared) / 2**30
 
 
 def warm(made, batches, device) -> list[float]:
@@ -110,9 +111,10 @@ def measure_row(layout, config, options, device) -> dict:
     """Check and time one layout; return the figures of its row."""
     batches = step.make_batches(config, device)
     step.free()
+    occupied = torch.cuda.memory_allocated() if device.type == "cuda" else 0  # by the shape before
     together = make_step(layout, config, options, device, batches)
     loss, norm = warm(together, batches, device)
-    peak = peak_gib(together, device)
+    peak = peak_gib(together, device, occupied)
     with alone():
         single = make_step(layout, dataclasses.replace(config, parallel="ddp"), options, device, batches)
         expected = warm(single, batches, device)
