@@ -221,7 +221,7 @@ def validation(model, loader: Loader, tokens: int, is_last: bool, is_compiled: b
 def prepare_cpu(activation: int) -> None:
     """Raise ValueError unless FP8 is emulated, and use fewer threads if an activation has few values."""
     if not recipes.IS_REFERENCE:
-        raise ValueError("--device cpu: Transformer Engine needs a GPU; set NANOTE_ENGINE=reference")
+        raise ValueError(f"--device cpu: {recipes.te.__name__} needs a GPU; set NANOTE_ENGINE=reference")
     if "OMP_NUM_THREADS" not in os.environ:  # threads that wait for each other are slower than one
         torch.set_num_threads(max(1, min(torch.get_num_threads(), activation // 2**19)))
 
