@@ -115,9 +115,8 @@ class TEGPT2Model(nn.Module):
         # nn.Embedding cannot read an FP8 parameter, so a tied weight stays in high precision
         fp8_weight = config.fp8_lm_head and not config.tie_embeddings
         with nullcontext() if fp8_weight else te.quantized_model_init(enabled=False):
-            self.lm_head = te.LayerNormLinear(
-                config.n_embd, config.vocab_size, eps=config.layernorm_epsilon, bias=False,
-                init_method=normal_init)
+            self.lm_head = te.LayerNormLinear(config.n_embd, config.vocab_size, bias=False,
+                                              eps=config.layernorm_epsilon, init_method=normal_init)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         self.register_state_dict_post_hook(save_fp8_state)

@@ -186,7 +186,7 @@ class AdvancedGPT2Model(nn.Module):
             self.lm_head.weight = self.wte.weight
         self.register_state_dict_post_hook(save_fp8_state)
         self.register_load_state_dict_pre_hook(load_fp8_state)
-        for module in self.modules():  # TE's local functions do not pickle: initializers
+        for module in self.modules():  # TE's initializers are local functions, which do not pickle
             vars(module).pop("param_init_meta", None)
 
     def forward(self, input_ids, labels=None, is_first_microbatch=None):
