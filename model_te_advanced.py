@@ -12,13 +12,10 @@ Copy this file and an engine: TE, `fast_kernels/` (Hopper, without TE), or `te_r
 
 import math
 import os
-import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from importlib.metadata import version as find_version
-from importlib.util import find_spec
+from importlib import import_module, metadata, util
 
 import torch
 import torch.nn as nn
@@ -26,18 +23,20 @@ import torch.nn.functional as F
 
 # The engine: TE on a GPU; without TE, Triton kernels on Hopper; else plain PyTorch, which emulates FP8
 MODULES = {"te": "transformer_engine.pytorch", "fast": "fast_kernels.modules", "reference": "te_reference"}
-GPU = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-BEST = "te" if GPU > (0, 0) and find_spec("transformer_engine") else "fast" if GPU == (9, 0) else "reference"
+GPU = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+BEST = "te" if GPU and util.find_spec("transformer_engine") else "fast" if GPU == (9, 0) else "reference"
 ENGINE = os.environ.get("NANOTE_ENGINE") or BEST
 try:
     te = import_module(MODULES[ENGINE])
     recipes = import_module("transformer_engine.common.recipe") if ENGINE == "te" else te
     DelayedScaling, Format = recipes.DelayedScaling, recipes.Format
-    if ENGINE == "te" and [*map(int, find_version("transformer_engine").split(".")[:2])] < [2, 18]:
+    if ENGINE == "te" and [*map(int, metadata.version("transformer_engine").split(".")[:2])] < [2, 18]:
         raise ImportError("before Transformer Engine 2.18 the loss or its gradient is wrong")
 except Exception as error:  # a broken TE raises more than ImportError
     raise ImportError(f"engine {ENGINE}: {error!r}; copy te_reference.py (any machine) or fast_kernels "
                       "(Hopper) beside this file, or install TE; NANOTE_ENGINE=te|fast|reference") from error
+
+normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
 
 
 def round_up(n, multiple):
@@ -77,22 +76,22 @@ class AdvancedConfig:
         if self.n_inner is None:
             swiglu = self.activation == "swiglu"
             self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
+        norm = "RMSNorm" if self.use_rmsnorm else "LayerNorm"
+        self.norm = dict(normalization=norm, eps=self.layernorm_epsilon)  # arguments of TE's modules
         fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
         width = fp8 if self.head_dim else math.lcm(fp8, self.n_head)
         multiples = dict(vocab_size=32, n_embd=width, n_inner=fp8)
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         multiples["head_dim"] = math.lcm(1 + self.use_rotary, fp8 // math.gcd(fp8, self.n_kv_head))
         for field, multiple in multiples.items():
-            value = getattr(self, field)
-            if value % multiple:
+            if (value := getattr(self, field)) % multiple:
                 works = round_up(value, 128 if field == "vocab_size" else multiple)
                 rule = f"{multiple} (n_head={self.n_head}, use_fp8={self.use_fp8}); {works} works"
                 raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be a multiple of {rule}")
         choices = {"activation": ["gelu", "swiglu"]}
         choices["n_kv_head"] = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
         for field, values in choices.items():
-            value = getattr(self, field)
-            if value not in values:
+            if (value := getattr(self, field)) not in values:
                 raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be one of {values}")
 
     def in_fp8(self, layer):
@@ -120,8 +119,7 @@ class Attention(nn.Module):
         self.config = config
         q_size, kv_size = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
         self.qkv = te.LayerNormLinear(
-            config.n_embd, q_size + 2 * kv_size, eps=config.layernorm_epsilon, bias=config.bias,
-            normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm", init_method=normal_init)
+            config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init, **config.norm)
         if config.use_qk_norm:
             self.q_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
             self.k_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
@@ -130,24 +128,17 @@ class Attention(nn.Module):
     def forward(self, x, rope=None, is_first_microbatch=None):
         config, shape = self.config, x.shape[:2]
         qkv = self.qkv(x, is_first_microbatch=is_first_microbatch).view(*shape, -1, config.head_dim)
-        heads = (config.n_head, config.n_kv_head, config.n_kv_head)
-        q, k, v = qkv.split(heads, dim=2)  # each (B, S, heads, D)
+        q, k, v = qkv.split((config.n_head, config.n_kv_head, config.n_kv_head), dim=2)  # (B, S, heads, D)
         if config.use_qk_norm:
             q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        y = self.attend(q, k, v)
-        return self.proj(y.reshape(*shape, -1), is_first_microbatch=is_first_microbatch)
-
-    def attend(self, q, k, v):
-        """Compute softmax(q·kᵀ / √D)·v with a causal mask. q and the result: (B, S, n_head, D); k and v:
-        (B, S, n_kv_head, D)."""
-        config = self.config
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, D)
         dropout = config.attn_dropout if self.training else 0.0
         grouped = config.n_kv_head != config.n_head
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
-        return y.transpose(1, 2)
+        y = y.transpose(1, 2).reshape(*shape, -1)
+        return self.proj(y, is_first_microbatch=is_first_microbatch)
 
 
 class Block(nn.Module):
@@ -157,8 +148,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn = Attention(config)
         self.mlp = te.LayerNormMLP(
-            config.n_embd, config.n_inner, eps=config.layernorm_epsilon, bias=config.bias,
-            activation=config.activation, normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm",
+            config.n_embd, config.n_inner, bias=config.bias, activation=config.activation, **config.norm,
             init_method=normal_init, output_layer_init_method=residual_init(config))
         self.dropout = nn.Dropout(config.dropout)
 
@@ -169,15 +159,13 @@ class Block(nn.Module):
 
 class AdvancedGPT2Model(nn.Module):
     """GPT: `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
-
     input_ids and labels are (B, S) int64; labels are already shifted, and -100 is ignored. `fp8_recipe` and
     `output` may be replaced before the first forward pass."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.fp8_recipe = DelayedScaling(
-            config.fp8_margin, fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max")
+        self.fp8_recipe = DelayedScaling(config.fp8_margin, Format.HYBRID, 1024, amax_compute_algo="max")
         device = "cuda" if torch.cuda.is_available() else "cpu"  # where TE creates its parameters
         self.wte = nn.Embedding(config.vocab_size, config.n_embd, device=device)
         normal_init(self.wte.weight)
@@ -193,13 +181,12 @@ class AdvancedGPT2Model(nn.Module):
         fp8_weight = config.fp8_lm_head and not config.tie_embeddings
         with nullcontext() if fp8_weight else te.quantized_model_init(enabled=False):
             self.lm_head = te.LayerNormLinear(
-                config.n_embd, config.vocab_size, eps=config.layernorm_epsilon, bias=False,
-                normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm", init_method=normal_init)
+                config.n_embd, config.vocab_size, bias=False, init_method=normal_init, **config.norm)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         self.register_state_dict_post_hook(save_fp8_state)
         self.register_load_state_dict_pre_hook(load_fp8_state)
-        for module in self.modules():  # TE's local functions do not pickle: initializers
+        for module in self.modules():  # TE's initializers are local functions, which do not pickle
             vars(module).pop("param_init_meta", None)
 
     def forward(self, input_ids, labels=None, is_first_microbatch=None):
@@ -209,16 +196,11 @@ class AdvancedGPT2Model(nn.Module):
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # training goes on with this FP8 state
                 return self.forward(input_ids, labels, is_first_microbatch)
-        if torch.compiler.is_compiling() and ENGINE == "te" and (
-                config.use_fp8 and self.fp8_recipe.delayed()):
-            return run_uncompiled(self, input_ids, labels, is_first_microbatch)
         self.check_input(*input_ids.shape)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         rope = rope_tables(positions, config.head_dim, config.rope_theta) if config.use_rotary else None
-        x = self.wte(input_ids)  # (B, S, n_embd)
-        if not config.use_rotary:
-            x = x + self.wpe(positions)
-        x = self.dropout(x)
+        x = self.wte(input_ids)
+        x = self.dropout(x if config.use_rotary else x + self.wpe(positions))  # (B, S, n_embd)
         with self.autocast():
             for layer, block in enumerate(self.blocks):
                 with nullcontext() if config.in_fp8(layer) else self.autocast(False):
@@ -251,7 +233,6 @@ class AdvancedGPT2Model(nn.Module):
         for module in self.modules():
             if getattr(module, "fp8_meta_tensors_initialized", False):  # TE's names: register it as if new
                 module.fp8_meta.pop("buffer_index_and_autocast_key", None)
-                module.fp8_meta.pop("global_fp8_buffer_pos_fwd_recompute", None)
                 module.fp8_meta_tensors_initialized = False
                 module.init_fp8_meta_tensors(module.fp8_meta["recipe"])
 
@@ -277,23 +258,12 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
             scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
             history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
             if scale is not None and model.config.use_fp8 and model.fp8_recipe.delayed():
-                module.fp8_meta["num_gemms"] = 2 if hasattr(module, "fc2_weight") else 1
-                module.fp8_meta["recipe"] = model.fp8_recipe
+                module.fp8_meta.update(recipe=model.fp8_recipe, num_gemms=1 + hasattr(module, "fc2_weight"))
                 module.init_fp8_meta_tensors(model.fp8_recipe)
                 module.fp8_meta[direction].scale.copy_(scale)
                 own = module.fp8_meta[direction].amax_history
-                kept = min(len(own), len(history)) - 1  # row 0 is of the current step, the last is the newest
-                padding = history.new_zeros(len(own) - 1 - kept, own.shape[1])
-                own.copy_(torch.cat([history[:1], padding, history[len(history) - kept:]]))
-
-
-@torch.compiler.disable(reason="TE's DelayedScaling does not trace")
-def run_uncompiled(model, *args):
-    warnings.warn("TE's DelayedScaling runs uncompiled; NANOTE_ENGINE=fast (Hopper) traces", stacklevel=2)
-    return AdvancedGPT2Model.forward(model, *args)  # not model.forward, which a subclass may override
-
-
-normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
+                newest = F.pad(history[1:], (0, 0, len(own) - len(history), 0))  # zeros or cuts in front
+                own.copy_(torch.cat([history[:1], newest]))  # row 0 is of this step, the last is the newest
 
 
 def residual_init(config):  # of the projections onto the residual

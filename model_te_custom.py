@@ -13,13 +13,10 @@ Copy this file and an engine: TE, `fast_kernels/` (Hopper, without TE), or `te_r
 
 import math
 import os
-import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from importlib.metadata import version as find_version
-from importlib.util import find_spec
+from importlib import import_module, metadata, util
 
 import torch
 import torch.nn as nn
@@ -27,18 +24,20 @@ import torch.nn.functional as F
 
 # The engine: TE on a GPU; without TE, Triton kernels on Hopper; else plain PyTorch, which emulates FP8
 MODULES = {"te": "transformer_engine.pytorch", "fast": "fast_kernels.modules", "reference": "te_reference"}
-GPU = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-BEST = "te" if GPU > (0, 0) and find_spec("transformer_engine") else "fast" if GPU == (9, 0) else "reference"
+GPU = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+BEST = "te" if GPU and util.find_spec("transformer_engine") else "fast" if GPU == (9, 0) else "reference"
 ENGINE = os.environ.get("NANOTE_ENGINE") or BEST
 try:
     te = import_module(MODULES[ENGINE])
     recipes = import_module("transformer_engine.common.recipe") if ENGINE == "te" else te
     DelayedScaling, Format = recipes.DelayedScaling, recipes.Format
-    if ENGINE == "te" and [*map(int, find_version("transformer_engine").split(".")[:2])] < [2, 18]:
+    if ENGINE == "te" and [*map(int, metadata.version("transformer_engine").split(".")[:2])] < [2, 18]:
         raise ImportError("before Transformer Engine 2.18 the loss or its gradient is wrong")
 except Exception as error:  # a broken TE raises more than ImportError
     raise ImportError(f"engine {ENGINE}: {error!r}; copy te_reference.py (any machine) or fast_kernels "
                       "(Hopper) beside this file, or install TE; NANOTE_ENGINE=te|fast|reference") from error
+
+normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
 
 
 def round_up(n, multiple):
@@ -67,14 +66,12 @@ class CustomConfig:
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        if self.n_inner is None:
-            self.n_inner = 4 * self.n_embd
+        self.n_inner = self.n_inner or 4 * self.n_embd
         fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
         multiples = dict(vocab_size=32, n_inner=fp8, n_embd=math.lcm(fp8, self.n_head))
         self.n_kv_head, self.head_dim = self.n_head, self.n_embd // self.n_head
         for field, multiple in multiples.items():
-            value = getattr(self, field)
-            if value % multiple:
+            if (value := getattr(self, field)) % multiple:
                 works = round_up(value, 128 if field == "vocab_size" else multiple)
                 rule = f"{multiple} (n_head={self.n_head}, use_fp8={self.use_fp8}); {works} works"
                 raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be a multiple of {rule}")
@@ -98,19 +95,14 @@ class Attention(nn.Module):
         config, shape = self.config, x.shape[:2]
         qkv = self.qkv(self.norm(x), is_first_microbatch=is_first_microbatch)
         qkv = qkv.view(*shape, -1, config.head_dim)
-        q, k, v = qkv.split(config.n_head, dim=2)  # each (B, S, heads, D)
-        y = self.attend(q, k, v)
-        return self.proj(y.reshape(*shape, -1), is_first_microbatch=is_first_microbatch)
-
-    def attend(self, q, k, v):
-        """Compute softmax(q·kᵀ / √D)·v with a causal mask. q, k, v and the result: (B, S, n_head, D)."""
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, n_head, S, D)
+        q, k, v = qkv.transpose(1, 2).split(config.n_head, dim=1)  # each (B, n_head, S, D)
         scores = (q @ k.transpose(2, 3)).float() / math.sqrt(q.shape[-1])  # (B, n_head, S, S): query, key
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         # softmax in float32: a sum of S exponentials needs more precision than bfloat16
         probs = F.softmax(scores.masked_fill(future, -math.inf), dim=-1).to(v.dtype)
-        probs = F.dropout(probs, self.config.attn_dropout, self.training)
-        return (probs @ v).transpose(1, 2)
+        probs = F.dropout(probs, config.attn_dropout, self.training)
+        y = (probs @ v).transpose(1, 2).reshape(*shape, -1)
+        return self.proj(y, is_first_microbatch=is_first_microbatch)
 
 
 class MLP(nn.Module):
@@ -144,15 +136,13 @@ class Block(nn.Module):
 
 class CustomGPT2Model(nn.Module):
     """GPT: `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
-
     input_ids and labels are (B, S) int64; labels are already shifted, and -100 is ignored. `fp8_recipe` and
     `output` may be replaced before the first forward pass."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.fp8_recipe = DelayedScaling(
-            config.fp8_margin, fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max")
+        self.fp8_recipe = DelayedScaling(config.fp8_margin, Format.HYBRID, 1024, amax_compute_algo="max")
         device = "cuda" if torch.cuda.is_available() else "cpu"  # where TE creates its parameters
         self.wte = nn.Embedding(config.vocab_size, config.n_embd, device=device)
         normal_init(self.wte.weight)
@@ -172,7 +162,7 @@ class CustomGPT2Model(nn.Module):
             self.lm_head.weight = self.wte.weight
         self.register_state_dict_post_hook(save_fp8_state)
         self.register_load_state_dict_pre_hook(load_fp8_state)
-        for module in self.modules():  # TE's local functions do not pickle: initializers
+        for module in self.modules():  # TE's initializers are local functions, which do not pickle
             vars(module).pop("param_init_meta", None)
 
     def forward(self, input_ids, labels=None, is_first_microbatch=None):
@@ -182,9 +172,6 @@ class CustomGPT2Model(nn.Module):
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # training goes on with this FP8 state
                 return self.forward(input_ids, labels, is_first_microbatch)
-        if torch.compiler.is_compiling() and ENGINE == "te" and (
-                config.use_fp8 and self.fp8_recipe.delayed()):
-            return run_uncompiled(self, input_ids, labels, is_first_microbatch)
         self.check_input(*input_ids.shape)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.dropout(self.wte(input_ids) + self.wpe(positions))  # (B, S, n_embd)
@@ -220,7 +207,6 @@ class CustomGPT2Model(nn.Module):
         for module in self.modules():
             if getattr(module, "fp8_meta_tensors_initialized", False):  # TE's names: register it as if new
                 module.fp8_meta.pop("buffer_index_and_autocast_key", None)
-                module.fp8_meta.pop("global_fp8_buffer_pos_fwd_recompute", None)
                 module.fp8_meta_tensors_initialized = False
                 module.init_fp8_meta_tensors(module.fp8_meta["recipe"])
 
@@ -246,23 +232,12 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
             scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
             history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
             if scale is not None and model.config.use_fp8 and model.fp8_recipe.delayed():
-                module.fp8_meta["num_gemms"] = 2 if hasattr(module, "fc2_weight") else 1
-                module.fp8_meta["recipe"] = model.fp8_recipe
+                module.fp8_meta.update(recipe=model.fp8_recipe, num_gemms=1 + hasattr(module, "fc2_weight"))
                 module.init_fp8_meta_tensors(model.fp8_recipe)
                 module.fp8_meta[direction].scale.copy_(scale)
                 own = module.fp8_meta[direction].amax_history
-                kept = min(len(own), len(history)) - 1  # row 0 is of the current step, the last is the newest
-                padding = history.new_zeros(len(own) - 1 - kept, own.shape[1])
-                own.copy_(torch.cat([history[:1], padding, history[len(history) - kept:]]))
-
-
-@torch.compiler.disable(reason="TE's DelayedScaling does not trace")
-def run_uncompiled(model, *args):
-    warnings.warn("TE's DelayedScaling runs uncompiled; NANOTE_ENGINE=fast (Hopper) traces", stacklevel=2)
-    return CustomGPT2Model.forward(model, *args)  # not model.forward, which a subclass may override
-
-
-normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
+                newest = F.pad(history[1:], (0, 0, len(own) - len(history), 0))  # zeros or cuts in front
+                own.copy_(torch.cat([history[:1], newest]))  # row 0 is of this step, the last is the newest
 
 
 def residual_init(config):  # of the projections onto the residual

@@ -35,6 +35,8 @@ from fast_kernels.fused import Stream
 from fast_kernels.loss import cross_entropy
 from fast_kernels.modules import DelayedScaling, Format
 
+normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
+
 
 def round_up(n, multiple):
     return (n + multiple - 1) // multiple * multiple
@@ -73,14 +75,15 @@ class FastConfig:
         if self.n_inner is None:
             swiglu = self.activation == "swiglu"
             self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
+        norm = "RMSNorm" if self.use_rmsnorm else "LayerNorm"
+        self.norm = dict(normalization=norm, eps=self.layernorm_epsilon)  # arguments of TE's modules
         fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
         width = fp8 if self.head_dim else math.lcm(fp8, self.n_head)
         multiples = dict(vocab_size=32, n_embd=width, n_inner=fp8)
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         multiples["head_dim"] = math.lcm(1 + self.use_rotary, fp8 // math.gcd(fp8, self.n_kv_head))
         for field, multiple in multiples.items():
-            value = getattr(self, field)
-            if value % multiple:
+            if (value := getattr(self, field)) % multiple:
                 works = round_up(value, 128 if field == "vocab_size" else multiple)
                 rule = f"{multiple} (n_head={self.n_head}, use_fp8={self.use_fp8}); {works} works"
                 raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be a multiple of {rule}")
@@ -94,9 +97,9 @@ class FastConfig:
 
 def document_positions(cu_seqlens, batch, length):
     """Return each token's position in its document, (B, S)."""
-    tokens = torch.arange(batch * length, device=cu_seqlens.device, dtype=torch.int32)
+    tokens = torch.arange(batch * length, device=cu_seqlens.device, dtype=torch.int32).view(batch, length)
     document = torch.searchsorted(cu_seqlens, tokens, right=True)  # its number, from 1
-    return (tokens - cu_seqlens[document - 1]).view(batch, length)
+    return tokens - cu_seqlens[document - 1]
 
 
 def rope_tables(positions, head_dim, theta):
@@ -114,12 +117,9 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        norm = "RMSNorm" if config.use_rmsnorm else "LayerNorm"
         q_size, kv_size = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
         self.qkv = te.LayerNormLinear(
-            config.n_embd, q_size + 2 * kv_size, eps=config.layernorm_epsilon, normalization=norm,
-            bias=config.bias, init_method=normal_init,
-        )
+            config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init, **config.norm)
         if config.use_qk_norm:
             self.q_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
             self.k_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
@@ -152,10 +152,8 @@ class Block(nn.Module):
         self.config = config
         self.attn = Attention(config)
         self.mlp = MLP(
-            config.n_embd, config.n_inner, eps=config.layernorm_epsilon, bias=config.bias,
-            activation=config.activation, normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm",
-            init_method=normal_init, output_layer_init_method=residual_init(config),
-        )
+            config.n_embd, config.n_inner, bias=config.bias, activation=config.activation, **config.norm,
+            init_method=normal_init, output_layer_init_method=residual_init(config))
 
     def forward(self, stream, size, rope=None, cu_seqlens=None, is_first_microbatch=None):
         stream, branch = self.attn(stream, size, rope, cu_seqlens, is_first_microbatch)
@@ -175,9 +173,7 @@ class FastGPT2Model(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.fp8_recipe = DelayedScaling(
-            margin=config.fp8_margin, fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max"
-        )
+        self.fp8_recipe = DelayedScaling(config.fp8_margin, Format.HYBRID, 1024, amax_compute_algo="max")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.wte = nn.Embedding(config.vocab_size, config.n_embd, device=device)
         normal_init(self.wte.weight)
@@ -187,9 +183,7 @@ class FastGPT2Model(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.lm_head = te.LayerNormLinear(
-            config.n_embd, config.vocab_size, eps=config.layernorm_epsilon, bias=False,
-            normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm", init_method=normal_init,
-        )
+            config.n_embd, config.vocab_size, bias=False, init_method=normal_init, **config.norm)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         self.register_state_dict_post_hook(save_fp8_state)
@@ -288,9 +282,6 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
                 own[0] = history[0]  # of the current step; of the other rows the last is the newest
                 if kept := min(len(own), len(history)) - 1:
                     own[-kept:] = history[-kept:]
-
-
-normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
 
 
 def residual_init(config):

@@ -2,29 +2,25 @@
 
 Copy this file and an engine: TE, `fast_kernels/` (Hopper, without TE), or `te_reference.py` (FP8 emulated).
 
-- A block is three TE modules: norm and QKV in one (`te.LayerNormLinear`), the output projection
-  (`te.Linear`), and norm and both MLP layers in one (`te.LayerNormMLP`). A norm inside the module of its GEMM
-  writes FP8 at once. The final norm and lm_head are one module too.
+- A block is three TE modules: `te.LayerNormLinear` (norm and QKV), `te.Linear` (output projection) and
+  `te.LayerNormMLP` (norm and both MLP layers). A norm inside the module of its GEMM writes FP8 at once.
 - FP8 is a region, not a dtype. Parameters stay in BF16 (or float32). Inside `te.autocast`, TE quantizes both
   operands of every GEMM. Attention, norms, residuals and the loss stay in high precision.
 - The defaults are GPT-2's. Llama is `use_rmsnorm, use_rotary, activation="swiglu", bias=False,
   tie_embeddings=False, n_kv_head=…`. Qwen3 adds `use_qk_norm` and `head_dim`.
-- What is no architecture is applied from outside: `nanote/memory.py` offloads activations, chunks the loss.
 
 References: GPT-2 (Radford et al. 2019), RoPE (Su et al. 2021), RMSNorm (Zhang and Sennrich 2019), SwiGLU
-(Shazeer 2020), GQA (Ainslie et al. 2023), QK-norm (Henry et al. 2020; here as in Qwen3), FP8 (Micikevicius
-et al. 2022).
+(Shazeer 2020), GQA (Ainslie et al. 2023), QK-norm (Henry et al. 2020), FP8 (Micikevicius et al. 2022).
 """
 
 import math
 import os
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from importlib.metadata import version as find_version
-from importlib.util import find_spec
+from importlib import import_module, metadata, util
+from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
@@ -32,26 +28,26 @@ import torch.nn.functional as F
 
 # The engine: TE on a GPU; without TE, Triton kernels on Hopper; else plain PyTorch, which emulates FP8
 MODULES = {"te": "transformer_engine.pytorch", "fast": "fast_kernels.modules", "reference": "te_reference"}
-GPU = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-BEST = "te" if GPU > (0, 0) and find_spec("transformer_engine") else "fast" if GPU == (9, 0) else "reference"
+GPU = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+BEST = "te" if GPU and util.find_spec("transformer_engine") else "fast" if GPU == (9, 0) else "reference"
 ENGINE = os.environ.get("NANOTE_ENGINE") or BEST
 try:
     te = import_module(MODULES[ENGINE])
     recipes = import_module("transformer_engine.common.recipe") if ENGINE == "te" else te
     DelayedScaling, Format = recipes.DelayedScaling, recipes.Format
-    if ENGINE == "te" and [*map(int, find_version("transformer_engine").split(".")[:2])] < [2, 18]:
+    if ENGINE == "te" and [*map(int, metadata.version("transformer_engine").split(".")[:2])] < [2, 18]:
         raise ImportError("before Transformer Engine 2.18 the loss or its gradient is wrong")
 except Exception as error:  # a broken TE raises more than ImportError
     raise ImportError(f"engine {ENGINE}: {error!r}; copy te_reference.py (any machine) or fast_kernels "
                       "(Hopper) beside this file, or install TE; NANOTE_ENGINE=te|fast|reference") from error
 
-try:  # FlashAttention 4 (Hopper, Blackwell): pip install flash-attn-4
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
-except ImportError:
-    try:
-        from flash_attn import flash_attn_func, flash_attn_varlen_func  # FlashAttention 2
-    except ImportError:
-        flash_attn_func = flash_attn_varlen_func = None
+flash_attn_func = flash_attn_varlen_func = None
+for package in ("flash_attn", "flash_attn.cute"):  # FlashAttention 2; 4 (Hopper, Blackwell) is preferred
+    with suppress(ImportError, AttributeError):
+        flash = import_module(package)
+        flash_attn_func, flash_attn_varlen_func = flash.flash_attn_func, flash.flash_attn_varlen_func
+
+normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
 
 
 def round_up(n, multiple):
@@ -95,50 +91,34 @@ class OptimizedConfig:
             swiglu = self.activation == "swiglu"
             self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
         self.attention = self.attention or ("sdpa" if self.use_pytorch_sdpa else "te")
+        norm = "RMSNorm" if self.use_rmsnorm else "LayerNorm"
+        self.norm = dict(normalization=norm, eps=self.layernorm_epsilon)  # arguments of TE's modules
         fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
         width = fp8 if self.head_dim else math.lcm(fp8, self.n_head)
         multiples = dict(vocab_size=32, n_embd=width, n_inner=fp8)
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         multiples["head_dim"] = math.lcm(1 + self.use_rotary, fp8 // math.gcd(fp8, self.n_kv_head))
         for field, multiple in multiples.items():
-            value = getattr(self, field)
-            if value % multiple:
+            if (value := getattr(self, field)) % multiple:
                 works = round_up(value, 128 if field == "vocab_size" else multiple)
                 rule = f"{multiple} (n_head={self.n_head}, use_fp8={self.use_fp8}); {works} works"
                 raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be a multiple of {rule}")
         choices = {"activation": ["gelu", "swiglu"], "attention": ["sdpa", "te", "flash", "auto"]}
         choices["n_kv_head"] = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
         for field, values in choices.items():
-            value = getattr(self, field)
-            if value not in values:
+            if (value := getattr(self, field)) not in values:
                 raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be one of {values}")
 
     def in_fp8(self, layer):
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
 
 
-class KVCache:
-    """Keys and values of the first `length` tokens; of each layer (B, max_len, n_kv_head, head_dim)."""
-
-    def __init__(self, config, batch_size, max_len, device, dtype):
-        shape = (config.n_layer, 2, batch_size, max_len, config.n_kv_head, config.head_dim)
-        self.kv = torch.empty(shape, device=device, dtype=dtype)
-        self.length = 0
-
-    def append(self, layer, k, v):
-        end = self.length + k.shape[1]
-        self.kv[layer, 0, :, self.length:end] = k
-        self.kv[layer, 1, :, self.length:end] = v
-        return self.kv[layer, 0, :, :end], self.kv[layer, 1, :, :end]
-
-
 def locate_documents(cu_seqlens, batch, length, with_mask):
     """Return each token's position in its document, (B, S), and (cu_seqlens, mask) for attention: SDPA takes
     a mask, (B, 1, S, S) bool. No shape depends on data, as CUDA graphs require."""
-    tokens = torch.arange(batch * length, device=cu_seqlens.device, dtype=torch.int32)
+    tokens = torch.arange(batch * length, device=cu_seqlens.device, dtype=torch.int32).view(batch, length)
     document = torch.searchsorted(cu_seqlens, tokens, right=True)  # its number, from 1
-    positions = (tokens - cu_seqlens[document - 1]).view(batch, length)
-    document = document.view(batch, length)
+    positions = tokens - cu_seqlens[document - 1]
     mask = (document[:, :, None] == document[:, None, :]).tril()[:, None] if with_mask else None
     return positions, (cu_seqlens, mask)
 
@@ -159,12 +139,11 @@ def apply_rope(x, cos, sin):
 def attention_kernel(config):
     """Return what `config.attention` means on this machine: sdpa, te or flash."""
     major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
-    dim = config.head_dim
     widest = {9: 256, 10: 128, 11: 128, 12: 128}.get(major, 0)  # head_dim of FlashAttention 4
     if flash_attn_func is not None and "cute" not in flash_attn_func.__module__:  # FlashAttention 2
         widest = 256 if major >= 8 else 0
-    fits = dim <= widest or dim == 256 and major in (10, 11)
-    fits = fits and flash_attn_func is not None and config.attn_dropout == 0 and dim % 8 == 0
+    fits = config.head_dim <= widest or config.head_dim == 256 and major in (10, 11)
+    fits = fits and flash_attn_func is not None and config.attn_dropout == 0 and config.head_dim % 8 == 0
     if config.attention == "flash" and not fits:
         raise ValueError("attention='flash': needs flash-attn-4 or flash-attn, attn_dropout=0 and a head_dim "
                          f"in multiples of 8 up to {widest} on this GPU; 'sdpa' works")
@@ -192,8 +171,7 @@ class Attention(nn.Module):
         self.config, self.layer, self.kernel = config, layer, attention_kernel(config)
         q_size, kv_size = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
         self.qkv = te.LayerNormLinear(
-            config.n_embd, q_size + 2 * kv_size, eps=config.layernorm_epsilon, bias=config.bias,
-            normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm", init_method=normal_init)
+            config.n_embd, q_size + 2 * kv_size, bias=config.bias, init_method=normal_init, **config.norm)
         if config.use_qk_norm:
             self.q_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
             self.k_norm = te.RMSNorm(config.head_dim, eps=config.layernorm_epsilon)
@@ -206,14 +184,15 @@ class Attention(nn.Module):
     def forward(self, x, rope=None, is_first_microbatch=None, kv_cache=None, documents=None):
         config, shape = self.config, x.shape[:2]
         qkv = self.qkv(x, is_first_microbatch=is_first_microbatch).view(*shape, -1, config.head_dim)
-        heads = (config.n_head, config.n_kv_head, config.n_kv_head)
-        q, k, v = qkv.split(heads, dim=2)  # each (B, S, heads, D)
+        q, k, v = qkv.split((config.n_head, config.n_kv_head, config.n_kv_head), dim=2)  # (B, S, heads, D)
         if config.use_qk_norm:
             q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         if kv_cache is not None:
-            k, v = kv_cache.append(self.layer, k, v)
+            end = kv_cache.length + shape[1]
+            kv_cache.kv[self.layer, :, :, kv_cache.length:end] = torch.stack((k, v))
+            k, v = kv_cache.kv[self.layer, :, :, :end].unbind()
         y = self.attend(q, k, v, documents, generating=kv_cache is not None)
         return self.proj(y.reshape(*shape, -1), is_first_microbatch=is_first_microbatch)
 
@@ -222,7 +201,12 @@ class Attention(nn.Module):
         (B, S', n_kv_head, D), of whose positions the last S are q's. Documents: see `locate_documents`."""
         config, (cu_seqlens, mask) = self.config, documents or (None, None)
         if self.kernel == "te" and not generating:
-            return self.attend_te(q, k, v, cu_seqlens)
+            if cu_seqlens is None:
+                return self.attention(q, k, v)
+            tokens, length = [x.flatten(0, 1) for x in (q, k, v)], q.shape[1]
+            return self.attention(
+                *tokens, qkv_format="thd", attn_mask_type="padding_causal", cu_seqlens_q=cu_seqlens,
+                cu_seqlens_kv=cu_seqlens, max_seqlen_q=length, max_seqlen_kv=length)
         if self.kernel == "flash" and not generating and q.dtype != torch.float32:
             return flash_attention(q, k, v, cu_seqlens)
         if generating and 1 < q.shape[1] < k.shape[1]:  # several new tokens after cached ones
@@ -236,14 +220,6 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped)
         return y.transpose(1, 2)
 
-    def attend_te(self, q, k, v, cu_seqlens):
-        if cu_seqlens is None:
-            return self.attention(q, k, v)
-        tokens, length = [x.flatten(0, 1) for x in (q, k, v)], q.shape[1]
-        return self.attention(
-            *tokens, qkv_format="thd", attn_mask_type="padding_causal", cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens, max_seqlen_q=length, max_seqlen_kv=length)
-
 
 class Block(nn.Module):
     """Residual block: x + attention(x), then x + MLP(x). (B, S, n_embd) -> (B, S, n_embd)."""
@@ -252,8 +228,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn = Attention(config, layer)
         self.mlp = te.LayerNormMLP(
-            config.n_embd, config.n_inner, eps=config.layernorm_epsilon, bias=config.bias,
-            activation=config.activation, normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm",
+            config.n_embd, config.n_inner, bias=config.bias, activation=config.activation, **config.norm,
             init_method=normal_init, output_layer_init_method=residual_init(config))
         self.dropout = nn.Dropout(config.dropout)
 
@@ -264,15 +239,13 @@ class Block(nn.Module):
 
 class OptimizedGPT2Model(nn.Module):
     """GPT: `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
-
     input_ids and labels are (B, S) int64; labels are already shifted, and -100 is ignored. `fp8_recipe` and
     `output` may be replaced before the first forward pass."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.fp8_recipe = DelayedScaling(
-            config.fp8_margin, fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max")
+        self.fp8_recipe = DelayedScaling(config.fp8_margin, Format.HYBRID, 1024, amax_compute_algo="max")
         device = "cuda" if torch.cuda.is_available() else "cpu"  # where TE creates its parameters
         self.wte = nn.Embedding(config.vocab_size, config.n_embd, device=device)
         normal_init(self.wte.weight)
@@ -288,8 +261,7 @@ class OptimizedGPT2Model(nn.Module):
         fp8_weight = config.fp8_lm_head and not config.tie_embeddings
         with nullcontext() if fp8_weight else te.quantized_model_init(enabled=False):
             self.lm_head = te.LayerNormLinear(
-                config.n_embd, config.vocab_size, eps=config.layernorm_epsilon, bias=False,
-                normalization="RMSNorm" if config.use_rmsnorm else "LayerNorm", init_method=normal_init)
+                config.n_embd, config.vocab_size, bias=False, init_method=normal_init, **config.norm)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         self.register_state_dict_post_hook(save_fp8_state)
@@ -301,16 +273,15 @@ class OptimizedGPT2Model(nn.Module):
                 module.mask_func = te.utils.attention_mask_func
 
     def forward(self, input_ids, labels=None, cu_seqlens=None, is_first_microbatch=None, kv_cache=None):
-        """Return logits, or the loss if labels are given. With gradient accumulation, is_first_microbatch is
-        True for the first micro-batch of a step and False for the others, which reuse its FP8 weights.
-        cu_seqlens: int32, the start of each document of a packed batch in its B·S tokens, then B·S, repeated
-        as needed. kv_cache: from `make_kv_cache`; input_ids are then the tokens that follow it."""
+        """Return logits, or the loss if labels are given. is_first_microbatch: True for the first micro-batch
+        of a step, False for the others, which reuse its FP8 weights. cu_seqlens: int32, the start of each
+        document of a packed batch in its B·S tokens, then B·S, repeated as needed. kv_cache: from
+        `make_kv_cache`; input_ids are then the tokens that follow it."""
         config = self.config
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # training goes on with this FP8 state
                 return self.forward(input_ids, labels, cu_seqlens, is_first_microbatch, kv_cache)
-        if torch.compiler.is_compiling() and ENGINE == "te" and (
-                config.use_fp8 and self.fp8_recipe.delayed()):
+        if torch.compiler.is_compiling() and ENGINE == "te" and config.use_fp8 and self.fp8_recipe.delayed():
             return run_uncompiled(self, input_ids, labels, cu_seqlens, is_first_microbatch, kv_cache)
         (batch, length), past = input_ids.shape, kv_cache.length if kv_cache is not None else 0
         self.check_input(batch, length, past)
@@ -321,18 +292,14 @@ class OptimizedGPT2Model(nn.Module):
             with_mask = self.blocks[0].attn.kernel == "sdpa" or self.wte.weight.dtype == torch.float32
             positions, documents = locate_documents(cu_seqlens, batch, length, with_mask)
         rope = rope_tables(positions, config.head_dim, config.rope_theta) if config.use_rotary else None
-        x = self.wte(input_ids)  # (B, S, n_embd)
-        if not config.use_rotary:
-            x = x + self.wpe(positions)
-        x = self.dropout(x)
+        x = self.wte(input_ids)
+        x = self.dropout(x if config.use_rotary else x + self.wpe(positions))  # (B, S, n_embd)
         with self.autocast():
             for layer, block in enumerate(self.blocks):
                 with nullcontext() if config.in_fp8(layer) else self.autocast(False):
-                    if config.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                        x = te.checkpoint(
-                            block, x, rope=rope, is_first_microbatch=is_first_microbatch, documents=documents)
-                    else:
-                        x = block(x, rope, is_first_microbatch, kv_cache, documents)
+                    recomputes = config.gradient_checkpointing and self.training and torch.is_grad_enabled()
+                    run = partial(te.checkpoint, block) if recomputes else block
+                    x = run(x, rope, is_first_microbatch, kv_cache, documents)
             if kv_cache is not None:
                 kv_cache.length += length
             return self.output(x, labels, is_first_microbatch)
@@ -359,7 +326,9 @@ class OptimizedGPT2Model(nn.Module):
 
     def make_kv_cache(self, batch_size, max_len):
         """Return an empty cache for generation. Turn FP8 off first: one token is one row, and FP8 needs 8."""
-        return KVCache(self.config, batch_size, max_len, self.wte.weight.device, self.wte.weight.dtype)
+        config = self.config
+        shape = (config.n_layer, 2, batch_size, max_len, config.n_kv_head, config.head_dim)
+        return SimpleNamespace(kv=self.wte.weight.new_empty(shape), length=0)
 
     def __setstate__(self, state):
         """Finish a copy or a pickle: TE must use and update the scales of the copy."""
@@ -393,23 +362,18 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
             scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
             history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
             if scale is not None and model.config.use_fp8 and model.fp8_recipe.delayed():
-                module.fp8_meta["num_gemms"] = 2 if hasattr(module, "fc2_weight") else 1
-                module.fp8_meta["recipe"] = model.fp8_recipe
+                module.fp8_meta.update(recipe=model.fp8_recipe, num_gemms=1 + hasattr(module, "fc2_weight"))
                 module.init_fp8_meta_tensors(model.fp8_recipe)
                 module.fp8_meta[direction].scale.copy_(scale)
                 own = module.fp8_meta[direction].amax_history
-                kept = min(len(own), len(history)) - 1  # row 0 is of the current step, the last is the newest
-                padding = history.new_zeros(len(own) - 1 - kept, own.shape[1])
-                own.copy_(torch.cat([history[:1], padding, history[len(history) - kept:]]))
+                newest = F.pad(history[1:], (0, 0, len(own) - len(history), 0))  # zeros or cuts in front
+                own.copy_(torch.cat([history[:1], newest]))  # row 0 is of this step, the last is the newest
 
 
 @torch.compiler.disable(reason="TE's DelayedScaling does not trace")
 def run_uncompiled(model, *args):
     warnings.warn("TE's DelayedScaling runs uncompiled; NANOTE_ENGINE=fast (Hopper) traces", stacklevel=2)
     return OptimizedGPT2Model.forward(model, *args)  # not model.forward, which a subclass may override
-
-
-normal_init = partial(nn.init.normal_, mean=0.0, std=0.02)  # as in GPT-2
 
 
 def residual_init(config):  # of the projections onto the residual
