@@ -6,8 +6,8 @@
 - fast       model_te_fast.py in CUDA graphs
 - te         model_te_optimized.py on Transformer Engine in CUDA graphs
 
-All arms train on the same batches for the same seed and are evaluated on the same tokens. `gap_percent` is the
-validation loss over that of te, paired by seed, with its standard error and 95 % interval.
+All arms train on the same batches for the same seed and are evaluated on the same tokens. `gap_percent` is
+the validation loss over that of te, paired by seed, with its standard error and 95 % interval.
 """
 import json
 import os

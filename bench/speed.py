@@ -210,5 +210,6 @@ def run_compile(options, device, argv):
             return {"error": error_text(error)}
 
     supported = [recipe for recipe in COMPILE_RECIPES if not recipes.unsupported_reason(recipe)]
-    keys = {"engine": (recipes.te.__name__,), "recipe": supported, "mode": COMPILE_MODES, "model": models.MODELS}
+    keys = {"engine": (recipes.te.__name__,), "recipe": supported, "mode": COMPILE_MODES,
+            "model": models.MODELS}
     measure_rows(measure, keys, options, argv)
