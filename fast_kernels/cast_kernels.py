@@ -1,9 +1,8 @@
 """Triton kernels of casts.py, and device functions that loss.py uses as well.
 
-Instructions and registers matter as much as bytes. A thread holds the same columns of four adjacent rows. It
-stores rowwise data directly, and packs a column's four FP8 values into one 32-bit number for the transpose.
-(Triton 3.6 transposes single bytes incorrectly on Hopper.) Inline PTX takes one or two instructions where
-Triton takes several.
+A thread holds the same columns of four adjacent rows. It stores rowwise data directly, and packs a column's
+four FP8 values into one 32-bit number for the transpose. (Triton 3.6 transposes single bytes incorrectly on
+Hopper.) Inline PTX takes one or two instructions where Triton takes several.
 """
 
 import triton
@@ -43,10 +42,8 @@ def _load(pointer, mask):
 
 @triton.jit
 def widen(x):
-    """Convert BF16 to float32, two values per instruction.
-
-    With `x.to(tl.float32)`, Triton converts the layout first, and computes what follows once per layout.
-    """
+    """Convert BF16 to float32, two values per instruction. With `x.to(tl.float32)`, Triton converts the
+    layout first, and computes what follows once per layout."""
     return tl.inline_asm_elementwise(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True,
         pack=2)
@@ -61,8 +58,7 @@ PACK_E4M3 = tl.constexpr(PACK_E5M2.value.replace("e5m2", "e4m3"))
 def _pack_fp8(a, b, c, d, FP8: tl.constexpr):
     """Cast four values to FP8 and pack them into 32 bits, a lowest. Saturates; rounds ties to even."""
     pack: tl.constexpr = PACK_E5M2 if FP8 == tl.float8e5 else PACK_E4M3
-    return tl.inline_asm_elementwise(
-        pack, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(pack, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -257,18 +253,37 @@ def _norm_backward_kernel(dy_ptr, residual_ptr, mean_ptr, rstd_ptr, weight_ptr, 
 
 
 @triton.jit
+def _value_and_slope(x, KIND: tl.constexpr):
+    """Return activation(x), and its derivative.
+
+    GELU is x · gate with gate = sigmoid(2u) of `_gate`; the derivative is
+    gate + x · gate · (1 - gate) · 2u', and 2u' = 1.596 + 0.214 x²."""
+    if KIND == "gelu":
+        gate = _gate(x, False)
+        value = x * gate
+        slope = x * (gate - gate * gate) * (1.5957691216 + 0.2140644486 * (x * x)) + gate
+    elif KIND == "silu":
+        gate = _gate(x, True)
+        value = x * gate
+        slope = value * (1.0 - gate) + gate
+    elif KIND == "identity":
+        value = x
+        slope = x
+    else:
+        value = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
+        slope = tl.where(x <= 0.0, 0.0, 1.0)  # of NaN as in PyTorch
+        if KIND == "srelu":
+            slope = tl.where(x <= 0.0, 0.0, 2.0 * x)
+            value *= value
+    return value, slope
+
+
+@triton.jit
 def _activate(x, bias, up, up_bias, KIND: tl.constexpr, GATED: tl.constexpr):
     x = widen(x)
     if bias is not None:
         x += bias
-    if KIND == "identity":
-        y = x
-    elif KIND == "gelu" or KIND == "silu":
-        y = x * _gate(x, KIND == "silu")
-    else:
-        y = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
-        if KIND == "srelu":
-            y *= y
+    y, _ = _value_and_slope(x, KIND)  # the compiler drops the slope
     if GATED:
         up = widen(up)
         if bias is not None:
@@ -307,29 +322,6 @@ def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, column
     if partial_sums_ptr is not None:
         out = partial_sums_ptr + first_row // ROWS * D + first_column + tl.arange(0, COLUMNS)
         tl.store(out, tl.sum((a + b) + (c + d), 0), mask=in_columns)
-
-
-@triton.jit
-def _value_and_slope(x, KIND: tl.constexpr):
-    """Return activation(x), and its derivative.
-
-    GELU is x · gate with gate = sigmoid(2u) of `_gate`; the derivative is
-    gate + x · gate · (1 - gate) · 2u', and 2u' = 1.596 + 0.214 x²."""
-    if KIND == "gelu":
-        gate = _gate(x, False)
-        value = x * gate
-        slope = x * (gate - gate * gate) * (1.5957691216 + 0.2140644486 * (x * x)) + gate
-    elif KIND == "silu":
-        gate = _gate(x, True)
-        value = x * gate
-        slope = value * (1.0 - gate) + gate
-    else:
-        value = tl.where(x < 0.0, 0.0, x)
-        slope = tl.where(x <= 0.0, 0.0, 1.0)  # of NaN as in PyTorch
-        if KIND == "srelu":
-            slope = tl.where(x <= 0.0, 0.0, 2.0 * x)
-            value *= value
-    return value, slope
 
 
 @triton.jit
@@ -408,9 +400,8 @@ def _cast_all_kernel(table_ptr, tiles_ptr, FP8: tl.constexpr, ROWS: tl.constexpr
     scale = tl.load(tl.load(row_ptr + 4).to(tl.pointer_type(tl.float32)))
     if tile == 0:
         tl.store(tl.load(row_ptr + 3).to(tl.pointer_type(tl.float32)), tl.div_rn(1.0, scale))
-    tl.atomic_max(
-        tl.load(row_ptr + 5).to(tl.pointer_type(tl.float32)), tl.max(abs_max(a, b, c, d, ROWS, COLUMNS)),
-        sem="relaxed")
+    amax_ptr = tl.load(row_ptr + 5).to(tl.pointer_type(tl.float32))
+    tl.atomic_max(amax_ptr, tl.max(abs_max(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
     store_fp8(
         a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
 

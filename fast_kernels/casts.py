@@ -1,8 +1,7 @@
 """Fused kernels between the GEMMs of an FP8 GPT: norm, activation, bias and cast, each writing FP8 rowwise
 and transposed.
 
-Use them under delayed scaling, where the scale is known before the values are; `fast_kernels/fused.py` shows
-how they fit together.
+Use them under delayed scaling, where the scale is known before the values are; fused.py shows how.
 
 An FP8 tensor is a tuple (rowwise, columnwise, scale_inv): data (N, D) and its transpose (D, N) in a torch FP8
 type, and 1/scale, (1,) float32. FP8 values are saturate(x · scale). `scale` and `amax` are one float32 each,
@@ -13,15 +12,11 @@ All of these operations are bound by memory, so the design counts reads and writ
 
 - Hopper's FP8 GEMMs need K contiguous in both operands, so wgrad needs transposed copies. Each kernel writes
   both copies at once. TE reads a tensor again to cast it, and again to transpose it.
-- The residual addition is fused into the norm that follows; the residual's gradient is summed and cast in the
-  norm's backward kernel.
-- A GEMM's bias is added by the kernel that reads the GEMM's output, and the backward kernel that writes the
-  gradient of that output reduces dbias as well.
-- A norm needs whole rows, and a kernel that holds whole rows cannot write a transposed copy fast. So the
-  norms write rowwise data, and a second kernel transposes it, mostly from the L2 cache.
-
-References: LayerNorm (Ba et al. 2016); RMSNorm (Zhang and Sennrich 2019); GELU (Hendrycks and Gimpel 2016);
-SwiGLU (Shazeer 2020); ReLU² (So et al. 2021).
+- A norm also adds the residual, and its backward kernel sums and casts the residual's gradient. A GEMM's bias
+  is added by the kernel that reads the GEMM's output; the kernel that writes that output's gradient reduces
+  dbias.
+- A kernel that holds whole rows, as a norm needs, cannot write a transposed copy fast. So the norms write
+  rowwise data, and a second kernel transposes it, mostly from the L2 cache.
 """
 
 import torch
@@ -110,13 +105,12 @@ def activate_backward_reference(activation, dy, x, bias, scale, amax, fp8):
 def norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8):
     """Add a branch to the residual, normalize the sum, and quantize the result.
 
-    y = x̂ · weight + bias of residual = x + branch + branch_bias, with x̂ = (residual - mean) · rstd; RMSNorm
-    has no mean and no bias.
+    y = x̂ · weight + bias of residual = x + branch + branch_bias, with x̂ = (residual - mean) · rstd.
 
     Args:
         x, branch: (N, C) BF16, N a multiple of 16. branch None: the residual is x itself.
         branch_bias: (C,) BF16 or None, the bias of the GEMM that computed `branch`.
-        weight, bias: the norm's, (C,) BF16. bias None: RMSNorm.
+        weight, bias: the norm's, (C,) BF16. bias None: RMSNorm, without a mean.
 
     Returns:
         residual (N, C); y as an FP8 tensor; mean (None for RMSNorm) and rstd, (N,) float32.
@@ -189,9 +183,8 @@ def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8
     partial_sums = torch.empty((programs, *totals.shape), dtype=torch.float32, device=dy.device)
     kernels._norm_backward_kernel[(programs,)](
         dy, residual, mean, rstd, weight, dresidual, dx, scale, amax, rowwise if is_quantized else None,
-        scale_inv if is_quantized else None, partial_sums, rows, columns,
-        WITH_DBRANCH_BIAS=with_dbranch_bias, **sizes)
-    reduce_rows(partial_sums, weight.dtype, totals)
+        scale_inv if is_quantized else None, partial_sums, rows, columns, with_dbranch_bias, **sizes)
+    reduce_rows(partial_sums, totals)
     if is_quantized:
         transpose(rowwise, columnwise)
     return out
@@ -254,7 +247,7 @@ def _activate_backward(activation, dy, x, bias, scale, amax, fp8):
         dy, x, bias, scale, amax, *out, partial_sums, rows, columns, KIND=GATED.get(activation, activation),
         GATED=is_gated, **options)
     if bias is not None:
-        reduce_rows(partial_sums, bias.dtype, dbias)
+        reduce_rows(partial_sums, dbias)
     return *out, dbias
 
 
@@ -285,7 +278,7 @@ def _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
     kernels._activation_kernel[(programs,)](
         x, None, scale, amax, rowwise, columnwise, scale_inv, partial_sums, *x.shape, KIND="identity",
         GATED=False, **options)
-    return reduce_rows(partial_sums, x.dtype, dbias) if with_dbias else dbias
+    return reduce_rows(partial_sums, dbias) if with_dbias else dbias
 
 
 def cast_all(casts):
@@ -325,12 +318,11 @@ def _cast_all(*tensors):
 
 # ---------------------------------------------------------------- parts of the above
 
-def reduce_rows(x, dtype, out=None):
-    """Sum x (P, …) float32 over its first dimension; return (…) in `dtype`, in `out` if given."""
-    total = torch.empty(x.shape[1:], dtype=dtype, device=x.device) if out is None else out
-    kernels._reduce_rows_kernel[(ceil_div(total.numel(), 16),)](
-        x, total, x.shape[0], total.numel(), ROWS=256, COLUMNS=16, num_warps=8)
-    return total
+def reduce_rows(x, out):
+    """Sum x (P, …) float32 over its first dimension; return `out` (…), which the sum is written to."""
+    kernels._reduce_rows_kernel[(ceil_div(out.numel(), 16),)](
+        x, out, x.shape[0], out.numel(), ROWS=256, COLUMNS=16, num_warps=8)
+    return out
 
 
 def transpose(rowwise, columnwise):
@@ -361,10 +353,9 @@ def check_input(name, x, max_columns=None):
 def check_output(name, x, out, fp8):
     """Raise ValueError unless `out` can hold x as an FP8 tensor."""
     rowwise, columnwise, scale_inv = out
-    fits = rowwise.shape == x.shape and columnwise.shape == x.shape[::-1] and scale_inv.numel() == 1
-    if not fits or not rowwise.dtype == columnwise.dtype == fp8 or not all(t.is_contiguous() for t in out):
-        raise ValueError(f"{name}: out {tuple(rowwise.shape)} {rowwise.dtype}: must be allocated as by "
-                         f"allocate_fp8 for {tuple(x.shape)} in {fp8}")
+    check_shape(name, x.shape, fp8, rowwise=rowwise)
+    check_shape(name, x.shape[::-1], fp8, columnwise=columnwise)
+    check_shape(name, (1,), torch.float32, scale_inv=scale_inv)
     check_aligned(name, rowwise=rowwise, columnwise=columnwise)
 
 

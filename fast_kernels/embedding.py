@@ -2,12 +2,10 @@
 
 Use `embed` in place of two `F.embedding` calls and an addition.
 
-For a table's gradient, PyTorch sorts the tokens, then loads two bytes at a time. Here a program takes CHUNK
-tokens in sorted order, loads 16 bytes per thread, and accumulates in float32. A token id that spans chunks
-writes one partial sum per chunk, and a second kernel sums these. No atomics: equal inputs give equal bits.
-
-With tied embeddings, the sums are added to the output head's gradient in place, which comes first. Adding two
-gradients of that size would take longer than everything else here.
+For a table's gradient, a program takes CHUNK tokens in sorted order, loads 16 bytes per thread, where PyTorch
+loads two, and accumulates in float32. A token id that spans chunks writes one partial sum per chunk, and a
+second kernel sums these. No atomics: equal inputs give equal bits. With tied embeddings, the sums are added
+to the output head's gradient in place; adding two gradients of that size would take longer than all else.
 """
 
 import torch
@@ -38,8 +36,7 @@ def embed(tokens, weight, positions=None, position_weight=None, tied_dweight=Non
             weight[tokens].
         position_weight: (number of positions, C), of weight's dtype, contiguous.
         tied_dweight: for a weight that the output head shares: an empty list, to which the head's backward
-            pass, which runs first, appends its gradient of `weight`. That tensor is overwritten. Not under
-            torch.compile.
+            pass, which runs first, appends its gradient, which is overwritten. Not under torch.compile.
     """
     _check(tokens, weight, positions, position_weight)
     tokens = tokens.contiguous()
