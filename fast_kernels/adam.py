@@ -112,11 +112,8 @@ def _update(offsets, mask, tensors, numbers, distances, master: tl.constexpr, PE
 @triton.jit
 def _squares(pointers, chunks, sums, stride, gradient_type: tl.constexpr, PEERS: tl.constexpr,
              CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum the squares of one chunk's gradients into sums (programs,) float32. Arguments as of `_adam`.
-
-    With PEERS, first sum these gradients over GPUs: each of the others has sent its own, `stride` bytes after
-    those of the one before.
-    """
+    """Sum the squares of one chunk's gradients into sums (programs,) float32. Arguments as of `_adam`. With
+    PEERS, first sum them over GPUs: each of the others has sent its own, `stride` bytes apart."""
     program = tl.program_id(0)
     row = pointers + 7 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
@@ -194,9 +191,8 @@ class FastAdam(torch.optim.Optimizer):
     same type, or are all float32. With CUDA graphs, call `prepare` before `step` or `gradient_norm` is
     captured, and `write_options` before a replay.
 
-    Args:
-        moment_dtype: dtype of both moments. torch.bfloat16 needs betas of at most 0.996.
-        store_param_remainders: store a BF16 parameter's float32 master weight as a remainder.
+    moment_dtype: dtype of both moments. torch.bfloat16 needs betas of at most 0.996.
+    store_param_remainders: store a BF16 parameter's float32 master weight as a remainder.
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, *,

@@ -7,10 +7,8 @@ FlashAttention 2, both in PyTorch, and SDPA (any machine, dtype and head size; n
 - After a `split`, autograd concatenates the gradients of q, k and v. Here all kernels read slices of qkv, and
   FlashAttention 4 writes dq, dk and dv into slices of one gradient: nothing is copied. PyTorch's kernels
   allocate them, which costs one copy.
-- QK-norm and RoPE are one Triton kernel forward and one, in place, backward. They compute in float32 and
-  round once.
-- The kernels here are deterministic; FlashAttention's backward pass is under
-  `torch.use_deterministic_algorithms`.
+- QK-norm and RoPE are one Triton kernel forward and one, in place, backward, which compute in float32.
+- The kernels here are deterministic; FlashAttention's backward is under `torch.use_deterministic_algorithms`.
 """
 
 import inspect
@@ -60,8 +58,7 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
     The fast kernels support BF16 and FP16, and D divisible by 8 and at most 256; other inputs use SDPA.
 
     Args:
-        qkv: (B, S, (n_head + 2 n_kv_head) · D) or (B, S, n_head + 2 n_kv_head, D): the heads of q, then of k,
-            then of v.
+        qkv: (B, S, (n_head + 2 n_kv_head) · D) or (B, S, n_head + 2 n_kv_head, D): heads of q, then k and v.
         n_head, n_kv_head: n_kv_head divides n_head (GQA).
         rope: (cos, sin) float32, (S, D/2) or (S, 1, D/2), or with one angle per token (B, S, 1, D/2). Rotates
             the pairs (x[i], x[i + D/2]) of q and k (Llama's convention).
@@ -150,17 +147,13 @@ def _attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head,
 def _attention_backward(dout, qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head,
                         eps, window):
     q, k, v = qkv.split((n_head, n_kv_head, n_kv_head), dim=2)
-    is_changed = cos is not None or q_weight is not None
-    if is_changed:
+    if cos is not None or q_weight is not None:
         q, k = qk[:, :, :n_head], qk[:, :, n_head:]
     dqkv = torch.empty_like(qkv)
     if not is_fake(qkv):
         _write_gradients(dqkv, dout, q, k, v, out, lse, cu_seqlens, window)
-    dweights = qkv.new_empty(0), qkv.new_empty(0)
-    if is_changed:
-        dweights = _norm_rope_backward(
-            qkv, dqkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, eps)
-    return dqkv, *dweights
+    return dqkv, *_norm_rope_backward(
+        qkv, dqkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, eps)
 
 
 def attention(q, k, v, cu_seqlens=None):
@@ -328,8 +321,7 @@ def _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window, dqkv=None):
     return gradients
 
 
-# QK-norm and RoPE. A row is one head of one token. A tile is several rows, held as two halves, a = x[:D/2]
-# and b = x[D/2:].
+# QK-norm and RoPE. A row is one head of one token. A tile is several rows in halves, x[:D/2] and x[D/2:].
 
 def _norm_rope(qkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
     """Normalize and rotate the first `qk_heads` heads of qkv (B, S, all heads, D): (B, S, qk_heads, D)."""
@@ -357,7 +349,7 @@ def _norm_rope_backward(qkv, dqkv, n_head, qk_heads, cos, sin, q_weight, k_weigh
     Return the gradients of q_weight and k_weight, (0,) without them."""
     weights = (qkv.new_empty(0),) * 2 if q_weight is None else (q_weight, k_weight)
     dweights = [torch.empty_like(weight) for weight in weights]
-    if is_fake(qkv):
+    if is_fake(qkv) or cos is None and q_weight is None:
         return dweights
     rows, tiles, positions, sizes = _norm_rope_sizes(qkv, qk_heads, cos, q_weight)
     programs, partial_sums = min(tiles, PROGRAMS), None
@@ -415,7 +407,6 @@ def _norm_rope_backward_kernel(qkv, dqkv, cos, sin, q_weight, k_weight, partial_
                                qk_heads, token_stride, eps, D: tl.constexpr, HALF: tl.constexpr,
                                ROWS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
     """Stride over the tiles of dq and dk. partial_sums (programs, 2, D): gradients of q_weight and k_weight.
-
     With x̂ = rstd · x and g = weight · dy: dweight = Σ dy · x̂, dx = rstd · (g - x̂ · mean(g · x̂))."""
     i = tl.arange(0, HALF)
     if NORM:

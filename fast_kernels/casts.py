@@ -1,20 +1,17 @@
-"""Fused kernels between the GEMMs of an FP8 GPT: norm, activation, bias and cast, each writing FP8 rowwise
-and transposed.
+"""Fused norm, activation, bias and cast between the GEMMs of an FP8 GPT: each writes FP8 in both layouts.
 
 Use them under delayed scaling, where the scale is known before the values are; fused.py shows how.
 
 An FP8 tensor is a tuple (rowwise, columnwise, scale_inv): data (N, D) and its transpose (D, N) in a torch FP8
 type, and 1/scale, (1,) float32. FP8 values are saturate(x · scale). `scale` and `amax` are one float32 each,
-on the device; the kernels raise `amax` to the largest magnitude that they quantize. NaN does not count, as in
-Transformer Engine (TE).
+on the device; the kernels raise `amax` to the largest magnitude that they quantize, without NaN, as TE does.
 
 All of these operations are bound by memory, so the design counts reads and writes:
 
 - Hopper's FP8 GEMMs need K contiguous in both operands, so wgrad needs transposed copies. Each kernel writes
-  both copies at once. TE reads a tensor again to cast it, and again to transpose it.
+  both at once. Transformer Engine (TE) reads a tensor again to cast it, and again to transpose it.
 - A norm also adds the residual, and its backward kernel sums and casts the residual's gradient. A GEMM's bias
-  is added by the kernel that reads the GEMM's output; the kernel that writes that output's gradient reduces
-  dbias.
+  is added by the kernel that reads the GEMM's output, and reduced by the one that writes its gradient.
 - A kernel that holds whole rows, as a norm needs, cannot write a transposed copy fast. So the norms write
   rowwise data, and a second kernel transposes it, mostly from the L2 cache.
 """
@@ -26,8 +23,7 @@ import triton.language as tl
 from fast_kernels import cast_kernels as kernels
 from fast_kernels.library import ceil_div, check_aligned, check_shape, device_tables, is_fake, operation
 
-# A program's tile: 16-byte accesses in both layouts, 32 or 64 values per thread. These sizes and those of
-# `_norm_sizes` are the fastest of those tried on an H200.
+# A program's tile, as `_norm_sizes` the fastest of those tried on an H200: 16-byte accesses in both layouts.
 TILE = dict(ROWS=64, COLUMNS=64, num_warps=4)
 TRANSPOSE_TILE = dict(ROWS=128, COLUMNS=128, num_warps=4)
 DBIAS_TILE = dict(TILE, ROWS=128)  # for kernels that also write one row of partial sums per row of tiles
@@ -199,8 +195,7 @@ def activate(activation, x, bias, scale, amax, fp8):
     A gated activation is f(gate) · up, where the rows of x + bias hold gate, then up.
 
     Args:
-        activation: gelu (tanh approximation), relu, srelu (ReLU²), silu, or one of these gated: geglu, reglu,
-            sreglu, swiglu.
+        activation: gelu (tanh approximation), relu, srelu (ReLU²), silu; gated geglu, reglu, sreglu, swiglu.
         x: BF16, (N, D), or (N, 2D) for a gated activation.
         bias: BF16, (D,) or (2D,), or None.
     """
@@ -252,10 +247,8 @@ def _activate_backward(activation, dy, x, bias, scale, amax, fp8):
 
 
 def cast(x, scale, amax, fp8, with_dbias=False, out=None):
-    """Quantize x (N, D) BF16; return an FP8 tensor, in `out` if given, and dbias or None.
-
-    with_dbias: also sum x over its rows, (D,); the bias's gradient if x is the gradient of a GEMM's output.
-    """
+    """Quantize x (N, D) BF16; return an FP8 tensor, in `out` if given, and dbias or None. with_dbias: also
+    sum x over its rows, (D,); the bias's gradient if x is the gradient of a GEMM's output."""
     check_input("fast_kernels.casts.cast: x", x)
     if out is None:
         out = allocate_fp8(x, *x.shape, fp8)
@@ -282,10 +275,8 @@ def _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
 
 
 def cast_all(casts):
-    """Quantize many BF16 tensors in one launch.
-
-    casts: (x, FP8 tensor to write, scale, amax) of each tensor; x (N, D) BF16, N and D multiples of 16.
-    """
+    """Quantize many tensors in one launch. casts: (x, FP8 tensor to write, scale, amax) of each, x (N, D)
+    BF16, N and D multiples of 16."""
     if casts:
         x, outputs, scale, amax = zip(*casts)
         _cast_all(list(x), *map(list, zip(*outputs)), list(scale), list(amax))
@@ -371,8 +362,7 @@ def check_activation(name, activation, x, bias):
 
 
 def _tile(sizes, rows, columns):
-    """Return how many rows of tiles cover a matrix, how many tiles, and the launch parameters. If the tiles
-    fit exactly, the kernel is compiled without masks."""
+    """Return how many rows of tiles cover a matrix, how many tiles, and launch parameters. FITS: no masks."""
     tile_rows, tile_columns = ceil_div(rows, sizes["ROWS"]), ceil_div(columns, sizes["COLUMNS"])
     fits = tile_rows * sizes["ROWS"] == rows and tile_columns * sizes["COLUMNS"] == columns
     return tile_rows, tile_rows * tile_columns, dict(sizes, FITS=fits)

@@ -6,8 +6,7 @@
     stream, hidden = norm_linear(stream, mlp, "fc1")    # te.LayerNormMLP
     stream = stream.add(activation_linear(hidden, mlp))
 
-- The residual and a bias are added by the kernel that reads the GEMM's output; `Stream` and `Branch` carry
-  what is still to be added.
+- The kernel that reads a GEMM's output adds residual and bias; `Stream` and `Branch` carry them.
 - A gradient is quantized by the kernel that writes it, for the GEMMs that read it, and passed through
   autograd as a `Float8Tensor`: delayed scaling knows the scale before the values. `Branch.gradient` says how.
   A branch whose value was changed is made anew as `Branch(x)`, without it.
@@ -85,11 +84,8 @@ class Stream(NamedTuple):
 def norm_linear(stream: Stream, module, name="", tied_dweight=None, is_first_microbatch=None):
     """Add the stream's branch to its residual; return (the sum as a Stream, norm(sum) @ weightᵀ).
 
-    Args:
-        module: LayerNormLinear, whose bias is added; or LayerNormMLP with the name "fc1", whose bias
-            `activation_linear` adds.
-        tied_dweight: a list to which the weight's gradient is appended instead of going through autograd;
-            see `fast_kernels.embedding.embed`.
+    module: LayerNormLinear; or LayerNormMLP with the name "fc1", whose bias `activation_linear` adds.
+    tied_dweight: see `fast_kernels.embedding.embed`. The weight's gradient is appended to it.
     """
     weights = module.layer_norm_weight, module.layer_norm_bias
     branch, branch_bias, gradient = stream.branch or Branch(None)
@@ -154,6 +150,11 @@ def _backward_gemms(layer, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
     return dx, dweight, dbias
 
 
+def forward_gemm(bias, rowwise, columnwise, scale_inv, weight, weight_columnwise, weight_inv):
+    """Return x @ weightᵀ + bias of two FP8 tensors."""
+    return gemm(weight, weight_inv, rowwise, scale_inv, bias, "fast")
+
+
 def input_gradient(dy, weight):
     """Return dgrad, dy @ weight, of an FP8 tensor dy; weight (in, out): columnwise, with its scale_inv."""
     rowwise, _, scale_inv = dy
@@ -179,13 +180,12 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, branch, branch_bias, norm_weight, norm_bias, weight, bias, eps, layer,
                 branch_gradient, tied_dweight):
-        residual, (rowwise, columnwise, scale_inv), mean, rstd = casts.norm(
+        residual, quantized, mean, rstd = casts.norm(
             x, branch, branch_bias, norm_weight, norm_bias, eps, *layer.input)
-        ctx.save_for_backward(residual, mean, rstd, norm_weight, columnwise, scale_inv, *layer.weight[1:])
+        ctx.save_for_backward(residual, mean, rstd, norm_weight, *quantized[1:], *layer.weight[1:])
         ctx.layer, ctx.branch_gradient, ctx.tied_dweight = layer, branch_gradient, tied_dweight
         ctx.set_materialize_grads(False)
-        weight, _, weight_inv = layer.weight
-        return residual, gemm(weight, weight_inv, rowwise, scale_inv, bias, "fast")
+        return residual, forward_gemm(bias, *quantized, *layer.weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -221,15 +221,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, x_bias, weight, bias, activation, layer, x_gradient):
+        before = None, None
         if activation:
-            rowwise, columnwise, scale_inv = casts.activate(activation, x, x_bias, *layer.input)
+            before, quantized = (x, x_bias), casts.activate(activation, x, x_bias, *layer.input)
         else:
-            (rowwise, columnwise, scale_inv), _ = casts.cast(x.contiguous(), *layer.input)
-        before = (x, x_bias) if activation else (None, None)
-        ctx.save_for_backward(*before, columnwise, scale_inv, *layer.weight[1:])
+            quantized, _ = casts.cast(x.contiguous(), *layer.input)
+        ctx.save_for_backward(*before, *quantized[1:], *layer.weight[1:])
         ctx.layer, ctx.activation, ctx.x_gradient = layer, activation, x_gradient
-        weight, _, weight_inv = layer.weight
-        return gemm(weight, weight_inv, rowwise, scale_inv, bias, "fast")
+        return forward_gemm(bias, *quantized, *layer.weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -1,8 +1,7 @@
 """FP8 GEMMs through cuBLASLt, autotuned: the fastest candidate algorithm of each shape, chosen by timing.
 
 Use `gemm` where the same shapes run many times, as in training. cuBLASLt offers several algorithms, of which
-PyTorch and Transformer Engine take the first. On first use of a shape, this file times all and caches the
-fastest for the process.
+PyTorch and Transformer Engine take the first. On first use of a shape, `gemm` times all, and keeps the best.
 
 - Large GEMMs run at the GPU's power limit, where the clock depends on the operands: zeros take less power
   than other values. So candidates are timed round-robin on the operands of the call, and timing waits until

@@ -72,8 +72,7 @@ def operation(schema, setup_context=None, backward=None):
 
 
 def check_shape(name, shape, dtype=None, **tensors):
-    """Raise ValueError unless every tensor (None is skipped) is contiguous, of this shape, and of this dtype
-    if one is given."""
+    """Raise ValueError unless every tensor but None is contiguous, of this shape, and of dtype if given."""
     for argument, x in tensors.items():
         if x is not None and (x.shape != shape or dtype not in (None, x.dtype) or not x.is_contiguous()):
             raise ValueError(f"{name}: {argument} {tuple(x.shape)} {x.dtype}: must be {tuple(shape)} "

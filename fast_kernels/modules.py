@@ -318,8 +318,7 @@ class Module(nn.Module):
         with torch.inference_mode(False):  # training goes on with this state
             for direction, tensors in (("scaling_fwd", 3), ("scaling_bwd", 2)):
                 slots, before = tensors * meta["num_gemms"], meta.get(direction)
-                history = torch.zeros(
-                    recipe.amax_history_len, slots, device=next(self.parameters()).device)
+                history = torch.zeros(recipe.amax_history_len, slots, device=next(self.parameters()).device)
                 scale = torch.ones_like(history[0])
                 if before is not None:
                     scale, kept = before.scale, min(len(history), len(before.amax_history))

@@ -93,8 +93,7 @@ def update_one(scale, history, fp8_max, margin, algorithm):
 
 @triton.jit
 def _update_kernel(table_ptr, numerator, IS_MAX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """table (programs, 5) int64: addresses of scale and history, rows and columns of the history, first slot
-    of a program."""
+    """table (programs, 5) int64: addresses of scale and history, rows and columns of it, first slot."""
     row_ptr = table_ptr + 5 * tl.program_id(0)
     scale_ptr = tl.load(row_ptr).to(tl.pointer_type(tl.float32))
     history_ptr = tl.load(row_ptr + 1).to(tl.pointer_type(tl.float32))
