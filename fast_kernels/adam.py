@@ -359,11 +359,9 @@ class FastAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None, grad_scale=None):
-        """Update every parameter that has a gradient; return what `closure` returned, or None.
-
-        grad_scale: () float32 on the device, multiplies the gradients. If it is not finite, weights, state
-        and step count do not change; no host synchronization.
-        """
+        """Update every parameter that has a gradient; return what `closure` returned, or None. grad_scale: ()
+        float32 on the device, multiplies the gradients. If it is not finite, weights, state and step count do
+        not change; no host synchronization."""
         loss, device = None, self.tables[0].lr.device
         if grad_scale is not None and grad_scale.device != device:
             raise ValueError(f"FastAdam: grad_scale on {grad_scale.device}: must be on {device}; use .to()")

@@ -215,7 +215,6 @@ def activate_backward(activation, dy, x, bias, scale, amax, fp8):
     """Compute the gradients of `activate`'s inputs: dx as an FP8 tensor, and dbias or None.
 
     dx = dy · f'(x + bias); gated, dx holds dy · up · f'(gate), then dy · f(gate).
-
     dy: (N, D) BF16, the gradient of its output. x and bias are those of `activate`, scale and amax dx's.
     """
     check_activation("fast_kernels.casts.activate_backward", activation, x, bias)

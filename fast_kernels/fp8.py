@@ -16,13 +16,8 @@ VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
 class Float8Tensor(torch.Tensor):
-    """A tensor of shape (…, D), quantized: value = data · scale_inv.
-
-    Attributes:
-        rowwise: (N, D) FP8, N the product of the other dimensions.
-        columnwise: (D, N) FP8, the transpose.
-        scale_inv: (1,) float32.
-    """
+    """A tensor of shape (…, D), quantized: value = data · scale_inv. Attributes: rowwise (N, D) FP8, N the
+    product of the other dimensions; columnwise (D, N) FP8, the transpose; scale_inv (1,) float32."""
 
     @staticmethod
     def __new__(cls, rowwise, columnwise, scale_inv, shape=None, dtype=torch.bfloat16):

@@ -85,7 +85,7 @@ def norm_linear(stream: Stream, module, name="", tied_dweight=None, is_first_mic
     """Add the stream's branch to its residual; return (the sum as a Stream, norm(sum) @ weightᵀ).
 
     module: LayerNormLinear; or LayerNormMLP with the name "fc1", whose bias `activation_linear` adds.
-    tied_dweight: see `fast_kernels.embedding.embed`. The weight's gradient is appended to it.
+    tied_dweight: a list that the weight's gradient is appended to, not passed through autograd; see `embed`.
     """
     weights = module.layer_norm_weight, module.layer_norm_bias
     branch, branch_bias, gradient = stream.branch or Branch(None)
