@@ -4,13 +4,11 @@ Use `FastAdam` in place of Transformer Engine's FusedAdam: a checkpoint written 
 
 - Adam is bound by memory, and each byte is moved once. Per parameter: 28 bytes with a BF16 weight and
   gradient, a float32 master weight and two float32 moments; 26 if the master is stored as a remainder, the 16
-  bits that the BF16 weight lacks; 18 with BF16 moments as well.
-- One launch per parameter group. Tables hold the addresses of each parameter's tensors, and the parameter and
-  chunk of each program. A captured launch stays valid whichever parameters have gradients.
+  bits that the BF16 weight lacks, as in Transformer Engine; 18 with BF16 moments as well.
+- One launch per parameter group, which stays valid in a graph whichever parameters have gradients.
 - Gradient clipping is a factor applied as the kernel reads the gradients, not another pass over them.
 
-References: AdamW is algorithm 2 of Loshchilov and Hutter, arXiv:1711.05101. The split of a float32 master
-into a BF16 weight and a 16-bit remainder is Transformer Engine's.
+Reference: algorithm 2 of Loshchilov and Hutter, arXiv:1711.05101.
 """
 
 from dataclasses import dataclass
@@ -21,8 +19,7 @@ import triton.language as tl
 
 from fast_kernels.library import ceil_div
 
-# The largest beta with which a BF16 moment can decrease: a change of less than half of its last bit rounds
-# back to the old value.
+# With a larger beta a BF16 moment never decreases: a change of less than half of its last bit rounds back.
 LARGEST_BF16_BETA = 1 - torch.finfo(torch.bfloat16).eps / 2
 CHUNK = 8192  # elements per program
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -115,11 +112,8 @@ def _update(offsets, mask, tensors, numbers, distances, master: tl.constexpr, PE
 @triton.jit
 def _squares(pointers, chunks, sums, stride, gradient_type: tl.constexpr, PEERS: tl.constexpr,
              CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum the squares of one chunk's gradients into sums (programs,) float32. Arguments as of `_adam`.
-
-    With PEERS, first sum these gradients over GPUs: each of the others has sent its own, `stride` bytes after
-    those of the one before.
-    """
+    """Sum the squares of one chunk's gradients into sums (programs,) float32. Arguments as of `_adam`. With
+    PEERS, first sum them over GPUs: each of the others has sent its own, `stride` bytes apart."""
     program = tl.program_id(0)
     row = pointers + 7 * tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
@@ -175,11 +169,10 @@ class NoPeers:
     def received_at(self, parameter):
         return 0
 
-    def barrier(self):
+    def barrier(self, *tensors):
         pass
 
-    def all_reduce(self, tensor):
-        pass
+    all_reduce = barrier
 
 
 def _check_options(group, moment_dtype):
@@ -195,14 +188,11 @@ def _check_options(group, moment_dtype):
 
 class FastAdam(torch.optim.Optimizer):
     """AdamW for parameters that are all BF16 (with float32 master weights) or all float32. Gradients have the
-    same type, or are all float32.
+    same type, or are all float32. With CUDA graphs, call `prepare` before `step` or `gradient_norm` is
+    captured, and `write_options` before a replay.
 
-    With CUDA graphs, call `prepare` before `step` or `gradient_norm` is captured, and `write_options` before
-    a replay, which reads everything from device memory.
-
-    Args:
-        moment_dtype: dtype of both moments. torch.bfloat16 needs betas of at most 0.996.
-        store_param_remainders: store a BF16 parameter's float32 master weight as a remainder.
+    moment_dtype: dtype of both moments. torch.bfloat16 needs betas of at most 0.996.
+    store_param_remainders: store a BF16 parameter's float32 master weight as a remainder.
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, *,
@@ -258,13 +248,11 @@ class FastAdam(torch.optim.Optimizer):
         return torch.tensor(chunks, dtype=torch.int32).view(-1, 2)
 
     def divide(self, peers):
-        """Divide the update among GPUs that can access each other's memory; all ranks must call this.
+        """Divide the update among `peers` (a nanote.peers.Peers; None: do not). All ranks must call this.
 
         From then on `gradient_norm` must come before each `step`: it sums this rank's part of the gradients
         over all ranks, in place. `step` updates this rank's part of the parameters, here and on the other
         GPUs. Each rank then has its part of the state only: call `gather_state` before `state_dict`.
-
-        peers: the other ranks, a nanote.peers.Peers; None: do not divide.
         """
         self.gather_state()
         self.peers, self.is_summed = peers or NoPeers(), False
@@ -289,7 +277,7 @@ class FastAdam(torch.optim.Optimizer):
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if set_to_none or not gradients:
             super().zero_grad()
-        else:  # in place, in one call
+        else:
             torch._foreach_zero_(gradients)
 
     @torch.no_grad()
@@ -371,11 +359,9 @@ class FastAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None, grad_scale=None):
-        """Update every parameter that has a gradient; return what `closure` returned, or None.
-
-        grad_scale: () float32 on the device, multiplies the gradients as they are read. If it is not finite,
-        weights, state and step count do not change; no host synchronization.
-        """
+        """Update every parameter that has a gradient; return what `closure` returned, or None. grad_scale: ()
+        float32 on the device, multiplies the gradients. If it is not finite, weights, state and step count do
+        not change; no host synchronization."""
         loss, device = None, self.tables[0].lr.device
         if grad_scale is not None and grad_scale.device != device:
             raise ValueError(f"FastAdam: grad_scale on {grad_scale.device}: must be on {device}; use .to()")
@@ -403,11 +389,9 @@ class FastAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
-        """Copy a saved state into the existing tensors, whose addresses captured CUDA graphs have.
-
-        Moments missing from the state are set to zero, master weights to the parameters. A state that does
-        not fit raises ValueError before anything is changed.
-        """
+        """Copy a saved state into the existing tensors, whose addresses captured CUDA graphs have. Missing
+        moments become zero, and missing master weights the parameters. A state that does not fit raises
+        ValueError before anything is changed."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         saved_ids = [saved_id for group in state_dict["param_groups"] for saved_id in group["params"]]
         saved = {p: state_dict["state"].get(saved_id, {}) for saved_id, p in zip(saved_ids, parameters)}

@@ -4,16 +4,11 @@ Use `packed_attention` on the output of one QKV GEMM. The kernel is the first of
 inputs: FlashAttention 4 (Hopper, Blackwell: `pip install flash-attn-4`), cuDNN's (Hopper, Blackwell) and
 FlashAttention 2, both in PyTorch, and SDPA (any machine, dtype and head size; not fast).
 
-- After a `split`, autograd concatenates the gradients of q, k and v, which takes a large part of attention's
-  time at GPT-2's size. Here all kernels read slices of qkv, and FlashAttention 4 writes dq, dk and dv into
-  slices of one gradient: nothing is copied. PyTorch's kernels allocate them, which costs one copy.
-- QK-norm and RoPE are one Triton kernel forward and one, in place, backward, bound by memory. They compute in
-  float32 and round once.
-- The kernels here are deterministic; FlashAttention's backward pass is under
-  `torch.use_deterministic_algorithms`.
-
-References: FlashAttention (Dao et al. 2022, Shah et al. 2024); RoPE (Su et al. 2021); QK-norm (Henry et al.
-2020).
+- After a `split`, autograd concatenates the gradients of q, k and v. Here all kernels read slices of qkv, and
+  FlashAttention 4 writes dq, dk and dv into slices of one gradient: nothing is copied. PyTorch's kernels
+  allocate them, which costs one copy.
+- QK-norm and RoPE are one Triton kernel forward and one, in place, backward, which compute in float32.
+- The kernels here are deterministic; FlashAttention's backward is under `torch.use_deterministic_algorithms`.
 """
 
 import inspect
@@ -63,8 +58,7 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
     The fast kernels support BF16 and FP16, and D divisible by 8 and at most 256; other inputs use SDPA.
 
     Args:
-        qkv: (B, S, (n_head + 2 n_kv_head) · D) or (B, S, n_head + 2 n_kv_head, D): the heads of q, then of k,
-            then of v.
+        qkv: (B, S, (n_head + 2 n_kv_head) · D) or (B, S, n_head + 2 n_kv_head, D): heads of q, then k and v.
         n_head, n_kv_head: n_kv_head divides n_head (GQA).
         rope: (cos, sin) float32, (S, D/2) or (S, 1, D/2), or with one angle per token (B, S, 1, D/2). Rotates
             the pairs (x[i], x[i + D/2]) of q and k (Llama's convention).
@@ -97,8 +91,7 @@ def packed_attention(qkv, n_head, n_kv_head, rope=None, q_weight=None, k_weight=
     if cu_seqlens is not None:
         _check_documents(cu_seqlens, batch, length)
         cu_seqlens = cu_seqlens.to(qkv.device).contiguous()
-    out, _, _ = _attention(
-        qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window)
+    out, _, _ = _attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window)
     return out.flatten(2)
 
 
@@ -137,8 +130,7 @@ def _differentiate(ctx, dout, *_):
     "int n_head, int n_kv_head, float eps, int? window) -> (Tensor out, Tensor qk, Tensor lse)",
     _setup_context, _differentiate)
 def _attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head, eps, window):
-    """Return the output (B, S, n_head, D), q and k after norm and rotation, and the log-sum-exp, float32,
-    (B, n_head, S), or (n_head, B·S) with documents. SDPA has none."""
+    """Return the output (B, S, n_head, D), q and k after norm and rotation, and the log-sum-exp."""
     q, k, v = qkv.split((n_head, n_kv_head, n_kv_head), dim=2)
     qk = qkv.new_empty(0)
     if cos is not None or q_weight is not None:
@@ -155,17 +147,13 @@ def _attention(qkv, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head,
 def _attention_backward(dout, qkv, qk, out, lse, cos, sin, q_weight, k_weight, cu_seqlens, n_head, n_kv_head,
                         eps, window):
     q, k, v = qkv.split((n_head, n_kv_head, n_kv_head), dim=2)
-    is_changed = cos is not None or q_weight is not None
-    if is_changed:
+    if cos is not None or q_weight is not None:
         q, k = qk[:, :, :n_head], qk[:, :, n_head:]
     dqkv = torch.empty_like(qkv)
     if not is_fake(qkv):
         _write_gradients(dqkv, dout, q, k, v, out, lse, cu_seqlens, window)
-    dweights = qkv.new_empty(0), qkv.new_empty(0)
-    if is_changed:
-        dweights = _norm_rope_backward(
-            qkv, dqkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, eps)
-    return dqkv, *dweights
+    return dqkv, *_norm_rope_backward(
+        qkv, dqkv, n_head, n_head + n_kv_head, cos, sin, q_weight, k_weight, eps)
 
 
 def attention(q, k, v, cu_seqlens=None):
@@ -198,7 +186,7 @@ def _separate_attention(q, k, v, cu_seqlens):
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, Tensor out, Tensor lse) -> Tensor")
 def _separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse):
     """Return the gradients in one tensor, (B, S, heads, D): where q, k and v are parts of one, Inductor drops
-    the split and the concatenation of them, a copy that takes 2 to 4 % of a training step."""
+    the split and the concatenation, 2 to 4 % of a training step."""
     dqkv = q.new_empty((*q.shape[:2], q.shape[2] + 2 * k.shape[2], q.shape[3]))
     if not is_fake(q):
         _write_gradients(dqkv, dout, q, k, v, out, lse, cu_seqlens, None)
@@ -274,7 +262,8 @@ def _tile_option(q):
 
 
 def _attend(q, k, v, cu_seqlens, window):
-    """Return the output (B, S, n_head, D), and the log-sum-exp for the backward pass."""
+    """Return the output (B, S, n_head, D), and the log-sum-exp, float32, (B, n_head, S) or, with documents,
+    (n_head, B·S). SDPA has none."""
     kernel, shape, (batch, length, heads, _) = _pick_kernel(q, cu_seqlens, window), q.shape, q.shape
     if is_fake(q):
         lse_shape = (batch, heads, length) if cu_seqlens is None else (heads, batch * length)
@@ -332,8 +321,7 @@ def _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window, dqkv=None):
     return gradients
 
 
-# QK-norm and RoPE. A row is one head of one token. A tile is several rows, held as two halves, a = x[:D/2]
-# and b = x[D/2:].
+# QK-norm and RoPE. A row is one head of one token. A tile is several rows in halves, x[:D/2] and x[D/2:].
 
 def _norm_rope(qkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
     """Normalize and rotate the first `qk_heads` heads of qkv (B, S, all heads, D): (B, S, qk_heads, D)."""
@@ -357,11 +345,11 @@ def _norm_rope_sizes(qkv, qk_heads, cos, q_weight):
 
 
 def _norm_rope_backward(qkv, dqkv, n_head, qk_heads, cos, sin, q_weight, k_weight, eps):
-    """Replace the first `qk_heads` heads of dqkv, the gradient of `_norm_rope`'s output, by the gradient of
-    its input; return the gradients of q_weight and k_weight, (0,) without them."""
+    """Replace dqkv's first `qk_heads` heads, the gradient of `_norm_rope`'s output, by that of its input.
+    Return the gradients of q_weight and k_weight, (0,) without them."""
     weights = (qkv.new_empty(0),) * 2 if q_weight is None else (q_weight, k_weight)
     dweights = [torch.empty_like(weight) for weight in weights]
-    if is_fake(qkv):
+    if is_fake(qkv) or cos is None and q_weight is None:
         return dweights
     rows, tiles, positions, sizes = _norm_rope_sizes(qkv, qk_heads, cos, q_weight)
     programs, partial_sums = min(tiles, PROGRAMS), None
@@ -419,7 +407,6 @@ def _norm_rope_backward_kernel(qkv, dqkv, cos, sin, q_weight, k_weight, partial_
                                qk_heads, token_stride, eps, D: tl.constexpr, HALF: tl.constexpr,
                                ROWS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
     """Stride over the tiles of dq and dk. partial_sums (programs, 2, D): gradients of q_weight and k_weight.
-
     With x̂ = rstd · x and g = weight · dy: dweight = Σ dy · x̂, dx = rstd · (g - x̂ · mean(g · x̂))."""
     i = tl.arange(0, HALF)
     if NORM:

@@ -1,9 +1,8 @@
 """Triton kernels of casts.py, and device functions that loss.py uses as well.
 
-Instructions and registers matter as much as bytes. A thread holds the same columns of four adjacent rows. It
-stores rowwise data directly, and packs a column's four FP8 values into one 32-bit number for the transpose.
-(Triton 3.6 transposes single bytes incorrectly on Hopper.) Inline PTX takes one or two instructions where
-Triton takes several.
+A thread holds the same columns of four adjacent rows. It stores rowwise data directly, and packs a column's
+four FP8 values into one 32-bit number for the transpose. (Triton 3.6 transposes single bytes incorrectly on
+Hopper.) Inline PTX takes one or two instructions where Triton takes several.
 """
 
 import triton
@@ -28,10 +27,8 @@ def round_bf16(x):
 @triton.jit
 def _gate(x, IS_SILU: tl.constexpr):
     """Return activation(x) / x, a sigmoid for SiLU and GELU.
-
     SiLU is x / (1 + exp(-x)). GELU is x · (1 + tanh u) / 2 with u = 0.798 x (1 + 0.0447 x²), which is
-    x / (1 + exp(-2u)): one exponential, no tanh. The constants are divided by log(2), since the GPU's
-    instruction is 2^x."""
+    x / (1 + exp(-2u)). The constants are divided by log(2), since the GPU's instruction is 2^x."""
     exponent = -1.4426950409 * x if IS_SILU else x * (-2.3022081958 - 0.1029432394 * x * x)
     return _reciprocal(1.0 + tl.exp2(exponent))
 
@@ -43,13 +40,10 @@ def _load(pointer, mask):
 
 @triton.jit
 def widen(x):
-    """Convert BF16 to float32, two values per instruction.
-
-    With `x.to(tl.float32)`, Triton converts the layout first, and computes what follows once per layout.
-    """
-    return tl.inline_asm_elementwise(
-        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True,
-        pack=2)
+    """Convert BF16 to float32, two values per instruction. With `x.to(tl.float32)`, Triton converts the
+    layout first, and computes what follows once per layout."""
+    shifts: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    return tl.inline_asm_elementwise(shifts, "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2)
 
 
 PACK_E5M2 = tl.constexpr("{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; "
@@ -61,14 +55,12 @@ PACK_E4M3 = tl.constexpr(PACK_E5M2.value.replace("e5m2", "e4m3"))
 def _pack_fp8(a, b, c, d, FP8: tl.constexpr):
     """Cast four values to FP8 and pack them into 32 bits, a lowest. Saturates; rounds ties to even."""
     pack: tl.constexpr = PACK_E5M2 if FP8 == tl.float8e5 else PACK_E4M3
-    return tl.inline_asm_elementwise(
-        pack, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(pack, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def load_rows(pointer, stride, mask, other: tl.constexpr = 0.0):
-    """Load four adjacent rows at each pointer. All loads come before any store, since the compiler would not
-    move a load across one."""
+    """Load four adjacent rows at each pointer, before any store: the compiler moves no load across one."""
     a = tl.load(pointer, mask=mask, other=other)
     b = tl.load(pointer + stride, mask=mask, other=other)
     c = tl.load(pointer + 2 * stride, mask=mask, other=other)
@@ -99,8 +91,7 @@ def tile_mask(first_row, first_column, N, D, FITS: tl.constexpr, ROWS: tl.conste
 
 @triton.jit
 def abs_max(a, b, c, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the largest magnitude over four rows and every eight columns, which are in one thread. Ignores
-    NaN, as TE does."""
+    """Return the largest magnitude over four rows and every eight columns, in one thread. Ignores NaN."""
     largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
     return tl.max(tl.reshape(largest, (ROWS // 4, COLUMNS // 8, 8)), 2)
 
@@ -109,7 +100,6 @@ def abs_max(a, b, c, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask,
               ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Quantize a tile of the (N, D) output and store it, rowwise and transposed.
-
     a, b, c, d: (ROWS / 4, COLUMNS) float32: rows 0, 4, 8, … of the tile, rows 1, 5, 9, …, and so on."""
     i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     fp8: tl.constexpr = rowwise_ptr.dtype.element_ty
@@ -257,18 +247,36 @@ def _norm_backward_kernel(dy_ptr, residual_ptr, mean_ptr, rstd_ptr, weight_ptr, 
 
 
 @triton.jit
+def _value_and_slope(x, KIND: tl.constexpr):
+    """Return activation(x), and its derivative.
+    GELU is x · gate with gate = sigmoid(2u) of `_gate`; the derivative is
+    gate + x · gate · (1 - gate) · 2u', and 2u' = 1.596 + 0.214 x²."""
+    if KIND == "gelu":
+        gate = _gate(x, False)
+        value = x * gate
+        slope = x * (gate - gate * gate) * (1.5957691216 + 0.2140644486 * (x * x)) + gate
+    elif KIND == "silu":
+        gate = _gate(x, True)
+        value = x * gate
+        slope = value * (1.0 - gate) + gate
+    elif KIND == "identity":
+        value = x
+        slope = x
+    else:
+        value = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
+        slope = tl.where(x <= 0.0, 0.0, 1.0)  # of NaN as in PyTorch
+        if KIND == "srelu":
+            slope = tl.where(x <= 0.0, 0.0, 2.0 * x)
+            value *= value
+    return value, slope
+
+
+@triton.jit
 def _activate(x, bias, up, up_bias, KIND: tl.constexpr, GATED: tl.constexpr):
     x = widen(x)
     if bias is not None:
         x += bias
-    if KIND == "identity":
-        y = x
-    elif KIND == "gelu" or KIND == "silu":
-        y = x * _gate(x, KIND == "silu")
-    else:
-        y = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
-        if KIND == "srelu":
-            y *= y
+    y, _ = _value_and_slope(x, KIND)  # the compiler drops the slope
     if GATED:
         up = widen(up)
         if bias is not None:
@@ -310,32 +318,8 @@ def _activation_kernel(x_ptr, bias_ptr, scale_ptr, amax_ptr, rowwise_ptr, column
 
 
 @triton.jit
-def _value_and_slope(x, KIND: tl.constexpr):
-    """Return activation(x), and its derivative.
-
-    GELU is x · gate with gate = sigmoid(2u) of `_gate`; the derivative is
-    gate + x · gate · (1 - gate) · 2u', and 2u' = 1.596 + 0.214 x²."""
-    if KIND == "gelu":
-        gate = _gate(x, False)
-        value = x * gate
-        slope = x * (gate - gate * gate) * (1.5957691216 + 0.2140644486 * (x * x)) + gate
-    elif KIND == "silu":
-        gate = _gate(x, True)
-        value = x * gate
-        slope = value * (1.0 - gate) + gate
-    else:
-        value = tl.where(x < 0.0, 0.0, x)
-        slope = tl.where(x <= 0.0, 0.0, 1.0)  # of NaN as in PyTorch
-        if KIND == "srelu":
-            slope = tl.where(x <= 0.0, 0.0, 2.0 * x)
-            value *= value
-    return value, slope
-
-
-@triton.jit
 def _activation_backward(dy, x, bias, up, up_bias, KIND: tl.constexpr, GATED: tl.constexpr):
-    """Return the gradients of x, the activation's input, and of up, which activation(x) is multiplied by if
-    GATED."""
+    """Return the gradients of x, the activation's input, and of up, the factor of activation(x) if GATED."""
     x = widen(x)
     if GATED:
         up, dy = widen(up), widen(dy)
@@ -391,7 +375,6 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
 @triton.jit
 def _cast_all_kernel(table_ptr, tiles_ptr, FP8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Quantize one tile (ROWS, COLUMNS) of one tensor.
-
     tiles (programs, 2) int32: row of the table, tile of that tensor. table (tensors, 8) int64: the addresses
     of x, rowwise data, columnwise data, scale_inv, scale and amax, then N and D."""
     row_ptr = table_ptr + 8 * tl.load(tiles_ptr + 2 * tl.program_id(0))
@@ -408,9 +391,8 @@ def _cast_all_kernel(table_ptr, tiles_ptr, FP8: tl.constexpr, ROWS: tl.constexpr
     scale = tl.load(tl.load(row_ptr + 4).to(tl.pointer_type(tl.float32)))
     if tile == 0:
         tl.store(tl.load(row_ptr + 3).to(tl.pointer_type(tl.float32)), tl.div_rn(1.0, scale))
-    tl.atomic_max(
-        tl.load(row_ptr + 5).to(tl.pointer_type(tl.float32)), tl.max(abs_max(a, b, c, d, ROWS, COLUMNS)),
-        sem="relaxed")
+    amax_ptr = tl.load(row_ptr + 5).to(tl.pointer_type(tl.float32))
+    tl.atomic_max(amax_ptr, tl.max(abs_max(a, b, c, d, ROWS, COLUMNS)), sem="relaxed")
     store_fp8(
         a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask, ROWS, COLUMNS)
 

@@ -1,27 +1,19 @@
-"""Fused kernels between the GEMMs of an FP8 GPT: norm, activation, bias and cast, each writing FP8 rowwise
-and transposed.
+"""Fused norm, activation, bias and cast between the GEMMs of an FP8 GPT: each writes FP8 in both layouts.
 
-Use them under delayed scaling, where the scale is known before the values are; `fast_kernels/fused.py` shows
-how they fit together.
+Use them under delayed scaling, where the scale is known before the values are; fused.py shows how.
 
 An FP8 tensor is a tuple (rowwise, columnwise, scale_inv): data (N, D) and its transpose (D, N) in a torch FP8
 type, and 1/scale, (1,) float32. FP8 values are saturate(x · scale). `scale` and `amax` are one float32 each,
-on the device; the kernels raise `amax` to the largest magnitude that they quantize. NaN does not count, as in
-Transformer Engine (TE).
+on the device; the kernels raise `amax` to the largest magnitude that they quantize, without NaN, as TE does.
 
 All of these operations are bound by memory, so the design counts reads and writes:
 
 - Hopper's FP8 GEMMs need K contiguous in both operands, so wgrad needs transposed copies. Each kernel writes
-  both copies at once. TE reads a tensor again to cast it, and again to transpose it.
-- The residual addition is fused into the norm that follows; the residual's gradient is summed and cast in the
-  norm's backward kernel.
-- A GEMM's bias is added by the kernel that reads the GEMM's output, and the backward kernel that writes the
-  gradient of that output reduces dbias as well.
-- A norm needs whole rows, and a kernel that holds whole rows cannot write a transposed copy fast. So the
-  norms write rowwise data, and a second kernel transposes it, mostly from the L2 cache.
-
-References: LayerNorm (Ba et al. 2016); RMSNorm (Zhang and Sennrich 2019); GELU (Hendrycks and Gimpel 2016);
-SwiGLU (Shazeer 2020); ReLU² (So et al. 2021).
+  both at once. Transformer Engine (TE) reads a tensor again to cast it, and again to transpose it.
+- A norm also adds the residual, and its backward kernel sums and casts the residual's gradient. A GEMM's bias
+  is added by the kernel that reads the GEMM's output, and reduced by the one that writes its gradient.
+- A kernel that holds whole rows, as a norm needs, cannot write a transposed copy fast. So the norms write
+  rowwise data, and a second kernel transposes it, mostly from the L2 cache.
 """
 
 import torch
@@ -31,8 +23,7 @@ import triton.language as tl
 from fast_kernels import cast_kernels as kernels
 from fast_kernels.library import ceil_div, check_aligned, check_shape, device_tables, is_fake, operation
 
-# A program's tile: 16-byte accesses in both layouts, 32 or 64 values per thread. These sizes and those of
-# `_norm_sizes` are the fastest of those tried on an H200.
+# A program's tile, as `_norm_sizes` the fastest of those tried on an H200: 16-byte accesses in both layouts.
 TILE = dict(ROWS=64, COLUMNS=64, num_warps=4)
 TRANSPOSE_TILE = dict(ROWS=128, COLUMNS=128, num_warps=4)
 DBIAS_TILE = dict(TILE, ROWS=128)  # for kernels that also write one row of partial sums per row of tiles
@@ -110,13 +101,12 @@ def activate_backward_reference(activation, dy, x, bias, scale, amax, fp8):
 def norm(x, branch, branch_bias, weight, bias, eps, scale, amax, fp8):
     """Add a branch to the residual, normalize the sum, and quantize the result.
 
-    y = x̂ · weight + bias of residual = x + branch + branch_bias, with x̂ = (residual - mean) · rstd; RMSNorm
-    has no mean and no bias.
+    y = x̂ · weight + bias of residual = x + branch + branch_bias, with x̂ = (residual - mean) · rstd.
 
     Args:
         x, branch: (N, C) BF16, N a multiple of 16. branch None: the residual is x itself.
         branch_bias: (C,) BF16 or None, the bias of the GEMM that computed `branch`.
-        weight, bias: the norm's, (C,) BF16. bias None: RMSNorm.
+        weight, bias: the norm's, (C,) BF16. bias None: RMSNorm, without a mean.
 
     Returns:
         residual (N, C); y as an FP8 tensor; mean (None for RMSNorm) and rstd, (N,) float32.
@@ -189,9 +179,8 @@ def _norm_backward(dy, residual, mean, rstd, weight, dresidual, scale, amax, fp8
     partial_sums = torch.empty((programs, *totals.shape), dtype=torch.float32, device=dy.device)
     kernels._norm_backward_kernel[(programs,)](
         dy, residual, mean, rstd, weight, dresidual, dx, scale, amax, rowwise if is_quantized else None,
-        scale_inv if is_quantized else None, partial_sums, rows, columns,
-        WITH_DBRANCH_BIAS=with_dbranch_bias, **sizes)
-    reduce_rows(partial_sums, weight.dtype, totals)
+        scale_inv if is_quantized else None, partial_sums, rows, columns, with_dbranch_bias, **sizes)
+    reduce_rows(partial_sums, totals)
     if is_quantized:
         transpose(rowwise, columnwise)
     return out
@@ -206,8 +195,7 @@ def activate(activation, x, bias, scale, amax, fp8):
     A gated activation is f(gate) · up, where the rows of x + bias hold gate, then up.
 
     Args:
-        activation: gelu (tanh approximation), relu, srelu (ReLU²), silu, or one of these gated: geglu, reglu,
-            sreglu, swiglu.
+        activation: gelu (tanh approximation), relu, srelu (ReLU²), silu; gated geglu, reglu, sreglu, swiglu.
         x: BF16, (N, D), or (N, 2D) for a gated activation.
         bias: BF16, (D,) or (2D,), or None.
     """
@@ -227,7 +215,6 @@ def activate_backward(activation, dy, x, bias, scale, amax, fp8):
     """Compute the gradients of `activate`'s inputs: dx as an FP8 tensor, and dbias or None.
 
     dx = dy · f'(x + bias); gated, dx holds dy · up · f'(gate), then dy · f(gate).
-
     dy: (N, D) BF16, the gradient of its output. x and bias are those of `activate`, scale and amax dx's.
     """
     check_activation("fast_kernels.casts.activate_backward", activation, x, bias)
@@ -254,15 +241,13 @@ def _activate_backward(activation, dy, x, bias, scale, amax, fp8):
         dy, x, bias, scale, amax, *out, partial_sums, rows, columns, KIND=GATED.get(activation, activation),
         GATED=is_gated, **options)
     if bias is not None:
-        reduce_rows(partial_sums, bias.dtype, dbias)
+        reduce_rows(partial_sums, dbias)
     return *out, dbias
 
 
 def cast(x, scale, amax, fp8, with_dbias=False, out=None):
-    """Quantize x (N, D) BF16; return an FP8 tensor, in `out` if given, and dbias or None.
-
-    with_dbias: also sum x over its rows, (D,); the bias's gradient if x is the gradient of a GEMM's output.
-    """
+    """Quantize x (N, D) BF16; return an FP8 tensor, in `out` if given, and dbias or None. with_dbias: also
+    sum x over its rows, (D,); the bias's gradient if x is the gradient of a GEMM's output."""
     check_input("fast_kernels.casts.cast: x", x)
     if out is None:
         out = allocate_fp8(x, *x.shape, fp8)
@@ -285,14 +270,12 @@ def _cast(x, scale, amax, rowwise, columnwise, scale_inv, with_dbias):
     kernels._activation_kernel[(programs,)](
         x, None, scale, amax, rowwise, columnwise, scale_inv, partial_sums, *x.shape, KIND="identity",
         GATED=False, **options)
-    return reduce_rows(partial_sums, x.dtype, dbias) if with_dbias else dbias
+    return reduce_rows(partial_sums, dbias) if with_dbias else dbias
 
 
 def cast_all(casts):
-    """Quantize many BF16 tensors in one launch.
-
-    casts: (x, FP8 tensor to write, scale, amax) of each tensor; x (N, D) BF16, N and D multiples of 16.
-    """
+    """Quantize many tensors in one launch. casts: (x, FP8 tensor to write, scale, amax) of each, x (N, D)
+    BF16, N and D multiples of 16."""
     if casts:
         x, outputs, scale, amax = zip(*casts)
         _cast_all(list(x), *map(list, zip(*outputs)), list(scale), list(amax))
@@ -325,12 +308,11 @@ def _cast_all(*tensors):
 
 # ---------------------------------------------------------------- parts of the above
 
-def reduce_rows(x, dtype, out=None):
-    """Sum x (P, …) float32 over its first dimension; return (…) in `dtype`, in `out` if given."""
-    total = torch.empty(x.shape[1:], dtype=dtype, device=x.device) if out is None else out
-    kernels._reduce_rows_kernel[(ceil_div(total.numel(), 16),)](
-        x, total, x.shape[0], total.numel(), ROWS=256, COLUMNS=16, num_warps=8)
-    return total
+def reduce_rows(x, out):
+    """Sum x (P, …) float32 over its first dimension; return `out` (…), which the sum is written to."""
+    kernels._reduce_rows_kernel[(ceil_div(out.numel(), 16),)](
+        x, out, x.shape[0], out.numel(), ROWS=256, COLUMNS=16, num_warps=8)
+    return out
 
 
 def transpose(rowwise, columnwise):
@@ -361,10 +343,9 @@ def check_input(name, x, max_columns=None):
 def check_output(name, x, out, fp8):
     """Raise ValueError unless `out` can hold x as an FP8 tensor."""
     rowwise, columnwise, scale_inv = out
-    fits = rowwise.shape == x.shape and columnwise.shape == x.shape[::-1] and scale_inv.numel() == 1
-    if not fits or not rowwise.dtype == columnwise.dtype == fp8 or not all(t.is_contiguous() for t in out):
-        raise ValueError(f"{name}: out {tuple(rowwise.shape)} {rowwise.dtype}: must be allocated as by "
-                         f"allocate_fp8 for {tuple(x.shape)} in {fp8}")
+    check_shape(name, x.shape, fp8, rowwise=rowwise)
+    check_shape(name, x.shape[::-1], fp8, columnwise=columnwise)
+    check_shape(name, (1,), torch.float32, scale_inv=scale_inv)
     check_aligned(name, rowwise=rowwise, columnwise=columnwise)
 
 
@@ -380,8 +361,7 @@ def check_activation(name, activation, x, bias):
 
 
 def _tile(sizes, rows, columns):
-    """Return how many rows of tiles cover a matrix, how many tiles, and the launch parameters. If the tiles
-    fit exactly, the kernel is compiled without masks."""
+    """Return how many rows of tiles cover a matrix, how many tiles, and launch parameters. FITS: no masks."""
     tile_rows, tile_columns = ceil_div(rows, sizes["ROWS"]), ceil_div(columns, sizes["COLUMNS"])
     fits = tile_rows * sizes["ROWS"] == rows and tile_columns * sizes["COLUMNS"] == columns
     return tile_rows, tile_rows * tile_columns, dict(sizes, FITS=fits)

@@ -2,12 +2,10 @@
 
 Use `embed` in place of two `F.embedding` calls and an addition.
 
-For a table's gradient, PyTorch sorts the tokens, then loads two bytes at a time. Here a program takes CHUNK
-tokens in sorted order, loads 16 bytes per thread, and accumulates in float32. A token id that spans chunks
-writes one partial sum per chunk, and a second kernel sums these. No atomics: equal inputs give equal bits.
-
-With tied embeddings, the sums are added to the output head's gradient in place, which comes first. Adding two
-gradients of that size would take longer than everything else here.
+For a table's gradient, a program takes CHUNK tokens in sorted order, loads 16 bytes per thread, where PyTorch
+loads two, and accumulates in float32. A token id that spans chunks writes one partial sum per chunk, and a
+second kernel sums these. No atomics: equal inputs give equal bits. With tied embeddings, the sums are added
+to the output head's gradient in place; adding two gradients of that size would take longer than all else.
 """
 
 import torch
@@ -21,12 +19,6 @@ CHUNK = 32  # tokens per program
 COLUMNS = 256  # columns per program: 8 per thread, 16 bytes
 
 
-def embed_reference(tokens, weight, positions=None, position_weight=None):
-    """`embed` in plain PyTorch, for tokens and positions inside the tables."""
-    x = F.embedding(tokens, weight)
-    return x if positions is None else x + F.embedding(positions, position_weight)
-
-
 def embed(tokens, weight, positions=None, position_weight=None, tied_dweight=None):
     """Compute weight[tokens] + position_weight[positions], (B, S, C), differentiable in both weights.
 
@@ -34,12 +26,10 @@ def embed(tokens, weight, positions=None, position_weight=None, tied_dweight=Non
         tokens: (B, S) int64. With positions, an id outside the vocabulary gives NaN, so that the loss shows
             it, and adds nothing to a gradient. Without, PyTorch raises its own error.
         weight: (vocab_size, C), contiguous.
-        positions: int64, (B, S), or (S,) without duplicates; outside the table as tokens are. None: only
-            weight[tokens].
+        positions: int64, (B, S), or (S,) without duplicates; outside the table as tokens. None: none added.
         position_weight: (number of positions, C), of weight's dtype, contiguous.
         tied_dweight: for a weight that the output head shares: an empty list, to which the head's backward
-            pass, which runs first, appends its gradient of `weight`. That tensor is overwritten. Not under
-            torch.compile.
+            pass, which runs first, appends its gradient, which is overwritten. Not under torch.compile.
     """
     _check(tokens, weight, positions, position_weight)
     tokens = tokens.contiguous()
@@ -194,7 +184,6 @@ def _add_to_row(out_ptr, index, sums, NUM_EMBEDDINGS, j, C):
 def _sum_by_index_kernel(dy_ptr, indices_ptr, order_ptr, out_ptr, partial_sums_ptr, NUM_EMBEDDINGS, N, C,
                          CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
     """Sum COLUMNS columns of the rows in one chunk of the sorted indices.
-
     partial_sums (chunks, 2, C): the sum of the index that continues from the previous chunk, and of the one
     that continues in the next."""
     begin = tl.program_id(0) * CHUNK

@@ -1,9 +1,8 @@
 """FP8 tensors that pass through autograd: a `torch.Tensor` subclass with its data in both layouts.
 
-A kernel that computes a gradient can write it in FP8 at once, rowwise and transposed, for the two GEMMs of
-the backward pass that read it. `Float8Tensor` is what autograd then hands from one operation to the next. To
-every other operation it is the BF16 tensor that it stands for: it dequantizes, so that an edited branch of a
-model gets a BF16 gradient instead of an error. Operations in place raise.
+A kernel that computes a gradient writes it in FP8, rowwise and transposed, for the two GEMMs of the backward
+pass that read it, and autograd hands it on as a `Float8Tensor`. To every other operation it is a BF16 tensor:
+it dequantizes, so that an edited branch of a model gets a BF16 gradient. Operations in place raise.
 
 Reference: docs.pytorch.org/docs/stable/notes/extending.html#extending-torch-python-api.
 """
@@ -17,13 +16,8 @@ VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
 class Float8Tensor(torch.Tensor):
-    """A tensor of shape (…, D), quantized: value = data · scale_inv.
-
-    Attributes:
-        rowwise: (N, D) FP8, N the product of the other dimensions.
-        columnwise: (D, N) FP8, the transpose.
-        scale_inv: (1,) float32.
-    """
+    """A tensor of shape (…, D), quantized: value = data · scale_inv. Attributes: rowwise (N, D) FP8, N the
+    product of the other dimensions; columnwise (D, N) FP8, the transpose; scale_inv (1,) float32."""
 
     @staticmethod
     def __new__(cls, rowwise, columnwise, scale_inv, shape=None, dtype=torch.bfloat16):

@@ -6,16 +6,13 @@
     stream, hidden = norm_linear(stream, mlp, "fc1")    # te.LayerNormMLP
     stream = stream.add(activation_linear(hidden, mlp))
 
-- The residual and a bias are added by the kernel that reads the GEMM's output; `Stream` and `Branch` carry
-  what is still to be added.
+- The kernel that reads a GEMM's output adds residual and bias; `Stream` and `Branch` carry them.
 - A gradient is quantized by the kernel that writes it, for the GEMMs that read it, and passed through
-  autograd as a `Float8Tensor`. `Branch.gradient` says how. A branch whose value was changed is made anew as
-  `Branch(x)`, without it.
-- Delayed scaling knows the scales before the values, which makes this possible.
+  autograd as a `Float8Tensor`: delayed scaling knows the scale before the values. `Branch.gradient` says how.
+  A branch whose value was changed is made anew as `Branch(x)`, without it.
 - Forward GEMMs use fast accumulation, as in Transformer Engine's recipe; wgrad accumulates in float32, and
   dgrad too unless K is small and fast accumulation is faster (DGRAD_FAST_ACCUM_K).
-
-Without FP8 the same functions run in plain PyTorch, so a model on them evaluates in BF16 as well.
+- Without FP8 the same functions run in plain PyTorch.
 """
 
 from collections.abc import Callable
@@ -38,9 +35,7 @@ DGRAD_FAST_ACCUM_K = 3072
 
 class Quantization(NamedTuple):
     """How to quantize a tensor under delayed scaling: value · scale in `dtype`; `amax` is raised to its amax.
-
-    scale, amax: (1,) float32, in the memory of the module whose GEMM reads the tensor.
-    """
+    Both are (1,) float32, in the memory of the module whose GEMM reads the tensor."""
 
     scale: torch.Tensor
     amax: torch.Tensor
@@ -56,7 +51,7 @@ class Layer:
     weight: tuple  # the weight in FP8: rowwise (out, in), columnwise (in, out), scale_inv
     input: Quantization
     gradient: Quantization  # of the output
-    after_backward: Callable | None  # updates the scales of gradients, in the first module of the pass
+    after_backward: Callable | None  # in the first module of the pass, updates the scales of gradients
 
 
 class Branch(NamedTuple):
@@ -89,11 +84,8 @@ class Stream(NamedTuple):
 def norm_linear(stream: Stream, module, name="", tied_dweight=None, is_first_microbatch=None):
     """Add the stream's branch to its residual; return (the sum as a Stream, norm(sum) @ weightᵀ).
 
-    Args:
-        module: LayerNormLinear, whose bias is added; or LayerNormMLP with the name "fc1", whose bias
-            `activation_linear` adds.
-        tied_dweight: a list to which the weight's gradient is appended instead of going through autograd;
-            see `fast_kernels.embedding.embed`.
+    module: LayerNormLinear; or LayerNormMLP with the name "fc1", whose bias `activation_linear` adds.
+    tied_dweight: a list that the weight's gradient is appended to, not passed through autograd; see `embed`.
     """
     weights = module.layer_norm_weight, module.layer_norm_bias
     branch, branch_bias, gradient = stream.branch or Branch(None)
@@ -143,9 +135,7 @@ def dropout(branch: Branch, p: float, training: bool) -> Branch:
 
 def _backward_gemms(layer, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
     """Return the gradients of a linear layer's input, weight and bias, or None for each that is not needed.
-
-    dy: (N, out), BF16 or FP8; weight and x: see `input_gradient` and `_weight_gradient`.
-    """
+    dy: (N, out), BF16 or FP8; weight and x: see `input_gradient` and `_weight_gradient`."""
     dbias = dx = dweight = None
     if isinstance(dy, Float8Tensor):
         quantized = dy.rowwise, dy.columnwise, dy.scale_inv
@@ -158,6 +148,11 @@ def _backward_gemms(layer, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
     if needs_dweight:
         dweight = _weight_gradient(layer.parameter, x, *quantized[1:])
     return dx, dweight, dbias
+
+
+def forward_gemm(bias, rowwise, columnwise, scale_inv, weight, weight_columnwise, weight_inv):
+    """Return x @ weightᵀ + bias of two FP8 tensors."""
+    return gemm(weight, weight_inv, rowwise, scale_inv, bias, "fast")
 
 
 def input_gradient(dy, weight):
@@ -185,14 +180,12 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, branch, branch_bias, norm_weight, norm_bias, weight, bias, eps, layer,
                 branch_gradient, tied_dweight):
-        residual, (rowwise, columnwise, scale_inv), mean, rstd = casts.norm(
+        residual, quantized, mean, rstd = casts.norm(
             x, branch, branch_bias, norm_weight, norm_bias, eps, *layer.input)
-        ctx.save_for_backward(
-            residual, mean, rstd, norm_weight, columnwise, scale_inv, *layer.weight[1:])
+        ctx.save_for_backward(residual, mean, rstd, norm_weight, *quantized[1:], *layer.weight[1:])
         ctx.layer, ctx.branch_gradient, ctx.tied_dweight = layer, branch_gradient, tied_dweight
         ctx.set_materialize_grads(False)
-        weight, _, weight_inv = layer.weight
-        return residual, gemm(weight, weight_inv, rowwise, scale_inv, bias, "fast")
+        return residual, forward_gemm(bias, *quantized, *layer.weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -201,8 +194,7 @@ class _NormLinear(torch.autograd.Function):
         needs_x, needs_branch, needs_branch_bias, *needs_norm, needs_weight, needs_bias = (
             ctx.needs_input_grad[:7])
         if dy is None:  # only the sum was used: no GEMM
-            if ctx.layer.after_backward:
-                ctx.layer.after_backward()
+            ctx.layer.after_backward()
             dbranch_bias = dresidual.sum(0) if needs_branch_bias else None
             return dresidual, dresidual if needs_branch else None, dbranch_bias, *[None] * 8
         dresidual = None if dresidual is None else dresidual.contiguous()
@@ -219,8 +211,7 @@ class _NormLinear(torch.autograd.Function):
                 dnorm, residual, mean, rstd, norm_weight, dresidual, quantization,
                 with_dbranch_bias=needs_branch_bias)
             dbranch = Float8Tensor(*quantized) if quantization else dx
-        if ctx.layer.after_backward:
-            ctx.layer.after_backward()
+        ctx.layer.after_backward()
         return (dx, dbranch if needs_branch else None, dbranch_bias, dnorm_weight, dnorm_bias, dweight, dbias,
                 None, None, None, None)
 
@@ -230,15 +221,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, x_bias, weight, bias, activation, layer, x_gradient):
+        before = None, None
         if activation:
-            rowwise, columnwise, scale_inv = casts.activate(activation, x, x_bias, *layer.input)
+            before, quantized = (x, x_bias), casts.activate(activation, x, x_bias, *layer.input)
         else:
-            (rowwise, columnwise, scale_inv), _ = casts.cast(x.contiguous(), *layer.input)
-        before = (x, x_bias) if activation else (None, None)
-        ctx.save_for_backward(*before, columnwise, scale_inv, *layer.weight[1:])
+            quantized, _ = casts.cast(x.contiguous(), *layer.input)
+        ctx.save_for_backward(*before, *quantized[1:], *layer.weight[1:])
         ctx.layer, ctx.activation, ctx.x_gradient = layer, activation, x_gradient
-        weight, _, weight_inv = layer.weight
-        return gemm(weight, weight_inv, rowwise, scale_inv, bias, "fast")
+        return forward_gemm(bias, *quantized, *layer.weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -251,6 +241,5 @@ class _Linear(torch.autograd.Function):
         if ctx.activation and dx is not None:
             dx, dx_bias = casts.activate_backward(ctx.activation, dx, x, x_bias, *ctx.x_gradient)
             dx = Float8Tensor(*dx)
-        if ctx.layer.after_backward:
-            ctx.layer.after_backward()
+        ctx.layer.after_backward()
         return dx, dx_bias, dweight, dbias, None, None, None

@@ -1,17 +1,15 @@
 """FP8 GEMMs through cuBLASLt, autotuned: the fastest candidate algorithm of each shape, chosen by timing.
 
-Use `gemm` where the same shapes run many times, as in training. cuBLASLt offers several algorithms, ordered
-by a heuristic. PyTorch and Transformer Engine take the first. On first use of a shape, this file times all
-and caches the fastest for the process.
+Use `gemm` where the same shapes run many times, as in training. cuBLASLt offers several algorithms, of which
+PyTorch and Transformer Engine take the first. On first use of a shape, `gemm` times all, and keeps the best.
 
 - Large GEMMs run at the GPU's power limit, where the clock depends on the operands: zeros take less power
   than other values. So candidates are timed round-robin on the operands of the call, and timing waits until
   these are not mostly zeros, as gradients are in a first step.
-- Algorithms sum in different orders, so another choice rounds differently, and the next process may choose
-  otherwise. Under `torch.use_deterministic_algorithms`, and where cuBLASLt has no algorithm, torch._scaled_mm
-  computes the GEMM. Nothing can be timed while a CUDA graph is captured.
-- Calls are safe from any stream, thread or device: PyTorch's allocator orders reuse of a workspace by stream,
-  and a lock guards the descriptors.
+- Algorithms sum in different orders, so the next process may choose another and round differently. Under
+  `torch.use_deterministic_algorithms`, and where cuBLASLt has no algorithm, torch._scaled_mm computes the
+  GEMM. Nothing can be timed while a CUDA graph is captured.
+- Calls are safe from any stream, thread or device: a lock guards the descriptors.
 
 Reference: "Using the cuBLASLt API" in cuBLAS's documentation. Constants and structures are those of
 `cublasLt.h`, the same in CUDA 12 and 13.
@@ -30,9 +28,7 @@ from fast_kernels.library import check_aligned, check_shape, is_fake, operation
 ALGORITHMS, ROUNDS = 16, 8  # candidates requested, and timed runs of each
 MAX_TUNED = 256  # shapes timed per process; later ones use the heuristic's first algorithm
 MAX_CACHED = 1024  # shapes with descriptors; later ones run in PyTorch
-# Calls for which a shape waits for operands that are not mostly zeros. All blocks share a shape, and the
-# gradients of a new model are zeros in the first passes that find scales.
-MAX_ATTEMPTS = 4096
+MAX_ATTEMPTS = 4096  # calls for which a shape, which all blocks share, waits for operands that are not zeros
 WORKSPACE_BYTES = 32 * 2**20  # the largest workspace of a candidate: what NVIDIA recommends for Hopper
 
 # Values of cuBLASLt's enumerations

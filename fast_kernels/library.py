@@ -4,8 +4,7 @@
 - The fake version is the function itself, which returns after it has allocated its outputs: `is_fake`.
 - The dispatcher takes about 4 us per call on the host, and a training step makes about 600 calls. So eager
   code calls the function itself, and only a tracer or another dispatch mode gets the operation.
-- Kernels that work on many tensors read a table of addresses. It is kept on the device, because a CUDA graph
-  cannot record a copy from the host.
+- Kernels that work on many tensors read a table of addresses: `device_tables`.
 """
 
 import functools
@@ -73,8 +72,7 @@ def operation(schema, setup_context=None, backward=None):
 
 
 def check_shape(name, shape, dtype=None, **tensors):
-    """Raise ValueError unless every tensor (None is skipped) is contiguous, of this shape, and of this dtype
-    if one is given."""
+    """Raise ValueError unless every tensor but None is contiguous, of this shape, and of dtype if given."""
     for argument, x in tensors.items():
         if x is not None and (x.shape != shape or dtype not in (None, x.dtype) or not x.is_contiguous()):
             raise ValueError(f"{name}: {argument} {tuple(x.shape)} {x.dtype}: must be {tuple(shape)} "
@@ -95,10 +93,8 @@ _tables = OrderedDict()  # (device, addresses and sizes) -> tensors, least recen
 
 
 def device_tables(device, key, make):
-    """Return `make()`, tensors that are a function of `key` alone, on `device`. Made once per key.
-
-    The key has addresses and sizes, so that no tensor is kept alive, and memory that moves has another key.
-    """
+    """Return `make()`, tensors that are a function of `key` alone, addresses and sizes. Made once per key and
+    kept on `device`, because a CUDA graph cannot record a copy from the host."""
     tables = _tables.get((device, key))
     if tables is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -1,19 +1,14 @@
-"""Cross-entropy of a GPT's logits and its gradient, each in one pass over memory; for an FP8 output head, the
-gradient is written in FP8.
+"""Cross-entropy of a GPT's logits and its gradient, in FP8 for an FP8 head, each in one pass over memory.
 
-Use `cross_entropy` in place of `F.cross_entropy` where nothing else reads the logits. They are the largest
-tensor of a training step (32,768 tokens x 50,304 vocabulary entries in BF16: 3.3 GB), and the kernels are
-bound by memory.
+Use `cross_entropy` in place of `F.cross_entropy` where nothing else reads the logits, the largest tensor of a
+training step (32,768 tokens x 50,304 vocabulary entries in BF16: 3.3 GB).
 
-- Forward reads the logits once (online softmax) and saves each row's log-sum-exp.
+- Forward reads the logits once (online softmax, Milakov and Gimelshein 2018) and saves each log-sum-exp.
 - Backward computes softmax - onehot and overwrites the logits with it: no second tensor of that size. A
   compiled graph cannot express that, so under torch.compile the gradient is a new tensor.
-- For an FP8 GEMM, the backward kernel quantizes the values in its registers, rowwise and transposed: 4 bytes
-  moved per logit. Transformer Engine (TE) reads a BF16 gradient again: 8 bytes. It rounds to BF16 first, as
-  TE's path does, and raises the same amax, so that data, scales and training are bit for bit TE's.
-
-References: online softmax (Milakov and Gimelshein 2018); label smoothing (Szegedy et al. 2016); soft-capped
-logits (Gemma 2, 2024).
+- For an FP8 GEMM, the backward kernel quantizes the values in its registers: 4 bytes moved per logit.
+  Transformer Engine (TE) reads a BF16 gradient again: 8 bytes. The kernel rounds to BF16 first, as TE's path
+  does, and raises the same amax, so that data, scales and training are bit for bit TE's.
 """
 
 import torch
@@ -26,8 +21,7 @@ from fast_kernels import casts
 from fast_kernels.fp8 import Float8Tensor
 from fast_kernels.library import ceil_div, is_fake, is_tracing, operation
 
-# Launch parameters: 16 logits per thread, two 16-byte loads in BF16; for FP8 a tile with 32 logits per
-# thread. The fastest of those tried on an H200.
+# The fastest of those tried on an H200: 16 logits per thread; for FP8 a tile with 32 per thread.
 LAUNCH = dict(BLOCK=2048, num_warps=4)
 BACKWARD_FP8 = dict(ROWS=128, COLUMNS=64, num_warps=8)
 IGNORE_INDEX = tl.constexpr(-100)
@@ -52,7 +46,7 @@ def cross_entropy(logits, labels, quantization=None, label_smoothing=0.0, softca
             and raises amax to the gradient's largest magnitude. N and V must be multiples of 16. None, or
             under torch.compile: the gradient has the logits' dtype.
         label_smoothing: the share of the target that is spread over the vocabulary, as in F.cross_entropy.
-        softcap: c, for the loss of c · tanh(logits / c); None: of the logits.
+        softcap: c, for the loss of c · tanh(logits / c), as in Gemma 2; None: of the logits.
     """
     if not 0 <= label_smoothing <= 1 or softcap is not None and not softcap > 0:
         raise ValueError(f"label_smoothing={label_smoothing}, softcap={softcap}: 0.1 and 30.0 work")
@@ -86,14 +80,11 @@ def _cross_entropy_backward(ctx, grad_loss, *_):
     scale, amax, fp8 = ctx.quantization
     if scale is not None:
         gradient = Float8Tensor(*cast_gradient(*arguments, scale, amax, fp8), dtype=logits.dtype)
-    elif is_tracing():
-        gradient = torch.empty_like(logits)
-        logits_gradient(*arguments, gradient)
     else:
-        gradient = logits.detach()
+        gradient = torch.empty_like(logits) if is_tracing() else logits.detach()
         logits_gradient(*arguments, gradient)
-        # makes autograd raise an error where another function saved the logits for its backward pass
-        torch.autograd.graph.increment_version(logits)
+        if not is_tracing():  # autograd raises where another function saved the logits
+            torch.autograd.graph.increment_version(logits)
     return gradient, *[None] * 6
 
 
@@ -117,8 +108,7 @@ ARGUMENTS = "Tensor labels, Tensor lse, Tensor factor, float label_smoothing, fl
 
 @operation(f"(Tensor logits, {ARGUMENTS}, Tensor(a!) out) -> ()")
 def logits_gradient(logits, labels, lse, factor, label_smoothing, softcap, out):
-    """Write the logits' gradient to `out`, outside a tracer also to the logits. factor: () float32, of the
-    gradient of the sum over rows."""
+    """Write the logits' gradient, that of the sum over rows times factor, () float32, to `out`."""
     rows, vocab_size = logits.shape
     if not is_fake(logits):
         _backward_kernel[(rows * ceil_div(vocab_size, LAUNCH["BLOCK"]),)](
@@ -247,6 +237,5 @@ def _rounded_gradient(x, labels_ptr, lse_ptr, rows, columns, factor, N, V, smoot
     """Return the gradient of every fourth row, rounded to the logits' dtype as in `_backward_kernel`."""
     label = tl.load(labels_ptr + rows, mask=rows < N, other=IGNORE_INDEX).to(tl.int32)
     lse = tl.load(lse_ptr + rows, mask=rows < N, other=0.0)
-    gradient = _gradient(
-        x, label[:, None], lse[:, None], columns[None, :], factor, V, smoothing, softcap)
+    gradient = _gradient(x, label[:, None], lse[:, None], columns[None, :], factor, V, smoothing, softcap)
     return kernels.widen(kernels.round_bf16(gradient)) if x.dtype == tl.bfloat16 else gradient

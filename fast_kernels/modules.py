@@ -1,7 +1,6 @@
 """Transformer Engine's modules on PyTorch and Triton: FP8 with delayed scaling on a Hopper GPU, or no FP8.
 
     from fast_kernels import modules as te
-    from fast_kernels.modules import DelayedScaling, Format
 
 A model written for `transformer_engine.pytorch` (TE) runs on these without TE: same constructor arguments,
 parameter names, initialization and FP8 state, and the same bytes and scales.
@@ -10,7 +9,7 @@ A module has the scales and amax histories of its tensors in `fp8_meta`. Kernels
 When the outermost `autocast` ends (forward tensors), or the backward pass of the first module ends
 (gradients), one launch updates the scales of all modules that ran inside; under torch.compile see traced.py.
 
-References: TE 2.20 `quantization.py`, `module/*.py`; Micikevicius et al. 2022.
+Reference: TE 2.20, `quantization.py` and `module/*.py`.
 """
 
 import functools
@@ -168,10 +167,8 @@ def quantized_model_init(enabled=True, recipe=None, preserve_high_precision_init
 
 
 def checkpoint(function, *args, use_reentrant=False, **kwargs):
-    """Run `function` without saving activations, and recompute it in the backward pass.
-
-    The recomputation quantizes with the scales of the first forward pass and leaves the FP8 state alone.
-    """
+    """Run `function` without saving activations, and recompute it in the backward pass with the scales of its
+    first forward pass. The recomputation leaves the FP8 state alone."""
     if torch.compiler.is_compiling():
         return torch.utils.checkpoint.checkpoint(
             function, *args, use_reentrant=False, context_fn=traced.checkpoint_contexts, **kwargs)
@@ -271,9 +268,8 @@ class Module(nn.Module):
 
         In FP8 this quantizes the weight and lets the region update the scales; else `weight` is None.
 
-        Args:
-            inputs: the layer's input, then other tensors that its backward pass gives gradients to, or None.
-            is_first_microbatch: None quantizes the weight, True also keeps it, False takes what was kept.
+        inputs: the layer's input, then other tensors that its backward pass gives gradients to, or None.
+        is_first_microbatch: None quantizes the weight, True also keeps it, False takes what was kept.
         """
         prefix, gemm = f"{name}_" if name else "", int(name == "fc2")
         parameter = getattr(self, f"{prefix}weight")
@@ -284,7 +280,7 @@ class Module(nn.Module):
         region = _regions[-1]
         self._check(parameter, inputs[0])
         self.init_fp8_meta_tensors(region.recipe)
-        after_backward, outermost = None, _regions[0]
+        after_backward, outermost = (lambda: None), _regions[0]
         replays, next_scale = _recompute or (False, None)
         if not replays:
             outermost.recipes[self] = region.recipe
@@ -319,7 +315,15 @@ class Module(nn.Module):
         is_same = "scaling_fwd" in meta and (meta["recipe"] is recipe or meta["recipe"] == recipe)
         if is_same and meta["scaling_fwd"].amax_history.shape[0] == recipe.amax_history_len:
             return
-        self._allocate_scales(recipe, next(self.parameters()).device)
+        with torch.inference_mode(False):  # training goes on with this state
+            for direction, tensors in (("scaling_fwd", 3), ("scaling_bwd", 2)):
+                slots, before = tensors * meta["num_gemms"], meta.get(direction)
+                history = torch.zeros(recipe.amax_history_len, slots, device=next(self.parameters()).device)
+                scale = torch.ones_like(history[0])
+                if before is not None:
+                    scale, kept = before.scale, min(len(history), len(before.amax_history))
+                    history[:kept] = before.amax_history[:kept]  # as TE, although the newest are at the end
+                meta[direction] = ScalingState(scale, history)
         meta["recipe"] = recipe
         self._quantizations.clear()
 
@@ -340,17 +344,6 @@ class Module(nn.Module):
             kept += self._fp8_workspaces[name]
         for tensor in kept:  # CUDA graphs of torch.compile update no other inputs
             torch._dynamo.mark_static_address(tensor)
-
-    @torch.inference_mode(False)  # training goes on with this state
-    def _allocate_scales(self, recipe, device):
-        for direction, tensors in (("scaling_fwd", 3), ("scaling_bwd", 2)):
-            slots, before = tensors * self.fp8_meta["num_gemms"], self.fp8_meta.get(direction)
-            history = torch.zeros(recipe.amax_history_len, slots, device=device)
-            scale = torch.ones_like(history[0])
-            if before is not None:
-                scale, kept = before.scale, min(len(history), len(before.amax_history))
-                history[:kept] = before.amax_history[:kept]  # as TE does, although the newest are at the end
-            self.fp8_meta[direction] = ScalingState(scale, history)
 
     def _quantization(self, gemm):
         """Return how the input, the weight and the output gradient of a GEMM are quantized."""
@@ -422,11 +415,8 @@ class LayerNormLinear(Module):
 
 
 class LayerNormMLP(Module):
-    """Norm, linear, activation, linear: (…, hidden_size) -> (…, hidden_size).
-
-    With a gated activation (swiglu, geglu …) `fc1_weight` has 2 · ffn_hidden_size rows: first the gate, which
-    is activated, then the values.
-    """
+    """Norm, linear, activation, linear: (…, hidden_size) -> (…, hidden_size). With a gated activation (swiglu
+    …) `fc1_weight` has 2 · ffn_hidden_size rows: first the gate, which is activated, then the values."""
 
     def __init__(self, hidden_size, ffn_hidden_size, eps=1e-5, init_method=None, bias=True,
                  normalization="LayerNorm", activation="gelu", output_layer_init_method=None, **options):
@@ -469,11 +459,9 @@ class LayerNorm(RMSNorm):
 
 
 class DotProductAttention(nn.Module):
-    """Causal softmax(q · kᵀ / √D) · v; keys and values may have fewer heads.
-
-    Format bshd: q (B, S, H, D) -> (B, S, H · D). Format thd with the mask padding_causal: packed sequences, q
-    (T, H, D) -> (T, H · D), with cu_seqlens_q as in `packed_attention`.
-    """
+    """Causal softmax(q · kᵀ / √D) · v; keys and values may have fewer heads. Format bshd: q (B, S, H, D) ->
+    (B, S, H · D). Format thd with the mask padding_causal: packed sequences, q (T, H, D) -> (T, H · D), with
+    cu_seqlens_q as in `packed_attention`."""
 
     def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
                  qkv_format="sbhd", **options):
@@ -556,10 +544,8 @@ optimizers = types.SimpleNamespace(FusedAdam=FusedAdam)
 @torch.inference_mode(False)
 @torch.no_grad()
 def quantize_weights(modules):
-    """Quantize all weights in `modules` in one launch, for passes with is_first_microbatch=False.
-
-    Call it inside `autocast`, and go backward before the next call: the quantized weights are overwritten.
-    """
+    """Quantize all weights in `modules` in one launch, for passes with is_first_microbatch=False. Call it
+    inside `autocast`, and go backward before the next call: the quantized weights are overwritten."""
     weights = []
     for module in (inner for module in modules for inner in module.modules() if isinstance(inner, Module)):
         module.init_fp8_meta_tensors(_regions[-1].recipe)

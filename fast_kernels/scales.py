@@ -4,7 +4,6 @@ Use `update` at the end of a pass: of the forward pass for the scales of inputs 
 pass for those of gradients. Between two updates the kernels of casts.py raise row 0 of the histories.
 
 The formula, and with it every bit, is that of Transformer Engine 2.20 (recipe/delayed_scaling.cu).
-Reference: delayed scaling (Micikevicius et al. 2022).
 """
 
 import torch
@@ -88,21 +87,13 @@ def update_one(scale, history, fp8_max, margin, algorithm):
         return
     _check(scale, history, scale.device)
     length, slots = history.shape
-    _update_one_kernel[(ceil_div(slots, TILE["COLUMNS"]),)](
-        scale, history, length, slots, fp8_max * 2.0**-margin, IS_MAX=algorithm == "max", **TILE)
-
-
-@triton.jit
-def _update_one_kernel(scale_ptr, history_ptr, length, slots, numerator, IS_MAX: tl.constexpr,
-                       ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    first = COLUMNS * tl.program_id(0)
-    _update_slots(scale_ptr, history_ptr, length, slots, first, numerator, IS_MAX, ROWS, COLUMNS)
+    _update_slots[(ceil_div(slots, TILE["COLUMNS"]),)](
+        scale, history, length, slots, None, fp8_max * 2.0**-margin, IS_MAX=algorithm == "max", **TILE)
 
 
 @triton.jit
 def _update_kernel(table_ptr, numerator, IS_MAX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """table (programs, 5) int64: addresses of scale and history, rows and columns of the history, first slot
-    of a program."""
+    """table (programs, 5) int64: addresses of scale and history, rows and columns of it, first slot."""
     row_ptr = table_ptr + 5 * tl.program_id(0)
     scale_ptr = tl.load(row_ptr).to(tl.pointer_type(tl.float32))
     history_ptr = tl.load(row_ptr + 1).to(tl.pointer_type(tl.float32))
@@ -113,7 +104,9 @@ def _update_kernel(table_ptr, numerator, IS_MAX: tl.constexpr, ROWS: tl.constexp
 @triton.jit
 def _update_slots(scale_ptr, history_ptr, length, slots, first_slot, numerator, IS_MAX: tl.constexpr,
                   ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Update COLUMNS slots of one state."""
+    """Update COLUMNS slots of one state. first_slot None: a program's own."""
+    if first_slot is None:
+        first_slot = COLUMNS * tl.program_id(0)
     i, j = tl.arange(0, ROWS), first_slot + tl.arange(0, COLUMNS)
     scale = tl.load(scale_ptr + j, mask=j < slots, other=1.0)
     newest = tl.load(history_ptr + j, mask=j < slots, other=0.0)

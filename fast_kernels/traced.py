@@ -7,7 +7,6 @@ A graph cannot create state, and autograd cannot pass FP8 gradients between modu
 - each module updates its own scales after its forward and its backward pass. Uncompiled, one launch updates
   all scales, so a module that runs twice in a region gets different ones.
 
-`main_grad` is not used: a graph returns its gradients.
 The kernels are those of fused.py, so outputs, gradients and scales equal an uncompiled pass bit for bit, as
 long as PyTorch's own operations do (under Inductor sums have another order, and so has dropout's rounding).
 """
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fast_kernels import casts, scales
-from fast_kernels.fused import input_gradient
+from fast_kernels.fused import forward_gemm, input_gradient
 from fast_kernels.gemm import gemm
 from fast_kernels.library import operation
 
@@ -74,7 +73,7 @@ def run(module, x, region, is_training, is_first_microbatch):
                 *quantization(0))
         operands = [*quantized, *quantize_weight(0)]
         if len(names) == 2:
-            hidden = _forward_gemm(None, *operands)
+            hidden = forward_gemm(None, *operands)
             bias = None if biases[0] is None else biases[0].detach()
             quantized = casts.activate(module.activation, hidden, bias, *quantization(3))
             operands += [*quantized, *quantize_weight(1)]
@@ -84,9 +83,8 @@ def run(module, x, region, is_training, is_first_microbatch):
     gradient_dtype = torch.float8_e5m2 if fp8_max.max_bwd > fp8_max.max_fwd else FORWARD_FP8
     absent = [None] * (2 - len(names))  # of a module with one GEMM: the second weight and bias
     y = _Module.apply(
-        x, *norm, *weights, *absent, *biases, *absent, mean, rstd,
-        hidden, gradient_state, gradient_dtype, getattr(module, "activation", None),
-        (fp8_max.max_bwd, *options), *operands)
+        x, *norm, *weights, *absent, *biases, *absent, mean, rstd, hidden, gradient_state, gradient_dtype,
+        getattr(module, "activation", None), (fp8_max.max_bwd, *options), *operands)
     if is_training:
         update_scales(state, fp8_max.max_fwd, *options)
     return y
@@ -101,10 +99,6 @@ def update_scales(state, fp8_max, margin, algorithm, reduces_amax, group):
         amax = functional.all_reduce(history[0].clone(), "max", group or dist.group.WORLD.group_name)
         history[0].copy_(functional.wait_tensor(amax))
     scales.update_one(scale, history, fp8_max, margin, algorithm)
-
-
-def _forward_gemm(bias, rowwise, columnwise, scale_inv, weight, weight_columnwise, weight_inv):
-    return gemm(weight, weight_inv, rowwise, scale_inv, bias, "fast")
 
 
 class _Module(torch.autograd.Function):
@@ -127,7 +121,7 @@ class _Module(torch.autograd.Function):
         if ctx.has_norm:
             saved += [x, norm_weight, rstd, *([mean] if ctx.has_mean else [])]
         ctx.save_for_backward(*saved)
-        return _forward_gemm(fc2_bias if ctx.is_mlp else bias, *operands[-6:])
+        return forward_gemm(fc2_bias if ctx.is_mlp else bias, *operands[-6:])
 
     @staticmethod
     def backward(ctx, dy):
