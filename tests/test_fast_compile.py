@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from test_compile import SETTINGS, assert_equal, loss_and_gradients, make_batch, train
+from test_compile import CHECKPOINTING, assert_equal, assert_first_pass, assert_trained_in_turns, make_batch
 
 from nanote import models, recipes
 from trainer_tools import ROOT
@@ -41,41 +41,21 @@ def make_model(name="optimized", **options):
     return model
 
 
-@pytest.mark.parametrize("name", models.MODELS)
-def test_the_first_pass_of_a_compiled_model(name):
-    """The compiled pass is the first, which creates the FP8 state, and is one graph."""
-    torch._dynamo.reset()
-    compiled, plain, batch = make_model(name), make_model(name), make_batch()
-    backend = "aot_eager" if name == "optimized" else "eager"
-    net = torch.compile(compiled, backend=backend, fullgraph=True)
-    found = loss_and_gradients(net, compiled, batch)
-    assert_equal(found, loss_and_gradients(plain, plain, batch))
-    found, expected = recipes.get_state(compiled), recipes.get_state(plain)
-    assert found.keys() == expected.keys() and len(found) > 4
-    assert_equal(found.values(), expected.values())
-
-
 LLAMA = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False)
 
 
-@pytest.mark.parametrize("setting", [*SETTINGS, "no fp8"])
-def test_compiled_steps_equal_uncompiled_ones(setting):
-    """Bit for bit, in one graph per kind of pass."""
-    torch._dynamo.reset()
-    options = SETTINGS.get(setting, {"use_fp8": False}) | (LLAMA if setting == "packing" else {})
-    options |= {"dropout": 0.0}  # its mask is the same; its rounding in BF16 is not
-    if HAS_GPU:
-        options |= {"attn_dropout": 0.0}  # compiled, a GPU draws other random numbers
-    results, is_quick = [], setting in ("evaluation", "two models")
-    for compiles in (False, True):
-        pairs = []
-        for _ in range(2 if setting == "two models" else 1):
-            model = make_model(attention="te" if setting == "packing" else "sdpa", **options)
-            backend = "eager" if is_quick else "aot_eager"
-            net = torch.compile(model, backend=backend, fullgraph=True) if compiles else model
-            pairs.append((net, model))
-        results.append(train(pairs, setting))
-    assert_equal(*results)
+@pytest.mark.parametrize("name, options", [
+    # compiled, dropout rounds otherwise in BF16, and a GPU draws other random numbers in attention
+    ("optimized", CHECKPOINTING | {"dropout": 0.0, "attn_dropout": 0.0 if HAS_GPU else 0.1}),
+    ("optimized", {"use_fp8": False}), *((name, {}) for name in models.MODELS if name != "optimized")])
+def test_the_first_pass_of_a_compiled_model(name, options):
+    states = assert_first_pass(lambda: make_model(name, **options), "aot_eager" if options else "eager")
+    assert (len(states) > 4) == options.get("use_fp8", True)
+
+
+def test_compiled_steps_equal_uncompiled_ones():
+    make = functools.partial(make_model, attention="te", **LLAMA)
+    assert_trained_in_turns(make, ("aot_eager", "aot_eager"))
 
 
 def test_frozen_parts_and_new_batch_sizes():
@@ -139,19 +119,32 @@ def test_a_compiled_module_inside_a_checkpoint_runs_uncompiled():
     assert_equal(*states)
 
 
+class InRegion(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = modules.LayerNormMLP(32, 32, device=DEVICE, params_dtype=torch.bfloat16)
+
+    def forward(self, x):
+        with modules.autocast(recipe=self.fp8_recipe):
+            return self.mlp(x)
+
+
 def test_another_history_compiles_anew():
     """The recipe may be replaced between passes; the newest rows of a history stay as they do uncompiled."""
     torch._dynamo.reset()
     results = []
     for compiles in (False, True):
         torch.manual_seed(0)
-        model = make_model()
+        model = InRegion()
         net = torch.compile(model, backend="eager", fullgraph=True) if compiles else model
-        for recipe in (model.fp8_recipe, modules.DelayedScaling(1, modules.Format.E4M3, 5, "most_recent")):
+        for recipe in (modules.DelayedScaling(amax_history_len=3),
+                       modules.DelayedScaling(1, modules.Format.E4M3, 5, "most_recent")):
             model.fp8_recipe = recipe
-            net(*make_batch()).backward()
+            x = torch.randn(16, 32, device=DEVICE, dtype=torch.bfloat16)
+            net(x).square().mean().backward()
         results.append([*(p.grad for p in model.parameters()), *recipes.get_state(model).values()])
     assert_equal(*results)
+    assert len(results[0]) > 4
 
 
 def test_operations_are_registered():

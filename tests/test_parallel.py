@@ -13,10 +13,10 @@ import pytest
 from nanote import checkpoint, ddp, parallel
 from trainer_tools import ROOT, RUN_ALL, fork_ranks, losses, metrics, run_train
 
-STEPS = 6
+STEPS = 4
 OPTIONS = (f"--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --max-steps {STEPS} --warmup-steps 2 --lr 1e-3 "
-           "--fp8-amax-history-len 4 --log-interval 1 --eval-interval 3 --eval-tokens 1024 "
-           "--checkpoint-interval 3 --keep-checkpoints 9 --device cpu")
+           "--fp8-amax-history-len 4 --log-interval 1 --eval-interval 2 --eval-tokens 512 "
+           "--checkpoint-interval 2 --keep-checkpoints 9 --device cpu")
 HF = ("--activation gelu --no-use-rmsnorm --no-use-rotary --bias --fp8-recipe none --init-from hf "
       "--max-steps 2 --checkpoint-interval 0 --eval-interval 0")
 TOGETHER = {  # runs of two processes; the same samples a step as "one"
