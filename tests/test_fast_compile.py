@@ -1,15 +1,14 @@
 """torch.compile on the modules of fast_kernels: one graph, and the bits of uncompiled passes."""
 
 import functools
-import importlib.util
-import sys
+import importlib
 
 import pytest
 import torch
 from test_compile import CHECKPOINTING, assert_equal, assert_first_pass, assert_trained_in_turns, make_batch
 
 from nanote import models, recipes
-from trainer_tools import ROOT
+from trainer_tools import model_file
 
 pytest.importorskip("triton")
 from fast_kernels import modules  # noqa: E402
@@ -21,27 +20,17 @@ pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 SMALL = dict(vocab_size=96, n_positions=32, n_embd=32, n_inner=32, n_layer=1, n_head=2, use_fp8=True)
 
 
-@functools.cache
-def load(name):
-    """A model file of the kit on this engine, and its classes of model and config."""
-    file, *classes = models.MODELS[name]
-    spec = importlib.util.spec_from_file_location(f"{file}_on_fast", ROOT / f"{file}.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NANOTE_ENGINE", "fast")
-        spec.loader.exec_module(module)
-    return [getattr(module, each) for each in classes]
+load = functools.cache(model_file)
+LLAMA = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False)
 
 
 def make_model(name="optimized", **options):
     torch.manual_seed(0)
-    build, configure = load(name)
+    file, *classes = models.MODELS[name]
+    build, configure = (getattr(load(file, "fast"), each) for each in classes)
     model = build(configure(**SMALL | options)).to(DEVICE, torch.bfloat16)
     model.fp8_recipe = modules.DelayedScaling(amax_history_len=3)
     return model
-
-
-LLAMA = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False)
 
 
 @pytest.mark.parametrize("name, options", [
