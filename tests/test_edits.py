@@ -25,14 +25,17 @@ EDITS = sorted({path.stem for path in DIFFS})
 CLASSES = {"fast": ("FastGPT2Model", "FastConfig"), "optimized": ("OptimizedGPT2Model", "OptimizedConfig")}
 CLASSES["compiled"] = CLASSES["optimized"]
 SMALL = dict(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, use_fp8=True)
+PLAIN = dict(use_fp8=False, n_layer=1)
 
 
-def edited(model, edit, folder):
-    """Apply a diff to a copy of the model file, as the page says; return the module."""
-    path, diff = folder / "my_model.py", ROOT / "examples" / "edits" / model / f"{edit}.diff"
+def edited(model, edits, folder):
+    """Apply diffs to a copy of the model file, as the page says; return the module."""
+    path = folder / "my_model.py"
     path.write_text((ROOT / f"model_te_{model.replace('compiled', 'optimized')}.py").read_text())
-    done = subprocess.run(["git", "apply", str(diff)], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    for edit in edits.split():
+        diff = ROOT / "examples" / "edits" / model / f"{edit}.diff"
+        done = subprocess.run(["git", "apply", str(diff)], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
     spec = importlib.util.spec_from_file_location("my_model", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["my_model"] = module  # dataclasses look there
@@ -86,36 +89,46 @@ def test_the_edited_model_trains_in_fp8(edit, model, build):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_what_each_edit_does(model, build):
-    batch, plain = make_batch(), dict(use_fp8=False, n_layer=1)
-    ids, labels = batch
+    ids, _ = make_batch()
     trained = {name for name, p in build(model, "freeze").named_parameters() if p.requires_grad}
     assert trained and all(name.startswith("blocks.1.") for name in trained)
     learns = {name for name, p in build(model, "lora").named_parameters() if p.requires_grad}
     assert learns == {f"blocks.{i}.attn.lora_{ab}.weight" for i in (0, 1) for ab in "ab"}
     with torch.no_grad():
-        logits, values = build(model, "second_head", **plain)(ids)
-        assert values.shape == ids.shape and logits.shape == (*ids.shape, 64)
-        capped = build(model, "soft_cap", **plain, softcap=0.125)
-        assert capped(ids).abs().max() <= 0.125
-        expected = F.cross_entropy(capped(ids).float().flatten(0, 1), labels.flatten())
-        torch.testing.assert_close(capped(ids, labels), expected, rtol=2e-3, atol=0)
-        smoothed = build(model, "label_smoothing", **plain)
-        flat = smoothed(ids).float().flatten(0, 1)
-        expected = F.cross_entropy(flat, labels.flatten(), label_smoothing=0.1)
-        torch.testing.assert_close(smoothed(ids, labels), expected, rtol=2e-3, atol=0)
-        window = build(model, "window", **plain, window=4).eval()
-        other = ids[:1].clone()
-        other[0, 2] = (other[0, 2] + 1) % 64
-        seen = (window(ids[:1]) - window(other)).abs().amax(-1)[0] > 1e-4
-        assert seen.nonzero().flatten().tolist() == [2, 3, 4, 5]
+        logits, values = build(model, "second_head", **PLAIN)(ids)
+    assert values.shape == ids.shape and logits.shape == (*ids.shape, 64)
     for edit, activation in (("relu_squared", "srelu"), ("geglu", "geglu")):
         assert build(model, edit).blocks[0].mlp.activation == activation
     assert build(model, "new_field", embedding_scale=2.0).config.embedding_scale == 2.0
 
 
-@pytest.mark.parametrize("edit", COMPILED)
+@pytest.mark.parametrize("model", [*MODELS, "compiled"])
+@torch.no_grad()
+def test_edits_of_loss_and_attention(model, build):
+    ids, labels = make_batch()
+    capped = build(model, "soft_cap", **PLAIN, softcap=0.125)
+    assert 0.02 < capped(ids).abs().max() <= 0.125
+    smoothed = build(model, "label_smoothing", **PLAIN)
+    smoothed.lm_head.layer_norm_weight.mul_(16)  # logits of about 2, whose loss depends on the smoothing
+    for net, smoothing in ((capped, 0.0), (smoothed, 0.1)):
+        flat = net(ids).float().flatten(0, 1)
+        expected = F.cross_entropy(flat, labels.flatten(), label_smoothing=smoothing)
+        torch.testing.assert_close(net(ids, labels), expected, rtol=2e-3, atol=0)
+    window = build(model, "window", **PLAIN, window=4)
+    other = ids[:1].clone()
+    other[0, 2] = (other[0, 2] + 1) % 64
+    for net in (window, window.eval()):
+        seen = (net(ids[:1]) - net(other)).abs().amax(-1)[0] > 1e-4
+        assert seen.nonzero().flatten().tolist() == [2, 3, 4, 5]
+
+
+TOGETHER = ("relu_squared soft_cap", "geglu label_smoothing", "residual_scale", "window")
+
+
+@pytest.mark.parametrize("edit", TOGETHER)
 def test_an_edit_in_plain_pytorch_is_one_graph(edit, build):
     """The compiled model trains as the uncompiled one. On a CPU PyTorch's flex_attention has no gradient."""
+    assert sorted(" ".join(TOGETHER).split()) == COMPILED
     torch._dynamo.reset()
     batch, losses = make_batch(), []
     for compiles in (False, True):
@@ -137,32 +150,23 @@ def test_an_edit_in_plain_pytorch_is_one_graph(edit, build):
 
 @torch.no_grad()
 def test_what_each_edit_in_plain_pytorch_does(build):
-    (ids, labels), plain = make_batch(), dict(use_fp8=False, n_layer=1)
+    ids, labels = make_batch()
     for edit in ("relu_squared", "geglu"):
-        mlp, x = build("compiled", edit, **plain).blocks[0].mlp, torch.randn(2, 16, 32, device=DEVICE)
+        mlp, x = build("compiled", edit, **PLAIN).blocks[0].mlp, torch.randn(2, 16, 32, device=DEVICE)
         x = x.to(mlp.fc1.weight.dtype)
         hidden = F.linear(F.layer_norm(x, (32,)), mlp.fc1.weight)
         gate, value = hidden.chunk(2, dim=-1)
         hidden = hidden.relu() ** 2 if edit == "relu_squared" else F.gelu(gate, approximate="tanh") * value
         torch.testing.assert_close(mlp(x), F.linear(hidden, mlp.fc2.weight), rtol=3e-2, atol=3e-3)
-    capped = build("compiled", "soft_cap", **plain, softcap=0.125)
-    assert 0.02 < capped(ids).abs().max() <= 0.125
-    smoothed = build("compiled", "label_smoothing", **plain)
-    flat, expected = smoothed(ids).float().flatten(0, 1), {}
-    for smoothing in (0.1, 0.0):
-        smoothed.train(smoothing > 0)
-        expected = F.cross_entropy(flat, labels.flatten(), label_smoothing=smoothing)
-        torch.testing.assert_close(smoothed(ids, labels), expected, rtol=2e-3, atol=0)
-    scaled = build("compiled", "residual_scale", **plain)
+    smoothed = build("compiled", "label_smoothing", **PLAIN).eval()  # then without smoothing
+    smoothed.lm_head.layer_norm_weight.mul_(16)
+    expected = F.cross_entropy(smoothed(ids).float().flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(smoothed(ids, labels), expected, rtol=2e-3, atol=0)
+    scaled = build("compiled", "residual_scale", **PLAIN)
     scaled.blocks[0].scale.zero_()
     before = scaled(ids)
     scaled.blocks[0].mlp.fc2_weight.add_(1)
     assert torch.equal(scaled(ids), before)
-    window = build("compiled", "window", **plain, window=4)
-    other = ids[:1].clone()
-    other[0, 2] = (other[0, 2] + 1) % 64
-    seen = (window(ids[:1]) - window(other)).abs().amax(-1)[0] > 1e-4
-    assert seen.nonzero().flatten().tolist() == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("edit", EDITS if HAS_GPU else ("relu_squared", "second_head", "lora", "new_field"))

@@ -2,11 +2,9 @@
 on a GPU. And what users do with the modules of fast_kernels: freeze, edit, copy, save, checkpoint."""
 
 import copy
-import importlib.util
 import math
 import pickle
 import re
-import sys
 
 import pytest
 import torch
@@ -17,13 +15,13 @@ from nanote import memory, recipes
 from nanote.ddp import Gradients
 
 pytest.importorskip("triton")
-import model_te_optimized  # noqa: E402
 import te_reference  # noqa: E402
 from fast_kernels import fused, modules  # noqa: E402
 from fast_kernels.fused import Branch, Stream  # noqa: E402
 from kernel_tools import HAS_GPU, _as_on_a_gpu, _free_memory, _plain_casts, on_gpu  # noqa: E402, F401
 from model_te_fast import FastConfig, FastGPT2Model  # noqa: E402
 from model_te_optimized import DelayedScaling, Format, OptimizedConfig, OptimizedGPT2Model  # noqa: E402
+from trainer_tools import model_file  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
@@ -261,14 +259,11 @@ def test_weights_are_quantized_once_for_all_micro_batches():
     ("fast", False, 3, 1), ("fast", True, 1, 3), ("optimized", True, 3, 1),
     *(on_gpu(name, *options) for name in ("fast", "optimized") for options in (
         (True, 1, 1), (False, 1, 1), (True, 3, 1), (False, 3, 1), (True, 1, 3)))])
-def test_the_trainers_buffers_get_what_autograd_gives(name, tied, chunks, microbatches, monkeypatch):
+def test_the_trainers_buffers_get_what_autograd_gives(name, tied, chunks, microbatches):
     """GEMMs write to main_grad and add to it in float32; also of a tied weight, of chunks of the loss, and of
     a loss that is divided."""
     if name == "optimized":  # TE's modules in plain PyTorch style, on this engine
-        spec = importlib.util.spec_from_file_location("optimized_on_fast", model_te_optimized.__file__)
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        monkeypatch.setenv("NANOTE_ENGINE", "fast")
-        spec.loader.exec_module(module)
+        module = model_file("model_te_optimized", "fast")
 
     def make():
         if name == "fast":

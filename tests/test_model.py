@@ -163,8 +163,8 @@ def test_the_guides_training_snippet(snippets):
 
 
 def test_the_guides_production_snippet(snippets, compiles):
-    shallow = functools.partial(OptimizedConfig, n_layer=1)  # tracing 12 blocks takes half a minute
-    names = snippets(PRODUCTION, n_head=12, OptimizedConfig=shallow)
+    small = functools.partial(OptimizedConfig, n_layer=1, n_embd=192)  # 12 blocks take half a minute
+    names = snippets(PRODUCTION, n_head=12, OptimizedConfig=small)
     assert names["config"].n_kv_head == 3
     x = torch.randint(0, 50304, (1, 16), device=DEVICE)
     loss = names["model"](x, x.roll(-1, 1))

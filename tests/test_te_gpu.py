@@ -1,17 +1,16 @@
 """te_reference against Transformer Engine on a GPU: FP8 bytes, scales and amax histories must be equal; GEMM
 outputs may differ by rounding."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import te_reference as ref
+from trainer_tools import ROOT, model_file
 
 pytestmark = pytest.mark.gpu
 if torch.cuda.is_available():
@@ -20,7 +19,6 @@ if torch.cuda.is_available():
     from transformer_engine.common import recipe as te_recipe
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
-ROOT = Path(__file__).resolve().parent.parent
 FORMATS = [("kFloat8E4M3", torch.float8_e4m3fn), ("kFloat8E5M2", torch.float8_e5m2)]
 
 
@@ -156,12 +154,9 @@ def test_modules_agree_over_several_steps(module, recipe, way, dtype=torch.bfloa
                 torch.testing.assert_close(b.scale, a.scale, rtol=rtol, atol=0)
 
 
-def model_on(engine, monkeypatch):
+def model_on(engine):
     """Return a small model of model_te_optimized.py on an engine."""
-    monkeypatch.setenv("NANOTE_ENGINE", engine)
-    spec = importlib.util.spec_from_file_location(f"optimized_on_{engine}", ROOT / "model_te_optimized.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = model_file("model_te_optimized", engine)
     config = module.OptimizedConfig(
         vocab_size=128, n_positions=32, n_embd=64, n_layer=2, n_head=2, use_fp8=True)
     return module.OptimizedGPT2Model(config).to("cuda", torch.bfloat16)
@@ -169,8 +164,8 @@ def model_on(engine, monkeypatch):
 
 @pytest.mark.parametrize("source, target", [
     ("te", "reference"), ("reference", "te"), ("te", "fast"), ("fast", "te"), ("fast", "reference")])
-def test_engines_exchange_state_dicts_with_fp8_state(source, target, tmp_path, monkeypatch):
-    a, b = (model_on(engine, monkeypatch) for engine in (source, target))
+def test_engines_exchange_state_dicts_with_fp8_state(source, target, tmp_path):
+    a, b = (model_on(engine) for engine in (source, target))
     ids = torch.randint(128, (4, 32), device="cuda")
     for _ in range(4):
         a(ids, ids).backward()

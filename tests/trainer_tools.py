@@ -1,6 +1,7 @@
 """Shared by the trainer's tests: a small corpus, options of a short run, and ways to run commands."""
 import contextlib
 import hashlib
+import importlib.util
 import multiprocessing
 import os
 import resource
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import unittest.mock
 from pathlib import Path
 
 import torch
@@ -24,6 +26,15 @@ OPTIONS = (
     "--n-layer 2 --n-head 2 --n-embd 64 --dropout 0.1 --seq-len 64 --micro-batch-size 4 --grad-accum 2 "
     "--max-steps 24 --warmup-steps 4 --fp8-amax-history-len 8 --log-interval 1 "
     "--eval-interval 8 --eval-tokens 512 --checkpoint-interval 12 --device cpu")
+
+
+def model_file(name: str, engine: str):
+    """Return a model file of the kit as a new module that uses this engine."""
+    spec = importlib.util.spec_from_file_location(f"{name}_on_{engine}", ROOT / f"{name}.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    with unittest.mock.patch.dict(os.environ, NANOTE_ENGINE=engine):
+        spec.loader.exec_module(module)
+    return module
 
 
 def make_tokens(folder) -> str:
