@@ -12,6 +12,7 @@ Copy this file and an engine: TE, `fast_kernels/` (Hopper, without TE), or `te_r
 
 import math
 import os
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -76,8 +77,6 @@ class AdvancedConfig:
         if self.n_inner is None:
             swiglu = self.activation == "swiglu"
             self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
-        norm = "RMSNorm" if self.use_rmsnorm else "LayerNorm"
-        self.norm = dict(normalization=norm, eps=self.layernorm_epsilon)  # arguments of TE's modules
         fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
         width = fp8 if self.head_dim else math.lcm(fp8, self.n_head)
         multiples = dict(vocab_size=32, n_embd=width, n_inner=fp8)
@@ -93,6 +92,11 @@ class AdvancedConfig:
         for field, values in choices.items():
             if (value := getattr(self, field)) not in values:
                 raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be one of {values}")
+
+    @property
+    def norm(self):  # arguments of TE's modules
+        normalization = "RMSNorm" if self.use_rmsnorm else "LayerNorm"
+        return dict(normalization=normalization, eps=self.layernorm_epsilon)
 
     def in_fp8(self, layer):
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
@@ -196,6 +200,8 @@ class AdvancedGPT2Model(nn.Module):
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # training goes on with this FP8 state
                 return self.forward(input_ids, labels, is_first_microbatch)
+        if torch.compiler.is_compiling() and ENGINE == "te" and config.use_fp8 and self.fp8_recipe.delayed():
+            return run_uncompiled(self, input_ids, labels, is_first_microbatch)
         self.check_input(*input_ids.shape)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         rope = rope_tables(positions, config.head_dim, config.rope_theta) if config.use_rotary else None
@@ -233,6 +239,7 @@ class AdvancedGPT2Model(nn.Module):
         for module in self.modules():
             if getattr(module, "fp8_meta_tensors_initialized", False):  # TE's names: register it as if new
                 module.fp8_meta.pop("buffer_index_and_autocast_key", None)
+                module.fp8_meta.pop("global_fp8_buffer_pos_fwd_recompute", None)
                 module.fp8_meta_tensors_initialized = False
                 module.init_fp8_meta_tensors(module.fp8_meta["recipe"])
 
@@ -258,12 +265,19 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
             scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
             history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
             if scale is not None and model.config.use_fp8 and model.fp8_recipe.delayed():
-                module.fp8_meta.update(recipe=model.fp8_recipe, num_gemms=1 + hasattr(module, "fc2_weight"))
+                gemms = 2 if hasattr(module, "fc2_weight") else 1
+                module.fp8_meta.update(recipe=model.fp8_recipe, num_gemms=gemms)
                 module.init_fp8_meta_tensors(model.fp8_recipe)
                 module.fp8_meta[direction].scale.copy_(scale)
                 own = module.fp8_meta[direction].amax_history
                 newest = F.pad(history[1:], (0, 0, len(own) - len(history), 0))  # zeros or cuts in front
                 own.copy_(torch.cat([history[:1], newest]))  # row 0 is of this step, the last is the newest
+
+
+@torch.compiler.disable(reason="TE's DelayedScaling does not trace")
+def run_uncompiled(model, *args):
+    warnings.warn("TE's DelayedScaling runs uncompiled; NANOTE_ENGINE=fast (Hopper) traces", stacklevel=2)
+    return AdvancedGPT2Model.forward(model, *args)  # not model.forward, which a subclass may override
 
 
 def residual_init(config):  # of the projections onto the residual

@@ -13,6 +13,7 @@ Copy this file and an engine: TE, `fast_kernels/` (Hopper, without TE), or `te_r
 
 import math
 import os
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -66,7 +67,7 @@ class CustomConfig:
     fp8_skip_last: int = 0  # run this many blocks at the end in high precision
 
     def __post_init__(self):
-        self.n_inner = self.n_inner or 4 * self.n_embd
+        self.n_inner = 4 * self.n_embd if self.n_inner is None else self.n_inner
         fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
         multiples = dict(vocab_size=32, n_inner=fp8, n_embd=math.lcm(fp8, self.n_head))
         self.n_kv_head, self.head_dim = self.n_head, self.n_embd // self.n_head
@@ -172,6 +173,8 @@ class CustomGPT2Model(nn.Module):
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # training goes on with this FP8 state
                 return self.forward(input_ids, labels, is_first_microbatch)
+        if torch.compiler.is_compiling() and ENGINE == "te" and config.use_fp8 and self.fp8_recipe.delayed():
+            return run_uncompiled(self, input_ids, labels, is_first_microbatch)
         self.check_input(*input_ids.shape)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.dropout(self.wte(input_ids) + self.wpe(positions))  # (B, S, n_embd)
@@ -207,6 +210,7 @@ class CustomGPT2Model(nn.Module):
         for module in self.modules():
             if getattr(module, "fp8_meta_tensors_initialized", False):  # TE's names: register it as if new
                 module.fp8_meta.pop("buffer_index_and_autocast_key", None)
+                module.fp8_meta.pop("global_fp8_buffer_pos_fwd_recompute", None)
                 module.fp8_meta_tensors_initialized = False
                 module.init_fp8_meta_tensors(module.fp8_meta["recipe"])
 
@@ -232,12 +236,19 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
             scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
             history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
             if scale is not None and model.config.use_fp8 and model.fp8_recipe.delayed():
-                module.fp8_meta.update(recipe=model.fp8_recipe, num_gemms=1 + hasattr(module, "fc2_weight"))
+                gemms = 2 if hasattr(module, "fc2_weight") else 1
+                module.fp8_meta.update(recipe=model.fp8_recipe, num_gemms=gemms)
                 module.init_fp8_meta_tensors(model.fp8_recipe)
                 module.fp8_meta[direction].scale.copy_(scale)
                 own = module.fp8_meta[direction].amax_history
                 newest = F.pad(history[1:], (0, 0, len(own) - len(history), 0))  # zeros or cuts in front
                 own.copy_(torch.cat([history[:1], newest]))  # row 0 is of this step, the last is the newest
+
+
+@torch.compiler.disable(reason="TE's DelayedScaling does not trace")
+def run_uncompiled(model, *args):
+    warnings.warn("TE's DelayedScaling runs uncompiled; NANOTE_ENGINE=fast (Hopper) traces", stacklevel=2)
+    return CustomGPT2Model.forward(model, *args)  # not model.forward, which a subclass may override
 
 
 def residual_init(config):  # of the projections onto the residual

@@ -75,8 +75,6 @@ class FastConfig:
         if self.n_inner is None:
             swiglu = self.activation == "swiglu"
             self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
-        norm = "RMSNorm" if self.use_rmsnorm else "LayerNorm"
-        self.norm = dict(normalization=norm, eps=self.layernorm_epsilon)  # arguments of TE's modules
         fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
         width = fp8 if self.head_dim else math.lcm(fp8, self.n_head)
         multiples = dict(vocab_size=32, n_embd=width, n_inner=fp8)
@@ -90,6 +88,11 @@ class FastConfig:
         heads = [n for n in range(self.n_head, 0, -1) if self.n_head % n == 0]
         if self.n_kv_head not in heads:
             raise ValueError(f"{type(self).__name__}.n_kv_head={self.n_kv_head!r}: must be one of {heads}")
+
+    @property
+    def norm(self):  # arguments of TE's modules
+        normalization = "RMSNorm" if self.use_rmsnorm else "LayerNorm"
+        return dict(normalization=normalization, eps=self.layernorm_epsilon)
 
     def in_fp8(self, layer):
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last

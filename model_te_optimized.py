@@ -91,8 +91,6 @@ class OptimizedConfig:
             swiglu = self.activation == "swiglu"
             self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
         self.attention = self.attention or ("sdpa" if self.use_pytorch_sdpa else "te")
-        norm = "RMSNorm" if self.use_rmsnorm else "LayerNorm"
-        self.norm = dict(normalization=norm, eps=self.layernorm_epsilon)  # arguments of TE's modules
         fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
         width = fp8 if self.head_dim else math.lcm(fp8, self.n_head)
         multiples = dict(vocab_size=32, n_embd=width, n_inner=fp8)
@@ -108,6 +106,11 @@ class OptimizedConfig:
         for field, values in choices.items():
             if (value := getattr(self, field)) not in values:
                 raise ValueError(f"{type(self).__name__}.{field}={value!r}: must be one of {values}")
+
+    @property
+    def norm(self):  # arguments of TE's modules
+        normalization = "RMSNorm" if self.use_rmsnorm else "LayerNorm"
+        return dict(normalization=normalization, eps=self.layernorm_epsilon)
 
     def in_fp8(self, layer):
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
@@ -197,8 +200,8 @@ class Attention(nn.Module):
         return self.proj(y.reshape(*shape, -1), is_first_microbatch=is_first_microbatch)
 
     def attend(self, q, k, v, documents=None, generating=False):
-        """Compute softmax(q·kᵀ / √D)·v with a causal mask. q and the result: (B, S, n_head, D); k and v:
-        (B, S', n_kv_head, D), of whose positions the last S are q's. Documents: see `locate_documents`."""
+        """Compute softmax(q·kᵀ / √D)·v with a causal mask. q: (B, S, n_head, D), the last S of the S' positions
+        of k and v, (B, S', n_kv_head, D). Documents: see `locate_documents`. The result has q's elements."""
         config, (cu_seqlens, mask) = self.config, documents or (None, None)
         if self.kernel == "te" and not generating:
             if cu_seqlens is None:
@@ -326,9 +329,9 @@ class OptimizedGPT2Model(nn.Module):
 
     def make_kv_cache(self, batch_size, max_len):
         """Return an empty cache for generation. Turn FP8 off first: one token is one row, and FP8 needs 8."""
-        config = self.config
+        config, weight = self.config, self.wte.weight
         shape = (config.n_layer, 2, batch_size, max_len, config.n_kv_head, config.head_dim)
-        return SimpleNamespace(kv=self.wte.weight.new_empty(shape), length=0)
+        return SimpleNamespace(kv=torch.empty(shape, device=weight.device, dtype=weight.dtype), length=0)
 
     def __setstate__(self, state):
         """Finish a copy or a pickle: TE must use and update the scales of the copy."""
@@ -362,7 +365,8 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
             scale = state_dict.pop(f"{prefix}{name}.{direction}.scale", None)
             history = state_dict.pop(f"{prefix}{name}.{direction}.amax_history", None)
             if scale is not None and model.config.use_fp8 and model.fp8_recipe.delayed():
-                module.fp8_meta.update(recipe=model.fp8_recipe, num_gemms=1 + hasattr(module, "fc2_weight"))
+                gemms = 2 if hasattr(module, "fc2_weight") else 1
+                module.fp8_meta.update(recipe=model.fp8_recipe, num_gemms=gemms)
                 module.init_fp8_meta_tensors(model.fp8_recipe)
                 module.fp8_meta[direction].scale.copy_(scale)
                 own = module.fp8_meta[direction].amax_history
