@@ -200,8 +200,8 @@ class Attention(nn.Module):
         return self.proj(y.reshape(*shape, -1), is_first_microbatch=is_first_microbatch)
 
     def attend(self, q, k, v, documents=None, generating=False):
-        """Compute softmax(q·kᵀ / √D)·v with a causal mask. q: (B, S, n_head, D), the last S of the S' positions
-        of k and v, (B, S', n_kv_head, D). Documents: see `locate_documents`. The result has q's elements."""
+        """Compute softmax(q·kᵀ / √D)·v with a causal mask. q: (B, S, n_head, D), the last S of k's and v's S'
+        positions, (B, S', n_kv_head, D). Returns q's elements in any shape. Documents: `locate_documents`."""
         config, (cu_seqlens, mask) = self.config, documents or (None, None)
         if self.kernel == "te" and not generating:
             if cu_seqlens is None:
