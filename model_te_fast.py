@@ -12,8 +12,8 @@ that file. Their diff shows what is fused:
 - The gradient of the logits is written in FP8. With tied embeddings, the backward pass of the embedding adds
   to lm_head's weight gradient in place.
 
-To edit it: `branch.value()` is a GEMM's output plus its bias, a plain tensor; `stream.value()` is the
-residual plus the branch.
+To edit it: `branch.value()` is a GEMM's output plus its bias, a plain tensor, and `fused.Branch(x)` makes a
+branch of a changed one; `stream.value()` is the residual plus the branch, and `Stream(x)` makes a stream.
 
 References: those of `model_te_optimized.py`; the fusions are explained in `fast_kernels/fused.py`.
 """

@@ -57,15 +57,19 @@ def train(arm, seed, options):
     return {"arm": arm, "seed": seed, **{name: records[-1][name] for name in ("step", "loss", "val_loss")}}
 
 
+def mean(values):
+    return statistics.mean(values) if values else None
+
+
 def summarize(runs):
     rows = []
     for arm in ARMS:
         found = {run["seed"]: run["val_loss"] for run in runs if run["arm"] == arm}
         baseline = {run["seed"]: run["val_loss"] for run in runs if run["arm"] == "te"}
         gaps = [100 * (found[seed] / baseline[seed] - 1) for seed in found.keys() & baseline.keys()]
-        rows.append({"arm": arm, "seeds": len(found), "mean": statistics.mean(found.values() or [0]),
+        rows.append({"arm": arm, "seeds": len(found), "mean": mean(found.values()),
                      "standard_error": standard_error(list(found.values())),
-                     "gap_percent": statistics.mean(gaps or [0]), "gap_standard_error": standard_error(gaps),
+                     "gap_percent": mean(gaps), "gap_standard_error": standard_error(gaps),
                      "gap_interval": interval_of(gaps)})
     return rows
 
@@ -80,6 +84,7 @@ def main(argv=None):
             figures = {"data": options.data, "runs": runs, "summary": summarize(runs)}
             write_report("bench/compiled_seeds.py", argv, figures, options.json)
     print(json.dumps(figures["summary"], indent=1))
+    return 0 if len(runs) == len(jobs) else 1
 
 
 if __name__ == "__main__":

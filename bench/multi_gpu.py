@@ -109,9 +109,9 @@ def warm(made, batches, device) -> list[float]:
 
 def measure_row(layout, config, options, device) -> dict:
     """Check and time one layout; return the figures of its row."""
-    batches = step.make_batches(config, device)
     step.free()
     occupied = torch.cuda.memory_allocated() if device.type == "cuda" else 0  # by the shape before
+    batches = step.make_batches(config, device)
     together = make_step(layout, config, options, device, batches)
     loss, norm = warm(together, batches, device)
     peak = peak_gib(together, device, occupied)

@@ -9,6 +9,9 @@ FlashAttention 2, both in PyTorch, and SDPA (any machine, dtype and head size; n
   allocate them, which costs one copy.
 - QK-norm and RoPE are one Triton kernel forward and one, in place, backward, which compute in float32.
 - The kernels here are deterministic; FlashAttention's backward is under `torch.use_deterministic_algorithms`.
+
+References: FlashAttention (Dao et al. 2022, Shah et al. 2024); RoPE (Su et al. 2021); QK-norm (Henry et al.
+2020).
 """
 
 import inspect
@@ -171,7 +174,7 @@ def _setup_separate(ctx, inputs, output):
 def _differentiate_separate(ctx, dout, _):
     q, k, v, cu_seqlens, out, lse = ctx.saved_tensors
     dout, sizes = dout.contiguous(), [x.shape[2] for x in (q, k, v)]
-    if is_tracing():
+    if is_tracing():  # where q, k, v are parts of one tensor, Inductor drops this split and a concatenation
         return *_separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse).split(sizes, dim=2), None
     return *(x.contiguous() for x in _attend_backward(dout, q, k, v, out, lse, cu_seqlens, None)), None
 
@@ -185,8 +188,7 @@ def _separate_attention(q, k, v, cu_seqlens):
 @operation(
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, Tensor out, Tensor lse) -> Tensor")
 def _separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse):
-    """Return the gradients in one tensor, (B, S, heads, D): where q, k and v are parts of one, Inductor drops
-    the split and the concatenation, 2 to 4 % of a training step."""
+    """Return the gradients of q, k and v in one tensor, (B, S, heads, D)."""
     dqkv = q.new_empty((*q.shape[:2], q.shape[2] + 2 * k.shape[2], q.shape[3]))
     if not is_fake(q):
         _write_gradients(dqkv, dout, q, k, v, out, lse, cu_seqlens, None)

@@ -14,6 +14,9 @@ All of these operations are bound by memory, so the design counts reads and writ
   is added by the kernel that reads the GEMM's output, and reduced by the one that writes its gradient.
 - A kernel that holds whole rows, as a norm needs, cannot write a transposed copy fast. So the norms write
   rowwise data, and a second kernel transposes it, mostly from the L2 cache.
+
+References: LayerNorm (Ba et al. 2016); RMSNorm (Zhang and Sennrich 2019); GELU (Hendrycks and Gimpel 2016);
+SwiGLU (Shazeer 2020); ReLU² (So et al. 2021).
 """
 
 import torch

@@ -51,7 +51,7 @@ class Layer:
     weight: tuple  # the weight in FP8: rowwise (out, in), columnwise (in, out), scale_inv
     input: Quantization
     gradient: Quantization  # of the output
-    after_backward: Callable | None  # in the first module of the pass, updates the scales of gradients
+    after_backward: Callable | None  # in the first module of the pass, updates gradients' scales; FP8 only
 
 
 class Branch(NamedTuple):

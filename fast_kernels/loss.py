@@ -9,6 +9,9 @@ training step (32,768 tokens x 50,304 vocabulary entries in BF16: 3.3 GB).
 - For an FP8 GEMM, the backward kernel quantizes the values in its registers: 4 bytes moved per logit.
   Transformer Engine (TE) reads a BF16 gradient again: 8 bytes. The kernel rounds to BF16 first, as TE's path
   does, and raises the same amax, so that data, scales and training are bit for bit TE's.
+
+References: online softmax (Milakov and Gimelshein 2018); label smoothing (Szegedy et al. 2016); soft-capped
+logits (Gemma 2, 2024).
 """
 
 import torch

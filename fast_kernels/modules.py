@@ -118,7 +118,7 @@ def unsupported_reason() -> str:
 # ---------------------------------------------------------------- the FP8 region
 
 _regions = []  # the open autocast regions, the outermost first
-_recompute = None  # inside `checkpoint`: (whether scales are replayed, function that records or replays them)
+_recompute = None  # inside `checkpoint`: (is it a recomputation?, list to record scales in, or its iterator)
 
 
 class autocast:
@@ -187,8 +187,8 @@ class _Recompute:
     def __enter__(self):
         global _recompute
         self.outer = _recompute, list(_regions)
-        next_scale = iter(self.recorded).__next__ if self.replays else self.recorded.append
-        _recompute, _regions[:] = (self.replays, next_scale), self.regions
+        scales = iter(self.recorded) if self.replays else self.recorded
+        _recompute, _regions[:] = (self.replays, scales), self.regions
 
     def __exit__(self, *error):
         global _recompute
@@ -281,21 +281,21 @@ class Module(nn.Module):
         self._check(parameter, inputs[0])
         self.init_fp8_meta_tensors(region.recipe)
         after_backward, outermost = (lambda: None), _regions[0]
-        replays, next_scale = _recompute or (False, None)
+        replays, recorded = _recompute or (False, None)
         if not replays:
             outermost.recipes[self] = region.recipe
             has_backward = torch.is_grad_enabled() and any(
                 tensor is not None and tensor.requires_grad for tensor in (*inputs, parameter))
-            if has_backward and not outermost.is_updated_backward:  # the first layer's comes last
+            if has_backward and not outermost.is_updated_backward:  # the first layer's backward runs last
                 outermost.is_updated_backward, after_backward = True, lambda: outermost.update("bwd")
         of_input, of_weight, of_gradient = self._quantization(gemm)
         if replays:
-            scale = next_scale()
+            scale = next(recorded)
             amax = torch.zeros_like(scale)
             of_input = Quantization(scale[0], amax[0], of_input.dtype)
             of_weight = Quantization(scale[1], amax[1], of_weight.dtype)
-        elif next_scale:
-            next_scale(torch.stack((of_input.scale, of_weight.scale)))
+        elif recorded is not None:
+            recorded.append(torch.stack((of_input.scale, of_weight.scale)))
         weight = self._quantized_weight(f"{prefix}weight", of_weight, is_first_microbatch)
         return Layer(parameter, bias, weight, of_input, of_gradient, after_backward)
 

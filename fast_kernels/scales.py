@@ -38,7 +38,8 @@ def update(states, fp8_max, margin=0, algorithm="max"):
     0 is zeroed. A slot whose row 0 is zero was not used since the last update, and stays as it is.
 
     Args:
-        states: (scale, history) pairs: (n,) float32, and (length, n) float32, contiguous, row 0 the newest.
+        states: (scale, history) pairs: (n,) float32, and (length, n) float32, contiguous. Row 0 is
+            the step in progress.
         fp8_max: the format's largest number, 448 for E4M3 and 57,344 for E5M2.
         algorithm: "max": amax is the largest of the history, where NaN does not count; "most_recent": row 0.
     """

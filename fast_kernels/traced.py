@@ -5,10 +5,11 @@ A graph cannot create state, and autograd cannot pass FP8 gradients between modu
 - `Module.prepare` allocates the FP8 state at trace time;
 - `_Module` is one autograd function per module, whose FP8 operands are inputs without a gradient;
 - each module updates its own scales after its forward and its backward pass. Uncompiled, one launch updates
-  all scales, so a module that runs twice in a region gets different ones.
+  all scales, so a module that runs twice in a region has other scales compiled than uncompiled;
+- weights' gradients are outputs of the graph: `main_grad` is not used.
 
 The kernels are those of fused.py, so outputs, gradients and scales equal an uncompiled pass bit for bit, as
-long as PyTorch's own operations do (under Inductor sums have another order, and so has dropout's rounding).
+long as PyTorch's own operations do: Inductor reduces in another order, and rounds dropout differently.
 """
 
 from functools import partial
@@ -138,7 +139,7 @@ class _Module(torch.autograd.Function):
             bias = saved.pop(0) if ctx.has_bias else None
             dy_fp8, dfc2_bias = casts.cast(  # slot 2: the second one's
                 dy.contiguous(), scale[2:3], history[0, 2:3], ctx.fp8, with_dbias=needs_fc2_bias)
-            if needs_fc2:  # wgrad; without `main_grad`, since a graph returns its gradients
+            if needs_fc2:  # wgrad
                 dfc2 = gemm(act, act_inv, *dy_fp8[1:])
             if needs_input or needs_weight or needs_bias:
                 dact = input_gradient(dy_fp8, (fc2, fc2_inv))

@@ -106,6 +106,7 @@ def test_what_each_edit_does(model, build):
 @torch.no_grad()
 def test_edits_of_loss_and_attention(model, build):
     ids, labels = make_batch()
+    labels[0, :3] = -100
     capped = build(model, "soft_cap", **PLAIN, softcap=0.125)
     assert 0.02 < capped(ids).abs().max() <= 0.125
     smoothed = build(model, "label_smoothing", **PLAIN)
@@ -117,8 +118,9 @@ def test_edits_of_loss_and_attention(model, build):
     window = build(model, "window", **PLAIN, window=4)
     other = ids[:1].clone()
     other[0, 2] = (other[0, 2] + 1) % 64
-    for net in (window, window.eval()):
-        seen = (net(ids[:1]) - net(other)).abs().amax(-1)[0] > 1e-4
+    for training in (True, False):
+        window.train(training)
+        seen = (window(ids[:1]) - window(other)).abs().amax(-1)[0] > 1e-4
         assert seen.nonzero().flatten().tolist() == [2, 3, 4, 5]
 
 

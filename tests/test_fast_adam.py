@@ -325,6 +325,21 @@ def test_changed_gradients_raise_during_a_capture():
     train(optimizer, params, 1)
 
 
+@pytest.mark.gpu
+def test_a_state_saved_on_the_host_is_loaded_onto_the_device():
+    params = parameters(torch.bfloat16)
+    optimizer = FastAdam(params, lr=1e-2)
+    train(optimizer, params, 2)
+    on_host = lambda x: x.cpu() if isinstance(x, torch.Tensor) else x  # noqa: E731
+    saved = torch.utils._pytree.tree_map(on_host, optimizer.state_dict())
+    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    other = FastAdam(others, lr=5e-2)
+    other.load_state_dict(saved)
+    train(optimizer, params, 2)
+    train(other, others, 2)
+    assert all(torch.equal(p, q) for p, q in zip(params, others)) and other.param_groups[0]["lr"].is_cuda
+
+
 # ---------------------------------------------------------------- an update divided among GPUs
 
 def divided_among(count, dtype, gradient_dtype, remainders):
