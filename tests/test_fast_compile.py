@@ -22,7 +22,8 @@ SMALL = dict(vocab_size=96, n_positions=32, n_embd=32, n_inner=32, n_layer=1, n_
 
 
 load = functools.cache(model_file)
-LLAMA = dict(use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_kv_head=1)
+LLAMA = dict(
+    use_rmsnorm=True, use_rotary=True, use_qk_norm=True, activation="swiglu", bias=False, n_kv_head=1)
 
 
 def make_model(name="optimized", **options):
