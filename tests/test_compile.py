@@ -1,7 +1,6 @@
 """torch.compile: the first pass of every model under every recipe, and train.py's options and errors."""
 import contextlib
 import functools
-import itertools
 import shutil
 import subprocess
 import sys
@@ -74,8 +73,8 @@ def test_the_first_pass_of_a_compiled_model(name, recipe, options):
 
 
 def assert_trained_in_turns(make, backends):
-    """Two models train two steps in turns on packed documents, bit for bit as uncompiled. The first one is
-    evaluated, then accumulates, in two graphs each; the second one has two passes before a backward pass."""
+    """Two models train in turns on packed documents, bit for bit as uncompiled. The first one is evaluated,
+    then accumulates, in two steps; in between the second one has two passes before a backward pass."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     results, names = [], []
@@ -85,7 +84,7 @@ def assert_trained_in_turns(make, backends):
         nets = [torch.compile(model, backend=backend, fullgraph=True) if compiles else model
                 for model, backend in zip(pair, backends)]
         torch.manual_seed(1)
-        for step, (net, model) in itertools.product((0, 1), zip(nets, pair)):
+        for step, (net, model) in enumerate([*zip(nets, pair), (nets[0], pair[0])]):
             starts = torch.tensor([0, 3, 8, 10 + step, 16, 16], dtype=torch.int32, device=DEVICE)
             forward = functools.partial(net, cu_seqlens=starts)
             if net is nets[0]:
