@@ -3,9 +3,9 @@
     NANOTE_ENGINE=fast NANOCHAT=FOLDER_OF_FP8_PY python bench/compiled.py --json results/compiled.json
 
 All arms train the network of model_te_optimized.py in one torch.compile graph, with the optimizer, masters
-and clipping of train.py, BF16 weights and the same random tokens. They take turns with `bf16`, and the edits
-with `fp8`: ratios are medians over their steps, with 95 % intervals. `fa4` in a row: whether FlashAttention 4
-is installed, which fast_kernels then uses.
+and clipping of train.py, BF16 weights and the same random tokens. Each arm takes turns with `bf16`, each edit
+with `fp8`; a ratio is the median over their steps, with its 95 % interval. Field `fa4` of a row says whether
+FlashAttention 4 was installed, which fast_kernels then uses.
 
 - bf16       bench/plain_gpt.py: nn.Linear, PyTorch's attention and cross-entropy
 - fp8        model_te_optimized.py on fast_kernels, delayed scaling; edits: examples/edits/compiled
@@ -83,7 +83,7 @@ class Options:
 
 
 def arm_model(arm: str, folder: Path) -> str:
-    """Return --model of an arm."""
+    """Return the --model argument of an arm: a name, or FILE:CLASS."""
     if arm in CLASSES:
         return f"{Path(__file__)}:{CLASSES[arm]}"
     return f"{edited_file('compiled', arm, folder)}:OptimizedGPT2Model" if arm in EDITS else "optimized"

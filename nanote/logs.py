@@ -118,8 +118,7 @@ class Log:
                 raise Diverged(f"{reason}, after {count - 1} skipped steps; last good checkpoint: {good}")
             self.say(f"{reason}: skipped ({count} of {MAX_SKIPPED})")
         self.pending.clear()
-        now = time.perf_counter()
-        self.seconds, self.clock = self.seconds + now - self.clock, now
+        self.seconds += time.perf_counter() - self.clock  # until `restart_clock`
 
     def record(self, step: int, lr: float) -> dict:
         """Return the line of metrics.jsonl; call `read` first. The loss is None if no step was finite yet."""
