@@ -4,8 +4,7 @@
   with QK-norm is Qwen3ForCausalLM. A model that none of them can express is refused, naming the field.
 - Nothing is computed, so nothing is rounded. Weights are renamed; GPT-2 weights are transposed (Conv1D stores
   (in, out)); fused weights are split into q, k, v and gate, up, which Llama stores separately.
-- GPT2LMHeadModel always has biases. A model without biases gets zeros, and the entry "nanote" in config.json
-  records that for the import.
+- GPT2LMHeadModel always has biases: a model without them gets zeros, which "nanote" in config.json records.
 """
 import json
 import re
