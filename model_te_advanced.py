@@ -163,6 +163,7 @@ class Block(nn.Module):
 
 class AdvancedGPT2Model(nn.Module):
     """GPT: `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
+
     input_ids and labels are (B, S) int64; labels are already shifted, and -100 is ignored. `fp8_recipe` and
     `output` may be replaced before the first forward pass."""
 

@@ -25,6 +25,7 @@ from functools import partial
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 
 from fast_kernels import fused
@@ -281,10 +282,9 @@ def load_fp8_state(model, state_dict, prefix="", *unused):
             if scale is not None and model.config.use_fp8:
                 module.init_fp8_meta_tensors(model.fp8_recipe)
                 module.fp8_meta[direction].scale.copy_(scale)
-                own = module.fp8_meta[direction].amax_history.zero_()
-                own[0] = history[0]  # of the current step; of the other rows the last is the newest
-                if kept := min(len(own), len(history)) - 1:
-                    own[-kept:] = history[-kept:]
+                own = module.fp8_meta[direction].amax_history
+                newest = F.pad(history[1:], (0, 0, len(own) - len(history), 0))  # zeros or cuts in front
+                own.copy_(torch.cat([history[:1], newest]))  # row 0 is of this step, the last is the newest
 
 
 def residual_init(config):

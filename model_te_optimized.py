@@ -200,8 +200,8 @@ class Attention(nn.Module):
         return self.proj(y.reshape(*shape, -1), is_first_microbatch=is_first_microbatch)
 
     def attend(self, q, k, v, documents=None, generating=False):
-        """Compute softmax(q·kᵀ / √D)·v with a causal mask. q: (B, S, n_head, D), the last S of k's and v's S'
-        positions, (B, S', n_kv_head, D). Returns q's elements in any shape. Documents: `locate_documents`."""
+        """Compute softmax(q·kᵀ / √D)·v with a causal mask. k and v: (B, S', n_kv_head, D). q: (B, S, n_head,
+        D), at the last S positions. documents: of `locate_documents`. Returns q's elements in any shape."""
         config, (cu_seqlens, mask) = self.config, documents or (None, None)
         if self.kernel == "te" and not generating:
             if cu_seqlens is None:
@@ -242,6 +242,7 @@ class Block(nn.Module):
 
 class OptimizedGPT2Model(nn.Module):
     """GPT: `model(input_ids)` -> logits (B, S, vocab_size); `model(input_ids, labels)` -> mean cross-entropy.
+
     input_ids and labels are (B, S) int64; labels are already shifted, and -100 is ignored. `fp8_recipe` and
     `output` may be replaced before the first forward pass."""
 

@@ -409,6 +409,7 @@ def _norm_rope_backward_kernel(qkv, dqkv, cos, sin, q_weight, k_weight, partial_
                                qk_heads, token_stride, eps, D: tl.constexpr, HALF: tl.constexpr,
                                ROWS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
     """Stride over the tiles of dq and dk. partial_sums (programs, 2, D): gradients of q_weight and k_weight.
+
     With x̂ = rstd · x and g = weight · dy: dweight = Σ dy · x̂, dx = rstd · (g - x̂ · mean(g · x̂))."""
     i = tl.arange(0, HALF)
     if NORM:

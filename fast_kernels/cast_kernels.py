@@ -27,6 +27,7 @@ def round_bf16(x):
 @triton.jit
 def _gate(x, IS_SILU: tl.constexpr):
     """Return activation(x) / x, a sigmoid for SiLU and GELU.
+
     SiLU is x / (1 + exp(-x)). GELU is x · (1 + tanh u) / 2 with u = 0.798 x (1 + 0.0447 x²), which is
     x / (1 + exp(-2u)). The constants are divided by log(2), since the GPU's instruction is 2^x."""
     exponent = -1.4426950409 * x if IS_SILU else x * (-2.3022081958 - 0.1029432394 * x * x)
@@ -100,6 +101,7 @@ def abs_max(a, b, c, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def store_fp8(a, b, c, d, scale, rowwise_ptr, columnwise_ptr, first_row, first_column, N, D, mask,
               ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Quantize a tile of the (N, D) output and store it, rowwise and transposed.
+
     a, b, c, d: (ROWS / 4, COLUMNS) float32: rows 0, 4, 8, … of the tile, rows 1, 5, 9, …, and so on."""
     i, j = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     fp8: tl.constexpr = rowwise_ptr.dtype.element_ty
@@ -249,6 +251,7 @@ def _norm_backward_kernel(dy_ptr, residual_ptr, mean_ptr, rstd_ptr, weight_ptr, 
 @triton.jit
 def _value_and_slope(x, KIND: tl.constexpr):
     """Return activation(x), and its derivative.
+
     GELU is x · gate with gate = sigmoid(2u) of `_gate`; the derivative is
     gate + x · gate · (1 - gate) · 2u', and 2u' = 1.596 + 0.214 x²."""
     if KIND == "gelu":
@@ -261,7 +264,7 @@ def _value_and_slope(x, KIND: tl.constexpr):
         slope = value * (1.0 - gate) + gate
     elif KIND == "identity":
         value = x
-        slope = x
+        slope = tl.full(x.shape, 1.0, tl.float32)
     else:
         value = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
         slope = tl.where(x <= 0.0, 0.0, 1.0)  # of NaN as in PyTorch
@@ -375,6 +378,7 @@ def _activation_backward_kernel(dy_ptr, x_ptr, bias_ptr, scale_ptr, amax_ptr, ro
 @triton.jit
 def _cast_all_kernel(table_ptr, tiles_ptr, FP8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Quantize one tile (ROWS, COLUMNS) of one tensor.
+
     tiles (programs, 2) int32: row of the table, tile of that tensor. table (tensors, 8) int64: the addresses
     of x, rowwise data, columnwise data, scale_inv, scale and amax, then N and D."""
     row_ptr = table_ptr + 8 * tl.load(tiles_ptr + 2 * tl.program_id(0))

@@ -190,6 +190,7 @@ def _add_to_row(out_ptr, index, sums, NUM_EMBEDDINGS, j, C):
 def _sum_by_index_kernel(dy_ptr, indices_ptr, order_ptr, out_ptr, partial_sums_ptr, NUM_EMBEDDINGS, N, C,
                          CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
     """Sum COLUMNS columns of the rows in one chunk of the sorted indices.
+
     partial_sums (chunks, 2, C): the sum of the index that continues from the previous chunk, and of the one
     that continues in the next."""
     begin = tl.program_id(0) * CHUNK

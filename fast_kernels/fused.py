@@ -35,6 +35,7 @@ DGRAD_FAST_ACCUM_K = 3072
 
 class Quantization(NamedTuple):
     """How to quantize a tensor under delayed scaling: value · scale in `dtype`; `amax` is raised to its amax.
+
     Both are (1,) float32, in the memory of the module whose GEMM reads the tensor."""
 
     scale: torch.Tensor
@@ -135,6 +136,7 @@ def dropout(branch: Branch, p: float, training: bool) -> Branch:
 
 def _backward_gemms(layer, dy, weight, x, needs_dx, needs_dweight, needs_dbias):
     """Return the gradients of a linear layer's input, weight and bias, or None for each that is not needed.
+
     dy: (N, out), BF16 or FP8; weight and x: see `input_gradient` and `_weight_gradient`."""
     dbias = dx = dweight = None
     if isinstance(dy, Float8Tensor):

@@ -415,8 +415,10 @@ class LayerNormLinear(Module):
 
 
 class LayerNormMLP(Module):
-    """Norm, linear, activation, linear: (…, hidden_size) -> (…, hidden_size). With a gated activation (swiglu
-    …) `fc1_weight` has 2 · ffn_hidden_size rows: first the gate, which is activated, then the values."""
+    """Norm, linear, activation, linear: (…, hidden_size) -> (…, hidden_size).
+
+    With a gated activation (swiglu …) `fc1_weight` has 2 · ffn_hidden_size rows: first the gate, which is
+    activated, then the values."""
 
     def __init__(self, hidden_size, ffn_hidden_size, eps=1e-5, init_method=None, bias=True,
                  normalization="LayerNorm", activation="gelu", output_layer_init_method=None, **options):
@@ -459,9 +461,10 @@ class LayerNorm(RMSNorm):
 
 
 class DotProductAttention(nn.Module):
-    """Causal softmax(q · kᵀ / √D) · v; keys and values may have fewer heads. Format bshd: q (B, S, H, D) ->
-    (B, S, H · D). Format thd with the mask padding_causal: packed sequences, q (T, H, D) -> (T, H · D), with
-    cu_seqlens_q as in `packed_attention`."""
+    """Causal softmax(q · kᵀ / √D) · v; keys and values may have fewer heads.
+
+    Format bshd: q (B, S, H, D) -> (B, S, H · D). Format thd with the mask padding_causal: packed sequences, q
+    (T, H, D) -> (T, H · D), with cu_seqlens_q as in `packed_attention`."""
 
     def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
                  qkv_format="sbhd", **options):

@@ -1,7 +1,6 @@
 """torch.compile on the modules of fast_kernels: one graph, and the bits of uncompiled passes."""
 
 import functools
-import importlib
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ pytest.importorskip("triton")
 from fast_kernels import modules  # noqa: E402
 from fast_kernels.attention import attention, packed_attention_reference  # noqa: E402
 from kernel_tools import HAS_GPU, _as_on_a_gpu, _free_memory  # noqa: E402, F401
+from model_te_fast import FastConfig, FastGPT2Model  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
@@ -197,8 +197,7 @@ def test_attention_of_separate_tensors(documents):
 
 def test_the_fast_model_runs_uncompiled_or_is_refused():
     torch._dynamo.reset()
-    model_te_fast = importlib.import_module("model_te_fast")
-    model = model_te_fast.FastGPT2Model(model_te_fast.FastConfig(**SMALL)).to(DEVICE, torch.bfloat16)
+    model = FastGPT2Model(FastConfig(**SMALL)).to(DEVICE, torch.bfloat16)
     ids, labels = make_batch()
     with torch.no_grad():
         assert torch.equal(torch.compile(model)(ids, labels), model(ids, labels))
