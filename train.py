@@ -63,7 +63,7 @@ def main(config: TrainConfig) -> None:
     config.is_graphable(not recipes.IS_REFERENCE)  # ValueError if --cuda-graph on is impossible
     recipe = recipes.make(config)  # the switch: delayed | current | block | mxfp8 | nvfp4 | none
     model = models.make_model(config, device, dtype, recipe, saved.get("model_config"))
-    model = distribute(model, config.parallel)  # ddp | fsdp | hsdp
+    model = distribute(model, config.parallel, config.grad_accum)  # ddp | fsdp | hsdp
     if config.compile:
         if ranks.rank == 0:
             print("compiling, usually 30 to 70 s", flush=True)
@@ -77,7 +77,7 @@ def main(config: TrainConfig) -> None:
         if ranks.rank == 0:
             print(f"{source} on {config.data}: {logs.describe_val_loss(loss, val.meta)}")
         return
-    gradients = make_gradients(model, optimizer, config.grad_accum)  # in flat buffers
+    gradients = make_gradients(model, optimizer, config.grad_accum, config.compile)  # in flat buffers
     make_profiler(config.profile, "", device)  # ValueError for a bad --profile
     torch.manual_seed(config.seed + ranks.rank)  # another dropout mask on each rank
     if source:

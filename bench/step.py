@@ -121,11 +121,11 @@ class Step:
         self.config, self.divisor = config, config.grad_accum * parallel.world_size()
         model = models.make_model(config, device, dtype, recipes.make(config))
         self.kernels = models.describe(model)
-        self.model = self.forward = distribute(model, config.parallel)
+        self.model = self.forward = distribute(model, config.parallel, config.grad_accum)
         self.casts_once = config.grad_accum > 1 and not config.compile and models.takes_argument(
             model, "is_first_microbatch")
         self.optimizer = make_optimizer(self.model, config)
-        self.gradients = make_gradients(self.model, self.optimizer, config.grad_accum)
+        self.gradients = make_gradients(self.model, self.optimizer, config.grad_accum, config.compile)
         if config.compile:
             self.model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
         if recipes.uses_delayed_scaling(self.model):

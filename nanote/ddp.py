@@ -20,22 +20,25 @@ ALIGNMENT = 128  # elements: each gradient starts at a multiple of 256 bytes
 BUCKET_BYTES = 128 * 2**20
 
 
-def distribute(model, kind: str):
+def distribute(model, kind: str, grad_accum: int):
     """Give all ranks the weights of rank 0, and shard them unless `kind` is "ddp"; return the model."""
     if dist.is_initialized():
         for tensor in (*model.parameters(), *model.buffers()):
             if type(tensor) in (torch.Tensor, torch.nn.Parameter):
                 dist.broadcast(tensor.data, src=0)
         if kind != "ddp":
-            parallel.shard(model, kind)
+            parallel.shard(model, kind, grad_accum)
     return model
 
 
-def make_gradients(model, optimizer, grad_accum: int):
+def make_gradients(model, optimizer, grad_accum: int, compiled: bool = False):
     """Return the gradients of a run, and divide its update among ranks where that is possible. Collective."""
     if parallel.mesh(model) is not None:
         return parallel.ShardedGradients(model)
     are_summed = grad_accum > 1 or parallel.world_size() > 1
+    if compiled and not are_summed:
+        from nanote.memory import UncopiedGradients
+        return UncopiedGradients(model)
     gradients = Gradients(model, dtype=torch.float32 if are_summed else None)
     if parallel.world_size() > 1:
         from nanote import peers

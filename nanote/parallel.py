@@ -106,7 +106,7 @@ def launcher() -> str:
 
 # ---------------------------------------------------------------- a sharded model
 
-def shard(model, kind: str) -> None:
+def shard(model, kind: str, grad_accum: int) -> None:
     """Shard a model block by block, in place. `kind`: "fsdp", or "hsdp" to shard on each machine. A block's
     weights are gathered when it runs, and its gradients are summed and divided among the ranks in the
     backward pass. With hsdp each machine does so, and machines sum their gradients."""
@@ -119,8 +119,10 @@ def shard(model, kind: str) -> None:
     names = ("replicate", "shard") if kind == "hsdp" else ("shard",)
     sizes = (ranks // shards, shards)[-len(names):]
     mesh = init_device_mesh(next(model.parameters()).device.type, sizes, mesh_dim_names=names)
+    # gradients are summed in float32; that of two is the same in their own dtype
+    policy = MixedPrecisionPolicy(reduce_dtype=None if ranks * grad_accum <= 2 else torch.float32)
     for module in (*model.blocks, model):  # the last: embeddings, final norm and lm_head
-        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        fully_shard(module, mesh=mesh, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)  # sum gradients; the loss is divided by the ranks instead
         module.set_force_sum_reduction_for_comms(True)
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view")

@@ -25,7 +25,8 @@ def make(seed=0, dtype=torch.float32, device="cpu", **changes):
     config = TrainConfig(**SIZE | OPTIONS | changes)
     torch.manual_seed(seed)
     recipe = recipes.make(config)
-    model = ddp.distribute(models.make_model(config, device, dtype, recipe), config.parallel)
+    model = models.make_model(config, device, dtype, recipe)
+    model = ddp.distribute(model, config.parallel, config.grad_accum)
     return model, make_optimizer(model, config)
 
 

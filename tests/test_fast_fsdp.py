@@ -52,7 +52,7 @@ def train(model, microbatches, steps=2):
     (dict(n_layer=2), 2), (MODERN | dict(tie_embeddings=False, fp8_lm_head=False), 1)])
 def test_a_sharded_model_trains_as_one_that_is_not(options, microbatches):
     expected = train(make_model(**options), microbatches)
-    model = ddp.distribute(make_model(**options), TrainConfig(parallel="fsdp"))
+    model = ddp.distribute(make_model(**options), "fsdp", microbatches)
     losses, gradients, state = train(model, microbatches)
     # autograd sums micro-batches in BF16, FSDP2 in float32; a GPU sums attention's gradients in any order
     tolerance = 0.02 if HAS_GPU or microbatches > 1 else 0

@@ -41,7 +41,8 @@ def compare_ranks():
     config = TrainConfig(n_layer=2, n_head=4, n_embd=256, vocab_size=512, n_positions=128, lr=1e-2)
     device, recipe = torch.device("cuda", ranks.local_rank), recipes.make(config)
     torch.manual_seed(ranks.rank)  # rank 0 gives its weights to the others
-    model = distribute(models.make_model(config, device, torch.bfloat16, recipe), config.parallel)
+    model = models.make_model(config, device, torch.bfloat16, recipe)
+    model = distribute(model, config.parallel, config.grad_accum)
     optimizer = make_optimizer(model, config)
     gradients = make_gradients(model, optimizer, config.grad_accum)
 

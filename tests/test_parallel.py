@@ -96,7 +96,7 @@ def test_a_model_without_blocks_is_not_sharded(monkeypatch):
     import torch
 
     with pytest.raises(ValueError, match="--parallel fsdp: shards block by block.*or pass --parallel ddp"):
-        ddp.distribute(torch.nn.Linear(3, 3), "fsdp")
+        ddp.distribute(torch.nn.Linear(3, 3), "fsdp", 1)
 
 
 # ---------------------------------------------------------------- an update divided among ranks
