@@ -42,6 +42,15 @@ def test_plain_gpt_is_the_same_network(block, by_hand):
     torch.testing.assert_close(plain(x, y), ours(x, y), rtol=1e-5, atol=1e-5)
 
 
+def test_compile_measures_what_its_time_allows(tmp_path):
+    path = tmp_path / "compile.json"
+    benchmark_te.main(f"--compile --time-budget 1 --json {path}".split())
+    first, *_, last = json.loads(path.read_text())
+    assert (first["engine"], first["recipe"], first["model"]) == ("te_reference", "none", "optimized")
+    assert first["ms"] > 0 and first["graph_breaks"] == 0
+    assert (last["mode"], last["error"]) == ("max-autotune-no-cudagraphs", "not run: time budget")
+
+
 FIELDS = "shape block arm ms tokens_per_s ratio_to_plain mfu peak_gib gpu torch te date command model_config"
 
 
