@@ -73,9 +73,8 @@ class FastConfig:
 
     def __post_init__(self):
         self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
-        if self.n_inner is None:
-            swiglu = self.activation == "swiglu"
-            self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
+        swiglu = self.activation == "swiglu"
+        self.n_inner = self.n_inner or (round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd)
         fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
         width = fp8 if self.head_dim else math.lcm(fp8, self.n_head)
         multiples = dict(vocab_size=32, n_embd=width, n_inner=fp8)
@@ -92,8 +91,7 @@ class FastConfig:
 
     @property
     def norm(self):  # arguments of TE's modules
-        normalization = "RMSNorm" if self.use_rmsnorm else "LayerNorm"
-        return dict(normalization=normalization, eps=self.layernorm_epsilon)
+        return dict(normalization="RMSNorm" if self.use_rmsnorm else "LayerNorm", eps=self.layernorm_epsilon)
 
     def in_fp8(self, layer):
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last

@@ -87,9 +87,8 @@ class OptimizedConfig:
 
     def __post_init__(self):
         self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
-        if self.n_inner is None:
-            swiglu = self.activation == "swiglu"
-            self.n_inner = round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd
+        swiglu = self.activation == "swiglu"
+        self.n_inner = self.n_inner or (round_up(8 * self.n_embd // 3, 64) if swiglu else 4 * self.n_embd)
         self.attention = self.attention or ("sdpa" if self.use_pytorch_sdpa else "te")
         fp8 = 16 if self.use_fp8 else 1  # the dimensions of an FP8 GEMM are multiples of 16
         width = fp8 if self.head_dim else math.lcm(fp8, self.n_head)
@@ -109,8 +108,7 @@ class OptimizedConfig:
 
     @property
     def norm(self):  # arguments of TE's modules
-        normalization = "RMSNorm" if self.use_rmsnorm else "LayerNorm"
-        return dict(normalization=normalization, eps=self.layernorm_epsilon)
+        return dict(normalization="RMSNorm" if self.use_rmsnorm else "LayerNorm", eps=self.layernorm_epsilon)
 
     def in_fp8(self, layer):
         return self.fp8_skip_first <= layer < self.n_layer - self.fp8_skip_last
@@ -145,14 +143,12 @@ def attention_kernel(config):
     widest = {9: 256, 10: 128, 11: 128, 12: 128}.get(major, 0)  # head_dim of FlashAttention 4
     if flash_attn_func is not None and "cute" not in flash_attn_func.__module__:  # FlashAttention 2
         widest = 256 if major >= 8 else 0
-    fits = config.head_dim <= widest or config.head_dim == 256 and major in (10, 11)
-    fits = fits and flash_attn_func is not None and config.attn_dropout == 0 and config.head_dim % 8 == 0
+    fits = flash_attn_func and not config.attn_dropout and config.head_dim in range(8, widest + 1, 8)
     if config.attention == "flash" and not fits:
         raise ValueError("attention='flash': needs flash-attn-4 or flash-attn, attn_dropout=0 and a head_dim "
                          f"in multiples of 8 up to {widest} on this GPU; 'sdpa' works")
-    if config.attention == "auto":
-        return "flash" if fits and ENGINE != "fast" else "sdpa" if ENGINE == "reference" else "te"
-    return config.attention
+    best = "flash" if fits and ENGINE != "fast" else "sdpa" if ENGINE == "reference" else "te"
+    return best if config.attention == "auto" else config.attention
 
 
 @torch.compiler.disable  # FlashAttention compiles its own kernels, which torch.compile must not trace
@@ -218,9 +214,8 @@ class Attention(nn.Module):
         # Compare lengths in generation only: under torch.compile they may be symbols, which is_causal refuses
         causal = mask is None and (not generating or q.shape[1] == k.shape[1])
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, S, D)
-        dropout = config.attn_dropout if self.training else 0.0
-        grouped = config.n_kv_head != config.n_head
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped)
+        y = F.scaled_dot_product_attention(
+            q, k, v, mask, self.training * config.attn_dropout, causal, enable_gqa=k.shape[1] < q.shape[1])
         return y.transpose(1, 2)
 
 
