@@ -89,9 +89,9 @@ class Peers:
 
     def connect(self) -> None:
         """Give the other ranks access to this memory, and move the parameters there. Collective."""
-        handle, self.weights_handle = (
-            _symmetric_memory.rendezvous(shared, dist.group.WORLD.group_name)
-            for shared in (self.received, self.weights))
+        group = dist.group.WORLD.group_name
+        handle = _symmetric_memory.rendezvous(self.received, group)
+        self.weights_handle = _symmetric_memory.rendezvous(self.weights, group)
         self.stride, self.barrier = self.width * self.received.element_size(), handle.barrier
         # the next rank first, so that not all copy to the same GPU at a time
         others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
