@@ -73,7 +73,6 @@ class Tokens:
 
 
 def main(argv=None):
-    """Run the command line `argv` (None: sys.argv[1:])."""
     options = parse(Stdlib | Packages | Text | Hf | Sft | Tokens, argv, "data.py", __doc__)
     source = f"{' '.join(sys.argv[1:] if argv is None else argv)} (Python {sys.version.split()[0]})"
     write = convert if isinstance(options, Tokens) else tokenize
@@ -92,7 +91,8 @@ def tokenize(options, source):
         from tools.packages import package_documents
         documents = package_documents(left_out)
     elif isinstance(options, Stdlib):
-        documents = corpus.stdlib_documents()
+        files = [path for path in corpus.stdlib_files("test", "tests", "idle_test") if path.suffix == ".py"]
+        documents = (path.read_bytes().decode("utf-8", errors="replace") for path in files)
     elif isinstance(options, Hf):
         name = Path(options.name).resolve().name
         documents = corpus.dataset_documents(
@@ -133,12 +133,10 @@ def foreign_tokens(path, encoder):
     """Return the uint16 tokens of a file with modded-nanogpt's header, or nanoGPT's without one."""
     header = np.fromfile(path, "<i4", 256)  # a magic number, the version, the number of tokens, zeros
     has_header = len(header) == 256 and header[0] == 20240520
-    try:
-        tokens = np.memmap(path, "<u2", "r", offset=header.nbytes * has_header)
-    except ValueError as error:
-        raise ValueError(f"{path}: not a file of uint16 tokens: {error}") from None
-    if has_header and len(tokens) != header[2]:
-        raise ValueError(f"{path}: {len(tokens):,} tokens, but its header says {header[2]:,}; copy it again")
+    size = Path(path).stat().st_size - header.nbytes * has_header
+    if not size or size % 2 or has_header and size // 2 != header[2]:
+        raise ValueError(f"{path}: truncated, or no uint16 tokens: {size} bytes of them; copy it again")
+    tokens = np.memmap(path, "<u2", "r", offset=header.nbytes * has_header)
     if tokens.max() >= encoder.vocab_size:
         raise ValueError(f"{path}: holds the token {tokens.max()}, but {encoder.name} has "
                          f"{encoder.vocab_size:,}; name the tokenizer that made the file")

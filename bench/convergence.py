@@ -4,10 +4,10 @@
     python bench/convergence.py --arms bf16 fp8 --seeds 1 2 3    # one run per GPU at a time
     python bench/convergence.py --arms nanogpt --nanogpt nanoGPT    # the folder of a checkout
 
-The prefix of an arm is the size: none for GPT-2 124M; modern- for its modern block; 350m-; small- trains in
-two minutes on a CPU. `nanogpt` is nanoGPT's model, compiled. Every arm trains on the same batches for the
-same seed, and is evaluated on the same tokens. A run that was cut continues from its last checkpoint in
---out-dir. The exit code is 1 if a run failed.
+The prefix of an arm is the size: none for GPT-2 124M; modern- for its modern block; 350m-. `nanogpt` is
+nanoGPT's model, compiled. Every arm trains on the same batches for the same seed, and is evaluated on the
+same tokens. A run that was cut continues from its last checkpoint in --out-dir. The exit code is 1 if a run
+failed.
 
 The JSON has in `command` all commands that added to it, in `corpora` their token files, and in `runs` a
 record per evaluation of each completed run; its seconds are those of training steps alone. Runs on other
@@ -53,10 +53,8 @@ SIZES = {  # prefix of an arm: options of its architecture
     "": GPT2,
     "modern-": f"{GPT2} {MODERN}",
     "350m-": "--preset gpt2-350m --micro-batch-size 32 --grad-accum 4",
-    "small-": "--preset gpt2-124m --n-layer 3 --n-head 2 --n-embd 64 --seq-len 64 --micro-batch-size 128 "
-              "--grad-accum 1 --warmup-steps 60 --eval-tokens 131072",
 }
-TOKENS_PER_STEP = dict.fromkeys(SIZES, 131_072) | {"small-": 8_192}
+TOKENS_PER_STEP = 131_072
 RECIPES = {  # name of an arm: options of its precision
     "bf16": "--fp8-recipe none", "fp8": "", "fp8-current": "--fp8-recipe current",
     "fp8-block": "--fp8-recipe block",
@@ -65,7 +63,7 @@ ARMS = {f"{prefix}{name}": f"{size} {options}" for prefix, size in SIZES.items()
         for name, options in RECIPES.items()}
 ARMS["nanogpt"] = f"{GPT2} --fp8-recipe none --model bench/nanogpt.py:NanoGPT --dtype float32 --compile"
 
-ALL_PREFIXES = r"(?:small-modern-|modern-|350m-|small-|bpe-|)"  # of stored runs too, longest first
+PREFIXES = r"(?:small-modern-|modern-|350m-|small-|bpe-|)"  # of stored runs too, longest first
 # of Student's t, 1, 2… degrees of freedom
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
 
@@ -87,15 +85,10 @@ class Options:
 
 # ---------------------------------------------------------------- summary
 
-def size_of(arm: str) -> str:
-    """Return the prefix of an arm, such as "modern-"; "" for GPT-2 124M."""
-    return re.match(ALL_PREFIXES, arm)[0]
-
-
 def baseline_of(arm: str) -> str:
     """Return the BF16 arm of the same architecture and learning rate."""
     name, at, lr = arm.partition("@")
-    return f"{size_of(name)}bf16{at}{lr}"
+    return f"{re.match(PREFIXES, name)[0]}bf16{at}{lr}"
 
 
 def standard_error(values: list[float]) -> float | None:
@@ -212,20 +205,20 @@ def main_table(result) -> str:
 
 # ---------------------------------------------------------------- runs
 
-def steps_of(options: Options, arm: str) -> int:
-    return math.ceil(options.tokens / TOKENS_PER_STEP[size_of(arm)])
+def steps_of(options: Options) -> int:
+    return math.ceil(options.tokens / TOKENS_PER_STEP)
 
 
 def folder_of(options: Options, arm: str, seed: int) -> Path:
-    return options.out_dir / f"{arm}-{steps_of(options, arm)}steps-seed{seed}"
+    return options.out_dir / f"{arm}-{steps_of(options)}steps-seed{seed}"
 
 
 def first_options(options: Options, arm: str, seed: int) -> list[str]:
     """Return the options of train.py for a run that begins with random weights."""
     name, _, lr = arm.partition("@")
-    interval = str(max(1, steps_of(options, arm) // options.evaluations))
+    interval = str(max(1, steps_of(options) // options.evaluations))
     return [*COMMON.split(), *ARMS[name].split(), "--lr", lr, "--seed", str(seed),
-            "--max-steps", str(steps_of(options, arm)), "--eval-interval", interval,
+            "--max-steps", str(steps_of(options)), "--eval-interval", interval,
             "--checkpoint-interval", interval, "--data", options.data,
             "--out-dir", str(folder_of(options, arm, seed)), *options.more.split()]
 
@@ -247,17 +240,16 @@ def evaluations_of(arm: str, seed: int, folder: Path) -> list[dict]:
     `seconds` sums the steps after the first. An interval at less than half the median speed holds a resume,
     which captures the CUDA graphs again: it counts at the median.
     """
-    records, tokens_per_step = read_metrics(folder / "metrics.jsonl"), TOKENS_PER_STEP[size_of(arm)]
-    found, seconds = [], 0.0
+    records, found, seconds = read_metrics(folder / "metrics.jsonl"), [], 0.0
     median = statistics.median(record["tokens_per_s"] for record in records)
     for before, record in zip([records[0], *records], records):
         step, speed = record["step"], record["tokens_per_s"]
-        seconds += (step - before["step"]) * tokens_per_step / (speed if speed > median / 2 else median)
+        seconds += (step - before["step"]) * TOKENS_PER_STEP / (speed if speed > median / 2 else median)
         losses = {name: record[name] for name in ("val_loss", "val_loss_without_fp8")
                   if record.get(name) is not None}
         if losses:
-            found.append({"arm": arm, "seed": seed, "run_tokens": records[-1]["step"] * tokens_per_step,
-                          "tokens": step * tokens_per_step, "step": step, **losses,
+            found.append({"arm": arm, "seed": seed, "run_tokens": records[-1]["step"] * TOKENS_PER_STEP,
+                          "tokens": step * TOKENS_PER_STEP, "step": step, **losses,
                           "seconds": round(seconds, 3)})
     return found
 
@@ -274,7 +266,7 @@ def train_run(options: Options, arm: str, seed: int, gpu: str) -> str:
 
     def is_complete():
         records = read_metrics(folder / "metrics.jsonl")
-        return bool(records) and records[-1]["step"] >= steps_of(options, arm)
+        return bool(records) and records[-1]["step"] >= steps_of(options)
 
     if is_complete():
         return ""

@@ -5,15 +5,13 @@
 `efficiency` is tokens/s per GPU in a layout, divided by the mean over the GPUs of what each reaches alone at
 the same micro-batch; both steps take turns, and a figure is the median of their steps. Layouts:
 
-- ddp        gradients in float32, the update divided among the GPUs (nanote/ddp.py): the default
-- ddp-eager  launched from Python, not as CUDA graphs
-- fsdp       FSDP2; fsdp-eager
-- nanogpt    nanoGPT's model as its train.py trains it, in BF16: DistributedDataParallel around the compiled
-             model. Pass --nanogpt with a checkout, of which model.py alone is read
+- ddp      gradients in float32, the update divided among the GPUs (nanote/ddp.py): the default
+- fsdp     FSDP2
+- nanogpt  nanoGPT's model as its train.py trains it, in BF16: DistributedDataParallel around the compiled
+           model. Pass --nanogpt with a checkout, of which model.py alone is read
 
-Layout nanogpt is timed first; `over_nanogpt` of a row of ddp is its tokens/s per GPU over nanoGPT's with as
-many GPUs. Before anything is timed, the step on all GPUs, with one GPU's tokens on each of them, must have
-the loss and gradient norm that this GPU has alone.
+Before anything is timed, the step on all GPUs, with one GPU's tokens on each of them, must have the loss and
+gradient norm that this GPU has alone.
 """
 import dataclasses
 import itertools
@@ -35,11 +33,7 @@ from nanote.config import parse, run_command
 
 SHAPES = {name: step.SHAPES[name] for name in ("124m-b32", "350m-b16", "c4096", "llama3-8b")} | {
     "124m-b16": step.SHAPES["124m-b32"] | {"micro_batch_size": 16}}
-LAYOUTS = {  # options of train.py
-    "ddp": {}, "ddp-eager": {"cuda_graph": "off"},
-    "fsdp": {"parallel": "fsdp"}, "fsdp-eager": {"parallel": "fsdp", "cuda_graph": "off"},
-    "nanogpt": {},
-}
+LAYOUTS = ("ddp", "fsdp", "nanogpt")
 RECIPES = ("delayed", "none", "current", "block")
 CLOSE = {"none": 0.01}  # relative error of loss and gradient norm; of FP8: 0.02
 
@@ -142,14 +136,6 @@ def check_agreement(found, expected, config) -> None:
                          f"{error:.3g}")
 
 
-def over_nanogpt(row: dict, rows: list[dict]) -> dict:
-    """Return the ratio of a row of ddp to that of nanoGPT on as many GPUs, if it was measured."""
-    wanted = {"parallel": "nanogpt"} | {key: row[key] for key in ("gpus", "gpu", "shape", "grad_accum")}
-    speeds = [other["tokens_per_s_per_gpu"] for other in rows if wanted.items() <= other.items()]
-    is_comparable = speeds and row["parallel"].startswith("ddp")
-    return {"over_nanogpt": row["tokens_per_s_per_gpu"] / speeds[0]} if is_comparable else {}
-
-
 def main(argv=None) -> None:
     options = parse(Options, argv, "bench/multi_gpu.py", __doc__)
     check(options)
@@ -166,18 +152,17 @@ def main(argv=None) -> None:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None,
         "nccl_max_ctas": os.environ.get("NCCL_MAX_CTAS"),
         "nvlink_multicast": os.environ.get("NCCL_NVLS_ENABLE") != "0"}
-    layouts = sorted(options.layouts, key=lambda layout: layout != "nanogpt")  # first, for over_nanogpt
     runs = [(shape, layout, recipe if layout != "nanogpt" else "none")  # nanoGPT has one precision
-            for shape, layout, recipe in itertools.product(options.shapes, layouts, options.recipes)]
+            for shape, layout, recipe in itertools.product(options.shapes, options.layouts, options.recipes)]
     for shape, layout, recipe in dict.fromkeys(runs):
         config = dataclasses.replace(step.make_config(SHAPES[shape], device), fp8_recipe=recipe,
-                                     grad_accum=options.accum, **LAYOUTS[layout])
+                                     grad_accum=options.accum, parallel=layout.replace("nanogpt", "ddp"))
         row = common | {"parallel": layout, "shape": shape, "recipe": recipe}
         if layout == "nanogpt":
             row["model_py_sha256"] = nanogpt.checksum(options.nanogpt)
         row |= measure_row(layout, config, options, device)
         if ranks.rank == 0:
-            rows.add(row | over_nanogpt(row, rows), f"{ranks.count} GPUs  {layout} {shape} {recipe}")
+            rows.add(row, f"{ranks.count} GPUs  {layout} {shape} {recipe}")
     step.free()  # NCCL waits for CUDA graphs that hold its kernels
 
 

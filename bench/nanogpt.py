@@ -1,7 +1,7 @@
 """Measure nanoGPT itself beside this kit, on a GPU.
 
     git clone https://github.com/karpathy/nanoGPT
-    python bench/nanogpt.py nanoGPT    # a checkout; writes results/nanogpt.json
+    python bench/nanogpt.py nanoGPT --json results/nanogpt.json    # nanoGPT: a checkout
 
 Of the checkout, model.py alone is read. Its GPT is trained as its train.py does: float32 parameters under
 BF16 autocast, torch.compile, TF32 allowed, the fused AdamW of `configure_optimizers`, gradients clipped at
@@ -29,8 +29,7 @@ import torch
 import tyro
 from torch.nn.parallel import DistributedDataParallel
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import measure, step
 from bench.plain_gpt import PlainStep
 from bench.report import Rows
@@ -47,8 +46,7 @@ class Options:
     path: tyro.conf.Positional[Path]  # Folder of a nanoGPT checkout, which has model.py.
     shapes: tuple[Literal[SHAPES], ...] = SHAPES  # Shapes of benchmark_te.py.
     steps: int = 60  # Steps to time, of each arm.
-    json: Path | None = None
-    """Write the rows here; those of other shapes in the file stay. Default on a GPU: results/nanogpt.json."""
+    json: Path | None = None  # Write the rows here; those of other shapes in the file stay.
 
 
 class NanoGPTStep(PlainStep):
@@ -146,8 +144,7 @@ def main(argv=None) -> None:
     module, device = load(options.path), pick_device("auto")
     if device.type != "cuda":
         print("no GPU: tiny shapes, and the times mean nothing")
-    default = ROOT / "results/nanogpt.json" if device.type == "cuda" else None
-    rows = Rows(options.json or default, ("shape", "block", "arm"), "bench/nanogpt.py", argv)
+    rows = Rows(options.json, ("shape", "block", "arm"), "bench/nanogpt.py", argv)
     for shape, block in itertools.product(options.shapes, BLOCKS):
         config = step.make_config(step.SHAPES[shape] | BLOCKS[block] | {"fp8_recipe": "none"}, device)
         for figures in measure_shape(module, config, options.steps, device):

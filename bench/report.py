@@ -28,8 +28,7 @@ PRINTED = {  # field of a row -> its text on the screen
     "forward_ms": "forward {:.2f}", "backward_ms": "backward {:.2f}", "optimizer_ms": "optimizer {:.2f}",
     "eager": "eager {:.2f} x BF16", "graph": "graph {:.2f} x BF16",
     "graph_breaks": "{} graph breaks", "graphs": "{} graphs", "compile_s": "compiled in {:.0f} s",
-    "tokens_per_s_per_gpu": "{:,.0f} tokens/s per GPU", "over_nanogpt": "{:.3f} x nanoGPT",
-    "efficiency": "efficiency {:.3f}",
+    "tokens_per_s_per_gpu": "{:,.0f} tokens/s per GPU", "efficiency": "efficiency {:.3f}",
 }
 
 

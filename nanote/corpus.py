@@ -50,9 +50,8 @@ def files_below(folder, skipped=()):
 
 def text_pieces(path):
     """Yield the text of a UTF-8 file in pieces that end with a line, unless it is longer than a piece."""
-    try:
-        raw = io.BufferedReader(pyarrow.input_stream(path))  # decompresses .gz and .zst
-        with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:  # without Windows' mark
+    try:  # input_stream decompresses .gz and .zst; utf-8-sig leaves out Windows' mark
+        with io.TextIOWrapper(pyarrow.input_stream(path), encoding="utf-8-sig", newline="") as file:
             while piece := file.read(PIECE):
                 if "\0" in piece:
                     raise ValueError("holds a NUL character, as binary and UTF-16 files do")
@@ -63,10 +62,9 @@ def text_pieces(path):
 
 def dataset_documents(path, columns, left_out, data_files=None, split="train", **options):
     """Yield the texts in `columns` of each row. The other arguments are those of datasets.load_dataset."""
-    if path in (*BUILDERS.values(), "text") and not data_files:  # `datasets` would read the working folder
-        raise ValueError(f"{path}: is the name of a format; name files with --data-files")
-    if os.path.isfile(path):
-        raise ValueError(f"{path}: is a file; read it with python data.py text")
+    is_format = path in (*BUILDERS.values(), "text")  # without files `datasets` would read the working folder
+    if is_format and not data_files or os.path.isfile(path):
+        raise ValueError(f"{path}: is a file or a format, no dataset; read files with python data.py text")
     import datasets  # slow to import
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
     try:
@@ -76,8 +74,7 @@ def dataset_documents(path, columns, left_out, data_files=None, split="train", *
         rows = datasets.load_dataset(path, data_files=data_files, split=split, **options)
         for batch in rows.iter(1000):
             if missing := [name for name in columns if name not in batch]:
-                raise ValueError(f"no column {missing[0]!r} in {', '.join(batch)}; name one with data.py's "
-                                 "--column")
+                raise ValueError(f"no column {missing[0]!r} in {', '.join(batch)}; data.py has --column")
             for texts in zip(*(batch[name] for name in columns)):
                 if not all(texts):
                     left_out["rows without text"] += 1
@@ -103,10 +100,3 @@ def stdlib_files(*skipped):
     """Return the files of the running Python's standard library, without the folders `skipped`."""
     folder = sysconfig.get_paths()["stdlib"]
     return map(Path, files_below(folder, ("site-packages", "dist-packages", "__pycache__", *skipped)))
-
-
-def stdlib_documents():
-    """Yield the modules of the running Python's standard library, without its tests."""
-    for path in stdlib_files("test", "tests", "idle_test"):
-        if path.suffix == ".py":
-            yield path.read_bytes().decode("utf-8", errors="replace")

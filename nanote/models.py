@@ -1,19 +1,12 @@
 """Models by name or file: their classes, a config from options, and a model on a device.
 
-`--model` takes a name from MODELS, or path/to/file.py:Class for a model of your own. What the trainer needs
-of your own model:
+`--model` takes a name from MODELS, or path/to/file.py:Class for a model of your own. The last section of
+guide/changing_the_model.md says what the trainer needs of it. More precisely:
 
-- `Class(config)`, where config is a dataclass: that of the argument's annotation, or the only one in the file
-  with the fields `vocab_size` and `n_positions`, which are required. A field with the name of an option of
-  train.py gets its value; --set FIELD=VALUE sets the others. `use_fp8` is required to train in FP8.
-- `model.config` is that config. `model.blocks` holds the transformer blocks, for --optimizer muon and
-  --parallel fsdp only.
-- `model(input_ids, labels)` returns the mean loss, a scalar; labels are shifted already, -100 means no label.
-  `model(input_ids)` returns logits (B, S, vocab_size), or a tuple that begins with them.
-- In FP8 the forward pass runs inside `te.autocast(enabled=self.config.use_fp8, recipe=self.fp8_recipe)`; the
-  trainer sets `fp8_recipe`.
-- On a GPU a step is captured as CUDA graphs, which repeat what `forward` did on the GPU when it was captured.
-  Python in it does not run again: with a random choice or a counter in Python, pass --cuda-graph off.
+- Its config is the dataclass of the constructor's annotation, or the only one in the file with the fields
+  `vocab_size` and `n_positions`. `model.config` is that config.
+- Labels are shifted already, -100 means no label. The loss is a scalar, logits are (B, S, vocab_size).
+- `model.blocks` holds the transformer blocks, for --optimizer muon and --parallel fsdp only.
 - A forward with an argument `is_first_microbatch` gets it with gradient accumulation, to cast weights to FP8
   once per step; one with `cu_seqlens` can train with --pack-documents.
 """

@@ -20,7 +20,7 @@ class Optimizer:
     def __init__(self, model, *parts, fast_adam=None):
         """`parts`: torch.optim.Optimizer objects; `fast_adam`: a single one that is a FastAdam."""
         self.parts, self.mesh = list(parts), parallel.mesh(model)
-        self.parameters = parallel.local_parameters(model)
+        self.parameters = list(map(parallel.local_part, model.parameters()))
         self.fast_adam, self.capturable = fast_adam, fast_adam is not None  # by a CUDA graph
 
     @property
@@ -40,9 +40,8 @@ class Optimizer:
                 group["lr"].fill_(group_lr)  # a captured update reads this memory
             else:
                 group["lr"] = group_lr
-        for part in self.parts:
-            if hasattr(part, "write_options"):
-                part.write_options()
+        if self.fast_adam is not None:
+            self.fast_adam.write_options()
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Return the L2 norm of all gradients, (), and clip it to `max_norm` here or in `step`; 0: do not."""
@@ -76,7 +75,8 @@ def make_optimizer(model, config) -> Optimizer:
     Both use one learning rate, decay matrices only and update float32 masters of BF16 and FP8 weights. AdamW
     is fast_kernels' FastAdam on a GPU; TE's FusedAdam with --fp8-param and on the CPU."""
     matrices = matrices_of_blocks(model, config.fp8_param) if config.optimizer == "muon" else []
-    parameters = [p for p in parallel.local_parameters(model) if id(p) not in map(id, matrices)]
+    local = map(parallel.local_part, model.parameters())
+    parameters = [p for p in local if id(p) not in map(id, matrices)]
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
     moments = getattr(torch, config.moment_dtype)

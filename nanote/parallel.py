@@ -136,11 +136,6 @@ def local_part(parameter) -> torch.Tensor:
     return getattr(parameter, "local_part", parameter)
 
 
-def local_parameters(model) -> list:
-    """Return what this rank keeps of the parameters of a model; all of them if it is not sharded."""
-    return [local_part(parameter) for parameter in model.parameters()]
-
-
 def mesh(model) -> DeviceMesh | None:
     """Return the device mesh of a sharded model."""
     return getattr(next(model.parameters()), "device_mesh", None)
@@ -233,8 +228,7 @@ def on_each_rank(function, group=None) -> None:
         function()
     except Exception as error:
         own = error if isinstance(error, OSError) else RuntimeError(f"rank {rank()}: {error!r}")
-    first = first_of_ranks(own, group)
-    if first is not None:
+    if first := first_of_ranks(own, group):
         raise own or first
 
 

@@ -66,10 +66,6 @@ def allocate_shared(size: int, dtype: torch.dtype, device: torch.device) -> torc
     return _symmetric_memory.empty(size, dtype=dtype, device=device)
 
 
-def rendezvous(tensor: torch.Tensor):
-    return _symmetric_memory.rendezvous(tensor, dist.group.WORLD.group_name)
-
-
 class Peers:
     """The other ranks, as FastAdam.divide takes them: its NoPeers says what their attributes are. Each bucket
     has a part of equal width for each rank."""
@@ -93,7 +89,9 @@ class Peers:
 
     def connect(self) -> None:
         """Give the other ranks access to this memory, and move the parameters there. Collective."""
-        handle, self.weights_handle = rendezvous(self.received), rendezvous(self.weights)
+        group = dist.group.WORLD.group_name
+        handle = _symmetric_memory.rendezvous(self.received, group)
+        self.weights_handle = _symmetric_memory.rendezvous(self.weights, group)
         self.stride, self.barrier = self.width * self.received.element_size(), handle.barrier
         # the next rank first, so that not all copy to the same GPU at a time
         others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]

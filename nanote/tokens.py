@@ -153,14 +153,14 @@ def encoded(documents, encoder, val_fraction, pool):
     """Yield (split, is_later, tokens, bytes of text) of each piece of each document, and of its end."""
     def encode(piece):
         split, is_later, raw = piece
-        return split, is_later, encoder.encode_bytes(raw) if raw else np.array([encoder.eot]), len(raw)
+        tokens = encoder.encode_bytes(raw) if raw else np.array([encoder.eot])
+        if encoder.bos is not None and not is_later:
+            tokens = np.append(encoder.bos, tokens)
+        return split, is_later, tokens, len(raw)
 
-    pieces, is_start = pieces_of(documents, val_fraction), True
+    pieces = pieces_of(documents, val_fraction)
     while some := list(islice(pieces, 4 * os.cpu_count())):
-        for split, is_later, tokens, size in pool.map(encode, some):
-            has_bos = is_start and encoder.bos is not None
-            yield split, is_later, np.append(encoder.bos, tokens) if has_bos else tokens, size
-            is_start = not size
+        yield from pool.map(encode, some)
 
 
 def pieces_of(documents, val_fraction):
@@ -241,18 +241,16 @@ class Loader:
 
     def start_at(self, step, sample):
         """Let `step` begin with this sample: a resumed run may have another number of samples a step."""
-        self._resumed, self._prefetched = (step, sample), (None, None)  # the latter: step, future
+        self._resumed, self._prefetched = (step, sample), {}  # the latter: {step: future}
 
     def batches(self, step):
         """Return the grad_accum micro-batches (input_ids, labels) of a step, counted from 1. Both are int64
         (micro_batch_size, seq_len). With pack_documents also cu_seqlens, int32 (max_documents + 1,): the
         start of each document or part of one in input_ids.flatten(), padded with its length."""
-        prefetched_step, future = self._prefetched
-        if prefetched_step != step:
-            future = self._thread.submit(self._read, step)
-        batches = future.result()
-        self._prefetched = (step + 1, self._thread.submit(self._read, step + 1))
-        return [tuple(tensor.to(self.device, non_blocking=True) for tensor in batch) for batch in batches]
+        future = self._prefetched.get(step) or self._thread.submit(self._read, step)
+        self._prefetched = {step + 1: self._thread.submit(self._read, step + 1)}
+        return [tuple(tensor.to(self.device, non_blocking=True) for tensor in batch)
+                for batch in future.result()]
 
     def divisors(self, step):
         """Return (divisor,) of the mean loss of each micro-batch of a step: the sum of all micro-batches of

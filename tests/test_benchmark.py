@@ -100,7 +100,7 @@ MISTAKES = {  # {command: (arguments, what its line says)}
     "bench/multi_gpu.py": [
         ("", "one process; start it with torchrun --nproc-per-node 2"),
         ("--layouts nanogpt", "--layouts nanogpt: needs a nanoGPT checkout; name its folder with --nanogpt"),
-        ("--layouts ddp2", "--layouts 'ddp2': unknown; use ddp, ddp-eager")],
+        ("--layouts ddp2", "--layouts 'ddp2': unknown; use ddp, fsdp")],
     "bench/convergence.py": [
         ("--arms fp9", "--arms fp9: unknown; the arms are bf16"),
         ("--arms nanogpt", "needs a nanoGPT checkout"), ("--tokens 0", "--tokens 0.0: must be 1 or more"),

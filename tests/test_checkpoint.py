@@ -172,8 +172,8 @@ def refused(folder, model, optimizer):
 
 
 FORGED_META = [
-    dict(step="3"), dict(config=[]), dict(model_config=None), dict(format=2), dict(format="x"),
-    dict(tokenizer=1), dict(optimizer_groups=7), dict(optimizer_groups=[0]), "null", "[" * 9999, "{"]
+    dict(format=2), dict(format="x"), dict(optimizer_groups=7), dict(optimizer_groups=[0]), "null",
+    "[" * 9999, "{"]
 FORGED_TENSORS = [
     {"model.wte.weight": None}, {"model.wte.weight": torch.ones(5)}, {"model.other": torch.ones(5)},
     {"optimizer.wte.weight.exp_avg": torch.ones(5)},

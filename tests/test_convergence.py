@@ -56,14 +56,15 @@ def test_stored_summaries_follow_from_the_stored_runs(path):
 
 def test_a_study_trains_and_continues(tmp_path, tokens, capsys):
     path = tmp_path / "study.json"
-    arguments = ["--arms", "small-bf16@1e-3", "--seeds", "1", "--tokens", "16384", "--evaluations", "1",
+    arguments = ["--arms", "bf16@1e-3", "--seeds", "1", "--tokens", "2e5", "--evaluations", "1",
                  "--data", str(tokens), "--out-dir", str(tmp_path / "runs"), "--json", str(path),
-                 "--more=--micro-batch-size 2 --n-layer 1 --eval-tokens 256 --warmup-steps 1"]
+                 "--more=--n-layer 1 --n-head 2 --n-embd 64 --seq-len 64 --micro-batch-size 2 --grad-accum 1 "
+                 "--eval-tokens 256 --warmup-steps 1"]
     for _ in range(2):  # the second time the run is complete
         convergence.main(arguments)
     document = json.loads(path.read_text())
     assert [record["step"] for record in document["runs"]][-1] == 2 and len(document["summary"]) == 1
-    assert "| `small-bf16@1e-3` |" in capsys.readouterr().out
+    assert "| `bf16@1e-3` |" in capsys.readouterr().out
     arguments[-1] += " --seed 3"
     with pytest.raises(ValueError, match="name another file"):
         convergence.main(arguments)
