@@ -64,7 +64,7 @@ def dataset_documents(path, columns, left_out, data_files=None, split="train", *
     """Yield the texts in `columns` of each row. The other arguments are those of datasets.load_dataset."""
     is_format = path in (*BUILDERS.values(), "text")  # without files `datasets` would read the working folder
     if is_format and not data_files or os.path.isfile(path):
-        raise ValueError(f"{path}: is a file or a format, no dataset; read files with python data.py text")
+        raise ValueError(f"{path}: not a dataset; name files with --data-files, or use data.py text")
     import datasets  # slow to import
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
     try:
@@ -74,7 +74,7 @@ def dataset_documents(path, columns, left_out, data_files=None, split="train", *
         rows = datasets.load_dataset(path, data_files=data_files, split=split, **options)
         for batch in rows.iter(1000):
             if missing := [name for name in columns if name not in batch]:
-                raise ValueError(f"no column {missing[0]!r} in {', '.join(batch)}; data.py has --column")
+                raise ValueError(f"no column {missing[0]!r} in {', '.join(batch)}; name one with --column")
             for texts in zip(*(batch[name] for name in columns)):
                 if not all(texts):
                     left_out["rows without text"] += 1

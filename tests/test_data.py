@@ -364,12 +364,12 @@ def test_a_full_disk_leaves_nothing(refuse):
     (["text", "model.bin"], "model.bin: not UTF-8 text (holds a NUL character"),
     (["text", "bad.txt.gz"], "bad.txt.gz: not UTF-8 text (Truncated compressed stream)"),
     (["text", "bad.jsonl"], "bad.jsonl: JSON parse error"),
-    (["hf", "null.jsonl"], "null.jsonl: is a file or a format, no dataset; read files with"),
+    (["hf", "null.jsonl"], "null.jsonl: not a dataset; name files with --data-files, or use"),
     (["text", "bad.parquet"], "bad.parquet: "),
-    (["text", "rows.jsonl"], "rows.jsonl: no column 'text' in id, body; data.py has --column"),
+    (["text", "rows.jsonl"], "rows.jsonl: no column 'text' in id, body; name one with"),
     (["text", "rows.jsonl", "--column", "id"], "rows.jsonl: column 'id' holds 1, not text"),
     (["text", "null.jsonl"], "the corpus is empty: no document holds any text; left out: {'rows"),
-    (["sft", "rows.jsonl"], "rows.jsonl: no column 'prompt' in id, body; data.py has --column"),
+    (["sft", "rows.jsonl"], "rows.jsonl: no column 'prompt' in id, body; name one with"),
     (["sft", "good.txt"], "good.txt: holds no rows; name .jsonl"),
     (["text", "good.txt", "--tokenizer", "gpt5"], "tokenizer 'gpt5': unknown"),
     (["text", "good.txt", "--tokenizer", "hf:absent"], "absent/tokenizer.json: cannot be read"),
@@ -377,8 +377,8 @@ def test_a_full_disk_leaves_nothing(refuse):
     (["text", "good.txt", "--num-workers", "0"], "max_workers must be greater than 0"),
     (["text", "good.txt", "--out-dir", "good.txt"], "good.txt: cannot be written (Not a directory)"),
     (["text", "good.txt", "--out-dir", "."], ".: cannot be replaced; name a folder in it"),
-    (["hf", "text"], "text: is a file or a format, no dataset"),
-    (["hf", "json", "--data-files"], "json: is a file or a format, no dataset"),
+    (["hf", "text"], "text: not a dataset; name files with --data-files"),
+    (["hf", "json", "--data-files"], "json: not a dataset; name files with --data-files"),
     (["hf", "json", "--data-files", "absent.json"], "absent.json: Unable to find")])
 def test_a_mistake_is_one_line(refuse, arguments, message):
     write_files(".", {
