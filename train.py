@@ -77,7 +77,7 @@ def main(config: TrainConfig) -> None:
         if ranks.rank == 0:
             print(f"{source} on {config.data}: {logs.describe_val_loss(loss, val.meta)}")
         return
-    gradients = make_gradients(model, optimizer, config.grad_accum, config.compile)  # in flat buffers
+    gradients = make_gradients(model, optimizer, config.grad_accum)  # in flat buffers
     make_profiler(config.profile, "", device)  # ValueError for a bad --profile
     torch.manual_seed(config.seed + ranks.rank)  # another dropout mask on each rank
     if source:

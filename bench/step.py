@@ -125,7 +125,7 @@ class Step:
         self.casts_once = config.grad_accum > 1 and not config.compile and models.takes_argument(
             model, "is_first_microbatch")
         self.optimizer = make_optimizer(self.model, config)
-        self.gradients = make_gradients(self.model, self.optimizer, config.grad_accum, config.compile)
+        self.gradients = make_gradients(self.model, self.optimizer, config.grad_accum)
         if config.compile:
             self.model.compile(mode=config.compile_mode, fullgraph=config.compile_fullgraph)
         if recipes.uses_delayed_scaling(self.model):

@@ -31,14 +31,11 @@ def distribute(model, kind: str, grad_accum: int):
     return model
 
 
-def make_gradients(model, optimizer, grad_accum: int, compiled: bool = False):
+def make_gradients(model, optimizer, grad_accum: int):
     """Return the gradients of a run, and divide its update among ranks where that is possible. Collective."""
     if parallel.mesh(model) is not None:
         return parallel.ShardedGradients(model)
     are_summed = grad_accum > 1 or parallel.world_size() > 1
-    if compiled and not are_summed:
-        from nanote.memory import UncopiedGradients
-        return UncopiedGradients(model)
     gradients = Gradients(model, dtype=torch.float32 if are_summed else None)
     if parallel.world_size() > 1:
         from nanote import peers

@@ -1,9 +1,7 @@
-"""Save memory in training: keep activations on the host (--offload-activations), compute the loss in chunks,
-train on gradients where autograd leaves them.
+"""Save memory in training: keep activations on the host (--offload-activations), compute the loss in chunks.
 
-All are applied to a model from outside and change no result but for rounding.
+Both are applied to a model from outside and change no result but for rounding.
 """
-import contextlib
 from functools import partial
 
 import torch
@@ -94,21 +92,3 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_loss):
         return None, None, *(gradient * d_loss for gradient in ctx.saved_tensors)
-
-
-class UncopiedGradients:
-    """As nanote.ddp.Gradients, for one micro-batch on one GPU: autograd's own, each step in other memory. A
-    compiled model writes no `main_grad`, and no CUDA graph captures its update, so nothing needs a copy."""
-
-    undivided_reason = ""
-
-    def __init__(self, model):
-        self.model = model
-
-    @contextlib.contextmanager
-    def accumulate(self, first: bool, last: bool):
-        self.model.zero_grad(set_to_none=True)
-        yield
-
-    def set_grad(self) -> None:
-        """Nothing: autograd has set `grad`."""
