@@ -72,23 +72,14 @@ class DelayedScaling:
     def delayed(self):
         return True
 
-    def mxfp8(self):
-        return False
 
-    float8_current_scaling = float8_block_scaling = nvfp4 = custom = mxfp8
-
-
-def is_fp8_available(return_reason=False):
-    reason = unsupported_reason()
+def is_fp8_available(return_reason=False, reason=None):
+    reason = unsupported_reason() if reason is None else reason
     return (not reason, reason) if return_reason else not reason
 
 
-def is_mxfp8_available(return_reason=False):
-    reason = "fast_kernels has delayed scaling only; install Transformer Engine for other recipes."
-    return (False, reason) if return_reason else False
-
-
-is_fp8_block_scaling_available = is_nvfp4_available = is_mxfp8_available
+is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = functools.partial(
+    is_fp8_available, reason="fast_kernels has delayed scaling only; other recipes need Transformer Engine.")
 
 
 @functools.cache
@@ -219,9 +210,7 @@ class Module(nn.Module):
             raise ValueError(f"normalization={normalization!r}: must be 'LayerNorm' or 'RMSNorm'")
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, False
         self.layer_norm_weight = nn.Parameter(torch.ones(size, **self.factory))
-        self.layer_norm_bias = None
-        if normalization == "LayerNorm":
-            self.layer_norm_bias = nn.Parameter(torch.zeros(size, **self.factory))
+        self.add_bias("layer_norm_bias", size, normalization == "LayerNorm")
 
     def add_linear(self, prefix, out_features, in_features, bias, init_method):
         weight = nn.Parameter(torch.empty(out_features, in_features, **self.factory))
@@ -229,9 +218,10 @@ class Module(nn.Module):
             (init_method or functools.partial(nn.init.normal_, std=0.023))(weight)  # TE's default
         self.register_parameter(f"{prefix}weight", weight)
         self.weight_names.append(f"{prefix}weight")
-        self.use_bias = bias
-        if bias:
-            self.register_parameter(f"{prefix}bias", nn.Parameter(torch.zeros(out_features, **self.factory)))
+        self.add_bias(f"{prefix}bias", out_features, bias)
+
+    def add_bias(self, name, size, has_bias):
+        self.register_parameter(name, nn.Parameter(torch.zeros(size, **self.factory)) if has_bias else None)
 
     def forward(self, inp, is_first_microbatch=None):
         x = inp.flatten(0, -2)
@@ -258,8 +248,7 @@ class Module(nn.Module):
         is_first_microbatch: None quantizes the weight, True also keeps it, False takes what was kept.
         """
         prefix, gemm = f"{name}_" if name else "", int(name == "fc2")
-        parameter = getattr(self, f"{prefix}weight")
-        bias = getattr(self, f"{prefix}bias") if self.use_bias else None
+        parameter, bias = getattr(self, f"{prefix}weight"), getattr(self, f"{prefix}bias")
         enabled = self.fp8_meta["fp8_checkpoint"] = len(_regions) > 0 and _regions[-1].enabled
         if not enabled:
             return Layer(parameter, bias, None, None, None, None)

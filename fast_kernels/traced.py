@@ -50,7 +50,7 @@ def run(module, x, region, is_training, is_first_microbatch):
     weights = [getattr(module, name) for name in names]
     for weight in weights:
         module.check_dtype(weight, x)
-    biases = [getattr(module, name.replace("weight", "bias")) if module.use_bias else None for name in names]
+    biases = [getattr(module, name.replace("weight", "bias")) for name in names]
     state, gradient_state = module.fp8_meta["scaling_fwd"], module.fp8_meta["scaling_bwd"]
     scale = read_scales(state.scale)
 
