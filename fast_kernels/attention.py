@@ -152,7 +152,9 @@ def _differentiate_separate(ctx, dout, _):
     dout, sizes = dout.contiguous(), [x.shape[2] for x in (q, k, v)]
     if is_tracing():  # where q, k, v are parts of one tensor, Inductor drops this split and a concatenation
         return *_separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse).split(sizes, dim=2), None
-    return *(x.contiguous() for x in _attend_backward(dout, q, k, v, out, lse, cu_seqlens, None)), None
+    gradients = [x.new_empty(x.shape) for x in (q, k, v)]
+    gradients = _attend_backward(gradients, dout, q, k, v, out, lse, cu_seqlens, None)
+    return *(x.contiguous() for x in gradients), None
 
 
 @operation("(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens) -> (Tensor out, Tensor lse)",
@@ -172,7 +174,8 @@ def _separate_attention_backward(dout, q, k, v, cu_seqlens, out, lse):
 
 
 def _write_gradients(dqkv, dout, q, k, v, out, lse, cu_seqlens, window):
-    gradients = _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window, dqkv)
+    slices = dqkv.split([x.shape[2] for x in (q, k, v)], dim=2)
+    gradients = _attend_backward(slices, dout, q, k, v, out, lse, cu_seqlens, window)
     if gradients[0].data_ptr() != dqkv.data_ptr():  # not FlashAttention 4, which writes there
         torch.cat(gradients, dim=2, out=dqkv)
 
@@ -262,8 +265,8 @@ def _attend(q, k, v, cu_seqlens, window):
     return out.contiguous().view(shape), lse
 
 
-def _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window, dqkv=None):
-    """Return the gradients of q, k and v. FlashAttention 4 writes them to slices of dqkv, if given."""
+def _attend_backward(gradients, dout, q, k, v, out, lse, cu_seqlens, window):
+    """Return the gradients of q, k and v: `gradients`, which FlashAttention 4 writes to, or others."""
     kernel = _pick_kernel(q, cu_seqlens, window)
     if kernel == "sdpa":
         with torch.enable_grad():
@@ -277,10 +280,6 @@ def _attend_backward(dout, q, k, v, out, lse, cu_seqlens, window, dqkv=None):
             True)
         return [x.transpose(1, 2) for x in gradients]
     varlen, length, shapes = {}, q.shape[1], [x.shape for x in (q, k, v)]
-    if kernel == "fa4" and dqkv is None:
-        gradients = [x.new_empty(x.shape) for x in (q, k, v)]
-    elif kernel == "fa4":
-        gradients = dqkv.split([shape[2] for shape in shapes], dim=2)
     if cu_seqlens is not None:
         varlen = _varlen_options(q, cu_seqlens)
         dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))  # views
