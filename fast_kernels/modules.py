@@ -412,29 +412,18 @@ class LayerNormMLP(Module):
         return fused.activation_linear(hidden, self, is_first_microbatch, adds_bias=True).x
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """x · rsqrt(mean(x²) + eps) · weight over the last dimension."""
 
-    def __init__(self, normalized_shape, eps=1e-5, params_dtype=None, device=None, dtype=None, **options):
-        super().__init__()
-        check_options("RMSNorm", options)
-        self.eps = eps
-        self.weight = nn.Parameter(
-            torch.ones(normalized_shape, dtype=dtype or params_dtype, device=device or _device()))
-
-    def forward(self, x):
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+    def __init__(self, normalized_shape, eps=1e-5, params_dtype=None, device=None):
+        super().__init__(normalized_shape, eps, device=device or _device(), dtype=params_dtype)
 
 
-class LayerNorm(RMSNorm):
+class LayerNorm(nn.LayerNorm):
     """(x - mean) · rsqrt(variance + eps) · weight + bias over the last dimension."""
 
-    def __init__(self, normalized_shape, *args, **options):
-        super().__init__(normalized_shape, *args, **options)
-        self.bias = nn.Parameter(torch.zeros_like(self.weight))
-
-    def forward(self, x):
-        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+    def __init__(self, normalized_shape, eps=1e-5, params_dtype=None, device=None):
+        super().__init__(normalized_shape, eps, device=device or _device(), dtype=params_dtype)
 
 
 class DotProductAttention(nn.Module):
