@@ -15,6 +15,7 @@ logits (Gemma 2, 2024).
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -29,8 +30,15 @@ BACKWARD_FP8 = dict(ROWS=128, COLUMNS=64, num_warps=8)
 IGNORE_INDEX = tl.constexpr(-100)
 
 
+def cross_entropy_reference(logits, labels, label_smoothing=0.0, softcap=None):
+    """`cross_entropy` in plain PyTorch, in float32."""
+    logits = logits.float() if softcap is None else softcap * (logits.float() / softcap).tanh()
+    loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing, reduction="sum")
+    return loss / (labels != -100).sum().clamp(min=1)
+
+
 def cross_entropy(logits, labels, quantization=None, label_smoothing=0.0, softcap=None):
-    """Compute F.cross_entropy, the mean over the labels that are not -100, () float32; 0 if all are -100.
+    """Compute the mean cross-entropy over the labels that are not -100, () float32; 0 if all are -100.
 
     Differentiable in the logits, once: backward may overwrite them, so do not use them afterwards.
 

@@ -10,7 +10,7 @@ import te_reference
 pytest.importorskip("triton")
 from fast_kernels import loss as fast_loss  # noqa: E402
 from fast_kernels.fp8 import Float8Tensor  # noqa: E402
-from fast_kernels.loss import cross_entropy  # noqa: E402
+from fast_kernels.loss import cross_entropy, cross_entropy_reference  # noqa: E402
 from kernel_tools import DEVICE, _as_on_a_gpu, _free_memory, _poisoned_memory, capture, needs_memory, on_gpu  # noqa: E402, F401
 
 FORMATS = [torch.float8_e5m2, torch.float8_e4m3fn]
@@ -80,6 +80,8 @@ def test_loss_and_gradient(rows, vocab_size, dtype, tolerance, options):
     expected, exact = exact_loss_and_gradient(logits, labels, factor=-2.5, **options)
     assert loss.shape == () and loss.dtype == torch.float32 and gradient.dtype == dtype
     assert loss.item() == pytest.approx(expected.item(), rel=2e-6)
+    reference = cross_entropy_reference(logits, labels, **options)
+    assert loss.item() == pytest.approx(-2.5 * reference.item(), rel=2e-6)
     assert (gradient - exact).abs().max() <= tolerance * exact.abs().max()
     # relative errors of small values, too; with smoothing, they are differences of larger ones
     small = exact.abs() < exact.abs().max() / 100
