@@ -66,6 +66,12 @@ def _library():
     return library
 
 
+def gemm_reference(a, a_scale_inv, b, b_scale_inv, bias=None):
+    """`gemm` in float32."""
+    out = (b.float() * b_scale_inv) @ (a.float() * a_scale_inv).T
+    return out if bias is None else out + bias
+
+
 def gemm(a, a_scale_inv, b, b_scale_inv, bias=None, accumulation="precise", out=None, accumulate=False):
     """Compute (b · b_scale_inv) @ (a · a_scale_inv)ᵀ + bias.
 

@@ -187,6 +187,7 @@ def test_torch_runs_where_cublaslt_cannot(monkeypatch, reason, dtype, with_bias,
         out = torch.full((48, 64), 3.0, device=DEVICE, dtype=dtype)
         assert fast_gemm.gemm(*operands, out=out, accumulate=accumulate) is out
         assert error(out, exact + 3 if accumulate else exact) < (5e-3 if dtype == torch.bfloat16 else 1e-3)
+    assert error(fast_gemm.gemm_reference(*operands), exact) < 1e-6
 
 
 def test_operations_are_registered():
